@@ -1,11 +1,13 @@
 """Settings shared by all tests."""
 
 import os
+import sys
 
 import paddle
 import pytest
 
 from paddle_vl.compat import amd_instruction_set
+from tests.support.gpu_stubs.installed import gpu_stubs
 
 # Read by Paddle's matrix library at its first product; without it tests run several times longer
 # on AMD processors.
@@ -13,9 +15,19 @@ if (instructions := amd_instruction_set()) is not None:
     os.environ.setdefault("MKL_DEBUG_CPU_TYPE", instructions)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _gpu_stubs():
+    """`use_kernels("gpu")` runs on a CPU, by the contracts of Paddle's GPU kernels."""
+    with gpu_stubs():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _keep_process_settings():
-    """Commands choose Paddle's transpose kernels for the whole process; a test must not."""
+    """Commands choose kernels for the whole process; a test must not."""
     kept = paddle.get_flags("FLAGS_use_stride_kernel")
     yield
     paddle.set_flags(kept)
+    compiled = sys.modules.get("paddle_vl.nn.cpu.compiled")
+    if compiled is not None:
+        compiled.disable()

@@ -9,8 +9,8 @@ is computed for the published size in the name of `model.pretrained`:
     weights, gradients, AdamW   as `paddle_vl.train.memory_needed` computes them, from the decoder's
                                 matrices divided by mp and everything else in full
     layer inputs                kept by full recomputation: 2 bytes x tokens x width x layers / mp
-    logits                      12 bytes x tokens x vocabulary / mp: bfloat16 and float32, each with
-                                its gradient
+    loss                        10 bytes x the logits of a chunk, `CHUNK_LOGITS` or all, and the
+                                head's gradient in float32: 4 bytes x vocabulary x width / mp
 
 What a layer needs while it runs is not counted, nor are collectives in flight.
 """
@@ -33,6 +33,7 @@ from paddle_vl.config.load import load_run_config
 from paddle_vl.config.patterns import matching_names
 from paddle_vl.families.qwen3_vl.recipe import model_shape
 from paddle_vl.families.qwen3_vl.settings import PARTS, Qwen3VLRun
+from paddle_vl.nn.operations import CHUNK_LOGITS
 from paddle_vl.parallel.degrees import AXES, Plan, plan_problems
 from paddle_vl.train.layout import parallel_degrees
 from paddle_vl.train.memory_needed import GB, NeededMemory
@@ -40,8 +41,10 @@ from paddle_vl.train.memory_needed import GB, NeededMemory
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "pretraining.md"
 MARKS = ("<!-- begin jobs -->", "<!-- end jobs -->")
-_LOGIT_BYTES = 12
+_LOGIT_BYTES, _HEAD_GRADIENT_BYTES = 10, 4
 _HIDDEN_BYTES = 2
+# A tied head has the embedding's.
+_HEAD_NAMES = ("lm_head.weight", "model.language_model.embed_tokens.weight")
 
 
 @dataclass(frozen=True)
@@ -122,9 +125,14 @@ class Job:
         needed = NeededMemory.of(own, config.parallel)
         tokens = self.row * config.train.per_device_train_batch_size
         kept = _HIDDEN_BYTES * tokens * text.hidden_size * text.num_hidden_layers / mp
-        logits = _LOGIT_BYTES * tokens * text.vocab_size / mp
-        sizes = (needed.weights, needed.gradients, needed.optimizer, kept, logits)
-        names = ("weights", "gradients", "AdamW", "layer inputs", "logits")
+        vocab = text.vocab_size / mp
+        loss = _LOGIT_BYTES * min(tokens * vocab, CHUNK_LOGITS)
+        names = {name for name, *_ in parameters}
+        head = next(name for name in _HEAD_NAMES if name in names)
+        if head not in frozen:
+            loss += _HEAD_GRADIENT_BYTES * vocab * text.hidden_size
+        sizes = (needed.weights, needed.gradients, needed.optimizer, kept, loss)
+        names = ("weights", "gradients", "AdamW", "layer inputs", "loss")
         return {name: size / GB for name, size in zip(names, sizes, strict=True)}
 
 

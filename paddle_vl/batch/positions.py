@@ -22,7 +22,7 @@ I items (images, videos or frames), P patches.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -251,13 +251,35 @@ def vision_layout(grid_thw: np.ndarray, *, table_side: int, merge: int = 2) -> V
         coordinates.append(np.tile(np.stack([y, x], axis=1), (t, 1)))
         rows.append(np.tile(item_rows, (1, t)))
         weights.append(np.tile(item_weights, (1, t)))
-    lengths = np.repeat(grid_thw[:, 1] * grid_thw[:, 2], grid_thw[:, 0])
     return VisionLayout(
-        _equal_runs(lengths),
+        frame_runs(grid_thw),
         np.concatenate(coordinates),
         np.concatenate(rows, axis=1),
         np.concatenate(weights, axis=1),
     )
+
+
+def frame_runs(grid_thw: np.ndarray) -> tuple[tuple[int, int], ...]:
+    """`VisionLayout.segments` of the items `[I, 3]`: every frame is a segment."""
+    return _equal_runs(np.repeat(grid_thw[:, 1] * grid_thw[:, 2], grid_thw[:, 0]))
+
+
+class PatchRows(NamedTuple):
+    """A `VisionLayout` with a row per patch, to travel and to be divided with the patches.
+
+    Attributes:
+        coordinates: `[P, 2]` int64. tap_rows: `[P, 4]` int64. tap_weights: `[P, 4]` float32.
+    """
+
+    coordinates: Any
+    tap_rows: Any
+    tap_weights: Any
+
+    @classmethod
+    def of(cls, layout: VisionLayout) -> "PatchRows":
+        """The arrays of a layout."""
+        taps = (np.ascontiguousarray(x.T) for x in (layout.tap_rows, layout.tap_weights))
+        return cls(layout.coordinates, *taps)
 
 
 def padded_segments(

@@ -5,7 +5,7 @@ A batch is a mapping, since it crosses worker processes and a model takes HF's k
 `Annotated[Array, Axes(...)]`; those of pi07 are in `paddle_vl.families.pi07.inputs.collate`.
 
 Axes, package-wide: B batch, L padded length, T token rows (batch folded in), P patches, I media
-items, R real token rows, S segments; a number is an axis of that size.
+items, R real token rows, N token rows with a target, S segments; a number is an axis of that size.
 """
 
 from collections.abc import Mapping
@@ -56,15 +56,26 @@ class VLBatch(TextFields, total=False):
     # Patches in time, height and width of each item. For the vision tower; read on the host.
     image_grid_thw: Annotated[Array, Axes("I 3", "int64")]
     video_grid_thw: Annotated[Array, Axes("I 3", "int64")]
+    # Places of these patches, images first: see `paddle_vl.batch.positions.PatchRows`. For the
+    # vision tower; from `VLBatchAdapter.prepared`.
+    patch_coordinates: Annotated[Array, Axes("P 2", "int64")]
+    patch_tap_rows: Annotated[Array, Axes("P 4", "int64")]
+    patch_tap_weights: Annotated[Array, Axes("P 4", "float32")]
     # Visual rows of this rank: see `paddle_vl.batch.visual_index`. For embedding and deepstack.
     visual_update_indices: Annotated[Array, Axes("M", "int64")]
     visual_gather_indices: Annotated[Array, Axes("M", "int64")]
     visual_source_indices: Annotated[Array, Axes("M", "int64")]
     # Offsets of packed samples, see `paddle_vl.batch.positions`. For attention; read on the host.
     cu_seqlens: Annotated[Array, Axes("S", "int32")]
+    # Where the sample of each token ends. For attention on a GPU; from `VLBatchAdapter.prepared`.
+    packed_key_ends: Annotated[Array, Axes("B L", "int32")]
     # Factors of the labels' cross entropies, where sources have a loss_weight. For the loss.
     loss_weights: Annotated[Array, Axes("B L", "float32")]
     # Token rows that are not padding, of models with experts. For the experts.
     real_row_indices: Annotated[Array, Axes("R", "int64")]
+    # Token rows that predict a label, and these labels; of a batch without any, row 0 and -100. The
+    # loss then needs no logits of other rows. From `VLBatchAdapter.prepared`, as are the factors.
+    target_rows: Annotated[Array, Axes("2 N", "int64")]
+    target_weights: Annotated[Array, Axes("N", "float32")]
     # Visual rows that no token takes. From `VLBatchAdapter.synchronized`; read on the host.
     num_unused_visual_rows: int

@@ -28,7 +28,7 @@ def add_evaluate(subparsers: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL_OR_RUN_DIR", help=MODEL_HELP)
-    _add_base(parser)
+    add_base(parser)
     parser.add_argument(
         "--data", metavar="FILE", nargs="+", required=True, help="JSONL files of conversations"
     )
@@ -105,7 +105,7 @@ def add_generate(subparsers: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", metavar="DIR", required=True, help=MODEL_HELP)
-    _add_base(parser)
+    add_base(parser)
     for kind, name in MEDIA_KINDS.items():
         parser.add_argument(
             f"--{kind}",
@@ -168,7 +168,7 @@ def add_merge(subparsers: argparse._SubParsersAction) -> None:
         help="a folder of adapters in PEFT's format, or the output_dir of a run with model.lora",
     )
     parser.add_argument("out", metavar="OUT", help="the new model folder")
-    _add_base(parser)
+    add_base(parser)
     parser.set_defaults(run=merge)
 
 
@@ -187,64 +187,8 @@ def merge(options: argparse.Namespace) -> int:
     return 0
 
 
-def add_export(subparsers: argparse._SubParsersAction) -> None:
-    """`paddle-vl export --checkpoint DIR --output DIR`"""
-    parser = subparsers.add_parser(
-        "export",
-        help="write a model as static programs for serving",
-        description="Trace a model into static programs that run without its code, on "
-        "paddle.inference: see paddle_vl.export.load. Adapters are merged into their base model. "
-        "Batch, lengths, image sizes and their number stay free.",
-        epilog="example:\n  paddle-vl export --checkpoint runs/digits --output exports/digits",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--checkpoint", metavar="DIR", required=True, help=MODEL_HELP)
-    parser.add_argument("--output", metavar="DIR", required=True, help="the new folder")
-    parser.add_argument(
-        "--onnx",
-        action="store_true",
-        help="write the programs in ONNX, too (needs the extra paddle-vl[onnx])",
-    )
-    parser.add_argument(
-        "--dtype",
-        default="float32",
-        choices=("float32", "bfloat16", "float16"),
-        help="of weights and computation; half precision needs a GPU (default float32)",
-    )
-    parser.add_argument(
-        "--int8", action="store_true", help="weight-only int8: not there yet, refused with reasons"
-    )
-    _add_base(parser)
-    parser.set_defaults(run=export)
-
-
-def export(options: argparse.Namespace) -> int:
-    """Write the programs and print what they are."""
-    configure_runtime()
-    from paddle_vl.config.families import family_of_folder
-    from paddle_vl.export.folder import onnx_file
-    from paddle_vl.export.writing import check_dtype, check_output, export_model
-    from paddle_vl.train.checkpoint import model_folder
-
-    folder, out = model_folder(Path(options.checkpoint)), Path(options.output)
-    check_output(out)
-    check_dtype(options.dtype, options.onnx, options.int8)
-    if options.onnx:
-        from paddle_vl.export.onnx_writing import check_packages
-
-        check_packages()
-    model = family_of_folder(folder).recipe_class().to_export(folder, options.base)
-    manifest = export_model(model, folder, out, options.onnx, options.dtype)
-    programs = dict(manifest.programs)
-    programs |= {onnx_file(name): program for name, program in manifest.onnx.items()}
-    for name, program in programs.items():
-        print(f"{name}: {len(program.inputs)} inputs, {program.num_outputs} outputs")
-    size = sum(file.size for file in manifest.files.values())
-    print(f"{len(manifest.files)} files of {size / 2**20:.0f} MiB in {out}")
-    return 0
-
-
-def _add_base(parser: argparse.ArgumentParser) -> None:
+def add_base(parser: argparse.ArgumentParser) -> None:
+    """`--base DIR`"""
     parser.add_argument(
         "--base",
         metavar="DIR",
@@ -253,7 +197,8 @@ def _add_base(parser: argparse.ArgumentParser) -> None:
 
 
 def configure_runtime() -> None:
-    """Configure the CPU runtime: all cores, unless OMP_NUM_THREADS is set.
+    """Configure the CPU runtime, all cores unless OMP_NUM_THREADS is set, with compiled kernels; or
+    that of a GPU.
 
     Must run before Paddle is imported, which sets that variable to one thread.
     """
@@ -262,7 +207,14 @@ def configure_runtime() -> None:
 
     from paddle_vl.compat import configure_cpu_runtime
 
-    configure_cpu_runtime(num_threads)
+    if configure_cpu_runtime(num_threads):
+        from paddle_vl.nn.cpu import compiled
+
+        compiled.enable()
+    else:
+        from paddle_vl.train.gpu_settings import configure_gpu
+
+        configure_gpu()
 
 
 def _add_generation_settings(parser: argparse.ArgumentParser) -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from paddle_vl.cli import commands
+from paddle_vl.cli.doctor import add_doctor
+from paddle_vl.cli.export import add_export
 from paddle_vl.cli.opentau_words import translated
 from paddle_vl.cli.profile import add_profile
 from paddle_vl.cli.tokenize import add_tokenize
@@ -137,8 +139,9 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_evaluate(subparsers)
     commands.add_generate(subparsers)
     commands.add_merge(subparsers)
-    commands.add_export(subparsers)
+    add_export(subparsers)
     add_profile(subparsers)
     add_report(subparsers)
     add_tokenize(subparsers)
+    add_doctor(subparsers)
     return parser

@@ -170,6 +170,15 @@ class TrainConfig(Section):
     kernels: Literal["fused", "plain"] = "fused"
     """fused: this package's kernels and Paddle's fused ones; plain: Paddle's basic operators one by
     one, which round after each as the original models do: slower, with more memory, to compare"""
+    deterministic: bool = False
+    """on a GPU, the same bits in every run of the same settings on as many devices; slower, see
+    docs/gpu_settings.md; on a CPU they are the same anyway"""
+    tf32: bool = False
+    """on a GPU, compute matrix products of float32 in TF32, with 10 bits of mantissa; false as in
+    the original models"""
+    cpu_kernels: bool = True
+    """on a CPU, kernels in C, compiled at first use where a compiler is found; the environment
+    variable PADDLE_VL_CPU_KERNELS=0 turns them off too"""
     eval_steps: Annotated[int | None, Field(ge=1)] = None
     """steps between evaluations; null: at the end only"""
     save_steps: Annotated[int | None, Field(ge=1)] = 500

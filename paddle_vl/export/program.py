@@ -8,6 +8,11 @@ import numpy as np
 import paddle
 from paddle import Tensor, inference
 
+from paddle_vl.compat import configure_cpu_runtime
+
+DEVICE_VARIABLE = "FLAGS_selected_gpus"
+_threads: int | None = None
+
 
 class Program:
     """Runs a saved program; inputs by name, outputs in order.
@@ -24,8 +29,8 @@ class Program:
         config.enable_new_executor(True)
         config.switch_ir_optim(True)
         config.enable_memory_optim()
-        if paddle.device.is_compiled_with_cuda() and paddle.device.cuda.device_count():
-            config.enable_use_gpu(256, 0)
+        if has_gpu():
+            config.enable_use_gpu(256, device_number())
         else:
             config.disable_gpu()
             # oneDNN's in-place pass gives wrong cosines in silence (paddlepaddle 3.3.1).
@@ -58,6 +63,31 @@ class Program:
         )
 
 
+def has_gpu() -> bool:
+    """Whether programs run on a GPU here."""
+    return paddle.device.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0
+
+
+def device_number() -> int:
+    """The GPU of this process, as Paddle's launcher sets it; the first one without a launcher."""
+    return int(os.environ.get(DEVICE_VARIABLE, "0").split(",")[0])
+
+
+def use_threads(number: int | None) -> None:
+    """Set the threads of runtimes, and tune Paddle's CPU kernels in this process.
+
+    Args:
+        number: None for OMP_NUM_THREADS. Paddle sets it to 1, when it is imported, if it is unset.
+    """
+    global _threads
+    if number is not None and number < 1:
+        raise ValueError(f"num_threads is {number}: give at least 1, or None")
+    _threads = number
+    configure_cpu_runtime(num_threads())
+
+
 def num_threads() -> int:
-    """Threads of a runtime: OMP_NUM_THREADS, or all cores."""
+    """Threads of a runtime: those of `use_threads`, else OMP_NUM_THREADS, or all cores."""
+    if _threads is not None:
+        return _threads
     return int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))

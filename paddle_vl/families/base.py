@@ -26,6 +26,7 @@ from paddle_vl.nn.objective import BatchAdapter, Loss
 from paddle_vl.nn.placement import Placement
 
 if TYPE_CHECKING:
+    from paddle_vl.export.rank_writing import RanksToExport
     from paddle_vl.export.writing import ModelToExport
 
 # Relative cost of each decoder layer, of everything before them, and of everything after them.
@@ -379,6 +380,25 @@ class Family(ABC):
             ValueError: the family has no programs.
         """
         raise ValueError(f"the model in {folder} is of a family that cannot be exported yet")
+
+    @classmethod
+    def ranks_to_export(
+        cls,
+        folder: Path,
+        base: str | None,
+        make_rank: Callable[[int], Any],
+        mp_degree: int,
+        sequence_parallel: bool,
+    ) -> "RanksToExport":
+        """The programs of each tensor-parallel rank (`paddle-vl export --mp-degree`).
+
+        Args:
+            make_rank: a rank by its number, see `paddle_vl.parallel.traced_rank`.
+
+        Raises:
+            ValueError: the family has none, or does not divide over the ranks.
+        """
+        raise ValueError(f"the model in {folder} is of a family without programs of single ranks")
 
     @classmethod
     def with_synthetic_data(cls, config: RunConfig, data: SyntheticData) -> RunConfig:

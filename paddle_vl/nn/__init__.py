@@ -5,6 +5,5 @@ traced program. `paddle_vl.nn.cpu` and `paddle_vl.nn.gpu` register faster kernel
 functions, see `paddle_vl.nn.operations`. Nothing here depends on a rank.
 """
 
-# Importing them registers their kernels.
-import paddle_vl.nn.cpu
-import paddle_vl.nn.gpu  # noqa: F401
+# Registers the kernels. Those of a GPU are imported when an operation first needs them.
+import paddle_vl.nn.cpu  # noqa: F401

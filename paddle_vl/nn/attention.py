@@ -5,14 +5,14 @@ head n // G. Shapes: B batch, L query length, S key length, N query heads, K key
 query heads per key head, H head width, P packed rows.
 
 The plain implementations are Paddle's `scaled_dot_product_attention`, or a composition in float32.
-Kernels: query blocks on the CPU (`paddle_vl.nn.cpu.attention`), FlashMask for packed samples on a
-GPU (`paddle_vl.nn.gpu.attention`). Over 350 lines, to have every form of the formula side by
-side.
+Kernels: query blocks on the CPU (`paddle_vl.nn.cpu.attention`); flash attention on a GPU, over a
+mask's row intervals where it has them (`paddle_vl.nn.gpu.attention`). Over 350 lines, to have every
+form of the formula side by side.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
@@ -24,9 +24,6 @@ from paddle_vl.nn.operations import operation
 
 # Below any score, yet finite: a query that sees only padding gets an average instead of NaN.
 MASKED_SCORE = -1e30
-# The lowest float32 absorbs any score added to it, so a query that sees no key weighs all keys
-# equally. Source: Gemma's attention in openpi.
-_LOWEST_SCORE = -2.3819763e38
 
 
 class PackedSamples:
@@ -37,24 +34,31 @@ class PackedSamples:
     Args:
         cu_seqlens: see `paddle_vl.batch.positions`; on the host.
         length: padded length of a row.
+        key_ends_BL: `batch.positions.key_ends` of them on the device, if it was copied with the
+            batch; None copies it when a kernel needs it.
     """
 
-    def __init__(self, cu_seqlens: np.ndarray, length: int):
+    def __init__(self, cu_seqlens: np.ndarray, length: int, key_ends_BL: Tensor | None = None):
         self.offsets = tuple(cu_seqlens.tolist())
-        self._key_ends_BL = key_ends(cu_seqlens, length)
+        self._cu_seqlens, self._length, self._key_ends_BL = cu_seqlens, length, key_ends_BL
 
     @cached_property
     def key_ends_B1L1(self) -> Tensor:
         """int32: for each key, the first later query of its row that does not see it."""
-        return paddle.to_tensor(self._key_ends_BL[:, None, :, None])
+        ends_BL = self._key_ends_BL
+        if ends_BL is None:
+            ends_BL = paddle.to_tensor(key_ends(self._cu_seqlens, self._length))
+        return ends_BL.unsqueeze([1, 3])
 
     @cached_property
     def mask_B1LL(self) -> Tensor:
         """float32 additive mask, 0 or `MASKED_SCORE`."""
-        place = np.arange(self._key_ends_BL.shape[1])
-        visible = place[:, None] < self._key_ends_BL[:, None, None, :]
-        visible &= place[:, None] >= place
-        return paddle.to_tensor(np.where(visible, 0.0, MASKED_SCORE).astype(np.float32))
+        place_L = paddle.arange(self._length, dtype="int32")
+        visible = paddle.logical_and(
+            place_L.unsqueeze(1) < self.key_ends_B1L1.transpose([0, 1, 3, 2]),
+            place_L.unsqueeze(1) >= place_L,
+        )
+        return paddle.logical_not(visible).astype("float32") * MASKED_SCORE
 
 
 @operation
@@ -76,7 +80,7 @@ def causal_attention(
 
     Returns:
         `[B, L, N, H]` in the dtype of the queries. A query that sees no unmasked key gets a finite
-        average of masked ones.
+        average of masked ones, or zero.
     """
     batch, length = q_BLNH.shape[:2]
     keys = k_BSKH.shape[1]
@@ -121,32 +125,65 @@ class PaddedSegments(NamedTuple):
     place: Tensor
 
 
+class Segments:
+    """Consecutive segments of packed rows, known on the host; one object for all layers of a step.
+
+    Not a tuple, which Paddle would search for tensors.
+
+    Args:
+        runs: (count, length) of runs of consecutive segments of equal length.
+
+    Attributes:
+        count: number of segments.
+        longest: length of the longest.
+    """
+
+    def __init__(self, runs: Sequence[tuple[int, int]]):
+        self.runs = tuple(runs)
+        self.count = sum(count for count, _ in self.runs)
+        self.longest = max((length for _, length in self.runs), default=0)
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """`[count + 1]` int32 first row of each segment, and the end; made on the device."""
+        lengths = [paddle.full([count], length, "int32") for count, length in self.runs]
+        return paddle.cumsum(paddle.concat([paddle.zeros([1], "int32"), *lengths]), dtype="int32")
+
+
 def segment_attention(
     q_PNH: Tensor,
     k_PNH: Tensor,
     v_PNH: Tensor,
-    segments: Sequence[tuple[int, int]] | PaddedSegments,
+    segments: Segments | Sequence[tuple[int, int]] | PaddedSegments,
 ) -> Tensor:
     """Every row sees all rows of its own segment and no others; scores are scaled by H^-0.5.
 
     Args:
-        segments: (count, length) of runs of consecutive segments of equal length, on the host; the
-            sum of count * length is P. Each run is one batched product. Or tensors, in a traced
-            program.
+        segments: on the host, whose lengths sum to P; a sequence is that of `Segments.runs`. Or
+            tensors, in a traced program.
 
     Returns:
         `[P, N, H]` in the dtype of the queries.
     """
     if isinstance(segments, PaddedSegments):
         return padded_segment_attention(q_PNH, k_PNH, v_PNH, segments)
-    if len(segments) == 1:
-        return equal_segments_attention(q_PNH, k_PNH, v_PNH, *segments[0])
-    sizes = [count * length for count, length in segments]
+    if not isinstance(segments, Segments):
+        segments = Segments(segments)
+    return runs_attention(q_PNH, k_PNH, v_PNH, segments)
+
+
+@operation
+def runs_attention(q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor, segments: Segments) -> Tensor:
+    """`segment_attention`; each run of segments of equal length is one batched product."""
+    runs = segments.runs
+    if len(runs) == 1:
+        return equal_segments_attention(q_PNH, k_PNH, v_PNH, *runs[0])
+    sizes = [count * length for count, length in runs]
     q_runs, k_runs, v_runs = (paddle.split(x, sizes, axis=0) for x in (q_PNH, k_PNH, v_PNH))
     return paddle.concat(
         [
-            equal_segments_attention(q_runs[i], k_runs[i], v_runs[i], *segment)
-            for i, segment in enumerate(segments)
+            equal_segments_attention(q_runs[i], k_runs[i], v_runs[i], *run)
+            for i, run in enumerate(runs)
         ],
         axis=0,
     )
@@ -186,15 +223,27 @@ def equal_segments_attention(
 class AttentionMask:
     """Which keys each query sees; one object for all layers of a forward pass.
 
-    Not a tuple, which Paddle would search for tensors.
+    Subclasses know a structure that kernels use in place of the dense mask, which is made only if
+    it is needed. Not a tuple, which Paddle would search for tensors.
 
     Args:
-        visible_BLS: bool.
+        visible_BLS: bool, or a function that makes it.
+
+    Attributes:
+        some_see_nothing: False if every query is known to see a key.
     """
 
-    def __init__(self, visible_BLS: Tensor):
-        self.visible_BLS = visible_BLS
+    some_see_nothing = True
+
+    def __init__(self, visible_BLS: Tensor | Callable[[], Tensor]):
+        self._visible = visible_BLS
         self._biases: dict[int, Tensor] = {}
+        self._narrow_biases: dict[str, Tensor] = {}
+
+    @cached_property
+    def visible_BLS(self) -> Tensor:
+        """bool."""
+        return self._visible() if callable(self._visible) else self._visible
 
     @cached_property
     def has_key_BL11(self) -> Tensor:
@@ -208,9 +257,36 @@ class AttentionMask:
 
     @cached_property
     def bias_B1LS(self) -> Tensor:
-        """float32 to be added to scores, 0 or the lowest number."""
-        hidden = paddle.logical_not(self.visible_BLS).astype("float32")
-        return (hidden * _LOWEST_SCORE).unsqueeze(1)
+        """float32 to be added to scores, 0 or `MASKED_SCORE`: a query that sees no key weighs all
+        keys equally. (Flash attention multiplies a mask by the root of H; the lowest float32, which
+        the originals use, would become infinite.)"""
+        return self._bias_of(self.visible_BLS)
+
+    def bias_in(self, dtype: Any) -> Tensor:
+        """`bias_B1LS` in another dtype."""
+        return self._narrow("all", lambda: self.bias_B1LS, dtype)
+
+    def row_bias_in(self, dtype: Any) -> Tensor:
+        """`bias_in`, or `[B, 1, 1, S]` if all queries see the same keys."""
+        return self.bias_in(dtype)
+
+    def _narrow(self, kind: str, make: Callable[[], Tensor], dtype: Any) -> Tensor:
+        key = f"{kind} {dtype}"
+        if key not in self._narrow_biases:
+            self._narrow_biases[key] = make().astype(dtype)
+        return self._narrow_biases[key]
+
+    def row_intervals(self) -> Tensor | None:
+        """The mask as FlashMask takes it: int32 `[B, 1, S, 2]` first and end row, `(first, end)` of
+        each key, of which rows `[end, first)` see the key. None for a mask of another kind.
+
+        Rows that see no key may see some here: their output is to be replaced.
+        """
+        return None
+
+    @staticmethod
+    def _bias_of(visible_BLS: Tensor) -> Tensor:
+        return (paddle.logical_not(visible_BLS).astype("float32") * MASKED_SCORE).unsqueeze(1)
 
     def prepare(self) -> None:
         """Make the masks of the `sdpa` attention now, outside of a loop of a program."""
@@ -221,6 +297,108 @@ class AttentionMask:
         if heads not in self._biases:
             self._biases[heads] = paddle.concat([self.bias_B1LS] * heads, axis=1)
         return self._biases[heads]
+
+
+class BlockMask(AttentionMask):
+    """Tokens see their own block and earlier ones; padding neither sees nor is seen.
+
+    Mark 1 begins a block, 0 continues it. Marks 0 0 0 | 1 0 | 1 | 1 are a block of three, a block
+    of two and two causal tokens:
+
+        1 1 1 0 0 0 0
+        1 1 1 0 0 0 0
+        1 1 1 0 0 0 0
+        1 1 1 1 1 0 0
+        1 1 1 1 1 0 0
+        1 1 1 1 1 1 0
+        1 1 1 1 1 1 1
+
+    Args:
+        pad_BL: bool, True for real tokens.
+        marks_BL: bool or int.
+    """
+
+    def __init__(self, pad_BL: Tensor, marks_BL: Tensor):
+        super().__init__(self._dense)
+        self._pad_BL, self._marks_BL = pad_BL, marks_BL
+
+    @cached_property
+    def has_key_BL11(self) -> Tensor:
+        # A real token sees itself.
+        return self._pad_BL.astype("float32").unsqueeze([-1, -1])
+
+    def row_intervals(self) -> Tensor:
+        return self._intervals_B1L2
+
+    @cached_property
+    def _intervals_B1L2(self) -> Tensor:
+        """All rows from the first of its block see a key. That of padding is seen by none: its
+        interval ends where it begins, at its own row, so that both of FlashMask's triangles are
+        masked whole."""
+        place_L = paddle.arange(self._pad_BL.shape[1], dtype="int32")
+        begins_BL = self._marks_BL.astype("int32") * place_L
+        first_BL = paddle.cummax(begins_BL, axis=1)[0]
+        end_BL = paddle.full_like(begins_BL, self._pad_BL.shape[1])
+        both = (paddle.where(self._pad_BL, x, place_L.expand(x.shape)) for x in (end_BL, first_BL))
+        return paddle.stack(list(both), axis=-1).unsqueeze(1)
+
+    def _dense(self) -> Tensor:
+        block_BL = paddle.cumsum(self._marks_BL.astype("int64"), axis=1)
+        earlier = block_BL.unsqueeze(1) <= block_BL.unsqueeze(2)
+        real = paddle.logical_and(self._pad_BL.unsqueeze(1), self._pad_BL.unsqueeze(2))
+        return paddle.logical_and(earlier, real)
+
+
+class KeyMask(AttentionMask):
+    """All queries see the same keys, and every query sees one.
+
+    Args:
+        seen_BS: bool, the keys that are seen.
+        num_queries: L.
+    """
+
+    some_see_nothing = False
+
+    def __init__(self, seen_BS: Tensor, num_queries: int):
+        super().__init__(lambda: seen_BS.unsqueeze(1).expand([-1, num_queries, -1]))
+        self._seen_BS = seen_BS
+
+    def row_bias_in(self, dtype: Any) -> Tensor:
+        return self._narrow("row", lambda: self._bias_of(self._seen_BS.unsqueeze(1)), dtype)
+
+
+class HistoryMask(AttentionMask):
+    """Each frame of a video sees the real frames up to its own. B = videos * copies: consecutive
+    entries of a batch, such as the patches of a video, have one mask. L = S frames.
+
+    Args:
+        real_VF: bool of V videos.
+        copies: entries of each video.
+    """
+
+    def __init__(self, real_VF: Tensor, copies: int):
+        super().__init__(self._dense)
+        self._real_VF, self.copies = real_VF, copies
+
+    @cached_property
+    def row_ends_V1R1(self) -> Tensor:
+        """int32: the entries of a video as one row of R = copies * F frames, in which each entry is
+        a causal document; for each key the first later row that does not see it, its own if it is
+        not real."""
+        frames = self._real_VF.shape[1]
+        place_R = paddle.arange(self.copies * frames, dtype="int32")
+        end_R = (place_R // frames + 1) * frames
+        real_VR = paddle.tile(self._real_VF, [1, self.copies])
+        end_VR, place_VR = end_R.expand(real_VR.shape), place_R.expand(real_VR.shape)
+        ends_VR = paddle.where(real_VR, end_VR, place_VR)
+        return ends_VR.unsqueeze([1, 3])
+
+    def _dense(self) -> Tensor:
+        frames = self._real_VF.shape[1]
+        order = paddle.arange(frames)
+        causal_FF = order.unsqueeze(1) >= order.unsqueeze(0)
+        visible_V1FF = paddle.logical_and(self._real_VF.unsqueeze(1), causal_FF).unsqueeze(1)
+        return visible_V1FF.expand([-1, self.copies, -1, -1]).reshape([-1, frames, frames])
 
 
 def masked_attention(
@@ -235,10 +413,10 @@ def masked_attention(
 
     Args:
         scale: factor of the scores.
-        implementation: as in HF transformers. `eager` computes scores and softmax in float32; a
-            query without a key gets the average of all values. `sdpa` gives it zero, and the
-            kernel chooses the dtype of the scores. In both, such a query passes no gradient to
-            queries and keys.
+        implementation: as in HF transformers. `eager` rounds as a composition with scores and
+            softmax in float32, or computes them in a flash kernel; a query without a key gets the
+            average of all values. `sdpa` gives it zero, and the kernel chooses the dtype of the
+            scores. In both, such a query passes no gradient to queries and keys.
 
     Returns:
         `[B, L, N, H]` in the dtype of the values.
@@ -266,7 +444,7 @@ def eager_or_sdpa_attention(
     # The kernel scales by H^-0.5, and takes a mask in the dtype of the queries only.
     factor = scale * q_BLNH.shape[-1] ** 0.5
     q_BLNH = q_BLNH if factor == 1.0 else q_BLNH * factor
-    bias = mask.bias_B1LS.astype(q_BLNH.dtype)
+    bias = mask.bias_in(q_BLNH.dtype)
     out_BLNH = F.scaled_dot_product_attention(q_BLNH, k_BSKH, v_BSKH, attn_mask=bias)
     return out_BLNH * mask.has_key_BL11.astype(out_BLNH.dtype)
 
@@ -280,7 +458,7 @@ def _float32_attention(
     )
     q_BNLH, k_BNSH = (x.transpose([0, 2, 1, 3]).astype("float32") for x in (q_BLNH, k_BSNH))
     scores = paddle.matmul(q_BNLH, k_BNSH, transpose_y=True) * scale
-    lowest = paddle.full([], _LOWEST_SCORE, dtype="float32")
+    lowest = paddle.full([], MASKED_SCORE, dtype="float32")
     scores = paddle.where(mask.visible_BLS.unsqueeze(1), scores, lowest)
     probability = F.softmax(scores).astype(v_BSNH.dtype)
     return paddle.matmul(probability, v_BSNH.transpose([0, 2, 1, 3])).transpose([0, 2, 1, 3])

@@ -37,17 +37,37 @@ class Dispatch(NamedTuple):
     counts: Tensor
 
 
+class GroupSizes:
+    """How many consecutive rows each expert has; one object for all products of a layer.
+
+    Not a tuple, which Paddle would search for tensors.
+
+    Args:
+        counts_E: int64.
+        on_host: the same numbers, where the host has them anyway.
+
+    Attributes:
+        layout: what a kernel derives from the counts, kept for the layer's other products.
+    """
+
+    def __init__(self, counts_E: Tensor, on_host: list[int] | None = None):
+        self.counts_E, self.on_host = counts_E, on_host
+        self.layout: Any = None
+
+
 class Plan(NamedTuple):
     """Where a layer's rows go.
 
     Attributes:
         indices: `[R, K]` int64, the experts of each row.
         dispatch: the same, sorted by expert.
+        sizes: the rows of each expert.
         exchange: the plan of `Experts.exchange`; None without expert parallelism.
     """
 
     indices: Tensor
     dispatch: Dispatch
+    sizes: GroupSizes
     exchange: Any = None
 
 
@@ -184,8 +204,8 @@ class _Reorder(PyLayer):
 
 
 @operation
-def grouped_linear(x_NI: Tensor, weight_EIO: Tensor, counts_E: Tensor) -> Tensor:
-    """`x @ weight[e]` with each row's own expert e: the first `counts[0]` rows have expert 0.
+def grouped_linear(x_NI: Tensor, weight_EIO: Tensor, sizes: GroupSizes) -> Tensor:
+    """`x @ weight[e]` with each row's own expert e: the first `counts_E[0]` rows have expert 0.
 
     One batched product whose shapes do not depend on the counts. Each expert's rows fill blocks of
     `ceil(N / E)` rows, the last one padded with zeros. E blocks more than N rows fill always
@@ -195,7 +215,7 @@ def grouped_linear(x_NI: Tensor, weight_EIO: Tensor, counts_E: Tensor) -> Tensor
     Returns:
         `[N, O]` in the dtype of the rows.
     """
-    return blocked_product(x_NI, weight_EIO, Blocks.of(counts_E, x_NI.shape[0]))
+    return blocked_product(x_NI, weight_EIO, Blocks.of(sizes.counts_E, x_NI.shape[0]))
 
 
 class Blocks(NamedTuple):
@@ -235,12 +255,10 @@ class Blocks(NamedTuple):
         return paddle.scatter(empty, self.place, x_NI).reshape([num_blocks, -1, columns])
 
 
-def blocked_product(
-    x_NI: Tensor, weight_EIO: Tensor, blocks: Blocks, transposed: bool = False
-) -> Tensor:
-    """`grouped_linear` with given blocks: `[N, I]` to `[N, O]`; the reverse if transposed."""
+def blocked_product(x_NI: Tensor, weight_EIO: Tensor, blocks: Blocks) -> Tensor:
+    """`grouped_linear` with given blocks."""
     weight_BIO = paddle.index_select(weight_EIO, blocks.expert)
-    y_BRO = paddle.matmul(blocks.filled(x_NI), weight_BIO, transpose_y=transposed)
+    y_BRO = paddle.matmul(blocks.filled(x_NI), weight_BIO)
     return paddle.index_select(y_BRO.reshape([-1, y_BRO.shape[-1]]), blocks.place)
 
 
@@ -251,7 +269,9 @@ class Exchange(Protocol):
         """What is exchanged for these numbers of rows per expert; collective."""
         ...
 
-    def __call__(self, run: Callable[[Tensor, Tensor], Tensor], x_ND: Tensor, plan: Any) -> Tensor:
+    def __call__(
+        self, run: Callable[[Tensor, GroupSizes], Tensor], x_ND: Tensor, plan: Any
+    ) -> Tensor:
         """`run`, which is `Experts.run_experts`, on each row's own rank: `[N, D]`; collective."""
         ...
 
@@ -304,7 +324,7 @@ class Experts(nn.Layer):
         dispatch = plan.dispatch
         x_ND = permute_rows(x_RD, dispatch)
         if self.exchange is None:
-            y_ND = self.run_experts(x_ND, dispatch.counts)
+            y_ND = self.run_experts(x_ND, plan.sizes)
         else:
             y_ND = self.exchange(self.run_experts, x_ND, plan.exchange)
         return rows.placed(unpermute_rows(y_ND, dispatch, weights_RK))
@@ -315,9 +335,9 @@ class Experts(nn.Layer):
             own_E = dispatch.counts
             self.tokens_per_expert = own_E if counts else paddle.zeros_like(own_E)
         exchange = None if self.exchange is None else self.exchange.plan(dispatch.counts)
-        return Plan(indices_RK, dispatch, exchange)
+        return Plan(indices_RK, dispatch, GroupSizes(dispatch.counts), exchange)
 
-    def run_experts(self, x_ND: Tensor, counts_E: Tensor) -> Tensor:
+    def run_experts(self, x_ND: Tensor, sizes: GroupSizes) -> Tensor:
         """This rank's experts applied to rows sorted by expert: `[N, D]`."""
-        inner = F.swiglu(grouped_linear(x_ND, self.gate_up_proj, counts_E))
-        return grouped_linear(inner, self.down_proj, counts_E)
+        inner = F.swiglu(grouped_linear(x_ND, self.gate_up_proj, sizes))
+        return grouped_linear(inner, self.down_proj, sizes)

@@ -18,7 +18,10 @@ from paddle import Tensor, nn
 from paddle.nn.initializer import Constant, Initializer, Normal
 
 from paddle_vl.nn.lora import LowRank, LowRankSettings
-from paddle_vl.nn.operations import operation
+from paddle_vl.nn.operations import Predict, operation
+
+# Makes a tensor of a head's predictions, its rows and its parameters, see `VocabHead.forward`.
+Reduced = Callable[[Predict, Sequence[Tensor], Sequence[Tensor]], Tensor]
 
 
 @contextmanager
@@ -147,8 +150,26 @@ class VocabHead(AdaptableLinear):
             # A plain attribute would register the parameter a second time.
             object.__setattr__(self, "weight", tied_weight)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.adapted(paddle.matmul(x, self.weight, transpose_y=True), x)
+    def forward(self, x: Tensor, reduced: Reduced | None = None) -> Tensor:
+        """Logits `[..., vocab]`; or `reduced(predict, rows, parameters)`, where `predict(rows,
+        parameters)` are the logits, for a loss that never has all of them.
+
+        Sharded parameters exist during a call only, so the loss is computed in it.
+        """
+        rows, parameters = [x], [self.weight]
+        if self.lora is not None:
+            # Drawn once for all rows, however they are divided.
+            rows.append(self.lora.dropped(x))
+            parameters += [self.lora.A, self.lora.B]
+        if reduced is None:
+            return self._logits(rows, parameters)
+        return reduced(self._logits, rows, parameters)
+
+    def _logits(self, rows: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
+        y = paddle.matmul(rows[0], parameters[0], transpose_y=True)
+        if self.lora is None:
+            return y
+        return y + self.lora.projected(rows[1], *parameters[1:])
 
 
 class Columns(NamedTuple):

@@ -48,11 +48,19 @@ class LowRank(nn.Layer):
 
     def forward(self, x: Tensor, columns: slice | None = None) -> Tensor:
         """`[..., I]` to `[..., O]`, or to a slice of the output columns."""
-        if self.training and self.settings.dropout:
-            with self.random():
-                x = F.dropout(x, self.settings.dropout)
         B = self.B if columns is None else self.B[:, columns]
-        return paddle.matmul(paddle.matmul(x, self.A) * self.settings.scaling, B)
+        return self.projected(self.dropped(x), self.A, B)
+
+    def dropped(self, x: Tensor) -> Tensor:
+        """The input after dropout."""
+        if not (self.training and self.settings.dropout):
+            return x
+        with self.random():
+            return F.dropout(x, self.settings.dropout)
+
+    def projected(self, x: Tensor, A: Tensor, B: Tensor) -> Tensor:
+        """The output for an input after dropout, with these factors."""
+        return paddle.matmul(paddle.matmul(x, A) * self.settings.scaling, B)
 
     def product(self) -> Tensor:
         """`scaling * A B`, `[I, O]` float32, which merging adds to the linear's weight."""

@@ -5,13 +5,16 @@ micro-batches are accumulated in float32; master weights and optimizer state are
 are the rounded master weights. `paddle_vl.parallel.sharding` does the same with shards.
 """
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import paddle
 from paddle import Tensor
 from paddle.base.framework import EagerParamBase
+
+if TYPE_CHECKING:
+    from paddle_vl.nn.flat_buckets import FlatBucket
 
 
 class ParameterStore(Protocol):
@@ -47,6 +50,10 @@ class ParameterStore(Protocol):
 
     def gradient_sums(self) -> list[Tensor]:
         """Gradients kept besides the `grad` of parameters and copies."""
+        ...
+
+    def use_buckets(self, buckets: "Sequence[FlatBucket]") -> None:
+        """The tensors of `shard_of` have become views of these."""
         ...
 
     def begin_step(self, num_micro_batches: int) -> None:
@@ -129,6 +136,8 @@ class MasterWeights:
                     halves.append(parameter)
                     self._masters[id(parameter)] = master_copy(parameter, parameter.detach())
         self._gradients = WideGradients(halves)
+        # Of half-precision parameters.
+        self._buckets: Sequence[FlatBucket] = ()
 
     def shard_of(self, parameter: Tensor) -> Tensor:
         """The master weight, or a float32 parameter itself."""
@@ -140,18 +149,26 @@ class MasterWeights:
 
     def gradient_sums(self) -> list[Tensor]:
         """Float32 sums of half-precision gradients."""
-        return self._gradients.sums()
+        flat = (bucket.values.main_grad for bucket in self._buckets)
+        return [*self._gradients.sums(), *(total for total in flat if total is not None)]
+
+    def use_buckets(self, buckets: "Sequence[FlatBucket]") -> None:
+        """Accumulate half-precision gradients in the buckets, and round from them."""
+        self._buckets = [bucket for bucket in buckets if bucket.halves]
 
     def begin_step(self, num_micro_batches: int) -> None:
         """Nothing to do."""
 
     def end_micro_batch(self) -> None:
         """Accumulate half-precision gradients."""
-        self._gradients.take()
+        for bucket in self._buckets:
+            bucket.take(bucket.halves)
+        if not self._buckets:
+            self._gradients.take()
 
     def end_backward(self) -> None:
-        """Master weights get their gradients."""
-        self._gradients.take()
+        """Master weights, or their buckets, get their gradients."""
+        self.end_micro_batch()
         for parameter in self._gradients.parameters:
             grad = self._gradients.give(parameter)
             if grad is not None:
@@ -160,7 +177,9 @@ class MasterWeights:
     @paddle.no_grad()
     def all_gather_parameters(self) -> None:
         """Round the master weights into the parameters."""
-        for parameter in self._gradients.parameters:
+        for bucket in self._buckets:
+            bucket.round()
+        for parameter in () if self._buckets else self._gradients.parameters:
             paddle.assign(self.shard_of(parameter).astype(parameter.dtype), parameter)
 
     def gathered_value(self, parameter: Tensor, value: Tensor | None = None) -> Tensor:

@@ -3,9 +3,9 @@
 Shapes: N rows, C channels; any number of leading dims. A bfloat16 mean of squares over a wide row
 would lose most of its bits.
 
-In eager mode the backward passes are written by hand: autograd's gradient of a product with a `[C]`
-weight is slower on Paddle's CPU kernels than the rest of the norm, and on a GPU it keeps more
-float32 tensors.
+On a GPU Paddle's fused kernels run (`paddle_vl.nn.gpu.norm`). On a CPU the backward passes are
+written by hand: autograd's gradient of a product with a `[C]` weight is slower on Paddle's kernels
+than the rest of the norm.
 """
 
 import paddle
@@ -39,7 +39,7 @@ def _rms_quotient(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     return x * inverse, inverse
 
 
-@rms_norm.register("cpu", "gpu")
+@rms_norm.register("cpu")
 class _RMSNorm(PyLayer):
     @staticmethod
     def forward(ctx, x, weight, epsilon):
@@ -70,6 +70,19 @@ def _quotient_gradient(grad: Tensor, quotient: Tensor, inverse: Tensor) -> Tenso
 
 
 @operation
+def add_rms_norm(
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """The sum of two `[T, D]`, and its `rms_norm`: a residual connection and the norm after it.
+
+    Returns:
+        Sum and norm, `[T, D]` in the dtype of `x`.
+    """
+    sum_TD = x_TD + residual_TD
+    return sum_TD, rms_norm(sum_TD, weight_D, epsilon)
+
+
+@operation
 def gemma_rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
     """Gemma's norm: `x / sqrt(mean(x^2) + epsilon) * (1 + weight)`, the mean over C.
 
@@ -85,7 +98,7 @@ def gemma_rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
     return (_rms_quotient(x, epsilon)[0] * scale_C).astype(x.dtype)
 
 
-@gemma_rms_norm.register("cpu", "gpu")
+@gemma_rms_norm.register("cpu")
 class _GemmaRMSNorm(PyLayer):
     @staticmethod
     def forward(ctx, x, weight, epsilon):
@@ -117,7 +130,7 @@ def rms_quotient(x: Tensor, epsilon: float) -> Tensor:
     return _rms_quotient(x, epsilon)[0]
 
 
-@rms_quotient.register("cpu", "gpu")
+@rms_quotient.register("cpu")
 class _RMSQuotient(PyLayer):
     @staticmethod
     def forward(ctx, x, epsilon):
@@ -155,7 +168,7 @@ def _standardise(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     return centred * inverse, inverse
 
 
-@layer_norm.register("cpu", "gpu")
+@layer_norm.register("cpu")
 class _LayerNorm(PyLayer):
     @staticmethod
     def forward(ctx, x, weight, bias, epsilon):
@@ -195,7 +208,10 @@ class RMSNorm(nn.Layer):
         self.epsilon = epsilon
         self.weight = self.create_parameter([size], default_initializer=Constant(1.0))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """The norm of `x`; with a residual `[T, D]`, the sum of both and its norm."""
+        if residual is not None:
+            return add_rms_norm(x, residual, self.weight, self.epsilon)
         return rms_norm(x, self.weight, self.epsilon)
 
 

@@ -12,6 +12,7 @@ import paddle
 from paddle import Tensor
 
 from paddle_vl.batch.schema import Batch
+from paddle_vl.nn.operations import IGNORE_INDEX
 
 BatchT = TypeVar("BatchT", bound=Batch)
 
@@ -77,6 +78,17 @@ def weighted_loss(terms: Sequence[float], loss: Loss) -> float:
 def zero_terms(loss: Loss) -> Tensor:
     """A zero for each term, `[n]` float32."""
     return paddle.zeros([len(loss.terms)])
+
+
+def target_rows(targets_T: np.ndarray) -> np.ndarray:
+    """Numbers of the rows whose target is not `IGNORE_INDEX`, and these targets: `[2, N]` int64.
+
+    Row 0 if there is none: all ranks run the head, whatever their data.
+    """
+    rows_N = np.flatnonzero(targets_T != IGNORE_INDEX)
+    if not rows_N.size:
+        rows_N = np.zeros(1, dtype=np.int64)
+    return np.stack([rows_N, targets_T[rows_N]])
 
 
 class BatchAdapter(ABC, Generic[BatchT]):

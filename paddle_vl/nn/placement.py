@@ -27,11 +27,19 @@ from paddle_vl.nn.linear import (
     VocabHead,
 )
 from paddle_vl.nn.lora import LowRankSettings
-from paddle_vl.nn.operations import RowDropout, token_loss
+from paddle_vl.nn.operations import (
+    Predict,
+    RowDropout,
+    TargetRows,
+    num_targets,
+    summed_cross_entropy,
+    summed_in_chunks,
+)
 from paddle_vl.nn.parameter_table import REPLICATED, ParameterTable, Tie
 
-# Pixels and grid of items (images, videos) to merged rows `[M, D]` and G levels of `[M, D]`.
-Encoder = Callable[[Tensor, np.ndarray], tuple[Tensor, list[Tensor]]]
+# Patches (pixels first) and grid of items (images, videos) to merged rows `[M, D]` and G levels of
+# `[M, D]`.
+Encoder = Callable[[Sequence[Tensor], np.ndarray], tuple[Tensor, list[Tensor]]]
 # Ascending item numbers (None: all items) to their rows `[M, C]`. For no items it returns arbitrary
 # rows, which are dropped: a rank without an item may still have to run the layers.
 ItemEncoder = Callable[[np.ndarray | None], Tensor]
@@ -169,6 +177,10 @@ class RegionOps:
         """Prepare rows that came through `leave_rows` for a `vocab_head`; backward all-reduces."""
         return x_TD
 
+    def whole_columns(self, x_TF: Tensor) -> Tensor:
+        """The columns of all ranks, of a column-parallel output or of the head; no gradient."""
+        return x_TF
+
     def enter_replicated(self, x: Tensor) -> Tensor:
         """Use a replicated tensor; its gradient is scaled by 1/mp before the later all-reduce."""
         return x
@@ -176,7 +188,7 @@ class RegionOps:
     def encode_visual(
         self,
         encode: Encoder,
-        pixels: Tensor,
+        patches: Sequence[Tensor],
         grid_thw: np.ndarray,
         tower: nn.Layer,
         *,
@@ -187,12 +199,13 @@ class RegionOps:
         """Run the vision tower over all items; the result is the same on every mp rank.
 
         Args:
-            pixels: `[P, patch_dim]` of all items. `grid_thw`: `[I, 3]` on the host.
+            patches: pixels `[P, patch_dim]` of all items, then other tensors with a row per patch.
+            grid_thw: `[I, 3]` on the host.
             tower: what `encode` runs.
             merge: side of the square of patches that makes one row.
             width, num_levels: D and G of the result, `[M, D]` and G times `[M, D]`.
         """
-        return encode(pixels, grid_thw)
+        return encode(patches, grid_thw)
 
     def encode_items(
         self,
@@ -216,7 +229,33 @@ class RegionOps:
         self, logits_TV: Tensor, targets_T: Tensor, weights_T: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Summed cross entropy and target count, see `paddle_vl.nn.operations.token_loss`."""
-        return token_loss(logits_TV, targets_T, weights_T)
+        return self.summed_cross_entropy(logits_TV, targets_T, weights_T), num_targets(targets_T)
+
+    def summed_cross_entropy(
+        self, logits_TV: Tensor, targets_T: Tensor, weights_T: Tensor | None = None
+    ) -> Tensor:
+        """The sum of `token_loss`."""
+        return summed_cross_entropy(logits_TV, targets_T, weights_T)
+
+    def head_loss(self, head: AdaptableLinear, x_TD: Tensor, targets: TargetRows) -> Tensor:
+        """Summed cross entropy of a `vocab_head`'s predictions for the rows with a target.
+
+        Logits exist for a chunk of these rows at a time, see
+        `paddle_vl.nn.operations.summed_in_chunks`.
+
+        Args:
+            head: of `LayerFactory.vocab_head`.
+            x_TD: all rows, behind `enter_columns` or `enter_head`.
+            targets: the same on every mp rank.
+        """
+
+        def reduced(predict: Predict, rows: Sequence[Tensor], parameters: Sequence[Tensor]):
+            own_vocab = parameters[0].shape[0]
+            return summed_in_chunks(
+                predict, rows, parameters, targets, own_vocab, self.summed_cross_entropy
+            )
+
+        return head(x_TD, reduced)
 
 
 class LayerFactory:

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import paddle
 from paddle import Tensor
-from paddle.autograd import PyLayer
 
-from paddle_vl.nn.operations import operation
+from paddle_vl.nn.operations import host_table, operation
 
 
 class RotaryTables:
@@ -82,6 +81,9 @@ def inverse_frequencies(num: int, theta: float) -> np.ndarray:
     return (1.0 / theta ** (np.arange(num, dtype=np.float32) / num)).astype(np.float32)
 
 
+_frequency_table = host_table(inverse_frequencies)
+
+
 def interleaved_mrope_axis(num_slots: int, mrope_section: list[int]) -> np.ndarray:
     """The position axis (0 time, 1 height, 2 width) of each frequency slot: `[num_slots]` int64.
 
@@ -96,6 +98,14 @@ def interleaved_mrope_axis(num_slots: int, mrope_section: list[int]) -> np.ndarr
     return axis
 
 
+@host_table
+def _picked_frequencies(slots: int, theta: float, mrope_section: tuple[int, ...]) -> np.ndarray:
+    """`[3, slots]` float32: each slot's frequency on its axis, 0 on the others, which select the
+    axis without a gather, and export."""
+    axis = interleaved_mrope_axis(slots, list(mrope_section))
+    return np.eye(3, dtype=np.float32)[axis].T * inverse_frequencies(slots, theta)
+
+
 def mrope_tables(
     position_ids_3BL: Tensor, head_dim: int, theta: float, mrope_section: list[int]
 ) -> RotaryTables:
@@ -104,15 +114,9 @@ def mrope_tables(
     Args:
         position_ids_3BL: int64 positions on the time, height and width axes.
     """
-    slots = head_dim // 2
-    frequency_S = paddle.to_tensor(inverse_frequencies(slots, theta))
-    axis = interleaved_mrope_axis(slots, mrope_section)
-    # One-hot rows select each slot's axis without a gather, and export.
-    pick_3S = paddle.to_tensor(np.eye(3, dtype=np.float32)[axis].T.copy())
+    picked_3S = _picked_frequencies(head_dim // 2, theta, tuple(mrope_section))
     position_BL3 = position_ids_3BL.transpose([1, 2, 0]).astype("float32")
-    time, height, width = (
-        position_BL3[:, :, dim : dim + 1] * (pick_3S[dim] * frequency_S) for dim in range(3)
-    )
+    time, height, width = (position_BL3[:, :, dim : dim + 1] * picked_3S[dim] for dim in range(3))
     return RotaryTables.of_angles(time + height + width)
 
 
@@ -124,8 +128,8 @@ def vision_tables(coordinates_P2: Tensor, head_dim: int, theta: float = 10000.0)
     Args:
         coordinates_P2: row and column of each patch.
     """
-    frequency = paddle.to_tensor(inverse_frequencies(head_dim // 4, theta))
-    angle_P2F = coordinates_P2.astype("float32").unsqueeze(-1) * frequency
+    frequency_F = _frequency_table(head_dim // 4, theta)
+    angle_P2F = coordinates_P2.astype("float32").unsqueeze(-1) * frequency_F
     return RotaryTables.of_angles(angle_P2F.reshape([-1, head_dim // 2]))
 
 
@@ -155,26 +159,3 @@ def rotate_half(x: Tensor) -> Tensor:
     """`[-x2, x1]` for the halves `[x1, x2]` of the last dim."""
     half = x.shape[-1] // 2
     return paddle.concat([-x[..., half:], x[..., :half]], axis=-1)
-
-
-@apply_rotary.register("gpu")
-def _apply_rotary(q_TNH: Tensor, k_TKH: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
-    # One by one: both outputs of one PyLayer pass gradients, so an unused one would pass zeros.
-    cos, sin = tables.for_product(1)
-    return _Rotary.apply(q_TNH, cos, sin), _Rotary.apply(k_TKH, cos, sin)
-
-
-class _Rotary(PyLayer):
-    """Keeps the tables for the backward pass only, not the float32 copy of `x`."""
-
-    @staticmethod
-    def forward(ctx, x, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        return _rotation(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx, grad):
-        cos, sin = ctx.saved_tensor()
-        wide = grad.astype(cos.dtype)
-        # The transpose of rotate_half is its negative.
-        return (wide * cos - rotate_half(wide * sin)).astype(grad.dtype), None, None

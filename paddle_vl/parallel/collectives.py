@@ -24,7 +24,7 @@ from paddle.distributed.fleet.utils.hybrid_parallel_util import (
     fused_allreduce_gradients_with_group,
 )
 
-from paddle_vl.nn.adamw import gradient_of
+from paddle_vl.nn.adamw import fill_gradient
 from paddle_vl.nn.parameter_table import ParamSpec
 
 # Elements per collective: large enough to hide latency, small beside a model.
@@ -73,8 +73,7 @@ def all_reduce_gradients(tensors: Sequence[Tensor], group) -> None:
     """
     trained = [tensor for tensor in tensors if not tensor.stop_gradient]
     for tensor in trained:
-        if gradient_of(tensor) is None:
-            tensor.grad = paddle.zeros_like(tensor)
+        fill_gradient(tensor)
     fused_allreduce_gradients_with_group(trained, group, 4 * BUCKET_ELEMENTS, scale=1.0)
 
 

@@ -20,7 +20,7 @@ import paddle.distributed as dist
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
-from paddle_vl.nn.experts import Dispatch, Experts, reorder_rows, sort_by_expert
+from paddle_vl.nn.experts import Dispatch, Experts, GroupSizes, reorder_rows, sort_by_expert
 from paddle_vl.parallel.collectives import all_gathered
 
 
@@ -54,11 +54,13 @@ class ExchangePlan(NamedTuple):
     Attributes:
         leaving, arriving: rows to and from each rank of the group.
         sorting: sorts the arriving rows, and one row of zeros behind them, by expert.
+        sizes: the rows of each of this rank's experts, then.
     """
 
     leaving: list[int]
     arriving: list[int]
     sorting: Dispatch
+    sizes: GroupSizes
 
 
 class RowExchange:
@@ -75,7 +77,8 @@ class RowExchange:
         """
         size, rank, num_local = self.group.nranks, self.group.rank, self.num_local
         counts_SE = all_gathered(counts_E.unsqueeze(0), self.group)
-        counts_SS = counts_SE.reshape([size, size, num_local]).sum(axis=2).numpy()
+        counts_SSH = counts_SE.numpy().reshape([size, size, num_local])
+        counts_SS = counts_SSH.sum(axis=2)
         leaving, arriving = counts_SS[rank].tolist(), counts_SS[:, rank].tolist()
         # Rows arrive in the order (rank, expert). Paddle's kernels fail on zero rows, so the last
         # expert always gets one more row of zeros.
@@ -86,22 +89,25 @@ class RowExchange:
             right=True,
         )
         expert_R = block_R.clip(max=size * num_local - 1) % num_local
-        return ExchangePlan(leaving, arriving, sort_by_expert(expert_R, num_local))
+        sorting = sort_by_expert(expert_R, num_local)
+        own_H = counts_SSH[:, rank].sum(axis=0)
+        own_H[-1] += 1
+        return ExchangePlan(leaving, arriving, sorting, GroupSizes(sorting.counts, own_H.tolist()))
 
     def __call__(
-        self, run: Callable[[Tensor, Tensor], Tensor], x_ND: Tensor, plan: ExchangePlan
+        self, run: Callable[[Tensor, GroupSizes], Tensor], x_ND: Tensor, plan: ExchangePlan
     ) -> Tensor:
         """The experts' output for this rank's rows, in the rows' order.
 
         Args:
-            run: applies this rank's experts to rows sorted by expert with `[H]` counts.
+            run: applies this rank's experts to rows sorted by expert.
             x_ND: this rank's rows, sorted by expert.
             plan: for the counts of these rows.
         """
-        leaving, arriving, (order_R, place_R, counts_H) = plan
+        leaving, arriving, (order_R, place_R, _), sizes = plan
         x_RD = _AllToAll.apply(x_ND, leaving, arriving, self.group)
         x_RD = paddle.concat([x_RD, paddle.zeros_like(x_ND[:1])])
-        y_RD = run(reorder_rows(x_RD, order_R, place_R), counts_H)
+        y_RD = run(reorder_rows(x_RD, order_R, place_R), sizes)
         y_RD = reorder_rows(y_RD, place_R, order_R)[:-1]
         return _AllToAll.apply(y_RD, arriving, leaving, self.group)
 

@@ -8,7 +8,7 @@ Shapes: T token rows; I items, M rows of all items, C their width; for Qwen3-VL,
 G deepstack levels, C = (1 + G) * D.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import numpy as np
@@ -25,7 +25,7 @@ from paddle.distributed.fleet.utils.sequence_parallel_utils import (
 )
 
 from paddle_vl.batch.visual_index import RowPart
-from paddle_vl.nn.operations import IGNORE_INDEX, slice_axis
+from paddle_vl.nn.operations import IGNORE_INDEX, rows_in_order, slice_axis
 from paddle_vl.nn.placement import Encoder, ItemEncoder, RegionOps
 from paddle_vl.parallel.collectives import all_gathered, all_reduced, divide_gradient
 
@@ -85,13 +85,17 @@ class FleetRegionOps(RegionOps):
     def enter_head(self, x_TD: Tensor) -> Tensor:
         return cast(Tensor, fleet_ops._c_identity(x_TD, group=self.mp_group))
 
+    def whole_columns(self, x_TF: Tensor) -> Tensor:
+        columns_FT = all_gathered(x_TF.t().contiguous(), self.mp_group)
+        return columns_FT.t()
+
     def enter_replicated(self, x: Tensor) -> Tensor:
         return divide_gradient(x, self.mp_group.nranks)
 
     def encode_visual(
         self,
         encode: Encoder,
-        pixels: Tensor,
+        patches: Sequence[Tensor],
         grid_thw: np.ndarray,
         tower: nn.Layer,
         *,
@@ -102,7 +106,7 @@ class FleetRegionOps(RegionOps):
         if self.spreads_vision:
             num_patches_I = grid_thw.prod(axis=1)
             packed_MC = self._spread(
-                lambda items: _encode_packed(encode, pixels, grid_thw, items, merge),
+                lambda items: _encode_packed(encode, patches, grid_thw, items, merge),
                 num_patches_I,
                 num_patches_I // merge**2,
                 tower,
@@ -110,7 +114,7 @@ class FleetRegionOps(RegionOps):
                 ranks_use_other_rows=self.sequence_parallel,
             )
         else:
-            merged, levels = encode(pixels, grid_thw)
+            merged, levels = encode(patches, grid_thw)
             if not self.sequence_parallel:
                 return merged, levels
             # Packed, since ranks use different rows: one all-reduce for the gradient of all levels.
@@ -131,13 +135,13 @@ class FleetRegionOps(RegionOps):
             return encode(None)
         return self._spread(encode, costs_I, rows_I, tower, width, ranks_use_other_rows=False)
 
-    def token_loss(
+    def summed_cross_entropy(
         self, logits_TV: Tensor, targets_T: Tensor, weights_T: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         loss_T1 = self.cross_entropy(logits_TV.astype("float32"), targets_T.unsqueeze(1))
         if weights_T is not None:
             loss_T1 = loss_T1 * weights_T.unsqueeze(1)
-        return loss_T1.sum(), (targets_T != IGNORE_INDEX).astype("float32").sum()
+        return loss_T1.sum()
 
     def _spread(
         self,
@@ -181,17 +185,23 @@ def assign_items(costs_I: np.ndarray, num_ranks: int) -> list[np.ndarray]:
 
 
 def _encode_packed(
-    encode: Encoder, pixels: Tensor, grid_thw: np.ndarray, items: np.ndarray, merge: int
+    encode: Encoder,
+    patches: Sequence[Tensor],
+    grid_thw: np.ndarray,
+    items: np.ndarray,
+    merge: int,
 ) -> Tensor:
     """Merged rows and levels of some items side by side, `[M, C]`; one black row for no items."""
     if items.size:
         num_patches_I = grid_thw.prod(axis=1)
         ends_I = num_patches_I.cumsum()
-        rows = [np.arange(ends_I[i] - num_patches_I[i], ends_I[i]) for i in items]
-        own = paddle.index_select(pixels, paddle.to_tensor(np.concatenate(rows)))
+        rows = np.concatenate([np.arange(ends_I[i] - num_patches_I[i], ends_I[i]) for i in items])
+        own = [rows_in_order(each, rows) for each in patches]
         merged, levels = encode(own, grid_thw[items])
     else:
-        one_row = paddle.zeros([merge**2, pixels.shape[1]], dtype=pixels.dtype)
+        # Its places are those of the first patches of any item.
+        one_row = [paddle.zeros([merge**2, patches[0].shape[1]], dtype=patches[0].dtype)]
+        one_row += [each[: merge**2] for each in patches[1:]]
         merged, levels = encode(one_row, np.array([[1, merge, merge]]))
     return paddle.concat([merged, *levels], axis=1)
 
@@ -218,7 +228,7 @@ class _GatherUneven(PyLayer):
             longest * np.arange(group.nranks) - _exclusive(rows_of_rank), rows_of_rank
         )
         rows = (np.arange(sum(rows_of_rank)) + starts)[order_M]
-        return paddle.index_select(everyone, paddle.to_tensor(rows))
+        return rows_in_order(everyone, rows)
 
     @staticmethod
     def backward(ctx, grad):
@@ -227,7 +237,7 @@ class _GatherUneven(PyLayer):
         begin = int(_exclusive(ctx.rows_of_rank)[ctx.group.rank])
         end = begin + ctx.rows_of_rank[ctx.group.rank]
         places = np.argsort(ctx.order_M)[begin:end]
-        return paddle.index_select(grad, paddle.to_tensor(places))
+        return rows_in_order(grad, places)
 
 
 def _exclusive(counts: list[int]) -> np.ndarray:

@@ -16,6 +16,7 @@ import paddle
 import paddle.distributed as dist
 from paddle.distributed import collective, fleet, parallel
 from paddle.distributed.collective import Group
+from paddle.distributed.fleet.base import topology as fleet_topology
 from paddle.distributed.fleet.base.topology import HybridCommunicateGroup
 from paddle.distributed.fleet.utils import log_util
 
@@ -190,6 +191,14 @@ def initialize(
         host_group=None if on_cpu else _host_group(timeout_s),
         encoder=_encoder_groups(degrees, communicators.topology(), rank),
     )
+
+
+def leave() -> None:
+    """Let `initialize` start fleet with other degrees in this process. Called by all ranks.
+
+    The groups of before stay open: for checks of several topologies in one launch, not for runs.
+    """
+    fleet_topology._HYBRID_PARALLEL_GROUP = None
 
 
 def _encoder_groups(degrees: ParallelDegrees, mesh: Any, rank: int) -> EncoderGroups | None:

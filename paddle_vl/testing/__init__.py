@@ -4,6 +4,7 @@ from paddle_vl.parallel.recorder import Collective, record_collectives
 from paddle_vl.parallel.simulated.lockstep import RanksDisagreeError
 from paddle_vl.testing.bfloat16 import emulated_bfloat16
 from paddle_vl.testing.comparison import assert_equals_single_device
+from paddle_vl.testing.device_copies import record_device_copies
 from paddle_vl.testing.filling import copy_parameters
 from paddle_vl.testing.gathering import gather_gradients, gather_parameters
 from paddle_vl.testing.host_reads import forbid_host_reads, record_host_reads
@@ -49,6 +50,7 @@ __all__ = [
     "gather_parameters",
     "one_rank",
     "record_collectives",
+    "record_device_copies",
     "record_host_reads",
     "run_ranks",
     "sum_partial_gradients",

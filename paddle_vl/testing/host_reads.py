@@ -166,7 +166,7 @@ def record_host_reads() -> Iterator[list[str]]:
         if read.tensor is None or read.is_shape:
             return
         if read.tensor.place.is_gpu_place() or paddle.get_device().startswith("cpu"):
-            reads.append(_place())
+            reads.append(calling_place())
 
     with _watched.noticed(record):
         yield reads
@@ -187,9 +187,9 @@ def _described_indexing(name: str, tensor: Tensor, index: Any, *value: Any) -> _
     return None
 
 
-def _place() -> str:
+def calling_place() -> str:
     """`file:line` of the innermost frame in the package, else of the caller."""
-    skipped = (__file__, str(Path(paddle.__file__).parent))
+    skipped = (str(Path(__file__).parent), str(Path(paddle.__file__).parent))
     frames = [f for f in traceback.extract_stack() if not f.filename.startswith(skipped)]
     own = [frame for frame in frames if "paddle_vl" in frame.filename]
     frame = (own or frames)[-1]

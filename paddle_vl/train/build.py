@@ -18,6 +18,7 @@ from paddle_vl.config.schema import RunConfig
 from paddle_vl.config.validate import launch_problems
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.base import Family, MeanLosses
+from paddle_vl.nn.cpu import compiled
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.operations import choose_kernels
 from paddle_vl.parallel.agree import check_fields_agree, check_settings_agree
@@ -36,6 +37,7 @@ from paddle_vl.train.freeze import (
     trained_names,
     treated_apart,
 )
+from paddle_vl.train.gpu_settings import configure_gpu
 from paddle_vl.train.lanes import LanesLoader, lane_loader, lane_loaders
 from paddle_vl.train.layout import Layout, parallel_degrees
 from paddle_vl.train.memory_needed import NeededMemory, check_memory
@@ -70,6 +72,9 @@ def build_trainer(config: RunConfig, writes: bool = True, updates: bool = True) 
         # First, since another run in this folder would explain any other problem with it.
         RunLock.check(Path(config.train.output_dir))
     raise_problems(launch_problems(config, paddle.get_device()))
+    # Before a collective or a kernel has run.
+    if told := configure_gpu(config.train.deterministic, config.train.tf32):
+        logger.info("%s", told)
     parallel = config.parallel
     topology = initialize(parallel_degrees(config), parallel.fleet, parallel.timeout_s)
     several = topology.world_size > 1
@@ -118,6 +123,8 @@ def _build(
         check_pretrained(folder, config.train.verify_checkpoint, ranks)
     seed_everything(config.train.seed)
     choose_kernels(config.train.kernels)
+    if not config.train.cpu_kernels:
+        compiled.disable()
     family = run_family(config, checkpoint)
     if several:
         check_fields_agree(family.fields, topology.describe())

@@ -2,10 +2,15 @@
 
 Paddle names optimizer state by counters that differ between runs and ranks, so state is looked up
 by parameter.
+
+On a GPU the updated tensors are parts of flat buckets, so that a step launches few kernels; on a
+CPU, where launches cost little and the gradients' copies into buckets cost something, they are not.
+Fleet's sharding stage 1 has buffers of its own. Over 350 lines, for all of AdamW's state.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +22,8 @@ from paddle.base import framework
 from paddle_vl.checkpoint.rules import SharedArray
 from paddle_vl.checkpoint.safetensors_io import TensorToWrite
 from paddle_vl.config.schema import TrainConfig
-from paddle_vl.nn.adamw import STATES, AdamW, gradient_of
+from paddle_vl.nn.adamw import POWERS, STATES, AdamW, gradient_of
+from paddle_vl.nn.flat_buckets import FlatBucket, grouped
 from paddle_vl.nn.linear import fused_columns, names_by_parameter, whole_slices
 from paddle_vl.nn.master_weights import MasterWeights, ParameterStore
 from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec, Saved
@@ -35,7 +41,8 @@ class Optimizer:
 
     Attributes:
         store: has the tensors that are updated in place of the parameters.
-        tensors_with_specs: the updated tensors of this rank, with the specs of the parameters.
+        tensors_with_specs: the updated tensors of this rank, or the buckets that these are in, with
+            the specs of the parameters.
         masks_updates: whether a skipped update is masked on the device without a host read; False
             on a CPU.
 
@@ -105,14 +112,71 @@ class Optimizer:
                 if has_decay:
                     with_decay.add(tensor.name)
         self.tensors = [tensor for tensor, _ in self.tensors_with_specs]
-        # Paddle makes state at the first step; a checkpoint is loaded before that.
-        if updates:
-            block = framework.default_main_program().global_block()
-            self._adamw._create_accumulators(block, self.tensors)
+        self._with_decay, self._buckets = with_decay, list[FlatBucket]()
+        # Bucket of an updated tensor and number in it, by identity.
+        self._place: dict[int, tuple[FlatBucket, int]] = {}
         # On a CPU, reading a flag costs nothing.
         self.masks_updates = not paddle.get_device().startswith("cpu")
-        if self.masks_updates and updates:
+        if not updates:
+            return
+        if self.masks_updates and self._fleet is None:
+            self.use_buckets()
+            return
+        # Paddle makes state at the first step; a checkpoint is loaded before that.
+        block = framework.default_main_program().global_block()
+        self._adamw._create_accumulators(block, self.tensors)
+        if self.masks_updates:
             self._keep_powers_on_device()
+
+    @paddle.no_grad()
+    def use_buckets(self) -> None:
+        """Move the updated tensors into flat buckets, before the first step.
+
+        Raises:
+            ValueError: with fleet's sharding.
+        """
+        if self._fleet is not None:
+            raise ValueError("sharding stage 1 has fleet's flat buffers: it takes no buckets")
+        entries = []
+        for parameter, _ in self._named:
+            tensor = self.store.shard_of(parameter)
+            assert tensor is not None, "only fleet's distribute leaves a rank without a share"
+            entries.append((tensor, self._common(parameter, tensor)))
+        parameters = [parameter for parameter, _ in self._named]
+        betas: Any = (self._adamw._beta1, self._adamw._beta2)
+        powers: dict[str, float] = dict(zip(POWERS, betas, strict=True))
+        self.tensors_with_specs = []
+        for key, numbers in grouped(entries):
+            factor, has_decay, is_half, spec = key
+            tensors = [entries[number][0] for number in numbers]
+            halves = [parameters[number] for number in numbers] if is_half else []
+            bucket = FlatBucket(tensors, halves, {"learning_rate": factor}, powers)
+            self._place |= {id(tensor): (bucket, n) for n, tensor in enumerate(tensors)}
+            self._buckets.append(bucket)
+            self.tensors_with_specs.append((bucket.values, spec))
+            if has_decay:
+                self._with_decay.add(bucket.values.name)
+        # State that Paddle has made before.
+        self._adamw._accumulators.clear()
+        self.tensors = [tensor for tensor, _ in self.tensors_with_specs]
+        self.store.use_buckets(self._buckets)
+
+    def _common(self, parameter: Tensor, tensor: Tensor) -> tuple[float, bool, bool, ParamSpec]:
+        """What the tensors of a bucket share: factor of the learning rate, decay, whether they are
+        masters of half-precision parameters, and how they are reduced."""
+        spec = self._table[parameter]
+        axis = None if spec.split_axis is None else 0
+        return (
+            tensor.optimize_attr["learning_rate"],
+            tensor.name in self._with_decay,
+            isinstance(self.store, MasterWeights) and parameter.dtype != paddle.float32,
+            replace(spec, split_axis=axis, blocks=(), saved=Saved.HERE),
+        )
+
+    def collect_gradients(self) -> None:
+        """Move gradients into the buckets, after the last backward pass of a step."""
+        for bucket in self._buckets:
+            bucket.take(bucket.tensors)
 
     @paddle.no_grad()
     def squared_norm(self, ranks: SingleRank = ONE_RANK) -> Tensor:
@@ -120,6 +184,7 @@ class Optimizer:
 
         In the sum over all ranks each element of a parameter counts once, sharded or replicated.
         """
+        self.collect_gradients()
         if self.parameters and not self._gradients():
             raise RuntimeError(
                 "no trained parameter has a gradient: the loss does not depend on any of them; "
@@ -147,7 +212,9 @@ class Optimizer:
         if self.masks_updates:
             factor = paddle.ones([])
             if self.max_grad_norm:
-                factor = paddle.clip(self.max_grad_norm / (norm + 1e-6), max=1.0)
+                # In float64, as `clip_gradients` on the host.
+                factor = self.max_grad_norm / (norm.astype("float64") + 1e-6)
+                factor = factor.clip(max=1.0).astype("float32")
             self._adamw.mask(learning_rate, factor, is_good)
             self._step()
         elif bool(is_good):
@@ -160,6 +227,7 @@ class Optimizer:
 
         Source: torch.nn.utils.clip_grad_norm_, whose factor is max_norm / (norm + 1e-6).
         """
+        self.collect_gradients()
         factor = self.max_grad_norm / (norm + 1e-6)
         if self.max_grad_norm and factor < 1.0:
             for grad in self._gradients():
@@ -173,9 +241,14 @@ class Optimizer:
     def _step(self) -> None:
         if self._fleet is not None:
             self._fleet.step()
+            return
+        if self._buckets:
+            self.collect_gradients()
+            for bucket in self._buckets:
+                bucket.update(self._adamw)
         else:
             self._adamw.step()
-            self.store.all_gather_parameters()
+        self.store.all_gather_parameters()
 
     def clear_gradients(self) -> None:
         """Drop the gradients; Paddle's default would fill them with zeros."""
@@ -183,6 +256,8 @@ class Optimizer:
             self._fleet.clear()
         elif self.tensors:
             self._adamw.clear_grad(set_to_zero=False)
+        for bucket in self._buckets:
+            bucket.clear()
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The live state tensors by `HF name/state`; a fused parameter's under each of its names.
@@ -249,7 +324,10 @@ class Optimizer:
             updated = self.store.shard_of(parameter)
             for state in STATES:
                 tensor = None
-                if updated is not None:
+                if updated is not None and id(updated) in self._place:
+                    bucket, number = self._place[id(updated)]
+                    tensor = bucket.state(number, state)
+                elif updated is not None:
                     tensor = self._adamw._get_accumulator_master(state, updated)
                 yield names, state, parameter, tensor
             if parameter.dtype != paddle.float32:
@@ -283,6 +361,8 @@ class Optimizer:
         if not problems:
             for names_of_one, state, parameter, tensor in self._states():
                 problems += self._load(names_of_one, state, parameter, tensor, arrays)
+        if not problems:
+            self._load_powers_of_buckets(arrays)
         if problems:
             raise ValueError(
                 "the saved optimizer state belongs to other trained parameters: "
@@ -314,8 +394,20 @@ class Optimizer:
         if _has_layout(state):
             full = array if len(slices) == 1 else np.concatenate(slices, axis=1)
             array = self.store.own_shard(parameter, self._table.own_shard(parameter, full))
-        tensor.set_value(array)
+        # Tensors of a bucket share their powers.
+        if _has_layout(state) or not self._buckets:
+            tensor.set_value(array)
         return []
+
+    def _load_powers_of_buckets(self, arrays: Mapping[str, np.ndarray]) -> None:
+        powers = {
+            id(self.store.shard_of(parameter)): {
+                power: float(arrays[f"{names[0]}/{power}"][0]) for power in POWERS
+            }
+            for parameter, names in self._named
+        }
+        for bucket in self._buckets:
+            bucket.set_powers([powers[id(tensor)] for tensor in bucket.tensors])
 
     def _gradients(self) -> list[Tensor]:
         grads = map(gradient_of, self.tensors)

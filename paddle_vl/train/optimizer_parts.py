@@ -46,6 +46,14 @@ class PartsOptimizer:
         for part in self.parts:
             part.masks_updates = masks
 
+    def use_buckets(self) -> None:
+        for part in self.parts:
+            part.use_buckets()
+
+    def collect_gradients(self) -> None:
+        for part in self.parts:
+            part.collect_gradients()
+
     @property
     def max_grad_norm(self) -> float:
         return self.parts[0].max_grad_norm

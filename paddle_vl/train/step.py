@@ -292,6 +292,7 @@ def train_step(
     terms = runner.accumulate_gradients(batches, totals.counts, store)
     with phase(Phase.GRADIENT_SUM):
         store.end_backward()
+        optimizer.collect_gradients()
         if ranks.world_size > 1:
             ranks.sum_gradients(optimizer.tensors_with_specs)
     with phase(Phase.CLIP):

@@ -27,6 +27,7 @@ from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import Topology, initialize
 from paddle_vl.testing.qwen3_vl import EXPERTS, token_rows
 from step_counts import record_host_reads
+from tests.support.gpu_stubs.installed import gpu_stubs
 from tests.support.launch import launch, outcome_of, run_checks
 from tests.support.tiny import tiny_model
 from tests.support.tolerance import TOPOLOGY
@@ -79,7 +80,8 @@ def step(topology: Topology, folder: str, fill: str, recomputed: bool) -> dict:
     if recomputed:
         recompute_layers(model.decoder_layers)
     batch = batches(fill)[dist.get_rank()]
-    with record_host_reads() as reads, record_collectives() as recording, use_kernels("gpu"):
+    reading, sending = record_host_reads(), record_collectives()
+    with gpu_stubs(), reading as reads, sending as recording, use_kernels("gpu"):
         recording.phase = "forward"
         loss = model(**batch).loss_sum
         num_forward = len(reads)

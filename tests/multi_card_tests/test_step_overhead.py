@@ -8,7 +8,7 @@ Guarantees, with data parallelism, in a pipeline, and with a colocated encoder:
 - all ranks issue the same collectives in the same order;
 - the logged values equal those of a separate reduction per value.
 
-Updates are masked on the device, as on a GPU.
+Updates are masked on the device, over flat buckets, as on a GPU.
 """
 
 from collections import Counter
@@ -51,6 +51,7 @@ def whole_run(run_file: str, output_dir: Path, override: str) -> dict[str, Any]:
     overrides += ["train.save_steps=null", f"logging.logging_steps={LOGGING_STEPS}"]
     trainer = build_trainer(load_run_config(run_file, overrides))
     trainer.optimizer.masks_updates = True
+    trainer.optimizer.use_buckets()
     turns, collected, own_sums, counts = [], [], [], []
     turn, collect = trainer.turn, trainer.reporter.collect
     train_one_step, sum_over_all = trainer.train_one_step, trainer.ranks.sum_over_all

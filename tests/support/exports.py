@@ -12,6 +12,14 @@ CHECKOUT = Path(__file__).parents[2]
 
 # Operations that a program must not have: control flow by the host's choice, and the host itself.
 HOST_OPERATIONS = ("if", "py_func", "memcpy_d2h", "print", "assert", "select_input")
+# Their output's size depends on values, or they repeat others; a GPU's host waits for it.
+_WAITS = ("while", "nonzero", "masked_select", "unique", "unique_consecutive", "bincount")
+# Sizes and places that are tensors are read on the host, from this operand on.
+_PLACES = {
+    "slice": 1, "set_value_with_tensor": 2, "set_value_with_tensor_": 2, "set_value": 1,
+    "set_value_": 1, "strided_slice": 1, "arange": 0, "full_with_tensor": 0, "expand": 1,
+    "reshape": 1, "tile": 1, "full_batch_size_like": 0,
+}  # fmt: skip
 
 
 def operations(file: Path) -> list[str]:
@@ -29,6 +37,53 @@ def operations(file: Path) -> list[str]:
                 walk(one)
 
     walk(json.loads(file.read_text(encoding="utf-8")))
+    return found
+
+
+def host_waits(file: Path) -> dict[str, int]:
+    """What makes the host wait for a value of a program, with its number.
+
+    `while` and other operations whose work depends on values; and `OPERATION of INPUT` where a size
+    or a place is computed from the value of an input. Sizes of tensors are known to the host.
+    """
+    made: dict[int, dict] = {}
+    found: dict[str, int] = {}
+
+    def count(key: str) -> None:
+        found[key] = found.get(key, 0) + 1
+
+    def sources(number: int, seen: set[int]) -> set[str]:
+        """Names of the inputs whose values are in a value."""
+        if number in seen or number not in made:
+            return set()
+        seen.add(number)
+        operator = made[number]
+        name = operator["#"].rpartition(".")[2]
+        if name == "data":
+            return {one["AT"]["D"] for one in operator["A"] if one.get("N") == "name"}
+        if name.startswith("shape"):
+            return set()
+        return set().union(*(sources(one["%"], seen) for one in operator.get("I", [])))
+
+    def walk(block: dict) -> None:
+        for operator in block["ops"]:
+            outputs = operator.get("O", [])
+            for one in outputs if isinstance(outputs, list) else [outputs]:
+                made[one["%"]] = operator
+            name = operator["#"].rpartition(".")[2]
+            if name in (*_WAITS, *HOST_OPERATIONS):
+                count(name)
+            operands = operator.get("I", [])
+            inputs = [sources(one["%"], set()) for one in operands[_PLACES.get(name, 9999) :]]
+            for source in sorted(set().union(*inputs)):
+                count(f"{name} of {source}")
+            for region in operator.get("regions", []):
+                for inner in region["blocks"]:
+                    walk(inner)
+
+    for region in json.loads(file.read_text(encoding="utf-8"))["program"]["regions"]:
+        for block in region["blocks"]:
+            walk(block)
     return found
 
 

@@ -6,8 +6,12 @@ from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from paddle_vl.testing import tiny_qwen3_vl, tiny_qwen3_vl_config
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-# For golden cases: kernels of `paddle_vl.nn`, and whether Paddle's own may return views.
-IMPLEMENTATIONS = [("cpu", True), ("cpu", False), ("plain", True), ("gpu", True)]
+# For golden cases: see `tests.support.implementations`, and whether Paddle's own kernels may return
+# views.
+IMPLEMENTATIONS = [
+    *(("cpu", True), ("cpu", False), ("compiled", True), ("plain", True)),
+    *(("a100", True), ("h100", True)),
+]
 # Fewer heads than `tiny_qwen3_vl_config` has.
 _HEADS = {"num_attention_heads": 4}
 

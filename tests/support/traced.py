@@ -2,28 +2,55 @@
 
 Paddle's CPU build can trace bfloat16 but not compute in it. Hand-written gradient functions
 (`PyLayer`) are traced forward, and backward with gradients of the output dtypes. Kernels are those
-of a GPU.
+of a GPU, or the plain implementations; Paddle chooses those of attention as on a GPU.
 """
 
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import paddle
+import paddle.incubate.nn.functional as incubate
+import paddle.nn.functional as F
 import pytest
 from paddle.autograd import PyLayer
 
-from paddle_vl.nn.operations import OPERATIONS, use_kernels
+from paddle_vl.nn.experts import grouped_linear
+from paddle_vl.nn.operations import OPERATIONS
+from tests.support.gpu_stubs.pretended import pretended_gpu
 
-# GPU kernels; each is traced as one operator with the dtype of its first tensor, as on a GPU.
+
+def _swiglu(gate, up=None):
+    # With one tensor, it takes gate and up concatenated.
+    return paddle.zeros_like(gate if up is not None else gate[..., : gate.shape[-1] // 2])
+
+
+def _roots(x):
+    return paddle.zeros([*x.shape[:-1]], "float32")
+
+
+# GPU kernels; each is traced as one operator, with what it gives on a GPU for its tensors.
 KERNELS = (
-    (paddle, "scatter"),
-    (paddle, "index_add"),
-    (paddle.nn.functional, "scaled_dot_product_attention"),
-    (paddle.nn.functional, "silu"),
-    (paddle.nn.functional, "swiglu"),
+    (paddle, "scatter", lambda x, *_: paddle.zeros_like(x)),
+    (paddle, "index_add", lambda x, *_: paddle.zeros_like(x)),
+    (F, "silu", lambda x: paddle.zeros_like(x)),
+    (F, "swiglu", _swiglu),
+    (F, "rms_norm", lambda x, w: (paddle.zeros_like(x), _roots(x))),
+    (F, "layer_norm", lambda x, w, b: paddle.zeros_like(x)),
+    (incubate, "fused_rms_norm", lambda x, w, y: (*[paddle.zeros_like(x)] * 2, _roots(x))),
+    (
+        incubate,
+        "fused_rms_norm_ext",
+        lambda x, scale: (paddle.zeros(x.shape, scale.dtype), _roots(x)),
+    ),
+    (
+        incubate,
+        "fused_rotary_position_embedding",
+        lambda x, sin, cos: (paddle.zeros_like(x), None, None),
+    ),
+    (paddle._C_ops, "rms_norm_grad", lambda x, w, *_: (paddle.zeros_like(x), paddle.zeros_like(w))),
 )
 
 
@@ -53,18 +80,22 @@ class _Context:
 
 
 def trace(
-    build: Callable[[], object], dropped: Cast | None = None
+    build: Callable[[], object],
+    dropped: Cast | None = None,
+    chosen: Literal["gpu", "plain"] = "gpu",
 ) -> tuple[list[Operator], list[Cast]]:
     """The operators of what `build` computes in a static program, and its casts to float32.
 
     Args:
         dropped: a cast to leave out.
+        chosen: the kernels to trace.
 
     Returns:
-        Operators, those of `KERNELS` first; every `Cast` of a bfloat16 tensor.
+        Operators, those of `KERNELS` and of attention first; every `Cast` of a bfloat16 tensor.
     """
     casts: list[Cast] = []
-    with pytest.MonkeyPatch.context() as patch, _static_mode(), use_kernels("gpu"):
+    gpu = pretended_gpu(stand_in=None, kernels=chosen)
+    with pytest.MonkeyPatch.context() as patch, _static_mode(), gpu as calls:
         program = paddle.static.Program()
         patch.setattr(paddle, "in_dynamic_mode", lambda: True)
         patch.setattr(PyLayer, "apply", classmethod(_apply_and_backward))
@@ -74,11 +105,19 @@ def trace(
                 if layer is not None:
                     patch.setitem(operation.kernels, device, partial(_apply_and_backward, layer))
         kernels: list[Operator] = []
-        for module, name in KERNELS:
-            patch.setattr(module, name, _as_one_operator(name, kernels))
+        for module, name, gives in KERNELS:
+            patch.setattr(module, name, _as_one_operator(name, gives, kernels))
+        # Its views of one buffer cannot be traced.
+        products = _as_one_operator(
+            "grouped_linear",
+            lambda x, weight: paddle.zeros([x.shape[0], weight.shape[2]], x.dtype),
+            kernels,
+        )
+        patch.setitem(grouped_linear.kernels, "gpu", products)
         patch.setattr(paddle.pir.Value, "astype", _recorded(casts, dropped))
         with paddle.static.program_guard(program, paddle.static.Program()):
             build()
+        kernels += [Operator(call.name, call.dtypes, call.dtypes[:1]) for call in calls]
         return kernels + [_described(op) for op in program.global_block().ops], casts
 
 
@@ -99,16 +138,14 @@ def _apply_and_backward(cls, *args, **kwargs):
     return out
 
 
-def _as_one_operator(name: str, kernels: list[Operator]) -> Callable:
+def _as_one_operator(name: str, gives: Callable, kernels: list[Operator]) -> Callable:
     def kernel(*args, **kwargs):
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, paddle.pir.Value)]
-        dtypes = tuple(_name(x.dtype) for x in tensors)
-        kernels.append(Operator(name, dtypes, dtypes[:1]))
-        like = tensors[0]
-        # With one tensor, swiglu takes gate and up concatenated.
-        return paddle.zeros_like(
-            like[..., : like.shape[-1] // 2] if (name, len(tensors)) == ("swiglu", 1) else like
-        )
+        found = gives(*tensors)
+        outputs = found if isinstance(found, tuple) else (found,)
+        given = tuple(_name(x.dtype) for x in outputs if x is not None)
+        kernels.append(Operator(name, tuple(_name(x.dtype) for x in tensors), given))
+        return found
 
     return kernel
 

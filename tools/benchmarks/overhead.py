@@ -6,9 +6,10 @@
 Trains a small model with data parallelism on this machine, and counts the collectives of a step and
 its host reads of the device; then it times whole steps, and the collectives of the metrics alone.
 
-Counts hold on any machine. They are taken with updates masked on the device, as on a GPU; on a CPU,
-where a read waits for nothing, a flag is read instead. Reads of messages between hosts, and of
-Paddle's attention for CPUs, are not reads of the device and listed apart. Times are this machine's.
+Counts hold on any machine. They are taken with updates masked on the device over flat buckets, as
+on a GPU; on a CPU, where a read waits for nothing, a flag is read instead. Reads of messages
+between hosts, and of Paddle's attention for CPUs, are not reads of the device and listed apart.
+Times are this machine's, with buckets too.
 
 Expected per step on several ranks, and nothing on one:
 
@@ -113,12 +114,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     trainer.output_dir.mkdir(parents=True, exist_ok=True)
     trainer.reporter.open(0, trainer.num_steps)
     masks_here, trainer.optimizer.masks_updates = trainer.optimizer.masks_updates, True
+    trainer.optimizer.use_buckets()
     counts = [
         counted_turn(trainer.turn, trainer) for _ in range(WARM_UP + REPORTS_COUNTED * every + 1)
     ]
     trainer.optimizer.masks_updates = masks_here
     num_parameters = sum(tensor.size for tensor in trainer.optimizer.tensors)
-    batch, is_for_device = next(trainer.data), trainer.runner.adapter.is_for_device
+    adapter = trainer.runner.adapter
+    batch, is_for_device = adapter.prepared(next(trainer.data)), adapter.is_for_device
     found: dict[str, Any] = {
         "family": options.family,
         "num_ranks": options.nproc,

@@ -3,12 +3,14 @@
     python tools/benchmarks/step.py --family qwen3_vl
     python tools/benchmarks/step.py --family qwen3_vl --against PYTHON   # HF transformers on torch
     python tools/benchmarks/step.py --family pi07 train.recompute=full   # against the default
+    python tools/benchmarks/step.py --family pi07 --no-compiler          # also without C kernels
 
 Trains `configs/bench/FAMILY_step.yaml` in float32 with two threads on made-up samples, and reports
 medians over steps: milliseconds of the step and its phases, tokens or samples per second, and peak
 memory of the process. Every round runs in a new process.
 
 With settings, `section.name=value`, each round also runs the configuration with them. With
+`--no-compiler` each round also runs as on a machine without a C compiler. With
 `--against PYTHON` each round also runs the same step in HF transformers, with an interpreter PYTHON
 that has torch and transformers. Ratios are medians over rounds. OpenTau, the reference of pi07,
 does not run here: the ratio is to the time recorded in `configs/bench/pi07_reference.json`.
@@ -36,6 +38,7 @@ from harness import (
     overrides,
     parser,
     show,
+    spread,
 )
 
 THREADS, WARM_UP = 2, 3
@@ -52,7 +55,7 @@ DATA_OPTIONS = {
 PHASES = {"data wait": "dataload_wait", "forward": "forward", "backward": "bwd",
           "optimizer": "optim_step"}  # fmt: skip
 BLANK = [""] * len(PHASES)
-OURS, HF = "paddle-vl", "HF transformers"
+OURS, NO_COMPILER, HF = "paddle-vl", "paddle-vl, no compiler", "HF transformers"
 
 
 def build(family: str, settings: list[str], work: Path) -> Any:
@@ -90,9 +93,10 @@ def build(family: str, settings: list[str], work: Path) -> Any:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Medians of the trainer's steps, in this process."""
     from paddle_vl.compat import configure_cpu_runtime
+    from paddle_vl.nn.cpu import compiled
     from paddle_vl.train.phases import PhaseClock
 
-    configure_cpu_runtime(THREADS)
+    is_compiled = configure_cpu_runtime(THREADS) and not options.no_compiler and compiled.enable()
     trainer = build(options.family, options.settings, Path(options.worker))
     clock, losses = PhaseClock(), []
     for _ in range(WARM_UP + options.steps):
@@ -117,6 +121,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "samples": outcome.totals.num_samples,
         "tokens": outcome.totals.num_tokens,
         "gflops": matmul_gflops(),
+        "is_compiled": is_compiled,
         "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
 
@@ -134,9 +139,12 @@ def matmul_gflops() -> float:
     return 2 * 2048 * 768 * 768 / statistics.median(times) / 1e9
 
 
-def run_here(options: argparse.Namespace, settings: list[str], work: Path) -> dict[str, Any]:
+def run_here(
+    options: argparse.Namespace, settings: list[str], work: Path, compiles: bool = True
+) -> dict[str, Any]:
     """The result of a new process."""
     arguments = ["--family", options.family, "--steps", str(options.steps)]
+    arguments += [] if compiles else ["--no-compiler"]
     return launch(__file__, 1, [*arguments, "--worker", str(work), *settings], work)[0]
 
 
@@ -157,6 +165,8 @@ def compare(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Results of all rounds, by side."""
     make_data(options.family, work / "data", *DATA_OPTIONS[options.family])
     runs = {OURS: lambda: run_here(options, [], work)}
+    if options.no_compiler:
+        runs[NO_COMPILER] = lambda: run_here(options, [], work, compiles=False)
     if options.settings:
         runs[" ".join(options.settings)] = lambda: run_here(options, options.settings, work)
     if options.against:
@@ -186,23 +196,30 @@ def tables(found: dict[str, Any]) -> list[Table]:
         f"{first['num_parameters'] / 1e6:.1f} million parameters, float32, {THREADS} threads, "
         f"medians of {len(rounds)} run(s). A plain matrix product reached {gflops:.0f} GFLOP/s."
     )
-    changed = [side for side in rounds[0] if side not in (OURS, HF)]
-    for side in set(rounds[0]) - {OURS}:
-        ratios = [one[OURS]["seconds"]["step"] / one[side]["seconds"]["step"] for one in rounds]
-        note += f" {OURS} takes {statistics.median(ratios):.2f} times the step of {side}."
-    if family == "pi07" and not changed:
+    changed = [side for side in rounds[0] if side not in (OURS, NO_COMPILER, HF)]
+    note += f" {OURS} {'has' if first['is_compiled'] else 'does not have'} C kernels here."
+    base = HF if HF in rounds[0] else OURS
+    for side in [side for side in rounds[0] if side != base]:
+        step = [one[side]["seconds"]["step"] / one[base]["seconds"]["step"] for one in rounds]
+        memory = [one[side]["peak_rss_mib"] / one[base]["peak_rss_mib"] for one in rounds]
+        note += (
+            f" {side} takes {spread(step, 2)} times the step and {spread(memory, 2)} times the "
+            f"memory of {base}."
+        )
+    if family == "pi07":
         recorded = json.loads(PI07_REFERENCE.read_text(encoding="utf-8"))
         case = recorded["cases"]["headline_T1_sdpa"]
-        step = case["median_step_s"]
+        step, sides = case["median_step_s"], [OURS, NO_COMPILER][: 1 + (NO_COMPILER in rounds[0])]
         parts = [f"{1e3 * case[f'median_{name}_s']:.0f}" for name in ("fwd", "bwd", "adamw")]
         rows.append(
             ["OpenTau, recorded", f"{1e3 * step:.0f}", "", *parts,
              f"{first[unit] / step:.3g}", f"{case['peak_rss_mib']:.0f}"]
         )  # fmt: skip
-        note += (
-            f" {OURS} takes {median(OURS, 'step') / step:.2f} times the recorded step of "
-            f"{recorded['source']}; it was not measured in the same run."
-        )
+        for side in sides:
+            note += (
+                f" {side} takes {median(side, 'step') / step:.2f} times the recorded step of "
+                f"{recorded['source']}; it was not measured in the same run."
+            )
     columns = ["", "ms per step", *PHASES, f"{unit} per second", "peak MiB"]
     return [Table(" ".join(["step", family, *changed]), columns, rows, note)]
 
@@ -214,6 +231,9 @@ def main() -> int:
     made.add_argument("--rounds", type=int, default=3, help="runs of each side (default 3)")
     made.add_argument(
         "--against", metavar="PYTHON", help="interpreter with torch and transformers (qwen3_vl)"
+    )
+    made.add_argument(
+        "--no-compiler", action="store_true", help="also run without compiled kernels"
     )
     made.add_argument(
         "settings", nargs="*", metavar="section.name=value", help="compare with changed settings"

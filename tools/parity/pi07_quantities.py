@@ -9,12 +9,12 @@ import paddle
 from paddle_vl.families.pi07.decoder import (
     block_mask,
     prefix_positions,
-    suffix_mask,
     suffix_positions,
 )
-from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching, suffix_marks
+from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
 from paddle_vl.families.pi07.prefix import Prefix
 from paddle_vl.families.pi07.vision import VideoEncoder
+from paddle_vl.nn.attention import KeyMask
 from parity.comparison import CaseReport
 from parity.pi07_golden import GoldenCase
 
@@ -138,11 +138,14 @@ def suffix_quantities(prefix: Prefix, num_steps: int) -> dict[str, np.ndarray]:
     """Masks and positions of an action chunk after a prefix; names without their prefix."""
     seen = prefix.pad_masks[:, : prefix.num_seen]
     pad = paddle.ones([seen.shape[0], num_steps], dtype="bool")
-    marks = suffix_marks(pad)
+    # A chunk is one block.
+    marks = np.zeros([seen.shape[0], num_steps], dtype=bool)
+    marks[:, 0] = True
+    mask = KeyMask(paddle.concat([seen, pad], axis=1), num_steps)
     return {
         "pad_masks": array(pad),
-        "att_masks": array(marks),
-        "att_2d_mask": array(suffix_mask(seen, pad, marks)),
+        "att_masks": marks,
+        "att_2d_mask": array(mask.visible_BLS),
         "position_ids": array(suffix_positions(seen, num_steps)),
     }
 

@@ -26,32 +26,13 @@ from paddle_vl.families.pi07.decoder_layers import (
 )
 from paddle_vl.families.pi07.engine_config import Gemma3WithExpertConfig
 from paddle_vl.families.pi07.layers import AdaptiveRMSNorm, GemmaRMSNorm, rotary_tables
-from paddle_vl.nn.attention import AttentionMask
+from paddle_vl.nn.attention import AttentionMask, BlockMask
 from paddle_vl.nn.placement import Placement
 
 
 def block_mask(pad_masks_BL: Tensor, att_masks_BL: Tensor) -> Tensor:
-    """Which tokens each token sees: `[B, L, L]` bool; padding neither sees nor is seen.
-
-    Tokens see their own block and earlier ones. Mark 1 begins a block, 0 continues it. Marks
-    0 0 0 | 1 0 | 1 | 1 are a block of three, a block of two and two causal tokens:
-
-        1 1 1 0 0 0 0
-        1 1 1 0 0 0 0
-        1 1 1 0 0 0 0
-        1 1 1 1 1 0 0
-        1 1 1 1 1 0 0
-        1 1 1 1 1 1 0
-        1 1 1 1 1 1 1
-
-    Args:
-        pad_masks_BL: bool, True for real tokens.
-        att_masks_BL: marks, bool or int.
-    """
-    block_BL = paddle.cumsum(att_masks_BL.astype("int64"), axis=1)
-    earlier = block_BL.unsqueeze(1) <= block_BL.unsqueeze(2)
-    real = paddle.logical_and(pad_masks_BL.unsqueeze(1), pad_masks_BL.unsqueeze(2))
-    return paddle.logical_and(earlier, real)
+    """Which tokens each token sees: `[B, L, L]` bool, see `paddle_vl.nn.attention.BlockMask`."""
+    return BlockMask(pad_masks_BL, att_masks_BL).visible_BLS
 
 
 def suffix_mask(prefix_pad_BL: Tensor, pad_masks_BC: Tensor, att_masks_BC: Tensor) -> Tensor:
@@ -209,12 +190,12 @@ class InterleavedDecoder(nn.Layer):
             sizes = (expert.hidden_size, expert.adarms_cond_dim, expert.rms_norm_eps)
             self.expert_norm = placement.layers.row_wise(AdaptiveRMSNorm(*sizes))
 
-    def view(self, position_ids_BL: Tensor, visible_BLS: Tensor) -> StreamView:
+    def view(self, position_ids_BL: Tensor, mask: AttentionMask | Tensor) -> StreamView:
         """Positions and mask of a stream, shared by all layers.
 
         Args:
             position_ids_BL: int64.
-            visible_BLS: bool, over cached keys and then the stream's own.
+            mask: over cached keys and then the stream's own; or `[B, L, S]` bool, True if seen.
         """
         text = self.config.gemma3_config.text_config
         rotary = {
@@ -227,7 +208,7 @@ class InterleavedDecoder(nn.Layer):
         return StreamView(
             tuple(position_ids_BL.shape),
             rotary,
-            AttentionMask(visible_BLS),
+            mask if isinstance(mask, AttentionMask) else AttentionMask(mask),
             text.query_pre_attn_scalar**-0.5,
             self.attention_implementation,
         )

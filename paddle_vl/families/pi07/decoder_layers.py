@@ -17,7 +17,7 @@ from paddle_vl.families.pi07.engine_config import Gemma3TextConfig, GemmaExpertC
 from paddle_vl.families.pi07.layers import AdaptiveRMSNorm, GemmaRMSNorm
 from paddle_vl.nn.attention import AttentionMask, masked_attention
 from paddle_vl.nn.linear import Columns
-from paddle_vl.nn.operations import activation
+from paddle_vl.nn.operations import geglu
 from paddle_vl.nn.placement import Placement
 from paddle_vl.nn.rotary import RotaryTables, apply_rotary
 
@@ -228,8 +228,6 @@ class GemmaMLP(nn.Layer):
         columns = [Columns("gate_proj", inner), Columns("up_proj", inner)]
         self.gate_up_proj = placement.layers.projections(width, columns)
         self.down_proj = placement.layers.row_linear(inner, width)
-        self.act = activation("gelu_pytorch_tanh")
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        gate_TF, up_TF = self.gate_up_proj(x_TD)
-        return self.down_proj(self.act(gate_TF) * up_TF)
+        return self.down_proj(geglu(*self.gate_up_proj(x_TD)))

@@ -18,6 +18,7 @@ from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
 from paddle_vl.families.pi07.policy_config import CURRENT_CONFIG_VERSION
 from paddle_vl.families.pi07.prefix_layout import RESPONSE_LABEL
 from paddle_vl.families.pi07.programs import ActionsProgram, PrefixProgram, StepProgram
+from paddle_vl.nn.matrices import matrices
 
 # Sizes of the examples: samples, and tokens or frames where they are free.
 _SAMPLES, _LENGTH, _FRAMES = 2, 6, 2
@@ -31,11 +32,14 @@ def policy_to_export(policy: PI07LowLevelPolicy) -> ModelToExport:
         "pi07_low_level",
         {"num_groups": _num_groups(policy)},
         {
-            "prefix": ProgramToExport(prefix, "prefix", _prefix_example(prefix, rng)),
+            "prefix": ProgramToExport(
+                prefix, "prefix", _prefix_example(prefix, rng), measured_output=1
+            ),
             "step": ProgramToExport(step, "expert", _example(step, rng)),
             "actions": ProgramToExport(actions, "expert", _example(actions, rng)),
         },
         lambda folder: _save_files(policy, folder),
+        quantized=list(matrices(model.decoder, prefix.prefix.embed_tokens)),
     )
 
 
@@ -56,10 +60,11 @@ def planner_to_export(planner: PI07HighLevelPlanner) -> ModelToExport:
         },
         {
             "images": ProgramToExport(images, "images", _example(images, rng)),
-            "prefill": ProgramToExport(prefill, "decoder", _example(prefill, rng)),
-            "decode": ProgramToExport(decode, "decoder", decode_example),
+            "prefill": ProgramToExport(prefill, "decoder", _example(prefill, rng), True),
+            "decode": ProgramToExport(decode, "decoder", decode_example, True),
         },
         lambda folder: _save_files(planner, folder),
+        quantized=list(matrices(model.decoder, prefill.lm_head, prefill.embed_tokens)),
     )
 
 

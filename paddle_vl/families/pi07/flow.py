@@ -26,7 +26,6 @@ from paddle_vl.families.pi07.decoder import (
     DecoderOutput,
     InterleavedDecoder,
     SuffixView,
-    suffix_mask,
     suffix_positions,
 )
 from paddle_vl.families.pi07.decoder_layers import KeyValue
@@ -40,7 +39,9 @@ from paddle_vl.families.pi07.prefix_layout import (
     Presence,
     presence_of,
 )
+from paddle_vl.nn.attention import KeyMask
 from paddle_vl.nn.linear import Linear
+from paddle_vl.nn.operations import host_table
 from paddle_vl.nn.placement import Placement
 
 # Shortest and longest period of the time embedding.
@@ -67,6 +68,12 @@ def draw_time(size: int) -> Tensor:
     return paddle.uniform([size], dtype="float32", min=0.0, max=1.0) ** (1 / 1.5) * 0.999 + 0.001
 
 
+@host_table
+def _time_frequencies(num: int) -> np.ndarray:
+    fraction = np.linspace(0.0, 1.0, num)
+    return 2 * np.pi / (_SHORTEST * (_LONGEST / _SHORTEST) ** fraction)
+
+
 def time_embedding(time_BC: Tensor, width: int) -> Tensor:
     """Sine and cosine of `2 pi time / period`, float64 `[B, C, width]`.
 
@@ -74,9 +81,7 @@ def time_embedding(time_BC: Tensor, width: int) -> Tensor:
 
     Source: create_sinusoidal_pos_embedding of OpenTau and openpi.
     """
-    fraction = np.linspace(0.0, 1.0, width // 2)
-    frequency = 2 * np.pi / (_SHORTEST * (_LONGEST / _SHORTEST) ** fraction)
-    angle = time_BC.astype("float64").unsqueeze(-1) * paddle.to_tensor(frequency)
+    angle = time_BC.astype("float64").unsqueeze(-1) * _time_frequencies(width // 2)
     return paddle.concat([paddle.sin(angle), paddle.cos(angle)], axis=-1)
 
 
@@ -101,12 +106,6 @@ class SuffixEmbedding(nn.Layer):
         rows_BCE = self.action_in_proj(noisy_BCA.astype(dtype), group_B)
         code = time_embedding(time_BC, rows_BCE.shape[-1]).astype(dtype)
         return rows_BCE, F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(code))))
-
-
-def suffix_marks(pad_BC: Tensor) -> Tensor:
-    """Attention marks of a chunk, which is one block: `[B, C]` bool."""
-    steps = pad_BC.shape[1]
-    return (paddle.arange(steps) == 0).unsqueeze(0).expand(pad_BC.shape)
 
 
 class LossTerms(NamedTuple):
@@ -320,12 +319,11 @@ class PI07LowLevelFlowMatching(PolicyModel):
 
     def chunk_view(self, seen_BL: Tensor) -> SuffixView:
         """`suffix_view` after a prefix of these real tokens."""
+        # A chunk is one block without padding: every step sees the prefix and all steps.
         steps = self.config.chunk_size
-        pad_BC = paddle.ones([seen_BL.shape[0], steps], dtype="bool")
-        own = self.decoder.view(
-            suffix_positions(seen_BL, steps),
-            suffix_mask(seen_BL, pad_BC, suffix_marks(pad_BC)),
-        )
+        own_BC = paddle.ones([seen_BL.shape[0], steps], dtype="bool")
+        mask = KeyMask(paddle.concat([seen_BL, own_BC], axis=1), steps)
+        own = self.decoder.view(suffix_positions(seen_BL, steps), mask)
         return SuffixView(own, None, self.config.knowledge_insulation)
 
     def losses(

@@ -12,6 +12,7 @@ from paddle.nn.initializer import Constant, Uniform
 
 from paddle_vl.nn.linear import Linear, linear
 from paddle_vl.nn.norm import gemma_rms_norm, rms_quotient
+from paddle_vl.nn.operations import host_table
 from paddle_vl.nn.rotary import RotaryTables
 
 PAD_ID = 0
@@ -65,6 +66,12 @@ class AdaptiveRMSNorm(nn.Layer):
         return y.astype(x_TD.dtype), gate.astype(x_TD.dtype)
 
 
+@host_table
+def _rotary_powers(head_dim: int, base: float) -> np.ndarray:
+    slots = np.arange(head_dim // 2, dtype="float32")
+    return np.float32(base) ** (np.float32(2.0 / head_dim) * slots)
+
+
 def rotary_tables(position_ids_BL: Tensor, head_dim: int, base: float) -> RotaryTables:
     """Tables `[B, L, H]` of the layers with one base: `angle_j = position / base^(2j / H)`.
 
@@ -74,10 +81,8 @@ def rotary_tables(position_ids_BL: Tensor, head_dim: int, base: float) -> Rotary
     Args:
         position_ids_BL: int64.
     """
-    slots = head_dim // 2
     # Division by float32 powers, as in OpenTau: a product with inverses rounds differently.
-    scale = np.float32(base) ** (np.float32(2.0 / head_dim) * np.arange(slots, dtype="float32"))
-    angle_BLF = position_ids_BL.astype("float32").unsqueeze(-1) / paddle.to_tensor(scale)
+    angle_BLF = position_ids_BL.astype("float32").unsqueeze(-1) / _rotary_powers(head_dim, base)
     return RotaryTables.of_angles(angle_BLF)
 
 
@@ -107,7 +112,7 @@ class PaddedEmbedding(nn.Layer):
             rows_BLD = _MaskGradient.apply(rows_BLD, ids_BL != PAD_ID)
         if self.scale == 1.0:
             return rows_BLD
-        return rows_BLD * paddle.to_tensor(self.scale).astype(rows_BLD.dtype)
+        return rows_BLD * paddle.full([], float(np.float32(self.scale)), rows_BLD.dtype)
 
 
 class _MaskGradient(PyLayer):

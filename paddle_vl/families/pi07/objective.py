@@ -25,7 +25,8 @@ from paddle_vl.families.pi07.prefix_layout import (
     Presence,
     presence_of,
 )
-from paddle_vl.nn.objective import BatchAdapter, Loss
+from paddle_vl.nn.objective import BatchAdapter, Loss, target_rows
+from paddle_vl.nn.operations import IGNORE_INDEX
 
 
 class PolicyLoss(Loss):
@@ -194,7 +195,11 @@ class PlannerBatchAdapter(PolicyBatchAdapter):
 
     counted = ("num_memory_slots", "num_response_slots")
 
+    def prepared(self, batch: Batch) -> Batch:
+        return with_target_rows(super().prepared(batch))
+
     def to_device(self, batch: Batch) -> Batch:
+        batch = with_target_rows(batch)
         return {name: value for name, value in batch.items() if name not in self.counted}
 
     def forward(self, model: nn.Layer, batch: Batch) -> dict[str, Tensor]:
@@ -203,6 +208,18 @@ class PlannerBatchAdapter(PolicyBatchAdapter):
 
     def _without_targets(self, batch: Batch) -> dict[str, np.ndarray]:
         return {name: np.zeros_like(batch[name]) for name in ("memory_masks", "response_masks")}
+
+
+def with_target_rows(batch: Batch) -> Batch:
+    """The planner's batch with the token slots of its texts that have a target."""
+    added = {}
+    for text in ("memory", "response"):
+        name, masks_BL = f"{text}_target_rows", batch[f"{text}_masks"]
+        # Only the host knows them; each token predicts the next.
+        if name not in batch and isinstance(masks_BL, np.ndarray):
+            targets_BL = np.where(masks_BL, batch[f"{text}_tokens"], IGNORE_INDEX)[:, 1:]
+            added[name] = target_rows(targets_BL.reshape(-1))
+    return {**batch, **added}
 
 
 def first_batch(samples: DrawnDemonstrations, collator: Collator) -> Batch:

@@ -52,7 +52,7 @@ from paddle_vl.families.pi07.prefix_layout import (
     presence_of,
 )
 from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
-from paddle_vl.nn.operations import IGNORE_INDEX
+from paddle_vl.nn.operations import IGNORE_INDEX, TargetRows
 from paddle_vl.nn.placement import Placement
 
 
@@ -131,8 +131,8 @@ class PI07HighLevelPlannerModel(PolicyModel):
         response_at = out_BLD.shape[1] - response.shape[1]
         memory_at = response_at - len(self.tokens.label_ids[RESPONSE_LABEL]) - memory.shape[1]
         sums = [
-            self._segment_loss_sum(out_BLD, memory_at, memory, batch["memory_masks"]),
-            self._segment_loss_sum(out_BLD, response_at, response, batch["response_masks"]),
+            self._segment_loss_sum(out_BLD, memory_at, memory, batch, "memory"),
+            self._segment_loss_sum(out_BLD, response_at, response, batch, "response"),
         ]
         # OpenTau's means are over all slots, padding too.
         slots = [tokens_Bn[:, 1:].size for tokens_Bn in (memory, response)]
@@ -145,17 +145,27 @@ class PI07HighLevelPlannerModel(PolicyModel):
         }
 
     def _segment_loss_sum(
-        self, out_BLD: Tensor, begin: int, tokens_Bn: Tensor, masks_Bn: Tensor
+        self, out_BLD: Tensor, begin: int, tokens_Bn: Tensor, batch: Mapping[str, Any], name: str
     ) -> Tensor:
         """Summed cross entropy of a segment that begins at row `begin` of the prefix.
 
         Each token predicts the next; no token predicts the first.
         """
-        rows = out_BLD[:, begin : begin + tokens_Bn.shape[1] - 1]
-        tokens, ignored = tokens_Bn[:, 1:], paddle.full_like(tokens_Bn[:, 1:], IGNORE_INDEX)
-        targets_T = paddle.where(masks_Bn[:, 1:], tokens, ignored).reshape([-1])
-        logits_TV = self.head(rows.reshape([-1, rows.shape[-1]]))
-        return self.placement.ops.token_loss(logits_TV, targets_T)[0]
+        rows_TD = out_BLD[:, begin : begin + tokens_Bn.shape[1] - 1].reshape(
+            [-1, out_BLD.shape[-1]]
+        )
+        found_2R = batch.get(f"{name}_target_rows")
+        if found_2R is None:
+            masks_Bn, tokens = batch[f"{name}_masks"], tokens_Bn[:, 1:]
+            ignored = paddle.full_like(tokens, IGNORE_INDEX)
+            targets_T = paddle.where(masks_Bn[:, 1:], tokens, ignored).reshape([-1])
+            targets = TargetRows(paddle.arange(targets_T.shape[0]), targets_T)
+        else:
+            targets = TargetRows(found_2R[0], found_2R[1])
+        assert self.lm_head is not None, "the last stage has the head"
+        ops, trains = self.placement.ops, f"CE_{name}" not in self.untrained_losses
+        with paddle.set_grad_enabled(trains and paddle.is_grad_enabled()):
+            return ops.head_loss(self.lm_head, ops.enter_head(rows_TD), targets)
 
     def head(self, rows: Tensor) -> Tensor:
         """Logits `[..., V]` of rows `[..., D]`, or this rank's vocabulary shard of them."""

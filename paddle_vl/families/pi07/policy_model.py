@@ -11,11 +11,12 @@ from paddle_vl.checkpoint.reading import Materializable, MaterializeStep, drawn_
 from paddle_vl.checkpoint.rules import StoredParameter, place_parameters
 from paddle_vl.families.pi07.checkpoint_map import checkpoint_rules
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
-from paddle_vl.families.pi07.decoder import InterleavedDecoder, block_mask, prefix_positions
+from paddle_vl.families.pi07.decoder import InterleavedDecoder, prefix_positions
 from paddle_vl.families.pi07.decoder_layers import StreamView
 from paddle_vl.families.pi07.engine_config import Gemma3WithExpertConfig
 from paddle_vl.families.pi07.prefix import PlannerEmbedding, Prefix, PrefixEmbedding
 from paddle_vl.families.pi07.prefix_layout import PrefixMasks, PrefixTokens
+from paddle_vl.nn.attention import BlockMask
 from paddle_vl.nn.linear import separate
 from paddle_vl.nn.placement import Placement, SingleDevicePlacement
 
@@ -57,11 +58,13 @@ class PolicyModel(Materializable, nn.Layer):
         prefix: its embedding; on pipeline stages without it None, or under the colocated schedule
             its tower alone.
         placement: which shards and layers this rank has.
+        untrained_losses: losses that are computed without gradients.
     """
 
     tokens: PrefixTokens
     prefix: PrefixEmbedding | PlannerEmbedding | None
     decoder: InterleavedDecoder
+    untrained_losses: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -100,7 +103,7 @@ class PolicyModel(Materializable, nn.Layer):
 
     def view_of(self, pad_BL: Tensor, marks_BL: Tensor) -> StreamView:
         """`prefix_view` of the two masks."""
-        return self.decoder.view(prefix_positions(pad_BL), block_mask(pad_BL, marks_BL))
+        return self.decoder.view(prefix_positions(pad_BL), BlockMask(pad_BL, marks_BL))
 
     def stored_parameters(self) -> list[StoredParameter]:
         """This rank's parameters with checkpoint keys, without `model.`, and their shards.

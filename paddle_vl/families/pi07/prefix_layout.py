@@ -22,6 +22,8 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
+from paddle_vl.nn.operations import host_table
+
 
 class Source(Enum):
     """Where the tokens of a block come from."""
@@ -264,11 +266,16 @@ class PrefixTokens:
         for block in self._laid_out(batch, presence, training):
             num_tokens = self._num_tokens(block, batch)
             pads.append(self._pad(block, batch, xp))
-            marks += _marks(block.attends, num_tokens, len(self._cameras(block, batch)) or 1)
+            if xp is np:
+                cameras = len(self._cameras(block, batch)) or 1
+                marks.append(np.array([_marks(block.attends, num_tokens, cameras)], dtype=bool))
+            else:
+                # Made on the device: an array would be copied to it in every step.
+                marks.append(self._free_marks(block, pads[-1][:1]))
             num_seen += num_tokens if block.when is not When.TRAINING else 0
-        pad_BL = (np.concatenate if xp is np else paddle.concat)(pads, axis=1)
-        marks_1L = np.array([marks], dtype=bool)
-        marks_1L = paddle.to_tensor(marks_1L) if xp is paddle else marks_1L
+        pad_BL, marks_1L = (
+            (np.concatenate if xp is np else paddle.concat)(each, axis=1) for each in (pads, marks)
+        )
         return PrefixMasks(pad_BL, xp.broadcast_to(marks_1L, pad_BL.shape), num_seen)
 
     def masks_of_all(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -334,8 +341,7 @@ class PrefixTokens:
 
     def label(self, text: str, size: int) -> Tensor:
         """Token ids of a label, repeated for `size` samples, int64 `[size, n]`."""
-        ids = np.array([self.label_ids[text]], dtype=np.int64)
-        return paddle.tile(paddle.to_tensor(ids), [size, 1])
+        return paddle.tile(_label_row(tuple(self.label_ids[text])), [size, 1])
 
     def _laid_out(
         self, batch: Mapping[str, Any], presence: Presence, training: bool
@@ -375,6 +381,11 @@ class PrefixTokens:
             has_goal = _by_camera(batch[CAMERA_MASKS[Source.SUBGOALS]], xp).any(axis=1)
             pad = xp.logical_and(pad, has_goal[:, None])
         return pad
+
+
+@host_table
+def _label_row(ids: tuple[int, ...]) -> np.ndarray:
+    return np.array([ids], dtype=np.int64)
 
 
 def _by_camera(masks: Any, xp: Any) -> Any:

@@ -144,6 +144,7 @@ class PI07Recipe(Family):
             )
         self.check_trainable(policy)
         policy.model.train()
+        policy.model.untrained_losses = frozenset(self.loss.terms) - {*self.loss.trained_terms}
         collator = self.make_collator(policy)
         samples = self.train_data if self.eval_data is None else self.eval_data
         agrees = self.config.parallel.branch_sync == "all_reduce"

@@ -23,10 +23,10 @@ from paddle.nn.initializer import Constant, Normal
 
 from paddle_vl.families.pi07.engine_config import Gemma3Config, SiglipVisionConfig
 from paddle_vl.families.pi07.layers import GemmaRMSNorm
-from paddle_vl.nn.attention import AttentionMask, masked_attention, segment_attention
+from paddle_vl.nn.attention import HistoryMask, masked_attention, segment_attention
 from paddle_vl.nn.linear import Linear
 from paddle_vl.nn.norm import LayerNorm
-from paddle_vl.nn.operations import activation, slice_axis
+from paddle_vl.nn.operations import activation, host_table, rows_in_order, slice_axis
 from paddle_vl.nn.placement import Placement
 
 # Shortest and longest period of the code of a frame's age, in frames.
@@ -41,7 +41,7 @@ class FrameHistory:
     Args:
         num_videos, num_frames: B and F.
         code_FU: code of each frame's age, added before attention; zero for the current frame.
-        mask: `[B * N, F, F]`, which frames each frame sees, the same at every patch.
+        mask: of B * N entries of F frames, the same at every patch of a video.
         num_stills: S.
     """
 
@@ -50,7 +50,7 @@ class FrameHistory:
         num_videos: int,
         num_frames: int,
         code_FU: Tensor,
-        mask: AttentionMask,
+        mask: HistoryMask,
         num_stills: int = 0,
     ):
         self.num_videos, self.num_frames = num_videos, num_frames
@@ -231,18 +231,19 @@ class SiglipMLP(nn.Layer):
         return self.fc2(self.act(self.fc1(x_PNU)))
 
 
-def visible_frames(is_pad_BF: Tensor) -> Tensor:
-    """Which frames each frame sees: `[B, F, F]` bool.
-
-    A frame sees the frames up to its own that are not padding; the last, current one never counts
-    as padding. A padded frame may see none.
-    """
+def frames_in_use(is_pad_BF: Tensor) -> Tensor:
+    """The frames that are not padding, `[B, F]` bool; the last, current one never counts as it."""
     frames = is_pad_BF.shape[1]
     last = paddle.arange(frames) == frames - 1
-    real_BF = paddle.logical_or(paddle.logical_not(is_pad_BF), last)
-    order = paddle.arange(frames)
-    causal_FF = order.unsqueeze(1) >= order.unsqueeze(0)
-    return paddle.logical_and(real_BF.unsqueeze(1), causal_FF)
+    return paddle.logical_or(paddle.logical_not(is_pad_BF), last)
+
+
+def visible_frames(is_pad_BF: Tensor) -> Tensor:
+    """Which frames each frame sees: `[B, F, F]` bool, those in use up to its own.
+
+    A padded frame may see none.
+    """
+    return HistoryMask(frames_in_use(is_pad_BF), copies=1).visible_BLS
 
 
 class MultiModalProjector(nn.Layer):
@@ -292,6 +293,9 @@ def frame_codes(num_frames: int, width: int) -> np.ndarray:
     angle = 2 * np.pi * age_F1 / period
     codes = np.concatenate([np.sin(angle), np.cos(angle)], axis=1)
     return codes - codes[-1:]
+
+
+_code_table = host_table(frame_codes)
 
 
 class VideoEncoder(nn.Layer):
@@ -406,20 +410,18 @@ class VideoEncoder(nn.Layer):
         vision = self.tower.config
         if is_pad_BF is None:
             is_pad_BF = paddle.ones([batch, frames], dtype="bool")
-        visible_B1FF = visible_frames(is_pad_BF).unsqueeze(1)
-        per_patch = visible_B1FF.expand([batch, vision.num_patches, frames, frames])
         dtype = self.tower.patch_embedding.weight.dtype
         code = self._codes(frames).astype(dtype)
-        mask = AttentionMask(per_patch.reshape([-1, frames, frames]))
+        mask = HistoryMask(frames_in_use(is_pad_BF), vision.num_patches)
         return FrameHistory(batch, frames, code, mask, num_stills)
 
     def _codes(self, frames: int) -> Tensor:
         width = self.tower.config.hidden_size
         if isinstance(frames, int):
-            return paddle.to_tensor(frame_codes(frames, width))
+            return _code_table(frames, width)
         # Codes depend on the frames up to the current one only.
         most = min(self.max_num_frames, int(_LONGEST) + 1)
-        return paddle.to_tensor(frame_codes(most, width))[most - frames :]
+        return _code_table(most, width)[most - frames :]
 
 
 @paddle.jit.not_to_static
@@ -432,4 +434,4 @@ def _chosen(x: Tensor | None, items: np.ndarray) -> Tensor | None:
     """The batch entries at `items`; None if there are none."""
     if x is None or not items.size:
         return None
-    return paddle.index_select(x, paddle.to_tensor(items))
+    return rows_in_order(x, items)

@@ -262,8 +262,8 @@ class DecoderLayer(nn.Layer):
         with_sums: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The token rows; with experts and `with_sums` also the layer's `routing_sums`."""
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), tables, key_bias, cache, packed)
-        rows_TD = self.post_attention_layernorm(x_TD)
+        attended_TD = self.self_attn(self.input_layernorm(x_TD), tables, key_bias, cache, packed)
+        x_TD, rows_TD = self.post_attention_layernorm(attended_TD, x_TD)
         if not self.has_experts:
             return x_TD + self.mlp(rows_TD)
         mlp_TD, sums_2E = self.mlp(rows_TD, rows, with_sums)

@@ -56,6 +56,9 @@ class ExportedQwen3VL:
         )
         # Programs in ONNX return longer copies of the keys and values.
         self._writes_in_place = folder.runtime == "paddle"
+        self._num_ranks = folder.manifest.mp_degree
+        # Sequence parallelism splits the rows of the prompts into equal shards.
+        self._length_multiple = self._num_ranks if folder.manifest.sequence_parallel else 1
         self.processor = Qwen3VLProcessor.from_pretrained(folder.path)
         has_settings = (folder.path / FILE_NAME).is_file()
         self.generation_config = (
@@ -81,11 +84,19 @@ class ExportedQwen3VL:
     ) -> Iterator[np.ndarray]:
         """Generate tokens; as `Qwen3VLForConditionalGeneration.stream`.
 
+        Every rank of an export of ranks calls it with the same arguments and gets the same tokens.
+
         Raises:
-            ValueError: as there; or `prefill_chunk_size` is set.
+            ValueError: as there; `prefill_chunk_size` is set; or several ranks would sample without
+                a seed.
         """
         config = generation_config or self.generation_config or GenerationConfig()
         config = config.updated(**overrides)
+        if self._num_ranks > 1 and config.do_sample and config.seed is None:
+            raise ValueError(
+                f"{self._num_ranks} ranks sample without a seed and would draw different tokens: "
+                "give the same seed on every rank"
+            )
         config.check_vocabulary(self._sizes.vocab_size)
         if config.prefill_chunk_size is not None:
             raise ValueError(
@@ -192,6 +203,8 @@ class _Decoder:
         videos: _Items,
         max_new_tokens: int,
     ):
+        missing = -prompt_BL.shape[1] % model._length_multiple
+        prompt_BL, mask_BL = (np.pad(x, ((0, 0), (missing, 0))) for x in (prompt_BL, mask_BL))
         self._model, self._prompt_BL, self._mask_BS = model, prompt_BL, mask_BL
         self._items = images, videos
         sizes = model._sizes

@@ -37,13 +37,16 @@ class Qwen3VLFlops(FlopCounter):
         self._with_images, self._without = self._walk(True), self._walk(False)
 
     def units(self, batch: Mapping[str, Any]) -> dict[str, int]:
-        """Numbers of `patches`, `merged_rows`, `patch_pairs`, `tokens` and `token_pairs`.
+        """Numbers of `patches`, `merged_rows`, `patch_pairs`, `tokens`, `token_pairs` and
+        `predictions`.
 
+        Predictions are the rows with a target if the batch lists them, otherwise all tokens.
         Pairs are those that attend to each other. Visual embeddings that no token receives
         (`num_unused_visual_rows`) do not count.
         """
         lengths = real_lengths(batch["attention_mask"], batch.get("cu_seqlens"))
         t, h, w = _grids(batch).T
+        targets = batch.get("target_rows")
         patches = int((t * h * w).sum())
         return {
             "patches": patches,
@@ -51,6 +54,7 @@ class Qwen3VLFlops(FlopCounter):
             "patch_pairs": int((t * (h * w) ** 2).sum()),
             "tokens": int(lengths.sum()),
             "token_pairs": causal_pairs(lengths),
+            "predictions": int(lengths.sum() if targets is None else targets.shape[1]),
         }
 
     def operations(self, batch: Mapping[str, Any]) -> Operations:
@@ -68,9 +72,9 @@ class Qwen3VLFlops(FlopCounter):
         rows = operations.norm("model.language_model.norm", rows)
         text = self.config.text_config
         if self.config.tie_word_embeddings:
-            operations.matrix("tokens", _EMBEDDING, text.hidden_size * text.vocab_size, rows)
+            operations.matrix("predictions", _EMBEDDING, text.hidden_size * text.vocab_size, rows)
         else:
-            operations.linear("tokens", "lm_head", text.hidden_size, text.vocab_size, rows)
+            operations.linear("predictions", "lm_head", text.hidden_size, text.vocab_size, rows)
         return operations
 
 

@@ -97,6 +97,7 @@ def _chosen_tokens(
 
 def step_logits(
     model: Any,
+    ops: Any,
     input_ids: Tensor,
     inputs: dict[str, Any],
     caches: list[Any],
@@ -107,13 +108,14 @@ def step_logits(
 
     Args:
         model: has `language_model` and `lm_head`: a model, or a program of one.
+        ops: of its placement.
         input_ids: `[B, 1]` int64.
         inputs: of `LanguageModel.run`, without the hidden states.
         caches: one per layer, see `LanguageModel.run`.
     """
     hidden_BD = model.language_model.embedding.embed_tokens(input_ids.reshape([-1]))
     hidden_BD = model.language_model.run(inputs | {"hidden_states": hidden_BD}, caches)
-    return model.lm_head(hidden_BD).astype("float32")
+    return ops.whole_columns(model.lm_head(ops.enter_columns(hidden_BD))).astype("float32")
 
 
 class _CachedDecoder:
@@ -168,7 +170,8 @@ class _CachedDecoder:
         if self._has_padding:
             self._mask_BS = np.concatenate([self._mask_BS, np.ones_like(token_B1)], axis=1)
             inputs["attention_mask"] = paddle.to_tensor(self._mask_BS)
-        return step_logits(self._model, paddle.to_tensor(token_B1), inputs, self._caches)
+        ids, ops = paddle.to_tensor(token_B1), self._model.placement.ops
+        return step_logits(self._model, ops, ids, inputs, self._caches)
 
     def _step_inputs(self) -> dict[str, Any]:
         """Position and rotary table of the next token, from tables of several steps."""

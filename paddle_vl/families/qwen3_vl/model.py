@@ -7,7 +7,7 @@ Source: Qwen3VLForConditionalGeneration of HF transformers, modeling_qwen3_vl.py
 have a batch's way from arrays to loss in one file.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,10 @@ import paddle
 from paddle import Tensor, nn
 
 from paddle_vl.batch.positions import (
+    PatchRows,
     check_offsets,
     checked_grid,
+    frame_runs,
     mrope_position_ids,
     restart_offsets,
     vision_layout,
@@ -28,12 +30,14 @@ from paddle_vl.families.qwen3_vl.moe import LoadBalance, routed_rows
 from paddle_vl.families.qwen3_vl.pretrained import PretrainedQwen3VL
 from paddle_vl.families.qwen3_vl.text_config import Qwen3VLMoeTextConfig
 from paddle_vl.families.qwen3_vl.vision_tower import VisionFeatures, VisionTower
-from paddle_vl.nn.attention import PackedSamples
-from paddle_vl.nn.operations import next_token_targets
+from paddle_vl.nn.attention import PackedSamples, Segments
+from paddle_vl.nn.operations import TargetRows, next_token_targets, num_targets
 from paddle_vl.nn.placement import Placement
 
 Array = np.ndarray | Tensor
 _GRIDS = ("image_grid_thw", "video_grid_thw")
+# Fields of a batch with the arrays of `PatchRows`.
+PATCH_FIELDS = ("patch_coordinates", "patch_tap_rows", "patch_tap_weights")
 
 
 @dataclass
@@ -41,7 +45,8 @@ class Qwen3VLOutput:
     """Output of the model.
 
     Attributes:
-        logits: `[B, L, V]`; under tensor parallelism this rank's shard of V.
+        logits: `[B, L, V]`; under tensor parallelism this rank's shard of V. None if the loss was
+            computed from `target_rows`, without them.
         loss: mean cross entropy over the target tokens, plus `aux_weight * aux_loss`; a float32
             scalar, None without labels. It is 0 for a batch without targets, where HF gives NaN.
         loss_sum: sum of the cross entropy, for averages over several batches.
@@ -50,7 +55,7 @@ class Qwen3VLOutput:
         aux_weight: weight of `aux_loss`, the configuration's `router_aux_loss_coef`.
     """
 
-    logits: Tensor
+    logits: Any
     loss: Tensor | None = None
     loss_sum: Tensor | None = None
     num_target_tokens: int | Tensor | None = None
@@ -101,8 +106,13 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         labels: Array | None = None,
         pixel_values: Array | None = None,
         pixel_values_videos: Array | None = None,
+        patch_coordinates: Array | None = None,
+        patch_tap_rows: Array | None = None,
+        patch_tap_weights: Array | None = None,
         num_target_tokens: int | None = None,
         loss_weights: Array | None = None,
+        target_rows: Array | None = None,
+        target_weights: Array | None = None,
         caches: list[KeyValueCache] | None = None,
         output_router_logits: bool | None = None,
         logits_to_keep: int = 0,
@@ -117,8 +127,14 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
             attention_mask: `[B, L]`, 1 at real tokens; with caches `[B, S]` over all keys so far.
             labels: `[B, L]` int64, not shifted, -100 ignored.
             pixel_values: `[P, patch_dim]` patches of all images; `pixel_values_videos` of videos.
+            patch_coordinates, patch_tap_rows, patch_tap_weights: places of all patches, see
+                `paddle_vl.batch.positions.PatchRows`; None to compute them on the host.
             num_target_tokens: number of labels that count, if the host knows it.
             loss_weights: `[B, L]` float32 factors of the labels' cross entropies; None for 1.
+            target_rows: `[2, N]` int64, the token rows that predict a label, and these labels. The
+                loss is then computed from them, in place of `labels` and `loss_weights`, in chunks
+                and without the logits of all rows: what training needs.
+            target_weights: `[N]` float32 factors of their cross entropies; None for 1.
             caches: one per decoder layer when generating.
             output_router_logits: compute `aux_loss` over the real tokens and add it to the loss;
                 None for the configuration's setting. Not with caches.
@@ -140,6 +156,8 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
             )
         for name in _GRIDS:
             layout[name] = _host(layout.get(name))
+        places = (patch_coordinates, patch_tap_rows, patch_tap_weights)
+        rows = patch_rows(dict(zip(PATCH_FIELDS, places, strict=True)))
         dict_args = self.decoder_arguments(
             input_ids=input_ids, attention_mask=attention_mask, **layout
         )
@@ -153,6 +171,7 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
             layout["image_grid_thw"],
             device_tensor(pixel_values_videos),
             layout["video_grid_thw"],
+            rows,
         )
         balance = None
         if caches is None and self.config.text_config.has_balance_loss(output_router_logits):
@@ -168,6 +187,8 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
             hidden_BLD = hidden_TD.reshape([*shape, -1])[:, -logits_to_keep:]
             shape = hidden_BLD.shape[:2]
             hidden_TD = hidden_BLD.reshape([-1, hidden_TD.shape[-1]])
+        if target_rows is not None:
+            return self.losses(hidden_TD, target_rows, num_target_tokens, balance, target_weights)
         return self.predict(hidden_TD, shape, labels, num_target_tokens, balance, loss_weights)
 
     def decoder_arguments(
@@ -184,6 +205,7 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         num_unused_visual_rows: int = 0,
         has_left_padding: bool | None = None,
         cu_seqlens: Array | None = None,
+        packed_key_ends: Array | None = None,
         real_row_indices: Array | None = None,
     ) -> dict[str, Any]:
         """The input of `GPTEmbedding` without the outputs of the vision tower.
@@ -205,6 +227,8 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
             cu_seqlens: `[S + 1]` int32 offsets of packed samples on the host, see
                 `paddle_vl.batch.positions`. Padding is a segment of its own; the first label of
                 each sample must be -100. Not with caches.
+            packed_key_ends: `[B, L]` int32, `batch.positions.key_ends` of the offsets; None to
+                compute it where a kernel needs it.
             real_row_indices: `[R]` int64 token rows that are not padding, for a model with experts;
                 None to take them from the mask, see `routed_rows`.
 
@@ -226,7 +250,7 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
             check_offsets(offsets, batch, length)
             # With one segment per row, causal attention suffices.
             if len(offsets) > batch + 1:
-                packed = PackedSamples(offsets, length)
+                packed = PackedSamples(offsets, length, device_tensor(packed_key_ends))
         mask_is_needed = (
             attention_mask is not None and has_left_padding is not False and offsets is None
         )
@@ -256,19 +280,50 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
     ) -> Qwen3VLOutput:
         """Logits and losses of the token rows `[T, D]` after the final norm; `shape` is (B, L)."""
         logits_TV = self.lm_head(self.placement.ops.enter_columns(hidden_TD))
-        output = Qwen3VLOutput(logits_TV.reshape([*shape, -1]))
+        logits_BLV = logits_TV.reshape([*shape, -1])
+        loss_sum, count = None, None
         if labels is not None:
             targets_T = next_token_targets(device_tensor(labels))
             weights_T = None
             if loss_weights is not None:
                 # Shifted like the labels; the last of a row has no target.
                 weights_T = device_tensor(loss_weights).roll(-1, axis=1).reshape([-1])
-            output.loss_sum, count = self.placement.ops.token_loss(logits_TV, targets_T, weights_T)
-            known = num_target_tokens is not None
-            output.num_target_tokens = num_target_tokens if known else count
-            output.loss = output.loss_sum / (
-                max(num_target_tokens, 1) if known else count.clip(min=1.0)
-            )
+            loss_sum, count = self.placement.ops.token_loss(logits_TV, targets_T, weights_T)
+        return self._output(logits_BLV, loss_sum, count, num_target_tokens, balance)
+
+    def losses(
+        self,
+        hidden_TD: Tensor,
+        target_rows: Array,
+        num_target_tokens: int | None = None,
+        balance: LoadBalance | None = None,
+        target_weights: Array | None = None,
+    ) -> Qwen3VLOutput:
+        """Losses of the token rows `[T, D]` after the final norm, without logits; see `forward`."""
+        rows_2R = device_tensor(target_rows)
+        targets_R = rows_2R[1]
+        targets = TargetRows(rows_2R[0], targets_R, device_tensor(target_weights))
+        ops = self.placement.ops
+        loss_sum = ops.head_loss(self.lm_head, ops.enter_columns(hidden_TD), targets)
+        count = num_targets(targets_R) if num_target_tokens is None else None
+        return self._output(None, loss_sum, count, num_target_tokens, balance)
+
+    def _output(
+        self,
+        logits_BLV: Tensor | None,
+        loss_sum: Tensor | None,
+        count: Tensor | None,
+        num_target_tokens: int | None,
+        balance: LoadBalance | None,
+    ) -> Qwen3VLOutput:
+        output = Qwen3VLOutput(logits_BLV, loss_sum=loss_sum)
+        if loss_sum is not None:
+            if num_target_tokens is None:
+                assert count is not None, "counted with the loss"
+                output.num_target_tokens, divisor = count, count.clip(min=1.0)
+            else:
+                output.num_target_tokens, divisor = num_target_tokens, max(num_target_tokens, 1)
+            output.loss = loss_sum / divisor
         text = self.config.text_config
         if balance is not None and isinstance(text, Qwen3VLMoeTextConfig):
             output.aux_loss = balance.loss()
@@ -283,12 +338,14 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         image_grid_thw: np.ndarray | None,
         pixel_values_videos: Tensor | None = None,
         video_grid_thw: np.ndarray | None = None,
+        rows: PatchRows | None = None,
     ) -> dict[str, Any]:
         """Run the vision tower once over images and videos together.
 
         Args:
             pixel_values, pixel_values_videos: `[P, patch_dim]`.
             image_grid_thw, video_grid_thw: `[n, 3]` int64.
+            rows: places of the patches of both, images first; None to compute them.
 
         Returns:
             `image_embeds` `[M, D]`, `deepstack_image_embeds` (a list of `[M, D]`) and the same for
@@ -308,28 +365,45 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
         ]
         if not kinds:
             return {}
-        patches = [pixels for _, pixels, _ in kinds]
+        pixels = [pixels for _, pixels, _ in kinds]
+        patches = [pixels[0] if len(kinds) == 1 else paddle.concat(pixels), *(rows or ())]
         merged, levels = self.placement.ops.encode_visual(
             self.encode_items,
-            patches[0] if len(kinds) == 1 else paddle.concat(patches),
+            patches,
             np.concatenate([grid for _, _, grid in kinds]),
             self.visual,
             merge=vision.spatial_merge_size,
             width=vision.out_hidden_size,
             num_levels=len(vision.deepstack_visual_indexes),
         )
-        rows = [
+        sizes = [
             int(grid.prod(axis=1).sum()) // vision.spatial_merge_size**2 for _, _, grid in kinds
         ]
         embeds = {}
         for i, (kind, _, _) in enumerate(kinds):
-            embeds[f"{kind}_embeds"] = _section(merged, rows, i)
-            embeds[f"deepstack_{kind}_embeds"] = [_section(level, rows, i) for level in levels]
+            embeds[f"{kind}_embeds"] = _section(merged, sizes, i)
+            embeds[f"deepstack_{kind}_embeds"] = [_section(level, sizes, i) for level in levels]
         return embeds
 
-    def encode_items(self, pixels: Tensor, grid_thw: np.ndarray) -> VisionFeatures:
-        """The tower's features of some images and videos, in their order."""
+    def encode_items(
+        self, patches: Tensor | Sequence[Tensor], grid_thw: np.ndarray
+    ) -> VisionFeatures:
+        """The tower's features of some images and videos, in their order.
+
+        Args:
+            patches: pixels `[P, patch_dim]`, or these and the tensors of `PatchRows`.
+        """
         vision = self.config.vision_config
+        pixels, *rows = [patches] if isinstance(patches, Tensor) else patches
+        if rows:
+            places = PatchRows(*rows)
+            return self.visual.encode(
+                pixels,
+                places.coordinates,
+                places.tap_rows.transpose([1, 0]),
+                places.tap_weights.transpose([1, 0]),
+                Segments(frame_runs(grid_thw)),
+            )
         layout = vision_layout(
             grid_thw, table_side=vision.table_side, merge=vision.spatial_merge_size
         )
@@ -402,6 +476,13 @@ class Qwen3VLForConditionalGeneration(PretrainedQwen3VL):
 def _host(array: Array | None) -> Any:
     """An array as a NumPy array; None stays None."""
     return array.numpy() if isinstance(array, Tensor) else array
+
+
+def patch_rows(batch: Mapping[str, Any]) -> PatchRows | None:
+    """The places of the patches of a batch as tensors; None if it does not have them."""
+    if batch.get(PATCH_FIELDS[0]) is None:
+        return None
+    return PatchRows(*(device_tensor(batch[name]) for name in PATCH_FIELDS))
 
 
 def device_tensor(array: Array | None) -> Any:

@@ -6,20 +6,23 @@ a batch of padding. Neither affects loss or gradients.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.batch.positions import real_lengths
+from paddle_vl.batch.positions import PatchRows, key_ends, real_lengths, vision_layout
 from paddle_vl.batch.schema import VLBatch
-from paddle_vl.families.qwen3_vl.model import Qwen3VLOutput
-from paddle_vl.nn.objective import BatchAdapter, Loss
+from paddle_vl.families.qwen3_vl.model import PATCH_FIELDS, Qwen3VLOutput
+from paddle_vl.nn.objective import BatchAdapter, Loss, target_rows
+from paddle_vl.nn.operations import IGNORE_INDEX
 
 # Entry under the colocated schedule: data-parallel ranks with images or videos in this micro-batch.
 RANKS_WITH_VISUAL = "num_ranks_with_visual"
-_HOST_ARRAYS = frozenset({"image_grid_thw", "video_grid_thw", "cu_seqlens"})
+_GRIDS = ("image_grid_thw", "video_grid_thw")
+# The labels and their factors reach the device as `target_rows` and `target_weights`.
+_HOST_ARRAYS = frozenset({*_GRIDS, "cu_seqlens", "labels", "loss_weights"})
 
 
 class VLLoss(Loss):
@@ -56,7 +59,15 @@ class VLLoss(Loss):
 
 
 class VLBatchAdapter(BatchAdapter[VLBatch]):
-    """Batches of `VLCollator`. The one optional branch is the vision tower."""
+    """Batches of `VLCollator`. The one optional branch is the vision tower.
+
+    Args:
+        vision: a `Qwen3VLVisionConfig`, to lay out the patches here and copy their layout with the
+            batch; None where the model does it, or where a colocated encoder has the tower.
+    """
+
+    def __init__(self, vision: Any = None):
+        self.vision = vision
 
     def counts(self, batch: VLBatch) -> list[int]:
         return [batch["num_target_tokens"]]
@@ -76,8 +87,14 @@ class VLBatchAdapter(BatchAdapter[VLBatch]):
     def optional_branches(self, batch: VLBatch) -> list[bool]:
         return [has_visual(batch)]
 
+    def prepared(self, batch: VLBatch) -> VLBatch:
+        return with_target_rows(with_layouts(batch, self.vision))
+
     def is_for_device(self, name: str) -> bool:
         return name not in _HOST_ARRAYS
+
+    def to_device(self, batch: VLBatch) -> VLBatch:
+        return super().to_device(with_target_rows(batch))
 
     def synchronized(self, batch: VLBatch, needed: Sequence[int], model: nn.Layer) -> VLBatch:
         if model.placement.stage_layers.encoder_everywhere:
@@ -90,6 +107,40 @@ class VLBatchAdapter(BatchAdapter[VLBatch]):
 
     def idle_batch(self, model: nn.Layer) -> VLBatch:
         return empty_batch(model.placement.ops.row_part.size)
+
+
+def with_layouts(batch: VLBatch, vision: Any = None) -> VLBatch:
+    """The batch with what the model would otherwise copy to the device in every step: the layout of
+    its patches, for a `Qwen3VLVisionConfig`, and the ends of packed samples."""
+    found: Any = dict(batch)
+    grids = [found[name] for name in _GRIDS if name in found]
+    if vision is not None and grids:
+        layout = vision_layout(
+            np.concatenate(grids), table_side=vision.table_side, merge=vision.spatial_merge_size
+        )
+        found |= zip(PATCH_FIELDS, PatchRows.of(layout), strict=True)
+    if "cu_seqlens" in found:
+        found["packed_key_ends"] = key_ends(found["cu_seqlens"], found["input_ids"].shape[1])
+    return found
+
+
+def with_target_rows(batch: VLBatch) -> VLBatch:
+    """The batch with `target_rows`, and `target_weights` if its labels have factors.
+
+    Unchanged if it has them, or no labels on the host.
+    """
+    labels_BL = batch.get("labels")
+    if "target_rows" in batch or not isinstance(labels_BL, np.ndarray):
+        return batch
+    # Row i predicts label i + 1; the last row of a sample predicts nothing.
+    targets_BL = np.full_like(labels_BL, IGNORE_INDEX)
+    targets_BL[:, :-1] = labels_BL[:, 1:]
+    targets_T = targets_BL.reshape(-1)
+    added: Any = {"target_rows": target_rows(targets_T)}
+    if "loss_weights" in batch:
+        weights_T = np.roll(batch["loss_weights"], -1, axis=1).reshape(-1)
+        added["target_weights"] = weights_T[added["target_rows"][0]]
+    return cast(VLBatch, {**batch, **added})
 
 
 def has_visual(batch: VLBatch) -> bool:
@@ -125,7 +176,7 @@ def empty_batch(length: int) -> VLBatch:
     return {
         "input_ids": ids_BL,
         "attention_mask": np.zeros_like(ids_BL),
-        "labels": np.full_like(ids_BL, -100),
+        "labels": np.full_like(ids_BL, IGNORE_INDEX),
         "position_ids": np.zeros([3, 1, length], dtype=np.int64),
         "num_target_tokens": 0,
         "has_left_padding": False,

@@ -11,7 +11,7 @@ Shapes: T token rows and M visual tokens of this rank, D width, E experts; R = T
 to add), plus the rows that hold `[2, E]` routing sums.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import paddle
 from paddle import Tensor
@@ -19,11 +19,14 @@ from paddle import Tensor
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.families.qwen3_vl.embedding import decoder_positions
 from paddle_vl.families.qwen3_vl.model import (
+    PATCH_FIELDS,
     Qwen3VLForConditionalGeneration,
     Qwen3VLOutput,
     device_tensor,
+    patch_rows,
 )
 from paddle_vl.families.qwen3_vl.moe import LoadBalance
+from paddle_vl.families.qwen3_vl.objective import with_target_rows
 from paddle_vl.families.qwen3_vl.text_config import Qwen3VLTextConfig
 from paddle_vl.nn.float32_rows import float32_from_rows, float32_to_rows, num_float32_rows
 
@@ -33,8 +36,8 @@ VISUAL_SHARE = 0.5
 # `paddle_vl.families.qwen3_vl.colocated`.
 SECTIONS = "visual_sections"
 _NOT_FOR_DECODER = (
-    *("pixel_values", "pixel_values_videos"),
-    *("labels", "num_target_tokens", "loss_weights"),
+    *("pixel_values", "pixel_values_videos", *PATCH_FIELDS),
+    *("labels", "num_target_tokens", "loss_weights", "target_rows", "target_weights"),
     SECTIONS,
 )
 
@@ -161,13 +164,13 @@ class Qwen3VLStage:
         x_TD = model.language_model.run_layers(self.layers, x_TD, levels, inputs, balance=balance)
         if self.is_last:
             hidden_TD = model.language_model.norm(x_TD)
-            return model.predict(
+            targets: Any = with_target_rows(cast(Any, batch))
+            return model.losses(
                 hidden_TD,
-                batch["input_ids"].shape,
-                batch["labels"],
-                batch["num_target_tokens"],
+                targets["target_rows"],
+                targets["num_target_tokens"],
                 balance,
-                batch.get("loss_weights"),
+                targets.get("target_weights"),
             )
         left = [levels[g] for g in self._travelling(self.layers.stop) if g in levels]
         if balance is not None:
@@ -182,7 +185,11 @@ class Qwen3VLStage:
             device_tensor(batch.get(name)) for name in ("pixel_values", "pixel_values_videos")
         )
         return self.model.encode_visual(
-            pixels, batch.get("image_grid_thw"), video_pixels, batch.get("video_grid_thw")
+            pixels,
+            batch.get("image_grid_thw"),
+            video_pixels,
+            batch.get("video_grid_thw"),
+            patch_rows(batch),
         )
 
     def _merged_rows(self, batch: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ heads, H head width, V vocabulary, G deepstack levels, N decoder layers.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,23 @@ import paddle
 from paddle import Tensor, nn
 from paddle.static import InputSpec
 
-from paddle_vl.batch.positions import padded_segments, vision_layout
-from paddle_vl.export.writing import DTYPES, ModelToExport, ProgramToExport
+from paddle_vl.export.writing import Device, ModelToExport, ProgramToExport
+from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.families.qwen3_vl.embedding import decoder_positions
 from paddle_vl.families.qwen3_vl.generate import step_logits
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
 from paddle_vl.families.qwen3_vl.program_caches import Buffers, NewKeys, Past
-from paddle_vl.nn.attention import (
-    MASKED_SCORE,
-    PaddedSegments,
+from paddle_vl.families.qwen3_vl.program_examples import (
+    past_of,
+    prompt_example,
+    sizes,
+    step_example,
+    tower_example,
 )
+from paddle_vl.nn.attention import MASKED_SCORE, PaddedSegments
 from paddle_vl.nn.cached_attention import query_blocks
 from paddle_vl.nn.cpu import inference as _kernels  # noqa: F401  Registers them.
+from paddle_vl.nn.matrices import matrices
 from paddle_vl.nn.operations import without_gradient
 
 
@@ -73,14 +79,24 @@ class TowerProgram(nn.Layer):
         ]
 
 
-class PrefillProgram(nn.Layer):
-    """Prompts to the logits after them `[B, V]`; each layer's keys and values `[B, K, L, H]`."""
+def num_own_key_heads(config: Qwen3VLConfig, mp_degree: int) -> int:
+    """Key heads of a rank; with fewer heads than ranks, ranks share one."""
+    return max(config.text_config.num_key_value_heads // mp_degree, 1)
 
-    def __init__(self, model: Qwen3VLForConditionalGeneration):
+
+class PrefillProgram(nn.Layer):
+    """Prompts to the logits after them `[B, V]`; each layer's keys and values `[B, K, L, H]`.
+
+    Args:
+        mp_degree: number of ranks; keys and values are those of this rank's heads.
+    """
+
+    def __init__(self, model: Qwen3VLForConditionalGeneration, mp_degree: int = 1):
         super().__init__()
-        self.config = model.config
+        self.config, self.ops = model.config, model.placement.ops
         text = model.config.text_config
-        self.groups = text.num_attention_heads // text.num_key_value_heads
+        self.key_heads = num_own_key_heads(model.config, mp_degree)
+        self.groups = text.num_attention_heads // mp_degree // self.key_heads
         self.language_model, self.lm_head = model.language_model, model.lm_head
 
     def forward(
@@ -106,12 +122,11 @@ class PrefillProgram(nn.Layer):
         causal_LL = (place_L.unsqueeze(0) <= place_L.unsqueeze(1)).astype("float32")
         visible_BLL = causal_LL.unsqueeze(0) * attention_mask.astype("float32").unsqueeze(1)
         inputs["score_bias"] = query_blocks((1.0 - visible_BLL) * MASKED_SCORE, self.groups)
-        text = self.config.text_config
-        inputs["rotary_pos_emb"].prepare([text.num_attention_heads, text.num_key_value_heads])
+        inputs["rotary_pos_emb"].prepare([self.groups * self.key_heads, self.key_heads])
         kept = [NewKeys() for _ in range(len(self.language_model.layers))]
-        hidden_TD = self.language_model.run(inputs, kept)
+        hidden_TD = self.ops.enter_columns(self.language_model.run(inputs, kept))
         hidden_BLD = hidden_TD.reshape([input_ids.shape[0], -1, hidden_TD.shape[-1]])
-        logits_BV = self.lm_head(hidden_BLD[:, -1])
+        logits_BV = self.ops.whole_columns(self.lm_head(hidden_BLD[:, -1]))
         keys_values = []
         for one in kept:
             keys_values += one.pair
@@ -134,11 +149,18 @@ class PrefillProgram(nn.Layer):
 
 
 class DecodeProgram(nn.Layer):
-    """One more token per prompt: logits `[B, V]`; keys and values are written into the buffers."""
+    """One more token per prompt: logits `[B, V]`; keys and values are written into the buffers.
 
-    def __init__(self, model: Qwen3VLForConditionalGeneration):
+    Args:
+        mp_degree: as of `PrefillProgram`. The model of a rank is one without sequence parallelism.
+    """
+
+    def __init__(self, model: Qwen3VLForConditionalGeneration, mp_degree: int = 1):
         super().__init__()
-        self.config = model.config
+        self.config, self.ops = model.config, model.placement.ops
+        self.key_heads = num_own_key_heads(model.config, mp_degree)
+        num_heads = model.config.text_config.num_attention_heads // mp_degree
+        self.groups = num_heads // self.key_heads
         self.language_model, self.lm_head = model.language_model, model.lm_head
 
     def forward(
@@ -161,12 +183,9 @@ class DecodeProgram(nn.Layer):
         """Logits `[B, V]` after one token, whose keys and values the caches get."""
         inputs = decoder_positions(self.config, {"position_ids": position_ids})
         hidden_BC = (1.0 - attention_mask.astype("float32")) * MASKED_SCORE
-        text = self.config.text_config
-        key_heads = text.num_key_value_heads
-        groups = text.num_attention_heads // key_heads
-        inputs["rotary_pos_emb"].prepare([text.num_attention_heads, key_heads])
-        inputs["score_bias"] = hidden_BC.unsqueeze([1, 2]).tile([1, key_heads, groups, 1])
-        return step_logits(self, input_ids, inputs, caches)
+        inputs["rotary_pos_emb"].prepare([self.groups * self.key_heads, self.key_heads])
+        inputs["score_bias"] = hidden_BC.unsqueeze([1, 2]).tile([1, self.key_heads, self.groups, 1])
+        return step_logits(self, self.ops, input_ids, inputs, caches)
 
     def input_spec(self) -> list:
         """Its inputs; the mask `[B, C]` is 1 at real keys, the new one among them."""
@@ -181,7 +200,7 @@ class DecodeProgram(nn.Layer):
 
     def _cache_specs(self) -> list[InputSpec]:
         text = self.config.text_config
-        shape = [None, text.num_key_value_heads, None, text.head_dim]
+        shape = [None, self.key_heads, None, text.head_dim]
         return [
             spec(f"{kind}_{i}", shape, self.lm_head.weight.dtype)
             for i in range(text.num_hidden_layers)
@@ -215,104 +234,32 @@ def model_to_export(
     model: Qwen3VLForConditionalGeneration, save_files: Callable[[Path], None]
 ) -> ModelToExport:
     """The three programs of a full model, with inputs to check them."""
-    config, text = model.config, model.config.text_config
-    vision, rng = config.vision_config, np.random.default_rng(0)
-    tower, prompt, step = _tower_example(model, rng), _prompt(model, rng), _step(model, rng)
+    rng = np.random.default_rng(0)
+    tower, prompt, step = (
+        tower_example(model, rng),
+        prompt_example(model, rng),
+        step_example(model, rng),
+    )
     return ModelToExport(
         "qwen3_vl",
+        sizes(model.config),
         {
-            "image_token_id": config.image_token_id,
-            "video_token_id": config.video_token_id,
-            "vocab_size": text.vocab_size,
-            "table_side": vision.table_side,
-            "merge": vision.spatial_merge_size,
-        },
-        {
-            "tower": ProgramToExport(TowerProgram(model), "tower", tower, without_gradient),
-            "prefill": ProgramToExport(PrefillProgram(model), "decoder", prompt, without_gradient),
-            "decode": ProgramToExport(DecodeProgram(model), "decoder", step, without_gradient),
+            "tower": ProgramToExport(TowerProgram(model), "tower", tower),
+            "prefill": ProgramToExport(PrefillProgram(model), "decoder", prompt, True),
+            "decode": ProgramToExport(DecodeProgram(model), "decoder", step, True),
         },
         save_files,
         {
             "tower": ProgramToExport(TowerProgram(model), "tower", tower),
             "prefill": ProgramToExport(PrefillProgram(model), "decoder", prompt),
-            "decode": ProgramToExport(PastDecodeProgram(model), "decoder", _past_of(step)),
+            "decode": ProgramToExport(PastDecodeProgram(model), "decoder", past_of(step)),
         },
-        DTYPES,
+        quantized=list(matrices(model.language_model, model.lm_head)),
+        computes_in_half=True,
+        traced=traced_for,
     )
 
 
-def _tower_example(
-    model: Qwen3VLForConditionalGeneration, rng: np.random.Generator
-) -> dict[str, np.ndarray]:
-    """An image and a video of other sizes."""
-    vision = model.config.vision_config
-    side = vision.spatial_merge_size
-    layout = vision_layout(
-        np.array([[1, side, 2 * side], [2, 2 * side, 3 * side]]),
-        table_side=vision.table_side,
-        merge=side,
-    )
-    rows_SQ, bias_SQ, place_P = padded_segments(layout.segments)
-    return {
-        "pixel_values": _normal(rng, len(place_P), vision.patch_dim),
-        "coordinates": layout.coordinates,
-        "tap_rows": layout.tap_rows,
-        "tap_weights": layout.tap_weights,
-        "segment_rows": rows_SQ,
-        "segment_bias": bias_SQ,
-        "segment_place": place_P,
-    }
-
-
-def _prompt(
-    model: Qwen3VLForConditionalGeneration, rng: np.random.Generator
-) -> dict[str, np.ndarray]:
-    """Two prompts, one padded on the left, with six visual tokens."""
-    config = model.config
-    ids_BL = np.full((2, 9), config.vision_start_token_id, dtype=np.int64)
-    ids_BL[0, 2:6], ids_BL[1, 5:7] = config.image_token_id, config.video_token_id
-    mask_BL = np.ones_like(ids_BL)
-    mask_BL[1, :3] = 0
-    places_BL = np.maximum(mask_BL.cumsum(axis=1) - 1, 0)
-    width, num_levels = config.text_config.hidden_size, len(model.language_model.deepstack_layers)
-    return {
-        "input_ids": ids_BL,
-        "attention_mask": mask_BL,
-        "position_ids": np.stack([places_BL] * 3),
-        "visual_embeds": _normal(rng, 6, width),
-        **{f"level_{g}": _normal(rng, 6, width) for g in range(num_levels)},
-    }
-
-
-def _step(
-    model: Qwen3VLForConditionalGeneration, rng: np.random.Generator
-) -> dict[str, np.ndarray]:
-    """One token after five, in buffers of eight."""
-    config, text = model.config, model.config.text_config
-    mask_BC = (np.arange(8) < 6).astype(np.int64)[None].repeat(2, axis=0)
-    shape = (2, text.num_key_value_heads, 8, text.head_dim)
-    return {
-        "input_ids": np.full((2, 1), config.vision_start_token_id, dtype=np.int64),
-        "attention_mask": mask_BC,
-        "position_ids": np.full((3, 2, 1), 5, dtype=np.int64),
-        "place": np.array([5], dtype=np.int64),
-        **{
-            f"{kind}_{i}": _normal(rng, *shape)
-            for i in range(text.num_hidden_layers)
-            for kind in ("key", "value")
-        },
-    }
-
-
-def _past_of(step: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The same step with the keys and values before it."""
-    place = int(step["place"][0])
-    cut = {name: array[:, :, :place] for name, array in step.items() if array.ndim == 4}
-    mask_BS = step["attention_mask"][:, : place + 1]
-    given = {name: step[name] for name in ("input_ids", "position_ids")}
-    return {**given, "attention_mask": mask_BS, **cut}
-
-
-def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    return rng.normal(size=shape).astype(np.float32)
+def traced_for(device: Device) -> AbstractContextManager:
+    """On a CPU with kernels that have no backward pass; for a GPU as they are."""
+    return without_gradient() if device == "cpu" else nullcontext()

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from paddle import Tensor
 
@@ -53,6 +53,7 @@ from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.placement import Placement
 
 if TYPE_CHECKING:
+    from paddle_vl.export.rank_writing import RanksToExport
     from paddle_vl.export.writing import ModelToExport
 
 Model = Qwen3VLForConditionalGeneration
@@ -107,9 +108,12 @@ class Qwen3VLRecipe(Family):
             lists_real_rows=isinstance(self.model_config.text_config, Qwen3VLMoeTextConfig),
         )
         model = self._model(placement)
+        # A colocated encoder lays out the patches of the items that it encodes.
+        is_colocated = placement.stage_layers.encoder_everywhere
+        vision = None if is_colocated else self.model_config.vision_config
         return BuiltModel(
             model,
-            VLBatchAdapter(),
+            VLBatchAdapter(vision),
             collator,
             partial(_save, model),
             self.processor.save_pretrained,
@@ -183,6 +187,28 @@ class Qwen3VLRecipe(Family):
         processor = Qwen3VLProcessor.from_pretrained(folder_with("tokenizer.json", folder, base))
         check_processor_fits(model.config, processor)
         return model_to_export(model, processor.save_pretrained)
+
+    @classmethod
+    def ranks_to_export(
+        cls,
+        folder: Path,
+        base: str | None,
+        make_rank: Any,
+        mp_degree: int,
+        sequence_parallel: bool,
+    ) -> "RanksToExport":
+        from paddle_vl.families.qwen3_vl.rank_programs import ranks_to_export
+
+        model = Model.from_pretrained(folder, base=base)
+        processor = Qwen3VLProcessor.from_pretrained(folder_with("tokenizer.json", folder, base))
+        check_processor_fits(model.config, processor)
+
+        def load(placement: Any) -> Model:
+            return Model.from_pretrained(folder, placement=placement, base=base)
+
+        return ranks_to_export(
+            model, load, make_rank, mp_degree, sequence_parallel, processor.save_pretrained
+        )
 
     @classmethod
     def with_synthetic_data(cls, config: Qwen3VLRun, data: SyntheticData) -> Qwen3VLRun:

@@ -19,13 +19,13 @@ from paddle.nn.initializer import Normal
 
 from paddle_vl.batch.positions import VisionLayout
 from paddle_vl.families.qwen3_vl.config import Qwen3VLVisionConfig
-from paddle_vl.nn.attention import PaddedSegments, segment_attention
+from paddle_vl.nn.attention import PaddedSegments, Segments, segment_attention
 from paddle_vl.nn.linear import Linear
 from paddle_vl.nn.norm import LayerNorm
-from paddle_vl.nn.operations import activation
+from paddle_vl.nn.operations import activation, gelu
 from paddle_vl.nn.rotary import RotaryTables, apply_rotary, vision_tables
 
-Segments = tuple[tuple[int, int], ...] | PaddedSegments
+AnySegments = Segments | PaddedSegments
 
 
 class VisionFeatures(NamedTuple):
@@ -63,7 +63,7 @@ class VisionTower(nn.Layer):
             paddle.to_tensor(layout.coordinates),
             paddle.to_tensor(layout.tap_rows),
             paddle.to_tensor(layout.tap_weights),
-            layout.segments,
+            Segments(layout.segments),
         )
 
     def encode(
@@ -72,7 +72,7 @@ class VisionTower(nn.Layer):
         coordinates_P2: Tensor,
         tap_rows_4P: Tensor,
         tap_weights_4P: Tensor,
-        segments: Segments,
+        segments: AnySegments,
     ) -> VisionFeatures:
         """Encode patches whose layout is given as tensors, see `VisionLayout`."""
         x_PU = self.patch_embed(pixel_values.astype(self.patch_embed.weight.dtype))
@@ -118,7 +118,7 @@ class VisionBlock(nn.Layer):
         self.attn = VisionAttention(config)
         self.mlp = VisionMLP(config)
 
-    def forward(self, x_PU: Tensor, tables: RotaryTables, segments: Segments) -> Tensor:
+    def forward(self, x_PU: Tensor, tables: RotaryTables, segments: AnySegments) -> Tensor:
         x_PU = x_PU + self.attn(self.norm1(x_PU), tables, segments)
         return x_PU + self.mlp(self.norm2(x_PU))
 
@@ -136,11 +136,12 @@ class VisionAttention(nn.Layer):
         self.qkv = Linear(width, 3 * width, True, std)
         self.proj = Linear(width, width, True, std)
 
-    def forward(self, x_PU: Tensor, tables: RotaryTables, segments: Segments) -> Tensor:
+    def forward(self, x_PU: Tensor, tables: RotaryTables, segments: AnySegments) -> Tensor:
         # A rank may have some of the heads.
         width = self.qkv.weight.shape[1] // 3
-        qkv_P3NH = self.qkv(x_PU).reshape([-1, 3, width // self.head_dim, self.head_dim])
-        q_PNH, k_PNH, v_PNH = qkv_P3NH.unbind(axis=1)
+        heads = [-1, width // self.head_dim, self.head_dim]
+        # Split before the heads: views of the whole would each be copied later.
+        q_PNH, k_PNH, v_PNH = (x.reshape(heads) for x in self.qkv(x_PU).chunk(3, axis=-1))
         q_PNH, k_PNH = apply_rotary(q_PNH, k_PNH, tables)
         out_PNH = segment_attention(q_PNH, k_PNH, v_PNH, segments)
         return self.proj(out_PNH.reshape([-1, width]))
@@ -190,4 +191,4 @@ class PatchMerger(nn.Layer):
             x = self.norm(x_PU.reshape([-1, self.block_width]))
         else:
             x = self.norm(x_PU).reshape([-1, self.block_width])
-        return self.linear_fc2(F.gelu(self.linear_fc1(x)))
+        return self.linear_fc2(gelu(self.linear_fc1(x)))

@@ -1,16 +1,21 @@
 """Softmax attention on the CPU in query blocks, with a hand-written backward pass.
 
 A block is multiplied only with keys that some of its rows see, and a mask has the size of one
-block's scores for one head, so time and memory grow with the visible scores only.
+block's scores for one head, so time and memory grow with the visible scores only. Over 350 lines,
+to keep both ways to the softmax beside their common backward pass.
 
 Shapes: Z any product of batch and heads, R query rows and S keys of one Z, H head width; G query
 heads share a key head and are neighbouring rows.
 """
 
+import ctypes
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import paddle
@@ -124,8 +129,15 @@ def _eager_or_sdpa_attention(
         x.transpose([0, 2, 1, 3]).reshape([batch * key_heads, keys, width])
         for x in (k_BSKH, v_BSKH)
     )
-    bias_ZRS = mask.bias(heads).reshape([batch * key_heads, rows, keys])
-    block = Block(0, rows, 0, keys, lambda: bias_ZRS)
+    shape = [batch * key_heads, rows, keys]
+    block = Block(
+        0,
+        rows,
+        0,
+        keys,
+        lambda: mask.bias(heads).reshape(shape),
+        lambda: _mask_factors(mask, heads).reshape(shape),
+    )
     out_ZRH = SoftmaxAttention.apply(q_ZRH, k_ZSH, v_ZSH, (block,), None)
     out_BLNH = out_ZRH.reshape([batch, heads, length, width]).transpose([0, 2, 1, 3])
     if implementation == "sdpa" and not mask.all_see:
@@ -141,6 +153,7 @@ class Block(NamedTuple):
     Attributes:
         bias: makes `[end - begin, end_key - first_key]` float32, `MASKED_SCORE` where a row does
             not see a key and 0 elsewhere; None if all rows see all of these keys.
+        visible: makes the same as 1 where a row sees a key and 0 elsewhere.
     """
 
     begin: int
@@ -148,6 +161,7 @@ class Block(NamedTuple):
     first_key: int
     end_key: int
     bias: Callable[[], Tensor] | None = None
+    visible: Callable[[], Tensor] | None = None
 
     def rows(self, x_ZRH: Tensor) -> Tensor:
         """The block's rows of a tensor with one row per query."""
@@ -173,6 +187,7 @@ def causal_blocks(length: int, keys: int, groups: int, first: int = 0) -> tuple[
         end = min(begin + _QUERY_BLOCK, length)
         num_keys = keys - length + end
         bias = partial(_causal_bias, end - begin, num_keys, groups)
+        visible = partial(_causal_visible, end - begin, num_keys, groups)
         blocks.append(
             Block(
                 (first + begin) * groups,
@@ -180,6 +195,7 @@ def causal_blocks(length: int, keys: int, groups: int, first: int = 0) -> tuple[
                 first,
                 first + num_keys,
                 bias if length > 1 else None,
+                visible if length > 1 else None,
             )
         )
     return tuple(blocks)
@@ -198,7 +214,12 @@ def packed_blocks(offsets: tuple[int, ...], groups: int) -> tuple[Block, ...]:
             blocks += causal_blocks(end - first, end - first, groups, first)
         else:
             bias = _packed_bias(run, groups)
-            blocks.append(Block(first * groups, end * groups, first, end, lambda b=bias: b))
+            visible = _as_factors(bias)
+            blocks.append(
+                Block(
+                    first * groups, end * groups, first, end, lambda b=bias: b, lambda v=visible: v
+                )
+            )
     return tuple(blocks)
 
 
@@ -224,10 +245,50 @@ def _packed_bias(run: Sequence[int], groups: int) -> Tensor:
 def _causal_bias(queries: int, keys: int, groups: int) -> Tensor:
     """Causal bias of queries aligned to the last of `keys` keys."""
     past = keys - queries
+    reach = _reach(past)
+    return _triangle(reach, groups)[: queries * groups, reach - past : reach + queries]
+
+
+def _causal_visible(queries: int, keys: int, groups: int) -> Tensor:
+    """`_as_factors` of `_causal_bias`."""
+    past = keys - queries
+    reach = _reach(past)
+    return _visible_triangle(reach, groups)[: queries * groups, reach - past : reach + queries]
+
+
+@lru_cache(maxsize=8)
+def _visible_triangle(reach: int, groups: int) -> Tensor:
+    return _as_factors(_triangle(reach, groups))
+
+
+def _as_factors(bias: Tensor) -> Tensor:
+    """1 where a bias is zero, 0 elsewhere."""
+    return (bias == 0.0).astype("float32")
+
+
+# Of masks of several layers: factors by number of heads.
+_factors_of_masks: WeakKeyDictionary[AttentionMask, dict[int, Tensor]] = WeakKeyDictionary()
+
+
+def _mask_factors(mask: AttentionMask, heads: int) -> Tensor:
+    """`[B, heads, L, S]`: 1 where a query sees a key or no key at all, 0 elsewhere.
+
+    The scores of a query without a key are equal, so it gets the average of all values.
+    """
+    by_heads = _factors_of_masks.setdefault(mask, {})
+    if heads not in by_heads:
+        sees_none_BL1 = paddle.logical_not(mask.visible_BLS.any(axis=-1, keepdim=True))
+        factor_BLS = paddle.logical_or(mask.visible_BLS, sees_none_BL1).astype("float32")
+        by_heads[heads] = paddle.concat([factor_BLS.unsqueeze(1)] * heads, axis=1)
+    return by_heads[heads]
+
+
+def _reach(past: int) -> int:
+    """Past keys of the triangle that a block is cut from: a power of two, so that few are kept."""
     reach = _QUERY_BLOCK
     while reach < past:
         reach *= 2
-    return _triangle(reach, groups)[: queries * groups, reach - past : reach + queries]
+    return reach
 
 
 @lru_cache(maxsize=8)
@@ -241,8 +302,12 @@ def _triangle(reach: int, groups: int) -> Tensor:
 class SoftmaxAttention(PyLayer):
     """`softmax(q @ k^T / sqrt(H) + bias) @ v` by blocks, in the inputs' dtype.
 
-    Keeps the probabilities p. With delta the row sums of grad * out, the gradient of the scores is
-    `p * (grad @ v^T - delta)`, as in FlashAttention (Dao et al., https://arxiv.org/abs/2205.14135).
+    In float32, where no score can leave the range of the exponential function, it runs over chunks
+    of Z, takes exponentials without subtracting a maximum, and keeps their sums; backward computes
+    the probabilities again. Elsewhere it keeps the probabilities p of Paddle's softmax.
+
+    With delta the row sums of grad * out, the gradient of the scores is `p * (grad @ v^T - delta)`,
+    as in FlashAttention (Dao et al., https://arxiv.org/abs/2205.14135).
 
     Takes `[Z, R, H]` queries, `[Z, S, H]` keys and values, `Block`s that cover all keys, and a bias
     `[Z, 1, S]` of every key or None; returns `[Z, R, H]`.
@@ -253,6 +318,15 @@ class SoftmaxAttention(PyLayer):
         ctx.blocks, ctx.scale = blocks, q_ZRH.shape[-1] ** -0.5
         ctx.needs = [not x.stop_gradient for x in (q_ZRH, k_ZSH, v_ZSH)]
         q_ZRH = q_ZRH * ctx.scale
+        if exponentials_are_safe(q_ZRH, k_ZSH, v_ZSH):
+            factor_Z1S = None if key_bias_Z1S is None else paddle.exp(key_bias_Z1S)
+            q_ZRH, k_ZSH, v_ZSH = map(_contiguous, (q_ZRH, k_ZSH, v_ZSH))
+            out, log_sum_ZR1 = _exponential_attention(q_ZRH, k_ZSH, v_ZSH, blocks, factor_Z1S)
+            if out is not None:
+                ctx.recomputes, ctx.key_factor = True, factor_Z1S
+                ctx.save_for_backward(q_ZRH, k_ZSH, v_ZSH, out, log_sum_ZR1)
+                return out
+        ctx.recomputes = False
         probabilities, outputs = [], []
         for block in blocks:
             scores = paddle.matmul(block.rows(q_ZRH), block.keys(k_ZSH), transpose_y=True)
@@ -269,34 +343,91 @@ class SoftmaxAttention(PyLayer):
 
     @staticmethod
     def backward(ctx, grad):
-        q_ZRH, k_ZSH, v_ZSH, out, *probabilities = ctx.saved_tensor()
+        q_ZRH, k_ZSH, v_ZSH, out, *kept = ctx.saved_tensor()
+        grad = _contiguous(grad)
         # [grad, -delta] @ [v, 1]^T gives grad @ v^T - delta without a pass over the scores.
         grad_and_delta = paddle.concat([grad, -row_sum(grad * out)], axis=-1)
         v_and_one = paddle.concat([v_ZSH, paddle.ones_like(v_ZSH[:, :, :1])], axis=-1)
-        grads_q, grads_k, grads_v, first_key = [], [], [], None
-        for block, probability in zip(ctx.blocks, probabilities, strict=True):
-            score_grad = paddle.matmul(
-                block.rows(grad_and_delta), block.keys(v_and_one), transpose_y=True
-            )
-            score_grad.multiply_(probability)
-            grads_q.append(paddle.matmul(score_grad, block.keys(k_ZSH)))
-            block_k = paddle.matmul(score_grad, block.rows(q_ZRH), transpose_x=True)
-            block_v = paddle.matmul(probability, block.rows(grad), transpose_x=True)
-            if block.first_key == first_key:
-                # A later block sees more keys: the sum of the earlier blocks is a prefix of them.
-                num_keys = block.end_key - first_key
-                block_k = block_k + _pad_keys(grads_k.pop(), num_keys)
-                block_v = block_v + _pad_keys(grads_v.pop(), num_keys)
-            first_key = block.first_key
-            grads_k.append(block_k)
-            grads_v.append(block_v)
+        if ctx.recomputes:
+            # Likewise [q, -log_sum] @ [k, 1]^T: the exponentials of that are the probabilities.
+            q_and_sum = paddle.concat([q_ZRH, -kept[0]], axis=-1)
+            k_and_one = paddle.concat([k_ZSH, paddle.ones_like(k_ZSH[:, :, :1])], axis=-1)
+        grads_of_chunks = []
+        step = _chunk(q_ZRH.shape[0], ctx.blocks) if ctx.recomputes else q_ZRH.shape[0]
+        for z in range(0, q_ZRH.shape[0], step):
+            end = min(z + step, q_ZRH.shape[0])
+
+            def probability(number: int, block: Block, z: int = z, end: int = end) -> Tensor:
+                if not ctx.recomputes:
+                    return kept[number]
+                factor = None if ctx.key_factor is None else ctx.key_factor[z:end]
+                q, k = q_and_sum._slice(z, end), k_and_one._slice(z, end)
+                return _exponentials(q, k, block, factor)
+
+            rows = (q_ZRH, k_ZSH, grad, grad_and_delta, v_and_one)
+            if ctx.recomputes:
+                rows = (x._slice(z, end) for x in rows)
+            grads_of_chunks.append(_chunk_gradients(ctx.blocks, probability, *rows))
         grad_q, grad_k, grad_v = (
-            parts[0] if len(parts) == 1 else paddle.concat(parts, axis=1)
-            for parts in (grads_q, grads_k, grads_v)
+            parts[0] if len(parts) == 1 else paddle.concat(parts, axis=0)
+            for parts in zip(*grads_of_chunks, strict=True)
         )
-        grads = (grad_q * ctx.scale, grad_k, grad_v)
+        grads = (grad_q.scale_(ctx.scale), grad_k, grad_v)
         # Paddle requires None for an input without gradient.
         return tuple(grad if need else None for grad, need in zip(grads, ctx.needs, strict=True))
+
+
+def _exponentials(q_ZRH: Tensor, k_ZSH: Tensor, block: Block, factor_Z1S: Tensor | None) -> Tensor:
+    """`exp(q @ k^T)`, zero where a row does not see a key.
+
+    Hidden scores are not biased, since an exponential that underflows takes a thousand times as
+    long.
+    """
+    scores = paddle.matmul(block.rows(q_ZRH), block.keys(k_ZSH), transpose_y=True)
+    powers = exponential_(scores)
+    if block.visible is not None:
+        powers.multiply_(block.visible())
+    if factor_Z1S is not None:
+        powers.multiply_(factor_Z1S[:, :, block.first_key : block.end_key])
+    return powers
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    return x if x.is_contiguous() else x.contiguous()
+
+
+def _chunk_gradients(
+    blocks: "Sequence[Block]",
+    probability: Callable[[int, Block], Tensor],
+    q_ZRH: Tensor,
+    k_ZSH: Tensor,
+    grad: Tensor,
+    grad_and_delta: Tensor,
+    v_and_one: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grads_q, grads_k, grads_v, first_key = [], [], [], None
+    for number, block in enumerate(blocks):
+        score_grad = paddle.matmul(
+            block.rows(grad_and_delta), block.keys(v_and_one), transpose_y=True
+        )
+        p = probability(number, block)
+        score_grad.multiply_(p)
+        grads_q.append(paddle.matmul(score_grad, block.keys(k_ZSH)))
+        block_k = paddle.matmul(score_grad, block.rows(q_ZRH), transpose_x=True)
+        block_v = paddle.matmul(p, block.rows(grad), transpose_x=True)
+        if block.first_key == first_key:
+            # A later block sees more keys: the sum of the earlier blocks is a prefix of them.
+            num_keys = block.end_key - block.first_key
+            block_k = block_k + _pad_keys(grads_k.pop(), num_keys)
+            block_v = block_v + _pad_keys(grads_v.pop(), num_keys)
+        first_key = block.first_key
+        grads_k.append(block_k)
+        grads_v.append(block_v)
+    grad_q, grad_k, grad_v = (
+        parts[0] if len(parts) == 1 else paddle.concat(parts, axis=1)
+        for parts in (grads_q, grads_k, grads_v)
+    )
+    return grad_q, grad_k, grad_v
 
 
 def _pad_keys(x_ZSH: Tensor, num_keys: int) -> Tensor:
@@ -304,3 +435,102 @@ def _pad_keys(x_ZSH: Tensor, num_keys: int) -> Tensor:
     return paddle.concat(
         [x_ZSH, paddle.zeros([batch, num_keys - keys, width], x_ZSH.dtype)], axis=1
     )
+
+
+# Scores in [-40, 40] may differ from the logarithm of their row's sum by 80, hidden ones too; the
+# logarithm of the largest float32 is 88.
+_LARGEST_SCORE = 40.0
+# The exponential of the least visible score, with room for rounding.
+_LEAST_SUM = math.exp(-_LARGEST_SCORE - 1.0)
+# The largest logarithm of a sum of exponentials times values.
+_LARGEST_LOG = 80.0
+# Bytes of the scores of a chunk: few enough to stay in the processor's caches.
+_CHUNK_BYTES = 8 << 20
+
+
+def exponentials_are_safe(q_ZRH: Tensor, k_ZSH: Tensor, v_ZSH: Tensor) -> bool:
+    """Whether exponentials of all scores, and their sums with the values, stay within float32.
+
+    By the inequality of Cauchy and Schwarz no score exceeds `max |q| * max |k|`. False for other
+    dtypes, for values that are not finite, and for empty inputs.
+    """
+    if q_ZRH.dtype != paddle.float32 or not (q_ZRH.size and k_ZSH.size):
+        return False
+    longest_q, longest_k, longest_v = (
+        host_float(row_sum(x * x).max()) ** 0.5 for x in (q_ZRH, k_ZSH, v_ZSH)
+    )
+    score = longest_q * longest_k
+    # Comparisons with NaN are false.
+    if not (score < _LARGEST_SCORE and longest_v < math.inf):
+        return False
+    return score + math.log(k_ZSH.shape[1] * max(longest_v, 1.0)) < _LARGEST_LOG
+
+
+def host_float(x: Tensor) -> float:
+    """The value of a float32 scalar in host memory."""
+    return ctypes.c_float.from_address(x.data_ptr()).value
+
+
+def _chunk(batch: int, blocks: "Sequence[Block]") -> int:
+    """How many of Z make one chunk."""
+    largest = max((b.end - b.begin) * (b.end_key - b.first_key) for b in blocks)
+    return max(1, min(batch, _CHUNK_BYTES // (4 * max(largest, 1))))
+
+
+def _exponential_attention(
+    q_ZRH: Tensor,
+    k_ZSH: Tensor,
+    v_ZSH: Tensor,
+    blocks: "Sequence[Block]",
+    factor_Z1S: Tensor | None,
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Attention without a maximum, and the logarithms `[Z, R, 1]` of the sums of exponentials.
+
+    None if a row sees no key: its sum is zero, where a softmax gives an average.
+
+    Args:
+        factor_Z1S: exponentials of the keys' bias.
+    """
+    batch, _, width = q_ZRH.shape
+    v_and_one = paddle.concat([v_ZSH, paddle.ones_like(v_ZSH[:, :, :1])], axis=-1)
+    chunks, step = [], _chunk(batch, blocks)
+    for z in range(0, batch, step):
+        end = min(z + step, batch)
+        q, k, v = (x._slice(z, end) for x in (q_ZRH, k_ZSH, v_and_one))
+        factor = None if factor_Z1S is None else factor_Z1S[z:end]
+        outputs = [
+            paddle.matmul(_exponentials(q, k, block, factor), block.keys(v)) for block in blocks
+        ]
+        chunks.append(outputs[0] if len(outputs) == 1 else paddle.concat(outputs, axis=1))
+    out = chunks[0] if len(chunks) == 1 else paddle.concat(chunks, axis=0)
+    out_ZRH, sum_ZR1 = out[:, :, :width], out[:, :, width:]
+    least, most = host_float(sum_ZR1.min()), host_float(sum_ZR1.max())
+    if not (least > _LEAST_SUM and most < math.inf):
+        return None, None
+    return out_ZRH / sum_ZR1, paddle.log(sum_ZR1)
+
+
+def exponential_(x: Tensor) -> Tensor:
+    """`exp(x)` in place, of a contiguous float32 tensor: by Paddle's own math library where it is
+    found, in all threads; Paddle's kernel runs in one."""
+    function = _vector_exponential()
+    if function is None or x.size > _INT32_MAX:
+        return x.exp_()
+    function(x.size, x.data_ptr(), x.data_ptr())
+    return x
+
+
+_INT32_MAX = 2**31 - 1
+
+
+@lru_cache(maxsize=1)
+def _vector_exponential() -> Callable[[int, int, int], None] | None:
+    """`vsExp` of Intel's math library, which comes with Paddle's CPU wheel."""
+    library = Path(paddle.__file__).parent / "libs" / "libmklml_intel.so"
+    try:
+        function = ctypes.CDLL(str(library)).vsExp
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+    function.restype = None
+    return function

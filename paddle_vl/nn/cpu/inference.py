@@ -9,11 +9,10 @@ from paddle import Tensor
 from paddle.incubate.nn.functional import fused_rms_norm
 
 from paddle_vl.nn.cached_attention import CachedKeys, biased_attention, cached_attention
-from paddle_vl.nn.cpu.products import turned_by_product
 from paddle_vl.nn.linear import biased_linear
 from paddle_vl.nn.norm import layer_norm, rms_norm
 from paddle_vl.nn.operations import swiglu
-from paddle_vl.nn.rotary import RotaryTables, apply_rotary, rotate_half
+from paddle_vl.nn.rotary import RotaryTables, apply_rotary
 
 
 def _rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
@@ -35,34 +34,19 @@ def _biased_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return paddle.matmul(x, weight).add_(bias)
 
 
-@apply_rotary.register("cpu", gradient=False)
-def _apply_rotary(q_TNH: Tensor, k_TKH: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
-    return _rotated(q_TNH, tables), _rotated(k_TKH, tables)
-
-
 def _apply_rotary_in_program(
     q_TNH: Tensor, k_TKH: Tensor, tables: RotaryTables
 ) -> tuple[Tensor, Tensor]:
-    """As on the CPU; with the plain half turn where products may round (TF32)."""
-    turned = rotate_half
-    if paddle.get_device().startswith("cpu"):
-        turned = turned_by_product
-    rotated = []
-    for x in (q_TNH, k_TKH):
-        cos, sin = tables.of_heads(x.shape[-2])
-        wide = x.astype(cos.dtype)
-        rotated.append((wide * cos + turned(wide) * sin).astype(x.dtype))
-    return rotated[0], rotated[1]
-
-
-def _rotated(x: Tensor, tables: RotaryTables) -> Tensor:
-    cos, sin = tables.of_heads(x.shape[-2])
-    wide = x.astype(cos.dtype)
-    return (wide * cos).add_(turned_by_product(wide).multiply_(sin)).astype(x.dtype)
+    """Tables of full shape; nothing else, since a program may run where products round (TF32)."""
+    tables.prepare([q_TNH.shape[-2], k_TKH.shape[-2]])
+    return apply_rotary.plain(q_TNH, k_TKH, tables)
 
 
 def _swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """Two kernels with vector instructions are faster than the fused one without them."""
+    compiled = swiglu.kernels.get("cpu") if paddle.in_dynamic_mode() else None
+    if compiled is not None:
+        return compiled(gate, up)
     if up is None:
         gate, up = gate.chunk(2, axis=-1)
     return F.silu(gate) * up

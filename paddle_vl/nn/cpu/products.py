@@ -1,7 +1,7 @@
 """CPU kernels that replace sums, shuffles and loops by matrix products.
 
-Paddle's CPU sum over rows is slower than a matrix product. For the CPU only: a GPU may multiply in
-TF32, which would round the terms of a sum.
+Paddle's CPU sum over rows, and a product that broadcasts a column, are slower than a matrix
+product. For the CPU only: a GPU may multiply in TF32, which would round the terms of a sum.
 """
 
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ from paddle.autograd import PyLayer
 
 from paddle_vl.nn.experts import grouped_linear
 from paddle_vl.nn.linear import biased_linear
+from paddle_vl.nn.norm import gemma_rms_norm, layer_norm, rms_norm, rms_quotient
 from paddle_vl.nn.operations import column_sum, row_sum
 from paddle_vl.nn.rotary import RotaryTables, apply_rotary
 
@@ -44,33 +45,29 @@ class _Rotary(PyLayer):
     def forward(ctx, x, cos, sin):
         ctx.save_for_backward(cos, sin)
         wide = x.astype(cos.dtype)
-        return (wide * cos).add_(turned_by_product(wide).multiply_(sin)).astype(x.dtype)
+        return (wide * cos).add_(_rotate_half(wide).multiply_(sin)).astype(x.dtype)
 
     @staticmethod
     def backward(ctx, grad):
         cos, sin = ctx.saved_tensor()
         wide = grad.astype(cos.dtype)
         # The transpose of rotate_half is its negative.
-        grad_x = (wide * cos).subtract_(turned_by_product(wide * sin))
+        grad_x = (wide * cos).subtract_(_rotate_half(wide * sin))
         return grad_x.astype(grad.dtype), None, None
 
 
-def turned_by_product(x: Tensor) -> Tensor:
+def _rotate_half(x: Tensor) -> Tensor:
     """A product with a signed permutation: exact, and faster than splitting and joining."""
-    # A traced program has constants of its own.
-    swap = _kept_swap if paddle.in_dynamic_mode() else _swap
-    return paddle.matmul(x, swap(x.shape[-1], x.dtype))
+    return paddle.matmul(x, _swap(x.shape[-1], x.dtype))
 
 
+@lru_cache(maxsize=16)
 def _swap(width: int, dtype: paddle.dtype) -> Tensor:
     half = width // 2
     swap = np.zeros((width, width), dtype=np.float32)
     swap[np.arange(half) + half, np.arange(half)] = -1.0
     swap[np.arange(half), np.arange(half) + half] = 1.0
     return paddle.to_tensor(swap, dtype=dtype)
-
-
-_kept_swap = lru_cache(maxsize=16)(_swap)
 
 
 @biased_linear.register("cpu")
@@ -101,9 +98,9 @@ class _GroupedLinear(PyLayer):
     """One product per expert. Reading the counts on the host costs nothing on the CPU."""
 
     @staticmethod
-    def forward(ctx, x_NI, weight_EIO, counts_E):
+    def forward(ctx, x_NI, weight_EIO, sizes):
         ctx.save_for_backward(x_NI, weight_EIO)
-        ctx.counts = counts_E.tolist()
+        ctx.counts = sizes.counts_E.tolist()
         ctx.needs = (not x_NI.stop_gradient, not weight_EIO.stop_gradient)
         return _rows_times_experts(x_NI, weight_EIO, ctx.counts)
 
@@ -123,7 +120,7 @@ class _GroupedLinear(PyLayer):
                     transpose_x=True,
                     out=_matrix(grad_weight, e),
                 )
-        return grad_x, grad_weight, None
+        return grad_x, grad_weight
 
 
 def _rows_times_experts(
@@ -154,3 +151,127 @@ def _row_ranges(counts: list[int]) -> Iterator[tuple[int, int, int]]:
         begin, end = end, end + count
         if count:
             yield e, begin, end
+
+
+# Kernels for other dtypes, by operation.
+NORMS_IN_PADDLE = {
+    norm: norm.kernels["cpu"] for norm in (rms_norm, gemma_rms_norm, rms_quotient, layer_norm)
+}
+
+
+class _RMSNormByProducts(PyLayer):
+    """`x / sqrt(mean(x^2) + epsilon) * (offset + weight)`; without a weight the factor is 1.
+
+    The outer product of inverse roots and weights is a matrix product, and the input is kept
+    instead of the quotient.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, epsilon, offset):
+        x_NC = x.reshape([-1, x.shape[-1]])
+        mean_N1 = row_sum(x_NC * x_NC).scale_(1.0 / x.shape[-1])
+        inverse_N1 = paddle.rsqrt(mean_N1 + epsilon)
+        factor_1C = _factors(x, weight, offset)
+        ctx.save_for_backward(x, inverse_N1, factor_1C)
+        ctx.needs = [not t.stop_gradient for t in (x, weight) if t is not None]
+        return paddle.matmul(inverse_N1, factor_1C).multiply_(x_NC).reshape(x.shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, inverse_N1, factor_1C = ctx.saved_tensor()
+        channels = x.shape[-1]
+        grad_NC, x_NC = grad.reshape([-1, channels]), x.reshape([-1, channels])
+        product_NC = grad_NC * x_NC
+        grads = [None] * len(ctx.needs)
+        if len(ctx.needs) > 1 and ctx.needs[1]:
+            grads[1] = paddle.matmul(inverse_N1, product_NC, transpose_x=True).reshape([channels])
+        if ctx.needs[0]:
+            along_N1 = paddle.matmul(product_NC, factor_1C, transpose_y=True)
+            along_N1 = along_N1 * (inverse_N1 * inverse_N1 * inverse_N1) * (1.0 / channels)
+            grad_x = paddle.matmul(inverse_N1, factor_1C).multiply_(grad_NC)
+            grad_x.subtract_(_columns(along_N1, channels).multiply_(x_NC))
+            grads[0] = grad_x.reshape(x.shape)
+        return grads[0] if len(grads) == 1 else tuple(grads)
+
+
+def _factors(x: Tensor, weight_C: Tensor | None, offset: float) -> Tensor:
+    if weight_C is None:
+        return paddle.ones([1, x.shape[-1]])
+    factor_C = weight_C.detach()
+    return (factor_C + offset if offset else factor_C).reshape([1, -1])
+
+
+def _columns(x_N1: Tensor, channels: int) -> Tensor:
+    """A column repeated: `[N, 1]` to `[N, C]`."""
+    return paddle.matmul(x_N1, paddle.ones([1, channels]))
+
+
+@rms_norm.register("cpu")
+def _rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
+    if not _are_float32(x, weight_C):
+        return NORMS_IN_PADDLE[rms_norm](x, weight_C, epsilon)
+    return _RMSNormByProducts.apply(x, weight_C, epsilon, 0.0)
+
+
+@gemma_rms_norm.register("cpu")
+def _gemma_rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
+    if not _are_float32(x, weight_C):
+        return NORMS_IN_PADDLE[gemma_rms_norm](x, weight_C, epsilon)
+    return _RMSNormByProducts.apply(x, weight_C, epsilon, 1.0)
+
+
+@rms_quotient.register("cpu")
+def _rms_quotient(x: Tensor, epsilon: float) -> Tensor:
+    if not _are_float32(x):
+        return NORMS_IN_PADDLE[rms_quotient](x, epsilon)
+    return _RMSNormByProducts.apply(x, None, epsilon, 0.0)
+
+
+@layer_norm.register("cpu")
+def _layer_norm(x: Tensor, weight_C: Tensor, bias_C: Tensor, epsilon: float) -> Tensor:
+    if not _are_float32(x, weight_C, bias_C):
+        return NORMS_IN_PADDLE[layer_norm](x, weight_C, bias_C, epsilon)
+    return _LayerNormByProducts.apply(x, weight_C, bias_C, epsilon)
+
+
+def _are_float32(*tensors: Tensor) -> bool:
+    return all(x.dtype == paddle.float32 and x.size > 0 for x in tensors)
+
+
+class _LayerNormByProducts(PyLayer):
+    """Keeps the input and two numbers per row; backward subtracts the mean again."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, epsilon):
+        channels = x.shape[-1]
+        x_NC = x.reshape([-1, channels])
+        mean_N1 = row_sum(x_NC).scale_(1.0 / channels)
+        centred_NC = x_NC - _columns(mean_N1, channels)
+        variance_N1 = row_sum(centred_NC * centred_NC).scale_(1.0 / channels)
+        inverse_N1 = paddle.rsqrt(variance_N1 + epsilon)
+        ctx.save_for_backward(x, mean_N1, inverse_N1, weight)
+        ctx.needs = [not t.stop_gradient for t in (x, weight, bias)]
+        y_NC = paddle.matmul(inverse_N1, weight.reshape([1, channels])).multiply_(centred_NC)
+        return y_NC.add_(bias).reshape(x.shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, mean_N1, inverse_N1, weight = ctx.saved_tensor()
+        channels = x.shape[-1]
+        grad_NC = grad.reshape([-1, channels])
+        centred_NC = x.reshape([-1, channels]) - _columns(mean_N1, channels)
+        product_NC = grad_NC * centred_NC
+        needs_x, needs_weight, needs_bias = ctx.needs
+        grad_x = grad_weight = None
+        if needs_weight:
+            grad_weight = paddle.matmul(inverse_N1, product_NC, transpose_x=True)
+            grad_weight = grad_weight.reshape([channels])
+        if needs_x:
+            weight_C1 = weight.reshape([channels, 1])
+            along_N1 = paddle.matmul(product_NC, weight_C1) * (1.0 / channels)
+            along_N1 = along_N1 * (inverse_N1 * inverse_N1 * inverse_N1)
+            plain_N1 = paddle.matmul(grad_NC, weight_C1) * inverse_N1 * (1.0 / channels)
+            grad_x = paddle.matmul(inverse_N1, weight_C1, transpose_y=True).multiply_(grad_NC)
+            grad_x.subtract_(_columns(along_N1, channels).multiply_(centred_NC))
+            grad_x = grad_x.subtract_(_columns(plain_N1, channels)).reshape(x.shape)
+        return grad_x, grad_weight, column_sum(grad_NC) if needs_bias else None

@@ -1,16 +1,121 @@
-"""FlashMask attention for packed samples.
+"""Flash attention for every form of attention whose dtype and head width it takes.
 
-Other attention needs no kernel: the plain implementations call Paddle's
-`scaled_dot_product_attention`, which uses flash attention on a GPU.
+| attention | call |
+| --- | --- |
+| causal | flash attention |
+| causal, packed samples or masked keys | FlashMask: for each key, where it ends |
+| segments of any lengths (images) | one call for variable lengths |
+| blocks of a prefix | FlashMask: for each key, the rows that see it |
+| a suffix after a prefix | flash attention with a bias of one row |
+| past frames of a video | FlashMask: all patches of a video in one row, each a document |
+| other masks | flash attention with a dense bias |
+
+Other dtypes and head widths take the plain implementations.
+
+`FLAGS_flash_attn_version` chooses FlashAttention 2 or 3 (`paddle_vl.train.gpu_settings` sets it).
+`scaled_dot_product_attention` does not look at it, `flash_attention` and `flashmask_attention` do,
+and variable lengths have a function for each version. A dense mask is for version 2 alone.
+
+Limits of the kernels: bfloat16 or float16, head widths up to 256 in multiples of 8, and 65,535
+batch entries, which lie along a grid's y dimension. Source: Paddle 3.3.1's
+`nn/functional/flash_attention.py` and `sdpa.py`; flash-attention's `flash_attn.cu`.
+
+Shapes: B batch, L queries, S keys, N query heads, K key heads, H head width, P packed rows.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor
+from paddle.nn.attention.sdpa import SDPBackend, _get_enabled_backends
+from paddle.nn.functional.flash_attention import (
+    flash_attention,
+    flash_attn_unpadded,
+    flash_attn_varlen_func,
+)
 
-from paddle_vl.nn.attention import PackedSamples, causal_attention
+from paddle_vl.nn.attention import (
+    AttentionMask,
+    HistoryMask,
+    PackedSamples,
+    Segments,
+    causal_attention,
+    eager_or_sdpa_attention,
+    equal_segments_attention,
+    runs_attention,
+)
+
+MAX_BATCH = 65_535
+_VERSION, _DETERMINISTIC = "FLAGS_flash_attn_version", "FLAGS_cudnn_deterministic"
+
+
+def has_flash_dtype(x: Tensor) -> bool:
+    """Whether flash attention has kernels for this dtype."""
+    return x.dtype in (paddle.bfloat16, paddle.float16)
+
+
+def fits_flash(q: Tensor) -> bool:
+    """Whether flash attention takes queries of this dtype and head width, `[..., H]`.
+
+    Never in a Paddle that is built without it, or where the user has disabled it
+    (`paddle.nn.attention.sdpa_kernel`): `flash_attention` would then drop the causal mask.
+    """
+    width = q.shape[-1]
+    fits = has_flash_dtype(q) and width <= 256 and width % 8 == 0
+    return fits and SDPBackend.FLASH_ATTENTION in _get_enabled_backends()
+
+
+def flash(q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, causal: bool = False) -> Tensor:
+    """Attention without a mask, or causal with L = S: `[B, L, N, H]`."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attention(q, k, v, causal=causal)[0]
+
+    return _in_parts(attend, q_BLNH, k_BSKH, v_BSKH)
+
+
+def flash_with_bias(q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, bias: Tensor) -> Tensor:
+    """Attention with a dense bias `[B, 1, L or 1, S]` in the dtype of the queries."""
+    return _in_parts(F.scaled_dot_product_attention, q_BLNH, k_BSKH, v_BSKH, bias)
+
+
+def flash_of_rows(
+    q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, rows_B1SX: Tensor, causal: bool
+) -> Tensor:
+    """Attention in which each key is seen by one run of rows; L = S.
+
+    Args:
+        rows_B1SX: int32. Causal, X = 1: the first later row that does not see the key. Else X = 2:
+            the end and the begin of the rows that see it.
+    """
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
+        out: Any = F.flashmask_attention(q, k, v, rows, causal=causal)
+        return out
+
+    return _in_parts(attend, q_BLNH, k_BSKH, v_BSKH, rows_B1SX)
+
+
+def flash_of_segments(q_PNH: Tensor, k_PKH: Tensor, v_PKH: Tensor, segments: Segments) -> Tensor:
+    """Attention within segments of any lengths in one call: `[P, N, H]`."""
+    lengths = (segments.offsets, segments.offsets, segments.longest, segments.longest)
+    flags = paddle.get_flags([_VERSION, _DETERMINISTIC])
+    if flags[_VERSION] == 3 and not flags[_DETERMINISTIC]:
+        return flash_attn_varlen_func(q_PNH, k_PKH, v_PKH, *lengths)[0]
+    return flash_attn_unpadded(q_PNH, k_PKH, v_PKH, *lengths, q_PNH.shape[-1] ** -0.5)[0]
+
+
+def _in_parts(attend: Callable[..., Any], *inputs: Tensor) -> Tensor:
+    """The same in several calls if there are more batch entries than one call takes."""
+    batch = inputs[0].shape[0]
+    if not isinstance(batch, int) or batch <= MAX_BATCH:
+        return attend(*inputs)
+    begins = range(0, batch, MAX_BATCH)
+    return paddle.concat(
+        [attend(*(x[begin : begin + MAX_BATCH] for x in inputs)) for begin in begins]
+    )
 
 
 @causal_attention.register("gpu")
@@ -21,8 +126,86 @@ def _causal_attention(
     key_bias_BS: Tensor | None = None,
     packed: PackedSamples | None = None,
 ) -> Tensor:
-    # FlashMask has no float32 kernel. It has no CPU kernel either, so CI does not run this call.
-    if packed is not None and q_BLNH.dtype in (paddle.bfloat16, paddle.float16):
-        out: Any = F.flashmask_attention(q_BLNH, k_BSKH, v_BSKH, packed.key_ends_B1L1, causal=True)
-        return out
-    return causal_attention.plain(q_BLNH, k_BSKH, v_BSKH, key_bias_BS, packed)
+    length, keys = q_BLNH.shape[1], k_BSKH.shape[1]
+    if not fits_flash(q_BLNH):
+        return causal_attention.plain(q_BLNH, k_BSKH, v_BSKH, key_bias_BS, packed)
+    if packed is not None:
+        return flash_of_rows(q_BLNH, k_BSKH, v_BSKH, packed.key_ends_B1L1, causal=True)
+    if key_bias_BS is None and length in (1, keys):
+        # A single query is the last and sees all keys.
+        return flash(q_BLNH, k_BSKH, v_BSKH, causal=length > 1)
+    if key_bias_BS is not None and length == keys and length > 1:
+        return flash_of_rows(q_BLNH, k_BSKH, v_BSKH, _ends_of_keys(key_bias_BS), causal=True)
+    return causal_attention.plain(q_BLNH, k_BSKH, v_BSKH, key_bias_BS)
+
+
+def _ends_of_keys(key_bias_BS: Tensor) -> Tensor:
+    """`[B, 1, S, 1]` int32: a masked key ends at its own row, others are seen by all later ones."""
+    keys = key_bias_BS.shape[1]
+    masked = (key_bias_BS < 0).astype("int32")
+    place_S = paddle.arange(keys, dtype="int32")
+    return (keys - masked * (keys - place_S)).unsqueeze([1, 3])
+
+
+@equal_segments_attention.register("gpu")
+def _equal_segments_attention(
+    q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor, count: int, length: int
+) -> Tensor:
+    if not fits_flash(q_PNH):
+        return equal_segments_attention.plain(q_PNH, k_PNH, v_PNH, count, length)
+    heads = q_PNH.shape[1:]
+    q, k, v = (x.reshape([count, length, *heads]) for x in (q_PNH, k_PNH, v_PNH))
+    return flash(q, k, v).reshape([-1, *heads])
+
+
+@runs_attention.register("gpu")
+def _runs_attention(q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor, segments: Segments) -> Tensor:
+    is_one_call = len(segments.runs) > 1 and segments.count <= MAX_BATCH
+    if is_one_call and fits_flash(q_PNH):
+        return flash_of_segments(q_PNH, k_PNH, v_PNH, segments)
+    return runs_attention.plain(q_PNH, k_PNH, v_PNH, segments)
+
+
+@eager_or_sdpa_attention.register("gpu")
+def _eager_or_sdpa_attention(
+    q_BLNH: Tensor,
+    k_BSKH: Tensor,
+    v_BSKH: Tensor,
+    mask: AttentionMask,
+    scale: float,
+    implementation: str,
+) -> Tensor:
+    if not fits_flash(q_BLNH):
+        return eager_or_sdpa_attention.plain(q_BLNH, k_BSKH, v_BSKH, mask, scale, implementation)
+    # The kernels scale by H^-0.5.
+    factor = scale * q_BLNH.shape[-1] ** 0.5
+    q_BLNH = q_BLNH if abs(factor - 1.0) < 1e-9 else q_BLNH * factor
+    rows = mask.row_intervals() if q_BLNH.shape[1] == k_BSKH.shape[1] else None
+    if isinstance(mask, HistoryMask):
+        out_BLNH = _attend_to_history(q_BLNH, k_BSKH, v_BSKH, mask)
+    elif rows is not None:
+        out_BLNH = flash_of_rows(q_BLNH, k_BSKH, v_BSKH, rows, causal=False)
+    else:
+        bias = mask.row_bias_in(q_BLNH.dtype)
+        out_BLNH = flash_with_bias(q_BLNH, k_BSKH, v_BSKH, bias)
+    if not mask.some_see_nothing:
+        return out_BLNH
+    has_key_BL11 = mask.has_key_BL11.astype(out_BLNH.dtype)
+    out_BLNH = out_BLNH * has_key_BL11
+    if implementation == "sdpa":
+        return out_BLNH
+    # A query without a key gets the average of all values.
+    groups = q_BLNH.shape[2] // k_BSKH.shape[2]
+    mean_B1KH = v_BSKH.astype("float32").mean(axis=1, keepdim=True).astype(v_BSKH.dtype)
+    mean_B1NH = mean_B1KH if groups == 1 else mean_B1KH.repeat_interleave(groups, axis=2)
+    return out_BLNH + mean_B1NH * (1.0 - has_key_BL11)
+
+
+def _attend_to_history(q_BFNH: Tensor, k_BFNH: Tensor, v_BFNH: Tensor, mask: HistoryMask) -> Tensor:
+    """All entries of a video in one row. A batch entry for each would fill 128 rows of a tile with
+    a few frames, and there may be more than a grid has room for."""
+    q_VRNH, k_VRKH, v_VRKH = (
+        x.reshape([-1, mask.copies * x.shape[1], *x.shape[2:]]) for x in (q_BFNH, k_BFNH, v_BFNH)
+    )
+    out_VRNH = flash_of_rows(q_VRNH, k_VRKH, v_VRKH, mask.row_ends_V1R1, causal=True)
+    return out_VRNH.reshape([-1, *q_BFNH.shape[1:]])

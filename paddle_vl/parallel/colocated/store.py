@@ -1,12 +1,13 @@
 """The parameter store of a colocated model: one store for each of its two parts."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from paddle import Tensor
 
 from paddle_vl.nn.adamw import gradient_of
+from paddle_vl.nn.flat_buckets import FlatBucket
 from paddle_vl.nn.master_weights import MasterWeights, ParameterStore
 from paddle_vl.parallel.colocated.groups import EncoderGroups
 from paddle_vl.parallel.sharding import Sharding, ShardingOptions
@@ -45,6 +46,10 @@ class PartsStore:
 
     def gradient_sums(self) -> list[Tensor]:
         return [*self.language.gradient_sums(), *self.encoder.gradient_sums()]
+
+    def use_buckets(self, buckets: Sequence[FlatBucket]) -> None:
+        """Never called: each part's optimizer gives its buckets to the part's store."""
+        raise RuntimeError("the buckets of a part belong to the store of the part")
 
     def begin_step(self, num_micro_batches: int) -> None:
         self.language.begin_step(num_micro_batches)

@@ -15,7 +15,7 @@ Differences from fleet:
   over dp, which therefore leaves out the first step.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,6 +25,7 @@ from paddle import Tensor, nn
 from paddle.distributed import fleet
 
 from paddle_vl.nn.adamw import AdamW
+from paddle_vl.nn.flat_buckets import FlatBucket
 from paddle_vl.nn.master_weights import master_copy
 from paddle_vl.nn.parameter_table import ParameterTable, Tie
 from paddle_vl.parallel.sharding import fleet_buffers
@@ -146,6 +147,10 @@ class FleetSharding:
     def gradient_sums(self) -> list[Tensor]:
         """Fleet's float32 gradient buffers, which exist between steps too."""
         return [buffer.grad_storage for buffer in self._buffers] if self.optimizer else []
+
+    def use_buckets(self, buckets: Sequence[FlatBucket]) -> None:
+        """Never called: fleet's buffers are flat, and AdamW updates slices of them."""
+        raise RuntimeError("fleet's sharding optimizer has buffers of its own")
 
     def begin_step(self, num_micro_batches: int) -> None:
         """Before the first micro-batch: set the number of backward passes."""

@@ -9,6 +9,7 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
+from paddle_vl.nn.flat_buckets import FlatBucket
 from paddle_vl.parallel.collectives import all_gathered
 from paddle_vl.parallel.layer_wrappers import Level, wrap_layer
 from paddle_vl.parallel.sharding.buckets import (
@@ -194,6 +195,9 @@ class Sharding:
             unit.num_open = 0
         if self._unsharded is not None:
             self._unsharded.reshard_all()
+
+    def use_buckets(self, buckets: Sequence[FlatBucket]) -> None:
+        """Nothing to do: shards stay the same tensors."""
 
     def all_gather_parameters(self) -> None:
         """After the optimizer step: all-gather the parameters that have storage between steps."""

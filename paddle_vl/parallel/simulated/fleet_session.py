@@ -73,11 +73,11 @@ def fleet_session(mp_degree: int, options: FleetConfig | None = None) -> Iterato
             return paddles_own() if rank is None else _Communicators(rank.mp_group)
 
         strategy = fleet_strategy(ParallelDegrees(mp_degree=mp_degree), options)
-        _replace(stack, fleet, "get_hybrid_communicate_group", communicators)
-        _replace(stack, fleet.fleet, "_user_defined_strategy", strategy)
+        replace_in(stack, fleet, "get_hybrid_communicate_group", communicators)
+        replace_in(stack, fleet.fleet, "_user_defined_strategy", strategy)
         for name, position in _PRIMITIVES.items():
             own, simulated = getattr(mp_ops, name), getattr(fleet_functions, name)
-            _replace(stack, mp_ops, name, _chosen_by_group(own, simulated, position))
+            replace_in(stack, mp_ops, name, _chosen_by_group(own, simulated, position))
         yield
 
 
@@ -124,7 +124,8 @@ def _chosen_by_group(own: Callable, simulated: Callable, position: int) -> Calla
     return primitive
 
 
-def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+def replace_in(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute until the stack is closed."""
     before = vars(owner).get(name, _MISSING)
     setattr(owner, name, value)
     if before is _MISSING:

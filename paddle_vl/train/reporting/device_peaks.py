@@ -1,7 +1,7 @@
 """Peak FLOP/s of devices, the denominator of MFU.
 
 Dense matrix products of 16-bit floats with float32 accumulation. For float32 the peak of TF32 on
-devices that have it, unless NVIDIA_TF32_OVERRIDE=0.
+devices that have it, if it is turned on (`train.tf32`) and not off by NVIDIA_TF32_OVERRIDE=0.
 
 Source: NVIDIA's data sheets of H200, H100 (its figures are those of H800), H20, A100 (A800), A30,
 A10, A40, L40S, L40, L20, L4, V100, V100S, T4, RTX A6000 and HGX B200 / GB200 NVL72; appendices of
@@ -12,7 +12,7 @@ Blackwell (RTX 5090). Figures with sparsity are halved.
 import logging
 import os
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import paddle
 
@@ -116,4 +116,6 @@ def device_peak(dtype: str, setting: float | None = None) -> float | None:
 
 
 def _may_use_tf32(peak: Peak) -> bool:
-    return peak.tf32 is not None and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
+    core: Any = paddle.base.core
+    is_on = core.get_cublas_switch() and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
+    return peak.tf32 is not None and is_on

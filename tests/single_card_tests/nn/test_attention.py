@@ -3,7 +3,7 @@
 Guarantees: values and gradients of the plain implementation, the CPU kernels and the GPU calls
 equal softmax over a dense mask, with grouped key heads, cached keys, masked keys, rows longer than
 a query block, and several samples per row; attention of packed samples computes only blocks within
-a sample; flash attention accepts the kernel calls.
+a sample. Which kernels a GPU runs: `test_gpu_attention.py`.
 
 The oracle repeats key heads and masks densely in double precision.
 """
@@ -13,7 +13,6 @@ import paddle
 import pytest
 
 from paddle_vl.batch.positions import segment_offsets
-from paddle_vl.nn import attention
 from paddle_vl.nn.attention import (
     MASKED_SCORE,
     PackedSamples,
@@ -21,15 +20,12 @@ from paddle_vl.nn.attention import (
     segment_attention,
 )
 from paddle_vl.nn.cpu.attention import packed_blocks
-from paddle_vl.nn.operations import use_kernels
-from tests.single_card_tests.nn.flash_kernel import FlashKernel
+from tests.support.gpu_stubs.pretended import implementation
 
 
-@pytest.fixture(params=["cpu", "plain", "gpu"])
-def _kernels(request, monkeypatch):
-    if request.param == "gpu":
-        monkeypatch.setattr(attention.F, "scaled_dot_product_attention", FlashKernel())
-    with use_kernels(request.param):
+@pytest.fixture(params=["cpu", "plain", "a100", "h100"])
+def _kernels(request):
+    with implementation(request.param):
         yield
 
 
@@ -140,26 +136,6 @@ def test_scores_of_packed_samples_are_those_of_each_alone_but_for_blocks():
     assert len(packed_blocks(tuple(range(0, 1281, 10)), 1)) == 11
 
 
-def test_packed_samples_reach_the_kernel_as_the_ends_of_their_keys(monkeypatch):
-    taken = []
-
-    def kernel(q, k, v, startend_row_indices, *, causal):
-        taken.append((startend_row_indices, causal))
-        return q
-
-    monkeypatch.setattr(attention.F, "flashmask_attention", kernel)
-    q = draw(2, 5, 4, 8, seed=1).astype("bfloat16")
-    k, v = (draw(2, 5, 2, 8, seed=s).astype("bfloat16") for s in (2, 3))
-    packed = PackedSamples(segment_offsets([[3, 2], [4]], 5), 5)
-    with use_kernels("gpu"):
-        assert causal_attention(q, k, v, packed=packed) is q
-    ((ends, causal),) = taken
-    assert causal is True
-    assert ends.dtype == paddle.int32
-    assert ends.shape == [2, 1, 5, 1]
-    assert ends.numpy().reshape(2, 5).tolist() == [[3, 3, 3, 5, 5], [4, 4, 4, 4, 5]]
-
-
 @pytest.mark.parametrize("trained", [0, 1, 2])
 def test_inputs_without_gradient_get_none_and_the_others_theirs(trained):
     inputs = [draw(1, 5, 2, 8, seed=s) for s in (1, 2, 3)]
@@ -169,33 +145,3 @@ def test_inputs_without_gradient_get_none_and_the_others_theirs(trained):
     causal_attention(*inputs).sum().backward()
     np.testing.assert_array_equal(inputs[trained].grad.numpy(), wanted.numpy())
     assert [x.grad is None for x in inputs] == [i != trained for i in range(3)]
-
-
-def test_the_kernel_gets_its_mask_in_the_dtype_of_the_queries(monkeypatch):
-    taken = []
-
-    def kernel(q, k, v, attn_mask, is_causal):
-        taken.append((attn_mask.dtype, is_causal))
-        return q
-
-    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", kernel)
-    q, k, v = (draw(2, 3, 2, 8, seed=s).astype("bfloat16") for s in (1, 2, 3))
-    with use_kernels("gpu"):
-        causal_attention(q, k, v, paddle.zeros([2, 3]))
-    assert taken == [(paddle.bfloat16, False)]
-
-
-@pytest.mark.parametrize(("length", "mask"), [(1, None), (2, [3, 1, 2, 7])])
-def test_queries_after_cached_keys_give_flash_attention_a_mask_for_each_row(
-    monkeypatch, length, mask
-):
-    """A single query sees all keys and needs no mask. The kernel does not broadcast masks over the
-    batch."""
-    kernel = FlashKernel()
-    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", kernel)
-    q, k, v = draw(3, length, 4, 8, seed=1), draw(3, 7, 2, 8, seed=2), draw(3, 7, 2, 8, seed=3)
-    with use_kernels("gpu"):
-        out = causal_attention(q, k, v)
-    allowed = np.tril(np.ones([length, 7], bool), 7 - length)
-    assert_same(out, dense(q, k, v, allowed), [q, k, v])
-    assert kernel.masks == [mask]

@@ -16,10 +16,11 @@ import paddle.nn.functional as F
 import pytest
 
 from paddle_vl.nn.linear import Linear, VocabHead, linear
-from paddle_vl.nn.norm import layer_norm, rms_norm
+from paddle_vl.nn.norm import add_rms_norm, gemma_rms_norm, layer_norm, rms_norm, rms_quotient
 from paddle_vl.nn.operations import (
     RowDropout,
     activation,
+    geglu,
     next_token_targets,
     swiglu,
     token_loss,
@@ -73,14 +74,81 @@ def test_rms_norm_equals_its_formula(shape):
 
 
 @pytest.mark.parametrize("shape", [(6, 8), (2, 3, 8)])
-def test_layer_norm_equals_paddles(shape):
+def test_layer_norm_equals_its_formula(shape):
+    def formula(x, weight, bias):
+        centred = x - x.mean(-1, keepdim=True)
+        return weight * centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() + bias
+
     assert_same(
         lambda x, w, b: layer_norm(x, w, b, 1e-6),
-        lambda x, w, b: F.layer_norm(x, [8], w, b, 1e-6),
+        formula,
         draw(*shape),
         draw(8),
         draw(8, seed=1),
     )
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (2, 3, 4, 8)])
+def test_gemmas_norm_equals_its_formula(shape):
+    def formula(x, weight):
+        return (1 + weight) * x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+
+    assert_same(lambda x, w: gemma_rms_norm(x, w, 1e-6), formula, draw(*shape), draw(8))
+
+
+def test_a_norm_without_a_weight_equals_its_formula():
+    def formula(x):
+        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+
+    assert_same(lambda x: rms_quotient(x, 1e-6), formula, draw(6, 8))
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["product", "sum"])
+def test_a_norm_after_a_residual_equals_its_formula(adds):
+    def formula(x, residual, weight):
+        total = x + residual
+        normed = weight * total / (total.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+        # Both results pass gradients.
+        return total + 2 * normed if adds else total * normed
+
+    def found(x, residual, weight):
+        total, normed = add_rms_norm(x, residual, weight, 1e-6)
+        return total + 2 * normed if adds else total * normed
+
+    assert_same(found, formula, draw(6, 8), draw(6, 8, seed=1), draw(8))
+
+
+def test_a_norm_after_a_residual_leaves_what_is_frozen():
+    x, residual, weight = draw(6, 8), draw(6, 8).detach(), draw(8).detach()
+    total, normed = add_rms_norm(x, residual, weight, 1e-6)
+    (total * normed).sum().backward()
+    assert x.grad is not None
+    assert residual.grad is None
+    assert weight.grad is None
+
+
+@pytest.mark.parametrize("norm", [rms_norm, gemma_rms_norm], ids=["rms", "gemma"])
+def test_norms_of_no_rows_have_no_rows_and_a_gradient_of_zero(norm):
+    weight = draw(8)
+    out = norm(draw(0, 8), weight, 1e-6)
+    assert out.shape == [0, 8]
+    out.sum().backward()
+    assert not weight.grad.numpy().any()
+
+
+def test_geglu_equals_its_formula():
+    def formula(gate, up):
+        inner = (2 / np.pi) ** 0.5 * (gate + 0.044715 * gate.pow(3))
+        return 0.5 * gate * (1 + inner.tanh()) * up
+
+    assert_same(geglu, formula, draw(6, 8), draw(6, 8, seed=1))
+
+
+def test_geglu_of_a_frozen_half_leaves_it():
+    gate, up = draw(6, 8), draw(6, 8).detach()
+    geglu(gate, up).sum().backward()
+    assert gate.grad is not None
+    assert up.grad is None
 
 
 @pytest.mark.parametrize("shape", [(6, 8), (2, 3, 8)])

@@ -13,6 +13,7 @@ import pytest
 
 from paddle_vl.nn.experts import (
     Experts,
+    GroupSizes,
     RoutedRows,
     grouped_linear,
     permute_rows,
@@ -83,7 +84,7 @@ def test_products_agree_whatever_the_counts(counts):
         matrix = weight.clone()
         x_NI.stop_gradient = matrix.stop_gradient = False
         with use_kernels(kernels):
-            y_NO = grouped_linear(x_NI, matrix, paddle.to_tensor(counts))
+            y_NO = grouped_linear(x_NI, matrix, GroupSizes(paddle.to_tensor(counts)))
             (y_NO * y_NO).sum().backward()
         found.append([y_NO.numpy(), x_NI.grad.numpy(), matrix.grad.numpy()])
     for first, *others in zip(*found, strict=True):

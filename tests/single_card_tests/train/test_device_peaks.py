@@ -65,8 +65,11 @@ def test_float16_has_matrix_units_where_bfloat16_has_none():
     assert known_peak("Tesla V100S-PCIE-32GB", "float16") == 130e12
 
 
-def test_float32_is_tf32_unless_that_is_off(monkeypatch):
+def test_float32_is_tf32_if_that_is_on(monkeypatch):
     monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
+    monkeypatch.setattr(paddle.base.core, "get_cublas_switch", lambda: False)
+    assert known_peak("NVIDIA A100-SXM4-80GB", "float32") == 19.5e12
+    monkeypatch.setattr(paddle.base.core, "get_cublas_switch", lambda: True)
     assert known_peak("NVIDIA A100-SXM4-80GB", "float32") == 156e12
     assert known_peak("Tesla T4", "float32") == 8.1e12
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")

@@ -1,7 +1,7 @@
 """Demonstrations to the batches that pi07 trains on. No Paddle: loader workers run it.
 
 Axes: B batch, T observed frames, C camera pixel channels (3), H and W pixels, S state dims, L
-padded length of a text, J steps of an action chunk, A action dims.
+padded length of a text, N slots with a target, J steps of an action chunk, A action dims.
 """
 
 from collections.abc import Sequence
@@ -75,7 +75,15 @@ class PolicyBatch(PromptBatch, PolicyFields, total=False):
     delay: Annotated[Array, Axes("B", "int64")]
 
 
-class PlannerBatch(PromptBatch):
+class PlannerTargets(TypedDict, total=False):
+    """Fields of `PlannerBatchAdapter.prepared`."""
+
+    # Slots of a text that predict a token, and these tokens. For the loss.
+    memory_target_rows: Annotated[Array, Axes("2 N", "int64")]
+    response_target_rows: Annotated[Array, Axes("2 N", "int64")]
+
+
+class PlannerBatch(PromptBatch, PlannerTargets):
     """What `PlannerCollator` makes for `PI07HighLevelPlannerModel`."""
 
     # One of each camera, in [-1, 1]. For the vision tower.

@@ -18,12 +18,11 @@ from paddle_vl.families.pi07.decoder import (
     suffix_mask,
     suffix_positions,
 )
-from paddle_vl.nn import attention
 from paddle_vl.nn.attention import AttentionMask, masked_attention
-from paddle_vl.nn.operations import use_kernels
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.parallel.recompute import recompute_layers
-from tests.single_card_tests.nn.flash_kernel import FlashKernel
+from tests.support.gpu_stubs.attention import FLASH
+from tests.support.gpu_stubs.pretended import implementation, pretended_gpu
 from tests.support.pi07_golden import policy_config
 
 BATCH, LENGTH, STEPS, SEEN = 2, 6, 4, 5
@@ -104,8 +103,8 @@ def test_insulation_keeps_the_prefix_from_the_suffix(insulated):
 def test_implementations_agree_where_a_query_sees_a_key():
     decoder = make_decoder()
     outputs = []
-    for implementation in ("eager", "sdpa"):
-        decoder.attention_implementation = implementation
+    for kind in ("eager", "sdpa"):
+        decoder.attention_implementation = kind
         inputs, prefix_view, suffix_view, pad = streams(decoder)
         outputs.append(decoder(*inputs, prefix_view, suffix_view))
     eager, sdpa = outputs
@@ -117,21 +116,22 @@ def test_implementations_agree_where_a_query_sees_a_key():
     assert np.abs(eager.prefix.numpy() - sdpa.prefix.numpy())[~real].max() > 0.01
 
 
-def test_masks_are_as_flash_attention_takes_them(monkeypatch):
-    decoder, kernel = make_decoder(), FlashKernel()
-    decoder.attention_implementation = "sdpa"
+@pytest.mark.parametrize("kind", ["eager", "sdpa"])
+def test_flash_attention_gives_the_same_rows(kind):
+    decoder = make_decoder()
+    decoder.attention_implementation = kind
     inputs, prefix_view, suffix_view, _ = streams(decoder)
-    wanted = decoder(*inputs, prefix_view, suffix_view).suffix
-    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", kernel)
-    with use_kernels("gpu"):
-        found = decoder(*inputs, prefix_view, suffix_view).suffix
-    np.testing.assert_allclose(found.numpy(), wanted.numpy(), rtol=1e-4, atol=1e-5)
-    assert kernel.masks
+    wanted = decoder(*inputs, prefix_view, suffix_view)
+    with pretended_gpu() as calls:
+        found = decoder(*inputs, prefix_view, suffix_view)
+    for mine, theirs in ((found.prefix, wanted.prefix), (found.suffix, wanted.suffix)):
+        np.testing.assert_allclose(mine.numpy(), theirs.numpy(), rtol=1e-4, atol=1e-5)
+    assert {call.name for call in calls} <= set(FLASH)
 
 
-@pytest.mark.parametrize("kernels", ["cpu", "plain"])
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_query_without_a_key(implementation, kernels):
+@pytest.mark.parametrize("kernels", ["cpu", "plain", "a100"])
+@pytest.mark.parametrize("kind", ["eager", "sdpa"])
+def test_query_without_a_key(kind, kernels):
     rng = np.random.default_rng(0)
     shapes = (1, 2, 4, 8), (1, 3, 2, 8), (1, 3, 2, 8)
     q, k, v = (
@@ -139,16 +139,16 @@ def test_query_without_a_key(implementation, kernels):
         for s in shapes
     )
     visible = paddle.to_tensor(np.array([[[1, 0, 1], [0, 0, 0]]], bool))
-    with use_kernels(kernels):
-        out = masked_attention(q, k, v, AttentionMask(visible), 0.3, implementation)
+    with implementation(kernels):
+        out = masked_attention(q, k, v, AttentionMask(visible), 0.3, kind)
     mean = np.repeat(v.numpy().mean(axis=1)[0], 2, axis=0)
-    wanted = mean if implementation == "eager" else np.zeros_like(mean)
+    wanted = mean if kind == "eager" else np.zeros_like(mean)
     np.testing.assert_allclose(out.numpy()[0, 1], wanted, atol=1e-6)
-    with use_kernels(kernels):
+    with implementation(kernels):
         out[:, 1].square().sum().backward()
     assert q.grad.abs().sum() == 0
     assert k.grad.abs().sum() == 0
-    assert (v.grad.abs().sum() > 0) == (implementation == "eager")
+    assert (v.grad.abs().sum() > 0) == (kind == "eager")
 
 
 def test_attention_follows_the_formula():

@@ -1,9 +1,9 @@
 """pi07 equals PyTorch: every quantity and every gradient of the golden cases.
 
 Guarantees: what `tools/check_parity.py pi07` compares, with the CPU kernels under both settings of
-Paddle's stride kernels, with the plain operations, and with the GPU kernels as far as a CPU runs
-them; files that a case names may be in another folder; a wrong value, a tensor that was not
-compared and a case of unknown kind fail.
+Paddle's stride kernels, with the compiled ones, with the plain operations, and with the kernels of
+an A100 and an H100, stubs in place of those that a CPU lacks; files that a case names may be in
+another folder; a wrong value, a tensor that was not compared and a case of unknown kind fail.
 """
 
 import json
@@ -14,10 +14,11 @@ import paddle
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from paddle_vl.nn.operations import use_kernels
 from parity.comparison import CaseReport
 from parity.pi07 import run_cases
 from parity.pi07_golden import GoldenFolders
+from tests.support.gpu_stubs.attention import FLASH
+from tests.support.implementations import implementation
 from tests.support.pi07_golden import CASES
 from tests.support.tiny import IMPLEMENTATIONS
 
@@ -41,10 +42,12 @@ def test_golden_case(name, kernels, strides):
     kept = paddle.get_flags("FLAGS_use_stride_kernel")
     paddle.set_flags({"FLAGS_use_stride_kernel": strides})
     try:
-        with use_kernels(kernels):
+        with implementation(kernels) as calls:
             report = report_of(name, CASES)
     finally:
         paddle.set_flags(kept)
+    # A GPU leaves flash attention nowhere.
+    assert {call.name for call in calls or ()} <= set(FLASH)
     assert report.passed, explained(report)
 
 

@@ -14,9 +14,11 @@ from paddle_vl.checkpoint.safetensors_io import read_header
 from paddle_vl.families.pi07.checkpoint_map import engine_keys
 from paddle_vl.families.pi07.config import PI07PlannerConfig
 from paddle_vl.families.pi07.decoder import block_mask, prefix_positions
+from paddle_vl.families.pi07.objective import with_target_rows
 from paddle_vl.families.pi07.planner import PI07HighLevelPlannerModel
 from paddle_vl.families.pi07.policy_model import as_tensors
 from paddle_vl.families.pi07.prefix_layout import Presence
+from paddle_vl.nn import operations
 from tests.support.pi07_golden import CASES, case
 
 BOS, NO_END = 2, 10_000
@@ -110,6 +112,37 @@ def test_losses_are_means_over_all_slots():
         total += (found * masks[:, 1:]).mean()
     np.testing.assert_allclose(losses["CE"].item(), total, rtol=1e-5)
     assert losses["MSE"].item() == 0
+
+
+@pytest.mark.parametrize("untrained", [frozenset(), frozenset({"CE_memory"})], ids=["all", "part"])
+def test_losses_from_the_slots_with_a_token_are_those_of_all_slots(untrained, monkeypatch):
+    """The head runs for tokens that are not masked; a loss without a weight has no gradients."""
+    batch, found, largest = make_batch(), [], []
+    batch["memory_masks"][0, 3:] = False
+    batch["response_masks"][:] = False
+    plain = operations.F.cross_entropy
+
+    def measured(logits, *args, **kwargs):
+        largest.append(logits.shape[0])
+        return plain(logits, *args, **kwargs)
+
+    monkeypatch.setattr(operations.F, "cross_entropy", measured)
+    monkeypatch.setattr(operations, "CHUNK_LOGITS", 4000)
+    for given in (batch, with_target_rows(batch)):
+        model = make_model()
+        model.untrained_losses = untrained
+        largest.append(0)
+        losses = model(given)
+        (losses["CE_memory_sum"] + losses["CE_response_sum"]).backward()
+        arrays = {name: losses[name].numpy() for name in ("CE_memory_sum", "CE_response_sum")}
+        found.append(
+            arrays | {n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}
+        )
+    assert sum(largest) == 2 * (MEMORY + RESPONSE - 2) + (2 + MEMORY - 1) + 1
+    assert set(found[0]) == set(found[1])
+    for name, array in found[0].items():
+        scale = np.abs(array).max()
+        np.testing.assert_allclose(found[1][name], array, rtol=0, atol=1e-5 * scale, err_msg=name)
 
 
 def test_metadata_is_laid_out_if_any_sample_has_it():

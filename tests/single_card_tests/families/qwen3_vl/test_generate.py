@@ -11,12 +11,11 @@ import paddle
 import pytest
 
 from paddle_vl import GenerationConfig, Qwen3VLForConditionalGeneration
-from paddle_vl.nn import attention
 from paddle_vl.nn.cpu import inference
-from paddle_vl.nn.operations import use_kernels
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
 from paddle_vl.testing.qwen3_vl import IMAGE, patches, token_rows
-from tests.single_card_tests.nn.flash_kernel import FlashKernel
+from tests.support.gpu_stubs.attention import FLASH
+from tests.support.gpu_stubs.pretended import implementation
 from tests.support.tiny import tiny_config, tiny_model
 
 GRIDS = [[1, 4, 4], [1, 2, 4]]
@@ -49,25 +48,25 @@ def test_cached_decoding_equals_a_full_forward_each_step():
     assert found.tolist() == greedy_without_cache(model, ids, pixels, grid, 6).tolist()
 
 
-def test_equal_prompts_generate_through_flash_attention(monkeypatch):
-    """As on a GPU in bfloat16, with a stand-in kernel that has the same requirements on masks."""
+@pytest.mark.parametrize("gpu", ["a100", "h100"])
+def test_prompts_generate_through_flash_attention_alone(gpu):
     model, (pixels, grid) = tiny_model(), patches([*GRIDS, *GRIDS])
     ids = np.repeat(token_rows([1, ("image", 4), 2, ("image", 2), 3]), 2, axis=0)
     inputs = {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": grid}
     wanted = model.generate(**inputs, max_new_tokens=4)
-    kernel = FlashKernel()
-    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", kernel)
-    with use_kernels("gpu"):
+    with implementation(gpu) as calls:
         assert model.generate(**inputs, max_new_tokens=4).tolist() == wanted.tolist()
-    # The tower, the prompt and a step's single query per row need no mask.
-    assert set(map(str, kernel.masks)) == {"None"}
+    # Prompt and single queries need no mask.
+    assert all(call.name in FLASH and len(call.shapes) < 5 for call in calls)
     _, ids, mask = padded_rows()
-    with use_kernels("gpu"):
-        model.generate(
-            input_ids=ids, attention_mask=mask, pixel_values=pixels[:24], image_grid_thw=grid[:2],
-            max_new_tokens=2,
-        )  # fmt: skip
-    assert [2, 1, 1, ids.shape[1] + 1] in kernel.masks
+    inputs = {"input_ids": ids, "attention_mask": mask, "pixel_values": pixels[:24]}
+    inputs |= {"image_grid_thw": grid[:2], "max_new_tokens": 2}
+    wanted = model.generate(**inputs)
+    with implementation(gpu) as calls:
+        assert model.generate(**inputs).tolist() == wanted.tolist()
+    assert {call.name for call in calls} <= set(FLASH)
+    # A mask for every row of the batch, of one row for the single query.
+    assert calls[-1].shapes[3] == (2, 1, 1, ids.shape[1] + 1)
 
 
 @pytest.mark.parametrize("settings", [{}, {"do_sample": True, "seed": 3}])

@@ -1,15 +1,16 @@
 """Equality with the PyTorch original: every quantity and every gradient of the golden cases.
 
 Pinned here: what `tools/check_parity.py` compares, with the CPU kernels under both settings of
-Paddle's stride kernels, with the plain operations, and with the kernels of a GPU as far as a CPU
-runs them; and that the tool notices: a wrong weight, an unsupported model, an uncompared tensor, no
-case.
+Paddle's stride kernels, with the compiled ones, with the plain operations, and with the kernels of
+an A100 and an H100, stubs in place of those that a CPU lacks; and that the tool notices: a wrong
+weight, an unsupported model, an uncompared tensor, no case.
 """
 
 import json
 import shutil
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +18,11 @@ import paddle
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from paddle_vl.nn.operations import use_kernels
 from parity.comparison import CaseReport
 from parity.golden import GoldenFolders
 from parity.qwen_vl import run_cases
+from tests.support.gpu_stubs.attention import FLASH
+from tests.support.implementations import implementation
 from tests.support.tiny import GOLDEN, IMPLEMENTATIONS
 
 ROOT = Path(__file__).parents[4]
@@ -44,19 +46,26 @@ def test_golden_case(name, kernels, strides):
     kept = paddle.get_flags("FLAGS_use_stride_kernel")
     paddle.set_flags({"FLAGS_use_stride_kernel": strides})
     try:
-        with use_kernels(kernels):
+        with implementation(kernels) as calls:
             found = reports(CASES, name)
     finally:
         paddle.set_flags(kept)
+    # A GPU leaves flash attention nowhere.
+    assert {call.name for call in calls or ()} <= set(FLASH)
     assert found
     for report in found:
         assert report.passed, "\n".join([report.line(), *report.failure_lines()])
 
 
-@pytest.mark.parametrize("kernels", ["cpu", "plain", "gpu"])
-@pytest.mark.parametrize("model", ["dense_untied", "dense_tied", "moe"])
+@pytest.mark.parametrize(
+    ("kernels", "model"),
+    [
+        ("compiled", "dense_untied"),
+        *product(["cpu", "plain", "a100"], ["dense_untied", "dense_tied", "moe"]),
+    ],
+)
 def test_golden_training_trajectory(model, kernels):
-    with use_kernels(kernels):
+    with implementation(kernels):
         (report,) = [r for r in reports(CASES, "train_traj") if r.name == f"train_traj[{model}]"]
     assert report.passed, "\n".join([report.line(), *report.failure_lines(20)])
 

@@ -15,7 +15,7 @@ import pytest
 
 from paddle_vl.batch.visual_index import host_visual_indices
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration, Qwen3VLOutput
-from paddle_vl.families.qwen3_vl.objective import VLBatchAdapter
+from paddle_vl.families.qwen3_vl.objective import VLBatchAdapter, with_target_rows
 from paddle_vl.families.qwen3_vl.pipeline import Qwen3VLStage, layer_costs
 from paddle_vl.nn.parameter_table import Tie
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
@@ -68,7 +68,7 @@ BALANCED = EXPERTS | {"output_router_logits": True, "router_aux_loss_coef": 4.0}
 def test_parts_in_a_row_are_the_whole_model(ends, grids, text):
     batch = batch_of(grids)
     model = tiny_model(**text)
-    wanted = model(**batch).share_of_step(3, 2)
+    wanted = model(**with_target_rows(batch)).share_of_step(3, 2)
     wanted.backward()
     gradients = {n: p.grad for n, p in model.hf_named_parameters()}
     other = tiny_model(**text)

@@ -1,0 +1,90 @@
+"""`paddle-vl doctor`: does this installation work on this machine?"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from paddle_vl.cli.commands import configure_runtime
+
+_MAIN = Path(__file__).parents[1] / "__main__.py"
+_EPILOG = """\
+examples:
+  paddle-vl doctor --json doctor.json        # attach both to an issue
+  paddle-vl doctor --quick
+  paddle-vl doctor --only kernels ranks.bandwidth
+
+Every check runs in a process that may crash: a crash or a hang is a finding. The exit code is 1 if
+anything is wrong, else 0. docs/doctor.md explains the checks and their bounds."""
+
+
+def add_doctor(subparsers: argparse._SubParsersAction) -> None:
+    """`paddle-vl doctor [--only NAME ...] [--quick] [--list] [--json FILE]`"""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="check this installation on this machine, in about two minutes",
+        description="Check versions and flags, every kernel against float32, the choice of "
+        "attention, copies, collectives and topologies of this machine's devices, reference "
+        "values, saving and resuming, generation, and the speed of layers of a real size. Print a "
+        "table and what to do about what is wrong.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--only", metavar="NAME", nargs="+", default=[], help="run these checks or groups alone"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes, one process: about 20 seconds"
+    )
+    parser.add_argument("--list", action="store_true", help="list the checks and end")
+    parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
+    parser.add_argument("--worker", metavar="DIR", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", metavar="FILE", help=argparse.SUPPRESS)
+    parser.set_defaults(run=doctor)
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Run the checks.
+
+    Returns:
+        0, or 1 if anything is wrong.
+    """
+    if options.worker:
+        _configure()
+        from paddle_vl.doctor.checks import all_checks
+        from paddle_vl.doctor.worker import run_worker
+
+        return run_worker(Path(options.worker), all_checks)
+    if options.rank:
+        _configure()
+        from paddle_vl.doctor.ranks import run_rank
+
+        return run_rank(Path(options.rank))
+    if options.list:
+        configure_runtime()
+        from paddle_vl.doctor.checks import all_checks
+        from paddle_vl.doctor.worker import this_machine
+
+        for check in all_checks(this_machine(options.quick, Path())):
+            note = "" if check.is_quick else "  (not with --quick)"
+            print(f"{check.name:34}{check.title}{note}")
+        return 0
+    from paddle_vl.doctor.run import examine
+
+    file = None if options.json is None else Path(options.json)
+    if file is not None and not file.resolve().parent.is_dir():
+        raise ValueError(f"--json {file}: its folder does not exist; make it first")
+    if int(os.environ.get("PADDLE_TRAINERS_NUM", "1")) > 1:
+        raise ValueError(
+            "paddle-vl doctor runs as one process and starts ranks itself: leave fleetrun out"
+        )
+    command = [sys.executable, "-u", str(_MAIN), "doctor", "--worker"]
+    return examine(command, options.only, options.quick, file)
+
+
+def _configure() -> None:
+    """Configure the process as that of a run."""
+    configure_runtime()
+    from paddle_vl.train.allocator import configure_allocator
+
+    configure_allocator()

@@ -1,0 +1,318 @@
+"""Checks with several processes: bandwidth between ranks, and every topology against one device.
+
+The launcher of `--nproc` starts this package's command on every rank with a job file. Products run
+without TF32 there, so that sums in another order are the only difference.
+"""
+
+import json
+import os
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
+from paddle_vl.config.load import load_run_config
+from paddle_vl.doctor.check import SEVERAL_RANKS, Check, Machine, Result, ok, wrong
+from paddle_vl.parallel import topology as mesh
+from paddle_vl.parallel.bandwidth import Measure, measure_bandwidth
+from paddle_vl.parallel.launcher import launch
+from paddle_vl.parallel.store.membership import PeerWatch
+from paddle_vl.testing.tiny_run import TINY_EXPERTS, write_tiny_run
+from paddle_vl.train.build import build_trainer
+from paddle_vl.train.stop_signals import StopSignals
+
+STEPS, _MICRO_SAMPLES = 2, 8
+_WAIT_S = 60.0
+# That ranks may take to end when they are asked to.
+_STOP_S = 3.0
+_TF32 = "NVIDIA_TF32_OVERRIDE"
+# Relative to the largest entry of a tensor: sums of float32 in another order.
+BOUNDS = {"cpu": 1e-5, "gpu": 1e-4}
+_METRICS = ("loss", "grad_norm")
+
+
+def checks(machine: Machine) -> list[Check]:
+    several = partial(Check, needs=(SEVERAL_RANKS,), limit_s=240.0, is_quick=False)
+    return [
+        several("ranks.bandwidth", "collectives and messages between the devices", _bandwidth),
+        several("ranks.topologies", "training in every topology equals one device", _topologies),
+    ]
+
+
+def topologies(num_ranks: int) -> dict[str, dict[str, Any]]:
+    """Settings of each topology by name; `experts` marks a model with experts."""
+    n = num_ranks
+    rows = {"parallel.sequence_parallel": True, "data.pad_to_multiple_of": n}
+    found: dict[str, dict[str, Any]] = {
+        f"dp{n}": {"parallel.dp_degree": n},
+        f"mp{n}": {"parallel.mp_degree": n},
+        f"mp{n} with sequence parallelism": {"parallel.mp_degree": n} | rows,
+        **{
+            f"sharding{n} stage {stage}": {
+                "parallel.sharding_degree": n,
+                "parallel.sharding_stage": stage,
+            }
+            for stage in (1, 2, 3)
+        },
+        f"dp{n} ep{n}": {"parallel.dp_degree": n, "parallel.ep_degree": n, "experts": True},
+    }
+    if n <= 4:
+        found[f"pp{n}"] = {"parallel.pp_degree": n}
+        found[f"pp{n} colocated"] = {"parallel.pp_degree": n, "parallel.schedule": "colocated"}
+    if n == 2:
+        # The same samples in twice as many micro-batches, which that schedule needs.
+        found["pp2 dualpipev"] = {
+            "parallel.pp_degree": 2,
+            "parallel.pp_schedule": "dualpipev",
+            "train.gradient_accumulation_steps": 4,
+            "train.per_device_train_batch_size": _MICRO_SAMPLES // 2,
+        }
+    if n >= 4:
+        half = n // 2
+        found[f"dp{half} mp2"] = {"parallel.dp_degree": half, "parallel.mp_degree": 2} | rows
+        found[f"sharding{half} mp2 stage 3"] = {
+            "parallel.sharding_degree": half,
+            "parallel.sharding_stage": 3,
+            "parallel.mp_degree": 2,
+        }
+        found[f"mp2 pp2 dp{n // 4}"] = {
+            "parallel.mp_degree": 2,
+            "parallel.pp_degree": 2,
+            "parallel.dp_degree": n // 4,
+        }
+    return found
+
+
+def _bandwidth(machine: Machine) -> Result:
+    n = machine.num_ranks
+    # Large enough that latency does not count; gloo on a CPU is a hundred times slower.
+    elements = n * ((1 << 24) // n) if machine.device == "gpu" else 1 << 20
+    answer = _on_ranks(machine, "bandwidth", n, {"elements": elements})
+    if isinstance(answer, Result):
+        return answer
+    measures = [Measure(**entry) for entry in answer[0]]
+    return bandwidth_result(measures)
+
+
+def bandwidth_result(measures: Sequence[Measure]) -> Result:
+    """The result of these measures; wrong values and a link far below the others are findings."""
+    table = [
+        measure._asdict() | {"ranks": " ".join(map(str, measure.ranks))} for measure in measures
+    ]
+    bad = [measure for measure in measures if not measure.is_right]
+    if bad:
+        return wrong(
+            f"{bad[0].operation} over ranks {list(bad[0].ranks)} gave wrong values",
+            "communication is broken: run NCCL's own tests, check the links (nvidia-smi topo -m, "
+            "nvidia-smi nvlink -s), ACS/IOMMU settings and NCCL_P2P_DISABLE=1",
+            table=table,
+        )
+    messages = [measure for measure in measures if measure.operation == "message"]
+    typical = float(np.median([measure.gb_per_s for measure in messages]))
+    slow = [measure for measure in messages if measure.gb_per_s < typical / 4]
+    text = ", ".join(
+        f"{measure.operation} {measure.gb_per_s:.2f}"
+        for measure in measures
+        if measure.operation != "message"
+    )
+    text += f", messages {min(measure.gb_per_s for measure in messages):.2f} to "
+    text += f"{max(measure.gb_per_s for measure in messages):.2f} GB/s"
+    if slow and len(messages) > 2:
+        return wrong(
+            f"{text}; from rank {slow[0].ranks[0]} to {slow[0].ranks[1]} far below the others",
+            "one link is slow: check nvidia-smi topo -m, nvlink -s and the slots of the cards",
+            table=table,
+        )
+    return ok(text, table=table)
+
+
+def _topologies(machine: Machine) -> Result:
+    n = machine.num_ranks
+    wanted = topologies(n)
+    folder = machine.folder / "topologies"
+    kinds = {"dense": {}, "experts": TINY_EXPERTS}
+    for kind, text in kinds.items():
+        # Experts are slow to start, and two layers show what there is to see.
+        layers = {} if kind == "dense" else {"num_hidden_layers": 2}
+        write_tiny_run(folder / kind, STEPS, {**text, **layers})
+    single = {kind: {"kind": kind} for kind in kinds}
+    common = {"folder": str(folder), "micro_batches": 2 if n == 2 else 4}
+    answer = _on_ranks(machine, "train", 1, common | {"runs": _runs(single)})
+    if isinstance(answer, Result):
+        return answer
+    answer = _on_ranks(machine, "train", n, common | {"runs": _runs(wanted)})
+    if isinstance(answer, Result):
+        return answer
+    bound = BOUNDS[machine.device]
+    table = []
+    for name, settings in wanted.items():
+        kind = "experts" if settings.get("experts") else "dense"
+        error, where = run_difference(folder / "out" / name, folder / "out" / kind)
+        table.append(
+            {"topology": name, "error": error, "in": where, "is_within": bool(error <= bound)}
+        )
+    return topologies_result(table, bound)
+
+
+def topologies_result(table: Sequence[Mapping[str, Any]], bound: float) -> Result:
+    """The result of each topology's largest difference from one device."""
+    bad = [row for row in table if not row["is_within"]]
+    if bad:
+        worst = max(bad, key=lambda row: np.nan_to_num(row["error"], nan=np.inf))
+        return wrong(
+            f"{', '.join(row['topology'] for row in bad)} differ from one device; "
+            f"{worst['topology']} by {worst['error']:.2g} of the largest entry in {worst['in']} "
+            f"(bound {bound:.0e})",
+            "do not train in these topologies here; run ranks.bandwidth, and report this",
+            table=table,
+        )
+    worst = max(table, key=lambda row: row["error"])
+    return ok(
+        f"{len(table)} topologies equal one device after {STEPS} steps, within "
+        f"{worst['error']:.1e} (bound {bound:.0e})",
+        table=table,
+    )
+
+
+def _runs(wanted: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": name,
+            "kind": settings.get("kind") or ("experts" if settings.get("experts") else "dense"),
+            "settings": {key: value for key, value in settings.items() if "." in key},
+        }
+        for name, settings in wanted.items()
+    ]
+
+
+def run_difference(found: Path, wanted: Path) -> tuple[float, str]:
+    """The largest difference of two runs, relative to the largest entry, and where it is.
+
+    Compares loss and gradient norm of every step, and every parameter and moment.
+    """
+    errors = [(0.0, "nothing")]
+    for name in _METRICS:
+        own, other = (_metrics(folder, name) for folder in (found, wanted))
+        if own.shape != other.shape:
+            return float("inf"), f"the number of steps in {name}"
+        errors.append((_relative(own, other), name))
+    own, other = (_arrays(folder / f"checkpoint-{STEPS}") for folder in (found, wanted))
+    if own.keys() != other.keys():
+        return float("inf"), f"the names {sorted(own.keys() ^ other.keys())[:3]}"
+    errors += [(_relative(own[key], other[key]), key) for key in other]
+    return max(errors, key=lambda pair: np.nan_to_num(pair[0], nan=np.inf))
+
+
+def _metrics(folder: Path, name: str) -> np.ndarray:
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return np.array([json.loads(line)[name] for line in lines], np.float64)
+
+
+def _arrays(checkpoint: Path) -> dict[str, np.ndarray]:
+    stored = {
+        **read_checkpoint_headers(checkpoint, "model"),
+        **read_checkpoint_headers(checkpoint, "optimizer"),
+    }
+    return {name: tensor.read() for name, tensor in stored.items()}
+
+
+def _relative(found: np.ndarray, wanted: np.ndarray) -> float:
+    if found.shape != wanted.shape:
+        return float("inf")
+    error = np.abs(found - wanted).max(initial=0.0)
+    size = max(float(np.abs(wanted).max(initial=0.0)), 1e-6)
+    return float(error) / size
+
+
+def _on_ranks(
+    machine: Machine, job: str, num_ranks: int, settings: Mapping[str, Any]
+) -> list[Any] | Result:
+    """Run a job on several ranks; their answers by rank, or the finding that it failed."""
+    folder = machine.folder / f"{job}{num_ranks}"
+    folder.mkdir()
+    file = folder / "job.json"
+    content = {"job": job, "num_ranks": num_ranks, "answers": str(folder), **settings}
+    file.write_text(json.dumps(content), encoding="utf-8")
+    with _without_tf32():
+        code = launch(["doctor", "--rank", str(file)], num_ranks, folder / "log", _STOP_S)
+    if code == 0:
+        return [
+            json.loads((folder / f"answer{rank}.json").read_text(encoding="utf-8"))
+            for rank in range(num_ranks)
+        ]
+    began = folder / "began"
+    last = began.read_text(encoding="utf-8").split("\n")[-2] if began.exists() else "the start"
+    files = sorted([*folder.glob("error*"), *(folder / "log").glob("workerlog.*")])
+    ends = {
+        file.name: file.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
+        for file in files
+    }
+    shown = next((line for lines in ends.values() for line in reversed(lines) if line.strip()), "")
+    return wrong(
+        f"{num_ranks} ranks failed with exit code {code} in {last}: {shown.strip():.200}",
+        "read the logs in --json; with NCCL set NCCL_DEBUG=INFO, and try NCCL_P2P_DISABLE=1",
+        logs=ends,
+    )
+
+
+@contextmanager
+def _without_tf32() -> Iterator[None]:
+    before = os.environ.get(_TF32)
+    os.environ[_TF32] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[_TF32]
+        if before is not None:
+            os.environ[_TF32] = before
+
+
+def run_rank(file: Path) -> int:
+    """Do one rank's part of a job; the command of the ranks."""
+    job = json.loads(file.read_text(encoding="utf-8"))
+    rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
+    answers = Path(job["answers"])
+    try:
+        # As in a run: a rank ends with its launcher.
+        with StopSignals() as stop, PeerWatch():
+            stop.set_handlers()
+            if job["job"] == "bandwidth":
+                measures = measure_bandwidth(job["num_ranks"], job["elements"], _WAIT_S)
+                answer: Any = [measure._asdict() for measure in measures]
+            else:
+                answer = _train_all(job, rank, answers / "began", stop)
+    except Exception:
+        (answers / f"error{rank}").write_text(traceback.format_exc(), encoding="utf-8")
+        raise
+    (answers / f"answer{rank}.json").write_text(json.dumps(answer), encoding="utf-8")
+    return 0
+
+
+def _train_all(job: Mapping[str, Any], rank: int, began: Path, stop: StopSignals) -> list[str]:
+    """Train every run of the job; their outputs are compared afterwards."""
+    folder, done = Path(job["folder"]), []
+    for run in job["runs"]:
+        if rank == 0:
+            with began.open("a", encoding="utf-8") as stream:
+                stream.write(f"{run['name']}\n")
+        mesh.leave()
+        settings = dict(run["settings"])
+        parts = settings.get("parallel.dp_degree", 1) * settings.get("parallel.sharding_degree", 1)
+        settings = {
+            "train.output_dir": folder / "out" / run["name"],
+            "train.per_device_train_batch_size": _MICRO_SAMPLES // parts,
+            "train.gradient_accumulation_steps": job["micro_batches"],
+            "parallel.timeout_s": _WAIT_S,
+        } | settings
+        overrides = [f"{name}={json.dumps(value, default=str)}" for name, value in settings.items()]
+        config = load_run_config(folder / run["kind"] / "run.yaml", overrides)
+        signal = build_trainer(config).run(stop)
+        if signal is not None:
+            raise RuntimeError(f"the run {run['name']} was stopped by signal {signal}")
+        done.append(run["name"])
+    return done

@@ -1,0 +1,269 @@
+"""What the doctor's other checks find.
+
+Guarantees: both wheels at once, a wheel of another version, a CPU wheel beside a card, and flags
+that slow a run down or make it wrong are findings; so are collectives with wrong values, a slow
+link, a topology that differs from one device, a resumed run with other bits, a cache that changes
+tokens, copies that come too late, host reads in a step, and memory that the formula does not have.
+"""
+
+import shutil
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_vl.config.load import load_run_config
+from paddle_vl.doctor import environment, generation, ranks, saving, simulated, steps, true_width
+from paddle_vl.doctor.attention import attention_forms, backend, called_operators
+from paddle_vl.doctor.check import Machine, run_check
+from paddle_vl.doctor.checks import all_checks
+from paddle_vl.doctor.choice import Choice, chosen_checks
+from paddle_vl.doctor.copies import spoiled_rounds
+from paddle_vl.parallel.bandwidth import Measure
+from paddle_vl.testing import tiny_qwen3_vl
+from paddle_vl.testing.tiny_run import write_tiny_run
+from paddle_vl.train.build import build_trainer
+from paddle_vl.train.memory_needed import NeededMemory
+
+
+@pytest.fixture
+def machine(tmp_path) -> Machine:
+    return Machine("cpu", 0, False, True, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("wheels", "version", "has_card", "device", "words"),
+    [
+        (["paddlepaddle", "paddlepaddle-gpu"], "3.3.1", True, "gpu", "both installed"),
+        (["paddlepaddle"], "3.2.0", False, "cpu", "paddle is 3.2.0"),
+        (["paddlepaddle"], "3.3.1", True, "cpu", "computes on the CPU"),
+        (["paddlepaddle-gpu"], "3.3.1", True, "gpu", None),
+        (["paddlepaddle"], "3.3.1", False, "cpu", None),
+    ],
+)
+def test_wheels_that_do_not_fit_are_found(wheels, version, has_card, device, words):
+    problem = environment.version_problem(wheels, version, has_card, device)
+    assert (problem is None) if words is None else words in problem[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "words"),
+    [
+        ({"FLAGS_check_nan_inf": True}, {}, "waits for the device"),
+        ({"FLAGS_gemm_use_half_precision_compute_type": True}, {}, "half precision"),
+        ({}, {"CUDA_LAUNCH_BLOCKING": "1"}, "CUDA_LAUNCH_BLOCKING"),
+        ({"FLAGS_check_nan_inf": False}, {"CUDA_LAUNCH_BLOCKING": "0"}, None),
+    ],
+)
+def test_flags_that_spoil_a_run_are_found(flags, variables, words):
+    problem = environment.flag_problem(flags, variables)
+    assert (problem is None) if words is None else words in problem[0]
+
+
+def test_secrets_in_variables_are_not_shown(machine, monkeypatch):
+    monkeypatch.setenv("PADDLE_VL_TOKEN", "hunter2")
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    result = environment._flags(machine)
+    assert "hunter2" not in str(result)
+    assert result.figures["variables"]["NCCL_DEBUG"] == "WARN"
+
+
+def measures(**changes: Any) -> list[Measure]:
+    found = [Measure("all_reduce", (0, 1, 2), 4.0, 1.0, 100.0, True)]
+    found += [Measure("message", (0, i), 4.0, 1.0, 40.0, True) for i in (1, 2)]
+    return [*found, Measure("message", (1, 2), 4.0, 1.0, 40.0, True)._replace(**changes)]
+
+
+def test_bandwidth_with_wrong_values_or_a_slow_link_is_found():
+    assert ranks.bandwidth_result(measures()).status == "ok"
+    spoiled = ranks.bandwidth_result(measures(is_right=False))
+    assert "message over ranks [1, 2] gave wrong values" in spoiled.found
+    slow = ranks.bandwidth_result(measures(gb_per_s=3.0))
+    assert "from rank 1 to 2 far below the others" in slow.found
+    assert {spoiled.status, slow.status} == {"wrong"}
+
+
+def test_every_topology_uses_all_ranks_and_every_axis_occurs():
+    for number in (2, 4, 8):
+        found = ranks.topologies(number)
+        for name, settings in found.items():
+            axes = ("dp", "mp", "pp", "sharding")
+            degrees = [settings.get(f"parallel.{axis}_degree", 1) for axis in axes]
+            assert np.prod(degrees) == number, name
+        text = " ".join(found)
+        assert all(axis in text for axis in ("dp", "mp", "pp", "stage 3", "ep", "sequence"))
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory):
+    """A tiny run of `ranks.STEPS` steps."""
+    file = write_tiny_run(tmp_path_factory.mktemp("run"), ranks.STEPS, {"num_hidden_layers": 1})
+    build_trainer(load_run_config(file)).run()
+    return file
+
+
+def test_a_topology_whose_numbers_differ_is_found(finished_run, tmp_path):
+    out = finished_run.parent / "out"
+    assert ranks.run_difference(out, out) == (0.0, "nothing")
+    # The same start with another decay: losses agree in the first step, parameters do not.
+    settings = [f"train.output_dir={tmp_path / 'other'}", "train.weight_decay=0.3"]
+    build_trainer(load_run_config(finished_run, settings)).run()
+    error, where = ranks.run_difference(tmp_path / "other", out)
+    assert error > 1e-4
+    row = {"topology": "dp2", "error": error, "in": where, "is_within": False}
+    result = ranks.topologies_result([row], 1e-5)
+    assert (result.status, "dp2 differ" in result.found) == ("wrong", True)
+    number, differing = saving.compared_bits(tmp_path / "other/checkpoint-2", out / "checkpoint-2")
+    assert 0 < len(differing) <= number
+
+
+def test_a_missing_tensor_of_a_resumed_run_is_found(finished_run, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    checkpoint = finished_run.parent / "out" / f"checkpoint-{ranks.STEPS}"
+    shutil.copytree(checkpoint, tmp_path / "copy")
+    assert saving.compared_bits(tmp_path / "copy", checkpoint)[1] == []
+    file = sorted((tmp_path / "copy").glob("optimizer*.safetensors"))[0]
+    arrays = load_file(file)
+    name = next(iter(arrays))
+    del arrays[name]
+    save_file(arrays, file)
+    assert saving.compared_bits(tmp_path / "copy", checkpoint)[1] == [name]
+
+
+def test_a_simulated_topology_that_differs_is_found(machine):
+    def forgets_a_rank(placement):
+        model = tiny_qwen3_vl(placement)
+        if getattr(placement.ops, "mp_group", None) is not None:
+            weight = model.language_model.norm.weight
+            weight.set_value(weight * 1.01)
+        return model
+
+    def cases():
+        return {"dense": (forgets_a_rank, dict(simulated._qwen_cases())["dense"][1])}
+
+    result = simulated._equal(cases, machine)
+    assert result.status == "wrong"
+    assert "mp_degree 2" in result.found
+
+
+def test_a_cache_that_changes_tokens_is_found(machine, monkeypatch):
+    assert generation._generation("float32", machine).status == "ok"
+    model_class = type(tiny_qwen3_vl())
+    own = model_class.generate
+
+    def forgets(self, **batch):
+        tokens = own(self, **batch)
+        # What a stale entry of the cache does to the second prompt.
+        tokens[1:, -1] = (tokens[1:, -1] + 1) % self.config.text_config.vocab_size
+        return tokens
+
+    monkeypatch.setattr(model_class, "generate", forgets)
+    result = generation._generation("float32", machine)
+    assert result.status == "wrong"
+    assert "batch of 2" in result.found
+    assert "of prompt 1 is" in result.found
+
+
+class _HostDevice:
+    """A device whose copies happen when the compute stream waits for them, or too late."""
+
+    def __init__(self, pins: bool = True, waits: bool = True):
+        self.pins, self.waits, self.pending = pins, waits, []
+        self.compute = self.copies = self
+
+    def pinned(self, array):
+        return array.copy() if self.pins else array
+
+    def empty(self, shape, dtype):
+        return paddle.zeros(shape, dtype)
+
+    def copy(self, pairs):
+        self.pending += pairs
+
+    def record_event(self):
+        return self
+
+    def wait_event(self, event):
+        if self.waits:
+            self.synchronize()
+
+    def query(self):
+        return True
+
+    def synchronize(self):
+        for source, target in self.pending:
+            target.set_value(np.resize(source, target.shape))
+        self.pending = []
+
+
+def test_copies_that_race_are_found(monkeypatch):
+    from paddle_vl.doctor import copies
+
+    monkeypatch.setattr(copies, "_ELEMENTS", (1 << 10, 1 << 8))
+    assert spoiled_rounds(_HostDevice(), 4, lambda: None) == []
+    assert spoiled_rounds(_HostDevice(pins=False), 4, lambda: None) == [0, 1, 2, 3]
+    assert spoiled_rounds(_HostDevice(waits=False), 4, lambda: None) == [0, 1, 2, 3]
+
+
+def test_a_steady_step_is_counted_and_a_host_read_is_found(machine, monkeypatch):
+    from paddle_vl.train import trainer
+
+    result = run_check(steps.checks(machine)[0], machine)
+    assert result.status == "ok", result.found
+    assert result.figures["per_step"]["operators"] > 100
+    own = trainer.train_step
+
+    def reads(runner, optimizer, *rest):
+        next(iter(runner.model.parameters())).sum().item()
+        return own(runner, optimizer, *rest)
+
+    monkeypatch.setattr(trainer, "train_step", reads)
+    shutil.rmtree(machine.folder / "counts")
+    result = run_check(steps.checks(machine)[0], machine)
+    assert (result.status, "1 host reads" in result.found) == ("wrong", True)
+
+
+def test_each_form_of_attention_is_watched():
+    assert {"causal_attention", "causal_attention.packed", "equal_segments_attention"} <= set(
+        attention_forms()
+    )
+    with called_operators() as names:
+        x = paddle.nn.functional.softmax(paddle.matmul(paddle.ones([2, 2]), paddle.ones([2, 2])))
+    assert (x.shape, backend(names)) == ([2, 2], "matmul + softmax")
+    assert backend(["matmul", "flash_attn"]) == "flash_attn"
+
+
+def slice_measure(seconds: float, flops: int, state: float, peak: float):
+    needed = NeededMemory(10**8, 4e8, 4e8, 8e8)
+    return true_width.SliceMeasure(seconds, flops, 100, int(state), int(peak), needed, 10**13)
+
+
+def test_the_whole_model_is_extrapolated_and_other_memory_is_found():
+    small = slice_measure(1.0, 10**12, 1.2e9, 1.7e9)
+    large = slice_measure(2.0, 2 * 10**12, 1.2e9, 1.8e9)
+    result = true_width.slices_result(true_width.SMALL, small, large, 1e13, 5e9)
+    assert result.status == "ok"
+    assert result.figures["whole_step_s"] == pytest.approx(10.0)
+    assert result.figures["whole_tokens_per_s"] == pytest.approx(10.0)
+    assert result.figures["whole_mfu"] == pytest.approx(0.1)
+    assert result.figures["whole_activations_gb"] == pytest.approx(1.0)
+    leaking = slice_measure(2.0, 2 * 10**12, 2.0e9, 2.2e9)
+    result = true_width.slices_result(true_width.SMALL, small, leaking, 1e13, 5e9)
+    assert result.status == "wrong"
+    # More layers that take no longer say nothing about a layer.
+    fast = slice_measure(0.9, 2 * 10**12, 1.2e9, 1.8e9)
+    figures = true_width.slices_result(true_width.SMALL, small, fast, 1e13, 5e9).figures
+    assert (figures["is_noisy"], figures["whole_step_s"]) == (True, pytest.approx(4.5))
+
+
+def test_names_are_unique_and_quick_checks_are_a_part(machine):
+    checks = all_checks(machine)
+    assert len({check.name for check in checks}) == len(checks)
+    quick = chosen_checks(checks, Choice(is_quick=True))
+    assert {check.group for check in quick} >= {"environment", "kernels", "golden", "generation"}
+    assert len(quick) < len(checks)
+    # A named check runs, quick or not.
+    (named,) = chosen_checks(checks, Choice(("ranks.bandwidth",), is_quick=True))
+    assert named.name == "ranks.bandwidth"

@@ -1,0 +1,148 @@
+"""The process that runs the doctor's checks, and what happens when it dies.
+
+Guarantees: a segmentation fault, an exit, a hang and an exception of a check are each a finding
+with a remedy, and the checks after it run, on a GPU in a new process after an exception too; a
+hanging check's own processes end with it; a Paddle that cannot be imported is a finding; an unknown
+name is refused; the exit code is 1 if anything is wrong; the JSON is complete after every check and
+has a fixed form.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from paddle_vl.doctor.report import FORMAT
+from paddle_vl.doctor.run import examine
+from paddle_vl.doctor.supervise import RefusedError, supervised
+from tests.support import doctor_faults
+
+KEYS = {"format", "paddle_vl", "started", "seconds", "only", "is_quick", "ok", "counts", "checks"}
+CHECK_KEYS = {"name", "title", "status", "found", "figures", "remedy", "seconds"}
+
+
+def command(*faults: str) -> list[str]:
+    return [sys.executable, doctor_faults.__file__, ",".join(faults)]
+
+
+RUNS = {"with": ("error", "segfault", "fine"), "without": ("leave", "hang", "error", "fine")}
+
+
+@pytest.fixture(scope="module")
+def findings(tmp_path_factory):
+    """All faults, some in processes with Paddle and some without; and the folder."""
+    folder = tmp_path_factory.mktemp("doctor")
+    return {
+        finished.name: finished
+        for name, faults in RUNS.items()
+        for finished in supervised(command(*faults), folder / name)
+    }, folder
+
+
+def test_every_check_is_reported_once_and_in_order(findings):
+    names = ["error.0", "segfault.1", "fine.2", "leave.0", "hang.1", "error.2", "fine.3"]
+    assert list(findings[0]) == names
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("error.0", ["raised RuntimeError", "no kernel for this device"]),
+        ("segfault.1", ["SIGSEGV"]),
+        ("leave.0", ["exit code 3"]),
+        ("hang.1", ["did not end within 1 s"]),
+    ],
+)
+def test_a_fault_of_a_check_is_a_finding_with_a_remedy(findings, name, words):
+    result = findings[0][name].result
+    assert result.status == "wrong"
+    assert all(word in result.found for word in words)
+    assert result.remedy
+
+
+@pytest.mark.parametrize("name", ["fine.2", "fine.3"])
+def test_checks_after_a_crash_run(findings, name):
+    assert findings[0][name].result.status == "ok"
+
+
+def test_a_crash_and_a_hang_show_where_they_were(findings):
+    for name, function in (("segfault.1", "segfault"), ("hang.1", "hang")):
+        output = "\n".join(findings[0][name].result.figures["output"])
+        assert f"in {function}" in output
+
+
+def test_what_a_hanging_check_has_started_ends_with_it(findings):
+    (file,) = findings[1].rglob(doctor_faults.CHILD_FILE)
+    child = int(file.read_text())
+    deadline = time.monotonic() + 10
+    while _runs(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _runs(child)
+
+
+def _runs(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(("device", "processes"), [("cpu", 1), ("gpu", 2)])
+def test_after_an_error_on_a_gpu_the_other_checks_get_a_new_process(
+    tmp_path, monkeypatch, device, processes
+):
+    monkeypatch.setenv(doctor_faults.DEVICE, device)
+    found = list(supervised(command("same", "error", "same", "same"), tmp_path))
+    assert [finished.result.status for finished in found] == ["ok", "wrong", "ok", "ok"]
+    ids = [finished.result.figures["process"] for finished in found if finished.name[0] == "s"]
+    assert len(set(ids)) == processes
+    assert ids[1] == ids[2]
+
+
+def test_a_paddle_that_cannot_be_imported_is_a_finding(tmp_path):
+    (finished,) = supervised(command("import"), tmp_path)
+    assert finished.result.status == "wrong"
+    assert "imported Paddle" in finished.result.found
+    assert any("libcudnn" in line for line in finished.result.figures["output"])
+
+
+def test_an_unknown_name_is_refused_with_the_nearest(tmp_path):
+    with pytest.raises(RefusedError, match=r"--only fime.0.*did you mean fine.0"):
+        list(supervised(command("fine"), tmp_path, ["fime.0"]))
+
+
+@pytest.mark.parametrize(("faults", "code"), [(("fine",), 0), (("fine", "error", "fine"), 1)])
+def test_exit_code_table_and_json(tmp_path, capsys, faults, code):
+    file = tmp_path / "doctor.json"
+    assert examine(command(*faults), json_file=file) == code
+    content = json.loads(file.read_text())
+    assert content.keys() == KEYS
+    assert (content["format"], content["ok"]) == (FORMAT, code == 0)
+    assert [check.keys() for check in content["checks"]] == [CHECK_KEYS] * len(faults)
+    assert content["checks"][0]["figures"] == {"value": "nan"}
+    assert sum(content["counts"].values()) == len(faults)
+    shown = capsys.readouterr().out
+    assert shown.startswith("| check")
+    assert ("WRONG  error.1" in shown, "nothing is wrong" in shown) == (code == 1, code == 0)
+
+
+def test_a_json_file_that_cannot_be_written_is_refused_before_anything_runs(tmp_path):
+    with pytest.raises(OSError, match="nowhere"):
+        examine(["/bin/false"], json_file=tmp_path / "nowhere" / "doctor.json")
+
+
+def test_the_json_is_written_after_every_check(tmp_path, monkeypatch):
+    file, seen = tmp_path / "doctor.json", []
+    written = os.replace
+
+    def count(*args, **kwargs):
+        written(*args, **kwargs)
+        if str(args[1]) == str(file):
+            seen.append(len(json.loads(file.read_text())["checks"]))
+
+    monkeypatch.setattr(os, "replace", count)
+    examine(command("fine", "fine"), json_file=file)
+    assert seen == [0, 1, 2]

@@ -1,0 +1,195 @@
+"""The compiled CPU kernels.
+
+Guarantees: every kernel's values and gradients equal the plain operation's; inputs that it does not
+take go to the kernel that it replaced; without a compiler, with the switch off and with a kernel
+that is wrong, the kernels in Paddle run and one line says why; what one process compiled another
+loads, several may compile at once, and a damaged file is compiled anew; the library needs Paddle's
+OpenMP runtime and no other.
+"""
+
+import logging
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_vl.nn.cpu import compiled, compiler, kernel_check
+from paddle_vl.nn.norm import rms_norm
+from paddle_vl.nn.operations import gelu, swiglu, use_kernels
+from tests.support.implementations import require_compiled
+
+
+@pytest.fixture
+def _enabled():
+    require_compiled()
+    yield
+    compiled.disable()
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """Nothing loaded and an empty cache; compiled without optimization, which is quick."""
+    compiled.disable()
+    monkeypatch.setattr(compiled, "_library", None)
+    monkeypatch.setattr(compiled, "_refused", None)
+    monkeypatch.setattr(compiler, "FLAGS", ("-O0", "-fPIC", "-fopenmp"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield tmp_path / "cache" / "paddle_vl"
+    compiled.disable()
+
+
+def test_every_compiled_operation_has_a_case():
+    assert {case.operation for case in kernel_check.cases()} == set(compiled._KERNELS)
+
+
+@pytest.mark.usefixtures("_enabled")
+@pytest.mark.parametrize("name", [case.name for case in kernel_check.cases()])
+def test_a_kernel_equals_the_plain_operation(name):
+    (case,) = (case for case in kernel_check.cases() if case.name == name)
+    assert kernel_check.largest_error(case) < 3e-6
+
+
+@pytest.mark.usefixtures("_enabled")
+@pytest.mark.parametrize("scale", [30.0, 300.0])
+def test_attention_with_scores_far_outside_of_the_exponential_stays_exact(scale):
+    (case,) = (case for case in kernel_check.cases() if case.name == "causal attention")
+    wide = case._replace(tensors=[case.tensors[0] * scale, *case.tensors[1:]])
+    assert kernel_check.largest_error(wide) < 2e-3
+
+
+@pytest.mark.usefixtures("_enabled")
+def test_values_that_are_not_finite_stay_so():
+    x = paddle.to_tensor([np.nan, np.inf, -np.inf, 200.0, -200.0, 90.0, -90.0])
+    with use_kernels("cpu"):
+        found = [gelu(x, approximate).numpy() for approximate in (False, True)]
+        found.append(swiglu(x, paddle.ones_like(x)).numpy())
+    for y in found:
+        assert np.isnan(y[0])
+        assert np.isposinf(y[1])
+        assert np.allclose(y[3:], [200.0, 0.0, 90.0, 0.0])
+
+
+@pytest.mark.usefixtures("_enabled")
+@pytest.mark.parametrize("kind", ["bfloat16", "float64", "empty"])
+def test_other_inputs_go_to_the_kernel_that_was_replaced(kind):
+    x = paddle.zeros([0, 8]) if kind == "empty" else paddle.randn([3, 8]).astype(kind)
+    weight = paddle.ones([8]).astype(x.dtype)
+    with use_kernels("cpu"):
+        found = rms_norm(x, weight, 1e-6)
+        wanted = compiled._replaced[rms_norm](x, weight, 1e-6)
+    assert found.dtype == x.dtype
+    assert np.array_equal(found.astype("float64").numpy(), wanted.astype("float64").numpy())
+
+
+@pytest.mark.usefixtures("_enabled")
+def test_a_strided_input_is_taken_as_it_reads():
+    kept = paddle.get_flags("FLAGS_use_stride_kernel")
+    paddle.set_flags({"FLAGS_use_stride_kernel": True})
+    try:
+        x = paddle.randn([8, 6]).transpose([1, 0])
+        assert not x.is_contiguous()
+        with use_kernels("cpu"):
+            found = rms_norm(x, paddle.ones([8]), 1e-6)
+        wanted = rms_norm.plain(x, paddle.ones([8]), 1e-6)
+        np.testing.assert_allclose(found.numpy(), wanted.numpy(), rtol=1e-5)
+    finally:
+        paddle.set_flags(kept)
+
+
+def assert_not_used(caplog, reason: str) -> None:
+    """The same results as before, and one line with the reason however often it is asked."""
+    before = dict(rms_norm.kernels), dict(swiglu.kernels)
+    with caplog.at_level(logging.INFO, logger="paddle_vl"):
+        assert not compiled.enable()
+        assert not compiled.enable()
+    assert (rms_norm.kernels, swiglu.kernels) == before
+    assert not compiled.is_enabled()
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 1
+    assert reason in lines[0]
+    x = paddle.randn([3, 8])
+    with use_kernels("cpu"):
+        np.testing.assert_allclose(swiglu(x).numpy(), swiglu.plain(x).numpy(), rtol=1e-6)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_without_a_compiler_the_program_is_the_same(monkeypatch, caplog):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    assert_not_used(caplog, "no C compiler (cc, gcc, clang)")
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_compiler_that_fails_changes_nothing(monkeypatch, caplog):
+    monkeypatch.setattr(compiler, "FLAGS", ("--no-such-flag",))
+    compiler.find_compiler()
+    assert_not_used(caplog, "--no-such-flag")
+
+
+def test_the_switch_turns_them_off(fresh, monkeypatch):
+    monkeypatch.setenv(compiled.SWITCH, "0")
+    assert not compiled.enable()
+    assert not fresh.exists()
+
+
+WRONG = {
+    "causal attention": ("inverse[r] = 1.0f / sum;", "inverse[r] = 1.01f / sum;"),
+    "rms_norm": ("along /= channels;", "along /= channels + 1;"),
+    "swiglu": ("ga[j] = g[j] * b[j] * (s", "ga[j] = g[j] * b[j] * (1.0f"),
+    "apply_rotary": ("o[j] = a[j] * c[j] + a[j + half]", "o[j] = a[j] * c[j] - a[j + half]"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_kernel_is_refused(name, fresh, monkeypatch, tmp_path, caplog):
+    right, wrong = WRONG[name]
+    source = compiler.SOURCE.read_text(encoding="utf-8")
+    assert right in source
+    changed = tmp_path / "kernels.c"
+    changed.write_text(source.replace(right, wrong), encoding="utf-8")
+    monkeypatch.setattr(compiler, "SOURCE", changed)
+    assert_not_used(caplog, f"they differ from the plain operations: {name}")
+
+
+def test_a_second_process_loads_what_the_first_compiled(fresh, monkeypatch):
+    compiler.load_kernels()
+    (file,) = fresh.iterdir()
+    assert oct(fresh.stat().st_mode)[-3:] == "700"
+    libraries = file.read_bytes()
+    assert b"libiomp5.so" in libraries
+    assert b"libgomp" not in libraries
+    monkeypatch.setattr(compiler, "_compiled", None)
+    compiler.load_kernels()
+
+
+def test_a_damaged_library_is_compiled_anew(fresh):
+    compiler.cache_folder()
+    name = compiler._key(compiler.find_compiler(), compiler.paddle_libraries())
+    file = fresh / f"kernels-{name}.so"
+    file.write_bytes(b"\x7fELF not a library")
+    assert compiler.load_kernels().paddle_vl_kernels_version() == 1
+    assert file.stat().st_size > 1000
+
+
+def test_several_may_compile_at_once(fresh):
+    with ThreadPoolExecutor(3) as pool:
+        loaded = list(pool.map(lambda _: compiler.load_kernels(), range(3)))
+    assert all(library.paddle_vl_kernels_version() == 1 for library in loaded)
+    (file,) = fresh.iterdir()
+    assert file.suffix == ".so"
+
+
+def test_a_cache_that_cannot_be_written_compiles_for_this_process(fresh, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert compiler.load_kernels().paddle_vl_kernels_version() == 1
+
+
+def test_a_cache_that_others_may_write_is_not_used(fresh):
+    compiler.cache_folder().chmod(0o777)
+    with pytest.raises(PermissionError, match="not a folder of this user alone"):
+        compiler.cache_folder()
+    assert compiler.load_kernels().paddle_vl_kernels_version() == 1
+    assert not list(fresh.iterdir())

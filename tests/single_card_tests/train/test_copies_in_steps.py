@@ -1,0 +1,114 @@
+"""Host-to-device copies in training, each of which would drain a GPU's queue.
+
+Guarantees, for each family: a steady step makes none besides the copies of its batches, with images
+of several sizes, packed samples, past frames and optional fields, and with the tower's work divided
+over ranks; the counter notices every way to make one.
+"""
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_vl.config.load import load_run_config
+from paddle_vl.families.qwen3_vl.objective import VLBatchAdapter
+from paddle_vl.nn.operations import rows_in_order
+from paddle_vl.testing import (
+    record_device_copies,
+    run_ranks,
+    tiny_pi07,
+    tiny_pi07_batch,
+    tiny_qwen3_vl,
+    tiny_qwen3_vl_batch,
+    tiny_qwen3_vl_config,
+)
+from paddle_vl.train import trainer as trainer_module
+from paddle_vl.train.build import build_trainer
+from paddle_vl.train.feeding.device_copies import DeviceCopies
+from tests.single_card_tests.train.fake_device import FakeDevice
+from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
+from tests.single_card_tests.train.tiny_run import write_tiny_run
+from tests.support.gpu_stubs.pretended import pretended_gpu
+
+# Copies of batches, through pinned memory.
+FEED = "train/feeding/device_copies.py"
+
+
+@pytest.mark.parametrize(
+    ("write", "settings"),
+    [
+        (write_tiny_run, []),
+        (write_tiny_run, ["data.packing=true", "data.max_length=96"]),
+        (write_tiny_policy_run, []),
+    ],
+    ids=["language", "packed", "policy"],
+)
+def test_a_steady_step_copies_nothing_but_its_batches(tmp_path, monkeypatch, write, settings):
+    monkeypatch.setattr(
+        trainer_module, "device_copies", lambda *_, **__: DeviceCopies(FakeDevice())
+    )
+    overrides = [f"train.output_dir={tmp_path / 'out'}", "train.max_steps=4"]
+    overrides += ["train.save_steps=null", *settings]
+    trainer = build_trainer(load_run_config(write(tmp_path / "data"), overrides))
+    trainer.optimizer.masks_updates = True
+    own, found = trainer.train_one_step, []
+
+    def counted(*arguments):
+        begin = len(copies)
+        result = own(*arguments)
+        # Tables are copied in the first step.
+        found.extend(place for place in copies[begin:] if trainer.step > 1)
+        return result
+
+    trainer.train_one_step = counted
+    with record_device_copies() as copies, pretended_gpu():
+        trainer.run()
+    assert [place for place in found if not place.startswith(FEED)] == []
+    assert copies
+
+
+TOWERS = ("parallel/region_ops.py", "families/qwen3_vl/vision", "families/pi07/vision.py")
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "pi07"])
+def test_ranks_that_divide_the_towers_work_copy_nothing_for_it(family):
+    def step(placement):
+        if family == "pi07":
+            losses = tiny_pi07(placement)(tiny_pi07_batch())
+            (losses["MSE"] + losses["CE"]).backward()
+            return
+        adapter = VLBatchAdapter(tiny_qwen3_vl_config().vision_config)
+        batch = adapter.to_device(adapter.prepared(tiny_qwen3_vl_batch()))
+        tiny_qwen3_vl(placement)(**batch).loss.backward()
+
+    with record_device_copies() as copies:
+        run_ranks(step, 2)
+    assert copies
+    assert [place for place in copies if place.startswith(TOWERS)] == []
+
+
+def test_rows_in_order_are_those_of_an_index():
+    x = paddle.arange(20).reshape([10, 2])
+    for rows in ([], [3], [0, 1, 2], [5, 6, 1, 2, 9], [4, 3, 2], [7, 7, 8]):
+        rows = np.array(rows, dtype=np.int64)
+        np.testing.assert_array_equal(rows_in_order(x, rows).numpy(), x.numpy()[rows])
+
+
+def test_every_way_to_copy_is_counted_once():
+    array, tensor = np.ones([2], np.float32), paddle.zeros([2])
+    ways = [
+        lambda: paddle.to_tensor(array),
+        lambda: paddle.to_tensor(1.5),
+        lambda: paddle.to_tensor([1, 2]),
+        lambda: paddle.Tensor(array),
+        lambda: paddle.assign(array),
+        lambda: tensor.set_value(array),
+    ]
+    for way in ways:
+        with record_device_copies() as copies:
+            way()
+        assert len(copies) == 1, way
+    with record_device_copies() as copies:
+        paddle.to_tensor(array, place=paddle.CPUPlace())
+        paddle.full([2], 3.0) + paddle.arange(2) * 2.0
+        tensor.set_value(tensor + 1)
+    assert copies == []

@@ -1,0 +1,107 @@
+"""Write the reference case of `paddle-vl doctor`: a small Qwen3-VL of HF transformers on torch.
+
+    PYTHON tools/make_doctor_case.py paddle_vl/doctor/cases/qwen3_vl.safetensors
+
+PYTHON is an interpreter with torch and transformers; nothing of paddle_vl is imported. The file has
+the weights under HF's names, the batch (`in.`), logits, loss, every gradient (`grad.`), and six
+greedy tokens of the first sample's prompt, all float32 or int64. Its metadata has `config`, a
+config.json, and the versions. Parameters are random and away from neutral values, so that a part
+that is left out changes the loss.
+"""
+
+import json
+import sys
+
+import numpy as np
+
+IMAGE, VIDEO, START, END = 60, 61, 62, 63
+TEXT = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rope_theta": 10000.0,
+    "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]},
+    "rms_norm_eps": 1e-6, "max_position_embeddings": 512,
+}  # fmt: skip
+VISION = {
+    "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4,
+    "temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3, "out_hidden_size": 16,
+    "num_position_embeddings": 16, "deepstack_visual_indexes": [1],
+    "hidden_act": "gelu_pytorch_tanh",
+}  # fmt: skip
+GRIDS = [[1, 4, 4], [1, 2, 4]]
+NEW_TOKENS = 6
+
+
+def main() -> None:
+    # Imported here, as in the other tools for torch's interpreter.
+    import torch  # pyright: ignore[reportMissingImports]
+    import transformers  # pyright: ignore[reportMissingImports]
+    from safetensors.numpy import save_file
+    from transformers import (  # pyright: ignore[reportMissingImports]
+        Qwen3VLConfig,
+        Qwen3VLForConditionalGeneration,
+    )
+
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    values = {
+        "model_type": "qwen3_vl", "text_config": TEXT, "vision_config": VISION,
+        "tie_word_embeddings": False, "image_token_id": IMAGE, "video_token_id": VIDEO,
+        "vision_start_token_id": START, "vision_end_token_id": END,
+    }  # fmt: skip
+    config = Qwen3VLConfig(**json.loads(json.dumps(values)))
+    model = Qwen3VLForConditionalGeneration._from_config(config, attn_implementation="eager")
+    model = model.float()
+    rng = np.random.default_rng(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            shape = tuple(parameter.shape)
+            value = rng.standard_normal(shape) * (
+                0.1 if len(shape) == 1 else 1.4 / shape[-1] ** 0.5
+            )
+            if "norm" in name and name.endswith("weight"):
+                value = 1 + 2 * value
+            parameter.copy_(torch.tensor(value.astype(np.float32)))
+    first = [5, 6, START, *[IMAGE] * 4, END, 7, 8, 9, 10, 11, 12]
+    second = [3, START, *[IMAGE] * 2, END, 13, 14]
+    length = len(first)
+    ids = np.array([first, second + [0] * (length - len(second))])
+    mask = np.array([[1] * length, [1] * len(second) + [0] * (length - len(second))])
+    labels = np.where((mask == 1) & (ids < IMAGE), ids, -100)
+    labels[:, 0] = -100
+    patch = 3 * VISION["temporal_patch_size"] * VISION["patch_size"] ** 2
+    count = sum(int(np.prod(grid)) for grid in GRIDS)
+    batch = {
+        "input_ids": ids, "attention_mask": mask, "labels": labels,
+        "pixel_values": rng.standard_normal((count, patch)).astype(np.float32),
+        "image_grid_thw": np.array(GRIDS),
+    }  # fmt: skip
+    given = {name: torch.tensor(array) for name, array in batch.items()}
+    kinds = torch.tensor((ids == IMAGE).astype(np.int32))
+    output = model(**given, mm_token_type_ids=kinds)
+    output.loss.backward()
+    model.eval()
+    prompt = {
+        "input_ids": given["input_ids"][:1, :-2],
+        "attention_mask": given["attention_mask"][:1, :-2],
+        "pixel_values": given["pixel_values"][:16], "image_grid_thw": given["image_grid_thw"][:1],
+        "mm_token_type_ids": kinds[:1, :-2],
+    }  # fmt: skip
+    tokens = model.generate(
+        **prompt, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False
+    )[:, -NEW_TOKENS:]
+    arrays = {name: p.detach().numpy() for name, p in model.named_parameters()}
+    arrays |= {f"grad.{name}": p.grad.numpy() for name, p in model.named_parameters()}
+    arrays |= {f"in.{name}": array for name, array in batch.items()}
+    arrays |= {
+        "logits": output.logits.detach().numpy(),
+        "loss": output.loss.detach().numpy().reshape(1),
+        "tokens": tokens.numpy(),
+    }
+    arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    made_with = f"transformers {transformers.__version__}, torch {torch.__version__}"
+    save_file(arrays, sys.argv[1], {"config": json.dumps(values), "made_with": made_with})
+    print(f"loss {output.loss.item():.6f}, tokens {tokens.tolist()}")
+
+
+if __name__ == "__main__":
+    main()
