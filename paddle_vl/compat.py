@@ -5,8 +5,7 @@ import functools
 import os
 import platform
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -15,7 +14,6 @@ import paddle
 # glibc's mallopt parameters, from malloc.h.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 _CPU_INFO = Path("/proc/cpuinfo")
-_STRIDE_KERNELS = "FLAGS_use_stride_kernel"
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -71,23 +69,8 @@ def configure_cpu_runtime(num_threads: int | None = None) -> bool:
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
         mallopt(_M_TOP_PAD, 64 << 20)
-    paddle.set_flags({_STRIDE_KERNELS: False})
+    paddle.set_flags({"FLAGS_use_stride_kernel": False})
     return True
-
-
-@contextmanager
-def strided_views() -> Iterator[None]:
-    """Inside the block, slices and transposes are views, whatever `configure_cpu_runtime` has set.
-
-    For small operations on slices of large buffers, which would be copied otherwise. A view must
-    not leave the block: without stride kernels operations assume that tensors are contiguous.
-    """
-    kept = paddle.get_flags(_STRIDE_KERNELS)
-    paddle.set_flags({_STRIDE_KERNELS: True})
-    try:
-        yield
-    finally:
-        paddle.set_flags(kept)
 
 
 def amd_instruction_set(cpu_info: Path = _CPU_INFO) -> str | None:

@@ -23,7 +23,7 @@ _INERT_KEYS = frozenset(
     compile_config continuous_batching_config decoder_start_token_id disable_compile early_stopping
     is_assistant length_penalty low_memory max_cache_len max_length max_matching_ngram_size
     num_assistant_tokens num_assistant_tokens_schedule output_attentions output_hidden_states
-    output_logits output_scores prefill_chunk_size remove_invalid_values renormalize_logits
+    output_logits output_scores remove_invalid_values renormalize_logits
     return_dict_in_generate speculation_type target_lookbehind transformers_version use_cache
     use_mtp
     """.split()
@@ -79,6 +79,8 @@ class GenerationConfig:
         eos_token_id: end token or tokens; None for an end by length only.
         pad_token_id: fills answers that have ended; None for the first end token.
         seed: seed of sampling; None for a different one each time.
+        prefill_chunk_size: columns of the prompts that run at once, which bounds the memory of
+            long prompts; None for all of them.
 
     Raises:
         ValueError: a value is out of range or has the wrong type.
@@ -94,6 +96,7 @@ class GenerationConfig:
     eos_token_id: int | tuple[int, ...] | list[int] | None = None
     pad_token_id: int | None = None
     seed: int | None = None
+    prefill_chunk_size: int | None = None
 
     def __post_init__(self):
         _check_integer("max_new_tokens", self.max_new_tokens, 1, most=_MOST_TOKENS)
@@ -129,6 +132,8 @@ class GenerationConfig:
             _check_integer("pad_token_id", self.pad_token_id, 0)
         if self.seed is not None:
             _check_integer("seed", self.seed, 0)
+        if self.prefill_chunk_size is not None:
+            _check_integer("prefill_chunk_size", self.prefill_chunk_size, 1)
 
     @property
     def eos_token_ids(self) -> list[int]:

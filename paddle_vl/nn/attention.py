@@ -210,51 +210,6 @@ def padded_segment_attention(
     return paddle.index_select(out_QC, segments.place).reshape([-1, heads, width])
 
 
-def biased_attention(q_BLNH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, bias: Tensor) -> Tensor:
-    """Attention under an additive float32 bias, for programs whose lengths are not known.
-
-    Scores are scaled by H^-0.5 and computed in float32. Keys and values have heads first, as
-    buffers that are written in place have them.
-
-    Args:
-        bias: of a single query `[B, 1, 1, S]`; of several `[B, G * L, S]`, see `bias_of_groups`.
-            The number of dims decides: a traced program may not know L.
-
-    Returns:
-        `[B, L, N, H]` in the dtype of the queries.
-    """
-    heads, width = q_BLNH.shape[2:]
-    key_heads = k_BKSH.shape[1]
-    groups = heads // key_heads
-    # The G query heads of a key head become rows of one product, so keys are never repeated.
-    q_BKGLH = (q_BLNH * width**-0.5).reshape([0, 0, -1, groups, width]).transpose([0, 2, 3, 1, 4])
-    q_BKRH = q_BKGLH.reshape([0, key_heads, -1, width])
-    if len(bias.shape) == 4:
-        out_BKRH = _biased_rows(q_BKRH, k_BKSH, v_BKSH, bias)
-    else:
-        # One key head at a time: Paddle's CPU kernels are slow at broadcasting a bias over heads,
-        # and the scores of all heads together take K times the memory.
-        out_BKRH = paddle.stack(
-            [
-                _biased_rows(q_BKRH[:, i], k_BKSH[:, i], v_BKSH[:, i], bias)
-                for i in range(key_heads)
-            ],
-            axis=1,
-        )
-    out_BKGLH = out_BKRH.reshape([0, key_heads, groups, -1, width])
-    return out_BKGLH.transpose([0, 3, 1, 2, 4]).reshape([0, 0, heads, width])
-
-
-def _biased_rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    scores = paddle.matmul(q, k, transpose_y=True).astype("float32") + bias
-    return paddle.matmul(F.softmax(scores).astype(v.dtype), v)
-
-
-def bias_of_groups(bias_BLS: Tensor, groups: int) -> Tensor:
-    """The bias of `biased_attention` for several queries: once per query head of a key head."""
-    return paddle.concat([bias_BLS] * groups, axis=1)
-
-
 @operation
 def equal_segments_attention(
     q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor, count: int, length: int

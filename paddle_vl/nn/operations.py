@@ -11,7 +11,11 @@ differentiable, and can be traced into a program.
 
 A call takes the kernel of its first tensor's device. Without one, or while a program is traced, it
 takes the plain implementation. `choose_kernels("plain")` makes every call of the process take it,
-and `use_kernels` forces one choice, for tests.
+and `use_kernels` forces one choice, for tests. Generation and exported programs, which need no
+gradient, run inside `without_gradient` and take kernels that have no backward pass:
+
+    @rms_norm.register("cpu", "program", gradient=False)
+    def _rms_norm_without_gradient(x, weight_C, epsilon): ...
 
 Small operations are here too: sums, activations, slices, dropout of token rows, and the cross
 entropy of tokens, of given logits or of a head's predictions in chunks. Over 350 lines, as every
@@ -31,7 +35,8 @@ from paddle import Tensor, nn
 from paddle.autograd import PyLayer
 from paddle.jit.dy2static.program_translator import convert_to_static
 
-Device = Literal["cpu", "gpu"]
+# "program" is any device of a traced program.
+Device = Literal["cpu", "gpu", "program"]
 P = ParamSpec("P")
 R = TypeVar("R")
 # A function or a `PyLayer` class.
@@ -41,6 +46,7 @@ OPERATIONS: list["Operation[Any, Any]"] = []
 Kernels = Literal["fused", "plain"]
 _chosen: Kernels = "fused"
 _forced: Device | Literal["plain"] | None = None
+_needs_gradient = True
 
 
 class Operation(Generic[P, R]):
@@ -49,29 +55,45 @@ class Operation(Generic[P, R]):
     Attributes:
         plain: the implementation in plain Paddle operations.
         kernels: other implementations, by device.
+        kernels_without_gradient: those that have no backward pass, by device.
     """
 
     def __init__(self, plain: Callable[P, R]):
         functools.update_wrapper(self, plain)
         self.plain = plain
         self.kernels: dict[str | None, Callable[..., R]] = {}
+        self.kernels_without_gradient: dict[str | None, Callable[..., R]] = {}
         OPERATIONS.append(self)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        kernel = self.kernels.get(_device_of(args[0]))
-        if kernel is None:
+        return self.kernel_for(args[0])(*args, **kwargs)
+
+    # Not converted: a converted function has copies of the module's variables.
+    @paddle.jit.not_to_static
+    def kernel_for(self, x: Any) -> Callable[..., R]:
+        """The implementation for a tensor."""
+        device, kernel = _device_of(x), None
+        if not _needs_gradient:
+            kernel = self.kernels_without_gradient.get(device)
+        kernel = kernel or self.kernels.get(device, self.plain)
+        if device in ("program", "plain") and not paddle.in_dynamic_mode():
             # A traced program does not convert what is called through a reference by itself:
             # free sizes would be -1.
-            kernel = self.plain if paddle.in_dynamic_mode() else convert_to_static(self.plain)
-        return kernel(*args, **kwargs)
+            kernel = convert_to_static(kernel)
+        return kernel
 
-    def register(self, *devices: Device) -> Callable[[K], K]:
-        """Decorator: the kernel for these devices in eager mode, a function of the same arguments
-        or a `PyLayer` class."""
+    def register(self, *devices: Device, gradient: bool = True) -> Callable[[K], K]:
+        """Decorator: the kernel for these devices, a function of the same arguments or a `PyLayer`
+        class.
+
+        Args:
+            gradient: False for a function without a backward pass, for `without_gradient` only.
+        """
+        kernels = self.kernels if gradient else self.kernels_without_gradient
 
         def add(kernel: K) -> K:
             call: Any = getattr(kernel, "apply", kernel)
-            self.kernels.update(dict.fromkeys(devices, call))
+            kernels.update(dict.fromkeys(devices, call))
             return kernel
 
         return add
@@ -125,13 +147,29 @@ def use_kernels(device: Device | Literal["plain"]) -> Iterator[None]:
         _forced = before
 
 
+@contextmanager
+def without_gradient() -> Iterator[None]:
+    """Inside the block, take kernels that have no backward pass where a device has one.
+
+    Not `paddle.no_grad`, under which activation recomputation runs too: there both passes must
+    round alike.
+    """
+    global _needs_gradient
+    before, _needs_gradient = _needs_gradient, False
+    try:
+        with paddle.no_grad():
+            yield
+    finally:
+        _needs_gradient = before
+
+
 def _device_of(x: Any) -> str | None:
     if _forced is not None:
         return _forced
     if _chosen == "plain":
         return "plain"
     if not paddle.in_dynamic_mode():
-        return None
+        return "program"
     place = x.place
     if place.is_cpu_place():
         return "cpu"

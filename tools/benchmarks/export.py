@@ -9,6 +9,9 @@ the first token, tokens per second after it (over the batch), and peak memory of
 generates. Every round runs every side in a new process, in changing order; ratios are medians over
 rounds, with quartiles. Model, programs and ONNX must give the same tokens.
 
+A second table is of one long prompt of text, which the model prefills whole and in chunks
+(`prefill_chunk_size`): time to the first token and peak memory, each in processes of its own.
+
 Time to the first token has three parts on the exported sides, which `--parts` prints: the tower,
 the prefill, and the rest (layout, positions, copies).
 """
@@ -33,6 +36,8 @@ from harness import ROOT, Table, in_rounds, launch, leave, make_data, parser, qu
 CONFIG = ROOT / "configs/bench/qwen3_vl_step.yaml"
 BATCHES = (1, 8)
 DYNAMIC, STATIC, ONNX, HF = "dynamic", "static", "ONNX", "HF transformers"
+# Sides of the long prompt, by the size of their chunks; 0 is the whole prompt.
+CHUNKED, CHUNKS = "chunks ", (0, 512, 128)
 RUNTIMES: dict[str, Any] = {STATIC: "paddle", ONNX: "onnxruntime"}
 
 
@@ -125,6 +130,23 @@ def measure(side: str, work: Path, tokens: int, repeats: int) -> dict[str, Any]:
     }
 
 
+def measure_long(chunk: int, work: Path, length: int, repeats: int) -> dict[str, Any]:
+    """Seconds to the first token of a long prompt, in chunks; 0 for the whole prompt at once."""
+    model, _ = build(work)
+    ids_BL = np.random.default_rng(0).integers(0, 200, (1, length))
+    seconds, token = [], 0
+    for _ in range(repeats + 1):
+        begin = time.perf_counter()
+        settings = {"max_new_tokens": 1, "prefill_chunk_size": chunk or None}
+        token = int(model.generate(ids_BL, **settings)[0, 0])
+        seconds.append(time.perf_counter() - begin)
+    return {
+        "seconds": statistics.median(seconds[1:]),
+        "token": token,
+        "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
 class PartClock:
     """Seconds in each program of an exported model during one answer."""
 
@@ -157,6 +179,7 @@ def run_here(options: argparse.Namespace, side: str, work: Path) -> dict[str, An
     arguments = [
         "--worker", str(work), "--side", side, "--tokens", str(options.tokens),
         "--repeats", str(options.repeats), "--threads", str(options.threads),
+        "--long", str(options.long),
     ]  # fmt: skip
     return launch(__file__, 1, arguments, work)[0]
 
@@ -194,7 +217,11 @@ def compare(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     for side in sides:
         if rounds[0][side]["tokens"] != rounds[0][DYNAMIC]["tokens"]:
             raise RuntimeError(f"{side} gives other tokens than the model")
-    return {"tokens": options.tokens, "rounds": rounds}
+    chunks = [f"{CHUNKED}{size}" for size in CHUNKS]
+    long = in_rounds(chunks, options.rounds, run) if options.long else []
+    if long and len({found["token"] for found in long[0].values()}) > 1:
+        raise RuntimeError("chunks of a prompt give another token than the whole prompt")
+    return {"tokens": options.tokens, "rounds": rounds, "long": long, "length": options.long}
 
 
 def tables(found: dict[str, Any], threads: int) -> list[Table]:
@@ -231,7 +258,28 @@ def tables(found: dict[str, Any], threads: int) -> list[Table]:
         f"thread(s), medians of {len(rounds)} round(s) with quartiles. Ratios above 1: this side "
         "is faster."
     )
-    return [Table("export", columns, rows, note)]
+    return [Table("export", columns, rows, note), *long_tables(found)]
+
+
+def long_tables(found: dict[str, Any]) -> list[Table]:
+    """A row per size of the chunks of a long prompt."""
+    rows = []
+    for size in CHUNKS if found["long"] else ():
+        own = [one[f"{CHUNKED}{size}"] for one in found["long"]]
+        whole = [one[f"{CHUNKED}{CHUNKS[0]}"] for one in found["long"]]
+        ratios = [w["seconds"] / o["seconds"] for w, o in zip(whole, own, strict=True)]
+        low, middle, high = quartiles(ratios)
+        rows.append(
+            [
+                f"chunks of {size}" if size else "whole",
+                f"{1e3 * statistics.median(one['seconds'] for one in own):.0f}",
+                f"{middle:.2f} ({low:.2f} to {high:.2f})" if size else "",
+                f"{statistics.median(one['peak_rss_mib'] for one in own):.0f}",
+            ]
+        )
+    columns = ["prefill", "ms to first token", "whole / this", "peak MiB"]
+    note = f"One prompt of {found['length']} tokens of text, the model itself, float32."
+    return [Table("export long prompt", columns, rows, note)] if rows else []
 
 
 def main() -> int:
@@ -243,6 +291,9 @@ def main() -> int:
     made.add_argument("--no-onnx", action="store_true", help="leave onnxruntime out")
     made.add_argument("--against", metavar="PYTHON", help="interpreter with torch, transformers")
     made.add_argument("--parts", action="store_true", help="print seconds in each program")
+    made.add_argument(
+        "--long", type=int, default=4000, help="tokens of the long prompt (default 4000, 0: none)"
+    )
     made.add_argument("--worker", help=argparse.SUPPRESS)
     made.add_argument("--side", help=argparse.SUPPRESS)
     options = made.parse_args()
@@ -255,6 +306,9 @@ def main() -> int:
         if options.side == "write":
             write_export(work)
             leave({}, work)
+        if options.side.startswith(CHUNKED):
+            chunk = int(options.side.removeprefix(CHUNKED))
+            leave(measure_long(chunk, work, options.long, options.repeats), work)
         leave(measure(options.side, work, options.tokens, options.repeats), work)
     with tempfile.TemporaryDirectory() as folder:
         try:

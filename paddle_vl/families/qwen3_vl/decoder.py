@@ -19,9 +19,9 @@ from paddle_vl.families.qwen3_vl.text_config import Qwen3VLTextConfig
 from paddle_vl.nn.attention import (
     MASKED_SCORE,
     PackedSamples,
-    biased_attention,
     causal_attention,
 )
+from paddle_vl.nn.cached_attention import CachedKeys, cached_attention
 from paddle_vl.nn.experts import RoutedRows
 from paddle_vl.nn.linear import Columns
 from paddle_vl.nn.norm import RMSNorm
@@ -31,43 +31,62 @@ from paddle_vl.nn.rotary import RotaryTables, apply_rotary
 
 
 class KeyValueCache:
-    """Keys and values of one decoder layer: buffers `[B, K, capacity, H]` that grow in chunks.
+    """Keys and values of one decoder layer: buffers `[B, K, C, H]` that grow in chunks.
 
     New keys are written in place, so that no step copies the past. Heads come before positions, as
-    in attention on the CPU; `append` returns views where Paddle supports them
-    (`paddle_vl.compat.strided_views`).
+    in attention on the CPU, and free positions are zero.
+
+    Args:
+        prompt: number of keys that come first, maybe in parts: room for them is made at once.
+        most: number of keys that there can be; None if it is not known.
+
+    Attributes:
+        length: S, the number of keys so far.
     """
 
-    CHUNK = 256
+    CHUNK = 64
 
-    def __init__(self):
-        self.length = 0
+    def __init__(self, prompt: int = 0, most: int | None = None):
+        self.length, self._prompt, self._most = 0, prompt, most
         self._key_BKCH: Tensor | None = None
         self._value_BKCH: Tensor | None = None
 
+    def mask(self, num_new: int, key_bias_BS: Tensor | None) -> CachedKeys:
+        """What the caches of all layers share when `num_new` keys are appended to each."""
+        return CachedKeys(self.length + num_new, key_bias_BS)
+
     def append(self, key_BLKH: Tensor, value_BLKH: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values so far, the new ones last: `[B, S, K, H]` each."""
+        """The buffers of keys and values, with new ones behind the last."""
         begin, self.length = self.length, self.length + key_BLKH.shape[1]
         self._key_BKCH = self._written(self._key_BKCH, key_BLKH, begin)
         self._value_BKCH = self._written(self._value_BKCH, value_BLKH, begin)
-        if begin == 0:
-            return key_BLKH, value_BLKH
-        key_BSKH, value_BSKH = (
-            buffer[:, :, : self.length].transpose([0, 2, 1, 3])
-            for buffer in (self._key_BKCH, self._value_BKCH)
-        )
-        return key_BSKH, value_BSKH
+        return self._key_BKCH, self._value_BKCH
+
+    def attend(
+        self, q_BLNH: Tensor, key_BLKH: Tensor, value_BLKH: Tensor, cached: CachedKeys
+    ) -> Tensor:
+        """Attention `[B, L, N, H]` over all keys so far and new ones, which are appended."""
+        buffers = self.append(key_BLKH, value_BLKH)
+        if self.length == key_BLKH.shape[1]:
+            return causal_attention(q_BLNH, key_BLKH, value_BLKH, cached.key_bias_BS)
+        return cached_attention(q_BLNH, *buffers, cached)
 
     def _written(self, buffer_BKCH: Tensor | None, new_BLKH: Tensor, begin: int) -> Tensor:
         batch, _, heads, width = new_BLKH.shape
         if buffer_BKCH is None or self.length > buffer_BKCH.shape[2]:
-            capacity = -(-self.length // self.CHUNK) * self.CHUNK
-            grown = paddle.empty([batch, heads, capacity, width], dtype=new_BLKH.dtype)
+            shape = [batch, heads, self._capacity(), width]
+            grown = paddle.zeros(shape, dtype=new_BLKH.dtype)
             if buffer_BKCH is not None:
                 grown[:, :, :begin] = buffer_BKCH[:, :, :begin]
             buffer_BKCH = grown
         buffer_BKCH[:, :, begin : self.length] = new_BLKH.transpose([0, 2, 1, 3])
         return buffer_BKCH
+
+    def _capacity(self) -> int:
+        """Room for the keys and an eighth more, so that growing copies each key a few times."""
+        needed = max(self.length, self._prompt)
+        roomy = needed + max(self.CHUNK, needed // 8)
+        return roomy if self._most is None else max(needed, min(roomy, self._most))
 
 
 class LanguageModel(nn.Layer):
@@ -125,7 +144,7 @@ class LanguageModel(nn.Layer):
         """All layers and the final norm on the embedding's output, `[T, D]`.
 
         Args:
-            caches: one per layer, or None; objects with `append`, see `KeyValueCache`.
+            caches: one per layer, or None; objects with `mask` and `attend`, see `KeyValueCache`.
         """
         levels = dict(enumerate(inputs.get("deepstack_visual_emb", [])))
         every_layer = range(len(self.layers))
@@ -156,6 +175,8 @@ class LanguageModel(nn.Layer):
         key_bias = inputs.get("score_bias")
         if inputs.get("attention_mask") is not None:
             key_bias = (1.0 - inputs["attention_mask"].astype("float32")) * MASKED_SCORE
+        if caches is not None:
+            key_bias = caches[layers[0]].mask(inputs["position_ids"].shape[-1], key_bias)
         packed, rows = inputs.get("packed"), inputs.get("routed_rows")
         for i in layers:
             cache = None if caches is None else caches[i]
@@ -234,7 +255,7 @@ class DecoderLayer(nn.Layer):
         self,
         x_TD: Tensor,
         tables: RotaryTables,
-        key_bias: Tensor | None = None,
+        key_bias: Any = None,
         cache: KeyValueCache | None = None,
         packed: PackedSamples | None = None,
         rows: RoutedRows | None = None,
@@ -272,26 +293,20 @@ class SelfAttention(nn.Layer):
         self,
         x_TD: Tensor,
         tables: RotaryTables,
-        key_bias: Tensor | None = None,
+        key_bias: Any = None,
         cache: KeyValueCache | None = None,
         packed: PackedSamples | None = None,
     ) -> Tensor:
-        batch, length, _ = tables.cos_TH.shape
+        length = tables.cos_TH.shape[1]
         q_BLNH, k_BLKH, v_BLKH = [
-            rows.reshape([batch, length, rows.shape[-1] // self.head_dim, self.head_dim])
+            rows.reshape([-1, length, rows.shape[-1] // self.head_dim, self.head_dim])
             for rows in self.qkv_proj(x_TD)
         ]
         q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
         q_BLNH, k_BLKH = apply_rotary(q_BLNH, k_BLKH, tables.astype(x_TD.dtype))
-        if key_bias is not None and len(key_bias.shape) > 2:
-            # A traced program: its cache has heads first, like the buffers that it writes.
-            key, value = k_BLKH.transpose([0, 2, 1, 3]), v_BLKH.transpose([0, 2, 1, 3])
-            if cache is not None:
-                key, value = cache.append(key, value)
-            out_BLNH = biased_attention(q_BLNH, key, value, key_bias)
+        if cache is not None:
+            out_BLNH = cache.attend(q_BLNH, k_BLKH, v_BLKH, key_bias)
         else:
-            if cache is not None:
-                k_BLKH, v_BLKH = cache.append(k_BLKH, v_BLKH)
             out_BLNH = causal_attention(q_BLNH, k_BLKH, v_BLKH, key_bias, packed)
         return self.o_proj(out_BLNH.reshape([-1, out_BLNH.shape[2] * self.head_dim]))
 

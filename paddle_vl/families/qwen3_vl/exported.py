@@ -87,7 +87,8 @@ class ExportedQwen3VL:
         Every rank of an export of ranks calls it with the same arguments and gets the same tokens.
 
         Raises:
-            ValueError: as there; or several ranks would sample without a seed.
+            ValueError: as there; `prefill_chunk_size` is set; or several ranks would sample without
+                a seed.
         """
         config = generation_config or self.generation_config or GenerationConfig()
         config = config.updated(**overrides)
@@ -97,6 +98,11 @@ class ExportedQwen3VL:
                 "give the same seed on every rank"
             )
         config.check_vocabulary(self._sizes.vocab_size)
+        if config.prefill_chunk_size is not None:
+            raise ValueError(
+                f"prefill_chunk_size is {config.prefill_chunk_size}, but an exported prefill runs "
+                "whole prompts: leave it out, here or in generation_config.json (null)"
+            )
         prompt_BL, mask_BL = checked_prompts(input_ids, attention_mask)
         images = _Items("image", pixel_values, image_grid_thw)
         videos = _Items("video", pixel_values_videos, video_grid_thw)

@@ -9,6 +9,7 @@ heads, H head width, V vocabulary, G deepstack levels, N decoder layers.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ import paddle
 from paddle import Tensor, nn
 from paddle.static import InputSpec
 
-from paddle_vl.export.writing import ModelToExport, ProgramToExport
+from paddle_vl.export.writing import Device, ModelToExport, ProgramToExport
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.families.qwen3_vl.embedding import decoder_positions
+from paddle_vl.families.qwen3_vl.generate import step_logits
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
+from paddle_vl.families.qwen3_vl.program_caches import Buffers, NewKeys, Past
 from paddle_vl.families.qwen3_vl.program_examples import (
     past_of,
     prompt_example,
@@ -28,8 +31,11 @@ from paddle_vl.families.qwen3_vl.program_examples import (
     step_example,
     tower_example,
 )
-from paddle_vl.nn.attention import MASKED_SCORE, PaddedSegments, bias_of_groups
+from paddle_vl.nn.attention import MASKED_SCORE, PaddedSegments
+from paddle_vl.nn.cached_attention import query_blocks
+from paddle_vl.nn.cpu import inference as _kernels  # noqa: F401  Registers them.
 from paddle_vl.nn.matrices import matrices
+from paddle_vl.nn.operations import without_gradient
 
 
 def spec(name: str, shape: Any, dtype: Any) -> InputSpec:
@@ -78,41 +84,6 @@ def num_own_key_heads(config: Qwen3VLConfig, mp_degree: int) -> int:
     return max(config.text_config.num_key_value_heads // mp_degree, 1)
 
 
-class NewKeys:
-    """A cache that keeps the keys and values of one pass, `[B, K, L, H]`."""
-
-    def append(self, key_BKLH: Tensor, value_BKLH: Tensor) -> tuple[Tensor, Tensor]:
-        self.pair = key_BKLH, value_BKLH
-        return self.pair
-
-
-class Buffers:
-    """A cache of fixed capacity, `[B, K, C, H]`; one position is written in place."""
-
-    def __init__(self, key_BKCH: Tensor, value_BKCH: Tensor, place_1: Tensor):
-        self.key_BKCH, self.value_BKCH, self.place_1 = key_BKCH, value_BKCH, place_1
-
-    def append(self, key_BK1H: Tensor, value_BK1H: Tensor) -> tuple[Tensor, Tensor]:
-        begin, end = self.place_1, self.place_1 + 1
-        self.key_BKCH[:, :, begin:end] = key_BK1H
-        self.value_BKCH[:, :, begin:end] = value_BK1H
-        return self.key_BKCH, self.value_BKCH
-
-
-class Past(NewKeys):
-    """A cache of the keys and values so far, `[B, K, S, H]`; new ones are appended to copies."""
-
-    def __init__(self, key_BKSH: Tensor, value_BKSH: Tensor):
-        self.past = key_BKSH, value_BKSH
-
-    def append(self, key_BK1H: Tensor, value_BK1H: Tensor) -> tuple[Tensor, Tensor]:
-        self.pair = (
-            paddle.concat([self.past[0], key_BK1H], axis=2),
-            paddle.concat([self.past[1], value_BK1H], axis=2),
-        )
-        return self.pair
-
-
 class PrefillProgram(nn.Layer):
     """Prompts to the logits after them `[B, V]`; each layer's keys and values `[B, K, L, H]`.
 
@@ -124,8 +95,8 @@ class PrefillProgram(nn.Layer):
         super().__init__()
         self.config, self.ops = model.config, model.placement.ops
         text = model.config.text_config
-        own_heads = text.num_attention_heads // mp_degree
-        self.groups = own_heads // num_own_key_heads(model.config, mp_degree)
+        self.key_heads = num_own_key_heads(model.config, mp_degree)
+        self.groups = text.num_attention_heads // mp_degree // self.key_heads
         self.language_model, self.lm_head = model.language_model, model.lm_head
 
     def forward(
@@ -150,7 +121,8 @@ class PrefillProgram(nn.Layer):
         place_L = paddle.arange(input_ids.shape[1], dtype="int64")
         causal_LL = (place_L.unsqueeze(0) <= place_L.unsqueeze(1)).astype("float32")
         visible_BLL = causal_LL.unsqueeze(0) * attention_mask.astype("float32").unsqueeze(1)
-        inputs["score_bias"] = bias_of_groups((1.0 - visible_BLL) * MASKED_SCORE, self.groups)
+        inputs["score_bias"] = query_blocks((1.0 - visible_BLL) * MASKED_SCORE, self.groups)
+        inputs["rotary_pos_emb"].prepare([self.groups * self.key_heads, self.key_heads])
         kept = [NewKeys() for _ in range(len(self.language_model.layers))]
         hidden_TD = self.ops.enter_columns(self.language_model.run(inputs, kept))
         hidden_BLD = hidden_TD.reshape([input_ids.shape[0], -1, hidden_TD.shape[-1]])
@@ -187,6 +159,8 @@ class DecodeProgram(nn.Layer):
         super().__init__()
         self.config, self.ops = model.config, model.placement.ops
         self.key_heads = num_own_key_heads(model.config, mp_degree)
+        num_heads = model.config.text_config.num_attention_heads // mp_degree
+        self.groups = num_heads // self.key_heads
         self.language_model, self.lm_head = model.language_model, model.lm_head
 
     def forward(
@@ -208,12 +182,10 @@ class DecodeProgram(nn.Layer):
     ) -> Tensor:
         """Logits `[B, V]` after one token, whose keys and values the caches get."""
         inputs = decoder_positions(self.config, {"position_ids": position_ids})
-        hidden_BD = self.language_model.embedding.embed_tokens(input_ids.reshape([-1]))
-        hidden = (1.0 - attention_mask.astype("float32")) * MASKED_SCORE
-        inputs["score_bias"] = hidden.unsqueeze(1).unsqueeze(1)
-        inputs["hidden_states"] = hidden_BD
-        hidden_BD = self.ops.enter_columns(self.language_model.run(inputs, caches))
-        return self.ops.whole_columns(self.lm_head(hidden_BD)).astype("float32")
+        hidden_BC = (1.0 - attention_mask.astype("float32")) * MASKED_SCORE
+        inputs["rotary_pos_emb"].prepare([self.groups * self.key_heads, self.key_heads])
+        inputs["score_bias"] = hidden_BC.unsqueeze([1, 2]).tile([1, self.key_heads, self.groups, 1])
+        return step_logits(self, self.ops, input_ids, inputs, caches)
 
     def input_spec(self) -> list:
         """Its inputs; the mask `[B, C]` is 1 at real keys, the new one among them."""
@@ -284,4 +256,10 @@ def model_to_export(
         },
         quantized=list(matrices(model.language_model, model.lm_head)),
         computes_in_half=True,
+        traced=traced_for,
     )
+
+
+def traced_for(device: Device) -> AbstractContextManager:
+    """On a CPU with kernels that have no backward pass; for a GPU as they are."""
+    return without_gradient() if device == "cpu" else nullcontext()

@@ -75,6 +75,9 @@ def batch(*rows, images=None, videos=None, left_padding=0) -> dict:
 
 BATCHES = {
     "text": batch([1, 2, 3, 4, 5]),
+    # Fewer queries than the prefill has blocks of them.
+    "token": batch([7]),
+    "tokens": batch([7, 8, 9], [2, 3, 4]),
     "image": batch([1, ("image", 4), 5, 6, 7, 8, 9], images=[[1, 4, 4]]),
     "images": batch(
         [1, ("image", 6), 5, ("image", 1), 8], images=[[1, 4, 6], [1, 2, 2]]
@@ -98,6 +101,11 @@ def test_tokens_are_those_of_the_model(model, exported, name):
     wanted = model.generate(**BATCHES[name], max_new_tokens=9, on_logits=wanted_scores.append)
     assert found.tolist() == wanted.tolist()
     np.testing.assert_allclose(scores, wanted_scores, rtol=1e-4, atol=1e-5)
+
+
+def test_chunks_of_a_prompt_are_refused(exported):
+    with pytest.raises(ValueError, match="prefill_chunk_size is 4, but an exported prefill runs"):
+        exported.stream(**BATCHES["text"], prefill_chunk_size=4)
 
 
 def test_sampled_tokens_are_those_of_the_model(model, exported):

@@ -3,7 +3,8 @@
 Guarantees: the kernel is that of the first tensor's device; a device without a kernel and a traced
 program get the plain implementation; a choice of plain implementations holds for the process, a
 forced choice until its block ends, also nested or after an error. Tests of the operations and the
-golden cases cover the results of kernels.
+golden cases cover the results of kernels. Kernels without a backward pass run only where it is said
+that no gradient is needed.
 """
 
 import paddle
@@ -17,6 +18,7 @@ from paddle_vl.nn.operations import (
     chosen_kernels,
     operation,
     use_kernels,
+    without_gradient,
 )
 
 
@@ -62,6 +64,26 @@ def test_plain_implementations_can_be_chosen_for_the_process(doubled):
     assert doubled(x)[0] == "cpu"
     with pytest.raises(ValueError, match="kernels is 'fast'; 'fused' or 'plain'"):
         choose_kernels("fast")
+
+
+def test_kernels_without_a_backward_pass_run_only_where_no_gradient_is_needed(doubled):
+    x = paddle.ones([2])
+
+    @doubled.register("cpu", gradient=False)
+    def _without(x, more=0):
+        assert not paddle.is_grad_enabled()
+        return "without", x * 2
+
+    # Recomputed activations must round as the first pass.
+    with paddle.no_grad():
+        assert doubled(x)[0] == "cpu"
+    with without_gradient():
+        assert doubled(x)[0] == "without"
+        with use_kernels("plain"):
+            assert doubled(x)[0] == "plain"
+    with pytest.raises(ValueError, match="stop"), without_gradient():
+        raise ValueError("stop")
+    assert doubled(x)[0] == "cpu"
 
 
 def test_a_choice_can_be_forced(doubled):

@@ -11,6 +11,7 @@ import paddle
 import pytest
 
 from paddle_vl import GenerationConfig, Qwen3VLForConditionalGeneration
+from paddle_vl.nn.cpu import inference
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
 from paddle_vl.testing.qwen3_vl import IMAGE, patches, token_rows
 from tests.support.gpu_stubs.attention import FLASH
@@ -86,6 +87,27 @@ def test_a_left_padded_row_answers_as_it_does_alone(settings):
             **settings,
         )
         assert together[b].tolist() == alone[b].tolist()
+
+
+def test_a_long_answer_takes_its_rotary_tables_in_parts(monkeypatch):
+    model, ids = tiny_model(), token_rows([1, 2, 3], [7, 8, 9])
+    wanted = model.generate(input_ids=ids, max_new_tokens=9).tolist()
+    monkeypatch.setattr("paddle_vl.families.qwen3_vl.generate._CachedDecoder.TABLE_STEPS", 3)
+    assert model.generate(input_ids=ids, max_new_tokens=9).tolist() == wanted
+
+
+def test_a_step_on_the_cpu_attends_over_the_whole_buffers(monkeypatch):
+    model, keys = tiny_model(), []
+    plain = inference.biased_attention
+
+    def seen(q, k, v, bias):
+        keys.append(k.shape[2])
+        return plain(q, k, v, bias)
+
+    monkeypatch.setattr(inference, "biased_attention", seen)
+    model.generate(input_ids=token_rows([1, 2, 3]), max_new_tokens=4)
+    # Three prompt tokens and three that get keys, at each of three steps of three layers.
+    assert keys == [6] * 9
 
 
 def test_rows_end_at_any_stop_token_and_are_filled_with_the_pad_token():
@@ -200,20 +222,14 @@ def test_the_head_sees_the_last_column_only():
 
 
 @pytest.mark.parametrize("has_views", [False, True])
-def test_steps_view_the_cache_whatever_the_process_has_chosen(has_views):
-    name, model, found = "FLAGS_use_stride_kernel", tiny_model(), []
+def test_tokens_do_not_depend_on_what_the_process_has_chosen(has_views):
+    name, model = "FLAGS_use_stride_kernel", tiny_model()
     ids, settings = token_rows([1, 2, 3], [4, 5, 6]), {"max_new_tokens": 3, "do_sample": True}
     settings |= {"seed": 0, "top_p": 0.9, "repetition_penalty": 1.2}
     wanted = model.generate(input_ids=ids, **settings).tolist()
     paddle.set_flags({name: has_views})
-    model.register_forward_pre_hook(lambda *_: found.append(paddle.get_flags(name)[name]))
-    steps = model.stream(input_ids=ids, **settings)
-    tokens = [next(steps)]
-    for _ in range(2):
-        tokens.append(next(steps))
-        assert paddle.get_flags(name)[name] is has_views
-    assert found == [has_views, True, True]
-    assert np.stack(tokens, axis=1).tolist() == wanted
+    assert model.generate(input_ids=ids, **settings).tolist() == wanted
+    assert paddle.get_flags(name)[name] is has_views
 
 
 def test_streamed_steps_are_the_columns_of_generate():
@@ -282,6 +298,7 @@ def test_logits_of_the_last_columns_are_those_of_all():
         ({"do_sample": True, "temperature": 0.0}, "temperature is 0.0"),
         ({"eos_token_id": [3, 64]}, "eos_token_id 64 lies outside the model's vocabulary of 64"),
         ({"pad_token_id": 99}, "pad_token_id 99 lies outside"),
+        ({"prefill_chunk_size": 0}, "prefill_chunk_size is 0; it must be an integer of at least 1"),
         ({"temprature": 1.0}, "temprature is not a generation setting; did you mean temperature"),
     ],
 )
