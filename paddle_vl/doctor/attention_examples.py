@@ -15,6 +15,7 @@ from paddle_vl.nn.attention import (
     PackedSamples,
     Segments,
 )
+from paddle_vl.nn.cached_attention import CachedKeys
 
 
 def _heads(rng: np.random.Generator, sizes: Sizes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -57,6 +58,27 @@ def _padded_attention(rng: np.random.Generator, sizes: Sizes) -> Inputs:
 def _cached_attention(rng: np.random.Generator, sizes: Sizes) -> Inputs:
     q, k, v = _heads(rng, sizes)
     return Inputs((q[:, -4:].copy(), k, v), work=_scores_work(sizes, 4 / sizes.length))
+
+
+@example("cached_attention", has_products=True)
+def _cached_keys(rng: np.random.Generator, sizes: Sizes) -> Inputs:
+    return _with_buffers(rng, sizes, 1)
+
+
+@example("cached_attention.prompt", has_products=True)
+def _cached_prompt(rng: np.random.Generator, sizes: Sizes) -> Inputs:
+    return _with_buffers(rng, sizes, sizes.length // 2)
+
+
+def _with_buffers(rng: np.random.Generator, sizes: Sizes, queries: int) -> Inputs:
+    """Buffers with a quarter of their positions free."""
+    shape = (2, sizes.key_heads, sizes.length, sizes.head_width)
+    q = normal(rng, 2, queries, sizes.heads, sizes.head_width)
+    used = 3 * sizes.length // 4
+    # Made anew for each device, which its bias lies on.
+    cached: Callable[[], CachedKeys] = lambda: CachedKeys(used)  # noqa: E731
+    work = 4 * 2 * queries * used * sizes.heads * sizes.head_width
+    return Inputs((q, normal(rng, *shape), normal(rng, *shape), cached), work=work)
 
 
 @example("equal_segments_attention", has_products=True)

@@ -71,8 +71,9 @@ class QueryBlocks:
     Not a tuple, which Paddle would search for tensors. See `query_blocks`.
 
     Args:
-        rows: first and end row of each block, a row for each query and query head of a key head.
-        ends: number of keys that a block sees.
+        rows: first and end row of each block, a row for each query and query head of a key head;
+            None for the first and last one.
+        ends: number of keys that a block sees; None for all.
         biases: float32 `[B, rows of a block, keys of a block]`.
     """
 
@@ -88,8 +89,7 @@ def query_blocks(bias_BLL: Tensor, groups: int, number: int = 4) -> QueryBlocks:
         groups: query heads per key head.
         number: of blocks; some are empty if there are fewer queries.
     """
-    length = bias_BLL.shape[1]
-    bias_BRL = paddle.stack([bias_BLL] * groups, axis=2).flatten(1, 2)
+    length, bias_BRL = bias_BLL.shape[1], _per_query_head(bias_BLL, groups)
     rows, ends, biases = [], [], []
     for i in range(number):
         begin, end = length * i // number, length * (i + 1) // number
@@ -97,6 +97,18 @@ def query_blocks(bias_BLL: Tensor, groups: int, number: int = 4) -> QueryBlocks:
         ends.append(end)
         biases.append(bias_BRL[:, begin * groups : end * groups, :end])
     return QueryBlocks(rows, ends, biases)
+
+
+def one_block(bias_BLS: Tensor, groups: int) -> QueryBlocks:
+    """`query_blocks` for queries that may see keys behind them: all queries with all keys.
+
+    It reads no size, so it may be called where a traced program does not know any.
+    """
+    return QueryBlocks([(None, None)], [None], [_per_query_head(bias_BLS, groups)])
+
+
+def _per_query_head(bias_BLS: Tensor, groups: int) -> Tensor:
+    return paddle.stack([bias_BLS] * groups, axis=2).flatten(1, 2)
 
 
 def biased_attention(

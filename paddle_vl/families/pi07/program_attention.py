@@ -13,7 +13,7 @@ from paddle_vl.families.pi07.config import PI07Config
 from paddle_vl.families.pi07.decoder import SuffixView
 from paddle_vl.families.pi07.decoder_layers import KeyValue, PrefixKeys, StreamView
 from paddle_vl.families.pi07.engine_config import Gemma3WithExpertConfig
-from paddle_vl.nn.attention import bias_of_groups, biased_attention
+from paddle_vl.nn.cached_attention import biased_attention, one_block
 
 
 class ProgramView(StreamView):
@@ -29,7 +29,7 @@ class ProgramView(StreamView):
         )
         text = config.gemma3_config.text_config
         groups = text.num_attention_heads // text.num_key_value_heads
-        self._bias = bias_of_groups(view.mask.bias_B1LS.squeeze(1), groups)
+        self._bias = one_block(view.mask.bias_B1LS.squeeze(1), groups)
 
     def attend(self, q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
         """Attention output `[B, L, N, H]`."""
