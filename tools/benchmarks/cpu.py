@@ -1,0 +1,85 @@
+"""All measurements of speed on this machine, one after the other, with references on torch.
+
+    python tools/benchmarks/cpu.py --against PYTHON                 # about half an hour
+    python tools/benchmarks/cpu.py --against PYTHON --write-docs    # into the pages of docs/
+
+Training steps of both families with and without C kernels, generation of the model, its programs
+and ONNX, a policy's chunk of actions, stored weights, the data path, and the head with its loss.
+Each is a benchmark of its own, which compares its sides in turn and prints ratios with their
+spread; docs/cpu_speed.md leads to all tables. `--against` names an interpreter with torch and
+transformers in an environment of its own; without it there is no reference.
+"""
+
+import argparse
+import shlex
+import subprocess
+import sys
+import time
+from typing import NamedTuple
+
+from harness import ROOT
+
+
+class Benchmark(NamedTuple):
+    """A benchmark's script with its options, and the page that has its markers.
+
+    Attributes:
+        takes_reference: whether it has `--against`.
+    """
+
+    script: str
+    page: str
+    options: str = ""
+    takes_reference: bool = False
+
+
+BENCHMARKS = (
+    Benchmark("step.py", "README.md", "--family qwen3_vl", True),
+    Benchmark("step.py", "README.md", "--family pi07"),
+    Benchmark(
+        "step.py",
+        "docs/cpu_speed.md",
+        "--family qwen3_vl --no-compiler train.recompute=full",
+        True,
+    ),
+    Benchmark("step.py", "docs/cpu_speed.md", "--family pi07 --no-compiler train.recompute=full"),
+    Benchmark("export.py", "docs/export.md", "--tokens 16 --rounds 3 --repeats 1 --parts", True),
+    Benchmark("export_pi07.py", "docs/export.md", "--rounds 3"),
+    Benchmark("stored_weights.py", "docs/export.md", "--repeats 1"),
+    Benchmark("data_path.py", "docs/data_path.md", "", True),
+    Benchmark("head_loss.py", "docs/step_overhead.md"),
+)
+
+
+def command(benchmark: Benchmark, against: str | None, writes: bool) -> list[str]:
+    """The command line of one benchmark."""
+    script = ROOT / "tools" / "benchmarks" / benchmark.script
+    line = [sys.executable, str(script), *shlex.split(benchmark.options)]
+    if against and benchmark.takes_reference:
+        line += ["--against", against]
+    return [*line, "--write-doc", str(ROOT / benchmark.page)] if writes else line
+
+
+def main() -> int:
+    made = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    made.add_argument("--against", metavar="PYTHON", help="an interpreter with the references")
+    made.add_argument("--write-docs", action="store_true", help="write the tables into the pages")
+    made.add_argument("--only", nargs="+", metavar="SCRIPT", help="some of the scripts")
+    options = made.parse_args()
+    chosen = [b for b in BENCHMARKS if not options.only or b.script in options.only]
+    if not chosen:
+        made.error(f"--only: the scripts are {', '.join(sorted({b.script for b in BENCHMARKS}))}")
+    failed = []
+    for benchmark in chosen:
+        name, begin = f"{benchmark.script} {benchmark.options}".strip(), time.monotonic()
+        print(f"== {name}", flush=True)
+        if subprocess.run(command(benchmark, options.against, options.write_docs)).returncode:
+            failed.append(name)
+        print(f"-- {time.monotonic() - begin:.0f} s\n", flush=True)
+    for name in failed:
+        print(f"failed: {name}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
