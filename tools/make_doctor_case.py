@@ -9,8 +9,8 @@ config.json, and the versions. Parameters are random and away from neutral value
 that is left out changes the loss.
 """
 
+import argparse
 import json
-import sys
 
 import numpy as np
 
@@ -32,6 +32,9 @@ NEW_TOKENS = 6
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("file", metavar="FILE", help="the safetensors file to write")
+    options = parser.parse_args()
     # Imported here, as in the other tools for torch's interpreter.
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
@@ -99,7 +102,7 @@ def main() -> None:
     }
     arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     made_with = f"transformers {transformers.__version__}, torch {torch.__version__}"
-    save_file(arrays, sys.argv[1], {"config": json.dumps(values), "made_with": made_with})
+    save_file(arrays, options.file, {"config": json.dumps(values), "made_with": made_with})
     print(f"loss {output.loss.item():.6f}, tokens {tokens.tolist()}")
 
 

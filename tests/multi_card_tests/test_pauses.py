@@ -48,7 +48,7 @@ def run_paused(
 @pytest.mark.parametrize(
     ("start", "overrides", "seconds"),
     [
-        ("nproc", PIPELINE, 32),
+        pytest.param("nproc", PIPELINE, 32, marks=pytest.mark.heavy),
         pytest.param("nproc", (), 45, marks=pytest.mark.heavy),
         pytest.param("nproc4", PIPELINES, 45, marks=pytest.mark.heavy),
         pytest.param("nproc4", TENSOR, 45, marks=pytest.mark.heavy),

@@ -20,6 +20,7 @@ from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.decoder import DecoderOutput, Streams, SuffixView
 from paddle_vl.families.pi07.engine_config import Gemma3Config, Gemma3TextConfig, GemmaExpertConfig
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
+from paddle_vl.families.pi07.layers import SharedConditions
 from paddle_vl.families.pi07.planner import PI07HighLevelPlannerModel
 from paddle_vl.families.pi07.policy_model import PolicyModel, as_tensors
 from paddle_vl.families.pi07.prefix import IMAGE_ROWS
@@ -78,7 +79,8 @@ class PI07Stage(ABC):
         streams, _ = decoder.run_layers(self.layers, streams, prefix_view, suffix_view)
         if self.is_last:
             return self._losses(decoder.leave(streams, prefix_view, suffix_view), batch)
-        return paddle.concat([rows.reshape([-1]) for rows in streams if isinstance(rows, Tensor)])
+        sent = [rows for rows in streams if not isinstance(rows, SharedConditions | None)]
+        return paddle.concat([rows.reshape([-1]) for rows in sent])
 
     def _shapes(self, batch: Mapping[str, Any], presence: Presence) -> list[tuple[int, int]]:
         """(rows, width) of each tensor of `Streams` in a message."""

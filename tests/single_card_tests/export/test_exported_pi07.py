@@ -105,6 +105,7 @@ def test_the_golden_rollout(exported, monkeypatch):
     exported.begin(exported.config)
 
 
+@pytest.mark.heavy
 def test_another_policy_is_exported_too(tmp_path):
     """One frame, a state and an action projection for each group, and `sdpa` attention."""
     changes = {"n_obs_steps": 1, "per_group_projection": True, "dataset_names": ["a", "b"]}
