@@ -40,8 +40,8 @@ def run_file(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def frozen(run_file) -> Path:
-    # The projector starts at zero: it must grow before the tower has a gradient worth a step. Faster,
-    # attention would saturate, and gradients of a millionth be rounding.
+    # The projector starts at zero: it must grow before the tower has a gradient worth a step. With
+    # faster steps attention would saturate, and gradients of a millionth be rounding.
     grow = ["train.learning_rate=0.02", "train.max_steps=8"]
     assert build_trainer(load_run_config(run_file, grow)).run() is None
     return run_file.parent / "out" / "final"
