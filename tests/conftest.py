@@ -7,6 +7,7 @@ import paddle
 import pytest
 
 from paddle_vl.compat import amd_instruction_set
+from paddle_vl.nn.operations import choose_kernels, chosen_kernels
 from tests.support.gpu_stubs.installed import gpu_stubs
 
 # Read by Paddle's matrix library at its first product; without it tests run several times longer
@@ -25,9 +26,10 @@ def _gpu_stubs():
 @pytest.fixture(autouse=True)
 def _keep_process_settings():
     """Commands choose kernels for the whole process; a test must not."""
-    kept = paddle.get_flags("FLAGS_use_stride_kernel")
+    kept, kernels = paddle.get_flags("FLAGS_use_stride_kernel"), chosen_kernels()
     yield
     paddle.set_flags(kept)
+    choose_kernels(kernels)
     compiled = sys.modules.get("paddle_vl.nn.cpu.compiled")
     if compiled is not None:
         compiled.disable()

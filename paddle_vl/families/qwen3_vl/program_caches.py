@@ -4,6 +4,7 @@ Shapes: B batch, L new tokens, S keys so far, C capacity of buffers, N query hea
 head width.
 """
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import paddle
@@ -12,7 +13,7 @@ from paddle import Tensor
 from paddle_vl.nn.cached_attention import biased_attention
 
 
-class HeadsFirst:
+class HeadsFirst(ABC):
     """A cache of a program: keys and values with heads before positions, under a bias."""
 
     def mask(self, num_new: Any, bias: Any) -> Any:
@@ -24,9 +25,9 @@ class HeadsFirst:
         key_BKLH, value_BKLH = (x.transpose([0, 2, 1, 3]) for x in (key_BLKH, value_BLKH))
         return biased_attention(q_BLNH, *self.append(key_BKLH, value_BKLH), bias)
 
+    @abstractmethod
     def append(self, key_BKLH: Tensor, value_BKLH: Tensor) -> tuple[Tensor, Tensor]:
         """Keep new keys and values; all that are attended to."""
-        raise NotImplementedError
 
 
 class NewKeys(HeadsFirst):
