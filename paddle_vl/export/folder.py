@@ -199,7 +199,10 @@ class ExportFolder:
         from paddle_vl.export.ranks import connect, own_rank
 
         if runtime != "paddle":
-            raise ValueError(f"{path} is an export of ranks, which have no programs for {runtime}")
+            raise ValueError(
+                f"{path} is an export of ranks, which have no programs for {runtime}: load it "
+                "without a runtime"
+            )
         rank = own_rank(path, manifest.mp_degree)
         own = cls.open(rank_folder(path, rank))
         connect(rank, manifest.mp_degree)

@@ -58,7 +58,10 @@ def connect(rank: int, size: int) -> None:
     global _connected
     if _connected is not None:
         if _connected != (rank, size):
-            raise ValueError(f"this process is rank {_connected[0]} of {_connected[1]} already")
+            raise ValueError(
+                f"this process is rank {_connected[0]} of {_connected[1]} already: load an export "
+                f"for {size} ranks in processes of its own"
+            )
         return
     store = core.create_or_get_global_tcp_store()
     manager: Any = core.CommContextManager

@@ -398,7 +398,10 @@ class Family(ABC):
         Raises:
             ValueError: the family has none, or does not divide over the ranks.
         """
-        raise ValueError(f"the model in {folder} is of a family without programs of single ranks")
+        raise ValueError(
+            f"the model in {folder} is of a family without programs of single ranks: leave "
+            "--mp-degree out"
+        )
 
     @classmethod
     def with_synthetic_data(cls, config: RunConfig, data: SyntheticData) -> RunConfig:
