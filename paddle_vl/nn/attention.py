@@ -326,6 +326,12 @@ class BlockMask(AttentionMask):
     def row_intervals(self) -> Tensor:
         return self._intervals_B1L2
 
+    def of_queries(self, queries: slice) -> AttentionMask:
+        """The mask of some of the queries over all keys."""
+        mask = AttentionMask(lambda: self._dense(queries))
+        mask.has_key_BL11 = self.has_key_BL11[:, queries]
+        return mask
+
     @cached_property
     def _intervals_B1L2(self) -> Tensor:
         """All rows from the first of its block see a key. That of padding is seen by none: its
@@ -338,10 +344,15 @@ class BlockMask(AttentionMask):
         both = (paddle.where(self._pad_BL, x, place_L.expand(x.shape)) for x in (end_BL, first_BL))
         return paddle.stack(list(both), axis=-1).unsqueeze(1)
 
-    def _dense(self) -> Tensor:
+    def _dense(self, queries: slice = slice(None)) -> Tensor:
         block_BL = paddle.cumsum(self._marks_BL.astype("int64"), axis=1)
-        earlier = block_BL.unsqueeze(1) <= block_BL.unsqueeze(2)
-        real = paddle.logical_and(self._pad_BL.unsqueeze(1), self._pad_BL.unsqueeze(2))
+        own_BL, real_BL = (
+            (block_BL, self._pad_BL)
+            if queries == slice(None)
+            else (block_BL[:, queries], self._pad_BL[:, queries])
+        )
+        earlier = block_BL.unsqueeze(1) <= own_BL.unsqueeze(2)
+        real = paddle.logical_and(self._pad_BL.unsqueeze(1), real_BL.unsqueeze(2))
         return paddle.logical_and(earlier, real)
 
 

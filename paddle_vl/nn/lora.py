@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import paddle
-import paddle.nn.functional as F
 from paddle import Tensor, nn
 from paddle.nn.initializer import Constant
+
+from paddle_vl.nn.operations import dropout
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class LowRank(nn.Layer):
         if not (self.training and self.settings.dropout):
             return x
         with self.random():
-            return F.dropout(x, self.settings.dropout)
+            return dropout(x, self.settings.dropout)
 
     def projected(self, x: Tensor, A: Tensor, B: Tensor) -> Tensor:
         """The output for an input after dropout, with these factors."""

@@ -268,9 +268,21 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 
 @operation
-def geglu(gate: Tensor, up: Tensor) -> Tensor:
-    """`gelu(gate) * up` with the tanh form of GELU, as in Gemma."""
+def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """`gelu(gate) * up` with the tanh form of GELU, as in Gemma; without `up` both are halves of
+    `gate`'s last dim."""
+    if up is None:
+        gate, up = paddle.chunk(gate, 2, axis=-1)
     return gelu(gate, True) * up
+
+
+@operation
+def dropout(x: Tensor, p: float) -> Tensor:
+    """Zeroes entries with probability `p` and scales the others by `1 / (1 - p)`.
+
+    What is dropped follows from the state of Paddle's random generator, and differs by device.
+    """
+    return F.dropout(x, p)
 
 
 def slice_axis(x: Tensor, begin: int, end: int, axis: int = 0) -> Tensor:
@@ -310,7 +322,7 @@ class RowDropout(nn.Layer):
         if not (self.training and self.p):
             return x_TD
         with self.random():
-            return F.dropout(x_TD, self.p)
+            return dropout(x_TD, self.p)
 
 
 def next_token_targets(labels_BL: Tensor) -> Tensor:

@@ -49,6 +49,9 @@ def counted_products(monkeypatch) -> Iterator[Counts]:
             _count_gradients(counts, out, operations * sum(not t.stop_gradient for t in (x, y)))
         return out
 
+    def counting_sum(bias, x, y):
+        return counting(x, y) + bias
+
     def backward(*args, **kwargs):
         counts.is_in_backward = True
         run_backward(*args, **kwargs)
@@ -62,6 +65,7 @@ def counted_products(monkeypatch) -> Iterator[Counts]:
             patch.setitem(norm.kernels, "cpu", kernel)
         patch.setattr(experts, "unpermute_rows", _weighted_sum)
         patch.setattr(paddle, "matmul", counting)
+        patch.setattr(paddle, "addmm", counting_sum)
         patch.setattr(paddle.Tensor, "backward", backward)
         patch.setattr(attention, "SoftmaxAttention", _Attention(counts, matmul))
         yield counts
@@ -73,13 +77,14 @@ class _Attention:
     def __init__(self, counts: Counts, matmul):
         self.counts, self.matmul = counts, matmul
 
-    def apply(self, q_ZRH, k_ZSH, v_ZSH, blocks, key_bias_Z1S):
-        outputs = [
-            self._block(block, block.rows(q_ZRH), block.keys(k_ZSH), block.keys(v_ZSH))
-            for block in blocks
-        ]
+    def apply(self, q_ZRH, k_ZSH, v_ZSH, parts, key_bias_Z1S):
         assert key_bias_Z1S is None
-        return paddle.concat(outputs, axis=1)
+        outputs, size = [], q_ZRH.shape[0] // len(parts)
+        for number, blocks in enumerate(parts):
+            q, k, v = (x[number * size : (number + 1) * size] for x in (q_ZRH, k_ZSH, v_ZSH))
+            of_part = [self._block(b, b.rows(q), b.keys(k), b.keys(v)) for b in blocks]
+            outputs.append(paddle.concat(of_part, axis=1))
+        return paddle.concat(outputs, axis=0)
 
     def _block(self, block, q, k, v):
         bias = paddle.zeros([q.shape[0], q.shape[1], k.shape[1]])

@@ -58,8 +58,8 @@ def policy_model(settings: dict[str, Any], processor: str) -> Any:
         dropout=given["dropout"],
         disable_internal_bf16_cast=True,
     )
-    model = low_level.PI07LowLevelFlowMatching(PI07LowLevelConfig(**given), parts["discrete_action_vocab_size"])
-    return model.float().train()
+    config, vocab_size = PI07LowLevelConfig(**given), parts["discrete_action_vocab_size"]
+    return low_level.PI07LowLevelFlowMatching(config, vocab_size).float().train()
 
 
 def batch_of(settings: dict[str, Any]) -> dict[str, Any]:

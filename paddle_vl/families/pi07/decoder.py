@@ -141,7 +141,7 @@ class DecoderOutput(NamedTuple):
     """Both streams after the final norms; None for a stream that was not given.
 
     Attributes:
-        prefix: `[B, L, D]`.
+        prefix: `[B, L, D]`, or the rows that its view's `output` names.
         suffix: `[B, C, E]`.
         cache: keys and values of the prefix by layer, if they were to be kept.
     """
@@ -308,7 +308,7 @@ class InterleavedDecoder(nn.Layer):
         if prefix_TD is not None:
             assert self.norm is not None, "the last stage has the norms"
             assert prefix_view is not None, "a prefix has a view"
-            prefix_BLD = self._leave(self.norm(prefix_TD), prefix_view)
+            prefix_BLD = self._leave(self.norm(prefix_TD), prefix_view.output)
         if suffix_TE is not None:
             assert self.expert_norm is not None, "the last stage has the norms"
             assert suffix_view is not None, "a suffix has a view"

@@ -79,6 +79,27 @@ class StreamView:
         self.shape, self.rotary, self.mask = shape, rotary, mask
         self.scale, self.implementation = scale, implementation
         self.num_rows = shape[0] * shape[1] if num_rows is None else num_rows
+        self._output: StreamView | None = None
+        self._rows = slice(None)
+
+    @property
+    def output(self) -> "StreamView":
+        """The view of the rows that are read after the last layer; the view itself if all are."""
+        return self._output or self
+
+    def read_only(self, rows: slice, mask: AttentionMask) -> None:
+        """Name the rows of each sample that are read after the last layer.
+
+        Args:
+            mask: that of these rows.
+        """
+        shape = (self.shape[0], rows.stop - rows.start)
+        self._output = StreamView(shape, self.rotary, mask, self.scale, self.implementation)
+        self._output._rows = rows
+
+    def rows_of(self, x_BLC: Tensor) -> Tensor:
+        """The view's rows among all rows of each sample."""
+        return x_BLC if self._rows == slice(None) else x_BLC[:, self._rows]
 
     def prepare(self, num_heads: Sequence[int]) -> None:
         """Make what all layers share now, outside of a loop of a program that reads it."""
@@ -133,7 +154,8 @@ class BackboneLayer(nn.Layer):
         rope_base: base of this layer's rotary angles.
         serves_tokens_alone: True for the last layer of a model with an expert. Its attention output
             reaches the token loss only, but its keys and values also the action loss. Queries may
-            then get no gradient when keys and values do, so they are not fused with these.
+            then get no gradient when keys and values do, so they are not fused with these; and all
+            behind keys and values runs for the rows that the token loss reads.
     """
 
     def __init__(
@@ -145,7 +167,7 @@ class BackboneLayer(nn.Layer):
         serves_tokens_alone: bool = False,
     ):
         super().__init__()
-        self.rope_base = rope_base
+        self.rope_base, self.serves_tokens_alone = rope_base, serves_tokens_alone
         width, head_dim, epsilon = config.hidden_size, config.head_dim, config.rms_norm_eps
         self.input_layernorm = placement.layers.row_wise(GemmaRMSNorm(width, epsilon))
         self.self_attn = Attention(config, width, placement, is_fused=not serves_tokens_alone)
@@ -160,10 +182,14 @@ class BackboneLayer(nn.Layer):
     def forward(
         self, x_TD: Tensor, view: StreamView, past: KeyValue | None = None
     ) -> tuple[Tensor, KeyValue]:
-        """The rows `[T, D]`, and the keys and values of `past` followed by this call's."""
+        """The rows `[T, D]`, in the last layer those of `view.output`; and the keys and values of
+        `past` followed by this call's."""
+        output = view.output if self.serves_tokens_alone else view
         attended_TD, key_value = self.self_attn(
-            self.input_layernorm(x_TD), view, self.rope_base, past
+            self.input_layernorm(x_TD), view, self.rope_base, past, output
         )
+        if output is not view:
+            x_TD = output.rows_of(x_TD.reshape([*view.shape, -1])).flatten(0, 1)
         x_TD = x_TD + self.post_attention_layernorm(self.dropout(attended_TD))
         mlp_TD = self.mlp(self.pre_feedforward_layernorm(x_TD))
         return x_TD + self.post_feedforward_layernorm(self.dropout(mlp_TD)), key_value
@@ -236,8 +262,19 @@ class Attention(nn.Layer):
         self.k_norm: GemmaRMSNorm | None = None
 
     def forward(
-        self, x_TD: Tensor, view: StreamView, rope_base: float, past: KeyValue | None
+        self,
+        x_TD: Tensor,
+        view: StreamView,
+        rope_base: float,
+        past: KeyValue | None,
+        output: StreamView | None = None,
     ) -> tuple[Tensor, KeyValue]:
+        """Rows of the output, and keys and values.
+
+        Args:
+            output: the view of the rows whose output is needed; None for all.
+        """
+        output = output or view
         rows_TC = self.qkv_proj(x_TD, view.num_rows)
         q_BLNH = self._of_heads(rows_TC[0], view)
         k_BSKH = self._of_heads(rows_TC[1], view)
@@ -250,7 +287,7 @@ class Attention(nn.Layer):
         else:
             if past is not None:
                 k_BSKH, v_BSKH = appended(past, k_BSKH, v_BSKH)
-            out_BLNH = view.attend(q_BLNH, k_BSKH, v_BSKH)
+            out_BLNH = output.attend(output.rows_of(q_BLNH), k_BSKH, v_BSKH)
         out_TD = out_BLNH.reshape([-1, rows_TC[0].shape[-1]])
         return self.o_proj(self.placement.ops.pad_rows(out_TD)), (k_BSKH, v_BSKH)
 
@@ -265,7 +302,7 @@ class GemmaMLP(nn.Layer):
     def __init__(self, width: int, inner: int, placement: Placement):
         super().__init__()
         columns = [Columns("gate_proj", inner), Columns("up_proj", inner)]
-        self.gate_up_proj = placement.layers.projections(width, columns)
+        self.gate_up_proj = placement.layers.projections(width, columns, splits=False)
         self.down_proj = placement.layers.row_linear(inner, width)
 
     def forward(self, x_TD: Tensor) -> Tensor:

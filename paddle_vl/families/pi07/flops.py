@@ -2,9 +2,10 @@
 
 Tower: patch embedding and layers for every patch of every real frame and goal image; attention
 within a frame; in layers with temporal attention also between the same patch of real frames, causal
-in time. Past frames count in all layers, though only current frames are output.
+in time. Behind the last of these layers only current frames are left.
 Backbone: linears for every real token of the prefix, attention for the visible pairs of its blocks,
-heads at the real tokens that they predict.
+heads at the real tokens that they predict. The output of the policy's last layer counts only at the
+tokens before action tokens (sequence parallelism computes it at all tokens).
 Expert: all steps of a chunk, which see each other and the real tokens before the action tail.
 
 Real are: frames and states inside the episode (always the current one) of existing cameras; tokens
@@ -31,6 +32,9 @@ _ENGINE = "model.gemma3_with_expert"
 _BACKBONE = f"{_ENGINE}.gemma3.model"
 _LANGUAGE = f"{_BACKBONE}.language_model"
 _TOKEN_TABLE = f"{_LANGUAGE}.embed_tokens.weight"
+# Units of rows, and of the pairs that they see.
+_ALL_TOKENS = ("tokens", "token_pairs")
+_PREDICTING = ("predicting_tokens", "predicting_pairs")
 
 
 class PI07Flops(FlopCounter):
@@ -55,8 +59,9 @@ class PI07Flops(FlopCounter):
         self._operations = self._walk(Operations(trained), losses)
 
     def units(self, batch: Mapping[str, Any]) -> dict[str, int]:
-        """Units of the tower; `tokens` of the prefix and `token_pairs`; `states`, `action_tokens`;
-        `steps` of chunks, `step_pairs`, and `cross_pairs` of steps and prefix tokens."""
+        """Units of the tower; `tokens` of the prefix and `token_pairs`; `predicting_tokens`, those
+        before action tokens, and `predicting_pairs`; `states`, `action_tokens`; `steps` of chunks,
+        `step_pairs`, and `cross_pairs` of steps and prefix tokens."""
         backbone = self.config.vlm_config.gemma3_config
         real_BF = real_frames(batch, np)
         real_B = real_BF.sum(axis=1)
@@ -71,6 +76,8 @@ class PI07Flops(FlopCounter):
         return _tower_units(backbone, frames, frame_pairs, int((cameras_B + goals_B).sum())) | {
             "tokens": prefix.num_tokens,
             "token_pairs": prefix.num_pairs,
+            "predicting_tokens": prefix.num_predicting,
+            "predicting_pairs": prefix.predicting_pairs,
             "states": int(real_B.sum()),
             "action_tokens": int(batch["discrete_action_masks"].sum()),
             "steps": samples * steps,
@@ -104,7 +111,8 @@ class PI07Flops(FlopCounter):
         )
         for i in range(text.num_hidden_layers):
             is_last = i == text.num_hidden_layers - 1
-            rows, key, value = _backbone_layer(prefix, tokens if is_last else prefix, text, i, rows)
+            rest = (tokens, _PREDICTING) if is_last else (prefix, _ALL_TOKENS)
+            rows, key, value = _backbone_layer(prefix, *rest, text, i, rows)
             seen = (key and not insulated, value and not insulated)
             steps = _expert_layer(actions, vlm.gemma_expert_config, i, steps, time, seen)
         rows = tokens.norm(f"{_LANGUAGE}.norm", rows)
@@ -159,7 +167,7 @@ class PI07PlannerFlops(FlopCounter):
         rows = _tower(operations, backbone, layers + 1)
         rows |= operations.trains(_TOKEN_TABLE)
         for i in range(text.num_hidden_layers):
-            rows, _, _ = _backbone_layer(operations, operations, text, i, rows)
+            rows, _, _ = _backbone_layer(operations, operations, _ALL_TOKENS, text, i, rows)
         rows = operations.norm(f"{_LANGUAGE}.norm", rows)
         for name in ("memory", "response"):
             counted = operations if f"CE_{name}" in losses else operations.without_backward()
@@ -172,7 +180,7 @@ def _tower_units(
     backbone: Gemma3Config, frames: int, frame_pairs: int, images: int
 ) -> dict[str, int]:
     """Units `patches`, `image_tokens`, and visible pairs of patches: `patch_pairs` in a frame,
-    `time_pairs` in time.
+    `time_pairs` in time; `current_patches` and `current_pairs` of output images alone.
 
     Args:
         frames: input frames of the tower.
@@ -184,6 +192,8 @@ def _tower_units(
         "patches": frames * patches,
         "patch_pairs": frames * patches**2,
         "time_pairs": frame_pairs * patches,
+        "current_patches": images * patches,
+        "current_pairs": images * patches**2,
         "image_tokens": images * backbone.mm_tokens_per_image,
     }
 
@@ -196,20 +206,24 @@ def _tower(operations: Operations, backbone: Gemma3Config, stride: int) -> bool:
         "patches", f"{embeddings}.patch_embedding", 3 * vision.patch_size**2, width, False
     )
     rows |= operations.trains(f"{embeddings}.position_embedding.weight")
+    num_with_past = vision.num_hidden_layers // stride * stride
     for i in range(vision.num_hidden_layers):
+        unit, pairs = ("patches", "patch_pairs")
+        if i >= num_with_past:
+            unit, pairs = ("current_patches", "current_pairs")
         layer = f"{tower}.encoder.layers.{i}"
         normed = operations.norm(f"{layer}.layer_norm1", rows)
         q, k, v = (
-            operations.linear("patches", f"{layer}.self_attn.{name}_proj", width, width, normed)
+            operations.linear(unit, f"{layer}.self_attn.{name}_proj", width, width, normed)
             for name in "qkv"
         )
         if (i + 1) % stride == 0:
             v |= operations.attention("time_pairs", width, q, k, v)
-        seen = operations.attention("patch_pairs", width, q, k, v)
-        rows |= operations.linear("patches", f"{layer}.self_attn.out_proj", width, width, seen)
+        seen = operations.attention(pairs, width, q, k, v)
+        rows |= operations.linear(unit, f"{layer}.self_attn.out_proj", width, width, seen)
         hidden = operations.norm(f"{layer}.layer_norm2", rows)
-        hidden = operations.linear("patches", f"{layer}.mlp.fc1", width, inner, hidden)
-        rows |= operations.linear("patches", f"{layer}.mlp.fc2", inner, width, hidden)
+        hidden = operations.linear(unit, f"{layer}.mlp.fc1", width, inner, hidden)
+        rows |= operations.linear(unit, f"{layer}.mlp.fc2", inner, width, hidden)
     rows = operations.norm(f"{tower}.post_layernorm", rows)
     projector = f"{_BACKBONE}.multi_modal_projector"
     rows = operations.norm(f"{projector}.mm_soft_emb_norm", rows)
@@ -218,14 +232,21 @@ def _tower(operations: Operations, backbone: Gemma3Config, stride: int) -> bool:
 
 
 def _backbone_layer(
-    operations: Operations, rest: Operations, text: Gemma3TextConfig, number: int, rows: bool
+    operations: Operations,
+    rest: Operations,
+    output: tuple[str, str],
+    text: Gemma3TextConfig,
+    number: int,
+    rows: bool,
 ) -> tuple[bool, bool, bool]:
     """Count a layer; returns whether gradients reach its output rows, keys, and values.
 
     Args:
         rest: counts everything but keys and values.
+        output: the units of its output rows and of the pairs that they see.
         rows: whether gradients reach the input rows.
     """
+    tokens, pairs = output
     layer = f"{_ENGINE}.interleaved_layers.{number}.backbone_layer"
     width, queries = text.hidden_size, text.num_attention_heads * text.head_dim
     keys, attention = text.num_key_value_heads * text.head_dim, f"{layer}.self_attn"
@@ -234,11 +255,11 @@ def _backbone_layer(
     k = operations.linear("tokens", f"{attention}.k_proj", width, keys, normed)
     v = operations.linear("tokens", f"{attention}.v_proj", width, keys, normed)
     q, k = rest.norm(f"{attention}.q_norm", q), operations.norm(f"{attention}.k_norm", k)
-    seen = rest.attention("token_pairs", queries, q, k, v)
-    out = rest.linear("tokens", f"{attention}.o_proj", queries, width, seen)
+    seen = rest.attention(pairs, queries, q, k, v)
+    out = rest.linear(tokens, f"{attention}.o_proj", queries, width, seen)
     rows |= rest.norm(f"{layer}.post_attention_layernorm", out)
     hidden = rest.norm(f"{layer}.pre_feedforward_layernorm", rows)
-    hidden = _mlp(rest, "tokens", f"{layer}.mlp", width, text.intermediate_size, hidden)
+    hidden = _mlp(rest, tokens, f"{layer}.mlp", width, text.intermediate_size, hidden)
     rows |= rest.norm(f"{layer}.post_feedforward_layernorm", hidden)
     return rows, k, v
 

@@ -26,9 +26,10 @@ from paddle_vl.families.pi07.decoder import (
     DecoderOutput,
     InterleavedDecoder,
     SuffixView,
+    prefix_positions,
     suffix_positions,
 )
-from paddle_vl.families.pi07.decoder_layers import KeyValue, PrefixKeys
+from paddle_vl.families.pi07.decoder_layers import KeyValue, PrefixKeys, StreamView
 from paddle_vl.families.pi07.layers import GroupedProjection, SharedConditions, fresh_std
 from paddle_vl.families.pi07.policy_model import PolicyModel, as_tensors, freeze
 from paddle_vl.families.pi07.prefix import Prefix, PrefixEmbedding
@@ -39,7 +40,7 @@ from paddle_vl.families.pi07.prefix_layout import (
     Presence,
     presence_of,
 )
-from paddle_vl.nn.attention import KeyMask
+from paddle_vl.nn.attention import BlockMask, KeyMask
 from paddle_vl.nn.linear import Linear
 from paddle_vl.nn.operations import host_table
 from paddle_vl.nn.placement import Placement
@@ -325,8 +326,25 @@ class PI07LowLevelFlowMatching(PolicyModel):
         assert self.suffix is not None, "a full model has all layers"
         rows, cond = self.suffix(noisy.x_t, noisy.time, group_B)
         return self.decoder(
-            prefix.embs, rows, cond, self.prefix_view(prefix), self.suffix_view(prefix)
+            prefix.embs, rows, cond, self.training_view(prefix), self.suffix_view(prefix)
         )
+
+    def training_view(self, prefix: Prefix | PrefixMasks) -> StreamView:
+        """`prefix_view`, of which only the rows are output that predict action tokens.
+
+        Under sequence parallelism these are not evenly divided over the ranks, so all are output.
+        """
+        pad_BL, marks_BL = prefix.pad_masks, prefix.att_masks
+        mask = BlockMask(pad_BL, marks_BL)
+        view = self.decoder.view(prefix_positions(pad_BL), mask)
+        if self.placement.ops.row_part.size == 1:
+            rows = self._predicting_rows(pad_BL.shape[1])
+            view.read_only(rows, mask.of_queries(rows))
+        return view
+
+    def _predicting_rows(self, num_tokens: int) -> slice:
+        """Rows of the tokens before each action token."""
+        return slice(num_tokens - 1 - self.config.discrete_action_max_length, num_tokens - 1)
 
     def suffix_view(self, prefix: Prefix | PrefixMasks) -> SuffixView:
         """Positions and mask of a chunk of actions after a prefix."""
@@ -381,11 +399,15 @@ class PI07LowLevelFlowMatching(PolicyModel):
         return flow_loss(noisy.velocity, velocity, counts)
 
     def action_token_logits(self, prefix_BLD: Tensor) -> Tensor:
-        """Logits `[B, L_a, V]` of the action tokens, each from the token before it."""
-        length = self.config.discrete_action_max_length
-        end = prefix_BLD.shape[1] - 1
+        """Logits `[B, L_a, V]` of the action tokens, each from the token before it.
+
+        Args:
+            prefix_BLD: all rows of the prefix, or those of these tokens.
+        """
         assert self.da_head is not None, "the last stage has the heads"
-        return self.da_head(prefix_BLD[:, end - length : end])
+        if prefix_BLD.shape[1] != self.config.discrete_action_max_length:
+            prefix_BLD = prefix_BLD[:, self._predicting_rows(prefix_BLD.shape[1])]
+        return self.da_head(prefix_BLD)
 
     @paddle.no_grad()
     def sample_actions(

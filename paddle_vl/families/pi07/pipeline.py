@@ -18,6 +18,7 @@ from paddle import Tensor
 
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.decoder import DecoderOutput, Streams, SuffixView
+from paddle_vl.families.pi07.decoder_layers import StreamView
 from paddle_vl.families.pi07.engine_config import Gemma3Config, Gemma3TextConfig, GemmaExpertConfig
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
 from paddle_vl.families.pi07.layers import SharedConditions
@@ -69,7 +70,7 @@ class PI07Stage(ABC):
         unread = () if self.is_first and IMAGE_ROWS not in batch else IMAGES
         batch |= as_tensors({name: batch[name] for name in batch if name not in unread})
         masks = model.tokens.masks(batch, presence)
-        prefix_view, suffix_view = model.prefix_view(masks), self._suffix_view(masks)
+        prefix_view, suffix_view = self._prefix_view(masks), self._suffix_view(masks)
         if self.is_first:
             streams = self._embedded(batch, presence)
         else:
@@ -95,6 +96,9 @@ class PI07Stage(ABC):
         pieces = paddle.split(arrived_R, [rows * width for rows, width in shapes])
         streams = [x.reshape(list(shape)) for x, shape in zip(pieces, shapes, strict=True)]
         return Streams(*streams, *[None] * (len(Streams._fields) - len(streams)))
+
+    def _prefix_view(self, masks: PrefixMasks) -> StreamView:
+        return self.model.prefix_view(masks)
 
     def _suffix_view(self, masks: PrefixMasks) -> SuffixView | None:
         return None
@@ -132,6 +136,9 @@ class PI07LowLevelStage(PI07Stage):
         config = self.model.config
         steps = self._num_rows(batch["lang_tokens"].shape[0] * config.chunk_size)
         return [*super()._shapes(batch, presence), *[(steps, config.proj_width)] * 2]
+
+    def _prefix_view(self, masks: PrefixMasks) -> StreamView:
+        return self.model.training_view(masks)
 
     def _suffix_view(self, masks: PrefixMasks) -> SuffixView:
         return self.model.suffix_view(masks)

@@ -327,11 +327,21 @@ class PrefixTokens:
 
     def counts(self, batch: Mapping[str, np.ndarray], presence: Presence) -> "PrefixCounts":
         """Sums over a training batch of NumPy arrays, see `PrefixCounts`."""
-        (pad_BL, marks_BL, num_seen), num_pairs = self.masks(batch, presence, xp=np), 0
-        for pad_L, block_L in zip(pad_BL, np.cumsum(marks_BL, axis=1), strict=True):
-            real = np.bincount(block_L[pad_L])
-            num_pairs += int((real * np.cumsum(real)).sum())
-        return PrefixCounts(int(pad_BL.sum()), num_pairs, int(pad_BL[:, :num_seen].sum()))
+        pad_BL, marks_BL, num_seen = self.masks(batch, presence, xp=np)
+        seen_BL = np.zeros(pad_BL.shape, dtype=np.int64)
+        for seen_L, pad_L, block_L in zip(
+            seen_BL, pad_BL, np.cumsum(marks_BL, axis=1), strict=True
+        ):
+            seen_L[pad_L] = np.cumsum(np.bincount(block_L[pad_L]))[block_L[pad_L]]
+        num_actions = batch["discrete_actions"].shape[1] if "discrete_actions" in batch else 0
+        predicting = slice(pad_BL.shape[1] - 1 - num_actions, pad_BL.shape[1] - 1)
+        return PrefixCounts(
+            int(pad_BL.sum()),
+            int(seen_BL.sum()),
+            int(pad_BL[:, :num_seen].sum()),
+            int(pad_BL[:, predicting].sum()),
+            int(seen_BL[:, predicting].sum()),
+        )
 
     def ids(self, block: Block, batch: Mapping[str, Any]) -> Tensor:
         """Token ids of a block of text, int64 `[B, n]`."""
@@ -400,11 +410,15 @@ class PrefixCounts(NamedTuple):
         num_tokens: real tokens.
         num_pairs: pairs of real tokens of which the first sees the second.
         num_seen: real tokens that the expert sees.
+        num_predicting: real tokens, each before an action token.
+        predicting_pairs: pairs of which the first is one of these.
     """
 
     num_tokens: int
     num_pairs: int
     num_seen: int
+    num_predicting: int
+    predicting_pairs: int
 
 
 def _marks(attends: Attends, num_tokens: int, num_cameras: int) -> list[bool]:

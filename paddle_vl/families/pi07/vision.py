@@ -78,6 +78,8 @@ class SiglipTower(nn.Layer):
         # A convolution whose stride is its kernel is one matrix product over flattened patches.
         self.patch_embedding = Linear(3 * config.patch_size**2, config.hidden_size, True)
         self.position_embedding = _Positions(config)
+        # Behind the last layer that attends over past frames, past frames reach no output.
+        self.num_layers_with_past = config.num_hidden_layers // stride * stride
         self.layers = nn.LayerList(
             [
                 SiglipLayer(config, looks_back=(i + 1) % stride == 0)
@@ -101,14 +103,12 @@ class SiglipTower(nn.Layer):
         """
         x_PNU = self.patch_embedding(self._patches(pixels_PCHW))
         x_PNU = self.position_embedding(x_PNU)
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
+            if history is not None and number == self.num_layers_with_past:
+                x_PNU, history = _current_frames(x_PNU, history), None
             x_PNU = layer(x_PNU, history)
         if history is not None:
-            _, patches, width = x_PNU.shape
-            frames = history.num_video_frames
-            videos, stills = slice_axis(x_PNU, 0, frames), slice_axis(x_PNU, frames, x_PNU.shape[0])
-            x_BFNU = videos.reshape([-1, history.num_frames, patches, width])
-            x_PNU = paddle.concat([x_BFNU[:, -1], stills])
+            x_PNU = _current_frames(x_PNU, history)
         return self.post_layernorm(x_PNU)
 
     def _patches(self, pixels_PCHW: Tensor) -> Tensor:
@@ -117,6 +117,15 @@ class SiglipTower(nn.Layer):
         patches = pixels_PCHW.reshape([-1, 3, side, size, side, size]).transpose([0, 2, 4, 1, 3, 5])
         patches = patches.reshape([-1, side * side, 3 * size * size])
         return patches.astype(self.patch_embedding.weight.dtype)
+
+
+def _current_frames(x_PNU: Tensor, history: FrameHistory) -> Tensor:
+    """Rows of the last frame of each video, and of all stills."""
+    _, patches, width = x_PNU.shape
+    frames = history.num_video_frames
+    videos, stills = slice_axis(x_PNU, 0, frames), slice_axis(x_PNU, frames, x_PNU.shape[0])
+    x_BFNU = videos.reshape([-1, history.num_frames, patches, width])
+    return paddle.concat([x_BFNU[:, -1], stills])
 
 
 @paddle.jit.not_to_static

@@ -10,7 +10,7 @@ heads share a key head and are neighbouring rows.
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -50,20 +50,20 @@ def _causal_attention(
     if packed is not None:
         # Offsets count over all batch rows, so the batch becomes one long row.
         q, k, v = (x.reshape([1, batch * length, *x.shape[2:]]) for x in (q_BLNH, k_BSKH, v_BSKH))
-        out = _attention_in_blocks(q, k, v, packed_blocks(packed.offsets, groups))
+        out = _attention_in_blocks(q, k, v, (packed_blocks(packed.offsets, groups),))
         return out.reshape(q_BLNH.shape)
     key_bias_Z1S = None
     if key_bias_BS is not None:
         key_bias_Z1S = key_bias_BS.repeat_interleave(key_heads, axis=0).unsqueeze(1)
     blocks = causal_blocks(length, keys, groups)
-    return _attention_in_blocks(q_BLNH, k_BSKH, v_BSKH, blocks, key_bias_Z1S)
+    return _attention_in_blocks(q_BLNH, k_BSKH, v_BSKH, (blocks,), key_bias_Z1S)
 
 
 def _attention_in_blocks(
     q_BLNH: Tensor,
     k_BSKH: Tensor,
     v_BSKH: Tensor,
-    blocks: "tuple[Block, ...]",
+    parts: "Parts",
     key_bias_Z1S: Tensor | None = None,
 ) -> Tensor:
     batch, length, heads, width = q_BLNH.shape
@@ -79,7 +79,7 @@ def _attention_in_blocks(
         x.transpose([0, 2, 1, 3]).reshape([batch * key_heads, keys, width])
         for x in (k_BSKH, v_BSKH)
     )
-    out_ZRH = SoftmaxAttention.apply(q_ZRH, k_ZSH, v_ZSH, blocks, key_bias_Z1S)
+    out_ZRH = SoftmaxAttention.apply(q_ZRH, k_ZSH, v_ZSH, parts, key_bias_Z1S)
     return (
         out_ZRH.reshape([batch, key_heads, length, groups * width])
         .transpose([0, 2, 1, 3])
@@ -98,7 +98,7 @@ def _equal_segments_attention(
         .reshape([count * heads, length, width])
         for x in (q_PNH, k_PNH, v_PNH)
     )
-    out = SoftmaxAttention.apply(q, k, v, (Block(0, length, 0, length),), None)
+    out = SoftmaxAttention.apply(q, k, v, ((Block(0, length, 0, length),),), None)
     return (
         out.reshape([count, heads, length, width])
         .transpose([0, 2, 1, 3])
@@ -115,34 +115,23 @@ def _eager_or_sdpa_attention(
     scale: float,
     implementation: str,
 ) -> Tensor:
-    batch, length, heads, width = q_BLNH.shape
-    keys, key_heads = k_BSKH.shape[1], k_BSKH.shape[2]
-    factor = scale * width**0.5
+    factor = scale * q_BLNH.shape[-1] ** 0.5
     q_BLNH = q_BLNH if factor == 1.0 else q_BLNH * factor
-    if not mask.all_see:
-        # The scores of a query without a key are equal anyway; this stops their gradient.
-        q_BLNH = q_BLNH * mask.has_key_BL11.astype(q_BLNH.dtype)
-    # The query heads of a key head become rows of one product, so keys are never repeated.
-    rows = length * heads // key_heads
-    q_ZRH = q_BLNH.transpose([0, 2, 1, 3]).reshape([batch * key_heads, rows, width])
-    k_ZSH, v_ZSH = (
-        x.transpose([0, 2, 1, 3]).reshape([batch * key_heads, keys, width])
-        for x in (k_BSKH, v_BSKH)
-    )
-    shape = [batch * key_heads, rows, keys]
-    block = Block(
-        0,
-        rows,
-        0,
-        keys,
-        lambda: mask.bias(heads).reshape(shape),
-        lambda: _mask_factors(mask, heads).reshape(shape),
-    )
-    out_ZRH = SoftmaxAttention.apply(q_ZRH, k_ZSH, v_ZSH, (block,), None)
-    out_BLNH = out_ZRH.reshape([batch, heads, length, width]).transpose([0, 2, 1, 3])
-    if implementation == "sdpa" and not mask.all_see:
-        out_BLNH = out_BLNH * mask.has_key_BL11.astype(out_BLNH.dtype)
-    return out_BLNH
+    key_heads = k_BSKH.shape[2]
+    parts = mask_parts(mask, q_BLNH.shape[2] // key_heads, key_heads)
+    out_BLNH = _attention_in_blocks(q_BLNH, k_BSKH, v_BSKH, parts)
+    if sees(mask).all_see:
+        return out_BLNH
+    out_BLNH = out_BLNH * mask.has_key_BL11.astype(out_BLNH.dtype)
+    return out_BLNH if implementation == "sdpa" else with_averages(out_BLNH, v_BSKH, mask)
+
+
+def with_averages(out_BLNH: Tensor, v_BSKH: Tensor, mask: AttentionMask) -> Tensor:
+    """An output that is zero for a query without a key, with the average of all values there."""
+    groups = out_BLNH.shape[2] // v_BSKH.shape[2]
+    mean_B1KH = v_BSKH.mean(axis=1, keepdim=True)
+    mean_B1NH = mean_B1KH if groups == 1 else mean_B1KH.repeat_interleave(groups, axis=2)
+    return out_BLNH + mean_B1NH * (1.0 - mask.has_key_BL11).astype(out_BLNH.dtype)
 
 
 class Block(NamedTuple):
@@ -151,8 +140,9 @@ class Block(NamedTuple):
     Blocks are in order: a block's keys begin where those of the block before it begin, or end.
 
     Attributes:
-        bias: makes `[end - begin, end_key - first_key]` float32, `MASKED_SCORE` where a row does
-            not see a key and 0 elsewhere; None if all rows see all of these keys.
+        bias: makes `[end - begin, end_key - first_key]` float32, or one such matrix for each of Z,
+            `MASKED_SCORE` where a row does not see a key and 0 elsewhere; None if all rows see all
+            of these keys.
         visible: makes the same as 1 where a row sees a key and 0 elsewhere.
     """
 
@@ -172,6 +162,94 @@ class Block(NamedTuple):
         """The block's rows of keys or values."""
         takes_all = self.first_key == 0 and self.end_key == x_ZSH.shape[1]
         return x_ZSH if takes_all else x_ZSH[:, self.first_key : self.end_key]
+
+
+# Blocks of each of equal parts of Z, for instance of a batch entry that has a mask of its own.
+Parts = Sequence[Sequence[Block]]
+
+
+class Sees(NamedTuple):
+    """What a mask lets queries see, on the host.
+
+    Attributes:
+        visible: `[B, L, S]` bool.
+        ends: `[B, L]` int32, the last key that each query sees plus one; 0 if it sees none.
+        all_see: whether every query sees a key.
+    """
+
+    visible: np.ndarray
+    ends: np.ndarray
+    all_see: bool
+
+
+class _MaskBlocks:
+    """What is made once of a mask that serves several layers."""
+
+    def __init__(self) -> None:
+        self.sees: Sees | None = None
+        self.parts: dict[tuple[int, int], Parts] = {}
+
+
+_of_masks: WeakKeyDictionary[AttentionMask, _MaskBlocks] = WeakKeyDictionary()
+
+
+def sees(mask: AttentionMask) -> Sees:
+    """See `Sees`; reads the mask once."""
+    made = _of_masks.setdefault(mask, _MaskBlocks())
+    if made.sees is None:
+        visible_BLS = np.ascontiguousarray(mask.visible_BLS.numpy())
+        keys = visible_BLS.shape[-1]
+        ends_BL = keys - visible_BLS[:, :, ::-1].argmax(axis=-1)
+        ends_BL[~visible_BLS.any(axis=-1)] = 0
+        made.sees = Sees(visible_BLS, ends_BL.astype(np.int32), bool(ends_BL.all()))
+    return made.sees
+
+
+def mask_parts(mask: AttentionMask, groups: int, key_heads: int) -> Parts:
+    """Blocks of attention under a mask; a query without a key sees all keys of its block.
+
+    A batch entry is a part, so that its mask is common to its heads. Few queries are one block of
+    one part.
+    """
+    made, key = _of_masks.setdefault(mask, _MaskBlocks()), (groups, key_heads)
+    if key not in made.parts:
+        visible_BLS, ends_BL, _ = sees(mask)
+        if visible_BLS.shape[1] <= _QUERY_BLOCK:
+            made.parts[key] = (_common_block(visible_BLS, ends_BL, groups, key_heads),)
+        else:
+            made.parts[key] = tuple(
+                _blocks_of_mask(visible_LS, ends_L, groups)
+                for visible_LS, ends_L in zip(visible_BLS, ends_BL, strict=True)
+            )
+    return made.parts[key]
+
+
+def _common_block(
+    visible_BLS: np.ndarray, ends_BL: np.ndarray, groups: int, key_heads: int
+) -> tuple[Block]:
+    """One block, with a matrix for each of Z."""
+    num_keys = max(int(ends_BL.max()), 1)
+    seen_BLS = visible_BLS[:, :, :num_keys] | (ends_BL == 0)[:, :, None]
+    seen_ZRS = seen_BLS.repeat(groups, axis=1).repeat(key_heads, axis=0)
+    return (_masked_block(0, num_keys, seen_ZRS),)
+
+
+def _blocks_of_mask(visible_LS: np.ndarray, ends_L: np.ndarray, groups: int) -> tuple[Block, ...]:
+    blocks, num_keys = [], 1
+    for begin in range(0, ends_L.size, _QUERY_BLOCK):
+        rows = slice(begin, begin + _QUERY_BLOCK)
+        num_keys = max(num_keys, int(ends_L[rows].max()))
+        seen_LS = visible_LS[rows, :num_keys] | (ends_L[rows] == 0)[:, None]
+        blocks.append(_masked_block(begin * groups, num_keys, seen_LS.repeat(groups, axis=0)))
+    return tuple(blocks)
+
+
+def _masked_block(begin: int, num_keys: int, seen_RS: np.ndarray) -> Block:
+    end = begin + seen_RS.shape[-2]
+    if seen_RS.all():
+        return Block(begin, end, 0, num_keys)
+    seen = paddle.to_tensor(seen_RS, place=paddle.CPUPlace()).astype("float32")
+    return Block(begin, end, 0, num_keys, lambda: (seen - 1.0) * -MASKED_SCORE, lambda: seen)
 
 
 @lru_cache(maxsize=64)
@@ -266,23 +344,6 @@ def _as_factors(bias: Tensor) -> Tensor:
     return (bias == 0.0).astype("float32")
 
 
-# Of masks of several layers: factors by number of heads.
-_factors_of_masks: WeakKeyDictionary[AttentionMask, dict[int, Tensor]] = WeakKeyDictionary()
-
-
-def _mask_factors(mask: AttentionMask, heads: int) -> Tensor:
-    """`[B, heads, L, S]`: 1 where a query sees a key or no key at all, 0 elsewhere.
-
-    The scores of a query without a key are equal, so it gets the average of all values.
-    """
-    by_heads = _factors_of_masks.setdefault(mask, {})
-    if heads not in by_heads:
-        sees_none_BL1 = paddle.logical_not(mask.visible_BLS.any(axis=-1, keepdim=True))
-        factor_BLS = paddle.logical_or(mask.visible_BLS, sees_none_BL1).astype("float32")
-        by_heads[heads] = paddle.concat([factor_BLS.unsqueeze(1)] * heads, axis=1)
-    return by_heads[heads]
-
-
 def _reach(past: int) -> int:
     """Past keys of the triangle that a block is cut from: a power of two, so that few are kept."""
     reach = _QUERY_BLOCK
@@ -309,35 +370,40 @@ class SoftmaxAttention(PyLayer):
     With delta the row sums of grad * out, the gradient of the scores is `p * (grad @ v^T - delta)`,
     as in FlashAttention (Dao et al., https://arxiv.org/abs/2205.14135).
 
-    Takes `[Z, R, H]` queries, `[Z, S, H]` keys and values, `Block`s that cover all keys, and a bias
-    `[Z, 1, S]` of every key or None; returns `[Z, R, H]`.
+    Takes `[Z, R, H]` queries, `[Z, S, H]` keys and values, the `Parts` of Z, and a bias `[Z, 1, S]`
+    of every key or None; returns `[Z, R, H]`.
     """
 
     @staticmethod
-    def forward(ctx, q_ZRH, k_ZSH, v_ZSH, blocks, key_bias_Z1S):
-        ctx.blocks, ctx.scale = blocks, q_ZRH.shape[-1] ** -0.5
+    def forward(ctx, q_ZRH, k_ZSH, v_ZSH, parts, key_bias_Z1S):
+        ctx.parts, ctx.scale = parts, q_ZRH.shape[-1] ** -0.5
         ctx.needs = [not x.stop_gradient for x in (q_ZRH, k_ZSH, v_ZSH)]
         q_ZRH = q_ZRH * ctx.scale
+        q_ZRH, k_ZSH, v_ZSH = map(_contiguous, (q_ZRH, k_ZSH, v_ZSH))
         if exponentials_are_safe(q_ZRH, k_ZSH, v_ZSH):
             factor_Z1S = None if key_bias_Z1S is None else paddle.exp(key_bias_Z1S)
-            q_ZRH, k_ZSH, v_ZSH = map(_contiguous, (q_ZRH, k_ZSH, v_ZSH))
-            out, log_sum_ZR1 = _exponential_attention(q_ZRH, k_ZSH, v_ZSH, blocks, factor_Z1S)
+            out, log_sum_ZR1 = _exponential_attention(q_ZRH, k_ZSH, v_ZSH, parts, factor_Z1S)
             if out is not None:
                 ctx.recomputes, ctx.key_factor = True, factor_Z1S
                 ctx.save_for_backward(q_ZRH, k_ZSH, v_ZSH, out, log_sum_ZR1)
                 return out
         ctx.recomputes = False
         probabilities, outputs = [], []
-        for block in blocks:
-            scores = paddle.matmul(block.rows(q_ZRH), block.keys(k_ZSH), transpose_y=True)
-            if block.bias is not None:
-                scores.add_(block.bias())
-            if key_bias_Z1S is not None:
-                scores.add_(key_bias_Z1S[:, :, block.first_key : block.end_key])
-            probability = F.softmax(scores)
-            probabilities.append(probability)
-            outputs.append(paddle.matmul(probability, block.keys(v_ZSH)))
-        out = outputs[0] if len(outputs) == 1 else paddle.concat(outputs, axis=1)
+        for chunk in _chunks(q_ZRH.shape[0], parts, _ALL_BYTES):
+            outputs.append([])
+            for block in chunk.blocks:
+                q, k, v = (
+                    block.rows(chunk.of(q_ZRH)),
+                    *map(block.keys, map(chunk.of, (k_ZSH, v_ZSH))),
+                )
+                scores = paddle.matmul(q, k, transpose_y=True)
+                if block.bias is not None:
+                    scores.add_(chunk.of_mask(block.bias()))
+                if key_bias_Z1S is not None:
+                    scores.add_(chunk.of(key_bias_Z1S)[:, :, block.first_key : block.end_key])
+                probabilities.append(F.softmax(scores))
+                outputs[-1].append(paddle.matmul(probabilities[-1], block.keys(v)))
+        out = _joined([_joined(of_blocks, axis=1) for of_blocks in outputs], axis=0)
         ctx.save_for_backward(q_ZRH, k_ZSH, v_ZSH, out, *probabilities)
         return out
 
@@ -352,33 +418,65 @@ class SoftmaxAttention(PyLayer):
             # Likewise [q, -log_sum] @ [k, 1]^T: the exponentials of that are the probabilities.
             q_and_sum = paddle.concat([q_ZRH, -kept[0]], axis=-1)
             k_and_one = paddle.concat([k_ZSH, paddle.ones_like(k_ZSH[:, :, :1])], axis=-1)
-        grads_of_chunks = []
-        step = _chunk(q_ZRH.shape[0], ctx.blocks) if ctx.recomputes else q_ZRH.shape[0]
-        for z in range(0, q_ZRH.shape[0], step):
-            end = min(z + step, q_ZRH.shape[0])
+        grads_of_chunks, probabilities = [], iter(kept)
+        chunk_bytes = _CHUNK_BYTES if ctx.recomputes else _ALL_BYTES
+        for chunk in _chunks(q_ZRH.shape[0], ctx.parts, chunk_bytes):
 
-            def probability(number: int, block: Block, z: int = z, end: int = end) -> Tensor:
+            def probability(block: Block, chunk: "_Chunk" = chunk) -> Tensor:
                 if not ctx.recomputes:
-                    return kept[number]
-                factor = None if ctx.key_factor is None else ctx.key_factor[z:end]
-                q, k = q_and_sum._slice(z, end), k_and_one._slice(z, end)
-                return _exponentials(q, k, block, factor)
+                    return next(probabilities)
+                factor = None if ctx.key_factor is None else chunk.of(ctx.key_factor)
+                return _exponentials(chunk, block, chunk.of(q_and_sum), chunk.of(k_and_one), factor)
 
-            rows = (q_ZRH, k_ZSH, grad, grad_and_delta, v_and_one)
-            if ctx.recomputes:
-                rows = (x._slice(z, end) for x in rows)
-            grads_of_chunks.append(_chunk_gradients(ctx.blocks, probability, *rows))
+            rows = map(chunk.of, (q_ZRH, k_ZSH, grad, grad_and_delta, v_and_one))
+            grads_of_chunks.append(_chunk_gradients(chunk.blocks, probability, *rows))
         grad_q, grad_k, grad_v = (
-            parts[0] if len(parts) == 1 else paddle.concat(parts, axis=0)
-            for parts in zip(*grads_of_chunks, strict=True)
+            _joined(parts, axis=0) for parts in zip(*grads_of_chunks, strict=True)
         )
         grads = (grad_q.scale_(ctx.scale), grad_k, grad_v)
         # Paddle requires None for an input without gradient.
         return tuple(grad if need else None for grad, need in zip(grads, ctx.needs, strict=True))
 
 
-def _exponentials(q_ZRH: Tensor, k_ZSH: Tensor, block: Block, factor_Z1S: Tensor | None) -> Tensor:
-    """`exp(q @ k^T)`, zero where a row does not see a key.
+class _Chunk(NamedTuple):
+    """Consecutive entries `[begin, end)` of Z, of one part."""
+
+    begin: int
+    end: int
+    blocks: Sequence[Block]
+
+    def of(self, x_Z: Tensor) -> Tensor:
+        """The chunk's entries of a contiguous tensor; a view."""
+        takes_all = self.begin == 0 and self.end == x_Z.shape[0]
+        return x_Z if takes_all else x_Z._slice(self.begin, self.end)
+
+    def of_mask(self, x: Tensor) -> Tensor:
+        """The same of a matrix for each of Z; a common one as it is."""
+        return self.of(x) if x.ndim == 3 else x
+
+
+def _chunks(batch: int, parts: Parts, num_bytes: int) -> Iterator[_Chunk]:
+    """Z in chunks, in order.
+
+    Args:
+        num_bytes: most bytes of the scores of a block.
+    """
+    size = batch // len(parts)
+    for number, blocks in enumerate(parts):
+        largest = max((b.end - b.begin) * (b.end_key - b.first_key) for b in blocks)
+        step = max(1, min(size, num_bytes // (4 * max(largest, 1))))
+        for begin in range(number * size, (number + 1) * size, step):
+            yield _Chunk(begin, min(begin + step, (number + 1) * size), blocks)
+
+
+def _joined(tensors: Sequence[Tensor], axis: int) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else paddle.concat(list(tensors), axis=axis)
+
+
+def _exponentials(
+    chunk: _Chunk, block: Block, q_ZRH: Tensor, k_ZSH: Tensor, factor_Z1S: Tensor | None
+) -> Tensor:
+    """`exp(q @ k^T)` of a chunk's entries, zero where a row does not see a key.
 
     Hidden scores are not biased, since an exponential that underflows takes a thousand times as
     long.
@@ -386,7 +484,7 @@ def _exponentials(q_ZRH: Tensor, k_ZSH: Tensor, block: Block, factor_Z1S: Tensor
     scores = paddle.matmul(block.rows(q_ZRH), block.keys(k_ZSH), transpose_y=True)
     powers = exponential_(scores)
     if block.visible is not None:
-        powers.multiply_(block.visible())
+        powers.multiply_(chunk.of_mask(block.visible()))
     if factor_Z1S is not None:
         powers.multiply_(factor_Z1S[:, :, block.first_key : block.end_key])
     return powers
@@ -397,8 +495,8 @@ def _contiguous(x: Tensor) -> Tensor:
 
 
 def _chunk_gradients(
-    blocks: "Sequence[Block]",
-    probability: Callable[[int, Block], Tensor],
+    blocks: Sequence[Block],
+    probability: Callable[[Block], Tensor],
     q_ZRH: Tensor,
     k_ZSH: Tensor,
     grad: Tensor,
@@ -406,11 +504,11 @@ def _chunk_gradients(
     v_and_one: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grads_q, grads_k, grads_v, first_key = [], [], [], None
-    for number, block in enumerate(blocks):
+    for block in blocks:
         score_grad = paddle.matmul(
             block.rows(grad_and_delta), block.keys(v_and_one), transpose_y=True
         )
-        p = probability(number, block)
+        p = probability(block)
         score_grad.multiply_(p)
         grads_q.append(paddle.matmul(score_grad, block.keys(k_ZSH)))
         block_k = paddle.matmul(score_grad, block.rows(q_ZRH), transpose_x=True)
@@ -423,15 +521,16 @@ def _chunk_gradients(
         first_key = block.first_key
         grads_k.append(block_k)
         grads_v.append(block_v)
-    grad_q, grad_k, grad_v = (
-        parts[0] if len(parts) == 1 else paddle.concat(parts, axis=1)
-        for parts in (grads_q, grads_k, grads_v)
-    )
-    return grad_q, grad_k, grad_v
+    # No query sees the keys behind the last block's.
+    num_keys = k_ZSH.shape[1] - blocks[-1].first_key
+    grads_k[-1], grads_v[-1] = (_pad_keys(parts[-1], num_keys) for parts in (grads_k, grads_v))
+    return _joined(grads_q, axis=1), _joined(grads_k, axis=1), _joined(grads_v, axis=1)
 
 
 def _pad_keys(x_ZSH: Tensor, num_keys: int) -> Tensor:
     batch, keys, width = x_ZSH.shape
+    if keys == num_keys:
+        return x_ZSH
     return paddle.concat(
         [x_ZSH, paddle.zeros([batch, num_keys - keys, width], x_ZSH.dtype)], axis=1
     )
@@ -446,6 +545,7 @@ _LEAST_SUM = math.exp(-_LARGEST_SCORE - 1.0)
 _LARGEST_LOG = 80.0
 # Bytes of the scores of a chunk: few enough to stay in the processor's caches.
 _CHUNK_BYTES = 8 << 20
+_ALL_BYTES = 1 << 62
 
 
 def exponentials_are_safe(q_ZRH: Tensor, k_ZSH: Tensor, v_ZSH: Tensor) -> bool:
@@ -471,17 +571,11 @@ def host_float(x: Tensor) -> float:
     return ctypes.c_float.from_address(x.data_ptr()).value
 
 
-def _chunk(batch: int, blocks: "Sequence[Block]") -> int:
-    """How many of Z make one chunk."""
-    largest = max((b.end - b.begin) * (b.end_key - b.first_key) for b in blocks)
-    return max(1, min(batch, _CHUNK_BYTES // (4 * max(largest, 1))))
-
-
 def _exponential_attention(
     q_ZRH: Tensor,
     k_ZSH: Tensor,
     v_ZSH: Tensor,
-    blocks: "Sequence[Block]",
+    parts: Parts,
     factor_Z1S: Tensor | None,
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """Attention without a maximum, and the logarithms `[Z, R, 1]` of the sums of exponentials.
@@ -491,23 +585,24 @@ def _exponential_attention(
     Args:
         factor_Z1S: exponentials of the keys' bias.
     """
-    batch, _, width = q_ZRH.shape
-    v_and_one = paddle.concat([v_ZSH, paddle.ones_like(v_ZSH[:, :, :1])], axis=-1)
-    chunks, step = [], _chunk(batch, blocks)
-    for z in range(0, batch, step):
-        end = min(z + step, batch)
-        q, k, v = (x._slice(z, end) for x in (q_ZRH, k_ZSH, v_and_one))
-        factor = None if factor_Z1S is None else factor_Z1S[z:end]
-        outputs = [
-            paddle.matmul(_exponentials(q, k, block, factor), block.keys(v)) for block in blocks
-        ]
-        chunks.append(outputs[0] if len(outputs) == 1 else paddle.concat(outputs, axis=1))
-    out = chunks[0] if len(chunks) == 1 else paddle.concat(chunks, axis=0)
-    out_ZRH, sum_ZR1 = out[:, :, :width], out[:, :, width:]
+    outputs, sums = [], []
+    for chunk in _chunks(q_ZRH.shape[0], parts, _CHUNK_BYTES):
+        q, k, v = map(chunk.of, (q_ZRH, k_ZSH, v_ZSH))
+        factor = None if factor_Z1S is None else chunk.of(factor_Z1S)
+        of_blocks: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for block in chunk.blocks:
+            powers = _exponentials(chunk, block, q, k, factor)
+            of_blocks[0].append(paddle.matmul(powers, block.keys(v)))
+            of_blocks[1].append(row_sum(powers))
+        outputs.append(_joined(of_blocks[0], axis=1))
+        sums.append(_joined(of_blocks[1], axis=1))
+    out_ZRH, sum_ZR1 = _joined(outputs, axis=0), _joined(sums, axis=0)
     least, most = host_float(sum_ZR1.min()), host_float(sum_ZR1.max())
     if not (least > _LEAST_SUM and most < math.inf):
         return None, None
-    return out_ZRH / sum_ZR1, paddle.log(sum_ZR1)
+    # A quotient that broadcasts a column is slow.
+    inverse_ZRH = paddle.matmul(sum_ZR1.reciprocal(), paddle.ones([1, out_ZRH.shape[-1]]))
+    return out_ZRH.multiply_(inverse_ZRH), paddle.log(sum_ZR1)
 
 
 def exponential_(x: Tensor) -> Tensor:

@@ -28,8 +28,10 @@ from paddle_vl.nn.attention import (
     equal_segments_attention,
 )
 from paddle_vl.nn.cpu import compiler
+from paddle_vl.nn.cpu.attention import sees, with_averages
+from paddle_vl.nn.cpu.dropout import MIXING_DRAWS, seed, threshold
 from paddle_vl.nn.norm import gemma_rms_norm, layer_norm, rms_norm, rms_quotient
-from paddle_vl.nn.operations import Operation, gelu, swiglu
+from paddle_vl.nn.operations import Operation, dropout, geglu, gelu, swiglu
 from paddle_vl.nn.rotary import RotaryTables, apply_rotary
 
 SWITCH = "PADDLE_VL_CPU_KERNELS"
@@ -149,37 +151,38 @@ def _gelu(x: Tensor, approximate: bool = False) -> Tensor:
     return _Gelu.apply(x, approximate)
 
 
-class _SwiGLU(PyLayer):
+class _Gated(PyLayer):
+    """A gated unit; `name` is that of its kernels."""
+
     @staticmethod
-    def forward(ctx, gate, up):
+    def forward(ctx, gate, up, name):
         ctx.save_for_backward(gate, up)
-        ctx.needs = (not gate.stop_gradient, not up.stop_gradient)
-        y = paddle.empty_like(gate)
-        _library.swiglu_forward(
-            _data(gate), _data(up), _data(y), _i64(gate.size // gate.shape[-1]),
-            _i64(gate.shape[-1]), _i64(gate.shape[-1]),
-        )  # fmt: skip
+        ctx.needs, ctx.name = (not gate.stop_gradient, not up.stop_gradient), name
+        y, columns = paddle.empty_like(gate), _i64(gate.shape[-1])
+        rows = _i64(gate.size // gate.shape[-1])
+        getattr(_library, f"{name}_forward")(*map(_data, (gate, up, y)), rows, columns, columns)
         return y
 
     @staticmethod
     def backward(ctx, grad):
         gate, up = ctx.saved_tensor()
-        grad, columns = _contiguous(grad), gate.shape[-1]
+        grad, columns, rows = _contiguous(grad), _i64(gate.shape[-1]), gate.size // gate.shape[-1]
         grads = paddle.empty_like(gate), paddle.empty_like(up)
-        _library.swiglu_backward(
-            _data(gate), _data(up), _data(grad), *map(_data, grads),
-            _i64(gate.size // columns), _i64(columns), _i64(columns),
-        )  # fmt: skip
+        getattr(_library, f"{ctx.name}_backward")(
+            *map(_data, (gate, up, grad, *grads)), _i64(rows), columns, columns
+        )
         return tuple(x if need else None for x, need in zip(grads, ctx.needs, strict=True))
 
 
-class _SwiGLUOfHalves(PyLayer):
+class _GatedHalves(PyLayer):
+    """A gated unit of the two halves of a tensor's rows."""
+
     @staticmethod
-    def forward(ctx, both):
+    def forward(ctx, both, name):
         ctx.save_for_backward(both)
-        columns = both.shape[-1] // 2
+        ctx.name, columns = name, both.shape[-1] // 2
         y = paddle.empty([*both.shape[:-1], columns])
-        _library.swiglu_forward(
+        getattr(_library, f"{name}_forward")(
             _data(both), _second_half(both), _data(y), _i64(both.size // (2 * columns)),
             _i64(columns), _i64(2 * columns),
         )  # fmt: skip
@@ -189,7 +192,7 @@ class _SwiGLUOfHalves(PyLayer):
     def backward(ctx, grad):
         (both,) = ctx.saved_tensor()
         grad, columns, grad_both = _contiguous(grad), both.shape[-1] // 2, paddle.empty_like(both)
-        _library.swiglu_backward(
+        getattr(_library, f"{ctx.name}_backward")(
             _data(both), _second_half(both), _data(grad), _data(grad_both),
             _second_half(grad_both), _i64(both.size // (2 * columns)), _i64(columns),
             _i64(2 * columns),
@@ -202,9 +205,49 @@ def _second_half(both: Tensor) -> ctypes.c_void_p:
 
 
 def _swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    return _gated(swiglu, gate, up)
+
+
+def _geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    return _gated(geglu, gate, up)
+
+
+def _gated(unit: Operation, gate: Tensor, up: Tensor | None) -> Tensor:
     if not fits(gate, up) or (up is not None and up.shape != gate.shape):
-        return _replaced[swiglu](gate, up)
-    return _SwiGLUOfHalves.apply(gate) if up is None else _SwiGLU.apply(gate, up)
+        return _replaced[unit](gate, up)
+    name = unit.__name__
+    return _GatedHalves.apply(gate, name) if up is None else _Gated.apply(gate, up, name)
+
+
+# Dropout
+
+
+class _Dropout(PyLayer):
+    """Keeps one byte per entry."""
+
+    @staticmethod
+    def forward(ctx, x, p):
+        ctx.kept, ctx.factor = np.empty(x.size, dtype=np.uint8), 1.0 / (1.0 - p)
+        y = paddle.empty_like(x)
+        _library.dropout_forward(
+            _data(x), _data(y), _data(ctx.kept), _i64(x.size), *map(ctypes.c_uint64, seed()),
+            _i64(MIXING_DRAWS), ctypes.c_uint64(threshold(p)), _float(ctx.factor),
+        )  # fmt: skip
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad, grad_x = _contiguous(grad), paddle.empty_like(grad)
+        _library.dropout_backward(
+            _data(grad), _data(ctx.kept), _data(grad_x), _i64(grad.size), _float(ctx.factor)
+        )
+        return grad_x
+
+
+def _dropout(x: Tensor, p: float) -> Tensor:
+    if not (0.0 < p < 1.0 and fits(x)):
+        return _replaced[dropout](x, p)
+    return _Dropout.apply(x, p)
 
 
 # Rotary embedding
@@ -315,16 +358,16 @@ class _Attention(PyLayer):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, segments, scale, causal, key_bias, visible):
+    def forward(ctx, q, k, v, segments, scale, causal, key_bias, seen):
         rows, heads, width = q.size // (q.shape[-2] * q.shape[-1]), *q.shape[-2:]
         out, statistics = paddle.empty_like(q), paddle.empty([rows, heads, 2])
         longest = int(segments[:, 3].max())
         ctx.sizes = (
             _data(segments), _i64(len(segments)), _i64(heads), _i64(k.shape[-2]), _i64(width),
-            _float(scale), _int(causal), _data(key_bias), _data(visible),
-            _i64(0 if visible is None else visible.shape[-1]), _float(_HIDDEN),
+            _float(scale), _int(causal), _data(key_bias), _data(seen and seen.visible),
+            _data(seen and seen.ends), _i64(seen.visible.shape[-1] if seen else 0), _float(_HIDDEN),
         )  # fmt: skip
-        ctx.room, ctx.kept = _BLOCK * longest, (segments, key_bias, visible)
+        ctx.room, ctx.kept = _BLOCK * longest, (segments, key_bias, seen)
         ctx.needs = [not x.stop_gradient for x in (q, k, v)]
         room = paddle.empty([_num_threads() * ctx.room])
         _library.attention_forward(
@@ -410,21 +453,20 @@ def _eager_or_sdpa_attention(
         return _replaced[eager_or_sdpa_attention](
             q_BLNH, k_BSKH, v_BSKH, mask, scale, implementation
         )
-    if not mask.all_see:
-        # A query without a key gets the average of all values; this stops its gradient.
-        q_BLNH = q_BLNH * mask.has_key_BL11
-    segments, visible = equal_segments(batch, length, keys), _contiguous(mask.visible_BLS)
-    out_BLNH = _Attention.apply(q_BLNH, k_BSKH, v_BSKH, segments, scale, 0, None, visible)
-    if implementation == "sdpa" and not mask.all_see:
-        out_BLNH = out_BLNH * mask.has_key_BL11
-    return out_BLNH
+    segments, seen = equal_segments(batch, length, keys), sees(mask)
+    out_BLNH = _Attention.apply(q_BLNH, k_BSKH, v_BSKH, segments, scale, 0, None, seen)
+    if seen.all_see or implementation == "sdpa":
+        return out_BLNH
+    return with_averages(out_BLNH, v_BSKH, mask)
 
 
 _KERNELS: dict[Operation, Callable] = {
     apply_rotary: _apply_rotary,
     causal_attention: _causal_attention,
+    dropout: _dropout,
     eager_or_sdpa_attention: _eager_or_sdpa_attention,
     equal_segments_attention: _equal_segments_attention,
+    geglu: _geglu,
     gelu: _gelu,
     gemma_rms_norm: _gemma_rms_norm,
     layer_norm: _layer_norm,

@@ -4,7 +4,7 @@ Small inputs of odd sizes: rows longer than a block of attention, grouped key he
 packed keys. A few milliseconds.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -19,8 +19,9 @@ from paddle_vl.nn.attention import (
     eager_or_sdpa_attention,
     equal_segments_attention,
 )
+from paddle_vl.nn.cpu.dropout import dropout_by_numpy
 from paddle_vl.nn.norm import gemma_rms_norm, layer_norm, rms_norm, rms_quotient
-from paddle_vl.nn.operations import Operation, gelu, swiglu, use_kernels
+from paddle_vl.nn.operations import Operation, dropout, geglu, gelu, swiglu, use_kernels
 from paddle_vl.nn.rotary import RotaryTables, apply_rotary
 
 # Most error of values and gradients, relative to the largest one of a tensor.
@@ -28,12 +29,17 @@ TOLERANCE = 1e-5
 
 
 class Case(NamedTuple):
-    """One call: the operation, what is shown, its tensors that get gradients, and the rest."""
+    """One call: the operation, what is shown, its tensors that get gradients, and the rest.
+
+    Attributes:
+        reference: None for the plain operation.
+    """
 
     operation: Operation
     name: str
     tensors: Sequence[Tensor]
     rest: Sequence[Any] = ()
+    reference: Callable[..., Any] | None = None
 
 
 def differences(operations: Sequence[Operation]) -> str:
@@ -51,11 +57,15 @@ def differences(operations: Sequence[Operation]) -> str:
 
 
 def largest_error(case: Case) -> float:
-    """Largest relative error of values and gradients."""
-    results = []
+    """Largest relative error of values and gradients, from the same random state."""
+    results, state = [], paddle.get_rng_state()
     for device in ("plain", "cpu"):
-        with use_kernels(device):
-            results.append(_values_and_gradients(case))
+        call = case.reference if device == "plain" and case.reference else case.operation
+        try:
+            with use_kernels(device):
+                results.append(_values_and_gradients(case, call))
+        finally:
+            paddle.set_rng_state(state)
     errors = [
         float(np.abs(found - wanted).max() / (np.abs(wanted).max() + 1e-30))
         for wanted, found in zip(*results, strict=True)
@@ -63,12 +73,12 @@ def largest_error(case: Case) -> float:
     return float(np.max(errors))
 
 
-def _values_and_gradients(case: Case) -> list[np.ndarray]:
+def _values_and_gradients(case: Case, call: Callable[..., Any]) -> list[np.ndarray]:
     tensors = [x.detach() for x in case.tensors]
     for x in tensors:
         x.stop_gradient = False
     with paddle.enable_grad():
-        out = case.operation(*tensors, *case.rest)
+        out = call(*tensors, *case.rest)
         outputs = list(out) if isinstance(out, tuple | list) else [out]
         weights = [_draw(*y.shape, seed=50 + n) for n, y in enumerate(outputs)]
         paddle.autograd.backward(outputs, weights)
@@ -86,8 +96,11 @@ def cases() -> Iterator[Case]:
     wide, rows = _draw(5, 37, seed=1, scale=3.0), _draw(9, 50, seed=2)
     for approximate in (False, True):
         yield Case(gelu, f"gelu approximate={approximate}", [wide], [approximate])
-    yield Case(swiglu, "swiglu", [wide, _draw(5, 37, seed=3)])
-    yield Case(swiglu, "swiglu of halves", [rows])
+    for unit in (swiglu, geglu):
+        yield Case(unit, unit.__name__, [wide, _draw(5, 37, seed=3)])
+        yield Case(unit, f"{unit.__name__} of halves", [rows])
+    # Entries of several blocks of draws. Paddle's own kernel drops others.
+    yield Case(dropout, "dropout", [_draw(9, 77, seed=9)], [0.4], dropout_by_numpy)
     weight, bias = _draw(50, seed=4), _draw(50, seed=5)
     yield Case(rms_norm, "rms_norm", [rows, weight], [1e-6])
     yield Case(gemma_rms_norm, "gemma_rms_norm", [rows, weight], [1e-6])

@@ -1,4 +1,4 @@
-/* Kernels for the CPU in float32: rotary embedding, attention, norms, swiglu and GELU.
+/* Kernels for the CPU in float32: rotary embedding, attention, norms, dropout, GELU and gated units.
  *
  * Compiled by paddle_vl/nn/cpu/compiler.py where a C compiler is found, and called through ctypes on
  * the data of contiguous tensors. They need no header of Paddle. OpenMP and the matrix product come
@@ -24,7 +24,7 @@ void cblas_sgemm(int layout, int trans_a, int trans_b, int m, int n, int k, floa
 enum { ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112 };
 
 /* Version of the interface, checked after loading. */
-int paddle_vl_kernels_version(void) { return 1; }
+int paddle_vl_kernels_version(void) { return 2; }
 
 /* exp(x) to about one unit in the last place; 0 below -87.3 and the largest power above 88.
  * Source: expf of the Cephes library (S. Moshier). */
@@ -130,6 +130,68 @@ void swiglu_backward(const float *gate, const float *up, const float *grad, floa
       ga[j] = g[j] * b[j] * (s + silu * (1.0f - s));
     }
   }
+}
+
+/* gelu(gate) * up in the tanh form, else as swiglu. */
+void geglu_forward(const float *gate, const float *up, float *y, i64 rows, i64 columns,
+                   i64 stride) {
+#pragma omp parallel for schedule(static)
+  for (i64 i = 0; i < rows; i++) {
+    const float *a = gate + i * stride, *b = up + i * stride;
+    float *o = y + i * columns;
+#pragma omp simd
+    for (i64 j = 0; j < columns; j++) o[j] = a[j] * gelu_gate(a[j]) * b[j];
+  }
+}
+
+void geglu_backward(const float *gate, const float *up, const float *grad, float *grad_gate,
+                    float *grad_up, i64 rows, i64 columns, i64 stride) {
+#pragma omp parallel for schedule(static)
+  for (i64 i = 0; i < rows; i++) {
+    const float *a = gate + i * stride, *b = up + i * stride, *g = grad + i * columns;
+    float *ga = grad_gate + i * stride, *gb = grad_up + i * stride;
+#pragma omp simd
+    for (i64 j = 0; j < columns; j++) {
+      float v = a[j], s = gelu_gate(v);
+      float inner = 1.5957691216057308f * (1.0f + 0.134145f * v * v);
+      gb[j] = g[j] * v * s;
+      ga[j] = g[j] * b[j] * (s + v * (s * (1.0f - s)) * inner);
+    }
+  }
+}
+
+/* ---- dropout ---- */
+
+static inline uint64_t sfc64(uint64_t s[4]) {
+  uint64_t drawn = s[0] + s[1] + s[3]++;
+  s[0] = s[1] ^ (s[1] >> 11);
+  s[1] = s[2] + (s[2] << 3);
+  s[2] = ((s[2] << 24) | (s[2] >> 40)) + drawn;
+  return drawn;
+}
+
+/* Draws as paddle_vl/nn/cpu/dropout.py does: two of 32 bits, low first, in each of 64. An entry is
+ * kept if its draw is not below the threshold. */
+void dropout_forward(const float *x, float *y, uint8_t *kept, i64 n, uint64_t word0, uint64_t word1,
+                     uint64_t word2, i64 mixing, uint64_t threshold, float factor) {
+  uint64_t state[4] = {word0, word1, word2, 1};
+  for (i64 i = 0; i < mixing; i++) sfc64(state);
+  for (i64 begin = 0; begin < n; begin += 256) {
+    uint64_t draws[128];
+    i64 count = n - begin < 256 ? n - begin : 256;
+    for (i64 i = 0; i < (count + 1) / 2; i++) draws[i] = sfc64(state);
+    const uint32_t *halves = (const uint32_t *)draws;
+    for (i64 i = 0; i < count; i++) {
+      uint8_t is_kept = halves[i] >= threshold;
+      kept[begin + i] = is_kept;
+      y[begin + i] = x[begin + i] * (is_kept ? factor : 0.0f);
+    }
+  }
+}
+
+void dropout_backward(const float *grad, const uint8_t *kept, float *grad_x, i64 n, float factor) {
+#pragma omp parallel for simd schedule(static)
+  for (i64 i = 0; i < n; i++) grad_x[i] = grad[i] * (kept[i] ? factor : 0.0f);
 }
 
 /* ---- rotary embedding ---- */
@@ -259,13 +321,25 @@ typedef struct {
   i64 query, queries, key, keys;
 } Segment;
 
-/* Scores of rows [begin, begin + count) of a segment; hidden ones become `hidden`. Returns the number
- * of keys that some of the rows may see. */
-static i64 score_rows(const Segment *s, i64 begin, i64 count, const float *q, const float *k,
-                      i64 query_stride, i64 key_stride, i64 width, float scale, int causal,
-                      const float *key_bias, const uint8_t *visible, i64 mask_keys, float hidden,
-                      float *scores) {
-  i64 keys = causal ? s->keys - s->queries + begin + count : s->keys;
+/* Number of keys that some of the rows [begin, begin + count) of a segment may see. `ends`: the last
+ * key that a row sees plus one, for all rows; NULL without a mask. */
+static i64 seen_keys(const Segment *s, i64 begin, i64 count, int causal, const int32_t *ends) {
+  if (causal) return s->keys - s->queries + begin + count;
+  if (!ends) return s->keys;
+  i64 keys = 0;
+  for (i64 r = 0; r < count; r++) {
+    i64 end = ends[s->query + begin + r];
+    keys = end > keys ? end : keys;
+  }
+  return keys;
+}
+
+/* Scores of rows [begin, begin + count) of a segment with the first keys; hidden ones become
+ * `hidden`. */
+static void score_rows(const Segment *s, i64 begin, i64 count, i64 keys, const float *q,
+                       const float *k, i64 query_stride, i64 key_stride, i64 width, float scale,
+                       const float *key_bias, const uint8_t *visible, i64 mask_keys, float hidden,
+                       float *scores) {
   cblas_sgemm(ROW_MAJOR, PLAIN, TRANSPOSED, count, keys, width, scale,
               q + (s->query + begin) * query_stride, query_stride, k + s->key * key_stride,
               key_stride, 0.0f, scores, keys);
@@ -282,16 +356,16 @@ static i64 score_rows(const Segment *s, i64 begin, i64 count, const float *q, co
       for (i64 j = 0; j < keys; j++) row[j] = sees[j] ? row[j] : hidden;
     }
   }
-  return keys;
 }
 
 /* out = softmax(scale * q @ k^T + bias) @ v, and per row and head the largest score and the inverse of
- * the sum of exponentials. Rows [N][heads][H]; `room` has T * BLOCK * longest keys floats. */
+ * the sum of exponentials. A row that sees no key gets zero. Rows [N][heads][H]; `visible` and
+ * `ends` are a mask or NULL; `room` has T * BLOCK * longest keys floats. */
 void attention_forward(const float *q, const float *k, const float *v, float *out,
                        float *statistics, const Segment *segments, i64 num_segments,
                        i64 query_heads, i64 key_heads, i64 width, float scale, int causal,
-                       const float *key_bias, const uint8_t *visible, i64 mask_keys, float hidden,
-                       float *room, i64 room_size) {
+                       const float *key_bias, const uint8_t *visible, const int32_t *ends,
+                       i64 mask_keys, float hidden, float *room, i64 room_size) {
   i64 groups = query_heads / key_heads, query_stride = query_heads * width;
   i64 key_stride = key_heads * width, num_tasks = 0, next = 0;
   for (i64 s = 0; s < num_segments; s++)
@@ -313,8 +387,14 @@ void attention_forward(const float *q, const float *k, const float *v, float *ou
       i64 begin = block * BLOCK;
       i64 count = s->queries - begin < BLOCK ? s->queries - begin : BLOCK;
       const float *key = k + head / groups * width, *value = v + head / groups * width;
-      i64 keys = score_rows(s, begin, count, q + head * width, key, query_stride, key_stride, width,
-                            scale, causal, key_bias, visible, mask_keys, hidden, scores);
+      i64 keys = seen_keys(s, begin, count, causal, ends);
+      float *rows = out + (s->query + begin) * query_stride + head * width;
+      if (keys == 0) {
+        for (i64 r = 0; r < count; r++) memset(rows + r * query_stride, 0, sizeof(float) * width);
+        continue;
+      }
+      score_rows(s, begin, count, keys, q + head * width, key, query_stride, key_stride, width,
+                 scale, key_bias, visible, mask_keys, hidden, scores);
       float inverse[BLOCK];
       for (i64 r = 0; r < count; r++) {
         float *row = scores + r * keys, largest = -INFINITY, sum = 0.0f;
@@ -328,11 +408,11 @@ void attention_forward(const float *q, const float *k, const float *v, float *ou
         }
         memset(row + seen, 0, sizeof(float) * (keys - seen));
         inverse[r] = 1.0f / sum;
+        if (visible && ends[s->query + begin + r] == 0) inverse[r] = 0.0f;
         float *kept = statistics + ((s->query + begin + r) * query_heads + head) * 2;
         kept[0] = largest;
         kept[1] = inverse[r];
       }
-      float *rows = out + (s->query + begin) * query_stride + head * width;
       cblas_sgemm(ROW_MAJOR, PLAIN, PLAIN, count, width, keys, 1.0f, scores, keys,
                   value + s->key * key_stride, key_stride, 0.0f, rows, query_stride);
       for (i64 r = 0; r < count; r++) {
@@ -349,8 +429,8 @@ void attention_backward(const float *q, const float *k, const float *v, const fl
                         const float *statistics, const float *grad, float *grad_q, float *grad_k,
                         float *grad_v, const Segment *segments, i64 num_segments, i64 query_heads,
                         i64 key_heads, i64 width, float scale, int causal, const float *key_bias,
-                        const uint8_t *visible, i64 mask_keys, float hidden, float *room,
-                        i64 room_size) {
+                        const uint8_t *visible, const int32_t *ends, i64 mask_keys, float hidden,
+                        float *room, i64 room_size) {
   i64 groups = query_heads / key_heads, query_stride = query_heads * width;
   i64 key_stride = key_heads * width, num_tasks = num_segments * key_heads, next = 0;
 #pragma omp parallel
@@ -364,15 +444,29 @@ void attention_backward(const float *q, const float *k, const float *v, const fl
       float *to_key = grad_k + s->key * key_stride + key_head * width;
       float *to_value = grad_v + s->key * key_stride + key_head * width;
       float before = 0.0f;
+      if (visible) {
+        /* The last block may see fewer keys than the others. */
+        for (i64 j = 0; j < s->keys; j++) {
+          memset(to_key + j * key_stride, 0, sizeof(float) * width);
+          memset(to_value + j * key_stride, 0, sizeof(float) * width);
+        }
+        before = 1.0f;
+      }
       for (i64 g = 0; g < groups; g++) {
         i64 head = key_head * groups + g;
-        /* The last block sees all keys, so its products set the sums that others add to. */
+        /* Without a mask the last block sees all keys: its products set the sums that others add to. */
         for (i64 block = blocks - 1; block >= 0; block--) {
           i64 begin = block * BLOCK;
           i64 count = s->queries - begin < BLOCK ? s->queries - begin : BLOCK;
-          i64 keys = score_rows(s, begin, count, q + head * width, key, query_stride, key_stride,
-                                width, scale, causal, key_bias, visible, mask_keys, hidden, powers);
+          i64 keys = seen_keys(s, begin, count, causal, ends);
           i64 first = (s->query + begin) * query_stride + head * width;
+          if (keys == 0) {
+            for (i64 r = 0; r < count; r++)
+              memset(grad_q + first + r * query_stride, 0, sizeof(float) * width);
+            continue;
+          }
+          score_rows(s, begin, count, keys, q + head * width, key, query_stride, key_stride, width,
+                     scale, key_bias, visible, mask_keys, hidden, powers);
           cblas_sgemm(ROW_MAJOR, PLAIN, TRANSPOSED, count, keys, width, 1.0f, grad + first,
                       query_stride, value + s->key * key_stride, key_stride, 0.0f, score_grad, keys);
           for (i64 r = 0; r < count; r++) {

@@ -5,14 +5,21 @@ Its fused GeGLU (`fused_bias_act`) has the erf form of GELU and no gradient, so 
 Paddle's own; a third tensor, `gelu(gate)`, is computed again in the backward pass and not kept.
 """
 
+import paddle
 import paddle.nn.functional as F
-from paddle import _C_ops
+from paddle import Tensor, _C_ops
 from paddle.autograd import PyLayer
 
 from paddle_vl.nn.operations import geglu
 
 
 @geglu.register("gpu")
+def _geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    if up is None:
+        gate, up = paddle.chunk(gate, 2, axis=-1)
+    return _GeGLU.apply(gate, up)
+
+
 class _GeGLU(PyLayer):
     @staticmethod
     def forward(ctx, gate, up):

@@ -308,7 +308,8 @@ def test_an_image_takes_what_is_published_of_its_tower(side, giga):
     batch = test_planner.make_batch() | {"img_masks": [np.array([True, False])]}
     counter = PI07PlannerFlops(config, dict.fromkeys(PLANNER_LABELS, (1,)))
     units, costs = counter.units(batch), counter.operations(batch).forward
-    tower = sum(costs[unit] * units[unit] for unit in ("patches", "patch_pairs"))
+    parts = ("patches", "patch_pairs", "current_patches", "current_pairs")
+    tower = sum(costs[unit] * units[unit] for unit in parts)
     # open_clip's table of ViT-SO400M-14-SigLIP at 224 and 384 pixels includes the pooling, one
     # query over all patches and an MLP, which pi07 lacks.
     width, patches = vision.hidden_size, side**2

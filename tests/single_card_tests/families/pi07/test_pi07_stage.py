@@ -130,7 +130,9 @@ def test_stages_do_not_read_a_batch_back_from_the_device():
     on_device = as_tensors(batch) | {"presence": presence_of(batch)}
     with record_host_reads() as reads:
         loss = through(stages, on_device)["MSE"]
-    assert [place for place in reads if not place.startswith("nn/attention.py")] == []
+    # Kernels for the CPU read masks.
+    kernels = ("nn/attention.py", "nn/cpu/")
+    assert [place for place in reads if not place.startswith(kernels)] == []
     assert loss.item() == wanted
 
 
