@@ -68,6 +68,17 @@ def _geglu(rng: np.random.Generator, sizes: Sizes) -> Inputs:
     return Inputs(tuple(normal(rng, sizes.rows, 3 * sizes.width) for _ in range(2)))
 
 
+@example("geglu.halves")
+def _geglu_of_halves(rng: np.random.Generator, sizes: Sizes) -> Inputs:
+    return Inputs((normal(rng, sizes.rows, 6 * sizes.width),))
+
+
+@example("dropout")
+def _dropout(rng: np.random.Generator, sizes: Sizes) -> Inputs:
+    # Devices drop other entries, so what can be compared is that none is dropped.
+    return Inputs((normal(rng, sizes.rows, sizes.width), 0.0), exact=lambda x, p: x)
+
+
 @example("gemma_rms_norm")
 def _gemma_rms_norm(rng: np.random.Generator, sizes: Sizes) -> Inputs:
     x, weight = _norm_inputs(rng, sizes)

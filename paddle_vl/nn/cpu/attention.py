@@ -382,10 +382,10 @@ class SoftmaxAttention(PyLayer):
         q_ZRH, k_ZSH, v_ZSH = map(_contiguous, (q_ZRH, k_ZSH, v_ZSH))
         if exponentials_are_safe(q_ZRH, k_ZSH, v_ZSH):
             factor_Z1S = None if key_bias_Z1S is None else paddle.exp(key_bias_Z1S)
-            out, log_sum_ZR1 = _exponential_attention(q_ZRH, k_ZSH, v_ZSH, parts, factor_Z1S)
+            out, sum_ZR1 = _exponential_attention(q_ZRH, k_ZSH, v_ZSH, parts, factor_Z1S)
             if out is not None:
                 ctx.recomputes, ctx.key_factor = True, factor_Z1S
-                ctx.save_for_backward(q_ZRH, k_ZSH, v_ZSH, out, log_sum_ZR1)
+                ctx.save_for_backward(q_ZRH, k_ZSH, v_ZSH, out, sum_ZR1)
                 return out
         ctx.recomputes = False
         probabilities, outputs = [], []
@@ -411,25 +411,29 @@ class SoftmaxAttention(PyLayer):
     def backward(ctx, grad):
         q_ZRH, k_ZSH, v_ZSH, out, *kept = ctx.saved_tensor()
         grad = _contiguous(grad)
-        # [grad, -delta] @ [v, 1]^T gives grad @ v^T - delta without a pass over the scores.
-        grad_and_delta = paddle.concat([grad, -row_sum(grad * out)], axis=-1)
-        v_and_one = paddle.concat([v_ZSH, paddle.ones_like(v_ZSH[:, :, :1])], axis=-1)
+        delta_ZR1 = row_sum(grad * out)
         if ctx.recomputes:
-            # Likewise [q, -log_sum] @ [k, 1]^T: the exponentials of that are the probabilities.
-            q_and_sum = paddle.concat([q_ZRH, -kept[0]], axis=-1)
-            k_and_one = paddle.concat([k_ZSH, paddle.ones_like(k_ZSH[:, :, :1])], axis=-1)
+            # A row's sum of exponentials divides its gradient here, instead of its exponentials.
+            inverse_ZR1 = kept[0].reciprocal()
+            grad = grad * _columns(inverse_ZR1, grad.shape[-1])
+            delta_ZR1.multiply_(inverse_ZR1)
+        # [grad, -delta] @ [v, 1]^T gives grad @ v^T - delta without a pass over the scores.
+        grad_and_delta = paddle.concat([grad, -delta_ZR1], axis=-1)
+        v_and_one = paddle.concat([v_ZSH, paddle.ones_like(v_ZSH[:, :, :1])], axis=-1)
         grads_of_chunks, probabilities = [], iter(kept)
         chunk_bytes = _CHUNK_BYTES if ctx.recomputes else _ALL_BYTES
         for chunk in _chunks(q_ZRH.shape[0], ctx.parts, chunk_bytes):
+            q, k, *others = map(chunk.of, (q_ZRH, k_ZSH, grad, grad_and_delta, v_and_one))
 
-            def probability(block: Block, chunk: "_Chunk" = chunk) -> Tensor:
+            def powers(
+                block: Block, chunk: "_Chunk" = chunk, q: Tensor = q, k: Tensor = k
+            ) -> Tensor:
                 if not ctx.recomputes:
                     return next(probabilities)
                 factor = None if ctx.key_factor is None else chunk.of(ctx.key_factor)
-                return _exponentials(chunk, block, chunk.of(q_and_sum), chunk.of(k_and_one), factor)
+                return _exponentials(chunk, block, q, k, factor)
 
-            rows = map(chunk.of, (q_ZRH, k_ZSH, grad, grad_and_delta, v_and_one))
-            grads_of_chunks.append(_chunk_gradients(chunk.blocks, probability, *rows))
+            grads_of_chunks.append(_chunk_gradients(chunk.blocks, powers, q, k, *others))
         grad_q, grad_k, grad_v = (
             _joined(parts, axis=0) for parts in zip(*grads_of_chunks, strict=True)
         )
@@ -496,7 +500,7 @@ def _contiguous(x: Tensor) -> Tensor:
 
 def _chunk_gradients(
     blocks: Sequence[Block],
-    probability: Callable[[Block], Tensor],
+    powers: Callable[[Block], Tensor],
     q_ZRH: Tensor,
     k_ZSH: Tensor,
     grad: Tensor,
@@ -508,7 +512,7 @@ def _chunk_gradients(
         score_grad = paddle.matmul(
             block.rows(grad_and_delta), block.keys(v_and_one), transpose_y=True
         )
-        p = probability(block)
+        p = powers(block)
         score_grad.multiply_(p)
         grads_q.append(paddle.matmul(score_grad, block.keys(k_ZSH)))
         block_k = paddle.matmul(score_grad, block.rows(q_ZRH), transpose_x=True)
@@ -578,7 +582,7 @@ def _exponential_attention(
     parts: Parts,
     factor_Z1S: Tensor | None,
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Attention without a maximum, and the logarithms `[Z, R, 1]` of the sums of exponentials.
+    """Attention without a maximum, and the sums `[Z, R, 1]` of exponentials.
 
     None if a row sees no key: its sum is zero, where a softmax gives an average.
 
@@ -600,9 +604,12 @@ def _exponential_attention(
     least, most = host_float(sum_ZR1.min()), host_float(sum_ZR1.max())
     if not (least > _LEAST_SUM and most < math.inf):
         return None, None
-    # A quotient that broadcasts a column is slow.
-    inverse_ZRH = paddle.matmul(sum_ZR1.reciprocal(), paddle.ones([1, out_ZRH.shape[-1]]))
-    return out_ZRH.multiply_(inverse_ZRH), paddle.log(sum_ZR1)
+    return out_ZRH.multiply_(_columns(sum_ZR1.reciprocal(), out_ZRH.shape[-1])), sum_ZR1
+
+
+def _columns(x_ZR1: Tensor, width: int) -> Tensor:
+    """A column repeated; a product that broadcasts it is slow."""
+    return paddle.matmul(x_ZR1, paddle.ones([1, width]))
 
 
 def exponential_(x: Tensor) -> Tensor:

@@ -228,10 +228,10 @@ class _Dropout(PyLayer):
     @staticmethod
     def forward(ctx, x, p):
         ctx.kept, ctx.factor = np.empty(x.size, dtype=np.uint8), 1.0 / (1.0 - p)
-        y = paddle.empty_like(x)
+        y, (first, rest) = paddle.empty_like(x), threshold(p)
         _library.dropout_forward(
             _data(x), _data(y), _data(ctx.kept), _i64(x.size), *map(ctypes.c_uint64, seed()),
-            _i64(MIXING_DRAWS), ctypes.c_uint64(threshold(p)), _float(ctx.factor),
+            _i64(MIXING_DRAWS), _int(first), ctypes.c_uint64(rest), _float(ctx.factor),
         )  # fmt: skip
         return y
 

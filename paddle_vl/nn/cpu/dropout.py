@@ -21,13 +21,15 @@ def seed() -> list[int]:
     return [a << 31 | b for a, b in zip(high, low, strict=True)]
 
 
-def threshold(p: float) -> int:
-    """Draws of 32 bits below it are dropped."""
-    return round(p * 2**32)
+def threshold(p: float) -> tuple[int, int]:
+    """`p` in units of 2^-32: the first byte, and the other three."""
+    return divmod(round(p * 2**32), 1 << 24)
 
 
 def kept(shape: list[int], p: float, words: list[int]) -> np.ndarray:
     """bool: each entry is kept with probability `1 - p`.
+
+    One byte per entry decides, unless it equals the first one of `p`; then three more do.
 
     Args:
         words: of `seed`; the same ones give the same entries.
@@ -42,9 +44,11 @@ def kept(shape: list[int], p: float, words: list[int]) -> np.ndarray:
         "uinteger": 0,
     }
     generator.random_raw(MIXING_DRAWS)
-    size = int(np.prod(shape))
-    draws = generator.random_raw((size + 1) // 2).view(np.uint32)[:size]
-    return (draws >= threshold(p)).reshape(shape)
+    size, (first, rest) = int(np.prod(shape)), threshold(p)
+    drawn = generator.random_raw(-(-size // 8)).view(np.uint8)[:size]
+    is_kept, ties = drawn > first, np.flatnonzero(drawn == first)
+    is_kept[ties] = generator.random_raw(ties.size) & np.uint64(0xFFFFFF) >= rest
+    return is_kept.reshape(shape)
 
 
 class _Dropout(PyLayer):

@@ -14,6 +14,7 @@ from paddle import Tensor
 from paddle_vl.nn.attention import (
     MASKED_SCORE,
     AttentionMask,
+    BlockMask,
     PackedSamples,
     causal_attention,
     eager_or_sdpa_attention,
@@ -136,7 +137,14 @@ def _attention_cases() -> Iterator[Case]:
     yield Case(equal_segments_attention, "segment attention", [q, k, v], [2, length])
     visible = np.random.default_rng(30).random([2, length, keys]) < 0.5
     visible[1, 7] = False
-    mask = AttentionMask(paddle.to_tensor(visible, place=paddle.CPUPlace()))
-    for implementation in ("eager", "sdpa"):
-        yield Case(eager_or_sdpa_attention, f"masked attention, {implementation}", masked,
-                   [mask, 0.2, implementation])  # fmt: skip
+    masks = {"masked attention": AttentionMask(paddle.to_tensor(visible, place=paddle.CPUPlace()))}
+    # Blocks that see different numbers of keys; the last block sees none in one sample.
+    real = np.ones([2, keys], dtype=bool)
+    real[0, 30:60] = real[1, 120:] = False
+    marks = np.random.default_rng(31).random([2, keys]) < 0.7
+    masks["attention by blocks"] = BlockMask(*map(paddle.to_tensor, (real, marks)))
+    for name, mask in masks.items():
+        queries = masked if name == "masked attention" else heads([2, keys])
+        for implementation in ("eager", "sdpa"):
+            yield Case(eager_or_sdpa_attention, f"{name}, {implementation}", queries,
+                       [mask, 0.2, implementation])  # fmt: skip

@@ -170,23 +170,32 @@ static inline uint64_t sfc64(uint64_t s[4]) {
   return drawn;
 }
 
-/* Draws as paddle_vl/nn/cpu/dropout.py does: two of 32 bits, low first, in each of 64. An entry is
- * kept if its draw is not below the threshold. */
+/* Draws as paddle_vl/nn/cpu/dropout.py does: a byte for each entry, eight in each draw; and for each
+ * that equals `first`, in their order, a draw whose lowest three bytes are compared with `rest`. */
 void dropout_forward(const float *x, float *y, uint8_t *kept, i64 n, uint64_t word0, uint64_t word1,
-                     uint64_t word2, i64 mixing, uint64_t threshold, float factor) {
+                     uint64_t word2, i64 mixing, int first, uint64_t rest, float factor) {
   uint64_t state[4] = {word0, word1, word2, 1};
   for (i64 i = 0; i < mixing; i++) sfc64(state);
-  for (i64 begin = 0; begin < n; begin += 256) {
-    uint64_t draws[128];
-    i64 count = n - begin < 256 ? n - begin : 256;
-    for (i64 i = 0; i < (count + 1) / 2; i++) draws[i] = sfc64(state);
-    const uint32_t *halves = (const uint32_t *)draws;
-    for (i64 i = 0; i < count; i++) {
-      uint8_t is_kept = halves[i] >= threshold;
-      kept[begin + i] = is_kept;
-      y[begin + i] = x[begin + i] * (is_kept ? factor : 0.0f);
+  for (i64 i = 0; i < n; i += 8) {
+    uint64_t drawn = sfc64(state);
+    memcpy(kept + i, &drawn, n - i < 8 ? n - i : 8);
+  }
+  for (i64 begin = 0; begin < n; begin += 64) {
+    uint8_t *bytes = kept + begin;
+    i64 count = n - begin < 64 ? n - begin : 64;
+    int num_ties = 0;
+#pragma omp simd reduction(+ : num_ties)
+    for (i64 i = 0; i < count; i++) num_ties += bytes[i] == first;
+    if (num_ties) {
+      for (i64 i = 0; i < count; i++)
+        bytes[i] = bytes[i] == first ? (sfc64(state) & 0xFFFFFF) >= rest : bytes[i] > first;
+    } else {
+#pragma omp simd
+      for (i64 i = 0; i < count; i++) bytes[i] = bytes[i] > first;
     }
   }
+#pragma omp parallel for simd schedule(static)
+  for (i64 i = 0; i < n; i++) y[i] = x[i] * (kept[i] ? factor : 0.0f);
 }
 
 void dropout_backward(const float *grad, const uint8_t *kept, float *grad_x, i64 n, float factor) {

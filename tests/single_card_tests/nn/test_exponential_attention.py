@@ -3,14 +3,21 @@
 Guarantees: where no score can leave the range of the exponential function, probabilities are
 computed again in backward and none is kept; beyond it, for values too large for the sums, for rows
 that see no key, for NaN and for other dtypes Paddle's softmax runs, with the same results as
-without this path; results do not depend on the library that computes the exponentials.
+without this path; a mask is divided like the heads, and keys that no query of a block sees are not
+multiplied; results do not depend on the library that computes the exponentials.
 """
 
 import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.nn.attention import MASKED_SCORE, AttentionMask, causal_attention, masked_attention
+from paddle_vl.nn.attention import (
+    MASKED_SCORE,
+    AttentionMask,
+    BlockMask,
+    causal_attention,
+    masked_attention,
+)
 from paddle_vl.nn.cpu import attention
 from paddle_vl.nn.operations import use_kernels
 
@@ -124,6 +131,48 @@ def test_a_query_without_a_key_gets_what_the_softmax_gives(paths, implementation
         return masked_attention(q, k, v, mask, 0.3, implementation)
 
     assert_equals_softmax(run, qkv())
+    assert paths == [True]
+
+
+@pytest.mark.parametrize("chunk", [1, 1 << 20, 8 << 20], ids=["heads", "some", "all"])
+@pytest.mark.parametrize("queries", [50, 300], ids=["one block", "blocks"])
+def test_chunks_of_heads_have_their_own_masks(paths, monkeypatch, chunk, queries):
+    monkeypatch.setattr(attention, "_CHUNK_BYTES", chunk)
+    visible = np.random.default_rng(4).random([2, queries, 300]) < 0.3
+    mask = AttentionMask(paddle.to_tensor(visible))
+    q, k, v = qkv()
+    q = q.detach()[:, :queries]
+    q.stop_gradient = False
+    assert_equals_softmax(lambda *x: masked_attention(*x, mask, 0.3, "sdpa"), [q, k, v])
+    assert paths == [True]
+
+
+def test_keys_that_a_block_does_not_see_are_not_multiplied(paths, monkeypatch):
+    length, sizes, product = 512, [], paddle.matmul
+    marks = paddle.ones([1, length], dtype="int64")
+    mask = BlockMask(paddle.ones([1, length], dtype="bool"), marks)
+    q, k, v = (draw(1, length, 1, 8, seed=seed) for seed in range(3))
+
+    def recorded(x, y, **settings):
+        out = product(x, y, **settings)
+        sizes.append(out.shape[-1] if settings else 0)
+        return out
+
+    monkeypatch.setattr(paddle, "matmul", recorded)
+    with use_kernels("cpu"):
+        masked_attention(q, k, v, mask, 0.3)
+    assert [size for size in sizes if size] == [128, 256, 384, 512]
+    assert paths == [True]
+
+
+def test_small_gradients_at_the_end_of_the_range_are_exact(paths):
+    q, k, v = (x.detach() for x in qkv())
+    longest = [float((x * x).sum(-1).max()) ** 0.5 for x in (q, k)]
+    q = q * (0.99 * 40.0 * 8**0.5 / (longest[0] * longest[1]))
+    inputs = [q, k, v]
+    for x in inputs:
+        x.stop_gradient = False
+    assert_equals_softmax(lambda *x: causal_attention(*x) * 1e-15, inputs, 5e-5)
     assert paths == [True]
 
 
