@@ -1,0 +1,197 @@
+"""Where the time of a training step goes, by part: before and after the work on CPU speed.
+
+    python tools/benchmarks/step_parts.py
+    python tools/benchmarks/step_parts.py --before CHECKOUT --plot FILE.png
+
+Trains the configurations of `step.py` with Paddle's own operations (`train.kernels=plain`), with
+this package's but without a C compiler, and with its kernels in C; with `--before` also with the
+package of another checkout. Each side is a process of its own, in which plain steps and steps in
+Paddle's profiler take turns. Milliseconds are medians over the profiled steps; `step_trace.py` has
+the patterns that tell the parts.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harness import ROOT, Table, in_rounds, launch, leave, make_data, parser, show
+from step import CONFIGS, DATA_OPTIONS, THREADS, WARM_UP, build
+from step_trace import NAMES, REST, UNCLASSIFIED, labelled, mark, phase_clock, read, traced
+
+BEFORE, PLAIN, NO_COMPILER, COMPILED = "before", "Paddle's operations", "no compiler", "C kernels"
+SETTINGS = {PLAIN: ["train.kernels=plain"]}
+# Narrower parts have no number in the plot.
+_LEAST_LABEL = 0.035
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Parts of the profiled steps of one side, in this process."""
+    mark()
+    from paddle_vl.compat import configure_cpu_runtime
+
+    configure_cpu_runtime(THREADS)
+    is_compiled = False
+    if options.side == COMPILED:
+        from paddle_vl.nn.cpu import compiled
+
+        is_compiled = compiled.enable()
+    work = Path(options.worker)
+    trainer = build(options.family, SETTINGS.get(options.side, []), work)
+    clock = phase_clock()
+
+    def step() -> None:
+        with clock.step():
+            outcome = trainer.train_one_step()
+        if not outcome.is_good:
+            raise RuntimeError(f"step {trainer.step} was skipped")
+
+    for _ in range(WARM_UP):
+        step()
+    nodes = labelled(step)
+    plain, profiled, files = [], [], []
+    for number in range(options.steps):
+        begin = time.perf_counter()
+        step()
+        plain.append(time.perf_counter() - begin)
+        files.append(work / f"trace{number}.json")
+        profiled.append(traced(step, files[-1]))
+    trainer.feed.close()
+    steps, unclassified = zip(*(read(file, nodes) for file in files), strict=True)
+    return {
+        "is_compiled": is_compiled,
+        "num_nodes": len(nodes),
+        "steps": steps,
+        "unclassified": unclassified,
+        "seconds": plain,
+        "profiled_seconds": profiled,
+    }
+
+
+def compare(options: argparse.Namespace, family: str, folder: Path) -> list[dict[str, Any]]:
+    """Results of all rounds, by side."""
+    make_data(family, folder / "data", *DATA_OPTIONS[family])
+
+    def run(side: str) -> dict[str, Any]:
+        package = options.before if side == BEFORE else ROOT
+        arguments = ["--worker", str(folder), "--family", family, "--side", side]
+        arguments += ["--steps", str(options.steps)]
+        return launch(__file__, 1, arguments, folder, package)[0]
+
+    sides = [*([BEFORE] if options.before else []), PLAIN, NO_COMPILER, COMPILED]
+    return in_rounds(sides, options.rounds, run)
+
+
+def medians(rounds: Sequence[dict[str, Any]], side: str) -> dict[str, float]:
+    """Milliseconds of every part, medians over all profiled steps."""
+    steps = [step for one in rounds for step in one[side]["steps"]]
+    return {part: statistics.median(step[part] for step in steps) for part in NAMES}
+
+
+def table(family: str, rounds: Sequence[dict[str, Any]]) -> Table:
+    """A row per part, a column per side."""
+    sides = [side for side in (BEFORE, PLAIN, NO_COMPILER, COMPILED) if side in rounds[0]]
+    found = {side: medians(rounds, side) for side in sides}
+    shown = [part for part in NAMES if any(of_side[part] > 0 for of_side in found.values())]
+    rows = [["all", *(f"{sum(found[side].values()):.0f}" for side in sides)]]
+    rows += [[part, *(f"{found[side][part]:.1f}" for side in sides)] for part in shown]
+    shares = []
+    for side in sides:
+        plain, profiled = (
+            statistics.median(x for one in rounds for x in one[side][key])
+            for key in ("seconds", "profiled_seconds")
+        )
+        shares.append(f"{profiled / plain:.2f} ({side})")
+    note = (
+        f"Milliseconds per step, {THREADS} threads, float32; medians of "
+        f"{len(rounds[0][sides[0]]['steps']) * len(rounds)} steps. A profiled step takes "
+        f"{', '.join(shares)} times a plain one."
+    )
+    unknown: dict[str, float] = defaultdict(float)
+    for kernels in (kernels for one in rounds for side in sides for kernels in one[side]["unclassified"]):
+        for kernel, ms in kernels.items():
+            name = kernel.rpartition("/")[2]
+            unknown[name] = max(unknown[name], ms)
+    if unknown:
+        most = sorted(unknown, key=lambda name: -unknown[name])[:6]
+        note += f" The largest of the {UNCLASSIFIED}: {', '.join(most)}."
+    if not rounds[0][COMPILED]["is_compiled"]:
+        note += f" {COMPILED}: none here, there is no compiler."
+    return Table(f"step_parts {family}", ["part", *sides], rows, note)
+
+
+def draw(tables: Sequence[Table], file: Path) -> None:
+    """A panel per table, a bar per side, its parts one after the other."""
+    from matplotlib import colormaps
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 5.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    names = [name for name in NAMES if any(name == row[0] for t in tables for row in t.rows)]
+    colours = {name: colormaps["tab20"](2 * i % 20 + i // 10) for i, name in enumerate(names)}
+    panels = figure.subplots(len(tables), 1, squeeze=False)[:, 0]
+    for axes, drawn in zip(panels, tables, strict=True):
+        sides, rows = drawn.columns[1:], {row[0]: list(map(float, row[1:])) for row in drawn.rows}
+        largest, left = max(rows["all"]), [0.0] * len(sides)
+        for name in (name for name in names if name in rows):
+            bars = axes.barh(sides, rows[name], left=left, color=colours[name], label=name)
+            labels = [f"{ms:.0f}" if ms > _LEAST_LABEL * largest else "" for ms in rows[name]]
+            axes.bar_label(bars, labels, label_type="center", fontsize=7)
+            left = [begin + ms for begin, ms in zip(left, rows[name], strict=True)]
+        for number, (end, all_ms) in enumerate(zip(left, rows["all"], strict=True)):
+            axes.text(end, number, f" {all_ms:.0f} ms", va="center", fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.09 * largest)
+        axes.set_title(f"{drawn.name.split()[1]}: milliseconds of a training step", fontsize=10)
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.3, axis="x")
+        axes.set_axisbelow(True)
+    found = {}
+    for axes in panels:
+        found |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    figure.legend(
+        found.values(), found.keys(), loc="outside lower center", ncols=6, fontsize=8, frameon=False
+    )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=100)
+
+
+def main() -> int:
+    made = parser(__doc__)
+    made.add_argument("--family", choices=CONFIGS, help="one of the families (default: both)")
+    made.add_argument("--before", type=Path, metavar="CHECKOUT", help="also its package")
+    made.add_argument("--plot", type=Path, metavar="FILE", help="draw the parts into a PNG")
+    made.add_argument("--steps", type=int, default=5, help="profiled steps of a run (default 5)")
+    made.add_argument("--rounds", type=int, default=1, help="runs of each side (default 1)")
+    made.add_argument("--worker", help=argparse.SUPPRESS)
+    made.add_argument("--side", help=argparse.SUPPRESS)
+    options = made.parse_args()
+    if options.worker:
+        leave(measure(options), Path(options.worker))
+    if options.before is not None:
+        options.before = options.before.resolve()
+        if not (options.before / "paddle_vl").is_dir():
+            made.error(f"--before {options.before}: it has no folder paddle_vl")
+    found = {}
+    for family in [options.family] if options.family else CONFIGS:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                found[family] = compare(options, family, Path(folder))
+            except RuntimeError as error:
+                print(f"step_parts: a run failed:\n{error}", file=sys.stderr)
+                return 1
+    tables = [table(family, rounds) for family, rounds in found.items()]
+    show(options, tables, found)
+    if options.plot is not None:
+        draw(tables, options.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
