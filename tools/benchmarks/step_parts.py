@@ -20,14 +20,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, Table, in_rounds, launch, leave, make_data, parser, show
+from harness import ROOT, Table, in_rounds, launch, leave, make_data, parser, show, spread
 from step import CONFIGS, DATA_OPTIONS, THREADS, WARM_UP, build
 from step_trace import NAMES, REST, UNCLASSIFIED, labelled, mark, phase_clock, read, traced
 
 BEFORE, PLAIN, NO_COMPILER, COMPILED = "before", "Paddle's operations", "no compiler", "C kernels"
+SIDES = (PLAIN, BEFORE, NO_COMPILER, COMPILED)
 SETTINGS = {PLAIN: ["train.kernels=plain"]}
-# Narrower parts have no number in the plot.
-_LEAST_LABEL = 0.035
+# Shares of the plot's width that a number and a name need, and a part to be drawn at all.
+_FITS_NUMBER, _FITS_NAME, _LEAST = 0.03, 0.11, 0.002
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -83,7 +84,7 @@ def compare(options: argparse.Namespace, family: str, folder: Path) -> list[dict
         arguments += ["--steps", str(options.steps)]
         return launch(__file__, 1, arguments, folder, package)[0]
 
-    sides = [*([BEFORE] if options.before else []), PLAIN, NO_COMPILER, COMPILED]
+    sides = [side for side in SIDES if side != BEFORE or options.before]
     return in_rounds(sides, options.rounds, run)
 
 
@@ -95,31 +96,30 @@ def medians(rounds: Sequence[dict[str, Any]], side: str) -> dict[str, float]:
 
 def table(family: str, rounds: Sequence[dict[str, Any]]) -> Table:
     """A row per part, a column per side."""
-    sides = [side for side in (BEFORE, PLAIN, NO_COMPILER, COMPILED) if side in rounds[0]]
+    sides = [side for side in SIDES if side in rounds[0]]
     found = {side: medians(rounds, side) for side in sides}
     shown = [part for part in NAMES if any(of_side[part] > 0 for of_side in found.values())]
     rows = [["all", *(f"{sum(found[side].values()):.0f}" for side in sides)]]
     rows += [[part, *(f"{found[side][part]:.1f}" for side in sides)] for part in shown]
-    shares = []
-    for side in sides:
-        plain, profiled = (
-            statistics.median(x for one in rounds for x in one[side][key])
-            for key in ("seconds", "profiled_seconds")
-        )
-        shares.append(f"{profiled / plain:.2f} ({side})")
+    runs = [one[side] for one in rounds for side in sides]
+    ratios = [
+        profiled / plain
+        for run in runs
+        for profiled, plain in zip(run["profiled_seconds"], run["seconds"], strict=True)
+    ]
+    num_steps = len(ratios) // len(sides)
     note = (
-        f"Milliseconds per step, {THREADS} threads, float32; medians of "
-        f"{len(rounds[0][sides[0]]['steps']) * len(rounds)} steps. A profiled step takes "
-        f"{', '.join(shares)} times a plain one."
+        f"Milliseconds per step, float32, {THREADS} threads; medians of {num_steps} profiled "
+        f"steps. Such a step takes {spread(ratios, 2)} times the plain one before it."
     )
     unknown: dict[str, float] = defaultdict(float)
-    for kernels in (kernels for one in rounds for side in sides for kernels in one[side]["unclassified"]):
-        for kernel, ms in kernels.items():
+    for step in (step for run in runs for step in run["unclassified"]):
+        for kernel, ms in step.items():
             name = kernel.rpartition("/")[2]
             unknown[name] = max(unknown[name], ms)
     if unknown:
         most = sorted(unknown, key=lambda name: -unknown[name])[:6]
-        note += f" The largest of the {UNCLASSIFIED}: {', '.join(most)}."
+        note += f" The largest kernels of the {UNCLASSIFIED}: {', '.join(most)}."
     if not rounds[0][COMPILED]["is_compiled"]:
         note += f" {COMPILED}: none here, there is no compiler."
     return Table(f"step_parts {family}", ["part", *sides], rows, note)
@@ -131,17 +131,18 @@ def draw(tables: Sequence[Table], file: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 5.4), layout="constrained")
+    figure = Figure(figsize=(10, 5), layout="constrained")
     FigureCanvasAgg(figure)
-    names = [name for name in NAMES if any(name == row[0] for t in tables for row in t.rows)]
-    colours = {name: colormaps["tab20"](2 * i % 20 + i // 10) for i, name in enumerate(names)}
+    colours: dict[str, Any] = {name: colormaps["Set3"](i) for i, name in enumerate(NAMES)}
+    # Its last yellow is close to another.
+    colours[REST] = "0.75"
     panels = figure.subplots(len(tables), 1, squeeze=False)[:, 0]
     for axes, drawn in zip(panels, tables, strict=True):
         sides, rows = drawn.columns[1:], {row[0]: list(map(float, row[1:])) for row in drawn.rows}
         largest, left = max(rows["all"]), [0.0] * len(sides)
-        for name in (name for name in names if name in rows):
+        for name in (n for n in NAMES if max(rows.get(n, [0.0])) > _LEAST * largest):
             bars = axes.barh(sides, rows[name], left=left, color=colours[name], label=name)
-            labels = [f"{ms:.0f}" if ms > _LEAST_LABEL * largest else "" for ms in rows[name]]
+            labels = [_label(name, ms, ms / largest) for ms in rows[name]]
             axes.bar_label(bars, labels, label_type="center", fontsize=7)
             left = [begin + ms for begin, ms in zip(left, rows[name], strict=True)]
         for number, (end, all_ms) in enumerate(zip(left, rows["all"], strict=True)):
@@ -152,14 +153,23 @@ def draw(tables: Sequence[Table], file: Path) -> None:
         axes.tick_params(labelsize=8)
         axes.grid(alpha=0.3, axis="x")
         axes.set_axisbelow(True)
-    found = {}
+    found: dict[str, Any] = {}
     for axes in panels:
-        found |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+        handles, labels = axes.get_legend_handles_labels()
+        found |= dict(zip(labels, handles, strict=True))
+    shown = [name for name in NAMES if name in found]
     figure.legend(
-        found.values(), found.keys(), loc="outside lower center", ncols=6, fontsize=8, frameon=False
-    )
+        [found[name] for name in shown], shown,
+        loc="outside lower center", ncols=6, fontsize=8, frameon=False,
+    )  # fmt: skip
     file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=100)
+    figure.savefig(file, dpi=90, pil_kwargs={"optimize": True})
+
+
+def _label(name: str, ms: float, share: float) -> str:
+    if share < _FITS_NUMBER:
+        return ""
+    return f"{name} {ms:.0f}" if share > _FITS_NAME else f"{ms:.0f}"
 
 
 def main() -> int:

@@ -37,19 +37,25 @@ PHASES = {
 PARTS = {
     "dropout": r"/dropout(_grad)?$|/RowDropout/",
     "attention": r"/operation \w+_attention/",
-    "rotary": r"/operation (apply_rotary|_rotated|rotate_half)/",
+    "rotary": r"/operation (apply_rotary|_rotated|rotate_half)/|/(sin|cos)$",
     "norms": r"/operation (\w+_norm|rms_quotient)/|/\w*Norm/(?!Linear/)",
     "activations": r"/operation (gelu|swiglu|geglu)/|/(silu|gelu|swiglu)(_grad)?$",
     "loss": r"/\w*cross_entropy\w*$",
     "linears": r"/operation (biased_linear|grouped_linear)/|/(matmul|addmm)(_grad)?$",
-    "adds, copies, splits": (
-        r"/(add|add_n|subtract|multiply|divide|scale|sum|mean|concat|split|split_with_num|stack"
-        r"|unbind|slice|strided_slice|set_value_with_tensor|transpose|reshape|expand|tile|gather"
-        r"|gather_nd|index_select|scatter|index_add|index_put|where|masked_fill|assign|cast"
-        r"|copy|contiguous|embedding|full|full_like|empty|empty_like|pad)(_grad|_double_grad)?_?$"
+    "other operations": (
+        r"/(add|add_n|subtract|multiply|divide|scale|div_scale|sum|mean|maximum|square|sqrt|cumsum"
+        r"|clip|pool2d|concat|split|split_with_num|stack|unbind|slice|strided_slice|set_value|"
+        r"set_value_with_tensor|transpose|reshape|squeeze|unsqueeze|expand|tile|gather|gather_nd"
+        r"|index_select|scatter|index_add|index_put|where|masked_fill|assign|cast|copy|contiguous"
+        r"|embedding|full|full_like|empty|empty_like|pad|arange|(not_)?equal|(less|greater)_\w+"
+        r"|logical_\w+|bitwise_\w+|remainder|any|all|arange_tensor|flatten)(_grad)?_?$"
     ),
 }
-NAMES = [*PARTS, *PHASES, UNCLASSIFIED, REST]
+# In the order of tables and plots.
+NAMES = (
+    "linears", "attention", "rotary", "norms", "activations", "dropout", "loss", "optimizer",
+    "data wait", "other operations", UNCLASSIFIED, REST,
+)  # fmt: skip
 _KERNEL, _C_FUNCTION, _STEP = " kernel launch", "function ", "the step"
 # Backward nodes that add a gradient to its parameter: they belong to no region.
 _ACCUMULATION = "GradNodeAccumulation"
@@ -133,7 +139,7 @@ def _nodes(value: Any) -> list[Any]:
         return [] if value.stop_gradient or value.grad_fn is None else [value.grad_fn]
     if isinstance(value, dict):
         value = list(value.values())
-    elif hasattr(value, "__dict__") and not isinstance(value, nn.Layer | type) and not callable(value):
+    elif hasattr(value, "__dict__") and not isinstance(value, nn.Layer) and not callable(value):
         value = list(vars(value).values())
     if isinstance(value, list | tuple):
         return [node for entry in value for node in _nodes(entry)]
@@ -276,7 +282,9 @@ def nested(records: Sequence[dict[str, Any]]) -> list[Event]:
     return events
 
 
-def parts(events: Sequence[Event], nodes: Sequence[Node]) -> tuple[dict[str, float], dict[str, float]]:
+def parts(
+    events: Sequence[Event], nodes: Sequence[Node]
+) -> tuple[dict[str, float], dict[str, float]]:
     """Milliseconds of each part, and of each kernel that no pattern matches.
 
     Raises:
@@ -320,7 +328,8 @@ def part_of(path: Sequence[str], name: str) -> tuple[str, str]:
     if not (is_function or name.endswith(_KERNEL)):
         return REST, name
     kernel = f"/{regions}/{name.removesuffix(_KERNEL)}"
-    return next((p for p, pattern in PARTS.items() if re.search(pattern, kernel)), UNCLASSIFIED), kernel
+    matching = (part for part, pattern in PARTS.items() if re.search(pattern, kernel))
+    return next(matching, UNCLASSIFIED), kernel
 
 
 def read(file: Path, nodes: Sequence[Node]) -> tuple[dict[str, float], dict[str, float]]:
