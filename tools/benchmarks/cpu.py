@@ -3,11 +3,12 @@
     python tools/benchmarks/cpu.py --against PYTHON                 # about half an hour
     python tools/benchmarks/cpu.py --against PYTHON --before CHECKOUT --write-docs    # into docs/
 
-Training steps of both families with and without C kernels and by part, generation of the model, its programs
-and ONNX, a policy's chunk of actions, stored weights, the data path, and the head with its loss.
-Each is a benchmark of its own, which compares its sides in turn and prints ratios with their
-spread; docs/cpu_speed.md leads to all tables. `--against` names an interpreter with torch and
-transformers in an environment of its own; without it there is no reference.
+Training steps of both families with and without C kernels, and their parts; generation of the
+model, its programs and ONNX, a policy's chunk of actions, stored weights, the data path, and the
+head with its loss. Each is a benchmark of its own, which compares its sides in turn and prints
+ratios with their spread; docs/cpu_speed.md leads to all tables. `--against` names an interpreter
+with torch and transformers in an environment of its own; without it there is no reference.
+`--before` names an older checkout; without it the parts of steps stay out of the page.
 """
 
 import argparse

@@ -22,7 +22,18 @@ from typing import Any
 
 from harness import ROOT, Table, in_rounds, launch, leave, make_data, parser, show, spread
 from step import CONFIGS, DATA_OPTIONS, THREADS, WARM_UP, build
-from step_trace import NAMES, REST, UNCLASSIFIED, labelled, mark, phase_clock, read, traced
+from step_trace import (
+    NAMES,
+    REST,
+    UNCLASSIFIED,
+    labelled,
+    mark,
+    phase_clock,
+    read,
+    sums,
+    traced,
+    unclassified,
+)
 
 BEFORE, PLAIN, NO_COMPILER, COMPILED = "before", "Paddle's operations", "no compiler", "C kernels"
 SIDES = (PLAIN, BEFORE, NO_COMPILER, COMPILED)
@@ -63,12 +74,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         files.append(work / f"trace{number}.json")
         profiled.append(traced(step, files[-1]))
     trainer.feed.close()
-    steps, unclassified = zip(*(read(file, nodes) for file in files), strict=True)
+    found = [read(file, nodes) for file in files]
     return {
         "is_compiled": is_compiled,
         "num_nodes": len(nodes),
-        "steps": steps,
-        "unclassified": unclassified,
+        "steps": [sums(shares) for shares in found],
+        "unclassified": [unclassified(shares) for shares in found],
         "seconds": plain,
         "profiled_seconds": profiled,
     }

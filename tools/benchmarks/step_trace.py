@@ -282,17 +282,29 @@ def nested(records: Sequence[dict[str, Any]]) -> list[Event]:
     return events
 
 
-def parts(
-    events: Sequence[Event], nodes: Sequence[Node]
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Milliseconds of each part, and of each kernel that no pattern matches.
+class Share(NamedTuple):
+    """An event's own time in the step.
+
+    Attributes:
+        kernel: its name behind its regions, as the patterns of `PARTS` see it.
+    """
+
+    part: str
+    kernel: str
+    ms: float
+
+
+def shares(events: Sequence[Event], nodes: Sequence[Node]) -> Iterator[Share]:
+    """The own times of all events in the step.
+
+    Args:
+        nodes: of the labelled step.
 
     Raises:
-        ValueError: the backward pass has other nodes than the labelled step.
+        ValueError: the backward pass has other nodes.
     """
     visits = iter(nodes)
     paths: dict[int, tuple[str, ...] | None] = {}
-    found, unclassified = dict.fromkeys(NAMES, 0.0), defaultdict(float)
     for event in events:
         # None is outside the step.
         path = paths.get(id(event.parent)) if event.name != _STEP else ()
@@ -301,14 +313,10 @@ def parts(
                 path = (*path, event.region)
             elif event.name.startswith("Global_") and _ACCUMULATION not in event.name:
                 path = (*path, *_regions(event.name.removeprefix("Global_"), visits))
-            part, kernel = part_of(path, event.name)
-            found[part] += event.own / 1e3
-            if part == UNCLASSIFIED:
-                unclassified[kernel] += event.own / 1e3
+            yield Share(*part_of(path, event.name), event.own / 1e3)
         paths[id(event)] = path
-    if next(visits, None) is not None:
-        raise ValueError("backward has fewer nodes than in the labelled step")
-    return found, dict(unclassified)
+    if (node := next(visits, None)) is not None:
+        raise ValueError(f"backward does not visit {node}, which the labelled step visited")
 
 
 def _regions(name: str, visits: Iterator[Node]) -> tuple[str, ...]:
@@ -332,6 +340,24 @@ def part_of(path: Sequence[str], name: str) -> tuple[str, str]:
     return next(matching, UNCLASSIFIED), kernel
 
 
-def read(file: Path, nodes: Sequence[Node]) -> tuple[dict[str, float], dict[str, float]]:
-    """`parts` of a trace's file."""
-    return parts(nested(json.loads(file.read_text(encoding="utf-8"))["traceEvents"]), nodes)
+def read(file: Path, nodes: Sequence[Node]) -> list[Share]:
+    """`shares` of a trace's file."""
+    records = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+    return list(shares(nested(records), nodes))
+
+
+def sums(found: Iterable[Share]) -> dict[str, float]:
+    """Milliseconds of every part."""
+    milliseconds = dict.fromkeys(NAMES, 0.0)
+    for share in found:
+        milliseconds[share.part] += share.ms
+    return milliseconds
+
+
+def unclassified(found: Iterable[Share]) -> dict[str, float]:
+    """Milliseconds of the kernels that no pattern matches."""
+    milliseconds: dict[str, float] = defaultdict(float)
+    for share in found:
+        if share.part == UNCLASSIFIED:
+            milliseconds[share.kernel] += share.ms
+    return dict(milliseconds)
