@@ -6,12 +6,11 @@
 Trains the configurations of `step.py` with Paddle's own operations (`train.kernels=plain`), with
 this package's but without a C compiler, and with its kernels in C; with `--before` also with the
 package of another checkout. Each side is a process of its own, in which plain steps and steps in
-Paddle's profiler take turns. Milliseconds are medians over the profiled steps; `step_trace.py` has
+Paddle's profiler take turns. Shown are the parts of the fastest profiled step; `step_trace.py` has
 the patterns that tell the parts.
 """
 
 import argparse
-import statistics
 import sys
 import tempfile
 import time
@@ -22,18 +21,8 @@ from typing import Any
 
 from harness import ROOT, Table, in_rounds, launch, leave, make_data, parser, show, spread
 from step import CONFIGS, DATA_OPTIONS, THREADS, WARM_UP, build
-from step_trace import (
-    NAMES,
-    REST,
-    UNCLASSIFIED,
-    labelled,
-    mark,
-    phase_clock,
-    read,
-    sums,
-    traced,
-    unclassified,
-)
+from step_nodes import labelled, mark, phase_clock, traced
+from step_trace import NAMES, REST, UNCLASSIFIED, read, sums, unclassified
 
 BEFORE, PLAIN, NO_COMPILER, COMPILED = "before", "Paddle's operations", "no compiler", "C kernels"
 SIDES = (PLAIN, BEFORE, NO_COMPILER, COMPILED)
@@ -99,16 +88,16 @@ def compare(options: argparse.Namespace, family: str, folder: Path) -> list[dict
     return in_rounds(sides, options.rounds, run)
 
 
-def medians(rounds: Sequence[dict[str, Any]], side: str) -> dict[str, float]:
-    """Milliseconds of every part, medians over all profiled steps."""
+def fastest(rounds: Sequence[dict[str, Any]], side: str) -> dict[str, float]:
+    """Milliseconds of every part of the fastest profiled step: those of one step sum to it."""
     steps = [step for one in rounds for step in one[side]["steps"]]
-    return {part: statistics.median(step[part] for step in steps) for part in NAMES}
+    return min(steps, key=lambda step: sum(step.values()))
 
 
 def table(family: str, rounds: Sequence[dict[str, Any]]) -> Table:
     """A row per part, a column per side."""
     sides = [side for side in SIDES if side in rounds[0]]
-    found = {side: medians(rounds, side) for side in sides}
+    found = {side: fastest(rounds, side) for side in sides}
     shown = [part for part in NAMES if any(of_side[part] > 0 for of_side in found.values())]
     rows = [["all", *(f"{sum(found[side].values()):.0f}" for side in sides)]]
     rows += [[part, *(f"{found[side][part]:.1f}" for side in sides)] for part in shown]
@@ -120,8 +109,8 @@ def table(family: str, rounds: Sequence[dict[str, Any]]) -> Table:
     ]
     num_steps = len(ratios) // len(sides)
     note = (
-        f"Milliseconds per step, float32, {THREADS} threads; medians of {num_steps} profiled "
-        f"steps. Such a step takes {spread(ratios, 2)} times the plain one before it."
+        f"Milliseconds of the fastest of {num_steps} profiled steps, float32, {THREADS} threads. "
+        f"A profiled step takes {spread(ratios, 2)} times the plain one before it."
     )
     unknown: dict[str, float] = defaultdict(float)
     for step in (step for run in runs for step in run["unclassified"]):
@@ -141,6 +130,7 @@ def draw(tables: Sequence[Table], file: Path) -> None:
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from PIL import Image
 
     figure = Figure(figsize=(10, 5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -174,7 +164,9 @@ def draw(tables: Sequence[Table], file: Path) -> None:
         loc="outside lower center", ncols=6, fontsize=8, frameon=False,
     )  # fmt: skip
     file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=90, pil_kwargs={"optimize": True})
+    figure.savefig(file, dpi=100)
+    # Few colours: a small file.
+    Image.open(file).quantize(64).save(file, optimize=True)
 
 
 def _label(name: str, ms: float, share: float) -> str:
@@ -188,7 +180,7 @@ def main() -> int:
     made.add_argument("--family", choices=CONFIGS, help="one of the families (default: both)")
     made.add_argument("--before", type=Path, metavar="CHECKOUT", help="also its package")
     made.add_argument("--plot", type=Path, metavar="FILE", help="draw the parts into a PNG")
-    made.add_argument("--steps", type=int, default=5, help="profiled steps of a run (default 5)")
+    made.add_argument("--steps", type=int, default=6, help="profiled steps of a run (default 6)")
     made.add_argument("--rounds", type=int, default=1, help="runs of each side (default 1)")
     made.add_argument("--worker", help=argparse.SUPPRESS)
     made.add_argument("--side", help=argparse.SUPPRESS)

@@ -13,6 +13,7 @@ import paddle
 import pytest
 from paddle import nn
 
+import step_nodes
 import step_trace
 from paddle_vl.nn.attention import causal_attention
 from paddle_vl.nn.linear import Linear
@@ -41,11 +42,11 @@ def recorded(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, use_kernels("plain"):
         patch.setattr(ctypes.CDLL, "__getitem__", ctypes.CDLL.__getitem__)
         patch.setattr(Operation, "__call__", Operation.__call__)
-        step_trace.mark()
+        step_nodes.mark()
         model, x_BLD = Block(ctypes.CDLL(None)), paddle.randn([2, 4, 8])
         step = lambda: model(model(x_BLD)).square().sum().backward()  # noqa: E731
-        nodes, file = step_trace.labelled(step), tmp_path_factory.mktemp("trace") / "trace.json"
-        seconds = step_trace.traced(step, file)
+        nodes, file = step_nodes.labelled(step), tmp_path_factory.mktemp("trace") / "trace.json"
+        seconds = step_nodes.traced(step, file)
     return nodes, file, seconds
 
 
