@@ -135,8 +135,8 @@ def draw(tables: Sequence[Table], file: Path) -> None:
     figure = Figure(figsize=(10, 5), layout="constrained")
     FigureCanvasAgg(figure)
     colours: dict[str, Any] = {name: colormaps["Set3"](i) for i, name in enumerate(NAMES)}
-    # Its last yellow is close to another.
-    colours[REST] = "0.75"
+    # Its last yellow is close to another one; so are two greys.
+    colours["data wait"], colours[REST] = "0.35", "0.8"
     panels = figure.subplots(len(tables), 1, squeeze=False)[:, 0]
     for axes, drawn in zip(panels, tables, strict=True):
         sides, rows = drawn.columns[1:], {row[0]: list(map(float, row[1:])) for row in drawn.rows}
