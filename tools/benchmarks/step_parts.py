@@ -27,8 +27,8 @@ from step_trace import NAMES, REST, UNCLASSIFIED, read, sums, unclassified
 BEFORE, PLAIN, NO_COMPILER, COMPILED = "before", "Paddle's operations", "no compiler", "C kernels"
 SIDES = (PLAIN, BEFORE, NO_COMPILER, COMPILED)
 SETTINGS = {PLAIN: ["train.kernels=plain"]}
-# Shares of the plot's width that a number and a name need, and a part to be drawn at all.
-_FITS_NUMBER, _FITS_NAME, _LEAST = 0.03, 0.11, 0.002
+# Shares of the longest bar: a letter of a label, and the least part that is drawn.
+_LETTER, _LEAST = 0.0085, 0.002
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -170,9 +170,8 @@ def draw(tables: Sequence[Table], file: Path) -> None:
 
 
 def _label(name: str, ms: float, share: float) -> str:
-    if share < _FITS_NUMBER:
-        return ""
-    return f"{name} {ms:.0f}" if share > _FITS_NAME else f"{ms:.0f}"
+    texts = (f"{name} {ms:.0f}", f"{ms:.0f}")
+    return next((text for text in texts if len(text) * _LETTER < share), "")
 
 
 def main() -> int:
