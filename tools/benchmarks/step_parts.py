@@ -28,7 +28,7 @@ BEFORE, PLAIN, NO_COMPILER, COMPILED = "before", "Paddle's operations", "no comp
 SIDES = (PLAIN, BEFORE, NO_COMPILER, COMPILED)
 SETTINGS = {PLAIN: ["train.kernels=plain"]}
 # Shares of the longest bar: a letter of a label, and the least part that is drawn.
-_LETTER, _LEAST = 0.0085, 0.002
+_LETTER, _LEAST = 0.0085, 0.004
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def draw(tables: Sequence[Table], file: Path) -> None:
     FigureCanvasAgg(figure)
     colours: dict[str, Any] = {name: colormaps["Set3"](i) for i, name in enumerate(NAMES)}
     # Its last yellow is close to another one; so are two greys.
-    colours["data wait"], colours[REST] = "0.35", "0.8"
+    colours["data wait"], colours[REST] = "0.6", "0.85"
     panels = figure.subplots(len(tables), 1, squeeze=False)[:, 0]
     for axes, drawn in zip(panels, tables, strict=True):
         sides, rows = drawn.columns[1:], {row[0]: list(map(float, row[1:])) for row in drawn.rows}
