@@ -6,7 +6,7 @@ kernel belongs to the first part of `PARTS` whose pattern matches its regions an
     phase forward/LanguageModel/DecoderLayer/SelfAttention/operation apply_rotary/multiply
 
 and to `UNCLASSIFIED` if there is none. All other own time is `REST`: Python, and Paddle's way from
-a call to its kernels. So the parts sum to the time of the step.
+a call to its kernels; but regions of `WHOLE` keep theirs. So the parts sum to the time of the step.
 
 A kernel of the backward pass belongs to the regions whose forward pass made its node, see
 `step_nodes`: every measured step must have the nodes of the labelled one, in the same order.
@@ -23,13 +23,15 @@ from typing import Any, NamedTuple
 from step_nodes import ACCUMULATION, C_FUNCTION, OPERATION, PHASE, STEP, Node
 
 UNCLASSIFIED, REST = "unclassified", "Python and dispatch"
-# The first pattern that is found decides. Phases take everything inside them.
-PHASES = {
+# The first pattern that is found decides. These take everything inside them: Python too, since
+# dropout may draw in NumPy.
+WHOLE = {
     "data wait": r"^phase dataload_wait",
     "optimizer": r"^phase (gradient_sum|unscale_clip|optim_step|zero_grad_sched)",
+    "dropout": r"/(RowDropout|operation dropout)(/|$)",
 }
 PARTS = {
-    "dropout": r"/dropout(_grad)?$|/RowDropout/",
+    "dropout": r"/dropout(_grad)?$",
     "attention": r"/operation \w+_attention/",
     "rotary": r"/operation (apply_rotary|_rotated|rotate_half)/|/(sin|cos)$",
     "norms": r"/operation (\w+_norm|rms_quotient)/|/\w*Norm/(?!Linear/)",
@@ -147,7 +149,7 @@ def _regions(name: str, visits: Iterator[Node]) -> tuple[str, ...]:
 def part_of(path: Sequence[str], name: str) -> tuple[str, str]:
     """The part of an event's own time, and the kernel as the patterns see it."""
     regions = "/".join(path)
-    for part, pattern in PHASES.items():
+    for part, pattern in WHOLE.items():
         if re.search(pattern, regions):
             return part, name
     is_function = name.startswith(C_FUNCTION)
