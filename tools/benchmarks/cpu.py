@@ -1,13 +1,14 @@
 """All measurements of speed on this machine, one after the other, with references on torch.
 
     python tools/benchmarks/cpu.py --against PYTHON                 # about half an hour
-    python tools/benchmarks/cpu.py --against PYTHON --write-docs    # into the pages of docs/
+    python tools/benchmarks/cpu.py --against PYTHON --before CHECKOUT --write-docs    # into docs/
 
-Training steps of both families with and without C kernels, generation of the model, its programs
-and ONNX, a policy's chunk of actions, stored weights, the data path, and the head with its loss.
-Each is a benchmark of its own, which compares its sides in turn and prints ratios with their
-spread; docs/cpu_speed.md leads to all tables. `--against` names an interpreter with torch and
-transformers in an environment of its own; without it there is no reference.
+Training steps of both families with and without C kernels, and their parts; generation of the
+model, its programs and ONNX, a policy's chunk of actions, stored weights, the data path, and the
+head with its loss. Each is a benchmark of its own, which compares its sides in turn and prints
+ratios with their spread; docs/cpu_speed.md leads to all tables. `--against` names an interpreter
+with torch and transformers in an environment of its own; without it there is no reference.
+`--before` names an older checkout; without it the parts of steps stay out of the page.
 """
 
 import argparse
@@ -25,12 +26,16 @@ class Benchmark(NamedTuple):
 
     Attributes:
         takes_reference: whether it has `--against`.
+        takes_before: whether it has `--before`; it writes its page with that only.
+        picture: file that it draws with `--plot`.
     """
 
     script: str
     page: str
     options: str = ""
     takes_reference: bool = False
+    takes_before: bool = False
+    picture: str = ""
 
 
 BENCHMARKS = (
@@ -43,6 +48,12 @@ BENCHMARKS = (
         True,
     ),
     Benchmark("step.py", "docs/cpu_speed.md", "--family pi07 --no-compiler train.recompute=full"),
+    Benchmark(
+        "step_parts.py",
+        "docs/cpu_speed.md",
+        picture="docs/images/cpu_step_parts.png",
+        takes_before=True,
+    ),
     Benchmark("export.py", "docs/export.md", "--tokens 16 --rounds 3 --repeats 1 --parts", True),
     Benchmark("export_pi07.py", "docs/export.md", "--rounds 3"),
     Benchmark("stored_weights.py", "docs/export.md", "--repeats 1"),
@@ -51,18 +62,29 @@ BENCHMARKS = (
 )
 
 
-def command(benchmark: Benchmark, against: str | None, writes: bool) -> list[str]:
+def command(
+    benchmark: Benchmark, against: str | None, before: str | None, writes: bool
+) -> list[str]:
     """The command line of one benchmark."""
     script = ROOT / "tools" / "benchmarks" / benchmark.script
     line = [sys.executable, str(script), *shlex.split(benchmark.options)]
     if against and benchmark.takes_reference:
         line += ["--against", against]
-    return [*line, "--write-doc", str(ROOT / benchmark.page)] if writes else line
+    if before and benchmark.takes_before:
+        line += ["--before", before]
+    if not writes or (benchmark.takes_before and not before):
+        return line
+    if benchmark.picture:
+        line += ["--plot", str(ROOT / benchmark.picture)]
+    return [*line, "--write-doc", str(ROOT / benchmark.page)]
 
 
 def main() -> int:
     made = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     made.add_argument("--against", metavar="PYTHON", help="an interpreter with the references")
+    made.add_argument(
+        "--before", metavar="CHECKOUT", help="an older checkout, to show where its step's time goes"
+    )
     made.add_argument("--write-docs", action="store_true", help="write the tables into the pages")
     made.add_argument("--only", nargs="+", metavar="SCRIPT", help="some of the scripts")
     options = made.parse_args()
@@ -73,7 +95,8 @@ def main() -> int:
     for benchmark in chosen:
         name, begin = f"{benchmark.script} {benchmark.options}".strip(), time.monotonic()
         print(f"== {name}", flush=True)
-        if subprocess.run(command(benchmark, options.against, options.write_docs)).returncode:
+        line = command(benchmark, options.against, options.before, options.write_docs)
+        if subprocess.run(line).returncode:
             failed.append(name)
         print(f"-- {time.monotonic() - begin:.0f} s\n", flush=True)
     for name in failed:

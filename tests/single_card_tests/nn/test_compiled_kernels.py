@@ -2,7 +2,8 @@
 
 Guarantees: every kernel's values and gradients equal the plain operation's; inputs that it does not
 take go to the kernel that it replaced; without a compiler, with the switch off and with a kernel
-that is wrong, the kernels in Paddle run and one line says why; what one process compiled another
+that is wrong, the kernels in Paddle run and one line says why; a training command uses them in both
+passes, and with `train.cpu_kernels=false` in neither; what one process compiled another
 loads, several may compile at once, and a damaged file is compiled anew; the library needs Paddle's
 OpenMP runtime and no other.
 """
@@ -15,9 +16,12 @@ import numpy as np
 import paddle
 import pytest
 
+from paddle_vl.cli.main import main
 from paddle_vl.nn.cpu import compiled, compiler, kernel_check
 from paddle_vl.nn.norm import rms_norm
 from paddle_vl.nn.operations import gelu, swiglu, use_kernels
+from paddle_vl.train.step import ModelRunner
+from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.support.implementations import require_compiled
 
 
@@ -132,6 +136,48 @@ def test_the_switch_turns_them_off(fresh, monkeypatch):
     monkeypatch.setenv(compiled.SWITCH, "0")
     assert not compiled.enable()
     assert not fresh.exists()
+
+
+class Recorded:
+    """The library, with the names of the kernels that were called."""
+
+    def __init__(self, library):
+        self.library, self.called = library, set()
+
+    def __getattr__(self, name):
+        self.called.add(name)
+        return getattr(self.library, name)
+
+
+@pytest.mark.usefixtures("_enabled")
+def test_the_setting_of_a_run_chooses_between_them_and_the_kernels_in_paddle(monkeypatch, tmp_path):
+    compiled.disable()
+    in_paddle, losses = dict(rms_norm.kernels), []
+    library, run_file = Recorded(compiled._library), write_tiny_run(tmp_path)
+    monkeypatch.setattr(compiled, "_library", library)
+    accumulate = ModelRunner.accumulate_gradients
+
+    def accumulated(*args):
+        library.called.clear()  # Without those that are compared before the first step.
+        terms = accumulate(*args)
+        losses.append(float(terms.sum()))
+        return terms
+
+    monkeypatch.setattr(ModelRunner, "accumulate_gradients", accumulated)
+    command = ["train", str(run_file), "train.max_steps=1", "train.eval_steps=null",
+               "train.save_steps=null"]  # fmt: skip
+    assert main([*command, f"train.output_dir={tmp_path / 'off'}", "train.cpu_kernels=false"]) == 0
+    assert not compiled.is_enabled()
+    assert library.called == set()
+    assert rms_norm.kernels == in_paddle
+    assert main([*command, f"train.output_dir={tmp_path / 'on'}"]) == 0
+    assert compiled.is_enabled()
+    assert library.called >= {
+        f"{name}_{direction}" for name in ("attention", "norm", "swiglu")
+        for direction in ("forward", "backward")
+    } | {"rotate"}  # fmt: skip
+    assert rms_norm.kernels["cpu"] is compiled._KERNELS[rms_norm]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 WRONG = {
