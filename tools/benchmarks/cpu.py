@@ -1,14 +1,15 @@
 """All measurements of speed on this machine, one after the other, with references on torch.
 
-    python tools/benchmarks/cpu.py --against PYTHON                 # about half an hour
-    python tools/benchmarks/cpu.py --against PYTHON --before CHECKOUT --write-docs    # into docs/
+    python tools/benchmarks/cpu.py --hf PYTHON --opentau PYTHON     # about half an hour
+    python tools/benchmarks/cpu.py --hf PYTHON --opentau PYTHON --before CHECKOUT --write-docs
 
 Training steps of both families with and without C kernels, and their parts; generation of the
 model, its programs and ONNX, a policy's chunk of actions, stored weights, the data path, and the
 head with its loss. Each is a benchmark of its own, which compares its sides in turn and prints
-ratios with their spread; docs/cpu_speed.md leads to all tables. `--against` names an interpreter
-with torch and transformers in an environment of its own; without it there is no reference.
-`--before` names an older checkout; without it the parts of steps stay out of the page.
+ratios with their spread; docs/cpu_speed.md leads to all tables. `--hf` and `--opentau` name
+interpreters of environments with torch and transformers, and with torch and opentau; without them
+there is no reference. `--write-docs` writes the tables into the pages of docs/. `--before` names an
+older checkout; without it the parts of steps stay out of the page.
 """
 
 import argparse
@@ -25,7 +26,7 @@ class Benchmark(NamedTuple):
     """A benchmark's script with its options, and the page that has its markers.
 
     Attributes:
-        takes_reference: whether it has `--against`.
+        reference: `hf` or `opentau`, the interpreter that its `--against` gets.
         takes_before: whether it has `--before`; it writes its page with that only.
         picture: file that it draws with `--plot`.
     """
@@ -33,42 +34,48 @@ class Benchmark(NamedTuple):
     script: str
     page: str
     options: str = ""
-    takes_reference: bool = False
+    reference: str = ""
     takes_before: bool = False
     picture: str = ""
 
 
 BENCHMARKS = (
-    Benchmark("step.py", "README.md", "--family qwen3_vl", True),
-    Benchmark("step.py", "README.md", "--family pi07"),
+    Benchmark("step.py", "README.md", "--family qwen3_vl", "hf"),
+    Benchmark("step.py", "README.md", "--family pi07", "opentau"),
     Benchmark(
         "step.py",
         "docs/cpu_speed.md",
         "--family qwen3_vl --no-compiler train.recompute=full",
-        True,
+        "hf",
     ),
-    Benchmark("step.py", "docs/cpu_speed.md", "--family pi07 --no-compiler train.recompute=full"),
+    Benchmark(
+        "step.py",
+        "docs/cpu_speed.md",
+        "--family pi07 --no-compiler train.recompute=full",
+        "opentau",
+    ),
     Benchmark(
         "step_parts.py",
         "docs/cpu_speed.md",
         picture="docs/images/cpu_step_parts.png",
         takes_before=True,
     ),
-    Benchmark("export.py", "docs/export.md", "--tokens 16 --rounds 3 --repeats 1 --parts", True),
+    Benchmark("export.py", "docs/export.md", "--tokens 16 --rounds 3 --repeats 1 --parts", "hf"),
     Benchmark("export_pi07.py", "docs/export.md", "--rounds 3"),
     Benchmark("stored_weights.py", "docs/export.md", "--repeats 1"),
-    Benchmark("data_path.py", "docs/data_path.md", "", True),
+    Benchmark("data_path.py", "docs/data_path.md", "", "hf"),
     Benchmark("head_loss.py", "docs/step_overhead.md"),
 )
 
 
 def command(
-    benchmark: Benchmark, against: str | None, before: str | None, writes: bool
+    benchmark: Benchmark, references: dict[str, str | None], before: str | None, writes: bool
 ) -> list[str]:
     """The command line of one benchmark."""
+    against = references.get(benchmark.reference)
     script = ROOT / "tools" / "benchmarks" / benchmark.script
     line = [sys.executable, str(script), *shlex.split(benchmark.options)]
-    if against and benchmark.takes_reference:
+    if against:
         line += ["--against", against]
     if before and benchmark.takes_before:
         line += ["--before", before]
@@ -81,13 +88,15 @@ def command(
 
 def main() -> int:
     made = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    made.add_argument("--against", metavar="PYTHON", help="an interpreter with the references")
+    made.add_argument("--hf", metavar="PYTHON", help="an interpreter with HF transformers")
+    made.add_argument("--opentau", metavar="PYTHON", help="an interpreter with OpenTau")
     made.add_argument(
         "--before", metavar="CHECKOUT", help="an older checkout, to show where its step's time goes"
     )
     made.add_argument("--write-docs", action="store_true", help="write the tables into the pages")
     made.add_argument("--only", nargs="+", metavar="SCRIPT", help="some of the scripts")
     options = made.parse_args()
+    references = {"hf": options.hf, "opentau": options.opentau}
     chosen = [b for b in BENCHMARKS if not options.only or b.script in options.only]
     if not chosen:
         made.error(f"--only: the scripts are {', '.join(sorted({b.script for b in BENCHMARKS}))}")
@@ -95,7 +104,7 @@ def main() -> int:
     for benchmark in chosen:
         name, begin = f"{benchmark.script} {benchmark.options}".strip(), time.monotonic()
         print(f"== {name}", flush=True)
-        line = command(benchmark, options.against, options.before, options.write_docs)
+        line = command(benchmark, references, options.before, options.write_docs)
         if subprocess.run(line).returncode:
             failed.append(name)
         print(f"-- {time.monotonic() - begin:.0f} s\n", flush=True)

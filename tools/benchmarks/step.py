@@ -2,6 +2,7 @@
 
     python tools/benchmarks/step.py --family qwen3_vl
     python tools/benchmarks/step.py --family qwen3_vl --against PYTHON   # HF transformers on torch
+    python tools/benchmarks/step.py --family pi07 --against PYTHON       # OpenTau on torch
     python tools/benchmarks/step.py --family pi07 train.recompute=full   # against the default
     python tools/benchmarks/step.py --family pi07 --no-compiler          # also without C kernels
 
@@ -11,9 +12,10 @@ memory of the process. Every round runs in a new process.
 
 With settings, `section.name=value`, each round also runs the configuration with them. With
 `--no-compiler` each round also runs as on a machine without a C compiler. With
-`--against PYTHON` each round also runs the same step in HF transformers, with an interpreter PYTHON
-that has torch and transformers. Ratios are medians over rounds. OpenTau, the reference of pi07,
-does not run here: the ratio is to the time recorded in `configs/bench/pi07_reference.json`.
+`--against PYTHON` each round also runs the same step in the family's reference, with an interpreter
+PYTHON that has torch and transformers, or torch and opentau: `step_hf.py`, `step_opentau.py`. The
+references step on one batch that they keep, so they never wait for data. Ratios are medians over
+rounds.
 """
 
 import argparse
@@ -43,7 +45,6 @@ from harness import (
 
 THREADS, WARM_UP = 2, 3
 CONFIGS = {name: ROOT / f"configs/bench/{name}_step.yaml" for name in ("qwen3_vl", "pi07")}
-PI07_REFERENCE = ROOT / "configs/bench/pi07_reference.json"
 # Options of the made-up data: `paddle_vl.profile.workload.Workload`, tools/make_demonstrations.py.
 # The answer fills the 511 tokens of a sample.
 WORKLOADS = {"qwen3_vl": {"image_side": 512, "answer_tokens": 238}, "pi07": {}}
@@ -54,8 +55,12 @@ DATA_OPTIONS = {
 }  # fmt: skip
 PHASES = {"data wait": "dataload_wait", "forward": "forward", "backward": "bwd",
           "optimizer": "optim_step"}  # fmt: skip
-BLANK = [""] * len(PHASES)
-OURS, NO_COMPILER, HF = "paddle-vl", "paddle-vl, no compiler", "HF transformers"
+OURS, NO_COMPILER = "paddle-vl", "paddle-vl, no compiler"
+# Name and script of a family's reference.
+REFERENCES = {
+    "qwen3_vl": ("HF transformers", "step_hf.py"),
+    "pi07": ("OpenTau", "step_opentau.py"),
+}
 
 
 def build(family: str, settings: list[str], work: Path) -> Any:
@@ -148,17 +153,20 @@ def run_here(
     return launch(__file__, 1, [*arguments, "--worker", str(work), *settings], work)[0]
 
 
-def run_reference(options: argparse.Namespace) -> dict[str, Any]:
-    """The result of HF transformers in a new process of another interpreter."""
-    script = Path(__file__).with_name("step_hf.py")
-    command = [options.against, str(script), str(CONFIGS["qwen3_vl"].resolve())]
+def run_reference(options: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """The result of the family's reference in a new process of another interpreter."""
+    script = Path(__file__).with_name(REFERENCES[options.family][1])
+    inputs = [str(CONFIGS[options.family].resolve())]
+    if options.family == "pi07":
+        inputs.append(str(work / "data" / "processor"))
     done = subprocess.run(
-        [*command, str(options.steps), str(THREADS)], capture_output=True, text=True
+        [options.against, str(script), *inputs, str(options.steps), str(THREADS)],
+        capture_output=True,
+        text=True,
     )
     if done.returncode:
         raise RuntimeError(f"{options.against} failed:\n{done.stderr[-3000:]}")
-    found = json.loads(done.stdout.splitlines()[-1])
-    return found | {"seconds": {"step": found["step"]}}
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def compare(options: argparse.Namespace, work: Path) -> dict[str, Any]:
@@ -170,7 +178,7 @@ def compare(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     if options.settings:
         runs[" ".join(options.settings)] = lambda: run_here(options, options.settings, work)
     if options.against:
-        runs[HF] = lambda: run_reference(options)
+        runs[REFERENCES[options.family][0]] = lambda: run_reference(options, work)
     rounds = in_rounds(list(runs), options.rounds, lambda side: runs[side]())
     return {"family": options.family, "rounds": rounds}
 
@@ -178,6 +186,7 @@ def compare(options: argparse.Namespace, work: Path) -> dict[str, Any]:
 def tables(found: dict[str, Any]) -> list[Table]:
     """One table with a row per side; ratios are of paddle-vl to the others."""
     rounds, family = found["rounds"], found["family"]
+    reference = REFERENCES[family][0]
     first = rounds[0][OURS]
     unit = "tokens" if first["tokens"] else "samples"
 
@@ -186,7 +195,8 @@ def tables(found: dict[str, Any]) -> list[Table]:
 
     def row(side: str) -> list[str]:
         step, memory = median(side, "step"), [one[side]["peak_rss_mib"] for one in rounds]
-        phases = [f"{1e3 * median(side, name):.0f}" for name in PHASES] if side != HF else BLANK
+        measured = rounds[0][side]["seconds"]
+        phases = [f"{1e3 * median(side, name):.0f}" if name in measured else "" for name in PHASES]
         speed = f"{first[unit] / step:.3g}"
         return [side, f"{1e3 * step:.0f}", *phases, speed, f"{statistics.median(memory):.0f}"]
 
@@ -196,9 +206,9 @@ def tables(found: dict[str, Any]) -> list[Table]:
         f"{first['num_parameters'] / 1e6:.1f} million parameters, float32, {THREADS} threads, "
         f"medians of {len(rounds)} run(s). A plain matrix product reached {gflops:.0f} GFLOP/s."
     )
-    changed = [side for side in rounds[0] if side not in (OURS, NO_COMPILER, HF)]
+    changed = [side for side in rounds[0] if side not in (OURS, NO_COMPILER, reference)]
     note += f" {OURS} {'has' if first['is_compiled'] else 'does not have'} C kernels here."
-    base = HF if HF in rounds[0] else OURS
+    base = reference if reference in rounds[0] else OURS
     for side in [side for side in rounds[0] if side != base]:
         step = [one[side]["seconds"]["step"] / one[base]["seconds"]["step"] for one in rounds]
         memory = [one[side]["peak_rss_mib"] / one[base]["peak_rss_mib"] for one in rounds]
@@ -206,20 +216,6 @@ def tables(found: dict[str, Any]) -> list[Table]:
             f" {side} takes {spread(step, 2)} times the step and {spread(memory, 2)} times the "
             f"memory of {base}."
         )
-    if family == "pi07":
-        recorded = json.loads(PI07_REFERENCE.read_text(encoding="utf-8"))
-        case = recorded["cases"]["headline_T1_sdpa"]
-        step, sides = case["median_step_s"], [OURS, NO_COMPILER][: 1 + (NO_COMPILER in rounds[0])]
-        parts = [f"{1e3 * case[f'median_{name}_s']:.0f}" for name in ("fwd", "bwd", "adamw")]
-        rows.append(
-            ["OpenTau, recorded", f"{1e3 * step:.0f}", "", *parts,
-             f"{first[unit] / step:.3g}", f"{case['peak_rss_mib']:.0f}"]
-        )  # fmt: skip
-        for side in sides:
-            note += (
-                f" {side} takes {median(side, 'step') / step:.2f} times the recorded step of "
-                f"{recorded['source']}; it was not measured in the same run."
-            )
     columns = ["", "ms per step", *PHASES, f"{unit} per second", "peak MiB"]
     return [Table(" ".join(["step", family, *changed]), columns, rows, note)]
 
@@ -230,7 +226,7 @@ def main() -> int:
     made.add_argument("--steps", type=int, default=10, help="timed steps of a run (default 10)")
     made.add_argument("--rounds", type=int, default=3, help="runs of each side (default 3)")
     made.add_argument(
-        "--against", metavar="PYTHON", help="interpreter with torch and transformers (qwen3_vl)"
+        "--against", metavar="PYTHON", help="interpreter with torch and the family's reference"
     )
     made.add_argument(
         "--no-compiler", action="store_true", help="also run without compiled kernels"
@@ -242,15 +238,14 @@ def main() -> int:
     options = made.parse_args()
     if options.worker:
         leave(measure(options), Path(options.worker))
-    if options.against and options.family != "qwen3_vl":
-        made.error("--against: HF transformers has no pi07")
     with tempfile.TemporaryDirectory() as folder:
         try:
             found = compare(options, Path(folder))
         except RuntimeError as error:
             print(f"step: a run failed:\n{error}", file=sys.stderr)
             return 1
-    versions = found["rounds"][0].get(HF, {}).get("versions", {})
+    reference = found["rounds"][0].get(REFERENCES[options.family][0], {})
+    versions = reference.get("versions", {})
     show(options, tables(found), found, **versions)
     return 0
 

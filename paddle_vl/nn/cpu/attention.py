@@ -15,7 +15,6 @@ from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import paddle
@@ -25,15 +24,14 @@ from paddle.autograd import PyLayer
 
 from paddle_vl.nn.attention import (
     MASKED_SCORE,
-    AttentionMask,
     PackedSamples,
     causal_attention,
-    eager_or_sdpa_attention,
     equal_segments_attention,
 )
+from paddle_vl.nn.cpu.products import repeated
 from paddle_vl.nn.operations import row_sum
 
-_QUERY_BLOCK = 128
+QUERY_BLOCK = 128
 
 
 @causal_attention.register("cpu")
@@ -50,22 +48,28 @@ def _causal_attention(
     if packed is not None:
         # Offsets count over all batch rows, so the batch becomes one long row.
         q, k, v = (x.reshape([1, batch * length, *x.shape[2:]]) for x in (q_BLNH, k_BSKH, v_BSKH))
-        out = _attention_in_blocks(q, k, v, (packed_blocks(packed.offsets, groups),))
+        out = attention_in_blocks(q, k, v, (packed_blocks(packed.offsets, groups),))
         return out.reshape(q_BLNH.shape)
     key_bias_Z1S = None
     if key_bias_BS is not None:
         key_bias_Z1S = key_bias_BS.repeat_interleave(key_heads, axis=0).unsqueeze(1)
     blocks = causal_blocks(length, keys, groups)
-    return _attention_in_blocks(q_BLNH, k_BSKH, v_BSKH, (blocks,), key_bias_Z1S)
+    return attention_in_blocks(q_BLNH, k_BSKH, v_BSKH, (blocks,), key_bias_Z1S)
 
 
-def _attention_in_blocks(
+def attention_in_blocks(
     q_BLNH: Tensor,
     k_BSKH: Tensor,
     v_BSKH: Tensor,
     parts: "Parts",
     key_bias_Z1S: Tensor | None = None,
 ) -> Tensor:
+    """Attention `[B, L, N, H]` with scores scaled by H^-0.5.
+
+    Args:
+        parts: of Z = B * K; rows of a block are its queries, each with its G heads.
+        key_bias_Z1S: added to every score of a key.
+    """
     batch, length, heads, width = q_BLNH.shape
     keys, key_heads = k_BSKH.shape[1], k_BSKH.shape[2]
     groups = heads // key_heads
@@ -106,34 +110,6 @@ def _equal_segments_attention(
     )
 
 
-@eager_or_sdpa_attention.register("cpu")
-def _eager_or_sdpa_attention(
-    q_BLNH: Tensor,
-    k_BSKH: Tensor,
-    v_BSKH: Tensor,
-    mask: AttentionMask,
-    scale: float,
-    implementation: str,
-) -> Tensor:
-    factor = scale * q_BLNH.shape[-1] ** 0.5
-    q_BLNH = q_BLNH if factor == 1.0 else q_BLNH * factor
-    key_heads = k_BSKH.shape[2]
-    parts = mask_parts(mask, q_BLNH.shape[2] // key_heads, key_heads)
-    out_BLNH = _attention_in_blocks(q_BLNH, k_BSKH, v_BSKH, parts)
-    if sees(mask).all_see:
-        return out_BLNH
-    out_BLNH = out_BLNH * mask.has_key_BL11.astype(out_BLNH.dtype)
-    return out_BLNH if implementation == "sdpa" else with_averages(out_BLNH, v_BSKH, mask)
-
-
-def with_averages(out_BLNH: Tensor, v_BSKH: Tensor, mask: AttentionMask) -> Tensor:
-    """An output that is zero for a query without a key, with the average of all values there."""
-    groups = out_BLNH.shape[2] // v_BSKH.shape[2]
-    mean_B1KH = v_BSKH.mean(axis=1, keepdim=True)
-    mean_B1NH = mean_B1KH if groups == 1 else mean_B1KH.repeat_interleave(groups, axis=2)
-    return out_BLNH + mean_B1NH * (1.0 - mask.has_key_BL11).astype(out_BLNH.dtype)
-
-
 class Block(NamedTuple):
     """Query rows `[begin, end)` and the keys `[first_key, end_key)` that they see.
 
@@ -168,90 +144,6 @@ class Block(NamedTuple):
 Parts = Sequence[Sequence[Block]]
 
 
-class Sees(NamedTuple):
-    """What a mask lets queries see, on the host.
-
-    Attributes:
-        visible: `[B, L, S]` bool.
-        ends: `[B, L]` int32, the last key that each query sees plus one; 0 if it sees none.
-        all_see: whether every query sees a key.
-    """
-
-    visible: np.ndarray
-    ends: np.ndarray
-    all_see: bool
-
-
-class _MaskBlocks:
-    """What is made once of a mask that serves several layers."""
-
-    def __init__(self) -> None:
-        self.sees: Sees | None = None
-        self.parts: dict[tuple[int, int], Parts] = {}
-
-
-_of_masks: WeakKeyDictionary[AttentionMask, _MaskBlocks] = WeakKeyDictionary()
-
-
-def sees(mask: AttentionMask) -> Sees:
-    """See `Sees`; reads the mask once."""
-    made = _of_masks.setdefault(mask, _MaskBlocks())
-    if made.sees is None:
-        visible_BLS = np.ascontiguousarray(mask.visible_BLS.numpy())
-        keys = visible_BLS.shape[-1]
-        ends_BL = keys - visible_BLS[:, :, ::-1].argmax(axis=-1)
-        ends_BL[~visible_BLS.any(axis=-1)] = 0
-        made.sees = Sees(visible_BLS, ends_BL.astype(np.int32), bool(ends_BL.all()))
-    return made.sees
-
-
-def mask_parts(mask: AttentionMask, groups: int, key_heads: int) -> Parts:
-    """Blocks of attention under a mask; a query without a key sees all keys of its block.
-
-    A batch entry is a part, so that its mask is common to its heads. Few queries are one block of
-    one part.
-    """
-    made, key = _of_masks.setdefault(mask, _MaskBlocks()), (groups, key_heads)
-    if key not in made.parts:
-        visible_BLS, ends_BL, _ = sees(mask)
-        if visible_BLS.shape[1] <= _QUERY_BLOCK:
-            made.parts[key] = (_common_block(visible_BLS, ends_BL, groups, key_heads),)
-        else:
-            made.parts[key] = tuple(
-                _blocks_of_mask(visible_LS, ends_L, groups)
-                for visible_LS, ends_L in zip(visible_BLS, ends_BL, strict=True)
-            )
-    return made.parts[key]
-
-
-def _common_block(
-    visible_BLS: np.ndarray, ends_BL: np.ndarray, groups: int, key_heads: int
-) -> tuple[Block]:
-    """One block, with a matrix for each of Z."""
-    num_keys = max(int(ends_BL.max()), 1)
-    seen_BLS = visible_BLS[:, :, :num_keys] | (ends_BL == 0)[:, :, None]
-    seen_ZRS = seen_BLS.repeat(groups, axis=1).repeat(key_heads, axis=0)
-    return (_masked_block(0, num_keys, seen_ZRS),)
-
-
-def _blocks_of_mask(visible_LS: np.ndarray, ends_L: np.ndarray, groups: int) -> tuple[Block, ...]:
-    blocks, num_keys = [], 1
-    for begin in range(0, ends_L.size, _QUERY_BLOCK):
-        rows = slice(begin, begin + _QUERY_BLOCK)
-        num_keys = max(num_keys, int(ends_L[rows].max()))
-        seen_LS = visible_LS[rows, :num_keys] | (ends_L[rows] == 0)[:, None]
-        blocks.append(_masked_block(begin * groups, num_keys, seen_LS.repeat(groups, axis=0)))
-    return tuple(blocks)
-
-
-def _masked_block(begin: int, num_keys: int, seen_RS: np.ndarray) -> Block:
-    end = begin + seen_RS.shape[-2]
-    if seen_RS.all():
-        return Block(begin, end, 0, num_keys)
-    seen = paddle.to_tensor(seen_RS, place=paddle.CPUPlace()).astype("float32")
-    return Block(begin, end, 0, num_keys, lambda: (seen - 1.0) * -MASKED_SCORE, lambda: seen)
-
-
 @lru_cache(maxsize=64)
 def causal_blocks(length: int, keys: int, groups: int, first: int = 0) -> tuple[Block, ...]:
     """Blocks of causal attention; the last of `length` queries is aligned to the last of `keys`.
@@ -261,8 +153,8 @@ def causal_blocks(length: int, keys: int, groups: int, first: int = 0) -> tuple[
         first: number of queries, and of keys, before these.
     """
     blocks = []
-    for begin in range(0, length, _QUERY_BLOCK):
-        end = min(begin + _QUERY_BLOCK, length)
+    for begin in range(0, length, QUERY_BLOCK):
+        end = min(begin + QUERY_BLOCK, length)
         num_keys = keys - length + end
         bias = partial(_causal_bias, end - begin, num_keys, groups)
         visible = partial(_causal_visible, end - begin, num_keys, groups)
@@ -305,7 +197,7 @@ def _runs(offsets: Sequence[int]) -> list[list[int]]:
     """Offsets grouped by block: short neighbouring segments together, others alone."""
     runs: list[list[int]] = []
     for begin, end in pairwise(offsets):
-        if runs and end - runs[-1][0] <= _QUERY_BLOCK:
+        if runs and end - runs[-1][0] <= QUERY_BLOCK:
             runs[-1].append(end)
         else:
             runs.append([begin, end])
@@ -346,7 +238,7 @@ def _as_factors(bias: Tensor) -> Tensor:
 
 def _reach(past: int) -> int:
     """Past keys of the triangle that a block is cut from: a power of two, so that few are kept."""
-    reach = _QUERY_BLOCK
+    reach = QUERY_BLOCK
     while reach < past:
         reach *= 2
     return reach
@@ -355,8 +247,8 @@ def _reach(past: int) -> int:
 @lru_cache(maxsize=8)
 def _triangle(reach: int, groups: int) -> Tensor:
     """Causal bias of a full query block with `reach` keys before its own."""
-    query_row = np.repeat(np.arange(_QUERY_BLOCK), groups) + reach
-    hidden = np.arange(reach + _QUERY_BLOCK)[None, :] > query_row[:, None]
+    query_row = np.repeat(np.arange(QUERY_BLOCK), groups) + reach
+    hidden = np.arange(reach + QUERY_BLOCK)[None, :] > query_row[:, None]
     return paddle.to_tensor(np.where(hidden, MASKED_SCORE, 0.0).astype(np.float32))
 
 
@@ -415,11 +307,11 @@ class SoftmaxAttention(PyLayer):
         if ctx.recomputes:
             # A row's sum of exponentials divides its gradient here, instead of its exponentials.
             inverse_ZR1 = kept[0].reciprocal()
-            grad = grad * _columns(inverse_ZR1, grad.shape[-1])
+            grad = grad * repeated(inverse_ZR1, grad.shape[-1])
             delta_ZR1.multiply_(inverse_ZR1)
         # [grad, -delta] @ [v, 1]^T gives grad @ v^T - delta without a pass over the scores.
         grad_and_delta = paddle.concat([grad, -delta_ZR1], axis=-1)
-        v_and_one = paddle.concat([v_ZSH, paddle.ones_like(v_ZSH[:, :, :1])], axis=-1)
+        v_and_one = paddle.concat([v_ZSH, paddle.ones([*v_ZSH.shape[:2], 1], v_ZSH.dtype)], axis=-1)
         grads_of_chunks, probabilities = [], iter(kept)
         chunk_bytes = _CHUNK_BYTES if ctx.recomputes else _ALL_BYTES
         for chunk in _chunks(q_ZRH.shape[0], ctx.parts, chunk_bytes):
@@ -604,12 +496,7 @@ def _exponential_attention(
     least, most = host_float(sum_ZR1.min()), host_float(sum_ZR1.max())
     if not (least > _LEAST_SUM and most < math.inf):
         return None, None
-    return out_ZRH.multiply_(_columns(sum_ZR1.reciprocal(), out_ZRH.shape[-1])), sum_ZR1
-
-
-def _columns(x_ZR1: Tensor, width: int) -> Tensor:
-    """A column repeated; a product that broadcasts it is slow."""
-    return paddle.matmul(x_ZR1, paddle.ones([1, width]))
+    return out_ZRH.multiply_(repeated(sum_ZR1.reciprocal(), out_ZRH.shape[-1])), sum_ZR1
 
 
 def exponential_(x: Tensor) -> Tensor:

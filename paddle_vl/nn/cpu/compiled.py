@@ -28,8 +28,8 @@ from paddle_vl.nn.attention import (
     equal_segments_attention,
 )
 from paddle_vl.nn.cpu import compiler
-from paddle_vl.nn.cpu.attention import sees, with_averages
 from paddle_vl.nn.cpu.dropout import MIXING_DRAWS, seed, threshold
+from paddle_vl.nn.cpu.masked_attention import sees, with_averages
 from paddle_vl.nn.norm import gemma_rms_norm, layer_norm, rms_norm, rms_quotient
 from paddle_vl.nn.operations import Operation, dropout, geglu, gelu, swiglu
 from paddle_vl.nn.rotary import RotaryTables, apply_rotary

@@ -22,13 +22,18 @@ from paddle_vl.nn.rotary import RotaryTables, apply_rotary
 
 @row_sum.register("cpu")
 def _row_sum(x: Tensor) -> Tensor:
-    return paddle.matmul(x, paddle.ones([x.shape[-1], 1], dtype=x.dtype))
+    return paddle.matmul(x, ones(x.shape[-1], 1, x.dtype))
 
 
 @column_sum.register("cpu")
 def _column_sum(x_NC: Tensor) -> Tensor:
-    ones = paddle.ones([1, x_NC.shape[0]], dtype=x_NC.dtype)
-    return paddle.matmul(ones, x_NC).reshape([x_NC.shape[1]])
+    return paddle.matmul(ones(1, x_NC.shape[0], x_NC.dtype), x_NC).reshape([x_NC.shape[1]])
+
+
+@lru_cache(maxsize=256)
+def ones(rows: int, columns: int, dtype: paddle.dtype = paddle.float32) -> Tensor:
+    """A matrix of ones in host memory, for products that are sums; not to be written."""
+    return paddle.to_tensor(np.ones([rows, columns], np.float32), dtype, paddle.CPUPlace())
 
 
 @apply_rotary.register("cpu")
@@ -193,21 +198,21 @@ class _RMSNormByProducts(PyLayer):
             along_N1 = paddle.matmul(product_NC, factor_1C, transpose_y=True)
             along_N1 = along_N1 * (inverse_N1 * inverse_N1 * inverse_N1) * (1.0 / channels)
             grad_x = paddle.matmul(inverse_N1, factor_1C).multiply_(grad_NC)
-            grad_x.subtract_(_columns(along_N1, channels).multiply_(x_NC))
+            grad_x.subtract_(repeated(along_N1, channels).multiply_(x_NC))
             grads[0] = grad_x.reshape(x.shape)
         return grads[0] if len(grads) == 1 else tuple(grads)
 
 
 def _factors(x: Tensor, weight_C: Tensor | None, offset: float) -> Tensor:
     if weight_C is None:
-        return paddle.ones([1, x.shape[-1]])
+        return ones(1, x.shape[-1])
     factor_C = weight_C.detach()
     return (factor_C + offset if offset else factor_C).reshape([1, -1])
 
 
-def _columns(x_N1: Tensor, channels: int) -> Tensor:
-    """A column repeated: `[N, 1]` to `[N, C]`."""
-    return paddle.matmul(x_N1, paddle.ones([1, channels]))
+def repeated(x_N1: Tensor, channels: int) -> Tensor:
+    """A column repeated, `[..., 1]` to `[..., C]`: products that broadcast a column are slow."""
+    return paddle.matmul(x_N1, ones(1, channels))
 
 
 @rms_norm.register("cpu")
@@ -257,7 +262,7 @@ class _LayerNormByProducts(PyLayer):
         x, weight = ctx.saved_tensor()
         channels = x.shape[-1]
         grad_NC, x_NC = grad.reshape([-1, channels]), x.reshape([-1, channels])
-        centred_NC = x_NC - _columns(row_sum(x_NC).scale_(1.0 / channels), channels)
+        centred_NC = x_NC - repeated(row_sum(x_NC).scale_(1.0 / channels), channels)
         variance_N1 = row_sum(centred_NC * centred_NC).scale_(1.0 / channels)
         inverse_N1 = paddle.rsqrt(variance_N1 + ctx.epsilon)
         product_NC = grad_NC * centred_NC
@@ -272,6 +277,6 @@ class _LayerNormByProducts(PyLayer):
             along_N1 = along_N1 * (inverse_N1 * inverse_N1 * inverse_N1)
             plain_N1 = paddle.matmul(grad_NC, weight_C1) * inverse_N1 * (1.0 / channels)
             grad_x = paddle.matmul(inverse_N1, weight_C1, transpose_y=True).multiply_(grad_NC)
-            grad_x.subtract_(_columns(along_N1, channels).multiply_(centred_NC))
-            grad_x = grad_x.subtract_(_columns(plain_N1, channels)).reshape(x.shape)
+            grad_x.subtract_(repeated(along_N1, channels).multiply_(centred_NC))
+            grad_x = grad_x.subtract_(repeated(plain_N1, channels)).reshape(x.shape)
         return grad_x, grad_weight, column_sum(grad_NC) if needs_bias else None

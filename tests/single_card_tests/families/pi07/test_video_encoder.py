@@ -3,7 +3,8 @@
 Guarantees: the content of a padded frame has no effect and gives no NaN, also with several temporal
 layers; without a mask the past is padding; later frames do not affect earlier ones; a single frame
 equals an image, and so does a still frame after videos; order and age of frames matter;
-recomputation gives the same gradients; sizes and lengths are checked.
+past frames leave the tower behind the last layer that looks back; recomputation gives the same
+gradients; sizes and lengths are checked.
 """
 
 import numpy as np
@@ -74,6 +75,24 @@ def test_stills_behind_videos_stand_alone(encoder, frames):
     np.testing.assert_allclose(found[:2], encoder(videos, pad).numpy(), atol=1e-6)
     np.testing.assert_allclose(found[2:], encoder.embed_image(stills).numpy(), atol=1e-6)
     assert np.abs(found[0] - encoder(videos, pad, stills + 1.0).numpy()[0]).max() == 0
+
+
+def test_past_frames_leave_behind_the_last_layer_that_looks_back(monkeypatch):
+    paddle.seed(0)
+    config = policy_config().vlm_config.gemma3_config
+    encoder = VideoEncoder(config, 4, 2, SingleDevicePlacement())
+    tower, frames = encoder.tower, []
+    number = len(tower.layers)
+    assert number % 2 == 1
+    for layer in tower.layers:
+        layer.register_forward_pre_hook(lambda _, inputs: frames.append(inputs[0].shape[0]))
+    pixels, pad = paddle.to_tensor(video(3)), paddle.zeros([2, 3], "bool")
+    found = encoder.pooled_rows(pixels, pad, None).numpy()
+    assert frames == [6] * (number - 1) + [2]
+    monkeypatch.setattr(tower, "num_layers_with_past", number)
+    wanted = encoder.pooled_rows(pixels, pad, None).numpy()
+    assert frames[number:] == [6] * number
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
 
 
 def test_recomputed_layers_give_the_same_gradients():
