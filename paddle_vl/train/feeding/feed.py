@@ -1,4 +1,5 @@
-"""Feeds a training step with its micro-batches: counted, and prefetched to a GPU.
+"""Feeds a training step with its micro-batches: counted, and prefetched to a GPU. On a CPU their
+arrays become tensors, and the arrays' memory is free before the step begins.
 
 Also warns about long waits for data while they last (`WaitWatch`).
 """
@@ -14,7 +15,7 @@ from paddle_vl.batch.schema import Batch
 from paddle_vl.data.corpus.loader import merged_states
 from paddle_vl.nn.objective import BatchAdapter
 from paddle_vl.parallel.ranks import SingleRank
-from paddle_vl.train.feeding.device_copies import DeviceCopies
+from paddle_vl.train.feeding.device_copies import DeviceCopies, host_tensors
 from paddle_vl.train.phases import Phase, phase
 from paddle_vl.train.step import MicroBatch, counted
 
@@ -90,7 +91,7 @@ class FedStep:
 
     Attributes:
         micro_batches: counted. With `DeviceCopies` their arrays are tensors on the device, valid
-            until the next step but one is requested.
+            until the next step but one is requested; with `makes_tensors` tensors of their own.
         place: data position after these micro-batches, however many were prefetched.
         data_wait_s: seconds that the step waited for them.
     """
@@ -112,6 +113,8 @@ class BatchFeed:
         wait_warning_s: seconds of waiting for data before a warning.
         copies: copies to the device; None without prefetching.
         count_flops: FLOPs of a batch; None to not count them.
+        makes_tensors: without copies, whether arrays become tensors here. Nothing refers to the
+            arrays then, so a CPU has the memory for the step.
 
     Attributes:
         steps_fed: steps returned so far, of the whole run.
@@ -127,7 +130,9 @@ class BatchFeed:
         wait_warning_s: float = 30.0,
         copies: DeviceCopies | None = None,
         count_flops: Callable[[Batch], int] | None = None,
+        makes_tensors: bool = False,
     ):
+        self._makes_tensors = makes_tensors
         self._data, self._adapter = data, adapter
         self._num_micro_batches, self._num_steps = num_micro_batches, num_steps
         self._copies, self._count_flops = copies, count_flops
@@ -210,9 +215,10 @@ class BatchFeed:
         micro_batches = [
             counted(adapter.prepared(batch), adapter, self._count_flops) for batch in batches
         ]
-        if copies is not None:
+        if copies is not None or self._makes_tensors:
+            start = host_tensors if copies is None else copies.start
             with phase(Phase.HOST_TO_DEVICE):
-                on_device = copies.start(
+                on_device = start(
                     [micro_batch.batch for micro_batch in micro_batches], adapter.is_for_device
                 )
             micro_batches = [
