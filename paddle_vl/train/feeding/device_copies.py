@@ -100,21 +100,6 @@ class GpuDevice:
                 target.copy_(source, blocking=False)  # pyright: ignore[reportCallIssue]
 
 
-def host_tensors(batches: Sequence[Batch], is_for_device: Callable[[str], bool]) -> list[Batch]:
-    """The batches with tensors in the memory of a CPU: as `DeviceCopies.start`, at once."""
-
-    def made(value: Any) -> Any:
-        if isinstance(value, list):
-            return [made(entry) for entry in value]
-        return paddle.to_tensor(value) if isinstance(value, np.ndarray) else value
-
-    tensors: list[Any] = [
-        {name: made(value) if is_for_device(name) else value for name, value in batch.items()}
-        for batch in batches
-    ]
-    return tensors
-
-
 class _BufferSet:
     """Device buffers of one step, and the event after which they may be overwritten."""
 

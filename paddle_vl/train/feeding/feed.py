@@ -1,5 +1,4 @@
-"""Feeds a training step with its micro-batches: counted, and prefetched to a GPU. On a CPU their
-arrays become tensors, and the arrays' memory is free before the step begins.
+"""Feeds a training step with its micro-batches: counted, prefetched to a GPU, tensors on a CPU.
 
 Also warns about long waits for data while they last (`WaitWatch`).
 """
@@ -11,11 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
+import paddle
+
 from paddle_vl.batch.schema import Batch
 from paddle_vl.data.corpus.loader import merged_states
 from paddle_vl.nn.objective import BatchAdapter
 from paddle_vl.parallel.ranks import SingleRank
-from paddle_vl.train.feeding.device_copies import DeviceCopies, host_tensors
+from paddle_vl.train.feeding.device_copies import DeviceCopies
 from paddle_vl.train.phases import Phase, phase
 from paddle_vl.train.step import MicroBatch, counted
 
@@ -215,10 +217,13 @@ class BatchFeed:
         micro_batches = [
             counted(adapter.prepared(batch), adapter, self._count_flops) for batch in batches
         ]
-        if copies is not None or self._makes_tensors:
-            start = host_tensors if copies is None else copies.start
+        if copies is None and self._makes_tensors:
+            micro_batches = [
+                replace(each, batch=_as_tensors(each.batch, adapter)) for each in micro_batches
+            ]
+        elif copies is not None:
             with phase(Phase.HOST_TO_DEVICE):
-                on_device = start(
+                on_device = copies.start(
                     [micro_batch.batch for micro_batch in micro_batches], adapter.is_for_device
                 )
             micro_batches = [
@@ -226,6 +231,16 @@ class BatchFeed:
                 for micro_batch, batch in zip(micro_batches, on_device, strict=True)
             ]
         return FedStep(micro_batches, place, wait_s)
+
+
+def _as_tensors(batch: Batch, adapter: BatchAdapter) -> Any:
+    def made(value: Any) -> Any:
+        if isinstance(value, list):
+            return [made(entry) for entry in value]
+        return paddle.to_tensor(value) if isinstance(value, np.ndarray) else value
+
+    goes = adapter.is_for_device
+    return {name: made(value) if goes(name) else value for name, value in batch.items()}
 
 
 class WaitWatch:
