@@ -17,6 +17,7 @@ from typing import NoReturn
 from paddle_vl.cli import commands
 from paddle_vl.cli.doctor import add_doctor
 from paddle_vl.cli.export import add_export
+from paddle_vl.cli.heap import restart_with_whole_blocks
 from paddle_vl.cli.opentau_words import translated
 from paddle_vl.cli.profile import add_profile
 from paddle_vl.cli.tokenize import add_tokenize
@@ -31,6 +32,8 @@ INTERRUPTED = 130
 
 def run(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run `main` and end the process with its exit code."""
+    if arguments is None and sys.argv[1:2] in (["train"], ["profile"]):
+        restart_with_whole_blocks()
     is_distributed = int(os.environ.get("PADDLE_TRAINERS_NUM", "1")) > 1
     try:
         code = main(arguments)

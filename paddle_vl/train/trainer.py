@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import paddle
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from paddle_vl.batch.schema import Batch
@@ -100,6 +101,7 @@ class Trainer:
             wait_warning_s=config.logging.data_wait_warning_s,
             copies=device_copies(config.data.pin_memory, ranks.is_main),
             count_flops=count_flops,
+            makes_tensors=paddle.get_device().startswith("cpu"),
         )
         self.step = 0
         # Of all ranks in all steps, see `RunLength`.

@@ -194,11 +194,15 @@ def launch(
     Raises:
         RuntimeError: a rank failed; has the end of its output.
     """
+    from paddle_vl.cli.heap import with_whole_blocks
+
     work.mkdir(parents=True, exist_ok=True)
     launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", str(num_ranks)]
     launcher = [*launcher, "--log_dir", str(work / "log")] if num_ranks > 1 else []
     environment = {name: value for name, value in os.environ.items() if name[:7] != "PADDLE_"}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(package)}
+    # As `paddle-vl train` starts.
+    environment = with_whole_blocks(environment)
     done = subprocess.run(
         [sys.executable, *launcher, script, *arguments],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Feeds a training step with its micro-batches: counted, and prefetched to a GPU.
+"""Feeds a training step with its micro-batches: counted, prefetched to a GPU, tensors on a CPU.
 
 Also warns about long waits for data while they last (`WaitWatch`).
 """
@@ -9,6 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
+
+import numpy as np
+import paddle
 
 from paddle_vl.batch.schema import Batch
 from paddle_vl.data.corpus.loader import merged_states
@@ -90,7 +93,7 @@ class FedStep:
 
     Attributes:
         micro_batches: counted. With `DeviceCopies` their arrays are tensors on the device, valid
-            until the next step but one is requested.
+            until the next step but one is requested; with `makes_tensors` tensors of their own.
         place: data position after these micro-batches, however many were prefetched.
         data_wait_s: seconds that the step waited for them.
     """
@@ -112,6 +115,8 @@ class BatchFeed:
         wait_warning_s: seconds of waiting for data before a warning.
         copies: copies to the device; None without prefetching.
         count_flops: FLOPs of a batch; None to not count them.
+        makes_tensors: without copies, whether arrays become tensors here. Nothing refers to the
+            arrays then, so a CPU has the memory for the step.
 
     Attributes:
         steps_fed: steps returned so far, of the whole run.
@@ -127,7 +132,9 @@ class BatchFeed:
         wait_warning_s: float = 30.0,
         copies: DeviceCopies | None = None,
         count_flops: Callable[[Batch], int] | None = None,
+        makes_tensors: bool = False,
     ):
+        self._makes_tensors = makes_tensors
         self._data, self._adapter = data, adapter
         self._num_micro_batches, self._num_steps = num_micro_batches, num_steps
         self._copies, self._count_flops = copies, count_flops
@@ -210,7 +217,11 @@ class BatchFeed:
         micro_batches = [
             counted(adapter.prepared(batch), adapter, self._count_flops) for batch in batches
         ]
-        if copies is not None:
+        if copies is None and self._makes_tensors:
+            micro_batches = [
+                replace(each, batch=_as_tensors(each.batch, adapter)) for each in micro_batches
+            ]
+        elif copies is not None:
             with phase(Phase.HOST_TO_DEVICE):
                 on_device = copies.start(
                     [micro_batch.batch for micro_batch in micro_batches], adapter.is_for_device
@@ -220,6 +231,16 @@ class BatchFeed:
                 for micro_batch, batch in zip(micro_batches, on_device, strict=True)
             ]
         return FedStep(micro_batches, place, wait_s)
+
+
+def _as_tensors(batch: Batch, adapter: BatchAdapter) -> Any:
+    def made(value: Any) -> Any:
+        if isinstance(value, list):
+            return [made(entry) for entry in value]
+        return paddle.to_tensor(value) if isinstance(value, np.ndarray) else value
+
+    goes = adapter.is_for_device
+    return {name: made(value) if goes(name) else value for name, value in batch.items()}
 
 
 class WaitWatch:

@@ -3,13 +3,14 @@
 Guarantees: without copies batches are fetched on demand; with copies the next step's are fetched
 after a step is launched, none beyond the last step; the data position is the one after a step's own
 batches, and resuming there yields the next ones; counts are made before arrays leave the host; an
-error in the data belongs to its step; a wait counts unless the device was busy; a stalled loader is
-named with its worker; a run with copies is bit-identical to one without, also when resumed, and its
-steps read nothing from the device.
+error in the data belongs to its step; on a CPU nothing keeps the arrays that became tensors; a wait
+counts unless the device was busy; a stalled loader is named with its worker; a run with copies is
+bit-identical to one without, also when resumed, and its steps read nothing from the device.
 """
 
 import logging
 import os
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -259,6 +260,38 @@ def weights_of(folder: Path) -> dict[str, np.ndarray]:
         for name in ("model", "optimizer")
         for key, value in load_file(folder / "checkpoint-4" / f"{name}.safetensors").items()
     }
+
+
+@pytest.mark.parametrize("family", ["language", "policy"])
+def test_a_step_on_a_cpu_keeps_no_array_that_became_a_tensor(tmp_path, run_files, family):
+    trainer = trainer_for(run_files[family], tmp_path)
+    runner, arrays = trainer.runner, []
+
+    class Watched:
+        def __getattr__(self, name):
+            return getattr(data, name)
+
+        def __len__(self):
+            return len(data)
+
+        def __next__(self):
+            batch = next(data)
+            arrays.extend(
+                (name, weakref.ref(value))
+                for name, value in batch.items()
+                if isinstance(value, np.ndarray) and runner.adapter.is_for_device(name)
+            )
+            return batch
+
+    def accumulate_gradients(batches, *others):
+        assert [name for name, array in arrays if array() is not None] == []
+        return accumulated(batches, *others)
+
+    data, trainer.feed._data = trainer.feed._data, Watched()
+    accumulated, runner.accumulate_gradients = runner.accumulate_gradients, accumulate_gradients
+    trainer.train_one_step()
+    trainer.feed.close()
+    assert arrays
 
 
 @pytest.mark.parametrize("family", ["language", "policy"])
