@@ -17,7 +17,7 @@ from paddle_vl.train.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 # Files that read messages between hosts, or that only run on a CPU: not reads of the device.
-HOST_ONLY = ("parallel/ranks.py", "nn/attention.py")
+HOST_ONLY = ("parallel/ranks.py", "nn/attention.py", "nn/cpu/")
 NO_PHASE = "no phase"
 
 

@@ -329,10 +329,10 @@ class PrefixTokens:
         """Sums over a training batch of NumPy arrays, see `PrefixCounts`."""
         pad_BL, marks_BL, num_seen = self.masks(batch, presence, xp=np)
         seen_BL = np.zeros(pad_BL.shape, dtype=np.int64)
-        for seen_L, pad_L, block_L in zip(
-            seen_BL, pad_BL, np.cumsum(marks_BL, axis=1), strict=True
-        ):
-            seen_L[pad_L] = np.cumsum(np.bincount(block_L[pad_L]))[block_L[pad_L]]
+        for number, block_L in enumerate(np.cumsum(marks_BL, axis=1)):
+            pad_L = pad_BL[number]
+            real = block_L[pad_L]
+            seen_BL[number, pad_L] = np.cumsum(np.bincount(real))[real]
         num_actions = batch["discrete_actions"].shape[1] if "discrete_actions" in batch else 0
         predicting = slice(pad_BL.shape[1] - 1 - num_actions, pad_BL.shape[1] - 1)
         return PrefixCounts(

@@ -205,17 +205,16 @@ def _second_half(both: Tensor) -> ctypes.c_void_p:
 
 
 def _swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    return _gated(swiglu, gate, up)
+    return _gated(swiglu, "swiglu", gate, up)
 
 
 def _geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    return _gated(geglu, gate, up)
+    return _gated(geglu, "geglu", gate, up)
 
 
-def _gated(unit: Operation, gate: Tensor, up: Tensor | None) -> Tensor:
+def _gated(unit: Operation, name: str, gate: Tensor, up: Tensor | None) -> Tensor:
     if not fits(gate, up) or (up is not None and up.shape != gate.shape):
         return _replaced[unit](gate, up)
-    name = unit.__name__
     return _GatedHalves.apply(gate, name) if up is None else _Gated.apply(gate, up, name)
 
 

@@ -17,8 +17,8 @@ MIXING_DRAWS = 12
 
 def seed() -> list[int]:
     """Three numbers from the state of Paddle's generator, which advances."""
-    high, low = paddle.randint(0, 2**31 - 1, [2, 3], dtype="int64").tolist()
-    return [a << 31 | b for a, b in zip(high, low, strict=True)]
+    high, low = paddle.randint(0, 2**31 - 1, [2, 3], dtype="int64").numpy()
+    return (high << 31 | low).tolist()
 
 
 def threshold(p: float) -> tuple[int, int]:

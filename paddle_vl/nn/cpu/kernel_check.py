@@ -97,9 +97,9 @@ def cases() -> Iterator[Case]:
     wide, rows = _draw(5, 37, seed=1, scale=3.0), _draw(9, 50, seed=2)
     for approximate in (False, True):
         yield Case(gelu, f"gelu approximate={approximate}", [wide], [approximate])
-    for unit in (swiglu, geglu):
-        yield Case(unit, unit.__name__, [wide, _draw(5, 37, seed=3)])
-        yield Case(unit, f"{unit.__name__} of halves", [rows])
+    for name, unit in {"swiglu": swiglu, "geglu": geglu}.items():
+        yield Case(unit, name, [wide, _draw(5, 37, seed=3)])
+        yield Case(unit, f"{name} of halves", [rows])
     # Entries of several blocks of draws. Paddle's own kernel drops others.
     yield Case(dropout, "dropout", [_draw(9, 77, seed=9)], [0.4], dropout_by_numpy)
     weight, bias = _draw(50, seed=4), _draw(50, seed=5)

@@ -218,9 +218,10 @@ class BatchFeed:
             counted(adapter.prepared(batch), adapter, self._count_flops) for batch in batches
         ]
         if copies is None and self._makes_tensors:
-            micro_batches = [
-                replace(each, batch=_as_tensors(each.batch, adapter)) for each in micro_batches
-            ]
+            with phase(Phase.HOST_TO_DEVICE):
+                micro_batches = [
+                    replace(each, batch=_as_tensors(each.batch, adapter)) for each in micro_batches
+                ]
         elif copies is not None:
             with phase(Phase.HOST_TO_DEVICE):
                 on_device = copies.start(

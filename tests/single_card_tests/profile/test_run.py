@@ -62,8 +62,9 @@ def test_micro_batches_add_up_to_one_step(run_file, monkeypatch, count):
     monkeypatch.setattr(phases, "time", clock)
     trainer = trainer_of(run_file, f"train.gradient_accumulation_steps={count}")
     (step,) = measured(trainer, steps=1).steps
-    # Every clock reading adds a second; the copy to the device is inside the forward phase.
-    assert step[Phase.HOST_TO_DEVICE.value] == count
+    # Every clock reading adds a second. On a CPU the feed makes tensors, once for all
+    # micro-batches; what is left for the device is copied inside the forward phase.
+    assert step[Phase.HOST_TO_DEVICE.value] == 1 + count
     assert step[Phase.FORWARD.value] == 2 * count
     assert step[Phase.BACKWARD.value] == count
     for once in (Phase.DATA_WAIT, Phase.AGREEMENT, Phase.GRADIENT_SUM, Phase.CLIP, Phase.OPTIMIZER):

@@ -22,7 +22,7 @@ from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.support.finished_runs import lasting, metrics_of
 
-OF_THE_CPU = "nn/attention.py"
+OF_THE_CPU = ("nn/attention.py", "nn/cpu/")
 
 
 @pytest.fixture(scope="module", params=["language", "policy"])
