@@ -84,6 +84,8 @@ class _BiasedLinear(PyLayer):
     def forward(ctx, x, weight, bias):
         ctx.save_for_backward(x, weight)
         ctx.needs = (not x.stop_gradient, not weight.stop_gradient, not bias.stop_gradient)
+        if x.dtype != paddle.float32:
+            return paddle.matmul(x, weight).add_(bias)
         x_NI, columns = x.reshape([-1, x.shape[-1]]), weight.shape[1]
         # Starting from the bias costs less than a sum afterwards, which broadcasts.
         y_NO = paddle.addmm(bias.reshape([1, columns]), x_NI, weight)

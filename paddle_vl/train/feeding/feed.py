@@ -240,8 +240,7 @@ def _as_tensors(batch: Batch, adapter: BatchAdapter) -> Any:
             return [made(entry) for entry in value]
         return paddle.to_tensor(value) if isinstance(value, np.ndarray) else value
 
-    goes = adapter.is_for_device
-    return {name: made(value) if goes(name) else value for name, value in batch.items()}
+    return {n: made(value) if adapter.is_for_device(n) else value for n, value in batch.items()}
 
 
 class WaitWatch:
