@@ -28,7 +28,6 @@ from paddle_vl.nn.attention import (
     causal_attention,
     equal_segments_attention,
 )
-from paddle_vl.nn.cpu.products import repeated
 from paddle_vl.nn.operations import row_sum
 
 QUERY_BLOCK = 128
@@ -274,10 +273,10 @@ class SoftmaxAttention(PyLayer):
         q_ZRH, k_ZSH, v_ZSH = map(_contiguous, (q_ZRH, k_ZSH, v_ZSH))
         if exponentials_are_safe(q_ZRH, k_ZSH, v_ZSH):
             factor_Z1S = None if key_bias_Z1S is None else paddle.exp(key_bias_Z1S)
-            out, sum_ZR1 = _exponential_attention(q_ZRH, k_ZSH, v_ZSH, parts, factor_Z1S)
+            out, log_sum_ZR1 = _exponential_attention(q_ZRH, k_ZSH, v_ZSH, parts, factor_Z1S)
             if out is not None:
                 ctx.recomputes, ctx.key_factor = True, factor_Z1S
-                ctx.save_for_backward(q_ZRH, k_ZSH, v_ZSH, out, sum_ZR1)
+                ctx.save_for_backward(q_ZRH, k_ZSH, v_ZSH, out, log_sum_ZR1)
                 return out
         ctx.recomputes = False
         probabilities, outputs = [], []
@@ -303,29 +302,27 @@ class SoftmaxAttention(PyLayer):
     def backward(ctx, grad):
         q_ZRH, k_ZSH, v_ZSH, out, *kept = ctx.saved_tensor()
         grad = _contiguous(grad)
-        delta_ZR1 = row_sum(grad * out)
-        if ctx.recomputes:
-            # A row's sum of exponentials divides its gradient here, instead of its exponentials.
-            inverse_ZR1 = kept[0].reciprocal()
-            grad = grad * repeated(inverse_ZR1, grad.shape[-1])
-            delta_ZR1.multiply_(inverse_ZR1)
         # [grad, -delta] @ [v, 1]^T gives grad @ v^T - delta without a pass over the scores.
-        grad_and_delta = paddle.concat([grad, -delta_ZR1], axis=-1)
-        v_and_one = paddle.concat([v_ZSH, paddle.ones([*v_ZSH.shape[:2], 1], v_ZSH.dtype)], axis=-1)
+        grad_and_delta = paddle.concat([grad, -row_sum(grad * out)], axis=-1)
+        one_ZS1 = paddle.ones([*v_ZSH.shape[:2], 1], v_ZSH.dtype)
+        v_and_one = paddle.concat([v_ZSH, one_ZS1], axis=-1)
+        # Likewise [q, -log_sum] @ [k, 1]^T: the exponentials of that are the probabilities.
+        q_and_sum, k_and_one = q_ZRH, k_ZSH
+        if ctx.recomputes:
+            q_and_sum = paddle.concat([q_ZRH, -kept[0]], axis=-1)
+            k_and_one = paddle.concat([k_ZSH, one_ZS1], axis=-1)
         grads_of_chunks, probabilities = [], iter(kept)
         chunk_bytes = _CHUNK_BYTES if ctx.recomputes else _ALL_BYTES
         for chunk in _chunks(q_ZRH.shape[0], ctx.parts, chunk_bytes):
-            q, k, *others = map(chunk.of, (q_ZRH, k_ZSH, grad, grad_and_delta, v_and_one))
 
-            def powers(
-                block: Block, chunk: "_Chunk" = chunk, q: Tensor = q, k: Tensor = k
-            ) -> Tensor:
+            def probability(block: Block, chunk: "_Chunk" = chunk) -> Tensor:
                 if not ctx.recomputes:
                     return next(probabilities)
                 factor = None if ctx.key_factor is None else chunk.of(ctx.key_factor)
-                return _exponentials(chunk, block, q, k, factor)
+                return _exponentials(chunk, block, chunk.of(q_and_sum), chunk.of(k_and_one), factor)
 
-            grads_of_chunks.append(_chunk_gradients(chunk.blocks, powers, q, k, *others))
+            rows = map(chunk.of, (q_ZRH, k_ZSH, grad, grad_and_delta, v_and_one))
+            grads_of_chunks.append(_chunk_gradients(chunk.blocks, probability, *rows))
         grad_q, grad_k, grad_v = (
             _joined(parts, axis=0) for parts in zip(*grads_of_chunks, strict=True)
         )
@@ -392,7 +389,7 @@ def _contiguous(x: Tensor) -> Tensor:
 
 def _chunk_gradients(
     blocks: Sequence[Block],
-    powers: Callable[[Block], Tensor],
+    probability: Callable[[Block], Tensor],
     q_ZRH: Tensor,
     k_ZSH: Tensor,
     grad: Tensor,
@@ -404,7 +401,7 @@ def _chunk_gradients(
         score_grad = paddle.matmul(
             block.rows(grad_and_delta), block.keys(v_and_one), transpose_y=True
         )
-        p = powers(block)
+        p = probability(block)
         score_grad.multiply_(p)
         grads_q.append(paddle.matmul(score_grad, block.keys(k_ZSH)))
         block_k = paddle.matmul(score_grad, block.rows(q_ZRH), transpose_x=True)
@@ -474,29 +471,30 @@ def _exponential_attention(
     parts: Parts,
     factor_Z1S: Tensor | None,
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Attention without a maximum, and the sums `[Z, R, 1]` of exponentials.
+    """Attention without a maximum, and the logarithms `[Z, R, 1]` of the sums of exponentials.
 
     None if a row sees no key: its sum is zero, where a softmax gives an average.
 
     Args:
         factor_Z1S: exponentials of the keys' bias.
     """
-    outputs, sums = [], []
+    width = q_ZRH.shape[-1]
+    v_and_one = paddle.concat([v_ZSH, paddle.ones([*v_ZSH.shape[:2], 1], v_ZSH.dtype)], axis=-1)
+    chunks = []
     for chunk in _chunks(q_ZRH.shape[0], parts, _CHUNK_BYTES):
-        q, k, v = map(chunk.of, (q_ZRH, k_ZSH, v_ZSH))
+        q, k, v = map(chunk.of, (q_ZRH, k_ZSH, v_and_one))
         factor = None if factor_Z1S is None else chunk.of(factor_Z1S)
-        of_blocks: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for block in chunk.blocks:
-            powers = _exponentials(chunk, block, q, k, factor)
-            of_blocks[0].append(paddle.matmul(powers, block.keys(v)))
-            of_blocks[1].append(row_sum(powers))
-        outputs.append(_joined(of_blocks[0], axis=1))
-        sums.append(_joined(of_blocks[1], axis=1))
-    out_ZRH, sum_ZR1 = _joined(outputs, axis=0), _joined(sums, axis=0)
+        outputs = [
+            paddle.matmul(_exponentials(chunk, block, q, k, factor), block.keys(v))
+            for block in chunk.blocks
+        ]
+        chunks.append(_joined(outputs, axis=1))
+    out = _joined(chunks, axis=0)
+    out_ZRH, sum_ZR1 = out[:, :, :width], out[:, :, width:]
     least, most = host_float(sum_ZR1.min()), host_float(sum_ZR1.max())
     if not (least > _LEAST_SUM and most < math.inf):
         return None, None
-    return out_ZRH.multiply_(repeated(sum_ZR1.reciprocal(), out_ZRH.shape[-1])), sum_ZR1
+    return out_ZRH / sum_ZR1, paddle.log(sum_ZR1)
 
 
 def exponential_(x: Tensor) -> Tensor:
