@@ -283,11 +283,8 @@ class SoftmaxAttention(PyLayer):
         for chunk in _chunks(q_ZRH.shape[0], parts, _ALL_BYTES):
             outputs.append([])
             for block in chunk.blocks:
-                q, k, v = (
-                    block.rows(chunk.of(q_ZRH)),
-                    *map(block.keys, map(chunk.of, (k_ZSH, v_ZSH))),
-                )
-                scores = paddle.matmul(q, k, transpose_y=True)
+                q, k, v = map(chunk.of, (q_ZRH, k_ZSH, v_ZSH))
+                scores = paddle.matmul(block.rows(q), block.keys(k), transpose_y=True)
                 if block.bias is not None:
                     scores.add_(chunk.of_mask(block.bias()))
                 if key_bias_Z1S is not None:

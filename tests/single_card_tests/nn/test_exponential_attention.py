@@ -7,6 +7,8 @@ without this path; a mask is divided like the heads, and keys that no query of a
 multiplied; results do not depend on the library that computes the exponentials.
 """
 
+from itertools import pairwise
+
 import numpy as np
 import paddle
 import pytest
@@ -15,6 +17,7 @@ from paddle_vl.nn.attention import (
     MASKED_SCORE,
     AttentionMask,
     BlockMask,
+    PackedSamples,
     causal_attention,
     masked_attention,
 )
@@ -86,6 +89,29 @@ def test_scores_near_the_end_of_the_range_are_exact(paths):
 def test_scores_beyond_the_range_go_to_the_softmax(paths, scale):
     assert_equals_softmax(causal_attention, qkv(scale=scale))
     assert paths == []
+
+
+@pytest.mark.parametrize("scale", [1.0, 20.0], ids=["exponentials", "softmax"])
+def test_packed_samples_equal_samples_alone_on_both_ways(paths, scale):
+    ends = [0, 200, 430, 600]
+    packed = PackedSamples(np.array(ends), 300)
+    inputs = qkv(scale=scale)
+
+    def alone(*tensors):
+        rows = [x.reshape([1, 600, *x.shape[2:]]) for x in tensors]
+        outputs = [
+            causal_attention(*(x[:, begin:end] for x in rows)) for begin, end in pairwise(ends)
+        ]
+        return paddle.concat(outputs, axis=1).reshape(tensors[0].shape)
+
+    with use_kernels("cpu"):
+        found = gradients(lambda *x: causal_attention(*x, packed=packed), inputs)
+    assert paths == [True] * (scale == 1.0)
+    with use_kernels("plain"):
+        wanted = gradients(alone, inputs)
+    for mine, other in zip(found, wanted, strict=True):
+        largest = np.abs(other.numpy()).max()
+        np.testing.assert_allclose(mine.numpy(), other.numpy(), atol=2e-5 * largest)
 
 
 def test_values_too_large_for_the_sums_go_to_the_softmax(paths):
