@@ -237,7 +237,6 @@ class AttentionMask:
 
     def __init__(self, visible_BLS: Tensor | Callable[[], Tensor]):
         self._visible = visible_BLS
-        self._biases: dict[int, Tensor] = {}
         self._narrow_biases: dict[str, Tensor] = {}
 
     @cached_property
@@ -249,11 +248,6 @@ class AttentionMask:
     def has_key_BL11(self) -> Tensor:
         """float32, 1 where a query sees any key."""
         return self.visible_BLS.any(axis=-1).astype("float32").unsqueeze([2, 3])
-
-    @cached_property
-    def all_see(self) -> bool:
-        """Whether every query sees a key. Reads the device, so for the CPU only."""
-        return bool(self.visible_BLS.any(axis=-1).all())
 
     @cached_property
     def bias_B1LS(self) -> Tensor:
@@ -287,12 +281,6 @@ class AttentionMask:
     @staticmethod
     def _bias_of(visible_BLS: Tensor) -> Tensor:
         return (paddle.logical_not(visible_BLS).astype("float32") * MASKED_SCORE).unsqueeze(1)
-
-    def bias(self, heads: int) -> Tensor:
-        """`[B, heads, L, S]`: Paddle's CPU kernels are slow at broadcasting over a middle dim."""
-        if heads not in self._biases:
-            self._biases[heads] = paddle.concat([self.bias_B1LS] * heads, axis=1)
-        return self._biases[heads]
 
 
 class BlockMask(AttentionMask):
