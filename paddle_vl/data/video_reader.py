@@ -116,7 +116,7 @@ class VideoFile:
         """Open the stream and read its header.
 
         Raises:
-            BadSampleError: not a video, or the file is shorter than it states.
+            BadSampleError: not a video, no frame in it, or the file is shorter than it states.
             RuntimeError: PyAV is not installed.
         """
         self._path = path
@@ -129,6 +129,11 @@ class VideoFile:
         if not self.num_frames:
             # Decoding is the only way that works for every codec.
             self.num_frames = sum(1 for _ in self._decode())
+        if not self.num_frames:
+            raise BadSampleError(
+                "unreadable_video",
+                f"no frame of the file can be decoded: it is cut off or damaged; {_REMEDY}",
+            )
 
     def frames(self, indices: Sequence[int]) -> Generator[np.ndarray, None, None]:
         """Decode these frames, upright; one is in memory at a time.
@@ -189,12 +194,13 @@ def _opened(path: Path) -> "Iterator[tuple[av.container.InputContainer, av.Video
         # "file:" prevents FFmpeg from parsing a protocol in the name; titles may be broken text.
         with av.open(f"file:{path}", options=_OPTIONS, metadata_errors="replace") as container:
             if not container.streams.video:
-                kinds = ", ".join(sorted({stream.type for stream in container.streams}))
+                # A file whose index is cut off shows streams of unknown kind as "data".
+                kinds = ", ".join(sorted({s.type for s in container.streams} - {"data"}))
                 raise BadSampleError(
                     "unreadable_video",
                     f"the file has no video stream, only: {kinds}; use a file with a picture"
                     if kinds
-                    else f"the file cannot be decoded as a video (no stream in it); {_REMEDY}",
+                    else f"the file cannot be decoded as a video (no picture in it); {_REMEDY}",
                 )
             stream = container.streams.video[0]
             _check_stream(stream)
