@@ -73,6 +73,12 @@ def _geglu_of_halves(rng: np.random.Generator, sizes: Sizes) -> Inputs:
     return Inputs((normal(rng, sizes.rows, 6 * sizes.width),))
 
 
+@example("split_columns")
+def _split_columns(rng: np.random.Generator, sizes: Sizes) -> Inputs:
+    widths = [sizes.width, sizes.width // 2, sizes.width // 2]
+    return Inputs((normal(rng, sizes.rows, sum(widths)), widths))
+
+
 @example("dropout")
 def _dropout(rng: np.random.Generator, sizes: Sizes) -> Inputs:
     # Devices drop other entries, so what can be compared is that none is dropped.

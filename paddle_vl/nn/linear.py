@@ -209,7 +209,7 @@ class FusedLinear(nn.Layer):
         mark_fused(self.weight, columns)
         self.own_widths = widths if splits else []
 
-    def forward(self, x: Tensor, num_rows: int | None = None) -> list[Tensor]:
+    def forward(self, x: Tensor, num_rows: int | None = None) -> Sequence[Tensor]:
         """The output of each linear; `num_rows` is for layers that all-gather token rows."""
         return split_columns(linear(x, self.weight), self.own_widths)
 
@@ -270,8 +270,12 @@ def mark_fused(parameter: Tensor, columns: Iterable[Columns]) -> None:
         parameter.fused_columns = tuple(columns)
 
 
-def split_columns(x: Tensor, widths: Sequence[int]) -> list[Tensor]:
-    """The output of each linear of a fused weight; without widths one tensor of all outputs."""
+@operation
+def split_columns(x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
+    """`[..., C]` as tensors of these widths; one tensor without widths.
+
+    The outputs of the linears of a fused weight.
+    """
     return paddle.split(x, list(widths), axis=-1) if widths else [x]
 
 

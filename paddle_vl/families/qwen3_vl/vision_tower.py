@@ -20,7 +20,7 @@ from paddle.nn.initializer import Normal
 from paddle_vl.batch.positions import VisionLayout
 from paddle_vl.families.qwen3_vl.config import Qwen3VLVisionConfig
 from paddle_vl.nn.attention import PaddedSegments, Segments, segment_attention
-from paddle_vl.nn.linear import Linear
+from paddle_vl.nn.linear import Linear, split_columns
 from paddle_vl.nn.norm import LayerNorm
 from paddle_vl.nn.operations import activation, gelu
 from paddle_vl.nn.rotary import RotaryTables, apply_rotary, vision_tables
@@ -141,7 +141,7 @@ class VisionAttention(nn.Layer):
         width = self.qkv.weight.shape[1] // 3
         heads = [-1, width // self.head_dim, self.head_dim]
         # Split before the heads: views of the whole would each be copied later.
-        q_PNH, k_PNH, v_PNH = (x.reshape(heads) for x in self.qkv(x_PU).chunk(3, axis=-1))
+        q_PNH, k_PNH, v_PNH = (x.reshape(heads) for x in split_columns(self.qkv(x_PU), [width] * 3))
         q_PNH, k_PNH = apply_rotary(q_PNH, k_PNH, tables)
         out_PNH = segment_attention(q_PNH, k_PNH, v_PNH, segments)
         return self.proj(out_PNH.reshape([-1, width]))

@@ -4,4 +4,10 @@ On Paddle's CPU kernels, mathematically equal formulas differ tenfold in time. W
 gradient imports `inference`, kernels without a backward pass.
 """
 
-from paddle_vl.nn.cpu import attention, dropout, masked_attention, products  # noqa: F401
+from paddle_vl.nn.cpu import (  # noqa: F401
+    attention,
+    dropout,
+    masked_attention,
+    onednn_kernels,
+    products,
+)

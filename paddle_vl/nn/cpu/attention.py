@@ -28,6 +28,7 @@ from paddle_vl.nn.attention import (
     causal_attention,
     equal_segments_attention,
 )
+from paddle_vl.nn.cpu.broadcasts import minus_column_times_, times_column_, times_matrix_
 from paddle_vl.nn.operations import row_sum
 
 QUERY_BLOCK = 128
@@ -273,10 +274,10 @@ class SoftmaxAttention(PyLayer):
         q_ZRH, k_ZSH, v_ZSH = map(_contiguous, (q_ZRH, k_ZSH, v_ZSH))
         if exponentials_are_safe(q_ZRH, k_ZSH, v_ZSH):
             factor_Z1S = None if key_bias_Z1S is None else paddle.exp(key_bias_Z1S)
-            out, log_sum_ZR1 = _exponential_attention(q_ZRH, k_ZSH, v_ZSH, parts, factor_Z1S)
+            out, inverse_ZR1 = _exponential_attention(q_ZRH, k_ZSH, v_ZSH, parts, factor_Z1S)
             if out is not None:
                 ctx.recomputes, ctx.key_factor = True, factor_Z1S
-                ctx.save_for_backward(q_ZRH, k_ZSH, v_ZSH, out, log_sum_ZR1)
+                ctx.save_for_backward(q_ZRH, k_ZSH, v_ZSH, out, inverse_ZR1)
                 return out
         ctx.recomputes = False
         probabilities, outputs = [], []
@@ -299,15 +300,11 @@ class SoftmaxAttention(PyLayer):
     def backward(ctx, grad):
         q_ZRH, k_ZSH, v_ZSH, out, *kept = ctx.saved_tensor()
         grad = _contiguous(grad)
-        # [grad, -delta] @ [v, 1]^T gives grad @ v^T - delta without a pass over the scores.
-        grad_and_delta = paddle.concat([grad, -row_sum(grad * out)], axis=-1)
-        one_ZS1 = paddle.ones([*v_ZSH.shape[:2], 1], v_ZSH.dtype)
-        v_and_one = paddle.concat([v_ZSH, one_ZS1], axis=-1)
-        # Likewise [q, -log_sum] @ [k, 1]^T: the exponentials of that are the probabilities.
-        q_and_sum, k_and_one = q_ZRH, k_ZSH
         if ctx.recomputes:
-            q_and_sum = paddle.concat([q_ZRH, -kept[0]], axis=-1)
-            k_and_one = paddle.concat([k_ZSH, one_ZS1], axis=-1)
+            # The exponentials are computed again without dividing by their sums: the gradient is
+            # divided instead.
+            grad = times_column_(grad.clone(), kept[0])
+        delta_ZR1 = row_sum(grad * out)
         grads_of_chunks, probabilities = [], iter(kept)
         chunk_bytes = _CHUNK_BYTES if ctx.recomputes else _ALL_BYTES
         for chunk in _chunks(q_ZRH.shape[0], ctx.parts, chunk_bytes):
@@ -316,9 +313,9 @@ class SoftmaxAttention(PyLayer):
                 if not ctx.recomputes:
                     return next(probabilities)
                 factor = None if ctx.key_factor is None else chunk.of(ctx.key_factor)
-                return _exponentials(chunk, block, chunk.of(q_and_sum), chunk.of(k_and_one), factor)
+                return _exponentials(chunk, block, chunk.of(q_ZRH), chunk.of(k_ZSH), factor)
 
-            rows = map(chunk.of, (q_ZRH, k_ZSH, grad, grad_and_delta, v_and_one))
+            rows = map(chunk.of, (q_ZRH, k_ZSH, v_ZSH, grad, delta_ZR1))
             grads_of_chunks.append(_chunk_gradients(chunk.blocks, probability, *rows))
         grad_q, grad_k, grad_v = (
             _joined(parts, axis=0) for parts in zip(*grads_of_chunks, strict=True)
@@ -374,7 +371,8 @@ def _exponentials(
     scores = paddle.matmul(block.rows(q_ZRH), block.keys(k_ZSH), transpose_y=True)
     powers = exponential_(scores)
     if block.visible is not None:
-        powers.multiply_(chunk.of_mask(block.visible()))
+        visible = chunk.of_mask(block.visible())
+        powers = powers.multiply_(visible) if visible.ndim == 3 else times_matrix_(powers, visible)
     if factor_Z1S is not None:
         powers.multiply_(factor_Z1S[:, :, block.first_key : block.end_key])
     return powers
@@ -389,17 +387,15 @@ def _chunk_gradients(
     probability: Callable[[Block], Tensor],
     q_ZRH: Tensor,
     k_ZSH: Tensor,
+    v_ZSH: Tensor,
     grad: Tensor,
-    grad_and_delta: Tensor,
-    v_and_one: Tensor,
+    delta_ZR1: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grads_q, grads_k, grads_v, first_key = [], [], [], None
     for block in blocks:
-        score_grad = paddle.matmul(
-            block.rows(grad_and_delta), block.keys(v_and_one), transpose_y=True
-        )
         p = probability(block)
-        score_grad.multiply_(p)
+        score_grad = paddle.matmul(block.rows(grad), block.keys(v_ZSH), transpose_y=True)
+        minus_column_times_(score_grad, _contiguous(block.rows(delta_ZR1)), p)
         grads_q.append(paddle.matmul(score_grad, block.keys(k_ZSH)))
         block_k = paddle.matmul(score_grad, block.rows(q_ZRH), transpose_x=True)
         block_v = paddle.matmul(p, block.rows(grad), transpose_x=True)
@@ -444,7 +440,7 @@ def exponentials_are_safe(q_ZRH: Tensor, k_ZSH: Tensor, v_ZSH: Tensor) -> bool:
     By the inequality of Cauchy and Schwarz no score exceeds `max |q| * max |k|`. False for other
     dtypes, for values that are not finite, and for empty inputs.
     """
-    if q_ZRH.dtype != paddle.float32 or not (q_ZRH.size and k_ZSH.size):
+    if q_ZRH.dtype != paddle.float32 or 0 in q_ZRH.shape or 0 in k_ZSH.shape:
         return False
     longest_q, longest_k, longest_v = (
         host_float(row_sum(x * x).max()) ** 0.5 for x in (q_ZRH, k_ZSH, v_ZSH)
@@ -468,39 +464,39 @@ def _exponential_attention(
     parts: Parts,
     factor_Z1S: Tensor | None,
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Attention without a maximum, and the logarithms `[Z, R, 1]` of the sums of exponentials.
+    """Attention without a maximum, and the inverse sums `[Z, R, 1]` of exponentials.
 
     None if a row sees no key: its sum is zero, where a softmax gives an average.
 
     Args:
         factor_Z1S: exponentials of the keys' bias.
     """
-    width = q_ZRH.shape[-1]
-    v_and_one = paddle.concat([v_ZSH, paddle.ones([*v_ZSH.shape[:2], 1], v_ZSH.dtype)], axis=-1)
-    chunks = []
+    outputs, sums = [], []
     for chunk in _chunks(q_ZRH.shape[0], parts, _CHUNK_BYTES):
-        q, k, v = map(chunk.of, (q_ZRH, k_ZSH, v_and_one))
+        q, k, v = map(chunk.of, (q_ZRH, k_ZSH, v_ZSH))
         factor = None if factor_Z1S is None else chunk.of(factor_Z1S)
-        outputs = [
-            paddle.matmul(_exponentials(chunk, block, q, k, factor), block.keys(v))
-            for block in chunk.blocks
-        ]
-        chunks.append(_joined(outputs, axis=1))
-    out = _joined(chunks, axis=0)
-    out_ZRH, sum_ZR1 = out[:, :, :width], out[:, :, width:]
+        of_blocks = []
+        for block in chunk.blocks:
+            powers = _exponentials(chunk, block, q, k, factor)
+            of_blocks.append((paddle.matmul(powers, block.keys(v)), row_sum(powers)))
+        for of_chunks, tensors in zip((outputs, sums), zip(*of_blocks, strict=True), strict=True):
+            of_chunks.append(_joined(tensors, axis=1))
+    out_ZRH, sum_ZR1 = _joined(outputs, axis=0), _joined(sums, axis=0)
     least, most = host_float(sum_ZR1.min()), host_float(sum_ZR1.max())
     if not (least > _LEAST_SUM and most < math.inf):
         return None, None
-    return out_ZRH / sum_ZR1, paddle.log(sum_ZR1)
+    inverse_ZR1 = 1.0 / sum_ZR1
+    return times_column_(out_ZRH, inverse_ZR1), inverse_ZR1
 
 
 def exponential_(x: Tensor) -> Tensor:
     """`exp(x)` in place, of a contiguous float32 tensor: by Paddle's own math library where it is
     found, in all threads; Paddle's kernel runs in one."""
     function = _vector_exponential()
-    if function is None or x.size > _INT32_MAX:
+    size = math.prod(x.shape)
+    if function is None or size > _INT32_MAX:
         return x.exp_()
-    function(x.size, x.data_ptr(), x.data_ptr())
+    function(size, x.data_ptr(), x.data_ptr())
     return x
 
 

@@ -10,6 +10,7 @@ Shapes: as in `paddle_vl.nn.attention`; N rows, C channels.
 
 import ctypes
 import logging
+import math
 import os
 from collections.abc import Callable
 from functools import lru_cache
@@ -102,9 +103,14 @@ def _register() -> None:
 def fits(*tensors: Tensor | None) -> bool:
     """Whether the kernels take these tensors: float32, contiguous, not empty."""
     return all(
-        x is None or (x.dtype == paddle.float32 and x.size > 0 and x.is_contiguous())
+        x is None or (x.dtype == paddle.float32 and x.is_contiguous() and 0 not in x.shape)
         for x in tensors
     )
+
+
+def _size(x: Tensor) -> int:
+    # `x.size` takes as long as a small operation.
+    return math.prod(x.shape)
 
 
 def _data(x: Tensor | np.ndarray | None) -> ctypes.c_void_p:
@@ -133,7 +139,7 @@ class _Gelu(PyLayer):
         ctx.save_for_backward(x)
         ctx.form = "tanh" if approximate else "erf"
         y = paddle.empty_like(x)
-        getattr(_library, f"gelu_{ctx.form}_forward")(_data(x), _data(y), _i64(x.size))
+        getattr(_library, f"gelu_{ctx.form}_forward")(_data(x), _data(y), _i64(_size(x)))
         return y
 
     @staticmethod
@@ -141,7 +147,7 @@ class _Gelu(PyLayer):
         (x,) = ctx.saved_tensor()
         grad, grad_x = _contiguous(grad), paddle.empty_like(x)
         run = getattr(_library, f"gelu_{ctx.form}_backward")
-        run(_data(x), _data(grad), _data(grad_x), _i64(x.size))
+        run(_data(x), _data(grad), _data(grad_x), _i64(_size(x)))
         return grad_x
 
 
@@ -159,14 +165,14 @@ class _Gated(PyLayer):
         ctx.save_for_backward(gate, up)
         ctx.needs, ctx.name = (not gate.stop_gradient, not up.stop_gradient), name
         y, columns = paddle.empty_like(gate), _i64(gate.shape[-1])
-        rows = _i64(gate.size // gate.shape[-1])
+        rows = _i64(_size(gate) // gate.shape[-1])
         getattr(_library, f"{name}_forward")(*map(_data, (gate, up, y)), rows, columns, columns)
         return y
 
     @staticmethod
     def backward(ctx, grad):
         gate, up = ctx.saved_tensor()
-        grad, columns, rows = _contiguous(grad), _i64(gate.shape[-1]), gate.size // gate.shape[-1]
+        grad, columns, rows = _contiguous(grad), _i64(gate.shape[-1]), _size(gate) // gate.shape[-1]
         grads = paddle.empty_like(gate), paddle.empty_like(up)
         getattr(_library, f"{ctx.name}_backward")(
             *map(_data, (gate, up, grad, *grads)), _i64(rows), columns, columns
@@ -183,7 +189,7 @@ class _GatedHalves(PyLayer):
         ctx.name, columns = name, both.shape[-1] // 2
         y = paddle.empty([*both.shape[:-1], columns])
         getattr(_library, f"{name}_forward")(
-            _data(both), _second_half(both), _data(y), _i64(both.size // (2 * columns)),
+            _data(both), _second_half(both), _data(y), _i64(_size(both) // (2 * columns)),
             _i64(columns), _i64(2 * columns),
         )  # fmt: skip
         return y
@@ -194,7 +200,7 @@ class _GatedHalves(PyLayer):
         grad, columns, grad_both = _contiguous(grad), both.shape[-1] // 2, paddle.empty_like(both)
         getattr(_library, f"{ctx.name}_backward")(
             _data(both), _second_half(both), _data(grad), _data(grad_both),
-            _second_half(grad_both), _i64(both.size // (2 * columns)), _i64(columns),
+            _second_half(grad_both), _i64(_size(both) // (2 * columns)), _i64(columns),
             _i64(2 * columns),
         )  # fmt: skip
         return grad_both
@@ -226,10 +232,10 @@ class _Dropout(PyLayer):
 
     @staticmethod
     def forward(ctx, x, p):
-        ctx.kept, ctx.factor = np.empty(x.size, dtype=np.uint8), 1.0 / (1.0 - p)
+        ctx.kept, ctx.factor = np.empty(_size(x), dtype=np.uint8), 1.0 / (1.0 - p)
         y, (first, rest) = paddle.empty_like(x), threshold(p)
         _library.dropout_forward(
-            _data(x), _data(y), _data(ctx.kept), _i64(x.size), *map(ctypes.c_uint64, seed()),
+            _data(x), _data(y), _data(ctx.kept), _i64(_size(x)), *map(ctypes.c_uint64, seed()),
             _i64(MIXING_DRAWS), _int(first), ctypes.c_uint64(rest), _float(ctx.factor),
         )  # fmt: skip
         return y
@@ -238,7 +244,7 @@ class _Dropout(PyLayer):
     def backward(ctx, grad):
         grad, grad_x = _contiguous(grad), paddle.empty_like(grad)
         _library.dropout_backward(
-            _data(grad), _data(ctx.kept), _data(grad_x), _i64(grad.size), _float(ctx.factor)
+            _data(grad), _data(ctx.kept), _data(grad_x), _i64(_size(grad)), _float(ctx.factor)
         )
         return grad_x
 
@@ -268,7 +274,7 @@ def _rotated(x: Tensor, tables: RotaryTables, direction: float) -> Tensor:
     heads, width = x.shape[-2:]
     _library.rotate(
         _data(x), _data(y), _data(tables.cos_TH), _data(tables.sin_TH),
-        _i64(x.size // (heads * width)), _i64(heads), _i64(width), _float(direction),
+        _i64(_size(x) // (heads * width)), _i64(heads), _i64(width), _float(direction),
     )  # fmt: skip
     return y
 
@@ -295,7 +301,7 @@ class _Norm(PyLayer):
     @staticmethod
     def forward(ctx, x, weight, bias, epsilon, offset, centres):
         channels = x.shape[-1]
-        rows = x.size // channels
+        rows = _size(x) // channels
         y, statistics = paddle.empty_like(x), paddle.empty([rows, 2])
         _library.norm_forward(
             _data(x), _data(weight), _data(bias), _data(y), _data(statistics), _i64(rows),
@@ -315,7 +321,7 @@ class _Norm(PyLayer):
         sums = paddle.empty([_num_threads() * 2 * channels])
         _library.norm_backward(
             _data(x), _data(weight), _data(grad), _data(statistics), _data(grad_x),
-            *map(_data, (*vectors, None, None)[:2]), _data(sums), _i64(x.size // channels),
+            *map(_data, (*vectors, None, None)[:2]), _data(sums), _i64(_size(x) // channels),
             _i64(channels), _float(offset), _int(centres),
         )  # fmt: skip
         found = [g if need else None for g, need in zip((grad_x, *vectors), ctx.needs, strict=True)]
@@ -358,7 +364,7 @@ class _Attention(PyLayer):
 
     @staticmethod
     def forward(ctx, q, k, v, segments, scale, causal, key_bias, seen):
-        rows, heads, width = q.size // (q.shape[-2] * q.shape[-1]), *q.shape[-2:]
+        rows, heads, width = _size(q) // (q.shape[-2] * q.shape[-1]), *q.shape[-2:]
         out, statistics = paddle.empty_like(q), paddle.empty([rows, heads, 2])
         longest = int(segments[:, 3].max())
         ctx.sizes = (

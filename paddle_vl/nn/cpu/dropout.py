@@ -9,6 +9,7 @@ import paddle.nn.functional as F
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
+from paddle_vl.nn.cpu import onednn
 from paddle_vl.nn.operations import dropout
 
 # SFC64 mixes its seed with its counter in the first draws.
@@ -66,6 +67,11 @@ class _Dropout(PyLayer):
 
 
 def _scaled(x: Tensor, is_kept: np.ndarray, factor: np.float32) -> Tensor:
+    if onednn.takes(x):
+        y = paddle.empty_like(x)
+        run = onednn.times_bytes(is_kept.size, float(factor))
+        run(x.data_ptr(), is_kept.ctypes.data, y.data_ptr())
+        return y
     factors = paddle.to_tensor(is_kept * factor, place=x.place)
     return x * factors.astype(x.dtype)
 
@@ -73,6 +79,6 @@ def _scaled(x: Tensor, is_kept: np.ndarray, factor: np.float32) -> Tensor:
 @dropout.register("cpu")
 def dropout_by_numpy(x: Tensor, p: float) -> Tensor:
     """The operation; the compiled kernel draws the same numbers."""
-    if not (0.0 < p < 1.0 and x.size):
+    if not 0.0 < p < 1.0 or 0 in x.shape:
         return F.dropout(x, p)
     return _Dropout.apply(x, p)

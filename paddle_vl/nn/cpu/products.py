@@ -12,6 +12,7 @@ import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
+from paddle_vl.nn.cpu.broadcasts import plus_column_times_
 from paddle_vl.nn.experts import grouped_linear
 from paddle_vl.nn.linear import biased_linear
 from paddle_vl.nn.norm import gemma_rms_norm, layer_norm, rms_norm, rms_quotient
@@ -179,8 +180,7 @@ class _RMSNormByProducts(PyLayer):
     @staticmethod
     def forward(ctx, x, weight, epsilon, offset):
         x_NC = x.reshape([-1, x.shape[-1]])
-        mean_N1 = row_sum(x_NC * x_NC).scale_(1.0 / x.shape[-1])
-        inverse_N1 = paddle.rsqrt(mean_N1 + epsilon)
+        inverse_N1 = paddle.rsqrt(row_sum(x_NC * x_NC).scale_(1.0 / x.shape[-1], epsilon))
         factor_1C = _factors(x, weight, offset)
         ctx.save_for_backward(x, inverse_N1, factor_1C)
         ctx.needs = [not t.stop_gradient for t in (x, weight) if t is not None]
@@ -192,15 +192,14 @@ class _RMSNormByProducts(PyLayer):
         channels = x.shape[-1]
         grad_NC, x_NC = grad.reshape([-1, channels]), x.reshape([-1, channels])
         product_NC = grad_NC * x_NC
-        grads = [None] * len(ctx.needs)
+        grads: list[Tensor | None] = [None] * len(ctx.needs)
         if len(ctx.needs) > 1 and ctx.needs[1]:
             grads[1] = paddle.matmul(inverse_N1, product_NC, transpose_x=True).reshape([channels])
         if ctx.needs[0]:
             along_N1 = paddle.matmul(product_NC, factor_1C, transpose_y=True)
-            along_N1 = along_N1 * (inverse_N1 * inverse_N1 * inverse_N1) * (1.0 / channels)
+            along_N1 = along_N1 * (inverse_N1 * inverse_N1 * inverse_N1) * (-1.0 / channels)
             grad_x = paddle.matmul(inverse_N1, factor_1C).multiply_(grad_NC)
-            grad_x.subtract_(repeated(along_N1, channels).multiply_(x_NC))
-            grads[0] = grad_x.reshape(x.shape)
+            grads[0] = plus_column_times_(grad_x, along_N1, x_NC).reshape(x.shape)
         return grads[0] if len(grads) == 1 else tuple(grads)
 
 
@@ -237,15 +236,15 @@ def _rms_quotient(x: Tensor, epsilon: float) -> Tensor:
     return _RMSNormByProducts.apply(x, None, epsilon, 0.0)
 
 
-@layer_norm.register("cpu")
-def _layer_norm(x: Tensor, weight_C: Tensor, bias_C: Tensor, epsilon: float) -> Tensor:
+def layer_norm_by_products(x: Tensor, weight_C: Tensor, bias_C: Tensor, epsilon: float) -> Tensor:
     if not _are_float32(x, weight_C, bias_C):
         return NORMS_IN_PADDLE[layer_norm](x, weight_C, bias_C, epsilon)
     return _LayerNormByProducts.apply(x, weight_C, bias_C, epsilon)
 
 
 def _are_float32(*tensors: Tensor) -> bool:
-    return all(x.dtype == paddle.float32 and x.size > 0 for x in tensors)
+    # `x.size` takes as long as a small operation.
+    return all(x.dtype == paddle.float32 and 0 not in x.shape for x in tensors)
 
 
 class _LayerNormByProducts(PyLayer):
