@@ -28,7 +28,7 @@ from paddle_vl.nn.attention import (
     causal_attention,
     equal_segments_attention,
 )
-from paddle_vl.nn.cpu.broadcasts import minus_column_times_, times_column_, times_matrix_
+from paddle_vl.nn.cpu.products import minus_column_times_, times_column_, times_matrix_
 from paddle_vl.nn.operations import row_sum
 
 QUERY_BLOCK = 128

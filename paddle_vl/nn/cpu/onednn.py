@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 MAJOR_VERSION = 3
 _CPU, _IN_ORDER, _FLOAT32, _BYTE = 1, 1, 3, 6
-_FORWARD_TRAINING, _BACKWARD, _BACKWARD_DATA = 64, 128, 160
+_FORWARD_TRAINING, _BACKWARD = 64, 128
 _SCALE_AND_SHIFT = 0x2 | 0x4
 ELTWISE = {"linear": 0x26, "gelu_tanh": 0x2B, "swish": 0x2C, "gelu_erf": 0x31}
 BINARY = {"add": 0x1FFF0, "mul": 0x1FFF1, "sub": 0x1FFF5}
@@ -211,24 +211,18 @@ def layer_norm(rows: int, channels: int, epsilon: float) -> Primitive:
 
 
 @lru_cache(maxsize=128)
-def layer_norm_gradient(rows: int, channels: int, epsilon: float, of_all: bool) -> Primitive:
-    """Of `src`, `grad_dst`, `grad_src`, `mean`, `variance`, `scale` and `shift`.
-
-    Args:
-        of_all: `grad_scale` and `grad_shift` follow.
-    """
+def layer_norm_gradient(rows: int, channels: int, epsilon: float) -> Primitive:
+    """Of `src`, `grad_dst`, `mean`, `variance`, `scale`, `shift`, `grad_src`, `grad_scale` and
+    `grad_shift`."""
     src, row, channel = map(_Descriptor, ([rows, channels], [rows], [channels]))
     recipe = _Recipe(
-        "layer_normalization_backward", _library().engine, _BACKWARD if of_all else _BACKWARD_DATA,
-        src, src, src, row, c_float(epsilon), _SCALE_AND_SHIFT,
-        _layer_norm_recipe(src, row, epsilon), None,
+        "layer_normalization_backward", _library().engine, _BACKWARD, src, src, src, row,
+        c_float(epsilon), _SCALE_AND_SHIFT, _layer_norm_recipe(src, row, epsilon), None,
     )  # fmt: skip
     arguments = {
-        _SRC: src, _DIFF_DST: src, _DIFF_SRC: src, _MEAN: row, _VARIANCE: row, _SCALE: channel,
-        _SHIFT: channel,
+        _SRC: src, _DIFF_DST: src, _MEAN: row, _VARIANCE: row, _SCALE: channel, _SHIFT: channel,
+        _DIFF_SRC: src, _DIFF_SCALE: channel, _DIFF_SHIFT: channel,
     }  # fmt: skip
-    if of_all:
-        arguments |= {_DIFF_SCALE: channel, _DIFF_SHIFT: channel}
     return Primitive(recipe, arguments)
 
 

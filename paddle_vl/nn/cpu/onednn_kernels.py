@@ -15,7 +15,6 @@ from paddle import Tensor
 from paddle.autograd import PyLayer
 
 from paddle_vl.nn.cpu import onednn
-from paddle_vl.nn.cpu.products import layer_norm_by_products
 from paddle_vl.nn.linear import split_columns
 from paddle_vl.nn.norm import layer_norm
 from paddle_vl.nn.operations import geglu, gelu, swiglu
@@ -67,7 +66,8 @@ class _Gated(PyLayer):
 
     @staticmethod
     def backward(ctx, grad):
-        grads = _gated_gradients(ctx.name, *ctx.saved_tensor(), _contiguous(grad))
+        gate, up = ctx.saved_tensor()
+        grads = _gated_gradients(ctx.name, gate, up, _contiguous(grad))
         return tuple(x if need else None for x, need in zip(grads, ctx.needs, strict=True))
 
 
@@ -83,7 +83,8 @@ class _GatedHalves(PyLayer):
 
     @staticmethod
     def backward(ctx, grad):
-        return _joined(_gated_gradients(ctx.name, *ctx.saved_tensor(), _contiguous(grad)))
+        gate, up = ctx.saved_tensor()
+        return _joined(_gated_gradients(ctx.name, gate, up, _contiguous(grad)))
 
 
 def _gated_gradients(name: str, gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,20 +170,19 @@ class _LayerNorm(PyLayer):
 
     @staticmethod
     def backward(ctx, grad):
-        x, mean_N, variance_N, weight, bias = ctx.saved_tensor()
-        rows, of_weights = math.prod(x.shape[:-1]), any(ctx.needs[1:])
-        grads = [paddle.empty_like(x)]
-        if of_weights:
-            grads += [paddle.empty_like(weight), paddle.empty_like(bias)]
-        run = onednn.layer_norm_gradient(rows, x.shape[-1], ctx.epsilon, of_weights)
-        tensors = (x, _contiguous(grad), grads[0], mean_N, variance_N, weight, bias, *grads[1:])
+        kept = x, _, _, weight, bias = ctx.saved_tensor()
+        grads = paddle.empty_like(x), paddle.empty_like(weight), paddle.empty_like(bias)
+        run = onednn.layer_norm_gradient(math.prod(x.shape[:-1]), x.shape[-1], ctx.epsilon)
+        tensors = (x, _contiguous(grad), *kept[1:], *grads)
         run(*(t.data_ptr() for t in tensors))
-        grads += [None] * (3 - len(grads))
-        return tuple(x if need else None for x, need in zip(grads, ctx.needs, strict=True))
+        return tuple(g if need else None for g, need in zip(grads, ctx.needs, strict=True))
+
+
+_layer_norm_in_paddle = layer_norm.kernels["cpu"]
 
 
 @layer_norm.register("cpu")
 def _layer_norm(x: Tensor, weight_C: Tensor, bias_C: Tensor, epsilon: float) -> Tensor:
     if not onednn.takes(x, weight_C, bias_C):
-        return layer_norm_by_products(x, weight_C, bias_C, epsilon)
+        return _layer_norm_in_paddle(x, weight_C, bias_C, epsilon)
     return _LayerNorm.apply(x, weight_C, bias_C, epsilon)

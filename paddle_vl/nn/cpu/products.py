@@ -1,9 +1,11 @@
 """CPU kernels that replace sums, shuffles and loops by matrix products.
 
-Paddle's CPU sum over rows, and a product that broadcasts a column, are slower than a matrix
-product. For the CPU only: a GPU may multiply in TF32, which would round the terms of a sum.
+Paddle's CPU sum over rows is slower than a matrix product, and an operation between tensors of two
+shapes takes eight times as long as one of equal shapes: oneDNN does these. For the CPU only: a GPU
+may multiply in TF32, which would round the terms of a sum.
 """
 
+import math
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -12,10 +14,10 @@ import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
-from paddle_vl.nn.cpu.broadcasts import plus_column_times_
+from paddle_vl.nn.cpu import onednn
 from paddle_vl.nn.experts import grouped_linear
 from paddle_vl.nn.linear import biased_linear
-from paddle_vl.nn.norm import gemma_rms_norm, layer_norm, rms_norm, rms_quotient
+from paddle_vl.nn.norm import gemma_rms_norm, rms_norm, rms_quotient
 from paddle_vl.nn.operations import column_sum, row_sum
 from paddle_vl.nn.rotary import RotaryTables, apply_rotary
 
@@ -34,6 +36,58 @@ def _column_sum(x_NC: Tensor) -> Tensor:
 def ones(rows: int, columns: int, dtype: paddle.dtype = paddle.float32) -> Tensor:
     """A matrix of ones in host memory, for products that are sums; not to be written."""
     return paddle.to_tensor(np.ones([rows, columns], np.float32), dtype, paddle.CPUPlace())
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """`[..., C]` as `[N, C]`, without an operation where it is that already."""
+    return x if x.ndim == 2 else x.reshape([-1, x.shape[-1]])
+
+
+def in_shape_of(x: Tensor, x_NC: Tensor) -> Tensor:
+    """The inverse of `as_rows(x)`."""
+    return x_NC if x.ndim == 2 else x_NC.reshape(x.shape)
+
+
+def times_column_(x: Tensor, column: Tensor) -> Tensor:
+    """`x * column` of `[..., C]` and `[..., 1]`."""
+    if not onednn.takes(x, column):
+        return x.multiply_(column)
+    _column("mul", x, column)(x.data_ptr(), column.data_ptr(), x.data_ptr())
+    return x
+
+
+def minus_column_times_(x: Tensor, column: Tensor, factor: Tensor) -> Tensor:
+    """`(x - column) * factor` of `[..., C]`, `[..., 1]` and `[..., C]`."""
+    if not onednn.takes(x, column, factor):
+        return x.subtract_(column).multiply_(factor)
+    run = _column("sub", x, column, "mul")
+    run(x.data_ptr(), column.data_ptr(), x.data_ptr(), factor.data_ptr())
+    return x
+
+
+def plus_column_times_(x: Tensor, column: Tensor, factor: Tensor) -> Tensor:
+    """`x + column * factor` of `[..., C]`, `[..., 1]` and `[..., C]`."""
+    if not onednn.takes(x, column, factor):
+        return x.add_(factor * column)
+    run = _column("mul", x, column, "add")
+    run(factor.data_ptr(), column.data_ptr(), x.data_ptr(), x.data_ptr())
+    return x
+
+
+def times_matrix_(x_ZRS: Tensor, matrix_RS: Tensor) -> Tensor:
+    """`x * matrix` for each of Z."""
+    matrix_RS = matrix_RS.contiguous()
+    if not onednn.takes(x_ZRS, matrix_RS):
+        return x_ZRS.multiply_(matrix_RS)
+    batch, size = x_ZRS.shape[0], math.prod(matrix_RS.shape)
+    run = onednn.binary("mul", (batch, size), (1, size))
+    run(x_ZRS.data_ptr(), matrix_RS.data_ptr(), x_ZRS.data_ptr())
+    return x_ZRS
+
+
+def _column(name: str, x: Tensor, column: Tensor, then: str | None = None) -> onednn.Primitive:
+    rows = math.prod(column.shape)
+    return onednn.binary(name, (rows, x.shape[-1]), (rows, 1), then)
 
 
 @apply_rotary.register("cpu")
@@ -86,20 +140,20 @@ class _BiasedLinear(PyLayer):
         ctx.needs = (not x.stop_gradient, not weight.stop_gradient, not bias.stop_gradient)
         if x.dtype != paddle.float32:
             return paddle.matmul(x, weight).add_(bias)
-        x_NI, columns = x.reshape([-1, x.shape[-1]]), weight.shape[1]
+        x_NI, columns = as_rows(x), weight.shape[1]
         # Starting from the bias costs less than a sum afterwards, which broadcasts.
         y_NO = paddle.addmm(bias.reshape([1, columns]), x_NI, weight)
-        return y_NO.reshape([*x.shape[:-1], columns])
+        return y_NO if x.ndim == 2 else y_NO.reshape([*x.shape[:-1], columns])
 
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensor()
         needs_x, needs_weight, needs_bias = ctx.needs
-        grad_NO = grad.reshape([-1, grad.shape[-1]])
+        grad_NO = as_rows(grad)
         grad_x = paddle.matmul(grad, weight, transpose_y=True) if needs_x else None
         grad_weight = None
         if needs_weight:
-            x_NI = x.reshape([-1, x.shape[-1]])
+            x_NI = as_rows(x)
             grad_weight = paddle.matmul(x_NI, grad_NO, transpose_x=True)
         return grad_x, grad_weight, column_sum(grad_NO) if needs_bias else None
 
@@ -165,9 +219,7 @@ def _row_ranges(counts: list[int]) -> Iterator[tuple[int, int, int]]:
 
 
 # Kernels for other dtypes, by operation.
-NORMS_IN_PADDLE = {
-    norm: norm.kernels["cpu"] for norm in (rms_norm, gemma_rms_norm, rms_quotient, layer_norm)
-}
+NORMS_IN_PADDLE = {norm: norm.kernels["cpu"] for norm in (rms_norm, gemma_rms_norm, rms_quotient)}
 
 
 class _RMSNormByProducts(PyLayer):
@@ -179,18 +231,18 @@ class _RMSNormByProducts(PyLayer):
 
     @staticmethod
     def forward(ctx, x, weight, epsilon, offset):
-        x_NC = x.reshape([-1, x.shape[-1]])
+        x_NC = as_rows(x)
         inverse_N1 = paddle.rsqrt(row_sum(x_NC * x_NC).scale_(1.0 / x.shape[-1], epsilon))
         factor_1C = _factors(x, weight, offset)
         ctx.save_for_backward(x, inverse_N1, factor_1C)
         ctx.needs = [not t.stop_gradient for t in (x, weight) if t is not None]
-        return paddle.matmul(inverse_N1, factor_1C).multiply_(x_NC).reshape(x.shape)
+        return in_shape_of(x, paddle.matmul(inverse_N1, factor_1C).multiply_(x_NC))
 
     @staticmethod
     def backward(ctx, grad):
         x, inverse_N1, factor_1C = ctx.saved_tensor()
         channels = x.shape[-1]
-        grad_NC, x_NC = grad.reshape([-1, channels]), x.reshape([-1, channels])
+        grad_NC, x_NC = as_rows(grad), as_rows(x)
         product_NC = grad_NC * x_NC
         grads: list[Tensor | None] = [None] * len(ctx.needs)
         if len(ctx.needs) > 1 and ctx.needs[1]:
@@ -199,7 +251,7 @@ class _RMSNormByProducts(PyLayer):
             along_N1 = paddle.matmul(product_NC, factor_1C, transpose_y=True)
             along_N1 = along_N1 * (inverse_N1 * inverse_N1 * inverse_N1) * (-1.0 / channels)
             grad_x = paddle.matmul(inverse_N1, factor_1C).multiply_(grad_NC)
-            grads[0] = plus_column_times_(grad_x, along_N1, x_NC).reshape(x.shape)
+            grads[0] = in_shape_of(x, plus_column_times_(grad_x, along_N1, x_NC))
         return grads[0] if len(grads) == 1 else tuple(grads)
 
 
@@ -208,11 +260,6 @@ def _factors(x: Tensor, weight_C: Tensor | None, offset: float) -> Tensor:
         return ones(1, x.shape[-1])
     factor_C = weight_C.detach()
     return (factor_C + offset if offset else factor_C).reshape([1, -1])
-
-
-def repeated(x_N1: Tensor, channels: int) -> Tensor:
-    """A column repeated, `[..., 1]` to `[..., C]`: products that broadcast a column are slow."""
-    return paddle.matmul(x_N1, ones(1, channels))
 
 
 @rms_norm.register("cpu")
@@ -236,51 +283,6 @@ def _rms_quotient(x: Tensor, epsilon: float) -> Tensor:
     return _RMSNormByProducts.apply(x, None, epsilon, 0.0)
 
 
-def layer_norm_by_products(x: Tensor, weight_C: Tensor, bias_C: Tensor, epsilon: float) -> Tensor:
-    if not _are_float32(x, weight_C, bias_C):
-        return NORMS_IN_PADDLE[layer_norm](x, weight_C, bias_C, epsilon)
-    return _LayerNormByProducts.apply(x, weight_C, bias_C, epsilon)
-
-
 def _are_float32(*tensors: Tensor) -> bool:
     # `x.size` takes as long as a small operation.
     return all(x.dtype == paddle.float32 and 0 not in x.shape for x in tensors)
-
-
-class _LayerNormByProducts(PyLayer):
-    """Keeps the input and two numbers per row; backward subtracts the mean again."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, epsilon):
-        channels = x.shape[-1]
-        x_NC = x.reshape([-1, channels])
-        mean_N1 = row_sum(x_NC).scale_(1.0 / channels)
-        centred_NC = x_NC - repeated(mean_N1, channels)
-        variance_N1 = row_sum(centred_NC * centred_NC).scale_(1.0 / channels)
-        inverse_N1 = paddle.rsqrt(variance_N1 + epsilon)
-        ctx.save_for_backward(x, mean_N1, inverse_N1, weight)
-        ctx.needs = [not t.stop_gradient for t in (x, weight, bias)]
-        y_NC = paddle.matmul(inverse_N1, weight.reshape([1, channels])).multiply_(centred_NC)
-        return y_NC.add_(bias).reshape(x.shape)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, mean_N1, inverse_N1, weight = ctx.saved_tensor()
-        channels = x.shape[-1]
-        grad_NC = grad.reshape([-1, channels])
-        centred_NC = x.reshape([-1, channels]) - repeated(mean_N1, channels)
-        product_NC = grad_NC * centred_NC
-        needs_x, needs_weight, needs_bias = ctx.needs
-        grad_x = grad_weight = None
-        if needs_weight:
-            grad_weight = paddle.matmul(inverse_N1, product_NC, transpose_x=True)
-            grad_weight = grad_weight.reshape([channels])
-        if needs_x:
-            weight_C1 = weight.reshape([channels, 1])
-            along_N1 = paddle.matmul(product_NC, weight_C1) * (1.0 / channels)
-            along_N1 = along_N1 * (inverse_N1 * inverse_N1 * inverse_N1)
-            plain_N1 = paddle.matmul(grad_NC, weight_C1) * inverse_N1 * (1.0 / channels)
-            grad_x = paddle.matmul(inverse_N1, weight_C1, transpose_y=True).multiply_(grad_NC)
-            grad_x.subtract_(repeated(along_N1, channels).multiply_(centred_NC))
-            grad_x = grad_x.subtract_(repeated(plain_N1, channels)).reshape(x.shape)
-        return grad_x, grad_weight, column_sum(grad_NC) if needs_bias else None
