@@ -73,6 +73,12 @@ def _geglu_of_halves(rng: np.random.Generator, sizes: Sizes) -> Inputs:
     return Inputs((normal(rng, sizes.rows, 6 * sizes.width),))
 
 
+@example("times_constant")
+def _times_constant(rng: np.random.Generator, sizes: Sizes) -> Inputs:
+    x, constant = normal(rng, sizes.rows, sizes.width), rng.random([sizes.rows, 1], np.float32)
+    return Inputs((x, constant), tables=(1,), exact=np.multiply)
+
+
 @example("split_columns")
 def _split_columns(rng: np.random.Generator, sizes: Sizes) -> Inputs:
     widths = [sizes.width, sizes.width // 2, sizes.width // 2]

@@ -15,12 +15,11 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import paddle
-import paddle.nn.functional as F
 from paddle import Tensor, nn
 from paddle.autograd import PyLayer
 from paddle.nn.initializer import Normal
 
-from paddle_vl.nn.operations import operation
+from paddle_vl.nn.operations import operation, swiglu
 
 
 class Dispatch(NamedTuple):
@@ -339,5 +338,5 @@ class Experts(nn.Layer):
 
     def run_experts(self, x_ND: Tensor, sizes: GroupSizes) -> Tensor:
         """This rank's experts applied to rows sorted by expert: `[N, D]`."""
-        inner = F.swiglu(grouped_linear(x_ND, self.gate_up_proj, sizes))
+        inner = swiglu(grouped_linear(x_ND, self.gate_up_proj, sizes))
         return grouped_linear(inner, self.down_proj, sizes)

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
+from paddle.autograd import PyLayer
 from paddle.nn.initializer import Normal
 
 from paddle_vl.batch.positions import VisionLayout
@@ -22,7 +23,7 @@ from paddle_vl.families.qwen3_vl.config import Qwen3VLVisionConfig
 from paddle_vl.nn.attention import PaddedSegments, Segments, segment_attention
 from paddle_vl.nn.linear import Linear, split_columns
 from paddle_vl.nn.norm import LayerNorm
-from paddle_vl.nn.operations import activation, gelu
+from paddle_vl.nn.operations import activation, gelu, operation
 from paddle_vl.nn.rotary import RotaryTables, apply_rotary, vision_tables
 
 AnySegments = Segments | PaddedSegments
@@ -88,6 +89,27 @@ class VisionTower(nn.Layer):
         return VisionFeatures(self.merger(x_PU), levels)
 
 
+@operation
+def times_constant(x_PU: Tensor, constant_P1: Tensor) -> Tensor:
+    """`x * constant`, without a gradient of the constant."""
+    return x_PU * constant_P1
+
+
+@times_constant.register("cpu", "gpu")
+class _TimesConstant(PyLayer):
+    """Keeps the constant only; autograd would keep `x` too."""
+
+    @staticmethod
+    def forward(ctx, x_PU, constant_P1):
+        ctx.save_for_backward(constant_P1)
+        return x_PU * constant_P1
+
+    @staticmethod
+    def backward(ctx, grad_PU):
+        (constant_P1,) = ctx.saved_tensor()
+        return grad_PU * constant_P1, None
+
+
 class PositionTable(nn.Layer):
     """Learned positions on a square grid, interpolated for any size of a frame."""
 
@@ -101,7 +123,7 @@ class PositionTable(nn.Layer):
         """Bilinear interpolation in float32: `[P, U]` in the table's dtype."""
         table = self.weight.astype("float32")
         taps_PU = [
-            F.embedding(tap_rows_4P[tap], table) * tap_weights_4P[tap].unsqueeze(-1)
+            times_constant(F.embedding(tap_rows_4P[tap], table), tap_weights_4P[tap].unsqueeze(-1))
             for tap in range(4)
         ]
         value_PU = taps_PU[0] + taps_PU[1] + taps_PU[2] + taps_PU[3]

@@ -14,7 +14,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Sequence
-from ctypes import POINTER, byref, c_float, c_int, c_int64, c_size_t, c_void_p
+from ctypes import byref, c_float, c_int, c_int64, c_size_t, c_void_p
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from paddle import Tensor
 
 _log = logging.getLogger(__name__)
 
-MAJOR_VERSION = 3
+# Of Paddle's wheel; the number is the major version.
+_FILE = "libdnnl.so.3"
 _CPU, _IN_ORDER, _FLOAT32, _BYTE = 1, 1, 3, 6
 _FORWARD_TRAINING, _BACKWARD = 64, 128
 _SCALE_AND_SHIFT = 0x2 | 0x4
@@ -39,14 +40,7 @@ _POST_OPERATION = 32768
 
 
 class OneDNNError(RuntimeError):
-    """The library is not there, is of another version, or refused a call."""
-
-
-class _Version(ctypes.Structure):
-    _fields_ = [
-        ("major", c_int), ("minor", c_int), ("patch", c_int),
-        ("hash", ctypes.c_char_p), ("cpu_runtime", ctypes.c_uint), ("gpu_runtime", ctypes.c_uint),
-    ]  # fmt: skip
+    """The library is not there, or refused a call."""
 
 
 class _Argument(ctypes.Structure):
@@ -57,20 +51,11 @@ class _Library:
     """The functions, with a CPU engine and a stream, both for the life of the process."""
 
     def __init__(self) -> None:
-        folder = Path(paddle.__file__).parent / "libs"
-        files = sorted(folder.glob(f"libdnnl.so.{MAJOR_VERSION}*"))
-        if not files:
-            raise OneDNNError(f"Paddle's wheel has no libdnnl.so.{MAJOR_VERSION}")
+        file = Path(paddle.__file__).parent / "libs" / _FILE
         try:
-            self.functions = ctypes.CDLL(str(files[0]))
-            self.functions.dnnl_version.restype = POINTER(_Version)
-            version = self.functions.dnnl_version().contents
-        except (OSError, AttributeError) as error:
-            raise OneDNNError(f"{files[0].name} cannot be loaded: {error}") from error
-        if version.major != MAJOR_VERSION:
-            raise OneDNNError(
-                f"{files[0].name} has version {version.major}; {MAJOR_VERSION} is needed"
-            )
+            self.functions = ctypes.CDLL(str(file))
+        except OSError as error:
+            raise OneDNNError(f"Paddle's {_FILE} cannot be loaded: {error}") from error
         self.engine, self.stream = c_void_p(), c_void_p()
         self.call("engine_create", byref(self.engine), _CPU, c_size_t(0))
         self.call("stream_create", byref(self.stream), self.engine, _IN_ORDER)
