@@ -68,7 +68,7 @@ class _FusedColumns(nn.Layer):
             )
         self._enabled = [name for name in known if getattr(self, name)]
 
-    def forward(self, x: Tensor, num_rows: int | None = None) -> list[Tensor]:
+    def forward(self, x: Tensor, num_rows: int | None = None) -> Sequence[Tensor]:
         for name in self._enabled:
             setattr(self, name, not (x.stop_gradient or self.weight.stop_gradient))
         y = _fleets_output(_FusedColumns, self, x)

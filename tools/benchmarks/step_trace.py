@@ -39,7 +39,8 @@ PARTS = {
     "loss": r"/\w*cross_entropy\w*$",
     "linears": r"/operation (biased_linear|grouped_linear)/|/(matmul|addmm)(_grad)?$",
     "other operations": (
-        r"/(add|add_n|subtract|multiply|divide|scale|div_scale|sum|mean|maximum|square|sqrt|cumsum"
+        r"/operation (split_columns|times_constant)/"
+        r"|/(add|add_n|subtract|multiply|divide|scale|div_scale|sum|mean|maximum|square|sqrt|cumsum"
         r"|clip|pool2d|concat|split|split_with_num|stack|unbind|slice|strided_slice|set_value|"
         r"set_value_with_tensor|transpose|reshape|squeeze|unsqueeze|expand|tile|gather|gather_nd"
         r"|index_select|scatter|index_add|index_put|where|masked_fill|assign|cast|copy|contiguous"

@@ -28,7 +28,12 @@ from paddle_vl.nn.attention import (
     causal_attention,
     equal_segments_attention,
 )
-from paddle_vl.nn.cpu.products import minus_column_times_, times_column_, times_matrix_
+from paddle_vl.nn.cpu.products import (
+    minus_column_times_,
+    times_column_,
+    times_matrix_,
+    times_row_,
+)
 from paddle_vl.nn.operations import row_sum
 
 QUERY_BLOCK = 128
@@ -374,7 +379,7 @@ def _exponentials(
         visible = chunk.of_mask(block.visible())
         powers = powers.multiply_(visible) if visible.ndim == 3 else times_matrix_(powers, visible)
     if factor_Z1S is not None:
-        powers.multiply_(factor_Z1S[:, :, block.first_key : block.end_key])
+        powers = times_row_(powers, factor_Z1S[:, :, block.first_key : block.end_key])
     return powers
 
 

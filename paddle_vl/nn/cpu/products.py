@@ -85,6 +85,16 @@ def times_matrix_(x_ZRS: Tensor, matrix_RS: Tensor) -> Tensor:
     return x_ZRS
 
 
+def times_row_(x_ZRS: Tensor, row_Z1S: Tensor) -> Tensor:
+    """`x * row` of `[Z, R, S]` and `[Z, 1, S]`."""
+    row_Z1S = row_Z1S.contiguous()
+    if not onednn.takes(x_ZRS, row_Z1S):
+        return x_ZRS.multiply_(row_Z1S)
+    run = onednn.binary("mul", tuple(x_ZRS.shape), tuple(row_Z1S.shape))
+    run(x_ZRS.data_ptr(), row_Z1S.data_ptr(), x_ZRS.data_ptr())
+    return x_ZRS
+
+
 def _column(name: str, x: Tensor, column: Tensor, then: str | None = None) -> onednn.Primitive:
     rows = math.prod(column.shape)
     return onednn.binary(name, (rows, x.shape[-1]), (rows, 1), then)

@@ -57,10 +57,10 @@ def test_activations_are_exact_far_from_zero_and_near_it(name):
     function, tolerance = EXACT[name]
     values = np.concatenate([np.linspace(-30, 30, 601), np.geomspace(1e-30, 1e-3, 60)])
     x = paddle.to_tensor(values.astype(np.float32))
-    y, grad = paddle.empty_like(x), paddle.empty_like(x)
+    y, ones, grad = paddle.empty_like(x), paddle.ones_like(x), paddle.empty_like(x)
     onednn.eltwise(name, len(values))(x.data_ptr(), y.data_ptr())
     run = onednn.eltwise_gradient(name, len(values))
-    run(x.data_ptr(), paddle.ones_like(x).data_ptr(), grad.data_ptr())
+    run(x.data_ptr(), ones.data_ptr(), grad.data_ptr())
     given = x.numpy().astype(np.float64)
     np.testing.assert_allclose(y.numpy(), [*map(function, given)], rtol=2e-5, atol=tolerance)
     step = 1e-5
@@ -72,13 +72,15 @@ def test_activations_are_exact_far_from_zero_and_near_it(name):
 def test_broadcasts_are_those_of_numpy():
     x, column, factor = draw(6, 5, 7), draw(6, 5, 1, seed=1), draw(6, 5, 7, seed=2)
     matrix = draw(9, 9, seed=3)[2:7, 1:8]
-    a, c, f, m = (t.numpy() for t in (x, column, factor, matrix))
+    row = draw(6, 2, 9, seed=4)[:, 1:, 2:]
+    a, c, f, m, r = (t.numpy() for t in (x, column, factor, matrix, row))
     with use_kernels("cpu"):
         found = {
             "times column": (products.times_column_(x.clone(), column), a * c),
             "minus, times": (products.minus_column_times_(x.clone(), column, factor), (a - c) * f),
             "plus product": (products.plus_column_times_(x.clone(), column, factor), a + c * f),
             "times matrix": (products.times_matrix_(x.clone(), matrix), a * m),
+            "times row": (products.times_row_(x.clone(), row), a * r),
         }
     for name, (result, wanted) in found.items():
         np.testing.assert_allclose(result.numpy(), wanted, rtol=1e-6, atol=1e-6, err_msg=name)
@@ -114,32 +116,35 @@ def test_layer_norm_gives_gradients_to_what_is_trained_alone(trained):
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-def inputs_for_paddle():
+@pytest.fixture
+def _strides():
+    """Views keep their strides, as they do unless a run turns that off."""
     kept = paddle.get_flags("FLAGS_use_stride_kernel")
     paddle.set_flags({"FLAGS_use_stride_kernel": True})
-    try:
-        strided = draw(8, 6).transpose([1, 0])
-        assert not strided.is_contiguous()
-    finally:
-        paddle.set_flags(kept)
-    return {
-        "bfloat16": draw(6, 8).astype("bfloat16"),
-        "float64": draw(6, 8).astype("float64"),
-        "strided": strided,
-        "empty": paddle.zeros([0, 8]),
-    }
+    yield
+    paddle.set_flags(kept)
 
 
-@pytest.mark.parametrize("kind", inputs_for_paddle())
+OTHER_INPUTS = {
+    "float64": lambda: draw(6, 8).astype("float64"),
+    "strided": lambda: draw(8, 6).transpose([1, 0]),
+    "empty": lambda: paddle.zeros([0, 8]),
+}
+
+
+@pytest.mark.usefixtures("_strides")
+@pytest.mark.parametrize("kind", OTHER_INPUTS)
 def test_other_inputs_go_to_paddles_kernels(kind):
-    x = inputs_for_paddle()[kind]
+    x = OTHER_INPUTS[kind]()
     assert not onednn.takes(x)
-    if kind == "bfloat16":
-        # Paddle's CPU build has no bfloat16 kernels of activations.
-        return
     with use_kernels("cpu"):
         for unit in (swiglu, geglu, gelu):
             np.testing.assert_allclose(unit(x).numpy(), unit.plain(x).numpy(), rtol=1e-6)
+
+
+def test_primitives_take_no_bfloat16():
+    assert onednn.takes(draw(6, 8))
+    assert not onednn.takes(draw(6, 8), draw(6, 8).astype("bfloat16"))
 
 
 def test_results_do_not_depend_on_the_number_of_threads():
