@@ -3,13 +3,13 @@
     python tools/benchmarks/cpu.py --hf PYTHON --opentau PYTHON     # about half an hour
     python tools/benchmarks/cpu.py --hf PYTHON --opentau PYTHON --before CHECKOUT --write-docs
 
-Training steps of both families with and without C kernels, and their parts; generation of the
-model, its programs and ONNX, a policy's chunk of actions, stored weights, the data path, and the
-head with its loss. Each is a benchmark of its own, which compares its sides in turn and prints
-ratios with their spread; docs/cpu_speed.md leads to all tables. `--hf` and `--opentau` name
-interpreters of environments with torch and transformers, and with torch and opentau; without them
-there is no reference. `--write-docs` writes the tables into the pages of docs/. `--before` names an
-older checkout; without it the parts of steps stay out of the page.
+Training steps of both families with and without C kernels, and their parts; kernels by oneDNN;
+generation of the model, its programs and ONNX, a policy's chunk of actions, stored weights, the
+data path, and the head with its loss. Each is a benchmark of its own, which compares its sides in
+turn and prints ratios with their spread; docs/cpu_speed.md leads to all tables. `--hf` and
+`--opentau` name interpreters of environments with torch and transformers, and with torch and
+opentau; without them there is no reference. `--write-docs` writes the tables into the pages of
+docs/. `--before` names an older checkout; without it the parts of steps stay out of the page.
 """
 
 import argparse
@@ -60,6 +60,7 @@ BENCHMARKS = (
         picture="docs/images/cpu_step_parts.png",
         takes_before=True,
     ),
+    Benchmark("onednn.py", "docs/cpu_speed.md"),
     Benchmark("export.py", "docs/export.md", "--tokens 16 --rounds 3 --repeats 1 --parts", "hf"),
     Benchmark("export_pi07.py", "docs/export.md", "--rounds 3"),
     Benchmark("stored_weights.py", "docs/export.md", "--repeats 1"),

@@ -187,7 +187,7 @@ class _GatedHalves(PyLayer):
     def forward(ctx, both, name):
         ctx.save_for_backward(both)
         ctx.name, columns = name, both.shape[-1] // 2
-        y = paddle.empty([*both.shape[:-1], columns])
+        y = paddle.empty([*both.shape[:-1], columns], "float32")
         getattr(_library, f"{name}_forward")(
             _data(both), _second_half(both), _data(y), _i64(_size(both) // (2 * columns)),
             _i64(columns), _i64(2 * columns),
@@ -302,7 +302,7 @@ class _Norm(PyLayer):
     def forward(ctx, x, weight, bias, epsilon, offset, centres):
         channels = x.shape[-1]
         rows = _size(x) // channels
-        y, statistics = paddle.empty_like(x), paddle.empty([rows, 2])
+        y, statistics = paddle.empty_like(x), paddle.empty([rows, 2], "float32")
         _library.norm_forward(
             _data(x), _data(weight), _data(bias), _data(y), _data(statistics), _i64(rows),
             _i64(channels), _float(epsilon), _float(offset), _int(centres),
@@ -317,8 +317,8 @@ class _Norm(PyLayer):
         x, statistics = ctx.saved_tensor()
         (offset, centres), weight, channels = ctx.settings, ctx.weight, x.shape[-1]
         grad, grad_x = _contiguous(grad), paddle.empty_like(x)
-        vectors = [paddle.empty([channels]) for _ in ctx.needs[1:]]
-        sums = paddle.empty([_num_threads() * 2 * channels])
+        vectors = [paddle.empty([channels], "float32") for _ in ctx.needs[1:]]
+        sums = paddle.empty([_num_threads() * 2 * channels], "float32")
         _library.norm_backward(
             _data(x), _data(weight), _data(grad), _data(statistics), _data(grad_x),
             *map(_data, (*vectors, None, None)[:2]), _data(sums), _i64(_size(x) // channels),
@@ -365,7 +365,7 @@ class _Attention(PyLayer):
     @staticmethod
     def forward(ctx, q, k, v, segments, scale, causal, key_bias, seen):
         rows, heads, width = _size(q) // (q.shape[-2] * q.shape[-1]), *q.shape[-2:]
-        out, statistics = paddle.empty_like(q), paddle.empty([rows, heads, 2])
+        out, statistics = paddle.empty_like(q), paddle.empty([rows, heads, 2], "float32")
         longest = int(segments[:, 3].max())
         ctx.sizes = (
             _data(segments), _i64(len(segments)), _i64(heads), _i64(k.shape[-2]), _i64(width),
@@ -374,7 +374,7 @@ class _Attention(PyLayer):
         )  # fmt: skip
         ctx.room, ctx.kept = _BLOCK * longest, (segments, key_bias, seen)
         ctx.needs = [not x.stop_gradient for x in (q, k, v)]
-        room = paddle.empty([_num_threads() * ctx.room])
+        room = paddle.empty([_num_threads() * ctx.room], "float32")
         _library.attention_forward(
             *map(_data, (q, k, v, out, statistics)), *ctx.sizes, _data(room), _i64(ctx.room)
         )
@@ -385,7 +385,7 @@ class _Attention(PyLayer):
     def backward(ctx, grad):
         kept = ctx.saved_tensor()
         grads = [paddle.empty_like(x) for x in kept[:3]]
-        room, grad = paddle.empty([2 * _num_threads() * ctx.room]), _contiguous(grad)
+        room, grad = paddle.empty([2 * _num_threads() * ctx.room], "float32"), _contiguous(grad)
         _library.attention_backward(
             *map(_data, (*kept, grad, *grads)), *ctx.sizes, _data(room), _i64(ctx.room)
         )

@@ -3,8 +3,8 @@ Paddle's own kernels have neither.
 
 Paddle's wheel contains the library (`libdnnl`), linked to the same OpenMP runtime as the rest of
 it, but eager operations do not use it. A `Primitive` is an operation on tensors of fixed shapes and
-is made once. Its tensors are given by their addresses;
-all are contiguous float32, unless a function says otherwise.
+is made once. Its tensors are given by their addresses; all are contiguous float32, unless a
+function says otherwise.
 
 Names and numbers are those of `dnnl_types.h`, which do not change within a major version.
 """
@@ -51,6 +51,8 @@ class _Library:
     """The functions, with a CPU engine and a stream, both for the life of the process."""
 
     def __init__(self) -> None:
+        if paddle.is_compiled_with_cuda():
+            raise OneDNNError("it is for Paddle's CPU build")
         file = Path(paddle.__file__).parent / "libs" / _FILE
         try:
             self.functions = ctypes.CDLL(str(file))
@@ -76,6 +78,11 @@ def _library() -> _Library:
     return _Library()
 
 
+def _let_go(owner: Any, destroy: Any, handle: c_void_p) -> None:
+    """Destroy the handle with its owner, but not when the process ends."""
+    weakref.finalize(owner, destroy, handle).atexit = False
+
+
 class _Descriptor:
     """A tensor's shape and strides; contiguous without strides."""
 
@@ -91,7 +98,7 @@ class _Descriptor:
             "memory_desc_create_with_strides", byref(self.handle), len(shape), numbers(*shape),
             dtype, numbers(*strides),
         )  # fmt: skip
-        weakref.finalize(self, _library().functions.dnnl_memory_desc_destroy, self.handle)
+        _let_go(self, _library().functions.dnnl_memory_desc_destroy, self.handle)
 
 
 class _Attributes:
@@ -105,10 +112,10 @@ class _Attributes:
         library = _library()
         self.handle, steps = c_void_p(), c_void_p()
         library.call("post_ops_create", byref(steps))
-        weakref.finalize(self, library.functions.dnnl_post_ops_destroy, steps)
+        _let_go(self, library.functions.dnnl_post_ops_destroy, steps)
         library.call(f"post_ops_append_{step}", steps, *args)
         library.call("primitive_attr_create", byref(self.handle))
-        weakref.finalize(self, library.functions.dnnl_primitive_attr_destroy, self.handle)
+        _let_go(self, library.functions.dnnl_primitive_attr_destroy, self.handle)
         library.call("primitive_attr_set_post_ops", self.handle, steps)
 
 
@@ -119,7 +126,7 @@ class _Recipe:
         self.handle = c_void_p()
         given = [getattr(arg, "handle", arg) for arg in args]
         _library().call(f"{function}_primitive_desc_create", byref(self.handle), *given)
-        weakref.finalize(self, _library().functions.dnnl_primitive_desc_destroy, self.handle)
+        _let_go(self, _library().functions.dnnl_primitive_desc_destroy, self.handle)
 
 
 class Primitive:
@@ -130,12 +137,12 @@ class Primitive:
         self._handle, self._lock = c_void_p(), threading.Lock()
         library.call("primitive_create", byref(self._handle), recipe.handle)
         functions = library.functions
-        weakref.finalize(self, functions.dnnl_primitive_destroy, self._handle)
+        _let_go(self, functions.dnnl_primitive_destroy, self._handle)
         self._memories = []
         for descriptor in arguments.values():
             memory = c_void_p()
             library.call("memory_create", byref(memory), descriptor.handle, library.engine, None)
-            weakref.finalize(self, functions.dnnl_memory_destroy, memory)
+            _let_go(self, functions.dnnl_memory_destroy, memory)
             self._memories.append(memory)
         of_indices = map(_Argument, arguments, self._memories)
         self._arguments = (_Argument * len(arguments))(*of_indices)

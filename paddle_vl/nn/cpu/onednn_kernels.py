@@ -132,7 +132,7 @@ class _SplitColumns(PyLayer):
 def _split(x: Tensor, widths: Sequence[int]) -> list[Tensor]:
     columns, rows, parts = x.shape[-1], math.prod(x.shape[:-1]), []
     for width, address in zip(widths, _column_addresses(x, widths), strict=True):
-        parts.append(paddle.empty([*x.shape[:-1], width]))
+        parts.append(paddle.empty([*x.shape[:-1], width], x.dtype))
         copy = onednn.copy(rows, width, columns, width)
         copy(address, parts[-1].data_ptr())
     return parts
@@ -141,7 +141,7 @@ def _split(x: Tensor, widths: Sequence[int]) -> list[Tensor]:
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     widths = [part.shape[-1] for part in parts]
     columns, rows = sum(widths), math.prod(parts[0].shape[:-1])
-    x = paddle.empty([*parts[0].shape[:-1], columns])
+    x = paddle.empty([*parts[0].shape[:-1], columns], parts[0].dtype)
     for part, width, address in zip(parts, widths, _column_addresses(x, widths), strict=True):
         onednn.copy(rows, width, width, columns)(part.data_ptr(), address)
     return x
@@ -160,7 +160,7 @@ class _LayerNorm(PyLayer):
     def forward(ctx, x, weight, bias, epsilon):
         channels = x.shape[-1]
         rows, y = math.prod(x.shape[:-1]), paddle.empty_like(x)
-        mean_N, variance_N = paddle.empty([rows]), paddle.empty([rows])
+        mean_N, variance_N = paddle.empty([rows], x.dtype), paddle.empty([rows], x.dtype)
         tensors = (x, y, mean_N, variance_N, weight, bias)
         onednn.layer_norm(rows, channels, epsilon)(*(t.data_ptr() for t in tensors))
         ctx.save_for_backward(x, mean_N, variance_N, weight, bias)

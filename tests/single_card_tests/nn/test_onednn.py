@@ -219,3 +219,13 @@ def test_a_call_that_the_library_refuses_is_an_error(monkeypatch):
     monkeypatch.setitem(onednn.ELTWISE, "nonsense", 0x7FFF)
     with pytest.raises(onednn.OneDNNError, match="dnnl_eltwise_forward_primitive_desc_create"):
         onednn.eltwise("nonsense", 4)
+
+
+@pytest.mark.usefixtures("either")
+def test_the_default_dtype_does_not_matter():
+    kept = paddle.get_default_dtype()
+    paddle.set_default_dtype("float64")
+    try:
+        assert not kernel_check.differences(OPERATIONS)
+    finally:
+        paddle.set_default_dtype(kept)
