@@ -71,7 +71,7 @@ def sees(mask: AttentionMask) -> Sees:
     """See `Sees`; reads the mask once."""
     made = _of_masks.setdefault(mask, _MaskBlocks())
     if made.sees is None:
-        visible_BLS = np.ascontiguousarray(mask.visible_BLS.numpy())
+        visible_BLS = np.ascontiguousarray(mask.visible_on_host())
         keys = visible_BLS.shape[-1]
         ends_BL = keys - visible_BLS[:, :, ::-1].argmax(axis=-1)
         ends_BL[~visible_BLS.any(axis=-1)] = 0
