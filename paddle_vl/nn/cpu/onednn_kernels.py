@@ -1,7 +1,7 @@
 """Activations, layer norms and splits on the CPU by oneDNN, where Paddle's wheel contains it.
 
-Paddle's kernels of these run in one thread or without vector instructions, and take three to
-twenty times as long. Inputs that are not contiguous float32 go to the kernels registered before.
+Paddle's kernels of these run in one thread or without vector instructions, and take up to five
+times as long (docs/cpu_speed.md). Inputs that are not contiguous float32 go to these.
 
 Shapes: N rows, C channels.
 """

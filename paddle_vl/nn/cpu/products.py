@@ -1,8 +1,8 @@
 """CPU kernels that replace sums, shuffles and loops by matrix products.
 
-Paddle's CPU sum over rows is slower than a matrix product, and an operation between tensors of two
-shapes takes eight times as long as one of equal shapes: oneDNN does these. For the CPU only: a GPU
-may multiply in TF32, which would round the terms of a sum.
+Paddle's CPU sum over rows is slower than a matrix product. Its operations between tensors of two
+shapes take nine times as long as oneDNN's, which run in place here. For the CPU only: a GPU may
+multiply in TF32, which would round the terms of a sum.
 """
 
 import math
