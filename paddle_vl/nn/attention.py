@@ -353,7 +353,7 @@ class BlockMask(AttentionMask):
         """The block of every key and query: a query sees the keys whose block is not above its own.
         That of padding is above all others as a key, and below them as a query."""
         block_BL = paddle.cumsum(self._marks_BL.astype("int32"), axis=1)
-        above_BL = paddle.full_like(block_BL, self._pad_BL.shape[1] + 1)
+        above_BL = paddle.full_like(block_BL, 2**31 - 1)
         key_BL = paddle.where(self._pad_BL, block_BL, above_BL)
         query_BL = paddle.where(self._pad_BL, block_BL, paddle.full_like(block_BL, -1))
         return key_BL, query_BL if queries == slice(None) else query_BL[:, queries]
