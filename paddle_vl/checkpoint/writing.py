@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import paddle
@@ -17,9 +18,11 @@ import paddle
 from paddle_vl.checkpoint.rules import SharedArray, StoredParameter, by_parameter
 from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, write_file
 from paddle_vl.nn.linear import whole_slices
-from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.parameter_table import Saved
 from paddle_vl.nn.placement import CheckpointRanks
+
+if TYPE_CHECKING:
+    from paddle_vl.nn.master_weights import ParameterStore
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 # A smaller file is not worth a rank of its own.
@@ -32,7 +35,7 @@ STORED_DTYPES = {
 }
 
 
-def parameter_array(item: StoredParameter, store: ParameterStore | None = None) -> np.ndarray:
+def parameter_array(item: StoredParameter, store: "ParameterStore | None" = None) -> np.ndarray:
     """The full stored value in the checkpoint's layout, bfloat16 as its bits; collective where the
     parameter is sharded.
 
@@ -43,7 +46,7 @@ def parameter_array(item: StoredParameter, store: ParameterStore | None = None) 
 
 
 def parameters_to_write(
-    parameters: Iterable[StoredParameter], prefix: str = "", store: ParameterStore | None = None
+    parameters: Iterable[StoredParameter], prefix: str = "", store: "ParameterStore | None" = None
 ) -> list[TensorToWrite]:
     """Full values in the checkpoint's layout, under `prefix` and key; tied copies left out.
 
@@ -82,7 +85,7 @@ def save_parameters(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     ranks: CheckpointRanks | None = None,
     write: FileWriter = write_file,
-    store: ParameterStore | None = None,
+    store: "ParameterStore | None" = None,
 ) -> None:
     """Write the weights of a model folder, see `write_tensors` and `parameters_to_write`."""
     tensors = parameters_to_write(parameters, store=store)
@@ -138,7 +141,7 @@ def write_tensors(
 
 
 def _full_value(
-    item: StoredParameter, store: ParameterStore | None, copy: bool = True
+    item: StoredParameter, store: "ParameterStore | None", copy: bool = True
 ) -> np.ndarray:
     value = None if store is None else store.gathered_value(item.parameter)
     return item.table.full_value(item.parameter, value, copy)

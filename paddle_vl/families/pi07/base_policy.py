@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import paddle
@@ -41,8 +41,10 @@ from paddle_vl.families.pi07.inputs.normalizers import NORMALIZERS
 from paddle_vl.families.pi07.policy_config import CONFIG_FILES, CURRENT_CONFIG_VERSION, read_config
 from paddle_vl.families.pi07.policy_model import PolicyModel
 from paddle_vl.nn.linear import default_dtype
-from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.placement import Placement
+
+if TYPE_CHECKING:
+    from paddle_vl.nn.master_weights import ParameterStore
 
 MODEL_PREFIX = "model."
 _EMBEDDING_KEY = "gemma3_with_expert.gemma3.model.language_model.embed_tokens.weight"
@@ -119,7 +121,7 @@ class BasePolicy(nn.Layer, ABC):
         self,
         path: str | Path,
         write: FileWriter = write_file,
-        store: ParameterStore | None = None,
+        store: "ParameterStore | None" = None,
     ) -> None:
         """Write `config.json`, `model.safetensors` and the tokenizers into a folder.
 
@@ -348,7 +350,7 @@ def write_policy(
     model: PolicyModel,
     normalizers: Mapping[str, Normalizer],
     write: FileWriter = write_file,
-    store: ParameterStore | None = None,
+    store: "ParameterStore | None" = None,
 ) -> None:
     """Write `model.safetensors`, one file as OpenTau reads it.
 

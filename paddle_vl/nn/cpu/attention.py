@@ -28,6 +28,7 @@ from paddle_vl.nn.attention import (
     causal_attention,
     equal_segments_attention,
 )
+from paddle_vl.nn.cpu.onednn import contiguous
 from paddle_vl.nn.cpu.products import (
     minus_column_times_,
     times_column_,
@@ -261,8 +262,9 @@ class SoftmaxAttention(PyLayer):
     """`softmax(q @ k^T / sqrt(H) + bias) @ v` by blocks, in the inputs' dtype.
 
     In float32, where no score can leave the range of the exponential function, it runs over chunks
-    of Z, takes exponentials without subtracting a maximum, and keeps their sums; backward computes
-    the probabilities again. Elsewhere it keeps the probabilities p of Paddle's softmax.
+    of Z, takes exponentials without subtracting a maximum, and keeps the inverses of their sums;
+    backward computes the exponentials again. Elsewhere it keeps the probabilities p of Paddle's
+    softmax.
 
     With delta the row sums of grad * out, the gradient of the scores is `p * (grad @ v^T - delta)`,
     as in FlashAttention (Dao et al., https://arxiv.org/abs/2205.14135).
@@ -276,7 +278,7 @@ class SoftmaxAttention(PyLayer):
         ctx.parts, ctx.scale = parts, q_ZRH.shape[-1] ** -0.5
         ctx.needs = [not x.stop_gradient for x in (q_ZRH, k_ZSH, v_ZSH)]
         q_ZRH = q_ZRH * ctx.scale
-        q_ZRH, k_ZSH, v_ZSH = map(_contiguous, (q_ZRH, k_ZSH, v_ZSH))
+        q_ZRH, k_ZSH, v_ZSH = map(contiguous, (q_ZRH, k_ZSH, v_ZSH))
         if exponentials_are_safe(q_ZRH, k_ZSH, v_ZSH):
             factor_Z1S = None if key_bias_Z1S is None else paddle.exp(key_bias_Z1S)
             out, inverse_ZR1 = _exponential_attention(q_ZRH, k_ZSH, v_ZSH, parts, factor_Z1S)
@@ -304,7 +306,7 @@ class SoftmaxAttention(PyLayer):
     @staticmethod
     def backward(ctx, grad):
         q_ZRH, k_ZSH, v_ZSH, out, *kept = ctx.saved_tensor()
-        grad = _contiguous(grad)
+        grad = contiguous(grad)
         if ctx.recomputes:
             # The exponentials are computed again without dividing by their sums: the gradient is
             # divided instead.
@@ -314,14 +316,14 @@ class SoftmaxAttention(PyLayer):
         chunk_bytes = _CHUNK_BYTES if ctx.recomputes else _ALL_BYTES
         for chunk in _chunks(q_ZRH.shape[0], ctx.parts, chunk_bytes):
 
-            def probability(block: Block, chunk: "_Chunk" = chunk) -> Tensor:
+            def powers(block: Block, chunk: "_Chunk" = chunk) -> Tensor:
                 if not ctx.recomputes:
                     return next(probabilities)
                 factor = None if ctx.key_factor is None else chunk.of(ctx.key_factor)
                 return _exponentials(chunk, block, chunk.of(q_ZRH), chunk.of(k_ZSH), factor)
 
             rows = map(chunk.of, (q_ZRH, k_ZSH, v_ZSH, grad, delta_ZR1))
-            grads_of_chunks.append(_chunk_gradients(chunk.blocks, probability, *rows))
+            grads_of_chunks.append(_chunk_gradients(chunk.blocks, powers, *rows))
         grad_q, grad_k, grad_v = (
             _joined(parts, axis=0) for parts in zip(*grads_of_chunks, strict=True)
         )
@@ -383,13 +385,9 @@ def _exponentials(
     return powers
 
 
-def _contiguous(x: Tensor) -> Tensor:
-    return x if x.is_contiguous() else x.contiguous()
-
-
 def _chunk_gradients(
     blocks: Sequence[Block],
-    probability: Callable[[Block], Tensor],
+    powers: Callable[[Block], Tensor],
     q_ZRH: Tensor,
     k_ZSH: Tensor,
     v_ZSH: Tensor,
@@ -398,9 +396,9 @@ def _chunk_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     grads_q, grads_k, grads_v, first_key = [], [], [], None
     for block in blocks:
-        p = probability(block)
+        p = powers(block)
         score_grad = paddle.matmul(block.rows(grad), block.keys(v_ZSH), transpose_y=True)
-        minus_column_times_(score_grad, _contiguous(block.rows(delta_ZR1)), p)
+        minus_column_times_(score_grad, contiguous(block.rows(delta_ZR1)), p)
         grads_q.append(paddle.matmul(score_grad, block.keys(k_ZSH)))
         block_k = paddle.matmul(score_grad, block.rows(q_ZRH), transpose_x=True)
         block_v = paddle.matmul(p, block.rows(grad), transpose_x=True)

@@ -31,6 +31,7 @@ from paddle_vl.nn.attention import (
 from paddle_vl.nn.cpu import compiler
 from paddle_vl.nn.cpu.dropout import MIXING_DRAWS, seed, threshold
 from paddle_vl.nn.cpu.masked_attention import sees, with_averages
+from paddle_vl.nn.cpu.onednn import are_dense_float32, contiguous
 from paddle_vl.nn.norm import gemma_rms_norm, layer_norm, rms_norm, rms_quotient
 from paddle_vl.nn.operations import Operation, dropout, geglu, gelu, swiglu
 from paddle_vl.nn.rotary import RotaryTables, apply_rotary
@@ -100,16 +101,8 @@ def _register() -> None:
         operation.kernels["cpu"] = kernel
 
 
-def fits(*tensors: Tensor | None) -> bool:
-    """Whether the kernels take these tensors: float32, contiguous, not empty."""
-    return all(
-        x is None or (x.dtype == paddle.float32 and x.is_contiguous() and 0 not in x.shape)
-        for x in tensors
-    )
-
-
 def _size(x: Tensor) -> int:
-    # `x.size` takes as long as a small operation.
+    # Faster than `x.size`.
     return math.prod(x.shape)
 
 
@@ -124,10 +117,6 @@ _i64, _int, _float = ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 def _num_threads() -> int:
     return _library.omp_get_max_threads()
-
-
-def _contiguous(x: Tensor) -> Tensor:
-    return x if x.is_contiguous() else x.contiguous()
 
 
 # Activations
@@ -145,14 +134,14 @@ class _Gelu(PyLayer):
     @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensor()
-        grad, grad_x = _contiguous(grad), paddle.empty_like(x)
+        grad, grad_x = contiguous(grad), paddle.empty_like(x)
         run = getattr(_library, f"gelu_{ctx.form}_backward")
         run(_data(x), _data(grad), _data(grad_x), _i64(_size(x)))
         return grad_x
 
 
 def _gelu(x: Tensor, approximate: bool = False) -> Tensor:
-    if not fits(x):
+    if not are_dense_float32(x):
         return _replaced[gelu](x, approximate)
     return _Gelu.apply(x, approximate)
 
@@ -172,7 +161,7 @@ class _Gated(PyLayer):
     @staticmethod
     def backward(ctx, grad):
         gate, up = ctx.saved_tensor()
-        grad, columns, rows = _contiguous(grad), _i64(gate.shape[-1]), _size(gate) // gate.shape[-1]
+        grad, columns, rows = contiguous(grad), _i64(gate.shape[-1]), _size(gate) // gate.shape[-1]
         grads = paddle.empty_like(gate), paddle.empty_like(up)
         getattr(_library, f"{ctx.name}_backward")(
             *map(_data, (gate, up, grad, *grads)), _i64(rows), columns, columns
@@ -197,7 +186,7 @@ class _GatedHalves(PyLayer):
     @staticmethod
     def backward(ctx, grad):
         (both,) = ctx.saved_tensor()
-        grad, columns, grad_both = _contiguous(grad), both.shape[-1] // 2, paddle.empty_like(both)
+        grad, columns, grad_both = contiguous(grad), both.shape[-1] // 2, paddle.empty_like(both)
         getattr(_library, f"{ctx.name}_backward")(
             _data(both), _second_half(both), _data(grad), _data(grad_both),
             _second_half(grad_both), _i64(_size(both) // (2 * columns)), _i64(columns),
@@ -219,7 +208,7 @@ def _geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 
 def _gated(unit: Operation, name: str, gate: Tensor, up: Tensor | None) -> Tensor:
-    if not fits(gate, up) or (up is not None and up.shape != gate.shape):
+    if not are_dense_float32(gate, up) or (up is not None and up.shape != gate.shape):
         return _replaced[unit](gate, up)
     return _GatedHalves.apply(gate, name) if up is None else _Gated.apply(gate, up, name)
 
@@ -242,7 +231,7 @@ class _Dropout(PyLayer):
 
     @staticmethod
     def backward(ctx, grad):
-        grad, grad_x = _contiguous(grad), paddle.empty_like(grad)
+        grad, grad_x = contiguous(grad), paddle.empty_like(grad)
         _library.dropout_backward(
             _data(grad), _data(ctx.kept), _data(grad_x), _i64(_size(grad)), _float(ctx.factor)
         )
@@ -250,7 +239,7 @@ class _Dropout(PyLayer):
 
 
 def _dropout(x: Tensor, p: float) -> Tensor:
-    if not (0.0 < p < 1.0 and fits(x)):
+    if not (0.0 < p < 1.0 and are_dense_float32(x)):
         return _replaced[dropout](x, p)
     return _Dropout.apply(x, p)
 
@@ -266,7 +255,7 @@ class _Rotary(PyLayer):
 
     @staticmethod
     def backward(ctx, grad):
-        return _rotated(_contiguous(grad), ctx.tables, -1.0)
+        return _rotated(contiguous(grad), ctx.tables, -1.0)
 
 
 def _rotated(x: Tensor, tables: RotaryTables, direction: float) -> Tensor:
@@ -281,7 +270,7 @@ def _rotated(x: Tensor, tables: RotaryTables, direction: float) -> Tensor:
 
 def _apply_rotary(q_TNH: Tensor, k_TKH: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
     shape = tables.cos_TH.shape
-    if not fits(q_TNH, k_TKH, *tables) or any(
+    if not are_dense_float32(q_TNH, k_TKH, *tables) or any(
         [*x.shape[:-2], x.shape[-1]] != shape for x in (q_TNH, k_TKH)
     ):
         return _replaced[apply_rotary](q_TNH, k_TKH, tables)
@@ -316,7 +305,7 @@ class _Norm(PyLayer):
     def backward(ctx, grad):
         x, statistics = ctx.saved_tensor()
         (offset, centres), weight, channels = ctx.settings, ctx.weight, x.shape[-1]
-        grad, grad_x = _contiguous(grad), paddle.empty_like(x)
+        grad, grad_x = contiguous(grad), paddle.empty_like(x)
         vectors = [paddle.empty([channels], "float32") for _ in ctx.needs[1:]]
         sums = paddle.empty([_num_threads() * 2 * channels], "float32")
         _library.norm_backward(
@@ -329,25 +318,25 @@ class _Norm(PyLayer):
 
 
 def _rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
-    if not fits(x, weight_C):
+    if not are_dense_float32(x, weight_C):
         return _replaced[rms_norm](x, weight_C, epsilon)
     return _Norm.apply(x, weight_C, None, epsilon, 0.0, 0)
 
 
 def _gemma_rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
-    if not fits(x, weight_C):
+    if not are_dense_float32(x, weight_C):
         return _replaced[gemma_rms_norm](x, weight_C, epsilon)
     return _Norm.apply(x, weight_C, None, epsilon, 1.0, 0)
 
 
 def _rms_quotient(x: Tensor, epsilon: float) -> Tensor:
-    if not fits(x):
+    if not are_dense_float32(x):
         return _replaced[rms_quotient](x, epsilon)
     return _Norm.apply(x, None, None, epsilon, 0.0, 0)
 
 
 def _layer_norm(x: Tensor, weight_C: Tensor, bias_C: Tensor, epsilon: float) -> Tensor:
-    if not fits(x, weight_C, bias_C):
+    if not are_dense_float32(x, weight_C, bias_C):
         return _replaced[layer_norm](x, weight_C, bias_C, epsilon)
     return _Norm.apply(x, weight_C, bias_C, epsilon, 0.0, 1)
 
@@ -385,7 +374,7 @@ class _Attention(PyLayer):
     def backward(ctx, grad):
         kept = ctx.saved_tensor()
         grads = [paddle.empty_like(x) for x in kept[:3]]
-        room, grad = paddle.empty([2 * _num_threads() * ctx.room], "float32"), _contiguous(grad)
+        room, grad = paddle.empty([2 * _num_threads() * ctx.room], "float32"), contiguous(grad)
         _library.attention_backward(
             *map(_data, (*kept, grad, *grads)), *ctx.sizes, _data(room), _i64(ctx.room)
         )
@@ -394,7 +383,7 @@ class _Attention(PyLayer):
 
 def _takes_attention(q: Tensor, k: Tensor, v: Tensor, keys: int) -> bool:
     is_within = keys <= _MOST_KEYS and q.shape[-1] <= _MOST_WIDTH and q.shape[-2] % k.shape[-2] == 0
-    return is_within and fits(q, k, v)
+    return is_within and are_dense_float32(q, k, v)
 
 
 @lru_cache(maxsize=64)
@@ -425,7 +414,7 @@ def _causal_attention(
     (batch, length), keys = q_BLNH.shape[:2], k_BSKH.shape[1]
     # One query multiplies vectors, for which a block is too large.
     takes = length > 1 and _takes_attention(q_BLNH, k_BSKH, v_BSKH, keys)
-    if not (takes and length <= keys and fits(key_bias_BS)):
+    if not (takes and length <= keys and are_dense_float32(key_bias_BS)):
         return _replaced[causal_attention](q_BLNH, k_BSKH, v_BSKH, key_bias_BS, packed)
     if packed is None:
         segments = equal_segments(batch, length, keys)
@@ -438,7 +427,7 @@ def _causal_attention(
 def _equal_segments_attention(
     q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor, count: int, length: int
 ) -> Tensor:
-    q, k, v = map(_contiguous, (q_PNH, k_PNH, v_PNH))
+    q, k, v = map(contiguous, (q_PNH, k_PNH, v_PNH))
     if not _takes_attention(q, k, v, length):
         return _replaced[equal_segments_attention](q_PNH, k_PNH, v_PNH, count, length)
     segments = equal_segments(count, length, length)

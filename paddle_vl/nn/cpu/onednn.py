@@ -70,7 +70,11 @@ class _Library:
         """
         status = getattr(self.functions, f"dnnl_{name}")(*args)
         if status:
-            raise OneDNNError(f"dnnl_{name} returned status {status}")
+            raise OneDNNError(_failure(name, status))
+
+
+def _failure(name: str, status: int) -> str:
+    return f"dnnl_{name} returned status {status}; train.kernels=plain runs without oneDNN"
 
 
 @lru_cache(maxsize=1)
@@ -164,7 +168,7 @@ class Primitive:
                 self._set(memory, c_void_p(address))
             status = self._execute(self._handle, self._stream, len(self._memories), self._arguments)
         if status:
-            raise OneDNNError(f"dnnl_primitive_execute returned status {status}")
+            raise OneDNNError(_failure("primitive_execute", status))
 
 
 @lru_cache(maxsize=128)
@@ -275,7 +279,19 @@ def is_available() -> bool:
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether primitives take these tensors: contiguous float32, not empty."""
-    return is_available() and all(
-        x.dtype == paddle.float32 and x.is_contiguous() and 0 not in x.shape for x in tensors
+    """Whether primitives take these tensors, and the library is there."""
+    return is_available() and are_dense_float32(*tensors)
+
+
+def are_dense_float32(*tensors: Tensor | None) -> bool:
+    """Whether all tensors are contiguous float32 and not empty; None is."""
+    # `x.size` takes as long as a small operation.
+    return all(
+        x is None or (x.dtype == paddle.float32 and x.is_contiguous() and 0 not in x.shape)
+        for x in tensors
     )
+
+
+def contiguous(x: Tensor) -> Tensor:
+    """`x`, copied only if it is a view with other strides."""
+    return x if x.is_contiguous() else x.contiguous()

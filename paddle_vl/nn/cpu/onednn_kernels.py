@@ -15,13 +15,10 @@ from paddle import Tensor
 from paddle.autograd import PyLayer
 
 from paddle_vl.nn.cpu import onednn
+from paddle_vl.nn.cpu.onednn import contiguous
 from paddle_vl.nn.linear import split_columns
 from paddle_vl.nn.norm import layer_norm
 from paddle_vl.nn.operations import geglu, gelu, swiglu
-
-
-def _contiguous(x: Tensor) -> Tensor:
-    return x if x.is_contiguous() else x.contiguous()
 
 
 def _activated(name: str, x: Tensor) -> Tensor:
@@ -42,7 +39,7 @@ class _Activation(PyLayer):
     @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensor()
-        grad, grad_x = _contiguous(grad), paddle.empty_like(x)
+        grad, grad_x = contiguous(grad), paddle.empty_like(x)
         run = onednn.eltwise_gradient(ctx.name, math.prod(x.shape))
         run(x.data_ptr(), grad.data_ptr(), grad_x.data_ptr())
         return grad_x
@@ -67,7 +64,7 @@ class _Gated(PyLayer):
     @staticmethod
     def backward(ctx, grad):
         gate, up = ctx.saved_tensor()
-        grads = _gated_gradients(ctx.name, gate, up, _contiguous(grad))
+        grads = _gated_gradients(ctx.name, gate, up, contiguous(grad))
         return tuple(x if need else None for x, need in zip(grads, ctx.needs, strict=True))
 
 
@@ -84,7 +81,7 @@ class _GatedHalves(PyLayer):
     @staticmethod
     def backward(ctx, grad):
         gate, up = ctx.saved_tensor()
-        return _joined(_gated_gradients(ctx.name, gate, up, _contiguous(grad)))
+        return _joined(_gated_gradients(ctx.name, gate, up, contiguous(grad)))
 
 
 def _gated_gradients(name: str, gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,7 +123,7 @@ class _SplitColumns(PyLayer):
 
     @staticmethod
     def backward(ctx, *grads):
-        return _joined([_contiguous(grad) for grad in grads])
+        return _joined([contiguous(grad) for grad in grads])
 
 
 def _split(x: Tensor, widths: Sequence[int]) -> list[Tensor]:
@@ -173,7 +170,7 @@ class _LayerNorm(PyLayer):
         kept = x, _, _, weight, bias = ctx.saved_tensor()
         grads = paddle.empty_like(x), paddle.empty_like(weight), paddle.empty_like(bias)
         run = onednn.layer_norm_gradient(math.prod(x.shape[:-1]), x.shape[-1], ctx.epsilon)
-        tensors = (x, _contiguous(grad), *kept[1:], *grads)
+        tensors = (x, contiguous(grad), *kept[1:], *grads)
         run(*(t.data_ptr() for t in tensors))
         return tuple(g if need else None for g, need in zip(grads, ctx.needs, strict=True))
 

@@ -294,5 +294,4 @@ def _rms_quotient(x: Tensor, epsilon: float) -> Tensor:
 
 
 def _are_float32(*tensors: Tensor) -> bool:
-    # `x.size` takes as long as a small operation.
     return all(x.dtype == paddle.float32 and 0 not in x.shape for x in tensors)

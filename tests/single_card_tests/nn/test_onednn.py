@@ -14,10 +14,11 @@ import paddle
 import pytest
 
 from paddle_vl.compat import configure_cpu_runtime
-from paddle_vl.nn.cpu import kernel_check, onednn, products
+from paddle_vl.nn.cpu import compiled, kernel_check, onednn, products
 from paddle_vl.nn.linear import split_columns
 from paddle_vl.nn.norm import layer_norm
 from paddle_vl.nn.operations import dropout, geglu, gelu, swiglu, use_kernels
+from tests.support.implementations import require_compiled
 
 OPERATIONS = (geglu, gelu, swiglu, layer_norm)
 
@@ -221,11 +222,15 @@ def test_a_call_that_the_library_refuses_is_an_error(monkeypatch):
         onednn.eltwise("nonsense", 4)
 
 
-@pytest.mark.usefixtures("either")
-def test_the_default_dtype_does_not_matter():
-    kept = paddle.get_default_dtype()
+@pytest.mark.parametrize("kernels", ["oneDNN", "compiled"])
+def test_the_default_dtype_does_not_matter(kernels):
+    kept, operations = paddle.get_default_dtype(), OPERATIONS
+    if kernels == "compiled":
+        require_compiled()
+        operations = tuple(compiled._replaced)
     paddle.set_default_dtype("float64")
     try:
-        assert not kernel_check.differences(OPERATIONS)
+        assert not kernel_check.differences(operations)
     finally:
         paddle.set_default_dtype(kept)
+        compiled.disable()
