@@ -1,6 +1,6 @@
 """Serve an exported Qwen3-VL without paddle_vl: paddle.inference, NumPy, tokenizers and Pillow.
 
-    paddle-vl export --checkpoint runs/digits --output exports/digits
+    paddle-vl export --model runs/digits --output exports/digits
     python examples/serve_exported.py exports/digits digit.png "Which digit is this?"
 
 One question about one image, answered greedily. It shows what a server in another language must do:
@@ -50,13 +50,32 @@ class Program:
         )
 
 
+def checked_manifest(folder: Path) -> dict:
+    """The content of export.json, after the sizes of the files were compared.
+
+    `paddle_vl.export.load` compares their checksums and the programs' stored answers too.
+    """
+    manifest = json.loads((folder / "export.json").read_text(encoding="utf-8"))
+    if (manifest["format"], manifest["model_type"]) != (1, "qwen3_vl"):
+        raise ValueError(f"{folder} is no export of Qwen3-VL in format 1")
+    files = manifest["files"]
+    for name, program in manifest["programs"].items():
+        if not {f"{name}.json", program["weights"]} <= set(files):
+            raise ValueError(f"{folder}: the files of {name} are not in export.json; export again")
+    for name, sums in files.items():
+        file = folder / name
+        # A name with .. would lead out of the folder.
+        is_inside = file.resolve().is_relative_to(folder.resolve())
+        if not is_inside or not file.is_file() or file.stat().st_size != sums["size"]:
+            raise ValueError(f"{folder}: {name} is missing or damaged; export again")
+    return manifest
+
+
 class ServedModel:
     """The programs of an exported folder, its tokenizer and the settings of its images."""
 
     def __init__(self, folder: Path):
-        manifest = json.loads((folder / "export.json").read_text(encoding="utf-8"))
-        if (manifest["format"], manifest["model_type"]) != (1, "qwen3_vl"):
-            raise ValueError(f"{folder} is no export of Qwen3-VL in format 1")
+        manifest = checked_manifest(folder)
         self.sizes = manifest["sizes"]
         self.tower, self.prefill, self.decode = (
             Program(folder, name, manifest["programs"][name])

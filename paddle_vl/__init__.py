@@ -8,14 +8,16 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from paddle_vl import moved
+
 if TYPE_CHECKING:
     from paddle_vl.config.schema import LoRAConfig
     from paddle_vl.families.pi07.config import PI07Config
     from paddle_vl.families.pi07.planner import PI07HighLevelPlanner
     from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
     from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
-    from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
     from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
+    from paddle_vl.families.vlm.inputs.processor import Qwen3VLProcessor
     from paddle_vl.generation.config import GenerationConfig
 
 __version__ = "0.2.0"
@@ -28,6 +30,8 @@ if find_spec("paddle") is None:
         "       https://www.paddlepaddle.org.cn/install/quick for its index)"
     )
 
+moved.install()
+
 _HOME = {
     "GenerationConfig": "paddle_vl.generation.config",
     "LoRAConfig": "paddle_vl.config.schema",
@@ -36,7 +40,7 @@ _HOME = {
     "PI07LowLevelPolicy": "paddle_vl.families.pi07.policy",
     "Qwen3VLConfig": "paddle_vl.families.qwen3_vl.config",
     "Qwen3VLForConditionalGeneration": "paddle_vl.families.qwen3_vl.model",
-    "Qwen3VLProcessor": "paddle_vl.families.qwen3_vl.inputs.processor",
+    "Qwen3VLProcessor": "paddle_vl.families.vlm.inputs.processor",
 }
 __all__ = [
     "GenerationConfig",

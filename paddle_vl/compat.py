@@ -1,38 +1,15 @@
-"""Workarounds for Paddle, each with version, symptom and reason; and names of earlier versions."""
+"""Workarounds for Paddle, each with version, symptom and reason."""
 
 import ctypes
-import functools
 import os
 import platform
-import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
 
 import paddle
 
 # glibc's mallopt parameters, from malloc.h.
 _M_MXFAST, _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = 1, -1, -2, -4
 _CPU_INFO = Path("/proc/cpuinfo")
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def renamed_argument(old: str, new: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator: accept a keyword argument under its former name too, with a FutureWarning."""
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(function)
-        def accepts_both(*args: Any, **kwargs: Any) -> R:
-            if old in kwargs:
-                message = f"{function.__qualname__}: {old}= is now {new}=; use the new name"
-                warnings.warn(message, FutureWarning, stacklevel=2)
-                kwargs[new] = kwargs.pop(old)
-            return function(*args, **kwargs)
-
-        return accepts_both
-
-    return decorate
 
 
 def configure_cpu_runtime(num_threads: int | None = None) -> bool:

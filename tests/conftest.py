@@ -2,12 +2,14 @@
 
 import os
 import sys
+from pathlib import Path
 
 import paddle
 import pytest
 
 from paddle_vl.compat import amd_instruction_set
 from paddle_vl.nn.operations import choose_kernels, chosen_kernels
+from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.support.gpu_stubs.installed import gpu_stubs
 
 # Read by Paddle's matrix library at its first product; without it tests run several times longer
@@ -33,3 +35,9 @@ def _keep_process_settings():
     compiled = sys.modules.get("paddle_vl.nn.cpu.compiled")
     if compiled is not None:
         compiled.disable()
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory) -> Path:
+    """The settings of a tiny run of Qwen3-VL on disk, which no test changes."""
+    return write_tiny_run(tmp_path_factory.mktemp("run"))

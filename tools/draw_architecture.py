@@ -1,11 +1,13 @@
-"""Write the import graph of the package and the path of one batch into docs/architecture.md.
+"""Draw the package: its boxes, the path of one batch, and the picture of the README.
 
-    python tools/draw_architecture.py            write both into the page
-    python tools/draw_architecture.py --check    exit with 1 where the page is not up to date
+    python tools/draw_architecture.py            write them into docs/
+    python tools/draw_architecture.py --check    exit with 1 where one of them is not up to date
 
-The graph is a Mermaid graph made from the import statements: an arrow from
-A to B means that A imports B; arrows that follow from others are left out. The path comes from
-`tools/trace_batch.py`.
+The files are docs/architecture.md and docs/images/overview.svg. The boxes of `BOXES` are groups of
+folders. Arrows are import statements: an arrow from A to B means that a file of A imports one of B;
+arrows that follow from others are left out. An import against the order of the boxes is a dotted
+arrow. The path comes from `tools/trace_batch.py`; it is that with kernels in C, so
+without a C compiler it is neither written nor compared.
 """
 
 import argparse
@@ -15,31 +17,50 @@ import re
 import sys
 from pathlib import Path
 
+from overview import overview
+from paddle_vl.nn.cpu import compiled
 from trace_batch import passed_files
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "paddle_vl"
 PAGE = ROOT / "docs" / "architecture.md"
-# Nodes of the graph: folders of the package, and each folder of families/.
+OVERVIEW = ROOT / "docs" / "images" / "overview.svg"
+# The boxes from top to bottom, and the folders of the package in each.
+BOXES = {
+    "commands and add-ons": "cli doctor export integrations profile report testing",
+    "training": "train",
+    "model families": "families generation",
+    "parallelism": "parallel",
+    "data and files": "checkpoint config data files",
+    "layers and batches": "batch nn",
+}
+# The table has each of its folders in a row of its own.
 _SPLIT = "families"
 
 
-def part_of(module: str) -> str | None:
-    """Node of a module, given by its dotted name below the package; None for none."""
-    names = module.split(".")
-    if names[0] == _SPLIT and len(names) > 1 and (PACKAGE / _SPLIT / names[1]).is_dir():
-        return f"{_SPLIT}/{names[1]}"
-    return names[0] if (PACKAGE / names[0]).is_dir() else None
+def box_of(folder: str) -> str:
+    """The box of a folder of the package.
+
+    Raises:
+        ValueError: no box names it.
+    """
+    for box, folders in BOXES.items():
+        if folder in folders.split():
+            return box
+    raise ValueError(f"paddle_vl/{folder} is in no box: add it to BOXES of {Path(__file__).name}")
+
+
+def folders() -> list[str]:
+    """Names of the package's folders."""
+    return sorted(file.parent.name for file in PACKAGE.glob("*/__init__.py"))
 
 
 def imports() -> dict[str, set[str]]:
-    """The nodes that each node imports."""
-    found: dict[str, set[str]] = {}
-    for file in sorted(PACKAGE.rglob("*.py")):
-        own = part_of(".".join(file.relative_to(PACKAGE).with_suffix("").parts))
-        if own is None:
-            continue
-        targets = found.setdefault(own, set())
+    """The boxes that each box imports."""
+    known = folders()
+    found: dict[str, set[str]] = {box: set() for box in BOXES}
+    for file in sorted(PACKAGE.glob("*/**/*.py")):
+        own = box_of(file.relative_to(PACKAGE).parts[0])
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             names = []
             if isinstance(node, ast.Import):
@@ -47,54 +68,66 @@ def imports() -> dict[str, set[str]]:
             elif isinstance(node, ast.ImportFrom):
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
             for name in names:
-                if name.startswith("paddle_vl."):
-                    other = part_of(name.removeprefix("paddle_vl."))
-                    if other is not None and other != own:
-                        targets.add(other)
+                top, _, rest = name.partition(".")
+                folder = rest.partition(".")[0]
+                if top == "paddle_vl" and folder in known:
+                    found[own].add(box_of(folder))
+        found[own].discard(own)
     return found
 
 
-def reduced(graph: dict[str, set[str]]) -> dict[str, set[str]]:
-    """The graph without arrows that a longer path implies."""
-
-    def reached(start: str) -> set[str]:
-        seen, waiting = set(), [start]
-        while waiting:
-            for target in graph[waiting.pop()] - seen:
-                seen.add(target)
-                waiting.append(target)
-        return seen
-
-    behind = {part: reached(part) for part in graph}
-    return {
-        part: {t for t in targets if not any(t in behind[o] for o in targets - {t})}
-        for part, targets in graph.items()
-    }
+def arrows() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """The arrows between boxes: down, without those that a longer way implies; and up."""
+    order = list(BOXES)
+    graph = imports()
+    down = {a: {b for b in graph[a] if order.index(b) > order.index(a)} for a in order}
+    reached: dict[str, set[str]] = {}
+    for box in reversed(order):
+        reached[box] = down[box].union(*(reached[below] for below in down[box]))
+    solid = [
+        (a, b) for a in order for b in order
+        if b in down[a] and not any(b in reached[other] for other in down[a])
+    ]  # fmt: skip
+    return solid, [(a, b) for a in order for b in order if b in graph[a] - down[a]]
 
 
-def first_sentence(part: str) -> str:
-    """First sentence of a node's docstring."""
+def first_sentence(folder: str) -> str:
+    """First sentence of a folder's docstring."""
     text = ast.get_docstring(
-        ast.parse((PACKAGE / part / "__init__.py").read_text(encoding="utf-8"))
+        ast.parse((PACKAGE / folder / "__init__.py").read_text(encoding="utf-8"))
     )
     return re.split(r"\n\n|(?<=\.)\s", text or "", maxsplit=1)[0].replace("\n", " ").rstrip(".")
 
 
 def picture() -> str:
-    """The Mermaid graph and a table of its nodes."""
-    graph = imports()
-    lines = ["```mermaid", "graph TD"]
-    names = {part: part.replace("/", "_") for part in graph}
-    lines += [f'    {names[part]}["{part}"]' for part in sorted(graph)]
-    for part, targets in sorted(reduced(graph).items()):
-        lines += [f"    {names[part]} --> {names[target]}" for target in sorted(targets)]
-    lines += ["```", "", "| part | what it is | files |", "| --- | --- | --- |"]
-    for part in sorted(graph):
-        files = [f for f in (PACKAGE / part).rglob("*.py") if f.name != "__init__.py"]
-        if part == _SPLIT:
-            files = [f for f in files if f.parent == PACKAGE / part]
-        lines.append(f"| `{part}` | {first_sentence(part)} | {len(files)} |")
-    return "\n".join(lines)
+    """The Mermaid graph of the boxes, and a table of their folders."""
+    known = folders()
+    rows = ["| box | folder | what it is | files |", "| --- | --- | --- | --- |"]
+    boxes = []
+    for box, names in BOXES.items():
+        inside = [name for name in names.split() if name in known]
+        label = box
+        boxes.append(f'    {_id(box)}["<b>{box}</b><br/>{" ".join(inside)}"]')
+        for name in inside:
+            nested = sorted(file.parent for file in (PACKAGE / name).glob("*/__init__.py"))
+            nested = nested if name == _SPLIT else []
+            for folder in (PACKAGE / name, *nested):
+                files = [
+                    file for file in folder.rglob("*.py")
+                    if file.name != "__init__.py"
+                    and not (folder.name == _SPLIT and file.parent != folder)
+                ]  # fmt: skip
+                part = folder.relative_to(PACKAGE).as_posix()
+                rows.append(f"| {label} | `{part}` | {first_sentence(part)} | {len(files)} |")
+                label = ""
+    solid, up = arrows()
+    lines = [f"    {_id(a)} --> {_id(b)}" for a, b in solid]
+    lines += [f"    {_id(a)} -.-> {_id(b)}" for a, b in up]
+    return "\n".join(["```mermaid", "graph TD", *boxes, *lines, "```", "", *rows])
+
+
+def _id(box: str) -> str:
+    return re.sub(r"\W", "_", box)
 
 
 def path() -> str:
@@ -126,13 +159,15 @@ def main() -> None:
     options = parser.parse_args()
     logging.disable(logging.INFO)
     page = PAGE.read_text(encoding="utf-8")
-    made = written(written(page, "picture", picture()), "path", path())
-    if options.check:
-        if made != page:
-            sys.exit(f"{PAGE.name} is out of date: run python tools/draw_architecture.py")
-    else:
-        PAGE.write_text(made, encoding="utf-8")
-        print(f"wrote {PAGE.relative_to(ROOT)}")
+    made = written(page, "picture", picture())
+    if compiled.enable():
+        made = written(made, "path", path())
+    for file, text in ((PAGE, made), (OVERVIEW, overview())):
+        if not options.check:
+            file.write_text(text, encoding="utf-8")
+            print(f"wrote {file.relative_to(ROOT)}")
+        elif not file.exists() or file.read_text(encoding="utf-8") != text:
+            sys.exit(f"{file.name} is out of date: run python tools/draw_architecture.py")
 
 
 if __name__ == "__main__":

@@ -1,21 +1,24 @@
 """Inject faults into real training runs, resume the runs, and compare them with undisturbed ones.
 
     python tools/fault_campaign.py                        # ten faults, two minutes or so
-    python tools/fault_campaign.py --all --jobs 4         # every kind with every start
+    python tools/fault_campaign.py --all --jobs 2         # every kind with every start
     python tools/fault_campaign.py --kinds power-loss kill-rank --starts nproc4 --seed 3
 
-A fault hits a tiny run of 1, 2 or 4 ranks at a random moment, drawn from the seed. When the run
-has ended, the same command is started again with train.resume_from_checkpoint=auto. Prints a line
-per fault, then a table: per kind, how many were injected, recovered from bit-identically (final
-weights, optimizer state, losses), lost something, or left processes running 10 s later, and how
-long the shutdown took. Exits 1 unless all recovered, nothing was lost and nothing was left running.
+A fault hits a tiny run of 1, 2 or 4 ranks (data and tensor parallel, sharding stage 3, pipeline,
+colocated schedule) at a random moment, drawn from the seed. When the run has ended, the same
+command is started again with train.resume_from_checkpoint=auto. Prints a line per fault, then a
+table: per kind, how many were injected, recovered from bit-identically (final weights, optimizer
+state, losses), lost something, or left processes running 10 s later, and how long the shutdown
+took. A run that prints a traceback has not recovered. Exits 1 unless all recovered, nothing was
+lost and nothing was left running.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
-from faults.campaign import KINDS, plan, run_campaign
+from faults.campaign import plan, run_campaign
+from faults.kinds import KINDS
 from faults.runs import STARTS
 
 
@@ -28,7 +31,7 @@ def main() -> int:
     )
     parser.add_argument("--faults", type=int, default=10, metavar="N", help="how many (default 10)")
     parser.add_argument(
-        "--all", action="store_true", help="every kind with every start, at least 100 faults"
+        "--all", action="store_true", help="every kind with every start, at least 200 faults"
     )
     parser.add_argument("--kinds", nargs="+", choices=KINDS, metavar="KIND", help="only these")
     parser.add_argument(

@@ -13,20 +13,20 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from paddle_vl.families.pi07.demonstrations.sample import (
+from paddle_vl.families.policy.demonstrations.sample import (
     NUMBER_TYPES,
     OPTIONAL_TEXTS,
     Demonstration,
     DemonstrationShapes,
     DemonstrationSource,
 )
-from paddle_vl.families.pi07.demonstrations.statistics import (
+from paddle_vl.families.policy.demonstrations.statistics import (
     demonstration_statistics,
     write_statistics,
 )
-from paddle_vl.families.pi07.demonstrations.synthetic import SyntheticDemonstrations
-from paddle_vl.families.pi07.inputs.discrete_actions import ActionTokenizer
-from paddle_vl.families.pi07.inputs.prompt import PromptTokenizer
+from paddle_vl.families.policy.demonstrations.synthetic import SyntheticDemonstrations
+from paddle_vl.families.policy.discrete_actions import ActionTokenizer
+from paddle_vl.families.policy.prompt import PromptTokenizer
 
 # Fixed texts in every policy's prefix.
 _FIXED_TEXTS = ["Task: , State: , Subtask: , Metadata: Speed: Quality: Mistake: Subgoal: Action: "]

@@ -21,9 +21,7 @@ from typing import Any, cast
 import numpy as np
 from PIL import Image
 
-from paddle_vl.families.qwen3_vl.inputs.image_processor import ImageProcessor
-from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
-from paddle_vl.families.qwen3_vl.inputs.tokenizer import CONTROL_TOKENS, train_bpe
+from paddle_vl.families.vlm.inputs.processor import VLProcessor
 
 # Increase when the written files change.
 RECIPE_VERSION = 1
@@ -176,20 +174,10 @@ def _texts_of(records: Sequence[dict[str, Any]]) -> list[str]:
     return [text.replace("<image>", "\n") for text in texts]
 
 
-def make_processor(texts: Sequence[str]) -> Qwen3VLProcessor:
+def make_processor(texts: Sequence[str]) -> VLProcessor:
     """A processor with a tokenizer trained on the texts; an image gives four visual tokens."""
-    # Every prompt contains role names.
-    texts = [*texts, "system\n", "user\n", "assistant\n"]
-    image_processor = ImageProcessor(
-        min_pixels=IMAGE_SIDE**2,
-        max_pixels=IMAGE_SIDE**2,
-        patch_size=16,
-        temporal_patch_size=2,
-        merge_size=2,
-        image_mean=(0.5, 0.5, 0.5),
-        image_std=(0.5, 0.5, 0.5),
-    )
-    return Qwen3VLProcessor(train_bpe(texts, VOCAB_SIZE, CONTROL_TOKENS), image_processor)
+    pixels = IMAGE_SIDE**2
+    return VLProcessor.from_texts(texts, VOCAB_SIZE, min_pixels=pixels, max_pixels=pixels)
 
 
 def _checked_files(directory: Path) -> list[Path]:

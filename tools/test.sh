@@ -15,5 +15,7 @@ ensure_environment cpu,dev
 "$VENV_PYTHON" -m pyright
 # Two workers with one thread each, so that they do not compete for the cores.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
-# A test file stays on one worker, because its tests share launches of several ranks.
-exec "$VENV_PYTHON" -m pytest -n 2 --dist loadfile "$@"
+# A test file stays on one worker, because its tests share runs and launches of several ranks. Files
+# come in their own order, with the long ones of several ranks first, so that both workers end
+# together; without the option those with the fewest tests would come last.
+exec "$VENV_PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -1,12 +1,12 @@
-"""List the files that one batch of Qwen3-VL passes, from its JSONL line to the update.
+"""List the files that one batch passes, from its line of a data file to the update.
 
-    python tools/trace_batch.py
+    python tools/trace_batch.py                            # a tiny run of Qwen3-VL
+    python tools/trace_batch.py RUN.yaml --text "pick up"  # any run with a JSONL file
 
-The tool trains a tiny run in a temporary folder, with the loader in the same process, and traces
-every call until the parameters are updated. A file counts if one of its functions takes a piece of
-the batch or gets one back from a call: a line of the data file, an image, an array or a tensor.
-Files that see only sizes and settings are left out. Operations run in their plain implementation;
-on a device with a kernel in `nn/cpu` or `nn/gpu` the kernel replaces it.
+The tool trains the run in this process, with the loader in it too and with the kernels that a
+command uses, and traces every call of the second step until the parameters are updated. A file
+counts if one of its functions takes a piece of the batch or gets one back from a call: a line of
+the data file, an image, an array or a tensor. Files that see only sizes and settings are left out.
 """
 
 import argparse
@@ -28,19 +28,24 @@ from PIL import Image
 import paddle_vl
 from faults.tiny_run import write_tiny_run
 from paddle_vl.config.load import load_run_config
-from paddle_vl.nn.operations import use_kernels
+from paddle_vl.nn.cpu import compiled
 from paddle_vl.train.build import build_trainer
 
 PACKAGE = Path(paddle_vl.__file__).parent
-# Text in every line of the tiny run's data.
-_TEXT = "Which colour?"
+# In every line of the tiny run's data.
+TEXT = "Which colour?"
 _PIECES = (np.ndarray, paddle.Tensor, Image.Image)
 
 
 @dataclass
 class PassedFiles:
-    """Files in the order in which the batch reaches them, each with its first function."""
+    """Files in the order in which the batch reaches them, each with its first function.
 
+    Attributes:
+        text: part of the texts of a batch.
+    """
+
+    text: str = TEXT
     first: dict[str, str] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
     is_updated: bool = False
@@ -62,10 +67,31 @@ class PassedFiles:
         frames = [frame] if event == "call" else [frame, frame.f_back]
         places = {_file_of(each): each.f_code for each in frames if each is not None}
         places.pop(None, None)
-        if not places.keys() <= self.first.keys() and _carries(_values(frame, event, value)):
+        if not places.keys() <= self.first.keys() and self._carries(_values(frame, event, value)):
             for each, code in places.items():
                 # co_qualname needs Python 3.11.
                 self.first.setdefault(str(each), getattr(code, "co_qualname", code.co_name))
+
+    def _carries(self, values: Any, depth: int = 6) -> bool:
+        """Whether values, or containers among them, hold a piece of a batch."""
+        for value in values:
+            if isinstance(value, _PIECES):
+                return True
+            if isinstance(value, str | bytes):
+                text = value if isinstance(value, str) else value.decode(errors="replace")
+                if self.text in text:
+                    return True
+            elif depth and isinstance(value, dict):
+                if self._carries(value.values(), depth - 1):
+                    return True
+            elif depth and isinstance(value, list | tuple):
+                if self._carries(value[:8], depth - 1):
+                    return True
+            elif depth and hasattr(value, "__dataclass_fields__") and self._carries(
+                vars(value).values() if hasattr(value, "__dict__") else (), depth - 1
+            ):  # fmt: skip
+                return True
+        return False
 
 
 def _file_of(frame: FrameType) -> str | None:
@@ -84,43 +110,24 @@ def _values(frame: FrameType, event: str, value: Any) -> list[Any]:
     return [frame.f_locals[name] for name in names if name != "self" and name in frame.f_locals]
 
 
-def _carries(values: Any, depth: int = 6) -> bool:
-    """Whether values, or containers among them, hold a piece of a batch."""
-    for value in values:
-        if isinstance(value, _PIECES):
-            return True
-        if isinstance(value, str | bytes):
-            text = value if isinstance(value, str) else value.decode(errors="replace")
-            if _TEXT in text:
-                return True
-        elif depth and isinstance(value, dict):
-            if _carries(value.values(), depth - 1):
-                return True
-        elif depth and isinstance(value, list | tuple):
-            if _carries(value[:8], depth - 1):
-                return True
-        elif depth and hasattr(value, "__dataclass_fields__") and _carries(
-            vars(value).values() if hasattr(value, "__dict__") else (), depth - 1
-        ):  # fmt: skip
-            return True
-    return False
+def passed_files(run: Path | None = None, text: str = TEXT) -> PassedFiles:
+    """The files that the batch of the second step of a run passes.
 
-
-def passed_files() -> PassedFiles:
-    """The files that the batch of the second step of a tiny run passes."""
-    passed = PassedFiles()
+    Args:
+        run: its settings; None for a tiny run of Qwen3-VL.
+        text: part of every text of its data.
+    """
+    passed = PassedFiles(text)
     with tempfile.TemporaryDirectory() as folder:
         settings = ["data.num_workers=0", "logging.progress_bar=false"]
-        config = load_run_config(write_tiny_run(Path(folder)), settings)
+        config = load_run_config(run or write_tiny_run(Path(folder)), settings)
         trainer = build_trainer(config, writes=False)
         with contextlib.closing(trainer.feed):
-            with use_kernels("plain"):
-                trainer.train_one_step()
+            trainer.train_one_step()
             threading.setprofile(passed.watch)
             sys.setprofile(passed.watch)
             try:
-                with use_kernels("plain"):
-                    trainer.train_one_step()
+                trainer.train_one_step()
             finally:
                 sys.setprofile(None)
                 threading.setprofile(None)
@@ -128,9 +135,13 @@ def passed_files() -> PassedFiles:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN.yaml")
+    parser.add_argument("--text", default=TEXT, help="part of every text of the data")
+    options = parser.parse_args()
     logging.disable(logging.INFO)
-    passed = passed_files()
+    compiled.enable()
+    passed = passed_files(options.run, options.text)
     for number, (name, function) in enumerate(passed.first.items(), 1):
         print(f"{number:3}  {name:50} {function}")
     others = sorted(set(passed.calls) - set(passed.first))

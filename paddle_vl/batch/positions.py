@@ -266,6 +266,10 @@ def frame_runs(grid_thw: np.ndarray) -> tuple[tuple[int, int], ...]:
     return _equal_runs(np.repeat(grid_thw[:, 1] * grid_thw[:, 2], grid_thw[:, 0]))
 
 
+# Fields of a batch with the arrays of `PatchRows`.
+PATCH_FIELDS = ("patch_coordinates", "patch_tap_rows", "patch_tap_weights")
+
+
 class PatchRows(NamedTuple):
     """A `VisionLayout` with a row per patch, to travel and to be divided with the patches.
 

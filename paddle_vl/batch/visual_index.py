@@ -21,9 +21,17 @@ Layouts order the token rows `(b, l)` and say how a rank's shard is cut from the
     sequence_first  row l * B + b; contiguous shards. Hidden states `[L, B, D]` of Megatron.
     batch_slices    every sample's columns are cut, `[B, L / mp]` per rank; row b * L / mp + l.
                     What PaddleFleet's deepstack step indexes after its transpose.
+
+Shapes and dtypes are always checked, values in NumPy arrays, as the collator's. Those of tensors
+are on the device, so a step checks them only in the checked mode:
+
+    with checked_values():
+        model(**batch)  # reads the device for each check
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -31,6 +39,28 @@ import numpy as np
 # NumPy array or Paddle tensor.
 Array = Any
 Layout = Literal["token_rows", "sequence_first", "batch_slices"]
+
+
+_num_entered = 0
+
+
+@contextmanager
+def checked_values() -> Iterator[None]:
+    """Check values of tensors too, in all threads, while entered; every check reads the device.
+
+    For tests, and for the first steps with inputs of one's own.
+    """
+    global _num_entered
+    _num_entered += 1
+    try:
+        yield
+    finally:
+        _num_entered -= 1
+
+
+def values_are_checked() -> bool:
+    """Whether `checked_values` is entered."""
+    return _num_entered > 0
 
 
 class RowPart(NamedTuple):
@@ -73,7 +103,7 @@ class RowPart(NamedTuple):
         """This shard of the first axis. A traced program checks the length when it runs."""
         if self.size == 1:
             return rows
-        if not _is_known(rows.shape[0]) and not self.uneven:
+        if not is_known(rows.shape[0]) and not self.uneven:
             return rows.reshape([self.size, -1, *rows.shape[1:]])[self.rank]
         start, stop = self.bounds(_length(rows.shape[0], rows))
         return rows[start:stop]
@@ -82,7 +112,7 @@ class RowPart(NamedTuple):
         """This shard of every row of a 2-D array. A traced program checks the width as it runs."""
         if self.size == 1:
             return array_BL
-        if not _is_known(array_BL.shape[1]) and not self.uneven:
+        if not is_known(array_BL.shape[1]) and not self.uneven:
             # Paddle reads 0 as "this dimension stays"; NumPy's shapes are always known.
             return array_BL.reshape([0, self.size, -1])[:, self.rank]
         length = _length(array_BL.shape[1], array_BL[:1])
@@ -90,14 +120,14 @@ class RowPart(NamedTuple):
         return array_BL[:, start:stop]
 
 
-def _is_known(size: Any) -> bool:
+def is_known(size: Any) -> bool:
     """Whether a dimension has a value; in a traced program it may be -1 or a tensor."""
     return isinstance(size, int) and size >= 0
 
 
 def _length(size: Any, array: Array) -> Any:
     """A dimension; where a traced program does not know it, the array's size as a 0-D tensor."""
-    return size if _is_known(size) else (array == array).astype("int64").sum()
+    return size if is_known(size) else (array == array).astype("int64").sum()
 
 
 class VisualIndices(NamedTuple):
@@ -138,61 +168,16 @@ def check_visual_counts(
         )
 
 
-def check_visual_indices(
-    update: Array, gather: Array, source: Array | None, num_embeddings: int, covers_all: bool
-) -> None:
-    """Check the index arrays of a batch by their shapes; a traced program's unknown sizes pass.
-
-    Args:
-        source: None unless the batch has images and videos.
-        num_embeddings: those that the token rows of all ranks receive.
-        covers_all: whether the indices are of all token rows, not of a shard.
-
-    Raises:
-        ValueError: one is missing, is not 1-D int64, or has another length than the embeddings.
-    """
-    arrays = {"update": update, "gather": gather} | ({} if source is None else {"source": source})
-    for name, array in arrays.items():
-        if array is None:
-            other = "gather" if name == "update" else "update"
-            raise ValueError(
-                f"the batch has visual_{other}_indices without visual_{name}_indices: give both, "
-                "or neither to have them computed"
-            )
-        if len(array.shape) != 1 or not str(array.dtype).endswith("int64"):
-            raise ValueError(
-                f"visual_{name}_indices is {array.dtype} of shape {list(array.shape)}: it must be "
-                "1-D int64, as host_visual_indices makes it"
-            )
-    num_update, num_gather = update.shape[0], gather.shape[0]
-    if _is_known(num_update) and _is_known(num_gather) and num_update != num_gather:
-        raise ValueError(
-            f"visual_update_indices has {num_update} entries but visual_gather_indices "
-            f"{num_gather}: take both from one call"
-        )
-    if not (_is_known(num_update) and _is_known(num_embeddings)):
-        return
-    if num_update > num_embeddings or (covers_all and num_update != num_embeddings):
-        raise ValueError(
-            f"visual_update_indices has {num_update} token rows but the batch has {num_embeddings} "
-            "visual embeddings: the indices belong to another batch"
-        )
-    if source is not None and _is_known(source.shape[0]) and source.shape[0] != num_embeddings:
-        raise ValueError(
-            f"visual_source_indices has {source.shape[0]} entries but the batch has "
-            f"{num_embeddings} visual embeddings: the indices belong to another batch"
-        )
-
-
 def compute_visual_indices(
     image_mask_BL: Array,
     video_mask_BL: Array | None,
     *,
-    nonzero: Callable[[Array], Array],
+    nonzero: Callable[..., Array],
     part: RowPart | None = None,
     layout: Layout = "token_rows",
+    count: int | None = None,
 ) -> VisualIndices:
-    """Indices of the visual token rows; no loop over samples, no host read, no boolean indexing.
+    """Indices of the visual token rows; no loop over samples, no boolean indexing.
 
     A visual token's index in reading order is the number of visual tokens before it, batch-major.
     Cumulative sums give it for every layout and shard, also where a traced program does not know
@@ -201,24 +186,88 @@ def compute_visual_indices(
     Args:
         image_mask_BL: bool, True at image placeholders.
         video_mask_BL: bool, True at video placeholders; None when the batch can have none.
-        nonzero: 1-D bool array to the 1-D int64 positions of its True entries.
+        nonzero: 1-D bool array to the 1-D int64 positions of its True entries. Of a tensor it
+            waits for the device, since the number of positions is not known.
         part: the shard of token rows to index; None for all of them.
         layout: order of the token rows and how they are cut, see the top of this file.
+        count: number of visual tokens of the batch, if shapes tell it. `nonzero` is then called
+            with `count` as well where that is its number of positions: always, except for the
+            `update` of a shard, whose number only the values tell.
 
     Raises:
         ValueError: unknown layout, or `part.size` does not divide the rows that are cut (B * L;
-            L for `batch_slices`) and `part.uneven` is not set.
+            L for `batch_slices`) and `part.uneven` is not set; or masks that
+            contradict each other, see `_bool_masks`.
     """
     part = RowPart() if part is None else part
+    image_mask_BL, video_mask_BL = _bool_masks(image_mask_BL, video_mask_BL)
+    of_batch = nonzero if count is None else partial(nonzero, count=count)
     visual_BL = image_mask_BL if video_mask_BL is None else image_mask_BL | video_mask_BL
     order_BL = _running_count(visual_BL) - 1
     is_visual_T = _shard(visual_BL, part, layout)
-    update = nonzero(is_visual_T)
+    update = (of_batch if part.size == 1 else nonzero)(is_visual_T)
     gather = _shard(order_BL, part, layout)[update]
     source = None
     if video_mask_BL is not None:
-        source = _source_rows(image_mask_BL, video_mask_BL, visual_BL, nonzero)
+        source = _source_rows(image_mask_BL, video_mask_BL, visual_BL, of_batch)
+    if count is not None:
+        # Masks that do not keep the promise must not lead out of the embeddings.
+        last = max(count - 1, 0)
+        gather, source = gather.clip(0, last), None if source is None else source.clip(0, last)
     return VisualIndices(update, gather, source)
+
+
+def _bool_masks(image_mask_BL: Array, video_mask_BL: Array | None) -> tuple[Array, Array | None]:
+    """The masks of image and video tokens as bool; integers must be 0 and 1.
+
+    Raises:
+        ValueError: another dtype or shape, or masks of two shapes; in NumPy arrays, and in the
+            checked mode, also other integers, and tokens of both kinds.
+    """
+    image_BL = _bool_mask("image", image_mask_BL)
+    if video_mask_BL is None:
+        return image_BL, None
+    video_BL = _bool_mask("video", video_mask_BL)
+    for axis in (0, 1):
+        one, other = image_BL.shape[axis], video_BL.shape[axis]
+        if is_known(one) and is_known(other) and one != other:
+            raise ValueError(
+                f"the image mask has shape {list(image_BL.shape)} but the video mask "
+                f"{list(video_BL.shape)}: pass masks of one batch"
+            )
+    if has_values(image_BL):
+        both = np.argwhere(np.asarray(image_BL) & np.asarray(video_BL))
+        if len(both):
+            raise ValueError(
+                f"{len(both)} tokens are of an image and of a video, the first is token "
+                f"{both[0][1]} of sample {both[0][0]}: a token takes one embedding"
+            )
+    return image_BL, video_BL
+
+
+def _bool_mask(kind: str, mask_BL: Array) -> Array:
+    dtype = str(mask_BL.dtype).removeprefix("paddle.")
+    if len(mask_BL.shape) != 2 or not (dtype == "bool" or "int" in dtype):
+        raise ValueError(
+            f"the {kind} mask is {dtype} of shape {list(mask_BL.shape)}: it must be bool of shape "
+            "[batch, length]"
+        )
+    if dtype == "bool":
+        return mask_BL
+    if has_values(mask_BL):
+        values = np.unique(np.asarray(mask_BL))
+        if not np.isin(values, (0, 1)).all():
+            raise ValueError(
+                f"the {kind} mask has the integers {values.tolist()[:8]}: make it bool, or 0 and 1"
+            )
+    return mask_BL.astype("bool")
+
+
+def has_values(array: Array) -> bool:
+    """Whether values may be read: of an array, and in the checked mode of a tensor."""
+    # A traced program has `Value`s.
+    is_tensor = type(array).__name__ == "Tensor"
+    return isinstance(array, np.ndarray) or (is_tensor and values_are_checked())
 
 
 def _shard(array_BL: Array, part: RowPart, layout: Layout) -> Array:
@@ -247,7 +296,7 @@ def _source_rows(
 def _running_count(mask_BL: Array) -> Array:
     """Number of True entries up to and including each place, batch-major: int64 `[B, L]`."""
     count_BL = mask_BL.astype("int64")
-    if all(map(_is_known, mask_BL.shape)):
+    if all(map(is_known, mask_BL.shape)):
         return count_BL.reshape([-1]).cumsum(0).reshape(list(mask_BL.shape))
     # A traced program cannot restore a shape that it does not know.
     count_BL = count_BL.cumsum(1)

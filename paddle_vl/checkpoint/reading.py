@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import paddle
@@ -20,6 +20,9 @@ from paddle_vl.nn.linear import whole_slices
 
 if TYPE_CHECKING:
     from paddle_vl.checkpoint.safetensors_io import StoredTensor
+
+
+_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class ReadableTensor(Protocol):
@@ -149,6 +152,13 @@ def check_keys(
     ]
     if problems:
         raise ValueError(f"the checkpoint in {folder} does not fit {owner}; " + "; ".join(problems))
+
+
+def chosen_dtype(dtype: Any, stored: Mapping[str, ReadableTensor]) -> Any:
+    """The dtype to build a model in: for "auto" that of the checkpoint's first weight."""
+    if dtype != "auto":
+        return dtype
+    return next((_NAMES[t.dtype] for t in stored.values() if t.dtype in _NAMES), "float32")
 
 
 def checkpoint_tensors(folder: Path) -> "dict[str, StoredTensor]":

@@ -8,7 +8,6 @@ written from it. Format: 8 bytes of header length (little endian), a JSON header
 
 import json
 import math
-import os
 import struct
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paddle_vl.checkpoint.manifest import FileSum, SummedStream
-from paddle_vl.files.text_file import naming, parse_json_object, read_json_object, shown
+from paddle_vl.files.text_file import parse_json_object, read_json_object, replacing, shown
 
 _NUMPY_DTYPES = {
     "F64": np.float64,
@@ -271,6 +270,10 @@ class TensorToWrite(NamedTuple):
     def num_bytes(self) -> int:
         return int(np.prod(self.shape)) * np.dtype(_NUMPY_DTYPES[self.dtype]).itemsize
 
+    def array_of(self, data: np.ndarray) -> np.ndarray:
+        """The array of a tensor's bytes, `[n]` uint8."""
+        return data.view(_NUMPY_DTYPES[self.dtype]).reshape(self.shape)
+
 
 def encoded(array: np.ndarray, dtype: str) -> np.ndarray:
     """An array in a file's dtype; bfloat16 as its bits, rounded to even."""
@@ -321,12 +324,9 @@ def write_file(file: Path, tensors: Iterable[TensorToWrite]) -> FileSum:
         OSError: the file cannot be written; the error names it.
     """
     tensors = list(tensors)
-    partial = file.with_name(file.name + ".partial")
-    with naming(file), partial.open("wb") as stream:
+    with replacing(file) as partial, partial.open("wb") as stream:
         summed = SummedStream(stream)
         summed.write(file_header(tensors))
         for tensor in tensors:
             summed.write(bytes_of(tensor, tensor.produce()))
-        written = summed.to_disk()
-    os.replace(partial, file)
-    return written
+        return summed.to_disk()

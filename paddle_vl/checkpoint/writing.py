@@ -3,7 +3,7 @@
 The files are HF's: `model.safetensors`, or `model-00001-of-00004.safetensors` and so on with
 `model.safetensors.index.json`, with full tensors. Sharded tensors are all-gathered one at a time,
 and the rank that writes the file keeps it. So no rank ever has the full model, all ranks write, and
-the files do not depend on the number of ranks.
+the files do not depend on the number of ranks. `write_one_file` is for readers that know no index.
 """
 
 import json
@@ -16,7 +16,7 @@ import numpy as np
 import paddle
 
 from paddle_vl.checkpoint.rules import SharedArray, StoredParameter, by_parameter
-from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, write_file
+from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, bytes_of, write_file
 from paddle_vl.nn.linear import whole_slices
 from paddle_vl.nn.parameter_table import Saved
 from paddle_vl.nn.placement import CheckpointRanks
@@ -134,10 +134,38 @@ def write_tensors(
     for produce in skipped:
         produce()
     if ranks.is_first:
-        _write_index(folder, single, dict(zip(names, every_shard, strict=True)))
-        for stale in {*folder.glob(f"{stem}-*-of-*.safetensors"), folder / single}:
-            if stale.name not in names:
-                stale.unlink(missing_ok=True)
+        _write_index(folder, stem, dict(zip(names, every_shard, strict=True)))
+
+
+def write_one_file(
+    folder: Path,
+    stem: str,
+    tensors: Iterable[TensorToWrite],
+    ranks: CheckpointRanks | None = None,
+    write: FileWriter = write_file,
+) -> None:
+    """Write tensors into one file, whatever its size; collective over the checkpoint ranks.
+
+    The first rank writes it. Other stages send their tensors, one at a time.
+
+    Args:
+        stem, tensors, ranks, write: as of `write_tensors`.
+    """
+    ranks, tensors = ranks or CheckpointRanks(), list(tensors)
+    own = [tensor for tensor in tensors if not tensor.is_joined]
+    heads = ranks.gather_stages([[t.name, list(t.shape), t.dtype] for t in own])
+    if not ranks.is_first:
+        for tensor in [*(t for t in tensors if t.is_joined), *own]:
+            array = tensor.produce()
+            if ranks.rank == 0 and not tensor.is_joined:
+                ranks.send_to_first(bytes_of(tensor, array))
+        return
+    assert len(own) == len(tensors), "the first stage writes what it shares with others"
+    for stage, heads_of_stage in enumerate(heads[1:], start=1):
+        own += [_of_stage(ranks, stage, *head) for head in heads_of_stage]
+    single = f"{stem}.safetensors"
+    write(folder / single, own)
+    _write_index(folder, stem, {single: {}})
 
 
 def _full_value(
@@ -174,7 +202,24 @@ def _after(
     return [shard[0]._replace(produce=produce), *shard[1:]]
 
 
-def _write_index(folder: Path, single: str, sizes: dict[str, dict[str, int]]) -> None:
+def _of_stage(
+    ranks: CheckpointRanks, stage: int, name: str, shape: Sequence[int], dtype: str
+) -> TensorToWrite:
+    """A tensor of another stage, received when it is written."""
+
+    def receive() -> np.ndarray:
+        return tensor.array_of(ranks.receive_at_first(stage, tensor.num_bytes))
+
+    tensor = TensorToWrite(name, tuple(shape), dtype, receive)
+    return tensor
+
+
+def _write_index(folder: Path, stem: str, sizes: dict[str, dict[str, int]]) -> None:
+    """The index of several files; removes other files of an earlier save."""
+    single = f"{stem}.safetensors"
+    for stale in {*folder.glob(f"{stem}-*-of-*.safetensors"), folder / single}:
+        if stale.name not in sizes:
+            stale.unlink(missing_ok=True)
     index_file = folder / f"{single}.index.json"
     if len(sizes) == 1:
         index_file.unlink(missing_ok=True)

@@ -1,11 +1,15 @@
 """The subcommands of `paddle-vl`: arguments, help, and the call into the package."""
 
 import argparse
+import logging
 import os
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from paddle_vl.parallel.launcher import without_thread_warning
+
+logger = logging.getLogger(__name__)
 MODEL_HELP = (
     "a model folder (config.json, weights, processor files), a folder of adapters in PEFT's "
     "format, or a run's output_dir: its final model, or its newest checkpoint while there is none"
@@ -15,7 +19,7 @@ MEDIA_KINDS = {"image": "a picture", "video": "a video file"}
 
 
 def add_evaluate(subparsers: argparse._SubParsersAction) -> None:
-    """`paddle-vl evaluate MODEL --data FILE`"""
+    """`paddle-vl evaluate --model DIR --data FILE`"""
     parser = subparsers.add_parser(
         "evaluate",
         help="loss and exact answers of a model on a data file; of a policy its losses",
@@ -23,12 +27,11 @@ def add_evaluate(subparsers: argparse._SubParsersAction) -> None:
         "equal the expected ones, for every value of the records' field `task`. Every assistant "
         "turn is one answer, given the data's turns before it. For a robot policy, print its "
         "losses on demonstrations; the options about answers are refused.",
-        epilog="example:\n  paddle-vl evaluate runs/digits --data data/test.jsonl "
+        epilog="example:\n  paddle-vl evaluate --model runs/digits --data data/test.jsonl "
         "--predictions answers.jsonl",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL_OR_RUN_DIR", help=MODEL_HELP)
-    add_base(parser)
+    add_model(parser)
     parser.add_argument(
         "--data", metavar="FILE", nargs="+", required=True, help="JSONL files of conversations"
     )
@@ -104,8 +107,7 @@ def add_generate(subparsers: argparse._SubParsersAction) -> None:
         '--prompt "Which digit is larger?"',
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", metavar="DIR", required=True, help=MODEL_HELP)
-    add_base(parser)
+    add_model(parser)
     for kind, name in MEDIA_KINDS.items():
         parser.add_argument(
             f"--{kind}",
@@ -153,22 +155,20 @@ def generate(options: argparse.Namespace) -> int:
 
 
 def add_merge(subparsers: argparse._SubParsersAction) -> None:
-    """`paddle-vl merge ADAPTER_OR_RUN_DIR OUT`"""
+    """`paddle-vl merge --model DIR --output DIR`"""
     parser = subparsers.add_parser(
         "merge",
         help="merge adapters into their base model",
         description="Add LoRA adapters to the weights of their base model and write the result as "
         "a model folder in HF's layout, a tensor at a time.",
-        epilog="example:\n  paddle-vl merge runs/doors models/doors",
+        epilog="example:\n  paddle-vl merge --model runs/doors --output models/doors",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "adapter",
-        metavar="ADAPTER_OR_RUN_DIR",
-        help="a folder of adapters in PEFT's format, or the output_dir of a run with model.lora",
+    add_model(
+        parser,
+        "a folder of adapters in PEFT's format, or the output_dir of a run with model.lora",
+        output="the new model folder",
     )
-    parser.add_argument("out", metavar="OUT", help="the new model folder")
-    add_base(parser)
     parser.set_defaults(run=merge)
 
 
@@ -179,7 +179,7 @@ def merge(options: argparse.Namespace) -> int:
     from paddle_vl.config.families import family_of_folder
     from paddle_vl.train.checkpoint import model_folder
 
-    folder, out = model_folder(Path(options.adapter)), Path(options.out)
+    folder, out = model_folder(Path(options.model)), Path(options.output)
     if not is_adapter(folder):
         raise ValueError(f"{folder} is a full model, not an adapter: there is nothing to merge")
     base = family_of_folder(folder).recipe_class().merge_adapter(folder, out, options.base)
@@ -187,8 +187,18 @@ def merge(options: argparse.Namespace) -> int:
     return 0
 
 
-def add_base(parser: argparse.ArgumentParser) -> None:
-    """`--base DIR`"""
+def add_model(
+    parser: argparse.ArgumentParser, model: str = MODEL_HELP, output: str | None = None
+) -> None:
+    """`--model DIR`, `--output DIR` if it is explained, and `--base DIR`.
+
+    The first two are required, and may be given in this order without their names.
+    """
+    note = "; the option's name may be left out"
+    parser.add_argument("--model", "--checkpoint", metavar="DIR", help=model + note)
+    if output is not None:
+        parser.add_argument("--output", metavar="DIR", help=output + note)
+    parser.set_defaults(folders=("model",) if output is None else ("model", "output"))
     parser.add_argument(
         "--base",
         metavar="DIR",
@@ -205,7 +215,8 @@ def configure_runtime() -> None:
     is_chosen = "OMP_NUM_THREADS" in os.environ or int(os.environ.get("PADDLE_TRAINERS_NUM", 1)) > 1
     num_threads = None if is_chosen else len(os.sched_getaffinity(0))
 
-    from paddle_vl.compat import configure_cpu_runtime
+    with without_thread_warning():
+        from paddle_vl.compat import configure_cpu_runtime
 
     if configure_cpu_runtime(num_threads):
         from paddle_vl.nn.cpu import compiled
@@ -217,13 +228,29 @@ def configure_runtime() -> None:
         configure_gpu()
 
 
+def configure_training_runtime() -> None:
+    """`configure_runtime`, and on a GPU the allocator's flags, which are logged."""
+    configure_runtime()
+    import paddle
+
+    from paddle_vl.train.allocator import configure_allocator
+
+    if not paddle.get_device().startswith("cpu"):
+        logger.info("%s", configure_allocator())
+
+
 def _add_generation_settings(parser: argparse.ArgumentParser) -> None:
     settings = parser.add_argument_group(
         "decoding", "--temperature, --top-k or --top-p turns on sampling."
     )
     for name, kind, metavar, text in (
         ("--max-new-tokens", int, "N", "longest answer, in tokens (without a file 128)"),
-        ("--temperature", float, "T", "divides the logits; below 1 favours likely tokens"),
+        (
+            "--temperature",
+            float,
+            "T",
+            "divides the logits; below 1 favours likely tokens, 0 takes them",
+        ),
         ("--top-k", int, "K", "sample from the K most likely tokens; 0 for all"),
         ("--top-p", float, "P", "sample from the likeliest tokens of total probability P"),
         ("--repetition-penalty", float, "R", "above 1 makes repeated tokens less likely"),
@@ -238,13 +265,18 @@ def _generation_settings(options: argparse.Namespace) -> dict[str, Any]:
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
     settings = {name: getattr(options, name) for name in names}
     settings = {name: value for name, value in settings.items() if value is not None}
+    is_cold = settings.get("temperature") == 0
+    if is_cold:
+        del settings["temperature"]
     drawing = sorted(settings.keys() & {"temperature", "top_k", "top_p"})
-    if drawing and options.greedy:
+    is_greedy = options.greedy or is_cold
+    if drawing and is_greedy:
         raise ValueError(
-            f"--greedy does not sample, so {drawing[0]} has no effect: give only one of them"
+            f"{'--greedy' if options.greedy else '--temperature 0'} does not sample, so "
+            f"{drawing[0]} has no effect: give only one of them"
         )
-    if drawing or options.greedy:
-        settings["do_sample"] = not options.greedy
+    if drawing or is_greedy:
+        settings["do_sample"] = not is_greedy
     return settings
 
 
@@ -272,6 +304,27 @@ def add_run(parser: argparse.ArgumentParser, nproc_help: str) -> None:
         help="setting that overrides the file's; the value in YAML",
     )
     parser.add_argument("--nproc", type=positive, default=1, metavar="N", help=nproc_help)
+
+
+def with_data_parallel(options: argparse.Namespace, config: Any) -> Any:
+    """The settings with data parallelism over the ranks of --nproc, if no degree is set."""
+    from paddle_vl.config.load import load_run_config
+
+    degrees = [f"{axis}_degree" for axis in ("dp", "mp", "pp", "sharding")]
+    given = {override.partition("=")[0] for override in options.overrides}
+    is_set = any(getattr(config.parallel, name) > 1 for name in degrees)
+    if options.nproc == 1 or is_set or given & {f"parallel.{name}" for name in degrees}:
+        return config
+    setting = f"parallel.dp_degree={options.nproc}"
+    logger.info(
+        "--nproc %d and no degree of parallel is set: data parallel, %s, so a step takes %d times "
+        "the samples",
+        options.nproc,
+        setting,
+        options.nproc,
+    )
+    options.overrides.append(setting)
+    return load_run_config(options.config, options.overrides)
 
 
 def positive(text: str) -> int:

@@ -51,7 +51,7 @@ def doctor(options: argparse.Namespace) -> int:
     """
     if options.worker:
         _configure()
-        from paddle_vl.doctor.checks import all_checks
+        from paddle_vl.doctor.check import all_checks
         from paddle_vl.doctor.worker import run_worker
 
         return run_worker(Path(options.worker), all_checks)
@@ -62,14 +62,13 @@ def doctor(options: argparse.Namespace) -> int:
         return run_rank(Path(options.rank))
     if options.list:
         configure_runtime()
-        from paddle_vl.doctor.checks import all_checks
-        from paddle_vl.doctor.worker import this_machine
+        from paddle_vl.doctor.check import all_checks
 
-        for check in all_checks(this_machine(options.quick, Path())):
+        for check in all_checks():
             note = "" if check.is_quick else "  (not with --quick)"
             print(f"{check.name:34}{check.title}{note}")
         return 0
-    from paddle_vl.doctor.run import examine
+    from paddle_vl.doctor.report import examine
 
     file = None if options.json is None else Path(options.json)
     if file is not None and not file.resolve().parent.is_dir():

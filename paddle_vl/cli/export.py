@@ -2,27 +2,26 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from paddle_vl.cli.commands import MODEL_HELP, add_base, configure_runtime, positive
+from paddle_vl.cli.commands import add_model, configure_runtime
 
 if TYPE_CHECKING:
     from paddle_vl.export.folder import ExportManifest
 
 
 def add_export(subparsers: argparse._SubParsersAction) -> None:
-    """`paddle-vl export --checkpoint DIR --output DIR`"""
+    """`paddle-vl export --model DIR --output DIR`"""
     parser = subparsers.add_parser(
         "export",
         help="write a model as static programs for serving",
         description="Trace a model into static programs that run without its code, on "
         "paddle.inference: see paddle_vl.export.load. Adapters are merged into their base model. "
         "Batch, lengths, image sizes and their number stay free.",
-        epilog="example:\n  paddle-vl export --checkpoint runs/digits --output exports/digits",
+        epilog="example:\n  paddle-vl export --model runs/digits --output exports/digits",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--checkpoint", metavar="DIR", required=True, help=MODEL_HELP)
-    parser.add_argument("--output", metavar="DIR", required=True, help="the new folder")
+    add_model(parser, output="the new folder")
     parser.add_argument(
         "--onnx",
         action="store_true",
@@ -35,26 +34,6 @@ def add_export(subparsers: argparse._SubParsersAction) -> None:
         help="of the stored weights; programs compute in float32, and with bfloat16 weights of "
         "Qwen3-VL in bfloat16 on a GPU (default float32)",
     )
-    parser.add_argument(
-        "--int8",
-        action="store_true",
-        help="store linears, experts and vocabulary tables of the decoder in int8, with a scale "
-        "per output channel; the change in logits is printed and in the manifest",
-    )
-    parser.add_argument(
-        "--mp-degree",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="write the programs of N tensor-parallel ranks, each with its share of the weights "
-        "(default 1)",
-    )
-    parser.add_argument(
-        "--sequence-parallel",
-        action="store_true",
-        help="with --mp-degree: split the token rows of the prefill over the ranks, too",
-    )
-    add_base(parser)
     parser.set_defaults(run=export)
 
 
@@ -66,19 +45,15 @@ def export(options: argparse.Namespace) -> int:
     from paddle_vl.export.writing import check_dtype, check_output, export_model
     from paddle_vl.train.checkpoint import model_folder
 
-    folder, out = model_folder(Path(options.checkpoint)), Path(options.output)
+    folder, out = model_folder(Path(options.model)), Path(options.output)
     check_output(out)
-    check_dtype(options.dtype, options.onnx, options.int8)
-    check_ranks(options)
+    check_dtype(options.dtype, options.onnx)
     if options.onnx:
         from paddle_vl.export.onnx_writing import check_packages
 
         check_packages()
-    recipe = family_of_folder(folder).recipe_class()
-    if options.mp_degree > 1:
-        return export_of_ranks(recipe, folder, out, options)
-    model = recipe.to_export(folder, options.base)
-    manifest = export_model(model, folder, out, options.onnx, options.dtype, options.int8)
+    model = family_of_folder(folder).to_export(folder, options.base)
+    manifest = export_model(model, folder, out, options.onnx, options.dtype)
     programs = dict(manifest.programs)
     programs |= {onnx_file(name): program for name, program in manifest.onnx.items()}
     for name, program in programs.items():
@@ -87,43 +62,6 @@ def export(options: argparse.Namespace) -> int:
         print(line)
     size = sum(file.size for file in manifest.files.values())
     print(f"{len(manifest.files)} files of {size / 2**20:.0f} MiB in {out}")
-    return 0
-
-
-def check_ranks(options: argparse.Namespace) -> None:
-    """
-    Raises:
-        ValueError: options that do not go with each other.
-    """
-    if options.mp_degree == 1:
-        if options.sequence_parallel:
-            raise ValueError("--sequence-parallel splits rows over ranks: give --mp-degree, too")
-        return
-    for given, name in (
-        (options.onnx, "--onnx"),
-        (options.int8, "--int8"),
-        (options.dtype != "float32", f"--dtype {options.dtype}"),
-    ):
-        if given:
-            raise ValueError(
-                f"programs of ranks are in float32 and Paddle's format: leave {name} out"
-            )
-
-
-def export_of_ranks(recipe: Any, folder: Path, out: Path, options: argparse.Namespace) -> int:
-    """Write the programs of all ranks."""
-    from paddle_vl.export.rank_writing import export_ranks
-    from paddle_vl.export.ranks import RING
-    from paddle_vl.parallel.traced_rank import TracedRank
-
-    size = options.mp_degree
-    ranks = recipe.ranks_to_export(
-        folder, options.base, lambda rank: TracedRank(rank, size, RING), size,
-        options.sequence_parallel,
-    )  # fmt: skip
-    manifest = export_ranks(ranks, size, folder, out)
-    print(f"{', '.join(manifest.programs)}: of all ranks")
-    print(f"{size} ranks in {out}; start as many processes to load it")
     return 0
 
 
@@ -137,7 +75,7 @@ def stored_weights_lines(manifest: "ExportManifest") -> list[str]:
         if not change.largest:
             continue
         text = (
-            f"{name}: {'int8' if manifest.int8 else manifest.dtype} weights change the answer to "
+            f"{name}: {manifest.dtype} weights change the answer to "
             f"the stored input by {change.largest:.2g} at most, {change.mean:.2g} on average, of "
             f"values up to {change.largest_value:.2g}"
         )

@@ -6,18 +6,23 @@ Nothing heavy is imported before a subcommand runs, so that `--help` answers at 
 import argparse
 import logging
 import os
+import platform
+import shlex
 import sys
 import textwrap
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
+import paddle_vl
 from paddle_vl.cli import commands
 from paddle_vl.cli.doctor import add_doctor
 from paddle_vl.cli.export import add_export
-from paddle_vl.cli.heap import restart_with_whole_blocks
 from paddle_vl.cli.opentau_words import translated
 from paddle_vl.cli.profile import add_profile
 from paddle_vl.cli.tokenize import add_tokenize
@@ -28,12 +33,15 @@ logger = logging.getLogger("paddle_vl")
 DEBUG_VARIABLE = "PADDLE_VL_DEBUG"
 PACKAGE = Path(__file__).resolve().parents[1]
 INTERRUPTED = 130
+MALLOC_VARIABLE, _CACHED_BLOCKS = "GLIBC_TUNABLES", "glibc.malloc.tcache_count"
+# Modules of Paddle and of what it imports, whose warnings concern Paddle's own code.
+_NOISY = r"(paddle|paddle2onnx|pkg_resources|setuptools|gast|astor|visualdl)(\.|$)"
 
 
 def run(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run `main` and end the process with its exit code."""
     if arguments is None and sys.argv[1:2] in (["train"], ["profile"]):
-        restart_with_whole_blocks()
+        _restart_with_whole_blocks()
     is_distributed = int(os.environ.get("PADDLE_TRAINERS_NUM", "1")) > 1
     try:
         code = main(arguments)
@@ -56,6 +64,38 @@ def run(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
+def with_whole_blocks(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process whose malloc joins all free blocks; a user's choice stays.
+
+    Paddle asks glibc's malloc for every tensor of a CPU, aligned to pages. What is cut off before
+    an aligned block goes to a cache of small blocks per thread, and does not join its neighbours
+    again: the next tensor of that size does not fit into the hole. Without the caches a run needs 5
+    to 10 % less memory. mallopt(3) does not know the setting; malloc reads it before any code runs.
+    """
+    given = environment.get(MALLOC_VARIABLE, "")
+    if _CACHED_BLOCKS in given:
+        return dict(environment)
+    tunables = ":".join(filter(None, (given, f"{_CACHED_BLOCKS}=0")))
+    return {**environment, MALLOC_VARIABLE: tunables}
+
+
+def _restart_with_whole_blocks() -> None:
+    """Start this process again, under the same number, with `with_whole_blocks`.
+
+    Only for the wheel of Paddle without a GPU, and not in a debugger.
+    """
+    environment = with_whole_blocks(os.environ)
+    is_debugged = sys.gettrace() is not None or sys.flags.interactive
+    if environment == dict(os.environ) or is_debugged or platform.libc_ver()[0] != "glibc":
+        return
+    # If it fails, the run needs more memory, and is the same.
+    with suppress(metadata.PackageNotFoundError, OSError):
+        metadata.version("paddlepaddle")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand.
 
@@ -64,8 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         training that was asked to stop and saved a checkpoint. argparse exits with 2 on wrong
         arguments.
     """
-    options = _parse(build_parser(), arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
+    options = _parse(build_parser(), arguments)
     if rank_log := os.environ.get(RANK_LOG_VARIABLE):
         # Rank 0 has the terminal and, like every rank, a log file. Messages may quote file names
         # that are not UTF-8.
@@ -74,10 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         logging.getLogger().addHandler(handler)
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
-    # A warning of every import of Paddle; nothing is compiled here.
-    warnings.filterwarnings("ignore", message="No ccache found")
-    # A warning of fleet for every process group that a rank is not in.
-    warnings.filterwarnings("ignore", message="Current global rank")
+    _silence_paddle()
     try:
         return options.run(options)
     except KeyboardInterrupt:
@@ -90,10 +127,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse with `section.name=value` anywhere: argparse alone takes them only side by side.
+def _silence_paddle() -> None:
+    """Hide warnings of Paddle about itself, which no user of a command can act on.
 
-    The profiler takes OpenTau's options too.
+    Call it before Paddle is imported. GLOG_minloglevel brings those of its C++ code back.
+    """
+    warnings.filterwarnings("ignore", module=_NOISY)
+    os.environ.setdefault("GLOG_minloglevel", "2")  # Errors.
+
+
+def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse with settings (`section.name=value`) and folders anywhere.
+
+    argparse alone takes settings only side by side, and a folder with or without its option's name
+    only in some places. The profiler takes OpenTau's options too.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["profile"]:
@@ -102,12 +149,37 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
         except ValueError as error:
             parser.error(str(error))
     options, rest = parser.parse_known_args(arguments)
-    is_setting = [not text.startswith("-") and "=" in text for text in rest]
-    if rest and not (hasattr(options, "overrides") and all(is_setting)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    unknown = [text for text in rest if text.startswith("-")]
+    for name in getattr(options, "folders", ()):
+        if getattr(options, name) is None and not unknown:
+            if not rest:
+                parser.error(f"{arguments[0]}: the following arguments are required: --{name}")
+            setattr(options, name, rest.pop(0))
+    if hasattr(options, "overrides"):
+        if unknown:
+            parser.error(_explained(unknown[0], arguments))
+        options.overrides += [text for text in rest if "=" in text]
+        rest = [text for text in rest if "=" not in text]
     if rest:
-        options.overrides += rest
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return options
+
+
+def _explained(option: str, arguments: Sequence[str]) -> str:
+    """How to write an option that is a setting, of this package or of another trainer."""
+    from paddle_vl.config.family_settings import settings_help
+    from paddle_vl.config.peer_names import setting_for
+
+    name, equals, value = option.lstrip("-").partition("=")
+    following = dict(pairwise(arguments)).get(option, "-")
+    if not equals and not following.startswith("-"):
+        value, option = following, f"{option} {following}"
+    settings = [name for _, _, described in settings_help() for name in described]
+    setting = setting_for(name, settings)
+    if setting is None:
+        return f"unrecognized argument {option}: settings are section.name=value, see --help"
+    written = setting if "=" in setting else f"{setting}={shlex.quote(value) or 'VALUE'}"
+    return f"unrecognized argument {option}: settings have no dashes; write {written}"
 
 
 def _is_meant_for_users(error: Exception) -> bool:
@@ -129,7 +201,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=textwrap.dedent(f"""\
             examples:
               paddle-vl train configs/my_run.yaml train.learning_rate=1e-4
-              paddle-vl evaluate runs/my_run --data data/test.jsonl
+              paddle-vl evaluate --model runs/my_run --data data/test.jsonl
               paddle-vl generate --model runs/my_run --image cat.png --prompt "What is this?"
               paddle-vl report runs/my_run
 
@@ -137,6 +209,8 @@ def build_parser() -> argparse.ArgumentParser:
             error."""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    version = f"paddle-vl {paddle_vl.__version__}"
+    parser.add_argument("--version", action="version", version=version, help="print it and end")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     add_train(subparsers)
     commands.add_evaluate(subparsers)

@@ -4,8 +4,8 @@
     paddle-vl profile --config_path=run.yaml --policy.dropout=0.1 --num_cams=4 --synthetic
 
 `--config_path` names a run file of this package. Options on the command line take precedence over
-variables. What has no counterpart here is refused, or named as without effect where every value of
-it means the same.
+variables. What has no counterpart here is refused, or named as without effect where the profile is
+the same for every value of it, or is that of the run file's own data.
 """
 
 import logging
@@ -13,6 +13,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from paddle_vl.files.names import nearest
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +29,11 @@ OpenTau's words:
   --num_workers=N, --prefetch_factor=N, --seed=N, --output_dir=DIR
                                   data.num_workers, data.prefetch_batches, train.seed and
                                   train.output_dir
+  --dataset_mixture.NAME_drop_prob=P, --dataset_mixture.n_obs_history=N
+                                  data.drops.NAME_drop_prob=P, model.policy.n_obs_steps=N
+  --dataset_mixture.NAME=VALUE, --wandb.NAME=VALUE
+                                  without effect: the data are those of data.train, or synthetic,
+                                  and a profile publishes nothing
 variables, which options take precedence over:
   PROFILE_STEPS=N                 --steps N
   PROFILE_STEP_JSON=FILE          --json FILE
@@ -39,14 +46,31 @@ variables, which options take precedence over:
                                   zeros, AdamW is one fused kernel per parameter, and nothing is
                                   compiled"""
 
-_SETTINGS = {
+_MIXTURE = "dataset_mixture."
+_BATCHES = ("batch_size", "dataloader_batch_size", "gradient_accumulation_steps")
+_DROPS = (
+    "history_state_drop_prob metadata_drop_all_prob metadata_drop_each_prob response_drop_prob "
+    "subgoal_drop_prob"
+).split()
+# OpenTau's descriptions of a data set; the lines of data.train have frames that were chosen.
+_OF_DATA_SETS = (
+    "action_freq datasets delta_stats_max_rows emit_fps image_resample_strategy "
+    "require_non_empty_control_mode require_non_empty_robot_type skip_timestamp_check "
+    "subgoal_end_of_segment_prob tolerance_s val_enable_optional_key_dropout "
+    "val_enable_prompt_substitution val_split_ratio vector_resample_strategy weights"
+).split()
+# Options and their settings; None where one has no effect.
+_OPTIONS: dict[str, str | None] = {
+    "policy.path": "model.pretrained",
+    "policy.pretrained_path": "model.pretrained",
     "num_workers": "data.num_workers",
     "prefetch_factor": "data.prefetch_batches",
     "seed": "train.seed",
     "output_dir": "train.output_dir",
+    f"{_MIXTURE}n_obs_history": "model.policy.n_obs_steps",
+    **{f"{_MIXTURE}{name}": f"data.drops.{name}" for name in _DROPS},
+    **{f"{_MIXTURE}{name}": None for name in _OF_DATA_SETS},
 }
-_BATCHES = ("batch_size", "dataloader_batch_size", "gradient_accumulation_steps")
-_PATHS = ("policy.path", "policy.pretrained_path")
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -58,13 +82,16 @@ def translated(arguments: Sequence[str]) -> list[str]:
             other.
     """
     kept: list[str] = []
-    config: str | None = None
+    configs: list[str] = []
     batches: dict[str, int] = {}
     rest = list(arguments)
     while rest:
         argument = rest.pop(0)
         name, equals, value = argument.removeprefix("--").partition("=")
-        if not argument.startswith("--") or not _is_opentaus(name):
+        is_opentaus = name in ("config_path", *_BATCHES, *_OPTIONS) or name.startswith(
+            ("policy.", "wandb.", _MIXTURE)
+        )
+        if not argument.startswith("--") or not is_opentaus:
             kept.append(argument)
             continue
         if not equals:
@@ -72,27 +99,34 @@ def translated(arguments: Sequence[str]) -> list[str]:
                 raise ValueError(f"--{name} has no value: write --{name}=VALUE")
             value = rest.pop(0)
         if name == "config_path":
-            if config is not None:
-                raise ValueError(f"--config_path is given twice, {config} and {value}: give one")
-            config = value
+            configs.append(value)
         elif name in _BATCHES:
             batches[name] = _whole(f"--{name}", value)
+        elif (setting := _setting(name)) is None:
+            logger.info("--%s has no effect here", name)
         else:
-            # draccus writes null as None.
-            kept.append(f"{_setting(name)}={'null' if value == 'None' else value}")
-    kept += _batch_settings(batches)
-    return kept if config is None else [config, *kept]
+            # draccus writes null as None; a history of null is one frame.
+            null = "1" if name.endswith("n_obs_history") else "null"
+            kept.append(f"{setting}={null if value == 'None' else value}")
+    if len(configs) > 1:
+        raise ValueError(f"--config_path is given twice, {' and '.join(configs)}: give one")
+    return [*configs, *kept, *_batch_settings(batches)]
 
 
-def _is_opentaus(name: str) -> bool:
-    known = name == "config_path" or name in _BATCHES or name in _SETTINGS
-    return known or name.startswith("policy.")
+def _setting(name: str) -> str | None:
+    """The setting of an option; None if it has no effect.
 
-
-def _setting(name: str) -> str:
-    if name in _PATHS:
-        return "model.pretrained"
-    return f"model.{name}" if name.startswith("policy.") else _SETTINGS[name]
+    Raises:
+        ValueError: OpenTau's data mixture has no such field.
+    """
+    if name in _OPTIONS:
+        return _OPTIONS[name]
+    if name.startswith(_MIXTURE):
+        field = name.removeprefix(_MIXTURE).split(".")[0]
+        if field not in _OF_DATA_SETS:
+            known = [option for option in _OPTIONS if option.startswith(_MIXTURE)]
+            raise ValueError(f"--{name} is no option; {nearest(name, known, '--')}")
+    return f"model.{name}" if name.startswith("policy.") else None
 
 
 def _batch_settings(given: Mapping[str, int]) -> list[str]:

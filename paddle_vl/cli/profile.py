@@ -1,18 +1,20 @@
 """`paddle-vl profile`: time and memory of a training step, for one configuration or a matrix."""
 
 import argparse
-import logging
-import signal
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from paddle_vl.cli.commands import add_run, configure_runtime, positive
+from paddle_vl.cli.commands import (
+    add_run,
+    configure_runtime,
+    configure_training_runtime,
+    positive,
+    with_data_parallel,
+)
 from paddle_vl.cli.opentau_words import WORDS_HELP, Variables
 from paddle_vl.parallel.launcher import launch
 
-logger = logging.getLogger(__name__)
 _STEPS, _REPEATS = 20, 3
 _ATTENTION = ("eager", "sdpa")
 _SHARDING = ("none", "dp", "stage1", "stage2", "stage3")
@@ -89,8 +91,8 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
         type=positive,
         nargs="+",
         metavar="N",
-        help="cameras of a policy (default: as configured), or images in each conversation "
-        "(default: 1); several numbers with --matrix",
+        help="cameras of a policy, on its own data too (default: as configured), or images in each "
+        "conversation (default: 1); several numbers with --matrix",
     )
     workload.add_argument(
         "--image-side",
@@ -187,18 +189,23 @@ def profile(options: argparse.Namespace) -> int:
     if options.json and not Path(options.json).resolve().parent.is_dir():
         raise ValueError(f"--json or PROFILE_STEP_JSON {options.json}: its folder does not exist")
     _check_options(options)
+    settings = _profile_settings(options, out)
     if options.matrix:
         configure_runtime()
-        return _matrix(options, config, out)
+        return _matrix(options, config, settings)
     if options.nproc > 1:
-        return launch(_arguments(options, out), options.nproc, out / "log")
+        with_data_parallel(options, config)
+        command = ["profile", options.config, *options.overrides, *settings.arguments()]
+        return launch(command, options.nproc, out / "log")
 
     from paddle_vl.train.stop_signals import StopSignals
 
     with StopSignals() as stop:
-        configure_runtime()
+        configure_training_runtime()
         stop.set_handlers()
-        _profile_here(options, config, out)
+        from paddle_vl.profile.run import run_profile
+
+        run_profile(config, settings)
     return 0
 
 
@@ -214,7 +221,7 @@ def _take_variables(options: argparse.Namespace, config: Any, variables: Variabl
                 setattr(options, name, [value])
         return
     given = {override.partition("=")[0] for override in options.overrides}
-    from paddle_vl.profile.choice_settings import attention_settings, recompute_settings
+    from paddle_vl.profile.workload import attention_settings, recompute_settings
 
     settings: list[Mapping[str, Any]] = []
     if variables.attention is not None:
@@ -226,21 +233,20 @@ def _take_variables(options: argparse.Namespace, config: Any, variables: Variabl
             options.overrides += [f"{name}={value}" for name, value in values.items()]
 
 
-def _profile_here(options: argparse.Namespace, config: Any, out: Path) -> None:
-    from paddle_vl.profile.run import ProfileSettings, run_profile
-    from paddle_vl.train.allocator import configure_allocator
+def _profile_settings(options: argparse.Namespace, out: Path) -> Any:
+    from paddle_vl.profile.workload import ProfileSettings, Workload
 
-    logger.info("%s", configure_allocator())
-    settings = ProfileSettings(
+    # In a matrix each choice has its number of cameras.
+    cameras = options.cameras[0] if options.cameras and not options.matrix else None
+    return ProfileSettings(
         out,
-        _workload(options),
+        Workload(options.synthetic, cameras, options.image_side, options.answer_tokens),
         warmup_steps=options.warmup,
         steps=options.steps,
         memory_limit_gb=options.memory_limit_gb,
         updates=not options.no_optimizer,
         copy=None if options.json is None else Path(options.json),
     )
-    run_profile(config, settings)
 
 
 _OF_A_MATRIX = (
@@ -268,63 +274,27 @@ def _check_options(options: argparse.Namespace) -> None:
         raise ValueError(f"--cameras {options.cameras}: several numbers need --matrix")
 
 
-def _matrix(options: argparse.Namespace, config: Any, out: Path) -> int:
-    from paddle_vl.profile.cells import Doubling, Steps
-    from paddle_vl.profile.choice_settings import has_policy_settings
+def _matrix(options: argparse.Namespace, config: Any, profile: Any) -> int:
+    from paddle_vl.profile.cells import Growth
     from paddle_vl.profile.matrix import MatrixSettings, all_choices, run_matrix
     from paddle_vl.profile.matrix_report import write_report
+    from paddle_vl.profile.workload import has_policy_settings
 
-    growth = Doubling(options.first_batch or 1, options.largest_batch or 64)
-    if options.batch_sizes:
-        growth = Steps(options.batch_sizes)
     settings = MatrixSettings(
-        out=out,
-        num_processes=options.nproc,
-        choices=all_choices(
+        profile,
+        options.nproc,
+        all_choices(
             options.sharding or (_SHARDING[1:] if options.nproc > 1 else _SHARDING[:1]),
             options.recompute or ("none", "full"),
             options.cameras or (None,),
             options.attention or (_ATTENTION if has_policy_settings(config) else (None,)),
         ),
-        growth=growth,
-        seconds=options.cell_seconds,
-        memory_limit_gb=options.memory_limit_gb,
-        warmup_steps=options.warmup,
-        steps=options.steps,
-        workload=_workload(options),
-        repeats=options.repeats or _REPEATS,
-        updates=not options.no_optimizer,
+        Growth(
+            options.first_batch or 1, options.largest_batch or 64, sizes=options.batch_sizes or ()
+        ),
+        options.cell_seconds,
+        options.repeats or _REPEATS,
     )
-    # Without a handler the processes of the running cell would survive.
-    signal.signal(signal.SIGTERM, _stopped)
     cells = run_matrix(options.config, options.overrides, settings)
     print(write_report(cells, settings, options.memory_share))
     return 0 if any(cell.status == "ok" for cell in cells) else 1
-
-
-def _stopped(number: int, frame: Any) -> NoReturn:
-    sys.exit(128 + number)
-
-
-def _workload(options: argparse.Namespace) -> Any:
-    from paddle_vl.profile.workload import Workload
-
-    # In a matrix each choice has its number of cameras.
-    cameras = options.cameras[0] if options.cameras and not options.matrix else None
-    return Workload(options.synthetic, cameras, options.image_side, options.answer_tokens)
-
-
-def _arguments(options: argparse.Namespace, out: Path) -> list[str]:
-    """The command line of each rank: the same command without --nproc."""
-    given: list[Any] = ["profile", options.config, *options.overrides, "--out", out]
-    given += ["--warmup", options.warmup, "--steps", options.steps]
-    for name in ("memory_limit_gb", "image_side", "answer_tokens", "json"):
-        if (value := getattr(options, name)) is not None:
-            given += [f"--{name.replace('_', '-')}", value]
-    if options.synthetic:
-        given.append("--synthetic")
-    if options.no_optimizer:
-        given.append("--no-optimizer")
-    if options.cameras:
-        given += ["--cameras", *options.cameras]
-    return [str(argument) for argument in given]

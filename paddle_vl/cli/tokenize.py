@@ -59,8 +59,8 @@ def add_tokenize(subparsers: argparse._SubParsersAction) -> None:
 def tokenize(options: argparse.Namespace) -> int:
     """Write the token files."""
     from paddle_vl.config.data_sources import SourceConfig
+    from paddle_vl.data.corpus.cache import CacheFolders
     from paddle_vl.data.corpus.local_copies import LocalCopies
-    from paddle_vl.data.corpus.offset_index import CacheFolders
     from paddle_vl.data.corpus.open_shard import ShardOpener
     from paddle_vl.data.corpus.tokenize import TextTokens, write_token_files
     from paddle_vl.files.tokenizer_json import TOKENIZER_FILE

@@ -1,15 +1,18 @@
 """`paddle-vl train` and `paddle-vl report`: a run, and a page of its metrics."""
 
 import argparse
-import logging
 import textwrap
 from pathlib import Path
 from typing import Any
 
-from paddle_vl.cli.commands import add_run, configure_runtime, positive
+from paddle_vl.cli.commands import (
+    add_run,
+    configure_training_runtime,
+    positive,
+    with_data_parallel,
+)
 from paddle_vl.parallel.launcher import launch
 
-logger = logging.getLogger(__name__)
 _EPILOG = """\
 examples:
   paddle-vl train run.yaml
@@ -55,7 +58,7 @@ def add_train(subparsers: argparse._SubParsersAction) -> None:
     add_run(
         parser,
         "start N ranks on this machine (default 1); the parallel.*_degree settings must multiply "
-        "to N. Use fleetrun for several machines",
+        "to N, and if none is set the ranks are data parallel. Use fleetrun for several machines",
     )
     parser.add_argument(
         "--max_restarts",
@@ -88,18 +91,15 @@ def train(options: argparse.Namespace) -> int:
 
     config = load_run_config(options.config, options.overrides)
     if options.nproc > 1 or options.max_restarts > 0:
-        return _train_in_ranks(options, config)
+        return _train_in_ranks(options, with_data_parallel(options, config))
 
     from paddle_vl.parallel.store.membership import PeerWatch
     from paddle_vl.train.stop_signals import StopSignals
 
     with StopSignals() as stop, PeerWatch():
-        configure_runtime()
+        configure_training_runtime()
         stop.set_handlers()
-        from paddle_vl.train.allocator import configure_allocator
         from paddle_vl.train.build import build_trainer
-
-        logger.info("%s", configure_allocator())
 
         signal_number = build_trainer(config).run(stop)
     return 0 if signal_number is None else 128 + signal_number

@@ -7,17 +7,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from paddle_vl.config.section import Section
+from paddle_vl.config.section import FilePath, Section
 
 DocumentFormat = Literal["messages", "text", "image_text", "interleaved"]
 # Suffixes of a pair of memory-mapped token files.
 TOKEN_SUFFIXES = (".idx", ".bin")
+# Suffixes of files that only sources can be read from; they are no plain JSONL files.
+_CONTAINERS = (".parquet", ".tar", ".gz", ".zst", *TOKEN_SUFFIXES)
 
 
 class SourceConfig(Section):
     """One source of a training mix."""
 
-    path: Annotated[str | list[str], Field(min_length=1)]
+    path: FilePath | Annotated[list[FilePath], Field(min_length=1)]
     """files of the source: a path, a pattern (*, ?, [], **) or a list of both; JSONL (also .gz and
     .zst), Parquet, WebDataset .tar, or the .idx, .bin or common prefix of a pair of token files"""
     format: DocumentFormat = "messages"
@@ -83,14 +85,20 @@ def _listed(value: Any) -> Any:
 
 
 DataEntry = Annotated[
-    Annotated[str, Tag(PATH)] | Annotated[SourceConfig, Tag(SOURCE)], Discriminator(_kind)
+    Annotated[FilePath, Tag(PATH)] | Annotated[SourceConfig, Tag(SOURCE)], Discriminator(_kind)
 ]
 DataEntries = Annotated[list[DataEntry], BeforeValidator(_listed)]
 
 
 def has_sources(entries: Sequence[str | SourceConfig]) -> bool:
-    """Whether any entry is a source; plain paths alone are files of conversations."""
-    return any(isinstance(entry, SourceConfig) for entry in entries)
+    """Whether any entry is a source, or a file that is read as one; paths of JSONL files alone are
+    files of conversations."""
+    return any(isinstance(entry, SourceConfig) or is_container(entry) for entry in entries)
+
+
+def is_container(path: str | Path) -> bool:
+    """Whether a file can only be read as a source, by its suffix."""
+    return Path(path).suffix.lower() in _CONTAINERS
 
 
 def as_sources(entries: Sequence[str | SourceConfig]) -> list[SourceConfig]:

@@ -53,6 +53,8 @@ class FamilyEntry:
         recipe: "module:Class" of its `paddle_vl.families.base.Family`.
         exported: "module:Class" that runs its exported programs, see `paddle_vl.export`; None if
             it has none.
+        exporter: "module:function" that makes a `paddle_vl.export.writing.ModelToExport` of a model
+            folder and the base of its adapters; None if the family cannot be exported.
     """
 
     name: str
@@ -60,6 +62,7 @@ class FamilyEntry:
     settings: str
     recipe: str
     exported: str | None = None
+    exporter: str | None = None
 
     def settings_class(self) -> Any:
         return _loaded(self.settings)
@@ -72,9 +75,21 @@ class FamilyEntry:
         Raises:
             ValueError: the family has no exported programs.
         """
-        if self.exported is None:
+        return _loaded(self._of_export(self.exported))
+
+    def to_export(self, folder: Path, base: str | None) -> Any:
+        """The programs of a model folder, or of adapters merged into their base
+        (`paddle-vl export`).
+
+        Raises:
+            ValueError: the family has no programs.
+        """
+        return _loaded(self._of_export(self.exporter))(folder, base)
+
+    def _of_export(self, path: str | None) -> str:
+        if path is None:
             raise ValueError(f"models of the family {self.name} cannot be exported yet")
-        return _loaded(self.exported)
+        return path
 
 
 _FAMILIES: list[FamilyEntry] = []
@@ -101,15 +116,24 @@ def families() -> tuple[FamilyEntry, ...]:
 
 
 def family_of(model_values: dict[str, Any]) -> FamilyEntry:
-    """The family of a model by its config.json; the first family if the model type is unknown.
+    """The family of a model by its config.json; the first family where nothing names a type.
 
     Args:
         model_values: content of config.json; empty where it cannot be read.
+
+    Raises:
+        ValueError: no family has the model type.
     """
-    named = [model_values.get(key) for key in ("type", "model_type")]
+    named = [model_values[key] for key in ("type", "model_type") if model_values.get(key)]
     for entry in _FAMILIES:
         if any(model_type in entry.model_types for model_type in named):
             return entry
+    if named:
+        known = ", ".join(each for entry in _FAMILIES for each in entry.model_types)
+        raise ValueError(
+            f"the model type {str(named[0])!r:.100} belongs to no family of this package, which "
+            f"has {known}: check the config.json, or register its family"
+        )
     return _FAMILIES[0]
 
 
@@ -173,9 +197,10 @@ register_family(
     FamilyEntry(
         "Qwen3-VL",
         ("qwen3_vl", "qwen3_vl_moe"),
-        "paddle_vl.families.qwen3_vl.settings:Qwen3VLRun",
+        "paddle_vl.families.vlm.settings:VLRun",
         "paddle_vl.families.qwen3_vl.recipe:Qwen3VLRecipe",
-        "paddle_vl.families.qwen3_vl.exported:ExportedQwen3VL",
+        "paddle_vl.export.qwen3_vl.exported:ExportedQwen3VL",
+        "paddle_vl.export.qwen3_vl.programs:to_export",
     )
 )
 register_family(
@@ -184,7 +209,8 @@ register_family(
         ("pi07_low_level",),
         "paddle_vl.families.pi07.settings:PI07Run",
         "paddle_vl.families.pi07.recipe:PI07Recipe",
-        "paddle_vl.families.pi07.exported:ExportedPI07Policy",
+        "paddle_vl.export.pi07.exported:ExportedPI07Policy",
+        "paddle_vl.export.pi07.exporting:to_export",
     )
 )
 register_family(
@@ -193,6 +219,7 @@ register_family(
         ("pi07_high_level",),
         "paddle_vl.families.pi07.settings:PI07Run",
         "paddle_vl.families.pi07.recipe:PI07PlannerRecipe",
-        "paddle_vl.families.pi07.exported:ExportedPI07Planner",
+        "paddle_vl.export.pi07.exported:ExportedPI07Planner",
+        "paddle_vl.export.pi07.exporting:to_export",
     )
 )

@@ -5,9 +5,9 @@ line) and what would be right. Relative paths in a configuration are relative to
 directory, as in HF's trainers.
 """
 
-import difflib
 import json
 from collections.abc import Sequence
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,11 @@ from pydantic_core import ErrorDetails
 from paddle_vl.config.bounded_yaml import read_document
 from paddle_vl.config.data_sources import PATH, SOURCE, SourceConfig
 from paddle_vl.config.family_settings import Key, own_settings, settings_class_of
+from paddle_vl.config.peer_names import setting_for
 from paddle_vl.config.schema import RunConfig
-from paddle_vl.config.section import setting_descriptions
+from paddle_vl.config.section import flatten, setting_descriptions
 from paddle_vl.config.validate import rule_problems
+from paddle_vl.files.checked_values import needed
 from paddle_vl.files.text_file import write_text
 
 COMMAND_LINE = "command line"
@@ -28,6 +30,7 @@ _MAX_NAMES = 64
 # A file that is not a configuration may have thousands of keys, each compared with all names.
 _MAX_REPORTED = 100
 _LONGEST_NAME = 200
+_MAX_HINTS = 5
 
 
 def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -77,17 +80,6 @@ def save_run_config(config: RunConfig, path: str | Path) -> None:
     """Write all settings, defaults included, to a file that `load_run_config` reads back equal."""
     text = yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
     write_text(Path(path), text)
-
-
-def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one mapping with dotted keys."""
-    flat = {}
-    for name, value in values.items():
-        if isinstance(value, dict) and value:
-            flat |= flatten(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat
 
 
 def read_yaml(path: str | Path) -> tuple[dict[str, Any], dict[Key, str], list[str]]:
@@ -185,7 +177,9 @@ def _schema_problems(
     sections = {setting[:-1] for setting in settings}
     by_key: dict[Key, list[ErrorDetails]] = {}
     for item in error.errors(include_url=False):
-        key = tuple(name for name in item["loc"] if name not in (PATH, SOURCE))
+        key = tuple(
+            name for name in _without_alternatives(item["loc"]) if name not in (PATH, SOURCE)
+        )
         known = next((key[:n] for n in range(len(key), 0, -1) if key[:n] in settings), None)
         # After the setting's key the location has list items or alternatives of a union.
         inside = () if known is None or known in sections else key[len(known) :]
@@ -201,6 +195,15 @@ def _schema_problems(
     if len(by_key) > len(reported):
         messages.append(f"{path}: {len(by_key) - len(reported)} more settings are wrong")
     return messages
+
+
+def _without_alternatives(key: Key) -> Key:
+    """The location of an error, in an entry of a source only up to pydantic's name of a type."""
+    if SOURCE not in key:
+        return key
+    first = key.index(SOURCE) + 1
+    inside = takewhile(lambda part: isinstance(part, str) and part.isidentifier(), key[first:])
+    return (*key[:first], *inside)
 
 
 def _place(key: Key, places: dict[Key, str], path: str) -> str:
@@ -221,29 +224,31 @@ def _message(
         what = "is missing" if first["type"] == "missing" else "is not an entry of a source"
         return f"{name} {what}; a source has {', '.join(SourceConfig.model_fields)}"
     if first["type"] == "extra_forbidden":
-        return f"{name} is not a setting; {_nearest(key, run, described)}"
+        return f"{name} is not a setting; {_nearest(key, first['input'], run, described)}"
     if first["type"] == "missing":
         meaning = described.get(name, ("", "a section of the configuration"))[1]
         return f"{name} is missing ({meaning})"
-    texts = (item["msg"].replace("Input", "it", 1).removeprefix("Value error, ") for item in items)
-    wanted = " or ".join(dict.fromkeys(texts))
+    wanted = " or ".join(dict.fromkeys(map(needed, items)))
     return f"{name} is {_shown(first['input'])}; {wanted}"
 
 
-def _nearest(key: Key, run: type[RunConfig], described: dict[str, tuple[str, str]]) -> str:
-    if len(key) == 1:
-        return f"the sections are {', '.join(run.model_fields)}"
-    section, leaf = ".".join(map(str, key[:-1])), str(key[-1])[:_LONGEST_NAME]
-
-    def closeness(name: str) -> tuple[float, bool]:
-        other_section, _, other = name.rpartition(".")
-        return difflib.SequenceMatcher(None, leaf, other).ratio(), section == other_section
-
-    best = max(described, key=closeness)
-    if closeness(best)[0] >= 0.6:
-        return f"did you mean {best}?"
+def _nearest(
+    key: Key, value: Any, run: type[RunConfig], described: dict[str, tuple[str, str]]
+) -> str:
+    name = ".".join(str(part)[:_LONGEST_NAME] for part in key)
+    if (setting := setting_for(name, described)) is not None:
+        return f"did you mean {setting}?"
+    # A section of another trainer.
+    inside = islice(flatten(value if isinstance(value, dict) else {}, f"{name}."), _MAX_HINTS)
+    hints = [(each, setting_for(each[:_LONGEST_NAME], described)) for each in inside]
+    if hints := [f"{setting} for {each}" for each, setting in hints if setting is not None]:
+        return f"did you mean {', '.join(hints)}?"
+    section = ".".join(map(str, key[:-1]))
     names = [name.rpartition(".") for name in described]
-    return f"{section} has {', '.join(name for other, _, name in names if other == section)}"
+    own = [name for other, _, name in names if other == section]
+    if own:
+        return f"{section} has {', '.join(own)}"
+    return f"the sections are {', '.join(run.model_fields)}"
 
 
 def _dotted(key: Key) -> str:

@@ -4,7 +4,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from paddle_vl.config.section import Section
+from paddle_vl.config.section import OnlyWith, Section
+
+_Sharded = OnlyWith("parallel.sharding_degree", range(2, 1 << 20))
+_STAGE, _SCHEDULE = "parallel.sharding_stage", "parallel.schedule"
 
 
 class FleetConfig(Section):
@@ -52,7 +55,7 @@ class MeshSettings(Section):
     schedule: Literal["plain", "colocated"] = "plain"
     """where the encoder runs: in the first pipeline stage (plain), or on all ranks before and after
     the pipeline of the language model (colocated)"""
-    encoder: EncoderConfig = EncoderConfig()
+    encoder: Annotated[EncoderConfig, OnlyWith(_SCHEDULE, ["colocated"])] = EncoderConfig()
     """the encoder's mesh under schedule: colocated"""
     sequence_parallel: bool = False
     """shard the token rows between the matrices over the mp ranks"""
@@ -70,21 +73,31 @@ class MeshSettings(Section):
 class ParallelConfig(MeshSettings):
     """How the ranks of a run share its work."""
 
-    sharding_gather_overlap: bool = False
+    sharding_gather_overlap: Annotated[bool, _Sharded, OnlyWith(_STAGE, [1])] = False
     """stage 1: all-gather updated parameters while the next forward pass runs"""
-    reshard_after_forward: bool = True
+    reshard_after_forward: Annotated[bool, _Sharded, OnlyWith(_STAGE, [3])] = True
     """stage 3: free each unit's parameters after its forward pass and all-gather them again for its
     backward pass; false: all-gather once a step (FSDP's SHARD_GRAD_OP)"""
-    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    reduce_dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        _Sharded,
+        OnlyWith(_STAGE, [2, 3]),
+        OnlyWith("model.compute_dtype", ["bfloat16"]),
+    ] = "float32"
     """stages 2 and 3 of a bfloat16 model: dtype in which gradients are reduce-scattered; they are
     accumulated over micro-batches in float32 in any case"""
-    reduce_once_per_step: bool = False
+    reduce_once_per_step: Annotated[
+        bool,
+        _Sharded,
+        OnlyWith(_STAGE, [2]),
+        OnlyWith("train.gradient_accumulation_steps", range(2, 1 << 20)),
+    ] = False
     """stage 2: keep unsharded float32 gradients over the micro-batches of a step and reduce-scatter
     once instead of after each"""
     pp_split: Literal["count", "cost"] = "count"
     """give pipeline stages equally many layers (count), or equal work with vision tower and head
     counted (cost)"""
-    vision: Literal["spread", "replicate"] = "spread"
+    vision: Annotated[Literal["spread", "replicate"], OnlyWith(_SCHEDULE, ["plain"])] = "spread"
     """vision tower with mp: each rank encodes some of the images (spread), or every rank encodes
     all (replicate)"""
     timeout_s: Annotated[float, Field(ge=1, le=7 * 24 * 3600)] = 1800

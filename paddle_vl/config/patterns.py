@@ -2,7 +2,7 @@
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 
 def matching_names(
@@ -39,6 +39,18 @@ def matching_names(
             )
         matched |= found
     return matched
+
+
+def misspelt_groups(patterns: Iterable[str], setting: str, groups: Iterable[str]) -> Iterator[str]:
+    """Messages about entries without a dot or pattern that are close to the name of a group."""
+    groups = list(groups)
+    for pattern in patterns:
+        if pattern not in groups and not set(pattern) & set(".*?["):
+            for near in difflib.get_close_matches(pattern, groups, n=1):
+                yield (
+                    f"{setting}: no part of the model is called {pattern!r}; did you mean {near}? "
+                    f"(the parts are {', '.join(groups)})"
+                )
 
 
 def _nearest(pattern: str, names: Sequence[str], by_suffix: bool) -> list[str]:

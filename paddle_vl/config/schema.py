@@ -10,8 +10,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from paddle_vl.config.parallel_settings import ParallelConfig
-from paddle_vl.config.section import Section
+from paddle_vl.config.section import FilePath, OnlyWith, Section
 
+_WSD, _COSINE_DECAY = "warmup_stable_decay", "cosine_decay_with_warmup"
+_SCHEDULE = "train.lr_scheduler_type"
 # What other trainers have and this package leaves out, and why.
 _NO_DTYPE = {
     "float16": "its gradients underflow without loss scaling, which is not here",
@@ -22,7 +24,7 @@ _NO_DTYPE = {
 
 
 def _dtype_that_trains(value: Any) -> Any:
-    if value in _NO_DTYPE:
+    if isinstance(value, str) and value in _NO_DTYPE:
         raise ValueError(f"{_NO_DTYPE[value]}; set bfloat16, which has the range of float32")
     return value
 
@@ -56,9 +58,9 @@ class LoRAConfig(Section):
 class ModelConfig(Section):
     """The model to train."""
 
-    pretrained: str | None = None
+    pretrained: FilePath | None = None
     """folder of the HF checkpoint to start from; set this or model.config"""
-    config: str | dict[str, Any] | None = None
+    config: FilePath | dict[str, Any] | None = None
     """configuration of a model with random weights: path of a config.json, its content, or a
     published size (qwen3-vl-2b); token ids that it leaves out are taken from the tokenizer"""
     compute_dtype: Annotated[
@@ -74,13 +76,13 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Data files and how they are loaded."""
 
-    train: list[str] = Field(default=[])
+    train: list[FilePath] = Field(default=[])
     """JSONL files to train on (image and video paths are relative to their file); for Qwen3-VL also
     the sources of a pretraining mix, {path, format, weight, name, targets, loss_weight, columns},
     see docs/pretraining_data.md"""
-    eval: list[str] = Field(default=[])
+    eval: list[FilePath] = Field(default=[])
     """data for the evaluation loss; entries as in data.train"""
-    processor: str | None = None
+    processor: FilePath | None = None
     """folder with tokenizer.json and the family's other processor files; default:
     model.pretrained"""
     on_bad_sample: Literal["fail", "skip"] = "fail"
@@ -90,7 +92,8 @@ class DataConfig(Section):
     links); false makes them bad samples, for untrusted data files"""
     max_line_bytes: Annotated[int, Field(ge=1024)] = 1 << 20
     """longest line of a data file, in bytes; a longer line is a bad sample and is not read into
-    memory"""
+    memory. In tables and archives the text of a row; its images may have 64 times as much, and a
+    row group of Parquet 1024 times as much in memory"""
     num_workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """worker processes that prepare samples, per rank; 0 prepares them in the training process"""
     prefetch_batches: Annotated[int, Field(ge=1, le=1024)] = 2
@@ -111,7 +114,7 @@ class ProfileConfig(Section):
 class TrainConfig(Section):
     """The training loop, optimizer and checkpoints. A step is one optimizer update."""
 
-    output_dir: Annotated[str, Field(min_length=1)]
+    output_dir: FilePath
     """folder for checkpoints, metrics.jsonl, the loss curve and the final model"""
     max_steps: Annotated[int | None, Field(ge=1)] = None
     """steps to train; set this, num_train_epochs or max_tokens"""
@@ -137,18 +140,24 @@ class TrainConfig(Section):
     """learning rate after warmup; warmup_stable_decay (WSD) is constant and falls in the last
     decay_ratio of the run; cosine_decay_with_warmup is the schedule of LeRobot and OpenTau, whose
     cosine counts the warmup steps"""
-    decay_ratio: Annotated[float | None, Field(ge=0, le=1)] = None
+    decay_ratio: Annotated[float | None, Field(ge=0, le=1), OnlyWith(_SCHEDULE, [_WSD])] = None
     """share of the run, at its end, in which warmup_stable_decay falls; 0 for a run that a later
     one continues"""
-    decay_type: Literal["linear", "cosine", "1-sqrt"] = "cosine"
+    decay_type: Annotated[Literal["linear", "cosine", "1-sqrt"], OnlyWith(_SCHEDULE, [_WSD])] = (
+        "cosine"
+    )
     """how warmup_stable_decay falls"""
-    decay_steps: Annotated[int | None, Field(ge=1)] = None
+    decay_steps: Annotated[int | None, Field(ge=1), OnlyWith(_SCHEDULE, [_COSINE_DECAY])] = None
     """step at which the cosine of cosine_decay_with_warmup ends; default: the last"""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """steps of linear learning rate increase, starting at 0"""
-    warmup_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    warmup_ratio: Annotated[
+        float, Field(ge=0, le=1), OnlyWith(_SCHEDULE, ["cosine", "constant", _WSD])
+    ] = 0.0
     """the same as a share of the run, in place of warmup_steps"""
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    min_lr_ratio: Annotated[
+        float, Field(ge=0, le=1), OnlyWith(_SCHEDULE, ["cosine", _WSD, _COSINE_DECAY])
+    ] = 0.0
     """where the cosine or the decay ends, as a fraction of learning_rate"""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """AdamW's decoupled weight decay"""
@@ -167,18 +176,19 @@ class TrainConfig(Section):
     recompute: Literal["none", "full"] = "none"
     """activation recomputation: full discards every layer's activations and runs the layer again in
     the backward pass"""
-    kernels: Literal["fused", "plain"] = "fused"
-    """fused: this package's kernels and Paddle's fused ones; plain: Paddle's basic operators one by
-    one, which round after each as the original models do: slower, with more memory, to compare"""
+    kernels: Literal["fused", "uncompiled", "plain"] = "fused"
+    """fused: this package's kernels and Paddle's fused ones; uncompiled: on a CPU without those in
+    C; plain: Paddle's basic operators one by one, which round after each as the original models do:
+    slower, with more memory, to compare"""
     deterministic: bool = False
     """on a GPU, the same bits in every run of the same settings on as many devices; slower, see
-    docs/gpu_settings.md; on a CPU they are the same anyway"""
+    docs/gpu.md; on a CPU they are the same anyway"""
     tf32: bool = False
     """on a GPU, compute matrix products of float32 in TF32, with 10 bits of mantissa; false as in
     the original models"""
     cpu_kernels: bool = True
-    """on a CPU, kernels in C, compiled at first use where a compiler is found; the environment
-    variable PADDLE_VL_CPU_KERNELS=0 turns them off too"""
+    """on a CPU, kernels in C, compiled at first use where a compiler is found; false is the same as
+    kernels=uncompiled, and the environment variable PADDLE_VL_CPU_KERNELS=0 turns them off too"""
     eval_steps: Annotated[int | None, Field(ge=1)] = None
     """steps between evaluations; null: at the end only"""
     save_steps: Annotated[int | None, Field(ge=1)] = 500
@@ -199,7 +209,7 @@ class TrainConfig(Section):
     """record a trace of some steps into output_dir/profile, e.g. {start: 10, steps: 5}"""
     max_nonfinite_steps: Annotated[int, Field(ge=1)] = 10
     """end the run after this many skipped updates in a row (loss or gradient not finite)"""
-    resume_from_checkpoint: Annotated[str, Field(min_length=1)] = "none"
+    resume_from_checkpoint: FilePath = "none"
     """none: start a new run in an unused output_dir; auto: resume from the newest intact checkpoint
     in output_dir, or start anew without one; or the path of a checkpoint"""
 

@@ -1,10 +1,35 @@
 """The base class of all sections of a run's settings, and the descriptions that `--help` prints."""
 
 import json
-from typing import get_args
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
+
+
+def _named(path: str) -> str:
+    if not path.strip():
+        raise ValueError("it must name a file or folder")
+    return path
+
+
+# An empty path would be the current folder, or count as not set.
+FilePath = Annotated[str, AfterValidator(_named)]
+
+
+@dataclass(frozen=True)
+class OnlyWith:
+    """Metadata of a setting that has an effect only with certain values of another.
+
+    Attributes:
+        setting: dotted name of the other.
+        values: those with which it has one.
+    """
+
+    setting: str
+    values: Sequence[Any]
 
 
 class Section(BaseModel):
@@ -20,6 +45,17 @@ class Section(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one mapping with dotted keys."""
+    flat = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
@@ -45,10 +81,38 @@ def setting_descriptions(section: type[Section], prefix: str = "") -> dict[str, 
     return described | nested
 
 
+def settings_without_effect(
+    run: Section, section: Section | None = None, prefix: str = ""
+) -> Iterator[str]:
+    """Messages about settings that need another value of another setting, see `OnlyWith`."""
+    section = section or run
+    for name, field in type(section).model_fields.items():
+        value, setting = getattr(section, name), prefix + name
+        if isinstance(value, Section):
+            yield from settings_without_effect(run, value, f"{setting}.")
+        if value == field.get_default(call_default_factory=True):
+            continue
+        for needed in (each for each in field.metadata if isinstance(each, OnlyWith)):
+            found: Any = run
+            for part in needed.setting.split("."):
+                found = getattr(found, part)
+            if found not in needed.values:
+                yield (
+                    f"{setting} is {_in_yaml(value)} but {needed.setting} is {_in_yaml(found)}, so "
+                    f"it has no effect: set {needed.setting}={_in_yaml(needed.values[0])}, or "
+                    "remove it"
+                )
+                break
+
+
+def _in_yaml(value: Any) -> str:
+    if isinstance(value, Section):
+        value = value.model_dump(exclude_defaults=True)
+    return value if isinstance(value, str) else json.dumps(value)
+
+
 def _shown_default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
-    if isinstance(value, Section):
-        return "its settings below"
-    return value if isinstance(value, str) else json.dumps(value)
+    return "its settings below" if isinstance(value, Section) else _in_yaml(value)

@@ -1,20 +1,22 @@
 """Rules between several settings, or between a setting and the machine.
 
-A rule is a function that yields a message for each problem that it finds. `CONFIG_RULES` need the
+That a setting needs another is said where it is declared, see `paddle_vl.config.section.OnlyWith`.
+Other rules are functions that yield a message for each problem. `CONFIG_RULES` need the
 settings alone and run when a file is loaded; `LAUNCH_RULES` look at files and device before
 anything is built. Families add rules in their subclass of `RunConfig`. Rules about the mesh of
 ranks are in `paddle_vl.parallel.degrees`.
 """
 
+import math
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from paddle_vl.config.data_sources import SourceConfig, matches
-from paddle_vl.config.parallel_settings import EncoderConfig
-from paddle_vl.config.schedule_rules import SCHEDULE_RULES
-from paddle_vl.config.schema import RunConfig
+from paddle_vl.config.patterns import misspelt_groups
+from paddle_vl.config.schema import RunConfig, TrainConfig
+from paddle_vl.config.section import settings_without_effect
 
 Problems = Iterator[str]
 # Measured memory of a worker process before its first sample.
@@ -72,42 +74,87 @@ def part_rates_have_a_schedule(config: RunConfig) -> Problems:
         )
 
 
-def sharding_settings_have_an_effect(config: RunConfig) -> Problems:
-    parallel = config.parallel
-    stage = parallel.sharding_stage if parallel.sharding_degree > 1 else 0
-    found = f"parallel.sharding_stage is {stage}" if stage else "parallel.sharding_degree is 1"
-    if parallel.sharding_gather_overlap and stage != 1:
+def parts_are_spelt_right(config: RunConfig) -> Problems:
+    model, train = config.model, config.train
+    for setting, patterns in (
+        ("model.freeze", model.freeze),
+        ("train.part_learning_rates", train.part_learning_rates),
+        ("train.weight_decay_exclude", train.weight_decay_exclude),
+    ):
+        yield from misspelt_groups(patterns, setting, config.parts)
+
+
+def one_length(config: RunConfig) -> Problems:
+    names = ("max_steps", "num_train_epochs", "max_tokens")
+    given = [f"train.{name}" for name in names if getattr(config.train, name) is not None]
+    if not given:
         yield (
-            f"parallel.sharding_gather_overlap is true but {found}: it applies to stage 1; set "
-            "parallel.sharding_degree above 1 and sharding_stage=1, or remove it"
+            "no length is set: set one of train.max_steps, train.num_train_epochs and "
+            "train.max_tokens"
         )
-    if not parallel.reshard_after_forward and stage != 3:
+    elif len(given) > 1:
+        yield f"{' and '.join(given)} are set, and a run has one length: set one of them"
+
+
+def tokens_are_counted(config: RunConfig) -> Problems:
+    train = config.train
+    if train.max_tokens is None:
+        return
+    if not config.counts_tokens:
         yield (
-            f"parallel.reshard_after_forward is false but {found}: only stage 3 frees parameters "
-            "after a forward pass; set parallel.sharding_stage=3, or remove it"
+            f"train.max_tokens is {train.max_tokens} but {config.family} counts no tokens: set "
+            "train.max_steps or train.num_train_epochs"
         )
-    if parallel.reduce_once_per_step and stage != 2:
+    if train.warmup_steps:
         yield (
-            f"parallel.reduce_once_per_step is true but {found}: stage 1 reduces once in any case, "
-            "and stage 3 has no unsharded gradients; set parallel.sharding_stage=2, or remove it"
+            f"train.warmup_steps is {train.warmup_steps} but the learning rate of a run of "
+            "train.max_tokens follows tokens: set train.warmup_ratio, the share of the run"
         )
-    if parallel.reduce_once_per_step and config.train.gradient_accumulation_steps == 1:
+    if train.lr_scheduler_type == "cosine_decay_with_warmup":
         yield (
-            "parallel.reduce_once_per_step is true but train.gradient_accumulation_steps is 1, so "
-            "every step reduces once: remove it, or set train.gradient_accumulation_steps above 1"
+            "train.lr_scheduler_type cosine_decay_with_warmup counts steps, and train.max_tokens "
+            "is set: choose cosine, constant or warmup_stable_decay, or set train.max_steps"
         )
-    if parallel.reduce_dtype == "bfloat16":
-        if stage < 2:
-            yield (
-                f"parallel.reduce_dtype is bfloat16 but {found}: it applies to stages 2 and 3; set "
-                "parallel.sharding_stage=2, or remove it"
-            )
-        if config.model.compute_dtype != "bfloat16":
-            yield (
-                f"parallel.reduce_dtype is bfloat16 but model.compute_dtype is "
-                f"{config.model.compute_dtype}, whose gradients it would round: set "
-                "model.compute_dtype=bfloat16, or remove it"
-            )
+
+
+def warmup_fits(config: RunConfig) -> Problems:
+    train = config.train
+    if train.warmup_steps and train.warmup_ratio:
+        yield (
+            f"train.warmup_steps {train.warmup_steps} and train.warmup_ratio {train.warmup_ratio} "
+            "are both set: set one of them"
+        )
+    if train.max_steps is not None:
+        yield from warmup_problems(train, train.max_steps, f"train.max_steps {train.max_steps}")
+
+
+def warmup_problems(train: TrainConfig, num_steps: int, length: str) -> Problems:
+    """A warmup that runs into the decay in a run of `num_steps`; messages say `length`.
+
+    A run that ends in its warmup, as short trials do, has none, and is told when it starts.
+    """
+    decay = math.ceil(num_steps * (train.decay_ratio or 0))
+    if train.warmup_steps < num_steps < train.warmup_steps + decay:
+        yield (
+            f"train.warmup_steps {train.warmup_steps} and the {train.decay_ratio} of the run in "
+            f"which the rate falls (train.decay_ratio) exceed {length}: lower one of them"
+        )
+
+
+def stable_phase_has_an_end(config: RunConfig) -> Problems:
+    train = config.train
+    if train.lr_scheduler_type != "warmup_stable_decay":
+        return
+    if train.decay_ratio is None:
+        yield (
+            "train.lr_scheduler_type is warmup_stable_decay but train.decay_ratio is not set: "
+            "set the share of the run in which the rate falls, for instance 0.1"
+        )
+    elif (share := train.decay_ratio + train.warmup_ratio) > 1:
+        yield (
+            f"train.warmup_ratio {train.warmup_ratio} and train.decay_ratio "
+            f"{train.decay_ratio} are {share:g} of the run: lower them to at most 1 together"
+        )
 
 
 def colocated_has_an_encoder(config: RunConfig) -> Problems:
@@ -116,23 +163,6 @@ def colocated_has_an_encoder(config: RunConfig) -> Problems:
         yield (
             f"parallel.schedule is colocated, which {config.family} does not support yet: set "
             "parallel.schedule=plain"
-        )
-    if parallel.schedule == "colocated" and parallel.vision == "replicate":
-        yield (
-            "parallel.vision is replicate but parallel.schedule is colocated, where "
-            "parallel.encoder divides the encoder's work: remove parallel.vision"
-        )
-    defaults = EncoderConfig()
-    given = [
-        f"parallel.encoder.{name} {value}"
-        for name, value in parallel.encoder
-        if value != getattr(defaults, name)
-    ]
-    if parallel.schedule == "plain" and given:
-        yield (
-            f"{', '.join(given)}: without effect while parallel.schedule is plain, where the "
-            "encoder is part of the first pipeline stage; set parallel.schedule=colocated, or "
-            "remove it"
         )
 
 
@@ -228,11 +258,15 @@ def _absent(setting: str, path: str, kind: str) -> str:
 CONFIG_RULES = (
     one_model_source,
     processor_is_known,
-    *SCHEDULE_RULES,
     evaluation_has_data,
     part_rates_have_a_schedule,
-    sharding_settings_have_an_effect,
+    parts_are_spelt_right,
+    one_length,
+    tokens_are_counted,
+    warmup_fits,
+    stable_phase_has_an_end,
     colocated_has_an_encoder,
+    settings_without_effect,
 )
 LAUNCH_RULES = (
     dtype_runs_on_device,

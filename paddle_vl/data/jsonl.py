@@ -11,6 +11,8 @@ from typing import Any, BinaryIO, Literal, NamedTuple, get_args
 import numpy as np
 from xxhash import xxh3_64
 
+from paddle_vl.config.data_sources import is_container
+
 OnBadSample = Literal["fail", "skip"]
 
 # Tokenizing takes about 400 bytes of memory per byte of text.
@@ -107,7 +109,7 @@ class LineIndex:
         Raises:
             RuntimeError: a file does not exist.
             BadSampleError: with "fail", the first bad line, as `file:line: reason`.
-            ValueError: a file is empty, or no line of all files is usable.
+            ValueError: a file is empty or of another kind, or no line of all files is usable.
         """
         if on_bad_sample not in get_args(OnBadSample):
             raise ValueError(f"on_bad_sample is {on_bad_sample!r}; use 'fail' or 'skip'")
@@ -119,6 +121,11 @@ class LineIndex:
         bad: list[BadSampleError] = []
         self.contents: list[FileContent] = []
         for file_number, path in enumerate(self._files):
+            if is_container(path):
+                raise ValueError(
+                    f"data file {path} is no JSONL file, which is needed here: write one JSON "
+                    "object per line (only data.train and data.eval of Qwen3-VL read other files)"
+                )
             lines = 0
             line_hash, media_hash = xxh3_64(), xxh3_64()
             for line_number, offset, line in bounded_lines(path, max_line_bytes):
@@ -257,7 +264,7 @@ def parse_object(line: bytes, needed: str, *, finite: bool = True) -> dict[str, 
         finite: refuse NaN, Infinity and numbers out of a float's range.
 
     Raises:
-        BadSampleError: broken JSON, invalid Unicode, or no JSON object.
+        BadSampleError: broken JSON, a key that occurs twice, invalid Unicode, or no JSON object.
     """
     try:
         text = line.decode("utf-8-sig")
@@ -303,9 +310,20 @@ def _finite_float(digits: str) -> float:
     return value
 
 
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; of equal keys Python would keep the last without a word."""
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key {twice[:80]!r} is there twice")
+    return values
+
+
 # Built once: json.loads with hooks builds a decoder per call.
-_FINITE = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite_float)
-_ANY = json.JSONDecoder()
+_FINITE = json.JSONDecoder(
+    parse_constant=_no_constant, parse_float=_finite_float, object_pairs_hook=_without_duplicates
+)
+_ANY = json.JSONDecoder(object_pairs_hook=_without_duplicates)
 
 
 def _first_of(bad: Sequence[BadSampleError]) -> BadSampleError:

@@ -3,10 +3,8 @@
 Over 350 lines, to keep the order of samples, the job of a worker and the loader together.
 """
 
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
-from concurrent.futures.process import BrokenProcessPool
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -15,7 +13,7 @@ import numpy as np
 
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.packing import PackedOrder, RowBudget, SampleLengths, check_ranks
-from paddle_vl.data.waiting import PendingBatch, describe_wait
+from paddle_vl.data.prefetch import PendingBatch, PrefetchingLoader, describe_wait, refuse_changes
 from paddle_vl.data.worker_pool import (
     MAX_BAD_IN_A_ROW,
     Collator,
@@ -26,9 +24,18 @@ from paddle_vl.data.worker_pool import (
     WorkerPool,
     note_sample,
 )
+from paddle_vl.files.checked_values import Count, checked, read_section
+from paddle_vl.files.text_file import shown
 
-# Interval between calls of `while_waiting`.
-_CALL_S = 0.2
+
+@checked
+class _Position:
+    """A state, see `PrefetchLoader.state_dict`."""
+
+    epoch: Count
+    batches_consumed: Count
+    skipped: dict[str, Count]
+    stream: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -175,7 +182,7 @@ def load_packed_batch(
     return LoadedBatch(collator(loaded), skipped)
 
 
-class PrefetchLoader:
+class PrefetchLoader(PrefetchingLoader[LoadedBatch]):
     """An iterator over batches. Their order depends on neither workers nor prefetching.
 
         with PrefetchLoader(dataset, collator, batch_size=8, shuffle=True, seed=1, drop_last=True,
@@ -196,11 +203,7 @@ class PrefetchLoader:
     Attributes:
         epoch: epoch of the next batch.
         batches_consumed: batches of that epoch already returned.
-        while_waiting: called repeatedly while workers prepare the next batch. An exception from it
-            ends the wait; the following `next` waits for the same batch again.
     """
-
-    while_waiting: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -238,9 +241,8 @@ class PrefetchLoader:
         ):
             if value < least:
                 raise ValueError(f"{name} is {value}; at least {least} is needed")
-        self._dataset = dataset
-        self._collator = collator
-        self._drop_last = drop_last
+        super().__init__(num_workers, rank, size)
+        self._dataset, self._collator, self._drop_last = dataset, collator, drop_last
         self._order: SampleOrder | PackedOrder
         if packing is None:
             self._order = SampleOrder(
@@ -251,11 +253,7 @@ class PrefetchLoader:
         else:
             raise ValueError("packed rows are shuffled and leave no sample out")
         self._num_epochs = num_epochs
-        self._num_workers = num_workers
         self._max_pending = max(prefetch_batches, num_workers)
-        self._pool: WorkerPool | None = None
-        self._pending: deque[tuple[PendingBatch, Future[LoadedBatch]]] = deque()
-        self._awaited: PendingBatch | None = None
         self._skipped: Counter[str] = Counter()
         self._move_to(0, 0)
 
@@ -269,9 +267,6 @@ class PrefetchLoader:
         batches = sum(map(self._order.batches_in, range(full)))
         fraction = num_epochs - full
         return batches + fraction * self._order.batches_in(full) if fraction else batches
-
-    def __iter__(self) -> "PrefetchLoader":
-        return self
 
     def __next__(self) -> dict[str, Any]:
         """The next batch.
@@ -302,65 +297,70 @@ class PrefetchLoader:
             "stream": self._stream(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a position, with the batches that an uninterrupted run would get.
-
-        Older states have no hashes of file contents; they are compared by positions of lines.
-
-        Raises:
-            ValueError: data or settings differ from those of the state; every difference is named.
-        """
-        was, here = state["stream"], self._stream()
+    def load_state_dict(self, state: dict[str, Any], batches: int | None = None) -> None:
+        # Older states have no hashes of file contents; they are compared by positions of lines.
+        position = read_section(_Position, state, "data")
+        was, here = dict(position.stream), self._stream()
         contents = here.pop("contents", [])
-        edited = _edited(was.get("contents", []), contents)
-        if "contents" not in was and isinstance(self._dataset, HasContents) and contents:
+        edited = _edited(was.pop("contents", []), contents)
+        if (
+            "contents" not in position.stream
+            and isinstance(self._dataset, HasContents)
+            and contents
+        ):
             here["fingerprint"] = self._dataset.positions_fingerprint
         elif edited:
             # The edited files explain why the fingerprints differ.
             del here["fingerprint"]
+            was.pop("fingerprint", None)
         differing = edited + [
-            f"{name} was {was.get(name)} and is {value}"
-            for name, value in here.items()
-            if was.get(name) != value
+            f"{name} was {was.get(name)} and is {here.get(name)}"
+            for name in dict.fromkeys([*here, *was])
+            if was.get(name) != here.get(name)
         ]
-        if differing:
+        refuse_changes(differing, "samples")
+        self._check_position(position, batches)
+        self._skipped = Counter(position.skipped)
+        self._move_to(position.epoch, position.batches_consumed)
+
+    def _check_position(self, position: "_Position", batches: int | None) -> None:
+        epoch, consumed = position.epoch, position.batches_consumed
+        if batches is not None and epoch > batches:
+            raise ValueError(f"data: epoch is {epoch}, after {batches} batches")
+        in_epoch = self._order.batches_in(epoch)
+        if consumed >= in_epoch:
             raise ValueError(
-                f"cannot continue in the data: {'; '.join(differing)}. The samples or their order "
-                "would differ; restore the data and settings of the run, or start a new one"
+                f"data: batches_consumed is {consumed}; epoch {epoch} has {in_epoch} batches"
             )
-        self._skipped = Counter(state["skipped"])
-        self._move_to(state["epoch"], state["batches_consumed"])
+        # Batches without a good sample, of packed rows, are not counted.
+        counts = isinstance(self._order, SampleOrder) and self._drop_last
+        if counts and batches is not None and epoch * in_epoch + consumed != batches:
+            raise ValueError(
+                f"data: epoch is {epoch} and batches_consumed is {consumed}, of {in_epoch} in each "
+                f"epoch; the run had used {batches} batches"
+            )
 
     def waiting_for(self) -> str:
-        """Description of the batch that `next` waits for and who prepares it; thread-safe."""
-        batch, pool = self._awaited, self._pool
+        batch, pools = self._awaited, self._pools
         if batch is None:
             return "no batch was requested"
-        workers = None if batch.job is None or pool is None else pool.progress()
-        rank = self._order.rank if self._order.size > 1 else None
+        workers = pools[0].progress() if pools and batch.job is not None else None
+        rank = self.rank if self.size > 1 else None
         return describe_wait(batch, self._dataset, workers, rank)
 
     def close(self) -> None:
-        """End the worker processes. The next batch starts new ones."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+        super().close()
         self._move_to(self.epoch, self.batches_consumed)
-
-    def __enter__(self) -> "PrefetchLoader":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _advance(self) -> dict[str, Any] | None:
         """Consume one batch; None if all of its samples were skipped."""
-        loaded = self._load_inline() if self._num_workers == 0 else self._load_from_workers()
+        loaded = self._from_workers() if self._num_workers else self._load_inline()
+        self._request_ahead()
         self._skipped.update(loaded.skipped)
         self._has_batch = self._has_batch or loaded.batch is not None
         self.batches_consumed += 1
         if self.batches_consumed == len(self):
-            if not self._has_batch and self._order.rank == 0:
+            if not self._has_batch and self.rank == 0:
                 raise ValueError(
                     f"every sample of epoch {self.epoch} is bad: {self.skipped}; see "
                     "data.on_bad_sample: fail for the first reason"
@@ -382,56 +382,27 @@ class PrefetchLoader:
         samples = self._order.batch(epoch, number)
         return samples.tolist(), (load_batch, samples, self._drop_last, epoch)
 
-    def _load_from_workers(self) -> LoadedBatch:
-        try:
-            self._request()
-            self._awaited, future = self._pending[0]
-            self._wait_for(future)
-            loaded = future.result()
-            self._pending.popleft()
-            self._request()
-        except BrokenProcessPool as error:
-            self.close()
-            raise RuntimeError(
-                f"a data worker process died while preparing batch {self.batches_consumed} of "
-                f"epoch {self.epoch}. Its own message, if any, is above; without one it was most "
-                "likely killed for memory: lower data.num_workers or data.prefetch_batches. "
-                "data.num_workers=0 prepares batches in this process"
-            ) from error
-        except (BadSampleError, RuntimeError) as error:
-            self.close()
-            # Drop the pool's frames: the command line classifies an error by its last frame.
-            raise error.with_traceback(None) from error.__cause__
-        except BaseException:
-            self.close()
-            raise
-        return loaded
-
-    def _wait_for(self, future: "Future[LoadedBatch]") -> None:
-        while not wait([future], _CALL_S).done:
-            self.while_waiting()
+    def _name_of_next(self) -> str:
+        return f"batch {self.batches_consumed} of epoch {self.epoch}"
 
     def _request(self) -> None:
-        """Submit batches to the workers up to the prefetch limit."""
-        if self._pool is None:
-            self._pool = WorkerPool(self._dataset, self._collator, self._num_workers)
+        if not self._pools:
+            self._pools = [WorkerPool(self._dataset, self._collator, self._num_workers)]
+        (pool,) = self._pools
         while len(self._pending) < self._max_pending:
             epoch, number = self._requested
             if self._num_epochs is not None and epoch >= self._num_epochs:
                 return
-            job_number = self._pool.num_jobs
+            job_number = pool.num_jobs
             samples, job = self._job(epoch, number)
-            future = self._pool.submit(*job)
-            self._pending.append((PendingBatch(epoch, number, samples, job_number), future))
+            batch = PendingBatch(epoch, number, samples, job_number)
+            self._pending.append((batch, pool.submit(*job)))
             is_last = number + 1 == self._order.batches_in(epoch)
             self._requested = (epoch + 1, 0) if is_last else (epoch, number + 1)
 
     def _move_to(self, epoch: int, batches_consumed: int) -> None:
-        for _, future in self._pending:
-            future.cancel()
-        self._pending.clear()
-        self.epoch = epoch
-        self.batches_consumed = batches_consumed
+        self._drop_pending()
+        self.epoch, self.batches_consumed = epoch, batches_consumed
         self._requested = (epoch, batches_consumed)
         self._has_batch = batches_consumed > 0
 
@@ -449,7 +420,13 @@ class PrefetchLoader:
 
 
 def _edited(was: Sequence[Sequence[str]], here: Sequence[Sequence[str]]) -> list[str]:
-    """Changes per data file; none if the number of files differs."""
+    """Changes per data file; none if the number of files differs.
+
+    Raises:
+        ValueError: `was` lists no files.
+    """
+    if not isinstance(was, list) or not all(isinstance(e, list) and len(e) == 3 for e in was):
+        raise ValueError(f"data: stream: contents is {shown(was)}; it must list data files")
     if len(was) != len(here):
         return []
     found = []

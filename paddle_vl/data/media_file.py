@@ -5,20 +5,21 @@ the formats of `FORMATS` are opened.
 """
 
 import os
+import reprlib
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageOps
 
 from paddle_vl.data.jsonl import BadSampleError
 
-_SHOWN = 200
+_SHOWN, _BRIEF = 200, 80
 
 
 class MediaFolder(NamedTuple):
@@ -69,6 +70,27 @@ def shown(path: str) -> str:
     """A path for a message: very long ones shortened, NUL characters escaped."""
     text = path.replace("\0", "\\0")
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
+
+
+class _Brief(reprlib.Repr):
+    """Values for messages: bytes, as of images, by their number alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = _BRIEF
+
+    def repr_bytes(self, value: bytes, level: int) -> str:
+        return f"<{len(value)} bytes>"
+
+
+def brief(value: object) -> str:
+    """A value of a row for a message: shortened, without bytes."""
+    return value[:_BRIEF] if isinstance(value, str) else _Brief().repr(value)[: 2 * _BRIEF]
+
+
+def image_of_mapping(image: Mapping[Any, Any]) -> Any:
+    """The bytes or the path of an image as Hugging Face writes it: `{bytes, path}`."""
+    return image.get("bytes") or image.get("path")
 
 
 def file_size(path: str | os.PathLike, what: str) -> int:

@@ -1,27 +1,28 @@
 """Lengths of all samples of a dataset, measured once and cached beside its first file.
 
 Measuring tokenizes text and reads only the headers of images and videos, some thousand samples per
-second. The cache file's name is a hash of the data files and the processor's settings. A change of
-an image's size under the same name goes unnoticed; if a packed row is too long then, loading fails.
+second. The cache file's name is a hash of the data files and the processor's settings, and it ends
+with a checksum; a damaged one is made again. A change of an image's size under the same name goes
+unnoticed; if a packed row is too long then, loading fails.
 """
 
 import hashlib
+import io
 import json
 import logging
-import os
 import time
-import zipfile
 from collections import Counter
-from collections.abc import Generator
 from contextlib import closing
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from xxhash import xxh3_64_digest
 
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.packing import RowBudget, SampleLengths
-from paddle_vl.data.worker_pool import WorkerPool
+from paddle_vl.data.worker_pool import results_in_order
+from paddle_vl.files.text_file import replacing
 
 logger = logging.getLogger(__name__)
 # Increase when the length of a sample or the format of the cache changes.
@@ -29,6 +30,9 @@ FORMAT = 1
 _REPORT_SECONDS = 10
 # Samples that a worker process measures in one job.
 _CHUNK = 500
+_SUM_BYTES = 8
+# Of a sample and of the rest of a cache, which is compressed.
+_MOST_BYTES, _MOST_HEAD = 32, 1 << 16
 
 
 class MeasuredSource(Protocol):
@@ -60,7 +64,7 @@ def sample_lengths(
             tokens than a row allows.
     """
     path = _cache_path(dataset)
-    cached = _read(path)
+    cached = _read(path, len(dataset))
     if cached is None:
         cached = _measure(dataset, num_workers)
         _write(path, *cached)
@@ -78,7 +82,8 @@ def sample_lengths(
 def _measure(dataset: MeasuredSource, num_workers: int) -> tuple[np.ndarray, Counter[str]]:
     chunks = [(at, min(at + _CHUNK, len(dataset))) for at in range(0, len(dataset), _CHUNK)]
     sizes, skipped, reported = [], Counter(), time.monotonic()
-    with closing(_measured_chunks(dataset, chunks, num_workers)) as measured:
+    workers = num_workers if len(chunks) > 1 else 0
+    with closing(results_in_order(measure_chunk, dataset, chunks, workers)) as measured:
         for (_, end), (sizes_N2, chunk_skipped) in zip(chunks, measured, strict=True):
             sizes.append(sizes_N2)
             skipped += chunk_skipped
@@ -86,21 +91,6 @@ def _measure(dataset: MeasuredSource, num_workers: int) -> tuple[np.ndarray, Cou
                 reported = time.monotonic()
                 logger.info("measured the lengths of %d of %d samples", end, len(dataset))
     return np.concatenate(sizes), skipped
-
-
-def _measured_chunks(
-    dataset: MeasuredSource, chunks: list[tuple[int, int]], num_workers: int
-) -> Generator[tuple[np.ndarray, Counter[str]], None, None]:
-    if num_workers == 0 or len(chunks) == 1:
-        for chunk in chunks:
-            yield measure_chunk(dataset, None, *chunk)
-        return
-    pool = WorkerPool(dataset, None, num_workers)
-    try:
-        for future in [pool.submit(measure_chunk, *chunk) for chunk in chunks]:
-            yield future.result()
-    finally:
-        pool.close()
 
 
 def measure_chunk(
@@ -139,24 +129,39 @@ def _cache_path(dataset: MeasuredSource) -> Path:
     return first.with_name(f".{first.name}.lengths-{digest}.npz")
 
 
-def _read(path: Path) -> tuple[np.ndarray, Counter[str]] | None:
+def _read(path: Path, num_samples: int) -> tuple[np.ndarray, Counter[str]] | None:
+    """What `_write` wrote; None if there is no file or it is damaged."""
     if not path.is_file():
         return None
     try:
-        with np.load(path) as stored:
-            return stored["sizes"], Counter(json.loads(str(stored["skipped"])))
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise RuntimeError(
-            f"{path} is damaged ({error}): delete it, and the next start measures again"
-        ) from error
+        if path.stat().st_size > _MOST_BYTES * num_samples + _MOST_HEAD:
+            raise ValueError(f"it is too large for {num_samples} samples")
+        content = path.read_bytes()
+        content, stored_sum = content[:-_SUM_BYTES], content[-_SUM_BYTES:]
+        if xxh3_64_digest(content) != stored_sum:
+            raise ValueError("its checksum is wrong, or it has none")
+        with np.load(io.BytesIO(content)) as stored:
+            sizes_N2, skipped = stored["sizes"], json.loads(str(stored["skipped"]))
+        if sizes_N2.shape != (num_samples, 2) or sizes_N2.dtype != np.int64:
+            raise ValueError(f"it has {sizes_N2.dtype} {sizes_N2.shape} for {num_samples} samples")
+        if (sizes_N2[:, 1] < 0).any() or (sizes_N2[:, 1] > sizes_N2[:, 0]).any():
+            raise ValueError("a sample has more vision tokens than tokens, or fewer than none")
+        if sum(skipped.values()) != (sizes_N2[:, 0] == 0).sum():
+            raise ValueError(f"the numbers of skipped samples are {skipped}")
+        return sizes_N2, Counter(skipped)
+    except Exception as error:
+        # Whatever is wrong with it: a cache can be made again.
+        logger.warning("%s is damaged (%s): the samples are measured again", path, error)
+        return None
 
 
 def _write(path: Path, sizes_N2: np.ndarray, skipped: Counter[str]) -> None:
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    content = io.BytesIO()
+    np.savez_compressed(content, sizes=sizes_N2, skipped=json.dumps(skipped))
     try:
-        with partial.open("wb") as file:
-            np.savez_compressed(file, sizes=sizes_N2, skipped=json.dumps(skipped))
-        partial.replace(path)
+        with replacing(path) as partial:
+            # Readers of the format pass over the bytes behind its end.
+            partial.write_bytes(content.getvalue() + xxh3_64_digest(content.getvalue()))
     except OSError as error:
         logger.warning(
             "the lengths of the samples cannot be cached beside the data (%s): every start of this "

@@ -11,8 +11,9 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from multiprocessing.context import BaseContext
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+
+from paddle_vl.threads import Watch
 
 # Consecutive bad samples after which a batch fails, instead of decoding wrong data for hours.
 MAX_BAD_IN_A_ROW = 1000
@@ -94,32 +97,6 @@ class LoadedBatch(NamedTuple):
     skipped: Counter[str]
 
 
-class ProgressSlot:
-    """The progress of one process: its pid, its last job and its current sample."""
-
-    NOTHING = -1
-    PROCESS, JOB, SAMPLE, LENGTH = range(4)
-
-    def __init__(self, cells: memoryview | list[int]):
-        self._cells = cells
-        self._cells[self.PROCESS] = os.getpid()
-
-    def begin(self, job: int) -> None:
-        """Record that the process received a job."""
-        self._cells[self.SAMPLE] = self.NOTHING
-        self._cells[self.JOB] = job
-
-    @property
-    def sample(self) -> int | None:
-        """Number of the current sample; None between samples, as while collating."""
-        sample = self._cells[self.SAMPLE]
-        return None if sample == self.NOTHING else sample
-
-    @sample.setter
-    def sample(self, number: int | None) -> None:
-        self._cells[self.SAMPLE] = self.NOTHING if number is None else number
-
-
 class WorkerProgress(NamedTuple):
     """Progress of a worker process.
 
@@ -136,6 +113,13 @@ class WorkerProgress(NamedTuple):
     sample: int | None
 
 
+# A process has three cells for its progress: its pid, its last job and its current sample.
+_PID, _JOB, _SAMPLE, _CELLS = range(4)
+_NOTHING = -1
+# A worker replaces them by cells that the main process can read.
+_cells: Any = [_NOTHING] * _CELLS
+
+
 class ProgressTable:
     """Progress of all workers in shared memory. No lock: each cell has one writer.
 
@@ -143,44 +127,71 @@ class ProgressTable:
     """
 
     def __init__(self, num_workers: int, context: BaseContext):
-        cells = [ProgressSlot.NOTHING] * (ProgressSlot.LENGTH * num_workers)
-        self._cells = context.RawArray("q", cells)
+        self._cells = context.RawArray("q", [_NOTHING] * (_CELLS * num_workers))
         self._taken = context.Value("i", 0)
 
-    def take_slot(self) -> ProgressSlot:
-        """The slot of a worker that starts."""
+    def take_cells(self) -> memoryview:
+        """The cells of a worker that starts."""
         with self._taken.get_lock():
-            worker = self._taken.value
+            begin = self._taken.value * _CELLS
             self._taken.value += 1
-        begin = worker * ProgressSlot.LENGTH
-        cells = memoryview(self._cells).cast("B").cast("q")
-        return ProgressSlot(cells[begin : begin + ProgressSlot.LENGTH])
+        cells = memoryview(self._cells).cast("B").cast("q")[begin : begin + _CELLS]
+        cells[_PID] = os.getpid()
+        return cells
 
     def workers(self) -> list[WorkerProgress]:
         """Progress of every worker that has started."""
-        cells, length = self._cells, ProgressSlot.LENGTH
-        slots = [cells[i : i + length] for i in range(0, len(cells), length)]
+        rows = [self._cells[i : i + _CELLS] for i in range(0, len(self._cells), _CELLS)]
         return [
-            WorkerProgress(
-                worker, pid, *(None if cell == ProgressSlot.NOTHING else cell for cell in rest)
-            )
-            for worker, (pid, *rest) in enumerate(slots)
-            if pid != ProgressSlot.NOTHING
+            WorkerProgress(number, pid, *(None if cell == _NOTHING else cell for cell in rest))
+            for number, (pid, *rest) in enumerate(rows)
+            if pid != _NOTHING
         ]
-
-
-# The slot of this process. A worker replaces it by one that the main process can read.
-_slot = ProgressSlot([ProgressSlot.NOTHING] * ProgressSlot.LENGTH)
 
 
 def current_sample() -> int | None:
     """Number of the sample that this process prepares, for any of its threads."""
-    return _slot.sample
+    sample = _cells[_SAMPLE]
+    return None if sample == _NOTHING else sample
 
 
 def note_sample(number: int | None) -> None:
-    """Say which sample this process prepares; None for none."""
-    _slot.sample = number
+    """Say which sample this process prepares; None for none, as while collating."""
+    _cells[_SAMPLE] = _NOTHING if number is None else number
+
+
+# Hashes of what was said once, shared by this process and its workers. No lock, as a killed worker
+# would keep it: two processes may say the same at the same moment.
+_MOST_SAID = 1024
+_said: Any = None
+_asked: set[str] = set()
+
+
+def first_time(text: str) -> bool:
+    """Whether neither this process nor one of its workers has asked for the text before."""
+    if text in _asked:
+        return False
+    _asked.add(text)
+    return _said is None or _is_unsaid(text)
+
+
+def _is_unsaid(text: str) -> bool:
+    number = zlib.crc32(text.encode(errors="surrogateescape")) + 1
+    for place, other in enumerate(_said):
+        if other in (0, number):
+            _said[place] = number
+            return other == 0
+    return True
+
+
+def _said_by_all() -> Any:
+    """The hashes for workers; made with the first pool."""
+    global _said
+    if _said is None:
+        _said = multiprocessing.get_context("spawn").RawArray("q", _MOST_SAID)
+        for text in _asked:
+            _is_unsaid(text)
+    return _said
 
 
 class WorkerPool:
@@ -204,11 +215,11 @@ class WorkerPool:
             num_workers,
             mp_context=context,
             initializer=_start_worker,
-            initargs=(dataset, collator, self._table),
+            initargs=(dataset, collator, self._table, _said_by_all()),
         )
         # The executor drops its own references at shutdown.
         self._results, self._processes = self._executor._result_queue, self._executor._processes
-        threading.Thread(target=_watch_pool, args=(weakref.ref(self),), daemon=True).start()
+        Watch(_watch_pool, "worker-pool", (weakref.ref(self),)).start()
 
     def submit(self, load: Callable[..., Any], *arguments: Any) -> "Future[Any]":
         """Run `load(dataset, collator, *arguments)` in a worker.
@@ -257,6 +268,36 @@ class WorkerPool:
             self._results._writer.close()
 
 
+def results_in_order(
+    load: Callable[..., Any],
+    dataset: Any,
+    jobs: Iterable[Sequence[Any]],
+    num_workers: int,
+    ahead: int = 4,
+) -> Generator[Any, None, None]:
+    """Results of `load(dataset, None, *job)` for all jobs, in their order.
+
+    Args:
+        num_workers: worker processes; 0 runs the jobs in this one.
+        ahead: jobs in flight per worker, which bounds the memory.
+    """
+    if num_workers == 0:
+        for job in jobs:
+            yield load(dataset, None, *job)
+        return
+    pool = WorkerPool(dataset, None, num_workers)
+    pending: deque[Future[Any]] = deque()
+    try:
+        for job in jobs:
+            pending.append(pool.submit(load, *job))
+            if len(pending) > ahead * num_workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.close()
+
+
 def _watch_pool(pool: "weakref.ref[WorkerPool]") -> None:
     """Break a pool that lost a worker, if the executor has not done so by the next check."""
     was_lost = False
@@ -300,11 +341,11 @@ def _signals_blocked() -> Iterator[None]:
 _worker_state: tuple[Any, Collator | None]
 
 
-def _start_worker(dataset: Any, collator: Collator | None, table: ProgressTable) -> None:
-    global _worker_state, _slot
-    _worker_state, _slot = (dataset, collator), table.take_slot()
+def _start_worker(dataset: Any, collator: Collator | None, table: ProgressTable, said: Any) -> None:
+    global _worker_state, _cells, _said
+    _worker_state, _cells, _said = (dataset, collator), table.take_cells(), said
     for target in (_exit_on_sigterm, _exit_with_parent):
-        threading.Thread(target=target, daemon=True).start()
+        Watch(target, target.__name__).start()
 
 
 def _exit_on_sigterm() -> None:
@@ -325,5 +366,5 @@ def _exit_with_parent() -> None:
 
 
 def _run_job(job: int, load: Callable[..., Any], *arguments: Any) -> Any:
-    _slot.begin(job)
+    _cells[_SAMPLE], _cells[_JOB] = _NOTHING, job
     return load(*_worker_state, *arguments)

@@ -1,18 +1,21 @@
-"""A check: its name, what it needs, and the result of running it."""
+"""A check: its name, what it needs, the result of running it, and which checks are chosen."""
 
+import difflib
 import math
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 # Dtypes under test.
 Dtype = Literal["float32", "bfloat16"]
 # `wrong` is a finding; the others are not. `info` states what is, without a bound.
 Status = Literal["ok", "wrong", "skipped", "info"]
+STATUSES: tuple[Status, ...] = ("ok", "wrong", "skipped", "info")
 # Key of the figures of a check that raised.
 TRACEBACK = "traceback"
-STATUSES: tuple[Status, ...] = ("ok", "wrong", "skipped", "info")
 
 
 @dataclass(frozen=True)
@@ -43,10 +46,6 @@ def info(found: str, **figures: Any) -> Result:
     return Result("info", found, figures)
 
 
-def skipped(reason: str) -> Result:
-    return Result("skipped", reason)
-
-
 def wrong(found: str, remedy: str, **figures: Any) -> Result:
     return Result("wrong", found, figures, remedy)
 
@@ -70,6 +69,11 @@ class Machine:
     folder: Path
 
     @property
+    def dtypes(self) -> tuple[Dtype, ...]:
+        """Those that the device has kernels for."""
+        return ("float32", "bfloat16") if self.has_bfloat16 else ("float32",)
+
+    @property
     def num_ranks(self) -> int:
         """Ranks of the checks with several processes: 2, 4 or 8; 1 where they cannot run."""
         if self.device == "cpu":
@@ -77,27 +81,22 @@ class Machine:
         return max(size for size in (1, 2, 4, 8) if size <= max(1, self.num_devices))
 
 
-@dataclass(frozen=True)
-class Need:
-    """Something that a check needs of the machine.
+# What a check may need of the machine, and the reason of a check that is skipped.
+NEEDS: dict[str, tuple[Callable[[Machine], bool], str]] = {
+    "gpu": (lambda m: m.device == "gpu", "needs a GPU, and Paddle computes on a CPU"),
+    "several ranks": (
+        lambda m: m.num_ranks > 1,
+        "needs two GPUs on this machine, and one is visible",
+    ),
+    "bfloat16": (
+        lambda m: m.has_bfloat16,
+        "needs a GPU with bfloat16 (compute capability 8.0); Paddle's CPU kernels lack it",
+    ),
+}
 
-    Attributes:
-        missing: reason of a skipped check.
-    """
 
-    is_met: Callable[[Machine], bool]
-    missing: str
-
-
-GPU = Need(lambda machine: machine.device == "gpu", "needs a GPU, and Paddle computes on a CPU")
-SEVERAL_RANKS = Need(
-    lambda machine: machine.num_ranks > 1,
-    "needs two GPUs on this machine, and one is visible",
-)
-BFLOAT16 = Need(
-    lambda machine: machine.has_bfloat16,
-    "needs a GPU with bfloat16 (compute capability 8.0); Paddle's CPU kernels lack it",
-)
+Run = Callable[[Machine], Result]
+R = TypeVar("R", bound=Callable[..., Result])
 
 
 @dataclass(frozen=True)
@@ -108,15 +107,15 @@ class Check:
         name: `group.item`.
         title: what it shows, in a few words.
         run: returns the result; an exception is a finding too.
-        needs: without these the check is skipped.
+        need: a key of `NEEDS`, without which the check is skipped.
         limit_s: seconds until the check counts as hanging.
         is_quick: whether `--quick` runs it.
     """
 
     name: str
     title: str
-    run: Callable[[Machine], Result]
-    needs: tuple[Need, ...] = ()
+    run: Run
+    need: str | None = None
     limit_s: float = 60.0
     is_quick: bool = True
 
@@ -125,16 +124,42 @@ class Check:
         return self.name.partition(".")[0]
 
 
+# Modules with checks, in the order in which these run.
+_PARTS = ("environment", "kernels", "steps", "true_width", "golden", "models", "ranks")
+CHECKS: list[Check] = []
+
+
+def all_checks() -> list[Check]:
+    """Every check; some are skipped on a machine, with a reason."""
+    for part in _PARTS:
+        import_module(f"paddle_vl.doctor.{part}")
+    return CHECKS
+
+
+def check(name: str, **settings: Any) -> Callable[[R], R]:
+    """Decorator: add a function to the checks; its docstring is the title.
+
+    Args:
+        settings: see `Check`.
+    """
+
+    def add(run: R) -> R:
+        title = " ".join((run.__doc__ or "").partition("\n\n")[0].split()).rstrip(".")
+        CHECKS.append(Check(name, title, run, **settings))
+        return run
+
+    return add
+
+
 def run_check(check: Check, machine: Machine) -> Result:
     """Run a check in this process; an exception becomes a finding."""
-    for need in check.needs:
-        if not need.is_met(machine):
-            return skipped(need.missing)
+    if check.need is not None:
+        is_met, missing = NEEDS[check.need]
+        if not is_met(machine):
+            return Result("skipped", missing)
     try:
         return check.run(machine)
     except (Exception, SystemExit) as error:
-        import traceback
-
         frames = traceback.extract_tb(error.__traceback__)
         place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "unknown"
         text = str(error).strip() or "without a message"
@@ -147,6 +172,43 @@ def run_check(check: Check, machine: Machine) -> Result:
             "--json",
             **{"place": place, TRACEBACK: "".join(traceback.format_exception(error))[-3000:]},
         )
+
+
+class UnknownCheckError(ValueError):
+    """`--only` names a check that does not exist."""
+
+
+def chosen_checks(
+    checks: Sequence[Check],
+    only: Sequence[str] = (),
+    is_quick: bool = False,
+    done: Sequence[str] = (),
+) -> list[Check]:
+    """The checks to run, in their order.
+
+    Args:
+        only: names of checks or groups; empty for all.
+        is_quick: whether to leave slow checks out, unless `only` names them.
+        done: names that were run already.
+
+    Raises:
+        UnknownCheckError: a name is neither a check's nor a group's; names the nearest.
+    """
+    names = {name for check in checks for name in (check.name, check.group)}
+    for name in only:
+        if name not in names:
+            near = difflib.get_close_matches(name, sorted(names), 1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            raise UnknownCheckError(
+                f"--only {name}: there is no such check or group{meant} "
+                "`paddle-vl doctor --list` lists them"
+            )
+    return [
+        check
+        for check in checks
+        if check.name not in done
+        and ({check.name, check.group} & set(only) if only else (check.is_quick or not is_quick))
+    ]
 
 
 def finite(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Versions, flags and memory: what a reader of a report needs first."""
+"""What a reader of a report needs first: versions, flags, memory, and how products are rounded."""
 
 import os
 import re
@@ -13,7 +13,8 @@ import paddle
 from paddle import version
 
 from paddle_vl.compat import configure_cpu_runtime
-from paddle_vl.doctor.check import Check, Machine, Result, info, ok, wrong
+from paddle_vl.doctor.check import Machine, Result, check, info, ok, wrong
+from paddle_vl.doctor.measuring import TERMS, TF32_STEP, sum_of_products
 from paddle_vl.profile.memory import GB
 from paddle_vl.train.allocator import allocator_flags, configure_allocator
 from paddle_vl.train.memory_needed import available_memory
@@ -36,15 +37,9 @@ _VARIABLES = re.compile(
 _SECRET = re.compile(r"(?i)token|secret|password|key")
 
 
-def checks(machine: Machine) -> list[Check]:
-    return [
-        Check("environment.versions", "wheel, commit, CUDA, cuDNN, NCCL and driver", _versions),
-        Check("environment.flags", "flags and variables that change numbers or speed", _flags),
-        Check("environment.memory", "memory of host and devices, processors", _memory),
-    ]
-
-
-def _versions(machine: Machine) -> Result:
+@check("environment.versions")
+def check_versions(machine: Machine) -> Result:
+    """Wheel, commit, CUDA, cuDNN, NCCL and driver."""
     found: dict[str, Any] = dict(versions())
     found["paddle"] = paddle.__version__
     found["paddle_commit"] = version.commit
@@ -57,14 +52,16 @@ def _versions(machine: Machine) -> Result:
         found["compute_capability"] = ".".join(map(str, paddle.device.cuda.get_device_capability()))
     if cards:
         found["driver"] = cards[0]["driver"]
-    problem = version_problem(_installed_wheels(), paddle.__version__, bool(cards), machine.device)
+    installed = {distribution.metadata["Name"] for distribution in metadata.distributions()}
+    wheels = [wheel for wheel in _WHEELS if wheel in installed]
+    problem = version_problem(wheels, paddle.__version__, bool(cards), machine.device)
     if problem is not None:
         return wrong(*problem, **found)
     parts = [f"paddle {paddle.__version__} ({machine.device})"]
-    for name in ("cuda", "cudnn", "nccl", "driver", "compute_capability"):
+    for name in ("cuda", "cudnn", "nccl", "driver", "compute_capability", "python"):
         if name in found:
             parts.append(f"{name.replace('_', ' ')} {found[name]}")
-    return ok(", ".join([*parts, f"python {found['python']}"]), **found)
+    return ok(", ".join(parts), **found)
 
 
 def version_problem(
@@ -96,44 +93,31 @@ def version_problem(
     return None
 
 
-def _installed_wheels() -> list[str]:
-    found = []
-    for wheel in _WHEELS:
-        try:
-            metadata.version(wheel)
-            found.append(wheel)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def nvidia_cards() -> list[dict[str, str]]:
     """Name, driver and memory of each card that the driver lists; empty without one."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
     query = "--query-gpu=name,driver_version,memory.total,memory.used"
     try:
         done = subprocess.run(
-            [program, query, "--format=csv,noheader"],
+            ["nvidia-smi", query, "--format=csv,noheader"],
             capture_output=True,
             text=True,
             timeout=_NVIDIA_SECONDS,
+            check=True,
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    if done.returncode:
+    except (OSError, subprocess.SubprocessError):
         return []
     keys = ("name", "driver", "memory", "used")
     rows = [line.split(",") for line in done.stdout.splitlines() if line.strip()]
     return [dict(zip(keys, map(str.strip, row), strict=False)) for row in rows]
 
 
-def _flags(machine: Machine) -> Result:
+@check("environment.flags")
+def check_flags(machine: Machine) -> Result:
+    """Flags and variables that change numbers or speed."""
     allocator = configure_allocator()
     if machine.device == "cpu":
         configure_cpu_runtime()
-    values = {**_flag_values(), **allocator_flags()}
+    values: dict[str, Any] = {**existing_flags(_FLAGS), **allocator_flags()}
     variables = {
         name: "(set)" if _SECRET.search(name) else value
         for name, value in sorted(os.environ.items())
@@ -146,13 +130,13 @@ def _flags(machine: Machine) -> Result:
     return info(f"{allocator}; variables: {set_here}"[:400], flags=values, variables=variables)
 
 
-def _flag_values() -> dict[str, Any]:
+def existing_flags(names: tuple[str, ...]) -> dict[str, Any]:
+    """Values of those flags that this wheel has; a CPU's lacks some."""
     found = {}
-    for name in _FLAGS:
+    for name in names:
         try:
             found.update(paddle.get_flags(name))
         except ValueError:
-            # A flag of GPU wheels only.
             continue
     return found
 
@@ -178,30 +162,35 @@ def flag_problem(flags: Mapping[str, Any], variables: Mapping[str, str]) -> tupl
     return None
 
 
-def _memory(machine: Machine) -> Result:
+@check("environment.memory")
+def check_memory(machine: Machine) -> Result:
+    """Memory of host and devices, processors."""
     total, of = available_memory()
+    shared = Path("/dev/shm")
+    meminfo = dict(
+        line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line
+    )
+    available = int(meminfo.get("MemAvailable", "0 kB").split()[0]) * 1024
+    devices = [
+        {
+            "name": properties.name,
+            "gb": round(properties.total_memory / GB, 2),
+            "multiprocessors": properties.multi_processor_count,
+        }
+        for properties in map(paddle.device.cuda.get_device_properties, range(machine.num_devices))
+    ]
     figures: dict[str, Any] = {
         "processor": processor_name(),
         "processors": len(os.sched_getaffinity(0)),
         "host_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GB, 2),
-        "host_available_gb": round(_available_bytes() / GB, 2),
-        "shared_memory_gb": round(shutil.disk_usage("/dev/shm").total / GB, 2)
-        if Path("/dev/shm").is_dir()
+        "host_available_gb": round(available / GB, 2),
+        "shared_memory_gb": round(shutil.disk_usage(shared).total / GB, 2)
+        if shared.is_dir()
         else None,
         "usable_gb": round(total / GB, 2),
+        "devices": devices,
+        "devices_used": [card.get("used") for card in nvidia_cards()],
     }
-    devices = []
-    for number in range(machine.num_devices):
-        properties = paddle.device.cuda.get_device_properties(number)
-        devices.append(
-            {
-                "name": properties.name,
-                "gb": round(properties.total_memory / GB, 2),
-                "multiprocessors": properties.multi_processor_count,
-            }
-        )
-    used = [card.get("used") for card in nvidia_cards()]
-    figures |= {"devices": devices, "devices_used": used}
     names = ", ".join(f"{device['name']} {device['gb']} GB" for device in devices)
     return info(
         f"{figures['processors']} processors ({figures['processor']}), {of} with "
@@ -211,8 +200,46 @@ def _memory(machine: Machine) -> Result:
     )
 
 
-def _available_bytes(file: Path = Path("/proc/meminfo")) -> int:
-    for line in file.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0
+@check("precision.tf32")
+def check_tf32(machine: Machine) -> Result:
+    """Whether float32 products run in TF32."""
+    found = sum_of_products("float32", 1.0 + TF32_STEP)
+    bits = found / TERMS - 1.0
+    is_rounded = abs(bits) < TF32_STEP / 2
+    asked = os.environ.get("NVIDIA_TF32_OVERRIDE")
+    figures = {"sum": found, "exact": TERMS * (1 + TF32_STEP), "NVIDIA_TF32_OVERRIDE": asked}
+    if not is_rounded and abs(bits - TF32_STEP) > TF32_STEP / 8:
+        return wrong(
+            f"a product of {TERMS} terms 1 + 2^-12 is {found!r}, neither float32 nor TF32",
+            "Paddle's matrix library or the device is faulty: run nothing here",
+            **figures,
+        )
+    if is_rounded and (asked == "0" or machine.device == "cpu"):
+        return wrong(
+            "float32 products are rounded to TF32, although this is a CPU or "
+            "NVIDIA_TF32_OVERRIDE=0",
+            "set NVIDIA_TF32_OVERRIDE=0 before Paddle starts; report it if it is",
+            **figures,
+        )
+    if is_rounded:
+        return info(
+            "float32 products run in TF32 (10 bits): expect float32 results within 1e-3, and set "
+            "NVIDIA_TF32_OVERRIDE=0 for exact ones",
+            **figures,
+        )
+    return info("float32 products keep 23 bits; TF32 is off", **figures)
+
+
+@check("precision.bfloat16", need="bfloat16")
+def check_bfloat16(machine: Machine) -> Result:
+    """Products of bfloat16 add up in float32."""
+    # 256 is the last whole number after which a sum of ones in bfloat16 stands still.
+    found = sum_of_products("bfloat16", 1.0)
+    figures = {"sum": found, "exact": float(TERMS)}
+    if found == TERMS:
+        return ok(f"{TERMS} ones add up to {found:g}: sums are float32", **figures)
+    return wrong(
+        f"{TERMS} ones in bfloat16 add up to {found:g}: sums are too coarse",
+        "unset FLAGS_gemm_use_half_precision_compute_type and whatever reduces sums in bfloat16",
+        **figures,
+    )

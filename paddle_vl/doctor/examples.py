@@ -1,26 +1,299 @@
-"""The operations of `paddle_vl.nn` and their examples.
+"""Example inputs of every operation: sizes, arguments, and the table of all forms.
 
-`tests/single_card_tests/doctor` fails where an operation has no example.
+Shapes: T token rows, D width, N query heads, K key heads, H head width, E experts. Sizes of the
+text are those of Qwen3-VL-8B per rank; a CPU takes fewer rows. `tests/single_card_tests/doctor`
+fails where an operation has no example.
 """
 
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
+import numpy as np
+import paddle
+from paddle import Tensor
+
 import paddle_vl.nn
 
-# Importing them fills the table.
-from paddle_vl.doctor import attention_examples, row_examples  # noqa: F401
-from paddle_vl.doctor.example import EXAMPLES, Example
+# Its models have operations of their own.
+import paddle_vl.testing
+from paddle_vl.doctor.check import Dtype
+from paddle_vl.nn.attention import (
+    MASKED_SCORE,
+    AttentionMask,
+    BlockMask,
+    CachedKeys,
+    HistoryMask,
+    KeyMask,
+    PackedSamples,
+    Segments,
+)
+from paddle_vl.nn.experts import GroupSizes
 from paddle_vl.nn.operations import OPERATIONS, Operation
+from paddle_vl.nn.rotary import RotaryTables, inverse_frequencies
 
 
-def missing_examples() -> list[str]:
-    """Operations without an example."""
-    return [
-        name_of(operation) for operation in own_operations() if name_of(operation) not in EXAMPLES
-    ]
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the examples.
+
+    Attributes:
+        rows: token rows of pointwise operations and products.
+        length: tokens of attention.
+        width: channels of a token row.
+        heads, key_heads, head_width: of attention.
+    """
+
+    rows: int
+    length: int
+    width: int
+    heads: int
+    key_heads: int
+    head_width: int
+    experts: int = 8
+
+
+# For a comparison with the host in float32, and for timing on a GPU.
+COMPARED = Sizes(512, 256, 1024, 8, 2, 128)
+QUICK = Sizes(64, 48, 128, 4, 2, 32)
+TIMED = Sizes(8192, 2048, 4096, 32, 8, 128)
+# Head widths of the families' attention beside that of `COMPARED`: towers, and pi07's backbone.
+HEAD_WIDTHS = (64, 72, 80, 256)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arguments of one call.
+
+    Attributes:
+        args: arrays become tensors; those of floats get gradients and the dtype under test.
+            Functions are called for each device and dtype.
+        tables: places in `args` whose floats stay float32 and get no gradient.
+        work: operations of products in the forward pass; 0 where memory is the limit.
+        exact: the forward result from float64 arrays, where that is cheap.
+        defined: 1 where the output is defined and 0 elsewhere, where it must be finite; None for
+            everywhere.
+    """
+
+    args: tuple[Any, ...]
+    tables: tuple[int, ...] = ()
+    work: int = 0
+    exact: Callable[..., np.ndarray] | None = None
+    defined: np.ndarray | None = None
+
+
+Rng = np.random.Generator
+Make = Callable[[Rng, Sizes], Inputs]
+
+
+def normal(rng: Rng, *shape: int, scale: float = 1.0) -> np.ndarray:
+    return np.float32(scale) * rng.standard_normal(shape, dtype=np.float32)
+
+
+def tensors(inputs: Inputs, dtype: Dtype, needs_gradient: bool = True) -> list[Any]:
+    """The arguments as tensors on Paddle's device."""
+    made = []
+    for place, value in enumerate(inputs.args):
+        if isinstance(value, np.ndarray):
+            is_float = value.dtype == np.float32 and place not in inputs.tables
+            value = paddle.to_tensor(value)
+            if is_float:
+                value = value.astype(dtype)
+                value.stop_gradient = not needs_gradient
+        made.append(value() if callable(value) and not isinstance(value, Tensor) else value)
+    return made
+
+
+def _x(rng: Rng, s: Sizes, factor: int = 1) -> np.ndarray:
+    """Token rows."""
+    return normal(rng, s.rows, factor * s.width)
+
+
+def _weight(rng: Rng, s: Sizes) -> np.ndarray:
+    return 1 + normal(rng, s.width, scale=0.2)
+
+
+def _quotient(x: np.ndarray, epsilon: float) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + epsilon)
+
+
+def _layer_norm(x: np.ndarray, w: np.ndarray, b: np.ndarray, e: float) -> np.ndarray:
+    return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + e) * w + b
+
+
+def _biased_linear(r: Rng, s: Sizes) -> Inputs:
+    inner = 3 * s.width
+    args = (_x(r, s), normal(r, s.width, inner, scale=s.width**-0.5), normal(r, inner))
+    return Inputs(args, work=2 * s.rows * s.width * inner, exact=lambda x, w, b: x @ w + b)
+
+
+def _apply_rotary(r: Rng, s: Sizes) -> Inputs:
+    q, k = (normal(r, s.rows, heads, s.head_width) for heads in (s.heads, s.key_heads))
+    angle = np.arange(s.rows, dtype=np.float32)[:, None]
+    angle = angle * inverse_frequencies(s.head_width // 2, 5e6)
+    return Inputs((q, k, lambda: RotaryTables.of_angles(paddle.to_tensor(angle))))
+
+
+def _permuted(r: Rng, s: Sizes, copies: int, *more: int) -> Inputs:
+    order = r.permutation(s.rows * copies)
+    return Inputs((_x(r, s), order, np.argsort(order), *more))
+
+
+def _grouped_linear(r: Rng, s: Sizes) -> Inputs:
+    inner = s.width // 2
+    counts = r.multinomial(s.rows, np.full(s.experts, 1 / s.experts))
+    # An expert without rows, as happens.
+    counts[1], counts[0] = 0, counts[0] + counts[1]
+    weight = normal(r, s.experts, s.width, inner, scale=s.width**-0.5)
+    args = (_x(r, s), weight, lambda: GroupSizes(paddle.to_tensor(counts.astype(np.int64))))
+    return Inputs(args, work=2 * s.rows * s.width * inner)
+
+
+def _batch(r: Rng, s: Sizes, queries: int | None = None) -> tuple[np.ndarray, ...]:
+    """q_BLNH, k_BLKH, v_BLKH of a batch of two; the queries are the last ones."""
+    q = normal(r, 2, queries or s.length, s.heads, s.head_width)
+    return q, *(normal(r, 2, s.length, s.key_heads, s.head_width) for _ in range(2))
+
+
+def _work(s: Sizes, share: float = 1.0) -> int:
+    """Operations of a share of all scores of a batch of two."""
+    return int(2 * 4 * s.length**2 * s.heads * s.head_width * share)
+
+
+def _packed(r: Rng, s: Sizes) -> Inputs:
+    n = s.length
+    # A sample of one token among them.
+    offsets = np.array([0, n // 3, n, n + 1, 2 * n])
+    share = 0.25 * float(((np.diff(offsets) / n) ** 2).sum())
+    packed = lambda: PackedSamples(offsets, n)  # noqa: E731
+    return Inputs((*_batch(r, s), None, packed), work=_work(s, share))
+
+
+def _padded(r: Rng, s: Sizes) -> Inputs:
+    """Padding on the left: its queries see no key, and their results are not used."""
+    bias, defined = np.zeros([2, s.length], np.float32), np.ones([2, s.length, 1, 1], np.float32)
+    bias[1, : s.length // 4], defined[1, : s.length // 4] = MASKED_SCORE, 0.0
+    return Inputs((*_batch(r, s), bias), tables=(3,), work=_work(s, 0.5), defined=defined)
+
+
+def _cached(r: Rng, s: Sizes, queries: int) -> Inputs:
+    """Buffers with a quarter of their positions free."""
+    shape, used = (2, s.key_heads, s.length, s.head_width), 3 * s.length // 4
+    q = normal(r, 2, queries, s.heads, s.head_width)
+    args = (q, normal(r, *shape), normal(r, *shape), lambda: CachedKeys(used))
+    return Inputs(args, work=4 * 2 * queries * used * s.heads * s.head_width)
+
+
+def _segments(r: Rng, s: Sizes, *runs: tuple[int, int], as_runs: bool = True) -> Inputs:
+    """Runs of so many segments of one length."""
+    rows = sum(count * length for count, length in runs)
+    q, k, v = (normal(r, rows, s.heads, s.head_width) for _ in range(3))
+    work = 4 * sum(count * length**2 for count, length in runs) * s.heads * s.head_width
+    own = (lambda: Segments(runs),) if as_runs else runs[0]
+    return Inputs((q, k, v, *own), work=work)
+
+
+def _masked(
+    r: Rng, s: Sizes, mask: Callable[[], AttentionMask], implementation: str, *qkv: np.ndarray
+) -> Inputs:
+    qkv = qkv or _batch(r, s)
+    args = (*qkv, mask, s.head_width**-0.5, implementation)
+    return Inputs(args, work=_work(s, qkv[0].shape[1] / s.length))
+
+
+def _dense(r: Rng, s: Sizes, implementation: str) -> Inputs:
+    """Any mask; some queries see nothing."""
+    visible = r.random([2, s.length, s.length]) < 0.7
+    visible[:, :, 0], visible[1, 3:9] = True, False
+    return _masked(r, s, lambda: AttentionMask(paddle.to_tensor(visible)), implementation)
+
+
+def _blocks(r: Rng, s: Sizes, implementation: str) -> Inputs:
+    """A block of images and text, a second one, causal tokens, and padding, which sees nothing."""
+    real, marks = np.ones([2, s.length], bool), np.zeros([2, s.length], bool)
+    marks[:, [s.length // 2, *range(3 * s.length // 4, s.length)]] = True
+    real[1, -s.length // 8 :] = False
+    mask = lambda: BlockMask(paddle.to_tensor(real), paddle.to_tensor(marks))  # noqa: E731
+    return _masked(r, s, mask, implementation)
+
+
+def _keys(r: Rng, s: Sizes) -> Inputs:
+    queries, seen = s.length // 4, np.ones([2, s.length], bool)
+    seen[1, s.length // 2 :] = False
+    mask = lambda: KeyMask(paddle.to_tensor(seen), queries)  # noqa: E731
+    return _masked(r, s, mask, "sdpa", *_batch(r, s, queries))
+
+
+def _history(r: Rng, s: Sizes) -> Inputs:
+    """Past frames of two videos; of the second the first two are missing, and see nothing."""
+    frames, patches, real = 6, s.length // 4, np.ones([2, 6], bool)
+    real[1, :2] = False
+    qkv = (normal(r, 2 * patches, frames, s.heads, s.head_width) for _ in range(3))
+    mask = lambda: HistoryMask(paddle.to_tensor(real), patches)  # noqa: E731
+    work = 4 * patches * frames**2 * s.heads * s.head_width
+    return replace(_masked(r, s, mask, "sdpa", *qkv), work=work)
+
+
+# Further forms of a call are named `NAME.FORM`.
+ROWS: dict[str, Make] = {
+    "row_sum": lambda r, s: Inputs((_x(r, s),), exact=lambda x: x.sum(-1, keepdims=True)),
+    "column_sum": lambda r, s: Inputs((_x(r, s),), exact=lambda x: x.sum(0)),
+    "rms_norm": lambda r, s: Inputs(
+        (_x(r, s), _weight(r, s), 1e-6), exact=lambda x, w, e: _quotient(x, e) * w
+    ),
+    "add_rms_norm": lambda r, s: Inputs((_x(r, s), _x(r, s), _weight(r, s), 1e-6)),
+    "gemma_rms_norm": lambda r, s: Inputs(
+        (_x(r, s), _weight(r, s) - 1, 1e-6), exact=lambda x, w, e: _quotient(x, e) * (1 + w)
+    ),
+    "rms_quotient": lambda r, s: Inputs((_x(r, s), 1e-6), exact=_quotient),
+    "layer_norm": lambda r, s: Inputs(
+        (_x(r, s), _weight(r, s), normal(r, s.width, scale=0.1), 1e-6), exact=_layer_norm
+    ),
+    "gelu": lambda r, s: Inputs((_x(r, s), False)),
+    "gelu.tanh": lambda r, s: Inputs((_x(r, s), True)),
+    "swiglu": lambda r, s: Inputs(
+        (_x(r, s, 3), _x(r, s, 3)), exact=lambda gate, up: gate / (1 + np.exp(-gate)) * up
+    ),
+    "swiglu.halves": lambda r, s: Inputs((_x(r, s, 6),)),
+    "geglu": lambda r, s: Inputs((_x(r, s, 3), _x(r, s, 3))),
+    "geglu.halves": lambda r, s: Inputs((_x(r, s, 6),)),
+    "times_constant": lambda r, s: Inputs(
+        (_x(r, s), r.random([s.rows, 1], np.float32)), tables=(1,), exact=np.multiply
+    ),
+    "split_columns": lambda r, s: Inputs(
+        (_x(r, s, 2), [s.width, s.width // 2, s.width - s.width // 2])
+    ),
+    # Devices drop other entries, so what can be compared is that none is dropped.
+    "dropout": lambda r, s: Inputs((_x(r, s), 0.0), exact=lambda x, p: x),
+    "biased_linear": _biased_linear,
+    "apply_rotary": _apply_rotary,
+    "reorder_rows": lambda r, s: _permuted(r, s, 1),
+    "permuted_copies": lambda r, s: _permuted(r, s, 2, 2),
+    "grouped_linear": _grouped_linear,
+}
+ATTENTION: dict[str, Make] = {
+    "causal_attention": lambda r, s: Inputs(_batch(r, s), work=_work(s, 0.5)),
+    "causal_attention.packed": _packed,
+    "causal_attention.padded": _padded,
+    "causal_attention.cached": lambda r, s: Inputs(_batch(r, s, 4), work=_work(s, 4 / s.length)),
+    "cached_attention": lambda r, s: _cached(r, s, 1),
+    "cached_attention.prompt": lambda r, s: _cached(r, s, s.length // 2),
+    "equal_segments_attention": lambda r, s: _segments(r, s, (4, s.length // 4), as_runs=False),
+    "runs_attention": lambda r, s: _segments(r, s, (2, s.length // 4), (1, s.length // 2)),
+    # Lengths that no tile divides, and one row.
+    "runs_attention.uneven": lambda r, s: _segments(r, s, (1, s.length - 5), (3, 7), (1, 1)),
+    "eager_or_sdpa_attention": lambda r, s: _dense(r, s, "eager"),
+    "eager_or_sdpa_attention.sdpa": lambda r, s: _dense(r, s, "sdpa"),
+    "eager_or_sdpa_attention.blocks": lambda r, s: _blocks(r, s, "sdpa"),
+    "eager_or_sdpa_attention.blocks_eager": lambda r, s: _blocks(r, s, "eager"),
+    "eager_or_sdpa_attention.keys": _keys,
+    "eager_or_sdpa_attention.history": _history,
+}
+EXAMPLES = ROWS | ATTENTION
+# Their float32 may run in TF32 on a GPU.
+PRODUCTS = {*ATTENTION, "biased_linear", "grouped_linear"}
 
 
 def own_operations() -> list[Operation]:
@@ -36,7 +309,7 @@ def name_of(operation: Any) -> str:
     return operation.__name__
 
 
-def variants(operation: Operation) -> Mapping[str, Example]:
-    """The operation's examples: its own, and further forms of the call as `NAME.FORM`."""
+def variants(operation: Operation) -> dict[str, Make]:
+    """The operation's examples: its own, and its other forms."""
     name = name_of(operation)
     return {key: value for key, value in EXAMPLES.items() if key.split(".")[0] == name}

@@ -6,60 +6,50 @@ implementation and the device's kernel are both compared: where both are wrong i
 driver, where one is wrong it is that one.
 """
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import paddle
 from paddle import Tensor
 
-from paddle_vl.doctor.check import Check, Dtype, Machine, Result, ok, wrong
-from paddle_vl.doctor.example import (
+from paddle_vl.doctor.check import CHECKS, Check, Dtype, Machine, Result, check, info, ok, wrong
+from paddle_vl.doctor.examples import (
+    ATTENTION,
     COMPARED,
+    HEAD_WIDTHS,
+    PRODUCTS,
     QUICK,
     TIMED,
-    Example,
     Inputs,
+    Make,
     Sizes,
-    nbytes,
+    name_of,
+    own_operations,
     tensors,
+    variants,
 )
-from paddle_vl.doctor.examples import name_of, own_operations, variants
-from paddle_vl.doctor.precision import uses_tf32
-from paddle_vl.nn.operations import Operation, use_kernels
+from paddle_vl.doctor.measuring import best_s, operators_of, uses_tf32
+from paddle_vl.nn.operations import Operation, use_kernels, without_gradient
+from paddle_vl.testing.comparison import differences
+from paddle_vl.testing.tensors import as_array
+from paddle_vl.train.gpu_settings import FLASH_VERSION, Gpu
 from paddle_vl.train.memory_needed import available_memory
 
 _SEED = 7
-_TIMES = 5
-_LIMIT_S = 90.0
+_OUTPUT, _EXACT = "the output", "the output, against float64"
 # Bytes of device memory for the sizes of a real model.
 _ROOM = 30e9
-# `inference`: a kernel without a backward pass, which generation runs.
-Side = Literal["plain", "kernel", "inference"]
-
-
-def checks(machine: Machine) -> list[Check]:
-    return [
-        Check(
-            f"kernels.{name_of(operation).strip('_')}",
-            f"{name_of(operation)} and its gradients, in each dtype and form",
-            partial(check_operation, operation),
-            limit_s=_LIMIT_S,
-        )
-        for operation in own_operations()
-    ]
-
-
-@dataclass(frozen=True)
-class Values:
-    """What a call gave, on the host, float32; gradients are None without a backward pass."""
-
-    out: np.ndarray
-    gradients: list[np.ndarray] | None
+# Largest error relative to the largest entry, forward and backward. Products in TF32 keep 10 bits.
+BOUNDS = {"float32": 2e-5, "bfloat16": 2e-2, "tf32": 5e-3}
+# Parts of the names of Paddle's attention kernels.
+_FUSED = ("flash", "efficient_attention", "fused_attention", "fmha")
+_COMPOSED = ("softmax", "matmul", "einsum")
+# Forms that a bfloat16 training step of the default settings runs, and that have fused kernels.
+_MUST_BE_FUSED = ("causal_attention", "causal_attention.packed", "equal_segments_attention")
 
 
 def check_operation(operation: Operation, machine: Machine) -> Result:
@@ -68,14 +58,13 @@ def check_operation(operation: Operation, machine: Machine) -> Result:
     if not found:
         return wrong(
             f"{name_of(operation)} has no example inputs",
-            "add some in paddle_vl/doctor/row_examples.py or attention_examples.py",
+            "add some to the tables of paddle_vl/doctor/examples.py",
         )
-    rows: list[dict[str, Any]] = []
-    for name, example in found.items():
-        rows += _compared(operation, name, example, machine)
-    bad = [row for row in rows if not row["is_within"]]
-    if bad:
-        worst = max(bad, key=lambda row: _badness(row["error"]))
+    rows = [
+        row for name, make in found.items() for row in _compared(operation, name, make, machine)
+    ]
+    worst = max(rows, key=lambda row: row["error"] / row["bound"])
+    if bad := [row for row in rows if not row["is_within"]]:
         sides = {row["implementation"] for row in bad}
         who = "both are wrong: Paddle, its libraries or the driver"
         if sides == {"plain"}:
@@ -89,66 +78,87 @@ def check_operation(operation: Operation, machine: Machine) -> Result:
             f"{who}; training with it gives wrong numbers, so report this before a run",
             table=rows,
         )
-    worst = max(rows, key=lambda row: row["error"] / row["bound"])
-    fastest = min(rows, key=lambda row: row["forward_ms"] + (row["backward_ms"] or 0.0))
-    speed = [
-        f"{fastest[key]:.3g} {unit}"
-        for key, unit in (("gb_per_s", "GB/s"), ("tflop_per_s", "TFLOP/s"))
-        if fastest.get(key)
-    ]
+    timed = [row for row in rows if "forward_ms" in row]
+    fastest = min(timed, key=lambda row: row["forward_ms"] + (row["backward_ms"] or 0.0))
+    speed = f"{fastest['gb_per_s']:.3g} GB/s"
+    if "tflop_per_s" in fastest:
+        speed += f" and {fastest['tflop_per_s']:.3g} TFLOP/s"
     return ok(
-        f"{len(rows)} comparisons, error at most {worst['error']:.1e} (bound {worst['bound']:.0e})"
-        + (f"; {' and '.join(speed)}" if speed else ""),
+        f"{len(rows)} comparisons, error at most {worst['error']:.1e} (bound "
+        f"{worst['bound']:.0e}); {speed}",
         table=rows,
     )
 
 
-def _badness(error: float) -> float:
-    return np.inf if np.isnan(error) else error
-
-
 def _compared(
-    operation: Operation, name: str, example: Example, machine: Machine
+    operation: Operation, name: str, make: Make, machine: Machine
 ) -> Iterator[dict[str, Any]]:
-    sizes = QUICK if machine.is_quick else COMPARED
-    inputs = example.make(np.random.default_rng(_SEED), sizes)
-    timed = example.make(np.random.default_rng(_SEED), _timed_sizes(machine))
-    own: tuple[Dtype, ...] = ("float32", "bfloat16") if machine.has_bfloat16 else ("float32",)
-    dtypes = example.dtypes or own
-    for dtype in dtypes:
+    sizes = timed_sizes = QUICK if machine.is_quick else COMPARED
+    if machine.device == "gpu" and not machine.is_quick and available_memory()[0] > _ROOM:
+        timed_sizes = TIMED
+    is_attention = name in ATTENTION
+    cases: list[tuple[Sizes, Dtype]] = [(sizes, dtype) for dtype in machine.dtypes]
+    if is_attention:
+        # Kernels of attention are made for each width, on a GPU in half precision alone.
+        widths = (replace(sizes, head_width=width) for width in HEAD_WIDTHS)
+        cases.extend((own, machine.dtypes[-1]) for own in widths)
+    for own, dtype in cases:
+        inputs = _rounded(make(np.random.default_rng(_SEED), own), dtype)
         with _on_host():
-            rounded = _rounded(inputs, dtype)
-            wanted = _values(operation, rounded, "float32", "plain")
-        exact = None if inputs.exact is None else inputs.exact(*map(_as_float64, rounded.args))
-        for side in _sides(operation, machine):
-            found = _values(operation, rounded, dtype, side)
-            bound = example.bounds.of(dtype, example.has_products and uses_tf32())
-            error, where = _error(found, wanted, exact)
-            yield {
-                "form": name.strip("_"),
-                "implementation": side,
-                "dtype": dtype,
-                "error": error,
-                "in": where,
-                "bound": bound,
-                # Written so that NaN is outside.
-                "is_within": bool(error <= bound),
-                **_speed(operation, timed, dtype, side),
-            }
+            wanted = _values(operation, inputs, "float32", "plain")
+        if inputs.exact is not None:
+            wanted[_EXACT] = inputs.exact(*map(_as_float64, inputs.args)).ravel()
+        is_tf32 = dtype == "float32" and name in PRODUCTS and uses_tf32()
+        bound = BOUNDS["tf32" if is_tf32 else dtype]
+        for side in _sides(operation, is_attention and dtype == "bfloat16", machine):
+            found = _values(operation, inputs, dtype, side)
+            if inputs.exact is not None:
+                found[_EXACT] = found[_OUTPUT]
+            compared = wanted
+            if side == "inference":
+                compared = {key: value for key, value in wanted.items() if key in found}
+            worst = differences(found, compared)[0]
+            row: dict[str, Any] = {"form": name.strip("_"), "implementation": side}
+            row["dtype"] = dtype
+            if is_attention:
+                row["head_width"] = own.head_width
+            row |= {"error": worst.error, "in": worst.name, "bound": bound}
+            row["is_within"] = worst.error <= bound
+            if own is sizes:
+                timed = make(np.random.default_rng(_SEED), timed_sizes)
+                row |= _speed(operation, timed, dtype, side)
+            yield row
 
 
-def _sides(operation: Operation, machine: Machine) -> list[Side]:
-    sides: list[Side] = ["plain"]
-    if machine.device in operation.kernels:
+def _sides(operation: Operation, may_have_version_3: bool, machine: Machine) -> list[str]:
+    """The implementations of an operation on this device.
+
+    `kernel_3` is the kernel with FlashAttention 3, where `kernel` is with 2; `inference` a kernel
+    without a backward pass, which generation runs.
+    """
+    sides = ["plain"]
+    if operation.kernels_on(machine.device):
         sides.append("kernel")
-    if machine.device in _inference_kernels(operation):
+        gpu = Gpu.current()
+        if may_have_version_3 and gpu is not None and gpu.has_version_3:
+            sides.append("kernel_3")
+    if operation.kernels_on(machine.device, has_gradient=False):
         sides.append("inference")
     return sides
 
 
-def _inference_kernels(operation: Operation) -> Mapping[str | None, Callable[..., Any]]:
-    """Kernels without a backward pass by device, of operations that have some."""
-    return getattr(operation, "kernels_without_gradient", {})
+@contextmanager
+def _implementation(side: str) -> Iterator[None]:
+    """Inside the block operations take this implementation; a backward pass must run inside too."""
+    with ExitStack() as stack:
+        if side == "plain":
+            stack.enter_context(use_kernels("plain"))
+        elif side == "inference":
+            stack.enter_context(without_gradient())
+        elif paddle.get_device().startswith("gpu"):
+            stack.callback(paddle.set_flags, paddle.get_flags(FLASH_VERSION))
+            paddle.set_flags({FLASH_VERSION: 3 if side == "kernel_3" else 2})
+        yield
 
 
 @contextmanager
@@ -171,7 +181,7 @@ def _rounded(inputs: Inputs, dtype: Dtype) -> Inputs:
         else value
         for i, value in enumerate(inputs.args)
     )
-    return Inputs(args, inputs.tables, inputs.work, inputs.exact)
+    return replace(inputs, args=args)
 
 
 def _as_float64(value: Any) -> Any:
@@ -179,31 +189,22 @@ def _as_float64(value: Any) -> Any:
     return value.astype(np.float64) if is_float else value
 
 
-@contextmanager
-def _implementation(operation: Operation, side: Side) -> Iterator[Callable[..., Any]]:
-    """The function of a side; a backward pass must run inside too."""
-    if side == "plain":
-        with use_kernels("plain"):
-            yield operation
-    elif side == "kernel":
-        yield operation
-    else:
-        device = paddle.get_device().split(":")[0]
-        with paddle.no_grad():
-            yield _inference_kernels(operation)[device]
-
-
-def _values(operation: Operation, inputs: Inputs, dtype: Dtype, side: Side) -> Values:
-    has_backward = side != "inference"
-    args = tensors(inputs, dtype, has_backward)
-    with _implementation(operation, side) as run:
-        outputs = _outputs(run(*args))
-        if has_backward:
-            _backward(outputs)
-    gradients = None
-    if has_backward:
-        gradients = [_host(x.grad) for x in args if _is_trained(x) and x.grad is not None]
-    return Values(np.concatenate([_host(out).ravel() for out in outputs]), gradients)
+def _values(operation: Operation, inputs: Inputs, dtype: Dtype, side: str) -> dict[str, np.ndarray]:
+    """Output and gradients of a call, on the host, float32."""
+    args = tensors(inputs, dtype, side != "inference")
+    with _implementation(side):
+        outputs = _outputs(operation(*args))
+        if inputs.defined is not None:
+            # NaN where nothing is defined would reach the gradients: NaN times 0 is NaN.
+            outputs = [out * paddle.to_tensor(inputs.defined).astype(out.dtype) for out in outputs]
+        floats = [out for out in outputs if not out.stop_gradient]
+        if side != "inference":
+            paddle.autograd.backward(floats, [_direction(out) for out in floats])
+    values = {_OUTPUT: np.concatenate([as_array(out).ravel() for out in outputs])}
+    for number, x in enumerate(args):
+        if isinstance(x, Tensor) and x.grad is not None:
+            values[f"gradient {number}"] = as_array(x.grad)
+    return values
 
 
 def _outputs(result: Any) -> list[Tensor]:
@@ -211,67 +212,25 @@ def _outputs(result: Any) -> list[Tensor]:
     return [entry for entry in entries if isinstance(entry, Tensor)]
 
 
-def _backward(outputs: Sequence[Tensor]) -> None:
-    floats = [out for out in outputs if not out.stop_gradient]
-    paddle.autograd.backward(floats, [_direction(out) for out in floats])
-
-
 def _direction(out: Tensor) -> Tensor:
     """A gradient of the output with entries of both signs, the same on every device."""
-    size = int(np.prod(out.shape))
-    values = np.cos(np.arange(size, dtype=np.float64) * 1.7).astype(np.float32)
+    values = np.cos(np.arange(out.size, dtype=np.float64) * 1.7).astype(np.float32)
     return paddle.to_tensor(values.reshape(out.shape)).astype(out.dtype)
 
 
-def _is_trained(x: Any) -> bool:
-    return isinstance(x, Tensor) and not x.stop_gradient
-
-
-def _host(x: Tensor) -> np.ndarray:
-    return x.detach().astype("float32").numpy()
-
-
-def _error(found: Values, wanted: Values, exact: np.ndarray | None) -> tuple[float, str]:
-    """The largest error relative to the largest entry, and where."""
-    pairs = [("the output", found.out, wanted.out)]
-    if exact is not None:
-        pairs.append(("the output, against float64", found.out, exact.ravel()))
-    if found.gradients is not None and wanted.gradients is not None:
-        if len(found.gradients) != len(wanted.gradients):
-            return np.inf, "the number of gradients"
-        for number, (own, other) in enumerate(zip(found.gradients, wanted.gradients, strict=True)):
-            pairs.append((f"gradient {number}", own, other))
-    errors = []
-    for where, own, other in pairs:
-        if own.shape != other.shape:
-            return np.inf, f"the shape of {where}"
-        size = np.abs(other).max(initial=0.0)
-        error = np.abs(own - other).max(initial=0.0)
-        errors.append((float(error / size) if size else float(error), where))
-    return max(errors, key=lambda pair: _badness(pair[0]))
-
-
-def _timed_sizes(machine: Machine) -> Sizes:
-    """Sizes of a real model on a GPU that has room for float32 scores, else the compared ones."""
-    if machine.is_quick:
-        return QUICK
-    is_large = machine.device == "gpu" and available_memory()[0] > _ROOM
-    return TIMED if is_large else COMPARED
-
-
-def _speed(operation: Operation, inputs: Inputs, dtype: Dtype, side: Side) -> dict[str, Any]:
+def _speed(operation: Operation, inputs: Inputs, dtype: Dtype, side: str) -> dict[str, Any]:
     """Times of forward and backward, bytes of inputs and outputs and operations per second."""
     args = tensors(inputs, dtype, side != "inference")
     backward_ms = None
-    with _implementation(operation, side) as run:
-        outputs = _outputs(run(*args))
-        forward_s = best_s(lambda: run(*args))
+    with _implementation(side):
+        outputs = _outputs(operation(*args))
+        forward_s = best_s(lambda: operation(*args))
         if side != "inference":
-            directions = [paddle.ones_like(out) for out in outputs]
-            both_s = best_s(lambda: paddle.autograd.backward(_outputs(run(*args)), directions))
+            ones = [paddle.ones_like(out) for out in outputs]
+            both_s = best_s(lambda: paddle.autograd.backward(_outputs(operation(*args)), ones))
             backward_ms = 1e3 * max(0.0, both_s - forward_s)
     given = [x for x in args if isinstance(x, Tensor)]
-    size = nbytes([*given, *outputs])
+    size = sum(x.size * x.element_size() for x in [*given, *outputs])
     return {
         "forward_ms": 1e3 * forward_s,
         "backward_ms": backward_ms,
@@ -280,20 +239,54 @@ def _speed(operation: Operation, inputs: Inputs, dtype: Dtype, side: Side) -> di
     }
 
 
-def best_s(run: Callable[[], Any]) -> float:
-    """The fastest of a few runs, in seconds, after one that is not counted."""
-    run()
-    times = []
-    for _ in range(_TIMES):
-        synchronize()
-        begin = time.perf_counter()
-        run()
-        synchronize()
-        times.append(time.perf_counter() - begin)
-    return max(min(times), 1e-9)
+CHECKS.extend(
+    Check(
+        f"kernels.{name_of(operation).strip('_')}",
+        f"{name_of(operation)} and its gradients, in each dtype and form",
+        partial(check_operation, operation),
+        limit_s=90.0,
+    )
+    for operation in own_operations()
+)
 
 
-def synchronize() -> None:
-    """Wait for the device."""
-    if not paddle.get_device().startswith("cpu"):
-        paddle.device.synchronize()
+@check("attention.backends")
+def attention_backends(machine: Machine) -> Result:
+    """The kernel that each form of attention takes."""
+    sizes = QUICK if machine.device == "cpu" else COMPARED
+    rows: list[dict[str, Any]] = []
+    left = []
+    cases: list[tuple[int, Dtype]] = [(sizes.head_width, dtype) for dtype in machine.dtypes]
+    cases.extend((width, dtype) for width in HEAD_WIDTHS for dtype in machine.dtypes[1:])
+    for operation in own_operations():
+        forms = {form: make for form, make in variants(operation).items() if form in ATTENTION}
+        for form, make in forms.items():
+            for width, dtype in cases:
+                inputs = make(np.random.default_rng(0), replace(sizes, head_width=width))
+                args = tensors(inputs, dtype)
+                names = operators_of(lambda own=operation, args=args: own(*args))
+                chosen = attention_backend(names)
+                row = {"form": form, "dtype": dtype, "head_width": width, "backend": chosen}
+                rows.append(row)
+                must = machine.device == "gpu" and dtype == "bfloat16" and form in _MUST_BE_FUSED
+                if must and not any(part in chosen for part in _FUSED):
+                    left.append(f"{form} of head width {width}")
+    if left:
+        return wrong(
+            f"in bfloat16 {', '.join(left)} runs no fused attention kernel: memory grows with the "
+            "square of the length",
+            "check that the wheel has flash attention (compute capability 8.0 or more), "
+            "FLAGS_flash_attn_version, and the head width (a multiple of 8, at most 256)",
+            table=rows,
+        )
+    told = sorted({f"{row['dtype']}: {row['backend']}" for row in rows})
+    return info("; ".join(told), table=rows)
+
+
+def attention_backend(names: Sequence[str]) -> str:
+    """The attention kernel among the operators of a call."""
+    for name in names:
+        if any(part in name for part in _FUSED):
+            return name
+    composed = {name for name in names if name in _COMPOSED}
+    return " + ".join(sorted(composed)) or "not through Paddle"

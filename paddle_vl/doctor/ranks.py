@@ -7,21 +7,21 @@ without TF32 there, so that sums in another order are the only difference.
 import json
 import os
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
-from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
 from paddle_vl.config.load import load_run_config
-from paddle_vl.doctor.check import SEVERAL_RANKS, Check, Machine, Result, ok, wrong
+from paddle_vl.doctor.check import Machine, Result, check, ok, wrong
+from paddle_vl.doctor.models import read_checkpoint
 from paddle_vl.parallel import topology as mesh
 from paddle_vl.parallel.bandwidth import Measure, measure_bandwidth
 from paddle_vl.parallel.launcher import launch
 from paddle_vl.parallel.store.membership import PeerWatch
+from paddle_vl.testing.comparison import Difference, differences
 from paddle_vl.testing.tiny_run import TINY_EXPERTS, write_tiny_run
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.stop_signals import StopSignals
@@ -34,14 +34,6 @@ _TF32 = "NVIDIA_TF32_OVERRIDE"
 # Relative to the largest entry of a tensor: sums of float32 in another order.
 BOUNDS = {"cpu": 1e-5, "gpu": 1e-4}
 _METRICS = ("loss", "grad_norm")
-
-
-def checks(machine: Machine) -> list[Check]:
-    several = partial(Check, needs=(SEVERAL_RANKS,), limit_s=240.0, is_quick=False)
-    return [
-        several("ranks.bandwidth", "collectives and messages between the devices", _bandwidth),
-        several("ranks.topologies", "training in every topology equals one device", _topologies),
-    ]
 
 
 def topologies(num_ranks: int) -> dict[str, dict[str, Any]]:
@@ -88,7 +80,9 @@ def topologies(num_ranks: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _bandwidth(machine: Machine) -> Result:
+@check("ranks.bandwidth", limit_s=240.0, is_quick=False)
+def bandwidth(machine: Machine) -> Result:
+    """Collectives and messages between the devices."""
     n = machine.num_ranks
     # Large enough that latency does not count; gloo on a CPU is a hundred times slower.
     elements = n * ((1 << 24) // n) if machine.device == "gpu" else 1 << 20
@@ -113,6 +107,9 @@ def bandwidth_result(measures: Sequence[Measure]) -> Result:
             table=table,
         )
     messages = [measure for measure in measures if measure.operation == "message"]
+    if not messages:
+        names = ", ".join(measure.operation for measure in measures)
+        return ok(f"{names} of one rank are right; there is no link to measure", table=table)
     typical = float(np.median([measure.gb_per_s for measure in messages]))
     slow = [measure for measure in messages if measure.gb_per_s < typical / 4]
     text = ", ".join(
@@ -131,7 +128,9 @@ def bandwidth_result(measures: Sequence[Measure]) -> Result:
     return ok(text, table=table)
 
 
-def _topologies(machine: Machine) -> Result:
+@check("ranks.topologies", need="several ranks", limit_s=240.0, is_quick=False)
+def every_topology(machine: Machine) -> Result:
+    """Training in every topology equals one device."""
     n = machine.num_ranks
     wanted = topologies(n)
     folder = machine.folder / "topologies"
@@ -140,22 +139,19 @@ def _topologies(machine: Machine) -> Result:
         # Experts are slow to start, and two layers show what there is to see.
         layers = {} if kind == "dense" else {"num_hidden_layers": 2}
         write_tiny_run(folder / kind, STEPS, {**text, **layers})
-    single = {kind: {"kind": kind} for kind in kinds}
+    single = {"dense": {}, "experts": {"experts": True}}
     common = {"folder": str(folder), "micro_batches": 2 if n == 2 else 4}
-    answer = _on_ranks(machine, "train", 1, common | {"runs": _runs(single)})
-    if isinstance(answer, Result):
-        return answer
-    answer = _on_ranks(machine, "train", n, common | {"runs": _runs(wanted)})
-    if isinstance(answer, Result):
-        return answer
+    for num_ranks, runs in ((1, single), (n, wanted)):
+        answer = _on_ranks(machine, "train", num_ranks, common | {"runs": runs})
+        if isinstance(answer, Result):
+            return answer
     bound = BOUNDS[machine.device]
     table = []
     for name, settings in wanted.items():
         kind = "experts" if settings.get("experts") else "dense"
-        error, where = run_difference(folder / "out" / name, folder / "out" / kind)
-        table.append(
-            {"topology": name, "error": error, "in": where, "is_within": bool(error <= bound)}
-        )
+        worst = run_difference(folder / "out" / name, folder / "out" / kind)
+        row = {"topology": name, "error": worst.error, "in": worst.name}
+        table.append(row | {"is_within": worst.error <= bound})
     return topologies_result(table, bound)
 
 
@@ -163,7 +159,7 @@ def topologies_result(table: Sequence[Mapping[str, Any]], bound: float) -> Resul
     """The result of each topology's largest difference from one device."""
     bad = [row for row in table if not row["is_within"]]
     if bad:
-        worst = max(bad, key=lambda row: np.nan_to_num(row["error"], nan=np.inf))
+        worst = max(bad, key=lambda row: row["error"])
         return wrong(
             f"{', '.join(row['topology'] for row in bad)} differ from one device; "
             f"{worst['topology']} by {worst['error']:.2g} of the largest entry in {worst['in']} "
@@ -179,54 +175,17 @@ def topologies_result(table: Sequence[Mapping[str, Any]], bound: float) -> Resul
     )
 
 
-def _runs(wanted: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": name,
-            "kind": settings.get("kind") or ("experts" if settings.get("experts") else "dense"),
-            "settings": {key: value for key, value in settings.items() if "." in key},
-        }
-        for name, settings in wanted.items()
-    ]
+def run_difference(found: Path, wanted: Path) -> Difference:
+    """The largest difference of two runs: loss and gradient norm of every step, and every parameter
+    and moment."""
+    return differences(_values(found), _values(wanted), least=1e-6)[0]
 
 
-def run_difference(found: Path, wanted: Path) -> tuple[float, str]:
-    """The largest difference of two runs, relative to the largest entry, and where it is.
-
-    Compares loss and gradient norm of every step, and every parameter and moment.
-    """
-    errors = [(0.0, "nothing")]
-    for name in _METRICS:
-        own, other = (_metrics(folder, name) for folder in (found, wanted))
-        if own.shape != other.shape:
-            return float("inf"), f"the number of steps in {name}"
-        errors.append((_relative(own, other), name))
-    own, other = (_arrays(folder / f"checkpoint-{STEPS}") for folder in (found, wanted))
-    if own.keys() != other.keys():
-        return float("inf"), f"the names {sorted(own.keys() ^ other.keys())[:3]}"
-    errors += [(_relative(own[key], other[key]), key) for key in other]
-    return max(errors, key=lambda pair: np.nan_to_num(pair[0], nan=np.inf))
-
-
-def _metrics(folder: Path, name: str) -> np.ndarray:
+def _values(folder: Path) -> dict[str, np.ndarray]:
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return np.array([json.loads(line)[name] for line in lines], np.float64)
-
-
-def _arrays(checkpoint: Path) -> dict[str, np.ndarray]:
-    stored = {
-        **read_checkpoint_headers(checkpoint, "model"),
-        **read_checkpoint_headers(checkpoint, "optimizer"),
-    }
-    return {name: tensor.read() for name, tensor in stored.items()}
-
-
-def _relative(found: np.ndarray, wanted: np.ndarray) -> float:
-    if found.shape != wanted.shape:
-        return float("inf")
-    error = np.abs(found - wanted).max(initial=0.0)
-    size = max(float(np.abs(wanted).max(initial=0.0)), 1e-6)
-    return float(error) / size
+    steps = [json.loads(line) for line in lines]
+    metrics = {name: np.array([step[name] for step in steps]) for name in _METRICS}
+    return metrics | read_checkpoint(folder / f"checkpoint-{STEPS}")
 
 
 def _on_ranks(
@@ -238,7 +197,7 @@ def _on_ranks(
     file = folder / "job.json"
     content = {"job": job, "num_ranks": num_ranks, "answers": str(folder), **settings}
     file.write_text(json.dumps(content), encoding="utf-8")
-    with _without_tf32():
+    with mock.patch.dict(os.environ, {_TF32: "0"}):
         code = launch(["doctor", "--rank", str(file)], num_ranks, folder / "log", _STOP_S)
     if code == 0:
         return [
@@ -258,18 +217,6 @@ def _on_ranks(
         "read the logs in --json; with NCCL set NCCL_DEBUG=INFO, and try NCCL_P2P_DISABLE=1",
         logs=ends,
     )
-
-
-@contextmanager
-def _without_tf32() -> Iterator[None]:
-    before = os.environ.get(_TF32)
-    os.environ[_TF32] = "0"
-    try:
-        yield
-    finally:
-        del os.environ[_TF32]
-        if before is not None:
-            os.environ[_TF32] = before
 
 
 def run_rank(file: Path) -> int:
@@ -295,24 +242,22 @@ def run_rank(file: Path) -> int:
 
 def _train_all(job: Mapping[str, Any], rank: int, began: Path, stop: StopSignals) -> list[str]:
     """Train every run of the job; their outputs are compared afterwards."""
-    folder, done = Path(job["folder"]), []
-    for run in job["runs"]:
+    folder = Path(job["folder"])
+    for name, settings in job["runs"].items():
         if rank == 0:
             with began.open("a", encoding="utf-8") as stream:
-                stream.write(f"{run['name']}\n")
+                stream.write(f"{name}\n")
         mesh.leave()
-        settings = dict(run["settings"])
+        kind = "experts" if settings.pop("experts", False) else "dense"
         parts = settings.get("parallel.dp_degree", 1) * settings.get("parallel.sharding_degree", 1)
         settings = {
-            "train.output_dir": folder / "out" / run["name"],
+            "train.output_dir": str(folder / "out" / name),
             "train.per_device_train_batch_size": _MICRO_SAMPLES // parts,
             "train.gradient_accumulation_steps": job["micro_batches"],
             "parallel.timeout_s": _WAIT_S,
         } | settings
-        overrides = [f"{name}={json.dumps(value, default=str)}" for name, value in settings.items()]
-        config = load_run_config(folder / run["kind"] / "run.yaml", overrides)
-        signal = build_trainer(config).run(stop)
+        overrides = [f"{name}={json.dumps(value)}" for name, value in settings.items()]
+        signal = build_trainer(load_run_config(folder / kind / "run.yaml", overrides)).run(stop)
         if signal is not None:
-            raise RuntimeError(f"the run {run['name']} was stopped by signal {signal}")
-        done.append(run["name"])
-    return done
+            raise RuntimeError(f"the run {name} was stopped by signal {signal}")
+    return list(job["runs"])

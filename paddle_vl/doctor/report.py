@@ -1,115 +1,145 @@
-"""The table of a doctor's findings, its JSON, and its exit code."""
+"""A whole examination: its checks one after another, the table, the JSON, and the exit code."""
 
 import json
+import sys
+import tempfile
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
+import paddle_vl
 from paddle_vl.doctor.check import STATUSES, finite
-from paddle_vl.doctor.supervise import Finished
+from paddle_vl.doctor.supervise import Finished, supervised
 
 # Raised when a key of the JSON changes its meaning or goes.
 FORMAT = 1
 _MOST_ROWS = 80
 
 
-def exit_code(findings: Sequence[Finished]) -> int:
-    """1 if anything is wrong, else 0."""
-    return int(any(finished.result.status == "wrong" for finished in findings))
-
-
-def as_json(findings: Sequence[Finished], **facts: Any) -> dict[str, Any]:
-    """What `--json` writes.
+def examine(
+    command: Sequence[str],
+    only: Sequence[str] = (),
+    is_quick: bool = False,
+    json_file: Path | None = None,
+) -> int:
+    """Run the checks, and print the table.
 
     Args:
-        facts: about the whole run: version, start, seconds, command.
+        command: starts a worker, see `paddle_vl.doctor.supervise.supervised`.
+        only: names of checks or groups; empty for all.
+        json_file: for the findings; written after every check, so that nothing is lost.
 
     Returns:
-        `format`, the facts, `ok`, `counts` by status, and `checks`: name, title, status, found,
-        figures, remedy and seconds of each.
+        The exit code: 1 if anything is wrong, else 0.
+
+    Raises:
+        RefusedError: `only` names what does not exist.
+        OSError: the JSON file cannot be written; before anything runs.
     """
-    counts = Counter(finished.result.status for finished in findings)
-    return {
-        "format": FORMAT,
-        **finite(facts),
-        "ok": exit_code(findings) == 0,
-        "counts": {status: counts[status] for status in STATUSES},
-        "checks": [
-            {
-                "name": finished.name,
-                "title": finished.title,
-                **finished.result.as_json(),
-                "seconds": finished.seconds,
+    started, begin = datetime.now(timezone.utc).isoformat(timespec="seconds"), time.monotonic()
+    findings: list[Finished] = []
+
+    def write() -> None:
+        if json_file is not None:
+            facts = {
+                "paddle_vl": paddle_vl.__version__,
+                "started": started,
+                "seconds": round(time.monotonic() - begin, 1),
+                "only": list(only),
+                "is_quick": is_quick,
             }
-            for finished in findings
-        ],
-    }
+            partial = json_file.with_name(json_file.name + ".partial")
+            text = json.dumps(_as_json(findings, facts), indent=1, allow_nan=False)
+            partial.write_text(text + "\n", encoding="utf-8")
+            partial.replace(json_file)
 
-
-def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Write the content in one go."""
-    partial = file.with_name(file.name + ".partial")
-    partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    partial.replace(file)
+    write()
+    has_bar = sys.stderr.isatty()
+    with (
+        tempfile.TemporaryDirectory(prefix="paddle-vl-doctor-") as folder,
+        tqdm(desc="doctor", unit=" checks", disable=not has_bar, dynamic_ncols=True) as bar,
+    ):
+        for finished in supervised(
+            command, Path(folder), only, is_quick, bar.reset, bar.set_postfix_str
+        ):
+            findings.append(finished)
+            bar.update()
+            if not has_bar:
+                # A bar redraws its line, which would fill a log file.
+                status, found = finished.result.status, finished.result.found
+                print(f"{finished.name}: {status}: {found}", file=sys.stderr, flush=True)
+            write()
+    print(table(findings))
+    if json_file is not None:
+        print(f"written to {json_file}")
+    return int(_is_wrong(findings))
 
 
 def table(findings: Sequence[Finished]) -> str:
     """A table in GitHub's markdown, then the tables of the checks that have one, then what is
     wrong and what to do."""
     rows = [
-        ("check", "result", "s", "what was found"),
-        *(
-            (
-                finished.name,
-                finished.result.status.upper()
-                if finished.result.status == "wrong"
-                else finished.result.status,
-                "" if finished.seconds is None else f"{finished.seconds:.1f}",
-                _one_line(finished.result.found),
-            )
-            for finished in findings
-        ),
+        {
+            "check": finished.name,
+            "result": finished.result.status.replace("wrong", "WRONG"),
+            "s": "" if finished.seconds is None else f"{finished.seconds:.1f}",
+            "what was found": finished.result.found,
+        }
+        for finished in findings
     ]
-    parts = [markdown(rows)]
-    for group, members in groupby(findings, lambda finished: finished.name.partition(".")[0]):
-        # Rows of one kind stand in one table.
-        kinds: list[tuple[set[str], list[Mapping[str, Any]]]] = []
-        for finished in members:
-            for row in finished.result.figures.get("table") or ():
-                columns = set(row)
-                for known, rows in kinds:
-                    if known <= columns or columns <= known:
-                        known |= columns
-                        rows.append(row)
-                        break
-                else:
-                    kinds.append((columns, [row]))
-        parts += [f"{group}\n\n{_own_table(rows)}" for _, rows in kinds]
-    parts.append(_verdict(findings))
-    return "\n\n".join(parts)
+    # Rows of one kind, which begin with the same column, stand in one table.
+    tables: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for finished in findings:
+        for row in finished.result.figures.get("table") or ():
+            tables.setdefault((finished.name.partition(".")[0], next(iter(row))), []).append(row)
+    parts = [_markdown(rows)]
+    for (group, _), rows in tables.items():
+        parts.append(f"{group}\n\n{_markdown(rows[:_MOST_ROWS])}")
+        if len(rows) > _MOST_ROWS:
+            parts.append(f"{len(rows) - _MOST_ROWS} more rows are in --json")
+    return "\n\n".join([*parts, _verdict(findings)])
 
 
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as a markdown table whose columns are aligned in plain text; the first is the head."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+def _is_wrong(findings: Sequence[Finished]) -> bool:
+    return any(finished.result.status == "wrong" for finished in findings)
+
+
+def _as_json(findings: Sequence[Finished], facts: Mapping[str, Any]) -> dict[str, Any]:
+    counts = Counter(finished.result.status for finished in findings)
+    return {
+        "format": FORMAT,
+        **facts,
+        "ok": not _is_wrong(findings),
+        "counts": {status: counts[status] for status in STATUSES},
+        "checks": [
+            {
+                "name": finished.name,
+                "title": finished.title,
+                **finished.result.as_json(),
+                "seconds": finite(finished.seconds),
+            }
+            for finished in findings
+        ],
+    }
+
+
+def _markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as a markdown table whose columns are aligned in plain text."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [columns, *([_cell(row.get(column)) for column in columns] for row in rows)]
+    widths = [max(3, *(len(row[i]) for row in cells)) for i in range(len(columns))]
     # A last column of sentences is not filled up with spaces.
-    widths[-1] = min(widths[-1], 3)
+    widths[-1] = 3
     lines = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
-        for row in rows
+        for row in [cells[0], ["-" * width for width in widths], *cells[1:]]
     ]
-    lines.insert(1, "| " + " | ".join("-" * max(3, width) for width in widths) + " |")
     return "\n".join(lines)
-
-
-def _own_table(entries: Sequence[Mapping[str, Any]]) -> str:
-    columns = list(dict.fromkeys(key for entry in entries for key in entry))
-    rows = [[_cell(entry.get(column)) for column in columns] for entry in entries]
-    text = markdown([columns, *rows[:_MOST_ROWS]])
-    left = len(rows) - _MOST_ROWS
-    return text if left <= 0 else f"{text}\n\n{left} more rows are in --json"
 
 
 def _verdict(findings: Sequence[Finished]) -> str:
@@ -125,7 +155,7 @@ def _verdict(findings: Sequence[Finished]) -> str:
             ]
             output = finished.result.figures.get("output") or []
             lines += [f"  | {line}" for line in output[-4:]]
-    if exit_code(findings) == 0:
+    if not _is_wrong(findings):
         lines.append("nothing is wrong")
     return "\n".join(lines)
 
@@ -135,8 +165,4 @@ def _cell(value: Any) -> str:
         return ""
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
-    return _one_line(str(value))
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    return " ".join(str(value).split()).replace("|", "\\|")

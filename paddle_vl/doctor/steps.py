@@ -1,103 +1,203 @@
-"""A steady training step: kernels that it launches, reads by the host, copies and waits."""
+"""A steady training step: what it launches, copies and waits for, and copies of batches beside it.
+
+Every batch is handed over, and its arrays are overwritten at once; later batches take the same
+device buffers while earlier steps still compute. Each step takes the extremes of what it was given:
+others show a copy that came too early, too late, or from memory that was given away.
+"""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from paddle import profiler
+import numpy as np
+import paddle
+from paddle import Tensor
 
 from paddle_vl.config.load import load_run_config
-from paddle_vl.doctor.check import Check, Machine, Result, ok, wrong
-from paddle_vl.testing import record_host_reads
+from paddle_vl.doctor.check import Machine, Result, check, ok, wrong
+from paddle_vl.doctor.measuring import best_s, profiled
+from paddle_vl.testing import record_device_copies, record_host_reads
 from paddle_vl.testing.tiny_run import write_tiny_run
 from paddle_vl.train.build import build_trainer
+from paddle_vl.train.feeding.device_copies import DeviceCopies, GpuDevice
 
-_WARM_UP, _STEPS = 2, 2
+_WARM_UP, _STEPS = 2, 4
 # Reads of host memory: messages between hosts, and kernels that only run on a CPU.
 _HOST_ONLY = ("parallel/ranks.py", "nn/attention.py", "nn/cpu/")
-# Substrings of CUDA's functions.
-_WAITS = ("Synchronize",)
-_COPIES = ("Memcpy",)
-_LAUNCHES = ("LaunchKernel", "LaunchCooperative")
+# On a CPU without copies beside the step, the feed makes tensors of the batch.
+_FEED = ("train/feeding/",)
+# What an event of CUDA's runtime counts as, by a part of its name.
+WAITS = "waits of the host"
+_RUNTIME = {
+    "LaunchKernel": "launches", "LaunchCooperative": "launches", "Memcpy": "copies",
+    "Synchronize": WAITS,
+}  # fmt: skip
+_ROUNDS, _POISON = 30, 1e9
+_ELEMENTS = (1 << 22, 1 << 20, 3 << 20)
 
 
-def checks(machine: Machine) -> list[Check]:
-    return [
-        Check("step.counts", "launches, copies and waits of a steady step", _counts, limit_s=90)
-    ]
-
-
-def _counts(machine: Machine) -> Result:
+@check("step.counts", limit_s=90.0)
+def step_counts(machine: Machine) -> Result:
+    """Launches, copies and waits of a steady step."""
     folder = machine.folder / "counts"
     settings = ["logging.logging_steps=1000", f"train.max_steps={_WARM_UP + _STEPS + 1}"]
     trainer = build_trainer(load_run_config(write_tiny_run(folder), settings), writes=False)
     # As on a GPU; a CPU reads the flag of a bad step, which costs nothing there.
     trainer.optimizer.masks_updates = True
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            trainer.train_one_step()
+
     try:
-        for _ in range(_WARM_UP):
+        train(_WARM_UP)
+        with record_host_reads() as reads, record_device_copies() as copies:
             trainer.train_one_step()
-        with record_host_reads() as reads:
-            trainer.train_one_step()
-        counts = Counter()
-        with profiler.Profiler(targets=_targets(machine), on_trace_ready=_nothing) as trace:
-            for _ in range(_STEPS):
-                trainer.train_one_step()
-        # Paddle types it as unset.
-        result: Any = trace.profiler_result
-        for kind, name in _events(result.get_data().values()):
-            counts[_class_of(kind, name)] += 1
+        counts = Counter(_class_of(*event) for event in profiled(lambda: train(_STEPS)))
     finally:
         trainer.feed.close()
     per_step = {name: number / _STEPS for name, number in sorted(counts.items()) if name}
     own = [place for place in reads if not place.startswith(_HOST_ONLY)]
-    figures = {"per_step": per_step, "host_reads": own, "host_only_reads": len(reads) - len(own)}
+    copied = [place for place in copies if not place.startswith(_FEED)]
     text = ", ".join(f"{number:g} {name}" for name, number in per_step.items())
-    text = f"per step of a tiny model (2 micro-batches, 4 layers): {text}; {len(own)} host reads"
-    if own:
+    text = f"per step of a tiny model (2 micro-batches, 4 layers): {text}; {len(own)} host reads, "
+    text += f"{len(copied)} copies to the device beside its batches"
+    figures = {
+        "per_step": per_step,
+        "host_reads": own,
+        "host_only_reads": len(reads) - len(own),
+        "device_copies": copied,
+    }
+    if problem := step_problem(own, copied, per_step):
         return wrong(
-            f"{text}, first at {own[0]}",
-            "the host waits for the device there in every step: report it",
+            f"{text}; {problem}",
+            "the host waits for the device there in every step, or holds it up: report it",
             **figures,
         )
     return ok(text, **figures)
 
 
-def _targets(machine: Machine) -> list[profiler.ProfilerTarget]:
-    cpu = [profiler.ProfilerTarget.CPU]
-    return [*cpu, profiler.ProfilerTarget.GPU] if machine.device == "gpu" else cpu
+def step_problem(
+    reads: Sequence[str], copies: Sequence[str], per_step: Mapping[str, float]
+) -> str | None:
+    """What makes host and device wait in a steady step, if anything.
 
-
-def _nothing(trace: Any) -> None:
-    """Instead of an export."""
-
-
-def _events(nodes: Any) -> Iterator[tuple[str, str]]:
-    """Kind and name of every event below these nodes of a trace."""
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        yield str(node.type).rpartition(".")[2], node.name
-        waiting += node.children_node
-        for runtime in node.runtime_node:
-            yield "runtime", runtime.name
-            for event in getattr(runtime, "device_node", ()):
-                yield str(event.type).rpartition(".")[2], event.name
+    Args:
+        reads, copies: places of the package where the host reads the device, or copies to it.
+        per_step: events of a step by name, as the profiler saw them.
+    """
+    for places, what in ((reads, "reads the device"), (copies, "copies to the device")):
+        if places:
+            return f"the host {what} at {places[0]}"
+    # The profiler itself waits when it begins and ends: less than once in a step.
+    waits = per_step.get(WAITS, 0)
+    return f"the host waits {waits:g} times for the device" if waits >= 1 else None
 
 
 def _class_of(kind: str, name: str) -> str:
     """What an event counts as; empty if it is not counted."""
-    if kind == "DygraphKernelLaunch":
-        return "operators"
-    if kind == "Kernel":
-        return "device kernels"
     if kind == "Memcpy":
         return f"{name.split(' ')[0]} {'to the device' if 'HtoD' in name else ''}".strip()
     if kind == "runtime":
-        for words, meaning in (
-            (_LAUNCHES, "launches"),
-            (_COPIES, "copies"),
-            (_WAITS, "waits of the host"),
-        ):
-            if any(word in name for word in words):
-                return meaning
-    return ""
+        return next((what for part, what in _RUNTIME.items() if part in name), "")
+    return {"DygraphKernelLaunch": "operators", "Kernel": "device kernels"}.get(kind, "")
+
+
+@check("copies.race", need="gpu")
+def copies_race(machine: Machine) -> Result:
+    """Batches arrive whole while steps run."""
+    rounds = 8 if machine.is_quick else _ROUNDS
+    bad = spoiled_rounds(GpuDevice(), rounds, _busy)
+    figures = {"rounds": rounds, "spoiled": bad, "megabytes": sum(_ELEMENTS) * 4 / 1e6}
+    if bad:
+        return wrong(
+            f"{len(bad)} of {rounds} steps computed with data of another batch: rounds {bad[:5]}",
+            "set data.pin_memory: false in every run, and report this: a kernel read its buffer "
+            "before the copy, or pinned memory was given away too early",
+            **figures,
+        )
+    return ok(f"{rounds} batches of {figures['megabytes']:.0f} MB arrived whole", **figures)
+
+
+def spoiled_rounds(device: GpuDevice, rounds: int, busy: Callable[[], Any]) -> list[int]:
+    """Numbers of the rounds whose step saw other values than those handed over.
+
+    Args:
+        busy: launches work on the compute stream, so that steps run late.
+    """
+    copies, seen = DeviceCopies(device), []
+    for number in range(rounds):
+        # Sizes change, so that buffers grow and pinned memory is taken and freed.
+        arrays = {
+            f"x{i}": np.full(size // (1 + number % 3), float(number + i), np.float32)
+            for i, size in enumerate(_ELEMENTS)
+        }
+        if number:
+            copies.launched()
+        (batch,) = copies.start([arrays], lambda name: True)
+        for array in arrays.values():
+            array[:] = _POISON
+        copies.wait()
+        before = [_extremes(batch[name]) for name in arrays]
+        busy()
+        # Buffers must hold until the step's last kernel.
+        seen.append([before, [_extremes(batch[name]) for name in arrays]])
+    wanted = [[(float(number + i),) * 2 for i in range(len(_ELEMENTS))] for number in range(rounds)]
+    bad = [
+        number
+        for number, times in enumerate(seen)
+        if any([tuple(x.tolist()) for x in found] != wanted[number] for found in times)
+    ]
+    copies.close()
+    return bad
+
+
+def _extremes(x: Tensor) -> Tensor:
+    """Smallest and largest entry, on the device."""
+    return paddle.stack([x.min(), x.max()])
+
+
+def _busy() -> None:
+    """A few milliseconds of products."""
+    has_bfloat16 = paddle.device.cuda.get_device_capability()[0] >= 8
+    x = paddle.ones([4096, 4096], "bfloat16" if has_bfloat16 else "float32")
+    for _ in range(8):
+        x = paddle.matmul(x, x) * 2.0**-12
+
+
+@check("copies.overlap", need="gpu")
+def copies_overlap(machine: Machine) -> Result:
+    """Copies to the device run beside kernels."""
+    device = GpuDevice()
+    source = device.pinned(np.ones([1 << 26], np.float32))
+    target = device.empty([1 << 26], "float32")
+
+    def copy() -> None:
+        device.copy([(source, target)])
+
+    def compute() -> None:
+        for _ in range(4):
+            _busy()
+
+    def both() -> None:
+        copy()
+        compute()
+
+    copy_s, compute_s, both_s = (best_s(run, 3) for run in (copy, compute, both))
+    hidden = (copy_s + compute_s - both_s) / min(copy_s, compute_s)
+    figures = {
+        "copy_s": copy_s,
+        "compute_s": compute_s,
+        "both_s": both_s,
+        "gb_per_s": 4 * (1 << 26) / copy_s / 1e9,
+        "hidden_share": hidden,
+    }
+    text = f"{figures['gb_per_s']:.1f} GB/s to the device, {100 * hidden:.0f} % of it hidden"
+    if hidden < 0.5:
+        return wrong(
+            text,
+            "copies wait for kernels: check that memory is pinned (ulimit -l), the device has a "
+            "copy engine, and CUDA_LAUNCH_BLOCKING is unset",
+            **figures,
+        )
+    return ok(text, **figures)

@@ -7,19 +7,17 @@ passes its time limit, that check is a finding and a new process goes on with th
 import json
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paddle_vl.doctor.check import Result, wrong
 from paddle_vl.doctor.worker import EVENTS_FILE, JOB_FILE, RESTART
+from paddle_vl.processes import Processes, end_in_words
 
 PACKAGE = Path(__file__).resolve().parents[1]
-_POLL_S = 0.05
 # Until the first event: importing Paddle from a cold disk takes tens of seconds.
 START_LIMIT_S = 180.0
 # For ranks that the worker has started, before it is killed.
@@ -29,7 +27,7 @@ _CRASH = (
     "only this kernel crashes, look for another wheel or driver"
 )
 _SHOWN_LINES = 25
-# A process that dies before its first check would be started for ever.
+# A process that dies outside of its checks would do so for ever.
 _START = "start"
 
 
@@ -49,14 +47,6 @@ class Finished:
     title: str
     result: Result
     seconds: float | None = None
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The checks that a process is going to run, by name."""
-
-    titles: dict[str, str]
-    limits_s: dict[str, float]
 
 
 def supervised(
@@ -80,8 +70,8 @@ def supervised(
     """
     done: list[str] = []
     is_planned = False
-    for attempt in range(1000):
-        work = folder / str(attempt)
+    while True:
+        work = folder / str(len(list(folder.glob("*"))))
         work.mkdir(parents=True)
         job = {"only": list(only), "is_quick": is_quick, "done": done}
         (work / JOB_FILE).write_text(json.dumps(job), encoding="utf-8")
@@ -97,17 +87,16 @@ def supervised(
                     on_begin(event["check"])
                 elif event["event"] == "end":
                     done.append(event["check"])
-                    yield worker.finished(event)
+                    title, result = worker.title(event["check"]), Result(**event["result"])
+                    yield Finished(event["check"], title, result, event["seconds"])
         finally:
-            worker.stop()
-        if worker.wants_restart:
-            continue
-        if worker.problem is None:
+            # The launcher passes SIGTERM on to its ranks.
+            worker.process.end(_GRACE_S)
+        if worker.problem is not None:
+            yield worker.problem
+            done.append(worker.problem.name)
+        if not worker.wants_successor:
             return
-        yield worker.problem
-        if worker.problem.name == _START:
-            return
-        done.append(worker.problem.name)
 
 
 class _Worker:
@@ -115,134 +104,78 @@ class _Worker:
 
     Attributes:
         problem: after `events` has ended, the check that ended the process; None if all ran.
-        wants_restart: after `events` has ended, whether the other checks need a new process.
+        wants_successor: after `events` has ended, whether the other checks need a new process.
     """
 
     def __init__(self, command: Sequence[str], work: Path):
         self.problem: Finished | None = None
-        self.wants_restart = False
-        self._work, self._plan = work, None
-        self._running: str | None = None
-        self._since = time.monotonic()
-        self._seen = 0
-        with (work / "output").open("wb") as output:
-            self._process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                # A group of its own, so that what it starts ends with it.
-                start_new_session=True,
-                env=_environment(),
-            )
+        self.wants_successor = False
+        self._work, self._running = work, None
+        # The checks that the process is going to run; None before it has told.
+        self._plan: dict[str, dict[str, Any]] | None = None
+        self.process = Processes()
+        self.process.start(command, _environment(), work / "output")
+
+    def title(self, name: str) -> str:
+        return (self._plan or {}).get(name, {}).get("title", "")
 
     def events(self) -> Iterator[dict[str, Any]]:
         """What happens, until the process ends or a check takes too long."""
-        while True:
-            code = self._process.poll()
-            for event in self._new_events():
-                self._note(event)
+        file, seen, since = self._work / EVENTS_FILE, 0, time.monotonic()
+        for _ in self.process.watched():
+            # Before its events, which it may write until it ends.
+            (code,) = self.process.codes()
+            # The last line may be half written.
+            lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
+            for line in lines[seen:]:
+                event, since = json.loads(line), time.monotonic()
+                if event["event"] == "plan":
+                    self._plan = {check["name"]: check for check in event["checks"]}
+                self._running = event["check"] if event["event"] == "begin" else None
                 yield event
-            if code is not None:
-                self.wants_restart = code == RESTART and self._running is None
-                if self.wants_restart:
-                    return
-                if code or self._running is not None or self._plan is None:
-                    self.problem = self._ended(code)
+            seen = len(lines)
+            limit_s = START_LIMIT_S
+            if self._plan is not None and self._running is not None:
+                limit_s = self._plan[self._running]["limit_s"]
+            if code is None and time.monotonic() - since > limit_s:
+                self.problem = self._late(limit_s)
+                self.wants_successor = self._running is not None
                 return
-            if time.monotonic() - self._since > self._limit_s:
-                self.problem = self._late()
-                return
-            time.sleep(_POLL_S)
-
-    def finished(self, event: dict[str, Any]) -> Finished:
-        return Finished(
-            event["check"],
-            self._title(event["check"]),
-            Result(**event["result"]),
-            event["seconds"],
-        )
-
-    def stop(self) -> None:
-        """End the process and what it has started."""
-        if self._process.poll() is None:
-            # The launcher passes SIGTERM on to its ranks.
-            self._process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_GRACE_S)
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-    @property
-    def _limit_s(self) -> float:
-        if self._plan is None or self._running is None:
-            return START_LIMIT_S
-        return self._plan.limits_s[self._running]
-
-    def _new_events(self) -> list[dict[str, Any]]:
-        file = self._work / EVENTS_FILE
-        if not file.exists():
-            return []
-        # The last line may be half written.
-        lines = file.read_bytes().split(b"\n")[:-1]
-        new, self._seen = lines[self._seen :], len(lines)
-        return [json.loads(line) for line in new]
-
-    def _note(self, event: dict[str, Any]) -> None:
-        self._since = time.monotonic()
-        if event["event"] == "plan":
-            entries = event["checks"]
-            self._plan = Plan(
-                {entry["name"]: entry["title"] for entry in entries},
-                {entry["name"]: entry["limit_s"] for entry in entries},
-            )
-        elif event["event"] == "refused":
-            self._plan = Plan({}, {})
-        self._running = event["check"] if event["event"] == "begin" else None
-
-    def _title(self, name: str) -> str:
-        return "" if self._plan is None else self._plan.titles.get(name, "")
+            is_between = self._running is None and self._plan is not None
+            if code is not None and not (is_between and code in (0, RESTART)):
+                self.problem = self._ended(code)
+            self.wants_successor = code == RESTART or self._running is not None
 
     def _ended(self, code: int) -> Finished:
-        how = f"exit code {code}"
-        if code < 0:
-            how = f"signal {signal.Signals(-code).name}"
-        if self._running is None and self._plan is None:
-            result = wrong(
-                f"the process of the checks ended with {how} while it imported Paddle",
+        how = end_in_words(code)
+        name, title = _START, "the process of the checks"
+        found, remedy = f"it {how} between two checks", "report it with this table and --json"
+        if self._running is not None:
+            name, title = self._running, self.title(self._running)
+            found, remedy = f"the process crashed: it {how}", _CRASH
+            if code == -signal.SIGKILL:
+                remedy = "the host's memory may be full: see dmesg"
+        elif self._plan is None:
+            title = "Paddle can be imported"
+            found = f"the process of the checks {how} while it imported Paddle"
+            remedy = (
                 "Paddle cannot be imported here: read the output, and install the wheel for this "
-                "machine's Python, CUDA and driver",
-                output=self._output(),
+                "machine's Python, CUDA and driver"
             )
-            return Finished(_START, "Paddle can be imported", result)
-        if self._running is None:
-            result = wrong(
-                f"the process of the checks ended with {how} between two checks",
-                "report it with this table and --json",
-                output=self._output(),
-            )
-            return Finished(_START, "the process of the checks", result)
-        result = wrong(
-            f"the process crashed: {how}",
-            "the host's memory may be full: see dmesg" if code == -signal.SIGKILL else _CRASH,
-            output=self._output(),
-        )
-        return Finished(self._running, self._title(self._running), result)
+        return Finished(name, title, wrong(found, remedy, output=self._output()))
 
-    def _late(self) -> Finished:
+    def _late(self, limit_s: float) -> Finished:
         name = self._running or _START
         result = wrong(
-            f"did not end within {self._limit_s:g} s and was stopped",
+            f"did not end within {limit_s:g} s and was stopped",
             "a hang: see where it stands in --json; of several ranks, check NCCL_DEBUG=INFO, the "
             "network interfaces and peer access between the GPUs",
             output=self._output(),
         )
-        return Finished(name, self._title(name), result, self._limit_s)
+        return Finished(name, self.title(name), result, limit_s)
 
     def _output(self) -> list[str]:
-        text = (self._work / "output").read_text(encoding="utf-8", errors="replace")
-        return text.splitlines()[-_SHOWN_LINES:]
+        return self.process.end_of_output(0, _SHOWN_LINES)
 
 
 def _environment() -> dict[str, str]:

@@ -12,21 +12,22 @@ between steps is compared with the formula of `paddle_vl.train.memory_needed`.
 
 import gc
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from math import prod
 from typing import Any
 
 import paddle
 import yaml
+from paddle import Tensor
 from paddle.base import core
 
 from paddle_vl.config.load import load_run_config
-from paddle_vl.doctor.check import Check, Dtype, Machine, Result, ok, wrong
-from paddle_vl.doctor.kernels import best_s, synchronize
-from paddle_vl.profile.memory import GB, memory_meter
+from paddle_vl.doctor.check import Dtype, Machine, Result, check, ok, wrong
+from paddle_vl.doctor.measuring import best_s, synchronize
+from paddle_vl.profile.memory import GB, MemoryMeter
 from paddle_vl.profile.workload import Workload, with_workload
-from paddle_vl.testing.qwen3_vl import tiny_qwen3_vl, tiny_qwen3_vl_config
+from paddle_vl.testing import tiny_qwen3_vl, tiny_qwen3_vl_config
+from paddle_vl.testing.qwen3_vl import EIGHTH, sliced_values
 from paddle_vl.testing.tiny_run import write_processor
 from paddle_vl.train.build import build_trainer, run_family
 from paddle_vl.train.memory_needed import NeededMemory, available_memory
@@ -44,93 +45,26 @@ class Size:
     """A model, and samples to train it on.
 
     Attributes:
-        layers, blocks: decoder layers and vision blocks of the whole model.
+        name: see `sliced_values`.
         needs_gb: device memory for two layers with optimizer state.
         image_side: pixels of a sample's image.
         answer_tokens: tokens of a sample's answer.
     """
 
     name: str
-    text: Mapping[str, Any]
-    vision: Mapping[str, Any]
-    layers: int
-    blocks: int
     needs_gb: float
     image_side: int
     answer_tokens: int
     dtype: Dtype = "bfloat16"
-    is_tied: bool = False
-
-    def config(self, layers: int, blocks: int) -> dict[str, Any]:
-        """The model's configuration with that many layers and blocks."""
-        return {
-            "model_type": "qwen3_vl",
-            "text_config": {**self.text, "num_hidden_layers": layers},
-            # One deepstack level, of the first block, in slices and whole alike.
-            "vision_config": {**self.vision, "depth": blocks, "deepstack_visual_indexes": [0]},
-            "tie_word_embeddings": self.is_tied,
-        }
-
-    def whole(self) -> Any:
-        """Configuration of the whole model."""
-        # Any ids do: they are neither in shapes nor in operations.
-        ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-        values = self.config(self.layers, self.blocks) | {name: i for i, name in enumerate(ids, 1)}
-        return type(tiny_qwen3_vl_config()).from_dict(values)
 
 
-def _text(width: int, inner: int, heads: int, key_heads: int) -> dict[str, Any]:
-    return {
-        "vocab_size": 151936, "hidden_size": width, "intermediate_size": inner, "head_dim": 128,
-        "num_attention_heads": heads, "num_key_value_heads": key_heads, "rope_theta": 5e6,
-        "rope_scaling": {"rope_type": "default", "mrope_section": [24, 20, 20]},
-        "max_position_embeddings": 262144,
-    }  # fmt: skip
-
-
-def _vision(width: int, inner: int, out: int) -> dict[str, Any]:
-    return {
-        "hidden_size": width, "intermediate_size": inner, "num_heads": 16, "patch_size": 16,
-        "out_hidden_size": out, "num_position_embeddings": 2304,
-    }  # fmt: skip
-
-
-# The first that fits is taken. Widths are those of the published configurations.
+# The first that fits is taken.
 SIZES = (
-    Size("Qwen3-VL-8B", _text(4096, 12288, 32, 8), _vision(1152, 4304, 4096), 36, 27, 45, 1024,
-         3000),
-    Size("Qwen3-VL-4B", _text(2560, 9728, 32, 8), _vision(1024, 4096, 2560), 36, 24, 20, 1024, 3000,
-         is_tied=True),
-    Size("Qwen3-VL-2B", _text(2048, 6144, 16, 8), _vision(1024, 4096, 2048), 28, 24, 12, 768, 1000,
-         is_tied=True),
-)  # fmt: skip
-SMALL = Size(
-    "a model of an eighth of Qwen3-VL-8B's width",
-    _text(512, 1536, 8, 4)
-    | {
-        "vocab_size": 4096,
-        "head_dim": 64,
-        "rope_scaling": {"rope_type": "default", "mrope_section": [12, 10, 10]},
-    },
-    _vision(256, 1024, 512) | {"num_heads": 4},
-    *(12, 8),
-    needs_gb=1,
-    image_side=256,
-    answer_tokens=128,
-    dtype="float32",
+    Size("Qwen3-VL-8B", 45, 1024, 3000),
+    Size("Qwen3-VL-4B", 20, 1024, 3000),
+    Size("Qwen3-VL-2B", 12, 768, 1000),
 )
-
-
-def checks(machine: Machine) -> list[Check]:
-    return [
-        Check(
-            "speed.true_width",
-            "five steps of layers of a real size, extrapolated to the whole model",
-            partial(_true_width),
-            limit_s=180.0,
-            is_quick=False,
-        )
-    ]
+SMALL = Size(EIGHTH, 1, 256, 128, "float32")
 
 
 @dataclass(frozen=True)
@@ -142,6 +76,7 @@ class SliceMeasure:
         state: bytes that stay between steps.
         peak: largest number of bytes of tensors during a step.
         needed: the formula's.
+        whole_flops: of a step of the whole model.
     """
 
     seconds: float
@@ -153,18 +88,21 @@ class SliceMeasure:
     whole_flops: int
 
 
-def _true_width(machine: Machine) -> Result:
-    size = chosen_size(machine)
+@check("speed.true_width", limit_s=180.0, is_quick=False)
+def true_width(machine: Machine) -> Result:
+    """Five steps of layers of a real size, extrapolated to the whole model."""
+    size = SMALL
+    if machine.has_bfloat16:
+        have = available_memory()[0] / GB
+        size = next((size for size in SIZES if size.needs_gb <= have), SMALL)
     small, large = (_measured(machine, size, number) for number in _SLICES)
-    return slices_result(size, small, large, _peak_flops(machine, size.dtype), _whole_state(size))
-
-
-def chosen_size(machine: Machine) -> Size:
-    """The largest size of which two layers fit the device; a small one on a CPU."""
-    if machine.device == "cpu" or not machine.has_bfloat16:
-        return SMALL
-    have = available_memory()[0] / GB
-    return next((size for size in SIZES if size.needs_gb <= have), SMALL)
+    # Without storage: shapes alone.
+    config = type(tiny_qwen3_vl_config()).from_dict(sliced_values(size.name))
+    whole = type(tiny_qwen3_vl()).from_config(config, materialize=False)
+    parameters = sum(prod(parameter.shape) for parameter in whole.parameters())
+    # Weight and gradient in the dtype, two float32 moments, and a float32 master weight.
+    whole_state = parameters * (2 + 2 + 8 + 4 if size.dtype == "bfloat16" else 4 + 4 + 8)
+    return slices_result(size, small, large, _peak_flops(machine, size.dtype), whole_state)
 
 
 def slices_result(
@@ -176,14 +114,12 @@ def slices_result(
         peak: FLOP/s of the device's products.
         whole_state: bytes of weights, gradients and optimizer state of the whole model.
     """
-    added = large.flops - small.flops
-    left = large.whole_flops - large.flops
+    added, left = large.flops - small.flops, large.whole_flops - large.flops
     is_noisy = large.seconds <= small.seconds
     # On a busy machine more layers may seem to take no longer; then every operation counts alike.
     per_flop = large.seconds / large.flops if is_noisy else (large.seconds - small.seconds) / added
     whole_s = large.seconds + left * per_flop
     of_small, of_large = (max(0.0, each.peak - each.needed.total) for each in (small, large))
-    whole_activations = of_large + max(0.0, of_large - of_small) * left / added
     formula = large.needed.weights + large.needed.optimizer
     figures = {
         "model": size.name,
@@ -202,7 +138,7 @@ def slices_result(
         "formula_gb": formula / GB,
         "peak_gb": large.peak / GB,
         "whole_state_gb": whole_state / GB,
-        "whole_activations_gb": whole_activations / GB,
+        "whole_activations_gb": (of_large + max(0.0, of_large - of_small) * left / added) / GB,
     }
     text = (
         f"{size.name}, {size.dtype}: {_SLICES[1]} layers {1e3 * large.seconds:.1f} ms a step, MFU "
@@ -229,7 +165,7 @@ def _measured(machine: Machine, size: Size, number: int) -> SliceMeasure:
     folder.mkdir()
     write_processor(folder / "processor", "What is there to see? word", 16, size.image_side**2)
     settings = {
-        "model": {"config": size.config(number, number), "compute_dtype": size.dtype},
+        "model": {"config": sliced_values(size.name, number), "compute_dtype": size.dtype},
         "data": {"train": ["none"], "processor": str(folder / "processor"), "max_length": 8192},
         "train": {
             "output_dir": str(folder / "out"),
@@ -244,39 +180,39 @@ def _measured(machine: Machine, size: Size, number: int) -> SliceMeasure:
     file.write_text(yaml.safe_dump(settings), encoding="utf-8")
     workload = Workload(True, 1, size.image_side, size.answer_tokens)
     config = with_workload(load_run_config(file), workload, folder)
-    before = allocated_bytes()
+    before = _allocated_bytes()
     trainer = build_trainer(config, writes=False)
-    meter = memory_meter()
+    meter = MemoryMeter()
     try:
         for _ in range(_WARM_UP):
             trainer.train_one_step()
         meter.reset()
         seconds, outcome = _timed(trainer)
-        peak = meter.peak().allocated
-        state = allocated_bytes() - before
+        peak, state = meter.peak().allocated, _allocated_bytes()
         model = trainer.runner.model
-        needed = NeededMemory.of(model.parameters(), config.parallel)
         (micro_batch,) = trainer.feed.next_step().micro_batches
-        names = set(model.whole_shapes())
-        counter = run_family(config).flop_counter(model, names)
-        batch = {name: _host(value) for name, value in micro_batch.batch.items()}
+        counter = run_family(config).flop_counter(model, set(model.whole_shapes()))
+        batch = {
+            name: value.numpy() if isinstance(value, Tensor) else value
+            for name, value in micro_batch.batch.items()
+        }
         # The family's counter, for another configuration.
         make_counter: Any = type(counter)
-        whole_flops = make_counter(size.whole())(batch)
+        whole = type(model.config).from_dict(sliced_values(size.name))
+        measure = SliceMeasure(
+            seconds,
+            micro_batch.flops,
+            outcome.totals.num_tokens,
+            state - before,
+            peak - before,
+            NeededMemory.of(model.parameters(), config.parallel),
+            make_counter(whole)(batch),
+        )
     finally:
-        meter.close()
         trainer.feed.close()
     del trainer, model, counter
     gc.collect()
-    return SliceMeasure(
-        seconds,
-        micro_batch.flops,
-        outcome.totals.num_tokens,
-        state,
-        peak - before,
-        needed,
-        whole_flops,
-    )
+    return measure
 
 
 def _timed(trainer: Trainer) -> tuple[float, Any]:
@@ -287,41 +223,21 @@ def _timed(trainer: Trainer) -> tuple[float, Any]:
     """
     times, outcome = [], None
     synchronize()
-    begin = time.perf_counter()
     for _ in range(_STEPS):
-        own = time.perf_counter()
+        begin = time.perf_counter()
         outcome = trainer.train_one_step()
-        times.append(time.perf_counter() - own)
+        times.append(time.perf_counter() - begin)
+    begin = time.perf_counter()
     synchronize()
-    whole = time.perf_counter() - begin
+    left = time.perf_counter() - begin
     if outcome is None or not bool(outcome.is_good):
         raise RuntimeError("a step was skipped: its loss or gradient norm is not finite")
     if paddle.get_device().startswith("cpu"):
         return min(times), outcome
-    return whole / _STEPS, outcome
+    return (sum(times) + left) / _STEPS, outcome
 
 
-def _host(value: Any) -> Any:
-    return value.numpy() if isinstance(value, paddle.Tensor) else value
-
-
-def _whole_state(size: Size) -> float:
-    """Bytes of weights, gradients and optimizer state of the whole model, on all ranks together."""
-    # Without storage: shapes alone.
-    model = type(tiny_qwen3_vl()).from_config(size.whole(), materialize=False)
-    parameters = sum(_elements(parameter.shape) for parameter in model.parameters())
-    # Weight and gradient in the dtype, two float32 moments, and a float32 master weight.
-    return parameters * (2 + 2 + 8 + 4 if size.dtype == "bfloat16" else 4 + 4 + 8)
-
-
-def _elements(shape: Any) -> int:
-    number = 1
-    for side in shape:
-        number *= int(side)
-    return number
-
-
-def allocated_bytes() -> int:
+def _allocated_bytes() -> int:
     """Bytes of all tensors on this process's device."""
     gc.collect()
     if paddle.get_device().startswith("cpu"):

@@ -21,8 +21,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paddle_vl.doctor.check import TRACEBACK, Check, Machine, run_check
-from paddle_vl.doctor.choice import Choice, UnknownCheckError, chosen_checks
+from paddle_vl.doctor.check import (
+    TRACEBACK,
+    Check,
+    Machine,
+    UnknownCheckError,
+    chosen_checks,
+    run_check,
+)
 
 EVENTS_FILE, JOB_FILE = "events.jsonl", "job.json"
 RESTART = 75
@@ -30,13 +36,13 @@ RESTART = 75
 
 def run_worker(
     folder: Path,
-    all_checks: Callable[[Machine], Sequence[Check]],
+    all_checks: Callable[[], Sequence[Check]],
     find_machine: Callable[[bool, Path], Machine] | None = None,
 ) -> int:
     """Run the checks that `JOB_FILE` of the folder asks for.
 
     Args:
-        all_checks: every check for a machine.
+        all_checks: every check; some are skipped here, with a reason.
         find_machine: describes the machine; None for `this_machine`.
 
     Returns:
@@ -54,9 +60,7 @@ def run_worker(
     faulthandler.disable()
     faulthandler.enable()
     try:
-        checks = chosen_checks(
-            all_checks(machine), Choice(tuple(job["only"]), job["is_quick"], tuple(job["done"]))
-        )
+        checks = chosen_checks(all_checks(), **job)
     except UnknownCheckError as error:
         tell("refused", reason=str(error))
         return 0

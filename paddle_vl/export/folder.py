@@ -10,24 +10,22 @@ config.json, ...       the model's configuration, tokenizer and processor files
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import numpy as np
 import paddle
 from paddle import Tensor
-from safetensors.numpy import load_file
+from pydantic import Field
 
-from paddle_vl.checkpoint.manifest import (
-    damaged_files,
-    files_as_json,
-    files_from_json,
-)
+from paddle_vl.checkpoint.manifest import damaged_files, files_as_json, files_from_json
+from paddle_vl.checkpoint.safetensors_io import StoredTensor, read_header
 from paddle_vl.export.onnx_program import OnnxProgram
 from paddle_vl.export.program import Program, has_gpu
-from paddle_vl.files.text_file import read_json_object
+from paddle_vl.files.checked_values import Listed, Number, Part, checked, read_section
+from paddle_vl.files.text_file import read_json_object, shown
 
 MANIFEST_FILE = "export.json"
 CHECK_FILE = "check.safetensors"
@@ -39,16 +37,19 @@ REMEDY = "export the checkpoint again (paddle-vl export)"
 Runtime = Literal["paddle", "onnxruntime"]
 RUNTIMES = get_args(Runtime)
 AnyProgram = Program | OnnxProgram
+_Count = Annotated[int, Field(ge=1, le=1 << 16)]
+_Size = Annotated[int, Field(ge=-1)]
+_DType = Literal["float32", "float16", "bfloat16", "int64", "int32", "bool"]
+# Above the tolerance of any export; a larger one would compare nothing.
+_Tolerance = Annotated[Number, Field(ge=0, le=0.1)]
+# Kinds of files that are read beside the programs.
+_READ = (".json", ".safetensors")
+S = TypeVar("S")
 
 
 def gpu_file(name: str) -> str:
     """Path of a program for GPUs in an export's folder."""
     return f"{GPU_FOLDER}/{name}.json"
-
-
-def rank_folder(folder: Path, rank: int) -> Path:
-    """Folder of a rank's programs in an export of several."""
-    return folder / f"rank_{rank}"
 
 
 def onnx_file(name: str) -> str:
@@ -62,7 +63,7 @@ def as_tensor(array: np.ndarray, dtype: str) -> Tensor:
     return tensor.astype(dtype)
 
 
-@dataclass(frozen=True)
+@checked
 class ProgramEntry:
     """A program of the folder.
 
@@ -73,11 +74,11 @@ class ProgramEntry:
     """
 
     weights: str
-    inputs: Mapping[str, tuple[list[int], str]]
-    num_outputs: int
+    inputs: dict[str, Listed[tuple[Listed[list[_Size]], _DType]]]
+    num_outputs: _Count
 
 
-@dataclass(frozen=True)
+@checked
 class AnswerChange:
     """Difference of a program's first floating-point output from that of float32 weights.
 
@@ -85,21 +86,20 @@ class AnswerChange:
     for other outputs.
     """
 
-    largest: float
-    mean: float
-    largest_value: float
-    equal_argmax: float | None = None
+    largest: Number
+    mean: Number
+    largest_value: Number
+    equal_argmax: Number | None = None
 
 
-@dataclass(frozen=True)
+@checked
 class ExportManifest:
     """Content of `export.json`.
 
     Attributes:
         model_type: of the model, by which its family is found.
         sizes: what the runtime must know of the model's configuration.
-        dtype: of the weights that are no int8.
-        int8: whether linears, experts and vocabulary tables have int8 weights.
+        dtype: of the weights.
         source: the exported checkpoint: its folder's name, and the checksums of its files.
         versions: of paddle_vl and paddle.
         tolerance: greatest difference of the stored answers, relative to their largest value.
@@ -109,30 +109,40 @@ class ExportManifest:
         gpu_tolerance: as `tolerance`, of these.
         gpu_was_run: whether these were run when they were written; traced only without a GPU.
         change: by program, how the stored weights change its answer, see `AnswerChange`.
-        mp_degree: number of tensor-parallel ranks; each has programs in `rank_R`.
-        sequence_parallel: whether the prefill's rows are split, so that `mp_degree` must divide
-            the tokens of its batch.
-        rank: of the rank whose programs these are; None for those that all ranks share.
-        files: size and checksum of every other file; of a rank's only the manifest.
+        files: size and checksum of every other file.
     """
 
     model_type: str
-    sizes: Mapping[str, Any]
+    sizes: dict[str, Any]
     dtype: str
-    source: Mapping[str, Any]
-    versions: Mapping[str, str]
-    tolerance: float
-    programs: Mapping[str, ProgramEntry]
-    onnx: Mapping[str, ProgramEntry] = field(default_factory=dict)
-    int8: bool = False
-    gpu: Mapping[str, ProgramEntry] = field(default_factory=dict)
-    gpu_tolerance: float = 0.0
+    source: dict[str, Any]
+    versions: dict[str, str]
+    tolerance: _Tolerance
+    programs: dict[str, Part[ProgramEntry]]
+    onnx: dict[str, Part[ProgramEntry]] = field(default_factory=dict)
+    gpu: dict[str, Part[ProgramEntry]] = field(default_factory=dict)
+    gpu_tolerance: _Tolerance = 0.0
     gpu_was_run: bool = False
-    change: Mapping[str, AnswerChange] = field(default_factory=dict)
-    mp_degree: int = 1
-    sequence_parallel: bool = False
-    rank: int | None = None
-    files: Mapping[str, Any] = field(default_factory=dict)
+    change: dict[str, Part[AnswerChange]] = field(default_factory=dict)
+    files: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if unlisted := next(
+            (name for name in self._needed_files() if name not in self.files), None
+        ):
+            raise ValueError(f"its files have no {shown(unlisted)}")
+        if "paddle" not in self.versions or (self.onnx and "onnxruntime" not in self.versions):
+            raise ValueError("a version of a runtime is missing")
+
+    def _needed_files(self) -> Iterator[str]:
+        """Names of the files that its programs are read from."""
+        for name, entry in self.programs.items():
+            yield from (f"{name}.json", entry.weights)
+        for name, entry in self.gpu.items():
+            yield from (gpu_file(name), entry.weights)
+        for name, entry in self.onnx.items():
+            yield from (onnx_file(name), entry.weights)
+        yield CHECK_FILE
 
     def write(self, folder: Path) -> None:
         """Write the file."""
@@ -152,20 +162,25 @@ class ExportManifest:
         values = read_json_object(folder / MANIFEST_FILE, "an export's manifest", REMEDY)
         if values.pop("format", None) != FORMAT:
             raise ValueError(f"{folder / MANIFEST_FILE} is not of format {FORMAT}: {REMEDY}")
+        # Version 0.2 also wrote programs of tensor-parallel ranks, and int8 weights, whose programs
+        # widen them.
+        if (ranks := values.pop("mp_degree", 1)) != 1:
+            raise RuntimeError(
+                f"{folder} has the programs of {shown(ranks)} tensor-parallel ranks, which this "
+                f"version does not run: {REMEDY}"
+            )
+        for name in ("int8", "sequence_parallel", "rank"):
+            values.pop(name, None)
         try:
             values["files"] = files_from_json(values["files"])
-            for kind in ("programs", "onnx", "gpu"):
-                values[kind] = {
-                    name: ProgramEntry(**entry) for name, entry in values.get(kind, {}).items()
-                }
-            changes = values.get("change", {}).items()
-            values["change"] = {name: AnswerChange(**change) for name, change in changes}
             found = cls(**values)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise RuntimeError(
-                f"{folder / MANIFEST_FILE} is damaged ({error}): {REMEDY}"
-            ) from error
+            raise _damaged(folder, error) from error
         return found
+
+
+def _damaged(folder: Path, error: Exception) -> RuntimeError:
+    return RuntimeError(f"{folder / MANIFEST_FILE} is damaged ({str(error)[:400]}): {REMEDY}")
 
 
 @dataclass(frozen=True)
@@ -175,43 +190,34 @@ class ExportFolder:
     Attributes:
         runtime: what runs its programs.
         takes_gpu_programs: whether a GPU runs the programs for GPUs.
-        own: of this rank, in an export of several.
     """
 
     path: Path
     manifest: ExportManifest
     runtime: Runtime = "paddle"
     takes_gpu_programs: bool = True
-    own: "ExportFolder | None" = None
 
     @classmethod
     def open(cls, path: Path, runtime: Runtime = "paddle") -> "ExportFolder":
-        """Check every file's size and checksum; collective in an export of ranks.
+        """Check every file's size and checksum.
 
         Raises:
-            ValueError, RuntimeError: see `ExportManifest.read`; a file is missing or damaged; an
-                export of ranks is opened by another number of processes, or for onnxruntime.
+            ValueError, RuntimeError: see `ExportManifest.read`; a file is missing or damaged.
         """
         manifest = ExportManifest.read(path)
-        cls._check_files(path, manifest)
-        if manifest.mp_degree == 1 or manifest.rank is not None:
-            return cls(path, manifest, runtime)
-        from paddle_vl.export.ranks import connect, own_rank
+        _check_files(path, manifest)
+        return cls(path, manifest, runtime)
 
-        if runtime != "paddle":
-            raise ValueError(
-                f"{path} is an export of ranks, which have no programs for {runtime}: load it "
-                "without a runtime"
-            )
-        rank = own_rank(path, manifest.mp_degree)
-        own = cls.open(rank_folder(path, rank))
-        connect(rank, manifest.mp_degree)
-        return cls(path, manifest, own=own)
+    def sizes(self, cls: type[S]) -> S:
+        """The manifest's `sizes` as a checked dataclass.
 
-    @staticmethod
-    def _check_files(path: Path, manifest: ExportManifest) -> None:
-        if damaged := list(damaged_files(path, manifest.files)):
-            raise RuntimeError(f"{path} is damaged: {'; '.join(damaged)}. {REMEDY}")
+        Raises:
+            RuntimeError: other names, types or ranges.
+        """
+        try:
+            return read_section(cls, self.manifest.sizes, "sizes")
+        except ValueError as error:
+            raise _damaged(self.path, error) from error
 
     def program(self, name: str) -> AnyProgram:
         """A program, ready to run, after its answer to the stored input was found right.
@@ -220,8 +226,6 @@ class ExportFolder:
             ValueError: the folder has no program of this name for the runtime.
             RuntimeError: the answer is wrong, as an optimization pass of the runtime can make it.
         """
-        if self.own is not None and name in self.own.manifest.programs:
-            return self.own.program(name)
         is_onnx = self.runtime == "onnxruntime"
         manifest, tolerance = self.manifest, self.manifest.tolerance
         entries, file = manifest.programs, f"{name}.json"
@@ -245,21 +249,28 @@ class ExportFolder:
     def _check_answer(
         self, program: AnyProgram, entry: ProgramEntry, name: str, tolerance: float
     ) -> None:
-        stored = load_file(self.path / CHECK_FILE)
+        stored = read_header(self.path / CHECK_FILE)
         inputs = {
-            key: as_tensor(stored[f"{name}.input.{key}"], dtype)
-            for key, (_, dtype) in entry.inputs.items()
+            key: as_tensor(self._stored(stored, f"{name}.input.{key}", shape, dtype), dtype)
+            for key, (shape, dtype) in entry.inputs.items()
         }
-        found = program(inputs)
+        try:
+            found = program(inputs)
+        except Exception as error:
+            raise RuntimeError(
+                f"{self.path}: {name} does not run on its stored input "
+                f"({str(error).strip()[-300:]}): {REMEDY}"
+            ) from error
+        if len(found) != entry.num_outputs:
+            raise RuntimeError(
+                f"{self.path}: {name} has {len(found)} outputs, {MANIFEST_FILE} says "
+                f"{entry.num_outputs}: {REMEDY}"
+            )
         runtime, version = self.runtime, self.manifest.versions[self.runtime]
         for i, output in enumerate(found):
-            wanted = stored[f"{name}.output.{i}"].astype(np.float64)
             array = output.astype("float32").numpy().astype(np.float64)
-            if array.shape != wanted.shape:
-                raise RuntimeError(
-                    f"{self.path}: output {i} of {name} is of shape {list(array.shape)}, stored "
-                    f"{list(wanted.shape)}: {REMEDY}"
-                )
+            wanted = self._stored(stored, f"{name}.output.{i}", list(array.shape))
+            wanted = wanted.astype(np.float64)
             error = np.abs(array - wanted).max(initial=0.0)
             limit = tolerance * max(np.abs(wanted).max(initial=0.0), 1.0)
             if not error <= limit:
@@ -268,3 +279,33 @@ class ExportFolder:
                     f"answer, more than {limit:.2g}: this version of {runtime} computes it "
                     f"wrongly on this machine. Use {runtime} {version}"
                 )
+
+    def _stored(
+        self, stored: Mapping[str, StoredTensor], key: str, shape: list[int], dtype: str = ""
+    ) -> np.ndarray:
+        """A tensor of the check file, of this shape (-1 for any size) and kind of dtype."""
+        if key not in stored:
+            raise RuntimeError(f"{self.path / CHECK_FILE} has no {key}: {REMEDY}")
+        found = stored[key]
+        fits = len(found.shape) == len(shape) and all(
+            size in (-1, own) for size, own in zip(shape, found.shape, strict=True)
+        )
+        array = found.read()
+        # Half precision is stored as float32.
+        if not fits or (dtype and array.dtype.kind != ("f" if "float" in dtype else dtype[0])):
+            raise RuntimeError(
+                f"{self.path / CHECK_FILE}: {key} is {array.dtype} {list(found.shape)}, needed is "
+                f"{dtype} {shape}: {REMEDY}"
+            )
+        return array
+
+
+def _check_files(path: Path, manifest: ExportManifest) -> None:
+    damaged = damaged_files(path, manifest.files)
+    damaged += [
+        f"{file.name} is not among the files of {MANIFEST_FILE}"
+        for file in sorted(path.iterdir())
+        if file.suffix in _READ and file.name not in {*manifest.files, MANIFEST_FILE}
+    ]
+    if damaged:
+        raise RuntimeError(f"{path} is damaged: {'; '.join(damaged)}. {REMEDY}")

@@ -19,7 +19,7 @@ class OnnxProgram:
 
     Raises:
         ValueError: onnxruntime is not installed.
-        RuntimeError: the file takes other inputs.
+        RuntimeError: onnxruntime cannot load the file, or it takes other inputs.
     """
 
     def __init__(self, file: Path, inputs: Mapping[str, tuple[list[int], str]]):
@@ -34,13 +34,18 @@ class OnnxProgram:
         options.log_severity_level = 3
         providers = ["CUDAExecutionProvider", "CPUExecutionProvider"]
         available = onnxruntime.get_available_providers()
-        self._session = onnxruntime.InferenceSession(
-            str(file), options, [provider for provider in providers if provider in available]
-        )
+        chosen = [provider for provider in providers if provider in available]
+        try:
+            self._session = onnxruntime.InferenceSession(str(file), options, chosen)
+        except Exception as error:
+            raise RuntimeError(
+                f"{file} cannot be loaded ({str(error).strip()[-300:]}): export the checkpoint "
+                "again (paddle-vl export --onnx)"
+            ) from error
         found = {one.name for one in self._session.get_inputs()}
         if found != set(inputs):
             raise RuntimeError(
-                f"{file.name} takes {sorted(found)}, the manifest says {sorted(inputs)}: export "
+                f"{file} takes {sorted(found)}, the manifest says {sorted(inputs)}: export "
                 "the checkpoint again (paddle-vl export --onnx)"
             )
         self._inputs = inputs

@@ -25,10 +25,9 @@ from typing import Any
 import paddle
 import paddle.nn.functional as F
 import xxhash
-from paddle import Tensor
+from paddle import Tensor, nn
 
 from paddle_vl.export.folder import ONNX_FOLDER, ONNX_WEIGHTS, onnx_file
-from paddle_vl.export.writing import ProgramToExport, save_program
 
 PACKAGES = ("onnx", "onnxruntime", "paddle2onnx")
 # The first with ScatterND's sum.
@@ -79,8 +78,13 @@ def package_versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
-def write_onnx(programs: Mapping[str, ProgramToExport], folder: Path) -> None:
-    """Write `onnx/NAME.onnx` of each program, and the file of their weights.
+def write_onnx(
+    layers: Mapping[str, nn.Layer], folder: Path, save: Callable[[nn.Layer, Path], None]
+) -> None:
+    """Write `onnx/NAME.onnx` of each layer, and the file of their weights.
+
+    Args:
+        save: traces a layer and writes it in Paddle's format, see `writing.save_program`.
 
     Raises:
         RuntimeError: paddle2onnx does not convert a program; has the operators and their layers.
@@ -88,17 +92,17 @@ def write_onnx(programs: Mapping[str, ProgramToExport], folder: Path) -> None:
     (folder / ONNX_FOLDER).mkdir()
     weights = _Weights(folder / ONNX_FOLDER / ONNX_WEIGHTS)
     with tempfile.TemporaryDirectory(dir=folder) as work:
-        traced = {name: Path(work) / name for name in programs}
+        traced = {name: Path(work) / name for name in layers}
         with compositions():
-            for name, program in programs.items():
-                save_program(program.layer, traced[name])
+            for name, layer in layers.items():
+                save(layer, traced[name])
                 traced[name].with_suffix(".pdiparams").unlink()
                 _make_weights_inputs(traced[name].with_suffix(".json"))
         _convert(list(traced.values()))
-        for name, program in programs.items():
+        for name, layer in layers.items():
             source = traced[name].with_suffix(".onnx")
             _check_size(name, source)
-            weights.write(source, program.layer.parameters(), folder / onnx_file(name))
+            weights.write(source, layer.parameters(), folder / onnx_file(name))
 
 
 def _check_size(name: str, file: Path) -> None:

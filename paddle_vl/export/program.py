@@ -22,6 +22,9 @@ class Program:
     Args:
         file, weights: the program and its weights, as `paddle.jit.save` writes them.
         inputs: shape and dtype of each input by name, -1 for a free size.
+
+    Raises:
+        RuntimeError: Paddle cannot load them, or the program takes other inputs.
     """
 
     def __init__(self, file: Path, weights: Path, inputs: Mapping[str, tuple[list[int], str]]):
@@ -41,11 +44,17 @@ class Program:
             # oneDNN's in-place pass gives wrong cosines in silence (paddlepaddle 3.3.1).
             config.disable_mkldnn()
         config.set_cpu_math_library_num_threads(num_threads())
-        self._predictor = inference.create_predictor(config)
+        try:
+            self._predictor = inference.create_predictor(config)
+        except Exception as error:
+            raise RuntimeError(
+                f"{file} and {weights.name} cannot be loaded ({str(error).strip()[-300:]}): export "
+                "the checkpoint again (paddle-vl export)"
+            ) from error
         order = self._predictor.get_input_names()
         if set(order) != set(inputs):
             raise RuntimeError(
-                f"{file.name} takes {sorted(order)}, the manifest says {sorted(inputs)}: export "
+                f"{file} takes {sorted(order)}, the manifest says {sorted(inputs)}: export "
                 "the checkpoint again (paddle-vl export)"
             )
         self._order = order

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 import paddle
-from paddle import Tensor, nn
+from paddle import nn
 from safetensors.numpy import save_file
 
 import paddle_vl
@@ -35,6 +35,7 @@ from paddle_vl.export.folder import (
 from paddle_vl.export.gpu_programs import HALF, in_bfloat16
 from paddle_vl.export.program import has_gpu
 from paddle_vl.export.stored_weights import store_weights
+from paddle_vl.export.tracing import tracing
 
 # By dtype of the computation, relative to the largest value: sums in another order.
 TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
@@ -51,7 +52,6 @@ class ProgramToExport:
         weights: name of the file of its weights; programs of one name have the same weights.
         example: arrays by the names of the input specs.
         gives_logits: whether its first output is logits.
-        answer: its outputs for the example; None to run the layer.
         measured_output: the output that tells how much rounded weights change the answer.
     """
 
@@ -60,7 +60,6 @@ class ProgramToExport:
     example: Mapping[str, np.ndarray]
     gives_logits: bool = False
     measured_output: int = 0
-    answer: Sequence[np.ndarray] | None = None
 
 
 def _as_they_are(device: Device) -> AbstractContextManager:
@@ -78,18 +77,16 @@ class ModelToExport:
         save_files: writes configuration, tokenizer and processor files into a folder.
         onnx_programs: those that are written for ONNX, by name; their layers are others than those
             of `programs`, which are traced once. Programs in ONNX cannot write into their inputs.
-        quantized: matrices that int8 is for, each with the dim of its input features.
         computes_in_half: whether its programs can be traced in bfloat16.
         traced: makes the context in which programs are traced for a device.
         differ_on_gpu: names of programs that are traced for GPUs on their own.
     """
 
     model_type: str
-    sizes: Mapping[str, Any]
+    sizes: dict[str, Any]
     programs: Mapping[str, ProgramToExport]
     save_files: Callable[[Path], None]
     onnx_programs: Mapping[str, ProgramToExport] = field(default_factory=dict)
-    quantized: Sequence[tuple[Tensor, int]] = ()
     computes_in_half: bool = False
     traced: Callable[[Device], AbstractContextManager] = _as_they_are
     differ_on_gpu: Sequence[str] = ()
@@ -101,7 +98,6 @@ def export_model(
     out: Path,
     onnx: bool = False,
     dtype: str = "float32",
-    int8: bool = False,
 ) -> ExportManifest:
     """Write the export; the folder gets its name when it is complete and has been run.
 
@@ -109,7 +105,6 @@ def export_model(
         source: the checkpoint, named in the manifest with the checksums of its files.
         onnx: write the programs in ONNX, too.
         dtype: of the stored weights; the model's parameters are replaced by stored ones.
-        int8: store linears, experts and vocabulary tables in int8.
 
     Raises:
         ValueError: `out` exists and is not an empty folder; ONNX is asked for and the family has no
@@ -120,9 +115,9 @@ def export_model(
     check_output(out)
     if onnx and not model.onnx_programs:
         raise ValueError(f"{model.model_type} has no programs for ONNX: export it without --onnx")
-    check_dtype(dtype, onnx, int8)
+    check_dtype(dtype, onnx)
     with new_folder(out) as partial:
-        manifest = write_export(model, source, partial, onnx, dtype, int8)
+        manifest = write_export(model, source, partial, onnx, dtype)
         opened = ExportFolder.open(partial)
         for name in manifest.programs:
             replace(opened, takes_gpu_programs=False).program(name)
@@ -157,17 +152,16 @@ def check_output(out: Path) -> None:
         raise ValueError(f"{out} exists and is not an empty folder: name a new one")
 
 
-def check_dtype(dtype: str, onnx: bool = False, int8: bool = False) -> None:
+def check_dtype(dtype: str, onnx: bool = False) -> None:
     """Refuse a dtype of weights that cannot be exported.
 
     Raises:
-        ValueError: an unknown dtype, or half precision or int8 in ONNX.
+        ValueError: an unknown dtype, or half precision in ONNX.
     """
     if dtype not in DTYPES:
         raise ValueError(f"the dtype is {dtype!r}: use one of {', '.join(DTYPES)}")
-    if onnx and (int8 or dtype != "float32"):
-        given = "--int8" if int8 else f"--dtype {dtype}"
-        raise ValueError(f"--onnx writes float32 programs: leave {given} out")
+    if onnx and dtype != "float32":
+        raise ValueError(f"--onnx writes float32 programs: leave --dtype {dtype} out")
 
 
 def write_export(
@@ -176,14 +170,13 @@ def write_export(
     folder: Path,
     onnx: bool = False,
     dtype: str = "float32",
-    int8: bool = False,
 ) -> ExportManifest:
     """Write programs, weights, stored answers, other files and the manifest into a folder."""
-    is_stored, changes = dtype != "float32" or int8, {}
+    is_stored, changes = dtype != "float32", {}
     if is_stored:
         exact = {name: _stored_answer(one, name) for name, one in model.programs.items()}
         layers = [one.layer for one in model.programs.values()]
-        store_weights(layers, dtype, model.quantized if int8 else ())
+        store_weights(layers, dtype)
     entries, gpu_entries, stored = {}, {}, {}
     for name, program in model.programs.items():
         answer = _stored_answer(program, name)
@@ -207,7 +200,8 @@ def write_export(
             answer = _stored_answer(program, f"onnx.{name}")
             stored |= answer
             onnx_entries[name] = _entry(program, f"{ONNX_FOLDER}/{ONNX_WEIGHTS}", len(answer))
-        write_onnx(model.onnx_programs, folder)
+        layers = {name: program.layer for name, program in model.onnx_programs.items()}
+        write_onnx(layers, folder, save_program)
     save_file(
         {key: np.ascontiguousarray(array) for key, array in stored.items()}, folder / CHECK_FILE
     )
@@ -221,7 +215,6 @@ def write_export(
         TOLERANCES["float32"],
         entries,
         onnx_entries,
-        int8,
         gpu_entries,
         TOLERANCES[dtype] if gpu_entries else 0.0,
         bool(gpu_entries) and has_gpu(),
@@ -235,8 +228,8 @@ def write_export(
 def _stored_answer(program: ProgramToExport, name: str) -> dict[str, np.ndarray]:
     """The example's inputs and the model's own outputs, under the names of `check.safetensors`."""
     stored = {f"{name}.input.{key}": array for key, array in program.example.items()}
-    outputs = answer_of(program) if program.answer is None else program.answer
-    return stored | {f"{name}.output.{i}": output for i, output in enumerate(outputs)}
+    outputs = enumerate(_answer_of(program))
+    return stored | {f"{name}.output.{i}": output for i, output in outputs}
 
 
 def _change(
@@ -271,19 +264,20 @@ def _save(
 
 def _entry(program: ProgramToExport, weights: str, num_stored: int) -> ProgramEntry:
     specs = _flat(program.layer.input_spec())
-    inputs = {spec.name: (list(spec.shape), _name_of(spec.dtype)) for spec in specs}
+    inputs: Any = {spec.name: (list(spec.shape), _name_of(spec.dtype)) for spec in specs}
     return ProgramEntry(weights, inputs, num_stored - len(program.example))
 
 
 def save_program(layer: nn.Layer, path: Path) -> None:
     """Trace a layer and write PATH.json and PATH.pdiparams."""
     traced: Any = paddle.jit.to_static(layer, full_graph=True, input_spec=layer.input_spec())
-    paddle.jit.save(traced, str(path))
+    with tracing():
+        paddle.jit.save(traced, str(path))
     # The layer is traced anew next time, in another dtype.
     traced.forward.rollback()
 
 
-def answer_of(program: ProgramToExport) -> list[np.ndarray]:
+def _answer_of(program: ProgramToExport) -> list[np.ndarray]:
     """The model's own outputs for the example, in eager mode, as float32."""
     program.layer.eval()
     arguments = []

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from paddle import Tensor, nn
 
@@ -25,12 +25,9 @@ from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.objective import BatchAdapter, Loss
 from paddle_vl.nn.placement import Placement
 
-if TYPE_CHECKING:
-    from paddle_vl.export.rank_writing import RanksToExport
-    from paddle_vl.export.writing import ModelToExport
-
 # Relative cost of each decoder layer, of everything before them, and of everything after them.
 LayerCosts = tuple[Sequence[float], float, float]
+SaveModel = Callable[[Path, FileWriter, ParameterStore | None], None]
 
 
 class RankInfo(Protocol):
@@ -95,13 +92,15 @@ class BuiltModel:
         save: writes this rank's files of a model folder; all checkpoint ranks call it together.
             Weight files go to the writer; in training the values come from the store.
         save_extra_files: writes tokenizer and the like; one rank calls it.
+        save_streamed: writes `final/` in place of `save`, without a copy of the weights in memory.
     """
 
     model: Any
     adapter: BatchAdapter
     collator: Collator
-    save: Callable[[Path, FileWriter, ParameterStore | None], None]
+    save: SaveModel
     save_extra_files: Callable[[Path], None] = lambda folder: None
+    save_streamed: SaveModel | None = None
 
 
 class MeanLosses(NamedTuple):
@@ -372,38 +371,6 @@ class Family(ABC):
         raise ValueError(f"the model in {folder} is of a family without adapters")
 
     @classmethod
-    def to_export(cls, folder: Path, base: str | None) -> "ModelToExport":
-        """The programs of a model folder, or of adapters merged into their base
-        (`paddle-vl export`).
-
-        Raises:
-            ValueError: the family has no programs.
-        """
-        raise ValueError(f"the model in {folder} is of a family that cannot be exported yet")
-
-    @classmethod
-    def ranks_to_export(
-        cls,
-        folder: Path,
-        base: str | None,
-        make_rank: Callable[[int], Any],
-        mp_degree: int,
-        sequence_parallel: bool,
-    ) -> "RanksToExport":
-        """The programs of each tensor-parallel rank (`paddle-vl export --mp-degree`).
-
-        Args:
-            make_rank: a rank by its number, see `paddle_vl.parallel.traced_rank`.
-
-        Raises:
-            ValueError: the family has none, or does not divide over the ranks.
-        """
-        raise ValueError(
-            f"the model in {folder} is of a family without programs of single ranks: leave "
-            "--mp-degree out"
-        )
-
-    @classmethod
     def with_synthetic_data(cls, config: RunConfig, data: SyntheticData) -> RunConfig:
         """The run with synthetic training data, for `paddle-vl profile --synthetic`.
 
@@ -411,3 +378,15 @@ class Family(ABC):
             ValueError: the family has no synthetic data, or none of these shapes.
         """
         raise ValueError("the model's family makes no synthetic data: leave --synthetic out")
+
+    @classmethod
+    def with_cameras(cls, config: RunConfig, num_cameras: int) -> RunConfig:
+        """The run on its own data with that many cameras, for `paddle-vl profile --cameras`.
+
+        Raises:
+            ValueError: the data of the family decide.
+        """
+        raise ValueError(
+            f"--cameras {num_cameras}: the run's data have the images that they have; "
+            "--synthetic makes samples with that many"
+        )

@@ -1,18 +1,27 @@
-"""Type and range checks for dataclasses that are read from configuration files.
+"""Classes whose values pydantic checks, and its errors in this package's words.
 
-The dataclass's annotations are the types. Nothing is converted: `true` or `2.0` in place of an
-integer is an error.
+Configuration files, states and manifests are `@checked` dataclasses; a run's settings are
+pydantic models, see `paddle_vl.config.section`. Nothing is converted: `true` or `2.0` in place of
+an integer is an error.
 """
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from functools import cache
-from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+import dataclasses
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from paddle_vl.files.text_file import shown
+from pydantic import ConfigDict, Field, GetPydanticSchema, ValidationError, WrapValidator
+from pydantic.dataclasses import dataclass
+from pydantic_core import ArgsKwargs, ErrorDetails, core_schema
+from typing_extensions import dataclass_transform
 
+from paddle_vl.files.text_file import read_json_object, shown, write_text
+
+T = TypeVar("T")
+F = TypeVar("F", bound="SavedConfig")
 # Keys of HF's config.json that do not affect a model's numbers, written for any model by HF's base
 # configuration class or its tools.
 INERT_KEYS = frozenset(
@@ -33,55 +42,140 @@ INERT_KEYS = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Range:
-    """A range of allowed numbers.
-
-    Attributes:
-        least, most: bounds, both included; None for no bound.
-        is_above: `least` itself is excluded.
-    """
-
-    least: float | None = None
-    most: float | None = None
-    is_above: bool = False
-
-    def holds(self, value: float) -> bool:
-        if self.least is not None and (
-            value <= self.least if self.is_above else value < self.least
-        ):
-            return False
-        return self.most is None or value <= self.most
-
-    @property
-    def words(self) -> str:
-        """For instance ` of at least 1 and at most 1024`."""
-        parts = []
-        if self.least is not None:
-            parts.append(f"{'above' if self.is_above else 'of at least'} {_plain(self.least)}")
-        if self.most is not None:
-            parts.append(f"at most {_plain(self.most)}")
-        return " " + " and ".join(parts) if parts else ""
+# pydantic's words, the longer ones first.
+_WORDS = {
+    "Input should": "it must",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "greater than": "above",
+    "less than": "below",
+    "a valid integer": "a whole number",
+    "a valid boolean": "true or false",
+    "a valid string": "a text",
+    "a valid number": "a number",
+    "a valid dictionary": "an object",
+    "a valid tuple": "a list",
+    "a valid list": "a list",
+}
 
 
-def check_values(config: Any, where: str, ranges: Mapping[str, Range] | None = None) -> None:
-    """Check the values of a dataclass against its annotations and against ranges.
+def _as_given(value: Any, check: Callable[[Any], float]) -> Any:
+    check(value)
+    return value
 
-    Args:
-        where: section of the file, for the message; empty for none.
-        ranges: by field name, for numbers and for the numbers in a list.
+
+def _part_schema(kind: Any, handler: Callable[[Any], Any]) -> core_schema.CoreSchema:
+    def read(value: Any) -> Any:
+        value = {} if value is None else value
+        if not isinstance(value, Mapping | kind):
+            raise ValueError("a section with settings is needed")
+        return kind(**value) if isinstance(value, Mapping) else value
+
+    return core_schema.no_info_before_validator_function(read, handler(kind))
+
+
+# A finite number; an integer stays one, so that a file is written as it was read.
+Number = Annotated[float, WrapValidator(_as_given)]
+# Of things, such as samples or tokens; exact as a float too.
+Count = Annotated[int, Field(ge=0, le=1 << 53)]
+# A list or tuple, given as either.
+Listed = Annotated[T, Field(strict=False)]
+# A checked dataclass, given as one or as its object in a file; null for all defaults.
+Part = Annotated[T, GetPydanticSchema(_part_schema)]
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, Field))
+def checked(cls: type[T]) -> type[T]:
+    """Decorator: a frozen dataclass whose values fit its annotations.
+
+    The docstring below a field is its description. `__post_init__` checks the fields together; its
+    ValueError says what is wrong and what to do.
 
     Raises:
-        ValueError: values do not fit; the message has each of them and what it must be.
+        ValueError: (the constructor) fields are unknown, missing or do not fit; names each.
     """
-    ranges, prefix = ranges or {}, f"{where}: " if where else ""
-    problems = []
-    for name, hint in _hints(type(config)).items():
-        needed = _needed(getattr(config, name), hint, ranges.get(name, Range()))
-        if needed is not None:
-            problems.append(f"{name} is {shown(getattr(config, name))}; it must be {needed}")
-    if problems:
-        raise ValueError(prefix + "; ".join(problems))
+    config = ConfigDict(
+        strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
+    made: Any = dataclass(cls, frozen=True, config=config)
+    check = made.__init__
+
+    @wraps(check)
+    def init(self: Any, *args: Any, **values: Any) -> None:
+        try:
+            check(self, *args, **values)
+        except ValidationError as error:
+            raise ValueError(explained(error)) from None
+
+    # Those of pydantic's constructor name types that exist for type checkers only.
+    init.__annotations__ = {}
+    del init.__wrapped__
+    made.__init__ = init
+    return made
+
+
+class SavedConfig(ABC):
+    """Base of configurations that are a JSON file of a model folder.
+
+    Attributes:
+        file_name: of the file.
+        what: the file holds, for messages.
+    """
+
+    file_name: ClassVar[str]
+    what: ClassVar[str]
+
+    @classmethod
+    @abstractmethod
+    def from_dict(cls: type[F], values: dict[str, Any]) -> F:
+        """From the content of the file.
+
+        Raises:
+            ValueError: values do not fit.
+        """
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """The content of the file."""
+
+    @classmethod
+    def from_pretrained(cls: type[F], path: str | Path) -> F:
+        """Read the file of a model folder, or a JSON file.
+
+        Raises:
+            RuntimeError: the file cannot be read, or is damaged.
+            ValueError: its values do not fit, or it is another model's; names the file.
+        """
+        file, values = cls.read_file(Path(path))
+        try:
+            return cls.from_dict(values)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
+
+    @classmethod
+    def read_file(cls, path: Path) -> tuple[Path, dict[str, Any]]:
+        """The file of a folder, or the file itself, and its content."""
+        file = path / cls.file_name if path.is_dir() else path
+        return file, read_json_object(file, cls.what)
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write the file into a folder."""
+        text = json.dumps(self.to_dict(), indent=2) + "\n"
+        write_text(Path(path) / self.file_name, text)
+
+
+def read_section(cls: type[T], values: Any, where: str) -> T:
+    """A checked dataclass from a section of a file, whose keys are its fields.
+
+    Raises:
+        ValueError: keys are missing or unknown, or values do not fit; names each.
+    """
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{where} is {shown(values)}; it must be an object")
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def check_mapping(values: Any, where: str) -> dict[str, Any]:
@@ -97,55 +191,59 @@ def check_mapping(values: Any, where: str) -> dict[str, Any]:
     return dict(values)
 
 
-@cache
-def _hints(cls: type) -> dict[str, Any]:
-    hints = get_type_hints(cls)
-    return {field.name: hints[field.name] for field in fields(cls)}
+def known_values(
+    cls: Any, values: Mapping[str, Any], inert: frozenset[str], whose: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The keys of a file that are fields of a dataclass, and those without effect.
+
+    Args:
+        inert: keys without effect, beside those of a field.
+        whose: who does not know a key, for the message: "this model".
+
+    Raises:
+        ValueError: there are other keys; names them.
+    """
+    names = {field.name for field in dataclasses.fields(cls)}
+    if unknown := sorted(values.keys() - names - inert):
+        raise ValueError(f"{whose} does not know the keys {unknown}: correct or remove them")
+    known = {name: value for name, value in values.items() if name in names}
+    return known, {name: value for name, value in values.items() if name not in names}
 
 
-def _needed(value: Any, hint: Any, numbers: Range) -> str | None:
-    """What the value must be, for the message; None if it is right."""
-    if get_origin(hint) in (Union, UnionType):
-        kinds = [kind for kind in get_args(hint) if kind is not NoneType]
-        if value is None and NoneType in get_args(hint):
-            return None
-        found = [needed for kind in kinds if (needed := _needed(value, kind, numbers)) is not None]
-        return None if len(found) < len(kinds) else " or ".join(dict.fromkeys(found))
-    if hint is bool:
-        return None if isinstance(value, bool) else "true or false"
-    if hint is int:
-        is_right = type(value) is int and numbers.holds(value)
-        return None if is_right else f"a whole number{numbers.words}"
-    if hint is float:
-        is_right = type(value) in (int, float) and _is_finite(value) and numbers.holds(value)
-        return None if is_right else f"a finite number{numbers.words}"
-    if hint is str:
-        return None if isinstance(value, str) else "a text"
-    if get_origin(hint) in (list, tuple):
-        return _needed_list(value, get_args(hint), numbers)
-    if get_origin(hint) is dict:
-        return None if isinstance(value, Mapping) else "an object"
-    return None
+def descriptions(cls: Any) -> dict[str, str | None]:
+    """The docstrings below the fields of a checked dataclass and its bases."""
+    described: dict[str, str | None] = {}
+    for base in reversed(cls.__mro__):
+        for name, field in getattr(base, "__pydantic_fields__", {}).items():
+            described[name] = field.description or described.get(name)
+    return described
 
 
-def _needed_list(value: Any, kinds: tuple[Any, ...], numbers: Range) -> str | None:
-    kind = kinds[0]
-    count = len(kinds) if len(kinds) > 1 and Ellipsis not in kinds else None
-    is_list = isinstance(value, list | tuple) and count in (None, len(value))
-    inner = [_needed(item, kind, numbers) for item in value] if is_list else []
-    if is_list and not any(inner):
-        return None
-    of = {int: "whole numbers", float: "finite numbers", str: "texts"}.get(kind, "values")
-    return f"a list of {'' if count is None else f'{count} '}{of}{numbers.words}"
+def explained(error: ValidationError) -> str:
+    """Everything that an error found: each value with its name, and what it must be."""
+    return "; ".join(_problem(item) for item in error.errors(include_url=False))
 
 
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        # An integer beyond the range of float.
-        return False
+def needed(item: ErrorDetails) -> str:
+    """What a value must be, as "it must be a whole number"."""
+    text = item["msg"].removeprefix("Value error, ")
+    for theirs, ours in _WORDS.items():
+        text = text.replace(theirs, ours)
+    return text
 
 
-def _plain(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+def _problem(item: ErrorDetails) -> str:
+    keys = [key for key in item["loc"] if key != "[key]"]
+    path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
+    outer, _, name = path.lstrip(".").rpartition(".")
+    place = f"{outer}: " if outer else ""
+    if "[key]" in item["loc"]:
+        return f"{outer} has {shown(item['input'])}; {needed(item)}"
+    if item["type"] == "missing":
+        return f"{place}{name} is missing"
+    if item["type"] == "unexpected_keyword_argument":
+        return f"{place}{name!r} is unknown, with the value {shown(item['input'])}"
+    if item["type"] == "value_error" and isinstance(item["input"], Mapping | ArgsKwargs):
+        # Of several fields together, or of the fields of a part.
+        return f"{place}{f'{name}: ' if name else ''}{needed(item)}"
+    return f"{place}{name} is {shown(item['input'])}; {needed(item)}"

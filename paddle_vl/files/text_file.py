@@ -1,6 +1,8 @@
 """Text and JSON files, read and written with errors that name the file."""
 
 import json
+import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,6 +93,23 @@ def naming(path: str | Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name to write a file under, which gets its own when the block ends without an error: the
+    file appears complete or not at all.
+
+    Raises:
+        OSError: always with the file's name.
+    """
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    with naming(path):
+        try:
+            yield partial
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a UTF-8 file.
 
@@ -104,8 +123,7 @@ def write_text(path: Path, text: str) -> None:
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) != len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
         raise ValueError(f"the key {twice!r} is there twice")
     return values
 

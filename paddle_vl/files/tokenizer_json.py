@@ -18,12 +18,18 @@ def read_tokenizer(file: Path) -> Tokenizer:
     """The tokenizer of a `tokenizer.json`, with its own truncation and padding turned off.
 
     Raises:
-        RuntimeError: the file is missing, is not a tokenizer, cannot encode every text, or has ids
-            of 2**24 or more.
+        RuntimeError: the file is missing, is not a tokenizer, cannot encode every text, has a
+            dropout, or has ids of 2**24 or more.
     """
     text = read_text(file, _WHAT, _REMEDY)
-    if "model" not in parse_json_object(text, file, _WHAT, _REMEDY):
+    values = parse_json_object(text, file, _WHAT, _REMEDY)
+    if "model" not in values:
         raise RuntimeError(f"{file} is not {_WHAT}: it has no 'model' entry; {_REMEDY}")
+    if isinstance(model := values["model"], dict) and (dropout := model.get("dropout")):
+        raise RuntimeError(
+            f"{file} has model.dropout {shown(dropout)}: the same text would give other tokens "
+            "each time, in training, answers and resumed runs; set it to null in the file"
+        )
     try:
         tokenizer = Tokenizer.from_str(text)
         tokenizer.no_padding()

@@ -3,7 +3,7 @@
 Shapes: B batch, L prompt length, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -24,6 +24,34 @@ class Decoder(Protocol):
     def advance(self, token_B: np.ndarray) -> Tensor:
         """Append a token to every prompt; logits `[B, V]` float32 after it."""
         ...
+
+
+class Streamer(Protocol):
+    """HF's protocol of streamers."""
+
+    def put(self, value: np.ndarray) -> None:
+        """Takes the prompts `[B, L]` first, then the tokens `[B]` of each step; int64."""
+        ...
+
+    def end(self) -> None:
+        """Called after the last token."""
+        ...
+
+
+def collected(
+    steps: Iterable[np.ndarray], input_ids: np.ndarray, streamer: Streamer | None
+) -> np.ndarray:
+    """The tokens of all steps, `[B, n]` int64; a streamer gets them as they are chosen."""
+    tokens = []
+    if streamer is not None:
+        streamer.put(np.asarray(input_ids))
+    for token_B in steps:
+        tokens.append(token_B)
+        if streamer is not None:
+            streamer.put(token_B)
+    if streamer is not None:
+        streamer.end()
+    return np.stack(tokens, axis=1)
 
 
 def checked_prompts(

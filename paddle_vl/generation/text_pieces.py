@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 _INCOMPLETE = "\ufffd"
 
 
-def text_pieces(ids: Iterable[int], decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
+def text_pieces(
+    ids: Iterable[int], decode: Callable[[Sequence[int]], str], continues: bool = False
+) -> Iterator[str]:
     """Pieces of text as soon as they are final; joined, they are the stripped text of all ids.
 
     A character of several tokens is emitted with its last one, and space with the text after it.
@@ -13,8 +15,9 @@ def text_pieces(ids: Iterable[int], decode: Callable[[Sequence[int]], str]) -> I
 
     Args:
         decode: text of ids, with U+FFFD for incomplete characters.
+        continues: the ids go on after a text, so that space in front of them stays.
     """
-    return _stripped(_certain_text(ids, decode))
+    return _stripped(_certain_text(ids, decode), has_begun=continues)
 
 
 def _certain_text(ids: Iterable[int], decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
@@ -28,8 +31,8 @@ def _certain_text(ids: Iterable[int], decode: Callable[[Sequence[int]], str]) ->
     yield decode(last + new)[len(decode(last)) :]
 
 
-def _stripped(pieces: Iterable[str]) -> Iterator[str]:
-    held, has_begun = "", False
+def _stripped(pieces: Iterable[str], has_begun: bool) -> Iterator[str]:
+    held = ""
     for piece in pieces:
         text = held + piece
         if not has_begun:

@@ -1,18 +1,19 @@
-"""Softmax attention: causal, within segments, and under any mask.
+"""Softmax attention: causal, within segments, under any mask, and over a cache.
 
 All of it is `softmax(scale * q @ k^T + mask) @ v`, with grouped key heads: query head n reads key
 head n // G. Shapes: B batch, L query length, S key length, N query heads, K key heads, G = N / K
-query heads per key head, H head width, P packed rows.
+query heads per key head, H head width, P packed rows; C capacity of a cache's buffers, which have
+heads first, so that one position is written in place.
 
 The plain implementations are Paddle's `scaled_dot_product_attention`, or a composition in float32.
-Kernels: query blocks on the CPU (`paddle_vl.nn.cpu.attention`); flash attention on a GPU, over a
-mask's row intervals where it has them (`paddle_vl.nn.gpu.attention`). Over 350 lines, to have every
+Kernels: C or query blocks on the CPU (`paddle_vl.nn.cpu`); flash attention on a GPU, over a mask's
+row intervals where it has them (`paddle_vl.nn.gpu.attention`). Over 350 lines, to have every
 form of the formula side by side.
 """
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import numpy as np
 import paddle
@@ -109,22 +110,6 @@ def _causal_mask(batch: int, length: int, keys: int, key_bias_BS: Tensor | None)
     return mask + key_bias_BS.unsqueeze([1, 2])
 
 
-class PaddedSegments(NamedTuple):
-    """Segments as tensors, for programs that do not know their number or lengths.
-
-    Shapes: S segments, each padded to the longest length L.
-
-    Attributes:
-        rows: `[S, L]` int64 packed row at each place; any row at padding.
-        bias: `[S, L]` float32, 0 at rows and `MASKED_SCORE` at padding.
-        place: `[P]` int64 place of each packed row among the S * L.
-    """
-
-    rows: Tensor
-    bias: Tensor
-    place: Tensor
-
-
 class Segments:
     """Consecutive segments of packed rows, known on the host; one object for all layers of a step.
 
@@ -149,27 +134,37 @@ class Segments:
         lengths = [paddle.full([count], length, "int32") for count, length in self.runs]
         return paddle.cumsum(paddle.concat([paddle.zeros([1], "int32"), *lengths]), dtype="int32")
 
+    def attend(self, q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor) -> Tensor:
+        """See `segment_attention`."""
+        return runs_attention(q_PNH, k_PNH, v_PNH, self)
+
+
+class SegmentAttention(Protocol):
+    """Attention within segments, however these are known."""
+
+    def attend(self, q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor) -> Tensor:
+        """Every row sees all rows of its own segment and no others; scores are scaled by H^-0.5.
+
+        Returns:
+            `[P, N, H]` in the dtype of the queries.
+        """
+        ...
+
 
 def segment_attention(
     q_PNH: Tensor,
     k_PNH: Tensor,
     v_PNH: Tensor,
-    segments: Segments | Sequence[tuple[int, int]] | PaddedSegments,
+    segments: SegmentAttention | Sequence[tuple[int, int]],
 ) -> Tensor:
-    """Every row sees all rows of its own segment and no others; scores are scaled by H^-0.5.
+    """See `SegmentAttention.attend`.
 
     Args:
-        segments: on the host, whose lengths sum to P; a sequence is that of `Segments.runs`. Or
-            tensors, in a traced program.
-
-    Returns:
-        `[P, N, H]` in the dtype of the queries.
+        segments: their lengths sum to P; a sequence is that of `Segments.runs`.
     """
-    if isinstance(segments, PaddedSegments):
-        return padded_segment_attention(q_PNH, k_PNH, v_PNH, segments)
-    if not isinstance(segments, Segments):
+    if isinstance(segments, Sequence):
         segments = Segments(segments)
-    return runs_attention(q_PNH, k_PNH, v_PNH, segments)
+    return segments.attend(q_PNH, k_PNH, v_PNH)
 
 
 @operation
@@ -187,27 +182,6 @@ def runs_attention(q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor, segments: Segmen
         ],
         axis=0,
     )
-
-
-def padded_segment_attention(
-    q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor, segments: PaddedSegments
-) -> Tensor:
-    """`segment_attention` with segments as tensors."""
-    _, heads, width = q_PNH.shape
-
-    def padded(x_PNH: Tensor) -> Tensor:
-        x_SLNH = paddle.gather_nd(x_PNH, segments.rows.unsqueeze(-1))
-        return x_SLNH.transpose([0, 2, 1, 3])
-
-    q_SNLH, k_SNLH, v_SNLH = padded(q_PNH * width**-0.5), padded(k_PNH), padded(v_PNH)
-    # The bias is one more channel: adding it to the scores would broadcast over queries, slowly.
-    bias_SNL1 = paddle.zeros_like(k_SNLH[..., :1]) + segments.bias.unsqueeze(1).unsqueeze(-1)
-    k_SNLH = paddle.concat([k_SNLH, bias_SNL1.astype(k_SNLH.dtype)], axis=-1)
-    q_SNLH = paddle.concat([q_SNLH, paddle.ones_like(q_SNLH[..., :1])], axis=-1)
-    scores = paddle.matmul(q_SNLH, k_SNLH, transpose_y=True)
-    out_SNLH = paddle.matmul(F.softmax(scores.astype("float32")).astype(v_SNLH.dtype), v_SNLH)
-    out_QC = out_SNLH.transpose([0, 2, 1, 3]).reshape([-1, heads * width])
-    return paddle.index_select(out_QC, segments.place).reshape([-1, heads, width])
 
 
 @operation
@@ -404,7 +378,6 @@ class HistoryMask(AttentionMask):
         return ends_VR.unsqueeze([1, 3])
 
     def _dense(self) -> Tensor:
-        # Without sizes, which a traced program may not know.
         order_VF = paddle.cumsum(paddle.ones_like(self._real_VF, dtype="int64"), axis=1)
         causal_VFF = order_VF.unsqueeze(2) >= order_VF.unsqueeze(1)
         visible_V1FF = paddle.logical_and(self._real_VF.unsqueeze(1), causal_VFF).unsqueeze(1)
@@ -472,3 +445,57 @@ def _float32_attention(
     scores = paddle.where(mask.visible_BLS.unsqueeze(1), scores, lowest)
     probability = F.softmax(scores).astype(v_BSNH.dtype)
     return paddle.matmul(probability, v_BSNH.transpose([0, 2, 1, 3])).transpose([0, 2, 1, 3])
+
+
+class CachedKeys:
+    """How many positions of the buffers hold keys, and which of them are hidden; one object for
+    all layers of a forward pass.
+
+    Not a tuple, which Paddle would search for tensors.
+
+    Args:
+        length: S, the new tokens' keys among them.
+        key_bias_BS: float32 added to every score of a key, 0 or `MASKED_SCORE`; None hides nothing.
+    """
+
+    def __init__(self, length: int, key_bias_BS: Tensor | None = None):
+        self.length, self.key_bias_BS = length, key_bias_BS
+        self._biases: dict[tuple[int, ...], Tensor] = {}
+
+    def bias(self, batch: int, key_heads: int, groups: int, capacity: int) -> Tensor:
+        """Bias `[B, K, G, C]` of a single query over whole buffers; it hides free positions too.
+
+        Of full shape: Paddle's CPU kernels are slow at broadcasting over middle dims.
+        """
+        shape = (batch, key_heads, groups, capacity)
+        if shape not in self._biases:
+            hidden_BC = np.zeros((batch, capacity), dtype=np.float32)
+            hidden_BC[:, self.length :] = MASKED_SCORE
+            bias_BC = paddle.to_tensor(hidden_BC)
+            if self.key_bias_BS is not None:
+                bias_BC[:, : self.length] = self.key_bias_BS
+            self._biases[shape] = bias_BC.reshape([batch, 1, 1, capacity]).tile(
+                [1, key_heads, groups, 1]
+            )
+        return self._biases[shape]
+
+
+@operation
+def cached_attention(
+    q_BLNH: Tensor, key_BKCH: Tensor, value_BKCH: Tensor, cached: CachedKeys
+) -> Tensor:
+    """`causal_attention` over the first S positions of buffers; the last query is the last key's.
+
+    Returns:
+        `[B, L, N, H]` in the dtype of the queries.
+    """
+    key_BSKH, value_BSKH = (
+        buffer[:, :, : cached.length].transpose([0, 2, 1, 3]) for buffer in (key_BKCH, value_BKCH)
+    )
+    return causal_attention(q_BLNH, key_BSKH, value_BSKH, cached.key_bias_BS)
+
+
+def biased_rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """`softmax(q @ k^T + bias) @ v` of the last two dims, the softmax in float32."""
+    scores = paddle.matmul(q, k, transpose_y=True).astype("float32") + bias
+    return paddle.matmul(F.softmax(scores).astype(v.dtype), v)

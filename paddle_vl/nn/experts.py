@@ -11,7 +11,6 @@ order that may change from run to run. Shapes depend on R only, and on a GPU the
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import paddle
@@ -85,19 +84,20 @@ class RoutedRows:
 
     Attributes:
         num_real: number of rows that are not padding.
+        is_empty: whether there are none.
         index_R: rows to route; None for all. Paddle's kernels fail on zero rows, so of a batch of
             padding the first row is routed; it changes no output, no gradient and no count.
     """
 
     def __init__(self, num_rows: int, index_R: Tensor | None = None):
         self.num_rows = num_rows
-        self.num_real = num_rows
-        # Without an index the sizes may be those of a traced program.
+        self.num_real, self.is_empty = num_rows, False
         if index_R is not None:
             self.num_real = index_R.shape[0]
+            self.is_empty = self.num_real == 0
             if self.num_real == num_rows:
                 index_R = None
-            elif self.num_real == 0:
+            elif self.is_empty:
                 index_R = paddle.zeros([1], dtype="int64")
         self.index_R = index_R
         self._plans: dict[nn.Layer, Plan] = {}
@@ -110,7 +110,7 @@ class RoutedRows:
         """The rows at their places among all rows, zeros at padding: `[T, D]`."""
         if self.index_R is None:
             return y_RD
-        if self.num_real == 0:
+        if self.is_empty:
             y_RD = y_RD * 0.0
         zeros_TD = paddle.zeros([self.num_rows, y_RD.shape[1]], dtype=y_RD.dtype)
         return paddle.scatter(zeros_TD, self.index_R, y_RD)
@@ -119,13 +119,15 @@ class RoutedRows:
         """The plan of the layer's first pass while it is recomputed, else None."""
         return self._plans.get(layer) if paddle.is_grad_enabled() else None
 
-    def plan(self, layer: nn.Layer, make: Callable[[], Plan]) -> Plan:
-        """The kept plan of a layer, or a new one, which is kept if recomputation may follow."""
+    def take_plan(self, layer: nn.Layer) -> Plan | None:
+        """`kept_plan`, which is not kept any longer."""
         plan = self.kept_plan(layer)
         if plan is not None:
             del self._plans[layer]
-            return plan
-        plan = make()
+        return plan
+
+    def keep_plan(self, layer: nn.Layer, plan: Plan) -> Plan:
+        """A layer's new plan, which is kept if recomputation may follow."""
         # The first pass of a recomputed layer runs without gradients.
         if layer.training and not paddle.is_grad_enabled():
             self._plans[layer] = plan
@@ -152,7 +154,9 @@ def sort_by_expert(indices_RK: Tensor, num_experts: int) -> Dispatch:
 
 def permute_rows(x_RD: Tensor, dispatch: Dispatch) -> Tensor:
     """Each row once for each of its experts, sorted by expert: `[N, D]`."""
-    return _permuted(x_RD, dispatch.order, dispatch.place, dispatch.order.shape[0] // x_RD.shape[0])
+    return permuted_copies(
+        x_RD, dispatch.order, dispatch.place, dispatch.order.shape[0] // x_RD.shape[0]
+    )
 
 
 def unpermute_rows(y_ND: Tensor, dispatch: Dispatch, weights_RK: Tensor) -> Tensor:
@@ -170,12 +174,14 @@ def reorder_rows(y_ND: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
 
 
 @operation
-def _permuted(x_RD: Tensor, order_N: Tensor, place_N: Tensor, copies: int) -> Tensor:
+def permuted_copies(x_RD: Tensor, order_N: Tensor, place_N: Tensor, copies: int) -> Tensor:
+    """Row `order[i] // copies` at place i; `place` is the inverse permutation of `order`."""
     return paddle.index_select(x_RD, order_N // copies)
 
 
-@_permuted.register("cpu", "gpu")
-class _PermuteRows(PyLayer):
+class PermuteRows(PyLayer):
+    """`permuted_copies`, whose gradient gathers by the inverse permutation."""
+
     @staticmethod
     def forward(ctx, x_RD, order_N, place_N, copies):
         ctx.save_for_backward(place_N)
@@ -189,8 +195,9 @@ class _PermuteRows(PyLayer):
         return grad_RKD.sum(axis=1), None, None
 
 
-@reorder_rows.register("cpu", "gpu")
-class _Reorder(PyLayer):
+class ReorderRows(PyLayer):
+    """`reorder_rows`, whose gradient gathers by the inverse permutation."""
+
     @staticmethod
     def forward(ctx, y_ND, order_N, inverse_N):
         ctx.save_for_backward(inverse_N)
@@ -315,11 +322,9 @@ class Experts(nn.Layer):
             rows: which rows they are; None if no row is padding.
         """
         rows = rows or RoutedRows(x_RD.shape[0])
-        if paddle.in_dynamic_mode():
-            plan = rows.plan(self, partial(self._plan, indices_RK, rows.num_real > 0))
-        else:
-            # A traced program does not convert a function in a `partial`.
-            plan = self._plan(indices_RK, True)
+        plan = rows.take_plan(self)
+        if plan is None:
+            plan = rows.keep_plan(self, self._plan(indices_RK, not rows.is_empty))
         dispatch = plan.dispatch
         x_ND = permute_rows(x_RD, dispatch)
         if self.exchange is None:
@@ -330,9 +335,8 @@ class Experts(nn.Layer):
 
     def _plan(self, indices_RK: Tensor, counts: bool) -> Plan:
         dispatch = sort_by_expert(indices_RK, self.num_experts)
-        if paddle.in_dynamic_mode():
-            own_E = dispatch.counts
-            self.tokens_per_expert = own_E if counts else paddle.zeros_like(own_E)
+        own_E = dispatch.counts
+        self.tokens_per_expert = own_E if counts else paddle.zeros_like(own_E)
         exchange = None if self.exchange is None else self.exchange.plan(dispatch.counts)
         return Plan(indices_RK, dispatch, GroupSizes(dispatch.counts), exchange)
 

@@ -247,9 +247,6 @@ class NormalColumns(Initializer):
         self.widths, self.normal = list(widths), Normal(std=std)
 
     def forward(self, var: Tensor, block=None) -> Tensor | None:
-        if not isinstance(var, Tensor):
-            # A traced program does not need the weights' values.
-            return self.normal(var, block)
         drawn = []
         for width in self.widths:
             one = paddle.empty([var.shape[0], width], dtype=var.dtype)
@@ -265,9 +262,8 @@ def fused_columns(parameter: Tensor) -> tuple[Columns, ...]:
 
 
 def mark_fused(parameter: Tensor, columns: Iterable[Columns]) -> None:
-    """Record the linears of a fused weight; a value of a traced program takes no attribute."""
-    if isinstance(parameter, Tensor):
-        parameter.fused_columns = tuple(columns)
+    """Record the linears of a fused weight."""
+    parameter.fused_columns = tuple(columns)
 
 
 @operation

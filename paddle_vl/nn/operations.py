@@ -1,21 +1,15 @@
 """Operations with a plain implementation, and faster kernels per device behind the same function.
 
-The body of an operation is its plain implementation: Paddle operations that run on any device, are
-differentiable, and can be traced into a program.
+The body of an operation is its plain implementation, its specification: Paddle operations that run
+on any device and are differentiable.
 
     @operation
     def rms_norm(x, weight_C, epsilon): ...
 
-    @rms_norm.register("cpu")
-    def _rms_norm_on_cpu(x, weight_C, epsilon): ...
-
-A call takes the kernel of its first tensor's device. Without one, or while a program is traced, it
-takes the plain implementation. `choose_kernels("plain")` makes every call of the process take it,
-and `use_kernels` forces one choice, for tests. Generation and exported programs, which need no
-gradient, run inside `without_gradient` and take kernels that have no backward pass:
-
-    @rms_norm.register("cpu", "program", gradient=False)
-    def _rms_norm_without_gradient(x, weight_C, epsilon): ...
+`paddle_vl.nn.kernels` has the table of kernels: for each operation those to prefer, in order, each
+with its device and a condition on its inputs. A call takes the first that fits, else the plain
+implementation. `choose_kernels` narrows the choice of the whole process (the setting
+`train.kernels`), `use_kernels` forces one inside a block.
 
 Small operations are here too: sums, activations, slices, dropout of token rows, and the cross
 entropy of tokens, of given logits or of a head's predictions in chunks. Over 350 lines, as every
@@ -23,105 +17,118 @@ batch passes these.
 """
 
 import functools
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, cast, get_args
 
 import numpy as np
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
 from paddle.autograd import PyLayer
-from paddle.jit.dy2static.program_translator import convert_to_static
 
-# "program" is any device of a traced program.
-Device = Literal["cpu", "gpu", "program"]
+Device = Literal["cpu", "gpu"]
+Kernels = Literal["fused", "uncompiled", "plain"]
+# What a kernel is made with.
+Source = Literal["C", "oneDNN", "Paddle"]
 P = ParamSpec("P")
 R = TypeVar("R")
-# A function or a `PyLayer` class.
-K = TypeVar("K")
 
 OPERATIONS: list["Operation[Any, Any]"] = []
-Kernels = Literal["fused", "plain"]
+# Gives an operation's implementation.
+Choice = Callable[["Operation[Any, Any]"], Callable[..., Any]]
 _chosen: Kernels = "fused"
-_forced: Device | Literal["plain"] | None = None
+_forced: Device | Literal["plain"] | Choice | None = None
 _needs_gradient = True
+_has_compiled = False
+
+
+def _always(*args: Any, **kwargs: Any) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An implementation of an operation for one device.
+
+    Attributes:
+        run: takes the operation's arguments.
+        fits: whether it takes these arguments.
+        has_gradient: False for one without a backward pass, for `without_gradient` only.
+    """
+
+    device: Device
+    source: Source
+    run: Callable[..., Any]
+    fits: Callable[..., bool] = _always
+    has_gradient: bool = True
 
 
 class Operation(Generic[P, R]):
-    """A function that chooses its implementation by the device of its first argument.
+    """A function that chooses its implementation by its arguments.
 
     Attributes:
         plain: the implementation in plain Paddle operations.
-        kernels: other implementations, by device.
-        kernels_without_gradient: those that have no backward pass, by device.
+        kernels: the others in order of preference; set by `paddle_vl.nn.kernels`.
     """
 
     def __init__(self, plain: Callable[P, R]):
         functools.update_wrapper(self, plain)
         self.plain = plain
-        self.kernels: dict[str | None, Callable[..., R]] = {}
-        self.kernels_without_gradient: dict[str | None, Callable[..., R]] = {}
+        self.kernels: Sequence[Kernel] = ()
         OPERATIONS.append(self)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self.kernel_for(args[0])(*args, **kwargs)
+        return self.chosen(*args, **kwargs)(*args, **kwargs)
 
-    # Not converted: a converted function has copies of the module's variables.
-    @paddle.jit.not_to_static
-    def kernel_for(self, x: Any) -> Callable[..., R]:
-        """The implementation for a tensor."""
-        device, kernel = _device_of(x), None
-        if not _needs_gradient:
-            kernel = self.kernels_without_gradient.get(device)
-        kernel = kernel or self.kernels.get(device, self.plain)
-        if device in ("program", "plain") and not paddle.in_dynamic_mode():
-            # A traced program does not convert what is called through a reference by itself:
-            # free sizes would be -1.
-            kernel = convert_to_static(kernel)
-        return kernel
+    def chosen(self, *args: P.args, **kwargs: P.kwargs) -> Callable[..., R]:
+        """The implementation for these arguments, of which the first is a tensor."""
+        if callable(_forced):
+            return _forced(self)
+        device = _forced or ("plain" if _chosen == "plain" else _device_of(args[0]))
+        for kernel in self.kernels:
+            if kernel.device == device and is_used(kernel) and kernel.fits(*args, **kwargs):
+                return kernel.run
+        return self.plain
 
-    def register(self, *devices: Device, gradient: bool = True) -> Callable[[K], K]:
-        """Decorator: the kernel for these devices, a function of the same arguments or a `PyLayer`
-        class.
-
-        Args:
-            gradient: False for a function without a backward pass, for `without_gradient` only.
-        """
-        kernels = self.kernels if gradient else self.kernels_without_gradient
-
-        def add(kernel: K) -> K:
-            call: Any = getattr(kernel, "apply", kernel)
-            kernels.update(dict.fromkeys(devices, call))
-            return kernel
-
-        return add
+    def kernels_on(self, device: str, has_gradient: bool = True) -> list[Kernel]:
+        """The kernels for a device, in order of preference."""
+        return [
+            kernel
+            for kernel in self.kernels
+            if kernel.device == device and kernel.has_gradient == has_gradient
+        ]
 
 
-@paddle.jit.not_to_static
+def is_used(kernel: Kernel) -> bool:
+    """Whether the process may take a kernel now, whatever the arguments are."""
+    if kernel.source == "C" and not (_has_compiled and _chosen != "uncompiled"):
+        return False
+    return kernel.has_gradient or not _needs_gradient
+
+
 def operation(plain: Callable[P, R]) -> Operation[P, R]:
     """Decorator: make an `Operation` of a function whose first argument is a tensor."""
-    if plain.__name__.startswith("_orig_"):
-        # dy2static decorates the code again that it has made of a plain implementation.
+    if callable(_forced):
+        # Code that a `Choice` derives from an operation's is decorated again.
         return cast(Any, plain)
     return Operation(plain)
 
 
 def choose_kernels(kernels: Kernels) -> None:
-    """Take kernels or plain implementations from now on, in the whole process.
+    """Narrow the choice of kernels from now on, in the whole process.
 
     Args:
-        kernels: `fused` takes the kernels of the tensors' device; `plain` takes the plain
-            implementations on every device, which round after each operator as the original
-            models do. The setting `train.kernels`.
+        kernels: `fused` takes any; `uncompiled` none in C; `plain` none at all: the plain
+            implementations round after each operator as the original models do.
 
     Raises:
         ValueError: another choice.
     """
     global _chosen
-    if kernels not in ("fused", "plain"):
-        raise ValueError(f"kernels is {kernels!r}; 'fused' or 'plain'")
+    if kernels not in get_args(Kernels):
+        raise ValueError(f"kernels is {kernels!r}; 'fused', 'uncompiled' or 'plain'")
     _chosen = kernels
 
 
@@ -130,17 +137,22 @@ def chosen_kernels() -> Kernels:
     return _chosen
 
 
-@contextmanager
-def use_kernels(device: Device | Literal["plain"]) -> Iterator[None]:
-    """Take the kernels of this device, or the plain implementations, wherever tensors lie.
+def set_compiled(has_compiled: bool) -> None:
+    """Tell whether the kernels in C are loaded."""
+    global _has_compiled
+    _has_compiled = has_compiled
 
-    For tests: the plain implementations, and code for GPUs on a machine without one. A backward
-    pass must run inside the block too, since hand-written ones call operations.
+
+@contextmanager
+def use_kernels(choice: Device | Literal["plain"] | Choice) -> Iterator[None]:
+    """Take the kernels of this device, or the plain implementations, wherever tensors lie; or what
+    a function gives for an operation.
+
+    For programs, and for tests: the plain implementations, and code for GPUs on a machine without
+    one. A backward pass must run inside the block too, since hand-written ones call operations.
     """
     global _forced
-    if device == "gpu":
-        _import_gpu_kernels()
-    before, _forced = _forced, device
+    before, _forced = _forced, choice
     try:
         yield
     finally:
@@ -149,7 +161,7 @@ def use_kernels(device: Device | Literal["plain"]) -> Iterator[None]:
 
 @contextmanager
 def without_gradient() -> Iterator[None]:
-    """Inside the block, take kernels that have no backward pass where a device has one.
+    """Inside the block, kernels may be taken that have no backward pass.
 
     Not `paddle.no_grad`, under which activation recomputation runs too: there both passes must
     round alike.
@@ -164,60 +176,47 @@ def without_gradient() -> Iterator[None]:
 
 
 def _device_of(x: Any) -> str | None:
-    if _forced is not None:
-        return _forced
-    if _chosen == "plain":
-        return "plain"
-    if not paddle.in_dynamic_mode():
-        return "program"
     place = x.place
     if place.is_cpu_place():
         return "cpu"
-    if not place.is_gpu_place():
-        return None
-    _import_gpu_kernels()
-    return "gpu"
-
-
-@functools.cache
-def _import_gpu_kernels() -> None:
-    """Register them. A run on CPUs does without."""
-    importlib.import_module("paddle_vl.nn.gpu")
+    return "gpu" if place.is_gpu_place() else None
 
 
 class HostTable:
     """A table made of its arguments alone, as a tensor on the current device.
 
     It is copied there at the first call for these arguments; a later step copies nothing from the
-    host. In a traced program it is a constant of the program.
+    host.
 
     Args:
         make: the table from hashable arguments, as a NumPy array.
+
+    Attributes:
+        is_kept: False makes a new tensor at every call of any table.
     """
 
+    is_kept = True
     _MOST = 256
 
     def __init__(self, make: Callable[..., np.ndarray]):
         functools.update_wrapper(self, make)
         self.make = make
-        self._kept: dict[tuple, Tensor] = {}
+        self._tensors: dict[tuple, Tensor] = {}
 
     def __call__(self, *args: Any) -> Tensor:
-        if not paddle.base.framework.in_dygraph_mode():
-            return paddle.to_tensor(self.make(*args))
         key = (paddle.get_device(), *args)
-        table = self._kept.get(key)
-        if table is None:
-            while len(self._kept) >= self._MOST:
-                self._kept.pop(next(iter(self._kept)))
-            table = self._kept[key] = paddle.to_tensor(self.make(*args))
+        kept = self._tensors.get(key) if HostTable.is_kept else None
+        if kept is not None:
+            return kept
+        table = paddle.to_tensor(self.make(*args))
+        if HostTable.is_kept and isinstance(table, Tensor):
+            while len(self._tensors) >= self._MOST:
+                self._tensors.pop(next(iter(self._tensors)))
+            self._tensors[key] = table
         return table
 
 
-@paddle.jit.not_to_static
-def host_table(make: Callable[..., np.ndarray]) -> HostTable:
-    """Decorator: make a `HostTable` of a function."""
-    return HostTable(make)
+host_table = HostTable
 
 
 @operation
@@ -285,6 +284,26 @@ def dropout(x: Tensor, p: float) -> Tensor:
     return F.dropout(x, p)
 
 
+@operation
+def times_constant(x: Tensor, constant: Tensor) -> Tensor:
+    """`x * constant`, without a gradient of the constant."""
+    return x * constant
+
+
+class TimesConstant(PyLayer):
+    """Keeps the constant only; autograd would keep `x` too."""
+
+    @staticmethod
+    def forward(ctx, x, constant):
+        ctx.save_for_backward(constant)
+        return x * constant
+
+    @staticmethod
+    def backward(ctx, grad):
+        (constant,) = ctx.saved_tensor()
+        return grad * constant, None
+
+
 def slice_axis(x: Tensor, begin: int, end: int, axis: int = 0) -> Tensor:
     """`x[begin:end]` along an axis, always as an operation of the graph.
 
@@ -303,6 +322,32 @@ def rows_in_order(x: Tensor, rows: np.ndarray) -> Tensor:
         return x[:0]
     runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
     return paddle.concat([x[int(run[0]) : int(run[-1]) + 1] for run in runs])
+
+
+def true_positions(mask_N: Tensor, count: int | None = None) -> Tensor:
+    """Ascending positions of the True entries: int64 `[count]`.
+
+    Args:
+        count: their number, if known: nothing is searched then, which would make the host wait.
+            With another one positions are missing, or 0 for those that are not there.
+    """
+    if count is None:
+        return paddle.nonzero(mask_N).reshape([-1])
+    # Other entries go to one place more, which is cut off.
+    places_N = paddle.where(mask_N, mask_N.astype("int64").cumsum(0) - 1, count).clip(max=count)
+    positions = paddle.zeros([count + 1], dtype="int64")
+    return paddle.scatter(positions, places_N, paddle.arange(mask_N.shape[0]))[:count]
+
+
+def zero_or_nan(counts: Sequence[tuple[Tensor, int]]) -> Tensor:
+    """-0.0 if every mask has its number of True entries, else NaN: 0-D, without a host read.
+
+    Added to a tensor it changes no bit, or makes it NaN.
+    """
+    value = paddle.full([], -0.0)
+    for mask, count in counts:
+        value = paddle.where(mask.astype("int64").sum() == count, value, float("nan"))
+    return value
 
 
 class RowDropout(nn.Layer):
@@ -528,3 +573,13 @@ class _SumWithGradients(PyLayer):
     @staticmethod
     def backward(ctx, grad):
         return tuple(ctx.grads.times(grad))
+
+
+def device_tensor(array: Any) -> Any:
+    """An array as a tensor on the device; tensors and None are returned unchanged."""
+    return paddle.to_tensor(array) if isinstance(array, np.ndarray) else array
+
+
+def host_array(array: Any) -> Any:
+    """A tensor as a NumPy array, which waits for the device; arrays and None stay."""
+    return array.numpy() if isinstance(array, Tensor) else array

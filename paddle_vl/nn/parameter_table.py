@@ -106,9 +106,7 @@ class ParameterTable:
     def add(self, parameters: Iterable[Tensor], spec: ParamSpec = REPLICATED) -> None:
         """Set or replace the spec of parameters."""
         for parameter in parameters:
-            # Values of a static graph are not trained or saved.
-            if isinstance(parameter, Tensor):
-                self._entries[id(parameter)] = (weakref.ref(parameter), spec)
+            self._entries[id(parameter)] = (weakref.ref(parameter), spec)
 
     def add_replicated(self, parameters: Iterable[Tensor]) -> None:
         """Mark parameters without an entry as replicated, with equal gradients on all mp ranks."""

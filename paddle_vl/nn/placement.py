@@ -105,6 +105,14 @@ class CheckpointRanks:
         """The arrays of all pipeline stages, in order; collective."""
         return [dict(arrays)]
 
+    def send_to_first(self, data: np.ndarray) -> None:
+        """Send `[n]` uint8 to the first rank, which calls `receive_at_first`."""
+        raise AssertionError("there is one stage")
+
+    def receive_at_first(self, stage: int, size: int) -> np.ndarray:
+        """The bytes that the first rank of another stage sends."""
+        raise AssertionError("there is one stage")
+
 
 class ExpertSharding(Protocol):
     """Shards experts over an expert-parallel group, see `paddle_vl.parallel.expert_parallel`."""
@@ -114,11 +122,11 @@ class ExpertSharding(Protocol):
         ...
 
 
-class EncoderLayers(Protocol):
-    """Layers of a colocated encoder, see `paddle_vl.parallel.colocated.encoder_layers`."""
+class TowerLayers(Protocol):
+    """Builds towers in a way of its own, see `paddle_vl.parallel.colocated.encoder_layers`."""
 
     def tower(self, layer: Layer) -> Layer:
-        """An encoder, with its linears split over the encoder's mp group."""
+        """The tower to use in place of a whole one."""
         ...
 
     def add_low_rank(self, layer: AdaptableLinear, settings: LowRankSettings) -> None:
@@ -176,10 +184,6 @@ class RegionOps:
     def enter_head(self, x_TD: Tensor) -> Tensor:
         """Prepare rows that came through `leave_rows` for a `vocab_head`; backward all-reduces."""
         return x_TD
-
-    def whole_columns(self, x_TF: Tensor) -> Tensor:
-        """The columns of all ranks, of a column-parallel output or of the head; no gradient."""
-        return x_TF
 
     def enter_replicated(self, x: Tensor) -> Tensor:
         """Use a replicated tensor; its gradient is scaled by 1/mp before the later all-reduce."""
@@ -268,10 +272,10 @@ class LayerFactory:
         expert_sharding: None where every rank has all experts.
 
     Attributes:
-        encoder_layers: of a colocated encoder; None without one.
+        tower_layers: None where a tower is like other layers.
     """
 
-    encoder_layers: EncoderLayers | None = None
+    tower_layers: TowerLayers | None = None
 
     def __init__(
         self,
@@ -376,7 +380,9 @@ class LayerFactory:
 
     def tower(self, layer: Layer) -> Layer:
         """A vision tower, which runs through `encode_visual` or `encode_items` of `RegionOps`."""
-        return self._recorded(layer) if self.encoder_layers is None else self._colocated(layer)
+        return (
+            self._recorded(layer) if self.tower_layers is None else self.tower_layers.tower(layer)
+        )
 
     def row_dropout(self, p: float) -> RowDropout:
         """Dropout of token rows inside the sequence-parallel region."""
@@ -387,16 +393,12 @@ class LayerFactory:
 
         The factor on the sharded dim of the linear's weight is sharded too.
         """
-        if self.encoder_layers is not None and self.parameter_table[layer.weight].is_encoder:
-            self.encoder_layers.add_low_rank(layer, settings)
+        if self.tower_layers is not None and self.parameter_table[layer.weight].is_encoder:
+            self.tower_layers.add_low_rank(layer, settings)
             return
         layer.add_low_rank(settings)
         assert layer.lora is not None
         self._recorded(layer.lora)
-
-    def _colocated(self, layer: Layer) -> Layer:
-        assert self.encoder_layers is not None
-        return self.encoder_layers.tower(layer)
 
     def _make_experts(self, count: int, width: int, inner: int, init_std: float) -> Experts:
         return self._recorded(Experts(count, width, inner, init_std))

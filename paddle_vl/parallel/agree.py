@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import paddle
 import paddle.distributed as dist
+from xxhash import xxh3_64_hexdigest
 
 from paddle_vl.parallel.store.membership import ranks_text
 
@@ -111,6 +112,31 @@ def check_fields_agree(fields: Mapping[str, bool], where: str) -> None:
             f"{where}: the ranks of this run do not have the same optional fields in their "
             "data: " + "; ".join(differing) + ". Give all of them the same kinds of data; a field "
             "that a sample has nothing for is there all the same, and masked"
+        )
+
+
+def check_data_agree(stream: Mapping[str, Any], where: str) -> None:
+    """Check that all ranks read the same data, so that they continue or refuse a checkpoint
+    together.
+
+    Args:
+        stream: what determines the samples and their order; JSON values.
+
+    Raises:
+        ValueError: on every rank; names each key that differs, and the ranks that differ from
+            rank 0.
+    """
+    own = {name: xxh3_64_hexdigest(json.dumps(value).encode()) for name, value in stream.items()}
+    everyone = gather_values(own)
+    differing = []
+    for name in _differing(everyone):
+        hashes = [values.get(name) for values in everyone]
+        others = [rank for rank, value in enumerate(hashes) if value != hashes[0]]
+        differing.append(f"{name} ({ranks_text(others)} unlike rank 0)")
+    if differing:
+        raise ValueError(
+            f"{where}: the ranks of this run do not read the same data: {'; '.join(differing)}. "
+            "Give all machines the same data files"
         )
 
 

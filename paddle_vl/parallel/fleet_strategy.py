@@ -15,8 +15,9 @@ from paddle.distributed import fleet
 from paddle.distributed.fleet.utils import log_util
 
 from paddle_vl.config.parallel_settings import FleetConfig
-from paddle_vl.parallel.degrees import ParallelDegrees, Problems
+from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.pipeline import schedule
+from paddle_vl.parallel.plan_rules import Problems
 
 _DEGREES = {"dp": "dp_degree", "mp": "mp_degree", "pp": "pp_degree", "sharding": "sharding_degree"}
 _SECTIONS = {"mp_configs": "mp", "pp_configs": "pp", "sharding_configs": "sharding"}
@@ -27,11 +28,11 @@ _NOT_RUN = (
 )
 _OUTSIDE = (
     "overlaps the all-reduce of parameters that the PipelineLayer registers, and the model stays "
-    "outside of it; use sharding_configs.comm_overlap"
+    "outside of it: remove it, gradients are summed after a pipeline's last micro-batch"
 )
 _RELEASE = (
     "has the sharding optimizer release gradients, which crashes in paddlepaddle 3.3.1 together "
-    "with dp, and allows one micro-batch only; sharding_stage=2 shards them"
+    "with dp, and allows one micro-batch only; without a pipeline sharding_stage=2 shards them"
 )
 _REFUSED = {
     "mp_configs": {

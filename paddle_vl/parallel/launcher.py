@@ -12,23 +12,27 @@ when it is killed, and copies the output of rank 0 every two seconds. Here:
 Everything listens on loopback. Devices are assigned as Paddle's launcher does.
 """
 
+import io
+import json
 import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from pathlib import Path
 from typing import NamedTuple
 
 from paddle_vl.parallel.stop_requests import STOP_SIGNALS, StopRequest, StopRequests
+from paddle_vl.processes import NO_LIMITS, Failure, Limits, Processes
 
 logger = logging.getLogger(__name__)
 
 LAUNCHER_VARIABLE = "PADDLE_VL_LAUNCHER_PID"
+# The launcher's own command line, which says how to start the run again.
+COMMAND_VARIABLE = "PADDLE_VL_COMMAND"
 # The parent process, read early: it changes when the parent ends.
 PARENT = os.getppid()
 RANK_LOG_VARIABLE = "PADDLE_VL_RANK_LOG"
@@ -39,21 +43,8 @@ _FAILURE_GRACE_S = 3.0
 _STRAGGLER_GRACE_S = 10.0
 # Added to the ranks' own time limit before they are killed.
 _KILL_MARGIN_S = 3.0
-_POLL_S = 0.05
 _SHOWN_LINES = 12
 _NOT_SAVED = 1
-
-
-class Failure(NamedTuple):
-    """A rank that ended a run."""
-
-    rank: int
-    code: int
-
-    def __str__(self) -> str:
-        if self.code < 0:
-            return f"rank {self.rank} was killed by {signal.Signals(-self.code).name}"
-        return f"rank {self.rank} ended with exit code {self.code}"
 
 
 class Attempt(NamedTuple):
@@ -73,12 +64,16 @@ def launch(
     log_dir: Path,
     stop_grace_s: float | None = None,
     next_attempt: NextAttempt = lambda failure: None,
+    limits: Limits = NO_LIMITS,
+    is_quiet: bool = False,
 ) -> int:
     """Run `paddle-vl ARGUMENTS` in several ranks on this machine, with restarts.
 
     Args:
         stop_grace_s: seconds that ranks may take after a request to stop; None for no limit.
         next_attempt: called after a failure.
+        limits: of each attempt.
+        is_quiet: nothing is shown here: rank 0 writes to a file too, and failures are not logged.
 
     Returns:
         0 on success; 128 + N after stop signal N if all ranks saved; the exit code of a failed
@@ -86,149 +81,133 @@ def launch(
 
     Raises:
         ValueError: there are fewer devices than ranks.
+        TimeLimitError, MemoryLimitError: a limit was passed, and the ranks were killed.
     """
     attempt: Attempt | None = Attempt(arguments, num_ranks)
     with StopRequests() as requests:
         while attempt is not None:
-            run = _Run(attempt, log_dir, requests, stop_grace_s)
-            code, failure = run.wait()
+            # Ranks that were asked to stop end with 128 + N.
+            ends = (0, *(128 + number for number in STOP_SIGNALS))
+            with Processes(limits, successes=ends) as ranks:
+                run = _Run(ranks, log_dir, requests, stop_grace_s, is_quiet)
+                code = run.wait(attempt)
             attempt = None
-            if failure is not None and not run.was_asked_to_stop:
-                attempt = next_attempt(failure)
+            if ranks.failure is not None and not run.was_asked_to_stop:
+                attempt = next_attempt(ranks.failure)
     return code
 
 
 class _Run:
-    """The ranks of one attempt."""
+    """One attempt: what its ranks are told, and how long they may take."""
 
     def __init__(
-        self, attempt: Attempt, log_dir: Path, requests: StopRequests, stop_grace_s: float | None
+        self,
+        ranks: Processes,
+        log_dir: Path,
+        requests: StopRequests,
+        stop_grace_s: float | None,
+        is_quiet: bool,
     ):
-        self._log_dir, self._requests, self._grace_s = log_dir, requests, stop_grace_s
-        self._command = [sys.executable, "-u", str(_MAIN), *attempt.arguments]
-        self._size = attempt.num_ranks
-        self._ranks: list[subprocess.Popen] = []
-        self._failure: Failure | None = None
+        self._ranks, self._log_dir, self._requests = ranks, log_dir, requests
+        self._grace_s, self._is_quiet = stop_grace_s, is_quiet
         self._deadline: float | None = None
+        self._is_failure_logged = False
         self.was_asked_to_stop = False
 
-    def wait(self) -> tuple[int, Failure | None]:
-        """Run the ranks to their end; returns the exit code and the failure."""
+    def wait(self, attempt: Attempt) -> int:
+        """Run the ranks to their end; returns the exit code."""
         self._log_dir.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-u", str(_MAIN), *attempt.arguments]
         with ExitStack() as stack:
-            stack.callback(self._kill)
-            ports = [stack.enter_context(_reserved_port()) for _ in range(self._size)]
-            environments = list(_environments(ports, self._log_dir))
+            ports = [stack.enter_context(_reserved_port()) for _ in range(attempt.num_ranks)]
+            environments = list(_environments(ports, self._log_dir, not self._is_quiet))
             self._requests.set_handlers()  # Paddle was imported to list the devices.
             for rank, variables in enumerate(environments):
-                output = None
-                if rank > 0:
-                    file = self._log_dir / f"workerlog.{rank}"
-                    output = stack.enter_context(file.open("wb"))
-                # In a new session, so that Ctrl-C reaches only this process, which passes it on.
-                self._ranks.append(
-                    subprocess.Popen(
-                        self._command,
-                        env=variables,
-                        stdout=output,
-                        stderr=output,
-                        start_new_session=True,
-                    )
-                )
-            while self._is_running():
-                time.sleep(_POLL_S)
-        return self._exit_code(), self._failure
+                file = self._log_dir / f"workerlog.{rank}"
+                self._ranks.start(command, variables, file if rank or self._is_quiet else None)
+            for _ in self._ranks.watched():
+                if not self._may_go_on():
+                    break
+        return self._exit_code()
 
-    def _is_running(self) -> bool:
-        """Handle requests, failures and deadlines; returns whether ranks still run."""
+    def _may_go_on(self) -> bool:
+        """Handle requests and failures; returns whether the ranks have time left."""
         requests = self._requests.read()
         if self._is_orphan() and not self.was_asked_to_stop:
             requests.append(StopRequest(signal.SIGTERM, is_again=False))
             self._deadline = time.monotonic() + _STRAGGLER_GRACE_S
-        codes = [process.poll() for process in self._ranks]
         is_late = self._deadline is not None and time.monotonic() > self._deadline
         if is_late or any(request.is_again for request in requests):
-            self._kill_unsaved(codes)
+            self._kill_unsaved()
             return False
         for request in requests:
-            self._pass_on(request.signal)
-        self._look_for_a_failure(codes)
-        return None in codes
+            self.was_asked_to_stop = True
+            self._ranks.signal(request.signal)
+            if self._grace_s is not None:
+                self._deadline = time.monotonic() + self._grace_s + _KILL_MARGIN_S
+        if self._deadline is None and any(self._ranks.codes()):
+            # Ranks that were asked to stop end together, unless one had not begun to train.
+            self._deadline = time.monotonic() + _STRAGGLER_GRACE_S
+        if self._ranks.failure is not None and not self._is_failure_logged:
+            self._is_failure_logged = True
+            self._deadline = time.monotonic() + _FAILURE_GRACE_S
+            if not self._is_quiet:
+                self._log_failure(self._ranks.failure)
+        return True
 
     def _is_orphan(self) -> bool:
         """Whether this launcher was started by another one, which has ended."""
         launcher = os.environ.get(LAUNCHER_VARIABLE)
         return launcher is not None and os.getppid() != int(launcher)
 
-    def _pass_on(self, number: signal.Signals) -> None:
-        self.was_asked_to_stop = True
-        for process in self._ranks:
-            if process.poll() is None:
-                process.send_signal(number)
-        if self._grace_s is not None:
-            self._deadline = time.monotonic() + self._grace_s + _KILL_MARGIN_S
+    def _log_failure(self, failure: Failure) -> None:
+        logger.error("%s", failure)
+        if failure.rank > 0:
+            lines = self._ranks.end_of_output(failure.rank, _SHOWN_LINES)
+            shown = "\n".join(f"  {line}" for line in lines)
+            file = self._log_dir / f"workerlog.{failure.rank}"
+            logger.error("the end of %s:\n%s", file, shown or "  (empty)")
 
-    def _look_for_a_failure(self, codes: Sequence[int | None]) -> None:
-        if self._deadline is None and any(code and not _is_failure(code) for code in codes):
-            # Ranks that were asked to stop end together, unless one had not begun to train.
-            self._deadline = time.monotonic() + _STRAGGLER_GRACE_S
-        failed = [
-            Failure(rank, code) for rank, code in enumerate(codes) if code and _is_failure(code)
-        ]
-        if self._failure is not None or not failed:
-            return
-        # A killed rank makes others fail too, so it comes first.
-        self._failure = min(failed, key=lambda failure: (failure.code > 0, failure.rank))
-        logger.error("%s", self._failure)
-        if self._failure.rank > 0:
-            self._show_end_of_log(self._failure.rank)
-        self._deadline = time.monotonic() + _FAILURE_GRACE_S
-
-    def _show_end_of_log(self, rank: int) -> None:
-        file = self._log_dir / f"workerlog.{rank}"
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-        shown = "\n".join(f"  {line}" for line in lines[-_SHOWN_LINES:])
-        logger.error("the end of %s:\n%s", file, shown or "  (empty)")
-
-    def _kill_unsaved(self, codes: Sequence[int | None]) -> None:
-        left = [rank for rank, code in enumerate(codes) if code is None]
-        if left and self._failure is None:
+    def _kill_unsaved(self) -> None:
+        left = [rank for rank, code in enumerate(self._ranks.codes()) if code is None]
+        if left and self._ranks.failure is None:
             logger.warning(
                 "rank(s) %s ended at once, without a checkpoint; continue with "
                 "train.resume_from_checkpoint=auto",
                 ", ".join(map(str, left)),
             )
-        self._kill()
-
-    def _kill(self) -> None:
-        for process in self._ranks:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-        for process in self._ranks:
-            process.wait()
+        self._ranks.kill()
 
     def _exit_code(self) -> int:
-        if self._failure is not None:
-            return self._failure.code if self._failure.code > 0 else 128 - self._failure.code
-        codes = [process.returncode for process in self._ranks]
-        if any(code < 0 for code in codes):
-            return _NOT_SAVED
-        return max(codes)
+        if self._ranks.failure is not None:
+            code = self._ranks.failure.code
+            return code if code > 0 else 128 - code
+        # All have ended.
+        codes = [code or 0 for code in self._ranks.codes()]
+        return _NOT_SAVED if min(codes) < 0 else max(codes)
 
 
-def _is_failure(code: int) -> bool:
-    """Whether an exit code is neither success nor that of a requested stop."""
-    return code != 0 and code - 128 not in STOP_SIGNALS
+@contextmanager
+def without_thread_warning() -> Iterator[None]:
+    """Import Paddle in this context: it prints a warning when OMP_NUM_THREADS is above 1."""
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            yield
+    finally:
+        lines = said.getvalue().splitlines(keepends=True)
+        sys.stderr.write("".join(line for line in lines if "OMP_NUM_THREADS" not in line))
 
 
-def _environments(ports: Sequence[int], log_dir: Path) -> Iterator[dict[str, str]]:
+def _environments(
+    ports: Sequence[int], log_dir: Path, rank_0_is_shown: bool
+) -> Iterator[dict[str, str]]:
     """The environment of each rank, with the variables that Paddle's launcher sets."""
     inherited = {name: value for name, value in os.environ.items() if name[:7] != "PADDLE_"}
     # Variables of this package concern the run, not a rank.
     inherited |= {name: value for name, value in os.environ.items() if name[:10] == "PADDLE_VL_"}
     inherited |= {LAUNCHER_VARIABLE: str(os.getpid()), "PADDLE_LOG_DIR": str(log_dir.resolve())}
-    # Silences messages of Paddle's C++ code about its connections.
-    inherited.setdefault("GLOG_minloglevel", "1")
+    inherited[COMMAND_VARIABLE] = json.dumps(sys.argv)
     size = len(ports)
     if size == 1:
         yield inherited
@@ -249,14 +228,15 @@ def _environments(ports: Sequence[int], log_dir: Path) -> Iterator[dict[str, str
             "PADDLE_CURRENT_ENDPOINT": endpoint,
             "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
         }
-        if rank == 0:
+        if rank == 0 and rank_0_is_shown:
             own[RANK_LOG_VARIABLE] = str(log_dir / "workerlog.0")
         yield inherited | own | devices[rank]
 
 
 def _device_variables(size: int) -> list[dict[str, str]]:
     """The variables that assign a device to each rank; gloo without an accelerator."""
-    from paddle.distributed.launch.context.device import Device, DeviceType
+    with without_thread_warning():
+        from paddle.distributed.launch.context.device import Device, DeviceType
 
     from paddle_vl.parallel.gloo_fleet.installation import runs_on_gloo
 

@@ -25,7 +25,6 @@ from paddle.base import core
 from paddle.distributed import collective
 
 from paddle_vl.parallel.gloo_fleet import peers
-from paddle_vl.parallel.simulated.current import current_rank, outside_of_simulation
 
 _MESSAGES = ("send", "recv")
 # Ranks may contribute tensors of different length.
@@ -33,6 +32,7 @@ _UNEVEN = ("alltoall", "alltoall_single")
 # Files whose frames are not shown; `<string>` is code without a file.
 _NOT_SHOWN = (
     str(Path(__file__).parent),
+    str(Path(__file__).parents[1] / "testing"),
     str(Path(paddle.__file__).parent),
     contextlib.__file__,
     "<",
@@ -160,6 +160,24 @@ _OPERATORS = {
 }
 
 Observe = Callable[[Collective], object]
+# Observers of a thread that is a rank of its own.
+_thread = threading.local()
+_num_of_process = 0
+
+
+@contextmanager
+def observers_of_thread(observers: list[Observe]) -> Iterator[None]:
+    """Inside the block `observed` of this thread adds to the list; its owner calls the entries."""
+    _thread.observers = observers
+    try:
+        yield
+    finally:
+        _thread.observers = None
+
+
+def is_process_observed() -> bool:
+    """Whether a block of `observed` is entered that concerns the process."""
+    return _num_of_process > 0
 
 
 @contextmanager
@@ -171,35 +189,32 @@ def observed(observe: Observe) -> Iterator[None]:
     Raises:
         RuntimeError: Paddle's process groups have a method that is not listed here.
     """
-    rank = current_rank()
-    if rank is not None:
-        rank.observers.append(observe)
+    own = getattr(_thread, "observers", None)
+    if own is not None:
+        own.append(observe)
         try:
             yield
         finally:
-            rank.observers.remove(observe)
+            own.remove(observe)
         return
-    with outside_of_simulation():
-        yield from _observed_process(observe)
-
-
-def _observed_process(observe: Observe) -> Iterator[None]:
+    global _num_of_process
     running = threading.local()
     kept = []
+    _num_of_process += 1
     try:
         for owner, name, see in _sites():
-            own = vars(owner)[name]
-            kept.append((owner, name, own))
+            kept.append((owner, name, vars(owner)[name]))
             setattr(owner, name, _observing(observe, running, getattr(owner, name), see))
         yield
     finally:
-        for owner, name, own in reversed(kept):
-            setattr(owner, name, own)
+        _num_of_process -= 1
+        for owner, name, function in reversed(kept):
+            setattr(owner, name, function)
 
 
 def _sites() -> Iterator[tuple[Any, str, Callable[..., list[Collective]]]]:
     """Owner and name of each function to replace, and a function that describes its calls."""
-    for owner in _group_classes():
+    for owner in [core.ProcessGroup, *core.ProcessGroup.__subclasses__()]:
         for name in list(vars(owner)):
             method = _METHODS.get(name.removesuffix(_ON_CALC_STREAM))
             if method is not None:
@@ -214,10 +229,6 @@ def _sites() -> Iterator[tuple[Any, str, Callable[..., list[Collective]]]]:
     for name, operator in _OPERATORS.items():
         if name in vars(_C_ops):
             yield _C_ops, name, functools.partial(_of_operator, operator)
-
-
-def _group_classes() -> list[type]:
-    return [core.ProcessGroup, *core.ProcessGroup.__subclasses__()]
 
 
 def _observing(

@@ -85,10 +85,6 @@ class FleetRegionOps(RegionOps):
     def enter_head(self, x_TD: Tensor) -> Tensor:
         return cast(Tensor, fleet_ops._c_identity(x_TD, group=self.mp_group))
 
-    def whole_columns(self, x_TF: Tensor) -> Tensor:
-        columns_FT = all_gathered(x_TF.t().contiguous(), self.mp_group)
-        return columns_FT.t()
-
     def enter_replicated(self, x: Tensor) -> Tensor:
         return divide_gradient(x, self.mp_group.nranks)
 

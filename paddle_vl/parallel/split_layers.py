@@ -23,13 +23,6 @@ from paddle_vl.nn.linear import AdaptableLinear, Columns, Linear, linear, mark_f
 from paddle_vl.nn.operations import slice_axis
 
 
-@paddle.jit.not_to_static
-def _fleets_output(mixin: type, layer: Any, x: Tensor) -> Tensor:
-    """The output of the layer class behind a mixin; a traced `super()` would find the mixin."""
-    behind: Any = super(mixin, layer)
-    return behind.forward(x)
-
-
 class _FusedColumns(nn.Layer):
     """Several linears in one column-parallel layer of fleet; a rank has `[q | k | v]` of its heads.
 
@@ -71,7 +64,8 @@ class _FusedColumns(nn.Layer):
     def forward(self, x: Tensor, num_rows: int | None = None) -> Sequence[Tensor]:
         for name in self._enabled:
             setattr(self, name, not (x.stop_gradient or self.weight.stop_gradient))
-        y = _fleets_output(_FusedColumns, self, x)
+        fleet_layer: Any = super()
+        y = fleet_layer.forward(x)
         if num_rows is not None:
             y = slice_axis(y, 0, num_rows)
         return split_columns(y, self.own_widths)
@@ -95,7 +89,8 @@ class Column(AdaptableLinear, ColumnParallelLinear):
 class _Row(AdaptableLinear):
     def forward(self, x: Tensor) -> Tensor:
         if self.lora is None:
-            return _fleets_output(_Row, self, x)
+            fleet_layer: Any = super()
+            return fleet_layer.forward(x)
         # The adapter's output is part of the same sum.
         return self.reduce(self.adapted(linear(x, self.weight), x))
 

@@ -29,17 +29,14 @@ class StopRequests:
     """Inside the block, stop signals are read here instead of acting on the process.
 
     Only the main thread can enter it. SIGHUP stays ignored under nohup.
-
-    Attributes:
-        reader: file descriptor that becomes readable when a signal arrives.
     """
 
     def __init__(self):
         self._last: float | None = None
 
     def __enter__(self) -> "StopRequests":
-        self.reader, self._writer = os.pipe()
-        for descriptor in (self.reader, self._writer):
+        self._reader, self._writer = os.pipe()
+        for descriptor in (self._reader, self._writer):
             os.set_blocking(descriptor, False)
         self._previous_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._previous = {
@@ -55,7 +52,7 @@ class StopRequests:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         signal.set_wakeup_fd(self._previous_wakeup)
         os.close(self._writer)
-        os.close(self.reader)
+        os.close(self._reader)
 
     def set_handlers(self) -> None:
         """Set the handlers; call it again after importing Paddle, which replaces them."""
@@ -65,7 +62,7 @@ class StopRequests:
     def read(self) -> list[StopRequest]:
         """Requests since the last call; repetitions within a burst are left out."""
         try:
-            numbers = os.read(self.reader, 64)
+            numbers = os.read(self._reader, 64)
         except BlockingIOError:
             return []
         requests = []

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import paddle
+import paddle.distributed as dist
 from paddle import Tensor, nn
 from paddle.distributed.fleet.meta_parallel import VocabParallelEmbedding
 from paddle.nn.initializer import Normal
@@ -47,6 +49,9 @@ from paddle_vl.parallel.split_layers import (
 from paddle_vl.parallel.topology import Topology
 
 _PARTIAL = ParamSpec(has_partial_gradient=True)
+
+# Bytes per message, which pass through a buffer on the device.
+_MESSAGE_BYTES = 1 << 26
 
 
 class FleetPlacement(Placement):
@@ -125,6 +130,20 @@ class FleetCheckpointRanks(CheckpointRanks):
         if self.pp_group.nranks == 1:
             return [dict(arrays)]
         return gather_arrays(arrays, self.pp_group)
+
+    def send_to_first(self, data: np.ndarray) -> None:
+        first = self.pp_group.ranks[0]
+        for begin in range(0, data.size, _MESSAGE_BYTES):
+            part = paddle.to_tensor(data[begin : begin + _MESSAGE_BYTES])
+            dist.send(part, dst=first, group=self.pp_group)
+
+    def receive_at_first(self, stage: int, size: int) -> np.ndarray:
+        data, sender = np.empty([size], np.uint8), self.pp_group.ranks[stage]
+        for begin in range(0, size, _MESSAGE_BYTES):
+            part = paddle.empty([min(_MESSAGE_BYTES, size - begin)], "uint8")
+            dist.recv(part, src=sender, group=self.pp_group)
+            data[begin : begin + _MESSAGE_BYTES] = part.numpy()
+        return data
 
 
 class FleetLayers(LayerFactory):
@@ -242,7 +261,7 @@ class FleetLayers(LayerFactory):
         return layer
 
     def tower(self, layer: Layer) -> Layer:
-        if self.encoder_layers is not None:
+        if self.tower_layers is not None:
             return super().tower(layer)
         spreads = self.ops.spreads_vision
         spec = ParamSpec(has_partial_gradient=spreads, has_own_inputs=spreads)

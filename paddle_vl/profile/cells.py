@@ -1,6 +1,5 @@
 """Cells of a matrix, each a choice at a batch size with its result; and the batch sizes to try."""
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -8,8 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paddle_vl.config.schema import RunConfig
-from paddle_vl.profile.choice_settings import attention_settings, recompute_settings
-from paddle_vl.profile.supervise import Outcome, Status
+from paddle_vl.profile.cell_runs import Status
+from paddle_vl.profile.workload import attention_settings, recompute_settings
 
 CELL_FILE = "cell.json"
 RESULT_FILE = "profile.json"
@@ -106,35 +105,14 @@ class Cell:
         return self.profile["global_samples_per_sec"]
 
     @property
-    def step_ms(self) -> float:
-        return 1000 * self.profile["global_step_time_s"]
-
-    @property
-    def median_step_ms(self) -> float:
-        """Median of the slowest rank, robust against a few disturbed steps."""
-        return 1000 * self.profile["phase_medians_s"]["total"]
-
-    @property
-    def cpu_ms(self) -> float:
-        """CPU time of a step, the mean over the ranks."""
-        times = self.profile["per_rank_cpu_time_s"]
-        return 1000 * sum(times) / len(times)
-
-    @property
     def cpu_ms_per_sample(self) -> float:
         """CPU time per sample, summed over all ranks."""
-        times = self.profile["per_rank_cpu_time_s"]
-        return 1000 * sum(times) / self.profile["samples_per_step"]
+        return 1000 * sum(self.profile["per_rank_cpu_time_s"]) / self.profile["samples_per_step"]
 
     @property
     def memory_gb(self) -> float:
         """Peak of the worst rank: reserved memory on a GPU, resident set on a CPU."""
         return self.profile["peak_reserved_gb_worst"]
-
-    @property
-    def tensors_gb(self) -> float:
-        """Peak of the worst rank, of tensors alone."""
-        return self.profile["peak_alloc_gb_worst"]
 
     @property
     def name(self) -> str:
@@ -179,22 +157,6 @@ class Cell:
         )
 
 
-def ended_cell(
-    choice: Choice,
-    batch_size: int,
-    outcome: Outcome,
-    settings: Mapping[str, Any],
-    limit_seconds: float,
-    profile: Mapping[str, Any] | None,
-) -> Cell:
-    """A cell from its outcome; success without a profile counts as a failure."""
-    status, detail = outcome
-    if status == "ok" and profile is None:
-        status, detail = "failed", "ended well without a profile"
-    kept = {k: v for k, v in (profile or {}).items() if k != "config" and status == "ok"}
-    return Cell(choice, batch_size, status, detail, settings, limit_seconds, kept)
-
-
 def of_several_runs(cells: Sequence[Cell]) -> Cell:
     """One cell from the runs of it, in order; one that did not run to its end decides."""
     for number, cell in enumerate(cells, start=1):
@@ -206,35 +168,31 @@ def of_several_runs(cells: Sequence[Cell]) -> Cell:
     return replace(median, runs=tuple(cell.profile for cell in cells))
 
 
-def content_hash(values: Mapping[str, Any]) -> str:
-    """A short hash of a mapping's content."""
-    text = json.dumps(values, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 @dataclass(frozen=True)
-class Doubling:
-    """Batch sizes that double until one does not fit in memory, then bisection.
+class Growth:
+    """Batch sizes to try: the given ones, or doubled until one does not fit and then bisected.
 
     Attributes:
-        first, largest: the first and the largest size to try.
+        first, largest: the first and the largest size of the doubling.
         resolution: bisection ends when the smallest size that does not fit exceeds the largest that
             fits by at most this share of the latter, or by 1.
+        sizes: sizes in ascending order, tried until one does not fit; without any, doubling.
     """
 
     first: int = 1
     largest: int = 64
     resolution: float = 0.125
+    sizes: Sequence[int] = ()
 
     def __post_init__(self):
+        if self.sizes and (min(self.sizes) < 1 or list(self.sizes) != sorted(set(self.sizes))):
+            raise ValueError(
+                f"batch sizes {list(self.sizes)}: give whole numbers from 1 in ascending order"
+            )
         if not 1 <= self.first <= self.largest:
             raise ValueError(
                 f"batch sizes from {self.first} to {self.largest}: the first must be at least 1 "
                 "and at most the largest"
-            )
-        if not 0 <= self.resolution < 1:
-            raise ValueError(
-                f"a resolution of {self.resolution} of the batch size: it must be in [0, 1)"
             )
 
     def next_size(self, fits: Mapping[int, bool]) -> int | None:
@@ -243,6 +201,9 @@ class Doubling:
         Args:
             fits: whether each size tried so far fitted in memory.
         """
+        if self.sizes:
+            left = [size for size in self.sizes if size not in fits]
+            return left[0] if left and all(fits.values()) else None
         if not fits:
             return self.first
         low = max((size for size, is_fit in fits.items() if is_fit), default=0)
@@ -253,25 +214,3 @@ class Doubling:
         if high - low <= max(1, int(self.resolution * low)):
             return None
         return (low + high) // 2
-
-
-@dataclass(frozen=True)
-class Steps:
-    """Given sizes in ascending order, until one does not fit."""
-
-    sizes: Sequence[int]
-
-    def __post_init__(self):
-        if not self.sizes or min(self.sizes) < 1 or list(self.sizes) != sorted(set(self.sizes)):
-            raise ValueError(
-                f"batch sizes {list(self.sizes)}: give whole numbers from 1 in ascending order"
-            )
-
-    def next_size(self, fits: Mapping[int, bool]) -> int | None:
-        """See `Doubling.next_size`."""
-        if not all(fits.values()):
-            return None
-        return next((size for size in self.sizes if size not in fits), None)
-
-
-Growth = Doubling | Steps

@@ -6,12 +6,12 @@ run writes its result to a file. So an interrupted matrix continues, and after a
 configuration only the affected cells run again.
 """
 
+import hashlib
 import json
 import logging
 import os
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,23 +20,21 @@ import paddle
 
 from paddle_vl.config.families import model_values
 from paddle_vl.config.load import flatten, load_run_config
+from paddle_vl.processes import Limits
+from paddle_vl.profile.cell_runs import Outcome, run_cell
 from paddle_vl.profile.cells import (
     RESULT_FILE,
     Cell,
     Choice,
     Growth,
-    content_hash,
-    ended_cell,
     of_several_runs,
 )
 from paddle_vl.profile.memory import GB
-from paddle_vl.profile.supervise import Limits, Outcome, run_cell
-from paddle_vl.profile.workload import Workload
+from paddle_vl.profile.workload import ProfileSettings
 
 logger = logging.getLogger(__name__)
-_MAIN = Path(__file__).parents[1] / "__main__.py"
-# Runs a cell's command in a folder, within limits.
-CellRunner = Callable[[Sequence[str], Path, Limits], Outcome]
+# Runs `paddle-vl` with these arguments on so many ranks, in a folder, within limits.
+CellRunner = Callable[[Sequence[str], int, Path, Limits], Outcome]
 
 
 @dataclass(frozen=True)
@@ -44,34 +42,26 @@ class MatrixSettings:
     """Choices of a matrix, and limits of a cell.
 
     Attributes:
-        out: folder of the cells and of the result.
+        profile: of each cell, whose folder and number of cameras are its own; `out` is the folder
+            of the cells and of the result.
         num_processes: ranks of each cell.
         choices: the lines of the matrix.
         growth: the batch sizes to try on each line.
         seconds: time limit of a cell.
-        memory_limit_gb: limit per rank; None for the GPU's memory.
-        warmup_steps, steps: of each profile.
-        workload: training data; each choice sets the number of cameras.
         repeats: runs of each cell.
-        updates: whether steps update the parameters, see `paddle_vl.profile.run.ProfileSettings`.
     """
 
-    out: Path
+    profile: ProfileSettings
     num_processes: int
     choices: Sequence[Choice]
     growth: Growth
     seconds: float
-    memory_limit_gb: float | None
-    warmup_steps: int
-    steps: int
-    workload: Workload
     repeats: int = 1
-    updates: bool = True
 
     @property
     def limits(self) -> Limits:
-        """Limits of a cell; a supervisor can limit memory on a CPU only."""
-        limit = self.memory_limit_gb
+        """Limits of a cell; a launcher can limit memory on a CPU only."""
+        limit = self.profile.memory_limit_gb
         if limit is None or not paddle.get_device().startswith("cpu"):
             return Limits(self.seconds)
         return Limits(self.seconds, int(limit * GB))
@@ -101,7 +91,7 @@ def run_matrix(
 
     Args:
         config_file, overrides: of the run that is profiled.
-        run: runs a cell's command.
+        run: runs a cell.
 
     Returns:
         All cells, by line and batch size.
@@ -109,7 +99,7 @@ def run_matrix(
     Raises:
         ValueError: a choice that this configuration or number of ranks does not allow.
     """
-    if settings.memory_limit_gb is None and paddle.get_device().startswith("cpu"):
+    if settings.profile.memory_limit_gb is None and paddle.get_device().startswith("cpu"):
         raise ValueError(
             "a matrix on a CPU needs a memory limit for each process, or the kernel would have to "
             "kill it: give --memory-limit-gb"
@@ -124,30 +114,16 @@ def run_matrix(
         fits: dict[int, bool] = {}
         while (size := settings.growth.next_size(fits)) is not None:
             own = [*overrides, *choice.overrides(config, settings.num_processes, size)]
-            cell = _cell(config_file, own, choice, size, settings, run)
-            cells.append(cell)
-            if cell.status not in ("ok", "oom"):
+            folder, runs = settings.profile.out / "cells" / f"{choice.name}-batch_{size}", []
+            # The first run that does not run to its end is the last.
+            while len(runs) < settings.repeats and all(each.status == "ok" for each in runs):
+                of_run = folder / f"run_{len(runs) + 1}" if runs else folder
+                runs.append(_one_run(config_file, own, choice, size, settings, run, of_run))
+            cells.append(of_several_runs(runs))
+            if cells[-1].status not in ("ok", "oom"):
                 break
-            fits[size] = cell.status == "ok"
+            fits[size] = cells[-1].status == "ok"
     return sorted(cells, key=lambda c: (settings.choices.index(c.choice), c.batch_size))
-
-
-def _cell(
-    config_file: str,
-    overrides: Sequence[str],
-    choice: Choice,
-    size: int,
-    settings: MatrixSettings,
-    run: CellRunner,
-) -> Cell:
-    """The cell of all its runs; the first that does not run to its end is the last."""
-    folder, runs = settings.out / "cells" / f"{choice.name}-batch_{size}", []
-    for number in range(1, settings.repeats + 1):
-        own = folder if number == 1 else folder / f"run_{number}"
-        runs.append(_one_run(config_file, overrides, choice, size, settings, run, own))
-        if runs[-1].status != "ok":
-            break
-    return of_several_runs(runs)
 
 
 def _one_run(
@@ -170,10 +146,17 @@ def _one_run(
         logger.info("%s runs again: %s", known.name, changed)
     result = folder / RESULT_FILE
     result.unlink(missing_ok=True)
-    command = cell_command(config_file, overrides, choice, folder, settings)
-    outcome = run(command, folder, settings.limits)
-    profile = json.loads(result.read_text(encoding="utf-8")) if result.exists() else None
-    cell = ended_cell(choice, size, outcome, current, settings.seconds, profile)
+    workload = replace(settings.profile.workload, cameras=choice.cameras)
+    arguments = replace(settings.profile, out=folder, workload=workload).arguments()
+    command = ["profile", config_file, *overrides, *arguments]
+    outcome = run(command, settings.num_processes, folder, settings.limits)
+    profile = {}
+    if outcome.status == "ok" and result.exists():
+        profile = json.loads(result.read_text(encoding="utf-8"))
+        profile.pop("config", None)
+    elif outcome.status == "ok":
+        outcome = Outcome("failed", "ended well without a profile")
+    cell = Cell(choice, size, *outcome, current, settings.seconds, profile)
     cell.write(folder)
     logger.info("%s: %s", cell.name, _in_words(cell))
     return cell
@@ -183,55 +166,25 @@ def cell_settings(
     config_file: str, overrides: Sequence[str], choice: Choice, settings: MatrixSettings
 ) -> dict[str, Any]:
     """All settings that the numbers of a cell depend on, as JSON values."""
-    config = load_run_config(config_file, overrides)
-    workload = settings.workload
+    config, profile = load_run_config(config_file, overrides), settings.profile
+    values = model_values(config.model.config or config.model.pretrained)
+    model = json.dumps(values, sort_keys=True, default=str)
     return {
         **flatten(config.model_dump()),
-        "model's config.json": content_hash(
-            model_values(config.model.config or config.model.pretrained)
-        ),
+        "model's config.json": hashlib.sha256(model.encode()).hexdigest()[:16],
         "nproc": settings.num_processes,
         "cameras": choice.cameras,
-        "memory_limit_gb": settings.memory_limit_gb,
-        "warmup": settings.warmup_steps,
-        "steps": settings.steps,
-        "synthetic": workload.is_synthetic,
-        **({} if settings.updates else {"updates": False}),
+        "memory_limit_gb": profile.memory_limit_gb,
+        "warmup": profile.warmup_steps,
+        "steps": profile.steps,
+        "synthetic": profile.workload.is_synthetic,
+        **({} if profile.updates else {"updates": False}),
         # Flags of Paddle, the allocator's among them.
         **{name: value for name, value in os.environ.items() if name.startswith("FLAGS_")},
-        "image_side": workload.image_side,
-        "answer_tokens": workload.answer_tokens,
+        "image_side": profile.workload.image_side,
+        "answer_tokens": profile.workload.answer_tokens,
         "paddle": paddle.__version__,
     }
-
-
-def cell_command(
-    config_file: str,
-    overrides: Sequence[str],
-    choice: Choice,
-    folder: Path,
-    settings: MatrixSettings,
-) -> list[str]:
-    """The command line that profiles a cell."""
-    workload = settings.workload
-    flags = {
-        "--nproc": settings.num_processes,
-        "--out": folder,
-        "--warmup": settings.warmup_steps,
-        "--steps": settings.steps,
-        "--memory-limit-gb": settings.memory_limit_gb,
-        "--cameras": choice.cameras,
-        "--image-side": workload.image_side,
-        "--answer-tokens": workload.answer_tokens,
-    }
-    given = [
-        part for name, value in flags.items() if value is not None for part in (name, str(value))
-    ]
-    if workload.is_synthetic:
-        given.append("--synthetic")
-    if not settings.updates:
-        given.append("--no-optimizer")
-    return [sys.executable, str(_MAIN), "profile", config_file, *overrides, *given]
 
 
 def _in_words(cell: Cell) -> str:

@@ -4,26 +4,26 @@ Numbers of a cell are those of its run of median throughput, beside the range of
 """
 
 import json
-import math
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass
+from statistics import mean
 
-from paddle_vl.profile.cells import Cell, Choice
+from paddle_vl.profile.cells import Cell
 from paddle_vl.profile.matrix import MatrixSettings
 from paddle_vl.profile.matrix_plot import draw_matrix
-from paddle_vl.profile.recommend import (
-    Comparison,
-    Recommendation,
-    comparisons,
-    described,
-    largest_batches,
-    recommendations,
-    spread,
-)
 
-_COMPARED = ("stage2", "stage3")
 _NUMBERS = ("tensors GB", "memory GB", "of limit", "step ms", "median ms", "backward ms", "CPU ms")
+# Of cells within this share of the best throughput, the one with least memory is recommended.
+_AS_GOOD = 0.02
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The recommended cell for one number of cameras, None if none fits, and the reason."""
+
+    cameras: int | None
+    cell: Cell | None
+    reason: str
 
 
 def write_report(cells: Sequence[Cell], settings: MatrixSettings, memory_share: float) -> str:
@@ -32,13 +32,16 @@ def write_report(cells: Sequence[Cell], settings: MatrixSettings, memory_share: 
     Returns:
         The content of matrix.md.
     """
-    limit = memory_limit_gb(cells, settings)
+    limit, profile = settings.profile.memory_limit_gb, settings.profile
+    if limit is None:
+        # That of the cells' device.
+        limits = [c.profile["memory_limit_gb"] for c in cells if c.status == "ok"]
+        limit = limits[0] if limits else None
     chosen = recommendations(cells, limit, memory_share)
-    compared = comparisons(cells, *_COMPARED)
     values = {
         "num_processes": settings.num_processes,
-        "warmup": settings.warmup_steps,
-        "measured": settings.steps,
+        "warmup": profile.warmup_steps,
+        "measured": profile.steps,
         "repeats": settings.repeats,
         "memory_limit_gb": limit,
         "memory_share": memory_share,
@@ -47,35 +50,120 @@ def write_report(cells: Sequence[Cell], settings: MatrixSettings, memory_share: 
             {"cameras": r.cameras, "cell": r.cell and r.cell.name, "reason": r.reason}
             for r in chosen
         ],
-        "comparisons": [_compared(c) for c in compared],
     }
-    out = settings.out
-    (out / "matrix.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    text = matrix_markdown(cells, limit, chosen, compared)
-    (out / "matrix.md").write_text(text, encoding="utf-8")
-    draw_matrix(cells, limit, out / "matrix.png")
+    (profile.out / "matrix.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    text = matrix_markdown(cells, limit, chosen)
+    (profile.out / "matrix.md").write_text(text, encoding="utf-8")
+    draw_matrix(cells, limit, profile.out / "matrix.png")
     return text
 
 
-def memory_limit_gb(cells: Sequence[Cell], settings: MatrixSettings) -> float | None:
-    """Memory limit of a rank: the setting, or the memory of the cells' device."""
-    if settings.memory_limit_gb is not None:
-        return settings.memory_limit_gb
-    limits = [c.profile["memory_limit_gb"] for c in cells if c.status == "ok"]
-    return limits[0] if limits else None
+def recommendations(
+    cells: Sequence[Cell], limit_gb: float | None, memory_share: float
+) -> list[Recommendation]:
+    """For each number of cameras the fastest cell under a share of the memory limit.
+
+    Args:
+        limit_gb: memory limit of a rank; None for no limit.
+        memory_share: share of the limit that a cell may use, in (0, 1].
+
+    Raises:
+        ValueError: a share out of range.
+    """
+    if not 0 < memory_share <= 1:
+        raise ValueError(f"a memory share of {memory_share}: it must be above 0 and at most 1")
+    cameras = dict.fromkeys(cell.choice.cameras for cell in cells)
+    return [
+        _recommended([c for c in cells if c.choice.cameras == n], n, limit_gb, memory_share)
+        for n in cameras
+    ]
+
+
+def _recommended(
+    cells: Sequence[Cell], cameras: int | None, limit_gb: float | None, memory_share: float
+) -> Recommendation:
+    measured = [cell for cell in cells if cell.status == "ok"]
+    allowed = [c for c in measured if limit_gb is None or c.memory_gb <= memory_share * limit_gb]
+    if not allowed:
+        reason = f"none of the {len(cells)} cells ran"
+        if measured:
+            least = min(measured, key=lambda cell: cell.memory_gb)
+            reason = (
+                f"none of the {len(measured)} cells that ran stays below "
+                f"{100 * memory_share:g} % of {limit_gb:g} GB; the smallest, {described(least)}, "
+                f"takes {least.memory_gb:.2f} GB"
+            )
+        return Recommendation(cameras, None, reason)
+    fastest = max(allowed, key=lambda cell: cell.samples_per_sec)
+    as_good = [
+        cell for cell in allowed if cell.samples_per_sec >= (1 - _AS_GOOD) * fastest.samples_per_sec
+    ]
+    best = min(as_good, key=lambda cell: cell.memory_gb)
+    runs = f" ({_spread(best)} in {len(best.runs)} runs)" if len(best.runs) > 1 else ""
+    reason = f"{best.samples_per_sec:.2f} samples/s{runs} with {_memory(best, limit_gb)}"
+    if best is not fastest:
+        reason += (
+            f"; {described(fastest)} is faster by less than {100 * _AS_GOOD:g} % and takes "
+            f"{_memory(fastest, limit_gb)}"
+        )
+    others = [cell for cell in allowed if cell.choice.sharding != best.choice.sharding]
+    if others:
+        next_best = max(others, key=lambda cell: cell.samples_per_sec)
+        reason += (
+            f"; the best of another sharding, {described(next_best)}, makes "
+            f"{next_best.samples_per_sec:.2f}"
+        )
+    over = max(measured, key=lambda cell: cell.samples_per_sec)
+    if over not in allowed and over.samples_per_sec > fastest.samples_per_sec:
+        reason += (
+            f"; {described(over)} makes {over.samples_per_sec:.2f}, but takes "
+            f"{_memory(over, limit_gb)}, above {100 * memory_share:g} %"
+        )
+    return Recommendation(cameras, best, reason)
+
+
+def described(cell: Cell) -> str:
+    """A cell in words."""
+    choice = cell.choice
+    cameras = "" if choice.cameras is None else f", {choice.cameras} camera(s)"
+    attention = "" if choice.attention is None else f", {choice.attention} attention"
+    start = f"{choice.sharding}{attention}, recompute {choice.recompute}"
+    return f"{start}{cameras}, batch {cell.batch_size}"
+
+
+def _spread(cell: Cell) -> str:
+    return "{:.2f} to {:.2f}".format(*cell.speed_range)
+
+
+def _memory(cell: Cell, limit_gb: float | None) -> str:
+    if limit_gb is None:
+        return f"{cell.memory_gb:.2f} GB"
+    return f"{cell.memory_gb:.2f} GB, {100 * cell.memory_gb / limit_gb:.0f} % of the limit"
 
 
 def matrix_markdown(
-    cells: Sequence[Cell],
-    limit: float | None,
-    chosen: Sequence[Recommendation],
-    compared: Sequence[Comparison],
+    cells: Sequence[Cell], limit: float | None, chosen: Sequence[Recommendation]
 ) -> str:
-    """All cells as a table, recommendations and comparisons."""
-    columns = _Columns.of(cells)
-    lines = columns.head()
-    lines += [columns.row(cell, limit) for cell in cells]
-    lines += ["", *_recommended_lines(chosen), *_compared_lines(cells, compared, columns)]
+    """All cells as a table, and recommendations."""
+    with_attention = any(cell.choice.attention is not None for cell in cells)
+    with_runs = any(len(cell.runs) > 1 for cell in cells)
+    names = ["sharding", *["attention"] * with_attention, "recompute"]
+    numbers = ["cameras", "batch", *_NUMBERS, "samples/s", *["of runs"] * with_runs]
+    lines = [_row([*names, *numbers])]
+    lines.append("|" + " --- |" * len(names) + " ---: |" * len(numbers))
+    for cell in cells:
+        choice = cell.choice
+        start = [choice.sharding, *[choice.attention or ""] * with_attention, choice.recompute]
+        start += ["" if choice.cameras is None else str(choice.cameras), str(cell.batch_size)]
+        values = _values(cell, limit)
+        if with_runs:
+            values.append(_spread(cell) if cell.status == "ok" else "")
+        lines.append(_row([*start, *values]))
+    lines.append("")
+    for item in chosen:
+        cameras = "" if item.cameras is None else f" with {item.cameras} camera(s)"
+        best = "nothing" if item.cell is None else described(item.cell)
+        lines.append(f"**Recommended{cameras}: {best}.** {item.reason}.")
     failed = [cell for cell in cells if cell.status in ("failed", "timeout")]
     if failed:
         lines += ["", "Cells that ended for another reason than memory:", ""]
@@ -83,118 +171,24 @@ def matrix_markdown(
     return "\n".join(lines) + "\n"
 
 
-class _Columns(NamedTuple):
-    """Which columns the cells need beyond those of every matrix."""
-
-    attention: bool
-    runs: bool
-
-    @classmethod
-    def of(cls, cells: Sequence[Cell]) -> "_Columns":
-        return cls(
-            any(cell.choice.attention is not None for cell in cells),
-            any(len(cell.runs) > 1 for cell in cells),
-        )
-
-    def head(self) -> list[str]:
-        """The head of the table, two lines."""
-        names = ["sharding", *(["attention"] if self.attention else []), "recompute"]
-        numbers = ["cameras", "batch", *_NUMBERS, "samples/s", *(["of runs"] if self.runs else [])]
-        line = "| " + " | ".join([*names, *numbers]) + " |"
-        return [line, "|" + " --- |" * len(names) + " ---: |" * len(numbers)]
-
-    def start(self, choice: Choice) -> list[str]:
-        """The cells of a row that say which choice it is, but for the sharding."""
-        attention = [choice.attention or ""] if self.attention else []
-        cameras = "" if choice.cameras is None else str(choice.cameras)
-        return [*attention, choice.recompute, cameras]
-
-    def row(self, cell: Cell, limit: float | None) -> str:
-        start = [cell.choice.sharding, *self.start(cell.choice), str(cell.batch_size)]
-        if cell.status != "ok":
-            shown = {"oom": "OOM", "timeout": "out of time"}.get(cell.status, cell.status)
-            values = [shown, *[""] * (len(_NUMBERS) + self.runs)]
-            return "| " + " | ".join([*start, *values]) + " |"
-        backward = 1000 * cell.profile["phase_means_s"].get("bwd", math.nan)
-        values = [
-            f"{cell.tensors_gb:.2f}",
-            f"{cell.memory_gb:.2f}",
-            "" if limit is None else f"{100 * cell.memory_gb / limit:.0f} %",
-            f"{cell.step_ms:.0f}",
-            f"{cell.median_step_ms:.0f}",
-            "" if math.isnan(backward) else f"{backward:.0f}",
-            f"{cell.cpu_ms:.0f}",
-            f"{cell.samples_per_sec:.2f}",
-            *([spread(cell)] if self.runs else []),
-        ]
-        return "| " + " | ".join([*start, *values]) + " |"
+def _row(values: Sequence[str]) -> str:
+    return f"| {' | '.join(values)} |"
 
 
-def _recommended_lines(chosen: Sequence[Recommendation]) -> list[str]:
-    lines = []
-    for item in chosen:
-        cameras = "" if item.cameras is None else f" with {item.cameras} camera(s)"
-        cell = "nothing" if item.cell is None else described(item.cell)
-        lines.append(f"**Recommended{cameras}: {cell}.** {item.reason}.")
-    return lines
-
-
-def _compared_lines(
-    cells: Sequence[Cell], compared: Sequence[Comparison], columns: _Columns
-) -> list[str]:
-    if not compared:
-        return []
-    one, other = _COMPARED
-    lines = ["", f"{one} against {other}, like for like (all else equal):", ""]
-    names = ["attention", "recompute"] if columns.attention else ["recompute"]
-    numbers = "cameras batch samples/s by_medians CPU_time memory tensors backward".split()
-    lines.append("| " + " | ".join([*names, *numbers]).replace("_", " ") + " |")
-    lines.append("|" + " --- |" * len(names) + " ---: |" * len(numbers))
-    for item in compared:
-        start, share = columns.start(item.one.choice), item.share_of_gap("backward")
-        chance = " (ranges overlap)" if item.is_within_spread else ""
-        memory = item.one.memory_gb - item.other.memory_gb
-        tensors = item.one.tensors_gb - item.other.tensors_gb
-        lines.append(
-            f"| {' | '.join(start)} | {item.one.batch_size} "
-            f"| {item.speedup:.2f}x{chance} | {item.speedup_of_medians:.2f}x "
-            f"| {item.cpu_ratio:.2f}x | {memory:+.2f} GB | {tensors:+.2f} GB | "
-            + ("no gap |" if share is None else f"{share:.0f} % of the gap |")
-        )
-    largest = largest_batches(cells)
-    lines += [
-        "",
-        f"Over these {one} makes {_geometric([c.speedup for c in compared]):.2f} times the "
-        f"samples/s of {other} (geometric mean; "
-        f"{_geometric([c.speedup_of_medians for c in compared]):.2f} by median steps), and takes "
-        f"{_geometric([c.cpu_ratio for c in compared]):.2f} times its CPU time.",
+def _values(cell: Cell, limit: float | None) -> list[str]:
+    """The numbers of a cell, from its tensors to samples/s; its status if it did not run."""
+    if cell.status != "ok":
+        shown = {"oom": "OOM", "timeout": "out of time"}.get(cell.status, cell.status)
+        return [shown, *[""] * len(_NUMBERS)]
+    profile = cell.profile
+    backward = profile["phase_means_s"].get("bwd")
+    return [
+        f"{profile['peak_alloc_gb_worst']:.2f}",
+        f"{cell.memory_gb:.2f}",
+        "" if limit is None else f"{100 * cell.memory_gb / limit:.0f} %",
+        f"{1000 * profile['global_step_time_s']:.0f}",
+        f"{1000 * profile['phase_medians_s']['total']:.0f}",
+        "" if backward is None else f"{1000 * backward:.0f}",
+        f"{1000 * mean(profile['per_rank_cpu_time_s']):.0f}",
+        f"{cell.samples_per_sec:.2f}",
     ]
-    fits = [
-        f"{choice.sharding} with "
-        + ("" if choice.attention is None else f"{choice.attention} attention, ")
-        + f"recompute {choice.recompute}"
-        + ("" if choice.cameras is None else f" and {choice.cameras} camera(s)")
-        + f" {size}"
-        for choice, size in largest.items()
-        if choice.sharding in _COMPARED
-    ]
-    lines += [f"Largest batches that fit: {', '.join(fits)}."]
-    return lines
-
-
-def _geometric(values: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
-
-
-def _compared(item: Comparison) -> dict[str, Any]:
-    return {
-        "one": item.one.name,
-        "other": item.other.name,
-        "speedup": item.speedup,
-        "speedup_of_medians": item.speedup_of_medians,
-        "ranges_overlap": item.is_within_spread,
-        "cpu_ratio": item.cpu_ratio,
-        "memory_difference_gb": item.one.memory_gb - item.other.memory_gb,
-        "percent_of_gap_in_backward": item.share_of_gap("backward"),
-        "percent_of_gap_in_forward": item.share_of_gap("forward"),
-    }

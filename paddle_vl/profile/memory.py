@@ -5,17 +5,16 @@ device, which the limit applies to. On a CPU the first comes from Paddle's host 
 second is the resident set of the process, with interpreter and libraries.
 """
 
-import os
-import threading
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import paddle
 from paddle.base import core
 from paddle.device import cuda
 
 GB = 1e9
-_PAGE = os.sysconf("SC_PAGE_SIZE")
+_PROCESS = Path("/proc/self")
 # Written to clear_refs, it resets the peak of the resident set, see proc(5).
 _RESET_PEAK = "5"
 
@@ -27,29 +26,43 @@ class Peak(NamedTuple):
     reserved: int
 
 
-class MemoryMeter(Protocol):
-    """Measures peak memory.
+class MemoryMeter:
+    """Peak memory of this process.
+
+    On a CPU the kernel keeps the peak of the resident set, and resets it on request; where that is
+    not allowed, the peak is that since the start of the process.
 
     Attributes:
-        source: description of the numbers and of how they are measured.
+        source: what the numbers are.
     """
 
-    source: str
+    def __init__(self):
+        self._is_cpu = paddle.get_device().startswith("cpu")
+        self.source = "device memory by Paddle's allocator"
+        if self._is_cpu:
+            try:
+                _forget_resident_peak()
+                self.source = "peak resident set kept by the kernel (VmHWM), reset"
+            except OSError:
+                self.source = "peak resident set since the start of the process"
 
     def reset(self) -> None:
         """Set the peak to the memory in use now."""
+        if not self._is_cpu:
+            cuda.reset_max_memory_allocated()
+            cuda.reset_max_memory_reserved()
+            return
+        core.host_memory_stat_reset_peak_value("Allocated", 0)
+        with suppress(OSError):
+            _forget_resident_peak()
 
     def peak(self) -> Peak:
         """The peak since the reset."""
-        ...
-
-    def close(self) -> None:
-        """Stop sampling."""
-
-
-def memory_meter() -> MemoryMeter:
-    """The meter of Paddle's device."""
-    return HostMemory() if paddle.get_device().startswith("cpu") else DeviceMemory()
+        if not self._is_cpu:
+            return Peak(cuda.max_memory_allocated(), cuda.max_memory_reserved())
+        status = (_PROCESS / "status").read_text()
+        kilobytes = status.partition("VmHWM:")[2].split()[0]
+        return Peak(core.host_memory_stat_peak_value("Allocated", 0), 1024 * int(kilobytes))
 
 
 def device_memory_limit() -> int | None:
@@ -59,93 +72,5 @@ def device_memory_limit() -> int | None:
     return int(cuda.get_device_properties().total_memory)
 
 
-class DeviceMemory:
-    """Memory of the GPU, from Paddle's allocator."""
-
-    source = "device memory by Paddle's allocator"
-
-    def reset(self) -> None:
-        cuda.reset_max_memory_allocated()
-        cuda.reset_max_memory_reserved()
-
-    def peak(self) -> Peak:
-        return Peak(cuda.max_memory_allocated(), cuda.max_memory_reserved())
-
-    def close(self) -> None:
-        pass
-
-
-class HostMemory:
-    """Memory of a process on a CPU: tensors from Paddle's host allocator, and the resident set.
-
-    The kernel records the peak of the resident set and resets it on request. If that is not
-    allowed, the resident set is sampled, which misses peaks between samples.
-
-    Args:
-        process: the folder of the process in /proc.
-        interval: seconds between samples.
-    """
-
-    def __init__(self, process: Path = Path("/proc/self"), interval: float = 0.01):
-        self._process, self._interval = process, interval
-        self._sampler: _Sampler | None = None
-        try:
-            self._forget()
-            self.source = "peak resident set kept by the kernel (VmHWM), reset"
-        except OSError:
-            self._sampler = _Sampler(process, interval)
-            self.source = f"resident set sampled every {1000 * interval:g} ms"
-
-    def reset(self) -> None:
-        core.host_memory_stat_reset_peak_value("Allocated", 0)
-        if self._sampler is None:
-            self._forget()
-        else:
-            self._sampler.highest = 0
-
-    def peak(self) -> Peak:
-        if self._sampler is not None:
-            resident = max(self._sampler.highest, resident_bytes(self._process))
-        else:
-            resident = _status(self._process, "VmHWM")
-        return Peak(core.host_memory_stat_peak_value("Allocated", 0), resident)
-
-    def close(self) -> None:
-        if self._sampler is not None:
-            self._sampler.stop()
-
-    def _forget(self) -> None:
-        (self._process / "clear_refs").write_text(_RESET_PEAK)
-
-
-def resident_bytes(process: Path) -> int:
-    """Resident set of a process, by its folder in /proc.
-
-    Raises:
-        OSError: there is no such process.
-    """
-    return int((process / "statm").read_text().split()[1]) * _PAGE
-
-
-def _status(process: Path, name: str) -> int:
-    for line in (process / "status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"{process}/status has no {name}")
-
-
-class _Sampler:
-    def __init__(self, process: Path, interval: float):
-        self.highest = 0
-        self._process, self._interval = process, interval
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._is_over.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._is_over.wait(self._interval):
-            self.highest = max(self.highest, resident_bytes(self._process))
+def _forget_resident_peak() -> None:
+    (_PROCESS / "clear_refs").write_text(_RESET_PEAK)

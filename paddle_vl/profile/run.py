@@ -4,8 +4,7 @@ import json
 import logging
 import os
 import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -14,41 +13,18 @@ import paddle
 from paddle_vl.config.parallel_settings import ParallelConfig
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.parallel.ranks import SingleRank
+from paddle_vl.processes import MemoryLimitError
+from paddle_vl.profile.cell_runs import reported_errors
 from paddle_vl.profile.cells import RESULT_FILE
-from paddle_vl.profile.memory import GB, MemoryMeter, device_memory_limit, memory_meter
+from paddle_vl.profile.memory import GB, MemoryMeter, device_memory_limit
 from paddle_vl.profile.summary import RankMeasure, profile_table, summarize
-from paddle_vl.profile.supervise import MemoryLimitError, leaving_status
-from paddle_vl.profile.workload import Workload, with_workload
+from paddle_vl.profile.workload import ProfileSettings, with_workload
 from paddle_vl.train.allocator import allocator_flags
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.phases import PhaseClock
 from paddle_vl.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ProfileSettings:
-    """Settings of a profile.
-
-    Attributes:
-        out: folder for the result.
-        workload: training data.
-        warmup_steps, steps: numbers of unmeasured steps and of measured steps after them.
-        memory_limit_gb: limit per rank, above which the profile ends. None: the GPU's memory, or no
-            limit on a CPU.
-        updates: False skips optimizer state, gradient norm and updates, to measure forward and
-            backward alone.
-        copy: a further file for the result.
-    """
-
-    out: Path
-    workload: Workload
-    warmup_steps: int = 5
-    steps: int = 20
-    memory_limit_gb: float | None = None
-    updates: bool = True
-    copy: Path | None = None
 
 
 def run_profile(config: RunConfig, settings: ProfileSettings) -> dict[str, Any]:
@@ -66,11 +42,11 @@ def run_profile(config: RunConfig, settings: ProfileSettings) -> dict[str, Any]:
     """
     rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
     settings.out.mkdir(parents=True, exist_ok=True)
-    with leaving_status(settings.out, rank):
+    with reported_errors(settings.out, rank):
         config = with_workload(profiled_config(config, settings), settings.workload, settings.out)
         trainer = build_trainer(config, writes=False, updates=settings.updates)
         limit = settings.memory_limit_gb
-        meter = memory_meter()
+        meter = MemoryMeter()
         try:
             measured = measure(
                 trainer,
@@ -81,7 +57,6 @@ def run_profile(config: RunConfig, settings: ProfileSettings) -> dict[str, Any]:
                 memory_limit=None if limit is None else int(limit * GB),
             )
         finally:
-            meter.close()
             trainer.feed.close()
         everyone = trainer.ranks.gathered(asdict(measured))
         measures = [RankMeasure(**of_rank) for of_rank in everyone]
@@ -145,7 +120,7 @@ def _check_limit(meter: MemoryMeter, limit: int | None, rank: int, ranks: Single
     if not int(ranks.sum_over_all(paddle.to_tensor(int(is_over)))):
         return
     if is_over:
-        raise MemoryLimitError(f"rank {rank}", used, limit)
+        raise MemoryLimitError(rank, used, limit)
     raise RuntimeError(f"rank {rank} stops: another rank is above the limit of memory")
 
 

@@ -5,7 +5,6 @@ the slowest mean; the means of the other ranks are listed too. Keys are those of
 where it has them.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -144,24 +143,12 @@ def profile_table(result: Mapping[str, Any]) -> str:
         f"{result['measured']} measured steps; phases of rank {result['slowest_rank']}, the slowest"
     )
     lines += ["", f"{'phase':30}{'mean ms':>10}{'median ms':>11}{'p95 ms':>10}{'share':>9}"]
-    shares = rounded_shares(result["phase_shares_percent"])
+    shares = result["phase_shares_percent"]
     for name, share in shares.items():
         lines.append(_phase_line(result, name, _LABELS[Phase(name)], share))
     lines.append(_phase_line(result, "total", "step", sum(shares.values(), 0.0)))
     lines += ["", *_throughput(result), "", *_per_rank(result)]
     return "\n".join(lines)
-
-
-def rounded_shares(shares: Mapping[str, float]) -> dict[str, float]:
-    """Percentages rounded to one decimal that still add up to 100.0: the largest remainders are
-    rounded up."""
-    tenths = {name: 10 * share for name, share in shares.items()}
-    down = {name: math.floor(share) for name, share in tenths.items()}
-    missing = round(sum(tenths.values())) - sum(down.values())
-    by_remainder = sorted(tenths, key=lambda name: down[name] - tenths[name])
-    for name in by_remainder[:missing]:
-        down[name] += 1
-    return {name: value / 10 for name, value in down.items()}
 
 
 def _phase_line(result: Mapping[str, Any], name: str, label: str, share: float) -> str:

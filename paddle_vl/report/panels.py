@@ -2,12 +2,13 @@
 
 A metric `X` shares a panel with its evaluation `eval_X`, its components `X/NAME` and its statistics
 over ranks, experts or samples, `X_min`, `X_mean`, `X_max`; a sum `X_sum`, of another scale, has its
-own. An unknown metric has its own panel in the last section.
+own. An unknown metric has its own panel in the last section. A series (training, evaluation, a part
+of the model, a source of data) has one look in all panels.
 """
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from paddle_vl.report.runs import SKIPPED_UPDATES, Run, Series
 from paddle_vl.train.reporting.run_files import EVAL_PREFIX, GROUPS, LOSS, group_of
@@ -17,6 +18,32 @@ _SCHEDULE = "learning_rate"
 # Units in a key, which the axis shows; `_per_second` is part of the metric.
 _UNIT_SUFFIX = re.compile(r"(?<!_per)_(gb|gib|mb|mib|bytes|ms)$")
 _LONGEST_NAME = 100
+# Titles that the words of a key do not give.
+_TITLES = {
+    "CE": "Cross entropy (CE)",
+    "MSE": "Mean squared error (MSE)",
+    "mfu": "Model FLOP utilization (MFU)",
+    "hfu": "Hardware FLOP utilization (HFU)",
+    "rank_sequence_length": "Mean sequence length",
+    "rank_sequence_length_sum": "Mean sequence length",
+    "tokens_per_step_sum": "Tokens per step",
+}
+# What a number of several ranks is, see `paddle_vl.train.reporting.metrics`.
+_OF_RANKS = {
+    "samples_per_second": "all ranks",
+    "tokens_per_second": "all ranks",
+    "tokens_per_step": "per rank",
+    "tokens_per_step_sum": "all ranks",
+    "rank_sequence_length": "per rank",
+    "rank_sequence_length_sum": "sum of the ranks",
+    "token_imbalance": "fullest rank",
+    "data_wait_seconds": "slowest rank",
+    "memory_gb": "fullest rank",
+    "step_seconds": "over the ranks",
+}
+# Those that say nothing new of one rank.
+_REPEATED = ("per rank", "sum of the ranks")
+_STATISTICS = {"min": "lowest", "max": "highest", "std": "standard deviation"}
 _SECONDS = re.compile(r"(?<!_per)_seconds$")
 # Unit by the words in a key; the first match is taken.
 _UNITS = (
@@ -50,7 +77,7 @@ class Curve:
         run: index of the run.
         label: name within the panel; empty if the panel's title suffices.
         statistic: `min`, `mean`, ... if the key ends with it.
-        look: number of its line style; statistics of one metric share it.
+        look: number of its colour or line style; statistics of one metric share it.
     """
 
     run: int
@@ -77,6 +104,7 @@ class Panel:
         name: unique name of letters, digits, `_` and `-`; name of its PNG file.
         unit: label of the vertical axis.
         is_loss: whether it is a loss, which falls by orders of magnitude.
+        is_repeated: whether another panel has the same numbers, as means over one rank.
     """
 
     name: str
@@ -84,6 +112,7 @@ class Panel:
     title: str
     unit: str
     is_loss: bool
+    is_repeated: bool = False
     curves: list[Curve] = field(default_factory=list)
 
     @property
@@ -91,6 +120,12 @@ class Panel:
         """Whether the vertical axis is logarithmic at first."""
         points = [value for curve in self.curves for _, value in curve.series.points]
         return self.is_loss and min(points) > 0
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether there is nothing to see: every curve is flat at zero, or told elsewhere."""
+        is_zero = not any(value for curve in self.curves for value in curve.series.values)
+        return is_zero or self.is_repeated
 
     @property
     def tells_skipped(self) -> bool:
@@ -115,17 +150,22 @@ def panels_of(runs: Sequence[Run]) -> list[Panel]:
     keys = list(dict.fromkeys(key for run in runs for key in run.series))
     parsed = {key: _parsed(key) for key in keys}
     evaluated = {parts.base for parts in parsed.values() if parts.is_eval}
+    divided = {parts.base for parts in parsed.values() if parts.component}
+    ranks = [start.get("num_processes") or 1 for run in runs for start in run.starts]
+    has_one_rank = max(ranks, default=2) == 1
     panels: dict[str, Panel] = {}
-    looks: dict[str, list[_Parsed]] = {}
+    # The first two are of training and evaluation.
+    looks: list[str | bool] = [False, True]
     for key, parts in parsed.items():
         if parts.base not in panels:
             has_terms = any(one.base.isupper() for one in parsed.values())
             names = [panel.name for panel in panels.values()]
-            panels[parts.base] = _panel(parts.base, parts.base in evaluated, has_terms, names)
-        label = _label(parts, parts.base in evaluated)
-        known = looks.setdefault(parts.base, [])
-        if (look := replace(parts, statistic=None)) not in known:
-            known.append(look)
+            panels[parts.base] = _panel(
+                parts.base, parts.base in evaluated, has_terms, has_one_rank, names
+            )
+        label = _label(parts, parts.base in evaluated, parts.base in divided)
+        if (look := parts.component or parts.is_eval) not in looks:
+            looks.append(look)
         panels[parts.base].curves.extend(
             Curve(
                 place,
@@ -133,7 +173,7 @@ def panels_of(runs: Sequence[Run]) -> list[Panel]:
                 label,
                 parts.is_eval,
                 parts.statistic,
-                known.index(look),
+                looks.index(look),
                 run.series[key],
             )
             for place, run in enumerate(runs)
@@ -155,7 +195,9 @@ def _parsed(key: str) -> _Parsed:
     return _Parsed(base or key, component or None, statistic, is_eval)
 
 
-def _panel(base: str, is_evaluated: bool, has_terms: bool, taken: Sequence[str]) -> Panel:
+def _panel(
+    base: str, is_evaluated: bool, has_terms: bool, has_one_rank: bool, taken: Sequence[str]
+) -> Panel:
     group = group_of(base)
     name = plain = re.sub(r"[^A-Za-z0-9_-]+", "-", base).strip("-") or "metric"
     name = plain = plain[:_LONGEST_NAME]
@@ -165,12 +207,16 @@ def _panel(base: str, is_evaluated: bool, has_terms: bool, taken: Sequence[str])
         name, number = f"{plain}-{number}", number + 1
     # Evaluated metrics are shown beside the evaluation loss.
     section = (LOSS if is_evaluated else group).title
-    return Panel(name, section, _title(base), _unit(base, has_terms), group == LOSS)
+    title, of_ranks = _title(base), _OF_RANKS.get(base)
+    is_repeated = has_one_rank and of_ranks in _REPEATED
+    if of_ranks and (is_repeated or not has_one_rank):
+        title = f"{title} ({of_ranks})"
+    return Panel(name, section, title, _unit(base, has_terms), group == LOSS, is_repeated)
 
 
 def _title(base: str) -> str:
-    if base.isupper() or base in ("mfu", "hfu"):
-        return base.upper()
+    if base in _TITLES or base.isupper():
+        return _TITLES.get(base, base)
     words = (
         _SECONDS.sub("_time", _UNIT_SUFFIX.sub("", base))
         .replace("_", " ")
@@ -187,8 +233,14 @@ def _unit(base: str, has_terms: bool) -> str:
     return next((unit for words, unit in _UNITS if words.search(base)), base.replace("_", " "))
 
 
-def _label(parts: _Parsed, is_evaluated: bool) -> str:
-    words = [parts.component, parts.statistic]
+def _label(parts: _Parsed, is_evaluated: bool, is_divided: bool) -> str:
+    if parts.base == "step_seconds":
+        return "slowest" if parts.statistic == "max" else "mean"
+    component = parts.component
+    if is_divided and component is None and not is_evaluated:
+        component = "all other parts" if parts.base == _SCHEDULE else "all"
+    statistic = _STATISTICS.get(parts.statistic or "", parts.statistic)
+    words = [component, re.sub(r"^p(\d+)$", r"\1th percentile", statistic or "")]
     if is_evaluated:
         words = ["evaluation" if parts.is_eval else "training", *words]
     return " ".join(word for word in words if word)

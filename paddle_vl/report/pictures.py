@@ -7,12 +7,8 @@ from typing import Any
 from paddle_vl.files.text_file import naming
 from paddle_vl.report.panels import Curve, Panel
 from paddle_vl.report.runs import Run, skipped_updates
+from paddle_vl.train.reporting.plots import COLOURS, label_axes, new_figure
 
-# The colours of the page.
-COLOURS = (
-    "#2563eb", "#e8590c", "#2b8a3e", "#c2255c", "#7048e8",
-    "#0c8599", "#a17c00", "#5c5f66", "#ae3ec9", "#74512d",
-)  # fmt: skip
 _STYLES = ("-", "--", ":", "-.", (0, (4, 2)))
 # Up to this many curves the legend is inside the axes.
 _INSIDE = 4
@@ -28,19 +24,15 @@ def draw_panels(runs: Sequence[Run], panels: Sequence[Panel], folder: Path) -> l
     Raises:
         RuntimeError: matplotlib is not installed.
     """
-    try:
-        # A figure with its own canvas needs no display and no global state.
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RuntimeError(
-            f"pictures need matplotlib, which cannot be imported ({error}): pip install "
-            "'paddle-vl[viz]', or make the page alone with --no-png"
-        ) from error
     paths = []
     for panel in panels:
-        figure = Figure(figsize=(8, 5), layout="constrained")
-        FigureCanvasAgg(figure)
+        try:
+            figure = new_figure(8, 5)
+        except ImportError as error:
+            raise RuntimeError(
+                f"pictures need matplotlib, which cannot be imported ({error}): pip install "
+                "matplotlib, or make the page alone with --no-png"
+            ) from error
         draw_panel(figure.add_subplot(), runs, panel)
         paths.append(folder / f"{panel.name}.png")
         with naming(paths[-1]):
@@ -72,19 +64,7 @@ def draw_panel(axes: Any, runs: Sequence[Run], panel: Panel) -> None:
             axes.axvline(step, color=colour, linestyle=":", linewidth=0.9, zorder=0)
         if panel.tells_skipped:
             _mark_skipped(axes, run)
-    # A `$` in a metric's name does not begin a formula.
-    axes.set_title(
-        _drawable(panel.title), loc="left", fontsize=11, fontweight="bold", parse_math=False
-    )
-    axes.set_xlabel("step")
-    axes.set_ylabel(_drawable(panel.unit), parse_math=False)
-    if panel.is_log:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(_plain)
-        axes.yaxis.set_minor_formatter(_plain)
-    axes.grid(alpha=0.3, which="both")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    label_axes(axes, _drawable(panel.title), "step", _drawable(panel.unit), is_log=panel.is_log)
     if len(panel.curves) > _INSIDE:
         legend = axes.legend(
             fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5)
@@ -115,11 +95,6 @@ def _joined(curve: Curve) -> tuple[list[float], list[float]]:
         is_drawn = value is not None and abs(value) < _LARGEST
         values.append(value if is_drawn else float("nan"))
     return steps, values
-
-
-def _plain(value: float, position: int | None) -> str:
-    """Labels of a logarithmic axis: plain numbers at leading digits 1, 2, 3 and 5."""
-    return f"{value:g}" if f"{value:e}"[0] in "1235" else ""
 
 
 def _mark_skipped(axes: Any, run: Run) -> None:

@@ -92,9 +92,10 @@ def page_data(runs: Sequence[Run], panels: Sequence[Panel]) -> dict[str, Any]:
         `steps`: lists of steps, which curves refer to by index.
         `runs`: per run `name`, `skipped` ([after, until, count]) and `resumed` (steps).
         `axes`: names of the metrics for the horizontal axis, by key.
-        `panels`: per panel `name`, `section`, `title`, `unit`, `log`, `skipped` (whether skipped
-            updates are marked) and `curves`: `run` and `steps` (indices), `key`, `label`, `eval`,
-            `statistic`, `look`, `noisy`, and `values` and `breaks` of the series.
+        `panels`: per panel `name`, `section`, `title`, `unit`, `log`, `folded` (whether there is
+            nothing to see), `skipped` (whether skipped updates are marked) and `curves`: `run` and
+            `steps` (indices), `key`, `label`, `eval`, `statistic`, `look`, `noisy`, and `values`
+            and `breaks` of the series.
     """
     # Series of one run share their steps.
     curves = [curve for panel in panels for curve in panel.curves]
@@ -120,6 +121,7 @@ def page_data(runs: Sequence[Run], panels: Sequence[Panel]) -> dict[str, Any]:
                 "title": panel.title,
                 "unit": panel.unit,
                 "log": panel.is_log,
+                "folded": panel.is_folded,
                 "skipped": panel.tells_skipped,
                 "curves": [
                     {

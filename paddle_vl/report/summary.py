@@ -1,11 +1,13 @@
 """Tables of a report: results, differing settings, origin of the runs."""
 
 import json
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from paddle_vl.report.panels import panels_of
 from paddle_vl.report.runs import SKIPPED_UPDATES, Run
 
 # Settings that do not affect the training.
@@ -254,7 +256,7 @@ _ORIGIN: dict[str, Callable[[Run], str | None]] = {
     "starts": _starts,
     "git revision": _revision("git"),
     "git revision of paddle-vl": _revision("paddle_vl_git"),
-    "command": _of_start(lambda start: " ".join(start.get("command") or []) or None),
+    "command": _of_start(lambda start: shlex.join(start.get("command") or []) or None),
     "started in": _of_start(lambda start: start.get("folder")),
     "host": _of_start(lambda start: start.get("host")),
     "device": _of_start(_device),
@@ -264,5 +266,9 @@ _ORIGIN: dict[str, Callable[[Run], str | None]] = {
 
 
 def _last_values(runs: Sequence[Run]) -> Table:
-    keys = dict.fromkeys(key for run in runs for key in run.series)
-    return Table("Last values", _rows(runs, {key: _last(key) for key in keys}), is_folded=True)
+    rows = []
+    for panel in panels_of(runs):
+        for curve in {curve.key: curve for curve in panel.curves}.values():
+            cells = [_last(curve.key)(run) or _ABSENT for run in runs]
+            rows.append((", ".join(filter(None, [panel.title, curve.label])), cells))
+    return Table("Last values", rows, is_folded=True)

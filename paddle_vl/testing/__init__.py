@@ -1,13 +1,22 @@
 """Tests of parallel models on one card, see docs/testing.md."""
 
 from paddle_vl.parallel.recorder import Collective, record_collectives
-from paddle_vl.parallel.simulated.lockstep import RanksDisagreeError
+from paddle_vl.parallel.simulated.exchanges import RanksDisagreeError
+from paddle_vl.parallel.simulated.ranks import (
+    OneRank,
+    Ranks,
+    full_logits,
+    one_rank,
+    run_ranks,
+    sum_partial_gradients,
+)
 from paddle_vl.testing.bfloat16 import emulated_bfloat16
-from paddle_vl.testing.comparison import assert_equals_single_device
-from paddle_vl.testing.device_copies import record_device_copies
-from paddle_vl.testing.filling import copy_parameters
-from paddle_vl.testing.gathering import gather_gradients, gather_parameters
-from paddle_vl.testing.host_reads import forbid_host_reads, record_host_reads
+from paddle_vl.testing.comparison import assert_equals_single_device, first_difference
+from paddle_vl.testing.host_reads import (
+    forbid_host_reads,
+    record_device_copies,
+    record_host_reads,
+)
 from paddle_vl.testing.mocked_rows import MockedSequenceParallel
 from paddle_vl.testing.pi07 import (
     tiny_pi07,
@@ -22,15 +31,7 @@ from paddle_vl.testing.qwen3_vl import (
     tiny_qwen3_vl_batch,
     tiny_qwen3_vl_config,
 )
-from paddle_vl.testing.ranks import (
-    OneRank,
-    Ranks,
-    full_logits,
-    one_rank,
-    run_ranks,
-    sum_partial_gradients,
-)
-from paddle_vl.testing.recordings import first_difference
+from paddle_vl.testing.tensors import copy_parameters, gather_gradients, gather_parameters
 
 __all__ = [
     "Collective",

@@ -1,18 +1,19 @@
-"""Comparison of all ranks of a topology with a single device."""
+"""Comparison of the ranks of a topology with a single device, and with each other."""
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from paddle import Tensor, nn
 
 from paddle_vl.config.parallel_settings import FleetConfig
 from paddle_vl.nn.placement import Placement, SingleDevicePlacement
-from paddle_vl.testing.gathering import gather_gradients
-from paddle_vl.testing.ranks import Ranks, full_logits, run_ranks, sum_partial_gradients
+from paddle_vl.parallel.recorder import Collective
+from paddle_vl.parallel.simulated.ranks import Ranks, full_logits, run_ranks, sum_partial_gradients
+from paddle_vl.testing.tensors import as_array, gather_gradients
 
 # Gradients below this part of the model's largest entry are rounding, such as those of key biases.
-_NEGLIGIBLE = 1e-4
+NEGLIGIBLE = 1e-4
 _NUM_SHOWN = 8
 
 
@@ -72,13 +73,15 @@ def assert_equals_single_device(
     gradients = gather_gradients([model for _, model in ranks.results], partial_are_summed=True)
     found = _quantities(outputs[0], gradients)
     if "logits" in found:
-        found["logits"] = _array(full_logits([output.logits for output in outputs]))
+        found["logits"] = as_array(full_logits([output.logits for output in outputs]))
     for rank, output in enumerate(outputs):
-        found[f"loss of rank {rank}"] = _array(_loss(output))
+        found[f"loss of rank {rank}"] = as_array(_loss(output))
         wanted[f"loss of rank {rank}"] = wanted["loss"]
-    problems = sorted(_differences(found, wanted, tolerance), reverse=True)
+    # One device has no gradient of a tower without an image, and ranks have zeros.
+    found = {name: array for name, array in found.items() if name in wanted or array.any()}
+    problems = [d for d in differences(found, wanted, NEGLIGIBLE) if not d.error <= tolerance]
     if problems:
-        shown = "; ".join(text for _, text in problems[:_NUM_SHOWN])
+        shown = "; ".join(problem.text for problem in problems[:_NUM_SHOWN])
         rows = " with sequence parallelism" if sequence_parallel else ""
         raise AssertionError(
             f"mp_degree {mp_degree}{rows}: {len(problems)} of {len(wanted)} tensors differ from "
@@ -87,39 +90,56 @@ def assert_equals_single_device(
     return ranks
 
 
-def _differences(
-    found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray], tolerance: float
-) -> Iterator[tuple[float, str]]:
-    """Relative error and description of all tensors that differ."""
-    gradients = [array for name, array in wanted.items() if name.startswith("gradient")]
-    least = _NEGLIGIBLE * max((np.abs(array).max(initial=0.0) for array in gradients), default=0)
+class Difference(NamedTuple):
+    """A tensor compared with another.
+
+    Attributes:
+        error: largest difference relative to the largest entry; infinite for NaN, another shape,
+            or a tensor that is missing.
+        text: the tensor and its difference in words.
+    """
+
+    error: float
+    name: str
+    text: str
+
+
+def differences(
+    found: Mapping[str, np.ndarray],
+    wanted: Mapping[str, np.ndarray],
+    negligible: float = 0.0,
+    least: float = 0.0,
+) -> list[Difference]:
+    """Compare tensors by name; all of them, the worst first.
+
+    Args:
+        negligible: entries of tensors called `gradient...` below this part of the largest such
+            entry are rounding, as of key biases: errors are relative to that much at least.
+        least: errors of all tensors are relative to this much at least.
+    """
+    sizes = {name: float(np.abs(array).max(initial=0.0)) for name, array in wanted.items()}
+    largest = max((sizes[name] for name in sizes if name.startswith("gradient")), default=0.0)
+    compared = []
     for name in sorted({*found, *wanted}):
         one, other = found.get(name), wanted.get(name)
-        if one is None or other is None:
-            # One device has no gradient of a tower without an image, and ranks have zeros.
-            present = one if other is None else other
-            if other is None and present is not None and not present.any():
-                continue
-            yield np.inf, f"{name} is missing on {'the ranks' if one is None else 'one device'}"
-        elif one.shape != other.shape:
-            yield np.inf, f"{name} is {list(one.shape)} instead of {list(other.shape)}"
-        else:
-            error = float(np.abs(one - other).max(initial=0.0))
-            size = float(np.abs(other).max(initial=0.0))
-            size = max(size, least) if name.startswith("gradient") else size
-            # Written so that NaN differs.
-            if not error <= tolerance * size:
-                yield (
-                    error / size if size else np.inf,
-                    f"{name} by {error:.3g} (largest entry {size:.3g})",
-                )
+        error, text = np.inf, f"{name} is {'missing' if one is None else 'not expected'}"
+        if one is not None and other is not None and one.shape != other.shape:
+            text = f"{name} is {list(one.shape)} instead of {list(other.shape)}"
+        elif one is not None and other is not None:
+            size = max(sizes[name], negligible * largest if name.startswith("gradient") else least)
+            apart = float(np.abs(one - other).max(initial=0.0))
+            text = f"{name} by {apart:.3g} (largest entry {sizes[name]:.3g})"
+            if apart <= np.inf:
+                error = apart / size if size else np.inf if apart else 0.0
+        compared.append(Difference(error, name, text))
+    return sorted(compared, key=lambda difference: -difference.error)
 
 
 def _quantities(output: Any, gradients: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    quantities = {"loss": _array(_loss(output))}
+    quantities = {"loss": as_array(_loss(output))}
     logits = getattr(output, "logits", None)
     if logits is not None:
-        quantities["logits"] = _array(logits)
+        quantities["logits"] = as_array(logits)
     return quantities | {f"gradient of {key}": array for key, array in gradients.items()}
 
 
@@ -130,5 +150,53 @@ def _loss(output: Any) -> Tensor:
     return loss
 
 
-def _array(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().astype("float32").numpy()
+def first_difference(calls_of_ranks: Sequence[Sequence[Collective]]) -> str | None:
+    """The first difference between the ranks' recordings; None if there is none.
+
+    Compares kind, dtype, shape and phase of every collective with those on the group's first rank,
+    and dtype and shape of every message with those on the other rank.
+
+    Args:
+        calls_of_ranks: of all ranks, by global rank.
+
+    Raises:
+        ValueError: a call involves a rank without a recording.
+    """
+    channels = dict.fromkeys(_channel(call) for calls in calls_of_ranks for call in calls)
+    last = max((rank for _, ranks in channels for rank in ranks), default=-1)
+    if last >= len(calls_of_ranks):
+        raise ValueError(
+            f"rank {last} takes part in the calls, but there are recordings of "
+            f"{len(calls_of_ranks)} ranks: give those of all ranks"
+        )
+    for channel in channels:
+        is_message, ranks = channel
+        first, *others = dict.fromkeys(ranks)
+        own = [[call for call in calls if _channel(call) == channel] for calls in calls_of_ranks]
+        for other in others:
+            pairs = zip(own[first], own[other], strict=False)
+            same = [
+                one.agreed == two.agreed and (is_message or one.phase == two.phase)
+                for one, two in pairs
+            ]
+            position = same.index(False) if False in same else len(same)
+            if position < max(len(own[first]), len(own[other])):
+                what = "message" if is_message else "collective"
+                return (
+                    f"{what} {position + 1} of ranks {list(ranks)}: "
+                    f"rank {first} {_at(own[first], position)}, "
+                    f"rank {other} {_at(own[other], position)}"
+                )
+    return None
+
+
+def _at(calls: Sequence[Collective], position: int) -> str:
+    if position < len(calls):
+        return calls[position].describe()
+    return f"nothing, its last {calls[-1].describe()}" if calls else "nothing at all"
+
+
+def _channel(call: Collective) -> tuple[bool, tuple[int, ...]]:
+    """Key of the calls whose order must be the same on all of their ranks: the collectives of a
+    group, or the messages from one rank to another."""
+    return call.is_message, call.ranks

@@ -1,4 +1,4 @@
-"""Host reads: places where the host waits for the device to have computed a value.
+"""Host reads, where the host waits for the device to have computed a value, and copies to it.
 
 | read | how it is noticed |
 | --- | --- |
@@ -11,6 +11,11 @@
 Not noticed: reads inside a compiled operator other than these (an argument such as a shape, an axis
 or a section size given as a tensor is read by Paddle's own code), `paddle.save`, and copies by
 `Tensor.to` or `copy_`. On a CPU the same calls count as on a GPU, although they wait for nothing.
+
+On a GPU `paddle.to_tensor` of an array copies from pageable memory on the null stream: it waits for
+all kernels before it and holds up all behind it. Noticed are tensors made of arrays, numbers and
+lists (`paddle.to_tensor`, `paddle.Tensor`), `paddle.assign` of an array and `Tensor.set_value`;
+tensors that are asked for in host or pinned memory do not count.
 """
 
 import functools
@@ -21,54 +26,91 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import paddle
 from paddle import Tensor, _C_ops
 
-from paddle_vl.parallel.simulated.current import SimulatedRank, current_rank
-
-# Methods that read a tensor's values on the host; some call others.
-_READS = (
-    "numpy",
-    "item",
-    "tolist",
-    "cpu",
-    "__float__",
-    "__int__",
-    "__bool__",
-    "__index__",
-    "__array__",
-    "__dlpack__",
-)
-# Operators whose output shapes depend on values.
-_SHAPES = (
-    "nonzero",
-    "masked_select",
-    "unique",
-    "unique_consecutive",
-    "repeat_interleave_with_tensor_index",
-)
-_INDEXING = ("__getitem__", "__setitem__")
+from paddle_vl.parallel.simulated.group import SimulatedRank, current_rank
 
 
-class _Read(NamedTuple):
-    """A host read that is about to happen.
+class _Event(NamedTuple):
+    """Something that is about to happen.
 
     Attributes:
+        kind: a read of values, a shape that depends on values, or a copy to the device.
         what: the call, for messages.
         tensor: the tensor read; None for an operator.
-        is_shape: whether a shape depends on the values.
     """
 
+    kind: str
     what: str
     tensor: Tensor | None = None
-    is_shape: bool = False
 
 
-_Notice = Callable[[_Read], None]
+_Notice = Callable[[_Event], None]
+_READ, _SHAPE, _COPY = "read", "shape", "copy"
+_EVERY_THREAD = "every thread"
 
 
-class _Watched:
-    """Tensor's methods and the operators, replaced while at least one block is entered.
+def _read(name: str, /, tensor: Tensor, *args: Any, **kwargs: Any) -> _Event:
+    return _Event(_READ, f"Tensor.{name}()", tensor)
+
+
+def _operator(name: str, /, *args: Any, **kwargs: Any) -> _Event:
+    return _Event(_SHAPE, f"{name}, whose shape depends on values")
+
+
+def _indexing(name: str, /, tensor: Tensor, index: Any, *value: Any) -> _Event | None:
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(part, Tensor) and part.dtype == paddle.bool for part in parts):
+        return _Event(_SHAPE, f"Tensor.{name} by a bool tensor, whose shape depends on values")
+    return None
+
+
+def _copy(name: str, /, *args: Any, **kwargs: Any) -> _Event:
+    return _Event(_COPY, name)
+
+
+def _made_tensor(
+    name: str, /, data: Any, dtype: Any = None, place: Any = None, *_: Any, **__: Any
+) -> _Event | None:
+    in_host_memory = place is not None and not str(place).lower().startswith(("gpu", "place(gpu"))
+    return None if in_host_memory or isinstance(data, Tensor) else _copy(name)
+
+
+def _made_of_array(name: str, /, *args: Any, **kwargs: Any) -> _Event | None:
+    has_array = any(isinstance(x, np.ndarray) for x in (*args, *kwargs.values()))
+    return _copy(name) if has_array else None
+
+
+def _set_value(name: str, /, tensor: Tensor, value: Any) -> _Event | None:
+    return None if isinstance(value, Tensor) else _copy(name)
+
+
+# Functions that are watched, and what a call of them is. Some read by calling others.
+_WATCHED: tuple[tuple[Any, tuple[str, ...], Callable[..., _Event | None]], ...] = (
+    (
+        Tensor,
+        ("numpy", "item", "tolist", "cpu", "__float__", "__int__", "__bool__", "__index__",
+         "__array__", "__dlpack__"),
+        _read,
+    ),
+    (Tensor, ("__getitem__", "__setitem__"), _indexing),
+    (
+        _C_ops,
+        ("nonzero", "masked_select", "unique", "unique_consecutive",
+         "repeat_interleave_with_tensor_index"),
+        _operator,
+    ),
+    (paddle, ("to_tensor",), _made_tensor),
+    (Tensor, ("__init__",), _made_of_array),
+    (Tensor, ("set_value",), _set_value),
+    (_C_ops, ("assign_value", "assign_value_"), _copy),
+)  # fmt: skip
+
+
+class _Watch:
+    """The functions, replaced while at least one block is entered.
 
     Blocks of several simulated ranks overlap, so the functions are replaced once for all of them.
     """
@@ -77,12 +119,12 @@ class _Watched:
         self._lock, self._inside = threading.Lock(), threading.local()
         self._replaced: list[tuple[Any, str, Any]] = []
         # By simulated rank; None outside of a simulation.
-        self._notices: dict[SimulatedRank | None, list[_Notice]] = {}
+        self._notices: dict[SimulatedRank | str | None, list[_Notice]] = {}
 
     @contextmanager
-    def noticed(self, notice: _Notice) -> Iterator[None]:
-        """Call `notice` before every read of this simulated rank, or of all code outside of one."""
-        rank = current_rank()
+    def noticed(self, notice: _Notice, rank: SimulatedRank | str | None) -> Iterator[None]:
+        """Call `notice` before each event of this simulated rank, of all code outside of one, or
+        of every thread."""
         with self._lock:
             if not self._notices:
                 self._replace()
@@ -98,11 +140,7 @@ class _Watched:
                     setattr(*self._replaced.pop())
 
     def _replace(self) -> None:
-        for owner, names, describe in (
-            (Tensor, _READS, _described_read),
-            (Tensor, _INDEXING, _described_indexing),
-            (_C_ops, _SHAPES, _described_operator),
-        ):
+        for owner, names, describe in _WATCHED:
             for name in names:
                 own = getattr(owner, name, None)
                 if own is not None:
@@ -110,26 +148,29 @@ class _Watched:
                     setattr(owner, name, self._watched(name, own, describe))
 
     def _watched(self, name: str, own: Callable, describe: Callable) -> Callable:
+        is_copy = describe in (_copy, _made_tensor, _made_of_array, _set_value)
+
         @functools.wraps(own, assigned=("__name__", "__doc__"))
         def watched(*args: Any, **kwargs: Any) -> Any:
-            # A read that another one makes is not a second one.
-            if getattr(self._inside, "value", False):
+            # A read that another one makes is not a second one; nor is a copy.
+            inside = self._inside.__dict__.setdefault("copies" if is_copy else "reads", [])
+            event = None if inside else describe(name, *args, **kwargs)
+            if event is None and not is_copy:
                 return own(*args, **kwargs)
-            read = describe(name, *args)
-            if read is None:
-                return own(*args, **kwargs)
-            self._inside.value = True
+            inside.append(name)
             try:
-                for notice in list(self._notices.get(current_rank(), ())):
-                    notice(read)
+                if event is not None:
+                    for rank in (current_rank(), _EVERY_THREAD):
+                        for notice in list(self._notices.get(rank, ())):
+                            notice(event)
                 return own(*args, **kwargs)
             finally:
-                self._inside.value = False
+                inside.pop()
 
         return watched
 
 
-_watched = _Watched()
+_watch = _Watch()
 
 
 @contextmanager
@@ -144,12 +185,13 @@ def forbid_host_reads(shapes: bool = False) -> Iterator[None]:
     Raises:
         AssertionError: in the block, at the read; names it.
     """
+    kinds = (_READ, _SHAPE) if shapes else (_READ,)
 
-    def refuse(read: _Read) -> None:
-        if shapes or not read.is_shape:
-            raise AssertionError(f"host read: {read.what}")
+    def refuse(event: _Event) -> None:
+        if event.kind in kinds:
+            raise AssertionError(f"host read: {event.what}")
 
-    with _watched.noticed(refuse):
+    with _watch.noticed(refuse, current_rank()):
         yield
 
 
@@ -162,32 +204,33 @@ def record_host_reads() -> Iterator[list[str]]:
     """
     reads: list[str] = []
 
-    def record(read: _Read) -> None:
-        if read.tensor is None or read.is_shape:
+    def record(event: _Event) -> None:
+        if event.tensor is None:
             return
-        if read.tensor.place.is_gpu_place() or paddle.get_device().startswith("cpu"):
-            reads.append(calling_place())
+        if event.tensor.place.is_gpu_place() or paddle.get_device().startswith("cpu"):
+            reads.append(_calling_place())
 
-    with _watched.noticed(record):
+    with _watch.noticed(record, current_rank()):
         yield reads
 
 
-def _described_read(name: str, tensor: Tensor, *args: Any) -> _Read:
-    return _Read(f"Tensor.{name}()", tensor)
+@contextmanager
+def record_device_copies() -> Iterator[list[str]]:
+    """Collect `file:line` of every copy to the device while entered, in order, of all threads.
+
+    The same calls count on a CPU.
+    """
+    copies: list[str] = []
+
+    def record(event: _Event) -> None:
+        if event.kind == _COPY:
+            copies.append(_calling_place())
+
+    with _watch.noticed(record, _EVERY_THREAD):
+        yield copies
 
 
-def _described_operator(name: str, *args: Any) -> _Read:
-    return _Read(f"{name}, whose shape depends on values", is_shape=True)
-
-
-def _described_indexing(name: str, tensor: Tensor, index: Any, *value: Any) -> _Read | None:
-    parts = index if isinstance(index, tuple) else (index,)
-    if any(isinstance(part, Tensor) and part.dtype == paddle.bool for part in parts):
-        return _Read(f"Tensor.{name} by a bool tensor, whose shape depends on values", tensor, True)
-    return None
-
-
-def calling_place() -> str:
+def _calling_place() -> str:
     """`file:line` of the innermost frame in the package, else of the caller."""
     skipped = (str(Path(__file__).parent), str(Path(paddle.__file__).parent))
     frames = [f for f in traceback.extract_stack() if not f.filename.startswith(skipped)]

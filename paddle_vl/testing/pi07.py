@@ -8,7 +8,7 @@ import paddle
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
 from paddle_vl.nn.placement import Placement
-from paddle_vl.testing.filling import copy_parameters
+from paddle_vl.testing.tensors import copy_parameters
 
 CAMERAS, FRAMES, SIDE, CHUNK, ACTIONS, STATES, SLOTS = 2, 3, 56, 6, 7, 5, 5
 LENGTHS = {"lang": 9, "response": 6, "metadata": 7}

@@ -9,12 +9,12 @@ import numpy as np
 import yaml
 from PIL import Image
 
-from paddle_vl.families.qwen3_vl.inputs.image_processor import ImageProcessor
-from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
-from paddle_vl.families.qwen3_vl.inputs.tokenizer import CONTROL_TOKENS, train_bpe
+from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
+from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.inputs.tokenizer import CONTROL_TOKENS, train_bpe
 
 VOCABULARY = 280
-_COLOURS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220)}
+COLOURS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220)}
 _SAMPLES, _SIDE = 16, 12
 # Sizes that tensor and pipeline parallelism of 2, 4 and 8 ranks divide.
 _TEXT = {
@@ -44,14 +44,8 @@ def write_tiny_run(folder: Path, steps: int = 2, text: Mapping[str, Any] = {}) -
     Returns:
         The settings, `run.yaml`; its output folder is `out`, its steps have 8 samples.
     """
-    (folder / "images").mkdir(parents=True)
-    rng = np.random.default_rng(0)
     lines = []
-    for number in range(_SAMPLES):
-        name = list(_COLOURS)[number % 3]
-        pixels = np.array(_COLOURS[name]) + rng.integers(-20, 20, (_SIDE, _SIDE, 3))
-        file = f"images/{number}.png"
-        Image.fromarray(pixels.astype(np.uint8)).save(folder / file)
+    for number, (name, file) in enumerate(write_pictures(folder, _SAMPLES)):
         # One picture, none, or two.
         pictures = [[file], [], [file, file]][number % 3]
         question = "<image>" * len(pictures) + "Which colour?" + " Please." * (number % 4)
@@ -94,6 +88,19 @@ def write_tiny_run(folder: Path, steps: int = 2, text: Mapping[str, Any] = {}) -
     return path
 
 
+def write_pictures(folder: Path, count: int) -> list[tuple[str, str]]:
+    """Write single-colour images into `folder`/images; returns their colours and relative paths."""
+    (folder / "images").mkdir(parents=True)
+    rng, written = np.random.default_rng(0), []
+    for number in range(count):
+        name = list(COLOURS)[number % 3]
+        pixels = np.array(COLOURS[name]) + rng.integers(-20, 20, (_SIDE, _SIDE, 3))
+        file = f"images/{number}.png"
+        Image.fromarray(pixels.astype(np.uint8)).save(folder / file)
+        written.append((name, file))
+    return written
+
+
 def write_processor(folder: Path, text: str, patch_size: int = 4, max_pixels: int = 256) -> None:
     """Write a processor with a tokenizer for the words of a text.
 
@@ -106,4 +113,4 @@ def write_processor(folder: Path, text: str, patch_size: int = 4, max_pixels: in
         image_mean=(0.5, 0.5, 0.5), image_std=(0.5, 0.5, 0.5),
     )  # fmt: skip
     tokenizer = train_bpe([text], VOCABULARY, CONTROL_TOKENS)
-    Qwen3VLProcessor(tokenizer, images).save_pretrained(folder)
+    VLProcessor(tokenizer, images).save_pretrained(folder)

@@ -4,7 +4,8 @@ Blocks of different size that the allocator holds cannot be joined, so gathering
 (sharding stage 3) or batches of different lengths leave gaps between allocated and reserved memory.
 With virtual memory management (VMM) free neighbours are joined, as with PyTorch's
 `expandable_segments`. Source: Paddle pull request #36189; a device without VMM ignores the flag.
-Flags must be set before anything is allocated. On a CPU they have no effect.
+Flags must be set before anything is allocated. On a CPU they have no effect, and commands leave
+them alone.
 """
 
 import os

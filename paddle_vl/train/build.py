@@ -13,20 +13,21 @@ import paddle
 from paddle_vl.checkpoint.safetensors_io import FileWriter
 from paddle_vl.config.families import family_of_run
 from paddle_vl.config.load import flatten, raise_problems
-from paddle_vl.config.schedule_rules import warmup_problems
-from paddle_vl.config.schema import RunConfig
-from paddle_vl.config.validate import launch_problems
+from paddle_vl.config.schema import RunConfig, TrainConfig
+from paddle_vl.config.validate import launch_problems, warmup_problems
 from paddle_vl.data.loader import PrefetchLoader
-from paddle_vl.families.base import Family, MeanLosses
-from paddle_vl.nn.cpu import compiled
+from paddle_vl.families.base import Family, MeanLosses, SaveModel
+from paddle_vl.nn.kernels import description
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.operations import choose_kernels
-from paddle_vl.parallel.agree import check_fields_agree, check_settings_agree
+from paddle_vl.parallel.agree import check_data_agree, check_fields_agree, check_settings_agree
 from paddle_vl.parallel.colocated.runner import ColocatedRunner
 from paddle_vl.parallel.colocated.store import PartsStore
 from paddle_vl.parallel.ranks import ONE_RANK, FleetRanks, SingleRank
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.topology import Topology, initialize
+from paddle_vl.train.checkpoint import finish_replacements
+from paddle_vl.train.colocated_optimizer import ColocatedOptimizer
 from paddle_vl.train.evaluate import combined, mean_losses
 from paddle_vl.train.feeding.feed import watched
 from paddle_vl.train.freeze import (
@@ -42,13 +43,11 @@ from paddle_vl.train.lanes import LanesLoader, lane_loader, lane_loaders
 from paddle_vl.train.layout import Layout, parallel_degrees
 from paddle_vl.train.memory_needed import NeededMemory, check_memory
 from paddle_vl.train.optimizer import Optimizer
-from paddle_vl.train.optimizer_parts import PartsOptimizer
 from paddle_vl.train.reporting.device_peaks import device_peak
 from paddle_vl.train.resume import changed_settings, checkpoint_to_resume
-from paddle_vl.train.run_length import RunLength
 from paddle_vl.train.run_lock import RunLock
 from paddle_vl.train.saving.verify import check_pretrained
-from paddle_vl.train.schedule import seed_everything
+from paddle_vl.train.schedule import RunLength, learning_rate, seed_everything
 from paddle_vl.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -96,6 +95,7 @@ def _lock_output(config: RunConfig, ranks: SingleRank) -> RunLock | None:
     if ranks.is_main:
         try:
             lock = RunLock.acquire(Path(config.train.output_dir))
+            finish_replacements(Path(config.train.output_dir))
         except (RuntimeError, OSError) as error:
             problem = str(error)
     problem = ranks.gathered(problem)[0]
@@ -122,9 +122,9 @@ def _build(
         folder = Path(config.model.pretrained)
         check_pretrained(folder, config.train.verify_checkpoint, ranks)
     seed_everything(config.train.seed)
-    choose_kernels(config.train.kernels)
-    if not config.train.cpu_kernels:
-        compiled.disable()
+    is_uncompiled = config.train.kernels == "fused" and not config.train.cpu_kernels
+    choose_kernels("uncompiled" if is_uncompiled else config.train.kernels)
+    logger.info("%s", description(paddle.get_device().split(":")[0]))
     family = run_family(config, checkpoint)
     if several:
         check_fields_agree(family.fields, topology.describe())
@@ -165,18 +165,22 @@ def _build(
     if isinstance(store, PartsStore):
         of_encoder = [entry for entry in parameters if table[entry[1]].is_encoder]
         of_language = [entry for entry in parameters if not table[entry[1]].is_encoder]
-        parts = [
+        optimizers = [
             make_optimizer(of_encoder, store.encoder),
             make_optimizer(of_language, store.language),
         ]
-        optimizer = PartsOptimizer(parts, store)
+        optimizer = ColocatedOptimizer(optimizers, store)
     else:
         optimizer = make_optimizer(parameters, store)
     runner = layout.runner(
         model, family.make_stage, ranks, family.loss, built.adapter, family.item_encoder
     )
     loader = lane_loader(partial(family.train_loader, built.collator), ranks, topology)
+    if several:
+        check_data_agree(loader.state_dict().get("stream", {}), topology.describe())
     length = _length(config, loader)
+    if lock is not None:  # A profile sets its number of steps itself.
+        _tell_endless_warmup(config.train, length.steps)
     peak_flops = device_peak(config.model.compute_dtype, config.logging.device_peak_tflops)
 
     has_evaluation, eval_loaders = family.eval_data is not None, {}
@@ -187,8 +191,8 @@ def _build(
         if isinstance(eval_loader, LanesLoader):
             eval_loader.with_idle(partial(built.adapter.idle_batch, model))
 
-    def save_model(folder: Path, write: FileWriter) -> None:
-        built.save(folder, write, store)
+    def save_with(save: SaveModel, folder: Path, write: FileWriter) -> None:
+        save(folder, write, store)
         if ranks.is_main:
             built.save_extra_files(folder)
 
@@ -210,12 +214,13 @@ def _build(
         optimizer,
         loader,
         length,
-        save_model,
+        partial(save_with, built.save),
         evaluate if has_evaluation else None,
         ranks,
         peak_flops,
         None if peak_flops is None else family.flop_counter(model, trained),
         lock,
+        built.save_streamed and partial(save_with, built.save_streamed),
     )
     loader.while_waiting = trainer.check_data_wait
     if isinstance(runner, ColocatedRunner):
@@ -268,3 +273,15 @@ def _length(config: RunConfig, loader: PrefetchLoader) -> RunLength:
     made = f"the {num_steps} steps that train.num_train_epochs {train.num_train_epochs} makes of"
     raise_problems(list(warmup_problems(train, num_steps, f"{made} this data")))
     return RunLength(num_steps)
+
+
+def _tell_endless_warmup(train: TrainConfig, num_steps: int | None) -> None:
+    if num_steps is not None and train.warmup_steps >= num_steps:
+        logger.warning(
+            "the run ends in its warmup: it has %d step(s) and train.warmup_steps is %d, so the "
+            "learning rate rises to %.3g and does not reach train.learning_rate %.3g",
+            num_steps,
+            train.warmup_steps,
+            learning_rate(num_steps - 1, num_steps, train),
+            train.learning_rate,
+        )

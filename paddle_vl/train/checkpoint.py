@@ -7,7 +7,7 @@
       checkpoint-STEP/            model and processor files of HF, so that it loads as a model,
         optimizer.safetensors     arrays named `HF name/state`; split into several files with an
                                   index, as weights are, if large or written by several ranks
-        trainer_state.json        step, counters, data position
+        trainer_state.json        step, counters, data position; see `TrainerState`
         config.yaml               configuration it was trained with
         manifest.json             sizes and checksums of all other files
       final/                      the trained model without training state, and its manifest.json
@@ -24,15 +24,16 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from paddle_vl.checkpoint.adapter_files import CONFIG_FILE
-from paddle_vl.checkpoint.manifest import check_weights
+from paddle_vl.checkpoint.manifest import MANIFEST_FILE, check_weights
 from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
+from paddle_vl.files.checked_values import Count, checked, read_section
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ STATE_FILE = "trainer_state.json"
 # A folder with one of these is a model or adapter folder.
 MODEL_FILES = ("config.json", CONFIG_FILE)
 _PARTIAL = ".partial-"
+_REPLACED = ".replaced-"
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -53,18 +55,34 @@ def partial_of(target: Path) -> Path:
     return target.with_name(_PARTIAL + target.name)
 
 
-def remove_folder(folder: Path, then: Callable[[], object] | None = None) -> None:
-    """Rename a folder, then delete it, so that an interruption leaves no incomplete folder.
+def replaced_of(target: Path) -> Path:
+    """Folder that `target` becomes while a new one takes its place."""
+    return target.with_name(_REPLACED + target.name)
 
-    Args:
-        then: called after the rename and before anything is deleted.
+
+def finish_replacements(output_dir: Path) -> None:
+    """Finish what a run did that ended while it put a folder in the place of another.
+
+    The new one is complete: it has its manifest before the old one gives way.
     """
+    for replaced in output_dir.glob(_REPLACED + "*"):
+        target = output_dir / replaced.name.removeprefix(_REPLACED)
+        partial = partial_of(target)
+        if not target.exists():
+            source = partial if (partial / MANIFEST_FILE).is_file() else replaced
+            logger.warning("%s becomes %s: a run ended while it was replaced", source, target.name)
+            source.rename(target)
+        if replaced.exists():
+            remove_folder(replaced)
+    flush_to_disk(output_dir)
+
+
+def remove_folder(folder: Path) -> None:
+    """Rename a folder, then delete it, so that an interruption leaves no incomplete folder."""
     doomed = folder.with_name(f"{_PARTIAL}removed-{folder.name}")
     if doomed.exists():
         shutil.rmtree(doomed)
     folder.rename(doomed)
-    if then is not None:
-        then()
     shutil.rmtree(doomed)
 
 
@@ -140,6 +158,33 @@ class StoredArrays(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self._stored)
+
+
+@checked
+class TrainerState:
+    """Contents of trainer_state.json; those with a default are not in files of earlier versions."""
+
+    step: Count
+    nonfinite_updates: Count
+    meter: dict[str, Any]
+    data: dict[str, Any]
+    owes_evaluation: bool = False
+    tokens: Count | None = None
+    sources: dict[str, Any] | None = None
+    has_manifest: bool = False
+
+    @classmethod
+    def read(cls, folder: Path) -> "TrainerState":
+        """
+        Raises:
+            RuntimeError: the file is missing or damaged.
+            ValueError: it has other keys or values.
+        """
+        state = read_section(cls, load_state(folder), "top level")
+        match = _NAME.fullmatch(folder.name)
+        if match and int(match.group(1)) != state.step:
+            raise ValueError(f"step is {state.step}, and the folder is {folder.name}")
+        return state
 
 
 def save_state(folder: Path, state: dict[str, Any]) -> None:

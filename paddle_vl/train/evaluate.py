@@ -78,28 +78,11 @@ def _groups(
     ranks: SingleRank,
     received: Callable[[], int | None],
 ) -> Iterator[list[Batch] | None]:
-    """Groups of as many batches as the runner takes; None if any rank received a stop signal.
-
-    Ranks exchange one message before each group, until no rank has a batch left.
-    """
-    size = runner.batches_at_once
-    if runner.evaluates_in_step or runner.model.placement.ops.layers_are_collective:
-        stream = in_step(batches, runner, ranks, received)
-        while group := list(islice(stream, size)):
-            batches_there = [batch for batch in group if batch is not None]
-            yield batches_there if len(batches_there) == len(group) else None
-        return
-    # A loader would begin a new epoch after its end; a chain does not.
-    stream = chain(batches)
-    while True:
-        group = list(islice(stream, size))
-        (num_left,), signal = ranks.agree([len(group)], received())
-        if signal is not None:
-            yield None
-        if num_left == 0 or signal is not None:
-            return
-        if group:
-            yield group
+    """Groups of as many batches as the runner takes; None if any rank received a stop signal."""
+    stream = in_step(batches, runner, ranks, received)
+    while group := list(islice(stream, runner.batches_at_once)):
+        batches_there = [batch for batch in group if batch is not None]
+        yield batches_there if len(batches_there) == len(group) else None
 
 
 def in_step(
@@ -108,15 +91,18 @@ def in_step(
     ranks: SingleRank,
     received: Callable[[], int | None] = lambda: None,
 ) -> Iterator[Batch | None]:
-    """Batches for ranks whose layers are collective: equally many on all ranks, each with the same
-    optional branches.
+    """Equally many batches on all ranks, each with the same optional branches, as layers may be
+    collective.
 
-    A rank without a batch left runs idle ones. Ends with None if any rank received a stop signal.
+    Ranks exchange one message before each batch. A rank without a batch left runs idle ones, which
+    count nothing. Ends with None if any rank received a stop signal.
     """
     adapter, model = runner.adapter, runner.model
-    idle = adapter.idle_batch(model)
+    idle = None
     for batch in chain(batches, repeat(None)):
         is_left = batch is not None
+        if not is_left and idle is None:
+            idle = adapter.idle_batch(model)
         own = batch if is_left else idle
         counts = [is_left, *map(int, adapter.optional_branches(own))]
         (num_left, *needed), signal = ranks.agree(counts, received())

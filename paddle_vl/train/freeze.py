@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 
 from paddle import Tensor
 
-from paddle_vl.config import patterns as config_patterns
+from paddle_vl.config.patterns import matching_names
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.nn.linear import names_by_parameter
 
@@ -17,20 +17,6 @@ logger = logging.getLogger(__name__)
 NamedParameters = list[tuple[str, Tensor]]
 # Named groups of parameters of a caller without a family.
 NO_PARTS: Mapping[str, Sequence[str]] = {}
-
-
-def matching_names(
-    patterns: Sequence[str],
-    names: Iterable[str],
-    setting: str,
-    parts: Mapping[str, Sequence[str]] = NO_PARTS,
-) -> set[str]:
-    """The parameter names that match at least one pattern or named group.
-
-    Raises:
-        ValueError: a pattern matches no name, see `paddle_vl.config.patterns`.
-    """
-    return config_patterns.matching_names(patterns, names, setting, groups=parts)
 
 
 def trained_names(
@@ -50,7 +36,7 @@ def trained_names(
     """
     names = set(names)
     trained = names if trainable is None else names & set(trainable)
-    trained = trained - matching_names(patterns, names, "model.freeze", parts)
+    trained = trained - matching_names(patterns, names, "model.freeze", groups=parts)
     if not trained:
         raise ValueError(f"model.freeze {list(patterns)} freezes every parameter: nothing to train")
     return trained
@@ -123,7 +109,7 @@ def rate_factors(
     trained, factors = list(trained), {}
     setting = "train.part_learning_rates, among what is trained"
     for pattern, peak in train.part_learning_rates.items():
-        names = matching_names([pattern], trained, setting, parts)
+        names = matching_names([pattern], trained, setting, groups=parts)
         factors |= dict.fromkeys(names, peak / train.learning_rate)
     return factors
 
@@ -146,4 +132,4 @@ def decayed_names(
         exclude: patterns of train.weight_decay_exclude.
     """
     names = set(names)
-    return names - matching_names(exclude, names, "train.weight_decay_exclude", parts)
+    return names - matching_names(exclude, names, "train.weight_decay_exclude", groups=parts)

@@ -4,7 +4,7 @@
   FLAGS_flash_attn_version is not set by the user. Elsewhere Paddle's default, version 2.
 - Matrix products of float32 in full precision. Paddle's default is TF32, with 10 bits of mantissa;
   PyTorch's, and so that of the models' originals, is full precision.
-- Repeatable runs: kernels without atomic additions. See docs/gpu_settings.md.
+- Repeatable runs: kernels without atomic additions. See docs/gpu.md.
 
 Set before a kernel has run. On a CPU nothing is set: its kernels are repeatable and know no TF32.
 """

@@ -60,7 +60,7 @@ def lane_loaders(
 class LanesLoader:
     """Batches of this rank's lane, with those of other lanes as their `OTHER_LANES`.
 
-    Has the attributes of `PrefetchLoader` that the trainer uses; they are those of its own lane.
+    Further attributes, such as `epoch`, are those of its own lane's loader.
 
     Args:
         own: loader of this rank's data lane.
@@ -97,29 +97,8 @@ class LanesLoader:
         batch: Any = {**own, OTHER_LANES: [other or {} for other in others]}
         return batch
 
-    @property
-    def epoch(self) -> int:
-        return self.own.epoch
-
-    @property
-    def batches_consumed(self) -> int:
-        return self.own.batches_consumed
-
-    @property
-    def names(self) -> Any:
-        """Sources of the data; absent where the own loader's are."""
-        own: Any = self.own
-        return own.names
-
-    @property
-    def documents(self) -> Any:
-        """Documents of each source in an epoch; absent where the own loader's are."""
-        own: Any = self.own
-        return own.documents
-
-    @property
-    def skipped(self) -> dict[str, int]:
-        return self.own.skipped
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
 
     @property
     def while_waiting(self) -> Callable[[], None]:
@@ -133,16 +112,10 @@ class LanesLoader:
     def __len__(self) -> int:
         return len(self.own)
 
-    def batches_in(self, num_epochs: float) -> float:
-        return self.own.batches_in(num_epochs)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.own.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], batches: int | None = None) -> None:
         """Continue all lanes at the position of this rank's, which is the same on every lane."""
         for loader in (self.own, *self.others):
-            loader.load_state_dict(state)
+            loader.load_state_dict(state, batches)
 
     def waiting_for(self) -> str:
         return "; ".join(loader.waiting_for() for loader in (self.own, *self.others))

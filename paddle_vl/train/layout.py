@@ -17,10 +17,11 @@ from paddle_vl.parallel.colocated.encoder import ItemEncoder
 from paddle_vl.parallel.colocated.encoder_layers import add_encoder
 from paddle_vl.parallel.colocated.runner import ColocatedRunner
 from paddle_vl.parallel.colocated.store import PartsStore, encoder_store
-from paddle_vl.parallel.degrees import ParallelDegrees, Plan, plan_problems
+from paddle_vl.parallel.degrees import ParallelDegrees, Plan
 from paddle_vl.parallel.pipeline.runner import ModelChunk, PipelineRunner
 from paddle_vl.parallel.pipeline.schedule import chunks_of_stage, num_chunks, split_layers
 from paddle_vl.parallel.pipeline.split_backward import split_backward
+from paddle_vl.parallel.plan_rules import plan_problems
 from paddle_vl.parallel.ranks import SingleRank
 from paddle_vl.parallel.sharding import FleetSharding, Sharding, ShardingOptions
 from paddle_vl.parallel.tensor import FleetCheckpointRanks, FleetPlacement
@@ -85,9 +86,9 @@ class Layout:
             layers, before, after = [1] * len(layers), 0, 0
         self.num_layers = len(layers)
         # The layers of all model chunks, and those of this stage's chunks.
-        self.all_parts = split_layers(layers, num_chunks(degrees), before, after)
+        self.all_chunks = split_layers(layers, num_chunks(degrees), before, after)
         own = chunks_of_stage(degrees, topology.pp_rank)
-        self.parts = [self.all_parts[number] for number in own]
+        self.chunks = [self.all_chunks[number] for number in own]
 
     def placement(self) -> Placement:
         """This rank's placement of the model."""
@@ -95,9 +96,9 @@ class Layout:
         stage_layers, ranks = None, FleetCheckpointRanks.of(topology)
         if topology.degrees.pp_degree > 1:
             stage_layers = StageLayers(
-                embedding=self.parts[0].start == 0,
-                layers=frozenset(layer for part in self.parts for layer in part),
-                head=self.parts[-1].stop == self.num_layers,
+                embedding=self.chunks[0].start == 0,
+                layers=frozenset(layer for chunk in self.chunks for layer in chunk),
+                head=self.chunks[-1].stop == self.num_layers,
                 encoder_everywhere=topology.encoder is not None,
             )
         shards_layers = topology.sharding_group.nranks > 1 and topology.degrees.sharding_stage > 1
@@ -189,7 +190,7 @@ class Layout:
             }
         return make(
             model,
-            [make_stage(model, layers) for layers in self.all_parts],
+            [make_stage(model, layers) for layers in self.all_chunks],
             self.topology.degrees,
             self.topology.pp_rank,
             self.config.model.compute_dtype,

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paddle_vl.config.schema import RunConfig
-from paddle_vl.parallel.launcher import Attempt, Failure
+from paddle_vl.parallel.launcher import Attempt
+from paddle_vl.processes import Failure
 from paddle_vl.train.reporting.run_files import read_starts
 
 logger = logging.getLogger(__name__)

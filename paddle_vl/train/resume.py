@@ -117,7 +117,11 @@ def changed_settings(checkpoint: Path, config: RunConfig) -> list[str]:
         for key in dict.fromkeys([*old, *new])
         if old.get(key) != new.get(key) and not _lies_in(key, _NOT_COMPARED)
     }
-    fixed = [text for key, text in changes.items() if _lies_in(key, config.fixed_settings)]
+    fixed = [
+        text
+        for key, text in changes.items()
+        if _lies_in(key, config.fixed_settings) and not _is_moved(key, old.get(key), new.get(key))
+    ]
     if _samples_per_micro_batch(saved) != _samples_per_micro_batch(config):
         fixed.append(
             "number of samples per micro-batch over all ranks "
@@ -143,6 +147,18 @@ def _samples_per_micro_batch(config: RunConfig) -> int:
 
 def _lies_in(key: str, names: tuple[str, ...]) -> bool:
     return any(key == name or key.startswith(name + ".") for name in names)
+
+
+def _is_moved(key: str, old: Any, new: Any) -> bool:
+    """Whether the paths of data.train differ and nothing else. What the files hold is compared when
+    the position in the data is restored."""
+    if key != "data.train" or not (isinstance(old, list) and isinstance(new, list)):
+        return False
+    kept = [
+        [{**entry, "path": None} if isinstance(entry, dict) else None for entry in entries]
+        for entries in (old, new)
+    ]
+    return kept[0] == kept[1]
 
 
 def _shown(values: dict[str, Any], key: str) -> str:

@@ -15,8 +15,8 @@ from paddle_vl.batch.schema import SOURCE_COUNTS, Batch
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.objective import BatchAdapter, Loss, zero_terms
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
+from paddle_vl.train.colocated_optimizer import ColocatedOptimizer
 from paddle_vl.train.optimizer import Optimizer
-from paddle_vl.train.optimizer_parts import PartsOptimizer
 from paddle_vl.train.phases import Phase, phase
 
 # Numbers besides loss counts, sources and branches: samples, tokens, packed places.
@@ -128,10 +128,7 @@ class Runner(Protocol):
 
     Attributes:
         batches_at_once: batches per call in an evaluation.
-        evaluates_in_step: whether all ranks must call `loss_sums` equally often.
     """
-
-    evaluates_in_step: bool
 
     model: Any
     loss: Loss
@@ -166,7 +163,6 @@ class ModelRunner:
     """Runs all layers of a model on every rank, without a pipeline. See `Runner`."""
 
     batches_at_once = 1
-    evaluates_in_step = False
 
     def __init__(
         self,
@@ -264,7 +260,7 @@ def leave_step(num_agreed: int, ranks: SingleRank, signal: int | None) -> int | 
 
 def train_step(
     runner: Runner,
-    optimizer: Optimizer | PartsOptimizer,
+    optimizer: Optimizer | ColocatedOptimizer,
     micro_batches: Sequence[MicroBatch],
     learning_rate: float,
     ranks: SingleRank = ONE_RANK,
@@ -307,7 +303,7 @@ def train_step(
 
 @paddle.no_grad()
 def _summed(
-    terms: Tensor, optimizer: Optimizer | PartsOptimizer, ranks: SingleRank
+    terms: Tensor, optimizer: Optimizer | ColocatedOptimizer, ranks: SingleRank
 ) -> tuple[Tensor, Tensor]:
     """The step's terms and gradient norm, in one all-reduce."""
     own = terms if ranks.counts_losses else paddle.zeros_like(terms)

@@ -11,9 +11,7 @@ A thread handles them, so that they take effect while the main thread is in a st
 
 import logging
 import os
-import select
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,11 +19,13 @@ from contextlib import contextmanager
 
 from paddle_vl.parallel.launcher import LAUNCHER_VARIABLE, PARENT
 from paddle_vl.parallel.stop_requests import StopRequests
+from paddle_vl.threads import Watch, end_process
 
 logger = logging.getLogger(__name__)
 
 ORPHAN_GRACE_S = 9.0
 NOT_SAVED = 1
+_POLL_S = 0.05
 
 
 class StopSignals:
@@ -40,22 +40,22 @@ class StopSignals:
         self._is_training, self._grace_s = False, None
         self._deadline: float | None = None
         self._requests = StopRequests()
-        self._thread: threading.Thread | None = None
+        self._thread: Watch | None = None
+        self._is_over = threading.Event()
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
             self._requests.__enter__()
-            self._end_reader, self._end_writer = os.pipe()
-            self._thread = threading.Thread(target=self._watch, name="stop-signals", daemon=True)
+            self._is_over.clear()
+            self._thread = Watch(self._watch, "stop-signals")
             self._thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         if self._thread is not None:
-            os.close(self._end_writer)
+            self._is_over.set()
             self._thread.join()
             self._thread = None
-            os.close(self._end_reader)
             self._requests.__exit__(*exception)
 
     def set_handlers(self) -> None:
@@ -78,42 +78,30 @@ class StopSignals:
             self._is_training, self._deadline = False, None
 
     def _watch(self) -> None:
-        poll = select.poll()
-        poll.register(self._requests.reader, select.POLLIN)
-        poll.register(self._end_reader, select.POLLIN)
         launcher = _launcher()
-        if launcher is not None:
-            poll.register(launcher, select.POLLIN)
-        try:
-            while True:
-                left_s = None if self._deadline is None else self._deadline - time.monotonic()
-                if left_s is not None and left_s <= 0:
-                    _end_now("the time to stop in is over and no checkpoint of this step written")
-                ready = poll.poll(None if left_s is None else left_s * 1000)
-                for descriptor in dict(ready):
-                    if descriptor == self._end_reader:
-                        return
-                    if launcher is not None and descriptor == launcher:
-                        poll.unregister(launcher)
-                        self._orphaned()
-                for request in self._requests.read():
-                    self._requested(request.signal)
-        finally:
-            if launcher is not None:
-                os.close(launcher)
+        while not self._is_over.wait(_POLL_S):
+            if self._deadline is not None and time.monotonic() > self._deadline:
+                _end_now("the time to stop in is over and no checkpoint of this step written")
+            # An orphan's parent is process 1 or a subreaper.
+            if launcher is not None and os.getppid() != launcher:
+                launcher = None
+                self._orphaned()
+            for request in self._requests.read():
+                self._requested(request.signal)
 
     def _requested(self, number: signal.Signals) -> None:
         if not self._is_training:
             if self.received is None:
                 logger.warning("%s: the process ends; there is nothing to save", number.name)
-            _exit(128 + number)
+            end_process(128 + number)
         if self.received is not None:
             _end_now(f"{number.name} again")
         self._note(number, self._grace_s, number.name)
 
     def _orphaned(self) -> None:
         if not self._is_training:
-            _end_as_orphan()
+            logger.warning("the launcher of this process has ended, and so does this process")
+            end_process(128 + signal.SIGTERM)
         if self.received is None:
             grace_s = min(ORPHAN_GRACE_S, self._grace_s or ORPHAN_GRACE_S)
             self._note(signal.SIGTERM, grace_s, "the launcher has ended")
@@ -133,38 +121,14 @@ class StopSignals:
 
 
 def _launcher() -> int | None:
-    """A file descriptor that becomes readable when the launcher ends; None without a launcher.
-
-    Comparing the parent's pid with 1 would not do: in a container it may be 1 from the start.
-    """
+    """The process that started this one as a rank; None for a process from a shell, which may end
+    before its jobs."""
     own = os.environ.get(LAUNCHER_VARIABLE)
-    if own is None and "PADDLE_TRAINER_ID" not in os.environ:
-        return None  # Started from a shell, which may end before its jobs.
-    parent = PARENT if own is None else int(own)
-    try:
-        descriptor = os.pidfd_open(parent)
-    except OSError:
-        descriptor = None  # Outside of this container, or a kernel before 5.3.
-    if os.getppid() != parent:
-        _end_as_orphan()
-    return descriptor
-
-
-def _end_as_orphan() -> None:
-    logger.warning("the launcher of this process has ended, and so does this process")
-    _exit(128 + signal.SIGTERM)
+    if own is not None:
+        return int(own)
+    return PARENT if "PADDLE_TRAINER_ID" in os.environ else None
 
 
 def _end_now(reason: str) -> None:
     logger.warning("%s: ended at once; continue with train.resume_from_checkpoint=auto", reason)
-    _exit(NOT_SAVED)
-
-
-def _exit(code: int) -> None:
-    """End this process from a thread; loader workers end with it."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            continue  # A terminal or pipe that is gone.
-    os._exit(code)
+    end_process(NOT_SAVED)

@@ -18,25 +18,25 @@ from paddle_vl.checkpoint.safetensors_io import FileWriter
 from paddle_vl.checkpoint.writing import DEFAULT_SHARD_BYTES, write_tensors
 from paddle_vl.config.load import save_run_config
 from paddle_vl.config.schema import RunConfig
+from paddle_vl.data.prefetch import PrefetchingLoader
 from paddle_vl.families.base import MeanLosses
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train import checkpoint as checkpoints
+from paddle_vl.train.colocated_optimizer import ColocatedOptimizer
 from paddle_vl.train.feeding.device_copies import device_copies
-from paddle_vl.train.feeding.feed import BatchFeed, DataPlace, TrainingData, state_of_all_ranks
+from paddle_vl.train.feeding.feed import BatchFeed, DataPlace, state_of_all_ranks
 from paddle_vl.train.freeze import reported_rates
 from paddle_vl.train.optimizer import Optimizer
-from paddle_vl.train.optimizer_parts import PartsOptimizer
 from paddle_vl.train.phases import Phase, StepTrace, phase
 from paddle_vl.train.reporting.gauges import Gauge, memory_in_use
 from paddle_vl.train.reporting.metrics import StepMeter, check_skipped, evaluation_entries
 from paddle_vl.train.reporting.reporter import Reporter
 from paddle_vl.train.reporting.run_record import RunRecord
 from paddle_vl.train.reporting.source_totals import SourceTotals
-from paddle_vl.train.run_length import RunLength, restored_tokens
 from paddle_vl.train.run_lock import RunLock
 from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
 from paddle_vl.train.saving.snapshot import Fill
-from paddle_vl.train.schedule import learning_rate, seed_step
+from paddle_vl.train.schedule import RunLength, learning_rate, restored_tokens, seed_step
 from paddle_vl.train.step import (
     Runner,
     StepOutcome,
@@ -67,14 +67,15 @@ class Trainer:
         peak_flops: peak FLOP/s of this rank's device, if known.
         count_flops: FLOPs of a batch.
         lock: lock of the output folder, released when the run ends.
+        save_streamed: see `BuiltModel`.
     """
 
     def __init__(
         self,
         config: RunConfig,
         runner: Runner,
-        optimizer: Optimizer | PartsOptimizer,
-        data: TrainingData,
+        optimizer: Optimizer | ColocatedOptimizer,
+        data: PrefetchingLoader,
         length: RunLength,
         save_model: Fill,
         evaluate: Callable[[Callable[[], int | None]], MeanLosses | None] | None = None,
@@ -82,10 +83,12 @@ class Trainer:
         peak_flops: float | None = None,
         count_flops: Callable[[Batch], int] | None = None,
         lock: RunLock | None = None,
+        save_streamed: Fill | None = None,
     ):
         self.config, self.runner, self.optimizer = config, runner, optimizer
         self.data, self.length, self.num_steps = data, length, length.steps
         self.save_model, self.evaluate = save_model, evaluate
+        self.save_streamed = save_streamed
         self.ranks, self._lock = ranks, lock
         self.output_dir = Path(config.train.output_dir)
         self.record = RunRecord(self.output_dir)
@@ -121,16 +124,34 @@ class Trainer:
         self._last_saved: int | None = None
 
     def restore(self, folder: Path) -> None:
-        """Load the state of a checkpoint; the model has its weights already."""
-        state = checkpoints.load_state(folder)
+        """Load the state of a checkpoint; the model has its weights already.
+
+        Raises:
+            ValueError: trainer_state.json has keys or values that no checkpoint of this run has.
+        """
+        try:
+            self._restore(checkpoints.TrainerState.read(folder), folder)
+        except ValueError as error:
+            file = folder / checkpoints.STATE_FILE
+            raise ValueError(f"{file} does not fit this run: {error}") from error
         self.optimizer.load_state(checkpoints.StoredArrays(folder))
-        self.step = self._last_saved = state["step"]
-        self.tokens = restored_tokens(state, self.length, folder)
-        self.sources.load_state_dict(state.get("sources"))
-        self.meter.load_state_dict(state["meter"])
-        self.feed.continue_at(self.step, state["data"])
+
+    def _restore(self, state: checkpoints.TrainerState, folder: Path) -> None:
+        self.step = self._last_saved = state.step
+        self.tokens = restored_tokens(state.tokens, self.length, folder)
+        self.sources.load_state_dict(state.sources)
+        self.meter.load_state_dict(state.meter)
+        if self.meter.skipped_in_a_row != state.nonfinite_updates:
+            raise ValueError(
+                f"nonfinite_updates is {state.nonfinite_updates}, and meter.skips "
+                f"{state.meter['skips']}"
+            )
+        batches = self.step * self.config.train.gradient_accumulation_steps
+        if "lanes" in state.data and state.data.get("step") != batches:
+            raise ValueError(f"data: step is {state.data.get('step')!r}, not {batches} batches")
+        self.feed.continue_at(self.step, state.data)
         self._data_place = DataPlace.of(self.data)
-        self._owes_evaluation = state.get("owes_evaluation", False) and self.evaluate is not None
+        self._owes_evaluation = state.owes_evaluation and self.evaluate is not None
 
     @property
     def is_over(self) -> bool:
@@ -196,7 +217,7 @@ class Trainer:
             if self.stop_signal is not None:
                 self._stop_early()
                 return
-            final = self.writer.save_final(self.step, self.save_model)
+            final = self.writer.save_final(self.step, self.save_model, self.save_streamed)
         logger.info("trained %d steps; the model is in %s", self.step, final)
 
     def _close(self) -> None:

@@ -6,10 +6,12 @@ Guarantees:
 - arrays keep dtype, shape and bits, also if they are empty or there are none;
 - a value that JSON would change is refused before anything is sent, and its place is named;
 - every rank names the optional fields that only some ranks' data have, with those ranks;
-- equal fields pass in any order.
+- equal fields pass in any order;
+- every rank refuses data that differs on one of them, and names it.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -17,6 +19,7 @@ import paddle.distributed as dist
 import pytest
 
 from paddle_vl.parallel.agree import (
+    check_data_agree,
     check_fields_agree,
     gather_arrays,
     gather_bytes,
@@ -67,10 +70,13 @@ ENDS = {
 }
 
 
-def error(name: str) -> str | None:
+STREAMS = [{"seed": 1, "contents": {"books": 2**63 + (rank == 2)}} for rank in range(3)]
+
+
+def error(check: Callable, values: list) -> str | None:
     rank = dist.get_rank()
     try:
-        check_fields_agree(FIELDS[name][rank], f"rank {rank}")
+        check(values[rank], f"rank {rank}")
     except ValueError as found:
         return str(found)
     return None
@@ -88,7 +94,12 @@ def worker() -> dict:
             "bytes": lambda: gather_bytes(bytes([rank]) * rank),
             "nothing": lambda: gather_bytes(b""),
             "arrays": lambda: gather_arrays(arrays_of(rank)),
-            **{f"fields {name}": partial(error, name) for name in FIELDS},
+            **{
+                f"fields {name}": partial(error, check_fields_agree, values)
+                for name, values in FIELDS.items()
+            },
+            "data": lambda: error(check_data_agree, STREAMS),
+            "same data": lambda: error(check_data_agree, STREAMS[:1] * 3),
         }
     )
 
@@ -136,6 +147,13 @@ def test_arrays_come_back_bit_for_bit(outcomes):
 def test_what_json_would_change_is_refused(value, message):
     with pytest.raises(TypeError, match=message):
         gather_values(value)
+
+
+def test_other_data_on_one_rank_is_refused_by_every_rank(outcomes):
+    for rank, message in enumerate(outcome_of(outcomes, "data")):
+        assert message.startswith(f"rank {rank}: the ranks of this run do not read the same data: ")
+        assert "contents (rank 2 unlike rank 0). Give all machines the same data" in message
+    assert outcome_of(outcomes, "same data") == [None] * 3
 
 
 def test_equal_fields_pass(outcomes):

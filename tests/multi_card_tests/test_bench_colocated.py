@@ -1,7 +1,8 @@
 """The benchmark of the colocated schedule.
 
 Guarantees: it runs the three sides; each encodes every image once in the world; the colocated side
-has the most even work, and the only traffic over the bridge.
+has the most even work, and the only traffic over the bridge; none copies to the device besides its
+batches.
 """
 
 import subprocess
@@ -26,3 +27,4 @@ def test_every_side_encodes_each_image_once():
     busiest = {side: float(cells[2]) for side, cells in found.items()}
     assert busiest["colocated"] < min(busiest["count"], busiest["cost"])
     assert [float(cells[4]) > 0 for cells in found.values()] == [False, False, True]
+    assert [cells[6] for cells in found.values()] == ["0"] * 3

@@ -11,8 +11,7 @@ one and none:
 - a resumed run is bit-identical, also where encoder and optimizer state are divided over all ranks;
 - a plain run continues colocated, and a colocated one plain.
 
-Adam divides a gradient by its size, which turns rounding noise of entries near zero into full
-updates; a large epsilon damps them. `test_colocated_schedule` compares gradients themselves.
+`test_colocated_schedule` compares gradients themselves.
 """
 
 import json
@@ -21,7 +20,6 @@ from pathlib import Path
 
 import numpy as np
 import paddle.distributed as dist
-import paddle.distributed.fleet.base.topology as fleet_topology
 import pytest
 
 from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
@@ -29,9 +27,16 @@ from paddle_vl.config.load import load_run_config
 from paddle_vl.testing import qwen3_vl
 from paddle_vl.train.build import build_trainer
 from tests.single_card_tests.train.tiny_run import MODEL as TINY_MODEL
-from tests.single_card_tests.train.tiny_run import write_records, write_tiny_run
+from tests.single_card_tests.train.tiny_run import write_records
 from tests.support.finished_runs import arrays_of, assert_close, assert_equal_runs
 from tests.support.launch import launch
+from tests.support.topology_runs import (
+    DAMPED,
+    RESUME,
+    EqualsOneDevice,
+    train,
+    write_mixed_run,
+)
 
 COLOCATED = "parallel.schedule=colocated"
 PP2, PP4 = "parallel.pp_degree=2", "parallel.pp_degree=4"
@@ -54,7 +59,7 @@ def micro_batches(count: int) -> list[str]:
 
 
 TWO_ROWS = ["train.gradient_accumulation_steps=2", "train.per_device_train_batch_size=2"]
-# Name -> overrides; one launch runs all layouts of a world size.
+# World size -> name -> overrides.
 LAYOUTS = {
     2: {
         "pp2, encoder mp2": [PP2, encoder_mp(2), "parallel.encoder.offload_rows=true", RECOMPUTE],
@@ -119,47 +124,10 @@ VARIANTS = {
 }
 
 
-def train(run_file: str, output_dir: Path, overrides: list[str]) -> None:
-    # One launch runs several layouts; without this, fleet keeps the first one's strategy.
-    fleet_topology._HYBRID_PARALLEL_GROUP = None
-    config = load_run_config(run_file, [f"train.output_dir={output_dir}", *overrides])
-    assert build_trainer(config).run() is None
-
-
-def continue_run(run_file: str, start: Path, output_dir: Path, overrides: list[str]) -> None:
-    """Continue a checkpoint of step 2 in another folder."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        shutil.copytree(start / "checkpoint-2", output_dir / "checkpoint-2")
-    if dist.is_initialized():
-        dist.barrier()
-    train(run_file, output_dir, [*overrides, "train.resume_from_checkpoint=auto"])
-
-
-def worker(run_file: str, folder: str, one_device: str, layouts: dict[str, list[str]]) -> None:
-    """Every layout from the start and from its own checkpoint, the first from one device's too."""
-    for name, overrides in layouts.items():
-        out = Path(folder) / name
-        train(run_file, out, overrides)
-        dist.barrier()
-        continue_run(run_file, out, Path(f"{out}-resumed"), overrides)
-    name, overrides = next(iter(layouts.items()))
-    continue_run(run_file, Path(one_device), Path(folder) / f"{name}-continued", overrides)
-
-
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory) -> Path:
-    """A run whose samples have two images, one or none, and different lengths."""
-    path = write_tiny_run(tmp_path_factory.mktemp("run"), num_samples=64, model=MODEL)
+    path = write_mixed_run(tmp_path_factory.mktemp("run"), 64, MODEL)
     records = [json.loads(line) for line in path.with_name("train.jsonl").read_text().splitlines()]
-    for number, record in enumerate(records):
-        question = record["messages"][0]
-        if number % 3 == 0:
-            question["content"] = question["content"].replace("<image>", "Guess: ")
-            record["images"] = []
-        elif number % 3 == 1:
-            question["content"] = "<image> and " + question["content"]
-            record["images"] *= 2
-    write_records(path.with_name("train.jsonl"), records)
     without = [record for record in records if not record["images"]]
     write_records(path.with_name("text.jsonl"), [*without, *without, *without])
     # The order of samples puts the only images into some of the steps.
@@ -167,79 +135,42 @@ def run_file(tmp_path_factory) -> Path:
     return path
 
 
-def common(run_file: Path) -> list[str]:
+def common(run_file: Path, num_data_parts: int = 1) -> list[str]:
     return [
         f"data.eval=[{run_file.with_name('test.jsonl')}]",
-        *("train.save_steps=2", "train.eval_steps=2", "train.adam_epsilon=1e-2"),
-        *("train.weight_decay=0.1", "train.per_device_eval_batch_size=1"),
+        *("train.save_steps=2", "train.eval_steps=2", "train.per_device_eval_batch_size=1"),
+        *(*DAMPED, *micro_batches(4), f"train.per_device_train_batch_size={4 // num_data_parts}"),
     ]
 
 
-@pytest.fixture(scope="module")
-def one_device(run_file, tmp_path_factory) -> Path:
-    output_dir = tmp_path_factory.mktemp("one") / "out"
-    train(str(run_file), output_dir, [*common(run_file), *micro_batches(4)])
-    return output_dir
+def by_name(layouts: dict[int, dict[str, list[str]]]) -> dict[str, tuple[int, list[str]]]:
+    return {
+        name: (size, [COLOCATED, *layout])
+        for size, of_size in layouts.items()
+        for name, layout in of_size.items()
+    }
 
 
-def full_overrides(run_file: Path, layout: list[str]) -> list[str]:
-    parts = 2 if {DP2, SHARDING2} & set(layout) else 1
-    halves = [f"train.per_device_train_batch_size={4 // parts}"]
-    return [*common(run_file), *micro_batches(4), *halves, COLOCATED, *layout]
+class TestLayouts(EqualsOneDevice):
+    topologies, heavy = by_name(LAYOUTS), by_name(HEAVY)
 
+    @classmethod
+    def settings(cls, run_file: Path, num_data_parts: int) -> list[str]:
+        return common(run_file, num_data_parts)
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        *(pytest.param((size, LAYOUTS), id=f"{size} ranks") for size in LAYOUTS),
-        *(
-            pytest.param((size, HEAVY), id=f"more on {size} ranks", marks=pytest.mark.heavy)
-            for size in HEAVY
-        ),
-    ],
-)
-def runs(request, run_file, one_device, tmp_path_factory) -> dict[str, Path]:
-    """Output folders of all layouts of a launch, by name."""
-    (size, layouts), folder = request.param, tmp_path_factory.mktemp("several")
-    every = {name: full_overrides(run_file, layout) for name, layout in layouts[size].items()}
-    arguments = (str(run_file), str(folder), str(one_device), every)
-    launch(worker, size, arguments=arguments, timeout=400)
-    return {name: folder / name for name in every}
-
-
-def test_every_step_and_every_parameter_equal_one_device(runs, one_device):
-    for output_dir in runs.values():
-        assert_equal_runs(output_dir, one_device)
-
-
-def test_a_resumed_run_is_bit_identical(runs):
-    for output_dir in runs.values():
-        found = arrays_of(Path(f"{output_dir}-resumed") / "checkpoint-4")
-        for key, array in arrays_of(output_dir / "checkpoint-4").items():
-            np.testing.assert_array_equal(found[key], array, err_msg=f"{output_dir.name}: {key}")
-
-
-def test_a_plain_run_continues_colocated_and_back(runs, run_file, one_device, tmp_path):
-    expected = arrays_of(one_device / "checkpoint-4")
-    first = next(iter(runs.values()))
-    assert_close(arrays_of(Path(f"{first}-continued") / "checkpoint-4"), expected)
-    overrides = [*common(run_file), *micro_batches(4)]
-    continue_run(str(run_file), first, tmp_path / "plain", overrides)
-    assert_close(arrays_of(tmp_path / "plain" / "checkpoint-4"), expected)
-
-
-def worker_of_variants(
-    run_file: str, folder: str, variants: dict[str, list[str]], of_guard: list[str]
-) -> dict[str, list[bool]]:
-    for name, overrides in variants.items():
-        train(run_file, Path(folder) / name, overrides)
-    return steps_of_a_guarded_run(run_file, of_guard)
+    @pytest.mark.parametrize("size", LAYOUTS)
+    def test_a_plain_run_continues_colocated(self, run_file, one_device, tmp_path, size):
+        layout = next(iter(LAYOUTS[size].values()))
+        settings = [*common(run_file, 2 if DP2 in layout else 1), COLOCATED, *layout]
+        shutil.copytree(one_device / "checkpoint-2", tmp_path / "checkpoint-2")
+        launch(train, size, arguments=(run_file, tmp_path, [*settings, RESUME]))
+        wanted = arrays_of(one_device / "checkpoint-4")
+        assert_close(arrays_of(tmp_path / "checkpoint-4"), wanted)
 
 
 def steps_of_a_guarded_run(run_file: str, overrides: list[str]) -> dict[str, list[bool]]:
     """Whether each of three steps is good and changes weights or moments; the second has a NaN in
     the last rank's encoder."""
-    fleet_topology._HYBRID_PARALLEL_GROUP = None
     trainer = build_trainer(load_run_config(run_file, overrides), writes=False)
     encoder, steps = trainer.runner.encoder, {"good": [], "changed": []}
     encode = encoder.encode
@@ -260,30 +191,28 @@ def steps_of_a_guarded_run(run_file: str, overrides: list[str]) -> dict[str, lis
     return steps
 
 
-@pytest.fixture(scope="module")
-def variants(run_file, one_device, tmp_path_factory) -> tuple[Path, Path, list[dict]]:
-    """Folders of the variants' runs, on one device and on two ranks; and the guarded run's steps
-    by rank."""
-    one, two = (tmp_path_factory.mktemp(name) for name in ("one", "two"))
-    files = {"TEXT": run_file.with_name("text.jsonl"), "FEW": run_file.with_name("few.jsonl")}
-    files["BASE"] = one_device / "final"
-    every = {}
-    for name, (settings, layout) in VARIANTS.items():
-        for word, file in files.items():
-            settings = [setting.replace(word, str(file)) for setting in settings]
-        settings = [*common(run_file), *micro_batches(4), *settings]
-        train(str(run_file), one / name, settings)
-        every[name] = [*settings, COLOCATED, *layout]
-    of_guard = [*common(run_file), *micro_batches(4), COLOCATED, PP2, "train.warmup_steps=0"]
-    arguments = (str(run_file), str(two), every, [*of_guard, f"train.output_dir={two / 'guard'}"])
-    return one, two, launch(worker_of_variants, 2, arguments=arguments, timeout=300)
+def test_a_value_that_is_not_finite_skips_the_update_of_both_parts(run_file, tmp_path):
+    overrides = [*common(run_file), COLOCATED, PP2, "train.warmup_steps=0"]
+    overrides += [f"train.output_dir={tmp_path}"]
+    for steps in launch(steps_of_a_guarded_run, 2, arguments=(str(run_file), overrides)):
+        assert steps == {"good": [True, False, True], "changed": [True, False, True]}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_other_runs_equal_one_device(variants, name):
-    wanted, found = (folder / name for folder in variants[:2])
+def test_other_runs_equal_one_device(run_file, tmp_path, name):
+    settings, layout = VARIANTS[name]
+    files = {"TEXT": run_file.with_name("text.jsonl"), "FEW": run_file.with_name("few.jsonl")}
+    for word, file in files.items():
+        settings = [setting.replace(word, str(file)) for setting in settings]
+    if name.startswith("adapters"):
+        train(run_file, tmp_path / "base", [*common(run_file), "train.max_steps=1"])
+        settings = [setting.replace("BASE", str(tmp_path / "base/final")) for setting in settings]
+    settings = [*common(run_file), *settings]
+    one, two = tmp_path / "one", tmp_path / "two"
+    train(run_file, one, settings)
+    launch(train, 2, arguments=(run_file, two, [*settings, COLOCATED, *layout]))
     if not name.startswith("adapters"):
-        assert_equal_runs(found, wanted)
+        assert_equal_runs(two, one)
         return
     for stem in ("adapter_model", "optimizer"):
         ours, theirs = (
@@ -291,11 +220,6 @@ def test_other_runs_equal_one_device(variants, name):
                 key: tensor.read()
                 for key, tensor in read_checkpoint_headers(run / "checkpoint-4", stem).items()
             }
-            for run in (found, wanted)
+            for run in (two, one)
         )
         assert_close(ours, theirs)
-
-
-def test_a_value_that_is_not_finite_skips_the_update_of_both_parts(variants):
-    for steps in variants[2]:
-        assert steps == {"good": [True, False, True], "changed": [True, False, True]}

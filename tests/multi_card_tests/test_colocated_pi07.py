@@ -10,11 +10,12 @@ cameras, dropped goals and dropped pasts, so that items and loss counts differ f
   not zero, and what is trained moves;
 - dropout in the decoder draws the same numbers as under the plain schedule;
 - a full run with AdamW equals one device: losses, norms, evaluations, parameters and moments; a
-  resumed one is bit-identical; a plain run continues colocated, and a colocated one plain;
+  resumed one is bit-identical; `final/` has its weights in one file; a plain run continues
+  colocated, and a colocated one plain;
 - errors that such a schedule may have are seen: no sum over the encoder's lanes, or one before
   phase 3, and rows whose gradient is summed over mp ranks that all have all of it.
 
-Over 350 lines, since one launch for each number of ranks serves all of these.
+Over 350 lines: all of it is about the steps of `sgd_steps` and their comparison.
 """
 
 import json
@@ -23,26 +24,34 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import paddle
-import paddle.distributed as dist
-import paddle.distributed.fleet.base.topology as fleet_topology
 import pytest
 
+from paddle_vl.checkpoint import writing
 from paddle_vl.config.load import load_run_config
 from paddle_vl.families.pi07.colocated import ImageItems
 from paddle_vl.families.pi07.policy_model import PolicyModel
 from paddle_vl.nn.adamw import gradient_of
 from paddle_vl.parallel.colocated.runner import ColocatedRunner
 from paddle_vl.train.build import build_trainer
-from paddle_vl.train.optimizer_parts import PartsOptimizer
+from paddle_vl.train.colocated_optimizer import ColocatedOptimizer
 from paddle_vl.train.schedule import seed_step
 from paddle_vl.train.step import agree_on_step, train_step
 from tests.single_card_tests.train.tiny_policy_run import MODEL, PLANNER, write_tiny_policy_run
-from tests.support.finished_runs import arrays_of, assert_close, assert_equal_runs
-from tests.support.launch import launch, outcome_of, run_checks
+from tests.support.finished_runs import arrays_of, assert_close, assert_one_file_of_weights
+from tests.support.launch import launch
+from tests.support.topology_runs import (
+    DAMPED,
+    GLOBAL_BATCH,
+    RESUME,
+    EqualsOneDevice,
+    num_data_parts,
+    train,
+    train_and_resume,
+)
 
 COLOCATED = "parallel.schedule=colocated"
 PP2, DP2, MP2 = (f"parallel.{axis}_degree=2" for axis in ("pp", "dp", "mp"))
@@ -64,7 +73,7 @@ def with_tower(model: dict, **settings: object) -> dict:
 PLANS = f"model.config={json.dumps(with_tower(PLANNER))}"
 DROPOUT = f"model.config={json.dumps(with_tower(MODEL, dropout=0.2))}"
 FROZEN_BY_MODEL = f"model.config={json.dumps(with_tower(MODEL, freeze_vision_encoder=True))}"
-RATE, STEPS, GLOBAL_BATCH = 0.05, 3, 4
+RATE, STEPS = 0.05, 3
 TOLERANCE = 1e-5
 _TOWER, _PROJECTOR = ".vision_tower.", ".mm_input_projection_weight"
 
@@ -138,19 +147,17 @@ def stirred_tower() -> Iterator[None]:
         PolicyModel.materialize = materialize
 
 
-def sgd_steps(run_file: str, settings: list[str], breaks: Callable[[Any], None] | None = None):
+def sgd_steps(run_file: Path, settings: list[str], breaks: Callable[[Any], None] | None = None):
     """Three steps with SGD in place of AdamW.
 
     Returns:
         Norms, counts, gradients `{names: array}` and parameters of this rank after each step.
     """
-    # One launch runs several layouts; without this, fleet keeps the first one's strategy.
-    fleet_topology._HYBRID_PARALLEL_GROUP = None
     config = load_run_config(run_file, settings)
     with stirred_tower():
         trainer = build_trainer(config, writes=False)
         optimizer, runner, ranks = trainer.optimizer, trainer.runner, trainer.ranks
-        parts = optimizer.parts if isinstance(optimizer, PartsOptimizer) else [optimizer]
+        parts = optimizer.optimizers if isinstance(optimizer, ColocatedOptimizer) else [optimizer]
         table = runner.model.placement.parameter_table
         found = {"norms": [], "counts": [], "gradients": [], "parameters": []}
         # Items of this rank's data lane in each step, and those that each encoder forward encodes.
@@ -232,66 +239,10 @@ BROKEN = {
 }
 
 
-def train(run_file: str, output_dir: Path, overrides: list[str]) -> None:
-    fleet_topology._HYBRID_PARALLEL_GROUP = None
-    config = load_run_config(run_file, [f"train.output_dir={output_dir}", *overrides])
-    assert build_trainer(config).run() is None
-
-
-def continue_run(run_file: str, start: Path, output_dir: Path, overrides: list[str]) -> None:
-    """Continue a checkpoint of step 2 in another folder."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        shutil.copytree(start / "checkpoint-2", output_dir / "checkpoint-2")
-    if dist.is_initialized():
-        dist.barrier()
-    train(run_file, output_dir, [*overrides, "train.resume_from_checkpoint=auto"])
-
-
-def layout_of(layout: list[str]) -> list[str]:
+def steps_on_ranks(run_file: Path, size: int, settings: list[str], layout: list[str], breaks=None):
     halves = [f"train.per_device_train_batch_size={GLOBAL_BATCH // 2}"] if DP2 in layout else []
-    return [*halves, COLOCATED, *layout]
-
-
-ADAMW = {
-    2: [PP2, STATE],
-    # Five samples of evaluation: one lane has none left while the other goes on.
-    4: [PP2, DP2, encoder_mp(4)],
-}
-
-
-def adamw_settings(run_file: str) -> list[str]:
-    return [
-        f"data.eval=[{Path(run_file).with_name('few.jsonl')}]",
-        *("train.save_steps=2", "train.eval_steps=2", "train.per_device_eval_batch_size=1"),
-        # Adam divides a gradient by its size; this epsilon damps the noise of entries near zero.
-        *("train.adam_epsilon=1e-2", "train.weight_decay=0.1", AGREES, *TWO),
-    ]
-
-
-def worker(run_file: str, folder: str, one_device: str, size: int, is_heavy: bool):
-    cases = (HEAVY if is_heavy else SGD)[size]
-    checks = {
-        name: lambda case=case: sgd_steps(run_file, [*case[0], *layout_of(case[1])])
-        for name, case in cases.items()
-    }
-    if is_heavy:
-        return run_checks(checks)
-    for name, (base, breaks) in BROKEN[size].items():
-        settings = [*cases[base][0], *layout_of(cases[base][1])]
-        checks[name] = lambda s=settings, b=breaks: sgd_steps(run_file, s, b)
-    if size == 2:
-        for name, schedule in (("plain dropout", []), ("colocated dropout", [COLOCATED])):
-            settings = [*TWO, DROPOUT, PP2, *schedule]
-            checks[name] = lambda s=settings: sgd_steps(run_file, s)
-
-    def adamw():
-        settings, out = [*adamw_settings(run_file), *layout_of(ADAMW[size])], Path(folder)
-        train(run_file, out / "run", settings)
-        dist.barrier()
-        continue_run(run_file, out / "run", out / "resumed", settings)
-        continue_run(run_file, Path(one_device), out / "continued", settings)
-
-    return run_checks({**checks, "adamw": adamw})
+    given = [*settings, *halves, COLOCATED, *layout]
+    return launch(sgd_steps, size, arguments=(run_file, given, breaks))
 
 
 @pytest.fixture(scope="module")
@@ -315,42 +266,13 @@ def run_file(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one_device(run_file, tmp_path_factory) -> Path:
-    output_dir = tmp_path_factory.mktemp("one") / "out"
-    train(str(run_file), output_dir, adamw_settings(str(run_file)))
-    return output_dir
-
-
-class Launched:
-    """Outcomes of the ranks, with the folder of their runs."""
-
-    def __init__(self, run_file: Path, folder: Path, one_device: Path, size: int, is_heavy: bool):
-        arguments = (str(run_file), str(folder), str(one_device), size, is_heavy)
-        self.folder = folder
-        self.outcomes = launch(worker, size, arguments=arguments, timeout=500)
-
-
-@pytest.fixture(scope="module")
-def launches(run_file, one_device, tmp_path_factory) -> Callable[[int, bool], Launched]:
-    made: dict[tuple[int, bool], Launched] = {}
-
-    def get(size: int, is_heavy: bool = False) -> Launched:
-        if (size, is_heavy) not in made:
-            folder = tmp_path_factory.mktemp(f"ranks{size}")
-            made[size, is_heavy] = Launched(run_file, folder, one_device, size, is_heavy)
-        return made[size, is_heavy]
-
-    return get
-
-
-@pytest.fixture(scope="module")
 def references(run_file) -> Callable[[list[str]], dict]:
     """One process's steps, by settings."""
     made: dict[tuple[str, ...], dict] = {}
 
     def get(settings: list[str]) -> dict:
         if tuple(settings) not in made:
-            made[tuple(settings)] = sgd_steps(str(run_file), settings)
+            made[tuple(settings)] = sgd_steps(run_file, settings)
         return made[tuple(settings)]
 
     return get
@@ -402,10 +324,10 @@ ALL = [
 
 @pytest.mark.parametrize(("size", "name", "is_heavy"), ALL)
 def test_gradients_norm_and_parameters_equal_one_process(
-    launches, references, size, name, is_heavy
+    run_file, references, size, name, is_heavy
 ):
-    ranks = outcome_of(launches(size, is_heavy).outcomes, name)
     settings, layout = (HEAVY if is_heavy else SGD)[size][name]
+    ranks = steps_on_ranks(run_file, size, settings, layout)
     wanted = references(settings)
     assert_equal_steps(ranks, wanted, STATE in layout)
     if PLANS not in settings:
@@ -431,17 +353,16 @@ def test_gradients_norm_and_parameters_equal_one_process(
 
 
 @pytest.mark.parametrize(("size", "name"), [(s, name) for s in BROKEN for name in BROKEN[s]])
-def test_a_broken_schedule_is_seen(launches, references, size, name):
-    ranks = outcome_of(launches(size).outcomes, name)
-    wanted = references(SGD[size][BROKEN[size][name][0]][0])
-    assert errors_of(ranks, wanted)["gradients"] > 1e-2
+def test_a_broken_schedule_is_seen(run_file, references, size, name):
+    case, breaks = BROKEN[size][name]
+    ranks = steps_on_ranks(run_file, size, *SGD[size][case], breaks)
+    assert errors_of(ranks, references(SGD[size][case][0]))["gradients"] > 1e-2
 
 
-def test_dropout_draws_the_same_numbers_as_under_the_plain_schedule(launches, references):
-    plain, found = (
-        outcome_of(launches(2).outcomes, f"{schedule} dropout")
-        for schedule in ("plain", "colocated")
-    )
+def test_dropout_draws_the_same_numbers_as_under_the_plain_schedule(run_file, references):
+    settings = [*TWO, DROPOUT, PP2]
+    plain = launch(sgd_steps, 2, arguments=(run_file, settings))
+    found = launch(sgd_steps, 2, arguments=(run_file, [*settings, COLOCATED]))
     every = [
         {kind: {k: v for rank in ranks for k, v in rank[kind][-1].items()} for kind in _KINDS}
         for ranks in (plain, found)
@@ -459,21 +380,46 @@ def test_dropout_draws_the_same_numbers_as_under_the_plain_schedule(launches, re
 _KINDS = ("gradients", "parameters")
 
 
-@pytest.mark.parametrize("size", ADAMW)
-def test_a_run_equals_one_device_and_resumes_bit_identical(launches, one_device, size):
-    launched = launches(size)
-    outcome_of(launched.outcomes, "adamw")
-    assert_equal_runs(launched.folder / "run", one_device)
-    found = arrays_of(launched.folder / "resumed" / "checkpoint-4")
-    for key, array in arrays_of(launched.folder / "run" / "checkpoint-4").items():
-        np.testing.assert_array_equal(found[key], array, err_msg=key)
+def saved_in_parts(run_file: str, output_dir: str, overrides: list[str]) -> None:
+    # A file for every rank, as of a large policy.
+    writing.MIN_SHARD_BYTES = 1
+    train_and_resume(run_file, output_dir, overrides)
 
 
-@pytest.mark.parametrize("size", ADAMW)
-def test_a_plain_run_continues_colocated_and_back(launches, one_device, run_file, tmp_path, size):
-    launched, wanted = launches(size), arrays_of(one_device / "checkpoint-4")
-    outcome_of(launched.outcomes, "adamw")
-    assert_close(arrays_of(launched.folder / "continued" / "checkpoint-4"), wanted)
-    settings = adamw_settings(str(run_file))
-    continue_run(str(run_file), launched.folder / "run", tmp_path / "plain", settings)
-    assert_close(arrays_of(tmp_path / "plain" / "checkpoint-4"), wanted)
+class TestAdamW(EqualsOneDevice):
+    # Of the five samples of evaluation one lane has none left while the other goes on.
+    topologies: ClassVar = {
+        "pp2": (2, [COLOCATED, PP2, STATE]),
+        "divided tower": (2, [COLOCATED, PP2, encoder_mp(2)]),
+        "pp2 dp2": (4, [COLOCATED, PP2, DP2, encoder_mp(4)]),
+    }
+    heavy: ClassVar = {
+        "fan-in": (4, [COLOCATED, PP2, DP2]),
+        "sequence parallelism": (4, [COLOCATED, PP2, *SP]),
+        "sharding": (4, [COLOCATED, PP2, "parallel.sharding_degree=2", encoder_mp(2), STATE]),
+    }
+
+    @classmethod
+    def launch(cls, num_ranks, run_file, output_dir, overrides):
+        arguments = (str(run_file), str(output_dir), overrides)
+        launch(saved_in_parts, num_ranks, arguments=arguments, timeout=300)
+
+    def test_the_trained_policy_is_one_file(self, several, one_device):
+        assert_one_file_of_weights(several / "final", one_device / "final")
+
+    @classmethod
+    def settings(cls, run_file: Path, num_data_parts: int) -> list[str]:
+        return [
+            f"data.eval=[{run_file.with_name('few.jsonl')}]",
+            *("train.save_steps=2", "train.eval_steps=2", "train.per_device_eval_batch_size=1"),
+            *(*DAMPED, AGREES, *micro_batches(2, GLOBAL_BATCH // num_data_parts)),
+        ]
+
+    @pytest.mark.parametrize("name", ["pp2", "pp2 dp2"])
+    def test_a_plain_run_continues_colocated(self, run_file, one_device, tmp_path, name):
+        size, layout = self.topologies[name]
+        settings = [*self.settings(run_file, num_data_parts(layout)), *layout]
+        shutil.copytree(one_device / "checkpoint-2", tmp_path / "checkpoint-2")
+        launch(train, size, arguments=(run_file, tmp_path, [*settings, RESUME]))
+        wanted = arrays_of(one_device / "checkpoint-4")
+        assert_close(arrays_of(tmp_path / "checkpoint-4"), wanted)

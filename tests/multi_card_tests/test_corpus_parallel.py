@@ -5,87 +5,85 @@ parallelism: loss, gradient norm and every parameter equal the run on one device
 with loss weights of the sources; a run continues what another topology saved, document by document.
 """
 
-import shutil
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
-from paddle_vl.config.load import load_run_config
-from paddle_vl.train.build import build_trainer
 from tests.single_card_tests.train.corpus_run import write_corpus_run
 from tests.support.finished_runs import arrays_of, assert_close, lasting_metrics
 from tests.support.launch import launch
 from tests.support.tolerance import TOPOLOGY
-
-SETTINGS = ["train.save_steps=2", "data.packing_length=96", "train.learning_rate=0.001"]
-SAMPLES = "train.per_device_train_batch_size"
-SHARDED = ["parallel.sharding_degree=2", "parallel.sharding_stage=3", f"{SAMPLES}=1"]
-TOPOLOGIES = {
-    "sharding2 stage 3": SHARDED,
-    "pp2": ["parallel.pp_degree=2"],
-    "mp2": ["parallel.mp_degree=2"],
-}
-HEAVY = ("mp2",)
-
-
-def train(run_file: str, output_dir: str, overrides: list[str]) -> None:
-    settings = [f"train.output_dir={output_dir}", *SETTINGS, *overrides]
-    with pytest.MonkeyPatch.context() as patch:
-        # So that the lanes of a checkpoint continue after it.
-        patch.setattr("paddle_vl.data.corpus.loader.PHASES", 2)
-        build_trainer(load_run_config(run_file, settings)).run()
-
-
-def worker(run_file: str, folder: str, overrides: list[str]) -> None:
-    """A run, and one that continues what one device saved."""
-    train(run_file, f"{folder}/whole", overrides)
-    train(run_file, f"{folder}/resumed", [*overrides, "train.resume_from_checkpoint=auto"])
-
-
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory) -> Path:
-    run_file = write_corpus_run(tmp_path_factory.mktemp("corpus"))
-    text = run_file.read_text(encoding="utf-8")
-    # Both loss weights and their default.
-    weighted = text.replace("format: image_text", "format: image_text\n    loss_weight: 0.25")
-    weighted = weighted.replace("num_key_value_heads: 1", "num_key_value_heads: 2")
-    assert weighted.count("loss_weight") == 1
-    run_file.write_text(weighted, encoding="utf-8")
-    return run_file
-
-
-@pytest.fixture(scope="module")
-def one_device(run_file, tmp_path_factory) -> Path:
-    output_dir = tmp_path_factory.mktemp("one") / "out"
-    train(str(run_file), str(output_dir), [])
-    return output_dir
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=pytest.mark.heavy if name in HEAVY else ()) for name in TOPOLOGIES
-    ],
+from tests.support.topology_runs import (
+    PP,
+    SHARDING,
+    STAGE_3,
+    EqualsOneDevice,
+    continue_run,
+    num_data_parts,
+    train,
 )
-def several(request, run_file, one_device, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("several")
-    shutil.copytree(one_device / "checkpoint-2", folder / "resumed" / "checkpoint-2")
-    launch(worker, 2, arguments=(str(run_file), str(folder), TOPOLOGIES[request.param]))
-    return folder
 
 
-def test_every_step_and_every_parameter_equal_one_device(several, one_device):
-    wanted = lasting_metrics(one_device)
-    for found, lines in (("whole", wanted), ("resumed", wanted[2:])):
-        for one, other in zip(lines, lasting_metrics(several / found), strict=True):
-            for key in ("step", "loss", "grad_norm", "target_tokens"):
-                assert other[key] == pytest.approx(one[key], rel=TOPOLOGY), (one["step"], key)
-        assert_close(
-            arrays_of(several / found / "checkpoint-4"), arrays_of(one_device / "checkpoint-4")
-        )
+@pytest.fixture(scope="module", autouse=True)
+def _few_lanes():
+    """So that the lanes of a checkpoint continue after it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paddle_vl.data.corpus.loader.PHASES", 2)
+        yield
 
 
-def test_one_device_continues_what_two_ranks_saved(several, one_device, run_file, tmp_path):
-    shutil.copytree(several / "whole" / "checkpoint-2", tmp_path / "checkpoint-2")
-    train(str(run_file), str(tmp_path), ["train.resume_from_checkpoint=auto"])
-    assert_close(arrays_of(tmp_path / "checkpoint-4"), arrays_of(one_device / "checkpoint-4"))
+def worker(run_file: str, one_device: str, output_dir: str, overrides: list[str]) -> None:
+    """A run, and one that continues what one device saved."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paddle_vl.data.corpus.loader.PHASES", 2)
+        train(run_file, output_dir, overrides)
+        continue_run(run_file, one_device, f"{output_dir}-resumed", overrides)
+
+
+class TestMix(EqualsOneDevice):
+    topologies: ClassVar = {
+        "sharding2 stage 3": (2, [*SHARDING, STAGE_3]),
+        "pp2": (2, PP),
+    }
+    heavy: ClassVar = {"mp2": (2, ["parallel.mp_degree=2"])}
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def run_file(cls, tmp_path_factory) -> Path:
+        run_file = write_corpus_run(tmp_path_factory.mktemp("corpus"))
+        text = run_file.read_text(encoding="utf-8")
+        # Both loss weights and their default.
+        weighted = text.replace("format: image_text", "format: image_text\n    loss_weight: 0.25")
+        weighted = weighted.replace("num_key_value_heads: 1", "num_key_value_heads: 2")
+        assert weighted.count("loss_weight") == 1
+        run_file.write_text(weighted, encoding="utf-8")
+        return run_file
+
+    @classmethod
+    def settings(cls, run_file: Path, num_data_parts: int) -> list[str]:
+        batch = f"train.per_device_train_batch_size={2 // num_data_parts}"
+        return [
+            *("train.save_steps=2", "data.packing_length=96", "train.learning_rate=0.001"), batch
+        ]  # fmt: skip
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def several(cls, request, run_file, one_device, tmp_path_factory) -> Path:
+        num_ranks, topology = {**cls.topologies, **cls.heavy}[request.param]
+        output_dir = tmp_path_factory.mktemp("several") / "out"
+        settings = [*cls.settings(run_file, num_data_parts(topology)), *topology]
+        arguments = (str(run_file), str(one_device), str(output_dir), settings)
+        launch(worker, num_ranks, arguments=arguments, timeout=300)
+        return output_dir
+
+    def test_every_step_and_every_parameter_equal_one_device(self, several, one_device):
+        wanted = lasting_metrics(one_device)
+        for found, lines in ((several, wanted), (Path(f"{several}-resumed"), wanted[2:])):
+            for one, other in zip(lines, lasting_metrics(found), strict=True):
+                for key in ("step", "loss", "grad_norm", "target_tokens"):
+                    assert other[key] == pytest.approx(one[key], rel=TOPOLOGY), (one["step"], key)
+            assert_close(arrays_of(found / "checkpoint-4"), arrays_of(one_device / "checkpoint-4"))
+
+    # Ranks continue one device's checkpoint instead of their own, in the test above.
+    test_a_resumed_run_is_bit_identical = None

@@ -17,7 +17,7 @@ import paddle.distributed as dist
 import pytest
 
 from paddle_vl import Qwen3VLForConditionalGeneration
-from paddle_vl.families.qwen3_vl.objective import empty_batch
+from paddle_vl.families.vlm.objective import empty_batch
 from paddle_vl.nn.operations import use_kernels
 from paddle_vl.parallel.collectives import all_reduce_gradients
 from paddle_vl.parallel.degrees import ParallelDegrees
@@ -25,8 +25,8 @@ from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.recorder import record_collectives
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import Topology, initialize
+from paddle_vl.testing import record_host_reads
 from paddle_vl.testing.qwen3_vl import EXPERTS, token_rows
-from step_counts import record_host_reads
 from tests.support.gpu_stubs.installed import gpu_stubs
 from tests.support.launch import launch, outcome_of, run_checks
 from tests.support.tiny import tiny_model

@@ -12,10 +12,10 @@ Guarantees:
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -23,22 +23,25 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.single_card_tests.train.tiny_run import write_tiny_run
+from tests.support import forked
+from tests.support.forked import ROOT
+from tests.support.launch import rank_environment, reserve_port
 
 SCRIPT = Path(__file__).with_name("faulty_train.py")
-ROOT = Path(__file__).parents[2]
 # Start-up on a loaded machine, a few steps, and the end; far below parallel.timeout_s.
 SECONDS_TO_END = 300
 
 
-def launched(run_file: Path, output_dir: Path, fault: str = "", *overrides: str):
+MP2 = ("parallel.mp_degree=2", "train.save_steps=2", "train.resume_from_checkpoint=auto")
+
+
+def launched(run_file: Path, output_dir: Path, fault: str):
     """Run on two mp ranks through the launcher: exit code, seconds, logs by name."""
     command = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", "2"]
     command += ["--log_dir", str(output_dir) + "-log", str(SCRIPT), str(run_file)]
-    command += [f"train.output_dir={output_dir}", "parallel.mp_degree=2", "train.save_steps=2"]
-    command += ["train.resume_from_checkpoint=auto", *overrides]
+    command += [f"train.output_dir={output_dir}", *MP2]
     environment = {name: value for name, value in os.environ.items() if name[:7] != "PADDLE_"}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FAULT": fault or "-1:"}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FAULT": fault}
     begin = time.monotonic()
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment, cwd=output_dir.parent
@@ -47,16 +50,29 @@ def launched(run_file: Path, output_dir: Path, fault: str = "", *overrides: str)
     return done.returncode, time.monotonic() - begin, {log.name: log.read_text() for log in logs}
 
 
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory) -> Path:
-    return write_tiny_run(tmp_path_factory.mktemp("run"))
+def started_alone(run_file: Path, output_dir: Path, faults: Sequence[str], *overrides: str):
+    """Two ranks without a launcher that ends both: exit codes and outputs by rank."""
+    output_dir.parent.mkdir(exist_ok=True)
+    outputs = [output_dir.with_name(f"{output_dir.name}-{rank}.log") for rank in range(2)]
+    command = [str(SCRIPT), str(run_file), f"train.output_dir={output_dir}", *overrides]
+    with ExitStack() as stack:
+        ports = [reserve_port(stack) for _ in faults]
+        processes = []
+        for rank, fault in enumerate(faults):
+            environment = rank_environment(rank, ports) | {"FAULT": f"{rank}:{fault}"}
+            environment["PADDLE_MASTER"] = environment["PADDLE_TRAINER_ENDPOINTS"].split(",")[0]
+            process = forked.start(command, environment=environment, stdout=outputs[rank])
+            stack.callback(process.kill)
+            processes.append(process)
+        codes = [process.wait(SECONDS_TO_END) for process in processes]
+        return codes, [output.read_text() for output in outputs]
 
 
 @pytest.fixture(scope="module")
 def whole(run_file, tmp_path_factory) -> Path:
     output_dir = tmp_path_factory.mktemp("whole") / "out"
-    code, _, logs = launched(run_file, output_dir)
-    assert code == 0, logs["workerlog.0"]
+    codes, outputs = started_alone(run_file, output_dir, ("none", "none"), *MP2)
+    assert codes == [0, 0], outputs
     return output_dir
 
 
@@ -70,8 +86,8 @@ def test_a_killed_rank_ends_the_run_and_the_last_checkpoint_continues(
     assert seconds < SECONDS_TO_END
     complete = sorted(path.name for path in output_dir.glob("checkpoint-*"))
     assert complete == ["checkpoint-2"]
-    code, _, logs = launched(run_file, output_dir)
-    assert code == 0, logs["workerlog.0"]
+    codes, outputs = started_alone(run_file, output_dir, ("none", "none"), *MP2)
+    assert codes == [0, 0], outputs
     for name in ("model.safetensors", "optimizer.safetensors"):
         wanted = load_file(whole / "checkpoint-4" / name)
         for key, array in load_file(output_dir / "checkpoint-4" / name).items():
@@ -91,38 +107,10 @@ def test_ranks_that_disagree_stop_at_the_start_and_name_the_setting(run_file, tm
     assert not (tmp_path / "out").exists()
 
 
-def started_alone(run_file: Path, output_dir: Path, faults: tuple[str, str]):
-    """Two ranks without a launcher that ends both: exit codes and outputs by rank."""
-    command = [sys.executable, str(SCRIPT), str(run_file), f"train.output_dir={output_dir}"]
-    command.append("parallel.dp_degree=2")
-    environment = {name: value for name, value in os.environ.items() if name[:7] != "PADDLE_"}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PADDLE_TRAINERS_NUM": "2"}
-    with ExitStack() as stack:
-        ports = [stack.enter_context(socket.socket()) for _ in range(2)]
-        for port in ports:
-            port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            port.bind(("127.0.0.1", 0))
-        endpoints = [f"127.0.0.1:{port.getsockname()[1]}" for port in ports]
-        environment |= {"PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints)}
-        environment |= {"PADDLE_MASTER": endpoints[0], "PADDLE_DISTRI_BACKEND": "gloo"}
-        processes = []
-        for rank, fault in enumerate(faults):
-            own = {"PADDLE_TRAINER_ID": str(rank), "PADDLE_CURRENT_ENDPOINT": endpoints[rank]}
-            own["FAULT"] = f"{rank}:{fault}"
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            processes.append(subprocess.Popen(command, env=environment | own, **pipes))
-            stack.callback(processes[-1].kill)
-        first, second = processes
-        failing, other = (first, second) if faults[0] == "raise" else (second, first)
-        failing.wait(SECONDS_TO_END)
-        other.wait(SECONDS_TO_END)
-        return [p.returncode for p in processes], [p.stdout.read() for p in processes]
-
-
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_is_stuck_ends_soon_after_another_has_failed(run_file, tmp_path, failing):
     faults = ("raise", "stuck") if failing == 0 else ("stuck", "raise")
-    codes, outputs = started_alone(run_file, tmp_path / "out", faults)
+    codes, outputs = started_alone(run_file, tmp_path / "out", faults, "parallel.dp_degree=2")
     assert codes == [1, 1]
     assert "KeyError: 'no such sample'" in outputs[failing]
     said = outputs[1 - failing]
@@ -136,7 +124,8 @@ def test_a_rank_that_is_stuck_ends_soon_after_another_has_failed(run_file, tmp_p
 
 
 def test_a_rank_in_gloo_ends_at_once_after_another_has_failed(run_file, tmp_path):
-    codes, outputs = started_alone(run_file, tmp_path / "out", ("none", "raise"))
+    faults = ("none", "raise")
+    codes, outputs = started_alone(run_file, tmp_path / "out", faults, "parallel.dp_degree=2")
     assert codes == [1, 1]
     assert "failed: rank 1 has ended" in outputs[0]
     # The collective raised; the watchdog did not have to end the rank.

@@ -13,7 +13,6 @@ import pytest
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.train.build import build_trainer
-from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.support.launch import launch
 
 TOPOLOGIES = {
@@ -52,11 +51,6 @@ def states(run_file: str, folder: Path, overrides: list[str]) -> list[dict[str, 
             arrays[name] = full.numpy().copy()
         found.append(arrays)
     return found
-
-
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory) -> Path:
-    return write_tiny_run(tmp_path_factory.mktemp("run"))
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)

@@ -127,4 +127,3 @@ def test_a_training_through_the_launcher_listens_on_loopback_alone(tmp_path):
         )
     assert done.returncode == 0, (tmp_path / "log" / "workerlog.0").read_text()
     assert_loopback_alone(found)
-    assert any("collective_board" in who for whos in found.values() for who in whos)

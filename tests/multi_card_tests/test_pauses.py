@@ -49,9 +49,9 @@ def run_paused(
     ("start", "overrides", "seconds"),
     [
         pytest.param("nproc", PIPELINE, 32, marks=pytest.mark.heavy),
-        pytest.param("nproc", (), 45, marks=pytest.mark.heavy),
-        pytest.param("nproc4", PIPELINES, 45, marks=pytest.mark.heavy),
-        pytest.param("nproc4", TENSOR, 45, marks=pytest.mark.heavy),
+        pytest.param("nproc", (), 32, marks=pytest.mark.heavy),
+        pytest.param("nproc4", PIPELINES, 32, marks=pytest.mark.heavy),
+        pytest.param("nproc4", TENSOR, 32, marks=pytest.mark.heavy),
     ],
     ids=["pp2", "dp2", "pp2-dp2", "mp2-dp2"],
 )

@@ -1,4 +1,4 @@
-"""`model.policy` on several ranks, given on the command line of `fleetrun tools/train.py`.
+"""`model.policy` on several ranks.
 
 Guarantee: a checkpoint with a frozen tower, unfrozen by one override on two ranks that shard the
 parameters (stage 3), gives one device's metrics, parameters and moments, on samples of which some
@@ -6,22 +6,17 @@ lack a camera; the tower's gradients are not zero and its parameters move.
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from paddle_vl.config.load import load_run_config
-from paddle_vl.train.build import build_trainer
 from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
 from tests.support.finished_runs import arrays_of, assert_equal_runs
+from tests.support.launch import launch
+from tests.support.topology_runs import DAMPED, SHARDING, STAGE_3, batch_settings, train
 
-ROOT = Path(__file__).parents[2]
-FLEETRUN = Path(sys.executable).with_name("fleetrun")
 TOWER = "model.gemma3_with_expert.gemma3.model.vision_tower."
 
 
@@ -43,18 +38,8 @@ def frozen(run_file) -> Path:
     # The projector starts at zero: it must grow before the tower has a gradient worth a step. With
     # faster steps attention would saturate, and gradients of a millionth be rounding.
     grow = ["train.learning_rate=0.02", "train.max_steps=8"]
-    assert build_trainer(load_run_config(run_file, grow)).run() is None
+    train(run_file, run_file.parent / "out", grow)
     return run_file.parent / "out" / "final"
-
-
-def fleetrun(run_file: Path, folder: Path, overrides: list[str]) -> None:
-    environment = {name: value for name, value in os.environ.items() if name[:7] != "PADDLE_"}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    launcher = [str(FLEETRUN), "--nproc_per_node", "2", "--log_dir", str(folder / "log")]
-    command = [*launcher, str(ROOT / "tools" / "train.py"), str(run_file), *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
-    logs = [path.read_text() for path in sorted((folder / "log").glob("workerlog.*"))]
-    assert done.returncode == 0, "\n".join([done.stdout, done.stderr, *logs])
 
 
 def test_a_checkpoint_unfrozen_under_stage_3_trains_as_on_one_device(run_file, frozen, tmp_path):
@@ -62,17 +47,12 @@ def test_a_checkpoint_unfrozen_under_stage_3_trains_as_on_one_device(run_file, f
         f"model={{pretrained: {frozen}}}",
         "model.policy.freeze_vision_encoder=false",
         "parallel.branch_sync=all_reduce",
-        # Adam divides a gradient by its size; this epsilon damps the noise of entries near zero.
-        "train.adam_epsilon=1e-2",
-        "train.learning_rate=0.05",
-        # The command would take compiled kernels and the trainer here not: they round differently.
-        "train.cpu_kernels=false",
+        *(*DAMPED, "train.learning_rate=0.05"),
     ]
     one, two = tmp_path / "one", tmp_path / "two"
-    whole = ["train.per_device_train_batch_size=4", f"train.output_dir={one}"]
-    assert build_trainer(load_run_config(run_file, [*common, *whole])).run() is None
-    sharded = ["parallel.sharding_degree=2", "parallel.sharding_stage=3"]
-    fleetrun(run_file, tmp_path, [*common, *sharded, f"train.output_dir={two}"])
+    train(run_file, one, [*common, *batch_settings(1)])
+    sharded = [*SHARDING, STAGE_3, *batch_settings(2)]
+    launch(train, 2, arguments=(run_file, two, [*common, *sharded]))
     assert_equal_runs(two, one)
     before, after = load_file(frozen / "model.safetensors"), arrays_of(two / "checkpoint-4")
     tower = [name for name in before if name.startswith(TOWER)]

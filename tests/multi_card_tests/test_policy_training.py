@@ -3,8 +3,9 @@
 Guarantees: both losses, gradient norm, evaluation losses and every parameter and moment after four
 optimizer steps equal one device's, over dp, mp with and without sequence parallelism, the three
 stages of sharding, a pipeline and mixes of them, on samples with every kind of drop, with the tower
-trained; a resumed run is bit-identical; one rank continues what several saved. The same holds for
-the planner in a pipeline, where the first and last stage share the token table.
+trained; a resumed run is bit-identical; one rank continues what several saved; `final/` has its
+weights in one file, where ranks divide those of a checkpoint. The same holds for the planner in a
+pipeline, where the first and last stage share the token table.
 
 A sample's loss depends on the optional inputs of the other samples in its batch. Under
 `branch_sync: all_reduce` these are all samples of a global micro-batch, and the reference is one
@@ -13,24 +14,25 @@ is one device that runs the ranks' shards one by one.
 """
 
 import json
-import shutil
 from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
-import paddle.distributed as dist
 import pytest
 
+from paddle_vl.checkpoint import writing
 from paddle_vl.checkpoint.safetensors_io import read_header
-from paddle_vl.config.load import load_run_config
-from paddle_vl.train.build import build_trainer
 from tests.single_card_tests.train.tiny_policy_run import MODEL, PLANNER, write_tiny_policy_run
-from tests.support.finished_runs import (
-    arrays_of,
-    assert_close,
-    assert_equal_runs,
-)
+from tests.support.finished_runs import arrays_of, assert_equal_runs, assert_one_file_of_weights
 from tests.support.launch import launch
+from tests.support.topology_runs import (
+    DAMPED,
+    GLOBAL_BATCH,
+    EqualsOneDevice,
+    num_data_parts,
+    train,
+    train_and_resume,
+)
 
 SP = "parallel.sequence_parallel=true"
 SHARDING, PP = "parallel.sharding_degree=2", "parallel.pp_degree=2"
@@ -62,24 +64,14 @@ HEAVY = {
     "dp2 pp2": (4, ["parallel.dp_degree=2", PP]),
     "pp2 sharding2 stage 1": (4, [PP, SHARDING]),
 }
-# Samples of a micro-batch over all ranks.
-GLOBAL_BATCH = 4
-
-
-def train(run_file: str, output_dir: str, overrides: list[str]) -> None:
-    config = load_run_config(run_file, [f"train.output_dir={output_dir}", *overrides])
-    assert build_trainer(config).run() is None
 
 
 def worker(run_file: str, output_dir: str, overrides: list[str], hoisted: list[str]) -> None:
     """A full run; one that continues its checkpoint of step 2; one in which each rank lays out the
     inputs of its own samples."""
-    train(run_file, output_dir, overrides)
-    resumed = Path(f"{output_dir}-resumed")
-    if dist.get_rank() == 0:
-        shutil.copytree(f"{output_dir}/checkpoint-2", resumed / "checkpoint-2")
-    dist.barrier()
-    train(run_file, str(resumed), [*overrides, "train.resume_from_checkpoint=auto"])
+    # A file for every rank, as of a large policy.
+    writing.MIN_SHARD_BYTES = 1
+    train_and_resume(run_file, output_dir, overrides)
     train(run_file, f"{output_dir}-hoisted", [*overrides, *hoisted])
 
 
@@ -96,9 +88,7 @@ def common(run_file: Path) -> list[str]:
         "parallel.branch_sync=all_reduce",
         "train.save_steps=2",
         "train.eval_steps=2",
-        # Adam divides a gradient by its size; this epsilon damps the noise of entries near zero.
-        "train.adam_epsilon=1e-2",
-        "train.weight_decay=0.1",
+        *DAMPED,
         "train.per_device_eval_batch_size=1",
     ]
 
@@ -110,61 +100,40 @@ def batches(samples: int, accumulation: int) -> list[str]:
     ]
 
 
-@pytest.fixture(scope="module")
-def one_device(run_file, tmp_path_factory) -> Path:
-    output_dir = tmp_path_factory.mktemp("one") / "out"
-    train(str(run_file), str(output_dir), [*common(run_file), *batches(GLOBAL_BATCH, 2)])
-    return output_dir
+def hoisted(num_data_parts: int) -> list[str]:
+    return ["parallel.branch_sync=hoisted", *batches(1, 2 * GLOBAL_BATCH // num_data_parts)]
 
 
-@pytest.fixture(scope="module")
-def one_by_one(run_file, tmp_path_factory) -> Path:
-    output_dir = tmp_path_factory.mktemp("parts") / "out"
-    hoisted = ["parallel.branch_sync=hoisted", *batches(1, 2 * GLOBAL_BATCH)]
-    train(str(run_file), str(output_dir), [*common(run_file), *hoisted])
-    return output_dir
+class TestPolicy(EqualsOneDevice):
+    topologies, heavy = TOPOLOGIES, HEAVY
 
+    @classmethod
+    def settings(cls, run_file: Path, num_data_parts: int) -> list[str]:
+        return [*common(run_file), *batches(GLOBAL_BATCH // num_data_parts, 2)]
 
-@pytest.fixture(
-    scope="module",
-    params=[*TOPOLOGIES, *(pytest.param(name, marks=pytest.mark.heavy) for name in HEAVY)],
-)
-def several(request, run_file, tmp_path_factory) -> Path:
-    processes, overrides = (TOPOLOGIES | HEAVY)[request.param]
-    output_dir = tmp_path_factory.mktemp("several") / "out"
-    parts = 2 ** len({"parallel.dp_degree=2", SHARDING} & set(overrides))
-    overrides = [*common(run_file), *batches(GLOBAL_BATCH // parts, 2), *overrides]
-    hoisted = ["parallel.branch_sync=hoisted", *batches(1, 2 * GLOBAL_BATCH // parts)]
-    arguments = (str(run_file), str(output_dir), overrides, hoisted)
-    launch(worker, processes, arguments=arguments)
-    return output_dir
+    @classmethod
+    def launch(cls, num_ranks, run_file, output_dir, overrides):
+        own = hoisted(num_data_parts(overrides))
+        arguments = (str(run_file), str(output_dir), overrides, own)
+        launch(worker, num_ranks, arguments=arguments, timeout=300)
 
+    @pytest.fixture(scope="class")
+    @classmethod
+    def one_by_one(cls, run_file, tmp_path_factory) -> Path:
+        output_dir = tmp_path_factory.mktemp("parts") / "out"
+        train(run_file, output_dir, [*common(run_file), *hoisted(1)])
+        return output_dir
 
-def test_every_step_and_every_parameter_equal_one_device(several, one_device):
-    assert_equal_runs(several, one_device)
+    def test_ranks_that_lay_out_their_own_equal_one_device_part_by_part(self, several, one_by_one):
+        assert_equal_runs(Path(f"{several}-hoisted"), one_by_one)
 
+    def test_every_tensor_is_in_one_file(self, several):
+        files = (several / "checkpoint-4").glob("model*.safetensors")
+        names = [name for file in files for name in read_header(file)]
+        assert len(names) == len(set(names))
 
-def test_processes_that_lay_out_their_own_equal_one_device_part_by_part(several, one_by_one):
-    assert_equal_runs(Path(f"{several}-hoisted"), one_by_one)
-
-
-def test_a_resumed_run_is_bit_identical(several):
-    found = arrays_of(Path(f"{several}-resumed") / "checkpoint-4")
-    for key, array in arrays_of(several / "checkpoint-4").items():
-        np.testing.assert_array_equal(found[key], array, err_msg=key)
-
-
-def test_one_process_continues_what_several_saved(several, one_device, run_file, tmp_path):
-    shutil.copytree(several / "checkpoint-2", tmp_path / "checkpoint-2")
-    overrides = [*common(run_file), *batches(GLOBAL_BATCH, 2)]
-    train(str(run_file), str(tmp_path), [*overrides, "train.resume_from_checkpoint=auto"])
-    assert_close(arrays_of(tmp_path / "checkpoint-4"), arrays_of(one_device / "checkpoint-4"))
-
-
-def test_every_tensor_is_in_one_file(several):
-    files = (several / "checkpoint-4").glob("model*.safetensors")
-    names = [name for file in files for name in read_header(file)]
-    assert len(names) == len(set(names))
+    def test_the_trained_policy_is_one_file(self, several, one_device):
+        assert_one_file_of_weights(several / "final", one_device / "final")
 
 
 def test_a_planner_over_a_pipeline_equals_one_device(run_file, tmp_path):

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,15 +15,10 @@ from safetensors.numpy import load_file
 
 from faults.runs import ROOT, SignalledRun
 from paddle_vl.config.load import load_run_config
-from paddle_vl.parallel.launcher import Failure
+from paddle_vl.processes import Failure
 from paddle_vl.train.reporting.run_files import read_starts
 from paddle_vl.train.restarts import degrees_with_fewer_ranks
-from tests.single_card_tests.train.tiny_run import write_tiny_run
-
-
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory) -> Path:
-    return write_tiny_run(tmp_path_factory.mktemp("run"))
+from tests.support.topology_runs import train
 
 
 def test_a_run_goes_on_with_fewer_ranks_to_the_same_numbers(run_file, tmp_path):
@@ -44,11 +38,13 @@ def test_a_run_goes_on_with_fewer_ranks_to_the_same_numbers(run_file, tmp_path):
     first, second = read_starts(tmp_path / "out")
     assert (first["num_processes"], second["num_processes"]) == (2, 1)
     assert second["first_step"] >= 2
+    given = ["--max_restarts", "2", "--min_nproc", "1"]
+    assert first["command"] == second["command"]
+    assert [*first["command"][:4], *first["command"][-4:]] == [
+        *(sys.executable, "-m", "paddle_vl", "train"), *given
+    ]  # fmt: skip
     whole = tmp_path / "whole"
-    command = [sys.executable, "-m", "paddle_vl", "train", str(run_file), *steps]
-    command += [f"train.output_dir={whole}", "train.per_device_train_batch_size=4"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run(command, check=True, env=environment, capture_output=True)
+    train(run_file, whole, [*steps, "train.per_device_train_batch_size=4"])
     wanted = load_file(whole / "final" / "model.safetensors")
     for name, array in load_file(tmp_path / "out" / "final" / "model.safetensors").items():
         np.testing.assert_allclose(array, wanted[name], rtol=0, atol=1e-5, err_msg=name)

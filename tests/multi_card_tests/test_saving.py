@@ -2,8 +2,8 @@
 
 Guarantees: ranks that share the writing produce one complete checkpoint, equal to the one that a
 single rank writes; they issue their own collectives meanwhile; a rank that cannot write fails the
-save on all ranks, and earlier checkpoints stay; damage that one rank reads is reported on every
-rank.
+save on all ranks, with snapshots and without, and earlier checkpoints stay; damage that one rank
+reads is reported on every rank.
 """
 
 import errno
@@ -28,6 +28,7 @@ from tests.support.launch import launch, outcome_of, run_checks
 
 RANKS = 2
 ROWS, COUNT = 1024, 6
+NAMES = ("together", "without_a_thread", "damage", "full_disk", "full_disk_without_a_thread")
 
 
 def whole(number: int) -> np.ndarray:
@@ -105,7 +106,14 @@ class Checks:
         assert len(set(self.ranks.gathered(problem))) == 1
 
     def full_disk(self) -> None:
-        folder = self.save("full")
+        self._full_disk(async_save=True)
+
+    def full_disk_without_a_thread(self) -> None:
+        self._full_disk(async_save=False)
+
+    def _full_disk(self, async_save: bool) -> None:
+        name = f"full-{async_save}"
+        folder = self.save(name, async_save=async_save)
         self.ranks.wait()
         before = contents(folder)
         plain = SummedStream.to_disk
@@ -117,21 +125,25 @@ class Checks:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(SummedStream, "to_disk", to_disk)
-            writer = CheckpointWriter(self.folder / "full", settings(), self.ranks)
-            writer.save(4, self.fill)
-            with pytest.raises(RuntimeError, match="No space left on device") as caught:
+            train = settings(async_save=async_save)
+            writer = CheckpointWriter(self.folder / name, train, self.ranks)
+
+            def save() -> None:
+                writer.save(4, self.fill)
                 writer.wait()
+
+            with pytest.raises(RuntimeError, match="No space left on device") as caught:
+                save()
             writer.close()
         assert self.ranks.is_main == ("rank 1" in str(caught.value))
-        assert steps_in(self.folder / "full") == [2]
+        assert steps_in(self.folder / name) == [2]
         assert contents(folder) == before
 
 
 def worker(folder: str) -> dict:
     writing.MIN_SHARD_BYTES = 4 * ROWS
     checks = Checks(folder)
-    names = ("together", "without_a_thread", "damage", "full_disk")
-    return run_checks({name: getattr(checks, name) for name in names})
+    return run_checks({name: getattr(checks, name) for name in NAMES})
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +151,6 @@ def outcomes(tmp_path_factory):
     return launch(worker, RANKS, arguments=(str(tmp_path_factory.mktemp("saved")),))
 
 
-@pytest.mark.parametrize("name", ["together", "without_a_thread", "damage", "full_disk"])
+@pytest.mark.parametrize("name", NAMES)
 def test_ranks_that_save_together(outcomes, name):
     outcome_of(outcomes, name)

@@ -22,9 +22,9 @@ The checks are in `sharding_checks`.
 import numpy as np
 import pytest
 
-from sharding_memory import Elements, ModelElements, at_peak, passing_bytes
 from tests.multi_card_tests.sharding_checks import HALVES, MICRO_BATCHES, MODES, worker
 from tests.support.launch import launch, outcome_of
+from tests.support.sharding_memory import Elements, ModelElements, at_peak, passing_bytes
 from tests.support.sharding_models import NUM_BLOCKS, NUM_LAYERS, NUM_WIDE, WIDE_BYTES
 from tests.support.tolerance import TOPOLOGY
 

@@ -39,13 +39,13 @@ from paddle_vl.parallel.sharding import FleetSharding, Sharding, ShardingOptions
 from paddle_vl.parallel.tensor import FleetCheckpointRanks
 from paddle_vl.parallel.topology import Topology, initialize
 from paddle_vl.train.optimizer import Optimizer
-from sharding_memory import (
+from tests.support.launch import launch, outcome_of, run_checks
+from tests.support.sharding_memory import (
     ModelElements,
     at_peak,
     between_steps,
     counted_bytes,
 )
-from tests.support.launch import launch, outcome_of, run_checks
 from tests.support.sharding_models import HalfModel
 from tests.support.small_families import loss_of, pi07, qwen_fresh, units_of
 

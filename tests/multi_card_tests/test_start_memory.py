@@ -6,7 +6,7 @@ weights, weights from files, adapters (fresh and continued), frozen parameters, 
 shards, whose full tensor passes through host memory. A model that is materialized before it is
 sharded exceeds the limit at stage 3. The weights equal one device's.
 
-`tools/sharding_memory.py` computes the share.
+`tests/support/sharding_memory.py` computes the share.
 """
 
 import gc
@@ -35,10 +35,10 @@ from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import Topology, initialize
 from paddle_vl.train import build as run_building
 from paddle_vl.train.optimizer import Optimizer
-from sharding_memory import ModelElements, between_steps
 from tests.single_card_tests.train.tiny_run import MODEL as TINY_MODEL
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.support.launch import launch, outcome_of, run_checks
+from tests.support.sharding_memory import ModelElements, between_steps
 from tests.support.small_families import (
     builders,
     pi07,

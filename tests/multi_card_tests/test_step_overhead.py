@@ -13,21 +13,20 @@ Updates are masked on the device, over flat buckets, as on a GPU.
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import paddle
 import paddle.distributed as dist
 import pytest
 
 from paddle_vl.config.load import load_run_config
-from paddle_vl.testing import first_difference
+from paddle_vl.testing import Collective, first_difference, record_host_reads
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.phases import Phase
 from paddle_vl.train.reporting.gauges import Gauge
-from step_counts import NO_PHASE, counted_turn
-from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.support.finished_runs import metrics_of
 from tests.support.launch import launch
+from turns import NO_PHASE, recorded_phases
 
 COLOCATED = "parallel={pp_degree: 2, schedule: colocated}"
 TOPOLOGIES = {
@@ -36,6 +35,8 @@ TOPOLOGIES = {
 STEPS, LOGGING_STEPS = 8, 3
 # Steady steps neither log nor follow a logging step. The last step also saves.
 STEADY, LOGGED = (1, 2, 5), (3, 6)
+# Files that read messages between hosts, or that only run on a CPU: not reads of the device.
+HOST_ONLY = ("parallel/ranks.py", "nn/attention.py", "nn/cpu/")
 OPERATIONS = {
     "same": dist.ReduceOp.MAX,
     "sum": dist.ReduceOp.SUM,
@@ -43,6 +44,14 @@ OPERATIONS = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
+
+
+class Turn(NamedTuple):
+    """Collectives, and places of host reads of the device, in a turn of the training loop."""
+
+    step: int
+    collectives: list[Collective]
+    reads: list[str]
 
 
 def whole_run(run_file: str, output_dir: Path, override: str) -> dict[str, Any]:
@@ -57,7 +66,10 @@ def whole_run(run_file: str, output_dir: Path, override: str) -> dict[str, Any]:
     train_one_step, sum_over_all = trainer.train_one_step, trainer.ranks.sum_over_all
 
     def counted():
-        turns.append(counted_turn(turn, trainer))
+        with recorded_phases() as recording, record_host_reads() as reads:
+            turn()
+        of_device = [place for place in reads if not place.startswith(HOST_ONLY)]
+        turns.append(Turn(trainer.step, recording.calls, of_device))
 
     def seen_step():
         outcome = train_one_step()
@@ -109,11 +121,6 @@ def separately_reduced(gauge: Gauge) -> Any:
     if gauge.how == "mean":
         reduced = reduced / dist.get_world_size()
     return reduced if is_tensor else float(reduced[0])
-
-
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory) -> Path:
-    return write_tiny_run(tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture(scope="module", params=TOPOLOGIES)

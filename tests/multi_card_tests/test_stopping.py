@@ -9,13 +9,11 @@ start as users start them.
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 
 from faults.runs import ENDLESS, SignalledRun
-from tests.single_card_tests.train.tiny_run import write_tiny_run
 
 INT, TERM, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGKILL
 WORKERS = ("data.num_workers=1",)
@@ -26,11 +24,6 @@ SAVED = {
     "SIGTERM to the launcher of fleetrun": ("fleetrun", TERM, "command", 1, WORKERS, 15),
     "SIGTERM to one rank of fleetrun": ("fleetrun", TERM, "rank 1", 1, (), 143),
 }
-
-
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory) -> Path:
-    return write_tiny_run(tmp_path_factory.mktemp("run"))
 
 
 @pytest.mark.parametrize("case", SAVED)

@@ -59,7 +59,9 @@ def test_neither_torch_nor_transformers_is_required():
 
 def test_public_names_are_found_and_others_refused():
     for name in paddle_vl.__all__:
-        assert getattr(paddle_vl, name).__name__ == name
+        # HF's name of the processor is another name of the shared one.
+        own = {"Qwen3VLProcessor": "VLProcessor"}.get(name, name)
+        assert getattr(paddle_vl, name).__name__ == own
     with pytest.raises(AttributeError, match="no attribute 'Qwen9'.*Qwen3VLConfig"):
         _ = paddle_vl.Qwen9
 

@@ -14,7 +14,7 @@ import paddle.nn.functional as F
 
 from paddle_vl.nn import experts
 from paddle_vl.nn.cpu import attention
-from paddle_vl.nn.cpu.products import NORMS_IN_PADDLE
+from paddle_vl.nn.norm import gemma_rms_norm, rms_norm, rms_quotient
 from paddle_vl.nn.operations import column_sum, row_sum
 from paddle_vl.nn.rotary import apply_rotary
 
@@ -59,10 +59,9 @@ def counted_products(monkeypatch) -> Iterator[Counts]:
 
     with monkeypatch.context() as patch:
         # Sums, rotations and norms are matrix products only on CPUs; run their plain forms instead.
-        for operation in (row_sum, column_sum, apply_rotary):
-            patch.delitem(operation.kernels, "cpu")
-        for norm, kernel in NORMS_IN_PADDLE.items():
-            patch.setitem(norm.kernels, "cpu", kernel)
+        norms = (rms_norm, gemma_rms_norm, rms_quotient)
+        for operation in (row_sum, column_sum, apply_rotary, *norms):
+            patch.setattr(operation, "kernels", ())
         patch.setattr(experts, "unpermute_rows", _weighted_sum)
         patch.setattr(paddle, "matmul", counting)
         patch.setattr(paddle, "addmm", counting_sum)

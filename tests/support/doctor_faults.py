@@ -72,7 +72,7 @@ def main() -> None:
     ]
     # Paddle has handlers of its own for crashes; its import takes a second.
     machine = None if "segfault" in names else machine_without_paddle
-    run_worker(folder, lambda machine: checks, machine)
+    run_worker(folder, lambda: checks, machine)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+from paddle_vl import PI07HighLevelPlanner, PI07LowLevelPolicy
+from paddle_vl.checkpoint.manifest import Manifest, damaged_files
 from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
+from paddle_vl.families.pi07.config import PLANNER_TYPE
 from tests.support.tolerance import TOPOLOGY
 
 _OF_THE_MACHINE = ("_per_second", "_seconds", "memory")
@@ -40,6 +44,18 @@ def arrays_of(checkpoint: Path) -> dict[str, np.ndarray]:
         **read_checkpoint_headers(checkpoint, "optimizer"),
     }
     return {name: tensor.read() for name, tensor in stored.items()}
+
+
+def assert_one_file_of_weights(final: Path, wanted: Path) -> None:
+    """Assert that a policy's `final/` is one file that other readers open, with the weights and
+    statistics of another `final/`."""
+    assert [file.name for file in final.glob("model*")] == ["model.safetensors"]
+    found = load_file(final / "model.safetensors")
+    assert_close(found, load_file(wanted / "model.safetensors"))
+    is_planner = json.loads((final / "config.json").read_text())["type"] == PLANNER_TYPE
+    (PI07HighLevelPlanner if is_planner else PI07LowLevelPolicy).from_pretrained(final)
+    assert Manifest.read(final).files.keys() >= {"model.safetensors", "config.json"}
+    assert not damaged_files(final, Manifest.read(final).files)
 
 
 def assert_close(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:

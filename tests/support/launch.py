@@ -1,8 +1,9 @@
-"""Runs a function of a test module on several ranks, started as Paddle's launcher starts them.
+"""Runs a function of a test module on several ranks, with the variables of Paddle's launcher.
 
-Starting takes seconds, so one launch should serve many tests: a module defines a worker function
-that returns a dict of outcomes by name (made with `run_checks`). A module-scoped fixture launches
-it once, and each parametrised test asserts on one name (`outcome_of`).
+Ranks are forked (see `forked`): a launch takes a tenth of a second, and each has fresh ranks. What
+must not share them, like several topologies, has a launch of its own. Many small checks under one
+topology share one: a worker returns a dict of outcomes by name (made with `run_checks`), a
+module-scoped fixture launches it, and each parametrised test asserts on one name (`outcome_of`).
 
     def worker():
         dist.init_parallel_env()
@@ -21,9 +22,7 @@ import importlib.util
 import inspect
 import os
 import pickle
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,7 +34,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support import forked
+
 POLL_INTERVAL = 0.02
 SHOWN_LINES = 40
 
@@ -52,7 +52,7 @@ def launch(
 
     Args:
         worker: each rank imports it from its file; its result must be picklable.
-        arguments: picklable, the same on each rank.
+        arguments: picklable, the same on each rank; functions of the worker's module too.
         environment: variables added to this process's and the launcher's.
         timeout: seconds until all ranks are killed.
 
@@ -64,14 +64,14 @@ def launch(
             that failed, or of all ranks that still run.
     """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        ports = [_reserve_port(stack) for _ in range(processes)]
+        ports = [reserve_port(stack) for _ in range(processes)]
         job = Path(folder) / "job"
-        job.write_bytes(pickle.dumps((_source(worker), worker.__name__, tuple(arguments))))
+        job.write_bytes(_job(worker, arguments))
         deadline = time.monotonic() + timeout
         ranks = _Ranks(Path(folder))
         stack.callback(ranks.kill)
         for rank in range(processes):
-            ranks.start(job, _environment(rank, ports, environment or {}))
+            ranks.start(job, rank_environment(rank, ports) | dict(environment or {}))
         ranks.wait(deadline, timeout)
         return [pickle.loads(path.read_bytes()) for path in ranks.results]
 
@@ -128,7 +128,7 @@ class _Ranks:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.processes: list[subprocess.Popen] = []
+        self.processes: list[forked.Forked | forked.Started] = []
 
     @property
     def results(self) -> list[Path]:
@@ -136,18 +136,15 @@ class _Ranks:
 
     def start(self, job: Path, environment: dict[str, str]) -> None:
         rank = len(self.processes)
-        with (self.folder / f"output{rank}").open("wb") as output:
-            self.processes.append(
-                subprocess.Popen(
-                    [sys.executable, __file__, str(job), str(self.folder / f"result{rank}")],
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    cwd=ROOT,
-                    env=environment,
-                    # A session of its own, so that child processes are killed with the rank.
-                    start_new_session=True,
-                )
+        self.processes.append(
+            forked.start(
+                [__file__, str(job), str(self.folder / f"result{rank}")],
+                environment=environment,
+                stdout=self.folder / f"output{rank}",
+                # Two hash seeds, so that an order of a set that ranks must share is seen to differ.
+                server=rank % 2,
             )
+        )
 
     def wait(self, deadline: float, timeout: float) -> None:
         while True:
@@ -168,8 +165,7 @@ class _Ranks:
 
     def kill(self) -> None:
         for process in self.processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
             process.wait()
 
     def _end(self, rank: int) -> str:
@@ -177,7 +173,7 @@ class _Ranks:
         return "\n".join(text.splitlines()[-SHOWN_LINES:])
 
 
-def _reserve_port(stack: ExitStack) -> int:
+def reserve_port(stack: ExitStack) -> int:
     """Reserve a port for a socket that reuses addresses, as the store does."""
     placeholder = stack.enter_context(socket.socket())
     placeholder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -185,38 +181,35 @@ def _reserve_port(stack: ExitStack) -> int:
     return placeholder.getsockname()[1]
 
 
-def _environment(rank: int, ports: list[int], extra: Mapping[str, str]) -> dict[str, str]:
+def rank_environment(rank: int, ports: list[int]) -> dict[str, str]:
+    """The variables that Paddle's launcher sets."""
     endpoints = [f"127.0.0.1:{port}" for port in ports]
-    inherited = {name: value for name, value in os.environ.items() if name[:7] != "PADDLE_"}
     return {
-        **inherited,
-        "PYTHONPATH": os.pathsep.join(
-            map(str, [ROOT, ROOT / "tools", ROOT / "tools" / "benchmarks"])
-        ),
         "PADDLE_DISTRI_BACKEND": "gloo",
         "PADDLE_TRAINER_ID": str(rank),
         "PADDLE_TRAINERS_NUM": str(len(ports)),
         "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
         "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
-        "OMP_NUM_THREADS": "1",
-        **extra,
     }
 
 
-def _source(worker: Callable) -> str:
+def _job(worker: Callable, arguments: Sequence[Any]) -> bytes:
     source = inspect.getsourcefile(worker)
     if source is None or worker.__qualname__ != worker.__name__:
         raise ValueError(f"{worker.__qualname__} is not a function at the top of a test module.")
-    return source
+    call = pickle.dumps((worker, tuple(arguments)))
+    return pickle.dumps((worker.__module__, source, call))
 
 
 def _run_as_rank(job: Path, result: Path) -> None:
-    source, name, arguments = pickle.loads(job.read_bytes())
-    spec = importlib.util.spec_from_file_location(Path(source).stem, source)
+    # pytest imports test modules under names that ranks cannot import.
+    name, source, call = pickle.loads(job.read_bytes())
+    spec = importlib.util.spec_from_file_location(name, source)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
-    result.write_bytes(pickle.dumps(getattr(module, name)(*arguments)))
+    worker, arguments = pickle.loads(call)
+    result.write_bytes(pickle.dumps(worker(*arguments)))
     sys.stdout.flush()
     # For the reason given in paddle_vl.cli.main.run.
     os._exit(0)

@@ -120,12 +120,15 @@ def config(**changed) -> Any:
 def make_spec(text_config: Any) -> Any:
     """The spec of a model, as PaddleFleet's builder makes it before it builds the model."""
     builders = importlib.import_module("paddlefleet.gpt_builders")
-    kept, specs = builders.build_spec_layer, []
-    builders.build_spec_layer = lambda spec, **_: specs.append(spec)
+    # Releases differ in the name of what builds a spec, and in whose it is.
+    names = ("build_spec_layer", "build_layer")
+    name = next(name for name in names if hasattr(builders, name))
+    kept, specs = getattr(builders, name), []
+    setattr(builders, name, lambda spec, **_: specs.append(spec))
     try:
         builders.gpt_builder(text_config, loss_fn=_no_loss)
     finally:
-        builders.build_spec_layer = kept
+        setattr(builders, name, kept)
     return specs[0]
 
 
@@ -133,9 +136,15 @@ def _no_loss(*_) -> None:
     raise AssertionError("the spec's loss is not used")
 
 
-def build(text_config: Any, indexed: bool, **options) -> Any:
-    """A model over `PipelineLayer`, as published or with `install`."""
+def build(text_config: Any, indexed: bool, embedding: Any = None, **options) -> Any:
+    """A model over `PipelineLayer`, as published or with `install`.
+
+    Args:
+        embedding: class of the embedding; None for the published spec's.
+    """
     spec = make_spec(text_config)
+    if embedding is not None:
+        spec.sublayers_spec.embedding.layer = embedding
     if indexed:
         install(spec)
     options = {"num_stages": text_config.pipeline_model_parallel_size} | options

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from faults.tiny_run import write_pictures, write_processor
+from paddle_vl.testing.tiny_run import write_pictures, write_processor
 from tests.single_card_tests.train.tiny_run import MODEL
 
 SAVE_STEPS, MAX_TOKENS = 3, 5000

@@ -8,6 +8,7 @@ of a GPU, or the plain implementations; Paddle chooses those of attention as on 
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -17,8 +18,10 @@ import paddle.nn.functional as F
 import pytest
 from paddle.autograd import PyLayer
 
+from paddle_vl.nn import linear
 from paddle_vl.nn.experts import grouped_linear
-from paddle_vl.nn.operations import OPERATIONS
+from paddle_vl.nn.operations import OPERATIONS, HostTable, Kernel
+from paddle_vl.nn.parameter_table import ParameterTable
 from tests.support.gpu_stubs.pretended import pretended_gpu
 
 
@@ -100,10 +103,15 @@ def trace(
         patch.setattr(paddle, "in_dynamic_mode", lambda: True)
         patch.setattr(PyLayer, "apply", classmethod(_apply_and_backward))
         for operation in OPERATIONS:
-            for device, kernel in operation.kernels.items():
-                layer = getattr(kernel, "__self__", None)
-                if layer is not None:
-                    patch.setitem(operation.kernels, device, partial(_apply_and_backward, layer))
+            own = [replace(kernel, run=_static(kernel.run)) for kernel in operation.kernels]
+            patch.setattr(operation, "kernels", own)
+        patch.setattr(HostTable, "is_kept", False)
+        # Values of a program have neither attributes nor initial values.
+        patch.setattr(linear, "mark_fused", lambda parameter, columns: None)
+        patch.setattr(
+            linear.NormalColumns, "forward", lambda self, x, block=None: self.normal(x, block)
+        )
+        patch.setattr(ParameterTable, "add", lambda self, parameters, spec=None: None)
         kernels: list[Operator] = []
         for module, name, gives in KERNELS:
             patch.setattr(module, name, _as_one_operator(name, gives, kernels))
@@ -113,7 +121,7 @@ def trace(
             lambda x, weight: paddle.zeros([x.shape[0], weight.shape[2]], x.dtype),
             kernels,
         )
-        patch.setitem(grouped_linear.kernels, "gpu", products)
+        patch.setattr(grouped_linear, "kernels", [Kernel("gpu", "Paddle", products)])
         patch.setattr(paddle.pir.Value, "astype", _recorded(casts, dropped))
         with paddle.static.program_guard(program, paddle.static.Program()):
             build()
@@ -128,6 +136,12 @@ def _static_mode() -> Iterator[None]:
         yield
     finally:
         paddle.disable_static()
+
+
+def _static(run: Callable) -> Callable:
+    """A kernel, or what a `PyLayer` computes."""
+    layer = getattr(run, "__self__", None)
+    return run if layer is None else partial(_apply_and_backward, layer)
 
 
 def _apply_and_backward(cls, *args, **kwargs):

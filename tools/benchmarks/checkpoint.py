@@ -13,7 +13,9 @@ next save begins; unless `--steps-between` is given, steps go on until the write
 with 1 if training was blocked for more than --limit of a write.
 """
 
+import argparse
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -22,7 +24,7 @@ from typing import Any
 import paddle
 from paddle import nn
 
-from harness import Table, parser, show
+from harness import Result, Table, parser, positive, run
 from paddle_vl.checkpoint.manifest import Manifest, damaged_files
 from paddle_vl.checkpoint.rules import LinearWeights, StoredParameter
 from paddle_vl.checkpoint.safetensors_io import FileWriter
@@ -97,16 +99,9 @@ def saved(training: Training, config: TrainConfig, folder: Path, saves: int, bet
     return times, target
 
 
-def main() -> int:
-    made = parser(__doc__)
-    made.add_argument("--size-mb", type=int, default=400, help="weights, in MB (default 400)")
-    made.add_argument("--saves", type=int, default=4, help="checkpoints (default 4)")
-    made.add_argument("--steps-between", type=int, help="steps between two of them")
-    made.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
-    made.add_argument("--limit", type=float, default=0.1, help="of stall to write (default 0.1)")
-    options = made.parse_args()
+def compare(options: argparse.Namespace, work: Path) -> Result:
     configure_cpu_runtime(len(os.sched_getaffinity(0)))
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+    with tempfile.TemporaryDirectory(dir=options.folder or work) as name:
         settings = {"output_dir": name, "max_steps": 1, "save_total_limit": None}
         config = TrainConfig(**settings)
         training = Training(options.size_mb, config)
@@ -119,8 +114,8 @@ def main() -> int:
         result = {"asynchronous": asynchronous, "synchronous": synchronous, **verification(target)}
     for times in asynchronous:
         times["ratio"] = times["stall_s"] / times["write_s"]
-    show(options, [table(result)], result)
-    return int(max(times["ratio"] for times in asynchronous) > options.limit)
+    is_good = max(times["ratio"] for times in asynchronous) <= options.limit
+    return Result([table(result)], result, is_good=is_good)
 
 
 def verification(folder: Path) -> dict[str, float]:
@@ -159,4 +154,10 @@ def table(result: dict[str, Any]) -> Table:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    made = parser(__doc__)
+    made.add_argument("--size-mb", type=positive, default=400, help="weights, in MB (400)")
+    made.add_argument("--saves", type=positive, default=4, help="checkpoints (4)")
+    made.add_argument("--steps-between", type=positive, help="steps between two of them")
+    made.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
+    made.add_argument("--limit", type=float, default=0.1, help="of stall to write (0.1)")
+    sys.exit(run(made, compare))

@@ -9,7 +9,7 @@ visual rows and G deepstack levels:
 
 - every topology: before the forward one message between hosts with all counts; after the gradient
   reductions one all-reduce of loss and squared gradient norm; on logging steps one all-gather more
-  (`overhead.py`).
+  (docs/step_overhead.md).
 - mp: in the forward one all-reduce of [T, D] for the embedding and two per layer, three of [T] for
   the loss, and one all-gather of the visual rows; in the backward one all-reduce per
   column-parallel linear (two per layer and the head); one all-reduce of partial gradients.
@@ -30,20 +30,16 @@ visual rows and G deepstack levels:
 """
 
 import argparse
-import json
 import math
 import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from harness import Result, Table, launch, parser, run
+from turns import recorded_phases
 
-from harness import Table, launch, leave, parser, show
-from step_counts import recorded_phases
-
-TOPOLOGIES = {
+TOPOLOGIES: dict[str, dict[str, Any]] = {
     "dp2": {"dp_degree": 2},
     "mp2": {"mp_degree": 2},
     "mp2 with sequence parallelism": {"mp_degree": 2, "sequence_parallel": True},
@@ -51,31 +47,23 @@ TOPOLOGIES = {
     "pp4 interleaved": {"pp_degree": 4, "num_virtual_stages": 2},
     "pp4 fthenb": {"pp_degree": 4, "num_virtual_stages": 2, "pp_schedule": "fthenb"},
     "pp4 balanced memory": {
-        "pp_degree": 4,
-        "num_virtual_stages": 2,
-        "pp_schedule": "balanced_memory",
+        "pp_degree": 4, "num_virtual_stages": 2, "pp_schedule": "balanced_memory",
     },
     "pp4 dualpipev": {"pp_degree": 4, "pp_schedule": "dualpipev"},
     "sharding2 stage 1": {"sharding_degree": 2},
     "sharding2 stage 2": {"sharding_degree": 2, "sharding_stage": 2},
     "sharding2 stage 2, reduced once": {
-        "sharding_degree": 2,
-        "sharding_stage": 2,
-        "reduce_once_per_step": True,
+        "sharding_degree": 2, "sharding_stage": 2, "reduce_once_per_step": True,
     },
     "sharding2 stage 3": {"sharding_degree": 2, "sharding_stage": 3},
     "sharding2 stage 3, kept": {
-        "sharding_degree": 2,
-        "sharding_stage": 3,
-        "reshard_after_forward": False,
+        "sharding_degree": 2, "sharding_stage": 3, "reshard_after_forward": False,
     },
     "dp2 ep2": {"dp_degree": 2, "ep_degree": 2},
     "dp2 mp2 with sequence parallelism": {
-        "dp_degree": 2,
-        "mp_degree": 2,
-        "sequence_parallel": True,
+        "dp_degree": 2, "mp_degree": 2, "sequence_parallel": True,
     },
-}
+}  # fmt: skip
 AXES = ("dp_degree", "mp_degree", "pp_degree", "sharding_degree")
 # Phases of a step, and their names here.
 PHASES = {
@@ -87,28 +75,19 @@ PHASES = {
     "unscale_clip": "loss and norm",
     "optim_step": "update",
 }
-LAYERS, DEPTH, WIDTH, LEVELS, ROWS, VISUAL = 8, 2, 64, 2, 2 * 64, 2 * 16
+LAYERS, DEPTH, WIDTH, ROWS = 8, 2, 64, 64
 # Micro-batches: twice as many as the longest pipeline has stages.
-IMAGE, MICRO_BATCHES = 500, 8
+MICRO_BATCHES = 8
 
 
-def model_settings(degrees: dict) -> dict:
-    text = {
-        "vocab_size": 512, "hidden_size": WIDTH, "intermediate_size": 96,
-        "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 16, "rope_scaling": {"mrope_section": [4, 2, 2]},
-    }  # fmt: skip
-    if "ep_degree" in degrees:
-        text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    vision = {
-        "depth": DEPTH, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
-        "out_hidden_size": WIDTH, "num_position_embeddings": 64,
-        "deepstack_visual_indexes": list(range(LEVELS)),
-    }  # fmt: skip
-    ids = {"image_token_id": IMAGE, "video_token_id": 501, "vision_start_token_id": 502}
-    kind = "qwen3_vl_moe" if "ep_degree" in degrees else "qwen3_vl"
-    configs = {"model_type": kind, "text_config": text, "vision_config": vision}
-    return {**configs, "vision_end_token_id": 503, **ids}
+def model_settings(degrees: dict[str, Any]) -> dict[str, Any]:
+    """Values of a small Qwen3-VL, with experts where they are divided."""
+    from paddle_vl.testing import tiny_qwen3_vl_config
+
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    text = {"num_hidden_layers": LAYERS, "hidden_size": WIDTH, "intermediate_size": 96}
+    text |= experts if "ep_degree" in degrees else {}
+    return tiny_qwen3_vl_config(**text).to_dict()
 
 
 def expected_calls(degrees: dict) -> dict[str, Counter]:
@@ -158,40 +137,22 @@ def expected_calls(degrees: dict) -> dict[str, Counter]:
     return calls
 
 
-def make_batch(config) -> dict:
-    """Two samples with an image each, as the collator makes them without sequence parallelism."""
-    from paddle_vl.batch.visual_index import host_visual_indices
-
-    rng = np.random.default_rng(0)
-    input_ids = rng.integers(0, 400, (2, ROWS // 2))
-    input_ids[:, 8 : 8 + VISUAL // 2] = IMAGE
-    indices = host_visual_indices(
-        input_ids, image_token_id=IMAGE, video_token_id=501, num_image_rows=VISUAL
-    )
-    return indices | {
-        "input_ids": input_ids,
-        "attention_mask": np.ones_like(input_ids),
-        "labels": input_ids,
-        "pixel_values": rng.standard_normal((128, config.vision_config.patch_dim), np.float32),
-        "image_grid_thw": np.array([[1, 8, 8]] * 2),
-        "num_target_tokens": input_ids.size - len(input_ids),
-    }
-
-
-def measure(degrees: dict) -> dict[str, Any]:
+def measure(degrees: dict[str, Any]) -> dict[str, Any]:
     """Collectives of one step on this rank."""
     from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-    from paddle_vl.families.qwen3_vl.objective import VLBatchAdapter, VLLoss
-    from paddle_vl.families.qwen3_vl.pipeline import Qwen3VLStage, layer_costs
-    from paddle_vl.families.qwen3_vl.recipe import model_shape
-    from paddle_vl.families.qwen3_vl.settings import Qwen3VLRun
+    from paddle_vl.batch.visual_index import host_visual_indices
+    from paddle_vl.families.vlm.objective import VLBatchAdapter, VLLoss
+    from paddle_vl.families.vlm.pipeline import VLStage, layer_costs
+    from paddle_vl.families.vlm.recipe import model_shape
+    from paddle_vl.families.vlm.settings import VLRun
     from paddle_vl.parallel.ranks import FleetRanks
     from paddle_vl.parallel.topology import initialize
+    from paddle_vl.testing import Image, tiny_qwen3_vl_batch
     from paddle_vl.train.layout import Layout, parallel_degrees
     from paddle_vl.train.optimizer import Optimizer
     from paddle_vl.train.step import counted, train_step
 
-    run_config = Qwen3VLRun.model_validate(
+    run_config = VLRun.model_validate(
         {
             "model": {"config": model_settings(degrees)},
             "data": {"train": ["none"], "processor": "none", "pad_to_multiple_of": 4},
@@ -206,79 +167,77 @@ def measure(degrees: dict) -> dict[str, Any]:
     placement = layout.placement()
     model = Qwen3VLForConditionalGeneration.from_config(config, placement)
     store = layout.parameter_store(model)
-    runner = layout.runner(model, Qwen3VLStage, ranks, VLLoss(), VLBatchAdapter())
+    runner = layout.runner(model, VLStage, ranks, VLLoss(), VLBatchAdapter())
     named = list(model.hf_named_parameters())
     optimizer = Optimizer(named, run_config.train, set(), store, placement.parameter_table)
-    batch = make_batch(config)
-    if topology.degrees.sequence_parallel:
-        # They are of all rows; the model computes those of its shard.
-        batch = {name: value for name, value in batch.items() if "indices" not in name}
+    # Two samples with an image of 16 tokens each.
+    sample = (*range(1, 9), Image(8, 8), *range(9, ROWS - 15))
+    batch: dict[str, Any] = dict(tiny_qwen3_vl_batch(sample, sample))
+    batch |= {"num_target_tokens": int((batch["labels"][:, 1:] != -100).sum())}
+    if not topology.degrees.sequence_parallel:
+        # They are of all rows; with sequence parallelism the model computes those of its shard.
+        ids: Any = {
+            "image_token_id": config.image_token_id,
+            "video_token_id": config.video_token_id,
+        }
+        batch |= host_visual_indices(batch["input_ids"], num_image_rows=32, **ids)
     several = topology.degrees.pp_degree > 1 or topology.degrees.sharding_stage > 1
-    num_batches = MICRO_BATCHES if several else 1
-    micro_batches = [counted(batch, runner.adapter)] * num_batches
+    micro_batches = [counted(batch, runner.adapter)] * (MICRO_BATCHES if several else 1)
     with recorded_phases() as recording:
         train_step(runner, optimizer, micro_batches, 1e-3, ranks)
     calls = [call._replace(phase=PHASES[call.phase]) for call in recording.calls]
-    parameters = sum(int(np.prod(parameter.shape)) for parameter in model.parameters())
-    return {"calls": calls, "parameters": parameters}
+    return {"calls": calls, "parameters": sum(p.size for p in model.parameters())}
 
 
 def table(name: str, found: dict[str, Any], expected: dict[str, Counter]) -> Table:
     """Collectives of a topology by phase and kind."""
-    rows = []
-    for phase in PHASES.values():
-        calls = [call for call in found["calls"] if call[0] == phase]
-        counts = Counter(call[1] for call in calls)
-        for kind in sorted(counts | expected[phase]):
-            size = sum(call[3] for call in calls if call[1] == kind)
-            numbers = [str(counts[kind]), str(expected[phase][kind]), f"{size / 1024:.1f}"]
-            rows.append([f"{phase}: {kind}", *numbers])
+    counts, sizes = counted_calls(found), Counter()
+    for phase, kind, _, num_bytes, *_ in found["calls"]:
+        sizes[phase, kind] += num_bytes
+    rows = [
+        [f"{phase}: {kind}", str(counts[phase][kind]), str(expected[phase][kind]),
+         f"{sizes[phase, kind] / 1024:.1f}"]
+        for phase in PHASES.values()
+        for kind in sorted(counts[phase] | expected[phase])
+    ]  # fmt: skip
     note = f"{name}, {found['parameters']} parameters on rank 0."
     return Table(f"collectives {name}", [name, "calls", "expected", "KiB"], rows, note)
 
 
-def main() -> int:
-    made = parser(__doc__)
-    made.add_argument(
-        "topologies",
-        metavar="TOPOLOGY",
-        nargs="*",
-        type=_topology,
-        help=f"of {', '.join(TOPOLOGIES)} (default: all)",
-    )
-    made.add_argument("--worker", help=argparse.SUPPRESS)
-    made.add_argument("--degrees", help=argparse.SUPPRESS)
-    options = made.parse_args()
-    if options.worker:
-        leave(measure(json.loads(options.degrees)), Path(options.worker))
-    tables, all_found, as_expected = [], {}, True
-    with tempfile.TemporaryDirectory() as folder:
-        for name in options.topologies or TOPOLOGIES:
-            degrees = TOPOLOGIES[name]
-            num_ranks = math.prod(value for key, value in degrees.items() if key in AXES)
-            work = Path(folder) / name.replace(" ", "_")
-            arguments = ["--worker", str(work), "--degrees", json.dumps(degrees)]
-            try:
-                found = launch(__file__, num_ranks, arguments, work)[0]
-            except RuntimeError as error:
-                print(f"collectives: {name} failed:\n{error}", file=sys.stderr)
-                return 1
-            expected = expected_calls(degrees)
-            tables.append(table(name, found, expected))
-            all_found[name] = found
-            counts = {phase: Counter() for phase in PHASES.values()}
-            for call in found["calls"]:
-                counts[call[0]][call[1]] += 1
-            as_expected &= counts == expected
-    show(options, tables, all_found)
-    return 0 if as_expected else 1
+def counted_calls(found: dict[str, Any]) -> dict[str, Counter]:
+    """Numbers of calls by phase and kind."""
+    counts = {phase: Counter() for phase in PHASES.values()}
+    for phase, kind, *_ in found["calls"]:
+        counts[phase][kind] += 1
+    return counts
 
 
-def _topology(name: str) -> str:
+def compare(options: argparse.Namespace, work: Path) -> Result:
+    tables, found, is_good = [], {}, True
+    for name in options.topologies or TOPOLOGIES:
+        degrees = TOPOLOGIES[name]
+        num_ranks = math.prod(value for key, value in degrees.items() if key in AXES)
+        found[name] = launch(measure, work / "run", num_ranks, degrees=degrees)[0]
+        expected = expected_calls(degrees)
+        tables.append(table(name, found[name], expected))
+        is_good &= counted_calls(found[name]) == expected
+    return Result(tables, found, is_good=is_good)
+
+
+def topology(name: str) -> str:
+    """A name in `TOPOLOGIES`, as the type of an option."""
     if name not in TOPOLOGIES:
         raise argparse.ArgumentTypeError(f"{name} is none of {', '.join(TOPOLOGIES)}")
     return name
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    made = parser(__doc__)
+    made.add_argument(
+        "topologies",
+        metavar="TOPOLOGY",
+        nargs="*",
+        type=topology,
+        help=f"of {', '.join(TOPOLOGIES)} (default: all)",
+    )
+    sys.exit(run(made, compare))

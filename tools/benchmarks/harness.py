@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, runs in other processes, medians, tables, and docs sections.
+"""What the benchmarks share: options, runs in other processes, ratios, tables, and docs sections.
 
 A benchmark prints its tables. With `--write-doc FILE` it replaces the text between two markers of a
 markdown file by its tables and where they come from: command, date, machine and versions.
@@ -6,28 +6,43 @@ markdown file by its tables and where they come from: command, date, machine and
     <!-- benchmark NAME -->
     ...
     <!-- end of benchmark NAME -->
+
+What is measured runs in processes of its own: `launch(function, ...)` calls a function of a
+benchmark there, on one rank or several, with arguments that JSON holds, and returns its results.
 """
 
 import argparse
+import inspect
 import json
 import os
 import re
+import resource
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
+_HERE = str(Path(__file__).resolve())
 # Script that writes the data of a family, its options, and the file to train on.
 DATA = {
     "qwen3_vl": ("make_digits_dataset.py", "train.jsonl"),
     "pi07": ("make_demonstrations.py", "arm-joint.jsonl"),
 }
+# Options that make the data fit `configs/bench/FAMILY_step.yaml`.
+BENCH_DATA = {
+    "qwen3_vl": (),
+    "pi07": ("--state-dim", "32", "--action-dim", "32", "--chunk-size", "50",
+             "--action-vocab-size", "1024"),
+}  # fmt: skip
 # Settings of a run that only takes steps.
 STEPS_ONLY = {
     "train.max_steps": 10**6,
@@ -36,7 +51,8 @@ STEPS_ONLY = {
     "train.resume_from_checkpoint": "none",
     "logging.progress_bar": "false",
 }
-Side = TypeVar("Side", bound=Hashable)
+# Results of a round, by side.
+Round = Mapping[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -71,34 +87,61 @@ class Table:
         return f"{table}\n\n{self.note}".rstrip()
 
 
-def parser(doc: str | None, json: bool = True) -> argparse.ArgumentParser:
-    """A parser with the options of all benchmarks.
+@dataclass(frozen=True)
+class Result:
+    """What a benchmark found.
 
-    Args:
-        doc: docstring of the benchmark; its first paragraph is shown.
-        json: whether the benchmark has `--json`.
+    Attributes:
+        found: what `--json` prints.
+        versions: further versions, for instance of a reference.
+        is_good: whether the benchmark's own expectations held; the exit code.
     """
+
+    tables: Sequence[Table]
+    found: Any
+    versions: Mapping[str, str] = field(default_factory=dict)
+    is_good: bool = True
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """A parser with the options of all benchmarks, which shows the docstring's first paragraph."""
     made = argparse.ArgumentParser(description=(doc or "").split("\n\n")[0])
-    if json:
-        made.add_argument("--json", action="store_true", help="print one line of JSON")
+    made.add_argument("--json", action="store_true", help="print one line of JSON")
     made.add_argument(
         "--write-doc", type=Path, metavar="FILE", help="write the tables into a markdown file"
     )
     return made
 
 
-def show(options: argparse.Namespace, tables: Sequence[Table], found: Any, **more: str) -> None:
-    """Print tables or JSON, and write the tables into a markdown file if asked for.
+def positive(text: str) -> int:
+    """A whole number from 1, as the type of an option."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number from 1")
+    return int(text)
 
-    Args:
-        found: what `--json` prints.
-        more: further versions, for instance of a reference.
+
+def run(
+    made: argparse.ArgumentParser, benchmark: Callable[[argparse.Namespace, Path], Result]
+) -> int:
+    """Run a benchmark with its options and a temporary folder; print its result.
+
+    Returns:
+        The exit code: 1 if a process failed, or the result is not as it should be.
     """
-    print(json.dumps(found) if options.json else "\n\n".join(map(Table.text, tables)))
+    options = made.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            result = benchmark(options, Path(folder))
+        except RuntimeError as error:
+            print(f"{made.prog}: a run failed:\n{error}", file=sys.stderr)
+            return 1
+    text = "\n\n".join(map(Table.text, result.tables))
+    print(json.dumps(result.found) if options.json else text)
     if options.write_doc is not None:
-        for table in tables:
-            text = f"{table.markdown()}\n\n{provenance(**more)}"
-            write_section(options.write_doc, table.name, text)
+        for table in result.tables:
+            section = f"{table.markdown()}\n\n{provenance(**result.versions)}"
+            write_section(options.write_doc, table.name, section)
+    return int(not result.is_good)
 
 
 def provenance(**more: str) -> str:
@@ -153,11 +196,25 @@ def spread(values: Iterable[float], digits: int = 1) -> str:
     return f"{middle} ({low} to {high})"
 
 
-def in_rounds(
-    sides: Sequence[Side], rounds: int, run: Callable[[Side], Any]
-) -> list[dict[Side, Any]]:
+def median(rounds: Sequence[Round], side: str, *keys: str) -> float:
+    """Median over rounds of a side's number, at a path of keys."""
+    return statistics.median(_number(one[side], keys) for one in rounds)
+
+
+def ratio(rounds: Sequence[Round], side: str, base: str, *keys: str) -> str:
+    """`median (first to third quartile)` over rounds of a side's number relative to another's."""
+    return spread((_number(one[side], keys) / _number(one[base], keys) for one in rounds), 2)
+
+
+def _number(found: Any, keys: Sequence[str]) -> float:
+    for key in keys:
+        found = found[key]
+    return found
+
+
+def in_rounds(sides: Sequence[str], rounds: int, run: Callable[[str], Any]) -> list[Round]:
     """Run all sides in every round, in changing order, so that a busy machine affects all sides."""
-    found = []
+    found: list[Round] = []
     for number in range(rounds):
         shift = number % len(sides)
         found.append({side: run(side) for side in [*sides[shift:], *sides[:shift]]})
@@ -178,15 +235,31 @@ def overrides(settings: Mapping[str, Any]) -> list[str]:
     return [f"{name}={value}" for name, value in settings.items()]
 
 
+def data_settings(family: str, folder: Path) -> dict[str, Any]:
+    """Settings of a run that only takes steps on data that `make_data` has written."""
+    return STEPS_ONLY | {
+        "data.train": f"[{folder / DATA[family][1]}]",
+        "data.eval": "[]",
+        "data.processor": folder / "processor",
+    }
+
+
 def launch(
-    script: str, num_ranks: int, arguments: Sequence[str], work: Path, package: Path = ROOT
+    function: Callable[..., dict[str, Any]],
+    folder: Path,
+    num_ranks: int = 1,
+    /,
+    threads: int = 1,
+    package: Path = ROOT,
+    **arguments: Any,
 ) -> list[dict[str, Any]]:
-    """Run a benchmark's worker on several ranks with one thread each.
+    """Call a module-level function of a benchmark on ranks of their own.
 
     Args:
-        arguments: of the script; `leave` writes the ranks' results into `work`.
-        work: folder for results and logs.
+        folder: for arguments, results and logs; emptied before.
+        threads: of a rank, while its libraries are loaded.
         package: checkout whose paddle_vl is used.
+        arguments: of the function; paths become strings.
 
     Returns:
         The result of every rank.
@@ -194,39 +267,73 @@ def launch(
     Raises:
         RuntimeError: a rank failed; has the end of its output.
     """
-    from paddle_vl.cli.heap import with_whole_blocks
+    from paddle_vl.cli.main import with_whole_blocks
 
-    work.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    results = [folder / f"result{rank}.json" for rank in range(num_ranks)]
+    (folder / "arguments.json").write_text(json.dumps(arguments, default=str), encoding="utf-8")
     launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", str(num_ranks)]
-    launcher = [*launcher, "--log_dir", str(work / "log")] if num_ranks > 1 else []
+    launcher = [*launcher, "--log_dir", str(folder / "log")] if num_ranks > 1 else []
     environment = {name: value for name, value in os.environ.items() if name[:7] != "PADDLE_"}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(package)}
-    # As `paddle-vl train` starts.
-    environment = with_whole_blocks(environment)
+    environment |= {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(package)}
+    script = Path(inspect.getfile(function)).stem
     done = subprocess.run(
-        [sys.executable, *launcher, script, *arguments],
+        [sys.executable, *launcher, _HERE, script, function.__name__, str(folder)],
         capture_output=True,
         text=True,
-        env=environment,
-        cwd=work,
+        # As `paddle-vl train` starts.
+        env=with_whole_blocks(environment),
+        cwd=folder,
     )
-    results = [work / f"result{rank}.json" for rank in range(num_ranks)]
     if done.returncode or not all(path.exists() for path in results):
-        logs = sorted((work / "log").glob("workerlog.*"))
+        logs = sorted((folder / "log").glob("workerlog.*"))
         text = "\n".join(log.read_text() for log in logs) or done.stdout + done.stderr
         raise RuntimeError(text[-3000:])
-    return [json.loads(path.read_text()) for path in results]
+    return [json.loads(path.read_text(encoding="utf-8")) for path in results]
 
 
-def leave(found: dict[str, Any], work: Path) -> None:
-    """Write the result of this rank and end the process."""
+def reference(python: str, script: str, *arguments: object, **environment: str) -> Any:
+    """The line of JSON that a script beside this file prints, run by another interpreter.
+
+    Args:
+        environment: variables added to this process's.
+
+    Raises:
+        RuntimeError: it failed; has the end of its output.
+    """
+    command = [python, str(Path(__file__).with_name(script)), *map(str, arguments)]
+    given = os.environ | environment
+    done = subprocess.run(command, capture_output=True, text=True, env=given)
+    if done.returncode:
+        raise RuntimeError(f"{python} failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def peak_mib() -> float:
+    """Peak resident memory of this process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def _worker(script: str, function: str, folder: Path) -> None:
+    """Call the function on this rank, write its result and end the process."""
+    arguments = json.loads((folder / "arguments.json").read_text(encoding="utf-8"))
+    found = getattr(import_module(script), function)(**arguments)
     rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
-    partial = work / f"result{rank}.partial"
-    partial.write_text(json.dumps(found))
-    partial.rename(work / f"result{rank}.json")
+    partial = folder / f"result{rank}.partial"
+    partial.write_text(json.dumps(found), encoding="utf-8")
+    partial.rename(folder / f"result{rank}.json")
     if int(os.environ.get("PADDLE_TRAINERS_NUM", "1")) > 1:
         import paddle.distributed as dist
 
         dist.barrier()
     # Paddle's teardown of process groups may hang, see paddle_vl.cli.main.run.
     os._exit(0)
+
+
+if __name__ == "__main__":
+    made = argparse.ArgumentParser(description="Call a benchmark's function on this rank.")
+    for name in ("script", "function", "folder"):
+        made.add_argument(name)
+    given = made.parse_args()
+    _worker(given.script, given.function, Path(given.folder))

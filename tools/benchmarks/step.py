@@ -19,40 +19,36 @@ rounds.
 """
 
 import argparse
-import json
-import resource
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from harness import (
+    BENCH_DATA,
     ROOT,
-    STEPS_ONLY,
+    Result,
+    Round,
     Table,
+    data_settings,
     in_rounds,
     launch,
-    leave,
     make_data,
+    median,
     overrides,
     parser,
-    show,
-    spread,
+    peak_mib,
+    positive,
+    ratio,
+    reference,
+    run,
 )
 
 THREADS, WARM_UP = 2, 3
 CONFIGS = {name: ROOT / f"configs/bench/{name}_step.yaml" for name in ("qwen3_vl", "pi07")}
-# Options of the made-up data: `paddle_vl.profile.workload.Workload`, tools/make_demonstrations.py.
-# The answer fills the 511 tokens of a sample.
+# `paddle_vl.profile.workload.Workload`; the answer fills the 511 tokens of a sample.
 WORKLOADS = {"qwen3_vl": {"image_side": 512, "answer_tokens": 238}, "pi07": {}}
-DATA_OPTIONS = {
-    "qwen3_vl": (),
-    "pi07": ("--state-dim", "32", "--action-dim", "32", "--chunk-size", "50",
-             "--action-vocab-size", "1024"),
-}  # fmt: skip
 PHASES = {"data wait": "dataload_wait", "forward": "forward", "backward": "bwd",
           "optimizer": "optim_step"}  # fmt: skip
 OURS, NO_COMPILER = "paddle-vl", "paddle-vl, no compiler"
@@ -76,11 +72,9 @@ def build(family: str, settings: list[str], work: Path) -> Any:
     from paddle_vl.profile.workload import Workload, with_workload
     from paddle_vl.train.build import build_trainer
 
-    own = STEPS_ONLY | {
-        "train.output_dir": work / "out",
-        "data.processor": work / "data" / "processor",
-        "data.train": "[]" if family == "pi07" else f"[{work / 'data' / 'train.jsonl'}]",
-    }
+    own = data_settings(family, work / "data") | {"train.output_dir": work / "out"}
+    if family == "pi07":
+        own["data.train"] = "[]"
     config = load_run_config(CONFIGS[family], [*overrides(own), *settings])
     workload = Workload(is_synthetic=True, **WORKLOADS[family])
     trainer = build_trainer(with_workload(config, workload, work), writes=False)
@@ -95,39 +89,40 @@ def build(family: str, settings: list[str], work: Path) -> Any:
     return trainer
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    family: str, work: str, steps: int, settings: list[str], compiles: bool
+) -> dict[str, Any]:
     """Medians of the trainer's steps, in this process."""
     from paddle_vl.compat import configure_cpu_runtime
     from paddle_vl.nn.cpu import compiled
     from paddle_vl.train.phases import PhaseClock
 
-    is_compiled = configure_cpu_runtime(THREADS) and not options.no_compiler and compiled.enable()
-    trainer = build(options.family, options.settings, Path(options.worker))
+    is_compiled = configure_cpu_runtime(THREADS) and compiles and compiled.enable()
+    trainer = build(family, settings, Path(work))
     clock, losses = PhaseClock(), []
-    for _ in range(WARM_UP + options.steps):
+    for _ in range(WARM_UP + steps):
         with clock.step():
             outcome = trainer.train_one_step()
         losses.append(sum(outcome.terms.tolist()))
         if not outcome.is_good:
             raise RuntimeError(f"step {trainer.step} was skipped: loss {losses[-1]}")
     trainer.feed.close()
-    steps = [{name.value: s for name, s in step.items()} for step in clock.steps[WARM_UP:]]
+    timed = [{name.value: s for name, s in step.items()} for step in clock.steps[WARM_UP:]]
     seconds = {
-        name: statistics.median(step.get(key, 0.0) for step in steps)
+        name: statistics.median(step.get(key, 0.0) for step in timed)
         for name, key in PHASES.items()
     }
-    seconds["step"] = statistics.median(sum(step.values()) for step in steps)
-    num_parameters = sum(parameter.size for parameter in trainer.runner.model.parameters())
+    seconds["step"] = statistics.median(sum(step.values()) for step in timed)
     return {
         "seconds": seconds,
         "first_loss": losses[0],
         "last_loss": losses[-1],
-        "num_parameters": num_parameters,
+        "num_parameters": sum(p.size for p in trainer.runner.model.parameters()),
         "samples": outcome.totals.num_samples,
         "tokens": outcome.totals.num_tokens,
         "gflops": matmul_gflops(),
         "is_compiled": is_compiled,
-        "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "peak_rss_mib": peak_mib(),
     }
 
 
@@ -144,87 +139,69 @@ def matmul_gflops() -> float:
     return 2 * 2048 * 768 * 768 / statistics.median(times) / 1e9
 
 
-def run_here(
-    options: argparse.Namespace, settings: list[str], work: Path, compiles: bool = True
-) -> dict[str, Any]:
-    """The result of a new process."""
-    arguments = ["--family", options.family, "--steps", str(options.steps)]
-    arguments += [] if compiles else ["--no-compiler"]
-    return launch(__file__, 1, [*arguments, "--worker", str(work), *settings], work)[0]
-
-
-def run_reference(options: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """The result of the family's reference in a new process of another interpreter."""
-    script = Path(__file__).with_name(REFERENCES[options.family][1])
-    inputs = [str(CONFIGS[options.family].resolve())]
-    if options.family == "pi07":
-        inputs.append(str(work / "data" / "processor"))
-    done = subprocess.run(
-        [options.against, str(script), *inputs, str(options.steps), str(THREADS)],
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{options.against} failed:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def compare(options: argparse.Namespace, work: Path) -> dict[str, Any]:
+def compare(options: argparse.Namespace, work: Path) -> Result:
     """Results of all rounds, by side."""
-    make_data(options.family, work / "data", *DATA_OPTIONS[options.family])
-    runs = {OURS: lambda: run_here(options, [], work)}
+    family = options.family
+    name, script = REFERENCES[family]
+    data = make_data(family, work / "data", *BENCH_DATA[family]).parent
+
+    def ours(settings: list[str], compiles: bool = True) -> dict[str, Any]:
+        given = {"family": family, "steps": options.steps, "settings": settings}
+        return launch(measure, work / "run", **given, work=work, compiles=compiles)[0]
+
+    def theirs() -> dict[str, Any]:
+        inputs = [CONFIGS[family], *([data / "processor"] if family == "pi07" else [])]
+        return reference(options.against, script, *inputs, options.steps, THREADS)
+
+    runs = {OURS: lambda: ours([])}
     if options.no_compiler:
-        runs[NO_COMPILER] = lambda: run_here(options, [], work, compiles=False)
+        runs[NO_COMPILER] = lambda: ours([], compiles=False)
     if options.settings:
-        runs[" ".join(options.settings)] = lambda: run_here(options, options.settings, work)
+        runs[" ".join(options.settings)] = lambda: ours(options.settings)
     if options.against:
-        runs[REFERENCES[options.family][0]] = lambda: run_reference(options, work)
+        runs[name] = theirs
     rounds = in_rounds(list(runs), options.rounds, lambda side: runs[side]())
-    return {"family": options.family, "rounds": rounds}
+    versions = rounds[0].get(name, {}).get("versions", {})
+    return Result([table(family, rounds)], {"family": family, "rounds": rounds}, versions)
 
 
-def tables(found: dict[str, Any]) -> list[Table]:
-    """One table with a row per side; ratios are of paddle-vl to the others."""
-    rounds, family = found["rounds"], found["family"]
-    reference = REFERENCES[family][0]
-    first = rounds[0][OURS]
+def table(family: str, rounds: list[Round]) -> Table:
+    """A row per side; ratios are to the reference, or to paddle-vl."""
+    other, first = REFERENCES[family][0], rounds[0][OURS]
     unit = "tokens" if first["tokens"] else "samples"
 
-    def median(side: str, name: str) -> float:
-        return statistics.median(one[side]["seconds"].get(name, 0.0) for one in rounds)
-
     def row(side: str) -> list[str]:
-        step, memory = median(side, "step"), [one[side]["peak_rss_mib"] for one in rounds]
-        measured = rounds[0][side]["seconds"]
-        phases = [f"{1e3 * median(side, name):.0f}" if name in measured else "" for name in PHASES]
-        speed = f"{first[unit] / step:.3g}"
-        return [side, f"{1e3 * step:.0f}", *phases, speed, f"{statistics.median(memory):.0f}"]
+        milliseconds = {
+            name: 1e3 * median(rounds, side, "seconds", name) for name in rounds[0][side]["seconds"]
+        }
+        phases = [f"{milliseconds[name]:.0f}" if name in milliseconds else "" for name in PHASES]
+        speed = f"{1e3 * first[unit] / milliseconds['step']:.3g}"
+        memory = f"{median(rounds, side, 'peak_rss_mib'):.0f}"
+        return [side, f"{milliseconds['step']:.0f}", *phases, speed, memory]
 
-    rows = [row(side) for side in sorted(rounds[0], key=lambda side: side != OURS)]
-    gflops = statistics.median(one[OURS]["gflops"] for one in rounds)
     note = (
         f"{first['num_parameters'] / 1e6:.1f} million parameters, float32, {THREADS} threads, "
-        f"medians of {len(rounds)} run(s). A plain matrix product reached {gflops:.0f} GFLOP/s."
+        f"medians of {len(rounds)} run(s). A plain matrix product reached "
+        f"{median(rounds, OURS, 'gflops'):.0f} GFLOP/s. "
+        f"{OURS} {'has' if first['is_compiled'] else 'does not have'} C kernels here."
     )
-    changed = [side for side in rounds[0] if side not in (OURS, NO_COMPILER, reference)]
-    note += f" {OURS} {'has' if first['is_compiled'] else 'does not have'} C kernels here."
-    base = reference if reference in rounds[0] else OURS
+    base = other if other in rounds[0] else OURS
     for side in [side for side in rounds[0] if side != base]:
-        step = [one[side]["seconds"]["step"] / one[base]["seconds"]["step"] for one in rounds]
-        memory = [one[side]["peak_rss_mib"] / one[base]["peak_rss_mib"] for one in rounds]
         note += (
-            f" {side} takes {spread(step, 2)} times the step and {spread(memory, 2)} times the "
-            f"memory of {base}."
+            f" {side} takes {ratio(rounds, side, base, 'seconds', 'step')} times the step and "
+            f"{ratio(rounds, side, base, 'peak_rss_mib')} times the memory of {base}."
         )
+    rows = [row(side) for side in sorted(rounds[0], key=lambda side: side != OURS)]
+    changed = [side for side in rounds[0] if side not in (OURS, NO_COMPILER, other)]
     columns = ["", "ms per step", *PHASES, f"{unit} per second", "peak MiB"]
-    return [Table(" ".join(["step", family, *changed]), columns, rows, note)]
+    return Table(" ".join(["step", family, *changed]), columns, rows, note)
 
 
-def main() -> int:
+if __name__ == "__main__":
     made = parser(__doc__)
     made.add_argument("--family", choices=CONFIGS, required=True)
-    made.add_argument("--steps", type=int, default=10, help="timed steps of a run (default 10)")
-    made.add_argument("--rounds", type=int, default=3, help="runs of each side (default 3)")
+    made.add_argument("--steps", type=positive, default=10, help="timed steps of a run (10)")
+    made.add_argument("--rounds", type=positive, default=3, help="runs of each side (3)")
     made.add_argument(
         "--against", metavar="PYTHON", help="interpreter with torch and the family's reference"
     )
@@ -234,21 +211,4 @@ def main() -> int:
     made.add_argument(
         "settings", nargs="*", metavar="section.name=value", help="compare with changed settings"
     )
-    made.add_argument("--worker", help=argparse.SUPPRESS)
-    options = made.parse_args()
-    if options.worker:
-        leave(measure(options), Path(options.worker))
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            found = compare(options, Path(folder))
-        except RuntimeError as error:
-            print(f"step: a run failed:\n{error}", file=sys.stderr)
-            return 1
-    reference = found["rounds"][0].get(REFERENCES[options.family][0], {})
-    versions = reference.get("versions", {})
-    show(options, tables(found), found, **versions)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(made, compare))

@@ -15,27 +15,27 @@ most. A step has two micro-batches. Ratios are medians of the rounds' ratios.
 
 import argparse
 import math
-import shutil
-import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from harness import (
-    DATA,
     ROOT,
-    STEPS_ONLY,
+    Result,
+    Round,
     Table,
+    data_settings,
     in_rounds,
     launch,
-    leave,
     make_data,
+    median,
     overrides,
     parser,
-    show,
+    positive,
+    run,
 )
+from turns import timed_turns
 
 CONFIGS = {"qwen3_vl": "configs/quickstart/digits.yaml", "pi07": "configs/pi07/tiny_cpu.yaml"}
 TOPOLOGIES = {
@@ -53,66 +53,29 @@ TOPOLOGIES = {
 }
 # pi07 has no sequence parallelism.
 NOT_OF_PI07 = ("mp2 sp",)
-SAMPLES, MICRO_BATCHES, WARM_UP = 8, 2, 3
+SAMPLES, MICRO_BATCHES = 8, 2
+MEASURES = ("milliseconds", "collectives", "messages", "bytes", "mib")
 
 
-def measure(options: argparse.Namespace) -> dict[str, float]:
+def measure(checkout: str, config: str, settings: list[str], steps: int) -> dict[str, float]:
     """Numbers of this rank."""
     import paddle_vl
-    from paddle_vl.compat import configure_cpu_runtime
-    from paddle_vl.config.load import load_run_config
-    from paddle_vl.parallel.recorder import record_collectives
-    from paddle_vl.train.build import build_trainer
 
-    if Path(paddle_vl.__file__).resolve().parents[1] != Path(options.package).resolve():
-        raise SystemExit(f"paddle_vl comes from {paddle_vl.__file__}, not {options.package}")
-    configure_cpu_runtime(1)
-    before = _resident("VmRSS")
-    trainer = build_trainer(load_run_config(options.config, options.settings))
-    trainer.output_dir.mkdir(parents=True, exist_ok=True)
-    trainer.reporter.open(0, trainer.num_steps)
-    for _ in range(WARM_UP):
-        trainer.turn()
-    with record_collectives() as recording:
-        trainer.turn()
-    times = []
-    for _ in range(options.steps):
-        trainer.ranks.wait()
-        begin = time.perf_counter()
-        trainer.turn()
-        trainer.ranks.wait()
-        times.append(time.perf_counter() - begin)
-    trainer.feed.close()
-    trainer.reporter.close()
-    return {
-        # Other work on the machine only makes steps slower.
-        "milliseconds": 1e3 * min(times),
-        "collectives": sum(not call.is_message for call in recording.calls),
-        "messages": sum(call.is_message for call in recording.calls),
-        "bytes": sum(call.num_bytes for call in recording.calls),
-        "mib": (_resident("VmHWM") - before) / 2**20,
-    }
+    if Path(paddle_vl.__file__).resolve().parents[1] != Path(checkout).resolve():
+        raise SystemExit(f"paddle_vl comes from {paddle_vl.__file__}, not {checkout}")
+    found = timed_turns(config, settings, steps)
+    return {name: found[name] for name in MEASURES}
 
 
-def _resident(name: str) -> int:
-    """Resident bytes of this process: now (VmRSS) or peak (VmHWM)."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) << 10
-    raise RuntimeError(f"/proc/self/status has no {name}")
-
-
-def run(family: str, topology: str, package: Path, folder: Path, steps: int) -> dict[str, float]:
+def trained(
+    family: str, topology: str, package: Path, folder: Path, steps: int
+) -> dict[str, float]:
     """Train with the package of a checkout; the maximum of each number over ranks."""
-    degrees = TOPOLOGIES[topology]
+    degrees: dict[str, Any] = TOPOLOGIES[topology]
     num_ranks = math.prod(value for name, value in degrees.items() if name.endswith("_degree"))
     data_size = degrees.get("dp_degree", 1) * degrees.get("sharding_degree", 1)
-    work, data = folder / "work", folder / family
-    settings = STEPS_ONLY | {
-        "train.output_dir": work / "out",
-        "data.train": f"[{data / DATA[family][1]}]",
-        "data.eval": "[]",
-        "data.processor": data / "processor",
+    settings = data_settings(family, folder / family) | {
+        "train.output_dir": folder / "work" / "out",
         "train.per_device_train_batch_size": SAMPLES // data_size,
         "train.gradient_accumulation_steps": MICRO_BATCHES,
         "logging.logging_steps": 10**6,
@@ -120,16 +83,32 @@ def run(family: str, topology: str, package: Path, folder: Path, steps: int) -> 
     settings |= {f"parallel.{name}": str(degree).lower() for name, degree in degrees.items()}
     if degrees.get("sequence_parallel"):
         settings["data.pad_to_multiple_of"] = degrees["mp_degree"]
-    arguments = ["--worker", str(work), "--package", str(package), "--steps", str(steps)]
-    arguments += ["--config", str(package / CONFIGS[family]), "--settings", *overrides(settings)]
-    found = launch(__file__, num_ranks, arguments, work, package)
-    shutil.rmtree(work)
+    found = launch(
+        measure, folder / "work", num_ranks, package=package, steps=steps,
+        config=package / CONFIGS[family], settings=overrides(settings), checkout=str(package),
+    )  # fmt: skip
     return {name: max(each[name] for each in found) for name in found[0]}
 
 
-def compare(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, list[dict]]]:
+def rows(case: str, rounds: list[Round]) -> Iterator[list[str]]:
+    """A row per checkout, and one of ratios."""
+    for side, first in sorted(rounds[0].items()):
+        counts = [str(first["collectives"]), str(first["messages"]), f"{first['bytes'] / 1e6:.2f}"]
+        times = f"{median(rounds, side, 'milliseconds'):.1f}"
+        yield [f"{case} {side}".rstrip(), times, *counts, f"{median(rounds, side, 'mib'):.0f}"]
+    if len(rounds[0]) > 1:
+        ratios = [
+            {"": {name: one["here"][name] / (one["there"][name] or math.nan) for name in MEASURES}}
+            for one in rounds
+        ]
+        first, *others = (median(ratios, "", name) for name in MEASURES)
+        yield [f"{case} ratio", f"{first:.3f}", *(f"{other:.2f}" for other in others)]
+
+
+def compare(options: argparse.Namespace, folder: Path) -> Result:
     """Rounds by family and topology."""
     sides = {"": ROOT} if options.against is None else {"here": ROOT, "there": options.against}
+    found: dict[str, list[Any]] = {}
     for family in options.families:
         make_data(family, folder / family)
         for topology in options.topologies:
@@ -137,65 +116,33 @@ def compare(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, li
                 continue
 
             def run_side(side: str, case: tuple[str, str] = (family, topology)) -> dict:
-                return run(*case, sides[side], folder, options.steps)
+                return trained(*case, sides[side], folder, options.steps)
 
-            yield f"{family} {topology}", in_rounds(list(sides), options.rounds, run_side)
-
-
-def rows(case: str, rounds: list[dict[str, dict]]) -> Iterator[list[str]]:
-    """A row per checkout, and one of ratios."""
-    for side, first in sorted(rounds[0].items()):
-        milliseconds, mib = (
-            statistics.median(found[side][name] for found in rounds)
-            for name in ("milliseconds", "mib")
-        )
-        counts = [str(first["collectives"]), str(first["messages"]), f"{first['bytes'] / 1e6:.2f}"]
-        yield [f"{case} {side}".rstrip(), f"{milliseconds:.1f}", *counts, f"{mib:.0f}"]
-    if len(rounds[0]) > 1:
-        names = ("milliseconds", "collectives", "messages", "bytes", "mib")
-        ratios = [
-            statistics.median(
-                found["here"][name] / found["there"][name] if found["there"][name] else math.nan
-                for found in rounds
-            )
-            for name in names
-        ]
-        yield [f"{case} ratio", f"{ratios[0]:.3f}", *(f"{ratio:.2f}" for ratio in ratios[1:])]
+            rounds = in_rounds(list(sides), options.rounds, run_side)
+            found[f"{family} {topology}"] = rounds
+    columns = ["", "ms per step", "collectives", "messages", "MB sent", "peak MiB"]
+    lines = [row for case, rounds in found.items() for row in rows(case, rounds)]
+    return Result([Table("topologies", columns, lines)], found)
 
 
-def main() -> int:
+def folder_of_checkout(text: str) -> Path:
+    """The folder of a checkout, as the type of an option."""
+    folder = Path(text).resolve()
+    if not (folder / "paddle_vl" / "__init__.py").is_file():
+        raise argparse.ArgumentTypeError(f"{folder} is no checkout: it has no paddle_vl/")
+    return folder
+
+
+if __name__ == "__main__":
     made = parser(__doc__)
-    made.add_argument("--against", type=Path, metavar="FOLDER", help="another checkout")
+    made.add_argument(
+        "--against", type=folder_of_checkout, metavar="FOLDER", help="another checkout"
+    )
     made.add_argument("--families", nargs="+", choices=CONFIGS, default=list(CONFIGS))
     made.add_argument(
         "--topologies", nargs="+", choices=TOPOLOGIES, default=list(TOPOLOGIES), metavar="NAME",
         help=f"of {', '.join(TOPOLOGIES)} (default all)",
     )  # fmt: skip
-    made.add_argument("--steps", type=int, default=10, help="timed steps of a run (default 10)")
-    made.add_argument("--rounds", type=int, default=3, help="runs of each checkout (default 3)")
-    for name in ("--worker", "--package", "--config"):
-        made.add_argument(name, help=argparse.SUPPRESS)
-    made.add_argument("--settings", nargs="*", help=argparse.SUPPRESS)
-    options = made.parse_args()
-    if options.worker:
-        leave(measure(options), Path(options.worker))
-    if options.against is not None:
-        options.against = options.against.resolve()
-        if not (options.against / "paddle_vl" / "__init__.py").is_file():
-            made.error(f"--against: {options.against} is no checkout: it has no paddle_vl/")
-    if options.steps < 1 or options.rounds < 1:
-        made.error("--steps and --rounds are numbers from 1")
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            found = dict(compare(options, Path(folder)))
-        except RuntimeError as error:
-            print(f"topologies: a run failed:\n{error}", file=sys.stderr)
-            return 1
-    columns = ["", "ms per step", "collectives", "messages", "MB sent", "peak MiB"]
-    lines = [row for case, rounds in found.items() for row in rows(case, rounds)]
-    show(options, [Table("topologies", columns, lines)], found)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    made.add_argument("--steps", type=positive, default=10, help="timed steps of a run (10)")
+    made.add_argument("--rounds", type=positive, default=3, help="runs of each checkout (3)")
+    sys.exit(run(made, compare))

@@ -4,26 +4,19 @@ import shutil
 import statistics
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-from faults.damages import DAMAGES
 from faults.fault import Fault
-from faults.interferences import INTERFERENCES
-from faults.kills import KILLS
 from faults.references import References
-from faults.requests import REQUESTS
-from faults.storage import STORAGE
 from faults.trial import Outcome, run_trial
 
-KINDS: dict[str, Fault] = {
-    fault.name: fault for fault in [*REQUESTS, *KILLS, *DAMAGES, *STORAGE, *INTERFERENCES]
-}
 # Number of faults that `--all` injects at least.
-FEWEST_OF_ALL = 100
+FEWEST_OF_ALL = 200
 _SHOWN_LINES = 40
 _SHOWN_REASONS = 5
 
@@ -43,7 +36,7 @@ def plan(
     the next seed.
 
     Args:
-        number: how many; None for every kind with every start, and at least 100.
+        number: how many; None for every kind with every start, and at least 200.
     """
     rounds = _pairs(faults, starts)
     if not rounds:
@@ -88,9 +81,11 @@ def run_campaign(
             references.output_dir(item.fault, item.start)
             try:
                 outcome = run_trial(item.fault, item.start, item.seed, references, own)
-            except (RuntimeError, OSError) as error:
+            # Also a bug of a fault: the others go on.
+            except Exception as error:
                 outcome = Outcome(item.fault.name, item.start, item.seed, "not injected")
-                outcome.problems.append(str(error))
+                outcome.problems.append(f"{type(error).__name__}: {error}")
+                outcome.output = traceback.format_exc()
             with said:
                 say(line_of(outcome))
                 for line in [] if outcome.is_good else failure_lines(outcome):

@@ -1,54 +1,19 @@
-"""Damage to the newest checkpoint of a run that ended; the run must resume from the one before."""
+"""What faults do to the folder of a run that has ended, before the next start."""
 
+import json
+import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from faults.fault import Damage
-from faults.kills import PowerLoss
-from faults.moments import TooLateError
 from faults.runs import SignalledRun
-from faults.tiny_run import NUM_STEPS, SAVE_STEPS
-from faults.verdict import checkpoint_steps
+from faults.strikes import AUTO, killed_at
+from faults.verdict import checkpoint_steps, tracebacks
 
-MANIFEST = "manifest.json"
-STATE = "trainer_state.json"
-
-
-class DamagedCheckpoint(PowerLoss):
-    """Power loss, then damage to one file of the newest checkpoint."""
-
-    starts: Sequence[str] = ("one", "nproc", "nproc4")
-    places = ("step",)
-    # Two checkpoints exist from this step on.
-    steps = range(2 * SAVE_STEPS, NUM_STEPS - 1)
-
-    def __init__(
-        self, name: str, sentence: str, file: str, alter: Callable[[Path, random.Random], str]
-    ):
-        self.name, self._file, self._alter = f"damage-{name}", file, alter
-        self.sentence = f"{sentence} in the newest checkpoint, after a power loss"
-
-    def strike(self, run: SignalledRun, rng: random.Random) -> None:
-        # Checkpoints are written asynchronously.
-        while len(checkpoint_steps(run.output_dir)) < 2:
-            if run.process.poll() is not None:
-                raise TooLateError
-            time.sleep(0.002)
-        run.kill_all()
-
-    def damage(self, output_dir: Path, rng: random.Random) -> Damage:
-        step = max(checkpoint_steps(output_dir))
-        newest = output_dir / f"checkpoint-{step}"
-        files = sorted(path for path in newest.rglob(self._file) if path.stat().st_size)
-        file = rng.choice(files)
-        said = self._alter(file, rng)
-        return Damage(
-            checkpoint=step,
-            what=f"{newest.name}/{file.name} {said}",
-            mentioned=(newest.name,),
-        )
+Alter = Callable[[Path, random.Random], str]
+_RUN_S = 120.0
 
 
 def delete(file: Path, rng: random.Random) -> str:
@@ -58,8 +23,7 @@ def delete(file: Path, rng: random.Random) -> str:
 
 def truncate(file: Path, rng: random.Random) -> str:
     size = rng.randrange(1, file.stat().st_size)
-    with file.open("r+b") as stream:
-        stream.truncate(size)
+    os.truncate(file, size)
     return f"cut to {size} bytes"
 
 
@@ -76,13 +40,105 @@ def flip(file: Path, rng: random.Random) -> str:
     return f"bit {bit} of byte {place} flipped"
 
 
-DAMAGES = [
-    DamagedCheckpoint("delete", "weights or optimizer state deleted", "*.safetensors", delete),
-    DamagedCheckpoint("truncate", "weights or optimizer cut short", "*.safetensors", truncate),
-    DamagedCheckpoint("empty", "weights or optimizer state emptied", "*.safetensors", empty),
-    DamagedCheckpoint("flip", "a bit of weights or optimizer state flipped", "*.safetensors", flip),
-    DamagedCheckpoint("flip-state", "a bit of trainer_state.json flipped", STATE, flip),
-    DamagedCheckpoint("truncate-state", "trainer_state.json cut short", STATE, truncate),
-    DamagedCheckpoint("flip-manifest", "a bit of manifest.json flipped", MANIFEST, flip),
-    DamagedCheckpoint("truncate-manifest", "manifest.json cut short", MANIFEST, truncate),
-]
+def of_checkpoint(pattern: str, alter: Alter) -> Callable[[SignalledRun, random.Random], Damage]:
+    """Damage one file of the newest checkpoint; the run must resume from the one before."""
+
+    def damage(run: SignalledRun, rng: random.Random) -> Damage:
+        step = max(checkpoint_steps(run.output_dir))
+        newest = run.output_dir / f"checkpoint-{step}"
+        file = rng.choice(sorted(path for path in newest.rglob(pattern) if path.stat().st_size))
+        what = f"{newest.name}/{file.name} {alter(file, rng)}"
+        return Damage(checkpoint=step, what=what, mentioned=(newest.name,))
+
+    return damage
+
+
+def of_cache(pattern: str) -> Callable[[SignalledRun, random.Random], Damage]:
+    """Damage a file that the package has made from the data."""
+
+    def damage(run: SignalledRun, rng: random.Random) -> Damage:
+        file = rng.choice(sorted(run.run_file.parent.glob(pattern)))
+        return Damage(what=f"{file.name} {rng.choice((flip, flip, truncate, empty))(file, rng)}")
+
+    return damage
+
+
+def edited_source(run: SignalledRun, rng: random.Random) -> Damage:
+    """Change an answer, but neither the size nor the time of its file, and start the run, which has
+    to refuse the data; then restore them."""
+    file = run.run_file.parent / "train.jsonl"
+    before, times = file.read_bytes(), file.stat()
+
+    def write(content: bytes) -> None:
+        file.write_bytes(content)
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+    lines = before.split(b"\n")
+    number = rng.choice([i for i, line in enumerate(lines) if b'"red"' in line])
+    lines[number] = lines[number].replace(b'"red"', b'"der"')
+    damage = Damage(what=f"line {number + 1} of {file.name} edited")
+    try:
+        write(b"\n".join(lines))
+        with run.again(run.output.with_suffix(".edited"), AUTO) as again:
+            ended = again.ended(time.monotonic())
+    finally:
+        write(before)
+    if ended.code == 0 or file.name not in ended.output or tracebacks(ended.output):
+        damage.problems.append(f"the edited {file.name} was not refused: {ended.output}")
+    return damage
+
+
+def killed_in_replacement(run: SignalledRun, rng: random.Random) -> Damage:
+    """Damage a checkpoint, and kill rank 0 of the next start while it replaces the checkpoint."""
+    step = max(checkpoint_steps(run.output_dir))
+    name = f"checkpoint-{step}"
+    flip(min((run.output_dir / name).glob("optimizer*.safetensors")), rng)
+    # Before the old one gives way, between, and when the new one is in its place.
+    call = rng.choice((0, 1, 1, 2))
+    environment = killed_at(run.start, call, f"{name} ")
+    with run.again(run.output.with_suffix(".killed"), AUTO, environment) as again:
+        again.process.wait(_RUN_S)
+    places = sorted(path.name for path in run.output_dir.glob(f".*{name}"))
+    return Damage(
+        checkpoint=step if call == 0 else None,
+        restored=None if call == 0 else step,
+        what=f"{name} flipped, killed at call {call} of its replacement, which left {places}",
+    )
+
+
+def stale_lock(run: SignalledRun, rng: random.Random) -> Damage:
+    """Leave the lock of a machine that no longer exists."""
+    lock = run.output_dir / "run.lock"
+    owner = json.loads(lock.read_text()) | {"host": "node-7", "boot_id": "another"}
+    lock.write_text(json.dumps(owner))
+    before = time.time() - 60
+    os.utime(lock, (before, before))
+    return Damage(what="run.lock of node-7")
+
+
+def cut_metrics(run: SignalledRun, rng: random.Random) -> Damage:
+    """Leave an incomplete last line in metrics.jsonl."""
+    file = run.output_dir / "metrics.jsonl"
+    content = file.read_bytes()
+    last = content.rstrip(b"\n").rsplit(b"\n", 1)[-1]
+    cut = rng.randrange(2, len(last))
+    file.write_bytes(content[:-cut])
+    step = json.loads(last)["step"]
+    return Damage(metrics=step, what=f"{cut} bytes of step {step} are gone")
+
+
+def room_again(run: SignalledRun, rng: random.Random) -> Damage:
+    """Remove what filled the disk."""
+    (run.output_dir / "ballast").unlink()
+    return Damage()
+
+
+def dead_thread(run: SignalledRun, rng: random.Random) -> Damage:
+    """Nothing; say which thread died."""
+    rank = run.environment["FAULT_RANK"] or "0"
+    return Damage(what=f"thread {run.environment['FAULT_THREAD'].strip()} of rank {rank}")
+
+
+def at_rename(run: SignalledRun, rng: random.Random) -> Damage:
+    """Nothing; say at which rename the rank was killed."""
+    return Damage(what=f"at call {run.environment['FAULT_CALLS']}")

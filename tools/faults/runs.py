@@ -4,39 +4,53 @@ do.
 
 import json
 import os
-import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
+from typing import NamedTuple
 
 import psutil
 
+from faults.processes import Processes, line_of
+
 ROOT = Path(__file__).parents[2]
 _COMMAND = [sys.executable, "-m", "paddle_vl", "train"]
+_FLEETRUN = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", "2"]
+# Imported by every Python process of a run that gets an environment.
+_HOOKS = Path(__file__).parent / "hooks"
+
+
+class Start(NamedTuple):
+    """How a run is started; runs with the same settings have the same results."""
+
+    command: Sequence[str]
+    num_ranks: int = 1
+    settings: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, num_ranks: int, *parallel: str) -> "Start":
+        """A run of several ranks with these settings of `parallel`."""
+        settings = [f"parallel.{each}" for each in parallel]
+        return cls([*_COMMAND, "--nproc", str(num_ranks)], num_ranks, settings)
+
+
 STARTS = {
-    "one": _COMMAND,
-    "nproc": [*_COMMAND, "--nproc", "2"],
-    "nproc4": [*_COMMAND, "--nproc", "4"],
-    "fleetrun": [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", "2"],
+    "one": Start(_COMMAND),
+    "nproc": Start.of(2, "dp_degree=2"),
+    "fleetrun": Start(_FLEETRUN, 2, ["parallel.dp_degree=2"]),
+    "nproc4": Start.of(4, "dp_degree=2", "mp_degree=2"),
+    "sharding3": Start.of(2, "sharding_degree=2", "sharding_stage=3"),
+    "pipeline": Start.of(2, "pp_degree=2"),
+    "colocated": Start.of(2, "pp_degree=2", "schedule=colocated"),
 }
-NUM_RANKS = {"one": 1, "nproc": 2, "nproc4": 4, "fleetrun": 2}
-_DEGREES = {
-    1: [],
-    2: ["parallel.dp_degree=2"],
-    4: ["parallel.dp_degree=2", "parallel.mp_degree=2"],
-}
+NUM_RANKS = {name: start.num_ranks for name, start in STARTS.items()}
 # Practically endless, so that a signal always arrives during training.
 ENDLESS = ("train.max_steps=1000000", "train.save_steps=null", "logging.logging_steps=1")
-# Environment variable that identifies all processes of a run, orphans too.
-_TOKEN = "FAULT_RUN_ID"
 _START_S = 90.0
 _END_S = 90.0
-# Time within which every process must have ended.
-LEFT_AFTER_S = 10.0
 
 
 @dataclass
@@ -45,9 +59,7 @@ class Ended:
 
     Attributes:
         start: one of `STARTS`.
-        code: the command's exit code.
-        seconds: from the first signal until all processes had ended.
-        left: command lines of processes that outlived the command by 10 seconds and were killed.
+        code, seconds, left: see `faults.processes.End`; the time is from the first signal.
         checkpoints: names, sorted.
         last_step: last step in metrics.jsonl.
         output: the command's output.
@@ -62,12 +74,13 @@ class Ended:
     output: str
 
 
-class SignalledRun:
+class SignalledRun(Processes):
     """A run in its own session; remaining processes are killed when the context ends.
 
     Args:
-        start: one of `STARTS`; two ranks are data parallel, four tensor parallel too.
+        start: one of `STARTS`.
         overrides: settings and options of `paddle-vl train`.
+        environment: variables that make a process of the run fail, see `hooks/sitecustomize.py`.
         prefix: wrapper command, such as one that makes a PID namespace.
         output: file for the command's output; by default beside `output_dir`.
     """
@@ -80,33 +93,43 @@ class SignalledRun:
         overrides: Sequence[str] = (),
         prefix: Sequence[str] = (),
         output: Path | None = None,
+        environment: Mapping[str, str] | None = None,
     ):
         self.start, self.run_file, self.output_dir = start, run_file, output_dir
-        self.overrides = list(overrides)
-        command = [*prefix, *STARTS[start]]
+        self.overrides, self.environment = list(overrides), dict(environment or {})
+        command = [*prefix, *STARTS[start].command]
         self.log_dir = output_dir / "log"
         if start == "fleetrun":
             self.log_dir = Path(f"{output_dir}-log")
             command += ["--log_dir", str(self.log_dir), str(ROOT / "tools" / "train.py")]
         command += [str(run_file), f"train.output_dir={output_dir}"]
-        command += [*_DEGREES[NUM_RANKS[start]], *overrides]
-        environment = {name: value for name, value in os.environ.items() if name[:7] != "PADDLE_"}
-        environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", _TOKEN: uuid.uuid4().hex}
-        self._mark = f"{_TOKEN}={environment[_TOKEN]}".encode()
+        path = [str(_HOOKS)] * bool(self.environment) + [str(ROOT)]
         self.output = output or output_dir.with_name(output_dir.name + ".out")
-        with self.output.open("wb") as stream:
-            self.process = subprocess.Popen(
-                command,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
+        super().__init__(
+            [*command, *STARTS[start].settings, *overrides],
+            {
+                **{name: value for name, value in os.environ.items() if name[:7] != "PADDLE_"},
+                "PYTHONPATH": os.pathsep.join(path),
+                "OMP_NUM_THREADS": "1",
+                # Every start would compile the package again.
+                "PYTHONDONTWRITEBYTECODE": "",
+                **self.environment,
+            },
+            self.output,
+        )
 
-    def again(self, output: Path, overrides: Sequence[str] = ()) -> "SignalledRun":
-        """Start the same command again with further settings."""
-        settings = [*self.overrides, *overrides]
-        return SignalledRun(self.start, self.run_file, self.output_dir, settings, output=output)
+    def __enter__(self) -> "SignalledRun":
+        return self
+
+    def again(
+        self,
+        output: Path,
+        overrides: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> "SignalledRun":
+        """Start the same command again with further settings and its own environment."""
+        settings, folder = [*self.overrides, *overrides], self.output_dir
+        return SignalledRun(self.start, self.run_file, folder, settings, (), output, environment)
 
     def wait_for_steps(self, number: int = 2) -> None:
         """Wait until metrics.jsonl has this many steps."""
@@ -121,10 +144,12 @@ class SignalledRun:
         return last_step(self.output_dir)
 
     def said(self) -> str:
-        """Output so far, including that of the ranks under fleetrun."""
+        """Output so far, including that of all ranks."""
         files = [self.output]
-        if self.start == "fleetrun":
-            files += sorted(self.log_dir.glob("workerlog.*"))
+        for file in sorted(self.log_dir.glob("workerlog.*")):
+            # Rank 0 of `--nproc` writes to the output too.
+            if self.start == "fleetrun" or file.suffix != ".0":
+                files.append(file)
         return "".join(file.read_text(errors="replace") for file in files)
 
     def rank(self, number: int) -> psutil.Process:
@@ -146,20 +171,7 @@ class SignalledRun:
 
     def data_workers(self) -> list[psutil.Process]:
         """The loader's worker processes."""
-        return [process for process in self.alive() if "spawn_main" in " ".join(_line(process))]
-
-    def alive(self) -> list[psutil.Process]:
-        """All live processes of this start, wherever they are in the process tree."""
-        found = []
-        for pid in psutil.pids():
-            try:
-                if self._mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                    process = psutil.Process(pid)
-                    if process.status() != psutil.STATUS_ZOMBIE:
-                        found.append(process)
-            except (OSError, psutil.Error):
-                continue
-        return found
+        return [process for process in self.alive() if "spawn_main" in " ".join(line_of(process))]
 
     def signal(
         self, number: Signals, target: str = "command", times: int = 1, gap_s: float = 0.2
@@ -188,50 +200,11 @@ class SignalledRun:
             except (ProcessLookupError, psutil.NoSuchProcess):
                 break
 
-    def kill_all(self) -> None:
-        """Send SIGKILL to all processes, the command first, until none is left."""
-        while alive := self.alive():
-            for process in alive:
-                try:
-                    process.kill()
-                except psutil.NoSuchProcess:
-                    continue
-            self.process.poll()
-
     def ended(self, begin: float, within_s: float = _END_S) -> Ended:
-        """Wait for the end of the command and check which processes are left 10 seconds later.
-
-        Args:
-            begin: start of the measured time, from `time.monotonic`.
-            within_s: timeout after which the command itself counts as left.
-        """
-        try:
-            self.process.wait(within_s)
-        except subprocess.TimeoutExpired:
-            left = self.alive()
-        else:
-            deadline = time.monotonic() + LEFT_AFTER_S
-            while (left := self.alive()) and time.monotonic() < deadline:
-                time.sleep(0.05)
-        seconds = time.monotonic() - begin
-        lines = [_line(process) for process in left]
-        self.kill_all()
-        return Ended(
-            self.start,
-            self.process.wait(),
-            seconds,
-            lines,
-            sorted(path.name for path in self.output_dir.glob("checkpoint-*")),
-            self.last_step(),
-            self.said(),
-        )
-
-    def __enter__(self) -> "SignalledRun":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.kill_all()
-        self.process.wait()
+        """Wait for the end; arguments as for `Processes.end`."""
+        end = self.end(begin, within_s)
+        checkpoints = sorted(path.name for path in self.output_dir.glob("checkpoint-*"))
+        return Ended(self.start, *end, checkpoints, self.last_step(), self.said())
 
 
 def last_step(output_dir: Path) -> int:
@@ -249,10 +222,3 @@ def metrics(output_dir: Path) -> list[dict]:
         except ValueError:
             break
     return lines
-
-
-def _line(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from faults.verdict import (
     checkpoint_steps,
     damaged_checkpoints,
     differences_of_runs,
+    tracebacks,
     vanished_checkpoints,
 )
 
@@ -86,29 +88,37 @@ def _disturb(
     outcome: Outcome,
 ) -> None:
     limit = rng.choice(_LIMITS)
-    overrides = list(fault.overrides)
+    run_file = references.run_file(fault, start)
+    overrides = [*fault.overrides, *references.settings(fault, start)]
     if limit is not None:
         overrides.append(f"train.save_total_limit={limit}")
+    environment = fault.environment(output_dir, start, rng)
     moment = fault.moment(rng)
     output = output_dir.with_name(output_dir.name + ".out")
-    run_file = references.run_file(fault)
-    with SignalledRun(start, run_file, output_dir, overrides, output=output) as run:
+    with SignalledRun(
+        start, run_file, output_dir, overrides, output=output, environment=environment
+    ) as run:
         moment.wait(run)
         before = checkpoint_steps(output_dir)
         begin = time.monotonic()
         outcome.problems += fault.strike(run, rng) or []
+        if fault.waits:
+            begin = time.monotonic()
         ended = run.ended(begin, within_s=_RUN_S if fault.goes_on else 90.0)
     outcome.moment, outcome.output = str(moment), ended.output
     outcome.seconds = None if fault.goes_on else ended.seconds
     outcome.left += [" ".join(line)[:200] for line in ended.left]
     outcome.problems += fault.problems(ended)
+    if not fault.may_trace:
+        outcome.problems += tracebacks(ended.output)
     outcome.lost += _lost(fault, ended, output_dir, reference, before, limit)
     if ended.code == 0 and (output_dir / "final").is_dir():
         damage = Damage()
     else:
-        damage = fault.damage(output_dir, rng)
+        damage = fault.damage(run, rng)
         outcome.moment += f"; {damage.what}" if damage.what else ""
-        good = checkpoint_steps(output_dir) - {damage.checkpoint}
+        outcome.problems += damage.problems
+        good = checkpoint_steps(output_dir) - {damage.checkpoint} | {damage.restored or 0}
         _continue(run, damage, max(good, default=0), outcome)
     fault.before_comparison(output_dir)
     outcome.problems += differences_of_runs(output_dir, reference, damage.metrics)
@@ -135,10 +145,13 @@ def _lost(
 def _continue(run: SignalledRun, damage: Damage, newest_good: int, outcome: Outcome) -> None:
     """Start the run again with train.resume_from_checkpoint=auto and wait for its end."""
     output = run.output.with_suffix(".again")
+    # Logs of this start only.
+    shutil.rmtree(run.log_dir, ignore_errors=True)
     with run.again(output, ["train.resume_from_checkpoint=auto"]) as again:
         ended = again.ended(time.monotonic(), within_s=_RUN_S)
     outcome.output += f"\n--- started again ---\n{ended.output}"
     outcome.left += [f"started again: {' '.join(line)[:200]}" for line in ended.left]
+    outcome.problems += tracebacks(ended.output)
     if ended.code != 0:
         outcome.problems.append(f"started again it ended with exit code {ended.code}")
         return

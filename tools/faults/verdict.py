@@ -11,7 +11,20 @@ from safetensors.numpy import load_file
 from faults.runs import metrics
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+# Its last line is the first that is not indented.
+_TRACEBACK = re.compile(r"^Traceback \(most recent call last\):\n((?:[ \t].*\n)*)(\S.*)", re.M)
+# Paddle's import runs `ldd --version`, which Ctrl-C ends with it.
+_PADDLES_LDD = "in less_than_ver"
 _COMPARED_METRICS = ("loss", "grad_norm", "eval_loss", "learning_rate")
+
+
+def tracebacks(output: str) -> list[str]:
+    """Exceptions whose traceback a run has printed, but for Ctrl-C before the package runs."""
+    return [
+        f"a traceback of {error[:200]}"
+        for frames, error in _TRACEBACK.findall(output)
+        if error != "KeyboardInterrupt" and _PADDLES_LDD not in frames
+    ]
 
 
 def checkpoint_steps(output_dir: Path) -> set[int]:

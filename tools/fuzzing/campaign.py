@@ -1,24 +1,20 @@
 """Starts a process for each parser, watches it, and collects the verdicts of its inputs."""
 
-import base64
-import json
+import multiprocessing
 import os
-import selectors
 import shutil
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from fuzzing.child import Task
-from fuzzing.guard import ACCEPTED, REFUSED
+from fuzzing.child import Task, main, size_of
+from fuzzing.guard import ACCEPTED, REFUSED, Verdict
 from fuzzing.parser import PARSERS, SHARES, Files
 
 _TOOLS = Path(__file__).resolve().parents[1]
+_SPAWN = multiprocessing.get_context("spawn")
 _START_SECONDS = 180
 # Grace in seconds beyond an input's time limit before the process is killed.
 _GRACE_SECONDS = 2
@@ -54,6 +50,11 @@ class Escape:
     files: Files
     count: int = 1
 
+    def show(self, verdict: Verdict, files: Files) -> None:
+        """Take files with the fault, unless smaller ones are known. None are sent for others."""
+        if files and size_of(files) <= size_of(self.files):
+            self.details, self.files = verdict.details, files
+
 
 @dataclass
 class Tally:
@@ -73,17 +74,18 @@ class Tally:
     escapes: dict[str, Escape] = field(default_factory=dict)
     is_whole: bool = False
 
-    def add(self, verdict: dict[str, Any], files: Files | None) -> None:
+    def add(self, verdict: Verdict, files: Files) -> None:
+        what = verdict.what
         self.inputs += 1
-        self.slowest = max(self.slowest, verdict["seconds"])
-        self.largest = max(self.largest, verdict["mebibytes"])
-        what = verdict["what"]
+        self.slowest = max(self.slowest, verdict.seconds)
+        self.largest = max(self.largest, verdict.mebibytes)
         self.accepted += what == ACCEPTED
         self.refused += what == REFUSED
         if what in self.escapes:
             self.escapes[what].count += 1
-        elif what not in (ACCEPTED, REFUSED):
-            self.escapes[what] = Escape(what, verdict["details"], files or {})
+            self.escapes[what].show(verdict, files)
+        elif verdict.is_escape:
+            self.escapes[what] = Escape(what, verdict.details, files)
 
 
 def fuzz(name: str, limits: Limits) -> Tally:
@@ -125,7 +127,53 @@ def _fresh_folder(place: Path) -> Path:
 
 def _run_child(task: Task, tally: Tally, place: Path) -> int | None:
     """Add the verdicts of a process; return the number of the input that ended it, if any."""
-    environment = os.environ | {
+    log, empty = place / "stderr", place / "empty"
+    empty.mkdir(exist_ok=True)
+    receiver, sender = _SPAWN.Pipe(duplex=False)
+    process = _SPAWN.Process(target=main, args=(task, sender, log, empty), daemon=True)
+    with _environment(place):
+        process.start()
+    sender.close()
+    begun, patience, is_late, is_done = None, float(_START_SECONDS), False, False
+    with suppress(EOFError):
+        while not is_late:
+            if not receiver.poll(patience):
+                is_late = True
+                process.kill()
+                break
+            kind, *values = receiver.recv()
+            if kind == "begin":
+                (begun,), patience = values, task.seconds + _GRACE_SECONDS
+            elif kind == "done":
+                tally.add(*values)
+                begun, patience = None, float(_START_SECONDS)
+            elif kind == "shrunk":
+                tally.escapes[values[0].what].show(*values)
+            # All inputs are tried before one is shrunk.
+            is_done = is_done or kind in ("shrunk", "end")
+    process.join()
+    if is_done:
+        return None
+    said = log.read_text(errors="replace") if log.exists() else ""
+    said = said if len(said) < 4000 else f"{said[:2000]}\n...\n{said[-2000:]}"
+    if begun is None:
+        how = f"was killed after {patience:g} s of silence" if is_late else "ended"
+        raise RuntimeError(
+            f"{task.target}: its process {how} without an input's doing, with code "
+            f"{process.exitcode}: the valid files are not accepted, or no inputs could be made; "
+            f"it says:\n{said}"
+        )
+    what = f"slow: over {task.seconds:g} s" if is_late else f"died with code {process.exitcode}"
+    files = {p.name: p.read_bytes() for p in Path(task.folder).iterdir() if p.is_file()}
+    tally.add(Verdict(what, said, task.seconds), files)
+    return begun
+
+
+@contextmanager
+def _environment(place: Path) -> Iterator[None]:
+    """Environment variables of the process, which inherits those of this one."""
+    kept = dict(os.environ)
+    os.environ |= {
         "PYTHONPATH": os.pathsep.join([str(_TOOLS), str(_TOOLS.parent)]),
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONHASHSEED": "0",
@@ -133,77 +181,8 @@ def _run_child(task: Task, tally: Tally, place: Path) -> int | None:
         "MPLCONFIGDIR": str(place / "matplotlib"),
         "HYPOTHESIS_STORAGE_DIRECTORY": str(place / "hypothesis"),
     }
-    command = [sys.executable, "-m", "fuzzing.child", json.dumps(asdict(task))]
-    begun, is_late, is_shrinking, is_whole = None, False, False, False
-    patience = _Patience(_START_SECONDS)
-    log, empty = place / "stderr", place / "empty"
-    empty.mkdir(exist_ok=True)
-    with (
-        log.open("wb") as errors,
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, env=environment, cwd=empty
-        ) as process,
-    ):
-        for message in _messages(process, patience):
-            if message is None:
-                is_late = True
-                process.kill()
-            elif "begin" in message:
-                begun, patience.seconds = message["begin"], task.seconds + _GRACE_SECONDS
-            elif "done" in message:
-                tally.add(message["done"], decoded(message["files"]))
-                begun, patience.seconds = None, _START_SECONDS
-            elif "shrunk" in message:
-                is_shrinking, known = True, tally.escapes[message["shrunk"]]
-                known.details, files = message["details"], decoded(message["files"])
-                known.files = files or {}
-            is_whole = is_whole or bool(message and "end" in message)
-    if is_whole or is_shrinking:
-        return None
-    said = log.read_text(errors="replace")
-    said = said if len(said) < 4000 else f"{said[:2000]}\n...\n{said[-2000:]}"
-    if begun is None:
-        raise RuntimeError(
-            f"{task.target}: its process ended without an input's doing, with code "
-            f"{process.returncode}: the valid files are not accepted, or no inputs could be made; "
-            f"it says:\n{said}"
-        )
-    what = f"slow: over {task.seconds:g} s" if is_late else f"died with code {process.returncode}"
-    folder = Path(task.folder)
-    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-    tally.add({"what": what, "details": said, "seconds": task.seconds, "mebibytes": 0.0}, files)
-    return begun
-
-
-def decoded(files: dict[str, str] | None) -> Files | None:
-    """Files from a JSON line."""
-    if files is None:
-        return None
-    return {name: base64.b64decode(content) for name, content in files.items()}
-
-
-@dataclass
-class _Patience:
-    """Time limit for the next line of a process."""
-
-    seconds: float
-
-
-def _messages(process: subprocess.Popen, patience: _Patience) -> Iterator[dict[str, Any] | None]:
-    """Lines of a process as they arrive; None when the next one is late."""
-    assert process.stdout is not None, "started with a pipe"
-    descriptor, buffer = process.stdout.fileno(), b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(descriptor, selectors.EVENT_READ)
-        end = time.monotonic() + patience.seconds
-        while True:
-            if not selector.select(max(0.0, end - time.monotonic())):
-                yield None
-                return
-            part = os.read(descriptor, 1 << 16)
-            if not part:
-                return
-            *lines, buffer = (buffer + part).split(b"\n")
-            for line in lines:
-                yield json.loads(line)
-            end = time.monotonic() + patience.seconds
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)

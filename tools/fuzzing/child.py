@@ -1,19 +1,17 @@
 """The process that tries the inputs of one parser; `campaign` starts it and watches it.
 
-It prints JSON lines: each input that it begins, and the verdict. Inputs follow from the seed alone,
-so a new process continues after the input that killed the previous one.
+It sends each input that it begins, and the verdict. Inputs follow from the seed alone, so a new
+process continues after the input that killed the previous one.
 """
 
-import base64
-import json
 import logging
 import os
-import sys
 import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -25,7 +23,7 @@ _SHRINK_SECONDS = 20
 _SHRUNK_AT_MOST = 10
 
 
-@dataclass
+@dataclass(frozen=True)
 class Task:
     """The task of a child process.
 
@@ -47,20 +45,21 @@ class Task:
 class Trial:
     """A parser and its folder, for many inputs."""
 
-    def __init__(self, task: Task):
-        self.task, self.folder = task, Path(task.folder)
+    def __init__(self, task: Task, say: Callable[..., None]):
+        self.task, self.folder, self.say = task, Path(task.folder), say
         self.parser = make_parser(task.target, self.folder)
         self._valid = {p.name: p.read_bytes() for p in self.folder.iterdir() if p.is_file()}
         # Imports and caches of the first call do not count.
         self.parser.parse()
-        self.guard = Guard(self.folder, self.parser.named, task.seconds, task.mebibytes)
+        mebibytes = min(task.mebibytes, self.parser.mebibytes)
+        self.guard = Guard(self.folder, self.parser.named, task.seconds, mebibytes)
         self.guard.limit_memory()
 
     def judge(self, number: int, files: Files) -> Verdict:
         """Write the files of an input, parse them, and restore the valid files."""
         for name, content in files.items():
             (self.folder / name).write_bytes(content)
-        say(begin=number)
+        self.say("begin", number)
         verdict = self.guard.judge(self.parser.parse)
         for name in files:
             if name in self._valid:
@@ -89,15 +88,22 @@ class Trial:
         run()
 
     def try_all(self) -> dict[str, int]:
-        """Judge every input; return the first input of each fault."""
+        """Judge every input; return the first input of each fault.
+
+        The files of an input are sent if no smaller one with its fault is known.
+        """
         found: dict[str, int] = {}
+        smallest: dict[str, int] = {}
 
         def act(number: int, files: Files) -> None:
             if number < self.task.first:
                 return
             verdict = self.judge(number, files)
-            is_new = verdict.is_escape and found.setdefault(verdict.what, number) == number
-            say(done=asdict(verdict), files=encoded(files) if is_new else None)
+            is_smaller = verdict.is_escape and size_of(files) < smallest.get(verdict.what, 1 << 60)
+            if is_smaller:
+                found.setdefault(verdict.what, number)
+                smallest[verdict.what] = size_of(files)
+            self.say("done", verdict, files if is_smaller else {})
 
         self.each(act)
         return found
@@ -117,9 +123,9 @@ class Trial:
                 return
             verdict = self.judge(number, files)
             is_same = verdict.what == what
-            if is_same and (smallest is None or _size(files) <= _size(smallest)):
+            if is_same and (smallest is None or size_of(files) <= size_of(smallest)):
                 smallest = files
-                say(shrunk=what, details=verdict.details, files=encoded(files))
+                self.say("shrunk", verdict, files)
             if smallest is None or time.monotonic() > end:
                 raise _EnoughError
             if is_same:
@@ -138,34 +144,28 @@ class _EnoughError(BaseException):
     """Ends the search of hypothesis."""
 
 
-def _size(files: Files) -> int:
+def size_of(files: Files) -> int:
     return sum(map(len, files.values()))
 
 
-def encoded(files: Files) -> dict[str, str]:
-    """Files as values for a JSON line."""
-    return {name: base64.b64encode(content).decode() for name, content in files.items()}
+def main(task: Task, sender: Connection, log: Path, directory: Path) -> None:
+    """Try all inputs, then look for the smallest with each fault.
 
-
-def say(**message: object) -> None:
-    text = json.dumps(message).encode() + b"\n"
-    while text:
-        text = text[os.write(1, text) :]
-
-
-def main() -> None:
-    task = Task(**json.loads(sys.argv[1]))
+    Args:
+        sender: of tuples of a kind (`begin`, `done`, `shrunk`, `end`) and its values.
+        log: file for the process's output.
+        directory: an empty folder to work in.
+    """
+    with log.open("wb") as stream:
+        for descriptor in (1, 2):
+            os.dup2(stream.fileno(), descriptor)
+    os.chdir(directory)
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    trial = Trial(task)
-    say(ready=True)
+    trial = Trial(task, lambda *message: sender.send(message))
     found = trial.try_all()
     for what, first in list(found.items())[:_SHRUNK_AT_MOST]:
         # Shrinking slow and memory-hungry inputs would take too long.
         if not what.startswith(("slow", "memory")):
             trial.shrink(what, first)
-    say(end=True)
-
-
-if __name__ == "__main__":
-    main()
+    sender.send(("end",))

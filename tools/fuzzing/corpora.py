@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from fuzzing.mutations import as_json, damaged_bytes, json_lines
+from fuzzing.mutations import as_json, damaged_bytes, in_file, json_lines
 from fuzzing.parser import Parser
 from fuzzing.samples import small_processor, write_image
 from paddle_vl.config.data_sources import SourceConfig
 from paddle_vl.data.corpus.token_files import TokenFileWriter
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.families.qwen3_vl.inputs.corpus import Corpus
-from paddle_vl.families.qwen3_vl.settings import Qwen3VLDataConfig
+from paddle_vl.families.vlm.inputs.corpus import Corpus
+from paddle_vl.families.vlm.settings import VLDataConfig
 
 _FORMATS = ("text", "image_text", "interleaved")
 
@@ -27,7 +27,7 @@ def _read_all(processor: Any, file: Path, kinds: tuple[str, ...]) -> None:
     num_good = 0
     for kind in kinds:
         source = SourceConfig(path=str(file), format=kind)  # type: ignore[arg-type]
-        data = Qwen3VLDataConfig(max_length=60, allow_outside=False)
+        data = VLDataConfig(max_length=60, allow_outside=False, on_bad_sample="skip")
         samples = Corpus.opened([source], data, processor, seed=0).samples()
         for number in range(min(len(samples), 20)):
             try:
@@ -55,12 +55,12 @@ def documents(folder: Path) -> Parser:
     file = folder / "rows.jsonl"
     file.write_bytes(as_json(seeds[2]))
     processor = small_processor()
-    inputs = json_lines(seeds, 1).map(lambda content: {"rows.jsonl": content})
+    inputs = in_file("rows.jsonl", json_lines(seeds, 1))
     return Parser(inputs, lambda: _read_all(processor, file, _FORMATS), ("rows",))
 
 
 def shards(folder: Path) -> Parser:
-    """Token files and WebDataset files. Parquet files are pyarrow's."""
+    """Token files, and WebDataset files of captions."""
     picture = write_image(folder / "cat.png").read_bytes()
     with TokenFileWriter(folder / "tokens", 300) as writer:
         writer.add(np.arange(20), np.array([12, 8]))

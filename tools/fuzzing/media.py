@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 from PIL import Image
 
-from fuzzing.mutations import damaged_bytes
+from fuzzing.mutations import damaged_bytes, in_file
 from fuzzing.parser import Parser
 from paddle_vl.data.media_file import image_size, load_rgb
 from paddle_vl.data.video_reader import open_video
@@ -36,7 +36,7 @@ def images(folder: Path) -> Parser:
     pngs = [seed for seed in seeds if seed.startswith(b"\x89PNG")]
     files = damaged_bytes(seeds)
     inputs = st.one_of(files, files, _damaged_png(pngs), st.sampled_from(_PLAYLISTS))
-    return Parser(inputs.map(lambda content: {"picture": content}), parse)
+    return Parser(in_file("picture", inputs), parse)
 
 
 def _pictures() -> list[bytes]:
@@ -132,4 +132,4 @@ def videos(folder: Path) -> Parser:
             pass
 
     inputs = st.one_of(damaged_bytes(seeds), damaged_bytes(seeds, 2), st.sampled_from(_PLAYLISTS))
-    return Parser(inputs.map(lambda content: {"video": content}), parse)
+    return Parser(in_file("video", inputs), parse)

@@ -1,6 +1,7 @@
-"""Model configurations: HF's config.json and the files next to it, and pi07's."""
+"""Model configurations and tokenizers: HF's files, and pi07's."""
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,19 +9,18 @@ import numpy as np
 import yaml
 from hypothesis import strategies as st
 
-from fuzzing.mutations import as_json, json_bytes
-from fuzzing.parser import Files, Parser
+from fuzzing.mutations import as_json, in_file, json_bytes
+from fuzzing.parser import Parser
 from fuzzing.samples import small_processor
 from paddle_vl.families.pi07.config import PLANNER_TYPE, PI07Config, PI07PlannerConfig
-from paddle_vl.families.qwen3_vl.inputs.conversation import parse_record
-from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
+from paddle_vl.families.policy.discrete_actions import ActionTokenizer
+from paddle_vl.families.policy.prompt import PromptTokenizer
+from paddle_vl.families.vlm.inputs.conversation import parse_record
+from paddle_vl.families.vlm.inputs.processor import Qwen3VLProcessor
+from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer
 from paddle_vl.generation.config import GenerationConfig
 
 _CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-
-
-def _one(name: str, seeds: list[Any], most: int = 2) -> st.SearchStrategy[Files]:
-    return json_bytes(seeds, most).map(lambda content: {name: content})
 
 
 def hf_config(folder: Path) -> Parser:
@@ -41,7 +41,7 @@ def hf_config(folder: Path) -> Parser:
             raise AssertionError("a configuration written back is another")
 
     (folder / "again").mkdir()
-    return Parser(_one(file.name, seeds), parse, ("config.json",))
+    return Parser(in_file(file.name, json_bytes(seeds, 2)), parse, ("config.json",))
 
 
 def _as_transformers_5(values: dict[str, Any]) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def generation_config(folder: Path) -> Parser:
         if GenerationConfig.from_pretrained(folder) != config:
             raise AssertionError("settings written back are others")
 
-    return Parser(_one(file.name, seeds), parse, (file.name,))
+    return Parser(in_file(file.name, json_bytes(seeds, 2)), parse, (file.name,))
 
 
 def preprocessor(folder: Path) -> Parser:
@@ -105,9 +105,9 @@ def preprocessor(folder: Path) -> Parser:
 
     # The section of transformers 5's nested file is the same.
     nested = {"image_processor": plain, "video_processor": values[names[1]]}
-    inputs = [_one(name, known) for name, known in seeds.items()]
+    inputs = [in_file(name, json_bytes(known, 2)) for name, known in seeds.items()]
     inputs += [
-        _one("processor_config.json", [nested]).map(
+        in_file("processor_config.json", json_bytes([nested], 2)).map(
             lambda files: files | {names[1]: b"{"} if files else files
         ),
         inputs[0],
@@ -138,4 +138,96 @@ def pi07_config(folder: Path) -> Parser:
             raise AssertionError("a configuration written back is another")
 
     (folder / "again").mkdir()
-    return Parser(_one(file.name, [policy, whole, planner]), parse, ("config.json",))
+    return Parser(
+        in_file(file.name, json_bytes([policy, whole, planner], 2)), parse, ("config.json",)
+    )
+
+
+_FILE = "tokenizer.json"
+_TEXTS = ["What is this?", "", "<|im_start|>user\n", "😀 hello\nhello", "\0\u202e" * 20]
+
+
+def _seeds(folder: Path) -> list[Any]:
+    """The file itself, and shorter ones with other models and steps."""
+    saved = json.loads((folder / _FILE).read_text())
+    vocab = {"[UNK]": 0, "a": 1, "b": 2, "ab": 3, "##b": 4}
+    added = [{
+        "id": 5, "content": "<x>", "special": True, "single_word": False, "lstrip": False,
+        "rstrip": False, "normalized": False,
+    }]  # fmt: skip
+    plain = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
+        "normalizer": None, "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None,
+        "decoder": None,
+    }  # fmt: skip
+    merged = {"type": "BPE", "vocab": vocab, "merges": [["a", "b"]], "unk_token": "[UNK]"}
+    pieces = {"type": "WordPiece", "vocab": vocab, "unk_token": "[UNK]",
+              "continuing_subword_prefix": "##", "max_input_chars_per_word": 100}  # fmt: skip
+    unigram = {"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["a", -1.0], ["b", -2.0]]}
+    lower = {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}
+    split = {"type": "Split", "pattern": {"Regex": "a+"}, "behavior": "Isolated", "invert": False}
+    template = {
+        "type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [], "special_tokens": {},
+    }  # fmt: skip
+    return [
+        saved,
+        plain | {"model": merged, "normalizer": lower, "pre_tokenizer": split},
+        plain | {"model": merged | {"merges": ["a b"]}, "post_processor": template},
+        plain | {"model": pieces, "decoder": {"type": "ByteLevel"}},
+        plain | {"model": unigram, "decoder": {"type": "Metaspace", "replacement": "▁"}},
+        plain | {"model": {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"},
+                 "truncation": {"max_length": 2, "strategy": "LongestFirst", "stride": 0,
+                                "direction": "Right"}},
+    ]  # fmt: skip
+
+
+def _inputs(folder: Path) -> st.SearchStrategy:
+    return in_file(_FILE, json_bytes(_seeds(folder), 3))
+
+
+def text_tokenizer(folder: Path) -> Parser:
+    """The tokenizer of a Qwen3-VL."""
+    small_processor().tokenizer.save(folder)
+
+    def parse() -> None:
+        tokenizer = TextTokenizer.from_file(folder)
+        for text in _TEXTS:
+            tokenizer.decode(tokenizer.encode(text))
+        _ = tokenizer.highest_id, tokenizer.special_tokens, tokenizer.to_json()
+
+    return Parser(_inputs(folder), parse, (_FILE,))
+
+
+def prompt_tokenizer(folder: Path) -> Parser:
+    """The tokenizer of a policy with its settings."""
+    PromptTokenizer.fit(["stack them", "Task: , State: "], 300).save_pretrained(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+
+    def parse() -> None:
+        tokenizer = PromptTokenizer.from_pretrained(folder)
+        tokenizer.padded(_TEXTS, 8, True)
+
+    configs = json_bytes(
+        [settings, {"pad_token": {"content": "<pad>"}, "added_tokens_decoder": {}}]
+    )
+    inputs = st.one_of(_inputs(folder), in_file("tokenizer_config.json", configs))
+    return Parser(inputs, parse, (_FILE, "tokenizer_config.json"))
+
+
+def action_tokenizer(folder: Path) -> Parser:
+    """The tokenizer of actions with its settings."""
+    chunks = np.random.default_rng(0).uniform(-1, 1, (8, 4, 2))
+    ActionTokenizer.fit(chunks, vocab_size=200, time_horizon=4, action_dim=2).save_pretrained(
+        folder
+    )
+    settings = json.loads((folder / "processor_config.json").read_text())
+
+    def parse() -> None:
+        tokenizer = ActionTokenizer.from_pretrained(folder)
+        tokenizer.decode(tokenizer(chunks[:2]), 4, 2)
+
+    configs = in_file("processor_config.json", json_bytes([settings]))
+    return Parser(
+        st.one_of(_inputs(folder), configs, configs), parse, (_FILE, "processor_config.json")
+    )

@@ -214,3 +214,8 @@ def json_lines(
     lines = st.lists(st.one_of(near, near, whole), min_size=1, max_size=most_lines)
     ends = st.sampled_from([b"\n", b"\n", b"\n", b"\r\n", b"\n\n"])
     return st.builds(lambda end, parts: end.join(parts), ends, lines)
+
+
+def in_file(name: str, contents: st.SearchStrategy[bytes]) -> st.SearchStrategy[dict[str, bytes]]:
+    """Contents as those of the file with this name."""
+    return contents.map(lambda content: {name: content})

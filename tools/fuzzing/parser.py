@@ -1,6 +1,7 @@
 """The type of a parser under test, and the list of parsers."""
 
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,22 +20,33 @@ class Parser:
         parse: reads them from the folder and uses the result. Called once without an input, it must
             accept the folder's valid files.
         named: every refusal must contain one of these texts; empty if the caller adds the name.
+        mebibytes: memory that an input may take, if less than what is given for all parsers.
     """
 
     inputs: SearchStrategy[Files]
     parse: Callable[[], object]
     named: tuple[str, ...] = ()
+    mebibytes: float = math.inf
 
 
 # Name to `module:function`; the function makes the `Parser` in an empty folder.
 PARSERS = {
     "yaml": "fuzzing.run_files:yaml_file",
     "overrides": "fuzzing.run_files:overrides",
+    "settings": "fuzzing.run_files:settings",
     "metrics": "fuzzing.run_files:metrics",
     "pictures": "fuzzing.run_files:pictures",
     "run_record": "fuzzing.run_files:run_record",
     "documents": "fuzzing.corpora:documents",
     "corpus_shards": "fuzzing.corpora:shards",
+    "archives": "fuzzing.containers:archives",
+    "tables": "fuzzing.containers:tables",
+    "zst_files": "fuzzing.containers:zst_files",
+    "gz_files": "fuzzing.containers:gz_files",
+    "offset_index": "fuzzing.caches:offset_index",
+    "lengths_cache": "fuzzing.caches:lengths_cache",
+    "token_index": "fuzzing.caches:token_index",
+    "source_state": "fuzzing.caches:source_state",
     "conversations": "fuzzing.samples:conversations",
     "demonstrations": "fuzzing.samples:demonstrations",
     "statistics": "fuzzing.samples:statistics",
@@ -44,13 +56,14 @@ PARSERS = {
     "shard_index": "fuzzing.weights:shard_index",
     "adapter": "fuzzing.weights:adapter",
     "manifest": "fuzzing.weights:manifest",
+    "exported_folder": "fuzzing.weights:exported_folder",
     "hf_config": "fuzzing.model_files:hf_config",
     "generation_config": "fuzzing.model_files:generation_config",
     "preprocessor": "fuzzing.model_files:preprocessor",
     "pi07_config": "fuzzing.model_files:pi07_config",
-    "tokenizer": "fuzzing.tokenizers:text_tokenizer",
-    "prompt_tokenizer": "fuzzing.tokenizers:prompt_tokenizer",
-    "action_tokenizer": "fuzzing.tokenizers:action_tokenizer",
+    "tokenizer": "fuzzing.model_files:text_tokenizer",
+    "prompt_tokenizer": "fuzzing.model_files:prompt_tokenizer",
+    "action_tokenizer": "fuzzing.model_files:action_tokenizer",
 }
 # Fraction of the requested inputs for parsers that take a second per input.
 SHARES = {"pictures": 0.05}

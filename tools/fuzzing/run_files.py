@@ -1,24 +1,33 @@
 """Files of a run: its YAML file, settings on the command line, metrics, run records."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hypothesis import strategies as st
 
+from faults.tiny_run import write_tiny_run
 from fuzzing.mutations import (
+    ODD_NUMBERS,
     ODD_TEXTS,
+    ODD_VALUES,
     as_json,
     damaged_text,
+    in_file,
     json_bytes,
     json_lines,
     mutated,
     odd_values,
 )
-from fuzzing.parser import Files, Parser
-from paddle_vl.config.load import load_run_config, save_run_config
+from fuzzing.parser import Parser
+from paddle_vl.config.family_settings import settings_class_of
+from paddle_vl.config.load import load_run_config, raise_problems, read_yaml, save_run_config
+from paddle_vl.config.section import setting_descriptions
+from paddle_vl.config.validate import launch_problems
 from paddle_vl.report.report import write_report
+from paddle_vl.train.build import run_family
 
 _CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 # Errors of rules across settings name these sections.
@@ -32,6 +41,16 @@ _YAML_TOKENS = [
     b"2026-99-99", b"1:99:99", b"[" * 200, b"- " * 200, b"9" * 5000, b"a" * 5000, b"~", b"=", b"@",
     b"a: &a [x, x, x]\nb: &b [*a, *a, *a]\nc: [*b, *b, *b]\n",
     b"".join(b"a%d: &a%d [%s]\n" % (i, i, (b"*a%d," % (i - 1)) * 10) for i in range(1, 9)),
+]  # fmt: skip
+# Values by kind: blank texts, lists, mappings, types that JSON lacks, and values that often fit.
+_YAML_VALUES = [
+    ["''", "' '", "['']", "[' ']", "[{path: ''}]", "[{path: [a, '']}]", "{'': ''}"],
+    ["[]", "[[]]", "[null]", "[a, [b]]", "[1]", "[vision, x]", "['[*']"],
+    ["{}", "{a: {b: c}}", "{a: [1]}", "{a: 1}", "[{a: 1}]"],
+    ["2026-01-01", "2026-01-01 10:00:00", "!!binary aGk=", "!!set {a, b}", "!!omap [a: 1]",
+     "!!pairs [a: 1]", ".nan", ".inf", "0x10", "1_000", "1:30", "~", "!!str 1", "!!float 1",
+     "|\n a\n b"],
+    ["1", "0.5", "true", "8", "none", "a"],
 ]  # fmt: skip
 _LINES: list[dict[str, Any]] = [
     {"step": 10, "loss": 4.0, "grad_norm": 2.0, "learning_rate": 1e-3, "epoch": 0.5,
@@ -82,7 +101,7 @@ def yaml_file(folder: Path) -> Parser:
             raise AssertionError("settings written back are others")
 
     inputs = st.one_of(structured, structured, broken, broken, raw, st.binary(max_size=64))
-    return Parser(_in_file("run.yaml", inputs), parse, ("run.yaml", "again.yaml", *_SECTIONS))
+    return Parser(in_file("run.yaml", inputs), parse, ("run.yaml", "again.yaml", *_SECTIONS))
 
 
 def _is_run(path: Path) -> bool:
@@ -118,7 +137,49 @@ def overrides(folder: Path) -> Parser:
     )
     many = st.lists(one, min_size=1, max_size=3).map(as_json)
     parse = lambda: load_run_config(run, json.loads(given.read_text()))  # noqa: E731
-    return Parser(_in_file("overrides.json", many), parse, ("command line", *_SECTIONS))
+    return Parser(in_file("overrides.json", many), parse, ("command line", *_SECTIONS))
+
+
+def settings(folder: Path) -> Parser:
+    """Any YAML value for any setting of any family.
+
+    What the settings' types and rules accept goes on to the rules about files and, for Qwen3-VL,
+    to processor and data, which must not fail on a value that should have been refused before.
+    """
+    given = folder / "given.json"
+    runs = {"qwen": write_tiny_run(folder), "pi07": folder / "pi07.yaml"}
+    runs["pi07"].write_bytes((_CONFIGS / "pi07" / "tiny_cpu.yaml").read_bytes())
+    given.write_bytes(as_json(["qwen", ["train.seed=3"]]))
+    names = {
+        key: [*setting_descriptions(settings_class_of(read_yaml(runs[key])[0]))] for key in runs
+    }
+
+    def parse() -> None:
+        key, overrides = json.loads(given.read_text())
+        config = load_run_config(runs[key], overrides)
+        save_run_config(config, folder / "again.yaml")
+        if load_run_config(folder / "again.yaml").model_dump() != config.model_dump():
+            raise AssertionError("settings written back are others")
+        if key == "qwen":
+            raise_problems(launch_problems(config, "cpu"))
+            run_family(config)
+
+    # Paths to files outside of the folder are right in a run.
+    near = lambda text: not ("/" in text or "\\" in text or text.strip("'\" []") in (".", ".."))  # noqa: E731
+    odd = [
+        [as_json(each).decode() for each in kind] for kind in (ODD_VALUES, ODD_NUMBERS, ODD_TEXTS)
+    ]
+    kinds = [*([*filter(near, kind)] for kind in odd), *_YAML_VALUES]
+
+    def chosen(number: int) -> bytes:
+        # hypothesis repeats itself in choices among hundreds of names and values.
+        draw = random.Random(number)
+        key = draw.choice([*runs])
+        return as_json([key, [f"{draw.choice(names[key])}={draw.choice(draw.choice(kinds))}"]])
+
+    named = ("command line", "qwen.yaml", "run.yaml", "pi07.yaml", *_SECTIONS)
+    inputs = st.integers(0, 1 << 48).map(chosen)
+    return Parser(in_file("given.json", inputs), parse, named)
 
 
 def metrics(folder: Path) -> Parser:
@@ -133,7 +194,7 @@ def pictures(folder: Path) -> Parser:
 
 def _metrics(folder: Path, *, with_pictures: bool) -> Parser:
     _write_run(folder)
-    inputs = _in_file("metrics.jsonl", json_lines(_LINES, most_lines=5))
+    inputs = in_file("metrics.jsonl", json_lines(_LINES, most_lines=5))
     parse = lambda: write_report([folder], folder / "report", with_pictures=with_pictures)  # noqa: E731
     return Parser(inputs, parse, ("metrics.jsonl",))
 
@@ -153,7 +214,3 @@ def _write_run(folder: Path) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in _LINES))
     (folder / "config.yaml").write_bytes(_as_yaml(_SETTINGS))
     (folder / "run.json").write_bytes(as_json({"starts": [_START]}))
-
-
-def _in_file(name: str, contents: st.SearchStrategy[bytes]) -> st.SearchStrategy[Files]:
-    return contents.map(lambda content: {name: content})

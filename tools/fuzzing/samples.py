@@ -8,26 +8,26 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from fuzzing.media import write_video
-from fuzzing.mutations import as_json, json_bytes, json_lines
+from fuzzing.mutations import as_json, in_file, json_bytes, json_lines
 from fuzzing.parser import Parser
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset
-from paddle_vl.families.pi07.demonstrations.sample import OPTIONAL_FIELDS, DemonstrationShapes
-from paddle_vl.families.pi07.demonstrations.statistics import read_statistics
-from paddle_vl.families.pi07.inputs.normalize import Normalizer
-from paddle_vl.families.pi07.policy_config import PolicyFeature
-from paddle_vl.families.qwen3_vl.inputs.dataset import MessagesDataset
-from paddle_vl.families.qwen3_vl.inputs.image_processor import ImageProcessor
-from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
-from paddle_vl.families.qwen3_vl.inputs.tokenizer import CONTROL_TOKENS, train_bpe
+from paddle_vl.families.policy.demonstrations.dataset import DemonstrationsDataset
+from paddle_vl.families.policy.demonstrations.sample import OPTIONAL_FIELDS, DemonstrationShapes
+from paddle_vl.families.policy.demonstrations.statistics import read_statistics
+from paddle_vl.families.policy.features import PolicyFeature
+from paddle_vl.families.policy.normalize import Normalizer
+from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
+from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
+from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.inputs.tokenizer import CONTROL_TOKENS, train_bpe
 
 _TEXTS = ["user\n", "assistant\n", "system\n", "What is this?", "A cat on a mat.", "hello hello"]
 
 
-def small_processor() -> Qwen3VLProcessor:
+def small_processor() -> VLProcessor:
     """A processor with patches of 4 pixels and 300 tokens."""
     images = ImageProcessor(64, 256, 4, 2, 2, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-    return Qwen3VLProcessor(train_bpe(_TEXTS, 300, CONTROL_TOKENS), images)
+    return VLProcessor(train_bpe(_TEXTS, 300, CONTROL_TOKENS), images)
 
 
 def write_image(file: Path, height: int = 16, width: int = 8) -> Path:
@@ -54,6 +54,8 @@ def conversations(folder: Path) -> Parser:
                       answer | {"loss": True}], "label": None},
         {"messages": [user | {"content": "Hi"}, answer, user | {"content": "No"}, answer],
          "label": [False, True]},
+        {"messages": [user | {"content": "Hi"}, answer], "images_path": ["cat.png"],
+         "history": [], "query": None, "mask": [], "enable_thinking": None},
     ]  # fmt: skip
     for name in ("fail", "skip"):
         (folder / f"{name}.jsonl").write_bytes(as_json(seeds[0]))
@@ -100,7 +102,7 @@ def demonstrations(folder: Path) -> Parser:
             dataset.motion(number)
             dataset[number]
 
-    inputs = json_lines(seeds, 2).map(lambda content: {"moments.jsonl": content})
+    inputs = in_file("moments.jsonl", json_lines(seeds, 2))
     return Parser(inputs, parse, ("moments.jsonl",))
 
 
@@ -128,5 +130,5 @@ def statistics(folder: Path) -> Parser:
             index_B = np.zeros(1, np.int64)
             normalizer.unnormalize(normalizer.normalize(batch, index_B), index_B)
 
-    inputs = json_bytes(seeds).map(lambda content: {"statistics.json": content})
+    inputs = in_file("statistics.json", json_bytes(seeds))
     return Parser(inputs, parse, ("statistics.json", "the statistics"))

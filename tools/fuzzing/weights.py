@@ -1,4 +1,4 @@
-"""Weights: safetensors files, shard indexes, adapters in PEFT's format."""
+"""Weights: safetensors files, shard indexes, adapters in PEFT's format, exported folders."""
 
 import json
 import math
@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import paddle
 import xxhash
 from hypothesis import strategies as st
+from paddle import nn
+from paddle.static import InputSpec
 
-from fuzzing.mutations import as_json, damaged_bytes, json_bytes
+from fuzzing.mutations import as_json, damaged_bytes, in_file, json_bytes
 from fuzzing.parser import Parser
 from paddle_vl.checkpoint.adapter_files import StoredAdapter
 from paddle_vl.checkpoint.manifest import FileSum, Manifest, check_weights
@@ -21,6 +24,10 @@ from paddle_vl.checkpoint.safetensors_io import (
     read_header,
     write_file,
 )
+from paddle_vl.export.folder import CHECK_FILE, MANIFEST_FILE, ExportFolder
+from paddle_vl.export.program import use_threads
+from paddle_vl.export.qwen3_vl.exported import Sizes
+from paddle_vl.export.writing import ModelToExport, ProgramToExport, write_export
 
 
 def write_tensors(file: Path, shapes: dict[str, tuple[int, ...]], dtype: str = "F32") -> bytes:
@@ -89,7 +96,7 @@ def safetensors(folder: Path) -> Parser:
             if len(tensor.shape) == 2:
                 tensor.swapped().read()
 
-    inputs = tensor_files(seeds).map(lambda content: {file.name: content})
+    inputs = in_file(file.name, tensor_files(seeds))
     return Parser(inputs, parse, (file.name,))
 
 
@@ -109,8 +116,8 @@ def shard_index(folder: Path) -> Parser:
         for tensor in read_checkpoint_headers(folder).values():
             tensor.read()
 
-    indexes = json_bytes([index]).map(lambda content: {file.name: content})
-    first = tensor_files(seeds[:1]).map(lambda content: {next(iter(shards)): content})
+    indexes = in_file(file.name, json_bytes([index]))
+    first = in_file(next(iter(shards)), tensor_files(seeds[:1]))
     return Parser(st.one_of(indexes, indexes, first), parse, (str(folder),))
 
 
@@ -143,8 +150,8 @@ def adapter(folder: Path) -> Parser:
 
     configs = json_bytes([_LORA, _LORA | {"use_rslora": True, "target_modules": "all-linear"}], 3)
     inputs = st.one_of(
-        configs.map(lambda content: {config.name: content}),
-        tensor_files([seed]).map(lambda content: {file.name: content}),
+        in_file(config.name, configs),
+        in_file(file.name, tensor_files([seed])),
     )
     return Parser(inputs, parse, (file.name, config.name, str(folder)))
 
@@ -174,6 +181,63 @@ def manifest(folder: Path) -> Parser:
         Manifest.read(folder)
         check_weights(folder)
 
-    manifests = json_bytes([seed]).map(lambda content: {"manifest.json": content})
-    states = json_bytes([state]).map(lambda content: {"trainer_state.json": content})
+    manifests = in_file("manifest.json", json_bytes([seed]))
+    states = in_file("trainer_state.json", json_bytes([state]))
     return Parser(st.one_of(manifests, manifests, states), parse, (str(folder),))
+
+
+class _Program(nn.Layer):
+    """Rows of a table plus given ones: an input of whole numbers, and one of floats."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(5, 3)
+
+    def forward(self, ids_T: Any, x_TC: Any) -> tuple[Any, Any]:
+        embedded = self.table(ids_T) + x_TC
+        return embedded, embedded.sum(axis=-1)
+
+    @staticmethod
+    def input_spec() -> list[InputSpec]:
+        return [InputSpec([-1], "int64", "ids"), InputSpec([-1, 3], "float32", "x")]
+
+
+def exported_folder(folder: Path) -> Parser:
+    """A folder with one small program; it is loaded, run and compared."""
+    paddle.seed(0)
+    example = {"ids": np.array([1, 4], np.int64), "x": np.ones([2, 3], np.float32)}
+    sizes = {"image_token_id": 1, "video_token_id": 2, "vocab_size": 5, "table_side": 4, "merge": 2}
+    program = ProgramToExport(_Program(), "table", example)
+    model = ModelToExport("qwen3_vl", sizes, {"rows": program}, lambda folder: None)
+    write_export(model, folder, folder)
+    manifest = json.loads((folder / MANIFEST_FILE).read_text())
+    stored = (folder / CHECK_FILE).read_bytes()
+    use_threads(1)
+
+    def parse() -> None:
+        opened = ExportFolder.open(folder)
+        opened.sizes(Sizes)
+        for name in opened.manifest.programs:
+            opened.program(name)
+
+    def with_sum(content: bytes) -> dict[str, bytes]:
+        """The check file, and a manifest that agrees with it."""
+        sums = {"size": len(content), "xxh3_128": xxhash.xxh3_128(content).hexdigest()}
+        files = manifest["files"] | {CHECK_FILE: sums}
+        return {CHECK_FILE: content, MANIFEST_FILE: as_json(manifest | {"files": files})}
+
+    # Entries of most kinds that an export may have.
+    seeds = [
+        manifest,
+        manifest
+        | {"onnx": manifest["programs"], "versions": manifest["versions"] | {"onnxruntime": "1"}},
+        manifest
+        | {
+            "mp_degree": 2,
+            "rank": 0,
+            "change": {"rows": {"largest": 0.1, "mean": 0.1, "largest_value": 1.0}},
+        },
+    ]
+    manifests = in_file(MANIFEST_FILE, json_bytes(seeds))
+    stores = st.one_of(tensor_files([stored]), damaged_bytes([stored])).map(with_sum)
+    return Parser(st.one_of(manifests, stores), parse, (str(folder),))

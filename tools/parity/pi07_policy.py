@@ -5,10 +5,10 @@ from typing import cast
 import numpy as np
 
 from paddle_vl import PI07LowLevelPolicy
-from paddle_vl.families.pi07.inputs.discrete_actions import ActionTokenizer
-from paddle_vl.families.pi07.inputs.normalize import Normalizer
-from paddle_vl.families.pi07.inputs.prompt import PromptTokenizer
-from paddle_vl.families.pi07.policy_config import PolicyFeature
+from paddle_vl.families.policy.discrete_actions import ActionTokenizer
+from paddle_vl.families.policy.features import FeatureType, PolicyFeature
+from paddle_vl.families.policy.normalize import Normalizer
+from paddle_vl.families.policy.prompt import PromptTokenizer
 from parity.comparison import CaseReport
 from parity.pi07_golden import GoldenCase, config_of, fill
 from parity.pi07_quantities import Comparison, array
@@ -50,12 +50,12 @@ class _ActionTokenizer:
 def run_normalize(case: GoldenCase, report: CaseReport) -> None:
     """Every mode in both conventions and back, with per-sample rows of statistics."""
     compare, given = Comparison(case, report), case.tensors
-    kinds = {"state": "STATE", "actions": "ACTION"}
+    kinds: dict[str, FeatureType] = {"state": "STATE", "actions": "ACTION"}
     features = {name: PolicyFeature(kinds[name], given[f"in.{name}"].shape[-1:]) for name in kinds}
     statistics = _statistics(case)
     for mode in _MODES:
         for version in (0, 1):
-            modes = dict.fromkeys(kinds.values(), mode)
+            modes: dict[str, str] = {kind: mode for kind in kinds.values()}
             normalizer = Normalizer(features, modes, version, len(statistics))
             normalizer.set_statistics(statistics)
             batch = {name: given[f"in.{name}"] for name in kinds}

@@ -17,6 +17,7 @@ from paddle_vl.families.pi07.vision import VideoEncoder
 from paddle_vl.nn.attention import KeyMask
 from parity.comparison import CaseReport
 from parity.pi07_golden import GoldenCase
+from parity.recording import Recording
 
 RTOL, ATOL = 1e-4, 1e-5
 BFLOAT16, BFLOAT16_GRADIENT = 2e-2, 6e-2
@@ -64,45 +65,17 @@ class Comparison:
                 self.report.fail("coverage", name, "the case has it and it was not compared")
 
 
-class Recording:
-    """Records outputs and inputs of a model's layers, in call order."""
-
-    def __init__(self, model: PI07LowLevelFlowMatching):
-        self.calls: dict[str, list[Any]] = {}
-        self._layers = {
-            "tokens": video_encoder(model).projector,
-            "prefix": model.prefix,
-            "suffix": model.suffix,
-            "decoder": model.decoder,
-            "velocity": model.action_out_proj,
-            "logits": model.da_head,
-        } | {f"layer{i}": layer for i, layer in enumerate(model.decoder.layers)}
-
-    def __enter__(self):
-        self._hooks = []
-        for name, layer in self._layers.items():
-            post, pre = self._keeper(name), self._input_keeper(name)
-            # Paddle's type stub has no hooks that return None.
-            post_hook = layer.register_forward_post_hook(post)  # pyright: ignore[reportArgumentType]
-            pre_hook = layer.register_forward_pre_hook(pre)  # pyright: ignore[reportArgumentType]
-            self._hooks += [post_hook, pre_hook]
-        return self
-
-    def __exit__(self, *error):
-        for hook in self._hooks:
-            hook.remove()
-
-    def _keeper(self, name: str):
-        def keep(layer, inputs, output):
-            self.calls.setdefault(name, []).append(output)
-
-        return keep
-
-    def _input_keeper(self, name: str):
-        def keep(layer, inputs):
-            self.calls.setdefault(f"{name} input", []).append(inputs)
-
-        return keep
+def recorded(model: PI07LowLevelFlowMatching) -> Recording:
+    """Records the layers of a complete model."""
+    layers: dict[str, Any] = {
+        "tokens": video_encoder(model).projector,
+        "prefix": model.prefix,
+        "suffix": model.suffix,
+        "decoder": model.decoder,
+        "velocity": model.action_out_proj,
+        "logits": model.da_head,
+    }
+    return Recording(layers | {f"layer{i}": layer for i, layer in enumerate(model.decoder.layers)})
 
 
 def video_encoder(model: PI07LowLevelFlowMatching) -> VideoEncoder:

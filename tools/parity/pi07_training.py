@@ -16,10 +16,10 @@ from parity.comparison import CaseReport
 from parity.pi07_golden import GoldenCase, model_of
 from parity.pi07_quantities import (
     Comparison,
-    Recording,
     array,
     cache_quantities,
     prefix_quantities,
+    recorded,
     samples_of,
     suffix_quantities,
 )
@@ -41,9 +41,9 @@ def run_training(case: GoldenCase, report: CaseReport) -> None:
     if "forced_gates" in case.name:
         # As if other ranks had all optional fields.
         presence = Presence(True, True, True)
-    with Recording(model) as recorded:
+    with recorded(model) as recording:
         losses = model(batch, presence, per_sample=True)
-    calls, batch = recorded.calls, as_tensors(batch)
+    calls, batch = recording.calls, as_tensors(batch)
     (prefix,), (output,) = calls["prefix"], calls["decoder"]
     noisy = model.noisy_actions(batch)
     suffix_rows, cond = calls["suffix"][0]
@@ -75,9 +75,9 @@ def run_training(case: GoldenCase, report: CaseReport) -> None:
 def _all_rows(model, prefix, suffix_rows, cond) -> dict[str, list]:
     """Outputs of the layers with all rows of the prefix."""
     views = model.prefix_view(prefix), model.suffix_view(prefix)
-    with Recording(model) as recorded:
+    with recorded(model) as recording:
         model.decoder(prefix.embs, suffix_rows, cond, *views)
-    return recorded.calls
+    return recording.calls
 
 
 def _loss_quantities(model, batch, noisy, calls, losses) -> dict[str, np.ndarray]:
@@ -157,11 +157,11 @@ def run_sampling(case: GoldenCase, report: CaseReport) -> None:
     # Inputs of a training case have a delay per sample, which sampling does not use.
     delay = int(inputs["delay"]) if "action_prefix" in inputs else 0
     steps = case.meta["num_denoise_steps"]
-    with Recording(model) as recorded:
+    with recorded(model) as recording:
         actions = model.sample_actions(
             batch, inputs["noise"], delay, inputs.get("action_prefix"), num_steps=steps
         )
-    calls = recorded.calls
+    calls = recording.calls
     (prefix,) = calls["prefix"]
     passes = calls["decoder"]
     if len(passes) != steps + 1:

@@ -9,22 +9,32 @@ The experts of a token are compared as a set, sorted by number.
 """
 
 import json
-from collections.abc import Iterator
 
 import numpy as np
-import paddle
 
 from paddle_vl import Qwen3VLForConditionalGeneration
-from paddle_vl.batch.positions import mrope_position_ids, restart_offsets, vision_layout
+from paddle_vl.batch.positions import mrope_position_ids, restart_offsets
 from paddle_vl.batch.visual_index import host_visual_indices
-from paddle_vl.nn.rotary import vision_tables
+from paddle_vl.config.schema import TrainConfig
+from paddle_vl.families.vlm.objective import VLBatchAdapter, VLLoss
+from paddle_vl.train.freeze import decayed_names
+from paddle_vl.train.optimizer import Optimizer
+from paddle_vl.train.step import ModelRunner, counted, train_step
 from parity.comparison import CaseReport
 from parity.golden import GoldenCase, GoldenFolders
 from parity.qwen_vl_processor import compare_processor
-from parity.qwen_vl_recording import Recording, keep, keep_input
-from parity.qwen_vl_training import train_steps
+from parity.qwen_vl_recording import DecoderRecording, tower_quantities
 
 ACTIVATION, LOSS, GRADIENT, DRIFT = 2e-5, 5e-6, 2e-5, 1e-4
+# Of the trajectories: decay on every parameter, clipping at 1.
+_TRAINING = TrainConfig(
+    output_dir="unused",
+    learning_rate=1e-3,
+    adam_beta2=0.95,
+    weight_decay=0.1,
+    weight_decay_exclude=[],
+    max_grad_norm=1.0,
+)
 
 
 def run_cases(golden: GoldenFolders, cases: list[GoldenCase], scale: float, dtype: str):
@@ -110,14 +120,15 @@ def _run_forward(
         ("vis_video", "pixel_values_videos", "video_grid_thw"),
     ):
         if pixels in inputs:
-            for name, value in _tower_quantities(model, inputs[pixels], inputs[grid]):
+            for name, value in tower_quantities(model, inputs[pixels], inputs[grid]).items():
                 compare("levels" if "deepstack" in name else "tower", f"{kind}.{name}", value)
 
-    with Recording(model) as recorded:
+    with DecoderRecording(model) as recorded:
         output = model(**inputs, **extra)
+    quantities = recorded.quantities()
     if "visual_pos_masks" in tensors:
         compared.add("visual_pos_masks")
-        masks = recorded.get("visual_pos_masks", np.zeros_like(real_BL))
+        masks = quantities.get("visual_pos_masks", np.zeros_like(real_BL))
         report.exact("positions", "visual_pos_masks", masks, tensors["visual_pos_masks"])
     for name, value in recorded.routers(tensors):
         # Padding is not routed.
@@ -131,7 +142,7 @@ def _run_forward(
                 order = tensors[name.replace("weights", "indices")].argsort(axis=-1)
                 wanted = np.take_along_axis(wanted, order, axis=-1)
             report.absolute("router", name, value, wanted[rows], ACTIVATION)
-    for name, value in recorded.items():
+    for name, value in quantities.items():
         is_level = name.startswith("lm.deepstack_visual_embeds")
         group = "levels" if is_level else "embeds" if "embeds" in name else "layers"
         compare(group, name, value, None if is_level else real_BL)
@@ -220,33 +231,6 @@ def _host_batch(model, inputs: dict[str, np.ndarray], offsets: np.ndarray | None
     )
 
 
-def _tower_quantities(model, pixels: np.ndarray, grid: np.ndarray) -> Iterator[tuple]:
-    """Names and values inside the vision tower for one modality."""
-    tower, config = model.visual, model.config.vision_config
-    layout = vision_layout(grid, table_side=config.table_side, merge=config.spatial_merge_size)
-    values: dict[str, np.ndarray] = {}
-    hooks = [tower.patch_embed.register_forward_post_hook(keep(values, "patch_embed"))]
-    hooks.append(tower.blocks[0].register_forward_pre_hook(keep_input(values, "block_in")))
-    for i, block in enumerate(tower.blocks):
-        hooks.append(block.register_forward_post_hook(keep(values, f"block_out.{i}")))
-    try:
-        with paddle.no_grad():
-            features = tower(paddle.to_tensor(pixels), layout)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    tables = vision_tables(
-        paddle.to_tensor(layout.coordinates),
-        config.hidden_size // config.num_heads,
-        config.rope_theta,
-    )
-    values["rope_cos"], values["rope_sin"] = (x.numpy() for x in tables)
-    values["merged"] = features.merged.astype("float32").numpy()
-    for n, level in enumerate(features.levels):
-        values[f"deepstack.{n}"] = level.astype("float32").numpy()
-    yield from values.items()
-
-
 def _run_generation(model, case: GoldenCase, report: CaseReport, eos: int) -> None:
     """Greedy tokens, the logits of every step and the positions behind them.
 
@@ -291,9 +275,23 @@ def _run_trajectories(golden: GoldenFolders, case: GoldenCase, scale: float, dty
             # Without float32 masters small updates would be rounded away.
             report.unsupported = f"dtype {dtype}: the trajectory is for float32"
         if not report.unsupported:
-            steps = train_steps(_load(golden, name, dtype), batch, len(wanted))
+            steps = _train_steps(_load(golden, name, dtype), batch, len(wanted))
             for i, (found, step) in enumerate(zip(steps, wanted, strict=True)):
                 report.relative("loss", f"step {i}", found[0], step["loss"], DRIFT)
             norms = [step["grad_norm"] for step in wanted]
             report.relative("grad_norm", "all steps", [norm for _, norm in steps], norms, DRIFT)
         yield report
+
+
+def _train_steps(model, batch: dict, num_steps: int) -> list[tuple[float, float]]:
+    """Loss and gradient norm before clipping of each step, by the package's own training step."""
+    parameters = list(model.hf_named_parameters())
+    optimizer = Optimizer(parameters, _TRAINING, decayed_names(dict(parameters), []))
+    batch = batch | {"num_target_tokens": int((batch["labels"][:, 1:] != -100).sum())}
+    runner = ModelRunner(model, VLLoss(), VLBatchAdapter())
+    micro_batches = [counted(batch, runner.adapter)]
+    steps = [
+        train_step(runner, optimizer, micro_batches, _TRAINING.learning_rate)
+        for _ in range(num_steps)
+    ]
+    return [(float(step.terms[0]), float(step.grad_norm)) for step in steps]

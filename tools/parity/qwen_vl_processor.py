@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 
-from paddle_vl.families.qwen3_vl.inputs.image_processor import (
+from paddle_vl.families.vlm.inputs.image_processor import (
     ImageProcessor,
     smart_resize,
     smart_resize_video,
 )
-from paddle_vl.families.qwen3_vl.inputs.video_processor import (
+from paddle_vl.families.vlm.inputs.video_processor import (
     patch_timestamps,
     process_frames,
     sample_frame_indices,

@@ -1,102 +1,96 @@
-"""Intermediate values of a Qwen3-VL, recorded with forward hooks."""
+"""Intermediate values of a Qwen3-VL under their golden names."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
+import paddle
+
+from paddle_vl.batch.positions import vision_layout
+from paddle_vl.nn.rotary import vision_tables
+from parity.recording import Recording
 
 
-def keep(values: dict, name: str, view: Callable = lambda x: x) -> Callable:
-    """Hook that stores a layer's output as float32 under a name."""
-
-    def hook(layer, inputs, output):
-        values[name] = view(output.astype("float32").numpy())
-
-    return hook
-
-
-def keep_input(values: dict, name: str) -> Callable:
-    """Hook that stores a layer's first input as float32 under a name."""
-
-    def hook(layer, inputs):
-        values[name] = inputs[0].astype("float32").numpy()
-
-    return hook
+def array(value: Any) -> Any:
+    """Tensors as arrays, floating-point ones in float32; containers and tuples of them likewise."""
+    if isinstance(value, paddle.Tensor):
+        return (value.astype("float32") if value.is_floating_point() else value).numpy()
+    if isinstance(value, dict):
+        return {name: array(inner) for name, inner in value.items()}
+    if hasattr(value, "_asdict"):
+        return type(value)(*map(array, value))
+    return type(value)(map(array, value)) if isinstance(value, tuple | list) else value
 
 
-class Recording(dict):
-    """Context manager that records the decoder's intermediate values under their golden names."""
+class DecoderRecording(Recording):
+    """Records the layers of the decoder and the outputs of its routers."""
 
     def __init__(self, model):
-        super().__init__()
-        self.language_model = model.language_model
-        self.hooks = []
-        self.routings = {}
-
-    def __enter__(self):
-        language_model, shape = self.language_model, []
-
-        def keep_embedding(layer, inputs, output):
-            cos, sin = output["rotary_pos_emb"]
-            shape[:] = cos.shape[:2]
-            self["lm.rope_cos"], self["lm.rope_sin"] = cos.numpy(), sin.numpy()
-            self["lm.inputs_embeds"] = rows(output["hidden_states"].astype("float32").numpy())
-            for n, level in enumerate(output.get("deepstack_visual_emb", [])):
-                self[f"lm.deepstack_visual_embeds.{n}"] = level.astype("float32").numpy()
-            if "visual_pos_masks" in output:
-                self["visual_pos_masks"] = output["visual_pos_masks"].numpy()
-
-        def rows(x_TD):
-            return x_TD.reshape(*shape, -1)
-
-        def keep_layer(i):
-            def hook(layer, inputs, output):
-                # A layer with experts may return its routing sums too.
-                hidden = output[0] if isinstance(output, tuple) else output
-                # A deepstack level, if there is one, replaces the second value.
-                self[f"lm.layer_out.{i}"] = rows(hidden.astype("float32").numpy())
-                self[f"lm.layer_ds.{i}"] = self[f"lm.layer_out.{i}"]
-
-            return hook
-
-        def keep_routing(i):
-            def hook(layer, inputs, output):
-                self.routings[i] = output
-
-            return hook
-
-        self.hooks.append(language_model.embedding.register_forward_post_hook(keep_embedding))
-        for i, layer in enumerate(language_model.layers):
-            attention = keep(self, f"lm.attn_out.{i}", rows)
-            self.hooks.append(layer.self_attn.register_forward_post_hook(attention))
-            self.hooks.append(layer.register_forward_post_hook(keep_layer(i)))
+        decoder = model.language_model
+        named = {"embedding": decoder.embedding, "norm_out": decoder.norm}
+        for i, layer in enumerate(decoder.layers):
+            named |= {f"layer_out.{i}": layer, f"attn_out.{i}": layer.self_attn}
             if layer.has_experts:
-                self.hooks.append(layer.mlp.gate.register_forward_post_hook(keep_routing(i)))
-        for i, layer in enumerate(language_model.deepstack_layers):
-            self.hooks.append(
-                layer.register_forward_post_hook(keep(self, f"lm.layer_ds.{i}", rows))
-            )
-        self.hooks.append(
-            language_model.norm.register_forward_post_hook(keep(self, "lm.norm_out", rows))
-        )
-        return self
+                named[f"router.{i}"] = layer.mlp.gate
+        for i, layer in enumerate(decoder.deepstack_layers):
+            named[f"layer_ds.{i}"] = layer
+        super().__init__(named, array)
+
+    def quantities(self) -> dict[str, np.ndarray]:
+        """What the decoder computed; a deepstack level, if there is one, replaces `layer_ds`."""
+        outputs = {name: calls[0] for name, calls in self.calls.items() if "input" not in name}
+        embedded = outputs.pop("embedding")
+        cos, sin = map(array, embedded["rotary_pos_emb"])
+
+        def rows(output: Any) -> np.ndarray:
+            # A layer with experts may return its routing sums too.
+            x_TD = output[0] if isinstance(output, tuple) else output
+            return x_TD.reshape(*cos.shape[:2], -1)
+
+        found = {"lm.rope_cos": cos, "lm.rope_sin": sin}
+        found["lm.inputs_embeds"] = rows(embedded["hidden_states"])
+        for n, level in enumerate(embedded.get("deepstack_visual_emb", [])):
+            found[f"lm.deepstack_visual_embeds.{n}"] = level
+        if "visual_pos_masks" in embedded:
+            found["visual_pos_masks"] = embedded["visual_pos_masks"]
+        for name, output in outputs.items():
+            if name.startswith("layer_out"):
+                found[f"lm.{name.replace('out', 'ds')}"] = rows(output)
+        own = {name: output for name, output in outputs.items() if "router" not in name}
+        return found | {f"lm.{name}": rows(output) for name, output in own.items()}
 
     def routers(self, tensors: dict) -> Iterator[tuple[str, np.ndarray]]:
         """Logits, weights and indices of the real tokens in the case's MoE layers, sorted by
         expert."""
-        for i, routing in self.routings.items():
-            indices = routing.indices.numpy()
-            order = indices.argsort(axis=-1)
+        for name, (routing,) in self.calls.items():
+            if not name.startswith("router") or "input" in name:
+                continue
+            order = routing.indices.argsort(axis=-1)
             values = {
-                "logits": routing.logits.astype("float32").numpy(),
-                "weights": np.take_along_axis(
-                    routing.weights.astype("float32").numpy(), order, axis=-1
-                ),
-                "indices": np.take_along_axis(indices, order, axis=-1),
+                "logits": routing.logits,
+                "weights": np.take_along_axis(routing.weights, order, axis=-1),
+                "indices": np.take_along_axis(routing.indices, order, axis=-1),
             }
             for kind, value in values.items():
-                if (name := f"lm.router_{kind}.{i}") in tensors:
-                    yield name, value
+                golden = f"lm.router_{kind}.{name.partition('.')[2]}"
+                if golden in tensors:
+                    yield golden, value
 
-    def __exit__(self, *exception):
-        for hook in self.hooks:
-            hook.remove()
+
+def tower_quantities(model, pixels: np.ndarray, grid: np.ndarray) -> dict[str, np.ndarray]:
+    """Names and values inside the vision tower for one modality."""
+    tower, config = model.visual, model.config.vision_config
+    layout = vision_layout(grid, table_side=config.table_side, merge=config.spatial_merge_size)
+    layers = {"patch_embed": tower.patch_embed}
+    layers |= {f"block_out.{i}": block for i, block in enumerate(tower.blocks)}
+    with paddle.no_grad(), Recording(layers, array) as recorded:
+        features = tower(paddle.to_tensor(pixels), layout)
+    found = {name: calls[0] for name, calls in recorded.calls.items() if "input" not in name}
+    found["block_in"] = recorded.calls["block_out.0 input"][0][0]
+    width = config.hidden_size // config.num_heads
+    coordinates = paddle.to_tensor(layout.coordinates)
+    found["rope_cos"], found["rope_sin"] = map(
+        array, vision_tables(coordinates, width, config.rope_theta)
+    )
+    found["merged"] = array(features.merged)
+    return found | {f"deepstack.{n}": array(level) for n, level in enumerate(features.levels)}

@@ -30,7 +30,10 @@ class EncodedDocument(ABC):
         visual: `[L]` bool, placeholders of images and videos, which count for the row's limit.
         marks: `[L]` bool, placeholders and their markers; all others are text.
         is_whole: whether it is cut only if it fits no row.
+        note: what to say once about the file that it is from.
     """
+
+    note: str | None = None
 
     def __init__(
         self,
@@ -80,6 +83,11 @@ class EncodedDocument(ABC):
         """Where the piece after a cut begins: with the token before the cut if that is text and
         text follows."""
         return end if self.marks[end] or self.marks[end - 1] else end - 1
+
+    def can_begin(self, begin: int) -> bool:
+        """Whether a piece can begin there."""
+        cuts = np.intersect1d(self._cuts[:-1], [begin, begin + 1])
+        return begin == 0 or any(self.next_begin(int(cut)) == begin for cut in cuts)
 
     def too_large(self, begin: int, budget: RowBudget) -> BadSampleError:
         """The error of a document whose next image fits no row."""

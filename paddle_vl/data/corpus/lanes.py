@@ -14,8 +14,9 @@ Shapes: S sources.
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 
@@ -78,6 +79,11 @@ class Mix:
         return starts
 
 
+def is_count(value: Any) -> TypeGuard[int]:
+    """Whether a value of a checkpoint is a number of documents or tokens."""
+    return type(value) is int and 0 <= value < DOCUMENTS
+
+
 @dataclass(frozen=True)
 class Waiting:
     """A document with tokens left: its source, its number in the source's stream, and the first of
@@ -114,9 +120,33 @@ class LaneState:
         return [list(self.drawn), list(self.tokens), waiting, self.skipped]
 
     @classmethod
-    def from_json(cls, values: list[Any]) -> "LaneState":
-        drawn, tokens, waiting, skipped = values
-        return cls(tuple(drawn), tuple(tokens), tuple(Waiting(*each) for each in waiting), skipped)
+    def from_json(cls, values: Any, lane: int, num_lanes: int, num_sources: int) -> "LaneState":
+        """
+        Raises:
+            ValueError: they are no values of that lane.
+        """
+        with suppress(TypeError, ValueError, AttributeError):
+            drawn, tokens, waiting, skipped = values
+            state = cls(
+                tuple(drawn), tuple(tokens), tuple(Waiting(*each) for each in waiting), skipped
+            )
+            numbers = [*drawn, *tokens, *skipped.values(), *(n for each in waiting for n in each)]
+            if (
+                len(drawn) == len(tokens) == num_sources
+                and len(waiting) <= _MOST_WAITING
+                and all(map(is_count, numbers))
+                and all(
+                    each.source < num_sources
+                    and each.number % num_lanes == lane
+                    and each.number // num_lanes < drawn[each.source]
+                    for each in state.waiting
+                )
+            ):
+                return state
+        raise ValueError(
+            "cannot continue in the data: the checkpoint's position in a lane of documents is "
+            f"damaged (lane {lane} has {str(values)[:80]}): continue from another checkpoint"
+        )
 
 
 @dataclass(frozen=True)
@@ -251,7 +281,15 @@ class _Making:
         key = (each.source, each.number)
         note_sample(each.source * DOCUMENTS + each.number)
         if key not in self.documents:
-            self.documents[key] = self.maker.sources[each.source].encoded(each.number)
+            document = self.maker.sources[each.source].encoded(each.number)
+            if not document.can_begin(each.begin):
+                where = self.maker.sources[each.source].where(each.number)
+                raise RuntimeError(
+                    f"{where}: the checkpoint continues at token {each.begin}, where no piece of "
+                    f"this document of {len(document)} tokens begins: the data or the checkpoint "
+                    "was changed; restore it, or continue from another checkpoint"
+                )
+            self.documents[key] = document
         return self.documents[key]
 
     def _leave_out(self, at: int, error: BadSampleError) -> None:

@@ -6,22 +6,21 @@ different lanes (`paddle_vl.data.corpus.lanes`), so that workers prepare them at
 lane stays with one worker, which keeps its documents.
 """
 
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
-from concurrent.futures.process import BrokenProcessPool
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from paddle_vl.batch.schema import SOURCE_COUNTS
-from paddle_vl.data.corpus.lanes import DOCUMENTS, LaneState, Piece, RowMaker
-from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.data.corpus.lanes import DOCUMENTS, LaneState, Piece, RowMaker, is_count
 from paddle_vl.data.packing import check_ranks
+from paddle_vl.data.prefetch import PendingBatch, PrefetchingLoader, refuse_changes
 from paddle_vl.data.worker_pool import WorkerPool, current_sample, note_sample
 
+logger = logging.getLogger(__name__)
 PHASES = 16
-_CALL_S = 0.2
 
 
 class RowCollator(Protocol):
@@ -37,7 +36,7 @@ class MadeRows(NamedTuple):
     states: dict[int, LaneState]
 
 
-class CorpusLoader:
+class CorpusLoader(PrefetchingLoader[MadeRows]):
     """An endless iterator over training batches; see `PrefetchLoader` for the interface.
 
     Every batch has the tokens and documents of each source in it, `[S]` int64, under
@@ -47,10 +46,7 @@ class CorpusLoader:
         epoch, batches_consumed: place in the data in documents of all sources: `batches_consumed`
             of `len(self)` documents of epoch `epoch`, as if all ranks were where this one is.
         names: of the sources.
-        while_waiting: called repeatedly while workers prepare the next batch.
     """
-
-    while_waiting: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -75,14 +71,11 @@ class CorpusLoader:
             rank, size: data-parallel rank and world size.
         """
         check_ranks(batch_size, rank, size)
-        self._maker, self._collator = maker, collator
-        self._batch_size, self.rank, self.size = batch_size, rank, size
+        super().__init__(num_workers, rank, size)
+        self._maker, self._collator, self._batch_size = maker, collator, batch_size
         self.names, self._num_documents = list(names), num_documents
         self._stream = {"global_batch_size": batch_size * size, **stream}
-        self._num_workers = num_workers
         self._max_pending = min(max(prefetch_batches, num_workers), PHASES)
-        self._pools: list[WorkerPool] = []
-        self._pending: deque[Future[MadeRows]] = deque()
         self._states: dict[int, LaneState] = {}
         self._step = 0
 
@@ -91,9 +84,6 @@ class CorpusLoader:
         """Lanes of a stream of rows with so many rows in a global batch."""
         return PHASES * batch_size * size
 
-    def __iter__(self) -> "CorpusLoader":
-        return self
-
     def __next__(self) -> dict[str, Any]:
         """The next batch.
 
@@ -101,11 +91,13 @@ class CorpusLoader:
             BadSampleError: a bad document where they are not skipped, as `file:line: reason`.
             RuntimeError: a worker process died.
         """
-        made = self._made()
+        if self._num_workers:
+            made = self._from_workers()
+        else:
+            made = make_rows(self._maker, self._collator, self._lane_states(self._step))
         self._states.update(made.states)
         self._step += 1
-        if self._num_workers:
-            self._request()
+        self._request_ahead()
         return made.batch
 
     def __len__(self) -> int:
@@ -152,34 +144,75 @@ class CorpusLoader:
         lanes = {str(lane): state.to_json() for lane, state in sorted(self._states.items())}
         return {"step": self._step, "lanes": lanes, "stream": self._stream}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a position, with the batches that an uninterrupted run would get.
-
-        Raises:
-            ValueError: data or settings differ from those of the state; every difference is named.
-        """
-        was = state.get("stream", {})
-        differing = [
-            f"{name} was {was.get(name)} and is {value}"
-            for name, value in self._stream.items()
-            if was.get(name) != value
-        ]
-        if differing or "lanes" not in state:
+    def load_state_dict(self, state: dict[str, Any], batches: int | None = None) -> None:
+        state = state if isinstance(state, dict) else {}
+        problems = self._differing(state.get("stream"))
+        if not problems and not isinstance(state.get("lanes"), dict):
+            problems = ["it was no mix of sources"]
+        refuse_changes(problems, "documents")
+        states, step = self._states_of(state["lanes"]), state.get("step")
+        if not is_count(step) or set(states) != set(self._lanes_until(step)):
             raise ValueError(
-                f"cannot continue in the data: {'; '.join(differing) or 'it was no mix of sources'}"
-                ". The documents or their order would differ; restore the data and settings of the "
-                "run, or start a new one"
+                f"cannot continue in the data: the checkpoint's position is damaged (step {step!r} "
+                f"with {len(states)} lanes): continue from another checkpoint"
             )
+        if batches is not None and step != batches:
+            raise ValueError(f"data: step is {step}; the run had used {batches} batches")
         self._drop_pending()
         self._states = {
-            int(lane): LaneState.from_json(values)
-            for lane, values in state["lanes"].items()
-            if int(lane) % self.size == self.rank
+            lane: each for lane, each in states.items() if lane % self.size == self.rank
         }
-        self._step = state["step"]
+        self._step = step
+
+    def _differing(self, was: Any) -> list[str]:
+        """What is other than in a saved stream."""
+        was, here = was if isinstance(was, dict) else {}, dict(self._stream)
+        if "contents" in here and "contents" not in was and "sources" in was:
+            logger.info(
+                "the checkpoint is of an earlier version, which compared of tar files the headers, "
+                "of Parquet files the footer and of token files the index: edits of their texts "
+                "since then are not noticed"
+            )
+            del here["contents"]
+        problems = []
+        for name in ("sources", "contents"):
+            old, new = was.get(name), here.get(name)
+            if isinstance(old, dict) and isinstance(new, dict) and old.keys() == new.keys():
+                del here[name]
+                problems += [
+                    f"the data files of source {source} were changed, added or removed"
+                    for source in new
+                    if old[source] != new[source]
+                ]
+        problems += [
+            f"{name} was {was.get(name)} and is {value}"
+            for name, value in here.items()
+            if was.get(name) != value
+        ]
+        return list(dict.fromkeys(problems))
+
+    def _states_of(self, lanes: Mapping[str, Any]) -> dict[int, LaneState]:
+        """The saved states of lanes by number.
+
+        Raises:
+            ValueError: they are damaged.
+        """
+        by_name = {str(lane): lane for lane in range(self._maker.num_lanes)}
+        if unknown := lanes.keys() - by_name.keys():
+            raise ValueError(
+                f"cannot continue in the data: the checkpoint has the lane {min(unknown)[:40]!r}, "
+                f"and the run has {len(by_name)}: continue from another checkpoint"
+            )
+        return {
+            by_name[name]: LaneState.from_json(values, by_name[name], len(by_name), len(self.names))
+            for name, values in lanes.items()
+        }
+
+    def _lanes_until(self, step: int) -> range:
+        """Lanes of the rows of all ranks in the first micro-batches."""
+        return range(min(step, PHASES) * self._batch_size * self.size)
 
     def waiting_for(self) -> str:
-        """Description of the batch that `next` waits for; thread-safe."""
         text = f"micro-batch {self._step + 1} of a mix of {', '.join(self.names)}"
         if self.size > 1:
             text += f" of data-parallel rank {self.rank}"
@@ -198,19 +231,6 @@ class CorpusLoader:
         source, number = divmod(sample, DOCUMENTS)
         return f"is at {self._maker.sources[source].where(number)}"
 
-    def close(self) -> None:
-        """End the worker processes. The next batch starts new ones."""
-        for pool in self._pools:
-            pool.close()
-        self._pools = []
-        self._drop_pending()
-
-    def __enter__(self) -> "CorpusLoader":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def _consumed(self) -> int:
         return self.size * sum(sum(state.drawn) for state in self._states.values())
 
@@ -224,46 +244,18 @@ class CorpusLoader:
         new = LaneState.new(len(self.names))
         return {lane: self._states.get(lane, new) for lane in self._lanes(step)}
 
-    def _made(self) -> MadeRows:
-        if self._num_workers == 0:
-            return make_rows(self._maker, self._collator, self._lane_states(self._step))
-        try:
-            self._request()
-            future = self._pending[0]
-            while not wait([future], _CALL_S).done:
-                self.while_waiting()
-            made = future.result()
-            self._pending.popleft()
-            return made
-        except BrokenProcessPool as error:
-            self.close()
-            raise RuntimeError(
-                f"a data worker process died while preparing micro-batch {self._step + 1}. Its own "
-                "message, if any, is above; without one it was most likely killed for memory: "
-                "lower data.num_workers or data.prefetch_batches. data.num_workers=0 prepares "
-                "batches in this process"
-            ) from error
-        except (BadSampleError, RuntimeError) as error:
-            self.close()
-            # Drop the pool's frames: the command line classifies an error by its last frame.
-            raise error.with_traceback(None) from error.__cause__
-        except BaseException:
-            self.close()
-            raise
+    def _name_of_next(self) -> str:
+        return f"micro-batch {self._step + 1}"
 
     def _request(self) -> None:
-        """Submit micro-batches up to the prefetch limit; each lane to the same worker always."""
+        # Each lane goes to the same worker always.
         while len(self._pools) < self._num_workers:
             self._pools.append(WorkerPool(self._maker, self._collator, 1))
         while len(self._pending) < self._max_pending:
             step = self._step + len(self._pending)
             pool = self._pools[step % PHASES % self._num_workers]
-            self._pending.append(pool.submit(make_rows, self._lane_states(step)))
-
-    def _drop_pending(self) -> None:
-        for future in self._pending:
-            future.cancel()
-        self._pending.clear()
+            future = pool.submit(make_rows, self._lane_states(step))
+            self._pending.append((PendingBatch(0, step, []), future))
 
 
 def make_rows(maker: RowMaker, collator: Any, states: Mapping[int, LaneState]) -> MadeRows:

@@ -2,21 +2,26 @@
 
 import gzip
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from paddle_vl.data.corpus.offset_index import CacheFolders, file_state, locked
-from paddle_vl.data.corpus.shard import open_files
+from paddle_vl.data.corpus.cache import CacheFolders, file_state, locked, open_files
+from paddle_vl.files.text_file import replacing
 
 SUFFIXES = (".gz", ".zst")
 _BLOCK = 1 << 22
+# A compressed shard may have so many times its size, or 64 MiB; gzip's most is 1032.
+_MOST_RATIO, _ALWAYS_FINE = 200, 1 << 26
 _ATTEMPTS = 5
+_ENDING = b"<end of a whole file>"
 
 
 @dataclass(frozen=True)
@@ -57,21 +62,31 @@ class LocalCopies:
         Raises:
             RuntimeError: the shard cannot be read or uncompressed.
         """
-        size, time_ns = file_state(path)
-        suffix = f".{size:x}-{time_ns:x}.copy"
+        suffix = _suffix(path)
         target = next(iter(self.folders.existing(path, suffix)), None)
         if target is None:
             target = self.folders.writable(path, suffix)
             with locked(self.folders.writable(path, ".copy")):
                 if not target.is_file():
                     _copy(path, target)
-                    self._remove_old(target)
+                    self._remove_old(target, target.name.removesuffix(suffix))
         elif self.at_most is not None:
             with suppress(OSError):
                 os.utime(target)
         return str(target)
 
-    def _remove_old(self, newest: Path) -> None:
+    def forget(self, path: Path) -> None:
+        """Remove the copy of a shard; the next use makes it again."""
+        for copy in self.folders.existing(path, _suffix(path)):
+            copy.unlink(missing_ok=True)
+        open_files.drop(("copy", str(path)))
+
+    def _remove_old(self, newest: Path, name: str) -> None:
+        """Remove copies of earlier states of the same shard, and those beyond `at_most`."""
+        earlier = re.compile(re.escape(name) + r"\.[0-9a-f]+(-[0-9a-f]+)+\.copy")
+        for copy in newest.parent.glob("*.copy"):
+            if copy != newest and earlier.fullmatch(copy.name):
+                copy.unlink(missing_ok=True)
         if self.at_most is None:
             return
         ages: list[tuple[int, Path]] = []
@@ -82,35 +97,74 @@ class LocalCopies:
             copy.unlink(missing_ok=True)
 
 
+def _suffix(path: Path) -> str:
+    return f".{'-'.join(f'{number:x}' for number in file_state(path))}.copy"
+
+
 def _copy(path: Path, target: Path) -> None:
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    broken: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)
+    if path.suffix == ".zst":
+        broken += (_zstandard(path).ZstdError,)
     try:
-        with opened(path) as source, partial.open("wb") as file:
-            shutil.copyfileobj(source, file, _BLOCK)
-        partial.replace(target)
-    except (OSError, EOFError, zlib.error, _zstd_error()) as error:
+        with _opened(path) as source, replacing(target) as partial, partial.open("wb") as file:
+            if path.suffix in SUFFIXES:
+                _uncompress(path, source, file)
+            else:
+                shutil.copyfileobj(source, file, _BLOCK)
+    except broken as error:
         raise RuntimeError(
             f"data file {path} cannot be read or uncompressed into {target.parent} ({error}): "
             "check the file, the free space, and data.cache"
         ) from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
-def opened(path: Path) -> BinaryIO | gzip.GzipFile:
-    """A file opened for reading its uncompressed content from begin to end.
+def _uncompress(path: Path, source: BinaryIO | gzip.GzipFile, file: BinaryIO) -> None:
+    most = max(_ALWAYS_FINE, _MOST_RATIO * path.stat().st_size)
+    size, ending = 0, _ENDING if path.suffix == ".zst" else b""
+    kept = b""
+    while block := source.read(_BLOCK):
+        size += len(block)
+        if size > most:
+            raise RuntimeError(
+                f"data file {path} has more than {most} bytes uncompressed and "
+                f"{path.stat().st_size} as it is: that looks like a damaged or hostile file; if it "
+                "is meant so, uncompress it yourself and name the result"
+            )
+        block = kept + block
+        kept = block[len(block) - len(ending) :]
+        file.write(block[: len(block) - len(kept)])
+    if kept != ending:
+        raise EOFError("it is cut off")
 
-    Raises:
-        RuntimeError: it is a .zst file and the package `zstandard` is missing.
+
+class _Ended:
+    """A Zstandard file and one more frame.
+
+    A file that is cut off would end without an error; the frame tells, as it is lost in that file's
+    last one.
     """
+
+    def __init__(self, file: BinaryIO, frame: bytes):
+        self._file, self._frame = file, BytesIO(frame)
+        self.close = file.close
+
+    def read(self, size: int = -1) -> bytes:
+        return self._file.read(size) or self._frame.read(size)
+
+
+def _opened(path: Path) -> BinaryIO | gzip.GzipFile:
+    """A file opened for reading its uncompressed content from begin to end; that of a .zst file is
+    followed by `_ENDING`."""
     if path.suffix == ".gz":
         return gzip.open(path, "rb")
     if path.suffix == ".zst":
-        return zstandard(path).open(path, "rb")
+        package = _zstandard(path)
+        file = _Ended(path.open("rb"), package.compress(_ENDING))
+        return package.ZstdDecompressor().stream_reader(file, read_across_frames=True)
     return path.open("rb")
 
 
-def zstandard(path: Path) -> Any:
+def _zstandard(path: Path) -> Any:
     """The package that reads Zstandard files.
 
     Raises:
@@ -124,11 +178,3 @@ def zstandard(path: Path) -> Any:
             "'paddle-vl[corpus]'"
         ) from error
     return package
-
-
-def _zstd_error() -> type[Exception]:
-    try:
-        import zstandard as package
-    except ImportError:
-        return OSError
-    return package.ZstdError

@@ -1,46 +1,57 @@
 """Parquet files as shards. A row group is read at once, so documents are mixed a few row groups at
-a time."""
+a time.
+
+What a row group takes is known before it is read: a few hundred bytes can stand for any number of
+values. Columns with a dictionary are read with it, and unpacked when their size is known.
+"""
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
+from paddle_vl.data.corpus.cache import CacheFolders, OpenThings
 from paddle_vl.data.corpus.local_copies import LocalCopies
-from paddle_vl.data.corpus.shard import OpenThings, Row
-from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.data.corpus.offset_index import Offsets, SummedReader, index_of
+from paddle_vl.data.corpus.parquet_pages import stated_size
+from paddle_vl.data.corpus.shard import BINARY_PER_TEXT, Row, Shard, check_row_size
+from paddle_vl.data.jsonl import MAX_LINE_BYTES, BadSampleError
 
 # Row groups that a process keeps: those of two neighbouring blocks of the default eight.
 _tables = OpenThings(16)
 _TAIL = 8
+# A row group may take so many lines of data.max_line_bytes in memory: 1 GiB.
+_GROUP_LINES = 1024
+_VALUE_BYTES = 8
+_PIECE = 1 << 22
+# Distance of the blocks of images that are summed.
+_STRIDE = 1 << 19
 
 
 @dataclass(frozen=True)
-class ParquetShard:
-    """See `paddle_vl.data.corpus.shard.Shard`.
+class ParquetShard(Shard):
+    """Rows of a table, in groups.
 
     Attributes:
-        groups: rows of each row group.
-        copies: gives the local copy of the file; None to read `path` itself.
+        spans: first and last byte of each row group.
     """
 
-    path: str
-    groups: tuple[int, ...]
-    content: int
-    copies: LocalCopies | None
+    spans: tuple[tuple[int, int], ...]
 
     @classmethod
-    def opened(cls, path: Path, copies: LocalCopies | None) -> "ParquetShard":
-        """Open a file; only its footer is read.
+    def opened(
+        cls, path: Path, folders: CacheFolders, copies: LocalCopies | None, max_line_bytes: int
+    ) -> "ParquetShard":
+        """Open a file; its sums are found if there are none, otherwise only its footer is read.
 
         Raises:
-            RuntimeError: it is no Parquet file, or pyarrow is missing.
+            RuntimeError: it is no Parquet file, a row group is too large, or pyarrow is missing.
         """
         parquet = _parquet(path)
         try:
@@ -50,25 +61,45 @@ class ParquetShard:
                 length = int.from_bytes(file.read(4), "little")
                 file.seek(-_TAIL - length, os.SEEK_END)
                 content = xxh3_64_intdigest(file.read(length))
+            numbers = range(metadata.num_row_groups)
+            chunks = [_column_chunks(metadata, group) for group in numbers]
+            _check_places(chunks, path.stat().st_size)
         except (OSError, ValueError, _arrow_error()) as error:
             raise RuntimeError(f"data file {path} is no Parquet file: {error}") from error
-        groups = tuple(
-            metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)
+        groups = []
+        for number in numbers:
+            group = metadata.row_group(number)
+            size = max(group.total_byte_size, group.num_rows * group.num_columns * _VALUE_BYTES)
+            if group.num_rows < 0:
+                raise RuntimeError(
+                    f"data file {path} is damaged: a row group has {group.num_rows} rows"
+                )
+            if size > _GROUP_LINES * max_line_bytes:
+                raise RuntimeError(f"data file {path}: {_too_large(number, size, max_line_bytes)}")
+            groups.append(group.num_rows)
+        index = index_of(path, folders, lambda: _sums(path, chunks))
+        spans = tuple(
+            (min(each.begin for each in own), max(each.end for each in own)) for own in chunks
         )
-        return cls(str(path), groups, content, copies)
+        return cls(str(path), tuple(groups), content, index, copies, max_line_bytes, spans)
 
     @cached_property
     def _starts(self) -> list[int]:
         return [0, *accumulate(self.groups)]
 
-    @property
-    def count(self) -> int:
-        return self._starts[-1]
-
     def read(self, row: int) -> Row:
         group = bisect_right(self._starts, row) - 1
-        table = _tables.get((self.path, group), lambda: self._table(group))
-        return table.slice(row - self._starts[group], 1).to_pylist()[0]
+        table = _tables.get((self.path, self.sums, group), lambda: self._table(group))
+        found = table.slice(row - self._starts[group], 1)
+        # Values are counted where these few bytes may be too many.
+        if (size := found.nbytes) <= self.max_line_bytes:
+            return found.to_pylist()[0]
+        if size > (1 + BINARY_PER_TEXT) * self.max_line_bytes:
+            check_row_size(0, size, self.max_line_bytes)
+        values = found.to_pylist()[0]
+        text = _text_bytes(values)
+        check_row_size(text, size - text, self.max_line_bytes)
+        return values
 
     def place(self, row: int) -> str:
         return f"{self.path}:row {row + 1}"
@@ -76,14 +107,110 @@ class ParquetShard:
     def _table(self, group: int) -> tuple[Any, Callable[[], None]]:
         path = Path(self.path)
         parquet = _parquet(path)
+        begin, end = self.spans[group]
+        for at in range(begin, end, _PIECE):
+            self.bytes_of(at, min(at + _PIECE, end))
         local = path if self.copies is None else self.copies.file(path)
         try:
-            with parquet.ParquetFile(local) as file:
-                return file.read_row_group(group), lambda: None
+            metadata = parquet.read_metadata(local)
+            size, packed = stated_size(Path(local), metadata, group)
+            self._check_size(group, size)
+            with parquet.ParquetFile(local, metadata=metadata, read_dictionary=packed) as file:
+                table = file.read_row_group(group)
+            if table.num_rows != self.groups[group]:
+                raise ValueError(f"it has {table.num_rows} rows and states {self.groups[group]}")
+            self._check_size(group, sum(map(_unpacked_bytes, table.columns)))
+            return table.cast(metadata.schema.to_arrow_schema()), lambda: None
+        except BadSampleError:
+            raise
         except (OSError, ValueError, _arrow_error()) as error:
             raise BadSampleError(
                 "unreadable_sample", f"row group {group + 1} cannot be read: {error}"
             ) from error
+
+    def _check_size(self, group: int, size: int) -> None:
+        if size > _GROUP_LINES * self.max_line_bytes:
+            reason = _too_large(group, size, self.max_line_bytes)
+            raise BadSampleError("line_too_long", reason)
+
+
+def _too_large(group: int, size: int, max_line_bytes: int) -> str:
+    return (
+        f"row group {group + 1} takes {size} bytes in memory; with data.max_line_bytes "
+        f"{max_line_bytes} at most {_GROUP_LINES * max_line_bytes} are read: write it again with "
+        "fewer rows in a row group (row_group_size), or raise the setting"
+    )
+
+
+def _unpacked_bytes(column: Any) -> int:
+    """Bytes of a column whose dictionaries are written out."""
+    import pyarrow.compute
+    from pyarrow import chunked_array, types
+
+    # Its functions are made when it is imported.
+    compute: Any = pyarrow.compute
+    kind = column.type
+    if types.is_struct(kind):
+        return sum(map(_unpacked_bytes, column.flatten()))
+    if types.is_map(kind):
+        parts = [part for chunk in column.chunks for part in (chunk.keys, chunk.items)]
+        return sum(_unpacked_bytes(chunked_array([part])) for part in parts)
+    if types.is_list(kind) or types.is_large_list(kind):
+        return _unpacked_bytes(compute.list_flatten(column))
+    if not types.is_dictionary(kind):
+        return column.nbytes
+    total = 0
+    for chunk in column.chunks:
+        lengths = compute.binary_length(chunk.dictionary).cast("int64")
+        total += chunk.indices.nbytes
+        total += compute.sum(compute.take(lengths, chunk.indices)).as_py() or 0
+    return total
+
+
+def _text_bytes(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value.encode())
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return 0
+    return sum(map(_text_bytes, value))
+
+
+class _Chunk(NamedTuple):
+    """Bytes of a column in a row group, and whether they are images or the like."""
+
+    begin: int
+    end: int
+    is_binary: bool
+
+
+def _column_chunks(metadata: Any, group: int) -> list[_Chunk]:
+    found = []
+    for number in range(metadata.num_columns):
+        column, schema = metadata.row_group(group).column(number), metadata.schema.column(number)
+        begin = column.dictionary_page_offset or column.data_page_offset
+        is_binary = schema.physical_type == "BYTE_ARRAY" and schema.logical_type.type == "NONE"
+        found.append(_Chunk(begin, begin + column.total_compressed_size, is_binary))
+    return found or [_Chunk(0, 0, False)]
+
+
+def _check_places(groups: Sequence[Sequence[_Chunk]], size: int) -> None:
+    for chunk in (chunk for chunks in groups for chunk in chunks):
+        if not 0 <= chunk.begin <= chunk.end <= size:
+            raise ValueError(f"a column lies at bytes {chunk.begin} to {chunk.end} of {size}")
+
+
+def _sums(path: Path, groups: Sequence[Sequence[_Chunk]]) -> Offsets:
+    """Texts and numbers are read; of large columns of bytes only some blocks."""
+    with SummedReader(path) as reader:
+        for chunk in (chunk for chunks in groups for chunk in chunks):
+            if not chunk.is_binary or chunk.end - chunk.begin <= MAX_LINE_BYTES:
+                reader.touch(chunk.begin, chunk.end)
+            else:
+                for at in (*range(chunk.begin, chunk.end, _STRIDE), chunk.end - 1):
+                    reader.touch(at, at + 1)
+        return Offsets(reader.size, reader.sums)
 
 
 def _parquet(path: Path) -> Any:

@@ -1,8 +1,6 @@
 """The sources of a mix: their shards, the order of their documents, and their shares."""
 
 import logging
-import os
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,15 +15,14 @@ from paddle_vl.config.data_sources import SourceConfig
 from paddle_vl.data.corpus.document import EncodedDocument
 from paddle_vl.data.corpus.lanes import Mix
 from paddle_vl.data.corpus.local_copies import LocalCopies
-from paddle_vl.data.corpus.open_shard import ShardOpener
+from paddle_vl.data.corpus.open_shard import ShardOpener, open_shards
 from paddle_vl.data.corpus.order import DocumentOrder
 from paddle_vl.data.corpus.shard import Row, Shard
 from paddle_vl.data.jsonl import BadSampleError, sample_at
-from paddle_vl.data.worker_pool import WorkerPool
+from paddle_vl.data.worker_pool import first_time
+from paddle_vl.threads import Watch
 
 logger = logging.getLogger(__name__)
-# Fewer shards are opened in this process.
-_WORTH_A_POOL = 4
 # Documents whose tokens are counted for the starts of a mix.
 _MEASURED = 32
 _REMEMBERED = 16
@@ -71,9 +68,17 @@ class Source:
     @property
     def fingerprint(self) -> int:
         """Hash of the content of all shards, in order."""
+        return self._hash_of(lambda shard: shard.content)
+
+    @property
+    def sums(self) -> int:
+        """Hash of the sums of the blocks of all shards, see `offset_index`."""
+        return self._hash_of(lambda shard: shard.sums)
+
+    def _hash_of(self, number: Callable[[Shard], int]) -> int:
         hashed = xxh3_64()
         for shard in self.shards:
-            hashed.update(f"{shard.content}:{shard.count},".encode())
+            hashed.update(f"{number(shard)}:{shard.count},".encode())
         return hashed.intdigest()
 
     def encoded(self, number: int) -> EncodedDocument:
@@ -94,11 +99,14 @@ class Source:
         """
         shard, row = self._shard_of(document)
         try:
-            return self.encode(shard.read(row), Path(shard.path).parent)
+            found = self.encode(shard.read(row), Path(shard.path).parent)
         except (BadSampleError, ValueError, ArithmeticError, RecursionError, OSError) as error:
             # The place of a row may take a search through its file.
             with sample_at(shard.place(row)):
                 raise error
+        if found.note and first_time(shard.path):
+            logger.warning("%s: %s", shard.path, found.note)
+        return found
 
     def place(self, document: int) -> str:
         """The place of a document: `file:line` or the like."""
@@ -118,7 +126,7 @@ class Source:
         del self._fetched[:-_REMEMBERED]
         self._fetched.append(block)
         shards = [self.shards[group] for group in self.order.groups_after(*block)]
-        threading.Thread(target=_fetch, args=(self.copies, shards), daemon=True).start()
+        Watch(_fetch, "copies-ahead", (self.copies, shards)).start()
 
     @cached_property
     def _fetched(self) -> list[tuple[int, int]]:
@@ -170,27 +178,6 @@ def open_sources(
     return opened
 
 
-def open_shards(files: Sequence[str], opener: ShardOpener, num_processes: int) -> list[Shard]:
-    """Open data files; missing indexes are built by several processes.
-
-    Raises:
-        RuntimeError: a file cannot be read, or is of no known kind.
-    """
-    missing = [file for file in files if not opener.has_index(Path(file))]
-    workers = min(num_processes, len(missing))
-    if workers > 1 and len(missing) >= _WORTH_A_POOL:
-        logger.info("building the index of %d data files in %d processes", len(missing), workers)
-        # Largest first, so that no process is left with a large one at the end.
-        by_size = sorted(missing, key=lambda file: -os.path.getsize(file))
-        pool = WorkerPool(opener, None, workers)
-        try:
-            for future in [pool.submit(_open, Path(file)) for file in by_size]:
-                future.result()
-        finally:
-            pool.close()
-    return [opener(Path(file)) for file in files]
-
-
 def _fetch(copies: LocalCopies, shards: Sequence[Shard]) -> None:
     for shard in shards:
         try:
@@ -198,10 +185,6 @@ def _fetch(copies: LocalCopies, shards: Sequence[Shard]) -> None:
         except (RuntimeError, OSError) as error:
             # Reading the shard raises it again.
             logger.warning("%s is not copied ahead: %s", shard.path, error)
-
-
-def _open(opener: ShardOpener, collator: None, path: Path) -> None:
-    opener(path)
 
 
 def mix_of(

@@ -6,62 +6,49 @@ A document is the run of members with the same name up to the first dot of the f
     0002.json  0002.a.jpg  0002.b.jpg     a row, and the images that it names (`a.jpg`, `b.jpg`)
 
 A `.json` member is the row; `.txt` becomes its `text`, and the only image member its `image`.
-Entries of `image` and `images` that name a member become that member's bytes.
+Entries of `image` and `images` that name a member become that member's bytes, and so do the images
+of a conversation's messages; its image members that nothing names are its `images`.
 """
 
 import io
-import os
 import tarfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 from xxhash import xxh3_64
 
+from paddle_vl.data.corpus.cache import CacheFolders
 from paddle_vl.data.corpus.local_copies import LocalCopies
-from paddle_vl.data.corpus.offset_index import CacheFolders, IndexFile, Offsets, index_of
-from paddle_vl.data.corpus.shard import Row, descriptor
-from paddle_vl.data.jsonl import BadSampleError, parse_object
+from paddle_vl.data.corpus.offset_index import Offsets, SummedReader, index_of
+from paddle_vl.data.corpus.shard import BINARY_PER_TEXT, Row, Shard, check_row_size
+from paddle_vl.data.jsonl import MAX_LINE_BYTES, BadSampleError, parse_object
 
 _IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm")
+_TEXTS = ("json", "txt")
+# Long names and other headers of a member; tarfile would believe any size.
+_LONGEST_HEADER = 1 << 20
+# What tarfile raises for damaged archives.
+_BROKEN = (OSError, tarfile.TarError, EOFError, ValueError, ArithmeticError, RecursionError)
 # Two empty blocks end an archive.
 _END = bytes(1024)
 
 
-@dataclass(frozen=True)
-class TarShard:
-    """See `paddle_vl.data.corpus.shard.Shard`.
-
-    Attributes:
-        copies: gives the local copy of the file; None to read `path` itself.
-    """
-
-    path: str
-    index: IndexFile
-    copies: LocalCopies | None
+class TarShard(Shard):
+    """Documents of an archive."""
 
     @classmethod
-    def opened(cls, path: Path, folders: CacheFolders, copies: LocalCopies | None) -> "TarShard":
+    def opened(
+        cls, path: Path, folders: CacheFolders, copies: LocalCopies | None, max_line_bytes: int
+    ) -> "TarShard":
         """Open a file; its index is built if there is none.
 
         Raises:
             RuntimeError: it is no uncompressed tar file.
         """
-        return cls(str(path), index_of(path, folders, lambda: _member_offsets(path)), copies)
-
-    @property
-    def count(self) -> int:
-        return self.index.count
-
-    @property
-    def content(self) -> int:
-        return self.index.content
-
-    @property
-    def groups(self) -> list[int]:
-        return [self.count]
+        index = index_of(path, folders, lambda: _member_offsets(path))
+        return cls(str(path), (index.count,), index.content, index, copies, max_line_bytes)
 
     def read(self, row: int) -> Row:
         return _row(self._members(row))
@@ -70,19 +57,34 @@ class TarShard:
         """The file and the document's key, or its number if that cannot be read."""
         try:
             name = next(iter(self._members(row)))
-        except (OSError, tarfile.TarError, StopIteration):
+        except (BadSampleError, OSError, RuntimeError, StopIteration):
             return f"{self.path}:document {row + 1}"
         return f"{self.path}:{_key_of(name)[0]}"
 
     def _members(self, row: int) -> dict[str, bytes]:
-        begin, end = self.index.span(descriptor(self.index.path), row)
-        opened = descriptor(self.path) if self.copies is None else self.copies.descriptor(self.path)
-        block = io.BytesIO(os.pread(opened, end - begin, begin) + _END)
+        begin, end = self.index.span(row)
+        most = (1 + BINARY_PER_TEXT) * self.max_line_bytes
+        if end - begin > most:
+            # Its headers take a little too.
+            check_row_size(0, end - begin, self.max_line_bytes)
+        block = io.BytesIO(self.bytes_of(begin, min(end, begin + most)) + _END)
         found = {}
-        with tarfile.open(fileobj=block, mode="r:") as archive:
-            for member in archive:
-                if member.isfile() and (file := archive.extractfile(member)) is not None:
-                    found[member.name] = file.read()
+        try:
+            with tarfile.open(fileobj=block, mode="r:") as archive:
+                members = [_checked(member) for member in archive if member.isfile()]
+                sizes = {True: 0, False: 0}
+                for member in members:
+                    sizes[_key_of(member.name)[1].lower() in _TEXTS] += member.size
+                check_row_size(sizes[True], sizes[False], self.max_line_bytes)
+                for member in members:
+                    if (file := archive.extractfile(member)) is not None:
+                        found[member.name] = file.read()
+        except BadSampleError:
+            raise
+        except _BROKEN as error:
+            raise BadSampleError(
+                "unreadable_sample", f"its members cannot be read ({error}): fetch the file again"
+            ) from error
         return found
 
 
@@ -107,45 +109,104 @@ def _row(members: Mapping[str, bytes]) -> dict[str, Any]:
             ) from error
     by_name = {**members, **{name.rpartition("/")[2]: data for name, data in members.items()}}
     by_name |= parts
+    used: list[bytes] = []
 
     def named(value: Any) -> Any:
-        return by_name.get(value, value) if isinstance(value, str) else value
+        if not isinstance(value, str) or value not in by_name:
+            return value
+        used.append(by_name[value])
+        return used[-1]
 
     if isinstance(images := row.get("images"), list):
         row["images"] = [named(image) for image in images]
     if "image" in row:
         row["image"] = named(row["image"])
-    own = [extension for extension in parts if extension.rpartition(".")[2] in _IMAGES]
+    own = [name for name in parts if name.rpartition(".")[2] in _IMAGES]
+    if "messages" in row:
+        row["messages"] = _with_members(row["messages"], named)
+        unnamed = [parts[name] for name in own if not any(parts[name] is each for each in used)]
+        if unnamed:
+            row.setdefault("images", unnamed)
+        return row
     if "image" not in row and len(own) == 1:
         row["image"] = parts[own[0]]
-    # So that columns can name a member, such as a caption in .cap.
+    # So that columns can name a member, such as an image in .left.
     return {**{name: data for name, data in parts.items() if name != "json"}, **row}
 
 
+def _with_members(value: Any, named: Callable[[Any], Any]) -> Any:
+    """Messages with the bytes of the members that their parts of type image name."""
+    if isinstance(value, list):
+        return [_with_members(each, named) for each in value]
+    if not isinstance(value, dict):
+        return value
+    is_image = value.get("type") in ("image", "image_url")
+    return {
+        key: named(each) if is_image else _with_members(each, named) for key, each in value.items()
+    }
+
+
 def _member_offsets(path: Path) -> Offsets:
+    """Headers and texts are read; of images only the blocks at both ends, beside the headers."""
     hashed, starts, end = xxh3_64(), [], 0
     last = None
     try:
-        for member in _headers(path):
-            key = _key_of(member.name)[0]
-            if key != last:
-                starts.append(member.offset)
-                last = key
-            # Content is skipped, so a member that is edited in place shows by its time.
-            hashed.update(f"{member.name}:{member.size}:{member.mtime},".encode())
-            end = member.offset_data + (member.size + 511) // 512 * 512
-    except (OSError, tarfile.TarError, EOFError) as error:
+        with SummedReader(path) as reader:
+            for member in _headers(reader):
+                if member.offset < end:
+                    raise tarfile.ReadError(f"member {member.name} overlaps the one before")
+                key, extension = _key_of(member.name)
+                if key != last:
+                    starts.append(member.offset)
+                    last = key
+                hashed.update(f"{member.name}:{member.size}:{member.mtime},".encode())
+                end = member.offset_data + (member.size + 511) // 512 * 512
+                kind = extension.lower().rpartition(".")[2]
+                if kind not in _IMAGES and member.size <= MAX_LINE_BYTES:
+                    reader.touch(member.offset_data, end)
+    except _BROKEN as error:
         raise RuntimeError(
-            f"data file {path} is no uncompressed tar file ({error}): shards must be .tar, as they "
-            "are read at any place"
+            f"data file {path} is no uncompressed tar file, or a damaged one ({error}): shards "
+            "must be .tar, as they are read at any place; fetch or write it again"
         ) from error
-    return Offsets(np.array([*starts, end], dtype=np.uint64), hashed.intdigest(), False)
+    offsets = np.array([*starts, end], dtype=np.uint64)
+    return Offsets(reader.size, reader.sums, offsets, hashed.intdigest())
 
 
-def _headers(path: Path) -> Iterator[tarfile.TarInfo]:
-    with tarfile.open(path, mode="r:") as archive:
+def _headers(reader: SummedReader) -> Iterator[tarfile.TarInfo]:
+    with tarfile.open(fileobj=cast(BinaryIO, _Bounded(reader)), mode="r:") as archive:
+        begin = -1
         for member in archive:
+            # A negative size would lead back to it for ever.
+            if member.offset <= begin:
+                raise tarfile.ReadError(f"member {member.name} leads back to an earlier one")
+            begin = member.offset
             if member.isfile():
-                yield member
+                yield _checked(member)
             # The archive keeps all of them otherwise.
             archive.members = []  # type: ignore[attr-defined]
+        # Without a word tarfile takes a damaged header for the end.
+        reader.seek(archive.offset)  # type: ignore[attr-defined]
+        if reader.read(tarfile.BLOCKSIZE).strip(b"\0"):
+            raise tarfile.ReadError(f"the header at byte {archive.offset} is damaged")  # type: ignore[attr-defined]
+
+
+def _checked(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    if member.issparse():
+        raise tarfile.ReadError(f"member {member.name} is sparse, which is not supported")
+    if member.size < 0:
+        raise tarfile.ReadError(f"member {member.name} has the size {member.size}")
+    return member
+
+
+class _Bounded:
+    """A file of which tarfile reads headers alone, so that no read is long."""
+
+    def __init__(self, file: SummedReader):
+        self._file = file
+        self.seek, self.tell = file.seek, file.tell
+
+    def read(self, size: int) -> bytes:
+        if not 0 <= size <= _LONGEST_HEADER:
+            raise tarfile.ReadError(f"it has a header of {size} bytes")
+        return self._file.read(size)

@@ -9,17 +9,21 @@ byte per token.
 Source: `indexed_dataset.py` of Megatron-LM and of PaddleNLP.
 """
 
-import os
 import struct
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from xxhash import xxh3_64
 
-from paddle_vl.data.corpus.shard import Row, descriptor
-from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.data.corpus.cache import CacheFolders, descriptor, open_files, pread
+from paddle_vl.data.corpus.local_copies import LocalCopies
+from paddle_vl.data.corpus.offset_index import IndexFile, index_of, whole_file
+from paddle_vl.data.corpus.shard import Row, Shard
+from paddle_vl.files.text_file import replacing
 
 MAGIC = b"MMIDIDX\x00\x00"
 # Only types that hold ids.
@@ -30,38 +34,40 @@ DTYPES = {
 _REST = struct.Struct("<QBQQ")
 _HEADER_BYTES = len(MAGIC) + _REST.size
 _BLOCK = 1 << 24
+# Entries of the `.idx` that are checked at a time.
+_ENTRIES = 1 << 20
 
 
 @dataclass(frozen=True)
-class TokenShard:
-    """See `paddle_vl.data.corpus.shard.Shard`. Rows have `tokens` and, with a `.lsm`, `mask`.
+class TokenShard(Shard):
+    """A pair of files; `path` is the `.idx`, and `index` has the sums of the `.bin`. Rows have
+    `tokens` and, with a `.lsm`, `mask`.
 
     Attributes:
-        path: the `.idx`.
         dtype: of the ids.
         num_sequences: of all documents.
-        num_bytes: size of the `.bin`.
-        has_mask: whether there is a `.lsm`.
+        mask: sums of the `.lsm`, if there is one.
     """
 
-    path: str
-    count: int
-    content: int
     dtype: str
     num_sequences: int
-    num_bytes: int
-    has_mask: bool
+    mask: IndexFile | None
 
     @classmethod
-    def opened(cls, path: Path) -> "TokenShard":
-        """Open a pair of files; their index is read once, to hash it.
+    def opened(
+        cls, path: Path, folders: CacheFolders, copies: LocalCopies | None, max_line_bytes: int
+    ) -> "TokenShard":
+        """Open a pair of files, which are never copied. Their `.idx` is read and checked; the sums
+        of the others are found if there are none.
 
         Raises:
             RuntimeError: a file is missing or damaged.
         """
-        binary = path.with_suffix(".bin")
+        binary, mask = path.with_suffix(".bin"), path.with_suffix(".lsm")
         if not binary.is_file():
             raise RuntimeError(f"{path} has no {binary.name} beside it, which has the tokens")
+        # The file may be another one than this process has open from before.
+        open_files.drop(str(path))
         with path.open("rb") as file:
             magic, rest = file.read(len(MAGIC)), file.read(_REST.size)
             if magic != MAGIC or len(rest) < _REST.size:
@@ -82,56 +88,71 @@ class TokenShard:
             hashed = xxh3_64(rest)
             while block := file.read(_BLOCK):
                 hashed.update(block)
-        hashed.update(str(binary.stat().st_size).encode())
-        dtype = np.dtype(DTYPES[code])
+        num_bytes = binary.stat().st_size
+        hashed.update(str(num_bytes).encode())
         shard = cls(
             str(path),
-            num_boundaries - 1,
+            (num_boundaries - 1,),
             hashed.intdigest(),
-            dtype.str,
+            index_of(binary, folders, lambda: whole_file(binary)),
+            None,
+            max_line_bytes,
+            np.dtype(DTYPES[code]).str,
             num_sequences,
-            binary.stat().st_size,
-            path.with_suffix(".lsm").is_file(),
+            index_of(mask, folders, lambda: whole_file(mask)) if mask.is_file() else None,
         )
-        if num_sequences:
-            (last,), (length,) = (
-                shard._offsets(num_sequences - 1, 1),
-                shard._sizes(num_sequences - 1, 1),
-            )
-            needed = int(last) + int(length) * dtype.itemsize
-            if binary.stat().st_size < needed:
-                raise RuntimeError(
-                    f"{binary} has {binary.stat().st_size} bytes and its index describes {needed}: "
-                    "it is cut off; write it again"
-                )
+        shard._check_index()
         return shard
 
+    def _check_index(self) -> None:
+        """Check that the documents are the whole `.bin`, one after the other."""
+        item, end, last = np.dtype(self.dtype).itemsize, 0, 0
+        for first in range(0, self.num_sequences, _ENTRIES):
+            count = min(_ENTRIES, self.num_sequences - first)
+            sizes, offsets = self._sizes(first, count).astype(np.int64), self._offsets(first, count)
+            ends = end + np.cumsum(sizes * item)
+            wrong = (sizes < 0) | (offsets != ends - sizes * item)
+            if wrong.any():
+                number = first + int(wrong.argmax())
+                raise self._damaged(f"sequence {number} does not begin where the one before ends")
+            end = int(ends[-1])
+        for first in range(0, self.count + 1, _ENTRIES):
+            bounds = self._bounds(first, min(_ENTRIES, self.count + 1 - first))
+            falls = np.diff(bounds, prepend=last) < 0
+            if falls.any() or (first == 0 and bounds[0]):
+                number = first + int(falls.argmax())
+                raise self._damaged(f"document {number} does not begin where the one before ends")
+            last = int(bounds[-1])
+        if last != self.num_sequences:
+            raise self._damaged(f"its documents have {last} of {self.num_sequences} sequences")
+        files = [(self.index, end), *([(self.mask, end // item)] if self.mask else [])]
+        for index, needed in files:
+            if index.num_bytes != needed:
+                raise RuntimeError(
+                    f"{index.file} has {index.num_bytes} bytes and {self.path} describes {needed}: "
+                    "one of them is cut off or belongs to another file; write them again"
+                )
+
     @property
-    def groups(self) -> list[int]:
-        return [self.count]
+    def sums(self) -> int:
+        return self.index.sums ^ (self.mask.sums if self.mask else 0)
 
     def read(self, row: int) -> Row:
-        first, end = self._read("<i8", 12 * self.num_sequences + 8 * row, 2).tolist()
+        first, end = self._bounds(row, 2).tolist()
         if end == first:
             return {"tokens": np.zeros(0, dtype=np.int64)}
-        if not 0 <= first < end <= self.num_sequences:
-            raise self._damaged()
-        offset, sizes = int(self._offsets(first, 1)[0]), self._sizes(first, end - first)
-        length, item = int(sizes.sum()), np.dtype(self.dtype).itemsize
-        if min(offset, int(sizes.min())) < 0 or offset + length * item > self.num_bytes:
-            raise self._damaged()
-        raw = os.pread(descriptor(Path(self.path).with_suffix(".bin")), length * item, offset)
+        begin, length = int(self._offsets(first, 1)[0]), int(self._sizes(first, end - first).sum())
+        item = np.dtype(self.dtype).itemsize
+        raw = self.index.read(begin, begin + length * item)
         tokens = np.frombuffer(raw, dtype=self.dtype).astype(np.int64)
-        if not self.has_mask:
+        if self.mask is None:
             return {"tokens": tokens}
-        raw = os.pread(descriptor(Path(self.path).with_suffix(".lsm")), length, offset // item)
+        raw = self.mask.read(begin // item, begin // item + length)
         return {"tokens": tokens, "mask": np.frombuffer(raw, dtype=np.uint8)}
 
-    def _damaged(self) -> BadSampleError:
-        return BadSampleError(
-            "unreadable_sample",
-            f"the index describes a document outside of its {self.num_bytes} bytes of tokens: it "
-            "is damaged, or belongs to another .bin",
+    def _damaged(self, problem: str) -> RuntimeError:
+        return RuntimeError(
+            f"{self.path} is damaged or belongs to another .bin ({problem}): write it again"
         )
 
     def place(self, row: int) -> str:
@@ -143,9 +164,14 @@ class TokenShard:
     def _offsets(self, first: int, count: int) -> np.ndarray:
         return self._read("<i8", 4 * self.num_sequences + 8 * first, count)
 
+    def _bounds(self, first: int, count: int) -> np.ndarray:
+        return self._read("<i8", 12 * self.num_sequences + 8 * first, count)
+
     def _read(self, dtype: str, offset: int, count: int) -> np.ndarray:
-        length = np.dtype(dtype).itemsize * count
-        raw = os.pread(descriptor(self.path), length, _HEADER_BYTES + offset)
+        begin, length = _HEADER_BYTES + offset, np.dtype(dtype).itemsize * count
+        raw = pread(descriptor(self.path), begin, begin + length)
+        if len(raw) != length:
+            raise self._damaged("it was cut off while in use")
         return np.frombuffer(raw, dtype=dtype)
 
 
@@ -166,10 +192,7 @@ class TokenFileWriter:
         """
         self._code = 8 if highest_id < 65500 else 4
         self.dtype = np.dtype(DTYPES[self._code])
-        self.paths = [prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx")]
-        self._partial = [
-            path.with_name(f"{path.name}.{os.getpid()}.partial") for path in self.paths
-        ]
+        self._prefix, self._files = prefix, ExitStack()
         # Four bytes per document until the end.
         self._sizes: list[np.ndarray] = []
         self.num_tokens = 0
@@ -180,8 +203,17 @@ class TokenFileWriter:
         return sum(map(len, self._sizes))
 
     def __enter__(self) -> "TokenFileWriter":
-        self._binary = self._partial[0].open("wb")
+        # The `.idx`, which names the pair, appears last.
+        index, binary = (
+            self._files.enter_context(replacing(self._prefix.with_name(self._prefix.name + suffix)))
+            for suffix in (".idx", ".bin")
+        )
+        self._binary = self._files.enter_context(binary.open("wb"))
+        self._files.push(lambda kind, *exception: None if kind else self._write_index(index))
         return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._files.__exit__(*exception)
 
     def add(self, ids: np.ndarray, sizes: np.ndarray) -> None:
         """Add documents: their ids one after the other, and the number of each."""
@@ -189,16 +221,7 @@ class TokenFileWriter:
         self._sizes.append(sizes.astype("<i4"))
         self.num_tokens += len(ids)
 
-    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        self._binary.close()
-        if kind is None:
-            self._write_index()
-            for partial, path in zip(self._partial, self.paths, strict=True):
-                partial.replace(path)
-        for partial in self._partial:
-            partial.unlink(missing_ok=True)
-
-    def _write_index(self) -> None:
+    def _write_index(self, path: Path) -> None:
         sizes = np.concatenate([*self._sizes, np.zeros(0, dtype="<i4")])
         ends = np.cumsum(sizes.astype("<i8")) * self.dtype.itemsize
         offsets = ends - sizes * self.dtype.itemsize
@@ -210,6 +233,5 @@ class TokenFileWriter:
             offsets.astype("<i8").tobytes(),
             np.arange(count + 1, dtype="<i8").tobytes(),
         )
-        with self._partial[1].open("wb") as file:
-            for piece in pieces:
-                file.write(piece)
+        with path.open("wb") as file:
+            file.writelines(pieces)

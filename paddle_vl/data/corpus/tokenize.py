@@ -6,9 +6,8 @@ The files do not depend on the number of processes: documents keep the order of 
 import hashlib
 import json
 import os
-from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,20 +16,22 @@ from typing import Any, NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from paddle_vl.data.corpus.offset_index import write_atomically
-from paddle_vl.data.corpus.open_shard import ShardOpener
-from paddle_vl.data.corpus.shard import Shard
-from paddle_vl.data.corpus.sources import open_shards
-from paddle_vl.data.corpus.text_rows import refuse_empty, text_of
+from paddle_vl.data.corpus.open_shard import ShardOpener, open_shards
+from paddle_vl.data.corpus.shard import Shard, refuse_empty, text_of
 from paddle_vl.data.corpus.token_files import TokenFileWriter
-from paddle_vl.data.jsonl import BadSampleError, OnBadSample, check_unicode, sample_at
-from paddle_vl.data.worker_pool import WorkerPool
+from paddle_vl.data.jsonl import (
+    BadSampleError,
+    OnBadSample,
+    check_unicode,
+    parse_object,
+    sample_at,
+)
+from paddle_vl.data.worker_pool import results_in_order
+from paddle_vl.files.text_file import replacing
 from paddle_vl.files.tokenizer_json import TOKENIZER_FILE, highest_id, read_tokenizer
 
 # Documents of a job.
 _CHUNK = 512
-# Jobs in flight per process, which bounds the memory.
-_JOBS_AHEAD = 4
 
 
 class Tokenized(NamedTuple):
@@ -156,8 +157,14 @@ def write_token_files(
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     skipped: Counter[str] = Counter()
     shards = open_shards([str(file) for file in files], opener, num_processes)
+    jobs = (
+        (shard, begin, min(begin + _CHUNK, shard.count))
+        for shard in shards
+        for begin in range(0, shard.count, _CHUNK)
+    )
+    workers = num_processes if num_processes > 1 else 0
     with TokenFileWriter(prefix, highest_id(tokens.tokenizer)) as writer:
-        for done in _in_order(tokens, shards, num_processes):
+        for done in results_in_order(_tokenized, tokens, jobs, workers):
             writer.add(done.ids, done.sizes)
             skipped += done.skipped
         if not writer.num_documents:
@@ -170,37 +177,15 @@ def write_token_files(
         "skipped": dict(skipped),
         "files": [path.name for path in files],
     }
-    write_atomically(record, [(json.dumps(content, indent=2) + "\n").encode()])
+    with replacing(record) as partial:
+        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    # Finds the sums of the .bin, so that the first run need not read it.
+    opener(_paths(prefix)[1])
     return Written(writer.num_documents, writer.num_tokens, dict(skipped))
 
 
 def _paths(prefix: Path) -> list[Path]:
     return [prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx")]
-
-
-def _in_order(
-    tokens: TextTokens, shards: Sequence[Shard], num_processes: int
-) -> Iterator[Tokenized]:
-    jobs = (
-        (shard, begin, min(begin + _CHUNK, shard.count))
-        for shard in shards
-        for begin in range(0, shard.count, _CHUNK)
-    )
-    if num_processes == 1:
-        for job in jobs:
-            yield tokens.chunk(*job)
-        return
-    pool = WorkerPool(tokens, None, num_processes)
-    pending: deque[Future[Tokenized]] = deque()
-    try:
-        for job in jobs:
-            pending.append(pool.submit(_tokenized, *job))
-            if len(pending) > _JOBS_AHEAD * num_processes:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    finally:
-        pool.close()
 
 
 def _tokenized(
@@ -223,11 +208,18 @@ def check_same_tokenizer(index: Path, content: str) -> None:
 
     Raises:
         ValueError: it was another one.
+        RuntimeError: the .json is damaged.
     """
     record = index.with_suffix(".json")
     if not record.is_file():
         return
-    written = json.loads(record.read_text(encoding="utf-8")).get("tokenizer")
+    try:
+        written = parse_object(record.read_bytes(), "the tokenizer's hash").get("tokenizer")
+    except BadSampleError as error:
+        raise RuntimeError(
+            f"{record}, which names the tokenizer of {index.name}, is damaged ({error.reason}): "
+            "restore it, or remove it if that tokenizer is certain"
+        ) from error
     if written is not None and written != tokenizer_hash(content):
         raise ValueError(
             f"{index} was written with another tokenizer than the run's (see {record.name}): "

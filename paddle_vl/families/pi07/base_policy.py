@@ -23,11 +23,12 @@ from paddle_vl.checkpoint.reading import (
     ReadableTensor,
     check_keys,
     checkpoint_tensors,
+    chosen_dtype,
     stored_values,
 )
 from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, write_file
-from paddle_vl.checkpoint.writing import parameters_to_write, write_tensors
-from paddle_vl.compat import renamed_argument
+from paddle_vl.checkpoint.writing import parameters_to_write, write_one_file, write_tensors
+from paddle_vl.families.hf_interface import SizedModel, renamed_argument
 from paddle_vl.families.pi07.checkpoint_map import (
     UNUSED_KEYS,
     Groups,
@@ -36,10 +37,10 @@ from paddle_vl.families.pi07.checkpoint_map import (
     grouped_statistics,
 )
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
-from paddle_vl.families.pi07.inputs.normalize import Normalizer, Statistics
-from paddle_vl.families.pi07.inputs.normalizers import NORMALIZERS
-from paddle_vl.families.pi07.policy_config import CONFIG_FILES, CURRENT_CONFIG_VERSION, read_config
 from paddle_vl.families.pi07.policy_model import PolicyModel
+from paddle_vl.families.policy.features import CONFIG_FILES, CURRENT_CONFIG_VERSION, read_config
+from paddle_vl.families.policy.normalize import Normalizer, Statistics
+from paddle_vl.families.policy.normalizers import NORMALIZERS
 from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.placement import Placement
 
@@ -54,7 +55,7 @@ _DISCRETE_HEAD_KEY = "gemma3_with_expert.da_head.bias"
 Policy = TypeVar("Policy", bound="BasePolicy")
 
 
-class BasePolicy(nn.Layer, ABC):
+class BasePolicy(SizedModel, nn.Layer, ABC):
     """A policy and its model, which may be sharded.
 
     Attributes:
@@ -122,6 +123,7 @@ class BasePolicy(nn.Layer, ABC):
         path: str | Path,
         write: FileWriter = write_file,
         store: "ParameterStore | None" = None,
+        one_file: bool = True,
     ) -> None:
         """Write `config.json`, `model.safetensors` and the tokenizers into a folder.
 
@@ -130,6 +132,8 @@ class BasePolicy(nn.Layer, ABC):
         Args:
             write: writes the weight files.
             store: of the model in training, see `paddle_vl.checkpoint.writing`.
+            one_file: the first rank writes all weights, one tensor in memory at a time: OpenTau
+                reads no index. False: ranks divide a large model into several files.
         """
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
@@ -137,7 +141,7 @@ class BasePolicy(nn.Layer, ABC):
         if config.config_version is None:
             config = replace(config, config_version=CURRENT_CONFIG_VERSION)
         keeps = self.normalizers if config.save_normalization_stats else {}
-        write_policy(folder, self.model, keeps, write, store)
+        write_policy(folder, self.model, keeps, write, store, one_file)
         if not self.model.placement.checkpoint_ranks.is_first:
             return
         config.save_pretrained(folder)
@@ -182,7 +186,7 @@ class BasePolicy(nn.Layer, ABC):
             # Checkpoints from before the convention changed have no version.
             config = replace(config, config_version=0)
         try:
-            with default_dtype(dtype), paddle.LazyGuard():
+            with default_dtype(chosen_dtype(dtype, stored.model)), paddle.LazyGuard():
                 policy = cls(config, **parts, statistics=statistics, placement=placement)
         except ValueError as error:
             raise ValueError(f"{stored.folder}: {error}") from error
@@ -351,19 +355,20 @@ def write_policy(
     normalizers: Mapping[str, Normalizer],
     write: FileWriter = write_file,
     store: "ParameterStore | None" = None,
+    one_file: bool = True,
 ) -> None:
-    """Write `model.safetensors`, one file as OpenTau reads it.
-
-    All checkpoint ranks call this together; several ranks divide a large model into several files
-    in HF's format.
-    """
+    """Write weights and statistics, see `BasePolicy.save_pretrained`."""
     tensors = parameters_to_write(model.stored_parameters(), MODEL_PREFIX, store)
     if model.placement.stage_layers.embedding:
         tensors += [
             TensorToWrite(entry.key, entry.stored_shape, "F32", entry.value)
             for entry in _statistics_entries(normalizers)
         ]
-    write_tensors(folder, "model", tensors, sys.maxsize, model.placement.checkpoint_ranks, write)
+    ranks = model.placement.checkpoint_ranks
+    if one_file:
+        write_one_file(folder, "model", tensors, ranks, write)
+    else:
+        write_tensors(folder, "model", tensors, sys.maxsize, ranks, write)
 
 
 def _statistics_entries(normalizers: Mapping[str, Normalizer]) -> Iterable[StatisticsEntry]:

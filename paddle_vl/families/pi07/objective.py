@@ -16,7 +16,6 @@ from paddle_vl.batch.schema import Batch
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.worker_pool import Collator
 from paddle_vl.families.pi07.colocated import IMAGE_ITEMS, ImageItems
-from paddle_vl.families.pi07.demonstrations.training_set import DrawnDemonstrations
 from paddle_vl.families.pi07.policy_model import as_tensors
 from paddle_vl.families.pi07.prefix_layout import (
     CAMERA_MASKS,
@@ -25,6 +24,7 @@ from paddle_vl.families.pi07.prefix_layout import (
     Presence,
     presence_of,
 )
+from paddle_vl.families.policy.demonstrations.training_set import DrawnDemonstrations
 from paddle_vl.nn.objective import BatchAdapter, Loss, target_rows
 from paddle_vl.nn.operations import IGNORE_INDEX
 

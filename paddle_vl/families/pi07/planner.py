@@ -17,7 +17,7 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
-from paddle_vl.compat import renamed_argument
+from paddle_vl.families.hf_interface import loads_like_hf
 from paddle_vl.families.pi07.base_policy import BasePolicy, PolicyCheckpoint
 from paddle_vl.families.pi07.config import PI07PlannerConfig
 from paddle_vl.families.pi07.decoder import (
@@ -28,9 +28,6 @@ from paddle_vl.families.pi07.decoder import (
     suffix_positions,
 )
 from paddle_vl.families.pi07.decoder_layers import KeyValue
-from paddle_vl.families.pi07.inputs.model_inputs import EOS, PlannerInputs
-from paddle_vl.families.pi07.inputs.normalize import Normalizer, Statistics
-from paddle_vl.families.pi07.inputs.normalizers import planner_normalizers
 from paddle_vl.families.pi07.inputs.planning import (
     BOS,
     Plan,
@@ -38,7 +35,6 @@ from paddle_vl.families.pi07.inputs.planning import (
     plan_of,
     write_plan,
 )
-from paddle_vl.families.pi07.inputs.prompt import PromptTokenizer, check_vocabulary
 from paddle_vl.families.pi07.layers import PAD_ID
 from paddle_vl.families.pi07.policy_model import PolicyModel, as_tensors, freeze
 from paddle_vl.families.pi07.prefix import PlannerEmbedding, Prefix
@@ -51,6 +47,10 @@ from paddle_vl.families.pi07.prefix_layout import (
     Presence,
     presence_of,
 )
+from paddle_vl.families.policy.model_inputs import EOS, PlannerInputs
+from paddle_vl.families.policy.normalize import Normalizer, Statistics
+from paddle_vl.families.policy.normalizers import planner_normalizers
+from paddle_vl.families.policy.prompt import PromptTokenizer, check_vocabulary
 from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
 from paddle_vl.nn.operations import IGNORE_INDEX, TargetRows
 from paddle_vl.nn.placement import Placement
@@ -262,7 +262,7 @@ class PI07HighLevelPlanner(BasePolicy):
         super().__init__(config)
         if isinstance(tokenizer, (str, Path)):
             tokenizer = PromptTokenizer.from_pretrained(tokenizer)
-            check_vocabulary(tokenizer, config.vlm_config)
+            check_vocabulary(tokenizer, config.vlm_config.gemma3_config.text_config.vocab_size)
         self.config, self.tokenizer = config, tokenizer
         labels = {label: tokenizer.encode(label) for label in PLANNER_LABELS}
         self.model = PI07HighLevelPlannerModel(config, labels, placement)
@@ -272,7 +272,7 @@ class PI07HighLevelPlanner(BasePolicy):
             self.normalizers["normalize_inputs"].set_statistics(statistics)
 
     @classmethod
-    @renamed_argument("fills", "materialize")
+    @loads_like_hf
     def from_pretrained(
         cls,
         path: str | Path,

@@ -23,17 +23,18 @@ from typing import Any
 import numpy as np
 from paddle import Tensor
 
-from paddle_vl.compat import renamed_argument
+from paddle_vl.families.hf_interface import loads_like_hf
 from paddle_vl.families.pi07.base_policy import BasePolicy, PolicyCheckpoint
 from paddle_vl.families.pi07.config import PI07Config
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
-from paddle_vl.families.pi07.inputs.acting import ActingPolicy
-from paddle_vl.families.pi07.inputs.discrete_actions import ActionTokenizer
-from paddle_vl.families.pi07.inputs.model_inputs import PolicyInputs, cameras_of
-from paddle_vl.families.pi07.inputs.normalize import Normalizer, Statistics
-from paddle_vl.families.pi07.inputs.normalizers import policy_normalizers
-from paddle_vl.families.pi07.inputs.prompt import PromptTokenizer, check_vocabulary
 from paddle_vl.families.pi07.prefix_layout import LABELS
+from paddle_vl.families.policy.acting import ActingPolicy
+from paddle_vl.families.policy.discrete_actions import ActionTokenizer
+from paddle_vl.families.policy.features import cameras_of
+from paddle_vl.families.policy.model_inputs import PolicyInputs
+from paddle_vl.families.policy.normalize import Normalizer, Statistics
+from paddle_vl.families.policy.normalizers import policy_normalizers
+from paddle_vl.families.policy.prompt import PromptTokenizer, check_vocabulary
 from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
 from paddle_vl.nn.placement import Placement
 
@@ -76,7 +77,7 @@ class PI07LowLevelPolicy(ActingPolicy, BasePolicy):
         super().__init__(config)
         if isinstance(tokenizer, (str, Path)):
             tokenizer = PromptTokenizer.from_pretrained(tokenizer)
-            check_vocabulary(tokenizer, config.vlm_config)
+            check_vocabulary(tokenizer, config.vlm_config.gemma3_config.text_config.vocab_size)
         if action_tokenizer is None and Path(config.discrete_action_tokenizer_path).is_dir():
             action_tokenizer = config.discrete_action_tokenizer_path
         if isinstance(action_tokenizer, (str, Path)):
@@ -94,7 +95,7 @@ class PI07LowLevelPolicy(ActingPolicy, BasePolicy):
         self.begin(config)
 
     @classmethod
-    @renamed_argument("fills", "materialize")
+    @loads_like_hf
     def from_pretrained(
         cls,
         path: str | Path,

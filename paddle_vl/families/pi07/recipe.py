@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paddle import Tensor, nn
 
@@ -30,25 +30,8 @@ from paddle_vl.families.flops import FlopCounter
 from paddle_vl.families.pi07.base_policy import BasePolicy
 from paddle_vl.families.pi07.colocated import PI07Encoder
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
-from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset, present_fields
-from paddle_vl.families.pi07.demonstrations.sample import (
-    OPTIONAL_FIELDS,
-    DemonstrationShapes,
-    DemonstrationSource,
-)
-from paddle_vl.families.pi07.demonstrations.statistics import (
-    demonstration_statistics,
-    read_statistics,
-)
-from paddle_vl.families.pi07.demonstrations.synthetic import SyntheticDemonstrations
-from paddle_vl.families.pi07.demonstrations.training_set import (
-    NO_DROPS,
-    DrawnDemonstrations,
-    FlowDraws,
-)
 from paddle_vl.families.pi07.flops import PI07Flops, PI07PlannerFlops
 from paddle_vl.families.pi07.inputs.collate import PlannerCollator, PolicyCollator
-from paddle_vl.families.pi07.inputs.model_inputs import cameras_of
 from paddle_vl.families.pi07.objective import (
     PlannerBatchAdapter,
     PlannerLoss,
@@ -65,15 +48,27 @@ from paddle_vl.families.pi07.pipeline import (
 )
 from paddle_vl.families.pi07.planner import PI07HighLevelPlanner
 from paddle_vl.families.pi07.policy import ACTION_TOKENIZER_FOLDER, PI07LowLevelPolicy
-from paddle_vl.families.pi07.policy_config import PolicyFeature
 from paddle_vl.families.pi07.policy_model import is_reached
-from paddle_vl.families.pi07.policy_settings import with_settings
-from paddle_vl.families.pi07.settings import PARTS, PI07Run
+from paddle_vl.families.pi07.settings import PARTS, PI07Run, with_settings
+from paddle_vl.families.policy.demonstrations.dataset import DemonstrationsDataset, present_fields
+from paddle_vl.families.policy.demonstrations.sample import (
+    OPTIONAL_FIELDS,
+    DemonstrationShapes,
+    DemonstrationSource,
+)
+from paddle_vl.families.policy.demonstrations.statistics import (
+    demonstration_statistics,
+    read_statistics,
+)
+from paddle_vl.families.policy.demonstrations.synthetic import SyntheticDemonstrations
+from paddle_vl.families.policy.demonstrations.training_set import (
+    NO_DROPS,
+    DrawnDemonstrations,
+    FlowDraws,
+)
+from paddle_vl.families.policy.features import PolicyFeature, cameras_of
 from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.placement import Placement
-
-if TYPE_CHECKING:
-    from paddle_vl.export.writing import ModelToExport
 
 # All evaluations draw the same noise.
 EVALUATION_SEED = 0
@@ -151,7 +146,10 @@ class PI07Recipe(Family):
         make_example = partial(first_batch, samples, collator)
         is_colocated = placement.stage_layers.encoder_everywhere
         adapter = self.adapter_class(make_example, agrees, policy.model.tokens, is_colocated)
-        return BuiltModel(policy.model, adapter, collator, policy.save_pretrained)
+        save = policy.save_pretrained
+        return BuiltModel(
+            policy.model, adapter, collator, partial(save, one_file=False), save_streamed=save
+        )
 
     def named_parameters(self, model: nn.Layer) -> list[tuple[str, Tensor]]:
         return [(f"model.{item.key}", item.parameter) for item in model.stored_parameters()]
@@ -208,16 +206,6 @@ class PI07Recipe(Family):
         )
 
     @classmethod
-    def to_export(cls, folder: Path, base: str | None) -> "ModelToExport":
-        from paddle_vl.families.pi07.exporting import planner_to_export, policy_to_export
-
-        if base is not None:
-            raise ValueError(f"{folder} is a pi07 policy, which has no adapters: leave --base out")
-        policy: Any = cls.policy_class.from_pretrained(folder)
-        is_planner = isinstance(policy, PI07HighLevelPlanner)
-        return planner_to_export(policy) if is_planner else policy_to_export(policy)
-
-    @classmethod
     def with_synthetic_data(cls, config: PI07Run, data: SyntheticData) -> PI07Run:
         """Sets `data.synthetic_samples` and the number of cameras, all like the first one."""
         for name in ("image_side", "answer_tokens"):
@@ -232,6 +220,23 @@ class PI07Recipe(Family):
             values["model"]["config"] = _with_cameras(config, data.cameras)
             # It would take precedence.
             values["model"]["policy"]["input_features"] = None
+        return type(config).model_validate(values)
+
+    @classmethod
+    def with_cameras(cls, config: PI07Run, num_cameras: int) -> PI07Run:
+        """Leaves cameras out, or adds some like the first, which samples may lack: then they are
+        black, as OpenTau's slots without a camera are."""
+        model, values = config.model, config.model_dump()
+        if model.pretrained is None:
+            base = cls.config_class.from_dict(model_values(model.config)).to_dict()
+        else:
+            base = cls.config_class.from_pretrained(model.pretrained).to_dict()
+        features = model.policy.given.get("input_features") or base["input_features"]
+        seen = _cameras_of(features, num_cameras, keeps_names=True)
+        values["model"]["policy"]["input_features"] = seen
+        if added := len(seen.keys() - features.keys()):
+            lacking = model.policy.given.get("empty_cameras") or base["empty_cameras"]
+            values["model"]["policy"]["empty_cameras"] = lacking + added
         return type(config).model_validate(values)
 
     @classmethod
@@ -445,13 +450,29 @@ def _with_cameras(config: PI07Run, num_cameras: int) -> dict[str, Any]:
             f"of model.pretrained {config.model.pretrained}"
         )
     values = model_values(config.model.config)
-    features = config.model.policy.input_features or values.get("input_features", {})
+    features = config.model.policy.given.get("input_features") or values.get("input_features", {})
+    return values | {"input_features": _cameras_of(features, num_cameras)}
+
+
+def _cameras_of(
+    features: Mapping[str, Any], num_cameras: int, keeps_names: bool = False
+) -> dict[str, Any]:
+    """Features with that many cameras, all like the first.
+
+    Args:
+        keeps_names: of cameras that are there, whose data samples have.
+
+    Raises:
+        ValueError: there is none, or none is wanted.
+    """
     cameras = [name for name, feature in features.items() if feature["type"] == _CAMERA]
     if not cameras or num_cameras < 1:
         raise ValueError(
             f"--cameras {num_cameras}: the policy's input_features have {len(cameras)} cameras, "
             "and at least 1 is needed of both"
         )
+    numbered = (f"camera{i}" for i in range(num_cameras + len(cameras)))
+    kept = cameras if keeps_names else []
+    names = [*kept, *(name for name in numbered if name not in kept)][:num_cameras]
     others = {name: feature for name, feature in features.items() if name not in cameras}
-    seen = {f"camera{i}": features[cameras[0]] for i in range(num_cameras)}
-    return values | {"input_features": {**seen, **others}}
+    return {name: features[cameras[0]] for name in names} | others

@@ -1,15 +1,33 @@
-"""Settings of a pi07 policy or planner run, beyond those of every run. Read without Paddle."""
+"""Settings of a pi07 policy or planner run, beyond those of every run. Read without Paddle.
 
-from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+`model.policy` changes the policy's configuration. Precedence, highest first: the run's
+`model.policy`; the `config.json` of the checkpoint that a resumed run continues; otherwise that of
+`model.pretrained`, or `model.config`. The result is what the run saves as `config.json`.
+`docs/policies.md` has the settings and what they change.
+"""
 
-from pydantic import Field
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
+
+from pydantic import ConfigDict, Field, create_model
 
 from paddle_vl.config.parallel_settings import ParallelConfig
 from paddle_vl.config.schema import DataConfig, ModelConfig, RunConfig, TrainConfig
-from paddle_vl.config.section import Section
-from paddle_vl.families.pi07.policy_settings import PolicySettings
+from paddle_vl.config.section import FilePath, Section, flatten
+from paddle_vl.families.pi07.config import (
+    ONLY_VALUES,
+    UNUSED_SETTINGS,
+    PI07Config,
+    PI07PlannerConfig,
+    PolicyConfig,
+)
+from paddle_vl.families.pi07.engine_config import Gemma3WithExpertConfig
+from paddle_vl.families.policy.settings import DropProbabilities
+from paddle_vl.files.checked_values import descriptions
+from paddle_vl.files.names import nearest
+from paddle_vl.files.text_file import shown
 
+Config = TypeVar("Config", bound=PolicyConfig)
 # Named groups of parameters for model.freeze and train.part_learning_rates, as patterns over
 # checkpoint keys.
 _ENGINE = "model.gemma3_with_expert"
@@ -30,9 +48,6 @@ PARTS: dict[str, tuple[str, ...]] = {
     "state": ("model.state_proj.*",),
     "discrete_actions": (f"{_ENGINE}.discrete_action_embedding.*", f"{_ENGINE}.da_head.*"),
 }
-_Probability = Annotated[float, Field(ge=0, le=1)]
-
-
 # Settings of model.policy that the trained parameters or the samples depend on.
 _FIXED_POLICY_SETTINGS = (
     *("freeze_vision_encoder", "train_expert_only", "train_vision_encoder_only"),
@@ -41,24 +56,187 @@ _FIXED_POLICY_SETTINGS = (
     *("prompt_max_length", "response_max_length", "memory_max_length", "metadata_max_length"),
     "discrete_action_max_length",
 )
+# Settings that fit every weight; a resumed run may change the others among them.
+_CHANGEABLE = (
+    *_FIXED_POLICY_SETTINGS,
+    *("attention_implementation", "dropout", "gradient_checkpointing", "n_action_steps"),
+    *("num_steps", "warn_outlier_threshold", "vlm_config"),
+)
+# Settings of OpenTau that nothing here reads in a run, and what does their work.
+_WITHOUT_EFFECT = dict.fromkeys(UNUSED_SETTINGS | set(ONLY_VALUES), "remove it") | {
+    "optimizer_lr": "set train.learning_rate",
+    "optimizer_betas": "set train.adam_beta1 and train.adam_beta2",
+    "optimizer_eps": "set train.adam_epsilon",
+    "optimizer_weight_decay": "set train.weight_decay",
+    "scheduler_warmup_steps": "set train.warmup_steps",
+    "scheduler_decay_steps": "set train.decay_steps",
+    "scheduler_decay_lr": "set train.min_lr_ratio",
+    "skip_normalization_weights": "set data.statistics",
+    "pretrained_path": "set model.pretrained",
+    "use_amp": "set model.compute_dtype",
+    "device": "the launcher chooses the devices",
+    "disable_internal_bf16_cast": "set model.compute_dtype",
+    "load_pretrained_gemma3": "set model.pretrained",
+}
+# It says which policy the configuration is of.
+del _WITHOUT_EFFECT["type"]
+# What to do instead of changing a setting that belongs to a checkpoint.
+_REMEDIES = {
+    "discrete_action_tokenizer_path": "data.processor names the folder of the run's tokenizers",
+    "vlm_config.discrete_action_vocab_size": "it follows from the action tokenizer",
+    "normalization_mapping": "data.statistics gives other statistics of the same mode",
+    "output_features": "data.statistics gives the statistics that other actions need",
+}
+# OpenTau has these in `vlm_config` only.
+_ENGINE_ONLY = ("train_vision_encoder_only",)
+_AT_BOTH_LEVELS = {*PI07Config.shared_settings, *_ENGINE_ONLY}
 
 
-class DropProbabilities(Section):
-    """Probabilities of leaving optional fields out of a training sample; OpenTau's names and
-    defaults."""
+def _optional_fields() -> dict[str, Any]:
+    """The changeable settings, of either configuration, as fields of a section."""
+    hints: dict[str, Any] = {}
+    meanings: dict[str, str | None] = {}
+    for config in (Gemma3WithExpertConfig, PI07PlannerConfig, PI07Config):
+        hints |= get_type_hints(config, include_extras=True)
+        meanings |= descriptions(config)
+    # What YAML gives; the configuration checks it.
+    hints |= dict.fromkeys(("input_features", "vlm_config"), dict[str, Any])
+    return {
+        name: (hints[name] | None, Field(default=None, description=meanings[name]))
+        for name in _CHANGEABLE
+    }
 
-    history_state_drop_prob: _Probability = 0.3
-    """probability of dropping the past: its frames become black and count as padding; the state
-    stays and the policy masks it"""
-    subgoal_drop_prob: _Probability = 0.75
-    """probability of dropping the goal images of all cameras"""
-    response_drop_prob: _Probability = 0.3
-    """probability of dropping the response of a sample that keeps its goal images; without goal
-    images the response stays, since it tells the policy the next step"""
-    metadata_drop_all_prob: _Probability = 0.15
-    """probability of dropping all metadata but fps"""
-    metadata_drop_each_prob: _Probability = 0.05
-    """probability of dropping each metadata field, if not all are dropped"""
+
+class PolicySettings(create_model("PolicySettings", __base__=Section, **_optional_fields())):
+    """Changes of the policy's configuration, under OpenTau's names; what is left out stays.
+
+    Other fields of the configuration are accepted too: over weights only with the value that the
+    checkpoint has, with `model.config` with any value.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The settings that are not left out, those of `vlm_config` as `vlm_config.<name>`.
+
+        Settings that are accepted at both levels have the name of the policy's level.
+        """
+        return {name: found[0] for name, found in self._found().items() if found[0] is not None}
+
+    def problems(self) -> Iterator[str]:
+        """Messages about settings that are unknown, without effect, or given twice."""
+        known = sorted({*descriptions(PI07Config), *descriptions(PI07PlannerConfig), *_CHANGEABLE})
+        for name, values in self._found().items():
+            setting, last = f"model.policy.{name}", name.rpartition(".")[2]
+            if last in _WITHOUT_EFFECT:
+                yield f"{setting} has no effect on a run here: {_WITHOUT_EFFECT[last]}"
+            elif name.split(".")[0] not in (*known, "type"):
+                yield f"{setting} is not a setting; {nearest(name, known, 'model.policy.')}"
+            if len(values) > 1 and values[0] != values[1]:
+                yield (
+                    f"{setting} is {shown(values[0])} and model.policy.vlm_config.{name} "
+                    f"{shown(values[1])}: give one of them, or the same value twice"
+                )
+
+    def _found(self) -> dict[str, list[Any]]:
+        """The values of each setting, of the policy's level first; null only if it is alone."""
+        own = dict(self)
+        engine = flatten(own.pop("vlm_config") or {})
+        found = {name: [value] for name, value in own.items()}
+        for name, value in engine.items():
+            key = name if name in _AT_BOTH_LEVELS else f"vlm_config.{name}"
+            found.setdefault(key, []).append(value)
+        return {
+            name: [value for value in values if value is not None] or [None]
+            for name, values in found.items()
+        }
+
+
+def with_settings(
+    base: Config, settings: PolicySettings, source: str, has_weights: bool, new_statistics: bool
+) -> Config:
+    """A policy's configuration with a run's `model.policy`.
+
+    Args:
+        base: of the checkpoint, or of model.config.
+        source: where `base` comes from, for messages.
+        has_weights: whether the model's weights come from there too.
+        new_statistics: whether data.statistics replaces the checkpoint's statistics.
+
+    Raises:
+        ValueError: a setting contradicts the weights, other settings or the data's features, or has
+            no effect; names it, both values and the remedy.
+    """
+    given, values = settings.given, base.to_dict()
+    if not given:
+        return base
+    before = flatten(values)
+    for name, value in given.items():
+        if has_weights and name == "input_features":
+            _check_features(base, value, source, new_statistics)
+        elif has_weights and name not in _CHANGEABLE and value != (found := before.get(name)):
+            remedy = _REMEDIES.get(name, "a policy of another form needs weights of its own")
+            raise ValueError(
+                f"model.policy.{name} is {shown(value)}, but {source}, whose weights the run "
+                f"takes, has {shown(found)}: remove it ({remedy})"
+            )
+        if name not in _ENGINE_ONLY:
+            _set(values, name, value)
+        if name in _AT_BOTH_LEVELS:
+            _set(values, f"vlm_config.{name}", value)
+    try:
+        changed = type(base).from_dict(values)
+    except ValueError as error:
+        listed = ", ".join(f"{name}: {shown(value)}" for name, value in given.items())
+        raise ValueError(f"model.policy {{{listed}}} over {source}: {error}") from error
+    if isinstance(changed, PI07Config):
+        _refuse_without_effect(changed, given)
+    return changed
+
+
+def _check_features(base: PolicyConfig, given: Any, source: str, new_statistics: bool) -> None:
+    """Refuse features that need other weights or statistics than those of the checkpoint."""
+    if not isinstance(given, Mapping):
+        return
+    old = {name: feature.to_dict() for name, feature in base.input_features.items()}
+    free = {feature["type"] for feature in old.values()} if new_statistics else {"VISUAL"}
+    if not new_statistics and base.normalization_mapping.get("VISUAL", "IDENTITY") != "IDENTITY":
+        free = set()
+
+    def fixed(features: Mapping[str, Any]) -> dict[str, Any]:
+        kinds = {n: f.get("type") if isinstance(f, Mapping) else None for n, f in features.items()}
+        return {name: feature for name, feature in features.items() if kinds[name] not in free}
+
+    if (wanted := fixed(given)) != (found := fixed(old)):
+        names = sorted(n for n in {*wanted, *found} if wanted.get(n) != found.get(n))
+        raise ValueError(
+            f"model.policy.input_features has {shown({n: wanted.get(n) for n in names})}, but "
+            f"{source} has {shown({n: found.get(n) for n in names})} and the statistics of that: "
+            "keep the checkpoint's, or give the statistics of your data in data.statistics"
+        )
+
+
+def _refuse_without_effect(config: PI07Config, given: Mapping[str, Any]) -> None:
+    """Refuse settings whose effect another setting takes away."""
+    if "history_interval" in given and config.n_obs_steps == 1:
+        raise ValueError(
+            f"model.policy.history_interval is {config.history_interval}, but n_obs_steps is 1, so "
+            "there are no past frames: remove it, or raise model.policy.n_obs_steps"
+        )
+    if config.train_state_action_representation_only and given.get("dropout"):
+        raise ValueError(
+            f"model.policy.dropout is {config.dropout}, but "
+            "train_state_action_representation_only is true, which trains without dropout: remove "
+            "one of them"
+        )
+
+
+def _set(values: dict[str, Any], name: str, value: Any) -> None:
+    *sections, last = name.split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+    values[last] = value
 
 
 class PI07ModelConfig(ModelConfig):
@@ -66,7 +244,7 @@ class PI07ModelConfig(ModelConfig):
 
     policy: PolicySettings = PolicySettings()
     """changes of the configuration that the checkpoint or model.config has, under OpenTau's names;
-    see docs/policy_settings.md"""
+    see docs/policies.md"""
 
 
 class PI07DataConfig(DataConfig):
@@ -80,7 +258,7 @@ class PI07DataConfig(DataConfig):
     fields: list[str] | None = None
     """optional fields that samples have (response, subgoal, speed, ...), the same on every rank;
     default: the fields found in any line of data.train"""
-    statistics: str | None = None
+    statistics: FilePath | None = None
     """JSON file with the statistics that normalise states and actions; default: the checkpoint's,
     or for a new policy those of data.train"""
     drops: DropProbabilities = DropProbabilities()

@@ -5,12 +5,10 @@ from typing import TYPE_CHECKING
 from paddle_vl.checkpoint.rules import LinearWeights, PatchKernel, Rule, Same
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.families.qwen3_vl.text_config import Qwen3VLMoeTextConfig
+from paddle_vl.families.vlm.protocols import EMBEDDING_KEY, HEAD_KEY
 
 if TYPE_CHECKING:
     from paddle_vl.checkpoint.safetensors_io import StoredTensor
-
-HEAD_KEY = "lm_head.weight"
-EMBEDDING_KEY = "model.language_model.embed_tokens.weight"
 
 
 def checkpoint_rules(config: Qwen3VLConfig) -> tuple[Rule, ...]:
@@ -48,7 +46,7 @@ def checkpoint_rules(config: Qwen3VLConfig) -> tuple[Rule, ...]:
     )
 
 
-def with_experts_as_here(
+def tensors_as_here(
     stored: "dict[str, StoredTensor]", config: Qwen3VLConfig
 ) -> "dict[str, StoredTensor]":
     """A checkpoint's tensors, with experts as `[E, in, out]`.

@@ -3,86 +3,64 @@
 Source: Qwen3VLTextConfig and Qwen3VLMoeTextConfig of HF transformers.
 """
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import field
+from typing import Annotated, Any
 
-from paddle_vl.files.checked_values import Range, check_mapping, check_values
+from pydantic import Field
+
+from paddle_vl.families.vlm.config import Heads, Layers, RopeBase, Spread, Vocabulary, Width
+from paddle_vl.files.checked_values import Listed, Number, check_mapping, checked
 from paddle_vl.files.text_file import shown
 
-# Far beyond every published model; larger values are typing errors and would exhaust memory.
-MOST_LAYERS, MOST_WIDTH = 1024, 1 << 20
-LAYERS, WIDTH = Range(1, MOST_LAYERS), Range(1, MOST_WIDTH)
-_RANGES = {
-    "vocab_size": Range(1, 1 << 24),
-    "hidden_size": WIDTH,
-    "intermediate_size": WIDTH,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": Range(1, 4096),
-    "num_key_value_heads": Range(1, 4096),
-    "head_dim": Range(2, 8192),
-    "max_position_embeddings": Range(1, 1 << 40),
-    "initializer_range": Range(0, 100),
-    "rms_norm_eps": Range(0, 1, is_above=True),
-    "attention_dropout": Range(0),
-    "rope_theta": Range(1, is_above=True),
-    "mrope_section": Range(1),
-    "num_experts": Range(1, 1 << 16),
-    "num_experts_per_tok": Range(1),
-    "moe_intermediate_size": WIDTH,
-    "decoder_sparse_step": Range(1, MOST_LAYERS),
-    "mlp_only_layers": Range(0),
-    "router_aux_loss_coef": Range(0),
-}
 # Keys without effect: routing weights are always normalized.
 _MOE_INERT_KEYS = frozenset({"norm_topk_prob", "sliding_window"})
 
 
-@dataclass(frozen=True)
+@checked
 class Qwen3VLTextConfig:
     """The decoder. Defaults are those of HF's configuration class."""
 
-    vocab_size: int = 151936
-    hidden_size: int = 4096
-    intermediate_size: int = 22016
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    num_key_value_heads: int = 32
-    head_dim: int = 128
+    vocab_size: Vocabulary = 151936
+    hidden_size: Width = 4096
+    intermediate_size: Width = 22016
+    num_hidden_layers: Layers = 32
+    num_attention_heads: Heads = 32
+    num_key_value_heads: Heads = 32
+    head_dim: Annotated[int, Field(ge=2, le=8192)] = 128
     hidden_act: str = "silu"
-    max_position_embeddings: int = 128000
-    initializer_range: float = 0.02
-    rms_norm_eps: float = 1e-6
+    max_position_embeddings: Annotated[int, Field(ge=1, le=1 << 40)] = 128000
+    initializer_range: Spread = 0.02
+    rms_norm_eps: Annotated[Number, Field(gt=0, le=1)] = 1e-6
     attention_bias: bool = False
-    attention_dropout: float = 0.0
-    rope_theta: float = 5000000.0
-    mrope_section: list[int] = field(default_factory=lambda: [24, 20, 20])
+    attention_dropout: Annotated[Number, Field(ge=0)] = 0.0
+    rope_theta: RopeBase = 5000000.0
+    mrope_section: Listed[list[Annotated[int, Field(ge=1)]]] = field(
+        default_factory=lambda: [24, 20, 20]
+    )
 
     def __post_init__(self):
-        check_values(self, "text_config", _RANGES)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"text_config: num_attention_heads {self.num_attention_heads} is not a multiple of "
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads {self.num_key_value_heads}"
             )
         if self.head_dim % 2 or 2 * sum(self.mrope_section) != self.head_dim:
             raise ValueError(
-                f"text_config: mrope_section {self.mrope_section} sums to "
+                f"mrope_section {self.mrope_section} sums to "
                 f"{sum(self.mrope_section)}; it must be half of head_dim {self.head_dim}"
             )
         if len(self.mrope_section) != 3 or not _fits(self.mrope_section):
             raise ValueError(
-                f"text_config: mrope_section {self.mrope_section} must be three numbers, for time, "
+                f"mrope_section {self.mrope_section} must be three numbers, for time, "
                 "height and width, that can be interleaved: the last two at most a third of their "
                 "sum, rounded up"
             )
         for name, only in (("hidden_act", "silu"), ("attention_bias", False)):
             if getattr(self, name) != only:
-                raise ValueError(
-                    f"text_config: {name} is {getattr(self, name)!r}; only {only!r} is supported"
-                )
+                raise ValueError(f"{name} is {getattr(self, name)!r}; only {only!r} is supported")
         if self.attention_dropout:
             raise ValueError(
-                f"text_config: attention_dropout is {self.attention_dropout}; attention dropout is "
+                f"attention_dropout is {self.attention_dropout}; attention dropout is "
                 "not supported (no Qwen3-VL checkpoint uses it): set it to 0"
             )
 
@@ -107,42 +85,38 @@ class Qwen3VLTextConfig:
         return False
 
 
-@dataclass(frozen=True)
+@checked
 class Qwen3VLMoeTextConfig(Qwen3VLTextConfig):
-    """A decoder with mixtures of experts. Defaults are those of HF's configuration class.
+    """A decoder with mixtures of experts. Defaults are those of HF's configuration class."""
 
-    Attributes:
-        num_experts: experts per layer; each token is routed to `num_experts_per_tok` of them.
-        moe_intermediate_size: inner width of an expert.
-        decoder_sparse_step: layer i has experts if this number divides i + 1.
-        mlp_only_layers: layers without experts in any case.
-        output_router_logits: add the load-balancing loss, times `router_aux_loss_coef`.
-    """
-
-    hidden_size: int = 2048
-    intermediate_size: int = 5632
-    num_hidden_layers: int = 24
-    num_attention_heads: int = 16
-    num_key_value_heads: int = 16
-    num_experts: int = 60
-    num_experts_per_tok: int = 4
-    moe_intermediate_size: int = 1408
-    decoder_sparse_step: int = 1
-    mlp_only_layers: list[int] = field(default_factory=list)
-    router_aux_loss_coef: float = 0.001
+    hidden_size: Width = 2048
+    intermediate_size: Width = 5632
+    num_hidden_layers: Layers = 24
+    num_attention_heads: Heads = 16
+    num_key_value_heads: Heads = 16
+    num_experts: Annotated[int, Field(ge=1, le=1 << 16)] = 60
+    """experts per layer; each token is routed to num_experts_per_tok of them"""
+    num_experts_per_tok: Annotated[int, Field(ge=1)] = 4
+    moe_intermediate_size: Width = 1408
+    """inner width of an expert"""
+    decoder_sparse_step: Layers = 1
+    """layer i has experts if this number divides i + 1"""
+    mlp_only_layers: Listed[list[Annotated[int, Field(ge=0)]]] = field(default_factory=list)
+    """layers without experts in any case"""
+    router_aux_loss_coef: Annotated[Number, Field(ge=0)] = 0.001
     output_router_logits: bool = False
+    """add the load-balancing loss, times router_aux_loss_coef"""
 
     def __post_init__(self):
         super().__post_init__()
-        if not 1 <= self.num_experts_per_tok <= self.num_experts:
+        if self.num_experts_per_tok > self.num_experts:
             raise ValueError(
-                f"text_config: num_experts_per_tok is {self.num_experts_per_tok}; it must be at "
-                f"least 1 and at most num_experts {self.num_experts}"
+                f"num_experts_per_tok is {self.num_experts_per_tok}; it must be at most "
+                f"num_experts {self.num_experts}"
             )
-        outside = [i for i in self.mlp_only_layers if not 0 <= i < self.num_hidden_layers]
-        if outside:
+        if outside := [i for i in self.mlp_only_layers if i >= self.num_hidden_layers]:
             raise ValueError(
-                f"text_config: mlp_only_layers {outside} lie outside the decoder's "
+                f"mlp_only_layers {outside} lie outside the decoder's "
                 f"{self.num_hidden_layers} layers"
             )
 

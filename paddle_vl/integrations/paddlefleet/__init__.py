@@ -9,9 +9,8 @@ asked for, never by importing this module. docs/paddlefleet.md says what changes
 
 from typing import Any
 
-from paddle_vl.integrations.paddlefleet.embedding import indexed_embedding
+from paddle_vl.integrations.paddlefleet.embedding import indexed_embedding, published
 from paddle_vl.integrations.paddlefleet.installation import install
-from paddle_vl.integrations.paddlefleet.published import published
 from paddle_vl.integrations.paddlefleet.text_layer import DEEPSTACK_KEYS, indexed_text_layer
 
 __all__ = ["DEEPSTACK_KEYS", "indexed_embedding", "indexed_text_layer", "install"]

@@ -9,6 +9,7 @@ Source of the interface: `models/gpt/gpt_embedding.py`, `tensor_parallel/mapping
 """
 
 import functools
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,8 +22,9 @@ from paddle_vl.batch.visual_index import (
     check_visual_counts,
     compute_visual_indices,
 )
-from paddle_vl.integrations.paddlefleet.published import home_of, published
 
+# Later releases of PaddleFormers carry PaddleFleet's modules in a package of their own.
+_HOMES = ("paddlefleet", "paddleformers.fleet")
 _VISUAL_INPUTS = tuple(
     f"{prefix}{kind}_embeds" for prefix in ("", "deepstack_") for kind in ("image", "video")
 )
@@ -245,3 +247,34 @@ def _in_reading_order(
     if indices.source is None:
         return whole
     return [paddle.index_select(rows, indices.source) for rows in whole]
+
+
+def published(module: str, home: str | None = None) -> Any:
+    """A module of PaddleFleet.
+
+    Args:
+        module: its name below the package, such as `models.gpt.gpt_embedding`.
+        home: the package; None for the first one that has it.
+
+    Raises:
+        ImportError: PaddleFleet is not installed, or its version has no such module.
+    """
+    reasons = []
+    for package in _HOMES if home is None else (home,):
+        try:
+            return importlib.import_module(f"{package}.{module}")
+        except ImportError as error:
+            reasons.append(f"{package}.{module} cannot be imported: {error}")
+    raise ImportError(
+        "; ".join(reasons) + ". paddle_vl.integrations.paddlefleet needs PaddleFleet, which is not "
+        "a requirement of this package; install the paddlefleet wheel for your GPU build of Paddle"
+    )
+
+
+def home_of(embedding: type) -> str:
+    """The package of the `GPTEmbedding` that a class is or inherits from."""
+    for base in embedding.__mro__:
+        home, found, _ = base.__module__.partition(".models.")
+        if base.__name__ == "GPTEmbedding" and found:
+            return home
+    return _HOMES[0]

@@ -1,13 +1,4 @@
-"""Kernels for the CPU in eager mode, registered behind the operations of `paddle_vl.nn`.
+"""Kernels for CPUs, see `paddle_vl.nn.kernels`.
 
-On Paddle's CPU kernels, mathematically equal formulas differ tenfold in time. What needs no
-gradient imports `inference`, kernels without a backward pass.
+On Paddle's CPU kernels, mathematically equal formulas differ tenfold in time.
 """
-
-from paddle_vl.nn.cpu import (  # noqa: F401
-    attention,
-    dropout,
-    masked_attention,
-    onednn_kernels,
-    products,
-)

@@ -1,53 +1,48 @@
 """Softmax attention on the CPU in query blocks, with a hand-written backward pass.
 
 A block is multiplied only with keys that some of its rows see, and a mask has the size of one
-block's scores for one head, so time and memory grow with the visible scores only. Over 350 lines,
-to keep both ways to the softmax beside their common backward pass.
+block's scores for one head, so time and memory grow with the visible scores only. A block runs over
+chunks of heads whose scores stay in the processor's caches; the backward pass computes their
+probabilities again. Over 350 lines, to keep the blocks of every kind of mask beside their use.
 
-Shapes: Z any product of batch and heads, R query rows and S keys of one Z, H head width; G query
-heads share a key head and are neighbouring rows.
+Shapes: B batch, L queries and S keys of a batch entry, N query heads, K key heads, H head width; Z
+any product of batch and key heads, R query rows of one Z: G query heads share a key head and are
+neighbouring rows.
 """
 
-import ctypes
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import paddle
-import paddle.nn.functional as F
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
-from paddle_vl.nn.attention import (
-    MASKED_SCORE,
-    PackedSamples,
-    causal_attention,
-    equal_segments_attention,
+from paddle_vl.nn.attention import MASKED_SCORE, AttentionMask, PackedSamples
+from paddle_vl.nn.cpu.kernels import (
+    contiguous,
+    plus_matrix_,
+    plus_row_,
+    softmax_,
+    softmax_gradient_,
 )
-from paddle_vl.nn.cpu.onednn import contiguous
-from paddle_vl.nn.cpu.products import (
-    minus_column_times_,
-    times_column_,
-    times_matrix_,
-    times_row_,
-)
-from paddle_vl.nn.operations import row_sum
 
 QUERY_BLOCK = 128
+# Bytes of the scores of a chunk: few enough to stay in the processor's caches.
+_CHUNK_BYTES = 8 << 20
 
 
-@causal_attention.register("cpu")
-def _causal_attention(
+def causal_attention(
     q_BLNH: Tensor,
     k_BSKH: Tensor,
     v_BSKH: Tensor,
     key_bias_BS: Tensor | None = None,
     packed: PackedSamples | None = None,
 ) -> Tensor:
+    """`nn.attention.causal_attention`."""
     batch, length, heads, _ = q_BLNH.shape
     keys, key_heads = k_BSKH.shape[1], k_BSKH.shape[2]
     groups = heads // key_heads
@@ -97,10 +92,10 @@ def attention_in_blocks(
     )
 
 
-@equal_segments_attention.register("cpu")
-def _equal_segments_attention(
+def equal_segments_attention(
     q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor, count: int, length: int
 ) -> Tensor:
+    """`nn.attention.equal_segments_attention`."""
     _, heads, width = q_PNH.shape
     q, k, v = (
         x.reshape([count, length, heads, width])
@@ -125,7 +120,6 @@ class Block(NamedTuple):
         bias: makes `[end - begin, end_key - first_key]` float32, or one such matrix for each of Z,
             `MASKED_SCORE` where a row does not see a key and 0 elsewhere; None if all rows see all
             of these keys.
-        visible: makes the same as 1 where a row sees a key and 0 elsewhere.
     """
 
     begin: int
@@ -133,7 +127,6 @@ class Block(NamedTuple):
     first_key: int
     end_key: int
     bias: Callable[[], Tensor] | None = None
-    visible: Callable[[], Tensor] | None = None
 
     def rows(self, x_ZRH: Tensor) -> Tensor:
         """The block's rows of a tensor with one row per query."""
@@ -163,7 +156,6 @@ def causal_blocks(length: int, keys: int, groups: int, first: int = 0) -> tuple[
         end = min(begin + QUERY_BLOCK, length)
         num_keys = keys - length + end
         bias = partial(_causal_bias, end - begin, num_keys, groups)
-        visible = partial(_causal_visible, end - begin, num_keys, groups)
         blocks.append(
             Block(
                 (first + begin) * groups,
@@ -171,7 +163,6 @@ def causal_blocks(length: int, keys: int, groups: int, first: int = 0) -> tuple[
                 first,
                 first + num_keys,
                 bias if length > 1 else None,
-                visible if length > 1 else None,
             )
         )
     return tuple(blocks)
@@ -190,12 +181,7 @@ def packed_blocks(offsets: tuple[int, ...], groups: int) -> tuple[Block, ...]:
             blocks += causal_blocks(end - first, end - first, groups, first)
         else:
             bias = _packed_bias(run, groups)
-            visible = _as_factors(bias)
-            blocks.append(
-                Block(
-                    first * groups, end * groups, first, end, lambda b=bias: b, lambda v=visible: v
-                )
-            )
+            blocks.append(Block(first * groups, end * groups, first, end, lambda bias=bias: bias))
     return tuple(blocks)
 
 
@@ -225,23 +211,6 @@ def _causal_bias(queries: int, keys: int, groups: int) -> Tensor:
     return _triangle(reach, groups)[: queries * groups, reach - past : reach + queries]
 
 
-def _causal_visible(queries: int, keys: int, groups: int) -> Tensor:
-    """`_as_factors` of `_causal_bias`."""
-    past = keys - queries
-    reach = _reach(past)
-    return _visible_triangle(reach, groups)[: queries * groups, reach - past : reach + queries]
-
-
-@lru_cache(maxsize=8)
-def _visible_triangle(reach: int, groups: int) -> Tensor:
-    return _as_factors(_triangle(reach, groups))
-
-
-def _as_factors(bias: Tensor) -> Tensor:
-    """1 where a bias is zero, 0 elsewhere."""
-    return (bias == 0.0).astype("float32")
-
-
 def _reach(past: int) -> int:
     """Past keys of the triangle that a block is cut from: a power of two, so that few are kept."""
     reach = QUERY_BLOCK
@@ -259,15 +228,9 @@ def _triangle(reach: int, groups: int) -> Tensor:
 
 
 class SoftmaxAttention(PyLayer):
-    """`softmax(q @ k^T / sqrt(H) + bias) @ v` by blocks, in the inputs' dtype.
+    """`softmax(q @ k^T / sqrt(H) + bias) @ v` by chunks and blocks, in the inputs' dtype.
 
-    In float32, where no score can leave the range of the exponential function, it runs over chunks
-    of Z, takes exponentials without subtracting a maximum, and keeps the inverses of their sums;
-    backward computes the exponentials again. Elsewhere it keeps the probabilities p of Paddle's
-    softmax.
-
-    With delta the row sums of grad * out, the gradient of the scores is `p * (grad @ v^T - delta)`,
-    as in FlashAttention (Dao et al., https://arxiv.org/abs/2205.14135).
+    Keeps its inputs only.
 
     Takes `[Z, R, H]` queries, `[Z, S, H]` keys and values, the `Parts` of Z, and a bias `[Z, 1, S]`
     of every key or None; returns `[Z, R, H]`.
@@ -275,55 +238,27 @@ class SoftmaxAttention(PyLayer):
 
     @staticmethod
     def forward(ctx, q_ZRH, k_ZSH, v_ZSH, parts, key_bias_Z1S):
-        ctx.parts, ctx.scale = parts, q_ZRH.shape[-1] ** -0.5
+        ctx.parts, ctx.scale, ctx.key_bias = parts, q_ZRH.shape[-1] ** -0.5, key_bias_Z1S
         ctx.needs = [not x.stop_gradient for x in (q_ZRH, k_ZSH, v_ZSH)]
-        q_ZRH = q_ZRH * ctx.scale
-        q_ZRH, k_ZSH, v_ZSH = map(contiguous, (q_ZRH, k_ZSH, v_ZSH))
-        if exponentials_are_safe(q_ZRH, k_ZSH, v_ZSH):
-            factor_Z1S = None if key_bias_Z1S is None else paddle.exp(key_bias_Z1S)
-            out, inverse_ZR1 = _exponential_attention(q_ZRH, k_ZSH, v_ZSH, parts, factor_Z1S)
-            if out is not None:
-                ctx.recomputes, ctx.key_factor = True, factor_Z1S
-                ctx.save_for_backward(q_ZRH, k_ZSH, v_ZSH, out, inverse_ZR1)
-                return out
-        ctx.recomputes = False
-        probabilities, outputs = [], []
-        for chunk in _chunks(q_ZRH.shape[0], parts, _ALL_BYTES):
-            outputs.append([])
-            for block in chunk.blocks:
-                q, k, v = map(chunk.of, (q_ZRH, k_ZSH, v_ZSH))
-                scores = paddle.matmul(block.rows(q), block.keys(k), transpose_y=True)
-                if block.bias is not None:
-                    scores.add_(chunk.of_mask(block.bias()))
-                if key_bias_Z1S is not None:
-                    scores.add_(chunk.of(key_bias_Z1S)[:, :, block.first_key : block.end_key])
-                probabilities.append(F.softmax(scores))
-                outputs[-1].append(paddle.matmul(probabilities[-1], block.keys(v)))
-        out = _joined([_joined(of_blocks, axis=1) for of_blocks in outputs], axis=0)
-        ctx.save_for_backward(q_ZRH, k_ZSH, v_ZSH, out, *probabilities)
-        return out
+        q_ZRH, k_ZSH, v_ZSH = (contiguous(x) for x in (q_ZRH * ctx.scale, k_ZSH, v_ZSH))
+        ctx.save_for_backward(q_ZRH, k_ZSH, v_ZSH)
+        outputs = []
+        for chunk in _chunks(q_ZRH.shape[0], parts):
+            q, k, v = map(chunk.of, (q_ZRH, k_ZSH, v_ZSH))
+            of_blocks = [
+                paddle.matmul(_probabilities(chunk, block, q, k, key_bias_Z1S), block.keys(v))
+                for block in chunk.blocks
+            ]
+            outputs.append(_joined(of_blocks, axis=1))
+        return _joined(outputs, axis=0)
 
     @staticmethod
     def backward(ctx, grad):
-        q_ZRH, k_ZSH, v_ZSH, out, *kept = ctx.saved_tensor()
-        grad = contiguous(grad)
-        if ctx.recomputes:
-            # The exponentials are computed again without dividing by their sums: the gradient is
-            # divided instead.
-            grad = times_column_(grad.clone(), kept[0])
-        delta_ZR1 = row_sum(grad * out)
-        grads_of_chunks, probabilities = [], iter(kept)
-        chunk_bytes = _CHUNK_BYTES if ctx.recomputes else _ALL_BYTES
-        for chunk in _chunks(q_ZRH.shape[0], ctx.parts, chunk_bytes):
-
-            def powers(block: Block, chunk: "_Chunk" = chunk) -> Tensor:
-                if not ctx.recomputes:
-                    return next(probabilities)
-                factor = None if ctx.key_factor is None else chunk.of(ctx.key_factor)
-                return _exponentials(chunk, block, chunk.of(q_ZRH), chunk.of(k_ZSH), factor)
-
-            rows = map(chunk.of, (q_ZRH, k_ZSH, v_ZSH, grad, delta_ZR1))
-            grads_of_chunks.append(_chunk_gradients(chunk.blocks, powers, *rows))
+        kept, grad = ctx.saved_tensor(), contiguous(grad)
+        grads_of_chunks = [
+            _chunk_gradients(chunk, *map(chunk.of, (*kept, grad)), ctx.key_bias)
+            for chunk in _chunks(grad.shape[0], ctx.parts)
+        ]
         grad_q, grad_k, grad_v = (
             _joined(parts, axis=0) for parts in zip(*grads_of_chunks, strict=True)
         )
@@ -344,21 +279,13 @@ class _Chunk(NamedTuple):
         takes_all = self.begin == 0 and self.end == x_Z.shape[0]
         return x_Z if takes_all else x_Z._slice(self.begin, self.end)
 
-    def of_mask(self, x: Tensor) -> Tensor:
-        """The same of a matrix for each of Z; a common one as it is."""
-        return self.of(x) if x.ndim == 3 else x
 
-
-def _chunks(batch: int, parts: Parts, num_bytes: int) -> Iterator[_Chunk]:
-    """Z in chunks, in order.
-
-    Args:
-        num_bytes: most bytes of the scores of a block.
-    """
+def _chunks(batch: int, parts: Parts) -> Iterator[_Chunk]:
+    """Z in chunks, in order."""
     size = batch // len(parts)
     for number, blocks in enumerate(parts):
         largest = max((b.end - b.begin) * (b.end_key - b.first_key) for b in blocks)
-        step = max(1, min(size, num_bytes // (4 * max(largest, 1))))
+        step = max(1, min(size, _CHUNK_BYTES // (4 * max(largest, 1))))
         for begin in range(number * size, (number + 1) * size, step):
             yield _Chunk(begin, min(begin + step, (number + 1) * size), blocks)
 
@@ -367,38 +294,33 @@ def _joined(tensors: Sequence[Tensor], axis: int) -> Tensor:
     return tensors[0] if len(tensors) == 1 else paddle.concat(list(tensors), axis=axis)
 
 
-def _exponentials(
-    chunk: _Chunk, block: Block, q_ZRH: Tensor, k_ZSH: Tensor, factor_Z1S: Tensor | None
+def _probabilities(
+    chunk: _Chunk, block: Block, q_ZRH: Tensor, k_ZSH: Tensor, key_bias_Z1S: Tensor | None
 ) -> Tensor:
-    """`exp(q @ k^T)` of a chunk's entries, zero where a row does not see a key.
-
-    Hidden scores are not biased, since an exponential that underflows takes a thousand times as
-    long.
-    """
+    """Of a chunk's entries: one row per query, over the block's keys."""
     scores = paddle.matmul(block.rows(q_ZRH), block.keys(k_ZSH), transpose_y=True)
-    powers = exponential_(scores)
-    if block.visible is not None:
-        visible = chunk.of_mask(block.visible())
-        powers = powers.multiply_(visible) if visible.ndim == 3 else times_matrix_(powers, visible)
-    if factor_Z1S is not None:
-        powers = times_row_(powers, factor_Z1S[:, :, block.first_key : block.end_key])
-    return powers
+    if block.bias is not None:
+        bias = block.bias()
+        scores = scores.add_(chunk.of(bias)) if bias.ndim == 3 else plus_matrix_(scores, bias)
+    if key_bias_Z1S is not None:
+        of_keys = chunk.of(key_bias_Z1S)[:, :, block.first_key : block.end_key]
+        scores = plus_row_(scores, of_keys)
+    return softmax_(scores)
 
 
 def _chunk_gradients(
-    blocks: Sequence[Block],
-    powers: Callable[[Block], Tensor],
+    chunk: _Chunk,
     q_ZRH: Tensor,
     k_ZSH: Tensor,
     v_ZSH: Tensor,
     grad: Tensor,
-    delta_ZR1: Tensor,
+    key_bias_Z1S: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grads_q, grads_k, grads_v, first_key = [], [], [], None
-    for block in blocks:
-        p = powers(block)
+    for block in chunk.blocks:
+        p = _probabilities(chunk, block, q_ZRH, k_ZSH, key_bias_Z1S)
         score_grad = paddle.matmul(block.rows(grad), block.keys(v_ZSH), transpose_y=True)
-        minus_column_times_(score_grad, contiguous(block.rows(delta_ZR1)), p)
+        score_grad = softmax_gradient_(p, score_grad)
         grads_q.append(paddle.matmul(score_grad, block.keys(k_ZSH)))
         block_k = paddle.matmul(score_grad, block.rows(q_ZRH), transpose_x=True)
         block_v = paddle.matmul(p, block.rows(grad), transpose_x=True)
@@ -411,7 +333,7 @@ def _chunk_gradients(
         grads_k.append(block_k)
         grads_v.append(block_v)
     # No query sees the keys behind the last block's.
-    num_keys = k_ZSH.shape[1] - blocks[-1].first_key
+    num_keys = k_ZSH.shape[1] - chunk.blocks[-1].first_key
     grads_k[-1], grads_v[-1] = (_pad_keys(parts[-1], num_keys) for parts in (grads_k, grads_v))
     return _joined(grads_q, axis=1), _joined(grads_k, axis=1), _joined(grads_v, axis=1)
 
@@ -425,95 +347,114 @@ def _pad_keys(x_ZSH: Tensor, num_keys: int) -> Tensor:
     )
 
 
-# Scores in [-40, 40] may differ from the logarithm of their row's sum by 80, hidden ones too; the
-# logarithm of the largest float32 is 88.
-_LARGEST_SCORE = 40.0
-# The exponential of the least visible score, with room for rounding.
-_LEAST_SUM = math.exp(-_LARGEST_SCORE - 1.0)
-# The largest logarithm of a sum of exponentials times values.
-_LARGEST_LOG = 80.0
-# Bytes of the scores of a chunk: few enough to stay in the processor's caches.
-_CHUNK_BYTES = 8 << 20
-_ALL_BYTES = 1 << 62
+def eager_or_sdpa_attention(
+    q_BLNH: Tensor,
+    k_BSKH: Tensor,
+    v_BSKH: Tensor,
+    mask: AttentionMask,
+    scale: float,
+    implementation: str,
+) -> Tensor:
+    """`nn.attention.eager_or_sdpa_attention`."""
+    factor = scale * q_BLNH.shape[-1] ** 0.5
+    q_BLNH = q_BLNH if factor == 1.0 else q_BLNH * factor
+    key_heads = k_BSKH.shape[2]
+    parts = mask_parts(mask, q_BLNH.shape[2] // key_heads, key_heads)
+    out_BLNH = attention_in_blocks(q_BLNH, k_BSKH, v_BSKH, parts)
+    if sees(mask).all_see:
+        return out_BLNH
+    out_BLNH = out_BLNH * mask.has_key_BL11.astype(out_BLNH.dtype)
+    return out_BLNH if implementation == "sdpa" else with_averages(out_BLNH, v_BSKH, mask)
 
 
-def exponentials_are_safe(q_ZRH: Tensor, k_ZSH: Tensor, v_ZSH: Tensor) -> bool:
-    """Whether exponentials of all scores, and their sums with the values, stay within float32.
+def with_averages(out_BLNH: Tensor, v_BSKH: Tensor, mask: AttentionMask) -> Tensor:
+    """An output that is zero for a query without a key, with the average of all values there."""
+    groups = out_BLNH.shape[2] // v_BSKH.shape[2]
+    mean_B1KH = v_BSKH.mean(axis=1, keepdim=True)
+    mean_B1NH = mean_B1KH if groups == 1 else mean_B1KH.repeat_interleave(groups, axis=2)
+    return out_BLNH + mean_B1NH * (1.0 - mask.has_key_BL11).astype(out_BLNH.dtype)
 
-    By the inequality of Cauchy and Schwarz no score exceeds `max |q| * max |k|`. False for other
-    dtypes, for values that are not finite, and for empty inputs.
+
+class Sees(NamedTuple):
+    """What a mask lets queries see, on the host.
+
+    Attributes:
+        visible: `[B, L, S]` bool.
+        ends: `[B, L]` int32, the last key that each query sees plus one; 0 if it sees none.
+        all_see: whether every query sees a key.
     """
-    if q_ZRH.dtype != paddle.float32 or 0 in q_ZRH.shape or 0 in k_ZSH.shape:
-        return False
-    longest_q, longest_k, longest_v = (
-        host_float(row_sum(x * x).max()) ** 0.5 for x in (q_ZRH, k_ZSH, v_ZSH)
-    )
-    score = longest_q * longest_k
-    # Comparisons with NaN are false.
-    if not (score < _LARGEST_SCORE and longest_v < math.inf):
-        return False
-    return score + math.log(k_ZSH.shape[1] * max(longest_v, 1.0)) < _LARGEST_LOG
+
+    visible: np.ndarray
+    ends: np.ndarray
+    all_see: bool
 
 
-def host_float(x: Tensor) -> float:
-    """The value of a float32 scalar in host memory."""
-    return ctypes.c_float.from_address(x.data_ptr()).value
+class _MaskBlocks:
+    """What is made once of a mask that serves several layers."""
+
+    def __init__(self) -> None:
+        self.sees: Sees | None = None
+        self.parts: dict[tuple[int, int], Parts] = {}
 
 
-def _exponential_attention(
-    q_ZRH: Tensor,
-    k_ZSH: Tensor,
-    v_ZSH: Tensor,
-    parts: Parts,
-    factor_Z1S: Tensor | None,
-) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Attention without a maximum, and the inverse sums `[Z, R, 1]` of exponentials.
+_of_masks: WeakKeyDictionary[AttentionMask, _MaskBlocks] = WeakKeyDictionary()
 
-    None if a row sees no key: its sum is zero, where a softmax gives an average.
 
-    Args:
-        factor_Z1S: exponentials of the keys' bias.
+def sees(mask: AttentionMask) -> Sees:
+    """See `Sees`; reads the mask once."""
+    made = _of_masks.setdefault(mask, _MaskBlocks())
+    if made.sees is None:
+        visible_BLS = np.ascontiguousarray(mask.visible_on_host())
+        keys = visible_BLS.shape[-1]
+        ends_BL = keys - visible_BLS[:, :, ::-1].argmax(axis=-1)
+        ends_BL[~visible_BLS.any(axis=-1)] = 0
+        made.sees = Sees(visible_BLS, ends_BL.astype(np.int32), bool(ends_BL.all()))
+    return made.sees
+
+
+def mask_parts(mask: AttentionMask, groups: int, key_heads: int) -> Parts:
+    """Blocks of attention under a mask; a query without a key sees all keys of its block.
+
+    A batch entry is a part, so that its mask is common to its heads. Few queries are one block of
+    one part.
     """
-    outputs, sums = [], []
-    for chunk in _chunks(q_ZRH.shape[0], parts, _CHUNK_BYTES):
-        q, k, v = map(chunk.of, (q_ZRH, k_ZSH, v_ZSH))
-        factor = None if factor_Z1S is None else chunk.of(factor_Z1S)
-        of_blocks = []
-        for block in chunk.blocks:
-            powers = _exponentials(chunk, block, q, k, factor)
-            of_blocks.append((paddle.matmul(powers, block.keys(v)), row_sum(powers)))
-        for of_chunks, tensors in zip((outputs, sums), zip(*of_blocks, strict=True), strict=True):
-            of_chunks.append(_joined(tensors, axis=1))
-    out_ZRH, sum_ZR1 = _joined(outputs, axis=0), _joined(sums, axis=0)
-    least, most = host_float(sum_ZR1.min()), host_float(sum_ZR1.max())
-    if not (least > _LEAST_SUM and most < math.inf):
-        return None, None
-    inverse_ZR1 = 1.0 / sum_ZR1
-    return times_column_(out_ZRH, inverse_ZR1), inverse_ZR1
+    made, key = _of_masks.setdefault(mask, _MaskBlocks()), (groups, key_heads)
+    if key not in made.parts:
+        visible_BLS, ends_BL, _ = sees(mask)
+        if visible_BLS.shape[1] <= QUERY_BLOCK:
+            made.parts[key] = (_common_block(visible_BLS, ends_BL, groups, key_heads),)
+        else:
+            made.parts[key] = tuple(
+                _blocks_of_mask(visible_LS, ends_L, groups)
+                for visible_LS, ends_L in zip(visible_BLS, ends_BL, strict=True)
+            )
+    return made.parts[key]
 
 
-def exponential_(x: Tensor) -> Tensor:
-    """`exp(x)` in place, of a contiguous float32 tensor: by Paddle's own math library where it is
-    found, in all threads; Paddle's kernel runs in one."""
-    function = _vector_exponential()
-    size = math.prod(x.shape)
-    if function is None or size > _INT32_MAX:
-        return x.exp_()
-    function(size, x.data_ptr(), x.data_ptr())
-    return x
+def _common_block(
+    visible_BLS: np.ndarray, ends_BL: np.ndarray, groups: int, key_heads: int
+) -> tuple[Block]:
+    """One block, with a matrix for each of Z."""
+    num_keys = max(int(ends_BL.max()), 1)
+    seen_BLS = visible_BLS[:, :, :num_keys] | (ends_BL == 0)[:, :, None]
+    seen_ZRS = seen_BLS.repeat(groups, axis=1).repeat(key_heads, axis=0)
+    return (_masked_block(0, num_keys, seen_ZRS),)
 
 
-_INT32_MAX = 2**31 - 1
+def _blocks_of_mask(visible_LS: np.ndarray, ends_L: np.ndarray, groups: int) -> tuple[Block, ...]:
+    blocks, num_keys = [], 1
+    for begin in range(0, ends_L.size, QUERY_BLOCK):
+        rows = slice(begin, begin + QUERY_BLOCK)
+        num_keys = max(num_keys, int(ends_L[rows].max()))
+        seen_LS = visible_LS[rows, :num_keys] | (ends_L[rows] == 0)[:, None]
+        blocks.append(_masked_block(begin * groups, num_keys, seen_LS.repeat(groups, axis=0)))
+    return tuple(blocks)
 
 
-@lru_cache(maxsize=1)
-def _vector_exponential() -> Callable[[int, int, int], None] | None:
-    """`vsExp` of Intel's math library, which comes with Paddle's CPU wheel."""
-    library = Path(paddle.__file__).parent / "libs" / "libmklml_intel.so"
-    try:
-        function = ctypes.CDLL(str(library)).vsExp
-    except (OSError, AttributeError):
-        return None
-    function.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
-    function.restype = None
-    return function
+def _masked_block(begin: int, num_keys: int, seen_RS: np.ndarray) -> Block:
+    end = begin + seen_RS.shape[-2]
+    if seen_RS.all():
+        return Block(begin, end, 0, num_keys)
+    bias = np.where(seen_RS, np.float32(0.0), np.float32(MASKED_SCORE))
+    bias_RS = paddle.to_tensor(bias, place=paddle.CPUPlace())
+    return Block(begin, end, 0, num_keys, lambda: bias_RS)

@@ -1,9 +1,7 @@
 """Operations on the CPU by compiled kernels (`kernels.c`), where a C compiler is found.
 
-`enable` compiles and loads them, compares each with the plain operation, and registers them in
-place of the CPU kernels in Paddle. They take contiguous float32 tensors; other inputs go to the
-kernels that they replaced. Without a compiler nothing changes. Over 350 lines, since it is one
-table of calls.
+`enable` compiles and loads them and compares each with the plain operation. They take contiguous
+float32 tensors. Over 350 lines, since it is one table of calls.
 
 Shapes: as in `paddle_vl.nn.attention`; N rows, C channels.
 """
@@ -12,7 +10,6 @@ import ctypes
 import logging
 import math
 import os
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -21,20 +18,17 @@ import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
-from paddle_vl.nn.attention import (
-    AttentionMask,
-    PackedSamples,
-    causal_attention,
-    eager_or_sdpa_attention,
-    equal_segments_attention,
+from paddle_vl.nn.attention import AttentionMask, PackedSamples
+from paddle_vl.nn.cpu.attention import sees, with_averages
+from paddle_vl.nn.cpu.kernels import (
+    MIXING_DRAWS,
+    contiguous,
+    dropout_seed,
+    dropout_threshold,
+    is_dense,
 )
-from paddle_vl.nn.cpu import compiler
-from paddle_vl.nn.cpu.dropout import MIXING_DRAWS, seed, threshold
-from paddle_vl.nn.cpu.masked_attention import sees, with_averages
-from paddle_vl.nn.cpu.onednn import are_dense_float32, contiguous
-from paddle_vl.nn.norm import gemma_rms_norm, layer_norm, rms_norm, rms_quotient
-from paddle_vl.nn.operations import Operation, dropout, geglu, gelu, swiglu
-from paddle_vl.nn.rotary import RotaryTables, apply_rotary
+from paddle_vl.nn.operations import set_compiled
+from paddle_vl.nn.rotary import RotaryTables
 
 SWITCH = "PADDLE_VL_CPU_KERNELS"
 _OFF = ("0", "off", "false", "no")
@@ -44,30 +38,29 @@ _MOST_KEYS, _MOST_WIDTH = 1 << 16, 1024
 _HIDDEN = -2.3819763e38
 _log = logging.getLogger(__name__)
 _library: Any = None
-_replaced: dict[Operation, Callable] = {}
+_is_enabled = False
 _refused: str | None = None
 
 
 def enable() -> bool:
-    """Use the compiled kernels from now on, in the whole process.
+    """Let operations use the compiled kernels from now on, in the whole process.
 
     Returns:
-        Whether they are used. Why not is logged once: the environment variable
-        `PADDLE_VL_CPU_KERNELS` is 0, there is no compiler, or a kernel differs from the plain
-        operation.
+        Whether they may. Why not is logged once: the environment variable `PADDLE_VL_CPU_KERNELS`
+        is 0, there is no compiler, or a kernel differs from the plain operation.
     """
-    global _library, _refused
-    if _replaced:
+    global _library, _is_enabled, _refused
+    if _is_enabled:
         return True
     if os.environ.get(SWITCH, "").lower() in _OFF or _refused is not None:
         return False
+    from paddle_vl.nn.cpu import compiler, kernel_check
+
     try:
         if _library is None:
             _library = compiler.load_kernels()
-        _register()
-        from paddle_vl.nn.cpu.kernel_check import differences
-
-        wrong = differences(list(_replaced))
+        set_compiled(True)
+        wrong = kernel_check.differences()
         if wrong:
             raise compiler.CompilerError(f"they differ from the plain operations: {wrong}")
     except compiler.CompilerError as error:
@@ -75,30 +68,25 @@ def enable() -> bool:
         _refused = str(error)
         _log.info("compiled CPU kernels are not used: %s", _refused)
         return False
+    _is_enabled = True
     return True
 
 
 def disable() -> None:
-    """Use the CPU kernels in Paddle again."""
-    for operation, kernel in _replaced.items():
-        operation.kernels["cpu"] = kernel
-    _replaced.clear()
+    """Take the other kernels again."""
+    global _is_enabled
+    _is_enabled = False
+    set_compiled(False)
 
 
 def is_enabled() -> bool:
-    """Whether the compiled kernels are used."""
-    return bool(_replaced)
+    """Whether operations may use the compiled kernels."""
+    return _is_enabled
 
 
 def refusal() -> str | None:
-    """Why `enable` did not use the kernels; None if it did or was not called."""
+    """Why `enable` did not let them; None if it did or was not called."""
     return _refused
-
-
-def _register() -> None:
-    for operation, kernel in _KERNELS.items():
-        _replaced[operation] = operation.kernels.get("cpu", operation.plain)
-        operation.kernels["cpu"] = kernel
 
 
 def _size(x: Tensor) -> int:
@@ -119,100 +107,6 @@ def _num_threads() -> int:
     return _library.omp_get_max_threads()
 
 
-# Activations
-
-
-class _Gelu(PyLayer):
-    @staticmethod
-    def forward(ctx, x, approximate):
-        ctx.save_for_backward(x)
-        ctx.form = "tanh" if approximate else "erf"
-        y = paddle.empty_like(x)
-        getattr(_library, f"gelu_{ctx.form}_forward")(_data(x), _data(y), _i64(_size(x)))
-        return y
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensor()
-        grad, grad_x = contiguous(grad), paddle.empty_like(x)
-        run = getattr(_library, f"gelu_{ctx.form}_backward")
-        run(_data(x), _data(grad), _data(grad_x), _i64(_size(x)))
-        return grad_x
-
-
-def _gelu(x: Tensor, approximate: bool = False) -> Tensor:
-    if not are_dense_float32(x):
-        return _replaced[gelu](x, approximate)
-    return _Gelu.apply(x, approximate)
-
-
-class _Gated(PyLayer):
-    """A gated unit; `name` is that of its kernels."""
-
-    @staticmethod
-    def forward(ctx, gate, up, name):
-        ctx.save_for_backward(gate, up)
-        ctx.needs, ctx.name = (not gate.stop_gradient, not up.stop_gradient), name
-        y, columns = paddle.empty_like(gate), _i64(gate.shape[-1])
-        rows = _i64(_size(gate) // gate.shape[-1])
-        getattr(_library, f"{name}_forward")(*map(_data, (gate, up, y)), rows, columns, columns)
-        return y
-
-    @staticmethod
-    def backward(ctx, grad):
-        gate, up = ctx.saved_tensor()
-        grad, columns, rows = contiguous(grad), _i64(gate.shape[-1]), _size(gate) // gate.shape[-1]
-        grads = paddle.empty_like(gate), paddle.empty_like(up)
-        getattr(_library, f"{ctx.name}_backward")(
-            *map(_data, (gate, up, grad, *grads)), _i64(rows), columns, columns
-        )
-        return tuple(x if need else None for x, need in zip(grads, ctx.needs, strict=True))
-
-
-class _GatedHalves(PyLayer):
-    """A gated unit of the two halves of a tensor's rows."""
-
-    @staticmethod
-    def forward(ctx, both, name):
-        ctx.save_for_backward(both)
-        ctx.name, columns = name, both.shape[-1] // 2
-        y = paddle.empty([*both.shape[:-1], columns], "float32")
-        getattr(_library, f"{name}_forward")(
-            _data(both), _second_half(both), _data(y), _i64(_size(both) // (2 * columns)),
-            _i64(columns), _i64(2 * columns),
-        )  # fmt: skip
-        return y
-
-    @staticmethod
-    def backward(ctx, grad):
-        (both,) = ctx.saved_tensor()
-        grad, columns, grad_both = contiguous(grad), both.shape[-1] // 2, paddle.empty_like(both)
-        getattr(_library, f"{ctx.name}_backward")(
-            _data(both), _second_half(both), _data(grad), _data(grad_both),
-            _second_half(grad_both), _i64(_size(both) // (2 * columns)), _i64(columns),
-            _i64(2 * columns),
-        )  # fmt: skip
-        return grad_both
-
-
-def _second_half(both: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(both.data_ptr() + 4 * (both.shape[-1] // 2))
-
-
-def _swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    return _gated(swiglu, "swiglu", gate, up)
-
-
-def _geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    return _gated(geglu, "geglu", gate, up)
-
-
-def _gated(unit: Operation, name: str, gate: Tensor, up: Tensor | None) -> Tensor:
-    if not are_dense_float32(gate, up) or (up is not None and up.shape != gate.shape):
-        return _replaced[unit](gate, up)
-    return _GatedHalves.apply(gate, name) if up is None else _Gated.apply(gate, up, name)
-
-
 # Dropout
 
 
@@ -222,9 +116,9 @@ class _Dropout(PyLayer):
     @staticmethod
     def forward(ctx, x, p):
         ctx.kept, ctx.factor = np.empty(_size(x), dtype=np.uint8), 1.0 / (1.0 - p)
-        y, (first, rest) = paddle.empty_like(x), threshold(p)
+        y, (first, rest), seed = paddle.empty_like(x), dropout_threshold(p), dropout_seed()
         _library.dropout_forward(
-            _data(x), _data(y), _data(ctx.kept), _i64(_size(x)), *map(ctypes.c_uint64, seed()),
+            _data(x), _data(y), _data(ctx.kept), _i64(_size(x)), *map(ctypes.c_uint64, seed),
             _i64(MIXING_DRAWS), _int(first), ctypes.c_uint64(rest), _float(ctx.factor),
         )  # fmt: skip
         return y
@@ -238,9 +132,8 @@ class _Dropout(PyLayer):
         return grad_x
 
 
-def _dropout(x: Tensor, p: float) -> Tensor:
-    if not (0.0 < p < 1.0 and are_dense_float32(x)):
-        return _replaced[dropout](x, p)
+def dropout(x: Tensor, p: float) -> Tensor:
+    """`operations.dropout`; draws the same numbers as `kernels.dropout`."""
     return _Dropout.apply(x, p)
 
 
@@ -268,12 +161,15 @@ def _rotated(x: Tensor, tables: RotaryTables, direction: float) -> Tensor:
     return y
 
 
-def _apply_rotary(q_TNH: Tensor, k_TKH: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
+def fits_rotary(q_TNH: Tensor, k_TKH: Tensor, tables: RotaryTables) -> bool:
+    """Whether `apply_rotary` takes these: the tables have the inputs' leading dims."""
     shape = tables.cos_TH.shape
-    if not are_dense_float32(q_TNH, k_TKH, *tables) or any(
-        [*x.shape[:-2], x.shape[-1]] != shape for x in (q_TNH, k_TKH)
-    ):
-        return _replaced[apply_rotary](q_TNH, k_TKH, tables)
+    is_same = all([*x.shape[:-2], x.shape[-1]] == shape for x in (q_TNH, k_TKH))
+    return is_same and is_dense(q_TNH, k_TKH, *tables)
+
+
+def apply_rotary(q_TNH: Tensor, k_TKH: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
+    """`rotary.apply_rotary`."""
     return _Rotary.apply(q_TNH, tables), _Rotary.apply(k_TKH, tables)
 
 
@@ -317,27 +213,23 @@ class _Norm(PyLayer):
         return found[0] if len(found) == 1 else tuple(found)
 
 
-def _rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
-    if not are_dense_float32(x, weight_C):
-        return _replaced[rms_norm](x, weight_C, epsilon)
+def rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
+    """`norm.rms_norm`."""
     return _Norm.apply(x, weight_C, None, epsilon, 0.0, 0)
 
 
-def _gemma_rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
-    if not are_dense_float32(x, weight_C):
-        return _replaced[gemma_rms_norm](x, weight_C, epsilon)
+def gemma_rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
+    """`norm.gemma_rms_norm`."""
     return _Norm.apply(x, weight_C, None, epsilon, 1.0, 0)
 
 
-def _rms_quotient(x: Tensor, epsilon: float) -> Tensor:
-    if not are_dense_float32(x):
-        return _replaced[rms_quotient](x, epsilon)
+def rms_quotient(x: Tensor, epsilon: float) -> Tensor:
+    """`norm.rms_quotient`."""
     return _Norm.apply(x, None, None, epsilon, 0.0, 0)
 
 
-def _layer_norm(x: Tensor, weight_C: Tensor, bias_C: Tensor, epsilon: float) -> Tensor:
-    if not are_dense_float32(x, weight_C, bias_C):
-        return _replaced[layer_norm](x, weight_C, bias_C, epsilon)
+def layer_norm(x: Tensor, weight_C: Tensor, bias_C: Tensor, epsilon: float) -> Tensor:
+    """`norm.layer_norm`."""
     return _Norm.apply(x, weight_C, bias_C, epsilon, 0.0, 1)
 
 
@@ -381,9 +273,9 @@ class _Attention(PyLayer):
         return tuple(x if need else None for x, need in zip(grads, ctx.needs, strict=True))
 
 
-def _takes_attention(q: Tensor, k: Tensor, v: Tensor, keys: int) -> bool:
+def _fits_attention(q: Tensor, k: Tensor, v: Tensor, keys: int) -> bool:
     is_within = keys <= _MOST_KEYS and q.shape[-1] <= _MOST_WIDTH and q.shape[-2] % k.shape[-2] == 0
-    return is_within and are_dense_float32(q, k, v)
+    return is_within and is_dense(q, k, v)
 
 
 @lru_cache(maxsize=64)
@@ -404,37 +296,60 @@ def packed_segments(offsets: tuple[int, ...]) -> np.ndarray:
     return np.ascontiguousarray(rows[length > 0])
 
 
-def _causal_attention(
+def fits_causal(
+    q_BLNH: Tensor,
+    k_BSKH: Tensor,
+    v_BSKH: Tensor,
+    key_bias_BS: Tensor | None = None,
+    packed: PackedSamples | None = None,
+) -> bool:
+    """Whether `causal_attention` takes these. One query multiplies vectors, for which a block is
+    too large."""
+    length, keys = q_BLNH.shape[1], k_BSKH.shape[1]
+    fits = 1 < length <= keys and is_dense(key_bias_BS)
+    return fits and _fits_attention(q_BLNH, k_BSKH, v_BSKH, keys)
+
+
+def causal_attention(
     q_BLNH: Tensor,
     k_BSKH: Tensor,
     v_BSKH: Tensor,
     key_bias_BS: Tensor | None = None,
     packed: PackedSamples | None = None,
 ) -> Tensor:
-    (batch, length), keys = q_BLNH.shape[:2], k_BSKH.shape[1]
-    # One query multiplies vectors, for which a block is too large.
-    takes = length > 1 and _takes_attention(q_BLNH, k_BSKH, v_BSKH, keys)
-    if not (takes and length <= keys and are_dense_float32(key_bias_BS)):
-        return _replaced[causal_attention](q_BLNH, k_BSKH, v_BSKH, key_bias_BS, packed)
+    """`nn.attention.causal_attention`."""
     if packed is None:
-        segments = equal_segments(batch, length, keys)
+        segments = equal_segments(*q_BLNH.shape[:2], k_BSKH.shape[1])
     else:
         segments = packed_segments(packed.offsets)
     scale = q_BLNH.shape[-1] ** -0.5
     return _Attention.apply(q_BLNH, k_BSKH, v_BSKH, segments, scale, 1, key_bias_BS, None)
 
 
-def _equal_segments_attention(
+def fits_segments(q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor, count: int, length: int) -> bool:
+    """Whether `equal_segments_attention` takes these; it copies views."""
+    is_float32 = q_PNH.dtype == k_PNH.dtype == v_PNH.dtype == paddle.float32
+    is_within = length <= _MOST_KEYS and q_PNH.shape[-1] <= _MOST_WIDTH
+    return is_float32 and is_within and 0 not in q_PNH.shape
+
+
+def equal_segments_attention(
     q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor, count: int, length: int
 ) -> Tensor:
+    """`nn.attention.equal_segments_attention`."""
     q, k, v = map(contiguous, (q_PNH, k_PNH, v_PNH))
-    if not _takes_attention(q, k, v, length):
-        return _replaced[equal_segments_attention](q_PNH, k_PNH, v_PNH, count, length)
     segments = equal_segments(count, length, length)
     return _Attention.apply(q, k, v, segments, q.shape[-1] ** -0.5, 0, None, None)
 
 
-def _eager_or_sdpa_attention(
+def fits_masked(
+    q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask: AttentionMask, *others: Any
+) -> bool:
+    """Whether `eager_or_sdpa_attention` takes these."""
+    return _fits_attention(q_BLNH, k_BSKH, v_BSKH, k_BSKH.shape[1])
+
+
+def eager_or_sdpa_attention(
     q_BLNH: Tensor,
     k_BSKH: Tensor,
     v_BSKH: Tensor,
@@ -442,29 +357,9 @@ def _eager_or_sdpa_attention(
     scale: float,
     implementation: str,
 ) -> Tensor:
-    (batch, length), keys = q_BLNH.shape[:2], k_BSKH.shape[1]
-    if not _takes_attention(q_BLNH, k_BSKH, v_BSKH, keys):
-        return _replaced[eager_or_sdpa_attention](
-            q_BLNH, k_BSKH, v_BSKH, mask, scale, implementation
-        )
-    segments, seen = equal_segments(batch, length, keys), sees(mask)
+    """`nn.attention.eager_or_sdpa_attention`."""
+    segments, seen = equal_segments(*q_BLNH.shape[:2], k_BSKH.shape[1]), sees(mask)
     out_BLNH = _Attention.apply(q_BLNH, k_BSKH, v_BSKH, segments, scale, 0, None, seen)
     if seen.all_see or implementation == "sdpa":
         return out_BLNH
     return with_averages(out_BLNH, v_BSKH, mask)
-
-
-_KERNELS: dict[Operation, Callable] = {
-    apply_rotary: _apply_rotary,
-    causal_attention: _causal_attention,
-    dropout: _dropout,
-    eager_or_sdpa_attention: _eager_or_sdpa_attention,
-    equal_segments_attention: _equal_segments_attention,
-    geglu: _geglu,
-    gelu: _gelu,
-    gemma_rms_norm: _gemma_rms_norm,
-    layer_norm: _layer_norm,
-    rms_norm: _rms_norm,
-    rms_quotient: _rms_quotient,
-    swiglu: _swiglu,
-}

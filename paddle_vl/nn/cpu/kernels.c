@@ -1,4 +1,4 @@
-/* Kernels for the CPU in float32: rotary embedding, attention, norms, dropout, GELU and gated units.
+/* Kernels for the CPU in float32: rotary embedding, attention, norms, dropout.
  *
  * Compiled by paddle_vl/nn/cpu/compiler.py where a C compiler is found, and called through ctypes on
  * the data of contiguous tensors. They need no header of Paddle. OpenMP and the matrix product come
@@ -48,118 +48,6 @@ static inline float fast_exp(float x) {
   return x > 88.0f ? x * 1.7e38f : y;
 }
 
-/* ---- activations ---- */
-
-/* 1 / (1 + exp(-2 sqrt(2 / pi) (x + 0.044715 x^3))), so that GELU's tanh form is x times it. */
-static inline float gelu_gate(float x) {
-  float u = 1.5957691216057308f * (x + 0.044715f * x * x * x);
-  return 1.0f / (1.0f + fast_exp(-u));
-}
-
-void gelu_tanh_forward(const float *x, float *y, i64 n) {
-#pragma omp parallel for simd schedule(static)
-  for (i64 i = 0; i < n; i++) y[i] = x[i] * gelu_gate(x[i]);
-}
-
-void gelu_tanh_backward(const float *x, const float *grad, float *grad_x, i64 n) {
-#pragma omp parallel for simd schedule(static)
-  for (i64 i = 0; i < n; i++) {
-    float v = x[i], s = gelu_gate(v);
-    float inner = 1.5957691216057308f * (1.0f + 0.134145f * v * v);
-    grad_x[i] = grad[i] * (s + v * (s * (1.0f - s)) * inner);
-  }
-}
-
-/* erf(x) for |x| <= 4 by an odd rational function, +-1 beyond. Source: Eigen's generic_fast_erf. */
-static inline float fast_erf(float v) {
-  float x = v < -4.0f ? -4.0f : (v > 4.0f ? 4.0f : v);
-  float x2 = x * x;
-  float a = -2.72614225801306e-10f;
-  a = a * x2 + 2.77068142495902e-08f;
-  a = a * x2 + -2.10102402082508e-06f;
-  a = a * x2 + -5.69250639462346e-05f;
-  a = a * x2 + -7.34990630326855e-04f;
-  a = a * x2 + -2.95459980854025e-03f;
-  a = a * x2 + -1.60960333262415e-02f;
-  a = a * x;
-  float b = -1.45660718464996e-05f;
-  b = b * x2 + -2.13374055278905e-04f;
-  b = b * x2 + -1.68282697438203e-03f;
-  b = b * x2 + -7.37332916720468e-03f;
-  b = b * x2 + -1.42647390514189e-02f;
-  return a / b;
-}
-
-void gelu_erf_forward(const float *x, float *y, i64 n) {
-#pragma omp parallel for simd schedule(static)
-  for (i64 i = 0; i < n; i++)
-    y[i] = 0.5f * x[i] * (1.0f + fast_erf(x[i] * 0.70710678118654752f));
-}
-
-void gelu_erf_backward(const float *x, const float *grad, float *grad_x, i64 n) {
-#pragma omp parallel for simd schedule(static)
-  for (i64 i = 0; i < n; i++) {
-    float v = x[i];
-    float area = 0.5f * (1.0f + fast_erf(v * 0.70710678118654752f));
-    grad_x[i] = grad[i] * (area + v * 0.39894228040143268f * fast_exp(-0.5f * v * v));
-  }
-}
-
-/* silu(gate) * up; rows may have a stride, for two halves of one matrix. */
-void swiglu_forward(const float *gate, const float *up, float *y, i64 rows, i64 columns,
-                    i64 stride) {
-#pragma omp parallel for schedule(static)
-  for (i64 i = 0; i < rows; i++) {
-    const float *a = gate + i * stride, *b = up + i * stride;
-    float *o = y + i * columns;
-#pragma omp simd
-    for (i64 j = 0; j < columns; j++) o[j] = a[j] / (1.0f + fast_exp(-a[j])) * b[j];
-  }
-}
-
-void swiglu_backward(const float *gate, const float *up, const float *grad, float *grad_gate,
-                     float *grad_up, i64 rows, i64 columns, i64 stride) {
-#pragma omp parallel for schedule(static)
-  for (i64 i = 0; i < rows; i++) {
-    const float *a = gate + i * stride, *b = up + i * stride, *g = grad + i * columns;
-    float *ga = grad_gate + i * stride, *gb = grad_up + i * stride;
-#pragma omp simd
-    for (i64 j = 0; j < columns; j++) {
-      float s = 1.0f / (1.0f + fast_exp(-a[j])), silu = a[j] * s;
-      gb[j] = g[j] * silu;
-      ga[j] = g[j] * b[j] * (s + silu * (1.0f - s));
-    }
-  }
-}
-
-/* gelu(gate) * up in the tanh form, else as swiglu. */
-void geglu_forward(const float *gate, const float *up, float *y, i64 rows, i64 columns,
-                   i64 stride) {
-#pragma omp parallel for schedule(static)
-  for (i64 i = 0; i < rows; i++) {
-    const float *a = gate + i * stride, *b = up + i * stride;
-    float *o = y + i * columns;
-#pragma omp simd
-    for (i64 j = 0; j < columns; j++) o[j] = a[j] * gelu_gate(a[j]) * b[j];
-  }
-}
-
-void geglu_backward(const float *gate, const float *up, const float *grad, float *grad_gate,
-                    float *grad_up, i64 rows, i64 columns, i64 stride) {
-#pragma omp parallel for schedule(static)
-  for (i64 i = 0; i < rows; i++) {
-    const float *a = gate + i * stride, *b = up + i * stride, *g = grad + i * columns;
-    float *ga = grad_gate + i * stride, *gb = grad_up + i * stride;
-#pragma omp simd
-    for (i64 j = 0; j < columns; j++) {
-      float v = a[j], s = gelu_gate(v);
-      float inner = 1.5957691216057308f * (1.0f + 0.134145f * v * v);
-      gb[j] = g[j] * v * s;
-      ga[j] = g[j] * b[j] * (s + v * (s * (1.0f - s)) * inner);
-    }
-  }
-}
-
 /* ---- dropout ---- */
 
 static inline uint64_t sfc64(uint64_t s[4]) {
@@ -170,7 +58,7 @@ static inline uint64_t sfc64(uint64_t s[4]) {
   return drawn;
 }
 
-/* Draws as paddle_vl/nn/cpu/dropout.py does: a byte for each entry, eight in each draw; and for each
+/* Draws as paddle_vl/nn/cpu/kernels.py does: a byte for each entry, eight in each draw; and for each
  * that equals `first`, in their order, a draw whose lowest three bytes are compared with `rest`. */
 void dropout_forward(const float *x, float *y, uint8_t *kept, i64 n, uint64_t word0, uint64_t word1,
                      uint64_t word2, i64 mixing, int first, uint64_t rest, float factor) {

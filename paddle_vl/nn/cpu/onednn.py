@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import paddle
-from paddle import Tensor
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +29,8 @@ _CPU, _IN_ORDER, _FLOAT32, _BYTE = 1, 1, 3, 6
 _FORWARD_TRAINING, _BACKWARD = 64, 128
 _SCALE_AND_SHIFT = 0x2 | 0x4
 ELTWISE = {"linear": 0x26, "gelu_tanh": 0x2B, "swish": 0x2C, "gelu_erf": 0x31}
-BINARY = {"add": 0x1FFF0, "mul": 0x1FFF1, "sub": 0x1FFF5}
+BINARY = {"add": 0x1FFF0, "mul": 0x1FFF1}
+_SOFTMAX = 0x30000
 
 # Arguments of primitives.
 _SRC, _SRC_1, _DST = 1, 2, 17
@@ -230,6 +230,30 @@ def _layer_norm_recipe(src: _Descriptor, row: _Descriptor, epsilon: float) -> _R
 
 
 @lru_cache(maxsize=128)
+def softmax(rows: int, columns: int) -> Primitive:
+    """Of `src` and `dst`, over the columns."""
+    src = _Descriptor([rows, columns])
+    return Primitive(_softmax_recipe(src), {_SRC: src, _DST: src})
+
+
+@lru_cache(maxsize=128)
+def softmax_gradient(rows: int, columns: int) -> Primitive:
+    """Of `dst`, `grad_dst` and `grad_src`, which may be `grad_dst`."""
+    dst = _Descriptor([rows, columns])
+    recipe = _Recipe(
+        "softmax_backward", _library().engine, _SOFTMAX, dst, dst, dst, 1, _softmax_recipe(dst),
+        None,
+    )  # fmt: skip
+    return Primitive(recipe, {_DST: dst, _DIFF_DST: dst, _DIFF_SRC: dst})
+
+
+def _softmax_recipe(src: _Descriptor) -> _Recipe:
+    return _Recipe(
+        "softmax_forward", _library().engine, _FORWARD_TRAINING, _SOFTMAX, src, src, 1, None
+    )
+
+
+@lru_cache(maxsize=128)
 def binary(
     name: str, shape: tuple[int, ...], other: tuple[int, ...], then: str | None = None
 ) -> Primitive:
@@ -276,22 +300,3 @@ def is_available() -> bool:
         _log.info("oneDNN is not called: %s", error)
         return False
     return True
-
-
-def takes(*tensors: Tensor) -> bool:
-    """Whether primitives take these tensors, and the library is there."""
-    return is_available() and are_dense_float32(*tensors)
-
-
-def are_dense_float32(*tensors: Tensor | None) -> bool:
-    """Whether all tensors are contiguous float32 and not empty; None is."""
-    # `x.size` takes as long as a small operation.
-    return all(
-        x is None or (x.dtype == paddle.float32 and x.is_contiguous() and 0 not in x.shape)
-        for x in tensors
-    )
-
-
-def contiguous(x: Tensor) -> Tensor:
-    """`x`, copied only if it is a view with other strides."""
-    return x if x.is_contiguous() else x.contiguous()

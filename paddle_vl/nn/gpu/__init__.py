@@ -1,3 +1,1 @@
-"""Kernels for GPUs in eager mode, registered behind the operations of `paddle_vl.nn`."""
-
-from paddle_vl.nn.gpu import activations, attention, experts, norm, rotary  # noqa: F401
+"""Kernels for GPUs, see `paddle_vl.nn.kernels`."""

@@ -10,7 +10,7 @@
 | past frames of a video | FlashMask: all patches of a video in one row, each a document |
 | other masks | flash attention with a dense bias |
 
-Other dtypes and head widths take the plain implementations.
+Other dtypes and head widths do not fit.
 
 `FLAGS_flash_attn_version` chooses FlashAttention 2 or 3 (`paddle_vl.train.gpu_settings` sets it).
 `scaled_dot_product_attention` does not look at it, `flash_attention` and `flashmask_attention` do,
@@ -41,10 +41,6 @@ from paddle_vl.nn.attention import (
     HistoryMask,
     PackedSamples,
     Segments,
-    causal_attention,
-    eager_or_sdpa_attention,
-    equal_segments_attention,
-    runs_attention,
 )
 
 MAX_BATCH = 65_535
@@ -56,7 +52,7 @@ def has_flash_dtype(x: Tensor) -> bool:
     return x.dtype in (paddle.bfloat16, paddle.float16)
 
 
-def fits_flash(q: Tensor) -> bool:
+def fits_flash(q: Tensor, *others: Any) -> bool:
     """Whether flash attention takes queries of this dtype and head width, `[..., H]`.
 
     Never in a Paddle that is built without it, or where the user has disabled it
@@ -98,13 +94,18 @@ def flash_of_rows(
     return _in_parts(attend, q_BLNH, k_BSKH, v_BSKH, rows_B1SX)
 
 
-def flash_of_segments(q_PNH: Tensor, k_PKH: Tensor, v_PKH: Tensor, segments: Segments) -> Tensor:
-    """Attention within segments of any lengths in one call: `[P, N, H]`."""
+def fits_runs(q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor, segments: Segments) -> bool:
+    """Whether `runs_attention` takes these; a single run needs no variable lengths."""
+    return len(segments.runs) > 1 and segments.count <= MAX_BATCH and fits_flash(q_PNH)
+
+
+def runs_attention(q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor, segments: Segments) -> Tensor:
+    """`nn.attention.runs_attention` in one call."""
     lengths = (segments.offsets, segments.offsets, segments.longest, segments.longest)
     flags = paddle.get_flags([_VERSION, _DETERMINISTIC])
     if flags[_VERSION] == 3 and not flags[_DETERMINISTIC]:
-        return flash_attn_varlen_func(q_PNH, k_PKH, v_PKH, *lengths)[0]
-    return flash_attn_unpadded(q_PNH, k_PKH, v_PKH, *lengths, q_PNH.shape[-1] ** -0.5)[0]
+        return flash_attn_varlen_func(q_PNH, k_PNH, v_PNH, *lengths)[0]
+    return flash_attn_unpadded(q_PNH, k_PNH, v_PNH, *lengths, q_PNH.shape[-1] ** -0.5)[0]
 
 
 def _in_parts(attend: Callable[..., Any], *inputs: Tensor) -> Tensor:
@@ -118,25 +119,34 @@ def _in_parts(attend: Callable[..., Any], *inputs: Tensor) -> Tensor:
     )
 
 
-@causal_attention.register("gpu")
-def _causal_attention(
+def fits_causal(
+    q_BLNH: Tensor,
+    k_BSKH: Tensor,
+    v_BSKH: Tensor,
+    key_bias_BS: Tensor | None = None,
+    packed: PackedSamples | None = None,
+) -> bool:
+    """Whether `causal_attention` takes these."""
+    length, keys = q_BLNH.shape[1], k_BSKH.shape[1]
+    is_square = length == keys and (key_bias_BS is None or length > 1)
+    # A single query is the last and sees all keys.
+    is_last = key_bias_BS is None and length == 1
+    return (packed is not None or is_square or is_last) and fits_flash(q_BLNH)
+
+
+def causal_attention(
     q_BLNH: Tensor,
     k_BSKH: Tensor,
     v_BSKH: Tensor,
     key_bias_BS: Tensor | None = None,
     packed: PackedSamples | None = None,
 ) -> Tensor:
-    length, keys = q_BLNH.shape[1], k_BSKH.shape[1]
-    if not fits_flash(q_BLNH):
-        return causal_attention.plain(q_BLNH, k_BSKH, v_BSKH, key_bias_BS, packed)
+    """`nn.attention.causal_attention`."""
     if packed is not None:
         return flash_of_rows(q_BLNH, k_BSKH, v_BSKH, packed.key_ends_B1L1, causal=True)
-    if key_bias_BS is None and length in (1, keys):
-        # A single query is the last and sees all keys.
-        return flash(q_BLNH, k_BSKH, v_BSKH, causal=length > 1)
-    if key_bias_BS is not None and length == keys and length > 1:
-        return flash_of_rows(q_BLNH, k_BSKH, v_BSKH, _ends_of_keys(key_bias_BS), causal=True)
-    return causal_attention.plain(q_BLNH, k_BSKH, v_BSKH, key_bias_BS)
+    if key_bias_BS is None:
+        return flash(q_BLNH, k_BSKH, v_BSKH, causal=q_BLNH.shape[1] > 1)
+    return flash_of_rows(q_BLNH, k_BSKH, v_BSKH, _ends_of_keys(key_bias_BS), causal=True)
 
 
 def _ends_of_keys(key_bias_BS: Tensor) -> Tensor:
@@ -147,27 +157,16 @@ def _ends_of_keys(key_bias_BS: Tensor) -> Tensor:
     return (keys - masked * (keys - place_S)).unsqueeze([1, 3])
 
 
-@equal_segments_attention.register("gpu")
-def _equal_segments_attention(
+def equal_segments_attention(
     q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor, count: int, length: int
 ) -> Tensor:
-    if not fits_flash(q_PNH):
-        return equal_segments_attention.plain(q_PNH, k_PNH, v_PNH, count, length)
+    """`nn.attention.equal_segments_attention`."""
     heads = q_PNH.shape[1:]
     q, k, v = (x.reshape([count, length, *heads]) for x in (q_PNH, k_PNH, v_PNH))
     return flash(q, k, v).reshape([-1, *heads])
 
 
-@runs_attention.register("gpu")
-def _runs_attention(q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor, segments: Segments) -> Tensor:
-    is_one_call = len(segments.runs) > 1 and segments.count <= MAX_BATCH
-    if is_one_call and fits_flash(q_PNH):
-        return flash_of_segments(q_PNH, k_PNH, v_PNH, segments)
-    return runs_attention.plain(q_PNH, k_PNH, v_PNH, segments)
-
-
-@eager_or_sdpa_attention.register("gpu")
-def _eager_or_sdpa_attention(
+def eager_or_sdpa_attention(
     q_BLNH: Tensor,
     k_BSKH: Tensor,
     v_BSKH: Tensor,
@@ -175,8 +174,7 @@ def _eager_or_sdpa_attention(
     scale: float,
     implementation: str,
 ) -> Tensor:
-    if not fits_flash(q_BLNH):
-        return eager_or_sdpa_attention.plain(q_BLNH, k_BSKH, v_BSKH, mask, scale, implementation)
+    """`nn.attention.eager_or_sdpa_attention`."""
     # The kernels scale by H^-0.5.
     factor = scale * q_BLNH.shape[-1] ** 0.5
     q_BLNH = q_BLNH if abs(factor - 1.0) < 1e-9 else q_BLNH * factor

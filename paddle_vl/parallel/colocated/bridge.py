@@ -16,6 +16,7 @@ import paddle
 import paddle.distributed as dist
 from paddle import Tensor
 
+from paddle_vl.nn.operations import rows_in_order
 from paddle_vl.parallel.collectives import all_gathered, all_reduced
 from paddle_vl.parallel.colocated.encoder import ItemEncoder, Items
 from paddle_vl.parallel.colocated.groups import EncoderGroups
@@ -105,7 +106,7 @@ class Bridge:
         order = np.argsort(np.concatenate(numbers))
         if not order.size:
             return self._nothing()
-        return paddle.index_select(paddle.concat(parts), paddle.to_tensor(order))
+        return rows_in_order(paddle.concat(parts), order)
 
     def backward(self, encoded: Encoded, gradient_RC: Tensor) -> None:
         """Sum the gradients of this data lane's rows, and run the encoder's backward pass.
@@ -178,7 +179,7 @@ def _scattered(gradient_RC: Tensor, needed: Sequence[np.ndarray], group: Any) ->
 
 
 def _selected(rows_RC: Tensor, rows: np.ndarray) -> Tensor:
-    return paddle.index_select(rows_RC, paddle.to_tensor(rows)) if rows.size else rows_RC[:0]
+    return rows_in_order(rows_RC, rows) if rows.size else rows_RC[:0]
 
 
 def _rows_of(items: np.ndarray, rows_I: np.ndarray) -> np.ndarray:

@@ -35,7 +35,7 @@ _FLEETS_STATE = "model_parallel_rng"
 class ColocatedLayers:
     """Builds and records the layers of an encoder that every rank has.
 
-    An `EncoderLayers` of `paddle_vl.nn.placement`.
+    A `TowerLayers` of `paddle_vl.nn.placement`.
 
     Args:
         mp_group: of the encoder; one rank leaves the layers as they are.
@@ -99,7 +99,7 @@ def add_encoder(placement: Placement, groups: EncoderGroups) -> None:
     saved = Saved.HERE if groups.role.place.stage == 0 else elsewhere
     if groups.mp_group.nranks > 1:
         table.shard_encoder(groups.mp_group, gathered_arrays)
-    placement.layers.encoder_layers = ColocatedLayers(table, groups.mp_group, saved)
+    placement.layers.tower_layers = ColocatedLayers(table, groups.mp_group, saved)
 
 
 class EncoderColumn(AdaptableLinear, ColumnParallelLinear):

@@ -1,15 +1,13 @@
-"""Rules that the colocated schedule's settings must satisfy, see `paddle_vl.parallel.degrees`."""
+"""Rules that the colocated schedule's settings must satisfy, see `parallel.plan_rules`."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from paddle_vl.parallel.degrees import Plan
+from paddle_vl.parallel.degrees import Plan
 
 Problems = Iterator[str]
 
 
-def colocated_has_pipeline(plan: "Plan") -> Problems:
+def colocated_has_pipeline(plan: Plan) -> Problems:
     degrees = plan.degrees
     if degrees.schedule == "colocated" and degrees.pp_degree == 1:
         yield (
@@ -18,7 +16,7 @@ def colocated_has_pipeline(plan: "Plan") -> Problems:
         )
 
 
-def encoder_has_dp_and_mp_only(plan: "Plan") -> Problems:
+def encoder_has_dp_and_mp_only(plan: Plan) -> Problems:
     """The encoder has neither a pipeline nor context parallelism."""
     degrees = plan.degrees
     if degrees.schedule != "colocated":
@@ -38,7 +36,7 @@ def encoder_has_dp_and_mp_only(plan: "Plan") -> Problems:
         )
 
 
-def encoder_covers_ranks(plan: "Plan") -> Problems:
+def encoder_covers_ranks(plan: Plan) -> Problems:
     degrees = plan.degrees
     if degrees.schedule != "colocated":
         return
@@ -56,7 +54,7 @@ def encoder_covers_ranks(plan: "Plan") -> Problems:
         )
 
 
-def lanes_divide(plan: "Plan") -> Problems:
+def lanes_divide(plan: Plan) -> Problems:
     degrees = plan.degrees
     world, mp = degrees.num_processes, degrees.encoder.mp_degree
     if degrees.schedule != "colocated" or world % mp:
@@ -71,7 +69,7 @@ def lanes_divide(plan: "Plan") -> Problems:
         )
 
 
-def encoder_sharding_has_lanes(plan: "Plan") -> Problems:
+def encoder_sharding_has_lanes(plan: Plan) -> Problems:
     degrees = plan.degrees
     if degrees.schedule != "colocated" or not degrees.encoder.sharding_stage:
         return
@@ -83,7 +81,7 @@ def encoder_sharding_has_lanes(plan: "Plan") -> Problems:
         )
 
 
-def encoder_widths_divide(plan: "Plan") -> Problems:
+def encoder_widths_divide(plan: Plan) -> Problems:
     degrees = plan.degrees
     if degrees.schedule != "colocated" or plan.encoder is None:
         return
@@ -97,7 +95,7 @@ def encoder_widths_divide(plan: "Plan") -> Problems:
             )
 
 
-def experts_are_not_sharded(plan: "Plan") -> Problems:
+def experts_are_not_sharded(plan: Plan) -> Problems:
     degrees = plan.degrees
     if degrees.schedule == "colocated" and degrees.ep_degree > 1:
         yield (

@@ -37,8 +37,6 @@ class ColocatedRunner(PipelineRunner):
         offloads_rows: keep rows and their gradients in host memory between the phases.
     """
 
-    evaluates_in_step = True
-
     def __init__(
         self,
         *args: Any,

@@ -11,8 +11,6 @@ their output are not used here, so their primitives are left out.
 | `_c_softmax_with_cross_entropy` | all-reduces: maximum, sum of exp, target logit | local |
 """
 
-from collections.abc import Callable
-
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor
@@ -114,32 +112,20 @@ def _c_softmax_with_cross_entropy(
     return (loss, softmax) if return_softmax else loss
 
 
-def _primitive(name: str, parameters: str, function: Callable) -> Patch:
-    return Patch(
-        owner="paddle.distributed.fleet.layers.mpu.mp_ops",
-        name=name,
-        parameters=tuple(parameters.split()),
-        reason="Do not support c_... for cpu kernel now",
-        make=lambda _: function,
-    )
-
-
 PATCHES = (
-    _primitive("_c_identity", "tensor group skip_c_identity_dynamic", _c_identity),
-    _primitive(
-        "_mp_allreduce",
-        "tensor op group use_calc_stream use_model_parallel skip_c_identity_dynamic",
-        _mp_allreduce,
-    ),
-    _primitive(
-        "_c_softmax_with_cross_entropy",
-        "logits label group return_softmax ignore_index",
-        _c_softmax_with_cross_entropy,
+    *(
+        Patch(
+            owner="paddle.distributed.fleet.layers.mpu.mp_ops",
+            name=function.__name__,
+            reason="Do not support c_... for cpu kernel now",
+            make=lambda _, function=function: function,
+        )
+        for function in (_c_identity, _mp_allreduce, _c_softmax_with_cross_entropy)
     ),
     Patch(
         owner="paddle.distributed.parallel:ParallelEnv",
         name="_device_id",
-        parameters=None,
+        is_missing=True,
         reason="the CPU build never sets it, and PipelineLayer and sharding read it",
         make=lambda _: 0,
     ),
@@ -147,7 +133,6 @@ PATCHES = (
         Patch(
             owner=owner,
             name="get_current_device_type",
-            parameters=(),
             reason="tensor fusion helper now only support ['gpu', 'npu', 'xpu'], but got cpu",
             # Chooses the alignment of buffers; that of a GPU suits a CPU too.
             make=lambda _: lambda: "gpu",

@@ -162,45 +162,31 @@ def _init_parallel_env(paddles_own: Callable) -> Callable:
 
 _IN_STEP = "in a group of more than two the next collective hangs for 30 seconds"
 PATCHES = (
-    group_method("send", "tensor dst sync_op", _IN_STEP, send),
-    group_method("recv", "tensor src sync_op", _IN_STEP, recv),
-    group_method("send_on_calc_stream", "tensor dst", NOT_IN_GLOO, send),
-    group_method("recv_on_calc_stream", "tensor src", NOT_IN_GLOO, recv),
+    group_method("send", _IN_STEP, send),
+    group_method("recv", _IN_STEP, recv),
+    group_method("send_on_calc_stream", NOT_IN_GLOO, send),
+    group_method("recv_on_calc_stream", NOT_IN_GLOO, recv),
     Patch(
         owner="paddle.distributed.communication.batch_isend_irecv",
         name="batch_isend_irecv",
-        parameters=("p2p_op_list",),
         reason="gloo's isend blocks: two ranks that send to each other first wait for ever",
         make=lambda _: _batch_isend_irecv,
     ),
     Patch(
         owner="paddle.distributed.fleet.meta_parallel.pp_utils.p2p_communication",
         name="batch_send_recv_on_calc_stream",
-        parameters=("p2p_op_list",),
         reason="gloo's send blocks: two stages that send to each other first wait for ever",
         make=lambda _: _batch_send_recv,
     ),
     Patch(
         owner="paddle.distributed.parallel",
         name="init_parallel_env",
-        parameters=("nccl_config",),
         reason="rank 0 listens on all addresses of its machine",
         make=_init_parallel_env,
     ),
     Patch(
         owner="paddle.distributed.collective",
         name="_new_process_group_impl",
-        parameters=(
-            "backend",
-            "store",
-            "rank",
-            "world_size",
-            "group_name",
-            "pg_options",
-            "group_id",
-            "nccl_comm_init_option",
-            "nccl_config",
-        ),
         reason="groups made at the same time by different ranks, as fleet.init makes them, race "
         "in the shared store: connection refused, or a hang",
         make=_new_process_group,

@@ -22,35 +22,26 @@ class Patch:
     Attributes:
         owner: module, or `module:Class`.
         name: attribute of the owner.
-        parameters: names of its parameters in order, without self, in one of its overloads; None
-            if the CPU build has no such attribute.
         reason: what fails without the patch.
-        make: takes Paddle's own (None if there is none) and returns the replacement.
+        make: takes Paddle's own and returns the replacement.
+        is_missing: whether the CPU build has no such attribute; `make` gets None.
     """
 
     owner: str
     name: str
-    parameters: tuple[str, ...] | None
     reason: str
     make: Callable[[Any], Any]
+    is_missing: bool = False
 
     @property
     def symbol(self) -> str:
         return f"{self.owner}.{self.name}"
 
     def check(self) -> None:
-        """Raise RuntimeError unless Paddle's symbol is as this patch expects."""
+        """Raise RuntimeError unless Paddle has the symbol, or lacks it, as this patch expects."""
         own = getattr(self._find_owner(), self.name, None)
-        if self.parameters is None:
-            if own is not None:
-                raise self._mismatch("it exists, and was missing")
-            return
-        if not callable(own):
-            raise self._mismatch("it is not a function" if own is not None else "it is missing")
-        found = _overloads(own, self.name)
-        if self.parameters not in found:
-            shown = " or ".join(f"({', '.join(names)})" for names in found) or "unknown parameters"
-            raise self._mismatch(f"it takes {shown}, expected ({', '.join(self.parameters)})")
+        if (own is None) != self.is_missing:
+            raise self._mismatch("it is missing" if own is None else "it exists, and was missing")
 
     def apply(self) -> None:
         """Replace the symbol in its owner, and wherever Paddle imported it by name."""
@@ -80,15 +71,9 @@ class Patch:
         )
 
 
-def group_method(name: str, parameters: str, reason: str, function: Callable) -> Patch:
-    """A patch of a method of gloo's process groups; parameters are separated by spaces."""
-    return Patch(
-        owner="paddle.base.core:ProcessGroupGloo",
-        name=name,
-        parameters=tuple(parameters.split()),
-        reason=reason,
-        make=lambda _: function,
-    )
+def group_method(name: str, reason: str, function: Callable) -> Patch:
+    """A patch of a method of gloo's process groups."""
+    return Patch("paddle.base.core:ProcessGroupGloo", name, reason, lambda _: function)
 
 
 def check_version() -> None:
@@ -99,15 +84,3 @@ def check_version() -> None:
             "of Paddle, which were written for paddlepaddle 3.3: install paddlepaddle 3.3.1, or "
             "use GPUs."
         )
-
-
-def _overloads(function: Any, name: str) -> list[tuple[str, ...]]:
-    """Parameter names of every overload, without self and without *args and **kwargs."""
-    try:
-        signature = inspect.signature(function)
-    except ValueError:
-        # A method from C++: its docstring has the signatures.
-        found = re.findall(rf"\b{name}\((self: .*)\) -> ", function.__doc__ or "")
-        return [tuple(re.findall(r"(?:^|, )(\w+): ", each))[1:] for each in found]
-    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [tuple(p.name for p in signature.parameters.values() if p.kind in named)]

@@ -1,30 +1,24 @@
 """Errors of gloo operations that name the ranks that have ended or are late.
 
-Gloo does not name them. A thread on every rank, which runs while the main thread waits in gloo,
-reports operations that last longer than a moment to the run's store.
+Gloo does not name them; the run's store knows which ranks have ended, and which have given up.
 """
 
 import logging
 import re
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from paddle.base import core
 from paddle.distributed import collective
 
 from paddle_vl.parallel.gloo_fleet.time_limit import set_group_timeout
 from paddle_vl.parallel.store import rendezvous
-from paddle_vl.parallel.store.membership import CONTINUE, logs_text, ranks_text
+from paddle_vl.parallel.store.membership import CONTINUE, logs_text, of_this_process, ranks_text
 
 logger = logging.getLogger(__name__)
 
-# A wait is reported after this many seconds; its end is reported within the same time.
-_REPORT_AFTER_S = 1.0
-# Seconds for the store to notice that a rank has ended.
+# Seconds for the store to notice that a rank has ended, or that others give up too.
 _NOTICE_S = 2.0
 _PEER = re.compile(r"pair_rank = (\d+)")
 
@@ -33,34 +27,9 @@ class PeerError(RuntimeError):
     """Another rank has ended, or is late."""
 
 
-@dataclass(frozen=True)
-class _Wait:
-    """An operation in progress on this rank.
-
-    Attributes:
-        number: position among the operations of the group on this rank.
-    """
-
-    group: Any
-    operation: str
-    number: int
-    begin: float = field(default_factory=time.monotonic)
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "operation": self.operation,
-            "ranks": ranks_of(self.group),
-            "number": self.number,
-        }
-
-
 # Global ranks of groups that are missing in Paddle's own list of groups.
 _ranks: dict[int, list[int]] = {}
 _ids: dict[int, int] = {}
-_numbers: Counter[int] = Counter()
-# By thread.
-_in_progress: dict[int, _Wait] = {}
-_reporter: list[threading.Thread] = []
 _raised: list[PeerError] = []
 
 
@@ -74,9 +43,6 @@ def register_group(group: core.ProcessGroup, group_id: int, ranks: list[int] | N
     _ids[id(group)] = group_id
     if ranks is not None:
         _ranks[id(group)] = ranks
-    if not _reporter:
-        _reporter.append(threading.Thread(target=_report_waits, name="report-waits", daemon=True))
-        _reporter[0].start()
 
 
 def id_of(group: core.ProcessGroup) -> int | None:
@@ -98,15 +64,11 @@ def finish(group: core.ProcessGroup, operation: str, start: Callable[..., Any], 
     Raises:
         PeerError: it failed; names the ranks that have ended or are late.
     """
-    _numbers[id(group)] += 1
-    thread, wait = threading.get_ident(), _Wait(group, operation, _numbers[id(group)])
-    _in_progress[thread] = wait
+    begin = time.monotonic()
     try:
         start(group, *arguments).wait()
     except RuntimeError as error:
-        _raise_explained(wait, error)
-    finally:
-        del _in_progress[thread]
+        raise _explained(group, operation, time.monotonic() - begin, error) from error
 
 
 def make_group(name: str, create: Callable[[], core.ProcessGroup]) -> core.ProcessGroup:
@@ -157,59 +119,37 @@ def _not_made(name: str, ended: list[int], error: Exception | None = None) -> Pe
     )
 
 
-def _raise_explained(wait: _Wait, error: RuntimeError) -> NoReturn:
-    text, ranks = str(error), ranks_of(wait.group)
-    seconds = time.monotonic() - wait.begin
-    what = f"rank {_own_rank()}: {wait.operation} of ranks {ranks}"
+def _explained(
+    group: core.ProcessGroup, operation: str, seconds: float, error: RuntimeError
+) -> PeerError:
+    text, ranks = str(error), ranks_of(group)
     lost = _PEER.search(text)
     # Gloo reports a closed connection as TIMEOUT too, but then names the peer.
     is_late = "TIMEOUT" in text and lost is None
     culprits = _ended_ranks(0.0 if is_late else _NOTICE_S)
-    if not culprits and lost and int(lost[1]) < len(ranks):
-        culprits = [ranks[int(lost[1])]]
-        problem = f"failed: the connection to {ranks_text(culprits)} is lost"
-    elif culprits:
+    if culprits:
         has = "have ended, in this order" if len(culprits) > 1 else "has ended"
         problem = f"failed: {ranks_text(culprits)} {has}"
+    elif lost and int(lost[1]) < len(ranks):
+        culprits = [ranks[int(lost[1])]]
+        problem = f"failed: the connection to {ranks_text(culprits)} is lost"
     elif is_late:
-        culprits, where = _late_ranks(wait, ranks)
-        problem = f"got no answer in {seconds:.0f} s: {where}"
+        culprits = _late_ranks(operation, ranks)
+        late = ", ".join(f"rank {rank} has not come to it" for rank in culprits)
+        problem = f"got no answer in {seconds:.0f} s: {late or 'the last one came too late'}"
     else:
         problem = f"failed: {_first_line(error)}"
-    raise _logged_error(f"{what} {problem}; {_see(culprits)}{CONTINUE}") from error
+    what = f"rank {_own_rank()}: {operation} of ranks {ranks}"
+    return _logged_error(f"{what} {problem}; {_see(culprits)}{CONTINUE}")
 
 
-def _late_ranks(wait: _Wait, ranks: list[int]) -> tuple[list[int], str]:
-    """Ranks that are not in this operation, and a text about what they do."""
-    membership = rendezvous.meet().membership
-    membership.report_wait(wait.describe())
-    reported = membership.waits()
-    late, texts = [], []
-    for rank in ranks:
-        found = reported.get(rank)
-        if found is not None and (found["ranks"], found["number"]) == (ranks, wait.number):
-            continue
-        late.append(rank)
-        doing = "is busy with something else"
-        if found is not None:
-            doing = f"waits in {found['operation']} of ranks {found['ranks']}"
-        texts.append(f"rank {rank} has not come to it and {doing}")
-    if not late:
-        return [], "all of them came to it in the end, the last one too late"
-    return late, ", ".join(texts)
-
-
-def _report_waits() -> None:
-    """Report begin and end of this rank's waits to the store."""
-    membership, reported = rendezvous.meet().membership, None
-    while True:
-        time.sleep(_REPORT_AFTER_S)
-        now = time.monotonic()
-        waits = [w for w in _in_progress.copy().values() if now - w.begin >= _REPORT_AFTER_S]
-        longest = min(waits, key=lambda wait: wait.begin, default=None)
-        if longest is not reported:
-            reported = longest
-            membership.report_wait(None if reported is None else reported.describe())
+def _late_ranks(operation: str, ranks: list[int]) -> list[int]:
+    """Of these ranks those that do not give up too, within the time in which others do."""
+    (membership,) = of_this_process
+    membership.report_end(f"got no answer in {operation} of ranks {ranks}")
+    time.sleep(_NOTICE_S)
+    failed = membership.failed()
+    return [rank for rank in ranks if rank not in failed]
 
 
 def _ended_ranks(seconds: float = _NOTICE_S) -> list[int]:
@@ -225,7 +165,7 @@ def _see(ranks: list[int]) -> str:
 
 
 def _own_rank() -> int:
-    return rendezvous.meet().rank
+    return of_this_process[0].rank
 
 
 def _first_line(error: Exception) -> str:

@@ -185,26 +185,22 @@ _PARTLY = "gloo refuses empty and non-contiguous tensors and crashes at unknown 
 _REDUCE_REASON = "float16 sums give inf, bfloat16 ones round at each rank; " + _PARTLY
 _BACKWARD_REASON = "the error of a collective in a backward pass is hidden in Paddle's traceback"
 PATCHES = (
-    group_method("all_reduce", "tensor op sync_op", _REDUCE_REASON, all_reduce),
-    group_method("reduce_scatter_tensor", "out in op sync_op", NOT_IN_GLOO, _reduce_scatter_tensor),
-    group_method("all_gather", "out in sync_op", _PARTLY, _all_gather),
-    group_method("all_gather_into_tensor", "out in sync_op", _PARTLY, all_gather_into_tensor),
-    group_method("broadcast", "tensor src sync_op", _PARTLY, _broadcast),
-    group_method(
-        "all_to_all_single", "out in out_sizes in_sizes sync_op", NOT_IN_GLOO, _all_to_all_single
-    ),
-    group_method("barrier", "device_id", "its error does not name the failed rank", _barrier),
+    group_method("all_reduce", _REDUCE_REASON, all_reduce),
+    group_method("reduce_scatter_tensor", NOT_IN_GLOO, _reduce_scatter_tensor),
+    group_method("all_gather", _PARTLY, _all_gather),
+    group_method("all_gather_into_tensor", _PARTLY, all_gather_into_tensor),
+    group_method("broadcast", _PARTLY, _broadcast),
+    group_method("all_to_all_single", NOT_IN_GLOO, _all_to_all_single),
+    group_method("barrier", "its error does not name the failed rank", _barrier),
     Patch(
         owner="paddle:Tensor",
         name="backward",
-        parameters=("self", "grad_tensor", "retain_graph"),
         reason=_BACKWARD_REASON,
         make=unwrapped,
     ),
     Patch(
         owner="paddle.autograd.backward_mode",
         name="backward",
-        parameters=("tensors", "grad_tensors", "retain_graph"),
         reason=_BACKWARD_REASON,
         make=unwrapped,
     ),

@@ -2,46 +2,31 @@
 
 Gloo's timeout is 30 seconds unless `gloo::Context::setTimeout` changes it. Paddle 3.3 neither calls
 it nor has an option for it: a rank that is late by half a minute (deleting old checkpoints, a
-stalled file system, a paused process) would end the run. Paddle's shared libraries export all that
-is needed, so it is called by name through ctypes:
+stalled file system, a paused process) would end the run, also one on GPUs, whose collectives in
+host memory are gloo's. Paddle's library exports all that is needed, so it is called by name:
 
-- `CommContextManager` keeps the communicators of all groups by id; `Has` and `Get` look one up;
-- a `GlooCommContext` is a vtable, rank and size (two ints), and a shared pointer to its context;
-- a `gloo::rendezvous::Context` is a vtable, rank and size, and more;
-- `getTimeout` and `setTimeout` are methods of the context, whose value every operation reads when
-  it begins. Nothing is written to memory directly.
-
-Every step is checked before the call: both vtables are those that the libraries export, rank and
-size are the group's, and the timeout is gloo's 30 seconds. Memory is read through /proc/self/mem,
-where a wrong address gives an error instead of a crash.
+- `CommContextManager` keeps the communicators of all groups by id;
+- a `GlooCommContext` is a vtable, rank and size (two ints), and a pointer to its context;
+- a `gloo::rendezvous::Context` begins with a vtable, rank and size too;
+- every operation reads the context's timeout when it begins.
 """
 
 import ctypes
 import functools
-import os
-import struct
 from typing import Any, NamedTuple, NoReturn
 
 import paddle
 from paddle.base import libpaddle
 
 _GLOO_MS = 30_000
-_WORD = 8
-# Words of a GlooCommContext: vtable, rank and size, and two of the shared pointer.
-_COMMUNICATOR_WORDS = 4
-_STRING = "NSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE"
 _MANAGER = "phi11distributed18CommContextManager"
-_SYMBOLS = {
-    "manager": f"_ZZN3{_MANAGER}11GetInstanceEvE8instance",
-    # Its first byte is 1 after the manager has been constructed.
-    "guard": f"_ZGVZN3{_MANAGER}11GetInstanceEvE8instance",
-    "has": f"_ZNK3{_MANAGER}3HasERK{_STRING}",
-    "get": f"_ZNK3{_MANAGER}3GetERK{_STRING}",
-    "communicator": "_ZTVN3phi11distributed15GlooCommContextE",
-    "context": "_ZTVN4gloo10rendezvous7ContextE",
-    "limit": "_ZNK4gloo7Context10getTimeoutEv",
-    "set_limit": "_ZN4gloo7Context10setTimeoutENSt6chrono8durationIlSt5ratioILl1ELl1000EEEE",
-}
+_GET = f"_ZNK3{_MANAGER}3GetERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE"
+_MANAGERS_INSTANCE = f"_ZZN3{_MANAGER}11GetInstanceEvE8instance"
+_VTABLE = "_ZTVN3phi11distributed15GlooCommContextE"
+# Objects point behind the two header words of a vtable.
+_VTABLE_HEADER = 16
+_TIMEOUT = "_ZNK4gloo7Context10getTimeoutEv"
+_SET_TIMEOUT = "_ZN4gloo7Context10setTimeoutENSt6chrono8durationIlSt5ratioILl1ELl1000EEEE"
 
 
 class _String(ctypes.Structure):
@@ -50,27 +35,25 @@ class _String(ctypes.Structure):
     _fields_ = (
         ("characters", ctypes.c_char_p),
         ("length", ctypes.c_size_t),
-        ("capacity", ctypes.c_size_t),
-        ("unused", ctypes.c_size_t),
+        ("_", ctypes.c_char * 16),
     )
 
-    @classmethod
-    def of(cls, text: str) -> "_String":
-        characters = text.encode()
-        return cls(characters, len(characters), len(characters), 0)
+
+class _Communicator(ctypes.Structure):
+    _fields_ = (
+        ("vtable", ctypes.c_void_p),
+        ("rank", ctypes.c_int),
+        ("size", ctypes.c_int),
+        ("context", ctypes.c_void_p),
+    )
 
 
 class _Library(NamedTuple):
-    """Addresses and functions of Paddle's shared libraries, by the names of `_SYMBOLS`."""
-
     manager: int
-    guard: int
-    has: Any
+    vtable: int
     get: Any
-    communicator: int
-    context: int
-    limit: Any
-    set_limit: Any
+    timeout: Any
+    set_timeout: Any
 
 
 def set_group_timeout(group_id: int, rank: int, size: int, seconds: float) -> None:
@@ -83,71 +66,42 @@ def set_group_timeout(group_id: int, rank: int, size: int, seconds: float) -> No
     Raises:
         RuntimeError: the objects of this Paddle are not laid out as expected.
     """
-    library, own = check_library(), (rank, size)
-    name = _String.of(str(group_id))
-    is_made = _words(library.guard, 1)[0] & 0xFF
-    if not is_made or not library.has(library.manager, ctypes.byref(name)):
-        _refuse(f"it has no communicator of group {group_id}")
-    communicator = library.get(library.manager, ctypes.byref(name))
-    if not communicator or _words(communicator, 1)[0] != library.communicator:
+    library, name = check_library(), str(group_id).encode()
+    address = library.get(library.manager, ctypes.byref(_String(name, len(name))))
+    communicator = _Communicator.from_address(address)
+    if communicator.vtable != library.vtable:
         _refuse(f"the communicator of group {group_id} is not gloo's")
-    if _two_ints(communicator) != own:
+    if (communicator.rank, communicator.size) != (rank, size) or not communicator.context:
         _refuse(f"the communicator of group {group_id} does not begin with rank and size")
-    pointers = _words(communicator, _COMMUNICATOR_WORDS)[2:]
-    contexts = [each for each in pointers if _is_object(each, library.context)]
-    if len(contexts) != 1 or _two_ints(contexts[0]) != own:
+    context = _Communicator.from_address(communicator.context)
+    if (context.rank, context.size) != (rank, size):
         _refuse(f"the context of group {group_id} is not where it is expected")
-    (context,) = contexts
-    if (found := library.limit(context)) != _GLOO_MS:
-        _refuse(f"the limit of group {group_id} is {found} ms instead of {_GLOO_MS}")
-    wanted = round(1000 * seconds)
-    library.set_limit(context, wanted)
-    if (found := library.limit(context)) != wanted:
-        _refuse(f"the limit of group {group_id} is {found} ms after it was set to {wanted}")
+    if (found := library.timeout(communicator.context)) != _GLOO_MS:
+        _refuse(f"the timeout of group {group_id} is {found} ms instead of {_GLOO_MS}")
+    library.set_timeout(communicator.context, round(1000 * seconds))
 
 
 @functools.cache
 def check_library() -> _Library:
-    """The symbols that `set_group_timeout` needs.
+    """The functions that `set_group_timeout` needs.
 
     Raises:
-        RuntimeError: Paddle's libraries do not export them.
+        RuntimeError: Paddle's library does not export them.
     """
-    library, found = ctypes.CDLL(libpaddle.__file__), {}
-    for name, symbol in _SYMBOLS.items():
-        try:
-            found[name] = getattr(library, symbol)
-        except AttributeError:
-            _refuse(f"its libraries export no {symbol}")
-    found["has"].restype, found["has"].argtypes = ctypes.c_bool, [ctypes.c_void_p] * 2
-    found["get"].restype, found["get"].argtypes = ctypes.c_void_p, [ctypes.c_void_p] * 2
-    found["limit"].restype, found["limit"].argtypes = ctypes.c_int64, [ctypes.c_void_p]
-    found["set_limit"].restype = None
-    found["set_limit"].argtypes = [ctypes.c_void_p, ctypes.c_int64]
-    for name in ("manager", "guard", "communicator", "context"):
-        found[name] = ctypes.cast(found[name], ctypes.c_void_p).value
-    for name in ("communicator", "context"):
-        # Objects point behind the two header words of a vtable.
-        found[name] += 2 * _WORD
-    return _Library(**found)
-
-
-def _is_object(address: int, vtable: int) -> bool:
+    library = ctypes.CDLL(libpaddle.__file__)
     try:
-        return _words(address, 1)[0] == vtable
-    except (OSError, OverflowError, struct.error):
-        return False
-
-
-def _two_ints(address: int) -> tuple[int, int]:
-    """The two ints behind the vtable pointer of an object."""
-    return struct.unpack("2i", struct.pack("Q", _words(address, 2)[1]))
-
-
-def _words(address: int, count: int) -> tuple[int, ...]:
-    """Raises OSError, OverflowError or struct.error for an invalid address."""
-    with open("/proc/self/mem", "rb", buffering=0) as memory:
-        return struct.unpack(f"{count}Q", os.pread(memory.fileno(), count * _WORD, address))
+        found = [getattr(library, name) for name in (_GET, _TIMEOUT, _SET_TIMEOUT)]
+        manager, vtable = (
+            ctypes.addressof(ctypes.c_char.in_dll(library, name))
+            for name in (_MANAGERS_INSTANCE, _VTABLE)
+        )
+    except (AttributeError, ValueError) as error:
+        _refuse(str(error))
+    get, timeout, set_timeout = found
+    get.restype, get.argtypes = ctypes.c_void_p, [ctypes.c_void_p] * 2
+    timeout.restype, timeout.argtypes = ctypes.c_int64, [ctypes.c_void_p]
+    set_timeout.restype, set_timeout.argtypes = None, [ctypes.c_void_p, ctypes.c_int64]
+    return _Library(manager, vtable + _VTABLE_HEADER, get, timeout, set_timeout)
 
 
 def _refuse(what: str) -> NoReturn:

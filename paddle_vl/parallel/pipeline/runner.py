@@ -78,9 +78,6 @@ class PipelineRunner:
         marked: makes a context around forward and backward of a step, to measure its time.
     """
 
-    # Whether all ranks call `loss_sums` equally often, with or without batches of their own.
-    evaluates_in_step = False
-
     def __init__(
         self,
         model: nn.Layer,

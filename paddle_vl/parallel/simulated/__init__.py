@@ -1,4 +1,1 @@
-"""Ranks without processes: groups of one process, whose collectives are computed, for tests.
-
-`paddle_vl.testing` is the way to use them.
-"""
+"""The ranks of a tensor-parallel group in one process, for `paddle_vl.testing`."""

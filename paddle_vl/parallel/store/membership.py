@@ -1,4 +1,4 @@
-"""A rank's connection to the store, for registration, reports of waits, and news of other ranks.
+"""A rank's connection to the store, for registration, and news of other ranks.
 
 Gloo notices that a peer has ended, and the operation raises. NCCL does not: the main thread stays
 in the collective until Paddle's timeout. `PeerWatch` ends such a process. Does not load Paddle.
@@ -19,14 +19,15 @@ from typing import Any
 
 import paddle_vl
 from paddle_vl.parallel.store import server
+from paddle_vl.threads import Watch, end_process
 
 logger = logging.getLogger(__name__)
 
 # Seconds between two attempts to reach a store that has not started yet.
 _RETRY_S = 0.05
-# A working store answers much faster, unless the request waits for other ranks.
+_ASKING_RANKS_PER_S = 5000
+# A working store answers much faster.
 _ANSWER_S = 10.0
-_MAX_ANSWER_BYTES = server.MAX_VALUE_BYTES
 GRACE_S = 10.0
 _POLL_S = 1.0
 _PACKAGE = str(Path(paddle_vl.__file__).parent)
@@ -35,6 +36,9 @@ CONTINUE = (
     "start the run again; with train.resume_from_checkpoint=auto it goes on from its last "
     "checkpoint"
 )
+# The connection of this process, once all ranks have met. Kept here, as the rendezvous loads
+# Paddle, for which the watch must not wait.
+of_this_process: list["Membership"] = []
 
 
 class Membership:
@@ -62,9 +66,12 @@ class Membership:
         Raises:
             RuntimeError: some do not join within the time, or one ends before; names them.
         """
-        left = max(self._deadline - time.monotonic(), 0.0)
         try:
-            answer = self._ask({"join": self.rank, "seconds": left}, left + _ANSWER_S)
+            answer = self._ask(join=True)
+            while answer.get("missing") and not answer["ended"] and self._has_time:
+                # Many ranks ask less often.
+                time.sleep(_RETRY_S + self.num_ranks / _ASKING_RANKS_PER_S)
+                answer = self._ask()
         except (OSError, ValueError) as error:
             raise RuntimeError(
                 f"rank {self.rank}: the store of this run at {self._place} has ended, or another "
@@ -92,28 +99,9 @@ class Membership:
     def ended(self) -> list[int]:
         """Ranks that have ended, in that order. A store that does not answer ended with rank 0."""
         try:
-            return self._ask({})["ended"]
+            return self._ask()["ended"]
         except (OSError, ValueError):
             return [0] if self.rank != 0 else []
-
-    def report_wait(self, wait: dict[str, Any] | None) -> None:
-        """Report the operation that this rank waits in, None for none."""
-        # Without a store there is nobody left to read it.
-        with contextlib.suppress(OSError, ValueError):
-            self._ask({"waits": wait})
-
-    def waits(self) -> dict[int, dict[str, Any]]:
-        """The operation that each rank reported to wait in; empty if the store does not answer."""
-        try:
-            reported = self._ask({})["waits"]
-        except (OSError, ValueError):
-            return {}
-        return {int(rank): wait for rank, wait in reported.items()}
-
-    def report_end(self, problem: str | None = None) -> None:
-        """Report that this rank is done, or the problem that ended it."""
-        with contextlib.suppress(OSError, ValueError):
-            self._ask({"done": True} if problem is None else {"failed": problem})
 
     def failed(self) -> dict[int, str]:
         """Ranks that failed or ended without reporting success, with the reason.
@@ -121,10 +109,16 @@ class Membership:
         A store that does not answer ended with rank 0.
         """
         try:
-            reported = self._ask({})["failed"]
+            reported = self._ask()["failed"]
         except (OSError, ValueError):
             return {0: "has ended"} if self.rank != 0 else {}
         return {int(rank): problem for rank, problem in reported.items()}
+
+    def report_end(self, problem: str | None = None) -> None:
+        """Report that this rank is done, or the problem that ends it."""
+        # Without a store there is nobody left to read it.
+        with contextlib.suppress(OSError, ValueError):
+            self._ask(**({"done": True} if problem is None else {"failed": problem}))
 
     @property
     def _place(self) -> str:
@@ -135,7 +129,7 @@ class Membership:
             try:
                 connection = socket.create_connection((self.host, self.port), _ANSWER_S)
             except OSError as error:
-                if time.monotonic() >= self._deadline:
+                if not self._has_time:
                     raise RuntimeError(
                         f"rank {self.rank} has waited {self._seconds:g} s for rank 0, whose store "
                         f"is to be at {self._place} ({error}): {logs_text([0])}, and whether "
@@ -146,13 +140,16 @@ class Membership:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return connection
 
-    def _ask(self, request: dict[str, Any], seconds: float = _ANSWER_S) -> dict[str, Any]:
-        text = json.dumps(request).encode()
+    @property
+    def _has_time(self) -> bool:
+        return time.monotonic() < self._deadline
+
+    def _ask(self, **request: Any) -> dict[str, Any]:
+        text = json.dumps({"rank": self.rank, **request}).encode()
         with self._lock:
-            self._socket.settimeout(seconds)
             self._socket.sendall(struct.pack("<IQ", server.ASK, len(text)) + text)
             (size,) = struct.unpack("<Q", self._receive(8))
-            if size > _MAX_ANSWER_BYTES:
+            if size > server.MAX_VALUE_BYTES:
                 raise ValueError(f"an answer of {size} bytes")
             return json.loads(self._receive(size))
 
@@ -179,7 +176,7 @@ class PeerWatch:
     def __init__(self, grace_s: float = GRACE_S):
         self._grace_s = grace_s
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="peer-watch", daemon=True)
+        self._thread = Watch(self._watch, "peer-watch")
 
     def __enter__(self) -> "PeerWatch":
         self._thread.start()
@@ -187,17 +184,15 @@ class PeerWatch:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._is_over.set()
-        membership = _own_membership()
-        if membership is not None:
+        for membership in of_this_process:
             membership.report_end(None if error is None else _first_line(error))
 
     def _watch(self) -> None:
-        membership, failed = None, {}
-        while membership is None or not failed:
+        failed: dict[int, str] = {}
+        while not failed:
             if self._is_over.wait(_POLL_S):
                 return
-            membership = _own_membership()
-            if membership is not None:
+            for membership in of_this_process:
                 failed = membership.failed()
         begin = time.monotonic()
         if self._is_over.wait(self._grace_s):
@@ -206,7 +201,7 @@ class PeerWatch:
         logger.error(
             "rank %d: rank %d %s, and this rank has not come back for %.0f s from %s: ended; "
             "%s for the cause, and %s",
-            membership.rank,
+            of_this_process[0].rank,
             rank,
             problem,
             time.monotonic() - begin,
@@ -214,9 +209,7 @@ class PeerWatch:
             logs_text([rank]),
             CONTINUE,
         )
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(_EXIT_CODE)
+        end_process(_EXIT_CODE)
 
 
 def ranks_text(ranks: list[int]) -> str:
@@ -230,12 +223,6 @@ def logs_text(ranks: list[int]) -> str:
     if folder is None or os.environ.get("PADDLE_NNODES", "1") != "1":
         return f"see the log of {ranks_text(ranks)}"
     return "see " + ", ".join(f"{folder}/workerlog.{rank}" for rank in ranks)
-
-
-def _own_membership() -> Membership | None:
-    # The rendezvous loads Paddle, which this module must not do before the run does.
-    rendezvous = sys.modules.get("paddle_vl.parallel.store.rendezvous")
-    return None if rendezvous is None else rendezvous.membership()
 
 
 def _first_line(error: BaseException) -> str:

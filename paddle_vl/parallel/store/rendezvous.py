@@ -5,7 +5,6 @@ for groups of gloo and of NCCL alike. If all ranks are on this machine everythin
 loopback, whatever address the launcher gives.
 """
 
-import array
 import fcntl
 import math
 import os
@@ -14,15 +13,14 @@ import struct
 import subprocess
 import sys
 from collections.abc import Mapping, MutableMapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 from typing import Any, NamedTuple
 
 from paddle.base import core
 
 from paddle_vl.parallel.store import server
-from paddle_vl.parallel.store.membership import Membership
+from paddle_vl.parallel.store.membership import Membership, of_this_process
 
 # Seconds that a rank waits for others by default.
 DEFAULT_TIMEOUT_S = 1800.0
@@ -33,10 +31,10 @@ _RANK, _NUM_RANKS = "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM"
 _NOT_THE_FIRST = "1"
 # Gloo takes the name of an interface, NCCL a prefix of it unless `=` asks for an exact match.
 _INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
-# From linux/sockios.h: lists the IPv4 addresses of all interfaces.
-_SIOCGIFCONF = 0x8912
+# From linux/sockios.h: the IPv4 address of an interface.
+_SIOCGIFADDR = 0x8915
 # struct ifreq: name, family and port (both skipped), address; then padding.
-_ENTRY, _ENTRY_BYTES = "16s4x4s", 40
+_IFREQ = "16s4x4s16x"
 
 
 class Addresses(NamedTuple):
@@ -45,33 +43,17 @@ class Addresses(NamedTuple):
     Attributes:
         host, port: where the store listens.
         own: where this rank listens.
-        one_machine: whether all ranks are on this machine.
     """
 
     host: str
     port: int
     own: str
-    one_machine: bool
 
 
-@dataclass(frozen=True)
-class Rendezvous:
-    """This rank, after all ranks have joined.
-
-    Attributes:
-        store_process: on rank 0; it ends when its standard input is closed.
-        paddle_store: Paddle's client of the store.
-    """
-
-    rank: int
-    num_ranks: int
-    addresses: Addresses
-    membership: Membership
-    store_process: subprocess.Popen | None
-    paddle_store: Any
-
-
-_met: list[Rendezvous] = []
+# The addresses of the run, once all ranks have met.
+_met: list[Addresses] = []
+# On rank 0 the process of the store, which ends when its standard input is closed.
+_store_process: list[subprocess.Popen] = []
 _timeout_s: list[float] = [DEFAULT_TIMEOUT_S]
 
 
@@ -94,7 +76,7 @@ def timeout_s() -> float:
     return _timeout_s[0]
 
 
-def meet() -> Rendezvous:
+def meet() -> Addresses:
     """Connect this rank to the store, and wait for all ranks; later calls return at once.
 
     Raises:
@@ -106,31 +88,28 @@ def meet() -> Rendezvous:
     rank, num_ranks = (int(_read_variable(os.environ, name)) for name in (_RANK, _NUM_RANKS))
     addresses = find_addresses()
     choose_interfaces(addresses)
-    process = _start_store(addresses, num_ranks) if rank == 0 else None
+    if rank == 0:
+        _store_process.append(_start_store(addresses, num_ranks))
     membership = Membership(rank, num_ranks, addresses.host, addresses.port, timeout_s())
     membership.join()
+    of_this_process.append(membership)
     with _paddle_as_client_of(addresses):
         core.create_or_get_global_tcp_store()
     # Paddle's own client has a timeout of 900 s. Paddle looks the store up by this name.
     store = _client_of(addresses)
     core.create_or_get_global_tcp_store = lambda: store
-    _met.append(Rendezvous(rank, num_ranks, addresses, membership, process, store))
-    return _met[0]
+    _met.append(addresses)
+    return addresses
 
 
 def ended_ranks() -> list[int]:
     """Ranks that have ended, in that order; empty before the rendezvous."""
-    return _met[0].membership.ended() if _met else []
-
-
-def membership() -> Membership | None:
-    """This rank's connection to the store; None before the rendezvous."""
-    return _met[0].membership if _met else None
+    return of_this_process[0].ended() if of_this_process else []
 
 
 def store_of(name: str) -> Any:
     """A client of the store whose keys are shared by clients of the same name only."""
-    store = _client_of(meet().addresses)
+    store = _client_of(meet())
     store.set(server.NAMESPACE.removeprefix("/"), name)
     return store
 
@@ -150,9 +129,9 @@ def find_addresses(environment: Mapping[str, str] = os.environ) -> Addresses:
         master = _host_and_port(MASTER, environment[MASTER])
     resolved = {host: _resolve(host) for host, _ in [*endpoints, master]}
     if all(map(is_of_this_machine, resolved.values())):
-        return Addresses(LOOPBACK, master[1], LOOPBACK, True)
+        return Addresses(LOOPBACK, master[1], LOOPBACK)
     own, _ = _host_and_port(CURRENT, _read_variable(environment, CURRENT))
-    return Addresses(resolved[master[0]], master[1], _resolve(own), False)
+    return Addresses(resolved[master[0]], master[1], _resolve(own))
 
 
 def choose_interfaces(
@@ -182,22 +161,15 @@ def is_of_this_machine(address: str) -> bool:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface with an IPv4 address."""
-    wanted, size = socket.inet_aton(address), 64 * _ENTRY_BYTES
+    """The network interface whose first IPv4 address this is."""
+    wanted = socket.inet_aton(address)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        while True:
-            entries = array.array("B", bytes(size))
-            # struct ifconf: size of the buffer, and a pointer to it.
-            request = struct.pack("iL", size, entries.buffer_info()[0])
-            filled, _ = struct.unpack("iL", fcntl.ioctl(probe, _SIOCGIFCONF, request))
-            if filled < size:
-                break
-            size *= 2
-    for start in range(0, filled, _ENTRY_BYTES):
-        name, found = struct.unpack_from(_ENTRY, entries, start)
-        if found == wanted:
-            # An alias `eth0:1` is a second address of `eth0`.
-            return name.split(b"\0")[0].decode().partition(":")[0]
+        for _, name in socket.if_nameindex():
+            request = struct.pack(_IFREQ, name.encode(), b"")
+            with suppress(OSError):  # An interface without an address.
+                _, found = struct.unpack(_IFREQ, fcntl.ioctl(probe, _SIOCGIFADDR, request))
+                if found == wanted:
+                    return name
     return None
 
 

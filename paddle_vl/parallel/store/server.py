@@ -1,7 +1,8 @@
 """The key-value store of a run: a separate process that rank 0 starts and that ends with rank 0.
 
-It speaks the wire protocol of Paddle 3.3's TCPStore, and every rank, rank 0 included, is a client:
-Paddle's own server would listen on all addresses of the machine. Beyond that protocol every rank
+It speaks the wire protocol of Paddle 3.3's TCPStore, and every rank, rank 0 included, is a client.
+Paddle's own server listens on all addresses of the machine, answers a read after 90 ms, and a wait
+for a key that does not come never ends, whatever its timeout. Beyond that protocol every rank
 registers here, so that a rank that is missing or has ended can be named. Does not load Paddle.
 
 A message is a command (4 bytes, unsigned), a text (8 bytes for the length, then UTF-8) and the
@@ -9,12 +10,11 @@ arguments of the command; numbers are little-endian. A connection has one open r
 """
 
 import asyncio
-import contextlib
 import json
 import socket
 import struct
 import sys
-from collections import defaultdict
+from contextlib import suppress
 from typing import Any
 
 # Commands and replies of Paddle's store, and one of ours: a request in JSON.
@@ -38,87 +38,65 @@ class Store:
     Args:
         num_ranks: world size.
         timeout: seconds to wait for a key.
+
+    Attributes:
+        joined, ended: ranks in order of time.
+        failed: the problem of each rank that failed, or ended without reporting success.
     """
 
     def __init__(self, num_ranks: int, timeout: float):
         self.num_ranks, self.timeout = num_ranks, timeout
         self.values: dict[str, bytes] = {}
-        # In order of time.
         self.joined: list[int] = []
         self.ended: list[int] = []
-        # Ranks that reported success, and the problem of each that failed or ended without.
-        self.done: set[int] = set()
         self.failed: dict[int, str] = {}
-        # The operation that a rank reported to wait in.
-        self.waits: dict[int, Any] = {}
-        self._waiting: defaultdict[str, list[asyncio.Future]] = defaultdict(list)
-        self._waiting_for_all: list[asyncio.Future] = []
+        self._done: set[int] = set()
+        # Set, and replaced, at every change.
+        self._change = asyncio.Event()
 
     def put(self, key: str, value: bytes) -> None:
         self.values[key] = value
-        _release(self._waiting.pop(key, []))
-
-    def add(self, key: str, number: int) -> int:
-        """Add to a value that is a decimal number; a missing one counts as 0."""
-        total = int(self.values.get(key, b"0")) + number
-        self.put(key, str(total).encode())
-        return total
+        self._changed()
 
     async def wait(self, key: str) -> bool:
         """Wait until the key exists; False after the timeout, or when a rank has ended."""
-        if key not in self.values and not self.ended:
-            await self._wait_in(self._waiting[key], self.timeout)
+        with suppress(TimeoutError, asyncio.TimeoutError):
+            await asyncio.wait_for(self._wait(key), self.timeout)
         return key in self.values
 
-    def join(self, rank: int) -> None:
-        """Register a rank.
+    def state(self, rank: int, request: dict[str, Any]) -> dict[str, Any]:
+        """The state of all ranks, after a rank has reported.
 
-        Raises:
-            ValueError: it is outside of the world size, or registered already.
+        `{"join": rank}` registers a rank, `{"done": true}` and `{"failed": reason}` say how it
+        ended.
         """
-        if not 0 <= rank < self.num_ranks:
-            raise ValueError(f"this run has ranks 0 to {self.num_ranks - 1}, and no rank {rank}")
-        if rank in self.joined:
-            raise ValueError(f"another process has joined as rank {rank}")
-        self.joined.append(rank)
-        if len(self.joined) == self.num_ranks:
-            _release(self._waiting_for_all)
+        if "join" in request and rank in self.joined:
+            return {"refused": f"another process has joined as rank {rank}"}
+        if "join" in request and not 0 <= rank < self.num_ranks:
+            return {"refused": f"this run has ranks 0 to {self.num_ranks - 1}, and no rank {rank}"}
+        if "join" in request:
+            self.joined.append(rank)
+        if "done" in request:
+            self._done.add(rank)
+        if "failed" in request:
+            self.failed.setdefault(rank, str(request["failed"]))
+        missing = sorted(set(range(self.num_ranks)) - set(self.joined))
+        return {"missing": missing, "ended": self.ended, "failed": self.failed}
 
     def leave(self, rank: int) -> None:
         """Record that a rank has ended, and end all waits."""
         self.ended.append(rank)
-        if rank not in self.done:
+        if rank not in self._done:
             self.failed.setdefault(rank, "has ended")
-        for waiting in (self._waiting_for_all, *self._waiting.values()):
-            _release(waiting)
+        self._changed()
 
-    async def wait_for_all(self, seconds: float) -> None:
-        """Wait until all ranks have joined, one has ended, or the time is over."""
-        if self.missing and not self.ended:
-            await self._wait_in(self._waiting_for_all, seconds)
+    def _changed(self) -> None:
+        self._change.set()
+        self._change = asyncio.Event()
 
-    @property
-    def missing(self) -> list[int]:
-        """Ranks that have not joined."""
-        return sorted(set(range(self.num_ranks)) - set(self.joined))
-
-    @property
-    def is_left(self) -> bool:
-        """Whether every rank that joined has ended."""
-        return len(self.ended) == len(self.joined)
-
-    async def _wait_in(self, waiting: list[asyncio.Future], seconds: float) -> None:
-        future = asyncio.get_running_loop().create_future()
-        waiting.append(future)
-        with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
-            await asyncio.wait_for(future, seconds)
-
-
-def _release(waiting: list[asyncio.Future]) -> None:
-    for future in waiting:
-        if not future.done():
-            future.set_result(None)
-    waiting.clear()
+    async def _wait(self, key: str) -> None:
+        while key not in self.values and not self.ended:
+            await self._change.wait()
 
 
 class _Connection:
@@ -129,46 +107,36 @@ class _Connection:
         self.namespace = ""
         self.rank: int | None = None
         self._socket = writer.get_extra_info("socket")
-        self._answers: set[asyncio.Task] = set()
 
     async def serve(self) -> None:
         # A malformed message closes the connection, like the end of the client or of the server.
-        closing = (asyncio.IncompleteReadError, asyncio.CancelledError, OSError, ValueError)
-        try:
+        with suppress(asyncio.IncompleteReadError, asyncio.CancelledError, OSError, ValueError):
             while True:
                 await self._answer((await self._read("<I"))[0])
-        except closing:
-            pass
-        finally:
-            self.writer.close()
-            for answer in self._answers:
-                answer.cancel()
-            if self.rank is not None:
-                self.store.leave(self.rank)
+        self.writer.close()
+        if self.rank is not None:
+            self.store.leave(self.rank)
 
     async def _answer(self, command: int) -> None:
         text = (await self._read_bytes(MAX_KEY_BYTES)).decode()
+        key, values = f"{self.namespace}\n{text}", self.store.values
         if command == ASK:
-            # A separate task, since the end of the connection must be noticed meanwhile.
-            answer = asyncio.create_task(self._answer_request(_parsed_request(text)))
-            self._answers.add(answer)
-            answer.add_done_callback(self._answers.discard)
-            return
-        key = f"{self.namespace}\n{text}"
-        if command == SET:
+            self._write_bytes(json.dumps(self._state(json.loads(text))).encode())
+        elif command == SET:
             value = await self._read_bytes(MAX_VALUE_BYTES)
             if text == NAMESPACE:
                 self.namespace = value.decode()
             else:
                 self.store.put(key, value)
         elif command == ADD:
-            (number,) = await self._read("<q")
-            self.writer.write(struct.pack("<q", self.store.add(key, number)))
+            # To a value that is a decimal number; a missing one counts as 0.
+            total = int(values.get(key, b"0")) + (await self._read("<q"))[0]
+            self.store.put(key, str(total).encode())
+            self.writer.write(struct.pack("<q", total))
         elif command == GET:
-            self._write_bytes(self.store.values.get(key, b""))
+            self._write_bytes(values.get(key, b""))
         elif command == CHECK:
-            exists = key in self.store.values
-            self.writer.write(struct.pack("<i", READY if exists else NOT_READY))
+            self.writer.write(struct.pack("<i", READY if key in values else NOT_READY))
         elif command == WAIT:
             if not await self.store.wait(key):
                 raise ConnectionError("the key did not come")
@@ -176,31 +144,13 @@ class _Connection:
         else:
             raise ValueError(f"command {command}")
 
-    async def _answer_request(self, request: dict[str, Any]) -> None:
-        """Answer a request with the state of all ranks.
-
-        `{"join": rank, "seconds": s}` registers a rank and waits for all, `{"waits": operation}`
-        reports what the rank waits in, `{"done": true}` and `{"failed": reason}` how it ended.
-        """
-        answer = {}
-        if "join" in request:
-            try:
-                self.store.join(request["join"])
-                self.rank = request["join"]
-                await self.store.wait_for_all(request["seconds"])
-            except ValueError as error:
-                answer["refused"] = str(error)
-        if self.rank is not None:
-            if "waits" in request:
-                self.store.waits[self.rank] = request["waits"]
-            if "done" in request:
-                self.store.done.add(self.rank)
-            if "failed" in request:
-                self.store.failed.setdefault(self.rank, str(request["failed"]))
-        waits = {rank: wait for rank, wait in self.store.waits.items() if wait is not None}
-        answer |= {"missing": self.store.missing, "ended": self.store.ended, "waits": waits}
-        answer["failed"] = self.store.failed
-        self._write_bytes(json.dumps(answer).encode())
+    def _state(self, request: Any) -> dict[str, Any]:
+        if not isinstance(request, dict) or not isinstance(request.get("rank"), int):
+            raise ValueError(f"a request is an object with a rank, not {request}")
+        state = self.store.state(request["rank"], request)
+        if "join" in request and "refused" not in state:
+            self.rank = request["rank"]
+        return state
 
     async def _read(self, form: str) -> tuple:
         return struct.unpack(form, await self._receive(struct.calcsize(form)))
@@ -219,18 +169,6 @@ class _Connection:
 
     def _write_bytes(self, value: bytes) -> None:
         self.writer.write(struct.pack("<Q", len(value)) + value)
-
-
-def _parsed_request(text: str) -> dict[str, Any]:
-    """Raises ValueError for a malformed request."""
-    request = json.loads(text)
-    if not isinstance(request, dict):
-        raise ValueError(f"a request is an object, not {text[:50]}")
-    if "join" in request and not (
-        isinstance(request["join"], int) and isinstance(request.get("seconds"), int | float)
-    ):
-        raise ValueError(f"a rank joins by number, for seconds, not {text[:50]}")
-    return request
 
 
 async def serve(host: str, port: int, num_ranks: int, timeout: float) -> None:
@@ -253,7 +191,7 @@ async def serve(host: str, port: int, num_ranks: int, timeout: float) -> None:
     async with server:
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
         end = asyncio.get_running_loop().time() + _SECONDS_AFTER_RANK_0
-        while not store.is_left and asyncio.get_running_loop().time() < end:
+        while len(store.ended) < len(store.joined) and asyncio.get_running_loop().time() < end:
             await asyncio.sleep(0.02)
 
 

@@ -77,13 +77,23 @@ function build() {
   const target = document.getElementById("panels");
   let grid = null;
   let section = null;
-  for (const view of views) {
+  for (const view of views.filter((one) => !one.panel.folded)) {
     if (view.panel.section !== section) {
       section = view.panel.section;
       grid = made("div", view.isLarge ? "grid large" : "grid");
       target.append(made("h2", "", escaped(section)), grid);
     }
     grid.append(view.element);
+  }
+  const folded = views.filter((one) => one.panel.folded);
+  if (folded.length) {
+    const titles = folded.map((one) => escaped(one.panel.title)).join(", ");
+    const details = made("details", "", `<summary>Nothing to see (always zero, or as in other panels): ${titles}</summary>`);
+    const inside = made("div", "grid");
+    inside.append(...folded.map((one) => one.element));
+    details.append(inside);
+    details.addEventListener("toggle", redraw); // A folded panel has no width.
+    target.append(details);
   }
   redraw();
   let width = innerWidth;

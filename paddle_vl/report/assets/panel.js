@@ -155,7 +155,7 @@ class PanelView {
       .map(({ curve, near }) => {
         const most = this.drawn.find(
           (one) => one.curve.run === curve.run && one.curve.statistic === "max" && one.curve.eval === curve.eval
-            && one.curve.label.replace(/max$/, "") === curve.label.replace(/min$/, ""),
+            && one.curve.look === curve.look,
         );
         if (!most) return "";
         return `<path class="band${several ? " faint" : ""}" fill="${this.colour(curve)}" d="${bandOf(near, most.near, this.x, this.y)}"/>`;

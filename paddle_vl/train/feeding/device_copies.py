@@ -16,11 +16,10 @@ Not run on a GPU so far: tested with a device object that records the calls.
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import paddle
-from paddle import Tensor
 
 from paddle_vl.batch.schema import Batch
 
@@ -30,49 +29,12 @@ _SPARE = 1 / 8
 logger = logging.getLogger(__name__)
 
 
-class Event(Protocol):
-    """A position in a stream."""
-
-    def query(self) -> bool:
-        """Whether the stream has reached it."""
-        ...
-
-    def synchronize(self) -> None:
-        """Block the host until the stream has reached it."""
-
-
-class Stream(Protocol):
-    """See `paddle.device.Stream`."""
-
-    def record_event(self) -> Event: ...
-
-    def wait_event(self, event: Event) -> None: ...
-
-
-class Device(Protocol):
-    """A device with two streams.
+class GpuDevice:
+    """The current GPU.
 
     Attributes:
         compute: stream that the model runs on.
         copies: stream for the copies.
-    """
-
-    compute: Stream
-    copies: Stream
-
-    def pinned(self, array: np.ndarray) -> Any:
-        """A copy of the array in pinned host memory."""
-
-    def empty(self, shape: Sequence[int], dtype: str) -> Any:
-        """An uninitialized tensor on the device."""
-
-    def copy(self, pairs: Iterable[tuple[Any, Any]]) -> None:
-        """Copy each (source, target) pair on the copy stream. The target takes the source's shape
-        within its own memory."""
-
-
-class GpuDevice:
-    """The current GPU.
 
     Raises:
         RuntimeError, MemoryError, OSError: no streams or no pinned memory.
@@ -83,21 +45,24 @@ class GpuDevice:
         self.copies: Any = paddle.device.Stream()
         self.pinned(np.zeros(1, dtype=np.float32))
 
-    def pinned(self, array: np.ndarray) -> Tensor:
+    def pinned(self, array: np.ndarray) -> Any:
+        """A copy of the array in pinned host memory."""
         # Without a dtype: with one, Paddle 3.3 ignores the place.
         tensor = paddle.to_tensor(array, place=paddle.CUDAPinnedPlace())
         if not tensor.place.is_cuda_pinned_place():
             raise RuntimeError(f"a tensor asked for in pinned memory lies in {tensor.place}")
         return tensor
 
-    def empty(self, shape: Sequence[int], dtype: Any) -> Tensor:
+    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+        """An uninitialized tensor on the device."""
         return paddle.empty(shape, dtype)
 
-    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def copy(self, pairs: Iterable[tuple[Any, Any]]) -> None:
+        """Copy each (source, target) pair on the copy stream. The target takes the source's shape
+        within its own memory."""
         with paddle.device.stream_guard(self.copies):
             for source, target in pairs:
-                # Paddle types it without arguments.
-                target.copy_(source, blocking=False)  # pyright: ignore[reportCallIssue]
+                target.copy_(source, blocking=False)
 
 
 class _BufferSet:
@@ -105,17 +70,17 @@ class _BufferSet:
 
     def __init__(self):
         self.by_key: dict[tuple, tuple[Any, int]] = {}
-        self.is_read: Event | None = None
+        self.is_read: Any = None
 
 
 class DeviceCopies:
     """Double-buffered copies of batches to a device; see the module docstring."""
 
-    def __init__(self, device: Device):
+    def __init__(self, device: GpuDevice):
         self._device = device
         self._sets = [_BufferSet(), _BufferSet()]
-        self._copied: Event | None = None
-        self._pinned: list[tuple[Event, list[Any]]] = []
+        self._copied: Any = None
+        self._pinned: list[tuple[Any, list[Any]]] = []
 
     def start(self, batches: Sequence[Batch], is_for_device: Callable[[str], bool]) -> list[Batch]:
         """Start to copy the batches of the next step; the previous step has been launched.
@@ -190,7 +155,7 @@ class DeviceCopies:
 
 
 def device_copies(
-    pin_memory: bool, is_main: bool = True, make: Callable[[], Device] = GpuDevice
+    pin_memory: bool, is_main: bool = True, make: Callable[[], GpuDevice] = GpuDevice
 ) -> DeviceCopies | None:
     """Copies for Paddle's current device; None on a CPU, or if the device cannot do them.
 

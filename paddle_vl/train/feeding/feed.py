@@ -7,45 +7,24 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import paddle
 
 from paddle_vl.batch.schema import Batch
 from paddle_vl.data.corpus.loader import merged_states
+from paddle_vl.data.prefetch import PrefetchingLoader
 from paddle_vl.nn.objective import BatchAdapter
 from paddle_vl.parallel.ranks import SingleRank
+from paddle_vl.threads import Watch
 from paddle_vl.train.feeding.device_copies import DeviceCopies
 from paddle_vl.train.phases import Phase, phase
 from paddle_vl.train.step import MicroBatch, counted
 
 logger = logging.getLogger(__name__)
-
-
-class TrainingData(Protocol):
-    """Endless iterator over training batches whose position can be saved; see PrefetchLoader."""
-
-    epoch: int
-    batches_consumed: int
-
-    @property
-    def skipped(self) -> dict[str, int]: ...
-
-    def __len__(self) -> int: ...
-
-    def __next__(self) -> Batch: ...
-
-    def close(self) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-    def waiting_for(self) -> str:
-        """Describes what the next batch waits for; called from any thread."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -66,7 +45,7 @@ class DataPlace:
     skipped: int
 
     @classmethod
-    def of(cls, data: TrainingData) -> "DataPlace":
+    def of(cls, data: PrefetchingLoader) -> "DataPlace":
         return cls(
             data.state_dict(),
             data.epoch,
@@ -124,7 +103,7 @@ class BatchFeed:
 
     def __init__(
         self,
-        data: TrainingData,
+        data: PrefetchingLoader,
         adapter: BatchAdapter,
         num_micro_batches: int,
         num_steps: int | None,
@@ -144,9 +123,8 @@ class BatchFeed:
 
     def continue_at(self, steps_fed: int, data_state: dict[str, Any]) -> None:
         """Resume after `steps_fed` steps, with the data at a saved position."""
-        self._next = None
-        self._data.load_state_dict(data_state)
-        self.steps_fed = steps_fed
+        self._next, self.steps_fed = None, steps_fed
+        self._data.load_state_dict(data_state, steps_fed * self._num_micro_batches)
 
     def next_step(self) -> FedStep:
         """The micro-batches of the next step, on the device or being copied there.
@@ -243,6 +221,21 @@ def _as_tensors(batch: Batch, adapter: BatchAdapter) -> Any:
     return {n: made(value) if adapter.is_for_device(n) else value for n, value in batch.items()}
 
 
+@dataclass
+class _Wait:
+    """A wait that goes on.
+
+    Attributes:
+        begin: by `time.monotonic`.
+        next_s: seconds from then until the next warning.
+    """
+
+    who: str
+    begin: float
+    next_s: float
+    has_warned: bool = False
+
+
 class WaitWatch:
     """Logs a warning while a wait lasts longer than `after_s`, again whenever the time has doubled,
     and a message when it is over.
@@ -260,11 +253,26 @@ class WaitWatch:
         self._after_s, self._describe = after_s, describe
         self._changed = threading.Condition()
         self._wait: _Wait | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: Watch | None = None
 
-    def waiting(self, who: str) -> "_Wait":
-        """A context manager around one wait."""
-        return _Wait(self, who, self._after_s)
+    @contextmanager
+    def waiting(self, who: str) -> Iterator[None]:
+        """Around one wait."""
+        wait = _Wait(who, time.monotonic(), self._after_s)
+        with self._changed:
+            self._wait = wait
+            if self._thread is None:
+                self._thread = Watch(self._run, "data-wait")
+                self._thread.start()
+            self._changed.notify()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._wait = None
+        if wait.has_warned:
+            waited_s = time.monotonic() - wait.begin
+            logger.warning("%s goes on: its data came after %.3g s", who, waited_s)
 
     def close(self) -> None:
         """End the thread; the next wait starts a new one."""
@@ -280,65 +288,22 @@ class WaitWatch:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _begin(self, wait: "_Wait") -> None:
-        with self._changed:
-            self._wait = wait
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, daemon=True)
-                self._thread.start()
-            self._changed.notify()
-
-    def _end(self) -> None:
-        with self._changed:
-            self._wait = None
-
     def _run(self) -> None:
         with self._changed:
             while self._thread is threading.current_thread():
                 wait = self._wait
                 if wait is None:
                     self._changed.wait()
-                elif (left := wait.left()) > 0:
+                elif (left := wait.begin + wait.next_s - time.monotonic()) > 0:
                     self._changed.wait(left)
                 else:
-                    wait.warn(self._describe())
+                    what = self._describe()
+                    logger.warning("%s has waited %.3g s for data: %s", wait.who, wait.next_s, what)
+                    wait.has_warned = True
+                    wait.next_s *= 2
 
 
-class _Wait:
-    def __init__(self, watch: WaitWatch, who: str, after_s: float):
-        self._watch, self._who, self._next_s = watch, who, after_s
-        self._begin = 0.0
-        self._has_warned = False
-
-    def __enter__(self) -> None:
-        self._begin = time.monotonic()
-        self._watch._begin(self)
-
-    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        self._watch._end()
-        if self._has_warned and kind is None:
-            waited_s = time.monotonic() - self._begin
-            logger.warning("%s goes on: its data came after %.3g s", self._who, waited_s)
-
-    def left(self) -> float:
-        """Seconds until the next warning is due."""
-        return self._begin + self._next_s - time.monotonic()
-
-    def warn(self, what: str) -> None:
-        logger.warning("%s has waited %.3g s for data: %s", self._who, self._next_s, what)
-        self._has_warned = True
-        self._next_s *= 2
-
-
-class WatchedData(Protocol):
-    """Batches that describe what the next one waits for; see PrefetchLoader."""
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def waiting_for(self) -> str: ...
-
-
-def watched(data: WatchedData, after_s: float, who: str) -> Iterator[Any]:
+def watched(data: PrefetchingLoader, after_s: float, who: str) -> Iterator[Any]:
     """The same batches, with a `WaitWatch` around each wait."""
     batches = iter(data)
     with WaitWatch(after_s, data.waiting_for) as watch:

@@ -23,7 +23,7 @@ Keys of a line, since the previous line or start unless it says "whole run":
     `tokens/SOURCE`, `documents/SOURCE`, `epochs/SOURCE` of each source of a mix: tokens, documents
         that began, and passes over its documents, of all ranks, whole run.
     `target_tokens`, `skipped_updates`, `skipped_samples`: whole run.
-    `tokens_per_expert_min`, `_mean`, `_max`: see `paddle_vl.families.qwen3_vl.objective`.
+    `tokens_per_expert_min`, `_mean`, `_max`: see `paddle_vl.families.vlm.objective`.
     `eval_loss`, for a policy also its terms: in steps that evaluate. An evaluation between two
         reports has its own line. If data.eval has sources also `eval_perplexity` (exp of the loss)
         and `eval_loss/SOURCE`, `eval_perplexity/SOURCE` of each.
@@ -33,13 +33,16 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import paddle
 from paddle import Tensor
+from pydantic import Field
 
 from paddle_vl.families.base import MeanLosses
+from paddle_vl.files.checked_values import Listed, Number, checked, read_section
+from paddle_vl.files.text_file import shown
 from paddle_vl.nn.objective import Loss, weighted_loss
 from paddle_vl.train.checkpoint import complete_checkpoints
 from paddle_vl.train.reporting.gauges import Gauge
@@ -48,6 +51,19 @@ from paddle_vl.train.step import MicroBatch, StepOutcome
 
 logger = logging.getLogger(__name__)
 Values = Mapping[str, Any]
+
+
+# A count of a device's tensor, which has floats.
+_Count = Annotated[Number, Field(ge=0, le=1 << 53)]
+
+
+@checked
+class _MeterState:
+    """A state, see `StepMeter.state_dict`."""
+
+    counted: list[_Count]
+    skips: Listed[tuple[_Count, _Count, _Count]]
+    window: Listed[tuple[list[Number], list[Number]]]
 
 
 class StepMeter:
@@ -191,7 +207,21 @@ class StepMeter:
         return {"counted": counted, "skips": skips, "window": window}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        tensors = (state["counted"], state["skips"], *state["window"])
+        """Continue from a state.
+
+        Raises:
+            ValueError: it is no state of this loss's terms.
+        """
+        saved = read_section(_MeterState, state, "meter")
+        terms = len(self._loss.terms)
+        sums, of_window = saved.window
+        if not len(saved.counted) == len(sums) == len(of_window) == terms or min(of_window) < 0:
+            raise ValueError(
+                f"meter: counted is {shown(saved.counted)} and window {shown(saved.window)}; they "
+                f"must have one number for each of {', '.join(self._loss.terms)}, counts of at "
+                "least 0"
+            )
+        tensors = (saved.counted, saved.skips, *saved.window)
         self._counted, self._skips, self._sums, self._counts = (
             paddle.to_tensor(np.array(values, dtype=np.float64)) for values in tensors
         )

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from paddle_vl.config.schema import LoggingConfig
-from paddle_vl.files.text_file import naming
 from paddle_vl.parallel.ranks import SingleRank
 from paddle_vl.train.reporting.gauges import Gauge, GaugeLayout, HostCopy, local_values
+from paddle_vl.train.reporting.plots import draw_loss_curve
 from paddle_vl.train.reporting.run_files import (
     METRICS_FILE,
     Line,
@@ -299,31 +299,3 @@ def _writer_class(name: str) -> Callable[..., Any]:
             f"logging.report_to asks for {name}, which cannot be imported ({error}): "
             f"pip install 'paddle-vl[{name}]', or take it out of logging.report_to"
         ) from error
-
-
-def draw_loss_curve(lines: Sequence[Line], path: Path) -> None:
-    """Draw training and evaluation loss over steps into a PNG of 1280 x 800 pixels.
-
-    Args:
-        lines: lines of metrics.jsonl.
-    """
-    # A figure with its own canvas needs no display; matplotlib is only imported here.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for key, label, style in (("loss", "train", "-"), ("eval_loss", "eval", "o-")):
-        points = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss per target token")
-    # The loss falls by orders of magnitude in the first steps.
-    axes.set_yscale("log")
-    axes.grid(alpha=0.3, which="both")
-    if axes.lines:
-        axes.legend()
-    with naming(path):
-        figure.savefig(path, dpi=160)

@@ -7,12 +7,14 @@ list the keys.
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from paddle_vl.files.text_file import naming, read_json_object, shown, write_text
+from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationError
+
+from paddle_vl.files.text_file import naming, read_json_object, replacing, shown
 
 METRICS_FILE = "metrics.jsonl"
 RUN_FILE = "run.json"
@@ -34,9 +36,8 @@ class MetricsFile:
     def drop_after(self, step: int) -> None:
         """Remove the lines of steps after `step`, which a resumed run trains again."""
         kept = [line for line in self.read() if line["step"] <= step]
-        partial = self.path.with_name(self.path.name + ".partial")
-        write_text(partial, "".join(json.dumps(line) + "\n" for line in kept))
-        partial.replace(self.path)
+        with replacing(self.path) as partial:
+            partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
 
     def read(self) -> list[Line]:
         """All complete lines; see `read_all`."""
@@ -173,68 +174,55 @@ def read_starts(output_dir: Path) -> list[dict[str, Any]]:
 def _problem(start: Any) -> str | None:
     if not isinstance(start, dict):
         return f"is {shown(start)}, not an object"
-    for name, (is_right, needed) in _KINDS.items():
-        value = start.get(name)
-        if value is not None and not is_right(value):
-            return f"has {name} {shown(value)}; {needed} is needed"
+    for names, kind, needed in _KINDS:
+        adapter = TypeAdapter[Any](kind)
+        for name in (name for name in names.split() if start.get(name) is not None):
+            try:
+                adapter.validate_python(start[name], strict=True)
+            except ValidationError:
+                return f"has {name} {shown(start[name])}; {needed} is needed"
     begin, end = start.get("started"), start.get("ended")
     if end is not None and begin is None:
         return "has ended, but no 'started'"
-    if end is not None and begin is not None and _has_zone(begin) != _has_zone(end):
+    zones = {datetime.fromisoformat(time).tzinfo is None for time in (begin, end) if time}
+    if len(zones) > 1:
         return f"has started {begin!r} and ended {end!r}, of which one has no time zone"
     return None
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
-def _is_time(value: Any) -> bool:
-    try:
-        datetime.fromisoformat(value)
-    except (ValueError, TypeError):
-        return False
-    return True
+def _with_degrees(values: dict[str, Any]) -> dict[str, Any]:
+    assert all(_is_count(value) for name, value in values.items() if name.endswith("_degree"))
+    return values
 
 
-def _has_zone(text: str) -> bool:
-    return datetime.fromisoformat(text).tzinfo is not None
+class _Revision(BaseModel):
+    revision: str
 
 
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_text, value))
-
-
-def _is_revision(value: Any) -> bool:
-    return isinstance(value, dict) and _is_text(value.get("revision"))
-
-
-def _are_versions(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_is_text, value.values()))
-
-
-def _are_settings(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        _is_count(degree) for name, degree in value.items() if name.endswith("_degree")
-    )
-
-
-def _are_sections(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(section, dict) for section in value.values())
-
-
-# Key of a run.json entry -> check of its value where it is not null, and what the check needs.
-_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("started", "ended"), (_is_time, "a time, as 2026-11-21T10:00:00+00:00,")),
-    **dict.fromkeys(("first_step", "last_step", "num_processes"), (_is_count, "a number from 0")),
-    **dict.fromkeys(("command", "overrides"), (_are_texts, "a list of texts")),
-    **dict.fromkeys(("folder", "host", "platform", "device", "device_name"), (_is_text, "a text")),
-    **dict.fromkeys(("git", "paddle_vl_git"), (_is_revision, "an object with a revision")),
-    "versions": (_are_versions, "an object of texts"),
-    "parallel": (_are_settings, "an object with degrees"),
-    "settings": (_are_sections, "an object with sections"),
-}
+# Keys of a run.json entry, the type of their values where these are not null, and its name.
+_KINDS: tuple[tuple[str, Any, str], ...] = (
+    (
+        "started ended",
+        Annotated[str, AfterValidator(datetime.fromisoformat)],
+        "a time, as 2026-11-21T10:00:00+00:00,",
+    ),
+    (
+        "first_step last_step num_processes",
+        Annotated[int, Field(ge=0, lt=2**63)],
+        "a number from 0",
+    ),
+    ("command overrides", list[str], "a list of texts"),
+    ("folder host platform device device_name", str, "a text"),
+    ("git paddle_vl_git", _Revision, "an object with a revision"),
+    ("versions", dict[str, str], "an object of texts"),
+    (
+        "parallel",
+        Annotated[dict[str, Any], AfterValidator(_with_degrees)],
+        "an object with degrees",
+    ),
+    ("settings", dict[str, dict], "an object with sections"),
+)

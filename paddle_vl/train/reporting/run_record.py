@@ -18,7 +18,7 @@ import platform
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -28,8 +28,9 @@ import paddle
 
 from paddle_vl.config.family_settings import settings_classes
 from paddle_vl.config.schema import RunConfig
-from paddle_vl.files.text_file import write_text
+from paddle_vl.files.text_file import replacing
 from paddle_vl.parallel.fleet_strategy import effective_options, fleet_strategy
+from paddle_vl.parallel.launcher import COMMAND_VARIABLE
 from paddle_vl.train.allocator import allocator_flags
 from paddle_vl.train.layout import parallel_degrees
 from paddle_vl.train.reporting.run_files import RUN_FILE, read_starts
@@ -47,6 +48,7 @@ class RunRecord:
 
     def __init__(self, output_dir: Path):
         self.output_dir = output_dir
+        self._is_started = False
 
     def start(self, config: RunConfig, first_step: int) -> None:
         """Append an entry.
@@ -59,18 +61,19 @@ class RunRecord:
         """
         starts = read_starts(self.output_dir)
         self._write([*starts, start_entry(config, first_step)])
+        self._is_started = True
 
     def end(self, last_step: int) -> None:
-        """Complete the newest entry."""
+        """Complete the newest entry, if this start has one."""
+        if not self._is_started:
+            return
         *before, entry = read_starts(self.output_dir)
         self._write([*before, entry | {"ended": _now(), "last_step": last_step}])
 
     def _write(self, starts: list[dict[str, Any]]) -> None:
-        path = self.output_dir / RUN_FILE
-        partial = path.with_name(path.name + ".partial")
         text = json.dumps({"starts": starts}, indent=2, ensure_ascii=False)
-        write_text(partial, text + "\n")
-        partial.replace(path)
+        with replacing(self.output_dir / RUN_FILE) as partial:
+            partial.write_text(text + "\n", encoding="utf-8")
 
 
 def start_entry(config: RunConfig, first_step: int) -> dict[str, Any]:
@@ -85,7 +88,7 @@ def start_entry(config: RunConfig, first_step: int) -> dict[str, Any]:
         "ended": None,
         "first_step": first_step,
         "last_step": None,
-        "command": sys.argv,
+        "command": start_command(),
         "overrides": overrides_in(sys.argv[1:]),
         "folder": os.getcwd(),
         "git": git_state(Path.cwd()),
@@ -101,6 +104,25 @@ def start_entry(config: RunConfig, first_step: int) -> dict[str, Any]:
         "parallel": config.parallel.model_dump(),
         "settings": config.model_dump(),
     }
+
+
+def start_command(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """The command that starts this run again, from the same folder.
+
+    Ranks of --nproc have their launcher's; those of fleetrun say how many there are.
+    """
+    program, *arguments = json.loads(environment.get(COMMAND_VARIABLE, "null")) or sys.argv
+    if Path(program).name == "__main__.py":
+        return [sys.executable, "-m", "paddle_vl", *arguments]
+    if not program.endswith(".py"):
+        return [program, *arguments]
+    starter = [sys.executable]
+    if int(environment.get("PADDLE_TRAINERS_NUM", "1")) > 1:
+        nodes = environment.get("PADDLE_NNODES", "1")
+        starter = ["fleetrun", *(["--nnodes", nodes] if nodes != "1" else [])]
+        per_node = int(environment["PADDLE_TRAINERS_NUM"]) // int(nodes)
+        starter += ["--nproc_per_node", environment.get("PADDLE_LOCAL_SIZE", str(per_node))]
+    return [*starter, program, *arguments]
 
 
 def overrides_in(arguments: Sequence[str]) -> list[str]:

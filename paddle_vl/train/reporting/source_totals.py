@@ -4,36 +4,32 @@ Shapes: S sources.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
+
+from paddle_vl.files.checked_values import Count, checked, read_section
+from paddle_vl.files.text_file import shown
 
 
-@runtime_checkable
-class HasSources(Protocol):
-    """Training data of several sources.
+@checked
+class _Totals:
+    """A state, see `SourceTotals.state_dict`."""
 
-    Attributes:
-        names: of the sources.
-        documents: `[S]` documents of each source in an epoch.
-    """
-
-    @property
-    def names(self) -> Sequence[str]: ...
-
-    @property
-    def documents(self) -> Sequence[int]: ...
+    names: list[str]
+    tokens: list[Count]
+    documents: list[Count]
 
 
 class SourceTotals:
     """Counts of the whole run, the same on every rank; empty for data without sources.
 
     Args:
-        data: the run's training data.
+        data: the run's training data; of a mix it has `names` of the sources, and `documents` of
+            each in an epoch.
     """
 
     def __init__(self, data: object):
-        has_sources = isinstance(data, HasSources)
-        self._names = list(data.names) if has_sources else []
-        self._documents_in_epoch = list(data.documents) if has_sources else []
+        self._names = list(getattr(data, "names", ()))
+        self._documents_in_epoch = list(getattr(data, "documents", ()))
         self._tokens, self._documents = ([0] * len(self._names) for _ in range(2))
 
     @property
@@ -66,6 +62,19 @@ class SourceTotals:
         return {"names": self._names, "tokens": self._tokens, "documents": self._documents}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from a state; None of a checkpoint without sources."""
-        if self._names and state is not None:
-            self._tokens, self._documents = list(state["tokens"]), list(state["documents"])
+        """Continue from a state; None of a checkpoint without sources.
+
+        Raises:
+            ValueError: it is no state of these sources.
+        """
+        if state is None:
+            return
+        totals = read_section(_Totals, state, "sources")
+        if totals.names != self._names or not (
+            len(totals.tokens) == len(totals.documents) == len(self._names)
+        ):
+            raise ValueError(
+                f"sources is {shown(dict(state))}; it must have a number of tokens and one of "
+                f"documents of each of {self._names}"
+            )
+        self._tokens, self._documents = totals.tokens, totals.documents

@@ -21,7 +21,7 @@ from paddle_vl.train.checkpoint import (
     remove_folder,
 )
 from paddle_vl.train.saving.commit import FolderWrite, WriteTimes, collect_ranks, commit, failure
-from paddle_vl.train.saving.snapshot import Fill, HostMemory, HostSnapshot, NoSnapshot
+from paddle_vl.train.saving.snapshot import Fill, HostMemory, Snapshot
 from paddle_vl.train.saving.verify import examine
 
 logger = logging.getLogger(__name__)
@@ -90,13 +90,19 @@ class CheckpointWriter:
                 target,
                 nonfinite_updates,
             )
-        self._begin(target, step, fill, nonfinite_updates, prunes=not is_stopping)
+        prunes = not is_stopping
+        self._begin(target, step, fill, nonfinite_updates, prunes, copies=self._is_async)
         return target
 
-    def save_final(self, step: int, fill: Fill) -> Path:
-        """Write the trained model and wait for it."""
+    def save_final(self, step: int, fill: Fill, streamed: Fill | None = None) -> Path:
+        """Write the trained model and wait for it.
+
+        Args:
+            streamed: in place of `fill`, without a snapshot.
+        """
         target = self.output_dir / FINAL
-        self._begin(target, step, fill, 0, prunes=False)
+        copies = self._is_async and streamed is None
+        self._begin(target, step, streamed or fill, 0, prunes=False, copies=copies)
         self.wait()
         return target
 
@@ -133,7 +139,7 @@ class CheckpointWriter:
         target, write = self._target, self._write
         self._target = None
         if write is not None:
-            write.has_written.wait()
+            write.wait_for_files()
         self._agree(write, target)
         if write is not None:
             write.all_have_written.set()
@@ -174,7 +180,13 @@ class CheckpointWriter:
             self.close(at_once=kind is not None and not issubclass(kind, Exception))
 
     def _begin(
-        self, target: Path, step: int, fill: Fill, nonfinite_updates: int, prunes: bool
+        self,
+        target: Path,
+        step: int,
+        fill: Fill,
+        nonfinite_updates: int,
+        prunes: bool,
+        copies: bool,
     ) -> None:
         begin = time.perf_counter()
         self.wait()
@@ -190,7 +202,7 @@ class CheckpointWriter:
         ranks.wait()
         self._target = target
         if ranks.holds_model:
-            snapshot = HostSnapshot(self._memory) if self._is_async else NoSnapshot()
+            snapshot = Snapshot(self._memory if copies else None)
             try:
                 snapshot.take(fill, partial)
             except OSError as error:

@@ -8,7 +8,6 @@ file system that all ranks share.
 
 import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -24,7 +23,9 @@ from paddle_vl.checkpoint.manifest import (
     files_as_json,
     files_from_json,
 )
-from paddle_vl.train.checkpoint import flush_to_disk, partial_of, remove_folder
+from paddle_vl.files.text_file import replacing
+from paddle_vl.threads import JoinedThread
+from paddle_vl.train.checkpoint import flush_to_disk, partial_of, remove_folder, replaced_of
 from paddle_vl.train.saving.snapshot import AbandonedError, Snapshot
 
 logger = logging.getLogger(__name__)
@@ -56,13 +57,9 @@ class RankFiles:
             "doubts": list(self.doubts),
             "error": self.error,
         }
-        path = _part_file(partial, rank)
-        unfinished = path.with_name(path.name + ".partial")
-        with unfinished.open("w", encoding="utf-8") as stream:
-            stream.write(json.dumps(values))
-            stream.flush()
-            os.fsync(stream.fileno())
-        unfinished.rename(path)
+        with replacing(_part_file(partial, rank)) as unfinished:
+            unfinished.write_text(json.dumps(values), encoding="utf-8")
+            flush_to_disk(unfinished)
 
     @classmethod
     def read(cls, partial: Path, rank: int) -> "RankFiles | None":
@@ -125,8 +122,8 @@ def commit(
 ) -> None:
     """Write the manifest and rename the folder; replaces an older folder of that name.
 
-    If the process ends at any point, `target` is the complete old folder, absent, or the complete
-    new one.
+    If the process ends at any point, `target` is the complete old folder, the complete new one, or
+    what `finish_replacements` makes the new one at the next start.
     """
     files = {name: file for one in by_rank.values() for name, file in one.files.items()}
     Manifest(step, nonfinite_updates, files).write(partial)
@@ -136,10 +133,11 @@ def commit(
         flush_to_disk(folder)
     if target.exists():
         logger.info("%s is replaced by a new one", target)
-        remove_folder(target, then=lambda: partial.rename(target))
-    else:
-        partial.rename(target)
+        target.rename(replaced_of(target))
+    partial.rename(target)
     flush_to_disk(target.parent)
+    if replaced_of(target).exists():
+        remove_folder(replaced_of(target))
 
 
 class WriteTimes(NamedTuple):
@@ -175,13 +173,25 @@ class FolderWrite:
         self._deadline: float | None = None
         self._is_given_up, self._is_abandoned = threading.Event(), False
         # Not a daemon: the interpreter would end one in the middle of a rename.
-        self._thread = threading.Thread(target=self._run, name=f"write {target.name}")
+        self._thread = JoinedThread(target=self._run, name=f"write {target.name}")
 
     def start(self) -> None:
         self._thread.start()
 
+    def wait_for_files(self) -> None:
+        """Wait for `has_written`, or until the thread has died without it."""
+        while not self.has_written.wait(_POLL_S[1]):
+            if not self._thread.is_alive():
+                self.join()
+                return
+
     def join(self) -> None:
-        self._thread.join()
+        """Wait for the thread; an error that it did not tell becomes `error`."""
+        try:
+            self._thread.join()
+        # Not Ctrl-C, which interrupts the wait.
+        except Exception as error:
+            self.error = self.error or failure(self.target, error)
 
     def leave(self, at_once: bool) -> None:
         """Stop waiting for other ranks soon; `at_once` stops writing too."""
@@ -201,8 +211,11 @@ class FolderWrite:
 
     def _run(self) -> None:
         started = time.perf_counter()
-        self._attempt(self._write_files)
-        self.has_written.set()
+        try:
+            self._attempt(self._write_files)
+        finally:
+            # The main thread waits for this.
+            self.has_written.set()
         if self.finish is not None and self.error is None:
             self._attempt(self.finish)
         if self.error is None and not self._is_abandoned:
@@ -216,7 +229,7 @@ class FolderWrite:
         except AbandonedError:
             self._is_abandoned = True
         # Any error: the main thread raises it.
-        except Exception as error:
+        except BaseException as error:
             self.error = failure(self.target, error)
 
     def _write_files(self) -> None:
@@ -234,7 +247,7 @@ class FolderWrite:
             raise
 
 
-def failure(target: Path, error: Exception) -> RuntimeError:
+def failure(target: Path, error: BaseException) -> RuntimeError:
     """The error to raise if a folder could not be written."""
     told = RuntimeError(
         f"{target.name} could not be written: {error}. Earlier checkpoints are as they were: mend "

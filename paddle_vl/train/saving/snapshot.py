@@ -2,14 +2,12 @@
 
 A `Fill` writes small text files into a temporary folder, and passes files of tensors, whose arrays
 come from the device and from other ranks, to a `FileWriter`. Tensors are either copied to host
-memory and written during training (`HostSnapshot`), or written at once, one tensor in memory at a
-time (`NoSnapshot`).
+memory and written during training, or written at once, one tensor in memory at a time.
 """
 
 import tempfile
-import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +21,7 @@ from paddle_vl.checkpoint.safetensors_io import (
     write_file,
 )
 from paddle_vl.files.text_file import naming
+from paddle_vl.threads import JoinedThread
 
 # Allocation unit beyond the prepared memory, and stride of touching memory.
 _BLOCK_BYTES = 1 << 26
@@ -46,7 +45,7 @@ class HostMemory:
         # Blocks, and used bytes of each.
         self._blocks: list[np.ndarray] = []
         self._taken: list[int] = []
-        self._touching: threading.Thread | None = None
+        self._touching: JoinedThread | None = None
 
     def prepare(self, size: int) -> None:
         """Allocate `size` bytes and touch them in a thread.
@@ -56,7 +55,7 @@ class HostMemory:
         """
         if size > 0 and not self._blocks:
             block = self._new_block(size)
-            self._touching = threading.Thread(target=_touch, args=[block], name="touch memory")
+            self._touching = JoinedThread(target=_touch, args=[block], name="touch memory")
             self._touching.start()
 
     def begin(self) -> None:
@@ -108,11 +107,20 @@ def _touch(block: np.ndarray) -> None:
         block[begin : begin + _TOUCHED_BYTES] = 0
 
 
-class Snapshot(ABC):
-    """Files of this rank: collected by `take`, written by `write_to`."""
+class Snapshot:
+    """Files of this rank: collected by `take`, written by `write_to`.
 
-    def __init__(self):
+    Args:
+        memory: for copies of the tensors; None to write tensors while they are collected, so that
+            they are never all in memory.
+    """
+
+    def __init__(self, memory: HostMemory | None):
+        self._memory = memory
         self._texts: dict[str, bytes] = {}
+        self._copies: dict[str, list[tuple[TensorToWrite, np.ndarray]]] = {}
+        self._written: dict[str, FileSum] = {}
+        self._error: OSError | None = None
 
     def take(self, fill: Fill, partial: Path) -> None:
         """Collect the files of `fill`. Called in the main thread by all checkpoint ranks.
@@ -120,11 +128,17 @@ class Snapshot(ABC):
         Args:
             partial: folder that `write_to` fills.
         """
+        if self._memory is not None:
+            self._memory.begin()
         with tempfile.TemporaryDirectory(prefix="paddle-vl-") as folder:
             root = Path(folder)
 
             def write(file: Path, tensors: Iterable[TensorToWrite]) -> None:
-                self._take_tensors(partial, file.relative_to(root).as_posix(), list(tensors))
+                name = file.relative_to(root).as_posix()
+                if self._memory is None:
+                    self._write_tensors(partial, name, list(tensors))
+                else:
+                    self._copies[name] = [_copied(tensor, self._memory) for tensor in tensors]
 
             fill(root, write)
             for path in sorted(root.rglob("*")):
@@ -140,66 +154,50 @@ class Snapshot(ABC):
         Raises:
             OSError: a file cannot be written; the error names it.
         """
-        return {
-            name: _written(partial / name, lambda stream, text=text: stream.write(text))
-            for name, text in self._texts.items()
-        }
-
-    @abstractmethod
-    def _take_tensors(self, partial: Path, name: str, tensors: list[TensorToWrite]) -> None:
-        """Collect the tensors of one file."""
-
-
-class HostSnapshot(Snapshot):
-    """Copies the tensors of this rank to host memory."""
-
-    def __init__(self, memory: HostMemory):
-        super().__init__()
-        self._memory = memory
-        memory.begin()
-        self._files: dict[str, list[tuple[TensorToWrite, np.ndarray]]] = {}
-
-    def write_to(self, partial: Path, go_on: Callable[[], None]) -> dict[str, FileSum]:
-        written = super().write_to(partial, go_on)
-        for name, copies in self._files.items():
-
-            def write(stream: SummedStream, copies=copies) -> None:
+        if self._error is not None:
+            raise self._error
+        written = dict(self._written)
+        for name, text in self._texts.items():
+            with _summed(partial, name, written) as stream:
+                stream.write(text)
+        for name, copies in self._copies.items():
+            with _summed(partial, name, written) as stream:
                 stream.write(file_header(tensor for tensor, _ in copies))
                 for tensor, copy in copies:
                     stream.write(bytes_of(tensor, copy), go_on)
-
-            written[name] = _written(partial / name, write)
         return written
 
-    def _take_tensors(self, partial: Path, name: str, tensors: list[TensorToWrite]) -> None:
-        copies = []
-        for tensor in tensors:
-            array = tensor.produce()
-            copy = self._memory.take(array.nbytes).view(array.dtype).reshape(array.shape)
-            np.copyto(copy, array)
-            copies.append((tensor, copy))
-        self._files[name] = copies
+    def _write_tensors(self, partial: Path, name: str, tensors: list[TensorToWrite]) -> None:
+        left = list(tensors)
+
+        def next_array() -> np.ndarray:
+            return left.pop(0).produce()
+
+        try:
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            counted = [tensor._replace(produce=next_array) for tensor in tensors]
+            self._written[name] = write_file(partial / name, counted)
+        except OSError as error:
+            # Raised once no rank waits for this one in the collectives that produce arrays.
+            self._error = self._error or error
+            while left:
+                next_array()
 
 
-class NoSnapshot(Snapshot):
-    """Writes tensors while they are collected; they are never all in memory."""
-
-    def __init__(self):
-        super().__init__()
-        self._written: dict[str, FileSum] = {}
-
-    def write_to(self, partial: Path, go_on: Callable[[], None]) -> dict[str, FileSum]:
-        return super().write_to(partial, go_on) | self._written
-
-    def _take_tensors(self, partial: Path, name: str, tensors: list[TensorToWrite]) -> None:
-        (partial / name).parent.mkdir(parents=True, exist_ok=True)
-        self._written[name] = write_file(partial / name, tensors)
+def _copied(tensor: TensorToWrite, memory: HostMemory) -> tuple[TensorToWrite, np.ndarray]:
+    array = tensor.produce()
+    copy = memory.take(array.nbytes).view(array.dtype).reshape(array.shape)
+    np.copyto(copy, array)
+    return tensor, copy
 
 
-def _written(path: Path, write: Callable[[SummedStream], object]) -> FileSum:
+@contextmanager
+def _summed(folder: Path, name: str, written: dict[str, FileSum]) -> Iterator[SummedStream]:
+    """A file to write, whose size and checksum are noted once it is on disk."""
+    path = folder / name
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as stream:
-            summed = SummedStream(stream)
-            write(summed)
-            return summed.to_disk()
+        with path.open("wb") as file:
+            stream = SummedStream(file)
+            yield stream
+            written[name] = stream.to_disk()

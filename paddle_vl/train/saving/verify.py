@@ -6,6 +6,7 @@ and the findings are gathered.
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,19 +79,11 @@ def examine(checkpoint: Path, checksums: bool = True, ranks: SingleRank = ONE_RA
     """
     begin = time.perf_counter()
     plans = ranks.gathered(_plan(checkpoint) if ranks.is_main else None)
-    plan = plans[0]
-    problems, files = list(plan["problems"]), files_from_json(plan["files"])
-    if not problems and files:
-        own = shared_out(files, ranks.rank, len(plans))
-        problems = _found(damaged_files(checkpoint, own, checksums), ranks)
-        if ranks.is_main and checksums and not problems:
-            size = sum(file.size for file in files.values())
-            logger.info(
-                "%s is verified: %.2f GB in %.1f s",
-                checkpoint.name,
-                size / 1e9,
-                time.perf_counter() - begin,
-            )
+    problems, plan = _damage(checkpoint, plans, checksums, ranks), plans[0]
+    if plan["files"] and ranks.is_main and checksums and not problems:
+        size = sum(file["size"] for file in plan["files"].values())
+        seconds = time.perf_counter() - begin
+        logger.info("%s is verified: %.2f GB in %.1f s", checkpoint.name, size / 1e9, seconds)
     return Verdict(tuple(problems), plan["nonfinite_updates"], plan["has_manifest"])
 
 
@@ -110,15 +103,22 @@ def check_pretrained(folder: Path, checksums: bool = True, ranks: SingleRank = O
             return {"files": {}, "problems": [str(error)]}
 
     plans = ranks.gathered(plan() if ranks.is_main else None)
-    own = shared_out(files_from_json(plans[0]["files"]), ranks.rank, len(plans))
-    problems = plans[0]["problems"] or _found(damaged_files(folder, own, checksums), ranks)
-    if problems:
+    if problems := _damage(folder, plans, checksums, ranks):
         raise RuntimeError(f"model.pretrained {damage_of_weights(folder, problems)}")
 
 
-def _found(own: list[str], ranks: SingleRank) -> list[str]:
-    """Findings of all ranks, the same list on each."""
-    return [problem for of_rank in ranks.gathered(own) for problem in of_rank]
+def _damage(folder: Path, plans: Sequence[Any], checksums: bool, ranks: SingleRank) -> list[str]:
+    """The problems of rank 0's plan, or else those of its files, the same list on every rank.
+
+    Args:
+        plans: by rank.
+    """
+    plan = plans[0]
+    if plan["problems"]:
+        return plan["problems"]
+    own = shared_out(files_from_json(plan["files"]), ranks.rank, len(plans))
+    found = ranks.gathered(damaged_files(folder, own, checksums)) if plan["files"] else []
+    return [problem for of_rank in found for problem in of_rank]
 
 
 def _plan(checkpoint: Path) -> dict[str, Any]:

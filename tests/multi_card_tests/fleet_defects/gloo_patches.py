@@ -45,17 +45,13 @@ def _all_gather_partial(group, out, in_, num, id):
 
 def install_more() -> None:
     """Install them, after `paddle_vl.parallel.gloo_fleet.install`."""
-    for patch in (
-        group_method("reduce", "tensor dst op sync_op", NOT_IN_GLOO, _reduce),
-        group_method(
-            "send_partial_on_calc_stream", "tensor dst num id", NOT_IN_GLOO, _send_partial
-        ),
-        group_method(
-            "recv_partial_on_calc_stream", "tensor src num id", NOT_IN_GLOO, _recv_partial
-        ),
-        group_method(
-            "all_gather_partial_on_calc_stream", "out in num id", NOT_IN_GLOO, _all_gather_partial
-        ),
-    ):
+    functions = {
+        "reduce": _reduce,
+        "send_partial_on_calc_stream": _send_partial,
+        "recv_partial_on_calc_stream": _recv_partial,
+        "all_gather_partial_on_calc_stream": _all_gather_partial,
+    }
+    for name, function in functions.items():
+        patch = group_method(name, NOT_IN_GLOO, function)
         patch.check()
         patch.apply()

@@ -15,7 +15,7 @@ from paddle.distributed.fleet.utils.sequence_parallel_utils import (
 )
 
 from paddle_vl.parallel.gloo_fleet import install
-from tests.support.launch import launch, outcome_of, run_checks
+from tests.support.launch import launch, outcome_of, run_checks, wait_for_ranks
 
 
 def start(world: int, **mp_configs: bool):
@@ -72,15 +72,19 @@ def test_hooks_count_backward_passes_and_leave_gradients_apart():
     assert launch(sum_of_hooks, 2) == [1.0, 2.0]
 
 
-def gathered_from_another_group() -> list[float]:
+def gathered_from_another_group(folder: str) -> list[float]:
     start(4)
     pairs = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     own = pairs[dist.get_rank() % 2]
     layer = ColumnSequenceParallelLinear(1, 2, has_bias=False, gather_output=False, mp_group=own)
     layer.weight.set_value(paddle.ones([1, 1]))
-    return layer(paddle.full([1, 1], float(dist.get_rank()))).flatten().tolist()
+    gathered = layer(paddle.full([1, 1], float(dist.get_rank()))).flatten().tolist()
+    # A rank that ends while another still makes its group ends that one too.
+    wait_for_ranks(folder, dist.get_rank(), range(4))
+    return gathered
 
 
-def test_sequence_parallel_layers_gather_over_fleets_group_whichever_is_given():
+def test_sequence_parallel_layers_gather_over_fleets_group_whichever_is_given(tmp_path):
     """Workaround: `paddle_vl.parallel.tensor` refuses any other group."""
-    assert launch(gathered_from_another_group, 4) == [[0.0, 1.0]] * 2 + [[2.0, 3.0]] * 2
+    gathered = launch(gathered_from_another_group, 4, arguments=[str(tmp_path)])
+    assert gathered == [[0.0, 1.0]] * 2 + [[2.0, 3.0]] * 2

@@ -16,9 +16,9 @@ import pytest
 from paddle_vl.batch.schema import Axes, VLBatch
 from paddle_vl.config.load import load_run_config
 from paddle_vl.families.pi07.inputs.collate import PlannerBatch, PolicyBatch
-from paddle_vl.families.qwen3_vl.inputs.collate import PackedCollator, VLCollator
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
-from paddle_vl.families.qwen3_vl.objective import empty_batch, with_unused_image
+from paddle_vl.families.vlm.inputs.collate import PackedCollator, VLCollator
+from paddle_vl.families.vlm.objective import empty_batch, with_unused_image
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.train.build import run_family
 from tests.single_card_tests.families.qwen3_vl.test_collate import (
@@ -29,8 +29,6 @@ from tests.single_card_tests.families.qwen3_vl.test_collate import (
 )
 from tests.single_card_tests.train.test_flop_counters import PLANNER
 from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
-from tests.support.captioner.inputs import CaptionBatch
-from tests.support.captioner.run import write_captioner_run
 from tests.support.tiny import tiny_config
 
 
@@ -40,7 +38,7 @@ def check_batch(batch: Mapping[str, Any], kind: type) -> None:
     assert set(batch) <= set(hints)
     assert kind.__required_keys__ <= set(batch)
     # Each of pi07's texts has its own length.
-    shared = ("B", "L") if kind is VLBatch else ("B", "R", "F", "J", "A", "H", "W")
+    shared = ("B", "L") if kind is VLBatch else ("B", "F", "J", "A", "H", "W")
     sizes: dict[str, int] = {}
     for name, value in batch.items():
         for array, axes in _declared(hints[name], value):
@@ -103,15 +101,6 @@ def test_batches_of_pi07_are_as_declared(policy_file, overrides, kind):
     check_batch(batch, kind)
     check_batch(built.adapter.idle_batch(built.model), kind)
     check_batch(built.adapter.prepared(batch), kind)
-
-
-def test_batches_of_a_third_family_are_as_declared(tmp_path):
-    family = run_family(load_run_config(write_captioner_run(tmp_path)))
-    built = family.build_model(SingleDevicePlacement())
-    check_batch(built.collator([family.train_data[number] for number in range(3)]), CaptionBatch)
-    model = built.model
-    model.materialize_all()
-    check_batch(built.adapter.idle_batch(model), CaptionBatch)
 
 
 def test_a_field_of_another_kind_is_found():

@@ -1,8 +1,8 @@
 """Visual indices: the rows with visual tokens and the embedding of each.
 
 Guarantees: equality with a plain loop for any mask, shard and layout; NumPy and Paddle agree; all
-results are 1-D int64; the shards together give the full result; counts and divisibility are
-checked.
+results are 1-D int64; the shards together give the full result; a known count changes nothing but
+the search; counts, divisibility and masks are checked.
 
 The loop states the definition row by row and shares no code with the formula.
 """
@@ -17,9 +17,12 @@ from paddle.static import InputSpec
 from paddle_vl.batch.visual_index import (
     RowPart,
     check_visual_counts,
+    checked_values,
     compute_visual_indices,
     host_visual_indices,
 )
+from paddle_vl.nn.operations import true_positions
+from paddle_vl.testing import forbid_host_reads
 from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO, token_rows
 
 IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO}
@@ -121,6 +124,47 @@ def test_paddle_and_numpy_give_the_same_arrays(case, layout):
         assert array.dtype == np.int64
         assert tensor.numpy().tolist() == array.tolist()
         assert array.ndim == 1
+
+
+@settings(deadline=None, max_examples=80)
+@given(masked_parts(), st.sampled_from(LAYOUTS))
+def test_a_known_count_gives_the_same_arrays_and_searches_a_shard_alone(case, layout):
+    ids_BL, part = case
+    ids, count = paddle.to_tensor(ids_BL), int(np.isin(ids_BL, (IMAGE, VIDEO)).sum())
+    options = {"nonzero": true_positions, "part": part, "layout": layout}
+    wanted = compute_visual_indices(ids == IMAGE, ids == VIDEO, **options)
+    with forbid_host_reads(shapes=part.size == 1):
+        found = compute_visual_indices(ids == IMAGE, ids == VIDEO, count=count, **options)
+    for array, other in zip(found, wanted, strict=True):
+        assert array.dtype == paddle.int64
+        assert array.numpy().tolist() == other.numpy().tolist()
+
+
+def on_host(mask_BL):
+    return compute_visual_indices(*mask_BL, nonzero=np.flatnonzero)
+
+
+def on_device(mask_BL):
+    tensors = [mask if mask is None else paddle.to_tensor(mask) for mask in mask_BL]
+    with checked_values():
+        return compute_visual_indices(*tensors, nonzero=nonzero)
+
+
+@pytest.mark.parametrize("compute", [on_host, on_device])
+def test_masks_that_are_none_are_refused(compute):
+    image_BL = np.array([[0, 1, 1, 0], [1, 0, 0, 0]], dtype=bool)
+    for masks, message in (
+        ((image_BL * 2, None), r"image mask has the integers \[0, 2\]"),
+        ((image_BL, image_BL * -1), r"video mask has the integers \[-1, 0\]"),
+        ((image_BL.astype("float32"), None), r"image mask is float32 .* must be bool"),
+        ((image_BL[0], None), r"image mask is bool of shape \[4\]"),
+        ((image_BL, ~image_BL[:1]), r"has shape \[2, 4\] but the video mask \[1, 4\]"),
+        ((image_BL, image_BL), "3 tokens are of an image and of a video, .* 1 of sample 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            compute(masks)
+    for found, wanted in zip(compute((image_BL * 1, None)), on_host((image_BL, None)), strict=True):
+        np.testing.assert_array_equal(found, wanted)
 
 
 def traced_indices(part: RowPart, layout: str, shape: list[int | None]):

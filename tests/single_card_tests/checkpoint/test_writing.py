@@ -2,17 +2,22 @@
 
 Guarantees: every rank writes its own files only; together they hold every tensor once, and the
 index names them all; all ranks produce tensors in one order, as their collectives need; a small
-model is one file, whichever rank writes it; files of an earlier save are deleted.
+model is one file, whichever rank writes it; files of an earlier save are deleted; a final model
+that is streamed is one file, and in memory one tensor at a time.
 """
 
+import weakref
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from paddle_vl.checkpoint import writing
 from paddle_vl.checkpoint.safetensors_io import TensorToWrite, read_checkpoint_headers
 from paddle_vl.nn.placement import CheckpointRanks
+from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
+from tests.single_card_tests.train.saved import filled, settings
 
 KIB = 1024
 
@@ -91,3 +96,24 @@ def test_no_file_exceeds_the_limit(tmp_path):
     sizes = [len(read.read()) for read in read_checkpoint_headers(tmp_path, "optimizer").values()]
     assert sizes == [256] * 5
     assert len(list(tmp_path.glob("optimizer-*-of-00003.safetensors"))) == 3
+
+
+def test_a_streamed_final_model_is_one_file_and_in_memory_one_tensor_at_a_time(tmp_path):
+    alive: list[weakref.ref] = []
+
+    def produce() -> np.ndarray:
+        assert not any(array() is not None for array in alive)
+        array = np.arange(KIB, dtype=np.float32)
+        alive.append(weakref.ref(array))
+        return array
+
+    def fill(folder, write):
+        names = ("a", "b", "c")
+        own = [TensorToWrite(name, (KIB,), "F32", produce) for name in names]
+        writing.write_one_file(folder, "model", own, write=write)
+
+    with CheckpointWriter(tmp_path, settings()) as writer:
+        final = writer.save_final(1, filled(1), fill)
+    assert len(alive) == 3
+    assert {path.name for path in final.iterdir()} == {"model.safetensors", "manifest.json"}
+    assert load_file(final / "model.safetensors").keys() == {"a", "b", "c"}

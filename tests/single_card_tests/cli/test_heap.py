@@ -11,7 +11,8 @@ import sys
 
 import pytest
 
-from paddle_vl.cli.heap import VARIABLE, with_whole_blocks
+from paddle_vl.cli.main import MALLOC_VARIABLE as VARIABLE
+from paddle_vl.cli.main import with_whole_blocks
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
 SETTING = "glibc.malloc.tcache_count"

@@ -17,12 +17,6 @@ import pytest
 from paddle_vl.cli import train as train_command
 from paddle_vl.cli.main import main
 from paddle_vl.config.family_settings import settings_help
-from tests.single_card_tests.train.tiny_run import write_tiny_run
-
-
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory):
-    return write_tiny_run(tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture(scope="module")
@@ -199,13 +193,14 @@ def test_generate_prints_the_same_answer_at_once_as_it_streams(trained, run_file
         "drawn": ["--temperature", "3", "--top-k", "0", "--top-p", "1", "--seed", "1"],
         "drawn otherwise": ["--temperature", "3", "--top-k", "0", "--seed", "2"],
         "top k of 1": ["--top-k", "1"],
+        "temperature of 0": ["--temperature", "0"],
         "without repetition": ["--repetition-penalty", "1e9"],
     }.items():
         assert main([*common, *options]) == 0
         answers[name] = capsys.readouterr().out
         assert main([*common, *options, "--no-stream"]) == 0
         assert capsys.readouterr().out == answers[name]
-    assert answers["top k of 1"] == answers["greedy"]
+    assert answers["top k of 1"] == answers["temperature of 0"] == answers["greedy"]
     assert len(set(answers.values())) == 4
 
 
@@ -229,7 +224,8 @@ def test_generate_follows_the_models_own_settings_unless_told_otherwise(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--temperature", "0"], "temperature is 0.0; sampling needs one above 0"),
+        (["--temperature", "-1"], "temperature is -1.0; sampling needs one above 0"),
+        (["--temperature", "0", "--top-k", "3"], "--temperature 0 does not sample, so top_k has"),
         (["--top-p", "1.5"], "top_p is 1.5"),
         (["--max-new-tokens", "0"], "max_new_tokens is 0"),
         (["--greedy", "--top-k", "3"], "--greedy does not sample, so top_k has no effect"),

@@ -112,7 +112,7 @@ def test_hostile_overrides_name_the_command_line(file, override, named):
     [
         ("data.pad_to_multiple_of=4096", "exceeds the longest row of 2048 tokens"),
         ("data.pad_to_multiple_of=10000000000", "data.pad_to_multiple_of is 10000000000"),
-        ("data.num_workers=1000000", "data.num_workers is 1000000; it should be less than"),
+        ("data.num_workers=1000000", "data.num_workers is 1000000; it must be at most"),
         ("data.prefetch_batches=1000000", "data.prefetch_batches is 1000000"),
         ("data.max_length=1000000000", "data.max_length is 1000000000"),
         ("train.per_device_train_batch_size=1000000", "train.per_device_train_batch_size is"),

@@ -16,10 +16,12 @@ from paddle_vl.config.family_settings import settings_classes, settings_help
 from paddle_vl.config.load import load_run_config, save_run_config
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.config.section import setting_descriptions
-from paddle_vl.families.qwen3_vl.settings import Qwen3VLRun
-from paddle_vl.parallel.degrees import Plan, plan_problems
+from paddle_vl.families.vlm.settings import VLRun
+from paddle_vl.parallel.degrees import Plan
+from paddle_vl.parallel.plan_rules import plan_problems
 from paddle_vl.train.layout import parallel_degrees
 
+CONFIGS = Path(__file__).parents[3] / "configs"
 MINIMAL = """\
 model:
   pretrained: some/model
@@ -93,9 +95,17 @@ def test_unknown_section_lists_the_sections(write):
 @pytest.mark.parametrize(
     ("override", "part"),
     [
-        ("train.max_steps='4'", 'train.max_steps is "4"; it should be a valid integer'),
-        ("train.max_steps=4.0", "train.max_steps is 4.0; it should be a valid integer"),
-        ("train.seed=true", "train.seed is true; it should be a valid integer"),
+        ("model.compute_dtype={a: 1}", "is {\"a\": 1}; it must be 'float32' or"),
+        ("model.compute_dtype=[bfloat16]", "it must be 'float32' or 'bfloat16'"),
+        ('data.processor=""', 'data.processor is ""; it must name a file or folder'),
+        ('model.pretrained=" "', 'model.pretrained is " "; it must name a file or folder'),
+        ('data.train=[""]', 'data.train[0] is ""; it must name a file or folder'),
+        ('data.train=[{path: ""}]', 'data.train[0].path is ""; it must name a file or folder or'),
+        ("data.train=[{path: 3}]", "data.train[0].path is 3; it must be a text or"),
+        ("data.train=[{path: a, columns: {b: 3}}]", "data.train[0].columns.b is 3; it must"),
+        ("train.max_steps='4'", 'train.max_steps is "4"; it must be a whole number'),
+        ("train.max_steps=4.0", "train.max_steps is 4.0; it must be a whole number"),
+        ("train.seed=true", "train.seed is true; it must be a whole number"),
         (
             "model.compute_dtype=float16",
             'is "float16"; its gradients underflow without loss scaling',
@@ -104,12 +114,12 @@ def test_unknown_section_lists_the_sections(write):
             "model.compute_dtype=fp8",
             'model.compute_dtype is "fp8"; Paddle 3.3.1 has FP8 products on',
         ),
-        ("data.train=3", "data.train is 3; it should be a valid list"),
-        ("data.train=[1]", "data.train[0] is 1; it should be a valid string"),
-        ("model.config=3", "model.config is 3; it should be a valid string or it should be"),
-        ("train.learning_rate=.nan", "train.learning_rate is NaN; it should be a finite number"),
-        ("train.recompute=some", "it should be 'none' or 'full'"),
-        ("train.max_steps=0", "train.max_steps is 0; it should be greater than or equal to 1"),
+        ("data.train=3", "data.train is 3; it must be a list"),
+        ("data.train=[1]", "data.train[0] is 1; it must be a text"),
+        ("model.config=3", "model.config is 3; it must be a text or it must be"),
+        ("train.learning_rate=.nan", "train.learning_rate is NaN; it must be a finite number"),
+        ("train.recompute=some", "it must be 'none' or 'full'"),
+        ("train.max_steps=0", "train.max_steps is 0; it must be at least 1"),
         ("train.max_steps.x=1", "train.max_steps.x lies inside train.max_steps, which is 4"),
         ("max_steps", "'max_steps' is not an override; write section.name=value"),
         ("train.\udcff=1", r"the name in 'train.\udcff=1' is not UTF-8 text"),
@@ -120,6 +130,21 @@ def test_wrong_value_is_named(write, override, part):
     message = problems(write(MINIMAL), override)
     assert message.startswith("command line: ")
     assert part in message
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl/one_card.yaml", "pi07/tiny_cpu.yaml"])
+def test_every_setting_takes_or_refuses_a_value_of_any_type(family):
+    path = CONFIGS / family
+    described = setting_descriptions(type(load_run_config(path)))
+    sections = {name.rpartition(".")[0] for name in described}
+    names = [name for name in described if name not in sections]
+    told = {}
+    for value in ("{a: 1}", "[[1]]", "[{a: 1}]", "''", "2026-01-01", "!!binary aGk=", "!!set {a}",
+                  ".nan", "3", "0.5", "true", "text", "null"):  # fmt: skip
+        told[value] = problems(path, *(f"{name}={value}" for name in names))
+        assert "command line: " in told[value]
+    blank = {line.split()[3] for line in told["''"].splitlines() if "must name a file" in line}
+    assert {"model.pretrained", "data.processor", "train.output_dir"} <= blank
 
 
 def test_missing_setting_is_named_with_its_description(write):
@@ -226,16 +251,12 @@ def test_configuration_is_frozen(write):
 @pytest.mark.parametrize(
     "path",
     # Files in configs/bench get their data from the benchmark.
-    sorted(
-        path
-        for path in (Path(__file__).parents[3] / "configs").rglob("*.yaml")
-        if path.parent.name != "bench"
-    ),
+    sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent.name != "bench"),
     ids=lambda path: path.name,
 )
 def test_every_example_loads_and_its_ranks_add_up(path):
     config = load_run_config(path)
     launched = {"digits_4_processes": 4, "eight_gpus": 8, "one_node_8_gpus": 8, "two_nodes": 16}
-    multiple = config.data.pad_to_multiple_of if isinstance(config, Qwen3VLRun) else None
+    multiple = config.data.pad_to_multiple_of if isinstance(config, VLRun) else None
     plan = Plan(parallel_degrees(config), launched.get(path.stem, 1), pad_to_multiple_of=multiple)
     assert plan_problems(plan) == []

@@ -8,7 +8,7 @@ import pytest
 
 from paddle_vl.config.validate import launch_problems, rule_problems
 from paddle_vl.families.pi07.settings import PI07Run
-from paddle_vl.families.qwen3_vl.settings import Qwen3VLRun
+from paddle_vl.families.vlm.settings import VLRun
 
 CPU = "cpu"
 SHARDED = {"parallel__sharding_degree": 2, "parallel__sharding_stage": 2}
@@ -19,7 +19,7 @@ OF_TOKENS = {"train__max_steps": None, "train__max_tokens": 9}
 STABLE = {"train__lr_scheduler_type": "warmup_stable_decay", "train__decay_ratio": 0.5}
 
 
-def make(**changes: object) -> Qwen3VLRun:
+def make(**changes: object) -> VLRun:
     """A valid configuration with `section__name` values changed."""
     values = {
         "model": {"pretrained": "m"},
@@ -29,7 +29,7 @@ def make(**changes: object) -> Qwen3VLRun:
     for name, value in changes.items():
         section, _, leaf = name.partition("__")
         values.setdefault(section, {})[leaf] = value
-    return Qwen3VLRun.model_validate(values)
+    return VLRun.model_validate(values)
 
 
 @pytest.fixture
@@ -79,21 +79,26 @@ def test_valid_configuration_passes(existing):
         ),
         (
             {"train__warmup_ratio": 0.1, "train__lr_scheduler_type": "cosine_decay_with_warmup"},
-            "train.warmup_ratio 0.1 has no effect",
+            "train.warmup_ratio is 0.1 but train.lr_scheduler_type is cosine_decay_with_warmup",
         ),
         (
             {"train__lr_scheduler_type": "warmup_stable_decay"},
             "warmup_stable_decay but train.decay_ratio is not set",
         ),
         ({**STABLE, "train__warmup_ratio": 0.7}, "are 1.2 of the run"),
-        ({**STABLE, "train__warmup_steps": 6}, "exceed train.max_steps 10"),
-        ({"train__decay_ratio": 0.1}, "train.decay_ratio 0.1 has no effect"),
-        ({"train__decay_type": "linear"}, "train.decay_type linear has no effect"),
+        ({**STABLE, "train__warmup_steps": 6}, "exceed train.max_steps 10: lower one of them"),
+        (
+            {"train__decay_ratio": 0.1},
+            "train.decay_ratio is 0.1 but train.lr_scheduler_type is cosine",
+        ),
+        (
+            {"train__decay_type": "linear"},
+            "train.decay_type is linear but train.lr_scheduler_type is cosine",
+        ),
         ({"data__train": []}, "data.train lists no file"),
-        ({"train__warmup_steps": 11}, "train.warmup_steps 11 exceeds train.max_steps 10"),
         (
             {"train__min_lr_ratio": 0.1, "train__lr_scheduler_type": "constant"},
-            "train.min_lr_ratio 0.1 has no effect",
+            "train.min_lr_ratio is 0.1 but train.lr_scheduler_type is constant",
         ),
         ({"train__eval_steps": 5}, "train.eval_steps is 5 but data.eval lists no file"),
         ({"data__min_pixels": 9, "data__max_pixels": 4}, "data.min_pixels 9 exceeds"),
@@ -103,7 +108,7 @@ def test_valid_configuration_passes(existing):
         ),
         (
             {"parallel__pp_token_rows": 64},
-            "parallel.pp_token_rows is 64 but parallel.pp_degree is 1, so there are no messages",
+            "parallel.pp_token_rows is 64 but parallel.pp_degree is 1, so it has no effect: set",
         ),
         (
             {

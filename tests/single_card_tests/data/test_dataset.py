@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.families.qwen3_vl.inputs.dataset import MessagesDataset
+from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
 from tests.single_card_tests.data.video_files import write_video
 from tests.single_card_tests.families.qwen3_vl.chat_builders import (
     question,

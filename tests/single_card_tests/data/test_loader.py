@@ -25,8 +25,8 @@ import pytest
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.data.worker_pool import WorkerPool
-from paddle_vl.families.qwen3_vl.inputs.collate import VLCollator
-from paddle_vl.families.qwen3_vl.inputs.dataset import MessagesDataset
+from paddle_vl.families.vlm.inputs.collate import VLCollator
+from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
 from tests.single_card_tests.data.probe_datasets import (
     DyingDataset,
     HeldDataset,

@@ -16,8 +16,8 @@ from PIL import EpsImagePlugin, Image
 
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import FORMATS, image_size, load_rgb
-from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset
-from paddle_vl.families.qwen3_vl.inputs.dataset import MessagesDataset
+from paddle_vl.families.policy.demonstrations.dataset import DemonstrationsDataset
+from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
 from tests.single_card_tests.data.video_files import write_video
 from tests.single_card_tests.families.pi07.demonstration_builders import SHAPES, line, write_lines
 from tests.single_card_tests.families.qwen3_vl.chat_builders import (

@@ -3,19 +3,22 @@
 Guarantees: they equal the lengths after loading, for images turned by EXIF, videos and cut samples,
 with workers and without; they are measured once until a file or setting changes; bad samples fail
 with their place or are left out and counted, also from the cache; a sample with too many vision
-tokens for a row is bad; a damaged cache file is named; an unwritable folder is no error.
+tokens for a row is bad; a damaged cache, and one of other shapes, dtypes or numbers, is made again
+with one line in the log; an unwritable folder is no error.
 """
 
+import io
 import json
 
 import numpy as np
 import pytest
+from xxhash import xxh3_64_digest
 
 from paddle_vl.data import sample_lengths as module
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.packing import RowBudget
 from paddle_vl.data.sample_lengths import sample_lengths
-from paddle_vl.families.qwen3_vl.inputs.dataset import MessagesDataset
+from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
 from tests.single_card_tests.data.video_files import write_video
 from tests.single_card_tests.families.qwen3_vl.chat_builders import (
     question,
@@ -133,12 +136,57 @@ def test_too_many_vision_tokens_for_a_row_make_a_bad_sample(file):
     assert data.skipped["too_many_vision_tokens"] == (lengths.tokens == 0).sum() > 0
 
 
-def test_a_damaged_file_of_lengths_is_named(file):
-    sample_lengths(dataset(file), BUDGET)
+def stored(sizes, skipped="{}", **more) -> bytes:
+    """A cache with a right checksum."""
+    file = io.BytesIO()
+    np.savez_compressed(file, sizes=np.array(sizes), skipped=skipped, **more)
+    return file.getvalue() + xxh3_64_digest(file.getvalue())
+
+
+GOOD = [[5, 0]] * 5
+DAMAGED = {
+    "cut": lambda whole: whole[:40],
+    "empty": lambda whole: b"",
+    "zeros": lambda whole: bytes(len(whole)),
+    "earlier version": lambda whole: whole[:-8],
+    "longer": lambda whole: whole + b"a",
+    "too large": lambda whole: whole + bytes(1 << 17),
+    "flat": lambda whole: stored([5] * 5),
+    "few": lambda whole: stored(GOOD[:4]),
+    "columns": lambda whole: stored([[5, 0, 0]] * 5),
+    "floats": lambda whole: stored(np.array(GOOD, dtype=np.float64)),
+    "narrow": lambda whole: stored(np.array(GOOD, dtype=np.int32)),
+    "negative": lambda whole: stored([[-5, -6], *GOOD[1:]]),
+    "more vision": lambda whole: stored([[5, 6], *GOOD[1:]]),
+    "left out": lambda whole: stored([[0, 0], *GOOD[1:]]),
+    "objects": lambda whole: stored(np.array([None])),
+    "no skipped": lambda whole: stored(GOOD, "["),
+    "list of skipped": lambda whole: stored(GOOD, "[1]"),
+    "text of skipped": lambda whole: stored(GOOD, '{"a": "b"}'),
+    **{f"byte {at}": lambda whole, at=at: flipped(whole, at) for at in range(0, 500, 61)},
+}
+
+
+def flipped(whole: bytes, at: int) -> bytes:
+    at %= len(whole)
+    return whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :]
+
+
+@pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_file_of_lengths_is_made_again_with_one_line(file, caplog, damage):
+    wanted = sample_lengths(dataset(file), BUDGET)
     (kept,) = file.parent.glob(".a.jsonl.lengths-*.npz")
-    kept.write_bytes(kept.read_bytes()[:40])
-    with pytest.raises(RuntimeError, match=r"lengths-.*\.npz is damaged.*delete it"):
-        sample_lengths(dataset(file), BUDGET)
+    whole = kept.read_bytes()
+    with np.load(kept) as readable:
+        np.testing.assert_array_equal(readable["sizes"][:, 0], wanted.tokens)
+    kept.write_bytes(damage(whole))
+    found = sample_lengths(dataset(file), BUDGET)
+    np.testing.assert_array_equal(found.tokens, wanted.tokens)
+    np.testing.assert_array_equal(found.vision, wanted.vision)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert f"{kept} is damaged" in caplog.text
+    np.testing.assert_array_equal(sample_lengths(dataset(file), BUDGET).tokens, wanted.tokens)
+    assert len(caplog.records) == 1
 
 
 def test_lengths_that_cannot_be_kept_are_measured_all_the_same(file, monkeypatch, caplog):

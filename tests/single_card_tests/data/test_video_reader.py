@@ -235,7 +235,7 @@ def test_pyav_is_needed_for_files_only(tmp_path):
     program = (
         "import sys; sys.modules['av'] = None\n"
         "import numpy as np\n"
-        "from paddle_vl.families.qwen3_vl.inputs import processor\n"
+        "from paddle_vl.families.vlm.inputs import processor\n"
         "from paddle_vl.data.video_reader import VideoFrames, open_video\n"
         "print(open_video(VideoFrames(np.zeros((2, 4, 4, 3), np.uint8), 1.0)).num_frames)\n"
         f"try: open_video({str(path)!r})\n"

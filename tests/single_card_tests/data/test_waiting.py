@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from paddle_vl.data.loader import PrefetchLoader
-from paddle_vl.data.waiting import PendingBatch, describe_wait
+from paddle_vl.data.prefetch import PendingBatch, describe_wait
 from paddle_vl.data.worker_pool import WorkerProgress
 from tests.single_card_tests.data.probe_datasets import HeldDataset, NumberDataset, stack_numbers
 
@@ -41,7 +41,7 @@ def test_the_worker_that_is_at_a_sample_is_named(pipe):
     dataset = HeldDataset(6, 1, pipe)
     loader = PrefetchLoader(dataset, stack_numbers, 3, **EVALUATE, num_workers=1)
     with held(loader, pipe):
-        (pid,) = loader._pool._executor._processes
+        (pid,) = loader._pools[0]._executor._processes
         assert loader.waiting_for() == (
             "batch 0 of epoch 0, made from data.jsonl:1, data.jsonl:2, data.jsonl:3 (data: "
             f"data.jsonl); worker 0 (process {pid}) is at data.jsonl:2"

@@ -14,12 +14,11 @@ import paddle
 import pytest
 
 from paddle_vl.config.load import load_run_config
-from paddle_vl.doctor import environment, generation, ranks, saving, simulated, steps, true_width
-from paddle_vl.doctor.attention import attention_forms, backend, called_operators
-from paddle_vl.doctor.check import Machine, run_check
-from paddle_vl.doctor.checks import all_checks
-from paddle_vl.doctor.choice import Choice, chosen_checks
-from paddle_vl.doctor.copies import spoiled_rounds
+from paddle_vl.doctor import environment, models, ranks, steps, true_width
+from paddle_vl.doctor.check import Machine, all_checks, chosen_checks
+from paddle_vl.doctor.kernels import attention_backend, attention_backends
+from paddle_vl.doctor.measuring import operators_of
+from paddle_vl.doctor.steps import spoiled_rounds
 from paddle_vl.parallel.bandwidth import Measure
 from paddle_vl.testing import tiny_qwen3_vl
 from paddle_vl.testing.tiny_run import write_tiny_run
@@ -64,7 +63,7 @@ def test_flags_that_spoil_a_run_are_found(flags, variables, words):
 def test_secrets_in_variables_are_not_shown(machine, monkeypatch):
     monkeypatch.setenv("PADDLE_VL_TOKEN", "hunter2")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
-    result = environment._flags(machine)
+    result = environment.check_flags(machine)
     assert "hunter2" not in str(result)
     assert result.figures["variables"]["NCCL_DEBUG"] == "WARN"
 
@@ -82,6 +81,30 @@ def test_bandwidth_with_wrong_values_or_a_slow_link_is_found():
     slow = ranks.bandwidth_result(measures(gb_per_s=3.0))
     assert "from rank 1 to 2 far below the others" in slow.found
     assert {spoiled.status, slow.status} == {"wrong"}
+
+
+def test_one_rank_alone_runs_every_collective(machine):
+    """As on one GPU, where NCCL is tried without a peer."""
+    answer = ranks._on_ranks(machine, "bandwidth", 1, {"elements": 1 << 10})
+    assert isinstance(answer, list), answer
+    result = ranks.bandwidth_result([Measure(**entry) for entry in answer[0]])
+    assert result.status == "ok"
+    assert "reduce_scatter, all_to_all of one rank are right" in result.found
+
+
+def test_a_loss_curve_that_falls_behind_is_found():
+    wide = list(np.linspace(4.0, 1.0, 50))
+    narrow = [value + 0.01 for value in wide]
+    assert models.curve_result(wide, narrow, "bfloat16").status == "ok"
+    for step, value in ((20, 3.3), (49, float("nan"))):
+        narrow = [*wide[:step], value, *wide[step + 1 :]]
+        result = models.curve_result(wide, narrow, "bfloat16")
+        assert (result.status, f"in step {step + 1} " in result.found) == ("wrong", True)
+
+
+def test_losses_of_the_curve_fall():
+    losses = models.losses("float32", 4)
+    assert losses == sorted(losses, reverse=True)
 
 
 def test_every_topology_uses_all_ranks_and_every_axis_occurs():
@@ -105,16 +128,16 @@ def finished_run(tmp_path_factory):
 
 def test_a_topology_whose_numbers_differ_is_found(finished_run, tmp_path):
     out = finished_run.parent / "out"
-    assert ranks.run_difference(out, out) == (0.0, "nothing")
+    assert ranks.run_difference(out, out).error == 0.0
     # The same start with another decay: losses agree in the first step, parameters do not.
     settings = [f"train.output_dir={tmp_path / 'other'}", "train.weight_decay=0.3"]
     build_trainer(load_run_config(finished_run, settings)).run()
-    error, where = ranks.run_difference(tmp_path / "other", out)
-    assert error > 1e-4
-    row = {"topology": "dp2", "error": error, "in": where, "is_within": False}
+    worst = ranks.run_difference(tmp_path / "other", out)
+    assert worst.error > 1e-4
+    row = {"topology": "dp2", "error": worst.error, "in": worst.name, "is_within": False}
     result = ranks.topologies_result([row], 1e-5)
     assert (result.status, "dp2 differ" in result.found) == ("wrong", True)
-    number, differing = saving.compared_bits(tmp_path / "other/checkpoint-2", out / "checkpoint-2")
+    number, differing = models.compared_bits(tmp_path / "other/checkpoint-2", out / "checkpoint-2")
     assert 0 < len(differing) <= number
 
 
@@ -123,33 +146,30 @@ def test_a_missing_tensor_of_a_resumed_run_is_found(finished_run, tmp_path):
 
     checkpoint = finished_run.parent / "out" / f"checkpoint-{ranks.STEPS}"
     shutil.copytree(checkpoint, tmp_path / "copy")
-    assert saving.compared_bits(tmp_path / "copy", checkpoint)[1] == []
+    assert models.compared_bits(tmp_path / "copy", checkpoint)[1] == []
     file = sorted((tmp_path / "copy").glob("optimizer*.safetensors"))[0]
     arrays = load_file(file)
     name = next(iter(arrays))
     del arrays[name]
     save_file(arrays, file)
-    assert saving.compared_bits(tmp_path / "copy", checkpoint)[1] == [name]
+    assert models.compared_bits(tmp_path / "copy", checkpoint)[1] == [name]
 
 
 def test_a_simulated_topology_that_differs_is_found(machine):
-    def forgets_a_rank(placement):
-        model = tiny_qwen3_vl(placement)
+    def forgets_a_rank(placement, **experts):
+        model = tiny_qwen3_vl(placement, **experts)
         if getattr(placement.ops, "mp_group", None) is not None:
             weight = model.language_model.norm.weight
             weight.set_value(weight * 1.01)
         return model
 
-    def cases():
-        return {"dense": (forgets_a_rank, dict(simulated._qwen_cases())["dense"][1])}
-
-    result = simulated._equal(cases, machine)
+    result = models.simulated_qwen3_vl(machine, forgets_a_rank)
     assert result.status == "wrong"
     assert "mp_degree 2" in result.found
 
 
 def test_a_cache_that_changes_tokens_is_found(machine, monkeypatch):
-    assert generation._generation("float32", machine).status == "ok"
+    assert models.generation(machine).status == "ok"
     model_class = type(tiny_qwen3_vl())
     own = model_class.generate
 
@@ -160,7 +180,7 @@ def test_a_cache_that_changes_tokens_is_found(machine, monkeypatch):
         return tokens
 
     monkeypatch.setattr(model_class, "generate", forgets)
-    result = generation._generation("float32", machine)
+    result = models.generation(machine)
     assert result.status == "wrong"
     assert "batch of 2" in result.found
     assert "of prompt 1 is" in result.found
@@ -199,9 +219,7 @@ class _HostDevice:
 
 
 def test_copies_that_race_are_found(monkeypatch):
-    from paddle_vl.doctor import copies
-
-    monkeypatch.setattr(copies, "_ELEMENTS", (1 << 10, 1 << 8))
+    monkeypatch.setattr(steps, "_ELEMENTS", (1 << 10, 1 << 8))
     assert spoiled_rounds(_HostDevice(), 4, lambda: None) == []
     assert spoiled_rounds(_HostDevice(pins=False), 4, lambda: None) == [0, 1, 2, 3]
     assert spoiled_rounds(_HostDevice(waits=False), 4, lambda: None) == [0, 1, 2, 3]
@@ -210,7 +228,7 @@ def test_copies_that_race_are_found(monkeypatch):
 def test_a_steady_step_is_counted_and_a_host_read_is_found(machine, monkeypatch):
     from paddle_vl.train import trainer
 
-    result = run_check(steps.checks(machine)[0], machine)
+    result = steps.step_counts(machine)
     assert result.status == "ok", result.found
     assert result.figures["per_step"]["operators"] > 100
     own = trainer.train_step
@@ -221,18 +239,33 @@ def test_a_steady_step_is_counted_and_a_host_read_is_found(machine, monkeypatch)
 
     monkeypatch.setattr(trainer, "train_step", reads)
     shutil.rmtree(machine.folder / "counts")
-    result = run_check(steps.checks(machine)[0], machine)
+    result = steps.step_counts(machine)
     assert (result.status, "1 host reads" in result.found) == ("wrong", True)
 
+    def copies(runner, optimizer, *rest):
+        paddle.to_tensor(np.ones([2], np.float32))
+        return own(runner, optimizer, *rest)
 
-def test_each_form_of_attention_is_watched():
-    assert {"causal_attention", "causal_attention.packed", "equal_segments_attention"} <= set(
-        attention_forms()
-    )
-    with called_operators() as names:
-        x = paddle.nn.functional.softmax(paddle.matmul(paddle.ones([2, 2]), paddle.ones([2, 2])))
-    assert (x.shape, backend(names)) == ([2, 2], "matmul + softmax")
-    assert backend(["matmul", "flash_attn"]) == "flash_attn"
+    monkeypatch.setattr(trainer, "train_step", copies)
+    shutil.rmtree(machine.folder / "counts")
+    result = steps.step_counts(machine)
+    assert (result.status, "1 copies to the device" in result.found) == ("wrong", True)
+
+
+def test_waits_of_a_steady_step_are_found():
+    assert steps.step_problem([], [], {steps.WAITS: 0.5, "launches": 900}) is None
+    problem = steps.step_problem([], [], {steps.WAITS: 3.0})
+    assert problem == "the host waits 3 times for the device"
+
+
+def test_each_form_of_attention_is_watched(machine):
+    rows = attention_backends(machine).figures["table"]
+    forms = {"causal_attention", "causal_attention.packed", "equal_segments_attention"}
+    assert forms <= {row["form"] for row in rows}
+    x = paddle.ones([2, 2])
+    names = operators_of(lambda: paddle.nn.functional.softmax(paddle.matmul(x, x)))
+    assert attention_backend(names) == "matmul + softmax"
+    assert attention_backend(["matmul", "flash_attn"]) == "flash_attn"
 
 
 def slice_measure(seconds: float, flops: int, state: float, peak: float):
@@ -258,12 +291,12 @@ def test_the_whole_model_is_extrapolated_and_other_memory_is_found():
     assert (figures["is_noisy"], figures["whole_step_s"]) == (True, pytest.approx(4.5))
 
 
-def test_names_are_unique_and_quick_checks_are_a_part(machine):
-    checks = all_checks(machine)
+def test_names_are_unique_and_quick_checks_are_a_part():
+    checks = all_checks()
     assert len({check.name for check in checks}) == len(checks)
-    quick = chosen_checks(checks, Choice(is_quick=True))
+    quick = chosen_checks(checks, is_quick=True)
     assert {check.group for check in quick} >= {"environment", "kernels", "golden", "generation"}
     assert len(quick) < len(checks)
     # A named check runs, quick or not.
-    (named,) = chosen_checks(checks, Choice(("ranks.bandwidth",), is_quick=True))
+    (named,) = chosen_checks(checks, ["ranks.bandwidth"], is_quick=True)
     assert named.name == "ranks.bandwidth"

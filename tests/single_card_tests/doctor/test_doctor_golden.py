@@ -23,7 +23,7 @@ def machine(tmp_path) -> Machine:
 
 
 def test_hfs_case_passes(machine):
-    result = golden._qwen3_vl(machine)
+    result = golden.golden_qwen3_vl(machine)
     assert result.status == "ok", result.found
     assert result.figures["error"] < 2e-5
 
@@ -31,8 +31,8 @@ def test_hfs_case_passes(machine):
 @pytest.mark.parametrize(
     ("name", "where"),
     [
-        ("loss", "loss"),
-        ("logits", "logits"),
+        ("loss", "loss by"),
+        ("logits", "logits by"),
         ("grad.model.visual.blocks.1.attn.qkv.weight", "model.visual.blocks.1.attn.qkv.weight"),
         ("model.language_model.layers.1.self_attn.q_norm.weight", "differs from HF's"),
         ("tokens", "greedy tokens"),
@@ -44,7 +44,7 @@ def test_a_changed_value_is_found(machine, tmp_path, name, where):
     array.flat[array.size // 2] += 1 if array.dtype == np.int64 else np.abs(array).max() * 1e-3
     file = tmp_path / "changed.safetensors"
     save_file({**arrays, name: array}, file, {"config": config, "made_with": made_with})
-    result = golden._qwen3_vl(machine, file=file)
+    result = golden.golden_qwen3_vl(machine, file=file)
     assert result.status == "wrong"
     assert where in result.found
     assert result.remedy
@@ -54,15 +54,16 @@ def test_the_policys_case_passes_and_a_changed_value_is_found(machine, tmp_path,
     # One forward and backward pass for all comparisons.
     values = golden.pi07_values()
     monkeypatch.setattr(golden, "pi07_values", lambda: values)
-    assert golden._pi07(machine).status == "ok"
+    assert golden.golden_pi07(machine).status == "ok"
     stored = json.loads(golden.PI07.read_text())
     projection = next(name for name in stored if name.endswith("q_proj.weight.projection"))
     for name in ("MSE", "CE", projection):
         file = tmp_path / "changed.json"
         norm = stored.get(name.replace("projection", "norm"), stored[name])
         file.write_text(json.dumps({**stored, name: stored[name] + 1e-3 * norm}))
-        result = golden._pi07(machine, file)
-        assert (result.status, name in result.found) == ("wrong", True)
+        result = golden.golden_pi07(machine, file)
+        where = name.removesuffix(".projection")
+        assert (result.status, where in result.found) == ("wrong", True)
 
 
 def test_the_formula_of_weights_is_fixed():

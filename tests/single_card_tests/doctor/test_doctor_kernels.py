@@ -2,19 +2,21 @@
 
 Guarantees: every operation has an example, and every example an operation; all kernels pass; a
 kernel with a wrong output, a wrong gradient, NaN or one gradient too few is found and named, and so
-is a wrong plain implementation, or a kernel without a backward pass; a skipped dtype has a reason.
+is a wrong plain implementation, a kernel without a backward pass, one of attention that is wrong
+for one head width, or NaN of queries that see no key; a skipped dtype has a reason.
 """
 
 import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.doctor import kernels
-from paddle_vl.doctor.check import Machine, run_check
-from paddle_vl.doctor.example import EXAMPLES
-from paddle_vl.doctor.examples import missing_examples, own_operations
+from paddle_vl.doctor import environment, kernels
+from paddle_vl.doctor.check import Machine, all_checks, run_check
+from paddle_vl.doctor.examples import EXAMPLES, HEAD_WIDTHS, name_of, own_operations
+from paddle_vl.nn.attention import causal_attention
+from paddle_vl.nn.kernels import TABLE
 from paddle_vl.nn.norm import rms_norm
-from paddle_vl.nn.operations import operation
+from paddle_vl.nn.operations import Kernel, operation
 
 
 @pytest.fixture
@@ -23,13 +25,12 @@ def machine(tmp_path) -> Machine:
 
 
 def test_every_operation_has_an_example():
-    assert missing_examples() == [], (
-        "add them to paddle_vl/doctor/row_examples.py or attention_examples.py"
-    )
+    names = {name_of(operation) for operation in own_operations()}
+    assert names <= set(EXAMPLES), "add them to the tables of paddle_vl/doctor/examples.py"
 
 
 def test_every_example_is_of_an_operation():
-    names = {operation.__name__ for operation in own_operations()}
+    names = {name_of(operation) for operation in own_operations()}
     assert {name.split(".")[0] for name in EXAMPLES} <= names
 
 
@@ -48,12 +49,14 @@ def test_an_operation_without_an_example_is_a_finding(machine, monkeypatch):
 
 
 def test_all_kernels_of_this_device_are_right(machine):
-    for check in kernels.checks(machine):
+    for check in [check for check in all_checks() if check.group == "kernels"]:
         result = run_check(check, machine)
         assert result.status == "ok", (check.name, result.found)
         sides = {row["implementation"] for row in result.figures["table"]}
         assert "plain" in sides
-        assert all(row["forward_ms"] > 0 for row in result.figures["table"])
+        assert {row["implementation"] for row in result.figures["table"] if row.get("forward_ms")}
+        widths = {row.get("head_width") for row in result.figures["table"]}
+        assert widths == ({None} if "attention" not in check.name else {32, *HEAD_WIDTHS})
 
 
 def wrong_output(x, weight_C, epsilon):
@@ -81,11 +84,11 @@ def no_gradient(x, weight_C, epsilon):
         (wrong_output, "the output"),
         (wrong_gradient, "gradient 1"),
         (nan, "the output"),
-        (no_gradient, "the number of gradients"),
+        (no_gradient, "gradient 1"),
     ],
 )
 def test_a_wrong_kernel_is_found(machine, monkeypatch, kernel, where):
-    monkeypatch.setitem(rms_norm.kernels, "cpu", kernel)
+    monkeypatch.setattr(rms_norm, "kernels", [Kernel("cpu", "Paddle", kernel)])
     result = kernels.check_operation(rms_norm, machine)
     assert result.status == "wrong"
     assert "rms_norm (kernel, float32) is off by" in result.found
@@ -93,12 +96,42 @@ def test_a_wrong_kernel_is_found(machine, monkeypatch, kernel, where):
     assert "the plain implementation is right" in result.remedy
 
 
+def wrong_for_one_width(q, k, v, bias=None, packed=None):
+    out = causal_attention.plain(q, k, v, bias, packed)
+    return out + 0.1 * (q - q.detach()) if q.shape[-1] == 80 and bias is None else out
+
+
+def nan_where_nothing_is_seen(q, k, v, bias=None, packed=None):
+    """In the first query of the second sample, which is padding."""
+    out = causal_attention.plain(q, k, v, bias, packed)
+    spoiled = np.zeros([2, q.shape[1], 1, 1], np.float32)
+    spoiled[1, 0] = np.nan if bias is not None else 0.0
+    return out + paddle.to_tensor(spoiled)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "form", "widths"),
+    [
+        (wrong_for_one_width, "causal_attention", {80}),
+        (nan_where_nothing_is_seen, "causal_attention.padded", {32, *HEAD_WIDTHS}),
+    ],
+)
+def test_faults_of_one_width_and_in_padding_are_found(machine, monkeypatch, kernel, form, widths):
+    monkeypatch.setattr(causal_attention, "kernels", [Kernel("cpu", "Paddle", kernel)])
+    rows = kernels.check_operation(causal_attention, machine).figures["table"]
+    bad = [row for row in rows if not row["is_within"]]
+    assert form in {row["form"] for row in bad}
+    assert {row["head_width"] for row in bad} == widths
+    assert {row["implementation"] for row in bad} == {"kernel"}
+
+
 def test_a_kernel_without_a_backward_pass_is_compared_forward(machine, monkeypatch):
     def twice(x, weight_C, epsilon):
         return 2 * rms_norm.plain(x, weight_C, epsilon)
 
     for kernel, status in ((rms_norm.plain, "ok"), (twice, "wrong")):
-        monkeypatch.setattr(rms_norm, "kernels_without_gradient", {"cpu": kernel}, raising=False)
+        only_forward = Kernel("cpu", "Paddle", kernel, has_gradient=False)
+        monkeypatch.setattr(rms_norm, "kernels", [only_forward, *TABLE[rms_norm]])
         result = kernels.check_operation(rms_norm, machine)
         rows = {row["implementation"]: row for row in result.figures["table"]}
         assert (result.status, rows["inference"]["backward_ms"]) == (status, None)
@@ -114,8 +147,7 @@ def test_a_wrong_plain_implementation_is_found_by_the_formula(machine, monkeypat
 
 
 def test_bfloat16_is_skipped_on_a_cpu_with_the_reason(machine):
-    from paddle_vl.doctor import precision
-
-    tf32, bf16 = (run_check(check, machine) for check in precision.checks(machine))
-    assert tf32.status == "info"
-    assert (bf16.status, "bfloat16" in bf16.found) == ("skipped", True)
+    (bf16,) = (check for check in all_checks() if check.name == "precision.bfloat16")
+    assert environment.check_tf32(machine).status == "info"
+    result = run_check(bf16, machine)
+    assert (result.status, "bfloat16" in result.found) == ("skipped", True)

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from paddle_vl.doctor.report import FORMAT
-from paddle_vl.doctor.run import examine
+from paddle_vl.doctor.report import FORMAT, examine
 from paddle_vl.doctor.supervise import RefusedError, supervised
 from tests.support import doctor_faults
 

@@ -16,11 +16,11 @@ from safetensors.numpy import load_file, save_file
 
 from paddle_vl import PI07LowLevelPolicy
 from paddle_vl.export import load
+from paddle_vl.export.pi07.exporting import policy_to_export
 from paddle_vl.export.writing import export_model
-from paddle_vl.families.pi07.exporting import policy_to_export
-from paddle_vl.families.pi07.inputs.model_inputs import as_arrays
-from paddle_vl.families.pi07.inputs.normalizers import STATISTICS_FILE, load_statistics
 from paddle_vl.families.pi07.prefix_layout import presence_of
+from paddle_vl.families.policy.model_inputs import as_arrays
+from paddle_vl.families.policy.normalizers import STATISTICS_FILE, load_statistics
 from tests.single_card_tests.families.pi07.test_policy import (
     character_tokenizer,
     golden_policy,

@@ -2,7 +2,8 @@
 
 Guarantees: equal tokens at shapes that the export has not seen, with images, videos, both, text
 alone, left padding, sampling and buffers that grow; a process without the model's code gives the
-same; damaged or mismatched folders are refused by name; a program has no control flow.
+same; damaged, forged or mismatched folders are refused by name; a program has no control flow.
+Over 350 lines, as all tests share one export.
 """
 
 import json
@@ -20,8 +21,8 @@ from paddle_vl.checkpoint.manifest import file_sum
 from paddle_vl.compat import configure_cpu_runtime
 from paddle_vl.export import load, program
 from paddle_vl.export.folder import CHECK_FILE, MANIFEST_FILE, ExportFolder
+from paddle_vl.export.qwen3_vl.programs import model_to_export
 from paddle_vl.export.writing import export_model
-from paddle_vl.families.qwen3_vl.programs import model_to_export
 from paddle_vl.testing.qwen3_vl import EXPERTS, patches, token_rows
 from tests.single_card_tests.families.qwen3_vl.chat_builders import (
     random_image,
@@ -43,8 +44,10 @@ MODEL_CODE = ("model", "decoder", "embedding", "moe", "vision_tower", "generate"
 
 @pytest.fixture(scope="module")
 def model():
-    # The ids of the control tokens are the processor's.
-    return tiny_model(vocab_size=320)
+    # The ids of the control tokens are the processor's, which end answers of the export too.
+    model = tiny_model(vocab_size=320)
+    model.generation_config = tiny_processor().generation_config
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +118,7 @@ def test_sampled_tokens_are_those_of_the_model(model, exported):
 
 
 def test_buffers_grow_when_an_answer_is_longer(model, exported, monkeypatch):
-    monkeypatch.setattr("paddle_vl.families.qwen3_vl.exported._CHUNK", 3)
+    monkeypatch.setattr("paddle_vl.export.qwen3_vl.exported._CHUNK", 3)
     found = exported.generate(**BATCHES["padded"], max_new_tokens=20)
     assert found.tolist() == model.generate(**BATCHES["padded"], max_new_tokens=20).tolist()
 
@@ -211,6 +214,66 @@ def test_programs_of_another_export_are_refused(folder, tmp_path):
     with_sums(mixed)
     with pytest.raises(RuntimeError, match=r"decode\.json takes .*'visual_embeds'"):
         ExportFolder.open(mixed).program("decode")
+
+
+# What is wrong in the manifest, by the text of the refusal.
+FORGED = {
+    "its files have no": {"files": {}},
+    "outside the folder": {"files": {"../decoder.pdiparams": {"size": 1, "xxh3_128": ""}}},
+    "its files have no '../other.pdiparams'": {"programs.tower.weights": "../other.pdiparams"},
+    "tolerance is 1e": {"tolerance": 1e30},
+    r"decode: inputs: input_ids\[1\] is 'text'; it must be 'float32', ": {
+        "programs.decode.inputs.input_ids": [[-1], "text"]
+    },
+    "num_outputs is 0": {"programs.decode.num_outputs": 0},
+    "says 1": {"programs.tower.num_outputs": 1},
+    r"inputs: input_ids\[0\] is 'a'; it must be a list": {
+        "programs.decode.inputs": {"input_ids": ["a", "int64"]}
+    },
+    "merge is 0": {"sizes.merge": 0},
+    "'other' is unknown, with the value 1": {"sizes.other": 1},
+    "a version of a runtime is missing": {"versions": {}},
+    "the programs of 2 tensor-parallel ranks, which this version does not run": {"mp_degree": 2},
+    r"tokenizer\.json is not among the files": {"files.tokenizer.json": None},
+    r"check\.safetensors: decode\.input\.input_ids is int64 .*needed is int64 \[-1\]": {
+        "programs.decode.inputs.input_ids": [[-1], "int64"]
+    },
+}
+
+
+@pytest.mark.parametrize("text", FORGED)
+def test_a_forged_manifest_is_refused(folder, tmp_path, text):
+    forged = copied(folder, tmp_path / "forged")
+    values = json.loads((forged / MANIFEST_FILE).read_text())
+    for place, value in FORGED[text].items():
+        # Names of files have points of their own.
+        keys = place.split(".", 1) if place.startswith("files") else place.split(".")
+        inner = values
+        for key in keys[:-1]:
+            inner = inner[key]
+        inner[keys[-1]] = value
+        if value is None:
+            del inner[keys[-1]]
+    (forged / MANIFEST_FILE).write_text(json.dumps(values))
+    with pytest.raises(RuntimeError, match=text) as caught:
+        load(forged)
+    assert str(forged) in str(caught.value)
+
+
+@pytest.mark.parametrize("damage", ["cut", "renamed", "empty"])
+def test_a_damaged_check_file_is_refused_by_name(folder, tmp_path, damage):
+    damaged = copied(folder, tmp_path / "damaged")
+    file = damaged / CHECK_FILE
+    content = file.read_bytes()
+    changed = {
+        "cut": content[:-1],
+        "renamed": content.replace(b"tower.output.0", b"tower.output.9"),
+        "empty": b"",
+    }
+    file.write_bytes(changed[damage])
+    with_sums(damaged)
+    with pytest.raises(RuntimeError, match=r"check\.safetensors"):
+        load(damaged)
 
 
 def test_folders_that_are_no_export_are_refused(tmp_path, folder):

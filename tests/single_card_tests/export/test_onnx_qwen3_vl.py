@@ -20,8 +20,8 @@ from paddle_vl.export import load, onnx_writing
 from paddle_vl.export.folder import ExportFolder
 from paddle_vl.export.onnx_program import OnnxProgram
 from paddle_vl.export.onnx_writing import check_packages, compositions, write_onnx
-from paddle_vl.export.writing import ProgramToExport, export_model
-from paddle_vl.families.qwen3_vl.programs import model_to_export, spec
+from paddle_vl.export.qwen3_vl.programs import model_to_export, spec
+from paddle_vl.export.writing import ProgramToExport, export_model, save_program
 from tests.single_card_tests.export.test_exported_qwen3_vl import BATCHES
 from tests.single_card_tests.families.qwen3_vl.chat_builders import tiny_processor
 from tests.support.exports import needs_onnx
@@ -30,7 +30,9 @@ from tests.support.tiny import tiny_model
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_model(vocab_size=320)
+    model = tiny_model(vocab_size=320)
+    model.generation_config = tiny_processor().generation_config
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +117,7 @@ class WithSpecial(nn.Layer):
 def test_an_operator_that_onnx_lacks_is_named_with_its_layer(tmp_path):
     program = ProgramToExport(WithSpecial(), "w", {"x": np.zeros((1, 2), np.float32)})
     with pytest.raises(RuntimeError, match=r"unknown: digamma in Special\. Give"):
-        write_onnx({"unknown": program}, tmp_path)
+        write_onnx({"unknown": program.layer}, tmp_path, save_program)
 
 
 class Wide(nn.Layer):
@@ -147,7 +149,7 @@ def test_weights_may_have_more_bytes_than_a_program(tmp_path, monkeypatch):
     monkeypatch.setattr(onnx_writing, "LARGEST_PROGRAM", 64 << 10)
     monkeypatch.setattr(onnx_writing, "_Weights", FarWeights)
     layer, x = Wide(rows=2), np.random.default_rng(0).normal(size=(3, 256)).astype(np.float32)
-    write_onnx({"wide": ProgramToExport(layer, "w", {"x": x})}, tmp_path)
+    write_onnx({"wide": layer}, tmp_path, save_program)
     assert (tmp_path / "onnx" / "wide.onnx").stat().st_size < 64 << 10
     assert (tmp_path / "onnx" / "weights.bin").stat().st_size > (5 << 30) + (256 << 10)
     program = OnnxProgram(tmp_path / "onnx" / "wide.onnx", {"x": ([-1, 256], "float32")})
@@ -160,7 +162,7 @@ def test_a_program_with_too_many_bytes_beside_its_weights_is_refused(tmp_path, m
     monkeypatch.setattr(onnx_writing, "LARGEST_PROGRAM", 64 << 10)
     program = ProgramToExport(Wide(rows=200), "w", {"x": np.zeros((1, 256), np.float32)})
     with pytest.raises(RuntimeError, match=r"wide in ONNX has \d+ bytes without its weights; at"):
-        write_onnx({"wide": program}, tmp_path)
+        write_onnx({"wide": program.layer}, tmp_path, save_program)
 
 
 def test_compositions_equal_what_they_replace():

@@ -1,7 +1,8 @@
 """The example serves an exported folder in a process that cannot import this package.
 
 Guarantees: its tokens and its printed answer are those of the model, for images that are enlarged,
-shrunk and kept; a question with control tokens is refused.
+shrunk and kept; a question with control tokens is refused, and so
+is a folder whose manifest names files outside of it, or none.
 """
 
 import json
@@ -15,8 +16,8 @@ import paddle
 import pytest
 
 from paddle_vl import Qwen3VLForConditionalGeneration
+from paddle_vl.export.qwen3_vl.programs import model_to_export
 from paddle_vl.export.writing import export_model
-from paddle_vl.families.qwen3_vl.programs import model_to_export
 from tests.single_card_tests.families.qwen3_vl.chat_builders import (
     random_image,
     tiny_processor,
@@ -39,6 +40,22 @@ try:
     next(model.answer(Path(sys.argv[2]), "a<|im_end|>"))
 except ValueError as error:
     print(error)
+manifest = Path(sys.argv[1], "export.json")
+text = manifest.read_text()
+for name, weights in (("tower.json", "../tower.pdiparams"), ("../x", None), (None, None)):
+    forged = json.loads(text)
+    if weights:
+        forged["programs"]["tower"]["weights"] = weights
+    elif name:
+        forged["files"][name] = {{"size": 1}}
+    else:
+        forged["files"] = {{}}
+    manifest.write_text(json.dumps(forged))
+    try:
+        example["ServedModel"](Path(sys.argv[1]))
+    except ValueError as error:
+        print(error)
+manifest.write_text(text)
 sys.argv = ["serve", sys.argv[1], sys.argv[2], {QUESTION!r}, "--max-new-tokens", "5"]
 example["main"]()
 """
@@ -80,6 +97,7 @@ def test_the_example_answers_as_the_model_without_this_package(model, processor,
     )
     assert run.returncode == 0, run.stderr
     found, refusal, *text = run.stdout.splitlines()
+    forged, text = text[:3], text[3:]
     wanted = []
     for image in images:
         inputs = processor([user(f"<image>{QUESTION}")], [str(image)])
@@ -90,4 +108,9 @@ def test_the_example_answers_as_the_model_without_this_package(model, processor,
     assert json.loads(found) == wanted
     assert len({tuple(ids) for ids in wanted}) == len(SIZES), "images must matter"
     assert refusal.startswith("the question contains control tokens")
+    assert [line.partition(": ")[2] for line in forged] == [
+        "the files of tower are not in export.json; export again",
+        "../x is missing or damaged; export again",
+        "the files of tower are not in export.json; export again",
+    ]
     assert "\n".join(text) == processor.decode(wanted[0][:5]).strip()

@@ -1,66 +1,132 @@
-"""Type and range checks, and file names in OSErrors.
+"""Checked classes, and file names in OSErrors.
 
-Guarantees: nothing is converted; one error lists all invalid values with their rules; an OSError
-has its file name exactly once.
+Guarantees: nothing is converted; one error lists all values that do not fit, each with its name and
+what it must be, those of a part behind its name; unknown and missing keys are named; an OSError has
+its file name exactly once.
 """
 
 import errno
-from dataclasses import dataclass
+from dataclasses import asdict, field, replace
+from typing import Annotated, Literal
 
 import pytest
+from pydantic import Field
 
-from paddle_vl.files.checked_values import Range, check_values
+from paddle_vl.files.checked_values import (
+    Count,
+    Listed,
+    Number,
+    Part,
+    checked,
+    descriptions,
+    read_section,
+)
 from paddle_vl.files.text_file import naming, shown
 
 
-@dataclass(frozen=True)
-class Settings:
-    count: int = 1
-    rate: float = 0.5
+@checked
+class Inner:
+    count: Annotated[int, Field(ge=1, le=1000)] = 1
+    """of things"""
+    rate: Annotated[Number, Field(gt=0, le=1)] = 0.5
+
+    def __post_init__(self):
+        if self.count == 13:
+            raise ValueError("count 13 brings bad luck: choose another")
+
+
+@checked
+class Settings(Inner):
     flag: bool = False
     name: str = "a"
-    sizes: list[int] = ()
-    pair: tuple[float, float] = (1, 2.0)
+    """of the settings"""
+    sizes: Listed[list[Count]] = field(default_factory=list)
+    pair: Listed[tuple[Number, Number]] = (1, 2.0)
+    grid: list[list[int]] = field(default_factory=list)
     limit: int | None = None
-    either: int | str = 3
-    table: dict[str, int] | None = None
+    table: dict[Literal["a", "b"], int] | None = None
+    inner: Part[Inner] = field(default_factory=Inner)
+    more: dict[str, Part[Inner]] = field(default_factory=dict)
 
 
-RANGES = {"count": Range(1, 1000), "rate": Range(0, 1, is_above=True), "sizes": Range(0)}
+@checked
+class Needy:
+    needed: int
 
 
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({"count": 0}, "count is 0; it must be a whole number of at least 1 and at most 1,000"),
-        ({"count": 1001}, "count is 1001"),
-        ({"count": True}, "count is True"),
+        ({"count": 0}, "count is 0; it must be at least 1"),
+        ({"count": 1001}, "count is 1001; it must be at most 1000"),
+        ({"count": True}, "count is True; it must be a whole number"),
         ({"count": 1.0}, "count is 1.0"),
         ({"count": "1"}, "count is '1'"),
-        ({"rate": 0}, "rate is 0; it must be a finite number above 0 and at most 1"),
-        ({"rate": float("nan")}, "rate is nan"),
+        ({"rate": 0}, "rate is 0; it must be above 0"),
+        ({"rate": float("nan")}, "rate is nan; it must be a finite number"),
         ({"rate": 10**400}, "rate is 1000"),
-        ({"rate": False}, "rate is False"),
+        ({"rate": False}, "rate is False; it must be a number"),
         ({"flag": 1}, "flag is 1; it must be true or false"),
         ({"name": None}, "name is None; it must be a text"),
-        ({"sizes": [1, True]}, r"sizes is \[1, True\]; it must be a list of whole numbers"),
-        ({"sizes": [-1]}, r"sizes is \[-1\]"),
-        ({"sizes": 3}, "sizes is 3"),
-        ({"pair": [1.0]}, r"pair is \[1.0\]; it must be a list of 2 finite numbers"),
+        ({"sizes": [1, True]}, r"sizes\[1\] is True; it must be a whole number"),
+        ({"sizes": [-1]}, r"sizes\[0\] is -1; it must be at least 0"),
+        ({"sizes": 3}, "sizes is 3; it must be a list"),
+        ({"pair": [1.0]}, r"pair\[1\] is missing"),
+        ({"grid": [[1], [2, "x"]]}, r"section: grid\[1\]\[1\] is 'x'; it must be a whole number"),
         ({"limit": "x"}, "limit is 'x'; it must be a whole number"),
-        ({"either": 1.5}, "either is 1.5; it must be a whole number or a text"),
         ({"table": [1]}, r"table is \[1\]; it must be an object"),
+        ({"table": {"c": 1}}, "table has 'c'; it must be 'a' or 'b'"),
+        ({"table": {"a": "1"}}, "table: a is '1'; it must be a whole number"),
+        ({"inner": 3}, "inner is 3; a section with settings is needed"),
+        ({"inner": {"count": 0}}, "inner: count is 0; it must be at least 1"),
+        ({"inner": {"count": 13}}, "inner: count 13 brings bad luck: choose another"),
+        ({"more": {"x": {"rate": 2}}}, "more: x: rate is 2; it must be at most 1"),
+        ({"count": 13}, "^section: count 13 brings bad luck: choose another$"),
+        ({"color": 1}, "section: 'color' is unknown, with the value 1"),
         ({"count": 0, "flag": 1}, "section: count is 0; .*; flag is 1"),
     ],
 )
 def test_values_that_do_not_fit_are_named(values, named):
     with pytest.raises(ValueError, match=named):
-        check_values(Settings(**values), "section", RANGES)
+        read_section(Settings, values, "section")
 
 
-def test_values_that_fit_pass():
-    for values in ({}, {"rate": 1}, {"limit": 5}, {"either": "x"}, {"table": {"a": 1}}):
-        check_values(Settings(**values), "section", RANGES)
+def test_a_missing_key_and_what_is_no_section_are_named():
+    with pytest.raises(ValueError, match="^section: needed is missing$"):
+        read_section(Needy, {}, "section")
+    with pytest.raises(ValueError, match=r"section is \[\]; it must be an object"):
+        read_section(Needy, [], "section")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kept"),
+    [
+        ("rate", 1, 1),
+        ("limit", 5, 5),
+        ("table", {"a": 1}, {"a": 1}),
+        ("sizes", (1, 2), [1, 2]),
+        ("pair", [1, 2.5], (1, 2.5)),
+        ("inner", {"count": 3}, Inner(3)),
+        ("inner", None, Inner()),
+    ],
+)
+def test_values_that_fit_are_kept_as_they_are_given(name, value, kept):
+    found = getattr(read_section(Settings, {name: value}, "section"), name)
+    assert found == kept
+    assert type(found) is type(kept)
+
+
+def test_a_checked_class_is_a_dataclass():
+    changed = replace(Settings(), count=2)
+    assert changed == Settings(2)
+    assert asdict(changed)["inner"] == {"count": 1, "rate": 0.5}
+    with pytest.raises(ValueError, match="count is 0"):
+        replace(changed, count=0)
+    with pytest.raises(AttributeError):
+        changed.count = 3
+    # Those of a base too.
+    found = descriptions(Settings)
+    assert (found["count"], found["name"], found["flag"]) == ("of things", "of the settings", None)
 
 
 def test_long_values_are_shortened():

@@ -1,6 +1,7 @@
 """Reading tokenizer.json.
 
-Guarantees: a file whose tokenizer would later fail or run out of memory is refused by name.
+Guarantees: a file whose tokenizer would later fail, run out of memory or draw tokens by chance is
+refused by name.
 """
 
 import json
@@ -36,3 +37,16 @@ def test_huge_id_is_refused(tmp_path):
         read_tokenizer(file)
     write(file, {"[UNK]": 0, "a": 2**24 - 1})
     assert read_tokenizer(file).token_to_id("a") == 2**24 - 1
+
+
+def test_dropout_of_merges_is_refused(tmp_path):
+    """The same text would give other tokens each time."""
+    file = tmp_path / "tokenizer.json"
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"], "dropout": 0.1}
+    model |= {"unk_token": "a"}
+    file.write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    with pytest.raises(RuntimeError, match=r"json has model.dropout 0\.1: .*set it to null"):
+        read_tokenizer(file)
+    for none in (0.0, None):
+        file.write_text(json.dumps({"added_tokens": [], "model": model | {"dropout": none}}))
+        assert read_tokenizer(file).encode("ab").ids == [2]

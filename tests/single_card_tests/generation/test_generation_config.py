@@ -48,7 +48,10 @@ def test_null_and_neutral_values_are_passed_over():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"num_beams": 4, "min_p": 0.1}, "min_p 0.1, num_beams 4: not supported"),
+        (
+            {"num_beams": 4, "min_p": 0.1},
+            "no num_beams .*not supported.*no min_p .0.1",
+        ),
         ({"temprature": 0.5}, "temprature is not a generation setting; did you mean temperature"),
         ({"top_p": 3}, "top_p is 3"),
     ],
@@ -75,7 +78,7 @@ def test_the_fill_is_the_pad_token_or_the_first_ending_one():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be an integer of at least 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
         ({"max_new_tokens": 2.0}, "max_new_tokens is 2.0"),
         ({"min_new_tokens": -1}, "min_new_tokens is -1"),
         ({"min_new_tokens": 5, "max_new_tokens": 4}, "min_new_tokens is 5 and max_new_tokens 4"),
@@ -84,13 +87,13 @@ def test_the_fill_is_the_pad_token_or_the_first_ending_one():
         ({"do_sample": True, "temperature": -1.0}, "temperature is -1.0"),
         ({"do_sample": True, "temperature": float("inf")}, "temperature is inf"),
         ({"temperature": "hot"}, "temperature is 'hot'; it must be a number"),
-        ({"top_k": -1}, "top_k is -1; .*0 draws among all"),
+        ({"top_k": -1}, "top_k is -1; it must be at least 0"),
         ({"top_k": True}, "top_k is True"),
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_p": 1.5}, "top_p is 1.5"),
         ({"top_p": float("nan")}, "top_p is nan"),
         ({"repetition_penalty": 0}, "repetition_penalty is 0"),
-        ({"eos_token_id": [1, -2]}, "eos_token_id is -2"),
+        ({"eos_token_id": [1, -2]}, r"eos_token_id is \[1, -2\]"),
         ({"eos_token_id": "<|im_end|>"}, "eos_token_id is '<|im_end|>'"),
         ({"pad_token_id": -1}, "pad_token_id is -1"),
         ({"seed": -1}, "seed is -1"),

@@ -6,7 +6,7 @@ split, and one that never completes is still shown; complete text is shown at on
 
 import pytest
 
-from paddle_vl.families.qwen3_vl.inputs.tokenizer import TextTokenizer, train_bpe
+from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer, train_bpe
 from paddle_vl.generation.text_pieces import text_pieces
 
 

@@ -4,14 +4,15 @@ Guarantees, against stand-ins for PaddleFleet (tests/support/paddlefleet_standin
 `PipelineLayer` and specs:
 
 - hidden states and all gradients equal those of the published layers, which search the mask in
-  every level, and of a loop over tokens; with images and videos together, which crash there, too;
+  every level, and of a loop over tokens; with images and videos together, which crash the published
+  `GPTEmbedding`, too;
 - under sequence parallelism every rank's rows equal its part of the whole; its index lists are
   those of `compute_visual_indices` with `layout="batch_slices"`;
 - no value is read on the host, and the mask is searched once per step and modality, not per level;
 - wrong input is refused; nothing is imported or changed before it is asked for.
 
 The tests run against PaddleFleet itself as well where it can be imported, except those that use a
-mock group or look into a stand-in.
+mock group or look into a stand-in. Over 350 lines, as all use one set of stand-ins.
 """
 
 import importlib
@@ -29,7 +30,7 @@ from paddle.distributed.fleet.meta_parallel import build_spec_layer
 from paddle_vl.batch.visual_index import RowPart, compute_visual_indices
 from paddle_vl.integrations import paddlefleet as integration
 from paddle_vl.integrations.paddlefleet import DEEPSTACK_KEYS, indexed_text_layer, install
-from step_counts import record_host_reads
+from paddle_vl.testing import record_host_reads
 from tests.support import paddlefleet_cases as cases
 from tests.support.paddlefleet_standin import stand_in
 
@@ -89,10 +90,36 @@ def test_one_modality_equals_the_published_layers_to_the_bit(name):
         np.testing.assert_array_equal(gradient, expected_gradients[key], err_msg=key)
 
 
-def test_images_and_videos_together_crash_in_the_published_embedding():
+def test_images_and_videos_together_crash_in_the_published_gpt_embedding():
     """If this fails, the stand-in or PaddleFleet handles both; the page then says too much."""
     with pytest.raises(ValueError, match="ReshapeOp"):
         cases.build(cases.config(), False)(dict(cases.batch("images and videos").dict_args))
+
+
+@pytest.mark.parametrize("indexed", [False, True], ids=["published", "indexed"])
+def test_images_and_videos_together_work_in_the_text_embedding_of_qwen3_vl(indexed):
+    """Of releases of PaddleFleet that have it."""
+    text_embedding = pytest.importorskip("paddlefleet.models.qwen3_vl.embedding")
+    config, name = cases.config(), "images and videos"
+    model = cases.build(config, indexed, text_embedding.Qwen3VLTextEmbedding)
+    assert isinstance(model.run_function[0], text_embedding.Qwen3VLTextEmbedding)
+    hidden, gradients = cases.run(model, cases.batch(name))
+    expected, expected_gradients = cases.literal(config, name)
+    np.testing.assert_array_equal(hidden, expected)
+    cases.assert_same(gradients, expected_gradients)
+
+
+@pytest.mark.usefixtures("_stand_in_only")
+def test_a_release_that_names_its_builder_build_layer_is_used_too(monkeypatch):
+    builders = importlib.import_module("paddlefleet.gpt_builders")
+    code = builders.gpt_builder.__code__
+    names = [name.replace("build_spec_layer", "build_layer") for name in code.co_names]
+    monkeypatch.setattr(builders.gpt_builder, "__code__", code.replace(co_names=tuple(names)))
+    monkeypatch.setattr(builders, "build_layer", builders.build_spec_layer, raising=False)
+    monkeypatch.delattr(builders, "build_spec_layer")
+    hidden, _ = cases.run(cases.build(cases.config(), indexed=True), cases.batch("images"))
+    expected, _ = cases.literal(cases.config(), "images")
+    np.testing.assert_array_equal(hidden, expected)
 
 
 @pytest.mark.usefixtures("_mock_group")

@@ -1,7 +1,7 @@
 """The compiled CPU kernels.
 
 Guarantees: every kernel's values and gradients equal the plain operation's; inputs that it does not
-take go to the kernel that it replaced; without a compiler, with the switch off and with a kernel
+take go to the next kernel of the table; without a compiler, with the switch off and with a kernel
 that is wrong, the kernels in Paddle run and one line says why; a training command uses them in both
 passes, and with `train.cpu_kernels=false` in neither; what one process compiled another
 loads, several may compile at once, and a damaged file is compiled anew; the library needs Paddle's
@@ -18,8 +18,10 @@ import pytest
 
 from paddle_vl.cli.main import main
 from paddle_vl.nn.cpu import compiled, compiler, kernel_check
+from paddle_vl.nn.cpu import kernels as cpu
+from paddle_vl.nn.kernels import TABLE
 from paddle_vl.nn.norm import rms_norm
-from paddle_vl.nn.operations import gelu, swiglu, use_kernels
+from paddle_vl.nn.operations import use_kernels
 from paddle_vl.train.step import ModelRunner
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.support.implementations import require_compiled
@@ -45,7 +47,8 @@ def fresh(monkeypatch, tmp_path):
 
 
 def test_every_compiled_operation_has_a_case():
-    assert {case.operation for case in kernel_check.cases()} == set(compiled._KERNELS)
+    in_c = {of for of, kernels in TABLE.items() if "C" in [kernel.source for kernel in kernels]}
+    assert {case.operation for case in kernel_check.cases()} == in_c
 
 
 @pytest.mark.usefixtures("_enabled")
@@ -64,27 +67,15 @@ def test_attention_with_scores_far_outside_of_the_exponential_stays_exact(scale)
 
 
 @pytest.mark.usefixtures("_enabled")
-def test_values_that_are_not_finite_stay_so():
-    x = paddle.to_tensor([np.nan, np.inf, -np.inf, 200.0, -200.0, 90.0, -90.0])
-    with use_kernels("cpu"):
-        found = [gelu(x, approximate).numpy() for approximate in (False, True)]
-        found.append(swiglu(x, paddle.ones_like(x)).numpy())
-    for y in found:
-        assert np.isnan(y[0])
-        assert np.isposinf(y[1])
-        assert np.allclose(y[3:], [200.0, 0.0, 90.0, 0.0])
-
-
-@pytest.mark.usefixtures("_enabled")
 @pytest.mark.parametrize("kind", ["bfloat16", "float64", "empty"])
-def test_other_inputs_go_to_the_kernel_that_was_replaced(kind):
-    x = paddle.zeros([0, 8]) if kind == "empty" else paddle.randn([3, 8]).astype(kind)
+def test_other_inputs_go_to_the_next_kernel(kind):
+    x = paddle.zeros([0, 8]) if kind == "empty" else paddle.randn([3, 8])
+    x = x.astype(kind) if kind in ("bfloat16", "float64") else x
     weight = paddle.ones([8]).astype(x.dtype)
     with use_kernels("cpu"):
-        found = rms_norm(x, weight, 1e-6)
-        wanted = compiled._replaced[rms_norm](x, weight, 1e-6)
-    assert found.dtype == x.dtype
-    assert np.array_equal(found.astype("float64").numpy(), wanted.astype("float64").numpy())
+        assert rms_norm.chosen(x, weight, 1e-6) == rms_norm.plain
+        assert rms_norm(x, weight, 1e-6).dtype == x.dtype
+        assert rms_norm.chosen(paddle.randn([3, 8]), paddle.ones([8]), 1e-6) == compiled.rms_norm
 
 
 @pytest.mark.usefixtures("_enabled")
@@ -104,18 +95,18 @@ def test_a_strided_input_is_taken_as_it_reads():
 
 def assert_not_used(caplog, reason: str) -> None:
     """The same results as before, and one line with the reason however often it is asked."""
-    before = dict(rms_norm.kernels), dict(swiglu.kernels)
     with caplog.at_level(logging.INFO, logger="paddle_vl"):
         assert not compiled.enable()
         assert not compiled.enable()
-    assert (rms_norm.kernels, swiglu.kernels) == before
     assert not compiled.is_enabled()
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 1
     assert reason in lines[0]
     x = paddle.randn([3, 8])
     with use_kernels("cpu"):
-        np.testing.assert_allclose(swiglu(x).numpy(), swiglu.plain(x).numpy(), rtol=1e-6)
+        found, weight = rms_norm(x, paddle.ones([8]), 1e-6), paddle.ones([8])
+        assert rms_norm.chosen(x, weight, 1e-6) == cpu.rms_norm
+        np.testing.assert_allclose(found, rms_norm.plain(x, weight, 1e-6), rtol=1e-5)
 
 
 @pytest.mark.usefixtures("fresh")
@@ -152,7 +143,7 @@ class Recorded:
 @pytest.mark.usefixtures("_enabled")
 def test_the_setting_of_a_run_chooses_between_them_and_the_kernels_in_paddle(monkeypatch, tmp_path):
     compiled.disable()
-    in_paddle, losses = dict(rms_norm.kernels), []
+    losses = []
     library, run_file = Recorded(compiled._library), write_tiny_run(tmp_path)
     monkeypatch.setattr(compiled, "_library", library)
     accumulate = ModelRunner.accumulate_gradients
@@ -166,24 +157,21 @@ def test_the_setting_of_a_run_chooses_between_them_and_the_kernels_in_paddle(mon
     monkeypatch.setattr(ModelRunner, "accumulate_gradients", accumulated)
     command = ["train", str(run_file), "train.max_steps=1", "train.eval_steps=null",
                "train.save_steps=null"]  # fmt: skip
-    assert main([*command, f"train.output_dir={tmp_path / 'off'}", "train.cpu_kernels=false"]) == 0
-    assert not compiled.is_enabled()
-    assert library.called == set()
-    assert rms_norm.kernels == in_paddle
+    for name, off in (("old", "train.cpu_kernels=false"), ("new", "train.kernels=uncompiled")):
+        assert main([*command, f"train.output_dir={tmp_path / name}", off]) == 0
+        assert library.called == set()
     assert main([*command, f"train.output_dir={tmp_path / 'on'}"]) == 0
     assert compiled.is_enabled()
     assert library.called >= {
-        f"{name}_{direction}" for name in ("attention", "norm", "swiglu")
+        f"{name}_{direction}" for name in ("attention", "norm")
         for direction in ("forward", "backward")
     } | {"rotate"}  # fmt: skip
-    assert rms_norm.kernels["cpu"] is compiled._KERNELS[rms_norm]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[0] == losses[1] == pytest.approx(losses[2], rel=1e-5)
 
 
 WRONG = {
     "causal attention": ("inverse[r] = 1.0f / sum;", "inverse[r] = 1.01f / sum;"),
     "rms_norm": ("along /= channels;", "along /= channels + 1;"),
-    "swiglu": ("ga[j] = g[j] * b[j] * (s", "ga[j] = g[j] * b[j] * (1.0f"),
     "apply_rotary": ("o[j] = a[j] * c[j] + a[j + half]", "o[j] = a[j] * c[j] - a[j + half]"),
 }
 

@@ -10,7 +10,7 @@ import paddle
 import pytest
 
 from paddle_vl.nn.cpu import compiled
-from paddle_vl.nn.cpu.dropout import kept, threshold
+from paddle_vl.nn.cpu.kernels import dropout_threshold, kept_entries
 from paddle_vl.nn.operations import dropout, use_kernels
 from tests.support.implementations import require_compiled
 
@@ -35,12 +35,12 @@ def test_entries_are_dropped_with_their_probability_and_the_others_scaled(p):
 
 @pytest.mark.parametrize(("p", "wanted"), [(0.25, (64, 0)), (0.5, (128, 0)), (2**-32, (0, 1))])
 def test_a_probability_is_a_byte_and_the_bytes_behind_it(p, wanted):
-    assert threshold(p) == wanted
+    assert dropout_threshold(p) == wanted
 
 
 def test_bytes_that_are_equal_to_the_probability_are_decided_by_further_ones():
     # Without them 25 / 256 of the entries would be dropped, or 26 / 256.
-    is_kept = kept([4_000_000], 0.1, [1, 2, 3])
+    is_kept = kept_entries([4_000_000], 0.1, [1, 2, 3])
     assert abs((~is_kept).mean() - 0.1) < 5e-4
     assert min(abs(0.1 - 25 / 256), abs(0.1 - 26 / 256)) > 1e-3
 

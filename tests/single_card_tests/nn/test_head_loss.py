@@ -12,7 +12,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.families.qwen3_vl.objective import VLBatchAdapter, empty_batch, with_target_rows
+from paddle_vl.families.vlm.objective import VLBatchAdapter, empty_batch, with_target_rows
 from paddle_vl.nn import operations
 from paddle_vl.nn.linear import VocabHead
 from paddle_vl.nn.lora import LowRankSettings

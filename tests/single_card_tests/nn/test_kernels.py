@@ -1,19 +1,19 @@
 """The choice between an operation's plain implementation and its kernels.
 
-Guarantees: the kernel is that of the first tensor's device; a device without a kernel and a traced
-program get the plain implementation; a choice of plain implementations holds for the process, a
-forced choice until its block ends, also nested or after an error. Tests of the operations and the
-golden cases cover the results of kernels. Kernels without a backward pass run only where it is said
-that no gradient is needed.
+Guarantees: the first kernel of the table runs that is for the first tensor's device, may be used
+now and fits the arguments; without one the plain implementation; a choice holds for the process, a
+forced one until its block ends, also nested or after an error; one line tells what is chosen. Tests
+of the operations and the golden cases cover the results of kernels.
 """
 
 import paddle
 import pytest
 
 from paddle_vl.nn import operations
-from paddle_vl.nn.norm import rms_norm
+from paddle_vl.nn.kernels import TABLE, description
 from paddle_vl.nn.operations import (
     OPERATIONS,
+    Kernel,
     choose_kernels,
     chosen_kernels,
     operation,
@@ -32,58 +32,56 @@ def doubled(monkeypatch):
         """Twice."""
         return "plain", 2 * x + more
 
-    @doubled.register("cpu")
-    def _doubled(x, more=0):
-        return "cpu", x + x + more
+    def kernel(name, device="cpu", source="Paddle", **settings):
+        return Kernel(device, source, lambda x, more=0: (name, x + x + more), **settings)
 
+    doubled.kernels = [
+        kernel("C", source="C", fits=lambda x, more=0: x.ndim == 1),
+        kernel("without", has_gradient=False),
+        kernel("of few", fits=lambda x, more=0: x.shape[0] < 9),
+        kernel("gpu", "gpu"),
+    ]
     return doubled
 
 
-def test_the_kernel_of_the_tensors_device_runs(doubled):
+def test_the_first_kernel_runs_that_fits(doubled, monkeypatch):
     name, value = doubled(paddle.ones([2]), more=1)
-    assert name == "cpu"
+    assert name == "of few"
     assert value.tolist() == [3, 3]
+    assert doubled(paddle.ones([9]))[0] == "plain"
     assert (doubled.__name__, doubled.__doc__) == ("doubled", "Twice.")
+    monkeypatch.setattr(operations, "_has_compiled", True)
+    assert doubled(paddle.ones([2]))[0] == "C"
+    assert doubled(paddle.ones([2, 2]))[0] == "of few"
 
 
-def test_without_a_kernel_the_plain_implementation_runs(doubled):
-    del doubled.kernels["cpu"]
-    assert doubled(paddle.ones([2]))[0] == "plain"
-
-
-def test_plain_implementations_can_be_chosen_for_the_process(doubled):
+def test_a_choice_holds_for_the_process(doubled, monkeypatch):
+    monkeypatch.setattr(operations, "_has_compiled", True)
     x = paddle.ones([2])
-    try:
-        choose_kernels("plain")
-        assert chosen_kernels() == "plain"
-        assert doubled(x)[0] == "plain"
-        with use_kernels("cpu"):
-            assert doubled(x)[0] == "cpu"
-    finally:
-        choose_kernels("fused")
-    assert doubled(x)[0] == "cpu"
-    with pytest.raises(ValueError, match="kernels is 'fast'; 'fused' or 'plain'"):
+    for choice, wanted in (("plain", "plain"), ("uncompiled", "of few"), ("fused", "C")):
+        choose_kernels(choice)
+        assert chosen_kernels() == choice
+        assert doubled(x)[0] == wanted
+    choose_kernels("plain")
+    with use_kernels("cpu"):
+        assert doubled(x)[0] == "C"
+    with pytest.raises(ValueError, match="kernels is 'fast'; 'fused', 'uncompiled' or 'plain'"):
         choose_kernels("fast")
 
 
 def test_kernels_without_a_backward_pass_run_only_where_no_gradient_is_needed(doubled):
     x = paddle.ones([2])
-
-    @doubled.register("cpu", gradient=False)
-    def _without(x, more=0):
-        assert not paddle.is_grad_enabled()
-        return "without", x * 2
-
     # Recomputed activations must round as the first pass.
     with paddle.no_grad():
-        assert doubled(x)[0] == "cpu"
+        assert doubled(x)[0] == "of few"
     with without_gradient():
+        assert not paddle.is_grad_enabled()
         assert doubled(x)[0] == "without"
         with use_kernels("plain"):
             assert doubled(x)[0] == "plain"
     with pytest.raises(ValueError, match="stop"), without_gradient():
         raise ValueError("stop")
-    assert doubled(x)[0] == "cpu"
+    assert doubled(x)[0] == "of few"
 
 
 def test_a_choice_can_be_forced(doubled):
@@ -91,31 +89,34 @@ def test_a_choice_can_be_forced(doubled):
     with use_kernels("plain"):
         assert doubled(x)[0] == "plain"
         with use_kernels("cpu"):
-            assert doubled(x)[0] == "cpu"
+            assert doubled(x)[0] == "of few"
         with pytest.raises(ValueError, match="stop"), use_kernels("cpu"):
             raise ValueError("stop")
         assert doubled(x)[0] == "plain"
     with use_kernels("gpu"):
-        assert doubled(x)[0] == "plain"
-    assert doubled(x)[0] == "cpu"
+        assert doubled(x)[0] == "gpu"
+    with use_kernels(lambda of: lambda x: (of.__name__, x)):
+        assert doubled(x)[0] == "doubled"
+    assert doubled(x)[0] == "of few"
 
 
-def test_a_traced_program_gets_the_plain_implementation(doubled):
-    paddle.enable_static()
-    try:
-        program = paddle.static.Program()
-        with paddle.static.program_guard(program, paddle.static.Program()):
-            x = paddle.static.data("x", [2, 3])
-            assert doubled(x)[0] == "plain"
-            rms_norm(x, paddle.static.data("weight", [3]), 1e-6)
-            names = {op.name() for op in program.global_block().ops}
-    finally:
-        paddle.disable_static()
-    assert "pd_op.sum" in names
-    assert not {name for name in names if "py_layer" in name}
+def test_one_line_tells_what_is_chosen(monkeypatch):
+    counts = {}
+    for choice in ("fused", "uncompiled", "plain"):
+        for has_compiled in (True, False):
+            monkeypatch.setattr(operations, "_has_compiled", has_compiled)
+            choose_kernels(choice)
+            counts[choice, has_compiled] = description("cpu")
+    assert counts["fused", True].startswith("kernels (fused, cpu): ")
+    assert {key for key, line in counts.items() if " C" in line} == {("fused", True)}
+    assert {key for key, line in counts.items() if "oneDNN" in line} >= {("uncompiled", False)}
+    assert counts["plain", True] == f"kernels (plain, cpu): {len(OPERATIONS)} plain"
 
 
-def test_every_kernel_is_for_a_known_device():
-    found = {device for operation in OPERATIONS for device in operation.kernels}
-    assert found == {"cpu", "gpu"}
-    assert len({operation.__name__ for operation in OPERATIONS}) == len(OPERATIONS)
+def test_the_table_is_that_of_the_operations():
+    for of, kernels in TABLE.items():
+        assert of.kernels is kernels
+        # The last of each device takes more than those before it, which are faster.
+        assert {kernel.device for kernel in kernels} <= {"cpu", "gpu"}
+        assert [k.source for k in kernels if k.device == "gpu"] in ([], ["Paddle"])
+    assert len({of.__name__ for of in OPERATIONS}) == len(OPERATIONS)

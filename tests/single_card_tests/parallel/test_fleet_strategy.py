@@ -6,7 +6,12 @@ import pytest
 
 from paddle_vl.config.parallel_settings import FleetConfig
 from paddle_vl.parallel.degrees import ParallelDegrees
-from paddle_vl.parallel.fleet_strategy import effective_options, fleet_problems, fleet_strategy
+from paddle_vl.parallel.fleet_strategy import (
+    _REFUSED,
+    effective_options,
+    fleet_problems,
+    fleet_strategy,
+)
 
 ALL = ParallelDegrees(
     mp_degree=2, pp_degree=2, sharding_degree=2, num_micro_batches=4, sequence_parallel=True
@@ -61,6 +66,14 @@ def test_what_is_unknown_mistyped_or_wrong_here_is_refused(section, option, valu
     (problem,) = problems(**{section: {option: value}})
     assert problem.startswith(f"parallel.fleet.{section}.{option} ")
     assert re.search(message, problem), problem
+
+
+@pytest.mark.parametrize("section", sorted(_REFUSED))
+def test_no_refusal_recommends_what_is_refused(section):
+    for option in _REFUSED[section]:
+        (problem,) = problems(**{section: {option: 1}})
+        for other, name in re.findall(r"(?:use|set) (\w+_configs)\.(\w+)", problem):
+            assert problems(**{other: {name: True}}) == [], problem
 
 
 @pytest.mark.parametrize(

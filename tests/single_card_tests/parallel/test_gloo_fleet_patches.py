@@ -1,7 +1,7 @@
 """Refusals of the gloo patches for Paddle and of the gloo timeout.
 
-Guarantees: an unknown Paddle version, and a symbol that is missing, new or has other parameters,
-are refused by name before anything is patched; builds with an accelerator and other backends stay
+Guarantees: an unknown Paddle version, and a symbol that is missing or new, are refused by name
+before anything is patched; builds with an accelerator and other backends stay
 unpatched; the symbols that set the timeout exist, a missing one is refused by name, and the timeout
 cannot change after the rendezvous. multi_card_tests/test_pauses.py tests that the timeout takes
 effect.
@@ -11,7 +11,6 @@ import paddle
 import pytest
 from paddle.base import core
 from paddle.distributed import ParallelEnv, collective
-from paddle.distributed.fleet.layers.mpu import mp_ops
 
 from paddle_vl.parallel.gloo_fleet import installation, time_limit
 from paddle_vl.parallel.store import rendezvous
@@ -43,20 +42,6 @@ def refused(symbol: str, what: str):
     return pytest.raises(
         RuntimeError, match=rf"paddlepaddle {paddle.__version__} has another {symbol} than.*{what}"
     )
-
-
-def test_function_with_other_parameters_is_refused(monkeypatch):
-    monkeypatch.setattr(mp_ops, "_mp_allreduce", lambda tensor, group, axis: None)
-    with refused(
-        r"paddle\S*mp_ops\._mp_allreduce", r"takes \(tensor, group, axis\), expected \(tens"
-    ):
-        installation.install()
-
-
-def test_method_of_the_process_group_with_other_parameters_is_refused(monkeypatch):
-    monkeypatch.setattr(core.ProcessGroupGloo, "broadcast", core.ProcessGroupGloo.gather)
-    with refused(r"paddle\.base\.core:ProcessGroupGloo\.broadcast", r"expected \(tensor, src"):
-        installation.install()
 
 
 def test_missing_function_is_refused(monkeypatch):
@@ -102,31 +87,18 @@ def test_every_patch_says_why():
         assert patch.reason
 
 
-def test_paddles_libraries_export_the_symbols_of_the_timeout():
-    library = time_limit.check_library()
-    assert library.context > 0
-    assert library.communicator > 0
-    assert library.manager > 0
+def test_paddles_library_exports_the_symbols_of_the_timeout():
+    assert all(time_limit.check_library())
 
 
 def test_a_missing_symbol_of_the_timeout_is_named(monkeypatch):
-    monkeypatch.setitem(time_limit._SYMBOLS, "limit", "_ZN4gloo7Context9getSecondsEv")
+    monkeypatch.setattr(time_limit, "_TIMEOUT", "_ZN4gloo7Context9getSecondsEv")
     time_limit.check_library.cache_clear()
     try:
-        with pytest.raises(RuntimeError, match=r"paddlepaddle 3.*no _ZN4gloo7Context9getSeconds"):
+        with pytest.raises(RuntimeError, match=r"paddlepaddle 3.*: _ZN4gloo7Context9getSeconds"):
             time_limit.check_library()
     finally:
         time_limit.check_library.cache_clear()
-
-
-def test_the_timeout_of_an_unknown_group_is_refused():
-    with pytest.raises(RuntimeError, match="no communicator of group 4321.*adapt paddle_vl"):
-        time_limit.set_group_timeout(4321, 0, 2, 60)
-
-
-def test_invalid_addresses_are_no_objects():
-    for address in (0, 8, 1 << 47, 1 << 63):
-        assert not time_limit._is_object(address, 1)
 
 
 def test_the_timeout_cannot_change_after_the_rendezvous(monkeypatch):

@@ -8,18 +8,20 @@ from the formula.
 from dataclasses import replace
 from pathlib import Path
 
+import paddle
 import pytest
 
+from paddle_vl import PI07Config
+from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
+from paddle_vl.families.pi07.prefix_layout import LABELS
 from paddle_vl.parallel.sharding import ShardingOptions
-from sharding_memory import (
+from tests.support.sharding_memory import (
     Elements,
     HeldBytes,
     ModelElements,
     at_peak,
     between_steps,
     passing_bytes,
-    published_pi07,
-    table_rows,
 )
 
 DOCS = Path(__file__).parents[3] / "docs" / "sharding.md"
@@ -115,7 +117,16 @@ def test_temporary_memory_of_units_and_tables():
 
 
 def test_documented_figures_are_the_formulas():
-    model, text = published_pi07(), DOCS.read_text(encoding="utf-8")
+    config = PI07Config.from_dict({"vlm_config": {"discrete_action_vocab_size": 2048}})
+    with paddle.LazyGuard():
+        pi07 = PI07LowLevelFlowMatching(config, {key: [1] for key in LABELS})
+    units = [*pi07.vision_blocks, *pi07.decoder_layers]
+    model = ModelElements.of(pi07.parameters(), units, 2, pi07.tables)
+    text = DOCS.read_text(encoding="utf-8")
     assert f"{(model.units.total + model.root.total) / 1e9:.2f} billion" in text
-    for row in table_rows(model, 8):
-        assert row in text
+    for stage, name in enumerate(("none", "1", "2", "3")):
+        held, peak = between_steps(model, stage, 8), at_peak(model, stage, 8)
+        passing = passing_bytes(model, stage)
+        sizes = (held.parameters, held.masters, held.moments, held.total, peak.gradients, passing)
+        cells = [f"{size / 2**30:.2f}" for size in (*sizes, peak.total + passing)]
+        assert f"| {name} | {' | '.join(cells)} |" in text

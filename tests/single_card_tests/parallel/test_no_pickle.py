@@ -6,6 +6,7 @@ pipes.
 """
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,13 +23,9 @@ OBJECT_FUNCTIONS = {
 OWN_WORKERS = {"data/worker_pool.py"}
 
 
-def tree(module: str) -> ast.Module:
-    return ast.parse((PACKAGE / module).read_text(encoding="utf-8"))
-
-
-def imported(module: str) -> set[str]:
+def imported(code: ast.Module) -> set[str]:
     names = set()
-    for node in ast.walk(tree(module)):
+    for node in ast.walk(code):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -36,32 +33,48 @@ def imported(module: str) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_no_module_uses_a_serializer_that_runs_code(module):
-    assert not {name for name in imported(module) if name.split(".")[0] in SERIALIZERS}
-    for node in ast.walk(tree(module)):
+def faults(module: str, source: str) -> Iterator[str]:
+    """What a module does that could unpickle another rank's bytes."""
+    code = ast.parse(source)
+    names = imported(code)
+    yield from (name for name in names if name.split(".")[0] in SERIALIZERS)
+    yield from (name for name in OBJECT_FUNCTIONS if name in source)
+    connects = {name for name in names if name.split(".")[0] == "multiprocessing"}
+    connects -= {"multiprocessing.AuthenticationError"}
+    if module in OWN_WORKERS:
+        connects = set()
+    yield from (n for n in connects if not n.startswith("multiprocessing.connection."))
+    for node in ast.walk(code):
         if isinstance(node, ast.Call):
             allowed = [k.value for k in node.keywords if k.arg == "allow_pickle"]
-            assert all(isinstance(v, ast.Constant) and v.value is False for v in allowed)
+            if not all(isinstance(v, ast.Constant) and v.value is False for v in allowed):
+                yield ast.unparse(node)
             # This call reads pickles.
-            assert ast.unparse(node.func) not in ("paddle.load", "np.lib.format.read_array")
+            if ast.unparse(node.func) in ("paddle.load", "np.lib.format.read_array"):
+                yield ast.unparse(node)
+        # Connection.send pickles, Connection.recv unpickles.
+        elif connects and isinstance(node, ast.Attribute) and node.attr in ("send", "recv"):
+            yield ast.unparse(node)
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_no_module_lets_paddle_send_objects(module):
-    names = {node.attr for node in ast.walk(tree(module)) if isinstance(node, ast.Attribute)}
-    names |= {name.rpartition(".")[2] for name in imported(module)}
-    assert not names & OBJECT_FUNCTIONS
-    assert not any(name in (PACKAGE / module).read_text() for name in OBJECT_FUNCTIONS)
+def test_no_module_unpickles_what_another_rank_sends():
+    found = {
+        module: list(faults(module, (PACKAGE / module).read_text(encoding="utf-8")))
+        for module in MODULES
+    }
+    assert len(found) > 100
+    assert {module: of_module for module, of_module in found.items() if of_module} == {}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_connections_between_ranks_carry_bytes(module):
-    uses = {name for name in imported(module) if name.split(".")[0] == "multiprocessing"}
-    if not uses or module in OWN_WORKERS:
-        return
-    assert all(name.startswith("multiprocessing.connection.") for name in uses)
-    for node in ast.walk(tree(module)):
-        if isinstance(node, ast.Attribute):
-            # Connection.send pickles, Connection.recv unpickles.
-            assert node.attr not in ("send", "recv"), f"{module}: {ast.unparse(node)}"
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle", "from joblib import load", "np.load(file, allow_pickle=True)",
+        "np.load(file, allow_pickle=given)", "paddle.load(path)", "dist.all_gather_object(a, b)",
+        "from paddle.distributed import broadcast_object_list", "import multiprocessing",
+        "from multiprocessing.connection import Client\nClient(a).send(b)",
+    ],
+)  # fmt: skip
+def test_each_fault_is_found(source):
+    assert list(faults("parallel/x.py", source))
+    assert not list(faults("parallel/x.py", "np.load(file, allow_pickle=False)"))

@@ -3,21 +3,24 @@
 Guarantees: Paddle's client reads and writes it, with separate keys per name; a rank that does not
 join or has ended is named to those that wait, with the seconds and how to continue; ranks may start
 before the store; a malformed message ends only its connection; a taken port and two ranks with the
-same number are refused; the store ends with the process that started it.
+same number are refused; the store ends with the process that started it. The watch over the other
+ranks runs before, while and after the rendezvous is imported.
 """
 
 import contextlib
 import socket
 import struct
 import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 
 import pytest
 from paddle.base import core
 
-from paddle_vl.parallel.store import rendezvous, server
-from paddle_vl.parallel.store.membership import Membership
+from paddle_vl.parallel.store import membership, rendezvous, server
+from paddle_vl.parallel.store.membership import Membership, PeerWatch
 from paddle_vl.parallel.store.rendezvous import Addresses
 
 HOST = "127.0.0.1"
@@ -35,7 +38,7 @@ def free_port() -> int:
 def running_store(num_ranks: int, port: int | None = None):
     """Yields the port and the process."""
     port = port or free_port()
-    process = rendezvous._start_store(Addresses(HOST, port, HOST, True), num_ranks)
+    process = rendezvous._start_store(Addresses(HOST, port, HOST), num_ranks)
     try:
         yield port, process
     finally:
@@ -76,9 +79,8 @@ def test_paddle_s_client_has_its_store():
 
 def test_names_keep_keys_apart(monkeypatch):
     with running_store(1) as (port, _):
-        addresses = Addresses(HOST, port, HOST, True)
-        met = rendezvous.Rendezvous(0, 1, addresses, None, None, None)
-        monkeypatch.setattr(rendezvous, "_met", [met])
+        addresses = Addresses(HOST, port, HOST)
+        monkeypatch.setattr(rendezvous, "_met", [addresses])
         stores = [rendezvous.store_of(name) for name in ("a", "b", "a")]
         for number, store in enumerate(stores[:2]):
             store.set("key", str(number))
@@ -159,18 +161,6 @@ def test_the_time_for_a_key_is_limited(monkeypatch):
         assert 0.3 <= time.monotonic() - begin < 5
 
 
-def test_waits_are_told_until_they_are_over():
-    with running_store(2) as (port, _):
-        present = members(port, 2)
-        assert all_join(present) == [None, None]
-        wait = {"operation": "barrier", "ranks": [0, 1], "number": 3}
-        present[1].report_wait(wait)
-        assert present[0].waits() == {1: wait}
-        present[1].report_wait(None)
-        assert present[0].waits() == {}
-        close(*present)
-
-
 def test_two_processes_of_one_rank_are_refused():
     with running_store(2) as (port, _):
         twice = [Membership(1, 2, HOST, port, 0.2) for _ in range(2)]
@@ -187,11 +177,11 @@ def test_a_taken_port_is_named():
     with socket.create_server((HOST, 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(RuntimeError, match=rf"listen at {HOST}:{port}, .*in use.*--start_port"):
-            rendezvous._start_store(Addresses(HOST, port, HOST, True), 2)
+            rendezvous._start_store(Addresses(HOST, port, HOST), 2)
 
 
 def test_an_address_of_another_machine_is_named():
-    place = Addresses("203.0.113.7", free_port(), "203.0.113.7", False)
+    place = Addresses("203.0.113.7", free_port(), "203.0.113.7")
     with pytest.raises(RuntimeError, match=r"listen at 203\.0\.113\.7:.*assign.*--host"):
         rendezvous._start_store(place, 2)
 
@@ -230,7 +220,7 @@ def test_what_is_no_message_ends_its_connection_alone(message):
         assert bytes(store.get("key")) == b"value"
 
 
-@pytest.mark.parametrize("question", [b"[", b"7", b'{"join": "x", "seconds": 1}'])
+@pytest.mark.parametrize("question", [b"[", b"7", b'{"join": true}'])
 def test_a_question_that_makes_no_sense_harms_nobody(question):
     with running_store(1) as (port, _):
         with socket.create_connection((HOST, port), LONG) as stranger:
@@ -263,3 +253,12 @@ def test_it_does_not_wait_for_ranks_that_stay():
             process.wait(server._SECONDS_AFTER_RANK_0 + 3)
         assert process.returncode == 0
         close(*present)
+
+
+def test_a_watch_outlives_the_import_of_the_rendezvous(monkeypatch):
+    """A thread finds a module in sys.modules while another thread imports it, half filled."""
+    monkeypatch.setattr(membership, "_POLL_S", 0.01)
+    monkeypatch.setitem(sys.modules, rendezvous.__name__, ModuleType(rendezvous.__name__))
+    with PeerWatch() as watch:
+        time.sleep(0.1)
+        assert watch._thread.is_alive()

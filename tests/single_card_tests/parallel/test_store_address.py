@@ -41,7 +41,7 @@ def variables(*endpoints: str, rank: int = 0, **others: str) -> dict[str, str]:
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", *(address for _, address in PLACED)])
 def test_a_run_on_one_machine_uses_loopback(host):
     found = find_addresses(variables(f"{host}:4000", f"{host}:4001", rank=1))
-    assert found == Addresses("127.0.0.1", 4000, "127.0.0.1", True)
+    assert found == Addresses("127.0.0.1", 4000, "127.0.0.1")
 
 
 def test_the_launcher_s_master_comes_before_the_first_endpoint():
@@ -53,10 +53,10 @@ def test_the_launcher_s_master_comes_before_the_first_endpoint():
 def test_a_run_on_several_machines_uses_the_endpoints_addresses():
     own = PLACED[0][1]
     given = variables(f"{own}:4000", f"{FAR}:4000", PADDLE_MASTER=f"{own}:5000")
-    assert find_addresses(given) == Addresses(own, 5000, own, False)
+    assert find_addresses(given) == Addresses(own, 5000, own)
     # The view of a rank on the other machine, or of this rank if the master is there.
     given = variables(f"{FAR}:4000", f"{own}:4000", rank=1)
-    assert find_addresses(given) == Addresses(FAR, 4000, own, False)
+    assert find_addresses(given) == Addresses(FAR, 4000, own)
 
 
 def test_addresses_of_this_machine_and_others_are_told_apart():
@@ -76,13 +76,13 @@ def test_the_interface_of_an_address_is_found():
 
 def test_gloo_and_nccl_get_the_interface_unless_one_is_chosen():
     environment = {}
-    choose_interfaces(Addresses("127.0.0.1", 1, "127.0.0.1", True), environment)
+    choose_interfaces(Addresses("127.0.0.1", 1, "127.0.0.1"), environment)
     assert environment == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
     environment = {"NCCL_SOCKET_IFNAME": "ib0"}
-    choose_interfaces(Addresses("127.0.0.1", 1, "127.0.0.1", True), environment)
+    choose_interfaces(Addresses("127.0.0.1", 1, "127.0.0.1"), environment)
     assert environment == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "ib0"}
     environment = {}
-    choose_interfaces(Addresses(FAR, 1, FAR, False), environment)
+    choose_interfaces(Addresses(FAR, 1, FAR), environment)
     assert environment == {}
 
 

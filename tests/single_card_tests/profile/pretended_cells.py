@@ -1,13 +1,15 @@
 """Cells of a matrix that are not run: their results follow from their command lines."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from paddle_vl.cli.main import build_parser
-from paddle_vl.profile.cells import RESULT_FILE, Doubling
+from paddle_vl.processes import Limits
+from paddle_vl.profile.cell_runs import Outcome
+from paddle_vl.profile.cells import RESULT_FILE, Growth
 from paddle_vl.profile.matrix import MatrixSettings, all_choices
-from paddle_vl.profile.supervise import Limits, Outcome
-from paddle_vl.profile.workload import Workload
+from paddle_vl.profile.workload import ProfileSettings, Workload
 from tests.single_card_tests.profile.measures import cell
 
 # Largest batch that fits, and samples per second of one sample, by sharding choice.
@@ -16,17 +18,19 @@ SPEED = {"dp": 6.0, "stage2": 5.0, "stage3": 4.0}
 
 
 def matrix_settings(out: Path) -> MatrixSettings:
+    workload = Workload(is_synthetic=True)
     return MatrixSettings(
-        out=out,
+        ProfileSettings(out, workload, warmup_steps=1, steps=2, memory_limit_gb=2.0),
         num_processes=2,
         choices=all_choices(["dp", "stage2"], ["none"], [1]),
-        growth=Doubling(largest=8, resolution=0),
+        growth=Growth(largest=8, resolution=0),
         seconds=30.0,
-        memory_limit_gb=2.0,
-        warmup_steps=1,
-        steps=2,
-        workload=Workload(is_synthetic=True),
     )
+
+
+def with_profile(settings: MatrixSettings, **changes: object) -> MatrixSettings:
+    """The settings with others of each profile."""
+    return replace(settings, profile=replace(settings.profile, **changes))
 
 
 class Pretended:
@@ -37,8 +41,11 @@ class Pretended:
         self.limits: set[Limits] = set()
         self.broken = broken or {}
 
-    def __call__(self, command: list[str], folder: Path, limits: Limits) -> Outcome:
-        options, given = self.parsed(command)
+    def __call__(
+        self, arguments: list[str], num_ranks: int, folder: Path, limits: Limits
+    ) -> Outcome:
+        options, given = self.parsed(arguments)
+        assert (num_ranks, options.nproc) == (2, 1)
         stage = f"stage{given['parallel.sharding_stage']}"
         sharding = "dp" if given["parallel.sharding_degree"] == "1" else stage
         size = int(given["train.per_device_train_batch_size"])
@@ -55,7 +62,7 @@ class Pretended:
         return Outcome("ok")
 
     @staticmethod
-    def parsed(command: list[str]):
-        options = build_parser().parse_args(command[2:])
+    def parsed(arguments: list[str]):
+        options = build_parser().parse_args(arguments)
         given = dict(override.split("=", 1) for override in options.overrides)
         return options, {"parallel.sharding_stage": "none", **given}

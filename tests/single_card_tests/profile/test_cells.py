@@ -7,7 +7,7 @@ fit; known sizes of a resumed matrix are not tried again; invalid rules are refu
 
 import pytest
 
-from paddle_vl.profile.cells import Doubling, Steps
+from paddle_vl.profile.cells import Growth
 
 
 def sizes_tried(growth, capacity: int, known: dict[int, bool] | None = None) -> list[int]:
@@ -23,14 +23,14 @@ def sizes_tried(growth, capacity: int, known: dict[int, bool] | None = None) -> 
 @pytest.mark.parametrize(
     ("growth", "capacity", "tried"),
     [
-        (Doubling(largest=12), 100, [1, 2, 4, 8, 12]),
-        (Doubling(largest=64, resolution=0), 11, [1, 2, 4, 8, 16, 12, 10, 11]),
-        (Doubling(largest=64, resolution=0.25), 11, [1, 2, 4, 8, 16, 12, 10]),
-        (Doubling(first=8), 3, [8, 4, 2, 3]),
-        (Doubling(first=8), 0, [8, 4, 2, 1]),
-        (Doubling(largest=1), 0, [1]),
-        (Steps([8, 12, 20]), 100, [8, 12, 20]),
-        (Steps([8, 12, 20, 40]), 12, [8, 12, 20]),
+        (Growth(largest=12), 100, [1, 2, 4, 8, 12]),
+        (Growth(largest=64, resolution=0), 11, [1, 2, 4, 8, 16, 12, 10, 11]),
+        (Growth(largest=64, resolution=0.25), 11, [1, 2, 4, 8, 16, 12, 10]),
+        (Growth(first=8), 3, [8, 4, 2, 3]),
+        (Growth(first=8), 0, [8, 4, 2, 1]),
+        (Growth(largest=1), 0, [1]),
+        (Growth(sizes=[8, 12, 20]), 100, [8, 12, 20]),
+        (Growth(sizes=[8, 12, 20, 40]), 12, [8, 12, 20]),
     ],
 )
 def test_sizes_that_are_tried(growth, capacity, tried):
@@ -38,18 +38,16 @@ def test_sizes_that_are_tried(growth, capacity, tried):
 
 
 def test_known_sizes_are_not_tried_again():
-    assert sizes_tried(Doubling(), 5, {1: True, 2: True, 4: True}) == [8, 6, 5]
-    assert sizes_tried(Steps([1, 2, 3]), 9, {1: True, 2: True}) == [3]
+    assert sizes_tried(Growth(), 5, {1: True, 2: True, 4: True}) == [8, 6, 5]
+    assert sizes_tried(Growth(sizes=[1, 2, 3]), 9, {1: True, 2: True}) == [3]
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Doubling(first=0), "from 0 to 64"),
-        (lambda: Doubling(first=9, largest=8), "from 9 to 8"),
-        (lambda: Doubling(resolution=1.0), "resolution of 1.0"),
-        (lambda: Steps([]), r"sizes \[\]"),
-        (lambda: Steps([2, 1]), "ascending"),
+        (lambda: Growth(first=0), "from 0 to 64"),
+        (lambda: Growth(first=9, largest=8), "from 9 to 8"),
+        (lambda: Growth(sizes=[2, 1]), "ascending"),
     ],
 )
 def test_senseless_rules_are_refused(make, message):

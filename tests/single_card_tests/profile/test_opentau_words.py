@@ -56,6 +56,21 @@ def policy_file(tmp_path_factory):
         (["--policy.freeze_vision_encoder", "false"], ["model.policy.freeze_vision_encoder=false"]),
         (["--policy.vlm_config.dropout=None"], ["model.policy.vlm_config.dropout=null"]),
         (["--policy.path=dir"], ["model.pretrained=dir"]),
+        (["--wandb.enable=false", "--wandb.project", "pi07"], []),
+        (
+            ["--dataset_mixture.response_drop_prob=0.0", "--dataset_mixture.n_obs_history=6"],
+            ["data.drops.response_drop_prob=0.0", "model.policy.n_obs_steps=6"],
+        ),
+        (["--dataset_mixture.n_obs_history=None"], ["model.policy.n_obs_steps=1"]),
+        (
+            [
+                '--dataset_mixture.datasets=[{"repo_id": "a/b"}]',
+                "--dataset_mixture.datasets.0.repo_id=a/b",
+                "--dataset_mixture.weights=[1.0]",
+                "--dataset_mixture.action_freq=10",
+            ],
+            [],
+        ),
         (["--num_workers=3", "--seed", "7"], ["data.num_workers=3", "train.seed=7"]),
         (
             ["--batch_size=8", "--gradient_accumulation_steps=2"],
@@ -80,6 +95,7 @@ def test_options_become_settings(given, wanted):
         (["--policy.dropout", "--nproc"], "--policy.dropout has no value"),
         (["--config_path=a", "--config_path=b"], "given twice, a and b"),
         (["--batch_size=x"], "--batch_size is 'x'"),
+        (["--dataset_mixture.weight=[1]"], "did you mean --dataset_mixture.weights"),
         (["--batch_size=7", "--dataloader_batch_size=2"], "batch_size must be dataloader"),
         (["--batch_size=7", "--gradient_accumulation_steps=2"], "batch_size must be dataloader"),
     ],
@@ -112,6 +128,22 @@ def test_variables_without_effect_are_named(caplog):
     assert found == Variables()
     assert "FIND_UNUSED_PARAMS=false has no effect here" in caplog.text
     assert "FUSED_ADAMW=true has no effect here" in caplog.text
+
+
+def test_opentaus_command_on_the_runs_own_data_profiles_what_it_says(policy_file, tmp_path, capsys):
+    out = tmp_path / "out"
+    arguments = [f"--config_path={policy_file}", "--num_cams=3", "--wandb.enable=false"]
+    arguments += ["--dataset_mixture.n_obs_history=1", "--dataset_mixture.subgoal_drop_prob=1.0"]
+    arguments += ["--batch_size=2", "--warmup", "0", "--steps", "1", "--out", str(out)]
+    assert main(["profile", *arguments]) == 0
+    assert "--wandb.enable has no effect here" in capsys.readouterr().err
+    result = json.loads((out / "profile.json").read_text())
+    assert (result["cameras"], result["data_source"]) == (3, "the run's own")
+    policy = result["config"]["model"]["policy"]
+    # The lines have two cameras.
+    assert list(policy["input_features"]) == ["camera0", "camera1", "camera2", "state"]
+    assert (policy["empty_cameras"], policy["n_obs_steps"]) == (1, 1)
+    assert result["config"]["data"]["drops"]["subgoal_drop_prob"] == 1.0
 
 
 def test_opentaus_command_profiles_what_it_says(policy_file, tmp_path, monkeypatch):

@@ -1,14 +1,13 @@
-"""Recommendations and comparisons of a matrix.
+"""Recommendations of a matrix.
 
 Guarantees: the fastest cell below the memory share is chosen, and a faster one above it is named
 with its share; of equally fast cells the one with less memory; every number of cameras gets its own
-recommendation; without a limit memory does not matter; the report says if none fits or none ran;
-two sharding choices are compared only if all else is equal, and the gap is split over phases.
+recommendation; without a limit memory does not matter; the report says if none fits or none ran.
 """
 
 import pytest
 
-from paddle_vl.profile.recommend import comparisons, largest_batches, recommendations
+from paddle_vl.profile.matrix_report import recommendations
 from tests.single_card_tests.profile.measures import cell
 
 CELLS = [
@@ -69,33 +68,3 @@ def test_where_no_cell_fits_it_says_what_the_smallest_takes():
 def test_a_senseless_share_is_refused(share):
     with pytest.raises(ValueError, match="memory share"):
         recommendations(CELLS, 4.0, share)
-
-
-def test_only_cells_with_all_else_equal_are_compared():
-    cells = [
-        *CELLS,
-        cell("stage3", 16, 9.0, recompute="full"),
-        cell("stage3", 4, 10.0, cameras=2),
-        cell("stage3", 32, 10.0),
-    ]
-    (found,) = comparisons(cells, "stage2", "stage3")
-    assert (found.one, found.other) == (CELLS[1], CELLS[4])
-    assert found.speedup == pytest.approx(25 / 15)
-    assert found.speedup_of_medians == pytest.approx(25 / 15)
-
-
-def test_the_gap_is_shared_out_over_forward_and_backward():
-    one = cell("stage2", 8, 16.0, phases={"forward": 0.4, "bwd": 0.5, "gradient_sum": 0.0})
-    other = cell("stage3", 8, 8.0, phases={"forward": 0.6, "bwd": 1.0, "gradient_sum": 0.1})
-    (found,) = comparisons([one, other], "stage2", "stage3")
-    assert found.share_of_gap("backward") == pytest.approx(60)
-    assert found.share_of_gap("forward") == pytest.approx(20)
-    (same,) = comparisons([one, cell("stage3", 8, 16.0)], "stage2", "stage3")
-    assert same.share_of_gap("backward") is None
-
-
-def test_largest_batches_are_those_that_fit():
-    assert {choice.sharding: size for choice, size in largest_batches(CELLS).items()} == {
-        "stage2": 16,
-        "stage3": 8,
-    }

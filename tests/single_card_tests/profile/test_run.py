@@ -16,10 +16,10 @@ import pytest
 from paddle_vl.cli.main import main
 from paddle_vl.config.load import load_run_config
 from paddle_vl.config.validate import rule_problems
+from paddle_vl.processes import MemoryLimitError
 from paddle_vl.profile.memory import Peak
-from paddle_vl.profile.run import ProfileSettings, measure, profiled_config
-from paddle_vl.profile.supervise import MemoryLimitError, read_statuses
-from paddle_vl.profile.workload import Workload
+from paddle_vl.profile.run import measure, profiled_config
+from paddle_vl.profile.workload import ProfileSettings, Workload
 from paddle_vl.train import phases
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.phases import Phase
@@ -130,7 +130,7 @@ def test_the_command_leaves_a_result_and_nothing_in_the_runs_folder(run_file, tm
     assert result["peak_reserved_gb_worst"] > result["peak_alloc_gb_worst"] > 0
     assert result["data_source"] == "the run's own"
     assert "samples/s" in capfd.readouterr().out
-    assert [status.state for status in read_statuses(out)] == ["done"]
+    assert not list(out.glob("rank-*"))
     assert not run_file.with_name("out").exists()
 
 
@@ -147,14 +147,15 @@ def test_a_profile_above_its_limit_says_so(run_file, tmp_path, capfd):
     arguments = ["--out", str(tmp_path), "--memory-limit-gb", "0.01"]
     assert main(["profile", str(run_file), *arguments]) == 1
     assert "above the limit of 0.01 GB" in capfd.readouterr().err
-    assert [status.state for status in read_statuses(tmp_path)] == ["oom"]
+    (file,) = tmp_path.glob("rank-*")
+    assert json.loads(file.read_text())["is_out_of_memory"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--cameras", "1", "2"], "several numbers need --matrix"),
-        (["--cameras", "2"], "--cameras shapes made-up samples: it needs --synthetic"),
+        (["--cameras", "2"], "--synthetic makes samples with that many"),
         (["--recompute", "full"], "--recompute is about a matrix"),
         (["--warmup", "-1"], "--warmup -1"),
         (["--matrix", "--batch-sizes", "1", "--first-batch", "2"], "--batch-sizes are all sizes"),

@@ -13,9 +13,9 @@ import pytest
 from paddle_vl.config.load import load_run_config
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.families.pi07.settings import PI07Run
-from paddle_vl.families.qwen3_vl.inputs.dataset import MessagesDataset
-from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
-from paddle_vl.families.qwen3_vl.inputs.synthetic import ConversationShapes, write_conversations
+from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
+from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.inputs.synthetic import ConversationShapes, write_conversations
 from paddle_vl.profile.workload import Workload, with_workload
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 
@@ -48,7 +48,7 @@ def policy_config(run: RunConfig, **model: object) -> RunConfig:
 
 
 def test_conversations_have_the_shapes_asked_for(config, run_file, tmp_path):
-    processor = Qwen3VLProcessor.from_pretrained(run_file.with_name("processor"))
+    processor = VLProcessor.from_pretrained(run_file.with_name("processor"))
     shapes = ConversationShapes(num_images=3, image_side=16, answer_tokens=20)
     file = write_conversations(tmp_path / "data", shapes, 5, processor.tokenizer)
     samples = MessagesDataset([file], processor, max_length=512, on_bad_sample="fail")
@@ -87,6 +87,21 @@ def test_a_policy_gets_cameras_like_its_first_and_keeps_its_drops(config, tmp_pa
     assert changed.data.drops == policy.data.drops
 
 
+def test_on_its_own_data_a_policy_leaves_cameras_out_or_has_some_that_samples_lack(
+    config, tmp_path
+):
+    own = {"front": CAMERA, "camera0": CAMERA, "state": POLICY["input_features"]["state"]}
+    policy = policy_config(config, config=POLICY | {"input_features": own})
+    one, three = (
+        with_workload(policy, Workload(cameras=number), tmp_path).model.policy for number in (1, 3)
+    )
+    assert (list(one.input_features), one.empty_cameras) == (["front", "state"], None)
+    assert list(three.input_features) == ["front", "camera0", "camera1", "state"]
+    assert three.empty_cameras == 1
+    with pytest.raises(ValueError, match="--cameras 2: the run's data .* --synthetic makes"):
+        with_workload(config, Workload(cameras=2), tmp_path)
+
+
 def test_a_policys_own_cameras_stay_where_none_are_asked_for(config, tmp_path):
     changed = with_workload(policy_config(config), Workload(is_synthetic=True), tmp_path)
     assert changed.model.config == POLICY
@@ -95,7 +110,8 @@ def test_a_policys_own_cameras_stay_where_none_are_asked_for(config, tmp_path):
 @pytest.mark.parametrize(
     ("workload", "message"),
     [
-        (Workload(cameras=2), "--cameras shapes made-up samples: it needs --synthetic"),
+        (Workload(cameras=0), "--cameras 0"),
+        (Workload(image_side=64), "--image-side shapes made-up samples: it needs --synthetic"),
         (Workload(True, image_side=64), "--image-side shapes made-up conversations"),
         (Workload(True, cameras=0), "--cameras 0"),
     ],

@@ -146,7 +146,8 @@ ACTIONS = Path(__file__).with_name("page_actions.js")
 
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium (Debian: chromium-headless-shell)")
 def test_browser_draws_every_curve_and_the_controls_work(tmp_path):
-    text, _ = page_of(tmp_path, *two_runs(tmp_path))
+    lines = [line | {"skipped_samples": 0} for line in LINES]
+    text, _ = page_of(tmp_path, write_run(tmp_path / "z", lines), *two_runs(tmp_path)[1:])
     file = tmp_path / "acted.html"
     file.write_text(
         text.replace("</body>", f"<script>{ACTIONS.read_text()}</script></body>"), encoding="utf-8"

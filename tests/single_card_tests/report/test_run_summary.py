@@ -56,6 +56,7 @@ def test_origin_is_that_of_the_newest_start(tmp_path):
     resumed = START | {
         "started": "2026-11-22T10:00:00+00:00", "ended": None, "first_step": 20,
         "git": {"revision": "fedcba9876543210", "is_dirty": False}, "host": "second",
+        "command": ["paddle-vl", "train", "a.yaml", "data.train=[a.jsonl, b c.jsonl]"],
     }  # fmt: skip
     found = tables(write_run(tmp_path / "a", starts=[START, resumed]))
     origin = found["Where the run comes from"]
@@ -63,6 +64,7 @@ def test_origin_is_that_of_the_newest_start(tmp_path):
     assert origin["starts"] == ["2, resumed at step 20"]
     assert origin["git revision"] == ["fedcba9876"]
     assert origin["processes"] == ["4 (dp 2, mp 2)"]
+    assert origin["command"] == ["paddle-vl train a.yaml 'data.train=[a.jsonl, b c.jsonl]'"]
     assert (origin["host"], origin["numpy"]) == (["second"], ["2.0.0"])
     assert "git revision of paddle-vl" not in origin
     assert found["Results"]["duration"] == ["1 h 05 min, and 1 start without an end"]
@@ -91,8 +93,9 @@ def test_uncommitted_changes_are_told(tmp_path):
 
 def test_last_values_are_of_every_metric(tmp_path):
     found = tables(write_run(tmp_path / "a"))["Last values"]
-    assert found["quite_new/a_max"] == ["3"]
-    assert found["learning_rate/mergers"] == ["0.01"]
+    assert found["Quite new, a highest"] == ["3"]
+    assert found["Learning rate, mergers"] == ["0.01"]
+    assert found["Skipped updates"] == ["10"]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""The step benchmark trains what the references train.
+"""The step benchmark trains what the references train, and the harness of all benchmarks.
 
 Guarantees: pi07's parameters and tokens are those of step_opentau.py; Qwen3-VL's batch has the
-shapes that step_hf.py gives to HF transformers; tables are put in the right place of a markdown
+shapes that step_hf.py gives to HF transformers; a function runs in a process of its own, whose
+failure is told; ratios are those of each round; tables are put in the right place of a markdown
 file.
 """
 
@@ -10,6 +11,7 @@ import yaml
 
 import harness
 import step
+import turns
 from paddle_vl.families.pi07.policy_model import as_tensors
 from paddle_vl.families.pi07.prefix_layout import presence_of
 
@@ -20,7 +22,7 @@ OPENTAU_TOKENS = 478
 
 
 def built(family, tmp_path):
-    harness.make_data(family, tmp_path / "data", *step.DATA_OPTIONS[family])
+    harness.make_data(family, tmp_path / "data", *harness.BENCH_DATA[family])
     return step.build(family, [], tmp_path)
 
 
@@ -45,6 +47,21 @@ def test_qwen3_vl_has_the_shapes_of_its_reference(tmp_path):
     assert batch["attention_mask"].all()
     assert batch["image_grid_thw"].tolist() == [[1, 32, 32]] * size
     trainer.feed.close()
+
+
+def test_a_function_runs_in_a_process_of_its_own(tmp_path):
+    (found,) = harness.launch(turns.resident, tmp_path / "run", name="VmHWM")
+    assert 0 < found < turns.resident("VmHWM")
+    with pytest.raises(RuntimeError, match="has no VmNothing"):
+        harness.launch(turns.resident, tmp_path / "run", name="VmNothing")
+
+
+def test_ratios_are_those_of_each_round():
+    rounds = harness.in_rounds(["a", "b"], 3, lambda side: {"s": {"step": ord(side)}})
+    assert [list(one) for one in rounds] == [["a", "b"], ["b", "a"], ["a", "b"]]
+    rounds = [{"a": {"s": 1.0}, "b": {"s": n}} for n in (2.0, 4.0, 10.0)]
+    assert harness.ratio(rounds, "b", "a", "s") == "4.00 (3.00 to 7.00)"
+    assert harness.median(rounds, "b", "s") == 4.0
 
 
 def test_a_table_replaces_the_text_between_its_markers(tmp_path):

@@ -17,8 +17,8 @@ from PIL import Image
 
 import make_digits_dataset as digits_module
 from make_digits_dataset import make_digits_dataset
-from paddle_vl.families.qwen3_vl.inputs.dataset import MessagesDataset
-from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
+from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
+from paddle_vl.families.vlm.inputs.processor import VLProcessor
 
 datasets = pytest.importorskip("sklearn.datasets")
 
@@ -90,7 +90,7 @@ def test_images_are_the_shipped_ones_dark_on_white(made):
 
 
 def test_directory_is_ready_for_a_run_with_four_visual_tokens_an_image(made):
-    processor = Qwen3VLProcessor.from_pretrained(made / "processor")
+    processor = VLProcessor.from_pretrained(made / "processor")
     for split in ("train", "test"):
         dataset = MessagesDataset([made / f"{split}.jsonl"], processor)
         sample = dataset[len(dataset) - 1]

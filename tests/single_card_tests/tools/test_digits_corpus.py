@@ -13,7 +13,7 @@ import pytest
 
 from make_digits_corpus import HELD_OUT, SOURCES, make_digits_corpus
 from make_digits_dataset import read_digits
-from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
+from paddle_vl.families.vlm.inputs.processor import VLProcessor
 
 pytest.importorskip("sklearn.datasets")
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -85,7 +85,7 @@ def test_pages_tell_each_digit_behind_its_image(corpus):
 
 
 def test_the_tokenizer_knows_the_words_of_the_corpus(corpus):
-    processor = Qwen3VLProcessor.from_pretrained(corpus / "processor")
+    processor = VLProcessor.from_pretrained(corpus / "processor")
     text = "This is seven: 7. The largest of them is 9."
     assert len(processor.tokenizer.encode(text)) < len(text) / 2
 

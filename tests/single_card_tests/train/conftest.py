@@ -4,13 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.single_card_tests.train.whole_runs import build, evaluated
-
-
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory) -> Path:
-    return write_tiny_run(tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture(scope="module")

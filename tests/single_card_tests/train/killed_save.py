@@ -1,4 +1,4 @@
-"""A training run that is killed while a file of checkpoint-4 is half written.
+"""A training run that is killed, with KILLED=1, while a file of checkpoint-4 is half written.
 
     python killed_save.py CONFIG [section.name=value ...]
 
@@ -28,5 +28,6 @@ def write(stream, data, *arguments):
     plain(stream, data, *arguments)
 
 
-SummedStream.write = write
+if os.environ["KILLED"] == "1":
+    SummedStream.write = write
 trainer.run()

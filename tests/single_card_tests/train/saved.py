@@ -11,7 +11,7 @@ from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, write
 from paddle_vl.checkpoint.writing import write_tensors
 from paddle_vl.config.load import save_run_config
 from paddle_vl.config.schema import RunConfig, TrainConfig
-from paddle_vl.families.qwen3_vl.settings import Qwen3VLRun
+from paddle_vl.families.vlm.settings import VLRun
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train import checkpoint as checkpoints
 from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
@@ -24,7 +24,7 @@ def settings(**changes: Any) -> TrainConfig:
 
 
 def run_config() -> RunConfig:
-    return Qwen3VLRun.model_validate(
+    return VLRun.model_validate(
         {
             "model": {"config": {}},
             "data": {"train": ["t.jsonl"], "processor": "p"},

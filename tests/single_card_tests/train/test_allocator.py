@@ -1,8 +1,9 @@
 """Flags of Paddle's allocator.
 
 Guarantees: unset flags get their defaults and are told; a flag in the environment, one that was set
-before, and a choice of another allocator stay and are told; a run logs the flags and keeps them in
-run.json, a profile in profile.json.
+before, and a choice of another allocator stay and are told; a run on a GPU logs the flags; run.json
+and profile.json have them. On a CPU, where they have no effect, nothing is said of them, nor does
+Paddle warn of the number of threads that the user chose.
 """
 
 import json
@@ -13,9 +14,10 @@ import sys
 import paddle
 import pytest
 
+from paddle_vl.cli import commands
 from paddle_vl.train.allocator import DEFAULTS, allocator_flags, configure_allocator
 from tests.single_card_tests.train.tiny_run import write_tiny_run
-from tests.support.launch import ROOT
+from tests.support.forked import ROOT
 
 STRATEGY, VIRTUAL = DEFAULTS
 
@@ -62,23 +64,35 @@ def test_another_allocator_is_left_alone(flag, value, origin):
     assert f"{VIRTUAL}=false ({origin})" in told
 
 
+def test_a_run_on_a_gpu_tells_the_flags(monkeypatch, caplog):
+    monkeypatch.setattr(commands, "configure_runtime", lambda: None)
+    monkeypatch.setattr(paddle, "get_device", lambda: "gpu:0")
+    with caplog.at_level("INFO"):
+        commands.configure_training_runtime()
+    assert f"{STRATEGY}=auto_growth (default here)" in caplog.text
+
+
 @pytest.mark.parametrize("command", ["train", "profile"])
-def test_a_run_tells_the_flags_and_keeps_what_the_user_set(tmp_path, command):
+def test_a_run_on_a_cpu_says_nothing_of_flags_and_threads(tmp_path, command):
     run_file = write_tiny_run(tmp_path / "run")
     arguments = {"train": ["train.max_steps=1"], "profile": ["--warmup", "0", "--steps", "1"]}
+    started = [sys.executable, "-m", "paddle_vl", command, str(run_file), *arguments[command]]
     done = subprocess.run(
-        [sys.executable, "-m", "paddle_vl", command, str(run_file), *arguments[command]],
+        started,
         cwd=ROOT,
-        env=os.environ | {VIRTUAL: "0"},
+        env=os.environ | {VIRTUAL: "0", "OMP_NUM_THREADS": "2", "PYTHONWARNINGS": "always"},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert f"{STRATEGY}=auto_growth (default here)" in done.stderr
-    assert f"{VIRTUAL}=false (set in the environment)" in done.stderr
+    for word in ("FLAGS", "OMP", "Warning", "WARNING"):
+        assert word not in done.stderr
     out = tmp_path / "run" / "out"
     if command == "train":
-        found = json.loads((out / "run.json").read_text())["starts"][0]["allocator"]
+        (start,) = json.loads((out / "run.json").read_text())["starts"]
+        found = start["allocator"]
+        # The recorded command starts the same run again.
+        assert start["command"] == started
     else:
         found = json.loads((out / "profile" / "profile.json").read_text())["allocator_flags"]
     assert (found[STRATEGY], found[VIRTUAL]) == ("auto_growth", False)

@@ -13,7 +13,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.families.qwen3_vl.settings import Qwen3VLRun
+from paddle_vl.families.vlm.settings import VLRun
 from paddle_vl.train import checkpoint as checkpoints
 from paddle_vl.train.resume import changed_settings, checkpoint_to_resume
 from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
@@ -21,7 +21,7 @@ from paddle_vl.train.schedule import seed_step
 from tests.single_card_tests.train.saved import save_checkpoint, settings, write_arrays
 
 
-def make_config(output_dir, **changes) -> Qwen3VLRun:
+def make_config(output_dir, **changes) -> VLRun:
     values = {
         "model": {"config": {"text_config": {"hidden_size": 8, "vocab_size": 64}}},
         "data": {"train": ["t.jsonl"], "processor": "p"},
@@ -30,7 +30,7 @@ def make_config(output_dir, **changes) -> Qwen3VLRun:
     for name, value in changes.items():
         section, _, leaf = name.partition("__")
         values.setdefault(section, {})[leaf] = value
-    return Qwen3VLRun.model_validate(values)
+    return VLRun.model_validate(values)
 
 
 def save(output_dir, step):

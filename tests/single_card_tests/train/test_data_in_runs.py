@@ -2,10 +2,11 @@
 
 Guarantees: `data.allow_outside` and `data.max_line_bytes` apply to conversations and
 demonstrations; a run that skips bad samples trains through malformed lines and counts them; a run
-does not resume on edited data, and resumes once the data is restored.
+does not resume on edited data, and resumes once the data is restored or moved elsewhere.
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,16 @@ def test_a_run_does_not_go_on_in_edited_data(run_file, data_file, tmp_path):
         build(run_file, *going_on).run()
     data_file.write_text(text)
     assert build(run_file, *going_on).run() is None
+    # Moved files are the same data; an edited one is not, wherever it lies.
+    moved = data_file.parent / "moved" / "other_name.jsonl"
+    shutil.copytree(data_file.parent, moved.parent, ignore=shutil.ignore_patterns("out"))
+    moved.parent.joinpath(data_file.name).rename(moved)
+    data_file.rename(data_file.with_suffix(".gone"))
+    going_on = ["train.max_steps=3", "train.resume_from_checkpoint=auto", f"data.train=[{moved}]"]
+    moved.write_text(edited)
+    with pytest.raises(ValueError, match=rf"lines of {moved} were added, removed or edited"):
+        build(run_file, *going_on).run()
+    moved.write_text(text)
+    assert build(run_file, *going_on).run() is None
+    with pytest.raises(ValueError, match=r"cannot be continued with another data\.train"):
+        build(run_file, *going_on[:2], f"data.train=[{moved}, {moved}]")

@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 
-from paddle_vl.families.qwen3_vl.evaluation import Answer, FirstSamples, evaluation_report
+from paddle_vl.families.vlm.evaluation import Answer, FirstSamples, evaluation_report
 from paddle_vl.train.evaluate import mean_losses
 from tests.single_card_tests.train.batches import image_batch, split_batch, vl_runner
 from tests.support.tiny import tiny_model

@@ -15,11 +15,11 @@ import paddle
 import pytest
 
 from paddle_vl.config.load import load_run_config
-from paddle_vl.families.qwen3_vl.objective import VLLoss, expert_counts
+from paddle_vl.families.vlm.objective import VLLoss, expert_counts
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
+from paddle_vl.testing import record_host_reads
 from paddle_vl.testing.qwen3_vl import EXPERTS
 from paddle_vl.train.build import build_trainer
-from step_counts import record_host_reads
 from tests.single_card_tests.train.batches import image_batch, split_batch, vl_runner
 from tests.single_card_tests.train.tiny_run import MODEL, write_tiny_run
 from tests.support.tiny import tiny_model

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.data.loader import PrefetchLoader
-from paddle_vl.families.qwen3_vl.objective import VLBatchAdapter
+from paddle_vl.families.vlm.objective import VLBatchAdapter
 from paddle_vl.testing import record_host_reads
 from paddle_vl.train import trainer as trainer_module
 from paddle_vl.train.build import build_trainer
@@ -63,7 +63,7 @@ class Numbers:
     def state_dict(self) -> dict:
         return {"taken": self.taken}
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: dict, batches: int | None = None) -> None:
         self.taken = state["taken"]
 
     def waiting_for(self) -> str:

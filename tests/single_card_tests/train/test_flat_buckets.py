@@ -18,7 +18,7 @@ from paddle.base.framework import EagerParamBase
 
 from paddle_vl import Qwen3VLForConditionalGeneration
 from paddle_vl.config.schema import TrainConfig
-from paddle_vl.families.qwen3_vl.settings import PARTS
+from paddle_vl.families.vlm.settings import PARTS
 from paddle_vl.nn import flat_buckets
 from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.master_weights import MasterWeights

@@ -4,7 +4,7 @@ Guarantees, for each family: no read in a steady-state step; one per report, mad
 step runs; a run with updates masked on the device equals the run that reads the flags.
 
 Updates are masked on a GPU. On a CPU, where a read waits for nothing, the tests enable masks. Reads
-in `nn/masked_attention.py` belong to the CPU kernel.
+in `nn/cpu` belong to CPU kernels.
 """
 
 from collections import Counter

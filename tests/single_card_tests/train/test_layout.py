@@ -7,12 +7,12 @@ there is none if neither is set, or for a policy.
 import pytest
 
 from paddle_vl.families.pi07.settings import PI07Run
-from paddle_vl.families.qwen3_vl.settings import Qwen3VLRun
+from paddle_vl.families.vlm.settings import VLRun
 from paddle_vl.train.layout import ReservedRows
 
 
-def make_config(data: dict, **parallel) -> Qwen3VLRun:
-    return Qwen3VLRun.model_validate(
+def make_config(data: dict, **parallel) -> VLRun:
+    return VLRun.model_validate(
         {
             "model": {"config": "none"},
             "data": {"train": ["none"], "processor": "none", "max_length": 100} | data,

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from paddle_vl import Qwen3VLForConditionalGeneration
+from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from paddle_vl.cli.main import main
 from paddle_vl.config.load import load_run_config
-from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
-from paddle_vl.families.qwen3_vl.processor_fit import model_config
+from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.processor_fit import model_config
 from paddle_vl.train.build import build_trainer
 from tests.single_card_tests.train.tiny_run import MODEL, write_tiny_run
 
@@ -30,8 +30,10 @@ FACTORS = ("lora_A.weight", "lora_B.weight")
 def run_file(tmp_path_factory) -> Path:
     """Settings of a run next to a base model, whose folder has the processor."""
     path = write_tiny_run(tmp_path_factory.mktemp("run"))
-    processor = Qwen3VLProcessor.from_pretrained(path.with_name("processor"))
-    model = Qwen3VLForConditionalGeneration.from_config(model_config(MODEL, processor))
+    processor = VLProcessor.from_pretrained(path.with_name("processor"))
+    model = Qwen3VLForConditionalGeneration.from_config(
+        model_config(Qwen3VLConfig, MODEL, processor)
+    )
     model.save_pretrained(path.with_name("base"))
     processor.save_pretrained(path.with_name("base"))
     return path
@@ -104,6 +106,13 @@ def test_evaluate_generate_and_merge_take_the_run(trained, run_file, tmp_path, c
     assert str(run_file.with_name("base")) in capsys.readouterr().out
     assert main(["evaluate", str(merged), *data]) == 0
     assert expected in capsys.readouterr().out
+    # The base names no end tokens; all folders have the processor's.
+    processor = VLProcessor.from_pretrained(merged)
+    for folder in (trained / "final", trained / "checkpoint-2", merged):
+        settings = json.loads((folder / "generation_config.json").read_text())
+        assert settings["eos_token_id"] == processor.eos_token_ids
+        loaded = Qwen3VLForConditionalGeneration.from_pretrained(folder)
+        assert loaded.generation_config.eos_token_ids == processor.eos_token_ids
     answers = []
     for folder in (trained, merged):
         prompt = ["--prompt", "Which colour?", "--max-new-tokens", "4"]
@@ -153,11 +162,11 @@ def test_rates_of_parts_are_in_the_metrics(run_file, tmp_path):
         (["model.lora.target_modules=[q_porj]"], "'q_porj' fits none"),
         (["model.lora.rank=3"], r"model\.lora\.rank is not a setting"),
         (["model.lora.lora_alfa=3"], r"did you mean model\.lora\.lora_alpha\?"),
-        (["model.lora.r=0"], r"model\.lora\.r is 0; it should be greater"),
+        (["model.lora.r=0"], r"model\.lora\.r is 0; it must be at least"),
         (["model.lora={r: 2}"], r"model\.lora\.target_modules is missing"),
         (["model.freeze=[vision, mergers, language]"], "nothing to train"),
-        (["train.part_learning_rates={language: 0}"], "greater than 0"),
-        (["train.part_learning_rates={visoin: 0.1}"], "'visoin' fits none"),
+        (["train.part_learning_rates={language: 0}"], "it must be above 0"),
+        (["train.part_learning_rates={visoin: 0.1}"], r"called 'visoin'; did you mean vision\?"),
         (["train.part_learning_rates={'model.language_model.norm.*': 0.1}"], "among what is train"),
         (["train.part_learning_rates={vision: 0.1}", "train.learning_rate=0"], "which is 0"),
     ],

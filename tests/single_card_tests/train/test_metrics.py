@@ -15,10 +15,10 @@ import paddle
 import pytest
 from PIL import Image
 
-from paddle_vl.families.qwen3_vl.objective import VLLoss
+from paddle_vl.families.vlm.objective import VLLoss
 from paddle_vl.train.reporting.gauges import Gauge, GaugeLayout, local_values
 from paddle_vl.train.reporting.metrics import StepMeter, longest_skip
-from paddle_vl.train.reporting.reporter import draw_loss_curve
+from paddle_vl.train.reporting.plots import draw_loss_curve
 from paddle_vl.train.reporting.run_files import MetricsFile
 from paddle_vl.train.step import MicroBatch
 from tests.single_card_tests.train.batches import outcome

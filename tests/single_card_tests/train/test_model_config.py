@@ -4,41 +4,35 @@ Guarantees: a published size can be named instead of a file; an unknown name, an
 not fit the tokenizer, are refused with the reason.
 """
 
-from pathlib import Path
-
 import pytest
 
 from paddle_vl import Qwen3VLConfig
 from paddle_vl.config.load import load_run_config
 from paddle_vl.config.validate import launch_problems
-from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
-from paddle_vl.families.qwen3_vl.processor_fit import check_processor_fits, model_config
-from tests.single_card_tests.train.tiny_run import write_tiny_run
+from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.processor_fit import check_processor_fits, model_config
 
 
 @pytest.fixture(scope="module")
-def run_file(tmp_path_factory) -> Path:
-    return write_tiny_run(tmp_path_factory.mktemp("run"))
-
-
-@pytest.fixture(scope="module")
-def processor(run_file) -> Qwen3VLProcessor:
-    return Qwen3VLProcessor.from_pretrained(load_run_config(run_file, []).data.processor)
+def processor(run_file) -> VLProcessor:
+    return VLProcessor.from_pretrained(load_run_config(run_file, []).data.processor)
 
 
 def test_a_published_size_is_named_in_place_of_a_file(processor):
-    assert model_config("Qwen3-VL-2B-Instruct", processor) == Qwen3VLConfig.named("qwen3-vl-2b")
+    assert model_config(Qwen3VLConfig, "Qwen3-VL-2B-Instruct", processor) == Qwen3VLConfig.named(
+        "qwen3-vl-2b"
+    )
 
 
 def test_a_size_that_the_tokenizer_does_not_fit_is_refused(processor):
-    config = model_config("qwen3-vl-2b", processor)
+    config = model_config(Qwen3VLConfig, "qwen3-vl-2b", processor)
     with pytest.raises(ValueError, match="image_token_id is 151655 in the model"):
         check_processor_fits(config, processor)
 
 
 def test_what_is_neither_file_nor_size_is_refused(processor):
     with pytest.raises(ValueError, match="model.config: there is no file qwen3-vl-7b, and .*-235b"):
-        model_config("qwen3-vl-7b", processor)
+        model_config(Qwen3VLConfig, "qwen3-vl-7b", processor)
 
 
 @pytest.mark.parametrize(("source", "is_absent"), [("none.json", True), ("qwen3-vl-2b", False)])

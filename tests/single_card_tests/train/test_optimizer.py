@@ -11,7 +11,7 @@ import paddle
 import pytest
 
 from paddle_vl.config.schema import TrainConfig
-from paddle_vl.families.qwen3_vl.settings import PARTS
+from paddle_vl.families.vlm.settings import PARTS
 from paddle_vl.nn.master_weights import MasterWeights
 from paddle_vl.train.freeze import decayed_names, freeze_parameters, rate_factors, trained_names
 from paddle_vl.train.optimizer import Optimizer

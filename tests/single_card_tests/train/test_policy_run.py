@@ -3,8 +3,8 @@
 Guarantees: training lowers and reports both losses; the saved policy acts and resumes bit for bit,
 the planner too; gradient accumulation equals one large batch, and the step's losses are the model's
 own on that batch; synthetic demonstrations need no files; settings of another family are refused
-together; parameters that only a zero-weight loss reaches are not trained; frozen parameters do not
-change.
+together; the small examples in configs/pi07 train; parameters that only a zero-weight loss reaches
+are not trained; frozen parameters do not change.
 """
 
 import json
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import make_demonstrations
 from paddle_vl.config.load import load_run_config
 from paddle_vl.families.base import EvaluationOptions
 from paddle_vl.families.pi07.planner import PI07HighLevelPlanner
@@ -49,6 +50,19 @@ def trained(run_file, folder, *overrides) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("name", ["tiny_cpu", "planner_cpu"])
+def test_the_small_examples_train_on_the_demonstrations_that_the_tool_writes(
+    name, tmp_path, monkeypatch
+):
+    example = Path(__file__).parents[3] / "configs" / "pi07" / f"{name}.yaml"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["tool", "data/demonstrations", "--num-samples", "16"])
+    make_demonstrations.main()
+    trained(example, "out", "train.max_steps=2", "train.warmup_steps=1", "logging.logging_steps=1")
+    assert len(metrics_of(tmp_path / "out")) == 2
+    assert (tmp_path / "out" / "final" / "model.safetensors").is_file()
+
+
 def weights(folder: Path) -> dict[str, np.ndarray]:
     return load_file(folder / "model.safetensors")
 
@@ -77,8 +91,8 @@ def test_training_lowers_both_losses_and_the_policy_acts(run_file, tmp_path):
     size = SHAPES["image_size"]
     observation = {
         "state": np.zeros((1, SHAPES["state_dim"]), np.float32),
-        "camera0": np.full((1, 3, size, size), 0.5, np.float32),
-        "camera1": np.full((1, 3, size, size), 0.5, np.float32),
+        "camera0": np.full((1, 3, *size), 0.5, np.float32),
+        "camera1": np.full((1, 3, *size), 0.5, np.float32),
         "prompt": ["reach the mark"],
     }
     action = policy.select_action(observation)

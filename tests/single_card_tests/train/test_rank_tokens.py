@@ -14,7 +14,7 @@ import pytest
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.families.pi07.prefix_layout import presence_of
-from paddle_vl.families.qwen3_vl.objective import VLLoss
+from paddle_vl.families.vlm.objective import VLLoss
 from paddle_vl.report.panels import panels_of
 from paddle_vl.report.runs import read_runs
 from paddle_vl.report.summary import tables_of
@@ -96,7 +96,11 @@ def test_a_report_shows_unequal_ranks(tmp_path):
     # On one axis a sum would flatten the others.
     assert panels["tokens_per_step_sum"].keys == ["tokens_per_step_sum"]
     found = panels["token_imbalance"]
-    assert (found.section, found.title, found.unit) == ("Data", "Token imbalance", "most over mean")
+    assert (found.section, found.title, found.unit) == (
+        "Data",
+        "Token imbalance (fullest rank)",
+        "most over mean",
+    )
 
 
 @pytest.mark.parametrize("sync", ["hoisted", "all_reduce"])

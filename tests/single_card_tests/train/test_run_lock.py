@@ -2,11 +2,12 @@
 
 Guarantees: a folder locked by a live process is refused with host, pid and start time; the lock of
 a process that ended in any way is taken over; if the owner is on another machine, the file's time
-decides; a released lock leaves no file.
+decides; a released lock leaves no file. Deleting the file or the folder admits no second run.
 """
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from paddle_vl.train import run_lock
 from paddle_vl.train.run_lock import LOCK_FILE, RunLock
 
 ROOT = Path(__file__).parents[3]
+TEXT = {"capture_output": True, "text": True}
 HOLDER = """
 import sys, time
 from pathlib import Path
@@ -122,4 +124,41 @@ def test_a_damaged_file_is_nobodys(tmp_path):
     (tmp_path / LOCK_FILE).write_text('{"host": ')
     lock = RunLock.acquire(tmp_path)
     assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
+    lock.release()
+
+
+def test_without_its_file_the_folder_is_still_locked(holder, tmp_path):
+    (tmp_path / LOCK_FILE).unlink()
+    with pytest.raises(RuntimeError, match="is in use by another process"):
+        RunLock.check(tmp_path)
+    with pytest.raises(RuntimeError, match="is in use by another process"):
+        RunLock.acquire(tmp_path)
+
+
+@pytest.mark.parametrize("delete", [lambda f: (f / LOCK_FILE).unlink(), shutil.rmtree])
+def test_what_is_deleted_is_locked_again(tmp_path, monkeypatch, delete):
+    monkeypatch.setattr(run_lock, "_BEAT_S", 0.02)
+    folder = tmp_path / "out"
+    lock = RunLock.acquire(folder)
+    delete(folder)
+    deadline = time.monotonic() + 5
+    while run_lock._read(folder / LOCK_FILE).get("pid") != os.getpid():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    other = subprocess.run([sys.executable, "-c", HOLDER, str(folder)], cwd=ROOT, **TEXT)
+    assert f"in use by process {os.getpid()} on" in other.stderr
+    lock.release()
+    assert not (folder / LOCK_FILE).exists()
+
+
+def test_a_run_whose_folder_was_taken_by_another_ends(tmp_path):
+    script = f"from paddle_vl.train import run_lock\nrun_lock._BEAT_S = 1.0\n{HOLDER}"
+    command = [sys.executable, "-c", script, str(tmp_path / "out")]
+    pipe = subprocess.PIPE
+    first = subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+    assert first.stdout.readline() == "held\n"
+    (tmp_path / "out").rename(tmp_path / "moved")
+    lock = RunLock.acquire(tmp_path / "out")
+    assert first.wait(20) == 1
+    assert "this run ends, as two must not write there" in first.communicate()[1]
     lock.release()

@@ -16,11 +16,13 @@ import pytest
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.config.schema import RunConfig
+from paddle_vl.parallel.launcher import COMMAND_VARIABLE
 from paddle_vl.train.reporting.run_files import RUN_FILE, read_starts
 from paddle_vl.train.reporting.run_record import (
     RunRecord,
     git_state,
     overrides_in,
+    start_command,
     start_entry,
     versions,
 )
@@ -75,6 +77,29 @@ def test_entry_says_from_what_and_with_what(tmp_path, config, monkeypatch):
     assert entry["device_name"]
     assert entry["host"]
     assert json.loads(json.dumps(entry)) == entry
+
+
+@pytest.mark.parametrize(
+    ("argv", "variables", "started"),
+    [
+        (["/bin/paddle-vl", "train", "a b"], {}, ["/bin/paddle-vl", "train", "a b"]),
+        (["/x/paddle_vl/__main__.py", "train"], {}, [sys.executable, "-m", "paddle_vl", "train"]),
+        (["tools/train.py", "a"], {}, [sys.executable, "tools/train.py", "a"]),
+        (
+            ["/x/paddle_vl/__main__.py", "train", "a", "parallel.dp_degree=2"],
+            {COMMAND_VARIABLE: '["/bin/paddle-vl", "train", "a", "--nproc", "2"]'},
+            ["/bin/paddle-vl", "train", "a", "--nproc", "2"],
+        ),
+        (
+            ["tools/train.py", "a"],
+            {"PADDLE_TRAINERS_NUM": "16", "PADDLE_NNODES": "2", "PADDLE_LOCAL_SIZE": "8"},
+            ["fleetrun", "--nnodes", "2", "--nproc_per_node", "8", "tools/train.py", "a"],
+        ),
+    ],
+)
+def test_recorded_command_starts_the_run_again(monkeypatch, argv, variables, started):
+    monkeypatch.setattr(sys, "argv", argv)
+    assert start_command(variables) == started
 
 
 def test_versions_leave_out_what_is_not_installed(monkeypatch):

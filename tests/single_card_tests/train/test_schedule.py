@@ -11,8 +11,7 @@ import math
 import pytest
 
 from paddle_vl.config.schema import TrainConfig
-from paddle_vl.train.run_length import RunLength
-from paddle_vl.train.schedule import learning_rate
+from paddle_vl.train.schedule import RunLength, learning_rate
 
 
 def rates(steps, num_steps=10, **settings):

@@ -14,15 +14,10 @@ from safetensors.numpy import load_file, save_file
 
 from assemble_model import assemble
 from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-from tests.single_card_tests.train.tiny_run import MODEL, write_tiny_run
+from tests.single_card_tests.train.tiny_run import MODEL
 from tests.single_card_tests.train.whole_runs import build, metrics_of
 
 MERGERS = ("model.visual.merger.", "model.visual.deepstack_merger_list.")
-
-
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory):
-    return write_tiny_run(tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture(scope="module")

@@ -9,15 +9,9 @@ import json
 
 import pytest
 
-from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.single_card_tests.train.whole_runs import assert_same_run, build, metrics_of
 
 CONSTANT = ("train.lr_scheduler_type=constant", "train.warmup_steps=0", "train.save_steps=2")
-
-
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory):
-    return write_tiny_run(tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from paddle_vl.config.load import load_run_config
+from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.train import trainer as trainer_module
 from paddle_vl.train.checkpoint import model_folder
 from paddle_vl.train.reporting.reporter import ProgressBar
@@ -29,6 +30,12 @@ def test_output_folder_holds_what_the_help_says(whole_run):
     final = {path.name for path in (whole_run / "final").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= final
     assert "optimizer.safetensors" not in final
+    # Chats with the model end where its processor says, from Python and in HF too.
+    for folder in ("final", "checkpoint-2"):
+        settings = json.loads((whole_run / folder / "generation_config.json").read_text())
+        processor = VLProcessor.from_pretrained(whole_run / folder)
+        assert settings["eos_token_id"] == processor.eos_token_ids
+        assert settings["pad_token_id"] == processor.pad_token_id
     assert model_folder(whole_run) == whole_run / "final"
     assert load_run_config(whole_run / "config.yaml").train.max_steps == 4
 
@@ -133,7 +140,7 @@ def test_skipped_samples_are_counted(run_file, tmp_path):
     assert metrics_of(tmp_path / "out")[0]["skipped_samples"] == 1
 
 
-def test_epochs_and_frozen_parts_from_the_configuration(run_file, tmp_path):
+def test_epochs_and_frozen_parts_from_the_configuration(run_file, tmp_path, caplog):
     """12 samples in steps of 2 x 2: one and a half epochs are 4.5 steps, so 5."""
     trainer = build(
         run_file, tmp_path, "train.max_steps=null", "train.num_train_epochs=1.5",
@@ -144,11 +151,18 @@ def test_epochs_and_frozen_parts_from_the_configuration(run_file, tmp_path):
     trainer.run()
     for name, value in trainer.runner.model.hf_state_dict().items():
         assert (value == before[name]).all() == name.startswith("model.visual."), name
-    with pytest.raises(ValueError, match="exceeds the 3 steps that"):
-        build(
-            run_file, tmp_path / "b", "train.max_steps=null", "train.num_train_epochs=1.0",
-            "train.warmup_steps=4",
-        )  # fmt: skip
+    # A short trial of a run with a long warmup trains, and is told.
+    for length in ("num_train_epochs=1.0", "max_steps=3"):
+        settings = ["train.max_steps=null", f"train.{length}", "train.warmup_steps=4"]
+        build(run_file, tmp_path / length, *settings, "train.learning_rate=0.01")
+        told = "it has 3 step(s) and train.warmup_steps is 4, so the learning rate rises to 0.005"
+        assert (
+            caplog.messages.count(
+                f"the run ends in its warmup: {told} and does not reach train.learning_rate 0.01"
+            )
+            == 1
+        )
+        caplog.clear()
 
 
 def test_model_that_does_not_fit_its_processor_is_refused(run_file, tmp_path):
@@ -202,3 +216,8 @@ def test_a_peak_that_is_set_gives_a_utilisation(run_file, tmp_path):
     build(run_file, tmp_path, "logging.device_peak_tflops=0.05", "train.max_steps=2").run()
     for line in run_metrics(tmp_path):
         assert 0 < line["mfu"] < 1
+
+
+def test_limits_that_contradict_the_processors_are_named(run_file, tmp_path):
+    with pytest.raises(ValueError, match=r"processor with data\.max_pixels 1: min_pixels 64 and"):
+        build(run_file, tmp_path, "data.max_pixels=1")

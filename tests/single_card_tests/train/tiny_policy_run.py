@@ -1,13 +1,24 @@
 """A complete tiny policy run on disk: demonstrations, tokenizers, settings."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import yaml
 
-ROOT = Path(__file__).parents[3]
-SHAPES = {"image_size": 28, "state_dim": 3, "action_dim": 4, "n_obs_steps": 2, "chunk_size": 4}
+import make_demonstrations
+from paddle_vl.families.policy.demonstrations.sample import DemonstrationShapes
+from paddle_vl.families.policy.demonstrations.statistics import (
+    demonstration_statistics,
+    write_statistics,
+)
+from paddle_vl.families.policy.demonstrations.synthetic import SyntheticDemonstrations
+
+SHAPES = {
+    "image_size": (28, 28),
+    "state_dim": 3,
+    "action_dim": 4,
+    "n_obs_steps": 2,
+    "chunk_size": 4,
+}
 MODEL = {
     "type": "pi07_low_level",
     "n_obs_steps": 2, "chunk_size": 4, "n_action_steps": 4,
@@ -61,11 +72,11 @@ PLANNER = {name: MODEL[name] for name in _SHARED} | {
 def write_tiny_policy_run(folder: Path, num_samples: int = 24, **model: object) -> Path:
     """Write demonstrations, processor/, statistics.json and run.yaml; return the path of
     run.yaml."""
-    tool = [sys.executable, str(ROOT / "tools" / "make_demonstrations.py"), str(folder)]
-    for name, value in SHAPES.items():
-        values = [value, value] if name == "image_size" else [value]
-        tool += [f"--{name.replace('_', '-')}", *map(str, values)]
-    subprocess.run([*tool, f"--num-samples={num_samples}"], check=True, cwd=ROOT)
+    shapes = DemonstrationShapes(cameras=("camera0", "camera1"), **SHAPES)
+    source = SyntheticDemonstrations(num_samples, shapes, group_names=["arm::joint"])
+    make_demonstrations.write_demonstrations(source, folder)
+    write_statistics(folder / "statistics.json", demonstration_statistics(source))
+    make_demonstrations.write_processor(source, folder / "processor", 320, 256)
     settings = {
         "model": {"config": MODEL | model},
         "data": {

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from faults.tiny_run import write_pictures, write_processor
+from paddle_vl.testing.tiny_run import write_pictures, write_processor
 
 MODEL = {
     "text_config": {

@@ -1,6 +1,6 @@
-"""A third model family, outside of the package: captions for the region features of an image.
+"""A third family, outside of the package: the shared vision tower and a decoder of its own.
 
-It shows what a family consists of, and that a new family needs no change of the package: importing
+It shows what a family consists of, and that a new one needs no change of the package: importing
 this module registers it.
 """
 
@@ -10,7 +10,7 @@ register_family(
     FamilyEntry(
         "captioner",
         ("captioner",),
-        "tests.support.captioner.settings:CaptionerRun",
+        "tests.support.captioner.recipe:CaptionerRun",
         "tests.support.captioner.recipe:CaptionerRecipe",
     )
 )

@@ -1,4 +1,4 @@
-"""What the stand-ins share: checks of a kernel's contract, and marks that count its launches.
+"""What the stand-ins share: checks of a kernel's contract, and a stand-in for bfloat16.
 
 Paddle's CPU wheel cannot compute in bfloat16. Under `halves_are("float64")` float64 has its place:
 a stand-in takes float64 where a kernel takes bfloat16, float32 stays float32, and the numbers are
@@ -6,13 +6,12 @@ at least as exact.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import paddle
-from paddle import Tensor, profiler
+from paddle import Tensor
 
-_MARK = "gpu kernel"
 _half: str = "bfloat16"
 
 
@@ -25,19 +24,6 @@ def need(fits: bool, kernel: str, wanted: str, **found: Any) -> None:
     if not fits:
         shown = ", ".join(f"{name} {_shown(value)}" for name, value in found.items())
         raise ContractError(f"{kernel} needs {wanted}; found {shown}")
-
-
-def contiguous(*tensors: Tensor) -> list[Tensor]:
-    """The tensors, each copied if it is not contiguous: Paddle does so before such a kernel, with a
-    launch of its own."""
-    found = []
-    for tensor in tensors:
-        if tensor.is_contiguous():
-            found.append(tensor)
-        else:
-            with launched("contiguous"):
-                found.append(tensor.contiguous())
-    return found
 
 
 def is_float32(x: Tensor) -> bool:
@@ -58,20 +44,6 @@ def halves_are(dtype: str) -> Iterator[None]:
         yield
     finally:
         _half = before
-
-
-def launched(kernel: str, number: int = 1) -> AbstractContextManager[Any]:
-    """Mark the block, in a profile, as this many launches of one kernel; what runs inside is not
-    counted."""
-    return profiler.RecordEvent(f"{_MARK} {kernel} {number}")
-
-
-def launches_of(event: str) -> tuple[str, int] | None:
-    """Kernel and number of launches of an event of a profile; None for another event."""
-    if not event.startswith(_MARK):
-        return None
-    kernel, number = event.removeprefix(_MARK).split()
-    return kernel, int(number)
 
 
 def _shown(value: Any) -> str:

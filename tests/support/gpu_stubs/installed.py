@@ -23,6 +23,8 @@ class Standin(NamedTuple):
     own: Callable[..., Any]
 
 
+# Names of the stand-ins that were called, in order.
+CALLS: list[str] = []
 STANDINS = tuple(
     Standin(module, name, standin, getattr(module, name))
     for module, name, standin in (
@@ -45,15 +47,17 @@ def gpu_stubs() -> Iterator[None]:
         return
     with pytest.MonkeyPatch.context() as patch:
         for one in STANDINS:
-            patch.setattr(one.module, one.name, _on_gpu(one.standin, one.own))
+            patch.setattr(one.module, one.name, _on_gpu(one))
         yield
 
 
-def _on_gpu(standin: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+def _on_gpu(one: Standin) -> Callable[..., Any]:
     """The stand-in where kernels of a GPU are forced, else Paddle's own function."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        chosen = standin if operations._forced == "gpu" else own
-        return chosen(*args, **kwargs)
+        if operations._forced != "gpu":
+            return one.own(*args, **kwargs)
+        CALLS.append(one.name)
+        return one.standin(*args, **kwargs)
 
     return call

@@ -3,7 +3,7 @@
 A stub takes the arguments of an operator, checks what the real kernel checks, and computes in
 Paddle's own operators, so that gradients come by themselves. In a traced program, which has no
 values, it returns zeros. `kernel_stub` registers one; `pretended_gpu` puts all in place. (The
-stand-ins of `installed` replace Paddle's Python functions instead, and count their launches.)
+stand-ins of `installed` replace Paddle's Python functions instead.)
 
 The checks are those of Paddle 3.3.1 (`paddle/phi/kernels/gpu`) and of its flash-attention library
 (`flash_attn.cu`: CHECK_FWD_EXECUTABLE, CHECK_BWD_EXECUTABLE).

@@ -1,9 +1,8 @@
 """Stand-in of `fused_rotary_position_embedding`, by fused_rope_kernel.cu of Paddle 3.3.1."""
 
 import paddle
-from paddle.autograd import PyLayer
 
-from tests.support.gpu_stubs.contract import contiguous, is_float32, is_half, launched, need
+from tests.support.gpu_stubs.contract import is_float32, is_half, need
 
 KERNEL = "fused_rotary_position_embedding"
 
@@ -27,56 +26,12 @@ def fused_rotary_position_embedding(
             shapes = ([rows, width], [1, rows, 1, width])
             need(list(table.shape) in shapes, KERNEL, "a row of the table each", x=x, table=table)
             need(table.stop_gradient, KERNEL, "tables without a gradient, it has none for them")
-    if k is None:
-        return _Rope.apply(*contiguous(q, sin, cos)), None, None
-    return *_RopeOfTwo.apply(*contiguous(q, k, sin, cos)), None
-
-
-class _Rope(PyLayer):
-    @staticmethod
-    def forward(ctx, x, sin, cos):
-        ctx.save_for_backward(sin, cos)
-        with launched(KERNEL, int(x.size > 0)):
-            return _rotated(x, sin, cos)
-
-    @staticmethod
-    def backward(ctx, grad):
-        sin, cos = ctx.saved_tensor()
-        (grad,) = contiguous(grad)
-        with launched(f"{KERNEL}_grad", int(grad.size > 0)):
-            return _rotated_back(grad, sin, cos), None, None
-
-
-class _RopeOfTwo(PyLayer):
-    """One launch per tensor; an output without a gradient counts as one of zeros."""
-
-    @staticmethod
-    def forward(ctx, q, k, sin, cos):
-        ctx.save_for_backward(sin, cos)
-        with launched(KERNEL, 2):
-            return _rotated(q, sin, cos), _rotated(k, sin, cos)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        sin, cos = ctx.saved_tensor()
-        grads = contiguous(*grads)
-        with launched(f"{KERNEL}_grad", 2):
-            return *(_rotated_back(grad, sin, cos) for grad in grads), None, None
-
-
-def _wide(x, sin, cos):
-    shape = [1, x.shape[1], 1, x.shape[3]]
-    wide = "float32" if is_float32(x) else "float64"
-    return x.astype(wide), *(y.astype(wide).reshape(shape) for y in (sin, cos))
+    return _rotated(q, sin, cos), None if k is None else _rotated(k, sin, cos), None
 
 
 def _rotated(x, sin, cos):
-    wide, sin, cos = _wide(x, sin, cos)
+    wide = x.astype("float32" if is_float32(x) else "float64")
     first, second = wide.chunk(2, axis=-1)
-    return (wide * cos + paddle.concat([-second, first], axis=-1) * sin).astype(x.dtype)
-
-
-def _rotated_back(grad, sin, cos):
-    wide, sin, cos = _wide(grad, sin, cos)
-    first, second = (wide * sin).chunk(2, axis=-1)
-    return (wide * cos + paddle.concat([second, -first], axis=-1)).astype(grad.dtype)
+    turned = paddle.concat([-second, first], axis=-1)
+    sin, cos = (y.astype(wide.dtype).reshape([1, x.shape[1], 1, x.shape[3]]) for y in (sin, cos))
+    return (wide * cos + turned * sin).astype(x.dtype)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Protocol, TypedDict, cast
 import numpy as np
 
 from paddle_vl.batch.schema import Array, Axes
-from paddle_vl.families.pi07.demonstrations.sample import collate_demonstrations
+from paddle_vl.families.policy.demonstrations.sample import collate_demonstrations
 
 DRAWN = ("noise", "time", "delay")
 
@@ -69,7 +69,7 @@ class PolicyBatch(PromptBatch, PolicyFields, total=False):
     obs_history_is_pad: Annotated[Array, Axes("B T", "bool")]
     actions_is_pad: Annotated[Array, Axes("B J", "bool")]
     real_action_dim: Annotated[Array, Axes("B", "int64")]
-    # Drawn for the flow: see `paddle_vl.families.pi07.demonstrations.training_set`.
+    # Drawn for the flow: see `paddle_vl.families.policy.demonstrations.training_set`.
     noise: Annotated[Array, Axes("B J A", "float32")]
     time: Annotated[Array, Axes("B", "float32")]
     delay: Annotated[Array, Axes("B", "int64")]

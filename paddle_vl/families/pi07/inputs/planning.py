@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from paddle_vl.families.pi07.inputs.prompt import PromptTokenizer
+from paddle_vl.families.policy.prompt import PromptTokenizer
 
 BOS = "<bos>"
 

@@ -18,8 +18,8 @@ import zstandard
 from pyarrow import parquet
 
 from paddle_vl.data.corpus import jsonl_shard
+from paddle_vl.data.corpus.cache import CacheFolders
 from paddle_vl.data.corpus.local_copies import LocalCopies
-from paddle_vl.data.corpus.offset_index import CacheFolders
 from paddle_vl.data.corpus.open_shard import ShardOpener
 from paddle_vl.data.corpus.sources import open_shards
 from paddle_vl.data.corpus.token_files import TokenFileWriter
@@ -140,6 +140,15 @@ def test_an_index_is_built_once_and_again_after_a_change(tmp_path, monkeypatch):
     assert again.content != first.content
 
 
+def test_a_replaced_file_is_read_anew_in_the_same_process(tmp_path):
+    """Though file and index are open from before."""
+    for count in (3, 300):
+        (tmp_path / "new").write_bytes(lines(ROWS[:count]))
+        (tmp_path / "new").replace(tmp_path / "a.jsonl")
+        shard = opener()(tmp_path / "a.jsonl")
+        assert [shard.read(row) for row in range(shard.count)] == ROWS[:count]
+
+
 def test_an_index_goes_to_the_cache_folder_if_the_data_cannot_be_written(tmp_path, monkeypatch):
     data, cache = tmp_path / "data", tmp_path / "cache"
     data.mkdir()
@@ -201,7 +210,7 @@ def cut(path: Path, length: int) -> None:
     [
         ("a.parquet", b"PAR1 no footer", "is no Parquet file"),
         ("a.tar", b"no archive at all" * 100, "no uncompressed tar file"),
-        ("a.tar", gzip.compress(bytes(10240)), "no uncompressed tar file"),
+        ("a.tar", gzip.compress(bytes(10240), mtime=0), "no uncompressed tar file"),
         ("a.jsonl.gz", b"no archive", "cannot be read or uncompressed"),
         ("a.jsonl.zst", b"no archive", "cannot be read or uncompressed"),
         ("a.csv", b"a,b", "has no known suffix"),
@@ -225,7 +234,7 @@ def test_cut_token_files_are_refused(tmp_path):
         opener()(tmp_path / "t.idx")
     (tmp_path / "t.idx").write_bytes(whole)
     cut(tmp_path / "t.bin", 100)
-    with pytest.raises(RuntimeError, match=r"t.bin has 100 bytes and its index describes 200"):
+    with pytest.raises(RuntimeError, match=r"t.bin has 100 bytes and .*t.idx describes 200"):
         opener()(tmp_path / "t.idx")
 
 

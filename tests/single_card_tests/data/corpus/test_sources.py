@@ -14,12 +14,12 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from faults.tiny_run import write_processor
 from paddle_vl.config.data_sources import SourceConfig, as_sources
 from paddle_vl.data.corpus import local_copies
-from paddle_vl.families.qwen3_vl.inputs.corpus import Corpus
-from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
-from paddle_vl.families.qwen3_vl.settings import Qwen3VLDataConfig
+from paddle_vl.families.vlm.inputs.corpus import Corpus
+from paddle_vl.families.vlm.inputs.processor import Qwen3VLProcessor
+from paddle_vl.families.vlm.settings import VLDataConfig
+from paddle_vl.testing.tiny_run import write_processor
 from tests.single_card_tests.data.corpus.corpus_files import lines, picture, write_tar
 
 ROWS = [{"text": f"red {i}"} for i in range(120)]
@@ -33,7 +33,7 @@ def processor(tmp_path_factory) -> Qwen3VLProcessor:
 
 
 def opened(processor, *entries, **settings) -> Corpus:
-    data = Qwen3VLDataConfig.model_validate(settings)
+    data = VLDataConfig.model_validate(settings)
     return Corpus.opened(list(entries), data, processor, seed=1)
 
 

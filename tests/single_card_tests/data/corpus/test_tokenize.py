@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from faults.tiny_run import write_processor
 from paddle_vl.cli.main import main
 from paddle_vl.config.data_sources import SourceConfig
 from paddle_vl.data.corpus import tokenize
-from paddle_vl.families.qwen3_vl.inputs.corpus import Corpus
-from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
-from paddle_vl.families.qwen3_vl.settings import Qwen3VLDataConfig
+from paddle_vl.families.vlm.inputs.corpus import Corpus
+from paddle_vl.families.vlm.inputs.processor import Qwen3VLProcessor
+from paddle_vl.families.vlm.settings import VLDataConfig
+from paddle_vl.testing.tiny_run import write_processor
 from tests.single_card_tests.data.corpus.corpus_files import lines, opener
 
 ROWS = [{"text": ["red green", "blue"] * (1 + i % 5)} for i in range(90)]
@@ -91,8 +91,8 @@ def test_a_run_with_another_tokenizer_refuses_the_files(folder, tmp_path):
     for name in ("processor", "other"):
         processor = Qwen3VLProcessor.from_pretrained(folder / name)
         if name == "processor":
-            assert len(Corpus.opened(entries, Qwen3VLDataConfig(), processor, 1)) == 50
+            assert len(Corpus.opened(entries, VLDataConfig(), processor, 1)) == 50
         else:
             with pytest.raises(ValueError, match="written with another tokenizer"):
-                Corpus.opened(entries, Qwen3VLDataConfig(), processor, 1)
+                Corpus.opened(entries, VLDataConfig(), processor, 1)
     assert json.loads((tmp_path / "out.json").read_text())["documents"] == 50

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from paddle_vl.families.pi07.demonstrations.sample import DemonstrationShapes
+from paddle_vl.families.policy.demonstrations.sample import DemonstrationShapes
 
 SHAPES = DemonstrationShapes(
     cameras=("camera0", "camera1"),

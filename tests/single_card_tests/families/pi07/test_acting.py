@@ -8,7 +8,7 @@ still executing.
 import numpy as np
 import pytest
 
-from paddle_vl.families.pi07.inputs.acting import ActionQueue, ObservationHistory
+from paddle_vl.families.policy.acting import ActionQueue, ObservationHistory
 
 
 def test_history_fills_up_with_evenly_spaced_frames():

@@ -2,7 +2,8 @@
 
 Guarantees: the defaults are OpenTau's; OpenTau's files, alone or inside a training configuration,
 are read and written with the same meaning; settings that OpenTau ignores at the policy's level take
-effect; contradictory, unknown and out-of-range settings are refused by name.
+effect; files of earlier OpenTau versions mean what they meant, and a run may change them;
+contradictory, unknown and out-of-range settings are refused by name.
 """
 
 import json
@@ -10,7 +11,9 @@ import json
 import pytest
 
 from paddle_vl import PI07Config
-from paddle_vl.families.pi07.config import Gemma3WithExpertConfig
+from paddle_vl.families.pi07.config import PI07PlannerConfig
+from paddle_vl.families.pi07.engine_config import Gemma3WithExpertConfig
+from paddle_vl.families.pi07.settings import PolicySettings, with_settings
 from tests.support.pi07_golden import case, config_values, policy_config
 
 
@@ -109,6 +112,46 @@ def test_setting_of_one_level_holds_for_both(level, name, value):
     assert PI07Config.from_dict(written) == config
 
 
+# What OpenTau wrote before n_obs_steps replaced n_obs_history.
+OLDER = {
+    "type": "pi07_low_level", "n_obs_steps": 8, "chunk_size": 50, "n_action_steps": 50,
+    "n_obs_history": 6, "history_interval": None, "num_steps": 10, "spacetime_layer_stride": 1,
+    "attention_implementation": "fa2", "init_strategy": "no_init", "device": "cuda",
+    "cloud_vlm_latency_mean": 0.0, "pretrained_path": None, "use_amp": False,
+    "vlm_config": {"model_type": "Gemma3WithExpertModel", "load_pretrained_gemma3": False,
+                   "attention_implementation": "eager", "train_expert_only": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, (6, 1)),
+        ({"n_obs_history": None}, (1, 1)),
+        ({"n_obs_history": 4, "history_interval": 3}, (4, 3)),
+    ],
+)
+def test_files_of_earlier_versions_mean_what_they_meant(tmp_path, given, wanted, caplog):
+    (tmp_path / "config.json").write_text(json.dumps(OLDER | given))
+    with caplog.at_level("INFO", "paddle_vl"):
+        config = PI07Config.from_pretrained(tmp_path)
+    assert (config.n_obs_steps, config.history_interval) == wanted
+    assert (config.num_steps, config.attention_implementation) == (10, "eager")
+    assert f"is read as n_obs_steps {wanted[0]}" in caplog.text
+    assert ("history_interval null" in caplog.text) == ("history_interval" not in given)
+    assert PI07Config.from_dict(config.to_dict()) == config
+    settings = PolicySettings(n_obs_steps=2, history_interval=5)
+    changed = with_settings(config, settings, "ckpt", has_weights=True, new_statistics=False)
+    assert (changed.n_obs_steps, changed.history_interval) == (2, 5)
+
+
+def test_planners_of_other_versions_are_read():
+    values = {"discrete_action_tokenizer_path": "a/b", "attention_implementation": "fa2"}
+    config = PI07PlannerConfig.from_dict(values)
+    assert config.attention_implementation == "eager"
+    assert config.to_dict()["discrete_action_tokenizer_path"] == "a/b"
+
+
 def test_changed_sets_both_levels():
     config = PI07Config().changed(dropout=0.0, num_steps=3)
     assert (config.dropout, config.vlm_config.dropout, config.num_steps) == (0.0, 0.0, 3)
@@ -122,7 +165,7 @@ def test_flash_attention_computes_as_eager_and_says_so(caplog):
 def test_rotary_bases_of_newer_files_are_read():
     bases = {"full_attention": {"rope_theta": 7.0}, "sliding_attention": {"rope_theta": 5.0}}
     values = {"gemma3_config": {"text_config": {"rope_parameters": bases}}}
-    text = Gemma3WithExpertConfig.from_dict(values).gemma3_config.text_config
+    text = Gemma3WithExpertConfig(**values).gemma3_config.text_config
     assert (text.rope_base(0), text.rope_base(5)) == (5.0, 7.0)
 
 
@@ -154,24 +197,25 @@ def test_rotary_bases_of_newer_files_are_read():
         ({"max_delay": 51}, "max_delay 51 exceeds chunk_size 50"),
         ({"max_delay": 1, "n_action_steps": 49}, "max_delay 1 needs whole chunks.*49"),
         ({"n_obs_steps": 0}, "n_obs_steps is 0; .*at least 1"),
+        ({"n_obs_history": 0}, "n_obs_history is 0; .*at least 1"),
         ({"empty_cameras": True}, "empty_cameras is True"),
-        ({"dropout": 1.0}, r"dropout is 1.0.*\[0, 1\)"),
-        ({"attention_implementation": "flash"}, "'flash'; choose one of eager, sdpa"),
+        ({"dropout": 1.0}, "dropout is 1.0; .*below 1"),
+        ({"attention_implementation": "flash"}, "'flash'; it must be 'eager' or 'sdpa'"),
         ({"proj_width": 8}, "proj_width 8 differs from gemma_expert_config.hidden_size 1280"),
         ({"resize_imgs_with_padding": [224, 224]}, "image_size 448: set it to"),
         ({"normalization_mapping": {"STATE": "MINMAX"}}, "'MINMAX'; choose one of"),
         ({"normalization_mapping": {"ARM": "MIN_MAX"}}, "has 'ARM'"),
-        ({"input_features": {"state": {"type": "STATE"}}}, "'state'.*needs a type and a shape"),
-        ({"input_features": {"x": {"type": "WORD", "shape": [1]}}}, "'x'.*'WORD'"),
+        ({"input_features": {"state": {"type": "STATE"}}}, "state: shape is missing"),
+        ({"input_features": {"x": {"type": "WORD", "shape": [1]}}}, "x: type is 'WORD'"),
         ({"config_version": 2}, "config_version is 2.*newer package"),
         ({"type": "pi0"}, "type is 'pi0'"),
         ({"n_obs_step": 1}, r"\['n_obs_step'\]"),
         ({"n_candidates": 4}, "n_candidates is 4, which is not supported"),
-        ({"vlm_config": {"layers": 1}}, r"vlm_config has keys.*\['layers'\]"),
+        ({"vlm_config": {"layers": 1}}, r"vlm_config: .* keys \['layers'\]"),
         ({"vlm_config": {"gemma_expert_config": {"num_hidden_layers": 3}}}, "num_hidden_layers 3"),
         ({"vlm_config": {"gemma_expert_config": {"use_adarms": False}}}, "use_adarms is False"),
         (
-            {"vlm_config": {"gemma3_config": {"text_config": {"layer_types": ["full"]}}}},
+            {"vlm_config": {"gemma3_config": {"text_config": {"layer_types": ["full_attention"]}}}},
             "layer_types has 1 entries",
         ),
         (

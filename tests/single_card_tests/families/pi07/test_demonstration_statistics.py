@@ -8,13 +8,13 @@ in the file, is named.
 import numpy as np
 import pytest
 
-from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset
-from paddle_vl.families.pi07.demonstrations.statistics import (
+from paddle_vl.families.policy.demonstrations.dataset import DemonstrationsDataset
+from paddle_vl.families.policy.demonstrations.statistics import (
     demonstration_statistics,
     read_statistics,
     write_statistics,
 )
-from paddle_vl.families.pi07.demonstrations.synthetic import SyntheticDemonstrations
+from paddle_vl.families.policy.demonstrations.synthetic import SyntheticDemonstrations
 from tests.single_card_tests.families.pi07.demonstration_builders import SHAPES, line, write_lines
 
 

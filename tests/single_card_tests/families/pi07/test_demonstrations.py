@@ -16,9 +16,9 @@ import pytest
 import make_demonstrations
 from make_demonstrations import write_demonstrations
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset, present_fields
-from paddle_vl.families.pi07.demonstrations.sample import OPTIONAL_FIELDS, DemonstrationShapes
-from paddle_vl.families.pi07.demonstrations.synthetic import SyntheticDemonstrations
+from paddle_vl.families.policy.demonstrations.dataset import DemonstrationsDataset, present_fields
+from paddle_vl.families.policy.demonstrations.sample import OPTIONAL_FIELDS, DemonstrationShapes
+from paddle_vl.families.policy.demonstrations.synthetic import SyntheticDemonstrations
 from tests.single_card_tests.families.pi07.demonstration_builders import (
     SHAPES,
     line,

@@ -8,7 +8,7 @@ and masked.
 import numpy as np
 import pytest
 
-from paddle_vl.families.pi07.inputs.images import letterbox, prepare_subgoals, prepare_videos
+from paddle_vl.families.policy.images import letterbox, prepare_subgoals, prepare_videos
 from tests.support.pi07_golden import case
 
 CAMERAS = ["camera0", "camera1"]

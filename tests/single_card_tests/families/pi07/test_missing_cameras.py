@@ -12,8 +12,8 @@ import pytest
 
 from make_demonstrations import write_demonstrations
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset
-from paddle_vl.families.pi07.inputs.images import prepare_subgoals, prepare_videos
+from paddle_vl.families.policy.demonstrations.dataset import DemonstrationsDataset
+from paddle_vl.families.policy.images import prepare_subgoals, prepare_videos
 from tests.single_card_tests.families.pi07.demonstration_builders import (
     SHAPES,
     line,

@@ -8,8 +8,8 @@ values that do not fit are refused by name.
 import numpy as np
 import pytest
 
-from paddle_vl.families.pi07.inputs.normalize import Normalizer
-from paddle_vl.families.pi07.policy_config import PolicyFeature
+from paddle_vl.families.policy.features import PolicyFeature
+from paddle_vl.families.policy.normalize import Normalizer
 from tests.support.pi07_golden import case, group_statistics
 
 FEATURES = {"state": PolicyFeature("STATE", (5,)), "actions": PolicyFeature("ACTION", (7,))}

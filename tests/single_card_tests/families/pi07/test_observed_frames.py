@@ -12,13 +12,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset
-from paddle_vl.families.pi07.demonstrations.sample import DemonstrationShapes
-from paddle_vl.families.pi07.demonstrations.synthetic import (
+from paddle_vl.families.policy.acting import ObservationHistory
+from paddle_vl.families.policy.demonstrations.dataset import DemonstrationsDataset
+from paddle_vl.families.policy.demonstrations.sample import DemonstrationShapes
+from paddle_vl.families.policy.demonstrations.synthetic import (
     EPISODE_LENGTH,
     SyntheticDemonstrations,
 )
-from paddle_vl.families.pi07.inputs.acting import ObservationHistory
 from tests.single_card_tests.families.pi07.demonstration_builders import (
     SHAPES,
     line,

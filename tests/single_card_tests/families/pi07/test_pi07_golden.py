@@ -90,6 +90,21 @@ def test_wrong_gradients_and_frozen_parameters_fail(tmp_path):
     assert {q.name for q in report.failures} == {"grad.state_proj.bias", "frozen parameters"}
 
 
+def test_layers_that_keep_the_current_frames_are_compared_in_their_rows(tmp_path):
+    """T=2: rows of the past frames are not computed behind the last layer that reads them."""
+
+    def change(tensors, row):
+        tensors["T2.layer2"][row] += np.float32(1e-2)
+
+    copied("15_video_encoder", tmp_path, lambda tensors: change(tensors, row=0))
+    assert report_of("15_video_encoder", tmp_path, CASES).passed
+    copied("15_video_encoder", tmp_path, lambda tensors: change(tensors, row=1))
+    report = report_of("15_video_encoder", tmp_path, CASES)
+    assert [(q.group, q.name) for q in report.failures] == [
+        ("layers of current frames", "T2.layer2")
+    ]
+
+
 def test_unknown_kinds_are_reported_and_fail(tmp_path):
     (tmp_path / "99_other.json").write_text('{"kind": "other"}')
     report = report_of("99_other", tmp_path)

@@ -197,7 +197,7 @@ def test_no_engine_settings_are_the_default_ones():
 def test_wrong_settings_are_refused():
     with pytest.raises(ValueError, match="subtask_indicator_max_length is 3, but the tokenizer"):
         make_model(subtask_indicator_max_length=3)
-    with pytest.raises(ValueError, match="n_obs_steps is 2; the planner sees one frame"):
+    with pytest.raises(ValueError, match="n_obs_steps is 2; it must be 1"):
         make_model(n_obs_steps=2)
     with pytest.raises(ValueError, match=r"\['chunk_size'\]"):
         make_model(chunk_size=4)

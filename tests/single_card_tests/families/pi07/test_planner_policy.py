@@ -15,8 +15,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
 from paddle_vl import PI07HighLevelPlanner
 from paddle_vl.families.pi07.config import PI07PlannerConfig
-from paddle_vl.families.pi07.inputs.model_inputs import state_texts
-from paddle_vl.families.pi07.inputs.prompt import PromptTokenizer
+from paddle_vl.families.policy.model_inputs import state_texts
+from paddle_vl.families.policy.prompt import PromptTokenizer
 from tests.support.pi07_golden import case, config_values, group_statistics
 
 
@@ -198,7 +198,7 @@ def test_bad_batches_are_named(changes, named):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"n_obs_steps": 2}, "one frame only"),
+        ({"n_obs_steps": 2}, "n_obs_steps is 2; it must be 1"),
         ({"dropout": 0.5}, "dropout is 0.5.*0.0 in vlm_config"),
         ({"type": "pi07_low_level"}, "type is 'pi07_low_level'"),
         (

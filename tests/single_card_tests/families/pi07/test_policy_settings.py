@@ -15,7 +15,7 @@ import yaml
 
 from paddle_vl.config.load import load_run_config, save_run_config
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
-from paddle_vl.families.pi07.policy_settings import PolicySettings, with_settings
+from paddle_vl.families.pi07.settings import PolicySettings, with_settings
 from tests.single_card_tests.train.tiny_policy_run import MODEL, PLANNER
 
 FROZEN = PI07Config.from_dict(MODEL | {"freeze_vision_encoder": True, "dropout": 0.1})
@@ -112,7 +112,9 @@ def test_the_planner_takes_its_own_settings():
     base = PI07PlannerConfig.from_dict(PLANNER)
     config = changed({"freeze_vision_encoder": True, "memory_max_length": 9}, base)
     assert (config.vlm_config.freeze_vision_encoder, config.memory_max_length) == (True, 9)
-    with pytest.raises(ValueError, match="chunk_size is not a setting of .* pi07_high_level"):
+    with pytest.raises(
+        ValueError, match=r"pi07_high_level does not know the keys \['chunk_size'\]"
+    ):
         changed({"chunk_size": 3}, base)
 
 
@@ -136,14 +138,16 @@ def test_what_the_weights_have_may_be_said_again():
             r"text_config\.num_hidden_layers is 3, but ckpt, whose weights the run takes, has 2",
         ),
         ({"vlm_config": {"disable_action_expert": True}}, "disable_action_expert is True, but"),
-        ({"vlm_config": {"nothing": 1}}, r"vlm_config\.nothing is not a setting of"),
+        (
+            {"vlm_config": {"nothing": 1}},
+            r"vlm_config\.nothing is 1, but ckpt.* has None: remove it",
+        ),
         (
             {"input_features": {"camera0": CAMERA, "state": {**STATE, "shape": [4]}}},
             r"input_features has .*\[4\].* but ckpt has .*\[3\].*data\.statistics",
         ),
         ({"input_features": {"camera0": CAMERA}}, r"'state': None}, but ckpt has"),
         ({"train_expert_only": True, "freeze_vision_encoder": False}, "over ckpt: .*contradict"),
-        ({"n_obs_steps": 80}, "over ckpt: n_obs_steps is 80; it must be .* at most 41"),
         ({"n_action_steps": 5}, "over ckpt: n_action_steps 5 exceeds chunk_size 4"),
         ({"n_obs_steps": 1, "history_interval": 2}, "history_interval is 2, but n_obs_steps is 1"),
         (
@@ -164,7 +168,7 @@ def test_other_cameras_fit_every_weight_and_other_states_need_statistics():
     config = changed({"input_features": larger}, new_statistics=True)
     assert config.input_features["state"].shape == (5,)
     larger["state"] = {"type": "STATE", "shape": [9]}
-    with pytest.raises(ValueError, match=r"9 dims, but the weights of ckpt take 5 \(max_state"):
+    with pytest.raises(ValueError, match="over ckpt: .*state has 9 dims; .*max_state_dim 5"):
         changed({"input_features": larger}, new_statistics=True)
     mapping = {"VISUAL": "MEAN_STD", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
     normalized = PI07Config.from_dict(MODEL | {"normalization_mapping": mapping})
@@ -187,9 +191,10 @@ def test_over_random_weights_every_field_may_change():
         ("vlm_config.load_pretrained_gemma3=true", r"vlm_config\.load_pretrained_gemma3 has no"),
         ("freeze_vision_encodr=false", r"did you mean model\.policy\.freeze_vision_encoder\?"),
         ("nothing=null", r"nothing is not a setting; did you mean"),
-        ("dropout=2", "command line: model.policy.dropout is 2; it should be less than 1"),
-        ("attention_implementation=fa2", "command line: .*it should be 'eager' or 'sdpa'"),
-        ("freeze_vision_encoder=0", "command line: .*freeze_vision_encoder is 0; .*boolean"),
+        ("n_obs_steps=80", "command line: model.policy.n_obs_steps is 80; it must be at most 41"),
+        ("dropout=2", "command line: model.policy.dropout is 2; it must be below 1"),
+        ("attention_implementation=fa2", "command line: .*it must be 'eager' or 'sdpa'"),
+        ("freeze_vision_encoder=0", "command line: .*freeze_vision_encoder is 0; .*true or false"),
         (
             "vlm_config.dropout=0.2",
             r"model\.policy\.dropout is 0.3 and model\.policy\.vlm_config\.dropout 0.2: give one",
@@ -216,6 +221,21 @@ def test_the_command_line_precedes_the_file_and_both_are_saved(tmp_path):
     assert config.model.policy.given == {"freeze_vision_encoder": False, "dropout": 0.2}
     save_run_config(config, tmp_path / "config.yaml")
     assert load_run_config(tmp_path / "config.yaml") == config
+
+
+def test_the_example_for_eight_gpus_is_what_opentau_recommends(tmp_path):
+    """Its pull request #273: ZeRO-2, sdpa with recomputation, 20 samples per GPU, all unfrozen."""
+    file = Path(__file__).parents[4] / "configs" / "pi07" / "one_node_8_gpus.yaml"
+    run = load_run_config(file)
+    parallel, train = run.parallel, run.train
+    assert (parallel.sharding_degree, parallel.sharding_stage) == (8, 2)
+    assert (train.per_device_train_batch_size, train.gradient_accumulation_steps) == (20, 1)
+    assert (train.recompute, run.model.compute_dtype) == ("full", "bfloat16")
+    base = FROZEN.changed(train_expert_only=True)
+    vlm = changed(run.model.policy.given, base).vlm_config
+    assert not vlm.freeze_vision_encoder
+    assert not vlm.train_expert_only
+    assert vlm.attention_implementation == "sdpa"
 
 
 def test_another_family_refuses_the_settings_by_name(tmp_path):

@@ -8,13 +8,13 @@ of their samples; samples with different fields are refused by name; a policy ta
 import numpy as np
 import pytest
 
-from paddle_vl.families.pi07.demonstrations.sample import (
+from paddle_vl.families.policy.demonstrations.sample import (
     OPTIONAL_FIELDS,
     DemonstrationShapes,
     collate_demonstrations,
 )
-from paddle_vl.families.pi07.demonstrations.statistics import demonstration_statistics
-from paddle_vl.families.pi07.demonstrations.synthetic import SyntheticDemonstrations
+from paddle_vl.families.policy.demonstrations.statistics import demonstration_statistics
+from paddle_vl.families.policy.demonstrations.synthetic import SyntheticDemonstrations
 from tests.single_card_tests.families.pi07.demonstration_builders import SHAPES, same
 
 SOURCE = SyntheticDemonstrations(240, SHAPES)

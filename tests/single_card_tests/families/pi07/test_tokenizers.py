@@ -14,8 +14,8 @@ from scipy.fft import dct
 from tokenizers import ByteLevelBPETokenizer, Tokenizer, models, pre_tokenizers, processors
 from tokenizers.trainers import BpeTrainer
 
-from paddle_vl.families.pi07.inputs.discrete_actions import ActionTokenizer, padded_tokens
-from paddle_vl.families.pi07.inputs.prompt import PromptTokenizer
+from paddle_vl.families.policy.discrete_actions import ActionTokenizer, padded_tokens
+from paddle_vl.families.policy.prompt import PromptTokenizer
 
 
 def word_tokenizer(begins_texts: bool) -> Tokenizer:

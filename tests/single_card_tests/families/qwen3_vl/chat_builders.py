@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from paddle_vl.families.qwen3_vl.inputs.image_processor import ImageProcessor
-from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
-from paddle_vl.families.qwen3_vl.inputs.tokenizer import CONTROL_TOKENS, TextTokenizer, train_bpe
-from paddle_vl.families.qwen3_vl.inputs.video_processor import VideoProcessor
+from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
+from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.inputs.tokenizer import CONTROL_TOKENS, TextTokenizer, train_bpe
+from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
 
 TEXTS = ["user\n", "assistant\n", "system\n", "What is this?", "A cat on a mat.", "hello hello"]
 
@@ -19,7 +19,7 @@ def tiny_tokenizer() -> TextTokenizer:
     return train_bpe(TEXTS, 300, CONTROL_TOKENS)
 
 
-def tiny_processor() -> Qwen3VLProcessor:
+def tiny_processor() -> VLProcessor:
     """A processor with patches of 4 pixels.
 
     An image of 8 x 8 pixels is one visual token, one of 16 x 8 is two. A temporal patch, two frames
@@ -37,7 +37,7 @@ def tiny_processor() -> Qwen3VLProcessor:
     video_processor = replace(
         VideoProcessor.like_images(image_processor), min_pixels=128, max_pixels=1024
     )
-    return Qwen3VLProcessor(tiny_tokenizer(), image_processor, video_processor)
+    return VLProcessor(tiny_tokenizer(), image_processor, video_processor)
 
 
 def random_image(height: int, width: int, seed: int = 0) -> Image.Image:

@@ -4,7 +4,7 @@ import numpy as np
 import paddle
 
 from paddle_vl.batch.visual_index import RowPart, host_visual_indices
-from paddle_vl.families.qwen3_vl.embedding import GPTEmbedding
+from paddle_vl.families.vlm.embedding import GPTEmbedding
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO, token_rows
 from tests.support.tiny import tiny_config
@@ -51,3 +51,13 @@ def carried(ids_BL: np.ndarray, part: RowPart | None = None) -> dict:
         **IDS,
     )
     return {name: paddle.to_tensor(array) for name, array in arrays.items()}
+
+
+def masked_args(ids_BL: np.ndarray, args: dict) -> dict:
+    """The inputs without `input_ids`: a mask and hidden states with the placeholders' rows."""
+    embedding = build()
+    rest = {name: value for name, value in args.items() if name != "input_ids"}
+    return rest | {
+        "decoder_input": embedding.embed_tokens(args["input_ids"]),
+        "visual_pos_masks": paddle.to_tensor(np.isin(ids_BL, (IMAGE, VIDEO))),
+    }

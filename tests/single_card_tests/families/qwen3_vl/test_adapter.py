@@ -25,7 +25,7 @@ from paddle_vl.checkpoint.safetensors_io import (
     read_checkpoint_headers,
     write_file,
 )
-from paddle_vl.families.qwen3_vl.adapter import merge_adapter
+from paddle_vl.families.vlm.adapter import merge_adapter
 from paddle_vl.testing.qwen3_vl import patches, token_rows
 from tests.support.tiny import GOLDEN, tiny_model
 
@@ -217,7 +217,7 @@ def test_merging_keeps_the_outputs():
 
 
 def test_merging_files_equals_merging_in_memory(golden, tmp_path):
-    merge_adapter(PEFT, tmp_path / "merged", BASE)
+    merge_adapter(Qwen3VLForConditionalGeneration, PEFT, tmp_path / "merged", BASE)
     merged = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "merged")
     model = Qwen3VLForConditionalGeneration.from_pretrained(PEFT, base=BASE)
     model.merge_lora()
@@ -232,7 +232,7 @@ def test_merging_keeps_the_bases_dtype_and_what_has_no_adapter(tmp_path):
     stored = read_checkpoint_headers(base)
     rounded = {key: encoded(tensor.read(), "BF16") for key, tensor in stored.items()}
     write_bfloat16(base / "model.safetensors", rounded)
-    merge_adapter(PEFT, tmp_path / "merged", base)
+    merge_adapter(Qwen3VLForConditionalGeneration, PEFT, tmp_path / "merged", base)
     adapter, tensors = StoredAdapter.read(PEFT), read_checkpoint_headers(tmp_path / "merged")
     key = f"{LAYERS}.0.self_attn.k_proj.weight"
     assert {tensor.dtype for tensor in tensors.values()} == {"BF16"}
@@ -301,7 +301,9 @@ def test_what_does_not_belong_to_the_model_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match=r"does not fit the base: 0 .*\.q_proj\S+ \[8, 16\], not \[8, 32\]"
     ):
-        merge_adapter(tmp_path / "q", tmp_path / "out", tmp_path / "wide")
+        merge_adapter(
+            Qwen3VLForConditionalGeneration, tmp_path / "q", tmp_path / "out", tmp_path / "wide"
+        )
 
 
 def test_the_base_is_found_or_asked_for(tmp_path):

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paddle_vl.batch.visual_index import RowPart
-from paddle_vl.families.qwen3_vl.inputs.collate import PackedCollator, VLCollator
+from paddle_vl.families.vlm.inputs.collate import PackedCollator, VLCollator
 
 PAD, IMAGE, VIDEO, START = 90, 91, 92, 93
 MERGE = 2

@@ -3,7 +3,8 @@
 Guarantees: the encoder's rows, in any division of the items, and stages that take them with the
 batch give the full model's loss and every gradient, for images, videos and both; no level travels
 between stages; each section goes to the stage that uses it; offloaded rows are on the device only
-while a micro-batch runs; a family without the schedule refuses it.
+while a micro-batch runs; items of batches on the device are encoded without a copy; a family
+without the schedule refuses it.
 """
 
 from dataclasses import replace
@@ -14,13 +15,13 @@ import pytest
 
 from paddle_vl.batch.visual_index import host_visual_indices
 from paddle_vl.config.load import load_run_config
-from paddle_vl.families.qwen3_vl.colocated import Qwen3VLEncoder
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
-from paddle_vl.families.qwen3_vl.objective import VLBatchAdapter
-from paddle_vl.families.qwen3_vl.pipeline import Qwen3VLStage
-from paddle_vl.families.qwen3_vl.recipe import encoder_shape
+from paddle_vl.families.vlm.colocated import ColocatedBatchAdapter, ColocatedStage, VisualEncoder
+from paddle_vl.families.vlm.objective import VLBatchAdapter
+from paddle_vl.families.vlm.recipe import encoder_shape
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
 from paddle_vl.parallel.colocated.leaves import Leaves
+from paddle_vl.testing import record_device_copies
 from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO, patches, token_rows
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.support.captioner.run import write_captioner_run
@@ -70,6 +71,21 @@ def colocated_model() -> Qwen3VLForConditionalGeneration:
     return model
 
 
+@pytest.mark.parametrize("kinds", [("image",), ("video",), ("image", "video")], ids=str)
+def test_items_of_batches_on_the_device_are_encoded_without_a_copy(kinds):
+    batch, encoder = batch_of(kinds), VisualEncoder(colocated_model())
+    adapter = VLBatchAdapter(encoder.vision)
+    there = adapter.to_device(adapter.prepared(batch))
+    items = np.arange(len(encoder.items(batch)[0]))
+    for own in ([items, items], [items[::2], items[1:]], [items[:0], items[-1:]]):
+        # Makes tables, in the first call.
+        wanted = encoder.encode([batch, batch], own)
+        with record_device_copies() as copies:
+            found = encoder.encode([there, there], own)
+        assert copies == []
+        np.testing.assert_array_equal(found.numpy(), wanted.numpy())
+
+
 @pytest.mark.parametrize("kinds", [("image",), ("video",), ("image", "video"), ()], ids=str)
 @pytest.mark.parametrize("ends", CUTS, ids=str)
 def test_rows_and_stages_are_the_full_model(ends, kinds):
@@ -77,8 +93,8 @@ def test_rows_and_stages_are_the_full_model(ends, kinds):
     wanted = model(**batch).share_of_step(3, 2)
     wanted.backward()
     other = colocated_model()
-    encoder, ranges = Qwen3VLEncoder(other), zip([0, *ends], ends, strict=False)
-    stages = [Qwen3VLStage(other, range(*ends)) for ends in ranges]
+    encoder, ranges = VisualEncoder(other), zip([0, *ends], ends, strict=False)
+    stages = [ColocatedStage(other, range(*ends)) for ends in ranges]
     rows, costs = encoder.items(batch)
     assert (costs > 0).all()
     leaves = None
@@ -135,8 +151,8 @@ def test_offloaded_rows_leave_the_device_between_micro_batches():
 
 
 def test_a_batch_says_whether_any_rank_has_items_and_gets_no_dummy_image():
-    model, adapter, batch = colocated_model(), VLBatchAdapter(), batch_of(())
-    encoder = Qwen3VLEncoder(model)
+    model, adapter, batch = colocated_model(), ColocatedBatchAdapter(), batch_of(())
+    encoder = VisualEncoder(model)
     for count in (0, 3):
         synchronized = adapter.synchronized(batch, [count], model)
         assert "pixel_values" not in synchronized
@@ -153,7 +169,9 @@ def test_sizes_of_the_tower_that_its_ranks_divide():
 
 def test_settings_of_the_encoder_need_the_schedule(tmp_path):
     file = write_tiny_run(tmp_path)
-    with pytest.raises(ValueError, match=r"parallel.encoder.mp_degree 2: without effect while"):
+    with pytest.raises(
+        ValueError, match=r"parallel\.encoder is .*mp_degree.*2.* but parallel\.schedule is plain"
+    ):
         load_run_config(file, ["parallel.encoder.mp_degree=2"])
     with pytest.raises(ValueError, match=r"parallel.vision is replicate but parallel.schedule is"):
         load_run_config(file, ["parallel.schedule=colocated", "parallel.vision=replicate"])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.families.qwen3_vl.inputs.conversation import ImagePart, parse_line, parse_record
+from paddle_vl.families.vlm.inputs.conversation import ImagePart, parse_line, parse_record
 from tests.single_card_tests.families.qwen3_vl.chat_builders import (
     assistant,
     question,

@@ -9,10 +9,10 @@ import shutil
 
 import pytest
 
-from paddle_vl.families.qwen3_vl.inputs.image_processor import ImageProcessor
-from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
-from paddle_vl.families.qwen3_vl.inputs.tokenizer import TextTokenizer
-from paddle_vl.families.qwen3_vl.inputs.video_processor import VideoProcessor
+from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
+from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer
+from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 
 NAN = float("nan")
@@ -103,7 +103,7 @@ def test_damaged_files_are_named(processor, name, text):
         (processor / "chat_template.jinja").unlink()
     (processor / name).write_bytes(text)
     with pytest.raises(RuntimeError, match=rf"/{name} "):
-        Qwen3VLProcessor.from_pretrained(processor)
+        VLProcessor.from_pretrained(processor)
 
 
 @pytest.mark.parametrize(

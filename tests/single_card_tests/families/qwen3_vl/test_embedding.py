@@ -11,6 +11,7 @@ import paddle
 import pytest
 from paddle.static import InputSpec
 
+from paddle_vl.export import tracing as _tracing  # noqa: F401  Excepts code from conversion.
 from paddle_vl.testing import MockedSequenceParallel, forbid_host_reads
 from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO, token_rows
 from tests.single_card_tests.families.qwen3_vl.embedding_inputs import (
@@ -130,10 +131,22 @@ def test_no_search_and_no_host_read_when_the_batch_carries_indices(monkeypatch):
         monkeypatch.undo()
 
 
-def test_computing_the_indices_reads_nothing_on_the_host():
-    embedding, args = build(MockedSequenceParallel(1, 4)), visual_args(MIXED)
+@pytest.mark.parametrize("ids_BL", [MIXED, IMAGES, TEXT], ids=["mixed", "images", "text"])
+def test_computing_the_indices_neither_reads_nor_searches_with_all_rows_on_one_rank(ids_BL):
+    embedding, args = build(), visual_args(ids_BL)
+    with forbid_host_reads(shapes=True):
+        outputs = embedding(args)
+    assert ("visual_update_indices" in outputs) == (ids_BL is not TEXT)
+
+
+@pytest.mark.parametrize("ids_BL", [MIXED, IMAGES, TEXT], ids=["mixed", "images", "text"])
+def test_computing_the_indices_of_a_shard_searches_its_rows_alone(ids_BL, monkeypatch):
+    searched, nonzero = [], paddle.nonzero
+    monkeypatch.setattr(paddle, "nonzero", lambda x: searched.append(x.shape) or nonzero(x))
+    embedding, args = build(MockedSequenceParallel(1, 4)), visual_args(ids_BL)
     with forbid_host_reads():
         embedding(args)
+    assert searched == ([] if ids_BL is TEXT else [[ids_BL.size // 4]])
 
 
 def test_decoder_input_takes_the_place_of_embedded_ids():

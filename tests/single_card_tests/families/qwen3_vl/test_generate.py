@@ -6,14 +6,17 @@ once, and a step reads only the chosen ids; the seed fixes each row's draws inde
 come from the call, the given configuration or the model; errors are raised before the model runs.
 """
 
+import json
+
 import numpy as np
 import paddle
 import pytest
 
 from paddle_vl import GenerationConfig, Qwen3VLForConditionalGeneration
-from paddle_vl.nn.cpu import inference
+from paddle_vl.nn.cpu import kernels as cpu
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
 from paddle_vl.testing.qwen3_vl import IMAGE, patches, token_rows
+from tests.single_card_tests.families.qwen3_vl.chat_builders import tiny_processor
 from tests.support.gpu_stubs.attention import FLASH
 from tests.support.gpu_stubs.pretended import implementation
 from tests.support.tiny import tiny_config, tiny_model
@@ -92,19 +95,19 @@ def test_a_left_padded_row_answers_as_it_does_alone(settings):
 def test_a_long_answer_takes_its_rotary_tables_in_parts(monkeypatch):
     model, ids = tiny_model(), token_rows([1, 2, 3], [7, 8, 9])
     wanted = model.generate(input_ids=ids, max_new_tokens=9).tolist()
-    monkeypatch.setattr("paddle_vl.families.qwen3_vl.generate._CachedDecoder.TABLE_STEPS", 3)
+    monkeypatch.setattr("paddle_vl.families.vlm.generate._CachedDecoder.TABLE_STEPS", 3)
     assert model.generate(input_ids=ids, max_new_tokens=9).tolist() == wanted
 
 
 def test_a_step_on_the_cpu_attends_over_the_whole_buffers(monkeypatch):
     model, keys = tiny_model(), []
-    plain = inference.biased_attention
+    plain = cpu.biased_rows
 
     def seen(q, k, v, bias):
         keys.append(k.shape[2])
         return plain(q, k, v, bias)
 
-    monkeypatch.setattr(inference, "biased_attention", seen)
+    monkeypatch.setattr(cpu, "biased_rows", seen)
     model.generate(input_ids=token_rows([1, 2, 3]), max_new_tokens=4)
     # Three prompt tokens and three that get keys, at each of three steps of three layers.
     assert keys == [6] * 9
@@ -270,6 +273,30 @@ def test_a_model_folder_carries_its_generation_settings(tmp_path):
     assert (read.top_k, read.eos_token_ids) == (7, [4, 5])
 
 
+def test_answers_end_where_the_folders_processor_says_if_no_settings_do(tmp_path):
+    processor, (pixels, grid) = tiny_processor(), patches(GRIDS[:1])
+    # Its greedy answer has <|endoftext|> as eighth token.
+    model = tiny_model(vocab_size=320)
+    batch = {"input_ids": token_rows([1, ("image", 4), 5, 6, 7, 8, 9]), "pixel_values": pixels}
+    batch |= {"image_grid_thw": grid, "max_new_tokens": 20}
+    assert model.generate(**batch).shape == (1, 20)
+    model.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    loaded = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path)
+    found = loaded.generate(**batch)
+    assert found.shape == (1, 8)
+    assert found[0, -1] == processor.pad_token_id
+    # Settings without end tokens get them, and they are saved with the model.
+    (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 1.0, "top_k": 7}')
+    loaded = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path)
+    assert loaded.generate(**batch).shape == (1, 8)
+    loaded.save_pretrained(tmp_path / "copy")
+    assert json.loads((tmp_path / "copy" / "generation_config.json").read_text()) == {
+        "top_k": 7, "eos_token_id": processor.eos_token_ids,
+        "pad_token_id": processor.pad_token_id,
+    }  # fmt: skip
+
+
 def test_training_mode_is_restored_also_when_the_stream_is_left():
     model = tiny_model()
     model.train()
@@ -298,7 +325,7 @@ def test_logits_of_the_last_columns_are_those_of_all():
         ({"do_sample": True, "temperature": 0.0}, "temperature is 0.0"),
         ({"eos_token_id": [3, 64]}, "eos_token_id 64 lies outside the model's vocabulary of 64"),
         ({"pad_token_id": 99}, "pad_token_id 99 lies outside"),
-        ({"prefill_chunk_size": 0}, "prefill_chunk_size is 0; it must be an integer of at least 1"),
+        ({"prefill_chunk_size": 0}, "prefill_chunk_size is 0; it must be at least 1"),
         ({"temprature": 1.0}, "temprature is not a generation setting; did you mean temperature"),
     ],
 )

@@ -9,7 +9,6 @@ weight, an unsupported model, an uncompared tensor, no case.
 import json
 import shutil
 import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 from parity.comparison import CaseReport
 from parity.golden import GoldenFolders
 from parity.qwen_vl import run_cases
+from tests.support import forked
 from tests.support.gpu_stubs.attention import FLASH
 from tests.support.implementations import implementation
 from tests.support.tiny import GOLDEN, IMPLEMENTATIONS
@@ -99,8 +99,7 @@ def test_a_wrong_tensor_and_an_uncompared_one_fail(tmp_path):
 
 
 def run_tool(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "tools" / "check_parity.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    return forked.run([str(ROOT / "tools" / "check_parity.py"), *arguments])
 
 
 def test_the_command_prints_a_line_per_case_and_exits_zero():

@@ -12,8 +12,8 @@ import tracemalloc
 import pytest
 
 from paddle_vl.data.jsonl import BadSampleError, bounded_lines, parse_object, sample_at
-from paddle_vl.families.pi07.demonstrations.dataset import DemonstrationsDataset, present_fields
-from paddle_vl.families.qwen3_vl.inputs.dataset import MessagesDataset
+from paddle_vl.families.policy.demonstrations.dataset import DemonstrationsDataset, present_fields
+from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
 from tests.single_card_tests.families.pi07.demonstration_builders import SHAPES, line
 from tests.single_card_tests.families.qwen3_vl.chat_builders import question, tiny_processor
 

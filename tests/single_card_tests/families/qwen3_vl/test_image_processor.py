@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.families.qwen3_vl.inputs.image_processor import ImageProcessor, smart_resize
+from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor, smart_resize
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "qwen_vl" / "processor"
 TABLES = json.loads((GOLDEN / "processor.json").read_text())

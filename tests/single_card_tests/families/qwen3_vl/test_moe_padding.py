@@ -13,13 +13,12 @@ import paddle
 import pytest
 
 from paddle_vl.batch.visual_index import host_visual_indices
-from paddle_vl.families.qwen3_vl.objective import empty_batch
+from paddle_vl.families.vlm.objective import empty_batch
 from paddle_vl.nn import experts
 from paddle_vl.nn.operations import use_kernels
 from paddle_vl.parallel.recompute import recompute_layers
-from paddle_vl.testing import forbid_host_reads
+from paddle_vl.testing import forbid_host_reads, record_host_reads
 from paddle_vl.testing.qwen3_vl import EXPERTS, IMAGE, VIDEO, token_rows
-from step_counts import record_host_reads
 from tests.single_card_tests.families.qwen3_vl.test_moe import alone, batch
 from tests.support.tiny import tiny_model
 
@@ -138,7 +137,7 @@ def test_a_batch_of_the_collator_needs_no_host_read():
     del given["real_row_indices"]
     with record_host_reads() as reads, use_kernels("gpu"):
         model(**given).loss.backward()
-    assert [place.partition(":")[0] for place in reads] == ["families/qwen3_vl/moe.py"]
+    assert [place.partition(":")[0] for place in reads] == ["nn/operations.py"]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -204,8 +203,10 @@ def test_padded_prompts_are_not_routed_in_generation():
     np.testing.assert_array_equal(together, np.concatenate(single))
 
 
-def test_a_traced_program_refuses_the_balance_of_a_padded_batch(monkeypatch):
+def test_the_balance_of_a_padded_batch_needs_the_values_of_its_mask():
+    """A traced program has none."""
     model, inputs = tiny_model(**EXPERTS), batch()
-    monkeypatch.setattr(paddle, "in_dynamic_mode", lambda: False)
-    with pytest.raises(ValueError, match="trace with output_router_logits=False"):
+    inputs |= {"attention_mask": object(), "has_left_padding": False}
+    inputs["position_ids"] = np.zeros([3, *inputs["input_ids"].shape], np.int64)
+    with pytest.raises(ValueError, match="needs the values of attention_mask"):
         model(**inputs, output_router_logits=True)

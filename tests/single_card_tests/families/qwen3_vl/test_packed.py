@@ -10,8 +10,8 @@ import paddle
 import pytest
 
 from paddle_vl.families.qwen3_vl.decoder import KeyValueCache
-from paddle_vl.families.qwen3_vl.inputs.collate import PackedCollator, VLCollator
-from paddle_vl.families.qwen3_vl.pipeline import Qwen3VLStage
+from paddle_vl.families.vlm.inputs.collate import PackedCollator, VLCollator
+from paddle_vl.families.vlm.pipeline import VLStage
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.testing.qwen3_vl import EXPERTS, IMAGE, VIDEO, patches, token_rows
 from tests.support.tiny import tiny_model
@@ -98,8 +98,8 @@ def test_the_tail_of_a_row_is_routed_to_no_expert(batch):
 @pytest.mark.parametrize("cut", [1, 2])
 def test_parts_of_a_pipeline_equal_the_samples_alone(alone, text, batch, cut):
     model = tiny_model(**text)
-    rows = Qwen3VLStage(model, range(cut))(batch)
-    later = Qwen3VLStage(model, range(cut, 3))
+    rows = VLStage(model, range(cut))(batch)
+    later = VLStage(model, range(cut, 3))
     assert later.input_shape(batch) == tuple(rows.shape)
     loss = later(batch, rows).loss_sum
     loss.backward()

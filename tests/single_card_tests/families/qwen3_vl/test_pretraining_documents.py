@@ -14,15 +14,15 @@ import pytest
 from PIL import Image
 from safetensors.numpy import load_file
 
-from faults.tiny_run import write_processor
 from paddle_vl import Qwen3VLForConditionalGeneration
 from paddle_vl.config.data_sources import SourceConfig
 from paddle_vl.data.corpus.lanes import Piece
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.families.qwen3_vl.inputs.collate import VLCollator
-from paddle_vl.families.qwen3_vl.inputs.corpus import PieceCollator
-from paddle_vl.families.qwen3_vl.inputs.documents import DocumentEncoder, ImageDocument
-from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
+from paddle_vl.families.vlm.inputs.collate import VLCollator
+from paddle_vl.families.vlm.inputs.corpus import PieceCollator
+from paddle_vl.families.vlm.inputs.documents import DocumentEncoder, ImageDocument
+from paddle_vl.families.vlm.inputs.processor import Qwen3VLProcessor
+from paddle_vl.testing.tiny_run import write_processor
 from tests.single_card_tests.data.corpus.corpus_files import picture
 from tests.support.tiny import GOLDEN
 
@@ -173,6 +173,7 @@ def tiff_of_16_bits() -> bytes:
         ("interleaved", {"texts": [None], "images": ["a.png"]}, "no text"),
         ("interleaved", {"texts": "a", "images": [None]}, "'texts' must be a list"),
         ("interleaved", {**MMC4, "image_info": [{"image_name": "a.png"}]}, "matched_text_index"),
+        ("interleaved", {**MMC4, "image_info": 1}, "'image_info' must be a list"),
         ("messages", {"text": "a"}, "no 'messages'"),
         ("text", {"tokens": np.array([5, 10_000])}, "the id 10000 .*another tokenizer"),
         ("text", {"tokens": np.array([5, -1])}, "another tokenizer"),

@@ -1,7 +1,8 @@
 """Processor: conversations, images and videos to model inputs, and HF's files.
 
 Guarantees: pixels of the golden case are bit-exact with the right number of placeholders; prompts
-are left-padded and keep the order of images; saving and loading changes nothing and keeps a
+are left-padded and keep the order of images; a chat that ends with an answer is continued; labels
+are those of training; saving and loading changes nothing and keeps a
 checkpoint's own files; ids are found by name; a checkpoint whose template renders differently
 causes a warning.
 """
@@ -10,6 +11,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import jinja2
 import numpy as np
 import pytest
 from PIL import Image
@@ -17,10 +19,11 @@ from safetensors.numpy import load_file
 
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.video_reader import VideoFrames
-from paddle_vl.families.qwen3_vl.inputs.conversation import parse_record
-from paddle_vl.families.qwen3_vl.inputs.image_processor import ImageProcessor
-from paddle_vl.families.qwen3_vl.inputs.processor import Qwen3VLProcessor
-from paddle_vl.families.qwen3_vl.inputs.video_processor import VideoProcessor
+from paddle_vl.families.vlm.inputs.conversation import parse_record
+from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
+from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.inputs.tokenizer import JINJA_TEMPLATE
+from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
 from tests.single_card_tests.data.video_files import moving_frames
 from tests.single_card_tests.families.qwen3_vl.chat_builders import (
     assistant,
@@ -39,7 +42,7 @@ SMALL, WIDE = random_image(8, 8), random_image(8, 16)
 def test_golden_images_keep_their_pixels_and_get_their_placeholders():
     golden = load_file(GOLDEN / "processor.safetensors")
     settings = json.loads((GOLDEN / "processor.json").read_text())["image"]["config"]
-    processor = Qwen3VLProcessor(tiny_tokenizer(), ImageProcessor.from_dict(settings))
+    processor = VLProcessor(tiny_tokenizer(), ImageProcessor.from_dict(settings))
     images = [Image.fromarray(golden[f"image.{i}.rgb_uint8"]) for i in range(3)]
     inputs = processor(messages=[user("<image><image><image>?")], images=images)
     np.testing.assert_array_equal(inputs["pixel_values"], golden["image.pil.pixel_values"])
@@ -93,7 +96,7 @@ def test_video_has_a_placeholder_for_each_merged_patch_and_its_times():
     videos = VideoProcessor.from_dict(
         {**tables["image"]["config"], "size": tables["video"]["size"]}
     )
-    processor = Qwen3VLProcessor(tiny_tokenizer(), images, videos)
+    processor = VLProcessor(tiny_tokenizer(), images, videos)
     clip = VideoFrames(golden["video.rgb_uint8"], 2.0)
     inputs = processor([user("<video>?")], videos=[clip])
     assert inputs["video_grid_thw"].tolist() == tables["video"]["grid"]
@@ -150,6 +153,100 @@ def test_answer_can_be_left_open_or_not():
     assert PROCESSOR.decode(inputs["input_ids"][0], False).endswith("b<|im_end|>\n")
 
 
+CHAT = [user("<image>?"), assistant("a"), user("b"), assistant("c d")]
+ANSWER = "<|im_start|>assistant\nc d"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ending"),
+    [
+        ({}, ANSWER),
+        ({"continue_final_message": True}, ANSWER),
+        ({"add_generation_prompt": False}, ANSWER + "<|im_end|>\n"),
+        ({"continue_final_message": False}, ANSWER + "<|im_end|>\n"),
+        ({"add_generation_prompt": True}, ANSWER + "<|im_end|>\n<|im_start|>assistant\n"),
+    ],
+)
+def test_a_chat_that_ends_with_an_answer_is_continued_unless_told_otherwise(arguments, ending):
+    batch = PROCESSOR([CHAT, CHAT[:1]], images=[[SMALL], [SMALL]], **arguments)
+    texts = PROCESSOR.batch_decode(batch["input_ids"], False)
+    assert texts[0].endswith(ending)
+    opened = "?<|im_end|>\n<|im_start|>assistant\n"
+    if not arguments:
+        assert texts[1].endswith(opened)
+    elif arguments.get("continue_final_message"):
+        assert texts[1].endswith("<|vision_end|>?")
+
+
+def test_labels_are_those_of_training():
+    chats, images = [CHAT, [user("b?"), assistant("c")]], [[SMALL], []]
+    batch = PROCESSOR(chats, images=images, labels=True)
+    for row, (messages, own) in enumerate(zip(chats, images, strict=True)):
+        sample = PROCESSOR.encode_sample(parse_record({"messages": messages, "images": own}))
+        real = batch["attention_mask"][row] == 1
+        for name in ("input_ids", "labels"):
+            np.testing.assert_array_equal(batch[name][row][real], sample[name])
+        assert (batch["labels"][row][~real] == -100).all()
+    with pytest.raises(BadSampleError, match="no assistant turn"):
+        PROCESSOR(CHAT[:1], images=[SMALL], labels=True)
+    with pytest.raises(ValueError, match="labels are those of whole conversations"):
+        PROCESSOR(CHAT, images=[SMALL], labels=True, add_generation_prompt=True)
+
+
+@pytest.mark.parametrize(
+    "ends", [{}, {"add_generation_prompt": True}, {"continue_final_message": True}]
+)
+def test_the_chat_template_gives_text_ids_or_a_batch(ends):
+    text = PROCESSOR.apply_chat_template(CHAT, [SMALL], **ends)
+    # One placeholder, as the small image has one visual token.
+    ids = PROCESSOR.apply_chat_template(CHAT, [SMALL], tokenize=True, **ends)
+    assert PROCESSOR.decode(ids[0], skip_special_tokens=False) == text
+    assert PROCESSOR.apply_chat_template([CHAT], [[SMALL]], **ends) == [text]
+    batch = PROCESSOR.apply_chat_template(
+        CHAT, [SMALL], tokenize=True, return_dict=True, return_tensors="np", **ends
+    )
+    assert batch["input_ids"].tolist() == ids.tolist()
+    assert batch["pixel_values"].shape == (4, 96)
+
+
+def test_the_built_in_text_is_that_of_the_saved_template():
+    jinja = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    template = jinja.from_string(JINJA_TEMPLATE)
+    messages = [
+        {"role": "system", "content": "s"},
+        user([{"type": "video", "video": "v.mp4"}, {"type": "text", "text": "t <image>"}]),
+        assistant("a"),
+    ]
+    for opens in (True, False):
+        wanted = template.render(messages=messages, add_generation_prompt=opens)
+        found = PROCESSOR.apply_chat_template(messages, add_generation_prompt=opens)
+        assert found == wanted
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"text": "a"}, "the processor has no text.*give messages"),
+        ({"return_tensors": "pt"}, "no return_tensors.*NumPy's, which the model takes"),
+        ({"max_length": 8}, "no max_length.*nothing is cut"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "give one of them"),
+    ],
+)
+def test_arguments_without_a_meaning_here_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        PROCESSOR(CHAT, images=[SMALL], **arguments)
+    neutral = {"return_tensors": "np", "padding": True, "truncation": False}
+    assert set(PROCESSOR(CHAT[2:], **neutral)) == {"input_ids", "attention_mask"}
+
+
+def test_decoding_takes_hfs_arguments():
+    ids = PROCESSOR(CHAT[2:])["input_ids"]
+    settings = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    assert PROCESSOR.batch_decode(ids, **settings) == ["user\nb\nassistant\nc d"]
+    with pytest.raises(ValueError, match="no clean_up_tokenization_spaces"):
+        PROCESSOR.decode(ids[0], clean_up_tokenization_spaces=True)
+
+
 def test_ids_are_found_by_name():
     names = [PROCESSOR.tokenizer.token(token_id) for token_id in (
         PROCESSOR.image_token_id, PROCESSOR.video_token_id, PROCESSOR.vision_start_token_id,
@@ -163,7 +260,7 @@ def test_ids_are_found_by_name():
 
 def test_saved_processor_encodes_the_same(tmp_path):
     PROCESSOR.save_pretrained(tmp_path)
-    again = Qwen3VLProcessor.from_pretrained(tmp_path)
+    again = VLProcessor.from_pretrained(tmp_path)
     conversation = parse_record(question("<image>What?", images=[WIDE]))
     expected = PROCESSOR.encode_sample(conversation)
     for key, value in again.encode_sample(conversation).items():
@@ -176,7 +273,7 @@ def test_saved_processor_encodes_the_same(tmp_path):
 
 def test_settings_of_videos_replace_the_files_and_are_saved(tmp_path):
     PROCESSOR.save_pretrained(tmp_path)
-    found = Qwen3VLProcessor.from_pretrained(
+    found = VLProcessor.from_pretrained(
         tmp_path, video_fps=1.0, video_min_frames=2, video_max_frames=6, video_min_pixels=256,
         video_max_pixels=512,
     )  # fmt: skip
@@ -186,7 +283,7 @@ def test_settings_of_videos_replace_the_files_and_are_saved(tmp_path):
     )  # fmt: skip
     assert found.video_processor == wanted
     found.save_pretrained(tmp_path / "copy")
-    assert Qwen3VLProcessor.from_pretrained(tmp_path / "copy").video_processor == wanted
+    assert VLProcessor.from_pretrained(tmp_path / "copy").video_processor == wanted
 
 
 def test_files_of_the_checkpoint_are_carried_along(tmp_path):
@@ -196,7 +293,8 @@ def test_files_of_the_checkpoint_are_carried_along(tmp_path):
     own = {"chat_template.json": '{"chat_template": "own"}', "tokenizer_config.json": "{}"}
     for name, text in own.items():
         (source / name).write_text(text)
-    Qwen3VLProcessor.from_pretrained(source).save_pretrained(target)
+    with pytest.warns(UserWarning, match=r"chat_template\.json is not used and is none"):
+        VLProcessor.from_pretrained(source).save_pretrained(target)
     assert {name: (target / name).read_text() for name in own} == own
     assert not (target / "chat_template.jinja").exists()
 
@@ -207,19 +305,24 @@ def test_files_of_the_checkpoint_are_carried_along(tmp_path):
         ("{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}",
          "opens every answer with <think>"),
         ("You are a helpful assistant.", "adds a default system message"),
+        ("{{ messages }}", r"chat_template\.jinja is not used and is none that is known to equal"),
     ],
 )  # fmt: skip
 def test_checkpoint_with_another_template_is_warned_of(tmp_path, template, warning):
     PROCESSOR.save_pretrained(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(template)
     with pytest.warns(UserWarning, match=warning):
-        Qwen3VLProcessor.from_pretrained(tmp_path)
+        VLProcessor.from_pretrained(tmp_path)
 
 
 @pytest.mark.filterwarnings("error")
 def test_own_template_is_not_warned_of(tmp_path, recwarn):
     PROCESSOR.save_pretrained(tmp_path)
-    Qwen3VLProcessor.from_pretrained(tmp_path)
+    VLProcessor.from_pretrained(tmp_path)
+    # As Git or an editor may write it.
+    file = tmp_path / "chat_template.jinja"
+    file.write_bytes(file.read_bytes().replace(b"\n", b"\r\n") + b"\r\n")
+    VLProcessor.from_pretrained(tmp_path)
     assert [str(warning.message) for warning in recwarn] == []
 
 

@@ -9,10 +9,10 @@ kept as extra.
 import pytest
 
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.families.qwen3_vl.evaluation import _questions
-from paddle_vl.families.qwen3_vl.inputs.collate import IGNORED_LABEL, PackedCollator, VLCollator
-from paddle_vl.families.qwen3_vl.inputs.conversation import parse_record
-from paddle_vl.families.qwen3_vl.inputs.dataset import MessagesDataset
+from paddle_vl.families.vlm.evaluation import _questions
+from paddle_vl.families.vlm.inputs.collate import IGNORED_LABEL, PackedCollator, VLCollator
+from paddle_vl.families.vlm.inputs.conversation import parse_record
+from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
 from tests.single_card_tests.families.qwen3_vl.chat_builders import (
     assistant,
     question,
@@ -172,6 +172,12 @@ REFUSED = {
         (question(objects={"bbox": [[1, 2, 3, 4]]}), "'objects' is not supported"),
         (question(image="a.png"), "'image' is not read: use a list, 'images'"),
         (question(weight=0.5), "'weight' of a record is not read"),
+        (question(mask=[0, 1]), "'mask' of a record is not read: give 'loss'"),
+        (question(history=[["a", "b"]]), "'history' beside 'messages' is not read"),
+        (question(query="a"), "'query' beside 'messages' is not read: write its turns"),
+        (question(response="a"), "'response' beside 'messages' is not read"),
+        (question(enable_thinking=False), "'enable_thinking' is not read: the chat template"),
+        (question(chat_template_kwargs={"a": 1}), "'chat_template_kwargs' is not read"),
         (
             question([{"type": "image", "image": "a.png", "max_pixels": 9}]),
             "an? image part with max_pixels.*data.max_pixels",
@@ -188,6 +194,20 @@ def test_what_is_not_read_is_refused_by_name(tmp_path, kind, row, message):
     with pytest.raises(BadSampleError, match=message) as info:
         opened(tmp_path, row)
     assert (info.value.kind, info.value.place) == (kind, f"{tmp_path / 'a.jsonl'}:1")
+
+
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        ('{"messages": [], "messages": [{"role": "user", "content": "a"}]}', "messages"),
+        ('{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "content"),
+    ],
+)
+def test_a_key_that_is_there_twice_is_refused(tmp_path, line, key):
+    """Python keeps the last of them."""
+    (tmp_path / "a.jsonl").write_text(line + "\n")
+    with pytest.raises(BadSampleError, match=rf"a\.jsonl:1: .*the key '{key}' is there twice"):
+        MessagesDataset([tmp_path / "a.jsonl"], PROCESSOR)
 
 
 def test_empty_entries_say_nothing(tmp_path):

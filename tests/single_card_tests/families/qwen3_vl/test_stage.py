@@ -14,9 +14,10 @@ import paddle
 import pytest
 
 from paddle_vl.batch.visual_index import host_visual_indices
-from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration, Qwen3VLOutput
-from paddle_vl.families.qwen3_vl.objective import VLBatchAdapter, with_target_rows
-from paddle_vl.families.qwen3_vl.pipeline import Qwen3VLStage, layer_costs
+from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
+from paddle_vl.families.vlm.model import VLOutput
+from paddle_vl.families.vlm.objective import VLBatchAdapter, with_target_rows
+from paddle_vl.families.vlm.pipeline import VLStage, layer_costs
 from paddle_vl.nn.parameter_table import Tie
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
 from paddle_vl.testing import record_host_reads
@@ -49,7 +50,7 @@ def ranges(ends: list[int]) -> list[range]:
     return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def loss_through_parts(parts: list[Qwen3VLStage], batch: dict) -> Qwen3VLOutput:
+def loss_through_parts(parts: list[VLStage], batch: dict) -> VLOutput:
     rows = None
     for part in parts:
         if rows is not None:
@@ -72,7 +73,7 @@ def test_parts_in_a_row_are_the_whole_model(ends, grids, text):
     wanted.backward()
     gradients = {n: p.grad for n, p in model.hf_named_parameters()}
     other = tiny_model(**text)
-    parts = [Qwen3VLStage(other, layers) for layers in ranges(ends)]
+    parts = [VLStage(other, layers) for layers in ranges(ends)]
     output = loss_through_parts(parts, batch)
     assert (output.aux_loss is not None) == bool(text)
     loss = output.share_of_step(3, 2)
@@ -92,7 +93,7 @@ def test_parts_do_not_read_a_batch_back_from_the_device():
     batch["position_ids"], _ = model.position_ids(
         batch["input_ids"], batch["attention_mask"], batch["image_grid_thw"]
     )
-    parts = [Qwen3VLStage(model, layers) for layers in ranges([1, 3])]
+    parts = [VLStage(model, layers) for layers in ranges([1, 3])]
     wanted = loss_through_parts(parts, batch).loss_sum.item()
     on_device = {
         name: paddle.to_tensor(value)
@@ -109,12 +110,12 @@ def test_parts_do_not_read_a_batch_back_from_the_device():
 def test_levels_travel_to_the_layer_that_adds_them_and_no_further():
     model, batch = tiny_model(), batch_of([[1, 2, 4]])
     tokens, visual = batch["input_ids"].size, len(batch["visual_update_indices"])
-    shapes = [Qwen3VLStage(model, range(i, i + 1)).input_shape(batch)[0] for i in (1, 2)]
+    shapes = [VLStage(model, range(i, i + 1)).input_shape(batch)[0] for i in (1, 2)]
     assert shapes == [tokens + visual, tokens]
 
 
 def test_what_is_reserved_holds_every_level_that_travels_and_refuses_more():
-    part, batch = Qwen3VLStage(tiny_model(), range(1, 3)), batch_of([[1, 2, 4]])
+    part, batch = VLStage(tiny_model(), range(1, 3)), batch_of([[1, 2, 4]])
     tokens, visual = batch["input_ids"].size, len(batch["visual_update_indices"])
     roomy = SimpleNamespace(tokens=tokens + 5, visual=visual + 1)
     assert part.reserved_shape(batch, roomy) == (tokens + 5 + visual + 1, 16)
@@ -163,7 +164,7 @@ def test_a_batch_without_indices_is_refused():
     batch = batch_of([[1, 2, 4]])
     del batch["visual_update_indices"]
     with pytest.raises(ValueError, match="needs visual_update_indices and .* in a pipeline"):
-        Qwen3VLStage(tiny_model(), range(1, 3)).input_shape(batch)
+        VLStage(tiny_model(), range(1, 3)).input_shape(batch)
 
 
 def test_costs_count_the_head_and_the_tower():

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.families.qwen3_vl.inputs.conversation import parse_record
-from paddle_vl.families.qwen3_vl.inputs.tokenizer import (
+from paddle_vl.families.vlm.inputs.conversation import parse_record
+from paddle_vl.families.vlm.inputs.tokenizer import (
     CONTROL_TOKENS,
     JINJA_TEMPLATE,
     ChatTemplate,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_vl.families.qwen3_vl.inputs.tokenizer import TextTokenizer, train_bpe
+from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer, train_bpe
 from tests.single_card_tests.families.qwen3_vl.chat_builders import TEXTS, tiny_tokenizer
 
 SPECIAL = ("<|endoftext|>", "<|im_end|>")

@@ -19,8 +19,8 @@ from safetensors.numpy import load_file
 
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.video_reader import VideoFrames
-from paddle_vl.families.qwen3_vl.inputs.image_processor import ImageProcessor, smart_resize_video
-from paddle_vl.families.qwen3_vl.inputs.video_processor import (
+from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor, smart_resize_video
+from paddle_vl.families.vlm.inputs.video_processor import (
     VideoProcessor,
     patch_timestamps,
     process_frames,

@@ -1,0 +1,260 @@
+"""An exported Qwen3-VL: text from messages, images and videos, without the model's code.
+
+Shapes: B batch, L prompt length, C capacity of the cache, M visual embeddings, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+import numpy as np
+import paddle
+from paddle import Tensor
+from pydantic import Field
+
+from paddle_vl.batch.positions import (
+    checked_grid,
+    mrope_position_ids,
+    padded_segments,
+    vision_layout,
+)
+from paddle_vl.batch.visual_index import check_visual_counts, compute_visual_indices
+from paddle_vl.data.media_file import ImageSource
+from paddle_vl.data.video_reader import VideoSource
+from paddle_vl.export.folder import ExportFolder
+from paddle_vl.families.hf_interface import id_rows
+from paddle_vl.families.vlm.answers import answer_pieces
+from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.files.checked_values import checked
+from paddle_vl.generation.config import FILE_NAME, GenerationConfig, settings_of_call
+from paddle_vl.generation.loop import Streamer, checked_prompts, chosen_tokens, collected
+
+_Size = Annotated[int, Field(ge=1)]
+# Buffers grow by this many positions, at least.
+_CHUNK = 256
+
+
+@checked
+class Sizes:
+    """What the runtime must know of the model's configuration."""
+
+    image_token_id: Annotated[int, Field(ge=0)]
+    video_token_id: Annotated[int, Field(ge=0)]
+    vocab_size: _Size
+    table_side: _Size
+    merge: _Size
+
+
+class ExportedQwen3VL:
+    """The programs of an exported model with its processor.
+
+    Attributes:
+        processor: tokenizer, image and video processing.
+        generation_config: the checkpoint's, with the processor's end tokens if it names none.
+    """
+
+    def __init__(self, folder: ExportFolder):
+        self._sizes = folder.sizes(Sizes)
+        self._tower, self._prefill, self._decode = (
+            folder.program(name) for name in ("tower", "prefill", "decode")
+        )
+        # Programs in ONNX return longer copies of the keys and values.
+        self._writes_in_place = folder.runtime == "paddle"
+        self.processor = VLProcessor.from_pretrained(folder.path)
+        self.generation_config: GenerationConfig | None = self.processor.generation_config
+        if (folder.path / FILE_NAME).is_file():
+            stored = GenerationConfig.from_pretrained(folder.path)
+            self.generation_config = stored.with_ends_of(self.generation_config)
+
+    def generate(
+        self, input_ids: Any, *args: Any, streamer: Streamer | None = None, **batch: Any
+    ) -> np.ndarray:
+        """All new tokens, `[B, n]` int64; see `Qwen3VLForConditionalGeneration.generate`."""
+        return collected(self.stream(input_ids, *args, **batch), input_ids, streamer)
+
+    def stream(
+        self,
+        input_ids: np.ndarray,
+        attention_mask: np.ndarray | None = None,
+        pixel_values: np.ndarray | None = None,
+        image_grid_thw: np.ndarray | None = None,
+        pixel_values_videos: np.ndarray | None = None,
+        video_grid_thw: np.ndarray | None = None,
+        *,
+        generation_config: GenerationConfig | None = None,
+        on_logits: Callable[[np.ndarray], None] | None = None,
+        **overrides: Any,
+    ) -> Iterator[np.ndarray]:
+        """Generate tokens; as `Qwen3VLForConditionalGeneration.stream`.
+
+        Raises:
+            ValueError: as there; or `prefill_chunk_size` is set.
+        """
+        vocab_size = self._sizes.vocab_size
+        config = settings_of_call(generation_config, self.generation_config, overrides, vocab_size)
+        if config.prefill_chunk_size is not None:
+            raise ValueError(
+                f"prefill_chunk_size is {config.prefill_chunk_size}, but an exported prefill runs "
+                "whole prompts: leave it out, here or in generation_config.json (null)"
+            )
+        prompt_BL, mask_BL = checked_prompts(id_rows(input_ids), attention_mask)
+        images = _Items("image", pixel_values, image_grid_thw)
+        videos = _Items("video", pixel_values_videos, video_grid_thw)
+        decoder = _Decoder(self, prompt_BL, mask_BL, images, videos, config.max_new_tokens)
+        return chosen_tokens(decoder, prompt_BL, mask_BL, vocab_size, config, on_logits)
+
+    def ask(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        images: Sequence[ImageSource] = (),
+        videos: Sequence[VideoSource] = (),
+        **settings: Any,
+    ) -> str:
+        """The answer to a conversation; arguments as of `answer`."""
+        return "".join(self.answer(messages, images, videos, **settings))
+
+    def answer(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        images: Sequence[ImageSource] = (),
+        videos: Sequence[VideoSource] = (),
+        **settings: Any,
+    ) -> Iterator[str]:
+        """The answer in pieces; arguments and errors as of `answer_pieces`."""
+        return answer_pieces(self, self.processor, messages, images, videos, **settings)
+
+    def visual_rows(
+        self, prompt_BL: np.ndarray, images: "_Items", videos: "_Items"
+    ) -> list[Tensor]:
+        """Visual embeddings and levels in reading order, `[M, D]` each."""
+        sizes = self._sizes
+        is_image_BL, is_video_BL = (
+            prompt_BL == token for token in (sizes.image_token_id, sizes.video_token_id)
+        )
+        num_images, num_videos = (items.num_rows(sizes.merge) for items in (images, videos))
+        check_visual_counts(int(is_image_BL.sum()), num_images, int(is_video_BL.sum()), num_videos)
+        given = [items for items in (images, videos) if items.is_given]
+        if not given:
+            # The smallest picture: without any, the tower has no rows to attend to.
+            given = [_Items.empty(sizes.merge, self._tower.input_width("pixel_values"))]
+        grid = np.concatenate([items.grid for items in given])
+        layout = vision_layout(grid, table_side=sizes.table_side, merge=sizes.merge)
+        rows_SQ, bias_SQ, place_P = padded_segments(layout.segments)
+        outputs = self._tower(
+            {
+                "pixel_values": np.concatenate([items.pixels for items in given]),
+                "coordinates": layout.coordinates,
+                "tap_rows": layout.tap_rows,
+                "tap_weights": layout.tap_weights,
+                "segment_rows": rows_SQ,
+                "segment_bias": bias_SQ,
+                "segment_place": place_P,
+            }
+        )
+        if not images.is_given and not videos.is_given:
+            return [output[:0] for output in outputs]
+        if images.is_given and videos.is_given:
+            indices = compute_visual_indices(is_image_BL, is_video_BL, nonzero=np.flatnonzero)
+            source: Any = paddle.to_tensor(np.asarray(indices.source))
+            outputs = [paddle.index_select(output, source) for output in outputs]
+        return outputs
+
+
+class _Items:
+    """Pixels and grids of the images or the videos of a batch."""
+
+    def __init__(self, kind: str, pixels: np.ndarray | None, grid: np.ndarray | None):
+        self.is_given = pixels is not None or grid is not None
+        self.pixels, self.grid = np.zeros((0, 0), np.float32), np.zeros((0, 3), np.int64)
+        if self.is_given:
+            self.grid = checked_grid(kind, None if pixels is None else len(pixels), grid)
+            self.pixels = np.asarray(pixels, dtype=np.float32)
+
+    @classmethod
+    def empty(cls, merge: int, width: int) -> "_Items":
+        """One black picture of one merge block."""
+        pixels = np.zeros((merge * merge, width), dtype=np.float32)
+        return cls("image", pixels, np.array([[1, merge, merge]]))
+
+    def num_rows(self, merge: int) -> int:
+        """Visual embeddings."""
+        return int(self.grid.prod(axis=1).sum()) // merge**2
+
+    @property
+    def given_grid(self) -> np.ndarray | None:
+        return self.grid if self.is_given else None
+
+
+class _Decoder:
+    """A batch of prompts, with the keys and values so far in buffers `[B, K, C, H]`."""
+
+    def __init__(
+        self,
+        model: ExportedQwen3VL,
+        prompt_BL: np.ndarray,
+        mask_BL: np.ndarray,
+        images: _Items,
+        videos: _Items,
+        max_new_tokens: int,
+    ):
+        self._model, self._prompt_BL, self._mask_BS = model, prompt_BL, mask_BL
+        self._items = images, videos
+        sizes = model._sizes
+        self._position_ids, rope_deltas_B = mrope_position_ids(
+            prompt_BL,
+            mask_BL,
+            images.given_grid,
+            videos.given_grid,
+            image_token_id=sizes.image_token_id,
+            video_token_id=sizes.video_token_id,
+            spatial_merge_size=sizes.merge,
+        )
+        self._next_position_B = mask_BL.sum(axis=1) + rope_deltas_B
+        self._room = min(max_new_tokens, _CHUNK) if model._writes_in_place else 0
+        self._buffers: list[Tensor] = []
+
+    def prefill(self) -> Tensor:
+        visual_embeds, *levels = self._model.visual_rows(self._prompt_BL, *self._items)
+        logits_BV, *keys_values = self._model._prefill(
+            {
+                "input_ids": self._prompt_BL,
+                "attention_mask": self._mask_BS,
+                "position_ids": self._position_ids,
+                "visual_embeds": visual_embeds,
+                **{f"level_{g}": level for g, level in enumerate(levels)},
+            }
+        )
+        self._buffers = keys_values
+        if self._room:
+            self._buffers = [_with_room(tensor, self._room) for tensor in keys_values]
+        return logits_BV
+
+    def advance(self, token_B: np.ndarray) -> Tensor:
+        place, in_place = self._mask_BS.shape[1], self._model._writes_in_place
+        if in_place and place == self._buffers[0].shape[2]:
+            self._buffers = [_with_room(tensor, max(place, _CHUNK)) for tensor in self._buffers]
+        capacity = self._buffers[0].shape[2] if in_place else place + 1
+        token_B1 = np.ascontiguousarray(token_B[:, None], dtype=np.int64)
+        self._mask_BS = np.concatenate([self._mask_BS, np.ones_like(token_B1)], axis=1)
+        mask_BC = np.zeros((len(token_B), capacity), dtype=np.int64)
+        mask_BC[:, : place + 1] = self._mask_BS
+        position_ids = np.broadcast_to(self._next_position_B[:, None], (3, len(token_B), 1))
+        self._next_position_B = self._next_position_B + 1
+        names = [f"{kind}_{i}" for i in range(len(self._buffers) // 2) for kind in ("key", "value")]
+        inputs = {
+            "input_ids": token_B1,
+            "attention_mask": mask_BC,
+            "position_ids": np.ascontiguousarray(position_ids),
+            **dict(zip(names, self._buffers, strict=True)),
+        }
+        if in_place:
+            inputs["place"] = np.array([place])
+        logits_BV, *longer = self._model._decode(inputs)
+        self._buffers = longer or self._buffers
+        return logits_BV
+
+
+def _with_room(keys_BKLH: Tensor, room: int) -> Tensor:
+    """A buffer with the keys and `room` free positions of zeros behind them."""
+    batch, heads, _, width = keys_BKLH.shape
+    free = paddle.zeros([batch, heads, room, width], dtype=keys_BKLH.dtype)
+    return paddle.concat([keys_BKLH, free], axis=2)

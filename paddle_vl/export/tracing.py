@@ -1,0 +1,92 @@
+"""Tracing layers into programs: operations by plain implementations, or by kernels for programs.
+
+A program has no gradient, and its kernels are compositions of Paddle's operations.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import paddle
+import paddle.nn.functional as F
+from paddle import Tensor
+from paddle.incubate.nn.functional import fused_rms_norm
+from paddle.jit.dy2static.program_translator import convert_to_static
+
+from paddle_vl.batch import visual_index, visual_inputs
+from paddle_vl.nn.norm import layer_norm, rms_norm
+from paddle_vl.nn.operations import HostTable, Operation, operation, swiglu, use_kernels
+from paddle_vl.nn.rotary import RotaryTables, apply_rotary
+
+_kernels: Mapping[Operation, Callable[..., Any]] = {}
+
+# They choose by themselves; a converted function would have copies of its module's variables.
+for _chooses in (Operation, HostTable, operation):
+    paddle.jit.not_to_static(_chooses)
+# Their conditions are about shapes, not about values.
+paddle.jit.ignore_module([visual_index, visual_inputs])
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Inside the block, layers with operations can be traced by `paddle.jit.to_static`."""
+
+    def program_kernel(of: Operation) -> Callable[..., Any]:
+        # A function that is called through a reference is not converted by itself: free sizes would
+        # be -1 in it.
+        return convert_to_static(_kernels.get(of, of.plain))
+
+    # A table that was made in eager mode would become a parameter.
+    kept, HostTable.is_kept = HostTable.is_kept, False
+    try:
+        with use_kernels(program_kernel):
+            yield
+    finally:
+        HostTable.is_kept = kept
+
+
+@contextmanager
+def kernels_for_cpu() -> Iterator[None]:
+    """Programs that are traced in the block have kernels that are fast on a CPU."""
+    global _kernels
+    before, _kernels = _kernels, CPU_KERNELS
+    try:
+        with paddle.no_grad():
+            yield
+    finally:
+        _kernels = before
+
+
+def _rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
+    """Paddle's own kernel, in float32 the same formula: one operation where there are six."""
+    if x.dtype != paddle.float32 or weight_C.dtype != paddle.float32:
+        return rms_norm.plain(x, weight_C, epsilon)
+    return fused_rms_norm(x, weight_C, None, epsilon, len(x.shape) - 1)[0]
+
+
+def _layer_norm(x: Tensor, weight_C: Tensor, bias_C: Tensor, epsilon: float) -> Tensor:
+    """Paddle's own kernel, whose forward pass is thirteen times as fast as the composition."""
+    if x.dtype != paddle.float32 or weight_C.dtype != paddle.float32:
+        return layer_norm.plain(x, weight_C, bias_C, epsilon)
+    return F.layer_norm(x, weight_C.shape, weight_C, bias_C, epsilon)
+
+
+def _apply_rotary(q_TNH: Tensor, k_TKH: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
+    """Tables of full shape; nothing else, since a program may run where products round (TF32)."""
+    tables.prepare([q_TNH.shape[-2], k_TKH.shape[-2]])
+    return apply_rotary.plain(q_TNH, k_TKH, tables)
+
+
+def _swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """Two kernels with vector instructions are faster than the fused one without them."""
+    if up is None:
+        gate, up = gate.chunk(2, axis=-1)
+    return F.silu(gate) * up
+
+
+CPU_KERNELS: Mapping[Operation, Callable[..., Any]] = {
+    rms_norm: _rms_norm,
+    layer_norm: _layer_norm,
+    apply_rotary: _apply_rotary,
+    swiglu: _swiglu,
+}

@@ -1,0 +1,186 @@
+"""What users of HF transformers expect of a model: outputs by index, its size, arguments by name.
+
+An argument of HF that is not one here is accepted at values that ask for nothing, and otherwise
+refused with what to do instead. Nothing here imports Paddle at the top, for loader workers.
+"""
+
+import functools
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+
+from paddle_vl.files.names import Foreign, without_foreign
+from paddle_vl.files.text_file import shown
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+# Of a model's call.
+FORWARD = {
+    "past_key_values": Foreign("generate() and stream() keep keys and values: call one of them"),
+    "use_cache": Foreign("generate() and stream() keep keys and values: call one of them"),
+    "output_attentions": Foreign("attention keeps no weights in any kernel: leave it out"),
+    "output_hidden_states": Foreign(
+        "register a forward post hook on the layers of model.decoder_layers"
+    ),
+    "return_dict": Foreign("take output.to_tuple()", (None, True)),
+    "inputs_embeds": Foreign("give input_ids: visual tokens find their rows by them"),
+    "mm_token_type_ids": Foreign("input_ids tell images and videos apart: leave it out"),
+    "cache_position": Foreign("positions come from input_ids and grids: leave it out"),
+    "rope_deltas": Foreign("positions come from input_ids and grids: leave it out"),
+}
+_FETCHED = "nothing is fetched: download the checkpoint first, and give its folder"
+_QUANTIZED = "weights are loaded in a floating point dtype: leave it out"
+# Of `from_pretrained`.
+LOADING = {
+    "attn_implementation": Foreign(
+        "kernels follow from device and dtype, FlashAttention on GPUs in bfloat16: leave it out",
+        (None, "sdpa"),
+    ),
+    "cache_dir": Foreign(_FETCHED),
+    "force_download": Foreign(_FETCHED),
+    "load_in_4bit": Foreign(_QUANTIZED),
+    "load_in_8bit": Foreign(_QUANTIZED),
+    "local_files_only": Foreign(_FETCHED, (None, False, True)),
+    "low_cpu_mem_usage": Foreign("tensors are read one at a time", (None, False, True)),
+    "quantization_config": Foreign(_QUANTIZED),
+    "revision": Foreign(_FETCHED),
+    "token": Foreign(_FETCHED),
+    "trust_remote_code": Foreign("no code of a folder is run: leave it out"),
+    "use_safetensors": Foreign("weights are read from .safetensors only", (None, True)),
+}
+
+
+def loads_like_hf(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator of `from_pretrained(cls, path, ...)`: HF's arguments, and `fills` of before.
+
+    `torch_dtype` is `dtype`; a dtype may be torch's own. `device_map` may name the current device.
+
+    Raises:
+        RuntimeError: there is no such folder.
+        ValueError: an argument of HF that asks for something else; see `LOADING`.
+    """
+
+    untyped: Any = function
+
+    @functools.wraps(function)
+    def load(cls: Any, path: str | os.PathLike, *args: Any, **kwargs: Any) -> R:
+        kwargs = without_foreign(kwargs, LOADING, "from_pretrained")
+        _check_device(kwargs.pop("device_map", None))
+        dtype = kwargs.pop("torch_dtype", kwargs.get("dtype"))
+        if dtype is not None:
+            is_torchs = str(dtype).startswith("torch.")
+            kwargs["dtype"] = str(dtype).removeprefix("torch.") if is_torchs else dtype
+        if not Path(path).exists():
+            raise RuntimeError(
+                f"there is no folder {path}: give a model folder; a published model is fetched "
+                "first, as by `hf download NAME --local-dir FOLDER`"
+            )
+        return untyped(cls, path, *args, **kwargs)
+
+    return renamed_argument("fills", "materialize")(load)
+
+
+def renamed_argument(old: str, new: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator: accept a keyword argument under its former name too, with a FutureWarning."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def accepts_both(*args: Any, **kwargs: Any) -> R:
+            if old in kwargs:
+                message = f"{function.__qualname__}: {old}= is now {new}=; use the new name"
+                warnings.warn(message, FutureWarning, stacklevel=2)
+                kwargs[new] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return accepts_both
+
+    return decorate
+
+
+def id_rows(rows: Any) -> Any:
+    """Token ids, a mask or labels `[B, L]`; lists as an int64 array, None as it is.
+
+    Raises:
+        ValueError: rows of different lengths, no integers, or another number of dimensions.
+    """
+    if isinstance(rows, list | tuple):
+        lengths = {len(row) for row in rows if isinstance(row, list | tuple)}
+        if len(lengths) > 1:
+            raise ValueError(
+                f"the batch has rows of {min(lengths)} to {max(lengths)} tokens: pad them on the "
+                "left and give attention_mask, or let the processor do both"
+            )
+        rows = np.array(rows)
+        if rows.dtype.kind not in "biu":
+            raise ValueError(f"the batch has values of {rows.dtype}; integers are needed")
+        rows = rows.astype(np.int64)
+    if rows is not None and len(rows.shape) != 2:
+        raise ValueError(
+            f"the batch has the shape {list(rows.shape)}; [B, L] is needed: put a single row into "
+            "a list"
+        )
+    return rows
+
+
+class IndexedOutput(Mapping):
+    """Base of an output dataclass that is indexed as HF's: by name, or by place without None."""
+
+    def to_tuple(self) -> tuple:
+        """The values that are not None, in the order of the fields."""
+        return tuple(self.values())
+
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, str):
+            return self.to_tuple()[key]
+        if key not in list(self):
+            raise KeyError(f"{key}: the output has {', '.join(self)}")
+        return getattr(self, key)
+
+    def __iter__(self) -> Iterator[str]:
+        names: Any = fields(self)  # pyright: ignore[reportArgumentType]
+        return (field.name for field in names if getattr(self, field.name) is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class SizedModel:
+    """Mixin of an `nn.Layer` with HF's names for its dtype and size."""
+
+    parameters: Callable[[], list[Any]]
+
+    @property
+    def dtype(self) -> Any:
+        """Paddle's dtype of the parameters, as of the first one."""
+        return self.parameters()[0].dtype
+
+    def num_parameters(self, only_trainable: bool = False) -> int:
+        """Number of parameters that this rank has; tied ones count once."""
+        parameters = self.parameters()
+        chosen = [p for p in parameters if not (only_trainable and p.stop_gradient)]
+        return sum(int(np.prod(parameter.shape)) for parameter in chosen)
+
+
+def _check_device(device_map: Any) -> None:
+    """Refuse another device than Paddle's current one, where models are built."""
+    if device_map is None:
+        return
+    import paddle
+
+    here = paddle.get_device()
+    same = {here, here.replace("gpu", "cuda"), here.split(":")[0].replace("gpu", "cuda")}
+    if paddle.device.cuda.device_count() < 2:
+        same.add("auto")
+    if str(device_map) not in same:
+        raise ValueError(
+            f"device_map is {shown(device_map)}, but a model is built on Paddle's current device, "
+            f"{here}: call paddle.set_device() first; over several devices it runs as a program "
+            "of ranks (paddle-vl export --mp-degree)"
+        )

@@ -1,0 +1,1 @@
+"""What robot policies share: observations, normalization, prompts, demonstrations, acting."""

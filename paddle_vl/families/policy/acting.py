@@ -1,0 +1,204 @@
+"""Acting: raw actions for raw observations, and the state of an episode between them.
+
+Shapes: B batch, F frames of an observation, C steps of a chunk, A action dims.
+
+Source: the observation buffers and the action queue of OpenTau's `select_action`.
+"""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from paddle_vl.families.policy.features import ActingConfig, cameras_of
+from paddle_vl.families.policy.model_inputs import (
+    PolicyInputs,
+    as_arrays,
+    padded_action_prefix,
+)
+
+
+class ObservationHistory:
+    """Keeps past observations and adds evenly spaced ones to the current one.
+
+    Attributes:
+        num_frames: frames of an observation, `n_obs_steps`, the current one last.
+        interval: environment steps between two frames.
+    """
+
+    def __init__(self, num_frames: int, interval: int):
+        self.num_frames, self.interval = num_frames, interval
+        self._steps: deque[dict[str, np.ndarray]] = deque(maxlen=(num_frames - 1) * interval + 1)
+
+    def clear(self) -> None:
+        """Begin a new episode."""
+        self._steps.clear()
+
+    def extended(self, batch: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+        """Keep the current values and return the batch with the past frames added.
+
+        Frames from before the episode are zero, and `obs_history_is_pad` `[B, F]` is True there.
+
+        Args:
+            batch: the current observation.
+            names: entries to keep, each `[B, ...]`; they come back as `[B, F, ...]`.
+
+        Raises:
+            ValueError: an entry has another shape than before.
+        """
+        current = {name: np.asarray(batch[name]) for name in names}
+        if self._steps:
+            for name, value in current.items():
+                before = self._steps[-1].get(name)
+                if before is None or before.shape != value.shape:
+                    was = "absent" if before is None else f"of shape {list(before.shape)}"
+                    raise ValueError(
+                        f"{name!r} has shape {list(value.shape)}, but was {was} a step ago: call "
+                        "reset() before another environment or batch size"
+                    )
+        self._steps.append(current)
+        assert self._steps.maxlen is not None, "__init__ limits the length"
+        missing = self._steps.maxlen - len(self._steps)
+        places = [i * self.interval - missing for i in range(self.num_frames)]
+        result = dict(batch)
+        for name, value in current.items():
+            nothing = np.zeros_like(value)
+            frames = [nothing if i < 0 else self._steps[i][name] for i in places]
+            result[name] = np.stack(frames, axis=1)
+        is_pad = np.array([i < 0 for i in places])
+        batch_size = len(next(iter(current.values())))
+        result["obs_history_is_pad"] = np.tile(is_pad, (batch_size, 1))
+        return result
+
+
+class ActionQueue:
+    """The predicted actions that are not yet executed.
+
+    Attributes:
+        horizon: actions that are executed before the next prediction, `n_action_steps`.
+        max_delay: actions that may run while the next chunk is computed. A prediction is due when
+            no more are left, and its chunk begins with them.
+    """
+
+    def __init__(self, horizon: int, max_delay: int = 0):
+        self.horizon, self.max_delay = horizon, max_delay
+        self._actions: deque[np.ndarray] = deque(maxlen=horizon)
+
+    def __len__(self) -> int:
+        return len(self._actions)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether to predict a chunk before the next action."""
+        return len(self._actions) <= self.max_delay
+
+    def committed(self) -> np.ndarray | None:
+        """The actions that run meanwhile, `[B, delay, A]`; None if there are none."""
+        if not self._actions or not self.max_delay:
+            return None
+        return np.stack(list(self._actions)[-self.max_delay :], axis=1)
+
+    def refill(self, chunk_BCA: np.ndarray, delay: int) -> None:
+        """Add a chunk `[B, C, A]` without its first `delay` actions, which are already queued."""
+        self._actions.extend(chunk_BCA[:, delay : delay + self.horizon].swapaxes(0, 1))
+
+    def pop(self) -> np.ndarray:
+        """The next action, `[B, A]`."""
+        return self._actions.popleft()
+
+    def clear(self) -> None:
+        """Begin a new episode."""
+        self._actions.clear()
+
+
+class ActingPolicy(ABC):
+    """What a policy does around its model when it acts.
+
+    Attributes:
+        history, action_queue: the state of an episode.
+    """
+
+    config: Any
+
+    def begin(self, config: ActingConfig) -> None:
+        """Make the state of an episode."""
+        self.history = ObservationHistory(config.n_obs_steps, config.history_interval)
+        self.action_queue = ActionQueue(config.n_action_steps, config.max_delay)
+
+    @property
+    @abstractmethod
+    def inputs(self) -> PolicyInputs:
+        """Makes the model's inputs from raw batches."""
+
+    @abstractmethod
+    def sample_chunk(
+        self,
+        inputs: Mapping[str, Any],
+        noise: Any,
+        delay: int,
+        action_prefix: np.ndarray | None,
+    ) -> np.ndarray:
+        """The model's actions, `[B, C, max_action_dim]` float32.
+
+        Args:
+            inputs: of the model, see `PolicyInputs.observed`.
+            noise: of the same shape; drawn if None.
+            delay: number of known steps, the first of `action_prefix` `[B, C, max_action_dim]`.
+        """
+
+    def sample_actions(
+        self, batch: Mapping[str, Any], noise: Any = None, delay: int = 0, action_prefix: Any = None
+    ) -> np.ndarray:
+        """A chunk of raw actions for raw observations, `[B, C, action dims]` float32.
+
+        Args:
+            batch: see `paddle_vl.families.pi07.policy`.
+            noise: `[B, C, max_action_dim]`, array or tensor; drawn if None.
+            delay: number of first actions of the chunk that are already known, at most `max_delay`.
+            action_prefix: these actions, raw, `[B, delay, action dims]`.
+
+        Raises:
+            ValueError: an entry is missing or does not fit.
+        """
+        if not 0 <= delay <= self.config.max_delay:
+            raise ValueError(f"delay is {delay}; max_delay allows 0 to {self.config.max_delay}")
+        if delay and action_prefix is None:
+            raise ValueError(f"delay is {delay}: action_prefix must give these first steps")
+        maker = self.inputs
+        inputs, _, index_B = maker.observed(as_arrays(batch))
+        if action_prefix is not None:
+            raw = as_arrays({"actions": action_prefix})
+            given = maker.normalizers["normalize_targets"].normalize(raw, index_B)["actions"]
+            action_prefix = padded_action_prefix(given, self.config)
+        chunk = self.sample_chunk(inputs, noise, int(delay), action_prefix)
+        dims = self.config.output_features["actions"].shape[0]
+        actions = {"actions": chunk[:, :, :dims]}
+        return maker.normalizers["unnormalize_outputs"].unnormalize(actions, index_B)["actions"]
+
+    def select_action(self, batch: Mapping[str, Any], noise: Any = None) -> np.ndarray:
+        """The next raw action, `[B, action dims]`, for the current raw observation.
+
+        Keeps past observations and the rest of the predicted chunk: call it at every step of an
+        episode, and `reset` before each episode.
+
+        Args:
+            batch: one step; entries have no F axis.
+            noise: see `sample_actions`; used at steps that predict a chunk.
+        """
+        batch = as_arrays(batch)
+        if "state" not in batch:
+            raise ValueError(f"the batch has no 'state'; its entries are {sorted(batch)}")
+        present = [name for name in cameras_of(self.config.input_features) if name in batch]
+        batch = self.history.extended(batch, ["state", *present])
+        if self.action_queue.is_due:
+            committed = self.action_queue.committed()
+            delay = 0 if committed is None else committed.shape[1]
+            self.action_queue.refill(self.sample_actions(batch, noise, delay, committed), delay)
+        return self.action_queue.pop()
+
+    def reset(self) -> None:
+        """Begin a new episode: forget observations and actions."""
+        self.history.clear()
+        self.action_queue.clear()

@@ -1,0 +1,292 @@
+"""Normalization of states and actions, and back, with the statistics of the sample's group.
+
+A group is a data set, or a robot under one control mode. Every statistic has one row per group,
+`[groups, *feature]`. Two conventions, the `config_version` of a checkpoint: version 1 adds 1e-6 to
+denominators and maps a feature whose range is zero to 0; version 0 adds 1e-8 and maps it to -1.
+Nothing is clamped.
+
+Source: Normalize and Unnormalize of OpenTau.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from paddle_vl.families.policy.features import ObservingConfig, PolicyFeature, check_normalization
+from paddle_vl.families.policy.statistics_checks import spread_problem
+
+# Of one group: feature -> statistic (mean, std, min, max, q01, q99, count) -> values.
+Statistics = Mapping[str, Mapping[str, Any]]
+# Values of a robot type or control mode that is not known.
+_UNKNOWN = ("", "unknown")
+
+
+def group_name(robot_type: str | None, control_mode: str | None) -> str | None:
+    """Name of the group of a robot under a control mode; None if one of them is not known."""
+    parts = [(part or "").strip() for part in (robot_type, control_mode)]
+    return None if any(part.casefold() in _UNKNOWN for part in parts) else "::".join(parts)
+
+
+def group_index(
+    batch: Mapping[str, Any],
+    batch_size: int,
+    config: ObservingConfig,
+    num_groups: int,
+) -> np.ndarray:
+    """Row of the statistics of each sample, `[B]` int64.
+
+    In order of preference: `dataset_index` (training batches have it, since robot and mode may be
+    dropped), `robot_type` and `control_mode`, `dataset_repo_id`. A policy with one group, or with
+    unnamed groups, takes row 0 without any of them.
+
+    Raises:
+        ValueError: the batch names no group, or one that the policy was not trained on.
+    """
+    names = config.dataset_names
+    if "dataset_index" in batch:
+        index = np.asarray(batch["dataset_index"], dtype=np.int64).reshape(-1)
+        if index.shape != (batch_size,) or index.min() < 0 or index.max() >= num_groups:
+            raise ValueError(
+                f"dataset_index is {index.tolist()}; a batch of {batch_size} needs one row for "
+                f"each sample, from 0 to {num_groups - 1}"
+            )
+        return index
+    if num_groups == 1 or names is None:
+        return np.zeros(batch_size, dtype=np.int64)
+    if "robot_type" in batch and "control_mode" in batch:
+        robots, modes = (
+            _repeated(batch[name], name, batch_size) for name in ("robot_type", "control_mode")
+        )
+        pairs = list(zip(robots, modes, strict=True))
+        rows = {name: row for row, name in enumerate(names)}
+        return _looked_up([group_name(*pair) for pair in pairs], rows, pairs)
+    if "dataset_repo_id" in batch:
+        ids = _repeated(batch["dataset_repo_id"], "dataset_repo_id", batch_size)
+        rows = config.dataset_to_norm_index or {name: row for row, name in enumerate(names)}
+        return _looked_up(ids, rows, ids)
+    raise ValueError(
+        f"the policy has statistics of {num_groups} groups ({', '.join(names)}), and the batch "
+        "does not say which it belongs to: add dataset_index, or robot_type and control_mode, or "
+        "dataset_repo_id"
+    )
+
+
+def _looked_up(
+    groups: Sequence[str | None], rows: dict[str, int], given: Sequence[Any]
+) -> np.ndarray:
+    if unknown := [e for name, e in zip(groups, given, strict=True) if name not in rows]:
+        raise ValueError(
+            f"the policy has no statistics of {unknown}; it was trained on {sorted(rows)}"
+        )
+    return np.array([rows[name] for name in groups if name in rows], dtype=np.int64)
+
+
+def _repeated(words: str | Sequence[str], name: str, batch_size: int) -> list[str]:
+    words = [words] * batch_size if isinstance(words, str) else list(words)
+    if len(words) != batch_size:
+        raise ValueError(f"{name!r} has {len(words)} entries for a batch of {batch_size}")
+    return words
+
+
+STATISTICS_OF_MODE = {
+    "MEAN_STD": ("mean", "std"),
+    "MIN_MAX": ("min", "max"),
+    "QUANTILE": ("q01", "q99"),
+    "IDENTITY": (),
+}
+_EPSILON = {0: 1e-8, 1: 1e-6}
+
+
+class Normalizer:
+    """Normalizes the features of a batch, and back.
+
+    Attributes:
+        tensors: statistics by their name in a checkpoint, such as `buffer_state.mean`, each
+            `[groups, *feature]` float32; infinite until they are set.
+    """
+
+    def __init__(
+        self,
+        features: Mapping[str, PolicyFeature],
+        modes: Mapping[str, str],
+        version: int,
+        num_groups: int = 1,
+    ):
+        """
+        Args:
+            modes: by feature type; features of other types are left as they are.
+            version: 0 or 1, see the module.
+
+        Raises:
+            ValueError: unknown modes or versions.
+        """
+        check_normalization(modes)
+        if version not in _EPSILON:
+            raise ValueError(f"normalization version {version} is not one of {list(_EPSILON)}")
+        self._epsilon, self._centers_zero_range = _EPSILON[version], version >= 1
+        self._modes = {
+            name: mode
+            for name, feature in features.items()
+            if (mode := modes.get(feature.type, "IDENTITY")) != "IDENTITY"
+        }
+        self._shapes = {name: _statistic_shape(features[name]) for name in self._modes}
+        self.num_groups = num_groups
+        self.tensors = {
+            tensor_name(name, stat): np.full(
+                (num_groups, *self._shapes[name]), np.inf, dtype=np.float32
+            )
+            for name, mode in self._modes.items()
+            for stat in STATISTICS_OF_MODE[mode]
+        }
+
+    def set_statistics(self, groups: Sequence[Statistics]) -> None:
+        """Set the statistics of every group, in the order of the rows.
+
+        Statistics that the modes do not need, such as `count`, may be absent.
+
+        Raises:
+            ValueError: another number of groups; or a statistic is absent, has another shape, is
+                NaN, or gives a negative spread.
+        """
+        if len(groups) != self.num_groups:
+            raise ValueError(
+                f"statistics of {len(groups)} groups were given, the policy has {self.num_groups}: "
+                "give one for each of dataset_names"
+            )
+        for name, mode in self._modes.items():
+            for stat in STATISTICS_OF_MODE[mode]:
+                rows = [self._row(group, number, name, stat) for number, group in enumerate(groups)]
+                self.tensors[tensor_name(name, stat)] = np.stack(rows)
+        self.check("the statistics that are given", may_be_absent=False)
+
+    def check(self, where: str, *, may_be_absent: bool = True) -> None:
+        """Refuse NaN and negative spreads.
+
+        Args:
+            where: origin of the statistics, for the message.
+            may_be_absent: accept infinite statistics, which were never set; `normalize` raises if
+                it needs them.
+
+        Raises:
+            ValueError: names feature, group, value and what is needed.
+        """
+        for name, mode in self._modes.items():
+            tensors = {s: self.tensors[tensor_name(name, s)] for s in STATISTICS_OF_MODE[mode]}
+            for number in range(self.num_groups):
+                found = {stat: tensor[number] for stat, tensor in tensors.items()}
+                is_absent = any(np.isposinf(values).any() for values in found.values())
+                problem = None if may_be_absent and is_absent else spread_problem(found)
+                if problem is not None:
+                    raise ValueError(
+                        f"{where}: of {name!r} in group {number} {problem}; compute them again "
+                        "from the data"
+                    )
+
+    def normalize(self, batch: Mapping[str, Any], index_B: np.ndarray) -> dict[str, Any]:
+        """The batch with its features normalized, float32; other entries as they were.
+
+        Args:
+            batch: arrays `[B, ..., *feature]`.
+            index_B: row of the statistics of each sample, int64.
+
+        Raises:
+            ValueError: statistics were never set, or do not fit the data.
+        """
+        return self._applied(batch, index_B, self._normalized)
+
+    def unnormalize(self, batch: Mapping[str, Any], index_B: np.ndarray) -> dict[str, Any]:
+        """The inverse of `normalize`."""
+        return self._applied(batch, index_B, self._unnormalized)
+
+    def _applied(self, batch: Mapping[str, Any], index_B: np.ndarray, formula) -> dict[str, Any]:
+        result = dict(batch)
+        for name, mode in self._modes.items():
+            if name not in batch:
+                continue
+            values = np.asarray(batch[name], dtype=np.float32)
+            if values.size:
+                low, high = (
+                    self._gathered(name, stat, values, index_B) for stat in STATISTICS_OF_MODE[mode]
+                )
+                result[name] = formula(mode, values, low, high)
+        return result
+
+    def _normalized(
+        self, mode: str, x: np.ndarray, low: np.ndarray, high: np.ndarray
+    ) -> np.ndarray:
+        if mode == "MEAN_STD":
+            return (x - low) / (self._without_zeros(high) + self._epsilon)
+        width = high - low
+        divisor = self._without_zeros(width)
+        if self._centers_zero_range:
+            low = low - 0.5 * (divisor - width)
+        return (x - low) / (divisor + self._epsilon) * 2 - 1
+
+    def _unnormalized(
+        self, mode: str, y: np.ndarray, low: np.ndarray, high: np.ndarray
+    ) -> np.ndarray:
+        if mode == "MEAN_STD":
+            return y * (self._without_zeros(high) + self._epsilon) + low
+        width = high - low
+        divisor = self._without_zeros(width)
+        if self._centers_zero_range:
+            low = low - 0.5 * (divisor - width)
+        return (y + 1) / 2 * (divisor + self._epsilon) + low
+
+    def _without_zeros(self, spread: np.ndarray) -> np.ndarray:
+        """Divide a feature that never varies by 1, so that another value does not explode."""
+        return np.where(np.abs(spread) < self._epsilon, np.float32(1), spread)
+
+    def _gathered(
+        self, name: str, stat: str, values: np.ndarray, index_B: np.ndarray
+    ) -> np.ndarray:
+        stored = self.tensors[tensor_name(name, stat)]
+        if np.isinf(stored).any():
+            raise ValueError(
+                f"the policy has no statistics of {name!r} ({stat} is infinite): give them when "
+                "it is made, or load a checkpoint that holds them"
+            )
+        if len(index_B) != len(values) or index_B.min() < 0 or index_B.max() >= self.num_groups:
+            raise ValueError(
+                f"the groups {np.asarray(index_B).tolist()} of {len(values)} samples of {name!r} "
+                f"must be one for each, from 0 to {self.num_groups - 1}"
+            )
+        feature = stored.shape[1:]
+        trailing = values.shape[values.ndim - len(feature) :]
+        if values.ndim <= len(feature) or any(
+            want not in (1, have) for want, have in zip(feature, trailing, strict=True)
+        ):
+            raise ValueError(
+                f"{name!r} has shape {list(values.shape)}, but its statistics are of "
+                f"{list(feature)}: the data must end in that shape"
+            )
+        rows = stored[index_B]
+        between = (1,) * (values.ndim - rows.ndim)
+        return rows.reshape(len(rows), *between, *feature)
+
+    def _row(self, group: Statistics, number: int, name: str, stat: str) -> np.ndarray:
+        of_feature = group.get(name)
+        if of_feature is None or stat not in of_feature:
+            has = f"{name!r} has {sorted(of_feature)}" if of_feature else f"it has {sorted(group)}"
+            raise ValueError(
+                f"the statistics of group {number} have no {stat} of {name!r} ({has}); "
+                f"normalization mode {self._modes[name]} needs it: compute it, or choose another"
+            )
+        row = np.asarray(of_feature[stat], dtype=np.float32)
+        if row.shape != self._shapes[name]:
+            raise ValueError(
+                f"{stat} of {name!r} in the statistics of group {number} has shape "
+                f"{list(row.shape)}; the feature needs {list(self._shapes[name])}"
+            )
+        return row
+
+
+def tensor_name(feature: str, stat: str) -> str:
+    """Name of a statistic in a checkpoint, after the name of its normalizer."""
+    return f"buffer_{feature.replace('.', '_')}.{stat}"
+
+
+def _statistic_shape(feature: PolicyFeature) -> tuple[int, ...]:
+    """Images have statistics per channel."""
+    return (feature.shape[0], 1, 1) if feature.type == "VISUAL" else feature.shape

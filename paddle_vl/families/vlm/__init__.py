@@ -1,0 +1,1 @@
+"""What vision-language families share: inputs, training objective, generation, adapters, stages."""

@@ -1,0 +1,163 @@
+"""Configuration that vision-language models share: the vision tower, and what they have besides
+their decoders.
+
+Source: Qwen3VLVisionConfig and Qwen3VLConfig of HF transformers.
+"""
+
+from dataclasses import field, replace
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import Field
+
+from paddle_vl.files.checked_values import Listed, Number, SavedConfig, checked
+from paddle_vl.files.text_file import shown
+from paddle_vl.nn.operations import ACTIVATIONS
+
+C = TypeVar("C", bound="VLConfig")
+# Far beyond every published model; larger values are typing errors and would exhaust memory.
+Layers = Annotated[int, Field(ge=1, le=1024)]
+Width = Annotated[int, Field(ge=1, le=1 << 20)]
+Heads = Annotated[int, Field(ge=1, le=4096)]
+Vocabulary = Annotated[int, Field(ge=1, le=1 << 24)]
+Spread = Annotated[Number, Field(ge=0, le=100)]
+RopeBase = Annotated[Number, Field(gt=1)]
+_TokenId = Annotated[int, Field(ge=0)]
+_Merged = Annotated[int, Field(ge=1, le=64)]
+TOKEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+
+
+@checked
+class VisionConfig:
+    """The vision tower. Defaults are those of HF's configuration class."""
+
+    depth: Layers = 27
+    hidden_size: Width = 1152
+    intermediate_size: Width = 4304
+    num_heads: Heads = 16
+    hidden_act: str = "gelu_pytorch_tanh"
+    # Red, green and blue.
+    in_channels: Annotated[int, Field(ge=3, le=3)] = 3
+    patch_size: Annotated[int, Field(ge=1, le=256)] = 16
+    temporal_patch_size: _Merged = 2
+    spatial_merge_size: _Merged = 2
+    out_hidden_size: Width = 3584
+    num_position_embeddings: Vocabulary = 2304
+    initializer_range: Spread = 0.02
+    deepstack_visual_indexes: Listed[list[_TokenId]] = field(default_factory=lambda: [8, 16, 24])
+    rope_theta: RopeBase = 10000.0
+
+    def __post_init__(self):
+        if self.hidden_act not in ACTIVATIONS:
+            raise ValueError(
+                f"hidden_act is {shown(self.hidden_act)}; choose one of {', '.join(ACTIVATIONS)}"
+            )
+        if self.hidden_size % self.num_heads or (self.hidden_size // self.num_heads) % 4:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} over num_heads {self.num_heads} "
+                "must give a head width that is a multiple of 4"
+            )
+        if self.table_side**2 != self.num_position_embeddings:
+            raise ValueError(
+                f"num_position_embeddings {self.num_position_embeddings} is not a square number"
+            )
+        if outside := [i for i in self.deepstack_visual_indexes if i >= self.depth]:
+            raise ValueError(
+                f"deepstack_visual_indexes {outside} lie outside the tower's {self.depth} blocks"
+            )
+        if list(self.deepstack_visual_indexes) != sorted(set(self.deepstack_visual_indexes)):
+            raise ValueError(
+                f"deepstack_visual_indexes {self.deepstack_visual_indexes} must "
+                "ascend, each block once"
+            )
+
+    @property
+    def table_side(self) -> int:
+        """Side of the square table of learned positions."""
+        return round(self.num_position_embeddings**0.5)
+
+    @property
+    def patch_dim(self) -> int:
+        """Values of one flattened patch: channels x frames x height x width."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+
+@checked
+class VLConfig(SavedConfig):
+    """Configuration of a complete model.
+
+    A family adds `text_config`, its decoder's, which has at least `vocab_size`, `hidden_size`,
+    `num_hidden_layers`, `head_dim`, `rope_theta`, `mrope_section`, `initializer_range`,
+    `rms_norm_eps`,
+    `experts_of(layer)`, `has_experts(layer)` and `has_balance_loss(requested)`; with experts also
+    `num_experts` and `router_aux_loss_coef`.
+    """
+
+    file_name: ClassVar[str] = "config.json"
+    what: ClassVar[str] = "a model's configuration"
+
+    text_config: Any
+    vision_config: VisionConfig = field(default_factory=VisionConfig)
+    image_token_id: _TokenId = 151655
+    video_token_id: _TokenId = 151656
+    vision_start_token_id: _TokenId = 151652
+    vision_end_token_id: _TokenId = 151653
+    tie_word_embeddings: bool = False
+    """whether head and embedding share their weight"""
+    tie_flags_agree: bool = field(default=True, compare=False, repr=False)
+    """False if the file's two tie flags disagree or one is missing; then the presence of
+    lm_head.weight in the checkpoint decides"""
+
+    def __post_init__(self):
+        text, vision = self.text_config, self.vision_config
+        if vision.out_hidden_size != text.hidden_size:
+            raise ValueError(
+                f"vision_config.out_hidden_size {vision.out_hidden_size} differs from "
+                f"text_config.hidden_size {text.hidden_size}: visual embeddings enter the decoder "
+                "unchanged, so both must be equal"
+            )
+        if len(vision.deepstack_visual_indexes) > text.num_hidden_layers:
+            raise ValueError(
+                f"{len(vision.deepstack_visual_indexes)} deepstack levels but only "
+                f"{text.num_hidden_layers} decoder layers to add them to"
+            )
+        ids = {name: getattr(self, name) for name in TOKEN_IDS}
+        for name, token in ids.items():
+            if token >= text.vocab_size:
+                raise ValueError(
+                    f"{name} {token} lies outside text_config.vocab_size {text.vocab_size}"
+                )
+        if len(set(ids.values())) < len(ids):
+            raise ValueError(f"{ids} must be four different tokens")
+
+    @classmethod
+    def named(cls: type[C], name: str) -> C:
+        """The configuration of a published size.
+
+        Raises:
+            ValueError: there is no such size.
+        """
+        raise ValueError(f"{name!r}: this family has no published sizes; give a config.json")
+
+    def with_tie(self: C, tie: bool) -> C:
+        """A copy with this tie flag."""
+        return replace(self, tie_word_embeddings=tie, tie_flags_agree=True)
+
+
+def tie_settings(values: dict[str, Any], text: dict[str, Any]) -> dict[str, bool]:
+    """The two tie settings of a `VLConfig` from a config.json and its text section, which lose
+    theirs.
+
+    Raises:
+        ValueError: a flag is not true or false.
+    """
+    # transformers 5.x reads the top-level flag, 4.57 that of text_config.
+    flags = [values.pop("tie_word_embeddings", None), text.pop("tie_word_embeddings", None)]
+    for where, flag in zip(("", "text_config: "), flags, strict=True):
+        if flag is not None and not isinstance(flag, bool):
+            raise ValueError(
+                f"{where}tie_word_embeddings is {shown(flag)}; it must be true or false"
+            )
+    return {
+        "tie_word_embeddings": bool(flags[1] if flags[0] is None else flags[0]),
+        "tie_flags_agree": flags[0] == flags[1],
+    }

@@ -1,0 +1,206 @@
+"""Evaluation of a model folder on data files: loss, and greedy answers compared with the data's."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from paddle_vl.checkpoint.adapter_files import folder_with
+from paddle_vl.data.loader import PrefetchLoader
+from paddle_vl.families.base import Evaluation, EvaluationOptions, MeanLosses
+from paddle_vl.families.vlm.inputs.conversation import Conversation
+from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
+from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.model import VLForConditionalGeneration
+from paddle_vl.families.vlm.objective import VLBatchAdapter, VLLoss
+from paddle_vl.families.vlm.processor_fit import check_processor_fits, model_collator
+
+NO_TASK = "(no task)"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A greedy answer beside the expected one.
+
+    Attributes:
+        sample: `file:line` of the conversation.
+        task: its field `task`, `NO_TASK` without one.
+        prompt: text of the turn that is answered.
+        is_exact: whether answer and expected text are equal, outer spaces aside.
+    """
+
+    sample: str
+    task: str
+    prompt: str
+    expected: str
+    answer: str
+    is_exact: bool
+
+
+def build_evaluation(
+    model_class: type[VLForConditionalGeneration], folder: Path, options: EvaluationOptions
+) -> Evaluation:
+    """A model with its own processor, and data files in which a bad sample is an error.
+
+    Args:
+        folder: model or adapter folder.
+
+    Raises:
+        ValueError, RuntimeError: the folder is not a model with its processor, or the data cannot
+            be used.
+    """
+    processor = VLProcessor.from_pretrained(folder_with("tokenizer.json", folder, options.base))
+    dataset: MessagesDataset | FirstSamples = MessagesDataset(
+        options.files, processor, options.max_length
+    )
+    if options.limit is not None:
+        dataset = FirstSamples(dataset, options.limit)
+    model = model_class.from_pretrained(folder, base=options.base)
+    check_processor_fits(model.config, processor)
+    loader = PrefetchLoader(
+        dataset,
+        model_collator(
+            processor,
+            lists_real_rows=bool(getattr(model.config.text_config, "num_experts", 0)),
+        ),
+        options.batch_size,
+        shuffle=False,
+        drop_last=False,
+        num_epochs=1,
+    )
+
+    def report(losses: MeanLosses) -> Iterator[str]:
+        answers = greedy_answers(
+            model,
+            processor,
+            dataset,
+            batch_size=options.batch_size,
+            max_new_tokens=options.max_new_tokens,
+        )
+        yield evaluation_report(losses.loss, losses.counts["loss"], answers)
+        if options.show:
+            yield shown_answers(answers, options.show)
+        if options.predictions:
+            write_predictions(answers, options.predictions)
+            yield f"answers written to {options.predictions}"
+
+    return Evaluation(model, VLLoss(), VLBatchAdapter(), loader, report)
+
+
+def greedy_answers(
+    model: VLForConditionalGeneration,
+    processor: VLProcessor,
+    dataset: "MessagesDataset | FirstSamples",
+    *,
+    batch_size: int,
+    max_new_tokens: int,
+) -> list[Answer]:
+    """A greedy answer to every assistant turn that is a target, given the data's turns before it.
+
+    Args:
+        batch_size: turns per batch.
+    """
+    questions = _questions(dataset)
+    # Overrides the model's own generation_config.json.
+    greedy = {
+        "do_sample": False,
+        "repetition_penalty": 1.0,
+        "min_new_tokens": 0,
+        "max_new_tokens": max_new_tokens,
+        "eos_token_id": processor.eos_token_ids,
+        "pad_token_id": processor.pad_token_id,
+    }
+    answers = []
+    while group := list(islice(questions, batch_size)):
+        inputs = processor.encode_prompts([conversation for _, conversation, _ in group])
+        new_ids = model.generate(**inputs, **greedy)
+        for (sample, conversation, expected), ids in zip(group, new_ids, strict=True):
+            answer = processor.decode(ids).strip()
+            answers.append(
+                Answer(
+                    sample=sample,
+                    task=str(conversation.extra.get("task", NO_TASK)),
+                    prompt=conversation.turns[-1].text if conversation.turns else "",
+                    expected=expected,
+                    answer=answer,
+                    is_exact=answer == expected,
+                )
+            )
+    return answers
+
+
+class FirstSamples:
+    """The first samples of a dataset, as a dataset."""
+
+    def __init__(self, dataset: Any, limit: int):
+        self._dataset, self._limit = dataset, limit
+
+    @property
+    def on_bad_sample(self) -> str:
+        return self._dataset.on_bad_sample
+
+    @property
+    def skipped(self) -> Counter[str]:
+        return self._dataset.skipped
+
+    @property
+    def fingerprint(self) -> int:
+        return self._dataset.fingerprint
+
+    def __len__(self) -> int:
+        return min(self._limit, len(self._dataset))
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return self._dataset[number]
+
+    def __getattr__(self, name: str) -> Any:
+        # Unpickling looks up methods before `_dataset` is set.
+        if name == "_dataset":
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+
+def _questions(
+    dataset: MessagesDataset | FirstSamples,
+) -> Iterator[tuple[str, Conversation, str]]:
+    """`file:line`, the conversation up to a target turn, and the text of that turn."""
+    for number in range(len(dataset)):
+        conversation = dataset.conversation(number)
+        for i in conversation.targets:
+            before = replace(conversation, turns=conversation.turns[:i])
+            yield dataset.place(number), before, conversation.turns[i].text.strip()
+
+
+def evaluation_report(loss: float, num_targets: int, answers: Sequence[Answer]) -> str:
+    """The numbers as a small table, exact answers by task."""
+    by_task: dict[str, list[bool]] = {}
+    for answer in answers:
+        by_task.setdefault(answer.task, []).append(answer.is_exact)
+    rows = sorted(by_task.items()) if len(by_task) > 1 else []
+    rows.append(("all answers", [answer.is_exact for answer in answers]))
+    width = max(len(name) for name, _ in rows)
+    lines = [f"loss per answer token: {loss:.4f} ({num_targets} tokens)", "exact answers:"]
+    for name, exact in rows:
+        share = sum(exact) / len(exact)
+        lines.append(f"  {name:{width}}  {share:7.2%}  ({sum(exact)} of {len(exact)})")
+    return "\n".join(lines)
+
+
+def shown_answers(answers: Sequence[Answer], limit: int) -> str:
+    """Up to `limit` answers, evenly distributed over the data, a line each."""
+    step = max(1, len(answers) // limit)
+    lines = ["some answers:"]
+    for answer in answers[::step][:limit]:
+        verdict = "right" if answer.is_exact else f"expected {answer.expected!r}"
+        lines.append(f"  {answer.sample}  {answer.prompt!r} -> {answer.answer!r}  ({verdict})")
+    return "\n".join(lines)
+
+
+def write_predictions(answers: Sequence[Answer], path: Path) -> None:
+    """Write one JSON line per answer."""
+    with path.open("w", encoding="utf-8") as stream:
+        for answer in answers:
+            stream.write(json.dumps(asdict(answer), ensure_ascii=False) + "\n")

@@ -1,0 +1,244 @@
+"""Generation with a key-value cache; the vision tower and deepstack run once, in the prefill.
+
+Shapes: B batch, L prompt length, S keys so far, V vocabulary, n new tokens.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle import Tensor
+
+from paddle_vl.families.hf_interface import id_rows
+from paddle_vl.families.vlm.embedding import decoder_positions
+from paddle_vl.families.vlm.moe import routed_rows
+from paddle_vl.generation.config import GenerationConfig, settings_of_call
+from paddle_vl.generation.loop import Streamer, checked_prompts, chosen_tokens, collected
+from paddle_vl.nn.operations import device_tensor, without_gradient
+from paddle_vl.nn.rotary import RotaryTables
+
+
+def stream(
+    model: Any,
+    input_ids: np.ndarray,
+    attention_mask: np.ndarray | None = None,
+    pixel_values: np.ndarray | None = None,
+    image_grid_thw: np.ndarray | None = None,
+    pixel_values_videos: np.ndarray | None = None,
+    video_grid_thw: np.ndarray | None = None,
+    *,
+    generation_config: GenerationConfig | None = None,
+    on_logits: Callable[[np.ndarray], None] | None = None,
+    **overrides: Any,
+) -> Iterator[np.ndarray]:
+    """Generate tokens until every prompt has ended; arguments are checked at the call.
+
+    Each step reads `[B]` ids on the host and nothing else.
+
+    Args:
+        model: a `paddle_vl.families.vlm.model.VLForConditionalGeneration`.
+        input_ids: `[B, L]` int64 prompts or lists, padded on the left so that all end at the last
+            column.
+        attention_mask: `[B, L]`, 1 at real tokens.
+        pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw: as of the model.
+        generation_config: None for the model's own `generation_config`, or the defaults.
+        on_logits: called with the float32 logits `[B, V]` of every step, before any rule.
+        overrides: settings that replace those of the configuration, see `GenerationConfig`; HF's
+            names are explained.
+
+    Returns:
+        Iterator of `[B]` int64, one per step; a prompt that has ended gives the pad token.
+
+    Raises:
+        ValueError: a prompt padded on the right, a bad setting, or a model split over ranks.
+    """
+    vocab_size = model.config.text_config.vocab_size
+    config = settings_of_call(generation_config, model.generation_config, overrides, vocab_size)
+    if model.placement.splits_parameters:
+        raise ValueError(
+            "this model is split over ranks; to generate, load the checkpoint in a single process"
+        )
+    prompt_BL, mask_BL = checked_prompts(id_rows(input_ids), attention_mask)
+    visual = {
+        "pixel_values": pixel_values,
+        "image_grid_thw": image_grid_thw,
+        "pixel_values_videos": pixel_values_videos,
+        "video_grid_thw": video_grid_thw,
+    }
+    return _chosen_tokens(model, prompt_BL, mask_BL, visual, config, on_logits)
+
+
+def generate(
+    model: Any,
+    input_ids: Any,
+    *args: Any,
+    streamer: Streamer | None = None,
+    **batch: Any,
+) -> np.ndarray:
+    """All new tokens, `[B, n]` int64, n <= max_new_tokens; arguments and errors as of `stream`.
+
+    Args:
+        streamer: gets the prompts and then the tokens of every step, as in HF.
+    """
+    return collected(stream(model, input_ids, *args, **batch), input_ids, streamer)
+
+
+def _chosen_tokens(
+    model: Any,
+    prompt_BL: np.ndarray,
+    mask_BL: np.ndarray,
+    visual: dict[str, np.ndarray | None],
+    config: GenerationConfig,
+    on_logits: Callable[[np.ndarray], None] | None,
+) -> Iterator[np.ndarray]:
+    decoder = _CachedDecoder(model, prompt_BL, mask_BL, visual, config)
+    vocab, was_training = model.config.text_config.vocab_size, model.training
+    model.eval()
+    try:
+        yield from chosen_tokens(decoder, prompt_BL, mask_BL, vocab, config, on_logits)
+    finally:
+        if was_training:
+            model.train()
+
+
+def step_logits(
+    model: Any,
+    input_ids: Tensor,
+    inputs: dict[str, Any],
+    caches: list[Any],
+) -> Tensor:
+    """Logits `[B, V]` float32 after one more token per prompt, whose keys the caches get.
+
+    No visual indices: a chosen placeholder is an ordinary token.
+
+    Args:
+        model: has `language_model` and `lm_head`: a model, or a program of one.
+        input_ids: `[B, 1]` int64.
+        inputs: of `LanguageModel.run`, without the hidden states.
+        caches: one per layer, see `LanguageModel.run`.
+    """
+    hidden_BD = model.language_model.embedding.embed_tokens(input_ids.reshape([-1]))
+    hidden_BD = model.language_model.run(inputs | {"hidden_states": hidden_BD}, caches)
+    return model.lm_head(hidden_BD).astype("float32")
+
+
+class _CachedDecoder:
+    """A batch of prompts with the tokens appended so far, in the caches."""
+
+    # Rotary tables are made for this many steps at once.
+    TABLE_STEPS = 64
+
+    def __init__(
+        self,
+        model: Any,
+        prompt_BL: np.ndarray,
+        mask_BL: np.ndarray,
+        visual: dict[str, np.ndarray | None],
+        config: GenerationConfig,
+    ):
+        self._model, self._prompt_BL, self._mask_BS = model, prompt_BL, mask_BL
+        self._visual, self._chunk = visual, config.prefill_chunk_size
+        self._position_ids, rope_deltas_B = model.position_ids(
+            prompt_BL, mask_BL, visual["image_grid_thw"], visual["video_grid_thw"]
+        )
+        self._next_position_B = mask_BL.sum(axis=1) + rope_deltas_B
+        self._has_padding = bool((mask_BL == 0).any())
+        length = prompt_BL.shape[1]
+        # The last token's keys are never needed.
+        most = length + config.max_new_tokens - 1
+        self._caches = model.new_caches(length, most)
+        self._num_steps, self._tables = 0, None
+
+    @without_gradient()
+    def prefill(self) -> Tensor:
+        """Logits `[B, V]` float32 after the prompts."""
+        if self._chunk is not None and self._chunk < self._prompt_BL.shape[1]:
+            return self._prefill_in_chunks(self._chunk)
+        output = self._model(
+            input_ids=self._prompt_BL,
+            attention_mask=self._mask_BS,
+            position_ids=self._position_ids,
+            has_left_padding=self._has_padding,
+            caches=self._caches,
+            logits_to_keep=1,
+            output_router_logits=False,
+            **self._visual,
+        )
+        return output.logits[:, -1].astype("float32")
+
+    @without_gradient()
+    def advance(self, token_B: np.ndarray) -> Tensor:
+        """Append a token to every prompt; logits `[B, V]` float32 after it."""
+        token_B1 = np.ascontiguousarray(token_B[:, None])
+        inputs = self._step_inputs()
+        if self._has_padding:
+            self._mask_BS = np.concatenate([self._mask_BS, np.ones_like(token_B1)], axis=1)
+            inputs["attention_mask"] = paddle.to_tensor(self._mask_BS)
+        return step_logits(self._model, paddle.to_tensor(token_B1), inputs, self._caches)
+
+    def _step_inputs(self) -> dict[str, Any]:
+        """Position and rotary table of the next token, from tables of several steps."""
+        place = self._num_steps % self.TABLE_STEPS
+        if place == 0:
+            steps_BP = self._next_position_B[:, None] + np.arange(self.TABLE_STEPS)
+            steps_3BP = np.repeat(steps_BP[None] + self._num_steps, 3, axis=0)
+            position_ids = {"position_ids": paddle.to_tensor(steps_3BP)}
+            self._tables = decoder_positions(self._model.config, position_ids)
+        self._num_steps += 1
+        assert self._tables is not None, "made before the first step"
+        return columns_of(self._tables, place, place + 1)
+
+    def _prefill_in_chunks(self, chunk: int) -> Tensor:
+        """The prompts by columns; visual rows and deepstack levels fall into the chunk they are in.
+
+        The tower runs once. Layers see the rows of one chunk and the keys of those before it.
+        """
+        model, (batch, length) = self._model, self._prompt_BL.shape
+        arguments = model.decoder_arguments(
+            input_ids=self._prompt_BL,
+            attention_mask=self._mask_BS,
+            position_ids=self._position_ids,
+            has_left_padding=self._has_padding,
+        )
+        visual = {name: device_tensor(array) for name, array in self._visual.items()}
+        grids = (self._visual["image_grid_thw"], self._visual["video_grid_thw"])
+        arguments |= model.encode_visual(
+            visual["pixel_values"], grids[0], visual["pixel_values_videos"], grids[1]
+        )
+        whole = model.language_model.embedding(arguments)
+        hidden_BLD = whole["hidden_states"].reshape([batch, length, -1])
+        levels = whole.get("deepstack_visual_emb", [])
+        ids = (model.config.image_token_id, model.config.video_token_id)
+        # Reading order, as the rows of the levels.
+        row_M, column_M = np.nonzero(np.isin(self._prompt_BL, ids))
+        hidden_TD = hidden_BLD
+        for begin in range(0, length, chunk):
+            end = min(begin + chunk, length)
+            inputs = columns_of(whole, begin, end)
+            inputs["hidden_states"] = hidden_BLD[:, begin:end].reshape([batch * (end - begin), -1])
+            if self._has_padding:
+                inputs["attention_mask"] = paddle.to_tensor(self._mask_BS[:, :end].copy())
+            if whole.get("routed_rows") is not None:
+                inputs["routed_rows"] = routed_rows(
+                    (batch, end - begin), self._mask_BS[:, begin:end]
+                )
+            inside = np.flatnonzero((column_M >= begin) & (column_M < end))
+            if levels and len(inside):
+                update = row_M[inside] * (end - begin) + column_M[inside] - begin
+                inputs["visual_update_indices"] = paddle.to_tensor(update)
+                taken = paddle.to_tensor(inside)
+                inputs["deepstack_visual_emb"] = [
+                    paddle.index_select(level, taken) for level in levels
+                ]
+            hidden_TD = model.language_model.run(inputs, self._caches)
+        hidden_BLD = hidden_TD.reshape([batch, -1, hidden_TD.shape[-1]])
+        return model.lm_head(hidden_BLD[:, -1]).astype("float32")
+
+
+def columns_of(inputs: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
+    """Positions and rotary tables of some columns."""
+    return {
+        "position_ids": inputs["position_ids"][:, :, begin:end],
+        "rotary_pos_emb": RotaryTables(*(x[:, begin:end] for x in inputs["rotary_pos_emb"])),
+    }

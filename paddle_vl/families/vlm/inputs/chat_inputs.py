@@ -1,0 +1,293 @@
+"""What a processor makes of chat messages: batches for generation or with labels, and text.
+
+Shapes: B conversations, L length, P patches, n images or videos.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paddle_vl.data.media_file import ImageSource
+from paddle_vl.data.video_reader import VideoSource
+from paddle_vl.families.vlm.inputs.collate import IGNORED_LABEL, VISUAL_KEYS, pad_rows
+from paddle_vl.families.vlm.inputs.conversation import (
+    Conversation,
+    ImagePart,
+    Part,
+    parse_record,
+)
+from paddle_vl.families.vlm.inputs.tokenizer import (
+    END_OF_TEXT,
+    IM_END,
+    IM_START,
+    IMAGE_PAD,
+    VIDEO_PAD,
+    VISION_END,
+    VISION_START,
+    TextTokenizer,
+)
+from paddle_vl.files.names import Foreign, explains
+from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
+from paddle_vl.generation.config import FILE_NAME, GenerationConfig
+
+Message = Mapping[str, Any]
+Messages = Sequence[Message] | Sequence[Sequence[Message]]
+
+_NOT_CUT = Foreign("nothing is cut: shorten the messages, or bound pixels at from_pretrained")
+# Arguments of HF's processors.
+_CALL = {
+    "max_length": _NOT_CUT,
+    "padding": Foreign("rows are padded to the longest", (None, False, True, "longest")),
+    "padding_side": Foreign("rows are padded on the left, for generation", (None, "left")),
+    "return_attention_mask": Foreign("it is always there: leave it out", (None, True)),
+    "return_tensors": Foreign("arrays are NumPy's, which the model takes", (None, "np")),
+    "text": Foreign("give messages: the processor writes the prompt around images and videos"),
+    "truncation": _NOT_CUT,
+}
+_TEMPLATE = _CALL | {
+    "chat_template": Foreign("the template is Qwen3-VL's own"),
+    "documents": Foreign("write them into the messages"),
+    "tools": Foreign("write them into the system message, as the model was trained"),
+}
+
+
+class ChatInputs(ABC):
+    """Base of the processor: conversations in, batches and text out.
+
+    Attributes:
+        tokenizer, pad_token_id: as of the processor.
+    """
+
+    tokenizer: TextTokenizer
+    pad_token_id: int
+
+    @abstractmethod
+    def _encode(
+        self,
+        conversation: Conversation,
+        *,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        with_pixels: bool = True,
+    ) -> dict[str, np.ndarray]:
+        """A sample, see `VLProcessor.encode_sample`."""
+
+    @explains(_CALL, "the processor")
+    def __call__(
+        self,
+        messages: Messages,
+        images: Sequence[ImageSource] | Sequence[Sequence[ImageSource]] | None = None,
+        videos: Sequence[VideoSource] | Sequence[Sequence[VideoSource]] | None = None,
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
+        labels: bool = False,
+    ) -> dict[str, np.ndarray]:
+        """Messages, images and videos to a left-padded batch, for generation or with labels.
+
+        A conversation that ends with the user is followed by an opened answer; the answer that
+        others end with is continued.
+
+        Args:
+            messages: one conversation (a list of messages) or several (a list of lists).
+            images: paths, PIL images or uint8 arrays for `<image>` tags and image parts without a
+                source, in order; for several conversations a list of lists.
+            videos: the same for videos: paths, `VideoFrames` or uint8 arrays of frames.
+            add_generation_prompt: False ends with the last message as it is, True opens an answer
+                after it, whoever wrote it.
+            continue_final_message: True leaves the last message open, whoever wrote it.
+            labels: whole conversations, and the labels that training uses.
+
+        Returns:
+            As `encode_prompts`; with `labels` also these, `[B, L]` int64 and -100 outside targets.
+
+        Raises:
+            BadSampleError: as for training records.
+            ValueError: arguments that exclude each other, or of HF's processors with no meaning
+                here.
+        """
+        _check_ends(add_generation_prompt, continue_final_message, labels)
+        conversations = _parsed(messages, images, videos)
+        if labels:
+            for conversation in conversations:
+                conversation.check_targets()
+            return self._batch([self._encode(each) for each in conversations], with_labels=True)
+        chooses = add_generation_prompt is None and continue_final_message is None
+        samples = []
+        for conversation in conversations:
+            continues = chooses and conversation.turns[-1].role == "assistant"
+            samples.append(
+                self._encode(
+                    conversation,
+                    add_generation_prompt=add_generation_prompt or (chooses and not continues),
+                    continue_final_message=continue_final_message or continues,
+                )
+            )
+        return self._batch(samples)
+
+    def encode_prompts(
+        self, conversations: Sequence[Conversation], *, add_generation_prompt: bool = True
+    ) -> dict[str, np.ndarray]:
+        """A left-padded batch for generation.
+
+        Returns:
+            input_ids and attention_mask `[B, L]` int64; with images or videos, the pixels and
+            grids of all of them, in order. Errors are those of `encode_sample`.
+        """
+        if not conversations:
+            raise ValueError("no conversation given: at least one is needed")
+        return self._batch(
+            [
+                self._encode(conversation, add_generation_prompt=add_generation_prompt)
+                for conversation in conversations
+            ]
+        )
+
+    @explains(_TEMPLATE, "apply_chat_template")
+    def apply_chat_template(
+        self,
+        messages: Messages,
+        images: Sequence[Any] | None = None,
+        videos: Sequence[Any] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tokenize: bool = False,
+        return_dict: bool = False,
+    ) -> Any:
+        """The prompt as in HF: text, token ids, or a batch for the model.
+
+        Args:
+            messages, images, videos: as of a call.
+            add_generation_prompt: open an answer at the end.
+            continue_final_message: leave the last message open instead.
+            tokenize: token ids `[B, L]` in place of text, in which an image has one placeholder.
+            return_dict: with `tokenize`, the whole batch, which `generate` takes.
+
+        Returns:
+            Text, for several conversations a list of texts; or see `tokenize`, `return_dict`.
+        """
+        _check_ends(add_generation_prompt, continue_final_message, False)
+        ends = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+        if tokenize:
+            batch = self(messages, images, videos, **ends)
+            return batch if return_dict else batch["input_ids"]
+        if return_dict:
+            raise ValueError("return_dict needs tokenize=True: text alone is not a batch")
+        texts = [prompt_text(each, **ends) for each in _parsed(messages, images, videos)]
+        return texts if _are_several(messages) else texts[0]
+
+    @explains({"clean_up_tokenization_spaces": Foreign("text is not changed")}, "decode")
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of one row of ids."""
+        return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def batch_decode(self, ids: Iterable[Any], *args: Any, **settings: Any) -> list[str]:
+        """Texts of rows of ids; settings as of `decode`."""
+        return [self.decode(row, *args, **settings) for row in ids]
+
+    def _batch(
+        self, samples: Sequence[Mapping[str, np.ndarray]], with_labels: bool = False
+    ) -> dict[str, np.ndarray]:
+        rows = [sample["input_ids"] for sample in samples]
+        length = max(len(row) for row in rows)
+        batch = {
+            "input_ids": pad_rows(rows, length, self.pad_token_id, "left"),
+            "attention_mask": pad_rows([np.ones_like(row) for row in rows], length, 0, "left"),
+        }
+        if with_labels:
+            labels = [sample["labels"] for sample in samples]
+            batch["labels"] = pad_rows(labels, length, IGNORED_LABEL, "left")
+        for key in VISUAL_KEYS:
+            arrays = [sample[key] for sample in samples if key in sample]
+            if arrays:
+                batch[key] = np.concatenate(arrays)
+        return batch
+
+
+def end_settings(ids: Mapping[str, int]) -> GenerationConfig:
+    """Settings with the tokens that end an answer and the one that pads, of ids by name."""
+    ends = tuple(ids[token] for token in (IM_END, END_OF_TEXT) if token in ids)
+    return GenerationConfig(eos_token_id=ends or None, pad_token_id=ids.get(END_OF_TEXT))
+
+
+def generation_settings(*folders: Path) -> GenerationConfig | None:
+    """Settings of the first model folder that has them; None without.
+
+    Where they name no end tokens, those of the first folder's tokenizer are taken.
+    """
+    stored = [folder for folder in folders if (folder / FILE_NAME).is_file()]
+    found = GenerationConfig.from_pretrained(stored[0]) if stored else None
+    tokenizers = [folder for folder in folders if (folder / TOKENIZER_FILE).is_file()]
+    if tokenizers and (found is None or found.eos_token_id is None):
+        special = TextTokenizer.from_file(tokenizers[0]).special_tokens
+        ends = end_settings({token: token_id for token_id, token in special.items()})
+        found = (found or GenerationConfig()).with_ends_of(ends)
+    return found
+
+
+def prompt_text(
+    conversation: Conversation, add_generation_prompt: bool, continue_final_message: bool
+) -> str:
+    """The text of HF's template, one placeholder per image or video; see `apply_chat_template`."""
+
+    def shown(part: Part) -> str:
+        pad = IMAGE_PAD if isinstance(part, ImagePart) else VIDEO_PAD
+        return part if isinstance(part, str) else f"{VISION_START}{pad}{VISION_END}"
+
+    text = "".join(
+        f"{IM_START}{turn.role}\n{''.join(map(shown, turn.parts))}{IM_END}\n"
+        for turn in conversation.turns
+    )
+    if continue_final_message:
+        return text.removesuffix(f"{IM_END}\n")
+    return f"{text}{IM_START}assistant\n" if add_generation_prompt else text
+
+
+def _check_ends(opens: bool | None, continues: bool | None, labels: bool) -> None:
+    if opens and continues:
+        raise ValueError(
+            "add_generation_prompt opens an answer and continue_final_message continues the last "
+            "message: give one of them"
+        )
+    if labels and (opens or continues):
+        raise ValueError(
+            "labels are those of whole conversations: leave add_generation_prompt and "
+            "continue_final_message out"
+        )
+
+
+def _are_several(messages: Messages) -> bool:
+    return not (messages and isinstance(messages[0], Mapping))
+
+
+def _parsed(messages: Messages, images: Any, videos: Any) -> list[Conversation]:
+    """Conversations with their images and videos.
+
+    Raises:
+        BadSampleError: as for training records.
+        ValueError: no conversations, or another number of lists of images or videos.
+    """
+    batch: Sequence[Any] = messages
+    media: dict[str, Any] = {"images": images, "videos": videos}
+    if not _are_several(messages):
+        batch, media = [messages], {name: [own or ()] for name, own in media.items()}
+    if not batch:
+        raise ValueError("no conversation given: at least one is needed")
+    for name, lists in media.items():
+        media[name] = lists = [()] * len(batch) if lists is None else lists
+        if len(lists) != len(batch):
+            raise ValueError(
+                f"{len(batch)} conversations but {len(lists)} lists of {name}: give one list "
+                "per conversation (empty where it has none)"
+            )
+    return [
+        parse_record({"messages": each, "images": list(own or ()), "videos": list(clips or ())})
+        for each, own, clips in zip(batch, *media.values(), strict=True)
+    ]

@@ -1,0 +1,168 @@
+"""Collators: samples to one batch with padding, positions and visual indices.
+
+A row of the batch holds one sample (`VLCollator`) or several (`PackedCollator`). The axes of its
+arrays are those of `paddle_vl.batch.schema.VLBatch`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import numpy as np
+
+from paddle_vl.batch.positions import mrope_position_ids, segment_offsets
+from paddle_vl.batch.schema import VLBatch
+from paddle_vl.batch.visual_index import RowPart, host_visual_indices
+
+PaddingSide = Literal["left", "right"]
+
+IGNORED_LABEL = -100
+
+WHOLE_BATCH = RowPart()
+
+VISUAL_KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+
+
+def pad_rows(rows: Sequence[np.ndarray], length: int, value: int, side: PaddingSide) -> np.ndarray:
+    """Rows of different lengths as one `[B, length]` int64 array, padded with `value`."""
+    padded = np.full((len(rows), length), value, dtype=np.int64)
+    for target, row in zip(padded, rows, strict=True):
+        if side == "left":
+            target[length - len(row) :] = row
+        else:
+            target[: len(row)] = row
+    return padded
+
+
+@dataclass(frozen=True)
+class VLCollator:
+    """Collates samples of `VLProcessor.encode_sample`.
+
+    Attributes:
+        spatial_merge_size: patches per side of a visual token.
+        pad_to_multiple_of: divides the padded length.
+        part: this model-parallel rank's shard of the token rows, for the visual indices.
+        lists_real_rows: whether batches have `real_row_indices`, for a model with experts.
+    """
+
+    pad_token_id: int
+    image_token_id: int
+    video_token_id: int
+    spatial_merge_size: int = 2
+    padding_side: PaddingSide = "right"
+    pad_to_multiple_of: int = 1
+    part: RowPart = WHOLE_BATCH
+    lists_real_rows: bool = False
+
+    def __call__(
+        self,
+        samples: Sequence[dict[str, np.ndarray]],
+        segments: Sequence[Sequence[int]] | None = None,
+    ) -> VLBatch:
+        """Collate samples.
+
+        Args:
+            samples: input_ids and labels `[L]` int64; optionally pixel_values and image_grid_thw,
+                and pixel_values_videos and video_grid_thw.
+            segments: for packed rows, the lengths of the samples in each.
+
+        Returns:
+            All required fields of a `VLBatch`; pixels and grids if samples have any; the visual
+            indices, `visual_source_indices` only with images and videos; `cu_seqlens` only with
+            `segments`; `real_row_indices` only if asked for.
+
+        Raises:
+            ValueError: no sample, placeholders that do not match the grids, or B * L token rows
+                that `part` does not divide.
+        """
+        if not samples:
+            raise ValueError("cannot collate a batch without samples")
+        ids = [sample["input_ids"] for sample in samples]
+        # A packed row may be padding only.
+        longest = max(1, *(len(row) for row in ids))
+        length = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
+        side = self.padding_side
+        batch: dict[str, Any] = {
+            "input_ids": pad_rows(ids, length, self.pad_token_id, side),
+            "attention_mask": pad_rows([np.ones_like(row) for row in ids], length, 0, side),
+            "labels": pad_rows([s["labels"] for s in samples], length, IGNORED_LABEL, side),
+        }
+        for key in VISUAL_KEYS:
+            arrays = [sample[key] for sample in samples if key in sample]
+            if arrays:
+                batch[key] = np.concatenate(arrays)
+        batch.update(
+            host_visual_indices(
+                batch["input_ids"],
+                image_token_id=self.image_token_id,
+                video_token_id=self.video_token_id,
+                num_image_rows=self._num_rows(batch.get("image_grid_thw")),
+                num_video_rows=self._num_rows(batch.get("video_grid_thw")),
+                part=self.part,
+            )
+        )
+        if self.lists_real_rows:
+            batch["real_row_indices"] = np.flatnonzero(batch["attention_mask"])
+        if segments is not None:
+            batch["cu_seqlens"] = segment_offsets(segments, length)
+        batch["position_ids"], _ = mrope_position_ids(
+            batch["input_ids"],
+            batch["attention_mask"],
+            batch.get("image_grid_thw"),
+            batch.get("video_grid_thw"),
+            image_token_id=self.image_token_id,
+            video_token_id=self.video_token_id,
+            spatial_merge_size=self.spatial_merge_size,
+            cu_seqlens=batch.get("cu_seqlens"),
+        )
+        batch["num_target_tokens"] = int(np.count_nonzero(batch["labels"][:, 1:] != IGNORED_LABEL))
+        batch["has_left_padding"] = bool((batch["attention_mask"][:, 0] == 0).any())
+        return cast(VLBatch, batch)
+
+    def _num_rows(self, grid_thw: np.ndarray | None) -> int:
+        if grid_thw is None:
+            return 0
+        return int(grid_thw.prod(axis=1).sum()) // self.spatial_merge_size**2
+
+
+@dataclass(frozen=True)
+class PackedCollator:
+    """Collates rows of several concatenated samples.
+
+    Positions restart in each sample, attention stays within it, and its first token is not a
+    target, since the previous sample would predict it. Padding is a segment of its own.
+
+    Attributes:
+        collator: collator of the concatenated rows; pads at the right.
+    """
+
+    collator: VLCollator
+
+    def __call__(self, rows: Sequence[Sequence[dict[str, np.ndarray]]]) -> VLBatch:
+        """Collate rows.
+
+        Args:
+            rows: the samples of each row, in order; an empty row becomes padding.
+
+        Returns:
+            As `VLCollator`, with `cu_seqlens`.
+        """
+        segments = [[len(sample["input_ids"]) for sample in row] for row in rows]
+        return self.collator([_joined(row) for row in rows], segments)
+
+
+def _joined(samples: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    if not samples:
+        empty = np.zeros(0, dtype=np.int64)
+        return {"input_ids": empty, "labels": empty}
+    labels = [sample["labels"].copy() for sample in samples]
+    for labels_L in labels:
+        labels_L[0] = IGNORED_LABEL
+    row = {
+        "input_ids": np.concatenate([sample["input_ids"] for sample in samples]),
+        "labels": np.concatenate(labels),
+    }
+    for key in VISUAL_KEYS:
+        if arrays := [sample[key] for sample in samples if key in sample]:
+            row[key] = np.concatenate(arrays)
+    return row

@@ -1,0 +1,286 @@
+"""Qwen3-VL's processor: tokenizer, image and video processors and chat template, in HF's files.
+
+Shapes: B conversations, L length, P patches, n images or videos.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paddle_vl.families.vlm.inputs.chat_inputs import ChatInputs, end_settings
+from paddle_vl.families.vlm.inputs.conversation import ROLES, Conversation
+from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
+from paddle_vl.families.vlm.inputs.stored_template import (
+    template_text,
+    warn_of_other_template,
+)
+from paddle_vl.families.vlm.inputs.tokenizer import (
+    CONTROL_TOKENS,
+    END_OF_TEXT,
+    IM_END,
+    IMAGE_PAD,
+    JINJA_TEMPLATE,
+    VIDEO_PAD,
+    VISION_END,
+    VISION_START,
+    ChatTemplate,
+    TextTokenizer,
+    VideoPrompt,
+    train_bpe,
+)
+from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
+from paddle_vl.files.text_file import read_text, write_text
+
+# Files of a checkpoint that are copied unchanged, for other programs.
+_CARRIED_FILES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+class VLProcessor(ChatInputs):
+    """Encodes conversations with images and videos.
+
+    Attributes:
+        tokenizer, image_processor, video_processor, template: the components.
+        image_token_id, video_token_id, vision_start_token_id, vision_end_token_id, pad_token_id:
+            ids of the control tokens, found by name.
+        eos_token_ids: ids of `<|im_end|>` and `<|endoftext|>`, which end an answer.
+        generation_config: these and the pad token, for a model that names none.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        image_processor: ImageProcessor,
+        video_processor: VideoProcessor | None = None,
+        carried_files: Mapping[str, str] | None = None,
+    ):
+        """Combine the components.
+
+        Args:
+            video_processor: None for `VideoProcessor.like_images`.
+            carried_files: name to text of further files that `save_pretrained` writes unchanged.
+
+        Raises:
+            ValueError: the tokenizer lacks a control token.
+        """
+        self.tokenizer = tokenizer
+        self.image_processor = image_processor
+        self.video_processor = video_processor or VideoProcessor.like_images(image_processor)
+        self.template = ChatTemplate(tokenizer)
+        self._carried_files = dict(carried_files or {})
+        ids = self.template.ids
+        self.image_token_id = ids[IMAGE_PAD]
+        self.video_token_id = ids[VIDEO_PAD]
+        self.vision_start_token_id = ids[VISION_START]
+        self.vision_end_token_id = ids[VISION_END]
+        self.pad_token_id = ids[END_OF_TEXT]
+        self.eos_token_ids = [ids[IM_END], ids[END_OF_TEXT]]
+        self.generation_config = end_settings(ids)
+
+    @classmethod
+    def from_texts(
+        cls,
+        texts: Iterable[str],
+        vocab_size: int,
+        *,
+        patch_size: int = 16,
+        min_pixels: int | None = None,
+        max_pixels: int = 256 * 256,
+    ) -> "VLProcessor":
+        """A processor for a small model, with a tokenizer trained on the texts; deterministic.
+
+        Args:
+            vocab_size: upper limit of ids; at least 256 bytes and 7 control tokens.
+            patch_size: side of a patch; 2 x 2 patches are one visual token. Pixels.
+            min_pixels, max_pixels: area of a resized image; None for one visual token.
+
+        Raises:
+            ValueError: the vocabulary is too small, or the areas exclude each other.
+        """
+        images = ImageProcessor(
+            min_pixels=min_pixels or (2 * patch_size) ** 2, max_pixels=max_pixels,
+            patch_size=patch_size, temporal_patch_size=2, merge_size=2,
+            image_mean=(0.5, 0.5, 0.5), image_std=(0.5, 0.5, 0.5),
+        )  # fmt: skip
+        # Every prompt contains names of roles.
+        texts = [*texts, *(f"{role}\n" for role in ROLES)]
+        return cls(train_bpe(texts, vocab_size, CONTROL_TOKENS), images)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        directory: str | os.PathLike,
+        *,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+        video_fps: float | None = None,
+        video_min_frames: int | None = None,
+        video_max_frames: int | None = None,
+        video_min_pixels: int | None = None,
+        video_max_pixels: int | None = None,
+    ) -> "VLProcessor":
+        """Read the processor files of a checkpoint directory.
+
+        Args:
+            min_pixels, max_pixels: override the area of an image; pixels.
+            video_fps: overrides the frames sampled per second of video.
+            video_min_frames, video_max_frames: override the bounds of sampled frames.
+            video_min_pixels, video_max_pixels: override frames x height x width of a video; pixels.
+
+        Raises:
+            RuntimeError: `tokenizer.json` or `preprocessor_config.json` is missing or damaged.
+            ValueError: a setting is missing or not supported, or a control token is missing.
+        """
+        directory = Path(directory)
+        image_processor = ImageProcessor.from_pretrained(
+            directory, min_pixels=min_pixels, max_pixels=max_pixels
+        )
+        video_processor = VideoProcessor.from_pretrained(
+            directory,
+            image_processor,
+            fps=video_fps,
+            min_frames=video_min_frames,
+            max_frames=video_max_frames,
+            min_pixels=video_min_pixels,
+            max_pixels=video_max_pixels,
+        )
+        carried = {
+            name: read_text(directory / name, "a tokenizer's file")
+            for name in _CARRIED_FILES
+            if (directory / name).is_file()
+        }
+        warn_of_other_template(template_text(carried, directory), directory)
+        tokenizer = TextTokenizer.from_file(directory)
+        return cls(tokenizer, image_processor, video_processor, carried)
+
+    def save_pretrained(self, directory: str | os.PathLike) -> None:
+        """Write the processor under HF's file names.
+
+        Tokenizer files of a checkpoint are written unchanged; those of a new tokenizer generated.
+        """
+        directory = Path(directory)
+        self.tokenizer.save(directory)
+        self.image_processor.save_pretrained(directory)
+        self.video_processor.save_pretrained(directory)
+        files = dict(self._carried_files)
+        files.setdefault("tokenizer_config.json", _dump(self._tokenizer_config()))
+        files.setdefault("special_tokens_map.json", _dump(_SPECIAL_TOKENS_MAP))
+        if template_text(files, directory) is None:
+            files["chat_template.jinja"] = JINJA_TEMPLATE
+        for name, text in files.items():
+            write_text(directory / name, text)
+
+    def encode_sample(self, conversation: Conversation) -> dict[str, np.ndarray]:
+        """One training sample.
+
+        Returns:
+            input_ids and labels `[L]` int64 (labels not shifted, -100 outside targets); with
+            images, pixel_values `[P, 1536]` float32 and image_grid_thw `[n, 3]` int64; with videos,
+            pixel_values_videos and video_grid_thw likewise.
+
+        Raises:
+            BadSampleError: an image or video cannot be used, or text contains a special token.
+            RuntimeError: there is a video file and PyAV is not installed.
+        """
+        return self._encode(conversation)
+
+    def outline_sample(self, conversation: Conversation) -> dict[str, np.ndarray]:
+        """A training sample from the headers of its images and videos, to measure its length.
+
+        Pixels are broadcast zeros. Height and width may be exchanged in a grid. Errors are those of
+        `encode_sample` that headers show.
+        """
+        return self._encode(conversation, with_pixels=False)
+
+    def fingerprint(self) -> str:
+        """Hash of the tokenizer and of the settings of the image and video processors."""
+        settings = [self.image_processor.to_dict(), self.video_processor.to_dict()]
+        content = self.tokenizer.to_json() + json.dumps(settings, sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    def _encode(
+        self,
+        conversation: Conversation,
+        *,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        with_pixels: bool = True,
+    ) -> dict[str, np.ndarray]:
+        visual: dict[str, np.ndarray] = {}
+        num_image_tokens: Sequence[int] = ()
+        if conversation.images:
+            if with_pixels:
+                visual = self.image_processor(conversation.images)
+            else:
+                grids = self.image_processor.grids(conversation.images)
+                visual = {"image_grid_thw": grids, "pixel_values": _no_pixels(grids)}
+            num_image_tokens = self.image_processor.num_tokens(visual["image_grid_thw"]).tolist()
+        video_prompts: list[VideoPrompt] = []
+        if conversation.videos:
+            if with_pixels:
+                arrays, timestamps = self.video_processor(conversation.videos)
+            else:
+                grids, timestamps = self.video_processor.grids(conversation.videos)
+                arrays = {"video_grid_thw": grids, "pixel_values_videos": _no_pixels(grids)}
+            counts = self.video_processor.tokens_per_patch(arrays["video_grid_thw"]).tolist()
+            video_prompts = [VideoPrompt(*each) for each in zip(timestamps, counts, strict=True)]
+            visual.update(arrays)
+        chat = self.template.encode(
+            conversation,
+            num_image_tokens,
+            video_prompts,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        return {
+            "input_ids": np.array(chat.input_ids, dtype=np.int64),
+            "labels": np.array(chat.labels, dtype=np.int64),
+            **visual,
+        }
+
+    def _tokenizer_config(self) -> dict[str, Any]:
+        flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+        return {
+            "tokenizer_class": "Qwen2Tokenizer",
+            "processor_class": "Qwen3VLProcessor",
+            "added_tokens_decoder": {
+                str(token_id): {"content": token, **flags, "special": True}
+                for token_id, token in self.tokenizer.special_tokens.items()
+            },
+            "add_prefix_space": False,
+            "bos_token": None,
+            "clean_up_tokenization_spaces": False,
+            "errors": "replace",
+            "split_special_tokens": False,
+            "unk_token": None,
+            **_SPECIAL_TOKENS_MAP,
+        }
+
+
+_SPECIAL_TOKENS_MAP = {
+    "additional_special_tokens": [token for token in CONTROL_TOKENS if token != END_OF_TEXT],
+    "eos_token": IM_END,
+    "pad_token": END_OF_TEXT,
+}
+
+
+def _no_pixels(grid_thw: np.ndarray) -> np.ndarray:
+    return np.broadcast_to(np.float32(0), (int(grid_thw.prod(axis=1).sum()), 1))
+
+
+def _dump(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=2) + "\n"
+
+
+# HF's name.
+Qwen3VLProcessor = VLProcessor

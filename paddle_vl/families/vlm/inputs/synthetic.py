@@ -1,0 +1,86 @@
+"""Synthetic conversations about synthetic images, written as data files for a profile."""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer
+
+CONVERSATIONS_FILE = "conversations.jsonl"
+# Distinct image files, so that reading is not hidden by the page cache of a single one.
+_NUM_IMAGES = 8
+_WORD = " word"
+
+
+@dataclass(frozen=True)
+class ConversationShapes:
+    """Shapes of every sample.
+
+    Attributes:
+        num_images: images of a sample.
+        image_side: height and width of an image in pixels, before the processor resizes it.
+        answer_tokens: tokens of the answer, which the loss counts.
+    """
+
+    num_images: int = 1
+    image_side: int = 448
+    answer_tokens: int = 64
+
+    def __post_init__(self):
+        if self.num_images < 0 or min(self.image_side, self.answer_tokens) < 1:
+            raise ValueError(f"{self}: sizes must be at least 1, and no image is 0")
+
+
+def write_conversations(
+    folder: Path, shapes: ConversationShapes, num_samples: int, tokenizer: TextTokenizer
+) -> Path:
+    """Write images and a JSONL file, deterministically; several ranks may do so at once.
+
+    Returns:
+        The JSONL file. Files are written atomically.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [f"{number}.png" for number in range(_NUM_IMAGES)]
+    for number, name in enumerate(files):
+        _appear(folder / name, _png(shapes.image_side, seed=number))
+    messages = [
+        {"role": "user", "content": "<image>" * shapes.num_images + "What is there to see?"},
+        {"role": "assistant", "content": _answer(shapes.answer_tokens, tokenizer)},
+    ]
+    lines = []
+    for number in range(num_samples):
+        images = [files[(number + i) % _NUM_IMAGES] for i in range(shapes.num_images)]
+        lines.append(json.dumps({"messages": messages, "images": images}) + "\n")
+    file = folder / CONVERSATIONS_FILE
+    _appear(file, "".join(lines).encode())
+    return file
+
+
+def _answer(num_tokens: int, tokenizer: TextTokenizer) -> str:
+    """A text of that many tokens, or slightly fewer."""
+    low, high = 1, num_tokens
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = len(tokenizer.encode(_WORD * middle)) <= num_tokens
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return (_WORD * low).strip()
+
+
+def _png(side: int, seed: int) -> bytes:
+    from io import BytesIO
+
+    coarse = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    stream = BytesIO()
+    Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def _appear(file: Path, content: bytes) -> None:
+    """Write a file atomically, as several ranks may write the same one."""
+    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
+    partial.write_bytes(content)
+    partial.replace(file)

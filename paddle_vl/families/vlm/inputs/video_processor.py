@@ -1,0 +1,348 @@
+"""Video processor: frame sampling, timestamps, resizing, normalized patches and grids.
+
+Source: HF transformers' Qwen3-VL video processor and processor (the prompt form of 4.57).
+Differs: frames are resized by PIL; HF's torchvision resize differs by one 8-bit step.
+
+Shapes: R frames, H and W pixels, P patches, n videos.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from dataclasses import field, replace
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+from pydantic import Field
+
+from paddle_vl.data.video_reader import (
+    MIN_FRAMES,
+    VideoFile,
+    VideoFrames,
+    VideoSource,
+    frame_rate,
+    open_video,
+)
+from paddle_vl.families.vlm.inputs.image_processor import (
+    ImageProcessor,
+    named_item,
+    patchify,
+    smart_resize_video,
+    value_table,
+)
+from paddle_vl.families.vlm.inputs.preprocessor_files import (
+    ImageMean,
+    ImageSpread,
+    MaxPixels,
+    MergeSize,
+    MinPixels,
+    PatchSize,
+    check_token_size,
+    common_settings,
+    find_settings,
+    hf_settings,
+    refuse_unsupported,
+    write_settings,
+)
+from paddle_vl.files.checked_values import Number, checked
+
+CONFIG_FILE = "video_preprocessor_config.json"
+
+# Steps that are always done; a checkpoint that turns one off is not supported.
+_ALWAYS_ON = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb", "do_sample_frames")
+# Defaults of HF's class; the published checkpoints do not state them.
+_SAMPLING = {"fps": 2.0, "min_frames": 4, "max_frames": 768}
+# Limits of the published checkpoints, for a folder with settings of images only.
+_MIN_PIXELS, _MAX_PIXELS = 4096, 25165824
+
+
+_Frames = Annotated[int, Field(ge=1, le=1 << 20)]
+
+
+class ProcessedVideos(NamedTuple):
+    """All videos of a sample, in order.
+
+    Attributes:
+        arrays: pixel_values_videos `[P, 3 * temporal_patch_size * patch_size ** 2]` float32 and
+            video_grid_thw `[n, 3]` int64, patches (t, h, w).
+        timestamps: per video, the time of each temporal patch; seconds.
+    """
+
+    arrays: dict[str, np.ndarray]
+    timestamps: list[list[float]]
+
+
+@checked
+class VideoProcessor:
+    """Samples, resizes and normalizes frames and cuts them into patches.
+
+    Attributes:
+        fps: frames sampled per second of video.
+        min_frames, max_frames: bounds of the sampled frames; a shorter video gives all its frames.
+        min_pixels, max_pixels: frames x height x width of a video after resizing; pixels.
+        patch_size, temporal_patch_size, merge_size, image_mean, image_std: as for images.
+        source_config: settings as read from a checkpoint, for writing them back.
+    """
+
+    min_pixels: MinPixels
+    max_pixels: MaxPixels
+    patch_size: PatchSize
+    temporal_patch_size: MergeSize
+    merge_size: MergeSize
+    image_mean: ImageMean
+    image_std: ImageSpread
+    fps: Annotated[Number, Field(gt=0, le=1000)] = _SAMPLING["fps"]
+    min_frames: _Frames = _SAMPLING["min_frames"]
+    max_frames: _Frames = _SAMPLING["max_frames"]
+    source_config: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_token_size(self)
+        for low, high, least in (
+            ("min_pixels", "max_pixels", 1),
+            ("min_frames", "max_frames", MIN_FRAMES),
+        ):
+            values = getattr(self, low), getattr(self, high)
+            if not least <= values[0] <= values[1]:
+                raise ValueError(
+                    f"video {low} {values[0]} and {high} {values[1]}: {least} <= {low} <= {high} "
+                    f"is needed; set data.video_{low} and data.video_{high} together, or correct "
+                    f"{CONFIG_FILE}"
+                )
+
+    @classmethod
+    def from_pretrained(
+        cls, directory: str | os.PathLike, images: ImageProcessor, **replaced: float | None
+    ) -> "VideoProcessor":
+        """Read `video_preprocessor_config.json` (or `processor_config.json`) of a checkpoint.
+
+        Args:
+            images: the checkpoint's image processor; without a file for videos, `like_images`.
+            replaced: fps, min_frames, max_frames, min_pixels or max_pixels; None keeps the file's.
+
+        Raises:
+            RuntimeError: the file is not JSON.
+            ValueError: a setting is missing, out of range or not supported.
+        """
+        found = find_settings(Path(directory), CONFIG_FILE, "video_processor")
+        if found is None:
+            processor = cls.like_images(images)
+        else:
+            path, config = found
+            processor = cls.from_dict(config, name=str(path))
+        return replace(processor, **{k: v for k, v in replaced.items() if v is not None})
+
+    @classmethod
+    def like_images(cls, images: ImageProcessor) -> "VideoProcessor":
+        """Patch sizes of an image processor, pixel limits of the published checkpoints."""
+        return cls(
+            min_pixels=_MIN_PIXELS,
+            max_pixels=_MAX_PIXELS,
+            patch_size=images.patch_size,
+            temporal_patch_size=images.temporal_patch_size,
+            merge_size=images.merge_size,
+            image_mean=images.image_mean,
+            image_std=images.image_std,
+        )
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any], name: str = "the settings") -> "VideoProcessor":
+        """Build from HF's settings.
+
+        Raises:
+            ValueError: settings are missing, out of range or not supported; all are named.
+        """
+        refuse_unsupported(config, name, always_on=_ALWAYS_ON)
+        if config.get("num_frames") is not None or config.get("cap_pixels_per_frame"):
+            raise ValueError(
+                f"{name} has num_frames {config.get('num_frames')} and cap_pixels_per_frame "
+                f"{config.get('cap_pixels_per_frame')}, which are not supported: remove them and "
+                "limit videos by fps, max_frames and size.longest_edge"
+            )
+        values = common_settings(config, name)
+        values.update({key: config[key] for key in _SAMPLING if config.get(key) is not None})
+        try:
+            return cls(**values, source_config=dict(config))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """HF's settings, in the dialect of the published Qwen3-VL checkpoints."""
+        kind = {"video_processor_type": "Qwen3VLVideoProcessor"}
+        return hf_settings(self, kind) | {key: getattr(self, key) for key in _SAMPLING}
+
+    def save_pretrained(self, directory: str | os.PathLike) -> None:
+        """Write `video_preprocessor_config.json`."""
+        write_settings(Path(directory) / CONFIG_FILE, self.to_dict())
+
+    def __call__(self, videos: Sequence[VideoSource]) -> ProcessedVideos:
+        """Patches and timestamps of all videos, in order.
+
+        Args:
+            videos: paths, `VideoFrames`, or uint8 `[R, H, W, 3]` arrays; at least one.
+
+        Raises:
+            BadSampleError: a video cannot be read or resized, with its number.
+            RuntimeError: a file is given and PyAV is not installed.
+        """
+        if not videos:
+            raise ValueError("no video given: a sample without videos has no pixel_values_videos")
+        arrays, timestamps = [], []
+        for number, source in enumerate(videos, start=1):
+            with named_item("video", number, source):
+                patches, times = self._process(source)
+            arrays.append(patches)
+            timestamps.append(times)
+        joined = {
+            key: arrays[0][key] if len(arrays) == 1 else np.concatenate([a[key] for a in arrays])
+            for key in arrays[0]
+        }
+        return ProcessedVideos(joined, timestamps)
+
+    def grids(self, videos: Sequence[VideoSource]) -> tuple[np.ndarray, list[list[float]]]:
+        """Grids `[n, 3]` int64 and timestamps of videos, from headers and first frames.
+
+        Raises:
+            BadSampleError, RuntimeError: as `__call__`, as far as these show it.
+        """
+        grids, timestamps = np.empty((len(videos), 3), dtype=np.int64), []
+        for number, source in enumerate(videos, start=1):
+            with named_item("video", number, source):
+                video, indices, times = self._chosen(source)
+                with closing(video.frames([0])) as frames:
+                    height, width = next(frames).shape[:2]
+                sides = smart_resize_video(
+                    len(indices),
+                    height,
+                    width,
+                    self.patch_size * self.merge_size,
+                    self.min_pixels,
+                    self.max_pixels,
+                    temporal_factor=self.temporal_patch_size,
+                )
+            grids[number - 1] = len(times), *(side // self.patch_size for side in sides)
+            timestamps.append(times)
+        return grids, timestamps
+
+    def tokens_per_patch(self, video_grid_thw: np.ndarray) -> np.ndarray:
+        """Visual tokens per temporal patch of every video of a `[n, 3]` grid: `[n]` int64."""
+        return video_grid_thw[:, 1:].prod(axis=1) // self.merge_size**2
+
+    def _process(self, source: VideoSource) -> tuple[dict[str, np.ndarray], list[float]]:
+        video, indices, times = self._chosen(source)
+        arrays = process_frames(
+            video.frames(indices.tolist()),
+            len(indices),
+            min_pixels=self.min_pixels,
+            max_pixels=self.max_pixels,
+            patch_size=self.patch_size,
+            temporal_patch_size=self.temporal_patch_size,
+            merge_size=self.merge_size,
+            image_mean=self.image_mean,
+            image_std=self.image_std,
+        )
+        return arrays, times
+
+    def _chosen(
+        self, source: VideoSource
+    ) -> tuple[VideoFrames | VideoFile, np.ndarray, list[float]]:
+        """A video, the numbers of its sampled frames, and the timestamps of its patches."""
+        video = open_video(source)
+        fps = frame_rate(video)
+        indices = sample_frame_indices(
+            video.num_frames,
+            fps,
+            target_fps=self.fps,
+            min_frames=self.min_frames,
+            max_frames=self.max_frames,
+        )
+        return video, indices, patch_timestamps(indices, fps, self.temporal_patch_size)
+
+
+def sample_frame_indices(
+    total_num_frames: int,
+    video_fps: float,
+    *,
+    target_fps: float = 2,
+    min_frames: int = 4,
+    max_frames: int = 768,
+) -> np.ndarray:
+    """Numbers of the sampled frames, evenly spaced from the first to the last: `[R]` int64.
+
+    R is the duration in seconds times `target_fps`, within `[min_frames, max_frames]` and at most
+    `total_num_frames`. Example: 100 frames at 25 fps -> 0 14 28 42 57 71 85 99.
+    """
+    wanted = int(min(total_num_frames / video_fps * target_fps, max_frames))
+    wanted = min(max(wanted, min_frames), max_frames, total_num_frames)
+    return np.linspace(0, total_num_frames - 1, wanted).round().astype(np.int64)
+
+
+def patch_timestamps(
+    frame_indices: np.ndarray, video_fps: float, temporal_patch_size: int = 2
+) -> list[float]:
+    """Time of every temporal patch in seconds: the mean of its first and last frame."""
+    indices = list(frame_indices)
+    indices += indices[-1:] * (-len(indices) % temporal_patch_size)
+    times = [index / video_fps for index in indices]
+    last = temporal_patch_size - 1
+    return [
+        float((times[i] + times[i + last]) / 2) for i in range(0, len(times), temporal_patch_size)
+    ]
+
+
+def timestamp_text(seconds: float) -> str:
+    """The timestamp in front of a temporal patch: `<1.4 seconds>`."""
+    return f"<{seconds:.1f} seconds>"
+
+
+def process_frames(
+    frames: Iterable[np.ndarray],
+    num_frames: int,
+    *,
+    min_pixels: int,
+    max_pixels: int,
+    patch_size: int,
+    temporal_patch_size: int,
+    merge_size: int,
+    image_mean: tuple[float, ...],
+    image_std: tuple[float, ...],
+) -> dict[str, np.ndarray]:
+    """Resize the frames of one video one by one and cut them into patches.
+
+    Args:
+        frames: uint8 RGB `[H, W, 3]` each; the last one is repeated to fill a temporal patch.
+        num_frames: number of frames.
+        min_pixels, max_pixels: limits of frames x height x width after resizing; pixels.
+
+    Returns:
+        pixel_values_videos `[P, 3 * temporal_patch_size * patch_size ** 2]` float32 and
+        video_grid_thw `[1, 3]` int64.
+
+    Raises:
+        BadSampleError: as `smart_resize_video`.
+    """
+    resized_RHWC: Any = None
+    for number, frame in enumerate(frames):
+        if resized_RHWC is None:
+            height, width = smart_resize_video(
+                num_frames,
+                frame.shape[0],
+                frame.shape[1],
+                patch_size * merge_size,
+                min_pixels,
+                max_pixels,
+                temporal_factor=temporal_patch_size,
+            )
+            resized_RHWC = np.empty((num_frames, height, width, 3), dtype=np.uint8)
+        image = Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC)
+        resized_RHWC[number] = np.asarray(image)
+    patches, grid = patchify(
+        resized_RHWC,
+        value_table(image_mean, image_std),
+        patch_size=patch_size,
+        temporal_patch_size=temporal_patch_size,
+        merge_size=merge_size,
+    )
+    return {"pixel_values_videos": patches, "video_grid_thw": np.array([grid], dtype=np.int64)}

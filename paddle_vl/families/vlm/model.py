@@ -1,0 +1,503 @@
+"""A vision-language model in reading order: vision tower, embedding with visual tokens, decoder,
+head, loss. A family gives its configuration, its decoder and its checkpoint map.
+
+Shapes: B batch, L padded length, T = B * L token rows, S keys with a cache, P patches, M visual
+embeddings, D width, V vocabulary.
+
+Source: Qwen3VLForConditionalGeneration of HF transformers, modeling_qwen3_vl.py. Over 350 lines, to
+have a batch's way from arrays to loss in one file.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import paddle
+from paddle import Tensor, nn
+
+from paddle_vl.batch.positions import (
+    PATCH_FIELDS,
+    PatchRows,
+    check_offsets,
+    checked_grid,
+    frame_runs,
+    mrope_position_ids,
+    restart_offsets,
+    vision_layout,
+)
+from paddle_vl.families.hf_interface import FORWARD, IndexedOutput, id_rows
+from paddle_vl.families.vlm.cache import KeyValueCache
+from paddle_vl.families.vlm.moe import LoadBalance, routed_rows
+from paddle_vl.families.vlm.pretrained import PretrainedVLModel
+from paddle_vl.families.vlm.vision_tower import VisionFeatures, VisionTower, patch_rows
+from paddle_vl.files.names import refuse_foreign
+from paddle_vl.nn.attention import PackedSamples, Segments
+from paddle_vl.nn.operations import (
+    TargetRows,
+    device_tensor,
+    host_array,
+    next_token_targets,
+    num_targets,
+)
+from paddle_vl.nn.placement import Placement
+
+Array = np.ndarray | Tensor
+_GRIDS = ("image_grid_thw", "video_grid_thw")
+
+
+@dataclass
+class VLOutput(IndexedOutput):
+    """Output of the model; `output["loss"]`, and `output[0]` is the first that is not None.
+
+    Attributes:
+        loss: mean cross entropy over the target tokens, plus `aux_weight * aux_loss`; a float32
+            scalar, None without labels. It is 0 for a batch without targets, where HF gives NaN.
+        logits: `[B, L, V]`; under tensor parallelism this rank's shard of V. None if the loss was
+            computed from `target_rows`, without them.
+        loss_sum: sum of the cross entropy, for averages over several batches.
+        num_target_tokens: number of target tokens; a Python int if the batch has it.
+        aux_loss: load-balancing loss, see `LoadBalance`; None unless requested.
+        aux_weight: weight of `aux_loss`, the configuration's `router_aux_loss_coef`.
+    """
+
+    loss: Tensor | None = None
+    logits: Any = None
+    loss_sum: Tensor | None = None
+    num_target_tokens: int | Tensor | None = None
+    aux_loss: Tensor | None = None
+    aux_weight: float = 0.0
+
+    def share_of_step(self, num_target_tokens: int, num_batches: int) -> Tensor:
+        """This micro-batch's share of the loss of a step.
+
+        Args:
+            num_target_tokens: target tokens of all micro-batches of the step; the cross entropy is
+                their mean.
+            num_batches: number of these micro-batches; the auxiliary loss is their mean.
+        """
+        assert self.loss_sum is not None, "the batch has no labels"
+        loss = self.loss_sum / num_target_tokens
+        if self.aux_loss is not None:
+            loss = loss + self.aux_weight * self.aux_loss / num_batches
+        return loss
+
+
+class VLForConditionalGeneration(PretrainedVLModel):
+    """A complete model. Build it with `from_pretrained` or `from_config`.
+
+    Attributes:
+        decoder_class: makes `language_model` of the configuration and the placement: a layer with
+            `embedding`, `layers`, `norm`, `run` and `run_layers`.
+    """
+
+    decoder_class: ClassVar[Callable[[Any, Placement], Any]]
+
+    def __init__(self, config: Any, placement: Placement | None = None):
+        super().__init__(config, placement)
+        text, tied = config.text_config, None
+        if self.placement.stage_layers.tower:
+            self.visual = self.placement.layers.tower(VisionTower(config.vision_config))
+        self.language_model = type(self).decoder_class(config, self.placement)
+        if self.placement.stage_layers.embedding and config.tie_word_embeddings:
+            tied = self.language_model.embedding.embed_tokens.weight
+        if self.placement.stage_layers.head:
+            self.lm_head = self.placement.layers.vocab_head(
+                text.hidden_size,
+                text.vocab_size,
+                text.initializer_range,
+                tied,
+                config.tie_word_embeddings,
+            )
+        self.placement.parameter_table.add_replicated(self.parameters())
+
+    def forward(
+        self,
+        input_ids: Array,
+        attention_mask: Array | None = None,
+        *,
+        labels: Array | None = None,
+        pixel_values: Array | None = None,
+        pixel_values_videos: Array | None = None,
+        patch_coordinates: Array | None = None,
+        patch_tap_rows: Array | None = None,
+        patch_tap_weights: Array | None = None,
+        num_target_tokens: int | None = None,
+        loss_weights: Array | None = None,
+        target_rows: Array | None = None,
+        target_weights: Array | None = None,
+        caches: list[KeyValueCache] | None = None,
+        output_router_logits: bool | None = None,
+        logits_to_keep: int = 0,
+        **layout: Any,
+    ) -> VLOutput:
+        """Run the model on HF's inputs, or on a batch of the collator.
+
+        Arrays may be NumPy arrays or tensors, ids with mask and labels also lists.
+
+        Args:
+            input_ids: `[B, L]` int64 with placeholders for visual tokens.
+            attention_mask: `[B, L]`, 1 at real tokens; with caches `[B, S]` over all keys so far.
+            labels: `[B, L]` int64, not shifted, -100 ignored.
+            pixel_values: `[P, patch_dim]` patches of all images; `pixel_values_videos` of videos.
+            patch_coordinates, patch_tap_rows, patch_tap_weights: places of all patches, see
+                `paddle_vl.batch.positions.PatchRows`; None to compute them on the host.
+            num_target_tokens: number of labels that count, if the host knows it.
+            loss_weights: `[B, L]` float32 factors of the labels' cross entropies; None for 1.
+            target_rows: `[2, N]` int64, the token rows that predict a label, and these labels. The
+                loss is then computed from them, in place of `labels` and `loss_weights`, in chunks
+                and without the logits of all rows: what training needs.
+            target_weights: `[N]` float32 factors of their cross entropies; None for 1.
+            caches: one per decoder layer when generating.
+            output_router_logits: compute `aux_loss` over the real tokens and add it to the loss;
+                None for the configuration's setting. Not with caches.
+            logits_to_keep: compute the logits of that many last columns only, 0 for all; without
+                labels.
+            layout: further keyword arguments of `decoder_arguments`: positions, grids, visual
+                indices, padding, offsets of packed samples.
+
+        Raises:
+            ValueError: placeholders, grids and patches do not agree; router logits of a model
+                without experts, or of a padded batch in a traced program; labels with
+                `logits_to_keep`; segments that do not tile the token rows, or packed samples with
+                caches.
+        """
+        if isinstance(input_ids, list):
+            given = (input_ids, attention_mask, labels)
+            input_ids, attention_mask, labels = (id_rows(rows) for rows in given)
+        if labels is not None and logits_to_keep:
+            raise ValueError(
+                f"logits_to_keep is {logits_to_keep} but labels are given, whose loss needs the "
+                "logits of all columns: leave one of them out"
+            )
+        for name in _GRIDS:
+            layout[name] = host_array(layout.get(name))
+        places = (patch_coordinates, patch_tap_rows, patch_tap_weights)
+        rows = patch_rows(dict(zip(PATCH_FIELDS, places, strict=True)))
+        dict_args = self.decoder_arguments(
+            input_ids=input_ids, attention_mask=attention_mask, **layout
+        )
+        if caches is not None and dict_args["packed"] is not None:
+            raise ValueError(
+                "caches are given but the batch has packed samples (cu_seqlens): generation needs "
+                "one prompt per row of the batch"
+            )
+        dict_args |= self.encode_visual(
+            device_tensor(pixel_values),
+            layout["image_grid_thw"],
+            device_tensor(pixel_values_videos),
+            layout["video_grid_thw"],
+            rows,
+        )
+        balance = None
+        if caches is None and self.config.text_config.has_balance_loss(output_router_logits):
+            if not isinstance(attention_mask, Array | None):
+                raise ValueError(
+                    "the load-balancing loss leaves padding out, for which it needs the values of "
+                    "attention_mask: pass an array, or none, or output_router_logits=False"
+                )
+            balance = LoadBalance(dict_args["routed_rows"].num_real)
+        hidden_TD = self.language_model(dict_args, caches, balance)
+        shape = list(input_ids.shape)
+        if logits_to_keep:
+            hidden_BLD = hidden_TD.reshape([*shape, -1])[:, -logits_to_keep:]
+            shape = hidden_BLD.shape[:2]
+            hidden_TD = hidden_BLD.reshape([-1, hidden_TD.shape[-1]])
+        if target_rows is not None:
+            return self.losses(hidden_TD, target_rows, num_target_tokens, balance, target_weights)
+        return self.predict(hidden_TD, shape, labels, num_target_tokens, balance, loss_weights)
+
+    def decoder_arguments(
+        self,
+        *,
+        input_ids: Array,
+        attention_mask: Array | None = None,
+        position_ids: Array | None = None,
+        image_grid_thw: Array | None = None,
+        video_grid_thw: Array | None = None,
+        visual_update_indices: Array | None = None,
+        visual_gather_indices: Array | None = None,
+        visual_source_indices: Array | None = None,
+        num_unused_visual_rows: int = 0,
+        has_left_padding: bool | None = None,
+        cu_seqlens: Array | None = None,
+        packed_key_ends: Array | None = None,
+        real_row_indices: Array | None = None,
+        **foreign: Any,
+    ) -> dict[str, Any]:
+        """The input of `GPTEmbedding` without the outputs of the vision tower.
+
+        Args:
+            input_ids, attention_mask: as of `forward`.
+            position_ids: `[3, B, L]` int64, None to compute them on the host from ids and grids.
+                Or `[4, B, L]` with a text position first, whose restarts mark packed samples if
+                neither `cu_seqlens` nor an attention mask is given; that costs a host read.
+            image_grid_thw, video_grid_thw: `[n, 3]` patches (t, h, w) per image or video, on the
+                host: a Paddle tensor costs a transfer.
+            visual_update_indices, visual_gather_indices, visual_source_indices: the collator's
+                index arrays, see `paddle_vl.batch.visual_index`; None to compute them.
+            num_unused_visual_rows: visual embeddings that no token receives, of the dummy image
+                with which a batch without images runs the tower, so that all ranks issue the same
+                collectives.
+            has_left_padding: False if no real token follows padding; causality then hides the
+                padding and no mask is applied.
+            cu_seqlens: `[S + 1]` int32 offsets of packed samples on the host, see
+                `paddle_vl.batch.positions`. Padding is a segment of its own; the first label of
+                each sample must be -100. Not with caches.
+            packed_key_ends: `[B, L]` int32, `batch.positions.key_ends` of the offsets; None to
+                compute it where a kernel needs it.
+            real_row_indices: `[R]` int64 token rows that are not padding, for a model with experts;
+                None to take them from the mask, see `routed_rows`.
+            foreign: arguments of HF at values that ask for nothing.
+
+        Raises:
+            ValueError: segments that do not tile the token rows; or another argument of HF, with
+                what to do instead.
+        """
+        if foreign:
+            refuse_foreign(foreign, FORWARD, "the model")
+        offsets = host_array(cu_seqlens)
+        if position_ids is None:
+            position_ids, _ = self.position_ids(
+                input_ids, attention_mask, image_grid_thw, video_grid_thw, offsets
+            )
+        elif position_ids.shape[0] == 4:
+            if offsets is None and attention_mask is None:
+                offsets = restart_offsets(host_array(position_ids[0]))
+            position_ids = position_ids[1:]
+        packed = None
+        if offsets is not None:
+            batch, length = input_ids.shape
+            check_offsets(offsets, batch, length)
+            # With one segment per row, causal attention suffices.
+            if len(offsets) > batch + 1:
+                packed = PackedSamples(offsets, length, device_tensor(packed_key_ends))
+        mask_is_needed = (
+            attention_mask is not None and has_left_padding is not False and offsets is None
+        )
+        rows = None
+        if getattr(self.config.text_config, "num_experts", 0):
+            rows = routed_rows(tuple(input_ids.shape), attention_mask, real_row_indices)
+        return {
+            "input_ids": device_tensor(input_ids),
+            "position_ids": device_tensor(position_ids),
+            "routed_rows": rows,
+            "attention_mask": device_tensor(attention_mask) if mask_is_needed else None,
+            "packed": packed,
+            "visual_update_indices": device_tensor(visual_update_indices),
+            "visual_gather_indices": device_tensor(visual_gather_indices),
+            "visual_source_indices": device_tensor(visual_source_indices),
+            "num_unused_visual_rows": num_unused_visual_rows,
+        }
+
+    def predict(
+        self,
+        hidden_TD: Tensor,
+        shape: Sequence[int],
+        labels: Array | None = None,
+        num_target_tokens: int | None = None,
+        balance: LoadBalance | None = None,
+        loss_weights: Array | None = None,
+    ) -> VLOutput:
+        """Logits and losses of the token rows `[T, D]` after the final norm; `shape` is (B, L)."""
+        logits_TV = self.lm_head(self.placement.ops.enter_columns(hidden_TD))
+        logits_BLV = logits_TV.reshape([*shape, -1])
+        loss_sum, count = None, None
+        if labels is not None:
+            targets_T = next_token_targets(device_tensor(labels))
+            weights_T = None
+            if loss_weights is not None:
+                # Shifted like the labels; the last of a row has no target.
+                weights_T = device_tensor(loss_weights).roll(-1, axis=1).reshape([-1])
+            loss_sum, count = self.placement.ops.token_loss(logits_TV, targets_T, weights_T)
+        return self._output(logits_BLV, loss_sum, count, num_target_tokens, balance)
+
+    def losses(
+        self,
+        hidden_TD: Tensor,
+        target_rows: Array,
+        num_target_tokens: int | None = None,
+        balance: LoadBalance | None = None,
+        target_weights: Array | None = None,
+    ) -> VLOutput:
+        """Losses of the token rows `[T, D]` after the final norm, without logits; see `forward`."""
+        rows_2R = device_tensor(target_rows)
+        targets_R = rows_2R[1]
+        targets = TargetRows(rows_2R[0], targets_R, device_tensor(target_weights))
+        ops = self.placement.ops
+        loss_sum = ops.head_loss(self.lm_head, ops.enter_columns(hidden_TD), targets)
+        count = num_targets(targets_R) if num_target_tokens is None else None
+        return self._output(None, loss_sum, count, num_target_tokens, balance)
+
+    def _output(
+        self,
+        logits_BLV: Tensor | None,
+        loss_sum: Tensor | None,
+        count: Tensor | None,
+        num_target_tokens: int | None,
+        balance: LoadBalance | None,
+    ) -> VLOutput:
+        output = VLOutput(logits=logits_BLV, loss_sum=loss_sum)
+        if loss_sum is not None:
+            if num_target_tokens is None:
+                assert count is not None, "counted with the loss"
+                output.num_target_tokens, divisor = count, count.clip(min=1.0)
+            else:
+                output.num_target_tokens, divisor = num_target_tokens, max(num_target_tokens, 1)
+            output.loss = loss_sum / divisor
+        text = self.config.text_config
+        if balance is not None:
+            output.aux_loss = balance.loss()
+            output.aux_weight = text.router_aux_loss_coef
+            if output.loss is not None:
+                output.loss = output.loss + output.aux_weight * output.aux_loss
+        return output
+
+    def encode_visual(
+        self,
+        pixel_values: Tensor | None,
+        image_grid_thw: np.ndarray | None,
+        pixel_values_videos: Tensor | None = None,
+        video_grid_thw: np.ndarray | None = None,
+        rows: PatchRows | None = None,
+    ) -> dict[str, Any]:
+        """Run the vision tower once over images and videos together.
+
+        Args:
+            pixel_values, pixel_values_videos: `[P, patch_dim]`.
+            image_grid_thw, video_grid_thw: `[n, 3]` int64.
+            rows: places of the patches of both, images first; None to compute them.
+
+        Returns:
+            `image_embeds` `[M, D]`, `deepstack_image_embeds` (a list of `[M, D]`) and the same for
+            videos; empty for an all-text batch, so that the tower gets no gradient, as in HF.
+
+        Raises:
+            ValueError: pixels without their grid or the reverse, or a different number of patches.
+        """
+        vision = self.config.vision_config
+        kinds: list[tuple[str, Any, np.ndarray]] = [
+            (kind, pixels, checked_grid(kind, None if pixels is None else pixels.shape[0], grid))
+            for kind, pixels, grid in (
+                ("image", pixel_values, image_grid_thw),
+                ("video", pixel_values_videos, video_grid_thw),
+            )
+            if pixels is not None or grid is not None
+        ]
+        if not kinds:
+            return {}
+        pixels = [pixels for _, pixels, _ in kinds]
+        patches = [pixels[0] if len(kinds) == 1 else paddle.concat(pixels), *(rows or ())]
+        merged, levels = self.placement.ops.encode_visual(
+            self.encode_items,
+            patches,
+            np.concatenate([grid for _, _, grid in kinds]),
+            self.visual,
+            merge=vision.spatial_merge_size,
+            width=vision.out_hidden_size,
+            num_levels=len(vision.deepstack_visual_indexes),
+        )
+        sizes = [
+            int(grid.prod(axis=1).sum()) // vision.spatial_merge_size**2 for _, _, grid in kinds
+        ]
+        embeds = {}
+        for i, (kind, _, _) in enumerate(kinds):
+            embeds[f"{kind}_embeds"] = _section(merged, sizes, i)
+            embeds[f"deepstack_{kind}_embeds"] = [_section(level, sizes, i) for level in levels]
+        return embeds
+
+    def encode_items(
+        self, patches: Tensor | Sequence[Tensor], grid_thw: np.ndarray
+    ) -> VisionFeatures:
+        """The tower's features of some images and videos, in their order.
+
+        Args:
+            patches: pixels `[P, patch_dim]`, or these and the tensors of `PatchRows`.
+        """
+        vision = self.config.vision_config
+        pixels, *rows = [patches] if isinstance(patches, Tensor) else patches
+        if rows:
+            places = PatchRows(*rows)
+            return self.visual.encode(
+                pixels,
+                places.coordinates,
+                places.tap_rows.transpose([1, 0]),
+                places.tap_weights.transpose([1, 0]),
+                Segments(frame_runs(grid_thw)),
+            )
+        layout = vision_layout(
+            grid_thw, table_side=vision.table_side, merge=vision.spatial_merge_size
+        )
+        return self.visual(pixels, layout)
+
+    def position_ids(
+        self,
+        input_ids: Array,
+        attention_mask: Array | None = None,
+        image_grid_thw: Array | None = None,
+        video_grid_thw: Array | None = None,
+        cu_seqlens: Array | None = None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Positions `[3, B, L]` and rope deltas `[B]`, int64; see `mrope_position_ids`."""
+        return mrope_position_ids(
+            host_array(input_ids),
+            host_array(attention_mask),
+            host_array(image_grid_thw),
+            host_array(video_grid_thw),
+            image_token_id=self.config.image_token_id,
+            video_token_id=self.config.video_token_id,
+            spatial_merge_size=self.config.vision_config.spatial_merge_size,
+            cu_seqlens=host_array(cu_seqlens),
+        )
+
+    def tokens_per_expert(self) -> dict[int, Tensor]:
+        """Token rows per expert in the last call, without padding: `[E]` int64 by layer.
+
+        Empty for a model without experts, and before the first call.
+        """
+        layers = enumerate(self.language_model.layers)
+        counts = {
+            i: layer.mlp.experts.tokens_per_expert
+            for i, layer in layers
+            if self.placement.stage_layers.has_layer(i) and layer.has_experts
+        }
+        return {i: count for i, count in counts.items() if count is not None}
+
+    def generate(self, *args: Any, **batch: Any) -> np.ndarray:
+        """Generated tokens `[B, n]` int64, see `paddle_vl.families.vlm.generate.stream`."""
+        from paddle_vl.families.vlm.generate import generate
+
+        return generate(self, *args, **batch)
+
+    def stream(self, *args: Any, **batch: Any) -> Iterator[np.ndarray]:
+        """Generated tokens `[B]` int64 per step, see `paddle_vl.families.vlm.generate`."""
+        from paddle_vl.families.vlm.generate import stream
+
+        return stream(self, *args, **batch)
+
+    def new_caches(self, prompt: int, most: int) -> list[KeyValueCache]:
+        """A cache per decoder layer, for prompts of a length and at most so many keys in all."""
+        return [KeyValueCache(prompt, most) for _ in self.decoder_layers]
+
+    @property
+    def vision_blocks(self) -> list[nn.Layer]:
+        """Blocks of the tower, the units of activation recomputation and parameter sharding."""
+        return [] if self.visual is None else list(self.visual.blocks)
+
+    @property
+    def decoder_layers(self) -> list[nn.Layer]:
+        """Decoder layers of this stage, the units of recomputation and parameter sharding."""
+        layers = enumerate(self.language_model.layers)
+        return [layer for i, layer in layers if self.placement.stage_layers.has_layer(i)]
+
+    @property
+    def tables(self) -> list[nn.Layer]:
+        """The token embedding and the head, if this stage has them; tied ones share `weight`."""
+        has_embedding = self.placement.stage_layers.embedding
+        layers = [self.language_model.embedding.embed_tokens] if has_embedding else []
+        return layers if self.lm_head is None else [*layers, self.lm_head]
+
+
+def _section(x: Tensor, rows: list[int], i: int) -> Tensor:
+    """The i-th of consecutive sections of `rows[i]` rows each."""
+    return x if len(rows) == 1 else x[sum(rows[:i]) : sum(rows[: i + 1])]

@@ -1,0 +1,209 @@
+"""Loss and batch adapter of vision-language models.
+
+With sharding stages 2 and 3 every layer issues collectives. A rank whose batch has no image then
+runs the vision tower on a dummy image that no token receives, and a rank without a batch left runs
+a batch of padding. Neither affects loss or gradients.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import paddle
+from paddle import Tensor, nn
+
+from paddle_vl.batch.positions import (
+    PATCH_FIELDS,
+    PatchRows,
+    key_ends,
+    real_lengths,
+    vision_layout,
+)
+from paddle_vl.batch.schema import VLBatch
+from paddle_vl.families.vlm.model import VLOutput
+from paddle_vl.nn.objective import BatchAdapter, Loss, target_rows
+from paddle_vl.nn.operations import IGNORE_INDEX
+
+_GRIDS = ("image_grid_thw", "video_grid_thw")
+# The labels and their factors reach the device as `target_rows` and `target_weights`.
+_HOST_ARRAYS = frozenset({*_GRIDS, "cu_seqlens", "labels", "loss_weights"})
+
+
+class VLLoss(Loss):
+    """Mean cross entropy over target tokens, plus the load-balancing loss if the model has one."""
+
+    terms: Mapping[str, float] = {"loss": 1.0}
+    reported_counts: Mapping[str, str] = {"loss": "target_tokens"}
+
+    def check_counts(self, totals: Sequence[int], num_batches: int) -> None:
+        if totals[0] == 0:
+            raise ValueError(
+                f"the {num_batches} micro-batch(es) of this step have no target token, every "
+                "label is -100: nothing can be learned from them; check that the samples have "
+                "assistant turns within data.max_length"
+            )
+
+    def share(
+        self, output: VLOutput, totals: Sequence[int], num_batches: int
+    ) -> tuple[Tensor, Tensor]:
+        loss = output.share_of_step(totals[0], num_batches)
+        return loss, loss.detach().astype("float32").reshape([1])
+
+    def sums(self, output: VLOutput) -> Tensor:
+        assert output.loss_sum is not None, "a batch of the collator has labels"
+        return output.loss_sum.reshape([1])
+
+    def metric_counts(self, model: nn.Layer) -> dict[str, Tensor]:
+        counts_LX = expert_counts(model)
+        return {} if counts_LX is None else {"tokens_per_expert": counts_LX}
+
+    def metrics(self, totals: Mapping[str, Any]) -> dict[str, float]:
+        counts = totals.get("tokens_per_expert")
+        return {} if counts is None else expert_load(counts)
+
+
+class VLBatchAdapter(BatchAdapter[VLBatch]):
+    """Batches of `VLCollator`. The one optional branch is the vision tower.
+
+    Args:
+        vision: a tower's configuration, to lay out the patches here and copy their layout with the
+            batch; None where the model does it.
+    """
+
+    def __init__(self, vision: Any = None):
+        self.vision = vision
+
+    def counts(self, batch: VLBatch) -> list[int]:
+        return [batch["num_target_tokens"]]
+
+    def num_samples(self, batch: VLBatch) -> int:
+        return len(self.lengths(batch))
+
+    def num_tokens(self, batch: VLBatch) -> int:
+        return int(batch["attention_mask"].sum())
+
+    def num_packed_places(self, batch: VLBatch) -> int:
+        return batch["input_ids"].size if "cu_seqlens" in batch else 0
+
+    def lengths(self, batch: VLBatch) -> list[int]:
+        return real_lengths(batch["attention_mask"], batch.get("cu_seqlens")).tolist()
+
+    def optional_branches(self, batch: VLBatch) -> list[bool]:
+        return [has_visual(batch)]
+
+    def prepared(self, batch: VLBatch) -> VLBatch:
+        return with_target_rows(with_layouts(batch, self.vision))
+
+    def is_for_device(self, name: str) -> bool:
+        return name not in _HOST_ARRAYS
+
+    def to_device(self, batch: VLBatch) -> VLBatch:
+        return super().to_device(with_target_rows(batch))
+
+    def synchronized(self, batch: VLBatch, needed: Sequence[int], model: nn.Layer) -> VLBatch:
+        if needed[0] and model.placement.ops.layers_are_collective and not has_visual(batch):
+            return with_unused_image(batch, model.config.vision_config)
+        return batch
+
+    def idle_batch(self, model: nn.Layer) -> VLBatch:
+        return empty_batch(model.placement.ops.row_part.size)
+
+
+def with_layouts(batch: VLBatch, vision: Any = None) -> VLBatch:
+    """The batch with what the model would otherwise copy to the device in every step: the layout of
+    its patches, for a tower's configuration, and the ends of packed samples."""
+    found: Any = dict(batch)
+    grids = [found[name] for name in _GRIDS if name in found]
+    if vision is not None and grids:
+        layout = vision_layout(
+            np.concatenate(grids), table_side=vision.table_side, merge=vision.spatial_merge_size
+        )
+        found |= zip(PATCH_FIELDS, PatchRows.of(layout), strict=True)
+    if "cu_seqlens" in found:
+        found["packed_key_ends"] = key_ends(found["cu_seqlens"], found["input_ids"].shape[1])
+    return found
+
+
+def with_target_rows(batch: VLBatch) -> VLBatch:
+    """The batch with `target_rows`, and `target_weights` if its labels have factors.
+
+    Unchanged if it has them, or no labels on the host.
+    """
+    labels_BL = batch.get("labels")
+    if "target_rows" in batch or not isinstance(labels_BL, np.ndarray):
+        return batch
+    # Row i predicts label i + 1; the last row of a sample predicts nothing.
+    targets_BL = np.full_like(labels_BL, IGNORE_INDEX)
+    targets_BL[:, :-1] = labels_BL[:, 1:]
+    targets_T = targets_BL.reshape(-1)
+    added: Any = {"target_rows": target_rows(targets_T)}
+    if "loss_weights" in batch:
+        weights_T = np.roll(batch["loss_weights"], -1, axis=1).reshape(-1)
+        added["target_weights"] = weights_T[added["target_rows"][0]]
+    return cast(VLBatch, {**batch, **added})
+
+
+def has_visual(batch: VLBatch) -> bool:
+    """Whether the vision tower runs for a batch."""
+    return "pixel_values" in batch or "pixel_values_videos" in batch
+
+
+def with_unused_image(batch: VLBatch, vision: Any) -> VLBatch:
+    """The batch with a dummy image of a single merged row that no token receives.
+
+    Args:
+        vision: a tower's configuration.
+    """
+    merge = vision.spatial_merge_size
+    no_rows = np.zeros([0], dtype=np.int64)
+    return {
+        **batch,
+        "pixel_values": np.zeros([merge**2, vision.patch_dim], dtype=np.float32),
+        "image_grid_thw": np.array([[1, merge, merge]], dtype=np.int64),
+        "visual_update_indices": no_rows,
+        "visual_gather_indices": no_rows,
+        "num_unused_visual_rows": 1,
+    }
+
+
+def empty_batch(length: int) -> VLBatch:
+    """One sample of padding without targets.
+
+    Args:
+        length: number of tokens, a multiple of the mp degree under sequence parallelism.
+    """
+    ids_BL = np.zeros([1, length], dtype=np.int64)
+    return {
+        "input_ids": ids_BL,
+        "attention_mask": np.zeros_like(ids_BL),
+        "labels": np.full_like(ids_BL, IGNORE_INDEX),
+        "position_ids": np.zeros([3, 1, length], dtype=np.int64),
+        "num_target_tokens": 0,
+        "has_left_padding": False,
+    }
+
+
+def expert_counts(model: nn.Layer) -> Tensor | None:
+    """Token rows of each expert in this rank's last micro-batch, `[layers, experts]` int64.
+
+    None without experts. Padding does not count. Layers of other pipeline stages are 0.
+    """
+    text = model.config.text_config
+    layers = [i for i in range(text.num_hidden_layers) if text.has_experts(i)]
+    if not layers:
+        return None
+    own, zeros = model.tokens_per_expert(), paddle.zeros([text.num_experts], dtype="int64")
+    return paddle.stack([own.get(i, zeros) for i in layers])
+
+
+def expert_load(counts: np.ndarray) -> dict[str, float]:
+    """`tokens_per_expert_min`, `_mean` and `_max` over the experts of all layers.
+
+    Args:
+        counts: `expert_counts` summed over data-parallel ranks.
+    """
+    return {
+        "tokens_per_expert_min": int(counts.min()),
+        "tokens_per_expert_mean": round(float(counts.mean()), 1),
+        "tokens_per_expert_max": int(counts.max()),
+    }

@@ -1,0 +1,251 @@
+"""Pipeline stage of a model: consecutive layers as one function of a micro-batch.
+
+A stage sends one tensor: the token rows, the rows of the deepstack levels that later layers add,
+and, with the load-balancing loss, the routing sums so far. Every rank has the batch, so positions
+and indices are not sent, and sender and receiver know the shape of a message.
+
+Shapes: T token rows and M visual tokens of this rank, D width, E experts; R = T + M * (levels still
+to add), plus the rows that hold `[2, E]` routing sums.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, cast
+
+import paddle
+from paddle import Tensor
+
+from paddle_vl.batch.positions import PATCH_FIELDS
+from paddle_vl.families.vlm.embedding import decoder_positions
+from paddle_vl.families.vlm.model import VLForConditionalGeneration, VLOutput
+from paddle_vl.families.vlm.moe import LoadBalance
+from paddle_vl.families.vlm.objective import with_target_rows
+from paddle_vl.families.vlm.vision_tower import patch_rows
+from paddle_vl.nn.operations import device_tensor
+
+# Assumed share of visual tokens in the cost of the vision tower.
+VISUAL_SHARE = 0.5
+_NOT_FOR_DECODER = (
+    *("pixel_values", "pixel_values_videos", *PATCH_FIELDS),
+    *("labels", "num_target_tokens", "loss_weights", "target_rows", "target_weights"),
+)
+
+
+def layer_costs(config: Any) -> tuple[list[float], float, float]:
+    """Multiplications per token of every decoder layer, of the vision tower, and of the head.
+
+    Attention scores are left out, because they cost the same in every layer. The tower encodes
+    `merge^2` patches per visual token; `VISUAL_SHARE` of the tokens are visual.
+    """
+    text, vision = config.text_config, config.vision_config
+    heads = text.num_attention_heads + text.num_key_value_heads
+    attention = 2 * text.hidden_size * heads * text.head_dim
+    mlps = [_mlp_cost(text, layer) for layer in range(text.num_hidden_layers)]
+    block = 4 * vision.hidden_size**2 + 2 * vision.hidden_size * vision.intermediate_size
+    tower = VISUAL_SHARE * vision.spatial_merge_size**2 * vision.depth * block
+    return (
+        [float(attention + mlp) for mlp in mlps],
+        float(tower),
+        float(text.hidden_size * text.vocab_size),
+    )
+
+
+def _mlp_cost(text: Any, layer: int) -> int:
+    experts = text.experts_of(layer)
+    if experts is None:
+        return 3 * text.hidden_size * text.intermediate_size
+    inner = experts.num_experts_per_tok * experts.moe_intermediate_size
+    return text.hidden_size * (3 * inner + experts.num_experts)
+
+
+class VLStage:
+    """Some decoder layers of a model; the first stage also embeds, the last computes the loss.
+
+    Args:
+        model: a model that has these layers.
+        layers: numbers of the layers.
+
+    Attributes:
+        not_for_decoder: entries of a batch that `decoder_arguments` does not take.
+    """
+
+    not_for_decoder: ClassVar[tuple[str, ...]] = _NOT_FOR_DECODER
+
+    def __init__(self, model: VLForConditionalGeneration, layers: range):
+        self.model, self.layers = model, layers
+        config = model.config
+        self.is_first = layers.start == 0
+        self.is_last = layers.stop == config.text_config.num_hidden_layers
+        self.num_levels = len(config.vision_config.deepstack_visual_indexes)
+        # Shape of the routing sums in messages, if there is a load-balancing loss.
+        text = config.text_config
+        self.sends_sums = text.has_balance_loss(None)
+        self.sums_shape = (2, getattr(text, "num_experts", 0))
+        self.num_layers_before = sum(text.has_experts(i) for i in range(layers.start))
+        self._dtype = model.parameters()[0].dtype
+
+    def input_shape(self, batch: dict[str, Any]) -> tuple[int, int]:
+        """(R, D) of the message that this stage receives, from the shapes of the batch.
+
+        Raises:
+            ValueError: the batch has visual tokens without their indices.
+        """
+        return self._shape(self._num_token_rows(batch), _num_visual_rows(batch))
+
+    def reserved_shape(self, batch: dict[str, Any], rows: Any) -> tuple[int, int]:
+        """(R, D) of the message for the largest supported micro-batch.
+
+        Args:
+            rows: its `tokens` and `visual` token rows, over all model-parallel ranks.
+
+        Raises:
+            ValueError: the batch is larger, or has visual tokens without their indices.
+        """
+        ranks = self.model.placement.ops.row_part.size
+        tokens = -(-rows.tokens // ranks)
+        if (found := self._num_token_rows(batch)) > tokens:
+            raise ValueError(
+                f"a micro-batch has {found * ranks} tokens with its padding, but the messages of "
+                f"the pipeline have room for {rows.tokens} (parallel.pp_token_rows): set "
+                f"parallel.pp_token_rows={found * ranks} or more, or use shorter or fewer samples"
+            )
+        if (found := _num_visual_rows(batch)) > rows.visual:
+            raise ValueError(
+                f"a micro-batch has {found} visual tokens, but the messages of the pipeline have "
+                f"room for {rows.visual} (parallel.pp_visual_rows): set "
+                f"parallel.pp_visual_rows={found} or more, or use fewer or smaller images"
+            )
+        return self._shape(tokens, min(rows.visual, tokens))
+
+    def _num_token_rows(self, batch: dict[str, Any]) -> int:
+        return batch["input_ids"].size // self.model.placement.ops.row_part.size
+
+    def _shape(self, tokens: int, visual: int) -> tuple[int, int]:
+        rows = tokens + len(self.travelling(self.layers.start)) * visual
+        width = self.model.config.text_config.hidden_size
+        if self.sends_sums:
+            rows += num_float32_rows(self.sums_shape, width, self._dtype)
+        return rows, width
+
+    def __call__(self, batch: dict[str, Any], rows_RD: Tensor | None = None) -> Tensor | VLOutput:
+        """The message for the next stage `[R, D]`; for the last stage the output with losses.
+
+        Args:
+            batch: a batch of the collator.
+            rows_RD: output of the previous stage; None for the first.
+        """
+        model = self.model
+        dict_args = model.decoder_arguments(
+            **{name: value for name, value in batch.items() if name not in self.not_for_decoder}
+        )
+        balance = None
+        if self.sends_sums:
+            balance = LoadBalance(dict_args["routed_rows"].num_real)
+        if self.is_first:
+            inputs = model.language_model.embedding(dict_args | self.visual_rows(batch))
+            x_TD = inputs["hidden_states"]
+            levels = dict(enumerate(inputs.get("deepstack_visual_emb", [])))
+        else:
+            inputs = dict_args | decoder_positions(model.config, dict_args)
+            assert rows_RD is not None, "a later stage needs the message of the previous one"
+            x_TD, levels = self._unpack(rows_RD, _num_visual_rows(batch), balance)
+        levels |= self.own_levels(batch, dict_args)
+        x_TD = model.language_model.run_layers(self.layers, x_TD, levels, inputs, balance=balance)
+        if self.is_last:
+            hidden_TD = model.language_model.norm(x_TD)
+            targets: Any = with_target_rows(cast(Any, batch))
+            return model.losses(
+                hidden_TD,
+                targets["target_rows"],
+                targets["num_target_tokens"],
+                balance,
+                targets.get("target_weights"),
+            )
+        left = [levels[g] for g in self.travelling(self.layers.stop) if g in levels]
+        if balance is not None:
+            sums_2E = balance.sums_2E
+            if sums_2E is None:
+                sums_2E = paddle.zeros(self.sums_shape)
+            left.append(float32_to_rows(sums_2E, x_TD.shape[1], x_TD.dtype))
+        return paddle.concat([x_TD, *left]) if left else x_TD
+
+    def own_levels(self, batch: dict[str, Any], dict_args: dict[str, Any]) -> dict[int, Tensor]:
+        """This rank's rows of deepstack levels that come with the batch itself, by level."""
+        return {}
+
+    def visual_rows(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The outputs of the tower for a batch, as inputs of the embedding."""
+        pixels, video_pixels = (
+            device_tensor(batch.get(name)) for name in ("pixel_values", "pixel_values_videos")
+        )
+        return self.model.encode_visual(
+            pixels,
+            batch.get("image_grid_thw"),
+            video_pixels,
+            batch.get("video_grid_thw"),
+            patch_rows(batch),
+        )
+
+    def _unpack(
+        self, rows_RD: Tensor, num_visual: int, balance: LoadBalance | None
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        travelling = self.travelling(self.layers.start) if num_visual else range(0)
+        sizes = [num_visual] * len(travelling)
+        if balance is not None:
+            sizes.append(num_float32_rows(self.sums_shape, rows_RD.shape[1], rows_RD.dtype))
+        if not sizes:
+            return rows_RD, {}
+        x_TD, *others = paddle.split(rows_RD, [rows_RD.shape[0] - sum(sizes), *sizes])
+        if balance is not None:
+            balance.sums_2E = float32_from_rows(others.pop(), self.sums_shape)
+            balance.num_layers = self.num_layers_before
+        return x_TD, dict(zip(travelling, others, strict=True))
+
+    def travelling(self, layer: int) -> range:
+        """Deepstack levels in the message before that layer; level g is added after layer g."""
+        return range(min(layer, self.num_levels), self.num_levels)
+
+
+def _num_visual_rows(batch: dict[str, Any]) -> int:
+    indices = batch.get("visual_update_indices")
+    if indices is None and (batch.get("image_grid_thw") is not None):
+        raise ValueError(
+            "a batch with visual tokens needs visual_update_indices and visual_gather_indices in a "
+            "pipeline, to know the shape of messages: the collator adds them"
+        )
+    return 0 if indices is None else indices.shape[0]
+
+
+# A stage sends one tensor of one dtype. A bfloat16 has a third of a float32's significant bits: a
+# float32 is the sum of three, each the rounded remainder of those before it. Gradients come
+# back in the dtype of the rows.
+
+
+def num_float32_rows(shape: Sequence[int], width: int, dtype: paddle.dtype) -> int:
+    """Number of rows of `width` that values of this shape take."""
+    return -(-math.prod(shape) * _num_pieces(dtype) // width)
+
+
+def float32_to_rows(values: Tensor, width: int, dtype: paddle.dtype) -> Tensor:
+    """Float32 values of any shape as rows `[num_float32_rows, width]` of `dtype`."""
+    pieces, left = [], values.reshape([-1])
+    for _ in range(_num_pieces(dtype)):
+        pieces.append(left.astype(dtype))
+        left = left - pieces[-1].astype("float32")
+    rows = num_float32_rows(values.shape, width, dtype)
+    missing = rows * width - len(pieces) * values.size
+    if missing:
+        pieces.append(paddle.zeros([missing], dtype=dtype))
+    return paddle.concat(pieces).reshape([rows, width])
+
+
+def float32_from_rows(rows: Tensor, shape: Sequence[int]) -> Tensor:
+    """The inverse of `float32_to_rows`, for values of this shape."""
+    size = math.prod(shape)
+    flat, count = rows.reshape([-1]), _num_pieces(rows.dtype)
+    pieces = [flat[i * size : (i + 1) * size].astype("float32") for i in range(count)]
+    return sum(pieces[1:], pieces[0]).reshape(shape)
+
+
+def _num_pieces(dtype: paddle.dtype) -> int:
+    return 1 if dtype == paddle.float32 else 3

@@ -1,0 +1,316 @@
+"""Loading, saving and adapting a model, in full or as one rank's shards and stage.
+
+Methods import the modules for files and adapters themselves, to keep the model's imports few.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import numpy as np
+import paddle
+from paddle import Tensor, nn
+
+from paddle_vl.checkpoint.reading import Materializable, MaterializeStep
+from paddle_vl.checkpoint.rules import StoredParameter, place_parameters
+from paddle_vl.families.hf_interface import SizedModel, loads_like_hf, renamed_argument
+from paddle_vl.families.vlm.config import VLConfig
+from paddle_vl.families.vlm.protocols import EMBEDDING_KEY, HEAD_KEY, CheckpointMap
+from paddle_vl.nn.linear import default_dtype, separate
+from paddle_vl.nn.placement import Placement, SingleDevicePlacement
+
+if TYPE_CHECKING:
+    from paddle_vl.checkpoint.adapter_files import Adapter
+    from paddle_vl.checkpoint.safetensors_io import FileWriter, StoredTensor
+    from paddle_vl.config.schema import LoRAConfig
+    from paddle_vl.generation.config import GenerationConfig
+    from paddle_vl.nn.master_weights import ParameterStore
+
+logger = logging.getLogger(__name__)
+Model = TypeVar("Model", bound="PretrainedVLModel")
+
+
+class PretrainedVLModel(SizedModel, Materializable, nn.Layer):
+    """Base of a model: its configuration, placement, adapters and files.
+
+    Attributes:
+        config_class, checkpoint_map: of the family.
+        generation_config: settings of generation; None for the defaults.
+        name_or_path: folder that the weights come from; None for fresh weights.
+        adapter: the low-rank adapters; None without.
+    """
+
+    config_class: ClassVar[type[VLConfig]]
+    checkpoint_map: ClassVar[CheckpointMap]
+
+    def __init__(self, config: Any, placement: Placement | None = None):
+        super().__init__()
+        self.config = config
+        self.placement: Placement = placement or SingleDevicePlacement()
+        # Layers that the model sets; None on pipeline stages without them.
+        self.visual: Any = None
+        self.lm_head: Any = None
+        self.generation_config: GenerationConfig | None = None
+        self.name_or_path: str | None = None
+        self.adapter: Adapter | None = None
+
+    @classmethod
+    @renamed_argument("fills", "materialize")
+    def from_config(
+        cls: type[Model],
+        config: Any,
+        placement: Placement | None = None,
+        materialize: bool = True,
+    ) -> Model:
+        """A model with fresh weights, drawn from Paddle's global random state.
+
+        A rank gets its shards of what a single device draws with the same seed.
+
+        Args:
+            materialize: draw the weights now; False leaves that to `materialize()`.
+        """
+        from paddle_vl.checkpoint.reading import drawn_values
+
+        with paddle.LazyGuard():
+            model = cls(config, placement)
+
+        def drawn() -> list[MaterializeStep]:
+            splits = model.placement.splits_parameters
+            whole = _of_base(model.whole()) if splits else None
+            return drawn_values(_of_base(model), whole)
+
+        model.materialize_later(drawn)
+        if materialize:
+            model.materialize_all()
+        return model
+
+    @classmethod
+    @loads_like_hf
+    def from_pretrained(
+        cls: type[Model],
+        path: str | Path,
+        dtype: Any = "float32",
+        placement: Placement | None = None,
+        base: str | Path | None = None,
+        materialize: bool = True,
+    ) -> Model:
+        """Load a model folder in HF's layout, or adapters in PEFT's format with their base model.
+
+        Tensors are read one at a time.
+
+        Args:
+            path: folder of the model or of the adapters.
+            dtype: of the parameters; "auto" for that of the files.
+            base: base model to use instead of the one that the adapters name.
+            materialize: read the weights now; False checks keys and shapes only, and leaves reading
+                to `materialize()`.
+
+        Other arguments of HF are honoured where they mean the same, see `loads_like_hf`.
+
+        Raises:
+            ValueError: keys are missing, unexpected or misshapen, all named at once; `base` is
+                given for a full model; or an argument of HF means something else.
+            RuntimeError: files are missing or damaged.
+        """
+        from paddle_vl.checkpoint.adapter_files import base_folder, is_adapter
+        from paddle_vl.checkpoint.reading import (
+            check_keys,
+            checkpoint_tensors,
+            chosen_dtype,
+            stored_values,
+        )
+        from paddle_vl.families.vlm.inputs.chat_inputs import generation_settings
+
+        path = Path(path)
+        if is_adapter(path):
+            base = base_folder(path, base)
+            model = cls.from_pretrained(base, dtype, placement, materialize=False)
+            model.load_adapter(path)
+            model.generation_config = generation_settings(path, base)
+            if materialize:
+                model.materialize_all()
+            return model
+        if base is not None:
+            raise ValueError(f"{path} is a full model, not an adapter of {base}: leave --base out")
+        config = cls.config_class.from_pretrained(path)
+        generation_config = generation_settings(path)
+        stored = cls.checkpoint_map.tensors_as_here(checkpoint_tensors(path), config)
+        if not config.tie_flags_agree:
+            config = config.with_tie(HEAD_KEY not in stored)
+            logger.info(
+                "%s: the tie_word_embeddings flags disagree or one is missing; "
+                "%s is %s, so the head is %s",
+                path / "config.json",
+                HEAD_KEY,
+                "absent" if config.tie_word_embeddings else "present",
+                "tied" if config.tie_word_embeddings else "not tied",
+            )
+        owner = _owner(path, config, stored)
+        with default_dtype(chosen_dtype(dtype, stored)), paddle.LazyGuard():
+            model = cls(config, placement)
+        ignored = {HEAD_KEY} if config.tie_word_embeddings else set()
+        check_keys(path, stored, model.whole().stored_parameters(), ignored, owner)
+
+        model.materialize_later(lambda: stored_values(_of_base(model), stored))
+        if materialize:
+            model.materialize_all()
+        model.generation_config = generation_config
+        model.name_or_path = str(path.resolve())
+        return model
+
+    def save_pretrained(
+        self,
+        path: str | Path,
+        max_shard_bytes: int | None = None,
+        write: "FileWriter | None" = None,
+        store: "ParameterStore | None" = None,
+    ) -> None:
+        """Write weights, `config.json` and, if the model has one, `generation_config.json` in HF's
+        layout. All checkpoint ranks call it together.
+
+        Args:
+            max_shard_bytes: largest size of a file; None for the default.
+            write: function that writes the files of weights; None writes them directly.
+            store: parameter store of a model in training, see `paddle_vl.checkpoint.writing`.
+
+        Raises:
+            ValueError: the model has adapters, which these files cannot hold.
+        """
+        from paddle_vl.checkpoint.safetensors_io import write_file
+        from paddle_vl.checkpoint.writing import DEFAULT_SHARD_BYTES, save_parameters
+
+        if self.adapter is not None:
+            raise ValueError(
+                "the model has adapters: save_adapter() writes them, merge_lora() merges them into "
+                "the weights first"
+            )
+        path = Path(path)
+        max_shard_bytes, write = max_shard_bytes or DEFAULT_SHARD_BYTES, write or write_file
+        ranks = self.placement.checkpoint_ranks
+        path.mkdir(parents=True, exist_ok=True)
+        if ranks.is_first:
+            self.config.save_pretrained(path)
+            if self.generation_config is not None:
+                self.generation_config.save_pretrained(path)
+        save_parameters(path, self.stored_parameters(), max_shard_bytes, ranks, write, store)
+
+    def add_lora(self, config: "LoRAConfig") -> None:
+        """Add fresh low-rank adapters to linears and freeze all other parameters.
+
+        The output is unchanged until they are trained. Their values come from Paddle's global
+        random state and do not depend on how the model is sharded.
+
+        Raises:
+            ValueError: a pattern matches nothing, or the model has adapters already.
+        """
+        from paddle_vl.families.vlm.adapter import add_lora
+
+        add_lora(self, config)
+
+    def load_adapter(self, path: str | Path) -> None:
+        """Load adapters in PEFT's format; adds them if the model has none.
+
+        Raises:
+            ValueError: the adapters do not fit the model, or differ from those that it has.
+            RuntimeError: files are missing or damaged.
+        """
+        from paddle_vl.families.vlm.adapter import load_adapter
+
+        load_adapter(self, path)
+
+    def save_adapter(
+        self,
+        path: str | Path,
+        write: "FileWriter | None" = None,
+        store: "ParameterStore | None" = None,
+    ) -> None:
+        """Write the adapters, without the base, in PEFT's format. All checkpoint ranks call it.
+
+        Args:
+            write, store: as of `save_pretrained`.
+
+        Raises:
+            ValueError: the model has no adapters.
+        """
+        from paddle_vl.checkpoint.safetensors_io import write_file
+        from paddle_vl.families.vlm.adapter import save_adapter
+
+        save_adapter(self, path, write or write_file, store)
+
+    def merge_lora(self) -> None:
+        """Merge the adapters into the weights, in float32, and remove them.
+
+        Raises:
+            ValueError: the model has no adapters.
+        """
+        from paddle_vl.families.vlm.adapter import merge_lora
+
+        merge_lora(self)
+
+    def adapter_names(self) -> set[str] | None:
+        """HF keys of all parameters that the adapters train; None without adapters."""
+        if self.adapter is None:
+            return None
+        return {name for name in self.whole_shapes() if self.adapter.owns(name)}
+
+    def stored_parameters(self) -> list[StoredParameter]:
+        """This rank's parameters with checkpoint keys and layouts, fused ones once per linear."""
+        rules = self.checkpoint_map.checkpoint_rules(self.config)
+        return place_parameters(self.named_parameters(), rules, self.placement.parameter_table)
+
+    def hf_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's parameters under their HF keys, fused ones under the key of each linear."""
+        return ((item.key, item.parameter) for item in self.stored_parameters())
+
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Full shapes of all parameters of the model, on all ranks, by HF key."""
+        return {item.key: item.stored_shape for item in self.whole().stored_parameters()}
+
+    def hf_state_dict(self) -> dict[str, np.ndarray]:
+        """All weights as arrays under their HF keys, in HF's layout."""
+        from paddle_vl.checkpoint.writing import parameter_array
+
+        return {item.key: parameter_array(item) for item in self.stored_parameters()}
+
+    def separate(self, weights: Iterable[Tensor]) -> None:
+        """Give the linears of some fused weights a weight each, see `paddle_vl.nn.linear`."""
+        separate(self, weights, self.placement.layers.separate_projections)
+
+    def whole(self: Model) -> Model:
+        """The full model without storage; the model itself if it is not split over ranks."""
+        if not self.placement.splits_parameters:
+            return self
+        with paddle.LazyGuard():
+            whole = type(self)(self.config)
+            if self.adapter is not None:
+                from paddle_vl.families.vlm.adapter import attach
+
+                attach(whole, self.adapter)
+        return whole
+
+
+def _of_base(model: PretrainedVLModel) -> list[StoredParameter]:
+    """Parameters of the base model, without the factors of adapters."""
+    from paddle_vl.checkpoint.adapter_files import is_low_rank
+
+    return [item for item in model.stored_parameters() if not is_low_rank(item.key)]
+
+
+def _owner(path: Path, config: VLConfig, stored: "dict[str, StoredTensor]") -> str:
+    """Name in messages of the model that the weights must fit.
+
+    Raises:
+        ValueError: the head is tied by the configuration but stored with other values.
+    """
+    head, embedding = stored.get(HEAD_KEY), stored.get(EMBEDDING_KEY)
+    ties = config.tie_word_embeddings
+    if ties and head is not None and embedding is not None and not head.has_values_of(embedding):
+        raise ValueError(
+            f"{path / 'config.json'}: tie_word_embeddings is true, but {head.file.name} has a "
+            f"{HEAD_KEY} that differs from {EMBEDDING_KEY}: set it to false to use that head, or "
+            "remove the tensor"
+        )
+    if not ties and head is None:
+        return "the model of its config.json, whose tie_word_embeddings is false"
+    return "the model of its config.json"

@@ -1,0 +1,316 @@
+"""A run of a vision-language family: see `paddle_vl.families.base.Family`."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+from paddle import Tensor
+
+from paddle_vl.checkpoint.adapter_files import folder_with
+from paddle_vl.checkpoint.safetensors_io import FileWriter
+from paddle_vl.config.data_sources import SourceConfig, has_sources
+from paddle_vl.config.families import EncoderShape, ModelShape
+from paddle_vl.data.corpus.loader import CorpusLoader
+from paddle_vl.data.loader import Packing, PrefetchLoader
+from paddle_vl.data.packing import RowBudget
+from paddle_vl.data.sample_lengths import sample_lengths
+from paddle_vl.data.worker_pool import Collator
+from paddle_vl.families.base import (
+    BuiltModel,
+    Evaluation,
+    EvaluationOptions,
+    Family,
+    RankInfo,
+    SyntheticData,
+)
+from paddle_vl.families.flops import FlopCounter
+from paddle_vl.families.vlm.adapter import merge_adapter
+from paddle_vl.families.vlm.chat import Chat
+from paddle_vl.families.vlm.colocated import (
+    ColocatedBatchAdapter,
+    ColocatedStage,
+    VisualEncoder,
+)
+from paddle_vl.families.vlm.evaluation import build_evaluation
+from paddle_vl.families.vlm.inputs.collate import PackedCollator, VLCollator
+from paddle_vl.families.vlm.inputs.corpus import Corpus
+from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
+from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.inputs.synthetic import ConversationShapes, write_conversations
+from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer
+from paddle_vl.families.vlm.model import VLForConditionalGeneration
+from paddle_vl.families.vlm.objective import VLBatchAdapter, VLLoss
+from paddle_vl.families.vlm.pipeline import VLStage, layer_costs
+from paddle_vl.families.vlm.processor_fit import (
+    check_processor_fits,
+    model_collator,
+    model_config,
+)
+from paddle_vl.families.vlm.settings import PARTS, VLRun
+from paddle_vl.generation.config import GenerationConfig
+from paddle_vl.nn.linear import default_dtype
+from paddle_vl.nn.master_weights import ParameterStore
+from paddle_vl.nn.placement import Placement
+
+Model = VLForConditionalGeneration
+
+
+class VLRecipe(Family):
+    """A run that trains a vision-language model on conversations or pretraining data.
+
+    Attributes:
+        model_class: of the family.
+        counter_class: its FLOP counter, made of a configuration, the trained keys and the ranks of
+            adapters by module.
+    """
+
+    model_class: ClassVar[type[VLForConditionalGeneration]]
+    counter_class: ClassVar[Callable[[Any, Collection[str], dict[str, int]], FlopCounter]]
+    config: VLRun
+    parts: Mapping[str, Sequence[str]] = PARTS
+    make_stage: Callable[[Any, range], VLStage] = VLStage
+
+    def __init__(self, config: VLRun, checkpoint: Path | None):
+        self.config, self.checkpoint = config, checkpoint
+        data = config.data
+        folder = _processor_folder(config)
+        # Settings that replace the processor's own.
+        limits = {
+            "min_pixels": data.min_pixels,
+            "max_pixels": data.max_pixels,
+            "video_fps": data.video_fps,
+            "video_min_frames": data.video_min_frames,
+            "video_max_frames": data.video_max_frames,
+            "video_min_pixels": data.video_min_pixels,
+            "video_max_pixels": data.video_max_pixels,
+        }
+        try:
+            self.processor = VLProcessor.from_pretrained(folder, **limits)
+        except ValueError as error:
+            given = [f"data.{name} {value}" for name, value in limits.items() if value]
+            if not given:
+                raise
+            raise ValueError(f"{folder} with {', '.join(given)}: {error}") from error
+        self.pad_to_multiple_of = data.pad_to_multiple_of
+        self.train_data = self._corpus(data.train) or self._dataset(data.train)
+        self._eval_corpus = self._corpus(data.eval)
+        self.eval_data = self._eval_corpus.samples() if self._eval_corpus else None
+        if data.eval and self._eval_corpus is None:
+            self.eval_data = self._dataset(data.eval)
+        self.loss = VLLoss()
+        self.model_config = self._model_config()
+        self.shape, self.costs = model_shape(self.model_config), layer_costs(self.model_config)
+        self.encoder_shape = encoder_shape(self.model_config)
+        self.adapter_class: type[VLBatchAdapter] = VLBatchAdapter
+        if config.parallel.schedule == "colocated":
+            self.make_stage, self.adapter_class = ColocatedStage, ColocatedBatchAdapter
+            # The first stage has no tower.
+            layers, _, after = self.costs
+            self.costs = layers, 0.0, after
+
+    @property
+    def sample_kind(self) -> str:
+        return "packed rows" if self.config.data.packing else "samples"
+
+    def build_model(self, placement: Placement) -> BuiltModel:
+        """See `Family`; with model.lora the adapters are attached."""
+        collator = model_collator(
+            self.processor,
+            padding_side=self.config.data.padding_side,
+            pad_to_multiple_of=self.config.data.pad_to_multiple_of,
+            part=placement.ops.row_part,
+            lists_real_rows=bool(self.shape.num_experts),
+        )
+        model = self._model(placement)
+        own = model.generation_config or GenerationConfig()
+        model.generation_config = own.with_ends_of(self.processor.generation_config)
+        return BuiltModel(
+            model,
+            self.adapter_class(self.model_config.vision_config),
+            collator,
+            partial(_save, model),
+            self.processor.save_pretrained,
+        )
+
+    def named_parameters(self, model: Model) -> list[tuple[str, Tensor]]:
+        return list(model.hf_named_parameters())
+
+    def full_shapes(self, model: Model) -> dict[str, tuple[int, ...]]:
+        return model.whole_shapes()
+
+    def item_encoder(self, model: Model) -> VisualEncoder:
+        return VisualEncoder(model)
+
+    def trainable_names(self, model: Model) -> Iterable[str] | None:
+        return model.adapter_names()
+
+    def flop_counter(self, model: Model, trained: Collection[str]) -> FlopCounter:
+        adapter = model.adapter
+        ranks = {} if adapter is None else dict.fromkeys(adapter.targets, adapter.config.r)
+        return type(self).counter_class(model.config, trained, ranks)
+
+    def train_loader(self, collator: Collator, ranks: RankInfo) -> "PrefetchLoader | CorpusLoader":
+        train = self.config.train
+        if not isinstance(self.train_data, MessagesDataset):
+            size = train.per_device_train_batch_size
+            rows = cast(VLCollator, collator)
+            return self.train_data.train_loader(rows, size, ranks.data_rank, ranks.data_size)
+        packing = self._packing(ranks)
+        return self.loader(
+            self.train_data,
+            collator if packing is None else PackedCollator(cast(VLCollator, collator)),
+            train.per_device_train_batch_size,
+            ranks,
+            shuffle=True,
+            drop_last=packing is None,
+            packing=packing,
+            seed=train.seed,
+        )
+
+    def eval_loaders(self, collator: Collator, ranks: RankInfo) -> Mapping[str, PrefetchLoader]:
+        if self._eval_corpus is None:
+            return super().eval_loaders(collator, ranks)
+        settings = {"shuffle": False, "drop_last": False, "num_epochs": 1}
+        size = self.config.train.per_device_eval_batch_size
+        return {
+            name: self.loader(self._eval_corpus.samples([name]), collator, size, ranks, **settings)
+            for name in self._eval_corpus.names
+        }
+
+    @classmethod
+    def evaluation(cls, folder: Path, options: EvaluationOptions) -> Evaluation:
+        return build_evaluation(cls.model_class, folder, options)
+
+    @classmethod
+    def chat(cls, folder: Path, base: str | None) -> Chat:
+        return Chat.from_pretrained(cls.model_class, folder, base=base)
+
+    @classmethod
+    def merge_adapter(cls, folder: Path, out: Path, base: str | None) -> Path:
+        processor = VLProcessor.from_pretrained(folder_with("tokenizer.json", folder, base))
+        used = merge_adapter(cls.model_class, folder, out, base)
+        processor.save_pretrained(out)
+        return used
+
+    @classmethod
+    def with_synthetic_data(cls, config: VLRun, data: SyntheticData) -> VLRun:
+        """Conversations in files; `cameras` are the images of each, one by default."""
+        tokenizer = TextTokenizer.from_file(_processor_folder(config))
+        given = {
+            "num_images": data.cameras,
+            "image_side": data.image_side,
+            "answer_tokens": data.answer_tokens,
+        }
+        given = {name: value for name, value in given.items() if value is not None}
+        shapes = replace(ConversationShapes(), **given)
+        file = write_conversations(data.folder / "data", shapes, data.num_samples, tokenizer)
+        values = config.model_dump()
+        values["data"]["train"] = [str(file)]
+        return type(config).model_validate(values)
+
+    def _model_config(self) -> Any:
+        source, described = self._weights, self.config.model.config
+        if source is not None:
+            found = self.model_class.config_class.from_pretrained(source)
+        else:
+            assert described is not None, "refused when the settings were read"
+            found = model_config(self.model_class.config_class, described, self.processor)
+        check_processor_fits(found, self.processor)
+        return found
+
+    def _model(self, placement: Placement) -> Model:
+        settings, source = self.config.model, self._weights
+        if source is None:
+            with default_dtype(settings.compute_dtype):
+                return self.model_class.from_config(self.model_config, placement, materialize=False)
+        model = self.model_class.from_pretrained(
+            source, settings.compute_dtype, placement, materialize=False
+        )
+        if settings.lora is None:
+            return model
+        if self.checkpoint is None:
+            model.add_lora(settings.lora)
+        else:
+            model.load_adapter(self.checkpoint)
+        return model
+
+    @property
+    def _weights(self) -> str | Path | None:
+        """Folder of the full weights; None for fresh ones. A checkpoint of adapters has none."""
+        from_base = self.checkpoint is None or self.config.model.lora is not None
+        return self.config.model.pretrained if from_base else self.checkpoint
+
+    def _corpus(self, entries: Sequence[str | SourceConfig]) -> "Corpus | None":
+        """The sources of a mix; None for plain files of conversations."""
+        if not has_sources(entries):
+            return None
+        return Corpus.opened(entries, self.config.data, self.processor, self.config.train.seed)
+
+    def _dataset(self, entries: Sequence[str | SourceConfig]) -> MessagesDataset:
+        data = self.config.data
+        files = [entry for entry in entries if isinstance(entry, str)]
+        return MessagesDataset(
+            files,
+            self.processor,
+            data.max_length,
+            data.on_bad_sample,
+            allow_outside=data.allow_outside,
+            max_line_bytes=data.max_line_bytes,
+        )
+
+    def _packing(self, ranks: RankInfo) -> Packing | None:
+        data = self.config.data
+        if not data.packing:
+            return None
+        budget = RowBudget(data.packing_length or data.max_length, data.max_vision_tokens_per_row)
+        # Rank 0 measures and caches the lengths; the others read its file afterwards, or raise the
+        # same error.
+        if ranks.is_main:
+            try:
+                lengths = sample_lengths(self.train_data, budget, data.num_workers)
+            finally:
+                ranks.wait()
+        else:
+            ranks.wait()
+            lengths = sample_lengths(self.train_data, budget, data.num_workers)
+        return Packing(lengths, budget)
+
+
+def model_shape(config: Any) -> ModelShape:
+    """Decoder sizes, checked against the degrees of parallelism."""
+    text = config.text_config
+    return ModelShape(
+        num_attention_heads=text.num_attention_heads,
+        num_key_value_heads=text.num_key_value_heads,
+        vocab_size=text.vocab_size,
+        intermediate_size=text.intermediate_size,
+        num_hidden_layers=text.num_hidden_layers,
+        moe_intermediate_size=getattr(text, "moe_intermediate_size", 0),
+        num_experts=getattr(text, "num_experts", 0),
+    )
+
+
+def encoder_shape(config: Any) -> EncoderShape:
+    """Sizes of the vision tower that its tensor parallelism divides."""
+    vision = config.vision_config
+    return EncoderShape(
+        {
+            "vision_config.num_heads": vision.num_heads,
+            "vision_config.intermediate_size": vision.intermediate_size,
+            "the mergers' width (hidden_size x spatial_merge_size^2)": vision.hidden_size
+            * vision.spatial_merge_size**2,
+        }
+    )
+
+
+def _processor_folder(config: VLRun) -> str:
+    folder = config.data.processor or config.model.pretrained
+    assert folder is not None, "refused when the settings were read"
+    return folder
+
+
+def _save(model: Model, folder: Path, write: FileWriter, store: ParameterStore | None) -> None:
+    save = model.save_pretrained if model.adapter is None else model.save_adapter
+    save(folder, write=write, store=store)

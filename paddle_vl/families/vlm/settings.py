@@ -1,0 +1,228 @@
+"""Settings of a run that trains a Qwen3-VL, beyond those of every run. Read without Paddle."""
+
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from paddle_vl.config.data_sources import DataEntries, SourceConfig, has_sources
+from paddle_vl.config.parallel_settings import ParallelConfig
+from paddle_vl.config.patterns import misspelt_groups
+from paddle_vl.config.schema import DataConfig, LoRAConfig, ModelConfig, RunConfig
+from paddle_vl.config.section import FilePath, OnlyWith
+
+# Named groups of parameters for model.freeze and train.part_learning_rates, as patterns over HF
+# parameter names.
+PARTS: dict[str, tuple[str, ...]] = {
+    "vision": ("model.visual.patch_embed.*", "model.visual.pos_embed.*", "model.visual.blocks.*"),
+    "mergers": ("model.visual.merger.*", "model.visual.deepstack_merger_list.*"),
+    "language": ("model.language_model.*", "lm_head.*"),
+}
+_Packed = OnlyWith("data.packing", [True])
+_Pipelined = OnlyWith("parallel.pp_degree", range(2, 1 << 20))
+_Static = OnlyWith("parallel.pp_shapes", ["static"])
+
+
+class VLModelConfig(ModelConfig):
+    """The Qwen3-VL to train."""
+
+    lora: LoRAConfig | None = None
+    """train low-rank adapters only, on a frozen model.pretrained"""
+
+
+class VLDataConfig(DataConfig):
+    """Conversations or a mix of sources, and how samples become batches."""
+
+    train: DataEntries = Field(default=[])
+    """JSONL files of conversations, or the sources of a pretraining mix; a path of Parquet, .tar,
+    .gz or .zst files is a source of conversations"""
+    eval: DataEntries = Field(default=[])
+    """data for the evaluation loss; entries as in data.train"""
+    temperature: Annotated[float | None, Field(ge=1, le=1000)] = None
+    """of sources without weights: draw documents of a source in proportion to its number of
+    documents to the power of 1 / temperature; default: 1, every document equally often"""
+    shuffle: Literal["documents", "shards"] = "documents"
+    """order of a source's documents: any order, or for slow sequential stores a few shards (files)
+    at a time, each copied once into data.cache and removed when it is used up"""
+    shuffle_shards: Annotated[int, Field(ge=1, le=1 << 20)] = 8
+    """with data.shuffle=shards (and for row groups of Parquet files): shards that are mixed with
+    each other at a time"""
+    cache: FilePath | None = None
+    """folder for indexes of data files and local copies of shards; default: beside the data, and
+    for data that cannot be written to the user's cache folder"""
+    max_length: Annotated[int, Field(ge=2, le=1 << 22)] = 2048
+    """longest sample, in tokens, visual ones included"""
+    min_pixels: Annotated[int | None, Field(ge=1, le=1 << 40)] = None
+    """smallest image, in pixels; default: the processor's"""
+    max_pixels: Annotated[int | None, Field(ge=1, le=1 << 40)] = None
+    """largest image, in pixels; default: the processor's"""
+    video_fps: Annotated[float | None, Field(gt=0, le=1000)] = None
+    """frames sampled per second of video; default: the processor's (Qwen3-VL: 2)"""
+    video_min_frames: Annotated[int | None, Field(ge=2, le=1 << 20)] = None
+    """fewest frames sampled from a video that has them; default: the processor's (Qwen3-VL: 4)"""
+    video_max_frames: Annotated[int | None, Field(ge=2, le=1 << 20)] = None
+    """most frames sampled from a video; default: the processor's (Qwen3-VL: 768)"""
+    video_min_pixels: Annotated[int | None, Field(ge=1, le=1 << 40)] = None
+    """smallest video, in frames x height x width; default: the processor's"""
+    video_max_pixels: Annotated[int | None, Field(ge=1, le=1 << 40)] = None
+    """largest video, in frames x height x width; default: the processor's"""
+    packing: bool = False
+    """pack several samples into a row of training data, each attending to itself only; evaluation
+    has one sample per row"""
+    packing_length: Annotated[int | None, Field(ge=2, le=1 << 22), _Packed] = None
+    """longest packed row, in tokens; default: data.max_length"""
+    max_vision_tokens_per_row: Annotated[int | None, Field(ge=1), _Packed] = None
+    """most visual tokens in a packed row; default: no limit"""
+    padding_side: Literal["right", "left"] = "right"
+    """side on which shorter samples of a batch are padded"""
+    pad_to_multiple_of: Annotated[int, Field(ge=1, le=1 << 22)] = 1
+    """pad batches to a multiple of this many tokens"""
+
+
+class VLParallelConfig(ParallelConfig):
+    """Experts, and the message sizes of the pipeline."""
+
+    ep_degree: Annotated[int, Field(ge=1, le=1 << 20)] = 1
+    """expert-parallel degree: dp ranks that share the experts of a mixture-of-experts model"""
+    pp_token_rows: Annotated[int | None, Field(ge=1), _Pipelined, _Static] = None
+    """with static pp_shapes: token rows of a micro-batch, padding included, that messages have room
+    for in all steps (a larger micro-batch is refused); default: each step's largest, or with
+    pp_visual_rows what data.max_length and the batch size allow"""
+    pp_visual_rows: Annotated[int | None, Field(ge=0), _Pipelined, _Static] = None
+    """with static pp_shapes: visual token rows of a micro-batch that messages have room for in all
+    steps; default: each step's most, or with pp_token_rows what data.max_vision_tokens_per_row and
+    the batch size allow"""
+
+
+class VLRun(RunConfig):
+    """All settings of a Qwen3-VL run."""
+
+    family: ClassVar[str] = "Qwen3-VL"
+    parts: ClassVar[dict[str, tuple[str, ...]]] = PARTS
+    has_colocated: ClassVar[bool] = True
+    counts_tokens: ClassVar[bool] = True
+    fixed_settings: ClassVar[tuple[str, ...]] = (
+        *RunConfig.fixed_settings,
+        *("model.lora", "data.max_length", "data.min_pixels", "data.max_pixels"),
+        *("data.temperature", "data.shuffle", "data.shuffle_shards"),
+        *("data.packing", "data.packing_length", "data.max_vision_tokens_per_row"),
+    )
+
+    model: VLModelConfig
+    data: VLDataConfig
+    parallel: VLParallelConfig = VLParallelConfig()
+
+    @property
+    def trains_adapters(self) -> bool:
+        return self.model.lora is not None
+
+    @property
+    def reserved_rows(self) -> tuple[int, int] | None:
+        """parallel.pp_token_rows and pp_visual_rows; if one is not set, it follows from the bounds
+        on the data."""
+        tokens, visual = self.parallel.pp_token_rows, self.parallel.pp_visual_rows
+        if tokens is None and visual is None:
+            return None
+        data, samples = self.data, self.train.per_device_train_batch_size
+        if tokens is None:
+            longest, multiple = data.packing_length or data.max_length, data.pad_to_multiple_of
+            tokens = samples * -(-longest // multiple) * multiple
+        if visual is None:
+            per_row = data.max_vision_tokens_per_row
+            visual = tokens if per_row is None else min(tokens, samples * per_row)
+        return tokens, visual
+
+    def problems(self) -> Iterator[str]:
+        if not self.data.train:
+            yield "data.train lists no file: name JSONL files of conversations"
+        yield from self._source_problems()
+        yield from self._packing_problems()
+        yield from self._pixel_problems()
+        if self.model.lora is not None:
+            saved = self.model.lora.modules_to_save
+            yield from misspelt_groups(saved, "model.lora.modules_to_save", self.parts)
+        if self.model.lora is not None and self.model.pretrained is None:
+            yield (
+                "model.lora trains adapters on a checkpoint, which is not saved with them, but "
+                "model.pretrained is not set: set it, or remove model.lora to train all of "
+                "model.config"
+            )
+
+    def _source_problems(self) -> Iterator[str]:
+        data = self.data
+        if not has_sources(data.train):
+            if data.temperature is not None:
+                yield (
+                    f"data.temperature is {data.temperature} but data.train has no sources, only "
+                    "paths: write entries {path: ..., format: ...}, or remove data.temperature"
+                )
+            if data.shuffle != "documents":
+                yield (
+                    f"data.shuffle is {data.shuffle} but data.train has no sources, only paths: "
+                    "write entries {path: ..., format: ...}, or remove data.shuffle"
+                )
+        else:
+            yield from self._mix_problems()
+        for setting in ("train", "eval"):
+            for number, source in enumerate(getattr(data, setting)):
+                if not isinstance(source, SourceConfig):
+                    continue
+                if source.targets == "answers" and source.format != "messages":
+                    yield (
+                        f"data.{setting}[{number}].targets is answers but its format is "
+                        f"{source.format}, which has no answers: choose all or after_image"
+                    )
+
+    def _mix_problems(self) -> Iterator[str]:
+        data, train = self.data, self.train
+        weights = [each.weight if isinstance(each, SourceConfig) else None for each in data.train]
+        unweighted = [number for number, weight in enumerate(weights) if weight is None]
+        if unweighted and len(unweighted) < len(weights):
+            yield (
+                f"data.train[{unweighted[0]}] has no weight and other sources have one: give all "
+                "sources a weight (shares of tokens), or none"
+            )
+        elif data.temperature is not None and not unweighted:
+            yield (
+                f"data.temperature is {data.temperature} but the sources of data.train have "
+                "weights: remove one of them"
+            )
+        if train.num_train_epochs is not None:
+            yield (
+                f"train.num_train_epochs is {train.num_train_epochs} but data.train is a mix of "
+                "sources (any file but plain JSONL is one), whose length in tokens is known only "
+                "when they are read: set train.max_steps or train.max_tokens instead"
+            )
+
+    def _packing_problems(self) -> Iterator[str]:
+        data = self.data
+        longest = max(data.max_length, data.packing_length or 0)
+        if data.pad_to_multiple_of > longest:
+            yield (
+                f"data.pad_to_multiple_of {data.pad_to_multiple_of} exceeds the longest row of "
+                f"{longest} tokens (data.max_length, data.packing_length): every row would be "
+                f"padded to {data.pad_to_multiple_of} tokens, "
+                f"{data.pad_to_multiple_of / longest:.3g} times the memory and time"
+            )
+        if not data.packing:
+            return
+        is_shorter = data.packing_length is not None and data.packing_length < data.max_length
+        # Documents of a mix of sources continue in another row.
+        if is_shorter and not has_sources(data.train):
+            yield (
+                f"data.packing_length {data.packing_length} is below data.max_length "
+                f"{data.max_length}: a sample of that length would fit no row; raise "
+                "data.packing_length or lower data.max_length"
+            )
+        if data.padding_side == "left":
+            yield (
+                "data.padding_side is left but packed rows are padded on the right: set "
+                "data.padding_side=right or data.packing=false"
+            )
+
+    def _pixel_problems(self) -> Iterator[str]:
+        for name in ("{}_pixels", "video_{}_pixels", "video_{}_frames"):
+            lowest, highest = name.format("min"), name.format("max")
+            low, high = getattr(self.data, lowest), getattr(self.data, highest)
+            if low is not None and high is not None and low > high:
+                yield f"data.{lowest} {low} exceeds data.{highest} {high}"

@@ -1,0 +1,92 @@
+"""Old import paths of what has moved: they work for one release, with a warning.
+
+The finder stands behind Python's own, so that it is asked only for modules that do not exist.
+"""
+
+import sys
+import warnings
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_QWEN, _PI07, _VLM = (f"paddle_vl.families.{name}" for name in ("qwen3_vl", "pi07", "vlm"))
+_EXPORT = "paddle_vl.export"
+# New home of each module, or of a package with all its modules.
+_MODULES = {
+    f"{_QWEN}.inputs": f"{_VLM}.inputs",
+    **{
+        f"{_QWEN}.{name}": f"{_VLM}.{name}"
+        for name in (
+            *("adapter", "answers", "chat", "colocated", "embedding", "evaluation", "generate"),
+            *("moe", "objective", "pipeline", "pretrained", "processor_fit", "settings"),
+            "vision_tower",
+        )
+    },
+    **{f"{_QWEN}.{name}": f"{_EXPORT}.qwen3_vl.{name}" for name in ("exported", "programs")},
+    **{f"{_PI07}.{name}": f"{_EXPORT}.pi07.{name}" for name in ("exported", "programs")},
+    f"{_PI07}.demonstrations": "paddle_vl.families.policy.demonstrations",
+    **{
+        f"{_PI07}.inputs.{name}": f"paddle_vl.families.policy.{name}"
+        for name in (
+            *("acting", "images", "model_inputs", "normalize", "normalizers", "prompt"),
+            "statistics_checks",
+        )
+    },
+}
+# New name of each class, in its new module.
+_NAMES = {
+    "PretrainedQwen3VL": "PretrainedVLModel",
+    "Qwen3VLDataConfig": "VLDataConfig",
+    "Qwen3VLEncoder": "VisualEncoder",
+    "Qwen3VLModelConfig": "VLModelConfig",
+    "Qwen3VLOutput": "VLOutput",
+    "Qwen3VLParallelConfig": "VLParallelConfig",
+    "Qwen3VLRun": "VLRun",
+    "Qwen3VLStage": "VLStage",
+}
+
+
+class _Moved(ModuleType):
+    """A module under its old path: the new one's names, some under their old name."""
+
+    def __init__(self, name: str, home: str):
+        super().__init__(name)
+        # Not the new package's path: its modules would be loaded a second time under the old name.
+        self.__path__: list[str] = []
+        self._home = import_module(home)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._home, _NAMES.get(name, name))
+
+
+class _Finder(MetaPathFinder, Loader):
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        home = _home(fullname)
+        if home is None:
+            return None
+        warnings.warn(
+            f"{fullname} is now {home}: the old path goes with the next release",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Moved(spec.name, str(_home(spec.name)))
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing: the new module has run."""
+
+
+def _home(path: str) -> str | None:
+    for old, new in _MODULES.items():
+        if path == old or path.startswith(f"{old}."):
+            return new + path.removeprefix(old)
+    return None
+
+
+def install() -> None:
+    """Let imports of old paths find the new ones."""
+    sys.meta_path.append(_Finder())

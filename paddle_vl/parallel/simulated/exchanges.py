@@ -1,0 +1,332 @@
+"""Where a simulated rank gets the other ranks' tensors: from ranks that run, from itself, or from
+an earlier run.
+
+`Lockstep` runs all ranks of a group, strictly in turn. Every rank has a thread, since a backward
+pass issues collectives from inside Paddle's autograd. Only one of them runs at a time: at a
+collective a rank hands over to the next, and continues once all ranks have come to it. So results
+do not depend on timing, and an error says which rank is where.
+"""
+
+import contextvars
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import numpy as np
+import paddle
+from paddle import Tensor
+
+from paddle_vl.parallel.recorder import Collective, caller, is_in_backward
+from paddle_vl.parallel.simulated.group import Call
+from paddle_vl.threads import JoinedThread
+
+# Seconds that ranks get to unwind after an error.
+_UNWIND_S = 10.0
+
+
+class RanksDisagreeError(RuntimeError):
+    """Ranks started different collectives, or one waits for a rank that has ended."""
+
+
+class _StoppedError(RuntimeError):
+    """Unwinds a rank after another one failed."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A collective that all ranks came to.
+
+    Attributes:
+        call: as the last rank issued it.
+        tensors: what each rank contributed, in the group's order; empty for a barrier.
+    """
+
+    call: Call
+    tensors: list[Tensor]
+
+
+@dataclass
+class _State:
+    """A rank of `Lockstep`.
+
+    Attributes:
+        post: the collective that it waits in, what it contributes, and the place of the call.
+        calls: its collectives so far.
+    """
+
+    has_ended: bool = False
+    post: tuple[Call, Tensor | None, str] | None = None
+    received: list[Tensor] = field(default_factory=list)
+    calls: list[Collective] = field(default_factory=list)
+    result: Any = None
+
+
+class Lockstep:
+    """An `Exchange` between threads.
+
+    Args:
+        size: number of ranks.
+        timeout_s: seconds that a rank may run without coming to a collective; None for no limit.
+        keeps_tensors: keep what the ranks contributed, in `meetings`.
+        on_switch: called with the number of the rank that leaves and of the one that continues
+            (None for none), while no rank runs.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        timeout_s: float | None = None,
+        keeps_tensors: bool = False,
+        on_switch: Callable[[int | None, int | None], None] = lambda leaves, continues: None,
+    ):
+        self.size, self._timeout_s, self._keeps = size, timeout_s, keeps_tensors
+        self._on_switch = on_switch
+        self._states = [_State() for _ in range(size)]
+        self.meetings: list[Meeting] = []
+        # The rank whose turn it is; each change is notified.
+        self._changed = threading.Condition()
+        self._running: int | None = None
+        self._num_turns = 0
+        self._failure: BaseException | None = None
+
+    @property
+    def collectives(self) -> list[list[Collective]]:
+        """Every rank's collectives so far; `phase` is `forward` or `backward`."""
+        return [state.calls for state in self._states]
+
+    def run(self, step: Callable[[int], Any]) -> list[Any]:
+        """`step(rank)` of every rank.
+
+        Raises:
+            RanksDisagreeError: names the ranks, their collectives and the places of the calls.
+            TimeoutError: a rank ran for too long; says where it is.
+            BaseException: the first error of a rank, with a note that names it.
+        """
+        threads = []
+        for rank in range(self.size):
+            context = contextvars.copy_context()
+            thread = JoinedThread(
+                target=context.run, args=(self._run_rank, rank, step), daemon=True
+            )
+            thread.name = f"simulated rank {rank}"
+            threads.append(thread)
+            thread.start()
+        try:
+            self._give_turn(0)
+            self._wait_for_all(threads)
+        except BaseException as error:
+            self._set_failure(error)
+        finally:
+            for thread in threads:
+                thread.join(_UNWIND_S if self._failure else None)
+            self._on_switch(self._running, None)
+        if self._failure is not None:
+            raise self._failure
+        return [state.result for state in self._states]
+
+    def exchange(self, rank: int, call: Call, tensor: Tensor | None) -> list[Tensor]:
+        """Wait for the other ranks of the collective.
+
+        Raises:
+            RanksDisagreeError: see the class.
+        """
+        self._stop_if_failed()
+        call, state = _with_phase(call), self._states[rank]
+        kept = None if tensor is None else tensor.detach().clone()
+        state.post = (call, kept, caller())
+        state.calls.append(call.collective)
+        for other, waiting in enumerate(self._states):
+            if waiting.post is not None and waiting.post[0].agreed != call.agreed:
+                first, second = sorted((other, rank))
+                self._disagree(
+                    f"ranks {first} and {second} start different collectives as number "
+                    f"{len(state.calls)}: {self._where(first)}; {self._where(second)}"
+                )
+        posts = [state.post for state in self._states if state.post is not None]
+        if len(posts) == self.size:
+            tensors = [tensor for _, tensor, _ in posts if tensor is not None]
+            if self._keeps:
+                self.meetings.append(Meeting(call, tensors))
+            for each in self._states:
+                each.received, each.post = tensors, None
+        else:
+            self._pass_on(rank)
+            self._await_turn(rank)
+            self._stop_if_failed()
+        return state.received
+
+    def _run_rank(self, rank: int, step: Callable[[int], Any]) -> None:
+        self._await_turn(rank)
+        if self._failure is not None:
+            return
+        try:
+            self._states[rank].result = step(rank)
+            self._states[rank].has_ended = True
+            self._pass_on(rank)
+        except BaseException as error:
+            # Python 3.10 has no notes.
+            add_note = getattr(error, "add_note", None)
+            if self._failure is None and add_note is not None:
+                add_note(f"raised on simulated rank {rank} of {self.size}")
+            self._set_failure(error)
+
+    def _pass_on(self, rank: int) -> None:
+        """Let the next rank that can run continue.
+
+        Raises:
+            RanksDisagreeError: there is none, but some wait.
+        """
+        for other in [(rank + 1 + i) % self.size for i in range(self.size)]:
+            state = self._states[other]
+            if state.post is None and not state.has_ended:
+                self._give_turn(other)
+                return
+        if not all(state.has_ended for state in self._states):
+            where = "; ".join(map(self._where, range(self.size)))
+            self._disagree(f"no rank can continue: {where}")
+        with self._changed:
+            self._changed.notify_all()
+
+    def _give_turn(self, rank: int) -> None:
+        self._on_switch(self._running, rank)
+        with self._changed:
+            self._running, self._num_turns = rank, self._num_turns + 1
+            self._changed.notify_all()
+
+    def _await_turn(self, rank: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._running == rank or self._failure is not None)
+
+    def _wait_for_all(self, threads: list[JoinedThread]) -> None:
+        """Wait until all ranks have ended, or one has failed."""
+
+        def is_over() -> bool:
+            return self._failure is not None or all(state.has_ended for state in self._states)
+
+        seen = -1
+        with self._changed:
+            while not self._changed.wait_for(is_over, self._timeout_s):
+                if self._num_turns == seen:
+                    frame = sys._current_frames().get(threads[self._running or 0].ident or 0)
+                    place = "".join(traceback.format_stack(frame, limit=3)) if frame else "unknown"
+                    raise TimeoutError(
+                        f"simulated rank {self._running} ran for {self._timeout_s} s without "
+                        "coming to a collective or its end (timeout_s=None lifts the limit); it is "
+                        f"at\n{place}"
+                    )
+                seen = self._num_turns
+
+    def _where(self, rank: int) -> str:
+        state = self._states[rank]
+        if state.post is not None:
+            call, _, place = state.post
+            return f"rank {rank} waits in {call.describe()}, called from {place}"
+        if not state.has_ended:
+            return f"rank {rank} can run"
+        last = f", the last {state.calls[-1].describe()}" if state.calls else ""
+        return f"rank {rank} has ended after {len(state.calls)} collectives{last}"
+
+    def _disagree(self, problem: str) -> NoReturn:
+        error = RanksDisagreeError(
+            f"{problem}. Every rank must issue the same collectives in the same order, whatever "
+            "its data"
+        )
+        self._set_failure(error)
+        raise error
+
+    def _set_failure(self, error: BaseException) -> None:
+        """Keep the first error, and let all ranks unwind."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    def _stop_if_failed(self) -> None:
+        if self._failure is not None:
+            raise _StoppedError(f"another simulated rank failed: {self._failure}")
+
+
+class Peers:
+    """An `Exchange` in which every other rank contributes this rank's values in another order.
+
+    Integers are contributed as they are. The orders are the same in every run.
+    """
+
+    def __init__(self, rank: int):
+        self.calls: list[Collective] = []
+        self._random = np.random.default_rng(rank)
+
+    def exchange(self, rank: int, call: Call, tensor: Tensor | None) -> list[Tensor]:
+        self.calls.append(_with_phase(call).collective)
+        if tensor is None:
+            return []
+        own = tensor.detach().clone()
+        return [own if other == rank else self._like(own) for other in call.collective.ranks]
+
+    def end(self) -> None:
+        """Called at the end of the block."""
+
+    def _like(self, own: Tensor) -> Tensor:
+        if not own.is_floating_point() or own.size < 2:
+            return own
+        # Shuffled on the device: the host must not read the rank's values. Signs and sizes stay,
+        # so that sums of exponentials are positive.
+        order = paddle.to_tensor(self._random.permutation(int(own.size)))
+        return paddle.index_select(own.reshape([-1]), order).reshape(own.shape)
+
+
+class Replay:
+    """An `Exchange` in which all ranks contribute what they did in an earlier run.
+
+    Args:
+        tolerance: of this rank's contributions, relative to the largest entry.
+    """
+
+    def __init__(self, meetings: Sequence[Meeting], tolerance: float):
+        self.calls: list[Collective] = []
+        self._meetings, self._tolerance = meetings, tolerance
+        # Compared at the end, since a rank may run where host reads are forbidden.
+        self._contributed: list[tuple[Call, Tensor, Tensor]] = []
+
+    def exchange(self, rank: int, call: Call, tensor: Tensor | None) -> list[Tensor]:
+        call, number = _with_phase(call), len(self.calls)
+        self.calls.append(call.collective)
+        start = f"rank {rank} starts {call.describe()} as number {number + 1}"
+        if number >= len(self._meetings):
+            raise RanksDisagreeError(f"{start}, and the traffic has {number} collectives")
+        meeting = self._meetings[number]
+        if meeting.call.agreed != call.agreed:
+            raise RanksDisagreeError(f"{start}, which in the traffic is {meeting.call.describe()}")
+        if tensor is not None:
+            self._contributed.append((call, tensor.detach().clone(), meeting.tensors[rank]))
+        return meeting.tensors
+
+    def end(self) -> None:
+        """Check that the rank did all that it did in the earlier run.
+
+        Raises:
+            RanksDisagreeError: it contributed something else, or did less.
+        """
+        for number, (call, now, before) in enumerate(self._contributed, 1):
+            one, other = (x.astype("float64").numpy() for x in (now, before))
+            error, largest = (np.abs(x).max(initial=0.0) for x in (one - other, other))
+            # Written so that NaN differs.
+            if not error <= self._tolerance * largest:
+                raise RanksDisagreeError(
+                    f"the rank contributes values that differ by up to {error:.3g} (largest entry "
+                    f"{largest:.3g}) to collective {number}, {call.describe()}, compared with the "
+                    "traffic: the code, the weights or the batch changed"
+                )
+        if len(self.calls) < len(self._meetings):
+            left = self._meetings[len(self.calls)].call
+            raise RanksDisagreeError(
+                f"the rank ended after {len(self.calls)} collectives; in the traffic it continues "
+                f"with {left.describe()}"
+            )
+
+
+def _with_phase(call: Call) -> Call:
+    phase = "backward" if is_in_backward() else "forward"
+    return call._replace(collective=call.collective._replace(phase=phase))

@@ -1,0 +1,218 @@
+"""Process groups of simulated ranks: collectives computed from all ranks' tensors in this process.
+
+A group has the methods of Paddle's process groups that fleet's layers and `paddle.distributed`
+call. Each describes itself, gets what every rank contributes from an `Exchange`, and writes this
+rank's result. What an accelerator would refuse or do silently wrong (shards of different length, an
+output of another size or dtype) is refused here.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import paddle
+from paddle import Tensor
+from paddle.base import core
+from paddle.distributed.communication.group import Group
+
+from paddle_vl.parallel.gloo_fleet.process_group import DONE, DoneTask, write
+from paddle_vl.parallel.recorder import Collective, described_call, observers_of_thread
+
+_SUM = core.ReduceOp.SUM
+_HALF = (paddle.float16, paddle.bfloat16)
+_REDUCE = {
+    "SUM": paddle.sum, "AVG": paddle.mean, "MAX": paddle.max, "MIN": paddle.min,
+    "PROD": paddle.prod,
+}  # fmt: skip
+_local = threading.local()
+
+
+@dataclass(eq=False)
+class SimulatedRank:
+    """One rank of a simulated mp group.
+
+    Attributes:
+        mp_group: a `paddle.distributed` group, with `rank` and `nranks`.
+        observers: called with each collective before it runs.
+    """
+
+    mp_group: Any = None
+    observers: list[Callable[[Any], object]] = field(default_factory=list)
+
+
+def current_rank() -> SimulatedRank | None:
+    """The simulated rank of this thread; None outside of a simulation."""
+    return getattr(_local, "rank", None)
+
+
+@contextmanager
+def run_as(rank: SimulatedRank) -> Iterator[None]:
+    """Be this rank in this thread."""
+    _local.rank = rank
+    try:
+        with observers_of_thread(rank.observers):
+            yield
+    finally:
+        _local.rank = None
+
+
+class Call(NamedTuple):
+    """A collective as one rank issues it.
+
+    Attributes:
+        collective: kind, ranks, dtype and shape.
+        detail: what else must agree, such as the operation of a reduction.
+    """
+
+    collective: Collective
+    detail: str = ""
+
+    @property
+    def agreed(self) -> tuple:
+        return (*self.collective.agreed, self.detail)
+
+    def describe(self) -> str:
+        """E.g. `all_reduce (MAX) of float32 [12, 1] in backward`."""
+        text = self.collective.describe()
+        kind = self.collective.kind
+        return f"{kind} ({self.detail}){text.removeprefix(kind)}" if self.detail else text
+
+
+class Exchange(Protocol):
+    """Gives each collective the tensors of all its ranks."""
+
+    def exchange(self, rank: int, call: Call, tensor: Tensor | None) -> list[Tensor]:
+        """What each rank of the group contributes, in the group's order; empty for a barrier.
+
+        Args:
+            rank: the calling rank.
+            tensor: what it contributes; None for a barrier.
+        """
+        ...
+
+
+def simulated_rank(rank: int, size: int, exchange: Exchange) -> SimulatedRank:
+    """A rank of an mp group of `size` ranks."""
+    own = SimulatedRank()
+    # A group of one rank has no connection, as in `paddle_vl.parallel.topology`.
+    connection: Any = SimulatedProcessGroup(own, rank, size, exchange) if size > 1 else None
+    own.mp_group = Group(rank, -1, list(range(size)), connection, "simulated")
+    return own
+
+
+class SimulatedProcessGroup:
+    """One rank's process group. Methods take their arguments as Paddle's own do.
+
+    Raises, by every method:
+        ValueError: shapes or dtypes that the collective does not take.
+        RuntimeError: called outside of the simulation, or ranks disagree; see `Exchange`.
+    """
+
+    def __init__(self, own: SimulatedRank, rank: int, size: int, exchange: Exchange):
+        self._own, self._rank, self._size, self._exchange = own, rank, size, exchange
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def name(self) -> str:
+        return "SIMULATED"
+
+    @paddle.no_grad()
+    def all_reduce(self, tensor: Tensor, op: Any = _SUM, sync_op: bool = True) -> DoneTask:
+        write(_reduced(self._everyones("all_reduce", tensor, _name(op)), op), tensor)
+        return DONE
+
+    allreduce = all_reduce
+
+    @paddle.no_grad()
+    def all_gather_into_tensor(self, out: Tensor, in_: Tensor, sync_op: bool = True) -> DoneTask:
+        if out.size != self._size * in_.size or out.dtype != in_.dtype:
+            raise ValueError(
+                f"all_gather of {in_.dtype} {in_.shape} over {self._size} ranks needs an output "
+                f"of {self._size * in_.size} elements of that dtype, got {out.dtype} {out.shape}"
+            )
+        write(paddle.concat([x.reshape([-1]) for x in self._everyones("all_gather", in_)]), out)
+        return DONE
+
+    @paddle.no_grad()
+    def all_gather(self, out: Any, in_: Any, sync_op: bool | None = None) -> DoneTask:
+        if sync_op is None:
+            # Paddle's older overload has them swapped.
+            out, in_ = in_, out
+        return self.all_gather_on_calc_stream(out, in_)
+
+    @paddle.no_grad()
+    def all_gather_on_calc_stream(self, out: Any, in_: Tensor) -> DoneTask:
+        if isinstance(out, Tensor):
+            return self.all_gather_into_tensor(out, in_)
+        found = [tensor.shape for tensor in out]
+        if found != [in_.shape] * self._size:
+            raise ValueError(f"all_gather needs {self._size} tensors of {in_.shape}, got {found}")
+        for value, target in zip(self._everyones("all_gather", in_), out, strict=True):
+            write(value, target)
+        return DONE
+
+    @paddle.no_grad()
+    def reduce_scatter_tensor(
+        self, out: Tensor, in_: Tensor, op: Any = _SUM, sync_op: bool = True
+    ) -> DoneTask:
+        own = self._slices(in_, "reduce_scatter")[self._rank]
+        if own.shape != out.shape or out.dtype != in_.dtype:
+            raise ValueError(
+                f"reduce_scatter of {in_.dtype} {in_.shape} over {self._size} ranks needs an "
+                f"output of {own.shape} of that dtype, got {out.dtype} {out.shape}"
+            )
+        total = _reduced(self._everyones("reduce_scatter", in_, _name(op)), op)
+        write(self._slices(total, "reduce_scatter")[self._rank], out)
+        return DONE
+
+    @paddle.no_grad()
+    def broadcast(self, tensor: Tensor, src: int, sync_op: bool = True) -> DoneTask:
+        write(self._everyones("broadcast", tensor, f"from rank {src}")[src], tensor)
+        return DONE
+
+    def barrier(self, device_id: int = -1) -> DoneTask:
+        self._everyones("barrier", None)
+        return DONE
+
+    def __getattr__(self, name: str) -> Any:
+        plain = name.removesuffix("_on_calc_stream")
+        if plain != name and hasattr(type(self), plain):
+            return getattr(self, plain)
+        raise AttributeError(
+            f"simulated ranks have no {name}: they run collectives of tensor and sequence "
+            "parallelism; test the rest with several processes"
+        )
+
+    def _everyones(self, kind: str, tensor: Tensor | None, detail: str = "") -> list[Tensor]:
+        if current_rank() is not self._own:
+            raise RuntimeError(
+                f"{kind} of simulated rank {self._rank} was called outside of its simulation: "
+                "run forward, backward and everything collective inside"
+            )
+        call = Call(described_call(kind, tuple(range(self._size)), tensor), detail)
+        for observe in list(self._own.observers):
+            observe(call.collective)
+        return self._exchange.exchange(self._rank, call, tensor)
+
+    def _slices(self, tensor: Tensor, kind: str) -> list[Tensor]:
+        rows, rest = divmod(tensor.shape[0], self._size)
+        if rest:
+            raise ValueError(f"{kind}: {tensor.shape[0]} rows do not divide by {self._size} ranks")
+        return [tensor[i * rows : (i + 1) * rows] for i in range(self._size)]
+
+
+def _name(op: Any) -> str:
+    return getattr(op, "name", str(op))
+
+
+def _reduced(tensors: Sequence[Tensor], op: Any) -> Tensor:
+    """The reduction over ranks; half precision is summed in float32."""
+    dtype = tensors[0].dtype
+    stacked = paddle.stack([x.astype("float32") if dtype in _HALF else x for x in tensors])
+    return _REDUCE[_name(op)](stacked, axis=0).astype(dtype)

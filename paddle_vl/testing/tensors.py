@@ -1,0 +1,177 @@
+"""Full tensors from the shards that all ranks have, and shards from full parameters.
+
+Each parameter's `ParamSpec` in its model's `ParameterTable` says how: shards are put together along
+their axis, partial gradients are summed, replicas must be equal.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from paddle import Tensor, nn
+
+from paddle_vl.checkpoint.reading import fill_parameters
+from paddle_vl.nn.adamw import gradient_of
+from paddle_vl.nn.parameter_table import ParamSpec, joined_shards
+
+# Replicas may differ by this much of their largest entry.
+REPLICA_TOLERANCE = 1e-5
+
+
+def copy_parameters(full: nn.Layer, model: nn.Layer) -> None:
+    """Give a model under any placement its shards of the parameters of a single device's.
+
+    Args:
+        full, model: with `stored_parameters()`.
+    """
+    stored = {
+        item.key: _Array(item.layout.to_stored(item.of_own(item.parameter.numpy())))
+        for item in full.stored_parameters()
+    }
+    fill_parameters(model.stored_parameters(), stored)
+
+
+class _Array(NamedTuple):
+    """An array in the place of a checkpoint's tensor."""
+
+    array: np.ndarray
+
+    @property
+    def dtype(self) -> str:
+        return "F32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def read(self, *, must_be_finite: bool = True) -> np.ndarray:
+        return self.array
+
+
+def gather_parameters(models: Sequence[nn.Layer]) -> dict[str, np.ndarray]:
+    """Full values of all parameters of one model, by checkpoint key.
+
+    Args:
+        models: of all mp ranks, in order. A model without `stored_parameters()` needs a
+            `placement`; its keys are parameter names.
+
+    Returns:
+        float32 arrays in the checkpoint's layout.
+
+    Raises:
+        AssertionError: replicas differ; names the parameter and the ranks.
+        ValueError: the models have different parameters.
+    """
+    return _gathered(models, lambda parameter: parameter, sums_partial=False)
+
+
+def gather_gradients(
+    models: Sequence[nn.Layer], *, partial_are_summed: bool = False
+) -> dict[str, np.ndarray]:
+    """Full gradients of all parameters that have one on any rank; see `gather_parameters`.
+
+    A replica without a gradient counts as zeros, as in the all-reduce of a run.
+
+    Args:
+        partial_are_summed: whether `sum_partial_gradients` ran, so that partial gradients are
+            equal on all ranks already; otherwise they are summed here.
+
+    Raises:
+        AssertionError: as above, or some ranks have no gradient of a sharded parameter.
+    """
+    return _gathered(models, gradient_of, sums_partial=not partial_are_summed)
+
+
+class _Part(NamedTuple):
+    """A parameter, or one linear of a fused one, on one rank."""
+
+    key: str
+    parameter: Tensor
+    spec: ParamSpec
+    of_own: Callable[[np.ndarray], np.ndarray]
+    to_stored: Callable[[np.ndarray], np.ndarray]
+    is_linear_of_fused: bool
+
+
+def _gathered(
+    models: Sequence[nn.Layer], read: Callable[[Tensor], Tensor | None], sums_partial: bool
+) -> dict[str, np.ndarray]:
+    by_rank = [_parts(model) for model in models]
+    keys = [[part.key for part in parts] for parts in by_rank]
+    if any(other != keys[0] for other in keys):
+        differing = sorted({key for other in keys for key in set(other) ^ set(keys[0])})
+        raise ValueError(
+            "the models have different parameters: "
+            + (", ".join(differing) or "the same in another order")
+            + "; give the models of all mp ranks of one run"
+        )
+    full = {}
+    for parts in zip(*by_rank, strict=True):
+        tensors = [read(part.parameter) for part in parts]
+        if all(tensor is None for tensor in tensors):
+            continue
+        full[parts[0].key] = parts[0].to_stored(_joined(parts, tensors, sums_partial))
+    return full
+
+
+def _joined(
+    parts: Sequence[_Part], tensors: Sequence[Tensor | None], sums_partial: bool
+) -> np.ndarray:
+    first, spec = parts[0], parts[0].spec
+    missing = [rank for rank, tensor in enumerate(tensors) if tensor is None]
+    if missing and spec.split_axis is not None:
+        raise AssertionError(
+            f"{first.key}: ranks {missing} have no gradient of their shard, the others have"
+        )
+    arrays = [
+        part.of_own(as_array(part.parameter if tensor is None else tensor) * (tensor is not None))
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]
+    if len(arrays) == 1:
+        return arrays[0]
+    if spec.is_expert:
+        raise ValueError(f"{first.key} is sharded over an expert-parallel group, not only over mp")
+    if spec.split_axis is not None:
+        if first.is_linear_of_fused:
+            return np.concatenate(arrays, axis=spec.split_axis)
+        return joined_shards(spec, arrays)
+    if spec.has_partial_gradient and sums_partial:
+        return np.sum(arrays, axis=0)
+    largest = np.abs(arrays[0]).max(initial=0.0)
+    for rank, array in enumerate(arrays):
+        error = np.abs(array - arrays[0]).max(initial=0.0)
+        if not error <= REPLICA_TOLERANCE * largest:
+            raise AssertionError(
+                f"{first.key} is replicated, but ranks 0 and {rank} differ by {error:.3g} "
+                f"(largest entry {largest:.3g})"
+            )
+    return arrays[0]
+
+
+def _parts(model: Any) -> list[_Part]:
+    table = model.placement.parameter_table
+    if not hasattr(model, "stored_parameters"):
+        return [
+            _Part(name, parameter, table[parameter], _same, _same, False)
+            for name, parameter in model.named_parameters()
+        ]
+    return [
+        _Part(
+            item.key,
+            item.parameter,
+            table[item.parameter],
+            item.of_own,
+            item.layout.to_stored,
+            item.block is not None,
+        )
+        for item in model.stored_parameters()
+    ]
+
+
+def _same(array: np.ndarray) -> np.ndarray:
+    return array
+
+
+def as_array(tensor: Tensor) -> np.ndarray:
+    """The values in float32, on the host."""
+    return tensor.detach().astype("float32").numpy()

@@ -1,0 +1,123 @@
+"""Operations in traced programs.
+
+Guarantees: a traced program has the plain implementations, or kernels for CPUs that equal them
+within float32 rounding on odd sizes; half precision takes the plain ones; kernels without a
+backward pass in eager mode equal them too; tables of the host are constants of a program; tracing
+makes no operation.
+"""
+
+import numpy as np
+import paddle
+import pytest
+from paddle.static import InputSpec
+
+from paddle_vl.export.tracing import CPU_KERNELS, kernels_for_cpu, tracing
+from paddle_vl.nn.linear import biased_linear
+from paddle_vl.nn.norm import layer_norm, rms_norm
+from paddle_vl.nn.operations import OPERATIONS, host_table, swiglu, use_kernels, without_gradient
+from paddle_vl.nn.rotary import RotaryTables, apply_rotary
+
+
+def normal(*shape: int, seed: int = 0) -> paddle.Tensor:
+    return paddle.to_tensor(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
+
+
+def rms_normed(x, weight_C):
+    return rms_norm(x, weight_C, 1e-6)
+
+
+def layer_normed(x, weight_C, bias_C):
+    return layer_norm(x, weight_C, bias_C, 1e-6)
+
+
+def rotated(q_TNH, k_TKH, angle_TF):
+    tables = RotaryTables.of_angles(angle_TF)
+    return paddle.concat(apply_rotary(q_TNH, k_TKH, tables), axis=1)
+
+
+def product(x, weight, bias):
+    return biased_linear(x, weight, bias)
+
+
+def gated(gate, up):
+    return swiglu(gate, up)
+
+
+def halves_gated(halves):
+    return swiglu(halves)
+
+
+CALLS = {
+    "rms_norm": (rms_normed, [normal(3, 7, 33), normal(33, seed=1)]),
+    "rms_norm of tiny rows": (rms_normed, [normal(5, 8) * 1e-4, normal(8, seed=1)]),
+    "rms_norm of one row": (rms_normed, [normal(1, 129) * 100, normal(129, seed=1)]),
+    "layer_norm": (layer_normed, [normal(7, 33), normal(33, seed=1), normal(33, seed=2)]),
+    "layer_norm far from zero": (
+        layer_normed, [normal(5, 24) + 100.0, normal(24, seed=1), normal(24, seed=2)]
+    ),
+    "biased_linear": (product, [normal(5, 7), normal(7, 3, seed=1), normal(3, seed=2)]),
+    "swiglu": (gated, [normal(5, 7) * 30, normal(5, 7, seed=1)]),
+    "swiglu of halves": (halves_gated, [normal(5, 14)]),
+    "apply_rotary": (
+        rotated, [normal(5, 6, 8), normal(5, 2, 8, seed=1), normal(5, 4, seed=2) * 100]
+    ),
+}  # fmt: skip
+
+
+def traced(call, inputs):
+    specs = [InputSpec(x.shape if x.ndim == 1 else [None, *x.shape[1:]], "float32") for x in inputs]
+    with tracing():
+        return paddle.jit.to_static(call, full_graph=True, input_spec=specs)(*inputs)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_kernels_without_gradient_and_of_programs_equal_the_plain_implementation(name):
+    call, inputs = CALLS[name]
+    with use_kernels("plain"):
+        wanted = call(*inputs).numpy()
+    with without_gradient():
+        found = call(*inputs).numpy()
+    # Relative to the largest: rows far from zero lose digits in their mean.
+    limit = (2e-5 if "far" in name else 1e-6) * np.abs(wanted).max()
+    assert found.shape == wanted.shape
+    assert np.abs(found - wanted).max() <= limit
+    number = len(OPERATIONS)
+    assert np.abs(traced(call, inputs).numpy() - wanted).max() <= limit
+    with kernels_for_cpu():
+        assert np.abs(traced(call, inputs).numpy() - wanted).max() <= limit
+    assert len(OPERATIONS) == number
+
+
+def test_norms_of_half_precision_take_the_plain_implementation():
+    x, weight_C = normal(3, 16).astype("bfloat16"), normal(16, seed=1).astype("bfloat16")
+    for norm, rest in ((rms_norm, [weight_C]), (layer_norm, [weight_C, weight_C])):
+        with use_kernels("plain"):
+            wanted = norm(x, *rest, 1e-6)
+        with without_gradient():
+            found = norm(x, *rest, 1e-6)
+        own = CPU_KERNELS[norm](x, *rest, 1e-6)
+        for one in (found, own):
+            assert one.dtype == paddle.bfloat16
+            np.testing.assert_array_equal(one.astype("float32"), wanted.astype("float32"))
+
+
+def test_a_table_of_the_host_is_a_constant_of_a_program():
+    table = host_table(lambda: np.arange(4, dtype=np.float32))
+    kept = table()
+
+    def call(x):
+        return x + table()
+
+    np.testing.assert_array_equal(traced(call, [paddle.ones([2, 4])])[0], 1 + np.arange(4))
+    assert table() is kept
+
+
+def test_a_program_has_the_operations_of_the_plain_implementation():
+    with tracing():
+        program = paddle.jit.to_static(
+            rms_normed, full_graph=True,
+            input_spec=[InputSpec([None, 3]), InputSpec([3])],
+        ).main_program  # fmt: skip
+    names = {op.name() for op in program.global_block().ops}
+    assert "pd_op.sum" in names
+    assert not {name for name in names if "py_layer" in name}

@@ -1,0 +1,228 @@
+"""Cells of a matrix in real processes, with all their outcomes.
+
+Guarantees: a rank leaves why it failed, also after an interrupt; out-of-memory exceptions are
+recognized, including Paddle's own; messages are one line, without C++ frames. A cell is an OOM only
+if that is certain: a rank reports it, its resident set passes the limit within a step, or it is
+killed without a message while the kernel counts a kill for memory; any other end is a failure with
+the first error line; a cell that takes too long is ended, and no process of a cell is left; errors
+of an earlier try are ignored; a request to stop ends the matrix.
+"""
+
+import errno
+import json
+import os
+import signal
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import paddle
+import pytest
+
+from paddle_vl.parallel import launcher
+from paddle_vl.processes import Limits, MemoryLimitError
+from paddle_vl.profile import cell_runs
+from paddle_vl.profile.cell_runs import (
+    Outcome,
+    is_out_of_memory,
+    reported_errors,
+    run_cell,
+    short_message,
+)
+
+MEGABYTE = 1_000_000
+# A rank's program: what it does is in its own file.
+PRELUDE = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+folder, rank = Path(sys.argv[1]), int(os.environ.get("PADDLE_TRAINER_ID", 0))
+def fails(message, is_memory=False, late=0):
+    values = {"time": time.time() + late, "is_out_of_memory": is_memory, "message": message}
+    (folder / f"rank-{rank}.error.json").write_text(json.dumps(values))
+    sys.exit(1)
+"""
+PADDLE_ERROR = """
+
+--------------------------------------
+C++ Traceback (most recent call last):
+--------------------------------------
+0   paddle::memory::allocation::Allocator::Allocate()
+
+----------------------
+Error Message Summary:
+----------------------
+ResourceExhaustedError: Out of memory error on GPU 0.
+Cannot allocate 2GB."""
+
+
+@pytest.mark.parametrize(
+    ("error", "is_memory"),
+    [(ValueError("bad key"), False), (MemoryError(), True), (KeyboardInterrupt(), False)],
+)
+def test_why_a_rank_failed_is_written(tmp_path, error, is_memory):
+    with pytest.raises(type(error)), reported_errors(tmp_path, 1):
+        raise error
+    (file,) = tmp_path.iterdir()
+    values = json.loads(file.read_text())
+    assert values["is_out_of_memory"] is is_memory
+    assert values["message"] == short_message(error)
+    with reported_errors(tmp_path, 1):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("error", "is_memory"),
+    [
+        (MemoryError(), True),
+        (MemoryLimitError(0, 2, 1), True),
+        (RuntimeError(PADDLE_ERROR), True),
+        (RuntimeError("std::bad_alloc"), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (OSError(errno.ENOENT, "out of memory.txt"), False),
+        (ValueError("no sample named out of memory"), False),
+        (RuntimeError("Connection reset by peer"), False),
+    ],
+)
+def test_memory_errors_are_told_from_others(error, is_memory):
+    assert is_out_of_memory(error) is is_memory
+
+
+def test_an_allocation_that_paddle_refuses_is_a_memory_error():
+    with pytest.raises(MemoryError) as caught:
+        paddle.empty([10**14])
+    assert is_out_of_memory(caught.value)
+
+
+def test_messages_are_one_line_without_frames():
+    message = short_message(RuntimeError(PADDLE_ERROR))
+    assert message == (
+        "RuntimeError: ResourceExhaustedError: Out of memory error on GPU 0. Cannot allocate 2GB."
+    )
+    assert len(short_message(RuntimeError("x" * 9999))) <= 400
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    def run(program: str, ranks: int = 1, *, seconds=20.0, memory=None) -> Outcome:
+        script = tmp_path / "cell.py"
+        script.write_text(PRELUDE + textwrap.dedent(program))
+        monkeypatch.setattr(launcher, "_MAIN", script)
+        return run_cell([str(tmp_path)], ranks, tmp_path, Limits(seconds, memory))
+
+    return run
+
+
+def test_a_cell_whose_ranks_end_well_is_ok(run):
+    assert run("pass", ranks=2) == Outcome("ok")
+
+
+def test_a_rank_that_says_so_is_out_of_memory_whatever_the_others_say(run):
+    program = """
+    if rank == 0:
+        fails("peer lost")
+    time.sleep(0.3)
+    fails("MemoryError: none", True)
+    """
+    assert run(program, ranks=2) == Outcome("oom", "rank 1: MemoryError: none")
+
+
+def test_growth_within_a_step_is_seen_and_ended(run):
+    program = """
+    held = []
+    while True:
+        held.append(bytearray(os.urandom(1)) * 4_000_000)
+        time.sleep(0.002)
+    """
+    outcome = run(program, memory=100 * MEGABYTE)
+    assert outcome.status == "oom"
+    assert "rank 0 uses 0." in outcome.detail
+    assert "limit of 0.10 GB" in outcome.detail
+    assert "within a step" in outcome.detail
+
+
+@pytest.mark.parametrize(
+    ("kills_after", "status", "detail"),
+    [
+        (4, "oom", "the kernel killed a process for memory"),
+        (3, "failed", "rank 0 was killed by SIGKILL: ImportError: something odd"),
+    ],
+)
+def test_a_killed_process_is_out_of_memory_only_by_the_kernels_count(
+    run, tmp_path, monkeypatch, kills_after, status, detail
+):
+    counts = tmp_path / "vmstat"
+    counts.write_text("pgfault 7\noom_kill 3\n")
+    monkeypatch.setattr(cell_runs, "_KERNEL_COUNTS", counts)
+    program = f"""
+    print('ImportError: something odd', flush=True)
+    Path({str(counts)!r}).write_text('pgfault 9\\noom_kill {kills_after}\\n')
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+    assert run(program) == Outcome(status, detail)
+
+
+def test_of_several_failures_the_first_is_reported(run):
+    program = """
+    if rank == 0:
+        fails("RuntimeError: connection closed by peer", late=1)
+    fails("ValueError: no file x")
+    """
+    assert run(program, ranks=2) == Outcome("failed", "rank 1: ValueError: no file x")
+
+
+def test_an_end_without_a_reason_is_reported_by_its_output(run):
+    outcome = run("print('error: no file run.yaml'); print('bye'); sys.exit(1)")
+    assert outcome == Outcome("failed", "rank 0 ended with exit code 1: error: no file run.yaml")
+
+
+def test_output_that_mentions_memory_is_no_oom(run):
+    assert run("print('out of memory'); fails('ValueError: bad key')").status == "failed"
+
+
+def test_errors_of_an_earlier_try_are_ignored(run):
+    run("fails('old', True)")
+    assert run("sys.exit(3)").status == "failed"
+    assert run("pass") == Outcome("ok")
+
+
+def test_a_cell_that_takes_too_long_is_ended_with_all_that_it_started(run, tmp_path):
+    program = """
+    child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])
+    (folder / 'children').write_text(f'{os.getpid()} {child.pid}')
+    time.sleep(60)
+    """
+    assert run(program, seconds=2.0) == Outcome("timeout", "not done after 2 s")
+    pids = (tmp_path / "children").read_text().split()
+    deadline = time.monotonic() + 10
+    while any(map(is_running, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_request_to_stop_ends_the_matrix(run, tmp_path):
+    program = """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    (folder / 'began').touch()
+    time.sleep(60)
+    """
+
+    def stop():
+        while not (tmp_path / "began").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    with pytest.raises(SystemExit) as ended:
+        run(program)
+    thread.join()
+    assert ended.value.code == 143
+
+
+def is_running(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
