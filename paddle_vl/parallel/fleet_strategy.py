@@ -15,9 +15,8 @@ from paddle.distributed import fleet
 from paddle.distributed.fleet.utils import log_util
 
 from paddle_vl.config.parallel_settings import FleetConfig
-from paddle_vl.parallel.degrees import ParallelDegrees
+from paddle_vl.parallel.degrees import ParallelDegrees, Problems
 from paddle_vl.parallel.pipeline import schedule
-from paddle_vl.parallel.plan_rules import Problems
 
 _DEGREES = {"dp": "dp_degree", "mp": "mp_degree", "pp": "pp_degree", "sharding": "sharding_degree"}
 _SECTIONS = {"mp_configs": "mp", "pp_configs": "pp", "sharding_configs": "sharding"}

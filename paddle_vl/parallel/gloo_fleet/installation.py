@@ -19,14 +19,13 @@ _installed = False
 def install() -> bool:
     """Make fleet work on CPU ranks that communicate through gloo; elsewhere do nothing.
 
-    Call it before fleet.init and init_parallel_env; further calls change nothing. Every patch is
-    checked before the first one is applied.
+    Call it before fleet.init and init_parallel_env; further calls change nothing.
 
     Returns:
         Whether Paddle runs here on CPUs with gloo, so that the patches are in place.
 
     Raises:
-        RuntimeError: Paddle is not 3.3, or a patched symbol is not the expected one.
+        RuntimeError: Paddle is not 3.3.
     """
     global _installed
     if not runs_on_gloo():
@@ -34,8 +33,6 @@ def install() -> bool:
     if not _installed:
         check_version()
         check_library()
-        for patch in PATCHES:
-            patch.check()
         for patch in PATCHES:
             patch.apply()
         _installed = True

@@ -2,7 +2,7 @@
 
 `fleet.distributed_model` turns a `PipelineLayer` into the class that runs the schedule. Here that
 layer contains functions instead of layers, so the model keeps its own parameter names,
-initialization and files. `_check` verifies the private attributes of fleet's engine that are used.
+initialization and files.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,6 @@ from paddle.distributed import fleet
 from paddle.distributed.fleet.meta_parallel import (
     DualPipeVParallel,
     PipelineLayer,
-    PipelineParallel,
     PipelineParallelMicroStepLocations,
     dualpipev,
 )
@@ -31,32 +30,6 @@ from paddle_vl.parallel.pipeline.schedule import num_chunks
 # (chunk number, micro-batch number, rows of the previous chunk) -> rows for the next chunk.
 RunChunk = Callable[[int, int, Tensor | None], Any]
 
-_PRIVATE = (
-    "callbacks",
-    "accumulate_steps",
-    "_broadcast_final_loss",
-    "_init_user_hooks",
-    "_p2p_helper",
-)
-_PRIVATE_OF_DUALPIPEV = (
-    "need_broadcast_meta",
-    "need_recv_meta",
-    "_backward_compute",
-    "_commit_and_wait_comm",
-    "_free_tensors",
-    "_get_forward_inputs",
-    "_weight_pass",
-)
-_PRIVATE_OF_META = (
-    "send_shape_message",
-    "send_dtype_message",
-    "recv_shape_message",
-    "recv_dtype_message",
-    "recv_stop_gradient",
-    "has_send_meta",
-    "has_recv_meta",
-)
-
 
 class Engine:
     """Fleet's engine for this stage. All stages construct and run it together.
@@ -65,9 +38,6 @@ class Engine:
         run_chunk: runs one of this stage's chunks on a micro-batch.
         loss: of the last chunk's output.
         end_micro_batch: called after each backward pass of a chunk.
-
-    Raises:
-        RuntimeError: Paddle's engine is not the one that this was written for.
     """
 
     def __init__(
@@ -92,7 +62,6 @@ class Engine:
         )
         # A PipelineParallel; Any, as its stubs lack the attributes used here.
         self.fleet: Any = fleet.distributed_model(chunks)
-        _check(self.fleet)
         # Fleet shares one list of callbacks between all engines of a process.
         self.fleet.callbacks = PipelineParallelMicroStepCallback()
         if is_v:
@@ -191,21 +160,3 @@ def _complete_dualpipev(engine: Any, end_micro_batch: Callable[[], None]) -> Non
     engine._backward_compute, engine._weight_pass = backward_compute, weight_pass
     if dualpipev.deep_ep is None:
         engine._commit_and_wait_comm = commit_and_wait
-
-
-def _check(engine: PipelineParallel) -> None:
-    """Raise RuntimeError for an engine that lacks an attribute used here."""
-    meta = getattr(getattr(engine, "_p2p_helper", None), "_send_recv_meta", None)
-    wanted = [(engine, name) for name in _PRIVATE]
-    if isinstance(engine, DualPipeVParallel):
-        wanted += [(engine, name) for name in _PRIVATE_OF_DUALPIPEV]
-    wanted += [(meta, name) for name in _PRIVATE_OF_META]
-    if getattr(engine, "_dynamic_shape", False):
-        helper = getattr(engine, "_p2p_helper", None)
-        wanted += [(helper, "_send_recv_meta_list"), (helper, "_dynamic_cnt")]
-    lacking = [f"{type(of).__name__}.{name}" for of, name in wanted if not hasattr(of, name)]
-    if lacking:
-        raise RuntimeError(
-            f"paddlepaddle {paddle.__version__} has another fleet pipeline than this was written "
-            f"for, without {', '.join(lacking)}: install paddlepaddle 3.3.1"
-        )
