@@ -17,7 +17,7 @@ from paddle_vl.nn.adamw import gradient_of
 from paddle_vl.nn.parameter_table import ParamSpec, Tie
 from paddle_vl.parallel.agree import gather_values
 from paddle_vl.parallel.collectives import all_reduce_gradients, all_reduce_partial_gradients
-from paddle_vl.parallel.colocated.groups import EncoderGroups
+from paddle_vl.parallel.colocated.grid import EncoderGroups
 from paddle_vl.parallel.random_state import seed_encoder_random, seed_split_random
 from paddle_vl.parallel.topology import Topology
 

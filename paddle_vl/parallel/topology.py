@@ -23,8 +23,7 @@ from paddle.distributed.fleet.utils import log_util
 from paddle_vl.config.load import raise_problems
 from paddle_vl.config.parallel_settings import FleetConfig
 from paddle_vl.parallel.collective_check import check_run_if_asked
-from paddle_vl.parallel.colocated.grid import ColocatedGrid, Place
-from paddle_vl.parallel.colocated.groups import EncoderGroups
+from paddle_vl.parallel.colocated.grid import ColocatedGrid, EncoderGroups, Place
 from paddle_vl.parallel.degrees import AXES, ParallelDegrees, Plan, plan_problems
 from paddle_vl.parallel.fleet_strategy import fleet_problems, fleet_strategy
 from paddle_vl.parallel.gloo_fleet import install, time_limit

@@ -5,13 +5,13 @@ layer contains functions instead of layers, so the model keeps its own parameter
 initialization and files.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import Any
 
 import paddle
 import paddle.distributed as dist
-from paddle import Tensor
+from paddle import Tensor, nn
 from paddle.distributed import fleet
 from paddle.distributed.fleet.meta_parallel import (
     DualPipeVParallel,
@@ -23,7 +23,9 @@ from paddle.distributed.fleet.meta_parallel.pipeline_parallel import (
     PipelineParallelMicroStepCallback,
 )
 from paddle.distributed.fleet.meta_parallel.pp_utils.utils import paddle_2_number
+from paddle.distributed.fleet.meta_parallel.zero_bubble_utils import SplitBWMatmul
 
+from paddle_vl.nn.linear import use_product
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.pipeline.schedule import num_chunks
 
@@ -160,3 +162,22 @@ def _complete_dualpipev(engine: Any, end_micro_batch: Callable[[], None]) -> Non
     engine._backward_compute, engine._weight_pass = backward_compute, weight_pass
     if dualpipev.deep_ep is None:
         engine._commit_and_wait_comm = commit_and_wait
+
+
+def split_backward(layers: Iterable[nn.Layer]) -> None:
+    """Make linears compute the input's gradient first, and the weight's when fleet asks for it.
+
+    Zero-bubble schedules (DualPipeV) compute the weights' gradients where a stage would wait.
+    Linears that are split over a tensor-parallel group are fleet's own and have no such form. Hooks
+    on the gradients of these weights are not called then.
+
+    Source: Qi et al., Zero Bubble Pipeline Parallelism, https://arxiv.org/abs/2401.10241.
+    """
+    for layer in layers:
+        for parameter in layer.parameters():
+            if parameter.ndim == 2:
+                use_product(parameter, _split_product)
+
+
+def _split_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return SplitBWMatmul.apply(x, weight, bias)
