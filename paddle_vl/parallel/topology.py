@@ -32,12 +32,12 @@ from paddle_vl.parallel.store.rendezvous import DEFAULT_TIMEOUT_S, meet, set_tim
 
 logger = logging.getLogger(__name__)
 
-# Axis to fleet's names: the key in its hybrid_configs, and the getter of the group.
-_FLEET_AXES = {
-    "dp": ("dp_degree", HybridCommunicateGroup.get_data_parallel_group),
-    "mp": ("mp_degree", HybridCommunicateGroup.get_model_parallel_group),
-    "pp": ("pp_degree", HybridCommunicateGroup.get_pipe_parallel_group),
-    "sharding": ("sharding_degree", HybridCommunicateGroup.get_sharding_parallel_group),
+# Fleet's getter of the group along an axis.
+_GROUP_OF_AXIS = {
+    "dp": HybridCommunicateGroup.get_data_parallel_group,
+    "mp": HybridCommunicateGroup.get_model_parallel_group,
+    "pp": HybridCommunicateGroup.get_pipe_parallel_group,
+    "sharding": HybridCommunicateGroup.get_sharding_parallel_group,
 }
 
 
@@ -159,12 +159,12 @@ def initialize(
     communicators = fleet.get_hybrid_communicate_group()
     rank = dist.get_rank()
     groups, other = {}, []
-    for axis, (key, group_of) in _FLEET_AXES.items():
+    for axis, group_of in _GROUP_OF_AXIS.items():
         group, degree = group_of(communicators), degrees.degree(axis)
         # In fleet's own groups of one rank, this rank's number is -1.
         groups[f"{axis}_group"] = group if group.nranks > 1 else _group_of_one(rank)
         if group.nranks != degree:
-            other.append(f"{key} {group.nranks} instead of {degree}")
+            other.append(f"{axis}_degree {group.nranks} instead of {degree}")
     if other:
         # Fleet would only warn and keep its first groups.
         raise RuntimeError(

@@ -38,20 +38,11 @@ class ShardingOptions:
         reduce_dtype: dtype of reduced gradients; sums over micro-batches are float32.
         reduce_once_per_step: stage 2: accumulate full gradients in float32, and reduce them only in
             the last micro-batch's backward pass.
-
-    Raises:
-        ValueError: another dtype.
     """
 
     reshard_after_forward: bool = True
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     reduce_once_per_step: bool = False
-
-    def __post_init__(self):
-        if self.reduce_dtype not in ("float32", "bfloat16"):
-            raise ValueError(
-                f"reduce_dtype is {self.reduce_dtype!r}; it must be float32 or bfloat16"
-            )
 
 
 class Sharding:

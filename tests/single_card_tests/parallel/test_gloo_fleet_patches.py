@@ -63,10 +63,10 @@ def test_paddles_library_exports_the_symbols_of_the_timeout():
 
 
 def test_a_missing_symbol_of_the_timeout_is_named(monkeypatch):
-    monkeypatch.setattr(time_limit, "_TIMEOUT", "_ZN4gloo7Context9getSecondsEv")
+    monkeypatch.setattr(time_limit, "_SET_TIMEOUT", "_ZN4gloo7Context10setSecondsEv")
     time_limit.check_library.cache_clear()
     try:
-        with pytest.raises(RuntimeError, match=r"paddlepaddle 3.*: _ZN4gloo7Context9getSeconds"):
+        with pytest.raises(RuntimeError, match=r"paddlepaddle 3.*: _ZN4gloo7Context10setSeconds"):
             time_limit.check_library()
     finally:
         time_limit.check_library.cache_clear()
