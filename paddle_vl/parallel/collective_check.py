@@ -20,9 +20,8 @@ import math
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import paddle.distributed as dist
 from paddle.distributed import collective
@@ -86,40 +85,40 @@ def check_run_if_asked() -> None:
     _check_of_run.append(check)
 
 
-class Board:
-    """The collectives that every rank has reached, in a store that all ranks can reach.
+class _Check:
+    """One rank's check, with its recording.
 
     A rank has two places for what it is about to do in a group, which it takes in turn: it writes a
     third time only after all have read the first, so the store does not grow.
-
-    Args:
-        store: has `add`, `get` and `set`.
-        name: of the keys; no other board has it.
-        rank: of this process.
-        timeout: seconds to wait for a rank.
     """
 
-    def __init__(self, store: Any, name: str, rank: int, timeout: float):
-        self._store, self._name = store, f"collective_check/{name}"
-        self._rank, self._timeout = rank, timeout
+    def __init__(self, timeout: float):
+        global _num_checks
+        _num_checks += 1
+        self.recording, self.problem = Recording(), None
+        self._store, self._name = collective._default_store, f"collective_check/{_num_checks}"
+        self._rank, self._timeout = dist.get_rank(), timeout
+        # Of each group's collectives.
         self._numbers: Counter[tuple[int, ...]] = Counter()
 
-    def meet(self, ranks: Sequence[int], agreed: str, shown: str) -> str | None:
-        """Reach a collective of `ranks`, and wait until all of them have.
+    def meet(self, call: Collective) -> Collective:
+        """Report a collective, and wait until all its ranks have; returns it with its phase."""
+        phase = self.recording.phase or ("backward" if is_in_backward() else "")
+        call = call._replace(phase=phase)
+        if not call.is_message:
+            self.problem = self._problem(call)
+            if self.problem is not None:
+                raise peer_error(self.problem)
+        return call
 
-        Args:
-            agreed: what must be equal on all ranks, as text.
-            shown: the collective in messages.
-
-        Returns:
-            The problem, or None.
-        """
-        group = tuple(ranks)
+    def _problem(self, call: Collective) -> str | None:
+        group, shown = call.ranks, f"{call.describe()}, called from {caller()}"
         self._numbers[group] += 1
         number = self._numbers[group]
-        here = f"collective {number} of ranks {list(ranks)}"
+        here = f"collective {number} of ranks {list(group)}"
         key, place = f"{self._name}/{'-'.join(map(str, group))}", number % 2
-        self._store.set(f"{key}/{place}/{self._rank}", json.dumps([agreed, shown]))
+        own = json.dumps([repr(call.agreed), shown])
+        self._store.set(f"{key}/{place}/{self._rank}", own)
         self._store.set(f"{self._name}/last/{self._rank}", f"{shown}, {here}")
         self._store.add(f"{key}/number/{self._rank}", 1)
         self._store.add(f"{self._name}/has_last/{self._rank}", 1)
@@ -140,7 +139,7 @@ class Board:
         if len(alike) == 1:
             return None
         different = "; ".join(
-            f"{ranks_text(own)} {shown_by[own[0]]}" for own in map(sorted, alike.values())
+            f"{ranks_text(ranks)} {shown_by[ranks[0]]}" for ranks in map(sorted, alike.values())
         )
         return f"{here}: the ranks are about to do different things: {different}"
 
@@ -151,25 +150,3 @@ class Board:
 
     def _get(self, key: str) -> str:
         return bytes(self._store.get(key)).decode()
-
-
-class _Check:
-    """One rank's check, with its recording."""
-
-    def __init__(self, timeout: float):
-        global _num_checks
-        _num_checks += 1
-        self.recording, self.problem = Recording(), None
-        store = collective._default_store
-        self._board = Board(store, str(_num_checks), dist.get_rank(), timeout)
-
-    def meet(self, call: Collective) -> Collective:
-        """Report a collective, and wait until all its ranks have; returns it with its phase."""
-        phase = self.recording.phase or ("backward" if is_in_backward() else "")
-        call = call._replace(phase=phase)
-        if not call.is_message:
-            shown = f"{call.describe()}, called from {caller()}"
-            self.problem = self._board.meet(call.ranks, repr(call.agreed), shown)
-            if self.problem is not None:
-                raise peer_error(self.problem)
-        return call

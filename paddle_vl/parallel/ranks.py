@@ -134,13 +134,6 @@ class FleetRanks(SingleRank):
         *totals, _ = numbers_PK.sum(axis=0).tolist()
         return totals, int(numbers_PK[:, -1].max()) or None
 
-    def totals(self, counts: Sequence[int]) -> list[int]:
-        return self.agree(counts)[0]
-
-    def sum_losses(self, value: Tensor) -> Tensor:
-        """All-reduce of losses over the data shards. Same result on every rank."""
-        return self.sum_over_all(value if self.counts_losses else paddle.zeros_like(value))
-
     def gathered(self, value: Any) -> list[Any]:
         return gather_values(value)
 

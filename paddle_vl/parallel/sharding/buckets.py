@@ -140,13 +140,21 @@ def local_shard(full: Tensor, group, dtype) -> Tensor:
     return paddle.concat([own, paddle.zeros([length - stop + start], dtype=dtype)])
 
 
-def check_full_shape(full: np.ndarray, parameter: Tensor) -> None:
-    """Raise ValueError unless an unsharded array has the parameter's shape."""
+def own_slice(full: np.ndarray, parameter: Tensor, begin: int, end: int) -> np.ndarray:
+    """Elements `begin` to `end` of an array in the parameter's shape, flat, padded with zeros.
+
+    Raises:
+        ValueError: the array has another shape.
+    """
     if full.shape != tuple(parameter.shape):
         raise ValueError(
             f"an array {list(full.shape)} to take a shard of does not have the shape "
             f"{list(parameter.shape)} of {parameter.name}"
         )
+    own = np.zeros([max(end - begin, 0)], full.dtype)
+    values = full.reshape(-1)[begin : max(end, begin)]
+    own[: values.size] = values
+    return own
 
 
 def padded_rows(full: Tensor, num_ranks: int) -> Tensor:

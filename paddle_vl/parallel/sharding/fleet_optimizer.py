@@ -32,7 +32,7 @@ from paddle_vl.nn.adamw import AdamW
 from paddle_vl.nn.flat_buckets import FlatBucket
 from paddle_vl.nn.master_weights import master_copy
 from paddle_vl.nn.parameter_table import ParameterTable, Tie
-from paddle_vl.parallel.sharding.buckets import check_full_shape
+from paddle_vl.parallel.sharding.buckets import own_slice
 from paddle_vl.parallel.sharding.fleet_buffers import OrderedGathers, OrderedReductions
 from paddle_vl.parallel.topology import Topology
 
@@ -235,12 +235,7 @@ class FleetSharding:
         Raises:
             ValueError: the shapes differ.
         """
-        check_full_shape(full, parameter)
-        begin, end = self._span(parameter, self.group.rank)
-        own = np.zeros([max(end - begin, 0)], full.dtype)
-        values = full.reshape(-1)[begin : max(end, begin)]
-        own[: values.size] = values
-        return own
+        return own_slice(full, parameter, *self._span(parameter, self.group.rank))
 
     def numbers_of_all(self, own: Mapping[Key, Tensor | None]) -> Callable[[Key], Tensor]:
         """Non-negative scalars, each of which some ranks of the group have, with equal values.

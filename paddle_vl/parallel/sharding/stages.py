@@ -17,8 +17,8 @@ from paddle_vl.parallel.sharding.buckets import (
     BucketEntry,
     Reductions,
     buckets_of,
-    check_full_shape,
     from_rows,
+    own_slice,
 )
 from paddle_vl.parallel.sharding.unit import (
     TableForward,
@@ -219,12 +219,9 @@ class Sharding:
         Raises:
             ValueError: the shapes differ.
         """
-        check_full_shape(full, parameter)
         length = -(-full.size // self.group.nranks)
-        own = np.zeros(length, full.dtype)
-        values = full.reshape(-1)[self.group.rank * length :][:length]
-        own[: values.size] = values
-        return own
+        begin = self.group.rank * length
+        return own_slice(full, parameter, begin, begin + length)
 
     @property
     def _buckets(self) -> list[Bucket]:
