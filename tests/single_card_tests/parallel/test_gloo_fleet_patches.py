@@ -9,14 +9,15 @@ multi_card_tests/test_pauses.py tests that the timeout takes effect.
 import paddle
 import pytest
 
-from paddle_vl.parallel.gloo_fleet import installation, time_limit
+from paddle_vl.parallel import gloo_fleet
+from paddle_vl.parallel.gloo_fleet import time_limit
 from paddle_vl.parallel.store import rendezvous
 
 
 @pytest.fixture(autouse=True)
 def _untouched_paddle(monkeypatch):
     """Start unpatched on a CPU with gloo, and check that nothing is patched at the end."""
-    monkeypatch.setattr(installation, "_installed", False)
+    monkeypatch.setattr(gloo_fleet, "_installed", False)
     monkeypatch.setenv("PADDLE_DISTRI_BACKEND", "gloo")
     before = patched_symbols()
     yield
@@ -25,14 +26,14 @@ def _untouched_paddle(monkeypatch):
 
 
 def patched_symbols() -> list:
-    return [getattr(patch.find_owner(), patch.name, None) for patch in installation.PATCHES]
+    return [getattr(patch.find_owner(), patch.name, None) for patch in gloo_fleet.PATCHES]
 
 
 @pytest.mark.parametrize("version", ["3.2.9", "3.4.0", "0.0.0"])
 def test_unknown_version_is_refused(monkeypatch, version):
     monkeypatch.setattr(paddle, "__version__", version)
     with pytest.raises(RuntimeError, match=rf"paddlepaddle {version} runs here.*paddlepaddle 3\.3"):
-        installation.install()
+        gloo_fleet.install()
 
 
 @pytest.mark.parametrize(
@@ -45,16 +46,16 @@ def test_unknown_version_is_refused(monkeypatch, version):
 )
 def test_nothing_is_done_on_a_build_with_an_accelerator(monkeypatch, owner, question, answer):
     monkeypatch.setattr(owner, question, lambda: answer)
-    assert installation.install() is False
+    assert gloo_fleet.install() is False
 
 
 def test_nothing_is_done_with_another_backend(monkeypatch):
     monkeypatch.setenv("PADDLE_DISTRI_BACKEND", "nccl")
-    assert installation.install() is False
+    assert gloo_fleet.install() is False
 
 
 def test_every_patch_says_why():
-    for patch in installation.PATCHES:
+    for patch in gloo_fleet.PATCHES:
         assert patch.reason
 
 
