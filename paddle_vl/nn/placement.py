@@ -114,12 +114,8 @@ class CheckpointRanks:
         raise AssertionError("there is one stage")
 
 
-class ExpertSharding(Protocol):
-    """Shards experts over an expert-parallel group, see `paddle_vl.parallel.expert_parallel`."""
-
-    def shard(self, make: Callable[[int], Experts], num_experts: int) -> Experts:
-        """This rank's experts; `make(n)` builds n experts."""
-        ...
+# Makes this rank's experts of a layer, given a function that makes so many, and their number.
+ShardExperts = Callable[[Callable[[int], Experts], int], Experts]
 
 
 class TowerLayers(Protocol):
@@ -269,7 +265,8 @@ class LayerFactory:
 
     Args:
         stage_layers: layers of the pipeline stage, for weights that two stages share.
-        expert_sharding: None where every rank has all experts.
+        shard_experts: see `paddle_vl.parallel.expert_parallel`; None where every rank has all
+            experts.
 
     Attributes:
         tower_layers: None where a tower is like other layers.
@@ -282,10 +279,10 @@ class LayerFactory:
         parameter_table: ParameterTable,
         ops: RegionOps,
         stage_layers: StageLayers,
-        expert_sharding: ExpertSharding | None = None,
+        shard_experts: ShardExperts | None = None,
     ):
         self.parameter_table, self.ops = parameter_table, ops
-        self.stage_layers, self.expert_sharding = stage_layers, expert_sharding
+        self.stage_layers, self.shard_experts = stage_layers, shard_experts
 
     def projections(
         self,
@@ -362,9 +359,9 @@ class LayerFactory:
         def make(count: int) -> Experts:
             return self._make_experts(count, width, inner, init_std)
 
-        if self.expert_sharding is None:
+        if self.shard_experts is None:
             return make(num_experts)
-        experts = self.expert_sharding.shard(make, num_experts)
+        experts = self.shard_experts(make, num_experts)
         for parameter in experts.parameters():
             spec = replace(self.parameter_table[parameter], is_expert=True)
             self.parameter_table.add([parameter], spec)

@@ -1,6 +1,11 @@
-"""The degrees of a run on every mesh axis, and what the rules of `plan_rules` compare them with."""
+"""The degrees of a run on every mesh axis, and the rules that they must satisfy.
+
+A rule is a function that yields a message for each problem of a `Plan`. Rules need neither a device
+nor other ranks: `plan_problems` runs before anything is built.
+"""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -10,6 +15,7 @@ from paddle_vl.config.families import EncoderShape, ModelShape
 from paddle_vl.config.parallel_settings import MeshSettings
 
 AXES = ("dp", "mp", "pp", "sharding")
+Problems = Iterator[str]
 
 
 class ParallelDegrees(MeshSettings):
@@ -48,3 +54,234 @@ class Plan:
     model: ModelShape | None = None
     pad_to_multiple_of: int | None = None
     encoder: EncoderShape | None = None
+
+
+def plan_problems(plan: Plan) -> list[str]:
+    """All problems of a plan, the same on every rank."""
+    return [problem for rule in _RULES for problem in rule(plan)]
+
+
+def _mesh(plan: Plan) -> Problems:
+    degrees = plan.degrees
+    if degrees.num_processes != plan.num_processes:
+        arithmetic = " x ".join(f"{axis}_degree {degrees.degree(axis)}" for axis in AXES)
+        yield (
+            f"parallel: {arithmetic} = {degrees.num_processes}, but the run has "
+            f"{plan.num_processes} rank{'s' if plan.num_processes > 1 else ''}: the product "
+            "must equal it"
+        )
+    if degrees.sequence_parallel and degrees.mp_degree == 1:
+        yield (
+            "parallel.sequence_parallel is true but parallel.mp_degree is 1: it shards token rows "
+            "over the mp ranks; set mp_degree to 2 or more, or sequence_parallel to false"
+        )
+    if degrees.sharding_stage > 1 and degrees.sharding_degree == 1:
+        yield (
+            f"parallel.sharding_stage is {degrees.sharding_stage} but parallel.sharding_degree is "
+            "1, so there are no ranks to shard over: set sharding_degree to 2 or more, or remove "
+            "sharding_stage"
+        )
+    if degrees.sharding_stage > 1 and degrees.pp_degree > 1:
+        yield (
+            f"parallel.sharding_stage {degrees.sharding_stage} with parallel.pp_degree "
+            f"{degrees.pp_degree}: a pipeline keeps full gradients over its micro-batches and "
+            "full parameters between them; set sharding_stage=1, or pp_degree=1"
+        )
+
+
+def _schedule(plan: Plan) -> Problems:
+    """The pipeline's schedule, its virtual stages and the shapes of its messages."""
+    degrees = plan.degrees
+    schedule, virtual = degrees.pp_schedule, degrees.num_virtual_stages
+    if virtual > 1 and degrees.pp_degree < 3:
+        yield (
+            f"parallel.num_virtual_stages is {virtual} but parallel.pp_degree is "
+            f"{degrees.pp_degree}: virtual stages need a pipeline of 3 ranks or more; set "
+            "pp_degree to 3 or more, or num_virtual_stages to 1"
+        )
+    if schedule in ("fthenb", "balanced_memory") and virtual == 1:
+        yield (
+            f"parallel.pp_schedule is {schedule} but parallel.num_virtual_stages is 1: it is a "
+            "schedule of virtual stages; set num_virtual_stages to 2 or more, or pp_schedule to "
+            "1f1b"
+        )
+    if schedule == "dualpipev" and degrees.pp_degree == 1:
+        yield (
+            "parallel.pp_schedule is dualpipev but parallel.pp_degree is 1: set pp_degree to 2 or "
+            "more, or remove pp_schedule"
+        )
+    if schedule == "dualpipev" and virtual > 1:
+        yield (
+            f"parallel.pp_schedule is dualpipev and parallel.num_virtual_stages is {virtual}: it "
+            "always has two model chunks on each rank; set num_virtual_stages to 1"
+        )
+    if degrees.pp_shapes != "static" and (schedule != "1f1b" or virtual > 1):
+        yield (
+            f"parallel.pp_shapes is {degrees.pp_shapes} with parallel.pp_schedule {schedule} and "
+            f"num_virtual_stages {virtual}: only 1f1b without virtual stages takes messages of "
+            "changing size; set pp_shapes to static, which pads the smaller micro-batches of a step"
+        )
+    each, what = virtual, f"num_virtual_stages {virtual}"
+    if schedule == "dualpipev":
+        each, what = 2, "2 model chunks of dualpipev"
+    chunks = degrees.pp_degree * each
+    if plan.model is not None and plan.model.num_hidden_layers < chunks:
+        yield (
+            f"num_hidden_layers is {plan.model.num_hidden_layers} but parallel.pp_degree "
+            f"{degrees.pp_degree} x {what} = {chunks}: every stage needs a layer; lower one of them"
+        )
+
+
+def _micro_batches(plan: Plan) -> Problems:
+    """The number of micro-batches that a schedule needs."""
+    degrees = plan.degrees
+    schedule, interleaves = degrees.pp_schedule, degrees.num_virtual_stages > 1
+    stages, micro_batches = degrees.pp_degree, degrees.num_micro_batches
+    setting = f"train.gradient_accumulation_steps {micro_batches}"
+    pipeline = f"parallel.pp_degree {stages}"
+    if stages == 1:
+        return
+    if micro_batches < stages:
+        # Under the colocated schedule stages that wait for the pipeline have work in the encoder.
+        if degrees.schedule != "colocated" or schedule != "1f1b" or interleaves:
+            yield (
+                f"{setting} is less than {pipeline}: the micro-batches fill the stages of the "
+                "pipeline, and some stage would always be idle; set "
+                f"train.gradient_accumulation_steps to {stages} or more"
+            )
+    elif schedule == "dualpipev" and micro_batches < 2 * stages:
+        yield (
+            f"{setting} is less than twice {pipeline}: dualpipev has that many micro-batches in "
+            f"flight; set train.gradient_accumulation_steps to {2 * stages} or more"
+        )
+    elif schedule == "1f1b" and interleaves and micro_batches < 2 * stages:
+        yield (
+            f"{setting} is less than twice {pipeline}: interleaved 1f1b has that many "
+            f"micro-batches in flight; set train.gradient_accumulation_steps to {2 * stages} or "
+            f"more, or parallel.pp_schedule to fthenb with {stages} of them"
+        )
+    elif schedule in ("fthenb", "balanced_memory") and micro_batches % stages:
+        more = -(-micro_batches // stages) * stages
+        yield (
+            f"{setting} is no multiple of {pipeline}: {schedule} runs the micro-batches in groups "
+            f"of pp_degree; set train.gradient_accumulation_steps to {more}"
+        )
+
+
+def _tensor_parallel(plan: Plan) -> Problems:
+    multiple, mp, model = plan.pad_to_multiple_of, plan.degrees.mp_degree, plan.model
+    if model is not None:
+        yield from _indivisible("num_attention_heads", model.num_attention_heads, mp)
+        heads = model.num_key_value_heads
+        if heads % mp and mp % heads:
+            yield (
+                f"num_key_value_heads {heads} and parallel.mp_degree {mp}: one must divide the "
+                "other, so that a rank has entire kv heads or ranks share one evenly; choose an "
+                f"mp_degree that divides {heads} or is a multiple of it"
+            )
+        padded = f"pad the vocabulary to {-(-model.vocab_size // mp) * mp}, or "
+        yield from _indivisible("vocab_size", model.vocab_size, mp, padded)
+        yield from _indivisible("intermediate_size", model.intermediate_size, mp)
+        yield from _indivisible("moe_intermediate_size", model.moe_intermediate_size, mp)
+    if multiple is not None and plan.degrees.sequence_parallel and multiple % mp:
+        # The length itself must divide: the last evaluation batch has any number of samples.
+        yield (
+            f"data.pad_to_multiple_of {multiple} does not divide by parallel.mp_degree {mp}: "
+            "sequence_parallel shards the token rows (samples x padded length) of every batch over "
+            f"{mp} ranks, also of a batch of one sample; set data.pad_to_multiple_of={mp}"
+        )
+
+
+def _experts(plan: Plan) -> Problems:
+    ep, dp = plan.degrees.ep_degree, plan.degrees.dp_degree
+    if dp % ep:
+        yield (
+            f"parallel.ep_degree {ep} does not divide parallel.dp_degree {dp}: experts are sharded "
+            f"over ranks of the dp axis; choose a dp_degree that is a multiple of {ep}"
+        )
+    experts = 0 if plan.model is None else plan.model.num_experts
+    if ep > 1 and plan.model is not None and not experts:
+        yield f"parallel.ep_degree is {ep} but the model has no experts: set ep_degree=1"
+    if experts % ep:
+        yield (
+            f"num_experts {experts} does not divide by parallel.ep_degree {ep} "
+            f"({_division(experts, ep)}): choose an ep_degree that divides {experts}"
+        )
+
+
+def _colocated(plan: Plan) -> Problems:
+    """The schedule that runs the encoder on all ranks, with dp and mp of its own."""
+    degrees, world = plan.degrees, plan.degrees.num_processes
+    if degrees.schedule != "colocated":
+        return
+    if degrees.pp_degree == 1:
+        yield (
+            "parallel.schedule is colocated but parallel.pp_degree is 1: it separates the encoder "
+            "from the stages of a pipeline; set pp_degree to 2 or more, or schedule to plain"
+        )
+    encoder = degrees.encoder
+    if encoder.pp_degree > 1:
+        yield (
+            f"parallel.encoder.pp_degree is {encoder.pp_degree}: the encoder runs without a "
+            "pipeline, on all ranks at once; set it to 1, and divide the encoder by "
+            "parallel.encoder.mp_degree"
+        )
+    if encoder.cp_degree > 1:
+        yield (
+            f"parallel.encoder.cp_degree is {encoder.cp_degree}: a context-parallel encoder is not "
+            "supported, an image is one sequence of its own; set it to 1, and divide the encoder "
+            "by parallel.encoder.mp_degree"
+        )
+    dp, mp = encoder.dp_degree, encoder.mp_degree
+    lanes, data = world // mp, degrees.dp_degree * degrees.sharding_degree
+    if world % mp:
+        yield (
+            f"parallel.encoder.mp_degree {mp} does not divide the {world} ranks of the run: "
+            "encoder lanes have equally many ranks and leave none out; choose a divisor"
+        )
+    elif dp is not None and dp * mp != world:
+        yield (
+            f"parallel.encoder: dp_degree {dp} x mp_degree {mp} = {dp * mp}, but the run has "
+            f"{world} ranks, and every rank takes part in the encoder: set dp_degree={lanes} "
+            "or leave it out"
+        )
+    if world % mp == 0 and lanes % data and data % lanes:
+        yield (
+            f"{lanes} encoder lanes ({world} ranks / parallel.encoder.mp_degree {mp}) and {data} "
+            f"data lanes (parallel.dp_degree {degrees.dp_degree} x sharding_degree "
+            f"{degrees.sharding_degree}): one number must divide the other, so that the items of a "
+            "data lane go to whole encoder lanes; change encoder.mp_degree"
+        )
+    if encoder.sharding_stage and world == mp:
+        yield (
+            f"parallel.encoder.sharding_stage is {encoder.sharding_stage} but there is one "
+            f"encoder lane of {mp} ranks: its optimizer state is sharded over lanes; set "
+            "sharding_stage to 0, or lower encoder.mp_degree"
+        )
+    widths = {} if plan.encoder is None else plan.encoder.widths
+    for name, width in widths.items():
+        if width % mp:
+            yield (
+                f"{name} {width} does not divide by parallel.encoder.mp_degree {mp} "
+                f"({_division(width, mp)}): choose an encoder.mp_degree that divides {width}"
+            )
+    if degrees.ep_degree > 1:
+        yield (
+            f"parallel.schedule is colocated with parallel.ep_degree {degrees.ep_degree}: expert "
+            "parallelism is not supported by this schedule yet; set ep_degree=1, or schedule=plain"
+        )
+
+
+def _indivisible(name: str, value: int, mp: int, remedy: str = "") -> Problems:
+    if value % mp:
+        yield (
+            f"{name} {value} does not divide by parallel.mp_degree {mp} ({_division(value, mp)}): "
+            f"{remedy}choose an mp_degree that divides {value}"
+        )
+
+
+def _division(value: int, by: int) -> str:
+    return f"{value} = {value // by} x {by} + {value % by}"
+
+
+_RULES = (_mesh, _micro_batches, _schedule, _tensor_parallel, _experts, _colocated)

@@ -24,28 +24,24 @@ from paddle_vl.nn.experts import Dispatch, Experts, GroupSizes, reorder_rows, so
 from paddle_vl.parallel.collectives import all_gathered
 
 
-class FleetExpertSharding:
-    """Shards experts over a group of ranks with different samples."""
+def shard_experts(group, make: Callable[[int], Experts], num_experts: int) -> Experts:
+    """This rank's experts of a layer, with the exchange of rows; `make(n)` builds n experts.
 
-    def __init__(self, group):
-        self.group = group
+    Args:
+        group: of ranks with different samples.
 
-    def shard(self, make: Callable[[int], Experts], num_experts: int) -> Experts:
-        """This rank's experts, with the exchange of rows; `make(n)` builds n experts.
-
-        Raises:
-            ValueError: the number of ranks does not divide the number of experts.
-        """
-        size = self.group.nranks
-        if num_experts % size:
-            raise ValueError(
-                f"text_config.num_experts {num_experts} does not divide by parallel.ep_degree "
-                f"{size}: every rank holds equally many; choose another ep_degree"
-            )
-        experts = make(num_experts // size)
-        experts.num_experts = num_experts
-        experts.exchange = RowExchange(self.group, num_experts)
-        return experts
+    Raises:
+        ValueError: the number of ranks does not divide the number of experts.
+    """
+    if num_experts % group.nranks:
+        raise ValueError(
+            f"text_config.num_experts {num_experts} does not divide by parallel.ep_degree "
+            f"{group.nranks}: every rank holds equally many; choose another ep_degree"
+        )
+    experts = make(num_experts // group.nranks)
+    experts.num_experts = num_experts
+    experts.exchange = RowExchange(group, num_experts)
+    return experts
 
 
 class ExchangePlan(NamedTuple):

@@ -15,11 +15,9 @@ from paddle.distributed import fleet
 from paddle.distributed.fleet.utils import log_util
 
 from paddle_vl.config.parallel_settings import FleetConfig
-from paddle_vl.parallel.degrees import ParallelDegrees
+from paddle_vl.parallel.degrees import AXES, ParallelDegrees, Problems
 from paddle_vl.parallel.pipeline import schedule
-from paddle_vl.parallel.plan_rules import Problems
 
-_DEGREES = {"dp": "dp_degree", "mp": "mp_degree", "pp": "pp_degree", "sharding": "sharding_degree"}
 _SECTIONS = {"mp_configs": "mp", "pp_configs": "pp", "sharding_configs": "sharding"}
 
 _NOT_RUN = (
@@ -81,12 +79,12 @@ _KINDS = {
 
 def fleet_problems(options: FleetConfig, degrees: ParallelDegrees) -> Problems:
     """Problems of `parallel.fleet`: options that are unknown, refused, or without effect."""
-    for section, values in _given(options).items():
+    for section, values in options.model_dump().items():
         axis = _SECTIONS[section]
         if values and degrees.degree(axis) == 1:
             yield (
-                f"parallel.fleet.{section} has {', '.join(values)} but parallel.{_DEGREES[axis]} "
-                f"is 1: it has no effect; remove it, or set {_DEGREES[axis]}"
+                f"parallel.fleet.{section} has {', '.join(values)} but parallel.{axis}_degree "
+                f"is 1: it has no effect; remove it, or set {axis}_degree"
             )
         if values and axis == "sharding" and degrees.sharding_stage > 1:
             yield (
@@ -165,8 +163,8 @@ def fleet_strategy(degrees: ParallelDegrees, options: FleetConfig | None = None)
         options: of `parallel.fleet`; they override this package's defaults.
     """
     strategy = _new_strategy()
-    strategy.hybrid_configs = {key: degrees.degree(axis) for axis, key in _DEGREES.items()}
-    given = _given(options or FleetConfig())
+    strategy.hybrid_configs = {f"{axis}_degree": degrees.degree(axis) for axis in AXES}
+    given = (options or FleetConfig()).model_dump()
     for section, defaults in _defaults(degrees, paddle.get_device()).items():
         message = _message(strategy, section)
         for name, value in {**defaults, **given[section]}.items():
@@ -192,14 +190,6 @@ def _defaults(degrees: ParallelDegrees, device: str) -> dict[str, dict[str, Any]
             "split_param": True,
             "accumulate_steps": degrees.num_micro_batches,
         },
-    }
-
-
-def _given(options: FleetConfig) -> dict[str, dict[str, Any]]:
-    return {
-        "mp_configs": options.mp_configs,
-        "pp_configs": options.pp_configs,
-        "sharding_configs": options.sharding_configs,
     }
 
 

@@ -238,7 +238,7 @@ def _device_variables(size: int) -> list[dict[str, str]]:
     with without_thread_warning():
         from paddle.distributed.launch.context.device import Device, DeviceType
 
-    from paddle_vl.parallel.gloo_fleet.installation import runs_on_gloo
+    from paddle_vl.parallel.gloo_fleet import runs_on_gloo
 
     if runs_on_gloo():
         return [{"PADDLE_DISTRI_BACKEND": "gloo"}] * size

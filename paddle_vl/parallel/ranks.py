@@ -17,7 +17,7 @@ from paddle_vl.nn.adamw import gradient_of
 from paddle_vl.nn.parameter_table import ParamSpec, Tie
 from paddle_vl.parallel.agree import gather_values
 from paddle_vl.parallel.collectives import all_reduce_gradients, all_reduce_partial_gradients
-from paddle_vl.parallel.colocated.groups import EncoderGroups
+from paddle_vl.parallel.colocated.grid import EncoderGroups
 from paddle_vl.parallel.random_state import seed_encoder_random, seed_split_random
 from paddle_vl.parallel.topology import Topology
 
@@ -133,13 +133,6 @@ class FleetRanks(SingleRank):
         numbers_PK = np.stack([numbers.numpy() for numbers in everyone])
         *totals, _ = numbers_PK.sum(axis=0).tolist()
         return totals, int(numbers_PK[:, -1].max()) or None
-
-    def totals(self, counts: Sequence[int]) -> list[int]:
-        return self.agree(counts)[0]
-
-    def sum_losses(self, value: Tensor) -> Tensor:
-        """All-reduce of losses over the data shards. Same result on every rank."""
-        return self.sum_over_all(value if self.counts_losses else paddle.zeros_like(value))
 
     def gathered(self, value: Any) -> list[Any]:
         return gather_values(value)

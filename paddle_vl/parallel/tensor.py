@@ -9,6 +9,7 @@ operations: fewer key heads than ranks, experts, adapters, the divided vision to
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,16 +26,16 @@ from paddle_vl.nn.operations import RowDropout
 from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec
 from paddle_vl.nn.placement import (
     CheckpointRanks,
-    ExpertSharding,
     Layer,
     LayerFactory,
     Placement,
     RegionOps,
+    ShardExperts,
     StageLayers,
 )
 from paddle_vl.parallel.agree import gather_arrays, gather_values
 from paddle_vl.parallel.collectives import gathered_arrays
-from paddle_vl.parallel.expert_parallel import FleetExpertSharding
+from paddle_vl.parallel.expert_parallel import shard_experts
 from paddle_vl.parallel.random_state import split_random
 from paddle_vl.parallel.region_ops import FleetRegionOps
 from paddle_vl.parallel.split_layers import (
@@ -86,18 +87,18 @@ class FleetPlacement(Placement):
         checkpoint_ranks = checkpoint_ranks or CheckpointRanks(mp_group.rank, mp_group.nranks)
         shards_matrices = mp_group.nranks > 1
         ep_group = ep_group if ep_group is not None and ep_group.nranks > 1 else None
-        expert_sharding = None
+        shard = None
         if ep_group is not None:
-            layers_are_collective, expert_sharding = True, FleetExpertSharding(ep_group)
+            layers_are_collective, shard = True, partial(shard_experts, ep_group)
         table = ParameterTable(mp_group if shards_matrices else None, ep_group, gathered_arrays)
         if shards_matrices:
             ops = FleetRegionOps(
                 mp_group, sequence_parallel, vision == "spread", layers_are_collective
             )
-            layers = FleetLayers(table, ops, stage_layers, expert_sharding)
+            layers = FleetLayers(table, ops, stage_layers, shard)
         else:
             ops = RegionOps(layers_are_collective)
-            layers = LayerFactory(table, ops, stage_layers, expert_sharding)
+            layers = LayerFactory(table, ops, stage_layers, shard)
         super().__init__(layers, ops, stage_layers, checkpoint_ranks)
 
 
@@ -156,9 +157,9 @@ class FleetLayers(LayerFactory):
         parameter_table: ParameterTable,
         ops: FleetRegionOps,
         stage_layers: StageLayers,
-        expert_sharding: ExpertSharding | None = None,
+        shard_experts: ShardExperts | None = None,
     ):
-        super().__init__(parameter_table, ops, stage_layers, expert_sharding)
+        super().__init__(parameter_table, ops, stage_layers, shard_experts)
         self.mp_group, self.sequence_parallel = ops.mp_group, ops.sequence_parallel
 
     def projections(

@@ -23,22 +23,21 @@ from paddle.distributed.fleet.utils import log_util
 from paddle_vl.config.load import raise_problems
 from paddle_vl.config.parallel_settings import FleetConfig
 from paddle_vl.parallel.collective_check import check_run_if_asked
-from paddle_vl.parallel.colocated.grid import ColocatedGrid, Place
-from paddle_vl.parallel.colocated.groups import EncoderGroups
-from paddle_vl.parallel.degrees import AXES, ParallelDegrees, Plan
+from paddle_vl.parallel.colocated.grid import ColocatedGrid, EncoderGroups, Place
+from paddle_vl.parallel.degrees import AXES, ParallelDegrees, Plan, plan_problems
 from paddle_vl.parallel.fleet_strategy import fleet_problems, fleet_strategy
 from paddle_vl.parallel.gloo_fleet import install, time_limit
-from paddle_vl.parallel.plan_rules import plan_problems
+from paddle_vl.parallel.gloo_fleet.patch import check_version
 from paddle_vl.parallel.store.rendezvous import DEFAULT_TIMEOUT_S, meet, set_timeout
 
 logger = logging.getLogger(__name__)
 
-# Axis to fleet's names: the key in its hybrid_configs, and the getter of the group.
-_FLEET_AXES = {
-    "dp": ("dp_degree", HybridCommunicateGroup.get_data_parallel_group),
-    "mp": ("mp_degree", HybridCommunicateGroup.get_model_parallel_group),
-    "pp": ("pp_degree", HybridCommunicateGroup.get_pipe_parallel_group),
-    "sharding": ("sharding_degree", HybridCommunicateGroup.get_sharding_parallel_group),
+# Fleet's getter of the group along an axis.
+_GROUP_OF_AXIS = {
+    "dp": HybridCommunicateGroup.get_data_parallel_group,
+    "mp": HybridCommunicateGroup.get_model_parallel_group,
+    "pp": HybridCommunicateGroup.get_pipe_parallel_group,
+    "sharding": HybridCommunicateGroup.get_sharding_parallel_group,
 }
 
 
@@ -142,14 +141,16 @@ def initialize(
     Raises:
         ValueError: the degrees contradict each other or the world size; see also
             `paddle_vl.parallel.collective_check`.
-        RuntimeError: fleet was started with other degrees before.
+        RuntimeError: Paddle is not 3.3, or fleet was started with other degrees before.
     """
     problems = plan_problems(Plan(degrees, dist.get_world_size()))
     raise_problems([*problems, *fleet_problems(options or FleetConfig(), degrees)])
     if degrees.num_processes == 1:
         return Topology.single(degrees)
+    check_version()
     set_timeout(timeout_s)
-    _set_nccl_timeout(timeout_s)
+    # Of NCCL groups that are made from now on.
+    collective._get_global_env()._pg_timeout = round(1000 * timeout_s)
     install()
     meet()
     with _quiet():
@@ -158,12 +159,12 @@ def initialize(
     communicators = fleet.get_hybrid_communicate_group()
     rank = dist.get_rank()
     groups, other = {}, []
-    for axis, (key, group_of) in _FLEET_AXES.items():
+    for axis, group_of in _GROUP_OF_AXIS.items():
         group, degree = group_of(communicators), degrees.degree(axis)
         # In fleet's own groups of one rank, this rank's number is -1.
         groups[f"{axis}_group"] = group if group.nranks > 1 else _group_of_one(rank)
         if group.nranks != degree:
-            other.append(f"{key} {group.nranks} instead of {degree}")
+            other.append(f"{axis}_degree {group.nranks} instead of {degree}")
     if other:
         # Fleet would only warn and keep its first groups.
         raise RuntimeError(
@@ -221,18 +222,6 @@ def _encoder_groups(degrees: ParallelDegrees, mesh: Any, rank: int) -> EncoderGr
         lambda members: _own_group(members, rank),
         degrees.encoder.sharding_stage > 0,
     )
-
-
-def _set_nccl_timeout(timeout_s: float) -> None:
-    """Set the timeout of NCCL groups that are made from now on."""
-    environment = collective._get_global_env()
-    if not isinstance(getattr(environment, "_pg_timeout", None), int):
-        raise RuntimeError(
-            f"paddlepaddle {paddle.__version__} has no ParallelEnv._pg_timeout, by which "
-            "parallel.timeout_s reaches its groups: install paddlepaddle 3.3.1, or adapt "
-            "paddle_vl/parallel/topology.py"
-        )
-    environment._pg_timeout = round(1000 * timeout_s)
 
 
 def _host_group(timeout_s: float) -> Group:

@@ -1,7 +1,6 @@
 """How a model is distributed over the ranks of a run: its placement, store and runner."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,35 +16,16 @@ from paddle_vl.parallel.colocated.encoder import ItemEncoder
 from paddle_vl.parallel.colocated.encoder_layers import add_encoder
 from paddle_vl.parallel.colocated.runner import ColocatedRunner
 from paddle_vl.parallel.colocated.store import PartsStore, encoder_store
-from paddle_vl.parallel.degrees import ParallelDegrees, Plan
-from paddle_vl.parallel.pipeline.runner import ModelChunk, PipelineRunner
+from paddle_vl.parallel.degrees import ParallelDegrees, Plan, plan_problems
+from paddle_vl.parallel.pipeline.engine import split_backward
+from paddle_vl.parallel.pipeline.runner import ModelChunk, PipelineRunner, ReservedRows
 from paddle_vl.parallel.pipeline.schedule import chunks_of_stage, num_chunks, split_layers
-from paddle_vl.parallel.pipeline.split_backward import split_backward
-from paddle_vl.parallel.plan_rules import plan_problems
 from paddle_vl.parallel.ranks import SingleRank
 from paddle_vl.parallel.sharding import FleetSharding, Sharding, ShardingOptions
 from paddle_vl.parallel.tensor import FleetCheckpointRanks, FleetPlacement
 from paddle_vl.parallel.topology import Topology
 from paddle_vl.train.phases import Phase, phase
 from paddle_vl.train.step import ModelRunner, Runner
-
-
-@dataclass(frozen=True)
-class ReservedRows:
-    """The largest micro-batch that a pipeline's messages have room for, over all mp ranks.
-
-    Attributes:
-        tokens, visual: its token rows, and how many of them are visual.
-    """
-
-    tokens: int
-    visual: int
-
-    @classmethod
-    def of(cls, config: RunConfig) -> "ReservedRows | None":
-        """From the settings of the model's family; None if they reserve nothing."""
-        rows = config.reserved_rows
-        return None if rows is None else cls(*rows)
 
 
 def parallel_degrees(config: RunConfig) -> ParallelDegrees:
@@ -80,7 +60,8 @@ class Layout:
         degrees = topology.degrees
         plan = Plan(degrees, topology.world_size, shape, pad_to_multiple_of, encoder_shape)
         raise_problems(plan_problems(plan))
-        self.reserved = ReservedRows.of(config)
+        rows = config.reserved_rows
+        self.reserved = None if rows is None else ReservedRows(*rows)
         layers, before, after = costs
         if config.parallel.pp_split == "count":
             layers, before, after = [1] * len(layers), 0, 0

@@ -19,7 +19,7 @@ from paddle import Tensor
 from paddle_vl.nn.operations import rows_in_order
 from paddle_vl.parallel.collectives import all_gathered, all_reduced
 from paddle_vl.parallel.colocated.encoder import ItemEncoder, Items
-from paddle_vl.parallel.colocated.groups import EncoderGroups
+from paddle_vl.parallel.colocated.grid import EncoderGroups
 from paddle_vl.parallel.random_state import encoder_random
 from paddle_vl.parallel.region_ops import assign_items
 

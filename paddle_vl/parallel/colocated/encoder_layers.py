@@ -24,7 +24,7 @@ from paddle_vl.nn.lora import LowRankSettings
 from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec, Saved
 from paddle_vl.nn.placement import Placement
 from paddle_vl.parallel.collectives import gathered_arrays
-from paddle_vl.parallel.colocated.groups import EncoderGroups
+from paddle_vl.parallel.colocated.grid import EncoderGroups
 from paddle_vl.parallel.random_state import encoder_split_random
 
 Layer = TypeVar("Layer", bound=nn.Layer)

@@ -9,7 +9,7 @@ from paddle import Tensor
 from paddle_vl.nn.adamw import gradient_of
 from paddle_vl.nn.flat_buckets import FlatBucket
 from paddle_vl.nn.master_weights import MasterWeights, ParameterStore
-from paddle_vl.parallel.colocated.groups import EncoderGroups
+from paddle_vl.parallel.colocated.grid import EncoderGroups
 from paddle_vl.parallel.sharding import Sharding, ShardingOptions
 
 

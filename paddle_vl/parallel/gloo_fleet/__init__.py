@@ -1,5 +1,50 @@
 """Patches that Paddle's CPU build needs for fleet over gloo; install() applies them."""
 
-from paddle_vl.parallel.gloo_fleet.installation import install
+import os
 
-__all__ = ["install"]
+import paddle
+
+from paddle_vl.parallel.gloo_fleet import fleet_functions, messages, process_group
+from paddle_vl.parallel.gloo_fleet.patch import Patch, check_version
+from paddle_vl.parallel.gloo_fleet.time_limit import check_library
+
+PATCHES: tuple[Patch, ...] = (
+    *process_group.PATCHES,
+    *messages.PATCHES,
+    *fleet_functions.PATCHES,
+)
+_installed = False
+
+
+def install() -> bool:
+    """Make fleet work on CPU ranks that communicate through gloo; elsewhere do nothing.
+
+    Call it before fleet.init and init_parallel_env; further calls change nothing.
+
+    Returns:
+        Whether Paddle runs here on CPUs with gloo, so that the patches are in place.
+
+    Raises:
+        RuntimeError: Paddle is not 3.3.
+    """
+    global _installed
+    if not runs_on_gloo():
+        return False
+    if not _installed:
+        check_version()
+        check_library()
+        for patch in PATCHES:
+            patch.apply()
+        _installed = True
+    return True
+
+
+def runs_on_gloo() -> bool:
+    """Whether Paddle has no accelerator and PADDLE_DISTRI_BACKEND names no other backend."""
+    has_accelerator = (
+        paddle.is_compiled_with_cuda()
+        or paddle.is_compiled_with_xpu()
+        or bool(paddle.device.get_all_custom_device_type())
+    )
+    backend = os.environ.get("PADDLE_DISTRI_BACKEND", "auto")
+    return not has_accelerator and backend in ("auto", "gloo")

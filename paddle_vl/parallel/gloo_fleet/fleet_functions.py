@@ -125,7 +125,6 @@ PATCHES = (
     Patch(
         owner="paddle.distributed.parallel:ParallelEnv",
         name="_device_id",
-        is_missing=True,
         reason="the CPU build never sets it, and PipelineLayer and sharding read it",
         make=lambda _: 0,
     ),

@@ -118,30 +118,14 @@ def _in_shared_order(operations, send: Callable) -> list:
 
 def _new_process_group(paddles_own: Callable) -> Callable:
     def _new_process_group_impl(
-        backend,
-        store,
-        rank,
-        world_size,
-        group_name,
-        pg_options,
-        group_id=_DEFAULT_GROUP_ID,
-        nccl_comm_init_option=0,
-        nccl_config=None,
+        backend, store, rank, world_size, *options, group_id=_DEFAULT_GROUP_ID, **others
     ):
         if backend == "gloo" and group_id != _DEFAULT_GROUP_ID:
             # All ranks make all groups in the same order, so the id names the group.
             group = _new_gloo_group(str(group_id), rank, world_size, group_id)
         else:
             group = paddles_own(
-                backend,
-                store,
-                rank,
-                world_size,
-                group_name,
-                pg_options,
-                group_id,
-                nccl_comm_init_option,
-                nccl_config,
+                backend, store, rank, world_size, *options, group_id=group_id, **others
             )
         if isinstance(group, core.ProcessGroupGloo):
             register_group(group, group_id)

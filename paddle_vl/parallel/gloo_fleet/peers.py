@@ -114,9 +114,7 @@ def _not_made(name: str, ended: list[int], error: Exception | None = None) -> Pe
     problem = f"{ranks_text(ended)} ended meanwhile"
     if not ended and error is not None:
         problem = _first_line(error)
-    return _logged_error(
-        f"rank {_own_rank()}: {name} could not be made: {problem}; {_see(ended)}{CONTINUE}"
-    )
+    return _logged_error(f"{name} could not be made: {problem}; {_see(ended)}{CONTINUE}")
 
 
 def _explained(
@@ -139,8 +137,7 @@ def _explained(
         problem = f"got no answer in {seconds:.0f} s: {late or 'the last one came too late'}"
     else:
         problem = f"failed: {_first_line(error)}"
-    what = f"rank {_own_rank()}: {operation} of ranks {ranks}"
-    return _logged_error(f"{what} {problem}; {_see(culprits)}{CONTINUE}")
+    return _logged_error(f"{operation} of ranks {ranks} {problem}; {_see(culprits)}{CONTINUE}")
 
 
 def _late_ranks(operation: str, ranks: list[int]) -> list[int]:
@@ -164,15 +161,12 @@ def _see(ranks: list[int]) -> str:
     return f"{logs_text(ranks)} for the cause, and " if ranks else ""
 
 
-def _own_rank() -> int:
-    return of_this_process[0].rank
-
-
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _logged_error(message: str) -> PeerError:
+    message = f"rank {of_this_process[0].rank}: {message}"
     # Logged at once: a launcher that has seen a rank end kills the others within a second.
     logger.error(message)
     return peer_error(message)

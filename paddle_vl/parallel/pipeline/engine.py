@@ -2,21 +2,20 @@
 
 `fleet.distributed_model` turns a `PipelineLayer` into the class that runs the schedule. Here that
 layer contains functions instead of layers, so the model keeps its own parameter names,
-initialization and files. `_check` verifies the private attributes of fleet's engine that are used.
+initialization and files.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import Any
 
 import paddle
 import paddle.distributed as dist
-from paddle import Tensor
+from paddle import Tensor, nn
 from paddle.distributed import fleet
 from paddle.distributed.fleet.meta_parallel import (
     DualPipeVParallel,
     PipelineLayer,
-    PipelineParallel,
     PipelineParallelMicroStepLocations,
     dualpipev,
 )
@@ -24,38 +23,14 @@ from paddle.distributed.fleet.meta_parallel.pipeline_parallel import (
     PipelineParallelMicroStepCallback,
 )
 from paddle.distributed.fleet.meta_parallel.pp_utils.utils import paddle_2_number
+from paddle.distributed.fleet.meta_parallel.zero_bubble_utils import SplitBWMatmul
 
+from paddle_vl.nn.linear import use_product
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.pipeline.schedule import num_chunks
 
 # (chunk number, micro-batch number, rows of the previous chunk) -> rows for the next chunk.
 RunChunk = Callable[[int, int, Tensor | None], Any]
-
-_PRIVATE = (
-    "callbacks",
-    "accumulate_steps",
-    "_broadcast_final_loss",
-    "_init_user_hooks",
-    "_p2p_helper",
-)
-_PRIVATE_OF_DUALPIPEV = (
-    "need_broadcast_meta",
-    "need_recv_meta",
-    "_backward_compute",
-    "_commit_and_wait_comm",
-    "_free_tensors",
-    "_get_forward_inputs",
-    "_weight_pass",
-)
-_PRIVATE_OF_META = (
-    "send_shape_message",
-    "send_dtype_message",
-    "recv_shape_message",
-    "recv_dtype_message",
-    "recv_stop_gradient",
-    "has_send_meta",
-    "has_recv_meta",
-)
 
 
 class Engine:
@@ -65,9 +40,6 @@ class Engine:
         run_chunk: runs one of this stage's chunks on a micro-batch.
         loss: of the last chunk's output.
         end_micro_batch: called after each backward pass of a chunk.
-
-    Raises:
-        RuntimeError: Paddle's engine is not the one that this was written for.
     """
 
     def __init__(
@@ -92,7 +64,6 @@ class Engine:
         )
         # A PipelineParallel; Any, as its stubs lack the attributes used here.
         self.fleet: Any = fleet.distributed_model(chunks)
-        _check(self.fleet)
         # Fleet shares one list of callbacks between all engines of a process.
         self.fleet.callbacks = PipelineParallelMicroStepCallback()
         if is_v:
@@ -193,19 +164,20 @@ def _complete_dualpipev(engine: Any, end_micro_batch: Callable[[], None]) -> Non
         engine._commit_and_wait_comm = commit_and_wait
 
 
-def _check(engine: PipelineParallel) -> None:
-    """Raise RuntimeError for an engine that lacks an attribute used here."""
-    meta = getattr(getattr(engine, "_p2p_helper", None), "_send_recv_meta", None)
-    wanted = [(engine, name) for name in _PRIVATE]
-    if isinstance(engine, DualPipeVParallel):
-        wanted += [(engine, name) for name in _PRIVATE_OF_DUALPIPEV]
-    wanted += [(meta, name) for name in _PRIVATE_OF_META]
-    if getattr(engine, "_dynamic_shape", False):
-        helper = getattr(engine, "_p2p_helper", None)
-        wanted += [(helper, "_send_recv_meta_list"), (helper, "_dynamic_cnt")]
-    lacking = [f"{type(of).__name__}.{name}" for of, name in wanted if not hasattr(of, name)]
-    if lacking:
-        raise RuntimeError(
-            f"paddlepaddle {paddle.__version__} has another fleet pipeline than this was written "
-            f"for, without {', '.join(lacking)}: install paddlepaddle 3.3.1"
-        )
+def split_backward(layers: Iterable[nn.Layer]) -> None:
+    """Make linears compute the input's gradient first, and the weight's when fleet asks for it.
+
+    Zero-bubble schedules (DualPipeV) compute the weights' gradients where a stage would wait.
+    Linears that are split over a tensor-parallel group are fleet's own and have no such form. Hooks
+    on the gradients of these weights are not called then.
+
+    Source: Qi et al., Zero Bubble Pipeline Parallelism, https://arxiv.org/abs/2401.10241.
+    """
+    for layer in layers:
+        for parameter in layer.parameters():
+            if parameter.ndim == 2:
+                use_product(parameter, _split_product)
+
+
+def _split_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return SplitBWMatmul.apply(x, weight, bias)

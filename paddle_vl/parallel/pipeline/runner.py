@@ -10,7 +10,7 @@ to the reserved size. With `pp_shapes: dynamic` fleet sends each shape instead.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import paddle
 from paddle import Tensor, nn
@@ -23,6 +23,17 @@ from paddle_vl.parallel.pipeline.engine import Engine
 from paddle_vl.parallel.pipeline.schedule import chunks_of_stage, evaluated_batches
 
 
+class ReservedRows(NamedTuple):
+    """The largest micro-batch that messages have room for, over all mp ranks.
+
+    Attributes:
+        tokens, visual: its token rows, and how many of them are visual.
+    """
+
+    tokens: int
+    visual: int
+
+
 class ModelChunk(Protocol):
     """Consecutive layers of a model."""
 
@@ -33,7 +44,7 @@ class ModelChunk(Protocol):
         """Shape of the received rows, from the batch alone."""
         ...
 
-    def reserved_shape(self, batch: Any, rows: "ReservedRows") -> tuple[int, ...]:
+    def reserved_shape(self, batch: Any, rows: ReservedRows) -> tuple[int, ...]:
         """The same for the largest reserved micro-batch; called only if one is reserved.
 
         Raises:
@@ -43,20 +54,6 @@ class ModelChunk(Protocol):
 
     def __call__(self, batch: Any, rows: Tensor | None = None, /) -> Any:
         """Rows for the next chunk; the output of the model for the last one."""
-
-
-class ReservedRows(Protocol):
-    """The largest micro-batch that messages have room for, over all mp ranks.
-
-    Attributes:
-        tokens, visual: its token rows, and how many of them are visual.
-    """
-
-    @property
-    def tokens(self) -> int: ...
-
-    @property
-    def visual(self) -> int: ...
 
 
 class PipelineRunner:

@@ -17,10 +17,6 @@ from paddle.base.framework import EagerParamBase
 from paddle_vl.nn.master_weights import WideGradients, master_copy
 from paddle_vl.parallel.collectives import BUCKET_ELEMENTS
 
-# Reduce-scatters in flight during a backward pass. One overlaps with the backward of the next unit;
-# more would only keep more packed gradients, as a group runs one collective at a time.
-MAX_REDUCTIONS = 1
-
 
 class Pending:
     """A collective in flight.
@@ -58,7 +54,10 @@ def start_reduce_scatter(packed_SN: Tensor, group) -> Pending:
 
 
 class Reductions:
-    """Reduce-scatters of the gradients of all buckets, at most `MAX_REDUCTIONS` in flight.
+    """Reduce-scatters of the gradients of all buckets, one in flight.
+
+    It overlaps with the backward pass of the next unit. More would only keep more packed gradients,
+    as a group runs one collective at a time.
 
     Attributes:
         dtype: dtype of the messages.
@@ -67,35 +66,31 @@ class Reductions:
     def __init__(self, group, dtype: Literal["float32", "bfloat16"]):
         self.group = group
         self.dtype: Literal["float32", "bfloat16"] = dtype
-        self._in_flight: dict[Hashable, Pending] = {}
+        self._in_flight: tuple[Hashable, Pending] | None = None
         self._sums: dict[Hashable, Tensor] = {}
 
+    @paddle.no_grad()
     def make_room(self) -> None:
         """Wait until another one may start and reuse the memory of an earlier input."""
-        while len(self._in_flight) >= MAX_REDUCTIONS:
-            self._finish(next(iter(self._in_flight)))
+        if self._in_flight is None:
+            return
+        (owner, pending), self._in_flight = self._in_flight, None
+        own_N, total_N = pending.result().astype("float32"), self._sums.get(owner)
+        self._sums[owner] = own_N if total_N is None else total_N.add_(own_N)
 
     def start(self, owner: Hashable, packed_SN: Tensor) -> None:
         """Start a reduce-scatter, after `make_room`; its output is added to the owner's sum."""
-        self._finish(owner)
-        self._in_flight[owner] = start_reduce_scatter(packed_SN, self.group)
+        self._in_flight = owner, start_reduce_scatter(packed_SN, self.group)
 
     def pop_sum(self, owner: Hashable) -> Tensor | None:
         """Remove and return the sum of an owner's outputs, `[N]` float32; None without any."""
-        self._finish(owner)
+        if self._in_flight is not None and self._in_flight[0] is owner:
+            self.make_room()
         return self._sums.pop(owner, None)
 
     def sums(self) -> list[Tensor]:
         """Sums of outputs that have arrived."""
         return list(self._sums.values())
-
-    @paddle.no_grad()
-    def _finish(self, owner: Hashable) -> None:
-        pending = self._in_flight.pop(owner, None)
-        if pending is None:
-            return
-        own_N, total_N = pending.result().astype("float32"), self._sums.get(owner)
-        self._sums[owner] = own_N if total_N is None else total_N.add_(own_N)
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,13 +135,21 @@ def local_shard(full: Tensor, group, dtype) -> Tensor:
     return paddle.concat([own, paddle.zeros([length - stop + start], dtype=dtype)])
 
 
-def check_full_shape(full: np.ndarray, parameter: Tensor) -> None:
-    """Raise ValueError unless an unsharded array has the parameter's shape."""
+def own_slice(full: np.ndarray, parameter: Tensor, begin: int, end: int) -> np.ndarray:
+    """Elements `begin` to `end` of an array in the parameter's shape, flat, padded with zeros.
+
+    Raises:
+        ValueError: the array has another shape.
+    """
     if full.shape != tuple(parameter.shape):
         raise ValueError(
             f"an array {list(full.shape)} to take a shard of does not have the shape "
             f"{list(parameter.shape)} of {parameter.name}"
         )
+    own = np.zeros([max(end - begin, 0)], full.dtype)
+    values = full.reshape(-1)[begin : max(end, begin)]
+    own[: values.size] = values
+    return own
 
 
 def padded_rows(full: Tensor, num_ranks: int) -> Tensor:

@@ -23,13 +23,16 @@ import paddle
 import paddle.distributed as dist
 from paddle import Tensor, nn
 from paddle.distributed import fleet
+from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding_optimizer import (
+    DygraphShardingOptimizerV2,
+)
+from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer
 
 from paddle_vl.nn.adamw import AdamW
 from paddle_vl.nn.flat_buckets import FlatBucket
 from paddle_vl.nn.master_weights import master_copy
 from paddle_vl.nn.parameter_table import ParameterTable, Tie
-from paddle_vl.parallel.sharding import fleet_buffers
-from paddle_vl.parallel.sharding.buckets import check_full_shape
+from paddle_vl.parallel.sharding.buckets import own_slice
 from paddle_vl.parallel.sharding.fleet_buffers import OrderedGathers, OrderedReductions
 from paddle_vl.parallel.topology import Topology
 
@@ -53,9 +56,6 @@ class FleetSharding:
         units: layers whose parameters nothing else uses; with `overlaps_gathers` the forward pass
             of each waits for its own parameters only.
         overlaps_gathers: all-gather updated parameters during the next step's forward pass.
-
-    Raises:
-        RuntimeError: fleet's sharding optimizer is not the one that this was written for.
     """
 
     stage = 1
@@ -68,7 +68,6 @@ class FleetSharding:
         units: Iterable[nn.Layer] = (),
         overlaps_gathers: bool = False,
     ):
-        fleet_buffers.check_functions()
         self.topology, self.group = topology, topology.sharding_group
         self._table = parameter_table
         # Any: fleet's stubs lack the attributes used here.
@@ -104,15 +103,14 @@ class FleetSharding:
                 parameter.color = "tied"
             elif self._table[parameter].is_expert:
                 parameter.color = "expert"
-        fleet_buffers.MixPrecisionLayer(nn.ParameterList(parameters), dtype="bfloat16")
+        MixPrecisionLayer(nn.ParameterList(parameters), dtype="bfloat16")
         self._hybrid = fleet.distributed_optimizer(adamw)
         self.optimizer = self._hybrid._inner_opt
-        if not isinstance(self.optimizer, fleet_buffers.DygraphShardingOptimizerV2):
+        if not isinstance(self.optimizer, DygraphShardingOptimizerV2):
             raise RuntimeError(
                 f"fleet shards the optimizer with {type(self.optimizer).__name__}: start fleet "
                 "through paddle_vl.parallel.topology.initialize with a sharding_degree above 1"
             )
-        fleet_buffers.check_attributes(self.optimizer)
         self.optimizer._collect_comm_buffers()
         self.optimizer._assign_slice_grad()
         self._buffers = list(self.optimizer._comm_buffer_list)
@@ -237,12 +235,7 @@ class FleetSharding:
         Raises:
             ValueError: the shapes differ.
         """
-        check_full_shape(full, parameter)
-        begin, end = self._span(parameter, self.group.rank)
-        own = np.zeros([max(end - begin, 0)], full.dtype)
-        values = full.reshape(-1)[begin : max(end, begin)]
-        own[: values.size] = values
-        return own
+        return own_slice(full, parameter, *self._span(parameter, self.group.rank))
 
     def numbers_of_all(self, own: Mapping[Key, Tensor | None]) -> Callable[[Key], Tensor]:
         """Non-negative scalars, each of which some ranks of the group have, with equal values.

@@ -17,8 +17,8 @@ from paddle_vl.parallel.sharding.buckets import (
     BucketEntry,
     Reductions,
     buckets_of,
-    check_full_shape,
     from_rows,
+    own_slice,
 )
 from paddle_vl.parallel.sharding.unit import (
     TableForward,
@@ -38,20 +38,11 @@ class ShardingOptions:
         reduce_dtype: dtype of reduced gradients; sums over micro-batches are float32.
         reduce_once_per_step: stage 2: accumulate full gradients in float32, and reduce them only in
             the last micro-batch's backward pass.
-
-    Raises:
-        ValueError: another dtype.
     """
 
     reshard_after_forward: bool = True
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     reduce_once_per_step: bool = False
-
-    def __post_init__(self):
-        if self.reduce_dtype not in ("float32", "bfloat16"):
-            raise ValueError(
-                f"reduce_dtype is {self.reduce_dtype!r}; it must be float32 or bfloat16"
-            )
 
 
 class Sharding:
@@ -228,12 +219,9 @@ class Sharding:
         Raises:
             ValueError: the shapes differ.
         """
-        check_full_shape(full, parameter)
         length = -(-full.size // self.group.nranks)
-        own = np.zeros(length, full.dtype)
-        values = full.reshape(-1)[self.group.rank * length :][:length]
-        own[: values.size] = values
-        return own
+        begin = self.group.rank * length
+        return own_slice(full, parameter, begin, begin + length)
 
     @property
     def _buckets(self) -> list[Bucket]:

@@ -17,8 +17,7 @@ from paddle_vl.config.load import load_run_config, save_run_config
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.config.section import setting_descriptions
 from paddle_vl.families.vlm.settings import VLRun
-from paddle_vl.parallel.degrees import Plan
-from paddle_vl.parallel.plan_rules import plan_problems
+from paddle_vl.parallel.degrees import Plan, plan_problems
 from paddle_vl.train.layout import parallel_degrees
 
 CONFIGS = Path(__file__).parents[3] / "configs"

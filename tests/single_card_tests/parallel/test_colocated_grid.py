@@ -17,8 +17,7 @@ from paddle_vl.config.families import EncoderShape
 from paddle_vl.config.parallel_settings import EncoderConfig
 from paddle_vl.parallel import random_state
 from paddle_vl.parallel.colocated.grid import ColocatedGrid, Place
-from paddle_vl.parallel.degrees import ParallelDegrees, Plan
-from paddle_vl.parallel.plan_rules import plan_problems
+from paddle_vl.parallel.degrees import ParallelDegrees, Plan, plan_problems
 
 SHAPE = EncoderShape({"vision_config.num_heads": 48})
 

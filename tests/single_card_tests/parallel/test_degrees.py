@@ -7,8 +7,7 @@ problems are reported together; valid degrees pass; numbers below 1 are refused 
 import pytest
 
 from paddle_vl.config.families import ModelShape
-from paddle_vl.parallel.degrees import ParallelDegrees, Plan
-from paddle_vl.parallel.plan_rules import plan_problems
+from paddle_vl.parallel.degrees import ParallelDegrees, Plan, plan_problems
 
 SHAPE = {
     "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 64, "intermediate_size": 24,

@@ -1,17 +1,12 @@
-"""The split of layers into model chunks, and the check of fleet's engine.
-
-Guarantees: the most expensive chunk is as cheap as possible, and the others are even; an engine
-that lacks a required private attribute is refused by name.
-"""
+"""The split of layers into model chunks: the most expensive one is as cheap as possible, and the
+others are even."""
 
 from itertools import combinations, pairwise
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_vl.parallel.pipeline.engine import _check
 from paddle_vl.parallel.pipeline.schedule import split_layers
 
 
@@ -52,12 +47,3 @@ def test_equal_layers_are_split_evenly_and_the_first_parts_are_the_shorter():
 def test_parts_that_are_not_the_most_expensive_are_even():
     found = split_layers([1.0] * 34, 4, before=16.0)
     assert [len(chunk) for chunk in found] == [1, 11, 11, 11]
-
-
-def test_another_engine_is_refused_with_what_it_lacks():
-    with pytest.raises(RuntimeError) as refusal:
-        _check(SimpleNamespace(callbacks=None, accumulate_steps=1))
-    message = str(refusal.value)
-    assert "SimpleNamespace._broadcast_final_loss" in message
-    assert "install paddlepaddle 3.3.1" in message
-    assert "callbacks" not in message

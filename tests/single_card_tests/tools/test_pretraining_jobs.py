@@ -19,8 +19,7 @@ from paddle_vl import Qwen3VLConfig
 from paddle_vl.config.load import load_run_config
 from paddle_vl.families.vlm.recipe import model_shape
 from paddle_vl.families.vlm.settings import VLRun
-from paddle_vl.parallel.degrees import Plan
-from paddle_vl.parallel.plan_rules import plan_problems
+from paddle_vl.parallel.degrees import Plan, plan_problems
 from paddle_vl.train.layout import parallel_degrees
 
 ROOT = Path(__file__).parents[3]

@@ -20,8 +20,7 @@ from paddle_vl.families.pi07.prefix_layout import Presence, presence_of
 from paddle_vl.families.pi07.recipe import encoder_shape, model_shape
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
 from paddle_vl.parallel.colocated.leaves import Leaves
-from paddle_vl.parallel.degrees import ParallelDegrees, Plan
-from paddle_vl.parallel.plan_rules import plan_problems
+from paddle_vl.parallel.degrees import ParallelDegrees, Plan, plan_problems
 from tests.single_card_tests.families.pi07 import test_flow_matching as low_level
 from tests.single_card_tests.families.pi07 import test_planner as planner
 from tests.single_card_tests.families.pi07.test_pi07_stage import gradients_of, ranges
