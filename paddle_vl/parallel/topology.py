@@ -141,7 +141,7 @@ def initialize(
     Raises:
         ValueError: the degrees contradict each other or the world size; see also
             `paddle_vl.parallel.collective_check`.
-        RuntimeError: Paddle is not 3.3, or fleet was started with other degrees before.
+        RuntimeError: a CPU build of Paddle is not 3.3; fleet was started with other degrees.
     """
     problems = plan_problems(Plan(degrees, dist.get_world_size()))
     raise_problems([*problems, *fleet_problems(options or FleetConfig(), degrees)])

@@ -1,7 +1,7 @@
 """Refusals of the gloo patches for Paddle and of the gloo timeout.
 
 Guarantees: an unknown Paddle version is refused before anything is patched; builds with an
-accelerator and other backends stay unpatched; every patch has a reason; the symbols that set the
+accelerator and other backends stay unpatched, and only warn of the version; every patch has a reason; the symbols that set the
 timeout exist, a missing one is refused by name, and the timeout cannot change after the rendezvous.
 multi_card_tests/test_pauses.py tests that the timeout takes effect.
 """
@@ -11,6 +11,7 @@ import pytest
 
 from paddle_vl.parallel import gloo_fleet
 from paddle_vl.parallel.gloo_fleet import time_limit
+from paddle_vl.parallel.gloo_fleet.patch import check_version
 from paddle_vl.parallel.store import rendezvous
 
 
@@ -34,6 +35,14 @@ def test_unknown_version_is_refused(monkeypatch, version):
     monkeypatch.setattr(paddle, "__version__", version)
     with pytest.raises(RuntimeError, match=rf"paddlepaddle {version} runs here.*paddlepaddle 3\.3"):
         gloo_fleet.install()
+
+
+@pytest.mark.parametrize("version", ["3.4.0", "0.0.0"])
+def test_unknown_version_on_gpus_is_warned_of(monkeypatch, caplog, version):
+    monkeypatch.setattr(paddle, "__version__", version)
+    monkeypatch.setattr(paddle, "is_compiled_with_cuda", lambda: True)
+    check_version()
+    assert f"paddlepaddle {version} runs here" in caplog.text
 
 
 @pytest.mark.parametrize(
