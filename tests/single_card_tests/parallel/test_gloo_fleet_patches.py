@@ -1,9 +1,9 @@
 """Refusals of the gloo patches for Paddle and of the gloo timeout.
 
-Guarantees: an unknown Paddle version is refused before anything is patched; builds with an
-accelerator and other backends stay unpatched, and only warn of the version; every patch has a reason; the symbols that set the
-timeout exist, a missing one is refused by name, and the timeout cannot change after the rendezvous.
-multi_card_tests/test_pauses.py tests that the timeout takes effect.
+Guarantees: an unknown Paddle version is refused before anything is patched, and on GPUs warned of;
+builds with an accelerator and other backends stay unpatched; every patch has a reason; the symbols
+that set the timeout exist, a missing one is refused by name, and the timeout cannot change after the
+rendezvous. multi_card_tests/test_pauses.py tests that the timeout takes effect.
 """
 
 import paddle
