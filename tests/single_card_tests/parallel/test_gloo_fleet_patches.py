@@ -2,8 +2,8 @@
 
 Guarantees: an unknown Paddle version is refused before anything is patched, and on GPUs warned of;
 builds with an accelerator and other backends stay unpatched; every patch has a reason; the symbols
-that set the timeout exist, a missing one is refused by name, and the timeout cannot change after the
-rendezvous. multi_card_tests/test_pauses.py tests that the timeout takes effect.
+that set the timeout exist, a missing one is refused by name, and the timeout cannot change after
+the rendezvous. multi_card_tests/test_pauses.py tests that the timeout takes effect.
 """
 
 import paddle
