@@ -10,6 +10,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -314,8 +315,23 @@ def bytes_of(tensor: TensorToWrite, produced: np.ndarray) -> np.ndarray:
     return array.reshape(-1).view(np.uint8)
 
 
-def write_file(file: Path, tensors: Iterable[TensorToWrite]) -> FileSum:
+def write_file(
+    file: Path, tensors: Iterable[TensorToWrite], go_on: Callable[[], None] | None = None
+) -> FileSum:
+    """Write tensors as `write_bytes` does, one in memory at a time."""
+    tensors = list(tensors)
+    parts = (bytes_of(tensor, tensor.produce()) for tensor in tensors)
+    return write_bytes(file, chain([file_header(tensors)], parts), go_on)
+
+
+def write_bytes(
+    file: Path, parts: Iterable[Any], go_on: Callable[[], None] | None = None
+) -> FileSum:
     """Write one file atomically: it gets its name when it is complete on disk.
+
+    Args:
+        parts: contiguous buffers.
+        go_on: called between pieces; it raises to abort the write.
 
     Returns:
         Its size and checksum.
@@ -323,10 +339,10 @@ def write_file(file: Path, tensors: Iterable[TensorToWrite]) -> FileSum:
     Raises:
         OSError: the file cannot be written; the error names it.
     """
-    tensors = list(tensors)
     with replacing(file) as partial, partial.open("wb") as stream:
         summed = SummedStream(stream)
-        summed.write(file_header(tensors))
-        for tensor in tensors:
-            summed.write(bytes_of(tensor, tensor.produce()))
+        for part in parts:
+            summed.write(part, go_on)
+            # Free it before the next one is made.
+            del part
         return summed.to_disk()
