@@ -1,7 +1,6 @@
 """How a model is distributed over the ranks of a run: its placement, store and runner."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,24 +27,6 @@ from paddle_vl.parallel.tensor import FleetCheckpointRanks, FleetPlacement
 from paddle_vl.parallel.topology import Topology
 from paddle_vl.train.phases import Phase, phase
 from paddle_vl.train.step import ModelRunner, Runner
-
-
-@dataclass(frozen=True)
-class ReservedRows:
-    """The largest micro-batch that a pipeline's messages have room for, over all mp ranks.
-
-    Attributes:
-        tokens, visual: its token rows, and how many of them are visual.
-    """
-
-    tokens: int
-    visual: int
-
-    @classmethod
-    def of(cls, config: RunConfig) -> "ReservedRows | None":
-        """From the settings of the model's family; None if they reserve nothing."""
-        rows = config.reserved_rows
-        return None if rows is None else cls(*rows)
 
 
 def parallel_degrees(config: RunConfig) -> ParallelDegrees:
@@ -80,7 +61,6 @@ class Layout:
         degrees = topology.degrees
         plan = Plan(degrees, topology.world_size, shape, pad_to_multiple_of, encoder_shape)
         raise_problems(plan_problems(plan))
-        self.reserved = ReservedRows.of(config)
         layers, before, after = costs
         if config.parallel.pp_split == "count":
             layers, before, after = [1] * len(layers), 0, 0
@@ -197,7 +177,7 @@ class Layout:
             loss,
             adapter,
             ranks.data_size,
-            self.reserved,
+            self.config.reserved_rows,
             partial(phase, Phase.FORWARD_BACKWARD),
             **settings,
         )

@@ -109,7 +109,9 @@ def test_arrays_round_trip(tmp_path):
 
 def test_damaged_state_is_reported(tmp_path):
     (tmp_path / checkpoints.STATE_FILE).write_text('{"step": ')
-    with pytest.raises(RuntimeError, match=r"trainer_state\.json cannot be read"):
+    with pytest.raises(
+        RuntimeError, match=r"trainer_state\.json is not valid JSON: .*; resume from another"
+    ):
         checkpoints.load_state(tmp_path)
 
 

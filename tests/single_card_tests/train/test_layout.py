@@ -8,7 +8,6 @@ import pytest
 
 from paddle_vl.families.pi07.settings import PI07Run
 from paddle_vl.families.vlm.settings import VLRun
-from paddle_vl.train.layout import ReservedRows
 
 
 def make_config(data: dict, **parallel) -> VLRun:
@@ -36,11 +35,11 @@ PACKED = {"packing": True, "packing_length": 200, "max_vision_tokens_per_row": 2
     ],
 )
 def test_bounds_of_the_data_complete_what_is_reserved(data, parallel, tokens, visual):
-    assert ReservedRows.of(make_config(data, **parallel)) == ReservedRows(tokens, visual)
+    assert make_config(data, **parallel).reserved_rows == (tokens, visual)
 
 
 def test_nothing_is_reserved_that_is_not_asked_for():
-    assert ReservedRows.of(make_config(PACKED)) is None
+    assert make_config(PACKED).reserved_rows is None
 
 
 def test_a_policy_reserves_no_rows():
@@ -51,4 +50,4 @@ def test_a_policy_reserves_no_rows():
             "train": {"output_dir": "none"},
         }
     )
-    assert ReservedRows.of(config) is None
+    assert config.reserved_rows is None
