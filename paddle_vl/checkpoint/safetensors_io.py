@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paddle_vl.checkpoint.manifest import FileSum, SummedStream
-from paddle_vl.files.text_file import parse_json_object, read_json_object, replacing, shown
+from paddle_vl.checkpoint.manifest import FileSum, write_bytes
+from paddle_vl.files.text_file import parse_json_object, read_json_object, shown
 
 _NUMPY_DTYPES = {
     "F64": np.float64,
@@ -322,27 +322,3 @@ def write_file(
     tensors = list(tensors)
     parts = (bytes_of(tensor, tensor.produce()) for tensor in tensors)
     return write_bytes(file, chain([file_header(tensors)], parts), go_on)
-
-
-def write_bytes(
-    file: Path, parts: Iterable[Any], go_on: Callable[[], None] | None = None
-) -> FileSum:
-    """Write one file atomically: it gets its name when it is complete on disk.
-
-    Args:
-        parts: contiguous buffers.
-        go_on: called between pieces; it raises to abort the write.
-
-    Returns:
-        Its size and checksum.
-
-    Raises:
-        OSError: the file cannot be written; the error names it.
-    """
-    with replacing(file) as partial, partial.open("wb") as stream:
-        summed = SummedStream(stream)
-        for part in parts:
-            summed.write(part, go_on)
-            # Free it before the next one is made.
-            del part
-        return summed.to_disk()

@@ -34,7 +34,7 @@ class _Loader(yaml.SafeLoader):
                 f"line {mark.line + 1}: lists and mappings are nested more than {_MAX_DEPTH} deep"
             )
         if len(self._sizes) > _MAX_VALUES:
-            raise _TooLargeError(
+            raise yaml.YAMLError(
                 f"it has more than {_MAX_VALUES:,} values; settings never need so many"
             )
         is_alias = self.check_event(yaml.AliasEvent)
@@ -44,14 +44,14 @@ class _Loader(yaml.SafeLoader):
         assert node is not None
         line = node.start_mark.line + 1
         if is_alias and id(node) not in self._sizes:
-            raise _TooLargeError(f"line {line}: an alias is inside its own anchor: write it out")
+            raise yaml.YAMLError(f"line {line}: an alias is inside its own anchor: write it out")
         if not is_alias:
             inner = [] if isinstance(node, yaml.ScalarNode) else node.value
             if isinstance(node, yaml.MappingNode):
                 inner = [item for pair in node.value for item in pair]
             self._sizes[id(node)] = 1 + sum(self._sizes[id(item)] for item in inner)
         if self._sizes[id(node)] > _MAX_VALUES:
-            raise _TooLargeError(
+            raise yaml.YAMLError(
                 f"line {line}: with its aliases expanded this has more than {_MAX_VALUES:,} "
                 "values, which settings never need: write it out without aliases"
             )
@@ -98,18 +98,12 @@ def read_document(text: str, name: str) -> tuple[Any, yaml.Node | None]:
     except yaml.YAMLError as error:
         raise ValueError(str(error).replace("<unicode string>", name)) from error
     except _CONSTRUCTION_ERRORS as error:
-        if isinstance(error, _TooLargeError):
-            raise ValueError(str(error)) from error
         raise ValueError(f"a value is not what it looks like: {error}") from error
     finally:
         if loader is not None:
             loader.dispose()
     _check_values(value, "")
     return value, node
-
-
-class _TooLargeError(ValueError):
-    pass
 
 
 def _check_values(value: Any, place: str) -> None:

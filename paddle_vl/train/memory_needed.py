@@ -11,7 +11,6 @@ from paddle_vl.config.parallel_settings import ParallelConfig
 from paddle_vl.config.validate import machine_memory
 
 GB = 10**9
-_BYTES = {paddle.float64: 8, paddle.float32: 4, paddle.bfloat16: 2, paddle.float16: 2}
 # AdamW's two moments, and the master weight of a half-precision parameter.
 _MOMENTS, _MASTER = 8, 4
 
@@ -47,7 +46,7 @@ class NeededMemory:
             ranks, stage = encoder_lanes if parallel.encoder.sharding_stage else 1, 1
         count = weights = gradients = optimizer = 0
         for parameter in parameters:
-            size, width = prod(parameter.shape), _BYTES.get(parameter.dtype, 4)
+            size, width = prod(parameter.shape), parameter.element_size()
             count += size
             weights += size * width
             if not parameter.stop_gradient:

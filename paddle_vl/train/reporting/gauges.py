@@ -4,16 +4,15 @@ The values of a rank form one small tensor; the tensors of all ranks are gathere
 host. Shapes: P ranks, K values.
 """
 
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import paddle
 from paddle import Tensor
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
+from paddle_vl.processes import resident_bytes
+
 # Values of this rank by name: numbers, and tensors `[n]` of equally many entries on all ranks.
 OwnValues = Mapping[str, float | Tensor]
 
@@ -79,4 +78,4 @@ def memory_in_use() -> int:
     resident set now. Does not wait for the device."""
     if not paddle.get_device().startswith("cpu"):
         return int(paddle.device.cuda.max_memory_allocated())
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE
+    return resident_bytes()

@@ -24,8 +24,8 @@ from paddle_vl.checkpoint.manifest import (
     damaged_files,
     files_as_json,
     files_from_json,
+    write_bytes,
 )
-from paddle_vl.files.text_file import replacing
 from paddle_vl.train.checkpoint import flush_to_disk, partial_of, remove_folder, replaced_of
 from paddle_vl.train.saving.snapshot import AbandonedError, Snapshot
 
@@ -58,9 +58,7 @@ class RankFiles:
             "doubts": list(self.doubts),
             "error": self.error,
         }
-        with replacing(_part_file(partial, rank)) as unfinished:
-            unfinished.write_text(json.dumps(values), encoding="utf-8")
-            flush_to_disk(unfinished)
+        write_bytes(_part_file(partial, rank), [json.dumps(values).encode()])
 
     @classmethod
     def read(cls, partial: Path, rank: int) -> "RankFiles | None":

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from paddle_vl.checkpoint.manifest import FileSum
+from paddle_vl.checkpoint.manifest import FileSum, write_bytes
 from paddle_vl.checkpoint.safetensors_io import (
     FileWriter,
     TensorToWrite,
-    write_bytes,
     write_file,
 )
 from paddle_vl.threads import JoinedThread
