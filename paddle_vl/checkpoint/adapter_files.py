@@ -26,6 +26,7 @@ from paddle_vl.checkpoint.safetensors_io import (
     write_file,
 )
 from paddle_vl.config.schema import LoRAConfig
+from paddle_vl.files.checked_values import explained
 from paddle_vl.files.text_file import read_json_object, shown, write_text
 
 CONFIG_FILE = "adapter_config.json"
@@ -116,12 +117,7 @@ class StoredAdapter:
         try:
             config = LoRAConfig(**settings, target_modules=targets)
         except ValidationError as error:
-            found = "; ".join(
-                f"{fault['loc'][0]} is {shown(fault['input'])}, "
-                f"{fault['msg'].replace('Input', 'it', 1)}"
-                for fault in error.errors()
-            )
-            raise ValueError(f"{folder / CONFIG_FILE}: {found}") from error
+            raise ValueError(f"{folder / CONFIG_FILE}: {explained(error)}") from error
         saved = tuple(values.get("modules_to_save") or ())
         return cls(folder, config, saved, values.get("base_model_name_or_path"), tensors)
 

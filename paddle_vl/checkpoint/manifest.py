@@ -18,6 +18,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import xxhash
 
+from paddle_vl.files.text_file import replacing
+
 MANIFEST_FILE = "manifest.json"
 CHECKSUM = "xxh3_128"
 FORMAT = 1
@@ -80,6 +82,30 @@ class SummedStream:
         self._size_on_disk = self._size
 
 
+def write_bytes(
+    file: Path, parts: Iterable[Any], go_on: Callable[[], None] | None = None
+) -> FileSum:
+    """Write one file atomically: it gets its name when it is complete on disk.
+
+    Args:
+        parts: contiguous buffers.
+        go_on: called between pieces; it raises to abort the write.
+
+    Returns:
+        Its size and checksum.
+
+    Raises:
+        OSError: the file cannot be written; the error names it.
+    """
+    with replacing(file) as partial, partial.open("wb") as stream:
+        summed = SummedStream(stream)
+        for part in parts:
+            summed.write(part, go_on)
+            # Free it before the next one is made.
+            del part
+        return summed.to_disk()
+
+
 @dataclass(frozen=True)
 class Manifest:
     """The files of a checkpoint.
@@ -103,10 +129,7 @@ class Manifest:
             "nonfinite_updates": self.nonfinite_updates,
             "files": dict(sorted(files_as_json(self.files).items())),
         }
-        with (folder / MANIFEST_FILE).open("w", encoding="utf-8") as stream:
-            stream.write(json.dumps(values, indent=1))
-            stream.flush()
-            os.fsync(stream.fileno())
+        write_bytes(folder / MANIFEST_FILE, [json.dumps(values, indent=1).encode()])
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest | None":

@@ -10,13 +10,14 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from paddle_vl.checkpoint.manifest import FileSum, SummedStream
-from paddle_vl.files.text_file import parse_json_object, read_json_object, replacing, shown
+from paddle_vl.checkpoint.manifest import FileSum, write_bytes
+from paddle_vl.files.text_file import parse_json_object, read_json_object, shown
 
 _NUMPY_DTYPES = {
     "F64": np.float64,
@@ -314,19 +315,10 @@ def bytes_of(tensor: TensorToWrite, produced: np.ndarray) -> np.ndarray:
     return array.reshape(-1).view(np.uint8)
 
 
-def write_file(file: Path, tensors: Iterable[TensorToWrite]) -> FileSum:
-    """Write one file atomically: it gets its name when it is complete on disk.
-
-    Returns:
-        Its size and checksum.
-
-    Raises:
-        OSError: the file cannot be written; the error names it.
-    """
+def write_file(
+    file: Path, tensors: Iterable[TensorToWrite], go_on: Callable[[], None] | None = None
+) -> FileSum:
+    """Write tensors as `write_bytes` does, one in memory at a time."""
     tensors = list(tensors)
-    with replacing(file) as partial, partial.open("wb") as stream:
-        summed = SummedStream(stream)
-        summed.write(file_header(tensors))
-        for tensor in tensors:
-            summed.write(bytes_of(tensor, tensor.produce()))
-        return summed.to_disk()
+    parts = (bytes_of(tensor, tensor.produce()) for tensor in tensors)
+    return write_bytes(file, chain([file_header(tensors)], parts), go_on)

@@ -3,7 +3,6 @@
 import argparse
 import logging
 import os
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,13 @@ def add_evaluate(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--data", metavar="FILE", nargs="+", required=True, help="JSONL files of conversations"
     )
-    _add_max_new_tokens(parser, 64)
+    parser.add_argument(
+        "--max-new-tokens",
+        type=positive,
+        default=64,
+        metavar="N",
+        help="longest answer, in tokens (default 64)",
+    )
     parser.add_argument(
         "--batch-size", type=positive, default=8, metavar="N", help="samples at once (default 8)"
     )
@@ -114,7 +119,7 @@ def add_generate(subparsers: argparse._SubParsersAction) -> None:
             metavar="FILE",
             # One list for both kinds keeps their order.
             dest="media",
-            type=partial(_media, kind),
+            type=lambda file, kind=kind: (kind, file),
             action="append",
             default=[],
             help=f"{name}; repeat it for several, in the order of the <{kind}> tags of the prompt; "
@@ -280,20 +285,6 @@ def _generation_settings(options: argparse.Namespace) -> dict[str, Any]:
     return settings
 
 
-def _add_max_new_tokens(parser: argparse.ArgumentParser, default: int) -> None:
-    parser.add_argument(
-        "--max-new-tokens",
-        type=positive,
-        default=default,
-        metavar="N",
-        help=f"longest answer, in tokens (default {default})",
-    )
-
-
-def _media(kind: str, file: str) -> tuple[str, str]:
-    return kind, file
-
-
 def add_run(parser: argparse.ArgumentParser, nproc_help: str) -> None:
     """The arguments of a run: settings, overrides and number of ranks."""
     parser.add_argument("config", metavar="CONFIG", help="YAML file with the run's settings")
@@ -328,9 +319,17 @@ def with_data_parallel(options: argparse.Namespace, config: Any) -> Any:
 
 
 def positive(text: str) -> int:
+    return _whole(text, 1)
+
+
+def natural(text: str) -> int:
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text} is not at least {least}")
     if value > _LARGEST:
         raise argparse.ArgumentTypeError(f"{text[:40]} is beyond {_LARGEST:,}")
     return value

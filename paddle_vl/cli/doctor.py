@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from paddle_vl.cli.commands import configure_runtime
+from paddle_vl.cli.commands import configure_runtime, configure_training_runtime
 
 _MAIN = Path(__file__).parents[1] / "__main__.py"
 _EPILOG = """\
@@ -50,13 +50,13 @@ def doctor(options: argparse.Namespace) -> int:
         0, or 1 if anything is wrong.
     """
     if options.worker:
-        _configure()
+        configure_training_runtime()
         from paddle_vl.doctor.check import all_checks
         from paddle_vl.doctor.worker import run_worker
 
         return run_worker(Path(options.worker), all_checks)
     if options.rank:
-        _configure()
+        configure_training_runtime()
         from paddle_vl.doctor.ranks import run_rank
 
         return run_rank(Path(options.rank))
@@ -79,11 +79,3 @@ def doctor(options: argparse.Namespace) -> int:
         )
     command = [sys.executable, "-u", str(_MAIN), "doctor", "--worker"]
     return examine(command, options.only, options.quick, file)
-
-
-def _configure() -> None:
-    """Configure the process as that of a run."""
-    configure_runtime()
-    from paddle_vl.train.allocator import configure_allocator
-
-    configure_allocator()

@@ -8,6 +8,7 @@ from typing import Any
 from paddle_vl.cli.commands import (
     add_run,
     configure_training_runtime,
+    natural,
     positive,
     with_data_parallel,
 )
@@ -122,13 +123,6 @@ def _train_in_ranks(options: argparse.Namespace, config: Any) -> int:
         config.train.stop_grace_s,
         restarts.after,
     )
-
-
-def natural(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is below 0")
-    return value
 
 
 def _settings_help() -> str:

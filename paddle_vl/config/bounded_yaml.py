@@ -21,23 +21,40 @@ _CONSTRUCTION_ERRORS = (
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader with limits, which reads 1e-4 as a number like YAML 1.2."""
 
-    depth = 0
-    num_nodes = 0
+    def __init__(self, text: str):
+        super().__init__(text)
+        self._depth = 0
+        # Values of each finished node, with aliases expanded, by id().
+        self._sizes: dict[int, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self.depth == _MAX_DEPTH:
+        if self._depth == _MAX_DEPTH:
             mark = self.peek_event().start_mark
             raise yaml.YAMLError(
                 f"line {mark.line + 1}: lists and mappings are nested more than {_MAX_DEPTH} deep"
             )
-        self.num_nodes += 1
-        if self.num_nodes > _MAX_VALUES:
-            raise _TooLargeError(
+        if len(self._sizes) > _MAX_VALUES:
+            raise yaml.YAMLError(
                 f"it has more than {_MAX_VALUES:,} values; settings never need so many"
             )
-        self.depth += 1
+        is_alias = self.check_event(yaml.AliasEvent)
+        self._depth += 1
         node = super().compose_node(parent, index)
-        self.depth -= 1
+        self._depth -= 1
+        assert node is not None
+        line = node.start_mark.line + 1
+        if is_alias and id(node) not in self._sizes:
+            raise yaml.YAMLError(f"line {line}: an alias is inside its own anchor: write it out")
+        if not is_alias:
+            inner = [] if isinstance(node, yaml.ScalarNode) else node.value
+            if isinstance(node, yaml.MappingNode):
+                inner = [item for pair in node.value for item in pair]
+            self._sizes[id(node)] = 1 + sum(self._sizes[id(item)] for item in inner)
+        if self._sizes[id(node)] > _MAX_VALUES:
+            raise yaml.YAMLError(
+                f"line {line}: with its aliases expanded this has more than {_MAX_VALUES:,} "
+                "values, which settings never need: write it out without aliases"
+            )
         return node
 
 
@@ -77,50 +94,16 @@ def read_document(text: str, name: str) -> tuple[Any, yaml.Node | None]:
         node = loader.get_single_node()
         if node is None:
             return None, None
-        _check_size(node)
         value = loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ValueError(str(error).replace("<unicode string>", name)) from error
     except _CONSTRUCTION_ERRORS as error:
-        if isinstance(error, _TooLargeError):
-            raise ValueError(str(error)) from error
         raise ValueError(f"a value is not what it looks like: {error}") from error
     finally:
         if loader is not None:
             loader.dispose()
     _check_values(value, "")
     return value, node
-
-
-class _TooLargeError(ValueError):
-    pass
-
-
-def _check_size(root: yaml.Node) -> None:
-    """Count the values of a document with all aliases expanded."""
-    sizes: dict[int, int | None] = {}
-
-    def size(node: yaml.Node) -> int:
-        known = sizes.get(id(node), 0)
-        if known is None:
-            line = node.start_mark.line + 1
-            raise _TooLargeError(f"line {line}: an alias is inside its own anchor: write it out")
-        if known:
-            return known
-        sizes[id(node)] = None
-        inner = [] if isinstance(node, yaml.ScalarNode) else node.value
-        if isinstance(node, yaml.MappingNode):
-            inner = [item for pair in node.value for item in pair]
-        total = 1 + sum(map(size, inner))
-        if total > _MAX_VALUES:
-            raise _TooLargeError(
-                f"line {node.start_mark.line + 1}: with its aliases expanded this has more than "
-                f"{_MAX_VALUES:,} values, which settings never need: write it out without aliases"
-            )
-        sizes[id(node)] = total
-        return total
-
-    size(root)
 
 
 def _check_values(value: Any, place: str) -> None:

@@ -124,7 +124,8 @@ def family_of(model_values: dict[str, Any]) -> FamilyEntry:
     Raises:
         ValueError: no family has the model type.
     """
-    named = [model_values[key] for key in ("type", "model_type") if model_values.get(key)]
+    named = [model_values.get(key) for key in ("type", "model_type")]
+    named = [name for name in named if name and isinstance(name, str)]
     for entry in _FAMILIES:
         if any(model_type in entry.model_types for model_type in named):
             return entry
@@ -176,16 +177,12 @@ def model_values(source: str | Path | dict[str, Any] | None) -> dict[str, Any]:
     if isinstance(source, dict) or source is None:
         return source or {}
     file = Path(source)
-    return config_json(file / "config.json" if file.is_dir() else file) or {}
-
-
-def config_json(file: Path) -> dict[str, Any] | None:
-    """The content of a config.json; None if it cannot be read."""
     try:
+        file = file / "config.json" if file.is_dir() else file
         # Opening a pipe would block.
-        return read_json_object(file, "a config.json") if file.is_file() else None
+        return read_json_object(file, "a config.json") if file.is_file() else {}
     except (OSError, RuntimeError):
-        return None
+        return {}
 
 
 def _loaded(path: str) -> Any:

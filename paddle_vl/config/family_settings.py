@@ -6,12 +6,11 @@ checkpoints of earlier versions list the settings of all families, and refused o
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from paddle_vl.config.families import config_json, families, family_of
+from paddle_vl.config.families import families, family_of, model_values
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.config.section import Section, section_of, setting_descriptions
 
@@ -35,7 +34,7 @@ def settings_class_of(values: Mapping[str, Any]) -> type[RunConfig]:
     """
     content = _model_content(values)
     if content is not None:
-        return family_of(_texts(content)).settings_class()
+        return family_of(content).settings_class()
     return min(settings_classes(), key=lambda run: len(own_settings(values, run)[1]))
 
 
@@ -73,22 +72,18 @@ def _model_content(values: Mapping[str, Any]) -> dict[str, Any] | None:
 
     Falls back to the checkpoint of train.resume_from_checkpoint.
     """
-    model, train = (_mapping(values.get(name)) for name in ("model", "train"))
-    pretrained, config = model.get("pretrained"), model.get("config")
-    if pretrained is None and isinstance(config, dict):
-        return config
-    if isinstance(pretrained, str):
-        content = config_json(Path(pretrained) / "config.json")
-    elif isinstance(config, str):
-        content = config_json(Path(config))
-        if content is None and not config.endswith(".json"):
-            return {}
-    else:
-        return None
-    checkpoint = train.get("resume_from_checkpoint")
-    if content is None and isinstance(checkpoint, str):
-        content = config_json(Path(checkpoint) / "config.json")
-    return content
+
+    def setting(section: str, name: str) -> Any:
+        found = values.get(section)
+        return found.get(name) if isinstance(found, Mapping) else None
+
+    pretrained, config = setting("model", "pretrained"), setting("model", "config")
+    source = config if pretrained is None else pretrained
+    for each in (source, setting("train", "resume_from_checkpoint")):
+        if isinstance(each, str | dict) and (content := model_values(each)):
+            return content
+    is_size = pretrained is None and isinstance(config, str) and not config.endswith(".json")
+    return {} if is_size else None
 
 
 def _own_settings(
@@ -126,11 +121,3 @@ def _is_default(value: Any, field: FieldInfo) -> bool:
         inner = type(default).model_fields
         return all(name in inner and _is_default(value[name], inner[name]) for name in value)
     return value == default and isinstance(value, bool) == isinstance(default, bool)
-
-
-def _texts(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if isinstance(value, str)}
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}

@@ -1,6 +1,6 @@
 """Settings of the mesh of ranks and of what each axis does, see `docs/parallelism.md`."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -8,6 +8,14 @@ from paddle_vl.config.section import OnlyWith, Section
 
 _Sharded = OnlyWith("parallel.sharding_degree", range(2, 1 << 20))
 _STAGE, _SCHEDULE = "parallel.sharding_stage", "parallel.schedule"
+
+
+class ReservedRows(NamedTuple):
+    """The largest micro-batch that static pipeline messages have room for, over all mp ranks: its
+    token rows, and how many of them are visual."""
+
+    tokens: int
+    visual: int
 
 
 class FleetConfig(Section):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from paddle_vl.config.parallel_settings import ParallelConfig
+from paddle_vl.config.parallel_settings import ParallelConfig, ReservedRows
 from paddle_vl.config.section import FilePath, OnlyWith, Section
 
 _WSD, _COSINE_DECAY = "warmup_stable_decay", "cosine_decay_with_warmup"
@@ -278,6 +278,6 @@ class RunConfig(Section):
         return False
 
     @property
-    def reserved_rows(self) -> tuple[int, int] | None:
-        """Token and visual rows of static pipeline messages; None for the largest of each step."""
+    def reserved_rows(self) -> ReservedRows | None:
+        """Rows of static pipeline messages; None for the largest of each step."""
         return None

@@ -111,13 +111,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file.
+    """Write a UTF-8 file, which appears complete or not at all.
 
     Raises:
         OSError: always with the file's name.
     """
-    with naming(path):
-        path.write_text(text, encoding="utf-8")
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from paddle_vl.train.freeze import (
     treated_apart,
 )
 from paddle_vl.train.gpu_settings import configure_gpu
-from paddle_vl.train.lanes import LanesLoader, lane_loader, lane_loaders
+from paddle_vl.train.lanes import LanesLoader, lane_loaders
 from paddle_vl.train.layout import Layout, parallel_degrees
 from paddle_vl.train.memory_needed import NeededMemory, check_memory
 from paddle_vl.train.optimizer import Optimizer
@@ -175,7 +175,8 @@ def _build(
     runner = layout.runner(
         model, family.make_stage, ranks, family.loss, built.adapter, family.item_encoder
     )
-    loader = lane_loader(partial(family.train_loader, built.collator), ranks, topology)
+    make_loader = partial(family.train_loader, built.collator)
+    loader = lane_loaders(lambda lane: {"": make_loader(lane)}, ranks, topology)[""]
     if several:
         check_data_agree(loader.state_dict().get("stream", {}), topology.describe())
     length = _length(config, loader)
@@ -256,9 +257,8 @@ def _needed_memory(config: RunConfig, topology: Topology, model: Any) -> NeededM
     of_encoder = [p for p in parameters if table[p].is_encoder]
     of_language = [p for p in parameters if not table[p].is_encoder]
     lanes = topology.encoder.grid.encoder_dp
-    return NeededMemory.of(of_language, config.parallel) + NeededMemory.of_encoder(
-        of_encoder, config.parallel, lanes
-    )
+    needed = NeededMemory.of(of_encoder, config.parallel, lanes)
+    return NeededMemory.of(of_language, config.parallel) + needed
 
 
 def _length(config: RunConfig, loader: PrefetchLoader) -> RunLength:

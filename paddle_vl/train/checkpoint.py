@@ -34,6 +34,7 @@ from paddle_vl.checkpoint.adapter_files import CONFIG_FILE
 from paddle_vl.checkpoint.manifest import MANIFEST_FILE, check_weights
 from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
 from paddle_vl.files.checked_values import Count, checked, read_section
+from paddle_vl.files.text_file import read_json_object, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +191,7 @@ class TrainerState:
 def save_state(folder: Path, state: dict[str, Any]) -> None:
     """Write trainer_state.json; `has_manifest` says that the checkpoint must have a manifest."""
     text = json.dumps(state | {"has_manifest": True}, indent=None, allow_nan=False) + "\n"
-    (folder / STATE_FILE).write_text(text, encoding="utf-8")
+    write_text(folder / STATE_FILE, text)
 
 
 def load_state(folder: Path) -> dict[str, Any]:
@@ -199,14 +200,7 @@ def load_state(folder: Path) -> dict[str, Any]:
     Raises:
         RuntimeError: the file is missing or damaged.
     """
-    path = folder / STATE_FILE
-    try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(state, dict):
-            raise ValueError("it is no JSON object")
-    except (OSError, ValueError, RecursionError) as error:
-        raise RuntimeError(f"{path} cannot be read ({error}); resume from another one") from error
-    return state
+    return read_json_object(folder / STATE_FILE, "a trainer state", "resume from another one")
 
 
 def flush_to_disk(path: Path) -> None:

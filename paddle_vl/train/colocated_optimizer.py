@@ -54,10 +54,6 @@ class ColocatedOptimizer:
         for each in self.optimizers:
             each.collect_gradients()
 
-    @property
-    def max_grad_norm(self) -> float:
-        return self.optimizers[0].max_grad_norm
-
     @paddle.no_grad()
     def squared_norm(self, ranks: SingleRank = ONE_RANK) -> Tensor:
         """See `Optimizer`; one without any gradient, in a step without items, counts as zero.

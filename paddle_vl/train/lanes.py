@@ -15,8 +15,6 @@ from paddle_vl.parallel.colocated.encoder import OTHER_LANES
 from paddle_vl.parallel.ranks import SingleRank
 from paddle_vl.parallel.topology import Topology
 
-MakeLoader = Callable[[RankInfo], PrefetchLoader]
-
 
 class LaneView(NamedTuple):
     """This rank as a member of another data lane; a `RankInfo`."""
@@ -30,19 +28,14 @@ class LaneView(NamedTuple):
         self.ranks.wait()
 
 
-def lane_loader(make: MakeLoader, ranks: SingleRank, topology: Topology) -> Any:
-    """The loader of this rank's data lane, or of all lanes that its encoder lane serves.
-
-    Args:
-        make: the loader of one data lane. May be collective.
-    """
-    return lane_loaders(lambda lane: {"": make(lane)}, ranks, topology)[""]
-
-
 def lane_loaders(
     make: Callable[[RankInfo], Mapping[str, PrefetchLoader]], ranks: SingleRank, topology: Topology
 ) -> dict[str, Any]:
-    """The same for several loaders, by name."""
+    """The loaders of this rank's data lane, or of all lanes that its encoder lane serves, by name.
+
+    Args:
+        make: the loaders of one data lane. May be collective.
+    """
     groups = topology.encoder
     if groups is None or len(groups.role.served_lanes) == 1:
         return dict(make(ranks))

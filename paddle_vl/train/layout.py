@@ -18,7 +18,7 @@ from paddle_vl.parallel.colocated.runner import ColocatedRunner
 from paddle_vl.parallel.colocated.store import PartsStore, encoder_store
 from paddle_vl.parallel.degrees import ParallelDegrees, Plan, plan_problems
 from paddle_vl.parallel.pipeline.engine import split_backward
-from paddle_vl.parallel.pipeline.runner import ModelChunk, PipelineRunner, ReservedRows
+from paddle_vl.parallel.pipeline.runner import ModelChunk, PipelineRunner
 from paddle_vl.parallel.pipeline.schedule import chunks_of_stage, num_chunks, split_layers
 from paddle_vl.parallel.ranks import SingleRank
 from paddle_vl.parallel.sharding import FleetSharding, Sharding, ShardingOptions
@@ -60,8 +60,6 @@ class Layout:
         degrees = topology.degrees
         plan = Plan(degrees, topology.world_size, shape, pad_to_multiple_of, encoder_shape)
         raise_problems(plan_problems(plan))
-        rows = config.reserved_rows
-        self.reserved = None if rows is None else ReservedRows(*rows)
         layers, before, after = costs
         if config.parallel.pp_split == "count":
             layers, before, after = [1] * len(layers), 0, 0
@@ -178,7 +176,7 @@ class Layout:
             loss,
             adapter,
             ranks.data_size,
-            self.reserved,
+            self.config.reserved_rows,
             partial(phase, Phase.FORWARD_BACKWARD),
             **settings,
         )

@@ -1,7 +1,7 @@
 """Check that a rank has memory for its shards of a model, before any is materialized."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from math import prod
 
 import paddle
@@ -11,7 +11,6 @@ from paddle_vl.config.parallel_settings import ParallelConfig
 from paddle_vl.config.validate import machine_memory
 
 GB = 10**9
-_BYTES = {paddle.float64: 8, paddle.float32: 4, paddle.bfloat16: 2, paddle.float16: 2}
 # AdamW's two moments, and the master weight of a half-precision parameter.
 _MOMENTS, _MASTER = 8, 4
 
@@ -30,37 +29,24 @@ class NeededMemory:
     optimizer: float
 
     @classmethod
-    def of(cls, parameters: Iterable[Tensor], parallel: ParallelConfig) -> "NeededMemory":
-        """For a rank's parameters before ZeRO sharding, with storage or without."""
-        return cls._of(parameters, parallel, parallel.sharding_degree, parallel.sharding_stage)
-
-    @classmethod
-    def of_encoder(
-        cls, parameters: Iterable[Tensor], parallel: ParallelConfig, lanes: int
+    def of(
+        cls,
+        parameters: Iterable[Tensor],
+        parallel: ParallelConfig,
+        encoder_lanes: int | None = None,
     ) -> "NeededMemory":
-        """For a colocated encoder, which every rank has.
+        """For a rank's parameters before ZeRO sharding, with storage or without.
 
         Args:
-            lanes: encoder lanes, over which `encoder.sharding_stage` 1 shards the optimizer state.
+            encoder_lanes: for the parameters of a colocated encoder, which every rank has: lanes
+                over which `encoder.sharding_stage` 1 shards the optimizer state.
         """
-        ranks = lanes if parallel.encoder.sharding_stage else 1
-        return cls._of(parameters, parallel, ranks, 1)
-
-    def __add__(self, other: "NeededMemory") -> "NeededMemory":
-        return NeededMemory(
-            self.parameters + other.parameters,
-            self.weights + other.weights,
-            self.gradients + other.gradients,
-            self.optimizer + other.optimizer,
-        )
-
-    @classmethod
-    def _of(
-        cls, parameters: Iterable[Tensor], parallel: ParallelConfig, ranks: int, stage: int
-    ) -> "NeededMemory":
+        ranks, stage = parallel.sharding_degree, parallel.sharding_stage
+        if encoder_lanes is not None:
+            ranks, stage = encoder_lanes if parallel.encoder.sharding_stage else 1, 1
         count = weights = gradients = optimizer = 0
         for parameter in parameters:
-            size, width = prod(parameter.shape), _BYTES.get(parameter.dtype, 4)
+            size, width = prod(parameter.shape), parameter.element_size()
             count += size
             weights += size * width
             if not parameter.stop_gradient:
@@ -72,6 +58,11 @@ class NeededMemory:
             weights / (ranks if stage == 3 and parallel.reshard_after_forward else 1),
             gradients / (ranks if stage >= 2 and not parallel.reduce_once_per_step else 1),
             optimizer / ranks,
+        )
+
+    def __add__(self, other: "NeededMemory") -> "NeededMemory":
+        return NeededMemory(
+            *(one + more for one, more in zip(astuple(self), astuple(other), strict=True))
         )
 
     @property

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from paddle_vl.config.load import load_run_config
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.parallel.launcher import Attempt
 from paddle_vl.processes import Failure
@@ -16,7 +17,7 @@ class Restarts:
     """Decides on the next start of a run after a failure.
 
     Args:
-        arguments: command line arguments of the first start.
+        arguments: of the first start: the command, the file of settings, and overrides.
         config: settings of the first start.
         num_ranks: world size of the first start.
         most: maximum number of restarts.
@@ -68,9 +69,10 @@ class Restarts:
                 )
             else:
                 self._num_ranks, changes = fewer
-                self._config = _with_changes(self._config, changes)
                 overrides |= changes
         self.arguments += [f"{name}={value}" for name, value in overrides.items()]
+        _, file, *settings = self.arguments
+        self._config = load_run_config(file, settings)
         logger.warning(
             "start %d of %d again, with %d ranks, from the newest checkpoint of %s",
             self._num_restarts,
@@ -113,15 +115,3 @@ def degrees_with_fewer_ranks(
                     "train.per_device_train_batch_size": samples // data_size,
                 }
     return None
-
-
-def _with_changes(config: RunConfig, changes: dict[str, int]) -> RunConfig:
-    sections: dict[str, dict[str, int]] = {}
-    for name, value in changes.items():
-        section, _, setting = name.partition(".")
-        sections.setdefault(section, {})[setting] = value
-    updated = {
-        section: getattr(config, section).model_copy(update=values)
-        for section, values in sections.items()
-    }
-    return config.model_copy(update=updated)

@@ -28,7 +28,7 @@ from paddle_vl.train.feeding.feed import BatchFeed, DataPlace, state_of_all_rank
 from paddle_vl.train.freeze import reported_rates
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.phases import Phase, StepTrace, phase
-from paddle_vl.train.reporting.gauges import Gauge, memory_in_use
+from paddle_vl.train.reporting.gauges import memory_in_use
 from paddle_vl.train.reporting.metrics import StepMeter, check_skipped, evaluation_entries
 from paddle_vl.train.reporting.reporter import Reporter
 from paddle_vl.train.reporting.run_record import RunRecord
@@ -300,14 +300,13 @@ class Trainer:
 
     def _collect_report(self) -> None:
         ranks, loss = self.ranks, self.runner.loss
-        skipped = self._data_place.skipped if ranks.counts_data else 0
-        gauges = [
-            *self.meter.gauges(ranks.counts_data),
-            Gauge("skipped_samples", "sum", skipped),
-            Gauge("memory", "max", memory_in_use()),
-        ]
         counts, is_counted = loss.metric_counts(self.runner.model), int(ranks.counts_losses)
-        gauges += [Gauge(name, "sum", value * is_counted) for name, value in counts.items()]
+        own = {
+            **self.meter.values(ranks.counts_data),
+            "skipped_samples": self._data_place.skipped if ranks.counts_data else 0,
+            "memory": memory_in_use(),
+            **{name: value * is_counted for name, value in counts.items()},
+        }
         passes = self.sources.passes
         passes = self._data_place.passes if passes is None else passes
         entries = {"epoch": round(passes, 4), "learning_rate": self._rate}
@@ -318,16 +317,16 @@ class Trainer:
 
         def line(values: dict[str, Any]) -> dict[str, Any]:
             return self.meter.line(values) | {
-                "skipped_samples": int(values["skipped_samples"]),
-                "memory_gb": round(values["memory"] / 1e9, 3),
+                "skipped_samples": int(values["skipped_samples"].sum()),
+                "memory_gb": round(float(values["memory"].max()) / 1e9, 3),
                 **entries,
-                **loss.metrics(values),
+                **loss.metrics({name: values[name].sum(axis=0) for name in counts}),
             }
 
         def check(values: dict[str, Any], line: dict[str, Any]) -> None:
             check_skipped(values, line, self.config.train.max_nonfinite_steps, self.output_dir)
 
-        self.reporter.collect(self.step, gauges, line, check)
+        self.reporter.collect(self.step, own, line, check)
 
     def _evaluate(self) -> None:
         """Report the evaluation losses; after a stop signal the resumed run evaluates instead."""

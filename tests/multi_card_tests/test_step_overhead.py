@@ -6,7 +6,7 @@ Guarantees, with data parallelism, in a pipeline, and with a colocated encoder:
   one all-reduce of losses and gradient norm, and the collectives of the parallelism;
 - a logging step adds one gather, and one read, made while the next step runs;
 - all ranks issue the same collectives in the same order;
-- the logged values equal those of a separate reduction per value.
+- the logged values equal those of a separate gather per value.
 
 Updates are masked on the device, over flat buckets, as on a GPU.
 """
@@ -15,6 +15,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import paddle
 import paddle.distributed as dist
 import pytest
@@ -23,7 +24,6 @@ from paddle_vl.config.load import load_run_config
 from paddle_vl.testing import Collective, first_difference, record_host_reads
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.phases import Phase
-from paddle_vl.train.reporting.gauges import Gauge
 from tests.support.finished_runs import metrics_of
 from tests.support.launch import launch
 from turns import NO_PHASE, recorded_phases
@@ -37,13 +37,6 @@ STEPS, LOGGING_STEPS = 8, 3
 STEADY, LOGGED = (1, 2, 5), (3, 6)
 # Files that read messages between hosts, or that only run on a CPU: not reads of the device.
 HOST_ONLY = ("parallel/ranks.py", "nn/attention.py", "nn/cpu/")
-OPERATIONS = {
-    "same": dist.ReduceOp.MAX,
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-}
 
 
 class Turn(NamedTuple):
@@ -55,7 +48,7 @@ class Turn(NamedTuple):
 
 
 def whole_run(run_file: str, output_dir: Path, override: str) -> dict[str, Any]:
-    """A run's turns with their counts; its metrics, and those from separate reductions."""
+    """A run's turns with their counts; its metrics, and those from separate gathers."""
     overrides = [f"train.output_dir={output_dir}", f"train.max_steps={STEPS}", override]
     overrides += ["train.save_steps=null", f"logging.logging_steps={LOGGING_STEPS}"]
     trainer = build_trainer(load_run_config(run_file, overrides))
@@ -80,16 +73,16 @@ def whole_run(run_file: str, output_dir: Path, override: str) -> dict[str, Any]:
         own_sums.append(value.clone())
         return sum_over_all(value)
 
-    def seen_report(step, gauges, make_line, *others):
-        collected.append((step, gauges, make_line))
-        collect(step, gauges, make_line, *others)
+    def seen_report(step, own, make_line, *others):
+        collected.append((step, own, make_line))
+        collect(step, own, make_line, *others)
 
     trainer.turn, trainer.train_one_step = counted, seen_step
     trainer.ranks.sum_over_all, trainer.reporter.collect = seen_sum, seen_report
     trainer.run()
     lines = []
-    for step, gauges, make_line in collected:
-        values = {gauge.name: separately_reduced(gauge) for gauge in gauges}
+    for step, own, make_line in collected:
+        values = {name: separately_gathered(value) for name, value in own.items()}
         lines.append({"step": step, **make_line(values)})
     sums = [
         [all_reduced(value, dist.ReduceOp.SUM).item() for value in values] for values in own_sums
@@ -110,17 +103,14 @@ def all_reduced(value: paddle.Tensor, operation: Any) -> paddle.Tensor:
     return total
 
 
-def separately_reduced(gauge: Gauge) -> Any:
-    """The value, reduced with one all-reduce per entry."""
-    is_tensor = isinstance(gauge.value, paddle.Tensor)
-    own = gauge.value if is_tensor else paddle.to_tensor(gauge.value, dtype="float64")
-    entries = [
-        all_reduced(entry, OPERATIONS[gauge.how]) for entry in own.astype("float64").reshape([-1])
-    ]
-    reduced = paddle.concat(entries).numpy()
-    if gauge.how == "mean":
-        reduced = reduced / dist.get_world_size()
-    return reduced if is_tensor else float(reduced[0])
+def separately_gathered(value: Any) -> np.ndarray:
+    """The values of both ranks, gathered alone: `[P]`, or `[P, n]` for a tensor."""
+    is_tensor = isinstance(value, paddle.Tensor)
+    own = value.reshape([-1]) if is_tensor else paddle.to_tensor([value])
+    everyone: list[paddle.Tensor] = []
+    dist.all_gather(everyone, own.astype("float64"))
+    values_Pn = np.stack([each.numpy() for each in everyone])
+    return values_Pn if is_tensor else values_Pn[:, 0]
 
 
 @pytest.fixture(scope="module", params=TOPOLOGIES)
@@ -175,7 +165,7 @@ def test_all_ranks_send_the_same_in_the_same_order(ranks):
     assert first_difference(calls) is None
 
 
-def test_what_is_logged_is_what_separate_reductions_give(ranks):
+def test_what_is_logged_is_what_separate_gathers_give(ranks):
     # Both ranks have the same lines, so these include the second rank's values.
     assert ranks[0]["lines"] == ranks[1]["lines"]
     assert ranks[0]["metrics"] == ranks[0]["lines"]

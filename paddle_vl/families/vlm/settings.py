@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from paddle_vl.config.data_sources import DataEntries, SourceConfig, has_sources
-from paddle_vl.config.parallel_settings import ParallelConfig
+from paddle_vl.config.parallel_settings import ParallelConfig, ReservedRows
 from paddle_vl.config.patterns import misspelt_groups
 from paddle_vl.config.schema import DataConfig, LoRAConfig, ModelConfig, RunConfig
 from paddle_vl.config.section import FilePath, OnlyWith
@@ -117,7 +117,7 @@ class VLRun(RunConfig):
         return self.model.lora is not None
 
     @property
-    def reserved_rows(self) -> tuple[int, int] | None:
+    def reserved_rows(self) -> ReservedRows | None:
         """parallel.pp_token_rows and pp_visual_rows; if one is not set, it follows from the bounds
         on the data."""
         tokens, visual = self.parallel.pp_token_rows, self.parallel.pp_visual_rows
@@ -130,7 +130,7 @@ class VLRun(RunConfig):
         if visual is None:
             per_row = data.max_vision_tokens_per_row
             visual = tokens if per_row is None else min(tokens, samples * per_row)
-        return tokens, visual
+        return ReservedRows(tokens, visual)
 
     def problems(self) -> Iterator[str]:
         if not self.data.train:

@@ -10,28 +10,18 @@ to the reserved size. With `pp_shapes: dynamic` fleet sends each shape instead.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import paddle
 from paddle import Tensor, nn
 
 from paddle_vl.batch.schema import Batch
+from paddle_vl.config.parallel_settings import ReservedRows
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.objective import Loss, zero_terms
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.pipeline.engine import Engine
 from paddle_vl.parallel.pipeline.schedule import chunks_of_stage, evaluated_batches
-
-
-class ReservedRows(NamedTuple):
-    """The largest micro-batch that messages have room for, over all mp ranks.
-
-    Attributes:
-        tokens, visual: its token rows, and how many of them are visual.
-    """
-
-    tokens: int
-    visual: int
 
 
 class ModelChunk(Protocol):

@@ -1,6 +1,6 @@
 """Feeds a training step with its micro-batches: counted, prefetched to a GPU, tensors on a CPU.
 
-Also warns about long waits for data while they last (`WaitWatch`).
+Also warns about long waits for data while they last (`warning_of_wait`).
 """
 
 import logging
@@ -117,7 +117,7 @@ class BatchFeed:
         self._data, self._adapter = data, adapter
         self._num_micro_batches, self._num_steps = num_micro_batches, num_steps
         self._copies, self._count_flops = copies, count_flops
-        self._watch = WaitWatch(wait_warning_s, data.waiting_for)
+        self._wait_warning_s = wait_warning_s
         self._next: FedStep | Exception | None = None
         self.steps_fed = 0
 
@@ -147,7 +147,21 @@ class BatchFeed:
 
         Does nothing without device copies: loader workers prefetch by themselves.
         """
-        if self._copies is None or self._next is not None or self._is_last:
+        if self._copies is not None:
+            self._fetch_ahead()
+
+    def upcoming(self) -> list[Batch]:
+        """The batches of the next step, fetched now, after the running step's forward and backward
+        passes were launched. Empty after the last step, and where the data raised: `next_step`
+        raises that."""
+        self._fetch_ahead()
+        if not isinstance(self._next, FedStep):
+            return []
+        return [micro_batch.batch for micro_batch in self._next.micro_batches]
+
+    def _fetch_ahead(self) -> None:
+        is_last = self._num_steps is not None and self.steps_fed >= self._num_steps
+        if self._next is not None or is_last:
             return
         try:
             self._next = self._fetch(is_ahead=True)
@@ -155,27 +169,9 @@ class BatchFeed:
             # Raised by `next_step`: reports and checkpoints of the running step come first.
             self._next = error
 
-    @property
-    def _is_last(self) -> bool:
-        return self._num_steps is not None and self.steps_fed >= self._num_steps
-
-    def upcoming(self) -> list[Batch]:
-        """The batches of the next step, fetched now, after the running step's forward and backward
-        passes were launched. Empty after the last step, and where the data raised: `next_step`
-        raises that."""
-        if self._next is None and not self._is_last:
-            try:
-                self._next = self._fetch(is_ahead=True)
-            except Exception as error:
-                self._next = error
-        if not isinstance(self._next, FedStep):
-            return []
-        return [micro_batch.batch for micro_batch in self._next.micro_batches]
-
     def close(self) -> None:
-        """Stop loader, watch and copies; prefetched micro-batches are dropped."""
+        """Stop loader and copies; prefetched micro-batches are dropped."""
         self._next = None
-        self._watch.close()
         self._data.close()
         if self._copies is not None:
             self._copies.close()
@@ -185,7 +181,11 @@ class BatchFeed:
         if copies is not None and self.steps_fed:
             copies.launched()
         begin = time.perf_counter()
-        with phase(Phase.DATA_WAIT), self._watch.waiting(f"step {self.steps_fed + 1}"):
+        who = f"step {self.steps_fed + 1}"
+        with (
+            phase(Phase.DATA_WAIT),
+            warning_of_wait(self._wait_warning_s, self._data.waiting_for, who),
+        ):
             batches = [next(self._data) for _ in range(self._num_micro_batches)]
         wait_s = time.perf_counter() - begin
         if is_ahead and copies is not None and not copies.is_idle():
@@ -221,95 +221,42 @@ def _as_tensors(batch: Batch, adapter: BatchAdapter) -> Any:
     return {n: made(value) if adapter.is_for_device(n) else value for n, value in batch.items()}
 
 
-@dataclass
-class _Wait:
-    """A wait that goes on.
-
-    Attributes:
-        begin: by `time.monotonic`.
-        next_s: seconds from then until the next warning.
-    """
-
-    who: str
-    begin: float
-    next_s: float
-    has_warned: bool = False
-
-
-class WaitWatch:
-    """Logs a warning while a wait lasts longer than `after_s`, again whenever the time has doubled,
-    and a message when it is over.
-
-        with WaitWatch(30.0, loader.waiting_for) as watch:
-            with watch.waiting("step 7"):
-                batch = next(loader)
+@contextmanager
+def warning_of_wait(after_s: float, describe: Callable[[], str], who: str) -> Iterator[None]:
+    """Around a wait for data: logs a warning while it lasts longer than `after_s`, again whenever
+    the time has doubled, and a message when it is over.
 
     Args:
-        after_s: seconds until the first warning.
         describe: describes what is waited for; called in the watching thread.
+        who: what waits, for the messages: `step 7`.
     """
+    begin, told_s, is_over = time.monotonic(), 0.0, threading.Event()
 
-    def __init__(self, after_s: float, describe: Callable[[], str]):
-        self._after_s, self._describe = after_s, describe
-        self._changed = threading.Condition()
-        self._wait: _Wait | None = None
-        self._thread: Watch | None = None
+    def watch() -> None:
+        nonlocal told_s
+        next_s = after_s
+        while not is_over.wait(begin + next_s - time.monotonic()):
+            logger.warning("%s has waited %.3g s for data: %s", who, next_s, describe())
+            told_s, next_s = next_s, 2 * next_s
 
-    @contextmanager
-    def waiting(self, who: str) -> Iterator[None]:
-        """Around one wait."""
-        wait = _Wait(who, time.monotonic(), self._after_s)
-        with self._changed:
-            self._wait = wait
-            if self._thread is None:
-                self._thread = Watch(self._run, "data-wait")
-                self._thread.start()
-            self._changed.notify()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._wait = None
-        if wait.has_warned:
-            waited_s = time.monotonic() - wait.begin
-            logger.warning("%s goes on: its data came after %.3g s", who, waited_s)
-
-    def close(self) -> None:
-        """End the thread; the next wait starts a new one."""
-        with self._changed:
-            thread, self._thread = self._thread, None
-            self._changed.notify()
-        if thread is not None:
-            thread.join()
-
-    def __enter__(self) -> "WaitWatch":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _run(self) -> None:
-        with self._changed:
-            while self._thread is threading.current_thread():
-                wait = self._wait
-                if wait is None:
-                    self._changed.wait()
-                elif (left := wait.begin + wait.next_s - time.monotonic()) > 0:
-                    self._changed.wait(left)
-                else:
-                    what = self._describe()
-                    logger.warning("%s has waited %.3g s for data: %s", wait.who, wait.next_s, what)
-                    wait.has_warned = True
-                    wait.next_s *= 2
+    thread = Watch(watch, "data-wait")
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+    if told_s:
+        waited_s = time.monotonic() - begin
+        logger.warning("%s goes on: its data came after %.3g s", who, waited_s)
 
 
 def watched(data: PrefetchingLoader, after_s: float, who: str) -> Iterator[Any]:
-    """The same batches, with a `WaitWatch` around each wait."""
+    """The same batches, with `warning_of_wait` around each wait."""
     batches = iter(data)
-    with WaitWatch(after_s, data.waiting_for) as watch:
-        while True:
-            with watch.waiting(who):
-                batch = next(batches, None)
-            if batch is None:
-                return
-            yield batch
+    while True:
+        with warning_of_wait(after_s, data.waiting_for, who):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch

@@ -1,45 +1,23 @@
-"""Per-rank numbers of a report, gathered over all ranks in one collective and reduced on the host.
+"""Numbers of every rank for a report, gathered in one collective and compared on the host.
 
 The values of a rank form one small tensor; the tensors of all ranks are gathered and copied to the
-host, where sums, means and extremes are computed. Shapes: P ranks, K values.
+host. Shapes: P ranks, K values.
 """
 
-import os
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import paddle
 from paddle import Tensor
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
-_REDUCTIONS = {
-    # The value is the same on all ranks.
-    "same": lambda column: column[0],
-    "sum": np.sum,
-    "mean": np.mean,
-    "min": np.min,
-    "max": np.max,
-}
+from paddle_vl.processes import resident_bytes
+
+# Values of this rank by name: numbers, and tensors `[n]` of equally many entries on all ranks.
+OwnValues = Mapping[str, float | Tensor]
 
 
-@dataclass(frozen=True)
-class Gauge:
-    """A value of this rank.
-
-    Attributes:
-        how: reduction over ranks: `same`, `sum`, `mean`, `min` or `max`.
-        value: a number, or a tensor `[n]` that is reduced entry by entry.
-    """
-
-    name: str
-    how: str
-    value: float | Tensor
-
-
-def local_values(gauges: Sequence[Gauge]) -> Tensor:
+def packed(values: OwnValues) -> Tensor:
     """The values of this rank, `[K]` float64 on the device.
 
     Nothing waits for the device: `paddle.full` writes a number there, while copying it from the
@@ -47,47 +25,27 @@ def local_values(gauges: Sequence[Gauge]) -> Tensor:
     """
     return paddle.concat(
         [
-            gauge.value.astype("float64").reshape([-1])
-            if isinstance(gauge.value, Tensor)
-            else paddle.full([1], float(gauge.value), dtype="float64")
-            for gauge in gauges
+            value.astype("float64").reshape([-1])
+            if isinstance(value, Tensor)
+            else paddle.full([1], float(value), dtype="float64")
+            for value in values.values()
         ]
     )
 
 
-@dataclass(frozen=True)
-class GaugeLayout:
-    """Name, reduction and number of entries of each gauge in the K values; same on all ranks.
+def by_rank(values_PK: np.ndarray, own: OwnValues) -> dict[str, np.ndarray]:
+    """The values of all ranks by name: `[P]`, or `[P, n]` for a tensor.
 
-    Attributes:
-        places: (name, reduction, entries) per gauge; entries is None for a number.
+    Args:
+        own: the packed values of one rank, for names and sizes.
     """
-
-    places: tuple[tuple[str, str, int | None], ...]
-
-    @classmethod
-    def of(cls, gauges: Sequence[Gauge]) -> "GaugeLayout":
-        return cls(
-            tuple(
-                (
-                    gauge.name,
-                    gauge.how,
-                    gauge.value.size if isinstance(gauge.value, Tensor) else None,
-                )
-                for gauge in gauges
-            )
-        )
-
-    def reduced(self, values_PK: np.ndarray) -> dict[str, float | np.ndarray]:
-        """The reduced value of each gauge by name: a float, or an array for a tensor."""
-        found: dict[str, float | np.ndarray] = {}
-        begin = 0
-        for name, how, size in self.places:
-            columns = values_PK[:, begin : begin + (size or 1)]
-            reduced = np.array([_REDUCTIONS[how](column) for column in columns.T])
-            found[name] = float(reduced[0]) if size is None else reduced
-            begin += size or 1
-        return found
+    sizes = {name: v.size if isinstance(v, Tensor) else None for name, v in own.items()}
+    ends = np.cumsum([1 if size is None else size for size in sizes.values()])
+    columns = np.split(values_PK, ends[:-1], axis=1)
+    return {
+        name: values[:, 0] if size is None else values
+        for (name, size), values in zip(sizes.items(), columns, strict=True)
+    }
 
 
 class HostCopy:
@@ -120,4 +78,4 @@ def memory_in_use() -> int:
     resident set now. Does not wait for the device."""
     if not paddle.get_device().startswith("cpu"):
         return int(paddle.device.cuda.max_memory_allocated())
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE
+    return resident_bytes()

@@ -45,12 +45,12 @@ from paddle_vl.files.checked_values import Listed, Number, checked, read_section
 from paddle_vl.files.text_file import shown
 from paddle_vl.nn.objective import Loss, weighted_loss
 from paddle_vl.train.checkpoint import complete_checkpoints
-from paddle_vl.train.reporting.gauges import Gauge
-from paddle_vl.train.reporting.rank_tokens import rank_entries, rank_gauges
+from paddle_vl.train.reporting.gauges import OwnValues
 from paddle_vl.train.step import MicroBatch, StepOutcome
 
 logger = logging.getLogger(__name__)
-Values = Mapping[str, Any]
+# Values of all ranks by name, see `paddle_vl.train.reporting.gauges.by_rank`.
+Values = Mapping[str, np.ndarray]
 
 
 # A count of a device's tensor, which has floats.
@@ -121,69 +121,66 @@ class StepMeter:
         self._skips = paddle.stack([total + is_bad, streak, paddle.maximum(longest, streak)])
         self._grad_norm = outcome.grad_norm
 
-    def gauges(self, counts_data: bool) -> list[Gauge]:
+    def values(self, counts_data: bool) -> OwnValues:
         """Values of this rank for a report; begins a new window.
 
         Args:
-            counts_data: whether this rank contributes its data to sums; False on ranks that load
-                the same samples as another rank.
+            counts_data: False on ranks that load the same samples as another rank.
         """
-        lengths = self._lengths if counts_data else []
-        # Neutral elements of min and max.
-        extremes = (min(lengths), max(lengths)) if lengths else (math.inf, -math.inf)
-        gauges = [
-            Gauge("sums", "same", self._sums),
-            Gauge("counts", "same", self._counts),
-            Gauge("counted", "same", self._counted),
-            Gauge("skips", "same", self._skips),
-            Gauge("grad_norm", "same", self._grad_norm),
-            Gauge("steps", "same", self._steps),
-            Gauge("samples", "same", self._samples),
-            Gauge("tokens", "same", self._tokens),
-            Gauge("places", "same", self._places),
-            Gauge("seconds", "mean", self._seconds),
-            Gauge("seconds_max", "max", self._seconds),
-            Gauge("data_wait", "max", self._data_wait_s),
-            Gauge("flops", "sum", self._flops if counts_data else 0),
-            Gauge("peak_flops", "sum", self._peak_flops or 0.0),
-            Gauge("length_min", "min", extremes[0]),
-            Gauge("length_max", "max", extremes[1]),
-            Gauge("length_sum", "sum", sum(lengths)),
-            Gauge("length_count", "sum", len(lengths)),
-            *rank_gauges(self._step_tokens, lengths, counts_data),
-        ]
+        lengths = self._lengths
+        values: dict[str, float | Tensor] = {
+            # The same on all ranks.
+            "sums": self._sums,
+            "counts": self._counts,
+            "counted": self._counted,
+            "skips": self._skips,
+            "grad_norm": self._grad_norm,
+            "steps": self._steps,
+            "samples": self._samples,
+            "tokens": self._tokens,
+            "places": self._places,
+            # Of this rank.
+            "seconds": self._seconds,
+            "data_wait": self._data_wait_s,
+            "flops": self._flops,
+            "peak_flops": self._peak_flops or 0.0,
+            # Of this rank's data.
+            "counts_data": counts_data,
+            "length_min": min(lengths, default=0),
+            "length_max": max(lengths, default=0),
+            "length_sum": sum(lengths),
+            "length_count": len(lengths),
+        }
+        if self._step_tokens:
+            values["step_tokens"] = paddle.stack(
+                [paddle.full([], count, dtype="float64") for count in self._step_tokens]
+            )
         self._begin_window()
-        return gauges
+        return values
 
     def line(self, values: Values) -> dict[str, Any]:
         """Entries of a metrics line.
 
         Args:
-            values: the gauges of `gauges`, reduced over ranks.
+            values: `values` of all ranks.
         """
         loss = self._loss
         line: dict[str, Any] = {"loss": None}
         means = dict.fromkeys(loss.terms)
-        if values["counts"].all():
-            numbers = (values["sums"] / values["counts"]).tolist()
+        if (counts := values["counts"][0]).all():
+            numbers = (values["sums"][0] / counts).tolist()
             means = dict(zip(loss.terms, numbers, strict=True))
             line["loss"] = weighted_loss(numbers, loss)
         if len(means) > 1:
             line |= means
-        norm = float(values["grad_norm"].item())
+        norm = float(values["grad_norm"][0].item())
         line["grad_norm"] = norm if math.isfinite(norm) else None
-        line |= _speed(values)
-        if values["length_count"]:
-            line["sequence_length_min"] = int(values["length_min"])
-            mean = values["length_sum"] / values["length_count"]
-            line["sequence_length_mean"] = round(mean, 1)
-            line["sequence_length_max"] = int(values["length_max"])
-        line |= rank_entries(values)
+        line |= _speed(values) | _lengths(values)
         for term, name in loss.reported_counts.items():
-            line[name] = int(values["counted"][list(loss.terms).index(term)])
-        line["skipped_updates"] = int(values["skips"][0])
-        if values["places"]:
-            line["packing_efficiency"] = round(values["tokens"] / values["places"], 4)
+            line[name] = int(values["counted"][0][list(loss.terms).index(term)])
+        line["skipped_updates"] = int(values["skips"][0][0])
+        if places := values["places"][0]:
+            line["packing_efficiency"] = round(float(values["tokens"][0] / places), 4)
         return line
 
     @property
@@ -239,11 +236,6 @@ def evaluation_entries(losses: MeanLosses) -> dict[str, float]:
     return line
 
 
-def longest_skip(values: Values) -> int:
-    """Longest streak of skipped updates since the previous report."""
-    return int(values["skips"][2])
-
-
 def check_skipped(values: Values, line: dict[str, Any], limit: int, output_dir: Path) -> None:
     """Warn of updates that were skipped since the previous report.
 
@@ -254,7 +246,8 @@ def check_skipped(values: Values, line: dict[str, Any], limit: int, output_dir: 
     Raises:
         RuntimeError: `limit` updates in a row were skipped.
     """
-    longest = longest_skip(values)
+    # Longest streak since the previous report.
+    longest = int(values["skips"][0][2])
     if longest == 0:
         return
     logger.warning(
@@ -275,15 +268,50 @@ def check_skipped(values: Values, line: dict[str, Any], limit: int, output_dir: 
 
 
 def _speed(values: Values) -> dict[str, float]:
-    seconds, steps = values["seconds_max"], values["steps"]
+    seconds, steps = float(values["seconds"].max()), float(values["steps"][0])
     if not steps or not seconds:
         return {}
-    amounts = {"samples_per_second": values["samples"], "tokens_per_second": values["tokens"]}
+    amounts = {f"{unit}_per_second": float(values[unit][0]) for unit in ("samples", "tokens")}
     speed = {name: round(amount / seconds, 1) for name, amount in amounts.items() if amount}
-    if values["peak_flops"] and values["flops"]:
-        speed["mfu"] = round(values["flops"] / (seconds * values["peak_flops"]), 4)
+    peak = float(values["peak_flops"].sum())
+    if peak and (flops := float(values["flops"][values["counts_data"] > 0].sum())):
+        speed["mfu"] = round(flops / (seconds * peak), 4)
     return speed | {
-        "step_seconds": round(values["seconds"] / steps, 4),
+        "step_seconds": round(float(values["seconds"].mean()) / steps, 4),
         "step_seconds_max": round(seconds / steps, 4),
-        "data_wait_seconds": round(values["data_wait"] / steps, 4),
+        "data_wait_seconds": round(float(values["data_wait"].max()) / steps, 4),
     }
+
+
+def _lengths(values: Values) -> dict[str, float]:
+    """Lengths of samples, and tokens per step of the data ranks; none where none are counted.
+
+    Of the ranks' tokens, sum, mean, minimum and maximum of each step are averaged over the steps;
+    so the minimum and maximum show ranks that differ within a step, though their totals are equal.
+    """
+    has_data, counts = values["counts_data"] > 0, values["length_count"]
+    has_samples = has_data & (counts > 0)
+    if not has_samples.any():
+        return {}
+    totals = values["length_sum"]
+    mean = float(totals[has_samples].sum() / counts[has_samples].sum())
+    line: dict[str, float] = {
+        "sequence_length_min": int(values["length_min"][has_samples].min()),
+        "sequence_length_mean": round(mean, 1),
+        "sequence_length_max": int(values["length_max"][has_samples].max()),
+    }
+    tokens_PW = values["step_tokens"][has_data]
+    total, most = float(tokens_PW.sum(axis=0).mean()), float(tokens_PW.max(axis=0).mean())
+    if total:
+        line |= {
+            "tokens_per_step_sum": round(total, 1),
+            "tokens_per_step_mean": round(total / len(tokens_PW), 1),
+            "tokens_per_step_min": round(float(tokens_PW.min(axis=0).mean()), 1),
+            "tokens_per_step_max": round(most, 1),
+        }
+        if len(tokens_PW) > 1:
+            line["token_imbalance"] = round(most * len(tokens_PW) / total, 4)
+        lengths = totals[has_samples] / counts[has_samples]
+        for name in ("sum", "mean", "min", "max"):
+            line[f"rank_sequence_length_{name}"] = round(float(getattr(lengths, name)()), 1)
+    return line

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from paddle_vl.config.schema import LoggingConfig
 from paddle_vl.parallel.ranks import SingleRank
-from paddle_vl.train.reporting.gauges import Gauge, GaugeLayout, HostCopy, local_values
+from paddle_vl.train.reporting.gauges import HostCopy, OwnValues, by_rank, packed
 from paddle_vl.train.reporting.plots import draw_loss_curve
 from paddle_vl.train.reporting.run_files import (
     METRICS_FILE,
@@ -30,7 +30,7 @@ from paddle_vl.train.reporting.run_files import (
 
 logger = logging.getLogger(__name__)
 CURVE_FILE = "loss.png"
-# Values of a report by gauge, reduced over ranks.
+# Values of all ranks by name.
 Values = dict[str, Any]
 
 
@@ -38,7 +38,7 @@ Values = dict[str, Any]
 class _Pending:
     step: int
     copy: HostCopy
-    layout: GaugeLayout
+    own: OwnValues
     make_line: Callable[[Values], Line]
     on_written: Callable[[Values, Line], None]
 
@@ -80,18 +80,19 @@ class Reporter:
     def collect(
         self,
         step: int,
-        gauges: list[Gauge],
+        values: OwnValues,
         make_line: Callable[[Values], Line],
         on_written: Callable[[Values, Line], None],
     ) -> None:
         """Gather a report over all ranks; `write` reads and writes it. Called by all ranks.
 
         Args:
-            make_line: makes the metrics line of the reduced values.
+            values: of this rank.
+            make_line: makes the metrics line of all ranks' values, see `by_rank`.
             on_written: called on every rank after the line is written; may raise.
         """
-        copy = HostCopy(self._ranks.gathered_values(local_values(gauges)))
-        self._pending = _Pending(step, copy, GaugeLayout.of(gauges), make_line, on_written)
+        copy = HostCopy(self._ranks.gathered_values(packed(values)))
+        self._pending = _Pending(step, copy, values, make_line, on_written)
 
     def write(self, step: int | None = None, entries: Line | None = None) -> None:
         """Write the collected report, if there is one, and further entries.
@@ -102,7 +103,7 @@ class Reporter:
         pending, self._pending, line = self._pending, None, {}
         values: Values = {}
         if pending is not None:
-            values = pending.layout.reduced(pending.copy.read())
+            values = by_rank(pending.copy.read(), pending.own)
             line = {"step": pending.step, **pending.make_line(values)}
         if line and entries and line["step"] != step:
             self._write_line(line)

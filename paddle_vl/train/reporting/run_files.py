@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationError
 
-from paddle_vl.files.text_file import naming, read_json_object, replacing, shown
+from paddle_vl.files.text_file import naming, read_json_object, shown, write_text
 
 METRICS_FILE = "metrics.jsonl"
 RUN_FILE = "run.json"
@@ -36,8 +36,7 @@ class MetricsFile:
     def drop_after(self, step: int) -> None:
         """Remove the lines of steps after `step`, which a resumed run trains again."""
         kept = [line for line in self.read() if line["step"] <= step]
-        with replacing(self.path) as partial:
-            partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def read(self) -> list[Line]:
         """All complete lines; see `read_all`."""

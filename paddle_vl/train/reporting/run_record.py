@@ -28,7 +28,7 @@ import paddle
 
 from paddle_vl.config.family_settings import settings_classes
 from paddle_vl.config.schema import RunConfig
-from paddle_vl.files.text_file import replacing
+from paddle_vl.files.text_file import write_text
 from paddle_vl.parallel.fleet_strategy import effective_options, fleet_strategy
 from paddle_vl.parallel.launcher import COMMAND_VARIABLE
 from paddle_vl.train.allocator import allocator_flags
@@ -72,8 +72,7 @@ class RunRecord:
 
     def _write(self, starts: list[dict[str, Any]]) -> None:
         text = json.dumps({"starts": starts}, indent=2, ensure_ascii=False)
-        with replacing(self.output_dir / RUN_FILE) as partial:
-            partial.write_text(text + "\n", encoding="utf-8")
+        write_text(self.output_dir / RUN_FILE, text + "\n")
 
 
 def start_entry(config: RunConfig, first_step: int) -> dict[str, Any]:

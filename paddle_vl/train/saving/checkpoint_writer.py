@@ -9,7 +9,7 @@ older checkpoints are to be pruned; on rank 0 it waits for all ranks and renames
 import logging
 import shutil
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from paddle_vl.config.schema import TrainConfig
@@ -190,57 +190,49 @@ class CheckpointWriter:
     ) -> None:
         begin = time.perf_counter()
         self.wait()
-        ranks, partial = self.ranks, partial_of(target)
+        ranks, folder = self.ranks, partial_of(target)
         if not self._ranks:
             holders = ranks.gathered(bool(ranks.holds_model))
             self._ranks = [rank for rank, holds in enumerate(holders) if holds]
         if ranks.is_main:
             target.parent.mkdir(parents=True, exist_ok=True)
-            if partial.exists():
-                shutil.rmtree(partial)
-            partial.mkdir()
+            if folder.exists():
+                shutil.rmtree(folder)
+            folder.mkdir()
         ranks.wait()
         self._target = target
         if ranks.holds_model:
             snapshot = Snapshot(self._memory if copies else None)
             try:
-                snapshot.take(fill, partial)
+                snapshot.take(fill, folder)
             except OSError as error:
                 raise failure(target, error) from error
-            write = FolderWrite(snapshot, target, ranks.rank, begin)
-            write.reads_back = self._reads_back and prunes
+            reads_back = self._reads_back and prunes
+            write = FolderWrite(snapshot, target, ranks.rank, begin, reads_back)
             if ranks.is_main:
-                write.finish = self._finisher(write, step, nonfinite_updates, prunes)
+                write.finish = partial(self._finish, write, step, nonfinite_updates, prunes)
             self._write = write
             write.start()
         if not self._is_async:
             self.wait()
 
-    def _finisher(
-        self, write: FolderWrite, step: int, nonfinite_updates: int, prunes: bool
-    ) -> Callable[[], None]:
+    def _finish(self, write: FolderWrite, step: int, nonfinite_updates: int, prunes: bool) -> None:
         """Work of rank 0 after its own write."""
-
-        def finish() -> None:
-            partial, target = partial_of(write.target), write.target
-            by_rank = collect_ranks(
-                partial, self._ranks, write.go_on, write.all_have_written.is_set
+        folder, target = partial_of(write.target), write.target
+        by_rank = collect_ranks(folder, self._ranks, write.go_on, write.all_have_written.is_set)
+        doubts = [doubt for one in by_rank.values() for doubt in one.doubts]
+        commit(folder, target, by_rank, step, nonfinite_updates)
+        is_read = write.reads_back or not self._verifies
+        self.pruner.learn(target, is_read and not doubts and not nonfinite_updates)
+        if doubts:
+            logger.warning(
+                "%s was written, but reads back differently: %s. The storage is not reliable; "
+                "older checkpoints are kept",
+                target,
+                "; ".join(doubts),
             )
-            doubts = [doubt for one in by_rank.values() for doubt in one.doubts]
-            commit(partial, target, by_rank, step, nonfinite_updates)
-            is_read = write.reads_back or not self._verifies
-            self.pruner.learn(target, is_read and not doubts and not nonfinite_updates)
-            if doubts:
-                logger.warning(
-                    "%s was written, but reads back differently: %s. The storage is not reliable; "
-                    "older checkpoints are kept",
-                    target,
-                    "; ".join(doubts),
-                )
-            elif prunes:
-                self.pruner.prune(target)
-
-        return finish
+        elif prunes:
+            self.pruner.prune(target)
 
     def _agree(self, write: FolderWrite | None, target: Path) -> None:
         """Raise on all ranks if one of them failed."""

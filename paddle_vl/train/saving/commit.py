@@ -8,9 +8,11 @@ file system that all ranks share.
 
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +24,8 @@ from paddle_vl.checkpoint.manifest import (
     damaged_files,
     files_as_json,
     files_from_json,
+    write_bytes,
 )
-from paddle_vl.files.text_file import replacing
-from paddle_vl.threads import JoinedThread
 from paddle_vl.train.checkpoint import flush_to_disk, partial_of, remove_folder, replaced_of
 from paddle_vl.train.saving.snapshot import AbandonedError, Snapshot
 
@@ -57,9 +58,7 @@ class RankFiles:
             "doubts": list(self.doubts),
             "error": self.error,
         }
-        with replacing(_part_file(partial, rank)) as unfinished:
-            unfinished.write_text(json.dumps(values), encoding="utf-8")
-            flush_to_disk(unfinished)
+        write_bytes(_part_file(partial, rank), [json.dumps(values).encode()])
 
     @classmethod
     def read(cls, partial: Path, rank: int) -> "RankFiles | None":
@@ -153,84 +152,66 @@ class WriteTimes(NamedTuple):
 
 
 class FolderWrite:
-    """The write of one folder on this rank, in a thread that is always joined.
+    """The write of one folder on this rank, in a thread of its own.
+
+    The interpreter waits for the thread before it ends, so a rename is never cut short.
+
+    Args:
+        reads_back: read the files again and compare them.
+        begin: when the save began, by `time.perf_counter`.
 
     Attributes:
-        has_written: set once this rank's files are on disk, or have failed.
-        all_have_written: the same for all ranks.
-        finish: further work on rank 0.
-        error, is_told: the failure, if any, and whether it was raised already.
+        all_have_written: set once the files of all ranks are on disk, or have failed.
+        finish: further work on rank 0, after its files.
+        is_told: whether the failure was raised already.
     """
 
-    def __init__(self, snapshot: Snapshot, target: Path, rank: int, begin: float):
-        self.target, self.reads_back = target, False
-        self.has_written, self.all_have_written = threading.Event(), threading.Event()
-        self.finish: Callable[[], None] | None = None
-        self.error: RuntimeError | None = None
+    def __init__(self, snapshot: Snapshot, target: Path, rank: int, begin: float, reads_back: bool):
+        self.target, self.reads_back = target, reads_back
+        self.all_have_written = threading.Event()
+        self.finish: Callable[[], None] = lambda: None
         self.is_told = False
         self.times: WriteTimes | None = None
         self._snapshot, self._rank, self._begin = snapshot, rank, begin
-        self._deadline: float | None = None
-        self._is_given_up, self._is_abandoned = threading.Event(), False
-        # Not a daemon: the interpreter would end one in the middle of a rename.
-        self._thread = JoinedThread(target=self._run, name=f"write {target.name}")
+        self._deadline, self._is_given_up = math.inf, False
 
     def start(self) -> None:
-        self._thread.start()
+        thread = ThreadPoolExecutor(1, f"write {self.target.name}")
+        self._started = time.perf_counter()
+        self._files = thread.submit(self._write_files)
+        self._end = thread.submit(self._finish)
+        thread.shutdown(wait=False)
+
+    @property
+    def error(self) -> RuntimeError | None:
+        """The failure so far; a write that was left is none."""
+        for work in (self._files, self._end):
+            error = work.exception() if work.done() else None
+            if error is not None and not isinstance(error, AbandonedError):
+                return failure(self.target, error)
+        return None
 
     def wait_for_files(self) -> None:
-        """Wait for `has_written`, or until the thread has died without it."""
-        while not self.has_written.wait(_POLL_S[1]):
-            if not self._thread.is_alive():
-                self.join()
-                return
+        """Wait until this rank's files are on disk, or have failed."""
+        wait([self._files])
 
     def join(self) -> None:
-        """Wait for the thread; an error that it did not tell becomes `error`."""
-        try:
-            self._thread.join()
-        # Not Ctrl-C, which interrupts the wait.
-        except Exception as error:
-            self.error = self.error or failure(self.target, error)
+        """Wait for the end of the write."""
+        wait([self._end])
 
     def leave(self, at_once: bool) -> None:
         """Stop waiting for other ranks soon; `at_once` stops writing too."""
-        self._deadline = time.monotonic() + _PATIENCE_S
-        if at_once:
-            self._is_given_up.set()
+        self._deadline = time.monotonic() + (0 if at_once else _PATIENCE_S)
+        self._is_given_up = at_once
 
     def go_on(self) -> None:
         """Raise AbandonedError if this rank must not wait for others any longer."""
-        late = self._deadline is not None and time.monotonic() > self._deadline
-        if late or self._is_given_up.is_set():
+        if time.monotonic() > self._deadline:
             raise AbandonedError
 
     def _go_on_writing(self) -> None:
-        if self._is_given_up.is_set():
+        if self._is_given_up:
             raise AbandonedError
-
-    def _run(self) -> None:
-        started = time.perf_counter()
-        try:
-            self._attempt(self._write_files)
-        finally:
-            # The main thread waits for this.
-            self.has_written.set()
-        if self.finish is not None and self.error is None:
-            self._attempt(self.finish)
-        if self.error is None and not self._is_abandoned:
-            self.times = WriteTimes(started - self._begin, time.perf_counter() - started)
-
-    def _attempt(self, work: Callable[[], None]) -> None:
-        if self._is_abandoned:
-            return
-        try:
-            work()
-        except AbandonedError:
-            self._is_abandoned = True
-        # Any error: the main thread raises it.
-        except BaseException as error:
-            self.error = failure(self.target, error)
 
     def _write_files(self) -> None:
         partial = partial_of(self.target)
@@ -245,6 +226,12 @@ class FolderWrite:
             with suppress(OSError):
                 RankFiles(error=str(error)).write(partial, self._rank)
             raise
+
+    def _finish(self) -> None:
+        self._files.result()
+        self.finish()
+        written = time.perf_counter() - self._started
+        self.times = WriteTimes(self._started - self._begin, written)
 
 
 def failure(target: Path, error: BaseException) -> RuntimeError:

@@ -6,21 +6,17 @@ memory and written during training, or written at once, one tensor in memory at 
 """
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 
-from paddle_vl.checkpoint.manifest import FileSum, SummedStream
+from paddle_vl.checkpoint.manifest import FileSum, write_bytes
 from paddle_vl.checkpoint.safetensors_io import (
     FileWriter,
     TensorToWrite,
-    bytes_of,
-    file_header,
     write_file,
 )
-from paddle_vl.files.text_file import naming
 from paddle_vl.threads import JoinedThread
 
 # Allocation unit beyond the prepared memory, and stride of touching memory.
@@ -118,7 +114,7 @@ class Snapshot:
     def __init__(self, memory: HostMemory | None):
         self._memory = memory
         self._texts: dict[str, bytes] = {}
-        self._copies: dict[str, list[tuple[TensorToWrite, np.ndarray]]] = {}
+        self._copies: dict[str, list[TensorToWrite]] = {}
         self._written: dict[str, FileSum] = {}
         self._error: OSError | None = None
 
@@ -156,15 +152,13 @@ class Snapshot:
         """
         if self._error is not None:
             raise self._error
+        for name in (*self._texts, *self._copies):
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
         written = dict(self._written)
         for name, text in self._texts.items():
-            with _summed(partial, name, written) as stream:
-                stream.write(text)
+            written[name] = write_bytes(partial / name, [text])
         for name, copies in self._copies.items():
-            with _summed(partial, name, written) as stream:
-                stream.write(file_header(tensor for tensor, _ in copies))
-                for tensor, copy in copies:
-                    stream.write(bytes_of(tensor, copy), go_on)
+            written[name] = write_file(partial / name, copies, go_on)
         return written
 
     def _write_tensors(self, partial: Path, name: str, tensors: list[TensorToWrite]) -> None:
@@ -184,20 +178,9 @@ class Snapshot:
                 next_array()
 
 
-def _copied(tensor: TensorToWrite, memory: HostMemory) -> tuple[TensorToWrite, np.ndarray]:
+def _copied(tensor: TensorToWrite, memory: HostMemory) -> TensorToWrite:
+    """The tensor with its array of now."""
     array = tensor.produce()
     copy = memory.take(array.nbytes).view(array.dtype).reshape(array.shape)
     np.copyto(copy, array)
-    return tensor, copy
-
-
-@contextmanager
-def _summed(folder: Path, name: str, written: dict[str, FileSum]) -> Iterator[SummedStream]:
-    """A file to write, whose size and checksum are noted once it is on disk."""
-    path = folder / name
-    with naming(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
-            stream = SummedStream(file)
-            yield stream
-            written[name] = stream.to_disk()
+    return tensor._replace(produce=lambda: copy)

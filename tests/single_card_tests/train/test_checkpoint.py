@@ -86,14 +86,6 @@ def test_interrupted_removal_leaves_no_half_empty_checkpoint(tmp_path, monkeypat
     assert names(tmp_path) == ["checkpoint-4"]
 
 
-def test_folder_of_the_same_name_is_replaced(tmp_path):
-    path = save(tmp_path, 2)
-    (path / "old").write_text("x")
-    save(tmp_path, 2)
-    assert "old" not in names(path)
-    assert names(tmp_path) == ["checkpoint-2"]
-
-
 def test_arrays_round_trip(tmp_path):
     arrays = {
         "a/b": np.random.default_rng(0).normal(size=(3, 2)).astype(np.float32),
@@ -109,7 +101,9 @@ def test_arrays_round_trip(tmp_path):
 
 def test_damaged_state_is_reported(tmp_path):
     (tmp_path / checkpoints.STATE_FILE).write_text('{"step": ')
-    with pytest.raises(RuntimeError, match=r"trainer_state\.json cannot be read"):
+    with pytest.raises(
+        RuntimeError, match=r"trainer_state\.json is not valid JSON: .*; resume from another"
+    ):
         checkpoints.load_state(tmp_path)
 
 

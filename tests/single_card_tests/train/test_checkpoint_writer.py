@@ -150,7 +150,7 @@ def ended_by(error, output_dir, gate):
         raise error
 
 
-@pytest.mark.parametrize("name", ["_run", "_attempt"])
+@pytest.mark.parametrize("name", ["_write_files", "_finish"])
 def test_a_thread_that_dies_is_raised_at_the_next_save(tmp_path, monkeypatch, name):
     def die(*_):
         raise MemoryError("at once")

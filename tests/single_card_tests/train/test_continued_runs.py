@@ -250,12 +250,6 @@ def test_a_process_killed_in_the_middle_of_a_write_loses_nothing(run_file, tmp_p
     assert_same_run(tmp_path / "whole", tmp_path)
 
 
-def test_old_checkpoints_are_pruned(run_file, tmp_path):
-    build(run_file, tmp_path, "train.save_steps=1", "train.save_total_limit=2").run()
-    names = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
-    assert names == ["checkpoint-3", "checkpoint-4"]
-
-
 def test_training_does_not_start_from_damaged_weights(whole_run, run_file, tmp_path):
     shutil.copytree(whole_run / "final", tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"

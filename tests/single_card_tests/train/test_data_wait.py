@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from paddle_vl.train.feeding.feed import WaitWatch, logger, watched
+from paddle_vl.train.feeding.feed import logger, warning_of_wait, watched
 
 AFTER_S = 0.01
 
@@ -39,30 +39,19 @@ def seen():
 
 def test_a_long_wait_says_what_for_at_doubling_times_and_when_it_is_over(seen):
     names = itertools.chain(["batch 3"], itertools.repeat("batch 3, a sample further"))
-    with WaitWatch(AFTER_S, lambda: next(names)) as watch, watch.waiting("step 7"):
+    before = set(threading.enumerate())
+    with warning_of_wait(AFTER_S, lambda: next(names), "step 7"):
         seen.enough.wait()
+    assert set(threading.enumerate()) == before
     first, second, last = seen.messages[:2] + seen.messages[-1:]
     assert first == "step 7 has waited 0.01 s for data: batch 3"
     assert second == "step 7 has waited 0.02 s for data: batch 3, a sample further"
     assert last.startswith("step 7 goes on: its data came after 0.")
 
 
-def test_each_wait_begins_anew(seen):
-    with WaitWatch(AFTER_S, lambda: "it") as watch:
-        with watch.waiting("step 1"):
-            seen.enough.wait()
-        seen.enough.clear()
-        seen.messages.clear()
-        with watch.waiting("step 2"):
-            seen.enough.wait()
-    assert seen.messages[0] == "step 2 has waited 0.01 s for data: it"
-
-
 def test_a_wait_that_is_over_in_time_says_nothing(seen):
-    with WaitWatch(1000.0, lambda: pytest.fail("asked")) as watch:
-        for step in range(3):
-            with watch.waiting(f"step {step}"):
-                pass
+    with warning_of_wait(1000.0, lambda: pytest.fail("asked"), "step 1"):
+        pass
     assert not seen.messages
 
 
@@ -71,16 +60,9 @@ def test_a_wait_that_fails_does_not_go_on(seen):
         seen.enough.wait()
         raise KeyError
 
-    with pytest.raises(KeyError), WaitWatch(AFTER_S, lambda: "it") as watch, watch.waiting("it"):
+    with pytest.raises(KeyError), warning_of_wait(AFTER_S, lambda: "it", "it"):
         fail()
     assert not any("goes on" in message for message in seen.messages)
-
-
-def test_closing_ends_the_thread():
-    before = set(threading.enumerate())
-    with WaitWatch(1000.0, lambda: "") as watch, watch.waiting("step 1"):
-        assert len(set(threading.enumerate()) - before) == 1
-    assert set(threading.enumerate()) == before
 
 
 def test_watched_batches_are_the_datas_and_each_is_waited_for(seen):

@@ -335,4 +335,4 @@ def test_settings_reach_the_feed(monkeypatch, tmp_path, run_files):
     settings = ["data.pin_memory=false", "logging.data_wait_warning_s=7"]
     trainer = trainer_for(run_files["language"], tmp_path, *settings)
     assert asked == [(False, True)]
-    assert trainer.feed._watch._after_s == 7.0
+    assert trainer.feed._wait_warning_s == 7.0

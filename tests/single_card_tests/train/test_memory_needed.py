@@ -47,7 +47,7 @@ def test_a_colocated_encoder_is_whole_on_every_rank_but_for_its_state(stage, sta
     parallel = ParallelConfig(
         sharding_degree=2, schedule="colocated", encoder=EncoderConfig(sharding_stage=stage)
     )
-    encoder = NeededMemory.of_encoder(parameters(), parallel, lanes=4)
+    encoder = NeededMemory.of(parameters(), parallel, encoder_lanes=4)
     assert (encoder.weights, encoder.gradients, encoder.optimizer) == (1600, 400, state)
     both = NeededMemory.of(parameters(), parallel) + encoder
     assert (both.parameters, both.weights, both.optimizer) == (800, 3200, 400 + state)

@@ -1,7 +1,7 @@
 """Metrics of a run.
 
-Guarantees: means are weighted by target tokens and leave out skipped updates; values over all ranks
-equal separate reductions, and speed is that of the slowest rank; a report copies nothing from the
+Guarantees: means are weighted by target tokens and leave out skipped updates; values of all ranks
+keep their names, and speed is that of the slowest rank; a report copies nothing from the
 host to the device; a checkpoint keeps the window; lines beyond the resumed step are dropped, also
 incomplete ones; the loss curve is a PNG.
 """
@@ -16,8 +16,8 @@ import pytest
 from PIL import Image
 
 from paddle_vl.families.vlm.objective import VLLoss
-from paddle_vl.train.reporting.gauges import Gauge, GaugeLayout, local_values
-from paddle_vl.train.reporting.metrics import StepMeter, longest_skip
+from paddle_vl.train.reporting.gauges import by_rank, packed
+from paddle_vl.train.reporting.metrics import StepMeter
 from paddle_vl.train.reporting.plots import draw_loss_curve
 from paddle_vl.train.reporting.run_files import MetricsFile
 from paddle_vl.train.step import MicroBatch
@@ -26,11 +26,14 @@ from tests.single_card_tests.train.batches import outcome
 EMPTY = MicroBatch({}, (), (), 0, 0, 0)
 
 
+def gathered(*ranks: dict) -> dict:
+    """Several ranks' values by name."""
+    return by_rank(np.stack([packed(values).numpy() for values in ranks]), ranks[0])
+
+
 def report(*meters: StepMeter) -> dict:
     """A metrics line from several ranks' meters, without times."""
-    gauges = [meter.gauges(counts_data=True) for meter in meters]
-    values_PK = np.stack([local_values(of_one).numpy() for of_one in gauges])
-    values = GaugeLayout.of(gauges[0]).reduced(values_PK)
+    values = gathered(*(meter.values(counts_data=True) for meter in meters))
     return meters[0].line(values)
 
 
@@ -63,10 +66,7 @@ def test_values_come_together_without_a_copy_from_the_host(monkeypatch):
         raise AssertionError("a copy to the device, which waits for it")
 
     monkeypatch.setattr(paddle, "to_tensor", refuse)
-    gauges = meter.gauges(counts_data=True)
-    values = local_values(gauges).numpy()
-    assert GaugeLayout.of(gauges).reduced(values[None])["seconds"] == 0.1 + 0.2
-    assert math.inf in values
+    assert gathered(meter.values(counts_data=True))["seconds"] == 0.1 + 0.2
 
 
 def test_speed_is_the_slowest_processes_and_lengths_are_of_all_samples():
@@ -96,9 +96,7 @@ def test_longest_row_of_skipped_updates_begins_anew_with_a_report_but_not_the_ro
     meter, longest = StepMeter(VLLoss()), []
     for good in (False, False, True, False, None, False, False, None, True, None):
         if good is None:
-            gauges = meter.gauges(counts_data=True)
-            values = GaugeLayout.of(gauges).reduced(local_values(gauges).numpy()[None])
-            longest.append(longest_skip(values))
+            longest.append(gathered(meter.values(counts_data=True))["skips"][0][2])
         else:
             meter.add(outcome(1.0, 1.0, 1, 1, is_good=good), [], 1.0)
     assert longest == [2, 3, 0]
@@ -126,21 +124,15 @@ def test_window_survives_a_checkpoint():
     assert [line["skipped_updates"] for line in lines] == [1, 1]
 
 
-def test_values_of_all_processes_come_to_what_separate_reductions_give():
-    rng = np.random.default_rng(0)
-    numbers_PK = rng.normal(size=(4, 7))
-    kinds = ("sum", "mean", "min", "max", "same")
-
-    def gauges(row):
-        numbers = [Gauge(kind, kind, value) for kind, value in zip(kinds, row[:5], strict=True)]
-        return [*numbers[:2], Gauge("pair", "sum", paddle.to_tensor(row[5:])), *numbers[2:]]
-
-    gathered = np.stack([local_values(gauges(row)).numpy() for row in numbers_PK])
-    found = GaugeLayout.of(gauges(numbers_PK[0])).reduced(gathered)
-    for column, kind in enumerate(("sum", "mean", "min", "max")):
-        assert found[kind] == getattr(np, kind)(numbers_PK[:, column])
-    assert found["same"] == numbers_PK[0, 4]
-    np.testing.assert_array_equal(found["pair"], numbers_PK[:, 5:].sum(axis=0))
+def test_values_of_all_ranks_keep_names_and_shapes():
+    numbers_PK = np.random.default_rng(0).normal(size=(4, 4))
+    ranks = [
+        {"one": row[0], "pair": paddle.to_tensor(row[1:3]), "other": row[3]} for row in numbers_PK
+    ]
+    found = gathered(*ranks)
+    np.testing.assert_array_equal(found["one"], numbers_PK[:, 0])
+    np.testing.assert_array_equal(found["pair"], numbers_PK[:, 1:3])
+    np.testing.assert_array_equal(found["other"], numbers_PK[:, 3])
 
 
 def test_lines_after_a_step_are_dropped_and_a_torn_one_too(tmp_path):

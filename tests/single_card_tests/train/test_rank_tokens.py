@@ -19,7 +19,7 @@ from paddle_vl.report.panels import panels_of
 from paddle_vl.report.runs import read_runs
 from paddle_vl.report.summary import tables_of
 from paddle_vl.train.build import build_trainer
-from paddle_vl.train.reporting.gauges import GaugeLayout, local_values
+from paddle_vl.train.reporting.gauges import by_rank, packed
 from paddle_vl.train.reporting.metrics import StepMeter
 from paddle_vl.train.step import MicroBatch
 from tests.single_card_tests.report.run_folders import LINES, write_run
@@ -35,17 +35,15 @@ def line_of(*ranks: tuple[bool, list[list[tuple[int, ...]]]]) -> dict:
     Args:
         ranks: whether each counts data, and the lengths in each micro-batch of each of its steps.
     """
-    gathered, layouts = [], []
+    values = []
     for counts_data, steps in ranks:
         meter = StepMeter(VLLoss())
         for batches in steps:
             micro_batches = [replace(EMPTY, lengths=lengths) for lengths in batches]
             meter.add(outcome(2.0, 1.0, 10, 100), micro_batches, 1.0)
-        gauges = meter.gauges(counts_data)
-        gathered.append(local_values(gauges).numpy())
-        layouts.append(GaugeLayout.of(gauges))
-    assert len(set(layouts)) == 1
-    return StepMeter(VLLoss()).line(layouts[0].reduced(np.stack(gathered)))
+        values.append(meter.values(counts_data))
+    gathered = np.stack([packed(each).numpy() for each in values])
+    return StepMeter(VLLoss()).line(by_rank(gathered, values[0]))
 
 
 def over_ranks(line: dict, key: str) -> list[float]:
