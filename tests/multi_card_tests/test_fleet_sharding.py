@@ -33,12 +33,16 @@ TOPOLOGIES = {
     "2 x 2": (4, {"sharding_degree": 2, "dp_degree": 2}),
 }
 PLAIN = {False: OPTIONS["plain"], True: OPTIONS["a buffer each"]}
+# Each option alone is for two ranks; others have none, the buffers of parameters, and all.
+FEW = ("plain", "a buffer each", "all")
+EVERY = [(name, option) for name in TOPOLOGIES for option in (OPTIONS if name == "2" else FEW)]
 
 
 @pytest.fixture(scope="module", params=TOPOLOGIES)
 def outcomes(request):
     processes, degrees = TOPOLOGIES[request.param]
-    return launch(worker, processes, arguments=(degrees,))
+    options = [option for name, option in EVERY if name == request.param]
+    return launch(worker, processes, arguments=(degrees, options))
 
 
 def assert_close(found: dict, wanted: dict) -> None:
@@ -48,7 +52,7 @@ def assert_close(found: dict, wanted: dict) -> None:
         assert error <= TOPOLOGY, f"{name} differs by {error}"
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("outcomes", "options"), EVERY, indirect=["outcomes"])
 def test_steps_equal_one_process(outcomes, options):
     wanted = outcome_of(outcomes, "single")[0]
     ranks = [dict(of_rank) for of_rank in outcome_of(outcomes, f"train {options}")]
@@ -58,7 +62,9 @@ def test_steps_equal_one_process(outcomes, options):
 
 
 @pytest.mark.parametrize(
-    "options", [name for name in OPTIONS if OPTIONS[name] not in PLAIN.values()]
+    ("outcomes", "options"),
+    [each for each in EVERY if OPTIONS[each[1]] not in PLAIN.values()],
+    indirect=["outcomes"],
 )
 def test_overlap_and_fused_states_change_no_bit(outcomes, options):
     # Another buffer size cuts parameters elsewhere, and the norm is summed in another order.
@@ -71,7 +77,7 @@ def test_overlap_and_fused_states_change_no_bit(outcomes, options):
             np.testing.assert_array_equal(found[key], value, err_msg=key)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("outcomes", "options"), EVERY, indirect=["outcomes"])
 def test_every_rank_sends_the_stated_collectives(outcomes, options):
     ranks = outcome_of(outcomes, f"collectives {options}")
     assert first_difference([[c._replace(phase="") for c in of_rank] for of_rank in ranks]) is None
