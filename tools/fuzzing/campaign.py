@@ -21,9 +21,9 @@ from fuzzing.parser import PARSERS, SHARES, Files
 _TOOLS = Path(__file__).resolve().parents[1]
 _HAS_CUDA = any(True for _ in metadata.distributions(name="paddlepaddle-gpu"))
 _CONTEXT = multiprocessing.get_context("spawn" if _HAS_CUDA else "forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["fuzzing.child", *sorted({target.partition(":")[0] for target in PARSERS.values()})]
-)
+# The last one reads the fonts of the machine.
+_MODULES = sorted({target.partition(":")[0] for target in PARSERS.values()})
+_CONTEXT.set_forkserver_preload(["fuzzing.child", *_MODULES, "matplotlib.font_manager"])
 _START_SECONDS = 180
 # Grace in seconds beyond an input's time limit before the process is killed.
 _GRACE_SECONDS = 2
