@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from fuzzing.child import Task, main, size_of
 from fuzzing.guard import ACCEPTED, REFUSED, Verdict
@@ -20,7 +21,7 @@ from fuzzing.parser import PARSERS, SHARES, Files
 
 _TOOLS = Path(__file__).resolve().parents[1]
 _HAS_CUDA = any(True for _ in metadata.distributions(name="paddlepaddle-gpu"))
-_CONTEXT = multiprocessing.get_context("spawn" if _HAS_CUDA else "forkserver")
+_CONTEXT: Any = multiprocessing.get_context("spawn" if _HAS_CUDA else "forkserver")
 # The last one reads the fonts of the machine.
 _MODULES = sorted({target.partition(":")[0] for target in PARSERS.values()})
 _CONTEXT.set_forkserver_preload(["fuzzing.child", *_MODULES, "matplotlib.font_manager"])
