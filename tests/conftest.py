@@ -1,5 +1,6 @@
 """Settings shared by all tests."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -10,12 +11,27 @@ import pytest
 from paddle_vl.compat import amd_instruction_set
 from paddle_vl.nn.operations import choose_kernels, chosen_kernels
 from tests.single_card_tests.train.tiny_run import write_tiny_run
+from tests.support.forked import without_loss_curves
 from tests.support.gpu_stubs.installed import gpu_stubs
 
 # Read by Paddle's matrix library at its first product; without it tests run several times longer
 # on AMD processors.
 if (instructions := amd_instruction_set()) is not None:
     os.environ.setdefault("MKL_DEBUG_CPU_TYPE", instructions)
+
+
+# Every process that a test starts would compile the package again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+
+def pytest_collection_finish() -> None:
+    """What was imported lives to the end, and no collection has to visit it again."""
+    gc.collect()
+    gc.freeze()
+
+
+without_loss_curves()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -19,8 +19,11 @@ import pdoc.render
 import paddle_vl
 
 
-def build(output: Path) -> int:
+def build(output: Path, *, with_source: bool = True) -> int:
     """Write the pages into a folder.
+
+    Args:
+        with_source: with the source code of everything, and an index for searching.
 
     Returns:
         The number of pages.
@@ -33,7 +36,7 @@ def build(output: Path) -> int:
         setattr(paddle_vl, name, getattr(paddle_vl, name))
     # Paddle's compiled base class has no module name, which pdoc needs of every class.
     paddle.autograd.PyLayer.__base__.__module__ = "paddle.autograd"
-    pdoc.render.configure(docformat="google")
+    pdoc.render.configure(docformat="google", show_source=with_source, search=with_source)
     # pdoc shows only the names in `__all__` of a package, so its modules are listed here.
     names = ["paddle_vl"]
     for item in pkgutil.walk_packages(paddle_vl.__path__, "paddle_vl."):
@@ -57,9 +60,12 @@ def build(output: Path) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("site/api"), help="folder of the pages")
+    parser.add_argument(
+        "--text-only", action="store_true", help="no source code and no search; takes less time"
+    )
     options = parser.parse_args()
     try:
-        count = build(options.output)
+        count = build(options.output, with_source=not options.text_only)
     except RuntimeError as error:
         sys.exit(str(error))
     print(f"{count} pages: {options.output}/index.html")

@@ -1,5 +1,6 @@
 """Checks that run on every rank of a sharding group at stage 1; see `test_fleet_sharding`."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -330,12 +331,12 @@ def refused(topology: Topology) -> dict[str, str]:
     return messages
 
 
-def worker(degrees: dict[str, int]) -> dict:
+def worker(degrees: dict[str, int], options: Sequence[str]) -> dict:
     topology = initialize(ParallelDegrees(**degrees, num_micro_batches=MICRO_BATCHES))
     size = topology.data_size
     checks: dict[str, Any] = {"single": partial(single, size)}
-    checks |= {f"train {name}": partial(train, topology, name) for name in OPTIONS}
-    checks |= {f"collectives {name}": partial(collectives, topology, name) for name in OPTIONS}
+    checks |= {f"train {name}": partial(train, topology, name) for name in options}
+    checks |= {f"collectives {name}": partial(collectives, topology, name) for name in options}
     for name in ("plain", "fused states", "all"):
         checks[f"continued {name}"] = partial(continued, topology, name)
     for masks in (False, True):

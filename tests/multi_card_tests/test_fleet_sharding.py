@@ -32,13 +32,19 @@ TOPOLOGIES = {
     "3": (3, {"sharding_degree": 3}),
     "2 x 2": (4, {"sharding_degree": 2, "dp_degree": 2}),
 }
-PLAIN = {False: OPTIONS["plain"], True: OPTIONS["a buffer each"]}
+# Each option alone is for two ranks; others have none, the buffers of parameters, and all.
+FEW = ("plain", "a buffer each", "all")
 
 
 @pytest.fixture(scope="module", params=TOPOLOGIES)
 def outcomes(request):
     processes, degrees = TOPOLOGIES[request.param]
-    return launch(worker, processes, arguments=(degrees,))
+    options = OPTIONS if request.param == "2" else FEW
+    return launch(worker, processes, arguments=(degrees, tuple(options)))
+
+
+def options_of(outcomes: list[dict]) -> list[str]:
+    return [name for name in OPTIONS if f"train {name}" in outcomes[0]]
 
 
 def assert_close(found: dict, wanted: dict) -> None:
@@ -48,53 +54,50 @@ def assert_close(found: dict, wanted: dict) -> None:
         assert error <= TOPOLOGY, f"{name} differs by {error}"
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_steps_equal_one_process(outcomes, options):
+def test_steps_equal_one_process(outcomes):
     wanted = outcome_of(outcomes, "single")[0]
-    ranks = [dict(of_rank) for of_rank in outcome_of(outcomes, f"train {options}")]
-    losses = np.sum([of_rank["losses"] for of_rank in ranks], axis=0)
-    for of_rank in ranks:
-        assert_close(of_rank | {"losses": losses}, wanted)
+    for options in options_of(outcomes):
+        ranks = [dict(of_rank) for of_rank in outcome_of(outcomes, f"train {options}")]
+        losses = np.sum([of_rank["losses"] for of_rank in ranks], axis=0)
+        for of_rank in ranks:
+            assert_close(of_rank | {"losses": losses}, wanted)
 
 
-@pytest.mark.parametrize(
-    "options", [name for name in OPTIONS if OPTIONS[name] not in PLAIN.values()]
-)
-def test_overlap_and_fused_states_change_no_bit(outcomes, options):
-    # Another buffer size cuts parameters elsewhere, and the norm is summed in another order.
-    plain = PLAIN["comm_buffer_size_MB" in OPTIONS[options][0]]
-    (name,) = (name for name in OPTIONS if OPTIONS[name] == plain)
-    for found, wanted in zip(
-        outcome_of(outcomes, f"train {options}"), outcome_of(outcomes, f"train {name}"), strict=True
-    ):
-        for key, value in wanted.items():
-            np.testing.assert_array_equal(found[key], value, err_msg=key)
+def test_overlap_and_fused_states_change_no_bit(outcomes):
+    for options in options_of(outcomes):
+        # Another buffer size cuts parameters elsewhere, and the norm is summed in another order.
+        plain = "a buffer each" if "comm_buffer_size_MB" in OPTIONS[options][0] else "plain"
+        found = outcome_of(outcomes, f"train {options}")
+        for ours, theirs in zip(found, outcome_of(outcomes, f"train {plain}"), strict=True):
+            for key, value in theirs.items():
+                np.testing.assert_array_equal(ours[key], value, err_msg=f"{options}: {key}")
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_every_rank_sends_the_stated_collectives(outcomes, options):
-    ranks = outcome_of(outcomes, f"collectives {options}")
-    assert first_difference([[c._replace(phase="") for c in of_rank] for of_rank in ranks]) is None
-    fleets, _ = OPTIONS[options]
-    found = {
-        phase: Counter(call.kind for call in ranks[-1] if call.phase == phase)
-        for phase in ("forward", "backward", "end", "update")
-    }
-    num_buffers = NUM_TRAINED if "comm_buffer_size_MB" in fleets else 1
-    reduced = Counter(reduce_scatter=num_buffers)
-    # The bucket of the parameter that this rank does not use, and those after it, come late.
-    early = found["backward"]["reduce_scatter"]
-    assert found["forward"] == Counter()
-    if "comm_overlap" in fleets and num_buffers > 1:
-        assert 0 < early < num_buffers
-    else:
-        assert early == 0
-    sums = Counter(all_reduce=1) if len(ranks) == 4 else Counter()
-    assert found["backward"] + found["end"] == reduced + sums
-    assert found["update"] == Counter(all_gather=num_buffers)
-    gathered = sum(call.num_bytes for call in ranks[0] if call.kind == "all_gather")
-    scattered = sum(call.num_bytes for call in ranks[0] if call.kind == "reduce_scatter")
-    assert scattered == gathered * ranks[0][-1].num_ranks
+def test_every_rank_sends_the_stated_collectives(outcomes):
+    for options in options_of(outcomes):
+        ranks = outcome_of(outcomes, f"collectives {options}")
+        calls = [[c._replace(phase="") for c in of_rank] for of_rank in ranks]
+        assert first_difference(calls) is None, options
+        fleets, _ = OPTIONS[options]
+        found = {
+            phase: Counter(call.kind for call in ranks[-1] if call.phase == phase)
+            for phase in ("forward", "backward", "end", "update")
+        }
+        num_buffers = NUM_TRAINED if "comm_buffer_size_MB" in fleets else 1
+        reduced = Counter(reduce_scatter=num_buffers)
+        # The bucket of the parameter that this rank does not use, and those after it, come late.
+        early = found["backward"]["reduce_scatter"]
+        assert found["forward"] == Counter(), options
+        if "comm_overlap" in fleets and num_buffers > 1:
+            assert 0 < early < num_buffers, options
+        else:
+            assert early == 0, options
+        sums = Counter(all_reduce=1) if len(ranks) == 4 else Counter()
+        assert found["backward"] + found["end"] == reduced + sums, options
+        assert found["update"] == Counter(all_gather=num_buffers), options
+        gathered = sum(call.num_bytes for call in ranks[0] if call.kind == "all_gather")
+        scattered = sum(call.num_bytes for call in ranks[0] if call.kind == "reduce_scatter")
+        assert scattered == gathered * ranks[0][-1].num_ranks, options
 
 
 @pytest.mark.parametrize("options", ["plain", "fused states", "all"])

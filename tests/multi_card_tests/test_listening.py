@@ -27,7 +27,7 @@ from tests.support.launch import launch, wait_for_ranks
 
 ROOT = Path(__file__).parents[2]
 LOOPBACK = {"127.0.0.1", "::1"}
-POLL_SECONDS = 0.01
+POLL_SECONDS = 0.05
 # Pseudo-rank of the watcher. Ranks wait until it has seen the store.
 WATCHER = -1
 ADDRESSES = [

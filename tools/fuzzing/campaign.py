@@ -1,4 +1,8 @@
-"""Starts a process for each parser, watches it, and collects the verdicts of its inputs."""
+"""Starts a process for each parser, watches it, and collects the verdicts of its inputs.
+
+The processes are forks of a server that has imported all parsers; with a Paddle for GPUs they are
+new ones, since CUDA does not survive a fork.
+"""
 
 import multiprocessing
 import os
@@ -7,14 +11,20 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from fuzzing.child import Task, main, size_of
 from fuzzing.guard import ACCEPTED, REFUSED, Verdict
 from fuzzing.parser import PARSERS, SHARES, Files
 
 _TOOLS = Path(__file__).resolve().parents[1]
-_SPAWN = multiprocessing.get_context("spawn")
+_HAS_CUDA = any(True for _ in metadata.distributions(name="paddlepaddle-gpu"))
+_CONTEXT: Any = multiprocessing.get_context("spawn" if _HAS_CUDA else "forkserver")
+# The last one reads the fonts of the machine.
+_MODULES = sorted({target.partition(":")[0] for target in PARSERS.values()})
+_CONTEXT.set_forkserver_preload(["fuzzing.child", *_MODULES, "matplotlib.font_manager"])
 _START_SECONDS = 180
 # Grace in seconds beyond an input's time limit before the process is killed.
 _GRACE_SECONDS = 2
@@ -129,9 +139,9 @@ def _run_child(task: Task, tally: Tally, place: Path) -> int | None:
     """Add the verdicts of a process; return the number of the input that ended it, if any."""
     log, empty = place / "stderr", place / "empty"
     empty.mkdir(exist_ok=True)
-    receiver, sender = _SPAWN.Pipe(duplex=False)
-    process = _SPAWN.Process(target=main, args=(task, sender, log, empty), daemon=True)
-    with _environment(place):
+    receiver, sender = _CONTEXT.Pipe(duplex=False)
+    process = _CONTEXT.Process(target=main, args=(task, sender, log, empty), daemon=True)
+    with _environment():
         process.start()
     sender.close()
     begun, patience, is_late, is_done = None, float(_START_SECONDS), False, False
@@ -170,16 +180,14 @@ def _run_child(task: Task, tally: Tally, place: Path) -> int | None:
 
 
 @contextmanager
-def _environment(place: Path) -> Iterator[None]:
-    """Environment variables of the process, which inherits those of this one."""
+def _environment() -> Iterator[None]:
+    """Environment variables of the server and the processes, which inherit those of this one."""
     kept = dict(os.environ)
     os.environ |= {
         "PYTHONPATH": os.pathsep.join([str(_TOOLS), str(_TOOLS.parent)]),
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONHASHSEED": "0",
         "OMP_NUM_THREADS": "1",
-        "MPLCONFIGDIR": str(place / "matplotlib"),
-        "HYPOTHESIS_STORAGE_DIRECTORY": str(place / "hypothesis"),
     }
     try:
         yield

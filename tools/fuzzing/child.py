@@ -160,6 +160,8 @@ def main(task: Task, sender: Connection, log: Path, directory: Path) -> None:
         for descriptor in (1, 2):
             os.dup2(stream.fileno(), descriptor)
     os.chdir(directory)
+    os.environ["MPLCONFIGDIR"] = str(directory.with_name("matplotlib"))
+    os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(directory.with_name("hypothesis"))
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     trial = Trial(task, lambda *message: sender.send(message))

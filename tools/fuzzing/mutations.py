@@ -53,6 +53,8 @@ odd_values = st.one_of(
     st.floats(),
     st.text(max_size=12),
 )
+# Makes Unicode's table now, which takes seconds, and not in each of the processes that are forked.
+odd_values.validate()
 
 
 def _places(value: Any, place: tuple = ()) -> list[tuple]:

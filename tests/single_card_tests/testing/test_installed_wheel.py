@@ -53,7 +53,7 @@ def installed(tmp_path_factory):
     run(sys.executable, "-m", "venv", "--without-pip", folder / "environment", cwd=folder)
     python = folder / "environment" / "bin" / "python"
     (wheel,) = folder.glob("*.whl")
-    run(*pip, "--python", python, "install", *offline, wheel, cwd=folder)
+    run(*pip, "--python", python, "install", "--no-compile", *offline, wheel, cwd=folder)
     # Packages of a folder in a .pth file are found last, and its own .pth files, such as that of an
     # editable installation of the checkout, are not read.
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "environment")}))

@@ -3,7 +3,7 @@
 Guarantees: unset flags get their defaults and are told; a flag in the environment, one that was set
 before, and a choice of another allocator stay and are told; a run on a GPU logs the flags; run.json
 and profile.json have them. On a CPU, where they have no effect, nothing is said of them, nor does
-Paddle warn of the number of threads that the user chose.
+Paddle warn of the number of threads that the user chose; a run leaves the picture of its loss.
 """
 
 import json
@@ -13,6 +13,7 @@ import sys
 
 import paddle
 import pytest
+from PIL import Image
 
 from paddle_vl.cli import commands
 from paddle_vl.train.allocator import DEFAULTS, allocator_flags, configure_allocator
@@ -91,6 +92,8 @@ def test_a_run_on_a_cpu_says_nothing_of_flags_and_threads(tmp_path, command):
     if command == "train":
         (start,) = json.loads((out / "run.json").read_text())["starts"]
         found = start["allocator"]
+        with Image.open(out / "loss.png") as curve:
+            assert curve.size == (1280, 800)
         # The recorded command starts the same run again.
         assert start["command"] == started
     else:
