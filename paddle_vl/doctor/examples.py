@@ -21,18 +21,21 @@ import paddle_vl.nn
 import paddle_vl.testing
 from paddle_vl.doctor.check import Dtype
 from paddle_vl.nn.attention import (
+    CachedKeys,
+    PackedSamples,
+    RotaryTables,
+    Segments,
+    inverse_frequencies,
+)
+from paddle_vl.nn.attention_masks import (
     MASKED_SCORE,
     AttentionMask,
     BlockMask,
-    CachedKeys,
     HistoryMask,
     KeyMask,
-    PackedSamples,
-    Segments,
 )
 from paddle_vl.nn.experts import GroupSizes
 from paddle_vl.nn.operations import OPERATIONS, Operation
-from paddle_vl.nn.rotary import RotaryTables, inverse_frequencies
 
 
 @dataclass(frozen=True)

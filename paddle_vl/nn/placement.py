@@ -27,14 +27,14 @@ from paddle_vl.nn.linear import (
     VocabHead,
 )
 from paddle_vl.nn.lora import LowRankSettings
-from paddle_vl.nn.operations import (
+from paddle_vl.nn.objective import (
     Predict,
-    RowDropout,
     TargetRows,
     num_targets,
     summed_cross_entropy,
     summed_in_chunks,
 )
+from paddle_vl.nn.operations import RowDropout
 from paddle_vl.nn.parameter_table import REPLICATED, ParameterTable, Tie
 
 # Patches (pixels first) and grid of items (images, videos) to merged rows `[M, D]` and G levels of
@@ -232,7 +232,7 @@ class RegionOps:
     def token_loss(
         self, logits_TV: Tensor, targets_T: Tensor, weights_T: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Summed cross entropy and target count, see `paddle_vl.nn.operations.token_loss`."""
+        """Summed cross entropy and target count, see `paddle_vl.nn.objective.token_loss`."""
         return self.summed_cross_entropy(logits_TV, targets_T, weights_T), num_targets(targets_T)
 
     def summed_cross_entropy(
@@ -245,7 +245,7 @@ class RegionOps:
         """Summed cross entropy of a `vocab_head`'s predictions for the rows with a target.
 
         Logits exist for a chunk of these rows at a time, see
-        `paddle_vl.nn.operations.summed_in_chunks`.
+        `paddle_vl.nn.objective.summed_in_chunks`.
 
         Args:
             head: of `LayerFactory.vocab_head`.

@@ -21,7 +21,8 @@ import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
-from paddle_vl.nn.attention import MASKED_SCORE, AttentionMask, PackedSamples
+from paddle_vl.nn.attention import PackedSamples
+from paddle_vl.nn.attention_masks import MASKED_SCORE, AttentionMask
 from paddle_vl.nn.cpu.kernels import (
     contiguous,
     plus_matrix_,

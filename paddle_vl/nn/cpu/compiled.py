@@ -18,7 +18,8 @@ import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
-from paddle_vl.nn.attention import AttentionMask, PackedSamples
+from paddle_vl.nn.attention import PackedSamples, RotaryTables
+from paddle_vl.nn.attention_masks import AttentionMask
 from paddle_vl.nn.cpu.attention import sees, with_averages
 from paddle_vl.nn.cpu.kernels import (
     MIXING_DRAWS,
@@ -28,7 +29,6 @@ from paddle_vl.nn.cpu.kernels import (
     is_dense,
 )
 from paddle_vl.nn.operations import set_compiled
-from paddle_vl.nn.rotary import RotaryTables
 
 SWITCH = "PADDLE_VL_CPU_KERNELS"
 _OFF = ("0", "off", "false", "no")

@@ -12,18 +12,24 @@ import paddle
 from paddle import Tensor
 
 from paddle_vl.nn.attention import (
-    MASKED_SCORE,
-    AttentionMask,
-    BlockMask,
     PackedSamples,
+    RotaryTables,
+    apply_rotary,
     causal_attention,
     eager_or_sdpa_attention,
     equal_segments_attention,
 )
+from paddle_vl.nn.attention_masks import MASKED_SCORE, AttentionMask, BlockMask
 from paddle_vl.nn.cpu import kernels
-from paddle_vl.nn.norm import gemma_rms_norm, layer_norm, rms_norm, rms_quotient
-from paddle_vl.nn.operations import Operation, dropout, use_kernels
-from paddle_vl.nn.rotary import RotaryTables, apply_rotary
+from paddle_vl.nn.operations import (
+    Operation,
+    dropout,
+    gemma_rms_norm,
+    layer_norm,
+    rms_norm,
+    rms_quotient,
+    use_kernels,
+)
 
 # Most error of values and gradients, relative to the largest one of a tensor.
 TOLERANCE = 1e-5

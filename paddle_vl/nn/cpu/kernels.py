@@ -23,10 +23,9 @@ from paddle import Tensor, _C_ops
 from paddle.autograd import PyLayer
 from paddle.incubate.nn.functional import fused_rms_norm
 
-from paddle_vl.nn.attention import CachedKeys, biased_rows
+from paddle_vl.nn.attention import CachedKeys, RotaryTables, biased_rows
 from paddle_vl.nn.cpu import onednn
 from paddle_vl.nn.operations import column_sum, row_sum
-from paddle_vl.nn.rotary import RotaryTables
 
 # What fits
 

@@ -27,8 +27,8 @@ import paddle.nn.functional as F
 from paddle import Tensor, _C_ops
 from paddle.autograd import PyLayer
 
+from paddle_vl.nn.attention import RotaryTables
 from paddle_vl.nn.experts import GroupSizes
-from paddle_vl.nn.rotary import RotaryTables
 
 # Paddle's layer_norm refuses a larger one.
 _LARGEST_EPSILON = 1e-3

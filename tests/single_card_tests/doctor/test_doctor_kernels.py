@@ -15,8 +15,7 @@ from paddle_vl.doctor.check import Machine, all_checks, run_check
 from paddle_vl.doctor.examples import EXAMPLES, HEAD_WIDTHS, name_of, own_operations
 from paddle_vl.nn.attention import causal_attention
 from paddle_vl.nn.kernels import TABLE
-from paddle_vl.nn.norm import rms_norm
-from paddle_vl.nn.operations import Kernel, operation
+from paddle_vl.nn.operations import Kernel, operation, rms_norm
 
 
 @pytest.fixture

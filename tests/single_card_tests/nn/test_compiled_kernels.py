@@ -20,8 +20,7 @@ from paddle_vl.cli.main import main
 from paddle_vl.nn.cpu import compiled, compiler, kernel_check
 from paddle_vl.nn.cpu import kernels as cpu
 from paddle_vl.nn.kernels import TABLE
-from paddle_vl.nn.norm import rms_norm
-from paddle_vl.nn.operations import use_kernels
+from paddle_vl.nn.operations import rms_norm, use_kernels
 from paddle_vl.train.step import ModelRunner
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.support.implementations import require_compiled

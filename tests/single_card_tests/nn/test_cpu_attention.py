@@ -11,15 +11,13 @@ import paddle
 import pytest
 
 from paddle_vl.nn.attention import (
-    MASKED_SCORE,
-    AttentionMask,
-    BlockMask,
     CachedKeys,
     PackedSamples,
     cached_attention,
     causal_attention,
     masked_attention,
 )
+from paddle_vl.nn.attention_masks import MASKED_SCORE, AttentionMask, BlockMask
 from paddle_vl.nn.cpu import attention, onednn
 from paddle_vl.nn.operations import use_kernels, without_gradient
 

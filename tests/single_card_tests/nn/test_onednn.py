@@ -18,8 +18,7 @@ from paddle_vl.nn.cpu import compiled, kernel_check, onednn
 from paddle_vl.nn.cpu import kernels as cpu
 from paddle_vl.nn.kernels import TABLE
 from paddle_vl.nn.linear import split_columns
-from paddle_vl.nn.norm import layer_norm
-from paddle_vl.nn.operations import dropout, geglu, gelu, swiglu, use_kernels
+from paddle_vl.nn.operations import dropout, geglu, gelu, layer_norm, swiglu, use_kernels
 from tests.support.implementations import require_compiled
 
 OPERATIONS = {of for of, kernels in TABLE.items() if "oneDNN" in [k.source for k in kernels]}
