@@ -11,8 +11,8 @@ Kernels: C or query blocks on the CPU (`paddle_vl.nn.cpu`); flash attention on a
 row intervals where it has them (`paddle_vl.nn.gpu.attention`). Over 350 lines, to have every
 form of the formula side by side.
 
-Rotary angles are float32: in bfloat16, position 300 is off by up to one radian. Channel i is rotated
-with channel i + H/2 ("rotate half" of HF transformers).
+Rotary angles are float32: in bfloat16, position 300 is off by up to one radian. Channel i is
+rotated with channel i + H/2 ("rotate half" of HF transformers).
 
 Source of rotary embedding: Su et al., RoFormer, https://arxiv.org/abs/2104.09864.
 """

@@ -38,7 +38,7 @@ from paddle_vl.nn.placement import Placement
 
 
 def block_mask(pad_masks_BL: Tensor, att_masks_BL: Tensor) -> Tensor:
-    """Which tokens each token sees: `[B, L, L]` bool, see `paddle_vl.nn.attention_masks.BlockMask`."""
+    """Which tokens each token sees: `[B, L, L]` bool, see `BlockMask`."""
     return BlockMask(pad_masks_BL, att_masks_BL).visible_BLS
 
 

@@ -8,6 +8,7 @@ give the same results by Paddle's kernels; two threads may call one primitive.
 import logging
 import math
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import paddle
@@ -16,6 +17,7 @@ import pytest
 from paddle_vl.compat import configure_cpu_runtime
 from paddle_vl.nn.cpu import compiled, kernel_check, onednn
 from paddle_vl.nn.cpu import kernels as cpu
+from paddle_vl.nn.examples import examples_of
 from paddle_vl.nn.kernels import TABLE
 from paddle_vl.nn.linear import split_columns
 from paddle_vl.nn.operations import dropout, geglu, gelu, layer_norm, swiglu, use_kernels
@@ -39,18 +41,11 @@ def draw(*shape, seed=0, scale=1.0):
 
 @pytest.mark.usefixtures("either")
 def test_values_and_gradients_are_those_of_the_plain_operations():
-    wide, rows, up = draw(5, 37, scale=3.0), draw(9, 50, seed=2), draw(5, 37, seed=3)
-    own = [
-        kernel_check.Case(gelu, f"gelu approximate={approximate}", [wide], [approximate])
-        for approximate in (False, True)
-    ]
-    for unit in (swiglu, geglu):
-        own.append(kernel_check.Case(unit, unit.__name__, [wide, up]))
-        own.append(kernel_check.Case(unit, f"{unit.__name__} of halves", [rows]))
-    cases = [*own, *kernel_check.cases()]
-    assert {case.operation for case in cases} >= OPERATIONS - {split_columns}
-    for case in cases:
-        assert kernel_check.largest_error(case) < 1e-5, case.name
+    for operation in OPERATIONS:
+        for name, make in examples_of(operation).items():
+            inputs = kernel_check.inputs_of(operation, make)
+            wide = replace(inputs, args=(3.0 * inputs.args[0], *inputs.args[1:]))
+            assert kernel_check.largest_error(operation, wide) < 1e-5, name
 
 
 # The derivative of the tanh form is a polynomial in oneDNN.
