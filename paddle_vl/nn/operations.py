@@ -140,10 +140,15 @@ def chosen_kernels() -> Kernels:
     return _chosen
 
 
-def set_compiled(has_compiled: bool) -> None:
+def set_compiled(are_loaded: bool) -> None:
     """Tell whether the kernels in C are loaded."""
     global _has_compiled
-    _has_compiled = has_compiled
+    _has_compiled = are_loaded
+
+
+def has_compiled() -> bool:
+    """Whether the kernels in C are loaded."""
+    return _has_compiled
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from paddle_vl.nn.cpu.kernels import (
     dropout_threshold,
     is_dense,
 )
-from paddle_vl.nn.operations import set_compiled
+from paddle_vl.nn.operations import has_compiled, set_compiled
 
 SWITCH = "PADDLE_VL_CPU_KERNELS"
 _OFF = ("0", "off", "false", "no")
@@ -38,7 +38,6 @@ _MOST_KEYS, _MOST_WIDTH = 1 << 16, 1024
 _HIDDEN = -2.3819763e38
 _log = logging.getLogger(__name__)
 _library: Any = None
-_is_enabled = False
 _refused: str | None = None
 
 
@@ -49,8 +48,8 @@ def enable() -> bool:
         Whether they may. Why not is logged once: the environment variable `PADDLE_VL_CPU_KERNELS`
         is 0, there is no compiler, or a kernel differs from the plain operation.
     """
-    global _library, _is_enabled, _refused
-    if _is_enabled:
+    global _library, _refused
+    if has_compiled():
         return True
     if os.environ.get(SWITCH, "").lower() in _OFF or _refused is not None:
         return False
@@ -68,20 +67,12 @@ def enable() -> bool:
         _refused = str(error)
         _log.info("compiled CPU kernels are not used: %s", _refused)
         return False
-    _is_enabled = True
     return True
 
 
 def disable() -> None:
     """Take the other kernels again."""
-    global _is_enabled
-    _is_enabled = False
     set_compiled(False)
-
-
-def is_enabled() -> bool:
-    """Whether operations may use the compiled kernels."""
-    return _is_enabled
 
 
 def refusal() -> str | None:

@@ -83,8 +83,8 @@ def test_broadcasts_are_those_of_numpy():
     a, c, f, m, r = (t.numpy() for t in (x, column, factor, matrix, row))
     found = {
         "plus product": (cpu.plus_column_times_(x.clone(), column, factor), a + c * f),
-        "plus matrix": (cpu.plus_matrix_(x.clone(), matrix), a + m),
-        "plus row": (cpu.plus_row_(x.clone(), row), a + r),
+        "plus matrix": (cpu.plus_(x.clone(), matrix), a + m),
+        "plus row": (cpu.plus_(x.clone(), row), a + r),
     }
     for name, (result, wanted) in found.items():
         np.testing.assert_allclose(result.numpy(), wanted, rtol=1e-6, atol=1e-6, err_msg=name)
