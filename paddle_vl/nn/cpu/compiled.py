@@ -160,7 +160,7 @@ def fits_rotary(q_TNH: Tensor, k_TKH: Tensor, tables: RotaryTables) -> bool:
 
 
 def apply_rotary(q_TNH: Tensor, k_TKH: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
-    """`rotary.apply_rotary`."""
+    """`attention.apply_rotary`."""
     return _Rotary.apply(q_TNH, tables), _Rotary.apply(k_TKH, tables)
 
 
@@ -205,22 +205,22 @@ class _Norm(PyLayer):
 
 
 def rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
-    """`norm.rms_norm`."""
+    """`operations.rms_norm`."""
     return _Norm.apply(x, weight_C, None, epsilon, 0.0, 0)
 
 
 def gemma_rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
-    """`norm.gemma_rms_norm`."""
+    """`operations.gemma_rms_norm`."""
     return _Norm.apply(x, weight_C, None, epsilon, 1.0, 0)
 
 
 def rms_quotient(x: Tensor, epsilon: float) -> Tensor:
-    """`norm.rms_quotient`."""
+    """`operations.rms_quotient`."""
     return _Norm.apply(x, None, None, epsilon, 0.0, 0)
 
 
 def layer_norm(x: Tensor, weight_C: Tensor, bias_C: Tensor, epsilon: float) -> Tensor:
-    """`norm.layer_norm`."""
+    """`operations.layer_norm`."""
     return _Norm.apply(x, weight_C, bias_C, epsilon, 0.0, 1)
 
 

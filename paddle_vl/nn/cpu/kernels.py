@@ -291,7 +291,7 @@ class _LayerNorm(PyLayer):
 
 
 def layer_norm(x: Tensor, weight_C: Tensor, bias_C: Tensor, epsilon: float) -> Tensor:
-    """`norm.layer_norm` by oneDNN."""
+    """`operations.layer_norm` by oneDNN."""
     return _LayerNorm.apply(x, weight_C, bias_C, epsilon)
 
 
@@ -336,17 +336,17 @@ def _factors(x: Tensor, weight_C: Tensor | None, offset: float) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
-    """`norm.rms_norm` by products."""
+    """`operations.rms_norm` by products."""
     return _RMSNormByProducts.apply(x, weight_C, epsilon, 0.0)
 
 
 def gemma_rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
-    """`norm.gemma_rms_norm` by products."""
+    """`operations.gemma_rms_norm` by products."""
     return _RMSNormByProducts.apply(x, weight_C, epsilon, 1.0)
 
 
 def rms_quotient(x: Tensor, epsilon: float) -> Tensor:
-    """`norm.rms_quotient` by products."""
+    """`operations.rms_quotient` by products."""
     return _RMSNormByProducts.apply(x, None, epsilon, 0.0)
 
 
@@ -359,7 +359,7 @@ def rms_norm_without_gradient(x: Tensor, weight_C: Tensor, epsilon: float) -> Te
 
 
 def apply_rotary(q_TNH: Tensor, k_TKH: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
-    """`rotary.apply_rotary` with tables of full shape."""
+    """`attention.apply_rotary` with tables of full shape."""
     # One by one: both outputs of one PyLayer pass gradients, so an unused one would pass zeros.
     q_TNH = _Rotary.apply(q_TNH, *tables.of_heads(q_TNH.shape[-2]))
     k_TKH = _Rotary.apply(k_TKH, *tables.of_heads(k_TKH.shape[-2]))
