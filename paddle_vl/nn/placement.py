@@ -10,7 +10,7 @@ Over 350 lines: this is the complete parallelism interface for a new model.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from paddle import Tensor, nn
@@ -112,26 +112,6 @@ class CheckpointRanks:
     def receive_at_first(self, stage: int, size: int) -> np.ndarray:
         """The bytes that the first rank of another stage sends."""
         raise AssertionError("there is one stage")
-
-
-class ExpertSharding(Protocol):
-    """Shards experts over an expert-parallel group, see `paddle_vl.parallel.expert_parallel`."""
-
-    def shard(self, make: Callable[[int], Experts], num_experts: int) -> Experts:
-        """This rank's experts; `make(n)` builds n experts."""
-        ...
-
-
-class TowerLayers(Protocol):
-    """Builds towers in a way of its own, see `paddle_vl.parallel.colocated.encoder_layers`."""
-
-    def tower(self, layer: Layer) -> Layer:
-        """The tower to use in place of a whole one."""
-        ...
-
-    def add_low_rank(self, layer: AdaptableLinear, settings: LowRankSettings) -> None:
-        """Add an adapter to one of its linears."""
-        ...
 
 
 class RegionOps:
@@ -269,20 +249,22 @@ class LayerFactory:
 
     Args:
         stage_layers: layers of the pipeline stage, for weights that two stages share.
-        expert_sharding: None where every rank has all experts.
+        expert_sharding: shards experts over an expert-parallel group, see
+            `paddle_vl.parallel.expert_parallel.FleetExpertSharding`; None where every rank has all.
 
     Attributes:
-        tower_layers: None where a tower is like other layers.
+        tower_layers: builds towers in a way of its own, see
+            `paddle_vl.parallel.colocated.encoder_layers`; None where a tower is like other layers.
     """
 
-    tower_layers: TowerLayers | None = None
+    tower_layers: Any = None
 
     def __init__(
         self,
         parameter_table: ParameterTable,
         ops: RegionOps,
         stage_layers: StageLayers,
-        expert_sharding: ExpertSharding | None = None,
+        expert_sharding: Any = None,
     ):
         self.parameter_table, self.ops = parameter_table, ops
         self.stage_layers, self.expert_sharding = stage_layers, expert_sharding

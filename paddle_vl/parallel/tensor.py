@@ -25,7 +25,6 @@ from paddle_vl.nn.operations import RowDropout
 from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec
 from paddle_vl.nn.placement import (
     CheckpointRanks,
-    ExpertSharding,
     Layer,
     LayerFactory,
     Placement,
@@ -156,7 +155,7 @@ class FleetLayers(LayerFactory):
         parameter_table: ParameterTable,
         ops: FleetRegionOps,
         stage_layers: StageLayers,
-        expert_sharding: ExpertSharding | None = None,
+        expert_sharding: FleetExpertSharding | None = None,
     ):
         super().__init__(parameter_table, ops, stage_layers, expert_sharding)
         self.mp_group, self.sequence_parallel = ops.mp_group, ops.sequence_parallel

@@ -115,8 +115,8 @@ class _AddRMSNorm(PyLayer):
 
 
 def gemma_rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
-    """`operations.gemma_rms_norm`. The kernel of `rms_norm` takes a weight in the dtype of `x`, which
-    would round `1 + weight`; this one takes a float32 weight, and returns float32."""
+    """`operations.gemma_rms_norm`. The kernel of `rms_norm` takes a weight in the dtype of `x`,
+    which would round `1 + weight`; this one takes a float32 weight, and returns float32."""
     scale_C = 1.0 + weight_C.astype("float32")
     return incubate.fused_rms_norm_ext(x, scale_C, epsilon)[0].astype(x.dtype)
 
