@@ -12,20 +12,22 @@ from types import ModuleType
 from typing import Any
 
 _QWEN, _PI07, _VLM = (f"paddle_vl.families.{name}" for name in ("qwen3_vl", "pi07", "vlm"))
-_EXPORT = "paddle_vl.export"
+_EXPORT, _NN = "paddle_vl.export", "paddle_vl.nn"
 # New home of each module, or of a package with all its modules.
 _MODULES = {
     f"{_QWEN}.inputs": f"{_VLM}.inputs",
     **{
         f"{_QWEN}.{name}": f"{_VLM}.{name}"
         for name in (
-            *("adapter", "answers", "chat", "colocated", "embedding", "evaluation", "generate"),
-            *("moe", "objective", "pipeline", "pretrained", "processor_fit", "settings"),
-            "vision_tower",
+            *("adapter", "answers", "chat", "colocated", "evaluation", "generate", "moe"),
+            *("objective", "pipeline", "pretrained", "processor_fit", "settings"),
         )
     },
+    **{f"{_QWEN}.{name}": f"{_VLM}.layers" for name in ("embedding", "vision_tower")},
     **{f"{_QWEN}.{name}": f"{_EXPORT}.qwen3_vl.{name}" for name in ("exported", "programs")},
     **{f"{_PI07}.{name}": f"{_EXPORT}.pi07.{name}" for name in ("exported", "programs")},
+    f"{_NN}.norm": f"{_NN}.operations",
+    f"{_NN}.rotary": f"{_NN}.attention",
     f"{_PI07}.demonstrations": "paddle_vl.families.policy.demonstrations",
     **{
         f"{_PI07}.inputs.{name}": f"paddle_vl.families.policy.{name}"

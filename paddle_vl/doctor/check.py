@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-# Dtypes under test.
-Dtype = Literal["float32", "bfloat16"]
+if TYPE_CHECKING:
+    from paddle_vl.nn.examples import Dtype
+
 # `wrong` is a finding; the others are not. `info` states what is, without a bound.
 Status = Literal["ok", "wrong", "skipped", "info"]
 STATUSES: tuple[Status, ...] = ("ok", "wrong", "skipped", "info")
@@ -69,7 +70,7 @@ class Machine:
     folder: Path
 
     @property
-    def dtypes(self) -> tuple[Dtype, ...]:
+    def dtypes(self) -> "tuple[Dtype, ...]":
         """Those that the device has kernels for."""
         return ("float32", "bfloat16") if self.has_bfloat16 else ("float32",)
 

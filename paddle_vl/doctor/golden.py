@@ -17,8 +17,9 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from paddle_vl.doctor.check import Dtype, Machine, Result, check, ok, wrong
+from paddle_vl.doctor.check import Machine, Result, check, ok, wrong
 from paddle_vl.doctor.measuring import uses_tf32
+from paddle_vl.nn.examples import Dtype
 from paddle_vl.testing import gather_gradients, tiny_pi07, tiny_pi07_batch, tiny_qwen3_vl
 from paddle_vl.testing.comparison import NEGLIGIBLE, differences
 from paddle_vl.testing.tensors import as_array

@@ -6,41 +6,49 @@ implementation and the device's kernel are both compared: where both are wrong i
 driver, where one is wrong it is that one.
 """
 
+import pkgutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 import paddle
 from paddle import Tensor
 
-from paddle_vl.doctor.check import CHECKS, Check, Dtype, Machine, Result, check, info, ok, wrong
-from paddle_vl.doctor.examples import (
+import paddle_vl.nn
+
+# Its models have operations of their own.
+import paddle_vl.testing
+from paddle_vl.doctor.check import CHECKS, Check, Machine, Result, check, info, ok, wrong
+from paddle_vl.doctor.measuring import best_s, operators_of, uses_tf32
+from paddle_vl.nn.examples import (
     ATTENTION,
     COMPARED,
     HEAD_WIDTHS,
+    OUTPUT,
     PRODUCTS,
     QUICK,
     TIMED,
+    Dtype,
     Inputs,
     Make,
     Sizes,
+    examples_of,
     name_of,
-    own_operations,
     tensors,
-    variants,
-)
-from paddle_vl.doctor.measuring import best_s, operators_of, uses_tf32
-from paddle_vl.nn.operations import Operation, use_kernels, without_gradient
+    tensors_among,
+    values_and_gradients,
+)  # fmt: skip
+from paddle_vl.nn.operations import OPERATIONS, Operation, use_kernels, without_gradient
 from paddle_vl.testing.comparison import differences
-from paddle_vl.testing.tensors import as_array
 from paddle_vl.train.gpu_settings import FLASH_VERSION, Gpu
 from paddle_vl.train.memory_needed import available_memory
 
 _SEED = 7
-_OUTPUT, _EXACT = "the output", "the output, against float64"
+_EXACT = f"{OUTPUT}, against float64"
 # Bytes of device memory for the sizes of a real model.
 _ROOM = 30e9
 # Largest error relative to the largest entry, forward and backward. Products in TF32 keep 10 bits.
@@ -52,13 +60,21 @@ _COMPOSED = ("softmax", "matmul", "einsum")
 _MUST_BE_FUSED = ("causal_attention", "causal_attention.packed", "equal_segments_attention")
 
 
+def own_operations() -> list[Operation]:
+    """The operations of this package, not those that a user's code has added."""
+    # An operation is registered when its module is imported.
+    for module in pkgutil.walk_packages(paddle_vl.nn.__path__, "paddle_vl.nn."):
+        import_module(module.name)
+    return [op for op in OPERATIONS if op.__module__.startswith("paddle_vl.")]
+
+
 def check_operation(operation: Operation, machine: Machine) -> Result:
     """Compare and time all forms of an operation."""
-    found = variants(operation)
+    found = examples_of(operation)
     if not found:
         return wrong(
             f"{name_of(operation)} has no example inputs",
-            "add some to the tables of paddle_vl/doctor/examples.py",
+            "add some to the tables of paddle_vl/nn/examples.py",
         )
     rows = [
         row for name, make in found.items() for row in _compared(operation, name, make, machine)
@@ -113,7 +129,7 @@ def _compared(
         for side in _sides(operation, is_attention and dtype == "bfloat16", machine):
             found = _values(operation, inputs, dtype, side)
             if inputs.exact is not None:
-                found[_EXACT] = found[_OUTPUT]
+                found[_EXACT] = found[OUTPUT]
             compared = wanted
             if side == "inference":
                 compared = {key: value for key, value in wanted.items() if key in found}
@@ -190,32 +206,8 @@ def _as_float64(value: Any) -> Any:
 
 
 def _values(operation: Operation, inputs: Inputs, dtype: Dtype, side: str) -> dict[str, np.ndarray]:
-    """Output and gradients of a call, on the host, float32."""
-    args = tensors(inputs, dtype, side != "inference")
     with _implementation(side):
-        outputs = _outputs(operation(*args))
-        if inputs.defined is not None:
-            # NaN where nothing is defined would reach the gradients: NaN times 0 is NaN.
-            outputs = [out * paddle.to_tensor(inputs.defined).astype(out.dtype) for out in outputs]
-        floats = [out for out in outputs if not out.stop_gradient]
-        if side != "inference":
-            paddle.autograd.backward(floats, [_direction(out) for out in floats])
-    values = {_OUTPUT: np.concatenate([as_array(out).ravel() for out in outputs])}
-    for number, x in enumerate(args):
-        if isinstance(x, Tensor) and x.grad is not None:
-            values[f"gradient {number}"] = as_array(x.grad)
-    return values
-
-
-def _outputs(result: Any) -> list[Tensor]:
-    entries = result if isinstance(result, list | tuple) else [result]
-    return [entry for entry in entries if isinstance(entry, Tensor)]
-
-
-def _direction(out: Tensor) -> Tensor:
-    """A gradient of the output with entries of both signs, the same on every device."""
-    values = np.cos(np.arange(out.size, dtype=np.float64) * 1.7).astype(np.float32)
-    return paddle.to_tensor(values.reshape(out.shape)).astype(out.dtype)
+        return values_and_gradients(operation, inputs, dtype, side != "inference")
 
 
 def _speed(operation: Operation, inputs: Inputs, dtype: Dtype, side: str) -> dict[str, Any]:
@@ -223,11 +215,11 @@ def _speed(operation: Operation, inputs: Inputs, dtype: Dtype, side: str) -> dic
     args = tensors(inputs, dtype, side != "inference")
     backward_ms = None
     with _implementation(side):
-        outputs = _outputs(operation(*args))
+        outputs = tensors_among(operation(*args))
         forward_s = best_s(lambda: operation(*args))
         if side != "inference":
             ones = [paddle.ones_like(out) for out in outputs]
-            both_s = best_s(lambda: paddle.autograd.backward(_outputs(operation(*args)), ones))
+            both_s = best_s(lambda: paddle.autograd.backward(tensors_among(operation(*args)), ones))
             backward_ms = 1e3 * max(0.0, both_s - forward_s)
     given = [x for x in args if isinstance(x, Tensor)]
     size = sum(x.size * x.element_size() for x in [*given, *outputs])
@@ -259,7 +251,7 @@ def attention_backends(machine: Machine) -> Result:
     cases: list[tuple[int, Dtype]] = [(sizes.head_width, dtype) for dtype in machine.dtypes]
     cases.extend((width, dtype) for width in HEAD_WIDTHS for dtype in machine.dtypes[1:])
     for operation in own_operations():
-        forms = {form: make for form, make in variants(operation).items() if form in ATTENTION}
+        forms = {form: make for form, make in examples_of(operation).items() if form in ATTENTION}
         for form, make in forms.items():
             for width, dtype in cases:
                 inputs = make(np.random.default_rng(0), replace(sizes, head_width=width))

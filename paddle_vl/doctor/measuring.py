@@ -7,7 +7,7 @@ from typing import Any
 import paddle
 from paddle import profiler
 
-from paddle_vl.doctor.check import Dtype
+from paddle_vl.nn.examples import Dtype
 
 # 1 + 2^-12 has 12 bits behind the point: float32 keeps them, TF32 (10 bits) rounds to 1.
 TF32_STEP, TERMS = 2.0**-12, 1024

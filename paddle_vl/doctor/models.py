@@ -14,9 +14,10 @@ from paddle import Tensor
 from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
 from paddle_vl.config.load import load_run_config
 from paddle_vl.config.schema import TrainConfig
-from paddle_vl.doctor.check import Dtype, Machine, Result, check, ok, wrong
+from paddle_vl.doctor.check import Machine, Result, check, ok, wrong
 from paddle_vl.doctor.environment import existing_flags
 from paddle_vl.doctor.measuring import uses_tf32
+from paddle_vl.nn.examples import Dtype
 from paddle_vl.nn.master_weights import MasterWeights
 from paddle_vl.testing import (
     Image,

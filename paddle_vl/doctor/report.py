@@ -10,8 +10,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 import paddle_vl
 from paddle_vl.doctor.check import STATUSES, finite
 from paddle_vl.doctor.supervise import Finished, supervised
@@ -59,20 +57,11 @@ def examine(
             partial.replace(json_file)
 
     write()
-    has_bar = sys.stderr.isatty()
-    with (
-        tempfile.TemporaryDirectory(prefix="paddle-vl-doctor-") as folder,
-        tqdm(desc="doctor", unit=" checks", disable=not has_bar, dynamic_ncols=True) as bar,
-    ):
-        for finished in supervised(
-            command, Path(folder), only, is_quick, bar.reset, bar.set_postfix_str
-        ):
+    with tempfile.TemporaryDirectory(prefix="paddle-vl-doctor-") as folder:
+        for finished in supervised(command, Path(folder), only, is_quick):
             findings.append(finished)
-            bar.update()
-            if not has_bar:
-                # A bar redraws its line, which would fill a log file.
-                status, found = finished.result.status, finished.result.found
-                print(f"{finished.name}: {status}: {found}", file=sys.stderr, flush=True)
+            status, found = finished.result.status, finished.result.found
+            print(f"{finished.name}: {status}: {found}", file=sys.stderr, flush=True)
             write()
     print(table(findings))
     if json_file is not None:

@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,26 +50,18 @@ class Finished:
 
 
 def supervised(
-    command: Sequence[str],
-    folder: Path,
-    only: Sequence[str] = (),
-    is_quick: bool = False,
-    on_plan: Callable[[int], None] = lambda number: None,
-    on_begin: Callable[[str], None] = lambda name: None,
+    command: Sequence[str], folder: Path, only: Sequence[str] = (), is_quick: bool = False
 ) -> Iterator[Finished]:
     """Run the chosen checks; yields each when it is over.
 
     Args:
         command: starts a worker; the job's folder is appended.
         folder: empty.
-        on_plan: called with the number of checks, once.
-        on_begin: called with the name of a check that begins.
 
     Raises:
         RefusedError: `only` names what does not exist.
     """
     done: list[str] = []
-    is_planned = False
     while True:
         work = folder / str(len(list(folder.glob("*"))))
         work.mkdir(parents=True)
@@ -77,24 +69,12 @@ def supervised(
         (work / JOB_FILE).write_text(json.dumps(job), encoding="utf-8")
         worker = _Worker([*command, str(work)], work)
         try:
-            for event in worker.events():
-                if event["event"] == "refused":
-                    raise RefusedError(event["reason"])
-                if event["event"] == "plan" and not is_planned:
-                    is_planned = True
-                    on_plan(len(event["checks"]))
-                elif event["event"] == "begin":
-                    on_begin(event["check"])
-                elif event["event"] == "end":
-                    done.append(event["check"])
-                    title, result = worker.title(event["check"]), Result(**event["result"])
-                    yield Finished(event["check"], title, result, event["seconds"])
+            for finished in worker.findings():
+                yield finished
+                done.append(finished.name)
         finally:
             # The launcher passes SIGTERM on to its ranks.
             worker.process.end(_GRACE_S)
-        if worker.problem is not None:
-            yield worker.problem
-            done.append(worker.problem.name)
         if not worker.wants_successor:
             return
 
@@ -103,12 +83,10 @@ class _Worker:
     """One process that runs checks.
 
     Attributes:
-        problem: after `events` has ended, the check that ended the process; None if all ran.
-        wants_successor: after `events` has ended, whether the other checks need a new process.
+        wants_successor: after `findings` has ended, whether the other checks need a new process.
     """
 
     def __init__(self, command: Sequence[str], work: Path):
-        self.problem: Finished | None = None
         self.wants_successor = False
         self._work, self._running = work, None
         # The checks that the process is going to run; None before it has told.
@@ -116,11 +94,8 @@ class _Worker:
         self.process = Processes()
         self.process.start(command, _environment(), work / "output")
 
-    def title(self, name: str) -> str:
-        return (self._plan or {}).get(name, {}).get("title", "")
-
-    def events(self) -> Iterator[dict[str, Any]]:
-        """What happens, until the process ends or a check takes too long."""
+    def findings(self) -> Iterator[Finished]:
+        """Each check that is over, until the process ends or a check takes too long."""
         file, seen, since = self._work / EVENTS_FILE, 0, time.monotonic()
         for _ in self.process.watched():
             # Before its events, which it may write until it ends.
@@ -129,29 +104,36 @@ class _Worker:
             lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
             for line in lines[seen:]:
                 event, since = json.loads(line), time.monotonic()
+                name = event.get("check")
+                self._running = name if event["event"] == "begin" else None
+                if event["event"] == "refused":
+                    raise RefusedError(event["reason"])
                 if event["event"] == "plan":
                     self._plan = {check["name"]: check for check in event["checks"]}
-                self._running = event["check"] if event["event"] == "begin" else None
-                yield event
+                if event["event"] == "end":
+                    result = Result(**event["result"])
+                    yield Finished(name, self._title(name), result, event["seconds"])
             seen = len(lines)
             limit_s = START_LIMIT_S
             if self._plan is not None and self._running is not None:
                 limit_s = self._plan[self._running]["limit_s"]
+            self.wants_successor = code == RESTART or self._running is not None
             if code is None and time.monotonic() - since > limit_s:
-                self.problem = self._late(limit_s)
-                self.wants_successor = self._running is not None
+                yield self._late(limit_s)
                 return
             is_between = self._running is None and self._plan is not None
             if code is not None and not (is_between and code in (0, RESTART)):
-                self.problem = self._ended(code)
-            self.wants_successor = code == RESTART or self._running is not None
+                yield self._ended(code)
+
+    def _title(self, name: str) -> str:
+        return (self._plan or {}).get(name, {}).get("title", "")
 
     def _ended(self, code: int) -> Finished:
         how = end_in_words(code)
         name, title = _START, "the process of the checks"
         found, remedy = f"it {how} between two checks", "report it with this table and --json"
         if self._running is not None:
-            name, title = self._running, self.title(self._running)
+            name, title = self._running, self._title(self._running)
             found, remedy = f"the process crashed: it {how}", _CRASH
             if code == -signal.SIGKILL:
                 remedy = "the host's memory may be full: see dmesg"
@@ -172,7 +154,7 @@ class _Worker:
             "network interfaces and peer access between the GPUs",
             output=self._output(),
         )
-        return Finished(name, self.title(name), result, limit_s)
+        return Finished(name, self._title(name), result, limit_s)
 
     def _output(self) -> list[str]:
         return self.process.end_of_output(0, _SHOWN_LINES)

@@ -22,8 +22,9 @@ from paddle import Tensor
 from paddle.base import core
 
 from paddle_vl.config.load import load_run_config
-from paddle_vl.doctor.check import Dtype, Machine, Result, check, ok, wrong
+from paddle_vl.doctor.check import Machine, Result, check, ok, wrong
 from paddle_vl.doctor.measuring import best_s, synchronize
+from paddle_vl.nn.examples import Dtype
 from paddle_vl.profile.memory import GB, MemoryMeter
 from paddle_vl.profile.workload import Workload, with_workload
 from paddle_vl.testing import tiny_qwen3_vl, tiny_qwen3_vl_config

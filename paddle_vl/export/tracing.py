@@ -13,10 +13,17 @@ from paddle import Tensor
 from paddle.incubate.nn.functional import fused_rms_norm
 from paddle.jit.dy2static.program_translator import convert_to_static
 
-from paddle_vl.batch import visual_index, visual_inputs
-from paddle_vl.nn.norm import layer_norm, rms_norm
-from paddle_vl.nn.operations import HostTable, Operation, operation, swiglu, use_kernels
-from paddle_vl.nn.rotary import RotaryTables, apply_rotary
+from paddle_vl.batch import visual_index
+from paddle_vl.nn.attention import RotaryTables, apply_rotary
+from paddle_vl.nn.operations import (
+    HostTable,
+    Operation,
+    layer_norm,
+    operation,
+    rms_norm,
+    swiglu,
+    use_kernels,
+)
 
 _kernels: Mapping[Operation, Callable[..., Any]] = {}
 
@@ -24,7 +31,7 @@ _kernels: Mapping[Operation, Callable[..., Any]] = {}
 for _chooses in (Operation, HostTable, operation):
     paddle.jit.not_to_static(_chooses)
 # Their conditions are about shapes, not about values.
-paddle.jit.ignore_module([visual_index, visual_inputs])
+paddle.jit.ignore_module([visual_index])
 
 
 @contextmanager

@@ -6,11 +6,10 @@ refused with what to do instead. Nothing here imports Paddle at the top, for loa
 
 import functools
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 
@@ -58,7 +57,7 @@ LOADING = {
 
 
 def loads_like_hf(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator of `from_pretrained(cls, path, ...)`: HF's arguments, and `fills` of before.
+    """Decorator of `from_pretrained(cls, path, ...)`: HF's arguments.
 
     `torch_dtype` is `dtype`; a dtype may be torch's own. `device_map` may name the current device.
 
@@ -84,24 +83,7 @@ def loads_like_hf(function: Callable[P, R]) -> Callable[P, R]:
             )
         return untyped(cls, path, *args, **kwargs)
 
-    return renamed_argument("fills", "materialize")(load)
-
-
-def renamed_argument(old: str, new: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator: accept a keyword argument under its former name too, with a FutureWarning."""
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(function)
-        def accepts_both(*args: Any, **kwargs: Any) -> R:
-            if old in kwargs:
-                message = f"{function.__qualname__}: {old}= is now {new}=; use the new name"
-                warnings.warn(message, FutureWarning, stacklevel=2)
-                kwargs[new] = kwargs.pop(old)
-            return function(*args, **kwargs)
-
-        return accepts_both
-
-    return decorate
+    return cast(Any, load)
 
 
 def id_rows(rows: Any) -> Any:

@@ -1,17 +1,23 @@
-"""Softmax attention: causal, within segments, under any mask, and over a cache.
+"""Softmax attention: causal, within segments, under any mask, and over a cache; and the rotary
+position embedding of its queries and keys.
 
 All of it is `softmax(scale * q @ k^T + mask) @ v`, with grouped key heads: query head n reads key
 head n // G. Shapes: B batch, L query length, S key length, N query heads, K key heads, G = N / K
 query heads per key head, H head width, P packed rows; C capacity of a cache's buffers, which have
-heads first, so that one position is written in place.
+heads first, so that one position is written in place; T token rows, or any leading dims.
 
 The plain implementations are Paddle's `scaled_dot_product_attention`, or a composition in float32.
 Kernels: C or query blocks on the CPU (`paddle_vl.nn.cpu`); flash attention on a GPU, over a mask's
 row intervals where it has them (`paddle_vl.nn.gpu.attention`). Over 350 lines, to have every
 form of the formula side by side.
+
+Rotary angles are float32: in bfloat16, position 300 is off by up to one radian. Channel i is
+rotated with channel i + H/2 ("rotate half" of HF transformers).
+
+Source of rotary embedding: Su et al., RoFormer, https://arxiv.org/abs/2104.09864.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -21,10 +27,8 @@ import paddle.nn.functional as F
 from paddle import Tensor
 
 from paddle_vl.batch.positions import key_ends
-from paddle_vl.nn.operations import operation
-
-# Below any score, yet finite: a query that sees only padding gets an average instead of NaN.
-MASKED_SCORE = -1e30
+from paddle_vl.nn.attention_masks import MASKED_SCORE, AttentionMask
+from paddle_vl.nn.operations import host_table, operation
 
 
 class PackedSamples:
@@ -194,196 +198,6 @@ def equal_segments_attention(
     return F.scaled_dot_product_attention(q, k, v).reshape([-1, *heads])
 
 
-class AttentionMask:
-    """Which keys each query sees; one object for all layers of a forward pass.
-
-    Subclasses know a structure that kernels use in place of the dense mask, which is made only if
-    it is needed. Not a tuple, which Paddle would search for tensors.
-
-    Args:
-        visible_BLS: bool, or a function that makes it.
-        on_host: makes the same in NumPy; None to copy it from the device.
-
-    Attributes:
-        some_see_nothing: False if every query is known to see a key.
-    """
-
-    some_see_nothing = True
-
-    def __init__(
-        self,
-        visible_BLS: Tensor | Callable[[], Tensor],
-        on_host: Callable[[], np.ndarray] | None = None,
-    ):
-        self._visible, self._on_host = visible_BLS, on_host
-        self._narrow_biases: dict[str, Tensor] = {}
-
-    @cached_property
-    def visible_BLS(self) -> Tensor:
-        """bool."""
-        return self._visible() if callable(self._visible) else self._visible
-
-    def visible_on_host(self) -> np.ndarray:
-        """bool `[B, L, S]`."""
-        return self.visible_BLS.numpy() if self._on_host is None else self._on_host()
-
-    @cached_property
-    def has_key_BL11(self) -> Tensor:
-        """float32, 1 where a query sees any key."""
-        return self.visible_BLS.any(axis=-1).astype("float32").unsqueeze([2, 3])
-
-    @cached_property
-    def bias_B1LS(self) -> Tensor:
-        """float32 to be added to scores, 0 or `MASKED_SCORE`: a query that sees no key weighs all
-        keys equally. (Flash attention multiplies a mask by the root of H; the lowest float32, which
-        the originals use, would become infinite.)"""
-        return self._bias_of(self.visible_BLS)
-
-    def bias_in(self, dtype: Any) -> Tensor:
-        """`bias_B1LS` in another dtype."""
-        return self._narrow("all", lambda: self.bias_B1LS, dtype)
-
-    def row_bias_in(self, dtype: Any) -> Tensor:
-        """`bias_in`, or `[B, 1, 1, S]` if all queries see the same keys."""
-        return self.bias_in(dtype)
-
-    def _narrow(self, kind: str, make: Callable[[], Tensor], dtype: Any) -> Tensor:
-        key = f"{kind} {dtype}"
-        if key not in self._narrow_biases:
-            self._narrow_biases[key] = make().astype(dtype)
-        return self._narrow_biases[key]
-
-    def row_intervals(self) -> Tensor | None:
-        """The mask as FlashMask takes it: int32 `[B, 1, S, 2]` first and end row, `(first, end)` of
-        each key, of which rows `[end, first)` see the key. None for a mask of another kind.
-
-        Rows that see no key may see some here: their output is to be replaced.
-        """
-        return None
-
-    @staticmethod
-    def _bias_of(visible_BLS: Tensor) -> Tensor:
-        return (paddle.logical_not(visible_BLS).astype("float32") * MASKED_SCORE).unsqueeze(1)
-
-
-class BlockMask(AttentionMask):
-    """Tokens see their own block and earlier ones; padding neither sees nor is seen.
-
-    Mark 1 begins a block, 0 continues it. Marks 0 0 0 | 1 0 | 1 | 1 are a block of three, a block
-    of two and two causal tokens:
-
-        1 1 1 0 0 0 0
-        1 1 1 0 0 0 0
-        1 1 1 0 0 0 0
-        1 1 1 1 1 0 0
-        1 1 1 1 1 0 0
-        1 1 1 1 1 1 0
-        1 1 1 1 1 1 1
-
-    Args:
-        pad_BL: bool, True for real tokens.
-        marks_BL: bool or int.
-    """
-
-    def __init__(self, pad_BL: Tensor, marks_BL: Tensor):
-        super().__init__(self._dense, self._dense_on_host)
-        self._pad_BL, self._marks_BL = pad_BL, marks_BL
-
-    @cached_property
-    def has_key_BL11(self) -> Tensor:
-        # A real token sees itself.
-        return self._pad_BL.astype("float32").unsqueeze([-1, -1])
-
-    def row_intervals(self) -> Tensor:
-        return self._intervals_B1L2
-
-    def of_queries(self, queries: slice) -> AttentionMask:
-        """The mask of some of the queries over all keys."""
-        mask = AttentionMask(lambda: self._dense(queries), lambda: self._dense_on_host(queries))
-        mask.has_key_BL11 = self.has_key_BL11[:, queries]
-        return mask
-
-    @cached_property
-    def _intervals_B1L2(self) -> Tensor:
-        """All rows from the first of its block see a key. That of padding is seen by none: its
-        interval ends where it begins, at its own row, so that both of FlashMask's triangles are
-        masked whole."""
-        place_L = paddle.arange(self._pad_BL.shape[1], dtype="int32")
-        begins_BL = self._marks_BL.astype("int32") * place_L
-        first_BL = paddle.cummax(begins_BL, axis=1)[0]
-        end_BL = paddle.full_like(begins_BL, self._pad_BL.shape[1])
-        both = (paddle.where(self._pad_BL, x, place_L.expand(x.shape)) for x in (end_BL, first_BL))
-        return paddle.stack(list(both), axis=-1).unsqueeze(1)
-
-    def _dense(self, queries: slice = slice(None)) -> Tensor:
-        key_BS, query_BL = self._blocks(queries)
-        return key_BS.unsqueeze(1) <= query_BL.unsqueeze(2)
-
-    def _dense_on_host(self, queries: slice = slice(None)) -> np.ndarray:
-        key_BS, query_BL = (x.numpy() for x in self._blocks(queries))
-        return key_BS[:, None] <= query_BL[:, :, None]
-
-    def _blocks(self, queries: slice) -> tuple[Tensor, Tensor]:
-        """The block of every key and query: a query sees the keys whose block is not above its own.
-        That of padding is above all others as a key, and below them as a query."""
-        block_BL = paddle.cumsum(self._marks_BL.astype("int32"), axis=1)
-        above_BL = paddle.full_like(block_BL, 2**31 - 1)
-        key_BL = paddle.where(self._pad_BL, block_BL, above_BL)
-        query_BL = paddle.where(self._pad_BL, block_BL, paddle.full_like(block_BL, -1))
-        return key_BL, query_BL if queries == slice(None) else query_BL[:, queries]
-
-
-class KeyMask(AttentionMask):
-    """All queries see the same keys, and every query sees one.
-
-    Args:
-        seen_BS: bool, the keys that are seen.
-        num_queries: L.
-    """
-
-    some_see_nothing = False
-
-    def __init__(self, seen_BS: Tensor, num_queries: int):
-        super().__init__(lambda: seen_BS.unsqueeze(1).expand([-1, num_queries, -1]))
-        self._seen_BS = seen_BS
-
-    def row_bias_in(self, dtype: Any) -> Tensor:
-        return self._narrow("row", lambda: self._bias_of(self._seen_BS.unsqueeze(1)), dtype)
-
-
-class HistoryMask(AttentionMask):
-    """Each frame of a video sees the real frames up to its own. B = videos * copies: consecutive
-    entries of a batch, such as the patches of a video, have one mask. L = S frames.
-
-    Args:
-        real_VF: bool of V videos.
-        copies: entries of each video.
-    """
-
-    def __init__(self, real_VF: Tensor, copies: int):
-        super().__init__(self._dense)
-        self._real_VF, self.copies = real_VF, copies
-
-    @cached_property
-    def row_ends_V1R1(self) -> Tensor:
-        """int32: the entries of a video as one row of R = copies * F frames, in which each entry is
-        a causal document; for each key the first later row that does not see it, its own if it is
-        not real."""
-        frames = self._real_VF.shape[1]
-        place_R = paddle.arange(self.copies * frames, dtype="int32")
-        end_R = (place_R // frames + 1) * frames
-        real_VR = paddle.tile(self._real_VF, [1, self.copies])
-        end_VR, place_VR = end_R.expand(real_VR.shape), place_R.expand(real_VR.shape)
-        ends_VR = paddle.where(real_VR, end_VR, place_VR)
-        return ends_VR.unsqueeze([1, 3])
-
-    def _dense(self) -> Tensor:
-        order_VF = paddle.cumsum(paddle.ones_like(self._real_VF, dtype="int64"), axis=1)
-        causal_VFF = order_VF.unsqueeze(2) >= order_VF.unsqueeze(1)
-        visible_V1FF = paddle.logical_and(self._real_VF.unsqueeze(1), causal_VFF).unsqueeze(1)
-        return visible_V1FF.expand([-1, self.copies, -1, -1]).flatten(0, 1)
-
-
 def masked_attention(
     q_BLNH: Tensor,
     k_BSKH: Tensor,
@@ -499,3 +313,147 @@ def biased_rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     """`softmax(q @ k^T + bias) @ v` of the last two dims, the softmax in float32."""
     scores = paddle.matmul(q, k, transpose_y=True).astype("float32") + bias
     return paddle.matmul(F.softmax(scores).astype(v.dtype), v)
+
+
+class RotaryTables:
+    """Cosines and sines of every token row; one object for all layers of a forward pass.
+
+    Not a tuple, which Paddle's recompute searches for tensors; it unpacks like one. The tables get
+    no gradient.
+
+    Args:
+        cos_TH, sin_TH: float32; the second half of the channels repeats the first.
+    """
+
+    def __init__(self, cos_TH: Tensor, sin_TH: Tensor):
+        self.cos_TH, self.sin_TH = cos_TH, sin_TH
+        self._by_heads: dict[int, tuple[Tensor, Tensor]] = {}
+        self._by_dtype: dict[str, RotaryTables] = {}
+
+    @classmethod
+    def of_angles(cls, angle_TF: Tensor) -> "RotaryTables":
+        """Tables of the angles of the first half of the channels, `F = H / 2`."""
+        angle_TH = paddle.concat([angle_TF, angle_TF], axis=-1)
+        return cls(paddle.cos(angle_TH), paddle.sin(angle_TH))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield self.cos_TH
+        yield self.sin_TH
+
+    def astype(self, dtype: Any) -> "RotaryTables":
+        """These tables rounded to another dtype, in which the rotation is then computed."""
+        if self.cos_TH.dtype == dtype:
+            return self
+        name = str(dtype)
+        if name not in self._by_dtype:
+            self._by_dtype[name] = RotaryTables(
+                self.cos_TH.astype(dtype), self.sin_TH.astype(dtype)
+            )
+        return self._by_dtype[name]
+
+    def of_heads(self, heads: int) -> tuple[Tensor, Tensor]:
+        """Cosine and sine `[T, heads, H]`, kept: Paddle's CPU kernels take ten times as long to
+        broadcast over a middle dim."""
+        if heads not in self._by_heads:
+            self._by_heads[heads] = (
+                paddle.concat([self.cos_TH.unsqueeze(-2)] * heads, axis=-2),
+                paddle.concat([self.sin_TH.unsqueeze(-2)] * heads, axis=-2),
+            )
+        return self._by_heads[heads]
+
+    def prepare(self, num_heads: Sequence[int]) -> None:
+        """Make the tables of these numbers of heads now, for plain operations too, and outside of a
+        loop of a program that reads them."""
+        for heads in num_heads:
+            self.of_heads(heads)
+
+    def for_product(self, heads: int) -> tuple[Tensor, Tensor]:
+        """Tables that broadcast to `[T, heads, H]`: those of `prepare`, else `[T, 1, H]`."""
+        if heads in self._by_heads:
+            return self._by_heads[heads]
+        return self.cos_TH.unsqueeze(-2), self.sin_TH.unsqueeze(-2)
+
+
+def inverse_frequencies(num: int, theta: float) -> np.ndarray:
+    """`theta^(-k / num)` for k in [0, num): float32 `[num]`."""
+    return (1.0 / theta ** (np.arange(num, dtype=np.float32) / num)).astype(np.float32)
+
+
+_frequency_table = host_table(inverse_frequencies)
+
+
+def interleaved_mrope_axis(num_slots: int, mrope_section: list[int]) -> np.ndarray:
+    """The position axis (0 time, 1 height, 2 width) of each frequency slot: `[num_slots]` int64.
+
+    Slot k reads height when k mod 3 is 1 and k < 3 * section[1], width when k mod 3 is 2 and
+    k < 3 * section[2], time otherwise. Sections [4, 2, 2] over 8 slots give T H W T H W T T.
+    Source: apply_interleaved_mrope of HF transformers' Qwen3-VL.
+    """
+    slot = np.arange(num_slots)
+    axis = np.zeros(num_slots, dtype=np.int64)
+    for dim in (1, 2):
+        axis[(slot % 3 == dim) & (slot < 3 * mrope_section[dim])] = dim
+    return axis
+
+
+@host_table
+def _picked_frequencies(slots: int, theta: float, mrope_section: tuple[int, ...]) -> np.ndarray:
+    """`[3, slots]` float32: each slot's frequency on its axis, 0 on the others, which select the
+    axis without a gather, and export."""
+    axis = interleaved_mrope_axis(slots, list(mrope_section))
+    return np.eye(3, dtype=np.float32)[axis].T * inverse_frequencies(slots, theta)
+
+
+def mrope_tables(
+    position_ids_3BL: Tensor, head_dim: int, theta: float, mrope_section: list[int]
+) -> RotaryTables:
+    """Tables `[B, L, H]` of the decoder's multimodal rotary.
+
+    Args:
+        position_ids_3BL: int64 positions on the time, height and width axes.
+    """
+    picked_3S = _picked_frequencies(head_dim // 2, theta, tuple(mrope_section))
+    position_BL3 = position_ids_3BL.transpose([1, 2, 0]).astype("float32")
+    time, height, width = (position_BL3[:, :, dim : dim + 1] * picked_3S[dim] for dim in range(3))
+    return RotaryTables.of_angles(time + height + width)
+
+
+def vision_tables(coordinates_P2: Tensor, head_dim: int, theta: float = 10000.0) -> RotaryTables:
+    """Tables `[P, H]` of the vision tower.
+
+    The first quarter of the channels is rotated by the patch's row, the second by its column.
+
+    Args:
+        coordinates_P2: row and column of each patch.
+    """
+    frequency_F = _frequency_table(head_dim // 4, theta)
+    angle_P2F = coordinates_P2.astype("float32").unsqueeze(-1) * frequency_F
+    return RotaryTables.of_angles(angle_P2F.reshape([-1, head_dim // 2]))
+
+
+@operation
+def apply_rotary(q_TNH: Tensor, k_TKH: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
+    """Rotate every head of queries and keys: `x * cos + rotate_half(x) * sin`.
+
+    Computed in the dtype of the tables and cast to that of the inputs. Leading dims may be any
+    number, the same for queries, keys (before the heads) and tables (before H).
+
+    Returns:
+        The rotated queries and keys. One of them without a gradient gives its input none.
+    """
+    return _rotated(q_TNH, tables), _rotated(k_TKH, tables)
+
+
+def _rotated(x_TNH: Tensor, tables: RotaryTables) -> Tensor:
+    return _rotation(x_TNH, *tables.for_product(x_TNH.shape[-2]))
+
+
+def _rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    wide = x.astype(cos.dtype)
+    return (wide * cos + rotate_half(wide) * sin).astype(x.dtype)
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    """`[-x2, x1]` for the halves `[x1, x2]` of the last dim."""
+    half = x.shape[-1] // 2
+    return paddle.concat([-x[..., half:], x[..., :half]], axis=-1)

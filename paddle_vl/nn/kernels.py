@@ -10,6 +10,7 @@ from collections import Counter
 from typing import Any
 
 from paddle_vl.nn.attention import (
+    apply_rotary,
     cached_attention,
     causal_attention,
     eager_or_sdpa_attention,
@@ -29,23 +30,26 @@ from paddle_vl.nn.experts import (
 from paddle_vl.nn.gpu import attention as flash
 from paddle_vl.nn.gpu import kernels as gpu
 from paddle_vl.nn.linear import biased_linear, split_columns
-from paddle_vl.nn.norm import add_rms_norm, gemma_rms_norm, layer_norm, rms_norm, rms_quotient
 from paddle_vl.nn.operations import (
     OPERATIONS,
     Kernel,
     Operation,
     TimesConstant,
+    add_rms_norm,
     chosen_kernels,
     column_sum,
     dropout,
     geglu,
     gelu,
+    gemma_rms_norm,
     is_used,
+    layer_norm,
+    rms_norm,
+    rms_quotient,
     row_sum,
     swiglu,
     times_constant,
 )
-from paddle_vl.nn.rotary import apply_rotary
 
 
 def _on_both(layer: Any) -> list[Kernel]:

@@ -18,7 +18,8 @@ from paddle import Tensor, nn
 from paddle.nn.initializer import Constant, Initializer, Normal
 
 from paddle_vl.nn.lora import LowRank, LowRankSettings
-from paddle_vl.nn.operations import Predict, operation
+from paddle_vl.nn.objective import Predict
+from paddle_vl.nn.operations import operation
 
 # Makes a tensor of a head's predictions, its rows and its parameters, see `VocabHead.forward`.
 Reduced = Callable[[Predict, Sequence[Tensor], Sequence[Tensor]], Tensor]

@@ -11,22 +11,25 @@ with its device and a condition on its inputs. A call takes the first that fits,
 implementation. `choose_kernels` narrows the choice of the whole process (the setting
 `train.kernels`), `use_kernels` forces one inside a block.
 
-Small operations are here too: sums, activations, slices, dropout of token rows, and the cross
-entropy of tokens, of given logits or of a head's predictions in chunks. Over 350 lines, as every
-batch passes these.
+Small operations are here too: sums, activations, norms, slices and dropout of token rows. Norms
+are computed in float32 for activations of any dtype: a bfloat16 mean of squares over a wide row
+would lose most of its bits. Over 350 lines, as every batch passes these.
+
+Shapes: N rows, C channels; any number of leading dims.
 """
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, cast, get_args
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast, get_args
 
 import numpy as np
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
 from paddle.autograd import PyLayer
+from paddle.nn.initializer import Constant
 
 Device = Literal["cpu", "gpu"]
 Kernels = Literal["fused", "uncompiled", "plain"]
@@ -137,10 +140,15 @@ def chosen_kernels() -> Kernels:
     return _chosen
 
 
-def set_compiled(has_compiled: bool) -> None:
+def set_compiled(are_loaded: bool) -> None:
     """Tell whether the kernels in C are loaded."""
     global _has_compiled
-    _has_compiled = has_compiled
+    _has_compiled = are_loaded
+
+
+def has_compiled() -> bool:
+    """Whether the kernels in C are loaded."""
+    return _has_compiled
 
 
 @contextmanager
@@ -237,7 +245,6 @@ def gelu(x: Tensor, approximate: bool = False) -> Tensor:
     return F.gelu(x, approximate)
 
 
-IGNORE_INDEX = -100
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": gelu,
     "gelu_pytorch_tanh": lambda x: gelu(x, True),
@@ -304,6 +311,108 @@ class TimesConstant(PyLayer):
         return grad * constant, None
 
 
+@operation
+def rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
+    """`weight * (x / sqrt(mean(x^2) + epsilon))`, the mean over C.
+
+    The quotient is computed in float32 and cast to the dtype of `x` before it is multiplied with
+    the weight. Source: Qwen3VLTextRMSNorm of HF transformers.
+
+    Args:
+        x: `[..., C]`.
+
+    Returns:
+        `[..., C]` in the dtype of `x`, if the weight has that dtype too.
+    """
+    return _rms_quotient(x, epsilon).astype(x.dtype) * weight_C
+
+
+def _rms_quotient(x: Tensor, epsilon: float) -> Tensor:
+    x = x.astype("float32")
+    return x * paddle.rsqrt(row_sum(x * x) / x.shape[-1] + epsilon)
+
+
+@operation
+def add_rms_norm(
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """The sum of two `[T, D]`, and its `rms_norm`: a residual connection and the norm after it.
+
+    Returns:
+        Sum and norm, `[T, D]` in the dtype of `x`.
+    """
+    sum_TD = x_TD + residual_TD
+    return sum_TD, rms_norm(sum_TD, weight_D, epsilon)
+
+
+@operation
+def gemma_rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
+    """Gemma's norm: `x / sqrt(mean(x^2) + epsilon) * (1 + weight)`, the mean over C.
+
+    Computed in float32 and cast to the dtype of `x` at the end, unlike `rms_norm`.
+
+    Args:
+        x: `[..., C]`.
+
+    Returns:
+        `[..., C]` in the dtype of `x`.
+    """
+    scale_C = 1.0 + weight_C.astype("float32")
+    return (_rms_quotient(x, epsilon) * scale_C).astype(x.dtype)
+
+
+@operation
+def rms_quotient(x: Tensor, epsilon: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + epsilon)` over the last dim, float32: a norm without a weight."""
+    return _rms_quotient(x, epsilon)
+
+
+@operation
+def layer_norm(x: Tensor, weight_C: Tensor, bias_C: Tensor, epsilon: float) -> Tensor:
+    """`weight * (x - mean) / sqrt(variance + epsilon) + bias`, mean and variance over C.
+
+    Computed in float32 and cast to the dtype of `x` at the end, as torch's `layer_norm` does.
+
+    Args:
+        x: `[..., C]`.
+
+    Returns:
+        `[..., C]` in the dtype of `x`.
+    """
+    wide = x.astype("float32")
+    centred = wide - row_sum(wide) / x.shape[-1]
+    standard = centred * paddle.rsqrt(row_sum(centred * centred) / x.shape[-1] + epsilon)
+    return (standard * weight_C.astype("float32") + bias_C.astype("float32")).astype(x.dtype)
+
+
+class RMSNorm(nn.Layer):
+    """`rms_norm` over the last dim with a learned weight that starts at one."""
+
+    def __init__(self, size: int, epsilon: float = 1e-6):
+        super().__init__()
+        self.epsilon = epsilon
+        self.weight = self.create_parameter([size], default_initializer=Constant(1.0))
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """The norm of `x`; with a residual `[T, D]`, the sum of both and its norm."""
+        if residual is not None:
+            return add_rms_norm(x, residual, self.weight, self.epsilon)
+        return rms_norm(x, self.weight, self.epsilon)
+
+
+class LayerNorm(nn.Layer):
+    """`layer_norm` over the last dim; weight and bias start at one and zero."""
+
+    def __init__(self, size: int, epsilon: float = 1e-6):
+        super().__init__()
+        self.epsilon = epsilon
+        self.weight = self.create_parameter([size], default_initializer=Constant(1.0))
+        self.bias = self.create_parameter([size], default_initializer=Constant(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return layer_norm(x, self.weight, self.bias, self.epsilon)
+
+
 def slice_axis(x: Tensor, begin: int, end: int, axis: int = 0) -> Tensor:
     """`x[begin:end]` along an axis, always as an operation of the graph.
 
@@ -368,211 +477,6 @@ class RowDropout(nn.Layer):
             return x_TD
         with self.random():
             return dropout(x_TD, self.p)
-
-
-def next_token_targets(labels_BL: Tensor) -> Tensor:
-    """Labels shifted left by one, so that row i has the target of its prediction: `[B * L]` int64.
-
-    The last position of every batch row gets `IGNORE_INDEX`.
-    """
-    ignored = paddle.full([labels_BL.shape[0], 1], IGNORE_INDEX, dtype=labels_BL.dtype)
-    return paddle.concat([labels_BL[:, 1:], ignored], axis=1).reshape([-1])
-
-
-def token_loss(
-    logits_TV: Tensor, targets_T: Tensor, weights_T: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Cross entropy summed over the rows whose target is not `IGNORE_INDEX`, and their number.
-
-    The caller divides by the count of the global batch. (Paddle 3.3.1's own mean also counts
-    ignored rows if the ignored index is negative.)
-
-    Args:
-        weights_T: float32 factors of the rows in the sum; None for 1. They do not change the count.
-
-    Returns:
-        Two float32 scalars, sum and count.
-    """
-    return summed_cross_entropy(logits_TV, targets_T, weights_T), num_targets(targets_T)
-
-
-def num_targets(targets_T: Tensor) -> Tensor:
-    """Number of targets that are not `IGNORE_INDEX`, a float32 scalar."""
-    return (targets_T != IGNORE_INDEX).astype("float32").sum()
-
-
-def summed_cross_entropy(
-    logits_TV: Tensor, targets_T: Tensor, weights_T: Tensor | None = None
-) -> Tensor:
-    """The sum of `token_loss`.
-
-    Logits are cast to float32 first: a bfloat16 sum over the vocabulary is too coarse.
-    """
-    reduction = "sum" if weights_T is None else "none"
-    total = F.cross_entropy(
-        logits_TV.astype("float32"), targets_T, ignore_index=IGNORE_INDEX, reduction=reduction
-    )
-    return total if weights_T is None else (total.reshape([-1]) * weights_T).sum()
-
-
-# Logits that exist at once in `summed_in_chunks`: rows of a chunk times this rank's vocabulary.
-CHUNK_LOGITS = 1 << 27
-
-
-class TargetRows(NamedTuple):
-    """Token rows with a target, all of a batch's or more.
-
-    Attributes:
-        rows: `[R]` int64 row numbers, at least one.
-        targets: `[R]` int64; `IGNORE_INDEX` counts as none.
-        weights: `[R]` float32 factors of the rows in the loss; None for 1.
-    """
-
-    rows: Tensor
-    targets: Tensor
-    weights: Tensor | None = None
-
-
-# The logits `[R, V]` of rows and parameters.
-Predict = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
-
-
-def summed_in_chunks(
-    predict: Predict,
-    rows: Sequence[Tensor],
-    parameters: Sequence[Tensor],
-    targets: TargetRows,
-    vocab_size: int,
-    cross_entropy: Callable[[Tensor, Tensor, Tensor | None], Tensor] = summed_cross_entropy,
-) -> Tensor:
-    """Summed cross entropy of a head's predictions; logits exist for one chunk of rows at a time.
-
-    The gradients of a chunk are computed with its loss, as long as its logits exist. Backward only
-    multiplies them by the gradient of the sum. Sums of the parameters' gradients over chunks are
-    float32. The number of chunks follows from the shapes alone.
-
-    Source: the order of work is that of Liger Kernel's fused linear cross entropy (Hsu et al.,
-    https://arxiv.org/abs/2410.10989).
-
-    Args:
-        predict: logits of rows and parameters, row by row.
-        rows: `[T, ...]` each, the inputs of the head; rows without a target are not read.
-        parameters: of the head; their gradients are summed over the chunks.
-        targets: their rows are all different.
-        vocab_size: V of the logits on this rank.
-        cross_entropy: of logits, targets and weights, summed; may be collective.
-
-    Returns:
-        A float32 scalar.
-    """
-    call = _ChunkedSum(predict, rows, parameters, targets, vocab_size, cross_entropy)
-    given = [*rows, *parameters]
-    if paddle.is_grad_enabled() and any(not value.stop_gradient for value in given):
-        return cast(Tensor, _SumWithGradients.apply(call, *given))
-    return sum(map(call.loss, call.chunks()), paddle.zeros([]))
-
-
-class _ChunkedSum:
-    """The arguments of `summed_in_chunks`; hides from `PyLayer` what it should not search."""
-
-    def __init__(self, predict, rows, parameters, targets, vocab_size, cross_entropy):
-        self.predict, self.cross_entropy, self.targets = predict, cross_entropy, targets
-        self.rows, self.parameters = list(rows), list(parameters)
-        self.num_rows = targets.rows.shape[0]
-        most = max(1, CHUNK_LOGITS // vocab_size)
-        self.num_chunks = max(1, -(-self.num_rows // most))
-
-    def chunks(self) -> Iterator[TargetRows]:
-        """The targets of every chunk; all have the same size, but for one row."""
-        for number in range(self.num_chunks):
-            begin, end = (n * self.num_rows // self.num_chunks for n in (number, number + 1))
-            rows, targets, weights = self.targets
-            yield TargetRows(
-                slice_axis(rows, begin, end),
-                slice_axis(targets, begin, end),
-                None if weights is None else slice_axis(weights, begin, end),
-            )
-
-    def loss(self, chunk: TargetRows) -> Tensor:
-        """The sum over the rows of a chunk."""
-        rows = [paddle.index_select(x, chunk.rows) for x in self.rows]
-        return self._loss(chunk, rows, self.parameters)
-
-    def _loss(self, chunk: TargetRows, rows, parameters) -> Tensor:
-        return self.cross_entropy(self.predict(rows, parameters), chunk.targets, chunk.weights)
-
-    def with_gradients(self) -> tuple[Tensor, "_Gradients"]:
-        """The sum over all rows, and its gradients."""
-        total, grads = paddle.zeros([]), _Gradients(self.rows, self.parameters)
-        for chunk in self.chunks():
-            rows = [
-                _leaf(paddle.index_select(x.detach(), chunk.rows), x.stop_gradient)
-                for x in self.rows
-            ]
-            # New ones for every chunk: Paddle would add up their gradients in their own dtype.
-            parameters = [_leaf(x.detach(), x.stop_gradient) for x in self.parameters]
-            with paddle.enable_grad():
-                loss = self._loss(chunk, rows, parameters)
-            loss.backward()
-            total += loss.detach()
-            grads.add(chunk.rows, rows, parameters)
-        return total, grads
-
-
-def _leaf(value: Tensor, stop_gradient: bool) -> Tensor:
-    value.stop_gradient = stop_gradient
-    return value
-
-
-class _Gradients:
-    """Gradients of a sum in chunks, until the gradient of the sum is known."""
-
-    def __init__(self, rows: Sequence[Tensor], parameters: Sequence[Tensor]):
-        self.shapes, self.dtypes = [x.shape for x in rows], [x.dtype for x in parameters]
-        # By chunk: row numbers, and the gradients of these rows.
-        self.of_rows: list[tuple[Tensor, list[Tensor | None]]] = []
-        self.of_parameters: list[Tensor | None] = [None] * len(parameters)
-
-    def add(self, numbers: Tensor, rows: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
-        """Take over the gradients of a chunk's leaves."""
-        self.of_rows.append((numbers, [None if x.stop_gradient else x.grad for x in rows]))
-        for number, parameter in enumerate(parameters):
-            if not parameter.stop_gradient:
-                own: Any = parameter.grad
-                grad, total = own.astype("float32"), self.of_parameters[number]
-                self.of_parameters[number] = grad if total is None else total.add_(grad)
-
-    def times(self, factor: Tensor) -> list[Tensor | None]:
-        """Of all rows and parameters, times a scalar; each is freed once it is not needed."""
-        whole: list[Tensor | None] = [None] * len(self.shapes)
-        while self.of_rows:
-            numbers, grads = self.of_rows.pop(0)
-            for i, grad in enumerate(grads):
-                if grad is None:
-                    continue
-                own = whole[i]
-                if own is None:
-                    own = paddle.zeros(self.shapes[i], dtype=grad.dtype)
-                # In float32: Paddle would round the factor to the gradient's dtype, which changes
-                # all gradients alike.
-                scaled = (grad.astype("float32") * factor).astype(grad.dtype)
-                whole[i] = paddle.scatter_(own, numbers, scaled)
-        of_parameters, self.of_parameters = self.of_parameters, []
-        return whole + [
-            None if grad is None else grad.multiply_(factor).astype(dtype)
-            for grad, dtype in zip(of_parameters, self.dtypes, strict=True)
-        ]
-
-
-class _SumWithGradients(PyLayer):
-    @staticmethod
-    def forward(ctx, call, *given):
-        total, ctx.grads = call.with_gradients()
-        return total
-
-    @staticmethod
-    def backward(ctx, grad):
-        return tuple(ctx.grads.times(grad))
 
 
 def device_tensor(array: Any) -> Any:

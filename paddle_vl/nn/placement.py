@@ -10,7 +10,7 @@ Over 350 lines: this is the complete parallelism interface for a new model.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from paddle import Tensor, nn
@@ -27,14 +27,14 @@ from paddle_vl.nn.linear import (
     VocabHead,
 )
 from paddle_vl.nn.lora import LowRankSettings
-from paddle_vl.nn.operations import (
+from paddle_vl.nn.objective import (
     Predict,
-    RowDropout,
     TargetRows,
     num_targets,
     summed_cross_entropy,
     summed_in_chunks,
 )
+from paddle_vl.nn.operations import RowDropout
 from paddle_vl.nn.parameter_table import REPLICATED, ParameterTable, Tie
 
 # Patches (pixels first) and grid of items (images, videos) to merged rows `[M, D]` and G levels of
@@ -116,18 +116,6 @@ class CheckpointRanks:
 
 # Makes this rank's experts of a layer, given a function that makes so many, and their number.
 ShardExperts = Callable[[Callable[[int], Experts], int], Experts]
-
-
-class TowerLayers(Protocol):
-    """Builds towers in a way of its own, see `paddle_vl.parallel.colocated.encoder_layers`."""
-
-    def tower(self, layer: Layer) -> Layer:
-        """The tower to use in place of a whole one."""
-        ...
-
-    def add_low_rank(self, layer: AdaptableLinear, settings: LowRankSettings) -> None:
-        """Add an adapter to one of its linears."""
-        ...
 
 
 class RegionOps:
@@ -228,7 +216,7 @@ class RegionOps:
     def token_loss(
         self, logits_TV: Tensor, targets_T: Tensor, weights_T: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Summed cross entropy and target count, see `paddle_vl.nn.operations.token_loss`."""
+        """Summed cross entropy and target count, see `paddle_vl.nn.objective.token_loss`."""
         return self.summed_cross_entropy(logits_TV, targets_T, weights_T), num_targets(targets_T)
 
     def summed_cross_entropy(
@@ -241,7 +229,7 @@ class RegionOps:
         """Summed cross entropy of a `vocab_head`'s predictions for the rows with a target.
 
         Logits exist for a chunk of these rows at a time, see
-        `paddle_vl.nn.operations.summed_in_chunks`.
+        `paddle_vl.nn.objective.summed_in_chunks`.
 
         Args:
             head: of `LayerFactory.vocab_head`.
@@ -269,10 +257,11 @@ class LayerFactory:
             experts.
 
     Attributes:
-        tower_layers: None where a tower is like other layers.
+        tower_layers: builds towers in a way of its own, see
+            `paddle_vl.parallel.colocated.encoder_layers`; None where a tower is like other layers.
     """
 
-    tower_layers: TowerLayers | None = None
+    tower_layers: Any = None
 
     def __init__(
         self,

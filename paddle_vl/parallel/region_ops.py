@@ -25,7 +25,8 @@ from paddle.distributed.fleet.utils.sequence_parallel_utils import (
 )
 
 from paddle_vl.batch.visual_index import RowPart
-from paddle_vl.nn.operations import IGNORE_INDEX, rows_in_order, slice_axis
+from paddle_vl.nn.objective import IGNORE_INDEX
+from paddle_vl.nn.operations import rows_in_order, slice_axis
 from paddle_vl.nn.placement import Encoder, ItemEncoder, RegionOps
 from paddle_vl.parallel.collectives import all_gathered, all_reduced, divide_gradient
 

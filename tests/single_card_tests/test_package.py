@@ -2,8 +2,7 @@
 
 Guarantees: without Paddle the import names the wheels to choose from; neither torch nor
 transformers is required, directly or through a dependency; public names are found, others refused;
-AMD processors get their own code path in Paddle's matrix library; a renamed argument is accepted
-under its former name, with a message.
+AMD processors get their own code path in Paddle's matrix library.
 """
 
 import re
@@ -15,7 +14,6 @@ import pytest
 
 import paddle_vl
 from paddle_vl.compat import amd_instruction_set
-from tests.support.tiny import tiny_config
 
 _IMPORT_WITHOUT_PADDLE = """
 import importlib.util as util
@@ -80,10 +78,3 @@ def test_amd_processors_get_their_widest_instructions(vendor, flags, wanted, tmp
     file.write_text(f"vendor_id\t: {vendor}\nflags\t\t: {flags} \n")
     assert amd_instruction_set(file) == wanted
     assert amd_instruction_set(tmp_path / "absent") is None
-
-
-def test_a_renamed_argument_is_accepted_with_a_message():
-    build = paddle_vl.Qwen3VLForConditionalGeneration.from_config
-    with pytest.warns(FutureWarning, match="fills= is now materialize="):
-        model = build(tiny_config(), fills=False)
-    assert not any(parameter._is_initialized() for parameter in model.parameters())

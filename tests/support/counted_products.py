@@ -13,10 +13,9 @@ import paddle
 import paddle.nn.functional as F
 
 from paddle_vl.nn import experts
+from paddle_vl.nn.attention import apply_rotary
 from paddle_vl.nn.cpu import attention
-from paddle_vl.nn.norm import gemma_rms_norm, rms_norm, rms_quotient
-from paddle_vl.nn.operations import column_sum, row_sum
-from paddle_vl.nn.rotary import apply_rotary
+from paddle_vl.nn.operations import column_sum, gemma_rms_norm, rms_norm, rms_quotient, row_sum
 
 
 @dataclass

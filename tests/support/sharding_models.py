@@ -6,7 +6,7 @@ import paddle.nn.functional as F
 from paddle import Tensor, nn
 
 from paddle_vl.nn.linear import Embedding, Linear, VocabHead
-from paddle_vl.nn.norm import rms_norm
+from paddle_vl.nn.operations import rms_norm
 from paddle_vl.parallel.recompute import recompute_layers
 
 VOCAB, DIM, ROWS = 11, 6, 5

@@ -12,7 +12,7 @@ from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching, time_embeddin
 from paddle_vl.families.pi07.layers import rotary_tables
 from paddle_vl.families.pi07.vision import frame_codes, visible_frames
 from paddle_vl.families.policy.images import letterbox
-from paddle_vl.nn.rotary import apply_rotary
+from paddle_vl.nn.attention import apply_rotary
 from parity.comparison import CaseReport
 from parity.pi07_golden import GoldenCase, model_of
 from parity.pi07_quantities import Comparison, array, video_encoder

@@ -14,7 +14,7 @@ from paddle_vl.families.pi07.decoder import (
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
 from paddle_vl.families.pi07.prefix import Prefix
 from paddle_vl.families.pi07.vision import VideoEncoder
-from paddle_vl.nn.attention import KeyMask
+from paddle_vl.nn.attention_masks import KeyMask
 from parity.comparison import CaseReport
 from parity.pi07_golden import GoldenCase
 from parity.recording import Recording

@@ -7,7 +7,7 @@ import numpy as np
 import paddle
 
 from paddle_vl.batch.positions import vision_layout
-from paddle_vl.nn.rotary import vision_tables
+from paddle_vl.nn.attention import vision_tables
 from parity.recording import Recording
 
 

@@ -31,11 +31,11 @@ from paddle_vl.export.qwen3_vl.program_examples import (
 from paddle_vl.export.tracing import kernels_for_cpu
 from paddle_vl.export.writing import Device, ModelToExport, ProgramToExport
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
-from paddle_vl.families.vlm.embedding import decoder_positions
 from paddle_vl.families.vlm.generate import step_logits
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.layers import decoder_positions
 from paddle_vl.families.vlm.processor_fit import check_processor_fits
-from paddle_vl.nn.attention import MASKED_SCORE
+from paddle_vl.nn.attention_masks import MASKED_SCORE
 
 
 def spec(name: str, shape: Any, dtype: Any) -> InputSpec:

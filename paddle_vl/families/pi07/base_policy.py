@@ -28,7 +28,7 @@ from paddle_vl.checkpoint.reading import (
 )
 from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, write_file
 from paddle_vl.checkpoint.writing import parameters_to_write, write_one_file, write_tensors
-from paddle_vl.families.hf_interface import SizedModel, renamed_argument
+from paddle_vl.families.hf_interface import SizedModel
 from paddle_vl.families.pi07.checkpoint_map import (
     UNUSED_KEYS,
     Groups,
@@ -93,7 +93,6 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
         """Load a policy's folder, see `PI07LowLevelPolicy.from_pretrained`."""
 
     @classmethod
-    @renamed_argument("fills", "materialize")
     def from_config(
         cls: type[Policy],
         config: PI07Config | PI07PlannerConfig,

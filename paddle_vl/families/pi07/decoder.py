@@ -33,12 +33,12 @@ from paddle_vl.families.pi07.layers import (
     SharedConditions,
     rotary_tables,
 )
-from paddle_vl.nn.attention import AttentionMask, BlockMask
+from paddle_vl.nn.attention_masks import AttentionMask, BlockMask
 from paddle_vl.nn.placement import Placement
 
 
 def block_mask(pad_masks_BL: Tensor, att_masks_BL: Tensor) -> Tensor:
-    """Which tokens each token sees: `[B, L, L]` bool, see `paddle_vl.nn.attention.BlockMask`."""
+    """Which tokens each token sees: `[B, L, L]` bool, see `BlockMask`."""
     return BlockMask(pad_masks_BL, att_masks_BL).visible_BLS
 
 

@@ -16,11 +16,11 @@ from paddle import Tensor, nn
 
 from paddle_vl.families.pi07.engine_config import Gemma3TextConfig, GemmaExpertConfig
 from paddle_vl.families.pi07.layers import AdaptiveRMSNorm, GemmaRMSNorm, SharedConditions
-from paddle_vl.nn.attention import AttentionMask, masked_attention
+from paddle_vl.nn.attention import RotaryTables, apply_rotary, masked_attention
+from paddle_vl.nn.attention_masks import AttentionMask
 from paddle_vl.nn.linear import Columns
 from paddle_vl.nn.operations import geglu
 from paddle_vl.nn.placement import Placement
-from paddle_vl.nn.rotary import RotaryTables, apply_rotary
 
 # Keys and values `[B, S, K, H]`; keys are normalized and rotated.
 KeyValue = tuple[Tensor, Tensor]

@@ -40,7 +40,7 @@ from paddle_vl.families.pi07.prefix_layout import (
     Presence,
     presence_of,
 )
-from paddle_vl.nn.attention import BlockMask, KeyMask
+from paddle_vl.nn.attention_masks import BlockMask, KeyMask
 from paddle_vl.nn.linear import Linear
 from paddle_vl.nn.operations import host_table
 from paddle_vl.nn.placement import Placement

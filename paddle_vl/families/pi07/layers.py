@@ -10,10 +10,9 @@ from paddle import Tensor, nn
 from paddle.autograd import PyLayer
 from paddle.nn.initializer import Constant, Uniform
 
+from paddle_vl.nn.attention import RotaryTables
 from paddle_vl.nn.linear import Linear, linear
-from paddle_vl.nn.norm import gemma_rms_norm, rms_quotient
-from paddle_vl.nn.operations import host_table
-from paddle_vl.nn.rotary import RotaryTables
+from paddle_vl.nn.operations import gemma_rms_norm, host_table, rms_quotient
 
 PAD_ID = 0
 

@@ -25,8 +25,7 @@ from paddle_vl.families.pi07.prefix_layout import (
     presence_of,
 )
 from paddle_vl.families.policy.demonstrations.training_set import DrawnDemonstrations
-from paddle_vl.nn.objective import BatchAdapter, Loss, target_rows
-from paddle_vl.nn.operations import IGNORE_INDEX
+from paddle_vl.nn.objective import IGNORE_INDEX, BatchAdapter, Loss, target_rows
 
 
 class PolicyLoss(Loss):

@@ -52,7 +52,7 @@ from paddle_vl.families.policy.normalize import Normalizer, Statistics
 from paddle_vl.families.policy.normalizers import planner_normalizers
 from paddle_vl.families.policy.prompt import PromptTokenizer, check_vocabulary
 from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
-from paddle_vl.nn.operations import IGNORE_INDEX, TargetRows
+from paddle_vl.nn.objective import IGNORE_INDEX, TargetRows
 from paddle_vl.nn.placement import Placement
 
 

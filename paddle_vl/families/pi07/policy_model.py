@@ -16,7 +16,7 @@ from paddle_vl.families.pi07.decoder_layers import StreamView
 from paddle_vl.families.pi07.engine_config import Gemma3WithExpertConfig
 from paddle_vl.families.pi07.prefix import PlannerEmbedding, Prefix, PrefixEmbedding
 from paddle_vl.families.pi07.prefix_layout import PrefixMasks, PrefixTokens
-from paddle_vl.nn.attention import BlockMask
+from paddle_vl.nn.attention_masks import BlockMask
 from paddle_vl.nn.linear import separate
 from paddle_vl.nn.placement import Placement, SingleDevicePlacement
 

@@ -23,10 +23,10 @@ from paddle.nn.initializer import Constant, Normal
 
 from paddle_vl.families.pi07.engine_config import Gemma3Config, SiglipVisionConfig
 from paddle_vl.families.pi07.layers import GemmaRMSNorm
-from paddle_vl.nn.attention import HistoryMask, masked_attention, segment_attention
+from paddle_vl.nn.attention import masked_attention, segment_attention
+from paddle_vl.nn.attention_masks import HistoryMask
 from paddle_vl.nn.linear import Linear
-from paddle_vl.nn.norm import LayerNorm
-from paddle_vl.nn.operations import activation, host_table, rows_in_order, slice_axis
+from paddle_vl.nn.operations import LayerNorm, activation, host_table, rows_in_order, slice_axis
 from paddle_vl.nn.placement import Placement
 
 # Shortest and longest period of the code of a frame's age, in frames.

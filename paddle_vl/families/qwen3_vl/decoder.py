@@ -12,15 +12,13 @@ from paddle import Tensor, nn
 
 from paddle_vl.families.qwen3_vl.text_config import Qwen3VLTextConfig
 from paddle_vl.families.vlm.cache import KeyValueCache
-from paddle_vl.families.vlm.language_model import VLLanguageModel
+from paddle_vl.families.vlm.layers import VLLanguageModel
 from paddle_vl.families.vlm.moe import SparseMoE
-from paddle_vl.nn.attention import PackedSamples, causal_attention
+from paddle_vl.nn.attention import PackedSamples, RotaryTables, apply_rotary, causal_attention
 from paddle_vl.nn.experts import RoutedRows
 from paddle_vl.nn.linear import Columns
-from paddle_vl.nn.norm import RMSNorm
-from paddle_vl.nn.operations import swiglu
+from paddle_vl.nn.operations import RMSNorm, swiglu
 from paddle_vl.nn.placement import Placement
-from paddle_vl.nn.rotary import RotaryTables, apply_rotary
 
 
 class LanguageModel(VLLanguageModel):

@@ -36,14 +36,16 @@ from paddle_vl.checkpoint.writing import (
 )
 from paddle_vl.config.patterns import matching_names
 from paddle_vl.config.schema import LoRAConfig
+from paddle_vl.families.vlm.config import EMBEDDING_KEY, HEAD_KEY
 from paddle_vl.families.vlm.inputs.chat_inputs import generation_settings
-from paddle_vl.families.vlm.protocols import EMBEDDING_KEY, HEAD_KEY, AdaptedModel
 from paddle_vl.families.vlm.settings import PARTS
 from paddle_vl.nn.linear import AdaptableLinear, fused_columns
 from paddle_vl.nn.lora import LowRankSettings, initial_a
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.parameter_table import Saved
 
+# A `PretrainedVLModel`, whose methods call the functions of this module.
+Model = Any
 ALL_LINEAR = "all-linear"
 _HEAD = HEAD_KEY.removesuffix(".weight")
 _EMBEDDING = EMBEDDING_KEY.removesuffix(".weight")
@@ -53,7 +55,7 @@ _GROUPS = {
 }
 
 
-def add_lora(model: AdaptedModel, config: LoRAConfig) -> None:
+def add_lora(model: Model, config: LoRAConfig) -> None:
     """See `PretrainedVLModel.add_lora`."""
     if model.adapter is not None:
         raise ValueError("the model has adapters already: merge_lora() first, to add others")
@@ -75,7 +77,7 @@ def add_lora(model: AdaptedModel, config: LoRAConfig) -> None:
     )
 
 
-def load_adapter(model: AdaptedModel, path: str | Path) -> None:
+def load_adapter(model: Model, path: str | Path) -> None:
     """See `PretrainedVLModel.load_adapter`."""
     path = Path(path)
     stored = StoredAdapter.read(path)
@@ -104,7 +106,7 @@ def load_adapter(model: AdaptedModel, path: str | Path) -> None:
 
 
 def save_adapter(
-    model: AdaptedModel, path: str | Path, write: FileWriter, store: ParameterStore | None
+    model: Model, path: str | Path, write: FileWriter, store: ParameterStore | None
 ) -> None:
     """See `PretrainedVLModel.save_adapter`."""
     adapter, ranks, path = _own_adapter(model), model.placement.checkpoint_ranks, Path(path)
@@ -128,7 +130,7 @@ def save_adapter(
     write_adapter(path, adapter, tensors, write)
 
 
-def merge_lora(model: AdaptedModel) -> None:
+def merge_lora(model: Model) -> None:
     """See `PretrainedVLModel.merge_lora`."""
     _own_adapter(model)
     for layer in model.sublayers():
@@ -172,7 +174,7 @@ def merge_adapter(
     return base
 
 
-def attach(model: AdaptedModel, adapter: Adapter) -> None:
+def attach(model: Model, adapter: Adapter) -> None:
     """Add this rank's adapter parameters, without values, and freeze all others."""
     config = adapter.config
     settings = LowRankSettings(config.r, config.scaling, config.lora_dropout)
@@ -187,18 +189,18 @@ def attach(model: AdaptedModel, adapter: Adapter) -> None:
         parameter.stop_gradient = not adapter.owns(key)
 
 
-def _own_adapter(model: AdaptedModel) -> Adapter:
+def _own_adapter(model: Model) -> Adapter:
     if model.adapter is None:
         raise ValueError("the model has no adapters: add_lora() or load_adapter() first")
     return model.adapter
 
 
-def _adapter_parameters(model: AdaptedModel) -> list[StoredParameter]:
+def _adapter_parameters(model: Model) -> list[StoredParameter]:
     adapter = _own_adapter(model)
     return [item for item in model.stored_parameters() if adapter.owns(item.key)]
 
 
-def _divided_by(model: AdaptedModel, adapter: Adapter) -> list[Tensor]:
+def _divided_by(model: Model, adapter: Adapter) -> list[Tensor]:
     """Fused weights to separate: a linear gets an adapter, or only some linears are trained."""
     divided = []
     for items in by_parameter(model.stored_parameters()):
@@ -209,7 +211,7 @@ def _divided_by(model: AdaptedModel, adapter: Adapter) -> list[Tensor]:
     return divided
 
 
-def _linears(model: AdaptedModel) -> dict[str, Any]:
+def _linears(model: Model) -> dict[str, Any]:
     """This rank's linears by HF module name, without a tied head; fused ones share a layer."""
     items: dict[int, list[StoredParameter]] = {}
     for item in model.stored_parameters():
@@ -228,7 +230,7 @@ def _linears(model: AdaptedModel) -> dict[str, Any]:
     return found
 
 
-def _resolved(model: AdaptedModel, config: LoRAConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _resolved(model: Model, config: LoRAConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Modules to adapt and modules to train in full, from the settings, in model order."""
     whole, patterns = model.whole(), config.target_modules
     linears = list(_linears(whole))
@@ -247,7 +249,7 @@ def _resolved(model: AdaptedModel, config: LoRAConfig) -> tuple[tuple[str, ...],
     return adapted, saved
 
 
-def _saved_modules(whole: AdaptedModel, patterns: Sequence[str], setting: str) -> tuple[str, ...]:
+def _saved_modules(whole: Model, patterns: Sequence[str], setting: str) -> tuple[str, ...]:
     """The outermost matching modules; a list of layers becomes its layers, as PEFT needs."""
     modules = _modules_of(key for key, _ in whole.hf_named_parameters())
     fitting = _fitting(patterns, modules, setting, _GROUPS)
@@ -267,7 +269,7 @@ def _saved_modules(whole: AdaptedModel, patterns: Sequence[str], setting: str) -
     return tuple(saved)
 
 
-def _adapter_of(model: AdaptedModel, stored: StoredAdapter) -> Adapter:
+def _adapter_of(model: Model, stored: StoredAdapter) -> Adapter:
     """The adapter of a folder, its modules in model order."""
     whole = model.whole()
     linears = list(_linears(whole))

@@ -23,6 +23,9 @@ Spread = Annotated[Number, Field(ge=0, le=100)]
 RopeBase = Annotated[Number, Field(gt=1)]
 _TokenId = Annotated[int, Field(ge=0)]
 _Merged = Annotated[int, Field(ge=1, le=64)]
+# HF's keys of the output head and of the token embedding.
+HEAD_KEY = "lm_head.weight"
+EMBEDDING_KEY = "model.language_model.embed_tokens.weight"
 TOKEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 

@@ -1,7 +1,6 @@
 """Evaluation of a model folder on data files: loss, and greedy answers compared with the data's."""
 
 import json
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -53,9 +52,7 @@ def build_evaluation(
             be used.
     """
     processor = VLProcessor.from_pretrained(folder_with("tokenizer.json", folder, options.base))
-    dataset: MessagesDataset | FirstSamples = MessagesDataset(
-        options.files, processor, options.max_length
-    )
+    dataset: Any = MessagesDataset(options.files, processor, options.max_length)
     if options.limit is not None:
         dataset = FirstSamples(dataset, options.limit)
     model = model_class.from_pretrained(folder, base=options.base)
@@ -93,7 +90,7 @@ def build_evaluation(
 def greedy_answers(
     model: VLForConditionalGeneration,
     processor: VLProcessor,
-    dataset: "MessagesDataset | FirstSamples",
+    dataset: Any,
     *,
     batch_size: int,
     max_new_tokens: int,
@@ -138,18 +135,6 @@ class FirstSamples:
     def __init__(self, dataset: Any, limit: int):
         self._dataset, self._limit = dataset, limit
 
-    @property
-    def on_bad_sample(self) -> str:
-        return self._dataset.on_bad_sample
-
-    @property
-    def skipped(self) -> Counter[str]:
-        return self._dataset.skipped
-
-    @property
-    def fingerprint(self) -> int:
-        return self._dataset.fingerprint
-
     def __len__(self) -> int:
         return min(self._limit, len(self._dataset))
 
@@ -163,10 +148,9 @@ class FirstSamples:
         return getattr(self._dataset, name)
 
 
-def _questions(
-    dataset: MessagesDataset | FirstSamples,
-) -> Iterator[tuple[str, Conversation, str]]:
-    """`file:line`, the conversation up to a target turn, and the text of that turn."""
+def _questions(dataset: Any) -> Iterator[tuple[str, Conversation, str]]:
+    """`file:line`, the conversation up to a target turn, and the text of that turn, of a
+    `MessagesDataset` or some of it."""
     for number in range(len(dataset)):
         conversation = dataset.conversation(number)
         for i in conversation.targets:

@@ -11,12 +11,12 @@ import paddle
 from paddle import Tensor
 
 from paddle_vl.families.hf_interface import id_rows
-from paddle_vl.families.vlm.embedding import decoder_positions
+from paddle_vl.families.vlm.layers import decoder_positions
 from paddle_vl.families.vlm.moe import routed_rows
 from paddle_vl.generation.config import GenerationConfig, settings_of_call
 from paddle_vl.generation.loop import Streamer, checked_prompts, chosen_tokens, collected
+from paddle_vl.nn.attention import RotaryTables
 from paddle_vl.nn.operations import device_tensor, without_gradient
-from paddle_vl.nn.rotary import RotaryTables
 
 
 def stream(

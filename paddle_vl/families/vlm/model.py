@@ -28,18 +28,13 @@ from paddle_vl.batch.positions import (
 )
 from paddle_vl.families.hf_interface import FORWARD, IndexedOutput, id_rows
 from paddle_vl.families.vlm.cache import KeyValueCache
+from paddle_vl.families.vlm.layers import VisionFeatures, VisionTower, patch_rows
 from paddle_vl.families.vlm.moe import LoadBalance, routed_rows
 from paddle_vl.families.vlm.pretrained import PretrainedVLModel
-from paddle_vl.families.vlm.vision_tower import VisionFeatures, VisionTower, patch_rows
 from paddle_vl.files.names import refuse_foreign
 from paddle_vl.nn.attention import PackedSamples, Segments
-from paddle_vl.nn.operations import (
-    TargetRows,
-    device_tensor,
-    host_array,
-    next_token_targets,
-    num_targets,
-)
+from paddle_vl.nn.objective import TargetRows, next_token_targets, num_targets
+from paddle_vl.nn.operations import device_tensor, host_array
 from paddle_vl.nn.placement import Placement
 
 Array = np.ndarray | Tensor

@@ -21,8 +21,7 @@ from paddle_vl.batch.positions import (
 )
 from paddle_vl.batch.schema import VLBatch
 from paddle_vl.families.vlm.model import VLOutput
-from paddle_vl.nn.objective import BatchAdapter, Loss, target_rows
-from paddle_vl.nn.operations import IGNORE_INDEX
+from paddle_vl.nn.objective import IGNORE_INDEX, BatchAdapter, Loss, target_rows
 
 _GRIDS = ("image_grid_thw", "video_grid_thw")
 # The labels and their factors reach the device as `target_rows` and `target_weights`.

@@ -16,11 +16,10 @@ import paddle
 from paddle import Tensor
 
 from paddle_vl.batch.positions import PATCH_FIELDS
-from paddle_vl.families.vlm.embedding import decoder_positions
+from paddle_vl.families.vlm.layers import decoder_positions, patch_rows
 from paddle_vl.families.vlm.model import VLForConditionalGeneration, VLOutput
 from paddle_vl.families.vlm.moe import LoadBalance
 from paddle_vl.families.vlm.objective import with_target_rows
-from paddle_vl.families.vlm.vision_tower import patch_rows
 from paddle_vl.nn.operations import device_tensor
 
 # Assumed share of visual tokens in the cost of the vision tower.

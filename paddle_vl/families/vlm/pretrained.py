@@ -14,9 +14,8 @@ from paddle import Tensor, nn
 
 from paddle_vl.checkpoint.reading import Materializable, MaterializeStep
 from paddle_vl.checkpoint.rules import StoredParameter, place_parameters
-from paddle_vl.families.hf_interface import SizedModel, loads_like_hf, renamed_argument
-from paddle_vl.families.vlm.config import VLConfig
-from paddle_vl.families.vlm.protocols import EMBEDDING_KEY, HEAD_KEY, CheckpointMap
+from paddle_vl.families.hf_interface import SizedModel, loads_like_hf
+from paddle_vl.families.vlm.config import EMBEDDING_KEY, HEAD_KEY, VLConfig
 from paddle_vl.nn.linear import default_dtype, separate
 from paddle_vl.nn.placement import Placement, SingleDevicePlacement
 
@@ -35,14 +34,17 @@ class PretrainedVLModel(SizedModel, Materializable, nn.Layer):
     """Base of a model: its configuration, placement, adapters and files.
 
     Attributes:
-        config_class, checkpoint_map: of the family.
+        config_class: of the family.
+        checkpoint_map: the family's module of checkpoint rules: `checkpoint_rules(config)`, from
+            parameter names to HF keys and layouts, special cases first, and
+            `tensors_as_here(stored, config)`, a checkpoint's tensors in the shapes of this package.
         generation_config: settings of generation; None for the defaults.
         name_or_path: folder that the weights come from; None for fresh weights.
         adapter: the low-rank adapters; None without.
     """
 
     config_class: ClassVar[type[VLConfig]]
-    checkpoint_map: ClassVar[CheckpointMap]
+    checkpoint_map: ClassVar[Any]
 
     def __init__(self, config: Any, placement: Placement | None = None):
         super().__init__()
@@ -56,7 +58,6 @@ class PretrainedVLModel(SizedModel, Materializable, nn.Layer):
         self.adapter: Adapter | None = None
 
     @classmethod
-    @renamed_argument("fills", "materialize")
     def from_config(
         cls: type[Model],
         config: Any,

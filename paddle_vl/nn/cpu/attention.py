@@ -21,11 +21,11 @@ import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
-from paddle_vl.nn.attention import MASKED_SCORE, AttentionMask, PackedSamples
+from paddle_vl.nn.attention import PackedSamples
+from paddle_vl.nn.attention_masks import MASKED_SCORE, AttentionMask
 from paddle_vl.nn.cpu.kernels import (
     contiguous,
-    plus_matrix_,
-    plus_row_,
+    plus_,
     softmax_,
     softmax_gradient_,
 )
@@ -301,10 +301,10 @@ def _probabilities(
     scores = paddle.matmul(block.rows(q_ZRH), block.keys(k_ZSH), transpose_y=True)
     if block.bias is not None:
         bias = block.bias()
-        scores = scores.add_(chunk.of(bias)) if bias.ndim == 3 else plus_matrix_(scores, bias)
+        scores = scores.add_(chunk.of(bias)) if bias.ndim == 3 else plus_(scores, bias)
     if key_bias_Z1S is not None:
         of_keys = chunk.of(key_bias_Z1S)[:, :, block.first_key : block.end_key]
-        scores = plus_row_(scores, of_keys)
+        scores = plus_(scores, of_keys)
     return softmax_(scores)
 
 

@@ -18,7 +18,8 @@ import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
-from paddle_vl.nn.attention import AttentionMask, PackedSamples
+from paddle_vl.nn.attention import PackedSamples, RotaryTables
+from paddle_vl.nn.attention_masks import AttentionMask
 from paddle_vl.nn.cpu.attention import sees, with_averages
 from paddle_vl.nn.cpu.kernels import (
     MIXING_DRAWS,
@@ -27,8 +28,7 @@ from paddle_vl.nn.cpu.kernels import (
     dropout_threshold,
     is_dense,
 )
-from paddle_vl.nn.operations import set_compiled
-from paddle_vl.nn.rotary import RotaryTables
+from paddle_vl.nn.operations import has_compiled, set_compiled
 
 SWITCH = "PADDLE_VL_CPU_KERNELS"
 _OFF = ("0", "off", "false", "no")
@@ -38,7 +38,6 @@ _MOST_KEYS, _MOST_WIDTH = 1 << 16, 1024
 _HIDDEN = -2.3819763e38
 _log = logging.getLogger(__name__)
 _library: Any = None
-_is_enabled = False
 _refused: str | None = None
 
 
@@ -49,8 +48,8 @@ def enable() -> bool:
         Whether they may. Why not is logged once: the environment variable `PADDLE_VL_CPU_KERNELS`
         is 0, there is no compiler, or a kernel differs from the plain operation.
     """
-    global _library, _is_enabled, _refused
-    if _is_enabled:
+    global _library, _refused
+    if has_compiled():
         return True
     if os.environ.get(SWITCH, "").lower() in _OFF or _refused is not None:
         return False
@@ -68,20 +67,12 @@ def enable() -> bool:
         _refused = str(error)
         _log.info("compiled CPU kernels are not used: %s", _refused)
         return False
-    _is_enabled = True
     return True
 
 
 def disable() -> None:
     """Take the other kernels again."""
-    global _is_enabled
-    _is_enabled = False
     set_compiled(False)
-
-
-def is_enabled() -> bool:
-    """Whether operations may use the compiled kernels."""
-    return _is_enabled
 
 
 def refusal() -> str | None:
@@ -169,7 +160,7 @@ def fits_rotary(q_TNH: Tensor, k_TKH: Tensor, tables: RotaryTables) -> bool:
 
 
 def apply_rotary(q_TNH: Tensor, k_TKH: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
-    """`rotary.apply_rotary`."""
+    """`attention.apply_rotary`."""
     return _Rotary.apply(q_TNH, tables), _Rotary.apply(k_TKH, tables)
 
 
@@ -214,22 +205,22 @@ class _Norm(PyLayer):
 
 
 def rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
-    """`norm.rms_norm`."""
+    """`operations.rms_norm`."""
     return _Norm.apply(x, weight_C, None, epsilon, 0.0, 0)
 
 
 def gemma_rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
-    """`norm.gemma_rms_norm`."""
+    """`operations.gemma_rms_norm`."""
     return _Norm.apply(x, weight_C, None, epsilon, 1.0, 0)
 
 
 def rms_quotient(x: Tensor, epsilon: float) -> Tensor:
-    """`norm.rms_quotient`."""
+    """`operations.rms_quotient`."""
     return _Norm.apply(x, None, None, epsilon, 0.0, 0)
 
 
 def layer_norm(x: Tensor, weight_C: Tensor, bias_C: Tensor, epsilon: float) -> Tensor:
-    """`norm.layer_norm`."""
+    """`operations.layer_norm`."""
     return _Norm.apply(x, weight_C, bias_C, epsilon, 0.0, 1)
 
 

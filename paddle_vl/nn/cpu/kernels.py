@@ -23,10 +23,9 @@ from paddle import Tensor, _C_ops
 from paddle.autograd import PyLayer
 from paddle.incubate.nn.functional import fused_rms_norm
 
-from paddle_vl.nn.attention import CachedKeys, biased_rows
+from paddle_vl.nn.attention import CachedKeys, RotaryTables, biased_rows
 from paddle_vl.nn.cpu import onednn
 from paddle_vl.nn.operations import column_sum, row_sum
-from paddle_vl.nn.rotary import RotaryTables
 
 # What fits
 
@@ -122,24 +121,16 @@ def plus_column_times_(x: Tensor, column: Tensor, factor: Tensor) -> Tensor:
     return x
 
 
-def plus_matrix_(x_ZRS: Tensor, matrix_RS: Tensor) -> Tensor:
-    """`x + matrix` for each of Z."""
-    matrix_RS = contiguous(matrix_RS)
-    if not takes(x_ZRS, matrix_RS):
-        return x_ZRS.add_(matrix_RS)
-    batch, size = x_ZRS.shape[0], math.prod(matrix_RS.shape)
-    run = onednn.binary("add", (batch, size), (1, size))
-    run(x_ZRS.data_ptr(), matrix_RS.data_ptr(), x_ZRS.data_ptr())
-    return x_ZRS
-
-
-def plus_row_(x_ZRS: Tensor, row_Z1S: Tensor) -> Tensor:
-    """`x + row` of `[Z, R, S]` and `[Z, 1, S]`."""
-    row_Z1S = contiguous(row_Z1S)
-    if not takes(x_ZRS, row_Z1S):
-        return x_ZRS.add_(row_Z1S)
-    run = onednn.binary("add", tuple(x_ZRS.shape), tuple(row_Z1S.shape))
-    run(x_ZRS.data_ptr(), row_Z1S.data_ptr(), x_ZRS.data_ptr())
+def plus_(x_ZRS: Tensor, y: Tensor) -> Tensor:
+    """`x + y`, of a matrix `[R, S]` for each of Z, or a row `[Z, 1, S]` for each of R."""
+    y = contiguous(y)
+    if not takes(x_ZRS, y):
+        return x_ZRS.add_(y)
+    shape, other = tuple(x_ZRS.shape), tuple(y.shape)
+    if y.ndim == 2:
+        size = math.prod(other)
+        shape, other = (shape[0], size), (1, size)
+    onednn.binary("add", shape, other)(x_ZRS.data_ptr(), y.data_ptr(), x_ZRS.data_ptr())
     return x_ZRS
 
 
@@ -209,22 +200,6 @@ class _Gated(PyLayer):
         return tuple(x if need else None for x, need in zip(grads, ctx.needs, strict=True))
 
 
-class _GatedHalves(PyLayer):
-    """The same of the halves of a tensor's rows; keeps contiguous copies of them."""
-
-    @staticmethod
-    def forward(ctx, both, name):
-        gate, up = _split(both, [both.shape[-1] // 2] * 2)
-        ctx.save_for_backward(gate, up)
-        ctx.name = name
-        return _activated(name, gate).multiply_(up)
-
-    @staticmethod
-    def backward(ctx, grad):
-        gate, up = ctx.saved_tensor()
-        return _joined(_gated_gradients(ctx.name, gate, up, contiguous(grad)))
-
-
 def _gated_gradients(name: str, gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     grad_gate = grad * up
     address = grad_gate.data_ptr()
@@ -234,13 +209,18 @@ def _gated_gradients(name: str, gate: Tensor, up: Tensor, grad: Tensor) -> tuple
 
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """`operations.swiglu` by oneDNN."""
-    return _GatedHalves.apply(gate, "swish") if up is None else _Gated.apply(gate, up, "swish")
+    return _gated("swish", gate, up)
 
 
 def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """`operations.geglu` by oneDNN."""
-    name = "gelu_tanh"
-    return _GatedHalves.apply(gate, name) if up is None else _Gated.apply(gate, up, name)
+    return _gated("gelu_tanh", gate, up)
+
+
+def _gated(name: str, gate: Tensor, up: Tensor | None) -> Tensor:
+    if up is None:
+        gate, up = split_columns(gate, [gate.shape[-1] // 2] * 2)
+    return _Gated.apply(gate, up, name)
 
 
 def split_columns(x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
@@ -311,7 +291,7 @@ class _LayerNorm(PyLayer):
 
 
 def layer_norm(x: Tensor, weight_C: Tensor, bias_C: Tensor, epsilon: float) -> Tensor:
-    """`norm.layer_norm` by oneDNN."""
+    """`operations.layer_norm` by oneDNN."""
     return _LayerNorm.apply(x, weight_C, bias_C, epsilon)
 
 
@@ -356,17 +336,17 @@ def _factors(x: Tensor, weight_C: Tensor | None, offset: float) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
-    """`norm.rms_norm` by products."""
+    """`operations.rms_norm` by products."""
     return _RMSNormByProducts.apply(x, weight_C, epsilon, 0.0)
 
 
 def gemma_rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
-    """`norm.gemma_rms_norm` by products."""
+    """`operations.gemma_rms_norm` by products."""
     return _RMSNormByProducts.apply(x, weight_C, epsilon, 1.0)
 
 
 def rms_quotient(x: Tensor, epsilon: float) -> Tensor:
-    """`norm.rms_quotient` by products."""
+    """`operations.rms_quotient` by products."""
     return _RMSNormByProducts.apply(x, None, epsilon, 0.0)
 
 
@@ -379,7 +359,7 @@ def rms_norm_without_gradient(x: Tensor, weight_C: Tensor, epsilon: float) -> Te
 
 
 def apply_rotary(q_TNH: Tensor, k_TKH: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
-    """`rotary.apply_rotary` with tables of full shape."""
+    """`attention.apply_rotary` with tables of full shape."""
     # One by one: both outputs of one PyLayer pass gradients, so an unused one would pass zeros.
     q_TNH = _Rotary.apply(q_TNH, *tables.of_heads(q_TNH.shape[-2]))
     k_TKH = _Rotary.apply(k_TKH, *tables.of_heads(k_TKH.shape[-2]))

@@ -11,6 +11,7 @@ Names and numbers are those of `dnnl_types.h`, which do not change within a majo
 
 import ctypes
 import logging
+import math
 import threading
 import weakref
 from collections.abc import Sequence
@@ -82,79 +83,62 @@ def _library() -> _Library:
     return _Library()
 
 
-def _let_go(owner: Any, destroy: Any, handle: c_void_p) -> None:
-    """Destroy the handle with its owner, but not when the process ends."""
-    weakref.finalize(owner, destroy, handle).atexit = False
-
-
-class _Descriptor:
-    """A tensor's shape and strides; contiguous without strides."""
-
-    def __init__(
-        self, shape: Sequence[int], strides: Sequence[int] | None = None, dtype: int = _FLOAT32
-    ):
-        self.handle, numbers = c_void_p(), c_int64 * len(shape)
-        if strides is None:
-            strides = [1] * len(shape)
-            for axis in range(len(shape) - 2, -1, -1):
-                strides[axis] = strides[axis + 1] * shape[axis + 1]
-        _library().call(
-            "memory_desc_create_with_strides", byref(self.handle), len(shape), numbers(*shape),
-            dtype, numbers(*strides),
-        )  # fmt: skip
-        _let_go(self, _library().functions.dnnl_memory_desc_destroy, self.handle)
-
-
-class _Attributes:
-    """Of a primitive with one more step behind it.
+class _Object:
+    """An object of the library, destroyed with its owner, but not when the process ends.
 
     Args:
-        step: the function that appends it.
+        create, destroy: names of functions without their prefix.
+        args: of `create`.
     """
 
-    def __init__(self, step: str, *args: Any):
-        library = _library()
-        self.handle, steps = c_void_p(), c_void_p()
-        library.call("post_ops_create", byref(steps))
-        _let_go(self, library.functions.dnnl_post_ops_destroy, steps)
-        library.call(f"post_ops_append_{step}", steps, *args)
-        library.call("primitive_attr_create", byref(self.handle))
-        _let_go(self, library.functions.dnnl_primitive_attr_destroy, self.handle)
-        library.call("primitive_attr_set_post_ops", self.handle, steps)
-
-
-class _Recipe:
-    """A primitive descriptor, by the function that makes it."""
-
-    def __init__(self, function: str, *args: Any):
+    def __init__(self, create: str, destroy: str, *args: Any):
         self.handle = c_void_p()
-        given = [getattr(arg, "handle", arg) for arg in args]
-        _library().call(f"{function}_primitive_desc_create", byref(self.handle), *given)
-        _let_go(self, _library().functions.dnnl_primitive_desc_destroy, self.handle)
+        _library().call(create, byref(self.handle), *(getattr(arg, "handle", arg) for arg in args))
+        let_go = getattr(_library().functions, f"dnnl_{destroy}")
+        weakref.finalize(self, let_go, self.handle).atexit = False
+
+
+def _tensor(
+    shape: Sequence[int], strides: Sequence[int] | None = None, dtype: int = _FLOAT32
+) -> _Object:
+    """Description of a tensor's shape and strides; contiguous without strides."""
+    strides = strides or [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    numbers = c_int64 * len(shape)
+    return _Object(
+        "memory_desc_create_with_strides", "memory_desc_destroy", len(shape), numbers(*shape),
+        dtype, numbers(*strides),
+    )  # fmt: skip
+
+
+def _attributes(step: str, *args: Any) -> _Object:
+    """Attributes of a primitive with one more step behind it, which the function `step` appends."""
+    steps = _Object("post_ops_create", "post_ops_destroy")
+    _library().call(f"post_ops_append_{step}", steps.handle, *args)
+    attributes = _Object("primitive_attr_create", "primitive_attr_destroy")
+    _library().call("primitive_attr_set_post_ops", attributes.handle, steps.handle)
+    return attributes
+
+
+def _recipe(function: str, *args: Any) -> _Object:
+    """A primitive descriptor, by the function that makes it."""
+    return _Object(f"{function}_primitive_desc_create", "primitive_desc_destroy", *args)
 
 
 class Primitive:
     """An operation on tensors of fixed shapes; called with the addresses of its tensors."""
 
-    def __init__(self, recipe: _Recipe, arguments: dict[int, _Descriptor]):
-        library = _library()
-        self._handle, self._lock = c_void_p(), threading.Lock()
-        library.call("primitive_create", byref(self._handle), recipe.handle)
-        functions = library.functions
-        _let_go(self, functions.dnnl_primitive_destroy, self._handle)
-        self._memories = []
-        for descriptor in arguments.values():
-            memory = c_void_p()
-            library.call("memory_create", byref(memory), descriptor.handle, library.engine, None)
-            _let_go(self, functions.dnnl_memory_destroy, memory)
-            self._memories.append(memory)
-        of_indices = map(_Argument, arguments, self._memories)
-        self._arguments = (_Argument * len(arguments))(*of_indices)
-        self._set, self._execute = (
-            functions.dnnl_memory_set_data_handle,
-            functions.dnnl_primitive_execute,
-        )
-        self._stream = library.stream
+    def __init__(self, recipe: _Object, arguments: dict[int, _Object]):
+        library, self._lock = _library(), threading.Lock()
+        self._primitive = _Object("primitive_create", "primitive_destroy", recipe)
+        self._memories = [
+            _Object("memory_create", "memory_destroy", tensor, library.engine, None)
+            for tensor in arguments.values()
+        ]
+        self._handles = [memory.handle for memory in self._memories]
+        self._arguments = (_Argument * len(arguments))(*map(_Argument, arguments, self._handles))
+        self._set = library.functions.dnnl_memory_set_data_handle
+        self._execute = library.functions.dnnl_primitive_execute
+        self._handle, self._stream = self._primitive.handle, library.stream
 
     def __call__(self, *addresses: int) -> None:
         """Run it; the tensors must outlive the call.
@@ -164,9 +148,9 @@ class Primitive:
         """
         # The memories keep the addresses, so two Python threads take turns.
         with self._lock:
-            for memory, address in zip(self._memories, addresses, strict=True):
+            for memory, address in zip(self._handles, addresses, strict=True):
                 self._set(memory, c_void_p(address))
-            status = self._execute(self._handle, self._stream, len(self._memories), self._arguments)
+            status = self._execute(self._handle, self._stream, len(self._handles), self._arguments)
         if status:
             raise OneDNNError(_failure("primitive_execute", status))
 
@@ -174,23 +158,23 @@ class Primitive:
 @lru_cache(maxsize=128)
 def eltwise(name: str, size: int) -> Primitive:
     """Of `src` and `dst`."""
-    src = _Descriptor([size])
+    src = _tensor([size])
     return Primitive(_eltwise_recipe(name, src), {_SRC: src, _DST: src})
 
 
 @lru_cache(maxsize=128)
 def eltwise_gradient(name: str, size: int) -> Primitive:
     """Of `src`, `grad_dst` and `grad_src`, which may be `grad_dst`."""
-    src = _Descriptor([size])
-    recipe = _Recipe(
+    src = _tensor([size])
+    recipe = _recipe(
         "eltwise_backward", _library().engine, ELTWISE[name], src, src, src, c_float(1.0),
         c_float(0.0), _eltwise_recipe(name, src), None,
     )  # fmt: skip
     return Primitive(recipe, {_SRC: src, _DIFF_DST: src, _DIFF_SRC: src})
 
 
-def _eltwise_recipe(name: str, src: _Descriptor) -> _Recipe:
-    return _Recipe(
+def _eltwise_recipe(name: str, src: _Object) -> _Object:
+    return _recipe(
         "eltwise_forward", _library().engine, _FORWARD_TRAINING, ELTWISE[name], src, src,
         c_float(1.0), c_float(0.0), None,
     )  # fmt: skip
@@ -199,7 +183,7 @@ def _eltwise_recipe(name: str, src: _Descriptor) -> _Recipe:
 @lru_cache(maxsize=128)
 def layer_norm(rows: int, channels: int, epsilon: float) -> Primitive:
     """Of `src`, `dst`, `mean [N]`, `variance [N]`, `scale [C]` and `shift [C]`."""
-    src, row, channel = map(_Descriptor, ([rows, channels], [rows], [channels]))
+    src, row, channel = map(_tensor, ([rows, channels], [rows], [channels]))
     return Primitive(
         _layer_norm_recipe(src, row, epsilon),
         {_SRC: src, _DST: src, _MEAN: row, _VARIANCE: row, _SCALE: channel, _SHIFT: channel},
@@ -210,8 +194,8 @@ def layer_norm(rows: int, channels: int, epsilon: float) -> Primitive:
 def layer_norm_gradient(rows: int, channels: int, epsilon: float) -> Primitive:
     """Of `src`, `grad_dst`, `mean`, `variance`, `scale`, `shift`, `grad_src`, `grad_scale` and
     `grad_shift`."""
-    src, row, channel = map(_Descriptor, ([rows, channels], [rows], [channels]))
-    recipe = _Recipe(
+    src, row, channel = map(_tensor, ([rows, channels], [rows], [channels]))
+    recipe = _recipe(
         "layer_normalization_backward", _library().engine, _BACKWARD, src, src, src, row,
         c_float(epsilon), _SCALE_AND_SHIFT, _layer_norm_recipe(src, row, epsilon), None,
     )  # fmt: skip
@@ -222,8 +206,8 @@ def layer_norm_gradient(rows: int, channels: int, epsilon: float) -> Primitive:
     return Primitive(recipe, arguments)
 
 
-def _layer_norm_recipe(src: _Descriptor, row: _Descriptor, epsilon: float) -> _Recipe:
-    return _Recipe(
+def _layer_norm_recipe(src: _Object, row: _Object, epsilon: float) -> _Object:
+    return _recipe(
         "layer_normalization_forward", _library().engine, _FORWARD_TRAINING, src, src, row,
         c_float(epsilon), _SCALE_AND_SHIFT, None,
     )  # fmt: skip
@@ -232,23 +216,23 @@ def _layer_norm_recipe(src: _Descriptor, row: _Descriptor, epsilon: float) -> _R
 @lru_cache(maxsize=128)
 def softmax(rows: int, columns: int) -> Primitive:
     """Of `src` and `dst`, over the columns."""
-    src = _Descriptor([rows, columns])
+    src = _tensor([rows, columns])
     return Primitive(_softmax_recipe(src), {_SRC: src, _DST: src})
 
 
 @lru_cache(maxsize=128)
 def softmax_gradient(rows: int, columns: int) -> Primitive:
     """Of `dst`, `grad_dst` and `grad_src`, which may be `grad_dst`."""
-    dst = _Descriptor([rows, columns])
-    recipe = _Recipe(
+    dst = _tensor([rows, columns])
+    recipe = _recipe(
         "softmax_backward", _library().engine, _SOFTMAX, dst, dst, dst, 1, _softmax_recipe(dst),
         None,
     )  # fmt: skip
     return Primitive(recipe, {_DST: dst, _DIFF_DST: dst, _DIFF_SRC: dst})
 
 
-def _softmax_recipe(src: _Descriptor) -> _Recipe:
-    return _Recipe(
+def _softmax_recipe(src: _Object) -> _Object:
+    return _recipe(
         "softmax_forward", _library().engine, _FORWARD_TRAINING, _SOFTMAX, src, src, 1, None
     )
 
@@ -264,31 +248,31 @@ def binary(
         then: what is done with the result and a fourth tensor of the shape of `src`, which may be
             `dst`.
     """
-    src, given, attributes = _Descriptor(shape), _Descriptor(other), None
+    src, given, attributes = _tensor(shape), _tensor(other), None
     arguments = {_SRC: src, _SRC_1: given, _DST: src}
     if then is not None:
-        attributes = _Attributes("binary", BINARY[then], src.handle)
+        attributes = _attributes("binary", BINARY[then], src.handle)
         arguments[_POST_OPERATION | _SRC_1] = src
-    recipe = _Recipe("binary", _library().engine, BINARY[name], src, given, src, attributes)
+    recipe = _recipe("binary", _library().engine, BINARY[name], src, given, src, attributes)
     return Primitive(recipe, arguments)
 
 
 @lru_cache(maxsize=128)
 def times_bytes(size: int, factor: float) -> Primitive:
     """Of `src`, bytes and `dst`: the product of all three."""
-    src, given = _Descriptor([size]), _Descriptor([size], dtype=_BYTE)
-    attributes = _Attributes("eltwise", ELTWISE["linear"], c_float(factor), c_float(0.0))
-    recipe = _Recipe("binary", _library().engine, BINARY["mul"], src, given, src, attributes)
+    src, given = _tensor([size]), _tensor([size], dtype=_BYTE)
+    attributes = _attributes("eltwise", ELTWISE["linear"], c_float(factor), c_float(0.0))
+    recipe = _recipe("binary", _library().engine, BINARY["mul"], src, given, src, attributes)
     return Primitive(recipe, {_SRC: src, _SRC_1: given, _DST: src})
 
 
 @lru_cache(maxsize=128)
 def copy(rows: int, columns: int, src_stride: int, dst_stride: int) -> Primitive:
     """Of `src` and `dst`, rows of `columns` numbers that begin every stride."""
-    src = _Descriptor([rows, columns], [src_stride, 1])
-    dst = _Descriptor([rows, columns], [dst_stride, 1])
+    src = _tensor([rows, columns], [src_stride, 1])
+    dst = _tensor([rows, columns], [dst_stride, 1])
     engine = _library().engine
-    return Primitive(_Recipe("reorder", src, engine, dst, engine, None), {_SRC: src, _DST: dst})
+    return Primitive(_recipe("reorder", src, engine, dst, engine, None), {_SRC: src, _DST: dst})
 
 
 @lru_cache(maxsize=1)

@@ -36,12 +36,8 @@ from paddle.nn.functional.flash_attention import (
     flash_attn_varlen_func,
 )
 
-from paddle_vl.nn.attention import (
-    AttentionMask,
-    HistoryMask,
-    PackedSamples,
-    Segments,
-)
+from paddle_vl.nn.attention import PackedSamples, Segments
+from paddle_vl.nn.attention_masks import AttentionMask, HistoryMask
 
 MAX_BATCH = 65_535
 _VERSION, _DETERMINISTIC = "FLAGS_flash_attn_version", "FLAGS_cudnn_deterministic"

@@ -27,8 +27,8 @@ import paddle.nn.functional as F
 from paddle import Tensor, _C_ops
 from paddle.autograd import PyLayer
 
+from paddle_vl.nn.attention import RotaryTables
 from paddle_vl.nn.experts import GroupSizes
-from paddle_vl.nn.rotary import RotaryTables
 
 # Paddle's layer_norm refuses a larger one.
 _LARGEST_EPSILON = 1e-3
@@ -79,14 +79,14 @@ class _GeGLU(PyLayer):
 
 
 def rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
-    """`norm.rms_norm`."""
+    """`operations.rms_norm`."""
     return F.rms_norm(x, [x.shape[-1]], weight_C, epsilon)[0]
 
 
 def add_rms_norm(
     x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """`norm.add_rms_norm`."""
+    """`operations.add_rms_norm`."""
     return _AddRMSNorm.apply(x_TD, residual_TD, weight_D, epsilon)
 
 
@@ -115,25 +115,25 @@ class _AddRMSNorm(PyLayer):
 
 
 def gemma_rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
-    """`norm.gemma_rms_norm`. The kernel of `rms_norm` takes a weight in the dtype of `x`, which
-    would round `1 + weight`; this one takes a float32 weight, and returns float32."""
+    """`operations.gemma_rms_norm`. The kernel of `rms_norm` takes a weight in the dtype of `x`,
+    which would round `1 + weight`; this one takes a float32 weight, and returns float32."""
     scale_C = 1.0 + weight_C.astype("float32")
     return incubate.fused_rms_norm_ext(x, scale_C, epsilon)[0].astype(x.dtype)
 
 
 def rms_quotient(x: Tensor, epsilon: float) -> Tensor:
-    """`norm.rms_quotient`."""
+    """`operations.rms_quotient`."""
     ones_C = paddle.ones([x.shape[-1]], dtype="float32")
     return incubate.fused_rms_norm_ext(x, ones_C, epsilon)[0]
 
 
 def layer_norm(x: Tensor, weight_C: Tensor, bias_C: Tensor, epsilon: float) -> Tensor:
-    """`norm.layer_norm`."""
+    """`operations.layer_norm`."""
     return F.layer_norm(x, [x.shape[-1]], weight_C, bias_C, epsilon)
 
 
 def apply_rotary(q_TNH: Tensor, k_TKH: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
-    """`rotary.apply_rotary`: one launch for queries, one for keys, none kept."""
+    """`attention.apply_rotary`: one launch for queries, one for keys, none kept."""
     # One by one, which launches no more: with both, an output that has no gradient passes zeros.
     tables = tables.astype(q_TNH.dtype)
     return _rotated(q_TNH, tables), _rotated(k_TKH, tables)

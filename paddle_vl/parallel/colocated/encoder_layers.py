@@ -35,7 +35,7 @@ _FLEETS_STATE = "model_parallel_rng"
 class ColocatedLayers:
     """Builds and records the layers of an encoder that every rank has.
 
-    A `TowerLayers` of `paddle_vl.nn.placement`.
+    The `tower_layers` of a `LayerFactory`.
 
     Args:
         mp_group: of the encoder; one rank leaves the layers as they are.

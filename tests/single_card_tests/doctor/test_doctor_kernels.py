@@ -12,11 +12,11 @@ import pytest
 
 from paddle_vl.doctor import environment, kernels
 from paddle_vl.doctor.check import Machine, all_checks, run_check
-from paddle_vl.doctor.examples import EXAMPLES, HEAD_WIDTHS, name_of, own_operations
+from paddle_vl.doctor.kernels import own_operations
 from paddle_vl.nn.attention import causal_attention
+from paddle_vl.nn.examples import EXAMPLES, HEAD_WIDTHS, name_of
 from paddle_vl.nn.kernels import TABLE
-from paddle_vl.nn.norm import rms_norm
-from paddle_vl.nn.operations import Kernel, operation
+from paddle_vl.nn.operations import Kernel, operation, rms_norm
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def machine(tmp_path) -> Machine:
 
 def test_every_operation_has_an_example():
     names = {name_of(operation) for operation in own_operations()}
-    assert names <= set(EXAMPLES), "add them to the tables of paddle_vl/doctor/examples.py"
+    assert names <= set(EXAMPLES), "add them to the tables of paddle_vl/nn/examples.py"
 
 
 def test_every_example_is_of_an_operation():

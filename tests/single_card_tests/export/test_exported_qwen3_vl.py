@@ -39,7 +39,7 @@ from tests.support.exports import (
 from tests.support.tiny import tiny_model
 
 STRIDE_KERNELS = "FLAGS_use_stride_kernel"
-MODEL_CODE = ("model", "decoder", "embedding", "moe", "vision_tower", "generate", "programs")
+MODEL_CODE = ("model", "decoder", "layers", "moe", "generate", "programs")
 
 
 @pytest.fixture(scope="module")

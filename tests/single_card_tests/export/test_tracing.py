@@ -12,10 +12,17 @@ import pytest
 from paddle.static import InputSpec
 
 from paddle_vl.export.tracing import CPU_KERNELS, kernels_for_cpu, tracing
+from paddle_vl.nn.attention import RotaryTables, apply_rotary
 from paddle_vl.nn.linear import biased_linear
-from paddle_vl.nn.norm import layer_norm, rms_norm
-from paddle_vl.nn.operations import OPERATIONS, host_table, swiglu, use_kernels, without_gradient
-from paddle_vl.nn.rotary import RotaryTables, apply_rotary
+from paddle_vl.nn.operations import (
+    OPERATIONS,
+    host_table,
+    layer_norm,
+    rms_norm,
+    swiglu,
+    use_kernels,
+    without_gradient,
+)
 
 
 def normal(*shape: int, seed: int = 0) -> paddle.Tensor:

@@ -13,13 +13,8 @@ import paddle
 import pytest
 
 from paddle_vl.batch.positions import segment_offsets
-from paddle_vl.nn.attention import (
-    MASKED_SCORE,
-    BlockMask,
-    PackedSamples,
-    causal_attention,
-    segment_attention,
-)
+from paddle_vl.nn.attention import PackedSamples, causal_attention, segment_attention
+from paddle_vl.nn.attention_masks import MASKED_SCORE, BlockMask
 from paddle_vl.nn.cpu.attention import packed_blocks
 from tests.support.gpu_stubs.pretended import implementation
 

@@ -15,23 +15,26 @@ import paddle
 import paddle.nn.functional as F
 import pytest
 
-from paddle_vl.nn.linear import Linear, VocabHead, linear
-from paddle_vl.nn.norm import add_rms_norm, gemma_rms_norm, layer_norm, rms_norm, rms_quotient
-from paddle_vl.nn.operations import (
-    RowDropout,
-    activation,
-    geglu,
-    next_token_targets,
-    swiglu,
-    token_loss,
-    use_kernels,
-)
-from paddle_vl.nn.rotary import (
+from paddle_vl.nn.attention import (
     RotaryTables,
     apply_rotary,
     interleaved_mrope_axis,
     inverse_frequencies,
     mrope_tables,
+)
+from paddle_vl.nn.linear import Linear, VocabHead, linear
+from paddle_vl.nn.objective import next_token_targets, token_loss
+from paddle_vl.nn.operations import (
+    RowDropout,
+    activation,
+    add_rms_norm,
+    geglu,
+    gemma_rms_norm,
+    layer_norm,
+    rms_norm,
+    rms_quotient,
+    swiglu,
+    use_kernels,
 )
 from tests.support.tolerance import BLOCK
 

@@ -17,16 +17,18 @@ from paddle.nn.attention import SDPBackend, sdpa_kernel
 from paddle_vl.batch.positions import segment_offsets
 from paddle_vl.families.pi07.prefix_layout import PREFIX_BLOCKS, PrefixTokens, Presence
 from paddle_vl.nn.attention import (
-    MASKED_SCORE,
-    AttentionMask,
-    BlockMask,
-    HistoryMask,
-    KeyMask,
     PackedSamples,
     Segments,
     causal_attention,
     masked_attention,
     segment_attention,
+)
+from paddle_vl.nn.attention_masks import (
+    MASKED_SCORE,
+    AttentionMask,
+    BlockMask,
+    HistoryMask,
+    KeyMask,
 )
 from paddle_vl.nn.gpu import attention as flash_calls
 from paddle_vl.nn.gpu.attention import flash, flash_with_bias

@@ -14,10 +14,9 @@ import paddle.incubate.nn.functional as incubate
 import paddle.nn.functional as F
 import pytest
 
+from paddle_vl.nn.attention import RotaryTables, apply_rotary
 from paddle_vl.nn.experts import GroupSizes, grouped_linear
-from paddle_vl.nn.norm import layer_norm, rms_norm
-from paddle_vl.nn.operations import use_kernels
-from paddle_vl.nn.rotary import RotaryTables, apply_rotary
+from paddle_vl.nn.operations import layer_norm, rms_norm, use_kernels
 from paddle_vl.testing import forbid_host_reads
 from tests.support.gpu_stubs.contract import ContractError, halves_are
 from tests.support.gpu_stubs.installed import STANDINS

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from paddle_vl.nn import norm
+from paddle_vl.nn import operations
 from paddle_vl.testing import tiny_pi07, tiny_pi07_batch, tiny_qwen3_vl, tiny_qwen3_vl_batch
 from paddle_vl.testing.qwen3_vl import EXPERTS
 from tests.support.gpu_stubs.installed import CALLS
@@ -55,5 +55,5 @@ def test_fused_kernels_of_a_model(name):
 
 
 def test_a_kernel_that_a_layer_leaves_out_is_noticed(monkeypatch):
-    monkeypatch.setattr(norm, "rms_norm", norm.rms_norm.plain)
+    monkeypatch.setattr(operations, "rms_norm", operations.rms_norm.plain)
     assert calls_of("qwen3_vl")["rms_norm"] < COUNTS["qwen3_vl"]["rms_norm"]

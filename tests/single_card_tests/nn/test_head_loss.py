@@ -13,11 +13,10 @@ import paddle
 import pytest
 
 from paddle_vl.families.vlm.objective import VLBatchAdapter, empty_batch, with_target_rows
-from paddle_vl.nn import operations
+from paddle_vl.nn import objective
 from paddle_vl.nn.linear import VocabHead
 from paddle_vl.nn.lora import LowRankSettings
-from paddle_vl.nn.objective import target_rows
-from paddle_vl.nn.operations import IGNORE_INDEX, TargetRows
+from paddle_vl.nn.objective import IGNORE_INDEX, TargetRows, target_rows
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.testing import (
     assert_equals_single_device,
@@ -41,13 +40,13 @@ BATCH = tiny_qwen3_vl_batch()
 def largest_logits(monkeypatch):
     """Elements of the largest logits that a cross entropy gets."""
     sizes = [0]
-    plain = operations.F.cross_entropy
+    plain = objective.F.cross_entropy
 
     def measured(logits, *args, **kwargs):
         sizes[0] = max(sizes[0], logits.size)
         return plain(logits, *args, **kwargs)
 
-    monkeypatch.setattr(operations.F, "cross_entropy", measured)
+    monkeypatch.setattr(objective.F, "cross_entropy", measured)
     return sizes
 
 
@@ -114,7 +113,7 @@ def test_loss_and_gradients_are_those_of_all_logits(case, has_weights, rows_per_
     assert set(wanted) - {"x", "loss"} == {"whole": {"weight"}, "frozen": set()}.get(
         case, {"lora.A", "lora.B"}
     )
-    monkeypatch.setattr(operations, "CHUNK_LOGITS", rows_per_chunk * VOCAB)
+    monkeypatch.setattr(objective, "CHUNK_LOGITS", rows_per_chunk * VOCAB)
     assert_close(found_of(head, x_TD, by_rows(head, x_TD, targets_T, weights_T)), wanted)
 
 
@@ -133,8 +132,8 @@ def test_gradients_of_bfloat16_weights_are_summed_in_float32(monkeypatch):
     targets = TargetRows(paddle.arange(1024), paddle.zeros([1024], dtype="int64"))
     gradients = []
     for rows_per_chunk in (1024, 1):
-        monkeypatch.setattr(operations, "CHUNK_LOGITS", rows_per_chunk * VOCAB)
-        operations.summed_in_chunks(predict, [x_RD], [weight], targets, VOCAB).backward()
+        monkeypatch.setattr(objective, "CHUNK_LOGITS", rows_per_chunk * VOCAB)
+        objective.summed_in_chunks(predict, [x_RD], [weight], targets, VOCAB).backward()
         gradients.append({"weight": weight.grad.astype("float32").numpy()})
         weight.clear_gradient(False)
     assert_close(*gradients, tolerance=2**-7)
@@ -142,7 +141,7 @@ def test_gradients_of_bfloat16_weights_are_summed_in_float32(monkeypatch):
 
 def test_gradients_in_bfloat16_have_no_common_error(monkeypatch):
     """Each is rounded by itself; bfloat16 is emulated."""
-    monkeypatch.setattr(operations, "CHUNK_LOGITS", 5 * VOCAB)
+    monkeypatch.setattr(objective, "CHUNK_LOGITS", 5 * VOCAB)
     found = []
     for dtype in ("float32", "bfloat16"):
         with emulated_bfloat16():
@@ -163,7 +162,7 @@ def test_logits_exist_for_a_chunk_at_a_time(largest_logits, monkeypatch):
     head, (x_TD, targets_T, _) = made_head(), made_rows()
     loss = by_rows(head, x_TD, targets_T)
     assert largest_logits == [(targets_T != IGNORE_INDEX).sum() * VOCAB]
-    monkeypatch.setattr(operations, "CHUNK_LOGITS", 5 * VOCAB)
+    monkeypatch.setattr(objective, "CHUNK_LOGITS", 5 * VOCAB)
     largest_logits[0] = 0
     for context in (paddle.enable_grad, paddle.no_grad):
         with context():
@@ -178,7 +177,7 @@ def test_dropout_is_drawn_alike_for_any_number_of_chunks(monkeypatch):
     head.train()
     found = []
     for rows_per_chunk in (100, 3):
-        monkeypatch.setattr(operations, "CHUNK_LOGITS", rows_per_chunk * VOCAB)
+        monkeypatch.setattr(objective, "CHUNK_LOGITS", rows_per_chunk * VOCAB)
         paddle.seed(11)
         found.append(found_of(head, x_TD, by_rows(head, x_TD, targets_T)))
     assert_close(*found)
@@ -210,7 +209,7 @@ def test_a_model_has_the_gradients_of_its_labels(changes, has_weights, monkeypat
     for given in (batch, VLBatchAdapter().to_device(batch)):
         model = tiny_qwen3_vl(SingleDevicePlacement(), **changes)
         vocab = model.config.text_config.vocab_size
-        monkeypatch.setattr(operations, "CHUNK_LOGITS", 4 * vocab)
+        monkeypatch.setattr(objective, "CHUNK_LOGITS", 4 * vocab)
         output = model(**given)
         output.loss.backward()
         assert (output.logits is None) == ("target_rows" in given)
@@ -232,7 +231,7 @@ def step(model):
 def test_chunks_on_several_ranks_equal_a_single_device(changes, sequence_parallel, monkeypatch):
     vocab = tiny_qwen3_vl(SingleDevicePlacement()).config.text_config.vocab_size
     # Two rows of a rank with a quarter of the vocabulary, and one row of a single device.
-    monkeypatch.setattr(operations, "CHUNK_LOGITS", vocab // 2)
+    monkeypatch.setattr(objective, "CHUNK_LOGITS", vocab // 2)
     build = partial(tiny_qwen3_vl, **changes)
     assert_equals_single_device(build, step, 4, sequence_parallel=sequence_parallel)
 
@@ -249,7 +248,7 @@ def test_ranks_issue_the_same_collectives_for_the_same_rows(monkeypatch):
     vocab = tiny_qwen3_vl(SingleDevicePlacement()).config.text_config.vocab_size
     numbers = []
     for rows_per_chunk in (100, 4):
-        monkeypatch.setattr(operations, "CHUNK_LOGITS", rows_per_chunk * vocab // 2)
+        monkeypatch.setattr(objective, "CHUNK_LOGITS", rows_per_chunk * vocab // 2)
         calls = run_ranks(on_rank, 2).results
         assert first_difference(calls) is None
         numbers.append(len(calls[0]))

@@ -8,6 +8,7 @@ give the same results by Paddle's kernels; two threads may call one primitive.
 import logging
 import math
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import paddle
@@ -16,10 +17,10 @@ import pytest
 from paddle_vl.compat import configure_cpu_runtime
 from paddle_vl.nn.cpu import compiled, kernel_check, onednn
 from paddle_vl.nn.cpu import kernels as cpu
+from paddle_vl.nn.examples import examples_of
 from paddle_vl.nn.kernels import TABLE
 from paddle_vl.nn.linear import split_columns
-from paddle_vl.nn.norm import layer_norm
-from paddle_vl.nn.operations import dropout, geglu, gelu, swiglu, use_kernels
+from paddle_vl.nn.operations import dropout, geglu, gelu, layer_norm, swiglu, use_kernels
 from tests.support.implementations import require_compiled
 
 OPERATIONS = {of for of, kernels in TABLE.items() if "oneDNN" in [k.source for k in kernels]}
@@ -40,18 +41,11 @@ def draw(*shape, seed=0, scale=1.0):
 
 @pytest.mark.usefixtures("either")
 def test_values_and_gradients_are_those_of_the_plain_operations():
-    wide, rows, up = draw(5, 37, scale=3.0), draw(9, 50, seed=2), draw(5, 37, seed=3)
-    own = [
-        kernel_check.Case(gelu, f"gelu approximate={approximate}", [wide], [approximate])
-        for approximate in (False, True)
-    ]
-    for unit in (swiglu, geglu):
-        own.append(kernel_check.Case(unit, unit.__name__, [wide, up]))
-        own.append(kernel_check.Case(unit, f"{unit.__name__} of halves", [rows]))
-    cases = [*own, *kernel_check.cases()]
-    assert {case.operation for case in cases} >= OPERATIONS - {split_columns}
-    for case in cases:
-        assert kernel_check.largest_error(case) < 1e-5, case.name
+    for operation in OPERATIONS:
+        for name, make in examples_of(operation).items():
+            inputs = kernel_check.inputs_of(operation, make)
+            wide = replace(inputs, args=(3.0 * inputs.args[0], *inputs.args[1:]))
+            assert kernel_check.largest_error(operation, wide) < 1e-5, name
 
 
 # The derivative of the tanh form is a polynomial in oneDNN.
@@ -89,8 +83,8 @@ def test_broadcasts_are_those_of_numpy():
     a, c, f, m, r = (t.numpy() for t in (x, column, factor, matrix, row))
     found = {
         "plus product": (cpu.plus_column_times_(x.clone(), column, factor), a + c * f),
-        "plus matrix": (cpu.plus_matrix_(x.clone(), matrix), a + m),
-        "plus row": (cpu.plus_row_(x.clone(), row), a + r),
+        "plus matrix": (cpu.plus_(x.clone(), matrix), a + m),
+        "plus row": (cpu.plus_(x.clone(), row), a + r),
     }
     for name, (result, wanted) in found.items():
         np.testing.assert_allclose(result.numpy(), wanted, rtol=1e-6, atol=1e-6, err_msg=name)

@@ -13,17 +13,20 @@ from typing import Any
 from paddle import Tensor, nn
 
 from paddle_vl.checkpoint.rules import LinearWeights, PatchKernel, Rule, Same
-from paddle_vl.families.vlm.config import VisionConfig, VLConfig, tie_settings
-from paddle_vl.families.vlm.language_model import VLLanguageModel
+from paddle_vl.families.vlm.config import (
+    EMBEDDING_KEY,
+    HEAD_KEY,
+    VisionConfig,
+    VLConfig,
+    tie_settings,
+)
+from paddle_vl.families.vlm.layers import VLLanguageModel
 from paddle_vl.families.vlm.model import VLForConditionalGeneration
-from paddle_vl.families.vlm.protocols import EMBEDDING_KEY, HEAD_KEY
 from paddle_vl.files.checked_values import Listed, checked, read_section
-from paddle_vl.nn.attention import causal_attention
+from paddle_vl.nn.attention import RotaryTables, apply_rotary, causal_attention
 from paddle_vl.nn.linear import Columns
-from paddle_vl.nn.norm import RMSNorm
-from paddle_vl.nn.operations import swiglu
+from paddle_vl.nn.operations import RMSNorm, swiglu
 from paddle_vl.nn.placement import Placement
-from paddle_vl.nn.rotary import RotaryTables, apply_rotary
 
 
 @checked

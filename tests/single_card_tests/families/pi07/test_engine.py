@@ -18,7 +18,8 @@ from paddle_vl.families.pi07.decoder import (
     suffix_mask,
     suffix_positions,
 )
-from paddle_vl.nn.attention import AttentionMask, masked_attention
+from paddle_vl.nn.attention import masked_attention
+from paddle_vl.nn.attention_masks import AttentionMask
 from paddle_vl.nn.placement import SingleDevicePlacement
 from paddle_vl.parallel.recompute import recompute_layers
 from tests.support.gpu_stubs.attention import FLASH

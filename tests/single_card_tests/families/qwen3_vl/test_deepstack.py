@@ -11,7 +11,7 @@ import pytest
 from paddle.static import InputSpec
 
 from paddle_vl.export import tracing as _tracing  # noqa: F401  Excepts code from conversion.
-from paddle_vl.families.vlm.language_model import DeepstackLayer
+from paddle_vl.families.vlm.layers import DeepstackLayer
 from paddle_vl.testing import forbid_host_reads
 from paddle_vl.testing.qwen3_vl import patches, token_rows
 from tests.support.tiny import tiny_model

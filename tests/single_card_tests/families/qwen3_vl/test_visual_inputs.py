@@ -9,9 +9,9 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.families.vlm.language_model import DeepstackLayer
+from paddle_vl.families.vlm.layers import DeepstackLayer
+from paddle_vl.nn.attention import RotaryTables
 from paddle_vl.nn.placement import SingleDevicePlacement
-from paddle_vl.nn.rotary import RotaryTables
 from paddle_vl.testing import MockedSequenceParallel, forbid_host_reads
 from paddle_vl.testing.qwen3_vl import token_rows
 from tests.single_card_tests.families.qwen3_vl.embedding_inputs import (

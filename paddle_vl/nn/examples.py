@@ -1,38 +1,39 @@
-"""Example inputs of every operation: sizes, arguments, and the table of all forms.
+"""Example inputs of every operation: sizes, arguments, and the table of all forms; and what an
+implementation makes of them, for comparisons.
 
 Shapes: T token rows, D width, N query heads, K key heads, H head width, E experts. Sizes of the
 text are those of Qwen3-VL-8B per rank; a CPU takes fewer rows. `tests/single_card_tests/doctor`
-fails where an operation has no example.
+fails where an operation has no example. Over 350 lines, since it is one table.
 """
 
-import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import paddle
 from paddle import Tensor
 
-import paddle_vl.nn
-
-# Its models have operations of their own.
-import paddle_vl.testing
-from paddle_vl.doctor.check import Dtype
 from paddle_vl.nn.attention import (
+    CachedKeys,
+    PackedSamples,
+    RotaryTables,
+    Segments,
+    inverse_frequencies,
+)
+from paddle_vl.nn.attention_masks import (
     MASKED_SCORE,
     AttentionMask,
     BlockMask,
-    CachedKeys,
     HistoryMask,
     KeyMask,
-    PackedSamples,
-    Segments,
 )
 from paddle_vl.nn.experts import GroupSizes
-from paddle_vl.nn.operations import OPERATIONS, Operation
-from paddle_vl.nn.rotary import RotaryTables, inverse_frequencies
+from paddle_vl.nn.operations import Operation
+
+Dtype = Literal["float32", "bfloat16"]
+# Key of the result among `values_and_gradients`.
+OUTPUT = "the output"
 
 
 @dataclass(frozen=True)
@@ -296,12 +297,10 @@ EXAMPLES = ROWS | ATTENTION
 PRODUCTS = {*ATTENTION, "biased_linear", "grouped_linear"}
 
 
-def own_operations() -> list[Operation]:
-    """The operations of this package, not those that a user's code has added."""
-    # An operation is registered when its module is imported.
-    for module in pkgutil.walk_packages(paddle_vl.nn.__path__, "paddle_vl.nn."):
-        import_module(module.name)
-    return [op for op in OPERATIONS if op.__module__.startswith("paddle_vl.")]
+def examples_of(operation: Operation) -> dict[str, Make]:
+    """The operation's examples: its own, and its other forms."""
+    name = name_of(operation)
+    return {key: value for key, value in EXAMPLES.items() if key.split(".")[0] == name}
 
 
 def name_of(operation: Any) -> str:
@@ -309,7 +308,36 @@ def name_of(operation: Any) -> str:
     return operation.__name__
 
 
-def variants(operation: Operation) -> dict[str, Make]:
-    """The operation's examples: its own, and its other forms."""
-    name = name_of(operation)
-    return {key: value for key, value in EXAMPLES.items() if key.split(".")[0] == name}
+def values_and_gradients(
+    call: Callable[..., Any], inputs: Inputs, dtype: Dtype = "float32", has_gradient: bool = True
+) -> dict[str, np.ndarray]:
+    """Output and gradients of a call on Paddle's device, as float32 on the host."""
+    args = tensors(inputs, dtype, has_gradient)
+    outputs = tensors_among(call(*args))
+    if inputs.defined is not None:
+        # NaN where nothing is defined would reach the gradients: NaN times 0 is NaN.
+        outputs = [out * paddle.to_tensor(inputs.defined).astype(out.dtype) for out in outputs]
+    floats = [out for out in outputs if not out.stop_gradient]
+    if has_gradient:
+        paddle.autograd.backward(floats, [_direction(out) for out in floats])
+    values = {OUTPUT: np.concatenate([_on_host(out).ravel() for out in outputs])}
+    for number, x in enumerate(args):
+        if isinstance(x, Tensor) and x.grad is not None:
+            values[f"gradient {number}"] = _on_host(x.grad)
+    return values
+
+
+def tensors_among(result: Any) -> list[Tensor]:
+    """The tensors of a call's result."""
+    entries = result if isinstance(result, list | tuple) else [result]
+    return [entry for entry in entries if isinstance(entry, Tensor)]
+
+
+def _direction(out: Tensor) -> Tensor:
+    """A gradient of the output with entries of both signs, the same on every device."""
+    values = np.cos(np.arange(out.size, dtype=np.float64) * 1.7).astype(np.float32)
+    return paddle.to_tensor(values.reshape(out.shape)).astype(out.dtype)
+
+
+def _on_host(x: Tensor) -> np.ndarray:
+    return x.detach().astype("float32").numpy()

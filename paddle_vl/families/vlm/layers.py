@@ -1,0 +1,445 @@
+"""Layers of a vision-language model in reading order: vision tower, embedding with visual tokens,
+and the frame of a decoder, which adds deepstack levels after its first layers.
+
+Shapes: P patches of all items, in merge-block order; U tower width; N heads; H head width; B batch,
+L padded length, T = B * L token rows, batch-major (this rank's shard under sequence parallelism); D
+decoder width; M = P / merge^2 visual embeddings of the batch, M_local those of this rank's token
+rows; G deepstack levels. The tower's attention is full within one frame of one image or video.
+
+Tensor parallelism of a colocated encoder divides the linears that a layer names in `column_blocks`
+(output features, in so many equal blocks) and `row_linears` (input features).
+
+Source: Qwen3VLVisionModel, Qwen3VLVisionPatchMerger, Qwen3VLModel and Qwen3VLTextModel of HF
+transformers; inputs and outputs of the embedding as PaddleFleet's GPTEmbedding. Over 350 lines, to
+have what a batch passes between its arrays and the decoder's layers in one file.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import paddle
+import paddle.nn.functional as F
+from paddle import Tensor, nn
+from paddle.nn.initializer import Normal
+
+from paddle_vl.batch.positions import PATCH_FIELDS, PatchRows, VisionLayout
+from paddle_vl.batch.visual_index import EmbeddingSizes, check_level, visual_inputs
+from paddle_vl.families.vlm.cache import KeyValueCache
+from paddle_vl.families.vlm.config import VLConfig
+from paddle_vl.families.vlm.moe import LoadBalance
+from paddle_vl.nn.attention import (
+    RotaryTables,
+    SegmentAttention,
+    Segments,
+    apply_rotary,
+    mrope_tables,
+    segment_attention,
+    vision_tables,
+)
+from paddle_vl.nn.attention_masks import MASKED_SCORE
+from paddle_vl.nn.linear import Linear, split_columns
+from paddle_vl.nn.operations import (
+    LayerNorm,
+    RMSNorm,
+    activation,
+    device_tensor,
+    gelu,
+    times_constant,
+    true_positions,
+    zero_or_nan,
+)
+from paddle_vl.nn.placement import Placement
+
+
+class VisionFeatures(NamedTuple):
+    """Output in the order of items: visual embeddings `[M, D]` and G deepstack levels `[M, D]`."""
+
+    merged: Tensor
+    levels: list[Tensor]
+
+
+def patch_rows(batch: Mapping[str, Any]) -> PatchRows | None:
+    """The places of the patches of a batch as tensors; None if it does not have them."""
+    if batch.get(PATCH_FIELDS[0]) is None:
+        return None
+    return PatchRows(*(device_tensor(batch[name]) for name in PATCH_FIELDS))
+
+
+class VisionTower(nn.Layer):
+    """Patch embedding, learned positions, blocks, a merger per deepstack level and a final one."""
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.config = config
+        std = config.initializer_range
+        # A convolution whose stride is its kernel is one matrix product over flattened patches.
+        self.patch_embed = Linear(config.patch_dim, config.hidden_size, True, std)
+        self.pos_embed = PositionTable(config.num_position_embeddings, config.hidden_size, std)
+        self.blocks = nn.LayerList([VisionBlock(config) for _ in range(config.depth)])
+        self.merger = PatchMerger(config, norm_after_merge=False)
+        self.deepstack_merger_list = nn.LayerList(
+            [PatchMerger(config, norm_after_merge=True) for _ in config.deepstack_visual_indexes]
+        )
+
+    def forward(self, pixel_values: Tensor, layout: VisionLayout) -> VisionFeatures:
+        """Encode a batch of patches.
+
+        Args:
+            pixel_values: `[P, patch_dim]` flattened patches (channel, frame, y, x), any float type.
+            layout: host-side description of the same patches.
+        """
+        return self.encode(
+            pixel_values,
+            paddle.to_tensor(layout.coordinates),
+            paddle.to_tensor(layout.tap_rows),
+            paddle.to_tensor(layout.tap_weights),
+            Segments(layout.segments),
+        )
+
+    def encode(
+        self,
+        pixel_values: Tensor,
+        coordinates_P2: Tensor,
+        tap_rows_4P: Tensor,
+        tap_weights_4P: Tensor,
+        segments: SegmentAttention,
+    ) -> VisionFeatures:
+        """Encode patches whose layout is given as tensors, see `VisionLayout`."""
+        x_PU = self.patch_embed(pixel_values.astype(self.patch_embed.weight.dtype))
+        x_PU = x_PU + self.pos_embed(tap_rows_4P, tap_weights_4P)
+        head_dim = self.config.hidden_size // self.config.num_heads
+        tables = vision_tables(coordinates_P2, head_dim, self.config.rope_theta)
+        levels: list[Any] = [None] * len(self.deepstack_merger_list)
+        for i, block in enumerate(self.blocks):
+            x_PU = block(x_PU, tables, segments)
+            if i in self.config.deepstack_visual_indexes:
+                level = self.config.deepstack_visual_indexes.index(i)
+                levels[level] = self.deepstack_merger_list[level](x_PU)
+        return VisionFeatures(self.merger(x_PU), levels)
+
+
+class PositionTable(nn.Layer):
+    """Learned positions on a square grid, interpolated for any size of a frame."""
+
+    def __init__(self, num_positions: int, width: int, init_std: float):
+        super().__init__()
+        self.weight = self.create_parameter(
+            [num_positions, width], default_initializer=Normal(std=init_std)
+        )
+
+    def forward(self, tap_rows_4P: Tensor, tap_weights_4P: Tensor) -> Tensor:
+        """Bilinear interpolation in float32: `[P, U]` in the table's dtype."""
+        table = self.weight.astype("float32")
+        taps_PU = [
+            times_constant(F.embedding(tap_rows_4P[tap], table), tap_weights_4P[tap].unsqueeze(-1))
+            for tap in range(4)
+        ]
+        value_PU = taps_PU[0] + taps_PU[1] + taps_PU[2] + taps_PU[3]
+        return value_PU.astype(self.weight.dtype)
+
+
+class VisionBlock(nn.Layer):
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.norm1 = LayerNorm(config.hidden_size, 1e-6)
+        self.norm2 = LayerNorm(config.hidden_size, 1e-6)
+        self.attn = VisionAttention(config)
+        self.mlp = VisionMLP(config)
+
+    def forward(self, x_PU: Tensor, tables: RotaryTables, segments: SegmentAttention) -> Tensor:
+        x_PU = x_PU + self.attn(self.norm1(x_PU), tables, segments)
+        return x_PU + self.mlp(self.norm2(x_PU))
+
+
+class VisionAttention(nn.Layer):
+    """Self-attention within segments; the fused projection is (q, k, v), each head-major."""
+
+    column_blocks: ClassVar[dict[str, int]] = {"qkv": 3}
+    row_linears: ClassVar[tuple[str, ...]] = ("proj",)
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.head_dim = config.hidden_size // config.num_heads
+        width, std = config.hidden_size, config.initializer_range
+        self.qkv = Linear(width, 3 * width, True, std)
+        self.proj = Linear(width, width, True, std)
+
+    def forward(self, x_PU: Tensor, tables: RotaryTables, segments: SegmentAttention) -> Tensor:
+        # A rank may have some of the heads.
+        width = self.qkv.weight.shape[1] // 3
+        heads = [-1, width // self.head_dim, self.head_dim]
+        # Split before the heads: views of the whole would each be copied later.
+        q_PNH, k_PNH, v_PNH = (x.reshape(heads) for x in split_columns(self.qkv(x_PU), [width] * 3))
+        q_PNH, k_PNH = apply_rotary(q_PNH, k_PNH, tables)
+        out_PNH = segment_attention(q_PNH, k_PNH, v_PNH, segments)
+        return self.proj(out_PNH.reshape([-1, width]))
+
+
+class VisionMLP(nn.Layer):
+    """`fc2(gelu(fc1(x)))` with the configured GELU (tanh in every checkpoint)."""
+
+    column_blocks: ClassVar[dict[str, int]] = {"linear_fc1": 1}
+    row_linears: ClassVar[tuple[str, ...]] = ("linear_fc2",)
+
+    def __init__(self, config: Any):
+        super().__init__()
+        width, inner, std = config.hidden_size, config.intermediate_size, config.initializer_range
+        self.linear_fc1 = Linear(width, inner, True, std)
+        self.linear_fc2 = Linear(inner, width, True, std)
+        self.act = activation(config.hidden_act)
+
+    def forward(self, x_PU: Tensor) -> Tensor:
+        return self.linear_fc2(self.act(self.linear_fc1(x_PU)))
+
+
+class PatchMerger(nn.Layer):
+    """LayerNorm, concatenation of the patches of a merge block, and an MLP with the erf GELU.
+
+    Args:
+        norm_after_merge: False for the final merger, which normalizes each patch over U before the
+            concatenation; True for deepstack mergers, which normalize over the block after it.
+    """
+
+    column_blocks: ClassVar[dict[str, int]] = {"linear_fc1": 1}
+    row_linears: ClassVar[tuple[str, ...]] = ("linear_fc2",)
+
+    def __init__(self, config: Any, norm_after_merge: bool):
+        super().__init__()
+        self.norm_after_merge = norm_after_merge
+        self.block_width = config.hidden_size * config.spatial_merge_size**2
+        norm_width = self.block_width if norm_after_merge else config.hidden_size
+        std = config.initializer_range
+        self.norm = LayerNorm(norm_width, 1e-6)
+        self.linear_fc1 = Linear(self.block_width, self.block_width, True, std)
+        self.linear_fc2 = Linear(self.block_width, config.out_hidden_size, True, std)
+
+    def forward(self, x_PU: Tensor) -> Tensor:
+        """`[P, U]` in merge-block order to `[M, D]`."""
+        if self.norm_after_merge:
+            x = self.norm(x_PU.reshape([-1, self.block_width]))
+        else:
+            x = self.norm(x_PU).reshape([-1, self.block_width])
+        return self.linear_fc2(gelu(self.linear_fc1(x)))
+
+
+def decoder_positions(config: VLConfig, dict_args: dict[str, Any]) -> dict[str, Any]:
+    """The inputs that all decoder layers share, see `GPTEmbedding.forward`."""
+    text, position_ids = config.text_config, dict_args["position_ids"]
+    tables = mrope_tables(position_ids, text.head_dim, text.rope_theta, text.mrope_section)
+    passed_on = ("attention_mask", "packed", "routed_rows")
+    shared = {name: dict_args[name] for name in passed_on if dict_args.get(name) is not None}
+    return {"position_ids": position_ids, "rotary_pos_emb": tables, **shared}
+
+
+class GPTEmbedding(nn.Layer):
+    """Embeds tokens, overwrites placeholders with visual embeddings, gathers the deepstack levels.
+
+    The visual indices come from the batch or are computed here, once per step, without a host read;
+    the rows of a shard are searched, as no shape tells their number.
+
+    Attributes:
+        num_levels: deepstack levels that a batch with visual tokens must have.
+    """
+
+    def __init__(self, config: VLConfig, placement: Placement):
+        super().__init__()
+        text = self.text = config.text_config
+        self.config, self.placement = config, placement
+        self.num_levels = len(config.vision_config.deepstack_visual_indexes)
+        self.embed_tokens = placement.layers.vocab_embedding(
+            text.vocab_size, text.hidden_size, text.initializer_range, config.tie_word_embeddings
+        )
+
+    def forward(self, dict_args: dict[str, Any]) -> dict[str, Any]:
+        """Prepare the decoder's input.
+
+        Args:
+            dict_args: `position_ids` `[3, B, L]` int64; `input_ids` `[B, L]` int64, or
+                `decoder_input` `[B, L, D]` or `[T, D]` in place of their embeddings; optionally
+                `attention_mask`, `packed` and `routed_rows`, passed on. With visual tokens also
+
+                - their embeddings: `image_embeds` / `video_embeds` `[M, D]`; neither if
+                  `decoder_input` has them in place, as in HF;
+                - the deepstack levels, lists of G `[M, D]`: `deepstack_image_embeds` /
+                  `deepstack_video_embeds`, or, of all visual tokens in reading order,
+                  `deepstack_visual_embeds` (HF's name) or `deepstack_visual_emb` (PaddleFleet's);
+                - their places: `visual_update_indices`, `visual_gather_indices` and, with both
+                  modalities, `visual_source_indices` (see `paddle_vl.batch.visual_index`), and
+                  `num_unused_visual_rows`, the number of embeddings that these indices leave out;
+                  or `visual_pos_masks` `[B, L]` bool; or the placeholders in `input_ids`.
+
+        Returns:
+            `hidden_states` `[T, D]`; `position_ids`; `rotary_pos_emb`, the `RotaryTables`
+            `[B, L, H]`; what is passed on, if given; and, unless the batch is all text,
+            `visual_pos_masks` `[B, L]` bool if known, `deepstack_visual_emb` (G tensors
+            `[M_local, D]` in the dtype of the hidden states), `visual_update_indices` and
+            `visual_gather_indices` `[M_local]`.
+
+        Raises:
+            ValueError: an unknown input, inputs whose shapes or dtypes do not fit each other, or
+                token rows that sequence parallelism does not divide. In the checked mode of
+                `paddle_vl.batch.visual_index` also values: placeholders, mask, indices and
+                embeddings that contradict each other. Elsewhere, where indices are computed, NaN
+                hidden states say so.
+        """
+        ops, ids = self.placement.ops, (self.config.image_token_id, self.config.video_token_id)
+        sizes = EmbeddingSizes(self.text.hidden_size, self.num_levels, ids, ops.row_part)
+        visual = visual_inputs(dict_args, sizes, true_positions)
+        outputs = decoder_positions(self.config, dict_args)
+        rows = dict_args.get("decoder_input")
+        rows = self.embed_tokens(dict_args["input_ids"]) if rows is None else rows
+        hidden_TD = ops.enter_rows(rows.reshape([-1, rows.shape[-1]]))
+        if visual is None:
+            return outputs | {"hidden_states": hidden_TD}
+        update = visual.indices.update
+        if visual.rows:
+            visual_MD = _in_order(visual.rows, visual.row_order, hidden_TD.dtype)
+            hidden_TD = paddle.scatter(hidden_TD, update, visual_MD)
+        if visual.counts:
+            hidden_TD = hidden_TD + zero_or_nan(visual.counts).astype(hidden_TD.dtype)
+        levels = [_in_order(x, visual.level_order, hidden_TD.dtype) for x in visual.levels]
+        outputs |= {
+            "hidden_states": hidden_TD,
+            "deepstack_visual_emb": levels,
+            "visual_update_indices": update,
+            "visual_gather_indices": visual.indices.gather,
+        }
+        return outputs if visual.mask is None else outputs | {"visual_pos_masks": visual.mask}
+
+
+def _in_order(sources: Sequence[Tensor], order: Tensor | None, dtype: Any) -> Tensor:
+    """Rows of the concatenated sources in that order, all of them for None, in a dtype."""
+    rows_MD = sources[0] if len(sources) == 1 else paddle.concat(list(sources), axis=0)
+    rows_MD = rows_MD if order is None else paddle.index_select(rows_MD, order)
+    return rows_MD if rows_MD.dtype == dtype else rows_MD.astype(dtype)
+
+
+class VLLanguageModel(nn.Layer, ABC):
+    """Embedding, decoder layers with deepstack levels, and the final norm.
+
+    A family makes the layers: called with the token rows, `RotaryTables`, the key bias or what the
+    caches share, a cache, `PackedSamples` and `RoutedRows`, they return the token rows; those with
+    `has_experts`, called with True besides, also their `routing_sums`.
+
+    Under sequence parallelism the hidden states are this rank's shard of the token rows; attention
+    and MLP gather them. A pipeline stage has `nn.Identity` in place of layers of other stages.
+    """
+
+    def __init__(self, config: VLConfig, placement: Placement):
+        super().__init__()
+        text = config.text_config
+        # Embedding and final norm are None on pipeline stages without them.
+        self.embedding: Any = (
+            GPTEmbedding(config, placement) if placement.stage_layers.embedding else None
+        )
+        self.layers = nn.LayerList(
+            [
+                self.make_layer(text, placement, i)
+                if placement.stage_layers.has_layer(i)
+                else nn.Identity()
+                for i in range(text.num_hidden_layers)
+            ]
+        )
+        self.deepstack_layers = nn.LayerList(
+            [DeepstackLayer() for _ in config.vision_config.deepstack_visual_indexes]
+        )
+        self.norm: Any = (
+            placement.layers.row_wise(RMSNorm(text.hidden_size, text.rms_norm_eps))
+            if placement.stage_layers.head
+            else None
+        )
+
+    @abstractmethod
+    def make_layer(self, config: Any, placement: Placement, number: int) -> nn.Layer:
+        """The decoder layer of that number, of the text configuration."""
+
+    def forward(
+        self,
+        dict_args: dict[str, Any],
+        caches: list[KeyValueCache] | None = None,
+        balance: LoadBalance | None = None,
+    ) -> Tensor:
+        """This rank's token rows after the final norm, `[T, D]`.
+
+        Args:
+            dict_args: the input of `GPTEmbedding`.
+            caches: one per layer when generating; attention then sees their keys too.
+            balance: collects the routing of layers with experts.
+        """
+        return self.run(self.embedding(dict_args), caches, balance)
+
+    def run(
+        self,
+        inputs: dict[str, Any],
+        caches: Any = None,
+        balance: LoadBalance | None = None,
+    ) -> Tensor:
+        """All layers and the final norm on the embedding's output, `[T, D]`.
+
+        Args:
+            caches: one per layer, or None; objects with `mask` and `attend`, see `KeyValueCache`.
+        """
+        levels = dict(enumerate(inputs.get("deepstack_visual_emb", [])))
+        every_layer = range(len(self.layers))
+        return self.norm(
+            self.run_layers(every_layer, inputs["hidden_states"], levels, inputs, caches, balance)
+        )
+
+    def run_layers(
+        self,
+        layers: range,
+        x_TD: Tensor,
+        levels: dict[int, Tensor],
+        inputs: dict[str, Any],
+        caches: list[KeyValueCache] | None = None,
+        balance: LoadBalance | None = None,
+    ) -> Tensor:
+        """Run some layers in order and add each deepstack level after its layer.
+
+        Args:
+            layers: numbers of the layers.
+            x_TD: this rank's token rows.
+            levels: deepstack levels `[M_local, D]` by the layer that they follow.
+            inputs: `rotary_pos_emb`, and optionally `attention_mask`, `packed`, `routed_rows` and
+                `visual_update_indices`, as `GPTEmbedding` returns them.
+            caches, balance: as of `forward`.
+        """
+        tables: RotaryTables = inputs["rotary_pos_emb"]
+        key_bias = None
+        if inputs.get("attention_mask") is not None:
+            key_bias = (1.0 - inputs["attention_mask"].astype("float32")) * MASKED_SCORE
+        if caches is not None:
+            key_bias = caches[layers[0]].mask(inputs["position_ids"].shape[-1], key_bias)
+        packed, rows = inputs.get("packed"), inputs.get("routed_rows")
+        for i in layers:
+            cache = None if caches is None else caches[i]
+            shared = (tables, key_bias, cache, packed)
+            if balance is not None and self.layers[i].has_experts:
+                x_TD, sums_2E = self.layers[i](x_TD, *shared, rows, True)
+                balance.add(sums_2E)
+            else:
+                x_TD = self.layers[i](x_TD, *shared, rows)
+            if i in levels:
+                x_TD = self.deepstack_layers[i](x_TD, levels[i], inputs["visual_update_indices"])
+        return x_TD
+
+
+class DeepstackLayer(nn.Layer):
+    """Adds a deepstack level to the visual token rows: one indexed add, no mask, no host read."""
+
+    def forward(self, x_TD: Tensor, level_MD: Tensor, update_M: Tensor) -> Tensor:
+        """Add the rows of a level to their token rows; gradients reach both.
+
+        Args:
+            x_TD: this rank's token rows.
+            level_MD: rows of the level for this rank, `[M_local, D]`.
+            update_M: int64 token row in `[0, T)` of each of them.
+
+        Raises:
+            ValueError: shapes or dtypes that do not fit each other.
+        """
+        check_level(x_TD, level_MD, update_M)
+        return paddle.index_add(x_TD, update_M, 0, level_MD)
