@@ -24,6 +24,7 @@ from paddle_vl.export.pi07.program_inputs import (
     text_fields,
     text_specs,
 )
+from paddle_vl.export.pi07.program_prefix import policy_prefix
 from paddle_vl.families.pi07.flow import GivenActions, PI07LowLevelFlowMatching
 
 
@@ -60,8 +61,9 @@ class PrefixProgram(nn.Layer):
             "group_index": group_index[0] if group_index else None,
             **text_fields(TEXTS, texts),
         }
-        embs_BLD, pad_BL, marks_BL = self.prefix.embed_all(batch, stills, subgoal_rows)
-        view = ProgramView(self._view_of(pad_BL, marks_BL), self.config.vlm_config)
+        embs_BLD, pad_BL, marks_BL = policy_prefix(self.prefix, batch, stills, subgoal_rows)
+        text = self.config.vlm_config.gemma3_config.text_config
+        view = ProgramView(self._view_of(pad_BL, marks_BL), text)
         cache = self.decoder(embs_BLD, prefix_view=view, keep=True).cache
         return [pad_BL, *flat(cache)]
 

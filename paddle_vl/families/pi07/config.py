@@ -367,5 +367,6 @@ class PI07PlannerConfig(PolicyConfig):
     # It has no discrete actions.
     inert_keys: ClassVar[frozenset[str]] = UNUSED_SETTINGS | {"discrete_action_tokenizer_path"}
     engine_defaults: ClassVar[dict[str, Any]] = {"disable_action_expert": True}
-    # It has no projections of states and actions.
+    # It has no projections of states and actions, and no past frames.
     per_group_projection: ClassVar[bool] = False
+    spacetime_layer_stride: ClassVar[int] = 1

@@ -25,11 +25,12 @@ from paddle_vl.families.pi07.config import PI07Config
 from paddle_vl.families.pi07.decoder import (
     DecoderOutput,
     InterleavedDecoder,
+    KeyValue,
+    StreamView,
     SuffixView,
     prefix_positions,
     suffix_positions,
 )
-from paddle_vl.families.pi07.decoder_layers import KeyValue, PrefixKeys, StreamView
 from paddle_vl.families.pi07.layers import GroupedProjection, SharedConditions, fresh_std
 from paddle_vl.families.pi07.policy_model import PolicyModel, as_tensors, freeze
 from paddle_vl.families.pi07.prefix import Prefix, PrefixEmbedding
@@ -226,7 +227,6 @@ class PI07LowLevelFlowMatching(PolicyModel):
     """
 
     config: PI07Config
-    prefix: PrefixEmbedding | None
 
     def __init__(
         self,
@@ -249,7 +249,7 @@ class PI07LowLevelFlowMatching(PolicyModel):
         self.tokens = PrefixTokens(PREFIX_BLOCKS, label_ids, camera_tokens)
         self.prefix, self.suffix, self.da_head, self.action_out_proj = None, None, None, None
         if self.placement.stage_layers.tower:
-            self.prefix = PrefixEmbedding(config, self.tokens, num_groups, self.placement)
+            self.prefix = PrefixEmbedding(config, self.tokens, self.placement, num_groups)
         if self.placement.stage_layers.embedding:
             self.suffix = SuffixEmbedding(config, num_groups)
         self.decoder = InterleavedDecoder(vlm, self.placement)
@@ -334,12 +334,11 @@ class PI07LowLevelFlowMatching(PolicyModel):
 
         Under sequence parallelism these are not evenly divided over the ranks, so all are output.
         """
-        pad_BL, marks_BL = prefix.pad_masks, prefix.att_masks
-        mask = BlockMask(pad_BL, marks_BL)
-        view = self.decoder.view(prefix_positions(pad_BL), mask)
+        mask = BlockMask(prefix.pad_masks, prefix.att_masks)
+        view = self.decoder.view(prefix_positions(prefix.pad_masks), mask)
         if self.placement.ops.row_part.size == 1:
-            rows = self._predicting_rows(pad_BL.shape[1])
-            view.read_only(rows, mask.of_queries(rows))
+            rows = self._predicting_rows(prefix.pad_masks.shape[1])
+            view.output = view.of_rows(rows, mask.of_queries(rows))
         return view
 
     def _predicting_rows(self, num_tokens: int) -> slice:
@@ -462,7 +461,7 @@ class PI07LowLevelFlowMatching(PolicyModel):
         step: float | Tensor,
         given: "GivenActions",
         view: SuffixView,
-        cache: Sequence[KeyValue | PrefixKeys],
+        cache: Sequence[KeyValue],
         group_B: Tensor | None = None,
     ) -> Tensor:
         """The actions `[B, C, A]` one step later.

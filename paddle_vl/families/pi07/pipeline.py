@@ -17,14 +17,13 @@ import paddle
 from paddle import Tensor
 
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
-from paddle_vl.families.pi07.decoder import DecoderOutput, Streams, SuffixView
-from paddle_vl.families.pi07.decoder_layers import StreamView
+from paddle_vl.families.pi07.decoder import DecoderOutput, Streams, StreamView, SuffixView
 from paddle_vl.families.pi07.engine_config import Gemma3Config, Gemma3TextConfig, GemmaExpertConfig
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
 from paddle_vl.families.pi07.layers import SharedConditions
 from paddle_vl.families.pi07.planner import PI07HighLevelPlannerModel
 from paddle_vl.families.pi07.policy_model import PolicyModel, as_tensors
-from paddle_vl.families.pi07.prefix import IMAGE_ROWS
+from paddle_vl.families.pi07.prefix import ImageRows
 from paddle_vl.families.pi07.prefix_layout import IMAGES, PrefixMasks, Presence, presence_of
 
 _DRAWN = ("noise", "time", "delay")
@@ -42,6 +41,9 @@ class PI07Stage(ABC):
         model: a model with these layers.
         layers: numbers of the layers.
     """
+
+    # Whether the first stage runs the tower.
+    reads_images = True
 
     def __init__(self, model: PolicyModel, layers: range):
         self.model, self.layers = model, layers
@@ -66,8 +68,8 @@ class PI07Stage(ABC):
         """
         model, presence = self.model, _presence(batch)
         batch = {name: value for name, value in batch.items() if name != "presence"}
-        # Other stages need the masks of the images, not the images; with their rows no stage does.
-        unread = () if self.is_first and IMAGE_ROWS not in batch else IMAGES
+        # Other stages need the masks of the images, not the images.
+        unread = () if self.is_first and self.reads_images else IMAGES
         batch |= as_tensors({name: batch[name] for name in batch if name not in unread})
         masks = model.tokens.masks(batch, presence)
         prefix_view, suffix_view = self._prefix_view(masks), self._suffix_view(masks)
@@ -82,6 +84,10 @@ class PI07Stage(ABC):
             return self._losses(decoder.leave(streams, prefix_view, suffix_view), batch)
         sent = [rows for rows in streams if not isinstance(rows, SharedConditions | None)]
         return paddle.concat([rows.reshape([-1]) for rows in sent])
+
+    def image_rows(self, batch: Mapping[str, Any]) -> ImageRows | None:
+        """The tower's rows of the batch's images, where it does not run here."""
+        return None
 
     def _shapes(self, batch: Mapping[str, Any], presence: Presence) -> list[tuple[int, int]]:
         """(rows, width) of each tensor of `Streams` in a message."""
@@ -147,8 +153,9 @@ class PI07LowLevelStage(PI07Stage):
         model, noisy = self.model, self.model.noisy_actions(batch)
         assert model.prefix is not None, "the first stage embeds"
         assert model.suffix is not None, "the first stage embeds"
+        prefix = model.prefix(batch, presence, image_rows=self.image_rows(batch))
         rows, cond = model.suffix(noisy.x_t, noisy.time, batch.get("group_index"))
-        return model.decoder.enter(model.prefix(batch, presence).embs, rows, cond)
+        return model.decoder.enter(prefix.embs, rows, cond)
 
     def _losses(self, out: DecoderOutput, batch: Mapping[str, Any]) -> dict[str, Any]:
         return self.model.losses(out, self.model.noisy_actions(batch), batch)
@@ -161,7 +168,8 @@ class PI07PlannerStage(PI07Stage):
 
     def _embedded(self, batch: Mapping[str, Any], presence: Presence) -> Streams:
         assert self.model.prefix is not None, "the first stage embeds"
-        return self.model.decoder.enter(self.model.prefix(batch, presence, training=True).embs)
+        prefix = self.model.prefix(batch, presence, image_rows=self.image_rows(batch))
+        return self.model.decoder.enter(prefix.embs)
 
     def _losses(self, out: DecoderOutput, batch: Mapping[str, Any]) -> dict[str, Any]:
         return self.model.losses(out, batch)

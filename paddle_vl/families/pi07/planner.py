@@ -23,11 +23,11 @@ from paddle_vl.families.pi07.config import PI07PlannerConfig
 from paddle_vl.families.pi07.decoder import (
     DecoderOutput,
     InterleavedDecoder,
+    KeyValue,
     prefix_positions,
     suffix_mask,
     suffix_positions,
 )
-from paddle_vl.families.pi07.decoder_layers import KeyValue
 from paddle_vl.families.pi07.inputs.planning import (
     BOS,
     Plan,
@@ -37,7 +37,7 @@ from paddle_vl.families.pi07.inputs.planning import (
 )
 from paddle_vl.families.pi07.layers import PAD_ID
 from paddle_vl.families.pi07.policy_model import PolicyModel, as_tensors, freeze
-from paddle_vl.families.pi07.prefix import PlannerEmbedding, Prefix
+from paddle_vl.families.pi07.prefix import Prefix, PrefixEmbedding
 from paddle_vl.families.pi07.prefix_layout import (
     MEMORY_LABEL,
     PLANNER_BLOCKS,
@@ -60,7 +60,6 @@ class PI07HighLevelPlannerModel(PolicyModel):
     """Prefix embedding, the backbone half of the decoder, and a head tied to the token table."""
 
     config: PI07PlannerConfig
-    prefix: PlannerEmbedding | None
 
     def __init__(
         self,
@@ -90,7 +89,7 @@ class PI07HighLevelPlannerModel(PolicyModel):
         stage = self.placement.stage_layers
         self.prefix, self.lm_head, table = None, None, None
         if stage.tower:
-            self.prefix = PlannerEmbedding(config, self.tokens, self.placement)
+            self.prefix = PrefixEmbedding(config, self.tokens, self.placement)
             table = self.prefix.embed_tokens.weight if stage.embedding else None
         self.decoder = InterleavedDecoder(config.vlm_config, self.placement)
         if stage.head:
@@ -119,7 +118,7 @@ class PI07HighLevelPlannerModel(PolicyModel):
         presence = presence_of(batch) if presence is None else presence
         batch = as_tensors(batch)
         assert self.prefix is not None, "a full model has all layers"
-        prefix = self.prefix(batch, presence, training=True)
+        prefix = self.prefix(batch, presence)
         out = self.decoder(prefix.embs, prefix_view=self.prefix_view(prefix))
         return self.losses(out, batch)
 

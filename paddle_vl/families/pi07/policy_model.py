@@ -11,10 +11,9 @@ from paddle_vl.checkpoint.reading import Materializable, MaterializeStep, drawn_
 from paddle_vl.checkpoint.rules import StoredParameter, place_parameters
 from paddle_vl.families.pi07.checkpoint_map import checkpoint_rules
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
-from paddle_vl.families.pi07.decoder import InterleavedDecoder, prefix_positions
-from paddle_vl.families.pi07.decoder_layers import StreamView
+from paddle_vl.families.pi07.decoder import InterleavedDecoder, StreamView, prefix_positions
 from paddle_vl.families.pi07.engine_config import Gemma3WithExpertConfig
-from paddle_vl.families.pi07.prefix import PlannerEmbedding, Prefix, PrefixEmbedding
+from paddle_vl.families.pi07.prefix import Prefix, PrefixEmbedding
 from paddle_vl.families.pi07.prefix_layout import PrefixMasks, PrefixTokens
 from paddle_vl.nn.attention import BlockMask
 from paddle_vl.nn.linear import separate
@@ -55,14 +54,13 @@ class PolicyModel(Materializable, nn.Layer):
 
     Attributes:
         tokens: lengths and masks of the prefix.
-        prefix: its embedding; on pipeline stages without it None, or under the colocated schedule
-            its tower alone.
+        prefix: its embedding; on pipeline stages without it None, or its tower alone.
         placement: which shards and layers this rank has.
         untrained_losses: losses that are computed without gradients.
     """
 
     tokens: PrefixTokens
-    prefix: PrefixEmbedding | PlannerEmbedding | None
+    prefix: PrefixEmbedding | None
     decoder: InterleavedDecoder
     untrained_losses: frozenset[str] = frozenset()
 

@@ -28,7 +28,13 @@ from paddle_vl.families.base import (
 )
 from paddle_vl.families.flops import FlopCounter
 from paddle_vl.families.pi07.base_policy import BasePolicy
-from paddle_vl.families.pi07.colocated import PI07Encoder
+from paddle_vl.families.pi07.colocated import (
+    ColocatedBatchAdapter,
+    ColocatedLowLevelStage,
+    ColocatedPlannerBatchAdapter,
+    ColocatedPlannerStage,
+    PI07Encoder,
+)
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.flops import PI07Flops, PI07PlannerFlops
 from paddle_vl.families.pi07.inputs.collate import PlannerCollator, PolicyCollator
@@ -88,6 +94,10 @@ class PI07Recipe(Family):
     counter_class: type[PI07Flops] | type[PI07PlannerFlops] = PI07Flops
     parts: Mapping[str, Sequence[str]] = PARTS
     make_stage: type[PI07Stage] = PI07LowLevelStage
+    colocated: tuple[type[PI07Stage], type[PolicyBatchAdapter]] = (
+        ColocatedLowLevelStage,
+        ColocatedBatchAdapter,
+    )
 
     def __init__(self, config: PI07Run, checkpoint: Path | None):
         pretrained = config.model.pretrained
@@ -110,6 +120,7 @@ class PI07Recipe(Family):
         self.shape, self.costs = model_shape(self.model_config), self.layer_costs(self.model_config)
         self.encoder_shape = encoder_shape(self.model_config)
         if config.parallel.schedule == "colocated":
+            self.make_stage, self.adapter_class = self.colocated
             # The first stage has no tower.
             layers, _, after = self.costs
             self.costs = layers, 0.0, after
@@ -144,8 +155,7 @@ class PI07Recipe(Family):
         samples = self.train_data if self.eval_data is None else self.eval_data
         agrees = self.config.parallel.branch_sync == "all_reduce"
         make_example = partial(first_batch, samples, collator)
-        is_colocated = placement.stage_layers.encoder_everywhere
-        adapter = self.adapter_class(make_example, agrees, policy.model.tokens, is_colocated)
+        adapter = self.adapter_class(make_example, agrees, policy.model.tokens)
         save = policy.save_pretrained
         return BuiltModel(
             policy.model, adapter, collator, partial(save, one_file=False), save_streamed=save
@@ -367,6 +377,7 @@ class PI07PlannerRecipe(PI07Recipe):
     adapter_class = PlannerBatchAdapter
     counter_class = PI07PlannerFlops
     make_stage = PI07PlannerStage
+    colocated = ColocatedPlannerStage, ColocatedPlannerBatchAdapter
 
     @classmethod
     def make_collator(cls, policy: Any) -> Collator:
