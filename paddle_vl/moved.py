@@ -29,11 +29,9 @@ _MODULES = {
     f"{_PI07}.demonstrations": "paddle_vl.families.policy.demonstrations",
     **{
         f"{_PI07}.inputs.{name}": f"paddle_vl.families.policy.{name}"
-        for name in (
-            *("acting", "images", "model_inputs", "normalize", "normalizers", "prompt"),
-            "statistics_checks",
-        )
+        for name in (*("acting", "images", "model_inputs", "normalize", "normalizers", "prompt"),)
     },
+    f"{_PI07}.inputs.statistics_checks": "paddle_vl.families.policy.normalize",
 }
 # New name of each class, in its new module.
 _NAMES = {

@@ -181,47 +181,36 @@ def _presence(batch: Mapping[str, Any]) -> Presence:
     return presence_of(batch) if given is None else given
 
 
-def low_level_costs(config: PI07Config) -> Costs:
-    """Costs of the low-level policy, for balancing the stages of a pipeline.
+def layer_costs(config: PI07Config | PI07PlannerConfig) -> Costs:
+    """Costs for balancing the stages of a pipeline.
 
     In multiplications for one sample with all optional fields. Attention scores are left out, since
     they cost the same in every layer.
     """
     vlm = config.vlm_config
     backbone, text = vlm.gemma3_config, vlm.gemma3_config.text_config
-    cameras = _num_cameras(config)
-    tokens = 2 * cameras * backbone.mm_tokens_per_image + config.n_obs_steps
-    tokens += config.prompt_max_length + config.response_max_length
-    tokens += config.metadata_max_length + config.discrete_action_max_length
-    layer = tokens * _layer_cost(text)
-    layer += config.chunk_size * _expert_cost(vlm.gemma_expert_config)
-    # The frames and the goal of every camera.
-    before = _tower_cost(
-        backbone, cameras * (config.n_obs_steps + 1), bool(vlm.freeze_vision_encoder)
-    )
-    width = config.proj_width
-    before += config.chunk_size * width * (config.max_action_dim + 2 * width)
-    vocabulary = vlm.discrete_action_vocab_size or 0
-    after = config.discrete_action_max_length * text.hidden_size * vocabulary
-    after += config.chunk_size * width * config.max_action_dim
+    cameras = sum(feature.type == "VISUAL" for feature in config.input_features.values())
+    tokens = config.prompt_max_length + config.response_max_length + config.metadata_max_length
+    if isinstance(config, PI07PlannerConfig):
+        tokens += cameras * backbone.mm_tokens_per_image + config.memory_max_length
+        layer, images, projected = tokens * _layer_cost(text), cameras, 0
+        # The first token of memory and of response is not predicted.
+        written = config.memory_max_length + config.response_max_length - 2
+        after = written * text.hidden_size * text.vocab_size
+    else:
+        tokens += 2 * cameras * backbone.mm_tokens_per_image + config.n_obs_steps
+        tokens += config.discrete_action_max_length
+        layer = tokens * _layer_cost(text)
+        layer += config.chunk_size * _expert_cost(vlm.gemma_expert_config)
+        # The frames and the goal of every camera.
+        images = cameras * (config.n_obs_steps + 1)
+        width, actions = config.proj_width, config.max_action_dim
+        projected = config.chunk_size * width * (actions + 2 * width)
+        vocabulary = vlm.discrete_action_vocab_size or 0
+        after = config.discrete_action_max_length * text.hidden_size * vocabulary
+        after += config.chunk_size * width * actions
+    before = _tower_cost(backbone, images, bool(vlm.freeze_vision_encoder)) + projected
     return [float(layer)] * text.num_hidden_layers, float(before), float(after)
-
-
-def planner_costs(config: PI07PlannerConfig) -> Costs:
-    """Costs of the planner, see `low_level_costs`."""
-    vlm = config.vlm_config
-    backbone, text = vlm.gemma3_config, vlm.gemma3_config.text_config
-    cameras, written = _num_cameras(config), config.memory_max_length + config.response_max_length
-    tokens = cameras * backbone.mm_tokens_per_image + written
-    tokens += config.prompt_max_length + config.metadata_max_length
-    layers = [float(tokens * _layer_cost(text))] * text.num_hidden_layers
-    before = _tower_cost(backbone, cameras, bool(vlm.freeze_vision_encoder))
-    # The first token of memory and of response is not predicted.
-    return layers, float(before), float((written - 2) * text.hidden_size * text.vocab_size)
-
-
-def _num_cameras(config: PI07Config | PI07PlannerConfig) -> int:
-    return sum(feature.type == "VISUAL" for feature in config.input_features.values())
 
 
 def _layer_cost(config: Gemma3TextConfig | GemmaExpertConfig) -> int:

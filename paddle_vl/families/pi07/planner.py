@@ -10,15 +10,13 @@ Source: PI07HighLevelPlannerPolicy and PI07HighLevelPlannerModel of OpenTau.
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import paddle
 from paddle import Tensor
 
-from paddle_vl.families.hf_interface import loads_like_hf
-from paddle_vl.families.pi07.base_policy import BasePolicy, PolicyCheckpoint
+from paddle_vl.families.pi07.base_policy import BasePolicy
 from paddle_vl.families.pi07.config import PI07PlannerConfig
 from paddle_vl.families.pi07.decoder import (
     DecoderOutput,
@@ -48,10 +46,7 @@ from paddle_vl.families.pi07.prefix_layout import (
     presence_of,
 )
 from paddle_vl.families.policy.model_inputs import EOS, PlannerInputs
-from paddle_vl.families.policy.normalize import Normalizer, Statistics
 from paddle_vl.families.policy.normalizers import planner_normalizers
-from paddle_vl.families.policy.prompt import PromptTokenizer, check_vocabulary
-from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
 from paddle_vl.nn.operations import IGNORE_INDEX, TargetRows
 from paddle_vl.nn.placement import Placement
 
@@ -237,80 +232,12 @@ class PI07HighLevelPlanner(BasePolicy):
 
     config: PI07PlannerConfig
     model: PI07HighLevelPlannerModel
+    config_class = PI07PlannerConfig
+    model_class = PI07HighLevelPlannerModel
+    labels = PLANNER_LABELS
+    new_normalizers = staticmethod(planner_normalizers)
     # OpenTau's engine has these in every policy.
     unused_keys = ("*.da_head.*", "*.discrete_action_embedding.*")
-
-    def __init__(
-        self,
-        config: PI07PlannerConfig,
-        tokenizer: PromptTokenizer | str | Path,
-        statistics: Sequence[Statistics] | None = None,
-        placement: Placement | None = None,
-    ):
-        """A planner with fresh weights. For a shard of one use `from_config`.
-
-        Args:
-            tokenizer: the backbone's, or its file or folder.
-            statistics: of each group of data, in the order of `config.dataset_names`.
-            placement: None for the full model on a single device.
-
-        Raises:
-            ValueError: settings, statistics and tokenizer do not fit together.
-            RuntimeError: the tokenizer's files are missing or damaged.
-        """
-        super().__init__(config)
-        if isinstance(tokenizer, (str, Path)):
-            tokenizer = PromptTokenizer.from_pretrained(tokenizer)
-            check_vocabulary(tokenizer, config.vlm_config.gemma3_config.text_config.vocab_size)
-        self.config, self.tokenizer = config, tokenizer
-        labels = {label: tokenizer.encode(label) for label in PLANNER_LABELS}
-        self.model = PI07HighLevelPlannerModel(config, labels, placement)
-        groups = config.num_groups if statistics is None else len(statistics)
-        self.normalizers = self.make_normalizers(groups)
-        if statistics is not None:
-            self.normalizers["normalize_inputs"].set_statistics(statistics)
-
-    @classmethod
-    @loads_like_hf
-    def from_pretrained(
-        cls,
-        path: str | Path,
-        *,
-        config: PI07PlannerConfig | None = None,
-        tokenizer: PromptTokenizer | str | Path | None = None,
-        statistics: Sequence[Statistics] | None = None,
-        dtype: str = "float32",
-        fresh: Sequence[str] = (),
-        ignore: Sequence[str] = (),
-        placement: Placement | None = None,
-        materialize: bool = True,
-    ) -> "PI07HighLevelPlanner":
-        """Load a planner's folder; arguments and errors as for `PI07LowLevelPolicy`."""
-        folder = Path(path)
-        config = PI07PlannerConfig.from_pretrained(folder) if config is None else config
-        stored = PolicyCheckpoint(folder)
-        parts = {"tokenizer": tokenizer or folder / TOKENIZER_FILE}
-        return cls._loaded(
-            stored, config, parts, statistics, dtype, fresh, ignore, placement, materialize
-        )
-
-    def save_tokenizers(self, folder: Path) -> None:
-        """Write the prompt tokenizer."""
-        self.tokenizer.save_pretrained(folder)
-
-    def make_normalizers(self, num_groups: int) -> dict[str, Normalizer]:
-        """The normalizer of the inputs, without statistics.
-
-        Raises:
-            ValueError: the configuration names another number of groups.
-        """
-        config = self.config
-        if config.dataset_names and num_groups != config.num_groups:
-            raise ValueError(
-                f"there are statistics of {num_groups} groups, dataset_names has "
-                f"{config.dataset_names}: name every group there, in the order of the statistics"
-            )
-        return planner_normalizers(config, num_groups)
 
     def forward(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The losses of raw demonstrations, see `PI07HighLevelPlannerModel.forward`."""
@@ -320,10 +247,6 @@ class PI07HighLevelPlanner(BasePolicy):
     def inputs(self) -> PlannerInputs:
         """Makes the model's inputs from raw batches."""
         return PlannerInputs(self.config, self.tokenizer, self.normalizers["normalize_inputs"])
-
-    def training_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The model's inputs, see `PlannerInputs.training_inputs`."""
-        return self.inputs.training_inputs(batch)
 
     def observation_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The model's inputs, see `PlannerInputs.observation_inputs`."""

@@ -22,7 +22,6 @@ from paddle_vl.families.base import (
     Evaluation,
     EvaluationOptions,
     Family,
-    LayerCosts,
     SyntheticData,
     losses_report,
 )
@@ -49,8 +48,7 @@ from paddle_vl.families.pi07.pipeline import (
     PI07LowLevelStage,
     PI07PlannerStage,
     PI07Stage,
-    low_level_costs,
-    planner_costs,
+    layer_costs,
 )
 from paddle_vl.families.pi07.planner import PI07HighLevelPlanner
 from paddle_vl.families.pi07.policy import ACTION_TOKENIZER_FOLDER, PI07LowLevelPolicy
@@ -117,7 +115,7 @@ class PI07Recipe(Family):
             if eval_source is None
             else DrawnDemonstrations(eval_source, NO_DROPS, flow, EVALUATION_SEED)
         )
-        self.shape, self.costs = model_shape(self.model_config), self.layer_costs(self.model_config)
+        self.shape, self.costs = model_shape(self.model_config), layer_costs(self.model_config)
         self.encoder_shape = encoder_shape(self.model_config)
         if config.parallel.schedule == "colocated":
             self.make_stage, self.adapter_class = self.colocated
@@ -259,10 +257,6 @@ class PI07Recipe(Family):
         return FlowDraws(config.chunk_size, config.max_action_dim, config.max_delay)
 
     @classmethod
-    def layer_costs(cls, config: Any) -> LayerCosts:
-        return low_level_costs(config)
-
-    @classmethod
     def sample_shapes(cls, config: Any) -> DemonstrationShapes:
         """Shapes that the policy needs of its data."""
         return DemonstrationShapes(
@@ -386,10 +380,6 @@ class PI07PlannerRecipe(PI07Recipe):
     @classmethod
     def flow_draws(cls, config: Any) -> FlowDraws | None:
         return None
-
-    @classmethod
-    def layer_costs(cls, config: Any) -> LayerCosts:
-        return planner_costs(config)
 
     @classmethod
     def sample_shapes(cls, config: Any) -> DemonstrationShapes:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_vl.families.policy.features import ActingConfig, cameras_of
+from paddle_vl.families.policy.features import PolicyConfig, cameras_of
 from paddle_vl.families.policy.model_inputs import (
     PolicyInputs,
     as_arrays,
@@ -122,7 +122,7 @@ class ActingPolicy(ABC):
 
     config: Any
 
-    def begin(self, config: ActingConfig) -> None:
+    def begin(self, config: PolicyConfig) -> None:
         """Make the state of an episode."""
         self.history = ObservationHistory(config.n_obs_steps, config.history_interval)
         self.action_queue = ActionQueue(config.n_action_steps, config.max_delay)

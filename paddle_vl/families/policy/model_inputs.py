@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paddle_vl.families.policy.discrete_actions import ActionTokenizer, padded_tokens
-from paddle_vl.families.policy.features import ActingConfig, PlanningConfig, cameras_of
+from paddle_vl.families.policy.features import PolicyConfig, cameras_of
 from paddle_vl.families.policy.images import check_images, prepare_subgoals, prepare_videos
 from paddle_vl.families.policy.normalize import Normalizer, group_index
 from paddle_vl.families.policy.prompt import (
@@ -39,7 +39,7 @@ def as_arrays(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def observation_inputs(
-    batch: Mapping[str, Any], config: ActingConfig, tokenizer: PromptTokenizer
+    batch: Mapping[str, Any], config: PolicyConfig, tokenizer: PromptTokenizer
 ) -> dict[str, Any]:
     """The low-level model's inputs from a batch with a normalized state.
 
@@ -73,7 +73,7 @@ def observation_inputs(
     return inputs
 
 
-def prepare_state(batch: Mapping[str, Any], config: ActingConfig) -> np.ndarray:
+def prepare_state(batch: Mapping[str, Any], config: PolicyConfig) -> np.ndarray:
     """The state at every frame, padded with zeros to `[B, F, max_state_dim]` float32.
 
     Raises:
@@ -96,7 +96,7 @@ def prepare_state(batch: Mapping[str, Any], config: ActingConfig) -> np.ndarray:
 def target_inputs(
     batch: Mapping[str, Any],
     discrete_BCA: np.ndarray,
-    config: ActingConfig,
+    config: PolicyConfig,
     tokenizer: ActionTokenizer | None,
 ) -> dict[str, Any]:
     """The low-level model's targets from a batch with normalized actions.
@@ -133,7 +133,7 @@ def target_inputs(
     return inputs
 
 
-def padded_action_prefix(normalized_BDA: np.ndarray, config: ActingConfig) -> np.ndarray:
+def padded_action_prefix(normalized_BDA: np.ndarray, config: PolicyConfig) -> np.ndarray:
     """Given normalized actions `[B, delay, dims]`, padded with zeros to `[B, C, max_action_dim]`.
 
     Raises:
@@ -205,7 +205,7 @@ class PolicyInputs:
 
     def __init__(
         self,
-        config: ActingConfig,
+        config: PolicyConfig,
         tokenizer: PromptTokenizer,
         action_tokenizer: ActionTokenizer | None,
         normalizers: Mapping[str, Normalizer],
@@ -261,7 +261,7 @@ class PlannerInputs:
         normalizer: of the state.
     """
 
-    def __init__(self, config: PlanningConfig, tokenizer: PromptTokenizer, normalizer: Normalizer):
+    def __init__(self, config: PolicyConfig, tokenizer: PromptTokenizer, normalizer: Normalizer):
         self.config, self.tokenizer, self.normalizer = config, tokenizer, normalizer
 
     def training_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
