@@ -26,6 +26,8 @@ _MODULES = {
     },
     **{f"{_QWEN}.{name}": f"{_EXPORT}.qwen3_vl.{name}" for name in ("exported", "programs")},
     **{f"{_PI07}.{name}": f"{_EXPORT}.pi07.{name}" for name in ("exported", "programs")},
+    f"{_PI07}.decoder_layers": f"{_PI07}.decoder",
+    f"{_PI07}.demonstrations.line": "paddle_vl.families.policy.demonstrations.dataset",
     f"{_PI07}.demonstrations": "paddle_vl.families.policy.demonstrations",
     **{
         f"{_PI07}.inputs.{name}": f"paddle_vl.families.policy.{name}"

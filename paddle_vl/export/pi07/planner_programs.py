@@ -30,7 +30,6 @@ class ImagesProgram(nn.Layer):
 
     def __init__(self, model: PI07HighLevelPlannerModel):
         super().__init__()
-        assert model.prefix is not None, "a full model has all layers"
         self.video_encoder = model.prefix.video_encoder
 
     def forward(self, images: Tensor) -> Tensor:
@@ -48,18 +47,17 @@ class PrefillProgram(nn.Layer):
     def __init__(self, model: PI07HighLevelPlannerModel):
         super().__init__()
         self.config = model.config
-        assert model.prefix is not None, "a full model has all layers"
         self.decoder, self.lm_head = model.decoder, cast(nn.Layer, model.lm_head)
-        self.prefix, self._view_of = model.prefix, model.view_of
+        self.prefix, self._prefix_view = model.prefix, model.prefix_view
 
     def forward(self, image_rows: Tensor, img_masks: Tensor, texts: list[Tensor]) -> list[Tensor]:
         batch = {"img_masks": img_masks, **text_fields(PLANNER_TEXTS, texts)}
-        embs_BLD, pad_BL, marks_BL = planner_prefix(self.prefix, batch, image_rows)
+        prefix = planner_prefix(self.prefix, batch, image_rows)
         text = self.config.vlm_config.gemma3_config.text_config
-        view = ProgramView(self._view_of(pad_BL, marks_BL), text)
-        out = self.decoder(embs_BLD, prefix_view=view, keep=True)
+        view = ProgramView(self._prefix_view(prefix), text)
+        out = self.decoder(prefix.embs, prefix_view=view, keep=True)
         logits_BV = self.lm_head(out.prefix[:, -1])
-        return [logits_BV.astype("float32"), pad_BL, *flat(out.cache)]
+        return [logits_BV.astype("float32"), prefix.pad_masks, *flat(out.cache)]
 
     def input_spec(self) -> list:
         """Its inputs; rows of the images are camera-major."""
@@ -78,7 +76,6 @@ class DecodeProgram(nn.Layer):
     def __init__(self, model: PI07HighLevelPlannerModel):
         super().__init__()
         self.config = model.config
-        assert model.prefix is not None, "a full model has all layers"
         self.decoder, self.lm_head = model.decoder, cast(nn.Layer, model.lm_head)
         self.embed_tokens = model.prefix.embed_tokens
 

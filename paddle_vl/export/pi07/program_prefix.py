@@ -13,11 +13,8 @@ from typing import Any
 import paddle
 from paddle import Tensor
 
-from paddle_vl.families.pi07.prefix import PrefixEmbedding, look_up, of_cameras
+from paddle_vl.families.pi07.prefix import Prefix, PrefixEmbedding, look_up, of_cameras
 from paddle_vl.families.pi07.prefix_layout import CAMERA_MASKS, Block, PrefixTokens, Source, When
-
-# Embeddings, `pad_masks` and `att_masks`.
-Embedded = tuple[Tensor, Tensor, Tensor]
 
 
 def policy_prefix(
@@ -25,7 +22,7 @@ def policy_prefix(
     batch: Mapping[str, Any],
     stills_SCHW: Tensor,
     subgoal_rows_BG: Tensor,
-) -> Embedded:
+) -> Prefix:
     """The low-level policy's prefix.
 
     Args:
@@ -48,12 +45,13 @@ def policy_prefix(
     rows["subgoals"] = goals_BGMD.flatten(1, 2)
     rows["state"] = prefix.embed_state(batch)
     pad_BL, marks_BL = masks_of_all(prefix.tokens, batch)
-    return paddle.concat([rows[each.name] for each in blocks], axis=1), pad_BL, marks_BL
+    embs_BLD = paddle.concat([rows[each.name] for each in blocks], axis=1)
+    return Prefix(embs_BLD, pad_BL, marks_BL, 0)
 
 
 def planner_prefix(
     prefix: PrefixEmbedding, batch: Mapping[str, Any], image_rows_ZMD: Tensor
-) -> Embedded:
+) -> Prefix:
     """The planner's prefix.
 
     Args:
@@ -64,7 +62,8 @@ def planner_prefix(
     rows = look_up(prefix.embed_tokens.rows, prefix.tokens.texts(blocks, batch))
     rows["images"] = of_cameras(image_rows_ZMD, batch["img_masks"].shape[1])
     pad_BL, marks_BL = masks_of_all(prefix.tokens, batch)
-    return paddle.concat([rows[each.name] for each in blocks], axis=1), pad_BL, marks_BL
+    embs_BLD = paddle.concat([rows[each.name] for each in blocks], axis=1)
+    return Prefix(embs_BLD, pad_BL, marks_BL, 0)
 
 
 def inference_blocks(tokens: PrefixTokens) -> list[Block]:

@@ -101,7 +101,6 @@ class PI07Encoder:
     splits_rows = False
 
     def __init__(self, model: PolicyModel):
-        assert model.prefix is not None, "every stage has the tower"
         self.video_encoder = model.prefix.video_encoder
         self.section_widths = [self.video_encoder.tower.config.hidden_size]
 

@@ -19,7 +19,7 @@ Gemma3DecoderLayer of HF transformers; the adaptive expert is openpi's.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import paddle
 from paddle import Tensor, nn
@@ -313,7 +313,7 @@ class InterleavedDecoderLayer(nn.Layer):
         self.backbone_layer = BackboneLayer(
             text, base, dropout, placement, serves_tokens_alone=has_expert and is_last
         )
-        self.expert_layer = (
+        self.expert_layer: Any = (
             ExpertLayer(config.gemma_expert_config, base, dropout, placement)
             if has_expert
             else None
@@ -326,7 +326,7 @@ class InterleavedDecoderLayer(nn.Layer):
         cond_TE: Tensor | SharedConditions | None = None,
         prefix_view: StreamView | None = None,
         suffix_view: SuffixView | None = None,
-        past: KeyValue | None = None,
+        past: Any = None,
         keep: bool = False,
     ) -> tuple[Tensor, ...]:
         """Run the given streams.
@@ -344,15 +344,12 @@ class InterleavedDecoderLayer(nn.Layer):
             out_TD, past = self.backbone_layer(prefix_TD, prefix_view, past)
             rows.append(out_TD)
         if suffix_TE is not None:
-            assert self.expert_layer is not None, "a suffix needs an expert"
             assert suffix_view is not None, "a suffix has a view"
-            assert past is not None, "a suffix reads a prefix"
             rows.append(
                 self.expert_layer(suffix_TE, cond_TE, suffix_view.own, suffix_view.read(past))
             )
         if not keep:
             return tuple(rows)
-        assert past is not None, "there are keys of a prefix to return"
         return (*rows, *past)
 
 
@@ -365,9 +362,9 @@ class DecoderOutput(NamedTuple):
         cache: keys and values of the prefix by layer, if they were to be kept.
     """
 
-    prefix: Tensor | None
-    suffix: Tensor | None
-    cache: list[KeyValue] | None
+    prefix: Any
+    suffix: Any
+    cache: Any
 
 
 class Streams(NamedTuple):
@@ -392,7 +389,11 @@ class InterleavedDecoder(nn.Layer):
 
     Attributes:
         attention_implementation: `eager` or `sdpa`; starts as configured, read at every call.
+        norm, expert_norm: None where there are none.
     """
+
+    norm: Any
+    expert_norm: Any
 
     def __init__(self, config: Gemma3WithExpertConfig, placement: Placement):
         super().__init__()
@@ -522,11 +523,9 @@ class InterleavedDecoder(nn.Layer):
         prefix_TD, suffix_TE, cond_TE = streams
         prefix_BLD = suffix_BCE = None
         if prefix_TD is not None:
-            assert self.norm is not None, "the last stage has the norms"
             assert prefix_view is not None, "a prefix has a view"
             prefix_BLD = self._leave(self.norm(prefix_TD), prefix_view.output)
         if suffix_TE is not None:
-            assert self.expert_norm is not None, "the last stage has the norms"
             assert suffix_view is not None, "a suffix has a view"
             suffix_BCE = self._leave(self.expert_norm(suffix_TE, cond_TE)[0], suffix_view.own)
         return DecoderOutput(prefix_BLD, suffix_BCE, None)

@@ -227,6 +227,10 @@ class PI07LowLevelFlowMatching(PolicyModel):
     """
 
     config: PI07Config
+    # None on pipeline stages without them.
+    suffix: Any
+    da_head: Any
+    action_out_proj: Any
 
     def __init__(
         self,
@@ -298,7 +302,6 @@ class PI07LowLevelFlowMatching(PolicyModel):
         presence = presence_of(batch) if presence is None else presence
         batch = as_tensors(batch)
         noisy = self.noisy_actions(batch)
-        assert self.prefix is not None, "a full model has all layers"
         prefix = self.prefix(batch, presence)
         out = self.decode(prefix, noisy, batch.get("group_index"))
         losses = self.losses(out, noisy, batch)
@@ -323,7 +326,6 @@ class PI07LowLevelFlowMatching(PolicyModel):
         self, prefix: Prefix, noisy: NoisyActions, group_B: Tensor | None = None
     ) -> DecoderOutput:
         """Both streams at once, in a full model."""
-        assert self.suffix is not None, "a full model has all layers"
         rows, cond = self.suffix(noisy.x_t, noisy.time, group_B)
         return self.decoder(
             prefix.embs, rows, cond, self.training_view(prefix), self.suffix_view(prefix)
@@ -364,8 +366,6 @@ class PI07LowLevelFlowMatching(PolicyModel):
         self, out: DecoderOutput, noisy: NoisyActions, batch: Mapping[str, Any]
     ) -> dict[str, Any]:
         """What `forward` returns with `per_sample`."""
-        assert out.prefix is not None, "training runs both streams"
-        assert out.suffix is not None, "training runs both streams"
         flow = self.flow_terms(out.suffix, noisy, batch)
         tokens = token_slot_loss(
             self.action_token_logits(out.prefix),
@@ -381,7 +381,6 @@ class PI07LowLevelFlowMatching(PolicyModel):
 
     def velocity(self, suffix_BCE: Tensor, group_B: Tensor | None = None) -> Tensor:
         """Velocities `[B, C, A]` float32 from the expert's rows."""
-        assert self.action_out_proj is not None, "the last stage has the heads"
         return self.action_out_proj(suffix_BCE, group_B).astype("float32")
 
     def flow_terms(
@@ -403,7 +402,6 @@ class PI07LowLevelFlowMatching(PolicyModel):
         Args:
             prefix_BLD: all rows of the prefix, or those of these tokens.
         """
-        assert self.da_head is not None, "the last stage has the heads"
         if prefix_BLD.shape[1] != self.config.discrete_action_max_length:
             prefix_BLD = prefix_BLD[:, self._predicting_rows(prefix_BLD.shape[1])]
         return self.da_head(prefix_BLD)
@@ -436,8 +434,6 @@ class PI07LowLevelFlowMatching(PolicyModel):
                 "this model is one stage of a pipeline; to act, load the checkpoint in a single "
                 "process"
             )
-        assert self.prefix is not None, "a full model has all layers"
-        assert self.suffix is not None, "a full model has all layers"
         if delay and action_prefix is None:
             raise ValueError(f"delay is {delay}: action_prefix must give these first steps")
         config, presence, batch = self.config, presence_of(batch), as_tensors(batch)
@@ -470,7 +466,6 @@ class PI07LowLevelFlowMatching(PolicyModel):
             time, step: numbers, or float32 `[1]`.
             cache: keys and values of the prefix by layer.
         """
-        assert self.suffix is not None, "a full model has all layers"
         x_BCA = given.put(x_BCA)
         rows_BCE, values_2E = self.suffix(x_BCA, given.times(time), group_B)
         conditions = given.conditions(values_2E)

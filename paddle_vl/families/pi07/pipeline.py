@@ -151,8 +151,6 @@ class PI07LowLevelStage(PI07Stage):
 
     def _embedded(self, batch: Mapping[str, Any], presence: Presence) -> Streams:
         model, noisy = self.model, self.model.noisy_actions(batch)
-        assert model.prefix is not None, "the first stage embeds"
-        assert model.suffix is not None, "the first stage embeds"
         prefix = model.prefix(batch, presence, image_rows=self.image_rows(batch))
         rows, cond = model.suffix(noisy.x_t, noisy.time, batch.get("group_index"))
         return model.decoder.enter(prefix.embs, rows, cond)
@@ -167,7 +165,6 @@ class PI07PlannerStage(PI07Stage):
     model: PI07HighLevelPlannerModel
 
     def _embedded(self, batch: Mapping[str, Any], presence: Presence) -> Streams:
-        assert self.model.prefix is not None, "the first stage embeds"
         prefix = self.model.prefix(batch, presence, image_rows=self.image_rows(batch))
         return self.model.decoder.enter(prefix.embs)
 

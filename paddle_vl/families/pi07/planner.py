@@ -55,6 +55,8 @@ class PI07HighLevelPlannerModel(PolicyModel):
     """Prefix embedding, the backbone half of the decoder, and a head tied to the token table."""
 
     config: PI07PlannerConfig
+    # None on pipeline stages without it.
+    lm_head: Any
 
     def __init__(
         self,
@@ -112,7 +114,6 @@ class PI07HighLevelPlannerModel(PolicyModel):
         """
         presence = presence_of(batch) if presence is None else presence
         batch = as_tensors(batch)
-        assert self.prefix is not None, "a full model has all layers"
         prefix = self.prefix(batch, presence)
         out = self.decoder(prefix.embs, prefix_view=self.prefix_view(prefix))
         return self.losses(out, batch)
@@ -120,7 +121,6 @@ class PI07HighLevelPlannerModel(PolicyModel):
     def losses(self, out: DecoderOutput, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """What `forward` returns."""
         out_BLD = out.prefix
-        assert out_BLD is not None, "the planner runs the prefix"
         response, memory = batch["response_tokens"], batch["memory_tokens"]
         response_at = out_BLD.shape[1] - response.shape[1]
         memory_at = response_at - len(self.tokens.label_ids[RESPONSE_LABEL]) - memory.shape[1]
@@ -156,14 +156,12 @@ class PI07HighLevelPlannerModel(PolicyModel):
             targets = TargetRows(paddle.arange(targets_T.shape[0]), targets_T)
         else:
             targets = TargetRows(found_2R[0], found_2R[1])
-        assert self.lm_head is not None, "the last stage has the head"
         ops, trains = self.placement.ops, f"CE_{name}" not in self.untrained_losses
         with paddle.set_grad_enabled(trains and paddle.is_grad_enabled()):
             return ops.head_loss(self.lm_head, ops.enter_head(rows_TD), targets)
 
     def head(self, rows: Tensor) -> Tensor:
         """Logits `[..., V]` of rows `[..., D]`, or this rank's vocabulary shard of them."""
-        assert self.lm_head is not None, "the last stage has the head"
         return self.lm_head(self.placement.ops.enter_head(rows))
 
     @paddle.no_grad()
@@ -185,7 +183,6 @@ class PI07HighLevelPlannerModel(PolicyModel):
                 "this model is one rank's shard of a model; to generate, load the checkpoint in a "
                 "single process"
             )
-        assert self.prefix is not None, "a full model has all layers"
         presence, batch = presence_of(batch), as_tensors(batch)
         prefix = self.prefix(batch, presence, training=False)
         rules = WritingRules(
@@ -203,7 +200,6 @@ class _Reader:
     """Keys and values of all tokens read so far, see `TokenReader`."""
 
     def __init__(self, model: PI07HighLevelPlannerModel, prefix: Prefix):
-        assert model.prefix is not None, "a full model has all layers"
         self.model, self.pad_BL = model, prefix.pad_masks
         self.embed_tokens = model.prefix.embed_tokens
         output = model.decoder(prefix.embs, prefix_view=model.prefix_view(prefix), keep=True)

@@ -29,7 +29,7 @@ from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
 from paddle_vl.families.pi07.prefix_layout import LABELS
 from paddle_vl.families.policy.acting import ActingPolicy
 from paddle_vl.families.policy.discrete_actions import ActionTokenizer
-from paddle_vl.families.policy.features import cameras_of
+from paddle_vl.families.policy.images import cameras_of
 from paddle_vl.families.policy.model_inputs import PolicyInputs
 from paddle_vl.families.policy.normalize import Statistics
 from paddle_vl.families.policy.normalizers import policy_normalizers

@@ -174,24 +174,6 @@ def presence_of(batch: Mapping[str, Any]) -> Presence:
     )
 
 
-def embedded_blocks(
-    blocks: tuple[Block, ...], fields: Presence, presence: Presence, training: bool
-) -> list[Block]:
-    """The blocks to embed, laid out or not: the same on all ranks whose batches have these fields.
-
-    Raises:
-        ValueError: a block of `presence` has no field in the batch.
-    """
-    found = [b for b in blocks if fields.has(b, training) or b.when is When.NO_FIELD]
-    lacking = [b.name for b in blocks if presence.has(b, training) and b not in found]
-    if lacking:
-        raise ValueError(
-            f"the blocks {lacking} are to be laid out, but the batch has no field for them: give "
-            "every rank's batches the same fields, masked where there is nothing"
-        )
-    return found
-
-
 def real_frames(batch: Mapping[str, Any], xp: Any) -> Any:
     """Which frames of the history are inside the episode: `[B, F]` bool; always the current one."""
     history, (size, frames) = batch.get("obs_history_is_pad"), batch["state"].shape[:2]
@@ -241,8 +223,21 @@ class PrefixTokens:
         self.label_ids = {label: list(label_ids[label]) for label in labels}
 
     def embedded(self, batch: Mapping[str, Any], presence: Presence, training: bool) -> list[Block]:
-        """The blocks to embed, see `embedded_blocks`."""
-        return embedded_blocks(self.blocks, fields_of(batch), presence, training)
+        """The blocks to embed, laid out or not: the same on all ranks whose batches have the same
+        fields.
+
+        Raises:
+            ValueError: a block of `presence` has no field in the batch.
+        """
+        fields = fields_of(batch)
+        found = [b for b in self.blocks if fields.has(b, training) or b.when is When.NO_FIELD]
+        lacking = [b.name for b in self.blocks if presence.has(b, training) and b not in found]
+        if lacking:
+            raise ValueError(
+                f"the blocks {lacking} are to be laid out, but the batch has no field for them: "
+                "give every rank's batches the same fields, masked where there is nothing"
+            )
+        return found
 
     def length(self, batch: Mapping[str, Any], presence: Presence, training: bool = True) -> int:
         """L, from the shapes of the batch alone."""

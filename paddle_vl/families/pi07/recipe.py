@@ -70,7 +70,8 @@ from paddle_vl.families.policy.demonstrations.training_set import (
     DrawnDemonstrations,
     FlowDraws,
 )
-from paddle_vl.families.policy.features import PolicyFeature, cameras_of
+from paddle_vl.families.policy.features import PolicyFeature
+from paddle_vl.families.policy.images import cameras_of
 from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.placement import Placement
 

@@ -13,7 +13,7 @@ Source: SiglipVisionModel and Gemma3MultiModalProjector of HF transformers; the 
 OpenTau's SpaceTimeSiglip video encoder.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import paddle
@@ -315,7 +315,9 @@ class VideoEncoder(nn.Layer):
         self.max_num_frames, self.placement = max_num_frames, placement
         self.tower = placement.layers.tower(SiglipTower(config.vision_config, stride))
         self.window = config.vision_config.grid_side // round(config.mm_tokens_per_image**0.5)
-        self.projector = MultiModalProjector(config) if placement.stage_layers.embedding else None
+        self.projector: Any = (
+            MultiModalProjector(config) if placement.stage_layers.embedding else None
+        )
         self.num_tokens = config.mm_tokens_per_image
 
     def forward(
@@ -380,7 +382,6 @@ class VideoEncoder(nn.Layer):
 
     def project(self, rows_MU: Tensor) -> Tensor:
         """Tokens `[Z, M, D]` of Z images from the pooled rows of all of them."""
-        assert self.projector is not None, "the first stage projects"
         width = self.tower.config.hidden_size
         return self.projector(rows_MU.reshape([-1, self.num_tokens, width]))
 

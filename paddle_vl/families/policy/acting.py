@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from paddle_vl.families.policy.features import PolicyConfig, cameras_of
+from paddle_vl.families.policy.features import PolicyConfig
+from paddle_vl.families.policy.images import cameras_of
 from paddle_vl.families.policy.model_inputs import (
     PolicyInputs,
     as_arrays,

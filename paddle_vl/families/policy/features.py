@@ -70,8 +70,3 @@ def check_normalization(mapping: Mapping[str, str]) -> None:
                     f"normalization_mapping has {kind!r}: {mode!r}; choose one of "
                     f"{', '.join(choices)}"
                 )
-
-
-def cameras_of(features: Mapping[str, PolicyFeature]) -> list[str]:
-    """Names of the image features."""
-    return [name for name, feature in features.items() if feature.type == "VISUAL"]

@@ -15,8 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paddle_vl.families.policy.discrete_actions import ActionTokenizer, padded_tokens
-from paddle_vl.families.policy.features import PolicyConfig, cameras_of
-from paddle_vl.families.policy.images import check_images, prepare_subgoals, prepare_videos
+from paddle_vl.families.policy.features import PolicyConfig
+from paddle_vl.families.policy.images import (
+    cameras_of,
+    check_images,
+    prepare_subgoals,
+    prepare_videos,
+)
 from paddle_vl.families.policy.normalize import Normalizer, group_index
 from paddle_vl.families.policy.prompt import (
     PromptTokenizer,
