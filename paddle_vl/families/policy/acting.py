@@ -19,6 +19,7 @@ from paddle_vl.families.policy.model_inputs import (
     as_arrays,
     padded_action_prefix,
 )
+from paddle_vl.families.policy.prompt import required
 
 
 class ObservationHistory:
@@ -189,8 +190,7 @@ class ActingPolicy(ABC):
             noise: see `sample_actions`; used at steps that predict a chunk.
         """
         batch = as_arrays(batch)
-        if "state" not in batch:
-            raise ValueError(f"the batch has no 'state'; its entries are {sorted(batch)}")
+        required(batch, "state")
         present = [name for name in cameras_of(self.config.input_features) if name in batch]
         batch = self.history.extended(batch, ["state", *present])
         if self.action_queue.is_due:

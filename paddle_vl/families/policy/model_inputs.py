@@ -27,8 +27,9 @@ from paddle_vl.families.policy.prompt import (
     PromptTokenizer,
     metadata_texts,
     prompt_texts,
+    required,
+    required_words,
     response_texts,
-    words_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -84,9 +85,7 @@ def prepare_state(batch: Mapping[str, Any], config: PolicyConfig) -> np.ndarray:
     Raises:
         ValueError: there is no state, or it has more than `max_state_dim` dims.
     """
-    if "state" not in batch:
-        raise ValueError(f"the batch has no 'state'; its entries are {sorted(batch)}")
-    state = np.asarray(batch["state"], dtype=np.float32)
+    state = np.asarray(required(batch, "state"), dtype=np.float32)
     if state.ndim == 2 and config.n_obs_steps == 1:
         state = state[:, None]
     if state.ndim != 3:
@@ -227,8 +226,7 @@ class PolicyInputs:
         Raises:
             ValueError: an entry is missing or does not fit; names it.
         """
-        if "state" not in batch:
-            raise ValueError(f"the batch has no 'state'; its entries are {sorted(batch)}")
+        required(batch, "state")
         # Before they are normalized.
         check_images(batch, cameras_of(self.config.input_features))
         normalizer = self.normalizers["normalize_inputs"]
@@ -244,8 +242,7 @@ class PolicyInputs:
             ValueError: an entry is missing or does not fit; names it.
         """
         batch = as_arrays(batch)
-        if "actions" not in batch:
-            raise ValueError(f"the batch has no 'actions'; its entries are {sorted(batch)}")
+        required(batch, "actions")
         inputs, normalized, group_B = self.observed(batch)
         discrete = self.normalizers["normalize_discrete_actions"].normalize(batch, group_B)
         normalized = self.normalizers["normalize_targets"].normalize(normalized, group_B)
@@ -281,7 +278,7 @@ class PlannerInputs:
             ("memory", "next_memory", self.config.memory_max_length),
             ("response", "response", self.config.response_max_length),
         ):
-            texts = [text + EOS for text in _required(batch, source, size)]
+            texts = [text + EOS for text in required_words(batch, source, size)]
             ids, mask = self.tokenizer.padded(texts, length, add_special_tokens=True)
             inputs |= {f"{name}_tokens": ids, f"{name}_masks": mask}
         return inputs
@@ -295,7 +292,7 @@ class PlannerInputs:
         config, batch = self.config, as_arrays(batch)
         states = state_texts(self._normalized_state(batch))
         size = len(states)
-        tasks, memories = (_required(batch, name, size) for name in ("prompt", "past_memory"))
+        tasks, memories = (required_words(batch, name, size) for name in ("prompt", "past_memory"))
         prompts = [
             f"Task: {task}, Past Memory: {memory}, State: {state}, "
             for task, memory, state in zip(tasks, memories, states, strict=True)
@@ -317,9 +314,7 @@ class PlannerInputs:
         return inputs
 
     def _normalized_state(self, batch: dict[str, Any]) -> np.ndarray:
-        if "state" not in batch:
-            raise ValueError(f"the batch has no 'state'; its entries are {sorted(batch)}")
-        state = np.asarray(batch["state"], dtype=np.float32)
+        state = np.asarray(required(batch, "state"), dtype=np.float32)
         state = state[:, 0] if state.ndim == 3 and state.shape[1] == 1 else state
         if state.ndim != 2 or state.shape[1] > self.config.max_state_dim:
             raise ValueError(
@@ -335,9 +330,3 @@ def state_texts(state_BS: np.ndarray) -> list[str]:
     scaled = (np.clip(state_BS, -1.0, 1.0) + 1.0) * (_NUM_BINS / 2)
     bins = np.minimum(scaled.astype(np.int64), _NUM_BINS - 1)
     return [" ".join(map(str, row)) for row in bins.tolist()]
-
-
-def _required(batch: Mapping[str, Any], name: str, size: int) -> list[str]:
-    if name not in batch:
-        raise ValueError(f"the batch has no {name!r}; its entries are {sorted(batch)}")
-    return words_of(batch, name, size)
