@@ -103,8 +103,9 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
         self.model = self.model_class(config, labels, placement)
         groups = config.num_groups if statistics is None else len(statistics)
         self.normalizers = self.make_normalizers(groups)
-        for normalizer in self.normalizers.values() if statistics is not None else ():
-            normalizer.set_statistics(statistics)
+        if statistics is not None:
+            for normalizer in self.normalizers.values():
+                normalizer.set_statistics(statistics)
 
     @classmethod
     @loads_like_hf

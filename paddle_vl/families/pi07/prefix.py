@@ -75,7 +75,7 @@ class PrefixEmbedding(nn.Layer):
         """
         super().__init__()
         vlm = config.vlm_config
-        backbone, acts = vlm.gemma3_config, isinstance(config, PI07Config)
+        backbone = vlm.gemma3_config
         width, vocab_size = backbone.text_config.hidden_size, backbone.text_config.vocab_size
         self.tokens = tokens
         self.video_encoder = VideoEncoder(
@@ -83,12 +83,13 @@ class PrefixEmbedding(nn.Layer):
         )
         if not placement.stage_layers.embedding:
             return
+        # The planner's head is tied to the token table.
+        is_tied = isinstance(config, PI07PlannerConfig)
         self.embed_tokens = PaddedEmbedding(
-            # The planner's head is tied to it.
-            placement.layers.vocab_embedding(vocab_size, width, is_tied=not acts),
+            placement.layers.vocab_embedding(vocab_size, width, is_tied=is_tied),
             scale=width**0.5,
         )
-        if not acts:
+        if not isinstance(config, PI07Config):
             return
         if vlm.discrete_action_vocab_size is None:
             raise ValueError(
