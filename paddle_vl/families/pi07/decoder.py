@@ -81,7 +81,7 @@ class StreamView:
 
     Attributes:
         num_rows: B * L.
-        output: view of the rows that are read after the last layer; the view itself if all are.
+        output: view of the rows that are read after the last layer; None if all are.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class StreamView:
         self.shape, self.rotary, self.mask = shape, rotary, mask
         self.scale, self.implementation = scale, implementation
         self.num_rows = shape[0] * shape[1]
-        self.output: StreamView = self
+        self.output: StreamView | None = None
         self._rows = slice(None)
 
     def of_rows(self, rows: slice, mask: AttentionMask) -> "StreamView":
@@ -181,7 +181,7 @@ class BackboneLayer(nn.Layer):
     ) -> tuple[Tensor, KeyValue]:
         """The rows `[T, D]`, in the last layer those of `view.output`; and the keys and values of
         `past` followed by this call's."""
-        output = view.output if self.serves_tokens_alone else view
+        output = (view.output or view) if self.serves_tokens_alone else view
         attended_TD, key_value = self.self_attn(
             self.input_layernorm(x_TD), view, self.rope_base, past, output
         )
@@ -524,7 +524,7 @@ class InterleavedDecoder(nn.Layer):
         prefix_BLD = suffix_BCE = None
         if prefix_TD is not None:
             assert prefix_view is not None, "a prefix has a view"
-            prefix_BLD = self._leave(self.norm(prefix_TD), prefix_view.output)
+            prefix_BLD = self._leave(self.norm(prefix_TD), prefix_view.output or prefix_view)
         if suffix_TE is not None:
             assert suffix_view is not None, "a suffix has a view"
             suffix_BCE = self._leave(self.expert_norm(suffix_TE, cond_TE)[0], suffix_view.own)
