@@ -173,7 +173,7 @@ class GivenActions:
         action_prefix: `[B, C, A]`; None if there are none.
         num_samples: B.
         num_steps: C.
-        delay: number of known steps; int64 `[1]` in a program.
+        delay: number of known steps, or int64 `[1]`.
     """
 
     def __init__(

@@ -315,13 +315,9 @@ class PrefixTokens:
         embedded = self.embedded(batch, presence, training)
         return [block for block in embedded if presence.has(block, training)]
 
-    def _cameras(self, block: Block, batch: Mapping[str, Any]) -> Sequence[Any]:
-        """The `[B]` mask of each camera of the block; empty for a block without images."""
-        return batch[CAMERA_MASKS[block.source]] if block.source in CAMERA_MASKS else ()
-
     def _num_tokens(self, block: Block, batch: Mapping[str, Any]) -> int:
         if block.source in CAMERA_MASKS:
-            return len(self._cameras(block, batch)) * self.camera_tokens
+            return len(batch[CAMERA_MASKS[block.source]]) * self.camera_tokens
         if block.source is Source.LABEL:
             return len(self.label_ids[block.text])
         names = {Source.STATE: "state", Source.ACTIONS: "discrete_actions"}
@@ -330,7 +326,7 @@ class PrefixTokens:
     def pad(self, block: Block, batch: Mapping[str, Any], xp: Any = paddle) -> Any:
         """Which tokens of a block are real, `[B, n]` bool."""
         if block.source in CAMERA_MASKS:
-            pad_Bc = _by_camera(self._cameras(block, batch), xp)
+            pad_Bc = _by_camera(batch[CAMERA_MASKS[block.source]], xp)
             if xp is np:
                 return np.repeat(pad_Bc, self.camera_tokens, axis=1)
             pad_BcM = paddle.expand(pad_Bc.unsqueeze(-1), [-1, -1, self.camera_tokens])

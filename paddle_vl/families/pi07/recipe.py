@@ -356,7 +356,8 @@ class PI07Recipe(Family):
             return {}
         folder = Path(self.config.data.processor)
         actions = folder / ACTION_TOKENIZER_FOLDER
-        return {"tokenizer": folder} | ({"action_tokenizer": actions} if actions.is_dir() else {})
+        has_actions = self.policy_class is PI07LowLevelPolicy and actions.is_dir()
+        return {"tokenizer": folder} | ({"action_tokenizer": actions} if has_actions else {})
 
     def _is_reached(self, name: str) -> bool:
         config, losses = self.model_config, self.loss.trained_terms
@@ -394,10 +395,6 @@ class PI07PlannerRecipe(PI07Recipe):
     @classmethod
     def check_trainable(cls, policy: Any) -> None:
         """Nothing to check: the planner needs only the backbone's tokenizer."""
-
-    def _tokenizers(self) -> dict[str, Path]:
-        processor = self.config.data.processor
-        return {} if processor is None else {"tokenizer": Path(processor)}
 
     def _is_reached(self, name: str) -> bool:
         return True
