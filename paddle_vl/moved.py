@@ -28,14 +28,14 @@ _MODULES = {
     **{f"{_PI07}.{name}": f"{_EXPORT}.pi07.{name}" for name in ("exported", "programs")},
     f"{_NN}.norm": f"{_NN}.operations",
     f"{_NN}.rotary": f"{_NN}.attention",
+    f"{_PI07}.decoder_layers": f"{_PI07}.decoder",
+    f"{_PI07}.demonstrations.line": "paddle_vl.families.policy.demonstrations.dataset",
     f"{_PI07}.demonstrations": "paddle_vl.families.policy.demonstrations",
     **{
         f"{_PI07}.inputs.{name}": f"paddle_vl.families.policy.{name}"
-        for name in (
-            *("acting", "images", "model_inputs", "normalize", "normalizers", "prompt"),
-            "statistics_checks",
-        )
+        for name in (*("acting", "images", "model_inputs", "normalize", "normalizers", "prompt"),)
     },
+    f"{_PI07}.inputs.statistics_checks": "paddle_vl.families.policy.normalize",
 }
 # New name of each class, in its new module.
 _NAMES = {

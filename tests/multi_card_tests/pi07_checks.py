@@ -377,9 +377,9 @@ class InBranchEmbedding(PrefixEmbedding):
                 rows = self.video_encoder.embed_image(paddle.concat(batch["subgoal_images"]))
                 found[block.name] = of_cameras(rows, CAMERAS)
             elif block.source is Source.STATE:
-                found[block.name] = self._state(batch)
+                found[block.name] = self.embed_state(batch)
             elif block.source is Source.ACTIONS:
-                found[block.name] = self._actions(batch)
+                found[block.name] = self.embed_actions(batch)
         return found
 
 

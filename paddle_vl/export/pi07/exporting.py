@@ -21,7 +21,8 @@ from paddle_vl.families.pi07.layers import PAD_ID
 from paddle_vl.families.pi07.planner import PI07HighLevelPlanner
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
 from paddle_vl.families.pi07.prefix_layout import RESPONSE_LABEL
-from paddle_vl.families.policy.features import CURRENT_CONFIG_VERSION, cameras_of
+from paddle_vl.families.policy.features import CURRENT_CONFIG_VERSION
+from paddle_vl.families.policy.images import cameras_of
 from paddle_vl.families.policy.normalizers import STATISTICS_FILE, save_statistics
 
 # Sizes of the examples: samples, and tokens or frames where they are free.

@@ -10,7 +10,7 @@ from typing import cast
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.export.pi07.program_attention import ProgramView
+from paddle_vl.export.pi07.program_attention import BuffersView, ProgramView
 from paddle_vl.export.pi07.program_inputs import (
     PLANNER_TEXTS,
     flat,
@@ -20,7 +20,8 @@ from paddle_vl.export.pi07.program_inputs import (
     text_fields,
     text_specs,
 )
-from paddle_vl.families.pi07.decoder_layers import KeyValue, KeyValueBuffers
+from paddle_vl.export.pi07.program_prefix import planner_prefix
+from paddle_vl.families.pi07.decoder import DecoderOutput, StreamView
 from paddle_vl.families.pi07.planner import PI07HighLevelPlannerModel
 
 
@@ -29,11 +30,10 @@ class ImagesProgram(nn.Layer):
 
     def __init__(self, model: PI07HighLevelPlannerModel):
         super().__init__()
-        assert model.prefix is not None, "a full model has all layers"
         self.video_encoder = model.prefix.video_encoder
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.video_encoder.tokens(None, None, images)
+        return self.video_encoder.project(self.video_encoder.pooled_rows(None, None, images))
 
     def input_spec(self) -> list:
         """Its input."""
@@ -47,18 +47,17 @@ class PrefillProgram(nn.Layer):
     def __init__(self, model: PI07HighLevelPlannerModel):
         super().__init__()
         self.config = model.config
-        assert model.prefix is not None, "a full model has all layers"
         self.decoder, self.lm_head = model.decoder, cast(nn.Layer, model.lm_head)
-        self.embed_tokens = model.prefix.embed_tokens
-        self._embed_all, self._view_of = model.prefix.embed_all, model.view_of
+        self.prefix, self._prefix_view = model.prefix, model.prefix_view
 
     def forward(self, image_rows: Tensor, img_masks: Tensor, texts: list[Tensor]) -> list[Tensor]:
         batch = {"img_masks": img_masks, **text_fields(PLANNER_TEXTS, texts)}
-        embs_BLD, pad_BL, marks_BL = self._embed_all(batch, image_rows)
-        view = ProgramView(self._view_of(pad_BL, marks_BL), self.config.vlm_config)
-        out = self.decoder(embs_BLD, prefix_view=view, keep=True)
+        prefix = planner_prefix(self.prefix, batch, image_rows)
+        text = self.config.vlm_config.gemma3_config.text_config
+        view = ProgramView(self._prefix_view(prefix), text)
+        out = self.decoder(prefix.embs, prefix_view=view, keep=True)
         logits_BV = self.lm_head(out.prefix[:, -1])
-        return [logits_BV.astype("float32"), pad_BL, *flat(out.cache)]
+        return [logits_BV.astype("float32"), prefix.pad_masks, *flat(out.cache)]
 
     def input_spec(self) -> list:
         """Its inputs; rows of the images are camera-major."""
@@ -77,34 +76,31 @@ class DecodeProgram(nn.Layer):
     def __init__(self, model: PI07HighLevelPlannerModel):
         super().__init__()
         self.config = model.config
-        assert model.prefix is not None, "a full model has all layers"
         self.decoder, self.lm_head = model.decoder, cast(nn.Layer, model.lm_head)
         self.embed_tokens = model.prefix.embed_tokens
 
     def forward(
         self, input_ids: Tensor, pad_masks: Tensor, place: Tensor, buffers: list[Tensor]
     ) -> Tensor:
-        caches = [
-            KeyValueBuffers(buffers[2 * i], buffers[2 * i + 1], place)
-            for i in range(len(buffers) // 2)
-        ]
-        return self.run(input_ids, pad_masks, place, caches)[0]
+        text = self.config.vlm_config.gemma3_config.text_config
+        view = BuffersView(self.view(input_ids, pad_masks, place), text, place)
+        rows = self.embed_tokens.rows(input_ids)
+        out = self.decoder(rows, prefix_view=view, cache=pairs(buffers))
+        return self.logits(out)
 
-    def run(
-        self, input_ids: Tensor, pad_masks: Tensor, place: Tensor, caches: list, keep: bool = False
-    ) -> tuple[Tensor, list[KeyValue] | None]:
-        """Logits `[B, V]` after new tokens at a place, and with `keep` all keys and values."""
+    def view(self, input_ids: Tensor, pad_masks: Tensor, place: Tensor) -> StreamView:
+        """Positions and mask of new tokens at a place."""
         end = place + input_ids.shape[1]
         numbers_S = paddle.arange(pad_masks.shape[1], dtype="int64")
         numbers_n = place + paddle.arange(input_ids.shape[1], dtype="int64")
         earlier_nS = numbers_S.unsqueeze(0) <= numbers_n.unsqueeze(1)
         visible_BnS = paddle.logical_and(pad_masks.unsqueeze(1), earlier_nS.unsqueeze(0))
         position_BS = paddle.cumsum(pad_masks.astype("int64"), axis=1) - 1
-        view = self.decoder.view(position_BS[:, place:end], visible_BnS)
-        view = ProgramView(view, self.config.vlm_config)
-        rows = self.embed_tokens(input_ids)
-        out = self.decoder(rows, prefix_view=view, cache=caches, keep=keep)
-        return self.lm_head(out.prefix[:, -1]).astype("float32"), out.cache
+        return self.decoder.view(position_BS[:, place:end], visible_BnS)
+
+    def logits(self, out: DecoderOutput) -> Tensor:
+        """Logits `[B, V]` after the last token."""
+        return self.lm_head(out.prefix[:, -1]).astype("float32")
 
     def input_spec(self) -> list:
         """Its inputs; `pad_masks` `[B, C]` is True at real tokens, the new ones among them, and
@@ -128,9 +124,11 @@ class PastDecodeProgram(DecodeProgram):
 
     def forward(self, input_ids: Tensor, pad_masks: Tensor, past: list[Tensor]) -> list[Tensor]:
         place = paddle.shape(past[0])[1:2].astype("int64")
-        logits_BV, cache = self.run(input_ids, pad_masks, place, pairs(past), keep=True)
-        assert cache is not None, "the keys are kept"
-        return [logits_BV, *flat(cache)]
+        text = self.config.vlm_config.gemma3_config.text_config
+        view = ProgramView(self.view(input_ids, pad_masks, place), text)
+        rows = self.embed_tokens.rows(input_ids)
+        out = self.decoder(rows, prefix_view=view, cache=pairs(past), keep=True)
+        return [self.logits(out), *flat(out.cache)]
 
     def input_spec(self) -> list:
         """Its inputs; `pad_masks` `[B, S + n]` is True at real tokens, the new ones among them."""

@@ -24,6 +24,7 @@ from paddle_vl.export.pi07.program_inputs import (
     text_fields,
     text_specs,
 )
+from paddle_vl.export.pi07.program_prefix import policy_prefix
 from paddle_vl.families.pi07.flow import GivenActions, PI07LowLevelFlowMatching
 
 
@@ -33,9 +34,8 @@ class PrefixProgram(nn.Layer):
     def __init__(self, model: PI07LowLevelFlowMatching):
         super().__init__()
         self.config = model.config
-        assert model.prefix is not None, "a full model has all layers"
         self.prefix, self.decoder = model.prefix, model.decoder
-        self._view_of = model.view_of
+        self._prefix_view = model.prefix_view
 
     def forward(
         self,
@@ -60,10 +60,11 @@ class PrefixProgram(nn.Layer):
             "group_index": group_index[0] if group_index else None,
             **text_fields(TEXTS, texts),
         }
-        embs_BLD, pad_BL, marks_BL = self.prefix.embed_all(batch, stills, subgoal_rows)
-        view = ProgramView(self._view_of(pad_BL, marks_BL), self.config.vlm_config)
-        cache = self.decoder(embs_BLD, prefix_view=view, keep=True).cache
-        return [pad_BL, *flat(cache)]
+        prefix = policy_prefix(self.prefix, batch, stills, subgoal_rows)
+        text = self.config.vlm_config.gemma3_config.text_config
+        view = ProgramView(self._prefix_view(prefix), text)
+        cache = self.decoder(prefix.embs, prefix_view=view, keep=True).cache
+        return [prefix.pad_masks, *flat(cache)]
 
     def input_spec(self) -> list:
         """Its inputs. Without a history there is no `frame_is_pad`, without groups no index."""

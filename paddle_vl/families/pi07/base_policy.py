@@ -10,10 +10,10 @@ Over 350 lines, since a policy and its files are one format.
 import fnmatch
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import paddle
@@ -28,7 +28,7 @@ from paddle_vl.checkpoint.reading import (
 )
 from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, write_file
 from paddle_vl.checkpoint.writing import parameters_to_write, write_one_file, write_tensors
-from paddle_vl.families.hf_interface import SizedModel
+from paddle_vl.families.hf_interface import SizedModel, loads_like_hf
 from paddle_vl.families.pi07.checkpoint_map import (
     UNUSED_KEYS,
     Groups,
@@ -41,6 +41,8 @@ from paddle_vl.families.pi07.policy_model import PolicyModel
 from paddle_vl.families.policy.features import CONFIG_FILES, CURRENT_CONFIG_VERSION, read_config
 from paddle_vl.families.policy.normalize import Normalizer, Statistics
 from paddle_vl.families.policy.normalizers import NORMALIZERS
+from paddle_vl.families.policy.prompt import PromptTokenizer, check_vocabulary
+from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
 from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.placement import Placement
 
@@ -60,37 +62,121 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
 
     Attributes:
         normalizers: by name in a checkpoint; they have the statistics.
+        labels: texts whose token ids the model needs.
+        new_normalizers: makes normalizers for a configuration and a number of groups.
     """
 
     config: PI07Config | PI07PlannerConfig
     model: PolicyModel
     normalizers: Mapping[str, Normalizer]
+    config_class: ClassVar[Any]
+    model_class: ClassVar[Any]
+    labels: ClassVar[Sequence[str]]
+    new_normalizers: ClassVar[Callable[[Any, int], dict[str, Normalizer]]]
     # Patterns of checkpoint keys that the model never reads.
-    unused_keys: Sequence[str] = ()
+    unused_keys: ClassVar[Sequence[str]] = ()
 
     def __init__(
         self,
-        config: PI07Config | PI07PlannerConfig,
-        *parts: Any,
+        config: Any,
+        tokenizer: PromptTokenizer | str | Path,
+        statistics: Sequence[Statistics] | None = None,
         placement: Placement | None = None,
-        **named_parts: Any,
     ):
-        """
+        """A policy with fresh weights; for a shard of one use `from_config`.
+
         Args:
-            parts, named_parts: tokenizers and statistics, as the subclass takes them.
+            tokenizer: the backbone's, or its file or folder.
+            statistics: of each group of data, in the order of `config.dataset_names`.
+            placement: None for the full model on a single device.
+
+        Raises:
+            ValueError: settings, statistics and tokenizer do not fit together.
+            RuntimeError: the tokenizer's files are missing or damaged.
         """
         super().__init__()
+        if isinstance(tokenizer, (str, Path)):
+            tokenizer = PromptTokenizer.from_pretrained(tokenizer)
+            check_vocabulary(tokenizer, config.vlm_config.gemma3_config.text_config.vocab_size)
+        self.config, self.tokenizer = config, tokenizer
+        labels = {label: tokenizer.encode(label) for label in self.labels}
+        self.model = self.model_class(config, labels, placement)
+        groups = config.num_groups if statistics is None else len(statistics)
+        self.normalizers = self.make_normalizers(groups)
+        if statistics is not None:
+            for normalizer in self.normalizers.values():
+                normalizer.set_statistics(statistics)
 
     @classmethod
-    @abstractmethod
+    @loads_like_hf
     def from_pretrained(
         cls: type[Policy],
         path: str | Path,
         *,
         config: Any = None,
-        **settings: Any,
+        statistics: Sequence[Statistics] | None = None,
+        dtype: str = "float32",
+        fresh: Sequence[str] = (),
+        ignore: Sequence[str] = (),
+        placement: Placement | None = None,
+        materialize: bool = True,
+        **tokenizers: Any,
     ) -> Policy:
-        """Load a policy's folder, see `PI07LowLevelPolicy.from_pretrained`."""
+        """Load a policy's folder, one tensor at a time.
+
+        Args:
+            config: instead of the folder's. Rows of groups are found by name, see
+                `paddle_vl.families.pi07.checkpoint_map`.
+            statistics: for a checkpoint without statistics, or with `skip_normalization_weights`.
+            dtype: of the weights.
+            fresh: patterns of the model's keys that the checkpoint may lack; these are drawn.
+            ignore: patterns of the checkpoint's keys that the model may lack.
+            placement: None for the full model on a single device.
+            materialize: read the weights now; False leaves that to the model's `materialize()`.
+            tokenizers: `tokenizer`, and `action_tokenizer` of the low-level policy; None for those
+                in the folder. OpenTau saves none.
+
+        Raises:
+            ValueError: keys are missing, unexpected or misshapen; or both the checkpoint and the
+                caller give statistics.
+            RuntimeError: files are missing or damaged.
+        """
+        folder = Path(path)
+        config = cls.config_class.from_pretrained(folder) if config is None else config
+        stored = PolicyCheckpoint(folder)
+        takes = takes_statistics(config.skip_normalization_weights, stored, statistics)
+        config = cls.config_of_weights(config, stored)
+        if config.config_version is None:
+            # Checkpoints from before the convention changed have no version.
+            config = replace(config, config_version=0)
+        given = {name: one for name, one in tokenizers.items() if one is not None}
+        parts = cls.stored_tokenizers(folder) | given
+        try:
+            with default_dtype(chosen_dtype(dtype, stored.model)), paddle.LazyGuard():
+                policy = cls(config, **parts, statistics=statistics, placement=placement)
+        except ValueError as error:
+            raise ValueError(f"{folder}: {error}") from error
+        if takes and config.dataset_names is None:
+            policy.normalizers = policy.make_normalizers(stored.num_groups(policy.normalizers))
+        stored.regroup(config, policy.normalizers if takes else {})
+        ignore = [*ignore, *cls.unused_keys]
+        stored.fill(policy.model, policy.normalizers, fresh, ignore, takes)
+        if materialize:
+            policy.model.materialize_all()
+        # The policy now has other statistics, which its checkpoints must keep.
+        policy.config = replace(policy.config, skip_normalization_weights=False)
+        policy.eval()
+        return policy
+
+    @classmethod
+    def config_of_weights(cls, config: Any, stored: "PolicyCheckpoint") -> Any:
+        """The configuration with what only the weights tell."""
+        return config
+
+    @classmethod
+    def stored_tokenizers(cls, folder: Path) -> dict[str, Any]:
+        """The tokenizers of a policy's folder."""
+        return {"tokenizer": folder / TOKENIZER_FILE}
 
     @classmethod
     def from_config(
@@ -146,60 +232,36 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
         config.save_pretrained(folder)
         self.save_tokenizers(folder)
 
-    @abstractmethod
     def save_tokenizers(self, folder: Path) -> None:
         """Write the files of the tokenizers."""
+        self.tokenizer.save_pretrained(folder)
 
-    @abstractmethod
     def make_normalizers(self, num_groups: int) -> dict[str, Normalizer]:
         """Normalizers without statistics.
 
         Raises:
             ValueError: the configuration names another number of groups.
         """
+        config, names = self.config, self.config.dataset_names
+        if (names or config.per_group_projection) and num_groups != config.num_groups:
+            raise ValueError(
+                f"there are statistics of {num_groups} groups, dataset_names has {names}: name "
+                "every group there, in the order of the statistics"
+            )
+        return type(self).new_normalizers(config, num_groups)
+
+    @property
+    @abstractmethod
+    def inputs(self) -> Any:
+        """Makes the model's inputs from raw batches: `PolicyInputs` or `PlannerInputs`."""
+
+    def training_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The model's inputs and targets from raw demonstrations, as arrays."""
+        return self.inputs.training_inputs(batch)
 
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
         """Unsharded shapes of all parameters by checkpoint key, without `model.`."""
         return self.model.whole_shapes()
-
-    @classmethod
-    def _loaded(
-        cls: type[Policy],
-        stored: "PolicyCheckpoint",
-        config: PI07Config | PI07PlannerConfig,
-        parts: Mapping[str, Any],
-        statistics: Sequence[Statistics] | None,
-        dtype: str,
-        fresh: Sequence[str],
-        ignore: Sequence[str],
-        placement: Placement | None,
-        materialize: bool,
-    ) -> Policy:
-        """A policy with a checkpoint's weights; see `PI07LowLevelPolicy.from_pretrained`.
-
-        Args:
-            parts: the tokenizers.
-        """
-        takes = takes_statistics(config.skip_normalization_weights, stored, statistics)
-        if config.config_version is None:
-            # Checkpoints from before the convention changed have no version.
-            config = replace(config, config_version=0)
-        try:
-            with default_dtype(chosen_dtype(dtype, stored.model)), paddle.LazyGuard():
-                policy = cls(config, **parts, statistics=statistics, placement=placement)
-        except ValueError as error:
-            raise ValueError(f"{stored.folder}: {error}") from error
-        if takes and config.dataset_names is None:
-            policy.normalizers = policy.make_normalizers(stored.num_groups(policy.normalizers))
-        stored.regroup(config, policy.normalizers if takes else {})
-        ignore = [*ignore, *cls.unused_keys]
-        stored.fill(policy.model, policy.normalizers, fresh, ignore, takes)
-        if materialize:
-            policy.model.materialize_all()
-        # The policy now has other statistics, which its checkpoints must keep.
-        policy.config = replace(policy.config, skip_normalization_weights=False)
-        policy.eval()
-        return policy
 
 
 class StatisticsEntry(NamedTuple):

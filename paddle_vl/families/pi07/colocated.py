@@ -1,4 +1,4 @@
-"""pi07's tower under the colocated schedule: the images that samples have as items.
+"""pi07 under the colocated schedule: its tower with images as items, its stages and batches.
 
 An `ItemEncoder` of `paddle_vl.parallel.colocated.encoder`. An item is the video of a camera, or the
 goal image of one. Images that are masked, of missing cameras and dropped goals, are no items: no
@@ -18,12 +18,17 @@ from typing import Any
 
 import numpy as np
 import paddle
-from paddle import Tensor
+from paddle import Tensor, nn
 
+from paddle_vl.batch.schema import Batch
+from paddle_vl.families.pi07.objective import PlannerBatchAdapter, PolicyBatchAdapter
+from paddle_vl.families.pi07.pipeline import PI07LowLevelStage, PI07PlannerStage, PI07Stage
 from paddle_vl.families.pi07.policy_model import PolicyModel
-from paddle_vl.families.pi07.prefix import IMAGE_ROWS
+from paddle_vl.families.pi07.prefix import ImageRows
 from paddle_vl.families.pi07.prefix_layout import CAMERA_MASKS, IMAGES
 
+# Entry of a batch with the tower's rows of its images, a `PooledRows`.
+IMAGE_ROWS = "image_rows"
 # Entry of a batch with its `ImageItems`, taken on the host before masks go to the device.
 IMAGE_ITEMS = "image_items"
 # The masks of each of `IMAGES`.
@@ -96,7 +101,6 @@ class PI07Encoder:
     splits_rows = False
 
     def __init__(self, model: PolicyModel):
-        assert model.prefix is not None, "every stage has the tower"
         self.video_encoder = model.prefix.video_encoder
         self.section_widths = [self.video_encoder.tower.config.hidden_size]
 
@@ -174,3 +178,40 @@ def _items(batch: Mapping[str, Any]) -> ImageItems:
 
 def _stacked(arrays: Sequence[np.ndarray]) -> Tensor | None:
     return paddle.to_tensor(np.stack(arrays)) if arrays else None
+
+
+class ColocatedStage(PI07Stage):
+    """A stage whose batches come with the tower's rows."""
+
+    reads_images = False
+
+    def image_rows(self, batch: Mapping[str, Any]) -> ImageRows:
+        return batch[IMAGE_ROWS].of
+
+
+class ColocatedLowLevelStage(ColocatedStage, PI07LowLevelStage):
+    """A stage of the low-level policy."""
+
+
+class ColocatedPlannerStage(ColocatedStage, PI07PlannerStage):
+    """A stage of the planner."""
+
+
+class ColocatedBatchAdapter(PolicyBatchAdapter):
+    """Batches whose images stay on the host: the encoder copies those that it encodes."""
+
+    def prepared(self, batch: Batch) -> Batch:
+        return {**super().prepared(batch), IMAGE_ITEMS: ImageItems.of(batch)}
+
+    def is_for_device(self, name: str) -> bool:
+        return name not in IMAGES
+
+    def idle_batch(self, model: nn.Layer) -> Batch:
+        # Without images: ranks of other data lanes know that this lane has ended, no more.
+        idle = super().idle_batch(model)
+        masks = {name: idle[name] for name in CAMERA_MASKS.values() if name in idle}
+        return {**idle, **{name: list(map(np.zeros_like, masks[name])) for name in masks}}
+
+
+class ColocatedPlannerBatchAdapter(ColocatedBatchAdapter, PlannerBatchAdapter):
+    """Batches of the planner."""

@@ -53,21 +53,6 @@ UNUSED_SETTINGS = frozenset(
     skip_input_resolution_check tags torch_compile_mode type use_amp use_peft use_torch_compile
     """.split()
 )
-# The order of OpenTau's files; other keys come first.
-_ORDER = """
-    vlm_config n_obs_steps history_interval chunk_size n_action_steps input_features output_features
-    normalization_mapping max_state_dim max_action_dim resize_imgs_with_padding empty_cameras
-    prompt_max_length memory_max_length response_max_length metadata_max_length
-    subtask_indicator_max_length memory_indicator_max_length discrete_action_max_length
-    discrete_action_tokenizer_path proj_width num_steps max_delay per_group_projection
-    knowledge_insulation spacetime_layer_stride attention_implementation dropout
-    freeze_vision_encoder train_expert_only train_state_action_representation_only
-    gradient_checkpointing optimizer_lr optimizer_betas optimizer_eps optimizer_weight_decay
-    scheduler_warmup_steps scheduler_decay_steps scheduler_decay_lr warn_outlier_threshold
-    dataset_names dataset_to_norm_index config_version skip_normalization_weights
-    save_normalization_stats
-    """.split()
-_KEYS = {name: place for place, name in enumerate(_ORDER)}
 # Training settings, of the second level, that contradict each other.
 _CONTRADICTIONS = (
     ("train_expert_only", "without", "freeze_vision_encoder"),
@@ -234,11 +219,6 @@ class PolicyConfig(ConfigSection, SavedConfig):
                 level["attention_implementation"] = "eager"
         return values
 
-    def to_dict(self) -> dict[str, Any]:
-        """The content of config.json, as OpenTau writes it."""
-        values = self._type() | super().to_dict()
-        return dict(sorted(values.items(), key=lambda item: _KEYS.get(item[0], -1)))
-
     @property
     def num_groups(self) -> int:
         """Number of groups of data with statistics of their own."""
@@ -320,11 +300,6 @@ class PI07Config(PolicyConfig):
         vlm = replace(settings.pop("vlm_config", self.vlm_config), **shared)
         return replace(self, **settings, vlm_config=vlm)
 
-    @property
-    def obs_buffer_size(self) -> int:
-        """Environment steps to remember for one observation."""
-        return (self.n_obs_steps - 1) * self.history_interval + 1
-
     @classmethod
     def of_file(cls, values: dict[str, Any]) -> dict[str, Any]:
         """`n_obs_history` was the number of frames that a policy sees, null for one; `n_obs_steps`
@@ -367,5 +342,6 @@ class PI07PlannerConfig(PolicyConfig):
     # It has no discrete actions.
     inert_keys: ClassVar[frozenset[str]] = UNUSED_SETTINGS | {"discrete_action_tokenizer_path"}
     engine_defaults: ClassVar[dict[str, Any]] = {"disable_action_expert": True}
-    # It has no projections of states and actions.
+    # It has no projections of states and actions, and no past frames.
     per_group_projection: ClassVar[bool] = False
+    spacetime_layer_stride: ClassVar[int] = 1

@@ -1,40 +1,48 @@
 """The decoder: each layer has a backbone half and an expert half, for one or both streams.
 
-The halves interact in attention only: the suffix reads keys and values of the prefix, never the
-reverse. So three ways to run it give the same numbers: both streams at once; the prefix first and
-the suffix on its cached keys; or, for decoding, the prefix in pieces.
+The backbone half is Gemma 3 for the prefix, the expert half an adaptive Gemma for the actions. They
+interact in attention only: the suffix reads keys and values of the prefix, never the reverse. So
+three ways to run it give the same numbers: both streams at once; the prefix first and the suffix on
+its cached keys; or, for decoding, the prefix in pieces.
 
 `sliding_window` has no effect, as in OpenTau: every layer sees the full prefix.
 
-Shapes: B batch, L prefix tokens of width D, C suffix tokens of width E, S keys. Inside the layers,
-tokens are rows, batch-major: T = B * L of the prefix and T' = B * C of the suffix; under sequence
-parallelism this rank's shard of them.
+Shapes: B batch, L prefix tokens of width D, C suffix tokens of width E, S keys; inside a layer D is
+the width of its stream, E that of the condition, F inner width of the MLP, N query heads, K
+key/value heads, H head width. Inside the layers, tokens are rows, batch-major: T = B * L of the
+prefix and T' = B * C of the suffix; under sequence parallelism this rank's shard of them.
 
-Source: OpenTau's Gemma3WithExpertModel and make_att_2d_masks.
+Over 350 lines, to keep both halves and their attention in one file.
+
+Source: OpenTau's Gemma3WithExpertModel, InterleavedDecoderLayer and make_att_2d_masks;
+Gemma3DecoderLayer of HF transformers; the adaptive expert is openpi's.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.families.pi07.decoder_layers import (
-    BackboneLayer,
-    ExpertLayer,
-    KeyValue,
-    PrefixKeys,
-    StreamView,
+from paddle_vl.families.pi07.engine_config import (
+    Gemma3TextConfig,
+    Gemma3WithExpertConfig,
+    GemmaExpertConfig,
 )
-from paddle_vl.families.pi07.engine_config import Gemma3WithExpertConfig
 from paddle_vl.families.pi07.layers import (
     AdaptiveRMSNorm,
     GemmaRMSNorm,
     SharedConditions,
     rotary_tables,
 )
+from paddle_vl.nn.attention import RotaryTables, apply_rotary, masked_attention
 from paddle_vl.nn.attention_masks import AttentionMask, BlockMask
+from paddle_vl.nn.linear import Columns
+from paddle_vl.nn.operations import geglu
 from paddle_vl.nn.placement import Placement
+
+# Keys and values `[B, S, K, H]`; keys are normalized and rotated.
+KeyValue = tuple[Tensor, Tensor]
 
 
 def block_mask(pad_masks_BL: Tensor, att_masks_BL: Tensor) -> Tensor:
@@ -59,6 +67,63 @@ def suffix_positions(prefix_pad_BL: Tensor, num_tokens: int) -> Tensor:
     return first_B1 + paddle.arange(num_tokens, dtype="int64")
 
 
+class StreamView:
+    """Positions and mask of a stream's tokens, the same for all layers.
+
+    Not a tuple, which Paddle's recompute searches for tensors.
+
+    Args:
+        shape: B and L.
+        rotary: tables of the rotary embedding by base.
+        mask: over keys of the cache or prefix, then the stream's own keys.
+        scale: factor of the scores; the backbone's for both streams.
+        implementation: `eager` or `sdpa` attention.
+
+    Attributes:
+        num_rows: B * L.
+        output: view of the rows that are read after the last layer; None if all are.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        rotary: dict[float, RotaryTables],
+        mask: AttentionMask,
+        scale: float,
+        implementation: str,
+    ):
+        self.shape, self.rotary, self.mask = shape, rotary, mask
+        self.scale, self.implementation = scale, implementation
+        self.num_rows = shape[0] * shape[1]
+        self.output: StreamView | None = None
+        self._rows = slice(None)
+
+    def of_rows(self, rows: slice, mask: AttentionMask) -> "StreamView":
+        """The view of some rows of each sample, with their mask."""
+        shape = (self.shape[0], rows.stop - rows.start)
+        view = StreamView(shape, self.rotary, mask, self.scale, self.implementation)
+        view._rows = rows
+        return view
+
+    def own_rows(self, x_BLC: Tensor) -> Tensor:
+        """The view's rows among all rows of each sample."""
+        return x_BLC if self._rows == slice(None) else x_BLC[:, self._rows]
+
+    def attend(
+        self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, past: KeyValue | None
+    ) -> tuple[Tensor, KeyValue]:
+        """Attention output `[B, L, N, H]` of the view's rows; all keys and values, `past` first."""
+        if past is not None:
+            k_BSKH = paddle.concat([past[0], k_BLKH], axis=1)
+            v_BSKH = paddle.concat([past[1], v_BLKH], axis=1)
+        else:
+            k_BSKH, v_BSKH = k_BLKH, v_BLKH
+        out_BLNH = masked_attention(
+            self.own_rows(q_BLNH), k_BSKH, v_BSKH, self.mask, self.scale, self.implementation
+        )
+        return out_BLNH, (k_BSKH, v_BSKH)
+
+
 class SuffixView:
     """How a suffix reads the prefix. Not a tuple, which Paddle's recompute searches for tensors.
 
@@ -71,14 +136,168 @@ class SuffixView:
     def __init__(self, own: StreamView, num_keys: int | None, insulated: bool):
         self.own, self.num_keys, self.insulated = own, num_keys, insulated
 
-    def read(self, prefix: KeyValue | PrefixKeys) -> KeyValue | PrefixKeys:
+    def read(self, prefix: KeyValue) -> KeyValue:
         """The keys and values that the suffix sees."""
-        if isinstance(prefix, PrefixKeys):
-            return prefix
         key, value = prefix
         if self.num_keys is not None and key.shape[1] != self.num_keys:
             key, value = key[:, : self.num_keys], value[:, : self.num_keys]
         return (key.detach(), value.detach()) if self.insulated else (key, value)
+
+
+class BackboneLayer(nn.Layer):
+    """`x + norm(attention(norm(x)))`, then `x + norm(mlp(norm(x)))`.
+
+    Args:
+        rope_base: base of this layer's rotary angles.
+        serves_tokens_alone: True for the last layer of a model with an expert. Its attention output
+            reaches the token loss only, but its keys and values also the action loss. Queries may
+            then get no gradient when keys and values do, so they are not fused with these; and all
+            behind keys and values runs for the rows that the token loss reads.
+    """
+
+    def __init__(
+        self,
+        config: Gemma3TextConfig,
+        rope_base: float,
+        dropout: float,
+        placement: Placement,
+        serves_tokens_alone: bool = False,
+    ):
+        super().__init__()
+        self.rope_base, self.serves_tokens_alone = rope_base, serves_tokens_alone
+        width, head_dim, epsilon = config.hidden_size, config.head_dim, config.rms_norm_eps
+        self.input_layernorm = placement.layers.row_wise(GemmaRMSNorm(width, epsilon))
+        self.self_attn = Attention(config, width, placement, is_fused=not serves_tokens_alone)
+        self.self_attn.q_norm = placement.layers.head_wise(GemmaRMSNorm(head_dim, epsilon))
+        self.self_attn.k_norm = placement.layers.head_wise(GemmaRMSNorm(head_dim, epsilon))
+        self.post_attention_layernorm = placement.layers.row_wise(GemmaRMSNorm(width, epsilon))
+        self.pre_feedforward_layernorm = placement.layers.row_wise(GemmaRMSNorm(width, epsilon))
+        self.mlp = GemmaMLP(width, config.intermediate_size, placement)
+        self.post_feedforward_layernorm = placement.layers.row_wise(GemmaRMSNorm(width, epsilon))
+        self.dropout = placement.layers.row_dropout(dropout)
+
+    def forward(
+        self, x_TD: Tensor, view: StreamView, past: KeyValue | None = None
+    ) -> tuple[Tensor, KeyValue]:
+        """The rows `[T, D]`, in the last layer those of `view.output`; and the keys and values of
+        `past` followed by this call's."""
+        output = (view.output or view) if self.serves_tokens_alone else view
+        attended_TD, key_value = self.self_attn(
+            self.input_layernorm(x_TD), view, self.rope_base, past, output
+        )
+        if output is not view:
+            x_TD = output.own_rows(x_TD.reshape([*view.shape, -1])).flatten(0, 1)
+        x_TD = x_TD + self.post_attention_layernorm(self.dropout(attended_TD))
+        mlp_TD = self.mlp(self.pre_feedforward_layernorm(x_TD))
+        return x_TD + self.post_feedforward_layernorm(self.dropout(mlp_TD)), key_value
+
+
+class ExpertLayer(nn.Layer):
+    """`x + gate * attention(norm(x))`, then `x + gate * mlp(norm(x))`; norms return the gates."""
+
+    def __init__(
+        self,
+        config: GemmaExpertConfig,
+        rope_base: float,
+        dropout: float,
+        placement: Placement,
+    ):
+        super().__init__()
+        self.rope_base = rope_base
+        width, cond, epsilon = config.hidden_size, config.adarms_cond_dim, config.rms_norm_eps
+        self.input_layernorm = placement.layers.row_wise(AdaptiveRMSNorm(width, cond, epsilon))
+        self.self_attn = Attention(config, width, placement)
+        self.post_attention_layernorm = placement.layers.row_wise(
+            AdaptiveRMSNorm(width, cond, epsilon)
+        )
+        self.mlp = GemmaMLP(width, config.intermediate_size, placement)
+        self.dropout = placement.layers.row_dropout(dropout)
+
+    def forward(
+        self, x_TD: Tensor, cond_TE: Tensor | SharedConditions, view: StreamView, prefix: KeyValue
+    ) -> Tensor:
+        """Rows `[T, D]`, which see the prefix and each other.
+
+        Args:
+            cond_TE: condition of the norms, see `AdaptiveRMSNorm`.
+            prefix: the keys and values that the suffix sees.
+        """
+        rows_TD, gate_TD = self.input_layernorm(x_TD, cond_TE)
+        attended_TD, _ = self.self_attn(rows_TD, view, self.rope_base, prefix)
+        x_TD = x_TD + self.dropout(attended_TD) * gate_TD
+        rows_TD, gate_TD = self.post_attention_layernorm(x_TD, cond_TE)
+        return x_TD + self.dropout(self.mlp(rows_TD)) * gate_TD
+
+
+class Attention(nn.Layer):
+    """Grouped-query attention; `q_norm` and `k_norm`, if set, are applied before the rotation."""
+
+    def __init__(
+        self,
+        config: Gemma3TextConfig | GemmaExpertConfig,
+        width: int,
+        placement: Placement,
+        is_fused: bool = True,
+    ):
+        """
+        Args:
+            is_fused: queries, keys and values come from one weight.
+        """
+        super().__init__()
+        self.placement, self.head_dim = placement, config.head_dim
+        heads, key_heads = config.num_attention_heads, config.num_key_value_heads
+        query_width, key_width = heads * config.head_dim, key_heads * config.head_dim
+        columns = [
+            Columns("q_proj", query_width, heads),
+            Columns("k_proj", key_width, key_heads),
+            Columns("v_proj", key_width, key_heads),
+        ]
+        make = placement.layers.projections if is_fused else placement.layers.separate_projections
+        self.qkv_proj = make(width, columns)
+        self.o_proj = placement.layers.row_linear(query_width, width)
+        self.q_norm: GemmaRMSNorm | None = None
+        self.k_norm: GemmaRMSNorm | None = None
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        view: StreamView,
+        rope_base: float,
+        past: KeyValue | None,
+        output: StreamView | None = None,
+    ) -> tuple[Tensor, KeyValue]:
+        """Rows of the output, and keys and values.
+
+        Args:
+            output: the view of the rows whose output is needed; None for all.
+        """
+        rows_TC = self.qkv_proj(x_TD, view.num_rows)
+        q_BLNH = self._of_heads(rows_TC[0], view)
+        k_BLKH = self._of_heads(rows_TC[1], view)
+        v_BLKH = self._of_heads(rows_TC[2], view)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
+        q_BLNH, k_BLKH = apply_rotary(q_BLNH, k_BLKH, view.rotary[rope_base])
+        out_BLNH, key_value = (output or view).attend(q_BLNH, k_BLKH, v_BLKH, past)
+        out_TD = out_BLNH.reshape([-1, rows_TC[0].shape[-1]])
+        return self.o_proj(self.placement.ops.pad_rows(out_TD)), key_value
+
+    def _of_heads(self, rows_TC: Tensor, view: StreamView) -> Tensor:
+        num_heads = rows_TC.shape[-1] // self.head_dim
+        return rows_TC.reshape([*view.shape, num_heads, self.head_dim])
+
+
+class GemmaMLP(nn.Layer):
+    """`down(gelu(gate(x)) * up(x))` with the tanh form of GELU."""
+
+    def __init__(self, width: int, inner: int, placement: Placement):
+        super().__init__()
+        columns = [Columns("gate_proj", inner), Columns("up_proj", inner)]
+        self.gate_up_proj = placement.layers.projections(width, columns, splits=False)
+        self.down_proj = placement.layers.row_linear(inner, width)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.down_proj(geglu(*self.gate_up_proj(x_TD)))
 
 
 class InterleavedDecoderLayer(nn.Layer):
@@ -94,7 +313,7 @@ class InterleavedDecoderLayer(nn.Layer):
         self.backbone_layer = BackboneLayer(
             text, base, dropout, placement, serves_tokens_alone=has_expert and is_last
         )
-        self.expert_layer = (
+        self.expert_layer: Any = (
             ExpertLayer(config.gemma_expert_config, base, dropout, placement)
             if has_expert
             else None
@@ -107,7 +326,7 @@ class InterleavedDecoderLayer(nn.Layer):
         cond_TE: Tensor | SharedConditions | None = None,
         prefix_view: StreamView | None = None,
         suffix_view: SuffixView | None = None,
-        past: KeyValue | None = None,
+        past: Any = None,
         keep: bool = False,
     ) -> tuple[Tensor, ...]:
         """Run the given streams.
@@ -125,15 +344,12 @@ class InterleavedDecoderLayer(nn.Layer):
             out_TD, past = self.backbone_layer(prefix_TD, prefix_view, past)
             rows.append(out_TD)
         if suffix_TE is not None:
-            assert self.expert_layer is not None, "a suffix needs an expert"
             assert suffix_view is not None, "a suffix has a view"
-            assert past is not None, "a suffix reads a prefix"
             rows.append(
                 self.expert_layer(suffix_TE, cond_TE, suffix_view.own, suffix_view.read(past))
             )
         if not keep:
             return tuple(rows)
-        assert past is not None, "there are keys of a prefix to return"
         return (*rows, *past)
 
 
@@ -146,9 +362,9 @@ class DecoderOutput(NamedTuple):
         cache: keys and values of the prefix by layer, if they were to be kept.
     """
 
-    prefix: Tensor | None
-    suffix: Tensor | None
-    cache: list[KeyValue] | None
+    prefix: Any
+    suffix: Any
+    cache: Any
 
 
 class Streams(NamedTuple):
@@ -173,7 +389,11 @@ class InterleavedDecoder(nn.Layer):
 
     Attributes:
         attention_implementation: `eager` or `sdpa`; starts as configured, read at every call.
+        norm, expert_norm: None where there are none.
     """
+
+    norm: Any
+    expert_norm: Any
 
     def __init__(self, config: Gemma3WithExpertConfig, placement: Placement):
         super().__init__()
@@ -210,9 +430,6 @@ class InterleavedDecoder(nn.Layer):
             base: rotary_tables(position_ids_BL, text.head_dim, base)
             for base in {text.rope_base(i) for i in range(text.num_hidden_layers)}
         }
-        if not paddle.in_dynamic_mode():
-            for tables in rotary.values():
-                tables.prepare([text.num_attention_heads, text.num_key_value_heads])
         return StreamView(
             tuple(position_ids_BL.shape),
             rotary,
@@ -228,7 +445,7 @@ class InterleavedDecoder(nn.Layer):
         cond_BCE: Tensor | SharedConditions | None = None,
         prefix_view: StreamView | None = None,
         suffix_view: SuffixView | None = None,
-        cache: Sequence[KeyValue | PrefixKeys] | None = None,
+        cache: Sequence[KeyValue] | None = None,
         keep: bool = False,
     ) -> DecoderOutput:
         """Run the given streams through all layers.
@@ -280,7 +497,7 @@ class InterleavedDecoder(nn.Layer):
         streams: Streams,
         prefix_view: StreamView | None = None,
         suffix_view: SuffixView | None = None,
-        cache: Sequence[KeyValue | PrefixKeys] | None = None,
+        cache: Sequence[KeyValue] | None = None,
         keep: bool = False,
     ) -> tuple[Streams, list[KeyValue] | None]:
         """Run some layers in order; also returns their keys and values with `keep`."""
@@ -306,11 +523,9 @@ class InterleavedDecoder(nn.Layer):
         prefix_TD, suffix_TE, cond_TE = streams
         prefix_BLD = suffix_BCE = None
         if prefix_TD is not None:
-            assert self.norm is not None, "the last stage has the norms"
             assert prefix_view is not None, "a prefix has a view"
-            prefix_BLD = self._leave(self.norm(prefix_TD), prefix_view.output)
+            prefix_BLD = self._leave(self.norm(prefix_TD), prefix_view.output or prefix_view)
         if suffix_TE is not None:
-            assert self.expert_norm is not None, "the last stage has the norms"
             assert suffix_view is not None, "a suffix has a view"
             suffix_BCE = self._leave(self.expert_norm(suffix_TE, cond_TE)[0], suffix_view.own)
         return DecoderOutput(prefix_BLD, suffix_BCE, None)

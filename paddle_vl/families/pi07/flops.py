@@ -12,17 +12,19 @@ Real are: frames and states inside the episode (always the current one) of exist
 that are not masked; labels that are laid out. See `paddle_vl.families.flops` for what is counted.
 """
 
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from paddle_vl.families.flops import FlopCounter, Operations
-from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.engine_config import Gemma3Config, Gemma3TextConfig, GemmaExpertConfig
 from paddle_vl.families.pi07.prefix_layout import (
     PLANNER_BLOCKS,
     PREFIX_BLOCKS,
+    Block,
+    PrefixCounts,
     PrefixTokens,
     presence_of,
     real_frames,
@@ -37,32 +39,71 @@ _ALL_TOKENS = ("tokens", "token_pairs")
 _PREDICTING = ("predicting_tokens", "predicting_pairs")
 
 
-class PI07Flops(FlopCounter):
-    """Counts the operations of the low-level policy's batches, see `FlopCounter`.
+class _PrefixFlops(FlopCounter):
+    """Counts the operations of batches of one of the two models, see `FlopCounter`.
 
     Args:
-        label_ids: token ids of the prefix's labels, see `PI07LowLevelFlowMatching`.
+        label_ids: token ids of the prefix's labels, see the model.
         trained: checkpoint names of the trained parameters; None for all.
-        losses: the computed ones of `MSE` and `CE`.
+        losses: the computed ones; None for all.
     """
+
+    blocks: ClassVar[tuple[Block, ...]]
 
     def __init__(
         self,
-        config: PI07Config,
+        config: Any,
         label_ids: Mapping[str, Sequence[int]],
         trained: Collection[str] | None = None,
-        losses: Collection[str] = ("MSE", "CE"),
+        losses: Collection[str] | None = None,
     ):
         self.config = config
         camera_tokens = config.vlm_config.gemma3_config.mm_tokens_per_image
-        self._tokens = PrefixTokens(PREFIX_BLOCKS, label_ids, camera_tokens)
+        self._tokens = PrefixTokens(self.blocks, label_ids, camera_tokens)
         self._operations = self._walk(Operations(trained), losses)
 
-    def units(self, batch: Mapping[str, Any]) -> dict[str, int]:
-        """Units of the tower; `tokens` of the prefix and `token_pairs`; `predicting_tokens`, those
-        before action tokens, and `predicting_pairs`; `states`, `action_tokens`; `steps` of chunks,
-        `step_pairs`, and `cross_pairs` of steps and prefix tokens."""
+    def operations(self, batch: Mapping[str, Any]) -> Operations:
+        return self._operations
+
+    @abstractmethod
+    def _walk(self, operations: Operations, losses: Collection[str] | None) -> Operations: ...
+
+    def _prefix_units(
+        self, batch: Mapping[str, Any], frames: int, frame_pairs: int, images: int
+    ) -> tuple[dict[str, int], PrefixCounts]:
+        """Units `patches`, `image_tokens`, and visible pairs of patches: `patch_pairs` in a frame,
+        `time_pairs` in time; `current_patches` and `current_pairs` of output images alone; `tokens`
+        of the prefix and `token_pairs`.
+
+        Args:
+            frames: input frames of the tower.
+            frame_pairs: visible pairs of frames of a video.
+            images: output images of the tower.
+        """
         backbone = self.config.vlm_config.gemma3_config
+        patches = backbone.vision_config.num_patches
+        prefix = self._tokens.counts(batch, batch.get("presence") or presence_of(batch))
+        return {
+            "patches": frames * patches,
+            "patch_pairs": frames * patches**2,
+            "time_pairs": frame_pairs * patches,
+            "current_patches": images * patches,
+            "current_pairs": images * patches**2,
+            "image_tokens": images * backbone.mm_tokens_per_image,
+            "tokens": prefix.num_tokens,
+            "token_pairs": prefix.num_pairs,
+        }, prefix
+
+
+class PI07Flops(_PrefixFlops):
+    """Operations of the low-level policy, whose losses are `MSE` and `CE`."""
+
+    blocks = PREFIX_BLOCKS
+
+    def units(self, batch: Mapping[str, Any]) -> dict[str, int]:
+        """Units of the prefix; `predicting_tokens`, those before action tokens, and
+        `predicting_pairs`; `states`, `action_tokens`; `steps` of chunks, `step_pairs`, and
+        `cross_pairs` of steps and prefix tokens."""
         real_BF = real_frames(batch, np)
         real_B = real_BF.sum(axis=1)
         cameras_B = _num_true(batch["vid_masks"])
@@ -70,12 +111,11 @@ class PI07Flops(FlopCounter):
         frame_pairs = 0
         if real_BF.shape[1] > 1:
             frame_pairs = int((cameras_B * (real_B * (real_B + 1) // 2)).sum())
-        prefix = self._tokens.counts(batch, batch.get("presence") or presence_of(batch))
         samples, steps = batch["actions"].shape[:2]
         frames = int((cameras_B * real_B + goals_B).sum())
-        return _tower_units(backbone, frames, frame_pairs, int((cameras_B + goals_B).sum())) | {
-            "tokens": prefix.num_tokens,
-            "token_pairs": prefix.num_pairs,
+        images = int((cameras_B + goals_B).sum())
+        units, prefix = self._prefix_units(batch, frames, frame_pairs, images)
+        return units | {
             "predicting_tokens": prefix.num_predicting,
             "predicting_pairs": prefix.predicting_pairs,
             "states": int(real_B.sum()),
@@ -85,10 +125,8 @@ class PI07Flops(FlopCounter):
             "cross_pairs": steps * prefix.num_seen,
         }
 
-    def operations(self, batch: Mapping[str, Any]) -> Operations:
-        return self._operations
-
-    def _walk(self, operations: Operations, losses: Collection[str]) -> Operations:
+    def _walk(self, operations: Operations, losses: Collection[str] | None) -> Operations:
+        losses = ("MSE", "CE") if losses is None else losses
         config, vlm = self.config, self.config.vlm_config
         text = vlm.gemma3_config.text_config
         width, insulated = text.hidden_size, config.knowledge_insulation
@@ -129,39 +167,22 @@ class PI07Flops(FlopCounter):
         return operations
 
 
-class PI07PlannerFlops(FlopCounter):
-    """Counts the operations of the planner's batches; its losses are `CE_memory` and
-    `CE_response`."""
+class PI07PlannerFlops(_PrefixFlops):
+    """Operations of the planner, whose losses are `CE_memory` and `CE_response`."""
 
-    def __init__(
-        self,
-        config: PI07PlannerConfig,
-        label_ids: Mapping[str, Sequence[int]],
-        trained: Collection[str] | None = None,
-        losses: Collection[str] = ("CE_memory", "CE_response"),
-    ):
-        self.config = config
-        camera_tokens = config.vlm_config.gemma3_config.mm_tokens_per_image
-        self._tokens = PrefixTokens(PLANNER_BLOCKS, label_ids, camera_tokens)
-        self._operations = self._walk(Operations(trained), losses)
+    blocks = PLANNER_BLOCKS
 
     def units(self, batch: Mapping[str, Any]) -> dict[str, int]:
-        """Units of the tower; `tokens` of the prefix and `token_pairs`; `memory_tokens` and
-        `response_tokens`, the predicted ones: all but each segment's first."""
-        backbone = self.config.vlm_config.gemma3_config
+        """Units of the prefix; `memory_tokens` and `response_tokens`, the predicted ones: all but
+        each segment's first."""
         images = int(_num_true(batch["img_masks"]).sum())
-        prefix = self._tokens.counts(batch, batch.get("presence") or presence_of(batch))
-        return _tower_units(backbone, images, 0, images) | {
-            "tokens": prefix.num_tokens,
-            "token_pairs": prefix.num_pairs,
+        units, _ = self._prefix_units(batch, images, 0, images)
+        return units | {
             "memory_tokens": int(batch["memory_masks"][:, 1:].sum()),
             "response_tokens": int(batch["response_masks"][:, 1:].sum()),
         }
 
-    def operations(self, batch: Mapping[str, Any]) -> Operations:
-        return self._operations
-
-    def _walk(self, operations: Operations, losses: Collection[str]) -> Operations:
+    def _walk(self, operations: Operations, losses: Collection[str] | None) -> Operations:
         backbone = self.config.vlm_config.gemma3_config
         text, layers = backbone.text_config, backbone.vision_config.num_hidden_layers
         rows = _tower(operations, backbone, layers + 1)
@@ -170,32 +191,11 @@ class PI07PlannerFlops(FlopCounter):
             rows, _, _ = _backbone_layer(operations, operations, _ALL_TOKENS, text, i, rows)
         rows = operations.norm(f"{_LANGUAGE}.norm", rows)
         for name in ("memory", "response"):
-            counted = operations if f"CE_{name}" in losses else operations.without_backward()
+            computed = losses is None or f"CE_{name}" in losses
+            counted = operations if computed else operations.without_backward()
             size = text.hidden_size * text.vocab_size
             counted.matrix(f"{name}_tokens", _TOKEN_TABLE, size, rows)
         return operations
-
-
-def _tower_units(
-    backbone: Gemma3Config, frames: int, frame_pairs: int, images: int
-) -> dict[str, int]:
-    """Units `patches`, `image_tokens`, and visible pairs of patches: `patch_pairs` in a frame,
-    `time_pairs` in time; `current_patches` and `current_pairs` of output images alone.
-
-    Args:
-        frames: input frames of the tower.
-        frame_pairs: visible pairs of frames of a video.
-        images: output images of the tower.
-    """
-    patches = backbone.vision_config.num_patches
-    return {
-        "patches": frames * patches,
-        "patch_pairs": frames * patches**2,
-        "time_pairs": frame_pairs * patches,
-        "current_patches": images * patches,
-        "current_pairs": images * patches**2,
-        "image_tokens": images * backbone.mm_tokens_per_image,
-    }
 
 
 def _tower(operations: Operations, backbone: Gemma3Config, stride: int) -> bool:

@@ -25,11 +25,12 @@ from paddle_vl.families.pi07.config import PI07Config
 from paddle_vl.families.pi07.decoder import (
     DecoderOutput,
     InterleavedDecoder,
+    KeyValue,
+    StreamView,
     SuffixView,
     prefix_positions,
     suffix_positions,
 )
-from paddle_vl.families.pi07.decoder_layers import KeyValue, PrefixKeys, StreamView
 from paddle_vl.families.pi07.layers import GroupedProjection, SharedConditions, fresh_std
 from paddle_vl.families.pi07.policy_model import PolicyModel, as_tensors, freeze
 from paddle_vl.families.pi07.prefix import Prefix, PrefixEmbedding
@@ -172,7 +173,7 @@ class GivenActions:
         action_prefix: `[B, C, A]`; None if there are none.
         num_samples: B.
         num_steps: C.
-        delay: number of known steps; int64 `[1]` in a program.
+        delay: number of known steps, or int64 `[1]`.
     """
 
     def __init__(
@@ -226,7 +227,10 @@ class PI07LowLevelFlowMatching(PolicyModel):
     """
 
     config: PI07Config
-    prefix: PrefixEmbedding | None
+    # None on pipeline stages without them.
+    suffix: Any
+    da_head: Any
+    action_out_proj: Any
 
     def __init__(
         self,
@@ -249,7 +253,7 @@ class PI07LowLevelFlowMatching(PolicyModel):
         self.tokens = PrefixTokens(PREFIX_BLOCKS, label_ids, camera_tokens)
         self.prefix, self.suffix, self.da_head, self.action_out_proj = None, None, None, None
         if self.placement.stage_layers.tower:
-            self.prefix = PrefixEmbedding(config, self.tokens, num_groups, self.placement)
+            self.prefix = PrefixEmbedding(config, self.tokens, self.placement, num_groups)
         if self.placement.stage_layers.embedding:
             self.suffix = SuffixEmbedding(config, num_groups)
         self.decoder = InterleavedDecoder(vlm, self.placement)
@@ -298,7 +302,6 @@ class PI07LowLevelFlowMatching(PolicyModel):
         presence = presence_of(batch) if presence is None else presence
         batch = as_tensors(batch)
         noisy = self.noisy_actions(batch)
-        assert self.prefix is not None, "a full model has all layers"
         prefix = self.prefix(batch, presence)
         out = self.decode(prefix, noisy, batch.get("group_index"))
         losses = self.losses(out, noisy, batch)
@@ -323,7 +326,6 @@ class PI07LowLevelFlowMatching(PolicyModel):
         self, prefix: Prefix, noisy: NoisyActions, group_B: Tensor | None = None
     ) -> DecoderOutput:
         """Both streams at once, in a full model."""
-        assert self.suffix is not None, "a full model has all layers"
         rows, cond = self.suffix(noisy.x_t, noisy.time, group_B)
         return self.decoder(
             prefix.embs, rows, cond, self.training_view(prefix), self.suffix_view(prefix)
@@ -334,12 +336,11 @@ class PI07LowLevelFlowMatching(PolicyModel):
 
         Under sequence parallelism these are not evenly divided over the ranks, so all are output.
         """
-        pad_BL, marks_BL = prefix.pad_masks, prefix.att_masks
-        mask = BlockMask(pad_BL, marks_BL)
-        view = self.decoder.view(prefix_positions(pad_BL), mask)
+        mask = BlockMask(prefix.pad_masks, prefix.att_masks)
+        view = self.decoder.view(prefix_positions(prefix.pad_masks), mask)
         if self.placement.ops.row_part.size == 1:
-            rows = self._predicting_rows(pad_BL.shape[1])
-            view.read_only(rows, mask.of_queries(rows))
+            rows = self._predicting_rows(prefix.pad_masks.shape[1])
+            view.output = view.of_rows(rows, mask.of_queries(rows))
         return view
 
     def _predicting_rows(self, num_tokens: int) -> slice:
@@ -365,8 +366,6 @@ class PI07LowLevelFlowMatching(PolicyModel):
         self, out: DecoderOutput, noisy: NoisyActions, batch: Mapping[str, Any]
     ) -> dict[str, Any]:
         """What `forward` returns with `per_sample`."""
-        assert out.prefix is not None, "training runs both streams"
-        assert out.suffix is not None, "training runs both streams"
         flow = self.flow_terms(out.suffix, noisy, batch)
         tokens = token_slot_loss(
             self.action_token_logits(out.prefix),
@@ -382,7 +381,6 @@ class PI07LowLevelFlowMatching(PolicyModel):
 
     def velocity(self, suffix_BCE: Tensor, group_B: Tensor | None = None) -> Tensor:
         """Velocities `[B, C, A]` float32 from the expert's rows."""
-        assert self.action_out_proj is not None, "the last stage has the heads"
         return self.action_out_proj(suffix_BCE, group_B).astype("float32")
 
     def flow_terms(
@@ -404,7 +402,6 @@ class PI07LowLevelFlowMatching(PolicyModel):
         Args:
             prefix_BLD: all rows of the prefix, or those of these tokens.
         """
-        assert self.da_head is not None, "the last stage has the heads"
         if prefix_BLD.shape[1] != self.config.discrete_action_max_length:
             prefix_BLD = prefix_BLD[:, self._predicting_rows(prefix_BLD.shape[1])]
         return self.da_head(prefix_BLD)
@@ -437,8 +434,6 @@ class PI07LowLevelFlowMatching(PolicyModel):
                 "this model is one stage of a pipeline; to act, load the checkpoint in a single "
                 "process"
             )
-        assert self.prefix is not None, "a full model has all layers"
-        assert self.suffix is not None, "a full model has all layers"
         if delay and action_prefix is None:
             raise ValueError(f"delay is {delay}: action_prefix must give these first steps")
         config, presence, batch = self.config, presence_of(batch), as_tensors(batch)
@@ -462,7 +457,7 @@ class PI07LowLevelFlowMatching(PolicyModel):
         step: float | Tensor,
         given: "GivenActions",
         view: SuffixView,
-        cache: Sequence[KeyValue | PrefixKeys],
+        cache: Sequence[KeyValue],
         group_B: Tensor | None = None,
     ) -> Tensor:
         """The actions `[B, C, A]` one step later.
@@ -471,7 +466,6 @@ class PI07LowLevelFlowMatching(PolicyModel):
             time, step: numbers, or float32 `[1]`.
             cache: keys and values of the prefix by layer.
         """
-        assert self.suffix is not None, "a full model has all layers"
         x_BCA = given.put(x_BCA)
         rows_BCE, values_2E = self.suffix(x_BCA, given.times(time), group_B)
         conditions = given.conditions(values_2E)

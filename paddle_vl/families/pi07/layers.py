@@ -123,14 +123,16 @@ class PaddedEmbedding(nn.Layer):
         """`[num, D]`, or this rank's rows of it."""
         return self.table.weight
 
-    def forward(self, ids_BL: Tensor) -> Tensor:
-        """int64 `[B, L]` to `[B, L, D]`."""
+    def rows(self, ids_BL: Tensor) -> Tensor:
+        """`forward` for inference: every row may have a gradient."""
         rows_BLD = self.table(ids_BL)
-        if paddle.in_dynamic_mode():
-            rows_BLD = _MaskGradient.apply(rows_BLD, ids_BL != PAD_ID)
         if self.scale == 1.0:
             return rows_BLD
         return rows_BLD * paddle.full([], float(np.float32(self.scale)), rows_BLD.dtype)
+
+    def forward(self, ids_BL: Tensor) -> Tensor:
+        """int64 `[B, L]` to `[B, L, D]`."""
+        return _MaskGradient.apply(self.rows(ids_BL), ids_BL != PAD_ID)
 
 
 class _MaskGradient(PyLayer):

@@ -15,15 +15,8 @@ from paddle import Tensor, nn
 from paddle_vl.batch.schema import Batch
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.worker_pool import Collator
-from paddle_vl.families.pi07.colocated import IMAGE_ITEMS, ImageItems
 from paddle_vl.families.pi07.policy_model import as_tensors
-from paddle_vl.families.pi07.prefix_layout import (
-    CAMERA_MASKS,
-    IMAGES,
-    PrefixTokens,
-    Presence,
-    presence_of,
-)
+from paddle_vl.families.pi07.prefix_layout import PrefixTokens, Presence, presence_of
 from paddle_vl.families.policy.demonstrations.training_set import DrawnDemonstrations
 from paddle_vl.nn.objective import IGNORE_INDEX, BatchAdapter, Loss, target_rows
 
@@ -113,7 +106,6 @@ class PolicyBatchAdapter(BatchAdapter[Batch]):
         make_example: makes some batch of the run, from which an idle batch is derived.
         agrees_on_presence: whether ranks lay out the optional fields that any of them has.
         tokens: layout of the model's prefix, for the lengths of samples; None counts none.
-        is_colocated: whether the tower runs apart from the model's other layers.
     """
 
     counted: tuple[str, ...] = ("num_flow_values", "num_action_slots")
@@ -123,10 +115,9 @@ class PolicyBatchAdapter(BatchAdapter[Batch]):
         make_example: Callable[[], Batch],
         agrees_on_presence: bool = False,
         tokens: PrefixTokens | None = None,
-        is_colocated: bool = False,
     ):
         self.make_example, self.agrees_on_presence = make_example, agrees_on_presence
-        self.tokens, self.is_colocated = tokens, is_colocated
+        self.tokens = tokens
 
     def counts(self, batch: Batch) -> list[int]:
         return [batch[name] for name in self.counted]
@@ -145,17 +136,8 @@ class PolicyBatchAdapter(BatchAdapter[Batch]):
         return list(presence_of(batch)) if self.agrees_on_presence else []
 
     def prepared(self, batch: Batch) -> Batch:
-        added: dict[str, Any] = {}
-        if self.is_colocated:
-            added[IMAGE_ITEMS] = ImageItems.of(batch)
-        if not self.agrees_on_presence:
-            # With agreement `synchronized` sets it.
-            added["presence"] = presence_of(batch)
-        return {**batch, **added}
-
-    def is_for_device(self, name: str) -> bool:
-        # A colocated encoder copies the images that it encodes.
-        return not (self.is_colocated and name in IMAGES)
+        # With agreement `synchronized` sets it.
+        return batch if self.agrees_on_presence else {**batch, "presence": presence_of(batch)}
 
     def synchronized(self, batch: Batch, needed: Sequence[int], model: nn.Layer) -> Batch:
         if not self.agrees_on_presence:
@@ -164,12 +146,7 @@ class PolicyBatchAdapter(BatchAdapter[Batch]):
 
     def idle_batch(self, model: nn.Layer) -> Batch:
         example = self.make_example()
-        idle = {**example, **dict.fromkeys(self.counted, 0), **self._without_targets(example)}
-        if self.is_colocated:
-            # Without images: ranks of other data lanes know that this lane has ended, no more.
-            masks = {name: example[name] for name in CAMERA_MASKS.values() if name in example}
-            idle |= {name: list(map(np.zeros_like, masks[name])) for name in masks}
-        return idle
+        return {**example, **dict.fromkeys(self.counted, 0), **self._without_targets(example)}
 
     def to_device(self, batch: Batch) -> Batch:
         fields = {name: value for name, value in batch.items() if name not in self.counted}

@@ -17,14 +17,13 @@ import paddle
 from paddle import Tensor
 
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
-from paddle_vl.families.pi07.decoder import DecoderOutput, Streams, SuffixView
-from paddle_vl.families.pi07.decoder_layers import StreamView
+from paddle_vl.families.pi07.decoder import DecoderOutput, Streams, StreamView, SuffixView
 from paddle_vl.families.pi07.engine_config import Gemma3Config, Gemma3TextConfig, GemmaExpertConfig
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
 from paddle_vl.families.pi07.layers import SharedConditions
 from paddle_vl.families.pi07.planner import PI07HighLevelPlannerModel
 from paddle_vl.families.pi07.policy_model import PolicyModel, as_tensors
-from paddle_vl.families.pi07.prefix import IMAGE_ROWS
+from paddle_vl.families.pi07.prefix import ImageRows
 from paddle_vl.families.pi07.prefix_layout import IMAGES, PrefixMasks, Presence, presence_of
 
 _DRAWN = ("noise", "time", "delay")
@@ -42,6 +41,9 @@ class PI07Stage(ABC):
         model: a model with these layers.
         layers: numbers of the layers.
     """
+
+    # Whether the first stage runs the tower.
+    reads_images = True
 
     def __init__(self, model: PolicyModel, layers: range):
         self.model, self.layers = model, layers
@@ -66,8 +68,8 @@ class PI07Stage(ABC):
         """
         model, presence = self.model, _presence(batch)
         batch = {name: value for name, value in batch.items() if name != "presence"}
-        # Other stages need the masks of the images, not the images; with their rows no stage does.
-        unread = () if self.is_first and IMAGE_ROWS not in batch else IMAGES
+        # Other stages need the masks of the images, not the images.
+        unread = () if self.is_first and self.reads_images else IMAGES
         batch |= as_tensors({name: batch[name] for name in batch if name not in unread})
         masks = model.tokens.masks(batch, presence)
         prefix_view, suffix_view = self._prefix_view(masks), self._suffix_view(masks)
@@ -82,6 +84,10 @@ class PI07Stage(ABC):
             return self._losses(decoder.leave(streams, prefix_view, suffix_view), batch)
         sent = [rows for rows in streams if not isinstance(rows, SharedConditions | None)]
         return paddle.concat([rows.reshape([-1]) for rows in sent])
+
+    def image_rows(self, batch: Mapping[str, Any]) -> ImageRows | None:
+        """The tower's rows of the batch's images, where it does not run here."""
+        return None
 
     def _shapes(self, batch: Mapping[str, Any], presence: Presence) -> list[tuple[int, int]]:
         """(rows, width) of each tensor of `Streams` in a message."""
@@ -145,10 +151,9 @@ class PI07LowLevelStage(PI07Stage):
 
     def _embedded(self, batch: Mapping[str, Any], presence: Presence) -> Streams:
         model, noisy = self.model, self.model.noisy_actions(batch)
-        assert model.prefix is not None, "the first stage embeds"
-        assert model.suffix is not None, "the first stage embeds"
+        prefix = model.prefix(batch, presence, image_rows=self.image_rows(batch))
         rows, cond = model.suffix(noisy.x_t, noisy.time, batch.get("group_index"))
-        return model.decoder.enter(model.prefix(batch, presence).embs, rows, cond)
+        return model.decoder.enter(prefix.embs, rows, cond)
 
     def _losses(self, out: DecoderOutput, batch: Mapping[str, Any]) -> dict[str, Any]:
         return self.model.losses(out, self.model.noisy_actions(batch), batch)
@@ -160,8 +165,8 @@ class PI07PlannerStage(PI07Stage):
     model: PI07HighLevelPlannerModel
 
     def _embedded(self, batch: Mapping[str, Any], presence: Presence) -> Streams:
-        assert self.model.prefix is not None, "the first stage embeds"
-        return self.model.decoder.enter(self.model.prefix(batch, presence, training=True).embs)
+        prefix = self.model.prefix(batch, presence, image_rows=self.image_rows(batch))
+        return self.model.decoder.enter(prefix.embs)
 
     def _losses(self, out: DecoderOutput, batch: Mapping[str, Any]) -> dict[str, Any]:
         return self.model.losses(out, batch)
@@ -173,47 +178,36 @@ def _presence(batch: Mapping[str, Any]) -> Presence:
     return presence_of(batch) if given is None else given
 
 
-def low_level_costs(config: PI07Config) -> Costs:
-    """Costs of the low-level policy, for balancing the stages of a pipeline.
+def layer_costs(config: PI07Config | PI07PlannerConfig) -> Costs:
+    """Costs for balancing the stages of a pipeline.
 
     In multiplications for one sample with all optional fields. Attention scores are left out, since
     they cost the same in every layer.
     """
     vlm = config.vlm_config
     backbone, text = vlm.gemma3_config, vlm.gemma3_config.text_config
-    cameras = _num_cameras(config)
-    tokens = 2 * cameras * backbone.mm_tokens_per_image + config.n_obs_steps
-    tokens += config.prompt_max_length + config.response_max_length
-    tokens += config.metadata_max_length + config.discrete_action_max_length
-    layer = tokens * _layer_cost(text)
-    layer += config.chunk_size * _expert_cost(vlm.gemma_expert_config)
-    # The frames and the goal of every camera.
-    before = _tower_cost(
-        backbone, cameras * (config.n_obs_steps + 1), bool(vlm.freeze_vision_encoder)
-    )
-    width = config.proj_width
-    before += config.chunk_size * width * (config.max_action_dim + 2 * width)
-    vocabulary = vlm.discrete_action_vocab_size or 0
-    after = config.discrete_action_max_length * text.hidden_size * vocabulary
-    after += config.chunk_size * width * config.max_action_dim
+    cameras = sum(feature.type == "VISUAL" for feature in config.input_features.values())
+    tokens = config.prompt_max_length + config.response_max_length + config.metadata_max_length
+    if isinstance(config, PI07PlannerConfig):
+        tokens += cameras * backbone.mm_tokens_per_image + config.memory_max_length
+        layer, images, projected = tokens * _layer_cost(text), cameras, 0
+        # The first token of memory and of response is not predicted.
+        written = config.memory_max_length + config.response_max_length - 2
+        after = written * text.hidden_size * text.vocab_size
+    else:
+        tokens += 2 * cameras * backbone.mm_tokens_per_image + config.n_obs_steps
+        tokens += config.discrete_action_max_length
+        layer = tokens * _layer_cost(text)
+        layer += config.chunk_size * _expert_cost(vlm.gemma_expert_config)
+        # The frames and the goal of every camera.
+        images = cameras * (config.n_obs_steps + 1)
+        width, actions = config.proj_width, config.max_action_dim
+        projected = config.chunk_size * width * (actions + 2 * width)
+        vocabulary = vlm.discrete_action_vocab_size or 0
+        after = config.discrete_action_max_length * text.hidden_size * vocabulary
+        after += config.chunk_size * width * actions
+    before = _tower_cost(backbone, images, bool(vlm.freeze_vision_encoder)) + projected
     return [float(layer)] * text.num_hidden_layers, float(before), float(after)
-
-
-def planner_costs(config: PI07PlannerConfig) -> Costs:
-    """Costs of the planner, see `low_level_costs`."""
-    vlm = config.vlm_config
-    backbone, text = vlm.gemma3_config, vlm.gemma3_config.text_config
-    cameras, written = _num_cameras(config), config.memory_max_length + config.response_max_length
-    tokens = cameras * backbone.mm_tokens_per_image + written
-    tokens += config.prompt_max_length + config.metadata_max_length
-    layers = [float(tokens * _layer_cost(text))] * text.num_hidden_layers
-    before = _tower_cost(backbone, cameras, bool(vlm.freeze_vision_encoder))
-    # The first token of memory and of response is not predicted.
-    return layers, float(before), float((written - 2) * text.hidden_size * text.vocab_size)
-
-
-def _num_cameras(config: PI07Config | PI07PlannerConfig) -> int:
-    return sum(feature.type == "VISUAL" for feature in config.input_features.values())
 
 
 def _layer_cost(config: Gemma3TextConfig | GemmaExpertConfig) -> int:

@@ -10,24 +10,22 @@ Source: PI07HighLevelPlannerPolicy and PI07HighLevelPlannerModel of OpenTau.
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import paddle
 from paddle import Tensor
 
-from paddle_vl.families.hf_interface import loads_like_hf
-from paddle_vl.families.pi07.base_policy import BasePolicy, PolicyCheckpoint
+from paddle_vl.families.pi07.base_policy import BasePolicy
 from paddle_vl.families.pi07.config import PI07PlannerConfig
 from paddle_vl.families.pi07.decoder import (
     DecoderOutput,
     InterleavedDecoder,
+    KeyValue,
     prefix_positions,
     suffix_mask,
     suffix_positions,
 )
-from paddle_vl.families.pi07.decoder_layers import KeyValue
 from paddle_vl.families.pi07.inputs.planning import (
     BOS,
     Plan,
@@ -37,7 +35,7 @@ from paddle_vl.families.pi07.inputs.planning import (
 )
 from paddle_vl.families.pi07.layers import PAD_ID
 from paddle_vl.families.pi07.policy_model import PolicyModel, as_tensors, freeze
-from paddle_vl.families.pi07.prefix import PlannerEmbedding, Prefix
+from paddle_vl.families.pi07.prefix import Prefix, PrefixEmbedding
 from paddle_vl.families.pi07.prefix_layout import (
     MEMORY_LABEL,
     PLANNER_BLOCKS,
@@ -48,10 +46,7 @@ from paddle_vl.families.pi07.prefix_layout import (
     presence_of,
 )
 from paddle_vl.families.policy.model_inputs import EOS, PlannerInputs
-from paddle_vl.families.policy.normalize import Normalizer, Statistics
 from paddle_vl.families.policy.normalizers import planner_normalizers
-from paddle_vl.families.policy.prompt import PromptTokenizer, check_vocabulary
-from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
 from paddle_vl.nn.objective import IGNORE_INDEX, TargetRows
 from paddle_vl.nn.placement import Placement
 
@@ -60,7 +55,8 @@ class PI07HighLevelPlannerModel(PolicyModel):
     """Prefix embedding, the backbone half of the decoder, and a head tied to the token table."""
 
     config: PI07PlannerConfig
-    prefix: PlannerEmbedding | None
+    # None on pipeline stages without it.
+    lm_head: Any
 
     def __init__(
         self,
@@ -90,7 +86,7 @@ class PI07HighLevelPlannerModel(PolicyModel):
         stage = self.placement.stage_layers
         self.prefix, self.lm_head, table = None, None, None
         if stage.tower:
-            self.prefix = PlannerEmbedding(config, self.tokens, self.placement)
+            self.prefix = PrefixEmbedding(config, self.tokens, self.placement)
             table = self.prefix.embed_tokens.weight if stage.embedding else None
         self.decoder = InterleavedDecoder(config.vlm_config, self.placement)
         if stage.head:
@@ -118,15 +114,13 @@ class PI07HighLevelPlannerModel(PolicyModel):
         """
         presence = presence_of(batch) if presence is None else presence
         batch = as_tensors(batch)
-        assert self.prefix is not None, "a full model has all layers"
-        prefix = self.prefix(batch, presence, training=True)
+        prefix = self.prefix(batch, presence)
         out = self.decoder(prefix.embs, prefix_view=self.prefix_view(prefix))
         return self.losses(out, batch)
 
     def losses(self, out: DecoderOutput, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """What `forward` returns."""
         out_BLD = out.prefix
-        assert out_BLD is not None, "the planner runs the prefix"
         response, memory = batch["response_tokens"], batch["memory_tokens"]
         response_at = out_BLD.shape[1] - response.shape[1]
         memory_at = response_at - len(self.tokens.label_ids[RESPONSE_LABEL]) - memory.shape[1]
@@ -162,14 +156,12 @@ class PI07HighLevelPlannerModel(PolicyModel):
             targets = TargetRows(paddle.arange(targets_T.shape[0]), targets_T)
         else:
             targets = TargetRows(found_2R[0], found_2R[1])
-        assert self.lm_head is not None, "the last stage has the head"
         ops, trains = self.placement.ops, f"CE_{name}" not in self.untrained_losses
         with paddle.set_grad_enabled(trains and paddle.is_grad_enabled()):
             return ops.head_loss(self.lm_head, ops.enter_head(rows_TD), targets)
 
     def head(self, rows: Tensor) -> Tensor:
         """Logits `[..., V]` of rows `[..., D]`, or this rank's vocabulary shard of them."""
-        assert self.lm_head is not None, "the last stage has the head"
         return self.lm_head(self.placement.ops.enter_head(rows))
 
     @paddle.no_grad()
@@ -191,7 +183,6 @@ class PI07HighLevelPlannerModel(PolicyModel):
                 "this model is one rank's shard of a model; to generate, load the checkpoint in a "
                 "single process"
             )
-        assert self.prefix is not None, "a full model has all layers"
         presence, batch = presence_of(batch), as_tensors(batch)
         prefix = self.prefix(batch, presence, training=False)
         rules = WritingRules(
@@ -209,7 +200,6 @@ class _Reader:
     """Keys and values of all tokens read so far, see `TokenReader`."""
 
     def __init__(self, model: PI07HighLevelPlannerModel, prefix: Prefix):
-        assert model.prefix is not None, "a full model has all layers"
         self.model, self.pad_BL = model, prefix.pad_masks
         self.embed_tokens = model.prefix.embed_tokens
         output = model.decoder(prefix.embs, prefix_view=model.prefix_view(prefix), keep=True)
@@ -238,80 +228,12 @@ class PI07HighLevelPlanner(BasePolicy):
 
     config: PI07PlannerConfig
     model: PI07HighLevelPlannerModel
+    config_class = PI07PlannerConfig
+    model_class = PI07HighLevelPlannerModel
+    labels = PLANNER_LABELS
+    new_normalizers = staticmethod(planner_normalizers)
     # OpenTau's engine has these in every policy.
     unused_keys = ("*.da_head.*", "*.discrete_action_embedding.*")
-
-    def __init__(
-        self,
-        config: PI07PlannerConfig,
-        tokenizer: PromptTokenizer | str | Path,
-        statistics: Sequence[Statistics] | None = None,
-        placement: Placement | None = None,
-    ):
-        """A planner with fresh weights. For a shard of one use `from_config`.
-
-        Args:
-            tokenizer: the backbone's, or its file or folder.
-            statistics: of each group of data, in the order of `config.dataset_names`.
-            placement: None for the full model on a single device.
-
-        Raises:
-            ValueError: settings, statistics and tokenizer do not fit together.
-            RuntimeError: the tokenizer's files are missing or damaged.
-        """
-        super().__init__(config)
-        if isinstance(tokenizer, (str, Path)):
-            tokenizer = PromptTokenizer.from_pretrained(tokenizer)
-            check_vocabulary(tokenizer, config.vlm_config.gemma3_config.text_config.vocab_size)
-        self.config, self.tokenizer = config, tokenizer
-        labels = {label: tokenizer.encode(label) for label in PLANNER_LABELS}
-        self.model = PI07HighLevelPlannerModel(config, labels, placement)
-        groups = config.num_groups if statistics is None else len(statistics)
-        self.normalizers = self.make_normalizers(groups)
-        if statistics is not None:
-            self.normalizers["normalize_inputs"].set_statistics(statistics)
-
-    @classmethod
-    @loads_like_hf
-    def from_pretrained(
-        cls,
-        path: str | Path,
-        *,
-        config: PI07PlannerConfig | None = None,
-        tokenizer: PromptTokenizer | str | Path | None = None,
-        statistics: Sequence[Statistics] | None = None,
-        dtype: str = "float32",
-        fresh: Sequence[str] = (),
-        ignore: Sequence[str] = (),
-        placement: Placement | None = None,
-        materialize: bool = True,
-    ) -> "PI07HighLevelPlanner":
-        """Load a planner's folder; arguments and errors as for `PI07LowLevelPolicy`."""
-        folder = Path(path)
-        config = PI07PlannerConfig.from_pretrained(folder) if config is None else config
-        stored = PolicyCheckpoint(folder)
-        parts = {"tokenizer": tokenizer or folder / TOKENIZER_FILE}
-        return cls._loaded(
-            stored, config, parts, statistics, dtype, fresh, ignore, placement, materialize
-        )
-
-    def save_tokenizers(self, folder: Path) -> None:
-        """Write the prompt tokenizer."""
-        self.tokenizer.save_pretrained(folder)
-
-    def make_normalizers(self, num_groups: int) -> dict[str, Normalizer]:
-        """The normalizer of the inputs, without statistics.
-
-        Raises:
-            ValueError: the configuration names another number of groups.
-        """
-        config = self.config
-        if config.dataset_names and num_groups != config.num_groups:
-            raise ValueError(
-                f"there are statistics of {num_groups} groups, dataset_names has "
-                f"{config.dataset_names}: name every group there, in the order of the statistics"
-            )
-        return planner_normalizers(config, num_groups)
 
     def forward(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The losses of raw demonstrations, see `PI07HighLevelPlannerModel.forward`."""
@@ -321,10 +243,6 @@ class PI07HighLevelPlanner(BasePolicy):
     def inputs(self) -> PlannerInputs:
         """Makes the model's inputs from raw batches."""
         return PlannerInputs(self.config, self.tokenizer, self.normalizers["normalize_inputs"])
-
-    def training_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The model's inputs, see `PlannerInputs.training_inputs`."""
-        return self.inputs.training_inputs(batch)
 
     def observation_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The model's inputs, see `PlannerInputs.observation_inputs`."""

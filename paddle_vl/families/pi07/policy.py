@@ -23,19 +23,17 @@ from typing import Any
 import numpy as np
 from paddle import Tensor
 
-from paddle_vl.families.hf_interface import loads_like_hf
 from paddle_vl.families.pi07.base_policy import BasePolicy, PolicyCheckpoint
 from paddle_vl.families.pi07.config import PI07Config
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
 from paddle_vl.families.pi07.prefix_layout import LABELS
 from paddle_vl.families.policy.acting import ActingPolicy
 from paddle_vl.families.policy.discrete_actions import ActionTokenizer
-from paddle_vl.families.policy.features import cameras_of
+from paddle_vl.families.policy.images import cameras_of
 from paddle_vl.families.policy.model_inputs import PolicyInputs
-from paddle_vl.families.policy.normalize import Normalizer, Statistics
+from paddle_vl.families.policy.normalize import Statistics
 from paddle_vl.families.policy.normalizers import policy_normalizers
-from paddle_vl.families.policy.prompt import PromptTokenizer, check_vocabulary
-from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
+from paddle_vl.families.policy.prompt import PromptTokenizer
 from paddle_vl.nn.placement import Placement
 
 # Folder of the action tokenizer in a policy's folder.
@@ -52,6 +50,10 @@ class PI07LowLevelPolicy(ActingPolicy, BasePolicy):
 
     config: PI07Config
     model: PI07LowLevelFlowMatching
+    config_class = PI07Config
+    model_class = PI07LowLevelFlowMatching
+    labels = LABELS
+    new_normalizers = staticmethod(policy_normalizers)
 
     def __init__(
         self,
@@ -74,102 +76,33 @@ class PI07LowLevelPolicy(ActingPolicy, BasePolicy):
             ValueError: settings, statistics and tokenizers do not fit together.
             RuntimeError: files of a tokenizer are missing or damaged.
         """
-        super().__init__(config)
-        if isinstance(tokenizer, (str, Path)):
-            tokenizer = PromptTokenizer.from_pretrained(tokenizer)
-            check_vocabulary(tokenizer, config.vlm_config.gemma3_config.text_config.vocab_size)
         if action_tokenizer is None and Path(config.discrete_action_tokenizer_path).is_dir():
             action_tokenizer = config.discrete_action_tokenizer_path
         if isinstance(action_tokenizer, (str, Path)):
             action_tokenizer = ActionTokenizer.from_pretrained(action_tokenizer)
         _check_features(config)
-        self.config = _with_vocabulary(config, action_tokenizer)
-        self.tokenizer, self.action_tokenizer = tokenizer, action_tokenizer
-        labels = {label: tokenizer.encode(label) for label in LABELS}
-        self.model = PI07LowLevelFlowMatching(self.config, labels, placement)
-        groups = config.num_groups if statistics is None else len(statistics)
-        self.normalizers = self.make_normalizers(groups)
-        if statistics is not None:
-            for normalizer in self.normalizers.values():
-                normalizer.set_statistics(statistics)
+        config = _with_vocabulary(config, action_tokenizer)
+        super().__init__(config, tokenizer, statistics, placement)
+        self.action_tokenizer = action_tokenizer
         self.begin(config)
 
     @classmethod
-    @loads_like_hf
-    def from_pretrained(
-        cls,
-        path: str | Path,
-        *,
-        config: PI07Config | None = None,
-        tokenizer: PromptTokenizer | str | Path | None = None,
-        action_tokenizer: ActionTokenizer | str | Path | None = None,
-        statistics: Sequence[Statistics] | None = None,
-        dtype: str = "float32",
-        fresh: Sequence[str] = (),
-        ignore: Sequence[str] = (),
-        placement: Placement | None = None,
-        materialize: bool = True,
-    ) -> "PI07LowLevelPolicy":
-        """Load a policy's folder, one tensor at a time.
+    def config_of_weights(cls, config: PI07Config, stored: PolicyCheckpoint) -> PI07Config:
+        if config.vlm_config.discrete_action_vocab_size is not None:
+            return config
+        return _with_vocabulary_size(config, stored.discrete_vocabulary)
 
-        Args:
-            config: instead of the folder's. Rows of groups are found by name, see
-                `paddle_vl.families.pi07.checkpoint_map`.
-            tokenizer, action_tokenizer: None for those in the folder; OpenTau saves none.
-            statistics: for a checkpoint without statistics, or with `skip_normalization_weights`.
-            dtype: of the weights.
-            fresh: patterns of the model's keys that the checkpoint may lack; these are drawn.
-            ignore: patterns of the checkpoint's keys that the model may lack.
-            placement: None for the full model on a single device.
-            materialize: read the weights now; False leaves that to the model's `materialize()`.
-
-        Raises:
-            ValueError: keys are missing, unexpected or misshapen; or both the checkpoint and the
-                caller give statistics.
-            RuntimeError: files are missing or damaged.
-        """
-        folder = Path(path)
-        config = PI07Config.from_pretrained(folder) if config is None else config
-        stored = PolicyCheckpoint(folder)
-        if config.vlm_config.discrete_action_vocab_size is None:
-            config = _with_vocabulary_size(config, stored.discrete_vocabulary)
-        own_actions = folder / ACTION_TOKENIZER_FOLDER
-        if action_tokenizer is None and own_actions.is_dir():
-            action_tokenizer = own_actions
-        if tokenizer is None:
-            tokenizer = folder / TOKENIZER_FILE
-        return cls._loaded(
-            stored,
-            config,
-            {"tokenizer": tokenizer, "action_tokenizer": action_tokenizer},
-            statistics,
-            dtype,
-            fresh,
-            ignore,
-            placement,
-            materialize,
-        )
+    @classmethod
+    def stored_tokenizers(cls, folder: Path) -> dict[str, Any]:
+        actions = folder / ACTION_TOKENIZER_FOLDER
+        found = super().stored_tokenizers(folder)
+        return found | ({"action_tokenizer": actions} if actions.is_dir() else {})
 
     def save_tokenizers(self, folder: Path) -> None:
         """Write the prompt tokenizer, and the action tokenizer in a folder of its own."""
-        self.tokenizer.save_pretrained(folder)
+        super().save_tokenizers(folder)
         if self.action_tokenizer is not None:
             self.action_tokenizer.save_pretrained(folder / ACTION_TOKENIZER_FOLDER)
-
-    def make_normalizers(self, num_groups: int) -> dict[str, Normalizer]:
-        """The four normalizers, without statistics.
-
-        Raises:
-            ValueError: the configuration has another number of groups.
-        """
-        config = self.config
-        names = config.dataset_names
-        if (names or config.per_group_projection) and num_groups != config.num_groups:
-            raise ValueError(
-                f"there are statistics of {num_groups} groups, dataset_names has {names}: name "
-                "every group there, in the order of the statistics"
-            )
-        return policy_normalizers(config, num_groups)
 
     def forward(
         self,
@@ -196,10 +129,6 @@ class PI07LowLevelPolicy(ActingPolicy, BasePolicy):
         return PolicyInputs(
             self.config, self.tokenizer, self.action_tokenizer, dict(self.normalizers)
         )
-
-    def training_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The model's inputs, see `PolicyInputs.training_inputs`."""
-        return self.inputs.training_inputs(batch)
 
     def sample_chunk(
         self,

@@ -11,10 +11,9 @@ from paddle_vl.checkpoint.reading import Materializable, MaterializeStep, drawn_
 from paddle_vl.checkpoint.rules import StoredParameter, place_parameters
 from paddle_vl.families.pi07.checkpoint_map import checkpoint_rules
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
-from paddle_vl.families.pi07.decoder import InterleavedDecoder, prefix_positions
-from paddle_vl.families.pi07.decoder_layers import StreamView
+from paddle_vl.families.pi07.decoder import InterleavedDecoder, StreamView, prefix_positions
 from paddle_vl.families.pi07.engine_config import Gemma3WithExpertConfig
-from paddle_vl.families.pi07.prefix import PlannerEmbedding, Prefix, PrefixEmbedding
+from paddle_vl.families.pi07.prefix import Prefix
 from paddle_vl.families.pi07.prefix_layout import PrefixMasks, PrefixTokens
 from paddle_vl.nn.attention_masks import BlockMask
 from paddle_vl.nn.linear import separate
@@ -55,14 +54,14 @@ class PolicyModel(Materializable, nn.Layer):
 
     Attributes:
         tokens: lengths and masks of the prefix.
-        prefix: its embedding; on pipeline stages without it None, or under the colocated schedule
-            its tower alone.
+        prefix: its embedding, a `PrefixEmbedding`; on pipeline stages without it None, or its tower
+            alone.
         placement: which shards and layers this rank has.
         untrained_losses: losses that are computed without gradients.
     """
 
     tokens: PrefixTokens
-    prefix: PrefixEmbedding | PlannerEmbedding | None
+    prefix: Any
     decoder: InterleavedDecoder
     untrained_losses: frozenset[str] = frozenset()
 
@@ -92,18 +91,14 @@ class PolicyModel(Materializable, nn.Layer):
         """This rank's token embedding and vocabulary head; tied ones share their `weight`."""
         layers = []
         if self.placement.stage_layers.embedding:
-            assert self.prefix is not None, "the first stage embeds"
             layers.append(self.prefix.embed_tokens.table)
         head = getattr(self, "lm_head", None)
         return layers if head is None else [*layers, head]
 
     def prefix_view(self, masks: Prefix | PrefixMasks) -> StreamView:
         """Positions and mask of a prefix, for the decoder."""
-        return self.view_of(masks.pad_masks, masks.att_masks)
-
-    def view_of(self, pad_BL: Tensor, marks_BL: Tensor) -> StreamView:
-        """`prefix_view` of the two masks."""
-        return self.decoder.view(prefix_positions(pad_BL), BlockMask(pad_BL, marks_BL))
+        pad_BL = masks.pad_masks
+        return self.decoder.view(prefix_positions(pad_BL), BlockMask(pad_BL, masks.att_masks))
 
     def stored_parameters(self) -> list[StoredParameter]:
         """This rank's parameters with checkpoint keys, without `model.`, and their shards.

@@ -1,14 +1,14 @@
 """Embedding of the prefix, the backbone's input of images, texts and states, block by block.
 
-Shapes: B batch, L prefix tokens, n tokens of a block, M tokens of an image, D backbone width, F
-frames of the history, S state values, Z images of all samples and cameras.
+Shapes: B batch, L prefix tokens, n tokens of a block, M tokens of an image, D backbone width, U
+tower width, F frames of the history, S state values, Z images of all samples and cameras.
 
 Every layer runs once per batch, whichever optional fields have content, and blocks that are not
 laid out stay in the graph with zero tokens. So ranks that shard parameters issue the same
 collectives.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import paddle
@@ -17,6 +17,8 @@ from paddle import Tensor, nn
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.layers import GroupedProjection, PaddedEmbedding
 from paddle_vl.families.pi07.prefix_layout import (
+    CAMERA_MASKS,
+    IMAGES,
     Block,
     PrefixTokens,
     Presence,
@@ -28,9 +30,9 @@ from paddle_vl.nn.linear import Embedding
 from paddle_vl.nn.operations import slice_axis
 from paddle_vl.nn.placement import Placement
 
-# Entry of a batch under the colocated schedule: the tower's rows of its images, a `PooledRows` of
-# `paddle_vl.families.pi07.colocated`.
-IMAGE_ROWS = "image_rows"
+# From names of `IMAGES` to the tower's pooled rows `[Z * M, U]` of these images of a batch.
+ImageRows = Callable[[Sequence[str]], Tensor]
+_BLOCK_OF = {"videos": "videos", "images": "images", "subgoal_images": "subgoals"}
 
 
 class Prefix(NamedTuple):
@@ -48,23 +50,24 @@ class Prefix(NamedTuple):
 
 
 class PrefixEmbedding(nn.Layer):
-    """Embeds the low-level policy's prefix: videos, texts, states and, in training, actions.
+    """Embeds a prefix: the policy's of videos, texts, states and, in training, actions; the
+    planner's of images and texts.
 
-    On a pipeline stage without embeddings the tower alone (`schedule: colocated`).
+    On a pipeline stage without embeddings the tower alone.
 
-    Source: `embed_prefix` of OpenTau's PI07LowLevelFlowMatching.
+    Source: `embed_prefix` of OpenTau's PI07LowLevelFlowMatching and PI07HighLevelPlannerModel.
     """
 
     def __init__(
         self,
-        config: PI07Config,
+        config: PI07Config | PI07PlannerConfig,
         tokens: PrefixTokens,
-        num_groups: int | None,
         placement: Placement,
+        num_groups: int | None = None,
     ):
         """
         Args:
-            tokens: of the layout `PREFIX_BLOCKS`.
+            tokens: of the layout `PREFIX_BLOCKS` or `PLANNER_BLOCKS`.
             num_groups: groups with a state projection of their own; None for one projection.
 
         Raises:
@@ -73,47 +76,62 @@ class PrefixEmbedding(nn.Layer):
         super().__init__()
         vlm = config.vlm_config
         backbone = vlm.gemma3_config
-        if vlm.discrete_action_vocab_size is None:
-            raise ValueError(
-                "vlm_config.discrete_action_vocab_size is None: set it to that of the action "
-                "tokenizer"
-            )
-        width = backbone.text_config.hidden_size
-        self.config, self.tokens = config, tokens
+        width, vocab_size = backbone.text_config.hidden_size, backbone.text_config.vocab_size
+        self.tokens = tokens
         self.video_encoder = VideoEncoder(
             backbone, config.n_obs_steps, config.spacetime_layer_stride, placement
         )
         if not placement.stage_layers.embedding:
             return
-        vocab_size = backbone.text_config.vocab_size
+        # The planner's head is tied to the token table.
+        is_tied = isinstance(config, PI07PlannerConfig)
         self.embed_tokens = PaddedEmbedding(
-            placement.layers.vocab_embedding(vocab_size, width), scale=width**0.5
+            placement.layers.vocab_embedding(vocab_size, width, is_tied=is_tied),
+            scale=width**0.5,
         )
+        if not isinstance(config, PI07Config):
+            return
+        if vlm.discrete_action_vocab_size is None:
+            raise ValueError(
+                "vlm_config.discrete_action_vocab_size is None: set it to that of the action "
+                "tokenizer"
+            )
         self.discrete_action_embedding = PaddedEmbedding(
             Embedding(vlm.discrete_action_vocab_size, width)
         )
         self.state_proj = GroupedProjection(config.max_state_dim, width, num_groups)
+        self.num_action_tokens = config.discrete_action_max_length
 
     def forward(
-        self, batch: Mapping[str, Any], presence: Presence, training: bool = True
+        self,
+        batch: Mapping[str, Any],
+        presence: Presence,
+        training: bool = True,
+        image_rows: ImageRows | None = None,
     ) -> Prefix:
         """Embed a batch.
 
         Args:
-            batch: see `PI07LowLevelFlowMatching.forward`.
+            batch: of the model, see its `forward`.
             presence: the optional fields to lay out.
-            training: add the action tail, which needs `discrete_actions`.
+            training: add what is predicted: the policy's discrete actions, the planner's memory
+                and response.
+            image_rows: the tower's rows, made elsewhere; None runs the tower.
 
         Raises:
             ValueError: the batch lacks the field of a block to lay out.
         """
         blocks = self.tokens.embedded(batch, presence, training)
-        rows = self.embed_blocks(batch, blocks, presence.subgoal)
+        rows = self.embed_blocks(batch, blocks, presence.subgoal, image_rows)
         masks = self.tokens.masks(batch, presence, training)
         return Prefix(joined(blocks, rows, presence, training), *masks)
 
     def embed_blocks(
-        self, batch: Mapping[str, Any], blocks: Sequence[Block], with_goals: bool = True
+        self,
+        batch: Mapping[str, Any],
+        blocks: Sequence[Block],
+        with_goals: bool = True,
+        image_rows: ImageRows | None = None,
     ) -> dict[str, Tensor]:
         """Rows `[B, n, D]` of each block, laid out or not.
 
@@ -121,156 +139,64 @@ class PrefixEmbedding(nn.Layer):
             with_goals: run the tower over the goal images too; False saves it if no sample has
                 one. The tower runs for the videos anyway.
         """
-        texts = [block for block in blocks if block.source in (Source.FIELD, Source.LABEL)]
-        ids = {block.name: self.tokens.ids(block, batch) for block in texts}
-        found = look_up(self.embed_tokens, ids)
-        if any(block.source is Source.VIDEOS for block in blocks):
-            found |= self._pictures(batch, with_goals)
+        found = look_up(self.embed_tokens, self.tokens.texts(blocks, batch))
+        if any(block.source in CAMERA_MASKS for block in blocks):
+            found |= self._images(batch, with_goals, image_rows)
         for block in blocks:
             if block.source is Source.STATE:
-                found[block.name] = self._state(batch)
+                found[block.name] = self.embed_state(batch)
             elif block.source is Source.ACTIONS:
-                found[block.name] = self._actions(batch)
+                found[block.name] = self.embed_actions(batch)
         return found
 
-    def embed_all(
-        self, batch: Mapping[str, Any], stills_SCHW: Tensor, subgoal_rows_BG: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """`embs`, `pad_masks` and `att_masks` with all blocks laid out, for programs.
-
-        Args:
-            batch: see `PI07LowLevelFlowMatching.forward`, but `videos` `[V, F, 3, H, W]` are those
-                of all cameras and samples, camera-major, with `frame_is_pad` `[V, F]`; camera masks
-                are `[B, c]`.
-            stills_SCHW: goal images in [-1, 1]; S may be 0.
-            subgoal_rows_BG: int64 row of each sample's G goal images among videos and stills; any
-                row where it is masked. G may be 0.
-        """
-        blocks = self.tokens.inference_blocks
-        texts = [block for block in blocks if block.source in (Source.FIELD, Source.LABEL)]
-        ids = {one.name: self.tokens.ids(one, batch) for one in texts}
-        rows = look_up(self.embed_tokens, ids)
-        rows_ZMD = self.video_encoder.tokens(batch["videos"], batch["frame_is_pad"], stills_SCHW)
-        videos_ZMD = rows_ZMD[: batch["videos"].shape[0]]
-        rows["videos"] = of_cameras(videos_ZMD, batch["vid_masks"].shape[1])
-        goals_BGMD = paddle.gather_nd(rows_ZMD, subgoal_rows_BG.unsqueeze(-1))
-        rows["subgoals"] = goals_BGMD.flatten(1, 2)
-        rows["state"] = self._state(batch)
-        pad_BL, marks_BL = self.tokens.masks_of_all(batch)
-        return paddle.concat([rows[each.name] for each in blocks], axis=1), pad_BL, marks_BL
-
-    def _pictures(self, batch: Mapping[str, Any], with_goals: bool) -> dict[str, Tensor]:
-        videos, history = batch["videos"], batch.get("obs_history_is_pad")
-        goals = batch.get("subgoal_images") or []
-        has_goals = bool(goals) and with_goals
-        if IMAGE_ROWS in batch:
-            sources = ["videos", "subgoal_images"] if has_goals else ["videos"]
-            rows_ZMD = self.video_encoder.project(batch[IMAGE_ROWS].of(sources))
+    def _images(
+        self, batch: Mapping[str, Any], with_goals: bool, image_rows: ImageRows | None
+    ) -> dict[str, Tensor]:
+        given = {name: batch[name] for name in IMAGES if batch.get(name)}
+        read = [name for name in given if with_goals or name != "subgoal_images"]
+        if image_rows is not None:
+            rows_ZMD = self.video_encoder.project(image_rows(read))
         else:
-            if history is not None:
+            videos, history = given.get("videos"), batch.get("obs_history_is_pad")
+            if videos is not None and history is not None:
                 history = paddle.concat([history] * len(videos))
-            stills = paddle.concat(goals) if has_goals else None
+            stills = [image for name in read if name != "videos" for image in given[name]]
             # All cameras and all goals in one pass of the tower.
-            rows_ZMD = self.video_encoder(paddle.concat(videos), history, stills)
-        num_videos = len(videos) * videos[0].shape[0]
-        found = {"videos": of_cameras(slice_axis(rows_ZMD, 0, num_videos), len(videos))}
-        if has_goals:
-            found["subgoals"] = of_cameras(
-                slice_axis(rows_ZMD, num_videos, rows_ZMD.shape[0]), len(goals)
+            rows_ZMD = self.video_encoder(
+                None if videos is None else paddle.concat(videos),
+                history,
+                paddle.concat(stills) if stills else None,
             )
-        elif goals:
+        found, end, size = {}, 0, batch["lang_tokens"].shape[0]
+        for name in read:
+            begin, end = end, end + len(given[name]) * size
+            rows = rows_ZMD if len(given) == 1 else slice_axis(rows_ZMD, begin, end)
+            found[_BLOCK_OF[name]] = of_cameras(rows, len(given[name]))
+        if len(read) < len(given):
             # Never laid out; these rows keep the graph the same as with goals.
-            found["subgoals"] = of_cameras(slice_axis(rows_ZMD, 0, videos[0].shape[0]), 1)
+            found["subgoals"] = of_cameras(slice_axis(rows_ZMD, 0, size), 1)
         return found
 
-    def _state(self, batch: Mapping[str, Any]) -> Tensor:
+    def embed_state(self, batch: Mapping[str, Any]) -> Tensor:
+        """Rows `[B, F, D]` of the states `[B, F, S]`; of zeros outside of the episode."""
         state_BFS = batch["state"]
         is_real_BF1 = real_frames(batch, paddle).unsqueeze(-1)
         state_BFS = paddle.where(is_real_BF1, state_BFS, paddle.zeros_like(state_BFS))
         state_BFS = state_BFS.astype(self.embed_tokens.weight.dtype)
         return self.state_proj(state_BFS, batch.get("group_index"))
 
-    def _actions(self, batch: Mapping[str, Any]) -> Tensor:
+    def embed_actions(self, batch: Mapping[str, Any]) -> Tensor:
+        """Rows of the discrete actions; it raises ValueError for another number than configured."""
         tokens_BL = batch["discrete_actions"]
-        wanted = self.config.discrete_action_max_length
-        if tokens_BL.shape[1] != wanted:
+        if tokens_BL.shape[1] != self.num_action_tokens:
             raise ValueError(
                 f"discrete_actions has {tokens_BL.shape[1]} tokens a sample; "
-                f"discrete_action_max_length is {wanted}"
+                f"discrete_action_max_length is {self.num_action_tokens}"
             )
         return self.discrete_action_embedding(tokens_BL)
 
 
-class PlannerEmbedding(nn.Layer):
-    """Embeds the planner's prefix: images and texts.
-
-    On a pipeline stage without embeddings the tower alone (`schedule: colocated`).
-
-    Source: `embed_prefix` of OpenTau's PI07HighLevelPlannerModel.
-    """
-
-    def __init__(
-        self,
-        config: PI07PlannerConfig,
-        tokens: PrefixTokens,
-        placement: Placement,
-    ):
-        super().__init__()
-        backbone = config.vlm_config.gemma3_config
-        width = backbone.text_config.hidden_size
-        self.tokens = tokens
-        # One frame: a stride beyond the last layer disables temporal attention.
-        layers = backbone.vision_config.num_hidden_layers
-        self.video_encoder = VideoEncoder(backbone, 1, layers + 1, placement)
-        if not placement.stage_layers.embedding:
-            return
-        self.embed_tokens = PaddedEmbedding(
-            placement.layers.vocab_embedding(backbone.text_config.vocab_size, width, is_tied=True),
-            scale=width**0.5,
-        )
-
-    def forward(self, batch: Mapping[str, Any], presence: Presence, training: bool) -> Prefix:
-        """Embed a batch.
-
-        Args:
-            presence: whether to lay out metadata; the other fields are ignored.
-            training: add the memory and the response that the planner is to write.
-
-        Raises:
-            ValueError: metadata is to be laid out and the batch has no field for it.
-        """
-        blocks = self.tokens.embedded(batch, presence, training)
-        rows = self._texts(blocks, batch)
-        if IMAGE_ROWS in batch:
-            images = self.video_encoder.project(batch[IMAGE_ROWS].of(["images"]))
-        else:
-            images = self.video_encoder.embed_image(paddle.concat(batch["images"]))
-        rows["images"] = of_cameras(images, len(batch["images"]))
-        masks = self.tokens.masks(batch, presence, training)
-        return Prefix(joined(blocks, rows, presence, training), *masks)
-
-    def embed_all(
-        self, batch: Mapping[str, Any], image_rows_ZMD: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """`embs`, `pad_masks` and `att_masks` with all blocks laid out, for programs.
-
-        Args:
-            batch: see `PI07HighLevelPlannerModel.forward`, without images; camera masks `[B, c]`.
-            image_rows_ZMD: tokens of the images, camera-major.
-        """
-        blocks = self.tokens.inference_blocks
-        rows = self._texts(blocks, batch)
-        rows["images"] = of_cameras(image_rows_ZMD, batch["img_masks"].shape[1])
-        pad_BL, marks_BL = self.tokens.masks_of_all(batch)
-        return paddle.concat([rows[each.name] for each in blocks], axis=1), pad_BL, marks_BL
-
-    def _texts(self, blocks: Sequence[Block], batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        texts = [block for block in blocks if block.source is not Source.IMAGES]
-        ids = {one.name: self.tokens.ids(one, batch) for one in texts}
-        return look_up(self.embed_tokens, ids)
-
-
-def look_up(table: PaddedEmbedding, texts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def look_up(table: Callable[[Tensor], Tensor], texts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rows `[B, n, D]` of blocks of text from their ids `[B, n]`."""
     # One look-up for all blocks, as each look-up has a gradient as large as the table.
     ids = list(texts.values())

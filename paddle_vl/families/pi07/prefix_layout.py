@@ -174,24 +174,6 @@ def presence_of(batch: Mapping[str, Any]) -> Presence:
     )
 
 
-def embedded_blocks(
-    blocks: tuple[Block, ...], fields: Presence, presence: Presence, training: bool
-) -> list[Block]:
-    """The blocks to embed, laid out or not: the same on all ranks whose batches have these fields.
-
-    Raises:
-        ValueError: a block of `presence` has no field in the batch.
-    """
-    found = [b for b in blocks if fields.has(b, training) or b.when is When.NO_FIELD]
-    lacking = [b.name for b in blocks if presence.has(b, training) and b not in found]
-    if lacking:
-        raise ValueError(
-            f"the blocks {lacking} are to be laid out, but the batch has no field for them: give "
-            "every rank's batches the same fields, masked where there is nothing"
-        )
-    return found
-
-
 def real_frames(batch: Mapping[str, Any], xp: Any) -> Any:
     """Which frames of the history are inside the episode: `[B, F]` bool; always the current one."""
     history, (size, frames) = batch.get("obs_history_is_pad"), batch["state"].shape[:2]
@@ -206,7 +188,7 @@ class PrefixMasks(NamedTuple):
 
     Attributes:
         pad_masks: `[B, L]` bool.
-        att_masks: `[B, L]` bool marks, see `decoder.block_mask`.
+        att_masks: `[B, L]` bool marks, see `paddle_vl.nn.attention.BlockMask`.
         num_seen: number of leading tokens that the expert sees: those before the action tail, which
             exists in training only.
     """
@@ -241,8 +223,21 @@ class PrefixTokens:
         self.label_ids = {label: list(label_ids[label]) for label in labels}
 
     def embedded(self, batch: Mapping[str, Any], presence: Presence, training: bool) -> list[Block]:
-        """The blocks to embed, see `embedded_blocks`."""
-        return embedded_blocks(self.blocks, fields_of(batch), presence, training)
+        """The blocks to embed, laid out or not: the same on all ranks whose batches have the same
+        fields.
+
+        Raises:
+            ValueError: a block of `presence` has no field in the batch.
+        """
+        fields = fields_of(batch)
+        found = [b for b in self.blocks if fields.has(b, training) or b.when is When.NO_FIELD]
+        lacking = [b.name for b in self.blocks if presence.has(b, training) and b not in found]
+        if lacking:
+            raise ValueError(
+                f"the blocks {lacking} are to be laid out, but the batch has no field for them: "
+                "give every rank's batches the same fields, masked where there is nothing"
+            )
+        return found
 
     def length(self, batch: Mapping[str, Any], presence: Presence, training: bool = True) -> int:
         """L, from the shapes of the batch alone."""
@@ -264,66 +259,25 @@ class PrefixTokens:
         """
         pads, marks, num_seen = [], [], 0
         for block in self._laid_out(batch, presence, training):
-            num_tokens = self._num_tokens(block, batch)
-            pads.append(self._pad(block, batch, xp))
-            if xp is np:
-                cameras = len(self._cameras(block, batch)) or 1
-                marks.append(np.array([_marks(block.attends, num_tokens, cameras)], dtype=bool))
-            else:
-                # Made on the device: an array would be copied to it in every step.
-                marks.append(self._free_marks(block, pads[-1][:1]))
-            num_seen += num_tokens if block.when is not When.TRAINING else 0
+            pads.append(self.pad(block, batch, xp))
+            # Made on the device: an array would be copied to it in every step.
+            marks.append(self.marks(block, pads[-1][:1], xp))
+            num_seen += pads[-1].shape[1] if block.when is not When.TRAINING else 0
         pad_BL, marks_1L = (
             (np.concatenate if xp is np else paddle.concat)(each, axis=1) for each in (pads, marks)
         )
         return PrefixMasks(pad_BL, xp.broadcast_to(marks_1L, pad_BL.shape), num_seen)
 
-    def masks_of_all(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """`pad_masks` and `att_masks` with all blocks of inference laid out, for programs.
-
-        The blocks that `masks` leaves out are padding, which no token sees and which counts for no
-        position. So real tokens have the same numbers.
-
-        Args:
-            batch: see `masks`; it has all fields of the layout. Camera masks are `[B, c]`.
-        """
-        is_present = self._present(batch)
-        pads, marks = [], []
-        for block in self.inference_blocks:
-            pad_Bn = self._pad(block, batch, paddle)
-            if block.is_optional:
-                pad_Bn = paddle.logical_and(pad_Bn, is_present[block.when])
-            pads.append(pad_Bn)
-            marks.append(self._free_marks(block, pad_Bn))
-        return paddle.concat(pads, axis=1), paddle.concat(marks, axis=1)
-
-    def _free_marks(self, block: Block, pad_Bn: Tensor) -> Tensor:
-        """Marks as of `_marks`, `[B, n]`, for any number of tokens."""
+    def marks(self, block: Block, pad_Bn: Any, xp: Any = paddle) -> Any:
+        """Marks of a block with this mask, `[B, n]` bool, see `nn.attention.BlockMask`."""
         if block.attends is Attends.CAUSAL:
-            return paddle.ones_like(pad_Bn)
+            return xp.ones_like(pad_Bn)
         if block.attends is Attends.JOINED:
-            return paddle.zeros_like(pad_Bn)
-        place_n = paddle.arange(pad_Bn.shape[1])
+            return xp.zeros_like(pad_Bn)
+        place_n = xp.arange(pad_Bn.shape[1])
         if block.source in CAMERA_MASKS:
             place_n = place_n % self.camera_tokens
-        return paddle.logical_or((place_n == 0).unsqueeze(0), paddle.zeros_like(pad_Bn))
-
-    @property
-    def inference_blocks(self) -> list[Block]:
-        """The blocks of inference, whatever a batch has."""
-        return [block for block in self.blocks if block.when is not When.TRAINING]
-
-    def _present(self, batch: Mapping[str, Any]) -> dict[When, Tensor]:
-        """Whether to lay out the optional blocks, as tensors."""
-        names = {
-            When.RESPONSE: "response_masks",
-            When.METADATA: "metadata_masks",
-            When.SUBGOAL: CAMERA_MASKS[Source.SUBGOALS],
-        }
-        found = {when: batch[name].any() for when, name in names.items() if name in batch}
-        found[When.ANY_FIELD] = paddle.stack([each for each in found.values()]).any()
-        found[When.NO_FIELD] = paddle.logical_not(found[When.ANY_FIELD])
-        return found
+        return xp.logical_or((place_n == 0)[None], xp.zeros_like(pad_Bn))
 
     def counts(self, batch: Mapping[str, np.ndarray], presence: Presence) -> "PrefixCounts":
         """Sums over a training batch of NumPy arrays, see `PrefixCounts`."""
@@ -343,15 +297,17 @@ class PrefixTokens:
             int(seen_BL[:, predicting].sum()),
         )
 
+    def texts(self, blocks: Sequence[Block], batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Token ids, int64 `[B, n]`, of those blocks that are text, by name."""
+        texts = [block for block in blocks if block.source in (Source.FIELD, Source.LABEL)]
+        return {block.name: self.ids(block, batch) for block in texts}
+
     def ids(self, block: Block, batch: Mapping[str, Any]) -> Tensor:
         """Token ids of a block of text, int64 `[B, n]`."""
         if block.source is Source.FIELD:
             return batch[f"{block.text}_tokens"]
-        return self.label(block.text, batch["lang_tokens"].shape[0])
-
-    def label(self, text: str, size: int) -> Tensor:
-        """Token ids of a label, repeated for `size` samples, int64 `[size, n]`."""
-        return paddle.tile(_label_row(tuple(self.label_ids[text])), [size, 1])
+        row = _label_row(tuple(self.label_ids[block.text]))
+        return paddle.tile(row, [batch["lang_tokens"].shape[0], 1])
 
     def _laid_out(
         self, batch: Mapping[str, Any], presence: Presence, training: bool
@@ -359,22 +315,18 @@ class PrefixTokens:
         embedded = self.embedded(batch, presence, training)
         return [block for block in embedded if presence.has(block, training)]
 
-    def _cameras(self, block: Block, batch: Mapping[str, Any]) -> Sequence[Any]:
-        """The `[B]` mask of each camera of the block; empty for a block without images."""
-        return batch[CAMERA_MASKS[block.source]] if block.source in CAMERA_MASKS else ()
-
     def _num_tokens(self, block: Block, batch: Mapping[str, Any]) -> int:
         if block.source in CAMERA_MASKS:
-            return len(self._cameras(block, batch)) * self.camera_tokens
+            return len(batch[CAMERA_MASKS[block.source]]) * self.camera_tokens
         if block.source is Source.LABEL:
             return len(self.label_ids[block.text])
         names = {Source.STATE: "state", Source.ACTIONS: "discrete_actions"}
         return batch[names.get(block.source, f"{block.text}_tokens")].shape[1]
 
-    def _pad(self, block: Block, batch: Mapping[str, Any], xp: Any) -> Any:
-        """`[B, n]` bool."""
+    def pad(self, block: Block, batch: Mapping[str, Any], xp: Any = paddle) -> Any:
+        """Which tokens of a block are real, `[B, n]` bool."""
         if block.source in CAMERA_MASKS:
-            pad_Bc = _by_camera(self._cameras(block, batch), xp)
+            pad_Bc = _by_camera(batch[CAMERA_MASKS[block.source]], xp)
             if xp is np:
                 return np.repeat(pad_Bc, self.camera_tokens, axis=1)
             pad_BcM = paddle.expand(pad_Bc.unsqueeze(-1), [-1, -1, self.camera_tokens])
@@ -419,11 +371,3 @@ class PrefixCounts(NamedTuple):
     num_seen: int
     num_predicting: int
     predicting_pairs: int
-
-
-def _marks(attends: Attends, num_tokens: int, num_cameras: int) -> list[bool]:
-    if attends is Attends.CAUSAL:
-        return [True] * num_tokens
-    begins = attends is Attends.TOGETHER
-    of_camera = num_tokens // num_cameras
-    return [begins and i % of_camera == 0 for i in range(num_tokens)]

@@ -22,13 +22,18 @@ from paddle_vl.families.base import (
     Evaluation,
     EvaluationOptions,
     Family,
-    LayerCosts,
     SyntheticData,
     losses_report,
 )
 from paddle_vl.families.flops import FlopCounter
 from paddle_vl.families.pi07.base_policy import BasePolicy
-from paddle_vl.families.pi07.colocated import PI07Encoder
+from paddle_vl.families.pi07.colocated import (
+    ColocatedBatchAdapter,
+    ColocatedLowLevelStage,
+    ColocatedPlannerBatchAdapter,
+    ColocatedPlannerStage,
+    PI07Encoder,
+)
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.flops import PI07Flops, PI07PlannerFlops
 from paddle_vl.families.pi07.inputs.collate import PlannerCollator, PolicyCollator
@@ -43,8 +48,7 @@ from paddle_vl.families.pi07.pipeline import (
     PI07LowLevelStage,
     PI07PlannerStage,
     PI07Stage,
-    low_level_costs,
-    planner_costs,
+    layer_costs,
 )
 from paddle_vl.families.pi07.planner import PI07HighLevelPlanner
 from paddle_vl.families.pi07.policy import ACTION_TOKENIZER_FOLDER, PI07LowLevelPolicy
@@ -66,7 +70,8 @@ from paddle_vl.families.policy.demonstrations.training_set import (
     DrawnDemonstrations,
     FlowDraws,
 )
-from paddle_vl.families.policy.features import PolicyFeature, cameras_of
+from paddle_vl.families.policy.features import PolicyFeature
+from paddle_vl.families.policy.images import cameras_of
 from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.placement import Placement
 
@@ -88,6 +93,10 @@ class PI07Recipe(Family):
     counter_class: type[PI07Flops] | type[PI07PlannerFlops] = PI07Flops
     parts: Mapping[str, Sequence[str]] = PARTS
     make_stage: type[PI07Stage] = PI07LowLevelStage
+    colocated: tuple[type[PI07Stage], type[PolicyBatchAdapter]] = (
+        ColocatedLowLevelStage,
+        ColocatedBatchAdapter,
+    )
 
     def __init__(self, config: PI07Run, checkpoint: Path | None):
         pretrained = config.model.pretrained
@@ -107,9 +116,10 @@ class PI07Recipe(Family):
             if eval_source is None
             else DrawnDemonstrations(eval_source, NO_DROPS, flow, EVALUATION_SEED)
         )
-        self.shape, self.costs = model_shape(self.model_config), self.layer_costs(self.model_config)
+        self.shape, self.costs = model_shape(self.model_config), layer_costs(self.model_config)
         self.encoder_shape = encoder_shape(self.model_config)
         if config.parallel.schedule == "colocated":
+            self.make_stage, self.adapter_class = self.colocated
             # The first stage has no tower.
             layers, _, after = self.costs
             self.costs = layers, 0.0, after
@@ -144,8 +154,7 @@ class PI07Recipe(Family):
         samples = self.train_data if self.eval_data is None else self.eval_data
         agrees = self.config.parallel.branch_sync == "all_reduce"
         make_example = partial(first_batch, samples, collator)
-        is_colocated = placement.stage_layers.encoder_everywhere
-        adapter = self.adapter_class(make_example, agrees, policy.model.tokens, is_colocated)
+        adapter = self.adapter_class(make_example, agrees, policy.model.tokens)
         save = policy.save_pretrained
         return BuiltModel(
             policy.model, adapter, collator, partial(save, one_file=False), save_streamed=save
@@ -249,10 +258,6 @@ class PI07Recipe(Family):
         return FlowDraws(config.chunk_size, config.max_action_dim, config.max_delay)
 
     @classmethod
-    def layer_costs(cls, config: Any) -> LayerCosts:
-        return low_level_costs(config)
-
-    @classmethod
     def sample_shapes(cls, config: Any) -> DemonstrationShapes:
         """Shapes that the policy needs of its data."""
         return DemonstrationShapes(
@@ -351,7 +356,8 @@ class PI07Recipe(Family):
             return {}
         folder = Path(self.config.data.processor)
         actions = folder / ACTION_TOKENIZER_FOLDER
-        return {"tokenizer": folder} | ({"action_tokenizer": actions} if actions.is_dir() else {})
+        has_actions = self.policy_class is PI07LowLevelPolicy and actions.is_dir()
+        return {"tokenizer": folder} | ({"action_tokenizer": actions} if has_actions else {})
 
     def _is_reached(self, name: str) -> bool:
         config, losses = self.model_config, self.loss.trained_terms
@@ -367,6 +373,7 @@ class PI07PlannerRecipe(PI07Recipe):
     adapter_class = PlannerBatchAdapter
     counter_class = PI07PlannerFlops
     make_stage = PI07PlannerStage
+    colocated = ColocatedPlannerStage, ColocatedPlannerBatchAdapter
 
     @classmethod
     def make_collator(cls, policy: Any) -> Collator:
@@ -375,10 +382,6 @@ class PI07PlannerRecipe(PI07Recipe):
     @classmethod
     def flow_draws(cls, config: Any) -> FlowDraws | None:
         return None
-
-    @classmethod
-    def layer_costs(cls, config: Any) -> LayerCosts:
-        return planner_costs(config)
 
     @classmethod
     def sample_shapes(cls, config: Any) -> DemonstrationShapes:
@@ -392,10 +395,6 @@ class PI07PlannerRecipe(PI07Recipe):
     @classmethod
     def check_trainable(cls, policy: Any) -> None:
         """Nothing to check: the planner needs only the backbone's tokenizer."""
-
-    def _tokenizers(self) -> dict[str, Path]:
-        processor = self.config.data.processor
-        return {} if processor is None else {"tokenizer": Path(processor)}
 
     def _is_reached(self, name: str) -> bool:
         return True

@@ -6,14 +6,14 @@ video is output. Over 350 lines, to keep the forward pass from pixels to tokens 
 Shapes: B videos of F frames, S still images, P = B * F + S frames in all, videos first; N patches
 of a frame, U tower width, h heads, H head width; M tokens of an image, D backbone width.
 
-Tensor parallelism of a colocated encoder divides the linears that a layer names in `column_blocks`
+Tensor parallelism of the tower divides the linears that a layer names in `column_blocks`
 (output features) and `row_linears` (input features); a rank then has some of the heads.
 
 Source: SiglipVisionModel and Gemma3MultiModalProjector of HF transformers; the temporal part is
 OpenTau's SpaceTimeSiglip video encoder.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import paddle
@@ -97,9 +97,6 @@ class SiglipTower(nn.Layer):
 
         Returns:
             `[B + S, N, U]`, or `[P, N, U]` without a history.
-
-        Raises:
-            ValueError: frames of another size than the tower's.
         """
         x_PNU = self.patch_embedding(self._patches(pixels_PCHW))
         x_PNU = self.position_embedding(x_PNU)
@@ -113,7 +110,6 @@ class SiglipTower(nn.Layer):
 
     def _patches(self, pixels_PCHW: Tensor) -> Tensor:
         size, side = self.config.patch_size, self.config.grid_side
-        _check_frames(pixels_PCHW, side * size)
         patches = pixels_PCHW.reshape([-1, 3, side, size, side, size]).transpose([0, 2, 4, 1, 3, 5])
         patches = patches.reshape([-1, side * side, 3 * size * size])
         return patches.astype(self.patch_embedding.weight.dtype)
@@ -126,13 +122,6 @@ def _current_frames(x_PNU: Tensor, history: FrameHistory) -> Tensor:
     videos, stills = slice_axis(x_PNU, 0, frames), slice_axis(x_PNU, frames, x_PNU.shape[0])
     x_BFNU = videos.reshape([-1, history.num_frames, patches, width])
     return paddle.concat([x_BFNU[:, -1], stills])
-
-
-@paddle.jit.not_to_static
-def _check_frames(pixels_PCHW: Tensor, side: int) -> None:
-    shape, wanted = list(pixels_PCHW.shape[1:]), [3, side, side]
-    if shape != wanted:
-        raise ValueError(f"frames are {shape}; the tower takes {wanted} (vision_config.image_size)")
 
 
 class _Positions(nn.Layer):
@@ -326,7 +315,9 @@ class VideoEncoder(nn.Layer):
         self.max_num_frames, self.placement = max_num_frames, placement
         self.tower = placement.layers.tower(SiglipTower(config.vision_config, stride))
         self.window = config.vision_config.grid_side // round(config.mm_tokens_per_image**0.5)
-        self.projector = MultiModalProjector(config) if placement.stage_layers.embedding else None
+        self.projector: Any = (
+            MultiModalProjector(config) if placement.stage_layers.embedding else None
+        )
         self.num_tokens = config.mm_tokens_per_image
 
     def forward(
@@ -348,14 +339,26 @@ class VideoEncoder(nn.Layer):
             `[B + S, M, D]`.
 
         Raises:
-            ValueError: more frames than `n_obs_steps`.
+            ValueError: more frames than `n_obs_steps`, or of another size than the tower's.
         """
+        shapes = [x.shape for x in (video_BFCHW, stills_SCHW) if x is not None]
+        side = self.tower.config.image_size
+        for shape in shapes:
+            if (size := list(shape[-3:])) != [3, side, side]:
+                raise ValueError(
+                    f"frames are {size}; the tower takes {[3, side, side]} "
+                    "(vision_config.image_size)"
+                )
         videos, frames = (0, 0) if video_BFCHW is None else video_BFCHW.shape[:2]
         stills = 0 if stills_SCHW is None else stills_SCHW.shape[0]
         if frames > self.max_num_frames:
             raise ValueError(
                 f"a video has {frames} frames; n_obs_steps allows {self.max_num_frames}"
             )
+        if frames <= 1:
+            is_pad_BF = None
+        elif is_pad_BF is None:
+            is_pad_BF = paddle.ones([videos, frames], dtype="bool")
 
         def encode(items: np.ndarray | None) -> Tensor:
             if items is None:
@@ -379,15 +382,8 @@ class VideoEncoder(nn.Layer):
 
     def project(self, rows_MU: Tensor) -> Tensor:
         """Tokens `[Z, M, D]` of Z images from the pooled rows of all of them."""
-        assert self.projector is not None, "the first stage projects"
         width = self.tower.config.hidden_size
         return self.projector(rows_MU.reshape([-1, self.num_tokens, width]))
-
-    def tokens(
-        self, video_BFCHW: Tensor | None, is_pad_BF: Tensor | None, stills_SCHW: Tensor
-    ) -> Tensor:
-        """`forward` of tensors alone, on one device; sizes may be those of a traced program."""
-        return self.project(self.pooled_rows(video_BFCHW, is_pad_BF, stills_SCHW))
 
     def pooled_rows(
         self,
@@ -395,7 +391,11 @@ class VideoEncoder(nn.Layer):
         is_pad_BF: Tensor | None,
         stills_SCHW: Tensor | None,
     ) -> Tensor:
-        """Pooled rows `[(B + S) * M, U]` of videos and stills; of a black image without any."""
+        """Pooled rows `[(B + S) * M, U]` of videos and stills; of a black image without any.
+
+        Args:
+            is_pad_BF: padded frames; None for videos of one frame, which have no history.
+        """
         pixels, history, num_stills = [], None, 0
         if video_BFCHW is None and stills_SCHW is None:
             side = self.tower.config.image_size
@@ -407,36 +407,21 @@ class VideoEncoder(nn.Layer):
             videos, frames = video_BFCHW.shape[:2]
             unit = video_BFCHW.reshape([-1, *video_BFCHW.shape[2:]])
             pixels = [unit * 2.0 - 1.0, *pixels]
-            if self.max_num_frames > 1 and not _is_one(frames):
+            if is_pad_BF is not None:
                 history = self._history(videos, frames, is_pad_BF, num_stills)
         rows_ZNU = self.tower(pixels[0] if len(pixels) == 1 else paddle.concat(pixels), history)
         rows_ZMU = pooled(rows_ZNU, self.tower.config.grid_side, self.window)
         return rows_ZMU.reshape([-1, rows_ZNU.shape[-1]])
 
-    def _history(
-        self, batch: int, frames: int, is_pad_BF: Tensor | None, num_stills: int
-    ) -> FrameHistory:
+    def _history(self, batch: int, frames: int, is_pad_BF: Tensor, num_stills: int) -> FrameHistory:
         vision = self.tower.config
-        if is_pad_BF is None:
-            is_pad_BF = paddle.ones([batch, frames], dtype="bool")
-        dtype = self.tower.patch_embedding.weight.dtype
-        code = self._codes(frames).astype(dtype)
+        codes = _code_table(self.max_num_frames, vision.hidden_size)
+        # They depend on the frames up to the current one only.
+        code_FU = codes[self.max_num_frames - frames :].astype(
+            self.tower.patch_embedding.weight.dtype
+        )
         mask = HistoryMask(frames_in_use(is_pad_BF), vision.num_patches)
-        return FrameHistory(batch, frames, code, mask, num_stills)
-
-    def _codes(self, frames: int) -> Tensor:
-        width = self.tower.config.hidden_size
-        if isinstance(frames, int):
-            return _code_table(frames, width)
-        # Codes depend on the frames up to the current one only.
-        most = min(self.max_num_frames, int(_LONGEST) + 1)
-        return _code_table(most, width)[most - frames :]
-
-
-@paddle.jit.not_to_static
-def _is_one(size: int) -> bool:
-    """False for a size that a traced program does not know."""
-    return isinstance(size, int) and size == 1
+        return FrameHistory(batch, frames, code_FU, mask, num_stills)
 
 
 def _chosen(x: Tensor | None, items: np.ndarray) -> Tensor | None:

@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from paddle_vl.families.policy.features import ActingConfig, cameras_of
+from paddle_vl.families.policy.features import PolicyConfig
+from paddle_vl.families.policy.images import cameras_of
 from paddle_vl.families.policy.model_inputs import (
     PolicyInputs,
     as_arrays,
     padded_action_prefix,
 )
+from paddle_vl.families.policy.prompt import required
 
 
 class ObservationHistory:
@@ -122,7 +124,7 @@ class ActingPolicy(ABC):
 
     config: Any
 
-    def begin(self, config: ActingConfig) -> None:
+    def begin(self, config: PolicyConfig) -> None:
         """Make the state of an episode."""
         self.history = ObservationHistory(config.n_obs_steps, config.history_interval)
         self.action_queue = ActionQueue(config.n_action_steps, config.max_delay)
@@ -188,8 +190,7 @@ class ActingPolicy(ABC):
             noise: see `sample_actions`; used at steps that predict a chunk.
         """
         batch = as_arrays(batch)
-        if "state" not in batch:
-            raise ValueError(f"the batch has no 'state'; its entries are {sorted(batch)}")
+        required(batch, "state")
         present = [name for name in cameras_of(self.config.input_features) if name in batch]
         batch = self.history.extended(batch, ["state", *present])
         if self.action_queue.is_due:

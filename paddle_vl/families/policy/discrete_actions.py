@@ -18,6 +18,7 @@ import numpy as np
 from pydantic import Field
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from paddle_vl.families.policy.prompt import padded_rows
 from paddle_vl.files.checked_values import Number, checked
 from paddle_vl.files.text_file import read_json_object, write_text
 from paddle_vl.files.tokenizer_json import TOKENIZER_FILE, highest_id, read_tokenizer
@@ -232,19 +233,14 @@ def padded_tokens(tokens: Sequence[Sequence[int]], length: int) -> tuple[np.ndar
     Returns:
         Ids `[B, length]` int64 and a mask `[B, length]` bool, True for real tokens.
     """
-    ids_BL = np.zeros((len(tokens), length), dtype=np.int64)
-    mask_BL = np.zeros((len(tokens), length), dtype=bool)
-    for row, ids in enumerate(tokens):
+    for ids in tokens:
         if len(ids) > length:
             logger.warning(
                 "a chunk has %d action tokens, discrete_action_max_length is %d: the rest is cut",
                 len(ids),
                 length,
             )
-        kept = list(ids)[:length]
-        ids_BL[row, : len(kept)] = kept
-        mask_BL[row, : len(kept)] = True
-    return ids_BL, mask_BL
+    return padded_rows(tokens, length)
 
 
 def _transform(name: str) -> Callable:

@@ -1,8 +1,8 @@
-"""Features of a policy's data, and what shared code asks of a policy's configuration."""
+"""Features of a policy's data, and the files of its configuration."""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
@@ -15,6 +15,8 @@ NormalizationMode = Literal["MEAN_STD", "MIN_MAX", "QUANTILE", "IDENTITY"]
 MOST_DIMS = 1 << 16
 # Files with a configuration, in order of preference; in the last two it is a section.
 CONFIG_FILES = ("config.json", "train_config.json", "hf_config.json")
+# A family's configuration of a policy or a planner, whose fields have OpenTau's names.
+PolicyConfig = Any
 _DIMS_OF = {"STATE": "1 dim", "ACTION": "1 dim", "VISUAL": "3 dims: channels, height, width"}
 
 
@@ -68,70 +70,3 @@ def check_normalization(mapping: Mapping[str, str]) -> None:
                     f"normalization_mapping has {kind!r}: {mode!r}; choose one of "
                     f"{', '.join(choices)}"
                 )
-
-
-def cameras_of(features: Mapping[str, PolicyFeature]) -> list[str]:
-    """Names of the image features."""
-    return [name for name, feature in features.items() if feature.type == "VISUAL"]
-
-
-class ObservingConfig(Protocol):
-    """Configuration of what a policy or a planner observes, under OpenTau's names.
-
-    Attributes:
-        dataset_names: groups of the statistics in the order of their rows; None without names.
-        dataset_to_norm_index: row by data set; None where the names are those of data sets.
-    """
-
-    @property
-    def input_features(self) -> Any: ...
-    @property
-    def normalization_mapping(self) -> Any: ...
-    @property
-    def normalization_version(self) -> Any: ...
-    @property
-    def dataset_names(self) -> Any: ...
-    @property
-    def dataset_to_norm_index(self) -> Any: ...
-    @property
-    def resize_imgs_with_padding(self) -> Any: ...
-    @property
-    def empty_cameras(self) -> Any: ...
-    @property
-    def max_state_dim(self) -> Any: ...
-    @property
-    def prompt_max_length(self) -> Any: ...
-    @property
-    def response_max_length(self) -> Any: ...
-    @property
-    def metadata_max_length(self) -> Any: ...
-
-
-class ActingConfig(ObservingConfig, Protocol):
-    """The same of a policy that acts."""
-
-    @property
-    def output_features(self) -> Any: ...
-    @property
-    def n_obs_steps(self) -> Any: ...
-    @property
-    def history_interval(self) -> Any: ...
-    @property
-    def chunk_size(self) -> Any: ...
-    @property
-    def n_action_steps(self) -> Any: ...
-    @property
-    def max_delay(self) -> Any: ...
-    @property
-    def max_action_dim(self) -> Any: ...
-    @property
-    def discrete_action_max_length(self) -> Any: ...
-    @property
-    def warn_outlier_threshold(self) -> Any: ...
-
-
-class PlanningConfig(ObservingConfig, Protocol):
-    """The same of a planner."""
-
-    @property
-    def memory_max_length(self) -> Any: ...

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from paddle_vl.families.policy.features import PolicyFeature
+
 logger = logging.getLogger(__name__)
 _OVERSHOOT = 0.25
 
@@ -23,6 +25,11 @@ class Pictures(NamedTuple):
 
     images: list[np.ndarray]
     masks: list[np.ndarray]
+
+
+def cameras_of(features: Mapping[str, PolicyFeature]) -> list[str]:
+    """Names of the image features."""
+    return [name for name, feature in features.items() if feature.type == "VISUAL"]
 
 
 def check_images(batch: Mapping[str, Any], cameras: Sequence[str]) -> None:

@@ -15,15 +15,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paddle_vl.families.policy.discrete_actions import ActionTokenizer, padded_tokens
-from paddle_vl.families.policy.features import ActingConfig, PlanningConfig, cameras_of
-from paddle_vl.families.policy.images import check_images, prepare_subgoals, prepare_videos
+from paddle_vl.families.policy.features import PolicyConfig
+from paddle_vl.families.policy.images import (
+    cameras_of,
+    check_images,
+    prepare_subgoals,
+    prepare_videos,
+)
 from paddle_vl.families.policy.normalize import Normalizer, group_index
 from paddle_vl.families.policy.prompt import (
     PromptTokenizer,
     metadata_texts,
     prompt_texts,
+    required,
+    required_words,
     response_texts,
-    words_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -39,7 +45,7 @@ def as_arrays(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def observation_inputs(
-    batch: Mapping[str, Any], config: ActingConfig, tokenizer: PromptTokenizer
+    batch: Mapping[str, Any], config: PolicyConfig, tokenizer: PromptTokenizer
 ) -> dict[str, Any]:
     """The low-level model's inputs from a batch with a normalized state.
 
@@ -73,15 +79,13 @@ def observation_inputs(
     return inputs
 
 
-def prepare_state(batch: Mapping[str, Any], config: ActingConfig) -> np.ndarray:
+def prepare_state(batch: Mapping[str, Any], config: PolicyConfig) -> np.ndarray:
     """The state at every frame, padded with zeros to `[B, F, max_state_dim]` float32.
 
     Raises:
         ValueError: there is no state, or it has more than `max_state_dim` dims.
     """
-    if "state" not in batch:
-        raise ValueError(f"the batch has no 'state'; its entries are {sorted(batch)}")
-    state = np.asarray(batch["state"], dtype=np.float32)
+    state = np.asarray(required(batch, "state"), dtype=np.float32)
     if state.ndim == 2 and config.n_obs_steps == 1:
         state = state[:, None]
     if state.ndim != 3:
@@ -96,7 +100,7 @@ def prepare_state(batch: Mapping[str, Any], config: ActingConfig) -> np.ndarray:
 def target_inputs(
     batch: Mapping[str, Any],
     discrete_BCA: np.ndarray,
-    config: ActingConfig,
+    config: PolicyConfig,
     tokenizer: ActionTokenizer | None,
 ) -> dict[str, Any]:
     """The low-level model's targets from a batch with normalized actions.
@@ -133,7 +137,7 @@ def target_inputs(
     return inputs
 
 
-def padded_action_prefix(normalized_BDA: np.ndarray, config: ActingConfig) -> np.ndarray:
+def padded_action_prefix(normalized_BDA: np.ndarray, config: PolicyConfig) -> np.ndarray:
     """Given normalized actions `[B, delay, dims]`, padded with zeros to `[B, C, max_action_dim]`.
 
     Raises:
@@ -205,7 +209,7 @@ class PolicyInputs:
 
     def __init__(
         self,
-        config: ActingConfig,
+        config: PolicyConfig,
         tokenizer: PromptTokenizer,
         action_tokenizer: ActionTokenizer | None,
         normalizers: Mapping[str, Normalizer],
@@ -222,8 +226,7 @@ class PolicyInputs:
         Raises:
             ValueError: an entry is missing or does not fit; names it.
         """
-        if "state" not in batch:
-            raise ValueError(f"the batch has no 'state'; its entries are {sorted(batch)}")
+        required(batch, "state")
         # Before they are normalized.
         check_images(batch, cameras_of(self.config.input_features))
         normalizer = self.normalizers["normalize_inputs"]
@@ -239,8 +242,7 @@ class PolicyInputs:
             ValueError: an entry is missing or does not fit; names it.
         """
         batch = as_arrays(batch)
-        if "actions" not in batch:
-            raise ValueError(f"the batch has no 'actions'; its entries are {sorted(batch)}")
+        required(batch, "actions")
         inputs, normalized, group_B = self.observed(batch)
         discrete = self.normalizers["normalize_discrete_actions"].normalize(batch, group_B)
         normalized = self.normalizers["normalize_targets"].normalize(normalized, group_B)
@@ -261,7 +263,7 @@ class PlannerInputs:
         normalizer: of the state.
     """
 
-    def __init__(self, config: PlanningConfig, tokenizer: PromptTokenizer, normalizer: Normalizer):
+    def __init__(self, config: PolicyConfig, tokenizer: PromptTokenizer, normalizer: Normalizer):
         self.config, self.tokenizer, self.normalizer = config, tokenizer, normalizer
 
     def training_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -276,7 +278,7 @@ class PlannerInputs:
             ("memory", "next_memory", self.config.memory_max_length),
             ("response", "response", self.config.response_max_length),
         ):
-            texts = [text + EOS for text in _required(batch, source, size)]
+            texts = [text + EOS for text in required_words(batch, source, size)]
             ids, mask = self.tokenizer.padded(texts, length, add_special_tokens=True)
             inputs |= {f"{name}_tokens": ids, f"{name}_masks": mask}
         return inputs
@@ -290,7 +292,7 @@ class PlannerInputs:
         config, batch = self.config, as_arrays(batch)
         states = state_texts(self._normalized_state(batch))
         size = len(states)
-        tasks, memories = (_required(batch, name, size) for name in ("prompt", "past_memory"))
+        tasks, memories = (required_words(batch, name, size) for name in ("prompt", "past_memory"))
         prompts = [
             f"Task: {task}, Past Memory: {memory}, State: {state}, "
             for task, memory, state in zip(tasks, memories, states, strict=True)
@@ -312,9 +314,7 @@ class PlannerInputs:
         return inputs
 
     def _normalized_state(self, batch: dict[str, Any]) -> np.ndarray:
-        if "state" not in batch:
-            raise ValueError(f"the batch has no 'state'; its entries are {sorted(batch)}")
-        state = np.asarray(batch["state"], dtype=np.float32)
+        state = np.asarray(required(batch, "state"), dtype=np.float32)
         state = state[:, 0] if state.ndim == 3 and state.shape[1] == 1 else state
         if state.ndim != 2 or state.shape[1] > self.config.max_state_dim:
             raise ValueError(
@@ -330,9 +330,3 @@ def state_texts(state_BS: np.ndarray) -> list[str]:
     scaled = (np.clip(state_BS, -1.0, 1.0) + 1.0) * (_NUM_BINS / 2)
     bins = np.minimum(scaled.astype(np.int64), _NUM_BINS - 1)
     return [" ".join(map(str, row)) for row in bins.tolist()]
-
-
-def _required(batch: Mapping[str, Any], name: str, size: int) -> list[str]:
-    if name not in batch:
-        raise ValueError(f"the batch has no {name!r}; its entries are {sorted(batch)}")
-    return words_of(batch, name, size)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from safetensors.numpy import load_file, save_file
 
-from paddle_vl.families.policy.features import ActingConfig, ObservingConfig
+from paddle_vl.families.policy.features import PolicyConfig
 from paddle_vl.families.policy.normalize import Normalizer
 
 # Names of a policy's normalizers in its checkpoint.
@@ -19,7 +19,7 @@ NORMALIZERS = (
 STATISTICS_FILE = "statistics.safetensors"
 
 
-def policy_normalizers(config: ActingConfig, num_groups: int) -> dict[str, Normalizer]:
+def policy_normalizers(config: PolicyConfig, num_groups: int) -> dict[str, Normalizer]:
     """The four normalizers of a policy, without statistics."""
     inputs, outputs = config.input_features, config.output_features
     modes, version = config.normalization_mapping, config.normalization_version
@@ -31,7 +31,7 @@ def policy_normalizers(config: ActingConfig, num_groups: int) -> dict[str, Norma
     }
 
 
-def planner_normalizers(config: ObservingConfig, num_groups: int) -> dict[str, Normalizer]:
+def planner_normalizers(config: PolicyConfig, num_groups: int) -> dict[str, Normalizer]:
     """The normalizer of a planner's inputs, without statistics."""
     modes, version = config.normalization_mapping, config.normalization_version
     inputs = Normalizer(config.input_features, modes, version, num_groups)

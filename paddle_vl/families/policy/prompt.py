@@ -142,13 +142,26 @@ class PromptTokenizer:
         Returns:
             Ids `[B, length]` int64 and a mask `[B, length]` bool, True for real tokens.
         """
-        ids_BL = np.full((len(texts), length), self.pad_id, dtype=np.int64)
-        mask_BL = np.zeros((len(texts), length), dtype=bool)
-        for row, text in enumerate(texts):
-            ids = self.encode(text, add_special_tokens)[:length]
-            ids_BL[row, : len(ids)] = ids
-            mask_BL[row, : len(ids)] = True
-        return ids_BL, mask_BL
+        return padded_rows(
+            [self.encode(text, add_special_tokens) for text in texts], length, self.pad_id
+        )
+
+
+def padded_rows(
+    rows: Sequence[Sequence[int]], length: int, pad_id: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids, cut or padded on the right to one length.
+
+    Returns:
+        Ids `[B, length]` int64 and a mask `[B, length]` bool, True for real tokens.
+    """
+    ids_BL = np.full((len(rows), length), pad_id, dtype=np.int64)
+    mask_BL = np.zeros((len(rows), length), dtype=bool)
+    for row, ids in enumerate(rows):
+        kept = list(ids)[:length]
+        ids_BL[row, : len(kept)] = kept
+        mask_BL[row, : len(kept)] = True
+    return ids_BL, mask_BL
 
 
 def check_vocabulary(tokenizer: PromptTokenizer, size: int) -> None:
@@ -170,9 +183,7 @@ def prompt_texts(batch: Mapping[str, Any], batch_size: int) -> list[str]:
     Raises:
         ValueError: the batch has no prompts, or not one per sample.
     """
-    if "prompt" not in batch:
-        raise ValueError(f"the batch has no 'prompt'; its entries are {sorted(batch)}")
-    return [f"Task: {text}, " for text in words_of(batch, "prompt", batch_size)]
+    return [f"Task: {text}, " for text in required_words(batch, "prompt", batch_size)]
 
 
 def response_texts(batch: Mapping[str, Any], batch_size: int) -> list[str]:
@@ -198,6 +209,19 @@ def metadata_texts(batch: Mapping[str, Any], batch_size: int) -> list[str]:
                 segments.append(f"{title}: {value}, ")
         texts.append(f"Metadata: {' '.join(segments)}" if segments else "")
     return texts
+
+
+def required(batch: Mapping[str, Any], name: str) -> Any:
+    """An entry of a raw batch; it raises ValueError if the batch lacks it."""
+    if name not in batch:
+        raise ValueError(f"the batch has no {name!r}; its entries are {sorted(batch)}")
+    return batch[name]
+
+
+def required_words(batch: Mapping[str, Any], name: str, batch_size: int) -> list[str]:
+    """`words_of` an entry that must be there."""
+    required(batch, name)
+    return words_of(batch, name, batch_size)
 
 
 def words_of(batch: Mapping[str, Any], name: str, batch_size: int) -> list[str]:

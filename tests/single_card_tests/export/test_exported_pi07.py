@@ -43,9 +43,9 @@ from tests.support.pi07_golden import (
 )
 
 MODEL_CODE = (
-    *("base_policy", "decoder", "decoder_layers", "exporting", "flow", "layers", "planner"),
+    *("base_policy", "decoder", "exporting", "flow", "layers", "planner"),
     *("planner_programs", "policy", "policy_model", "prefix", "prefix_layout", "program_inputs"),
-    *("program_attention", "programs", "vision"),
+    *("program_attention", "program_prefix", "programs", "vision"),
 )
 TOLERANCE = {"rtol": 0, "atol": 1e-5}
 

@@ -5,12 +5,14 @@ padded length of a text, N slots with a target, J steps of an action chunk, A ac
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Protocol, TypedDict, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
+from typing_extensions import NotRequired, TypedDict
 
 from paddle_vl.batch.schema import Array, Axes
 from paddle_vl.families.policy.demonstrations.sample import collate_demonstrations
+from paddle_vl.families.policy.model_inputs import PlannerInputs, PolicyInputs
 
 DRAWN = ("noise", "time", "delay")
 
@@ -20,8 +22,11 @@ TokenMask = Annotated[Array, Axes("B L", "bool")]
 ImageMask = Annotated[Array, Axes("B", "bool")]
 
 
-class PromptFields(TypedDict):
-    """Fields that both of pi07's batches have."""
+class PromptBatch(TypedDict):
+    """Fields of both of pi07's batches, from `PolicyInputs` and `PlannerInputs`, for the prefix.
+
+    A mask is True at real tokens. Optional texts are always there, masked where a sample has none.
+    """
 
     lang_tokens: Tokens
     lang_masks: TokenMask
@@ -29,20 +34,12 @@ class PromptFields(TypedDict):
     metadata_masks: TokenMask
     response_tokens: Tokens
     response_masks: TokenMask
-
-
-class PromptBatch(PromptFields, total=False):
-    """Fields of both of pi07's batches, from `PolicyInputs` and `PlannerInputs`, for the prefix.
-
-    A mask is True at real tokens. Optional texts are always there, masked where a sample has none.
-    """
-
     # `Presence`: which optional parts are laid out. From `PolicyBatchAdapter`; on the host.
-    presence: Any
+    presence: NotRequired[Any]
 
 
-class PolicyFields(TypedDict):
-    """Fields that every `PolicyBatch` has."""
+class PolicyBatch(PromptBatch):
+    """What `PolicyCollator` makes for `PI07LowLevelFlowMatching`."""
 
     # One of each camera: frames in [-1, 1], goal images in [-1, 1]. For the vision tower.
     videos: list[Annotated[Array, Axes("B T C H W", "float32")]]
@@ -60,30 +57,17 @@ class PolicyFields(TypedDict):
     # Divisors of the losses: action values that count, and all slots of discrete actions.
     num_flow_values: int
     num_action_slots: int
-
-
-class PolicyBatch(PromptBatch, PolicyFields, total=False):
-    """What `PolicyCollator` makes for `PI07LowLevelFlowMatching`."""
-
     # True at frames before the episode's first.
-    obs_history_is_pad: Annotated[Array, Axes("B T", "bool")]
-    actions_is_pad: Annotated[Array, Axes("B J", "bool")]
-    real_action_dim: Annotated[Array, Axes("B", "int64")]
+    obs_history_is_pad: NotRequired[Annotated[Array, Axes("B T", "bool")]]
+    actions_is_pad: NotRequired[Annotated[Array, Axes("B J", "bool")]]
+    real_action_dim: NotRequired[Annotated[Array, Axes("B", "int64")]]
     # Drawn for the flow: see `paddle_vl.families.policy.demonstrations.training_set`.
-    noise: Annotated[Array, Axes("B J A", "float32")]
-    time: Annotated[Array, Axes("B", "float32")]
-    delay: Annotated[Array, Axes("B", "int64")]
+    noise: NotRequired[Annotated[Array, Axes("B J A", "float32")]]
+    time: NotRequired[Annotated[Array, Axes("B", "float32")]]
+    delay: NotRequired[Annotated[Array, Axes("B", "int64")]]
 
 
-class PlannerTargets(TypedDict, total=False):
-    """Fields of `PlannerBatchAdapter.prepared`."""
-
-    # Slots of a text that predict a token, and these tokens. For the loss.
-    memory_target_rows: Annotated[Array, Axes("2 N", "int64")]
-    response_target_rows: Annotated[Array, Axes("2 N", "int64")]
-
-
-class PlannerBatch(PromptBatch, PlannerTargets):
+class PlannerBatch(PromptBatch):
     """What `PlannerCollator` makes for `PI07HighLevelPlannerModel`."""
 
     # One of each camera, in [-1, 1]. For the vision tower.
@@ -95,12 +79,9 @@ class PlannerBatch(PromptBatch, PlannerTargets):
     # Divisors of the losses: token slots that have a token before them.
     num_memory_slots: int
     num_response_slots: int
-
-
-class RawInputs(Protocol):
-    """Makes a model's inputs of a raw batch."""
-
-    def training_inputs(self, batch: dict[str, Any]) -> dict[str, Any]: ...
+    # Slots of a text that predict a token, and these tokens. From `PlannerBatchAdapter.prepared`.
+    memory_target_rows: NotRequired[Annotated[Array, Axes("2 N", "int64")]]
+    response_target_rows: NotRequired[Annotated[Array, Axes("2 N", "int64")]]
 
 
 class PolicyCollator:
@@ -110,7 +91,7 @@ class PolicyCollator:
         max_action_dim: values of an action that the model computes.
     """
 
-    def __init__(self, inputs: RawInputs, max_action_dim: int):
+    def __init__(self, inputs: PolicyInputs, max_action_dim: int):
         self.inputs, self.max_action_dim = inputs, max_action_dim
 
     def __call__(self, samples: Sequence[dict[str, Any]]) -> PolicyBatch:
@@ -135,7 +116,7 @@ def num_flow_values(batch: dict[str, Any], max_action_dim: int) -> int:
 class PlannerCollator:
     """Samples to the planner's inputs, with loss divisors."""
 
-    def __init__(self, inputs: RawInputs):
+    def __init__(self, inputs: PlannerInputs):
         self.inputs = inputs
 
     def __call__(self, samples: Sequence[dict[str, Any]]) -> PlannerBatch:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from paddle_vl.families.policy.demonstrations.sample import DemonstrationSource
-from paddle_vl.families.policy.statistics_checks import spread_problem
+from paddle_vl.families.policy.normalize import spread_problem
 from paddle_vl.files.text_file import read_json_object, write_text
 
 # Of one group: feature -> statistic -> values, float64 `[dims]`; `count` is int64 `[1]`.

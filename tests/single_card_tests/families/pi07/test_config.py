@@ -25,8 +25,6 @@ def test_defaults_are_those_of_the_original():
         True,
         False,
     )
-    assert config.obs_buffer_size == 6
-    assert PI07Config(n_obs_steps=3, history_interval=4).obs_buffer_size == 9
     vlm = config.vlm_config
     text, vision = vlm.gemma3_config.text_config, vlm.gemma3_config.vision_config
     assert (text.hidden_size, vision.num_patches, vlm.gemma_expert_config.hidden_size) == (

@@ -12,7 +12,7 @@ import pytest
 
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import MediaFolder
-from paddle_vl.families.policy.demonstrations.line import parse_moment
+from paddle_vl.families.policy.demonstrations.dataset import parse_moment
 from paddle_vl.families.policy.demonstrations.sample import DemonstrationShapes
 from paddle_vl.families.policy.demonstrations.statistics import read_statistics
 from paddle_vl.families.policy.discrete_actions import ActionTokenizer

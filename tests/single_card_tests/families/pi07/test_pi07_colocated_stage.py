@@ -12,10 +12,17 @@ import paddle
 import pytest
 
 from paddle_vl.config.load import load_run_config
-from paddle_vl.families.pi07.colocated import IMAGE_ITEMS, ImageItems, PI07Encoder
+from paddle_vl.families.pi07.colocated import (
+    IMAGE_ITEMS,
+    ColocatedBatchAdapter,
+    ColocatedLowLevelStage,
+    ColocatedPlannerBatchAdapter,
+    ColocatedPlannerStage,
+    ImageItems,
+    PI07Encoder,
+)
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
 from paddle_vl.families.pi07.objective import PlannerBatchAdapter, PolicyBatchAdapter
-from paddle_vl.families.pi07.pipeline import PI07LowLevelStage, PI07PlannerStage
 from paddle_vl.families.pi07.prefix_layout import Presence, presence_of
 from paddle_vl.families.pi07.recipe import encoder_shape, model_shape
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
@@ -118,7 +125,7 @@ def test_rows_and_stages_are_the_full_policy(name, frozen):
     given = {n: value for n, value in batch.items() if n != "presence" and value is not None}
     whole = model(given, batch.get("presence"), per_sample=True)
     wanted = gradients_of(model, whole["MSE"] + 2 * whole["CE"])
-    losses, full, leaves = colocated_losses(model, PI07LowLevelStage, [1, 3], batch)
+    losses, full, leaves = colocated_losses(model, ColocatedLowLevelStage, [1, 3], batch)
     for term in ("MSE", "CE"):
         np.testing.assert_allclose(losses[term].item(), whole[term].item(), rtol=1e-6)
     found = gradients_of_both(model, losses["MSE"] + 2 * losses["CE"], full, leaves)
@@ -135,7 +142,7 @@ def test_rows_and_stages_are_the_full_planner(masks):
     batch["img_masks"][0] = np.array(masks)
     whole = model(batch)
     wanted = gradients_of(model, whole["CE"])
-    losses, full, leaves = colocated_losses(model, PI07PlannerStage, [2, 3], batch)
+    losses, full, leaves = colocated_losses(model, ColocatedPlannerStage, [2, 3], batch)
     np.testing.assert_allclose(losses["CE"].item(), whole["CE"].item(), rtol=1e-6)
     assert_same_gradients(gradients_of_both(model, losses["CE"], full, leaves), wanted)
 
@@ -160,7 +167,9 @@ def test_rows_of_another_order_are_seen():
     items = ImageItems.of(batch)
     items.places[0], items.places[1] = items.places[1], items.places[0]
     items.frames[:2] = items.frames[1::-1].copy()
-    losses, *_ = colocated_losses(model, PI07LowLevelStage, [1, 3], batch | {IMAGE_ITEMS: items})
+    losses, *_ = colocated_losses(
+        model, ColocatedLowLevelStage, [1, 3], batch | {IMAGE_ITEMS: items}
+    )
     assert abs(losses["CE"].item() - wanted) > 1e-5 * wanted
 
 
@@ -185,7 +194,7 @@ def test_a_later_stage_has_the_tower_and_nothing_else_of_the_prefix():
 def test_images_stay_on_the_host_and_items_are_taken_before_masks_leave_it():
     batch = policy_batch()
     for agrees in (True, False):
-        adapter = PolicyBatchAdapter(lambda: batch, agrees, is_colocated=True)
+        adapter = ColocatedBatchAdapter(lambda: batch, agrees)
         assert [n for n in batch if not adapter.is_for_device(n)] == ["videos", "subgoal_images"]
         prepared = adapter.prepared(batch)
         assert len(prepared[IMAGE_ITEMS].places) == 5
@@ -197,14 +206,16 @@ def test_images_stay_on_the_host_and_items_are_taken_before_masks_leave_it():
 
 @pytest.mark.parametrize("make", [policy_batch, planner.make_batch], ids=["policy", "planner"])
 def test_an_idle_batch_has_no_items(make):
-    kind = PolicyBatchAdapter if make is policy_batch else PlannerBatchAdapter
+    kind, plain = ColocatedBatchAdapter, PolicyBatchAdapter
+    if make is planner.make_batch:
+        kind, plain = ColocatedPlannerBatchAdapter, PlannerBatchAdapter
     batch = make()
     batch |= {"actions": np.zeros([2, 4, 3]), "discrete_action_masks": np.ones([2, 7], bool)}
-    idle = kind(lambda: batch, is_colocated=True).idle_batch(None)
+    idle = kind(lambda: batch).idle_batch(None)
     assert ImageItems.of(batch).places
     assert ImageItems.of(idle).places == []
     assert not presence_of(idle).subgoal
-    assert ImageItems.of(kind(lambda: batch).idle_batch(None)).places
+    assert ImageItems.of(plain(lambda: batch).idle_batch(None)).places
 
 
 def test_sizes_of_the_tower_that_its_ranks_divide():

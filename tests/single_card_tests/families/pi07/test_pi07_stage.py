@@ -22,8 +22,7 @@ from paddle_vl.families.pi07.pipeline import (
     PI07LowLevelStage,
     PI07PlannerStage,
     PI07Stage,
-    low_level_costs,
-    planner_costs,
+    layer_costs,
 )
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
 from paddle_vl.families.pi07.policy_model import PolicyModel, as_tensors
@@ -218,7 +217,7 @@ def test_costs_count_tower_layers_and_heads():
         vlm.gemma3_config.vision_config,
         vlm.gemma_expert_config,
     )
-    layers, before, after = low_level_costs(config)
+    layers, before, after = layer_costs(config)
     assert len(layers) == text.num_hidden_layers
     # A token is multiplied once with every weight of a matrix.
     layer = model.decoder_layers[0]
@@ -238,7 +237,7 @@ def test_costs_count_tower_layers_and_heads():
     frames = cameras * (config.n_obs_steps + 1)
     suffix = sum(p.size for p in model.suffix.parameters() if p.ndim == 2)
     assert before == frames * vision.num_patches * matrices + config.chunk_size * suffix
-    frozen = low_level_costs(config.changed(freeze_vision_encoder=True))[1]
+    frozen = layer_costs(config.changed(freeze_vision_encoder=True))[1]
     assert frozen - config.chunk_size * suffix == pytest.approx(
         frames * vision.num_patches * matrices / 3
     )
@@ -253,4 +252,4 @@ def test_costs_of_a_planner_count_its_table_as_the_head():
     vlm = config.vlm_config
     text = vlm.gemma3_config.text_config
     written = config.memory_max_length + config.response_max_length
-    assert planner_costs(config)[2] == (written - 2) * text.hidden_size * text.vocab_size
+    assert layer_costs(config)[2] == (written - 2) * text.hidden_size * text.vocab_size
