@@ -197,10 +197,10 @@ def compute_visual_indices(
     Raises:
         ValueError: unknown layout, or `part.size` does not divide the rows that are cut (B * L;
             L for `batch_slices`) and `part.uneven` is not set; or masks that
-            contradict each other, see `_bool_masks`.
+            contradict each other, see `_check_masks`.
     """
     part = RowPart() if part is None else part
-    image_mask_BL, video_mask_BL = _bool_masks(image_mask_BL, video_mask_BL)
+    _check_masks(image_mask_BL, video_mask_BL)
     of_batch = nonzero if count is None else partial(nonzero, count=count)
     visual_BL = image_mask_BL if video_mask_BL is None else image_mask_BL | video_mask_BL
     order_BL = _running_count(visual_BL) - 1
@@ -217,17 +217,23 @@ def compute_visual_indices(
     return VisualIndices(update, gather, source)
 
 
-def _bool_masks(image_mask_BL: Array, video_mask_BL: Array | None) -> tuple[Array, Array | None]:
-    """The masks of image and video tokens as bool; integers must be 0 and 1.
-
-    Raises:
-        ValueError: another dtype or shape, or masks of two shapes; in NumPy arrays, and in the
-            checked mode, also other integers, and tokens of both kinds.
+def _check_masks(image_BL: Array, video_BL: Array | None) -> None:
     """
-    image_BL = _bool_mask("image", image_mask_BL)
-    if video_mask_BL is None:
-        return image_BL, None
-    video_BL = _bool_mask("video", video_mask_BL)
+    Raises:
+        ValueError: another dtype or shape than bool `[B, L]`, or masks of two shapes; in NumPy
+            arrays, and in the checked mode, also tokens of both kinds.
+    """
+    for kind, mask_BL in (("image", image_BL), ("video", video_BL)):
+        if mask_BL is None:
+            continue
+        dtype = str(mask_BL.dtype).removeprefix("paddle.")
+        if len(mask_BL.shape) != 2 or dtype != "bool":
+            raise ValueError(
+                f"the {kind} mask is {dtype} of shape {list(mask_BL.shape)}: it must be bool of "
+                "shape [batch, length]"
+            )
+    if video_BL is None:
+        return
     for axis in (0, 1):
         one, other = image_BL.shape[axis], video_BL.shape[axis]
         if is_known(one) and is_known(other) and one != other:
@@ -242,25 +248,6 @@ def _bool_masks(image_mask_BL: Array, video_mask_BL: Array | None) -> tuple[Arra
                 f"{len(both)} tokens are of an image and of a video, the first is token "
                 f"{both[0][1]} of sample {both[0][0]}: a token takes one embedding"
             )
-    return image_BL, video_BL
-
-
-def _bool_mask(kind: str, mask_BL: Array) -> Array:
-    dtype = str(mask_BL.dtype).removeprefix("paddle.")
-    if len(mask_BL.shape) != 2 or not (dtype == "bool" or "int" in dtype):
-        raise ValueError(
-            f"the {kind} mask is {dtype} of shape {list(mask_BL.shape)}: it must be bool of shape "
-            "[batch, length]"
-        )
-    if dtype == "bool":
-        return mask_BL
-    if has_values(mask_BL):
-        values = np.unique(np.asarray(mask_BL))
-        if not np.isin(values, (0, 1)).all():
-            raise ValueError(
-                f"the {kind} mask has the integers {values.tolist()[:8]}: make it bool, or 0 and 1"
-            )
-    return mask_BL.astype("bool")
 
 
 def has_values(array: Array) -> bool:

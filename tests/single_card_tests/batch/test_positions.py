@@ -119,12 +119,6 @@ def test_a_run_broken_by_text_is_named():
         mrope_position_ids(ids, image_grid_thw=np.array([[1, 2, 4]]), **IDS)
 
 
-def test_a_run_across_two_rows_is_named():
-    ids = token_rows([5, ("image", 1)], [("image", 1), 5])
-    with pytest.raises(ValueError, match="not one unbroken run"):
-        mrope_position_ids(ids, image_grid_thw=np.array([[1, 2, 4]]), **IDS)
-
-
 def test_offsets_count_all_rows_and_padding():
     offsets = segment_offsets([[3, 2], [4], [], [6]], 6)
     assert offsets.dtype == np.int32

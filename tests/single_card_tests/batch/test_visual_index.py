@@ -154,8 +154,7 @@ def on_device(mask_BL):
 def test_masks_that_are_none_are_refused(compute):
     image_BL = np.array([[0, 1, 1, 0], [1, 0, 0, 0]], dtype=bool)
     for masks, message in (
-        ((image_BL * 2, None), r"image mask has the integers \[0, 2\]"),
-        ((image_BL, image_BL * -1), r"video mask has the integers \[-1, 0\]"),
+        ((image_BL, image_BL * 1), r"video mask is int64 .* must be bool"),
         ((image_BL.astype("float32"), None), r"image mask is float32 .* must be bool"),
         ((image_BL[0], None), r"image mask is bool of shape \[4\]"),
         ((image_BL, ~image_BL[:1]), r"has shape \[2, 4\] but the video mask \[1, 4\]"),
@@ -163,8 +162,6 @@ def test_masks_that_are_none_are_refused(compute):
     ):
         with pytest.raises(ValueError, match=message):
             compute(masks)
-    for found, wanted in zip(compute((image_BL * 1, None)), on_host((image_BL, None)), strict=True):
-        np.testing.assert_array_equal(found, wanted)
 
 
 def traced_indices(part: RowPart, layout: str, shape: list[int | None]):

@@ -3,7 +3,6 @@
 Shapes: B conversations, L length, P patches, n images or videos.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from paddle_vl.families.vlm.inputs.conversation import (
     Part,
     parse_record,
 )
+from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
 from paddle_vl.families.vlm.inputs.tokenizer import (
     END_OF_TEXT,
     IM_END,
@@ -27,8 +27,11 @@ from paddle_vl.families.vlm.inputs.tokenizer import (
     VIDEO_PAD,
     VISION_END,
     VISION_START,
+    ChatTemplate,
     TextTokenizer,
+    VideoPrompt,
 )
+from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
 from paddle_vl.files.names import Foreign, explains
 from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
 from paddle_vl.generation.config import FILE_NAME, GenerationConfig
@@ -54,26 +57,14 @@ _TEMPLATE = _CALL | {
 }
 
 
-class ChatInputs(ABC):
-    """Base of the processor: conversations in, batches and text out.
-
-    Attributes:
-        tokenizer, pad_token_id: as of the processor.
-    """
+class ChatInputs:
+    """Base of the processor: conversations in, batches and text out; attributes as of it."""
 
     tokenizer: TextTokenizer
+    template: ChatTemplate
+    image_processor: ImageProcessor
+    video_processor: VideoProcessor
     pad_token_id: int
-
-    @abstractmethod
-    def _encode(
-        self,
-        conversation: Conversation,
-        *,
-        add_generation_prompt: bool = False,
-        continue_final_message: bool = False,
-        with_pixels: bool = True,
-    ) -> dict[str, np.ndarray]:
-        """A sample, see `VLProcessor.encode_sample`."""
 
     @explains(_CALL, "the processor")
     def __call__(
@@ -192,6 +183,47 @@ class ChatInputs(ABC):
         """Texts of rows of ids; settings as of `decode`."""
         return [self.decode(row, *args, **settings) for row in ids]
 
+    def _encode(
+        self,
+        conversation: Conversation,
+        *,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        with_pixels: bool = True,
+    ) -> dict[str, np.ndarray]:
+        """A sample, see `VLProcessor.encode_sample` and `outline_sample`."""
+        visual: dict[str, np.ndarray] = {}
+        num_image_tokens: Sequence[int] = ()
+        if conversation.images:
+            if with_pixels:
+                visual = self.image_processor(conversation.images)
+            else:
+                grids = self.image_processor.grids(conversation.images)
+                visual = {"image_grid_thw": grids, "pixel_values": _no_pixels(grids)}
+            num_image_tokens = self.image_processor.num_tokens(visual["image_grid_thw"]).tolist()
+        video_prompts: list[VideoPrompt] = []
+        if conversation.videos:
+            if with_pixels:
+                arrays, timestamps = self.video_processor(conversation.videos)
+            else:
+                grids, timestamps = self.video_processor.grids(conversation.videos)
+                arrays = {"video_grid_thw": grids, "pixel_values_videos": _no_pixels(grids)}
+            counts = self.video_processor.tokens_per_patch(arrays["video_grid_thw"]).tolist()
+            video_prompts = [VideoPrompt(*each) for each in zip(timestamps, counts, strict=True)]
+            visual.update(arrays)
+        chat = self.template.encode(
+            conversation,
+            num_image_tokens,
+            video_prompts,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        return {
+            "input_ids": np.array(chat.input_ids, dtype=np.int64),
+            "labels": np.array(chat.labels, dtype=np.int64),
+            **visual,
+        }
+
     def _batch(
         self, samples: Sequence[Mapping[str, np.ndarray]], with_labels: bool = False
     ) -> dict[str, np.ndarray]:
@@ -209,6 +241,10 @@ class ChatInputs(ABC):
             if arrays:
                 batch[key] = np.concatenate(arrays)
         return batch
+
+
+def _no_pixels(grid_thw: np.ndarray) -> np.ndarray:
+    return np.broadcast_to(np.float32(0), (int(grid_thw.prod(axis=1).sum()), 1))
 
 
 def end_settings(ids: Mapping[str, int]) -> GenerationConfig:

@@ -6,7 +6,9 @@ Shapes: B conversations, L length, P patches, n images or videos.
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,6 @@ import numpy as np
 from paddle_vl.families.vlm.inputs.chat_inputs import ChatInputs, end_settings
 from paddle_vl.families.vlm.inputs.conversation import ROLES, Conversation
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
-from paddle_vl.families.vlm.inputs.stored_template import (
-    template_text,
-    warn_of_other_template,
-)
 from paddle_vl.families.vlm.inputs.tokenizer import (
     CONTROL_TOKENS,
     END_OF_TEXT,
@@ -30,11 +28,10 @@ from paddle_vl.families.vlm.inputs.tokenizer import (
     VISION_START,
     ChatTemplate,
     TextTokenizer,
-    VideoPrompt,
     train_bpe,
 )
 from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
-from paddle_vl.files.text_file import read_text, write_text
+from paddle_vl.files.text_file import parse_json_object, read_text, write_text
 
 # Files of a checkpoint that are copied unchanged, for other programs.
 _CARRIED_FILES = (
@@ -43,6 +40,12 @@ _CARRIED_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
+)
+# SHA-256 of templates that render as the built-in one, of what it renders at all; without white
+# space around them. Ours, and the one of the published Qwen3-VL Instruct models.
+_EQUAL_TEMPLATES = (
+    hashlib.sha256(JINJA_TEMPLATE.strip().encode()).hexdigest(),
+    "9d879ef91075acbfb2df7e441fd79d60bacfca989cf6d511d2af45c681e94f10",
 )
 
 
@@ -208,46 +211,6 @@ class VLProcessor(ChatInputs):
         content = self.tokenizer.to_json() + json.dumps(settings, sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
-    def _encode(
-        self,
-        conversation: Conversation,
-        *,
-        add_generation_prompt: bool = False,
-        continue_final_message: bool = False,
-        with_pixels: bool = True,
-    ) -> dict[str, np.ndarray]:
-        visual: dict[str, np.ndarray] = {}
-        num_image_tokens: Sequence[int] = ()
-        if conversation.images:
-            if with_pixels:
-                visual = self.image_processor(conversation.images)
-            else:
-                grids = self.image_processor.grids(conversation.images)
-                visual = {"image_grid_thw": grids, "pixel_values": _no_pixels(grids)}
-            num_image_tokens = self.image_processor.num_tokens(visual["image_grid_thw"]).tolist()
-        video_prompts: list[VideoPrompt] = []
-        if conversation.videos:
-            if with_pixels:
-                arrays, timestamps = self.video_processor(conversation.videos)
-            else:
-                grids, timestamps = self.video_processor.grids(conversation.videos)
-                arrays = {"video_grid_thw": grids, "pixel_values_videos": _no_pixels(grids)}
-            counts = self.video_processor.tokens_per_patch(arrays["video_grid_thw"]).tolist()
-            video_prompts = [VideoPrompt(*each) for each in zip(timestamps, counts, strict=True)]
-            visual.update(arrays)
-        chat = self.template.encode(
-            conversation,
-            num_image_tokens,
-            video_prompts,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
-        return {
-            "input_ids": np.array(chat.input_ids, dtype=np.int64),
-            "labels": np.array(chat.labels, dtype=np.int64),
-            **visual,
-        }
-
     def _tokenizer_config(self) -> dict[str, Any]:
         flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
         return {
@@ -274,8 +237,44 @@ _SPECIAL_TOKENS_MAP = {
 }
 
 
-def _no_pixels(grid_thw: np.ndarray) -> np.ndarray:
-    return np.broadcast_to(np.float32(0), (int(grid_thw.prod(axis=1).sum()), 1))
+def template_text(files: Mapping[str, str], directory: Path) -> tuple[str, str] | None:
+    """The Jinja template, from whichever of HF's files has it, and the file's name.
+
+    Args:
+        files: texts by name.
+
+    Raises:
+        RuntimeError: a file is no JSON object.
+    """
+    if "chat_template.jinja" in files:
+        return files["chat_template.jinja"], "chat_template.jinja"
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        what, remedy = "a tokenizer's settings", "fetch or save it again"
+        values = parse_json_object(files.get(name, "{}"), directory / name, what, remedy)
+        if text := values.get("chat_template"):
+            return str(text), name
+    return None
+
+
+def warn_of_other_template(found: tuple[str, str] | None, directory: Path) -> None:
+    """Warn if the checkpoint's own template, which is not used, may differ from this one."""
+    if found is None:
+        return
+    text, name = found
+    plain = text.replace("\r\n", "\n").strip().encode(errors="surrogatepass")
+    if hashlib.sha256(plain).hexdigest() in _EQUAL_TEMPLATES:
+        return
+    differences = []
+    if re.search(r"add_generation_prompt[^#]*assistant\\n<think>", text):
+        differences.append("; it opens every answer with <think>")
+    if "You are a helpful assistant" in text:
+        differences.append("; it adds a default system message")
+    warnings.warn(
+        f"the chat template in {directory / name} is not used and is none that is known to equal "
+        f"Qwen3-VL's plain template, which paddle_vl uses{''.join(differences)}: write into your "
+        "messages what the model needs of it",
+        stacklevel=3,
+    )
 
 
 def _dump(content: dict[str, Any]) -> str:

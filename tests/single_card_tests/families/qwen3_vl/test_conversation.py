@@ -13,7 +13,6 @@ import pytest
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.vlm.inputs.conversation import ImagePart, parse_line, parse_record
 from tests.single_card_tests.families.qwen3_vl.chat_builders import (
-    assistant,
     question,
     random_image,
     user,
@@ -70,17 +69,6 @@ def test_absolute_paths_file_urls_and_images_in_memory_are_taken_as_they_are():
     assert parse_record(record, HERE).images == ["/abs/a.png", "/abs/b.png", image]
     part = {"type": "image", "image": array}
     assert parse_record({"messages": [user([part])]}).images[0] is array
-
-
-def test_other_entries_of_the_record_are_kept():
-    assert parse_record(question(task="single", images=[])).extra == {"task": "single"}
-
-
-def test_prompt_is_everything_before_the_last_answer():
-    messages = [user("1?"), assistant("one"), user("2?"), assistant("two"), user("3?")]
-    prompt, answer = parse_record({"messages": messages}).prompt_and_answer()
-    assert [turn.text for turn in prompt.turns] == ["1?", "one", "2?"]
-    assert answer == "two"
 
 
 BAD_RECORDS = {
