@@ -201,19 +201,6 @@ def test_a_traced_program_refuses_a_length_that_the_degree_does_not_divide(layou
         program(paddle.to_tensor(token_rows([1, ("image", 6), ("video", 2)])))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("size", range(1, 9))
-def test_the_ranks_together_take_every_embedding_once(size, layout):
-    ids_BL = token_rows([1, ("image", 9), 2], [("video", 5), 1, 1, ("image", 3)], length=16)
-    parts = [RowPart(rank, size, uneven=True) for rank in range(size)]
-    found = [
-        host_visual_indices(ids_BL, part=part, layout=layout, **counts_of(ids_BL), **IDS)
-        for part in parts
-    ]
-    taken = np.concatenate([arrays["visual_gather_indices"] for arrays in found])
-    assert sorted(taken.tolist()) == list(range(17))
-
-
 def test_a_remainder_gives_the_first_ranks_one_row_more():
     assert [RowPart(rank, 4, uneven=True).bounds(6) for rank in range(4)] == [
         (0, 2), (2, 4), (4, 5), (5, 6),

@@ -118,10 +118,3 @@ def test_bad_record_is_refused_with_its_reason(kind, record, message):
     with pytest.raises(BadSampleError, match=message) as info:
         parse_line(json.dumps(record).encode(), HERE)
     assert info.value.kind == kind
-
-
-@pytest.mark.parametrize("line", [b'{"messages": [', b"[1]", b'"text"', b"\xff\xfe", b"[{}"])
-def test_line_that_is_no_json_object_is_refused(line):
-    with pytest.raises(BadSampleError) as info:
-        parse_line(line, HERE)
-    assert info.value.kind == "broken_json"
