@@ -238,7 +238,7 @@ def _check_tokens(dict_args: Mapping[str, Any], sizes: EmbeddingSizes) -> None:
     if hidden is None and ids_BL is None:
         raise ValueError("neither input_ids nor decoder_input is given: pass one of them")
     batch, length = dict_args["position_ids"].shape[1:]
-    num_rows = batch * length if is_known(batch) and is_known(length) else "T"
+    num_rows: Any = batch * length if is_known(batch) and is_known(length) else "T"
     remedy = (
         f"position_ids are of {batch} x {length} tokens: pass both of one batch, samples first, "
         "with all rows also under sequence parallelism"
@@ -266,7 +266,7 @@ def _given_indices(
                 "collator does), or leave all indices out to have them computed"
             )
     num_taken = total - dict_args.get("num_unused_visual_rows", 0) if is_known(total) else -1
-    num_update = given.update.shape[0] if len(given.update.shape) == 1 else "M"
+    num_update: Any = given.update.shape[0] if len(given.update.shape) == 1 else "M"
     if is_known(num_taken) and is_known(num_update) and num_update > num_taken:
         raise ValueError(
             f"visual_update_indices has {num_update} token rows but the batch has {num_taken} "
@@ -281,7 +281,7 @@ def _given_indices(
 
 def _check_values(
     is_kind_BL: Mapping[str, Array],
-    visual_BL: Array | None,
+    mask_BL: Array | None,
     indices: VisualIndices | None,
     num_rows: Mapping[str, int],
     num_unused: int,
@@ -297,7 +297,7 @@ def _check_values(
         ValueError: two of them contradict each other.
     """
     kinds = {kind: np.asarray(is_BL) for kind, is_BL in is_kind_BL.items()}
-    visual_BL = None if visual_BL is None else np.asarray(visual_BL)
+    visual_BL: Any = None if mask_BL is None else np.asarray(mask_BL)
     if kinds:
         if not num_unused and num_rows.keys() <= kinds.keys():
             counts = [(int(kinds[kind].sum()), num_rows.get(kind, 0)) for kind in kinds]

@@ -4,12 +4,14 @@ Source: the PIL backend of HF transformers' Qwen2-VL image processor, bit-exact 
 backend differs by one 8-bit step when resizing), and `smart_resize` of the Qwen2-VL (images) and
 Qwen3-VL (videos) processors.
 
-Shapes: P patches, n images.
+Shapes: R frames, H and W pixels, C = 3 channels, P patches, n images.
 """
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from PIL import Image
 
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import ImageSource, image_size, load_rgb
-from paddle_vl.families.vlm.inputs.preprocessor_files import VisionProcessor, named_item
+from paddle_vl.families.vlm.inputs.preprocessor_files import VisionProcessor
 from paddle_vl.files.checked_values import checked
 
 
@@ -122,13 +124,25 @@ class ImageProcessor(VisionProcessor):
         if self.do_resize:
             height, width = self._resized(image.height, image.width)
             image = image.resize((width, height), Image.Resampling.BICUBIC)
-        return self.cut(np.asarray(image)[None])
+        return patchify(np.asarray(image)[None], self)
 
     def _resized(self, height: int, width: int) -> tuple[int, int]:
         if not self.do_resize:
             return height, width
         factor = self.patch_size * self.merge_size
         return smart_resize(height, width, factor, self.min_pixels, self.max_pixels)
+
+
+@contextmanager
+def named_item(kind: str, number: int, source: Any) -> Iterator[None]:
+    """Add the number and file name of an image or video to its error."""
+    try:
+        yield
+    except BadSampleError as error:
+        name = f"{kind} {number}"
+        if isinstance(source, str | os.PathLike):
+            name += f" ({os.fspath(source)})"
+        raise BadSampleError(error.kind, f"{name}: {error.reason}") from error
 
 
 MAX_ASPECT_RATIO = 200
@@ -219,3 +233,59 @@ def _check_aspect_ratio(kind: str, height: int, width: int) -> None:
             f"{kind} of {width} x {height} pixels (width x height): one side may be at most "
             f"{MAX_ASPECT_RATIO} times the other; crop it",
         )
+
+
+@lru_cache(maxsize=16)
+def value_table(mean: tuple[float, ...], std: tuple[float, ...]) -> np.ndarray:
+    """`[C, 256]` float32: the normalized value of every 8-bit value, per channel.
+
+    As in HF: rescaled in float64, cast to float32, normalized in float32. With a table the
+    arithmetic runs once per value, not once per pixel.
+    """
+    scaled = (np.arange(256, dtype=np.float64) * (1 / 255)).astype(np.float32)
+    mean_C, std_C = (np.array(values, dtype=np.float32) for values in (mean, std))
+    return (scaled[None] - mean_C[:, None]) / std_C[:, None]
+
+
+def patchify(
+    frames_RHWC: np.ndarray, settings: VisionProcessor
+) -> tuple[np.ndarray, tuple[int, int, int]]:
+    """Cut frames into normalized patches in merge-block order.
+
+    Patches are ordered (t, block row, block column, row in block, column in block); values of a
+    patch (channel, frame, y, x). The last frame is repeated to fill a temporal patch, so that an
+    image is one temporal patch.
+
+    Args:
+        frames_RHWC: uint8, H and W multiples of `patch_size * merge_size`.
+
+    Returns:
+        `[P, C * temporal_patch_size * patch_size ** 2]` float32 and the grid (t, h, w) in patches.
+
+    Raises:
+        ValueError: merge blocks do not tile the frames.
+    """
+    patch, merge, of_time = settings.patch_size, settings.merge_size, settings.temporal_patch_size
+    num_frames, height, width, channels = frames_RHWC.shape
+    block = patch * merge
+    if height % block or width % block or not height or not width:
+        raise ValueError(
+            f"frames of {width} x {height} pixels (width x height) are not tiled by blocks of "
+            f"{block} x {block} pixels: resize them, or set do_resize to true"
+        )
+    if missing := -num_frames % of_time:
+        last = frames_RHWC[-1:].repeat(missing, axis=0)
+        frames_RHWC = np.concatenate([frames_RHWC, last])
+    t, h, w = len(frames_RHWC) // of_time, height // patch, width // patch
+    blocks = (
+        frames_RHWC.reshape(
+            t, of_time, h // merge, merge, patch, w // merge, merge, patch, channels
+        )
+        .transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
+        .reshape(t * h * w, channels, -1)
+    )
+    table_CV = value_table(tuple(settings.image_mean), tuple(settings.image_std))
+    patches = np.empty(blocks.shape, dtype=np.float32)
+    for channel in range(channels):
+        patches[:, channel] = table_CV[channel][blocks[:, channel]]
+    return patches.reshape(t * h * w, -1), (t, h, w)

@@ -1,14 +1,8 @@
-"""What image and video processors share: their settings in HF's files, and the cut into patches.
-
-Shapes: R frames, H and W pixels, C = 3 channels, P patches.
-"""
+"""HF's preprocessor files: the settings that image and video processors share."""
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -16,7 +10,6 @@ import numpy as np
 from PIL import Image
 from pydantic import Field
 
-from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.files.checked_values import Listed, Number, check_mapping, checked
 from paddle_vl.files.text_file import read_json_object, shown, write_text
 
@@ -138,70 +131,6 @@ class VisionProcessor:
         path = Path(directory) / self.config_file
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(self.to_dict(), indent=2) + "\n")
-
-    def cut(self, frames_RHWC: np.ndarray) -> tuple[np.ndarray, tuple[int, int, int]]:
-        """Frames as normalized patches in merge-block order.
-
-        Patches are ordered (t, block row, block column, row in block, column in block); values of a
-        patch (channel, frame, y, x). The last frame is repeated to fill a temporal patch, so that
-        an image is one temporal patch.
-
-        Args:
-            frames_RHWC: uint8, H and W multiples of `patch_size * merge_size`.
-
-        Returns:
-            `[P, C * temporal_patch_size * patch_size ** 2]` float32 and the grid (t, h, w) in
-            patches.
-
-        Raises:
-            ValueError: merge blocks do not tile the frames.
-        """
-        patch, merge, of_time = self.patch_size, self.merge_size, self.temporal_patch_size
-        num_frames, height, width, channels = frames_RHWC.shape
-        block = patch * merge
-        if height % block or width % block or not height or not width:
-            raise ValueError(
-                f"frames of {width} x {height} pixels (width x height) are not tiled by blocks of "
-                f"{block} x {block} pixels: resize them, or set do_resize to true"
-            )
-        if missing := -num_frames % of_time:
-            last = frames_RHWC[-1:].repeat(missing, axis=0)
-            frames_RHWC = np.concatenate([frames_RHWC, last])
-        t, h, w = len(frames_RHWC) // of_time, height // patch, width // patch
-        blocks = (
-            frames_RHWC.reshape(
-                t, of_time, h // merge, merge, patch, w // merge, merge, patch, channels
-            )
-            .transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
-            .reshape(t * h * w, channels, -1)
-        )
-        patches = np.empty(blocks.shape, dtype=np.float32)
-        for channel in range(channels):
-            patches[:, channel] = self._table_CV[channel][blocks[:, channel]]
-        return patches.reshape(t * h * w, -1), (t, h, w)
-
-    @cached_property
-    def _table_CV(self) -> np.ndarray:
-        """`[C, 256]` float32: the normalized value of every 8-bit value, per channel.
-
-        As in HF: rescaled in float64, cast to float32, normalized in float32. With a table the
-        arithmetic runs once per value, not once per pixel.
-        """
-        scaled = (np.arange(256, dtype=np.float64) * (1 / 255)).astype(np.float32)
-        mean_C, std_C = (np.array(v, dtype=np.float32) for v in (self.image_mean, self.image_std))
-        return (scaled[None] - mean_C[:, None]) / std_C[:, None]
-
-
-@contextmanager
-def named_item(kind: str, number: int, source: Any) -> Iterator[None]:
-    """Add the number and file name of an image or video to its error."""
-    try:
-        yield
-    except BadSampleError as error:
-        name = f"{kind} {number}"
-        if isinstance(source, str | os.PathLike):
-            name += f" ({os.fspath(source)})"
-        raise BadSampleError(error.kind, f"{name}: {error.reason}") from error
 
 
 # Names of the limits in messages.

@@ -12,10 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from paddle_vl.families.vlm.inputs.chat_inputs import ChatInputs, end_settings
-from paddle_vl.families.vlm.inputs.conversation import ROLES, Conversation
+from paddle_vl.families.vlm.inputs.chat_inputs import ChatInputs
+from paddle_vl.families.vlm.inputs.conversation import ROLES
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
 from paddle_vl.families.vlm.inputs.tokenizer import (
     CONTROL_TOKENS,
@@ -32,6 +30,8 @@ from paddle_vl.families.vlm.inputs.tokenizer import (
 )
 from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
 from paddle_vl.files.text_file import parse_json_object, read_text, write_text
+from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
+from paddle_vl.generation.config import FILE_NAME, GenerationConfig
 
 # Files of a checkpoint that are copied unchanged, for other programs.
 _CARRIED_FILES = (
@@ -183,28 +183,6 @@ class VLProcessor(ChatInputs):
         for name, text in files.items():
             write_text(directory / name, text)
 
-    def encode_sample(self, conversation: Conversation) -> dict[str, np.ndarray]:
-        """One training sample.
-
-        Returns:
-            input_ids and labels `[L]` int64 (labels not shifted, -100 outside targets); with
-            images, pixel_values `[P, 1536]` float32 and image_grid_thw `[n, 3]` int64; with videos,
-            pixel_values_videos and video_grid_thw likewise.
-
-        Raises:
-            BadSampleError: an image or video cannot be used, or text contains a special token.
-            RuntimeError: there is a video file and PyAV is not installed.
-        """
-        return self._encode(conversation)
-
-    def outline_sample(self, conversation: Conversation) -> dict[str, np.ndarray]:
-        """A training sample from the headers of its images and videos, to measure its length.
-
-        Pixels are broadcast zeros. Height and width may be exchanged in a grid. Errors are those of
-        `encode_sample` that headers show.
-        """
-        return self._encode(conversation, with_pixels=False)
-
     def fingerprint(self) -> str:
         """Hash of the tokenizer and of the settings of the image and video processors."""
         settings = [self.image_processor.to_dict(), self.video_processor.to_dict()]
@@ -275,6 +253,27 @@ def warn_of_other_template(found: tuple[str, str] | None, directory: Path) -> No
         "messages what the model needs of it",
         stacklevel=3,
     )
+
+
+def end_settings(ids: Mapping[str, int]) -> GenerationConfig:
+    """Settings with the tokens that end an answer and the one that pads, of ids by name."""
+    ends = tuple(ids[token] for token in (IM_END, END_OF_TEXT) if token in ids)
+    return GenerationConfig(eos_token_id=ends or None, pad_token_id=ids.get(END_OF_TEXT))
+
+
+def generation_settings(*folders: Path) -> GenerationConfig | None:
+    """Settings of the first model folder that has them; None without.
+
+    Where they name no end tokens, those of the first folder's tokenizer are taken.
+    """
+    stored = [folder for folder in folders if (folder / FILE_NAME).is_file()]
+    found = GenerationConfig.from_pretrained(stored[0]) if stored else None
+    tokenizers = [folder for folder in folders if (folder / TOKENIZER_FILE).is_file()]
+    if tokenizers and (found is None or found.eos_token_id is None):
+        special = TextTokenizer.from_file(tokenizers[0]).special_tokens
+        ends = end_settings({token: token_id for token_id, token in special.items()})
+        found = (found or GenerationConfig()).with_ends_of(ends)
+    return found
 
 
 def _dump(content: dict[str, Any]) -> str:

@@ -23,8 +23,13 @@ from paddle_vl.data.video_reader import (
     frame_rate,
     open_video,
 )
-from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor, smart_resize_video
-from paddle_vl.families.vlm.inputs.preprocessor_files import VisionProcessor, named_item
+from paddle_vl.families.vlm.inputs.image_processor import (
+    ImageProcessor,
+    named_item,
+    patchify,
+    smart_resize_video,
+)
+from paddle_vl.families.vlm.inputs.preprocessor_files import VisionProcessor
 from paddle_vl.files.checked_values import Number, checked
 
 # Limits of the published checkpoints, for a folder with settings of images only.
@@ -182,7 +187,7 @@ class VideoProcessor(VisionProcessor):
             _, height, width, _ = resized_RHWC.shape
             image = Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC)
             resized_RHWC[number] = np.asarray(image)
-        patches, grid = self.cut(resized_RHWC)
+        patches, grid = patchify(resized_RHWC, self)
         arrays = {"pixel_values_videos": patches, "video_grid_thw": np.array([grid], np.int64)}
         return arrays, times
 
