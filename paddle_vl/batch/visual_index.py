@@ -427,23 +427,38 @@ def visual_inputs(
     embeds = {kind: rows for kind, rows in embeds.items() if rows is not None}
     levels = _levels(dict_args, embeds, sizes.num_levels)
     in_reading_order = any(name in levels for name in LEVELS_IN_ORDER)
-    _check_tensors(embeds, levels, sizes.width)
-    _check_tokens(dict_args, sizes)
+    for kind, rows in embeds.items():
+        remedy = "pass what the vision tower returns"
+        _check(f"{kind}_embeds", rows, [["M", sizes.width]], "float", remedy)
     num_rows = {kind: rows.shape[0] for kind, rows in embeds.items()}
     num_rows = num_rows or {name: each[0].shape[0] for name, each in levels.items() if each}
-    given = _given_indices(dict_args, num_rows, embeds, sizes.part)
-    mask_BL = _visual_mask(dict_args)
-    tokens = [array for array in (dict_args.get("input_ids"), mask_BL) if array is not None]
-    if any(has_values(array) for array in tokens):
-        check_visual_values(dict_args, given, num_rows, sizes.placeholder_ids, sizes.part)
+    total = sum(num_rows.values()) if all(map(is_known, num_rows.values())) else -1
+    of_lists = [total] if in_reading_order else num_rows.values()
+    for (name, each), number in zip(levels.items(), of_lists, strict=True):
+        remedy = "a level has one row per visual embedding; pass what the tower made for this batch"
+        for g, level in enumerate(each):
+            _check(f"{name}[{g}]", level, [[number, sizes.width]], "float", remedy)
+    _check_tokens(dict_args, sizes)
+    ids_BL, mask_BL = dict_args.get("input_ids"), dict_args.get("visual_pos_masks")
+    given = _given_indices(dict_args, total, len(embeds) == len(KINDS), sizes.part)
+    tokens_BL = mask_BL if ids_BL is None else ids_BL
+    if tokens_BL is not None and has_values(tokens_BL):
+        num_unused = dict_args.get("num_unused_visual_rows", 0)
+        is_kind_BL = _placeholders(ids_BL, sizes.placeholder_ids)
+        _check_values(is_kind_BL, mask_BL, given, num_rows, num_unused, sizes.part)
     if not num_rows:
         return None
-    _check_level_rows(levels, num_rows, in_reading_order)
+    needs_ids = given is None or mask_BL is None
+    is_kind_BL = _placeholders(ids_BL if needs_ids else None, sizes.placeholder_ids)
+    placeholders_BL = is_kind_BL["image"] | is_kind_BL["video"] if is_kind_BL else None
     indices, counts = given, []
     if indices is None:
-        indices, mask_BL, counts = _found_indices(dict_args, num_rows, embeds, sizes, nonzero)
-    elif mask_BL is None and dict_args.get("input_ids") is not None:
-        mask_BL = _placeholders(dict_args["input_ids"], sizes)[-1]
+        masks_BL, counts = _places(is_kind_BL, placeholders_BL, mask_BL, embeds, num_rows, total)
+        known = is_known(total) and all(map(is_known, masks_BL[0].shape))
+        indices = compute_visual_indices(
+            *masks_BL, nonzero=nonzero, part=sizes.part, count=total if known else None
+        )
+        counts = counts if known else []
     # On one device the embeddings of one modality are in reading order and none is left out.
     takes_all = given is None and sizes.part.size == 1
     in_order = by_kind = None if takes_all else indices.gather
@@ -455,115 +470,16 @@ def visual_inputs(
         levels=[list(tensors) for tensors in zip(*levels.values(), strict=True)],
         level_order=in_order if in_reading_order else by_kind,
         indices=indices,
-        mask=mask_BL,
+        mask=placeholders_BL if mask_BL is None else mask_BL,
         counts=counts,
     )
 
 
-def check_visual_indices(
-    update: Array, gather: Array, source: Array | None, num_embeddings: int, covers_all: bool
-) -> None:
-    """Check the index arrays of a batch by their shapes; a traced program's unknown sizes pass.
-
-    Args:
-        source: None unless the batch has images and videos.
-        num_embeddings: those that the token rows of all ranks receive.
-        covers_all: whether the indices are of all token rows, not of a shard.
-
-    Raises:
-        ValueError: one is missing, is not 1-D int64, or has another length than the embeddings.
-    """
-    arrays = {"update": update, "gather": gather} | ({} if source is None else {"source": source})
-    for name, array in arrays.items():
-        if array is None:
-            other = "gather" if name == "update" else "update"
-            raise ValueError(
-                f"the batch has visual_{other}_indices without visual_{name}_indices: give both, "
-                "or neither to have them computed"
-            )
-        if len(array.shape) != 1 or not str(array.dtype).endswith("int64"):
-            raise ValueError(
-                f"visual_{name}_indices is {array.dtype} of shape {list(array.shape)}: it must be "
-                "1-D int64, as host_visual_indices makes it"
-            )
-    num_update, num_gather = update.shape[0], gather.shape[0]
-    if is_known(num_update) and is_known(num_gather) and num_update != num_gather:
-        raise ValueError(
-            f"visual_update_indices has {num_update} entries but visual_gather_indices "
-            f"{num_gather}: take both from one call"
-        )
-    if not (is_known(num_update) and is_known(num_embeddings)):
-        return
-    if num_update > num_embeddings or (covers_all and num_update != num_embeddings):
-        raise ValueError(
-            f"visual_update_indices has {num_update} token rows but the batch has {num_embeddings} "
-            "visual embeddings: the indices belong to another batch"
-        )
-    if source is not None and is_known(source.shape[0]) and source.shape[0] != num_embeddings:
-        raise ValueError(
-            f"visual_source_indices has {source.shape[0]} entries but the batch has "
-            f"{num_embeddings} visual embeddings: the indices belong to another batch"
-        )
-
-
-def check_visual_values(
-    batch: Mapping[str, Array],
-    indices: VisualIndices | None,
-    num_rows: Mapping[str, int],
-    placeholder_ids: tuple[int, int],
-    part: RowPart | None = None,
-) -> None:
-    """Check that ids, mask, indices and embeddings are of one batch, by their values.
-
-    Args:
-        batch: `input_ids` and `visual_pos_masks` `[B, L]` and `num_unused_visual_rows`, those that
-            it has; tensors are read.
-        indices: those of the batch; None if it has none.
-        num_rows: embeddings by kind, `image` and `video`; by another name those of both kinds.
-        placeholder_ids: of images and of videos.
-        part: the shard that the indices are of.
-
-    Raises:
-        ValueError: two of them contradict each other.
-    """
-    ids_BL, visual_BL = (
-        None if batch.get(name) is None else np.asarray(batch[name])
-        for name in ("input_ids", "visual_pos_masks")
-    )
-    num_unused = batch.get("num_unused_visual_rows", 0)
-    kinds = {}
-    if ids_BL is not None:
-        kinds = {k: ids_BL == i for k, i in zip(("image", "video"), placeholder_ids, strict=True)}
-        if not num_unused and num_rows.keys() <= kinds.keys():
-            counts = [(int(kinds[kind].sum()), num_rows.get(kind, 0)) for kind in kinds]
-            check_visual_counts(*counts[0], *counts[1])
-        placeholders_BL = kinds["image"] | kinds["video"]
-        visual_BL = placeholders_BL if visual_BL is None else visual_BL
-        if len(wrong := np.argwhere(visual_BL != placeholders_BL)):
-            raise ValueError(
-                f"visual_pos_masks differs from the placeholders of input_ids at {len(wrong)} "
-                f"tokens, the first is token {wrong[0][1]} of sample {wrong[0][0]}: pass the mask "
-                "of this batch, or none"
-            )
-    if visual_BL is None:
-        return
-    num_tokens, num_taken = int(visual_BL.sum()), sum(num_rows.values()) - num_unused
-    if num_tokens != num_taken:
-        raise ValueError(
-            f"{num_tokens} visual tokens but {num_taken} visual embeddings: every visual token "
-            "takes exactly one; check that mask and embeddings are of one batch"
-        )
-    has_order = indices is not None and indices.source is not None
-    if indices is None or (has_order and not kinds):
-        return
-    first_BL, second_BL = (kinds["image"], kinds["video"]) if has_order else (visual_BL, None)
-    wanted = compute_visual_indices(first_BL, second_BL, nonzero=np.flatnonzero, part=part)
-    for name, found, expected in zip(VisualIndices._fields, indices, wanted, strict=True):
-        if expected is not None and not np.array_equal(np.asarray(found), expected):
-            raise ValueError(
-                f"visual_{name}_indices are not those of this batch's visual tokens: pass what "
-                "host_visual_indices makes of its input_ids for this rank, or none"
-            )
+def _placeholders(ids_BL: Array | None, token_ids: tuple[int, int]) -> dict[str, Array]:
+    """True at the placeholders of images and of videos; nothing without ids."""
+    if ids_BL is None:
+        return {}
+    return {kind: ids_BL == token_id for kind, token_id in zip(KINDS, token_ids, strict=True)}
 
 
 def check_level(x_TD: Array, level_MD: Array, update_M: Array) -> None:
@@ -572,27 +488,42 @@ def check_level(x_TD: Array, level_MD: Array, update_M: Array) -> None:
     Raises:
         ValueError: they do not fit each other.
     """
-    num_rows, num_places = level_MD.shape[0], update_M.shape[0]
-    if (
-        len(x_TD.shape) != 2
-        or len(level_MD.shape) != 2
-        or level_MD.shape[1] != x_TD.shape[1]
-        or level_MD.dtype != x_TD.dtype
-    ):
+    remedy = "take levels and visual_update_indices from one call of GPTEmbedding"
+    _check("visual_update_indices", update_M, [["M"]], "int64", remedy)
+    _check("a layer's input", x_TD, [["T", "D"]], "float", "pass token rows")
+    wanted = [update_M.shape[0], x_TD.shape[1]]
+    _check("a deepstack level", level_MD, [wanted], _name_of(x_TD.dtype), remedy)
+
+
+def _check(
+    name: str, array: Array | None, shapes: Sequence[Sequence[Any]], dtype: str, remedy: str
+) -> None:
+    """Raise a ValueError for an array of none of these shapes or of another dtype.
+
+    Args:
+        shapes: a size that is unknown, such as a letter or one of a traced program, fits any.
+        dtype: its name, or `float` or `int` for all such ones.
+    """
+    if array is None:
+        return
+    found = _name_of(array.dtype)
+    fits = found == dtype or (dtype in ("float", "int") and dtype in found)
+    if not fits or not any(_fits(array.shape, shape) for shape in shapes):
+        wanted = " or ".join(f"[{', '.join(map(str, shape))}]" for shape in shapes)
         raise ValueError(
-            f"a deepstack level is {level_MD.dtype} {list(level_MD.shape)} but the hidden states "
-            f"are {x_TD.dtype} {list(x_TD.shape)}: cast the level, pass rows of one width"
+            f"{name} is {found} of shape {list(array.shape)}: it must be {dtype} of shape "
+            f"{wanted}; {remedy}"
         )
-    if len(update_M.shape) != 1 or not str(update_M.dtype).endswith("int64"):
-        raise ValueError(
-            f"visual_update_indices is {update_M.dtype} of shape {list(update_M.shape)}: it "
-            "must be 1-D int64, as GPTEmbedding returns it"
-        )
-    if not _fits([num_rows], [num_places]):
-        raise ValueError(
-            f"a deepstack level has {num_rows} rows for {num_places} visual token rows: take "
-            "levels and visual_update_indices from one call of GPTEmbedding"
-        )
+
+
+def _name_of(dtype: Any) -> str:
+    return str(dtype).removeprefix("paddle.")
+
+
+def _fits(shape: Sequence[Any], wanted: Sequence[Any]) -> bool:
+    pairs = zip(shape, wanted, strict=False)
+    known = [(one, other) for one, other in pairs if is_known(one) and is_known(other)]
+    return len(shape) == len(wanted) and all(one == other for one, other in known)
 
 
 def _levels(
@@ -631,164 +562,130 @@ def _levels(
     return levels
 
 
-def _check_tensors(
-    embeds: Mapping[str, Array], levels: Mapping[str, Sequence[Array]], width: int
-) -> None:
-    named = {f"{kind}_embeds": rows for kind, rows in embeds.items()}
-    named |= {f"{name}[{g}]": level for name in levels for g, level in enumerate(levels[name])}
-    for name, rows in named.items():
-        if len(rows.shape) != 2 or rows.shape[1] != width or "float" not in str(rows.dtype):
-            raise ValueError(
-                f"{name} is {rows.dtype} of shape {list(rows.shape)} but must be floating point "
-                f"with rows of {width}: pass what the vision tower returns"
-            )
-
-
-def _check_level_rows(
-    levels: Mapping[str, Sequence[Array]], num_rows: Mapping[str, int], in_reading_order: bool
-) -> None:
-    """Check that every level has as many rows as its merged embeddings."""
-    wanted = [_total(num_rows)] * len(levels) if in_reading_order else list(num_rows.values())
-    for (name, each), number in zip(levels.items(), wanted, strict=True):
-        for g, level in enumerate(each):
-            if not _fits(level.shape[:1], [number]):
-                raise ValueError(
-                    f"{name}[{g}] has {level.shape[0]} rows for {number} visual embeddings: "
-                    "a level has one row per embedding; pass what the tower made for this batch"
-                )
-
-
 def _check_tokens(dict_args: Mapping[str, Any], sizes: EmbeddingSizes) -> None:
-    """Check ids `[B, L]` and hidden states `[B, L, D]` or `[T, D]` against the positions."""
+    """Check ids and mask `[B, L]` and hidden states `[B, L, D]` or `[T, D]` by the positions."""
     ids_BL, hidden = dict_args.get("input_ids"), dict_args.get("decoder_input")
     if hidden is None and ids_BL is None:
         raise ValueError("neither input_ids nor decoder_input is given: pass one of them")
     batch, length = dict_args["position_ids"].shape[1:]
-    num_rows = batch * length if is_known(batch) and is_known(length) else -1
-    fitting = {
-        "input_ids": [[batch, length]],
-        "decoder_input": [[batch, length, sizes.width], [num_rows, sizes.width]],
-    }
-    for name, array in (("input_ids", ids_BL), ("decoder_input", hidden)):
-        if array is not None and not any(_fits(array.shape, each) for each in fitting[name]):
-            raise ValueError(
-                f"{name} has shape {list(array.shape)} but position_ids are of {batch} x {length} "
-                f"tokens, for which it is {' or '.join(map(str, fitting[name]))}: pass both of one "
-                "batch, samples first, with all rows also under sequence parallelism"
-            )
-    if hidden is not None and "float" not in str(hidden.dtype):
-        raise ValueError(
-            f"decoder_input is {hidden.dtype}: it must be floating point, as the embedding's"
-        )
+    num_rows: Any = batch * length if is_known(batch) and is_known(length) else "T"
+    remedy = (
+        f"position_ids are of {batch} x {length} tokens: pass both of one batch, samples first, "
+        "with all rows also under sequence parallelism"
+    )
+    _check("input_ids", ids_BL, [[batch, length]], "int", remedy)
+    _check("visual_pos_masks", dict_args.get("visual_pos_masks"), [[batch, length]], "bool", remedy)
+    shapes = [batch, length, sizes.width], [num_rows, sizes.width]
+    _check("decoder_input", hidden, shapes, "float", remedy)
     if is_known(num_rows):
         sizes.part.bounds(num_rows)
 
 
-def _visual_mask(dict_args: Mapping[str, Any]) -> Array | None:
-    """The batch's own mask, checked; None without one."""
-    mask_BL = dict_args.get("visual_pos_masks")
-    if mask_BL is None:
-        return None
-    shape = dict_args["position_ids"].shape[1:]
-    if not (_fits(mask_BL.shape, shape) and str(mask_BL.dtype).endswith("bool")):
-        raise ValueError(
-            f"visual_pos_masks is {mask_BL.dtype} of shape {list(mask_BL.shape)}: it must be "
-            f"bool of shape {list(shape)}, as the tokens of position_ids"
-        )
-    return mask_BL
-
-
 def _given_indices(
-    dict_args: Mapping[str, Any],
-    num_rows: Mapping[str, int],
-    embeds: Mapping[str, Array],
-    part: RowPart,
+    dict_args: Mapping[str, Any], total: int, has_both: bool, part: RowPart
 ) -> VisualIndices | None:
     """The batch's own indices, checked; None if they must be computed from ids or a mask."""
-    update, gather, source = (
-        dict_args.get(f"visual_{name}_indices") for name in ("update", "gather", "source")
-    )
-    if update is None and gather is None:
-        _check_places(dict_args, num_rows, embeds)
+    given = VisualIndices(*(dict_args.get(f"visual_{n}_indices") for n in VisualIndices._fields))
+    if given.update is None and given.gather is None:
         return None
-    has_both = len(embeds) == len(KINDS)
-    if has_both and source is None:
+    given = given if has_both else given._replace(source=None)
+    for name in VisualIndices._fields if has_both else ("update", "gather"):
+        if getattr(given, name) is None:
+            raise ValueError(
+                f"the batch has visual indices without visual_{name}_indices: add them (the "
+                "collator does), or leave all indices out to have them computed"
+            )
+    num_taken = total - dict_args.get("num_unused_visual_rows", 0) if is_known(total) else -1
+    num_update: Any = given.update.shape[0] if len(given.update.shape) == 1 else "M"
+    if is_known(num_taken) and is_known(num_update) and num_update > num_taken:
         raise ValueError(
-            "the batch has images and videos and visual indices without visual_source_indices, "
-            "which give their order: add them (the collator does), or leave all indices out"
+            f"visual_update_indices has {num_update} token rows but the batch has {num_taken} "
+            "visual embeddings: the indices belong to another batch"
         )
-    source = source if has_both else None
-    total = _total(num_rows)
-    total = total - dict_args.get("num_unused_visual_rows", 0) if is_known(total) else total
-    check_visual_indices(update, gather, source, total, covers_all=part.size == 1)
-    return VisualIndices(update, gather, source)
+    remedy = "take all indices from one call of host_visual_indices, of this batch"
+    wanted = {"update": num_taken if part.size == 1 else "M", "gather": num_update}
+    for name, number in (wanted | {"source": num_taken}).items():
+        _check(f"visual_{name}_indices", getattr(given, name), [[number]], "int64", remedy)
+    return given
 
 
-def _check_places(
-    dict_args: Mapping[str, Any], num_rows: Mapping[str, int], embeds: Mapping[str, Array]
-) -> None:
-    """Check that the places of visual tokens are known without indices."""
-    if not num_rows or dict_args.get("input_ids") is not None:
-        return
-    if dict_args.get("visual_pos_masks") is None:
-        raise ValueError(
-            f"the places of {_total(num_rows)} visual embeddings are unknown: pass input_ids, "
-            "visual_pos_masks, or visual_update_indices and visual_gather_indices"
-        )
-    if len(embeds) == len(KINDS):
-        raise ValueError(
-            f"visual_pos_masks does not tell {num_rows['image']} image from {num_rows['video']} "
-            "video embeddings: pass input_ids, or the three index tensors of host_visual_indices"
-        )
-
-
-def _found_indices(
-    dict_args: Mapping[str, Any],
+def _check_values(
+    is_kind_BL: Mapping[str, Array],
+    mask_BL: Array | None,
+    indices: VisualIndices | None,
     num_rows: Mapping[str, int],
+    num_unused: int,
+    part: RowPart,
+) -> None:
+    """Check that placeholders, mask, indices and embeddings are of one batch; reads tensors.
+
+    Args:
+        is_kind_BL: placeholders of images and of videos; none without ids.
+        num_rows: embeddings by kind, `image` and `video`; by another name those of both kinds.
+
+    Raises:
+        ValueError: two of them contradict each other.
+    """
+    kinds = {kind: np.asarray(is_BL) for kind, is_BL in is_kind_BL.items()}
+    visual_BL: Any = None if mask_BL is None else np.asarray(mask_BL)
+    if kinds:
+        if not num_unused and num_rows.keys() <= kinds.keys():
+            counts = [(int(kinds[kind].sum()), num_rows.get(kind, 0)) for kind in kinds]
+            check_visual_counts(*counts[0], *counts[1])
+        placeholders_BL = kinds["image"] | kinds["video"]
+        visual_BL = placeholders_BL if visual_BL is None else visual_BL
+        if len(wrong := np.argwhere(visual_BL != placeholders_BL)):
+            raise ValueError(
+                f"visual_pos_masks differs from the placeholders of input_ids at {len(wrong)} "
+                f"tokens, the first is token {wrong[0][1]} of sample {wrong[0][0]}: pass the mask "
+                "of this batch, or none"
+            )
+    num_tokens, num_taken = int(np.sum(visual_BL)), sum(num_rows.values()) - num_unused
+    if num_tokens != num_taken:
+        raise ValueError(
+            f"{num_tokens} visual tokens but {num_taken} visual embeddings: every visual token "
+            "takes exactly one; check that mask and embeddings are of one batch"
+        )
+    has_order = indices is not None and indices.source is not None
+    if indices is None or (has_order and not kinds):
+        return
+    masks_BL = (kinds["image"], kinds["video"]) if has_order else (visual_BL, None)
+    wanted = compute_visual_indices(*masks_BL, nonzero=np.flatnonzero, part=part)
+    for name, found, expected in zip(VisualIndices._fields, indices, wanted, strict=True):
+        if expected is not None and not np.array_equal(np.asarray(found), expected):
+            raise ValueError(
+                f"visual_{name}_indices are not those of this batch's visual tokens: pass what "
+                "host_visual_indices makes of its input_ids for this rank, or none"
+            )
+
+
+def _places(
+    is_kind_BL: Mapping[str, Array],
+    placeholders_BL: Array | None,
+    mask_BL: Array | None,
     embeds: Mapping[str, Array],
-    sizes: EmbeddingSizes,
-    nonzero: Callable[..., Array],
-) -> tuple[VisualIndices, Array, list[tuple[Array, int]]]:
-    """Indices of this rank's visual rows from the mask or the placeholders, the mask of visual
-    tokens, and the counts that nothing has compared."""
-    ids_BL: Any = dict_args.get("input_ids")
-    mask_BL: Any = dict_args.get("visual_pos_masks")
-    total = _total(num_rows)
-    masks, counts = [mask_BL, None], [(mask_BL, total)]
-    if ids_BL is not None:
-        image_BL, video_BL, placeholders_BL = _placeholders(ids_BL, sizes)
-        counts = []
-        if mask_BL is not None:
-            counts.append((mask_BL ^ placeholders_BL, 0))
-        of_kinds: dict[str, Array] = {"image": image_BL, "video": video_BL}
-        mask_BL = placeholders_BL if mask_BL is None else mask_BL
-        masks = [mask_BL, None]
-        if embeds:
-            masks = [*(of_kinds[kind] for kind in embeds), None]
-            counts += [(of_kinds[kind], num_rows.get(kind, 0)) for kind in KINDS]
-        else:
-            counts.append((mask_BL, total))
-    known = is_known(total) and all(map(is_known, mask_BL.shape))
-    indices = compute_visual_indices(
-        masks[0], masks[1], nonzero=nonzero, part=sizes.part, count=total if known else None
-    )
-    return indices, mask_BL, counts if known else []
-
-
-def _placeholders(ids_BL: Array, sizes: EmbeddingSizes) -> tuple[Array, Array, Array]:
-    """True at the placeholders of images, of videos, and of either."""
-    image_BL, video_BL = (ids_BL == token_id for token_id in sizes.placeholder_ids)
-    return image_BL, video_BL, image_BL | video_BL
-
-
-def _total(num_rows: Mapping[str, int]) -> int:
-    """Visual embeddings of the batch; -1 if a traced program does not know them."""
-    return sum(num_rows.values()) if all(map(is_known, num_rows.values())) else -1
-
-
-def _fits(shape: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Whether two shapes can be equal; a size that a traced program does not know fits any."""
-    if len(shape) != len(wanted):
-        return False
-    pairs = zip(shape, wanted, strict=True)
-    return all(one == other for one, other in pairs if is_known(one) and is_known(other))
+    num_rows: Mapping[str, int],
+    total: int,
+) -> tuple[tuple[Array, Array | None], list[tuple[Array, int]]]:
+    """Masks of the visual tokens, of two modalities two, for a batch without indices; and the
+    counts that nothing has compared, see `VisualInputs`."""
+    if placeholders_BL is None:
+        if mask_BL is None:
+            raise ValueError(
+                f"the places of {total} visual embeddings are unknown: pass input_ids, "
+                "visual_pos_masks, or visual_update_indices and visual_gather_indices"
+            )
+        if len(embeds) == len(KINDS):
+            raise ValueError(
+                f"visual_pos_masks does not tell {num_rows['image']} image from "
+                f"{num_rows['video']} video embeddings: pass input_ids, or the three index tensors "
+                "of host_visual_indices"
+            )
+        return (mask_BL, None), [(mask_BL, total)]
+    counts = [] if mask_BL is None else [(mask_BL ^ placeholders_BL, 0)]
+    visual_BL = placeholders_BL if mask_BL is None else mask_BL
+    if not embeds:
+        return (visual_BL, None), [*counts, (visual_BL, total)]
+    first_BL, *second_BL = (is_kind_BL[kind] for kind in embeds)
+    counts += [(is_kind_BL[kind], num_rows.get(kind, 0)) for kind in KINDS]
+    return (first_BL, second_BL[0] if second_BL else None), counts

@@ -81,11 +81,13 @@ class FileContent(NamedTuple):
 
 
 class LineIndex:
-    """Index of the usable lines of one or several files, numbered in file order.
+    """Base of datasets whose samples are the usable lines of files, numbered in file order.
 
     It has positions of lines, not the lines, so that it is cheap to pickle.
 
     Attributes:
+        files: the files.
+        on_bad_sample: "fail" or "skip".
         skipped: number of lines left out when opening, by kind of fault.
         positions_N3: file number, byte offset and line number of each usable line; `[N, 3]` int64.
         contents: hashes of every file.
@@ -113,14 +115,15 @@ class LineIndex:
         """
         if on_bad_sample not in get_args(OnBadSample):
             raise ValueError(f"on_bad_sample is {on_bad_sample!r}; use 'fail' or 'skip'")
+        self.on_bad_sample: OnBadSample = on_bad_sample
         if not files:
             raise ValueError("no data file given: name at least one JSONL file")
-        self._files = list(files)
+        self.files = list(files)
         self._max_line_bytes = max_line_bytes
         index: list[tuple[int, int, int]] = []
         bad: list[BadSampleError] = []
         self.contents: list[FileContent] = []
-        for file_number, path in enumerate(self._files):
+        for file_number, path in enumerate(self.files):
             if is_container(path):
                 raise ValueError(
                     f"data file {path} is no JSONL file, which is needed here: write one JSON "
@@ -160,14 +163,14 @@ class LineIndex:
     def line(self, number: int) -> tuple[bytes, int]:
         """The bytes of a line, and the number of its file."""
         file_number, offset, _ = self.positions_N3[number]
-        with self._files[file_number].open("rb") as file:
+        with self.files[file_number].open("rb") as file:
             file.seek(offset)
             return file.readline(self._max_line_bytes + 1), int(file_number)
 
     def place(self, number: int) -> str:
         """Location of a line: `file:line`."""
         file_number, _, line_number = self.positions_N3[number]
-        return f"{self._files[file_number]}:{line_number}"
+        return f"{self.files[file_number]}:{line_number}"
 
     @property
     def fingerprint(self) -> int:
@@ -179,39 +182,6 @@ class LineIndex:
     def positions_fingerprint(self) -> int:
         """Hash of positions alone, as older checkpoints store it; blind to some edits."""
         return zlib.crc32(self.positions_N3.tobytes())
-
-
-class SamplesOfLines:
-    """Base of datasets whose samples are lines of files; subclasses set `_lines`."""
-
-    _lines: LineIndex
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def place(self, number: int) -> str:
-        """Location of a sample: `file:line`."""
-        return self._lines.place(number)
-
-    @property
-    def skipped(self) -> Counter[str]:
-        """Number of samples left out when opening, by kind of fault."""
-        return self._lines.skipped
-
-    @property
-    def fingerprint(self) -> int:
-        """Hash of all samples, see `LineIndex`."""
-        return self._lines.fingerprint
-
-    @property
-    def positions_fingerprint(self) -> int:
-        """Hash of the positions of samples alone, see `LineIndex`."""
-        return self._lines.positions_fingerprint
-
-    @property
-    def contents(self) -> list[FileContent]:
-        """Hashes of the content of every file."""
-        return self._lines.contents
 
 
 def bounded_lines(path: Path, max_line_bytes: int) -> Iterator[tuple[int, int, bytes]]:

@@ -20,6 +20,7 @@ from paddle_vl.data.worker_pool import (
     DrawsByEpoch,
     HasContents,
     LoadedBatch,
+    Sample,
     SampleSource,
     WorkerPool,
     note_sample,
@@ -103,22 +104,50 @@ class Packing(NamedTuple):
 
 
 def load_batch(
-    dataset: SampleSource, collator: Collator, numbers: np.ndarray, replace_bad: bool, epoch: int
+    dataset: SampleSource,
+    collator: Collator,
+    rows: Sequence[np.ndarray],
+    row_tokens: int | None,
+    replace_bad: bool,
+    epoch: int,
 ) -> LoadedBatch:
     """Load and collate samples.
 
     Args:
-        numbers: `[B]` int64 sample numbers.
+        rows: int64 number of the sample of each row; for packed rows the numbers of several.
+        row_tokens: most tokens of a packed row; None for rows of one sample.
         replace_bad: where the dataset skips bad samples, take the next good sample in file order
             instead, so that the batch keeps its size; otherwise leave it out.
         epoch: selects the random draws of a `DrawsByEpoch` dataset.
 
     Raises:
         BadSampleError: a bad sample where `on_bad_sample` is "fail", or too many in a row.
+        RuntimeError: a packed row is longer than when its samples were measured.
     """
     if isinstance(dataset, DrawsByEpoch):
         dataset = dataset.in_epoch(epoch)
     skipped: Counter[str] = Counter()
+    loaded: list[Any]
+    if row_tokens is None:
+        loaded = _good_samples(dataset, np.asarray(rows), replace_bad, skipped)
+    else:
+        loaded = [_good_samples(dataset, numbers, replace_bad, skipped) for numbers in rows]
+        lengths = [sum(len(sample["input_ids"]) for sample in samples) for samples in loaded]
+        if max(lengths) > row_tokens:
+            longest = int(np.argmax(lengths))
+            raise RuntimeError(
+                f"samples {rows[longest].tolist()} were measured to fit a row of {row_tokens} "
+                f"tokens and have {lengths[longest]}: images or videos changed under the same "
+                "name; delete the .lengths-*.npz file beside the data"
+            )
+    note_sample(None)
+    return LoadedBatch(collator(loaded) if loaded else None, skipped)
+
+
+def _good_samples(
+    dataset: SampleSource, numbers: np.ndarray, replace_bad: bool, skipped: Counter[str]
+) -> list[Sample]:
+    """The samples of these numbers without the bad ones, which are counted, see `load_batch`."""
     samples = []
     for number in numbers.tolist():
         attempts = min(len(dataset), MAX_BAD_IN_A_ROW) if replace_bad else 1
@@ -141,45 +170,7 @@ def load_batch(
                     f"last is: {last_error.reason}",
                     last_error.place,
                 )
-    note_sample(None)
-    return LoadedBatch(collator(samples) if samples else None, skipped)
-
-
-def load_packed_batch(
-    dataset: SampleSource, collator: Collator, rows: Sequence[np.ndarray], max_length: int
-) -> LoadedBatch:
-    """Load and collate rows of several samples; a bad sample is left out of its row.
-
-    Args:
-        rows: int64 sample numbers of each row.
-        max_length: most tokens of a row.
-
-    Raises:
-        BadSampleError: a bad sample where `on_bad_sample` is "fail".
-        RuntimeError: a row is longer than when its samples were measured.
-    """
-    skipped: Counter[str] = Counter()
-    loaded = []
-    for numbers in rows:
-        samples = []
-        for number in numbers.tolist():
-            note_sample(number)
-            try:
-                samples.append(dataset[number])
-            except BadSampleError as error:
-                if dataset.on_bad_sample == "fail":
-                    raise
-                skipped[error.kind] += 1
-        length = sum(len(sample["input_ids"]) for sample in samples)
-        if length > max_length:
-            raise RuntimeError(
-                f"samples {numbers.tolist()} were measured to fit a row of {max_length} tokens "
-                f"and have {length}: images or videos changed under the same name; delete the "
-                ".lengths-*.npz file beside the data"
-            )
-        loaded.append(samples)
-    note_sample(None)
-    return LoadedBatch(collator(loaded), skipped)
+    return samples
 
 
 class PrefetchLoader(PrefetchingLoader[LoadedBatch]):
@@ -369,18 +360,16 @@ class PrefetchLoader(PrefetchingLoader[LoadedBatch]):
         return loaded.batch
 
     def _load_inline(self) -> LoadedBatch:
-        samples, (load, *arguments) = self._job(self.epoch, self.batches_consumed)
+        samples, arguments = self._job(self.epoch, self.batches_consumed)
         self._awaited = PendingBatch(self.epoch, self.batches_consumed, samples)
-        return load(self._dataset, self._collator, *arguments)
+        return load_batch(self._dataset, self._collator, *arguments)
 
     def _job(self, epoch: int, number: int) -> tuple[list[int], tuple]:
-        """Samples of a batch, and the function that loads it with its further arguments."""
-        if isinstance(self._order, PackedOrder):
-            rows = self._order.batch(epoch, number)
-            job = (load_packed_batch, rows, self._order.budget.tokens)
-            return np.concatenate([*rows, []]).astype(np.int64).tolist(), job
-        samples = self._order.batch(epoch, number)
-        return samples.tolist(), (load_batch, samples, self._drop_last, epoch)
+        """Samples of a batch, and the further arguments of `load_batch`."""
+        rows = self._order.batch(epoch, number)
+        samples = np.hstack([*rows, []]).astype(np.int64).tolist()
+        row_tokens = self._order.budget.tokens if isinstance(self._order, PackedOrder) else None
+        return samples, (rows, row_tokens, self._drop_last, epoch)
 
     def _name_of_next(self) -> str:
         return f"batch {self.batches_consumed} of epoch {self.epoch}"
@@ -394,9 +383,9 @@ class PrefetchLoader(PrefetchingLoader[LoadedBatch]):
             if self._num_epochs is not None and epoch >= self._num_epochs:
                 return
             job_number = pool.num_jobs
-            samples, job = self._job(epoch, number)
+            samples, arguments = self._job(epoch, number)
             batch = PendingBatch(epoch, number, samples, job_number)
-            self._pending.append((batch, pool.submit(*job)))
+            self._pending.append((batch, pool.submit(load_batch, *arguments)))
             is_last = number + 1 == self._order.batches_in(epoch)
             self._requested = (epoch + 1, 0) if is_last else (epoch, number + 1)
 

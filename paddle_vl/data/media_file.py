@@ -88,9 +88,33 @@ def brief(value: object) -> str:
     return value[:_BRIEF] if isinstance(value, str) else _Brief().repr(value)[: 2 * _BRIEF]
 
 
-def image_of_mapping(image: Mapping[Any, Any]) -> Any:
-    """The bytes or the path of an image as Hugging Face writes it: `{bytes, path}`."""
-    return image.get("bytes") or image.get("path")
+def media_source(value: Any, what: str, where: str, folder: MediaFolder) -> str | bytes:
+    """An image or a video of a row: the path of a file in the folder, or the bytes of an image.
+
+    Args:
+        value: a path, or of an image also its bytes or, as Hugging Face writes it, `{bytes, path}`.
+        what: `image` or `video`.
+        where: place in the row, for messages.
+
+    Raises:
+        BadSampleError: neither, or an unusable path.
+    """
+    if what == "image" and isinstance(value, Mapping):
+        value = value.get("bytes") or value.get("path")
+    if what == "image" and isinstance(value, bytes):
+        return value
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        others = " or an image's bytes are" if what == "image" else " is"
+        raise BadSampleError(
+            "missing_key", f"{where} {brief(value)!r} is not a path; a file name{others} needed"
+        )
+    text = os.fspath(value).removeprefix("file://")
+    if text.startswith(("http://", "https://", "data:")):
+        raise BadSampleError(
+            "unsupported",
+            f"{where} {text[:80]!r} is not a file name; save it as a file and write its path",
+        )
+    return folder.path(text, what)
 
 
 def file_size(path: str | os.PathLike, what: str) -> int:

@@ -22,8 +22,7 @@ from pydantic import Field
 
 from paddle_vl.checkpoint.manifest import damaged_files, files_as_json, files_from_json
 from paddle_vl.checkpoint.safetensors_io import StoredTensor, read_header
-from paddle_vl.export.onnx_program import OnnxProgram
-from paddle_vl.export.program import Program, has_gpu
+from paddle_vl.export.program import OnnxProgram, Program, has_gpu
 from paddle_vl.files.checked_values import Listed, Number, Part, checked, read_section
 from paddle_vl.files.text_file import read_json_object, shown
 

@@ -1,4 +1,4 @@
-"""A static program on Paddle's predictor."""
+"""A static program on Paddle's predictor, or in ONNX on onnxruntime."""
 
 import os
 from collections.abc import Mapping
@@ -21,6 +21,8 @@ class Program:
 
     Args:
         file, weights: the program and its weights, as `paddle.jit.save` writes them.
+
+    Attributes:
         inputs: shape and dtype of each input by name, -1 for a free size.
 
     Raises:
@@ -58,16 +60,7 @@ class Program:
                 "the checkpoint again (paddle-vl export)"
             )
         self._order = order
-        self._inputs = inputs
-
-    @property
-    def input_names(self) -> list[str]:
-        """In the program's order."""
-        return list(self._order)
-
-    def input_width(self, name: str) -> int:
-        """Size of an input's last dim."""
-        return self._inputs[name][0][-1]
+        self.inputs = inputs
 
     def __call__(self, inputs: Mapping[str, np.ndarray | Tensor]) -> list[Tensor]:
         """The outputs. Tensors among the inputs are not copied; a program may write into them."""
@@ -75,6 +68,57 @@ class Program:
         return self._predictor.run(
             [x if isinstance(x, Tensor) else paddle.to_tensor(x) for x in tensors]
         )
+
+
+class OnnxProgram:
+    """Runs an ONNX program; inputs by name, outputs in order.
+
+    Args:
+        file: the program; its weights lie beside it.
+
+    Attributes:
+        inputs: shape and dtype of each input by name, -1 for a free size.
+
+    Raises:
+        ValueError: onnxruntime is not installed.
+        RuntimeError: onnxruntime cannot load the file, or it takes other inputs.
+    """
+
+    def __init__(self, file: Path, inputs: Mapping[str, tuple[list[int], str]]):
+        try:
+            import onnxruntime
+        except ImportError as error:
+            raise ValueError(
+                f"{file.name} needs onnxruntime: pip install 'paddle-vl[onnx]'"
+            ) from error
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = num_threads()
+        options.log_severity_level = 3
+        providers = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+        available = onnxruntime.get_available_providers()
+        chosen = [provider for provider in providers if provider in available]
+        try:
+            self._session = onnxruntime.InferenceSession(str(file), options, chosen)
+        except Exception as error:
+            raise RuntimeError(
+                f"{file} cannot be loaded ({str(error).strip()[-300:]}): export the checkpoint "
+                "again (paddle-vl export --onnx)"
+            ) from error
+        found = {one.name for one in self._session.get_inputs()}
+        if found != set(inputs):
+            raise RuntimeError(
+                f"{file} takes {sorted(found)}, the manifest says {sorted(inputs)}: export "
+                "the checkpoint again (paddle-vl export --onnx)"
+            )
+        self.inputs = inputs
+
+    def __call__(self, inputs: Mapping[str, np.ndarray | Tensor]) -> list[Tensor]:
+        """The outputs as tensors."""
+        arrays = {
+            name: x.numpy() if isinstance(x, Tensor) else np.asarray(x)
+            for name, x in ((name, inputs[name]) for name in self.inputs)
+        }
+        return [paddle.to_tensor(np.asarray(found)) for found in self._session.run(None, arrays)]
 
 
 def has_gpu() -> bool:

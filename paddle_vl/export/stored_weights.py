@@ -5,6 +5,12 @@ in the stored dtype, and the layer's attribute becomes the widened value, so tha
 traced programs compute with the same rounded weights. In a program the widening is a cast. It
 depends on parameters alone, so Paddle's predictor computes it once, at load: an answer costs what
 it costs with float32 weights.
+
+Programs for GPUs compute in bfloat16, and are traced on any machine. Paddle refuses to trace an
+operation in a dtype for which the installed build has no kernel. The CPU build has none in bfloat16
+for four operations of the models: in the block of `in_bfloat16` they are traced on float32 copies
+of their inputs, and their result is cast back. Two of them only move rows, the others are sums and
+products that Paddle's own bfloat16 kernels compute in float32, too.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,23 +18,44 @@ from contextlib import contextmanager
 from typing import Any
 
 import paddle
-from paddle import Tensor, nn
+from paddle import Tensor, _C_ops, nn
 from paddle.base.framework import EagerParamBase
 
+HALF = "bfloat16"
 LARGEST_FLOAT16 = 65504.0
+# Without bfloat16 kernels on a CPU.
+_WITHOUT_HALF = ("gather_nd", "index_add", "scatter", "swiglu")
 _WIDENED: dict[type, type] = {}
 _computation: Any = "float32"
 
 
 @contextmanager
-def computing_in(dtype: str) -> Iterator[None]:
-    """Inside the block stored weights are widened to this dtype; to float32 elsewhere."""
+def in_bfloat16() -> Iterator[None]:
+    """Inside the block stored weights are widened to bfloat16, and layers traced in it."""
     global _computation
-    before, _computation = _computation, dtype
+    operations: Any = _C_ops
+    own = {name: getattr(operations, name) for name in _WITHOUT_HALF}
     try:
+        for name, operation in own.items():
+            setattr(operations, name, _in_float32(operation))
+        _computation = HALF
         yield
     finally:
-        _computation = before
+        _computation = "float32"
+        for name, operation in own.items():
+            setattr(operations, name, operation)
+
+
+def _in_float32(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    cast: Any = _C_ops.cast
+
+    def on_copies(*args: Any, **kwargs: Any) -> Tensor:
+        is_half = [str(getattr(one, "dtype", "")).endswith(HALF) for one in args]
+        wide = [cast(x, "float32") if half else x for x, half in zip(args, is_half, strict=True)]
+        result = operation(*wide, **kwargs)
+        return cast(result, HALF) if any(is_half) else result
+
+    return on_copies
 
 
 def store_weights(layers: Iterable[nn.Layer], dtype: str) -> None:

@@ -32,9 +32,8 @@ from paddle_vl.export.folder import (
     ProgramEntry,
     as_tensor,
 )
-from paddle_vl.export.gpu_programs import HALF, in_bfloat16
 from paddle_vl.export.program import has_gpu
-from paddle_vl.export.stored_weights import store_weights
+from paddle_vl.export.stored_weights import HALF, in_bfloat16, store_weights
 from paddle_vl.export.tracing import tracing
 
 # By dtype of the computation, relative to the largest value: sums in another order.

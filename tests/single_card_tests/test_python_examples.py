@@ -16,7 +16,7 @@ from PIL import Image
 
 from paddle_vl import GenerationConfig, Qwen3VLForConditionalGeneration, Qwen3VLProcessor
 from paddle_vl.config.families import family_of_folder
-from paddle_vl.families.vlm.answers import answer_pieces
+from paddle_vl.families.vlm.chat import Chat
 from paddle_vl.families.vlm.processor_fit import check_processor_fits
 from tests.single_card_tests.families.qwen3_vl.chat_builders import assistant, user
 
@@ -117,9 +117,9 @@ def test_an_answer_that_has_begun_is_continued_with_its_spaces(made):
             return (np.array([token]) for token in tokens)
 
     given, chat = Answering(), [user("What?"), assistant("The left")]
-    assert "".join(answer_pieces(given, processor, chat)) == " hinge."
+    assert Chat(given, processor).ask(chat) == " hinge."
     assert given.prompt.endswith("<|im_start|>assistant\nThe left")
-    assert "".join(answer_pieces(given, processor, chat[:1])) == "hinge."
+    assert Chat(given, processor).ask(chat[:1]) == "hinge."
 
 
 def test_the_commands_that_fetch_a_model_name_no_host():

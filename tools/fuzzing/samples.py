@@ -70,7 +70,7 @@ def conversations(folder: Path) -> Parser:
                 try:
                     dataset.lengths(number)
                     dataset[number]
-                    dataset.conversation(number).prompt_and_answer()
+                    dataset.conversation(number).check_targets()
                 except BadSampleError:
                     if mode == "fail":
                         raise

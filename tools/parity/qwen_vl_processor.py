@@ -2,14 +2,15 @@
 
 from collections.abc import Iterator
 
+from paddle_vl.data.video_reader import VideoFrames
 from paddle_vl.families.vlm.inputs.image_processor import (
     ImageProcessor,
     smart_resize,
     smart_resize_video,
 )
 from paddle_vl.families.vlm.inputs.video_processor import (
+    VideoProcessor,
     patch_timestamps,
-    process_frames,
     sample_frame_indices,
     timestamp_text,
 )
@@ -48,14 +49,9 @@ def compare_processor(case: GoldenCase, scale: float) -> Iterator[CaseReport]:
         frames, height, width, low, high = arguments
         arguments = [frames, height, width, table["factor"], low, high, table["temporal_factor"]]
         videos.exact("resize", str(arguments), *_outcome(_video_resize, arguments, wanted))
-    size = tables["video"]["size"]
-    found = process_frames(
-        tensors["video.rgb_uint8"],
-        len(tensors["video.rgb_uint8"]),
-        min_pixels=size["shortest_edge"],
-        max_pixels=size["longest_edge"],
-        **{k: v for k, v in settings.items() if k != "size"},
-    )
+    processor = VideoProcessor.from_dict(settings | {"size": tables["video"]["size"]})
+    # The frames have 2 fps and 2 fps are sampled: every frame is taken.
+    found = processor([VideoFrames(tensors["video.rgb_uint8"], 2.0)]).arrays
     videos.exact(
         "grids", "video_grid_thw", found["video_grid_thw"], tensors["video.video_grid_thw"]
     )

@@ -5,9 +5,8 @@ from pathlib import Path
 import numpy as np
 from xxhash import xxh3_64
 
-from paddle_vl.data.corpus.cache import CacheFolders
 from paddle_vl.data.corpus.local_copies import LocalCopies
-from paddle_vl.data.corpus.offset_index import Offsets, SummedReader, index_of
+from paddle_vl.data.corpus.offset_index import Offsets, SummedReader
 from paddle_vl.data.corpus.shard import Row, Shard
 from paddle_vl.data.jsonl import check_length, parse_object
 
@@ -21,24 +20,12 @@ class JsonlShard(Shard):
     """Lines of a file."""
 
     @classmethod
-    def opened(
-        cls, path: Path, folders: CacheFolders, copies: LocalCopies | None, max_line_bytes: int
-    ) -> "JsonlShard":
-        """Open a file; its index is built if there is none.
-
-        Raises:
-            RuntimeError: it cannot be read.
-        """
-
-        def build() -> Offsets:
-            if copies is None:
-                return line_offsets(path)
-            # A copy from before may be damaged, and there are no sums to compare it with.
-            copies.forget(path)
-            return line_offsets(Path(copies.file(path)))
-
-        index = index_of(path, folders, build)
-        return cls(str(path), (index.count,), index.content, index, copies, max_line_bytes)
+    def offsets(cls, path: Path, copies: LocalCopies | None) -> Offsets:
+        if copies is None:
+            return line_offsets(path)
+        # A copy from before may be damaged, and there are no sums to compare it with.
+        copies.forget(path)
+        return line_offsets(Path(copies.file(path)))
 
     def read(self, row: int) -> Row:
         begin, end = self.index.span(row)

@@ -8,8 +8,8 @@ lane stays with one worker, which keeps its documents.
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,10 +23,8 @@ logger = logging.getLogger(__name__)
 PHASES = 16
 
 
-class RowCollator(Protocol):
-    """Makes a batch of rows of pieces."""
-
-    def __call__(self, rows: Sequence[Sequence[Piece]]) -> dict[str, Any]: ...
+# Makes a batch of rows of pieces.
+RowCollator = Callable[[Sequence[Sequence[Piece]]], dict[str, Any]]
 
 
 class MadeRows(NamedTuple):

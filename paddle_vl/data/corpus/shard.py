@@ -5,15 +5,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from paddle_vl.data.corpus.cache import CacheFolders
 from paddle_vl.data.corpus.local_copies import LocalCopies
-from paddle_vl.data.corpus.offset_index import ChangedError, IndexFile
+from paddle_vl.data.corpus.offset_index import ChangedError, IndexFile, Offsets, index_of
 from paddle_vl.data.jsonl import BadSampleError
 
 logger = logging.getLogger(__name__)
 # A row of JSONL, of a Parquet table or of a tar file. Images are paths, or bytes of a file.
 Row = Mapping[str, Any]
+S = TypeVar("S", bound="Shard")
 # Bytes of images and other binary entries that a row may have for each byte of text: 64 MiB.
 BINARY_PER_TEXT = 64
 
@@ -38,6 +40,27 @@ class Shard(ABC):
     index: IndexFile
     copies: LocalCopies | None
     max_line_bytes: int
+
+    @classmethod
+    def opened(
+        cls: type[S],
+        path: Path,
+        folders: CacheFolders,
+        copies: LocalCopies | None,
+        max_line_bytes: int,
+    ) -> S:
+        """Open a file; its index is built if there is none.
+
+        Raises:
+            RuntimeError: it cannot be read, is damaged or of another kind.
+        """
+        index = index_of(path, folders, lambda: cls.offsets(path, copies))
+        return cls(str(path), (index.count,), index.content, index, copies, max_line_bytes)
+
+    @classmethod
+    def offsets(cls, path: Path, copies: LocalCopies | None) -> Offsets:
+        """What its index has, found by reading the file."""
+        raise NotImplementedError
 
     @property
     def count(self) -> int:

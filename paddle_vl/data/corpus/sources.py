@@ -6,7 +6,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from xxhash import xxh3_64
@@ -28,18 +27,9 @@ _MEASURED = 32
 _REMEMBERED = 16
 
 
-class Encoder(Protocol):
-    """Makes documents of the rows of one source; it can be pickled."""
-
-    def __call__(self, row: Row, folder: Path) -> EncodedDocument:
-        """
-        Args:
-            folder: of the data file, for relative paths.
-
-        Raises:
-            BadSampleError: the row cannot be used.
-        """
-        ...
+# Makes a document of a row and the folder of its data file, where relative paths start; raises a
+# BadSampleError for a row that cannot be used. It can be pickled.
+Encoder = Callable[[Row, Path], EncodedDocument]
 
 
 @dataclass(frozen=True)

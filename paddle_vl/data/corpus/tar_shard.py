@@ -19,9 +19,8 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 from xxhash import xxh3_64
 
-from paddle_vl.data.corpus.cache import CacheFolders
 from paddle_vl.data.corpus.local_copies import LocalCopies
-from paddle_vl.data.corpus.offset_index import Offsets, SummedReader, index_of
+from paddle_vl.data.corpus.offset_index import Offsets, SummedReader
 from paddle_vl.data.corpus.shard import BINARY_PER_TEXT, Row, Shard, check_row_size
 from paddle_vl.data.jsonl import MAX_LINE_BYTES, BadSampleError, parse_object
 
@@ -39,16 +38,8 @@ class TarShard(Shard):
     """Documents of an archive."""
 
     @classmethod
-    def opened(
-        cls, path: Path, folders: CacheFolders, copies: LocalCopies | None, max_line_bytes: int
-    ) -> "TarShard":
-        """Open a file; its index is built if there is none.
-
-        Raises:
-            RuntimeError: it is no uncompressed tar file.
-        """
-        index = index_of(path, folders, lambda: _member_offsets(path))
-        return cls(str(path), (index.count,), index.content, index, copies, max_line_bytes)
+    def offsets(cls, path: Path, copies: LocalCopies | None) -> Offsets:
+        return _member_offsets(path)
 
     def read(self, row: int) -> Row:
         return _row(self._members(row))

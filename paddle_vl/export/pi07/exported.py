@@ -232,4 +232,4 @@ def _texts(inputs: Mapping[str, Any], names: Sequence[str]) -> dict[str, np.ndar
 
 def _only(given: Mapping[str, Any], program: AnyProgram) -> dict[str, Any]:
     """What the program takes: without groups or a history it has fewer inputs."""
-    return {name: given[name] for name in program.input_names}
+    return {name: given[name] for name in program.inputs}

@@ -3,8 +3,8 @@
 Shapes: B batch, L prompt length, C capacity of the cache, M visual embeddings, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import paddle
@@ -18,11 +18,9 @@ from paddle_vl.batch.positions import (
     vision_layout,
 )
 from paddle_vl.batch.visual_index import check_visual_counts, compute_visual_indices
-from paddle_vl.data.media_file import ImageSource
-from paddle_vl.data.video_reader import VideoSource
 from paddle_vl.export.folder import ExportFolder
 from paddle_vl.families.hf_interface import id_rows
-from paddle_vl.families.vlm.answers import answer_pieces
+from paddle_vl.families.vlm.answers import Answers
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.files.checked_values import checked
 from paddle_vl.generation.config import FILE_NAME, GenerationConfig, settings_of_call
@@ -44,7 +42,14 @@ class Sizes:
     merge: _Size
 
 
-class ExportedQwen3VL:
+class _Items(NamedTuple):
+    """Pixels `[P, patch_dim]` and grids `[I, 3]` of images or videos."""
+
+    pixels: np.ndarray
+    grid: np.ndarray
+
+
+class ExportedQwen3VL(Answers):
     """The programs of an exported model with its processor.
 
     Attributes:
@@ -64,6 +69,11 @@ class ExportedQwen3VL:
         if (folder.path / FILE_NAME).is_file():
             stored = GenerationConfig.from_pretrained(folder.path)
             self.generation_config = stored.with_ends_of(self.generation_config)
+
+    @property
+    def tokens(self) -> "ExportedQwen3VL":
+        """The programs."""
+        return self
 
     def generate(
         self, input_ids: Any, *args: Any, streamer: Streamer | None = None, **batch: Any
@@ -97,45 +107,30 @@ class ExportedQwen3VL:
                 "whole prompts: leave it out, here or in generation_config.json (null)"
             )
         prompt_BL, mask_BL = checked_prompts(id_rows(input_ids), attention_mask)
-        images = _Items("image", pixel_values, image_grid_thw)
-        videos = _Items("video", pixel_values_videos, video_grid_thw)
+        images = _items("image", pixel_values, image_grid_thw)
+        videos = _items("video", pixel_values_videos, video_grid_thw)
         decoder = _Decoder(self, prompt_BL, mask_BL, images, videos, config.max_new_tokens)
         return chosen_tokens(decoder, prompt_BL, mask_BL, vocab_size, config, on_logits)
 
-    def ask(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        images: Sequence[ImageSource] = (),
-        videos: Sequence[VideoSource] = (),
-        **settings: Any,
-    ) -> str:
-        """The answer to a conversation; arguments as of `answer`."""
-        return "".join(self.answer(messages, images, videos, **settings))
-
-    def answer(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        images: Sequence[ImageSource] = (),
-        videos: Sequence[VideoSource] = (),
-        **settings: Any,
-    ) -> Iterator[str]:
-        """The answer in pieces; arguments and errors as of `answer_pieces`."""
-        return answer_pieces(self, self.processor, messages, images, videos, **settings)
-
     def visual_rows(
-        self, prompt_BL: np.ndarray, images: "_Items", videos: "_Items"
+        self, prompt_BL: np.ndarray, images: _Items | None, videos: _Items | None
     ) -> list[Tensor]:
         """Visual embeddings and levels in reading order, `[M, D]` each."""
         sizes = self._sizes
         is_image_BL, is_video_BL = (
             prompt_BL == token for token in (sizes.image_token_id, sizes.video_token_id)
         )
-        num_images, num_videos = (items.num_rows(sizes.merge) for items in (images, videos))
+        num_images, num_videos = (
+            0 if items is None else int(items.grid.prod(axis=1).sum()) // sizes.merge**2
+            for items in (images, videos)
+        )
         check_visual_counts(int(is_image_BL.sum()), num_images, int(is_video_BL.sum()), num_videos)
-        given = [items for items in (images, videos) if items.is_given]
+        given = [items for items in (images, videos) if items is not None]
         if not given:
-            # The smallest picture: without any, the tower has no rows to attend to.
-            given = [_Items.empty(sizes.merge, self._tower.input_width("pixel_values"))]
+            # The smallest picture, black: without any, the tower has no rows to attend to.
+            side, ((_, width), _) = sizes.merge, self._tower.inputs["pixel_values"]
+            pixels = np.zeros((side * side, width), dtype=np.float32)
+            given = [_Items(pixels, np.array([[1, side, side]]))]
         grid = np.concatenate([items.grid for items in given])
         layout = vision_layout(grid, table_side=sizes.table_side, merge=sizes.merge)
         rows_SQ, bias_SQ, place_P = padded_segments(layout.segments)
@@ -150,38 +145,21 @@ class ExportedQwen3VL:
                 "segment_place": place_P,
             }
         )
-        if not images.is_given and not videos.is_given:
+        if images is None and videos is None:
             return [output[:0] for output in outputs]
-        if images.is_given and videos.is_given:
+        if images is not None and videos is not None:
             indices = compute_visual_indices(is_image_BL, is_video_BL, nonzero=np.flatnonzero)
             source: Any = paddle.to_tensor(np.asarray(indices.source))
             outputs = [paddle.index_select(output, source) for output in outputs]
         return outputs
 
 
-class _Items:
-    """Pixels and grids of the images or the videos of a batch."""
-
-    def __init__(self, kind: str, pixels: np.ndarray | None, grid: np.ndarray | None):
-        self.is_given = pixels is not None or grid is not None
-        self.pixels, self.grid = np.zeros((0, 0), np.float32), np.zeros((0, 3), np.int64)
-        if self.is_given:
-            self.grid = checked_grid(kind, None if pixels is None else len(pixels), grid)
-            self.pixels = np.asarray(pixels, dtype=np.float32)
-
-    @classmethod
-    def empty(cls, merge: int, width: int) -> "_Items":
-        """One black picture of one merge block."""
-        pixels = np.zeros((merge * merge, width), dtype=np.float32)
-        return cls("image", pixels, np.array([[1, merge, merge]]))
-
-    def num_rows(self, merge: int) -> int:
-        """Visual embeddings."""
-        return int(self.grid.prod(axis=1).sum()) // merge**2
-
-    @property
-    def given_grid(self) -> np.ndarray | None:
-        return self.grid if self.is_given else None
+def _items(kind: str, pixels: np.ndarray | None, grid: np.ndarray | None) -> _Items | None:
+    """The images or the videos of a batch; None if it has none."""
+    if pixels is None and grid is None:
+        return None
+    grid = checked_grid(kind, None if pixels is None else len(pixels), grid)
+    return _Items(np.asarray(pixels, dtype=np.float32), grid)
 
 
 class _Decoder:
@@ -192,8 +170,8 @@ class _Decoder:
         model: ExportedQwen3VL,
         prompt_BL: np.ndarray,
         mask_BL: np.ndarray,
-        images: _Items,
-        videos: _Items,
+        images: _Items | None,
+        videos: _Items | None,
         max_new_tokens: int,
     ):
         self._model, self._prompt_BL, self._mask_BS = model, prompt_BL, mask_BL
@@ -202,8 +180,8 @@ class _Decoder:
         self._position_ids, rope_deltas_B = mrope_position_ids(
             prompt_BL,
             mask_BL,
-            images.given_grid,
-            videos.given_grid,
+            None if images is None else images.grid,
+            None if videos is None else videos.grid,
             image_token_id=sizes.image_token_id,
             video_token_id=sizes.video_token_id,
             spatial_merge_size=sizes.merge,

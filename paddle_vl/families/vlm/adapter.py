@@ -37,7 +37,7 @@ from paddle_vl.checkpoint.writing import (
 from paddle_vl.config.patterns import matching_names
 from paddle_vl.config.schema import LoRAConfig
 from paddle_vl.families.vlm.config import EMBEDDING_KEY, HEAD_KEY
-from paddle_vl.families.vlm.inputs.chat_inputs import generation_settings
+from paddle_vl.families.vlm.inputs.processor import generation_settings
 from paddle_vl.families.vlm.settings import PARTS
 from paddle_vl.nn.linear import AdaptableLinear, fused_columns
 from paddle_vl.nn.lora import LowRankSettings, initial_a

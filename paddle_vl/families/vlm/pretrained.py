@@ -121,7 +121,7 @@ class PretrainedVLModel(SizedModel, Materializable, nn.Layer):
             chosen_dtype,
             stored_values,
         )
-        from paddle_vl.families.vlm.inputs.chat_inputs import generation_settings
+        from paddle_vl.families.vlm.inputs.processor import generation_settings
 
         path = Path(path)
         if is_adapter(path):

@@ -183,7 +183,7 @@ def test_a_prefix_has_few_tokens_that_no_sample_needs(policy, exported, monkeypa
         return seen["found"]
 
     program = exported._prefix
-    kept.input_names = program.input_names
+    kept.inputs = program.inputs
     monkeypatch.setattr(exported, "_prefix", kept)
     batch, noise = batch_of(2, **PRESENCES["none"])
     exported.sample_actions(batch, noise)

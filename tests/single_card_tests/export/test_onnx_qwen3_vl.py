@@ -18,8 +18,8 @@ from paddle import nn
 
 from paddle_vl.export import load, onnx_writing
 from paddle_vl.export.folder import ExportFolder
-from paddle_vl.export.onnx_program import OnnxProgram
 from paddle_vl.export.onnx_writing import check_packages, compositions, write_onnx
+from paddle_vl.export.program import OnnxProgram
 from paddle_vl.export.qwen3_vl.programs import model_to_export, spec
 from paddle_vl.export.writing import ProgramToExport, export_model, save_program
 from tests.single_card_tests.export.test_exported_qwen3_vl import BATCHES
@@ -153,8 +153,8 @@ def test_weights_may_have_more_bytes_than_a_program(tmp_path, monkeypatch):
     assert (tmp_path / "onnx" / "wide.onnx").stat().st_size < 64 << 10
     assert (tmp_path / "onnx" / "weights.bin").stat().st_size > (5 << 30) + (256 << 10)
     program = OnnxProgram(tmp_path / "onnx" / "wide.onnx", {"x": ([-1, 256], "float32")})
-    (found,) = program.run({"x": x})
-    np.testing.assert_allclose(found, layer(paddle.to_tensor(x)).numpy(), rtol=1e-5, atol=1e-3)
+    (found,) = program({"x": x})
+    np.testing.assert_allclose(found.numpy(), layer(paddle.to_tensor(x)), rtol=1e-5, atol=1e-3)
 
 
 @needs_onnx

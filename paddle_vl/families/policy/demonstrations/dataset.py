@@ -29,7 +29,6 @@ from paddle_vl.data.jsonl import (
     BadSampleError,
     LineIndex,
     OnBadSample,
-    SamplesOfLines,
     bounded_lines,
     check_length,
     parse_object,
@@ -109,7 +108,7 @@ class Moment:
     history_length: int
 
 
-class DemonstrationsDataset(SamplesOfLines):
+class DemonstrationsDataset(LineIndex):
     """Demonstrations from one or several JSONL files, numbered in file order.
 
     Opening reads every line once and checks all but the images, which are decoded when a sample is
@@ -158,13 +157,12 @@ class DemonstrationsDataset(SamplesOfLines):
                 f"there are files of the groups {unknown}, but the groups are "
                 f"{list(self.group_names)}: name every group of the data among them"
             )
-        self.on_bad_sample: OnBadSample = on_bad_sample
         named = [(Path(file), name) for name, of_group in groups.items() for file in of_group]
-        self.files = [file for file, _ in named]
+        paths = [file for file, _ in named]
         self._groups = [self.group_names.index(name) for _, name in named]
-        self._folders = [MediaFolder(file.parent, allow_outside) for file in self.files]
-        self.history_lengths = [0] * len(self.files)
-        self._lines = LineIndex(self.files, self._check_line, on_bad_sample, max_line_bytes)
+        self._folders = [MediaFolder(file.parent, allow_outside) for file in paths]
+        self.history_lengths = [0] * len(paths)
+        super().__init__(paths, self._check_line, on_bad_sample, max_line_bytes)
 
     def __getitem__(self, number: int) -> Demonstration:
         """A complete sample, see `demonstration`."""
@@ -228,7 +226,7 @@ class DemonstrationsDataset(SamplesOfLines):
         return moment.state, moment.actions, group
 
     def _moment(self, number: int) -> tuple[Moment, int]:
-        line, file_number = self._lines.line(number)
+        line, file_number = self.line(number)
         with sample_at(self.place(number)):
             moment = parse_moment(line, self._folders[file_number], self.shapes)
         return moment, self._groups[file_number]

@@ -3,9 +3,7 @@
 Shapes: B conversations, L length, P patches, n images or videos.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,19 +17,20 @@ from paddle_vl.families.vlm.inputs.conversation import (
     Part,
     parse_record,
 )
+from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
 from paddle_vl.families.vlm.inputs.tokenizer import (
-    END_OF_TEXT,
     IM_END,
     IM_START,
     IMAGE_PAD,
     VIDEO_PAD,
     VISION_END,
     VISION_START,
+    ChatTemplate,
     TextTokenizer,
+    VideoPrompt,
 )
+from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
 from paddle_vl.files.names import Foreign, explains
-from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
-from paddle_vl.generation.config import FILE_NAME, GenerationConfig
 
 Message = Mapping[str, Any]
 Messages = Sequence[Message] | Sequence[Sequence[Message]]
@@ -54,26 +53,36 @@ _TEMPLATE = _CALL | {
 }
 
 
-class ChatInputs(ABC):
-    """Base of the processor: conversations in, batches and text out.
-
-    Attributes:
-        tokenizer, pad_token_id: as of the processor.
-    """
+class ChatInputs:
+    """Base of the processor: conversations in, batches and text out; attributes as of it."""
 
     tokenizer: TextTokenizer
+    template: ChatTemplate
+    image_processor: ImageProcessor
+    video_processor: VideoProcessor
     pad_token_id: int
 
-    @abstractmethod
-    def _encode(
-        self,
-        conversation: Conversation,
-        *,
-        add_generation_prompt: bool = False,
-        continue_final_message: bool = False,
-        with_pixels: bool = True,
-    ) -> dict[str, np.ndarray]:
-        """A sample, see `VLProcessor.encode_sample`."""
+    def encode_sample(self, conversation: Conversation) -> dict[str, np.ndarray]:
+        """One training sample.
+
+        Returns:
+            input_ids and labels `[L]` int64 (labels not shifted, -100 outside targets); with
+            images, pixel_values `[P, 1536]` float32 and image_grid_thw `[n, 3]` int64; with videos,
+            pixel_values_videos and video_grid_thw likewise.
+
+        Raises:
+            BadSampleError: an image or video cannot be used, or text contains a special token.
+            RuntimeError: there is a video file and PyAV is not installed.
+        """
+        return self._encode(conversation)
+
+    def outline_sample(self, conversation: Conversation) -> dict[str, np.ndarray]:
+        """A training sample from the headers of its images and videos, to measure its length.
+
+        Pixels are broadcast zeros. Height and width may be exchanged in a grid. Errors are those of
+        `encode_sample` that headers show.
+        """
+        return self._encode(conversation, with_pixels=False)
 
     @explains(_CALL, "the processor")
     def __call__(
@@ -192,6 +201,47 @@ class ChatInputs(ABC):
         """Texts of rows of ids; settings as of `decode`."""
         return [self.decode(row, *args, **settings) for row in ids]
 
+    def _encode(
+        self,
+        conversation: Conversation,
+        *,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        with_pixels: bool = True,
+    ) -> dict[str, np.ndarray]:
+        """A sample, see `encode_sample` and `outline_sample`."""
+        visual: dict[str, np.ndarray] = {}
+        num_image_tokens: Sequence[int] = ()
+        if conversation.images:
+            if with_pixels:
+                visual = self.image_processor(conversation.images)
+            else:
+                grids = self.image_processor.grids(conversation.images)
+                visual = {"image_grid_thw": grids, "pixel_values": _no_pixels(grids)}
+            num_image_tokens = self.image_processor.num_tokens(visual["image_grid_thw"]).tolist()
+        video_prompts: list[VideoPrompt] = []
+        if conversation.videos:
+            if with_pixels:
+                arrays, timestamps = self.video_processor(conversation.videos)
+            else:
+                grids, timestamps = self.video_processor.grids(conversation.videos)
+                arrays = {"video_grid_thw": grids, "pixel_values_videos": _no_pixels(grids)}
+            counts = self.video_processor.tokens_per_patch(arrays["video_grid_thw"]).tolist()
+            video_prompts = [VideoPrompt(*each) for each in zip(timestamps, counts, strict=True)]
+            visual.update(arrays)
+        chat = self.template.encode(
+            conversation,
+            num_image_tokens,
+            video_prompts,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        return {
+            "input_ids": np.array(chat.input_ids, dtype=np.int64),
+            "labels": np.array(chat.labels, dtype=np.int64),
+            **visual,
+        }
+
     def _batch(
         self, samples: Sequence[Mapping[str, np.ndarray]], with_labels: bool = False
     ) -> dict[str, np.ndarray]:
@@ -211,25 +261,8 @@ class ChatInputs(ABC):
         return batch
 
 
-def end_settings(ids: Mapping[str, int]) -> GenerationConfig:
-    """Settings with the tokens that end an answer and the one that pads, of ids by name."""
-    ends = tuple(ids[token] for token in (IM_END, END_OF_TEXT) if token in ids)
-    return GenerationConfig(eos_token_id=ends or None, pad_token_id=ids.get(END_OF_TEXT))
-
-
-def generation_settings(*folders: Path) -> GenerationConfig | None:
-    """Settings of the first model folder that has them; None without.
-
-    Where they name no end tokens, those of the first folder's tokenizer are taken.
-    """
-    stored = [folder for folder in folders if (folder / FILE_NAME).is_file()]
-    found = GenerationConfig.from_pretrained(stored[0]) if stored else None
-    tokenizers = [folder for folder in folders if (folder / TOKENIZER_FILE).is_file()]
-    if tokenizers and (found is None or found.eos_token_id is None):
-        special = TextTokenizer.from_file(tokenizers[0]).special_tokens
-        ends = end_settings({token: token_id for token_id, token in special.items()})
-        found = (found or GenerationConfig()).with_ends_of(ends)
-    return found
+def _no_pixels(grid_thw: np.ndarray) -> np.ndarray:
+    return np.broadcast_to(np.float32(0), (int(grid_thw.prod(axis=1).sum()), 1))
 
 
 def prompt_text(

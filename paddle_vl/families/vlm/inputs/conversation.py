@@ -14,7 +14,6 @@ In tables and archives an image may also be bytes, or `{"bytes": ..., "path": ..
 `record_keys` defines which further keys are read and which are refused.
 """
 
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +24,7 @@ import numpy as np
 from PIL import Image
 
 from paddle_vl.data.jsonl import BadSampleError, parse_object
-from paddle_vl.data.media_file import ImageSource, MediaFolder, brief, image_of_mapping
+from paddle_vl.data.media_file import ImageSource, MediaFolder, brief, media_source
 from paddle_vl.data.video_reader import VideoFrames, VideoSource
 from paddle_vl.families.vlm.inputs.record_keys import (
     RECORD_KEYS,
@@ -97,16 +96,6 @@ class Conversation:
 
     def _sources(self, kind: type[ImagePart] | type[VideoPart]) -> list[Any]:
         return [part.source for turn in self.turns for part in turn.parts if isinstance(part, kind)]
-
-    def prompt_and_answer(self) -> tuple["Conversation", str]:
-        """The turns before the last target, and the text of that target.
-
-        Raises:
-            BadSampleError: there is no target.
-        """
-        self.check_targets()
-        last = self.targets[-1]
-        return replace(self, turns=self.turns[:last]), self.turns[last].text
 
     @property
     def targets(self) -> list[int]:
@@ -324,21 +313,9 @@ def _fill(part: Part, listed: Mapping[str, Iterator[Any]], folder: MediaFolder) 
         return part
     kind = _kind(part)
     source = next(listed[kind]) if _is_open(part, kind) else part.source
-    if kind == "image" and isinstance(source, Mapping):
-        source = image_of_mapping(source)
-    if isinstance(source, _IN_MEMORY) or (kind == "image" and isinstance(source, bytes)):
+    if isinstance(source, _IN_MEMORY):
         return part._replace(source=source)
-    if not isinstance(source, str | os.PathLike) or not os.fspath(source):
-        raise BadSampleError(
-            "missing_key", f"{kind} source {brief(source)!r} is not a path; write a file name"
-        )
-    text = os.fspath(source).removeprefix("file://")
-    if text.startswith(("http://", "https://", "data:")):
-        raise BadSampleError(
-            "unsupported",
-            f"{kind} {text[:80]!r} is not a file name; save it as a file and write its path",
-        )
-    return part._replace(source=folder.path(text, kind))
+    return part._replace(source=media_source(source, kind, f"{kind} source", folder))
 
 
 def _kind(part: ImagePart | VideoPart) -> str:

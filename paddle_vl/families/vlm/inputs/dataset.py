@@ -18,7 +18,6 @@ from paddle_vl.data.jsonl import (
     BadSampleError,
     LineIndex,
     OnBadSample,
-    SamplesOfLines,
     sample_at,
 )
 from paddle_vl.data.media_file import file_size
@@ -31,7 +30,7 @@ from paddle_vl.families.vlm.inputs.record_keys import unread_keys, unread_note
 logger = logging.getLogger(__name__)
 
 
-class MessagesDataset(SamplesOfLines):
+class MessagesDataset(LineIndex):
     """Samples of one or several JSONL files, numbered in file order.
 
     Attributes:
@@ -61,14 +60,12 @@ class MessagesDataset(SamplesOfLines):
             BadSampleError: with "fail", the first bad line, as `file:line: reason`.
             ValueError: a file is empty, or no sample of all files is usable.
         """
-        self.files = [Path(file) for file in files]
         self.max_length = max_length
-        self.on_bad_sample: OnBadSample = on_bad_sample
         self._processor = processor
         self._allow_outside = allow_outside
         # Keys that are not read, of each file.
-        self._unread: list[dict[str, None]] = [{} for _ in self.files]
-        self._lines = LineIndex(self.files, self._check_line, on_bad_sample, max_line_bytes)
+        self._unread: list[dict[str, None]] = [{} for _ in files]
+        super().__init__([*map(Path, files)], self._check_line, on_bad_sample, max_line_bytes)
         for file, keys in zip(self.files, self._unread, strict=True):
             if (note := unread_note(keys)) and first_time(str(file)):
                 logger.warning("%s: %s", file, note)
@@ -99,7 +96,7 @@ class MessagesDataset(SamplesOfLines):
     def _encoded(
         self, number: int, encode: Callable[[Conversation], dict[str, np.ndarray]]
     ) -> dict[str, np.ndarray]:
-        line, file_number = self._lines.line(number)
+        line, file_number = self.line(number)
         with sample_at(self.place(number)):
             sample = encode(self._parsed(line, file_number))
             if self.max_length is None:
@@ -114,7 +111,7 @@ class MessagesDataset(SamplesOfLines):
 
     def conversation(self, number: int) -> Conversation:
         """The conversation of a sample, with paths of images and videos."""
-        line, file_number = self._lines.line(number)
+        line, file_number = self.line(number)
         with sample_at(self.place(number)):
             return self._parsed(line, file_number)
 

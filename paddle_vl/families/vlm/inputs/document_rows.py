@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from paddle_vl.config.data_sources import DocumentFormat
 from paddle_vl.data.corpus.shard import needed, refuse_empty, text_of
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.data.media_file import ImageSource, MediaFolder, brief, image_of_mapping
+from paddle_vl.data.media_file import ImageSource, MediaFolder, brief, media_source
 
 Parts = list["str | ImagePlace"]
 
@@ -119,18 +119,4 @@ def _string(text: Any, where: str) -> str:
 
 
 def _image(image: Any, where: str, folder: MediaFolder) -> ImagePlace:
-    if isinstance(image, Mapping):
-        image = image_of_mapping(image)
-    if isinstance(image, bytes):
-        return ImagePlace(image)
-    if not isinstance(image, str) or not image:
-        raise BadSampleError(
-            "missing_key", f"{where} is {brief(image)!r}; a path or an image's bytes are needed"
-        )
-    if image.startswith(("http://", "https://", "data:")):
-        raise BadSampleError(
-            "unsupported",
-            f"{where} is {image[:80]!r}, not a file name; save the image as a file and write its "
-            "path",
-        )
-    return ImagePlace(folder.path(image.removeprefix("file://"), "image"))
+    return ImagePlace(media_source(image, "image", where, folder))

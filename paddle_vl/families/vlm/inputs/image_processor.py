@@ -1,20 +1,17 @@
-"""Image processor: resizing, normalized patches and grids, for images and for frames of videos.
+"""Image processor: resizing, normalized patches and grids; and the sizes of frames of videos.
 
 Source: the PIL backend of HF transformers' Qwen2-VL image processor, bit-exact (the torchvision
 backend differs by one 8-bit step when resizing), and `smart_resize` of the Qwen2-VL (images) and
 Qwen3-VL (videos) processors.
 
-Shapes: R frames, H and W pixels, C = 3 channels, P patches, n images. Over 350 lines, to keep
-settings and arithmetic together.
+Shapes: R frames, H and W pixels, C = 3 channels, P patches, n images.
 """
 
 import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import field, replace
-from functools import cached_property
-from pathlib import Path
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -22,54 +19,28 @@ from PIL import Image
 
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import ImageSource, image_size, load_rgb
-from paddle_vl.families.vlm.inputs.preprocessor_files import (
-    ImageMean,
-    ImageSpread,
-    MaxPixels,
-    MergeSize,
-    MinPixels,
-    PatchSize,
-    check_token_size,
-    common_settings,
-    find_settings,
-    hf_settings,
-    refuse_unsupported,
-    write_settings,
-)
+from paddle_vl.families.vlm.inputs.preprocessor_files import VisionProcessor
 from paddle_vl.files.checked_values import checked
-
-CONFIG_FILE = "preprocessor_config.json"
-
-# Steps that are always done; a checkpoint that turns one off is not supported.
-_ALWAYS_ON = ("do_rescale", "do_normalize", "do_convert_rgb")
 
 
 @checked
-class ImageProcessor:
+class ImageProcessor(VisionProcessor):
     """Resizes and normalizes images and cuts them into patches.
 
     Attributes:
-        min_pixels, max_pixels: area of an image after resizing; pixels.
-        patch_size: side of a patch; pixels.
-        temporal_patch_size: frames per patch; an image is repeated to fill them.
-        merge_size: side of a merge block; patches. One block becomes one visual token.
-        image_mean, image_std: per channel, for values in [0, 1].
         do_resize: False leaves images as they are; merge blocks must then tile them.
-        source_config: settings as read from a checkpoint, for writing them back.
     """
 
-    min_pixels: MinPixels
-    max_pixels: MaxPixels
-    patch_size: PatchSize
-    temporal_patch_size: MergeSize
-    merge_size: MergeSize
-    image_mean: ImageMean
-    image_std: ImageSpread
     do_resize: bool = True
-    source_config: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    config_file = "preprocessor_config.json"
+    section = "image_processor"
+    hf_class = ("image_processor_type", "Qwen2VLImageProcessorFast")
+    always_on = ("do_rescale", "do_normalize", "do_convert_rgb")
+    own = ("do_resize",)
 
     def __post_init__(self) -> None:
-        check_token_size(self)
+        super().__post_init__()
         if self.min_pixels > self.max_pixels:
             raise ValueError(
                 f"min_pixels {self.min_pixels} and max_pixels {self.max_pixels}: "
@@ -93,44 +64,17 @@ class ImageProcessor:
             RuntimeError: neither file exists.
             ValueError: settings are missing, out of range or not supported; all are named.
         """
-        found = find_settings(Path(directory), CONFIG_FILE, "image_processor")
-        if found is None:
+        processor = cls.find(directory)
+        if processor is None:
             raise RuntimeError(
-                f"{directory} has no {CONFIG_FILE}: it defines how images are resized and "
+                f"{directory} has no {cls.config_file}: it defines how images are resized and "
                 "normalized, and there is no safe default; copy it from the checkpoint"
             )
-        path, config = found
-        processor = cls.from_dict(config, name=str(path))
-        limits = {"min_pixels": min_pixels, "max_pixels": max_pixels}
-        return replace(processor, **{k: v for k, v in limits.items() if v is not None})
-
-    @classmethod
-    def from_dict(cls, config: dict[str, Any], name: str = "the settings") -> "ImageProcessor":
-        """Build from HF's settings, see `common_settings`.
-
-        Raises:
-            ValueError: settings are missing, out of range or not supported; all are named.
-        """
-        values = common_settings(config, name)
-        refuse_unsupported(config, name, always_on=_ALWAYS_ON, either=("do_resize",))
-        do_resize = config.get("do_resize")
-        try:
-            return cls(
-                **values,
-                do_resize=True if do_resize is None else do_resize,
-                source_config=dict(config),
-            )
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
+        return processor.replaced(min_pixels=min_pixels, max_pixels=max_pixels)
 
     def to_dict(self) -> dict[str, Any]:
         """HF's settings, in the dialect of the published Qwen3-VL checkpoints."""
-        kind = {"image_processor_type": "Qwen2VLImageProcessorFast"}
-        return hf_settings(self, kind) | ({} if self.do_resize else {"do_resize": False})
-
-    def save_pretrained(self, directory: str | os.PathLike) -> None:
-        """Write `preprocessor_config.json`."""
-        write_settings(Path(directory) / CONFIG_FILE, self.to_dict())
+        return super().to_dict() | ({} if self.do_resize else {"do_resize": False})
 
     def __call__(self, images: Sequence[ImageSource]) -> dict[str, np.ndarray]:
         """Patches of all images, in order.
@@ -180,23 +124,13 @@ class ImageProcessor:
         if self.do_resize:
             height, width = self._resized(image.height, image.width)
             image = image.resize((width, height), Image.Resampling.BICUBIC)
-        return patchify(
-            np.asarray(image)[None],
-            self._table_CV,
-            patch_size=self.patch_size,
-            temporal_patch_size=self.temporal_patch_size,
-            merge_size=self.merge_size,
-        )
+        return patchify(np.asarray(image)[None], self)
 
     def _resized(self, height: int, width: int) -> tuple[int, int]:
         if not self.do_resize:
             return height, width
         factor = self.patch_size * self.merge_size
         return smart_resize(height, width, factor, self.min_pixels, self.max_pixels)
-
-    @cached_property
-    def _table_CV(self) -> np.ndarray:
-        return value_table(self.image_mean, self.image_std)
 
 
 @contextmanager
@@ -301,6 +235,7 @@ def _check_aspect_ratio(kind: str, height: int, width: int) -> None:
         )
 
 
+@lru_cache(maxsize=16)
 def value_table(mean: tuple[float, ...], std: tuple[float, ...]) -> np.ndarray:
     """`[C, 256]` float32: the normalized value of every 8-bit value, per channel.
 
@@ -313,12 +248,7 @@ def value_table(mean: tuple[float, ...], std: tuple[float, ...]) -> np.ndarray:
 
 
 def patchify(
-    frames_RHWC: np.ndarray,
-    table_CV: np.ndarray,
-    *,
-    patch_size: int,
-    temporal_patch_size: int,
-    merge_size: int,
+    frames_RHWC: np.ndarray, settings: VisionProcessor
 ) -> tuple[np.ndarray, tuple[int, int, int]]:
     """Cut frames into normalized patches in merge-block order.
 
@@ -328,7 +258,6 @@ def patchify(
 
     Args:
         frames_RHWC: uint8, H and W multiples of `patch_size * merge_size`.
-        table_CV: from `value_table`.
 
     Returns:
         `[P, C * temporal_patch_size * patch_size ** 2]` float32 and the grid (t, h, w) in patches.
@@ -336,28 +265,26 @@ def patchify(
     Raises:
         ValueError: merge blocks do not tile the frames.
     """
+    patch, merge, of_time = settings.patch_size, settings.merge_size, settings.temporal_patch_size
     num_frames, height, width, channels = frames_RHWC.shape
-    block = patch_size * merge_size
+    block = patch * merge
     if height % block or width % block or not height or not width:
         raise ValueError(
             f"frames of {width} x {height} pixels (width x height) are not tiled by blocks of "
             f"{block} x {block} pixels: resize them, or set do_resize to true"
         )
-    missing = -num_frames % temporal_patch_size
-    if missing:
+    if missing := -num_frames % of_time:
         last = frames_RHWC[-1:].repeat(missing, axis=0)
         frames_RHWC = np.concatenate([frames_RHWC, last])
-    t, h, w = (
-        len(frames_RHWC) // temporal_patch_size,
-        height // patch_size,
-        width // patch_size,
+    t, h, w = len(frames_RHWC) // of_time, height // patch, width // patch
+    blocks = (
+        frames_RHWC.reshape(
+            t, of_time, h // merge, merge, patch, w // merge, merge, patch, channels
+        )
+        .transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
+        .reshape(t * h * w, channels, -1)
     )
-    blocks = frames_RHWC.reshape(
-        t, temporal_patch_size,
-        h // merge_size, merge_size, patch_size,
-        w // merge_size, merge_size, patch_size,
-        channels,
-    ).transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(t * h * w, channels, -1)  # fmt: skip
+    table_CV = value_table(tuple(settings.image_mean), tuple(settings.image_std))
     patches = np.empty(blocks.shape, dtype=np.float32)
     for channel in range(channels):
         patches[:, channel] = table_CV[channel][blocks[:, channel]]

@@ -1,57 +1,143 @@
 """HF's preprocessor files: the settings that image and video processors share."""
 
 import json
+import os
+from dataclasses import field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import numpy as np
 from PIL import Image
 from pydantic import Field
 
-from paddle_vl.files.checked_values import Listed, Number, check_mapping
+from paddle_vl.files.checked_values import Listed, Number, check_mapping, checked
 from paddle_vl.files.text_file import read_json_object, shown, write_text
 
+V = TypeVar("V", bound="VisionProcessor")
 # File of transformers 5 with the settings of all processors, each under its name.
 NESTED_CONFIG_FILE = "processor_config.json"
 
 _REMEDY = "copy it from the checkpoint"
-# Smaller images are enlarged to this size: at most 4096 x 4096 pixels.
-MinPixels = Annotated[int, Field(ge=1, le=1 << 24)]
-MaxPixels = Annotated[int, Field(ge=1, le=1 << 40)]
-PatchSize = Annotated[int, Field(ge=1, le=256)]
-MergeSize = Annotated[int, Field(ge=1, le=64)]
-_Mean = Annotated[Number, Field(ge=-10, le=10)]
 # For pixels in [0, 1]; beyond it they would collapse to one value, or overflow.
+_Mean = Annotated[Number, Field(ge=-10, le=10)]
 _Spread = Annotated[Number, Field(ge=1e-4, le=1e4)]
-ImageMean = Listed[tuple[_Mean, _Mean, _Mean]]
-ImageSpread = Listed[tuple[_Spread, _Spread, _Spread]]
+_Side = Annotated[int, Field(ge=1, le=64)]
 # Limit of the pixels of one visual token, which is the smallest image.
 _MOST_TOKEN_PIXELS = 1 << 24
 _REQUIRED = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
 
 
-def find_settings(
-    directory: Path, file_name: str, processor: str
-) -> tuple[Path, dict[str, Any]] | None:
-    """The file with a processor's settings, and the settings; None if there is none.
+@checked
+class VisionProcessor:
+    """Settings of an image or a video processor.
 
-    Args:
-        file_name: the processor's own file, which is preferred.
-        processor: its key in `processor_config.json`.
-
-    Raises:
-        RuntimeError: a file cannot be read, or is damaged.
-        ValueError: the settings are not a JSON object.
+    Attributes:
+        min_pixels, max_pixels: area of an image, or frames x height x width of a video, after
+            resizing; pixels.
+        patch_size: side of a patch; pixels.
+        temporal_patch_size: frames per patch; an image is repeated to fill them.
+        merge_size: side of a merge block; patches. One block becomes one visual token.
+        image_mean, image_std: per channel, for values in [0, 1].
+        source_config: settings as read from a checkpoint, for writing them back.
+        config_file: name of the processor's own file.
+        section: its key in `processor_config.json`.
+        hf_class: HF's key for the class of the processor, and the name of that class.
+        always_on: steps that a checkpoint cannot turn off.
+        own: settings that the other processor does not have.
     """
-    path = directory / file_name
-    if path.is_file():
-        return path, read_json_object(path, "a preprocessor's settings", _REMEDY)
-    nested = directory / NESTED_CONFIG_FILE
-    if nested.is_file():
-        outer = read_json_object(nested, "a processor's settings", _REMEDY)
-        if processor in outer:
-            return nested, check_mapping(outer[processor], f"{nested}: {processor}")
-    return None
+
+    # Smaller images are enlarged to min_pixels: at most 4096 x 4096 pixels.
+    min_pixels: Annotated[int, Field(ge=1, le=1 << 24)]
+    max_pixels: Annotated[int, Field(ge=1, le=1 << 40)]
+    patch_size: Annotated[int, Field(ge=1, le=256)]
+    temporal_patch_size: _Side
+    merge_size: _Side
+    image_mean: Listed[tuple[_Mean, _Mean, _Mean]]
+    image_std: Listed[tuple[_Spread, _Spread, _Spread]]
+    source_config: dict[str, Any] = field(
+        default_factory=dict, repr=False, compare=False, kw_only=True
+    )
+
+    config_file: ClassVar[str]
+    section: ClassVar[str]
+    hf_class: ClassVar[tuple[str, str]]
+    always_on: ClassVar[tuple[str, ...]]
+    own: ClassVar[tuple[str, ...]]
+
+    def __post_init__(self) -> None:
+        side = self.patch_size * self.merge_size
+        if self.temporal_patch_size * side**2 > _MOST_TOKEN_PIXELS:
+            raise ValueError(
+                f"patch_size {self.patch_size}, merge_size "
+                f"{self.merge_size} and temporal_patch_size {self.temporal_patch_size} give a "
+                f"visual token more than {_MOST_TOKEN_PIXELS:,} pixels; correct them"
+            )
+
+    @classmethod
+    def find(cls: type[V], directory: str | os.PathLike) -> V | None:
+        """Read the processor's file in a checkpoint, or `processor_config.json`; None without.
+
+        Raises:
+            RuntimeError: a file cannot be read, or is damaged.
+            ValueError: settings are missing, out of range or not supported; all are named.
+        """
+        path, nested = (Path(directory) / name for name in (cls.config_file, NESTED_CONFIG_FILE))
+        if path.is_file():
+            config = read_json_object(path, "a preprocessor's settings", _REMEDY)
+            return cls.from_dict(config, str(path))
+        outer = {}
+        if nested.is_file():
+            outer = read_json_object(nested, "a processor's settings", _REMEDY)
+        if cls.section not in outer:
+            return None
+        config = check_mapping(outer[cls.section], f"{nested}: {cls.section}")
+        return cls.from_dict(config, str(nested))
+
+    @classmethod
+    def from_dict(cls: type[V], config: dict[str, Any], name: str = "the settings") -> V:
+        """Build from HF's settings, see `common_settings`.
+
+        Args:
+            name: where they are from, for messages.
+
+        Raises:
+            ValueError: settings are missing, out of range or not supported; all are named.
+        """
+        refuse_unsupported(config, name, cls.always_on, cls.own)
+        values = common_settings(config, name)
+        values.update({key: config[key] for key in cls.own if config.get(key) is not None})
+        try:
+            return cls(**values, source_config=dict(config))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+
+    def replaced(self: V, **values: Any) -> V:
+        """A copy with other settings; None keeps one as it is."""
+        return replace(self, **{key: v for key, v in values.items() if v is not None})
+
+    def to_dict(self) -> dict[str, Any]:
+        """HF's settings, in the dialect of the published Qwen3-VL checkpoints."""
+        kind, class_name = self.hf_class
+        values: dict[str, Any] = {kind: class_name, "processor_class": "Qwen3VLProcessor"}
+        values |= {k: v for k, v in self.source_config.items() if k not in _LIMITS}
+        values["size"] = {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}
+        for key in _REQUIRED:
+            value = getattr(self, key)
+            values[key] = list(value) if isinstance(value, tuple) else value
+        return values
+
+    def save_pretrained(self, directory: str | os.PathLike) -> None:
+        """Write the processor's file, and its folder if it is missing."""
+        path = Path(directory) / self.config_file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(self.to_dict(), indent=2) + "\n")
+
+
+# Names of the limits in messages.
+_LIMITS = {
+    "min_pixels": "size.shortest_edge (or min_pixels)",
+    "max_pixels": "size.longest_edge (or max_pixels)",
+}
 
 
 def common_settings(config: dict[str, Any], name: str) -> dict[str, Any]:
@@ -73,12 +159,8 @@ def common_settings(config: dict[str, Any], name: str) -> dict[str, Any]:
         "min_pixels": _first(config.get("min_pixels"), size.get("shortest_edge")),
         "max_pixels": _first(config.get("max_pixels"), size.get("longest_edge")),
     }
-    names = {
-        "min_pixels": "size.shortest_edge (or min_pixels)",
-        "max_pixels": "size.longest_edge (or max_pixels)",
-    }
     values.update({key: config.get(key) for key in _REQUIRED})
-    missing = [names.get(key, key) for key, value in values.items() if value is None]
+    missing = [_LIMITS.get(key, key) for key, value in values.items() if value is None]
     if missing:
         raise ValueError(
             f"{name} lacks {', '.join(missing)}: Qwen3-VL's settings differ from the defaults "
@@ -88,7 +170,7 @@ def common_settings(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def refuse_unsupported(
-    config: dict[str, Any], name: str, *, always_on: tuple[str, ...], either: tuple[str, ...] = ()
+    config: dict[str, Any], name: str, always_on: tuple[str, ...], either: tuple[str, ...]
 ) -> None:
     """Raise for settings that would change the pixels and are not supported.
 
@@ -122,54 +204,5 @@ def refuse_unsupported(
         raise ValueError(f"{name} has settings that are not supported: {'; '.join(refused)}")
 
 
-def hf_settings(settings: Any, kind: dict[str, str]) -> dict[str, Any]:
-    """The settings of a processor in the dialect of the published Qwen3-VL checkpoints.
-
-    Args:
-        settings: a dataclass with the fields of `common_settings` and `source_config`.
-        kind: name of HF's class, which `source_config` overrides.
-    """
-    kept = {
-        key: value
-        for key, value in settings.source_config.items()
-        if key not in ("min_pixels", "max_pixels")
-    }
-    return {
-        **kind,
-        "processor_class": "Qwen3VLProcessor",
-        **kept,
-        "size": {"shortest_edge": settings.min_pixels, "longest_edge": settings.max_pixels},
-        "patch_size": settings.patch_size,
-        "temporal_patch_size": settings.temporal_patch_size,
-        "merge_size": settings.merge_size,
-        "image_mean": list(settings.image_mean),
-        "image_std": list(settings.image_std),
-    }
-
-
-def write_settings(path: Path, settings: dict[str, Any]) -> None:
-    """Write a settings file, and its folder if it is missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(settings, indent=2) + "\n")
-
-
 def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
-
-
-def check_token_size(settings: Any) -> None:
-    """Refuse patch sizes of an image or video processor that make a visual token too large.
-
-    Args:
-        settings: a dataclass with the fields of `common_settings`.
-
-    Raises:
-        ValueError: with the three sizes.
-    """
-    side = settings.patch_size * settings.merge_size
-    if settings.temporal_patch_size * side**2 > _MOST_TOKEN_PIXELS:
-        raise ValueError(
-            f"patch_size {settings.patch_size}, merge_size "
-            f"{settings.merge_size} and temporal_patch_size {settings.temporal_patch_size} give a "
-            f"visual token more than {_MOST_TOKEN_PIXELS:,} pixels; correct them"
-        )

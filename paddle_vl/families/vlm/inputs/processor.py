@@ -6,19 +6,15 @@ Shapes: B conversations, L length, P patches, n images or videos.
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from paddle_vl.families.vlm.inputs.chat_inputs import ChatInputs, end_settings
-from paddle_vl.families.vlm.inputs.conversation import ROLES, Conversation
+from paddle_vl.families.vlm.inputs.chat_inputs import ChatInputs
+from paddle_vl.families.vlm.inputs.conversation import ROLES
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
-from paddle_vl.families.vlm.inputs.stored_template import (
-    template_text,
-    warn_of_other_template,
-)
 from paddle_vl.families.vlm.inputs.tokenizer import (
     CONTROL_TOKENS,
     END_OF_TEXT,
@@ -30,11 +26,12 @@ from paddle_vl.families.vlm.inputs.tokenizer import (
     VISION_START,
     ChatTemplate,
     TextTokenizer,
-    VideoPrompt,
     train_bpe,
 )
 from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
-from paddle_vl.files.text_file import read_text, write_text
+from paddle_vl.files.text_file import parse_json_object, read_text, write_text
+from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
+from paddle_vl.generation.config import FILE_NAME, GenerationConfig
 
 # Files of a checkpoint that are copied unchanged, for other programs.
 _CARRIED_FILES = (
@@ -43,6 +40,12 @@ _CARRIED_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
+)
+# SHA-256 of templates that render as the built-in one, of what it renders at all; without white
+# space around them. Ours, and the one of the published Qwen3-VL Instruct models.
+_EQUAL_TEMPLATES = (
+    hashlib.sha256(JINJA_TEMPLATE.strip().encode()).hexdigest(),
+    "9d879ef91075acbfb2df7e441fd79d60bacfca989cf6d511d2af45c681e94f10",
 )
 
 
@@ -180,73 +183,11 @@ class VLProcessor(ChatInputs):
         for name, text in files.items():
             write_text(directory / name, text)
 
-    def encode_sample(self, conversation: Conversation) -> dict[str, np.ndarray]:
-        """One training sample.
-
-        Returns:
-            input_ids and labels `[L]` int64 (labels not shifted, -100 outside targets); with
-            images, pixel_values `[P, 1536]` float32 and image_grid_thw `[n, 3]` int64; with videos,
-            pixel_values_videos and video_grid_thw likewise.
-
-        Raises:
-            BadSampleError: an image or video cannot be used, or text contains a special token.
-            RuntimeError: there is a video file and PyAV is not installed.
-        """
-        return self._encode(conversation)
-
-    def outline_sample(self, conversation: Conversation) -> dict[str, np.ndarray]:
-        """A training sample from the headers of its images and videos, to measure its length.
-
-        Pixels are broadcast zeros. Height and width may be exchanged in a grid. Errors are those of
-        `encode_sample` that headers show.
-        """
-        return self._encode(conversation, with_pixels=False)
-
     def fingerprint(self) -> str:
         """Hash of the tokenizer and of the settings of the image and video processors."""
         settings = [self.image_processor.to_dict(), self.video_processor.to_dict()]
         content = self.tokenizer.to_json() + json.dumps(settings, sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
-
-    def _encode(
-        self,
-        conversation: Conversation,
-        *,
-        add_generation_prompt: bool = False,
-        continue_final_message: bool = False,
-        with_pixels: bool = True,
-    ) -> dict[str, np.ndarray]:
-        visual: dict[str, np.ndarray] = {}
-        num_image_tokens: Sequence[int] = ()
-        if conversation.images:
-            if with_pixels:
-                visual = self.image_processor(conversation.images)
-            else:
-                grids = self.image_processor.grids(conversation.images)
-                visual = {"image_grid_thw": grids, "pixel_values": _no_pixels(grids)}
-            num_image_tokens = self.image_processor.num_tokens(visual["image_grid_thw"]).tolist()
-        video_prompts: list[VideoPrompt] = []
-        if conversation.videos:
-            if with_pixels:
-                arrays, timestamps = self.video_processor(conversation.videos)
-            else:
-                grids, timestamps = self.video_processor.grids(conversation.videos)
-                arrays = {"video_grid_thw": grids, "pixel_values_videos": _no_pixels(grids)}
-            counts = self.video_processor.tokens_per_patch(arrays["video_grid_thw"]).tolist()
-            video_prompts = [VideoPrompt(*each) for each in zip(timestamps, counts, strict=True)]
-            visual.update(arrays)
-        chat = self.template.encode(
-            conversation,
-            num_image_tokens,
-            video_prompts,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
-        return {
-            "input_ids": np.array(chat.input_ids, dtype=np.int64),
-            "labels": np.array(chat.labels, dtype=np.int64),
-            **visual,
-        }
 
     def _tokenizer_config(self) -> dict[str, Any]:
         flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
@@ -274,8 +215,65 @@ _SPECIAL_TOKENS_MAP = {
 }
 
 
-def _no_pixels(grid_thw: np.ndarray) -> np.ndarray:
-    return np.broadcast_to(np.float32(0), (int(grid_thw.prod(axis=1).sum()), 1))
+def template_text(files: Mapping[str, str], directory: Path) -> tuple[str, str] | None:
+    """The Jinja template, from whichever of HF's files has it, and the file's name.
+
+    Args:
+        files: texts by name.
+
+    Raises:
+        RuntimeError: a file is no JSON object.
+    """
+    if "chat_template.jinja" in files:
+        return files["chat_template.jinja"], "chat_template.jinja"
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        what, remedy = "a tokenizer's settings", "fetch or save it again"
+        values = parse_json_object(files.get(name, "{}"), directory / name, what, remedy)
+        if text := values.get("chat_template"):
+            return str(text), name
+    return None
+
+
+def warn_of_other_template(found: tuple[str, str] | None, directory: Path) -> None:
+    """Warn if the checkpoint's own template, which is not used, may differ from this one."""
+    if found is None:
+        return
+    text, name = found
+    plain = text.replace("\r\n", "\n").strip().encode(errors="surrogatepass")
+    if hashlib.sha256(plain).hexdigest() in _EQUAL_TEMPLATES:
+        return
+    differences = []
+    if re.search(r"add_generation_prompt[^#]*assistant\\n<think>", text):
+        differences.append("; it opens every answer with <think>")
+    if "You are a helpful assistant" in text:
+        differences.append("; it adds a default system message")
+    warnings.warn(
+        f"the chat template in {directory / name} is not used and is none that is known to equal "
+        f"Qwen3-VL's plain template, which paddle_vl uses{''.join(differences)}: write into your "
+        "messages what the model needs of it",
+        stacklevel=3,
+    )
+
+
+def end_settings(ids: Mapping[str, int]) -> GenerationConfig:
+    """Settings with the tokens that end an answer and the one that pads, of ids by name."""
+    ends = tuple(ids[token] for token in (IM_END, END_OF_TEXT) if token in ids)
+    return GenerationConfig(eos_token_id=ends or None, pad_token_id=ids.get(END_OF_TEXT))
+
+
+def generation_settings(*folders: Path) -> GenerationConfig | None:
+    """Settings of the first model folder that has them; None without.
+
+    Where they name no end tokens, those of the first folder's tokenizer are taken.
+    """
+    stored = [folder for folder in folders if (folder / FILE_NAME).is_file()]
+    found = GenerationConfig.from_pretrained(stored[0]) if stored else None
+    tokenizers = [folder for folder in folders if (folder / TOKENIZER_FILE).is_file()]
+    if tokenizers and (found is None or found.eos_token_id is None):
+        special = TextTokenizer.from_file(tokenizers[0]).special_tokens
+        ends = end_settings({token: token_id for token_id, token in special.items()})
+        found = (found or GenerationConfig()).with_ends_of(ends)
+    return found
 
 
 def _dump(content: dict[str, Any]) -> str:

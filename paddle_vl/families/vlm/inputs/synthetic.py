@@ -1,7 +1,6 @@
 """Synthetic conversations about synthetic images, written as data files for a profile."""
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import numpy as np
 from PIL import Image
 
 from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer
+from paddle_vl.files.text_file import replacing
 
 CONVERSATIONS_FILE = "conversations.jsonl"
 # Distinct image files, so that reading is not hidden by the page cache of a single one.
@@ -46,7 +46,7 @@ def write_conversations(
     folder.mkdir(parents=True, exist_ok=True)
     files = [f"{number}.png" for number in range(_NUM_IMAGES)]
     for number, name in enumerate(files):
-        _appear(folder / name, _png(shapes.image_side, seed=number))
+        _write(folder / name, _png(shapes.image_side, seed=number))
     messages = [
         {"role": "user", "content": "<image>" * shapes.num_images + "What is there to see?"},
         {"role": "assistant", "content": _answer(shapes.answer_tokens, tokenizer)},
@@ -56,7 +56,7 @@ def write_conversations(
         images = [files[(number + i) % _NUM_IMAGES] for i in range(shapes.num_images)]
         lines.append(json.dumps({"messages": messages, "images": images}) + "\n")
     file = folder / CONVERSATIONS_FILE
-    _appear(file, "".join(lines).encode())
+    _write(file, "".join(lines).encode())
     return file
 
 
@@ -79,8 +79,6 @@ def _png(side: int, seed: int) -> bytes:
     return stream.getvalue()
 
 
-def _appear(file: Path, content: bytes) -> None:
-    """Write a file atomically, as several ranks may write the same one."""
-    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
-    partial.write_bytes(content)
-    partial.replace(file)
+def _write(file: Path, content: bytes) -> None:
+    with replacing(file) as partial:
+        partial.write_bytes(content)

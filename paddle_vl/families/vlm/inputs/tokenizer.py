@@ -102,10 +102,6 @@ class TextTokenizer:
             )
         return token_id
 
-    def token(self, token_id: int) -> str | None:
-        """Name of a token id; None for an unused id."""
-        return self._tokenizer.id_to_token(token_id)
-
     @property
     def vocab_size(self) -> int:
         """Number of ids, added tokens included."""

@@ -7,10 +7,8 @@ Shapes: R frames, H and W pixels, P patches, n videos.
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import field, replace
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -30,34 +28,12 @@ from paddle_vl.families.vlm.inputs.image_processor import (
     named_item,
     patchify,
     smart_resize_video,
-    value_table,
 )
-from paddle_vl.families.vlm.inputs.preprocessor_files import (
-    ImageMean,
-    ImageSpread,
-    MaxPixels,
-    MergeSize,
-    MinPixels,
-    PatchSize,
-    check_token_size,
-    common_settings,
-    find_settings,
-    hf_settings,
-    refuse_unsupported,
-    write_settings,
-)
+from paddle_vl.families.vlm.inputs.preprocessor_files import VisionProcessor
 from paddle_vl.files.checked_values import Number, checked
 
-CONFIG_FILE = "video_preprocessor_config.json"
-
-# Steps that are always done; a checkpoint that turns one off is not supported.
-_ALWAYS_ON = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb", "do_sample_frames")
-# Defaults of HF's class; the published checkpoints do not state them.
-_SAMPLING = {"fps": 2.0, "min_frames": 4, "max_frames": 768}
 # Limits of the published checkpoints, for a folder with settings of images only.
 _MIN_PIXELS, _MAX_PIXELS = 4096, 25165824
-
-
 _Frames = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
@@ -75,31 +51,27 @@ class ProcessedVideos(NamedTuple):
 
 
 @checked
-class VideoProcessor:
+class VideoProcessor(VisionProcessor):
     """Samples, resizes and normalizes frames and cuts them into patches.
 
     Attributes:
         fps: frames sampled per second of video.
         min_frames, max_frames: bounds of the sampled frames; a shorter video gives all its frames.
-        min_pixels, max_pixels: frames x height x width of a video after resizing; pixels.
-        patch_size, temporal_patch_size, merge_size, image_mean, image_std: as for images.
-        source_config: settings as read from a checkpoint, for writing them back.
     """
 
-    min_pixels: MinPixels
-    max_pixels: MaxPixels
-    patch_size: PatchSize
-    temporal_patch_size: MergeSize
-    merge_size: MergeSize
-    image_mean: ImageMean
-    image_std: ImageSpread
-    fps: Annotated[Number, Field(gt=0, le=1000)] = _SAMPLING["fps"]
-    min_frames: _Frames = _SAMPLING["min_frames"]
-    max_frames: _Frames = _SAMPLING["max_frames"]
-    source_config: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    # Defaults of HF's class; the published checkpoints do not state them.
+    fps: Annotated[Number, Field(gt=0, le=1000)] = 2.0
+    min_frames: _Frames = 4
+    max_frames: _Frames = 768
+
+    config_file = "video_preprocessor_config.json"
+    section = "video_processor"
+    hf_class = ("video_processor_type", "Qwen3VLVideoProcessor")
+    always_on = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb", "do_sample_frames")
+    own = ("fps", "min_frames", "max_frames")
 
     def __post_init__(self) -> None:
-        check_token_size(self)
+        super().__post_init__()
         for low, high, least in (
             ("min_pixels", "max_pixels", 1),
             ("min_frames", "max_frames", MIN_FRAMES),
@@ -109,7 +81,7 @@ class VideoProcessor:
                 raise ValueError(
                     f"video {low} {values[0]} and {high} {values[1]}: {least} <= {low} <= {high} "
                     f"is needed; set data.video_{low} and data.video_{high} together, or correct "
-                    f"{CONFIG_FILE}"
+                    f"{self.config_file}"
                 )
 
     @classmethod
@@ -126,13 +98,7 @@ class VideoProcessor:
             RuntimeError: the file is not JSON.
             ValueError: a setting is missing, out of range or not supported.
         """
-        found = find_settings(Path(directory), CONFIG_FILE, "video_processor")
-        if found is None:
-            processor = cls.like_images(images)
-        else:
-            path, config = found
-            processor = cls.from_dict(config, name=str(path))
-        return replace(processor, **{k: v for k, v in replaced.items() if v is not None})
+        return (cls.find(directory) or cls.like_images(images)).replaced(**replaced)
 
     @classmethod
     def like_images(cls, images: ImageProcessor) -> "VideoProcessor":
@@ -154,28 +120,17 @@ class VideoProcessor:
         Raises:
             ValueError: settings are missing, out of range or not supported; all are named.
         """
-        refuse_unsupported(config, name, always_on=_ALWAYS_ON)
         if config.get("num_frames") is not None or config.get("cap_pixels_per_frame"):
             raise ValueError(
                 f"{name} has num_frames {config.get('num_frames')} and cap_pixels_per_frame "
                 f"{config.get('cap_pixels_per_frame')}, which are not supported: remove them and "
                 "limit videos by fps, max_frames and size.longest_edge"
             )
-        values = common_settings(config, name)
-        values.update({key: config[key] for key in _SAMPLING if config.get(key) is not None})
-        try:
-            return cls(**values, source_config=dict(config))
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
+        return super().from_dict(config, name)
 
     def to_dict(self) -> dict[str, Any]:
         """HF's settings, in the dialect of the published Qwen3-VL checkpoints."""
-        kind = {"video_processor_type": "Qwen3VLVideoProcessor"}
-        return hf_settings(self, kind) | {key: getattr(self, key) for key in _SAMPLING}
-
-    def save_pretrained(self, directory: str | os.PathLike) -> None:
-        """Write `video_preprocessor_config.json`."""
-        write_settings(Path(directory) / CONFIG_FILE, self.to_dict())
+        return super().to_dict() | {key: getattr(self, key) for key in self.own}
 
     def __call__(self, videos: Sequence[VideoSource]) -> ProcessedVideos:
         """Patches and timestamps of all videos, in order.
@@ -213,15 +168,7 @@ class VideoProcessor:
                 video, indices, times = self._chosen(source)
                 with closing(video.frames([0])) as frames:
                     height, width = next(frames).shape[:2]
-                sides = smart_resize_video(
-                    len(indices),
-                    height,
-                    width,
-                    self.patch_size * self.merge_size,
-                    self.min_pixels,
-                    self.max_pixels,
-                    temporal_factor=self.temporal_patch_size,
-                )
+                sides = self._resized(len(indices), height, width)
             grids[number - 1] = len(times), *(side // self.patch_size for side in sides)
             timestamps.append(times)
         return grids, timestamps
@@ -232,18 +179,22 @@ class VideoProcessor:
 
     def _process(self, source: VideoSource) -> tuple[dict[str, np.ndarray], list[float]]:
         video, indices, times = self._chosen(source)
-        arrays = process_frames(
-            video.frames(indices.tolist()),
-            len(indices),
-            min_pixels=self.min_pixels,
-            max_pixels=self.max_pixels,
-            patch_size=self.patch_size,
-            temporal_patch_size=self.temporal_patch_size,
-            merge_size=self.merge_size,
-            image_mean=self.image_mean,
-            image_std=self.image_std,
-        )
+        resized_RHWC: Any = None
+        for number, frame in enumerate(video.frames(indices.tolist())):
+            if resized_RHWC is None:
+                height, width = self._resized(len(indices), *frame.shape[:2])
+                resized_RHWC = np.empty((len(indices), height, width, 3), dtype=np.uint8)
+            _, height, width, _ = resized_RHWC.shape
+            image = Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC)
+            resized_RHWC[number] = np.asarray(image)
+        patches, grid = patchify(resized_RHWC, self)
+        arrays = {"pixel_values_videos": patches, "video_grid_thw": np.array([grid], np.int64)}
         return arrays, times
+
+    def _resized(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
+        factor, budget = self.patch_size * self.merge_size, (self.min_pixels, self.max_pixels)
+        of_time = self.temporal_patch_size
+        return smart_resize_video(num_frames, height, width, factor, *budget, of_time)
 
     def _chosen(
         self, source: VideoSource
@@ -295,54 +246,3 @@ def patch_timestamps(
 def timestamp_text(seconds: float) -> str:
     """The timestamp in front of a temporal patch: `<1.4 seconds>`."""
     return f"<{seconds:.1f} seconds>"
-
-
-def process_frames(
-    frames: Iterable[np.ndarray],
-    num_frames: int,
-    *,
-    min_pixels: int,
-    max_pixels: int,
-    patch_size: int,
-    temporal_patch_size: int,
-    merge_size: int,
-    image_mean: tuple[float, ...],
-    image_std: tuple[float, ...],
-) -> dict[str, np.ndarray]:
-    """Resize the frames of one video one by one and cut them into patches.
-
-    Args:
-        frames: uint8 RGB `[H, W, 3]` each; the last one is repeated to fill a temporal patch.
-        num_frames: number of frames.
-        min_pixels, max_pixels: limits of frames x height x width after resizing; pixels.
-
-    Returns:
-        pixel_values_videos `[P, 3 * temporal_patch_size * patch_size ** 2]` float32 and
-        video_grid_thw `[1, 3]` int64.
-
-    Raises:
-        BadSampleError: as `smart_resize_video`.
-    """
-    resized_RHWC: Any = None
-    for number, frame in enumerate(frames):
-        if resized_RHWC is None:
-            height, width = smart_resize_video(
-                num_frames,
-                frame.shape[0],
-                frame.shape[1],
-                patch_size * merge_size,
-                min_pixels,
-                max_pixels,
-                temporal_factor=temporal_patch_size,
-            )
-            resized_RHWC = np.empty((num_frames, height, width, 3), dtype=np.uint8)
-        image = Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC)
-        resized_RHWC[number] = np.asarray(image)
-    patches, grid = patchify(
-        resized_RHWC,
-        value_table(image_mean, image_std),
-        patch_size=patch_size,
-        temporal_patch_size=temporal_patch_size,
-        merge_size=merge_size,
-    )
-    return {"pixel_values_videos": patches, "video_grid_thw": np.array([grid], dtype=np.int64)}

@@ -19,19 +19,10 @@ from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.worker_pool import WorkerPool, first_time
 from paddle_vl.families.vlm.inputs.corpus import Corpus
 from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
-from paddle_vl.families.vlm.inputs.processor import Qwen3VLProcessor
 from paddle_vl.families.vlm.settings import VLDataConfig
-from paddle_vl.testing.tiny_run import write_processor
 from tests.single_card_tests.data.corpus.corpus_files import lines, picture, write_tar
 
 PICTURES = [picture(1), picture(2)]
-
-
-@pytest.fixture(scope="module")
-def processor(tmp_path_factory) -> Qwen3VLProcessor:
-    folder = tmp_path_factory.mktemp("processor")
-    write_processor(folder, "red green blue")
-    return Qwen3VLProcessor.from_pretrained(folder)
 
 
 def opened(processor, entry, **settings) -> Corpus:

@@ -22,9 +22,7 @@ from paddle_vl.config.data_sources import SourceConfig
 from paddle_vl.data.corpus.token_files import TokenFileWriter
 from paddle_vl.families.vlm.inputs.collate import VLCollator
 from paddle_vl.families.vlm.inputs.corpus import Corpus
-from paddle_vl.families.vlm.inputs.processor import Qwen3VLProcessor
 from paddle_vl.families.vlm.settings import VLDataConfig
-from paddle_vl.testing.tiny_run import write_processor
 from tests.single_card_tests.data.corpus.corpus_files import lines, opener, picture, write_tar
 
 Write = Callable[[Path, str, int], Path]
@@ -98,13 +96,6 @@ def edit(write: Write, file: Path, count: int) -> None:
 def data_of(file: Path) -> Path:
     """What a source names: of token files the index."""
     return file.with_suffix(".idx") if file.suffix in (".bin", ".lsm") else file
-
-
-@pytest.fixture(scope="module")
-def processor(tmp_path_factory) -> Qwen3VLProcessor:
-    folder = tmp_path_factory.mktemp("processor")
-    write_processor(folder, "red green blue")
-    return Qwen3VLProcessor.from_pretrained(folder)
 
 
 def loader(processor, file: Path, **settings):

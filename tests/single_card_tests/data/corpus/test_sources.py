@@ -17,19 +17,10 @@ from pyarrow import parquet
 from paddle_vl.config.data_sources import SourceConfig, as_sources
 from paddle_vl.data.corpus import local_copies
 from paddle_vl.families.vlm.inputs.corpus import Corpus
-from paddle_vl.families.vlm.inputs.processor import Qwen3VLProcessor
 from paddle_vl.families.vlm.settings import VLDataConfig
-from paddle_vl.testing.tiny_run import write_processor
 from tests.single_card_tests.data.corpus.corpus_files import lines, picture, write_tar
 
 ROWS = [{"text": f"red {i}"} for i in range(120)]
-
-
-@pytest.fixture(scope="module")
-def processor(tmp_path_factory) -> Qwen3VLProcessor:
-    folder = tmp_path_factory.mktemp("processor")
-    write_processor(folder, "red green blue")
-    return Qwen3VLProcessor.from_pretrained(folder)
 
 
 def opened(processor, *entries, **settings) -> Corpus:

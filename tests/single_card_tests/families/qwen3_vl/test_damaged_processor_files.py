@@ -46,7 +46,8 @@ SETTINGS = [
     ("min_pixels", 0), ("min_pixels", 10**9),
     ("max_pixels", -5), ("max_pixels", "many"), ("rescale_factor", 0),
     ("rescale_factor", "x"), ("rescale_factor", NAN), ("resample", [3]), ("do_resize", "yes"),
-    ("do_normalize", 0), ("size", [1, 2]),
+    ("do_normalize", 0), ("size", [1, 2]), ("do_center_crop", True), ("do_pad", True),
+    ("do_normalize", False), ("do_rescale", False), ("resample", 2), ("rescale_factor", 1.0),
 ]  # fmt: skip
 
 

@@ -30,6 +30,10 @@ CONVERSATIONS = {
     "closed brackets": (
         b'{"messages": ' + DEEP.encode() + b"]" * 100_000 + b"}", "broken_json", "nested too deep",
     ),
+    "key twice": (
+        b'{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "broken_json",
+        "the key 'content' is there twice",
+    ),
     "not UTF-8": (b'{"messages": "\xff"}', "broken_json", "not UTF-8"),
     "UTF-16": ("\ufeff" + json.dumps(question()), "broken_json", "not UTF-8"),
     "surrogate": (escaped(question("a \ud800 b")), "bad_text", "half of a surrogate pair"),

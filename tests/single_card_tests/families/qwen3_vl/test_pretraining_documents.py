@@ -166,7 +166,7 @@ def tiff_of_16_bits() -> bytes:
         ("image_text", {"image": "http://x/a.png", "text": "a"}, "not a file name"),
         ("image_text", {"image": b"no image", "text": "a"}, "cannot be decoded as an image"),
         ("image_text", {"image": tiff_of_16_bits(), "text": "a"}, "more than 8 bits"),
-        ("image_text", {"image": 3, "text": "a"}, "a path or an image's bytes"),
+        ("image_text", {"image": 3, "text": "a"}, "a file name or an image's bytes"),
         ("interleaved", {"texts": ["a"], "images": []}, "equally long"),
         ("interleaved", {"texts": ["a"], "images": ["a.png"]}, "entry 1 has both"),
         ("interleaved", {"texts": [None], "images": [None]}, "entry 1 has neither"),

@@ -23,7 +23,6 @@ from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor, smart_
 from paddle_vl.families.vlm.inputs.video_processor import (
     VideoProcessor,
     patch_timestamps,
-    process_frames,
     sample_frame_indices,
     timestamp_text,
 )
@@ -36,6 +35,7 @@ PATCHES = {"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2, "image_me
            "image_std": HALF}  # fmt: skip
 SETTINGS = {"size": {"shortest_edge": 64, "longest_edge": 12288}, **PATCHES}
 IMAGES = ImageProcessor.from_dict(SETTINGS)
+ONE_STEP = 2 / 255 + 1e-6
 
 
 def processor(**settings) -> VideoProcessor:
@@ -97,7 +97,9 @@ def test_golden_frames_give_hf_grid_and_patches_up_to_one_step_of_resizing():
     found = VideoProcessor.from_dict(settings)([VideoFrames(frames, 2.0)])
     np.testing.assert_array_equal(found.arrays["video_grid_thw"], golden["video.video_grid_thw"])
     wanted = golden["video.pixel_values_videos"]
-    assert np.abs(found.arrays["pixel_values_videos"] - wanted).max() <= 2 / 255 + 1e-6
+    difference = np.abs(found.arrays["pixel_values_videos"] - wanted)
+    assert difference.max() <= ONE_STEP
+    assert difference.mean() < 0.1 * ONE_STEP
     assert found.timestamps == [[0.25, 1.25, 2.0]]
 
 
@@ -143,12 +145,6 @@ def test_settings_are_those_of_hf_files(tmp_path):
     assert VideoProcessor.from_pretrained(tmp_path / "copy", IMAGES) == found
 
 
-def test_nested_file_of_transformers_5_is_read(tmp_path):
-    nested = {"image_processor": {}, "video_processor": {**SETTINGS, "fps": 1}}
-    (tmp_path / "processor_config.json").write_text(json.dumps(nested))
-    assert VideoProcessor.from_pretrained(tmp_path, IMAGES) == processor(fps=1)
-
-
 def test_folder_about_images_only_has_the_published_budget_and_the_patches_of_its_images(tmp_path):
     found = VideoProcessor.from_pretrained(tmp_path, IMAGES)
     assert found == processor(size={"shortest_edge": 4096, "longest_edge": 25165824})
@@ -164,13 +160,10 @@ def test_settings_are_replaced_one_by_one(tmp_path):
     ("settings", "message"),
     [
         ({"size": None}, "lacks size.shortest_edge"),
-        ({"size": 1}, "has size 1"),
         ({"do_sample_frames": False}, "do_sample_frames = False"),
         ({"do_resize": False}, "do_resize = False"),
         ({"num_frames": 8}, "num_frames 8"),
         ({"cap_pixels_per_frame": True}, "cap_pixels_per_frame True"),
-        ({"resample": 2}, "resample = 2"),
-        ({"fps": 0}, "fps is 0"),
         ({"min_frames": 1}, "min_frames 1 and max_frames 768: 2 <= min_frames"),
         ({"min_frames": 8, "max_frames": 4}, "min_frames 8 and max_frames 4"),
         ({"size": {"shortest_edge": 9, "longest_edge": 4}}, "min_pixels 9 and max_pixels 4"),
@@ -186,9 +179,6 @@ def test_setting_that_cannot_be_honoured_is_refused_by_name(tmp_path, settings, 
 def test_no_video_is_a_fault_of_the_caller():
     with pytest.raises(ValueError, match="no video given"):
         processor()([])
-
-
-ONE_STEP = 2 / 255 + 1e-6
 
 
 @pytest.mark.parametrize("row", TABLES["video_smart_resize"]["rows"], ids=str)
@@ -215,20 +205,3 @@ def test_frame_sampling_and_timestamps_equal_hf(case):
     times = patch_timestamps(indices, case["fps"])
     np.testing.assert_allclose(times, case["timestamps"], atol=1e-6)
     assert [timestamp_text(time) for time in times] == case["text"]
-
-
-def test_video_patches_equal_hf_up_to_one_step_of_resizing():
-    golden = load_file(GOLDEN / "processor.safetensors")
-    settings = TABLES["image"]["config"]
-    size = TABLES["video"]["size"]
-    output = process_frames(
-        golden["video.rgb_uint8"],
-        len(golden["video.rgb_uint8"]),
-        min_pixels=size["shortest_edge"],
-        max_pixels=size["longest_edge"],
-        **{key: value for key, value in settings.items() if key != "size"},
-    )
-    np.testing.assert_array_equal(output["video_grid_thw"], golden["video.video_grid_thw"])
-    difference = np.abs(output["pixel_values_videos"] - golden["video.pixel_values_videos"])
-    assert difference.max() <= ONE_STEP
-    assert difference.mean() < 0.1 * ONE_STEP
