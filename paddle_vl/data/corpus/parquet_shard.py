@@ -1,8 +1,8 @@
 """Parquet files as shards. A row group is read at once, so documents are mixed a few row groups at
 a time.
 
-What a row group takes is checked before it is read, and before its dictionaries are unpacked: a few
-hundred bytes of indices can stand for any number of values.
+What a row group takes is known before it is read: a few hundred bytes can stand for any number of
+values. Columns with a dictionary are read with it, and unpacked when their size is known.
 """
 
 import os
@@ -19,6 +19,7 @@ from xxhash import xxh3_64_intdigest
 from paddle_vl.data.corpus.cache import CacheFolders, OpenThings
 from paddle_vl.data.corpus.local_copies import LocalCopies
 from paddle_vl.data.corpus.offset_index import Offsets, SummedReader, index_of
+from paddle_vl.data.corpus.parquet_pages import stated_size
 from paddle_vl.data.corpus.shard import BINARY_PER_TEXT, Row, Shard, check_row_size
 from paddle_vl.data.jsonl import MAX_LINE_BYTES, BadSampleError
 
@@ -112,15 +113,13 @@ class ParquetShard(Shard):
         local = path if self.copies is None else self.copies.file(path)
         try:
             metadata = parquet.read_metadata(local)
-            packed = [chunk.path for chunk in _column_chunks(metadata, group) if chunk.is_packed]
+            size, packed = stated_size(Path(local), metadata, group)
+            self._check_size(group, size)
             with parquet.ParquetFile(local, metadata=metadata, read_dictionary=packed) as file:
                 table = file.read_row_group(group)
             if table.num_rows != self.groups[group]:
                 raise ValueError(f"it has {table.num_rows} rows and states {self.groups[group]}")
-            size = sum(map(_unpacked_bytes, table.columns))
-            if size > _GROUP_LINES * self.max_line_bytes:
-                reason = _too_large(group, size, self.max_line_bytes)
-                raise BadSampleError("line_too_long", reason)
+            self._check_size(group, sum(map(_unpacked_bytes, table.columns)))
             return table.cast(metadata.schema.to_arrow_schema()), lambda: None
         except BadSampleError:
             raise
@@ -128,6 +127,11 @@ class ParquetShard(Shard):
             raise BadSampleError(
                 "unreadable_sample", f"row group {group + 1} cannot be read: {error}"
             ) from error
+
+    def _check_size(self, group: int, size: int) -> None:
+        if size > _GROUP_LINES * self.max_line_bytes:
+            reason = _too_large(group, size, self.max_line_bytes)
+            raise BadSampleError("line_too_long", reason)
 
 
 def _too_large(group: int, size: int, max_line_bytes: int) -> str:
@@ -174,18 +178,11 @@ def _text_bytes(value: Any) -> int:
 
 
 class _Chunk(NamedTuple):
-    """Bytes of a column in a row group.
-
-    Attributes:
-        is_binary: whether they are images or the like.
-        is_packed: whether they are byte strings with a dictionary.
-    """
+    """Bytes of a column in a row group, and whether they are images or the like."""
 
     begin: int
     end: int
-    is_binary: bool = False
-    is_packed: bool = False
-    path: str = ""
+    is_binary: bool
 
 
 def _column_chunks(metadata: Any, group: int) -> list[_Chunk]:
@@ -193,12 +190,9 @@ def _column_chunks(metadata: Any, group: int) -> list[_Chunk]:
     for number in range(metadata.num_columns):
         column, schema = metadata.row_group(group).column(number), metadata.schema.column(number)
         begin = column.dictionary_page_offset or column.data_page_offset
-        is_bytes = schema.physical_type == "BYTE_ARRAY"
-        is_binary = is_bytes and schema.logical_type.type == "NONE"
-        is_packed = is_bytes and column.has_dictionary_page
-        end = begin + column.total_compressed_size
-        found.append(_Chunk(begin, end, is_binary, is_packed, schema.path))
-    return found or [_Chunk(0, 0)]
+        is_binary = schema.physical_type == "BYTE_ARRAY" and schema.logical_type.type == "NONE"
+        found.append(_Chunk(begin, begin + column.total_compressed_size, is_binary))
+    return found or [_Chunk(0, 0, False)]
 
 
 def _check_places(groups: Sequence[Sequence[_Chunk]], size: int) -> None:

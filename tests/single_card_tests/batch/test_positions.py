@@ -1,16 +1,20 @@
 """Rotary positions, offsets of packed samples, and the order of patches.
 
-Guarantees: positions equal the reference's on its own batches (samples without images too) and the
-worked example of the specification; a walk token by token is in test_collate; padding is a segment
-of its own; restarting text positions give the same offsets; a packed sample has the positions that
-it has alone; offsets that do not tile the batch's rows, and images that cross a sample boundary,
-are refused; every key knows the end of its segment. Patches are in merge-block order, the
-interpolation taps are the specification's and their weights sum to 1, every frame is a segment, and
-grids that merge blocks do not tile are refused.
+Guarantees: positions equal the reference's on its own batches (padding on both sides, videos,
+samples without images), the worked example of the specification, and a token-by-token walk; padding
+is a segment of its own; restarting text positions give the same offsets; a packed sample has the
+positions that it has alone; offsets that do not tile the batch's rows, and images that cross a
+sample boundary, are refused; every key knows the end of its segment. Patches are in merge-block
+order, the interpolation taps are the specification's and their weights sum to 1, every frame is a
+segment, and grids that merge blocks do not tile are refused.
+
+The walk follows section 6 of the specification without a running sum.
 """
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from paddle_vl.batch.positions import (
@@ -25,6 +29,49 @@ from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO, token_rows
 from tests.support.tiny import GOLDEN
 
 IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO}
+
+
+def walk(samples):
+    """Positions of one unpadded sample given as text tokens and (kind, t, h, w) items."""
+    positions, p = [], 0
+    for item in samples:
+        if isinstance(item, int):
+            positions.append((p, p, p))
+            p += 1
+            continue
+        _, h, w = item
+        positions += [(p, p + y, p + x) for y in range(h // 2) for x in range(w // 2)]
+        p += max(h, w) // 2
+    return np.array(positions, dtype=np.int64).T, p
+
+
+ITEMS = st.one_of(
+    st.integers(1, 9),
+    st.tuples(st.just("image"), st.sampled_from([2, 4, 6]), st.sampled_from([2, 4, 8])),
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.lists(ITEMS, min_size=1, max_size=6), min_size=1, max_size=4), st.booleans())
+def test_positions_equal_a_token_by_token_walk(samples, pad_left):
+    rows = [
+        [item if isinstance(item, int) else ("image", item[1] * item[2] // 4) for item in sample]
+        for sample in samples
+    ]
+    grids = [[1, item[1], item[2]] for s in samples for item in s if not isinstance(item, int)]
+    right = token_rows(*rows)
+    ids_BL, mask_BL = np.zeros_like(right), np.zeros_like(right)
+    wanted = [walk(sample) for sample in samples]
+    for b, (positions, _) in enumerate(wanted):
+        n = positions.shape[1]
+        where = slice(ids_BL.shape[1] - n, None) if pad_left else slice(0, n)
+        ids_BL[b, where], mask_BL[b, where] = right[b, :n], 1
+    found, deltas_B = mrope_position_ids(ids_BL, mask_BL, np.array(grids).reshape(-1, 3), **IDS)
+    for b, (positions, next_position) in enumerate(wanted):
+        real = mask_BL[b].astype(bool)
+        assert found[:, b, real].tolist() == positions.tolist()
+        assert (found[:, b, ~real] == 0).all()
+        assert deltas_B[b] == next_position - real.sum()
 
 
 def test_worked_example_of_the_specification():
@@ -69,6 +116,12 @@ def test_placeholders_without_their_grid_are_named():
 def test_a_run_broken_by_text_is_named():
     ids = token_rows([("image", 1), 5, ("image", 1)])
     with pytest.raises(ValueError, match="image item 0 .* not one unbroken run of 2"):
+        mrope_position_ids(ids, image_grid_thw=np.array([[1, 2, 4]]), **IDS)
+
+
+def test_a_run_across_two_rows_is_named():
+    ids = token_rows([5, ("image", 1)], [("image", 1), 5])
+    with pytest.raises(ValueError, match="not one unbroken run"):
         mrope_position_ids(ids, image_grid_thw=np.array([[1, 2, 4]]), **IDS)
 
 

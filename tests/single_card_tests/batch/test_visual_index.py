@@ -154,7 +154,8 @@ def on_device(mask_BL):
 def test_masks_that_are_none_are_refused(compute):
     image_BL = np.array([[0, 1, 1, 0], [1, 0, 0, 0]], dtype=bool)
     for masks, message in (
-        ((image_BL, image_BL * 1), r"video mask is int64 .* must be bool"),
+        ((image_BL * 2, None), r"image mask has the integers \[0, 2\]"),
+        ((image_BL, image_BL * -1), r"video mask has the integers \[-1, 0\]"),
         ((image_BL.astype("float32"), None), r"image mask is float32 .* must be bool"),
         ((image_BL[0], None), r"image mask is bool of shape \[4\]"),
         ((image_BL, ~image_BL[:1]), r"has shape \[2, 4\] but the video mask \[1, 4\]"),
@@ -162,6 +163,8 @@ def test_masks_that_are_none_are_refused(compute):
     ):
         with pytest.raises(ValueError, match=message):
             compute(masks)
+    for found, wanted in zip(compute((image_BL * 1, None)), on_host((image_BL, None)), strict=True):
+        np.testing.assert_array_equal(found, wanted)
 
 
 def traced_indices(part: RowPart, layout: str, shape: list[int | None]):
@@ -199,6 +202,19 @@ def test_a_traced_program_refuses_a_length_that_the_degree_does_not_divide(layou
     program = traced_indices(RowPart(1, 4), layout, [None, None])
     with pytest.raises(Exception, match=r"(?i)reshape"):
         program(paddle.to_tensor(token_rows([1, ("image", 6), ("video", 2)])))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", range(1, 9))
+def test_the_ranks_together_take_every_embedding_once(size, layout):
+    ids_BL = token_rows([1, ("image", 9), 2], [("video", 5), 1, 1, ("image", 3)], length=16)
+    parts = [RowPart(rank, size, uneven=True) for rank in range(size)]
+    found = [
+        host_visual_indices(ids_BL, part=part, layout=layout, **counts_of(ids_BL), **IDS)
+        for part in parts
+    ]
+    taken = np.concatenate([arrays["visual_gather_indices"] for arrays in found])
+    assert sorted(taken.tolist()) == list(range(17))
 
 
 def test_a_remainder_gives_the_first_ranks_one_row_more():

@@ -42,11 +42,20 @@ def test_samples_keep_file_order_and_paths_start_at_their_file(tmp_path):
     assert dataset[2]["image_grid_thw"].tolist() == [[1, 2, 4]]
 
 
+def test_conversation_keeps_the_other_entries_of_its_record(tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", [question(task="single")])
+    assert MessagesDataset([file], PROCESSOR).conversation(0).extra == {"task": "single"}
+
+
 BAD_LINES = {
     "broken_json": ('{"messages": ', "broken JSON"),
     "missing_key": ({"images": []}, "no 'messages'"),
+    "unknown_role": ({"messages": [{"role": "bot", "content": "a"}]}, "role 'bot'"),
+    "tag_count": (question("<image><image>", images=["a.png"]), "2 image place.* but 1 entries"),
     "missing_image": (question("<image>", images=["gone.png"]), r"gone\.png does not exist"),
     "no_assistant": ({"messages": [user("a")]}, "no assistant turn"),
+    "missing_video": (question("<video>", videos=["v.mp4"]), r"v\.mp4 does not exist"),
+    "unsupported": (question(tools=["f"]), "'tools' is not supported"),
 }
 
 
@@ -102,21 +111,28 @@ def test_missing_file_and_missing_files_are_refused(tmp_path):
         MessagesDataset([], PROCESSOR)
 
 
-DECODING_FAULTS = {
-    "unreadable_image": (question("<image>", images=["text.png"]), r"text\.png.* decoded"),
-    "special_token": (question("<|im_end|>"), r"<\|im_end\|>"),
-    "unreadable_video": (
-        question("<video>", videos=["text.mp4"]),
-        r"video 1 \(.*text\.mp4\): the file cannot be decoded",
-    ),
-}
+def decoding_faults(folder):
+    random_image(1, 300).save(folder / "thin.png")
+    (folder / "text.png").write_text("not an image")
+    (folder / "text.mp4").write_text("not a video")
+    write_video(folder / "one.mp4", 1)
+    return {
+        "aspect_ratio": (question("<image>", images=["thin.png"]), "300 x 1 pixels"),
+        "unreadable_image": (question("<image>", images=["text.png"]), r"text\.png.* decoded"),
+        "special_token": (question("<|im_end|>"), r"<\|im_end\|>"),
+        "unreadable_video": (
+            question("<video>", videos=["text.mp4"]),
+            r"video 1 \(.*text\.mp4\): the file cannot be decoded",
+        ),
+        "too_few_frames": (question("<video>", videos=["one.mp4"]), r"one\.mp4.* 1 frame"),
+    }
 
 
-@pytest.mark.parametrize("kind", DECODING_FAULTS)
+@pytest.mark.parametrize("kind", [
+    "aspect_ratio", "unreadable_image", "special_token", "unreadable_video", "too_few_frames",
+])  # fmt: skip
 def test_fault_found_when_decoding_names_file_line_and_reason(folder, kind):
-    row, reason = DECODING_FAULTS[kind]
-    for name in ("text.png", "text.mp4"):
-        (folder / name).write_text("neither an image nor a video")
+    row, reason = decoding_faults(folder)[kind]
     file = write_jsonl(folder / "data.jsonl", [question(), row])
     dataset = MessagesDataset([file], PROCESSOR)
     with pytest.raises(BadSampleError, match=rf"^{re.escape(str(file))}:2: .*{reason}") as info:
@@ -213,6 +229,14 @@ def test_dataset_and_its_errors_survive_pickling(folder):
         dataset[1]
     copy = pickle.loads(pickle.dumps(info.value))
     assert (str(copy), copy.kind) == (str(info.value), "special_token")
+
+
+def test_fingerprint_changes_with_the_data(folder):
+    prints = [
+        MessagesDataset([write_jsonl(folder / "data.jsonl", rows)], PROCESSOR).fingerprint
+        for rows in ([question(), question()], [question(answer="?"), question()], [question()])
+    ]
+    assert len(set(prints)) == 3
 
 
 def test_on_bad_sample_takes_two_values(folder):

@@ -229,15 +229,23 @@ def test_workers_end_with_a_main_process_that_is_killed():
     assert (result.stdout, result.returncode) == ("loaded\n", -signal.SIGKILL)
 
 
+def test_interrupting_the_group_leaves_workers_to_the_main_process():
+    before = set(multiprocessing.active_children())
+    with loader(NumberDataset(10), **TRAIN, num_workers=1, prefetch_batches=1) as batches:
+        first = take(batches, 1)
+        for worker in set(multiprocessing.active_children()) - before:
+            os.kill(worker.pid, signal.SIGINT)
+        assert first + take(batches, 5) == EXPECTED[:6]
+
+
 def test_a_signal_to_the_group_at_any_time_leaves_workers_to_the_main_process():
-    """SIGINT, and SIGTERM, which would kill a worker that has just started."""
+    """Also SIGTERM, which would kill a worker that has just started."""
     before = set(multiprocessing.active_children())
     with loader(NumberDataset(10), **TRAIN, num_workers=2, prefetch_batches=1) as batches:
         batches._request()
         for _ in range(20):
             for worker in set(multiprocessing.active_children()) - before:
-                for name in ("-INT", "-TERM"):
-                    subprocess.run(["kill", name, str(worker.pid)], check=True)
+                subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
             time.sleep(0.02)
         assert take(batches, 6) == EXPECTED[:6]
 
@@ -275,6 +283,16 @@ def test_closing_ends_the_workers():
 def test_number_out_of_range_is_refused_by_name(name, value):
     with pytest.raises(ValueError, match=f"{name} is {value}"):
         loader(NumberDataset(3), **{**TRAIN, name: value})
+
+
+def test_ranks_together_see_the_batches_of_one_process():
+    ranks = [
+        take(loader(NumberDataset(9), batch_size=2, **TRAIN, rank=rank, size=2), 4)
+        for rank in range(2)
+    ]
+    one = take(loader(NumberDataset(9), batch_size=4, **TRAIN), 4)
+    together = [sorted(a + b) for a, b in zip(*ranks, strict=True)]
+    assert together == [sorted(batch) for batch in one]
 
 
 def test_conversations_give_the_same_batches_in_workers(tmp_path):

@@ -3,7 +3,7 @@
 Guarantees: every sample is in one row of an epoch; no row exceeds its tokens or vision tokens; all
 batches are full, equally many on every rank; 97 % of the tokens of a realistic mix are real after
 padding, with a binding budget of vision tokens and without; the order follows from seed and epoch,
-and differs between epochs; over ranks it is in test_packed_loader.
+differs between epochs, and does not depend on the number of ranks.
 
 The mix: half text of log-normal length (median 245 tokens, sigma 0.9, 16 to 3000 tokens), half with
 one to three images of 64, 256, 400 or 784 tokens plus such a text, cut at a row of 4096.
@@ -104,6 +104,14 @@ def test_order_follows_from_seed_and_epoch():
     assert batches(order(), 2) == batches(order(), 2)
     assert batches(order(), 1) != batches(order(), 2)
     assert batches(order(seed=2), 1) != batches(order(), 1)
+
+
+def test_ranks_together_have_the_rows_of_one_process():
+    one = batches(order(), 0)
+    ranks = [batches(order(rank, 2), 0) for rank in range(2)]
+    assert [len(batch) for batch in ranks[0]] == [2] * len(one)
+    for whole, *parts in zip(one, *ranks, strict=True):
+        assert [whole[0::2], whole[1::2]] == parts
 
 
 def test_fewer_samples_than_rows_of_a_batch_are_refused():

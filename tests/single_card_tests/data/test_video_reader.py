@@ -11,6 +11,9 @@ import struct
 import subprocess
 import sys
 import warnings
+from contextlib import nullcontext
+from fractions import Fraction
+from types import SimpleNamespace
 
 import av
 import numpy as np
@@ -204,6 +207,19 @@ def test_frame_rate_that_is_not_above_zero_is_refused(fps):
     with pytest.raises(BadSampleError, match="a number above 0 is needed") as info:
         open_video(VideoFrames(moving_frames(4), fps))
     assert info.value.kind == "frame_rate"
+
+
+def test_file_that_states_no_frame_rate_or_zero(tmp_path, monkeypatch):
+    """FFmpeg repairs zeros in headers, so the test replaces its answer."""
+    path = write_video(tmp_path / "a.avi", 4, codec="mpeg4")
+    stream = SimpleNamespace(average_rate=None, frames=4)
+    opened = SimpleNamespace(format=SimpleNamespace(name="avi")), stream
+    monkeypatch.setattr(video_reader, "_opened", lambda path: nullcontext(opened))
+    with pytest.warns(UserWarning, match="24 frames per second"):
+        assert frame_rate(open_video(path)) == 24
+    stream.average_rate = Fraction(0)
+    with pytest.raises(BadSampleError, match=r"states 0\.0 frames per second"):
+        open_video(path)
 
 
 @pytest.mark.parametrize("frames", [

@@ -123,6 +123,12 @@ def test_buffers_grow_when_an_answer_is_longer(model, exported, monkeypatch):
     assert found.tolist() == model.generate(**BATCHES["padded"], max_new_tokens=20).tolist()
 
 
+def test_stop_tokens_end_an_answer(model, exported):
+    first = model.generate(**BATCHES["text"], max_new_tokens=4)[0].tolist()
+    settings = {"eos_token_id": first[2], "max_new_tokens": 9}
+    assert exported.generate(**BATCHES["text"], **settings)[0].tolist() == first[:3]
+
+
 def test_a_process_without_the_models_code_gives_the_same_tokens(model, folder, tmp_path):
     np.savez(tmp_path / "batch.npz", **BATCHES["mixed"])
     script = f"""

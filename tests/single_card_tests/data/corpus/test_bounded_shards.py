@@ -1,7 +1,8 @@
 """Small files that stand for much more than they hold.
 
 Guarantees: `data.max_line_bytes` bounds the text of a document in every container, and with it its
-images and a row group of Parquet, whatever its parts state; nothing stays of a refused copy.
+images and a row group of Parquet; what a file states is checked before memory or disk is taken, and
+where its parts state different things the larger one counts; nothing stays of a refused copy.
 """
 
 import gzip
@@ -179,6 +180,7 @@ def test_a_row_group_is_bounded_by_the_line_limit(tmp_path):
 
 
 def test_every_encoding_and_page_version_is_read(tmp_path):
+    """Pages are walked before they are read."""
     numbers = list(range(5000))
     table = pa.table({
         "text": [f"text {i % 100}" for i in numbers], "number": numbers,

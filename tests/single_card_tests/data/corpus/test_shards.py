@@ -18,6 +18,9 @@ import zstandard
 from pyarrow import parquet
 
 from paddle_vl.data.corpus import jsonl_shard
+from paddle_vl.data.corpus.cache import CacheFolders
+from paddle_vl.data.corpus.local_copies import LocalCopies
+from paddle_vl.data.corpus.open_shard import ShardOpener
 from paddle_vl.data.corpus.sources import open_shards
 from paddle_vl.data.corpus.token_files import TokenFileWriter
 from paddle_vl.data.jsonl import BadSampleError
@@ -168,6 +171,17 @@ def test_several_processes_build_the_same_indexes(tmp_path):
     assert [shard.count for shard in by_two] == [300 - number for number in range(6)]
     alone = open_shards(files, opener(tmp_path / "one"), 1)
     assert [shard.content for shard in by_two] == [shard.content for shard in alone]
+
+
+def test_copies_of_shards_are_bounded(tmp_path):
+    for number in range(6):
+        (tmp_path / f"{number}.jsonl").write_bytes(lines(ROWS[number:]))
+    folders = CacheFolders(str(tmp_path / "cache"))
+    make = ShardOpener(folders, LocalCopies(folders, at_most=2), copies_all=True)
+    shards = [make(tmp_path / f"{number}.jsonl") for number in range(6)]
+    for number, shard in enumerate(shards):
+        assert shard.read(0) == ROWS[number]
+        assert len(list((tmp_path / "cache").glob("*.copy"))) <= 2
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """Collator: the batch equals a plain loop over samples and tokens.
 
 Guarantees: padding on either side and to a multiple; positions and visual indices of padded rows;
-the present keys; the number of targets after the shift; packed rows hold the same values as their
-samples alone, without a target across boundaries.
+the present keys; the number of targets after the shift; a length that the ranks cannot share is
+refused with the setting's name; packed rows hold the same values as their samples alone, without a
+target across boundaries.
 
 The oracle is a loop per sample that shares no code with the collator.
 """
@@ -128,6 +129,18 @@ def test_batch_equals_a_plain_loop(samples, side, multiple):
     assert ("visual_source_indices" in batch) == both
 
 
+def test_arrays_have_the_dtypes_of_the_contract():
+    batch = collator()([make_sample([2, (1, 2), (1, 1, 1)]), make_sample([3])])
+    floats = {key for key, value in batch.items() if getattr(value, "dtype", None) == np.float32}
+    assert floats == {"pixel_values", "pixel_values_videos"}
+    others = {key for key, value in batch.items() if getattr(value, "dtype", None) == np.int64}
+    assert {key for key in batch if key not in floats | others} == {
+        "num_target_tokens",
+        "has_left_padding",
+    }
+    assert type(batch["num_target_tokens"]) is int
+
+
 def test_indices_are_those_of_this_rank():
     samples = [make_sample([(1, 2), 1, (1, 2)])]
     whole = collator(pad_to_multiple_of=12)(samples)["visual_update_indices"].tolist()
@@ -135,6 +148,18 @@ def test_indices_are_those_of_this_rank():
     batch = collator(pad_to_multiple_of=12, part=RowPart(rank=1, size=2))(samples)
     assert batch["visual_update_indices"].tolist() == [1, 2]
     assert batch["visual_gather_indices"].tolist() == [2, 3]
+
+
+def test_length_that_ranks_cannot_share_names_numbers_and_setting():
+    with pytest.raises(ValueError, match=r"5 token rows.*degree 4.*data\.pad_to_multiple_of"):
+        collator(part=RowPart(rank=0, size=4))([make_sample([4])])
+
+
+def test_placeholders_without_pixels_are_refused():
+    sample = make_sample([(2, 2)])
+    del sample["pixel_values"], sample["image_grid_thw"]
+    with pytest.raises(ValueError, match="4 image placeholder tokens.*0 image"):
+        collator()([sample])
 
 
 def test_empty_batch_is_refused():

@@ -71,6 +71,10 @@ def test_absolute_paths_file_urls_and_images_in_memory_are_taken_as_they_are():
     assert parse_record({"messages": [user([part])]}).images[0] is array
 
 
+def test_other_entries_of_the_record_are_kept():
+    assert parse_record(question(task="single", images=[])).extra == {"task": "single"}
+
+
 BAD_RECORDS = {
     "missing_key": [
         ({"images": []}, "no 'messages'; its keys are .*'images'"),
@@ -118,3 +122,10 @@ def test_bad_record_is_refused_with_its_reason(kind, record, message):
     with pytest.raises(BadSampleError, match=message) as info:
         parse_line(json.dumps(record).encode(), HERE)
     assert info.value.kind == kind
+
+
+@pytest.mark.parametrize("line", [b'{"messages": [', b"[1]", b'"text"', b"\xff\xfe", b"[{}"])
+def test_line_that_is_no_json_object_is_refused(line):
+    with pytest.raises(BadSampleError) as info:
+        parse_line(line, HERE)
+    assert info.value.kind == "broken_json"

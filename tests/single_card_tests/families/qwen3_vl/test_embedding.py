@@ -149,6 +149,16 @@ def test_computing_the_indices_of_a_shard_searches_its_rows_alone(ids_BL, monkey
     assert searched == ([] if ids_BL is TEXT else [[ids_BL.size // 4]])
 
 
+def test_decoder_input_takes_the_place_of_embedded_ids():
+    ids_BL, embedding = IMAGES, build()
+    args = visual_args(ids_BL)
+    wanted = embedding(args)["hidden_states"].numpy()
+    decoder_input = embedding.embed_tokens(args.pop("input_ids"))
+    for given in (decoder_input, decoder_input.reshape([-1, WIDTH])):
+        outputs = embedding(args | carried(ids_BL) | {"decoder_input": given})
+        assert (outputs["hidden_states"].numpy() == wanted).all()
+
+
 class Traced(paddle.nn.Layer):
     """A layer with tensors in and tensors out, as tracing requires."""
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import jinja2
 import numpy as np
 import pytest
+from PIL import Image
 from safetensors.numpy import load_file
 
 from paddle_vl.data.jsonl import BadSampleError
@@ -36,6 +37,21 @@ from tests.single_card_tests.families.qwen3_vl.chat_builders import (
 GOLDEN = Path(__file__).parents[3] / "golden" / "qwen_vl" / "processor"
 PROCESSOR = tiny_processor()
 SMALL, WIDE = random_image(8, 8), random_image(8, 16)
+
+
+def test_golden_images_keep_their_pixels_and_get_their_placeholders():
+    golden = load_file(GOLDEN / "processor.safetensors")
+    settings = json.loads((GOLDEN / "processor.json").read_text())["image"]["config"]
+    processor = VLProcessor(tiny_tokenizer(), ImageProcessor.from_dict(settings))
+    images = [Image.fromarray(golden[f"image.{i}.rgb_uint8"]) for i in range(3)]
+    inputs = processor(messages=[user("<image><image><image>?")], images=images)
+    np.testing.assert_array_equal(inputs["pixel_values"], golden["image.pil.pixel_values"])
+    np.testing.assert_array_equal(inputs["image_grid_thw"], golden["image.image_grid_thw"])
+    ids = inputs["input_ids"][0]
+    starts = np.flatnonzero(ids == processor.vision_start_token_id)
+    ends = np.flatnonzero(ids == processor.vision_end_token_id)
+    assert (ends - starts - 1).tolist() == [6, 10, 6]
+    assert np.count_nonzero(ids == processor.image_token_id) == 22
 
 
 def test_sample_has_ids_labels_pixels_and_grid():
@@ -64,6 +80,13 @@ def test_prompts_are_padded_on_the_left_and_end_with_the_opened_answer():
     texts = [PROCESSOR.decode(row[own], False) for row, own in zip(ids, keep, strict=True)]
     assert texts[0].startswith("<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>?")
     assert all(text.endswith("<|im_end|>\n<|im_start|>assistant\n") for text in texts)
+
+
+def test_images_of_a_batch_keep_their_order():
+    batch = PROCESSOR([[user("<image>")], [user("<image>")]], images=[[WIDE], [SMALL]])
+    assert batch["image_grid_thw"].tolist() == [[1, 2, 4], [1, 2, 2]]
+    expected = PROCESSOR.image_processor([WIDE, SMALL])["pixel_values"]
+    np.testing.assert_array_equal(batch["pixel_values"], expected)
 
 
 def test_video_has_a_placeholder_for_each_merged_patch_and_its_times():
@@ -106,8 +129,6 @@ def test_mixed_batch_equals_its_samples_one_by_one():
         np.testing.assert_array_equal(
             batch["input_ids"][row][batch["attention_mask"][row] == 1], single["input_ids"][0]
         )
-    pixels = PROCESSOR.image_processor([SMALL, WIDE])["pixel_values"]
-    np.testing.assert_array_equal(batch["pixel_values"], pixels)
     assert batch["image_grid_thw"].tolist() == [[1, 2, 2], [1, 2, 4]]
     assert batch["video_grid_thw"].tolist() == [[2, 2, 4], [2, 2, 4]]
 
@@ -125,6 +146,11 @@ def test_images_that_match_no_conversation_are_refused():
         PROCESSOR([[user("a")], [user("b")]], images=[[]])
     with pytest.raises(ValueError, match="2 conversations but 3 lists of videos"):
         PROCESSOR([[user("a")], [user("b")]], videos=[[], [], []])
+
+
+def test_answer_can_be_left_open_or_not():
+    inputs = PROCESSOR([user("a"), assistant("b")], add_generation_prompt=False)
+    assert PROCESSOR.decode(inputs["input_ids"][0], False).endswith("b<|im_end|>\n")
 
 
 CHAT = [user("<image>?"), assistant("a"), user("b"), assistant("c d")]
@@ -298,3 +324,8 @@ def test_own_template_is_not_warned_of(tmp_path, recwarn):
     file.write_bytes(file.read_bytes().replace(b"\n", b"\r\n") + b"\r\n")
     VLProcessor.from_pretrained(tmp_path)
     assert [str(warning.message) for warning in recwarn] == []
+
+
+def test_bad_image_is_refused_as_in_training():
+    with pytest.raises(BadSampleError, match=r"image 1 \(gone\.png\)"):
+        PROCESSOR([user("<image>")], images=["gone.png"])

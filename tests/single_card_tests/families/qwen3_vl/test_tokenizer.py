@@ -76,6 +76,18 @@ def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path):
     assert len(TextTokenizer.from_file(tmp_path).encode("A cat on a mat.")) > 2
 
 
-def test_missing_file_is_named(tmp_path):
+def test_missing_token_is_named_with_the_file(tmp_path):
+    tiny_tokenizer().save(tmp_path)
+    with pytest.raises(ValueError, match=r"tokenizer\.json has no token '<\|nothing\|>'"):
+        TextTokenizer.from_file(tmp_path).token_id("<|nothing|>")
+
+
+def test_missing_and_broken_files_are_named(tmp_path):
     with pytest.raises(RuntimeError, match=r"no tokenizer file .*tokenizer\.json"):
+        TextTokenizer.from_file(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": ')
+    with pytest.raises(RuntimeError, match=r"tokenizer\.json is not valid JSON"):
+        TextTokenizer.from_file(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(RuntimeError, match=r"tokenizer\.json is not a tokenizer file"):
         TextTokenizer.from_file(tmp_path)

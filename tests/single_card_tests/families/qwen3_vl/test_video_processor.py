@@ -145,6 +145,12 @@ def test_settings_are_those_of_hf_files(tmp_path):
     assert VideoProcessor.from_pretrained(tmp_path / "copy", IMAGES) == found
 
 
+def test_nested_file_of_transformers_5_is_read(tmp_path):
+    nested = {"image_processor": {}, "video_processor": {**SETTINGS, "fps": 1}}
+    (tmp_path / "processor_config.json").write_text(json.dumps(nested))
+    assert VideoProcessor.from_pretrained(tmp_path, IMAGES) == processor(fps=1)
+
+
 def test_folder_about_images_only_has_the_published_budget_and_the_patches_of_its_images(tmp_path):
     found = VideoProcessor.from_pretrained(tmp_path, IMAGES)
     assert found == processor(size={"shortest_edge": 4096, "longest_edge": 25165824})
@@ -160,10 +166,13 @@ def test_settings_are_replaced_one_by_one(tmp_path):
     ("settings", "message"),
     [
         ({"size": None}, "lacks size.shortest_edge"),
+        ({"size": 1}, "has size 1"),
         ({"do_sample_frames": False}, "do_sample_frames = False"),
         ({"do_resize": False}, "do_resize = False"),
         ({"num_frames": 8}, "num_frames 8"),
         ({"cap_pixels_per_frame": True}, "cap_pixels_per_frame True"),
+        ({"resample": 2}, "resample = 2"),
+        ({"fps": 0}, "fps is 0"),
         ({"min_frames": 1}, "min_frames 1 and max_frames 768: 2 <= min_frames"),
         ({"min_frames": 8, "max_frames": 4}, "min_frames 8 and max_frames 4"),
         ({"size": {"shortest_edge": 9, "longest_edge": 4}}, "min_pixels 9 and max_pixels 4"),
