@@ -9,7 +9,9 @@ Guarantees, with every option of the stages:
   gradients passed to the optimizer are float32, once per trained value over all ranks, and so in
   checkpoints;
 - three steps from bfloat16 gradients give the same master weights, moments and parameters at every
-  stage.
+  stage;
+- at stage 3, losses and gradients of recomputed units equal one device's, also for one of pi07's
+  losses alone, which leaves parameters without a gradient.
 """
 
 import gc
@@ -32,6 +34,7 @@ from paddle_vl.nn.adamw import gradient_of
 from paddle_vl.nn.master_weights import MasterWeights
 from paddle_vl.nn.placement import CheckpointRanks, SingleDevicePlacement
 from paddle_vl.parallel.degrees import ParallelDegrees
+from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.sharding import FleetSharding, Sharding, ShardingOptions
 from paddle_vl.parallel.tensor import FleetCheckpointRanks
 from paddle_vl.parallel.topology import Topology, initialize
@@ -61,6 +64,7 @@ WIDTHS = {"float32": 4, "bfloat16": 2}
 MOMENTS = ("built", "end of backward", "after a step")
 MICRO_BATCHES = 2
 STEPS = 3
+TERMS = ("MSE", "CE")
 TRAIN = TrainConfig(output_dir="unused", learning_rate=0.01, max_grad_norm=1.0)
 
 
@@ -203,6 +207,34 @@ def half_steps(stage: int, topology: Topology) -> tuple[dict[str, np.ndarray], s
     return found, dtypes
 
 
+def stage_3(
+    name: str, topology: Topology, recomputes: bool, loss: Callable[[nn.Layer], Tensor] = loss_of
+) -> list[str]:
+    """Gradients that differ from twice one device's by more than rounding; "loss" if it differs."""
+    single = MODELS[name]("float32")
+    single.materialize_all()
+    wanted_loss = loss(single)
+    wanted_loss.backward()
+    wanted = {n: p.grad for n, p in single.named_parameters() if p.grad is not None}
+    model = MODELS[name]("float32")
+    if recomputes:
+        recompute_layers(units_of(model))
+    run = Run(model, units_of(model), topology, 3)
+    found_loss = loss(model)
+    found_loss.backward()
+    run.backward()
+    error = abs(found_loss.item() - wanted_loss.item())
+    wrong = [] if error <= 1e-6 * abs(wanted_loss.item()) else ["loss"]
+    for name, parameter in model.named_parameters():
+        if parameter.stop_gradient:
+            continue
+        grad = run.trained.gathered_value(parameter, run.trained.shard_of(parameter).grad).numpy()
+        expected = RANKS * wanted[name].numpy() if name in wanted else np.zeros_like(grad)
+        if np.abs(grad - expected).max() > 1e-5 * max(np.abs(expected).max(), 1e-6):
+            wrong.append(name)
+    return wrong
+
+
 def worker(folder: str) -> dict:
     topology = initialize(ParallelDegrees(sharding_degree=RANKS))
     ranks = FleetCheckpointRanks.of(topology)
@@ -217,6 +249,10 @@ def worker(folder: str) -> dict:
         checks[f"half {stage}"] = partial(half_steps, stage, topology)
         for name in MODELS:
             checks[f"regime {name} {stage}"] = partial(regime, name, stage, topology, folder, ranks)
+    checks |= {f"recomputed {name}": partial(stage_3, name, topology, True) for name in MODELS}
+    for term in TERMS:
+        loss = partial(loss_of, terms=[term])
+        checks[f"{term} alone"] = partial(stage_3, "pi07", topology, False, loss)
     return run_checks(checks)
 
 
@@ -264,3 +300,13 @@ def test_every_stage_does_the_same_arithmetic(outcomes, stage):
         assert seen == dtypes
         for name in found:
             np.testing.assert_array_equal(found[name], wanted[name], err_msg=name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_recomputed_units_of_stage_3_equal_one_process(outcomes, name):
+    assert outcome_of(outcomes, f"recomputed {name}") == [[], []]
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_a_loss_of_weight_zero_leaves_zeros_at_stage_3(outcomes, term):
+    assert outcome_of(outcomes, f"{term} alone") == [[], []]

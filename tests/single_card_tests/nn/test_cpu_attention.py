@@ -12,6 +12,7 @@ import pytest
 
 from paddle_vl.nn.attention import (
     CachedKeys,
+    PackedSamples,
     cached_attention,
     causal_attention,
     masked_attention,
@@ -77,6 +78,27 @@ def test_values_that_are_not_finite_stay_so(which, value):
         out = causal_attention(*map(paddle.to_tensor, inputs))
     assert not np.isfinite(out[0, 3:].numpy()).all()
     assert np.isfinite(out[1].numpy()).all()
+
+
+def test_packed_samples_equal_a_dense_mask():
+    packed = PackedSamples(np.array([0, 200, 300, 430, 600]), 300)
+    assert_equals_plain(lambda *x: causal_attention(*x, packed=packed), qkv(scale=20.0), 1e-4)
+
+
+@pytest.mark.parametrize("keys", [slice(200, 300), slice(0, 10)], ids=["last", "first"])
+def test_masked_keys_are_not_seen(keys):
+    bias = np.zeros([2, 300], np.float32)
+    bias[1, keys] = MASKED_SCORE
+    seen = np.ones([2, 300, 1, 1], np.float32)
+    seen[1, : keys.stop if keys.start == 0 else 0] = 0.0
+
+    def run(q, k, v):
+        # The first queries see masked keys only: any finite average.
+        out = causal_attention(q, k, v, paddle.to_tensor(bias))
+        assert np.isfinite(out.numpy()).all()
+        return out * paddle.to_tensor(seen)
+
+    assert_equals_plain(run, qkv())
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])

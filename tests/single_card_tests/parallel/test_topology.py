@@ -1,7 +1,8 @@
 """The topology of one rank.
 
 Guarantees: a single rank is rank 0 of groups of one, takes all samples and does not start fleet;
-degrees that do not match the world size are refused before fleet starts.
+samples are sharded over dp and sharding together; degrees that do not match the world size are
+refused before fleet starts.
 """
 
 import paddle.distributed as dist
@@ -36,3 +37,24 @@ def test_degrees_that_do_not_fit_are_refused_together_before_fleet_starts():
     assert "= 2, but the run has 1 rank:" in str(refusal.value)
     assert "parallel.mp_degree is 1" in str(refusal.value)
     assert not dist.is_initialized()
+
+
+def test_samples_split_over_dp_then_sharding():
+    """Ranks 0 to 5 of dp 3 x sharding 2 take shards 0 to 5."""
+    degrees = ParallelDegrees(dp_degree=3, sharding_degree=2)
+    for rank in range(6):
+        topology = Topology(
+            degrees,
+            rank,
+            dp_group=_group(rank // 2, 3),
+            mp_group=_group(0, 1),
+            pp_group=_group(0, 1),
+            sharding_group=_group(rank % 2, 2),
+            ep_group=_group(0, 1),
+        )
+        assert (topology.data_rank, topology.data_size) == (rank, 6)
+        assert topology.describe() == f"rank {rank} (dp {rank // 2}, sharding {rank % 2})"
+
+
+def _group(rank: int, size: int) -> dist.collective.Group:
+    return dist.collective.Group(rank, -1, list(range(size)))

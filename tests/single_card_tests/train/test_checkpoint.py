@@ -86,6 +86,14 @@ def test_interrupted_removal_leaves_no_half_empty_checkpoint(tmp_path, monkeypat
     assert names(tmp_path) == ["checkpoint-4"]
 
 
+def test_folder_of_the_same_name_is_replaced(tmp_path):
+    path = save(tmp_path, 2)
+    (path / "old").write_text("x")
+    save(tmp_path, 2)
+    assert "old" not in names(path)
+    assert names(tmp_path) == ["checkpoint-2"]
+
+
 def test_arrays_round_trip(tmp_path):
     arrays = {
         "a/b": np.random.default_rng(0).normal(size=(3, 2)).astype(np.float32),

@@ -53,17 +53,21 @@ def test_signal_saves_and_the_resumed_run_is_bit_identical(run_file, tmp_path, m
     settings = ["logging.logging_steps=2", "train.save_steps=null"]
     build(run_file, tmp_path / "whole", *settings).run()
     plain = trainer_module.train_step
+    trainer = build(run_file, tmp_path / "cut", *settings)
 
     def step_with_signal(model, optimizer, *arguments):
         step_with_signal.calls += 1
         if step_with_signal.calls == 3:
             os.kill(os.getpid(), number)
+            # A thread looks for signals; a step may be shorter than its interval.
+            while trainer.stop.received is None:
+                time.sleep(0.01)
         return plain(model, optimizer, *arguments)
 
     step_with_signal.calls = 0
     with monkeypatch.context() as patch:
         patch.setattr(trainer_module, "train_step", step_with_signal)
-        assert build(run_file, tmp_path / "cut", *settings).run() == number
+        assert trainer.run() == number
     assert not (tmp_path / "cut" / "final").exists()
     assert model_folder(tmp_path / "cut") == tmp_path / "cut" / "checkpoint-3"
     resume = "train.resume_from_checkpoint=auto"
@@ -248,6 +252,12 @@ def test_a_process_killed_in_the_middle_of_a_write_loses_nothing(run_file, tmp_p
     assert read_starts(tmp_path)[-1]["first_step"] == 2
     run(tmp_path / "whole")
     assert_same_run(tmp_path / "whole", tmp_path)
+
+
+def test_old_checkpoints_are_pruned(run_file, tmp_path):
+    build(run_file, tmp_path, "train.save_steps=1", "train.save_total_limit=2").run()
+    names = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
+    assert names == ["checkpoint-3", "checkpoint-4"]
 
 
 def test_training_does_not_start_from_damaged_weights(whole_run, run_file, tmp_path):

@@ -1,7 +1,7 @@
 """Host reads of the device in training.
 
 Guarantees, for each family: no read in a steady-state step; one per report, made while the next
-step runs. `test_step` compares masked updates with those whose flags are read.
+step runs; a run with updates masked on the device equals the run that reads the flags.
 
 Updates are masked on a GPU. On a CPU, where a read waits for nothing, the tests enable masks. Reads
 in `nn/cpu` belong to CPU kernels.
@@ -13,15 +13,16 @@ from pathlib import Path
 import numpy as np
 import paddle
 import pytest
+from safetensors.numpy import load_file
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.testing import record_host_reads
 from paddle_vl.train.build import build_trainer
 from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
 from tests.single_card_tests.train.tiny_run import write_tiny_run
-from tests.support.finished_runs import metrics_of
+from tests.support.finished_runs import lasting, metrics_of
 
-OF_THE_CPU = ("nn/attention.py", "nn/cpu/")
+OF_THE_CPU = ("nn/attention_masks.py", "nn/cpu/")
 
 
 @pytest.fixture(scope="module", params=["language", "policy"])
@@ -82,3 +83,17 @@ def test_every_way_to_read_is_counted_once():
     with record_host_reads() as reads:
         _ = tensor + tensor.sum() * 2
     assert reads == []
+
+
+def test_a_run_of_masked_updates_is_the_one_whose_flags_are_read(run_file, tmp_path):
+    for name, masks in (("plain", False), ("masked", True)):
+        build(run_file, tmp_path / name, masks).run()
+    for ours, theirs in zip(
+        lasting(metrics_of(tmp_path / "masked")),
+        lasting(metrics_of(tmp_path / "plain")),
+        strict=True,
+    ):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    plain = load_file(tmp_path / "plain" / "final" / "model.safetensors")
+    for name, array in load_file(tmp_path / "masked" / "final" / "model.safetensors").items():
+        np.testing.assert_allclose(array, plain[name], rtol=1e-4, atol=1e-5, err_msg=name)

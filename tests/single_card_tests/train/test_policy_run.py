@@ -2,8 +2,9 @@
 
 Guarantees: training lowers and reports both losses; the saved policy acts and resumes bit for bit,
 the planner too; gradient accumulation equals one large batch, and the step's losses are the model's
-own on that batch; synthetic demonstrations need no files; the small examples in configs/pi07 train;
-parameters that only a zero-weight loss reaches are not trained; frozen parameters do not change.
+own on that batch; synthetic demonstrations need no files; settings of another family are refused
+together; the small examples in configs/pi07 train; parameters that only a zero-weight loss reaches
+are not trained; frozen parameters do not change.
 """
 
 import json
@@ -173,6 +174,12 @@ def test_gradient_checkpointing_of_the_policy_recomputes(run_file, tmp_path):
 def test_made_up_demonstrations_need_no_files(run_file, tmp_path):
     overrides = ["data.train=[]", "data.synthetic_samples=24", "data.fields=[response, speed]"]
     assert len(metrics_of(trained(run_file, tmp_path / "out", *overrides))) == 4
+
+
+def test_settings_of_the_other_family_are_refused_together(run_file, tmp_path):
+    overrides = [f"train.output_dir={tmp_path}", "data.packing=true", "data.max_length=64"]
+    with pytest.raises(ValueError, match=r"(?s)data\.packing applies.*data\.max_length"):
+        load_run_config(run_file, overrides)
 
 
 @pytest.mark.parametrize("insulated", [True, False])
