@@ -3,14 +3,16 @@
 Guarantees:
 
 - every kind of call is recorded once, with ranks, bytes, dtype and shape;
-- every rank raises an error instead of hanging if ranks start different collectives, or if a rank
-  does not come. The error names the ranks, each one's collective, its position and its phase;
+- every rank raises an error instead of hanging if ranks start different collectives, if a rank has
+  left or failed while others wait, or if a rank does not come. The error names the ranks, each
+  one's collective, its position and its phase;
 - a check changes neither records nor results;
 - an environment variable checks a full run, and the run's results stay the same.
 """
 
 import json
 import pickle
+import re
 import time
 from functools import partial
 
@@ -79,7 +81,7 @@ def error_of(act, timeout: float = SECONDS) -> tuple[str, float]:
             dist.barrier()
             recording.phase = "second"
             act()
-    except RuntimeError as error:
+    except (RuntimeError, KeyError) as error:
         message = str(error)
     seconds = time.monotonic() - begin
     # The groups still work.
@@ -95,6 +97,10 @@ def by_rank(rank: int, of_first, of_others):
 
 def sum_of(size: int, dtype: str = "float32"):
     return lambda: dist.all_reduce(paddle.zeros([size], dtype=dtype))
+
+
+def raise_key_error():
+    raise KeyError("broken batch")
 
 
 class Backward(PyLayer):
@@ -123,6 +129,13 @@ def error_in_backward(rank: int) -> str:
     return str(raised.value)
 
 
+def error_across_groups(group, rank: int) -> str:
+    """Ranks 0 and 1 wait for all ranks, the others for each other."""
+    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    own = pair if rank == 3 else None
+    return error_of(lambda: dist.all_reduce(paddle.ones([2]), group=own), SHORT_SECONDS)
+
+
 def worker(num_ranks: int) -> dict:
     group = initialize(ParallelDegrees(dp_degree=num_ranks)).dp_group
     rank = group.rank
@@ -130,16 +143,18 @@ def worker(num_ranks: int) -> dict:
         "sizes": (sum_of(3), sum_of(4)),
         "dtypes": (sum_of(3), sum_of(3, "int32")),
         "kinds": (sum_of(3), lambda: dist.barrier()),
+        "left": (sum_of(3), lambda: None),
+        "failed": (sum_of(3), raise_key_error),
     }
     checks = {
         name: partial(error_of, by_rank(rank, first, others))
         for name, (first, others) in cases.items()
     }
-    leaves = by_rank(rank, sum_of(3), lambda: None)
-    checks["left"] = partial(error_of, leaves, SHORT_SECONDS)
     checks["plain"] = partial(recorded, group, False)
     checks["checked"] = partial(recorded, group, True)
     checks["backward"] = partial(error_in_backward, rank)
+    if num_ranks == 4:
+        checks["across groups"] = partial(error_across_groups, group, rank)
     return run_checks(checks)
 
 
@@ -194,17 +209,37 @@ def test_different_plans_are_named_on_every_rank(outcomes, name, first, others):
     assert len({message for message, _ in found}) == 1
 
 
-def test_a_rank_that_does_not_come_is_named(outcomes):
-    (message, seconds), *_ = outcome_of(outcomes, "left")
-    assert "rank 0 is about to do all_reduce of float32 [3] in second" in message
-    assert "rank 1 has not come within 6 s; its last collective: barrier in first" in message
-    assert seconds < SECONDS
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("left", "has left the checked section; its last collective: barrier in first"),
+        ("failed", "failed with KeyError: 'broken batch'"),
+    ],
+)
+def test_a_rank_that_does_no_more_is_named_on_every_rank(outcomes, name, problem):
+    for rank, (message, seconds) in enumerate(outcome_of(outcomes, name)):
+        if name == "failed" and rank > 0:
+            # Its own error.
+            assert message == "'broken batch'"
+            continue
+        assert problem in message
+        assert seconds < SECONDS
+        if name == "left":
+            assert "rank 0 is about to do all_reduce of float32 [3] in second" in message
+            assert re.search("rank [123] has left", message)
 
 
 def test_a_difference_in_the_backward_pass_is_named(outcomes):
     for message in outcome_of(outcomes, "backward"):
         assert "rank 0 all_reduce of float32 [3] in backward, called from" in message
         assert "rank 1 all_reduce of float32 [4] in backward" in message
+
+
+@pytest.mark.parametrize("outcomes", [4], indirect=True)
+def test_ranks_that_wait_in_different_groups_end_in_bounded_time(outcomes):
+    messages = [message for message, _ in outcome_of(outcomes, "across groups")]
+    assert all("has not come within 6 s" in message for message in messages)
+    assert any("of ranks [2, 3]" in message for message in messages)
 
 
 def run_as_asked() -> str | None:

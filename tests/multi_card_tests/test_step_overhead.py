@@ -36,7 +36,7 @@ STEPS, LOGGING_STEPS = 8, 3
 # Steady steps neither log nor follow a logging step. The last step also saves.
 STEADY, LOGGED = (1, 2, 5), (3, 6)
 # Files that read messages between hosts, or that only run on a CPU: not reads of the device.
-HOST_ONLY = ("parallel/ranks.py", "nn/attention.py", "nn/cpu/")
+HOST_ONLY = ("parallel/ranks.py", "nn/attention_masks.py", "nn/cpu/")
 
 
 class Turn(NamedTuple):

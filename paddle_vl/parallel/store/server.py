@@ -129,8 +129,10 @@ class _Connection:
             else:
                 self.store.put(key, value)
         elif command == ADD:
-            # To a value that is a decimal number; a missing one counts as 0.
-            total = int(values.get(key, b"0")) + (await self._read("<q"))[0]
+            # Read first: another client may add to the value while this one's number arrives.
+            (number,) = await self._read("<q")
+            # The value is a decimal number; a missing one counts as 0.
+            total = int(values.get(key, b"0")) + number
             self.store.put(key, str(total).encode())
             self.writer.write(struct.pack("<q", total))
         elif command == GET:

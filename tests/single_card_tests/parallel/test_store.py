@@ -1,10 +1,10 @@
 """The store of a run, in its own process.
 
-Guarantees: Paddle's client reads and writes it, with separate keys per name; a rank that does not
-join or has ended is named to those that wait, with the seconds and how to continue; ranks may start
-before the store; a malformed message ends only its connection; a taken port and two ranks with the
-same number are refused; the store ends with the process that started it. The watch over the other
-ranks runs before, while and after the rendezvous is imported.
+Guarantees: Paddle's client reads and writes it, with separate keys per name, and no addition is
+lost; a rank that does not join or has ended is named to those that wait, with the seconds and how
+to continue; ranks may start before the store; a malformed message ends only its connection; a taken
+port and two ranks with the same number are refused; the store ends with the process that started
+it. The watch over the other ranks runs before, while and after the rendezvous is imported.
 """
 
 import contextlib
@@ -75,6 +75,21 @@ def test_paddle_s_client_has_its_store():
             first.set("later", "x" * 100_000)
             waiting.result(LONG)
         assert len(second.get("later")) == 100_000
+
+
+def test_additions_whose_numbers_arrive_late_lose_none():
+    """A client sends a command, the key and the number apart."""
+    with running_store(1) as (port, _):
+        store = core.TCPStore(HOST, port, False, 1, 10)
+        assert store.add("count", 1) == 1
+        with socket.create_connection((HOST, port), LONG) as slow:
+            key = b"/count"
+            slow.sendall(struct.pack("<IQ", server.ADD, len(key)) + key)
+            time.sleep(0.1)
+            assert store.add("count", 1) == 2
+            slow.sendall(struct.pack("<q", 1))
+            assert struct.unpack("<q", slow.recv(8)) == (3,)
+        assert store.add("count", 0) == 3
 
 
 def test_names_keep_keys_apart(monkeypatch):

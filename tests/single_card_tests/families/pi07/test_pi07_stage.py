@@ -130,7 +130,7 @@ def test_stages_do_not_read_a_batch_back_from_the_device():
     with record_host_reads() as reads:
         loss = through(stages, on_device)["MSE"]
     # Kernels for the CPU read masks.
-    kernels = ("nn/attention.py", "nn/cpu/")
+    kernels = ("nn/attention_masks.py", "nn/cpu/")
     assert [place for place in reads if not place.startswith(kernels)] == []
     assert loss.item() == wanted
 

@@ -18,7 +18,7 @@ from paddle_vl.families.pi07.objective import with_target_rows
 from paddle_vl.families.pi07.planner import PI07HighLevelPlannerModel
 from paddle_vl.families.pi07.policy_model import as_tensors
 from paddle_vl.families.pi07.prefix_layout import Presence
-from paddle_vl.nn import operations
+from paddle_vl.nn import objective
 from tests.support.pi07_golden import CASES, case
 
 BOS, NO_END = 2, 10_000
@@ -120,14 +120,14 @@ def test_losses_from_the_slots_with_a_token_are_those_of_all_slots(untrained, mo
     batch, found, largest = make_batch(), [], []
     batch["memory_masks"][0, 3:] = False
     batch["response_masks"][:] = False
-    plain = operations.F.cross_entropy
+    plain = objective.F.cross_entropy
 
     def measured(logits, *args, **kwargs):
         largest.append(logits.shape[0])
         return plain(logits, *args, **kwargs)
 
-    monkeypatch.setattr(operations.F, "cross_entropy", measured)
-    monkeypatch.setattr(operations, "CHUNK_LOGITS", 4000)
+    monkeypatch.setattr(objective.F, "cross_entropy", measured)
+    monkeypatch.setattr(objective, "CHUNK_LOGITS", 4000)
     for given in (batch, with_target_rows(batch)):
         model = make_model()
         model.untrained_losses = untrained
