@@ -243,13 +243,21 @@ def test_used_output_folder_is_refused(trained, run_file, capsys):
 
 def test_stopped_training_exits_with_the_signal(run_file, tmp_path, monkeypatch):
     from paddle_vl.train import trainer as trainer_module
+    from paddle_vl.train.stop_signals import StopSignals
 
-    plain = trainer_module.train_step
+    plain, note, is_noted = trainer_module.train_step, StopSignals._note, Event()
+
+    def noted(*arguments):
+        note(*arguments)
+        is_noted.set()
 
     def step_with_signal(*arguments):
         os.kill(os.getpid(), signal.SIGTERM)
+        # A thread looks for signals; a step may be shorter than its interval.
+        assert is_noted.wait(60)
         return plain(*arguments)
 
+    monkeypatch.setattr(StopSignals, "_note", noted)
     monkeypatch.setattr(trainer_module, "train_step", step_with_signal)
     assert main(["train", str(run_file), f"train.output_dir={tmp_path}"]) == 143
     assert (tmp_path / "checkpoint-1").is_dir()
