@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from threading import Event
 
 import pytest
 
