@@ -77,14 +77,13 @@ def worker(run_file: str, output_dir: str, overrides: list[str], hoisted: list[s
 
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory) -> Path:
-    path = write_tiny_policy_run(tmp_path_factory.mktemp("run"), num_samples=40)
-    lines = path.with_name("arm-joint.jsonl").read_text().splitlines(keepends=True)
-    # With an odd number one of two data ranks has none left while the other evaluates.
-    path.with_name("few.jsonl").write_text("".join(lines[:5]))
-    return path
+    return write_tiny_policy_run(tmp_path_factory.mktemp("run"), num_samples=40)
 
 
 def common(run_file: Path) -> list[str]:
+    lines = run_file.with_name("arm-joint.jsonl").read_text().splitlines(keepends=True)
+    # With an odd number one of two data ranks has none left while the other evaluates.
+    run_file.with_name("few.jsonl").write_text("".join(lines[:5]))
     drops = "data.drops={subgoal_drop_prob: 0.7, response_drop_prob: 0.5, metadata_drop_all_prob: "
     return [
         f"data.eval=[{run_file.with_name('few.jsonl')}]",
