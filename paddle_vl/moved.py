@@ -12,30 +12,41 @@ from types import ModuleType
 from typing import Any
 
 _QWEN, _PI07, _VLM = (f"paddle_vl.families.{name}" for name in ("qwen3_vl", "pi07", "vlm"))
-_EXPORT, _NN = "paddle_vl.export", "paddle_vl.nn"
+_EXPORT, _NN, _PARALLEL = (f"paddle_vl.{name}" for name in ("export", "nn", "parallel"))
 # New home of each module, or of a package with all its modules.
 _MODULES = {
     f"{_QWEN}.inputs": f"{_VLM}.inputs",
     **{
         f"{_QWEN}.{name}": f"{_VLM}.{name}"
         for name in (
-            *("adapter", "answers", "chat", "colocated", "evaluation", "generate", "moe"),
+            *("adapter", "chat", "colocated", "evaluation", "generate", "moe"),
             *("objective", "pipeline", "pretrained", "processor_fit", "settings"),
         )
     },
+    **{f"{home}.answers": f"{_VLM}.chat" for home in (_QWEN, _VLM)},
+    f"{_QWEN}.decoder": f"{_QWEN}.model",
+    f"{_QWEN}.text_config": f"{_QWEN}.config",
     **{f"{_QWEN}.{name}": f"{_VLM}.layers" for name in ("embedding", "vision_tower")},
     **{f"{_QWEN}.{name}": f"{_EXPORT}.qwen3_vl.{name}" for name in ("exported", "programs")},
     **{f"{_PI07}.{name}": f"{_EXPORT}.pi07.{name}" for name in ("exported", "programs")},
     f"{_NN}.norm": f"{_NN}.operations",
     f"{_NN}.rotary": f"{_NN}.attention",
+    f"{_PI07}.base_policy": f"{_PI07}.policy",
     f"{_PI07}.decoder_layers": f"{_PI07}.decoder",
     f"{_PI07}.demonstrations.line": "paddle_vl.families.policy.demonstrations.dataset",
     f"{_PI07}.demonstrations": "paddle_vl.families.policy.demonstrations",
     **{
-        f"{_PI07}.inputs.{name}": f"paddle_vl.families.policy.{name}"
-        for name in (*("acting", "images", "model_inputs", "normalize", "normalizers", "prompt"),)
+        f"{_PI07}.inputs.{name}": "paddle_vl.families.policy.normalize"
+        for name in ("normalizers", "statistics_checks")
     },
-    f"{_PI07}.inputs.statistics_checks": "paddle_vl.families.policy.normalize",
+    f"{_PI07}.inputs": "paddle_vl.families.policy",
+    "paddle_vl.families.policy.settings": "paddle_vl.families.policy.features",
+    "paddle_vl.families.policy.normalizers": "paddle_vl.families.policy.normalize",
+    f"{_PARALLEL}.colocated.leaves": f"{_PARALLEL}.colocated.runner",
+    f"{_PARALLEL}.colocated.store": f"{_PARALLEL}.colocated.runner",
+    f"{_PARALLEL}.gloo_fleet.messages": f"{_PARALLEL}.gloo_fleet.process_group",
+    f"{_PARALLEL}.pipeline.engine": f"{_PARALLEL}.pipeline.runner",
+    f"{_PARALLEL}.sharding.fleet_buffers": f"{_PARALLEL}.sharding.fleet_optimizer",
 }
 # New name of each class, in its new module.
 _NAMES = {

@@ -40,7 +40,7 @@ def main() -> int:
     emulated = emulated_bfloat16() if is_cpu and args.dtype == "bfloat16" else nullcontext()
     try:
         family = import_module(FAMILIES[args.family])
-        golden = family.GoldenFolders(args.folders)
+        golden = family.FOLDERS(args.folders)
         cases = [case for case in golden.cases if args.case in (None, case.name)]
         passed = failed = 0
         with emulated:

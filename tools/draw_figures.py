@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paddle_vl.profile.cells import Cell, Choice
-from paddle_vl.profile.matrix_plot import draw_matrix
+from paddle_vl.profile.matrix_report import draw_matrix
 from paddle_vl.train.reporting.plots import COLOURS, label_axes, new_figure
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

@@ -24,9 +24,8 @@ def main() -> int:
     given = parser.parse_args()
 
     # Imported here so that --help needs no dependencies.
-    from fuzzing.campaign import Limits
+    from fuzzing.campaign import Limits, run_all
     from fuzzing.parser import PARSERS
-    from fuzzing.table import run_all
 
     if given.list:
         print("\n".join(PARSERS))

@@ -180,24 +180,9 @@ def make_processor(texts: Sequence[str]) -> VLProcessor:
     return VLProcessor.from_texts(texts, VOCAB_SIZE, min_pixels=pixels, max_pixels=pixels)
 
 
-def _checked_files(directory: Path) -> list[Path]:
-    return [
-        *(directory / f"{split}.jsonl" for split in ("train", "test")),
-        *sorted((directory / "processor").glob("*")),
-    ]
-
-
 def _write_manifest(directory: Path, num_records: dict[str, int]) -> None:
     """Write the manifest last and atomically: if it exists, the dataset is complete."""
-    content = {
-        "recipe_version": RECIPE_VERSION,
-        "num_records": num_records,
-        "num_images": len(list((directory / "images").glob("*.png"))),
-        "sha256": {
-            path.relative_to(directory).as_posix(): _sha256(path)
-            for path in _checked_files(directory)
-        },
-    }
+    content = _content(directory) | {"num_records": num_records}
     partial = directory / f"{MANIFEST}.partial"
     partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     partial.replace(directory / MANIFEST)
@@ -207,21 +192,22 @@ def _is_complete(directory: Path) -> bool:
     manifest = directory / MANIFEST
     if not manifest.is_file():
         return False
-    content = json.loads(manifest.read_text(encoding="utf-8"))
-    found = {
-        path.relative_to(directory).as_posix(): _sha256(path)
-        for path in _checked_files(directory)
-        if path.is_file()
+    return _content(directory).items() <= json.loads(manifest.read_text(encoding="utf-8")).items()
+
+
+def _content(directory: Path) -> dict[str, Any]:
+    """What the manifest says of the files, as they are now."""
+    files = [directory / f"{split}.jsonl" for split in ("train", "test")]
+    files += sorted((directory / "processor").glob("*"))
+    return {
+        "recipe_version": RECIPE_VERSION,
+        "num_images": len(list((directory / "images").glob("*.png"))),
+        "sha256": {
+            path.relative_to(directory).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in files
+            if path.is_file()
+        },
     }
-    return (
-        content["recipe_version"] == RECIPE_VERSION
-        and content["sha256"] == found
-        and content["num_images"] == len(list((directory / "images").glob("*.png")))
-    )
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def main() -> None:

@@ -70,9 +70,12 @@ def mrope_position_ids(
     batch, length = input_ids_BL.shape
     starts_S = np.arange(batch) * length if cu_seqlens is None else np.asarray(cu_seqlens)[:-1]
     segment_T = np.repeat(np.arange(starts_S.size), np.diff(starts_S, append=advance_T.size))
+    # A video (t, h, w) is t items (1, h, w); the text's timestamps encode time.
+    videos = _as_grid(video_grid_thw)
+    frames_thw = np.repeat(videos * [0, 1, 1] + [1, 0, 0], videos[:, 0], axis=0)
     for kind, token_id, frames in (
         ("image", image_token_id, _as_grid(image_grid_thw)),
-        ("video", video_token_id, _split_frames(_as_grid(video_grid_thw))),
+        ("video", video_token_id, frames_thw),
     ):
         rows_V = np.flatnonzero((input_ids_BL == token_id) & real_BL)
         _place_items(
@@ -133,13 +136,6 @@ def _place_items(
 
 def _as_grid(grid_thw: np.ndarray | None) -> np.ndarray:
     return np.asarray(grid_thw if grid_thw is not None else (), dtype=np.int64).reshape(-1, 3)
-
-
-def _split_frames(grid_thw: np.ndarray) -> np.ndarray:
-    """Videos `(t, h, w)` as t items `(1, h, w)` each; the text's timestamps encode time."""
-    frames = np.repeat(grid_thw, grid_thw[:, 0], axis=0)
-    frames[:, 0] = 1
-    return frames
 
 
 def segment_offsets(lengths: Sequence[Sequence[int]], padded_length: int) -> np.ndarray:
@@ -211,24 +207,25 @@ def _shown(offsets: np.ndarray) -> str:
     return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:8]))}, ...]"
 
 
-class VisionLayout(NamedTuple):
-    """Host-side description of a batch of patches.
+# Fields of a batch with the arrays of `PatchRows`.
+PATCH_FIELDS = ("patch_coordinates", "patch_tap_rows", "patch_tap_weights")
+
+
+class PatchRows(NamedTuple):
+    """Places of a batch of patches: a row per patch, to travel and to be divided with the patches.
 
     Attributes:
-        segments: (count, length) of runs of consecutive attention segments of equal length; a
-            segment is one frame of one item. A hashable tuple.
         coordinates: `[P, 2]` int64 row and column of each patch in its frame.
-        tap_rows: `[4, P]` int64 rows of the learned position table to interpolate between.
-        tap_weights: `[4, P]` float32 bilinear weights of those rows; they sum to 1.
+        tap_rows: `[P, 4]` int64 rows of the learned position table to interpolate between.
+        tap_weights: `[P, 4]` float32 bilinear weights of those rows; they sum to 1.
     """
 
-    segments: tuple[tuple[int, int], ...]
-    coordinates: np.ndarray
-    tap_rows: np.ndarray
-    tap_weights: np.ndarray
+    coordinates: Any
+    tap_rows: Any
+    tap_weights: Any
 
 
-def vision_layout(grid_thw: np.ndarray, *, table_side: int, merge: int = 2) -> VisionLayout:
+def vision_layout(grid_thw: np.ndarray, *, table_side: int, merge: int = 2) -> PatchRows:
     """Lay out the patches of all items in order.
 
     Args:
@@ -240,52 +237,30 @@ def vision_layout(grid_thw: np.ndarray, *, table_side: int, merge: int = 2) -> V
         ValueError: an empty grid, or one that merge blocks do not tile, with its item number.
     """
     grid_thw = np.asarray(grid_thw, dtype=np.int64).reshape(-1, 3)
+    places = []
     for item, (t, h, w) in enumerate(grid_thw):
         if min(t, h, w) < 1 or h % merge or w % merge:
             raise ValueError(
                 f"vision item {item} has grid {[int(t), int(h), int(w)]}: frames must be at least "
                 f"1, and height and width positive multiples of the merge size {merge}"
             )
-    coordinates, rows, weights = [], [], []
-    for t, h, w in grid_thw:
-        y, x = _block_order(h, w, merge)
-        item_rows, item_weights = _bilinear_taps(y, x, h, w, table_side)
-        coordinates.append(np.tile(np.stack([y, x], axis=1), (t, 1)))
-        rows.append(np.tile(item_rows, (1, t)))
-        weights.append(np.tile(item_weights, (1, t)))
-    return VisionLayout(
-        frame_runs(grid_thw),
-        np.concatenate(coordinates),
-        np.concatenate(rows, axis=1),
-        np.concatenate(weights, axis=1),
-    )
+        blocks = (h // merge, merge, w // merge, merge)
+        y, x = (
+            axis.reshape(blocks).transpose(0, 2, 1, 3).reshape(-1)
+            for axis in np.indices((h, w), dtype=np.int64)
+        )
+        of_frame = np.stack([y, x], axis=1), *_bilinear_taps(y, x, h, w, table_side)
+        places.append([np.tile(each, (t, 1)) for each in of_frame])
+    return PatchRows(*(np.concatenate(each) for each in zip(*places, strict=True)))
 
 
 def frame_runs(grid_thw: np.ndarray) -> tuple[tuple[int, int], ...]:
-    """`VisionLayout.segments` of the items `[I, 3]`: every frame is a segment."""
-    return _equal_runs(np.repeat(grid_thw[:, 1] * grid_thw[:, 2], grid_thw[:, 0]))
-
-
-# Fields of a batch with the arrays of `PatchRows`.
-PATCH_FIELDS = ("patch_coordinates", "patch_tap_rows", "patch_tap_weights")
-
-
-class PatchRows(NamedTuple):
-    """A `VisionLayout` with a row per patch, to travel and to be divided with the patches.
-
-    Attributes:
-        coordinates: `[P, 2]` int64. tap_rows: `[P, 4]` int64. tap_weights: `[P, 4]` float32.
-    """
-
-    coordinates: Any
-    tap_rows: Any
-    tap_weights: Any
-
-    @classmethod
-    def of(cls, layout: VisionLayout) -> "PatchRows":
-        """The arrays of a layout."""
-        taps = (np.ascontiguousarray(x.T) for x in (layout.tap_rows, layout.tap_weights))
-        return cls(layout.coordinates, *taps)
+    """(count, length) of runs of consecutive attention segments of equal length, of the items
+    `[I, 3]`; a segment is one frame of one item."""
+    lengths = np.repeat(grid_thw[:, 1] * grid_thw[:, 2], grid_thw[:, 0])
+    starts = np.flatnonzero(np.diff(lengths, prepend=-1))
+    counts = np.diff(starts, append=lengths.size)
+    return tuple((int(n), int(lengths[s])) for n, s in zip(counts, starts, strict=True))
 
 
 def padded_segments(
@@ -294,7 +269,7 @@ def padded_segments(
     """Attention segments as arrays, for programs that do not know their number or lengths.
 
     Args:
-        segments: of a `VisionLayout`.
+        segments: of `frame_runs`.
 
     Returns:
         Shapes: S segments, each padded to the longest length Q. int64 `[S, Q]` patch at each place
@@ -310,20 +285,10 @@ def padded_segments(
     return rows_SQ, bias_SQ, np.flatnonzero(is_real_SQ)
 
 
-def _block_order(h: int, w: int, merge: int) -> tuple[np.ndarray, np.ndarray]:
-    """Row and column of each patch of one frame, in merge-block order."""
-    blocks = (h // merge, merge, w // merge, merge)
-    y, x = (
-        axis.reshape(blocks).transpose(0, 2, 1, 3).reshape(-1)
-        for axis in np.indices((h, w), dtype=np.int64)
-    )
-    return y, x
-
-
 def _bilinear_taps(
     y: np.ndarray, x: np.ndarray, h: int, w: int, side: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Four table rows and their weights per patch; the corners of frame and table coincide.
+    """Table rows and their weights, `[P, 4]`; the corners of frame and table coincide.
 
     Example: a frame of 4 rows over a table of 6 rows reads rows 0, 5/3, 10/3 and 5.
     """
@@ -335,15 +300,9 @@ def _bilinear_taps(
 
     y0, y1, fy = axis_taps(y, h)
     x0, x1, fx = axis_taps(x, w)
-    rows = np.stack([y0 * side + x0, y0 * side + x1, y1 * side + x0, y1 * side + x1])
-    weights = np.stack([(1 - fy) * (1 - fx), (1 - fy) * fx, fy * (1 - fx), fy * fx])
-    return rows, weights.astype(np.float32)
-
-
-def _equal_runs(lengths: np.ndarray) -> tuple[tuple[int, int], ...]:
-    starts = np.flatnonzero(np.diff(lengths, prepend=-1))
-    counts = np.diff(starts, append=lengths.size)
-    return tuple((int(n), int(lengths[s])) for n, s in zip(counts, starts, strict=True))
+    rows = [y0 * side + x0, y0 * side + x1, y1 * side + x0, y1 * side + x1]
+    weights = np.stack([(1 - fy) * (1 - fx), (1 - fy) * fx, fy * (1 - fx), fy * fx], axis=1)
+    return np.stack(rows, axis=1), weights.astype(np.float32)
 
 
 def checked_grid(kind: str, num_patches: int | None, grid: np.ndarray | None) -> np.ndarray:

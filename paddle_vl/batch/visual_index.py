@@ -66,11 +66,6 @@ def checked_values() -> Iterator[None]:
         _num_entered -= 1
 
 
-def values_are_checked() -> bool:
-    """Whether `checked_values` is entered."""
-    return _num_entered > 0
-
-
 class RowPart(NamedTuple):
     """Shard of the token rows under sequence parallelism.
 
@@ -275,7 +270,7 @@ def has_values(array: Array) -> bool:
     """Whether values may be read: of an array, and in the checked mode of a tensor."""
     # A traced program has `Value`s.
     is_tensor = type(array).__name__ == "Tensor"
-    return isinstance(array, np.ndarray) or (is_tensor and values_are_checked())
+    return isinstance(array, np.ndarray) or (is_tensor and _num_entered > 0)
 
 
 def _shard(array_BL: Array, part: RowPart, layout: Layout) -> Array:

@@ -8,14 +8,14 @@ Source: PEFT 0.21, `peft/utils/save_and_load.py` and `peft/tuners/lora/config.py
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from paddle_vl.checkpoint.safetensors_io import (
     FileWriter,
@@ -47,14 +47,11 @@ _NOT_SUPPORTED = {
 _COMPUTED = ("r", "lora_alpha", "lora_dropout", "use_rslora")
 
 
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(text, str) for text in value)
-
-
-_TYPES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("target_modules", lambda v: isinstance(v, str) or _are_texts(v), "a list of names"),
-    ("modules_to_save", _are_texts, "a list of names"),
-    ("base_model_name_or_path", lambda v: isinstance(v, str), "the path of a folder"),
+# Types of further entries.
+_TYPES: tuple[tuple[str, Any, str], ...] = (
+    ("target_modules", str | list[str] | None, "a list of names"),
+    ("modules_to_save", list[str] | None, "a list of names"),
+    ("base_model_name_or_path", str | None, "the path of a folder"),
 )
 
 
@@ -132,19 +129,6 @@ class StoredAdapter:
         Raises:
             ValueError: tensors of the adapter that do not fit the base.
         """
-        self._check_fits(base)
-        return [
-            TensorToWrite(key, tensor.shape, tensor.dtype, partial(self._merged, key, tensor))
-            for key, tensor in base.items()
-        ]
-
-    def _merged(self, key: str, tensor: StoredTensor) -> np.ndarray:
-        array, module = self.tensors.get(key, tensor).read(), key.removesuffix(".weight")
-        if module + A_KEY in self.tensors:
-            array = array.astype(np.float32) + self.delta(module)
-        return encoded(array, tensor.dtype)
-
-    def _check_fits(self, base: Mapping[str, StoredTensor]) -> None:
         shapes = {key: base[key].shape for key in self.tensors if key in base}
         for module in self.targets:
             weight = base.get(f"{module}.weight")
@@ -164,6 +148,16 @@ class StoredAdapter:
                 f"for what it does not have ({', '.join(strange)}), {len(misfits)} are of other "
                 f"shapes ({'; '.join(misfits)}); choose its own base"
             )
+        return [
+            TensorToWrite(key, tensor.shape, tensor.dtype, partial(self._merged, key, tensor))
+            for key, tensor in base.items()
+        ]
+
+    def _merged(self, key: str, tensor: StoredTensor) -> np.ndarray:
+        array, module = self.tensors.get(key, tensor).read(), key.removesuffix(".weight")
+        if module + A_KEY in self.tensors:
+            array = array.astype(np.float32) + self.delta(module)
+        return encoded(array, tensor.dtype)
 
     def delta(self, module: str) -> np.ndarray:
         """`scaling * B A`, which is added to a module's weight: `[out, in]` float32."""
@@ -260,10 +254,12 @@ def _config_values(folder: Path) -> dict:
     absent = [name for name in ("r", "lora_alpha") if name not in values]
     if absent:
         raise ValueError(f"{file} has no {', '.join(absent)}: it is not a LoRA configuration")
-    for name, is_right, needed in _TYPES:
-        value = values.get(name)
-        if value is not None and not is_right(value):
-            raise ValueError(f"{file}: {name} is {shown(value)}; {needed} is needed")
+    for name, kind, needed in _TYPES:
+        try:
+            TypeAdapter[Any](kind).validate_python(values.get(name), strict=True)
+        except ValidationError as error:
+            told = f"{file}: {name} is {shown(values[name])}; {needed} is needed"
+            raise ValueError(told) from error
     found = [
         f"{name} {shown(values[name])}"
         for name, neutral in _NOT_SUPPORTED.items()

@@ -159,7 +159,7 @@ class Manifest:
 
 def files_as_json(files: Mapping[str, FileSum]) -> dict[str, dict[str, Any]]:
     """Sizes and checksums as a JSON object."""
-    return {name: _entry(file) for name, file in files.items()}
+    return {name: {"size": file.size, CHECKSUM: file.checksum} for name, file in files.items()}
 
 
 def files_from_json(values: Mapping[str, Any]) -> dict[str, FileSum]:
@@ -168,7 +168,18 @@ def files_from_json(values: Mapping[str, Any]) -> dict[str, FileSum]:
     Raises:
         ValueError, KeyError, TypeError, AttributeError: another object.
     """
-    return dict(_read_entry(*item) for item in values.items())
+    files = {}
+    for name, entry in values.items():
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or not name:
+            raise ValueError(f"file {name!r} lies outside the folder")
+        if "\0" in name or any("\ud800" <= character <= "\udfff" for character in name):
+            raise ValueError(f"file {name!r} has a name that no file can have")
+        size, checksum = entry["size"], entry[CHECKSUM]
+        if type(size) is not int or not isinstance(checksum, str):
+            raise ValueError(f"the entry of {name} has size {size!r} and {CHECKSUM} {checksum!r}")
+        files[name] = FileSum(size, checksum)
+    return files
 
 
 def damaged_files(
@@ -182,17 +193,34 @@ def damaged_files(
         checksums: read the files; otherwise only their sizes are compared.
         drop_cache: read from the disk instead of the page cache, where the system allows it.
     """
-    problems = [_wrong_size(folder / name, name, wanted) for name, wanted in files.items()]
-    found = [problem for problem in problems if problem is not None]
+    found = []
+    for name, wanted in files.items():
+        try:
+            size = (folder / name).stat().st_size
+        except FileNotFoundError:
+            found.append(f"{name} is missing")
+        except OSError as error:
+            found.append(f"{name} cannot be read ({error.strerror})")
+        else:
+            if size != wanted.size:
+                has = f"has {size} bytes" if size else "is empty"
+                found.append(f"{name} {has}, {wanted.size} were written")
     if found or not checksums or not files:
         return found
     # Largest first, so that the readers end at about the same time.
     ordered = sorted(files, key=lambda name: -files[name].size)
+
+    def wrong_sum(name: str) -> str | None:
+        try:
+            found = file_sum(folder / name, drop_cache)
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+        if found.checksum == files[name].checksum:
+            return None
+        return f"{name} does not have the checksum that was written, its contents have changed"
+
     with ThreadPoolExecutor(min(_MAX_READERS, len(files), os.cpu_count() or 1)) as readers:
-        problems = list(
-            readers.map(lambda name: _wrong_sum(folder, name, files[name], drop_cache), ordered)
-        )
-    return [problem for problem in problems if problem is not None]
+        return [problem for problem in readers.map(wrong_sum, ordered) if problem is not None]
 
 
 def check_weights(folder: Path) -> None:
@@ -248,35 +276,6 @@ def _fits(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _entry(file: FileSum) -> dict[str, Any]:
-    return {"size": file.size, CHECKSUM: file.checksum}
-
-
-def _read_entry(name: str, values: Any) -> tuple[str, FileSum]:
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or not name:
-        raise ValueError(f"file {name!r} lies outside the folder")
-    if "\0" in name or any("\ud800" <= character <= "\udfff" for character in name):
-        raise ValueError(f"file {name!r} has a name that no file can have")
-    size, checksum = values["size"], values[CHECKSUM]
-    if type(size) is not int or not isinstance(checksum, str):
-        raise ValueError(f"the entry of {name} has size {size!r} and {CHECKSUM} {checksum!r}")
-    return name, FileSum(size, checksum)
-
-
-def _wrong_size(path: Path, name: str, wanted: FileSum) -> str | None:
-    try:
-        size = path.stat().st_size
-    except FileNotFoundError:
-        return f"{name} is missing"
-    except OSError as error:
-        return f"{name} cannot be read ({error.strerror})"
-    if size == wanted.size:
-        return None
-    has = f"has {size} bytes" if size else "is empty"
-    return f"{name} {has}, {wanted.size} were written"
-
-
 def file_sum(file: Path, drop_cache: bool = False) -> FileSum:
     """Size and checksum of a file as it is.
 
@@ -292,13 +291,3 @@ def file_sum(file: Path, drop_cache: bool = False) -> FileSum:
         while count := stream.readinto(buffer):
             hash_.update(view[:count])
     return FileSum(size, hash_.hexdigest())
-
-
-def _wrong_sum(folder: Path, name: str, wanted: FileSum, drop_cache: bool) -> str | None:
-    try:
-        found = file_sum(folder / name, drop_cache)
-    except OSError as error:
-        return f"{name} cannot be read ({error.strerror})"
-    if found.checksum == wanted.checksum:
-        return None
-    return f"{name} does not have the checksum that was written, its contents have changed"

@@ -15,7 +15,7 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.checkpoint.rules import SharedArray, StoredParameter, by_parameter
+from paddle_vl.checkpoint.rules import StoredParameter, by_parameter, shared_slices
 from paddle_vl.nn.linear import whole_slices
 
 if TYPE_CHECKING:
@@ -128,28 +128,20 @@ def check_keys(
     from paddle_vl.checkpoint.safetensors_io import FLOATING
 
     shapes = {item.key: item.stored_shape for item in wanted}
-    missing = sorted(set(shapes) - set(stored))
-    unexpected = sorted(set(stored) - set(shapes) - ignored)
-    misshapen = [
-        f"{key} (file {list(stored[key].shape)}, model {list(shape)})"
-        for key, shape in sorted(shapes.items())
-        if key in stored and tuple(stored[key].shape) != shape
-    ]
-    no_weights = [
-        f"{key} ({stored[key].dtype})"
-        for key in sorted(shapes)
-        if key in stored and stored[key].dtype not in FLOATING
-    ]
-    problems = [
-        f"{len(keys)} {kind}: {', '.join(keys)}"
-        for kind, keys in (
-            ("missing", missing),
-            ("unexpected", unexpected),
-            ("misshapen", misshapen),
-            ("not of floating point numbers", no_weights),
-        )
-        if keys
-    ]
+    found = [(key, stored[key], shapes[key]) for key in sorted(shapes) if key in stored]
+    keys_of = {
+        "missing": sorted(set(shapes) - set(stored)),
+        "unexpected": sorted(set(stored) - set(shapes) - ignored),
+        "misshapen": [
+            f"{key} (file {list(tensor.shape)}, model {list(shape)})"
+            for key, tensor, shape in found
+            if tuple(tensor.shape) != shape
+        ],
+        "not of floating point numbers": [
+            f"{key} ({tensor.dtype})" for key, tensor, _ in found if tensor.dtype not in FLOATING
+        ],
+    }
+    problems = [f"{len(keys)} {kind}: {', '.join(keys)}" for kind, keys in keys_of.items() if keys]
     if problems:
         raise ValueError(f"the checkpoint in {folder} does not fit {owner}; " + "; ".join(problems))
 
@@ -183,24 +175,23 @@ def stored_values(
 
     A parameter without storage takes over the tensor made from its file.
     """
+
+    def read(items: Sequence[StoredParameter]) -> None:
+        first = items[0]
+        if first.block is None:
+            set_value(first.parameter, first.from_stored(stored[first.key].read()))
+            return
+        joined = paddle.empty(first.parameter.shape, first.parameter.dtype)
+        slices = first.table.column_slices(first.parameter)
+        for item, columns in zip(items, slices, strict=True):
+            value = paddle.to_tensor(item.from_stored(stored[item.key].read()))
+            joined[:, columns] = value.astype(joined.dtype)
+        joined._share_buffer_to(first.parameter)
+
     return [
-        MaterializeStep(
-            items[0].parameter, partial(_read_into, items, [stored[i.key] for i in items])
-        )
+        MaterializeStep(items[0].parameter, partial(read, items))
         for items in by_parameter(parameters)
     ]
-
-
-def _read_into(items: Sequence[StoredParameter], stored: Sequence[ReadableTensor]) -> None:
-    parameter, table = items[0].parameter, items[0].table
-    if items[0].block is None:
-        set_value(parameter, items[0].from_stored(stored[0].read()))
-        return
-    joined = paddle.empty(parameter.shape, parameter.dtype)
-    slices = table.column_slices(parameter)
-    for item, one, columns in zip(items, stored, slices, strict=True):
-        joined[:, columns] = paddle.to_tensor(item.from_stored(one.read())).astype(joined.dtype)
-    joined._share_buffer_to(parameter)
 
 
 def set_value(parameter: Tensor, array: np.ndarray) -> None:
@@ -229,30 +220,29 @@ def drawn_values(
         ]
     own = {item.key: item for item in parameters}
     steps = []
+
+    def drawn(parameter: Tensor) -> np.ndarray:
+        parameter.initialize()
+        array = parameter.astype("float32").numpy()
+        parameter._clear_data()
+        return array
+
+    def take(items: Sequence[StoredParameter], draw: Callable[[], np.ndarray]) -> None:
+        parameter = items[0].parameter
+        set_value(parameter, items[0].table.own_shard(parameter, draw()))
+
     for items in by_parameter(full):
-        draw = partial(_drawn, items[0].parameter)
+        draw = partial(drawn, items[0].parameter)
         targets = by_parameter(own[item.key] for item in items if item.key in own)
         if not targets:
             steps.append(MaterializeStep(None, draw))
         elif len(targets) == 1:
-            steps.append(MaterializeStep(targets[0][0].parameter, partial(_take, targets[0], draw)))
+            steps.append(MaterializeStep(targets[0][0].parameter, partial(take, targets[0], draw)))
         else:
             # Fused in the full model and separate here.
-            values = SharedArray(draw, whole_slices(items[0].parameter)).slices()
+            values = shared_slices(draw, whole_slices(items[0].parameter))
             steps += [
-                MaterializeStep(target.parameter, partial(_take, [target], value))
+                MaterializeStep(target.parameter, partial(take, [target], value))
                 for (target,), value in zip(targets, values, strict=True)
             ]
     return steps
-
-
-def _drawn(full: Tensor) -> np.ndarray:
-    full.initialize()
-    array = full.astype("float32").numpy()
-    full._clear_data()
-    return array
-
-
-def _take(items: Sequence[StoredParameter], draw: Callable[[], np.ndarray]) -> None:
-    parameter, table = items[0].parameter, items[0].table
-    set_value(parameter, table.own_shard(parameter, draw()))

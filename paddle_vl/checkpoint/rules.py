@@ -10,10 +10,9 @@ separate; checkpoints have each under its own name (`self_attn.q_proj.weight`).
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 from paddle import Tensor
@@ -25,22 +24,14 @@ from paddle_vl.nn.parameter_table import ParameterTable
 _SEPARATE = re.compile(r"\.(?:qkv_proj|gate_up_proj)(?=\.\w+_proj\.)")
 
 
-class ArrayLayout(Protocol):
-    """A reversible change of layout between checkpoint and parameter."""
+class Same:
+    """The checkpoint's layout is the parameter's: embeddings, and heads `[vocab, dim]`.
+
+    Base of the other layouts, which are reversible changes between checkpoint and parameter.
+    """
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape in the checkpoint of a parameter of `shape`."""
-        ...
-
-    def to_parameter(self, stored: np.ndarray) -> np.ndarray: ...
-
-    def to_stored(self, value: np.ndarray) -> np.ndarray: ...
-
-
-class Same:
-    """The checkpoint's layout is the parameter's: embeddings, and heads `[vocab, dim]`."""
-
-    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape
 
     def to_parameter(self, stored: np.ndarray) -> np.ndarray:
@@ -50,7 +41,7 @@ class Same:
         return value
 
 
-class LinearWeights:
+class LinearWeights(Same):
     """Matrices are `[out, in]` in the checkpoint and `[in, out]` here; vectors are the same."""
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -64,7 +55,7 @@ class LinearWeights:
 
 
 @dataclass(frozen=True)
-class PatchKernel:
+class PatchKernel(Same):
     """A convolution kernel `[out, *kernel]` that is a matrix `[prod(kernel), out]` here."""
 
     kernel: tuple[int, ...]
@@ -85,7 +76,7 @@ class Rule:
 
     parameter: str
     key: str
-    layout: ArrayLayout
+    layout: Same
 
 
 @dataclass(frozen=True)
@@ -99,7 +90,7 @@ class StoredParameter:
 
     key: str
     parameter: Tensor
-    layout: ArrayLayout
+    layout: Same
     table: ParameterTable
     block: int | None = None
 
@@ -129,32 +120,30 @@ class StoredParameter:
         return value[:, self.table.column_slices(self.parameter)[self.block]]
 
 
-class SharedArray:
-    """An array that is made when its first slice is requested, and freed after the last.
+def shared_slices(
+    make: Callable[[], np.ndarray], columns: Sequence[slice]
+) -> list[Callable[[], np.ndarray]]:
+    """Functions that return slices of an array, which is made when the first is requested, and
+    freed after the last.
 
     Making it may be collective if all ranks request the same slices in the same order.
 
     Args:
         columns: the slices, each requested once.
     """
+    made: list[np.ndarray] = []
+    left = set(range(len(columns)))
 
-    def __init__(self, make: Callable[[], np.ndarray], columns: Sequence[slice]):
-        self._make, self._columns = make, list(columns)
-        self._array: np.ndarray | None = None
-        self._num_left = 0
+    def one(number: int) -> np.ndarray:
+        if not made:
+            made.append(make())
+        array = made[0]
+        left.discard(number)
+        if not left:
+            made.clear()
+        return array[:, columns[number]]
 
-    def slices(self) -> list[Callable[[], np.ndarray]]:
-        """Functions that return each slice, a view of the array."""
-        return [partial(self._slice, columns) for columns in self._columns]
-
-    def _slice(self, columns: slice) -> np.ndarray:
-        if self._array is None:
-            self._array, self._num_left = self._make(), len(self._columns)
-        array = self._array
-        self._num_left -= 1
-        if self._num_left == 0:
-            self._array = None
-        return array[:, columns]
+    return [partial(one, number) for number in range(len(columns))]
 
 
 def by_parameter(placed: Iterable[StoredParameter]) -> list[list[StoredParameter]]:
@@ -186,8 +175,15 @@ def place_parameters(
     Raises:
         ValueError: a parameter that no rule covers.
     """
-    placed = []
-    for name, parameter, block in _linears(named_parameters):
+    placed, linears = [], list[tuple[str, Tensor, int | None]]()
+    for name, parameter in named_parameters:
+        if columns := fused_columns(parameter):
+            outer = name.removesuffix(".weight").rpartition(".")[0]
+            names = [f"{outer}.{one.name}.weight" for one in columns]
+            linears += [(one, parameter, block) for block, one in enumerate(names)]
+        else:
+            linears.append((_SEPARATE.sub("", name), parameter, None))
+    for name, parameter, block in linears:
         rule = next((rule for rule in rules if fnmatch.fnmatchcase(name, rule.parameter)), None)
         if rule is None:
             raise ValueError(f"no checkpoint rule covers parameter {name}")
@@ -196,16 +192,3 @@ def place_parameters(
         key = rule.key.replace("*", wildcard.group(1)) if wildcard.groups() else rule.key
         placed.append(StoredParameter(key, parameter, rule.layout, table, block))
     return placed
-
-
-def _linears(
-    named_parameters: Iterable[tuple[str, Tensor]],
-) -> Iterator[tuple[str, Tensor, int | None]]:
-    """Name, parameter, and block in the parameter of every linear and other weight."""
-    for name, parameter in named_parameters:
-        if columns := fused_columns(parameter):
-            outer = name.removesuffix(".weight").rpartition(".")[0]
-            for block, one in enumerate(columns):
-                yield f"{outer}.{one.name}.weight", parameter, block
-        else:
-            yield _SEPARATE.sub("", name), parameter, None

@@ -83,7 +83,14 @@ class StoredTensor(NamedTuple):
             array <<= 16
             array = array.view(np.float32)
         if must_be_finite and self.dtype in FLOATING:
-            self._check_finite(array)
+            # In one pass, in less than half of the time of reading.
+            starts = range(0, array.size, _CHECKED_AT_ONCE)
+            if not all(np.isfinite(array[i : i + _CHECKED_AT_ONCE]).all() for i in starts):
+                bad = int(array.size - np.isfinite(array).sum())
+                raise RuntimeError(
+                    f"{self.file}: {self.name} holds {bad} values that are NaN or infinite, of "
+                    f"{array.size}: its weights are lost; take an earlier checkpoint, or {_REMEDY}"
+                )
         if self.is_swapped:
             return np.ascontiguousarray(array.reshape(self.swapped().shape).swapaxes(-1, -2))
         return array.reshape(self.shape)
@@ -104,17 +111,6 @@ class StoredTensor(NamedTuple):
                     return False
                 left -= size
         return True
-
-    def _check_finite(self, array: np.ndarray) -> None:
-        """Check in one pass, in less than half of the time of reading."""
-        chunks = (array[i : i + _CHECKED_AT_ONCE] for i in range(0, array.size, _CHECKED_AT_ONCE))
-        if all(np.isfinite(chunk).all() for chunk in chunks):
-            return
-        bad = int(array.size - np.isfinite(array).sum())
-        raise RuntimeError(
-            f"{self.file}: {self.name} holds {bad} values that are NaN or infinite, of "
-            f"{array.size}: its weights are lost; take an earlier checkpoint, or {_REMEDY}"
-        )
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -140,7 +136,19 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     header.pop("__metadata__", None)
     try:
         tensors = {name: _placed(file, name, entry, 8 + length) for name, entry in header.items()}
-        _check_layout(tensors.values(), 8 + length, size)
+        end = 8 + length
+        # No tensors overlap, and no bytes belong to none.
+        for tensor in sorted(tensors.values(), key=lambda each: (each.offset, each.num_bytes)):
+            if tensor.offset != end:
+                what = "overlaps the one before it" if tensor.offset < end else "leaves a hole"
+                raise ValueError(
+                    f"{tensor.name} begins at byte {tensor.offset}, not {end}: it {what}"
+                )
+            end += tensor.num_bytes
+            if end > size:
+                raise ValueError(f"{tensor.name} ends at byte {end} of a file of {size}")
+        if end != size:
+            raise ValueError(f"the last tensor ends at byte {end} of a file of {size}")
     except ValueError as error:
         raise RuntimeError(
             f"{file} is not a complete safetensors file ({error}); {_REMEDY}"
@@ -174,24 +182,6 @@ def _placed(file: Path, name: str, entry: Any, begin: int) -> StoredTensor:
 
 def _are_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
-
-
-def _check_layout(tensors: Iterable[StoredTensor], begin: int, size: int) -> None:
-    """Refuse overlapping tensors, and bytes that belong to none.
-
-    Raises:
-        ValueError: naming the tensor where it begins.
-    """
-    end = begin
-    for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.num_bytes)):
-        if tensor.offset != end:
-            what = "overlaps the one before it" if tensor.offset < end else "leaves a hole"
-            raise ValueError(f"{tensor.name} begins at byte {tensor.offset}, not {end}: it {what}")
-        end += tensor.num_bytes
-        if end > size:
-            raise ValueError(f"{tensor.name} ends at byte {end} of a file of {size}")
-    if end != size:
-        raise ValueError(f"the last tensor ends at byte {end} of a file of {size}")
 
 
 def read_checkpoint_headers(folder: Path, stem: str = "model") -> dict[str, StoredTensor]:
@@ -244,10 +234,6 @@ def _is_inside(shard: Any) -> bool:
     return not path.is_absolute() and ".." not in path.parts and path.name != ""
 
 
-def _as_it_is(array: np.ndarray) -> np.ndarray:
-    return array
-
-
 class TensorToWrite(NamedTuple):
     """A tensor whose array is made when it is written.
 
@@ -264,7 +250,7 @@ class TensorToWrite(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     produce: Callable[[], np.ndarray]
-    arrange: Callable[[np.ndarray], np.ndarray] = _as_it_is
+    arrange: Callable[[np.ndarray], np.ndarray] = np.asarray
     is_joined: bool = False
 
     @property
@@ -289,22 +275,6 @@ def encoded(array: np.ndarray, dtype: str) -> np.ndarray:
 FileWriter = Callable[[Path, Iterable[TensorToWrite]], object]
 
 
-def file_header(tensors: Iterable[TensorToWrite]) -> bytes:
-    """The header of a file of these tensors, padded to a multiple of 8 bytes."""
-    header: dict = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for tensor in tensors:
-        header[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + tensor.num_bytes],
-        }
-        offset += tensor.num_bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
-
-
 def bytes_of(tensor: TensorToWrite, produced: np.ndarray) -> np.ndarray:
     """A tensor's bytes in a file, `[n]` uint8; they may share the memory of `produced`."""
     dtype = _NUMPY_DTYPES[tensor.dtype]
@@ -319,6 +289,17 @@ def write_file(
     file: Path, tensors: Iterable[TensorToWrite], go_on: Callable[[], None] | None = None
 ) -> FileSum:
     """Write tensors as `write_bytes` does, one in memory at a time."""
-    tensors = list(tensors)
+    tensors, offset = list(tensors), 0
+    header: dict = {"__metadata__": {"format": "pt"}}
+    for tensor in tensors:
+        header[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.num_bytes],
+        }
+        offset += tensor.num_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    # Padded to a multiple of 8 bytes.
+    text += b" " * (-len(text) % 8)
     parts = (bytes_of(tensor, tensor.produce()) for tensor in tensors)
-    return write_bytes(file, chain([file_header(tensors)], parts), go_on)
+    return write_bytes(file, chain([struct.pack("<Q", len(text)), text], parts), go_on)

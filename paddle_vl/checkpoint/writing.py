@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import paddle
 
-from paddle_vl.checkpoint.rules import SharedArray, StoredParameter, by_parameter
+from paddle_vl.checkpoint.rules import StoredParameter, by_parameter, shared_slices
 from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, bytes_of, write_file
 from paddle_vl.nn.linear import whole_slices
 from paddle_vl.nn.parameter_table import Saved
@@ -63,7 +63,7 @@ def parameters_to_write(
             continue
         produce = [partial(_full_value, first, store, copy=False)]
         if first.block is not None:
-            produce = SharedArray(produce[0], whole_slices(first.parameter)).slices()
+            produce = shared_slices(produce[0], whole_slices(first.parameter))
         dtype = STORED_DTYPES[first.parameter.dtype]
         tensors += [
             TensorToWrite(
@@ -116,7 +116,15 @@ def write_tensors(
     tensors = [tensor for tensor in tensors if not tensor.is_joined]
     total = sum(tensor.num_bytes for tensor in tensors)
     share = max(-(-total // ranks.size), MIN_SHARD_BYTES)
-    shards = _cut(tensors, share, max_shard_bytes)
+    # Consecutive tensors of each file, which ends at the share, or before it exceeds the limit.
+    shards: list[list[TensorToWrite]] = []
+    filled = 0
+    for tensor in tensors:
+        if not shards or filled >= share or filled + tensor.num_bytes > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(tensor)
+        filled += tensor.num_bytes
     sizes = ranks.gather_stages([{t.name: t.num_bytes for t in shard} for shard in shards])
     every_shard = [shard for shards_of_stage in sizes for shard in shards_of_stage]
     single = f"{stem}.safetensors"
@@ -126,11 +134,13 @@ def write_tensors(
         names = [f"{stem}-{i + 1:05d}-of-{count}.safetensors" for i in range(len(every_shard))]
     first = sum(len(shards_of_stage) for shards_of_stage in sizes[: ranks.stage])
     for number, shard in enumerate(shards):
-        if number % ranks.size == ranks.rank:
-            write(folder / names[first + number], _after(shard, skipped))
-            skipped = []
-        else:
+        if number % ranks.size != ranks.rank:
             skipped += [tensor.produce for tensor in shard]
+            continue
+        # Before its first tensor this rank joins the collectives of tensors that others write.
+        produce = partial(_produced_after, skipped, shard[0].produce)
+        write(folder / names[first + number], [shard[0]._replace(produce=produce), *shard[1:]])
+        skipped = []
     for produce in skipped:
         produce()
     if ranks.is_first:
@@ -175,42 +185,24 @@ def _full_value(
     return item.table.full_value(item.parameter, value, copy)
 
 
-def _cut(tensors: Sequence[TensorToWrite], enough: int, most: int) -> list[list[TensorToWrite]]:
-    """Consecutive tensors of each file; it ends at `enough` bytes, or before it exceeds `most`."""
-    shards: list[list[TensorToWrite]] = []
-    filled = 0
-    for tensor in tensors:
-        if not shards or filled >= enough or filled + tensor.num_bytes > most:
-            shards.append([])
-            filled = 0
-        shards[-1].append(tensor)
-        filled += tensor.num_bytes
-    return shards
-
-
-def _after(
-    shard: Sequence[TensorToWrite], skipped: Sequence[Callable[[], np.ndarray]]
-) -> list[TensorToWrite]:
-    """The tensors of a file; before its first tensor this rank joins the collectives of `skipped`,
-    tensors that other ranks write."""
-
-    def produce() -> np.ndarray:
-        for other in skipped:
-            other()
-        return shard[0].produce()
-
-    return [shard[0]._replace(produce=produce), *shard[1:]]
+def _produced_after(
+    skipped: Sequence[Callable[[], np.ndarray]], produce: Callable[[], np.ndarray]
+) -> np.ndarray:
+    for other in skipped:
+        other()
+    return produce()
 
 
 def _of_stage(
     ranks: CheckpointRanks, stage: int, name: str, shape: Sequence[int], dtype: str
 ) -> TensorToWrite:
     """A tensor of another stage, received when it is written."""
-
-    def receive() -> np.ndarray:
-        return tensor.array_of(ranks.receive_at_first(stage, tensor.num_bytes))
-
-    tensor = TensorToWrite(name, tuple(shape), dtype, receive)
+    tensor = TensorToWrite(
+        name,
+        tuple(shape),
+        dtype,
+        lambda: tensor.array_of(ranks.receive_at_first(stage, tensor.num_bytes)),
+    )
     return tensor
 
 

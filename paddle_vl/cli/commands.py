@@ -3,6 +3,7 @@
 import argparse
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,52 +18,62 @@ _LARGEST = 2**31 - 1
 MEDIA_KINDS = {"image": "a picture", "video": "a video file"}
 
 
-def add_evaluate(subparsers: argparse._SubParsersAction) -> None:
-    """`paddle-vl evaluate --model DIR --data FILE`"""
+def add_command(
+    subparsers: argparse._SubParsersAction,
+    run: Callable[[argparse.Namespace], int],
+    summary: str,
+    description: str,
+    epilog: str,
+) -> argparse.ArgumentParser:
+    """A subcommand under the name of the function that runs it, which returns the exit code."""
     parser = subparsers.add_parser(
-        "evaluate",
-        help="loss and exact answers of a model on a data file; of a policy its losses",
-        description="Print the mean loss over the answers' tokens, and how many greedy answers "
-        "equal the expected ones, for every value of the records' field `task`. Every assistant "
-        "turn is one answer, given the data's turns before it. For a robot policy, print its "
-        "losses on demonstrations; the options about answers are refused.",
-        epilog="example:\n  paddle-vl evaluate --model runs/digits --data data/test.jsonl "
-        "--predictions answers.jsonl",
+        run.__name__,
+        help=summary,
+        description=description,
+        epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_number(parser: Any, names: str, text: str, default: int | None = None) -> None:
+    """A whole number from 1; `names` of the option are separated by spaces."""
+    add_value(parser, names, "N", text, type=positive, default=default)
+
+
+def add_value(parser: Any, names: str, metavar: str, text: str, **settings: Any) -> None:
+    parser.add_argument(*names.split(), metavar=metavar, help=text, **settings)
+
+
+def add_switch(parser: Any, name: str, text: str) -> None:
+    parser.add_argument(name, action="store_true", help=text)
+
+
+def add_evaluate(subparsers: argparse._SubParsersAction) -> None:
+    """`paddle-vl evaluate --model DIR --data FILE`"""
+    parser = add_command(
+        subparsers,
+        evaluate,
+        "loss and exact answers of a model on a data file; of a policy its losses",
+        "Print the mean loss over the answers' tokens, and how many greedy answers equal the "
+        "expected ones, for every value of the records' field `task`. Every assistant turn is one "
+        "answer, given the data's turns before it. For a robot policy, print its losses on "
+        "demonstrations; the options about answers are refused.",
+        "example:\n  paddle-vl evaluate --model runs/digits --data data/test.jsonl "
+        "--predictions answers.jsonl",
+    )
     add_model(parser)
-    parser.add_argument(
-        "--data", metavar="FILE", nargs="+", required=True, help="JSONL files of conversations"
-    )
-    parser.add_argument(
-        "--max-new-tokens",
-        type=positive,
-        default=64,
-        metavar="N",
-        help="longest answer, in tokens (default 64)",
-    )
-    parser.add_argument(
-        "--batch-size", type=positive, default=8, metavar="N", help="samples at once (default 8)"
-    )
-    parser.add_argument(
-        "--max-length",
-        type=positive,
-        default=2048,
-        metavar="N",
-        help="longest sample, in tokens (default 2048)",
-    )
-    parser.add_argument(
-        "--limit", type=positive, metavar="N", help="use the first N samples (default: all)"
-    )
-    parser.add_argument(
-        "--show", type=positive, metavar="N", help="print N answers, evenly chosen from the data"
-    )
-    parser.add_argument(
-        "--predictions",
-        metavar="OUT.jsonl",
-        help="write one line per answer: sample, task, prompt, expected, answer, is_exact",
-    )
-    parser.set_defaults(run=evaluate)
+    add_value(parser, "--data", "FILE", "JSONL files of conversations", nargs="+", required=True)
+    add_number(parser, "--max-new-tokens", "longest answer, in tokens (default 64)", 64)
+    add_number(parser, "--batch-size", "samples at once (default 8)", 8)
+    add_number(parser, "--max-length", "longest sample, in tokens (default 2048)", 2048)
+    add_number(parser, "--limit", "use the first N samples (default: all)")
+    add_number(parser, "--show", "print N answers, evenly chosen from the data")
+    add_value(
+        parser, "--predictions", "OUT.jsonl",
+        "write one line per answer: sample, task, prompt, expected, answer, is_exact",
+    )  # fmt: skip
 
 
 def evaluate(options: argparse.Namespace) -> int:
@@ -102,35 +113,48 @@ def evaluate(options: argparse.Namespace) -> int:
 
 def add_generate(subparsers: argparse._SubParsersAction) -> None:
     """`paddle-vl generate --model DIR --image FILE --video FILE --prompt TEXT`"""
-    parser = subparsers.add_parser(
-        "generate",
-        help="ask a model about images and videos",
-        description="Print a model's answer to one question about any number of images and "
-        "videos, token by token. Options that are not given come from the model's "
-        "generation_config.json; without one, decoding is greedy.",
-        epilog="example:\n  paddle-vl generate --model runs/digits --image a.png --image b.png "
+    parser = add_command(
+        subparsers,
+        generate,
+        "ask a model about images and videos",
+        "Print a model's answer to one question about any number of images and videos, token by "
+        "token. Options that are not given come from the model's generation_config.json; without "
+        "one, decoding is greedy.",
+        "example:\n  paddle-vl generate --model runs/digits --image a.png --image b.png "
         '--prompt "Which digit is larger?"',
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(parser)
     for kind, name in MEDIA_KINDS.items():
-        parser.add_argument(
+        add_value(
+            parser,
             f"--{kind}",
-            metavar="FILE",
+            "FILE",
+            f"{name}; repeat it for several, in the order of the <{kind}> tags of the prompt; "
+            "for a prompt without tags all images and videos come first, in the order given",
             # One list for both kinds keeps their order.
             dest="media",
             type=lambda file, kind=kind: (kind, file),
             action="append",
             default=[],
-            help=f"{name}; repeat it for several, in the order of the <{kind}> tags of the prompt; "
-            "for a prompt without tags all images and videos come first, in the order given",
         )
-    parser.add_argument("--prompt", metavar="TEXT", required=True, help="the question")
-    _add_generation_settings(parser)
-    parser.add_argument(
-        "--no-stream", action="store_true", help="print the answer when it is complete"
+    add_value(parser, "--prompt", "TEXT", "the question", required=True)
+    settings = parser.add_argument_group(
+        "decoding", "--temperature, --top-k or --top-p turns on sampling."
     )
-    parser.set_defaults(run=generate)
+    for name, kind, metavar, text in (
+        ("--max-new-tokens", int, "N", "longest answer, in tokens (without a file 128)"),
+        (
+            "--temperature", float, "T",
+            "divides the logits; below 1 favours likely tokens, 0 takes them",
+        ),
+        ("--top-k", int, "K", "sample from the K most likely tokens; 0 for all"),
+        ("--top-p", float, "P", "sample from the likeliest tokens of total probability P"),
+        ("--repetition-penalty", float, "R", "above 1 makes repeated tokens less likely"),
+        ("--seed", int, "N", "seed of sampling"),
+    ):  # fmt: skip
+        add_value(settings, name, metavar, text, type=kind)
+    add_switch(settings, "--greedy", "always take the most likely token")
+    add_switch(parser, "--no-stream", "print the answer when it is complete")
 
 
 def generate(options: argparse.Namespace) -> int:
@@ -161,20 +185,16 @@ def generate(options: argparse.Namespace) -> int:
 
 def add_merge(subparsers: argparse._SubParsersAction) -> None:
     """`paddle-vl merge --model DIR --output DIR`"""
-    parser = subparsers.add_parser(
-        "merge",
-        help="merge adapters into their base model",
-        description="Add LoRA adapters to the weights of their base model and write the result as "
-        "a model folder in HF's layout, a tensor at a time.",
-        epilog="example:\n  paddle-vl merge --model runs/doors --output models/doors",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = add_command(
+        subparsers,
+        merge,
+        "merge adapters into their base model",
+        "Add LoRA adapters to the weights of their base model and write the result as a model "
+        "folder in HF's layout, a tensor at a time.",
+        "example:\n  paddle-vl merge --model runs/doors --output models/doors",
     )
-    add_model(
-        parser,
-        "a folder of adapters in PEFT's format, or the output_dir of a run with model.lora",
-        output="the new model folder",
-    )
-    parser.set_defaults(run=merge)
+    source = "a folder of adapters in PEFT's format, or the output_dir of a run with model.lora"
+    add_model(parser, source, output="the new model folder")
 
 
 def merge(options: argparse.Namespace) -> int:
@@ -200,15 +220,12 @@ def add_model(
     The first two are required, and may be given in this order without their names.
     """
     note = "; the option's name may be left out"
-    parser.add_argument("--model", "--checkpoint", metavar="DIR", help=model + note)
+    add_value(parser, "--model --checkpoint", "DIR", model + note)
     if output is not None:
-        parser.add_argument("--output", metavar="DIR", help=output + note)
+        add_value(parser, "--output", "DIR", output + note)
     parser.set_defaults(folders=("model",) if output is None else ("model", "output"))
-    parser.add_argument(
-        "--base",
-        metavar="DIR",
-        help="base model of the adapters (default: the folder that their files name)",
-    )
+    text = "base model of the adapters (default: the folder that their files name)"
+    add_value(parser, "--base", "DIR", text)
 
 
 def configure_runtime() -> None:
@@ -244,27 +261,6 @@ def configure_training_runtime() -> None:
         logger.info("%s", configure_allocator())
 
 
-def _add_generation_settings(parser: argparse.ArgumentParser) -> None:
-    settings = parser.add_argument_group(
-        "decoding", "--temperature, --top-k or --top-p turns on sampling."
-    )
-    for name, kind, metavar, text in (
-        ("--max-new-tokens", int, "N", "longest answer, in tokens (without a file 128)"),
-        (
-            "--temperature",
-            float,
-            "T",
-            "divides the logits; below 1 favours likely tokens, 0 takes them",
-        ),
-        ("--top-k", int, "K", "sample from the K most likely tokens; 0 for all"),
-        ("--top-p", float, "P", "sample from the likeliest tokens of total probability P"),
-        ("--repetition-penalty", float, "R", "above 1 makes repeated tokens less likely"),
-        ("--seed", int, "N", "seed of sampling"),
-    ):
-        settings.add_argument(name, type=kind, metavar=metavar, help=text)
-    settings.add_argument("--greedy", action="store_true", help="always take the most likely token")
-
-
 def _generation_settings(options: argparse.Namespace) -> dict[str, Any]:
     """The given options, under the names of `GenerationConfig`."""
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
@@ -294,7 +290,7 @@ def add_run(parser: argparse.ArgumentParser, nproc_help: str) -> None:
         nargs="*",
         help="setting that overrides the file's; the value in YAML",
     )
-    parser.add_argument("--nproc", type=positive, default=1, metavar="N", help=nproc_help)
+    add_number(parser, "--nproc", nproc_help, 1)
 
 
 def with_data_parallel(options: argparse.Namespace, config: Any) -> Any:

@@ -5,7 +5,13 @@ import os
 import sys
 from pathlib import Path
 
-from paddle_vl.cli.commands import configure_runtime, configure_training_runtime
+from paddle_vl.cli.commands import (
+    add_command,
+    add_switch,
+    add_value,
+    configure_runtime,
+    configure_training_runtime,
+)
 
 _MAIN = Path(__file__).parents[1] / "__main__.py"
 _EPILOG = """\
@@ -20,27 +26,22 @@ anything is wrong, else 0. docs/doctor.md explains the checks and their bounds."
 
 def add_doctor(subparsers: argparse._SubParsersAction) -> None:
     """`paddle-vl doctor [--only NAME ...] [--quick] [--list] [--json FILE]`"""
-    parser = subparsers.add_parser(
-        "doctor",
-        help="check this installation on this machine, in about two minutes",
-        description="Check versions and flags, every kernel against float32, the choice of "
-        "attention, copies, collectives and topologies of this machine's devices, reference "
-        "values, saving and resuming, generation, and the speed of layers of a real size. Print a "
-        "table and what to do about what is wrong.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = add_command(
+        subparsers,
+        doctor,
+        "check this installation on this machine, in about two minutes",
+        "Check versions and flags, every kernel against float32, the choice of attention, copies, "
+        "collectives and topologies of this machine's devices, reference values, saving and "
+        "resuming, generation, and the speed of layers of a real size. Print a table and what to "
+        "do about what is wrong.",
+        _EPILOG,
     )
-    parser.add_argument(
-        "--only", metavar="NAME", nargs="+", default=[], help="run these checks or groups alone"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="small sizes, one process: about 20 seconds"
-    )
-    parser.add_argument("--list", action="store_true", help="list the checks and end")
-    parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
-    parser.add_argument("--worker", metavar="DIR", help=argparse.SUPPRESS)
-    parser.add_argument("--rank", metavar="FILE", help=argparse.SUPPRESS)
-    parser.set_defaults(run=doctor)
+    add_value(parser, "--only", "NAME", "run these checks or groups alone", nargs="+", default=[])
+    add_switch(parser, "--quick", "small sizes, one process: about 20 seconds")
+    add_switch(parser, "--list", "list the checks and end")
+    add_value(parser, "--json", "FILE", "write all figures to this file")
+    add_value(parser, "--worker", "DIR", argparse.SUPPRESS)
+    add_value(parser, "--rank", "FILE", argparse.SUPPRESS)
 
 
 def doctor(options: argparse.Namespace) -> int:
@@ -52,9 +53,9 @@ def doctor(options: argparse.Namespace) -> int:
     if options.worker:
         configure_training_runtime()
         from paddle_vl.doctor.check import all_checks
-        from paddle_vl.doctor.worker import run_worker
+        from paddle_vl.doctor.examination import run_checks
 
-        return run_worker(Path(options.worker), all_checks)
+        return run_checks(Path(options.worker), all_checks)
     if options.rank:
         configure_training_runtime()
         from paddle_vl.doctor.ranks import run_rank
@@ -68,7 +69,7 @@ def doctor(options: argparse.Namespace) -> int:
             note = "" if check.is_quick else "  (not with --quick)"
             print(f"{check.name:34}{check.title}{note}")
         return 0
-    from paddle_vl.doctor.report import examine
+    from paddle_vl.doctor.examination import examine
 
     file = None if options.json is None else Path(options.json)
     if file is not None and not file.resolve().parent.is_dir():

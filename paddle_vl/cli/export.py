@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paddle_vl.cli.commands import add_model, configure_runtime
+from paddle_vl.cli.commands import add_command, add_model, add_switch, configure_runtime
 
 if TYPE_CHECKING:
     from paddle_vl.export.folder import ExportManifest
@@ -12,21 +12,18 @@ if TYPE_CHECKING:
 
 def add_export(subparsers: argparse._SubParsersAction) -> None:
     """`paddle-vl export --model DIR --output DIR`"""
-    parser = subparsers.add_parser(
-        "export",
-        help="write a model as static programs for serving",
-        description="Trace a model into static programs that run without its code, on "
-        "paddle.inference: see paddle_vl.export.load. Adapters are merged into their base model. "
-        "Batch, lengths, image sizes and their number stay free.",
-        epilog="example:\n  paddle-vl export --model runs/digits --output exports/digits",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = add_command(
+        subparsers,
+        export,
+        "write a model as static programs for serving",
+        "Trace a model into static programs that run without its code, on paddle.inference: see "
+        "paddle_vl.export.load. Adapters are merged into their base model. Batch, lengths, image "
+        "sizes and their number stay free.",
+        "example:\n  paddle-vl export --model runs/digits --output exports/digits",
     )
     add_model(parser, output="the new folder")
-    parser.add_argument(
-        "--onnx",
-        action="store_true",
-        help="write the programs in ONNX, too (needs the extra paddle-vl[onnx])",
-    )
+    text = "write the programs in ONNX, too (needs the extra paddle-vl[onnx])"
+    add_switch(parser, "--onnx", text)
     parser.add_argument(
         "--dtype",
         default="float32",
@@ -34,14 +31,13 @@ def add_export(subparsers: argparse._SubParsersAction) -> None:
         help="of the stored weights; programs compute in float32, and with bfloat16 weights of "
         "Qwen3-VL in bfloat16 on a GPU (default float32)",
     )
-    parser.set_defaults(run=export)
 
 
 def export(options: argparse.Namespace) -> int:
     """Write the programs and print what they are."""
     configure_runtime()
     from paddle_vl.config.families import family_of_folder
-    from paddle_vl.export.folder import onnx_file
+    from paddle_vl.export.folder import program_file
     from paddle_vl.export.writing import check_dtype, check_output, export_model
     from paddle_vl.train.checkpoint import model_folder
 
@@ -55,7 +51,7 @@ def export(options: argparse.Namespace) -> int:
     model = family_of_folder(folder).to_export(folder, options.base)
     manifest = export_model(model, folder, out, options.onnx, options.dtype)
     programs = dict(manifest.programs)
-    programs |= {onnx_file(name): program for name, program in manifest.onnx.items()}
+    programs |= {program_file("onnx", name): program for name, program in manifest.onnx.items()}
     for name, program in programs.items():
         print(f"{name}: {len(program.inputs)} inputs, {program.num_outputs} outputs")
     for line in stored_weights_lines(manifest):

@@ -6,7 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from paddle_vl.cli.commands import (
+    add_command,
+    add_number,
     add_run,
+    add_switch,
+    add_value,
     configure_runtime,
     configure_training_runtime,
     positive,
@@ -40,136 +44,99 @@ With --matrix it receives instead:
 
 def add_profile(subparsers: argparse._SubParsersAction) -> None:
     """`paddle-vl profile CONFIG [section.name=value ...]`"""
-    parser = subparsers.add_parser(
-        "profile",
-        help="time and memory of a run's training step",
-        description="Train a few steps with the settings of a YAML file, and print the time of "
-        "each phase and the memory; or do so for every choice of sharding, attention, "
-        "recomputation and cameras at growing batch sizes, and recommend one.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = add_command(
+        subparsers,
+        profile,
+        "time and memory of a run's training step",
+        "Train a few steps with the settings of a YAML file, and print the time of each phase and "
+        "the memory; or do so for every choice of sharding, attention, recomputation and cameras "
+        "at growing batch sizes, and recommend one.",
+        _EPILOG,
     )
     add_run(parser, "start N ranks on this machine (default 1)")
-    parser.add_argument(
-        "--warmup", type=int, default=5, metavar="N", help="warmup steps (default 5)"
-    )
-    parser.add_argument(
-        "--steps", type=positive, metavar="N", help=f"measured steps (default {_STEPS})"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write profile.json to this file too")
-    parser.add_argument(
-        "--no-optimizer",
-        action="store_true",
-        help="measure forward and backward alone: no moments, gradient norm and updates",
-    )
-    parser.add_argument(
-        "--out", metavar="DIR", help="folder for the result (default: profile/ in train.output_dir)"
-    )
-    parser.add_argument(
+    add_value(parser, "--warmup", "N", "warmup steps (default 5)", type=int, default=5)
+    add_number(parser, "--steps", f"measured steps (default {_STEPS})")
+    add_value(parser, "--json", "FILE", "write profile.json to this file too")
+    text = "measure forward and backward alone: no moments, gradient norm and updates"
+    add_switch(parser, "--no-optimizer", text)
+    text = "folder for the result (default: profile/ in train.output_dir)"
+    add_value(parser, "--out", "DIR", text)
+    add_value(
+        parser,
         "--memory-limit-gb",
+        "GB",
+        "memory that a rank may use, in 10^9 bytes (on a CPU its resident set); the profile ends "
+        "above it (default: the GPU's memory; none on a CPU, where a matrix needs one)",
         type=float,
-        metavar="GB",
-        help="memory that a rank may use, in 10^9 bytes (on a CPU its resident set); the profile "
-        "ends above it (default: the GPU's memory; none on a CPU, where a matrix needs one)",
     )
-    _add_workload(parser)
-    _add_matrix(parser)
-    parser.set_defaults(run=profile)
-
-
-def _add_workload(parser: argparse.ArgumentParser) -> None:
     workload = parser.add_argument_group("synthetic data")
-    workload.add_argument(
+    add_switch(
+        workload,
         "--synthetic",
-        action="store_true",
-        help="train on generated samples of the configured shapes instead of data.train, with the "
+        "train on generated samples of the configured shapes instead of data.train, with the "
         "configured drop probabilities",
     )
-    workload.add_argument(
-        "--cameras",
-        "--num_cams",
+    add_value(
+        workload,
+        "--cameras --num_cams",
+        "N",
+        "cameras of a policy, on its own data too (default: as configured), or images in each "
+        "conversation (default: 1); several numbers with --matrix",
         type=positive,
         nargs="+",
-        metavar="N",
-        help="cameras of a policy, on its own data too (default: as configured), or images in each "
-        "conversation (default: 1); several numbers with --matrix",
     )
-    workload.add_argument(
+    add_value(
+        workload,
         "--image-side",
+        "PIXELS",
+        "height and width of an image in a conversation, before the processor resizes it (default "
+        "448)",
         type=positive,
-        metavar="PIXELS",
-        help="height and width of an image in a conversation, before the processor resizes it "
-        "(default 448)",
     )
-    workload.add_argument(
-        "--answer-tokens",
-        type=positive,
-        metavar="N",
-        help="tokens of the answer in a conversation (default 64)",
-    )
+    text = "tokens of the answer in a conversation (default 64)"
+    add_number(workload, "--answer-tokens", text)
+    _add_matrix(parser)
 
 
 def _add_matrix(parser: argparse.ArgumentParser) -> None:
     matrix = parser.add_argument_group(
         "matrix", "Each cell (a choice at a batch size) runs in new processes."
     )
-    matrix.add_argument("--matrix", action="store_true", help="profile all choices")
-    matrix.add_argument(
-        "--sharding",
-        nargs="+",
-        choices=_SHARDING,
-        metavar="CHOICE",
-        help="dp, stage1, stage2, stage3, or none for one rank (default: all that fit --nproc)",
-    )
-    matrix.add_argument(
-        "--recompute",
-        nargs="+",
-        choices=("none", "full"),
-        metavar="CHOICE",
-        help="none, full (default: both)",
-    )
-    matrix.add_argument(
-        "--attention",
-        nargs="+",
-        choices=_ATTENTION,
-        metavar="CHOICE",
-        help="eager, sdpa; of a policy's attention (default: both)",
-    )
-    matrix.add_argument(
+    add_switch(matrix, "--matrix", "profile all choices")
+    for name, choices, text in (
+        (
+            "--sharding", _SHARDING,
+            "dp, stage1, stage2, stage3, or none for one rank (default: all that fit --nproc)",
+        ),
+        ("--recompute", ("none", "full"), "none, full (default: both)"),
+        ("--attention", _ATTENTION, "eager, sdpa; of a policy's attention (default: both)"),
+    ):  # fmt: skip
+        add_value(matrix, name, "CHOICE", text, nargs="+", choices=choices)
+    add_number(
+        matrix,
         "--repeats",
-        type=positive,
-        metavar="N",
-        help="runs of each cell; the median is shown, beside the slowest and the fastest "
+        "runs of each cell; the median is shown, beside the slowest and the fastest "
         f"(default {_REPEATS})",
     )
-    matrix.add_argument(
+    add_value(
+        matrix,
         "--batch-sizes",
+        "N",
+        "sizes to try, in ascending order until one is too large (default: double until one is "
+        "too large, then bisect)",
         type=positive,
         nargs="+",
-        metavar="N",
-        help="sizes to try, in ascending order until one is too large (default: double until one "
-        "is too large, then bisect)",
     )
-    matrix.add_argument(
-        "--first-batch", type=positive, metavar="N", help="first size of the doubling (default 1)"
-    )
-    matrix.add_argument(
-        "--largest-batch", type=positive, metavar="N", help="last size of the doubling (default 64)"
-    )
-    matrix.add_argument(
-        "--cell-seconds",
-        type=float,
-        default=600.0,
-        metavar="S",
-        help="seconds for a cell, its start included (default 600)",
-    )
-    matrix.add_argument(
-        "--memory-share",
-        type=float,
-        default=0.85,
-        metavar="SHARE",
-        help="share of the limit that a recommended cell may use (default 0.85)",
-    )
+    add_number(matrix, "--first-batch", "first size of the doubling (default 1)")
+    add_number(matrix, "--largest-batch", "last size of the doubling (default 64)")
+    for name, metavar, default, text in (
+        ("--cell-seconds", "S", 600.0, "seconds for a cell, its start included (default 600)"),
+        (
+            "--memory-share", "SHARE", 0.85,
+            "share of the limit that a recommended cell may use (default 0.85)",
+        ),
+    ):  # fmt: skip
+        add_value(matrix, name, metavar, text, type=float, default=default)
 
 
 def profile(options: argparse.Namespace) -> int:

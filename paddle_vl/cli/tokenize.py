@@ -3,65 +3,45 @@
 import argparse
 from pathlib import Path
 
-from paddle_vl.cli.commands import positive
+from paddle_vl.cli.commands import add_command, add_number, add_switch, add_value
 
 
 def add_tokenize(subparsers: argparse._SubParsersAction) -> None:
     """`paddle-vl tokenize FILES --tokenizer DIR --output PREFIX`"""
-    parser = subparsers.add_parser(
-        "tokenize",
-        help="write token files (.bin and .idx) of texts for pretraining",
-        description="Tokenize the texts of JSONL (also .gz and .zst), Parquet and WebDataset files "
-        "into one pair of memory-mapped token files in Megatron's format, which PaddleNLP and "
-        "PaddleFormers read too. Rows have `text`, a string or a list of strings. The end token "
-        "follows every document. The result does not depend on the number of processes.",
-        epilog="example:\n  paddle-vl tokenize 'web/*.jsonl.gz' --tokenizer Qwen3-VL-2B-Instruct "
+    parser = add_command(
+        subparsers,
+        tokenize,
+        "write token files (.bin and .idx) of texts for pretraining",
+        "Tokenize the texts of JSONL (also .gz and .zst), Parquet and WebDataset files into one "
+        "pair of memory-mapped token files in Megatron's format, which PaddleNLP and PaddleFormers "
+        "read too. Rows have `text`, a string or a list of strings. The end token follows every "
+        "document. The result does not depend on the number of processes.",
+        "example:\n  paddle-vl tokenize 'web/*.jsonl.gz' --tokenizer Qwen3-VL-2B-Instruct "
         "--output tokens/web --processes 16",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("files", metavar="FILE", nargs="+", help="data files, or patterns of them")
-    parser.add_argument(
-        "--tokenizer", metavar="DIR", required=True, help="a folder with tokenizer.json"
-    )
-    parser.add_argument(
-        "--output", metavar="PREFIX", required=True, help="path of the new files, without suffix"
-    )
-    parser.add_argument(
-        "--processes", type=positive, default=1, metavar="N", help="processes (default 1)"
-    )
-    parser.add_argument(
-        "--text", metavar="NAME", default="text", help="entry of a row with its text (default text)"
-    )
-    parser.add_argument(
-        "--end-token",
-        metavar="TOKEN",
-        default="<|endoftext|>",
-        help="token behind every document (default <|endoftext|>)",
-    )
-    parser.add_argument(
-        "--skip-bad",
-        action="store_true",
-        help="leave documents out that cannot be used, and count them (default: stop at the first)",
-    )
-    parser.add_argument(
-        "--cache", metavar="DIR", help="folder for indexes and copies (default: beside the data)"
-    )
-    parser.add_argument(
-        "--max-line-bytes",
-        type=positive,
-        default=1 << 20,
-        metavar="N",
-        help="longest line of a JSONL file, in bytes (default 1048576)",
-    )
-    parser.set_defaults(run=tokenize)
+    add_value(parser, "files", "FILE", "data files, or patterns of them", nargs="+")
+    for name, metavar, text in (
+        ("--tokenizer", "DIR", "a folder with tokenizer.json"),
+        ("--output", "PREFIX", "path of the new files, without suffix"),
+    ):
+        add_value(parser, name, metavar, text, required=True)
+    add_number(parser, "--processes", "processes (default 1)", 1)
+    text = "entry of a row with its text (default text)"
+    add_value(parser, "--text", "NAME", text, default="text")
+    text = "token behind every document (default <|endoftext|>)"
+    add_value(parser, "--end-token", "TOKEN", text, default="<|endoftext|>")
+    text = "leave documents out that cannot be used, and count them (default: stop at the first)"
+    add_switch(parser, "--skip-bad", text)
+    add_value(parser, "--cache", "DIR", "folder for indexes and copies (default: beside the data)")
+    text = "longest line of a JSONL file, in bytes (default 1048576)"
+    add_number(parser, "--max-line-bytes", text, 1 << 20)
 
 
 def tokenize(options: argparse.Namespace) -> int:
     """Write the token files."""
     from paddle_vl.config.data_sources import SourceConfig
-    from paddle_vl.data.corpus.cache import CacheFolders
-    from paddle_vl.data.corpus.local_copies import LocalCopies
-    from paddle_vl.data.corpus.open_shard import ShardOpener
+    from paddle_vl.data.corpus.cache import CacheFolders, LocalCopies
+    from paddle_vl.data.corpus.sources import ShardOpener
     from paddle_vl.data.corpus.tokenize import TextTokens, write_token_files
     from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
 

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from paddle_vl.cli.commands import (
+    add_command,
+    add_number,
     add_run,
+    add_switch,
+    add_value,
     configure_training_runtime,
     natural,
-    positive,
     with_data_parallel,
 )
 from paddle_vl.parallel.launcher import launch
@@ -49,37 +52,34 @@ panel is written beside it. The report of a running run shows the metrics so far
 
 def add_train(subparsers: argparse._SubParsersAction) -> None:
     """`paddle-vl train CONFIG [section.name=value ...]`"""
-    parser = subparsers.add_parser(
-        "train",
-        help="train a model with the settings of a YAML file",
-        description="Train a model with the settings of a YAML file.",
-        epilog=f"{_EPILOG}\n{_settings_help()}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = add_command(
+        subparsers,
+        train,
+        "train a model with the settings of a YAML file",
+        "Train a model with the settings of a YAML file.",
+        f"{_EPILOG}\n{_settings_help()}",
     )
     add_run(
         parser,
         "start N ranks on this machine (default 1); the parallel.*_degree settings must multiply "
         "to N, and if none is set the ranks are data parallel. Use fleetrun for several machines",
     )
-    parser.add_argument(
-        "--max_restarts",
-        "--max-restarts",
+    add_value(
+        parser,
+        "--max_restarts --max-restarts",
+        "N",
+        "if a rank dies in training, restart from the last good checkpoint, up to N times "
+        "(default 0)",
         type=natural,
         default=0,
-        metavar="N",
-        help="if a rank dies in training, restart from the last good checkpoint, up to N times "
-        "(default 0)",
     )
-    parser.add_argument(
-        "--min_nproc",
-        "--min-nproc",
-        type=positive,
-        metavar="N",
-        help="restart with fewer ranks, at least N: parallel.dp_degree and sharding_degree "
-        "shrink and train.per_device_train_batch_size grows, so that the numbers stay the same "
-        "(default: the same number of ranks)",
+    add_number(
+        parser,
+        "--min_nproc --min-nproc",
+        "restart with fewer ranks, at least N: parallel.dp_degree and sharding_degree shrink and "
+        "train.per_device_train_batch_size grows, so that the numbers stay the same (default: the "
+        "same number of ranks)",
     )
-    parser.set_defaults(run=train)
 
 
 def train(options: argparse.Namespace) -> int:
@@ -143,23 +143,23 @@ def _settings_help() -> str:
 
 def add_report(subparsers: argparse._SubParsersAction) -> None:
     """`paddle-vl report RUN [RUN ...] [--output DIR]`"""
-    parser = subparsers.add_parser(
-        "report",
-        help="curves and settings of one or several runs as a page",
-        description="Draw the metrics of one or several runs into one HTML file and PNGs, and "
-        "list the settings in which the runs differ.",
-        epilog=_REPORT_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = add_command(
+        subparsers,
+        report,
+        "curves and settings of one or several runs as a page",
+        "Draw the metrics of one or several runs into one HTML file and PNGs, and list the "
+        "settings in which the runs differ.",
+        _REPORT_EPILOG,
     )
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="the train.output_dir of a run")
-    parser.add_argument(
+    add_value(parser, "runs", "RUN", "the train.output_dir of a run", nargs="+")
+    add_value(
+        parser,
         "--output",
-        metavar="DIR",
-        help="folder for the report (default: report/ in the run's folder; for several runs, in "
-        "the current one)",
+        "DIR",
+        "folder for the report (default: report/ in the run's folder; for several runs, in the "
+        "current one)",
     )
-    parser.add_argument("--no-png", action="store_true", help="write the page without PNGs")
-    parser.set_defaults(run=report)
+    add_switch(parser, "--no-png", "write the page without PNGs")
 
 
 def report(options: argparse.Namespace) -> int:

@@ -3,7 +3,7 @@
 import glob
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
@@ -46,8 +46,7 @@ class SourceConfig(Section):
     def files(self) -> list[str]:
         """Existing files in the order of the patterns, those of a pattern sorted, each once. Of a
         pair of token files it is the .idx."""
-        found = [file for pattern in self.patterns for file in matches(pattern)]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(file for each in self.patterns for file in matches(each)))
 
     @property
     def label(self) -> str:
@@ -76,18 +75,14 @@ def matches(pattern: str) -> list[str]:
 PATH, SOURCE = "(path)", "(source)"
 
 
-def _kind(value: Any) -> str:
-    return SOURCE if isinstance(value, dict | SourceConfig) else PATH
-
-
-def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, str | dict | SourceConfig) else value
-
-
 DataEntry = Annotated[
-    Annotated[FilePath, Tag(PATH)] | Annotated[SourceConfig, Tag(SOURCE)], Discriminator(_kind)
+    Annotated[FilePath, Tag(PATH)] | Annotated[SourceConfig, Tag(SOURCE)],
+    Discriminator(lambda value: SOURCE if isinstance(value, dict | SourceConfig) else PATH),
 ]
-DataEntries = Annotated[list[DataEntry], BeforeValidator(_listed)]
+DataEntries = Annotated[
+    list[DataEntry],
+    BeforeValidator(lambda each: [each] if isinstance(each, str | dict | SourceConfig) else each),
+]
 
 
 def has_sources(entries: Sequence[str | SourceConfig]) -> bool:

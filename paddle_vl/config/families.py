@@ -71,11 +71,12 @@ class FamilyEntry:
         return _loaded(self.recipe)
 
     def exported_class(self) -> Any:
-        """
+        """See `exported`.
+
         Raises:
             ValueError: the family has no exported programs.
         """
-        return _loaded(self._of_export(self.exported))
+        return _loaded(self.exported, self.name)
 
     def to_export(self, folder: Path, base: str | None) -> Any:
         """The programs of a model folder, or of adapters merged into their base
@@ -84,12 +85,7 @@ class FamilyEntry:
         Raises:
             ValueError: the family has no programs.
         """
-        return _loaded(self._of_export(self.exporter))(folder, base)
-
-    def _of_export(self, path: str | None) -> str:
-        if path is None:
-            raise ValueError(f"models of the family {self.name} cannot be exported yet")
-        return path
+        return _loaded(self.exporter, self.name)(folder, base)
 
 
 _FAMILIES: list[FamilyEntry] = []
@@ -185,12 +181,14 @@ def model_values(source: str | Path | dict[str, Any] | None) -> dict[str, Any]:
         return {}
 
 
-def _loaded(path: str) -> Any:
+def _loaded(path: str | None, family: str = "") -> Any:
+    if path is None:
+        raise ValueError(f"models of the family {family} cannot be exported yet")
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 
 
-register_family(
+for _entry in (
     FamilyEntry(
         "Qwen3-VL",
         ("qwen3_vl", "qwen3_vl_moe"),
@@ -198,9 +196,7 @@ register_family(
         "paddle_vl.families.qwen3_vl.recipe:Qwen3VLRecipe",
         "paddle_vl.export.qwen3_vl.exported:ExportedQwen3VL",
         "paddle_vl.export.qwen3_vl.programs:to_export",
-    )
-)
-register_family(
+    ),
     FamilyEntry(
         "pi07 policy",
         ("pi07_low_level",),
@@ -208,9 +204,7 @@ register_family(
         "paddle_vl.families.pi07.recipe:PI07Recipe",
         "paddle_vl.export.pi07.exported:ExportedPI07Policy",
         "paddle_vl.export.pi07.exporting:to_export",
-    )
-)
-register_family(
+    ),
     FamilyEntry(
         "pi07 planner",
         ("pi07_high_level",),
@@ -218,5 +212,6 @@ register_family(
         "paddle_vl.families.pi07.recipe:PI07PlannerRecipe",
         "paddle_vl.export.pi07.exported:ExportedPI07Planner",
         "paddle_vl.export.pi07.exporting:to_export",
-    )
-)
+    ),
+):
+    register_family(_entry)

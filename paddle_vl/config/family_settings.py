@@ -24,7 +24,7 @@ def settings_classes() -> list[type[RunConfig]]:
 
 
 def settings_class_of(values: Mapping[str, Any]) -> type[RunConfig]:
-    """The settings class of the family that the model belongs to.
+    """The settings class of the family that the model, or the checkpoint to resume from, is of.
 
     If its config.json cannot be read, which is reported when the run starts, this is the class that
     knows most of the settings.
@@ -32,9 +32,19 @@ def settings_class_of(values: Mapping[str, Any]) -> type[RunConfig]:
     Args:
         values: the run's configuration, as read from YAML.
     """
-    content = _model_content(values)
-    if content is not None:
-        return family_of(content).settings_class()
+
+    def setting(section: str, name: str) -> Any:
+        found = values.get(section)
+        return found.get(name) if isinstance(found, Mapping) else None
+
+    pretrained, config = setting("model", "pretrained"), setting("model", "config")
+    source = config if pretrained is None else pretrained
+    for each in (source, setting("train", "resume_from_checkpoint")):
+        if isinstance(each, str | dict) and (content := model_values(each)):
+            return family_of(content).settings_class()
+    # A published size.
+    if pretrained is None and isinstance(config, str) and not config.endswith(".json"):
+        return family_of({}).settings_class()
     return min(settings_classes(), key=lambda run: len(own_settings(values, run)[1]))
 
 
@@ -48,8 +58,35 @@ def own_settings(
         not at their default, with the names of these families. Unknown keys stay in the values.
     """
     found: dict[Key, str] = {}
+
+    def own_part(
+        values: Mapping[str, Any],
+        section: type[Section],
+        others: Sequence[tuple[str, type[Section]]],
+        key: Key,
+    ) -> dict[str, Any]:
+        own = {}
+        for name, value in values.items():
+            theirs = [
+                (family, other.model_fields[name])
+                for family, other in others
+                if name in other.model_fields
+            ]
+            field = section.model_fields.get(name)
+            if field is None and theirs:
+                if not any(_is_default(value, other) for _, other in theirs):
+                    found[(*key, name)] = ", ".join(dict.fromkeys(family for family, _ in theirs))
+                continue
+            inner = None if field is None else section_of(field)
+            if inner is not None and isinstance(value, Mapping):
+                sections = [(family, section_of(other)) for family, other in theirs]
+                nested = [(family, other) for family, other in sections if other is not None]
+                value = own_part(value, inner, nested, (*key, name))
+            own[name] = value
+        return own
+
     others = [(other.family, other) for other in settings_classes() if other is not run]
-    return _own_settings(values, run, others, (), found), found
+    return own_part(values, run, others, ()), found
 
 
 def settings_help() -> Iterator[tuple[str, tuple[str, ...], Descriptions]]:
@@ -65,53 +102,6 @@ def settings_help() -> Iterator[tuple[str, tuple[str, ...], Descriptions]]:
         own = setting_descriptions(run)
         own = {name: described for name, described in own.items() if name not in common}
         yield f"settings of {run.family} only", tuple(run.parts), own
-
-
-def _model_content(values: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The content of the model's config.json; empty for a published size, None if unreadable.
-
-    Falls back to the checkpoint of train.resume_from_checkpoint.
-    """
-
-    def setting(section: str, name: str) -> Any:
-        found = values.get(section)
-        return found.get(name) if isinstance(found, Mapping) else None
-
-    pretrained, config = setting("model", "pretrained"), setting("model", "config")
-    source = config if pretrained is None else pretrained
-    for each in (source, setting("train", "resume_from_checkpoint")):
-        if isinstance(each, str | dict) and (content := model_values(each)):
-            return content
-    is_size = pretrained is None and isinstance(config, str) and not config.endswith(".json")
-    return {} if is_size else None
-
-
-def _own_settings(
-    values: Mapping[str, Any],
-    section: type[Section],
-    others: Sequence[tuple[str, type[Section]]],
-    key: Key,
-    found: dict[Key, str],
-) -> dict[str, Any]:
-    own = {}
-    for name, value in values.items():
-        theirs = [
-            (family, other.model_fields[name])
-            for family, other in others
-            if name in other.model_fields
-        ]
-        field = section.model_fields.get(name)
-        if field is None and theirs:
-            if not any(_is_default(value, other) for _, other in theirs):
-                found[(*key, name)] = ", ".join(dict.fromkeys(family for family, _ in theirs))
-            continue
-        inner = None if field is None else section_of(field)
-        if inner is not None and isinstance(value, Mapping):
-            sections = [(family, section_of(other)) for family, other in theirs]
-            nested = [(family, other) for family, other in sections if other is not None]
-            value = _own_settings(value, inner, nested, (*key, name), found)
-        own[name] = value
-    return own
 
 
 def _is_default(value: Any, field: FieldInfo) -> bool:

@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from paddle_vl.config.bounded_yaml import read_document
 from paddle_vl.config.data_sources import PATH, SOURCE, SourceConfig
-from paddle_vl.config.family_settings import Key, own_settings, settings_class_of
+from paddle_vl.config.family_settings import Descriptions, Key, own_settings, settings_class_of
 from paddle_vl.config.peer_names import setting_for
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.config.section import flatten, setting_descriptions
@@ -177,13 +177,16 @@ def _schema_problems(
     sections = {setting[:-1] for setting in settings}
     by_key: dict[Key, list[ErrorDetails]] = {}
     for item in error.errors(include_url=False):
-        key = tuple(
-            name for name in _without_alternatives(item["loc"]) if name not in (PATH, SOURCE)
-        )
+        key, is_entry = item["loc"], SOURCE in item["loc"]
+        if is_entry:
+            # In an entry of a source only up to pydantic's name of a type.
+            first = key.index(SOURCE)
+            inside = takewhile(lambda each: str(each).isidentifier(), key[first + 1 :])
+            key = (*key[:first], *inside)
+        key = tuple(name for name in key if name != PATH)
         known = next((key[:n] for n in range(len(key), 0, -1) if key[:n] in settings), None)
         # After the setting's key the location has list items or alternatives of a union.
         inside = () if known is None or known in sections else key[len(known) :]
-        is_entry = SOURCE in item["loc"]
         if known is not None and not is_entry and not all(isinstance(i, int) for i in inside):
             key = known
         by_key.setdefault(key, []).append(item)
@@ -197,15 +200,6 @@ def _schema_problems(
     return messages
 
 
-def _without_alternatives(key: Key) -> Key:
-    """The location of an error, in an entry of a source only up to pydantic's name of a type."""
-    if SOURCE not in key:
-        return key
-    first = key.index(SOURCE) + 1
-    inside = takewhile(lambda part: isinstance(part, str) and part.isidentifier(), key[first:])
-    return (*key[:first], *inside)
-
-
 def _place(key: Key, places: dict[Key, str], path: str) -> str:
     """Where a key was set; for a missing key, where its section was set."""
     if key in places:
@@ -217,7 +211,7 @@ def _place(key: Key, places: dict[Key, str], path: str) -> str:
 
 
 def _message(
-    key: Key, items: list[ErrorDetails], run: type[RunConfig], described: dict[str, tuple[str, str]]
+    key: Key, items: list[ErrorDetails], run: type[RunConfig], described: Descriptions
 ) -> str:
     name, first = _dotted(key), items[0]
     if SOURCE in first["loc"] and first["type"] in ("extra_forbidden", "missing"):
@@ -232,9 +226,7 @@ def _message(
     return f"{name} is {_shown(first['input'])}; {wanted}"
 
 
-def _nearest(
-    key: Key, value: Any, run: type[RunConfig], described: dict[str, tuple[str, str]]
-) -> str:
+def _nearest(key: Key, value: Any, run: type[RunConfig], described: Descriptions) -> str:
     name = ".".join(str(part)[:_LONGEST_NAME] for part in key)
     if (setting := setting_for(name, described)) is not None:
         return f"did you mean {setting}?"
@@ -244,8 +236,7 @@ def _nearest(
     if hints := [f"{setting} for {each}" for each, setting in hints if setting is not None]:
         return f"did you mean {', '.join(hints)}?"
     section = ".".join(map(str, key[:-1]))
-    names = [name.rpartition(".") for name in described]
-    own = [name for other, _, name in names if other == section]
+    own = [leaf for outer, _, leaf in (n.rpartition(".") for n in described) if outer == section]
     if own:
         return f"{section} has {', '.join(own)}"
     return f"the sections are {', '.join(run.model_fields)}"

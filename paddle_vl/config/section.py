@@ -75,7 +75,11 @@ def setting_descriptions(section: type[Section], prefix: str = "") -> dict[str, 
     described, nested = {}, {}
     for name, field in section.model_fields.items():
         if field.description is not None:
-            described[prefix + name] = (_shown_default(field), " ".join(field.description.split()))
+            default = "required"
+            if not field.is_required():
+                value = field.get_default(call_default_factory=True)
+                default = "its settings below" if isinstance(value, Section) else _in_yaml(value)
+            described[prefix + name] = (default, " ".join(field.description.split()))
         if (inner := section_of(field)) is not None:
             nested |= setting_descriptions(inner, f"{prefix}{name}.")
     return described | nested
@@ -109,10 +113,3 @@ def _in_yaml(value: Any) -> str:
     if isinstance(value, Section):
         value = value.model_dump(exclude_defaults=True)
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _shown_default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "required"
-    value = field.get_default(call_default_factory=True)
-    return "its settings below" if isinstance(value, Section) else _in_yaml(value)

@@ -1,10 +1,9 @@
 """Rules between several settings, or between a setting and the machine.
 
 That a setting needs another is said where it is declared, see `paddle_vl.config.section.OnlyWith`.
-Other rules are functions that yield a message for each problem. `CONFIG_RULES` need the
-settings alone and run when a file is loaded; `LAUNCH_RULES` look at files and device before
-anything is built. Families add rules in their subclass of `RunConfig`. Rules about the mesh of
-ranks are in `paddle_vl.parallel.degrees`.
+`rule_problems` need the settings alone and run when a file is loaded; `launch_problems` look at
+files and device before anything is built. Families add rules in their subclass of `RunConfig`.
+Rules about the mesh of ranks are in `paddle_vl.parallel.degrees`.
 """
 
 import math
@@ -31,62 +30,63 @@ _CGROUP_LIMITS = (
 
 def rule_problems(config: RunConfig) -> list[str]:
     """Problems of the settings alone."""
-    return [*(problem for rule in CONFIG_RULES for problem in rule(config)), *config.problems()]
+    return [
+        *_problems_of_what_is_trained(config),
+        *_problems_of_length(config),
+        *settings_without_effect(config),
+        *config.problems(),
+    ]
 
 
 def launch_problems(config: RunConfig, device: str) -> list[str]:
     """What prevents the run from starting on this machine, on the Paddle device of that name."""
-    return [problem for rule in LAUNCH_RULES for problem in rule(config, device)]
+    return [
+        *_absent_files(config),
+        *_problems_of_machine(config, device),
+        *_problems_of_output(config),
+    ]
 
 
-def one_model_source(config: RunConfig) -> Problems:
-    model = config.model
+def _problems_of_what_is_trained(config: RunConfig) -> Problems:
+    model, data, train = config.model, config.data, config.train
     if (model.pretrained is None) == (model.config is None):
         found = "neither is" if model.pretrained is None else "both are"
         yield (
             f"{found} set of model.pretrained and model.config: set model.pretrained to start from "
             "a checkpoint, or model.config to start from random weights"
         )
-
-
-def processor_is_known(config: RunConfig) -> Problems:
-    has_folder = config.data.processor is not None or config.model.pretrained is not None
-    if config.needs_processor and not has_folder:
+    if config.needs_processor and data.processor is None and model.pretrained is None:
         yield (
             "data.processor is not set and there is no model.pretrained to take it from: set "
             "data.processor to a folder with tokenizer.json and preprocessor_config.json"
         )
-
-
-def evaluation_has_data(config: RunConfig) -> Problems:
-    if config.train.eval_steps is not None and not config.data.eval:
+    if train.eval_steps is not None and not data.eval:
         yield (
-            f"train.eval_steps is {config.train.eval_steps} but data.eval lists no file: name the "
+            f"train.eval_steps is {train.eval_steps} but data.eval lists no file: name the "
             "evaluation files or remove train.eval_steps"
         )
-
-
-def part_rates_have_a_schedule(config: RunConfig) -> Problems:
-    if config.train.part_learning_rates and config.train.learning_rate == 0:
+    if train.part_learning_rates and train.learning_rate == 0:
         yield (
             "train.part_learning_rates are peaks of the schedule of train.learning_rate, which is "
             "0: set it above 0, and freeze (model.freeze) what is not to be trained"
         )
-
-
-def parts_are_spelt_right(config: RunConfig) -> Problems:
-    model, train = config.model, config.train
     for setting, patterns in (
         ("model.freeze", model.freeze),
         ("train.part_learning_rates", train.part_learning_rates),
         ("train.weight_decay_exclude", train.weight_decay_exclude),
     ):
         yield from misspelt_groups(patterns, setting, config.parts)
+    if config.parallel.schedule == "colocated" and not config.has_colocated:
+        yield (
+            f"parallel.schedule is colocated, which {config.family} does not support yet: set "
+            "parallel.schedule=plain"
+        )
 
 
-def one_length(config: RunConfig) -> Problems:
+def _problems_of_length(config: RunConfig) -> Problems:
+    train = config.train
     names = ("max_steps", "num_train_epochs", "max_tokens")
-    given = [f"train.{name}" for name in names if getattr(config.train, name) is not None]
+    given = [f"train.{name}" for name in names if getattr(train, name) is not None]
     if not given:
         yield (
             "no length is set: set one of train.max_steps, train.num_train_epochs and "
@@ -94,31 +94,23 @@ def one_length(config: RunConfig) -> Problems:
         )
     elif len(given) > 1:
         yield f"{' and '.join(given)} are set, and a run has one length: set one of them"
-
-
-def tokens_are_counted(config: RunConfig) -> Problems:
-    train = config.train
-    if train.max_tokens is None:
-        return
-    if not config.counts_tokens:
-        yield (
-            f"train.max_tokens is {train.max_tokens} but {config.family} counts no tokens: set "
-            "train.max_steps or train.num_train_epochs"
-        )
-    if train.warmup_steps:
-        yield (
-            f"train.warmup_steps is {train.warmup_steps} but the learning rate of a run of "
-            "train.max_tokens follows tokens: set train.warmup_ratio, the share of the run"
-        )
-    if train.lr_scheduler_type == "cosine_decay_with_warmup":
-        yield (
-            "train.lr_scheduler_type cosine_decay_with_warmup counts steps, and train.max_tokens "
-            "is set: choose cosine, constant or warmup_stable_decay, or set train.max_steps"
-        )
-
-
-def warmup_fits(config: RunConfig) -> Problems:
-    train = config.train
+    if train.max_tokens is not None:
+        if not config.counts_tokens:
+            yield (
+                f"train.max_tokens is {train.max_tokens} but {config.family} counts no tokens: set "
+                "train.max_steps or train.num_train_epochs"
+            )
+        if train.warmup_steps:
+            yield (
+                f"train.warmup_steps is {train.warmup_steps} but the learning rate of a run of "
+                "train.max_tokens follows tokens: set train.warmup_ratio, the share of the run"
+            )
+        if train.lr_scheduler_type == "cosine_decay_with_warmup":
+            yield (
+                "train.lr_scheduler_type cosine_decay_with_warmup counts steps, and "
+                "train.max_tokens is set: choose cosine, constant or warmup_stable_decay, or set "
+                "train.max_steps"
+            )
     if train.warmup_steps and train.warmup_ratio:
         yield (
             f"train.warmup_steps {train.warmup_steps} and train.warmup_ratio {train.warmup_ratio} "
@@ -126,6 +118,18 @@ def warmup_fits(config: RunConfig) -> Problems:
         )
     if train.max_steps is not None:
         yield from warmup_problems(train, train.max_steps, f"train.max_steps {train.max_steps}")
+    if train.lr_scheduler_type != "warmup_stable_decay":
+        return
+    if train.decay_ratio is None:
+        yield (
+            "train.lr_scheduler_type is warmup_stable_decay but train.decay_ratio is not set: "
+            "set the share of the run in which the rate falls, for instance 0.1"
+        )
+    elif (share := train.decay_ratio + train.warmup_ratio) > 1:
+        yield (
+            f"train.warmup_ratio {train.warmup_ratio} and train.decay_ratio "
+            f"{train.decay_ratio} are {share:g} of the run: lower them to at most 1 together"
+        )
 
 
 def warmup_problems(train: TrainConfig, num_steps: int, length: str) -> Problems:
@@ -141,74 +145,38 @@ def warmup_problems(train: TrainConfig, num_steps: int, length: str) -> Problems
         )
 
 
-def stable_phase_has_an_end(config: RunConfig) -> Problems:
-    train = config.train
-    if train.lr_scheduler_type != "warmup_stable_decay":
-        return
-    if train.decay_ratio is None:
-        yield (
-            "train.lr_scheduler_type is warmup_stable_decay but train.decay_ratio is not set: "
-            "set the share of the run in which the rate falls, for instance 0.1"
-        )
-    elif (share := train.decay_ratio + train.warmup_ratio) > 1:
-        yield (
-            f"train.warmup_ratio {train.warmup_ratio} and train.decay_ratio "
-            f"{train.decay_ratio} are {share:g} of the run: lower them to at most 1 together"
-        )
+def _absent_files(config: RunConfig) -> Problems:
+    model, data = config.model, config.data
+    files: list[tuple[str, str, bool]] = []
+    for setting in ("train", "eval"):
+        for i, entry in enumerate(getattr(data, setting)):
+            if isinstance(entry, SourceConfig):
+                name = f"data.{setting}[{i}].path"
+                files += [(name, pattern, bool(matches(pattern))) for pattern in entry.patterns]
+            else:
+                files.append((f"data.{setting}[{i}]", entry, Path(entry).is_file()))
+    others = dict(config.input_files)
+    # Without the suffix it is the name of a published size.
+    if isinstance(model.config, str) and model.config.endswith(".json"):
+        others["model.config"] = model.config
+    files += [(name, file, Path(file).is_file()) for name, file in others.items()]
+    folders = {"model.pretrained": model.pretrained, "data.processor": data.processor}
+    kinds = [("file", *each) for each in files]
+    kinds += [("folder", name, path, Path(path).is_dir()) for name, path in folders.items() if path]
+    for kind, name, path, is_there in kinds:
+        if not is_there:
+            yield (
+                f"{name}: no {kind} {path} (paths are relative to the current directory, "
+                f"{Path.cwd()})"
+            )
 
 
-def colocated_has_an_encoder(config: RunConfig) -> Problems:
-    parallel = config.parallel
-    if parallel.schedule == "colocated" and not config.has_colocated:
-        yield (
-            f"parallel.schedule is colocated, which {config.family} does not support yet: set "
-            "parallel.schedule=plain"
-        )
-
-
-def dtype_runs_on_device(config: RunConfig, device: str) -> Problems:
+def _problems_of_machine(config: RunConfig, device: str) -> Problems:
     if config.model.compute_dtype == "bfloat16" and device.startswith("cpu"):
         yield (
             "model.compute_dtype is bfloat16 but the device is the CPU, where Paddle has no "
             "bfloat16 kernels: set model.compute_dtype=float32 or run on a GPU"
         )
-
-
-def files_exist(config: RunConfig, device: str) -> Problems:
-    model, data = config.model, config.data
-    files: dict[str, str] = {}
-    for setting in ("train", "eval"):
-        for i, entry in enumerate(getattr(data, setting)):
-            if isinstance(entry, SourceConfig):
-                yield from _absent_sources(f"data.{setting}[{i}].path", entry)
-            else:
-                files[f"data.{setting}[{i}]"] = entry
-    files |= config.input_files
-    # Without the suffix it is the name of a published size.
-    if isinstance(model.config, str) and model.config.endswith(".json"):
-        files["model.config"] = model.config
-    folders = {"model.pretrained": model.pretrained, "data.processor": data.processor}
-    for name, file in files.items():
-        if not Path(file).is_file():
-            yield _absent(name, file, "file")
-    for name, folder in folders.items():
-        if folder is not None and not Path(folder).is_dir():
-            yield _absent(name, folder, "folder")
-
-
-def output_can_be_written(config: RunConfig, device: str) -> Problems:
-    output = Path(config.train.output_dir)
-    nearest = next(path for path in (output, *output.absolute().parents) if path.exists())
-    if not nearest.is_dir():
-        yield f"train.output_dir {output}: {nearest} is a file, not a folder; choose another folder"
-    elif not os.access(nearest, os.W_OK | os.X_OK):
-        yield (
-            f"train.output_dir {output}: this user may not write to {nearest}; choose another "
-            "folder, or change its permissions"
-        )
-
-
-def workers_fit(config: RunConfig, device: str) -> Problems:
     workers = config.data.num_workers
     needed, available = workers * _WORKER_BYTES, machine_memory()
     if needed > available:
@@ -219,8 +187,16 @@ def workers_fit(config: RunConfig, device: str) -> Problems:
         )
 
 
-def output_is_unused(config: RunConfig, device: str) -> Problems:
+def _problems_of_output(config: RunConfig) -> Problems:
     output = Path(config.train.output_dir)
+    nearest = next(path for path in (output, *output.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        yield f"train.output_dir {output}: {nearest} is a file, not a folder; choose another folder"
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        yield (
+            f"train.output_dir {output}: this user may not write to {nearest}; choose another "
+            "folder, or change its permissions"
+        )
     if config.train.resume_from_checkpoint != "none" or not output.is_dir():
         return
     found = sorted(path.name for path in output.iterdir() if _RUN_FILES.fullmatch(path.name))
@@ -241,37 +217,3 @@ def machine_memory() -> int:
         if file.is_file() and (text := file.read_text(encoding="ascii").strip()).isdigit():
             total = min(total, int(text) + swap)
     return total
-
-
-def _absent_sources(setting: str, source: SourceConfig) -> Problems:
-    for pattern in source.patterns:
-        if not matches(pattern):
-            yield _absent(setting, pattern, "file")
-
-
-def _absent(setting: str, path: str, kind: str) -> str:
-    return (
-        f"{setting}: no {kind} {path} (paths are relative to the current directory, {Path.cwd()})"
-    )
-
-
-CONFIG_RULES = (
-    one_model_source,
-    processor_is_known,
-    evaluation_has_data,
-    part_rates_have_a_schedule,
-    parts_are_spelt_right,
-    one_length,
-    tokens_are_counted,
-    warmup_fits,
-    stable_phase_has_an_end,
-    colocated_has_an_encoder,
-    settings_without_effect,
-)
-LAUNCH_RULES = (
-    dtype_runs_on_device,
-    files_exist,
-    workers_fit,
-    output_can_be_written,
-    output_is_unused,
-)

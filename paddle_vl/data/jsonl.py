@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from xxhash import xxh3_64
@@ -149,7 +149,13 @@ class LineIndex:
             hashes = line_hash.hexdigest(), media_hash.hexdigest()
             self.contents.append(FileContent(str(path), *hashes))
         if bad and on_bad_sample == "fail":
-            raise _first_of(bad)
+            first, more = bad[0], ""
+            if len(bad) > 1:
+                more = (
+                    f" ({len(bad) - 1} more bad samples follow, the next at {bad[1].place}; "
+                    "data.on_bad_sample: skip leaves them out)"
+                )
+            raise BadSampleError(first.kind, first.reason + more, first.place)
         self.skipped = Counter(error.kind for error in bad)
         if not index:
             raise ValueError(
@@ -199,21 +205,13 @@ def bounded_lines(path: Path, max_line_bytes: int) -> Iterator[tuple[int, int, b
         while line := file.readline(max_line_bytes + 1):
             number += 1
             length = len(line)
-            if length > max_line_bytes and not line.endswith(b"\n"):
-                length += _rest_of_line(file, max_line_bytes)
+            rest = line
+            while length > max_line_bytes and rest and not rest.endswith(b"\n"):
+                rest = file.readline(max_line_bytes)
+                length += len(rest)
             if line.strip():
                 yield number, offset, line
             offset += length
-
-
-def _rest_of_line(file: BinaryIO, at_once: int) -> int:
-    """Skip to the end of the line; the number of bytes skipped."""
-    length = 0
-    while chunk := file.readline(at_once):
-        length += len(chunk)
-        if chunk.endswith(b"\n"):
-            break
-    return length
 
 
 def check_length(line: bytes, max_line_bytes: int) -> None:
@@ -294,13 +292,3 @@ _FINITE = json.JSONDecoder(
     parse_constant=_no_constant, parse_float=_finite_float, object_pairs_hook=_without_duplicates
 )
 _ANY = json.JSONDecoder(object_pairs_hook=_without_duplicates)
-
-
-def _first_of(bad: Sequence[BadSampleError]) -> BadSampleError:
-    """The first error, extended by the number of further ones."""
-    if len(bad) == 1:
-        return bad[0]
-    first = bad[0]
-    more = f" ({len(bad) - 1} more bad samples follow, the next at {bad[1].place}"
-    more += "; data.on_bad_sample: skip leaves them out)"
-    return BadSampleError(first.kind, first.reason + more, first.place)

@@ -3,26 +3,22 @@
 Over 350 lines, to keep the order of samples, the job of a worker and the loader together.
 """
 
+import zlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.data.packing import PackedOrder, RowBudget, SampleLengths, check_ranks
-from paddle_vl.data.prefetch import PendingBatch, PrefetchingLoader, describe_wait, refuse_changes
+from paddle_vl.data.packing import RowBudget, SampleLengths, check_ranks, fill_batches, pack
+from paddle_vl.data.prefetch import NoBatchError, PendingBatch, PrefetchingLoader
 from paddle_vl.data.worker_pool import (
     MAX_BAD_IN_A_ROW,
     Collator,
-    DrawsByEpoch,
-    HasContents,
-    LoadedBatch,
     Sample,
     SampleSource,
-    WorkerPool,
     note_sample,
 )
 from paddle_vl.files.checked_values import Count, checked, read_section
@@ -39,61 +35,124 @@ class _Position:
     stream: dict[str, Any]
 
 
-@dataclass(frozen=True)
 class SampleOrder:
     """The batches of every epoch as a pure function of seed, epoch and batch number.
 
     Attributes:
-        num_samples: samples of the dataset.
-        batch_size: samples per batch and data-parallel rank.
-        shuffle: a new random order in every epoch; otherwise file order.
-        drop_last: leave out the samples at the end of an epoch that do not fill a global batch.
-        rank, size: data-parallel rank and world size. `batch_size * size` consecutive samples make
-            a global batch, of which a rank takes every `size`-th sample.
+        batch_size: rows (of one sample) per batch and data-parallel rank.
+        rank, size: data-parallel rank and world size. `batch_size * size` consecutive rows make a
+            global batch, of which a rank takes every `size`-th.
+        row_tokens: most tokens of a packed row; None for rows of one sample.
     """
 
-    num_samples: int
-    batch_size: int
-    shuffle: bool
-    seed: int
-    drop_last: bool
-    rank: int = 0
-    size: int = 1
+    row_tokens: int | None = None
+    _row_kind = ""
 
-    def __post_init__(self) -> None:
-        check_ranks(self.batch_size, self.rank, self.size)
-        if self.batches_in(0) == 0:
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+        rank: int = 0,
+        size: int = 1,
+    ):
+        """
+        Args:
+            num_samples: samples of the dataset.
+            shuffle: a new random order in every epoch; otherwise file order.
+            drop_last: leave out the rows at the end of an epoch that do not fill a global batch.
+
+        Raises:
+            ValueError: a number is out of range, or there are too few samples for a batch.
+        """
+        check_ranks(batch_size, rank, size)
+        self.batch_size, self.seed, self.rank, self.size = batch_size, seed, rank, size
+        self._num_samples, self._shuffle, self._drop_last = num_samples, shuffle, drop_last
+        # Prefetching reads at most one epoch ahead.
+        self.rows = lru_cache(maxsize=3)(self._rows)
+        if num_samples < (batch_size * size if drop_last else 1):
             raise ValueError(
-                f"{self.num_samples} samples do not fill one batch of {self.batch_size} on "
-                f"{self.size} data-parallel rank(s); lower the batch size or add data"
+                f"{num_samples} samples do not fill one batch of {batch_size}{self._row_kind} on "
+                f"{size} data-parallel rank(s); lower the batch size or add data"
             )
 
     def batches_in(self, epoch: int) -> int:
         """Batches of an epoch, the same on every rank."""
-        full, rest = divmod(self.num_samples, self.batch_size * self.size)
-        return full if self.drop_last or not rest else full + 1
+        full, rest = divmod(self._num_rows(epoch), self.batch_size * self.size)
+        return full if self._drop_last or not rest else full + 1
 
-    def describe(self) -> dict[str, int | bool]:
-        """Settings that the order depends on, besides samples and seed; JSON values."""
-        return {"shuffle": self.shuffle, "drop_last": self.drop_last}
+    def batch(self, epoch: int, number: int) -> Sequence[Any]:
+        """Sample number, or of packed rows the numbers (int64), of each row of one batch of this
+        rank.
 
-    def batch(self, epoch: int, number: int) -> np.ndarray:
-        """Sample numbers of one batch of this rank: int64.
-
-        Without `drop_last` the last batch may be shorter, and empty on some ranks.
+        Without `drop_last` the last batch may be shorter, and empty on some ranks. A packed row may
+        be empty.
         """
         global_size = self.batch_size * self.size
         start = number * global_size
-        order = _epoch_order(self.num_samples, self.seed, epoch if self.shuffle else None)
-        return order[start : start + global_size][self.rank :: self.size]
+        rows = self.rows(epoch if self._shuffle else 0)
+        return rows[start : start + global_size][self.rank :: self.size]
+
+    def describe(self) -> dict[str, Any]:
+        """Settings that the order depends on, besides samples and seed; JSON values."""
+        return {"shuffle": self._shuffle, "drop_last": self._drop_last}
+
+    def _num_rows(self, epoch: int) -> int:
+        return self._num_samples
+
+    def _rows(self, epoch: int) -> Any:
+        """Sample numbers of all rows of an epoch, on all ranks."""
+        if not self._shuffle:
+            return np.arange(self._num_samples)
+        return np.random.default_rng([self.seed, epoch]).permutation(self._num_samples)
 
 
-# Prefetching reads at most one epoch ahead.
-@lru_cache(maxsize=4)
-def _epoch_order(num_samples: int, seed: int, epoch: int | None) -> np.ndarray:
-    if epoch is None:
-        return np.arange(num_samples)
-    return np.random.default_rng([seed, epoch]).permutation(num_samples)
+class PackedOrder(SampleOrder):
+    """The batches of packed rows of every epoch, the same rows on every rank.
+
+    Each epoch is shuffled and packed anew, so that the number of batches may differ by a few.
+    """
+
+    _row_kind = " packed rows"
+
+    def __init__(
+        self,
+        lengths: SampleLengths,
+        budget: RowBudget,
+        batch_size: int,
+        seed: int,
+        rank: int = 0,
+        size: int = 1,
+    ):
+        """
+        Raises:
+            ValueError: a number is out of range, or there are fewer samples than rows in a batch.
+        """
+        self.lengths, self.budget, self.row_tokens = lengths, budget, budget.tokens
+        self._numbers = np.flatnonzero(lengths.tokens)
+        super().__init__(
+            len(self._numbers), batch_size, shuffle=True, seed=seed, drop_last=True, rank=rank,
+            size=size,
+        )  # fmt: skip
+
+    def describe(self) -> dict[str, Any]:
+        sizes = np.stack([self.lengths.tokens, self.lengths.vision])
+        return {
+            "packing_length": self.budget.tokens,
+            "max_vision_tokens_per_row": self.budget.vision_tokens,
+            "sample_lengths": zlib.crc32(sizes.astype("<i8").tobytes()),
+        }
+
+    def _num_rows(self, epoch: int) -> int:
+        return len(self.rows(epoch))
+
+    def _rows(self, epoch: int) -> list[np.ndarray]:
+        rng = np.random.default_rng([self.seed, epoch])
+        rows = pack(rng.permutation(self._numbers), self.lengths, self.budget, rng)
+        return fill_batches(rows, self.lengths, self.batch_size * self.size)
 
 
 class Packing(NamedTuple):
@@ -103,10 +162,17 @@ class Packing(NamedTuple):
     budget: RowBudget
 
 
+class LoadedBatch(NamedTuple):
+    """A collated batch, None if no sample was usable, and the skipped samples by kind of fault."""
+
+    batch: dict[str, Any] | None
+    skipped: Counter[str]
+
+
 def load_batch(
     dataset: SampleSource,
     collator: Collator,
-    rows: Sequence[np.ndarray],
+    rows: Sequence[Any],
     row_tokens: int | None,
     replace_bad: bool,
     epoch: int,
@@ -118,14 +184,14 @@ def load_batch(
         row_tokens: most tokens of a packed row; None for rows of one sample.
         replace_bad: where the dataset skips bad samples, take the next good sample in file order
             instead, so that the batch keeps its size; otherwise leave it out.
-        epoch: selects the random draws of a `DrawsByEpoch` dataset.
+        epoch: selects the random draws of a dataset that has `in_epoch`.
 
     Raises:
         BadSampleError: a bad sample where `on_bad_sample` is "fail", or too many in a row.
         RuntimeError: a packed row is longer than when its samples were measured.
     """
-    if isinstance(dataset, DrawsByEpoch):
-        dataset = dataset.in_epoch(epoch)
+    if in_epoch := getattr(dataset, "in_epoch", None):
+        dataset = in_epoch(epoch)
     skipped: Counter[str] = Counter()
     loaded: list[Any]
     if row_tokens is None:
@@ -173,7 +239,7 @@ def _good_samples(
     return samples
 
 
-class PrefetchLoader(PrefetchingLoader[LoadedBatch]):
+class PrefetchLoader(PrefetchingLoader):
     """An iterator over batches. Their order depends on neither workers nor prefetching.
 
         with PrefetchLoader(dataset, collator, batch_size=8, shuffle=True, seed=1, drop_last=True,
@@ -232,19 +298,18 @@ class PrefetchLoader(PrefetchingLoader[LoadedBatch]):
         ):
             if value < least:
                 raise ValueError(f"{name} is {value}; at least {least} is needed")
-        super().__init__(num_workers, rank, size)
-        self._dataset, self._collator, self._drop_last = dataset, collator, drop_last
-        self._order: SampleOrder | PackedOrder
+        ahead = max(prefetch_batches, num_workers)
+        super().__init__(load_batch, dataset, collator, num_workers, ahead, rank, size)
+        self._dataset, self._drop_last, self._num_epochs = dataset, drop_last, num_epochs
         if packing is None:
             self._order = SampleOrder(
-                len(dataset), batch_size, shuffle, seed, drop_last, rank, size
-            )
+                len(dataset), batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last,
+                rank=rank, size=size,
+            )  # fmt: skip
         elif shuffle and not drop_last:
             self._order = PackedOrder(*packing, batch_size, seed, rank, size)
         else:
             raise ValueError("packed rows are shuffled and leave no sample out")
-        self._num_epochs = num_epochs
-        self._max_pending = max(prefetch_batches, num_workers)
         self._skipped: Counter[str] = Counter()
         self._move_to(0, 0)
 
@@ -268,11 +333,28 @@ class PrefetchLoader(PrefetchingLoader[LoadedBatch]):
             ValueError: every sample of an epoch was bad.
         """
         while self._num_epochs is None or self.epoch < self._num_epochs:
-            batch = self._advance()
-            if batch is not None:
-                return batch
+            loaded: LoadedBatch = self._take() if self._num_workers else self._load_here()
+            self._skipped.update(loaded.skipped)
+            self._has_batch = self._has_batch or loaded.batch is not None
+            self.batches_consumed += 1
+            if self.batches_consumed == len(self):
+                if not self._has_batch and self.rank == 0:
+                    raise ValueError(
+                        f"every sample of epoch {self.epoch} is bad: {self.skipped}; see "
+                        "data.on_bad_sample: fail for the first reason"
+                    )
+                self.epoch, self.batches_consumed, self._has_batch = self.epoch + 1, 0, False
+            self._request_ahead()
+            # None if all of its samples were skipped.
+            if loaded.batch is not None:
+                return loaded.batch
         self._move_to(0, 0)
         raise StopIteration
+
+    def _load_here(self) -> LoadedBatch:
+        batch, arguments = self._job(0)
+        self._awaited = batch, None, 0
+        return load_batch(*self._shared, *arguments)
 
     @property
     def skipped(self) -> dict[str, int]:
@@ -289,32 +371,23 @@ class PrefetchLoader(PrefetchingLoader[LoadedBatch]):
         }
 
     def load_state_dict(self, state: dict[str, Any], batches: int | None = None) -> None:
-        # Older states have no hashes of file contents; they are compared by positions of lines.
         position = read_section(_Position, state, "data")
         was, here = dict(position.stream), self._stream()
         contents = here.pop("contents", [])
-        edited = _edited(was.pop("contents", []), contents)
-        if (
-            "contents" not in position.stream
-            and isinstance(self._dataset, HasContents)
-            and contents
-        ):
-            here["fingerprint"] = self._dataset.positions_fingerprint
-        elif edited:
+        problems = _edited(was.pop("contents", []), contents)
+        if contents and "contents" not in position.stream:
+            # Older states have no hashes of file contents; positions of lines are compared.
+            here["fingerprint"] = getattr(self._dataset, "positions_fingerprint")  # noqa: B009
+        elif problems:
             # The edited files explain why the fingerprints differ.
             del here["fingerprint"]
             was.pop("fingerprint", None)
-        differing = edited + [
+        problems += [
             f"{name} was {was.get(name)} and is {here.get(name)}"
             for name in dict.fromkeys([*here, *was])
             if was.get(name) != here.get(name)
         ]
-        refuse_changes(differing, "samples")
-        self._check_position(position, batches)
-        self._skipped = Counter(position.skipped)
-        self._move_to(position.epoch, position.batches_consumed)
-
-    def _check_position(self, position: "_Position", batches: int | None) -> None:
+        self._refuse_changes(problems)
         epoch, consumed = position.epoch, position.batches_consumed
         if batches is not None and epoch > batches:
             raise ValueError(f"data: epoch is {epoch}, after {batches} batches")
@@ -323,81 +396,40 @@ class PrefetchLoader(PrefetchingLoader[LoadedBatch]):
             raise ValueError(
                 f"data: batches_consumed is {consumed}; epoch {epoch} has {in_epoch} batches"
             )
-        # Batches without a good sample, of packed rows, are not counted.
-        counts = isinstance(self._order, SampleOrder) and self._drop_last
-        if counts and batches is not None and epoch * in_epoch + consumed != batches:
+        # Where samples may be left out, batches without a good one are not counted.
+        if self._drop_last and batches is not None and epoch * in_epoch + consumed != batches:
             raise ValueError(
                 f"data: epoch is {epoch} and batches_consumed is {consumed}, of {in_epoch} in each "
                 f"epoch; the run had used {batches} batches"
             )
-
-    def waiting_for(self) -> str:
-        batch, pools = self._awaited, self._pools
-        if batch is None:
-            return "no batch was requested"
-        workers = pools[0].progress() if pools and batch.job is not None else None
-        rank = self.rank if self.size > 1 else None
-        return describe_wait(batch, self._dataset, workers, rank)
-
-    def close(self) -> None:
-        super().close()
-        self._move_to(self.epoch, self.batches_consumed)
-
-    def _advance(self) -> dict[str, Any] | None:
-        """Consume one batch; None if all of its samples were skipped."""
-        loaded = self._from_workers() if self._num_workers else self._load_inline()
-        self._request_ahead()
-        self._skipped.update(loaded.skipped)
-        self._has_batch = self._has_batch or loaded.batch is not None
-        self.batches_consumed += 1
-        if self.batches_consumed == len(self):
-            if not self._has_batch and self.rank == 0:
-                raise ValueError(
-                    f"every sample of epoch {self.epoch} is bad: {self.skipped}; see "
-                    "data.on_bad_sample: fail for the first reason"
-                )
-            self.epoch, self.batches_consumed, self._has_batch = self.epoch + 1, 0, False
-        return loaded.batch
-
-    def _load_inline(self) -> LoadedBatch:
-        samples, arguments = self._job(self.epoch, self.batches_consumed)
-        self._awaited = PendingBatch(self.epoch, self.batches_consumed, samples)
-        return load_batch(self._dataset, self._collator, *arguments)
-
-    def _job(self, epoch: int, number: int) -> tuple[list[int], tuple]:
-        """Samples of a batch, and the further arguments of `load_batch`."""
-        rows = self._order.batch(epoch, number)
-        samples = np.hstack([*rows, []]).astype(np.int64).tolist()
-        row_tokens = self._order.budget.tokens if isinstance(self._order, PackedOrder) else None
-        return samples, (rows, row_tokens, self._drop_last, epoch)
-
-    def _name_of_next(self) -> str:
-        return f"batch {self.batches_consumed} of epoch {self.epoch}"
-
-    def _request(self) -> None:
-        if not self._pools:
-            self._pools = [WorkerPool(self._dataset, self._collator, self._num_workers)]
-        (pool,) = self._pools
-        while len(self._pending) < self._max_pending:
-            epoch, number = self._requested
-            if self._num_epochs is not None and epoch >= self._num_epochs:
-                return
-            job_number = pool.num_jobs
-            samples, arguments = self._job(epoch, number)
-            batch = PendingBatch(epoch, number, samples, job_number)
-            self._pending.append((batch, pool.submit(load_batch, *arguments)))
-            is_last = number + 1 == self._order.batches_in(epoch)
-            self._requested = (epoch + 1, 0) if is_last else (epoch, number + 1)
+        self._skipped = Counter(position.skipped)
+        self._move_to(epoch, consumed)
 
     def _move_to(self, epoch: int, batches_consumed: int) -> None:
         self._drop_pending()
         self.epoch, self.batches_consumed = epoch, batches_consumed
-        self._requested = (epoch, batches_consumed)
         self._has_batch = batches_consumed > 0
+
+    def _job(self, ahead: int) -> tuple[PendingBatch, tuple[Any, ...]]:
+        epoch, number = self.epoch, self.batches_consumed + ahead
+        while number >= (in_epoch := self._order.batches_in(epoch)):
+            epoch, number = epoch + 1, number - in_epoch
+        if self._num_epochs is not None and epoch >= self._num_epochs:
+            raise NoBatchError
+        rows = self._order.batch(epoch, number)
+        samples = np.hstack([*rows, []]).astype(np.int64).tolist()
+        files = ", ".join(map(str, getattr(self._dataset, "files", ())))
+        name, of_files = f"batch {number} of epoch {epoch}", f" (data: {files})" if files else ""
+        arguments = rows, self._order.row_tokens, self._drop_last, epoch
+        return PendingBatch(name, samples=samples, sources=of_files), arguments
+
+    def _place(self, sample: int) -> str:
+        place = getattr(self._dataset, "place", "sample {}".format)
+        return place(sample)
 
     def _stream(self) -> dict[str, Any]:
         """Everything that determines order and content of samples; JSON values."""
-        contents = self._dataset.contents if isinstance(self._dataset, HasContents) else ()
+        contents = getattr(self._dataset, "contents", ())
         return {
             **({"contents": [list(each) for each in contents]} if contents else {}),
             "num_samples": len(self._dataset),

@@ -3,8 +3,6 @@
 Shapes: N samples.
 """
 
-import zlib
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
@@ -151,70 +149,3 @@ def check_ranks(batch_size: int, rank: int, size: int) -> None:
         raise ValueError(f"batch size is {batch_size}; at least 1 is needed")
     if not 0 <= rank < size:
         raise ValueError(f"data-parallel rank {rank} is outside [0, {size})")
-
-
-class PackedOrder:
-    """The batches of packed rows of every epoch, the same rows on every rank.
-
-    Each epoch is shuffled and packed anew, so that the number of batches may differ by a few.
-
-    Attributes:
-        batch_size: rows per batch and data-parallel rank.
-        rank, size: data-parallel rank and world size. `batch_size * size` consecutive rows make a
-            global batch, of which a rank takes every `size`-th row.
-    """
-
-    def __init__(
-        self,
-        lengths: SampleLengths,
-        budget: RowBudget,
-        batch_size: int,
-        seed: int,
-        rank: int = 0,
-        size: int = 1,
-    ):
-        """Check the arguments.
-
-        Raises:
-            ValueError: a number is out of range, or there are fewer samples than rows in a batch.
-        """
-        self.lengths, self.budget = lengths, budget
-        self.batch_size, self.seed, self.rank, self.size = batch_size, seed, rank, size
-        self._numbers = np.flatnonzero(lengths.tokens)
-        check_ranks(batch_size, rank, size)
-        if self._numbers.size < batch_size * size:
-            raise ValueError(
-                f"{self._numbers.size} samples do not fill one batch of {batch_size} packed rows "
-                f"on {size} data-parallel rank(s); lower the batch size or add data"
-            )
-        # Prefetching reads at most one epoch ahead.
-        self._epochs: OrderedDict[int, list[np.ndarray]] = OrderedDict()
-
-    def batches_in(self, epoch: int) -> int:
-        """Batches of an epoch, the same on every rank."""
-        return len(self.rows(epoch)) // (self.batch_size * self.size)
-
-    def batch(self, epoch: int, number: int) -> list[np.ndarray]:
-        """Sample numbers (int64) of each row of one batch of this rank; a row may be empty."""
-        global_size = self.batch_size * self.size
-        start = number * global_size
-        return self.rows(epoch)[start : start + global_size][self.rank :: self.size]
-
-    def rows(self, epoch: int) -> list[np.ndarray]:
-        """Sample numbers of all rows of an epoch, on all ranks."""
-        if epoch not in self._epochs:
-            rng = np.random.default_rng([self.seed, epoch])
-            rows = pack(rng.permutation(self._numbers), self.lengths, self.budget, rng)
-            self._epochs[epoch] = fill_batches(rows, self.lengths, self.batch_size * self.size)
-            while len(self._epochs) > 3:
-                self._epochs.popitem(last=False)
-        return self._epochs[epoch]
-
-    def describe(self) -> dict[str, int | None]:
-        """Settings that the rows depend on, besides samples and seed; JSON values."""
-        sizes = np.stack([self.lengths.tokens, self.lengths.vision])
-        return {
-            "packing_length": self.budget.tokens,
-            "max_vision_tokens_per_row": self.budget.vision_tokens,
-            "sample_lengths": zlib.crc32(sizes.astype("<i8").tobytes()),
-        }

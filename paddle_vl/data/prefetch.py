@@ -6,58 +6,40 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.data.worker_pool import (
-    FromFiles,
-    SampleSource,
-    WorkerPool,
-    WorkerProgress,
-    current_sample,
-)
+from paddle_vl.data.worker_pool import WorkerPool, WorkerProgress, current_sample
 
 # Interval between calls of `while_waiting`.
 _CALL_S = 0.2
 _SHOWN_SAMPLES = 8
-Loaded = TypeVar("Loaded")
 Own = TypeVar("Own", bound="PrefetchingLoader")
 
 
-def refuse_changes(problems: Sequence[str], what: str) -> None:
-    """Raise a ValueError that names what differs from a saved position in the data.
-
-    Args:
-        what: `samples` or `documents`.
-    """
-    if problems:
-        raise ValueError(
-            f"cannot continue in the data: {'; '.join(problems)}. The {what} or their order would "
-            "differ; restore the data and settings of the run, or start a new one"
-        )
+class NoBatchError(Exception):
+    """All batches were requested."""
 
 
 class PendingBatch(NamedTuple):
     """A batch that was requested and not yet returned.
 
     Attributes:
-        epoch, number: its epoch and its place in the epoch.
-        samples: its sample numbers.
-        job: its number among the jobs of the workers, None where this process prepares it.
+        name: for messages: `batch 3 of epoch 0`.
+        pool: number of the pool that prepares it.
+        samples: its sample numbers, as far as they are known.
+        sources: what else is said of its data.
     """
 
-    epoch: int
-    number: int
-    samples: list[int]
-    job: int | None = None
+    name: str
+    pool: int = 0
+    samples: Sequence[int] = ()
+    sources: str = ""
 
 
-class PrefetchingLoader(ABC, Generic[Loaded]):
+class PrefetchingLoader(ABC):
     """An iterator over batches, prepared by worker processes or by this one, whose position can be
     saved.
-
-    Args:
-        num_workers: worker processes; 0 prepares batches in this process.
 
     Attributes:
         rank, size: data-parallel rank and world size.
@@ -65,19 +47,41 @@ class PrefetchingLoader(ABC, Generic[Loaded]):
             were returned.
         while_waiting: called repeatedly while workers prepare the next batch. An exception from it
             ends the wait; the following `next` waits for the same batch again.
+        what: the data is made of, for messages.
     """
 
     while_waiting: Callable[[], None] = staticmethod(lambda: None)
-
-    def __init__(self, num_workers: int, rank: int, size: int):
-        self._num_workers, self.rank, self.size = num_workers, rank, size
-        self._pools: list[WorkerPool] = []
-        # Requested batches, the next one first, and the last one that `next` waited for.
-        self._pending: deque[tuple[PendingBatch, Future[Loaded]]] = deque()
-        self._awaited: PendingBatch | None = None
-
+    what = "samples"
     epoch: Any
     batches_consumed: Any
+
+    def __init__(
+        self,
+        load: Callable[..., Any],
+        data: Any,
+        collator: Callable[..., Any],
+        num_workers: int,
+        prefetch_batches: int,
+        rank: int,
+        size: int,
+        *,
+        num_pools: int = 1,
+    ):
+        """
+        Args:
+            load: makes a batch of `data`, `collator` and the arguments of a job.
+            num_workers: worker processes; 0 prepares batches in this process.
+            prefetch_batches: batches requested ahead of use.
+            num_pools: pools that the workers form; a job waits for a worker of its own pool.
+        """
+        self._load, self._shared = load, (data, collator)
+        self._num_workers, self._num_pools = num_workers, num_pools
+        self._max_pending, self.rank, self.size = prefetch_batches, rank, size
+        self._pools: list[WorkerPool] = []
+        # Requested batches, the next one first, with their number among the jobs of their pool; and
+        # the one that `next` waited for last.
+        self._pending: deque[tuple[PendingBatch, int, Future[Any]]] = deque()
+        self._awaited: tuple[PendingBatch, WorkerPool | None, int] | None = None
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -107,16 +111,75 @@ class PrefetchingLoader(ABC, Generic[Loaded]):
         """
 
     @abstractmethod
+    def _job(self, ahead: int) -> tuple[PendingBatch, tuple[Any, ...]]:
+        """The batch so many behind the next one, and the arguments that load it.
+
+        Raises:
+            NoBatchError: there is none.
+        """
+
+    @abstractmethod
+    def _place(self, sample: int) -> str:
+        """Location of a sample, for messages."""
+
     def waiting_for(self) -> str:
         """Description of the batch that `next` waits for and who prepares it; thread-safe."""
+        if self._awaited is None:
+            return "no batch was requested"
+        batch, pool, job = self._awaited
+        return self._described(batch, None if pool is None else pool.progress(), job)
 
-    @abstractmethod
+    def _described(
+        self, batch: PendingBatch, workers: Sequence[WorkerProgress] | None, job: int
+    ) -> str:
+        """Names a batch, its samples, and the process that prepares it.
+
+        Args:
+            workers: progress of the workers; None where this process prepares the batch.
+            job: its number among their jobs.
+        """
+        text = batch.name + (f" of data-parallel rank {self.rank}" if self.size > 1 else "")
+        shown = [self._place(number) for number in batch.samples[:_SHOWN_SAMPLES]]
+        if more := len(batch.samples) - len(shown):
+            shown.append(f"{more} more")
+        text += (f", made from {', '.join(shown)}" if shown else "") + batch.sources
+        if workers is None:
+            own = self._at(current_sample())
+            return f"{text}; this process prepares it itself (data.num_workers is 0) and {own}"
+        named = [
+            f"worker {each.worker} (process {each.pid}) "
+            + ("has had no batch yet" if each.job is None else self._at(each.sample))
+            for each in sorted(workers, key=lambda each: each.job != job)
+        ]
+        if any(each.job == job for each in workers):
+            return f"{text}; {named[0]}"
+        return f"{text}; no worker is at it: {'; '.join(named) or 'none has started'}"
+
+    def _at(self, sample: int | None) -> str:
+        return f"is between {self.what}" if sample is None else f"is at {self._place(sample)}"
+
+    def _refuse_changes(self, problems: Sequence[str]) -> None:
+        """Raise a ValueError that names what differs from a saved position in the data."""
+        if problems:
+            raise ValueError(
+                f"cannot continue in the data: {'; '.join(problems)}. The {self.what} or their "
+                "order would differ; restore the data and settings of the run, or start a new one"
+            )
+
     def _request(self) -> None:
         """Submit batches to the workers up to the prefetch limit; the next one is the first."""
-
-    @abstractmethod
-    def _name_of_next(self) -> str:
-        """The next batch, for messages: `batch 3 of epoch 0`."""
+        each = self._num_workers // self._num_pools
+        while len(self._pools) < self._num_pools:
+            first = each * len(self._pools)
+            self._pools.append(WorkerPool(self._shared, each, first))
+        while len(self._pending) < self._max_pending:
+            try:
+                batch, arguments = self._job(len(self._pending))
+            except NoBatchError:
+                return
+            pool = self._pools[batch.pool]
+            number = pool.num_jobs
+            self._pending.append((batch, number, pool.submit(self._load, *arguments)))
 
     def _request_ahead(self) -> None:
         """Give the workers work while the batch that they made is used."""
@@ -125,8 +188,8 @@ class PrefetchingLoader(ABC, Generic[Loaded]):
             with suppress(BrokenProcessPool):
                 self._request()
 
-    def _from_workers(self) -> Loaded:
-        """The next batch.
+    def _take(self) -> Any:
+        """What a worker makes of the next batch.
 
         Raises:
             BadSampleError: a bad sample that is not skipped.
@@ -134,7 +197,8 @@ class PrefetchingLoader(ABC, Generic[Loaded]):
         """
         try:
             self._request()
-            self._awaited, future = self._pending[0]
+            batch, number, future = self._pending[0]
+            self._awaited = batch, self._pools[batch.pool], number
             while not wait([future], _CALL_S).done:
                 self.while_waiting()
             loaded = future.result()
@@ -143,7 +207,7 @@ class PrefetchingLoader(ABC, Generic[Loaded]):
         except BrokenProcessPool as error:
             self.close()
             raise RuntimeError(
-                f"a data worker process died while preparing {self._name_of_next()}. Its own "
+                f"a data worker process died while preparing {self._job(0)[0].name}. Its own "
                 "message, if any, is above; without one it was most likely killed for memory: "
                 "lower data.num_workers or data.prefetch_batches. data.num_workers=0 prepares "
                 "batches in this process"
@@ -157,7 +221,7 @@ class PrefetchingLoader(ABC, Generic[Loaded]):
             raise
 
     def _drop_pending(self) -> None:
-        for _, future in self._pending:
+        for *_, future in self._pending:
             future.cancel()
         self._pending.clear()
 
@@ -176,46 +240,3 @@ class PrefetchingLoader(ABC, Generic[Loaded]):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def describe_wait(
-    batch: PendingBatch,
-    dataset: SampleSource,
-    workers: Sequence[WorkerProgress] | None,
-    rank: int | None = None,
-) -> str:
-    """Names the batch, its samples, and the process that prepares it.
-
-    Args:
-        workers: progress of the workers; None where this process prepares the batch.
-        rank: data-parallel rank, None if there is only one.
-    """
-    shown = [_place(dataset, number) for number in batch.samples[:_SHOWN_SAMPLES]]
-    if more := len(batch.samples) - len(shown):
-        shown.append(f"{more} more")
-    text = f"batch {batch.number} of epoch {batch.epoch}"
-    text += "" if rank is None else f" of data-parallel rank {rank}"
-    text += f", made from {', '.join(shown)}"
-    if isinstance(dataset, FromFiles) and dataset.files:
-        text += f" (data: {', '.join(map(str, dataset.files))})"
-    if workers is None:
-        at = _at(dataset, current_sample())
-        return f"{text}; this process prepares it itself (data.num_workers is 0) and {at}"
-    owners = [worker for worker in workers if worker.job == batch.job]
-    if owners:
-        return f"{text}; {_worker(dataset, owners[0])}"
-    others = "; ".join(_worker(dataset, worker) for worker in workers)
-    return f"{text}; no worker is at it: {others or 'none has started'}"
-
-
-def _worker(dataset: SampleSource, worker: WorkerProgress) -> str:
-    at = "has had no batch yet" if worker.job is None else _at(dataset, worker.sample)
-    return f"worker {worker.worker} (process {worker.pid}) {at}"
-
-
-def _at(dataset: SampleSource, sample: int | None) -> str:
-    return "is between samples" if sample is None else f"is at {_place(dataset, sample)}"
-
-
-def _place(dataset: SampleSource, number: int) -> str:
-    return dataset.place(number) if isinstance(dataset, FromFiles) else f"sample {number}"

@@ -21,7 +21,7 @@ from xxhash import xxh3_64_digest
 
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.packing import RowBudget, SampleLengths
-from paddle_vl.data.worker_pool import results_in_order
+from paddle_vl.data.worker_pool import SampleSource, results_in_order
 from paddle_vl.files.text_file import replacing
 
 logger = logging.getLogger(__name__)
@@ -35,14 +35,10 @@ _SUM_BYTES = 8
 _MOST_BYTES, _MOST_HEAD = 32, 1 << 16
 
 
-class MeasuredSource(Protocol):
+class MeasuredSource(SampleSource, Protocol):
     """A dataset that can be measured."""
 
-    on_bad_sample: str
-    skipped: Counter[str]
     files: list[Path]
-
-    def __len__(self) -> int: ...
 
     def lengths(self, number: int) -> tuple[int, int]: ...
 
@@ -72,7 +68,14 @@ def sample_lengths(
     too_many = sizes_N2[:, 1] > budget.vision_limit
     if too_many.any():
         if dataset.on_bad_sample == "fail":
-            raise _too_many(dataset, sizes_N2, int(too_many.argmax()), budget)
+            number = int(too_many.argmax())
+            raise BadSampleError(
+                "too_many_vision_tokens",
+                f"the sample has {sizes_N2[number, 1]} vision tokens and a packed row holds "
+                f"{budget.vision_limit}: raise data.max_vision_tokens_per_row, or lower "
+                "data.max_pixels (of videos data.video_max_pixels or data.video_fps)",
+                dataset.place(number),
+            )
         skipped = skipped + Counter(too_many_vision_tokens=int(too_many.sum()))
         sizes_N2 = sizes_N2 * ~too_many[:, None]
     dataset.skipped.update(skipped)
@@ -93,9 +96,7 @@ def _measure(dataset: MeasuredSource, num_workers: int) -> tuple[np.ndarray, Cou
     return np.concatenate(sizes), skipped
 
 
-def measure_chunk(
-    dataset: MeasuredSource, collator: None, begin: int, end: int
-) -> tuple[np.ndarray, Counter[str]]:
+def measure_chunk(dataset: MeasuredSource, begin: int, end: int) -> tuple[np.ndarray, Counter[str]]:
     """Tokens and vision tokens `[N, 2]` int64 of samples begin to end, and the skipped by kind."""
     sizes_N2 = np.zeros((end - begin, 2), dtype=np.int64)
     skipped: Counter[str] = Counter()
@@ -107,18 +108,6 @@ def measure_chunk(
                 raise
             skipped[error.kind] += 1
     return sizes_N2, skipped
-
-
-def _too_many(
-    dataset: MeasuredSource, sizes_N2: np.ndarray, number: int, budget: RowBudget
-) -> BadSampleError:
-    return BadSampleError(
-        "too_many_vision_tokens",
-        f"the sample has {sizes_N2[number, 1]} vision tokens and a packed row holds "
-        f"{budget.vision_limit}: raise data.max_vision_tokens_per_row, or lower data.max_pixels "
-        "(of videos data.video_max_pixels or data.video_fps)",
-        dataset.place(number),
-    )
 
 
 def _cache_path(dataset: MeasuredSource) -> Path:

@@ -100,7 +100,18 @@ def open_video(source: VideoSource) -> "VideoFrames | VideoFile":
     if isinstance(source, VideoFrames):
         _check_array(source.pixels)
     video = source if isinstance(source, VideoFrames) else VideoFile(Path(source))
-    _check_numbers(video.num_frames, video.fps)
+    if video.num_frames < MIN_FRAMES:
+        raise BadSampleError(
+            "too_few_frames",
+            f"the video has {video.num_frames} frame(s); at least {MIN_FRAMES} are needed: use an "
+            "image instead",
+        )
+    if video.fps is not None and not 0 < video.fps < np.inf:
+        raise BadSampleError(
+            "frame_rate",
+            f"the video states {video.fps} frames per second; a number above 0 is needed: correct "
+            "it, or re-encode the video",
+        )
     return video
 
 
@@ -125,7 +136,10 @@ class VideoFile:
                 _check_matroska_end(path)
             rate = stream.average_rate
             self.fps = None if rate is None else float(rate)
-            self.num_frames = _stated_frames(container, stream)
+            self.num_frames = stream.frames
+            if stream.frames and container.format.name.startswith(_MOV):
+                # All stored frames; the index marks those that an edit list hides.
+                self.num_frames = sum(not entry.is_discard for entry in stream.index_entries)
         if not self.num_frames:
             # Decoding is the only way that works for every codec.
             self.num_frames = sum(1 for _ in self._decode())
@@ -153,7 +167,8 @@ class VideoFile:
         for number, frame in enumerate(self._decode()):
             decoded = number + 1
             while number == index:
-                yield _upright(frame)
+                pixels = frame.to_ndarray(format="rgb24")
+                yield np.ascontiguousarray(np.rot90(pixels, round(frame.rotation / 90)))
                 index = next(wanted, None)
             if index is None:
                 return
@@ -208,7 +223,9 @@ def _opened(path: Path) -> "Iterator[tuple[av.container.InputContainer, av.Video
             stream.codec_context.options = {"max_pixels": str(_MOST_PIXELS)}
             yield container, stream
     except FFmpegError as error:
-        if found := _nesting(path):
+        with path.open("rb") as file:
+            head = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
+        if found := next((name for begin, name in _NESTING if head.startswith(begin)), None):
             raise BadSampleError(
                 "unreadable_video",
                 f"the file is {found}, which refers to other files and is not opened; give the "
@@ -221,13 +238,6 @@ def _opened(path: Path) -> "Iterator[tuple[av.container.InputContainer, av.Video
             "unreadable_video",
             f"the file cannot be decoded as a video ({error.strerror}); {_REMEDY}{others}",
         ) from error
-
-
-def _nesting(path: Path) -> str | None:
-    """The kind of a file that refers to other files; None for all other kinds."""
-    with path.open("rb") as file:
-        head = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
-    return next((name for begin, name in _NESTING if head.startswith(begin)), None)
 
 
 def _check_stream(stream: "av.VideoStream") -> None:
@@ -245,19 +255,6 @@ def _check_stream(stream: "av.VideoStream") -> None:
         )
 
 
-def _stated_frames(container: "av.container.InputContainer", stream: "av.VideoStream") -> int:
-    """The number of frames that the container states; 0 if it states none."""
-    if stream.frames and container.format.name.startswith(_MOV):
-        # `frames` counts all stored frames; the index marks those that an edit list hides.
-        return sum(not entry.is_discard for entry in stream.index_entries)
-    return stream.frames
-
-
-def _upright(frame: "av.VideoFrame") -> np.ndarray:
-    quarter_turns = round(frame.rotation / 90)
-    return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), quarter_turns))
-
-
 def _check_array(frames_RHWC: Any) -> None:
     shape = np.shape(frames_RHWC)
     if (
@@ -270,21 +267,6 @@ def _check_array(frames_RHWC: Any) -> None:
             "unreadable_video",
             f"video frames have dtype {getattr(frames_RHWC, 'dtype', type(frames_RHWC).__name__)} "
             f"and shape {list(shape)}; a uint8 array [frames, height, width, 3] is needed",
-        )
-
-
-def _check_numbers(num_frames: int, fps: float | None) -> None:
-    if num_frames < MIN_FRAMES:
-        raise BadSampleError(
-            "too_few_frames",
-            f"the video has {num_frames} frame(s); at least {MIN_FRAMES} are needed: use an image "
-            "instead",
-        )
-    if fps is not None and not 0 < fps < np.inf:
-        raise BadSampleError(
-            "frame_rate",
-            f"the video states {fps} frames per second; a number above 0 is needed: correct it, or "
-            "re-encode the video",
         )
 
 

@@ -1,10 +1,9 @@
 """A check: its name, what it needs, the result of running it, and which checks are chosen."""
 
 import difflib
-import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
 
 # `wrong` is a finding; the others are not. `info` states what is, without a bound.
 Status = Literal["ok", "wrong", "skipped", "info"]
-STATUSES: tuple[Status, ...] = ("ok", "wrong", "skipped", "info")
 # Key of the figures of a check that raised.
 TRACEBACK = "traceback"
 
@@ -34,9 +32,6 @@ class Result:
     found: str
     figures: Mapping[str, Any] = field(default_factory=dict)
     remedy: str = ""
-
-    def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "figures": finite(dict(self.figures))}
 
 
 def ok(found: str, **figures: Any) -> Result:
@@ -94,8 +89,6 @@ NEEDS: dict[str, tuple[Callable[[Machine], bool], str]] = {
         "needs a GPU with bfloat16 (compute capability 8.0); Paddle's CPU kernels lack it",
     ),
 }
-
-
 Run = Callable[[Machine], Result]
 R = TypeVar("R", bound=Callable[..., Result])
 
@@ -145,8 +138,7 @@ def check(name: str, **settings: Any) -> Callable[[R], R]:
     """
 
     def add(run: R) -> R:
-        title = " ".join((run.__doc__ or "").partition("\n\n")[0].split()).rstrip(".")
-        CHECKS.append(Check(name, title, run, **settings))
+        CHECKS.append(Check(name, (run.__doc__ or "").rstrip("."), run, **settings))
         return run
 
     return add
@@ -210,14 +202,3 @@ def chosen_checks(
         if check.name not in done
         and ({check.name, check.group} & set(only) if only else (check.is_quick or not is_quick))
     ]
-
-
-def finite(value: Any) -> Any:
-    """The value with numbers that JSON lacks (NaN, infinities) as strings."""
-    if isinstance(value, Mapping):
-        return {str(key): finite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(entry) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value

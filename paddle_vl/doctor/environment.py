@@ -40,28 +40,25 @@ _SECRET = re.compile(r"(?i)token|secret|password|key")
 @check("environment.versions")
 def check_versions(machine: Machine) -> Result:
     """Wheel, commit, CUDA, cuDNN, NCCL and driver."""
-    found: dict[str, Any] = dict(versions())
-    found["paddle"] = paddle.__version__
-    found["paddle_commit"] = version.commit
-    git = git_state(Path(__file__).parent, of=Path(__file__))
-    if git is not None:
+    found: dict[str, Any] = versions() | {
+        "paddle": paddle.__version__,
+        "paddle_commit": version.commit,
+    }
+    if (git := git_state(Path(__file__).parent, of=Path(__file__))) is not None:
         found["paddle_vl_revision"] = git["revision"]
-    cards = nvidia_cards()
     if machine.device == "gpu":
         found["nccl"] = version.nccl()
         found["compute_capability"] = ".".join(map(str, paddle.device.cuda.get_device_capability()))
-    if cards:
+    if cards := nvidia_cards():
         found["driver"] = cards[0]["driver"]
     installed = {distribution.metadata["Name"] for distribution in metadata.distributions()}
     wheels = [wheel for wheel in _WHEELS if wheel in installed]
     problem = version_problem(wheels, paddle.__version__, bool(cards), machine.device)
     if problem is not None:
         return wrong(*problem, **found)
-    parts = [f"paddle {paddle.__version__} ({machine.device})"]
-    for name in ("cuda", "cudnn", "nccl", "driver", "compute_capability", "python"):
-        if name in found:
-            parts.append(f"{name.replace('_', ' ')} {found[name]}")
-    return ok(", ".join(parts), **found)
+    names = ("cuda", "cudnn", "nccl", "driver", "compute_capability", "python")
+    parts = [f"{name.replace('_', ' ')} {found[name]}" for name in names if name in found]
+    return ok(", ".join([f"paddle {paddle.__version__} ({machine.device})", *parts]), **found)
 
 
 def version_problem(
@@ -167,10 +164,7 @@ def check_memory(machine: Machine) -> Result:
     """Memory of host and devices, processors."""
     total, of = available_memory()
     shared = Path("/dev/shm")
-    meminfo = dict(
-        line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line
-    )
-    available = int(meminfo.get("MemAvailable", "0 kB").split()[0]) * 1024
+    available = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
     devices = [
         {
             "name": properties.name,
@@ -183,7 +177,7 @@ def check_memory(machine: Machine) -> Result:
         "processor": processor_name(),
         "processors": len(os.sched_getaffinity(0)),
         "host_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GB, 2),
-        "host_available_gb": round(available / GB, 2),
+        "host_available_gb": round(1024 * int(available[1]) / GB, 2) if available else 0.0,
         "shared_memory_gb": round(shutil.disk_usage(shared).total / GB, 2)
         if shared.is_dir()
         else None,
@@ -221,13 +215,13 @@ def check_tf32(machine: Machine) -> Result:
             "set NVIDIA_TF32_OVERRIDE=0 before Paddle starts; report it if it is",
             **figures,
         )
+    text = "float32 products keep 23 bits; TF32 is off"
     if is_rounded:
-        return info(
+        text = (
             "float32 products run in TF32 (10 bits): expect float32 results within 1e-3, and set "
-            "NVIDIA_TF32_OVERRIDE=0 for exact ones",
-            **figures,
+            "NVIDIA_TF32_OVERRIDE=0 for exact ones"
         )
-    return info("float32 products keep 23 bits; TF32 is off", **figures)
+    return info(text, **figures)
 
 
 @check("precision.bfloat16", need="bfloat16")

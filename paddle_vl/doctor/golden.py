@@ -40,14 +40,14 @@ def golden_qwen3_vl(machine: Machine, dtype: Dtype = "float32", file: Path = QWE
     stored, config, made_with = read_case(file)
     folder = machine.folder / f"golden-{dtype}"
     folder.mkdir()
-    batch = {name[3:]: array for name, array in stored.items() if name.startswith("in.")}
-    wanted = {
-        f"gradient of {name[5:]}": array
-        for name, array in stored.items()
-        if name.startswith("grad.")
-    }
-    others = ("in.", "grad.", "logits", "loss", "tokens")
-    weights = {name: array for name, array in stored.items() if not name.startswith(others)}
+    batch, wanted, weights = {}, {}, {}
+    for name, array in stored.items():
+        if name.startswith("in."):
+            batch[name[3:]] = array
+        elif name.startswith("grad."):
+            wanted[f"gradient of {name[5:]}"] = array
+        elif name not in ("logits", "loss", "tokens"):
+            weights[name] = array
     save_file(weights, folder / "model.safetensors")
     (folder / "config.json").write_text(config, encoding="utf-8")
     model = type(tiny_qwen3_vl()).from_pretrained(folder, dtype)

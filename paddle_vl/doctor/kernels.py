@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ from paddle_vl.nn.examples import (
     tensors,
     tensors_among,
     values_and_gradients,
-)  # fmt: skip
+)
 from paddle_vl.nn.operations import OPERATIONS, Operation, use_kernels, without_gradient
 from paddle_vl.testing.comparison import differences
 from paddle_vl.train.gpu_settings import FLASH_VERSION, Gpu
@@ -55,7 +56,7 @@ _ROOM = 30e9
 BOUNDS = {"float32": 2e-5, "bfloat16": 2e-2, "tf32": 5e-3}
 # Parts of the names of Paddle's attention kernels.
 _FUSED = ("flash", "efficient_attention", "fused_attention", "fmha")
-_COMPOSED = ("softmax", "matmul", "einsum")
+_COMPOSED = {"softmax", "matmul", "einsum"}
 # Forms that a bfloat16 training step of the default settings runs, and that have fused kernels.
 _MUST_BE_FUSED = ("causal_attention", "causal_attention.packed", "equal_segments_attention")
 
@@ -109,6 +110,7 @@ def check_operation(operation: Operation, machine: Machine) -> Result:
 def _compared(
     operation: Operation, name: str, make: Make, machine: Machine
 ) -> Iterator[dict[str, Any]]:
+    """A row for each size, dtype and implementation of one form."""
     sizes = timed_sizes = QUICK if machine.is_quick else COMPARED
     if machine.device == "gpu" and not machine.is_quick and available_memory()[0] > _ROOM:
         timed_sizes = TIMED
@@ -120,30 +122,31 @@ def _compared(
         cases.extend((own, machine.dtypes[-1]) for own in widths)
     for own, dtype in cases:
         inputs = _rounded(make(np.random.default_rng(_SEED), own), dtype)
-        with _on_host():
-            wanted = _values(operation, inputs, "float32", "plain")
+        with _on_host(), use_kernels("plain"):
+            wanted = values_and_gradients(operation, inputs, "float32", True)
         if inputs.exact is not None:
-            wanted[_EXACT] = inputs.exact(*map(_as_float64, inputs.args)).ravel()
+            exact = (x.astype(np.float64) if _is_float(x) else x for x in inputs.args)
+            wanted[_EXACT] = inputs.exact(*exact).ravel()
         is_tf32 = dtype == "float32" and name in PRODUCTS and uses_tf32()
         bound = BOUNDS["tf32" if is_tf32 else dtype]
         for side in _sides(operation, is_attention and dtype == "bfloat16", machine):
-            found = _values(operation, inputs, dtype, side)
+            with _implementation(side):
+                found = values_and_gradients(operation, inputs, dtype, side != "inference")
             if inputs.exact is not None:
                 found[_EXACT] = found[OUTPUT]
-            compared = wanted
-            if side == "inference":
-                compared = {key: value for key, value in wanted.items() if key in found}
-            worst = differences(found, compared)[0]
-            row: dict[str, Any] = {"form": name.strip("_"), "implementation": side}
-            row["dtype"] = dtype
-            if is_attention:
-                row["head_width"] = own.head_width
-            row |= {"error": worst.error, "in": worst.name, "bound": bound}
-            row["is_within"] = worst.error <= bound
-            if own is sizes:
-                timed = make(np.random.default_rng(_SEED), timed_sizes)
-                row |= _speed(operation, timed, dtype, side)
-            yield row
+            keys = found.keys() if side == "inference" else wanted.keys()
+            worst = differences(found, {key: wanted[key] for key in keys if key in wanted})[0]
+            yield {
+                "form": name.strip("_"),
+                "implementation": side,
+                "dtype": dtype,
+                **({"head_width": own.head_width} if is_attention else {}),
+                "error": worst.error,
+                "in": worst.name,
+                "bound": bound,
+                "is_within": worst.error <= bound,
+                **(_speed(operation, make, timed_sizes, dtype, side) if own is sizes else {}),
+            }
 
 
 def _sides(operation: Operation, may_have_version_3: bool, machine: Machine) -> list[str]:
@@ -154,10 +157,9 @@ def _sides(operation: Operation, may_have_version_3: bool, machine: Machine) -> 
     """
     sides = ["plain"]
     if operation.kernels_on(machine.device):
-        sides.append("kernel")
         gpu = Gpu.current()
-        if may_have_version_3 and gpu is not None and gpu.has_version_3:
-            sides.append("kernel_3")
+        has_both = may_have_version_3 and gpu is not None and gpu.has_version_3
+        sides += ["kernel", "kernel_3"] if has_both else ["kernel"]
     if operation.kernels_on(machine.device, has_gradient=False):
         sides.append("inference")
     return sides
@@ -189,29 +191,24 @@ def _on_host() -> Iterator[None]:
 
 def _rounded(inputs: Inputs, dtype: Dtype) -> Inputs:
     """Inputs whose floats are values of the dtype, as float32."""
-    if dtype == "float32":
-        return inputs
     args = tuple(
         paddle.to_tensor(value).astype(dtype).astype("float32").numpy()
-        if isinstance(value, np.ndarray) and value.dtype == np.float32 and i not in inputs.tables
+        if _is_float(value) and dtype != "float32" and i not in inputs.tables
         else value
         for i, value in enumerate(inputs.args)
     )
     return replace(inputs, args=args)
 
 
-def _as_float64(value: Any) -> Any:
-    is_float = isinstance(value, np.ndarray) and value.dtype == np.float32
-    return value.astype(np.float64) if is_float else value
+def _is_float(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype == np.float32
 
 
-def _values(operation: Operation, inputs: Inputs, dtype: Dtype, side: str) -> dict[str, np.ndarray]:
-    with _implementation(side):
-        return values_and_gradients(operation, inputs, dtype, side != "inference")
-
-
-def _speed(operation: Operation, inputs: Inputs, dtype: Dtype, side: str) -> dict[str, Any]:
+def _speed(
+    operation: Operation, make: Make, sizes: Sizes, dtype: Dtype, side: str
+) -> dict[str, Any]:
     """Times of forward and backward, bytes of inputs and outputs and operations per second."""
+    inputs = make(np.random.default_rng(_SEED), sizes)
     args = tensors(inputs, dtype, side != "inference")
     backward_ms = None
     with _implementation(side):
@@ -246,23 +243,19 @@ CHECKS.extend(
 def attention_backends(machine: Machine) -> Result:
     """The kernel that each form of attention takes."""
     sizes = QUICK if machine.device == "cpu" else COMPARED
-    rows: list[dict[str, Any]] = []
-    left = []
     cases: list[tuple[int, Dtype]] = [(sizes.head_width, dtype) for dtype in machine.dtypes]
     cases.extend((width, dtype) for width in HEAD_WIDTHS for dtype in machine.dtypes[1:])
+    rows, left = [], []
     for operation in own_operations():
-        forms = {form: make for form, make in examples_of(operation).items() if form in ATTENTION}
-        for form, make in forms.items():
-            for width, dtype in cases:
-                inputs = make(np.random.default_rng(0), replace(sizes, head_width=width))
-                args = tensors(inputs, dtype)
-                names = operators_of(lambda own=operation, args=args: own(*args))
-                chosen = attention_backend(names)
-                row = {"form": form, "dtype": dtype, "head_width": width, "backend": chosen}
-                rows.append(row)
-                must = machine.device == "gpu" and dtype == "bfloat16" and form in _MUST_BE_FUSED
-                if must and not any(part in chosen for part in _FUSED):
-                    left.append(f"{form} of head width {width}")
+        forms = [form for form in examples_of(operation).items() if form[0] in ATTENTION]
+        for (form, make), (width, dtype) in product(forms, cases):
+            inputs = make(np.random.default_rng(0), replace(sizes, head_width=width))
+            args = tensors(inputs, dtype)
+            chosen = attention_backend(operators_of(partial(operation, *args)))
+            rows.append({"form": form, "dtype": dtype, "head_width": width, "backend": chosen})
+            must = machine.device == "gpu" and dtype == "bfloat16" and form in _MUST_BE_FUSED
+            if must and not any(part in chosen for part in _FUSED):
+                left.append(f"{form} of head width {width}")
     if left:
         return wrong(
             f"in bfloat16 {', '.join(left)} runs no fused attention kernel: memory grows with the "
@@ -277,8 +270,5 @@ def attention_backends(machine: Machine) -> Result:
 
 def attention_backend(names: Sequence[str]) -> str:
     """The attention kernel among the operators of a call."""
-    for name in names:
-        if any(part in name for part in _FUSED):
-            return name
-    composed = {name for name in names if name in _COMPOSED}
-    return " + ".join(sorted(composed)) or "not through Paddle"
+    fused = next((name for name in names if any(part in name for part in _FUSED)), None)
+    return fused or " + ".join(sorted(_COMPOSED & set(names))) or "not through Paddle"

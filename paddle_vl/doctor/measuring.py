@@ -1,18 +1,17 @@
 """Rounding and times of products on the device, and what Paddle's profiler sees of a call."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import paddle
 from paddle import profiler
 
 from paddle_vl.nn.examples import Dtype
+from paddle_vl.parallel.bandwidth import synchronize
 
 # 1 + 2^-12 has 12 bits behind the point: float32 keeps them, TF32 (10 bits) rounds to 1.
 TF32_STEP, TERMS = 2.0**-12, 1024
-_TIMES = 5
-_OPERATOR = "DygraphKernelLaunch"
 
 
 def sum_of_products(dtype: Dtype, value: float) -> float:
@@ -27,7 +26,7 @@ def uses_tf32() -> bool:
     return abs(sum_of_products("float32", 1.0 + TF32_STEP) / TERMS - 1.0) < TF32_STEP / 2
 
 
-def best_s(run: Callable[[], Any], times: int = _TIMES) -> float:
+def best_s(run: Callable[[], Any], times: int = 5) -> float:
     """The fastest of a few runs, in seconds, after one that is not counted."""
     run()
     seconds = []
@@ -40,16 +39,13 @@ def best_s(run: Callable[[], Any], times: int = _TIMES) -> float:
     return max(min(seconds), 1e-9)
 
 
-def synchronize() -> None:
-    """Wait for the device."""
-    if not paddle.get_device().startswith("cpu"):
-        paddle.device.synchronize()
-
-
 def operators_of(run: Callable[[], Any]) -> list[str]:
     """Names of the operators of a call, in no order."""
-    events = profiled(run)
-    return [name.removesuffix(" kernel launch") for kind, name in events if kind == _OPERATOR]
+    return [
+        name.removesuffix(" kernel launch")
+        for kind, name in profiled(run)
+        if kind == "DygraphKernelLaunch"
+    ]
 
 
 def profiled(run: Callable[[], Any]) -> list[tuple[str, str]]:
@@ -62,16 +58,13 @@ def profiled(run: Callable[[], Any]) -> list[tuple[str, str]]:
         run()
     # Paddle types it as unset.
     result: Any = trace.profiler_result
-    return list(_events(result.get_data().values()))
-
-
-def _events(nodes: Any) -> Iterator[tuple[str, str]]:
-    waiting = list(nodes)
+    events, waiting = [], list(result.get_data().values())
     while waiting:
         node = waiting.pop()
-        yield str(node.type).rpartition(".")[2], node.name
+        events.append((str(node.type).rpartition(".")[2], node.name))
         waiting += node.children_node
         for runtime in node.runtime_node:
-            yield "runtime", runtime.name
+            events.append(("runtime", runtime.name))
             for event in getattr(runtime, "device_node", ()):
-                yield str(event.type).rpartition(".")[2], event.name
+                events.append((str(event.type).rpartition(".")[2], event.name))
+    return events

@@ -1,9 +1,10 @@
 """Tiny models: ranks against one device, generation, bfloat16, and a resumed run."""
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -71,17 +72,12 @@ def _simulated(machine: Machine, models: Mapping[str, Any], step: Any) -> Result
     # TF32 rounds products of other shapes differently; a GPU adds in another order.
     tolerance = 5e-3 if uses_tf32() else 1e-5 if machine.device == "cpu" else 1e-4
     table = []
-    cases = [
-        {"model": name, "mp_degree": degree, "sequence_parallel": rows}
-        for name in models
-        for degree in ((2,) if machine.is_quick else (2, 4))
-        for rows in (False, True)
-    ]
-    for case in cases:
-        degree, rows = case["mp_degree"], case["sequence_parallel"]
+    degrees = (2,) if machine.is_quick else (2, 4)
+    for (name, build), degree, rows in product(models.items(), degrees, (False, True)):
+        case = {"model": name, "mp_degree": degree, "sequence_parallel": rows}
         try:
             ranks = assert_equals_single_device(
-                models[case["model"]], step, degree, sequence_parallel=rows, tolerance=tolerance
+                build, step, degree, sequence_parallel=rows, tolerance=tolerance
             )
         except AssertionError as error:
             return wrong(
@@ -141,12 +137,8 @@ def _first_disagreement(
     """The first token that the whole sequence, without a cache, contradicts; and how many were
     compared. Tokens whose two best logits are within the gap are not."""
     prompt = batch["input_ids"].shape[1]
-    whole = batch | {
-        "input_ids": np.concatenate([batch["input_ids"], cached_BN], axis=1),
-        "attention_mask": np.concatenate(
-            [batch["attention_mask"], np.ones_like(cached_BN)], axis=1
-        ),
-    }
+    added = {"input_ids": cached_BN, "attention_mask": np.ones_like(cached_BN)}
+    whole = batch | {name: np.hstack([batch[name], ids]) for name, ids in added.items()}
     with paddle.no_grad():
         logits_BNV = as_array(model(**whole).logits)[:, prompt - 1 : -1]
     compared = 0
@@ -197,8 +189,8 @@ def losses(dtype: Dtype, steps: int) -> list[float]:
 def curve_result(wide: Sequence[float], narrow: Sequence[float], how: str) -> Result:
     """The result of the losses in float32, and in what `how` names."""
     apart = np.abs(np.subtract(wide, narrow))
-    step = int(np.argmax(np.nan_to_num(apart, nan=np.inf)))
-    learnt = wide[0] - wide[-1]
+    # NaN counts as the largest.
+    step, learnt = int(np.argmax(apart)), wide[0] - wide[-1]
     share = float(apart[step] / learnt)
     figures = {"float32": list(wide), "compared": list(narrow), "of": how, "share": share}
     text = (
@@ -221,17 +213,18 @@ def resumed_run(machine: Machine) -> Result:
     folder = machine.folder / "resume"
     run = write_tiny_run(folder, _RUN_STEPS)
     whole, resumed = folder / "whole", folder / "resumed"
-    with _deterministic():
+    settings = [f"train.save_steps={_SAVED}", "train.resume_from_checkpoint=auto"]
+    before = existing_flags(_DETERMINISTIC)
+    paddle.set_flags(dict.fromkeys(before, 1))
+    try:
         for output in (whole, resumed):
             if output == resumed:
                 name = f"checkpoint-{_SAVED}"
                 shutil.copytree(whole / name, resumed / name)
-            settings = [
-                f"train.output_dir={output}",
-                f"train.save_steps={_SAVED}",
-                "train.resume_from_checkpoint=auto",
-            ]
-            build_trainer(load_run_config(run, settings)).run()
+            overrides = [f"train.output_dir={output}", *settings]
+            build_trainer(load_run_config(run, overrides)).run()
+    finally:
+        paddle.set_flags(before)
     number, differing = compared_bits(
         *(output / f"checkpoint-{_RUN_STEPS}" for output in (resumed, whole))
     )
@@ -248,27 +241,15 @@ def resumed_run(machine: Machine) -> Result:
 def compared_bits(found: Path, wanted: Path) -> tuple[int, list[str]]:
     """Number of tensors of two checkpoints, and the names of those that are not the same bits."""
     own, other = read_checkpoint(found), read_checkpoint(wanted)
-    differing = [
+    equal = {
         name
-        for name in sorted({*own, *other})
-        if name not in own
-        or name not in other
-        or not np.array_equal(own[name], other[name], equal_nan=True)
-    ]
-    return len(other), differing
+        for name in own.keys() & other.keys()
+        if np.array_equal(own[name], other[name], equal_nan=True)
+    }
+    return len(other), sorted({*own, *other} - equal)
 
 
 def read_checkpoint(folder: Path) -> Arrays:
     """Tensors of model and optimizer of a checkpoint."""
     headers = [read_checkpoint_headers(folder, part) for part in ("model", "optimizer")]
     return {name: tensor.read() for part in headers for name, tensor in part.items()}
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    before = existing_flags(_DETERMINISTIC)
-    paddle.set_flags(dict.fromkeys(before, 1))
-    try:
-        yield
-    finally:
-        paddle.set_flags(before)

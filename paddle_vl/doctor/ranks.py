@@ -38,45 +38,37 @@ _METRICS = ("loss", "grad_norm")
 
 def topologies(num_ranks: int) -> dict[str, dict[str, Any]]:
     """Settings of each topology by name; `experts` marks a model with experts."""
-    n = num_ranks
+    n, half = num_ranks, num_ranks // 2
+
+    def degrees(**of_axes: int) -> dict[str, Any]:
+        return {f"parallel.{axis}_degree": degree for axis, degree in of_axes.items()}
+
     rows = {"parallel.sequence_parallel": True, "data.pad_to_multiple_of": n}
     found: dict[str, dict[str, Any]] = {
-        f"dp{n}": {"parallel.dp_degree": n},
-        f"mp{n}": {"parallel.mp_degree": n},
-        f"mp{n} with sequence parallelism": {"parallel.mp_degree": n} | rows,
+        f"dp{n}": degrees(dp=n),
+        f"mp{n}": degrees(mp=n),
+        f"mp{n} with sequence parallelism": degrees(mp=n) | rows,
         **{
-            f"sharding{n} stage {stage}": {
-                "parallel.sharding_degree": n,
-                "parallel.sharding_stage": stage,
-            }
+            f"sharding{n} stage {stage}": degrees(sharding=n) | {"parallel.sharding_stage": stage}
             for stage in (1, 2, 3)
         },
-        f"dp{n} ep{n}": {"parallel.dp_degree": n, "parallel.ep_degree": n, "experts": True},
+        f"dp{n} ep{n}": degrees(dp=n, ep=n) | {"experts": True},
     }
     if n <= 4:
-        found[f"pp{n}"] = {"parallel.pp_degree": n}
-        found[f"pp{n} colocated"] = {"parallel.pp_degree": n, "parallel.schedule": "colocated"}
+        found[f"pp{n}"] = degrees(pp=n)
+        found[f"pp{n} colocated"] = degrees(pp=n) | {"parallel.schedule": "colocated"}
     if n == 2:
         # The same samples in twice as many micro-batches, which that schedule needs.
-        found["pp2 dualpipev"] = {
-            "parallel.pp_degree": 2,
+        found["pp2 dualpipev"] = degrees(pp=2) | {
             "parallel.pp_schedule": "dualpipev",
             "train.gradient_accumulation_steps": 4,
             "train.per_device_train_batch_size": _MICRO_SAMPLES // 2,
         }
     if n >= 4:
-        half = n // 2
-        found[f"dp{half} mp2"] = {"parallel.dp_degree": half, "parallel.mp_degree": 2} | rows
-        found[f"sharding{half} mp2 stage 3"] = {
-            "parallel.sharding_degree": half,
-            "parallel.sharding_stage": 3,
-            "parallel.mp_degree": 2,
-        }
-        found[f"mp2 pp2 dp{n // 4}"] = {
-            "parallel.mp_degree": 2,
-            "parallel.pp_degree": 2,
-            "parallel.dp_degree": n // 4,
-        }
+        stage_3 = {"parallel.sharding_stage": 3}
+        found[f"dp{half} mp2"] = degrees(dp=half, mp=2) | rows
+        found[f"sharding{half} mp2 stage 3"] = degrees(sharding=half, mp=2) | stage_3
+        found[f"mp2 pp2 dp{n // 4}"] = degrees(mp=2, pp=2, dp=n // 4)
     return found
 
 
@@ -89,8 +81,7 @@ def bandwidth(machine: Machine) -> Result:
     answer = _on_ranks(machine, "bandwidth", n, {"elements": elements})
     if isinstance(answer, Result):
         return answer
-    measures = [Measure(**entry) for entry in answer[0]]
-    return bandwidth_result(measures)
+    return bandwidth_result([Measure(**entry) for entry in answer])
 
 
 def bandwidth_result(measures: Sequence[Measure]) -> Result:
@@ -98,8 +89,7 @@ def bandwidth_result(measures: Sequence[Measure]) -> Result:
     table = [
         measure._asdict() | {"ranks": " ".join(map(str, measure.ranks))} for measure in measures
     ]
-    bad = [measure for measure in measures if not measure.is_right]
-    if bad:
+    if bad := [measure for measure in measures if not measure.is_right]:
         return wrong(
             f"{bad[0].operation} over ranks {list(bad[0].ranks)} gave wrong values",
             "communication is broken: run NCCL's own tests, check the links (nvidia-smi topo -m, "
@@ -110,15 +100,11 @@ def bandwidth_result(measures: Sequence[Measure]) -> Result:
     if not messages:
         names = ", ".join(measure.operation for measure in measures)
         return ok(f"{names} of one rank are right; there is no link to measure", table=table)
-    typical = float(np.median([measure.gb_per_s for measure in messages]))
-    slow = [measure for measure in messages if measure.gb_per_s < typical / 4]
-    text = ", ".join(
-        f"{measure.operation} {measure.gb_per_s:.2f}"
-        for measure in measures
-        if measure.operation != "message"
-    )
-    text += f", messages {min(measure.gb_per_s for measure in messages):.2f} to "
-    text += f"{max(measure.gb_per_s for measure in messages):.2f} GB/s"
+    speeds = [measure.gb_per_s for measure in messages]
+    slow = [measure for measure in messages if measure.gb_per_s < float(np.median(speeds)) / 4]
+    others = [measure for measure in measures if measure.operation != "message"]
+    text = ", ".join(f"{measure.operation} {measure.gb_per_s:.2f}" for measure in others)
+    text += f", messages {min(speeds):.2f} to {max(speeds):.2f} GB/s"
     if slow and len(messages) > 2:
         return wrong(
             f"{text}; from rank {slow[0].ranks[0]} to {slow[0].ranks[1]} far below the others",
@@ -134,11 +120,9 @@ def every_topology(machine: Machine) -> Result:
     n = machine.num_ranks
     wanted = topologies(n)
     folder = machine.folder / "topologies"
-    kinds = {"dense": {}, "experts": TINY_EXPERTS}
-    for kind, text in kinds.items():
-        # Experts are slow to start, and two layers show what there is to see.
-        layers = {} if kind == "dense" else {"num_hidden_layers": 2}
-        write_tiny_run(folder / kind, STEPS, {**text, **layers})
+    write_tiny_run(folder / "dense", STEPS)
+    # Experts are slow to start, and two layers show what there is to see.
+    write_tiny_run(folder / "experts", STEPS, {**TINY_EXPERTS, "num_hidden_layers": 2})
     single = {"dense": {}, "experts": {"experts": True}}
     common = {"folder": str(folder), "micro_batches": 2 if n == 2 else 4}
     for num_ranks, runs in ((1, single), (n, wanted)):
@@ -157,9 +141,8 @@ def every_topology(machine: Machine) -> Result:
 
 def topologies_result(table: Sequence[Mapping[str, Any]], bound: float) -> Result:
     """The result of each topology's largest difference from one device."""
-    bad = [row for row in table if not row["is_within"]]
-    if bad:
-        worst = max(bad, key=lambda row: row["error"])
+    worst = max(table, key=lambda row: row["error"])
+    if bad := [row for row in table if not row["is_within"]]:
         return wrong(
             f"{', '.join(row['topology'] for row in bad)} differ from one device; "
             f"{worst['topology']} by {worst['error']:.2g} of the largest entry in {worst['in']} "
@@ -167,7 +150,6 @@ def topologies_result(table: Sequence[Mapping[str, Any]], bound: float) -> Resul
             "do not train in these topologies here; run ranks.bandwidth, and report this",
             table=table,
         )
-    worst = max(table, key=lambda row: row["error"])
     return ok(
         f"{len(table)} topologies equal one device after {STEPS} steps, within "
         f"{worst['error']:.1e} (bound {bound:.0e})",
@@ -191,19 +173,16 @@ def _values(folder: Path) -> dict[str, np.ndarray]:
 def _on_ranks(
     machine: Machine, job: str, num_ranks: int, settings: Mapping[str, Any]
 ) -> list[Any] | Result:
-    """Run a job on several ranks; their answers by rank, or the finding that it failed."""
+    """Run a job on several ranks; the first one's answer, or the finding that it failed."""
     folder = machine.folder / f"{job}{num_ranks}"
     folder.mkdir()
     file = folder / "job.json"
-    content = {"job": job, "num_ranks": num_ranks, "answers": str(folder), **settings}
+    content = {"job": job, "num_ranks": num_ranks, **settings}
     file.write_text(json.dumps(content), encoding="utf-8")
     with mock.patch.dict(os.environ, {_TF32: "0"}):
         code = launch(["doctor", "--rank", str(file)], num_ranks, folder / "log", _STOP_S)
     if code == 0:
-        return [
-            json.loads((folder / f"answer{rank}.json").read_text(encoding="utf-8"))
-            for rank in range(num_ranks)
-        ]
+        return json.loads((folder / "answer.json").read_text(encoding="utf-8"))
     began = folder / "began"
     last = began.read_text(encoding="utf-8").split("\n")[-2] if began.exists() else "the start"
     files = sorted([*folder.glob("error*"), *(folder / "log").glob("workerlog.*")])
@@ -223,41 +202,41 @@ def run_rank(file: Path) -> int:
     """Do one rank's part of a job; the command of the ranks."""
     job = json.loads(file.read_text(encoding="utf-8"))
     rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
-    answers = Path(job["answers"])
+    answer = []
     try:
         # As in a run: a rank ends with its launcher.
         with StopSignals() as stop, PeerWatch():
             stop.set_handlers()
             if job["job"] == "bandwidth":
                 measures = measure_bandwidth(job["num_ranks"], job["elements"], _WAIT_S)
-                answer: Any = [measure._asdict() for measure in measures]
-            else:
-                answer = _train_all(job, rank, answers / "began", stop)
+                answer = [measure._asdict() for measure in measures]
+            for name, settings in job.get("runs", {}).items():
+                if rank == 0:
+                    with (file.parent / "began").open("a", encoding="utf-8") as stream:
+                        stream.write(f"{name}\n")
+                _train(Path(job["folder"]), name, job["micro_batches"], settings, stop)
     except Exception:
-        (answers / f"error{rank}").write_text(traceback.format_exc(), encoding="utf-8")
+        (file.parent / f"error{rank}").write_text(traceback.format_exc(), encoding="utf-8")
         raise
-    (answers / f"answer{rank}.json").write_text(json.dumps(answer), encoding="utf-8")
+    if rank == 0:
+        (file.parent / "answer.json").write_text(json.dumps(answer), encoding="utf-8")
     return 0
 
 
-def _train_all(job: Mapping[str, Any], rank: int, began: Path, stop: StopSignals) -> list[str]:
-    """Train every run of the job; their outputs are compared afterwards."""
-    folder = Path(job["folder"])
-    for name, settings in job["runs"].items():
-        if rank == 0:
-            with began.open("a", encoding="utf-8") as stream:
-                stream.write(f"{name}\n")
-        mesh.leave()
-        kind = "experts" if settings.pop("experts", False) else "dense"
-        parts = settings.get("parallel.dp_degree", 1) * settings.get("parallel.sharding_degree", 1)
-        settings = {
-            "train.output_dir": str(folder / "out" / name),
-            "train.per_device_train_batch_size": _MICRO_SAMPLES // parts,
-            "train.gradient_accumulation_steps": job["micro_batches"],
-            "parallel.timeout_s": _WAIT_S,
-        } | settings
-        overrides = [f"{name}={json.dumps(value)}" for name, value in settings.items()]
-        signal = build_trainer(load_run_config(folder / kind / "run.yaml", overrides)).run(stop)
-        if signal is not None:
-            raise RuntimeError(f"the run {name} was stopped by signal {signal}")
-    return list(job["runs"])
+def _train(
+    folder: Path, name: str, micro_batches: int, settings: dict[str, Any], stop: StopSignals
+) -> None:
+    """Train one run; outputs are compared afterwards."""
+    mesh.leave()
+    kind = "experts" if settings.pop("experts", False) else "dense"
+    parts = settings.get("parallel.dp_degree", 1) * settings.get("parallel.sharding_degree", 1)
+    settings = {
+        "train.output_dir": str(folder / "out" / name),
+        "train.per_device_train_batch_size": _MICRO_SAMPLES // parts,
+        "train.gradient_accumulation_steps": micro_batches,
+        "parallel.timeout_s": _WAIT_S,
+    } | settings
+    overrides = [f"{name}={json.dumps(value)}" for name, value in settings.items()]
+    signal = build_trainer(load_run_config(folder / kind / "run.yaml", overrides)).run(stop)
+    if signal is not None:
+        raise RuntimeError(f"the run {name} was stopped by signal {signal}")

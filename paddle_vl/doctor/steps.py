@@ -26,12 +26,14 @@ _WARM_UP, _STEPS = 2, 4
 _HOST_ONLY = ("parallel/ranks.py", "nn/attention.py", "nn/cpu/")
 # On a CPU without copies beside the step, the feed makes tensors of the batch.
 _FEED = ("train/feeding/",)
-# What an event of CUDA's runtime counts as, by a part of its name.
 WAITS = "waits of the host"
-_RUNTIME = {
-    "LaunchKernel": "launches", "LaunchCooperative": "launches", "Memcpy": "copies",
-    "Synchronize": WAITS,
-}  # fmt: skip
+# What an event counts as, by its kind and a part of its name.
+_CLASSES = (
+    ("Memcpy", "HtoD", "Memcpy to the device"), ("Memcpy", "", "Memcpy"),
+    ("runtime", "LaunchKernel", "launches"), ("runtime", "LaunchCooperative", "launches"),
+    ("runtime", "Memcpy", "copies"), ("runtime", "Synchronize", WAITS),
+    ("DygraphKernelLaunch", "", "operators"), ("Kernel", "", "device kernels"),
+)  # fmt: skip
 _ROUNDS, _POISON = 30, 1e9
 _ELEMENTS = (1 << 22, 1 << 20, 3 << 20)
 
@@ -39,9 +41,9 @@ _ELEMENTS = (1 << 22, 1 << 20, 3 << 20)
 @check("step.counts", limit_s=90.0)
 def step_counts(machine: Machine) -> Result:
     """Launches, copies and waits of a steady step."""
-    folder = machine.folder / "counts"
     settings = ["logging.logging_steps=1000", f"train.max_steps={_WARM_UP + _STEPS + 1}"]
-    trainer = build_trainer(load_run_config(write_tiny_run(folder), settings), writes=False)
+    config = load_run_config(write_tiny_run(machine.folder / "counts"), settings)
+    trainer = build_trainer(config, writes=False)
     # As on a GPU; a CPU reads the flag of a bad step, which costs nothing there.
     trainer.optimizer.masks_updates = True
 
@@ -53,7 +55,10 @@ def step_counts(machine: Machine) -> Result:
         train(_WARM_UP)
         with record_host_reads() as reads, record_device_copies() as copies:
             trainer.train_one_step()
-        counts = Counter(_class_of(*event) for event in profiled(lambda: train(_STEPS)))
+        counts = Counter(
+            next((what for own, part, what in _CLASSES if kind == own and part in name), "")
+            for kind, name in profiled(lambda: train(_STEPS))
+        )
     finally:
         trainer.feed.close()
     per_step = {name: number / _STEPS for name, number in sorted(counts.items()) if name}
@@ -94,15 +99,6 @@ def step_problem(
     return f"the host waits {waits:g} times for the device" if waits >= 1 else None
 
 
-def _class_of(kind: str, name: str) -> str:
-    """What an event counts as; empty if it is not counted."""
-    if kind == "Memcpy":
-        return f"{name.split(' ')[0]} {'to the device' if 'HtoD' in name else ''}".strip()
-    if kind == "runtime":
-        return next((what for part, what in _RUNTIME.items() if part in name), "")
-    return {"DygraphKernelLaunch": "operators", "Kernel": "device kernels"}.get(kind, "")
-
-
 @check("copies.race", need="gpu")
 def copies_race(machine: Machine) -> Result:
     """Batches arrive whole while steps run."""
@@ -125,6 +121,11 @@ def spoiled_rounds(device: GpuDevice, rounds: int, busy: Callable[[], Any]) -> l
     Args:
         busy: launches work on the compute stream, so that steps run late.
     """
+
+    def extremes(batch: Mapping[str, Tensor]) -> list[Tensor]:
+        """Smallest and largest entry of each array, on the device."""
+        return [paddle.stack([x.min(), x.max()]) for _, x in sorted(batch.items())]
+
     copies, seen = DeviceCopies(device), []
     for number in range(rounds):
         # Sizes change, so that buffers grow and pinned memory is taken and freed.
@@ -138,23 +139,17 @@ def spoiled_rounds(device: GpuDevice, rounds: int, busy: Callable[[], Any]) -> l
         for array in arrays.values():
             array[:] = _POISON
         copies.wait()
-        before = [_extremes(batch[name]) for name in arrays]
+        before = extremes(batch)
         busy()
         # Buffers must hold until the step's last kernel.
-        seen.append([before, [_extremes(batch[name]) for name in arrays]])
-    wanted = [[(float(number + i),) * 2 for i in range(len(_ELEMENTS))] for number in range(rounds)]
+        seen.append([*before, *extremes(batch)])
     bad = [
         number
-        for number, times in enumerate(seen)
-        if any([tuple(x.tolist()) for x in found] != wanted[number] for found in times)
+        for number, found in enumerate(seen)
+        if [x.tolist() for x in found] != [[number + i] * 2 for i in range(len(_ELEMENTS))] * 2
     ]
     copies.close()
     return bad
-
-
-def _extremes(x: Tensor) -> Tensor:
-    """Smallest and largest entry, on the device."""
-    return paddle.stack([x.min(), x.max()])
 
 
 def _busy() -> None:
@@ -172,18 +167,16 @@ def copies_overlap(machine: Machine) -> Result:
     source = device.pinned(np.ones([1 << 26], np.float32))
     target = device.empty([1 << 26], "float32")
 
-    def copy() -> None:
-        device.copy([(source, target)])
-
-    def compute() -> None:
-        for _ in range(4):
+    def run(copies: bool, computes: bool) -> None:
+        if copies:
+            device.copy([(source, target)])
+        for _ in range(4 * computes):
             _busy()
 
-    def both() -> None:
-        copy()
-        compute()
-
-    copy_s, compute_s, both_s = (best_s(run, 3) for run in (copy, compute, both))
+    copy_s, compute_s, both_s = (
+        best_s(lambda what=what: run(*what), 3)
+        for what in ((True, False), (False, True), (True, True))
+    )
     hidden = (copy_s + compute_s - both_s) / min(copy_s, compute_s)
     figures = {
         "copy_s": copy_s,

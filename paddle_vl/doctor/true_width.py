@@ -12,9 +12,8 @@ between steps is compared with the formula of `paddle_vl.train.memory_needed`.
 
 import gc
 import time
-from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import paddle
 import yaml
@@ -23,8 +22,9 @@ from paddle.base import core
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.doctor.check import Machine, Result, check, ok, wrong
-from paddle_vl.doctor.measuring import best_s, synchronize
+from paddle_vl.doctor.measuring import best_s
 from paddle_vl.nn.examples import Dtype
+from paddle_vl.parallel.bandwidth import synchronize
 from paddle_vl.profile.memory import GB, MemoryMeter
 from paddle_vl.profile.workload import Workload, with_workload
 from paddle_vl.testing import tiny_qwen3_vl, tiny_qwen3_vl_config
@@ -41,8 +41,7 @@ _WARM_UP, _STEPS = 2, 5
 _SHARE, _BUFFERS = 0.1, 128e6
 
 
-@dataclass(frozen=True)
-class Size:
+class Size(NamedTuple):
     """A model, and samples to train it on.
 
     Attributes:
@@ -68,8 +67,7 @@ SIZES = (
 SMALL = Size(EIGHTH, 1, 256, 128, "float32")
 
 
-@dataclass(frozen=True)
-class SliceMeasure:
+class SliceMeasure(NamedTuple):
     """Measured steps of a slice.
 
     Attributes:
@@ -92,18 +90,28 @@ class SliceMeasure:
 @check("speed.true_width", limit_s=180.0, is_quick=False)
 def true_width(machine: Machine) -> Result:
     """Five steps of layers of a real size, extrapolated to the whole model."""
-    size = SMALL
+    size, peak = SMALL, None
     if machine.has_bfloat16:
         have = available_memory()[0] / GB
         size = next((size for size in SIZES if size.needs_gb <= have), SMALL)
     small, large = (_measured(machine, size, number) for number in _SLICES)
     # Without storage: shapes alone.
-    config = type(tiny_qwen3_vl_config()).from_dict(sliced_values(size.name))
-    whole = type(tiny_qwen3_vl()).from_config(config, materialize=False)
+    whole = type(tiny_qwen3_vl()).from_config(_config(size), materialize=False)
     parameters = sum(prod(parameter.shape) for parameter in whole.parameters())
     # Weight and gradient in the dtype, two float32 moments, and a float32 master weight.
     whole_state = parameters * (2 + 2 + 8 + 4 if size.dtype == "bfloat16" else 4 + 4 + 8)
-    return slices_result(size, small, large, _peak_flops(machine, size.dtype), whole_state)
+    # The peak of the data sheet; that of a large product where none is known.
+    if machine.device == "gpu":
+        peak = known_peak(paddle.device.cuda.get_device_name(), size.dtype)
+    if peak is None:
+        side = 4096 if machine.device == "gpu" else 1024
+        x = paddle.ones([side, side]).astype(size.dtype)
+        peak = 2 * side**3 / best_s(lambda: paddle.matmul(x, x))
+    return slices_result(size, small, large, peak, whole_state)
+
+
+def _config(size: Size) -> Any:
+    return type(tiny_qwen3_vl_config()).from_dict(sliced_values(size.name))
 
 
 def slices_result(
@@ -188,36 +196,27 @@ def _measured(machine: Machine, size: Size, number: int) -> SliceMeasure:
         for _ in range(_WARM_UP):
             trainer.train_one_step()
         meter.reset()
-        seconds, outcome = _timed(trainer)
+        seconds, tokens = _timed(trainer)
         peak, state = meter.peak().allocated, _allocated_bytes()
         model = trainer.runner.model
         (micro_batch,) = trainer.feed.next_step().micro_batches
-        counter = run_family(config).flop_counter(model, set(model.whole_shapes()))
+        # The family's counter, for another configuration.
+        make_counter: Any = type(run_family(config).flop_counter(model, set(model.whole_shapes())))
         batch = {
             name: value.numpy() if isinstance(value, Tensor) else value
             for name, value in micro_batch.batch.items()
         }
-        # The family's counter, for another configuration.
-        make_counter: Any = type(counter)
-        whole = type(model.config).from_dict(sliced_values(size.name))
-        measure = SliceMeasure(
-            seconds,
-            micro_batch.flops,
-            outcome.totals.num_tokens,
-            state - before,
-            peak - before,
-            NeededMemory.of(model.parameters(), config.parallel),
-            make_counter(whole)(batch),
-        )
+        needed = NeededMemory.of(model.parameters(), config.parallel)
+        return SliceMeasure(
+            seconds, micro_batch.flops, tokens, state - before, peak - before, needed,
+            make_counter(_config(size))(batch),
+        )  # fmt: skip
     finally:
         trainer.feed.close()
-    del trainer, model, counter
-    gc.collect()
-    return measure
 
 
-def _timed(trainer: Trainer) -> tuple[float, Any]:
-    """Seconds of a steady step, and the last outcome.
+def _timed(trainer: Trainer) -> tuple[float, float]:
+    """Seconds and tokens of a steady step.
 
     A GPU is waited for once, after all steps, as in a run. A CPU's steps are apart, and the fastest
     was disturbed least.
@@ -233,9 +232,8 @@ def _timed(trainer: Trainer) -> tuple[float, Any]:
     left = time.perf_counter() - begin
     if outcome is None or not bool(outcome.is_good):
         raise RuntimeError("a step was skipped: its loss or gradient norm is not finite")
-    if paddle.get_device().startswith("cpu"):
-        return min(times), outcome
-    return (sum(times) + left) / _STEPS, outcome
+    is_cpu = paddle.get_device().startswith("cpu")
+    return min(times) if is_cpu else (sum(times) + left) / _STEPS, outcome.totals.num_tokens
 
 
 def _allocated_bytes() -> int:
@@ -244,14 +242,3 @@ def _allocated_bytes() -> int:
     if paddle.get_device().startswith("cpu"):
         return core.host_memory_stat_current_value("Allocated", 0)
     return paddle.device.cuda.memory_allocated()
-
-
-def _peak_flops(machine: Machine, dtype: Dtype) -> float:
-    """The device's peak FLOP/s by its data sheet; that of a large product where none is known."""
-    if machine.device == "gpu":
-        peak = known_peak(paddle.device.cuda.get_device_name(), dtype)
-        if peak is not None:
-            return peak
-    side = 4096 if machine.device == "gpu" else 1024
-    x = paddle.ones([side, side]).astype(dtype)
-    return 2 * side**3 / best_s(lambda: paddle.matmul(x, x))

@@ -14,8 +14,7 @@ from paddle_vl.nn.attention import biased_rows
 
 
 class PaddedSegments:
-    """Segments as tensors, for programs that do not know their number or lengths. A
-    `SegmentAttention`.
+    """`Segments` as tensors, for programs that do not know their number or lengths.
 
     Shapes: S segments, each padded to the longest length L.
 
@@ -29,7 +28,7 @@ class PaddedSegments:
         self.rows_SL, self.bias_SL, self.place_P = rows_SL, bias_SL, place_P
 
     def attend(self, q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor) -> Tensor:
-        """See `SegmentAttention.attend`."""
+        """See `Segments.attend`."""
         _, heads, width = q_PNH.shape
 
         def padded(x_PNH: Tensor) -> Tensor:

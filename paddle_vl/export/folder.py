@@ -10,7 +10,7 @@ config.json, ...       the model's configuration, tokenizer and processor files
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
@@ -46,14 +46,14 @@ _READ = (".json", ".safetensors")
 S = TypeVar("S")
 
 
-def gpu_file(name: str) -> str:
-    """Path of a program for GPUs in an export's folder."""
-    return f"{GPU_FOLDER}/{name}.json"
+def program_file(kind: str, name: str) -> str:
+    """Path of a program in an export's folder.
 
-
-def onnx_file(name: str) -> str:
-    """Path of an ONNX program in an export's folder."""
-    return f"{ONNX_FOLDER}/{name}.onnx"
+    Args:
+        kind: `programs`, `gpu` or `onnx`, as in the manifest.
+    """
+    files = {"gpu": f"{GPU_FOLDER}/{name}.json", "onnx": f"{ONNX_FOLDER}/{name}.onnx"}
+    return files.get(kind, f"{name}.json")
 
 
 def as_tensor(array: np.ndarray, dtype: str) -> Tensor:
@@ -126,22 +126,16 @@ class ExportManifest:
     files: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
-        if unlisted := next(
-            (name for name in self._needed_files() if name not in self.files), None
-        ):
-            raise ValueError(f"its files have no {shown(unlisted)}")
+        # The files that its programs are read from.
+        needed = []
+        for kind in ("programs", "gpu", "onnx"):
+            for name, entry in getattr(self, kind).items():
+                needed += [program_file(kind, name), entry.weights]
+        for name in (*needed, CHECK_FILE):
+            if name not in self.files:
+                raise ValueError(f"its files have no {shown(name)}")
         if "paddle" not in self.versions or (self.onnx and "onnxruntime" not in self.versions):
             raise ValueError("a version of a runtime is missing")
-
-    def _needed_files(self) -> Iterator[str]:
-        """Names of the files that its programs are read from."""
-        for name, entry in self.programs.items():
-            yield from (f"{name}.json", entry.weights)
-        for name, entry in self.gpu.items():
-            yield from (gpu_file(name), entry.weights)
-        for name, entry in self.onnx.items():
-            yield from (onnx_file(name), entry.weights)
-        yield CHECK_FILE
 
     def write(self, folder: Path) -> None:
         """Write the file."""
@@ -204,7 +198,14 @@ class ExportFolder:
             ValueError, RuntimeError: see `ExportManifest.read`; a file is missing or damaged.
         """
         manifest = ExportManifest.read(path)
-        _check_files(path, manifest)
+        damaged = damaged_files(path, manifest.files)
+        damaged += [
+            f"{file.name} is not among the files of {MANIFEST_FILE}"
+            for file in sorted(path.iterdir())
+            if file.suffix in _READ and file.name not in {*manifest.files, MANIFEST_FILE}
+        ]
+        if damaged:
+            raise RuntimeError(f"{path} is damaged: {'; '.join(damaged)}. {REMEDY}")
         return cls(path, manifest, runtime)
 
     def sizes(self, cls: type[S]) -> S:
@@ -225,23 +226,23 @@ class ExportFolder:
             ValueError: the folder has no program of this name for the runtime.
             RuntimeError: the answer is wrong, as an optimization pass of the runtime can make it.
         """
-        is_onnx = self.runtime == "onnxruntime"
-        manifest, tolerance = self.manifest, self.manifest.tolerance
-        entries, file = manifest.programs, f"{name}.json"
+        is_onnx, manifest, kind = self.runtime == "onnxruntime", self.manifest, "programs"
         if is_onnx:
-            entries, file = manifest.onnx, onnx_file(name)
+            kind = "onnx"
         elif name in manifest.gpu and self.takes_gpu_programs and has_gpu():
-            entries, file, tolerance = manifest.gpu, gpu_file(name), manifest.gpu_tolerance
-        if name not in entries:
+            kind = "gpu"
+        entry = getattr(manifest, kind).get(name)
+        if entry is None:
             raise ValueError(
                 f"{self.path} has no program {name} for {self.runtime}: export the checkpoint "
                 f"again (paddle-vl export{' --onnx' if is_onnx else ''})"
             )
-        entry = entries[name]
+        file = self.path / program_file(kind, name)
         if is_onnx:
-            program: AnyProgram = OnnxProgram(self.path / file, entry.inputs)
+            program: AnyProgram = OnnxProgram(file, entry.inputs)
         else:
-            program = Program(self.path / file, self.path / entry.weights, entry.inputs)
+            program = Program(file, self.path / entry.weights, entry.inputs)
+        tolerance = manifest.gpu_tolerance if kind == "gpu" else manifest.tolerance
         self._check_answer(program, entry, f"onnx.{name}" if is_onnx else name, tolerance)
         return program
 
@@ -297,14 +298,3 @@ class ExportFolder:
                 f"{dtype} {shape}: {REMEDY}"
             )
         return array
-
-
-def _check_files(path: Path, manifest: ExportManifest) -> None:
-    damaged = damaged_files(path, manifest.files)
-    damaged += [
-        f"{file.name} is not among the files of {MANIFEST_FILE}"
-        for file in sorted(path.iterdir())
-        if file.suffix in _READ and file.name not in {*manifest.files, MANIFEST_FILE}
-    ]
-    if damaged:
-        raise RuntimeError(f"{path} is damaged: {'; '.join(damaged)}. {REMEDY}")

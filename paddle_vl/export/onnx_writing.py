@@ -25,9 +25,9 @@ from typing import Any
 import paddle
 import paddle.nn.functional as F
 import xxhash
-from paddle import Tensor, nn
+from paddle import Tensor
 
-from paddle_vl.export.folder import ONNX_FOLDER, ONNX_WEIGHTS, onnx_file
+from paddle_vl.export.folder import ONNX_FOLDER, ONNX_WEIGHTS, program_file
 
 PACKAGES = ("onnx", "onnxruntime", "paddle2onnx")
 # The first with ScatterND's sum.
@@ -78,13 +78,11 @@ def package_versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
-def write_onnx(
-    layers: Mapping[str, nn.Layer], folder: Path, save: Callable[[nn.Layer, Path], None]
-) -> None:
-    """Write `onnx/NAME.onnx` of each layer, and the file of their weights.
+def write_onnx(programs: Mapping[str, Any], folder: Path) -> None:
+    """Write `onnx/NAME.onnx` of each program, and the file of their weights.
 
     Args:
-        save: traces a layer and writes it in Paddle's format, see `writing.save_program`.
+        programs: see `writing.ProgramToExport`.
 
     Raises:
         RuntimeError: paddle2onnx does not convert a program; has the operators and their layers.
@@ -92,27 +90,23 @@ def write_onnx(
     (folder / ONNX_FOLDER).mkdir()
     weights = _Weights(folder / ONNX_FOLDER / ONNX_WEIGHTS)
     with tempfile.TemporaryDirectory(dir=folder) as work:
-        traced = {name: Path(work) / name for name in layers}
+        traced = {name: Path(work) / name for name in programs}
         with compositions():
-            for name, layer in layers.items():
-                save(layer, traced[name])
+            for name, program in programs.items():
+                program.save(traced[name])
                 traced[name].with_suffix(".pdiparams").unlink()
                 _make_weights_inputs(traced[name].with_suffix(".json"))
         _convert(list(traced.values()))
-        for name, layer in layers.items():
+        for name, program in programs.items():
             source = traced[name].with_suffix(".onnx")
-            _check_size(name, source)
-            weights.write(source, layer.parameters(), folder / onnx_file(name))
-
-
-def _check_size(name: str, file: Path) -> None:
-    """Refuse what a protobuf message cannot hold; paddle2onnx writes nothing then."""
-    if not 0 < (size := file.stat().st_size) <= LARGEST_PROGRAM:
-        raise RuntimeError(
-            f"{name} in ONNX has {size} bytes without its weights; at most {LARGEST_PROGRAM} fit "
-            "into one file: make its large constants parameters of the layer, whose values are "
-            "stored apart"
-        )
+            # A protobuf message cannot hold more; paddle2onnx writes nothing then.
+            if not 0 < (size := source.stat().st_size) <= LARGEST_PROGRAM:
+                raise RuntimeError(
+                    f"{name} in ONNX has {size} bytes without its weights; at most "
+                    f"{LARGEST_PROGRAM} fit into one file: make its large constants parameters of "
+                    "the layer, whose values are stored apart"
+                )
+            weights.write(source, program.parameters(), folder / program_file("onnx", name))
 
 
 def _swiglu(x: Tensor, y: Tensor | None = None, name: str | None = None) -> Tensor:
@@ -246,7 +240,10 @@ def missing_operators(program: Path, known: set[str]) -> dict[str, list[str]]:
         for operator in value.get("ops", ()):
             name = operator["#"].rpartition(".")[2]
             if name not in _FRAME and not known & {name, _NAMES.get(name)}:
-                where = _layer_of(operator)
+                values = {
+                    one["N"]: one["AT"].get("D") for one in operator.get("A", []) if "N" in one
+                }
+                where = (values.get("struct_name") or "").strip("/") or "the program itself"
                 if where not in found.setdefault(name, []):
                     found[name].append(where)
         for one in value.values():
@@ -254,11 +251,6 @@ def missing_operators(program: Path, known: set[str]) -> dict[str, list[str]]:
 
     walk(json.loads(program.read_text(encoding="utf-8")))
     return found
-
-
-def _layer_of(operator: dict[str, Any]) -> str:
-    attributes = {one["N"]: one["AT"].get("D") for one in operator.get("A", []) if "N" in one}
-    return (attributes.get("struct_name") or "").strip("/") or "the program itself"
 
 
 def _python(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,7 +1,8 @@
 """A static program on Paddle's predictor, or in ONNX on onnxruntime."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +38,9 @@ class Program:
         config.switch_ir_optim(True)
         config.enable_memory_optim()
         if has_gpu():
-            config.enable_use_gpu(256, device_number())
+            # As Paddle's launcher sets it; the first one without a launcher.
+            number = os.environ.get(DEVICE_VARIABLE, "0").split(",")[0]
+            config.enable_use_gpu(256, int(number))
         else:
             # Tensors that are no longer needed go to a thread that frees them: one by one they cost
             # as much as a small kernel, and keep a second core busy.
@@ -46,21 +49,10 @@ class Program:
             # oneDNN's in-place pass gives wrong cosines in silence (paddlepaddle 3.3.1).
             config.disable_mkldnn()
         config.set_cpu_math_library_num_threads(num_threads())
-        try:
+        with _loading(f"{file} and {weights.name}", ""):
             self._predictor = inference.create_predictor(config)
-        except Exception as error:
-            raise RuntimeError(
-                f"{file} and {weights.name} cannot be loaded ({str(error).strip()[-300:]}): export "
-                "the checkpoint again (paddle-vl export)"
-            ) from error
-        order = self._predictor.get_input_names()
-        if set(order) != set(inputs):
-            raise RuntimeError(
-                f"{file} takes {sorted(order)}, the manifest says {sorted(inputs)}: export "
-                "the checkpoint again (paddle-vl export)"
-            )
-        self._order = order
-        self.inputs = inputs
+        self._order, self.inputs = self._predictor.get_input_names(), inputs
+        _check_inputs(file, self._order, inputs, "")
 
     def __call__(self, inputs: Mapping[str, np.ndarray | Tensor]) -> list[Tensor]:
         """The outputs. Tensors among the inputs are not copied; a program may write into them."""
@@ -97,19 +89,9 @@ class OnnxProgram:
         providers = ["CUDAExecutionProvider", "CPUExecutionProvider"]
         available = onnxruntime.get_available_providers()
         chosen = [provider for provider in providers if provider in available]
-        try:
+        with _loading(str(file), " --onnx"):
             self._session = onnxruntime.InferenceSession(str(file), options, chosen)
-        except Exception as error:
-            raise RuntimeError(
-                f"{file} cannot be loaded ({str(error).strip()[-300:]}): export the checkpoint "
-                "again (paddle-vl export --onnx)"
-            ) from error
-        found = {one.name for one in self._session.get_inputs()}
-        if found != set(inputs):
-            raise RuntimeError(
-                f"{file} takes {sorted(found)}, the manifest says {sorted(inputs)}: export "
-                "the checkpoint again (paddle-vl export --onnx)"
-            )
+        _check_inputs(file, [one.name for one in self._session.get_inputs()], inputs, " --onnx")
         self.inputs = inputs
 
     def __call__(self, inputs: Mapping[str, np.ndarray | Tensor]) -> list[Tensor]:
@@ -121,14 +103,45 @@ class OnnxProgram:
         return [paddle.to_tensor(np.asarray(found)) for found in self._session.run(None, arrays)]
 
 
+def by_layer(keys_values: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Keys and values of each layer, by the names of a program's inputs."""
+    kinds, layers = ("key", "value"), range(len(keys_values) // 2)
+    names = [f"{kind}_{i}" for i in layers for kind in kinds]
+    return dict(zip(names, keys_values, strict=True))
+
+
+def with_room(keys_values: Sequence[Tensor], room: int, axis: int) -> list[Tensor]:
+    """Buffers with keys and values, and `room` free positions of zeros behind them."""
+    buffers = []
+    for tensor in keys_values:
+        shape = [room if i == axis else size for i, size in enumerate(tensor.shape)]
+        free = paddle.zeros(shape, dtype=tensor.dtype)
+        buffers.append(paddle.concat([tensor, free], axis=axis))
+    return buffers
+
+
+@contextmanager
+def _loading(what: str, option: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError(
+            f"{what} cannot be loaded ({str(error).strip()[-300:]}): export the checkpoint again "
+            f"(paddle-vl export{option})"
+        ) from error
+
+
+def _check_inputs(file: Path, found: Sequence[str], inputs: Iterable[str], option: str) -> None:
+    if set(found) != set(inputs):
+        raise RuntimeError(
+            f"{file} takes {sorted(found)}, the manifest says {sorted(inputs)}: export the "
+            f"checkpoint again (paddle-vl export{option})"
+        )
+
+
 def has_gpu() -> bool:
     """Whether programs run on a GPU here."""
     return paddle.device.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0
-
-
-def device_number() -> int:
-    """The GPU of this process, as Paddle's launcher sets it; the first one without a launcher."""
-    return int(os.environ.get(DEVICE_VARIABLE, "0").split(",")[0])
 
 
 def use_threads(number: int | None) -> None:

@@ -67,28 +67,16 @@ def store_weights(layers: Iterable[nn.Layer], dtype: str) -> None:
     Raises:
         ValueError: a weight is too large for float16.
     """
+    found = {id(one): one for root in layers for one in root.sublayers(include_self=True)}
     kept: dict[int, Tensor] = {}
-    for layer in _all_layers(layers):
-        names = {name: p for name, p in _own_parameters(layer) if p.dtype == paddle.float32}
-        for name, parameter in names.items():
-            if id(parameter) not in kept:
-                kept[id(parameter)] = _stored(parameter, dtype)
-            _replace(layer, name, kept[id(parameter)])
-
-
-def _all_layers(roots: Iterable[nn.Layer]) -> list[nn.Layer]:
-    found = {id(one): one for root in roots for one in root.sublayers(include_self=True)}
-    return list(found.values())
-
-
-def _own_parameters(layer: nn.Layer) -> list[tuple[str, Tensor]]:
-    """A layer's own parameters by name, with those of other layers that it holds as attributes."""
-    held = [(name, value) for name, value in vars(layer).items() if _is_parameter(value)]
-    return [(name, p) for name, p in layer._parameters.items() if p is not None] + held
-
-
-def _is_parameter(value: Any) -> bool:
-    return isinstance(value, EagerParamBase)
+    for layer in found.values():
+        # With those of other layers that it holds as attributes.
+        held = {name: x for name, x in vars(layer).items() if isinstance(x, EagerParamBase)}
+        for name, parameter in {**layer._parameters, **held}.items():
+            if parameter is not None and parameter.dtype == paddle.float32:
+                if id(parameter) not in kept:
+                    kept[id(parameter)] = _stored(parameter, dtype)
+                _replace(layer, name, kept[id(parameter)])
 
 
 def _stored(parameter: Tensor, dtype: Any) -> Tensor:

@@ -10,7 +10,6 @@ from typing import Any
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor
-from paddle.incubate.nn.functional import fused_rms_norm
 from paddle.jit.dy2static.program_translator import convert_to_static
 
 from paddle_vl.batch import visual_index
@@ -20,7 +19,6 @@ from paddle_vl.nn.operations import (
     Operation,
     layer_norm,
     operation,
-    rms_norm,
     swiglu,
     use_kernels,
 )
@@ -64,13 +62,6 @@ def kernels_for_cpu() -> Iterator[None]:
         _kernels = before
 
 
-def _rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
-    """Paddle's own kernel, in float32 the same formula: one operation where there are six."""
-    if x.dtype != paddle.float32 or weight_C.dtype != paddle.float32:
-        return rms_norm.plain(x, weight_C, epsilon)
-    return fused_rms_norm(x, weight_C, None, epsilon, len(x.shape) - 1)[0]
-
-
 def _layer_norm(x: Tensor, weight_C: Tensor, bias_C: Tensor, epsilon: float) -> Tensor:
     """Paddle's own kernel, whose forward pass is thirteen times as fast as the composition."""
     if x.dtype != paddle.float32 or weight_C.dtype != paddle.float32:
@@ -91,8 +82,8 @@ def _swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return F.silu(gate) * up
 
 
+# Paddle's own RMS norm is compiled for AVX-512: it ends a process on other processors.
 CPU_KERNELS: Mapping[Operation, Callable[..., Any]] = {
-    rms_norm: _rms_norm,
     layer_norm: _layer_norm,
     apply_rotary: _apply_rotary,
     swiglu: _swiglu,

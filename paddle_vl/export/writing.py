@@ -7,19 +7,20 @@ that allow it also get programs that compute in bfloat16, for GPUs; both read th
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import paddle
-from paddle import nn
+from paddle import Tensor, nn
+from paddle.static import InputSpec
 from safetensors.numpy import save_file
 
 import paddle_vl
-from paddle_vl.checkpoint.manifest import FileSum, file_sum
+from paddle_vl.checkpoint.manifest import file_sum
 from paddle_vl.export.folder import (
     CHECK_FILE,
     GPU_FOLDER,
@@ -34,35 +35,81 @@ from paddle_vl.export.folder import (
 )
 from paddle_vl.export.program import has_gpu
 from paddle_vl.export.stored_weights import HALF, in_bfloat16, store_weights
-from paddle_vl.export.tracing import tracing
+from paddle_vl.export.tracing import kernels_for_cpu, tracing
 
 # By dtype of the computation, relative to the largest value: sums in another order.
 TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 DTYPES = tuple(TOLERANCES)
-Device = Literal["cpu", "gpu"]
 
 
-@dataclass(frozen=True)
-class ProgramToExport:
-    """A program and an input for it.
+class ProgramToExport(nn.Layer):
+    """A program: a function of a layer and of tensors by name, and an input for it.
 
-    Attributes:
-        layer: its forward is traced; it has `input_spec()`.
-        weights: name of the file of its weights; programs of one name have the same weights.
-        example: arrays by the names of the input specs.
+    Args:
+        layer: of the model.
+        run: takes the layer and the tensors; returns one or more tensors.
+        specs: the specs of the inputs, of the layer; their dtypes may be those of its weights.
+        weights: name of the file of its weights, those that it uses; programs of one name have the
+            same weights.
+        example: arrays by the names of the specs.
         gives_logits: whether its first output is logits.
         measured_output: the output that tells how much rounded weights change the answer.
     """
 
-    layer: Any
-    weights: str
-    example: Mapping[str, np.ndarray]
-    gives_logits: bool = False
-    measured_output: int = 0
+    def __init__(
+        self,
+        layer: Any,
+        run: Callable[[Any, Mapping[str, Tensor]], Any],
+        specs: Callable[[Any], list[InputSpec]],
+        weights: str,
+        example: Mapping[str, np.ndarray],
+        gives_logits: bool = False,
+        measured_output: int = 0,
+    ):
+        super().__init__()
+        self.layer, self._run, self.weights, self.example = layer, run, weights, example
+        self._specs = specs
+        self.gives_logits, self.measured_output = gives_logits, measured_output
+
+    @property
+    def specs(self) -> dict[str, InputSpec]:
+        """The specs of the inputs by name."""
+        return {str(one.name): one for one in self._specs(self.layer)}
+
+    def forward(self, given: Mapping[str, Tensor]) -> Any:
+        return self._run(self.layer, given)
+
+    def answer(self) -> list[np.ndarray]:
+        """The model's own outputs for the example, in eager mode, as float32."""
+        self.eval()
+        given = {
+            name: as_tensor(self.example[name], _name_of(one.dtype))
+            for name, one in self.specs.items()
+        }
+        with paddle.no_grad():
+            outputs = self(given)
+        outputs = outputs if isinstance(outputs, list | tuple) else [outputs]
+        return [output.astype("float32").numpy() for output in outputs]
+
+    def save(self, path: Path) -> None:
+        """Trace it and write PATH.json and PATH.pdiparams."""
+        specs: Any = [self.specs]
+        traced: Any = paddle.jit.to_static(self, full_graph=True, input_spec=specs)
+        with tracing():
+            paddle.jit.save(traced, str(path))
+        # It is traced anew next time, in another dtype or for ONNX.
+        traced.forward.rollback()
 
 
-def _as_they_are(device: Device) -> AbstractContextManager:
-    return nullcontext()
+def spec(name: str, shape: Sequence[int | None], dtype: Any) -> InputSpec:
+    """An input of a program, without a gradient: a program keeps what a backward pass needs."""
+    return InputSpec(shape, dtype, name, stop_gradient=True)
+
+
+def cache_specs(num_layers: int, shape: Sequence[int | None], dtype: Any) -> list[InputSpec]:
+    """Keys and values of each layer."""
+    kinds = ("key", "value")
+    return [spec(f"{kind}_{i}", shape, dtype) for i in range(num_layers) for kind in kinds]
 
 
 @dataclass(frozen=True)
@@ -74,11 +121,9 @@ class ModelToExport:
         sizes: what the runtime must know of the configuration.
         programs: by name.
         save_files: writes configuration, tokenizer and processor files into a folder.
-        onnx_programs: those that are written for ONNX, by name; their layers are others than those
-            of `programs`, which are traced once. Programs in ONNX cannot write into their inputs.
+        onnx_programs: those that are written for ONNX, by name. They cannot write into inputs.
         computes_in_half: whether its programs can be traced in bfloat16.
-        traced: makes the context in which programs are traced for a device.
-        differ_on_gpu: names of programs that are traced for GPUs on their own.
+        takes_cpu_kernels: whether its programs for CPUs are traced in `kernels_for_cpu`.
     """
 
     model_type: str
@@ -87,8 +132,7 @@ class ModelToExport:
     save_files: Callable[[Path], None]
     onnx_programs: Mapping[str, ProgramToExport] = field(default_factory=dict)
     computes_in_half: bool = False
-    traced: Callable[[Device], AbstractContextManager] = _as_they_are
-    differ_on_gpu: Sequence[str] = ()
+    takes_cpu_kernels: bool = False
 
 
 def export_model(
@@ -115,7 +159,9 @@ def export_model(
     if onnx and not model.onnx_programs:
         raise ValueError(f"{model.model_type} has no programs for ONNX: export it without --onnx")
     check_dtype(dtype, onnx)
-    with new_folder(out) as partial:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f"{out.name}.partial-", dir=out.parent))
+    try:
         manifest = write_export(model, source, partial, onnx, dtype)
         opened = ExportFolder.open(partial)
         for name in manifest.programs:
@@ -124,22 +170,13 @@ def export_model(
                 opened.program(name)
         for name in manifest.onnx:
             replace(opened, runtime="onnxruntime").program(name)
-    return manifest
-
-
-@contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
-    """A folder that gets the name `out` at the end of the block, or is removed by an error."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f"{out.name}.partial-", dir=out.parent))
-    try:
-        yield partial
         if out.exists():
             out.rmdir()
         os.replace(partial, out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    return manifest
 
 
 def check_output(out: Path) -> None:
@@ -171,45 +208,51 @@ def write_export(
     dtype: str = "float32",
 ) -> ExportManifest:
     """Write programs, weights, stored answers, other files and the manifest into a folder."""
-    is_stored, changes = dtype != "float32", {}
-    if is_stored:
-        exact = {name: _stored_answer(one, name) for name, one in model.programs.items()}
-        layers = [one.layer for one in model.programs.values()]
-        store_weights(layers, dtype)
-    entries, gpu_entries, stored = {}, {}, {}
+    exact: dict[str, list[np.ndarray]] = {}
+    if dtype != "float32":
+        exact = {name: program.answer() for name, program in model.programs.items()}
+        store_weights(model.programs.values(), dtype)
+    entries, gpu_entries, onnx_entries, changes = {}, {}, {}, {}
+    stored: dict[str, np.ndarray] = {}
+
+    def answer_of(program: ProgramToExport, name: str) -> list[np.ndarray]:
+        """Its answer, which is stored with the example."""
+        answer = program.answer()
+        stored.update({f"{name}.input.{key}": array for key, array in program.example.items()})
+        stored.update({f"{name}.output.{i}": output for i, output in enumerate(answer)})
+        return answer
+
     for name, program in model.programs.items():
-        answer = _stored_answer(program, name)
-        stored |= answer
-        if is_stored:
-            changes[name] = _change(program, name, exact[name], answer)
-        with model.traced("cpu"):
-            entries[name] = _save(program, folder, name, len(answer))
-        in_half = dtype == HALF and model.computes_in_half
-        if in_half or name in model.differ_on_gpu:
+        answer, weights = answer_of(program, name), f"{program.weights}.pdiparams"
+        if exact:
+            changes[name] = _change(program, exact[name], answer)
+        with kernels_for_cpu() if model.takes_cpu_kernels else nullcontext():
+            _save(program, folder / name, folder / weights)
+        entries[name] = _entry(program, weights, answer)
+        if dtype == HALF and model.computes_in_half:
             (folder / GPU_FOLDER).mkdir(exist_ok=True)
-            with in_bfloat16() if in_half else nullcontext(), model.traced("gpu"):
-                gpu_entries[name] = _save(program, folder, name, len(answer), GPU_FOLDER)
+            with in_bfloat16():
+                _save(program, folder / GPU_FOLDER / name, folder / weights)
+                gpu_entries[name] = _entry(program, weights, answer)
     versions = {"paddle_vl": paddle_vl.__version__, "paddle": paddle.__version__}
-    onnx_entries = {}
     if onnx:
         from paddle_vl.export.onnx_writing import package_versions, write_onnx
 
         versions |= package_versions()
         for name, program in model.onnx_programs.items():
-            answer = _stored_answer(program, f"onnx.{name}")
-            stored |= answer
-            onnx_entries[name] = _entry(program, f"{ONNX_FOLDER}/{ONNX_WEIGHTS}", len(answer))
-        layers = {name: program.layer for name, program in model.onnx_programs.items()}
-        write_onnx(layers, folder, save_program)
+            answer = answer_of(program, f"onnx.{name}")
+            onnx_entries[name] = _entry(program, f"{ONNX_FOLDER}/{ONNX_WEIGHTS}", answer)
+        write_onnx(model.onnx_programs, folder)
     save_file(
         {key: np.ascontiguousarray(array) for key, array in stored.items()}, folder / CHECK_FILE
     )
     model.save_files(folder)
+    sources = sorted({*source.glob("*.safetensors"), *source.glob("config.json")})
     manifest = ExportManifest(
         model.model_type,
         model.sizes,
         dtype,
-        {"folder": source.name, "files": _sums(source)},
+        {"folder": source.name, "files": {path.name: file_sum(path).checksum for path in sources}},
         versions,
         TOLERANCES["float32"],
         entries,
@@ -218,28 +261,22 @@ def write_export(
         TOLERANCES[dtype] if gpu_entries else 0.0,
         bool(gpu_entries) and has_gpu(),
         changes,
-        files={name: sum_ for name, sum_ in file_sums(folder).items() if name != MANIFEST_FILE},
+        files={
+            path.relative_to(folder).as_posix(): file_sum(path)
+            for path in sorted(folder.rglob("*"))
+            if path.is_file() and path != folder / MANIFEST_FILE
+        },
     )
     manifest.write(folder)
     return manifest
 
 
-def _stored_answer(program: ProgramToExport, name: str) -> dict[str, np.ndarray]:
-    """The example's inputs and the model's own outputs, under the names of `check.safetensors`."""
-    stored = {f"{name}.input.{key}": array for key, array in program.example.items()}
-    outputs = enumerate(_answer_of(program))
-    return stored | {f"{name}.output.{i}": output for i, output in outputs}
-
-
 def _change(
-    program: ProgramToExport,
-    name: str,
-    exact: Mapping[str, np.ndarray],
-    rounded: Mapping[str, np.ndarray],
+    program: ProgramToExport, exact: list[np.ndarray], rounded: list[np.ndarray]
 ) -> AnswerChange:
     """What rounded weights do to a program's answer."""
-    key = f"{name}.output.{program.measured_output}"
-    wanted, found = exact[key].astype(np.float64), rounded[key].astype(np.float64)
+    number = program.measured_output
+    wanted, found = exact[number].astype(np.float64), rounded[number].astype(np.float64)
     difference = np.abs(found - wanted)
     equal = float((found.argmax(axis=-1) == wanted.argmax(axis=-1)).mean())
     return AnswerChange(
@@ -250,57 +287,21 @@ def _change(
     )
 
 
-def _save(
-    program: ProgramToExport, folder: Path, name: str, num_stored: int, below: str = ""
-) -> ProgramEntry:
-    """Write a program into the folder, or one below it, and its weights if none has them yet."""
-    path = folder / below / name
-    save_program(program.layer, path)
-    weights = f"{program.weights}.pdiparams"
-    _keep_once(path.with_suffix(".pdiparams"), folder / weights)
-    return _entry(program, weights, num_stored)
-
-
-def _entry(program: ProgramToExport, weights: str, num_stored: int) -> ProgramEntry:
-    specs = _flat(program.layer.input_spec())
-    inputs: Any = {spec.name: (list(spec.shape), _name_of(spec.dtype)) for spec in specs}
-    return ProgramEntry(weights, inputs, num_stored - len(program.example))
-
-
-def save_program(layer: nn.Layer, path: Path) -> None:
-    """Trace a layer and write PATH.json and PATH.pdiparams."""
-    traced: Any = paddle.jit.to_static(layer, full_graph=True, input_spec=layer.input_spec())
-    with tracing():
-        paddle.jit.save(traced, str(path))
-    # The layer is traced anew next time, in another dtype.
-    traced.forward.rollback()
-
-
-def _answer_of(program: ProgramToExport) -> list[np.ndarray]:
-    """The model's own outputs for the example, in eager mode, as float32."""
-    program.layer.eval()
-    arguments = []
-    for spec in program.layer.input_spec():
-        tensors = [
-            as_tensor(program.example[one.name], _name_of(one.dtype)) for one in _flat([spec])
-        ]
-        arguments.append(tensors if isinstance(spec, list) else tensors[0])
-    with paddle.no_grad():
-        outputs = program.layer(*arguments)
-    outputs = list(outputs) if isinstance(outputs, list | tuple) else [outputs]
-    return [output.astype("float32").numpy() for output in outputs]
-
-
-def _flat(specs: list[Any]) -> list[Any]:
-    return [one for spec in specs for one in (spec if isinstance(spec, list) else [spec])]
+def _entry(program: ProgramToExport, weights: str, answer: list[np.ndarray]) -> ProgramEntry:
+    inputs: Any = {
+        name: (list(one.shape), _name_of(one.dtype)) for name, one in program.specs.items()
+    }
+    return ProgramEntry(weights, inputs, len(answer))
 
 
 def _name_of(dtype: Any) -> str:
     return str(dtype).removeprefix("paddle.")
 
 
-def _keep_once(written: Path, shared: Path) -> None:
-    """Rename the weights of a program, or drop them where another has written the same."""
+def _save(program: ProgramToExport, path: Path, shared: Path) -> None:
+    """Write a program, and its weights unless another has written the same ones."""
+    program.save(path)
+    written = path.with_suffix(".pdiparams")
     if written == shared:
         return
     if not shared.exists():
@@ -309,16 +310,3 @@ def _keep_once(written: Path, shared: Path) -> None:
     if file_sum(written) != file_sum(shared):
         raise AssertionError(f"{written} has other weights than {shared.name}")
     written.unlink()
-
-
-def file_sums(folder: Path) -> dict[str, FileSum]:
-    """Of all files in a folder and below it."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): file_sum(path) for path in files}
-
-
-def _sums(source: Path) -> dict[str, str]:
-    """Checksums of the weights and the configuration of a checkpoint."""
-    names = ("*.safetensors", "config.json")
-    files = sorted(path for name in names for path in source.glob(name))
-    return {path.name: file_sum(path).checksum for path in files}

@@ -3,17 +3,15 @@
 A family is a folder: model, NumPy-only `inputs/`, checkpoint map, pipeline stage, FLOP counter and
 a recipe that implements `Family`. One line of `paddle_vl.config.families` registers it. A family
 does not import the trainer or `paddle_vl.parallel`: what it needs of them is passed in.
-
-Over 350 lines, since it is the whole protocol.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from paddle import Tensor, nn
+from paddle import Tensor
 
 from paddle_vl.checkpoint.safetensors_io import FileWriter
 from paddle_vl.config.families import EncoderShape, ModelShape
@@ -46,47 +44,17 @@ class RankInfo(Protocol):
         """Barrier over all ranks."""
 
 
-class TrainableModel(Protocol):
-    """An `nn.Layer` that can be trained.
-
-    Attributes:
-        placement: which shards and layers this rank has.
-        vision_blocks, decoder_layers: this rank's units of activation recomputation and sharding.
-        tables: this rank's token embedding and head.
-    """
-
-    @property
-    def placement(self) -> Placement: ...
-
-    @property
-    def vision_blocks(self) -> list[nn.Layer]: ...
-
-    @property
-    def decoder_layers(self) -> list[nn.Layer]: ...
-
-    @property
-    def tables(self) -> list[nn.Layer]: ...
-
-    def parameters(self) -> list[Tensor]: ...
-
-    def separate(self, weights: Iterable[Tensor]) -> None:
-        """Replace fused weights by one weight per linear, see `paddle_vl.nn.linear`."""
-
-    def materialize(self) -> Iterator[Tensor]:
-        """Give parameters their values one at a time, see `paddle_vl.checkpoint.reading`."""
-        ...
-
-    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Unsharded shape of every parameter of the full model, by checkpoint key."""
-        ...
-
-
 @dataclass(frozen=True)
 class BuiltModel:
     """A model and what depends on it.
 
     Attributes:
-        model: this rank's shards and layers, see `TrainableModel`.
+        model: an `nn.Layer` of this rank's shards and layers. It has its `placement`; the lists
+            `vision_blocks` and `decoder_layers`, this rank's units of activation recomputation and
+            sharding; `tables`, its token embedding and head; `separate(weights)`, which replaces
+            fused weights by one weight per linear, see `paddle_vl.nn.linear`; `materialize()`,
+            which gives parameters their values one at a time, see `paddle_vl.checkpoint.reading`;
+            and `whole_shapes()`, the unsharded shapes of the full model's parameters.
         adapter: see `BatchAdapter`.
         collator: makes its batches in loader workers.
         save: writes this rank's files of a model folder; all checkpoint ranks call it together.
@@ -196,22 +164,6 @@ class SyntheticData:
     cameras: int | None = None
     image_side: int | None = None
     answer_tokens: int | None = None
-
-
-class Chat(Protocol):
-    """A model that answers about images and videos."""
-
-    def ask(
-        self, messages: Sequence[Any], images: Sequence[Any], videos: Sequence[Any], **settings: Any
-    ) -> str:
-        """The answer to the last message."""
-        ...
-
-    def stream(
-        self, messages: Sequence[Any], images: Sequence[Any], videos: Sequence[Any], **settings: Any
-    ) -> Iterator[str]:
-        """The same answer in pieces."""
-        ...
 
 
 class Family(ABC):
@@ -353,8 +305,9 @@ class Family(ABC):
         """
 
     @classmethod
-    def chat(cls, folder: Path, base: str | None) -> Chat:
-        """The model of `paddle-vl generate`.
+    def chat(cls, folder: Path, base: str | None) -> Any:
+        """The model of `paddle-vl generate`. Its `ask(messages, images, videos, **settings)` is the
+        answer to the last message, `stream` with the same arguments the answer in pieces.
 
         Raises:
             ValueError: the family does not answer questions.

@@ -71,7 +71,21 @@ def loads_like_hf(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def load(cls: Any, path: str | os.PathLike, *args: Any, **kwargs: Any) -> R:
         kwargs = without_foreign(kwargs, LOADING, "from_pretrained")
-        _check_device(kwargs.pop("device_map", None))
+        device_map = kwargs.pop("device_map", None)
+        if device_map is not None:
+            import paddle
+
+            # Models are built on Paddle's current device.
+            here = paddle.get_device()
+            same = {here, here.replace("gpu", "cuda"), here.split(":")[0].replace("gpu", "cuda")}
+            if paddle.device.cuda.device_count() < 2:
+                same.add("auto")
+            if str(device_map) not in same:
+                raise ValueError(
+                    f"device_map is {shown(device_map)}, but a model is built on Paddle's current "
+                    f"device, {here}: call paddle.set_device() first; over several devices it runs "
+                    "as a program of ranks (paddle-vl export --mp-degree)"
+                )
         dtype = kwargs.pop("torch_dtype", kwargs.get("dtype"))
         if dtype is not None:
             is_torchs = str(dtype).startswith("torch.")
@@ -148,21 +162,3 @@ class SizedModel:
         parameters = self.parameters()
         chosen = [p for p in parameters if not (only_trainable and p.stop_gradient)]
         return sum(int(np.prod(parameter.shape)) for parameter in chosen)
-
-
-def _check_device(device_map: Any) -> None:
-    """Refuse another device than Paddle's current one, where models are built."""
-    if device_map is None:
-        return
-    import paddle
-
-    here = paddle.get_device()
-    same = {here, here.replace("gpu", "cuda"), here.split(":")[0].replace("gpu", "cuda")}
-    if paddle.device.cuda.device_count() < 2:
-        same.add("auto")
-    if str(device_map) not in same:
-        raise ValueError(
-            f"device_map is {shown(device_map)}, but a model is built on Paddle's current device, "
-            f"{here}: call paddle.set_device() first; over several devices it runs as a program "
-            "of ranks (paddle-vl export --mp-degree)"
-        )

@@ -11,7 +11,7 @@ import paddle
 from paddle import Tensor
 
 from paddle_vl.generation.config import GenerationConfig
-from paddle_vl.generation.sampling import LogitsRules, TokenChoice
+from paddle_vl.generation.sampling import TokenChoice
 
 
 class Decoder(Protocol):
@@ -91,8 +91,7 @@ def chosen_tokens(
         vocab: V.
         on_logits: called with the float32 logits `[B, V]` of every step, before any rule.
     """
-    rules = LogitsRules(config, prompt_BL, mask_BL.astype(bool), vocab)
-    choose = TokenChoice(config, len(prompt_BL))
+    choose = TokenChoice(config, prompt_BL, mask_BL.astype(bool), vocab)
     ended_B = np.zeros(len(prompt_BL), dtype=bool)
     token_B = None
     for _ in range(config.max_new_tokens):
@@ -100,9 +99,7 @@ def chosen_tokens(
             logits_BV = decoder.prefill() if token_B is None else decoder.advance(token_B)
             if on_logits is not None:
                 on_logits(logits_BV.numpy())
-            chosen_B = choose(rules(logits_BV))
-            rules.append(chosen_B)
-            token_B = chosen_B.numpy()
+            token_B = choose(logits_BV).numpy()
         if config.fill_token_id is not None:
             token_B = np.where(ended_B, config.fill_token_id, token_B)
         ended_B |= np.isin(token_B, config.eos_token_ids)

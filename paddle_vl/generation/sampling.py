@@ -17,25 +17,9 @@ from paddle import Tensor
 from paddle_vl.generation.config import GenerationConfig
 
 
-def penalize_repetition(scores_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
-    """Divide positive and multiply negative scores of seen tokens by the penalty.
-
-    Args:
-        seen_BV: bool, True at tokens of the prompt and the answer so far.
-    """
-    penalized_BV = paddle.where(scores_BV < 0, scores_BV * penalty, scores_BV / penalty)
-    return paddle.where(seen_BV, penalized_BV, scores_BV)
-
-
 def rule_out(scores_BV: Tensor, ruled_out: Tensor) -> Tensor:
     """-inf where `ruled_out`, bool of a shape that broadcasts to `[B, V]`."""
     return paddle.where(ruled_out, paddle.full([], -np.inf, scores_BV.dtype), scores_BV)
-
-
-def keep_top_k(scores_BV: Tensor, top_k: int) -> Tensor:
-    """Exclude scores below the k-th highest; scores equal to it stay."""
-    kth_B1 = paddle.topk(scores_BV, min(top_k, scores_BV.shape[-1]))[0][:, -1:]
-    return rule_out(scores_BV, scores_BV < kth_B1)
 
 
 def keep_top_p(scores_BV: Tensor, top_p: float) -> Tensor:
@@ -51,19 +35,21 @@ def keep_top_p(scores_BV: Tensor, top_p: float) -> Tensor:
     return rule_out(scores_BV, unlikely_BV.astype("bool"))
 
 
-class LogitsRules:
-    """The rules of a configuration, in HF's order, and the tokens that each answer has seen."""
+class TokenChoice:
+    """The rules of a configuration, in HF's order, then the maximum or a sample.
+
+    Samples of a prompt come from a generator of its own, by the seed and the prompt's number, so
+    they do not depend on the other prompts of the batch.
+
+    Args:
+        prompt_BL: int64 ids.
+        is_real_BL: bool, False at padding.
+        vocab: V.
+    """
 
     def __init__(
         self, config: GenerationConfig, prompt_BL: np.ndarray, is_real_BL: np.ndarray, vocab: int
     ):
-        """Start from the prompts.
-
-        Args:
-            prompt_BL: int64 ids.
-            is_real_BL: bool, False at padding.
-            vocab: V.
-        """
         self._config, self._num_steps = config, 0
         self._seen_BV = self._ending_V = self._vocab_V = None
         if config.repetition_penalty != 1:
@@ -74,22 +60,19 @@ class LogitsRules:
             self._vocab_V = paddle.arange(vocab, dtype="int64")
         if config.min_new_tokens and config.eos_token_ids:
             self._ending_V = paddle.to_tensor(np.isin(np.arange(vocab), config.eos_token_ids))
+        entropy: Any = np.random.SeedSequence(config.seed).entropy
+        self._draws = [np.random.default_rng([entropy, row]) for row in range(len(prompt_BL))]
 
     def __call__(self, logits_BV: Tensor) -> Tensor:
-        """Scores of the next token, `[B, V]` float32."""
-        config, scores_BV = self._config, logits_BV.astype("float32")
-        if self._seen_BV is not None:
-            scores_BV = penalize_repetition(scores_BV, self._seen_BV, config.repetition_penalty)
-        if self._ending_V is not None and self._num_steps < config.min_new_tokens:
-            scores_BV = rule_out(scores_BV, self._ending_V)
-        if config.do_sample:
-            if config.temperature != 1:
-                scores_BV = scores_BV / config.temperature
-            if config.top_k:
-                scores_BV = keep_top_k(scores_BV, config.top_k)
-            if config.top_p < 1:
-                scores_BV = keep_top_p(scores_BV, config.top_p)
-        return scores_BV
+        """The next tokens, `[B]` int64, which are seen from now on."""
+        scores_BV = self.scores(logits_BV)
+        if self._config.do_sample:
+            numbers_B1 = np.array([[draw.random()] for draw in self._draws])
+            token_B = draw_tokens(scores_BV, paddle.to_tensor(numbers_B1))
+        else:
+            token_B = scores_BV.argmax(axis=-1)
+        self.append(token_B)
+        return token_B
 
     def append(self, token_B: Tensor) -> None:
         """Mark the chosen tokens `[B]` as seen."""
@@ -97,20 +80,25 @@ class LogitsRules:
         if self._seen_BV is not None:
             self._seen_BV = self._seen_BV | (self._vocab_V == token_B.unsqueeze(1))
 
-
-class RowDraws:
-    """Uniform numbers in [0, 1), one generator per prompt, from the seed and the prompt's number.
-
-    Draws of a prompt do not depend on the other prompts of the batch.
-    """
-
-    def __init__(self, seed: int | None, num_rows: int):
-        entropy: Any = np.random.SeedSequence(seed).entropy
-        self._rows = [np.random.default_rng([entropy, row]) for row in range(num_rows)]
-
-    def next(self) -> Tensor:
-        """`[B, 1]` float64."""
-        return paddle.to_tensor(np.array([[row.random()] for row in self._rows]))
+    def scores(self, logits_BV: Tensor) -> Tensor:
+        """Scores of the next token, `[B, V]` float32."""
+        config, scores_BV = self._config, logits_BV.astype("float32")
+        if self._seen_BV is not None:
+            penalty = config.repetition_penalty
+            of_seen_BV = paddle.where(scores_BV < 0, scores_BV * penalty, scores_BV / penalty)
+            scores_BV = paddle.where(self._seen_BV, of_seen_BV, scores_BV)
+        if self._ending_V is not None and self._num_steps < config.min_new_tokens:
+            scores_BV = rule_out(scores_BV, self._ending_V)
+        if config.do_sample:
+            if config.temperature != 1:
+                scores_BV = scores_BV / config.temperature
+            if config.top_k:
+                # Scores equal to the k-th highest stay.
+                top_BK = paddle.topk(scores_BV, min(config.top_k, scores_BV.shape[-1]))[0]
+                scores_BV = rule_out(scores_BV, scores_BV < top_BK[:, -1:])
+            if config.top_p < 1:
+                scores_BV = keep_top_p(scores_BV, config.top_p)
+        return scores_BV
 
 
 def draw_tokens(scores_BV: Tensor, uniform_B1: Tensor) -> Tensor:
@@ -124,16 +112,3 @@ def draw_tokens(scores_BV: Tensor, uniform_B1: Tensor) -> Tensor:
     weight_BV = F.softmax(scores_BV, axis=-1).astype("float64") * is_possible_BV
     reached_BV = weight_BV.cumsum(axis=-1)
     return (reached_BV <= uniform_B1 * reached_BV[:, -1:]).sum(axis=-1)
-
-
-class TokenChoice:
-    """Greedy or sampled choice, by the configuration."""
-
-    def __init__(self, config: GenerationConfig, num_rows: int):
-        self._draws = RowDraws(config.seed, num_rows) if config.do_sample else None
-
-    def __call__(self, scores_BV: Tensor) -> Tensor:
-        """The next tokens, `[B]` int64."""
-        if self._draws is None:
-            return scores_BV.argmax(axis=-1)
-        return draw_tokens(scores_BV, self._draws.next())

@@ -19,7 +19,7 @@ Source of rotary embedding: Su et al., RoFormer, https://arxiv.org/abs/2104.0986
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import paddle
@@ -139,41 +139,20 @@ class Segments:
         return paddle.cumsum(paddle.concat([paddle.zeros([1], "int32"), *lengths]), dtype="int32")
 
     def attend(self, q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor) -> Tensor:
-        """See `segment_attention`."""
-        return runs_attention(q_PNH, k_PNH, v_PNH, self)
-
-
-class SegmentAttention(Protocol):
-    """Attention within segments, however these are known."""
-
-    def attend(self, q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor) -> Tensor:
         """Every row sees all rows of its own segment and no others; scores are scaled by H^-0.5.
+
+        Args:
+            q_PNH, k_PNH, v_PNH: the lengths of the segments sum to P.
 
         Returns:
             `[P, N, H]` in the dtype of the queries.
         """
-        ...
-
-
-def segment_attention(
-    q_PNH: Tensor,
-    k_PNH: Tensor,
-    v_PNH: Tensor,
-    segments: SegmentAttention | Sequence[tuple[int, int]],
-) -> Tensor:
-    """See `SegmentAttention.attend`.
-
-    Args:
-        segments: their lengths sum to P; a sequence is that of `Segments.runs`.
-    """
-    if isinstance(segments, Sequence):
-        segments = Segments(segments)
-    return segments.attend(q_PNH, k_PNH, v_PNH)
+        return runs_attention(q_PNH, k_PNH, v_PNH, self)
 
 
 @operation
 def runs_attention(q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor, segments: Segments) -> Tensor:
-    """`segment_attention`; each run of segments of equal length is one batched product."""
+    """`Segments.attend`; each run of segments of equal length is one batched product."""
     runs = segments.runs
     if len(runs) == 1:
         return equal_segments_attention(q_PNH, k_PNH, v_PNH, *runs[0])
@@ -192,7 +171,7 @@ def runs_attention(q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor, segments: Segmen
 def equal_segments_attention(
     q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor, count: int, length: int
 ) -> Tensor:
-    """`segment_attention` of `count` segments of one `length`."""
+    """`Segments.attend` of `count` segments of one `length`."""
     heads = q_PNH.shape[1:]
     q, k, v = (x.reshape([count, length, *heads]) for x in (q_PNH, k_PNH, v_PNH))
     return F.scaled_dot_product_attention(q, k, v).reshape([-1, *heads])
@@ -441,16 +420,13 @@ def apply_rotary(q_TNH: Tensor, k_TKH: Tensor, tables: RotaryTables) -> tuple[Te
     Returns:
         The rotated queries and keys. One of them without a gradient gives its input none.
     """
-    return _rotated(q_TNH, tables), _rotated(k_TKH, tables)
 
+    def rotated(x_TNH: Tensor) -> Tensor:
+        cos, sin = tables.for_product(x_TNH.shape[-2])
+        wide = x_TNH.astype(cos.dtype)
+        return (wide * cos + rotate_half(wide) * sin).astype(x_TNH.dtype)
 
-def _rotated(x_TNH: Tensor, tables: RotaryTables) -> Tensor:
-    return _rotation(x_TNH, *tables.for_product(x_TNH.shape[-2]))
-
-
-def _rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    wide = x.astype(cos.dtype)
-    return (wide * cos + rotate_half(wide) * sin).astype(x.dtype)
+    return rotated(q_TNH), rotated(k_TKH)
 
 
 def rotate_half(x: Tensor) -> Tensor:

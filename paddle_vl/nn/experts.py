@@ -11,7 +11,7 @@ order that may change from run to run. Shapes depend on R only, and on a GPU the
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import paddle
 from paddle import Tensor, nn
@@ -119,15 +119,13 @@ class RoutedRows:
         """The plan of the layer's first pass while it is recomputed, else None."""
         return self._plans.get(layer) if paddle.is_grad_enabled() else None
 
-    def take_plan(self, layer: nn.Layer) -> Plan | None:
-        """`kept_plan`, which is not kept any longer."""
+    def plan(self, layer: nn.Layer, make: Callable[[], Plan]) -> Plan:
+        """The layer's plan: `kept_plan`, or a new one, kept if recomputation may follow."""
         plan = self.kept_plan(layer)
         if plan is not None:
             del self._plans[layer]
-        return plan
-
-    def keep_plan(self, layer: nn.Layer, plan: Plan) -> Plan:
-        """A layer's new plan, which is kept if recomputation may follow."""
+            return plan
+        plan = make()
         # The first pass of a recomputed layer runs without gradients.
         if layer.training and not paddle.is_grad_enabled():
             self._plans[layer] = plan
@@ -221,65 +219,24 @@ def grouped_linear(x_NI: Tensor, weight_EIO: Tensor, sizes: GroupSizes) -> Tenso
     Returns:
         `[N, O]` in the dtype of the rows.
     """
-    return blocked_product(x_NI, weight_EIO, Blocks.of(sizes.counts_E, x_NI.shape[0]))
-
-
-class Blocks(NamedTuple):
-    """Layout of the sorted rows in B blocks of R rows, for `grouped_linear`.
-
-    Attributes:
-        place: `[N]` int64, each row's place among the `B * R`.
-        expert: `[B]` int64, each block's expert, ascending; unused blocks have the last expert.
-        num_rows: R.
-    """
-
-    place: Tensor
-    expert: Tensor
-    num_rows: int
-
-    @classmethod
-    def of(cls, counts_E: Tensor, total: int) -> "Blocks":
-        """Blocks for `total` rows, `counts_E` of each expert."""
-        num_experts = counts_E.shape[0]
-        rows = (total + num_experts - 1) // num_experts
-        # The last blocks of all experts; with fewer rows than experts a block is one row.
-        num_blocks = (total + num_experts * (rows - 1)) // rows
-        ends_E, blocks_E = counts_E.cumsum(), (counts_E + (rows - 1)) // rows
-        block_ends_E = blocks_E.cumsum()
-        numbers_N = paddle.arange(total, dtype="int64")
-        expert_N = paddle.searchsorted(ends_E, numbers_N, right=True)
-        shift_E = (block_ends_E - blocks_E) * rows - (ends_E - counts_E)
-        place_N = numbers_N + paddle.index_select(shift_E, expert_N)
-        numbers_B = paddle.arange(num_blocks, dtype="int64")
-        expert_B = paddle.searchsorted(block_ends_E, numbers_B, right=True)
-        return cls(place_N, expert_B.clip(max=num_experts - 1), rows)
-
-    def filled(self, x_NI: Tensor) -> Tensor:
-        """The rows in their blocks, zeros elsewhere: `[B, R, I]`."""
-        num_blocks, columns = self.expert.shape[0], x_NI.shape[1]
-        empty = paddle.zeros([num_blocks * self.num_rows, columns], dtype=x_NI.dtype)
-        return paddle.scatter(empty, self.place, x_NI).reshape([num_blocks, -1, columns])
-
-
-def blocked_product(x_NI: Tensor, weight_EIO: Tensor, blocks: Blocks) -> Tensor:
-    """`grouped_linear` with given blocks."""
-    weight_BIO = paddle.index_select(weight_EIO, blocks.expert)
-    y_BRO = paddle.matmul(blocks.filled(x_NI), weight_BIO)
-    return paddle.index_select(y_BRO.reshape([-1, y_BRO.shape[-1]]), blocks.place)
-
-
-class Exchange(Protocol):
-    """Runs experts that are divided over ranks, see `paddle_vl.parallel.expert_parallel`."""
-
-    def plan(self, counts_E: Tensor) -> Any:
-        """What is exchanged for these numbers of rows per expert; collective."""
-        ...
-
-    def __call__(
-        self, run: Callable[[Tensor, GroupSizes], Tensor], x_ND: Tensor, plan: Any
-    ) -> Tensor:
-        """`run`, which is `Experts.run_experts`, on each row's own rank: `[N, D]`; collective."""
-        ...
+    counts_E, total = sizes.counts_E, x_NI.shape[0]
+    num_experts = counts_E.shape[0]
+    rows = (total + num_experts - 1) // num_experts
+    # The last blocks of all experts; with fewer rows than experts a block is one row.
+    num_blocks = (total + num_experts * (rows - 1)) // rows
+    ends_E, blocks_E = counts_E.cumsum(), (counts_E + (rows - 1)) // rows
+    block_ends_E = blocks_E.cumsum()
+    numbers_N = paddle.arange(total, dtype="int64")
+    expert_N = paddle.searchsorted(ends_E, numbers_N, right=True)
+    shift_E = (block_ends_E - blocks_E) * rows - (ends_E - counts_E)
+    place_N = numbers_N + paddle.index_select(shift_E, expert_N)
+    numbers_B = paddle.arange(num_blocks, dtype="int64")
+    # Unused blocks have the last expert.
+    expert_B = paddle.searchsorted(block_ends_E, numbers_B, right=True).clip(max=num_experts - 1)
+    empty = paddle.zeros([num_blocks * rows, x_NI.shape[1]], dtype=x_NI.dtype)
+    x_BRI = paddle.scatter(empty, place_N, x_NI).reshape([num_blocks, -1, x_NI.shape[1]])
+    y_BRO = paddle.matmul(x_BRI, paddle.index_select(weight_EIO, expert_B))
+    return paddle.index_select(y_BRO.reshape([-1, y_BRO.shape[-1]]), place_N)
 
 
 class Experts(nn.Layer):
@@ -289,7 +246,8 @@ class Experts(nn.Layer):
 
     Attributes:
         num_experts: E, the experts of the layer on all ranks.
-        exchange: sends rows to their experts' ranks and back; None without expert parallelism.
+        exchange: sends rows to their experts' ranks and back, see
+            `paddle_vl.parallel.expert_parallel`; None without expert parallelism.
         tokens_per_expert: `[E]` int64, rows of each expert in the last forward, without padding;
             None before.
     """
@@ -303,7 +261,7 @@ class Experts(nn.Layer):
         self.down_proj = self.create_parameter(
             [num_experts, inner, width], default_initializer=Normal(std=init_std)
         )
-        self.exchange: Exchange | None = None
+        self.exchange: Any = None
         self.tokens_per_expert: Tensor | None = None
 
     def forward(
@@ -322,9 +280,7 @@ class Experts(nn.Layer):
             rows: which rows they are; None if no row is padding.
         """
         rows = rows or RoutedRows(x_RD.shape[0])
-        plan = rows.take_plan(self)
-        if plan is None:
-            plan = rows.keep_plan(self, self._plan(indices_RK, not rows.is_empty))
+        plan = rows.plan(self, lambda: self._plan(indices_RK, not rows.is_empty))
         dispatch = plan.dispatch
         x_ND = permute_rows(x_RD, dispatch)
         if self.exchange is None:

@@ -88,9 +88,8 @@ TABLE: dict[Operation, list[Kernel]] = {
         Kernel("cpu", "Paddle", cpu.apply_rotary),
         Kernel("gpu", "Paddle", gpu.apply_rotary),
     ],
-    # Norms
+    # Norms; on CPUs not Paddle's, which is compiled for AVX-512 and ends a process elsewhere
     rms_norm: [
-        Kernel("cpu", "Paddle", cpu.rms_norm_without_gradient, cpu.is_float32, has_gradient=False),
         Kernel("cpu", "C", c.rms_norm, cpu.is_dense),
         Kernel("cpu", "Paddle", cpu.rms_norm, cpu.is_float32),
         Kernel("gpu", "Paddle", gpu.rms_norm, gpu.is_of_one_dtype),
@@ -112,9 +111,16 @@ TABLE: dict[Operation, list[Kernel]] = {
         Kernel("gpu", "Paddle", gpu.layer_norm, gpu.takes_layer_norm),
     ],
     # Activations, sums, linears
-    gelu: [Kernel("cpu", "oneDNN", cpu.gelu, cpu.takes)],
-    swiglu: [Kernel("cpu", "oneDNN", cpu.swiglu, cpu.takes_gate)],
+    gelu: [
+        Kernel("cpu", "C", c.gelu, c.is_tanh_gelu),
+        Kernel("cpu", "oneDNN", cpu.gelu, cpu.takes),
+    ],
+    swiglu: [
+        Kernel("cpu", "C", c.swiglu, c.fits_gate),
+        Kernel("cpu", "oneDNN", cpu.swiglu, cpu.takes_gate),
+    ],
     geglu: [
+        Kernel("cpu", "C", c.geglu, c.fits_gate),
         Kernel("cpu", "oneDNN", cpu.geglu, cpu.takes_gate),
         Kernel("gpu", "Paddle", gpu.geglu),
     ],

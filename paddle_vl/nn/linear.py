@@ -325,22 +325,16 @@ def separate(
     if not chosen:
         return
     for parent in model.sublayers(include_self=True):
-        for name, layer in list(parent.named_children()):
-            weight = getattr(layer, "weight", None)
+        for name, fused in list(parent.named_children()):
+            weight = getattr(fused, "weight", None)
             if weight is not None and id(weight) in chosen:
-                parent.add_sublayer(name, _separated(weight, make))
-
-
-def _separated(
-    weight: Tensor, make: Callable[[int, Sequence[Columns]], SeparateLinears]
-) -> SeparateLinears:
-    with default_dtype(weight.dtype), paddle.LazyGuard():
-        layers = make(weight.shape[0], fused_columns(weight))
-    own = [layer.weight for layer in layers.children()]
-    for one in own:
-        one.stop_gradient = weight.stop_gradient
-    if weight._is_initialized():
-        values = paddle.split(weight, [one.shape[1] for one in own], axis=1)
-        for one, value in zip(own, values, strict=True):
-            value.clone()._share_buffer_to(one)
-    return layers
+                with default_dtype(weight.dtype), paddle.LazyGuard():
+                    layers = make(weight.shape[0], fused_columns(weight))
+                own = [one.weight for one in layers.children()]
+                for one in own:
+                    one.stop_gradient = weight.stop_gradient
+                if weight._is_initialized():
+                    values = paddle.split(weight, [one.shape[1] for one in own], axis=1)
+                    for one, value in zip(own, values, strict=True):
+                        value.clone()._share_buffer_to(one)
+                parent.add_sublayer(name, layers)

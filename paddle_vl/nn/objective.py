@@ -174,23 +174,6 @@ def next_token_targets(labels_BL: Tensor) -> Tensor:
     return paddle.concat([labels_BL[:, 1:], ignored], axis=1).reshape([-1])
 
 
-def token_loss(
-    logits_TV: Tensor, targets_T: Tensor, weights_T: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Cross entropy summed over the rows whose target is not `IGNORE_INDEX`, and their number.
-
-    The caller divides by the count of the global batch. (Paddle 3.3.1's own mean also counts
-    ignored rows if the ignored index is negative.)
-
-    Args:
-        weights_T: float32 factors of the rows in the sum; None for 1. They do not change the count.
-
-    Returns:
-        Two float32 scalars, sum and count.
-    """
-    return summed_cross_entropy(logits_TV, targets_T, weights_T), num_targets(targets_T)
-
-
 def num_targets(targets_T: Tensor) -> Tensor:
     """Number of targets that are not `IGNORE_INDEX`, a float32 scalar."""
     return (targets_T != IGNORE_INDEX).astype("float32").sum()
@@ -199,9 +182,14 @@ def num_targets(targets_T: Tensor) -> Tensor:
 def summed_cross_entropy(
     logits_TV: Tensor, targets_T: Tensor, weights_T: Tensor | None = None
 ) -> Tensor:
-    """The sum of `token_loss`.
+    """Cross entropy summed over the rows whose target is not `IGNORE_INDEX`: a float32 scalar.
 
-    Logits are cast to float32 first: a bfloat16 sum over the vocabulary is too coarse.
+    The caller divides by the count of the global batch. (Paddle 3.3.1's own mean also counts
+    ignored rows if the ignored index is negative.) Logits are cast to float32 first: a bfloat16 sum
+    over the vocabulary is too coarse.
+
+    Args:
+        weights_T: float32 factors of the rows in the sum; None for 1.
     """
     reduction = "sum" if weights_T is None else "none"
     total = F.cross_entropy(
@@ -268,7 +256,8 @@ def summed_in_chunks(
 
 
 class _ChunkedSum:
-    """The arguments of `summed_in_chunks`; hides from `PyLayer` what it should not search."""
+    """The arguments of `summed_in_chunks`, and gradients of the sum until its own is known; hides
+    from `PyLayer` what it should not search."""
 
     def __init__(self, predict, rows, parameters, targets, vocab_size, cross_entropy):
         self.predict, self.cross_entropy, self.targets = predict, cross_entropy, targets
@@ -276,6 +265,10 @@ class _ChunkedSum:
         self.num_rows = targets.rows.shape[0]
         most = max(1, CHUNK_LOGITS // vocab_size)
         self.num_chunks = max(1, -(-self.num_rows // most))
+        self.shapes, self.dtypes = [x.shape for x in rows], [x.dtype for x in parameters]
+        # By chunk: row numbers, and the gradients of these rows.
+        self.of_rows: list[tuple[Tensor, list[Tensor | None]]] = []
+        self.of_parameters: list[Tensor | None] = [None] * len(parameters)
 
     def chunks(self) -> Iterator[TargetRows]:
         """The targets of every chunk; all have the same size, but for one row."""
@@ -296,9 +289,9 @@ class _ChunkedSum:
     def _loss(self, chunk: TargetRows, rows, parameters) -> Tensor:
         return self.cross_entropy(self.predict(rows, parameters), chunk.targets, chunk.weights)
 
-    def with_gradients(self) -> tuple[Tensor, "_Gradients"]:
-        """The sum over all rows, and its gradients."""
-        total, grads = paddle.zeros([]), _Gradients(self.rows, self.parameters)
+    def with_gradients(self) -> Tensor:
+        """The sum over all rows; keeps its gradients in place of the arguments."""
+        total = paddle.zeros([])
         for chunk in self.chunks():
             rows = [
                 _leaf(paddle.index_select(x.detach(), chunk.rows), x.stop_gradient)
@@ -310,25 +303,12 @@ class _ChunkedSum:
                 loss = self._loss(chunk, rows, parameters)
             loss.backward()
             total += loss.detach()
-            grads.add(chunk.rows, rows, parameters)
-        return total, grads
+            self._keep(chunk.rows, rows, parameters)
+        # The arguments need not live until the backward pass.
+        self.rows, self.parameters = [], []
+        return total
 
-
-def _leaf(value: Tensor, stop_gradient: bool) -> Tensor:
-    value.stop_gradient = stop_gradient
-    return value
-
-
-class _Gradients:
-    """Gradients of a sum in chunks, until the gradient of the sum is known."""
-
-    def __init__(self, rows: Sequence[Tensor], parameters: Sequence[Tensor]):
-        self.shapes, self.dtypes = [x.shape for x in rows], [x.dtype for x in parameters]
-        # By chunk: row numbers, and the gradients of these rows.
-        self.of_rows: list[tuple[Tensor, list[Tensor | None]]] = []
-        self.of_parameters: list[Tensor | None] = [None] * len(parameters)
-
-    def add(self, numbers: Tensor, rows: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+    def _keep(self, numbers: Tensor, rows: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
         """Take over the gradients of a chunk's leaves."""
         self.of_rows.append((numbers, [None if x.stop_gradient else x.grad for x in rows]))
         for number, parameter in enumerate(parameters):
@@ -337,7 +317,7 @@ class _Gradients:
                 grad, total = own.astype("float32"), self.of_parameters[number]
                 self.of_parameters[number] = grad if total is None else total.add_(grad)
 
-    def times(self, factor: Tensor) -> list[Tensor | None]:
+    def gradients(self, factor: Tensor) -> list[Tensor | None]:
         """Of all rows and parameters, times a scalar; each is freed once it is not needed."""
         whole: list[Tensor | None] = [None] * len(self.shapes)
         while self.of_rows:
@@ -359,12 +339,17 @@ class _Gradients:
         ]
 
 
+def _leaf(value: Tensor, stop_gradient: bool) -> Tensor:
+    value.stop_gradient = stop_gradient
+    return value
+
+
 class _SumWithGradients(PyLayer):
     @staticmethod
     def forward(ctx, call, *given):
-        total, ctx.grads = call.with_gradients()
-        return total
+        ctx.call = call
+        return call.with_gradients()
 
     @staticmethod
     def backward(ctx, grad):
-        return tuple(ctx.grads.times(grad))
+        return tuple(ctx.call.gradients(grad))

@@ -9,6 +9,7 @@ Over 350 lines: this is the complete parallelism interface for a new model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -30,7 +31,6 @@ from paddle_vl.nn.lora import LowRankSettings
 from paddle_vl.nn.objective import (
     Predict,
     TargetRows,
-    num_targets,
     summed_cross_entropy,
     summed_in_chunks,
 )
@@ -213,16 +213,10 @@ class RegionOps:
         """
         return encode(None)
 
-    def token_loss(
-        self, logits_TV: Tensor, targets_T: Tensor, weights_T: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Summed cross entropy and target count, see `paddle_vl.nn.objective.token_loss`."""
-        return self.summed_cross_entropy(logits_TV, targets_T, weights_T), num_targets(targets_T)
-
     def summed_cross_entropy(
         self, logits_TV: Tensor, targets_T: Tensor, weights_T: Tensor | None = None
     ) -> Tensor:
-        """The sum of `token_loss`."""
+        """See `paddle_vl.nn.objective.summed_cross_entropy`; the logits may be sharded."""
         return summed_cross_entropy(logits_TV, targets_T, weights_T)
 
     def head_loss(self, head: AdaptableLinear, x_TD: Tensor, targets: TargetRows) -> Tensor:
@@ -262,6 +256,8 @@ class LayerFactory:
     """
 
     tower_layers: Any = None
+    # Makes the context in which a sharded tensor draws random numbers.
+    own_random: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(
         self,
@@ -379,12 +375,26 @@ class LayerFactory:
 
         The factor on the sharded dim of the linear's weight is sharded too.
         """
-        if self.tower_layers is not None and self.parameter_table[layer.weight].is_encoder:
-            self.tower_layers.add_low_rank(layer, settings)
-            return
         layer.add_low_rank(settings)
-        assert layer.lora is not None
-        self._recorded(layer.lora)
+        lora, table = layer.lora, self.parameter_table
+        assert lora is not None
+        spec = replace(table[layer.weight], tie=Tie.NONE)
+        partial = replace(spec, split_axis=None, blocks=(), has_partial_gradient=True)
+        splits_input = spec.split_axis == layer.input_axis
+        if spec.split_axis is None:
+            table.add([lora.A, lora.B], spec)
+        elif splits_input:
+            # Each rank's rows of A give a partial x A, so the gradient of B is partial too.
+            table.add([lora.A], replace(spec, split_axis=0, blocks=()))
+            table.add([lora.B], partial)
+        else:
+            table.add([lora.B], replace(spec, split_axis=1))
+            table.add([lora.A], partial)
+        if spec.split_axis is not None:
+            # Fleet reads this attribute; its own layers set it.
+            (lora.A if splits_input else lora.B).is_distributed = True
+        if splits_input or spec.has_own_inputs:
+            lora.random = (self.tower_layers if spec.is_encoder else self).own_random
 
     def _make_experts(self, count: int, width: int, inner: int, init_std: float) -> Experts:
         return self._recorded(Experts(count, width, inner, init_std))

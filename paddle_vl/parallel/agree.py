@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import paddle
-import paddle.distributed as dist
 from xxhash import xxh3_64_hexdigest
 
+from paddle_vl.parallel.collectives import gathered_arrays
 from paddle_vl.parallel.store.membership import ranks_text
 
 _JSON_TYPES = (str, int, float, bool, type(None))
@@ -55,12 +55,13 @@ def gather_arrays(arrays: Mapping[str, np.ndarray], group=None) -> list[dict[str
 
 def gather_bytes(data: bytes, group=None) -> list[bytes]:
     """All-gather bytes of any length per rank: first the lengths, then the padded bytes."""
-    sizes = [size.item() for size in _gather(np.array([len(data)], np.int64), group)]
+    length = paddle.to_tensor(np.array([len(data)], np.int64))
+    sizes = [size.item() for size in gathered_arrays(length, group)]
     if not max(sizes):
         return [b"" for _ in sizes]
     padded = np.zeros(max(sizes), np.uint8)
     padded[: len(data)] = np.frombuffer(data, np.uint8)
-    rows = _gather(padded, group)
+    rows = gathered_arrays(paddle.to_tensor(padded), group)
     return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
 
 
@@ -144,12 +145,6 @@ def _differing(everyone: list[Mapping[str, Any]]) -> list[str]:
     """Sorted keys whose values differ between ranks; a missing one counts as None."""
     keys = sorted({key for values in everyone for key in values})
     return [key for key in keys if any(v.get(key) != everyone[0].get(key) for v in everyone)]
-
-
-def _gather(array: np.ndarray, group) -> list[np.ndarray]:
-    everyone: list[paddle.Tensor] = []
-    dist.all_gather(everyone, paddle.to_tensor(array), group)
-    return [tensor.numpy() for tensor in everyone]
 
 
 def _check_json(value: Any, place: str) -> None:

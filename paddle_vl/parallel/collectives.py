@@ -25,6 +25,7 @@ from paddle.distributed.fleet.utils.hybrid_parallel_util import (
 )
 
 from paddle_vl.nn.adamw import fill_gradient
+from paddle_vl.nn.operations import rows_in_order
 from paddle_vl.nn.parameter_table import ParamSpec
 
 # Elements per collective: large enough to hide latency, small beside a model.
@@ -48,6 +49,37 @@ def all_gathered(x_TD: Tensor, group) -> Tensor:
     rows = paddle.empty([x_TD.shape[0] * group.nranks, *x_TD.shape[1:]], dtype=x_TD.dtype)
     dist.stream.all_gather(rows, x_TD.contiguous(), group=group)
     return rows
+
+
+def all_gathered_in_order(own_MC: Tensor, numbers: Sequence[np.ndarray], group) -> Tensor:
+    """Rows of all ranks in the order of their numbers; without a gradient.
+
+    Ranks have different numbers of rows, which are padded for the all-gather. Without any row no
+    rank communicates.
+
+    Args:
+        numbers: row numbers of each rank in the group's order, every one from 0 on once.
+    """
+    longest, missing = max(map(len, numbers)), max(map(len, numbers)) - own_MC.shape[0]
+    if not longest:
+        return own_MC.clone()
+    if missing:
+        padding = paddle.zeros([missing, *own_MC.shape[1:]], dtype=own_MC.dtype)
+        own_MC = paddle.concat([own_MC, padding])
+    places = [rank * longest + np.arange(len(own)) for rank, own in enumerate(numbers)]
+    order = np.argsort(np.concatenate(numbers))
+    return rows_in_order(all_gathered(own_MC, group), np.concatenate(places)[order])
+
+
+def rows_of_items(items: np.ndarray, rows_I: np.ndarray) -> np.ndarray:
+    """`[M]` int64: numbers of the rows of some items, in the order of the items.
+
+    Args:
+        rows_I: number of rows of every item.
+    """
+    ends_I = rows_I.cumsum()
+    ranges = [np.arange(int(rows_I[i])) + int(ends_I[i] - rows_I[i]) for i in items]
+    return np.concatenate([np.zeros(0, dtype=np.int64), *ranges])
 
 
 def gathered_arrays(value: Tensor, group) -> list[np.ndarray]:

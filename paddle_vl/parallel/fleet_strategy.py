@@ -6,7 +6,6 @@ be wrong here, are refused with the reason.
 """
 
 import difflib
-from collections.abc import Iterator
 from typing import Any
 
 import paddle
@@ -16,7 +15,6 @@ from paddle.distributed.fleet.utils import log_util
 
 from paddle_vl.config.parallel_settings import FleetConfig
 from paddle_vl.parallel.degrees import AXES, ParallelDegrees, Problems
-from paddle_vl.parallel.pipeline import schedule
 
 _SECTIONS = {"mp_configs": "mp", "pp_configs": "pp", "sharding_configs": "sharding"}
 
@@ -162,14 +160,38 @@ def fleet_strategy(degrees: ParallelDegrees, options: FleetConfig | None = None)
     Args:
         options: of `parallel.fleet`; they override this package's defaults.
     """
-    strategy = _new_strategy()
+    strategy, stages, chosen = _new_strategy(), degrees.pp_degree, degrees.pp_schedule
     strategy.hybrid_configs = {f"{axis}_degree": degrees.degree(axis) for axis in AXES}
+    defaults = {
+        "mp_configs": {"sync_param": False, "need_broadcast_data": False},
+        "pp_configs": {
+            # The loss of a micro-batch is divided by the counts of the full step already.
+            "delay_scale_loss": True,
+            # Gloo has no batched messages.
+            "use_batch_p2p_comm": not paddle.get_device().startswith("cpu"),
+            "enable_dynamic_shape": degrees.pp_shapes == "dynamic",
+            "best_unbalanced_scheduler": chosen == "balanced_memory",
+            "use_dualpipev": chosen == "dualpipev",
+        },
+        "sharding_configs": {
+            "split_param": True,
+            "accumulate_steps": degrees.num_micro_batches,
+        },
+    }
     given = (options or FleetConfig()).model_dump()
-    for section, defaults in _defaults(degrees, paddle.get_device()).items():
+    for section, values in defaults.items():
         message = _message(strategy, section)
-        for name, value in {**defaults, **given[section]}.items():
+        for name, value in {**values, **given[section]}.items():
             setattr(message, name, value)
-    strategy.pipeline_configs = schedule.pipeline_configs(degrees)
+    # Fleet chooses among the interleaved classes by `accumulate_steps`: below 2 x stages it takes
+    # one that runs all forward passes first. The runner sets the real number of micro-batches.
+    forward_first = chosen in ("fthenb", "balanced_memory")
+    strategy.pipeline_configs = {
+        "accumulate_steps": stages if forward_first else max(degrees.num_micro_batches, stages),
+        "micro_batch_size": 1,
+        # On (the default), messages mix token rows of different mp ranks, and nothing raises.
+        "enable_partial_send_recv": False,
+    }
     # Otherwise fleet seeds Paddle from NumPy's generator, differently on every rank and run.
     strategy.tensor_parallel_configs = {"tensor_init_seed": 1}
     return strategy
@@ -177,19 +199,14 @@ def fleet_strategy(degrees: ParallelDegrees, options: FleetConfig | None = None)
 
 def effective_options(strategy: Any) -> dict[str, dict[str, Any]]:
     """All options of the three sections, for run.json."""
-    return {section: dict(_values(_message(strategy, section))) for section in _SECTIONS}
-
-
-def _defaults(degrees: ParallelDegrees, device: str) -> dict[str, dict[str, Any]]:
-    """The defaults of this package, by section."""
-    on_cpu = device.startswith("cpu")
+    messages = {section: _message(strategy, section) for section in _SECTIONS}
     return {
-        "mp_configs": {"sync_param": False, "need_broadcast_data": False},
-        "pp_configs": schedule.pp_configs(degrees, on_cpu),
-        "sharding_configs": {
-            "split_param": True,
-            "accumulate_steps": degrees.num_micro_batches,
-        },
+        section: {
+            field.name: getattr(message, field.name)
+            for field in message.DESCRIPTOR.fields
+            if field.cpp_type in _KINDS
+        }
+        for section, message in messages.items()
     }
 
 
@@ -201,9 +218,3 @@ def _new_strategy() -> Any:
 
 def _message(strategy: Any, section: str) -> Any:
     return getattr(strategy.strategy.hybrid_configs, section)
-
-
-def _values(message: Any) -> Iterator[tuple[str, Any]]:
-    for field in message.DESCRIPTOR.fields:
-        if field.cpp_type in _KINDS:
-            yield field.name, getattr(message, field.name)

@@ -133,7 +133,10 @@ class _Run:
     def _may_go_on(self) -> bool:
         """Handle requests and failures; returns whether the ranks have time left."""
         requests = self._requests.read()
-        if self._is_orphan() and not self.was_asked_to_stop:
+        # Another launcher may have started this one.
+        launcher = os.environ.get(LAUNCHER_VARIABLE)
+        is_orphan = launcher is not None and os.getppid() != int(launcher)
+        if is_orphan and not self.was_asked_to_stop:
             requests.append(StopRequest(signal.SIGTERM, is_again=False))
             self._deadline = time.monotonic() + _STRAGGLER_GRACE_S
         is_late = self._deadline is not None and time.monotonic() > self._deadline
@@ -154,11 +157,6 @@ class _Run:
             if not self._is_quiet:
                 self._log_failure(self._ranks.failure)
         return True
-
-    def _is_orphan(self) -> bool:
-        """Whether this launcher was started by another one, which has ended."""
-        launcher = os.environ.get(LAUNCHER_VARIABLE)
-        return launcher is not None and os.getppid() != int(launcher)
 
     def _log_failure(self, failure: Failure) -> None:
         logger.error("%s", failure)

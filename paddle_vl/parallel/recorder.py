@@ -48,6 +48,7 @@ class Collective(NamedTuple):
         ranks: global ranks of the group, in its order; sender and receiver of a message.
         num_bytes: bytes that this rank contributes, or receives by a recv or a scatter.
         dtype, shape: of these data; empty for barriers. Several tensors add a first axis.
+        detail: what else must agree, such as the operation of a reduction; not recorded.
     """
 
     phase: str
@@ -56,6 +57,7 @@ class Collective(NamedTuple):
     num_bytes: int
     dtype: str = ""
     shape: tuple[int, ...] = ()
+    detail: str = ""
 
     @property
     def num_ranks(self) -> int:
@@ -72,56 +74,64 @@ class Collective(NamedTuple):
         shape = self.shape or (1,)
         if self.is_message:
             return self.dtype, shape
-        return (self.kind, self.dtype, () if self.kind in _UNEVEN else shape)
+        return self.kind, self.dtype, () if self.kind in _UNEVEN else shape, self.detail
 
     def describe(self) -> str:
         """E.g. `all_gather of float32 [12, 4] in backward`."""
-        what = f"{self.kind} of {self.dtype} {list(self.shape)}" if self.dtype else self.kind
+        what = f"{self.kind} ({self.detail})" if self.detail else self.kind
+        what += f" of {self.dtype} {list(self.shape)}" if self.dtype else ""
         return f"{what} in {self.phase}" if self.phase else what
 
 
-class _Method(NamedTuple):
-    """A method of process groups.
+class _Call(NamedTuple):
+    """A method of process groups, or an operator that communicates without one.
 
     Attributes:
         kind: of the collective.
-        tensor: position of the argument that this rank contributes or receives; None for none.
+        tensor: position of the argument that this rank contributes or receives; None for none. The
+            group, a method's first argument, is not counted.
         peer: position of the argument that names the other rank of a message, within the group.
         num_slices: position of the number of slices, of which one is communicated.
         swapped: number of arguments below which it is Paddle's older overload, with the first two
             arguments swapped.
+        group: of an operator, position of the group's id.
+        times: number of its collectives.
+        rows: whether they have one element per row.
     """
 
     kind: str
-    tensor: int | None
+    tensor: int | None = 0
     peer: int | None = None
     num_slices: int | None = None
     swapped: int = 0
+    group: int | None = None
+    times: int = 1
+    rows: bool = False
 
 
 _METHODS = {
-    "all_reduce": _Method("all_reduce", 0),
-    "allreduce": _Method("all_reduce", 0),
-    "reduce": _Method("reduce", 0),
-    "broadcast": _Method("broadcast", 0),
-    "all_gather": _Method("all_gather", 1, swapped=3),
-    "all_gather_into_tensor": _Method("all_gather", 1),
-    "all_gather_partial": _Method("all_gather", 1, num_slices=2),
-    "reduce_scatter": _Method("reduce_scatter", 1),
-    "reduce_scatter_tensor": _Method("reduce_scatter", 1),
-    "all_to_all": _Method("alltoall", 1),
-    "all_to_all_tensor": _Method("alltoall", 1),
-    "alltoall": _Method("alltoall", 0),
-    "all_to_all_single": _Method("alltoall_single", 1),
-    "alltoall_single": _Method("alltoall_single", 0),
-    "scatter": _Method("scatter", 0, swapped=4),
-    "scatter_tensor": _Method("scatter", 0),
-    "gather": _Method("gather", 0),
-    "send": _Method("send", 0, peer=1),
-    "send_partial": _Method("send", 0, peer=1, num_slices=2),
-    "recv": _Method("recv", 0, peer=1),
-    "recv_partial": _Method("recv", 0, peer=1, num_slices=2),
-    "barrier": _Method("barrier", None),
+    "all_reduce": _Call("all_reduce", 0),
+    "allreduce": _Call("all_reduce", 0),
+    "reduce": _Call("reduce", 0),
+    "broadcast": _Call("broadcast", 0),
+    "all_gather": _Call("all_gather", 1, swapped=3),
+    "all_gather_into_tensor": _Call("all_gather", 1),
+    "all_gather_partial": _Call("all_gather", 1, num_slices=2),
+    "reduce_scatter": _Call("reduce_scatter", 1),
+    "reduce_scatter_tensor": _Call("reduce_scatter", 1),
+    "all_to_all": _Call("alltoall", 1),
+    "all_to_all_tensor": _Call("alltoall", 1),
+    "alltoall": _Call("alltoall", 0),
+    "all_to_all_single": _Call("alltoall_single", 1),
+    "alltoall_single": _Call("alltoall_single", 0),
+    "scatter": _Call("scatter", 0, swapped=4),
+    "scatter_tensor": _Call("scatter", 0),
+    "gather": _Call("gather", 0),
+    "send": _Call("send", 0, peer=1),
+    "send_partial": _Call("send", 0, peer=1, num_slices=2),
+    "recv": _Call("recv", 0, peer=1),
+    "recv_partial": _Call("recv", 0, peer=1, num_slices=2),
+    "barrier": _Call("barrier", None),
 }
 _ON_CALC_STREAM = "_on_calc_stream"
 # Methods without communication, or whose messages are recorded individually.
@@ -130,33 +140,15 @@ _SILENT_METHODS = {
     "eager_connect_ring_exchange", "create", "create_default_device", "get_comm_name",
     "_pybind11_conduit_v1_",
 }  # fmt: skip
-
-
-class _Operator(NamedTuple):
-    """An operator that communicates without a method of a group; its first argument is the tensor.
-
-    Attributes:
-        kind: kind of its collectives.
-        group: position of the group's id.
-        times: number of its collectives.
-        rows: whether they have one element per row.
-    """
-
-    kind: str
-    group: int
-    times: int = 1
-    rows: bool = False
-
-
 # Operators that fleet calls in dynamic graphs.
 _OPERATORS = {
-    "c_concat": _Operator("all_gather", 3),
-    "all_gather": _Operator("all_gather", 1),
-    "all_reduce": _Operator("all_reduce", 1),
-    "all_reduce_": _Operator("all_reduce", 1),
-    "mp_allreduce_sum": _Operator("all_reduce", 1),
+    "c_concat": _Call("all_gather", group=3),
+    "all_gather": _Call("all_gather", group=1),
+    "all_reduce": _Call("all_reduce", group=1),
+    "all_reduce_": _Call("all_reduce", group=1),
+    "mp_allreduce_sum": _Call("all_reduce", group=1),
     # The largest logit, the logit of the target, and the sum of the exponentials.
-    "c_softmax_with_cross_entropy": _Operator("all_reduce", 3, times=3, rows=True),
+    "c_softmax_with_cross_entropy": _Call("all_reduce", group=3, times=3, rows=True),
 }
 
 Observe = Callable[[Collective], object]
@@ -220,7 +212,7 @@ def _sites() -> Iterator[tuple[Any, str, Callable[..., list[Collective]]]]:
             if method is not None:
                 is_older = method.swapped > 0 and not name.endswith(_ON_CALC_STREAM)
                 own = method if is_older else method._replace(swapped=0)
-                yield owner, name, functools.partial(_of_method, own)
+                yield owner, name, functools.partial(_described, own)
             elif not name.startswith("__") and name not in _SILENT_METHODS:
                 raise RuntimeError(
                     f"paddlepaddle {paddle.__version__} has process groups with a method {name}, "
@@ -228,7 +220,7 @@ def _sites() -> Iterator[tuple[Any, str, Callable[..., list[Collective]]]]:
                 )
     for name, operator in _OPERATORS.items():
         if name in vars(_C_ops):
-            yield _C_ops, name, functools.partial(_of_operator, operator)
+            yield _C_ops, name, functools.partial(_described, operator)
 
 
 def _observing(
@@ -249,30 +241,25 @@ def _observing(
     return observing
 
 
-def _of_method(method: _Method, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Collective]:
+def _described(call: _Call, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Collective]:
+    if call.group is not None:
+        ranks = tuple(collective._get_group_map()[args[call.group]].ranks)
+        tensor = args[0][..., :1] if call.rows else args[0]
+        return [described_call(call.kind, ranks, tensor)] * call.times
     group, *given = args
     # Paddle passes tensors by position, options possibly by name.
-    position = method.tensor
-    if position is not None and len(given) + len(kwargs) < method.swapped:
+    position = call.tensor
+    if position is not None and len(given) + len(kwargs) < call.swapped:
         position = 1 - position
-    ranks = _ranks_of(group)
-    if method.peer is not None:
-        own, peer = dist.get_rank(), ranks[given[method.peer]]
-        ranks = (own, peer) if method.kind == "send" else (peer, own)
-    slices = 1 if method.num_slices is None else given[method.num_slices]
-    return [
-        described_call(method.kind, ranks, None if position is None else given[position], slices)
-    ]
-
-
-def _of_operator(
-    operator: _Operator, args: Sequence[Any], kwargs: dict[str, Any]
-) -> list[Collective]:
-    ranks = tuple(collective._get_group_map()[args[operator.group]].ranks)
-    tensor = args[0]
-    if operator.rows:
-        tensor = tensor[..., :1]
-    return [described_call(operator.kind, ranks, tensor)] * operator.times
+    groups = collective._get_group_map().values()
+    of_group = [known.ranks for known in groups if known.process_group is group]
+    ranks = tuple(of_group[0] if of_group else peers.ranks_of(group))
+    if call.peer is not None:
+        own, peer = dist.get_rank(), ranks[given[call.peer]]
+        ranks = (own, peer) if call.kind == "send" else (peer, own)
+    slices = 1 if call.num_slices is None else given[call.num_slices]
+    sent = None if position is None else given[position]
+    return [described_call(call.kind, ranks, sent, slices)]
 
 
 def described_call(
@@ -296,14 +283,6 @@ def described_call(
     elif slices > 1:
         shape = (size,)
     return Collective("", kind, ranks, size * tensors[0].element_size(), dtype, shape)
-
-
-def _ranks_of(group: core.ProcessGroup) -> tuple[int, ...]:
-    """The global ranks of a process group, in its order."""
-    for known in collective._get_group_map().values():
-        if known.process_group is group:
-            return tuple(known.ranks)
-    return tuple(peers.ranks_of(group))
 
 
 @dataclass

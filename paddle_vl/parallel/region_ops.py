@@ -28,7 +28,12 @@ from paddle_vl.batch.visual_index import RowPart
 from paddle_vl.nn.objective import IGNORE_INDEX
 from paddle_vl.nn.operations import rows_in_order, slice_axis
 from paddle_vl.nn.placement import Encoder, ItemEncoder, RegionOps
-from paddle_vl.parallel.collectives import all_gathered, all_reduced, divide_gradient
+from paddle_vl.parallel.collectives import (
+    all_gathered_in_order,
+    all_reduced,
+    divide_gradient,
+    rows_of_items,
+)
 
 
 class FleetRegionOps(RegionOps):
@@ -53,8 +58,16 @@ class FleetRegionOps(RegionOps):
         self.mp_group, self.sequence_parallel = mp_group, sequence_parallel
         self.spreads_vision = spreads_vision
         self.cross_entropy = ParallelCrossEntropy(mp_group, ignore_index=IGNORE_INDEX)
-        if sequence_parallel:
-            _check_is_fleets(mp_group)
+        if not sequence_parallel:
+            return
+        # Fleet's sequence-parallel operations use its own group.
+        started = fleet.get_hybrid_communicate_group()
+        ranks = None if started is None else started.get_model_parallel_group().ranks
+        if ranks != mp_group.ranks:
+            raise ValueError(
+                f"a sequence-parallel placement over ranks {mp_group.ranks}, but fleet's group is "
+                f"{ranks or 'not there'}: take the group of paddle_vl.parallel.topology"
+            )
 
     @property
     def row_part(self) -> RowPart:
@@ -161,11 +174,8 @@ class FleetRegionOps(RegionOps):
             own_MC = paddle.zeros([0, width], dtype=parameters[0].dtype)
             # If the tower is trained, the rank must take part in the all-gather's backward.
             own_MC.stop_gradient = all(parameter.stop_gradient for parameter in parameters)
-        rows_of_rank = [int(rows_I[items].sum()) for items in assigned]
-        order_M = _item_order(assigned, rows_I)
-        return _GatherUneven.apply(
-            own_MC, rows_of_rank, order_M, self.mp_group, ranks_use_other_rows
-        )
+        numbers = [rows_of_items(items, rows_I) for items in assigned]
+        return _GatherUneven.apply(own_MC, numbers, self.mp_group, ranks_use_other_rows)
 
 
 def assign_items(costs_I: np.ndarray, num_ranks: int) -> list[np.ndarray]:
@@ -190,9 +200,7 @@ def _encode_packed(
 ) -> Tensor:
     """Merged rows and levels of some items side by side, `[M, C]`; one black row for no items."""
     if items.size:
-        num_patches_I = grid_thw.prod(axis=1)
-        ends_I = num_patches_I.cumsum()
-        rows = np.concatenate([np.arange(ends_I[i] - num_patches_I[i], ends_I[i]) for i in items])
+        rows = rows_of_items(items, grid_thw.prod(axis=1))
         own = [rows_in_order(each, rows) for each in patches]
         merged, levels = encode(own, grid_thw[items])
     else:
@@ -203,54 +211,17 @@ def _encode_packed(
     return paddle.concat([merged, *levels], axis=1)
 
 
-def _item_order(assigned: list[np.ndarray], num_rows_I: np.ndarray) -> np.ndarray:
-    """`[M]` int64: index of each row, in item order, among the concatenated rows of the ranks."""
-    items = np.concatenate(assigned)
-    starts = np.zeros(len(items), dtype=np.int64)
-    starts[items] = num_rows_I[items].cumsum() - num_rows_I[items]
-    return np.concatenate([starts[i] + np.arange(num_rows_I[i]) for i in range(len(items))])
-
-
 class _GatherUneven(PyLayer):
-    """All-gather of different numbers of rows per rank, padded for it, then reordered."""
+    """`all_gathered_in_order`; backward keeps the gradients of this rank's rows."""
 
     @staticmethod
-    def forward(ctx, own_MC, rows_of_rank, order_M, group, ranks_use_other_rows):
-        ctx.rows_of_rank, ctx.order_M, ctx.group = rows_of_rank, order_M, group
+    def forward(ctx, own_MC, numbers, group, ranks_use_other_rows):
+        ctx.own, ctx.group = numbers[group.rank], group
         ctx.ranks_use_other_rows = ranks_use_other_rows
-        longest, width = max(rows_of_rank), own_MC.shape[1]
-        padding = paddle.zeros([longest - own_MC.shape[0], width], dtype=own_MC.dtype)
-        everyone = all_gathered(paddle.concat([own_MC, padding]), group)
-        starts = np.repeat(
-            longest * np.arange(group.nranks) - _exclusive(rows_of_rank), rows_of_rank
-        )
-        rows = (np.arange(sum(rows_of_rank)) + starts)[order_M]
-        return rows_in_order(everyone, rows)
+        return all_gathered_in_order(own_MC, numbers, group)
 
     @staticmethod
     def backward(ctx, grad):
         if ctx.ranks_use_other_rows:
             grad = all_reduced(grad, ctx.group)
-        begin = int(_exclusive(ctx.rows_of_rank)[ctx.group.rank])
-        end = begin + ctx.rows_of_rank[ctx.group.rank]
-        places = np.argsort(ctx.order_M)[begin:end]
-        return rows_in_order(grad, places)
-
-
-def _exclusive(counts: list[int]) -> np.ndarray:
-    return np.cumsum(counts) - counts
-
-
-def _check_is_fleets(mp_group) -> None:
-    """Check that the group is fleet's own, which its sequence-parallel operations use.
-
-    Raises:
-        ValueError: it is another group.
-    """
-    started = fleet.get_hybrid_communicate_group()
-    ranks = None if started is None else started.get_model_parallel_group().ranks
-    if ranks != mp_group.ranks:
-        raise ValueError(
-            f"a sequence-parallel placement over ranks {mp_group.ranks}, but fleet's group is "
-            f"{ranks or 'not there'}: take the group of paddle_vl.parallel.topology"
-        )
+        return rows_in_order(grad, ctx.own)

@@ -8,7 +8,6 @@ signal at once.
 import os
 import signal
 import time
-from types import FrameType
 from typing import NamedTuple
 
 # Slurm and Kubernetes send SIGTERM, a closed terminal SIGHUP.
@@ -57,7 +56,8 @@ class StopRequests:
     def set_handlers(self) -> None:
         """Set the handlers; call it again after importing Paddle, which replaces them."""
         for number in self._previous:
-            signal.signal(number, _left_to_the_pipe)
+            # Nothing to do: Python has written the number into the pipe already.
+            signal.signal(number, lambda number, frame: None)
 
     def read(self) -> list[StopRequest]:
         """Requests since the last call; repetitions within a burst are left out."""
@@ -75,7 +75,3 @@ class StopRequests:
             if last is None or now - last > _BURST_S[number]:
                 requests.append(StopRequest(number, last is not None))
         return requests
-
-
-def _left_to_the_pipe(number: int, frame: FrameType | None) -> None:
-    """Does nothing: Python has written the number into the pipe already."""

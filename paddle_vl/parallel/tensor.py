@@ -21,7 +21,6 @@ from paddle.nn.initializer import Normal
 
 from paddle_vl.nn.experts import Experts
 from paddle_vl.nn.linear import AdaptableLinear, Columns, VocabHead
-from paddle_vl.nn.lora import LowRankSettings
 from paddle_vl.nn.operations import RowDropout
 from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec
 from paddle_vl.nn.placement import (
@@ -151,6 +150,7 @@ class FleetLayers(LayerFactory):
     """Layers of one rank of a tensor-parallel group of at least two ranks."""
 
     ops: FleetRegionOps
+    own_random = staticmethod(split_random)
 
     def __init__(
         self,
@@ -272,28 +272,8 @@ class FleetLayers(LayerFactory):
     def row_dropout(self, p: float) -> RowDropout:
         dropout = super().row_dropout(p)
         if self.sequence_parallel:
-            dropout.random = split_random
+            dropout.random = self.own_random
         return dropout
-
-    def add_low_rank(self, layer: AdaptableLinear, settings: LowRankSettings) -> None:
-        of_weight = self.parameter_table[layer.weight]
-        if of_weight.is_encoder:
-            super().add_low_rank(layer, settings)
-            return
-        layer.add_low_rank(settings)
-        lora = layer.lora
-        assert lora is not None
-        if of_weight.split_axis is None:
-            self.parameter_table.add([lora.A, lora.B], of_weight)
-        elif of_weight.split_axis == layer.input_axis:
-            # Each rank's rows of A give a partial x A, so the gradient of B is partial too.
-            self._add_sharded(lora.A, axis=0)
-            self.parameter_table.add([lora.B], _PARTIAL)
-        else:
-            self._add_sharded(lora.B, axis=1)
-            self.parameter_table.add([lora.A], _PARTIAL)
-        if of_weight.split_axis == layer.input_axis or of_weight.has_own_inputs:
-            lora.random = split_random
 
     def _make_experts(self, count: int, width: int, inner: int, init_std: float) -> Experts:
         size = self.mp_group.nranks

@@ -17,7 +17,6 @@ import paddle.distributed as dist
 from paddle.distributed import collective, fleet, parallel
 from paddle.distributed.collective import Group
 from paddle.distributed.fleet.base import topology as fleet_topology
-from paddle.distributed.fleet.base.topology import HybridCommunicateGroup
 from paddle.distributed.fleet.utils import log_util
 
 from paddle_vl.config.load import raise_problems
@@ -32,13 +31,8 @@ from paddle_vl.parallel.store.rendezvous import DEFAULT_TIMEOUT_S, meet, set_tim
 
 logger = logging.getLogger(__name__)
 
-# Fleet's getter of the group along an axis.
-_GROUP_OF_AXIS = {
-    "dp": HybridCommunicateGroup.get_data_parallel_group,
-    "mp": HybridCommunicateGroup.get_model_parallel_group,
-    "pp": HybridCommunicateGroup.get_pipe_parallel_group,
-    "sharding": HybridCommunicateGroup.get_sharding_parallel_group,
-}
+# Fleet's names of the axes.
+_NAMES = {"dp": "data", "mp": "model", "pp": "pipe", "sharding": "sharding"}
 
 
 def _group_of_one(rank: int) -> Group:
@@ -141,7 +135,7 @@ def initialize(
     Raises:
         ValueError: the degrees contradict each other or the world size; see also
             `paddle_vl.parallel.collective_check`.
-        RuntimeError: a CPU build of Paddle is not 3.3; fleet was started with other degrees.
+        RuntimeError: Paddle is not 3.3, or fleet was started with other degrees before.
     """
     problems = plan_problems(Plan(degrees, dist.get_world_size()))
     raise_problems([*problems, *fleet_problems(options or FleetConfig(), degrees)])
@@ -159,8 +153,9 @@ def initialize(
     communicators = fleet.get_hybrid_communicate_group()
     rank = dist.get_rank()
     groups, other = {}, []
-    for axis, group_of in _GROUP_OF_AXIS.items():
-        group, degree = group_of(communicators), degrees.degree(axis)
+    for axis, name in _NAMES.items():
+        group = getattr(communicators, f"get_{name}_parallel_group")()
+        degree = degrees.degree(axis)
         # In fleet's own groups of one rank, this rank's number is -1.
         groups[f"{axis}_group"] = group if group.nranks > 1 else _group_of_one(rank)
         if group.nranks != degree:
@@ -216,11 +211,17 @@ def _encoder_groups(degrees: ParallelDegrees, mesh: Any, rank: int) -> EncoderGr
     grid = ColocatedGrid(places, len(places) // mp, mp)
     if rank == 0:
         logger.info("colocated schedule: %s", grid.describe())
-    return EncoderGroups.create(
-        grid,
-        rank,
-        lambda members: _own_group(members, rank),
-        degrees.encoder.sharding_stage > 0,
+    groups = (
+        _own_group(members, rank)
+        for members in (
+            grid.encoder_mp_groups(),
+            grid.encoder_dp_groups(),
+            grid.bridge_groups(),
+            grid.lane_groups(),
+        )
+    )
+    return EncoderGroups(
+        grid, grid.role(rank), *groups, shards_state=degrees.encoder.sharding_stage > 0
     )
 
 

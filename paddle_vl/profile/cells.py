@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paddle_vl.config.schema import RunConfig
+from paddle_vl.files.text_file import write_text
 from paddle_vl.profile.cell_runs import Status
 from paddle_vl.profile.workload import attention_settings, recompute_settings
 
@@ -105,11 +106,6 @@ class Cell:
         return self.profile["global_samples_per_sec"]
 
     @property
-    def cpu_ms_per_sample(self) -> float:
-        """CPU time per sample, summed over all ranks."""
-        return 1000 * sum(self.profile["per_rank_cpu_time_s"]) / self.profile["samples_per_step"]
-
-    @property
     def memory_gb(self) -> float:
         """Peak of the worst rank: reserved memory on a GPU, resident set on a CPU."""
         return self.profile["peak_reserved_gb_worst"]
@@ -118,11 +114,11 @@ class Cell:
     def name(self) -> str:
         return f"{self.choice.name}-batch_{self.batch_size}"
 
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"choice": self.choice._asdict()}
+
     def write(self, folder: Path) -> None:
-        values = asdict(self) | {"choice": self.choice._asdict()}
-        partial = folder / f"{CELL_FILE}.partial"
-        partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-        partial.replace(folder / CELL_FILE)
+        write_text(folder / CELL_FILE, json.dumps(self.as_json(), indent=1) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> "Cell | None":

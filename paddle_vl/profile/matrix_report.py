@@ -1,24 +1,29 @@
 """The result of a matrix: JSON, a markdown table with its recommendations, and a plot.
 
-Numbers of a cell are those of its run of median throughput, beside the range of all its runs.
+Numbers of a cell are those of its run of median throughput, beside the range of all its runs. The
+plot has throughput and memory of every cell, as bars over the batch size: the first setting that
+differs between the choices (sharding, attention, recomputation) gives the colours; the others have
+a column of panels for each combination, numbers of cameras a row.
 """
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import mean
+from typing import Any, NamedTuple
 
-from paddle_vl.profile.cells import Cell
+from paddle_vl.profile.cells import SHARDING_CHOICES, Cell, Choice
 from paddle_vl.profile.matrix import MatrixSettings
-from paddle_vl.profile.matrix_plot import draw_matrix
+from paddle_vl.train.reporting.plots import COLOURS, label_axes, new_figure
 
 _NUMBERS = ("tensors GB", "memory GB", "of limit", "step ms", "median ms", "backward ms", "CPU ms")
 # Of cells within this share of the best throughput, the one with least memory is recommended.
 _AS_GOOD = 0.02
+# The same sharding has the same colour in every plot that compares shardings.
+_COLOURED = (*SHARDING_CHOICES[1:], SHARDING_CHOICES[0])
 
 
-@dataclass(frozen=True)
-class Recommendation:
+class Recommendation(NamedTuple):
     """The recommended cell for one number of cameras, None if none fits, and the reason."""
 
     cameras: int | None
@@ -35,8 +40,8 @@ def write_report(cells: Sequence[Cell], settings: MatrixSettings, memory_share: 
     limit, profile = settings.profile.memory_limit_gb, settings.profile
     if limit is None:
         # That of the cells' device.
-        limits = [c.profile["memory_limit_gb"] for c in cells if c.status == "ok"]
-        limit = limits[0] if limits else None
+        limits = (cell.profile["memory_limit_gb"] for cell in cells if cell.status == "ok")
+        limit = next(limits, None)
     chosen = recommendations(cells, limit, memory_share)
     values = {
         "num_processes": settings.num_processes,
@@ -45,10 +50,9 @@ def write_report(cells: Sequence[Cell], settings: MatrixSettings, memory_share: 
         "repeats": settings.repeats,
         "memory_limit_gb": limit,
         "memory_share": memory_share,
-        "cells": [asdict(cell) | {"choice": cell.choice._asdict()} for cell in cells],
+        "cells": [cell.as_json() for cell in cells],
         "recommendations": [
-            {"cameras": r.cameras, "cell": r.cell and r.cell.name, "reason": r.reason}
-            for r in chosen
+            each._asdict() | {"cell": each.cell and each.cell.name} for each in chosen
         ],
     }
     (profile.out / "matrix.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
@@ -74,52 +78,58 @@ def recommendations(
         raise ValueError(f"a memory share of {memory_share}: it must be above 0 and at most 1")
     cameras = dict.fromkeys(cell.choice.cameras for cell in cells)
     return [
-        _recommended([c for c in cells if c.choice.cameras == n], n, limit_gb, memory_share)
+        Recommendation(
+            n, *_recommended([c for c in cells if c.choice.cameras == n], limit_gb, memory_share)
+        )
         for n in cameras
     ]
 
 
 def _recommended(
-    cells: Sequence[Cell], cameras: int | None, limit_gb: float | None, memory_share: float
-) -> Recommendation:
+    cells: Sequence[Cell], limit_gb: float | None, memory_share: float
+) -> tuple[Cell | None, str]:
+    def memory(cell: Cell) -> str:
+        share = (
+            "" if limit_gb is None else f", {100 * cell.memory_gb / limit_gb:.0f} % of the limit"
+        )
+        return f"{cell.memory_gb:.2f} GB{share}"
+
+    def speed(cell: Cell) -> float:
+        return cell.samples_per_sec
+
     measured = [cell for cell in cells if cell.status == "ok"]
+    if not measured:
+        return None, f"none of the {len(cells)} cells ran"
     allowed = [c for c in measured if limit_gb is None or c.memory_gb <= memory_share * limit_gb]
     if not allowed:
-        reason = f"none of the {len(cells)} cells ran"
-        if measured:
-            least = min(measured, key=lambda cell: cell.memory_gb)
-            reason = (
-                f"none of the {len(measured)} cells that ran stays below "
-                f"{100 * memory_share:g} % of {limit_gb:g} GB; the smallest, {described(least)}, "
-                f"takes {least.memory_gb:.2f} GB"
-            )
-        return Recommendation(cameras, None, reason)
-    fastest = max(allowed, key=lambda cell: cell.samples_per_sec)
-    as_good = [
-        cell for cell in allowed if cell.samples_per_sec >= (1 - _AS_GOOD) * fastest.samples_per_sec
-    ]
+        least = min(measured, key=lambda cell: cell.memory_gb)
+        return None, (
+            f"none of the {len(measured)} cells that ran stays below {100 * memory_share:g} % of "
+            f"{limit_gb:g} GB; the smallest, {described(least)}, takes {least.memory_gb:.2f} GB"
+        )
+    fastest = max(allowed, key=speed)
+    as_good = [cell for cell in allowed if speed(cell) >= (1 - _AS_GOOD) * speed(fastest)]
     best = min(as_good, key=lambda cell: cell.memory_gb)
     runs = f" ({_spread(best)} in {len(best.runs)} runs)" if len(best.runs) > 1 else ""
-    reason = f"{best.samples_per_sec:.2f} samples/s{runs} with {_memory(best, limit_gb)}"
+    reason = f"{speed(best):.2f} samples/s{runs} with {memory(best)}"
     if best is not fastest:
         reason += (
             f"; {described(fastest)} is faster by less than {100 * _AS_GOOD:g} % and takes "
-            f"{_memory(fastest, limit_gb)}"
+            f"{memory(fastest)}"
         )
     others = [cell for cell in allowed if cell.choice.sharding != best.choice.sharding]
     if others:
-        next_best = max(others, key=lambda cell: cell.samples_per_sec)
+        next_best = max(others, key=speed)
         reason += (
-            f"; the best of another sharding, {described(next_best)}, makes "
-            f"{next_best.samples_per_sec:.2f}"
+            f"; the best of another sharding, {described(next_best)}, makes {speed(next_best):.2f}"
         )
-    over = max(measured, key=lambda cell: cell.samples_per_sec)
-    if over not in allowed and over.samples_per_sec > fastest.samples_per_sec:
+    over = max(measured, key=speed)
+    if over not in allowed and speed(over) > speed(fastest):
         reason += (
-            f"; {described(over)} makes {over.samples_per_sec:.2f}, but takes "
-            f"{_memory(over, limit_gb)}, above {100 * memory_share:g} %"
+            f"; {described(over)} makes {speed(over):.2f}, but takes {memory(over)}, above "
+            f"{100 * memory_share:g} %"
         )
-    return Recommendation(cameras, best, reason)
+    return best, reason
 
 
 def described(cell: Cell) -> str:
@@ -135,12 +145,6 @@ def _spread(cell: Cell) -> str:
     return "{:.2f} to {:.2f}".format(*cell.speed_range)
 
 
-def _memory(cell: Cell, limit_gb: float | None) -> str:
-    if limit_gb is None:
-        return f"{cell.memory_gb:.2f} GB"
-    return f"{cell.memory_gb:.2f} GB, {100 * cell.memory_gb / limit_gb:.0f} % of the limit"
-
-
 def matrix_markdown(
     cells: Sequence[Cell], limit: float | None, chosen: Sequence[Recommendation]
 ) -> str:
@@ -149,17 +153,14 @@ def matrix_markdown(
     with_runs = any(len(cell.runs) > 1 for cell in cells)
     names = ["sharding", *["attention"] * with_attention, "recompute"]
     numbers = ["cameras", "batch", *_NUMBERS, "samples/s", *["of runs"] * with_runs]
-    lines = [_row([*names, *numbers])]
-    lines.append("|" + " --- |" * len(names) + " ---: |" * len(numbers))
+    rows = [[*names, *numbers], ["---"] * len(names) + ["---:"] * len(numbers)]
     for cell in cells:
         choice = cell.choice
         start = [choice.sharding, *[choice.attention or ""] * with_attention, choice.recompute]
         start += ["" if choice.cameras is None else str(choice.cameras), str(cell.batch_size)]
-        values = _values(cell, limit)
-        if with_runs:
-            values.append(_spread(cell) if cell.status == "ok" else "")
-        lines.append(_row([*start, *values]))
-    lines.append("")
+        spread = [_spread(cell) if cell.status == "ok" else ""] * with_runs
+        rows.append([*start, *_values(cell, limit), *spread])
+    lines = [*(f"| {' | '.join(row)} |" for row in rows), ""]
     for item in chosen:
         cameras = "" if item.cameras is None else f" with {item.cameras} camera(s)"
         best = "nothing" if item.cell is None else described(item.cell)
@@ -169,10 +170,6 @@ def matrix_markdown(
         lines += ["", "Cells that ended for another reason than memory:", ""]
         lines += [f"- {described(cell)}: {cell.status}, {cell.detail}" for cell in failed]
     return "\n".join(lines) + "\n"
-
-
-def _row(values: Sequence[str]) -> str:
-    return f"| {' | '.join(values)} |"
 
 
 def _values(cell: Cell, limit: float | None) -> list[str]:
@@ -192,3 +189,95 @@ def _values(cell: Cell, limit: float | None) -> list[str]:
         f"{1000 * mean(profile['per_rank_cpu_time_s']):.0f}",
         f"{cell.samples_per_sec:.2f}",
     ]
+
+
+def series_and_column(choices: Sequence[Choice]) -> dict[Choice, tuple[str, str]]:
+    """Legend entry of each choice and the title of its column, by the settings that differ."""
+    words = {
+        choice: (choice.sharding, f"{choice.attention} attention", f"recompute {choice.recompute}")
+        for choice in choices
+    }
+    differing = [i for i in range(3) if len({of_choice[i] for of_choice in words.values()}) > 1]
+    first, *others = differing or [0]
+    return {
+        choice: (of_choice[first], ", ".join(of_choice[i] for i in others))
+        for choice, of_choice in words.items()
+    }
+
+
+def draw_matrix(cells: Sequence[Cell], limit_gb: float | None, path: Path) -> None:
+    """Write the plot of a matrix as PNG."""
+    matrix_figure(cells, limit_gb).savefig(path, dpi=100)
+
+
+def matrix_figure(cells: Sequence[Cell], limit_gb: float | None) -> Any:
+    """The plot of a matrix, a matplotlib Figure.
+
+    Whiskers are the range of a cell's runs; a cross marks a batch that did not fit, and a cell that
+    failed has no bar.
+    """
+    places = series_and_column(list(dict.fromkeys(cell.choice for cell in cells)))
+    series = list(dict.fromkeys(name for name, _ in places.values()))
+    columns = list(dict.fromkeys(column for _, column in places.values())) or [""]
+    cameras = list(dict.fromkeys(cell.choice.cameras for cell in cells)) or [None]
+    figure = new_figure(max(7.0, 4.5 * len(columns)), 1.0 + 4.6 * len(cameras))
+    grid = figure.subplots(2 * len(cameras), len(columns), squeeze=False, sharey="row")
+    for row, number in enumerate(cameras):
+        own = [
+            cell for cell in cells
+            if cell.choice.cameras == number and cell.status in ("ok", "oom")
+        ]  # fmt: skip
+        sizes = sorted({cell.batch_size for cell in own})
+        seen = f"{number} camera{'s' if number > 1 else ''}" if number else ""
+        for column, name in enumerate(columns):
+            panels = grid[2 * row][column], grid[2 * row + 1][column]
+            for cell in own:
+                label, place_of = places[cell.choice]
+                if place_of == name:
+                    place = series.index(label)
+                    at = sizes.index(cell.batch_size) + (place + 0.5) / len(series) * 0.8 - 0.4
+                    if label in _COLOURED:
+                        place = _COLOURED.index(label)
+                    _draw_cell(
+                        panels, cell, at, 0.72 / len(series), COLOURS[place % len(COLOURS)], label
+                    )
+            head = "".join(
+                f": {words}" for words in [", ".join(filter(None, [seen, name]))] if words
+            )
+            label_axes(panels[0], f"Throughput{head}", "", "samples/s, all ranks")
+            label_axes(panels[1], f"Memory{head}", "", "GB, largest rank")
+            if limit_gb is not None:
+                panels[1].axhline(limit_gb, color="black", linewidth=0.8, linestyle=":")
+            for axes in panels:
+                axes.set_ylim(bottom=0)
+                axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
+                axes.set_xlim(-0.5, max(len(sizes), 1) - 0.5)
+                axes.grid(visible=False, axis="x")
+    for axes in grid[-1]:
+        axes.set_xlabel("samples per micro-batch of a rank (x: does not fit)")
+    found: dict[str, Any] = {}
+    for axes in grid.flat:
+        handles, labels = axes.get_legend_handles_labels()
+        found |= {label: handle for label, handle in zip(labels, handles, strict=True)}
+    if found:
+        shown = [name for name in series if name in found]
+        figure.legend(
+            [found[name] for name in shown], shown,
+            loc="outside lower center", ncols=len(shown), frameon=False,
+        )  # fmt: skip
+    return figure
+
+
+def _draw_cell(
+    panels: tuple[Any, Any], cell: Cell, at: float, width: float, colour: str, label: str
+) -> None:
+    if cell.status == "oom":
+        for axes in panels:
+            axes.plot([at], [0.04], "x", color=colour, transform=axes.get_xaxis_transform())
+        return
+    speed, memory = panels
+    low, high = cell.speed_range
+    value = cell.samples_per_sec
+    ranges = [[value - low], [high - value]] if high > low else None
+    speed.bar([at], [value], width, yerr=ranges, capsize=2, color=colour, label=label)
+    memory.bar([at], [cell.memory_gb], width, color=colour)

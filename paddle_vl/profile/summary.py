@@ -83,7 +83,10 @@ def summarize(measures: Sequence[RankMeasure], facts: Mapping[str, Any]) -> dict
         raise ValueError("a rank has measured no step: profile at least one")
     passed = {name for measure in measures for step in measure.steps for name in step}
     names = [name.value for name in Phase if name.value in passed]
-    means = [_means(measure, names) for measure in measures]
+    means = [
+        {name: sum(step.get(name, 0.0) for step in m.steps) / len(m.steps) for name in names}
+        for m in measures
+    ]
     totals = [sum(of_rank.values()) for of_rank in means]
     step_time = max(totals)
     slowest = totals.index(step_time)
@@ -95,8 +98,8 @@ def summarize(measures: Sequence[RankMeasure], facts: Mapping[str, Any]) -> dict
     if Phase.BACKWARD.value in seconds:
         parts = [seconds[part.value] for part in _BACKWARD_STEP if part.value in seconds]
         seconds["backward_step"] = sum(parts, nothing)
-    allocated = [_gigabytes(measure.allocated) for measure in measures]
-    reserved = [_gigabytes(measure.reserved) for measure in measures]
+    allocated = [measure.allocated / GB for measure in measures]
+    reserved = [measure.reserved / GB for measure in measures]
     first = measures[0]
     return {
         **facts,
@@ -125,15 +128,6 @@ def summarize(measures: Sequence[RankMeasure], facts: Mapping[str, Any]) -> dict
     }
 
 
-def _means(measure: RankMeasure, names: Sequence[str]) -> dict[str, float]:
-    count = len(measure.steps)
-    return {name: sum(step.get(name, 0.0) for step in measure.steps) / count for name in names}
-
-
-def _gigabytes(num_bytes: int) -> float:
-    return num_bytes / GB
-
-
 def profile_table(result: Mapping[str, Any]) -> str:
     """The result of `summarize` as text: settings, phases, throughput, memory."""
     facts = [f"{label} {result[key]}" for label, key in _SHOWN_FACTS if result.get(key) is not None]
@@ -147,8 +141,11 @@ def profile_table(result: Mapping[str, Any]) -> str:
     for name, share in shares.items():
         lines.append(_phase_line(result, name, _LABELS[Phase(name)], share))
     lines.append(_phase_line(result, "total", "step", sum(shares.values(), 0.0)))
-    lines += ["", *_throughput(result), "", *_per_rank(result)]
-    return "\n".join(lines)
+    speeds = f"{result['global_samples_per_sec']:.2f} samples/s"
+    if result["global_tokens_per_sec"]:
+        speeds += f", {result['global_tokens_per_sec']:.0f} tokens/s"
+    lines += ["", f"throughput: {speeds} ({1000 * result['global_step_time_s']:.1f} ms/step)", ""]
+    return "\n".join([*lines, *_per_rank(result)])
 
 
 def _phase_line(result: Mapping[str, Any], name: str, label: str, share: float) -> str:
@@ -158,13 +155,6 @@ def _phase_line(result: Mapping[str, Any], name: str, label: str, share: float) 
     return f"{label:30}{mean:10.2f}{median:11.2f}{p95:10.2f}{share:8.1f}%"
 
 
-def _throughput(result: Mapping[str, Any]) -> list[str]:
-    speeds = [f"{result['global_samples_per_sec']:.2f} samples/s"]
-    if result["global_tokens_per_sec"]:
-        speeds.append(f"{result['global_tokens_per_sec']:.0f} tokens/s")
-    return [f"throughput: {', '.join(speeds)} ({1000 * result['global_step_time_s']:.1f} ms/step)"]
-
-
 def _per_rank(result: Mapping[str, Any]) -> list[str]:
     """The mean of every phase and the peak of memory, a column for each rank."""
     means: Sequence[Mapping[str, float]] = result["per_rank_phase_means_s"]
@@ -172,17 +162,13 @@ def _per_rank(result: Mapping[str, Any]) -> list[str]:
         (f"{_LABELS[Phase(name)]}, ms", [f"{1000 * of_rank[name]:.2f}" for of_rank in means])
         for name in means[0]
     ]
-    rows.append(("step, ms", [f"{1000 * s:.2f}" for s in result["per_rank_step_time_s"]]))
-    rows.append(
-        ("CPU time of a step, ms", [f"{1000 * s:.2f}" for s in result["per_rank_cpu_time_s"]])
-    )
-    rows += [
-        (label, [f"{value:.3f}" for value in result[key]])
-        for label, key in (
-            ("peak of tensors, GB", "per_rank_peak_alloc_gb"),
-            ("peak of memory, GB", "per_rank_peak_reserved_gb"),
-        )
-    ]
+    for label, key, scale, digits in (
+        ("step, ms", "per_rank_step_time_s", 1000, 2),
+        ("CPU time of a step, ms", "per_rank_cpu_time_s", 1000, 2),
+        ("peak of tensors, GB", "per_rank_peak_alloc_gb", 1, 3),
+        ("peak of memory, GB", "per_rank_peak_reserved_gb", 1, 3),
+    ):
+        rows.append((label, [f"{scale * value:.{digits}f}" for value in result[key]]))
     heads = "".join(f"{f'rank {rank}':>11}" for rank in range(len(means)))
     limit = result["memory_limit_gb"]
     of_limit = "" if limit is None else f" of {limit:g} GB allowed"

@@ -39,12 +39,12 @@ class _Event(NamedTuple):
     Attributes:
         kind: a read of values, a shape that depends on values, or a copy to the device.
         what: the call, for messages.
-        tensor: the tensor read; None for an operator.
+        tensor: the tensor read; None if it is no read.
     """
 
     kind: str
     what: str
-    tensor: Tensor | None = None
+    tensor: Tensor | None
 
 
 _Notice = Callable[[_Event], None]
@@ -52,60 +52,51 @@ _READ, _SHAPE, _COPY = "read", "shape", "copy"
 _EVERY_THREAD = "every thread"
 
 
-def _read(name: str, /, tensor: Tensor, *args: Any, **kwargs: Any) -> _Event:
-    return _Event(_READ, f"Tensor.{name}()", tensor)
+def _always(*args: Any, **kwargs: Any) -> bool:
+    return True
 
 
-def _operator(name: str, /, *args: Any, **kwargs: Any) -> _Event:
-    return _Event(_SHAPE, f"{name}, whose shape depends on values")
-
-
-def _indexing(name: str, /, tensor: Tensor, index: Any, *value: Any) -> _Event | None:
+def _is_by_bools(tensor: Tensor, index: Any, *value: Any) -> bool:
     parts = index if isinstance(index, tuple) else (index,)
-    if any(isinstance(part, Tensor) and part.dtype == paddle.bool for part in parts):
-        return _Event(_SHAPE, f"Tensor.{name} by a bool tensor, whose shape depends on values")
-    return None
+    return any(isinstance(part, Tensor) and part.dtype == paddle.bool for part in parts)
 
 
-def _copy(name: str, /, *args: Any, **kwargs: Any) -> _Event:
-    return _Event(_COPY, name)
-
-
-def _made_tensor(
-    name: str, /, data: Any, dtype: Any = None, place: Any = None, *_: Any, **__: Any
-) -> _Event | None:
+def _is_made_on_device(data: Any, dtype: Any = None, place: Any = None, *_: Any, **__: Any) -> bool:
     in_host_memory = place is not None and not str(place).lower().startswith(("gpu", "place(gpu"))
-    return None if in_host_memory or isinstance(data, Tensor) else _copy(name)
+    return not (in_host_memory or isinstance(data, Tensor))
 
 
-def _made_of_array(name: str, /, *args: Any, **kwargs: Any) -> _Event | None:
-    has_array = any(isinstance(x, np.ndarray) for x in (*args, *kwargs.values()))
-    return _copy(name) if has_array else None
+def _has_array(*args: Any, **kwargs: Any) -> bool:
+    return any(isinstance(x, np.ndarray) for x in (*args, *kwargs.values()))
 
 
-def _set_value(name: str, /, tensor: Tensor, value: Any) -> _Event | None:
-    return None if isinstance(value, Tensor) else _copy(name)
+def _is_not_of_tensor(tensor: Tensor, value: Any) -> bool:
+    return not isinstance(value, Tensor)
 
 
-# Functions that are watched, and what a call of them is. Some read by calling others.
-_WATCHED: tuple[tuple[Any, tuple[str, ...], Callable[..., _Event | None]], ...] = (
+# Functions that are watched, what a call of them is, in which case, and its words. Some read by
+# calling others.
+_WATCHED: tuple[tuple[Any, tuple[str, ...], str, Callable[..., bool], str], ...] = (
     (
         Tensor,
         ("numpy", "item", "tolist", "cpu", "__float__", "__int__", "__bool__", "__index__",
          "__array__", "__dlpack__"),
-        _read,
+        _READ, _always, "Tensor.{}()",
     ),
-    (Tensor, ("__getitem__", "__setitem__"), _indexing),
+    (
+        Tensor, ("__getitem__", "__setitem__"),
+        _SHAPE, _is_by_bools, "Tensor.{} by a bool tensor, whose shape depends on values",
+    ),
     (
         _C_ops,
         ("nonzero", "masked_select", "unique", "unique_consecutive",
          "repeat_interleave_with_tensor_index"),
-        _operator,
+        _SHAPE, _always, "{}, whose shape depends on values",
     ),
-    (paddle, ("to_tensor",), _made_tensor),
-    (Tensor, ("__init__",), _made_of_array),
-    (Tensor, ("set_value",), _set_value),
-    (_C_ops, ("assign_value", "assign_value_"), _copy),
+    (paddle, ("to_tensor",), _COPY, _is_made_on_device, "{}"),
+    (Tensor, ("__init__",), _COPY, _has_array, "{}"),
+    (Tensor, ("set_value",), _COPY, _is_not_of_tensor, "{}"),
+    (_C_ops, ("assign_value", "assign_value_"), _COPY, _always, "{}"),
 )  # fmt: skip
 
 
@@ -140,26 +131,28 @@ class _Watch:
                     setattr(*self._replaced.pop())
 
     def _replace(self) -> None:
-        for owner, names, describe in _WATCHED:
+        for owner, names, kind, happens, what in _WATCHED:
             for name in names:
                 own = getattr(owner, name, None)
                 if own is not None:
                     self._replaced.append((owner, name, own))
-                    setattr(owner, name, self._watched(name, own, describe))
+                    watched = self._watched(name, own, kind, happens, what)
+                    setattr(owner, name, watched)
 
-    def _watched(self, name: str, own: Callable, describe: Callable) -> Callable:
-        is_copy = describe in (_copy, _made_tensor, _made_of_array, _set_value)
-
+    def _watched(
+        self, name: str, own: Callable, kind: str, happens: Callable[..., bool], what: str
+    ) -> Callable:
         @functools.wraps(own, assigned=("__name__", "__doc__"))
         def watched(*args: Any, **kwargs: Any) -> Any:
             # A read that another one makes is not a second one; nor is a copy.
-            inside = self._inside.__dict__.setdefault("copies" if is_copy else "reads", [])
-            event = None if inside else describe(name, *args, **kwargs)
-            if event is None and not is_copy:
+            inside = self._inside.__dict__.setdefault("copies" if kind == _COPY else "reads", [])
+            is_noticed = not inside and happens(*args, **kwargs)
+            if not is_noticed and kind != _COPY:
                 return own(*args, **kwargs)
             inside.append(name)
             try:
-                if event is not None:
+                if is_noticed:
+                    event = _Event(kind, what.format(name), args[0] if kind == _READ else None)
                     for rank in (current_rank(), _EVERY_THREAD):
                         for notice in list(self._notices.get(rank, ())):
                             notice(event)
@@ -205,9 +198,8 @@ def record_host_reads() -> Iterator[list[str]]:
     reads: list[str] = []
 
     def record(event: _Event) -> None:
-        if event.tensor is None:
-            return
-        if event.tensor.place.is_gpu_place() or paddle.get_device().startswith("cpu"):
+        x = event.tensor
+        if x is not None and (x.place.is_gpu_place() or paddle.get_device().startswith("cpu")):
             reads.append(_calling_place())
 
     with _watch.noticed(record, current_rank()):

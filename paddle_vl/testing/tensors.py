@@ -11,8 +11,9 @@ import numpy as np
 from paddle import Tensor, nn
 
 from paddle_vl.checkpoint.reading import fill_parameters
+from paddle_vl.checkpoint.rules import Same, StoredParameter
 from paddle_vl.nn.adamw import gradient_of
-from paddle_vl.nn.parameter_table import ParamSpec, joined_shards
+from paddle_vl.nn.parameter_table import joined_shards
 
 # Replicas may differ by this much of their largest entry.
 REPLICA_TOLERANCE = 1e-5
@@ -82,22 +83,11 @@ def gather_gradients(
     return _gathered(models, gradient_of, sums_partial=not partial_are_summed)
 
 
-class _Part(NamedTuple):
-    """A parameter, or one linear of a fused one, on one rank."""
-
-    key: str
-    parameter: Tensor
-    spec: ParamSpec
-    of_own: Callable[[np.ndarray], np.ndarray]
-    to_stored: Callable[[np.ndarray], np.ndarray]
-    is_linear_of_fused: bool
-
-
 def _gathered(
     models: Sequence[nn.Layer], read: Callable[[Tensor], Tensor | None], sums_partial: bool
 ) -> dict[str, np.ndarray]:
-    by_rank = [_parts(model) for model in models]
-    keys = [[part.key for part in parts] for parts in by_rank]
+    by_rank = [_stored_parameters(model) for model in models]
+    keys = [[item.key for item in items] for items in by_rank]
     if any(other != keys[0] for other in keys):
         differing = sorted({key for other in keys for key in set(other) ^ set(keys[0])})
         raise ValueError(
@@ -106,33 +96,34 @@ def _gathered(
             + "; give the models of all mp ranks of one run"
         )
     full = {}
-    for parts in zip(*by_rank, strict=True):
-        tensors = [read(part.parameter) for part in parts]
-        if all(tensor is None for tensor in tensors):
-            continue
-        full[parts[0].key] = parts[0].to_stored(_joined(parts, tensors, sums_partial))
+    for items in zip(*by_rank, strict=True):
+        tensors = [read(item.parameter) for item in items]
+        if any(tensor is not None for tensor in tensors):
+            array = _joined(items, tensors, sums_partial)
+            full[items[0].key] = items[0].layout.to_stored(array)
     return full
 
 
 def _joined(
-    parts: Sequence[_Part], tensors: Sequence[Tensor | None], sums_partial: bool
+    items: Sequence[StoredParameter], tensors: Sequence[Tensor | None], sums_partial: bool
 ) -> np.ndarray:
-    first, spec = parts[0], parts[0].spec
+    first = items[0]
+    spec = first.table[first.parameter]
     missing = [rank for rank, tensor in enumerate(tensors) if tensor is None]
     if missing and spec.split_axis is not None:
         raise AssertionError(
             f"{first.key}: ranks {missing} have no gradient of their shard, the others have"
         )
     arrays = [
-        part.of_own(as_array(part.parameter if tensor is None else tensor) * (tensor is not None))
-        for part, tensor in zip(parts, tensors, strict=True)
+        item.of_own(as_array(item.parameter if tensor is None else tensor) * (tensor is not None))
+        for item, tensor in zip(items, tensors, strict=True)
     ]
     if len(arrays) == 1:
         return arrays[0]
     if spec.is_expert:
         raise ValueError(f"{first.key} is sharded over an expert-parallel group, not only over mp")
     if spec.split_axis is not None:
-        if first.is_linear_of_fused:
+        if first.block is not None:
             return np.concatenate(arrays, axis=spec.split_axis)
         return joined_shards(spec, arrays)
     if spec.has_partial_gradient and sums_partial:
@@ -148,28 +139,11 @@ def _joined(
     return arrays[0]
 
 
-def _parts(model: Any) -> list[_Part]:
+def _stored_parameters(model: Any) -> list[StoredParameter]:
+    if hasattr(model, "stored_parameters"):
+        return list(model.stored_parameters())
     table = model.placement.parameter_table
-    if not hasattr(model, "stored_parameters"):
-        return [
-            _Part(name, parameter, table[parameter], _same, _same, False)
-            for name, parameter in model.named_parameters()
-        ]
-    return [
-        _Part(
-            item.key,
-            item.parameter,
-            table[item.parameter],
-            item.of_own,
-            item.layout.to_stored,
-            item.block is not None,
-        )
-        for item in model.stored_parameters()
-    ]
-
-
-def _same(array: np.ndarray) -> np.ndarray:
-    return array
+    return [StoredParameter(name, x, Same(), table) for name, x in model.named_parameters()]
 
 
 def as_array(tensor: Tensor) -> np.ndarray:

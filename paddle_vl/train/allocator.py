@@ -54,14 +54,11 @@ def configure_allocator(environment: Mapping[str, str] = os.environ) -> str:
         else:
             paddle.set_flags({name: flag.ours})
             found, origin = flag.ours, "default here"
-        told.append(f"{name}={_shown(found)} ({origin})")
+        value = str(found).lower() if isinstance(found, bool) else found
+        told.append(f"{name}={value} ({origin})")
     return f"Paddle's allocator: {', '.join(told)}"
 
 
 def allocator_flags() -> dict[str, Any]:
     """The current values of the flags that `configure_allocator` looks at."""
     return paddle.get_flags([*DEFAULTS, *_OTHERS])
-
-
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

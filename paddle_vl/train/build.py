@@ -21,8 +21,7 @@ from paddle_vl.nn.kernels import description
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.operations import choose_kernels
 from paddle_vl.parallel.agree import check_data_agree, check_fields_agree, check_settings_agree
-from paddle_vl.parallel.colocated.runner import ColocatedRunner
-from paddle_vl.parallel.colocated.store import PartsStore
+from paddle_vl.parallel.colocated.runner import ColocatedRunner, PartsStore
 from paddle_vl.parallel.ranks import ONE_RANK, FleetRanks, SingleRank
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.topology import Topology, initialize
@@ -39,14 +38,13 @@ from paddle_vl.train.freeze import (
     treated_apart,
 )
 from paddle_vl.train.gpu_settings import configure_gpu
-from paddle_vl.train.lanes import LanesLoader, lane_loaders
+from paddle_vl.train.lanes import lane_loaders
 from paddle_vl.train.layout import Layout, parallel_degrees
 from paddle_vl.train.memory_needed import NeededMemory, check_memory
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.reporting.device_peaks import device_peak
-from paddle_vl.train.resume import changed_settings, checkpoint_to_resume
+from paddle_vl.train.resume import changed_settings, check_pretrained, checkpoint_to_resume
 from paddle_vl.train.run_lock import RunLock
-from paddle_vl.train.saving.verify import check_pretrained
 from paddle_vl.train.schedule import RunLength, learning_rate, seed_everything
 from paddle_vl.train.trainer import Trainer
 
@@ -165,11 +163,8 @@ def _build(
     if isinstance(store, PartsStore):
         of_encoder = [entry for entry in parameters if table[entry[1]].is_encoder]
         of_language = [entry for entry in parameters if not table[entry[1]].is_encoder]
-        optimizers = [
-            make_optimizer(of_encoder, store.encoder),
-            make_optimizer(of_language, store.language),
-        ]
-        optimizer = ColocatedOptimizer(optimizers, store)
+        parts = ((of_encoder, store.encoder), (of_language, store.language))
+        optimizer = ColocatedOptimizer([make_optimizer(*part) for part in parts], store)
     else:
         optimizer = make_optimizer(parameters, store)
     runner = layout.runner(
@@ -187,10 +182,8 @@ def _build(
     has_evaluation, eval_loaders = family.eval_data is not None, {}
     if has_evaluation:
         make_eval = partial(family.eval_loaders, built.collator)
-        eval_loaders = lane_loaders(make_eval, ranks, topology)
-    for eval_loader in eval_loaders.values():
-        if isinstance(eval_loader, LanesLoader):
-            eval_loader.with_idle(partial(built.adapter.idle_batch, model))
+        idle = partial(built.adapter.idle_batch, model)
+        eval_loaders = lane_loaders(make_eval, ranks, topology, idle)
 
     def save_with(save: SaveModel, folder: Path, write: FileWriter) -> None:
         save(folder, write, store)

@@ -16,7 +16,7 @@ With model.lora both have PEFT's `adapter_config.json` and `adapter_model.safete
 the model's files; the base model is named, not copied.
 
 A folder is written under a name that starts with `.partial-`, flushed to disk and renamed, see
-`paddle_vl.train.saving.checkpoint_writer`; `paddle_vl.train.saving.verify` checks its files.
+`paddle_vl.train.saving.checkpoint_writer`; `paddle_vl.train.resume` checks its files.
 """
 
 import json
@@ -96,12 +96,9 @@ def remove_partial_folders(output_dir: Path) -> None:
 
 def checkpoint_folders(output_dir: Path) -> list[tuple[int, Path]]:
     """Steps and folders of all checkpoints, complete or not, oldest first."""
-    found = []
-    for path in output_dir.glob("checkpoint-*"):
-        match = _NAME.fullmatch(path.name)
-        if match and path.is_dir():
-            found.append((int(match.group(1)), path))
-    return sorted(found)
+    folders = [path for path in output_dir.glob("checkpoint-*") if path.is_dir()]
+    named = [(match, path) for path in folders if (match := _NAME.fullmatch(path.name))]
+    return sorted((int(match.group(1)), path) for match, path in named)
 
 
 def complete_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
@@ -111,14 +108,11 @@ def complete_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
 
 def missing_files(checkpoint: Path) -> list[str]:
     """Files that a checkpoint lacks to be resumed from."""
-    needed = ["config.yaml", STATE_FILE]
-    missing = [name for name in needed if not (checkpoint / name).is_file()]
-    if not any((checkpoint / name).is_file() for name in MODEL_FILES):
-        missing.append(MODEL_FILES[0])
     single = f"{OPTIMIZER_STEM}.safetensors"
-    if not any((checkpoint / name).is_file() for name in (single, f"{single}.index.json")):
-        missing.append(single)
-    return missing
+    needed = (("config.yaml",), (STATE_FILE,), MODEL_FILES, (single, f"{single}.index.json"))
+    return [
+        names[0] for names in needed if not any((checkpoint / name).is_file() for name in names)
+    ]
 
 
 def model_folder(path: Path) -> Path:

@@ -1,7 +1,7 @@
 """Mean losses over a dataset."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain, islice, repeat
+from itertools import chain, repeat
 
 from paddle_vl.batch.schema import Batch
 from paddle_vl.families.base import MeanLosses
@@ -78,27 +78,14 @@ def _groups(
     ranks: SingleRank,
     received: Callable[[], int | None],
 ) -> Iterator[list[Batch] | None]:
-    """Groups of as many batches as the runner takes; None if any rank received a stop signal."""
-    stream = in_step(batches, runner, ranks, received)
-    while group := list(islice(stream, runner.batches_at_once)):
-        batches_there = [batch for batch in group if batch is not None]
-        yield batches_there if len(batches_there) == len(group) else None
+    """Groups of as many batches as the runner takes; None if any rank received a stop signal.
 
-
-def in_step(
-    batches: Iterable[Batch],
-    runner: Runner,
-    ranks: SingleRank,
-    received: Callable[[], int | None] = lambda: None,
-) -> Iterator[Batch | None]:
-    """Equally many batches on all ranks, each with the same optional branches, as layers may be
-    collective.
-
-    Ranks exchange one message before each batch. A rank without a batch left runs idle ones, which
-    count nothing. Ends with None if any rank received a stop signal.
+    There are equally many batches on all ranks, each with the same optional branches, as layers may
+    be collective. Ranks exchange one message before each batch. A rank without a batch left runs
+    idle ones, which count nothing.
     """
     adapter, model = runner.adapter, runner.model
-    idle = None
+    idle, group = None, []
     for batch in chain(batches, repeat(None)):
         is_left = batch is not None
         if not is_left and idle is None:
@@ -108,6 +95,12 @@ def in_step(
         (num_left, *needed), signal = ranks.agree(counts, received())
         if signal is not None:
             yield None
-        if num_left == 0 or signal is not None:
             return
-        yield adapter.synchronized(own, needed, model)
+        if num_left == 0:
+            break
+        group.append(adapter.synchronized(own, needed, model))
+        if len(group) == runner.batches_at_once:
+            yield group
+            group = []
+    if group:
+        yield group

@@ -80,11 +80,10 @@ def freeze_parameters(
             f"{', '.join(names)}: some are trained and others frozen, but each of these shares its "
             "weight with others; separate them first: model.separate(treated_apart(..))"
         )
-    if whole_shapes is None:
-        whole_shapes = {name: parameter.shape for name, parameter in parameters}
     for name, parameter in parameters:
         parameter.stop_gradient = name not in trained
-    sizes = {name: math.prod(shape) for name, shape in whole_shapes.items()}
+    shapes = whole_shapes or {name: parameter.shape for name, parameter in parameters}
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     logger.info(
         "training %s of %s parameters in %d of %d tensors",
         f"{sum(sizes[name] for name in trained):,}",

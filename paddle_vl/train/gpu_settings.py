@@ -82,7 +82,18 @@ def configure_gpu(
             f"train.tf32 is true but {_TF32_OVERRIDE}=0 is in the environment, which turns TF32 "
             "off: remove one of them"
         )
-    told = [_set_flash_version(gpu, environment)]
+    version = paddle.get_flags(FLASH_VERSION)[FLASH_VERSION]
+    if FLASH_VERSION not in environment and gpu.has_version_3:
+        version = 3
+        paddle.set_flags({FLASH_VERSION: version})
+    capability = ".".join(map(str, gpu.capability))
+    if version == 3 and not gpu.has_version_3:
+        raise ValueError(
+            f"{FLASH_VERSION} is 3, but FlashAttention 3 needs compute capability 9.0 and the "
+            f"libraries {' and '.join(_LIBRARIES)} of Paddle; this device has {capability}: set it "
+            "to 2"
+        )
+    told = [f"FlashAttention {version}"]
     core: Any = paddle.base.core
     core.set_cublas_switch(tf32)
     core.set_cudnn_switch(tf32)
@@ -91,18 +102,4 @@ def configure_gpu(
         paddle.set_flags(REPEATABLE)
         environment.setdefault(*_WORKSPACE)
         told.append("repeatable kernels")
-    return f"GPU of compute capability {'.'.join(map(str, gpu.capability))}: {', '.join(told)}"
-
-
-def _set_flash_version(gpu: Gpu, environment: MutableMapping[str, str]) -> str:
-    version = paddle.get_flags(FLASH_VERSION)[FLASH_VERSION]
-    if FLASH_VERSION not in environment and gpu.has_version_3:
-        version = 3
-        paddle.set_flags({FLASH_VERSION: version})
-    if version == 3 and not gpu.has_version_3:
-        raise ValueError(
-            f"{FLASH_VERSION} is 3, but FlashAttention 3 needs compute capability 9.0 and the "
-            f"libraries {' and '.join(_LIBRARIES)} of Paddle; this device has "
-            f"{'.'.join(map(str, gpu.capability))}: set it to 2"
-        )
-    return f"FlashAttention {version}"
+    return f"GPU of compute capability {capability}: {', '.join(told)}"

@@ -14,11 +14,9 @@ from paddle_vl.nn.objective import BatchAdapter, Loss
 from paddle_vl.nn.placement import Placement, SingleDevicePlacement, StageLayers
 from paddle_vl.parallel.colocated.encoder import ItemEncoder
 from paddle_vl.parallel.colocated.encoder_layers import add_encoder
-from paddle_vl.parallel.colocated.runner import ColocatedRunner
-from paddle_vl.parallel.colocated.store import PartsStore, encoder_store
+from paddle_vl.parallel.colocated.runner import ColocatedRunner, PartsStore, encoder_store
 from paddle_vl.parallel.degrees import ParallelDegrees, Plan, plan_problems
-from paddle_vl.parallel.pipeline.engine import split_backward
-from paddle_vl.parallel.pipeline.runner import ModelChunk, PipelineRunner
+from paddle_vl.parallel.pipeline.runner import ModelChunk, PipelineRunner, split_backward
 from paddle_vl.parallel.pipeline.schedule import chunks_of_stage, num_chunks, split_layers
 from paddle_vl.parallel.ranks import SingleRank
 from paddle_vl.parallel.sharding import FleetSharding, Sharding, ShardingOptions

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from math import prod
+from operator import add
 
 import paddle
 from paddle import Tensor
@@ -61,9 +62,7 @@ class NeededMemory:
         )
 
     def __add__(self, other: "NeededMemory") -> "NeededMemory":
-        return NeededMemory(
-            *(one + more for one, more in zip(astuple(self), astuple(other), strict=True))
-        )
+        return NeededMemory(*map(add, astuple(self), astuple(other)))
 
     @property
     def total(self) -> float:

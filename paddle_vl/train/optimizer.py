@@ -19,7 +19,7 @@ import paddle
 from paddle import Tensor
 from paddle.base import framework
 
-from paddle_vl.checkpoint.rules import SharedArray
+from paddle_vl.checkpoint.rules import shared_slices
 from paddle_vl.checkpoint.safetensors_io import TensorToWrite
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.nn.adamw import POWERS, STATES, AdamW, gradient_of
@@ -137,12 +137,21 @@ class Optimizer:
         """
         if self._fleet is not None:
             raise ValueError("sharding stage 1 has fleet's flat buffers: it takes no buckets")
-        entries = []
-        for parameter, _ in self._named:
-            tensor = self.store.shard_of(parameter)
-            assert tensor is not None, "only fleet's distribute leaves a rank without a share"
-            entries.append((tensor, self._common(parameter, tensor)))
+        has_masters, entries = isinstance(self.store, MasterWeights), []
         parameters = [parameter for parameter, _ in self._named]
+        for parameter in parameters:
+            tensor, spec = self.store.shard_of(parameter), self._table[parameter]
+            assert tensor is not None, "only fleet's distribute leaves a rank without a share"
+            axis = None if spec.split_axis is None else 0
+            # What the tensors of a bucket share: factor of the learning rate, decay, whether they
+            # are masters of half-precision parameters, and how they are reduced.
+            key = (
+                tensor.optimize_attr["learning_rate"],
+                tensor.name in self._with_decay,
+                has_masters and parameter.dtype != paddle.float32,
+                replace(spec, split_axis=axis, blocks=(), saved=Saved.HERE),
+            )
+            entries.append((tensor, key))
         betas: Any = (self._adamw._beta1, self._adamw._beta2)
         powers: dict[str, float] = dict(zip(POWERS, betas, strict=True))
         self.tensors_with_specs = []
@@ -160,18 +169,6 @@ class Optimizer:
         self._adamw._accumulators.clear()
         self.tensors = [tensor for tensor, _ in self.tensors_with_specs]
         self.store.use_buckets(self._buckets)
-
-    def _common(self, parameter: Tensor, tensor: Tensor) -> tuple[float, bool, bool, ParamSpec]:
-        """What the tensors of a bucket share: factor of the learning rate, decay, whether they are
-        masters of half-precision parameters, and how they are reduced."""
-        spec = self._table[parameter]
-        axis = None if spec.split_axis is None else 0
-        return (
-            tensor.optimize_attr["learning_rate"],
-            tensor.name in self._with_decay,
-            isinstance(self.store, MasterWeights) and parameter.dtype != paddle.float32,
-            replace(spec, split_axis=axis, blocks=(), saved=Saved.HERE),
-        )
 
     def collect_gradients(self) -> None:
         """Move gradients into the buckets, after the last backward pass of a step."""
@@ -278,6 +275,17 @@ class Optimizer:
         power: Callable[[_PowerKey], Tensor | None] = powers.__getitem__
         if self._fleet is not None:
             power = self._fleet.numbers_of_all(powers)
+
+        def full_state(parameter: Tensor, state: Tensor) -> np.ndarray:
+            """The unsharded value of a state; collective if sharded."""
+            value = self.store.gathered_value(parameter, state)
+            return self._table.full_value(parameter, value, copy=False)
+
+        def number(key: _PowerKey) -> np.ndarray:
+            found = power(key)
+            assert found is not None, "the all-reduce gives every rank all of them"
+            return found.numpy()
+
         tensors = []
         for names, state, parameter, tensor in states:
             is_joined = self._table[parameter].saved is Saved.JOINED
@@ -285,14 +293,13 @@ class Optimizer:
                 shapes = self._shapes(parameter, names)
                 # None where other ranks have all of the parameter.
                 own = paddle.zeros([0]) if tensor is None else tensor
-                full = partial(self._full_state, parameter, own)
+                full = partial(full_state, parameter, own)
                 produce = [full]
                 if len(names) > 1:
-                    produce = SharedArray(full, whole_slices(parameter)).slices()
+                    produce = shared_slices(full, whole_slices(parameter))
             else:
                 shapes = [(1,)] * len(names)
-                key = id(parameter), state
-                produce = [partial(_number, power, key)] * len(names)
+                produce = [partial(number, (id(parameter), state))] * len(names)
             tensors += [
                 TensorToWrite(f"{name}/{state}", shape, "F32", make, is_joined=is_joined)
                 for name, shape, make in zip(names, shapes, produce, strict=True)
@@ -333,11 +340,6 @@ class Optimizer:
             if parameter.dtype != paddle.float32:
                 yield names, _MASTER, parameter, updated
 
-    def _full_state(self, parameter: Tensor, state: Tensor) -> np.ndarray:
-        """The unsharded value of a state; collective if sharded."""
-        value = self.store.gathered_value(parameter, state)
-        return self._table.full_value(parameter, value, copy=False)
-
     def _shapes(self, parameter: Tensor, names: list[str]) -> list[tuple[int, ...]]:
         """Full shapes under each of the parameter's names."""
         full = self._table.full_shape(parameter)
@@ -361,13 +363,19 @@ class Optimizer:
         if not problems:
             for names_of_one, state, parameter, tensor in self._states():
                 problems += self._load(names_of_one, state, parameter, tensor, arrays)
-        if not problems:
-            self._load_powers_of_buckets(arrays)
         if problems:
             raise ValueError(
                 "the saved optimizer state belongs to other trained parameters: "
                 + "; ".join(problems)
             )
+        powers = {
+            id(self.store.shard_of(parameter)): {
+                power: float(arrays[f"{names[0]}/{power}"][0]) for power in POWERS
+            }
+            for parameter, names in self._named
+        }
+        for bucket in self._buckets:
+            bucket.set_powers([powers[id(tensor)] for tensor in bucket.tensors])
 
     def _load(
         self,
@@ -399,25 +407,9 @@ class Optimizer:
             tensor.set_value(array)
         return []
 
-    def _load_powers_of_buckets(self, arrays: Mapping[str, np.ndarray]) -> None:
-        powers = {
-            id(self.store.shard_of(parameter)): {
-                power: float(arrays[f"{names[0]}/{power}"][0]) for power in POWERS
-            }
-            for parameter, names in self._named
-        }
-        for bucket in self._buckets:
-            bucket.set_powers([powers[id(tensor)] for tensor in bucket.tensors])
-
     def _gradients(self) -> list[Tensor]:
         grads = map(gradient_of, self.tensors)
         return [grad for grad in grads if grad is not None]
-
-
-def _number(numbers: Callable[[_PowerKey], Tensor | None], key: _PowerKey) -> np.ndarray:
-    number = numbers(key)
-    assert number is not None, "the all-reduce gives every rank all of them"
-    return number.numpy()
 
 
 def _has_layout(state: str) -> bool:

@@ -75,7 +75,8 @@ class PhaseClock:
 
     def __init__(self, wait: Callable[[], None] | None = None):
         self.steps: list[dict[Phase, float]] = []
-        self._wait = wait or _device_wait()
+        is_cpu = paddle.get_device().startswith("cpu")
+        self._wait = wait or ((lambda: None) if is_cpu else paddle.device.synchronize)
         self._stack: list[Phase] = []
         self._seconds: dict[Phase, float] = {}
         self._last = 0.0
@@ -121,12 +122,6 @@ class PhaseClock:
         self._last = now
 
 
-def _device_wait() -> Callable[[], None]:
-    if paddle.get_device().startswith("cpu"):
-        return lambda: None
-    return paddle.device.synchronize
-
-
 class StepTrace:
     """Records the steps of train.profile on every rank, in Chrome's trace format.
 
@@ -147,7 +142,12 @@ class StepTrace:
             return
         first, last = self._config.start, self._config.start + self._config.steps - 1
         if number == first:
-            self._start()
+            targets = [profiler.ProfilerTarget.CPU]
+            if not paddle.get_device().startswith("cpu"):
+                targets.append(profiler.ProfilerTarget.GPU)
+            export = profiler.export_chrome_tracing(str(self._folder), f"rank{self._rank}")
+            self._profiler = profiler.Profiler(targets=targets, on_trace_ready=export)
+            self._profiler.start()
         try:
             yield
         finally:
@@ -163,11 +163,3 @@ class StepTrace:
         ended, self._profiler = self._profiler, None
         ended.stop()
         logger.info("the trace of the profiled steps is in %s", self._folder)
-
-    def _start(self) -> None:
-        targets = [profiler.ProfilerTarget.CPU]
-        if not paddle.get_device().startswith("cpu"):
-            targets.append(profiler.ProfilerTarget.GPU)
-        export = profiler.export_chrome_tracing(str(self._folder), f"rank{self._rank}")
-        self._profiler = profiler.Profiler(targets=targets, on_trace_ready=export)
-        self._profiler.start()

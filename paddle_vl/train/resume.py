@@ -1,19 +1,174 @@
-"""Resuming a run: which checkpoint, and which settings may differ from it."""
+"""Resuming a run: which checkpoint, and which settings may differ from it.
+
+A checkpoint's files are compared with its manifest. All ranks get the same verdict: rank 0 lists
+the files to read, every rank reads a share of them, and the findings are gathered.
+"""
 
 import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paddle_vl.checkpoint.adapter_files import TENSOR_FILE
+from paddle_vl.checkpoint.manifest import (
+    MANIFEST_FILE,
+    WEIGHT_FILES,
+    Manifest,
+    damage_of_weights,
+    damaged_files,
+    files_as_json,
+    files_from_json,
+    files_in,
+    listed_weights,
+    shared_out,
+)
+from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers, read_header
 from paddle_vl.config.load import flatten, load_run_config
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
-from paddle_vl.train.checkpoint import checkpoint_folders, complete_checkpoints, missing_files
-from paddle_vl.train.saving.verify import Verdict, examine
+from paddle_vl.train.checkpoint import (
+    MODEL_FILES,
+    OPTIMIZER_STEM,
+    STATE_FILE,
+    checkpoint_folders,
+    complete_checkpoints,
+    load_state,
+    missing_files,
+)
 
 logger = logging.getLogger(__name__)
-
+# Files that a manifest must list: they determine what a resumed run does.
+_LISTED = (
+    *WEIGHT_FILES,
+    *MODEL_FILES,
+    f"{OPTIMIZER_STEM}*.safetensors*",
+    STATE_FILE,
+    "config.yaml",
+)
 # Settings that do not affect the training.
 _NOT_COMPARED = ("train.output_dir", "train.resume_from_checkpoint")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Result of verifying a checkpoint.
+
+    Attributes:
+        problems: why it cannot be resumed from; empty if it can.
+        nonfinite_updates: streak of skipped updates before it; above 0 it is marked.
+        has_manifest: False for checkpoints of earlier versions, which cannot be compared.
+    """
+
+    problems: tuple[str, ...] = ()
+    nonfinite_updates: int = 0
+    has_manifest: bool = True
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why `auto` does not resume from it: problems and mark."""
+        marks = []
+        if self.nonfinite_updates:
+            marks.append(
+                f"the last {self.nonfinite_updates} updates before it were skipped, as a loss or "
+                "the gradient norm was not finite"
+            )
+        return [*self.problems, *marks]
+
+
+def examine(checkpoint: Path, checksums: bool = True, ranks: SingleRank = ONE_RANK) -> Verdict:
+    """Verify a checkpoint. Called by all ranks, which get the same verdict.
+
+    Args:
+        checksums: read all files; otherwise only presence and sizes are checked.
+    """
+    begin = time.perf_counter()
+    plans = ranks.gathered(_plan(checkpoint) if ranks.is_main else None)
+    problems, plan = _damage(checkpoint, plans, checksums, ranks), plans[0]
+    if plan["files"] and ranks.is_main and checksums and not problems:
+        size = sum(file["size"] for file in plan["files"].values())
+        seconds = time.perf_counter() - begin
+        logger.info("%s is verified: %.2f GB in %.1f s", checkpoint.name, size / 1e9, seconds)
+    return Verdict(tuple(problems), plan["nonfinite_updates"], plan["has_manifest"])
+
+
+def check_pretrained(folder: Path, checksums: bool = True, ranks: SingleRank = ONE_RANK) -> None:
+    """Compare the weights that a run starts from with their manifest, if there is one.
+
+    Called by all ranks, which share the reading.
+
+    Raises:
+        RuntimeError: files are damaged; every rank names all of them.
+    """
+    plan: dict[str, Any] = {"files": {}, "problems": []}
+    if ranks.is_main:
+        try:
+            plan["files"] = files_as_json(listed_weights(folder))
+        except RuntimeError as error:
+            plan["problems"] = [str(error)]
+    if problems := _damage(folder, ranks.gathered(plan), checksums, ranks):
+        raise RuntimeError(f"model.pretrained {damage_of_weights(folder, problems)}")
+
+
+def _damage(folder: Path, plans: Sequence[Any], checksums: bool, ranks: SingleRank) -> list[str]:
+    """The problems of rank 0's plan, or else those of its files, the same list on every rank.
+
+    Args:
+        plans: by rank.
+    """
+    plan = plans[0]
+    if plan["problems"]:
+        return plan["problems"]
+    own = shared_out(files_from_json(plan["files"]), ranks.rank, len(plans))
+    found = ranks.gathered(damaged_files(folder, own, checksums)) if plan["files"] else []
+    return [problem for of_rank in found for problem in of_rank]
+
+
+def _plan(checkpoint: Path) -> dict[str, Any]:
+    """Findings of rank 0 without reading large files, and the files to read, as a JSON object."""
+    plan: dict[str, Any] = {"problems": [], "files": {}, "nonfinite_updates": 0}
+    plan["has_manifest"] = True
+    try:
+        manifest = Manifest.read(checkpoint)
+        plan["has_manifest"] = manifest is not None
+        if manifest is not None:
+            plan["files"] = files_as_json(manifest.files)
+            plan["nonfinite_updates"] = manifest.nonfinite_updates
+        missing = missing_files(checkpoint)
+        problem = f"it has no {', '.join(missing)}" if missing else _misfit(checkpoint, manifest)
+        plan["problems"] = [] if problem is None else [problem]
+    except (RuntimeError, OSError, ValueError) as error:
+        plan["problems"] = [str(error)]
+    return plan
+
+
+def _misfit(checkpoint: Path, manifest: Manifest | None) -> str | None:
+    """How manifest and files contradict each other; None if they do not.
+
+    Raises:
+        RuntimeError: damage of a checkpoint of an earlier version, which has no manifest:
+            unreadable JSON or truncated tensors.
+    """
+    listed = () if manifest is None else manifest.files
+    unlisted = [name for name in files_in(checkpoint, _LISTED) if name not in listed]
+    if manifest is not None and unlisted:
+        return f"{MANIFEST_FILE} has no entry of {', '.join(unlisted)}"
+    state = load_state(checkpoint)
+    if manifest is not None:
+        own = (manifest.step, manifest.nonfinite_updates)
+        is_other = own != (state.get("step"), state.get("nonfinite_updates"))
+        return (
+            f"{MANIFEST_FILE} and {STATE_FILE} are of different checkpoints" if is_other else None
+        )
+    if state.get("has_manifest"):
+        return f"{MANIFEST_FILE} is missing"
+    read_checkpoint_headers(checkpoint, OPTIMIZER_STEM)
+    if (checkpoint / TENSOR_FILE).is_file():
+        read_header(checkpoint / TENSOR_FILE)
+    else:
+        read_checkpoint_headers(checkpoint)
+    return None
 
 
 def checkpoint_to_resume(config: RunConfig, ranks: SingleRank = ONE_RANK) -> Path | None:
@@ -31,37 +186,59 @@ def checkpoint_to_resume(config: RunConfig, ranks: SingleRank = ONE_RANK) -> Pat
         return None
     if wanted == "auto":
         return _newest_usable(output_dir, config.train.verify_checkpoint, ranks)
-    checkpoint = _named(Path(wanted), output_dir)
+    checkpoint = Path(wanted)
+    existing = [path.name for _, path in complete_checkpoints(output_dir)]
+    if missing := missing_files(checkpoint):
+        raise RuntimeError(
+            f"train.resume_from_checkpoint {checkpoint} is not a complete checkpoint: it has no "
+            f"{', '.join(missing)}"
+        )
+    if checkpoint.resolve().parent == output_dir.resolve():
+        is_listed = checkpoint.name in existing
+        existing = existing[existing.index(checkpoint.name) + 1 :] if is_listed else []
+    if existing:
+        raise RuntimeError(
+            f"train.resume_from_checkpoint is {checkpoint} but train.output_dir {output_dir} also "
+            f"holds {', '.join(existing)}, which this run would contradict: delete or move them, "
+            "or choose another train.output_dir"
+        )
     verdict = examine(checkpoint, config.train.verify_checkpoint, ranks)
     if verdict.problems:
         raise RuntimeError(
             f"train.resume_from_checkpoint {checkpoint} is damaged: {'; '.join(verdict.problems)}. "
             "Name another one, or restore it from a copy"
         )
-    if ranks.is_main:
-        for mark in verdict.reasons:
-            logger.warning("%s is marked: %s; continuing as it was named", checkpoint.name, mark)
-    _say_unverified(checkpoint, verdict, ranks)
+    marks = [
+        f"{checkpoint.name} is marked: {mark}; continuing as it was named"
+        for mark in verdict.reasons
+    ]
+    _tell(ranks, marks, checkpoint, verdict)
     return checkpoint
+
+
+def _tell(ranks: SingleRank, warnings: list[str], checkpoint: Path, verdict: Verdict) -> None:
+    if not verdict.has_manifest:
+        warnings = [
+            *warnings,
+            f"{checkpoint} is not verified: it has no manifest.json, as checkpoints of earlier "
+            "versions",
+        ]
+    for text in warnings if ranks.is_main else ():
+        logger.warning("%s", text)
 
 
 def _newest_usable(output_dir: Path, checksums: bool, ranks: SingleRank) -> Path | None:
     """The newest checkpoint that is neither damaged nor marked; None without checkpoints."""
     # All ranks use the list of rank 0.
-    found = [path.name for _, path in checkpoint_folders(output_dir)]
-    names = ranks.gathered(found)[0]
+    names = ranks.gathered([path.name for _, path in checkpoint_folders(output_dir)])[0]
     passed_over: list[str] = []
     for name in reversed(names):
-        checkpoint = output_dir / name
-        verdict = examine(checkpoint, checksums, ranks)
-        if verdict.reasons:
-            passed_over.append(f"{name}: {'; '.join(verdict.reasons)}")
-            continue
-        if ranks.is_main:
-            for text in passed_over:
-                logger.warning("passed over %s", text)
-        _say_unverified(checkpoint, verdict, ranks)
-        return checkpoint
+        verdict = examine(output_dir / name, checksums, ranks)
+        if not verdict.reasons:
+            told = [f"passed over {text}" for text in passed_over]
+            _tell(ranks, told, output_dir / name, verdict)
+            return output_dir / name
+        passed_over.append(f"{name}: {'; '.join(verdict.reasons)}")
     if passed_over:
         raise RuntimeError(
             f"train.resume_from_checkpoint is auto, but none of the checkpoints in {output_dir} "
@@ -69,39 +246,6 @@ def _newest_usable(output_dir: Path, checksums: bool, ranks: SingleRank) -> Path
             "its path, or begin anew in another train.output_dir"
         )
     return None
-
-
-def _say_unverified(checkpoint: Path, verdict: Verdict, ranks: SingleRank) -> None:
-    if ranks.is_main and not verdict.has_manifest:
-        logger.warning(
-            "%s is not verified: it has no manifest.json, as checkpoints of earlier versions",
-            checkpoint,
-        )
-
-
-def _named(checkpoint: Path, output_dir: Path) -> Path:
-    """The named checkpoint.
-
-    Raises:
-        RuntimeError: it is incomplete, or output_dir has newer ones.
-    """
-    existing = complete_checkpoints(output_dir)
-    if missing := missing_files(checkpoint):
-        raise RuntimeError(
-            f"train.resume_from_checkpoint {checkpoint} is not a complete checkpoint: it has no "
-            f"{', '.join(missing)}"
-        )
-    inside = checkpoint.resolve().parent == output_dir.resolve()
-    newer = [path.name for _, path in existing]
-    if inside:
-        newer = newer[newer.index(checkpoint.name) + 1 :] if checkpoint.name in newer else []
-    if newer:
-        raise RuntimeError(
-            f"train.resume_from_checkpoint is {checkpoint} but train.output_dir {output_dir} also "
-            f"holds {', '.join(newer)}, which this run would contradict: delete or move them, or "
-            "choose another train.output_dir"
-        )
-    return checkpoint
 
 
 def changed_settings(checkpoint: Path, config: RunConfig) -> list[str]:
@@ -122,11 +266,16 @@ def changed_settings(checkpoint: Path, config: RunConfig) -> list[str]:
         for key, text in changes.items()
         if _lies_in(key, config.fixed_settings) and not _is_moved(key, old.get(key), new.get(key))
     ]
-    if _samples_per_micro_batch(saved) != _samples_per_micro_batch(config):
+    # Samples per micro-batch over all ranks, the unit of the data position.
+    before, now = (
+        c.train.per_device_train_batch_size * c.parallel.dp_degree * c.parallel.sharding_degree
+        for c in (saved, config)
+    )
+    if before != now:
         fixed.append(
             "number of samples per micro-batch over all ranks "
             "(train.per_device_train_batch_size x parallel.dp_degree x sharding_degree): "
-            f"{_samples_per_micro_batch(saved)} -> {_samples_per_micro_batch(config)}"
+            f"{before} -> {now}"
         )
     if fixed:
         raise ValueError(
@@ -136,13 +285,6 @@ def changed_settings(checkpoint: Path, config: RunConfig) -> list[str]:
             "train.output_dir"
         )
     return list(changes.values())
-
-
-def _samples_per_micro_batch(config: RunConfig) -> int:
-    """Samples per micro-batch over all ranks, the unit of the data position."""
-    parallel = config.parallel
-    parts = parallel.dp_degree * parallel.sharding_degree
-    return config.train.per_device_train_batch_size * parts
 
 
 def _lies_in(key: str, names: tuple[str, ...]) -> bool:

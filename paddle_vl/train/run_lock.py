@@ -15,7 +15,6 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -40,9 +39,14 @@ class RunLock:
     """
 
     def __init__(self, path: Path):
-        self._path = path
-        self._folder, self._file = _locked(path)
-        self._released = threading.Event()
+        self._path, self._released = path, threading.Event()
+        # Descriptors of the folder and the file, by path.
+        self._locked: dict[Path, int] = {}
+        try:
+            self._lock()
+        except BaseException:
+            self._close(*self._locked)
+            raise
         self._thread = Watch(self._beat, "run-lock")
         self._thread.start()
 
@@ -53,20 +57,16 @@ class RunLock:
         Raises:
             RuntimeError: another process, named in the message, trains there.
         """
-        output_dir.mkdir(parents=True, exist_ok=True)
         path = output_dir.resolve() / LOCK_FILE
-        if path in _locks:
-            return _locks[path]
-        lock = _locks[path] = cls(path)
-        return lock
+        if path not in _locks:
+            _locks[path] = cls(path)
+        return _locks[path]
 
     @staticmethod
     def check(output_dir: Path) -> None:
         """Raise as `acquire` does if a process of this machine has the lock; acquires nothing."""
         path = output_dir.resolve() / LOCK_FILE
-        if path in _locks:
-            return
-        for each in (path.parent, path):
+        for each in () if path in _locks else (path.parent, path):
             try:
                 descriptor = os.open(each, os.O_RDONLY)
             except FileNotFoundError:
@@ -84,16 +84,19 @@ class RunLock:
         self._released.set()
         self._thread.join()
         del _locks[self._path]
-        if _is_at(self._path, self._file):
+        if self._has(self._path):
             self._path.unlink()
-        os.close(self._file)
-        os.close(self._folder)
+        self._close(*self._locked)
 
     def _beat(self) -> None:
         while not self._released.wait(_BEAT_S):
             try:
-                if not _is_at(self._path, self._file):
-                    self._lock_again()
+                if not self._has(self._path):
+                    logger.warning(
+                        "%s was deleted or replaced while its run goes on: locking again",
+                        self._path,
+                    )
+                    self._lock()
                 os.utime(self._path)
             except OSError as error:
                 logger.warning("%s cannot be renewed: %s", self._path, error)
@@ -101,48 +104,37 @@ class RunLock:
                 logger.error("%s: this run ends, as two must not write there", error)
                 end_process(_LOST)
 
-    def _lock_again(self) -> None:
-        """
+    def _lock(self) -> None:
+        """Lock the folder and the file, or which of them is not at its path any more; the file
+        gets this process as its owner.
+
         Raises:
-            RuntimeError: another run has the folder now.
+            RuntimeError: another run has one of them.
         """
-        logger.warning(
-            "%s was deleted or replaced while its run goes on: locking again", self._path
-        )
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        folder, file = self._folder, self._file
-        if _is_at(self._path.parent, folder):
-            self._file = _locked_file(self._path)
-        else:
-            self._folder, self._file = _locked(self._path)
-            os.close(folder)
-        os.close(file)
+        folder = self._path.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, flags in ((folder, os.O_RDONLY), (self._path, os.O_RDWR | os.O_CREAT)):
+            # An owner that ends may remove its file after it was opened here.
+            while not self._has(path):
+                self._close(path)
+                self._locked[path] = os.open(path, flags, 0o644)
+                is_locked = _flock(self._locked[path], self._path)
+                if path == self._path and self._has(path):
+                    _check_not_alive(path, is_locked)
+                    _write(self._locked[path])
 
+    def _has(self, path: Path) -> bool:
+        """Whether the path still leads to the folder or file that was opened there."""
+        try:
+            return path in self._locked and os.path.samestat(
+                os.fstat(self._locked[path]), os.stat(path)
+            )
+        except FileNotFoundError:
+            return False
 
-def _locked(path: Path) -> tuple[int, int]:
-    """The folder and the file, opened and locked."""
-    folder = os.open(path.parent, os.O_RDONLY)
-    with ExitStack() as on_failure:
-        on_failure.callback(os.close, folder)
-        _flock(folder, path)
-        file = _locked_file(path)
-        on_failure.pop_all()
-    return folder, file
-
-
-def _locked_file(path: Path) -> int:
-    """The file, opened, locked and with this process as its owner."""
-    while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        with ExitStack() as on_failure:
-            on_failure.callback(os.close, file)
-            is_locked = _flock(file, path)
-            # Otherwise its owner has removed it in the meantime.
-            if _is_at(path, file):
-                _check_not_alive(path, is_locked)
-                _write(file)
-                on_failure.pop_all()
-                return file
+    def _close(self, *paths: Path) -> None:
+        for descriptor in [self._locked.pop(path) for path in paths if path in self._locked]:
+            os.close(descriptor)
 
 
 def _flock(descriptor: int, path: Path, kind: int = fcntl.LOCK_EX) -> bool:
@@ -160,14 +152,6 @@ def _flock(descriptor: int, path: Path, kind: int = fcntl.LOCK_EX) -> bool:
     return True
 
 
-def _is_at(path: Path, descriptor: int) -> bool:
-    """Whether the path still leads to an opened file or folder."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
-        return False
-
-
 def _check_not_alive(path: Path, is_locked: bool) -> None:
     """If flock proves nothing (other machine, no locks), wait whether the owner renews the file.
 
@@ -178,28 +162,23 @@ def _check_not_alive(path: Path, is_locked: bool) -> None:
     if not owner:
         return
     if not is_locked or owner.get("boot_id") != _boot_id():
-        age_s, told = _age_s(path), False
-        begin, first = time.monotonic(), path.stat().st_mtime
-        while age_s < _STALE_S and time.monotonic() - begin < _STALE_S:
-            if not told:
-                logger.warning(
-                    "%s is of %s: waiting up to %.0f s to see whether it still runs",
-                    path,
-                    _described(owner),
-                    _STALE_S - age_s,
-                )
-            told = True
+        renewed = path.stat().st_mtime
+        with tempfile.NamedTemporaryFile(prefix=".now-", dir=path.parent) as now:
+            # By the file system's clock.
+            left_s = min(_STALE_S, _STALE_S - (os.stat(now.name).st_mtime - renewed))
+        end = time.monotonic() + left_s
+        if left_s > 0:
+            logger.warning(
+                "%s is of %s: waiting up to %.0f s to see whether it still runs",
+                path,
+                _described(owner),
+                left_s,
+            )
+        while time.monotonic() < end:
             time.sleep(1.0)
-            if path.stat().st_mtime != first:
+            if path.stat().st_mtime != renewed:
                 raise RuntimeError(_refusal(path, owner))
-            age_s = _age_s(path)
     logger.info("%s of %s is stale and taken over", path, _described(owner))
-
-
-def _age_s(path: Path) -> float:
-    """Seconds since the file was renewed, by the file system's clock."""
-    with tempfile.NamedTemporaryFile(prefix=".now-", dir=path.parent) as now:
-        return os.stat(now.name).st_mtime - path.stat().st_mtime
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -65,23 +65,24 @@ def learning_rate(done: int, total: int, train: TrainConfig) -> float:
         done: with warmup the first update (0) has rate 0.
         total: of the whole run, where cosine and decay end.
     """
-    if train.lr_scheduler_type == "cosine_decay_with_warmup":
-        return _opentau_rate(done, train.decay_steps or total, train)
-    warmup = warmup_length(total, train)
+    kind = train.lr_scheduler_type
+    is_opentau = kind == "cosine_decay_with_warmup"
+    warmup = train.warmup_steps or math.ceil(total * train.warmup_ratio)
+    if done < warmup and is_opentau:
+        # It starts above 0.
+        return train.learning_rate * ((done + 1) / (warmup + 1))
     if done < warmup:
-        return train.learning_rate * warmup_factor(done, warmup)
-    if train.lr_scheduler_type == "constant":
+        return train.learning_rate * (done / warmup)
+    if kind == "constant":
         return train.learning_rate
-    if train.lr_scheduler_type == "warmup_stable_decay":
-        factor = _decay_factor(done, total, train)
-    else:
+    if is_opentau:
+        # It counts the warmup steps too, so that it starts slightly below the peak.
+        factor = cosine_factor(done, train.decay_steps or total)
+    elif kind == "cosine":
         factor = cosine_factor(done - warmup, total - warmup)
+    else:
+        factor = _decay_factor(done, total, train)
     return train.learning_rate * (factor * (1 - train.min_lr_ratio) + train.min_lr_ratio)
-
-
-def warmup_length(total: int, train: TrainConfig) -> int:
-    """Steps, or tokens, of the warmup of a run."""
-    return train.warmup_steps or math.ceil(total * train.warmup_ratio)
 
 
 def _decay_factor(done: int, total: int, train: TrainConfig) -> float:
@@ -95,20 +96,6 @@ def _decay_factor(done: int, total: int, train: TrainConfig) -> float:
     if train.decay_type == "linear":
         return 1.0 - progress
     return cosine_factor(place, length) if train.decay_type == "cosine" else 1 - progress**0.5
-
-
-def _opentau_rate(step: int, decay_steps: int, train: TrainConfig) -> float:
-    """Warmup that starts above 0, then a cosine that counts the warmup steps too, so that it
-    starts slightly below the peak."""
-    if step < train.warmup_steps:
-        return train.learning_rate * warmup_factor(step + 1, train.warmup_steps + 1)
-    factor = cosine_factor(step, decay_steps)
-    return train.learning_rate * (factor * (1 - train.min_lr_ratio) + train.min_lr_ratio)
-
-
-def warmup_factor(done: int, warmup: int) -> float:
-    """Linear from 0 at 0 to 1 at `warmup`."""
-    return done / max(1, warmup)
 
 
 def cosine_factor(done: int, total: int) -> float:

@@ -6,6 +6,7 @@ norm and the flag of a skipped update stay on the device until a report reads th
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 import paddle
@@ -230,18 +231,18 @@ def agree_on_step(
         totals, signal = ranks.agree(
             [*sums, *(int(is_needed) for of in branches for is_needed in of)], signal
         )
-    num_terms, num_branches = len(loss.terms), len(branches[0])
-    counts, rest = totals[:num_terms], totals[num_terms:]
-    (num_samples, num_tokens, num_places), rest = rest[:_NUM_REST], rest[_NUM_REST:]
-    of_sources, flat = rest[: 2 * num_sources], rest[2 * num_sources :]
+    left = iter(totals)
+
+    def taken(number: int) -> tuple[int, ...]:
+        return tuple(islice(left, number))
+
+    counts = taken(len(loss.terms))
     if signal is None:
         loss.check_counts(counts, len(micro_batches))
-    needed = (tuple(flat[i * num_branches : (i + 1) * num_branches]) for i in range(len(branches)))
-    return StepTotals(
-        *(tuple(counts), num_samples, num_tokens, num_places, tuple(needed), signal),
-        source_tokens=tuple(of_sources[:num_sources]),
-        source_documents=tuple(of_sources[num_sources:]),
-    )
+    num_samples, num_tokens, num_places = taken(_NUM_REST)
+    of_sources = taken(num_sources), taken(num_sources)
+    needed = tuple(taken(len(of)) for of in branches)
+    return StepTotals(counts, num_samples, num_tokens, num_places, needed, signal, *of_sources)
 
 
 def leave_step(num_agreed: int, ranks: SingleRank, signal: int | None) -> int | None:

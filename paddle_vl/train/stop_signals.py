@@ -78,7 +78,11 @@ class StopSignals:
             self._is_training, self._deadline = False, None
 
     def _watch(self) -> None:
-        launcher = _launcher()
+        # The process that started this one as a rank; None for a process from a shell, which may
+        # end before its jobs.
+        launcher = PARENT if "PADDLE_TRAINER_ID" in os.environ else None
+        if own := os.environ.get(LAUNCHER_VARIABLE):
+            launcher = int(own)
         while not self._is_over.wait(_POLL_S):
             if self._deadline is not None and time.monotonic() > self._deadline:
                 _end_now("the time to stop in is over and no checkpoint of this step written")
@@ -118,15 +122,6 @@ class StopSignals:
             reason,
             "" if grace_s is None else f" within {grace_s:g} s",
         )
-
-
-def _launcher() -> int | None:
-    """The process that started this one as a rank; None for a process from a shell, which may end
-    before its jobs."""
-    own = os.environ.get(LAUNCHER_VARIABLE)
-    if own is not None:
-        return int(own)
-    return PARENT if "PADDLE_TRAINER_ID" in os.environ else None
 
 
 def _end_now(reason: str) -> None:

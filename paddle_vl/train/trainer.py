@@ -18,32 +18,30 @@ from paddle_vl.checkpoint.safetensors_io import FileWriter
 from paddle_vl.checkpoint.writing import DEFAULT_SHARD_BYTES, write_tensors
 from paddle_vl.config.load import save_run_config
 from paddle_vl.config.schema import RunConfig
+from paddle_vl.data.corpus.loader import merged_states
 from paddle_vl.data.prefetch import PrefetchingLoader
 from paddle_vl.families.base import MeanLosses
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train import checkpoint as checkpoints
 from paddle_vl.train.colocated_optimizer import ColocatedOptimizer
 from paddle_vl.train.feeding.device_copies import device_copies
-from paddle_vl.train.feeding.feed import BatchFeed, DataPlace, state_of_all_ranks
+from paddle_vl.train.feeding.feed import BatchFeed, DataPlace
 from paddle_vl.train.freeze import reported_rates
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.phases import Phase, StepTrace, phase
-from paddle_vl.train.reporting.gauges import memory_in_use
-from paddle_vl.train.reporting.metrics import StepMeter, check_skipped, evaluation_entries
-from paddle_vl.train.reporting.reporter import Reporter
+from paddle_vl.train.reporting.metrics import (
+    SourceTotals,
+    StepMeter,
+    check_skipped,
+    evaluation_entries,
+)
+from paddle_vl.train.reporting.reporter import Reporter, memory_in_use
 from paddle_vl.train.reporting.run_record import RunRecord
-from paddle_vl.train.reporting.source_totals import SourceTotals
 from paddle_vl.train.run_lock import RunLock
 from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
-from paddle_vl.train.saving.snapshot import Fill
+from paddle_vl.train.saving.commit import Fill
 from paddle_vl.train.schedule import RunLength, learning_rate, restored_tokens, seed_step
-from paddle_vl.train.step import (
-    Runner,
-    StepOutcome,
-    agree_on_step,
-    leave_step,
-    train_step,
-)
+from paddle_vl.train.step import Runner, StepOutcome, agree_on_step, leave_step, train_step
 from paddle_vl.train.stop_signals import StopSignals
 
 logger = logging.getLogger(__name__)
@@ -60,7 +58,7 @@ class Trainer:
         runner: the model, or this rank's pipeline stages.
         data: endless training batches.
         length: of the whole run.
-        save_model: writes model and processor files into a folder, see `saving.snapshot`.
+        save_model: writes model and processor files into a folder, see `saving.commit`.
         evaluate: computes the evaluation losses, given a function that returns the stop signal
             received so far; returns None if any rank received one. None without evaluation data.
         ranks: ranks of the run.
@@ -293,10 +291,13 @@ class Trainer:
         self.writer.poll()
         if is_last or self.step % self.config.logging.logging_steps == 0:
             self._collect_report()
-        if self.evaluate and (is_last or _is_due(self.step, train.eval_steps)):
+        if self.evaluate and (is_last or self._is_due(train.eval_steps)):
             self._evaluate()
-        if is_last or _is_due(self.step, train.save_steps) or self.writer.is_overdue:
+        if is_last or self._is_due(train.save_steps) or self.writer.is_overdue:
             self._save_checkpoint(must=is_last)
+
+    def _is_due(self, every: int | None) -> bool:
+        return every is not None and self.step % every == 0
 
     def _collect_report(self) -> None:
         ranks, loss = self.ranks, self.runner.loss
@@ -355,7 +356,10 @@ class Trainer:
             self.writer.put_off(self.step, skipped)
             return folder
         self.reporter.write()
-        self._data_state = state_of_all_ranks(self._data_place.state, self.ranks)
+        state = self._data_place.state
+        # In a mix of sources each rank knows its own lanes.
+        in_lanes = "lanes" in state
+        self._data_state = merged_states(self.ranks.gathered(state)) if in_lanes else state
         self.writer.save(self.step, self._fill_checkpoint, skipped, is_stopping)
         self._last_saved = self.step
         return folder
@@ -389,7 +393,3 @@ class Trainer:
             f" of {self.num_steps}" if self.num_steps else f" with {self.tokens:,} tokens",
             folder,
         )
-
-
-def _is_due(step: int, every: int | None) -> bool:
-    return every is not None and step % every == 0

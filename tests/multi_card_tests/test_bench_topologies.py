@@ -5,18 +5,17 @@ changing order, and equal ones have ratios of one; a folder that is not a checko
 """
 
 import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 
 import topologies
+from tests.support import forked
 
 ROOT = Path(__file__).parents[2]
 
 
 def bench(*options: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "tools" / "benchmarks" / "topologies.py"), *options]
-    return subprocess.run(command, capture_output=True, text=True)
+    return forked.run([str(ROOT / "tools" / "benchmarks" / "topologies.py"), *options])
 
 
 def test_a_topology_is_measured():
@@ -40,7 +39,7 @@ def test_both_checkouts_run_in_every_round(tmp_path, monkeypatch):
         return dict.fromkeys(topologies.MEASURES, 2e6)
 
     monkeypatch.setattr(topologies, "trained", trained)
-    monkeypatch.setattr(topologies, "make_data", lambda family, folder: None)
+    monkeypatch.setattr(topologies.harness, "make_data", lambda family, folder: None)
     given = Namespace(against=tmp_path, families=["pi07"], topologies=["dp2"], steps=1, rounds=2)
     (table,) = topologies.compare(given, tmp_path).tables
     assert ran == [ROOT, tmp_path, tmp_path, ROOT]

@@ -95,7 +95,7 @@ def errors_of_steps(case: Case) -> dict:
             errors.setdefault(what, []).append(error)
     for name, parameter in reference.model.named_parameters():
         assert parameter.stop_gradient or (parameter.numpy() != before[name]).any(), name
-    return {"errors": errors, "class": type(ranks.runner.engine.fleet).__name__}
+    return {"errors": errors, "class": type(ranks.runner.engine).__name__}
 
 
 def evaluation_error(ranks: Ranks, data: list[list[dict]]) -> float:
@@ -187,7 +187,7 @@ def left_behind_by_a_failed_step() -> dict[str, float]:
     runner, data = ranks.runner, world_batches(0, ranks.topology.data_size, case)
     for owner, name in (
         (runner.bridge, "encode"),
-        (runner.engine, "train"),
+        (runner, "_train"),
         (runner.bridge, "backward"),
     ):
         method = getattr(owner, name)

@@ -19,8 +19,8 @@ from faults.campaign import plan, run_campaign
 from faults.damages import flip
 from faults.fault import Fault
 from faults.kinds import KINDS, POWER_LOSS
-from faults.references import References
 from faults.runs import NUM_RANKS, ROOT, STARTS, SignalledRun
+from faults.trial import References
 from faults.verdict import (
     checkpoint_steps,
     damaged_checkpoints,

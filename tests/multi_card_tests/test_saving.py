@@ -21,8 +21,8 @@ from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.ranks import FleetRanks
 from paddle_vl.parallel.tensor import FleetCheckpointRanks
 from paddle_vl.parallel.topology import initialize
+from paddle_vl.train.resume import examine
 from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
-from paddle_vl.train.saving.verify import examine
 from tests.single_card_tests.train.saved import filled, settings, steps_in
 from tests.support.launch import launch, outcome_of, run_checks
 

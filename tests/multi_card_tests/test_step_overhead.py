@@ -128,7 +128,7 @@ def test_nothing_is_read_but_a_report_in_the_step_behind_its_own(ranks):
         assert {step: len(places) for step, places in reads.items() if places} == dict.fromkeys(
             behind, 1
         )
-        assert all(reads[step][0].startswith("train/reporting/gauges.py") for step in behind)
+        assert all(reads[step][0].startswith("train/reporting/reporter.py") for step in behind)
 
 
 def test_a_steady_step_sends_one_message_and_one_sum_besides_its_parallelism(ranks):

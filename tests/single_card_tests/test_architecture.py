@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
+from tests.support import forked
 from tests.support.implementations import require_compiled
 
 ROOT = Path(__file__).parents[2]
@@ -71,10 +72,5 @@ def test_the_picture_has_six_boxes_and_every_folder_is_in_one():
 
 
 def test_the_architecture_page_is_up_to_date():
-    done = subprocess.run(
-        [sys.executable, ROOT / "tools" / "draw_architecture.py", "--check"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
+    done = forked.run([str(ROOT / "tools" / "draw_architecture.py"), "--check"])
     assert done.returncode == 0, done.stderr

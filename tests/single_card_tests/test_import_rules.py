@@ -43,7 +43,7 @@ ALLOWED = {
         *("compat", "files", "threads", "processes"),
     },
     "profile": {
-        *("train", "families", "data", "parallel", "nn", "batch", "config", "compat"),
+        *("train", "families", "data", "parallel", "nn", "batch", "config", "compat", "files"),
         "processes",
     },
     "report": {"train", "config", "files"},

@@ -57,7 +57,8 @@ def test_a_killed_process_is_the_first_failure(tmp_path):
 
 def test_the_first_failure_stays_and_a_success_is_none():
     with Processes(successes=(0, 143)) as processes:
-        run(processes, "raise SystemExit(143)", "raise SystemExit(4)", SLEEP)
+        fails = "import time; time.sleep(0.5); raise SystemExit(4)"
+        run(processes, "raise SystemExit(143)", fails, SLEEP)
         for _ in processes.watched():
             if processes.failure is not None:
                 processes.signal(signal.SIGTERM)

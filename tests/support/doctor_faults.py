@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from paddle_vl.doctor.check import Check, Machine, Result, ok
-from paddle_vl.doctor.worker import run_worker
+from paddle_vl.doctor.examination import run_checks
 
 CHILD_FILE = "child"
 # Variable with the device of the machine that the checks are told of.
@@ -72,7 +72,7 @@ def main() -> None:
     ]
     # Paddle has handlers of its own for crashes; its import takes a second.
     machine = None if "segfault" in names else machine_without_paddle
-    run_worker(folder, lambda: checks, machine)
+    run_checks(folder, lambda: checks, machine)
 
 
 if __name__ == "__main__":

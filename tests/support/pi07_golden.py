@@ -7,7 +7,11 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from paddle_vl.families.pi07.config import PI07Config
+from parity import pi07_policy
+from parity.pi07_policy import FirstValueActionTokenizer, statistics_of
 from tests.support.tiny import GOLDEN
+
+__all__ = ["FirstValueActionTokenizer"]
 
 CASES = GOLDEN / "pi07"
 # The policy fields of `18_policy_level.json`.
@@ -50,37 +54,11 @@ def policy_config(**changes: Any) -> PI07Config:
 
 def group_statistics() -> list[dict[str, dict[str, np.ndarray]]]:
     """The normalization statistics of the two dataset groups of cases 16 and 18."""
-    groups: list[dict[str, dict[str, np.ndarray]]] = [{}, {}]
-    for name, value in case("16_normalize")[1].items():
-        if name.startswith("stats"):
-            group, feature, stat = name.removeprefix("stats").split(".")
-            groups[int(group)].setdefault(feature, {})[stat] = value
-    return groups
+    return statistics_of(case("16_normalize")[1])
 
 
-class CharacterTokenizer:
-    """Case 18's substitute for Gemma's tokenizer: one id per character."""
+class CharacterTokenizer(pi07_policy.CharacterTokenizer):
+    """Case 18's substitute for Gemma's tokenizer, with the case's ids of labels."""
 
     def __init__(self):
-        self._fixed = case("18_policy_level")[0]["config"]["indicator_token_ids"]
-
-    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        ids = self._fixed.get(text) or [130 + ord(character) % 120 for character in text]
-        return [2, *ids] if add_special_tokens else list(ids)
-
-    def padded(self, texts, length, add_special_tokens):
-        ids, mask = np.zeros((len(texts), length), np.int64), np.zeros((len(texts), length), bool)
-        for row, text in enumerate(texts):
-            found = self.encode(text, add_special_tokens)[:length]
-            ids[row, : len(found)], mask[row, : len(found)] = found, True
-        return ids, mask
-
-
-class FirstValueActionTokenizer:
-    """Case 18's substitute for FAST: the first action value, in steps of 1/8."""
-
-    vocab_size = 40
-
-    def __call__(self, actions_BCA: np.ndarray) -> list[list[int]]:
-        steps = np.clip(np.round((actions_BCA[..., 0] + 1) * 8), 0, 30).astype(int) + 1
-        return [row[: 4 + i % 3].tolist() for i, row in enumerate(steps)]
+        super().__init__(case("18_policy_level")[0]["config"]["indicator_token_ids"])

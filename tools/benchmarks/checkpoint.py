@@ -24,7 +24,7 @@ from typing import Any
 import paddle
 from paddle import nn
 
-from harness import Result, Table, parser, positive, run
+from harness import Result, Table, add_count, parser, run
 from paddle_vl.checkpoint.manifest import Manifest, damaged_files
 from paddle_vl.checkpoint.rules import LinearWeights, StoredParameter
 from paddle_vl.checkpoint.safetensors_io import FileWriter
@@ -155,9 +155,9 @@ def table(result: dict[str, Any]) -> Table:
 
 if __name__ == "__main__":
     made = parser(__doc__)
-    made.add_argument("--size-mb", type=positive, default=400, help="weights, in MB (400)")
-    made.add_argument("--saves", type=positive, default=4, help="checkpoints (4)")
-    made.add_argument("--steps-between", type=positive, help="steps between two of them")
+    add_count(made, "size-mb", 400, "weights, in MB")
+    add_count(made, "saves", 4, "checkpoints")
+    add_count(made, "steps-between", None, "steps between two of them")
     made.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
     made.add_argument("--limit", type=float, default=0.1, help="of stall to write (0.1)")
     sys.exit(run(made, compare))

@@ -25,21 +25,8 @@ from typing import Any
 
 import yaml
 
-from harness import (
-    ROOT,
-    Result,
-    Round,
-    Table,
-    data_settings,
-    in_rounds,
-    launch,
-    make_data,
-    median,
-    overrides,
-    parser,
-    positive,
-    run,
-)
+import harness
+from harness import ROOT, Result, Round, Table
 from turns import timed_turns
 
 PP, MICRO_BATCHES, SAMPLES = 2, 4, 6
@@ -136,7 +123,7 @@ def trained(share: int, side: str, folder: Path, steps: int) -> dict[str, float]
     vision |= {"depth": depth, "hidden_size": width, "intermediate_size": inner}
     config = folder / "run.yaml"
     config.write_text(yaml.safe_dump(values), encoding="utf-8")
-    settings = data_settings("qwen3_vl", folder / "data") | SIDES[side]
+    settings = harness.data_settings("qwen3_vl", folder / "data") | SIDES[side]
     settings |= {
         "train.output_dir": folder / "work" / "out",
         "train.per_device_train_batch_size": SAMPLES,
@@ -144,8 +131,8 @@ def trained(share: int, side: str, folder: Path, steps: int) -> dict[str, float]
         "logging.logging_steps": 10**6,
         "parallel.pp_degree": PP,
     }
-    given = {"config": config, "settings": overrides(settings), "steps": steps}
-    found = launch(measure, folder / "work", PP, **given)
+    given = {"config": config, "settings": harness.overrides(settings), "steps": steps}
+    found = harness.launch(measure, folder / "work", PP, **given)
     totals = [each["tower"] + each["decoder"] for each in found]
     return {name: max(each[name] for each in found) for name in MOST} | {
         "share": sum(each["tower"] for each in found) / sum(totals),
@@ -163,26 +150,26 @@ def rows(rounds: list[Round]) -> Iterator[list[str]]:
         ]
         yield [
             f"tower {100 * first['share']:.0f} %, {side}",
-            f"{median(rounds, side, 'milliseconds'):.0f}",
-            f"{median(ratios, '', 'ms'):.2f}",
+            f"{harness.median(rounds, side, 'milliseconds'):.0f}",
+            f"{harness.median(ratios, '', 'ms'):.2f}",
             f"{first['busiest']:.2f}",
             f"{first['images']:.2f}",
             f"{first['bridge_bytes'] / 1e6:.2f}",
             f"{first['message_bytes'] / 1e6:.2f}",
             f"{first['copies']:.0f}",
-            f"{median(rounds, side, 'mib'):.0f}",
+            f"{harness.median(rounds, side, 'mib'):.0f}",
         ]
 
 
 def compare(options: argparse.Namespace, folder: Path) -> Result:
-    make_data("qwen3_vl", folder / "data")
+    harness.make_data("qwen3_vl", folder / "data")
     found = {}
     for share in options.shares:
 
         def run_side(side: str, share: int = share) -> dict[str, float]:
             return trained(share, side, folder, options.steps)
 
-        found[share] = in_rounds(list(SIDES), options.rounds, run_side)
+        found[share] = harness.in_rounds(list(SIDES), options.rounds, run_side)
     columns = ["", "ms per step", "to plain", "busiest rank", "images", "MB bridge", "MB messages"]
     columns += ["copies", "peak MiB"]
     lines = [row for rounds in found.values() for row in rows(rounds)]
@@ -195,8 +182,8 @@ def compare(options: argparse.Namespace, folder: Path) -> Result:
 
 
 if __name__ == "__main__":
-    made = parser(__doc__)
+    made = harness.parser(__doc__)
     made.add_argument("--shares", nargs="+", type=int, choices=TOWERS, default=list(TOWERS))
-    made.add_argument("--steps", type=positive, default=8, help="timed steps of a run (8)")
-    made.add_argument("--rounds", type=positive, default=3, help="runs of each side (3)")
-    sys.exit(run(made, compare))
+    harness.add_count(made, "steps", 8, "timed steps of a run")
+    harness.add_count(made, "rounds", 3, "runs of each side")
+    sys.exit(harness.run(made, compare))

@@ -24,23 +24,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from harness import (
-    BENCH_DATA,
-    ROOT,
-    Result,
-    Round,
-    Table,
-    in_rounds,
-    launch,
-    make_data,
-    median,
-    parser,
-    peak_mib,
-    positive,
-    ratio,
-    reference,
-    run,
-)
+import harness
+from harness import ROOT, Result, Round, Table
 
 CONFIGS = {name: ROOT / f"configs/bench/{name}_step.yaml" for name in ("qwen3_vl", "pi07")}
 DYNAMIC, STATIC, ONNX, HF = "dynamic", "static", "ONNX", "HF transformers"
@@ -178,7 +163,7 @@ def measure(family: str, side: str, work: str, num_threads: int, repeats: int, t
             runs.append((times[1] - times[0], times[-1] - times[1]))
         first, rest = (statistics.median(each) for each in zip(*runs[1:], strict=True))
         seconds[case] = {"first": first, "rest": rest}
-    return {"seconds": seconds, "outputs": outputs, "peak_rss_mib": peak_mib()}
+    return {"seconds": seconds, "outputs": outputs, "peak_rss_mib": harness.peak_mib()}
 
 
 def compare(options: argparse.Namespace, work: Path) -> Result:
@@ -191,19 +176,19 @@ def compare(options: argparse.Namespace, work: Path) -> Result:
     given: dict[str, Any] = {
         "family": family, "work": work, "threads": options.threads, "num_threads": options.threads,
     }  # fmt: skip
-    make_data(family, work / "data", *BENCH_DATA[family])
-    launch(write_export, work / "run", with_onnx=not options.no_onnx, **given)
+    harness.make_data(family, work / "data", *harness.BENCH_DATA[family])
+    harness.launch(write_export, work / "run", with_onnx=not options.no_onnx, **given)
 
     def answers(side: str) -> dict[str, Any]:
         if side == HF:
             numbers = (options.tokens, options.repeats, options.threads, *BATCHES)
-            return reference(options.against, "export_hf.py", CONFIGS[family], *numbers)
+            return harness.reference(options.against, "export_hf.py", CONFIGS[family], *numbers)
         times = {"tokens": options.tokens, "repeats": options.repeats}
-        return launch(measure, work / "run", side=side, **times, **given)[0]
+        return harness.launch(measure, work / "run", side=side, **times, **given)[0]
 
     sides = [DYNAMIC, STATIC, *([] if options.no_onnx else [ONNX])]
     has_reference = options.against and family == "qwen3_vl"
-    rounds = in_rounds([*sides, *([HF] if has_reference else [])], options.rounds, answers)
+    rounds = harness.in_rounds([*sides, *([HF] if has_reference else [])], options.rounds, answers)
     check_answers(family, {side: rounds[0][side]["outputs"] for side in sides})
     made = pi07_table(rounds, options) if family == "pi07" else table(rounds, options)
     return Result([made], {"rounds": rounds}, rounds[0].get(HF, {}).get("versions", {}))
@@ -230,16 +215,16 @@ def table(rounds: list[Round], options: argparse.Namespace) -> Table:
     for size in BATCHES:
         for side in rounds[0]:
             place = ("seconds", str(size))
-            speed = (options.tokens - 1) * size / median(rounds, side, *place, "rest")
-            cells = [f"{1e3 * median(rounds, side, *place, 'first'):.0f}", f"{speed:.1f}"]
+            speed = (options.tokens - 1) * size / harness.median(rounds, side, *place, "rest")
+            cells = [f"{1e3 * harness.median(rounds, side, *place, 'first'):.0f}", f"{speed:.1f}"]
             cells += [
-                ratio(rounds, other, side, *place, name)
+                harness.ratio(rounds, other, side, *place, name)
                 if other in rounds[0] and other != side
                 else ""
                 for other in (DYNAMIC, HF)
                 for name in ("first", "rest")
             ]
-            memory = f"{median(rounds, side, 'peak_rss_mib'):.0f}"
+            memory = f"{harness.median(rounds, side, 'peak_rss_mib'):.0f}"
             rows.append([f"{side}, batch {size}", *cells, memory])
     columns = [
         "", "ms to first token", "tokens per second", "first: dynamic / this",
@@ -262,9 +247,9 @@ def pi07_table(rounds: list[Round], options: argparse.Namespace) -> Table:
             rows.append(
                 [
                     f"{side}, {case}",
-                    f"{1e3 * median(rounds, side, *place):.1f}",
-                    "" if side == DYNAMIC else ratio(rounds, DYNAMIC, side, *place),
-                    f"{median(rounds, side, 'peak_rss_mib'):.0f}",
+                    f"{1e3 * harness.median(rounds, side, *place):.1f}",
+                    "" if side == DYNAMIC else harness.ratio(rounds, DYNAMIC, side, *place),
+                    f"{harness.median(rounds, side, 'peak_rss_mib'):.0f}",
                 ]
             )
     note = (
@@ -276,12 +261,12 @@ def pi07_table(rounds: list[Round], options: argparse.Namespace) -> Table:
 
 
 if __name__ == "__main__":
-    made = parser(__doc__)
+    made = harness.parser(__doc__)
     made.add_argument("--family", choices=CONFIGS, default="qwen3_vl")
-    made.add_argument("--tokens", type=positive, default=32, help="new tokens of an answer (32)")
-    made.add_argument("--repeats", type=positive, default=3, help="timed answers (3)")
-    made.add_argument("--rounds", type=positive, default=3, help="processes of each side (3)")
-    made.add_argument("--threads", type=positive, default=2, help="threads of a process (2)")
+    harness.add_count(made, "tokens", 32, "new tokens of an answer")
+    harness.add_count(made, "repeats", 3, "timed answers")
+    harness.add_count(made, "rounds", 3, "processes of each side")
+    harness.add_count(made, "threads", 2, "threads of a process")
     made.add_argument("--no-onnx", action="store_true", help="leave onnxruntime out")
     made.add_argument("--against", metavar="PYTHON", help="interpreter with torch, transformers")
-    sys.exit(run(made, compare))
+    sys.exit(harness.run(made, compare))

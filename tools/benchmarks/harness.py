@@ -113,7 +113,13 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def positive(text: str) -> int:
+def add_count(made: argparse.ArgumentParser, name: str, default: int | None, text: str) -> None:
+    """Add an option that is a whole number from 1; its help ends with the default."""
+    shown = text if default is None else f"{text} ({default})"
+    made.add_argument(f"--{name}", type=_positive, default=default, help=shown)
+
+
+def _positive(text: str) -> int:
     """A whole number from 1, as the type of an option."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is no whole number from 1")

@@ -25,25 +25,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import (
-    BENCH_DATA,
-    ROOT,
-    Result,
-    Round,
-    Table,
-    data_settings,
-    in_rounds,
-    launch,
-    make_data,
-    median,
-    overrides,
-    parser,
-    peak_mib,
-    positive,
-    ratio,
-    reference,
-    run,
-)
+import harness
+from harness import ROOT, Result, Round, Table
 
 THREADS, WARM_UP = 2, 3
 CONFIGS = {name: ROOT / f"configs/bench/{name}_step.yaml" for name in ("qwen3_vl", "pi07")}
@@ -72,10 +55,10 @@ def build(family: str, settings: list[str], work: Path) -> Any:
     from paddle_vl.profile.workload import Workload, with_workload
     from paddle_vl.train.build import build_trainer
 
-    own = data_settings(family, work / "data") | {"train.output_dir": work / "out"}
+    own = harness.data_settings(family, work / "data") | {"train.output_dir": work / "out"}
     if family == "pi07":
         own["data.train"] = "[]"
-    config = load_run_config(CONFIGS[family], [*overrides(own), *settings])
+    config = load_run_config(CONFIGS[family], [*harness.overrides(own), *settings])
     workload = Workload(is_synthetic=True, **WORKLOADS[family])
     trainer = build_trainer(with_workload(config, workload, work), writes=False)
     if family == "pi07":
@@ -122,7 +105,7 @@ def measure(
         "tokens": outcome.totals.num_tokens,
         "gflops": matmul_gflops(),
         "is_compiled": is_compiled,
-        "peak_rss_mib": peak_mib(),
+        "peak_rss_mib": harness.peak_mib(),
     }
 
 
@@ -143,15 +126,15 @@ def compare(options: argparse.Namespace, work: Path) -> Result:
     """Results of all rounds, by side."""
     family = options.family
     name, script = REFERENCES[family]
-    data = make_data(family, work / "data", *BENCH_DATA[family]).parent
+    data = harness.make_data(family, work / "data", *harness.BENCH_DATA[family]).parent
 
     def ours(settings: list[str], compiles: bool = True) -> dict[str, Any]:
         given = {"family": family, "steps": options.steps, "settings": settings}
-        return launch(measure, work / "run", **given, work=work, compiles=compiles)[0]
+        return harness.launch(measure, work / "run", **given, work=work, compiles=compiles)[0]
 
     def theirs() -> dict[str, Any]:
         inputs = [CONFIGS[family], *([data / "processor"] if family == "pi07" else [])]
-        return reference(options.against, script, *inputs, options.steps, THREADS)
+        return harness.reference(options.against, script, *inputs, options.steps, THREADS)
 
     runs = {OURS: lambda: ours([])}
     if options.no_compiler:
@@ -160,7 +143,7 @@ def compare(options: argparse.Namespace, work: Path) -> Result:
         runs[" ".join(options.settings)] = lambda: ours(options.settings)
     if options.against:
         runs[name] = theirs
-    rounds = in_rounds(list(runs), options.rounds, lambda side: runs[side]())
+    rounds = harness.in_rounds(list(runs), options.rounds, lambda side: runs[side]())
     versions = rounds[0].get(name, {}).get("versions", {})
     return Result([table(family, rounds)], {"family": family, "rounds": rounds}, versions)
 
@@ -171,26 +154,24 @@ def table(family: str, rounds: list[Round]) -> Table:
     unit = "tokens" if first["tokens"] else "samples"
 
     def row(side: str) -> list[str]:
-        milliseconds = {
-            name: 1e3 * median(rounds, side, "seconds", name) for name in rounds[0][side]["seconds"]
-        }
+        names = rounds[0][side]["seconds"]
+        milliseconds = {n: 1e3 * harness.median(rounds, side, "seconds", n) for n in names}
         phases = [f"{milliseconds[name]:.0f}" if name in milliseconds else "" for name in PHASES]
         speed = f"{1e3 * first[unit] / milliseconds['step']:.3g}"
-        memory = f"{median(rounds, side, 'peak_rss_mib'):.0f}"
+        memory = f"{harness.median(rounds, side, 'peak_rss_mib'):.0f}"
         return [side, f"{milliseconds['step']:.0f}", *phases, speed, memory]
 
     note = (
         f"{first['num_parameters'] / 1e6:.1f} million parameters, float32, {THREADS} threads, "
         f"medians of {len(rounds)} run(s). A plain matrix product reached "
-        f"{median(rounds, OURS, 'gflops'):.0f} GFLOP/s. "
+        f"{harness.median(rounds, OURS, 'gflops'):.0f} GFLOP/s. "
         f"{OURS} {'has' if first['is_compiled'] else 'does not have'} C kernels here."
     )
     base = other if other in rounds[0] else OURS
     for side in [side for side in rounds[0] if side != base]:
-        note += (
-            f" {side} takes {ratio(rounds, side, base, 'seconds', 'step')} times the step and "
-            f"{ratio(rounds, side, base, 'peak_rss_mib')} times the memory of {base}."
-        )
+        times = harness.ratio(rounds, side, base, "seconds", "step")
+        memory = harness.ratio(rounds, side, base, "peak_rss_mib")
+        note += f" {side} takes {times} times the step and {memory} times the memory of {base}."
     rows = [row(side) for side in sorted(rounds[0], key=lambda side: side != OURS)]
     changed = [side for side in rounds[0] if side not in (OURS, NO_COMPILER, other)]
     columns = ["", "ms per step", *PHASES, f"{unit} per second", "peak MiB"]
@@ -198,10 +179,10 @@ def table(family: str, rounds: list[Round]) -> Table:
 
 
 if __name__ == "__main__":
-    made = parser(__doc__)
+    made = harness.parser(__doc__)
     made.add_argument("--family", choices=CONFIGS, required=True)
-    made.add_argument("--steps", type=positive, default=10, help="timed steps of a run (10)")
-    made.add_argument("--rounds", type=positive, default=3, help="runs of each side (3)")
+    harness.add_count(made, "steps", 10, "timed steps of a run")
+    harness.add_count(made, "rounds", 3, "runs of each side")
     made.add_argument(
         "--against", metavar="PYTHON", help="interpreter with torch and the family's reference"
     )
@@ -211,4 +192,4 @@ if __name__ == "__main__":
     made.add_argument(
         "settings", nargs="*", metavar="section.name=value", help="compare with changed settings"
     )
-    sys.exit(run(made, compare))
+    sys.exit(harness.run(made, compare))

@@ -20,21 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness import (
-    ROOT,
-    Result,
-    Round,
-    Table,
-    data_settings,
-    in_rounds,
-    launch,
-    make_data,
-    median,
-    overrides,
-    parser,
-    positive,
-    run,
-)
+import harness
+from harness import ROOT, Result, Round, Table
 from turns import timed_turns
 
 CONFIGS = {"qwen3_vl": "configs/quickstart/digits.yaml", "pi07": "configs/pi07/tiny_cpu.yaml"}
@@ -74,7 +61,7 @@ def trained(
     degrees: dict[str, Any] = TOPOLOGIES[topology]
     num_ranks = math.prod(value for name, value in degrees.items() if name.endswith("_degree"))
     data_size = degrees.get("dp_degree", 1) * degrees.get("sharding_degree", 1)
-    settings = data_settings(family, folder / family) | {
+    settings = harness.data_settings(family, folder / family) | {
         "train.output_dir": folder / "work" / "out",
         "train.per_device_train_batch_size": SAMPLES // data_size,
         "train.gradient_accumulation_steps": MICRO_BATCHES,
@@ -83,10 +70,9 @@ def trained(
     settings |= {f"parallel.{name}": str(degree).lower() for name, degree in degrees.items()}
     if degrees.get("sequence_parallel"):
         settings["data.pad_to_multiple_of"] = degrees["mp_degree"]
-    found = launch(
-        measure, folder / "work", num_ranks, package=package, steps=steps,
-        config=package / CONFIGS[family], settings=overrides(settings), checkout=str(package),
-    )  # fmt: skip
+    given = {"config": package / CONFIGS[family], "settings": harness.overrides(settings)}
+    given |= {"steps": steps, "checkout": str(package)}
+    found = harness.launch(measure, folder / "work", num_ranks, package=package, **given)
     return {name: max(each[name] for each in found) for name in found[0]}
 
 
@@ -94,14 +80,15 @@ def rows(case: str, rounds: list[Round]) -> Iterator[list[str]]:
     """A row per checkout, and one of ratios."""
     for side, first in sorted(rounds[0].items()):
         counts = [str(first["collectives"]), str(first["messages"]), f"{first['bytes'] / 1e6:.2f}"]
-        times = f"{median(rounds, side, 'milliseconds'):.1f}"
-        yield [f"{case} {side}".rstrip(), times, *counts, f"{median(rounds, side, 'mib'):.0f}"]
+        times = f"{harness.median(rounds, side, 'milliseconds'):.1f}"
+        memory = f"{harness.median(rounds, side, 'mib'):.0f}"
+        yield [f"{case} {side}".rstrip(), times, *counts, memory]
     if len(rounds[0]) > 1:
         ratios = [
             {"": {name: one["here"][name] / (one["there"][name] or math.nan) for name in MEASURES}}
             for one in rounds
         ]
-        first, *others = (median(ratios, "", name) for name in MEASURES)
+        first, *others = (harness.median(ratios, "", name) for name in MEASURES)
         yield [f"{case} ratio", f"{first:.3f}", *(f"{other:.2f}" for other in others)]
 
 
@@ -110,7 +97,7 @@ def compare(options: argparse.Namespace, folder: Path) -> Result:
     sides = {"": ROOT} if options.against is None else {"here": ROOT, "there": options.against}
     found: dict[str, list[Any]] = {}
     for family in options.families:
-        make_data(family, folder / family)
+        harness.make_data(family, folder / family)
         for topology in options.topologies:
             if family == "pi07" and topology in NOT_OF_PI07:
                 continue
@@ -118,7 +105,7 @@ def compare(options: argparse.Namespace, folder: Path) -> Result:
             def run_side(side: str, case: tuple[str, str] = (family, topology)) -> dict:
                 return trained(*case, sides[side], folder, options.steps)
 
-            rounds = in_rounds(list(sides), options.rounds, run_side)
+            rounds = harness.in_rounds(list(sides), options.rounds, run_side)
             found[f"{family} {topology}"] = rounds
     columns = ["", "ms per step", "collectives", "messages", "MB sent", "peak MiB"]
     lines = [row for case, rounds in found.items() for row in rows(case, rounds)]
@@ -134,7 +121,7 @@ def folder_of_checkout(text: str) -> Path:
 
 
 if __name__ == "__main__":
-    made = parser(__doc__)
+    made = harness.parser(__doc__)
     made.add_argument(
         "--against", type=folder_of_checkout, metavar="FOLDER", help="another checkout"
     )
@@ -143,6 +130,6 @@ if __name__ == "__main__":
         "--topologies", nargs="+", choices=TOPOLOGIES, default=list(TOPOLOGIES), metavar="NAME",
         help=f"of {', '.join(TOPOLOGIES)} (default all)",
     )  # fmt: skip
-    made.add_argument("--steps", type=positive, default=10, help="timed steps of a run (10)")
-    made.add_argument("--rounds", type=positive, default=3, help="runs of each checkout (3)")
-    sys.exit(run(made, compare))
+    harness.add_count(made, "steps", 10, "timed steps of a run")
+    harness.add_count(made, "rounds", 3, "runs of each checkout")
+    sys.exit(harness.run(made, compare))

@@ -7,13 +7,12 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import NamedTuple
 
 from faults.fault import Fault
-from faults.references import References
-from faults.trial import Outcome, run_trial
+from faults.trial import Outcome, References, run_trial
 
 # Number of faults that `--all` injects at least.
 FEWEST_OF_ALL = 200
@@ -38,18 +37,13 @@ def plan(
     Args:
         number: how many; None for every kind with every start, and at least 200.
     """
-    rounds = _pairs(faults, starts)
-    if not rounds:
+    pairs = _pairs(faults, starts)
+    if not pairs:
         return []
     if number is None:
-        number = max(len(rounds), FEWEST_OF_ALL)
-    planned: list[Planned] = []
-    for repeat in count():
-        for fault, start in rounds:
-            if len(planned) == number:
-                return planned
-            planned.append(Planned(fault, start, seed + repeat))
-    raise AssertionError
+        number = max(len(pairs), FEWEST_OF_ALL)
+    rounds = (Planned(*pair, seed + repeat) for repeat in count() for pair in pairs)
+    return list(islice(rounds, number))
 
 
 def run_campaign(

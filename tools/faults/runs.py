@@ -1,12 +1,15 @@
 """Training runs that are signalled and killed from outside, as people, launchers and batch systems
-do.
+do; with all processes that they start, wherever they are in the process tree.
 """
 
 import json
 import os
+import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
@@ -14,7 +17,7 @@ from typing import NamedTuple
 
 import psutil
 
-from faults.processes import Processes, line_of
+from paddle_vl.processes import start_process
 
 ROOT = Path(__file__).parents[2]
 _COMMAND = [sys.executable, "-m", "paddle_vl", "train"]
@@ -49,8 +52,16 @@ STARTS = {
 NUM_RANKS = {name: start.num_ranks for name, start in STARTS.items()}
 # Practically endless, so that a signal always arrives during training.
 ENDLESS = ("train.max_steps=1000000", "train.save_steps=null", "logging.logging_steps=1")
+# Environment variable that identifies all processes of a start, orphans too.
+_TOKEN = "FAULT_RUN_ID"
 _START_S = 90.0
 _END_S = 90.0
+# Time after the command within which every process must have ended.
+LEFT_AFTER_S = 10.0
+
+
+class TooLateError(Exception):
+    """The run ended before its moment came."""
 
 
 @dataclass
@@ -59,7 +70,9 @@ class Ended:
 
     Attributes:
         start: one of `STARTS`.
-        code, seconds, left: see `faults.processes.End`; the time is from the first signal.
+        code: the command's exit code.
+        seconds: from the first signal until all processes had ended.
+        left: command lines of processes that outlived the command by 10 seconds and were killed.
         checkpoints: names, sorted.
         last_step: last step in metrics.jsonl.
         output: the command's output.
@@ -74,7 +87,7 @@ class Ended:
     output: str
 
 
-class SignalledRun(Processes):
+class SignalledRun:
     """A run in its own session; remaining processes are killed when the context ends.
 
     Args:
@@ -105,7 +118,9 @@ class SignalledRun(Processes):
         command += [str(run_file), f"train.output_dir={output_dir}"]
         path = [str(_HOOKS)] * bool(self.environment) + [str(ROOT)]
         self.output = output or output_dir.with_name(output_dir.name + ".out")
-        super().__init__(
+        token = uuid.uuid4().hex
+        self._mark = f"{_TOKEN}={token}".encode()
+        self.process = start_process(
             [*command, *STARTS[start].settings, *overrides],
             {
                 **{name: value for name, value in os.environ.items() if name[:7] != "PADDLE_"},
@@ -114,12 +129,36 @@ class SignalledRun(Processes):
                 # Every start would compile the package again.
                 "PYTHONDONTWRITEBYTECODE": "",
                 **self.environment,
+                _TOKEN: token,
             },
             self.output,
         )
 
     def __enter__(self) -> "SignalledRun":
         return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.kill_all()
+        self.process.wait()
+
+    def alive(self) -> list[psutil.Process]:
+        """All live processes of this start."""
+        found = []
+        for pid in psutil.pids():
+            with suppress(OSError, psutil.Error):
+                if self._mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    process = psutil.Process(pid)
+                    if process.status() != psutil.STATUS_ZOMBIE:
+                        found.append(process)
+        return found
+
+    def kill_all(self) -> None:
+        """Send SIGKILL to all processes, the command first, until none is left."""
+        while alive := self.alive():
+            for process in alive:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            self.process.poll()
 
     def again(
         self,
@@ -139,9 +178,14 @@ class SignalledRun(Processes):
             assert time.monotonic() < deadline, self.said()
             time.sleep(0.05)
 
+    def check_runs(self) -> None:
+        """Raises TooLateError if the command has ended."""
+        if self.process.poll() is not None:
+            raise TooLateError
+
     def last_step(self) -> int:
         """Last step in metrics.jsonl, 0 for none; an incomplete line does not count."""
-        return last_step(self.output_dir)
+        return max((line["step"] for line in metrics(self.output_dir)), default=0)
 
     def said(self) -> str:
         """Output so far, including that of all ranks."""
@@ -161,17 +205,15 @@ class SignalledRun(Processes):
         if self.start == "one" and number == 0:
             return psutil.Process(self.process.pid)
         for process in psutil.Process(self.process.pid).children(recursive=True):
-            try:
+            with suppress(psutil.Error):
                 own = process.environ().get("PADDLE_TRAINER_ID")
                 if own == str(number) and "multiprocessing" not in " ".join(process.cmdline()):
                     return process
-            except psutil.Error:
-                continue
         raise AssertionError(f"there is no rank {number}")
 
     def data_workers(self) -> list[psutil.Process]:
         """The loader's worker processes."""
-        return [process for process in self.alive() if "spawn_main" in " ".join(line_of(process))]
+        return [process for process in self.alive() if "spawn_main" in " ".join(_line_of(process))]
 
     def signal(
         self, number: Signals, target: str = "command", times: int = 1, gap_s: float = 0.2
@@ -201,15 +243,33 @@ class SignalledRun(Processes):
                 break
 
     def ended(self, begin: float, within_s: float = _END_S) -> Ended:
-        """Wait for the end; arguments as for `Processes.end`."""
-        end = self.end(begin, within_s)
+        """Wait for the end of the command and check which processes are left 10 seconds later.
+
+        Args:
+            begin: start of the measured time, from `time.monotonic`.
+            within_s: timeout after which the command itself counts as left.
+        """
+        try:
+            self.process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            left = self.alive()
+        else:
+            deadline = time.monotonic() + LEFT_AFTER_S
+            while (left := self.alive()) and time.monotonic() < deadline:
+                time.sleep(0.05)
+        seconds, lines = time.monotonic() - begin, [_line_of(process) for process in left]
+        self.kill_all()
         checkpoints = sorted(path.name for path in self.output_dir.glob("checkpoint-*"))
-        return Ended(self.start, *end, checkpoints, self.last_step(), self.said())
+        code, last = self.process.wait(), self.last_step()
+        return Ended(self.start, code, seconds, lines, checkpoints, last, self.said())
 
 
-def last_step(output_dir: Path) -> int:
-    """Last step in the metrics.jsonl of a run."""
-    return max((line["step"] for line in metrics(output_dir)), default=0)
+def _line_of(process: psutil.Process) -> list[str]:
+    """The command line of a process; empty if it has ended."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
 
 
 def metrics(output_dir: Path) -> list[dict]:

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from faults.moments import TooLateError
-from faults.runs import NUM_RANKS, Ended, SignalledRun
+from faults.runs import NUM_RANKS, Ended, SignalledRun, TooLateError
 from faults.tiny_run import NUM_STEPS
 from faults.verdict import checkpoint_steps
 
@@ -75,8 +74,7 @@ def kill_rank(run: SignalledRun, rng: random.Random) -> None:
         try:
             return run.rank(number).kill()
         except AssertionError:
-            if run.process.poll() is not None:
-                raise TooLateError from None
+            run.check_runs()
             time.sleep(0.01)
 
 
@@ -93,8 +91,9 @@ def kill_with_checkpoints(fewest: int, waits: bool = False) -> Strike:
 
     def strike(run: SignalledRun, rng: random.Random) -> None:
         while len(checkpoint_steps(run.output_dir)) < fewest:
-            if not waits or run.process.poll() is not None:
+            if not waits:
                 raise TooLateError
+            run.check_runs()
             time.sleep(0.002)
         run.kill_all()
 
@@ -226,8 +225,7 @@ def let_thread_die(run: SignalledRun, rng: random.Random) -> list[str]:
         run.send(signal.SIGTERM, f"rank {rank}" if rank else "command")
     begin = time.monotonic()
     while not died.exists():
-        if run.process.poll() is not None:
-            raise TooLateError
+        run.check_runs()
         if time.monotonic() - begin > _DEATH_S:
             return [f"{name} has not died within {_DEATH_S:g} s"]
         time.sleep(0.01)

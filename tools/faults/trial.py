@@ -1,16 +1,16 @@
-"""One fault in one run, and the outcome."""
+"""One fault in one run beside an undisturbed one, and the outcome."""
 
 import json
 import random
 import shutil
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from faults.fault import Damage, Fault
-from faults.moments import TooLateError
-from faults.references import References
-from faults.runs import Ended, SignalledRun
+from faults.runs import STARTS, Ended, SignalledRun, TooLateError
+from faults.tiny_run import write_tiny_run
 from faults.verdict import (
     checkpoint_steps,
     damaged_checkpoints,
@@ -58,19 +58,81 @@ class Outcome:
         return not self.problems
 
 
+class References:
+    """Undisturbed runs by settings and data; they keep every checkpoint.
+
+    Args:
+        folder: an empty folder.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._runs: dict[tuple, Path] = {}
+        self._making: dict[tuple, threading.Lock] = {}
+        self._files: dict[tuple, Path] = {}
+
+    def run_file(self, fault: Fault, start: str) -> Path:
+        """Settings file for the runs of a fault."""
+        return self._run_file(tuple(fault.extra_lines), self._owner(fault, start))
+
+    def settings(self, fault: Fault, start: str) -> list[str]:
+        """The fault's `data_settings`."""
+        folder = str(self.run_file(fault, start).parent)
+        return [text.replace("DATA", folder) for text in fault.data_settings]
+
+    def output_dir(self, fault: Fault, start: str) -> Path:
+        """Folder of the undisturbed run.
+
+        Raises:
+            RuntimeError: the undisturbed run failed.
+        """
+        # Simple bad lines stand in for hostile ones: both are skipped.
+        lines = tuple(b"{}" for _ in fault.extra_lines)
+        owner, settings = self._owner(fault, start), self.settings(fault, start)
+        start = next(name for name in STARTS if STARTS[name].settings == STARTS[start].settings)
+        key = (start, lines, owner)
+        with self._lock:
+            making = self._making.setdefault(key, threading.Lock())
+        with making:
+            if key not in self._runs:
+                run_file = self._run_file(lines, owner)
+                self._runs[key] = self._make(start, run_file, settings)
+            return self._runs[key]
+
+    def _make(self, start: str, run_file: Path, settings: list[str]) -> Path:
+        output_dir = run_file.parent / f"reference-{start}"
+        with SignalledRun(start, run_file, output_dir, [*settings, "train.save_steps=1"]) as run:
+            ended = run.ended(time.monotonic(), within_s=_RUN_S)
+        if ended.code != 0:
+            raise RuntimeError(f"the undisturbed run failed:\n{ended.output}")
+        return output_dir
+
+    def _run_file(self, lines: tuple[bytes, ...], owner: str) -> Path:
+        with self._lock:
+            if (lines, owner) not in self._files:
+                folder = self._folder / f"data-{len(self._files)}"
+                self._files[lines, owner] = write_tiny_run(folder, lines)
+            return self._files[lines, owner]
+
+    @staticmethod
+    def _owner(fault: Fault, start: str) -> str:
+        """Whose data it is; empty for what all faults use."""
+        return f"{fault.name} {start}" if fault.own_data else ""
+
+
 def run_trial(fault: Fault, start: str, seed: int, references: References, folder: Path) -> Outcome:
     """Inject a fault into a run in `folder`, and resume the run to its end.
 
     A moment after the end of the run is drawn again, a few times.
     """
     rng = random.Random(f"{seed} {fault.name} {start}")
-    reference = references.output_dir(fault, start)
     outcome = Outcome(fault.name, start, seed)
     for attempt in range(_ATTEMPTS):
         output_dir = folder / f"out-{attempt}"
         try:
             with fault.around(output_dir):
-                _disturb(fault, start, rng, references, reference, output_dir, outcome)
+                _disturb(outcome, fault, rng, references, output_dir)
             return outcome
         except TooLateError:
             continue
@@ -79,25 +141,16 @@ def run_trial(fault: Fault, start: str, seed: int, references: References, folde
 
 
 def _disturb(
-    fault: Fault,
-    start: str,
-    rng: random.Random,
-    references: References,
-    reference: Path,
-    output_dir: Path,
-    outcome: Outcome,
+    outcome: Outcome, fault: Fault, rng: random.Random, references: References, output_dir: Path
 ) -> None:
-    limit = rng.choice(_LIMITS)
-    run_file = references.run_file(fault, start)
+    start, limit = outcome.start, rng.choice(_LIMITS)
     overrides = [*fault.overrides, *references.settings(fault, start)]
     if limit is not None:
         overrides.append(f"train.save_total_limit={limit}")
     environment = fault.environment(output_dir, start, rng)
-    moment = fault.moment(rng)
-    output = output_dir.with_name(output_dir.name + ".out")
-    with SignalledRun(
-        start, run_file, output_dir, overrides, output=output, environment=environment
-    ) as run:
+    moment, reference = fault.moment(rng), references.output_dir(fault, start)
+    run_file = references.run_file(fault, start)
+    with SignalledRun(start, run_file, output_dir, overrides, environment=environment) as run:
         moment.wait(run)
         before = checkpoint_steps(output_dir)
         begin = time.monotonic()

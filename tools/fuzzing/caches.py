@@ -17,9 +17,8 @@ from fuzzing.mutations import as_json, damaged_bytes, in_file, json_bytes, json_
 from fuzzing.parser import Files, Parser
 from fuzzing.samples import small_processor
 from paddle_vl.config.data_sources import SourceConfig
-from paddle_vl.data.corpus.cache import FOLDER, CacheFolders
-from paddle_vl.data.corpus.local_copies import LocalCopies
-from paddle_vl.data.corpus.open_shard import ShardOpener
+from paddle_vl.data.corpus.cache import FOLDER, CacheFolders, LocalCopies
+from paddle_vl.data.corpus.sources import ShardOpener
 from paddle_vl.data.corpus.token_files import TokenFileWriter
 from paddle_vl.data.jsonl import BadSampleError, sample_at
 from paddle_vl.data.packing import RowBudget

@@ -1,4 +1,4 @@
-"""Starts a process for each parser, watches it, and collects the verdicts of its inputs.
+"""Starts a process for each parser, watches it, and collects and prints the verdicts of its inputs.
 
 The processes are forks of a server that has imported all parsers; with a Paddle for GPUs they are
 new ones, since CUDA does not survive a fork.
@@ -6,16 +6,17 @@ new ones, since CUDA does not survive a fork.
 
 import multiprocessing
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from fuzzing.child import Task, main, size_of
+from fuzzing.child import Limits, Task, main, size_of
 from fuzzing.guard import ACCEPTED, REFUSED, Verdict
 from fuzzing.parser import PARSERS, SHARES, Files
 
@@ -32,17 +33,9 @@ _GRACE_SECONDS = 2
 _MOST_DEATHS = 5
 # Writing an input to a busy disk takes longer than parsing it.
 _IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+_HEAD = f"{'parser':<18}{'inputs':>8}{'accepted':>10}{'refused':>9}{'escaped':>9}{'slowest':>11}"
+_MOST_SHOWN = 400
 _OUTSIDE = ("outside.png", "outside.json", "outside.safetensors")
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Number of inputs, and the limits for one input."""
-
-    inputs: int = 200
-    seed: int = 0
-    seconds: float = 5.0
-    mebibytes: float = 1024.0
 
 
 @dataclass
@@ -109,14 +102,11 @@ def fuzz(name: str, limits: Limits) -> Tally:
             or inputs could not be made.
     """
     tally, first = Tally(), 0
-    inputs = max(1, round(limits.inputs * SHARES.get(name, 1)))
+    limits = replace(limits, inputs=max(1, round(limits.inputs * SHARES.get(name, 1))))
     with tempfile.TemporaryDirectory(prefix="fuzz-", dir=_IN_MEMORY) as place:
         for _ in range(_MOST_DEATHS):
             folder = _fresh_folder(Path(place))
-            task = Task(
-                PARSERS.get(name, name), str(folder), inputs, limits.seed, limits.seconds,
-                limits.mebibytes, first,
-            )  # fmt: skip
+            task = Task(PARSERS.get(name, name), folder, limits, first)
             killer = _run_child(task, tally, Path(place))
             if killer is None:
                 tally.is_whole = True
@@ -137,7 +127,7 @@ def _fresh_folder(place: Path) -> Path:
 
 def _run_child(task: Task, tally: Tally, place: Path) -> int | None:
     """Add the verdicts of a process; return the number of the input that ended it, if any."""
-    log, empty = place / "stderr", place / "empty"
+    log, empty, seconds = place / "stderr", place / "empty", task.limits.seconds
     empty.mkdir(exist_ok=True)
     receiver, sender = _CONTEXT.Pipe(duplex=False)
     process = _CONTEXT.Process(target=main, args=(task, sender, log, empty), daemon=True)
@@ -153,7 +143,7 @@ def _run_child(task: Task, tally: Tally, place: Path) -> int | None:
                 break
             kind, *values = receiver.recv()
             if kind == "begin":
-                (begun,), patience = values, task.seconds + _GRACE_SECONDS
+                (begun,), patience = values, seconds + _GRACE_SECONDS
             elif kind == "done":
                 tally.add(*values)
                 begun, patience = None, float(_START_SECONDS)
@@ -173,9 +163,9 @@ def _run_child(task: Task, tally: Tally, place: Path) -> int | None:
             f"{process.exitcode}: the valid files are not accepted, or no inputs could be made; "
             f"it says:\n{said}"
         )
-    what = f"slow: over {task.seconds:g} s" if is_late else f"died with code {process.exitcode}"
-    files = {p.name: p.read_bytes() for p in Path(task.folder).iterdir() if p.is_file()}
-    tally.add(Verdict(what, said, task.seconds), files)
+    what = f"slow: over {seconds:g} s" if is_late else f"died with code {process.exitcode}"
+    files = {p.name: p.read_bytes() for p in task.folder.iterdir() if p.is_file()}
+    tally.add(Verdict(what, said, seconds), files)
     return begun
 
 
@@ -194,3 +184,54 @@ def _environment() -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(kept)
+
+
+def run_all(names: Sequence[str], limits: Limits, save: Path | None = None) -> int:
+    """Try all parsers one after the other and print the outcomes.
+
+    Args:
+        save: folder for the smallest input of each fault.
+
+    Returns:
+        1 if an input escaped or was not tried; otherwise 0.
+    """
+    print(f"{_HEAD}{'memory':>12}", flush=True)
+    is_good = True
+    for name in names:
+        tally = fuzz(name, limits)
+        print(line(name, tally), flush=True)
+        for number, escape in enumerate(tally.escapes.values(), start=1):
+            print(described(escape), flush=True)
+            if save is not None:
+                _save(escape, save / f"{name}-{number}")
+        if not tally.is_whole:
+            print("  given up: too many inputs ended the process", flush=True)
+        is_good = is_good and tally.is_whole and not tally.escapes
+    return 0 if is_good else 1
+
+
+def line(name: str, tally: Tally) -> str:
+    """A parser's row of the table; percentages are of its inputs."""
+    escaped = sum(escape.count for escape in tally.escapes.values())
+    total = max(tally.inputs, 1)
+    return (
+        f"{name:<18}{tally.inputs:>8}{tally.accepted / total:>10.0%}{tally.refused / total:>9.0%}"
+        f"{escaped:>9}{tally.slowest:>9.2f} s{tally.largest:>8.0f} MiB"
+    )
+
+
+def described(escape: Escape) -> str:
+    """A fault, its count, its traceback and the smallest input."""
+    lines = [f"  {escape.what}, {escape.count} inputs"]
+    lines += [f"    | {text}" for text in escape.details.rstrip().splitlines()[-14:]]
+    for name, content in escape.files.items():
+        shown = repr(content)[1:]
+        rest = f"... ({len(content)} bytes)" if len(shown) > _MOST_SHOWN else ""
+        lines.append(f"    {name}: {shown[:_MOST_SHOWN]}{rest}")
+    return "\n".join(lines)
+
+
+def _save(escape: Escape, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in escape.files.items():
+        (folder / re.sub(r"[^\w.-]", "_", name)).write_bytes(content)

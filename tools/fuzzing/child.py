@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NamedTuple
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
@@ -24,21 +25,26 @@ _SHRUNK_AT_MOST = 10
 
 
 @dataclass(frozen=True)
-class Task:
+class Limits:
+    """Number of inputs, and the limits for one input."""
+
+    inputs: int = 200
+    seed: int = 0
+    seconds: float = 5.0
+    mebibytes: float = 1024.0
+
+
+class Task(NamedTuple):
     """The task of a child process.
 
     Attributes:
         target: the parser, as `module:function`.
-        seconds, mebibytes: limits for one input.
         first: number of the first input to try.
     """
 
     target: str
-    folder: str
-    inputs: int
-    seed: int
-    seconds: float
-    mebibytes: float
+    folder: Path
+    limits: Limits
     first: int = 0
 
 
@@ -46,13 +52,13 @@ class Trial:
     """A parser and its folder, for many inputs."""
 
     def __init__(self, task: Task, say: Callable[..., None]):
-        self.task, self.folder, self.say = task, Path(task.folder), say
+        self.task, self.folder, self.say = task, task.folder, say
         self.parser = make_parser(task.target, self.folder)
         self._valid = {p.name: p.read_bytes() for p in self.folder.iterdir() if p.is_file()}
         # Imports and caches of the first call do not count.
         self.parser.parse()
-        mebibytes = min(task.mebibytes, self.parser.mebibytes)
-        self.guard = Guard(self.folder, self.parser.named, task.seconds, mebibytes)
+        mebibytes = min(task.limits.mebibytes, self.parser.mebibytes)
+        self.guard = Guard(self.folder, self.parser.named, task.limits.seconds, mebibytes)
         self.guard.limit_memory()
 
     def judge(self, number: int, files: Files) -> Verdict:
@@ -72,9 +78,9 @@ class Trial:
         """Call `act` with the number and files of every input; the inputs are always the same."""
         numbers = iter(range(1 << 60))
 
-        @seed(self.task.seed)
+        @seed(self.task.limits.seed)
         @settings(
-            max_examples=self.task.inputs,
+            max_examples=self.task.limits.inputs,
             database=None,
             deadline=None,
             phases=[Phase.generate, Phase.shrink],
@@ -99,10 +105,11 @@ class Trial:
             if number < self.task.first:
                 return
             verdict = self.judge(number, files)
-            is_smaller = verdict.is_escape and size_of(files) < smallest.get(verdict.what, 1 << 60)
+            size, what = size_of(files), verdict.what
+            is_smaller = verdict.is_escape and size < smallest.get(what, size + 1)
             if is_smaller:
-                found.setdefault(verdict.what, number)
-                smallest[verdict.what] = size_of(files)
+                found.setdefault(what, number)
+                smallest[what] = size
             self.say("done", verdict, files if is_smaller else {})
 
         self.each(act)

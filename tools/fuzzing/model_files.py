@@ -9,8 +9,8 @@ import numpy as np
 import yaml
 from hypothesis import strategies as st
 
-from fuzzing.mutations import as_json, in_file, json_bytes
-from fuzzing.parser import Parser
+from fuzzing.mutations import in_file, json_bytes, of_json
+from fuzzing.parser import Parser, written_back
 from fuzzing.samples import small_processor
 from paddle_vl.families.pi07.config import PLANNER_TYPE, PI07Config, PI07PlannerConfig
 from paddle_vl.families.policy.discrete_actions import ActionTokenizer
@@ -31,17 +31,8 @@ def hf_config(folder: Path) -> Parser:
 
     sizes = [size_values(name) for name in ("qwen3-vl-2b", "qwen3-vl-8b", "qwen3-vl-30b-a3b")]
     seeds = sizes + [_as_transformers_5(values) for values in sizes]
-    file = folder / "config.json"
-    file.write_bytes(as_json(seeds[0]))
-
-    def parse() -> None:
-        config = Qwen3VLConfig.from_pretrained(folder)
-        config.save_pretrained(folder / "again")
-        if Qwen3VLConfig.from_pretrained(folder / "again") != config:
-            raise AssertionError("a configuration written back is another")
-
-    (folder / "again").mkdir()
-    return Parser(in_file(file.name, json_bytes(seeds, 2)), parse, ("config.json",))
+    parse = lambda: written_back(Qwen3VLConfig, folder)  # noqa: E731
+    return of_json(folder / "config.json", seeds, parse, most=2)
 
 
 def _as_transformers_5(values: dict[str, Any]) -> dict[str, Any]:
@@ -61,8 +52,6 @@ def generation_config(folder: Path) -> Parser:
          "transformers_version": "4.57.0"},
         {"max_new_tokens": 16, "min_new_tokens": 1, "eos_token_id": 3, "num_beams": 1, "seed": 0},
     ]  # fmt: skip
-    file = folder / "generation_config.json"
-    file.write_bytes(as_json(seeds[0]))
 
     def parse() -> None:
         config = GenerationConfig.from_pretrained(folder)
@@ -70,11 +59,9 @@ def generation_config(folder: Path) -> Parser:
             config.check_vocabulary(100)
         except ValueError:
             return
-        config.save_pretrained(folder)
-        if GenerationConfig.from_pretrained(folder) != config:
-            raise AssertionError("settings written back are others")
+        written_back(GenerationConfig, folder)
 
-    return Parser(in_file(file.name, json_bytes(seeds, 2)), parse, (file.name,))
+    return of_json(folder / "generation_config.json", seeds, parse, most=2)
 
 
 def preprocessor(folder: Path) -> Parser:
@@ -126,21 +113,13 @@ def pi07_config(folder: Path) -> Parser:
     whole = PI07Config.from_dict(policy).to_dict()
     planner = PI07PlannerConfig().to_dict()
     file = folder / "config.json"
-    file.write_bytes(as_json(policy))
 
     def parse() -> None:
         # A file without a readable type is read as a policy's.
         is_planner = PLANNER_TYPE.encode() in file.read_bytes()
-        kind = PI07PlannerConfig if is_planner else PI07Config
-        config = kind.from_pretrained(folder)
-        config.save_pretrained(folder / "again")
-        if kind.from_pretrained(folder / "again") != config:
-            raise AssertionError("a configuration written back is another")
+        written_back(PI07PlannerConfig if is_planner else PI07Config, folder)
 
-    (folder / "again").mkdir()
-    return Parser(
-        in_file(file.name, json_bytes([policy, whole, planner], 2)), parse, ("config.json",)
-    )
+    return of_json(file, [policy, whole, planner], parse, most=2)
 
 
 _FILE = "tokenizer.json"

@@ -2,10 +2,13 @@
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
+
+from fuzzing.parser import Parser
 
 NAN, INFINITY = float("nan"), float("inf")
 # Valid files with these names lie outside the input's folder; no parser may open them.
@@ -221,3 +224,15 @@ def json_lines(
 def in_file(name: str, contents: st.SearchStrategy[bytes]) -> st.SearchStrategy[dict[str, bytes]]:
     """Contents as those of the file with this name."""
     return contents.map(lambda content: {name: content})
+
+
+def of_json(
+    file: Path, seeds: Sequence[Any], parse: Callable[[], object], *named: str, most: int = 3
+) -> Parser:
+    """The parser of a JSON file, which is written with the first seed.
+
+    Args:
+        named: see `Parser`; by default the file's name.
+    """
+    file.write_bytes(as_json(seeds[0]))
+    return Parser(in_file(file.name, json_bytes(seeds, most)), parse, named or (file.name,))

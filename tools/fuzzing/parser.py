@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hypothesis.strategies import SearchStrategy
 
@@ -67,6 +68,19 @@ PARSERS = {
 }
 # Fraction of the requested inputs for parsers that take a second per input.
 SHARES = {"pictures": 0.05}
+
+
+def written_back(kind: Any, folder: Path) -> None:
+    """Read a configuration of a class, write it, and read it again.
+
+    Raises:
+        AssertionError: that is another one.
+    """
+    config, again = kind.from_pretrained(folder), folder / "again"
+    again.mkdir(exist_ok=True)
+    config.save_pretrained(again)
+    if kind.from_pretrained(again) != config:
+        raise AssertionError("a configuration written back is another")
 
 
 def make_parser(target: str, folder: Path) -> Parser:

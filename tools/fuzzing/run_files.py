@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,14 +95,18 @@ def yaml_file(folder: Path) -> Parser:
     broken = damaged_text(texts, _YAML_TOKENS)
     raw = st.lists(st.sampled_from(_YAML_TOKENS), max_size=6).map(b"".join)
 
-    def parse() -> None:
-        config = load_run_config(run)
-        save_run_config(config, folder / "again.yaml")
-        if load_run_config(folder / "again.yaml").model_dump() != config.model_dump():
-            raise AssertionError("settings written back are others")
-
     inputs = st.one_of(structured, structured, broken, broken, raw, st.binary(max_size=64))
-    return Parser(in_file("run.yaml", inputs), parse, ("run.yaml", "again.yaml", *_SECTIONS))
+    named = ("run.yaml", "again.yaml", *_SECTIONS)
+    return Parser(in_file("run.yaml", inputs), lambda: _written_back(run), named)
+
+
+def _written_back(run: Path, overrides: Sequence[str] = ()) -> Any:
+    """The settings of a run, which must be the same when they are written and read again."""
+    config, again = load_run_config(run, overrides), run.with_name("again.yaml")
+    save_run_config(config, again)
+    if load_run_config(again).model_dump() != config.model_dump():
+        raise AssertionError("settings written back are others")
+    return config
 
 
 def _is_run(path: Path) -> bool:
@@ -156,10 +161,7 @@ def settings(folder: Path) -> Parser:
 
     def parse() -> None:
         key, overrides = json.loads(given.read_text())
-        config = load_run_config(runs[key], overrides)
-        save_run_config(config, folder / "again.yaml")
-        if load_run_config(folder / "again.yaml").model_dump() != config.model_dump():
-            raise AssertionError("settings written back are others")
+        config = _written_back(runs[key], overrides)
         if key == "qwen":
             raise_problems(launch_problems(config, "cpu"))
             run_family(config)
@@ -182,21 +184,17 @@ def settings(folder: Path) -> Parser:
     return Parser(in_file("given.json", inputs), parse, named)
 
 
-def metrics(folder: Path) -> Parser:
+def metrics(folder: Path, *, with_pictures: bool = False) -> Parser:
     """metrics.jsonl, read into the page of a report."""
-    return _metrics(folder, with_pictures=False)
-
-
-def pictures(folder: Path) -> Parser:
-    """metrics.jsonl, read into the pictures of a report."""
-    return _metrics(folder, with_pictures=True)
-
-
-def _metrics(folder: Path, *, with_pictures: bool) -> Parser:
     _write_run(folder)
     inputs = in_file("metrics.jsonl", json_lines(_LINES, most_lines=5))
     parse = lambda: write_report([folder], folder / "report", with_pictures=with_pictures)  # noqa: E731
     return Parser(inputs, parse, ("metrics.jsonl",))
+
+
+def pictures(folder: Path) -> Parser:
+    """metrics.jsonl, read into the pictures of a report."""
+    return metrics(folder, with_pictures=True)
 
 
 def run_record(folder: Path) -> Parser:

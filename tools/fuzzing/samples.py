@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from fuzzing.media import write_video
-from fuzzing.mutations import as_json, in_file, json_bytes, json_lines
+from fuzzing.mutations import as_json, in_file, json_lines, of_json
 from fuzzing.parser import Parser
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.policy.demonstrations.dataset import DemonstrationsDataset
@@ -114,8 +114,6 @@ def statistics(folder: Path) -> Parser:
     }  # fmt: skip
     group = {"state": vector, "actions": vector}
     file = folder / "statistics.json"
-    seeds = [{"arm": group}, {"arm": group, "other": group}]
-    file.write_bytes(as_json(seeds[0]))
     features = {
         "state": PolicyFeature("STATE", (2,)), "actions": PolicyFeature("ACTION", (2,))
     }  # fmt: skip
@@ -130,5 +128,5 @@ def statistics(folder: Path) -> Parser:
             index_B = np.zeros(1, np.int64)
             normalizer.unnormalize(normalizer.normalize(batch, index_B), index_B)
 
-    inputs = in_file("statistics.json", json_bytes(seeds))
-    return Parser(inputs, parse, ("statistics.json", "the statistics"))
+    seeds = [{"arm": group}, {"arm": group, "other": group}]
+    return of_json(file, seeds, parse, file.name, "the statistics")

@@ -12,7 +12,6 @@ import paddle
 import xxhash
 from hypothesis import strategies as st
 from paddle import nn
-from paddle.static import InputSpec
 
 from fuzzing.mutations import as_json, damaged_bytes, in_file, json_bytes
 from fuzzing.parser import Parser
@@ -27,7 +26,7 @@ from paddle_vl.checkpoint.safetensors_io import (
 from paddle_vl.export.folder import CHECK_FILE, MANIFEST_FILE, ExportFolder
 from paddle_vl.export.program import use_threads
 from paddle_vl.export.qwen3_vl.exported import Sizes
-from paddle_vl.export.writing import ModelToExport, ProgramToExport, write_export
+from paddle_vl.export.writing import ModelToExport, ProgramToExport, spec, write_export
 
 
 def write_tensors(file: Path, shapes: dict[str, tuple[int, ...]], dtype: str = "F32") -> bytes:
@@ -159,7 +158,7 @@ def adapter(folder: Path) -> Parser:
 def manifest(folder: Path) -> Parser:
     """A checkpoint's manifest.json and trainer_state.json, compared with its files."""
     from paddle_vl.train.checkpoint import load_state
-    from paddle_vl.train.saving.verify import examine
+    from paddle_vl.train.resume import examine
 
     state = {"step": 5, "nonfinite_updates": 0, "has_manifest": True, "position": {"epoch": 0}}
     texts = {"config.yaml": b"{}", "config.json": b"{}", "trainer_state.json": as_json(state)}
@@ -186,20 +185,10 @@ def manifest(folder: Path) -> Parser:
     return Parser(st.one_of(manifests, manifests, states), parse, (str(folder),))
 
 
-class _Program(nn.Layer):
+def _rows(table: nn.Layer, given: Any) -> tuple[Any, Any]:
     """Rows of a table plus given ones: an input of whole numbers, and one of floats."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(5, 3)
-
-    def forward(self, ids_T: Any, x_TC: Any) -> tuple[Any, Any]:
-        embedded = self.table(ids_T) + x_TC
-        return embedded, embedded.sum(axis=-1)
-
-    @staticmethod
-    def input_spec() -> list[InputSpec]:
-        return [InputSpec([-1], "int64", "ids"), InputSpec([-1, 3], "float32", "x")]
+    embedded = table(given["ids"]) + given["x"]
+    return embedded, embedded.sum(axis=-1)
 
 
 def exported_folder(folder: Path) -> Parser:
@@ -207,7 +196,8 @@ def exported_folder(folder: Path) -> Parser:
     paddle.seed(0)
     example = {"ids": np.array([1, 4], np.int64), "x": np.ones([2, 3], np.float32)}
     sizes = {"image_token_id": 1, "video_token_id": 2, "vocab_size": 5, "table_side": 4, "merge": 2}
-    program = ProgramToExport(_Program(), "table", example)
+    specs = [spec("ids", [-1], "int64"), spec("x", [-1, 3], "float32")]
+    program = ProgramToExport(nn.Embedding(5, 3), _rows, lambda _: specs, "table", example)
     model = ModelToExport("qwen3_vl", sizes, {"rows": program}, lambda folder: None)
     write_export(model, folder, folder)
     manifest = json.loads((folder / MANIFEST_FILE).read_text())

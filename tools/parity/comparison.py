@@ -1,6 +1,8 @@
 """Quantities of one golden case, their errors and tolerances."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -23,12 +25,19 @@ class Quantity:
 
 @dataclass
 class CaseReport:
-    """All comparisons of one case; `unsupported` says why there are none."""
+    """All comparisons of one case; `unsupported` says why there are none.
+
+    Attributes:
+        golden: the case's tensors; what is compared with has the name of one, unless it is given.
+        compared: names of golden tensors that have been compared.
+    """
 
     name: str
     tolerance_scale: float = 1.0
+    golden: Mapping[str, np.ndarray] = field(default_factory=dict)
     unsupported: str = ""
     quantities: list[Quantity] = field(default_factory=list)
+    compared: set[str] = field(default_factory=set)
 
     @property
     def passed(self) -> bool:
@@ -38,52 +47,62 @@ class CaseReport:
     def failures(self) -> list[Quantity]:
         return [quantity for quantity in self.quantities if not quantity.passed]
 
-    def exact(self, group: str, name: str, found, wanted) -> None:
+    def exact(self, group: str, name: str, found: Any, wanted: Any = None) -> None:
         """Require equality; the error is the number of differing entries."""
-        found, wanted = np.asarray(found), np.asarray(wanted)
-        if found.shape != wanted.shape:
-            self._shapes_differ(group, name, found, wanted)
-        else:
-            differing = float(np.count_nonzero(found != wanted))
+        if (pair := self._pair(group, name, found, wanted, None)) is not None:
+            differing = float(np.count_nonzero(pair[0] != pair[1]))
             self.quantities.append(Quantity(group, name, differing, 0.0, "entries differ"))
 
-    def absolute(self, group: str, name: str, found, wanted, tolerance: float) -> None:
+    def absolute(
+        self, group: str, name: str, found: Any, tolerance: float, wanted: Any = None
+    ) -> None:
         """Require max|found - wanted| <= tolerance."""
-        self._distance(group, name, found, wanted, tolerance, relative=False)
+        if (pair := self._pair(group, name, found, wanted)) is not None:
+            self._add(group, name, _largest(pair[0] - pair[1]), tolerance)
 
-    def relative(self, group: str, name: str, found, wanted, tolerance: float) -> None:
+    def relative(
+        self, group: str, name: str, found: Any, tolerance: float, wanted: Any = None
+    ) -> None:
         """Require max|found - wanted| / max|wanted| <= tolerance."""
-        self._distance(group, name, found, wanted, tolerance, relative=True)
+        if (pair := self._pair(group, name, found, wanted)) is not None:
+            if error := _largest(pair[0] - pair[1]):
+                largest = _largest(pair[1])
+                error = error / largest if largest else float("inf")
+            self._add(group, name, error, tolerance)
 
-    def near(self, group: str, name: str, found, wanted, rtol: float, atol: float) -> None:
+    def near(
+        self, group: str, name: str, found: Any, rtol: float, atol: float, wanted: Any = None
+    ) -> None:
         """Require |found - wanted| <= rtol |wanted| + atol. The error is relative, as rtol is."""
-        found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
-        if found.shape != wanted.shape:
-            self._shapes_differ(group, name, found, wanted)
-            return
-        error = 0.0
-        if found.size:
-            error = float((np.abs(found - wanted) / (np.abs(wanted) + atol / rtol)).max())
-        self.quantities.append(Quantity(group, name, error, rtol * self.tolerance_scale))
+        if (pair := self._pair(group, name, found, wanted)) is not None:
+            error = np.abs(pair[0] - pair[1]) / (np.abs(pair[1]) + atol / rtol)
+            self._add(group, name, _largest(error), rtol)
 
     def fail(self, group: str, name: str, reason: str) -> None:
         """Record a quantity that could not be compared."""
         self.quantities.append(Quantity(group, name, float("inf"), 0.0, reason))
 
-    def _distance(self, group, name, found, wanted, tolerance: float, relative: bool) -> None:
-        found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
-        if found.shape != wanted.shape:
-            self._shapes_differ(group, name, found, wanted)
-            return
-        error = float(np.abs(found - wanted).max()) if found.size else 0.0
-        if relative and error:
-            largest = float(np.abs(wanted).max())
-            error = error / largest if largest else float("inf")
-        allowed = tolerance * self.tolerance_scale
-        self.quantities.append(Quantity(group, name, error, allowed))
+    def all_compared(self, start: str = "") -> None:
+        """Fail for every golden tensor with this prefix that was not compared."""
+        for name in sorted(set(self.golden) - self.compared):
+            if name.startswith(start):
+                self.fail("coverage", name, "the case has it and it was not compared")
 
-    def _shapes_differ(self, group: str, name: str, found, wanted) -> None:
+    def _pair(
+        self, group: str, name: str, found: Any, wanted: Any, dtype: Any = np.float64
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """Both sides as arrays; None if their shapes differ, which is a failure."""
+        if name in self.golden:
+            self.compared.add(name)
+        found = np.asarray(found, dtype)
+        wanted = np.asarray(self.golden[name] if wanted is None else wanted, dtype)
+        if found.shape == wanted.shape:
+            return found, wanted
         self.fail(group, name, f"shape {list(found.shape)}, golden {list(wanted.shape)}")
+        return None
+
+    def _add(self, group: str, name: str, error: float, tolerance: float) -> None:
+        self.quantities.append(Quantity(group, name, error, tolerance * self.tolerance_scale))
 
     def line(self) -> str:
         """One line: verdict, name, worst error of each group."""
@@ -104,3 +123,7 @@ class CaseReport:
         ]
         more = len(lines) - limit
         return lines[:limit] + ([f"     ... and {more} more"] if more > 0 else [])
+
+
+def _largest(values: np.ndarray) -> float:
+    return float(np.abs(values).max()) if values.size else 0.0

@@ -1,100 +1,179 @@
-"""Finds golden cases and models in any number of folders."""
+"""Finds golden cases, and the files that they name, in any number of folders.
+
+A case of Qwen3-VL is a folder. A case of pi07 is `NAME.json`, with `NAME.safetensors` next to it;
+the weights and inputs that it names may be in any of the folders.
+"""
 
 import json
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from safetensors.numpy import load_file
 
+from paddle_vl.checkpoint.safetensors_io import read_header
+
+# Files of a case of Qwen3-VL by kind: its description and its tensors.
+_FILES = {
+    "forward": ("meta.json", "tensors.safetensors"),
+    "generation": ("meta.json", "tensors.safetensors"),
+    "trajectory": ("traj.json", ""),
+    "processor": ("processor.json", "processor.safetensors"),
+}
+_NOT_GIVEN = {"in.position_ids", "in.mm_token_type_ids", "in.cu_seqlens"}
+_PER_CAMERA = {
+    "video": "videos",
+    "vid_mask": "vid_masks",
+    "subgoal_image": "subgoal_images",
+    "subgoal_img_mask": "subgoal_img_masks",
+}
+
 
 @dataclass(frozen=True)
-class GoldenCase:
-    """Folder of a case: `meta.json` with tensors, a trajectory or processor tables."""
+class Case:
+    """A case: what it compares, and the JSON file that describes it."""
 
     name: str
-    kind: str  # forward | generation | trajectory | processor
-    folder: Path
+    kind: str
+    file: Path
+    folders: "Folders[Any]"
 
     @cached_property
     def meta(self) -> dict:
-        file = {"trajectory": "traj.json", "processor": "processor.json"}.get(
-            self.kind, "meta.json"
-        )
-        return json.loads((self.folder / file).read_text(encoding="utf-8"))
+        return json.loads(self.file.read_text(encoding="utf-8"))
+
+
+class QwenCase(Case):
+    """A case of Qwen3-VL."""
+
+    folders: "QwenFolders"
 
     @cached_property
     def tensors(self) -> dict[str, np.ndarray]:
-        file = "processor.safetensors" if self.kind == "processor" else "tensors.safetensors"
-        return load_file(self.folder / file)
+        return load_file(self.file.with_name(_FILES[self.kind][1]))
 
     @cached_property
     def gradients(self) -> dict[str, np.ndarray]:
-        return load_file(self.folder / "grads.safetensors")
+        return load_file(self.file.with_name("grads.safetensors"))
 
     def inputs(self) -> dict[str, np.ndarray]:
         """The `in.*` tensors that HF users would pass, without positions and type ids."""
-        skipped = {"in.position_ids", "in.mm_token_type_ids", "in.cu_seqlens"}
         return {
             name[3:]: value
             for name, value in self.tensors.items()
-            if name.startswith("in.") and name not in skipped
+            if name.startswith("in.") and name not in _NOT_GIVEN
         }
 
 
-class GoldenFolders:
-    """All cases and models below the given folders."""
+class PI07Case(Case):
+    """A case of pi07."""
+
+    @cached_property
+    def tensors(self) -> dict[str, np.ndarray]:
+        """The case's tensors and the inputs that it takes from another case; bfloat16 as
+        float32."""
+        found = {}
+        if "inputs_from" in self.meta:
+            found = _read(self.folders.file(self.meta["inputs_from"]))
+            found = {name: value for name, value in found.items() if name.startswith("in.")}
+        file = self.file.with_suffix(".safetensors")
+        return found | (_read(file) if file.exists() else {})
+
+    @property
+    def is_bfloat16(self) -> bool:
+        """Whether the case was computed in bfloat16."""
+        return "bf16" in self.meta.get("weights_file", "")
+
+    def inputs(self) -> dict[str, Any]:
+        """The `in.*` tensors as model inputs, cameras in lists."""
+        given: dict[str, Any] = {
+            name[3:]: value for name, value in self.tensors.items() if name[:3] == "in."
+        }
+        for one, many in _PER_CAMERA.items():
+            if f"{one}0" in given:
+                given[many] = [given.pop(f"{one}{i}") for i in range(self.meta["n_cams"])]
+        return given
+
+
+AnyCase = TypeVar("AnyCase", bound=Case)
+
+
+class Folders(ABC, Generic[AnyCase]):
+    """All cases of a family below the given folders, each once, and the files beside them."""
 
     def __init__(self, folders: list[Path]):
         missing = [str(folder) for folder in folders if not folder.is_dir()]
         if missing:
             raise ValueError(f"no such folder: {', '.join(missing)}")
+        self.folders = folders
+        found: dict[Path, AnyCase] = {}
+        for folder in folders:
+            for file in sorted(folder.rglob("*.json")):
+                if (case := self._case(file)) is not None:
+                    found.setdefault(file.resolve(), case)
+        self.cases = list(found.values())
+
+    @abstractmethod
+    def _case(self, file: Path) -> AnyCase | None:
+        """The case that a file describes, if it does."""
+
+    def file(self, name: str) -> Path:
+        """A file by name.
+
+        Raises:
+            ValueError: it is in no folder.
+        """
+        for folder in self.folders:
+            for file in sorted(folder.rglob(name)):
+                return file
+        raise ValueError(f"{name} is in none of the folders {[str(f) for f in self.folders]}")
+
+    def case(self, start: str) -> AnyCase:
+        """The case whose name begins with `start`.
+
+        Raises:
+            ValueError: it is in no folder.
+        """
+        for case in self.cases:
+            if case.name.startswith(start):
+                return case
+        raise ValueError(f"no case {start}* in the folders {[str(f) for f in self.folders]}")
+
+
+class QwenFolders(Folders[QwenCase]):
+    """Cases of Qwen3-VL.
+
+    Attributes:
+        models: folders of the golden models, by name.
+    """
+
+    def __init__(self, folders: list[Path]):
+        super().__init__(folders)
         self.models = {
             file.parent.name: file.parent
             for folder in reversed(folders)
             for file in sorted(folder.rglob("config.json"))
         }
-        found: dict[Path, GoldenCase] = {}
-        for folder in folders:
-            for case in _cases_below(folder):
-                found.setdefault(case.folder.resolve(), case)
-        self.cases = list(found.values())
 
-    def model(self, name: str) -> Path:
-        """Folder of a golden model.
-
-        Raises:
-            ValueError: no given folder holds it.
-        """
-        if name not in self.models:
-            raise ValueError(
-                f"model {name!r} is in none of the folders; they hold {sorted(self.models)}"
-            )
-        return self.models[name]
-
-    def case(self, name: str) -> GoldenCase:
-        """The case with this name.
-
-        Raises:
-            ValueError: no given folder holds it.
-        """
-        for case in self.cases:
-            if case.name == name:
-                return case
-        raise ValueError(f"case {name!r} is in none of the folders")
+    def _case(self, file: Path) -> QwenCase | None:
+        kinds = [kind for kind, names in _FILES.items() if names[0] == file.name]
+        if not kinds:
+            return None
+        is_generated = "generated" in json.loads(file.read_text(encoding="utf-8"))
+        return QwenCase(file.parent.name, kinds[is_generated and len(kinds) > 1], file, self)
 
 
-def _cases_below(folder: Path) -> list[GoldenCase]:
-    cases = []
-    for file in sorted(folder.rglob("*.json")):
-        name = file.parent.name
-        if file.name == "meta.json":
-            generated = json.loads(file.read_text(encoding="utf-8")).get("generated")
-            kind = "forward" if generated is None else "generation"
-            cases.append(GoldenCase(name, kind, file.parent))
-        elif file.name == "traj.json":
-            cases.append(GoldenCase(name, "trajectory", file.parent))
-        elif file.name == "processor.json":
-            cases.append(GoldenCase(name, "processor", file.parent))
-    return cases
+class PI07Folders(Folders[PI07Case]):
+    """Cases of pi07."""
+
+    def _case(self, file: Path) -> PI07Case | None:
+        kind = json.loads(file.read_text(encoding="utf-8")).get("kind")
+        kind = "freeze" if file.stem == "freeze_modes" else kind
+        return None if kind is None else PI07Case(file.stem, kind, file, self)
+
+
+def _read(file: Path) -> dict[str, np.ndarray]:
+    return {name: tensor.read(must_be_finite=False) for name, tensor in read_header(file).items()}

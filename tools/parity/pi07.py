@@ -12,16 +12,13 @@ a gradient, with a float32 run on the same weights or, with `--dtype bfloat16`, 
 from collections.abc import Iterator
 
 from paddle_vl.nn.linear import default_dtype
-from parity.comparison import CaseReport
-from parity.pi07_golden import GoldenCase, GoldenFolders
-from parity.pi07_optimizer import run_optimizer
-from parity.pi07_parts import run_engine, run_freeze, run_ops, run_video
-from parity.pi07_planner import run_planner
+from parity.golden import PI07Case, PI07Folders
+from parity.pi07_golden import Comparison
+from parity.pi07_parts import run_engine, run_freeze, run_ops, run_optimizer, run_video
 from parity.pi07_policy import run_normalize, run_policy
-from parity.pi07_training import run_sampling, run_training, run_trajectory
+from parity.pi07_training import run_planner, run_sampling, run_training, run_trajectory
 
-__all__ = ["GoldenFolders", "run_cases"]
-
+FOLDERS = PI07Folders
 RUNNERS = {
     "train": run_training,
     "sample": run_sampling,
@@ -38,11 +35,11 @@ NUMBERED = {"13": run_training, "19": run_planner, "20": run_trajectory}
 
 
 def run_cases(
-    golden: GoldenFolders, cases: list[GoldenCase], scale: float, dtype: str
-) -> Iterator[CaseReport]:
+    golden: PI07Folders, cases: list[PI07Case], scale: float, dtype: str
+) -> Iterator[Comparison]:
     """Yield a report for every case."""
     for case in cases:
-        report = CaseReport(case.name, scale)
+        report = Comparison(case.name, scale)
         run = NUMBERED.get(case.name[:2], RUNNERS.get(case.kind))
         if dtype != "float32" and not case.is_bfloat16:
             report.unsupported = f"dtype {dtype}: the case is for float32"
@@ -50,6 +47,7 @@ def run_cases(
             report.unsupported = f"a case of kind {case.kind!r}"
         else:
             try:
+                report.golden, report.is_bfloat16 = case.tensors, case.is_bfloat16
                 with default_dtype(dtype):
                     run(case, report)
             except (KeyError, ValueError, RuntimeError) as error:

@@ -1,113 +1,69 @@
-"""Golden cases of pi07 and their models.
+"""Models of pi07's golden cases, and their intermediate values under golden names."""
 
-A case is `NAME.json` with `NAME.safetensors` next to it. The weights and inputs that it names may
-be in any of the folders.
-"""
-
-import json
-from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import paddle
 
 from paddle_vl.checkpoint.reading import check_keys, fill_parameters
 from paddle_vl.checkpoint.safetensors_io import read_header
+from paddle_vl.config.schema import TrainConfig
 from paddle_vl.families.pi07.checkpoint_map import UNUSED_KEYS, engine_keys
 from paddle_vl.families.pi07.config import PI07Config
+from paddle_vl.families.pi07.decoder import block_mask, prefix_positions, suffix_positions
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
+from paddle_vl.families.pi07.prefix import Prefix
+from paddle_vl.families.pi07.vision import VideoEncoder
+from paddle_vl.nn.attention_masks import KeyMask
+from parity.comparison import CaseReport
+from parity.golden import PI07Case
+from parity.recording import Recording, array
 
 _SECTIONS = {"vlm": "vlm_config", "gemma3": "gemma3_config", "expert": "gemma_expert_config"}
-_PER_CAMERA = {
-    "video": "videos",
-    "vid_mask": "vid_masks",
-    "subgoal_image": "subgoal_images",
-    "subgoal_img_mask": "subgoal_img_masks",
-}
+RTOL, ATOL = 1e-4, 1e-5
+BFLOAT16, BFLOAT16_GRADIENT = 2e-2, 6e-2
+_ALL_ROUNDING = 1e-6
 
 
-@dataclass(frozen=True)
-class GoldenCase:
-    """A case with its description and tensors."""
+class Comparison(CaseReport):
+    """The report of a case, which chooses a tolerance for each value."""
 
-    name: str
-    kind: str
-    file: Path
-    folders: "GoldenFolders"
+    is_bfloat16 = False
 
-    @cached_property
-    def meta(self) -> dict:
-        return json.loads(self.file.read_text(encoding="utf-8"))
+    def check(self, group: str, values: Mapping[str, Any], start: str = "") -> None:
+        """Compare the named values that the case has.
 
-    @cached_property
-    def tensors(self) -> dict[str, np.ndarray]:
-        """The case's tensors and the inputs that it takes from another case; bfloat16 as
-        float32."""
-        found = {}
-        if "inputs_from" in self.meta:
-            found = _read(self.folders.file(self.meta["inputs_from"]))
-            found = {name: value for name, value in found.items() if name.startswith("in.")}
-        file = self.file.with_suffix(".safetensors")
-        return found | (_read(file) if file.exists() else {})
-
-    @property
-    def is_bfloat16(self) -> bool:
-        """Whether the case was computed in bfloat16."""
-        return "bf16" in self.meta.get("weights_file", "")
-
-    def inputs(self) -> dict:
-        """The `in.*` tensors as model inputs, cameras in lists."""
-        given: dict[str, Any] = {
-            name[3:]: value for name, value in self.tensors.items() if name[:3] == "in."
-        }
-        for one, many in _PER_CAMERA.items():
-            if f"{one}0" in given:
-                given[many] = [given.pop(f"{one}{i}") for i in range(self.meta["n_cams"])]
-        return given
-
-
-class GoldenFolders:
-    """All cases below the given folders, and the files next to them."""
-
-    def __init__(self, folders: list[Path]):
-        missing = [str(folder) for folder in folders if not folder.is_dir()]
-        if missing:
-            raise ValueError(f"no such folder: {', '.join(missing)}")
-        self.folders = folders
-        found: dict[Path, GoldenCase] = {}
-        for folder in folders:
-            for file in sorted(folder.rglob("*.json")):
-                kind = json.loads(file.read_text(encoding="utf-8")).get("kind")
-                kind = "freeze" if file.stem == "freeze_modes" else kind
-                if kind is not None:
-                    found.setdefault(file.resolve(), GoldenCase(file.stem, kind, file, self))
-        self.cases = list(found.values())
-
-    def file(self, name: str) -> Path:
-        """A file by name.
-
-        Raises:
-            ValueError: it is in no folder.
+        Args:
+            start: of the names in the case.
         """
-        for folder in self.folders:
-            for file in sorted(folder.rglob(name)):
-                return file
-        raise ValueError(f"{name} is in none of the folders {[str(f) for f in self.folders]}")
+        for name, found in values.items():
+            if start + name in self.golden:
+                self.value(group, start + name, array(found), self.golden[start + name])
 
-    def case(self, start: str) -> GoldenCase:
-        """The case whose name begins with `start`.
+    def value(self, group: str, name: str, found: Any, wanted: np.ndarray) -> None:
+        """Compare one value."""
+        found = np.asarray(found)
+        if wanted.dtype.kind in "bi":
+            self.exact(group, name, found, wanted)
+        elif group == "grads" and np.abs(wanted).max() < _ALL_ROUNDING:
+            self.absolute(group, name, found, _ALL_ROUNDING, wanted)
+        elif self.is_bfloat16 and group == "grads":
+            # Relative to the tensor's norm; for a key bias, whose gradient is all rounding, to that
+            # of the query bias.
+            like = self.golden.get(name.replace("k_proj.bias", "q_proj.bias"), wanted)
+            away = np.linalg.norm(found.astype(np.float64) - wanted) / np.linalg.norm(like)
+            self.absolute(group, name, away, BFLOAT16_GRADIENT, 0.0)
+        elif self.is_bfloat16:
+            self.relative(group, name, found, BFLOAT16, wanted)
+        elif group == "grads":
+            self.relative(group, name, found, RTOL, wanted)
+        else:
+            self.near(group, name, found, RTOL, ATOL, wanted)
 
-        Raises:
-            ValueError: it is in no folder.
-        """
-        for case in self.cases:
-            if case.name.startswith(start):
-                return case
-        raise ValueError(f"no case {start}* in the folders {[str(f) for f in self.folders]}")
 
-
-def model_of(case: GoldenCase, weights: str = "", **settings) -> PI07LowLevelFlowMatching:
+def model_of(case: PI07Case, weights: str = "", **settings) -> PI07LowLevelFlowMatching:
     """The case's model with its weights.
 
     Args:
@@ -121,7 +77,7 @@ def model_of(case: GoldenCase, weights: str = "", **settings) -> PI07LowLevelFlo
     return model
 
 
-def fill(model, case: GoldenCase, stored: dict | None = None) -> None:
+def fill(model, case: PI07Case, stored: dict | None = None) -> None:
     """Load the case's weights; all must be used unless the model has no expert."""
     stored = _stored_weights(case) if stored is None else stored
     placed = model.stored_parameters()
@@ -131,11 +87,11 @@ def fill(model, case: GoldenCase, stored: dict | None = None) -> None:
     fill_parameters(placed, stored)
 
 
-def _stored_weights(case: GoldenCase, name: str = "") -> dict:
+def _stored_weights(case: PI07Case, name: str = "") -> dict:
     return engine_keys(read_header(case.folders.file(name or case.meta["weights_file"])))
 
 
-def config_of(case: GoldenCase, stored: dict | None = None, **settings) -> PI07Config:
+def config_of(case: PI07Case, stored: dict | None = None, **settings) -> PI07Config:
     """The case's configuration with the groups of its weights; `settings` as in `model_of`."""
     given = case.meta["config"]
     own = {k: v for k, v in given.items() if k not in _SECTIONS and k != "indicator_token_ids"}
@@ -154,5 +110,81 @@ def config_of(case: GoldenCase, stored: dict | None = None, **settings) -> PI07C
     return config.changed(**own) if own else config
 
 
-def _read(file: Path) -> dict[str, np.ndarray]:
-    return {name: tensor.read(must_be_finite=False) for name, tensor in read_header(file).items()}
+def recorded(model: PI07LowLevelFlowMatching) -> Recording:
+    """Records the layers of a complete model."""
+    layers: dict[str, Any] = {
+        "tokens": video_encoder(model).projector,
+        "prefix": model.prefix,
+        "suffix": model.suffix,
+        "decoder": model.decoder,
+        "velocity": model.action_out_proj,
+        "logits": model.da_head,
+    }
+    return Recording(layers | {f"layer{i}": layer for i, layer in enumerate(model.decoder.layers)})
+
+
+def video_encoder(model: PI07LowLevelFlowMatching) -> VideoEncoder:
+    """The video encoder of a complete model."""
+    assert model.prefix is not None, "a full model has all layers"
+    return model.prefix.video_encoder
+
+
+def samples_of(rows, size: int) -> np.ndarray:
+    """Token rows `[B * L, D]` of B = `size` samples, reshaped to `[B, L, D]`."""
+    return array(rows).reshape(size, -1, rows.shape[-1])
+
+
+def prefix_quantities(prefix: Prefix) -> dict[str, Any]:
+    """Embedded prefix, its masks and positions."""
+    return {
+        "out.embed_prefix.embs": prefix.embs,
+        "out.embed_prefix.pad_masks": prefix.pad_masks,
+        "out.embed_prefix.att_masks": prefix.att_masks,
+        "out.prefix.att_2d_mask": block_mask(prefix.pad_masks, prefix.att_masks),
+        "out.prefix.position_ids": prefix_positions(prefix.pad_masks),
+    }
+
+
+def camera_tokens(prefix: Prefix, tokens, num_cams: int) -> dict[str, np.ndarray]:
+    """The visual tokens of each camera; goal images follow the camera images in one pass."""
+    cameras = np.split(array(tokens)[: num_cams * prefix.embs.shape[0]], num_cams)
+    return {f"out.video{i}.embs": camera for i, camera in enumerate(cameras)}
+
+
+def suffix_quantities(prefix: Prefix, num_steps: int) -> dict[str, Any]:
+    """Masks and positions of an action chunk after a prefix; names without their prefix."""
+    seen = prefix.pad_masks[:, : prefix.num_seen]
+    pad = paddle.ones([seen.shape[0], num_steps], dtype="bool")
+    # A chunk is one block.
+    marks = np.zeros([seen.shape[0], num_steps], dtype=bool)
+    marks[:, 0] = True
+    mask = KeyMask(paddle.concat([seen, pad], axis=1), num_steps)
+    return {
+        "pad_masks": pad,
+        "att_masks": marks,
+        "att_2d_mask": mask.visible_BLS,
+        "position_ids": suffix_positions(seen, num_steps),
+    }
+
+
+def cache_quantities(cache, num_seen: int) -> dict[str, Any]:
+    """Keys and values that the expert sees."""
+    return {
+        f"out.kv.layer{i}.{name}": x[:, :num_seen]
+        for i, pair in enumerate(cache)
+        for name, x in zip(("key", "value"), pair, strict=True)
+    }
+
+
+def adamw(settings: Mapping[str, Any], clip: float) -> TrainConfig:
+    """AdamW with a case's settings; OpenTau's defaults for those that it lacks."""
+    beta1, beta2 = settings.get("betas", (0.9, 0.95))
+    return TrainConfig(
+        output_dir="unused",
+        learning_rate=settings.get("lr", 2.5e-5),
+        adam_beta1=beta1,
+        adam_beta2=beta2,
+        adam_epsilon=settings.get("eps", 1e-8),
+        weight_decay=settings.get("weight_decay", 1e-10),
+        max_grad_norm=clip,
+    )

@@ -1,5 +1,6 @@
 """pi07's low-level policy: normalization, model inputs, losses, a rollout."""
 
+from collections.abc import Mapping
 from typing import cast
 
 import numpy as np
@@ -9,16 +10,15 @@ from paddle_vl.families.policy.discrete_actions import ActionTokenizer
 from paddle_vl.families.policy.features import FeatureType, PolicyFeature
 from paddle_vl.families.policy.normalize import Normalizer
 from paddle_vl.families.policy.prompt import PromptTokenizer
-from parity.comparison import CaseReport
-from parity.pi07_golden import GoldenCase, config_of, fill
-from parity.pi07_quantities import Comparison, array
+from parity.golden import PI07Case
+from parity.pi07_golden import Comparison, config_of, fill
 
 _BOS, _MODES = 2, ("MEAN_STD", "MIN_MAX", "QUANTILE")
 # The golden rollout empties its queue before this call.
 _CLEARED_STEP = 3
 
 
-class _Tokenizer:
+class CharacterTokenizer:
     """The case's stand-in for Gemma's tokenizer: one id per character outside labels."""
 
     def __init__(self, label_ids: dict[str, list[int]]):
@@ -36,10 +36,10 @@ class _Tokenizer:
         return ids, masks
 
 
-class _ActionTokenizer:
+class FirstValueActionTokenizer:
     """The case's stand-in for FAST: the first action value in steps of 1/8."""
 
-    def __init__(self, vocab_size: int):
+    def __init__(self, vocab_size: int = 40):
         self.vocab_size = vocab_size
 
     def __call__(self, actions_BCA: np.ndarray) -> list[list[int]]:
@@ -47,12 +47,12 @@ class _ActionTokenizer:
         return [row[: 4 + i % 3].tolist() for i, row in enumerate(steps)]
 
 
-def run_normalize(case: GoldenCase, report: CaseReport) -> None:
+def run_normalize(case: PI07Case, compare: Comparison) -> None:
     """Every mode in both conventions and back, with per-sample rows of statistics."""
-    compare, given = Comparison(case, report), case.tensors
+    given = case.tensors
     kinds: dict[str, FeatureType] = {"state": "STATE", "actions": "ACTION"}
     features = {name: PolicyFeature(kinds[name], given[f"in.{name}"].shape[-1:]) for name in kinds}
-    statistics = _statistics(case)
+    statistics = statistics_of(case.tensors)
     for mode in _MODES:
         for version in (0, 1):
             modes: dict[str, str] = {kind: mode for kind in kinds.values()}
@@ -61,27 +61,25 @@ def run_normalize(case: GoldenCase, report: CaseReport) -> None:
             batch = {name: given[f"in.{name}"] for name in kinds}
             there = normalizer.normalize(batch, given["in.dataset_index"])
             back = normalizer.unnormalize(there, given["in.dataset_index"])
-            for name in kinds:
-                start = f"{mode}.v{version}"
-                compare.check("there", {f"{start}.norm.{name}": there[name]})
-                compare.check("back", {f"{start}.unnorm.{name}": back[name]})
+            compare.check("there", there, f"{mode}.v{version}.norm.")
+            compare.check("back", back, f"{mode}.v{version}.unnorm.")
     compare.compared |= {name for name in given if name.startswith(("in.", "stats"))}
-    compare.all_compared("")
+    compare.all_compared()
 
 
-def run_policy(case: GoldenCase, report: CaseReport) -> None:
+def run_policy(case: PI07Case, compare: Comparison) -> None:
     """A raw batch to model inputs and losses; observations to actions."""
-    policy, compare, given = _policy(case), Comparison(case, report), case.tensors
+    policy, given = _policy(case), case.tensors
     batch = {name[3:]: value for name, value in given.items() if name.startswith("in.")}
     drawn = {name: batch.pop(name) for name in ("noise", "time")}
     batch |= case.meta["strings"]
     inputs = policy.training_inputs(batch) | drawn
     for name, value in inputs.items():
-        for i, one in enumerate(value if isinstance(value, list) else [value]):
-            number = str(i) if isinstance(value, list) else ""
-            compare.check("inputs", {f"model_in.{name}{number}": one})
+        is_list = isinstance(value, list)
+        found = {f"{name}{i}": one for i, one in enumerate(value)} if is_list else {name: value}
+        compare.check("inputs", found, "model_in.")
     losses = policy(batch, **drawn)
-    compare.check("losses", {f"out.{name}": array(losses[name]) for name in ("MSE", "CE")})
+    compare.check("losses", {name: losses[name] for name in ("MSE", "CE")}, "out.")
     policy.reset()
     steps = sum(name.endswith("out.action") for name in given)
     for n in range(steps):
@@ -96,7 +94,7 @@ def run_policy(case: GoldenCase, report: CaseReport) -> None:
         compare.all_compared(start)
 
 
-def _policy(case: GoldenCase) -> PI07LowLevelPolicy:
+def _policy(case: PI07Case) -> PI07LowLevelPolicy:
     given, modes = case.tensors, case.meta["normalization"]
     cameras = {
         name[3:]: {"type": "VISUAL", "shape": list(value.shape[-3:])}
@@ -119,17 +117,18 @@ def _policy(case: GoldenCase) -> PI07LowLevelPolicy:
     policy = PI07LowLevelPolicy(
         config,
         # The case has token ids in place of tokenizers.
-        cast(PromptTokenizer, _Tokenizer(case.meta["config"]["indicator_token_ids"])),
-        cast(ActionTokenizer, _ActionTokenizer(vocabulary)),
-        _statistics(case.folders.case("16_")),
+        cast(PromptTokenizer, CharacterTokenizer(case.meta["config"]["indicator_token_ids"])),
+        cast(ActionTokenizer, FirstValueActionTokenizer(vocabulary)),
+        statistics_of(case.folders.case("16_").tensors),
     )
     fill(policy.model, case)
     return policy
 
 
-def _statistics(case: GoldenCase) -> list[dict]:
+def statistics_of(tensors: Mapping[str, np.ndarray]) -> list[dict[str, dict[str, np.ndarray]]]:
+    """A case's normalization statistics: of each dataset group, by feature and statistic."""
     groups: dict[str, dict] = {}
-    for name, value in case.tensors.items():
+    for name, value in tensors.items():
         if name.startswith("stats"):
             group, feature, statistic = name.split(".")
             groups.setdefault(group, {}).setdefault(feature, {})[statistic] = value

@@ -9,6 +9,7 @@ The experts of a token are compared as a set, sorted by number.
 """
 
 import json
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -21,10 +22,12 @@ from paddle_vl.train.freeze import decayed_names
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.step import ModelRunner, counted, train_step
 from parity.comparison import CaseReport
-from parity.golden import GoldenCase, GoldenFolders
+from parity.golden import QwenCase, QwenFolders
 from parity.qwen_vl_processor import compare_processor
 from parity.qwen_vl_recording import DecoderRecording, tower_quantities
+from parity.recording import array, gradients
 
+FOLDERS = QwenFolders
 ACTIVATION, LOSS, GRADIENT, DRIFT = 2e-5, 5e-6, 2e-5, 1e-4
 # Of the trajectories: decay on every parameter, clipping at 1.
 _TRAINING = TrainConfig(
@@ -37,7 +40,7 @@ _TRAINING = TrainConfig(
 )
 
 
-def run_cases(golden: GoldenFolders, cases: list[GoldenCase], scale: float, dtype: str):
+def run_cases(golden: QwenFolders, cases: list[QwenCase], scale: float, dtype: str):
     """One report per case, or per model of a case with several models."""
     for case in cases:
         if case.kind == "processor":
@@ -45,73 +48,60 @@ def run_cases(golden: GoldenFolders, cases: list[GoldenCase], scale: float, dtyp
         elif case.kind == "trajectory":
             yield from _run_trajectories(golden, case, scale, dtype)
         else:
-            report = CaseReport(case.name, scale)
-            report.unsupported = _unsupported(golden, case)
+            report = CaseReport(case.name, scale, case.tensors)
+            extra = case.meta.get("extra_forward_kwargs") or {}
+            report.unsupported = _unsupported(golden, case.meta["model"], extra)
             if not report.unsupported:
                 model = _load(golden, case.meta["model"], dtype)
-                if case.kind == "generation":
-                    config = _config(golden, case.meta["model"])
-                    _run_generation(model, case, report, config["text_config"]["eos_token_id"])
-                else:
-                    _run_forward(model, case, report)
+                run = _run_generation if case.kind == "generation" else _run_forward
+                run(model, case, report)
             yield report
 
 
-def _config(golden: GoldenFolders, name: str) -> dict:
-    return json.loads((golden.model(name) / "config.json").read_text(encoding="utf-8"))
+def _config(golden: QwenFolders, name: str) -> dict:
+    return json.loads((golden.models[name] / "config.json").read_text(encoding="utf-8"))
 
 
-def _load(golden: GoldenFolders, name: str, dtype: str) -> Qwen3VLForConditionalGeneration:
-    return Qwen3VLForConditionalGeneration.from_pretrained(golden.model(name), dtype=dtype)
+def _load(golden: QwenFolders, name: str, dtype: str) -> Qwen3VLForConditionalGeneration:
+    return Qwen3VLForConditionalGeneration.from_pretrained(golden.models[name], dtype=dtype)
 
 
-def _unsupported(golden: GoldenFolders, case: GoldenCase) -> str:
-    """Reason why this package does not support a case; empty if it does."""
-    if reason := _unsupported_model(golden, case.meta["model"]):
-        return reason
-    unknown = set(case.meta.get("extra_forward_kwargs") or {}) - {"output_router_logits"}
-    return f"forward arguments {sorted(unknown)}" if unknown else ""
-
-
-def _unsupported_model(golden: GoldenFolders, name: str) -> str:
+def _unsupported(golden: QwenFolders, name: str, arguments: Iterable[str] = ()) -> str:
+    """Reason why this package does not support a model or arguments of its forward; empty if it
+    does."""
     if name not in golden.models:
         return f"model {name} is in none of the folders; they have {sorted(golden.models)}"
     model_type = _config(golden, name).get("model_type")
-    return "" if model_type in ("qwen3_vl", "qwen3_vl_moe") else f"model type {model_type}"
+    if model_type not in ("qwen3_vl", "qwen3_vl_moe"):
+        return f"model type {model_type}"
+    unknown = set(arguments) - {"output_router_logits"}
+    return f"forward arguments {sorted(unknown)}" if unknown else ""
 
 
 def _run_forward(
-    model: Qwen3VLForConditionalGeneration, case: GoldenCase, report: CaseReport
+    model: Qwen3VLForConditionalGeneration, case: QwenCase, report: CaseReport
 ) -> None:
     tensors, inputs = case.tensors, case.inputs()
     real_BL = _real_tokens(inputs)
     extra = case.meta.get("extra_forward_kwargs") or {}
     offsets = tensors.get("in.cu_seqlens")
     host = _host_batch(model, inputs, offsets)
-    compared = {name for name in tensors if name.startswith("in.")}
+    report.compared |= {name for name in tensors if name.startswith("in.")}
     if offsets is not None:
         # HF marks packed samples only by restarting positions.
         inputs = inputs | {"position_ids": tensors["in.position_ids"]}
         restarts = restart_offsets(tensors["in.position_ids"][0])
-        report.exact("positions", "in.cu_seqlens", restarts, offsets)
+        report.exact("positions", "in.cu_seqlens", restarts)
 
     def compare(group: str, name: str, found, rows=None) -> None:
         if name in tensors:
-            compared.add(name)
-            wanted = tensors[name]
-            if rows is not None:
-                found, wanted = np.asarray(found)[rows], wanted[rows]
-            report.absolute(group, name, found, wanted, ACTIVATION)
+            rows = ... if rows is None else rows
+            report.absolute(group, name, np.asarray(found)[rows], ACTIVATION, tensors[name][rows])
 
     if "in.position_ids" in tensors:
-        report.exact(
-            "positions",
-            "in.position_ids",
-            host["position_ids"][:, real_BL],
-            tensors["in.position_ids"][-3:][:, real_BL],
-        )
+        wanted = tensors["in.position_ids"][-3:][:, real_BL]
+        report.exact("positions", "in.position_ids", host["position_ids"][:, real_BL], wanted)
     if "rope_deltas" in tensors:
-        compared.add("rope_deltas")
         given = dict(zip(_POSITION_INPUTS, _of(inputs, _POSITION_INPUTS), strict=True))
         deltas = model.position_ids(**given, cu_seqlens=offsets)[1]
         report.exact("positions", "rope_deltas", deltas, tensors["rope_deltas"].reshape(-1))
@@ -127,69 +117,51 @@ def _run_forward(
         output = model(**inputs, **extra)
     quantities = recorded.quantities()
     if "visual_pos_masks" in tensors:
-        compared.add("visual_pos_masks")
         masks = quantities.get("visual_pos_masks", np.zeros_like(real_BL))
-        report.exact("positions", "visual_pos_masks", masks, tensors["visual_pos_masks"])
+        report.exact("positions", "visual_pos_masks", masks)
     for name, value in recorded.routers(tensors):
         # Padding is not routed.
-        compared.add(name)
-        rows = real_BL.reshape(-1)
+        wanted = tensors[name][real_BL.reshape(-1)]
         if "indices" in name:
-            report.exact("router", name, value, np.sort(tensors[name][rows], axis=-1))
-        else:
-            wanted = tensors[name]
-            if "weights" in name:
-                order = tensors[name.replace("weights", "indices")].argsort(axis=-1)
-                wanted = np.take_along_axis(wanted, order, axis=-1)
-            report.absolute("router", name, value, wanted[rows], ACTIVATION)
+            report.exact("router", name, value, np.sort(wanted, axis=-1))
+            continue
+        if "weights" in name:
+            experts = tensors[name.replace("weights", "indices")][real_BL.reshape(-1)]
+            wanted = np.take_along_axis(wanted, experts.argsort(axis=-1), axis=-1)
+        report.absolute("router", name, value, ACTIVATION, wanted)
     for name, value in quantities.items():
         is_level = name.startswith("lm.deepstack_visual_embeds")
         group = "levels" if is_level else "embeds" if "embeds" in name else "layers"
         compare(group, name, value, None if is_level else real_BL)
-    compare("logits", "logits", output.logits.astype("float32").numpy(), real_BL)
     carried = model(**host, **extra)
-    report.absolute(
-        "carried",
-        "logits, indices carried",
-        carried.logits.astype("float32").numpy()[real_BL],
-        tensors["logits"][real_BL],
-        ACTIVATION,
-    )
-    compared.add("loss")
-    report.absolute("loss", "loss", output.loss.item(), tensors["loss"].item(), LOSS)
-    report.absolute(
-        "loss", "loss, indices carried", carried.loss.item(), tensors["loss"].item(), LOSS
-    )
+    made = (("logits", "", output), ("carried", ", indices carried", carried))
+    for group, note, each in made:
+        logits, wanted = array(each.logits)[real_BL], tensors["logits"][real_BL]
+        report.absolute(group, f"logits{note}", logits, ACTIVATION, wanted)
+    for _, note, each in made:
+        report.absolute("loss", f"loss{note}", each.loss.item(), LOSS, tensors["loss"].item())
     if "aux_loss" in tensors:
-        compared.add("aux_loss")
         found = float("nan") if output.aux_loss is None else output.aux_loss.item()
-        report.absolute("loss", "aux_loss", found, tensors["aux_loss"].item(), LOSS)
-    for name in sorted(set(tensors) - compared):
-        report.fail("coverage", name, "the case holds it and it was not compared")
+        report.absolute("loss", "aux_loss", found, LOSS, tensors["aux_loss"].item())
+    report.all_compared()
     output.loss.backward()
     _compare_gradients(model, case, report)
 
 
-def _compare_gradients(model, case: GoldenCase, report: CaseReport) -> None:
+def _compare_gradients(model, case: QwenCase, report: CaseReport) -> None:
     """Compare every gradient, and the set of parameters without a gradient."""
-    without, squares = [], 0.0
-    for item in model.stored_parameters():
-        if item.parameter.grad is None:
-            without.append(item.key)
-            continue
-        found = item.layout.to_stored(item.of_own(item.parameter.grad.astype("float32").numpy()))
-        squares += float(np.square(found, dtype=np.float64).sum())
-        if item.key in case.gradients:
-            report.relative("grads", item.key, found, case.gradients[item.key], GRADIENT)
+    found, norm = gradients(model)
+    for key, value in found.items():
+        if key in case.gradients:
+            report.relative("grads", key, value, GRADIENT, case.gradients[key])
         else:
-            report.fail("grads", item.key, "has a gradient, none in the case")
-    known = {item.key for item in model.stored_parameters()}
-    for key in sorted(set(case.gradients) & set(without) | set(case.gradients) - known):
+            report.fail("grads", key, "has a gradient, none in the case")
+    for key in sorted(set(case.gradients) - set(found)):
         report.fail("grads", key, "has no gradient, one in the case")
-    if sorted(without) != sorted(case.meta["params_without_grad"]):
-        report.fail("grads", "params_without_grad", f"without a gradient here: {sorted(without)}")
-    norm = case.meta["grad_global_norm"]
-    report.relative("grads", "global norm", squares**0.5, norm, GRADIENT)
+    without = sorted({item.key for item in model.stored_parameters()} - set(found))
+    if without != sorted(case.meta["params_without_grad"]):
+        report.fail("grads", "params_without_grad", f"without a gradient here: {without}")
+    report.relative("grads", "global norm", norm, GRADIENT, case.meta["grad_global_norm"])
 
 
 _POSITION_INPUTS = ("input_ids", "attention_mask", "image_grid_thw", "video_grid_thw")
@@ -218,68 +190,63 @@ def _host_batch(model, inputs: dict[str, np.ndarray], offsets: np.ndarray | None
     position_ids, _ = mrope_position_ids(
         *_of(inputs, _POSITION_INPUTS), spatial_merge_size=merge, cu_seqlens=offsets, **ids
     )
-    packed = {} if offsets is None else {"cu_seqlens": offsets}
-    return (
-        inputs
-        | packed
-        | {
-            "position_ids": position_ids,
-            **host_visual_indices(inputs["input_ids"], **rows, **ids),
-            "num_target_tokens": int((inputs["labels"][:, 1:] != -100).sum()),
-            "has_left_padding": bool((np.diff(_real_tokens(inputs).astype(int), axis=1) > 0).any()),
-        }
-    )
+    return {
+        **inputs,
+        **({} if offsets is None else {"cu_seqlens": offsets}),
+        "position_ids": position_ids,
+        **host_visual_indices(inputs["input_ids"], **rows, **ids),
+        "num_target_tokens": int((inputs["labels"][:, 1:] != -100).sum()),
+        "has_left_padding": bool((np.diff(_real_tokens(inputs).astype(int), axis=1) > 0).any()),
+    }
 
 
-def _run_generation(model, case: GoldenCase, report: CaseReport, eos: int) -> None:
+def _run_generation(
+    model: Qwen3VLForConditionalGeneration, case: QwenCase, report: CaseReport
+) -> None:
     """Greedy tokens, the logits of every step and the positions behind them.
 
     The reference decoded with its end token suppressed, so all rows run to the end.
     """
     tensors, inputs = case.tensors, case.inputs()
-    wanted = tensors["generated"]
+    length = tensors["generated"].shape[1]
+    config = _config(case.folders, case.meta["model"])
     logits: list[np.ndarray] = []
     found = model.generate(
         **inputs,
-        max_new_tokens=wanted.shape[1],
-        min_new_tokens=wanted.shape[1],
-        eos_token_id=eos,
+        max_new_tokens=length,
+        min_new_tokens=length,
+        eos_token_id=config["text_config"]["eos_token_id"],
         on_logits=logits.append,
     )
-    report.exact("tokens", "generated", found, wanted)
-    report.absolute(
-        "logits", "step_logits", np.stack(logits, axis=1), tensors["step_logits"], ACTIVATION
-    )
+    report.exact("tokens", "generated", found)
+    report.absolute("logits", "step_logits", np.stack(logits, axis=1), ACTIVATION)
     position_ids, deltas_B = model.position_ids(*_of(inputs, _POSITION_INPUTS))
     real_BL = inputs["attention_mask"].astype(bool)
-    report.exact(
-        "positions",
-        "prefill_position_ids",
-        position_ids[:, real_BL],
-        tensors["prefill_position_ids"][1:][:, real_BL],
-    )
+    wanted = {name: tensors[f"{name}_position_ids"][1:] for name in ("prefill", "decode")}
+    name = "prefill_position_ids"
+    report.exact("positions", name, position_ids[:, real_BL], wanted["prefill"][:, real_BL])
     report.exact("positions", "rope_deltas", deltas_B, tensors["rope_deltas"].reshape(-1))
-    steps = tensors["decode_position_ids"].shape[-1]
-    decode_BS = (real_BL.sum(axis=1) + deltas_B)[:, None] + np.arange(steps)
+    steps = np.arange(wanted["decode"].shape[-1])
+    decode_BS = (real_BL.sum(axis=1) + deltas_B)[:, None] + steps
     decode_3BS = np.broadcast_to(decode_BS, (3, *decode_BS.shape))
-    report.exact("positions", "decode_position_ids", decode_3BS, tensors["decode_position_ids"][1:])
+    report.exact("positions", "decode_position_ids", decode_3BS, wanted["decode"])
 
 
-def _run_trajectories(golden: GoldenFolders, case: GoldenCase, scale: float, dtype: str):
+def _run_trajectories(golden: QwenFolders, case: QwenCase, scale: float, dtype: str):
     """Train every model of the case; compare loss and gradient norm of each step."""
     batch = golden.case(case.meta["batch_from"]).inputs()
     for name, wanted in case.meta["steps"].items():
         report = CaseReport(f"{case.name}[{name}]", scale)
-        report.unsupported = _unsupported_model(golden, name)
+        report.unsupported = _unsupported(golden, name)
         if dtype != "float32":
             # Without float32 masters small updates would be rounded away.
             report.unsupported = f"dtype {dtype}: the trajectory is for float32"
         if not report.unsupported:
             steps = _train_steps(_load(golden, name, dtype), batch, len(wanted))
             for i, (found, step) in enumerate(zip(steps, wanted, strict=True)):
-                report.relative("loss", f"step {i}", found[0], step["loss"], DRIFT)
+                report.relative("loss", f"step {i}", found[0], DRIFT, step["loss"])
             norms = [step["grad_norm"] for step in wanted]
-            report.relative("grad_norm", "all steps", [norm for _, norm in steps], norms, DRIFT)
+            report.relative("grad_norm", "all steps", [norm for _, norm in steps], DRIFT, norms)
         yield report
 
 

@@ -6,20 +6,9 @@ from typing import Any
 import numpy as np
 import paddle
 
-from paddle_vl.batch.positions import vision_layout
-from paddle_vl.nn.attention import vision_tables
-from parity.recording import Recording
-
-
-def array(value: Any) -> Any:
-    """Tensors as arrays, floating-point ones in float32; containers and tuples of them likewise."""
-    if isinstance(value, paddle.Tensor):
-        return (value.astype("float32") if value.is_floating_point() else value).numpy()
-    if isinstance(value, dict):
-        return {name: array(inner) for name, inner in value.items()}
-    if hasattr(value, "_asdict"):
-        return type(value)(*map(array, value))
-    return type(value)(map(array, value)) if isinstance(value, tuple | list) else value
+from paddle_vl.batch.positions import PatchRows, frame_runs, vision_layout
+from paddle_vl.nn.attention import Segments, vision_tables
+from parity.recording import Recording, array
 
 
 class DecoderRecording(Recording):
@@ -81,16 +70,16 @@ def tower_quantities(model, pixels: np.ndarray, grid: np.ndarray) -> dict[str, n
     """Names and values inside the vision tower for one modality."""
     tower, config = model.visual, model.config.vision_config
     layout = vision_layout(grid, table_side=config.table_side, merge=config.spatial_merge_size)
+    places = PatchRows(*map(paddle.to_tensor, layout))
     layers = {"patch_embed": tower.patch_embed}
     layers |= {f"block_out.{i}": block for i, block in enumerate(tower.blocks)}
     with paddle.no_grad(), Recording(layers, array) as recorded:
-        features = tower(paddle.to_tensor(pixels), layout)
+        features = tower(paddle.to_tensor(pixels), places, Segments(frame_runs(grid)))
     found = {name: calls[0] for name, calls in recorded.calls.items() if "input" not in name}
     found["block_in"] = recorded.calls["block_out.0 input"][0][0]
     width = config.hidden_size // config.num_heads
-    coordinates = paddle.to_tensor(layout.coordinates)
     found["rope_cos"], found["rope_sin"] = map(
-        array, vision_tables(coordinates, width, config.rope_theta)
+        array, vision_tables(places.coordinates, width, config.rope_theta)
     )
     found["merged"] = array(features.merged)
     return found | {f"deepstack.{n}": array(level) for n, level in enumerate(features.levels)}

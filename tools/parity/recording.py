@@ -1,15 +1,35 @@
-"""Outputs and inputs of layers, recorded with forward hooks."""
+"""Outputs and inputs of layers, recorded with forward hooks, and gradients."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import numpy as np
+import paddle
 from paddle import nn
 
 Own = TypeVar("Own", bound="Recording")
 
 
-def unchanged(value: Any) -> Any:
-    return value
+def array(value: Any) -> Any:
+    """Tensors as arrays, half precision as float32; containers and tuples of them likewise."""
+    if isinstance(value, paddle.Tensor):
+        is_half = value.dtype in (paddle.bfloat16, paddle.float16)
+        return (value.astype("float32") if is_half else value).numpy()
+    if isinstance(value, dict):
+        return {name: array(inner) for name, inner in value.items()}
+    if hasattr(value, "_asdict"):
+        return type(value)(*map(array, value))
+    return type(value)(map(array, value)) if isinstance(value, tuple | list) else value
+
+
+def gradients(model: Any) -> tuple[dict[str, np.ndarray], float]:
+    """Every gradient of a model by its stored key, and the norm of all of them."""
+    found = {
+        item.key: item.layout.to_stored(item.of_own(array(item.parameter.grad)))
+        for item in model.stored_parameters()
+        if item.parameter.grad is not None
+    }
+    return found, sum(float(np.square(g, dtype=np.float64).sum()) for g in found.values()) ** 0.5
 
 
 class Recording:
@@ -20,7 +40,9 @@ class Recording:
         kept: makes what is kept of an output or of inputs, at once.
     """
 
-    def __init__(self, layers: Mapping[str, nn.Layer], kept: Callable[[Any], Any] = unchanged):
+    def __init__(
+        self, layers: Mapping[str, nn.Layer], kept: Callable[[Any], Any] = lambda value: value
+    ):
         self.calls: dict[str, list[Any]] = {}
         self._layers, self._kept = layers, kept
 

@@ -1,20 +1,38 @@
-"""What is kept for data files: folders of their indexes and copies, and opened files."""
+"""What is kept for data files: folders of their indexes, opened files, and local copies of shards,
+uncompressed or of files on a slow store.
+"""
 
 import fcntl
+import gzip
 import hashlib
 import os
+import re
+import shutil
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from io import BytesIO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from xxhash import xxh3_64
+
+from paddle_vl.files.text_file import replacing
 
 T = TypeVar("T")
 FOLDER = ".paddle_vl"
 # Opened files, tables and copies that a process keeps.
 _MOST_OPEN = 64
+# Suffixes of compressed shards.
+SUFFIXES = (".gz", ".zst")
+_BLOCK = 1 << 22
+# A compressed shard may have so many times its size, or 64 MiB; gzip's most is 1032.
+_MOST_RATIO, _ALWAYS_FINE = 200, 1 << 26
+_ATTEMPTS = 5
+_ENDING = b"<end of a whole file>"
 # Blocks of a data file that every start reads.
 _SAMPLES, _SAMPLE = 4, 1 << 16
 
@@ -155,3 +173,159 @@ def pread(opened: int, begin: int, end: int) -> bytes:
         pieces.append(piece)
         begin += len(piece)
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+@dataclass(frozen=True)
+class LocalCopies:
+    """Copies of the shards of one source, made when they are first needed.
+
+    Attributes:
+        folders: where they lie.
+        at_most: shards to keep; the least recently used are removed. None keeps all.
+    """
+
+    folders: CacheFolders
+    at_most: int | None = None
+
+    def descriptor(self, path: str) -> int:
+        """Descriptor of the copy of a shard, kept open for further reads.
+
+        Raises:
+            RuntimeError: see `file`.
+        """
+
+        def make() -> tuple[int, Callable[[], None]]:
+            for _ in range(_ATTEMPTS):
+                # Another process may remove the copy before it is opened.
+                with suppress(FileNotFoundError):
+                    opened = os.open(self.file(Path(path)), os.O_RDONLY | os.O_CLOEXEC)
+                    return opened, partial(os.close, opened)
+            raise RuntimeError(
+                f"the local copy of {path} is removed again before it can be read: more shards are "
+                "in use than data.shuffle_shards allows; raise it"
+            )
+
+        return open_files.get(("copy", path), make)
+
+    def file(self, path: Path) -> str:
+        """Path of the copy of a shard.
+
+        Raises:
+            RuntimeError: the shard cannot be read or uncompressed.
+        """
+        suffix = _suffix(path)
+        target = next(iter(self.folders.existing(path, suffix)), None)
+        if target is None:
+            target = self.folders.writable(path, suffix)
+            with locked(self.folders.writable(path, ".copy")):
+                if not target.is_file():
+                    _copy(path, target)
+                    self._remove_old(target, target.name.removesuffix(suffix))
+        elif self.at_most is not None:
+            with suppress(OSError):
+                os.utime(target)
+        return str(target)
+
+    def forget(self, path: Path) -> None:
+        """Remove the copy of a shard; the next use makes it again."""
+        for copy in self.folders.existing(path, _suffix(path)):
+            copy.unlink(missing_ok=True)
+        open_files.drop(("copy", str(path)))
+
+    def _remove_old(self, newest: Path, name: str) -> None:
+        """Remove copies of earlier states of the same shard, and those beyond `at_most`."""
+        earlier = re.compile(re.escape(name) + r"\.[0-9a-f]+(-[0-9a-f]+)+\.copy")
+        for copy in newest.parent.glob("*.copy"):
+            if copy != newest and earlier.fullmatch(copy.name):
+                copy.unlink(missing_ok=True)
+        if self.at_most is None:
+            return
+        ages: list[tuple[int, Path]] = []
+        for copy in newest.parent.glob("*.copy"):
+            with suppress(OSError):
+                ages.append((copy.stat().st_mtime_ns, copy))
+        for _, copy in sorted(ages)[: -self.at_most]:
+            copy.unlink(missing_ok=True)
+
+
+def _suffix(path: Path) -> str:
+    return f".{'-'.join(f'{number:x}' for number in file_state(path))}.copy"
+
+
+def _copy(path: Path, target: Path) -> None:
+    broken: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)
+    if path.suffix == ".zst":
+        broken += (_zstandard(path).ZstdError,)
+    try:
+        with _opened(path) as source, replacing(target) as partial, partial.open("wb") as file:
+            if path.suffix in SUFFIXES:
+                _uncompress(path, source, file)
+            else:
+                shutil.copyfileobj(source, file, _BLOCK)
+    except broken as error:
+        raise RuntimeError(
+            f"data file {path} cannot be read or uncompressed into {target.parent} ({error}): "
+            "check the file, the free space, and data.cache"
+        ) from error
+
+
+def _uncompress(path: Path, source: BinaryIO | gzip.GzipFile, file: BinaryIO) -> None:
+    most = max(_ALWAYS_FINE, _MOST_RATIO * path.stat().st_size)
+    size, ending = 0, _ENDING if path.suffix == ".zst" else b""
+    kept = b""
+    while block := source.read(_BLOCK):
+        size += len(block)
+        if size > most:
+            raise RuntimeError(
+                f"data file {path} has more than {most} bytes uncompressed and "
+                f"{path.stat().st_size} as it is: that looks like a damaged or hostile file; if it "
+                "is meant so, uncompress it yourself and name the result"
+            )
+        block = kept + block
+        kept = block[len(block) - len(ending) :]
+        file.write(block[: len(block) - len(kept)])
+    if kept != ending:
+        raise EOFError("it is cut off")
+
+
+class _Ended:
+    """A Zstandard file and one more frame.
+
+    A file that is cut off would end without an error; the frame tells, as it is lost in that file's
+    last one.
+    """
+
+    def __init__(self, file: BinaryIO, frame: bytes):
+        self._file, self._frame = file, BytesIO(frame)
+        self.close = file.close
+
+    def read(self, size: int = -1) -> bytes:
+        return self._file.read(size) or self._frame.read(size)
+
+
+def _opened(path: Path) -> BinaryIO | gzip.GzipFile:
+    """A file opened for reading its uncompressed content from begin to end; that of a .zst file is
+    followed by `_ENDING`."""
+    if path.suffix == ".gz":
+        return gzip.open(path, "rb")
+    if path.suffix == ".zst":
+        package = _zstandard(path)
+        file = _Ended(path.open("rb"), package.compress(_ENDING))
+        return package.ZstdDecompressor().stream_reader(file, read_across_frames=True)
+    return path.open("rb")
+
+
+def _zstandard(path: Path) -> Any:
+    """The package that reads Zstandard files.
+
+    Raises:
+        RuntimeError: it is missing.
+    """
+    try:
+        import zstandard as package
+    except ImportError as error:
+        raise RuntimeError(
+            f"{path} is a Zstandard file, which needs the package zstandard: pip install "
+            "'paddle-vl[corpus]'"
+        ) from error
+    return package

@@ -190,13 +190,15 @@ class RowMaker:
         Raises:
             BadSampleError: a bad document where they are not skipped, or too many in a row.
         """
-        making = _Making(self, lane, state, self._kept.pop(lane, {}))
-        pieces = making.fill()
-        self._kept[lane] = making.waiting_documents()
-        return pieces, making.state()
+        row = _Row(self, lane, state, self._kept.pop(lane, {}))
+        pieces = row.fill()
+        keys = [(each.source, each.number) for each in row.waiting]
+        self._kept[lane] = {key: row.documents[key] for key in keys if key in row.documents}
+        new = LaneState(tuple(row.drawn), tuple(row.tokens), tuple(row.waiting), dict(row.skipped))
+        return pieces, new
 
 
-class _Making:
+class _Row:
     """One row while it is made."""
 
     def __init__(
@@ -212,25 +214,20 @@ class _Making:
         self._starts = maker.mix.starts(lane)
         self._bad_in_a_row = 0
 
-    def state(self) -> LaneState:
-        return LaneState(
-            tuple(self.drawn), tuple(self.tokens), tuple(self.waiting), dict(self.skipped)
-        )
-
-    def waiting_documents(self) -> dict[tuple[int, int], EncodedDocument]:
-        """The encoded documents that wait, by source and number."""
-        keys = [(each.source, each.number) for each in self.waiting]
-        return {key: self.documents[key] for key in keys if key in self.documents}
-
     def fill(self) -> list[Piece]:
         budget, pieces, at = self.maker.budget, list[Piece](), 0
-        tokens, vision = budget.tokens, budget.vision_limit
+        tokens, vision, mix = budget.tokens, budget.vision_limit, self.maker.mix
         while tokens >= _SHORTEST and not (pieces and self.maker.one_piece):
             is_new = at == len(self.waiting)
             if is_new:
                 if at == _MOST_WAITING:
                     break
-                self._draw()
+                # The next document of the source that lags most.
+                taken = self.tokens if mix.counts_tokens else self.drawn
+                source = int(np.argmin((self._starts + taken) / mix.shares))
+                number = self.lane + self.drawn[source] * self.maker.num_lanes
+                self.drawn[source] += 1
+                self.waiting.append(Waiting(source, number, 0))
             each = self.waiting[at]
             try:
                 document = self._document(each)
@@ -268,14 +265,6 @@ class _Making:
         if document.is_whole and begin == 0 and in_empty_row == len(document):
             return None
         return end
-
-    def _draw(self) -> None:
-        """Take the next document of the source that lags most."""
-        mix, taken = self.maker.mix, self.tokens if self.maker.mix.counts_tokens else self.drawn
-        source = int(np.argmin((self._starts + taken) / mix.shares))
-        number = self.lane + self.drawn[source] * self.maker.num_lanes
-        self.drawn[source] += 1
-        self.waiting.append(Waiting(source, number, 0))
 
     def _document(self, each: Waiting) -> EncodedDocument:
         key = (each.source, each.number)

@@ -16,8 +16,8 @@ import numpy as np
 from paddle_vl.batch.schema import SOURCE_COUNTS
 from paddle_vl.data.corpus.lanes import DOCUMENTS, LaneState, Piece, RowMaker, is_count
 from paddle_vl.data.packing import check_ranks
-from paddle_vl.data.prefetch import PendingBatch, PrefetchingLoader, refuse_changes
-from paddle_vl.data.worker_pool import WorkerPool, current_sample, note_sample
+from paddle_vl.data.prefetch import PendingBatch, PrefetchingLoader
+from paddle_vl.data.worker_pool import note_sample
 
 logger = logging.getLogger(__name__)
 PHASES = 16
@@ -34,7 +34,7 @@ class MadeRows(NamedTuple):
     states: dict[int, LaneState]
 
 
-class CorpusLoader(PrefetchingLoader[MadeRows]):
+class CorpusLoader(PrefetchingLoader):
     """An endless iterator over training batches; see `PrefetchLoader` for the interface.
 
     Every batch has the tokens and documents of each source in it, `[S]` int64, under
@@ -45,6 +45,8 @@ class CorpusLoader(PrefetchingLoader[MadeRows]):
             of `len(self)` documents of epoch `epoch`, as if all ranks were where this one is.
         names: of the sources.
     """
+
+    what = "documents"
 
     def __init__(
         self,
@@ -69,11 +71,14 @@ class CorpusLoader(PrefetchingLoader[MadeRows]):
             rank, size: data-parallel rank and world size.
         """
         check_ranks(batch_size, rank, size)
-        super().__init__(num_workers, rank, size)
-        self._maker, self._collator, self._batch_size = maker, collator, batch_size
+        ahead = min(max(prefetch_batches, num_workers), PHASES)
+        # Each lane goes to the same worker always.
+        super().__init__(
+            make_rows, maker, collator, num_workers, ahead, rank, size, num_pools=num_workers
+        )
+        self._maker, self._batch_size = maker, batch_size
         self.names, self._num_documents = list(names), num_documents
         self._stream = {"global_batch_size": batch_size * size, **stream}
-        self._max_pending = min(max(prefetch_batches, num_workers), PHASES)
         self._states: dict[int, LaneState] = {}
         self._step = 0
 
@@ -90,9 +95,11 @@ class CorpusLoader(PrefetchingLoader[MadeRows]):
             RuntimeError: a worker process died.
         """
         if self._num_workers:
-            made = self._from_workers()
+            made: MadeRows = self._take()
         else:
-            made = make_rows(self._maker, self._collator, self._lane_states(self._step))
+            batch, arguments = self._job(0)
+            self._awaited = batch, None, 0
+            made = make_rows(*self._shared, *arguments)
         self._states.update(made.states)
         self._step += 1
         self._request_ahead()
@@ -147,9 +154,20 @@ class CorpusLoader(PrefetchingLoader[MadeRows]):
         problems = self._differing(state.get("stream"))
         if not problems and not isinstance(state.get("lanes"), dict):
             problems = ["it was no mix of sources"]
-        refuse_changes(problems, "documents")
-        states, step = self._states_of(state["lanes"]), state.get("step")
-        if not is_count(step) or set(states) != set(self._lanes_until(step)):
+        self._refuse_changes(problems)
+        by_name = {str(lane): lane for lane in range(self._maker.num_lanes)}
+        if unknown := state["lanes"].keys() - by_name.keys():
+            raise ValueError(
+                f"cannot continue in the data: the checkpoint has the lane {min(unknown)[:40]!r}, "
+                f"and the run has {len(by_name)}: continue from another checkpoint"
+            )
+        states = {
+            by_name[name]: LaneState.from_json(values, by_name[name], len(by_name), len(self.names))
+            for name, values in state["lanes"].items()
+        }
+        step, rows = state.get("step"), self._batch_size * self.size
+        # Those of the rows of all ranks in the first micro-batches.
+        if not is_count(step) or set(states) != set(range(min(step, PHASES) * rows)):
             raise ValueError(
                 f"cannot continue in the data: the checkpoint's position is damaged (step {step!r} "
                 f"with {len(states)} lanes): continue from another checkpoint"
@@ -189,71 +207,21 @@ class CorpusLoader(PrefetchingLoader[MadeRows]):
         ]
         return list(dict.fromkeys(problems))
 
-    def _states_of(self, lanes: Mapping[str, Any]) -> dict[int, LaneState]:
-        """The saved states of lanes by number.
-
-        Raises:
-            ValueError: they are damaged.
-        """
-        by_name = {str(lane): lane for lane in range(self._maker.num_lanes)}
-        if unknown := lanes.keys() - by_name.keys():
-            raise ValueError(
-                f"cannot continue in the data: the checkpoint has the lane {min(unknown)[:40]!r}, "
-                f"and the run has {len(by_name)}: continue from another checkpoint"
-            )
-        return {
-            by_name[name]: LaneState.from_json(values, by_name[name], len(by_name), len(self.names))
-            for name, values in lanes.items()
-        }
-
-    def _lanes_until(self, step: int) -> range:
-        """Lanes of the rows of all ranks in the first micro-batches."""
-        return range(min(step, PHASES) * self._batch_size * self.size)
-
-    def waiting_for(self) -> str:
-        text = f"micro-batch {self._step + 1} of a mix of {', '.join(self.names)}"
-        if self.size > 1:
-            text += f" of data-parallel rank {self.rank}"
-        if not self._num_workers:
-            at = self._at(current_sample())
-            return f"{text}; this process prepares it itself (data.num_workers is 0) and {at}"
-        worker, pools = self._step % PHASES % self._num_workers, self._pools
-        progress = pools[worker].progress() if worker < len(pools) else []
-        if not progress:
-            return f"{text}; worker {worker}, which prepares it, has not started"
-        return f"{text}; worker {worker} (process {progress[0].pid}) {self._at(progress[0].sample)}"
-
-    def _at(self, sample: int | None) -> str:
-        if sample is None:
-            return "is between documents"
-        source, number = divmod(sample, DOCUMENTS)
-        return f"is at {self._maker.sources[source].where(number)}"
-
     def _consumed(self) -> int:
         return self.size * sum(sum(state.drawn) for state in self._states.values())
 
-    def _lanes(self, step: int) -> list[int]:
-        """Lanes of this rank's rows of a micro-batch."""
-        rows = self._batch_size * self.size
-        first = step % PHASES * rows
-        return list(range(first + self.rank, first + rows, self.size))
+    def _job(self, ahead: int) -> tuple[PendingBatch, tuple[Any, ...]]:
+        """See the base; the lanes of this rank's rows are the argument, with their states."""
+        step, rows = self._step + ahead, self._batch_size * self.size
+        first, new = step % PHASES * rows, LaneState.new(len(self.names))
+        lanes = range(first + self.rank, first + rows, self.size)
+        name = f"micro-batch {step + 1} of a mix of {', '.join(self.names)}"
+        pool = step % PHASES % (self._num_workers or 1)
+        return PendingBatch(name, pool), ({lane: self._states.get(lane, new) for lane in lanes},)
 
-    def _lane_states(self, step: int) -> dict[int, LaneState]:
-        new = LaneState.new(len(self.names))
-        return {lane: self._states.get(lane, new) for lane in self._lanes(step)}
-
-    def _name_of_next(self) -> str:
-        return f"micro-batch {self._step + 1}"
-
-    def _request(self) -> None:
-        # Each lane goes to the same worker always.
-        while len(self._pools) < self._num_workers:
-            self._pools.append(WorkerPool(self._maker, self._collator, 1))
-        while len(self._pending) < self._max_pending:
-            step = self._step + len(self._pending)
-            pool = self._pools[step % PHASES % self._num_workers]
-            future = pool.submit(make_rows, self._lane_states(step))
-            self._pending.append((PendingBatch(0, step, []), future))
+    def _place(self, sample: int) -> str:
+        source, number = divmod(sample, DOCUMENTS)
+        return self._maker.sources[source].where(number)
 
 
 def make_rows(maker: RowMaker, collator: Any, states: Mapping[int, LaneState]) -> MadeRows:

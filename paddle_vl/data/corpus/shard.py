@@ -1,4 +1,7 @@
-"""Shards: data files with documents that can be read by number, and entries of their rows."""
+"""Shards: data files with documents that can be read by number, and entries of their rows.
+
+A JSONL file, plain or compressed (.gz, .zst), is the simplest of them.
+"""
 
 import logging
 from abc import ABC, abstractmethod
@@ -7,17 +10,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paddle_vl.data.corpus.cache import CacheFolders
-from paddle_vl.data.corpus.local_copies import LocalCopies
-from paddle_vl.data.corpus.offset_index import ChangedError, IndexFile, Offsets, index_of
-from paddle_vl.data.jsonl import BadSampleError
+import numpy as np
+from xxhash import xxh3_64
+
+from paddle_vl.data.corpus.cache import CacheFolders, LocalCopies
+from paddle_vl.data.corpus.offset_index import (
+    ChangedError,
+    IndexFile,
+    Offsets,
+    SummedReader,
+    index_of,
+)
+from paddle_vl.data.jsonl import BadSampleError, check_length, parse_object
 
 logger = logging.getLogger(__name__)
 # A row of JSONL, of a Parquet table or of a tar file. Images are paths, or bytes of a file.
 Row = Mapping[str, Any]
 S = TypeVar("S", bound="Shard")
+Indexed = TypeVar("Indexed", bound="IndexedShard")
 # Bytes of images and other binary entries that a row may have for each byte of text: 64 MiB.
 BINARY_PER_TEXT = 64
+_BLOCK = 1 << 22
+_BREAK, _SPACE = 10, 32
+# Of every byte, whether it is no white space.
+_IS_TEXT = np.array([bool(bytes([byte]).strip()) for byte in range(256)])
 
 
 @dataclass(frozen=True)
@@ -42,6 +58,7 @@ class Shard(ABC):
     max_line_bytes: int
 
     @classmethod
+    @abstractmethod
     def opened(
         cls: type[S],
         path: Path,
@@ -54,13 +71,6 @@ class Shard(ABC):
         Raises:
             RuntimeError: it cannot be read, is damaged or of another kind.
         """
-        index = index_of(path, folders, lambda: cls.offsets(path, copies))
-        return cls(str(path), (index.count,), index.content, index, copies, max_line_bytes)
-
-    @classmethod
-    def offsets(cls, path: Path, copies: LocalCopies | None) -> Offsets:
-        """What its index has, found by reading the file."""
-        raise NotImplementedError
 
     @property
     def count(self) -> int:
@@ -99,6 +109,93 @@ class Shard(ABC):
             logger.warning("the local copy of %s is damaged: it is made again", self.path)
             self.copies.forget(Path(self.path))
         return self.index.read(begin, end, self.copies.descriptor(self.path))
+
+
+class IndexedShard(Shard):
+    """A file whose documents are found by reading it once."""
+
+    @classmethod
+    def opened(
+        cls: type[Indexed],
+        path: Path,
+        folders: CacheFolders,
+        copies: LocalCopies | None,
+        max_line_bytes: int,
+    ) -> Indexed:
+        index = index_of(path, folders, lambda: cls.offsets(path, copies))
+        return cls(str(path), (index.count,), index.content, index, copies, max_line_bytes)
+
+    @classmethod
+    @abstractmethod
+    def offsets(cls, path: Path, copies: LocalCopies | None) -> Offsets:
+        """What its index has, found by reading the file."""
+
+
+class JsonlShard(IndexedShard):
+    """Lines of a file."""
+
+    @classmethod
+    def offsets(cls, path: Path, copies: LocalCopies | None) -> Offsets:
+        if copies is None:
+            return line_offsets(path)
+        # A copy from before may be damaged, and there are no sums to compare it with.
+        copies.forget(path)
+        return line_offsets(Path(copies.file(path)))
+
+    def read(self, row: int) -> Row:
+        begin, end = self.index.span(row)
+        line = self.bytes_of(begin, min(end, begin + self.max_line_bytes + 2)).strip()
+        check_length(line, self.max_line_bytes)
+        return parse_object(line, "a document's entries")
+
+    def place(self, row: int) -> str:
+        if self.index.rows_are_lines:
+            return f"{self.path}:{row + 1}"
+        begin, _ = self.index.span(row)
+        starts = range(0, begin, _BLOCK)
+        breaks = sum(self.bytes_of(at, min(at + _BLOCK, begin)).count(b"\n") for at in starts)
+        return f"{self.path}:{breaks + 1}"
+
+
+def line_offsets(path: Path) -> Offsets:
+    """Offsets of all lines that are not blank; the file is read once, in blocks.
+
+    Raises:
+        RuntimeError: the file cannot be read.
+    """
+    found: list[np.ndarray] = []
+    hashed, at, num_breaks = xxh3_64(), 0, 0
+    # Begin of the line that the last block ended in, and whether it has been blank so far.
+    begin, is_blank = 0, True
+    with SummedReader(path) as file:
+        while block := file.read(_BLOCK):
+            hashed.update(block)
+            bytes_N = np.frombuffer(block, dtype=np.uint8)
+            breaks_K = np.flatnonzero(bytes_N == _BREAK)
+            num_breaks += breaks_K.size
+            if not breaks_K.size:
+                is_blank = is_blank and not block.strip()
+            else:
+                begins_K = np.concatenate([[0], breaks_K[:-1] + 1])
+                # Most lines begin with a bracket; only others are looked at.
+                has_text_K = bytes_N[begins_K] > _SPACE
+                if (odd := np.flatnonzero(~has_text_K)).size:
+                    text_at = np.flatnonzero(_IS_TEXT[bytes_N])
+                    first = np.searchsorted(text_at, begins_K[odd])
+                    has_text_K[odd] = first < np.searchsorted(text_at, breaks_K[odd])
+                has_text_K[0] |= not is_blank
+                begins_K += at
+                begins_K[0] = begin
+                found.append(begins_K[has_text_K])
+                rest = int(breaks_K[-1]) + 1
+                begin, is_blank = at + rest, not block[rest:].strip()
+            at += len(block)
+    if not is_blank:
+        found.append(np.array([begin]))
+    starts = np.concatenate([*found, np.zeros(0, dtype=np.int64)])
+    num_lines = num_breaks + (begin < at)
+    offsets = np.append(starts, at).astype(np.uint64)
+    return Offsets(at, file.sums, offsets, hashed.intdigest(), len(starts) == num_lines)
 
 
 def check_row_size(text: int, binary: int, max_line_bytes: int) -> None:

@@ -19,9 +19,9 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 from xxhash import xxh3_64
 
-from paddle_vl.data.corpus.local_copies import LocalCopies
+from paddle_vl.data.corpus.cache import LocalCopies
 from paddle_vl.data.corpus.offset_index import Offsets, SummedReader
-from paddle_vl.data.corpus.shard import BINARY_PER_TEXT, Row, Shard, check_row_size
+from paddle_vl.data.corpus.shard import BINARY_PER_TEXT, IndexedShard, Row, check_row_size
 from paddle_vl.data.jsonl import MAX_LINE_BYTES, BadSampleError, parse_object
 
 _IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm")
@@ -34,12 +34,35 @@ _BROKEN = (OSError, tarfile.TarError, EOFError, ValueError, ArithmeticError, Rec
 _END = bytes(1024)
 
 
-class TarShard(Shard):
+class TarShard(IndexedShard):
     """Documents of an archive."""
 
     @classmethod
     def offsets(cls, path: Path, copies: LocalCopies | None) -> Offsets:
-        return _member_offsets(path)
+        # Headers and texts are read; of images only the blocks at both ends, beside the headers.
+        hashed, starts, end = xxh3_64(), [], 0
+        last = None
+        try:
+            with SummedReader(path) as reader:
+                for member in _headers(reader):
+                    if member.offset < end:
+                        raise tarfile.ReadError(f"member {member.name} overlaps the one before")
+                    key, extension = _key_of(member.name)
+                    if key != last:
+                        starts.append(member.offset)
+                        last = key
+                    hashed.update(f"{member.name}:{member.size}:{member.mtime},".encode())
+                    end = member.offset_data + (member.size + 511) // 512 * 512
+                    kind = extension.lower().rpartition(".")[2]
+                    if kind not in _IMAGES and member.size <= MAX_LINE_BYTES:
+                        reader.touch(member.offset_data, end)
+        except _BROKEN as error:
+            raise RuntimeError(
+                f"data file {path} is no uncompressed tar file, or a damaged one ({error}): shards "
+                "must be .tar, as they are read at any place; fetch or write it again"
+            ) from error
+        offsets = np.array([*starts, end], dtype=np.uint64)
+        return Offsets(reader.size, reader.sums, offsets, hashed.intdigest())
 
     def read(self, row: int) -> Row:
         return _row(self._members(row))
@@ -135,33 +158,6 @@ def _with_members(value: Any, named: Callable[[Any], Any]) -> Any:
     return {
         key: named(each) if is_image else _with_members(each, named) for key, each in value.items()
     }
-
-
-def _member_offsets(path: Path) -> Offsets:
-    """Headers and texts are read; of images only the blocks at both ends, beside the headers."""
-    hashed, starts, end = xxh3_64(), [], 0
-    last = None
-    try:
-        with SummedReader(path) as reader:
-            for member in _headers(reader):
-                if member.offset < end:
-                    raise tarfile.ReadError(f"member {member.name} overlaps the one before")
-                key, extension = _key_of(member.name)
-                if key != last:
-                    starts.append(member.offset)
-                    last = key
-                hashed.update(f"{member.name}:{member.size}:{member.mtime},".encode())
-                end = member.offset_data + (member.size + 511) // 512 * 512
-                kind = extension.lower().rpartition(".")[2]
-                if kind not in _IMAGES and member.size <= MAX_LINE_BYTES:
-                    reader.touch(member.offset_data, end)
-    except _BROKEN as error:
-        raise RuntimeError(
-            f"data file {path} is no uncompressed tar file, or a damaged one ({error}): shards "
-            "must be .tar, as they are read at any place; fetch or write it again"
-        ) from error
-    offsets = np.array([*starts, end], dtype=np.uint64)
-    return Offsets(reader.size, reader.sums, offsets, hashed.intdigest())
 
 
 def _headers(reader: SummedReader) -> Iterator[tarfile.TarInfo]:

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64
 
-from paddle_vl.data.corpus.cache import CacheFolders, descriptor, open_files, pread
-from paddle_vl.data.corpus.local_copies import LocalCopies
+from paddle_vl.data.corpus.cache import CacheFolders, LocalCopies, descriptor, open_files, pread
 from paddle_vl.data.corpus.offset_index import IndexFile, index_of, whole_file
 from paddle_vl.data.corpus.shard import Row, Shard
 from paddle_vl.files.text_file import replacing

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from paddle_vl.data.corpus.open_shard import ShardOpener, open_shards
 from paddle_vl.data.corpus.shard import Shard, refuse_empty, text_of
+from paddle_vl.data.corpus.sources import ShardOpener, open_shards
 from paddle_vl.data.corpus.token_files import TokenFileWriter
 from paddle_vl.data.jsonl import (
     BadSampleError,
@@ -148,7 +148,8 @@ def write_token_files(
         RuntimeError: a file cannot be read, or there is no document.
     """
     record = prefix.with_name(prefix.name + ".json")
-    taken = [path for path in (record, *_paths(prefix)) if path.exists()]
+    binary, index = (prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx"))
+    taken = [path for path in (record, binary, index) if path.exists()]
     if taken:
         raise ValueError(f"{taken[0]} exists already: choose another output, or remove it")
     tokens.end_id  # noqa: B018 - refused before long work
@@ -164,7 +165,7 @@ def write_token_files(
     )
     workers = num_processes if num_processes > 1 else 0
     with TokenFileWriter(prefix, highest_id(tokens.tokenizer)) as writer:
-        for done in results_in_order(_tokenized, tokens, jobs, workers):
+        for done in results_in_order(TextTokens.chunk, tokens, jobs, workers):
             writer.add(done.ids, done.sizes)
             skipped += done.skipped
         if not writer.num_documents:
@@ -180,18 +181,8 @@ def write_token_files(
     with replacing(record) as partial:
         partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     # Finds the sums of the .bin, so that the first run need not read it.
-    opener(_paths(prefix)[1])
+    opener(index)
     return Written(writer.num_documents, writer.num_tokens, dict(skipped))
-
-
-def _paths(prefix: Path) -> list[Path]:
-    return [prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx")]
-
-
-def _tokenized(
-    tokens: TextTokens, collator: None, shard: Shard, begin: int, stop: int
-) -> Tokenized:
-    return tokens.chunk(shard, begin, stop)
 
 
 def tokenizer_hash(content: str) -> str:

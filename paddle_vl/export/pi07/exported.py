@@ -14,16 +14,17 @@ from paddle import Tensor
 from pydantic import Field
 
 from paddle_vl.export.folder import AnyProgram, ExportFolder
+from paddle_vl.export.program import by_layer, with_room
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
-from paddle_vl.families.pi07.inputs.planning import BOS, Plan, WritingRules, plan_of, write_plan
 from paddle_vl.families.policy.acting import ActingPolicy
 from paddle_vl.families.policy.model_inputs import EOS, PlannerInputs, PolicyInputs
-from paddle_vl.families.policy.normalizers import (
+from paddle_vl.families.policy.normalize import (
     STATISTICS_FILE,
     load_statistics,
     planner_normalizers,
     policy_normalizers,
 )
+from paddle_vl.families.policy.planning import BOS, Plan, WritingRules, plan_of, write_plan
 from paddle_vl.families.policy.prompt import PromptTokenizer
 from paddle_vl.files.checked_values import checked
 
@@ -88,7 +89,7 @@ class ExportedPI07Policy(ActingPolicy):
             "action_prefix": action_prefix,
             "pad_masks": pad_BL,
             "group_index": inputs["group_index"],
-            **_by_layer(keys_values),
+            **by_layer(keys_values),
         }
         (chunk_BCA,) = self._actions(_only(given, self._actions))
         return chunk_BCA.numpy()
@@ -185,8 +186,8 @@ class _Reader:
     ):
         self._decode, self._room, self._pad_BS = decode, room, pad_BL.numpy()
         if room:
-            keys_values = [_with_room(tensor, room) for tensor in keys_values]
-        self._cache = _by_layer(keys_values)
+            keys_values = with_room(keys_values, room, axis=1)
+        self._cache = by_layer(keys_values)
         self._logits_BV: Tensor | None = None
 
     def read(self, ids_Bn: np.ndarray, is_real_Bn: np.ndarray) -> None:
@@ -201,23 +202,11 @@ class _Reader:
         }
         self._logits_BV, *longer = self._decode(_only(given, self._decode))
         if longer:
-            self._cache = _by_layer(longer)
+            self._cache = by_layer(longer)
 
     def next_tokens(self) -> np.ndarray:
         assert self._logits_BV is not None, "BOS is read first"
         return self._logits_BV.argmax(axis=-1, keepdim=True).numpy()
-
-
-def _with_room(keys_BLKH: Tensor, room: int) -> Tensor:
-    """A buffer with the keys and `room` free positions of zeros behind them."""
-    batch, _, heads, width = keys_BLKH.shape
-    free = paddle.zeros([batch, room, heads, width], dtype=keys_BLKH.dtype)
-    return paddle.concat([keys_BLKH, free], axis=1)
-
-
-def _by_layer(keys_values: Sequence[Tensor]) -> dict[str, Tensor]:
-    names = [f"{kind}_{i}" for i in range(len(keys_values) // 2) for kind in ("key", "value")]
-    return dict(zip(names, keys_values, strict=True))
 
 
 def _texts(inputs: Mapping[str, Any], names: Sequence[str]) -> dict[str, np.ndarray]:

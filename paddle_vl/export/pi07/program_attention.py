@@ -23,11 +23,13 @@ class ProgramView(StreamView):
 
     Args:
         view: of the decoder.
+        place_1: int64, where the first new token is written into buffers, the keys and values of a
+            fixed capacity; None to append to copies.
     """
 
-    def __init__(self, view: StreamView, text: Gemma3TextConfig):
+    def __init__(self, view: StreamView, text: Gemma3TextConfig, place_1: Tensor | None = None):
         super().__init__(view.shape, view.rotary, view.mask, view.scale, view.implementation)
-        self.num_rows = view.num_rows
+        self.num_rows, self._place_1 = view.num_rows, place_1
         heads, key_heads = text.num_attention_heads, text.num_key_value_heads
         for tables in view.rotary.values():
             tables.prepare([heads, key_heads])
@@ -36,41 +38,21 @@ class ProgramView(StreamView):
     def attend(
         self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, past: Any
     ) -> tuple[Tensor, KeyValue]:
-        """Attention output `[B, L, N, H]`, and all keys and values."""
-        if past is not None:
-            k_BLKH = paddle.concat([past[0], k_BLKH], axis=1)
-            v_BLKH = paddle.concat([past[1], v_BLKH], axis=1)
-        return self.attend_all(q_BLNH, k_BLKH, v_BLKH), (k_BLKH, v_BLKH)
-
-    def attend_all(self, q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
-        """Attention output over all keys."""
+        """Attention output `[B, L, N, H]`, and all keys and values or the buffers in full."""
+        k_BSKH, v_BSKH = k_BLKH, v_BLKH
+        if self._place_1 is not None:
+            k_BSKH, v_BSKH = past
+            begin, end = self._place_1, self._place_1 + k_BLKH.shape[1]
+            k_BSKH[:, begin:end] = k_BLKH
+            v_BSKH[:, begin:end] = v_BLKH
+        elif past is not None:
+            k_BSKH = paddle.concat([past[0], k_BLKH], axis=1)
+            v_BSKH = paddle.concat([past[1], v_BLKH], axis=1)
         # `biased_attention` scales by H^-0.5.
         factor = self.scale * q_BLNH.shape[-1] ** 0.5
         q_BLNH = q_BLNH if factor == 1.0 else q_BLNH * factor
         k_BKSH, v_BKSH = k_BSKH.transpose([0, 2, 1, 3]), v_BSKH.transpose([0, 2, 1, 3])
-        return biased_attention(q_BLNH, k_BKSH, v_BKSH, self._bias)
-
-
-class BuffersView(ProgramView):
-    """A view over keys and values of fixed capacity; new ones are written in place.
-
-    Args:
-        place_1: int64, where the first new token is written.
-    """
-
-    def __init__(self, view: StreamView, text: Gemma3TextConfig, place_1: Tensor):
-        super().__init__(view, text)
-        self._place_1 = place_1
-
-    def attend(
-        self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, past: Any
-    ) -> tuple[Tensor, KeyValue]:
-        """Attention output `[B, L, N, H]`, and the buffers `past` in full."""
-        key_BSKH, value_BSKH = past
-        begin, end = self._place_1, self._place_1 + k_BLKH.shape[1]
-        key_BSKH[:, begin:end] = k_BLKH
-        value_BSKH[:, begin:end] = v_BLKH
-        return self.attend_all(q_BLNH, key_BSKH, value_BSKH), (key_BSKH, value_BSKH)
+        return biased_attention(q_BLNH, k_BKSH, v_BKSH, self._bias), (k_BSKH, v_BSKH)
 
 
 class PrefixKeys:

@@ -13,14 +13,16 @@ from pydantic import Field
 
 from paddle_vl.batch.positions import (
     checked_grid,
+    frame_runs,
     mrope_position_ids,
     padded_segments,
     vision_layout,
 )
 from paddle_vl.batch.visual_index import check_visual_counts, compute_visual_indices
 from paddle_vl.export.folder import ExportFolder
+from paddle_vl.export.program import by_layer, with_room
 from paddle_vl.families.hf_interface import id_rows
-from paddle_vl.families.vlm.answers import Answers
+from paddle_vl.families.vlm.chat import Answers
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.files.checked_values import checked
 from paddle_vl.generation.config import FILE_NAME, GenerationConfig, settings_of_call
@@ -132,19 +134,8 @@ class ExportedQwen3VL(Answers):
             pixels = np.zeros((side * side, width), dtype=np.float32)
             given = [_Items(pixels, np.array([[1, side, side]]))]
         grid = np.concatenate([items.grid for items in given])
-        layout = vision_layout(grid, table_side=sizes.table_side, merge=sizes.merge)
-        rows_SQ, bias_SQ, place_P = padded_segments(layout.segments)
-        outputs = self._tower(
-            {
-                "pixel_values": np.concatenate([items.pixels for items in given]),
-                "coordinates": layout.coordinates,
-                "tap_rows": layout.tap_rows,
-                "tap_weights": layout.tap_weights,
-                "segment_rows": rows_SQ,
-                "segment_bias": bias_SQ,
-                "segment_place": place_P,
-            }
-        )
+        pixels = np.concatenate([items.pixels for items in given])
+        outputs = self._tower(tower_inputs(pixels, grid, sizes.table_side, sizes.merge))
         if images is None and videos is None:
             return [output[:0] for output in outputs]
         if images is not None and videos is not None:
@@ -152,6 +143,23 @@ class ExportedQwen3VL(Answers):
             source: Any = paddle.to_tensor(np.asarray(indices.source))
             outputs = [paddle.index_select(output, source) for output in outputs]
         return outputs
+
+
+def tower_inputs(
+    pixels: np.ndarray, grid: np.ndarray, table_side: int, merge: int
+) -> dict[str, np.ndarray]:
+    """Inputs of the tower's program by name, of pixels `[P, patch_dim]` and grids `[I, 3]`."""
+    layout = vision_layout(grid, table_side=table_side, merge=merge)
+    rows_SQ, bias_SQ, place_P = padded_segments(frame_runs(grid))
+    return {
+        "pixel_values": pixels,
+        "coordinates": layout.coordinates,
+        "tap_rows": np.ascontiguousarray(layout.tap_rows.T),
+        "tap_weights": np.ascontiguousarray(layout.tap_weights.T),
+        "segment_rows": rows_SQ,
+        "segment_bias": bias_SQ,
+        "segment_place": place_P,
+    }
 
 
 def _items(kind: str, pixels: np.ndarray | None, grid: np.ndarray | None) -> _Items | None:
@@ -203,13 +211,13 @@ class _Decoder:
         )
         self._buffers = keys_values
         if self._room:
-            self._buffers = [_with_room(tensor, self._room) for tensor in keys_values]
+            self._buffers = with_room(keys_values, self._room, axis=2)
         return logits_BV
 
     def advance(self, token_B: np.ndarray) -> Tensor:
         place, in_place = self._mask_BS.shape[1], self._model._writes_in_place
         if in_place and place == self._buffers[0].shape[2]:
-            self._buffers = [_with_room(tensor, max(place, _CHUNK)) for tensor in self._buffers]
+            self._buffers = with_room(self._buffers, max(place, _CHUNK), axis=2)
         capacity = self._buffers[0].shape[2] if in_place else place + 1
         token_B1 = np.ascontiguousarray(token_B[:, None], dtype=np.int64)
         self._mask_BS = np.concatenate([self._mask_BS, np.ones_like(token_B1)], axis=1)
@@ -217,22 +225,14 @@ class _Decoder:
         mask_BC[:, : place + 1] = self._mask_BS
         position_ids = np.broadcast_to(self._next_position_B[:, None], (3, len(token_B), 1))
         self._next_position_B = self._next_position_B + 1
-        names = [f"{kind}_{i}" for i in range(len(self._buffers) // 2) for kind in ("key", "value")]
         inputs = {
             "input_ids": token_B1,
             "attention_mask": mask_BC,
             "position_ids": np.ascontiguousarray(position_ids),
-            **dict(zip(names, self._buffers, strict=True)),
+            **by_layer(self._buffers),
         }
         if in_place:
             inputs["place"] = np.array([place])
         logits_BV, *longer = self._model._decode(inputs)
         self._buffers = longer or self._buffers
         return logits_BV
-
-
-def _with_room(keys_BKLH: Tensor, room: int) -> Tensor:
-    """A buffer with the keys and `room` free positions of zeros behind them."""
-    batch, heads, _, width = keys_BKLH.shape
-    free = paddle.zeros([batch, heads, room, width], dtype=keys_BKLH.dtype)
-    return paddle.concat([keys_BKLH, free], axis=2)

@@ -1,23 +1,13 @@
-"""pi07's parameters under OpenTau's checkpoint keys (without `model.`), and rows of groups by name.
+"""pi07's parameters under OpenTau's checkpoint keys (without `model.`)."""
 
-A checkpoint may have been trained on other groups of data than the policy's. The projection of a
-single group is used for all groups; an unknown group starts from the first group's projection.
-Statistics are measured data, so they are matched by name only.
-"""
-
-import logging
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from paddle_vl.checkpoint.reading import ReadableTensor
 from paddle_vl.checkpoint.rules import LinearWeights, PatchKernel, Rule, Same
 from paddle_vl.checkpoint.safetensors_io import StoredTensor
 from paddle_vl.families.pi07.engine_config import Gemma3WithExpertConfig
 
-logger = logging.getLogger(__name__)
-_PROJECTIONS = ("state_proj.", "action_in_proj.", "action_out_proj.")
 # Not read, as in OpenTau: the expert predicts no tokens, and the backbone's head is tied to its
 # token embedding.
 UNUSED_KEYS = frozenset(
@@ -30,7 +20,7 @@ _RENAMES = (
 
 
 @dataclass(frozen=True)
-class GroupWeights:
+class GroupWeights(Same):
     """Weights of groups are `[G, out, in]` in the checkpoint and `[G, in, out]` here."""
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -104,102 +94,3 @@ def engine_keys(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
         if not (is_expert and key.endswith(("layernorm.weight", "model.norm.weight"))):
             found[key] = tensor
     return found
-
-
-@dataclass(frozen=True)
-class GroupRows:
-    """A stored tensor, with or without a group axis, read as `[groups, ...]` of the policy.
-
-    Attributes:
-        rows: stored row of each of the policy's groups.
-    """
-
-    stored: ReadableTensor
-    rows: tuple[int, ...]
-    has_groups: bool = True
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (len(self.rows), *(self.stored.shape[1:] if self.has_groups else self.stored.shape))
-
-    @property
-    def dtype(self) -> str:
-        return self.stored.dtype
-
-    def read(self, *, must_be_finite: bool = True) -> np.ndarray:
-        """As `StoredTensor.read`."""
-        array = self.stored.read(must_be_finite=must_be_finite)
-        array = array if self.has_groups else array[None]
-        return np.ascontiguousarray(array[list(self.rows)])
-
-
-@dataclass(frozen=True)
-class Groups:
-    """Group names of a checkpoint and of the policy, in the order of the rows; None if unnamed."""
-
-    stored: Sequence[str] | None
-    policy: Sequence[str] | None
-
-    @property
-    def are_same(self) -> bool:
-        """Whether the policy has the checkpoint's rows; True if its groups are unnamed."""
-        return self.policy is None or list(self.stored or ()) == list(self.policy)
-
-
-def grouped_projections(
-    stored: Mapping[str, ReadableTensor], groups: Groups, num_groups: int
-) -> dict[str, GroupRows]:
-    """Stored projections, by key, for a policy with one projection per group.
-
-    Raises:
-        ValueError: the checkpoint has rows of several groups and does not name them.
-    """
-    found = {}
-    for key, tensor in stored.items():
-        if not key.startswith(_PROJECTIONS):
-            continue
-        has_groups = len(tensor.shape) > (2 if key.endswith(".weight") else 1)
-        if not has_groups or tensor.shape[0] == 1:
-            found[key] = GroupRows(tensor, (0,) * num_groups, has_groups)
-        elif not groups.are_same:
-            found[key] = GroupRows(tensor, _rows(key, groups, may_be_new=True))
-    return found
-
-
-def grouped_statistics(
-    stored: Mapping[str, ReadableTensor], groups: Groups, shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, GroupRows]:
-    """Stored statistics, by key, in the order of the policy's groups.
-
-    Args:
-        shapes: of the policy's statistics by key; older checkpoints have no group axis.
-
-    Raises:
-        ValueError: the checkpoint lacks a group, or does not name its groups.
-    """
-    found = {}
-    for key, tensor in stored.items():
-        if key in shapes and tensor.shape == shapes[key][1:] and shapes[key][0] == 1:
-            found[key] = GroupRows(tensor, (0,), has_groups=False)
-        elif not groups.are_same and (tensor.shape[:1] != (1,) or len(groups.policy or ()) > 1):
-            found[key] = GroupRows(tensor, _rows(key, groups, may_be_new=False))
-    return found
-
-
-def _rows(key: str, groups: Groups, may_be_new: bool) -> tuple[int, ...]:
-    assert groups.policy is not None, "groups without names keep their order"
-    numbers = {name: number for number, name in enumerate(groups.stored or ())}
-    new = [name for name in groups.policy if name not in numbers]
-    if new and not may_be_new:
-        raise ValueError(
-            f"the checkpoint has statistics of {groups.stored or 'groups without names'}, not of "
-            f"{new}: give statistics of every group, and set skip_normalization_weights"
-        )
-    if not numbers:
-        raise ValueError(
-            f"{key} of the checkpoint has rows of several groups, and its configuration has no "
-            f"dataset_names to tell which is which of the policy's {groups.policy}"
-        )
-    if new:
-        logger.info("%s: new groups %s begin as %r", key, new, next(iter(numbers)))
-    return tuple(numbers.get(name, 0) for name in groups.policy)

@@ -1,4 +1,4 @@
-"""pi07 under the colocated schedule: its tower with images as items, its stages and batches.
+"""pi07 under the colocated schedule: its tower with images as items, and its batches.
 
 An `ItemEncoder` of `paddle_vl.parallel.colocated.encoder`. An item is the video of a camera, or the
 goal image of one. Images that are masked, of missing cameras and dropped goals, are no items: no
@@ -21,14 +21,11 @@ import paddle
 from paddle import Tensor, nn
 
 from paddle_vl.batch.schema import Batch
-from paddle_vl.families.pi07.objective import PlannerBatchAdapter, PolicyBatchAdapter
-from paddle_vl.families.pi07.pipeline import PI07LowLevelStage, PI07PlannerStage, PI07Stage
+from paddle_vl.families.pi07.objective import PolicyBatchAdapter
+from paddle_vl.families.pi07.pipeline import IMAGE_ROWS
 from paddle_vl.families.pi07.policy_model import PolicyModel
-from paddle_vl.families.pi07.prefix import ImageRows
 from paddle_vl.families.pi07.prefix_layout import CAMERA_MASKS, IMAGES
 
-# Entry of a batch with the tower's rows of its images, a `PooledRows`.
-IMAGE_ROWS = "image_rows"
 # Entry of a batch with its `ImageItems`, taken on the host before masks go to the device.
 IMAGE_ITEMS = "image_items"
 # The masks of each of `IMAGES`.
@@ -71,27 +68,6 @@ class ImageItems:
                 frames_B[~is_pad_BF[:, :-1].all(axis=1)] = is_pad_BF.shape[1]
             frames += [frames_B[sample] for _, sample in own]
         return cls(places, np.array(frames, dtype=np.int64), item_of, is_pad_BF)
-
-
-class PooledRows:
-    """Rows of a batch's images, in place of their pixels.
-
-    Args:
-        rows_IMU: of the items; None without items.
-        empty_1MU: rows of an image that is masked.
-    """
-
-    def __init__(self, items: ImageItems, rows_IMU: Tensor | None, empty_1MU: Tensor):
-        self.items, self.rows_IMU, self.empty_1MU = items, rows_IMU, empty_1MU
-
-    def of(self, sources: Sequence[str]) -> Tensor:
-        """`[Z * M, U]`: rows of all images of some sources; zeros for those that are masked."""
-        items_Z = np.concatenate([self.items.item_of[source] for source in sources])
-        parts = [self.empty_1MU] if self.rows_IMU is None else [self.rows_IMU, self.empty_1MU]
-        # The last one is the empty image.
-        numbers_Z = np.where(items_Z < 0, len(self.items.places), items_Z)
-        rows_ZMU = paddle.index_select(paddle.concat(parts), paddle.to_tensor(numbers_Z))
-        return rows_ZMU.reshape([-1, rows_ZMU.shape[-1]])
 
 
 class PI07Encoder:
@@ -165,10 +141,19 @@ class PI07Encoder:
         """The batch with the tower's rows; its images stay on the host, for their shapes."""
         rest = {name: value for name, value in batch.items() if name != IMAGE_ITEMS}
         shape = [-1, self.video_encoder.num_tokens, self.section_widths[0]]
-        rows = sections[0].reshape(shape) if sections else None
         dtype = self.video_encoder.tower.patch_embedding.weight.dtype
-        empty = paddle.zeros([1, *shape[1:]], dtype=dtype)
-        return {**rest, IMAGE_ROWS: PooledRows(_items(batch), rows, empty)}
+        rows = [sections[0].reshape(shape)] if sections else []
+        # Of an image that is masked; the last one.
+        rows_IMU = paddle.concat([*rows, paddle.zeros([1, *shape[1:]], dtype=dtype)])
+        items = _items(batch)
+
+        def rows_of(sources: Sequence[str]) -> Tensor:
+            items_Z = np.concatenate([items.item_of[source] for source in sources])
+            numbers_Z = np.where(items_Z < 0, len(items.places), items_Z)
+            rows_ZMU = paddle.index_select(rows_IMU, paddle.to_tensor(numbers_Z))
+            return rows_ZMU.reshape([-1, rows_ZMU.shape[-1]])
+
+        return {**rest, IMAGE_ROWS: rows_of}
 
 
 def _items(batch: Mapping[str, Any]) -> ImageItems:
@@ -178,23 +163,6 @@ def _items(batch: Mapping[str, Any]) -> ImageItems:
 
 def _stacked(arrays: Sequence[np.ndarray]) -> Tensor | None:
     return paddle.to_tensor(np.stack(arrays)) if arrays else None
-
-
-class ColocatedStage(PI07Stage):
-    """A stage whose batches come with the tower's rows."""
-
-    reads_images = False
-
-    def image_rows(self, batch: Mapping[str, Any]) -> ImageRows:
-        return batch[IMAGE_ROWS].of
-
-
-class ColocatedLowLevelStage(ColocatedStage, PI07LowLevelStage):
-    """A stage of the low-level policy."""
-
-
-class ColocatedPlannerStage(ColocatedStage, PI07PlannerStage):
-    """A stage of the planner."""
 
 
 class ColocatedBatchAdapter(PolicyBatchAdapter):
@@ -211,7 +179,3 @@ class ColocatedBatchAdapter(PolicyBatchAdapter):
         idle = super().idle_batch(model)
         masks = {name: idle[name] for name in CAMERA_MASKS.values() if name in idle}
         return {**idle, **{name: list(map(np.zeros_like, masks[name])) for name in masks}}
-
-
-class ColocatedPlannerBatchAdapter(ColocatedBatchAdapter, PlannerBatchAdapter):
-    """Batches of the planner."""

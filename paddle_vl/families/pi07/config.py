@@ -226,7 +226,7 @@ class PolicyConfig(ConfigSection, SavedConfig):
 
     @property
     def normalization_version(self) -> int:
-        """The normalization convention in use, see `inputs/normalize.py`."""
+        """The normalization convention in use, see `paddle_vl.families.policy.normalize`."""
         version = self.config_version
         return CURRENT_CONFIG_VERSION if version is None else version
 

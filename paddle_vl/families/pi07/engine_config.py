@@ -65,10 +65,11 @@ class ConfigSection:
         """The section as HF and OpenTau write it."""
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         kept = own.pop("other")
-        return kept | {name: _written(value) for name, value in own.items()} | self._type()
-
-    def _type(self) -> dict[str, str]:
-        return {self.type_key: self.type_name}
+        return (
+            kept
+            | {name: _written(value) for name, value in own.items()}
+            | {self.type_key: self.type_name}
+        )
 
     @model_validator(mode="before")
     @classmethod

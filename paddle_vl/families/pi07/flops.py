@@ -1,4 +1,5 @@
-"""FLOPs of pi07's models for a batch, counted for real frames, tokens and steps only.
+"""FLOPs of pi07's models for a batch, counted for real frames, tokens and steps only; and the costs
+of layers, for a batch with all fields.
 
 Tower: patch embedding and layers for every patch of every real frame and goal image; attention
 within a frame; in layers with temporal attention also between the same patch of real frames, causal
@@ -12,19 +13,18 @@ Real are: frames and states inside the episode (always the current one) of exist
 that are not masked; labels that are laid out. See `paddle_vl.families.flops` for what is counted.
 """
 
-from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
+from paddle_vl.families.base import LayerCosts
 from paddle_vl.families.flops import FlopCounter, Operations
+from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.engine_config import Gemma3Config, Gemma3TextConfig, GemmaExpertConfig
 from paddle_vl.families.pi07.prefix_layout import (
     PLANNER_BLOCKS,
     PREFIX_BLOCKS,
-    Block,
-    PrefixCounts,
     PrefixTokens,
     presence_of,
     real_frames,
@@ -36,54 +36,63 @@ _LANGUAGE = f"{_BACKBONE}.language_model"
 _TOKEN_TABLE = f"{_LANGUAGE}.embed_tokens.weight"
 # Units of rows, and of the pairs that they see.
 _ALL_TOKENS = ("tokens", "token_pairs")
+# Relative cost of a frozen tower: forward only, while a backward pass costs two forward passes.
+FROZEN_SHARE = 1 / 3
 _PREDICTING = ("predicting_tokens", "predicting_pairs")
 
 
-class _PrefixFlops(FlopCounter):
-    """Counts the operations of batches of one of the two models, see `FlopCounter`.
+class PI07Flops(FlopCounter):
+    """Counts the operations of batches of the low-level policy or the planner, see `FlopCounter`.
 
     Args:
         label_ids: token ids of the prefix's labels, see the model.
         trained: checkpoint names of the trained parameters; None for all.
-        losses: the computed ones; None for all.
+        losses: the computed ones, `MSE` and `CE` of the policy, `CE_memory` and `CE_response` of
+            the planner; None for all.
     """
-
-    blocks: ClassVar[tuple[Block, ...]]
 
     def __init__(
         self,
-        config: Any,
+        config: PI07Config | PI07PlannerConfig,
         label_ids: Mapping[str, Sequence[int]],
         trained: Collection[str] | None = None,
         losses: Collection[str] | None = None,
     ):
-        self.config = config
+        self.config, self._operations = config, Operations(trained)
+        blocks = PREFIX_BLOCKS if isinstance(config, PI07Config) else PLANNER_BLOCKS
         camera_tokens = config.vlm_config.gemma3_config.mm_tokens_per_image
-        self._tokens = PrefixTokens(self.blocks, label_ids, camera_tokens)
-        self._operations = self._walk(Operations(trained), losses)
+        self._tokens = PrefixTokens(blocks, label_ids, camera_tokens)
+        if isinstance(config, PI07Config):
+            _count_policy(self._operations, config, ("MSE", "CE") if losses is None else losses)
+        else:
+            _count_planner(self._operations, config, losses)
 
     def operations(self, batch: Mapping[str, Any]) -> Operations:
         return self._operations
 
-    @abstractmethod
-    def _walk(self, operations: Operations, losses: Collection[str] | None) -> Operations: ...
-
-    def _prefix_units(
-        self, batch: Mapping[str, Any], frames: int, frame_pairs: int, images: int
-    ) -> tuple[dict[str, int], PrefixCounts]:
+    def units(self, batch: Mapping[str, Any]) -> dict[str, int]:
         """Units `patches`, `image_tokens`, and visible pairs of patches: `patch_pairs` in a frame,
         `time_pairs` in time; `current_patches` and `current_pairs` of output images alone; `tokens`
         of the prefix and `token_pairs`.
 
-        Args:
-            frames: input frames of the tower.
-            frame_pairs: visible pairs of frames of a video.
-            images: output images of the tower.
+        Of the policy also `predicting_tokens`, those before action tokens, and `predicting_pairs`;
+        `states`, `action_tokens`; `steps` of chunks, `step_pairs`, and `cross_pairs` of steps and
+        prefix tokens. Of the planner `memory_tokens` and `response_tokens`, the predicted ones: all
+        but each segment's first.
         """
-        backbone = self.config.vlm_config.gemma3_config
-        patches = backbone.vision_config.num_patches
+        backbone, acts = self.config.vlm_config.gemma3_config, isinstance(self.config, PI07Config)
+        patches, samples = backbone.vision_config.num_patches, len(batch["lang_tokens"])
+        real_BF = real_frames(batch, np) if acts else np.ones([samples, 1], dtype=bool)
+        real_B = real_BF.sum(axis=1)
+        cameras_B = _num_true(batch["vid_masks" if acts else "img_masks"])
+        goals_B = _num_true(batch.get("subgoal_img_masks") or [np.zeros_like(real_B)])
+        frame_pairs = 0
+        if real_BF.shape[1] > 1:
+            frame_pairs = int((cameras_B * (real_B * (real_B + 1) // 2)).sum())
+        frames = int((cameras_B * real_B + goals_B).sum())
+        images = int((cameras_B + goals_B).sum())
         prefix = self._tokens.counts(batch, batch.get("presence") or presence_of(batch))
-        return {
+        units = {
             "patches": frames * patches,
             "patch_pairs": frames * patches**2,
             "time_pairs": frame_pairs * patches,
@@ -92,29 +101,11 @@ class _PrefixFlops(FlopCounter):
             "image_tokens": images * backbone.mm_tokens_per_image,
             "tokens": prefix.num_tokens,
             "token_pairs": prefix.num_pairs,
-        }, prefix
-
-
-class PI07Flops(_PrefixFlops):
-    """Operations of the low-level policy, whose losses are `MSE` and `CE`."""
-
-    blocks = PREFIX_BLOCKS
-
-    def units(self, batch: Mapping[str, Any]) -> dict[str, int]:
-        """Units of the prefix; `predicting_tokens`, those before action tokens, and
-        `predicting_pairs`; `states`, `action_tokens`; `steps` of chunks, `step_pairs`, and
-        `cross_pairs` of steps and prefix tokens."""
-        real_BF = real_frames(batch, np)
-        real_B = real_BF.sum(axis=1)
-        cameras_B = _num_true(batch["vid_masks"])
-        goals_B = _num_true(batch.get("subgoal_img_masks") or [np.zeros_like(real_B)])
-        frame_pairs = 0
-        if real_BF.shape[1] > 1:
-            frame_pairs = int((cameras_B * (real_B * (real_B + 1) // 2)).sum())
-        samples, steps = batch["actions"].shape[:2]
-        frames = int((cameras_B * real_B + goals_B).sum())
-        images = int((cameras_B + goals_B).sum())
-        units, prefix = self._prefix_units(batch, frames, frame_pairs, images)
+        }
+        if not acts:
+            masks = {name: batch[f"{name}_masks"] for name in ("memory", "response")}
+            return units | {f"{n}_tokens": int(mask[:, 1:].sum()) for n, mask in masks.items()}
+        steps = batch["actions"].shape[1]
         return units | {
             "predicting_tokens": prefix.num_predicting,
             "predicting_pairs": prefix.predicting_pairs,
@@ -125,77 +116,88 @@ class PI07Flops(_PrefixFlops):
             "cross_pairs": steps * prefix.num_seen,
         }
 
-    def _walk(self, operations: Operations, losses: Collection[str] | None) -> Operations:
-        losses = ("MSE", "CE") if losses is None else losses
-        config, vlm = self.config, self.config.vlm_config
-        text = vlm.gemma3_config.text_config
-        width, insulated = text.hidden_size, config.knowledge_insulation
-        quiet = operations.without_backward()
-        # Without knowledge insulation the flow loss also trains what the token loss trains.
-        prefix = operations if "CE" in losses or not insulated else quiet
-        tokens = operations if "CE" in losses else quiet
-        actions = operations if "MSE" in losses else quiet
-        rows = _tower(prefix, vlm.gemma3_config, config.spacetime_layer_stride)
-        rows |= prefix.trains(_TOKEN_TABLE, f"{_ENGINE}.discrete_action_embedding.weight")
-        rows |= prefix.linear("states", "model.state_proj", config.max_state_dim, width, False)
-        steps = actions.linear(
-            "steps", "model.action_in_proj", config.max_action_dim, config.proj_width, False
-        )
-        time = actions.linear(
-            "steps", "model.time_mlp_in", config.proj_width, config.proj_width, False
-        )
-        time = actions.linear(
-            "steps", "model.time_mlp_out", config.proj_width, config.proj_width, time
-        )
-        for i in range(text.num_hidden_layers):
-            is_last = i == text.num_hidden_layers - 1
-            rest = (tokens, _PREDICTING) if is_last else (prefix, _ALL_TOKENS)
-            rows, key, value = _backbone_layer(prefix, *rest, text, i, rows)
-            seen = (key and not insulated, value and not insulated)
-            steps = _expert_layer(actions, vlm.gemma_expert_config, i, steps, time, seen)
-        rows = tokens.norm(f"{_LANGUAGE}.norm", rows)
-        assert vlm.discrete_action_vocab_size is not None, "the model's head has a size"
-        tokens.linear(
-            "action_tokens", f"{_ENGINE}.da_head", width, vlm.discrete_action_vocab_size, rows
-        )
-        steps |= _condition(
-            actions, f"{_ENGINE}.gemma_expert.model.norm", vlm.gemma_expert_config, time
-        )
-        actions.linear(
-            "steps", "model.action_out_proj", config.proj_width, config.max_action_dim, steps
-        )
-        return operations
+
+def _count_policy(operations: Operations, config: PI07Config, losses: Collection[str]) -> None:
+    vlm, width = config.vlm_config, config.proj_width
+    text, expert = vlm.gemma3_config.text_config, vlm.gemma_expert_config
+    insulated, quiet = config.knowledge_insulation, operations.without_backward()
+    # Without knowledge insulation the flow loss also trains what the token loss trains.
+    prefix = operations if "CE" in losses or not insulated else quiet
+    tokens = operations if "CE" in losses else quiet
+    actions = operations if "MSE" in losses else quiet
+    rows = _tower(prefix, vlm.gemma3_config, config.spacetime_layer_stride)
+    rows |= prefix.trains(_TOKEN_TABLE, f"{_ENGINE}.discrete_action_embedding.weight")
+    states = text.hidden_size
+    rows |= prefix.linear("states", "model.state_proj", config.max_state_dim, states, False)
+    steps = actions.linear("steps", "model.action_in_proj", config.max_action_dim, width, False)
+    time = actions.linear("steps", "model.time_mlp_in", width, width, False)
+    time = actions.linear("steps", "model.time_mlp_out", width, width, time)
+    for i in range(text.num_hidden_layers):
+        is_last = i == text.num_hidden_layers - 1
+        rest = (tokens, _PREDICTING) if is_last else (prefix, _ALL_TOKENS)
+        rows, key, value = _backbone_layer(prefix, *rest, text, i, rows)
+        seen = (key and not insulated, value and not insulated)
+        steps = _expert_layer(actions, expert, i, steps, time, seen)
+    rows = tokens.norm(f"{_LANGUAGE}.norm", rows)
+    vocabulary = vlm.discrete_action_vocab_size
+    assert vocabulary is not None, "the model's head has a size"
+    tokens.linear("action_tokens", f"{_ENGINE}.da_head", text.hidden_size, vocabulary, rows)
+    steps |= _condition(actions, f"{_ENGINE}.gemma_expert.model.norm", expert, time)
+    actions.linear("steps", "model.action_out_proj", width, config.max_action_dim, steps)
 
 
-class PI07PlannerFlops(_PrefixFlops):
-    """Operations of the planner, whose losses are `CE_memory` and `CE_response`."""
+def _count_planner(
+    operations: Operations, config: PI07PlannerConfig, losses: Collection[str] | None
+) -> None:
+    backbone = config.vlm_config.gemma3_config
+    text, layers = backbone.text_config, backbone.vision_config.num_hidden_layers
+    rows = _tower(operations, backbone, layers + 1)
+    rows |= operations.trains(_TOKEN_TABLE)
+    for i in range(text.num_hidden_layers):
+        rows, _, _ = _backbone_layer(operations, operations, _ALL_TOKENS, text, i, rows)
+    rows = operations.norm(f"{_LANGUAGE}.norm", rows)
+    for name in ("memory", "response"):
+        computed = losses is None or f"CE_{name}" in losses
+        counted = operations if computed else operations.without_backward()
+        size = text.hidden_size * text.vocab_size
+        counted.matrix(f"{name}_tokens", _TOKEN_TABLE, size, rows)
 
-    blocks = PLANNER_BLOCKS
 
-    def units(self, batch: Mapping[str, Any]) -> dict[str, int]:
-        """Units of the prefix; `memory_tokens` and `response_tokens`, the predicted ones: all but
-        each segment's first."""
-        images = int(_num_true(batch["img_masks"]).sum())
-        units, _ = self._prefix_units(batch, images, 0, images)
-        return units | {
-            "memory_tokens": int(batch["memory_masks"][:, 1:].sum()),
-            "response_tokens": int(batch["response_masks"][:, 1:].sum()),
-        }
+def layer_costs(config: PI07Config | PI07PlannerConfig) -> LayerCosts:
+    """Costs for balancing the stages of a pipeline.
 
-    def _walk(self, operations: Operations, losses: Collection[str] | None) -> Operations:
-        backbone = self.config.vlm_config.gemma3_config
-        text, layers = backbone.text_config, backbone.vision_config.num_hidden_layers
-        rows = _tower(operations, backbone, layers + 1)
-        rows |= operations.trains(_TOKEN_TABLE)
-        for i in range(text.num_hidden_layers):
-            rows, _, _ = _backbone_layer(operations, operations, _ALL_TOKENS, text, i, rows)
-        rows = operations.norm(f"{_LANGUAGE}.norm", rows)
-        for name in ("memory", "response"):
-            computed = losses is None or f"CE_{name}" in losses
-            counted = operations if computed else operations.without_backward()
-            size = text.hidden_size * text.vocab_size
-            counted.matrix(f"{name}_tokens", _TOKEN_TABLE, size, rows)
-        return operations
+    In multiplications for one sample with all optional fields. Attention scores are left out, since
+    they cost the same in every layer.
+    """
+    vlm = config.vlm_config
+    backbone, text = vlm.gemma3_config, vlm.gemma3_config.text_config
+    cameras = sum(feature.type == "VISUAL" for feature in config.input_features.values())
+    tokens = config.prompt_max_length + config.response_max_length + config.metadata_max_length
+    layer, tower = Operations(), Operations()
+    _backbone_layer(layer, layer, _ALL_TOKENS, text, 0, False)
+    _tower(tower, backbone, 1)
+    cost = layer.forward["tokens"] / 2
+    if isinstance(config, PI07PlannerConfig):
+        tokens += cameras * backbone.mm_tokens_per_image + config.memory_max_length
+        images, cost, projected = cameras, cost * tokens, 0
+        # The first token of memory and of response is not predicted.
+        written = config.memory_max_length + config.response_max_length - 2
+        after = written * text.hidden_size * text.vocab_size
+    else:
+        tokens += 2 * cameras * backbone.mm_tokens_per_image + config.n_obs_steps
+        tokens += config.discrete_action_max_length
+        _expert_layer(layer, vlm.gemma_expert_config, 0, False, False, (False, False))
+        cost = cost * tokens + layer.forward["steps"] / 2 * config.chunk_size
+        # The frames and the goal of every camera.
+        images = cameras * (config.n_obs_steps + 1)
+        width, actions = config.proj_width, config.max_action_dim
+        projected = config.chunk_size * width * (actions + 2 * width)
+        vocabulary = vlm.discrete_action_vocab_size or 0
+        after = config.discrete_action_max_length * text.hidden_size * vocabulary
+        after += config.chunk_size * width * actions
+    before = images * backbone.vision_config.num_patches * tower.forward["patches"] / 2
+    before = before * (FROZEN_SHARE if vlm.freeze_vision_encoder else 1) + projected
+    return [cost] * text.num_hidden_layers, before, float(after)
 
 
 def _tower(operations: Operations, backbone: Gemma3Config, stride: int) -> bool:
@@ -246,14 +248,11 @@ def _backbone_layer(
         output: the units of its output rows and of the pairs that they see.
         rows: whether gradients reach the input rows.
     """
-    tokens, pairs = output
+    (tokens, pairs), width, queries = output, text.hidden_size, _query_width(text)
     layer = f"{_ENGINE}.interleaved_layers.{number}.backbone_layer"
-    width, queries = text.hidden_size, text.num_attention_heads * text.head_dim
-    keys, attention = text.num_key_value_heads * text.head_dim, f"{layer}.self_attn"
+    attention = f"{layer}.self_attn"
     normed = operations.norm(f"{layer}.input_layernorm", rows)
-    q = rest.linear("tokens", f"{attention}.q_proj", width, queries, normed)
-    k = operations.linear("tokens", f"{attention}.k_proj", width, keys, normed)
-    v = operations.linear("tokens", f"{attention}.v_proj", width, keys, normed)
+    q, k, v = _projections(operations, "tokens", attention, text, normed, rest)
     q, k = rest.norm(f"{attention}.q_norm", q), operations.norm(f"{attention}.k_norm", k)
     seen = rest.attention(pairs, queries, q, k, v)
     out = rest.linear(tokens, f"{attention}.o_proj", queries, width, seen)
@@ -279,13 +278,10 @@ def _expert_layer(
         seen: whether gradients reach the prefix's keys, and its values.
     """
     layer = f"{_ENGINE}.interleaved_layers.{number}.expert_layer"
-    width, queries = expert.hidden_size, expert.num_attention_heads * expert.head_dim
-    keys, attention = expert.num_key_value_heads * expert.head_dim, f"{layer}.self_attn"
+    width, queries, attention = expert.hidden_size, _query_width(expert), f"{layer}.self_attn"
     condition = _condition(operations, f"{layer}.input_layernorm", expert, time)
     normed = rows or condition
-    q = operations.linear("steps", f"{attention}.q_proj", width, queries, normed)
-    k = operations.linear("steps", f"{attention}.k_proj", width, keys, normed)
-    v = operations.linear("steps", f"{attention}.v_proj", width, keys, normed)
+    q, k, v = _projections(operations, "steps", attention, expert, normed, operations)
     out = operations.attention("step_pairs", queries, q, k, v)
     out |= operations.attention("cross_pairs", queries, q, *seen)
     # The condition also gives a gate, which gets a gradient only if the gated rows do.
@@ -293,6 +289,27 @@ def _expert_layer(
     condition = _condition(operations, f"{layer}.post_attention_layernorm", expert, time)
     inner = expert.intermediate_size
     return _mlp(operations, "steps", f"{layer}.mlp", width, inner, rows or condition)
+
+
+def _projections(
+    operations: Operations,
+    unit: str,
+    module: str,
+    config: Gemma3TextConfig | GemmaExpertConfig,
+    rows: bool,
+    of_queries: Operations,
+) -> tuple[bool, bool, bool]:
+    """Queries, keys and values; `of_queries` counts the queries."""
+    width, keys = config.hidden_size, config.num_key_value_heads * config.head_dim
+    return (
+        of_queries.linear(unit, f"{module}.q_proj", width, _query_width(config), rows),
+        operations.linear(unit, f"{module}.k_proj", width, keys, rows),
+        operations.linear(unit, f"{module}.v_proj", width, keys, rows),
+    )
+
+
+def _query_width(config: Gemma3TextConfig | GemmaExpertConfig) -> int:
+    return config.num_attention_heads * config.head_dim
 
 
 def _condition(operations: Operations, module: str, expert: GemmaExpertConfig, time: bool) -> bool:

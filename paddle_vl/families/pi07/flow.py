@@ -32,12 +32,11 @@ from paddle_vl.families.pi07.decoder import (
     suffix_positions,
 )
 from paddle_vl.families.pi07.layers import GroupedProjection, SharedConditions, fresh_std
-from paddle_vl.families.pi07.policy_model import PolicyModel, as_tensors, freeze
-from paddle_vl.families.pi07.prefix import Prefix, PrefixEmbedding
+from paddle_vl.families.pi07.policy_model import PolicyModel, as_tensors
+from paddle_vl.families.pi07.prefix import Prefix
 from paddle_vl.families.pi07.prefix_layout import (
     PREFIX_BLOCKS,
     PrefixMasks,
-    PrefixTokens,
     Presence,
     presence_of,
 )
@@ -110,27 +109,6 @@ class SuffixEmbedding(nn.Layer):
         return rows_BCE, F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(code))))
 
 
-class LossTerms(NamedTuple):
-    """A loss as OpenTau's mean, and per sample.
-
-    Attributes:
-        mean: scalar.
-        sums, counts: float32 `[B]`, sum of the loss and number of its values.
-    """
-
-    mean: Tensor
-    sums: Tensor
-    counts: Tensor
-
-
-def flow_loss(target_BCA: Tensor, velocity_BCA: Tensor, counts_BCA: Tensor) -> LossTerms:
-    """Mean squared error of the velocity where `counts_BCA` (bool) is True; 0 if nowhere."""
-    counts_BCA = counts_BCA.astype("float32")
-    squares = (target_BCA - velocity_BCA).square() * counts_BCA
-    mean = squares.sum() / (counts_BCA.sum() + 1e-8)
-    return LossTerms(mean, squares.sum(axis=[1, 2]), counts_BCA.sum(axis=[1, 2]))
-
-
 def flow_counts(
     is_delayed_BC: Tensor,
     num_values: int,
@@ -151,19 +129,6 @@ def flow_counts(
         return counts_BCA
     in_use = paddle.arange(num_values) < real_dim_B.astype("int64").unsqueeze([1, 2])
     return paddle.logical_and(counts_BCA, in_use)
-
-
-def token_slot_loss(logits_BLV: Tensor, tokens_BL: Tensor, masks_BL: Tensor) -> LossTerms:
-    """Cross entropy of tokens in float32; as in OpenTau, the mean includes padding."""
-    batch, length, vocab = logits_BLV.shape
-    masks_BL = masks_BL.astype("float32")
-    losses = F.cross_entropy(
-        logits_BLV.reshape([-1, vocab]).astype("float32"),
-        tokens_BL.reshape([-1]),
-        reduction="none",
-    )
-    losses_BL = losses.reshape([batch, length]) * masks_BL
-    return LossTerms(losses_BL.mean(), losses_BL.sum(axis=1), masks_BL.sum(axis=1))
 
 
 class GivenActions:
@@ -224,9 +189,20 @@ class PI07LowLevelFlowMatching(PolicyModel):
 
     Tensor parallelism shards the decoder layers and the token table; all else is replicated. The
     first pipeline stage has the embeddings, the last one the heads.
+
+    Batches: `videos`, a list of `[B, F, 3, H, W]` in [0, 1], the current frame last, with
+    `vid_masks`, a list of `[B]`; `lang_tokens` and `lang_masks`; `state` `[B, F, S]`; `actions`
+    `[B, C, A]`; `discrete_actions` and `discrete_action_masks`.
+    Optional: `response_tokens` and `response_masks`; `metadata_tokens` and `metadata_masks`;
+    `subgoal_images`, a list of `[B, 3, H, W]` in [-1, 1], with `subgoal_img_masks`;
+    `obs_history_is_pad` `[B, F]` (without it, the past is padding); `actions_is_pad` `[B, C]`;
+    `real_action_dim` `[B]`; `group_index` `[B]`.
+    Drawn if absent: `noise` `[B, C, A]`, `time` `[B]`, `delay` `[B]`.
     """
 
     config: PI07Config
+    blocks = PREFIX_BLOCKS
+    drawn = ("noise", "time", "delay")
     # None on pipeline stages without them.
     suffix: Any
     da_head: Any
@@ -238,33 +214,21 @@ class PI07LowLevelFlowMatching(PolicyModel):
         label_ids: Mapping[str, Sequence[int]],
         placement: Placement | None = None,
     ):
-        """
-        Args:
-            label_ids: token ids, without special tokens, of each of `prefix_layout.LABELS`.
-
-        Raises:
-            ValueError: a label has no ids, or the vocabulary of discrete actions is not known.
-        """
         super().__init__(config, label_ids, placement)
         num_groups = config.num_groups if config.per_group_projection else None
-        vlm = config.vlm_config
-        width = vlm.gemma3_config.text_config.hidden_size
-        camera_tokens = vlm.gemma3_config.mm_tokens_per_image
-        self.tokens = PrefixTokens(PREFIX_BLOCKS, label_ids, camera_tokens)
-        self.prefix, self.suffix, self.da_head, self.action_out_proj = None, None, None, None
-        if self.placement.stage_layers.tower:
-            self.prefix = PrefixEmbedding(config, self.tokens, self.placement, num_groups)
-        if self.placement.stage_layers.embedding:
+        vlm, stage = config.vlm_config, self.placement.stage_layers
+        self.suffix, self.da_head, self.action_out_proj = None, None, None
+        if stage.embedding:
             self.suffix = SuffixEmbedding(config, num_groups)
         self.decoder = InterleavedDecoder(vlm, self.placement)
-        if self.placement.stage_layers.head:
+        if stage.head:
             assert vlm.discrete_action_vocab_size is not None, "the first stage refuses None"
+            width = vlm.gemma3_config.text_config.hidden_size
             self.da_head = Linear(width, vlm.discrete_action_vocab_size, True)
             self.action_out_proj = GroupedProjection(
                 config.proj_width, config.max_action_dim, num_groups
             )
-        self.placement.parameter_table.add_replicated(self.parameters())
-        freeze(self, vlm)
+        self.finish()
         self.train()
 
     def train(self) -> None:
@@ -273,45 +237,17 @@ class PI07LowLevelFlowMatching(PolicyModel):
             # A frozen decoder has no dropout either.
             self.decoder.eval()
 
-    def forward(
-        self,
-        batch: Mapping[str, Any],
-        presence: Presence | None = None,
-        per_sample: bool = False,
-    ) -> dict[str, Any]:
-        """The losses of a batch.
-
-        Args:
-            batch: NumPy arrays or tensors; lists have an entry per camera. Token ids are int64,
-                masks bool (True: real, not padding), all else float32.
-                Required: `videos` list of `[B, F, 3, H, W]` in [0, 1], the current frame last, with
-                `vid_masks` list of `[B]`; `lang_tokens` and `lang_masks`; `state` `[B, F, S]`;
-                `actions` `[B, C, A]`; `discrete_actions` and `discrete_action_masks`.
-                Optional: `response_tokens` and `response_masks`; `metadata_tokens` and
-                `metadata_masks`; `subgoal_images` list of `[B, 3, H, W]` in [-1, 1] with
-                `subgoal_img_masks`; `obs_history_is_pad` `[B, F]` (without it, the past is
-                padding); `actions_is_pad` `[B, C]`; `real_action_dim` `[B]`; `group_index` `[B]`.
-                Drawn if absent: `noise` `[B, C, A]`, `time` `[B]`, `delay` `[B]`.
-            presence: the optional fields to lay out; None for those with content in the batch.
-            per_sample: add sums and counts per sample.
-
-        Returns:
-            `MSE` of the flow and `CE` of the action tokens, scalars; with `per_sample` also
-            `MSE_per_sample` and `CE_per_sample`, pairs of sums and counts `[B]`.
-        """
-        presence = presence_of(batch) if presence is None else presence
-        batch = as_tensors(batch)
-        noisy = self.noisy_actions(batch)
-        prefix = self.prefix(batch, presence)
-        out = self.decode(prefix, noisy, batch.get("group_index"))
-        losses = self.losses(out, noisy, batch)
-        return losses if per_sample else {name: losses[name] for name in ("MSE", "CE")}
+    def with_draws(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return batch | {"noisy": self.noisy_actions(batch)}
 
     def noisy_actions(self, batch: Mapping[str, Any]) -> NoisyActions:
         """Actions mixed with noise; draws noise, times and delays if the batch has none."""
+        # `forward` mixes them once for the suffix and the losses.
+        if "noisy" in batch:
+            return batch["noisy"]
         actions = batch["actions"].astype("float32")
         size, steps, _ = actions.shape
-        noise, time_B, delay_B = (batch.get(name) for name in ("noise", "time", "delay"))
+        noise, time_B, delay_B = (batch.get(name) for name in self.drawn)
         noise = paddle.randn(actions.shape, dtype="float32") if noise is None else noise
         time_B = draw_time(size) if time_B is None else time_B
         if delay_B is None:
@@ -322,14 +258,16 @@ class PI07LowLevelFlowMatching(PolicyModel):
         x_t = weight * noise + (1.0 - weight) * actions
         return NoisyActions(x_t, noise - actions, time_BC, is_delayed)
 
-    def decode(
-        self, prefix: Prefix, noisy: NoisyActions, group_B: Tensor | None = None
-    ) -> DecoderOutput:
-        """Both streams at once, in a full model."""
-        rows, cond = self.suffix(noisy.x_t, noisy.time, group_B)
-        return self.decoder(
-            prefix.embs, rows, cond, self.training_view(prefix), self.suffix_view(prefix)
-        )
+    def suffix_rows(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        noisy = self.noisy_actions(batch)
+        return self.suffix(noisy.x_t, noisy.time, batch.get("group_index"))
+
+    def stream_shapes(self, batch: Mapping[str, Any], presence: Presence) -> list[tuple[int, int]]:
+        steps = batch["lang_tokens"].shape[0] * self.config.chunk_size
+        return [*super().stream_shapes(batch, presence), *[(steps, self.config.proj_width)] * 2]
+
+    def views(self, masks: Prefix | PrefixMasks) -> tuple[StreamView, SuffixView]:
+        return self.training_view(masks), self.suffix_view(masks)
 
     def training_view(self, prefix: Prefix | PrefixMasks) -> StreamView:
         """`prefix_view`, of which only the rows are output that predict action tokens.
@@ -362,39 +300,31 @@ class PI07LowLevelFlowMatching(PolicyModel):
         own = self.decoder.view(suffix_positions(seen_BL, steps), mask)
         return SuffixView(own, None, self.config.knowledge_insulation)
 
-    def losses(
-        self, out: DecoderOutput, noisy: NoisyActions, batch: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """What `forward` returns with `per_sample`."""
-        flow = self.flow_terms(out.suffix, noisy, batch)
-        tokens = token_slot_loss(
-            self.action_token_logits(out.prefix),
-            batch["discrete_actions"],
-            batch["discrete_action_masks"],
+    def losses(self, out: DecoderOutput, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """`MSE` of the flow and `CE` of the action tokens, scalars; `MSE_per_sample` and
+        `CE_per_sample`, pairs of sums and counts `[B]`."""
+        noisy, config = self.noisy_actions(batch), self.config
+        given = batch.get("actions_is_pad"), batch.get("real_action_dim")
+        counts_BCA = flow_counts(noisy.is_delayed, config.max_action_dim, *given).astype("float32")
+        velocity_BCA = self.velocity(out.suffix, batch.get("group_index"))
+        squares_BCA = (noisy.velocity - velocity_BCA).square() * counts_BCA
+        logits_BLV, tokens_BL = self.action_token_logits(out.prefix), batch["discrete_actions"]
+        masks_BL = batch["discrete_action_masks"].astype("float32")
+        losses_T = F.cross_entropy(
+            logits_BLV.flatten(0, 1).astype("float32"), tokens_BL.flatten(), reduction="none"
         )
+        losses_BL = losses_T.reshape(masks_BL.shape) * masks_BL
         return {
-            "MSE": flow.mean,
-            "CE": tokens.mean,
-            "MSE_per_sample": (flow.sums, flow.counts),
-            "CE_per_sample": (tokens.sums, tokens.counts),
+            "MSE": squares_BCA.sum() / (counts_BCA.sum() + 1e-8),
+            # As in OpenTau, the mean includes padding.
+            "CE": losses_BL.mean(),
+            "MSE_per_sample": (squares_BCA.sum(axis=[1, 2]), counts_BCA.sum(axis=[1, 2])),
+            "CE_per_sample": (losses_BL.sum(axis=1), masks_BL.sum(axis=1)),
         }
 
     def velocity(self, suffix_BCE: Tensor, group_B: Tensor | None = None) -> Tensor:
         """Velocities `[B, C, A]` float32 from the expert's rows."""
         return self.action_out_proj(suffix_BCE, group_B).astype("float32")
-
-    def flow_terms(
-        self, suffix_BCE: Tensor, noisy: NoisyActions, batch: Mapping[str, Any]
-    ) -> LossTerms:
-        """The loss of the velocity."""
-        counts = flow_counts(
-            noisy.is_delayed,
-            self.config.max_action_dim,
-            batch.get("actions_is_pad"),
-            batch.get("real_action_dim"),
-        )
-        velocity = self.velocity(suffix_BCE, batch.get("group_index"))
-        return flow_loss(noisy.velocity, velocity, counts)
 
     def action_token_logits(self, prefix_BLD: Tensor) -> Tensor:
         """Logits `[B, L_a, V]` of the action tokens, each from the token before it.

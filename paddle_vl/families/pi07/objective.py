@@ -5,7 +5,7 @@ A policy's optional branches are the optional fields of its prefix (`Presence`).
 otherwise each rank those of its own samples.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,36 +20,34 @@ from paddle_vl.families.pi07.prefix_layout import PrefixTokens, Presence, presen
 from paddle_vl.families.policy.demonstrations.training_set import DrawnDemonstrations
 from paddle_vl.nn.objective import IGNORE_INDEX, BatchAdapter, Loss, target_rows
 
+# The losses of the low-level policy and of the planner, each with its divisor in a batch: `MSE` of
+# the flow and `CE` of discrete actions; cross entropies of the planner's memory and response.
+POLICY_LOSSES = {"MSE": "num_flow_values", "CE": "num_action_slots"}
+PLANNER_LOSSES = {"CE_memory": "num_memory_slots", "CE_response": "num_response_slots"}
+_DIVISORS = (*POLICY_LOSSES.values(), *PLANNER_LOSSES.values())
+
 
 class PolicyLoss(Loss):
-    """`MSE` of the flow and `CE` of the discrete actions.
+    """Weighted losses of a model; a loss of weight 0 is not part of the graph."""
 
-    Args:
-        weights: by name; a loss of weight 0 is not part of the graph.
-    """
-
-    names: tuple[str, ...] = ("MSE", "CE")
-
-    def __init__(self, weights: Mapping[str, float]):
-        self.terms = dict(weights)
-
-    @classmethod
-    def weighted(cls, given: Mapping[str, float] | None = None) -> "PolicyLoss":
-        """The losses with the weights of train.loss_weighting; 1 by default.
+    def __init__(self, names: Collection[str], given: Mapping[str, float] | None = None):
+        """
+        Args:
+            names: of the model's losses.
+            given: weights, train.loss_weighting; 1 by default.
 
         Raises:
             ValueError: an unknown loss, or no loss with a weight above 0.
         """
         given = given or {}
-        if unknown := sorted(set(given) - set(cls.names)):
+        if unknown := sorted(set(given) - set(names)):
             raise ValueError(
                 f"train.loss_weighting has {', '.join(unknown)}; the losses of this policy are "
-                f"{', '.join(cls.names)}"
+                f"{', '.join(names)}"
             )
-        weights = dict.fromkeys(cls.names, 1.0) | dict(given)
-        if not any(weights.values()):
-            raise ValueError(f"train.loss_weighting is {weights}: a loss needs a weight above 0")
-        return cls(weights)
+        self.terms = dict.fromkeys(names, 1.0) | dict(given)
+        if not any(self.terms.values()):
+            raise ValueError(f"train.loss_weighting is {self.terms}: a loss needs a weight above 0")
 
     @property
     def trained_terms(self) -> list[str]:
@@ -68,10 +66,12 @@ class PolicyLoss(Loss):
     def share(
         self, output: dict[str, Any], totals: Sequence[int], num_batches: int
     ) -> tuple[Tensor, Tensor]:
-        terms = [
-            value / total
-            for value, total in zip(self._sums(output), self._divisors(totals), strict=True)
+        # As in OpenTau, whose batches may have padded actions only.
+        divisors = [
+            total + 1e-8 if name == "MSE" else max(total, 1)
+            for name, total in zip(self.terms, totals, strict=True)
         ]
+        terms = [x / total for x, total in zip(self._sums(output), divisors, strict=True)]
         weighted = [w * term for w, term in zip(self.terms.values(), terms, strict=True) if w]
         return sum(weighted[1:], weighted[0]), paddle.stack([term.detach() for term in terms])
 
@@ -79,36 +79,22 @@ class PolicyLoss(Loss):
         return paddle.stack(self._sums(output))
 
     def _sums(self, output: dict[str, Any]) -> list[Tensor]:
-        return [output[f"{name}_per_sample"][0].sum() for name in self.terms]
-
-    def _divisors(self, totals: Sequence[int]) -> list[float]:
-        flow_values, action_slots = totals
-        # As in OpenTau, whose batches may have padded actions only.
-        return [flow_values + 1e-8, max(action_slots, 1)]
-
-
-class PlannerLoss(PolicyLoss):
-    """Cross entropies of the planner's memory and of its response."""
-
-    names = ("CE_memory", "CE_response")
-
-    def _sums(self, output: dict[str, Any]) -> list[Tensor]:
-        return [output[f"{name}_sum"] for name in self.terms]
-
-    def _divisors(self, totals: Sequence[int]) -> list[float]:
-        return [max(total, 1) for total in totals]
+        return [
+            output[f"{name}_sum"]
+            if f"{name}_sum" in output
+            else output[f"{name}_per_sample"][0].sum()
+            for name in self.terms
+        ]
 
 
 class PolicyBatchAdapter(BatchAdapter[Batch]):
-    """Batches of the low-level policy (`PolicyBatch`).
+    """Batches of the low-level policy (`PolicyBatch`) and of the planner (`PlannerBatch`).
 
     Args:
         make_example: makes some batch of the run, from which an idle batch is derived.
         agrees_on_presence: whether ranks lay out the optional fields that any of them has.
         tokens: layout of the model's prefix, for the lengths of samples; None counts none.
     """
-
-    counted: tuple[str, ...] = ("num_flow_values", "num_action_slots")
 
     def __init__(
         self,
@@ -120,7 +106,7 @@ class PolicyBatchAdapter(BatchAdapter[Batch]):
         self.tokens = tokens
 
     def counts(self, batch: Batch) -> list[int]:
-        return [batch[name] for name in self.counted]
+        return [batch[name] for name in _DIVISORS if name in batch]
 
     def num_samples(self, batch: Batch) -> int:
         return len(batch["lang_tokens"])
@@ -136,6 +122,7 @@ class PolicyBatchAdapter(BatchAdapter[Batch]):
         return list(presence_of(batch)) if self.agrees_on_presence else []
 
     def prepared(self, batch: Batch) -> Batch:
+        batch = with_target_rows(batch)
         # With agreement `synchronized` sets it.
         return batch if self.agrees_on_presence else {**batch, "presence": presence_of(batch)}
 
@@ -146,10 +133,17 @@ class PolicyBatchAdapter(BatchAdapter[Batch]):
 
     def idle_batch(self, model: nn.Layer) -> Batch:
         example = self.make_example()
-        return {**example, **dict.fromkeys(self.counted, 0), **self._without_targets(example)}
+        if "actions" in example:
+            targets = {"actions_is_pad": np.ones(example["actions"].shape[:2], dtype=bool)}
+            masks = ["discrete_action_masks"]
+        else:
+            targets, masks = {}, ["memory_masks", "response_masks"]
+        targets |= {name: np.zeros_like(example[name]) for name in masks}
+        return {**example, **{name: 0 for name in _DIVISORS if name in example}, **targets}
 
     def to_device(self, batch: Batch) -> Batch:
-        fields = {name: value for name, value in batch.items() if name not in self.counted}
+        batch = with_target_rows(batch)
+        fields = {name: value for name, value in batch.items() if name not in _DIVISORS}
         presence = fields.pop("presence", None)
         # Masks are read on the host, before they become tensors.
         presence = presence_of(fields) if presence is None else presence
@@ -159,36 +153,13 @@ class PolicyBatchAdapter(BatchAdapter[Batch]):
         fields = dict(batch)
         return model(fields, presence=fields.pop("presence"), per_sample=True)
 
-    def _without_targets(self, batch: Batch) -> dict[str, np.ndarray]:
-        return {
-            "actions_is_pad": np.ones(batch["actions"].shape[:2], dtype=bool),
-            "discrete_action_masks": np.zeros_like(batch["discrete_action_masks"]),
-        }
-
-
-class PlannerBatchAdapter(PolicyBatchAdapter):
-    """Batches of the planner (`PlannerBatch`), whose model makes the tensors itself."""
-
-    counted = ("num_memory_slots", "num_response_slots")
-
-    def prepared(self, batch: Batch) -> Batch:
-        return with_target_rows(super().prepared(batch))
-
-    def to_device(self, batch: Batch) -> Batch:
-        batch = with_target_rows(batch)
-        return {name: value for name, value in batch.items() if name not in self.counted}
-
-    def forward(self, model: nn.Layer, batch: Batch) -> dict[str, Tensor]:
-        fields = dict(batch)
-        return model(fields, presence=fields.pop("presence", None))
-
-    def _without_targets(self, batch: Batch) -> dict[str, np.ndarray]:
-        return {name: np.zeros_like(batch[name]) for name in ("memory_masks", "response_masks")}
-
 
 def with_target_rows(batch: Batch) -> Batch:
-    """The planner's batch with the token slots of its texts that have a target."""
+    """The planner's batch with the token slots of its texts that have a target; the policy's as it
+    is."""
     added = {}
+    if "memory_masks" not in batch:
+        return batch
     for text in ("memory", "response"):
         name, masks_BL = f"{text}_target_rows", batch[f"{text}_masks"]
         # Only the host knows them; each token predicts the next.

@@ -16,7 +16,6 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
-from paddle_vl.families.pi07.base_policy import BasePolicy
 from paddle_vl.families.pi07.config import PI07PlannerConfig
 from paddle_vl.families.pi07.decoder import (
     DecoderOutput,
@@ -26,35 +25,38 @@ from paddle_vl.families.pi07.decoder import (
     suffix_mask,
     suffix_positions,
 )
-from paddle_vl.families.pi07.inputs.planning import (
+from paddle_vl.families.pi07.layers import PAD_ID
+from paddle_vl.families.pi07.policy import BasePolicy
+from paddle_vl.families.pi07.policy_model import PolicyModel, as_tensors
+from paddle_vl.families.pi07.prefix import Prefix
+from paddle_vl.families.pi07.prefix_layout import (
+    MEMORY_LABEL,
+    PLANNER_BLOCKS,
+    RESPONSE_LABEL,
+    presence_of,
+)
+from paddle_vl.families.policy.model_inputs import EOS, PlannerInputs
+from paddle_vl.families.policy.normalize import planner_normalizers
+from paddle_vl.families.policy.planning import (
     BOS,
     Plan,
     WritingRules,
     plan_of,
     write_plan,
 )
-from paddle_vl.families.pi07.layers import PAD_ID
-from paddle_vl.families.pi07.policy_model import PolicyModel, as_tensors, freeze
-from paddle_vl.families.pi07.prefix import Prefix, PrefixEmbedding
-from paddle_vl.families.pi07.prefix_layout import (
-    MEMORY_LABEL,
-    PLANNER_BLOCKS,
-    PLANNER_LABELS,
-    RESPONSE_LABEL,
-    PrefixTokens,
-    Presence,
-    presence_of,
-)
-from paddle_vl.families.policy.model_inputs import EOS, PlannerInputs
-from paddle_vl.families.policy.normalizers import planner_normalizers
 from paddle_vl.nn.objective import IGNORE_INDEX, TargetRows
 from paddle_vl.nn.placement import Placement
 
 
 class PI07HighLevelPlannerModel(PolicyModel):
-    """Prefix embedding, the backbone half of the decoder, and a head tied to the token table."""
+    """Prefix embedding, the backbone half of the decoder, and a head tied to the token table.
+
+    Batches: `images`, a list of `[B, 3, H, W]` in [-1, 1] with `img_masks`, a list of `[B]`;
+    `lang_`, `memory_`, `response_` and optionally `metadata_`, each with `tokens` and `masks`.
+    """
 
     config: PI07PlannerConfig
+    blocks = PLANNER_BLOCKS
     # None on pipeline stages without it.
     lm_head: Any
 
@@ -65,15 +67,10 @@ class PI07HighLevelPlannerModel(PolicyModel):
         placement: Placement | None = None,
     ):
         """
-        Args:
-            label_ids: token ids, without special tokens, of `prefix_layout.PLANNER_LABELS`.
-
         Raises:
             ValueError: a label has no ids, or another number of them than configured.
         """
         super().__init__(config, label_ids, placement)
-        backbone = config.vlm_config.gemma3_config
-        self.tokens = PrefixTokens(PLANNER_BLOCKS, label_ids, backbone.mm_tokens_per_image)
         for label, name in (
             (RESPONSE_LABEL, "subtask_indicator_max_length"),
             (MEMORY_LABEL, "memory_indicator_max_length"),
@@ -83,43 +80,22 @@ class PI07HighLevelPlannerModel(PolicyModel):
                     f"{name} is {getattr(config, name)}, but the tokenizer makes "
                     f"{len(label_ids[label])} tokens of {label!r}: set it to that, or to None"
                 )
-        stage = self.placement.stage_layers
-        self.prefix, self.lm_head, table = None, None, None
-        if stage.tower:
-            self.prefix = PrefixEmbedding(config, self.tokens, self.placement)
-            table = self.prefix.embed_tokens.weight if stage.embedding else None
+        stage, text = self.placement.stage_layers, config.vlm_config.gemma3_config.text_config
+        self.lm_head = None
         self.decoder = InterleavedDecoder(config.vlm_config, self.placement)
         if stage.head:
-            text = backbone.text_config
             self.lm_head = self.placement.layers.vocab_head(
-                text.hidden_size, text.vocab_size, tied_weight=table, is_tied=True
+                text.hidden_size,
+                text.vocab_size,
+                tied_weight=self.prefix.embed_tokens.weight if stage.embedding else None,
+                is_tied=True,
             )
-        self.placement.parameter_table.add_replicated(self.parameters())
-        freeze(self, config.vlm_config)
-
-    def forward(
-        self, batch: Mapping[str, Any], presence: Presence | None = None
-    ) -> dict[str, Tensor]:
-        """The losses of a batch.
-
-        Args:
-            batch: NumPy arrays or tensors: `images`, a list of `[B, 3, H, W]` in [-1, 1] with
-                `img_masks`, a list of `[B]` bool; `lang_`, `memory_`, `response_` and optionally
-                `metadata_`, each with `tokens` int64 and `masks` bool.
-            presence: whether to lay out metadata; None: if the batch has any.
-
-        Returns:
-            `CE`, the mean over memory slots plus the mean over response slots, without the first
-            slot of each; `CE_memory_sum` and `CE_response_sum`, their sums; `MSE`, which is 0.
-        """
-        presence = presence_of(batch) if presence is None else presence
-        batch = as_tensors(batch)
-        prefix = self.prefix(batch, presence)
-        out = self.decoder(prefix.embs, prefix_view=self.prefix_view(prefix))
-        return self.losses(out, batch)
+        self.finish()
 
     def losses(self, out: DecoderOutput, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """What `forward` returns."""
+        """`CE`, the mean over memory slots plus the mean over response slots, without the first
+        slot of each; `CE_memory_sum` and `CE_response_sum`, their sums; `MSE`, which is 0.
+        """
         out_BLD = out.prefix
         response, memory = batch["response_tokens"], batch["memory_tokens"]
         response_at = out_BLD.shape[1] - response.shape[1]
@@ -230,7 +206,6 @@ class PI07HighLevelPlanner(BasePolicy):
     model: PI07HighLevelPlannerModel
     config_class = PI07PlannerConfig
     model_class = PI07HighLevelPlannerModel
-    labels = PLANNER_LABELS
     new_normalizers = staticmethod(planner_normalizers)
     # OpenTau's engine has these in every policy.
     unused_keys = ("*.da_head.*", "*.discrete_action_embedding.*")

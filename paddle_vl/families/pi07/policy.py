@@ -1,4 +1,5 @@
-"""The low-level policy: from raw observations to raw actions, from demonstrations to losses.
+"""The low-level policy: from raw observations to raw actions, from demonstrations to losses; and
+what it has in common with the planner: fresh weights, loading and saving.
 
 A raw batch is a mapping of NumPy arrays or tensors, with texts as lists of strings. Shapes: B
 batch, F frames of an observation (the current one last), S state dims, C steps of a chunk, A action
@@ -12,32 +13,262 @@ Optional: `obs_history_is_pad` `[B, F]` (without it, the past is padding); `resp
     `<goal>_is_pad` `[B]`, True for samples that lack this image.
 Training: also `actions` `[B, C, A]`, optionally with `action_is_pad` and `real_action_dim`.
 
+Over 350 lines, since making, loading and saving a policy belong together.
+
 Source: PI07LowLevelPolicy of OpenTau.
 """
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
-from paddle import Tensor
+import paddle
+from paddle import Tensor, nn
 
-from paddle_vl.families.pi07.base_policy import BasePolicy, PolicyCheckpoint
-from paddle_vl.families.pi07.config import PI07Config
+from paddle_vl.checkpoint.reading import chosen_dtype
+from paddle_vl.checkpoint.safetensors_io import FileWriter, write_file
+from paddle_vl.families.hf_interface import SizedModel, loads_like_hf
+from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
-from paddle_vl.families.pi07.prefix_layout import LABELS
+from paddle_vl.families.pi07.policy_files import PolicyCheckpoint, write_policy
+from paddle_vl.families.pi07.policy_model import PolicyModel
+from paddle_vl.families.pi07.prefix_layout import labels_of
 from paddle_vl.families.policy.acting import ActingPolicy
 from paddle_vl.families.policy.discrete_actions import ActionTokenizer
+from paddle_vl.families.policy.features import CURRENT_CONFIG_VERSION
 from paddle_vl.families.policy.images import cameras_of
 from paddle_vl.families.policy.model_inputs import PolicyInputs
-from paddle_vl.families.policy.normalize import Statistics
-from paddle_vl.families.policy.normalizers import policy_normalizers
-from paddle_vl.families.policy.prompt import PromptTokenizer
+from paddle_vl.families.policy.normalize import Normalizer, Statistics, policy_normalizers
+from paddle_vl.families.policy.prompt import PromptTokenizer, check_vocabulary
+from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
+from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.placement import Placement
+
+if TYPE_CHECKING:
+    from paddle_vl.nn.master_weights import ParameterStore
 
 # Folder of the action tokenizer in a policy's folder.
 ACTION_TOKENIZER_FOLDER = "action_tokenizer"
+
+
+Policy = TypeVar("Policy", bound="BasePolicy")
+
+
+class BasePolicy(SizedModel, nn.Layer, ABC):
+    """A policy and its model, which may be sharded.
+
+    Attributes:
+        normalizers: by name in a checkpoint; they have the statistics.
+        new_normalizers: makes normalizers for a configuration and a number of groups.
+    """
+
+    config: PI07Config | PI07PlannerConfig
+    model: PolicyModel
+    normalizers: Mapping[str, Normalizer]
+    config_class: ClassVar[Any]
+    model_class: ClassVar[Any]
+    new_normalizers: ClassVar[Callable[[Any, int], dict[str, Normalizer]]]
+    # Patterns of checkpoint keys that the model never reads.
+    unused_keys: ClassVar[Sequence[str]] = ()
+
+    def __init__(
+        self,
+        config: Any,
+        tokenizer: PromptTokenizer | str | Path,
+        statistics: Sequence[Statistics] | None = None,
+        placement: Placement | None = None,
+    ):
+        """A policy with fresh weights; for a shard of one use `from_config`.
+
+        Args:
+            tokenizer: the backbone's, or its file or folder.
+            statistics: of each group of data, in the order of `config.dataset_names`.
+            placement: None for the full model on a single device.
+
+        Raises:
+            ValueError: settings, statistics and tokenizer do not fit together.
+            RuntimeError: the tokenizer's files are missing or damaged.
+        """
+        super().__init__()
+        if isinstance(tokenizer, (str, Path)):
+            tokenizer = PromptTokenizer.from_pretrained(tokenizer)
+            check_vocabulary(tokenizer, config.vlm_config.gemma3_config.text_config.vocab_size)
+        self.config, self.tokenizer = config, tokenizer
+        labels = {label: tokenizer.encode(label) for label in labels_of(self.model_class.blocks)}
+        self.model = self.model_class(config, labels, placement)
+        groups = config.num_groups if statistics is None else len(statistics)
+        self.normalizers = self.make_normalizers(groups)
+        if statistics is not None:
+            for normalizer in self.normalizers.values():
+                normalizer.set_statistics(statistics)
+
+    @classmethod
+    @loads_like_hf
+    def from_pretrained(
+        cls: type[Policy],
+        path: str | Path,
+        *,
+        config: Any = None,
+        statistics: Sequence[Statistics] | None = None,
+        dtype: str = "float32",
+        fresh: Sequence[str] = (),
+        ignore: Sequence[str] = (),
+        placement: Placement | None = None,
+        materialize: bool = True,
+        **tokenizers: Any,
+    ) -> Policy:
+        """Load a policy's folder, one tensor at a time.
+
+        Args:
+            config: instead of the folder's. Rows of groups are found by name, see
+                `paddle_vl.families.pi07.policy_files`.
+            statistics: for a checkpoint without statistics, or with `skip_normalization_weights`.
+            dtype: of the weights.
+            fresh: patterns of the model's keys that the checkpoint may lack; these are drawn.
+            ignore: patterns of the checkpoint's keys that the model may lack.
+            placement: None for the full model on a single device.
+            materialize: read the weights now; False leaves that to the model's `materialize()`.
+            tokenizers: `tokenizer`, and `action_tokenizer` of the low-level policy; None for those
+                in the folder. OpenTau saves none.
+
+        Raises:
+            ValueError: keys are missing, unexpected or misshapen; or both the checkpoint and the
+                caller give statistics.
+            RuntimeError: files are missing or damaged.
+        """
+        folder = Path(path)
+        config = cls.config_class.from_pretrained(folder) if config is None else config
+        stored = PolicyCheckpoint(folder)
+        skips, takes = config.skip_normalization_weights, statistics is None
+        if skips and takes:
+            raise ValueError(
+                "skip_normalization_weights leaves the checkpoint's statistics out, so others must "
+                "be given: pass statistics, or set it to False"
+            )
+        if stored.statistics and not skips and not takes:
+            raise ValueError(
+                f"{folder} holds statistics, and others were given: leave them out, or set "
+                "skip_normalization_weights to take the given ones"
+            )
+        config = cls.config_of_weights(config, stored)
+        if config.config_version is None:
+            # Checkpoints from before the convention changed have no version.
+            config = replace(config, config_version=0)
+        given = {name: one for name, one in tokenizers.items() if one is not None}
+        parts = cls.stored_tokenizers(folder) | given
+        try:
+            with default_dtype(chosen_dtype(dtype, stored.model)), paddle.LazyGuard():
+                policy = cls(config, **parts, statistics=statistics, placement=placement)
+        except ValueError as error:
+            raise ValueError(f"{folder}: {error}") from error
+        if takes and config.dataset_names is None:
+            policy.normalizers = policy.make_normalizers(stored.num_groups(policy.normalizers))
+        stored.regroup(config, policy.normalizers if takes else {})
+        ignore = [*ignore, *cls.unused_keys]
+        stored.fill(policy.model, policy.normalizers, fresh, ignore, takes)
+        if materialize:
+            policy.model.materialize_all()
+        # The policy now has other statistics, which its checkpoints must keep.
+        policy.config = replace(policy.config, skip_normalization_weights=False)
+        policy.eval()
+        return policy
+
+    @classmethod
+    def config_of_weights(cls, config: Any, stored: "PolicyCheckpoint") -> Any:
+        """The configuration with what only the weights tell."""
+        return config
+
+    @classmethod
+    def stored_tokenizers(cls, folder: Path) -> dict[str, Any]:
+        """The tokenizers of a policy's folder."""
+        return {"tokenizer": folder / TOKENIZER_FILE}
+
+    @classmethod
+    def from_config(
+        cls: type[Policy],
+        config: PI07Config | PI07PlannerConfig,
+        *parts: Any,
+        placement: Placement | None = None,
+        materialize: bool = True,
+        **named_parts: Any,
+    ) -> Policy:
+        """A policy with fresh weights, drawn from Paddle's global random state.
+
+        A rank gets its shards of what a single device draws with the same seed.
+
+        Args:
+            parts, named_parts: tokenizers and statistics, as the class takes them.
+            placement: None for the full model on a single device.
+            materialize: draw the weights now; False leaves that to the model's `materialize()`.
+        """
+        with paddle.LazyGuard():
+            policy = cls(config, *parts, placement=placement, **named_parts)
+        policy.model.materialize_later(policy.model.fresh_values)
+        if materialize:
+            policy.model.materialize_all()
+        return policy
+
+    def save_pretrained(
+        self,
+        path: str | Path,
+        write: FileWriter = write_file,
+        store: "ParameterStore | None" = None,
+        one_file: bool = True,
+    ) -> None:
+        """Write `config.json`, `model.safetensors` and the tokenizers into a folder.
+
+        All checkpoint ranks call this together.
+
+        Args:
+            write: writes the weight files.
+            store: of the model in training, see `paddle_vl.checkpoint.writing`.
+            one_file: the first rank writes all weights, one tensor in memory at a time: OpenTau
+                reads no index. False: ranks divide a large model into several files.
+        """
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = self.config
+        if config.config_version is None:
+            config = replace(config, config_version=CURRENT_CONFIG_VERSION)
+        keeps = self.normalizers if config.save_normalization_stats else {}
+        write_policy(folder, self.model, keeps, write, store, one_file)
+        if not self.model.placement.checkpoint_ranks.is_first:
+            return
+        config.save_pretrained(folder)
+        self.save_tokenizers(folder)
+
+    def save_tokenizers(self, folder: Path) -> None:
+        self.tokenizer.save_pretrained(folder)
+
+    def make_normalizers(self, num_groups: int) -> dict[str, Normalizer]:
+        """Normalizers without statistics.
+
+        Raises:
+            ValueError: the configuration names another number of groups.
+        """
+        config, names = self.config, self.config.dataset_names
+        if (names or config.per_group_projection) and num_groups != config.num_groups:
+            raise ValueError(
+                f"there are statistics of {num_groups} groups, dataset_names has {names}: name "
+                "every group there, in the order of the statistics"
+            )
+        return type(self).new_normalizers(config, num_groups)
+
+    @property
+    @abstractmethod
+    def inputs(self) -> Any:
+        """Makes the model's inputs from raw batches: `PolicyInputs` or `PlannerInputs`."""
+
+    def training_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The model's inputs and targets from raw demonstrations, as arrays."""
+        return self.inputs.training_inputs(batch)
+
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Unsharded shapes of all parameters by checkpoint key, without `model.`."""
+        return self.model.whole_shapes()
 
 
 class PI07LowLevelPolicy(ActingPolicy, BasePolicy):
@@ -52,7 +283,6 @@ class PI07LowLevelPolicy(ActingPolicy, BasePolicy):
     model: PI07LowLevelFlowMatching
     config_class = PI07Config
     model_class = PI07LowLevelFlowMatching
-    labels = LABELS
     new_normalizers = staticmethod(policy_normalizers)
 
     def __init__(
@@ -81,16 +311,23 @@ class PI07LowLevelPolicy(ActingPolicy, BasePolicy):
         if isinstance(action_tokenizer, (str, Path)):
             action_tokenizer = ActionTokenizer.from_pretrained(action_tokenizer)
         _check_features(config)
-        config = _with_vocabulary(config, action_tokenizer)
+        if action_tokenizer is not None:
+            size, named = action_tokenizer.vocab_size, config.vlm_config.discrete_action_vocab_size
+            if named not in (None, size):
+                raise ValueError(
+                    f"the action tokenizer has {size} entries, vlm_config."
+                    f"discrete_action_vocab_size is {named}: give the tokenizer that the policy "
+                    "was trained with"
+                )
+            config = _with_vocabulary(config, size)
         super().__init__(config, tokenizer, statistics, placement)
         self.action_tokenizer = action_tokenizer
         self.begin(config)
 
     @classmethod
     def config_of_weights(cls, config: PI07Config, stored: PolicyCheckpoint) -> PI07Config:
-        if config.vlm_config.discrete_action_vocab_size is not None:
-            return config
-        return _with_vocabulary_size(config, stored.discrete_vocabulary)
+        named = config.vlm_config.discrete_action_vocab_size
+        return _with_vocabulary(config, stored.discrete_vocabulary if named is None else named)
 
     @classmethod
     def stored_tokenizers(cls, folder: Path) -> dict[str, Any]:
@@ -99,7 +336,6 @@ class PI07LowLevelPolicy(ActingPolicy, BasePolicy):
         return found | ({"action_tokenizer": actions} if actions.is_dir() else {})
 
     def save_tokenizers(self, folder: Path) -> None:
-        """Write the prompt tokenizer, and the action tokenizer in a folder of its own."""
         super().save_tokenizers(folder)
         if self.action_tokenizer is not None:
             self.action_tokenizer.save_pretrained(folder / ACTION_TOKENIZER_FOLDER)
@@ -162,17 +398,5 @@ def _check_features(config: PI07Config) -> None:
         raise ValueError("input_features has no feature of type VISUAL: name the cameras")
 
 
-def _with_vocabulary(config: PI07Config, action_tokenizer: ActionTokenizer | None) -> PI07Config:
-    if action_tokenizer is None:
-        return config
-    size, named = action_tokenizer.vocab_size, config.vlm_config.discrete_action_vocab_size
-    if named not in (None, size):
-        raise ValueError(
-            f"the action tokenizer has {size} entries, vlm_config.discrete_action_vocab_size is "
-            f"{named}: give the tokenizer that the policy was trained with"
-        )
-    return _with_vocabulary_size(config, size)
-
-
-def _with_vocabulary_size(config: PI07Config, size: int | None) -> PI07Config:
+def _with_vocabulary(config: PI07Config, size: int | None) -> PI07Config:
     return config.changed(vlm_config=replace(config.vlm_config, discrete_action_vocab_size=size))

@@ -1,7 +1,8 @@
 """Base of both models of pi07: parameters, their checkpoint keys, and which are trained."""
 
+from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import paddle
@@ -11,10 +12,22 @@ from paddle_vl.checkpoint.reading import Materializable, MaterializeStep, drawn_
 from paddle_vl.checkpoint.rules import StoredParameter, place_parameters
 from paddle_vl.families.pi07.checkpoint_map import checkpoint_rules
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
-from paddle_vl.families.pi07.decoder import InterleavedDecoder, StreamView, prefix_positions
+from paddle_vl.families.pi07.decoder import (
+    DecoderOutput,
+    InterleavedDecoder,
+    StreamView,
+    SuffixView,
+    prefix_positions,
+)
 from paddle_vl.families.pi07.engine_config import Gemma3WithExpertConfig
-from paddle_vl.families.pi07.prefix import Prefix
-from paddle_vl.families.pi07.prefix_layout import PrefixMasks, PrefixTokens
+from paddle_vl.families.pi07.prefix import Prefix, PrefixEmbedding
+from paddle_vl.families.pi07.prefix_layout import (
+    Block,
+    PrefixMasks,
+    PrefixTokens,
+    Presence,
+    presence_of,
+)
 from paddle_vl.nn.attention_masks import BlockMask
 from paddle_vl.nn.linear import separate
 from paddle_vl.nn.placement import Placement, SingleDevicePlacement
@@ -53,6 +66,7 @@ class PolicyModel(Materializable, nn.Layer):
     """A model, or this rank's shards and layers of it.
 
     Attributes:
+        blocks: layout of the prefix.
         tokens: lengths and masks of the prefix.
         prefix: its embedding, a `PrefixEmbedding`; on pipeline stages without it None, or its tower
             alone.
@@ -60,7 +74,9 @@ class PolicyModel(Materializable, nn.Layer):
         untrained_losses: losses that are computed without gradients.
     """
 
-    tokens: PrefixTokens
+    blocks: ClassVar[tuple[Block, ...]]
+    # Entries of a batch that are drawn if it has none.
+    drawn: ClassVar[tuple[str, ...]] = ()
     prefix: Any
     decoder: InterleavedDecoder
     untrained_losses: frozenset[str] = frozenset()
@@ -71,9 +87,69 @@ class PolicyModel(Materializable, nn.Layer):
         label_ids: Mapping[str, Sequence[int]],
         placement: Placement | None = None,
     ):
+        """
+        Args:
+            label_ids: token ids, without special tokens, of each label of `blocks`.
+
+        Raises:
+            ValueError: a label has no ids, or the vocabulary of discrete actions is not known.
+        """
         super().__init__()
         self.config, self.label_ids = config, label_ids
         self.placement = placement or SingleDevicePlacement()
+        camera_tokens = config.vlm_config.gemma3_config.mm_tokens_per_image
+        self.tokens, self.prefix = PrefixTokens(self.blocks, label_ids, camera_tokens), None
+        if self.placement.stage_layers.tower:
+            self.prefix = PrefixEmbedding(config, self.tokens, self.placement)
+
+    def finish(self) -> None:
+        """Register and freeze parameters, once all of them are made."""
+        self.placement.parameter_table.add_replicated(self.parameters())
+        for name, parameter in self.named_parameters():
+            parameter.stop_gradient = not is_trained(name, self.config.vlm_config)
+
+    def forward(
+        self,
+        batch: Mapping[str, Any],
+        presence: Presence | None = None,
+        per_sample: bool = False,
+    ) -> dict[str, Any]:
+        """The losses of a batch, see `losses`.
+
+        Args:
+            batch: NumPy arrays or tensors, see the model's class; lists have an entry per camera.
+                Token ids are int64, masks bool (True: real, not padding), all else float32.
+            presence: the optional fields to lay out; None for those with content in the batch.
+            per_sample: also the policy's `MSE_per_sample` and `CE_per_sample`.
+        """
+        presence = presence_of(batch) if presence is None else presence
+        batch = self.with_draws(as_tensors(batch))
+        prefix = self.prefix(batch, presence)
+        prefix_view, suffix_view = self.views(prefix)
+        out = self.decoder(prefix.embs, *self.suffix_rows(batch), prefix_view, suffix_view)
+        losses = self.losses(out, batch)
+        return losses if per_sample else {n: x for n, x in losses.items() if "_per_" not in n}
+
+    def with_draws(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The batch, on the device, with what is drawn for all parts of a step."""
+        return batch
+
+    def views(self, masks: Prefix | PrefixMasks) -> tuple[StreamView, SuffixView | None]:
+        """Positions and masks of both streams in training."""
+        return self.prefix_view(masks), None
+
+    def suffix_rows(self, batch: Mapping[str, Any]) -> tuple[Tensor | None, Tensor | None]:
+        """Rows of the suffix and the condition of its norms; None without one."""
+        return None, None
+
+    def stream_shapes(self, batch: Mapping[str, Any], presence: Presence) -> list[tuple[int, int]]:
+        """(rows, width) of each tensor of `Streams`, of all ranks that divide the rows."""
+        rows = batch["lang_tokens"].shape[0] * self.tokens.length(batch, presence)
+        return [(rows, self.config.vlm_config.gemma3_config.text_config.hidden_size)]
+
+    @abstractmethod
+    def losses(self, out: DecoderOutput, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The losses by name, from the output of the decoder."""
 
     @property
     def decoder_layers(self) -> list[nn.Layer]:
@@ -161,33 +237,23 @@ def is_trained(name: str, config: Gemma3WithExpertConfig) -> bool:
     return not (config.freeze_vision_encoder and name.startswith(_TOWER))
 
 
-def is_reached(
-    name: str, config: Gemma3WithExpertConfig, insulated: bool, losses: Collection[str]
-) -> bool:
+def is_reached(name: str, config: PI07Config | PI07PlannerConfig, losses: Collection[str]) -> bool:
     """Whether a gradient of these losses reaches the parameter of this name.
 
     As in OpenTau, a gradient that is always zero counts: that of the embedding of discrete actions,
-    whose rows the expert does not see.
-
-    Args:
-        insulated: `knowledge_insulation`.
-        losses: of `MSE` and `CE`.
+    whose rows the expert does not see. All losses of the planner reach all of its parameters.
     """
+    if isinstance(config, PI07PlannerConfig):
+        return True
     if name.startswith(_FLOW) or ".expert_layer." in name:
         return "MSE" in losses
     if "CE" in losses:
         return True
-    if insulated or "MSE" not in losses or name.startswith(_TOKENS):
+    if config.knowledge_insulation or "MSE" not in losses or name.startswith(_TOKENS):
         return False
-    last = config.gemma3_config.text_config.num_hidden_layers - 1
+    last = config.vlm_config.gemma3_config.text_config.num_hidden_layers - 1
     end = name.removeprefix(f"decoder.layers.{last}.backbone_layer.")
     return end == name or end.startswith(_KEYS_AND_VALUES)
-
-
-def freeze(model: nn.Layer, config: Gemma3WithExpertConfig) -> None:
-    """Stop the gradients of the parameters that are not trained."""
-    for name, parameter in model.named_parameters():
-        parameter.stop_gradient = not is_trained(name, config)
 
 
 def as_tensors(values: Any) -> Any:

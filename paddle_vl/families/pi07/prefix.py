@@ -63,12 +63,10 @@ class PrefixEmbedding(nn.Layer):
         config: PI07Config | PI07PlannerConfig,
         tokens: PrefixTokens,
         placement: Placement,
-        num_groups: int | None = None,
     ):
         """
         Args:
             tokens: of the layout `PREFIX_BLOCKS` or `PLANNER_BLOCKS`.
-            num_groups: groups with a state projection of their own; None for one projection.
 
         Raises:
             ValueError: the vocabulary of discrete actions is not known.
@@ -99,6 +97,7 @@ class PrefixEmbedding(nn.Layer):
         self.discrete_action_embedding = PaddedEmbedding(
             Embedding(vlm.discrete_action_vocab_size, width)
         )
+        num_groups = config.num_groups if config.per_group_projection else None
         self.state_proj = GroupedProjection(config.max_state_dim, width, num_groups)
         self.num_action_tokens = config.discrete_action_max_length
 

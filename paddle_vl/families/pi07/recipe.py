@@ -16,7 +16,6 @@ from paddle import Tensor, nn
 from paddle_vl.config.families import EncoderShape, ModelShape, model_values
 from paddle_vl.config.patterns import matching_names
 from paddle_vl.data.loader import PrefetchLoader
-from paddle_vl.data.worker_pool import Collator
 from paddle_vl.families.base import (
     BuiltModel,
     Evaluation,
@@ -26,34 +25,25 @@ from paddle_vl.families.base import (
     losses_report,
 )
 from paddle_vl.families.flops import FlopCounter
-from paddle_vl.families.pi07.base_policy import BasePolicy
 from paddle_vl.families.pi07.colocated import (
     ColocatedBatchAdapter,
-    ColocatedLowLevelStage,
-    ColocatedPlannerBatchAdapter,
-    ColocatedPlannerStage,
     PI07Encoder,
 )
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
-from paddle_vl.families.pi07.flops import PI07Flops, PI07PlannerFlops
-from paddle_vl.families.pi07.inputs.collate import PlannerCollator, PolicyCollator
+from paddle_vl.families.pi07.flops import PI07Flops, layer_costs
 from paddle_vl.families.pi07.objective import (
-    PlannerBatchAdapter,
-    PlannerLoss,
+    PLANNER_LOSSES,
+    POLICY_LOSSES,
     PolicyBatchAdapter,
     PolicyLoss,
     first_batch,
 )
-from paddle_vl.families.pi07.pipeline import (
-    PI07LowLevelStage,
-    PI07PlannerStage,
-    PI07Stage,
-    layer_costs,
-)
+from paddle_vl.families.pi07.pipeline import PI07Stage
 from paddle_vl.families.pi07.planner import PI07HighLevelPlanner
-from paddle_vl.families.pi07.policy import ACTION_TOKENIZER_FOLDER, PI07LowLevelPolicy
+from paddle_vl.families.pi07.policy import ACTION_TOKENIZER_FOLDER, BasePolicy, PI07LowLevelPolicy
 from paddle_vl.families.pi07.policy_model import is_reached
 from paddle_vl.families.pi07.settings import PARTS, PI07Run, with_settings
+from paddle_vl.families.policy.collate import PolicyCollator
 from paddle_vl.families.policy.demonstrations.dataset import DemonstrationsDataset, present_fields
 from paddle_vl.families.policy.demonstrations.sample import (
     OPTIONAL_FIELDS,
@@ -88,15 +78,9 @@ class PI07Recipe(Family):
     config_class: type[PI07Config] | type[PI07PlannerConfig] = PI07Config
     policy_class: type[BasePolicy] = PI07LowLevelPolicy
     loss: PolicyLoss
-    loss_class: type[PolicyLoss] = PolicyLoss
-    adapter_class: type[PolicyBatchAdapter] = PolicyBatchAdapter
-    counter_class: type[PI07Flops] | type[PI07PlannerFlops] = PI07Flops
+    losses: Mapping[str, str] = POLICY_LOSSES
     parts: Mapping[str, Sequence[str]] = PARTS
-    make_stage: type[PI07Stage] = PI07LowLevelStage
-    colocated: tuple[type[PI07Stage], type[PolicyBatchAdapter]] = (
-        ColocatedLowLevelStage,
-        ColocatedBatchAdapter,
-    )
+    make_stage = PI07Stage
 
     def __init__(self, config: PI07Run, checkpoint: Path | None):
         pretrained = config.model.pretrained
@@ -104,22 +88,19 @@ class PI07Recipe(Family):
         self.folder = checkpoint or (None if pretrained is None else Path(pretrained))
         self.config = config
         self.model_config = self._model_config()
-        self.loss = self.loss_class.weighted(config.train.loss_weighting)
+        self.loss = PolicyLoss(self.losses, config.train.loss_weighting)
         self.source = self._source(config.data.train)
         if isinstance(self.source, DemonstrationsDataset):
             self.source.check_history()
-        eval_source = self._source(config.data.eval) if config.data.eval else None
-        flow, seed = self.flow_draws(self.model_config), config.train.seed
+        flow, seed = flow_draws(self.model_config), config.train.seed
         self.train_data = DrawnDemonstrations(self.source, config.data.drops, flow, seed)
-        self.eval_data = (
-            None
-            if eval_source is None
-            else DrawnDemonstrations(eval_source, NO_DROPS, flow, EVALUATION_SEED)
-        )
+        self.eval_data = None
+        if config.data.eval:
+            source = self._source(config.data.eval)
+            self.eval_data = DrawnDemonstrations(source, NO_DROPS, flow, EVALUATION_SEED)
         self.shape, self.costs = model_shape(self.model_config), layer_costs(self.model_config)
         self.encoder_shape = encoder_shape(self.model_config)
         if config.parallel.schedule == "colocated":
-            self.make_stage, self.adapter_class = self.colocated
             # The first stage has no tower.
             layers, _, after = self.costs
             self.costs = layers, 0.0, after
@@ -136,7 +117,12 @@ class PI07Recipe(Family):
         statistics, config = self._statistics(), self.model_config
         dtype = self.config.model.compute_dtype
         settings = {"statistics": statistics, "placement": placement, "materialize": False}
-        settings |= self._tokenizers()
+        if self.config.data.processor is not None:
+            # The others come from the checkpoint.
+            folder = Path(self.config.data.processor)
+            settings["tokenizer"], actions = folder, folder / ACTION_TOKENIZER_FOLDER
+            if self.policy_class is PI07LowLevelPolicy and actions.is_dir():
+                settings["action_tokenizer"] = actions
         if self.folder is None:
             with default_dtype(dtype):
                 policy = self.policy_class.from_config(config, **settings)
@@ -147,14 +133,16 @@ class PI07Recipe(Family):
             policy = self.policy_class.from_pretrained(
                 self.folder, config=config, dtype=dtype, **settings
             )
-        self.check_trainable(policy)
+        check_trainable(policy)
         policy.model.train()
         policy.model.untrained_losses = frozenset(self.loss.terms) - {*self.loss.trained_terms}
-        collator = self.make_collator(policy)
+        collator = PolicyCollator(policy.inputs)
         samples = self.train_data if self.eval_data is None else self.eval_data
         agrees = self.config.parallel.branch_sync == "all_reduce"
         make_example = partial(first_batch, samples, collator)
-        adapter = self.adapter_class(make_example, agrees, policy.model.tokens)
+        is_colocated = self.config.parallel.schedule == "colocated"
+        adapter_class = ColocatedBatchAdapter if is_colocated else PolicyBatchAdapter
+        adapter = adapter_class(make_example, agrees, policy.model.tokens)
         save = policy.save_pretrained
         return BuiltModel(
             policy.model, adapter, collator, partial(save, one_file=False), save_streamed=save
@@ -173,7 +161,8 @@ class PI07Recipe(Family):
         reached = {
             id(parameter)
             for name, parameter in full.named_parameters()
-            if not parameter.stop_gradient and self._is_reached(name)
+            if not parameter.stop_gradient
+            and is_reached(name, self.model_config, self.loss.trained_terms)
         }
         named = self.named_parameters(full)
         names = [name for name, parameter in named if id(parameter) in reached]
@@ -185,25 +174,25 @@ class PI07Recipe(Family):
         return PI07Encoder(model)
 
     def flop_counter(self, model: nn.Layer, trained: Collection[str]) -> FlopCounter:
-        return self.counter_class(model.config, model.label_ids, trained, self.loss.trained_terms)
+        return PI07Flops(model.config, model.label_ids, trained, self.loss.trained_terms)
 
     @classmethod
     def evaluation(cls, folder: Path, options: EvaluationOptions) -> Evaluation:
         """Losses over all samples; nothing is dropped, noise and times are the same every time."""
         options.refuse_answer_options(f"{folder} is a pi07 policy")
         config = cls.config_class.from_pretrained(folder)
-        shapes = cls.sample_shapes(config)
+        shapes = sample_shapes(config)
         fields = present_fields(options.files, shapes)
         source = DemonstrationsDataset(options.files, shapes, fields, config.dataset_names)
-        samples = DrawnDemonstrations(source, NO_DROPS, cls.flow_draws(config), EVALUATION_SEED)
+        samples = DrawnDemonstrations(source, NO_DROPS, flow_draws(config), EVALUATION_SEED)
         policy = cls.policy_class.from_pretrained(folder, config=config)
-        cls.check_trainable(policy)
-        collator = cls.make_collator(policy)
+        check_trainable(policy)
+        collator = PolicyCollator(policy.inputs)
         loader = PrefetchLoader(
             samples, collator, options.batch_size, shuffle=False, drop_last=False, num_epochs=1
         )
-        adapter = cls.adapter_class(partial(first_batch, samples, collator))
-        return Evaluation(policy.model, cls.loss_class.weighted(), adapter, loader, losses_report)
+        adapter = PolicyBatchAdapter(partial(first_batch, samples, collator))
+        return Evaluation(policy.model, PolicyLoss(cls.losses), adapter, loader, losses_report)
 
     @classmethod
     def chat(cls, folder: Path, base: str | None) -> Any:
@@ -226,7 +215,16 @@ class PI07Recipe(Family):
         values = config.model_dump()
         values["data"] |= {"train": [], "synthetic_samples": data.num_samples}
         if data.cameras is not None:
-            values["model"]["config"] = _with_cameras(config, data.cameras)
+            model, given = config.model, config.model.policy.given
+            if model.config is None:
+                raise ValueError(
+                    "--cameras changes the model's input_features: it needs model.config, not the "
+                    f"weights of model.pretrained {model.pretrained}"
+                )
+            base = model_values(model.config)
+            features = given.get("input_features") or base.get("input_features", {})
+            cameras = _cameras_of(features, data.cameras)
+            values["model"]["config"] = base | {"input_features": cameras}
             # It would take precedence.
             values["model"]["policy"]["input_features"] = None
         return type(config).model_validate(values)
@@ -247,38 +245,6 @@ class PI07Recipe(Family):
             lacking = model.policy.given.get("empty_cameras") or base["empty_cameras"]
             values["model"]["policy"]["empty_cameras"] = lacking + added
         return type(config).model_validate(values)
-
-    @classmethod
-    def make_collator(cls, policy: Any) -> Collator:
-        return PolicyCollator(policy.inputs, policy.config.max_action_dim)
-
-    @classmethod
-    def flow_draws(cls, config: Any) -> FlowDraws | None:
-        """The random draws of each sample; None without flow."""
-        return FlowDraws(config.chunk_size, config.max_action_dim, config.max_delay)
-
-    @classmethod
-    def sample_shapes(cls, config: Any) -> DemonstrationShapes:
-        """Shapes that the policy needs of its data."""
-        return DemonstrationShapes(
-            cameras=tuple(cameras_of(config.input_features)),
-            image_size=config.resize_imgs_with_padding,
-            state_dim=feature_dims(config.input_features, "state", "input_features"),
-            n_obs_steps=config.n_obs_steps,
-            chunk_size=config.chunk_size,
-            action_dim=feature_dims(config.output_features, "actions", "output_features"),
-            history_interval=config.history_interval,
-            empty_cameras=config.empty_cameras,
-        )
-
-    @classmethod
-    def check_trainable(cls, policy: Any) -> None:
-        """Raise ValueError if the policy lacks something that its losses need."""
-        if policy.action_tokenizer is None:
-            raise ValueError(
-                "the policy has no tokenizer of discrete actions, which training needs: put its "
-                f"files into {ACTION_TOKENIZER_FOLDER}/ of data.processor"
-            )
 
     def _check_tower_is_trained(self, names: Sequence[str], reached: Sequence[str]) -> None:
         """Refuse settings that freeze the whole tower although model.policy unfreezes it."""
@@ -314,7 +280,7 @@ class PI07Recipe(Family):
 
     def _source(self, files: Sequence[str]) -> DemonstrationSource:
         data, names = self.config.data, self.model_config.dataset_names
-        shapes = self.sample_shapes(self.model_config)
+        shapes = sample_shapes(self.model_config)
         if not files:
             chosen = OPTIONAL_FIELDS if data.fields is None else data.fields
             groups = {} if names is None else {"group_names": names}
@@ -341,27 +307,13 @@ class PI07Recipe(Family):
         """Statistics of every group of data; None for the checkpoint's."""
         file, names = self.config.data.statistics, self.model_config.dataset_names
         if file is not None:
-            shapes = self.sample_shapes(self.model_config)
-            sizes = {"state": shapes.state_dim}
-            if shapes.action_dim is not None:
-                sizes["actions"] = shapes.action_dim
+            sizes = {"state": self.source.shapes.state_dim}
+            if self.source.shapes.action_dim is not None:
+                sizes["actions"] = self.source.shapes.action_dim
             return list(read_statistics(file, names, sizes).values())
         if self.folder is not None:
             return None
         return list(demonstration_statistics(self.source).values())
-
-    def _tokenizers(self) -> dict[str, Path]:
-        """Tokenizers in data.processor; the others come from the checkpoint."""
-        if self.config.data.processor is None:
-            return {}
-        folder = Path(self.config.data.processor)
-        actions = folder / ACTION_TOKENIZER_FOLDER
-        has_actions = self.policy_class is PI07LowLevelPolicy and actions.is_dir()
-        return {"tokenizer": folder} | ({"action_tokenizer": actions} if has_actions else {})
-
-    def _is_reached(self, name: str) -> bool:
-        config, losses = self.model_config, self.loss.trained_terms
-        return is_reached(name, config.vlm_config, config.knowledge_insulation, losses)
 
 
 class PI07PlannerRecipe(PI07Recipe):
@@ -369,35 +321,44 @@ class PI07PlannerRecipe(PI07Recipe):
 
     config_class = PI07PlannerConfig
     policy_class = PI07HighLevelPlanner
-    loss_class = PlannerLoss
-    adapter_class = PlannerBatchAdapter
-    counter_class = PI07PlannerFlops
-    make_stage = PI07PlannerStage
-    colocated = ColocatedPlannerStage, ColocatedPlannerBatchAdapter
+    losses = PLANNER_LOSSES
 
-    @classmethod
-    def make_collator(cls, policy: Any) -> Collator:
-        return PlannerCollator(policy.inputs)
 
-    @classmethod
-    def flow_draws(cls, config: Any) -> FlowDraws | None:
+def flow_draws(config: PolicyConfig) -> FlowDraws | None:
+    """The random draws of each sample; None without flow."""
+    if isinstance(config, PI07PlannerConfig):
         return None
+    return FlowDraws(config.chunk_size, config.max_action_dim, config.max_delay)
 
-    @classmethod
-    def sample_shapes(cls, config: Any) -> DemonstrationShapes:
-        return DemonstrationShapes(
-            cameras=tuple(cameras_of(config.input_features)),
-            image_size=config.resize_imgs_with_padding,
-            state_dim=feature_dims(config.input_features, "state", "input_features"),
-            empty_cameras=config.empty_cameras,
+
+def sample_shapes(config: PolicyConfig) -> DemonstrationShapes:
+    """Shapes that the policy needs of its data."""
+    size = config.resize_imgs_with_padding
+    assert size is not None, "the configuration gives it a value"
+    shapes = DemonstrationShapes(
+        cameras=tuple(cameras_of(config.input_features)),
+        image_size=size,
+        state_dim=feature_dims(config.input_features, "state", "input_features"),
+        n_obs_steps=config.n_obs_steps,
+        empty_cameras=config.empty_cameras,
+    )
+    if isinstance(config, PI07PlannerConfig):
+        return shapes
+    return replace(
+        shapes,
+        chunk_size=config.chunk_size,
+        action_dim=feature_dims(config.output_features, "actions", "output_features"),
+        history_interval=config.history_interval,
+    )
+
+
+def check_trainable(policy: Any) -> None:
+    """Raise ValueError if the policy lacks something that its losses need."""
+    if isinstance(policy, PI07LowLevelPolicy) and policy.action_tokenizer is None:
+        raise ValueError(
+            "the policy has no tokenizer of discrete actions, which training needs: put its "
+            f"files into {ACTION_TOKENIZER_FOLDER}/ of data.processor"
         )
-
-    @classmethod
-    def check_trainable(cls, policy: Any) -> None:
-        """Nothing to check: the planner needs only the backbone's tokenizer."""
-
-    def _is_reached(self, name: str) -> bool:
-        return True
 
 
 def model_shape(config: PolicyConfig) -> ModelShape:
@@ -439,18 +400,6 @@ def feature_dims(features: Mapping[str, PolicyFeature], name: str, where: str) -
             "its data must have: name it there"
         )
     return features[name].shape[0]
-
-
-def _with_cameras(config: PI07Run, num_cameras: int) -> dict[str, Any]:
-    """The policy's configuration with that many cameras like its first."""
-    if config.model.config is None:
-        raise ValueError(
-            "--cameras changes the model's input_features: it needs model.config, not the weights "
-            f"of model.pretrained {config.model.pretrained}"
-        )
-    values = model_values(config.model.config)
-    features = config.model.policy.given.get("input_features") or values.get("input_features", {})
-    return values | {"input_features": _cameras_of(features, num_cameras)}
 
 
 def _cameras_of(

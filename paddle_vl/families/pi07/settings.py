@@ -22,7 +22,7 @@ from paddle_vl.families.pi07.config import (
     PolicyConfig,
 )
 from paddle_vl.families.pi07.engine_config import Gemma3WithExpertConfig
-from paddle_vl.families.policy.settings import DropProbabilities
+from paddle_vl.families.policy.features import DropProbabilities
 from paddle_vl.files.checked_values import descriptions
 from paddle_vl.files.names import nearest
 from paddle_vl.files.text_file import shown

@@ -23,7 +23,7 @@ from paddle.nn.initializer import Constant, Normal
 
 from paddle_vl.families.pi07.engine_config import Gemma3Config, SiglipVisionConfig
 from paddle_vl.families.pi07.layers import GemmaRMSNorm
-from paddle_vl.nn.attention import masked_attention, segment_attention
+from paddle_vl.nn.attention import Segments, masked_attention
 from paddle_vl.nn.attention_masks import HistoryMask
 from paddle_vl.nn.linear import Linear
 from paddle_vl.nn.operations import LayerNorm, activation, host_table, rows_in_order, slice_axis
@@ -190,7 +190,7 @@ class SiglipAttention(nn.Layer):
             q, k, v = (slice_axis(x_QhH, 0, rows) for x_QhH in (q_QhH, k_QhH, v_QhH))
             videos = _attend_in_time(q, k, v, patches, history)
             v_QhH = paddle.concat([videos, slice_axis(v_QhH, rows, v_QhH.shape[0])])
-        out = segment_attention(q_QhH, k_QhH, v_QhH, ((frames, patches),))
+        out = Segments([(frames, patches)]).attend(q_QhH, k_QhH, v_QhH)
         return self.out_proj(out.reshape([-1, patches, width]))
 
 

@@ -169,7 +169,8 @@ class ActingPolicy(ABC):
         if delay and action_prefix is None:
             raise ValueError(f"delay is {delay}: action_prefix must give these first steps")
         maker = self.inputs
-        inputs, _, index_B = maker.observed(as_arrays(batch))
+        inputs, _ = maker.observed(as_arrays(batch))
+        index_B = inputs["group_index"]
         if action_prefix is not None:
             raw = as_arrays({"actions": action_prefix})
             given = maker.normalizers["normalize_targets"].normalize(raw, index_B)["actions"]

@@ -1,4 +1,5 @@
-"""Features of a policy's data, and the files of its configuration."""
+"""Features of a policy's data, the files of its configuration, and settings that runs of policies
+share. Read without Paddle and NumPy."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,6 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
+from paddle_vl.config.section import Section
 from paddle_vl.files.checked_values import Listed, checked
 from paddle_vl.files.text_file import read_json_object
 
@@ -17,6 +19,7 @@ MOST_DIMS = 1 << 16
 CONFIG_FILES = ("config.json", "train_config.json", "hf_config.json")
 # A family's configuration of a policy or a planner, whose fields have OpenTau's names.
 PolicyConfig = Any
+_Probability = Annotated[float, Field(ge=0, le=1)]
 _DIMS_OF = {"STATE": "1 dim", "ACTION": "1 dim", "VISUAL": "3 dims: channels, height, width"}
 
 
@@ -70,3 +73,21 @@ def check_normalization(mapping: Mapping[str, str]) -> None:
                     f"normalization_mapping has {kind!r}: {mode!r}; choose one of "
                     f"{', '.join(choices)}"
                 )
+
+
+class DropProbabilities(Section):
+    """Probabilities of leaving optional fields out of a training sample; OpenTau's names and
+    defaults."""
+
+    history_state_drop_prob: _Probability = 0.3
+    """probability of dropping the past: its frames become black and count as padding; the state
+    stays and the policy masks it"""
+    subgoal_drop_prob: _Probability = 0.75
+    """probability of dropping the goal images of all cameras"""
+    response_drop_prob: _Probability = 0.3
+    """probability of dropping the response of a sample that keeps its goal images; without goal
+    images the response stays, since it tells the policy the next step"""
+    metadata_drop_all_prob: _Probability = 0.15
+    """probability of dropping all metadata but fps"""
+    metadata_drop_each_prob: _Probability = 0.05
+    """probability of dropping each metadata field, if not all are dropped"""

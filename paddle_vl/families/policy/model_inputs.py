@@ -1,7 +1,7 @@
 """Raw observations and demonstrations to the inputs of the low-level model and of the planner.
 
 NumPy only: loader workers run it. Entries of raw batches: `paddle_vl.families.pi07.policy`; of the
-inputs: `PI07LowLevelFlowMatching.forward`, `PI07HighLevelPlannerModel.forward`.
+inputs: `paddle_vl.families.policy.collate`.
 
 Shapes: B batch, F frames of an observation, C steps of a chunk, A action and S state dims.
 
@@ -9,8 +9,8 @@ Source: the preprocessing of OpenTau's pi07 policies.
 """
 
 import logging
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -53,7 +53,8 @@ def observation_inputs(
         ValueError: entries are missing or have another shape than configured.
     """
     state_BFS = prepare_state(batch, config)
-    size, history = len(state_BFS), _history(batch)
+    size, history = len(state_BFS), batch.get("obs_history_is_pad")
+    history = None if history is None else np.asarray(history, dtype=bool)
     cameras = cameras_of(config.input_features)
     image_size = config.resize_imgs_with_padding
     videos = prepare_videos(
@@ -69,13 +70,22 @@ def observation_inputs(
     }
     if history is not None:
         inputs["obs_history_is_pad"] = history
-    for name, texts, length, has_special in (
-        ("lang", prompt_texts(batch, size), config.prompt_max_length, True),
-        ("response", response_texts(batch, size), config.response_max_length, False),
-        ("metadata", metadata_texts(batch, size), config.metadata_max_length, False),
-    ):
-        ids, mask = tokenizer.padded(texts, length, has_special)
-        inputs |= {f"{name}_tokens": ids, f"{name}_masks": mask}
+    return inputs | _tokenized(
+        tokenizer,
+        lang=(prompt_texts(batch, size), config.prompt_max_length, True),
+        response=(response_texts(batch, size), config.response_max_length, False),
+        metadata=(metadata_texts(batch, size), config.metadata_max_length, False),
+    )
+
+
+def _tokenized(
+    tokenizer: PromptTokenizer, **texts: tuple[Sequence[str], int, bool]
+) -> dict[str, np.ndarray]:
+    """`<name>_tokens` and `<name>_masks` of texts, given with their length in tokens and whether
+    they get special tokens."""
+    inputs = {}
+    for name, of_name in texts.items():
+        inputs[f"{name}_tokens"], inputs[f"{name}_masks"] = tokenizer.padded(*of_name)
     return inputs
 
 
@@ -170,11 +180,6 @@ def warn_of_outliers(batch: Mapping[str, Any], threshold: float) -> None:
             )
 
 
-def _history(batch: Mapping[str, Any]) -> np.ndarray | None:
-    history = batch.get("obs_history_is_pad")
-    return None if history is None else np.asarray(history, dtype=bool)
-
-
 def _padded(values: np.ndarray, width: int, name: str, setting: str) -> np.ndarray:
     if values.shape[-1] > width:
         raise ValueError(
@@ -183,20 +188,6 @@ def _padded(values: np.ndarray, width: int, name: str, setting: str) -> np.ndarr
         )
     missing = width - values.shape[-1]
     return np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, missing)]) if missing else values
-
-
-class Observed(NamedTuple):
-    """A raw observation, processed.
-
-    Attributes:
-        inputs: of the model.
-        batch: the raw batch with its state normalized.
-        group_index: `[B]` int64, row of the statistics of each sample.
-    """
-
-    inputs: dict[str, Any]
-    batch: dict[str, Any]
-    group_index: np.ndarray
 
 
 class PolicyInputs:
@@ -217,8 +208,8 @@ class PolicyInputs:
         self.config, self.tokenizer = config, tokenizer
         self.action_tokenizer, self.normalizers = action_tokenizer, normalizers
 
-    def observed(self, batch: dict[str, Any]) -> Observed:
-        """The model's inputs from a raw observation.
+    def observed(self, batch: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The model's inputs from a raw observation, and this with its state normalized.
 
         Args:
             batch: arrays and texts, see `paddle_vl.families.pi07.policy`.
@@ -233,7 +224,7 @@ class PolicyInputs:
         group_B = group_index(batch, len(batch["state"]), self.config, normalizer.num_groups)
         normalized = normalizer.normalize(batch, group_B)
         inputs = observation_inputs(normalized, self.config, self.tokenizer)
-        return Observed(inputs | {"group_index": group_B}, normalized, group_B)
+        return inputs | {"group_index": group_B}, normalized
 
     def training_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The model's inputs and targets from raw demonstrations, as arrays.
@@ -243,7 +234,8 @@ class PolicyInputs:
         """
         batch = as_arrays(batch)
         required(batch, "actions")
-        inputs, normalized, group_B = self.observed(batch)
+        inputs, normalized = self.observed(batch)
+        group_B = inputs["group_index"]
         discrete = self.normalizers["normalize_discrete_actions"].normalize(batch, group_B)
         normalized = self.normalizers["normalize_targets"].normalize(normalized, group_B)
         warn_of_outliers(normalized, self.config.warn_outlier_threshold)
@@ -273,15 +265,12 @@ class PlannerInputs:
             ValueError: an entry is missing or does not fit; names it.
         """
         inputs, batch = self.observation_inputs(batch), as_arrays(batch)
-        size = len(batch["state"])
-        for name, source, length in (
-            ("memory", "next_memory", self.config.memory_max_length),
-            ("response", "response", self.config.response_max_length),
-        ):
-            texts = [text + EOS for text in required_words(batch, source, size)]
-            ids, mask = self.tokenizer.padded(texts, length, add_special_tokens=True)
-            inputs |= {f"{name}_tokens": ids, f"{name}_masks": mask}
-        return inputs
+        texts = {}
+        for name, source in (("memory", "next_memory"), ("response", "response")):
+            words = required_words(batch, source, len(batch["state"]))
+            length = getattr(self.config, f"{name}_max_length")
+            texts[name] = [text + EOS for text in words], length, True
+        return inputs | _tokenized(self.tokenizer, **texts)
 
     def observation_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The model's inputs from raw observations, as arrays.
@@ -290,8 +279,16 @@ class PlannerInputs:
             ValueError: an entry is missing or does not fit; names it.
         """
         config, batch = self.config, as_arrays(batch)
-        states = state_texts(self._normalized_state(batch))
-        size = len(states)
+        state = np.asarray(required(batch, "state"), dtype=np.float32)
+        state = state[:, 0] if state.ndim == 3 and state.shape[1] == 1 else state
+        if state.ndim != 2 or state.shape[1] > config.max_state_dim:
+            raise ValueError(
+                f"'state' has shape {list(state.shape)}; [batch, dims] with at most "
+                f"{config.max_state_dim} dims (max_state_dim) is needed"
+            )
+        size = len(state)
+        index_B = group_index(batch, size, config, self.normalizer.num_groups)
+        states = state_texts(self.normalizer.normalize({"state": state}, index_B)["state"])
         tasks, memories = (required_words(batch, name, size) for name in ("prompt", "past_memory"))
         prompts = [
             f"Task: {task}, Past Memory: {memory}, State: {state}, "
@@ -305,24 +302,11 @@ class PlannerInputs:
             "images": [video[:, 0] * 2.0 - 1.0 for video in frames.images],
             "img_masks": frames.masks,
         }
-        for name, texts, length, has_special in (
-            ("lang", prompts, config.prompt_max_length, True),
-            ("metadata", metadata_texts(batch, size), config.metadata_max_length, False),
-        ):
-            ids, mask = self.tokenizer.padded(texts, length, has_special)
-            inputs |= {f"{name}_tokens": ids, f"{name}_masks": mask}
-        return inputs
-
-    def _normalized_state(self, batch: dict[str, Any]) -> np.ndarray:
-        state = np.asarray(required(batch, "state"), dtype=np.float32)
-        state = state[:, 0] if state.ndim == 3 and state.shape[1] == 1 else state
-        if state.ndim != 2 or state.shape[1] > self.config.max_state_dim:
-            raise ValueError(
-                f"'state' has shape {list(state.shape)}; [batch, dims] with at most "
-                f"{self.config.max_state_dim} dims (max_state_dim) is needed"
-            )
-        index_B = group_index(batch, len(state), self.config, self.normalizer.num_groups)
-        return self.normalizer.normalize({"state": state}, index_B)["state"]
+        return inputs | _tokenized(
+            self.tokenizer,
+            lang=(prompts, config.prompt_max_length, True),
+            metadata=(metadata_texts(batch, size), config.metadata_max_length, False),
+        )
 
 
 def state_texts(state_BS: np.ndarray) -> list[str]:

@@ -1,17 +1,22 @@
-"""Normalization of states and actions, and back, with the statistics of the sample's group.
+"""Normalization of states and actions, and back, with the statistics of the sample's group; the
+normalizers of a policy and of a planner, and a file of their statistics.
 
 A group is a data set, or a robot under one control mode. Every statistic has one row per group,
 `[groups, *feature]`. Two conventions, the `config_version` of a checkpoint: version 1 adds 1e-6 to
 denominators and maps a feature whose range is zero to 0; version 0 adds 1e-8 and maps it to -1.
 Nothing is clamped.
 
+Over 350 lines: what checks statistics, applies them and keeps them is here.
+
 Source: Normalize and Unnormalize of OpenTau.
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 from paddle_vl.families.policy.features import PolicyConfig, PolicyFeature, check_normalization
 
@@ -19,6 +24,15 @@ from paddle_vl.families.policy.features import PolicyConfig, PolicyFeature, chec
 Statistics = Mapping[str, Mapping[str, Any]]
 # Pairs of a smaller and a larger statistic.
 _ORDERED = (("min", "max"), ("q01", "q99"))
+# Names of a policy's normalizers in its checkpoint.
+NORMALIZERS = (
+    "normalize_inputs",
+    "normalize_targets",
+    "normalize_discrete_actions",
+    "unnormalize_outputs",
+)
+# Statistics of an exported policy, by their keys in a checkpoint.
+STATISTICS_FILE = "statistics.safetensors"
 # Values of a robot type or control mode that is not known.
 _UNKNOWN = ("", "unknown")
 
@@ -194,46 +208,34 @@ class Normalizer:
         Raises:
             ValueError: statistics were never set, or do not fit the data.
         """
-        return self._applied(batch, index_B, self._normalized)
+        return self._applied(batch, index_B, inverse=False)
 
     def unnormalize(self, batch: Mapping[str, Any], index_B: np.ndarray) -> dict[str, Any]:
         """The inverse of `normalize`."""
-        return self._applied(batch, index_B, self._unnormalized)
+        return self._applied(batch, index_B, inverse=True)
 
-    def _applied(self, batch: Mapping[str, Any], index_B: np.ndarray, formula) -> dict[str, Any]:
+    def _applied(
+        self, batch: Mapping[str, Any], index_B: np.ndarray, inverse: bool
+    ) -> dict[str, Any]:
         result = dict(batch)
         for name, mode in self._modes.items():
-            if name not in batch:
+            x = np.asarray(batch.get(name, ()), dtype=np.float32)
+            if not x.size:
                 continue
-            values = np.asarray(batch[name], dtype=np.float32)
-            if values.size:
-                low, high = (
-                    self._gathered(name, stat, values, index_B) for stat in STATISTICS_OF_MODE[mode]
-                )
-                result[name] = formula(mode, values, low, high)
+            low, high = (
+                self._gathered(name, stat, x, index_B) for stat in STATISTICS_OF_MODE[mode]
+            )
+            if mode == "MEAN_STD":
+                divisor = self._without_zeros(high) + self._epsilon
+                result[name] = x * divisor + low if inverse else (x - low) / divisor
+                continue
+            width = high - low
+            divisor = self._without_zeros(width)
+            if self._centers_zero_range:
+                low = low - 0.5 * (divisor - width)
+            divisor = divisor + self._epsilon
+            result[name] = (x + 1) / 2 * divisor + low if inverse else (x - low) / divisor * 2 - 1
         return result
-
-    def _normalized(
-        self, mode: str, x: np.ndarray, low: np.ndarray, high: np.ndarray
-    ) -> np.ndarray:
-        if mode == "MEAN_STD":
-            return (x - low) / (self._without_zeros(high) + self._epsilon)
-        width = high - low
-        divisor = self._without_zeros(width)
-        if self._centers_zero_range:
-            low = low - 0.5 * (divisor - width)
-        return (x - low) / (divisor + self._epsilon) * 2 - 1
-
-    def _unnormalized(
-        self, mode: str, y: np.ndarray, low: np.ndarray, high: np.ndarray
-    ) -> np.ndarray:
-        if mode == "MEAN_STD":
-            return y * (self._without_zeros(high) + self._epsilon) + low
-        width = high - low
-        divisor = self._without_zeros(width)
-        if self._centers_zero_range:
-            low = low - 0.5 * (divisor - width)
-        return (y + 1) / 2 * (divisor + self._epsilon) + low
 
     def _without_zeros(self, spread: np.ndarray) -> np.ndarray:
         """Divide a feature that never varies by 1, so that another value does not explode."""
@@ -331,3 +333,52 @@ class _Place(tuple):
 def _first(is_wrong: np.ndarray) -> _Place | None:
     places = np.argwhere(is_wrong)
     return _Place(int(i) for i in places[0]) if len(places) else None
+
+
+def policy_normalizers(config: PolicyConfig, num_groups: int) -> dict[str, Normalizer]:
+    """The four normalizers of a policy, without statistics."""
+    inputs, outputs = config.input_features, config.output_features
+    modes, version = config.normalization_mapping, config.normalization_version
+    discrete = {"ACTION": "MIN_MAX"}
+    made = ((inputs, modes), (outputs, modes), (outputs, discrete), (outputs, modes))
+    return {
+        name: Normalizer(features, of_kind, version, num_groups)
+        for name, (features, of_kind) in zip(NORMALIZERS, made, strict=True)
+    }
+
+
+def planner_normalizers(config: PolicyConfig, num_groups: int) -> dict[str, Normalizer]:
+    """The normalizer of a planner's inputs, without statistics."""
+    modes, version = config.normalization_mapping, config.normalization_version
+    inputs = Normalizer(config.input_features, modes, version, num_groups)
+    return {"normalize_inputs": inputs}
+
+
+def save_statistics(normalizers: Mapping[str, Normalizer], file: Path) -> None:
+    """Write the statistics of normalizers."""
+    save_file(
+        {
+            f"{owner}.{name}": value
+            for owner, normalizer in normalizers.items()
+            for name, value in normalizer.tensors.items()
+        },
+        file,
+    )
+
+
+def load_statistics(normalizers: Mapping[str, Normalizer], file: Path) -> None:
+    """Set the statistics of normalizers from a file of `save_statistics`.
+
+    Raises:
+        RuntimeError: the file is of other normalizers.
+    """
+    stored = load_file(file)
+    for owner, normalizer in normalizers.items():
+        for name, value in normalizer.tensors.items():
+            found = stored.get(f"{owner}.{name}")
+            if found is None or found.shape != value.shape:
+                raise RuntimeError(
+                    f"{file} has no {owner}.{name} of shape {list(value.shape)}: export the "
+                    "checkpoint again (paddle-vl export)"
+                )
+            normalizer.tensors[name] = found

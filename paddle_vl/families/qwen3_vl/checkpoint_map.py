@@ -3,8 +3,7 @@
 from typing import TYPE_CHECKING
 
 from paddle_vl.checkpoint.rules import LinearWeights, PatchKernel, Rule, Same
-from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
-from paddle_vl.families.qwen3_vl.text_config import Qwen3VLMoeTextConfig
+from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig, Qwen3VLMoeTextConfig
 from paddle_vl.families.vlm.config import EMBEDDING_KEY, HEAD_KEY
 
 if TYPE_CHECKING:

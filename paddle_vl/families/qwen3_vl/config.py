@@ -1,4 +1,4 @@
-"""Configuration of Qwen3-VL, in both dialects of config.json.
+"""Configuration of Qwen3-VL, dense or mixture of experts, in both dialects of config.json.
 
 The hub's files (transformers 4.57) have `rope_theta`, `rope_scaling` and `num_experts`;
 transformers 5.x has `rope_parameters` and `num_local_experts`. Both are read, the first is written.
@@ -7,27 +7,157 @@ Source: configuration_qwen3_vl.py and configuration_qwen3_vl_moe.py of HF transf
 """
 
 from dataclasses import asdict, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from paddle_vl.families.qwen3_vl.text_config import (
-    Qwen3VLMoeTextConfig,
-    Qwen3VLTextConfig,
-    plain_experts,
-    plain_text,
+from pydantic import Field
+
+from paddle_vl.families.vlm.config import (
+    TOKEN_IDS,
+    Heads,
+    Layers,
+    RopeBase,
+    Spread,
+    VisionConfig,
+    VLConfig,
+    Vocabulary,
+    Width,
+    tie_settings,
 )
-from paddle_vl.families.vlm.config import VisionConfig, VLConfig, tie_settings
 from paddle_vl.files.checked_values import (
     INERT_KEYS,
+    Listed,
+    Number,
     check_mapping,
     checked,
     known_values,
     read_section,
 )
+from paddle_vl.files.text_file import shown
 
 T = TypeVar("T")
 # HF's name.
 Qwen3VLVisionConfig = VisionConfig
 _MOE_TYPE = "qwen3_vl_moe"
+# Keys without effect: routing weights are always normalized.
+_MOE_INERT_KEYS = frozenset({"norm_topk_prob", "sliding_window"})
+
+
+@checked
+class Qwen3VLTextConfig:
+    """The decoder. Defaults are those of HF's configuration class."""
+
+    vocab_size: Vocabulary = 151936
+    hidden_size: Width = 4096
+    intermediate_size: Width = 22016
+    num_hidden_layers: Layers = 32
+    num_attention_heads: Heads = 32
+    num_key_value_heads: Heads = 32
+    head_dim: Annotated[int, Field(ge=2, le=8192)] = 128
+    hidden_act: str = "silu"
+    max_position_embeddings: Annotated[int, Field(ge=1, le=1 << 40)] = 128000
+    initializer_range: Spread = 0.02
+    rms_norm_eps: Annotated[Number, Field(gt=0, le=1)] = 1e-6
+    attention_bias: bool = False
+    attention_dropout: Annotated[Number, Field(ge=0)] = 0.0
+    rope_theta: RopeBase = 5000000.0
+    mrope_section: Listed[list[Annotated[int, Field(ge=1)]]] = field(
+        default_factory=lambda: [24, 20, 20]
+    )
+
+    def __post_init__(self):
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}"
+            )
+        if self.head_dim % 2 or 2 * sum(self.mrope_section) != self.head_dim:
+            raise ValueError(
+                f"mrope_section {self.mrope_section} sums to "
+                f"{sum(self.mrope_section)}; it must be half of head_dim {self.head_dim}"
+            )
+        slots = sum(self.mrope_section)
+        # Whether the axes can be interleaved as time, height, width, time, ...
+        fits = [
+            not axis or 3 * (count - 1) + axis < slots
+            for axis, count in enumerate(self.mrope_section)
+        ]
+        if len(fits) != 3 or not all(fits):
+            raise ValueError(
+                f"mrope_section {self.mrope_section} must be three numbers, for time, "
+                "height and width, that can be interleaved: the last two at most a third of their "
+                "sum, rounded up"
+            )
+        for name, only in (("hidden_act", "silu"), ("attention_bias", False)):
+            if getattr(self, name) != only:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; only {only!r} is supported")
+        if self.attention_dropout:
+            raise ValueError(
+                f"attention_dropout is {self.attention_dropout}; attention dropout is "
+                "not supported (no Qwen3-VL checkpoint uses it): set it to 0"
+            )
+
+    def experts_of(self, layer: int) -> "Qwen3VLMoeTextConfig | None":
+        """The configuration of that decoder layer's experts; None for a layer with an MLP."""
+        return None
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether that decoder layer has experts instead of an MLP."""
+        return self.experts_of(layer) is not None
+
+    def has_balance_loss(self, requested: bool | None) -> bool:
+        """Whether a call computes the load-balancing loss; None leaves it to the configuration.
+
+        Raises:
+            ValueError: it is requested of a model without experts.
+        """
+        if requested:
+            raise ValueError(
+                "output_router_logits is true but this model has no experts: leave it out"
+            )
+        return False
+
+
+@checked
+class Qwen3VLMoeTextConfig(Qwen3VLTextConfig):
+    """A decoder with mixtures of experts. Defaults are those of HF's configuration class."""
+
+    hidden_size: Width = 2048
+    intermediate_size: Width = 5632
+    num_hidden_layers: Layers = 24
+    num_attention_heads: Heads = 16
+    num_key_value_heads: Heads = 16
+    num_experts: Annotated[int, Field(ge=1, le=1 << 16)] = 60
+    """experts per layer; each token is routed to num_experts_per_tok of them"""
+    num_experts_per_tok: Annotated[int, Field(ge=1)] = 4
+    moe_intermediate_size: Width = 1408
+    """inner width of an expert"""
+    decoder_sparse_step: Layers = 1
+    """layer i has experts if this number divides i + 1"""
+    mlp_only_layers: Listed[list[Annotated[int, Field(ge=0)]]] = field(default_factory=list)
+    """layers without experts in any case"""
+    router_aux_loss_coef: Annotated[Number, Field(ge=0)] = 0.001
+    output_router_logits: bool = False
+    """add the load-balancing loss, times router_aux_loss_coef"""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok is {self.num_experts_per_tok}; it must be at most "
+                f"num_experts {self.num_experts}"
+            )
+        if outside := [i for i in self.mlp_only_layers if i >= self.num_hidden_layers]:
+            raise ValueError(
+                f"mlp_only_layers {outside} lie outside the decoder's "
+                f"{self.num_hidden_layers} layers"
+            )
+
+    def has_balance_loss(self, requested: bool | None) -> bool:
+        return self.output_router_logits if requested is None else requested
+
+    def experts_of(self, layer: int) -> "Qwen3VLMoeTextConfig | None":
+        is_sparse = (layer + 1) % self.decoder_sparse_step == 0
+        return self if is_sparse and layer not in self.mlp_only_layers else None
 
 
 @checked
@@ -61,16 +191,18 @@ class Qwen3VLConfig(VLConfig):
         text = check_mapping(values.pop("text_config", None), "text_config")
         vision = check_mapping(values.pop("vision_config", None), "vision_config")
         ties = tie_settings(values, text)
-        text, text_class = plain_text(text), Qwen3VLTextConfig
+        text, text_class = _with_rope(text), Qwen3VLTextConfig
         if model_type == _MOE_TYPE:
-            text, text_class = plain_experts(text), Qwen3VLMoeTextConfig
-        vision = _plain_vision(vision)
+            text, text_class = _with_experts(text), Qwen3VLMoeTextConfig
+        rope = check_mapping(vision.pop("rope_parameters", None), "vision_config: rope_parameters")
+        if rope.pop("rope_type", "axial") != "axial":
+            raise ValueError("vision_config: rope_parameters.rope_type must be 'axial'")
         known, _ = known_values(cls, values, INERT_KEYS, "a configuration of Qwen3-VL")
         return cls(
             **known
             | {
                 "text_config": _section(text_class, text, "text_config", model_type),
-                "vision_config": _section(VisionConfig, vision, "vision_config", model_type),
+                "vision_config": _section(VisionConfig, vision | rope, "vision_config", model_type),
                 **ties,
             }
         )
@@ -98,21 +230,11 @@ class Qwen3VLConfig(VLConfig):
         return {
             "architectures": [f"{name}ForConditionalGeneration"],
             "model_type": model_type,
-            "image_token_id": self.image_token_id,
-            "video_token_id": self.video_token_id,
-            "vision_start_token_id": self.vision_start_token_id,
-            "vision_end_token_id": self.vision_end_token_id,
+            **{name: getattr(self, name) for name in TOKEN_IDS},
             "tie_word_embeddings": self.tie_word_embeddings,
             "text_config": text,
             "vision_config": vision,
         }
-
-
-def _plain_vision(vision: dict[str, Any]) -> dict[str, Any]:
-    rope = check_mapping(vision.pop("rope_parameters", None), "vision_config: rope_parameters")
-    if rope.pop("rope_type", "axial") != "axial":
-        raise ValueError("vision_config: rope_parameters.rope_type must be 'axial'")
-    return vision | rope
 
 
 def _section(cls: type[T], values: dict[str, Any], where: str, model_type: str) -> T:
@@ -122,3 +244,47 @@ def _section(cls: type[T], values: dict[str, Any], where: str, model_type: str) 
         raise ValueError(f"{where}: model_type is {found!r}; expected one of {types}")
     known, _ = known_values(cls, values, INERT_KEYS, f"{where} of Qwen3-VL")
     return read_section(cls, known, where)
+
+
+def _with_rope(text: dict[str, Any]) -> dict[str, Any]:
+    """The text configuration with `rope_theta` and `mrope_section`, from either dialect.
+
+    Raises:
+        ValueError: another type of rotary positions, or two values of `rope_theta`.
+    """
+    found = {name: text.pop(name, None) for name in ("rope_parameters", "rope_scaling")}
+    sections = [check_mapping(found[name], f"text_config: {name}") for name in found]
+    rope = sections[0] or sections[1]
+    kind = rope.pop("rope_type", rope.pop("type", "default"))
+    rope.pop("type", None)
+    if kind != "default" or rope.pop("mrope_interleaved", True) is not True:
+        raise ValueError(
+            f"text_config: rotary type {kind!r}, with mrope_interleaved false or scaled positions, "
+            "is not supported: Qwen3-VL has rope_type 'default' and mrope_interleaved true"
+        )
+    bases = [values["rope_theta"] for values in (text, rope) if "rope_theta" in values]
+    if len(bases) == 2 and bases[0] != bases[1]:
+        raise ValueError(
+            f"text_config: rope_theta is {shown(bases[0])} but in the rotary parameters "
+            f"{shown(bases[1])}: both must be equal; keep the right one"
+        )
+    return text | rope
+
+
+def _with_experts(text: dict[str, Any]) -> dict[str, Any]:
+    """The text configuration with `num_experts`, from either dialect, without inert keys.
+
+    Raises:
+        ValueError: both dialects are present and disagree.
+    """
+    text = {name: value for name, value in text.items() if name not in _MOE_INERT_KEYS}
+    if text.get("mlp_only_layers", []) is None:
+        text["mlp_only_layers"] = []
+    # HF silently uses a default for the name of the other dialect.
+    local = text.pop("num_local_experts", None)
+    if local is not None and text.setdefault("num_experts", local) != local:
+        raise ValueError(
+            f"text_config: num_experts is {text['num_experts']} but num_local_experts {local}: "
+            "both must be equal; keep the right one"
+        )
+    return text

@@ -14,7 +14,6 @@ import numpy as np
 from paddle_vl.batch.positions import real_lengths
 from paddle_vl.families.flops import FlopCounter, Operations, causal_pairs
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
-from paddle_vl.families.qwen3_vl.text_config import Qwen3VLMoeTextConfig
 
 _EMBEDDING = "model.language_model.embed_tokens.weight"
 
@@ -135,22 +134,12 @@ def _decoder_layer(operations: Operations, config: Qwen3VLConfig, number: int, r
     normed = operations.norm(f"{layer}.post_attention_layernorm", rows)
     experts = text.experts_of(number)
     if experts is None:
-        return _mlp(operations, text, f"{layer}.mlp", normed)
-    return _experts(operations, experts, f"{layer}.mlp", normed)
-
-
-def _mlp(operations: Operations, text: Any, module: str, rows: bool) -> bool:
-    width, inner = text.hidden_size, text.intermediate_size
-    gate = operations.linear("tokens", f"{module}.gate_proj", width, inner, rows)
-    up = operations.linear("tokens", f"{module}.up_proj", width, inner, rows)
-    return operations.linear("tokens", f"{module}.down_proj", inner, width, gate or up)
-
-
-def _experts(operations: Operations, text: Qwen3VLMoeTextConfig, module: str, rows: bool) -> bool:
-    chosen, width, inner = text.num_experts_per_tok, text.hidden_size, text.moe_intermediate_size
-    weights = operations.linear("tokens", f"{module}.gate", width, text.num_experts, rows)
-    hidden = operations.matrix(
-        "tokens", f"{module}.experts.gate_up_proj", chosen * width * 2 * inner, rows
-    )
-    out = operations.matrix("tokens", f"{module}.experts.down_proj", chosen * inner * width, hidden)
-    return out or weights
+        inner = text.intermediate_size
+        gate = operations.linear("tokens", f"{layer}.mlp.gate_proj", width, inner, normed)
+        up = operations.linear("tokens", f"{layer}.mlp.up_proj", width, inner, normed)
+        return operations.linear("tokens", f"{layer}.mlp.down_proj", inner, width, gate or up)
+    chosen, inner = experts.num_experts_per_tok, experts.moe_intermediate_size
+    module, size = f"{layer}.mlp.experts", chosen * width * inner
+    weights = operations.linear("tokens", f"{layer}.mlp.gate", width, experts.num_experts, normed)
+    hidden = operations.matrix("tokens", f"{module}.gate_up_proj", 2 * size, normed)
+    return operations.matrix("tokens", f"{module}.down_proj", size, hidden) or weights

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import paddle
-from paddle import Tensor
 
 from paddle_vl.checkpoint.adapter_files import (
     A_KEY,
@@ -84,11 +83,20 @@ def load_adapter(model: Model, path: str | Path) -> None:
     adapter = _adapter_of(model, stored)
     if model.adapter is None:
         attach(model, adapter)
-    elif _shape_of(model.adapter) != _shape_of(adapter):
-        raise ValueError(
-            f"the model's adapters have {_described(model.adapter)}, those in {path} have "
-            f"{_described(adapter)}: merge_lora() first, to load others"
-        )
+    else:
+        shapes, described = [], []
+        for each in (model.adapter, adapter):
+            of_linears, saved = each.config, f" and {len(each.saved)} fully trained modules"
+            shapes.append((of_linears.r, of_linears.scaling, each.targets, each.saved))
+            described.append(
+                f"rank {of_linears.r} and scaling {of_linears.scaling:g} on "
+                f"{len(each.targets)} linears{saved if each.saved else ''}"
+            )
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"the model's adapters have {described[0]}, those in {path} have {described[1]}: "
+                "merge_lora() first, to load others"
+            )
     tensors = model.checkpoint_map.tensors_as_here(stored.tensors, model.config)
     # PEFT also saves the base weight of some adapted modules.
     wanted = [
@@ -109,8 +117,8 @@ def save_adapter(
     model: Model, path: str | Path, write: FileWriter, store: ParameterStore | None
 ) -> None:
     """See `PretrainedVLModel.save_adapter`."""
-    adapter, ranks, path = _own_adapter(model), model.placement.checkpoint_ranks, Path(path)
     items = [item for item in _adapter_parameters(model) if item.table[item.parameter].joins_saving]
+    adapter, ranks, path = model.adapter, model.placement.checkpoint_ranks, Path(path)
     # PEFT reads a single file, so the first rank gathers all tensors.
     own = {item.key: parameter_array(item, store) for item in items}
     items = [item for item in items if item.table[item.parameter].saved is Saved.HERE]
@@ -132,7 +140,7 @@ def save_adapter(
 
 def merge_lora(model: Model) -> None:
     """See `PretrainedVLModel.merge_lora`."""
-    _own_adapter(model)
+    _adapter_parameters(model)
     for layer in model.sublayers():
         if isinstance(layer, AdaptableLinear):
             layer.merge_low_rank()
@@ -178,7 +186,14 @@ def attach(model: Model, adapter: Adapter) -> None:
     """Add this rank's adapter parameters, without values, and freeze all others."""
     config = adapter.config
     settings = LowRankSettings(config.r, config.scaling, config.lora_dropout)
-    model.separate(_divided_by(model, adapter))
+    # Fused weights to separate: a linear gets an adapter, or only some linears are trained.
+    divided = []
+    for items in by_parameter(model.stored_parameters()):
+        modules = {item.key.removesuffix(".weight") for item in items}
+        owned = {adapter.owns(item.key) for item in items}
+        if items[0].block is not None and (len(owned) > 1 or modules & set(adapter.targets)):
+            divided.append(items[0].parameter)
+    model.separate(divided)
     linears = _linears(model)
     with paddle.LazyGuard():
         for module in adapter.targets:
@@ -189,26 +204,16 @@ def attach(model: Model, adapter: Adapter) -> None:
         parameter.stop_gradient = not adapter.owns(key)
 
 
-def _own_adapter(model: Model) -> Adapter:
-    if model.adapter is None:
-        raise ValueError("the model has no adapters: add_lora() or load_adapter() first")
-    return model.adapter
-
-
 def _adapter_parameters(model: Model) -> list[StoredParameter]:
-    adapter = _own_adapter(model)
+    """Parameters that the model's adapter owns.
+
+    Raises:
+        ValueError: it has none.
+    """
+    adapter = model.adapter
+    if adapter is None:
+        raise ValueError("the model has no adapters: add_lora() or load_adapter() first")
     return [item for item in model.stored_parameters() if adapter.owns(item.key)]
-
-
-def _divided_by(model: Model, adapter: Adapter) -> list[Tensor]:
-    """Fused weights to separate: a linear gets an adapter, or only some linears are trained."""
-    divided = []
-    for items in by_parameter(model.stored_parameters()):
-        modules = {item.key.removesuffix(".weight") for item in items}
-        owned = {adapter.owns(item.key) for item in items}
-        if items[0].block is not None and (len(owned) > 1 or modules & set(adapter.targets)):
-            divided.append(items[0].parameter)
-    return divided
 
 
 def _linears(model: Model) -> dict[str, Any]:
@@ -251,7 +256,11 @@ def _resolved(model: Model, config: LoRAConfig) -> tuple[tuple[str, ...], tuple[
 
 def _saved_modules(whole: Model, patterns: Sequence[str], setting: str) -> tuple[str, ...]:
     """The outermost matching modules; a list of layers becomes its layers, as PEFT needs."""
-    modules = _modules_of(key for key, _ in whole.hf_named_parameters())
+    # Every module that has parameters or contains one that has, outer modules first.
+    modules: dict[str, None] = {}
+    for key, _ in whole.hf_named_parameters():
+        names = [] if is_low_rank(key) else key.split(".")[:-1]
+        modules |= dict.fromkeys(".".join(names[: i + 1]) for i in range(len(names)))
     fitting = _fitting(patterns, modules, setting, _GROUPS)
     saved: list[str] = []
     for module in modules:
@@ -308,26 +317,5 @@ def _fitting(
     return matching_names(patterns, modules, setting, kind="modules", groups=groups, by_suffix=True)
 
 
-def _modules_of(keys: Iterable[str]) -> dict[str, None]:
-    """Every module that has parameters or contains one that has, outer modules first."""
-    modules: dict[str, None] = {}
-    for key in keys:
-        names = [] if is_low_rank(key) else key.split(".")[:-1]
-        modules |= dict.fromkeys(".".join(names[: i + 1]) for i in range(len(names)))
-    return modules
-
-
 def _lies_in(module: str, outer: Iterable[str]) -> bool:
     return any(f"{module}.".startswith(f"{name}.") for name in outer)
-
-
-def _shape_of(adapter: Adapter) -> tuple:
-    return adapter.config.r, adapter.config.scaling, adapter.targets, adapter.saved
-
-
-def _described(adapter: Adapter) -> str:
-    saved = f" and {len(adapter.saved)} fully trained modules" if adapter.saved else ""
-    return (
-        f"rank {adapter.config.r} and scaling {adapter.config.scaling:g} on "
-        f"{len(adapter.targets)} linears{saved}"
-    )

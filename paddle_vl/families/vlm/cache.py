@@ -54,16 +54,14 @@ class KeyValueCache:
     def _written(self, buffer_BKCH: Tensor | None, new_BLKH: Tensor, begin: int) -> Tensor:
         batch, _, heads, width = new_BLKH.shape
         if buffer_BKCH is None or self.length > buffer_BKCH.shape[2]:
-            shape = [batch, heads, self._capacity(), width]
+            # Room for the keys and an eighth more, so that growing copies each key a few times.
+            needed = max(self.length, self._prompt)
+            room = needed + max(self.CHUNK, needed // 8)
+            room = room if self._most is None else max(needed, min(room, self._most))
+            shape = [batch, heads, room, width]
             grown = paddle.zeros(shape, dtype=new_BLKH.dtype)
             if buffer_BKCH is not None:
                 grown[:, :, :begin] = buffer_BKCH[:, :, :begin]
             buffer_BKCH = grown
         buffer_BKCH[:, :, begin : self.length] = new_BLKH.transpose([0, 2, 1, 3])
         return buffer_BKCH
-
-    def _capacity(self) -> int:
-        """Room for the keys and an eighth more, so that growing copies each key a few times."""
-        needed = max(self.length, self._prompt)
-        roomy = needed + max(self.CHUNK, needed // 8)
-        return roomy if self._most is None else max(needed, min(roomy, self._most))

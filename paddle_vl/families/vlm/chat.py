@@ -1,24 +1,79 @@
-"""Chat with a model: messages, images and videos in, text out."""
+"""Text answers to messages with images and videos, of a model or of its exported programs."""
 
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from paddle_vl.checkpoint.adapter_files import folder_with
-from paddle_vl.families.vlm.answers import Answers
+from paddle_vl.data.media_file import ImageSource
+from paddle_vl.data.video_reader import VideoSource
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
-from paddle_vl.families.vlm.model import VLForConditionalGeneration
+from paddle_vl.generation.config import GenerationConfig
+from paddle_vl.generation.text_pieces import text_pieces
+
+
+class Answers:
+    """Base of what answers conversations.
+
+    Attributes:
+        processor: encodes the conversation and decodes the answer.
+        tokens: chooses the tokens: a model or what has its `generation_config` and `stream`.
+    """
+
+    processor: VLProcessor
+    tokens: Any
+
+    def ask(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        images: Sequence[ImageSource] = (),
+        videos: Sequence[VideoSource] = (),
+        **settings: Any,
+    ) -> str:
+        """The answer to a conversation; arguments as of `answer`."""
+        return "".join(self.answer(messages, images, videos, **settings))
+
+    def answer(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        images: Sequence[ImageSource] = (),
+        videos: Sequence[VideoSource] = (),
+        **settings: Any,
+    ) -> Iterator[str]:
+        """The answer in pieces of complete characters, see `text_pieces`.
+
+        Args:
+            messages: `{"role": ..., "content": ...}`, the last one the user's, or the beginning of
+                an answer, of which the pieces are the rest.
+            images: paths, PIL images or uint8 arrays for the `<image>` tags, in order.
+            videos: paths, `VideoFrames` or uint8 arrays of frames for the `<video>` tags.
+            settings: of `GenerationConfig`, overriding the model's own; where neither has
+                `eos_token_id`, the processor's are used.
+
+        Raises:
+            ValueError: an unusable message, image or video, a number of tags that differs from
+                that of images or videos, or a bad setting.
+            RuntimeError: a video file without PyAV installed.
+        """
+        config = (self.tokens.generation_config or GenerationConfig()).updated(**settings)
+        config = config.with_ends_of(self.processor.generation_config)
+        batch = self.processor(messages=messages, images=images, videos=videos)
+        steps = self.tokens.stream(**batch, generation_config=config)
+        ids = (int(token_id) for (token_id,) in steps)
+        return text_pieces(ids, self.processor.decode, messages[-1]["role"] == "assistant")
 
 
 class Chat(Answers):
     """A model with its processor."""
 
-    def __init__(self, model: VLForConditionalGeneration, processor: VLProcessor):
-        self.model = model
+    def __init__(self, model: Any, processor: VLProcessor):
+        self.model = self.tokens = model
         self.processor = processor
 
     @classmethod
     def from_pretrained(
         cls,
-        model_class: type[VLForConditionalGeneration],
+        model_class: Any,
         path: str | Path,
         dtype: str = "float32",
         base: str | Path | None = None,
@@ -26,6 +81,7 @@ class Chat(Answers):
         """Load a model folder with its processor files, or an adapter folder and its base.
 
         Args:
+            model_class: of the family, see `paddle_vl.families.vlm.model`.
             base: model folder that the adapters belong to; None for the one that their files name.
 
         Raises:
@@ -35,10 +91,5 @@ class Chat(Answers):
             model_class.from_pretrained(path, dtype=dtype, base=base),
             VLProcessor.from_pretrained(folder_with("tokenizer.json", Path(path), base)),
         )
-
-    @property
-    def tokens(self) -> VLForConditionalGeneration:
-        """The model."""
-        return self.model
 
     stream = Answers.answer

@@ -38,6 +38,12 @@ class Answer:
     answer: str
     is_exact: bool
 
+    @property
+    def line(self) -> str:
+        """Both answers in a line of text."""
+        verdict = "right" if self.is_exact else f"expected {self.expected!r}"
+        return f"  {self.sample}  {self.prompt!r} -> {self.answer!r}  ({verdict})"
+
 
 def build_evaluation(
     model_class: type[VLForConditionalGeneration], folder: Path, options: EvaluationOptions
@@ -79,9 +85,12 @@ def build_evaluation(
         )
         yield evaluation_report(losses.loss, losses.counts["loss"], answers)
         if options.show:
-            yield shown_answers(answers, options.show)
+            # Evenly distributed over the data.
+            some = answers[:: max(1, len(answers) // options.show)][: options.show]
+            yield "\n".join(["some answers:", *(answer.line for answer in some)])
         if options.predictions:
-            write_predictions(answers, options.predictions)
+            lines = (json.dumps(asdict(answer), ensure_ascii=False) + "\n" for answer in answers)
+            options.predictions.write_text("".join(lines), encoding="utf-8")
             yield f"answers written to {options.predictions}"
 
     return Evaluation(model, VLLoss(), VLBatchAdapter(), loader, report)
@@ -171,20 +180,3 @@ def evaluation_report(loss: float, num_targets: int, answers: Sequence[Answer]) 
         share = sum(exact) / len(exact)
         lines.append(f"  {name:{width}}  {share:7.2%}  ({sum(exact)} of {len(exact)})")
     return "\n".join(lines)
-
-
-def shown_answers(answers: Sequence[Answer], limit: int) -> str:
-    """Up to `limit` answers, evenly distributed over the data, a line each."""
-    step = max(1, len(answers) // limit)
-    lines = ["some answers:"]
-    for answer in answers[::step][:limit]:
-        verdict = "right" if answer.is_exact else f"expected {answer.expected!r}"
-        lines.append(f"  {answer.sample}  {answer.prompt!r} -> {answer.answer!r}  ({verdict})")
-    return "\n".join(lines)
-
-
-def write_predictions(answers: Sequence[Answer], path: Path) -> None:
-    """Write one JSON line per answer."""
-    with path.open("w", encoding="utf-8") as stream:
-        for answer in answers:
-            stream.write(json.dumps(asdict(answer), ensure_ascii=False) + "\n")

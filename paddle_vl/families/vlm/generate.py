@@ -14,9 +14,9 @@ from paddle_vl.families.hf_interface import id_rows
 from paddle_vl.families.vlm.layers import decoder_positions
 from paddle_vl.families.vlm.moe import routed_rows
 from paddle_vl.generation.config import GenerationConfig, settings_of_call
-from paddle_vl.generation.loop import Streamer, checked_prompts, chosen_tokens, collected
+from paddle_vl.generation.loop import checked_prompts, chosen_tokens
 from paddle_vl.nn.attention import RotaryTables
-from paddle_vl.nn.operations import device_tensor, without_gradient
+from paddle_vl.nn.operations import without_gradient
 
 
 def stream(
@@ -66,40 +66,18 @@ def stream(
         "pixel_values_videos": pixel_values_videos,
         "video_grid_thw": video_grid_thw,
     }
-    return _chosen_tokens(model, prompt_BL, mask_BL, visual, config, on_logits)
 
+    def steps() -> Iterator[np.ndarray]:
+        decoder = _CachedDecoder(model, prompt_BL, mask_BL, visual, config)
+        was_training = model.training
+        model.eval()
+        try:
+            yield from chosen_tokens(decoder, prompt_BL, mask_BL, vocab_size, config, on_logits)
+        finally:
+            if was_training:
+                model.train()
 
-def generate(
-    model: Any,
-    input_ids: Any,
-    *args: Any,
-    streamer: Streamer | None = None,
-    **batch: Any,
-) -> np.ndarray:
-    """All new tokens, `[B, n]` int64, n <= max_new_tokens; arguments and errors as of `stream`.
-
-    Args:
-        streamer: gets the prompts and then the tokens of every step, as in HF.
-    """
-    return collected(stream(model, input_ids, *args, **batch), input_ids, streamer)
-
-
-def _chosen_tokens(
-    model: Any,
-    prompt_BL: np.ndarray,
-    mask_BL: np.ndarray,
-    visual: dict[str, np.ndarray | None],
-    config: GenerationConfig,
-    on_logits: Callable[[np.ndarray], None] | None,
-) -> Iterator[np.ndarray]:
-    decoder = _CachedDecoder(model, prompt_BL, mask_BL, visual, config)
-    vocab, was_training = model.config.text_config.vocab_size, model.training
-    model.eval()
-    try:
-        yield from chosen_tokens(decoder, prompt_BL, mask_BL, vocab, config, on_logits)
-    finally:
-        if was_training:
-            model.train()
+    return steps()
 
 
 def step_logits(
@@ -171,14 +149,7 @@ class _CachedDecoder:
     def advance(self, token_B: np.ndarray) -> Tensor:
         """Append a token to every prompt; logits `[B, V]` float32 after it."""
         token_B1 = np.ascontiguousarray(token_B[:, None])
-        inputs = self._step_inputs()
-        if self._has_padding:
-            self._mask_BS = np.concatenate([self._mask_BS, np.ones_like(token_B1)], axis=1)
-            inputs["attention_mask"] = paddle.to_tensor(self._mask_BS)
-        return step_logits(self._model, paddle.to_tensor(token_B1), inputs, self._caches)
-
-    def _step_inputs(self) -> dict[str, Any]:
-        """Position and rotary table of the next token, from tables of several steps."""
+        # Position and rotary table of the token, from tables of several steps.
         place = self._num_steps % self.TABLE_STEPS
         if place == 0:
             steps_BP = self._next_position_B[:, None] + np.arange(self.TABLE_STEPS)
@@ -187,7 +158,11 @@ class _CachedDecoder:
             self._tables = decoder_positions(self._model.config, position_ids)
         self._num_steps += 1
         assert self._tables is not None, "made before the first step"
-        return columns_of(self._tables, place, place + 1)
+        inputs = columns_of(self._tables, place, place + 1)
+        if self._has_padding:
+            self._mask_BS = np.concatenate([self._mask_BS, np.ones_like(token_B1)], axis=1)
+            inputs["attention_mask"] = paddle.to_tensor(self._mask_BS)
+        return step_logits(self._model, paddle.to_tensor(token_B1), inputs, self._caches)
 
     def _prefill_in_chunks(self, chunk: int) -> Tensor:
         """The prompts by columns; visual rows and deepstack levels fall into the chunk they are in.
@@ -201,11 +176,7 @@ class _CachedDecoder:
             position_ids=self._position_ids,
             has_left_padding=self._has_padding,
         )
-        visual = {name: device_tensor(array) for name, array in self._visual.items()}
-        grids = (self._visual["image_grid_thw"], self._visual["video_grid_thw"])
-        arguments |= model.encode_visual(
-            visual["pixel_values"], grids[0], visual["pixel_values_videos"], grids[1]
-        )
+        arguments |= model.encode_visual(**self._visual)
         whole = model.language_model.embedding(arguments)
         hidden_BLD = whole["hidden_states"].reshape([batch, length, -1])
         levels = whole.get("deepstack_visual_emb", [])

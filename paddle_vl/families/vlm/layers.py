@@ -15,7 +15,7 @@ have what a batch passes between its arrays and the decoder's layers in one file
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import paddle
@@ -23,18 +23,15 @@ import paddle.nn.functional as F
 from paddle import Tensor, nn
 from paddle.nn.initializer import Normal
 
-from paddle_vl.batch.positions import PATCH_FIELDS, PatchRows, VisionLayout
+from paddle_vl.batch.positions import PatchRows
 from paddle_vl.batch.visual_index import EmbeddingSizes, check_level, visual_inputs
 from paddle_vl.families.vlm.cache import KeyValueCache
 from paddle_vl.families.vlm.config import VLConfig
 from paddle_vl.families.vlm.moe import LoadBalance
 from paddle_vl.nn.attention import (
     RotaryTables,
-    SegmentAttention,
-    Segments,
     apply_rotary,
     mrope_tables,
-    segment_attention,
     vision_tables,
 )
 from paddle_vl.nn.attention_masks import MASKED_SCORE
@@ -43,7 +40,6 @@ from paddle_vl.nn.operations import (
     LayerNorm,
     RMSNorm,
     activation,
-    device_tensor,
     gelu,
     times_constant,
     true_positions,
@@ -57,13 +53,6 @@ class VisionFeatures(NamedTuple):
 
     merged: Tensor
     levels: list[Tensor]
-
-
-def patch_rows(batch: Mapping[str, Any]) -> PatchRows | None:
-    """The places of the patches of a batch as tensors; None if it does not have them."""
-    if batch.get(PATCH_FIELDS[0]) is None:
-        return None
-    return PatchRows(*(device_tensor(batch[name]) for name in PATCH_FIELDS))
 
 
 class VisionTower(nn.Layer):
@@ -82,34 +71,18 @@ class VisionTower(nn.Layer):
             [PatchMerger(config, norm_after_merge=True) for _ in config.deepstack_visual_indexes]
         )
 
-    def forward(self, pixel_values: Tensor, layout: VisionLayout) -> VisionFeatures:
+    def forward(self, pixel_values: Tensor, places: PatchRows, segments: Any) -> VisionFeatures:
         """Encode a batch of patches.
 
         Args:
             pixel_values: `[P, patch_dim]` flattened patches (channel, frame, y, x), any float type.
-            layout: host-side description of the same patches.
+            places: of the same patches, as tensors.
+            segments: `Segments`, or what attends within segments that are known otherwise.
         """
-        return self.encode(
-            pixel_values,
-            paddle.to_tensor(layout.coordinates),
-            paddle.to_tensor(layout.tap_rows),
-            paddle.to_tensor(layout.tap_weights),
-            Segments(layout.segments),
-        )
-
-    def encode(
-        self,
-        pixel_values: Tensor,
-        coordinates_P2: Tensor,
-        tap_rows_4P: Tensor,
-        tap_weights_4P: Tensor,
-        segments: SegmentAttention,
-    ) -> VisionFeatures:
-        """Encode patches whose layout is given as tensors, see `VisionLayout`."""
         x_PU = self.patch_embed(pixel_values.astype(self.patch_embed.weight.dtype))
-        x_PU = x_PU + self.pos_embed(tap_rows_4P, tap_weights_4P)
+        x_PU = x_PU + self.pos_embed(places.tap_rows, places.tap_weights)
         head_dim = self.config.hidden_size // self.config.num_heads
-        tables = vision_tables(coordinates_P2, head_dim, self.config.rope_theta)
+        tables = vision_tables(places.coordinates, head_dim, self.config.rope_theta)
         levels: list[Any] = [None] * len(self.deepstack_merger_list)
         for i, block in enumerate(self.blocks):
             x_PU = block(x_PU, tables, segments)
@@ -128,11 +101,13 @@ class PositionTable(nn.Layer):
             [num_positions, width], default_initializer=Normal(std=init_std)
         )
 
-    def forward(self, tap_rows_4P: Tensor, tap_weights_4P: Tensor) -> Tensor:
+    def forward(self, tap_rows_P4: Tensor, tap_weights_P4: Tensor) -> Tensor:
         """Bilinear interpolation in float32: `[P, U]` in the table's dtype."""
         table = self.weight.astype("float32")
         taps_PU = [
-            times_constant(F.embedding(tap_rows_4P[tap], table), tap_weights_4P[tap].unsqueeze(-1))
+            times_constant(
+                F.embedding(tap_rows_P4[:, tap], table), tap_weights_P4[:, tap : tap + 1]
+            )
             for tap in range(4)
         ]
         value_PU = taps_PU[0] + taps_PU[1] + taps_PU[2] + taps_PU[3]
@@ -149,7 +124,7 @@ class VisionBlock(nn.Layer):
         self.attn = VisionAttention(config)
         self.mlp = VisionMLP(config)
 
-    def forward(self, x_PU: Tensor, tables: RotaryTables, segments: SegmentAttention) -> Tensor:
+    def forward(self, x_PU: Tensor, tables: RotaryTables, segments: Any) -> Tensor:
         x_PU = x_PU + self.attn(self.norm1(x_PU), tables, segments)
         return x_PU + self.mlp(self.norm2(x_PU))
 
@@ -167,14 +142,14 @@ class VisionAttention(nn.Layer):
         self.qkv = Linear(width, 3 * width, True, std)
         self.proj = Linear(width, width, True, std)
 
-    def forward(self, x_PU: Tensor, tables: RotaryTables, segments: SegmentAttention) -> Tensor:
+    def forward(self, x_PU: Tensor, tables: RotaryTables, segments: Any) -> Tensor:
         # A rank may have some of the heads.
         width = self.qkv.weight.shape[1] // 3
         heads = [-1, width // self.head_dim, self.head_dim]
         # Split before the heads: views of the whole would each be copied later.
         q_PNH, k_PNH, v_PNH = (x.reshape(heads) for x in split_columns(self.qkv(x_PU), [width] * 3))
         q_PNH, k_PNH = apply_rotary(q_PNH, k_PNH, tables)
-        out_PNH = segment_attention(q_PNH, k_PNH, v_PNH, segments)
+        out_PNH = segments.attend(q_PNH, k_PNH, v_PNH)
         return self.proj(out_PNH.reshape([-1, width]))
 
 
@@ -356,31 +331,19 @@ class VLLanguageModel(nn.Layer, ABC):
     def make_layer(self, config: Any, placement: Placement, number: int) -> nn.Layer:
         """The decoder layer of that number, of the text configuration."""
 
-    def forward(
-        self,
-        dict_args: dict[str, Any],
-        caches: list[KeyValueCache] | None = None,
-        balance: LoadBalance | None = None,
-    ) -> Tensor:
-        """This rank's token rows after the final norm, `[T, D]`.
-
-        Args:
-            dict_args: the input of `GPTEmbedding`.
-            caches: one per layer when generating; attention then sees their keys too.
-            balance: collects the routing of layers with experts.
-        """
-        return self.run(self.embedding(dict_args), caches, balance)
-
     def run(
         self,
         inputs: dict[str, Any],
         caches: Any = None,
         balance: LoadBalance | None = None,
     ) -> Tensor:
-        """All layers and the final norm on the embedding's output, `[T, D]`.
+        """This rank's token rows after all layers and the final norm, `[T, D]`.
 
         Args:
-            caches: one per layer, or None; objects with `mask` and `attend`, see `KeyValueCache`.
+            inputs: what `embedding` returns.
+            caches: one per layer when generating, or None; objects with `mask` and `attend`, see
+                `KeyValueCache`. Attention then sees their keys too.
+            balance: collects the routing of layers with experts.
         """
         levels = dict(enumerate(inputs.get("deepstack_visual_emb", [])))
         every_layer = range(len(self.layers))
@@ -405,7 +368,7 @@ class VLLanguageModel(nn.Layer, ABC):
             levels: deepstack levels `[M_local, D]` by the layer that they follow.
             inputs: `rotary_pos_emb`, and optionally `attention_mask`, `packed`, `routed_rows` and
                 `visual_update_indices`, as `GPTEmbedding` returns them.
-            caches, balance: as of `forward`.
+            caches, balance: as of `run`.
         """
         tables: RotaryTables = inputs["rotary_pos_emb"]
         key_bias = None

@@ -28,7 +28,7 @@ from paddle_vl.batch.positions import (
 )
 from paddle_vl.families.hf_interface import FORWARD, IndexedOutput, id_rows
 from paddle_vl.families.vlm.cache import KeyValueCache
-from paddle_vl.families.vlm.layers import VisionFeatures, VisionTower, patch_rows
+from paddle_vl.families.vlm.layers import VisionFeatures, VisionTower
 from paddle_vl.families.vlm.moe import LoadBalance, routed_rows
 from paddle_vl.families.vlm.pretrained import PretrainedVLModel
 from paddle_vl.files.names import refuse_foreign
@@ -38,7 +38,6 @@ from paddle_vl.nn.operations import device_tensor, host_array
 from paddle_vl.nn.placement import Placement
 
 Array = np.ndarray | Tensor
-_GRIDS = ("image_grid_thw", "video_grid_thw")
 
 
 @dataclass
@@ -165,10 +164,6 @@ class VLForConditionalGeneration(PretrainedVLModel):
                 f"logits_to_keep is {logits_to_keep} but labels are given, whose loss needs the "
                 "logits of all columns: leave one of them out"
             )
-        for name in _GRIDS:
-            layout[name] = host_array(layout.get(name))
-        places = (patch_coordinates, patch_tap_rows, patch_tap_weights)
-        rows = patch_rows(dict(zip(PATCH_FIELDS, places, strict=True)))
         dict_args = self.decoder_arguments(
             input_ids=input_ids, attention_mask=attention_mask, **layout
         )
@@ -178,11 +173,13 @@ class VLForConditionalGeneration(PretrainedVLModel):
                 "one prompt per row of the batch"
             )
         dict_args |= self.encode_visual(
-            device_tensor(pixel_values),
-            layout["image_grid_thw"],
-            device_tensor(pixel_values_videos),
-            layout["video_grid_thw"],
-            rows,
+            pixel_values,
+            layout.get("image_grid_thw"),
+            pixel_values_videos,
+            layout.get("video_grid_thw"),
+            patch_coordinates=patch_coordinates,
+            patch_tap_rows=patch_tap_rows,
+            patch_tap_weights=patch_tap_weights,
         )
         balance = None
         if caches is None and self.config.text_config.has_balance_loss(output_router_logits):
@@ -192,7 +189,8 @@ class VLForConditionalGeneration(PretrainedVLModel):
                     "attention_mask: pass an array, or none, or output_router_logits=False"
                 )
             balance = LoadBalance(dict_args["routed_rows"].num_real)
-        hidden_TD = self.language_model(dict_args, caches, balance)
+        inputs = self.language_model.embedding(dict_args)
+        hidden_TD = self.language_model.run(inputs, caches, balance)
         shape = list(input_ids.shape)
         if logits_to_keep:
             hidden_BLD = hidden_TD.reshape([*shape, -1])[:, -logits_to_keep:]
@@ -297,15 +295,15 @@ class VLForConditionalGeneration(PretrainedVLModel):
         """Logits and losses of the token rows `[T, D]` after the final norm; `shape` is (B, L)."""
         logits_TV = self.lm_head(self.placement.ops.enter_columns(hidden_TD))
         logits_BLV = logits_TV.reshape([*shape, -1])
-        loss_sum, count = None, None
+        loss_sum, targets_T = None, None
         if labels is not None:
             targets_T = next_token_targets(device_tensor(labels))
             weights_T = None
             if loss_weights is not None:
                 # Shifted like the labels; the last of a row has no target.
                 weights_T = device_tensor(loss_weights).roll(-1, axis=1).reshape([-1])
-            loss_sum, count = self.placement.ops.token_loss(logits_TV, targets_T, weights_T)
-        return self._output(logits_BLV, loss_sum, count, num_target_tokens, balance)
+            loss_sum = self.placement.ops.summed_cross_entropy(logits_TV, targets_T, weights_T)
+        return self._output(logits_BLV, loss_sum, targets_T, num_target_tokens, balance)
 
     def losses(
         self,
@@ -321,22 +319,22 @@ class VLForConditionalGeneration(PretrainedVLModel):
         targets = TargetRows(rows_2R[0], targets_R, device_tensor(target_weights))
         ops = self.placement.ops
         loss_sum = ops.head_loss(self.lm_head, ops.enter_columns(hidden_TD), targets)
-        count = num_targets(targets_R) if num_target_tokens is None else None
-        return self._output(None, loss_sum, count, num_target_tokens, balance)
+        return self._output(None, loss_sum, targets_R, num_target_tokens, balance)
 
     def _output(
         self,
         logits_BLV: Tensor | None,
         loss_sum: Tensor | None,
-        count: Tensor | None,
+        targets: Tensor | None,
         num_target_tokens: int | None,
         balance: LoadBalance | None,
     ) -> VLOutput:
         output = VLOutput(logits=logits_BLV, loss_sum=loss_sum)
         if loss_sum is not None:
             if num_target_tokens is None:
-                assert count is not None, "counted with the loss"
-                output.num_target_tokens, divisor = count, count.clip(min=1.0)
+                assert targets is not None, "given with the loss"
+                output.num_target_tokens = count = num_targets(targets)
+                divisor = count.clip(min=1.0)
             else:
                 output.num_target_tokens, divisor = num_target_tokens, max(num_target_tokens, 1)
             output.loss = loss_sum / divisor
@@ -350,18 +348,18 @@ class VLForConditionalGeneration(PretrainedVLModel):
 
     def encode_visual(
         self,
-        pixel_values: Tensor | None,
-        image_grid_thw: np.ndarray | None,
-        pixel_values_videos: Tensor | None = None,
-        video_grid_thw: np.ndarray | None = None,
-        rows: PatchRows | None = None,
+        pixel_values: Array | None = None,
+        image_grid_thw: Array | None = None,
+        pixel_values_videos: Array | None = None,
+        video_grid_thw: Array | None = None,
+        **places: Array | None,
     ) -> dict[str, Any]:
         """Run the vision tower once over images and videos together.
 
         Args:
             pixel_values, pixel_values_videos: `[P, patch_dim]`.
             image_grid_thw, video_grid_thw: `[n, 3]` int64.
-            rows: places of the patches of both, images first; None to compute them.
+            places: `PATCH_FIELDS` of the patches of both, images first; None to compute them.
 
         Returns:
             `image_embeds` `[M, D]`, `deepstack_image_embeds` (a list of `[M, D]`) and the same for
@@ -371,59 +369,51 @@ class VLForConditionalGeneration(PretrainedVLModel):
             ValueError: pixels without their grid or the reverse, or a different number of patches.
         """
         vision = self.config.vision_config
-        kinds: list[tuple[str, Any, np.ndarray]] = [
-            (kind, pixels, checked_grid(kind, None if pixels is None else pixels.shape[0], grid))
-            for kind, pixels, grid in (
-                ("image", pixel_values, image_grid_thw),
-                ("video", pixel_values_videos, video_grid_thw),
-            )
-            if pixels is not None or grid is not None
-        ]
-        if not kinds:
+        grids, all_pixels = {}, []
+        for kind, pixels, grid in (
+            ("image", pixel_values, image_grid_thw),
+            ("video", pixel_values_videos, video_grid_thw),
+        ):
+            if pixels is not None or grid is not None:
+                count = None if pixels is None else pixels.shape[0]
+                grids[kind] = checked_grid(kind, count, host_array(grid))
+                all_pixels.append(device_tensor(pixels))
+        if not grids:
             return {}
-        pixels = [pixels for _, pixels, _ in kinds]
-        patches = [pixels[0] if len(kinds) == 1 else paddle.concat(pixels), *(rows or ())]
+        patches = [all_pixels[0] if len(grids) == 1 else paddle.concat(all_pixels)]
+        if places.get(PATCH_FIELDS[0]) is not None:
+            patches += [device_tensor(places[name]) for name in PATCH_FIELDS]
         merged, levels = self.placement.ops.encode_visual(
             self.encode_items,
             patches,
-            np.concatenate([grid for _, _, grid in kinds]),
+            np.concatenate(list(grids.values())),
             self.visual,
             merge=vision.spatial_merge_size,
             width=vision.out_hidden_size,
             num_levels=len(vision.deepstack_visual_indexes),
         )
-        sizes = [
-            int(grid.prod(axis=1).sum()) // vision.spatial_merge_size**2 for _, _, grid in kinds
-        ]
-        embeds = {}
-        for i, (kind, _, _) in enumerate(kinds):
-            embeds[f"{kind}_embeds"] = _section(merged, sizes, i)
-            embeds[f"deepstack_{kind}_embeds"] = [_section(level, sizes, i) for level in levels]
+        embeds, begin, block = {}, 0, vision.spatial_merge_size**2
+        for kind, grid in grids.items():
+            own = slice(begin, begin + int(grid.prod(axis=1).sum()) // block)
+            begin = own.stop
+            # The rows of one kind are all of them.
+            sections = [x if len(grids) == 1 else x[own] for x in (merged, *levels)]
+            embeds[f"{kind}_embeds"], *embeds[f"deepstack_{kind}_embeds"] = sections
         return embeds
 
-    def encode_items(
-        self, patches: Tensor | Sequence[Tensor], grid_thw: np.ndarray
-    ) -> VisionFeatures:
+    def encode_items(self, patches: Sequence[Tensor], grid_thw: np.ndarray) -> VisionFeatures:
         """The tower's features of some images and videos, in their order.
 
         Args:
-            patches: pixels `[P, patch_dim]`, or these and the tensors of `PatchRows`.
+            patches: pixels `[P, patch_dim]`, maybe with the tensors of `PatchRows` behind them.
         """
         vision = self.config.vision_config
-        pixels, *rows = [patches] if isinstance(patches, Tensor) else patches
-        if rows:
-            places = PatchRows(*rows)
-            return self.visual.encode(
-                pixels,
-                places.coordinates,
-                places.tap_rows.transpose([1, 0]),
-                places.tap_weights.transpose([1, 0]),
-                Segments(frame_runs(grid_thw)),
-            )
-        layout = vision_layout(
-            grid_thw, table_side=vision.table_side, merge=vision.spatial_merge_size
-        )
-        return self.visual(pixels, layout)
+        pixels, *places = patches
+        if not places:
+            side, merge = vision.table_side, vision.spatial_merge_size
+            layout = vision_layout(grid_thw, table_side=side, merge=merge)
+            places = [paddle.to_tensor(each) for each in layout]
+        return self.visual(pixels, PatchRows(*places), Segments(frame_runs(grid_thw)))
 
     def position_ids(
         self,
@@ -458,11 +448,19 @@ class VLForConditionalGeneration(PretrainedVLModel):
         }
         return {i: count for i, count in counts.items() if count is not None}
 
-    def generate(self, *args: Any, **batch: Any) -> np.ndarray:
-        """Generated tokens `[B, n]` int64, see `paddle_vl.families.vlm.generate.stream`."""
-        from paddle_vl.families.vlm.generate import generate
+    def generate(
+        self, input_ids: Any, *args: Any, streamer: Any = None, **batch: Any
+    ) -> np.ndarray:
+        """All new tokens, `[B, n]` int64, n <= max_new_tokens; arguments and errors as of
+        `paddle_vl.families.vlm.generate.stream`.
 
-        return generate(self, *args, **batch)
+        Args:
+            streamer: gets the prompts and then the tokens of every step, as in HF; see
+                `paddle_vl.generation.loop.Streamer`.
+        """
+        from paddle_vl.generation.loop import collected
+
+        return collected(self.stream(input_ids, *args, **batch), input_ids, streamer)
 
     def stream(self, *args: Any, **batch: Any) -> Iterator[np.ndarray]:
         """Generated tokens `[B]` int64 per step, see `paddle_vl.families.vlm.generate`."""
@@ -491,8 +489,3 @@ class VLForConditionalGeneration(PretrainedVLModel):
         has_embedding = self.placement.stage_layers.embedding
         layers = [self.language_model.embedding.embed_tokens] if has_embedding else []
         return layers if self.lm_head is None else [*layers, self.lm_head]
-
-
-def _section(x: Tensor, rows: list[int], i: int) -> Tensor:
-    """The i-th of consecutive sections of `rows[i]` rows each."""
-    return x if len(rows) == 1 else x[sum(rows[:i]) : sum(rows[: i + 1])]

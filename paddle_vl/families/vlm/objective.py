@@ -14,7 +14,6 @@ from paddle import Tensor, nn
 
 from paddle_vl.batch.positions import (
     PATCH_FIELDS,
-    PatchRows,
     key_ends,
     real_lengths,
     vision_layout,
@@ -58,7 +57,14 @@ class VLLoss(Loss):
 
     def metrics(self, totals: Mapping[str, Any]) -> dict[str, float]:
         counts = totals.get("tokens_per_expert")
-        return {} if counts is None else expert_load(counts)
+        if counts is None:
+            return {}
+        # Over the experts of all layers.
+        return {
+            "tokens_per_expert_min": int(counts.min()),
+            "tokens_per_expert_mean": round(float(counts.mean()), 1),
+            "tokens_per_expert_max": int(counts.max()),
+        }
 
 
 class VLBatchAdapter(BatchAdapter[VLBatch]):
@@ -91,7 +97,18 @@ class VLBatchAdapter(BatchAdapter[VLBatch]):
         return [has_visual(batch)]
 
     def prepared(self, batch: VLBatch) -> VLBatch:
-        return with_target_rows(with_layouts(batch, self.vision))
+        """With target rows, and what the model would otherwise copy to the device in every step:
+        the layout of the patches, and the ends of packed samples."""
+        found: Any = dict(batch)
+        grids = [found[name] for name in _GRIDS if name in found]
+        if self.vision is not None and grids:
+            side, merge = self.vision.table_side, self.vision.spatial_merge_size
+            layout = vision_layout(np.concatenate(grids), table_side=side, merge=merge)
+            found |= zip(PATCH_FIELDS, layout, strict=True)
+        if "cu_seqlens" in found:
+            ends = key_ends(found["cu_seqlens"], found["input_ids"].shape[1])
+            found["packed_key_ends"] = ends
+        return with_target_rows(found)
 
     def is_for_device(self, name: str) -> bool:
         return name not in _HOST_ARRAYS
@@ -106,21 +123,6 @@ class VLBatchAdapter(BatchAdapter[VLBatch]):
 
     def idle_batch(self, model: nn.Layer) -> VLBatch:
         return empty_batch(model.placement.ops.row_part.size)
-
-
-def with_layouts(batch: VLBatch, vision: Any = None) -> VLBatch:
-    """The batch with what the model would otherwise copy to the device in every step: the layout of
-    its patches, for a tower's configuration, and the ends of packed samples."""
-    found: Any = dict(batch)
-    grids = [found[name] for name in _GRIDS if name in found]
-    if vision is not None and grids:
-        layout = vision_layout(
-            np.concatenate(grids), table_side=vision.table_side, merge=vision.spatial_merge_size
-        )
-        found |= zip(PATCH_FIELDS, PatchRows.of(layout), strict=True)
-    if "cu_seqlens" in found:
-        found["packed_key_ends"] = key_ends(found["cu_seqlens"], found["input_ids"].shape[1])
-    return found
 
 
 def with_target_rows(batch: VLBatch) -> VLBatch:
@@ -193,16 +195,3 @@ def expert_counts(model: nn.Layer) -> Tensor | None:
         return None
     own, zeros = model.tokens_per_expert(), paddle.zeros([text.num_experts], dtype="int64")
     return paddle.stack([own.get(i, zeros) for i in layers])
-
-
-def expert_load(counts: np.ndarray) -> dict[str, float]:
-    """`tokens_per_expert_min`, `_mean` and `_max` over the experts of all layers.
-
-    Args:
-        counts: `expert_counts` summed over data-parallel ranks.
-    """
-    return {
-        "tokens_per_expert_min": int(counts.min()),
-        "tokens_per_expert_mean": round(float(counts.mean()), 1),
-        "tokens_per_expert_max": int(counts.max()),
-    }

@@ -16,16 +16,17 @@ import paddle
 from paddle import Tensor
 
 from paddle_vl.batch.positions import PATCH_FIELDS
-from paddle_vl.families.vlm.layers import decoder_positions, patch_rows
+from paddle_vl.families.vlm.layers import decoder_positions
 from paddle_vl.families.vlm.model import VLForConditionalGeneration, VLOutput
 from paddle_vl.families.vlm.moe import LoadBalance
 from paddle_vl.families.vlm.objective import with_target_rows
-from paddle_vl.nn.operations import device_tensor
 
 # Assumed share of visual tokens in the cost of the vision tower.
 VISUAL_SHARE = 0.5
+_PIXELS = ("pixel_values", "pixel_values_videos", *PATCH_FIELDS)
+_VISUAL_FIELDS = (*_PIXELS, "image_grid_thw", "video_grid_thw")
 _NOT_FOR_DECODER = (
-    *("pixel_values", "pixel_values_videos", *PATCH_FIELDS),
+    *_PIXELS,
     *("labels", "num_target_tokens", "loss_weights", "target_rows", "target_weights"),
 )
 
@@ -39,7 +40,14 @@ def layer_costs(config: Any) -> tuple[list[float], float, float]:
     text, vision = config.text_config, config.vision_config
     heads = text.num_attention_heads + text.num_key_value_heads
     attention = 2 * text.hidden_size * heads * text.head_dim
-    mlps = [_mlp_cost(text, layer) for layer in range(text.num_hidden_layers)]
+    mlps = []
+    for layer in range(text.num_hidden_layers):
+        experts = text.experts_of(layer)
+        if experts is None:
+            mlps.append(3 * text.hidden_size * text.intermediate_size)
+        else:
+            inner = experts.num_experts_per_tok * experts.moe_intermediate_size
+            mlps.append(text.hidden_size * (3 * inner + experts.num_experts))
     block = 4 * vision.hidden_size**2 + 2 * vision.hidden_size * vision.intermediate_size
     tower = VISUAL_SHARE * vision.spatial_merge_size**2 * vision.depth * block
     return (
@@ -47,14 +55,6 @@ def layer_costs(config: Any) -> tuple[list[float], float, float]:
         float(tower),
         float(text.hidden_size * text.vocab_size),
     )
-
-
-def _mlp_cost(text: Any, layer: int) -> int:
-    experts = text.experts_of(layer)
-    if experts is None:
-        return 3 * text.hidden_size * text.intermediate_size
-    inner = experts.num_experts_per_tok * experts.moe_intermediate_size
-    return text.hidden_size * (3 * inner + experts.num_experts)
 
 
 class VLStage:
@@ -174,15 +174,8 @@ class VLStage:
 
     def visual_rows(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The outputs of the tower for a batch, as inputs of the embedding."""
-        pixels, video_pixels = (
-            device_tensor(batch.get(name)) for name in ("pixel_values", "pixel_values_videos")
-        )
         return self.model.encode_visual(
-            pixels,
-            batch.get("image_grid_thw"),
-            video_pixels,
-            batch.get("video_grid_thw"),
-            patch_rows(batch),
+            **{name: batch[name] for name in _VISUAL_FIELDS if name in batch}
         )
 
     def _unpack(

@@ -21,7 +21,7 @@ from paddle_vl.nn.placement import Placement, SingleDevicePlacement
 
 if TYPE_CHECKING:
     from paddle_vl.checkpoint.adapter_files import Adapter
-    from paddle_vl.checkpoint.safetensors_io import FileWriter, StoredTensor
+    from paddle_vl.checkpoint.safetensors_io import FileWriter
     from paddle_vl.config.schema import LoRAConfig
     from paddle_vl.generation.config import GenerationConfig
     from paddle_vl.nn.master_weights import ParameterStore
@@ -147,10 +147,19 @@ class PretrainedVLModel(SizedModel, Materializable, nn.Layer):
                 "absent" if config.tie_word_embeddings else "present",
                 "tied" if config.tie_word_embeddings else "not tied",
             )
-        owner = _owner(path, config, stored)
+        head, embedding = stored.get(HEAD_KEY), stored.get(EMBEDDING_KEY)
+        is_tied, owner = config.tie_word_embeddings, "the model of its config.json"
+        if is_tied and head and embedding and not head.has_values_of(embedding):
+            raise ValueError(
+                f"{path / 'config.json'}: tie_word_embeddings is true, but {head.file.name} has a "
+                f"{HEAD_KEY} that differs from {EMBEDDING_KEY}: set it to false to use that head, "
+                "or remove the tensor"
+            )
+        if not is_tied and head is None:
+            owner += ", whose tie_word_embeddings is false"
         with default_dtype(chosen_dtype(dtype, stored)), paddle.LazyGuard():
             model = cls(config, placement)
-        ignored = {HEAD_KEY} if config.tie_word_embeddings else set()
+        ignored = {HEAD_KEY} if is_tied else set()
         check_keys(path, stored, model.whole().stored_parameters(), ignored, owner)
 
         model.materialize_later(lambda: stored_values(_of_base(model), stored))
@@ -296,22 +305,3 @@ def _of_base(model: PretrainedVLModel) -> list[StoredParameter]:
     from paddle_vl.checkpoint.adapter_files import is_low_rank
 
     return [item for item in model.stored_parameters() if not is_low_rank(item.key)]
-
-
-def _owner(path: Path, config: VLConfig, stored: "dict[str, StoredTensor]") -> str:
-    """Name in messages of the model that the weights must fit.
-
-    Raises:
-        ValueError: the head is tied by the configuration but stored with other values.
-    """
-    head, embedding = stored.get(HEAD_KEY), stored.get(EMBEDDING_KEY)
-    ties = config.tie_word_embeddings
-    if ties and head is not None and embedding is not None and not head.has_values_of(embedding):
-        raise ValueError(
-            f"{path / 'config.json'}: tie_word_embeddings is true, but {head.file.name} has a "
-            f"{HEAD_KEY} that differs from {EMBEDDING_KEY}: set it to false to use that head, or "
-            "remove the tensor"
-        )
-    if not ties and head is None:
-        return "the model of its config.json, whose tie_word_embeddings is false"
-    return "the model of its config.json"

@@ -100,7 +100,15 @@ class VLRecipe(Family):
         if data.eval and self._eval_corpus is None:
             self.eval_data = self._dataset(data.eval)
         self.loss = VLLoss()
-        self.model_config = self._model_config()
+        source, described = self._weights, config.model.config
+        if source is not None:
+            self.model_config = self.model_class.config_class.from_pretrained(source)
+        else:
+            assert described is not None, "refused when the settings were read"
+            self.model_config = model_config(
+                self.model_class.config_class, described, self.processor
+            )
+        check_processor_fits(self.model_config, self.processor)
         self.shape, self.costs = model_shape(self.model_config), layer_costs(self.model_config)
         self.encoder_shape = encoder_shape(self.model_config)
         self.adapter_class: type[VLBatchAdapter] = VLBatchAdapter
@@ -123,7 +131,21 @@ class VLRecipe(Family):
             part=placement.ops.row_part,
             lists_real_rows=bool(self.shape.num_experts),
         )
-        model = self._model(placement)
+        settings, source = self.config.model, self._weights
+        if source is None:
+            with default_dtype(settings.compute_dtype):
+                model = self.model_class.from_config(
+                    self.model_config, placement, materialize=False
+                )
+        else:
+            model = self.model_class.from_pretrained(
+                source, settings.compute_dtype, placement, materialize=False
+            )
+        if settings.lora is not None:
+            if self.checkpoint is None:
+                model.add_lora(settings.lora)
+            else:
+                model.load_adapter(self.checkpoint)
         own = model.generation_config or GenerationConfig()
         model.generation_config = own.with_ends_of(self.processor.generation_config)
         return BuiltModel(
@@ -157,7 +179,21 @@ class VLRecipe(Family):
             size = train.per_device_train_batch_size
             rows = cast(VLCollator, collator)
             return self.train_data.train_loader(rows, size, ranks.data_rank, ranks.data_size)
-        packing = self._packing(ranks)
+        samples: Any = self.train_data
+        packing, data = None, self.config.data
+        if data.packing:
+            longest = data.packing_length or data.max_length
+            budget = RowBudget(longest, data.max_vision_tokens_per_row)
+            # Rank 0 measures and caches the lengths; the others read its file afterwards, or raise
+            # the same error.
+            if not ranks.is_main:
+                ranks.wait()
+            try:
+                lengths = sample_lengths(samples, budget, data.num_workers)
+            finally:
+                if ranks.is_main:
+                    ranks.wait()
+            packing = Packing(lengths, budget)
         return self.loader(
             self.train_data,
             collator if packing is None else PackedCollator(cast(VLCollator, collator)),
@@ -210,32 +246,6 @@ class VLRecipe(Family):
         values["data"]["train"] = [str(file)]
         return type(config).model_validate(values)
 
-    def _model_config(self) -> Any:
-        source, described = self._weights, self.config.model.config
-        if source is not None:
-            found = self.model_class.config_class.from_pretrained(source)
-        else:
-            assert described is not None, "refused when the settings were read"
-            found = model_config(self.model_class.config_class, described, self.processor)
-        check_processor_fits(found, self.processor)
-        return found
-
-    def _model(self, placement: Placement) -> Model:
-        settings, source = self.config.model, self._weights
-        if source is None:
-            with default_dtype(settings.compute_dtype):
-                return self.model_class.from_config(self.model_config, placement, materialize=False)
-        model = self.model_class.from_pretrained(
-            source, settings.compute_dtype, placement, materialize=False
-        )
-        if settings.lora is None:
-            return model
-        if self.checkpoint is None:
-            model.add_lora(settings.lora)
-        else:
-            model.load_adapter(self.checkpoint)
-        return model
-
     @property
     def _weights(self) -> str | Path | None:
         """Folder of the full weights; None for fresh ones. A checkpoint of adapters has none."""
@@ -259,23 +269,6 @@ class VLRecipe(Family):
             allow_outside=data.allow_outside,
             max_line_bytes=data.max_line_bytes,
         )
-
-    def _packing(self, ranks: RankInfo) -> Packing | None:
-        data = self.config.data
-        if not data.packing:
-            return None
-        budget = RowBudget(data.packing_length or data.max_length, data.max_vision_tokens_per_row)
-        # Rank 0 measures and caches the lengths; the others read its file afterwards, or raise the
-        # same error.
-        if ranks.is_main:
-            try:
-                lengths = sample_lengths(self.train_data, budget, data.num_workers)
-            finally:
-                ranks.wait()
-        else:
-            ranks.wait()
-            lengths = sample_lengths(self.train_data, budget, data.num_workers)
-        return Packing(lengths, budget)
 
 
 def model_shape(config: Any) -> ModelShape:

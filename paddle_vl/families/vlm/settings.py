@@ -137,7 +137,11 @@ class VLRun(RunConfig):
             yield "data.train lists no file: name JSONL files of conversations"
         yield from self._source_problems()
         yield from self._packing_problems()
-        yield from self._pixel_problems()
+        for name in ("{}_pixels", "video_{}_pixels", "video_{}_frames"):
+            lowest, highest = name.format("min"), name.format("max")
+            low, high = getattr(self.data, lowest), getattr(self.data, highest)
+            if low is not None and high is not None and low > high:
+                yield f"data.{lowest} {low} exceeds data.{highest} {high}"
         if self.model.lora is not None:
             saved = self.model.lora.modules_to_save
             yield from misspelt_groups(saved, "model.lora.modules_to_save", self.parts)
@@ -219,10 +223,3 @@ class VLRun(RunConfig):
                 "data.padding_side is left but packed rows are padded on the right: set "
                 "data.padding_side=right or data.packing=false"
             )
-
-    def _pixel_problems(self) -> Iterator[str]:
-        for name in ("{}_pixels", "video_{}_pixels", "video_{}_frames"):
-            lowest, highest = name.format("min"), name.format("max")
-            low, high = getattr(self.data, lowest), getattr(self.data, highest)
-            if low is not None and high is not None and low > high:
-                yield f"data.{lowest} {low} exceeds data.{highest} {high}"

@@ -10,8 +10,11 @@ asked for, never by importing this module. docs/paddlefleet.md says what changes
 from typing import Any
 
 from paddle_vl.integrations.paddlefleet.embedding import indexed_embedding, published
-from paddle_vl.integrations.paddlefleet.installation import install
-from paddle_vl.integrations.paddlefleet.text_layer import DEEPSTACK_KEYS, indexed_text_layer
+from paddle_vl.integrations.paddlefleet.text_layer import (
+    DEEPSTACK_KEYS,
+    indexed_text_layer,
+    install,
+)
 
 __all__ = ["DEEPSTACK_KEYS", "indexed_embedding", "indexed_text_layer", "install"]
 

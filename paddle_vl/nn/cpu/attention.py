@@ -25,10 +25,11 @@ from paddle_vl.nn.attention import PackedSamples
 from paddle_vl.nn.attention_masks import MASKED_SCORE, AttentionMask
 from paddle_vl.nn.cpu.kernels import (
     contiguous,
+    minus_column_times_,
     plus_,
     softmax_,
-    softmax_gradient_,
 )
+from paddle_vl.nn.operations import row_sum
 
 QUERY_BLOCK = 128
 # Bytes of the scores of a chunk: few enough to stay in the processor's caches.
@@ -180,7 +181,11 @@ def packed_blocks(offsets: tuple[int, ...], groups: int) -> tuple[Block, ...]:
         if len(run) == 2:
             blocks += causal_blocks(end - first, end - first, groups, first)
         else:
-            bias = _packed_bias(run, groups)
+            segment = np.repeat(np.arange(len(run) - 1), np.diff(run))
+            place = np.arange(segment.size)
+            visible = (segment[:, None] == segment) & (place[:, None] >= place)
+            hidden = np.where(visible, 0.0, MASKED_SCORE).astype(np.float32)
+            bias = paddle.to_tensor(np.repeat(hidden, groups, axis=0))
             blocks.append(Block(first * groups, end * groups, first, end, lambda bias=bias: bias))
     return tuple(blocks)
 
@@ -196,27 +201,13 @@ def _runs(offsets: Sequence[int]) -> list[list[int]]:
     return runs
 
 
-def _packed_bias(run: Sequence[int], groups: int) -> Tensor:
-    segment = np.repeat(np.arange(len(run) - 1), np.diff(run))
-    place = np.arange(segment.size)
-    visible = (segment[:, None] == segment) & (place[:, None] >= place)
-    bias = np.where(visible, 0.0, MASKED_SCORE).astype(np.float32)
-    return paddle.to_tensor(np.repeat(bias, groups, axis=0))
-
-
 def _causal_bias(queries: int, keys: int, groups: int) -> Tensor:
     """Causal bias of queries aligned to the last of `keys` keys."""
-    past = keys - queries
-    reach = _reach(past)
-    return _triangle(reach, groups)[: queries * groups, reach - past : reach + queries]
-
-
-def _reach(past: int) -> int:
-    """Past keys of the triangle that a block is cut from: a power of two, so that few are kept."""
-    reach = QUERY_BLOCK
+    # Past keys of the triangle that it is cut from: a power of two, so that few are kept.
+    past, reach = keys - queries, QUERY_BLOCK
     while reach < past:
         reach *= 2
-    return reach
+    return _triangle(reach, groups)[: queries * groups, reach - past : reach + queries]
 
 
 @lru_cache(maxsize=8)
@@ -230,7 +221,9 @@ def _triangle(reach: int, groups: int) -> Tensor:
 class SoftmaxAttention(PyLayer):
     """`softmax(q @ k^T / sqrt(H) + bias) @ v` by chunks and blocks, in the inputs' dtype.
 
-    Keeps its inputs only.
+    Keeps its inputs and its output. With delta the row sums of grad * out, the gradient of the
+    scores is `p * (grad @ v^T - delta)`, p the probabilities, as in FlashAttention (Dao et al.,
+    https://arxiv.org/abs/2205.14135).
 
     Takes `[Z, R, H]` queries, `[Z, S, H]` keys and values, the `Parts` of Z, and a bias `[Z, 1, S]`
     of every key or None; returns `[Z, R, H]`.
@@ -241,7 +234,6 @@ class SoftmaxAttention(PyLayer):
         ctx.parts, ctx.scale, ctx.key_bias = parts, q_ZRH.shape[-1] ** -0.5, key_bias_Z1S
         ctx.needs = [not x.stop_gradient for x in (q_ZRH, k_ZSH, v_ZSH)]
         q_ZRH, k_ZSH, v_ZSH = (contiguous(x) for x in (q_ZRH * ctx.scale, k_ZSH, v_ZSH))
-        ctx.save_for_backward(q_ZRH, k_ZSH, v_ZSH)
         outputs = []
         for chunk in _chunks(q_ZRH.shape[0], parts):
             q, k, v = map(chunk.of, (q_ZRH, k_ZSH, v_ZSH))
@@ -250,13 +242,17 @@ class SoftmaxAttention(PyLayer):
                 for block in chunk.blocks
             ]
             outputs.append(_joined(of_blocks, axis=1))
-        return _joined(outputs, axis=0)
+        out_ZRH = _joined(outputs, axis=0)
+        ctx.save_for_backward(q_ZRH, k_ZSH, v_ZSH, out_ZRH)
+        return out_ZRH
 
     @staticmethod
     def backward(ctx, grad):
-        kept, grad = ctx.saved_tensor(), contiguous(grad)
+        *kept, out_ZRH = ctx.saved_tensor()
+        grad = contiguous(grad)
+        delta_ZR1 = row_sum(grad * out_ZRH)
         grads_of_chunks = [
-            _chunk_gradients(chunk, *map(chunk.of, (*kept, grad)), ctx.key_bias)
+            _chunk_gradients(chunk, ctx.key_bias, *map(chunk.of, (*kept, grad, delta_ZR1)))
             for chunk in _chunks(grad.shape[0], ctx.parts)
         ]
         grad_q, grad_k, grad_v = (
@@ -310,17 +306,18 @@ def _probabilities(
 
 def _chunk_gradients(
     chunk: _Chunk,
+    key_bias_Z1S: Tensor | None,
     q_ZRH: Tensor,
     k_ZSH: Tensor,
     v_ZSH: Tensor,
     grad: Tensor,
-    key_bias_Z1S: Tensor | None,
+    delta_ZR1: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grads_q, grads_k, grads_v, first_key = [], [], [], None
     for block in chunk.blocks:
         p = _probabilities(chunk, block, q_ZRH, k_ZSH, key_bias_Z1S)
         score_grad = paddle.matmul(block.rows(grad), block.keys(v_ZSH), transpose_y=True)
-        score_grad = softmax_gradient_(p, score_grad)
+        minus_column_times_(score_grad, contiguous(block.rows(delta_ZR1)), p)
         grads_q.append(paddle.matmul(score_grad, block.keys(k_ZSH)))
         block_k = paddle.matmul(score_grad, block.rows(q_ZRH), transpose_x=True)
         block_v = paddle.matmul(p, block.rows(grad), transpose_x=True)
@@ -389,59 +386,43 @@ class Sees(NamedTuple):
     all_see: bool
 
 
-class _MaskBlocks:
-    """What is made once of a mask that serves several layers."""
-
-    def __init__(self) -> None:
-        self.sees: Sees | None = None
-        self.parts: dict[tuple[int, int], Parts] = {}
-
-
-_of_masks: WeakKeyDictionary[AttentionMask, _MaskBlocks] = WeakKeyDictionary()
+# Made once of a mask that serves several layers.
+_seen: WeakKeyDictionary[AttentionMask, Sees] = WeakKeyDictionary()
+_parts: WeakKeyDictionary[AttentionMask, dict[tuple[int, int], Parts]] = WeakKeyDictionary()
 
 
 def sees(mask: AttentionMask) -> Sees:
     """See `Sees`; reads the mask once."""
-    made = _of_masks.setdefault(mask, _MaskBlocks())
-    if made.sees is None:
+    if mask not in _seen:
         visible_BLS = np.ascontiguousarray(mask.visible_on_host())
         keys = visible_BLS.shape[-1]
         ends_BL = keys - visible_BLS[:, :, ::-1].argmax(axis=-1)
         ends_BL[~visible_BLS.any(axis=-1)] = 0
-        made.sees = Sees(visible_BLS, ends_BL.astype(np.int32), bool(ends_BL.all()))
-    return made.sees
+        _seen[mask] = Sees(visible_BLS, ends_BL.astype(np.int32), bool(ends_BL.all()))
+    return _seen[mask]
 
 
 def mask_parts(mask: AttentionMask, groups: int, key_heads: int) -> Parts:
     """Blocks of attention under a mask; a query without a key sees all keys of its block.
 
     A batch entry is a part, so that its mask is common to its heads. Few queries are one block of
-    one part.
+    one part, with a matrix for each of Z.
     """
-    made, key = _of_masks.setdefault(mask, _MaskBlocks()), (groups, key_heads)
-    if key not in made.parts:
+    made, key = _parts.setdefault(mask, {}), (groups, key_heads)
+    if key not in made:
         visible_BLS, ends_BL, _ = sees(mask)
         if visible_BLS.shape[1] <= QUERY_BLOCK:
-            made.parts[key] = (_common_block(visible_BLS, ends_BL, groups, key_heads),)
+            num_keys = max(int(ends_BL.max()), 1)
+            seen_BLS = visible_BLS[:, :, :num_keys] | (ends_BL == 0)[:, :, None]
+            seen_ZRS = seen_BLS.repeat(groups, axis=1).repeat(key_heads, axis=0)
+            made[key] = ((_masked_block(0, num_keys, seen_ZRS),),)
         else:
-            made.parts[key] = tuple(
-                _blocks_of_mask(visible_LS, ends_L, groups)
-                for visible_LS, ends_L in zip(visible_BLS, ends_BL, strict=True)
-            )
-    return made.parts[key]
+            entries = zip(visible_BLS, ends_BL, strict=True)
+            made[key] = tuple(_masked_blocks(*entry, groups) for entry in entries)
+    return made[key]
 
 
-def _common_block(
-    visible_BLS: np.ndarray, ends_BL: np.ndarray, groups: int, key_heads: int
-) -> tuple[Block]:
-    """One block, with a matrix for each of Z."""
-    num_keys = max(int(ends_BL.max()), 1)
-    seen_BLS = visible_BLS[:, :, :num_keys] | (ends_BL == 0)[:, :, None]
-    seen_ZRS = seen_BLS.repeat(groups, axis=1).repeat(key_heads, axis=0)
-    return (_masked_block(0, num_keys, seen_ZRS),)
-
-
-def _blocks_of_mask(visible_LS: np.ndarray, ends_L: np.ndarray, groups: int) -> tuple[Block, ...]:
+def _masked_blocks(visible_LS: np.ndarray, ends_L: np.ndarray, groups: int) -> tuple[Block, ...]:
     blocks, num_keys = [], 1
     for begin in range(0, ends_L.size, QUERY_BLOCK):
         rows = slice(begin, begin + QUERY_BLOCK)

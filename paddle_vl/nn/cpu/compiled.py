@@ -10,6 +10,7 @@ import ctypes
 import logging
 import math
 import os
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -96,6 +97,87 @@ _i64, _int, _float = ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 def _num_threads() -> int:
     return _library.omp_get_max_threads()
+
+
+# Activations
+
+
+class _TanhGelu(PyLayer):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        y = paddle.empty_like(x)
+        _library.gelu_tanh_forward(_data(x), _data(y), _i64(_size(x)))
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensor()
+        grad, grad_x = contiguous(grad), paddle.empty_like(x)
+        _library.gelu_tanh_backward(_data(x), _data(grad), _data(grad_x), _i64(_size(x)))
+        return grad_x
+
+
+def is_tanh_gelu(x: Tensor, approximate: bool = False) -> bool:
+    """Whether `gelu` takes these; oneDNN's form with the error function is as fast."""
+    return approximate and is_dense(x)
+
+
+def gelu(x: Tensor, approximate: bool = False) -> Tensor:
+    """`operations.gelu` in its tanh form."""
+    return _TanhGelu.apply(x)
+
+
+class _Gated(PyLayer):
+    """A gated unit of two tensors, or of the halves of one tensor's rows."""
+
+    @staticmethod
+    def forward(ctx, *tensors, is_gelu):
+        ctx.save_for_backward(*tensors)
+        ctx.needs, ctx.is_gelu = [not x.stop_gradient for x in tensors], is_gelu
+        stride = tensors[0].shape[-1]
+        columns = stride * len(tensors) // 2
+        y = paddle.empty([*tensors[0].shape[:-1], columns], "float32")
+        _library.gated_forward(
+            *_gate_and_up(tensors), _data(y), _i64(_size(tensors[0]) // stride), _i64(columns),
+            _i64(stride), _int(is_gelu),
+        )  # fmt: skip
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        tensors = ctx.saved_tensor()
+        grad, grads = contiguous(grad), [paddle.empty_like(x) for x in tensors]
+        stride = tensors[0].shape[-1]
+        _library.gated_backward(
+            *_gate_and_up(tensors), _data(grad), *_gate_and_up(grads),
+            _i64(_size(tensors[0]) // stride), _i64(grad.shape[-1]), _i64(stride),
+            _int(ctx.is_gelu),
+        )  # fmt: skip
+        found = tuple(x if need else None for x, need in zip(grads, ctx.needs, strict=True))
+        return found[0] if len(found) == 1 else found
+
+
+def _gate_and_up(tensors: Sequence[Tensor]) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
+    if len(tensors) == 2:
+        return _data(tensors[0]), _data(tensors[1])
+    second_half = tensors[0].data_ptr() + 4 * (tensors[0].shape[-1] // 2)
+    return _data(tensors[0]), ctypes.c_void_p(second_half)
+
+
+def fits_gate(gate: Tensor, up: Tensor | None = None) -> bool:
+    """Whether `swiglu` and `geglu` take these."""
+    return (up is None or up.shape == gate.shape) and is_dense(gate, up)
+
+
+def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """`operations.swiglu`."""
+    return _Gated.apply(*([gate] if up is None else [gate, up]), is_gelu=False)
+
+
+def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """`operations.geglu`."""
+    return _Gated.apply(*([gate] if up is None else [gate, up]), is_gelu=True)
 
 
 # Dropout
@@ -264,11 +346,6 @@ class _Attention(PyLayer):
         return tuple(x if need else None for x, need in zip(grads, ctx.needs, strict=True))
 
 
-def _fits_attention(q: Tensor, k: Tensor, v: Tensor, keys: int) -> bool:
-    is_within = keys <= _MOST_KEYS and q.shape[-1] <= _MOST_WIDTH and q.shape[-2] % k.shape[-2] == 0
-    return is_within and is_dense(q, k, v)
-
-
 @lru_cache(maxsize=64)
 def equal_segments(count: int, queries: int, keys: int) -> np.ndarray:
     """First query row, query rows, first key row and key rows of `count` equal segments."""
@@ -287,18 +364,11 @@ def packed_segments(offsets: tuple[int, ...]) -> np.ndarray:
     return np.ascontiguousarray(rows[length > 0])
 
 
-def fits_causal(
-    q_BLNH: Tensor,
-    k_BSKH: Tensor,
-    v_BSKH: Tensor,
-    key_bias_BS: Tensor | None = None,
-    packed: PackedSamples | None = None,
-) -> bool:
+def fits_causal(q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *others: Any) -> bool:
     """Whether `causal_attention` takes these. One query multiplies vectors, for which a block is
     too large."""
-    length, keys = q_BLNH.shape[1], k_BSKH.shape[1]
-    fits = 1 < length <= keys and is_dense(key_bias_BS)
-    return fits and _fits_attention(q_BLNH, k_BSKH, v_BSKH, keys)
+    fits = 1 < q_BLNH.shape[1] <= k_BSKH.shape[1] and is_dense(*others)
+    return fits and fits_masked(q_BLNH, k_BSKH, v_BSKH)
 
 
 def causal_attention(
@@ -333,11 +403,11 @@ def equal_segments_attention(
     return _Attention.apply(q, k, v, segments, q.shape[-1] ** -0.5, 0, None, None)
 
 
-def fits_masked(
-    q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask: AttentionMask, *others: Any
-) -> bool:
+def fits_masked(q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *others: Any) -> bool:
     """Whether `eager_or_sdpa_attention` takes these."""
-    return _fits_attention(q_BLNH, k_BSKH, v_BSKH, k_BSKH.shape[1])
+    is_within = k_BSKH.shape[1] <= _MOST_KEYS and q_BLNH.shape[-1] <= _MOST_WIDTH
+    is_grouped = q_BLNH.shape[-2] % k_BSKH.shape[-2] == 0
+    return is_within and is_grouped and is_dense(q_BLNH, k_BSKH, v_BSKH)
 
 
 def eager_or_sdpa_attention(

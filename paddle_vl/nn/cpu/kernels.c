@@ -1,4 +1,5 @@
-/* Kernels for the CPU in float32: rotary embedding, attention, norms, dropout.
+/* Kernels for the CPU in float32: rotary embedding, attention, norms, dropout, GELU's tanh form
+ * and gated units.
  *
  * Compiled by paddle_vl/nn/cpu/compiler.py where a C compiler is found, and called through ctypes on
  * the data of contiguous tensors. They need no header of Paddle. OpenMP and the matrix product come
@@ -24,7 +25,7 @@ void cblas_sgemm(int layout, int trans_a, int trans_b, int m, int n, int k, floa
 enum { ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112 };
 
 /* Version of the interface, checked after loading. */
-int paddle_vl_kernels_version(void) { return 2; }
+int paddle_vl_kernels_version(void) { return 3; }
 
 /* exp(x) to about one unit in the last place; 0 below -87.3 and the largest power above 88.
  * Source: expf of the Cephes library (S. Moshier). */
@@ -46,6 +47,78 @@ static inline float fast_exp(float x) {
   y = x < -87.3f ? 0.0f : y;
   /* A comparison with NaN is false, so NaN came through the limits as it is; infinity did not. */
   return x > 88.0f ? x * 1.7e38f : y;
+}
+
+/* ---- activations: x * s(x), with s a sigmoid ---- */
+
+/* s and the slope of x s, of SiLU or of GELU's tanh form: s = 1 / (1 + exp(-u(x))), where u is x or
+ * 2 sqrt(2 / pi) (x + 0.044715 x^3). */
+static inline __attribute__((always_inline)) float sigmoid_of(float x, int is_gelu, float *slope) {
+  float u = is_gelu ? 1.5957691216057308f * (x + 0.044715f * x * x * x) : x;
+  float du = is_gelu ? 1.5957691216057308f * (1.0f + 0.134145f * x * x) : 1.0f;
+  float s = 1.0f / (1.0f + fast_exp(-u));
+  *slope = s + x * (s * (1.0f - s)) * du;
+  return s;
+}
+
+static inline __attribute__((always_inline)) void gated_row(const float *gate, const float *up,
+                                                            float *y, i64 columns, int is_gelu) {
+#pragma omp simd
+  for (i64 j = 0; j < columns; j++) {
+    float slope;
+    y[j] = gate[j] * sigmoid_of(gate[j], is_gelu, &slope) * up[j];
+  }
+}
+
+static inline __attribute__((always_inline)) void gated_row_slopes(
+    const float *gate, const float *up, const float *grad, float *grad_gate, float *grad_up,
+    i64 columns, int is_gelu) {
+#pragma omp simd
+  for (i64 j = 0; j < columns; j++) {
+    float slope, s = sigmoid_of(gate[j], is_gelu, &slope);
+    grad_up[j] = grad[j] * gate[j] * s;
+    grad_gate[j] = grad[j] * up[j] * slope;
+  }
+}
+
+/* silu(gate) * up or gelu(gate) * up; rows may have a stride, for two halves of one matrix. Each call
+ * of a row function has a constant form, so that no loop branches. */
+void gated_forward(const float *gate, const float *up, float *y, i64 rows, i64 columns, i64 stride,
+                   int is_gelu) {
+#pragma omp parallel for schedule(static)
+  for (i64 i = 0; i < rows; i++) {
+    const float *a = gate + i * stride, *b = up + i * stride;
+    if (is_gelu) gated_row(a, b, y + i * columns, columns, 1);
+    else gated_row(a, b, y + i * columns, columns, 0);
+  }
+}
+
+void gated_backward(const float *gate, const float *up, const float *grad, float *grad_gate,
+                    float *grad_up, i64 rows, i64 columns, i64 stride, int is_gelu) {
+#pragma omp parallel for schedule(static)
+  for (i64 i = 0; i < rows; i++) {
+    const float *a = gate + i * stride, *b = up + i * stride, *g = grad + i * columns;
+    float *ga = grad_gate + i * stride, *gb = grad_up + i * stride;
+    if (is_gelu) gated_row_slopes(a, b, g, ga, gb, columns, 1);
+    else gated_row_slopes(a, b, g, ga, gb, columns, 0);
+  }
+}
+
+void gelu_tanh_forward(const float *x, float *y, i64 n) {
+#pragma omp parallel for simd schedule(static)
+  for (i64 i = 0; i < n; i++) {
+    float slope;
+    y[i] = x[i] * sigmoid_of(x[i], 1, &slope);
+  }
+}
+
+void gelu_tanh_backward(const float *x, const float *grad, float *grad_x, i64 n) {
+#pragma omp parallel for simd schedule(static)
+  for (i64 i = 0; i < n; i++) {
+    float slope;
+    sigmoid_of(x[i], 1, &slope);
+    grad_x[i] = grad[i] * slope;
+  }
 }
 
 /* ---- dropout ---- */

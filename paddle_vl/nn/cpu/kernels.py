@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 import paddle
 import paddle.nn.functional as F
-from paddle import Tensor, _C_ops
+from paddle import Tensor
 from paddle.autograd import PyLayer
-from paddle.incubate.nn.functional import fused_rms_norm
 
 from paddle_vl.nn.attention import CachedKeys, RotaryTables, biased_rows
 from paddle_vl.nn.cpu import onednn
@@ -111,6 +110,16 @@ def in_shape_of(x: Tensor, x_NC: Tensor) -> Tensor:
     return x_NC if x.ndim == 2 else x_NC.reshape(x.shape)
 
 
+def minus_column_times_(x: Tensor, column: Tensor, factor: Tensor) -> Tensor:
+    """`(x - column) * factor` of `[..., C]`, `[..., 1]` and `[..., C]`."""
+    if not takes(x, column, factor):
+        return x.subtract_(column).multiply_(factor)
+    rows = math.prod(column.shape)
+    run = onednn.binary("sub", (rows, x.shape[-1]), (rows, 1), "mul")
+    run(x.data_ptr(), column.data_ptr(), x.data_ptr(), factor.data_ptr())
+    return x
+
+
 def plus_column_times_(x: Tensor, column: Tensor, factor: Tensor) -> Tensor:
     """`x + column * factor` of `[..., C]`, `[..., 1]` and `[..., C]`."""
     if not takes(x, column, factor):
@@ -143,15 +152,6 @@ def softmax_(x: Tensor) -> Tensor:
     return x
 
 
-def softmax_gradient_(y: Tensor, grad: Tensor) -> Tensor:
-    """The gradient of the softmax `y`; `grad` may be overwritten."""
-    if not takes(y, grad):
-        return _C_ops.softmax_grad(y, grad, -1)
-    run = onednn.softmax_gradient(math.prod(y.shape[:-1]), y.shape[-1])
-    run(y.data_ptr(), grad.data_ptr(), grad.data_ptr())
-    return grad
-
-
 # Activations and splits
 
 
@@ -174,7 +174,7 @@ class _Activation(PyLayer):
     def backward(ctx, grad):
         (x,) = ctx.saved_tensor()
         grad, grad_x = contiguous(grad), paddle.empty_like(x)
-        run = onednn.eltwise_gradient(ctx.name, math.prod(x.shape))
+        run = onednn.eltwise(ctx.name, math.prod(x.shape), gradient=True)
         run(x.data_ptr(), grad.data_ptr(), grad_x.data_ptr())
         return grad_x
 
@@ -203,7 +203,8 @@ class _Gated(PyLayer):
 def _gated_gradients(name: str, gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     grad_gate = grad * up
     address = grad_gate.data_ptr()
-    onednn.eltwise_gradient(name, math.prod(gate.shape))(gate.data_ptr(), address, address)
+    run = onednn.eltwise(name, math.prod(gate.shape), gradient=True)
+    run(gate.data_ptr(), address, address)
     return grad_gate, _activated(name, gate).multiply_(grad)
 
 
@@ -231,29 +232,22 @@ def split_columns(x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
 class _SplitColumns(PyLayer):
     @staticmethod
     def forward(ctx, x, widths):
-        return tuple(_split(x, widths))
+        columns, rows, parts = x.shape[-1], math.prod(x.shape[:-1]), []
+        for width, address in zip(widths, _column_addresses(x, widths), strict=True):
+            parts.append(paddle.empty([*x.shape[:-1], width], x.dtype))
+            onednn.copy(rows, width, columns, width)(address, parts[-1].data_ptr())
+        return tuple(parts)
 
     @staticmethod
     def backward(ctx, *grads):
-        return _joined([contiguous(grad) for grad in grads])
-
-
-def _split(x: Tensor, widths: Sequence[int]) -> list[Tensor]:
-    columns, rows, parts = x.shape[-1], math.prod(x.shape[:-1]), []
-    for width, address in zip(widths, _column_addresses(x, widths), strict=True):
-        parts.append(paddle.empty([*x.shape[:-1], width], x.dtype))
-        copy = onednn.copy(rows, width, columns, width)
-        copy(address, parts[-1].data_ptr())
-    return parts
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    widths = [part.shape[-1] for part in parts]
-    columns, rows = sum(widths), math.prod(parts[0].shape[:-1])
-    x = paddle.empty([*parts[0].shape[:-1], columns], parts[0].dtype)
-    for part, width, address in zip(parts, widths, _column_addresses(x, widths), strict=True):
-        onednn.copy(rows, width, width, columns)(part.data_ptr(), address)
-    return x
+        widths, leading = [grad.shape[-1] for grad in grads], grads[0].shape[:-1]
+        columns, rows = sum(widths), math.prod(leading)
+        x = paddle.empty([*leading, columns], grads[0].dtype)
+        for grad, width, address in zip(grads, widths, _column_addresses(x, widths), strict=True):
+            # A copy lives until the primitive has read it.
+            grad = contiguous(grad)
+            onednn.copy(rows, width, width, columns)(grad.data_ptr(), address)
+        return x
 
 
 def _column_addresses(x: Tensor, widths: Sequence[int]) -> list[int]:
@@ -284,7 +278,8 @@ class _LayerNorm(PyLayer):
     def backward(ctx, grad):
         kept = x, _, _, weight, bias = ctx.saved_tensor()
         grads = paddle.empty_like(x), paddle.empty_like(weight), paddle.empty_like(bias)
-        run = onednn.layer_norm_gradient(math.prod(x.shape[:-1]), x.shape[-1], ctx.epsilon)
+        rows, channels = math.prod(x.shape[:-1]), x.shape[-1]
+        run = onednn.layer_norm(rows, channels, ctx.epsilon, gradient=True)
         tensors = (x, contiguous(grad), *kept[1:], *grads)
         run(*(t.data_ptr() for t in tensors))
         return tuple(g if need else None for g, need in zip(grads, ctx.needs, strict=True))
@@ -348,11 +343,6 @@ def gemma_rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
 def rms_quotient(x: Tensor, epsilon: float) -> Tensor:
     """`operations.rms_quotient` by products."""
     return _RMSNormByProducts.apply(x, None, epsilon, 0.0)
-
-
-def rms_norm_without_gradient(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
-    """Paddle's own kernel, in float32 the same formula: one operation where there are six."""
-    return fused_rms_norm(x, weight_C, None, epsilon, len(x.shape) - 1)[0]
 
 
 # Rotary embedding, linears, experts

@@ -30,7 +30,7 @@ _CPU, _IN_ORDER, _FLOAT32, _BYTE = 1, 1, 3, 6
 _FORWARD_TRAINING, _BACKWARD = 64, 128
 _SCALE_AND_SHIFT = 0x2 | 0x4
 ELTWISE = {"linear": 0x26, "gelu_tanh": 0x2B, "swish": 0x2C, "gelu_erf": 0x31}
-BINARY = {"add": 0x1FFF0, "mul": 0x1FFF1}
+BINARY = {"add": 0x1FFF0, "mul": 0x1FFF1, "sub": 0x1FFF5}
 _SOFTMAX = 0x30000
 
 # Arguments of primitives.
@@ -155,86 +155,48 @@ class Primitive:
             raise OneDNNError(_failure("primitive_execute", status))
 
 
-@lru_cache(maxsize=128)
-def eltwise(name: str, size: int) -> Primitive:
-    """Of `src` and `dst`."""
-    src = _tensor([size])
-    return Primitive(_eltwise_recipe(name, src), {_SRC: src, _DST: src})
-
-
-@lru_cache(maxsize=128)
-def eltwise_gradient(name: str, size: int) -> Primitive:
-    """Of `src`, `grad_dst` and `grad_src`, which may be `grad_dst`."""
-    src = _tensor([size])
+@lru_cache(maxsize=256)
+def eltwise(name: str, size: int, gradient: bool = False) -> Primitive:
+    """Of `src` and `dst`; the gradient of `src`, `grad_dst` and `grad_src`, which may be that."""
+    engine, src, scale_and_shift = _library().engine, _tensor([size]), (c_float(1.0), c_float(0.0))
     recipe = _recipe(
-        "eltwise_backward", _library().engine, ELTWISE[name], src, src, src, c_float(1.0),
-        c_float(0.0), _eltwise_recipe(name, src), None,
+        "eltwise_forward", engine, _FORWARD_TRAINING, ELTWISE[name], src, src, *scale_and_shift,
+        None,
     )  # fmt: skip
+    if not gradient:
+        return Primitive(recipe, {_SRC: src, _DST: src})
+    recipe = _recipe(
+        "eltwise_backward", engine, ELTWISE[name], src, src, src, *scale_and_shift, recipe, None
+    )
     return Primitive(recipe, {_SRC: src, _DIFF_DST: src, _DIFF_SRC: src})
 
 
-def _eltwise_recipe(name: str, src: _Object) -> _Object:
-    return _recipe(
-        "eltwise_forward", _library().engine, _FORWARD_TRAINING, ELTWISE[name], src, src,
-        c_float(1.0), c_float(0.0), None,
-    )  # fmt: skip
-
-
-@lru_cache(maxsize=128)
-def layer_norm(rows: int, channels: int, epsilon: float) -> Primitive:
-    """Of `src`, `dst`, `mean [N]`, `variance [N]`, `scale [C]` and `shift [C]`."""
-    src, row, channel = map(_tensor, ([rows, channels], [rows], [channels]))
-    return Primitive(
-        _layer_norm_recipe(src, row, epsilon),
-        {_SRC: src, _DST: src, _MEAN: row, _VARIANCE: row, _SCALE: channel, _SHIFT: channel},
-    )
-
-
-@lru_cache(maxsize=128)
-def layer_norm_gradient(rows: int, channels: int, epsilon: float) -> Primitive:
-    """Of `src`, `grad_dst`, `mean`, `variance`, `scale`, `shift`, `grad_src`, `grad_scale` and
-    `grad_shift`."""
-    src, row, channel = map(_tensor, ([rows, channels], [rows], [channels]))
+@lru_cache(maxsize=256)
+def layer_norm(rows: int, channels: int, epsilon: float, gradient: bool = False) -> Primitive:
+    """Of `src`, `dst`, `mean [N]`, `variance [N]`, `scale [C]` and `shift [C]`; the gradient of
+    these, of `grad_dst` instead of `dst`, and of `grad_src`, `grad_scale` and `grad_shift`."""
+    engine, src, row = _library().engine, _tensor([rows, channels]), _tensor([rows])
+    channel, settings = _tensor([channels]), (c_float(epsilon), _SCALE_AND_SHIFT)
     recipe = _recipe(
-        "layer_normalization_backward", _library().engine, _BACKWARD, src, src, src, row,
-        c_float(epsilon), _SCALE_AND_SHIFT, _layer_norm_recipe(src, row, epsilon), None,
+        "layer_normalization_forward", engine, _FORWARD_TRAINING, src, src, row, *settings, None
+    )
+    kept = {_MEAN: row, _VARIANCE: row, _SCALE: channel, _SHIFT: channel}
+    if not gradient:
+        return Primitive(recipe, {_SRC: src, _DST: src, **kept})
+    recipe = _recipe(
+        "layer_normalization_backward", engine, _BACKWARD, src, src, src, row, *settings, recipe,
+        None,
     )  # fmt: skip
-    arguments = {
-        _SRC: src, _DIFF_DST: src, _MEAN: row, _VARIANCE: row, _SCALE: channel, _SHIFT: channel,
-        _DIFF_SRC: src, _DIFF_SCALE: channel, _DIFF_SHIFT: channel,
-    }  # fmt: skip
-    return Primitive(recipe, arguments)
-
-
-def _layer_norm_recipe(src: _Object, row: _Object, epsilon: float) -> _Object:
-    return _recipe(
-        "layer_normalization_forward", _library().engine, _FORWARD_TRAINING, src, src, row,
-        c_float(epsilon), _SCALE_AND_SHIFT, None,
-    )  # fmt: skip
+    found = {_DIFF_SRC: src, _DIFF_SCALE: channel, _DIFF_SHIFT: channel}
+    return Primitive(recipe, {_SRC: src, _DIFF_DST: src, **kept, **found})
 
 
 @lru_cache(maxsize=128)
 def softmax(rows: int, columns: int) -> Primitive:
     """Of `src` and `dst`, over the columns."""
-    src = _tensor([rows, columns])
-    return Primitive(_softmax_recipe(src), {_SRC: src, _DST: src})
-
-
-@lru_cache(maxsize=128)
-def softmax_gradient(rows: int, columns: int) -> Primitive:
-    """Of `dst`, `grad_dst` and `grad_src`, which may be `grad_dst`."""
-    dst = _tensor([rows, columns])
-    recipe = _recipe(
-        "softmax_backward", _library().engine, _SOFTMAX, dst, dst, dst, 1, _softmax_recipe(dst),
-        None,
-    )  # fmt: skip
-    return Primitive(recipe, {_DST: dst, _DIFF_DST: dst, _DIFF_SRC: dst})
-
-
-def _softmax_recipe(src: _Object) -> _Object:
-    return _recipe(
-        "softmax_forward", _library().engine, _FORWARD_TRAINING, _SOFTMAX, src, src, 1, None
-    )
+    engine, src = _library().engine, _tensor([rows, columns])
+    recipe = _recipe("softmax_forward", engine, _FORWARD_TRAINING, _SOFTMAX, src, src, 1, None)
+    return Primitive(recipe, {_SRC: src, _DST: src})
 
 
 @lru_cache(maxsize=128)

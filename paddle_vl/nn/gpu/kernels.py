@@ -153,36 +153,52 @@ def _rotated(x_TNH: Tensor, tables: RotaryTables) -> Tensor:
 def grouped_linear(x_NI: Tensor, weight_EIO: Tensor, sizes: GroupSizes) -> Tensor:
     """`experts.grouped_linear`."""
     if sizes.on_host is not None:
-        return _ProductPerExpert.apply(x_NI, weight_EIO, sizes.on_host)
+        return _GroupedProduct.apply(x_NI, weight_EIO, _PerExpert(sizes.on_host))
     if sizes.layout is None:
         sizes.layout = _Layout.of(sizes.counts_E, x_NI.shape[0])
-    return _BlockedProduct.apply(x_NI, weight_EIO, sizes.layout)
+    return _GroupedProduct.apply(x_NI, weight_EIO, sizes.layout)
 
 
-class _ProductPerExpert(PyLayer):
-    """`batched_gemm` has three forms, for the result and both gradients, but no gradient."""
+class _GroupedProduct(PyLayer):
+    """By `_PerExpert` or `_Layout`; keeps the rows and no copies of matrices."""
 
     @staticmethod
-    def forward(ctx, x_NI, weight_EIO, counts):
+    def forward(ctx, x_NI, weight_EIO, layout):
         ctx.save_for_backward(x_NI, weight_EIO)
-        ctx.counts, ctx.needs = counts, (not x_NI.stop_gradient, not weight_EIO.stop_gradient)
-        return incubate.batched_gemm(x_NI, weight_EIO, counts)
+        ctx.layout, ctx.needs = layout, (not x_NI.stop_gradient, not weight_EIO.stop_gradient)
+        return layout.product(x_NI, weight_EIO)
 
     @staticmethod
     def backward(ctx, grad_NO):
         x_NI, weight_EIO = ctx.saved_tensor()
         needs_x, needs_weight = ctx.needs
-        grad_x: Any = None
-        grad_weight: Any = None
-        if needs_x:
-            grad_x = incubate.batched_gemm(grad_NO, weight_EIO, ctx.counts, trans_rhs=True)
-        if needs_weight:
-            grad_weight = incubate.batched_gemm(x_NI, grad_NO, ctx.counts, trans_lhs=True)
-            for expert, count in enumerate(ctx.counts):
-                # A product of no terms may leave the memory as it was.
-                if count == 0:
-                    grad_weight[expert] = 0.0
+        grad_x = ctx.layout.product(grad_NO, weight_EIO, transposed=True) if needs_x else None
+        grad_weight = ctx.layout.weight_gradient(x_NI, grad_NO) if needs_weight else None
         return grad_x, grad_weight
+
+
+class _PerExpert(NamedTuple):
+    """One product per expert; `batched_gemm` has three forms, but no gradient.
+
+    Attributes:
+        counts: rows of each expert.
+    """
+
+    counts: Any
+
+    def product(self, x_NI: Tensor, weight_EIO: Tensor, transposed: bool = False) -> Tensor:
+        """See `_Layout.product`."""
+        y_NO: Any = incubate.batched_gemm(x_NI, weight_EIO, self.counts, trans_rhs=transposed)
+        return y_NO
+
+    def weight_gradient(self, x_NI: Tensor, grad_NO: Tensor) -> Tensor:
+        """See `_Layout.weight_gradient`."""
+        grad_EIO: Any = incubate.batched_gemm(x_NI, grad_NO, self.counts, trans_lhs=True)
+        for expert, count in enumerate(self.counts):
+            # A product of no terms may leave the memory as it was.
+            if count == 0:
+                grad_EIO[expert] = 0.0
+        return grad_EIO
 
 
 class _Layout(NamedTuple):
@@ -264,21 +280,3 @@ class _Layout(NamedTuple):
         end = self.is_of.shape[0] * self.num_rows
         further = rows._slice(end, rows.shape[0])
         return rows._slice(0, end).reshape_(shape), further.reshape_(shape)
-
-
-class _BlockedProduct(PyLayer):
-    """Keeps the rows and no copies of matrices; the backward pass copies again."""
-
-    @staticmethod
-    def forward(ctx, x_NI, weight_EIO, layout):
-        ctx.save_for_backward(x_NI, weight_EIO)
-        ctx.layout, ctx.needs = layout, (not x_NI.stop_gradient, not weight_EIO.stop_gradient)
-        return layout.product(x_NI, weight_EIO)
-
-    @staticmethod
-    def backward(ctx, grad_NO):
-        x_NI, weight_EIO = ctx.saved_tensor()
-        needs_x, needs_weight = ctx.needs
-        grad_x = ctx.layout.product(grad_NO, weight_EIO, transposed=True) if needs_x else None
-        grad_weight = ctx.layout.weight_gradient(x_NI, grad_NO) if needs_weight else None
-        return grad_x, grad_weight

@@ -17,7 +17,7 @@ import paddle.distributed as dist
 from paddle import Tensor
 
 from paddle_vl.nn.operations import rows_in_order
-from paddle_vl.parallel.collectives import all_gathered, all_reduced
+from paddle_vl.parallel.collectives import all_gathered_in_order, all_reduced, rows_of_items
 from paddle_vl.parallel.colocated.encoder import ItemEncoder, Items
 from paddle_vl.parallel.colocated.grid import EncoderGroups
 from paddle_vl.parallel.random_state import encoder_random
@@ -31,14 +31,12 @@ class Encoded:
     Attributes:
         output: rows of this rank's items `[M, C]`, in the graph; None without items.
         rows_of_share: in fan-in, row numbers of each encoder lane of this data lane.
-        rows_of_lanes: number of rows of each served data lane, in their order.
-        rows_of_batch: rows of each micro-batch of this data lane.
+        num_rows: `[lanes, micro-batches]`, of each served data lane.
     """
 
     output: Tensor | None
     rows_of_share: list[np.ndarray]
-    rows_of_lanes: list[int]
-    rows_of_batch: list[int]
+    num_rows: np.ndarray
 
 
 class Bridge:
@@ -48,14 +46,17 @@ class Bridge:
         gradient_group: ranks that have parts of the gradients of this data lane's rows: its
             pipeline stages, or all of its ranks if mp ranks use different rows (sequence
             parallelism).
+
+    Attributes:
+        own_lane: index of this rank's data lane among those that its encoder lane serves.
     """
 
     def __init__(self, encoder: ItemEncoder, groups: EncoderGroups, gradient_group: Any):
         self.encoder, self.groups, self.gradient_group = encoder, groups, gradient_group
-        self._width = sum(encoder.section_widths)
-        self._dtype = encoder.parameters()[0].dtype
+        grid, role = groups.grid, groups.role
+        self.own_lane = role.served_lanes.index(role.place.lane)
         # Index of each rank's encoder lane among those of its data lane.
-        grid, members = groups.grid, {groups.role.rank, *groups.lane_group.ranks}
+        members = {role.rank, *groups.lane_group.ranks}
         self._share = {rank: grid.role(rank).encoder_lane % grid.lanes_in for rank in members}
 
     def encode(self, lanes: Sequence[Sequence[Any]], trains: bool) -> Encoded:
@@ -65,48 +66,34 @@ class Bridge:
             lanes: the micro-batches of each served data lane.
             trains: whether a backward pass follows.
         """
-        grid, role = self.groups.grid, self.groups.role
         batches = [batch for lane in lanes for batch in lane]
         items_of_batch = [Items(*self.encoder.items(batch)) for batch in batches]
-        items = Items(*(np.concatenate(parts) for parts in zip(*items_of_batch, strict=True)))
-        counts = [int(one.rows.sum()) for one in items_of_batch]
-        num_batches = len(batches) // len(lanes)
-        rows_of_lanes = [
-            sum(counts[i * num_batches : (i + 1) * num_batches]) for i in range(len(lanes))
-        ]
-        assigned = assign_items(items.costs, grid.lanes_in)
-        rows_of_share = [_rows_of(share, items.rows) for share in assigned]
-        own_share = self._share[role.rank]
-        output = None
-        if assigned[own_share].size:
-            sizes = [len(one.rows) for one in items_of_batch]
-            output = self._encode(batches, _by_batch(assigned[own_share], sizes), trains)
-        own_lane = role.served_lanes.index(role.place.lane)
-        return Encoded(
-            output,
-            rows_of_share,
-            rows_of_lanes,
-            counts[own_lane * num_batches : (own_lane + 1) * num_batches],
-        )
+        rows_I, costs_I = (np.concatenate(parts) for parts in zip(*items_of_batch, strict=True))
+        num_rows = np.array([int(items.rows.sum()) for items in items_of_batch])
+        assigned, output = assign_items(costs_I, self.groups.grid.lanes_in), None
+        own = assigned[self._share[self.groups.role.rank]]
+        if own.size:
+            ends = np.cumsum([len(items.rows) for items in items_of_batch])
+            parts = np.split(own, np.searchsorted(own, ends[:-1]))
+            within = [part - begin for part, begin in zip(parts, [0, *ends[:-1]], strict=True)]
+            with paddle.set_grad_enabled(trains), encoder_random():
+                output = self.encoder.encode(batches, within)
+        rows_of_share = [rows_of_items(share, rows_I) for share in assigned]
+        return Encoded(output, rows_of_share, num_rows.reshape([len(lanes), -1]))
 
     @paddle.no_grad()
     def exchange(self, encoded: Encoded) -> Tensor:
         """`[R, C]`: the rows of this data lane, detached."""
-        grid, role = self.groups.grid, self.groups.role
-        sent = self._nothing() if encoded.output is None else encoded.output.detach()
-        if grid.kind == "equal":
-            return sent
-        if grid.kind == "fan-out":
-            own_lane = role.served_lanes.index(role.place.lane)
-            start = sum(encoded.rows_of_lanes[:own_lane])
-            return sent[start : start + encoded.rows_of_lanes[own_lane]]
-        group = self.groups.bridge_group
-        numbers = [encoded.rows_of_share[self._share[rank]] for rank in group.ranks]
-        parts = _gathered(sent, [len(rows) for rows in numbers], group)
-        order = np.argsort(np.concatenate(numbers))
-        if not order.size:
-            return self._nothing()
-        return rows_in_order(paddle.concat(parts), order)
+        if encoded.output is None:
+            width, dtype = sum(self.encoder.section_widths), self.encoder.parameters()[0].dtype
+            sent = paddle.zeros([0, width], dtype=dtype)
+        else:
+            sent = encoded.output.detach()
+        if self.groups.grid.kind == "fan-in":
+            group = self.groups.bridge_group
+            return all_gathered_in_order(sent, self._rows_of(encoded, group), group)
+        start = int(encoded.num_rows[: self.own_lane].sum())
+        return sent[start : start + int(encoded.num_rows[self.own_lane].sum())]
 
     def backward(self, encoded: Encoded, gradient_RC: Tensor) -> None:
         """Sum the gradients of this data lane's rows, and run the encoder's backward pass.
@@ -114,56 +101,37 @@ class Bridge:
         Args:
             gradient_RC: this rank's part.
         """
-        total = sum(encoded.rows_of_lanes)
-        if not total:
+        if not encoded.num_rows.any():
             return
         gradient = self._own_gradient(encoded, gradient_RC)
         if encoded.output is not None:
             output, encoded.output = encoded.output, None
             paddle.autograd.backward([output], [gradient])
 
-    def _encode(self, batches: Sequence[Any], own: list[np.ndarray], trains: bool) -> Tensor:
-        with paddle.set_grad_enabled(trains), encoder_random():
-            return self.encoder.encode(batches, own)
-
     @paddle.no_grad()
     def _own_gradient(self, encoded: Encoded, gradient_RC: Tensor) -> Tensor:
         """Gradient of this encoder lane's rows, summed over the ranks that have parts of it."""
-        grid, rows_of_share = self.groups.grid, encoded.rows_of_share
+        grid, role, group = self.groups.grid, self.groups.role, self.gradient_group
         if grid.kind == "fan-in" and gradient_RC.shape[0]:
-            group = self.gradient_group
-            needed = [rows_of_share[self._share[rank]] for rank in group.ranks]
+            needed = self._rows_of(encoded, group)
             padded = group.nranks * max(len(rows) for rows in needed)
             # An all-reduce sends each row twice.
             if padded <= 2 * gradient_RC.shape[0]:
                 return _scattered(gradient_RC, needed, group)
         if gradient_RC.shape[0]:
-            gradient_RC = all_reduced(gradient_RC, self.gradient_group)
+            gradient_RC = all_reduced(gradient_RC, group)
+        if grid.kind == "fan-in":
+            return rows_in_order(gradient_RC, encoded.rows_of_share[self._share[role.rank]])
         if grid.kind == "equal":
             return gradient_RC
-        if grid.kind == "fan-in":
-            own = rows_of_share[self._share[self.groups.role.rank]]
-            return _selected(gradient_RC, own)
-        group, lanes = self.groups.bridge_group, self.groups.role.served_lanes
-        lane_of_rank = [grid.places[rank].lane for rank in group.ranks]
-        counts = [encoded.rows_of_lanes[lanes.index(lane)] for lane in lane_of_rank]
-        parts = dict(zip(lane_of_rank, _gathered(gradient_RC, counts, group), strict=True))
-        return paddle.concat([parts[lane] for lane in lanes])
+        group, ends = self.groups.bridge_group, encoded.num_rows.sum(axis=1).cumsum()
+        rows_of_lane = np.split(np.arange(ends[-1]), ends[:-1])
+        lanes = [role.served_lanes.index(grid.places[rank].lane) for rank in group.ranks]
+        return all_gathered_in_order(gradient_RC, [rows_of_lane[lane] for lane in lanes], group)
 
-    def _nothing(self) -> Tensor:
-        return paddle.zeros([0, self._width], dtype=self._dtype)
-
-
-def _gathered(own: Tensor, counts: Sequence[int], group: Any) -> list[Tensor]:
-    """The rows of all ranks of a group, different numbers of them, padded for the all-gather."""
-    longest, width = max(counts), own.shape[1]
-    if not longest:
-        return [own for _ in counts]
-    if own.shape[0] < longest:
-        padding = paddle.zeros([longest - own.shape[0], width], dtype=own.dtype)
-        own = paddle.concat([own, padding])
-    everyone = all_gathered(own, group)
-    return [everyone[i * longest : i * longest + count] for i, count in enumerate(counts)]
+    def _rows_of(self, encoded: Encoded, group: Any) -> list[np.ndarray]:
+        """Row numbers of the encoder lane of each rank of a group of this data lane."""
+        return [encoded.rows_of_share[self._share[rank]] for rank in group.ranks]
 
 
 def _scattered(gradient_RC: Tensor, needed: Sequence[np.ndarray], group: Any) -> Tensor:
@@ -172,27 +140,7 @@ def _scattered(gradient_RC: Tensor, needed: Sequence[np.ndarray], group: Any) ->
     parts = []
     for rows in needed:
         padding = paddle.zeros([longest - len(rows), width], dtype=gradient_RC.dtype)
-        parts += [_selected(gradient_RC, rows), padding]
+        parts += [rows_in_order(gradient_RC, rows), padding]
     own = paddle.empty([longest, width], dtype=gradient_RC.dtype)
     dist.stream.reduce_scatter(own, paddle.concat(parts), group=group)
     return own[: len(needed[group.rank])]
-
-
-def _selected(rows_RC: Tensor, rows: np.ndarray) -> Tensor:
-    return rows_in_order(rows_RC, rows) if rows.size else rows_RC[:0]
-
-
-def _rows_of(items: np.ndarray, rows_I: np.ndarray) -> np.ndarray:
-    """Row numbers of some items, in their order."""
-    ends_I = rows_I.cumsum()
-    ranges = [np.arange(int(rows_I[i])) + ends_I[i] - rows_I[i] for i in items]
-    return np.concatenate([np.zeros(0, dtype=np.int64), *ranges])
-
-
-def _by_batch(items: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
-    """Item numbers over all batches as item numbers within each batch."""
-    ends = np.cumsum(sizes)
-    return [
-        items[(items >= end - size) & (items < end)] - (end - size)
-        for end, size in zip(ends, sizes, strict=True)
-    ]

@@ -19,8 +19,7 @@ from paddle.distributed.fleet.meta_parallel import (
 )
 from paddle.nn.initializer import Normal
 
-from paddle_vl.nn.linear import AdaptableLinear, Linear, linear
-from paddle_vl.nn.lora import LowRankSettings
+from paddle_vl.nn.linear import AdaptableLinear, linear
 from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec, Saved
 from paddle_vl.nn.placement import Placement
 from paddle_vl.parallel.collectives import gathered_arrays
@@ -42,6 +41,8 @@ class ColocatedLayers:
         saved: who writes the encoder's parameters.
     """
 
+    own_random = staticmethod(encoder_split_random)
+
     def __init__(self, table: ParameterTable, mp_group: Any, saved: Saved):
         self.table, self.mp_group = table, mp_group
         self._replicated = ParamSpec(is_encoder=True, saved=saved)
@@ -52,43 +53,27 @@ class ColocatedLayers:
         if self.mp_group.nranks > 1:
             for parent in layer.sublayers(include_self=True):
                 for name, blocks in getattr(parent, "column_blocks", {}).items():
-                    parent.add_sublayer(name, self._column(getattr(parent, name), blocks))
+                    width = getattr(parent, name).weight.shape[1]
+                    split = replace(self._replicated, blocks=(width // blocks,) * blocks)
+                    column = self._divided(EncoderColumn, parent, name, gather_output=False)
+                    self.table.add([column.weight], replace(split, split_axis=1))
+                    self.table.add([column.bias], replace(split, split_axis=0))
                 for name in getattr(parent, "row_linears", ()):
-                    parent.add_sublayer(name, self._row(getattr(parent, name)))
+                    row = self._divided(EncoderRow, parent, name, input_is_parallel=True)
+                    self.table.add([row.weight], replace(self._replicated, split_axis=0))
+                    self.table.add([row.bias], self._replicated)
         return layer
 
-    def add_low_rank(self, layer: AdaptableLinear, settings: LowRankSettings) -> None:
-        """Add an adapter, its factor on the divided dim of the weight divided too."""
-        layer.add_low_rank(settings)
-        lora, spec = layer.lora, self.table[layer.weight]
-        assert lora is not None
-        partial = replace(self._replicated, has_partial_gradient=True)
-        if spec.split_axis is None:
-            self.table.add([lora.A, lora.B], self._replicated)
-        elif spec.split_axis == 0:
-            self.table.add([lora.A], replace(spec, blocks=()))
-            self.table.add([lora.B], partial)
-            lora.random = encoder_split_random
-        else:
-            self.table.add([lora.B], spec)
-            self.table.add([lora.A], partial)
-
-    def _column(self, whole: Linear, blocks: int) -> nn.Layer:
-        width = whole.weight.shape[1]
-        layer = _built(
-            EncoderColumn, whole, gather_output=False, has_bias=True, mp_group=self.mp_group
-        )
-        sizes = (width // blocks,) * blocks
-        self.table.add([layer.weight], replace(self._replicated, split_axis=1, blocks=sizes))
-        self.table.add([layer.bias], replace(self._replicated, split_axis=0, blocks=sizes))
-        return layer
-
-    def _row(self, whole: Linear) -> nn.Layer:
-        layer = _built(
-            EncoderRow, whole, input_is_parallel=True, has_bias=True, mp_group=self.mp_group
-        )
-        self.table.add([layer.weight], replace(self._replicated, split_axis=0))
-        self.table.add([layer.bias], self._replicated)
+    def _divided(
+        self, kind: Callable[..., nn.Layer], parent: nn.Layer, name: str, **settings: Any
+    ) -> Any:
+        """A divided layer in place of a whole one, without values under `paddle.LazyGuard`."""
+        tracker = get_rng_state_tracker()
+        if _FLEETS_STATE not in tracker.states_:
+            tracker.add(_FLEETS_STATE, 1)
+        settings |= {"weight_attr": Normal(), "has_bias": True, "mp_group": self.mp_group}
+        layer = kind(*getattr(parent, name).weight.shape, **settings)
+        parent.add_sublayer(name, layer)
         return layer
 
 
@@ -117,12 +102,3 @@ class EncoderRow(AdaptableLinear, RowParallelLinear):
         terms = self.adapted(linear(x, self.weight), x)
         total = cast(Tensor, fleet_ops._mp_allreduce(terms, group=self.model_parallel_group))
         return total + cast(Tensor, self.bias)
-
-
-def _built(kind: Callable[..., nn.Layer], whole: Linear, **settings: Any) -> Any:
-    """A divided layer in place of a whole one, without values under `paddle.LazyGuard`."""
-    tracker = get_rng_state_tracker()
-    if _FLEETS_STATE not in tracker.states_:
-        tracker.add(_FLEETS_STATE, 1)
-    in_features, out_features = whole.weight.shape
-    return kind(in_features, out_features, weight_attr=Normal(), **settings)

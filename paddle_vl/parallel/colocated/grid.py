@@ -13,15 +13,13 @@ rank. Encoder lanes are consecutive positions.
 between data lanes |
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 Kind = Literal["fan-in", "equal", "fan-out"]
-# Creates all groups of a list in the same order on every rank; returns this rank's. A group of one
-# rank has no connection.
-MakeGroups = Callable[[list[list[int]]], Any]
 
 
 class Place(NamedTuple):
@@ -92,52 +90,44 @@ class ColocatedGrid:
         return max(self.data_lanes // self.encoder_dp, 1)
 
     @cached_property
-    def ordered_ranks(self) -> list[int]:
+    def ordered_ranks(self) -> np.ndarray:
         """Global ranks by position."""
-        return sorted(range(self.world_size), key=lambda rank: self.places[rank])
+        return np.array(sorted(range(self.world_size), key=lambda rank: self.places[rank]))
+
+    @cached_property
+    def _encoder_lanes(self) -> np.ndarray:
+        """Ranks of each encoder lane, in the order of a process group: ascending."""
+        return np.sort(self.ordered_ranks.reshape([self.encoder_dp, self.encoder_mp]))
 
     def role(self, rank: int) -> Role:
-        position = self.ordered_ranks.index(rank)
-        lane = position // self.encoder_mp
-        members = self._ranks(range(lane * self.encoder_mp, (lane + 1) * self.encoder_mp))
-        first = lane * self.lanes_out // self.lanes_in
+        (lane,), (place,) = np.nonzero(self._encoder_lanes == rank)
+        first = int(lane) * self.lanes_out // self.lanes_in
         served = tuple(range(first, first + self.lanes_out))
-        return Role(rank, self.places[rank], lane, members.index(rank), served)
+        return Role(rank, self.places[rank], int(lane), int(place), served)
 
     def encoder_mp_groups(self) -> list[list[int]]:
-        """Ranks of each encoder lane, in the order of a process group: ascending."""
-        mp = self.encoder_mp
-        starts = range(0, self.world_size, mp)
-        return [self._ranks(range(start, start + mp)) for start in starts]
+        """Ranks of each encoder lane."""
+        return self._encoder_lanes.tolist()
 
     def encoder_dp_groups(self) -> list[list[int]]:
         """Ranks with the same shard of the encoder."""
-        lanes = self.encoder_mp_groups()
-        return [sorted(lane[place] for lane in lanes) for place in range(self.encoder_mp)]
+        return np.sort(self._encoder_lanes.T).tolist()
 
     def bridge_groups(self) -> list[list[int]]:
         """Ranks of each all-gather of rows (fan-in) or of their gradients (fan-out)."""
+        if self.kind == "equal":
+            return []
         if self.kind == "fan-in":
-            lanes = self.encoder_mp_groups()
-            return [
-                sorted(lane[place] for lane in lanes[first : first + self.lanes_in])
-                for first in range(0, self.encoder_dp, self.lanes_in)
-                for place in range(self.encoder_mp)
-            ]
-        if self.kind == "fan-out":
-            block, groups = self.lane_size, []
-            for start in range(0, self.world_size, self.encoder_mp):
-                for place in range(block):
-                    positions = range(start + place, start + self.encoder_mp, block)
-                    groups.append(self._ranks(positions))
-            return groups
-        return []
+            sizes = self.data_lanes, self.lanes_in, self.encoder_mp
+            blocks = self._encoder_lanes.reshape(sizes)
+        else:
+            sizes = self.encoder_dp, self.lanes_out, self.lane_size
+            blocks = self.ordered_ranks.reshape(sizes)
+        return np.sort(blocks.transpose([0, 2, 1])).reshape([-1, sizes[1]]).tolist()
 
     def lane_groups(self) -> list[list[int]]:
         """Ranks of each data lane."""
-        size = self.lane_size
-        starts = range(0, self.world_size, size)
-        return [self._ranks(range(start, start + size)) for start in starts]
+        return np.sort(self.ordered_ranks.reshape([self.data_lanes, self.lane_size])).tolist()
 
     def describe(self) -> str:
         """A line per rank, e.g. `rank 2: encodes a quarter of the items of data lane 0 as encoder
@@ -157,10 +147,6 @@ class ColocatedGrid:
                 f"mp {role.place.mp_rank} of data lane {role.place.lane}"
             )
         return "\n".join(lines)
-
-    def _ranks(self, positions: Sequence[int]) -> list[int]:
-        ordered = self.ordered_ranks
-        return sorted(ordered[position] for position in positions)
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,21 +169,6 @@ class EncoderGroups:
     bridge_group: Any = field(repr=False)
     lane_group: Any = field(repr=False)
     shards_state: bool = False
-
-    @classmethod
-    def create(
-        cls, grid: ColocatedGrid, rank: int, make: MakeGroups, shards_state: bool
-    ) -> "EncoderGroups":
-        """Collective: all ranks create all groups."""
-        return cls(
-            grid,
-            grid.role(rank),
-            make(grid.encoder_mp_groups()),
-            make(grid.encoder_dp_groups()),
-            make(grid.bridge_groups()),
-            make(grid.lane_groups()),
-            shards_state,
-        )
 
     @property
     def saves_together(self) -> bool:

@@ -9,20 +9,26 @@
 Gradients of the encoder are summed over its lanes after phase 3, with those of the language model
 over theirs; both are sums of losses that are divided by the counts of the full step. A frozen
 encoder has no phase 3, and encodes the items of the next step there.
+
+Just over 350 lines: the runner, and what it keeps of rows and parameters.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import paddle
 from paddle import Tensor
 
 from paddle_vl.batch.schema import Batch
-from paddle_vl.nn.master_weights import ParameterStore
+from paddle_vl.nn.adamw import gradient_of
+from paddle_vl.nn.flat_buckets import FlatBucket
+from paddle_vl.nn.master_weights import MasterWeights, ParameterStore
 from paddle_vl.parallel.colocated.bridge import Bridge, Encoded
 from paddle_vl.parallel.colocated.encoder import OTHER_LANES, ItemEncoder
-from paddle_vl.parallel.colocated.leaves import Leaves
+from paddle_vl.parallel.colocated.grid import EncoderGroups
 from paddle_vl.parallel.pipeline.runner import PipelineRunner
+from paddle_vl.parallel.sharding import Sharding, ShardingOptions
 from paddle_vl.parallel.topology import Topology
 
 
@@ -77,7 +83,12 @@ class ColocatedRunner(PipelineRunner):
                     self._read_ahead()
             return terms
         except BaseException:
-            self._drop_gradients(store)
+            self._store = None
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.clear_gradient(False)
+            for total in () if store is None else store.gradient_sums():
+                total.zero_()
             raise
         finally:
             self._leaves = None
@@ -97,7 +108,7 @@ class ColocatedRunner(PipelineRunner):
         used = frozenset().union(*(self._sections[number] for number in self.own_chunks))
         self._leaves = Leaves(
             self.bridge.exchange(encoded),
-            encoded.rows_of_batch,
+            encoded.num_rows[self.bridge.own_lane].tolist(),
             self.encoder.section_widths,
             used,
             trains,
@@ -122,12 +133,13 @@ class ColocatedRunner(PipelineRunner):
 
     def _encoded_ahead(self, batches: Sequence[Batch]) -> Encoded | None:
         """What `_read_ahead` has encoded, if it is of these batches."""
-        if self._ahead is None:
+        if self._ahead is None or len(self._ahead[0]) != len(batches):
             return None
-        ahead, encoded = self._ahead
-        if len(ahead) != len(batches) or not all(map(_is_same, ahead, batches)):
-            return None
-        self._ahead = None
+        # A batch may have got further entries since.
+        for ahead, batch in zip(self._ahead[0], batches, strict=True):
+            if any(batch.get(name) is not value for name, value in ahead.items()):
+                return None
+        (_, encoded), self._ahead = self._ahead, None
         return encoded
 
     def _backward(
@@ -145,16 +157,13 @@ class ColocatedRunner(PipelineRunner):
 
     def _lanes(self, batches: Sequence[Batch]) -> list[list[Any]]:
         """The micro-batches of each served data lane."""
-        role = self.groups.role
-        own = role.served_lanes.index(role.place.lane)
-        others = [batch.get(OTHER_LANES, ()) for batch in batches]
+        others = [[*batch.get(OTHER_LANES, ())] for batch in batches]
         lanes: list[list[Any]] = []
-        for number in range(len(role.served_lanes)):
-            if number == own:
+        for number in range(len(self.groups.role.served_lanes)):
+            if number == self.bridge.own_lane:
                 lanes.append(list(batches))
             else:
-                place = number - (number > own)
-                lanes.append([each[place] if each else {} for each in others])
+                lanes.append([each.pop(0) if each else {} for each in others])
         return lanes
 
     def _batch_of(self, number: int, micro_batch: int) -> Any:
@@ -171,17 +180,172 @@ class ColocatedRunner(PipelineRunner):
         if self._leaves is not None:
             self._leaves.collect()
 
-    def _drop_gradients(self, store: ParameterStore | None) -> None:
-        """Forget what the micro-batches of a failed step have left."""
-        self._store = None
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.clear_gradient(False)
-        if store is not None:
-            for total in store.gradient_sums():
-                total.zero_()
+
+class Leaves:
+    """Rows of a step on this rank, detached from the encoder, and the gradients that the language
+    model leaves on them.
+
+    A leaf per micro-batch and section: slices of one leaf inside the graph would cost twice its
+    bytes in the backward pass. Only the sections that this stage uses are kept. Shapes: R rows of
+    the step in this data lane, C the width of all sections.
+
+    Args:
+        full_RC: the rows of all micro-batches.
+        rows_of_batch: number of rows of each micro-batch.
+        widths: of the sections.
+        used: sections that this stage uses.
+        needs_gradient: whether the encoder is trained.
+        offloads: keep rows in host memory until a micro-batch begins, and gradients once it ends.
+    """
+
+    @paddle.no_grad()
+    def __init__(
+        self,
+        full_RC: Tensor,
+        rows_of_batch: Sequence[int],
+        widths: Sequence[int],
+        used: Collection[int],
+        needs_gradient: bool,
+        offloads: bool = False,
+    ):
+        self.rows_of_batch, self.widths = list(rows_of_batch), list(widths)
+        self._dtype, self._needs_gradient, self._offloads = full_RC.dtype, needs_gradient, offloads
+        # Rows and gradients by micro-batch and section; with offloading on the host.
+        self._rows: dict[tuple[int, int], Tensor] = {}
+        self._gradients: dict[tuple[int, int], Tensor] = {}
+        self._leaves: dict[tuple[int, int], Tensor] = {}
+        ends, start = [sum(widths[: i + 1]) for i in range(len(widths))], 0
+        for number, count in enumerate(rows_of_batch):
+            for section in sorted(used) if count else ():
+                end = ends[section]
+                rows = full_RC[start : start + count, end - widths[section] : end].clone()
+                self._rows[number, section] = rows.cpu() if offloads else rows
+            start += count
+
+    def sections(self, number: int, wanted: Collection[int]) -> dict[int, Tensor]:
+        """The leaves of a micro-batch; empty for one without rows."""
+        if not self.rows_of_batch[number]:
+            return {}
+        return {section: self._leaf(number, section) for section in wanted}
+
+    def collect(self) -> None:
+        """After a backward pass: with offloading, move finished gradients to the host."""
+        if not self._offloads:
+            return
+        for key, leaf in list(self._leaves.items()):
+            if leaf.grad is not None:
+                self._gradients[key] = leaf.grad.cpu()
+                del self._leaves[key]
+
+    @paddle.no_grad()
+    def gradient(self) -> Tensor:
+        """`[R, C]`: this rank's gradients, zeros where it has none. Drops the leaves."""
+        parts = []
+        for number, count in enumerate(self.rows_of_batch):
+            if count:
+                columns = [self._gradient(number, s, count) for s in range(len(self.widths))]
+                parts.append(paddle.concat(columns, axis=1))
+        self._leaves.clear()
+        self._gradients.clear()
+        self._rows.clear()
+        if not parts:
+            return paddle.zeros([0, sum(self.widths)], dtype=self._dtype)
+        return paddle.concat(parts)
+
+    @property
+    def num_bytes_on_device(self) -> int:
+        """Bytes of rows that lie on the device now."""
+        tensors = [*self._leaves.values(), *(() if self._offloads else self._rows.values())]
+        return sum(tensor.size * tensor.element_size() for tensor in tensors)
+
+    def _leaf(self, number: int, section: int) -> Tensor:
+        key = number, section
+        leaf = self._leaves.get(key)
+        if leaf is None:
+            rows = self._rows[key]
+            leaf = rows.to(paddle.get_device()).detach() if self._offloads else rows
+            if self._needs_gradient:
+                leaf.stop_gradient = False
+                self._leaves[key] = leaf
+        return leaf
+
+    def _gradient(self, number: int, section: int, count: int) -> Tensor:
+        key = number, section
+        if key in self._gradients:
+            return self._gradients[key].to(paddle.get_device())
+        leaf = self._leaves.get(key)
+        if leaf is None or leaf.grad is None:
+            return paddle.zeros([count, self.widths[section]], dtype=self._dtype)
+        return leaf.grad
 
 
-def _is_same(batch: Mapping[str, Any], later: Mapping[str, Any]) -> bool:
-    """Whether a batch has become another one by added entries alone."""
-    return all(later.get(name) is value for name, value in batch.items())
+class PartsStore:
+    """Language model and encoder, whose gradients are reduced over different ranks.
+
+    A `ParameterStore`. The encoder has one backward pass per step, after the last micro-batch.
+
+    Args:
+        language, encoder: their stores.
+        encoder_parameters: the encoder's parameters.
+    """
+
+    def __init__(
+        self,
+        language: ParameterStore,
+        encoder: ParameterStore,
+        encoder_parameters: Iterable[Tensor],
+    ):
+        self.language, self.encoder, self.stage = language, encoder, language.stage
+        self._of_encoder = {id(parameter): parameter for parameter in encoder_parameters}
+
+    def shard_of(self, parameter: Tensor) -> Tensor | None:
+        return self._store_of(parameter).shard_of(parameter)
+
+    def own_shard(self, parameter: Tensor, full: np.ndarray) -> np.ndarray:
+        return self._store_of(parameter).own_shard(parameter, full)
+
+    def gathered_value(self, parameter: Tensor, value: Tensor | None = None) -> Tensor:
+        return self._store_of(parameter).gathered_value(parameter, value)
+
+    def copies(self) -> list[Tensor]:
+        return [*self.language.copies(), *self.encoder.copies()]
+
+    def gradient_sums(self) -> list[Tensor]:
+        return [*self.language.gradient_sums(), *self.encoder.gradient_sums()]
+
+    def use_buckets(self, buckets: Sequence[FlatBucket]) -> None:
+        """Never called: each part's optimizer gives its buckets to the part's store."""
+        raise RuntimeError("the buckets of a part belong to the store of the part")
+
+    def begin_step(self, num_micro_batches: int) -> None:
+        self.language.begin_step(num_micro_batches)
+        self.encoder.begin_step(1)
+
+    def end_micro_batch(self) -> None:
+        """After a backward pass of the language model."""
+        self.language.end_micro_batch()
+
+    def end_backward(self) -> None:
+        """After the encoder's backward pass. In a step without items no rank has gradients of the
+        encoder, so that nothing is reduced and its state does not decay, as on one device."""
+        self.language.end_backward()
+        if any(gradient_of(parameter) is not None for parameter in self._of_encoder.values()):
+            self.encoder.end_micro_batch()
+            self.encoder.end_backward()
+
+    def all_gather_parameters(self) -> None:
+        self.language.all_gather_parameters()
+        self.encoder.all_gather_parameters()
+
+    def _store_of(self, parameter: Tensor) -> Any:
+        return self.encoder if id(parameter) in self._of_encoder else self.language
+
+
+def encoder_store(parameters: Iterable[Tensor], groups: EncoderGroups) -> ParameterStore:
+    """The store of an encoder: master weights, or with `encoder.sharding_stage` 1 shards of the
+    optimizer state over the encoder's lanes; gradients are then reduce-scattered once per step."""
+    parameters = list(parameters)
+    if not groups.shards_state or all(parameter.stop_gradient for parameter in parameters):
+        return MasterWeights(parameters)
+    options = ShardingOptions(reduce_once_per_step=True)
+    return Sharding(parameters, groups.dp_group, stage=2, options=options)

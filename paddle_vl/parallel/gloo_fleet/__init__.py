@@ -4,15 +4,11 @@ import os
 
 import paddle
 
-from paddle_vl.parallel.gloo_fleet import fleet_functions, messages, process_group
-from paddle_vl.parallel.gloo_fleet.patch import Patch, check_version
+# The first two fill PATCHES.
+from paddle_vl.parallel.gloo_fleet import fleet_functions, process_group  # noqa: F401
+from paddle_vl.parallel.gloo_fleet.patch import PATCHES, check_version
 from paddle_vl.parallel.gloo_fleet.time_limit import check_library
 
-PATCHES: tuple[Patch, ...] = (
-    *process_group.PATCHES,
-    *messages.PATCHES,
-    *fleet_functions.PATCHES,
-)
 _installed = False
 
 

@@ -18,7 +18,12 @@ from paddle.autograd import PyLayer
 from paddle.base import core
 from paddle.distributed import collective
 
-from paddle_vl.parallel.gloo_fleet.patch import Patch
+from paddle_vl.parallel.gloo_fleet.patch import PATCHES, Patch, replaces
+
+_FLEET = "paddle.distributed.fleet"
+_OPERATIONS = f"{_FLEET}.layers.mpu.mp_ops"
+_NO_KERNEL = "Do not support c_... for cpu kernel now"
+_NO_FUSION = "tensor fusion helper now only support ['gpu', 'npu', 'xpu'], but got cpu"
 
 
 class _Identity(PyLayer):
@@ -83,10 +88,12 @@ def _reduced(tensor: Tensor, group, op=core.ReduceOp.SUM) -> Tensor:
     return result
 
 
+@replaces(_OPERATIONS, "_c_identity", _NO_KERNEL)
 def _c_identity(tensor, group=None, skip_c_identity_dynamic=False):
     return _Identity.apply(tensor, group or collective._get_default_group())
 
 
+@replaces(_OPERATIONS, "_mp_allreduce", _NO_KERNEL)
 def _mp_allreduce(
     tensor,
     op=paddle.distributed.ReduceOp.SUM,
@@ -100,6 +107,7 @@ def _mp_allreduce(
     return _AllReduce.apply(tensor, group or collective._get_default_group())
 
 
+@replaces(_OPERATIONS, "_c_softmax_with_cross_entropy", _NO_KERNEL)
 def _c_softmax_with_cross_entropy(
     logits, label, group=None, return_softmax=False, ignore_index=-100
 ):
@@ -112,33 +120,14 @@ def _c_softmax_with_cross_entropy(
     return (loss, softmax) if return_softmax else loss
 
 
-PATCHES = (
-    *(
-        Patch(
-            owner="paddle.distributed.fleet.layers.mpu.mp_ops",
-            name=function.__name__,
-            reason="Do not support c_... for cpu kernel now",
-            make=lambda _, function=function: function,
-        )
-        for function in (_c_identity, _mp_allreduce, _c_softmax_with_cross_entropy)
-    ),
-    Patch(
-        owner="paddle.distributed.parallel:ParallelEnv",
-        name="_device_id",
-        reason="the CPU build never sets it, and PipelineLayer and sharding read it",
-        make=lambda _: 0,
-    ),
-    *(
-        Patch(
-            owner=owner,
-            name="get_current_device_type",
-            reason="tensor fusion helper now only support ['gpu', 'npu', 'xpu'], but got cpu",
-            # Chooses the alignment of buffers; that of a GPU suits a CPU too.
-            make=lambda _: lambda: "gpu",
-        )
-        for owner in (
-            "paddle.distributed.fleet.utils.tensor_fusion_helper",
-            "paddle.optimizer.fusion_utils",
-        )
-    ),
+@replaces("paddle.optimizer.fusion_utils", "get_current_device_type", _NO_FUSION)
+@replaces(f"{_FLEET}.utils.tensor_fusion_helper", "get_current_device_type", _NO_FUSION)
+def _get_current_device_type() -> str:
+    # Chooses the alignment of buffers; that of a GPU suits a CPU too.
+    return "gpu"
+
+
+_NO_DEVICE = "the CPU build never sets it, and PipelineLayer and sharding read it"
+PATCHES.append(
+    Patch("paddle.distributed.parallel:ParallelEnv", "_device_id", _NO_DEVICE, lambda _: 0)
 )

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import paddle
 
@@ -15,6 +15,10 @@ logger = logging.getLogger(__name__)
 
 # The parallel code uses private names of fleet, as they are in 3.3.1.
 KNOWN_VERSIONS = re.compile(r"3\.3\.\d+.*")
+# Of builds from Paddle's develop branch.
+DEVELOPMENT = "0.0.0"
+# Owner of gloo's methods.
+GROUP = "paddle.base.core:ProcessGroupGloo"
 NOT_IN_GLOO = "ProcessGroupGloo does not implement it (Unimplemented)"
 
 
@@ -52,25 +56,44 @@ class Patch:
                 setattr(module, self.name, replacement)
 
 
-def group_method(name: str, reason: str, function: Callable) -> Patch:
-    """A patch of a method of gloo's process groups."""
-    return Patch("paddle.base.core:ProcessGroupGloo", name, reason, lambda _: function)
+Function = TypeVar("Function", bound=Callable)
+# All patches; the modules with the replacements fill it.
+PATCHES: list[Patch] = []
+
+
+def replaces(
+    owner: str, name: str, reason: str, makes: bool = False
+) -> Callable[[Function], Function]:
+    """Decorator: the function replaces a symbol, or makes the replacement from Paddle's own; see
+    `Patch`."""
+
+    def register(function: Function) -> Function:
+        make = function if makes else lambda own: function
+        PATCHES.append(Patch(owner, name, reason, make))
+        return function
+
+    return register
+
+
+def group_method(name: str, reason: str) -> Callable[[Function], Function]:
+    """Decorator: the function replaces a method of gloo's process groups."""
+    return replaces(GROUP, name, reason)
 
 
 def check_version() -> None:
-    """Refuse a Paddle that the parallel code is not written for; on GPUs a warning, as other
-    versions and nightly builds may have the same fleet.
+    """Refuse a Paddle that the parallel code is not written for. A development build for GPUs,
+    whose version says nothing, is warned of.
 
     Raises:
-        RuntimeError: a CPU build that is not 3.3; its process groups are patched.
+        RuntimeError: another version than 3.3.
     """
-    if KNOWN_VERSIONS.fullmatch(paddle.__version__) is not None:
+    version = paddle.__version__
+    if KNOWN_VERSIONS.fullmatch(version) is not None:
         return
     message = (
-        f"paddlepaddle {paddle.__version__} runs here, but several ranks need private parts of "
-        "its fleet, which change between versions, as paddlepaddle 3.3 has them: install "
-        "paddlepaddle 3.3.1"
+        f"paddlepaddle {version} runs here, but several ranks need private parts of its fleet, "
+        "which change between versions, as paddlepaddle 3.3 has them: install paddlepaddle 3.3.1"
     )
-    if not paddle.is_compiled_with_cuda():
+    if version != DEVELOPMENT or not paddle.is_compiled_with_cuda():
         raise RuntimeError(message)
-    logger.warning("%s if a step fails", message)
+    logger.warning("%s; results of this build are unchecked", message)

@@ -31,6 +31,8 @@ class PeerError(RuntimeError):
 _ranks: dict[int, list[int]] = {}
 _ids: dict[int, int] = {}
 _raised: list[PeerError] = []
+# Groups live as long as the process, and the store of a group as long as the group.
+_alive: list[object] = []
 
 
 def register_group(group: core.ProcessGroup, group_id: int, ranks: list[int] | None = None) -> None:
@@ -41,6 +43,7 @@ def register_group(group: core.ProcessGroup, group_id: int, ranks: list[int] | N
     """
     set_group_timeout(group_id, group.rank(), group.size(), rendezvous.timeout_s())
     _ids[id(group)] = group_id
+    _alive.append(group)
     if ranks is not None:
         _ranks[id(group)] = ranks
 
@@ -71,19 +74,23 @@ def finish(group: core.ProcessGroup, operation: str, start: Callable[..., Any], 
         raise _explained(group, operation, time.monotonic() - begin, error) from error
 
 
-def make_group(name: str, create: Callable[[], core.ProcessGroup]) -> core.ProcessGroup:
-    """Make a group, whose ranks find each other through the store.
+def make_gloo_group(name: str, rank: int, size: int, group_id: int) -> core.ProcessGroup:
+    """Make a group whose ranks find each other under its own keys in the store.
 
     Raises:
         PeerError: as `finish`.
     """
+    told = f"group {name} of {size} ranks"
+    store = rendezvous.store_of(f"gloo group {name}")
     # Gloo would wait minutes for a rank that left its address in the store before it ended.
     if ended := _ended_ranks(0.0):
-        raise _not_made(name, ended)
+        raise _not_made(told, ended)
     try:
-        return create()
+        group = core.ProcessGroupGloo.create(store, rank, size, group_id)
     except (RuntimeError, ValueError) as error:
-        raise _not_made(name, _ended_ranks(), error) from error
+        raise _not_made(told, _ended_ranks(), error) from error
+    _alive.extend((store, group))
+    return group
 
 
 def peer_error(message: str) -> PeerError:
@@ -152,9 +159,11 @@ def _late_ranks(operation: str, ranks: list[int]) -> list[int]:
 def _ended_ranks(seconds: float = _NOTICE_S) -> list[int]:
     """Ranks that have ended, in that order; waits up to that many seconds for one."""
     deadline = time.monotonic() + seconds
-    while not (ended := rendezvous.ended_ranks()) and time.monotonic() < deadline:
+    while of_this_process:
+        if (ended := of_this_process[0].ended()) or time.monotonic() > deadline:
+            return ended
         time.sleep(0.05)
-    return ended
+    return []
 
 
 def _see(ranks: list[int]) -> str:

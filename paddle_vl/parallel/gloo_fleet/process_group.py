@@ -1,18 +1,35 @@
-"""The collectives of a gloo group that a run uses, exact for every dtype, stride and size.
+"""The collectives and messages of gloo groups that a run uses, and the creation of groups.
 
-Each is composed of three that gloo computes correctly for contiguous, non-empty tensors: all_reduce
-(not in float16), all_gather_into_tensor and broadcast. All are synchronous and return a finished
-task. Only methods of ProcessGroupGloo are replaced.
+Collectives are exact for every dtype, stride and size. Each is composed of three that gloo computes
+correctly for contiguous, non-empty tensors: all_reduce (not in float16), all_gather_into_tensor and
+broadcast. All are synchronous and return a finished task. Only methods of ProcessGroupGloo are
+replaced.
+
+A gloo group numbers its operations: after a message between two members of a larger group their
+numbers would be ahead, and the next collective would hang. Messages therefore use groups of two,
+created at first use. A send returns when the peer has received, so several messages are sent in an
+order that all ranks share.
 """
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 
 import paddle
+import paddle.distributed
 from paddle import Tensor
 from paddle.base import core
+from paddle.distributed.fleet.meta_parallel.pp_utils import p2p_communication
 
-from paddle_vl.parallel.gloo_fleet.patch import NOT_IN_GLOO, Patch, group_method
-from paddle_vl.parallel.gloo_fleet.peers import finish, unwrapped
+from paddle_vl.parallel.gloo_fleet.patch import NOT_IN_GLOO, group_method, replaces
+from paddle_vl.parallel.gloo_fleet.peers import (
+    finish,
+    id_of,
+    make_gloo_group,
+    ranks_of,
+    register_group,
+    unwrapped,
+)
+from paddle_vl.parallel.store.rendezvous import meet
 
 _SUM = core.ReduceOp.SUM
 _HALF = (paddle.float16, paddle.bfloat16)
@@ -28,6 +45,15 @@ _DTYPES = (
     paddle.bool,
 )
 _raw = core.ProcessGroup
+_DEFAULT_GROUP_ID = 0
+# Paddle's group ids are 32-bit; fleet's count up from 10, those of pairs start far above.
+_FIRST_PAIR_ID = 1 << 20
+_MAX_RANKS = 1 << 10
+_pairs: dict[tuple[int, int, int], core.ProcessGroup] = {}
+
+_PARTLY = "gloo refuses empty and non-contiguous tensors and crashes at unknown dtypes"
+_IN_STEP = "in a group of more than two the next collective hangs for 30 seconds"
+_HIDDEN = "the error of a collective in a backward pass is hidden in Paddle's traceback"
 
 
 class DoneTask:
@@ -65,6 +91,7 @@ def write(values: Tensor, target: Tensor) -> None:
         target.copy_(source, True)  # pyright: ignore[reportCallIssue]
 
 
+@group_method("all_reduce", "float16 sums give inf, bfloat16 ones round at each rank; " + _PARTLY)
 @paddle.no_grad()
 def all_reduce(group, tensor, op=_SUM, sync_op=True):
     """Reduce a tensor over the group, in place; half precision is reduced in float32."""
@@ -78,6 +105,7 @@ def all_reduce(group, tensor, op=_SUM, sync_op=True):
     return DONE
 
 
+@group_method("reduce_scatter_tensor", NOT_IN_GLOO)
 @paddle.no_grad()
 def _reduce_scatter_tensor(group, out, in_, op=_SUM, sync_op=True):
     """Slice `rank` of the reduced input; `out` may be a view of that slice of the input."""
@@ -99,6 +127,7 @@ def _gather(group, tensor) -> Tensor:
     return rows.reshape_([group.size(), tensor.size])
 
 
+@group_method("all_gather_into_tensor", _PARTLY)
 @paddle.no_grad()
 def all_gather_into_tensor(group, out, in_, sync_op=True):
     """All ranks' tensors, concatenated."""
@@ -111,6 +140,7 @@ def all_gather_into_tensor(group, out, in_, sync_op=True):
     return DONE
 
 
+@group_method("all_gather", _PARTLY)
 @paddle.no_grad()
 def _all_gather(group, out, in_, sync_op=None):
     """All ranks' tensors, in one tensor or in a list of them."""
@@ -125,6 +155,7 @@ def _all_gather(group, out, in_, sync_op=None):
     return DONE
 
 
+@group_method("broadcast", _PARTLY)
 @paddle.no_grad()
 def _broadcast(group, tensor, src, sync_op=True):
     """Copy the tensor of rank `src` of the group to all of its ranks, in place."""
@@ -135,6 +166,7 @@ def _broadcast(group, tensor, src, sync_op=True):
     return DONE
 
 
+@group_method("all_to_all_single", NOT_IN_GLOO)
 @paddle.no_grad()
 def _all_to_all_single(group, out, in_, out_sizes, in_sizes, sync_op=True):
     """Slice j of rank i's input becomes slice i of rank j's output; slices may differ in length.
@@ -163,6 +195,7 @@ def _all_to_all_single(group, out, in_, out_sizes, in_sizes, sync_op=True):
     return DONE
 
 
+@group_method("barrier", "its error does not name the failed rank")
 def _barrier(group, device_id=-1):
     finish(group, "barrier", _raw.barrier)
     return DONE
@@ -181,27 +214,127 @@ def _check_shapes(tensors: Sequence[Tensor], shapes: list, what: str) -> None:
         raise ValueError(f"{what} needs one tensor of {shapes[0]} for each rank, got {found}.")
 
 
-_PARTLY = "gloo refuses empty and non-contiguous tensors and crashes at unknown dtypes"
-_REDUCE_REASON = "float16 sums give inf, bfloat16 ones round at each rank; " + _PARTLY
-_BACKWARD_REASON = "the error of a collective in a backward pass is hidden in Paddle's traceback"
-PATCHES = (
-    group_method("all_reduce", _REDUCE_REASON, all_reduce),
-    group_method("reduce_scatter_tensor", NOT_IN_GLOO, _reduce_scatter_tensor),
-    group_method("all_gather", _PARTLY, _all_gather),
-    group_method("all_gather_into_tensor", _PARTLY, all_gather_into_tensor),
-    group_method("broadcast", _PARTLY, _broadcast),
-    group_method("all_to_all_single", NOT_IN_GLOO, _all_to_all_single),
-    group_method("barrier", "its error does not name the failed rank", _barrier),
-    Patch(
-        owner="paddle:Tensor",
-        name="backward",
-        reason=_BACKWARD_REASON,
-        make=unwrapped,
-    ),
-    Patch(
-        owner="paddle.autograd.backward_mode",
-        name="backward",
-        reason=_BACKWARD_REASON,
-        make=unwrapped,
-    ),
+@group_method("send", _IN_STEP)
+@group_method("send_on_calc_stream", NOT_IN_GLOO)
+@paddle.no_grad()
+def send(group, tensor, dst, sync_op=True):
+    """Send a tensor to rank `dst` of the group."""
+    if tensor.size:
+        pair = _pair_group(group, dst)
+        finish(pair, "send", _raw.send, contiguous(tensor), 1 - pair.rank(), True)
+    return DONE
+
+
+@group_method("recv", _IN_STEP)
+@group_method("recv_on_calc_stream", NOT_IN_GLOO)
+@paddle.no_grad()
+def recv(group, tensor, src, sync_op=True):
+    """Receive a tensor from rank `src` of the group, in place."""
+    if tensor.size:
+        pair = _pair_group(group, src)
+        result = contiguous(tensor)
+        finish(pair, "recv", _raw.recv, result, 1 - pair.rank(), True)
+        write(result, tensor)
+    return DONE
+
+
+def _pair_group(group: core.ProcessGroup, peer: int) -> core.ProcessGroup:
+    """The group of this rank and `peer` (a rank within `group`), made at the first use.
+
+    Both ranks must ask for it; the smaller rank within `group` is rank 0 of the pair.
+
+    Raises:
+        RuntimeError: the group was made before install().
+    """
+    if group.size() == 2:
+        return group
+    group_id = id_of(group)
+    if group_id is None:
+        raise RuntimeError(
+            "This process group was made before the CPU fleet was installed: call install() "
+            "before fleet.init or init_parallel_env."
+        )
+    low, high = sorted((group.rank(), peer))
+    pair = (group_id, low, high)
+    if pair not in _pairs:
+        rank = 0 if group.rank() == low else 1
+        pair_id = (group_id * _MAX_RANKS + low) * _MAX_RANKS + high
+        pair_id += _FIRST_PAIR_ID
+        _pairs[pair] = make_gloo_group(f"{group_id}/{low}-{high}", rank, 2, pair_id)
+        ranks = ranks_of(group)
+        register_group(_pairs[pair], pair_id, [ranks[low], ranks[high]])
+    return _pairs[pair]
+
+
+@replaces(
+    "paddle.distributed.communication.batch_isend_irecv",
+    "batch_isend_irecv",
+    "gloo's isend blocks: two ranks that send to each other first wait for ever",
 )
+def _batch_isend_irecv(p2p_op_list):
+    ordered = _in_shared_order(p2p_op_list, paddle.distributed.isend)
+    tasks = [each.op(each.tensor, each.peer, each.group) for each in ordered]
+    return [task for task in tasks if task is not None]
+
+
+@replaces(
+    p2p_communication.__name__,
+    "batch_send_recv_on_calc_stream",
+    "gloo's send blocks: two stages that send to each other first wait for ever",
+)
+def _batch_send_recv(p2p_op_list):
+    for each in _in_shared_order(p2p_op_list, p2p_communication._send_on_calc_stream):
+        each.op(each.tensor, each.group, each.peer, each.nranks, each.rank_id)
+
+
+def _in_shared_order(operations, send: Callable) -> list:
+    """Messages sorted by sender and receiver; the sort is stable."""
+    rank = paddle.distributed.get_rank()
+    return sorted(
+        operations,
+        key=lambda each: (rank, each.peer) if each.op == send else (each.peer, rank),
+    )
+
+
+@replaces(
+    "paddle.distributed.collective",
+    "_new_process_group_impl",
+    "groups made at the same time by different ranks, as fleet.init makes them, race in the shared "
+    "store: connection refused, or a hang",
+    makes=True,
+)
+def _new_process_group(paddles_own: Callable) -> Callable:
+    def _new_process_group_impl(
+        backend, store, rank, world_size, *options, group_id=_DEFAULT_GROUP_ID, **others
+    ):
+        if backend == "gloo" and group_id != _DEFAULT_GROUP_ID:
+            # All ranks make all groups in the same order, so the id names the group.
+            group = make_gloo_group(str(group_id), rank, world_size, group_id)
+        else:
+            group = paddles_own(
+                backend, store, rank, world_size, *options, group_id=group_id, **others
+            )
+        if isinstance(group, core.ProcessGroupGloo):
+            register_group(group, group_id)
+        return group
+
+    return _new_process_group_impl
+
+
+@replaces(
+    "paddle.distributed.parallel",
+    "init_parallel_env",
+    "rank 0 listens on all addresses of its machine",
+    makes=True,
+)
+def _init_parallel_env(paddles_own: Callable) -> Callable:
+    def init_parallel_env(nccl_config=None):
+        if int(os.environ.get("PADDLE_TRAINERS_NUM", "1")) > 1:
+            meet()
+        return paddles_own(nccl_config)
+
+    return init_parallel_env
+
+
+for _owner in ("paddle:Tensor", "paddle.autograd.backward_mode"):
+    replaces(_owner, "backward", _HIDDEN, makes=True)(unwrapped)

@@ -13,7 +13,7 @@ host memory are gloo's. Paddle's library exports all that is needed, so it is ca
 
 import ctypes
 import functools
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import paddle
 from paddle.base import libpaddle
@@ -46,13 +46,6 @@ class _Communicator(ctypes.Structure):
     )
 
 
-class _Library(NamedTuple):
-    manager: int
-    vtable: int
-    get: Any
-    set_timeout: Any
-
-
 def set_group_timeout(group_id: int, rank: int, size: int, seconds: float) -> None:
     """Set how long operations of a gloo group that begin from now on wait for other ranks.
 
@@ -63,22 +56,21 @@ def set_group_timeout(group_id: int, rank: int, size: int, seconds: float) -> No
     Raises:
         RuntimeError: the objects of this Paddle are not laid out as expected.
     """
-    library, name = check_library(), str(group_id).encode()
-    address = library.get(library.manager, ctypes.byref(_String(name, len(name))))
-    communicator = _Communicator.from_address(address)
-    if communicator.vtable != library.vtable:
+    (manager, vtable, get, set_timeout), name = check_library(), str(group_id).encode()
+    communicator = _Communicator.from_address(get(manager, ctypes.byref(_String(name, len(name)))))
+    if communicator.vtable != vtable:
         _refuse(f"the communicator of group {group_id} is not gloo's")
     context = _Communicator.from_address(communicator.context)
     if {(communicator.rank, communicator.size), (context.rank, context.size)} != {(rank, size)}:
         _refuse(
             f"the communicator of group {group_id} and its context do not begin with rank, size"
         )
-    library.set_timeout(communicator.context, round(1000 * seconds))
+    set_timeout(communicator.context, round(1000 * seconds))
 
 
 @functools.cache
-def check_library() -> _Library:
-    """The functions that `set_group_timeout` needs.
+def check_library() -> tuple[int, int, Any, Any]:
+    """Addresses and functions that `set_group_timeout` needs.
 
     Raises:
         RuntimeError: Paddle's library does not export them.
@@ -95,7 +87,7 @@ def check_library() -> _Library:
     get, set_timeout = found
     get.restype, get.argtypes = ctypes.c_void_p, [ctypes.c_void_p] * 2
     set_timeout.restype, set_timeout.argtypes = None, [ctypes.c_void_p, ctypes.c_int64]
-    return _Library(manager, vtable + _VTABLE_HEADER, get, set_timeout)
+    return manager, vtable + _VTABLE_HEADER, get, set_timeout
 
 
 def _refuse(what: str) -> NoReturn:

@@ -3,25 +3,45 @@
 A chunk is a function of a batch and the hidden rows of the previous chunk. Gradients accumulate
 without scaling, since the last chunk divides the losses by the counts of the full step.
 
+`fleet.distributed_model` turns a `PipelineLayer` into the class that runs the schedule. Here that
+layer contains functions instead of layers, so the model keeps its own parameter names,
+initialization and files.
+
 Every stage has the batches of a step, so it knows the shape of each message and none is sent.
 Fleet's schedules need messages of one shape: rows are padded to the largest batch of the step, or
 to the reserved size. With `pp_shapes: dynamic` fleet sends each shape instead.
+
+Just over 350 lines: fleet's engine and its only user.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import repeat
 from typing import Any, Protocol
 
 import paddle
+import paddle.distributed as dist
 from paddle import Tensor, nn
+from paddle.distributed import fleet
+from paddle.distributed.fleet.meta_parallel import (
+    DualPipeVParallel,
+    PipelineLayer,
+    PipelineParallelMicroStepLocations,
+    dualpipev,
+)
+from paddle.distributed.fleet.meta_parallel.pipeline_parallel import (
+    PipelineParallelMicroStepCallback,
+)
+from paddle.distributed.fleet.meta_parallel.pp_utils.utils import paddle_2_number
+from paddle.distributed.fleet.meta_parallel.zero_bubble_utils import SplitBWMatmul
 
 from paddle_vl.batch.schema import Batch
 from paddle_vl.config.parallel_settings import ReservedRows
+from paddle_vl.nn.linear import use_product
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.objective import Loss, zero_terms
 from paddle_vl.parallel.degrees import ParallelDegrees
-from paddle_vl.parallel.pipeline.engine import Engine
-from paddle_vl.parallel.pipeline.schedule import chunks_of_stage, evaluated_batches
+from paddle_vl.parallel.pipeline.schedule import chunks_of_stage, evaluated_batches, num_chunks
 
 
 class ModelChunk(Protocol):
@@ -63,6 +83,9 @@ class PipelineRunner:
         data_size: number of data shards, each with its own pipeline.
         reserved: the largest micro-batch of training, if it is fixed.
         marked: makes a context around forward and backward of a step, to measure its time.
+
+    Attributes:
+        engine: fleet's, for this stage; all stages construct and run it together.
     """
 
     def __init__(
@@ -87,7 +110,31 @@ class PipelineRunner:
         self._shapes: dict[int, tuple[int, ...]] = {}
         self._terms: list[Tensor] = []
         self._losses_of: Callable[[Any], tuple[Tensor, Tensor]]
-        self.engine = Engine(degrees, self._run_chunk, self._loss, self._end_micro_batch)
+        # Micro-batches that each chunk has run.
+        self._num_run: dict[int, int] = {}
+        is_v = degrees.pp_schedule == "dualpipev"
+        layers = PipelineLayer(
+            [self._function(number) for number in range(num_chunks(degrees))],
+            # DualPipeV passes a single tensor as a list.
+            loss_fn=lambda out, _: self._loss(out[0] if isinstance(out, list) else out),
+            seg_method="layer:chunk",
+            topology=fleet.get_hybrid_communicate_group().topology(),
+            num_virtual_pipeline_stages=degrees.num_virtual_stages,
+            use_dualpipev=is_v,
+        )
+        # A PipelineParallel; Any, as its stubs lack the attributes used here.
+        self.engine: Any = fleet.distributed_model(layers)
+        # Fleet shares one list of callbacks between all engines of a process.
+        self.engine.callbacks = PipelineParallelMicroStepCallback()
+        if is_v:
+            _complete_dualpipev(self.engine, self._end_micro_batch)
+        else:
+            self.engine.register_hook(
+                PipelineParallelMicroStepLocations.BACKWARD_END,
+                lambda **_: self._end_micro_batch(),
+            )
+        # Fleet would read the loss on the host in every step.
+        self.engine._broadcast_final_loss = lambda *_, **__: None
 
     @property
     def batches_at_once(self) -> int:
@@ -119,7 +166,7 @@ class PipelineRunner:
 
         self._store = store
         with self.marked():
-            terms = self._run(self.engine.train, batches, share, self.reserved)
+            terms = self._run(self._train, batches, share, self.reserved)
             self._store = None
             return self._summed(terms)
 
@@ -135,12 +182,12 @@ class PipelineRunner:
         # Some schedules need certain numbers of batches; repeated ones are not counted.
         num_batches = evaluated_batches(self.degrees, len(batches))
         repeated = [batches[-1]] * (num_batches - len(batches))
-        terms = self._run(self.engine.evaluate, [*batches, *repeated], sums, None)
+        terms = self._run(self._evaluate, [*batches, *repeated], sums, None)
         return self._summed(terms[: len(batches)])
 
     def _run(
         self,
-        run: Callable[[int], None],
+        run: Callable[[Any], None],
         batches: Sequence[Batch],
         losses_of: Callable[[Any], tuple[Tensor, Tensor]],
         reserved: ReservedRows | None,
@@ -148,19 +195,28 @@ class PipelineRunner:
         """The terms of each batch, on the last chunk's stage."""
         self._batches, self._losses_of, self._terms = batches, losses_of, []
         if self.degrees.pp_shapes == "dynamic":
-            self.engine.forget_shapes()
+            # Forget the shapes that fleet received, so that this run sends new ones.
+            helper = self.engine._p2p_helper
+            helper._send_recv_meta_list, helper._dynamic_cnt = [], 0
         else:
             self._shapes = self._message_shapes(batches, reserved)
-            # Several chunks on a stage: all messages have one shape.
-            arriving, leaving = self.own_chunks[0], self.own_chunks[0] + 1
-            if len(self.own_chunks) > 1:
-                arriving = leaving = 1
-            self.engine.set_shapes(
-                self._shapes.get(arriving), self._shapes.get(leaving), self.dtype
-            )
-        run(len(batches))
+            self._set_shapes()
+        self._num_run.clear()
+        self.engine.accumulate_steps = len(batches)
+        self.engine._init_user_hooks()
+        # Fleet needs no data: every stage has the batches.
+        run(repeat(((), None)))
         terms, self._terms, self._batches = self._terms, [], ()
         return terms
+
+    def _train(self, data: Any) -> None:
+        self.engine.forward_backward_pipeline(data, None)
+
+    def _evaluate(self, data: Any) -> None:
+        if isinstance(self.engine, DualPipeVParallel):
+            self.engine.forward_backward_pipeline(data, None, forward_only=True)
+        else:
+            self.engine.eval_batch(data, compute_loss=True)
 
     def _message_shapes(
         self, batches: Sequence[Batch], reserved: ReservedRows | None
@@ -181,16 +237,52 @@ class PipelineRunner:
             return dict.fromkeys(shapes, max(shapes.values()))
         return shapes
 
+    def _set_shapes(self) -> None:
+        """Set the shapes of all messages of the next run, so that fleet sends none."""
+        # Several chunks on a stage: all messages have one shape.
+        is_one = len(self.own_chunks) == 1
+        number = self.own_chunks[0] if is_one else 1
+        arriving = self._shapes.get(number)
+        leaving = self._shapes.get(number + 1 if is_one else number)
+        meta = self.engine._p2p_helper._send_recv_meta
+        meta.init_or_erase_meta()
+        dtype = paddle_2_number(getattr(paddle, self.dtype))
+        if arriving is not None:
+            meta.recv_shape_message, meta.recv_dtype_message = list(arriving), dtype
+            meta.recv_stop_gradient, meta.has_recv_meta = False, True
+        if leaving is not None:
+            meta.send_shape_message, meta.send_dtype_message = list(leaving), dtype
+            meta.has_send_meta = True
+        if isinstance(self.engine, DualPipeVParallel):
+            self.engine.need_broadcast_meta = self.engine.need_recv_meta = False
+
+    def _function(self, number: int) -> Callable[[Any], Any]:
+        # Fleet cuts the layers by the name of this function, see seg_method.
+        def chunk(rows: Any) -> Any:
+            micro_batch = self._num_run.get(number, 0)
+            self._num_run[number] = micro_batch + 1
+            # DualPipeV passes a tensor as a list; () on the first chunk.
+            if isinstance(rows, (list, tuple)):
+                rows = rows[0] if rows else None
+            return self._run_chunk(number, micro_batch, rows)
+
+        return chunk
+
     def _run_chunk(self, number: int, micro_batch: int, rows: Tensor | None) -> Any:
         chunk, batch = self.chunks[number], self._batch_of(number, micro_batch)
         if chunk.is_first:
             output = chunk(batch)
         else:
-            output = chunk(batch, _first_rows(rows, chunk.input_shape(batch)[0]))
+            assert rows is not None, "only the first chunk gets no rows"
+            count = chunk.input_shape(batch)[0]
+            output = chunk(batch, rows if rows.shape[0] == count else rows[:count])
         if chunk.is_last:
             return output
         if self._shapes:
-            output = _padded(output, self._shapes[number + 1][0])
+            missing = self._shapes[number + 1][0] - output.shape[0]
+            if missing:
+                padding = paddle.zeros([missing, *output.shape[1:]], output.dtype)
+                output = paddle.concat([output, padding])
         if paddle.is_grad_enabled():
             # The output of frozen layers needs no gradient, but the next stage sends one back.
             output.stop_gradient = False
@@ -216,12 +308,56 @@ class PipelineRunner:
         return total
 
 
-def _first_rows(rows: Any, count: int) -> Tensor:
-    return rows if rows.shape[0] == count else rows[:count]
+def _complete_dualpipev(engine: Any, end_micro_batch: Callable[[], None]) -> None:
+    """Add what DualPipeV lacks: evaluation, the micro-batch hook, messages without deep_ep."""
+    backward, weights = engine._backward_compute, engine._weight_pass
+
+    def forward_inputs(micro_datasets: Any, phase: int, acc_id: int) -> Any:
+        # Without a backward pass fleet's method drops the rows before it returns them.
+        if engine.is_pipeline_first_stage() and phase == 0:
+            engine.input_tensors[phase].append(next(micro_datasets[phase])[0])
+        inputs = engine.input_tensors[phase][acc_id]
+        if engine.forward_only:
+            engine.input_tensors[phase][acc_id] = None
+        return inputs
+
+    def backward_compute(*args: Any, **kwargs: Any) -> None:
+        backward(*args, **kwargs)
+        if not engine.forward_only:
+            end_micro_batch()
+
+    def weight_pass() -> None:
+        weights()
+        if not engine.forward_only:
+            end_micro_batch()
+
+    def commit_and_wait(*_: Any, **__: Any) -> None:
+        for operations in (engine.comm_forward_ops, engine.comm_backward_ops):
+            for request in dist.batch_isend_irecv(operations) if operations else ():
+                request.wait()
+        engine.comm_forward_ops, engine.comm_backward_ops = [], []
+        engine._free_tensors()
+
+    engine._get_forward_inputs = forward_inputs
+    engine._backward_compute, engine._weight_pass = backward_compute, weight_pass
+    if dualpipev.deep_ep is None:
+        engine._commit_and_wait_comm = commit_and_wait
 
 
-def _padded(rows: Tensor, count: int) -> Tensor:
-    missing = count - rows.shape[0]
-    if not missing:
-        return rows
-    return paddle.concat([rows, paddle.zeros([missing, *rows.shape[1:]], rows.dtype)])
+def split_backward(layers: Iterable[nn.Layer]) -> None:
+    """Make linears compute the input's gradient first, and the weight's when fleet asks for it.
+
+    Zero-bubble schedules (DualPipeV) compute the weights' gradients where a stage would wait.
+    Linears that are split over a tensor-parallel group are fleet's own and have no such form. Hooks
+    on the gradients of these weights are not called then.
+
+    Source: Qi et al., Zero Bubble Pipeline Parallelism, https://arxiv.org/abs/2401.10241.
+    """
+    for layer in layers:
+        for parameter in layer.parameters():
+            if parameter.ndim == 2:
+                use_product(parameter, _split_product)
+
+
+def _split_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return SplitBWMatmul.apply(x, weight, bias)

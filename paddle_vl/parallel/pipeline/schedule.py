@@ -12,7 +12,6 @@ The layers are cut into model chunks, one or more per stage.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from paddle_vl.parallel.degrees import ParallelDegrees
 
@@ -41,35 +40,6 @@ def evaluated_batches(degrees: ParallelDegrees, num_batches: int) -> int:
     if degrees.num_virtual_stages > 1:
         return -(-num_batches // stages) * stages
     return num_batches
-
-
-def pp_configs(degrees: ParallelDegrees, on_cpu: bool) -> dict[str, Any]:
-    """The options of fleet's `pp_configs` that this package sets."""
-    return {
-        # The loss of a micro-batch is divided by the counts of the full step already.
-        "delay_scale_loss": True,
-        # Gloo has no batched messages.
-        "use_batch_p2p_comm": not on_cpu,
-        "enable_dynamic_shape": degrees.pp_shapes == "dynamic",
-        "best_unbalanced_scheduler": degrees.pp_schedule == "balanced_memory",
-        "use_dualpipev": degrees.pp_schedule == "dualpipev",
-    }
-
-
-def pipeline_configs(degrees: ParallelDegrees) -> dict[str, Any]:
-    """The options of fleet's `pipeline_configs` that this package sets.
-
-    Fleet chooses among the interleaved classes by `accumulate_steps`: below 2 x stages it takes one
-    that runs all forward passes first. The runner sets the real number of micro-batches later.
-    """
-    forward_first = degrees.pp_schedule in ("fthenb", "balanced_memory")
-    stages, num_batches = degrees.pp_degree, degrees.num_micro_batches
-    return {
-        "accumulate_steps": stages if forward_first else max(num_batches, stages),
-        "micro_batch_size": 1,
-        # On (the default), messages mix token rows of different mp ranks, and nothing raises.
-        "enable_partial_send_recv": False,
-    }
 
 
 def split_layers(

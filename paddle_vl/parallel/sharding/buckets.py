@@ -39,20 +39,6 @@ class Pending:
         return self._received
 
 
-def start_all_gather(own_N: Tensor, group) -> Pending:
-    """All-gather to `[S * N]`, rank by rank."""
-    all_SN = paddle.empty([own_N.shape[0] * group.nranks], dtype=own_N.dtype)
-    task = dist.stream.all_gather(all_SN, own_N, group=group, sync_op=False)
-    return Pending("all_gather", task, all_SN, own_N)
-
-
-def start_reduce_scatter(packed_SN: Tensor, group) -> Pending:
-    """Reduce-scatter (sum) of `[S * N]` to this rank's `[N]`."""
-    own_N = paddle.empty([packed_SN.shape[0] // group.nranks], dtype=packed_SN.dtype)
-    task = dist.stream.reduce_scatter(own_N, packed_SN, group=group, sync_op=False)
-    return Pending("reduce_scatter", task, own_N, packed_SN)
-
-
 class Reductions:
     """Reduce-scatters of the gradients of all buckets, one in flight.
 
@@ -80,7 +66,9 @@ class Reductions:
 
     def start(self, owner: Hashable, packed_SN: Tensor) -> None:
         """Start a reduce-scatter, after `make_room`; its output is added to the owner's sum."""
-        self._in_flight = owner, start_reduce_scatter(packed_SN, self.group)
+        own_N = paddle.empty([packed_SN.shape[0] // self.group.nranks], dtype=packed_SN.dtype)
+        task = dist.stream.reduce_scatter(own_N, packed_SN, group=self.group, sync_op=False)
+        self._in_flight = owner, Pending("reduce_scatter", task, own_N, packed_SN)
 
     def pop_sum(self, owner: Hashable) -> Tensor | None:
         """Remove and return the sum of an owner's outputs, `[N]` float32; None without any."""
@@ -159,11 +147,6 @@ def padded_rows(full: Tensor, num_ranks: int) -> Tensor:
     if missing:
         flat = paddle.concat([flat, paddle.zeros([missing], dtype=flat.dtype)])
     return flat.reshape([num_ranks, -1])
-
-
-def from_rows(rows: Tensor, parameter: Tensor) -> Tensor:
-    """The inverse of `padded_rows`, in the parameter's shape."""
-    return rows.reshape([-1])[: parameter.size].reshape(parameter.shape)
 
 
 class Bucket:
@@ -246,7 +229,9 @@ class Bucket:
             # Rounded before it is communicated.
             own = [entry.shard.detach().astype(dtype) for entry in entries]
             own_N = own[0] if len(own) == 1 else paddle.concat(own)
-            self._in_flight.append((entries, start_all_gather(own_N, self.group)))
+            all_SN = paddle.empty([own_N.shape[0] * self.group.nranks], dtype=dtype)
+            task = dist.stream.all_gather(all_SN, own_N, group=self.group, sync_op=False)
+            self._in_flight.append((entries, Pending("all_gather", task, all_SN, own_N)))
 
     def discard_all_gather(self) -> None:
         """Finish what `start_all_gather` started, and drop the result."""

@@ -13,9 +13,16 @@ Differences from fleet:
   fleet's buffers, and nothing is reduced any more.
 - Slices get their gradients before the first step. Fleet does so in `step`, after the all-reduce
   over dp, which therefore leaves out the first step.
+- Collectives of buffers have a fixed order. Fleet reduce-scatters a buffer once it has all of its
+  gradients, and all-gathers the next buffer when a layer needs it. Ranks whose micro-batches have
+  different optional branches would do so in different orders, and a buffer with a missing gradient
+  would never be reduced.
+
+Just over 350 lines: the optimizer, and the order of its collectives.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,13 +34,13 @@ from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding
     DygraphShardingOptimizerV2,
 )
 from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer
+from paddle.distributed.fleet.utils.tensor_fusion_helper import FusedCommBuffer
 
 from paddle_vl.nn.adamw import AdamW
 from paddle_vl.nn.flat_buckets import FlatBucket
 from paddle_vl.nn.master_weights import master_copy
 from paddle_vl.nn.parameter_table import ParameterTable, Tie
 from paddle_vl.parallel.sharding.buckets import own_slice
-from paddle_vl.parallel.sharding.fleet_buffers import OrderedGathers, OrderedReductions
 from paddle_vl.parallel.topology import Topology
 
 Key = TypeVar("Key", bound=Hashable)
@@ -222,11 +229,15 @@ class FleetSharding:
                 self._gathers.finish()
             return parameter.detach()
         flat = paddle.empty([parameter.size], dtype=value.dtype)
-        for rank, begin, end in self._owners(parameter):
+        for rank, source in enumerate(self.group.ranks):
+            begin, end = self._span(parameter, rank)
+            end = min(end, parameter.size)
+            if end <= begin:
+                continue
             part = flat._slice(begin, end)
             if rank == self.group.rank:
                 paddle.assign(value.detach().reshape([-1])[: end - begin], part)
-            dist.broadcast(part, src=self.group.ranks[rank], group=self.group)
+            dist.broadcast(part, src=source, group=self.group)
         return flat.reshape(parameter.shape)
 
     def own_shard(self, parameter: Tensor, full: np.ndarray) -> np.ndarray:
@@ -248,20 +259,17 @@ class FleetSharding:
         """
         found: dict[Key, Tensor] = {}
 
+        @paddle.no_grad()
         def find(key: Key) -> Tensor:
             if not found:
-                found.update(zip(own, self._gathered_numbers(own.values()), strict=True))
+                # Collected on the group's device: Paddle keeps some of them on the host.
+                values = [0.0 if number is None else number.item() for number in own.values()]
+                numbers = paddle.to_tensor(values, dtype="float32")
+                dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.group)
+                found.update(zip(own, numbers.split(len(values)), strict=True))
             return found[key]
 
         return find
-
-    @paddle.no_grad()
-    def _gathered_numbers(self, own: Iterable[Tensor | None]) -> list[Tensor]:
-        # Collected on the group's device: Paddle keeps some of them on the host.
-        values = [0.0 if number is None else number.item() for number in own]
-        numbers = paddle.to_tensor(values, dtype="float32")
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.group)
-        return numbers.split(len(values))
 
     def _make_updated(self, parameter: Tensor) -> Tensor | None:
         begin, end = self._span(parameter, self.group.rank)
@@ -287,8 +295,74 @@ class FleetSharding:
         end = min(view._index + view._padded_size, (rank + 1) * length)
         return begin - view._index, end - view._index
 
-    def _owners(self, parameter: Tensor) -> list[tuple[int, int, int]]:
-        """Ranks with a non-empty slice of the parameter, and its begin and end without padding."""
-        spans = [(r, *self._span(parameter, r)) for r in range(self.group.nranks)]
-        cut = [(rank, begin, min(end, parameter.size)) for rank, begin, end in spans]
-        return [(rank, begin, end) for rank, begin, end in cut if end > begin]
+
+class OrderedReductions:
+    """Reduce-scatters of fleet's buffers during the backward pass, from the last buffer on.
+
+    Args:
+        buffers: in the order of the forward pass; fleet calls `comm_grads` of each when it has all
+            gradients of a step.
+    """
+
+    def __init__(self, buffers: Sequence[FusedCommBuffer]):
+        self._order = list(reversed(buffers))
+        self._complete: set[int] = set()
+        self._num_started = 0
+        for buffer in buffers:
+            buffer.comm_grads = partial(self._start, buffer)
+
+    def finish(self) -> None:
+        """After the last backward pass: reduce the buffers in which a gradient is missing."""
+        for buffer in self._order:
+            for parameter in buffer.params:
+                while parameter.name in buffer._params_step_dict:
+                    buffer.add_grad(parameter)
+        self._complete, self._num_started = set(), 0
+
+    def _start(self, buffer: FusedCommBuffer) -> None:
+        self._complete.add(id(buffer))
+        while self._num_started < len(self._order):
+            following = self._order[self._num_started]
+            if id(following) not in self._complete:
+                return
+            following._comm_grads()
+            self._num_started += 1
+
+
+class OrderedGathers:
+    """All-gathers of updated parameters that are waited for when their layers run.
+
+    Args:
+        units: layers whose parameters nothing else uses; all-gathers of the rest of the model are
+            finished when `start` returns.
+    """
+
+    def __init__(self, optimizer: DygraphShardingOptimizerV2, units: Iterable[nn.Layer]):
+        self._optimizer, self._buffers = optimizer, list(optimizer._comm_buffer_list)
+        # Replaces fleet's hooks, which fail for frozen layers and leaf layers that are not called.
+        optimizer.has_register_forward_hook = True
+        units = list(units)
+        in_units = {p.name for unit in units for p in unit.parameters()}
+        self._root = [b for b in self._buffers if any(p.name not in in_units for p in b.params)]
+        for unit in units:
+            names = {p.name for p in unit.parameters()}
+            needed = [b for b in self._buffers if any(p.name in names for p in b.params)]
+            wait: Any = partial(self._wait, needed)
+            unit.register_forward_pre_hook(wait)
+
+    def start(self) -> None:
+        """Start all of them, after fleet's step has started the first one."""
+        for buffer in self._buffers:
+            if buffer.status == FusedCommBuffer.Status.SHARDED:
+                self._optimizer._try_start_bucket_param_sync([buffer])
+        self._wait(self._root)
+
+    def finish(self) -> None:
+        """Wait for all of them."""
+        self._wait(self._buffers)
+
+    def _wait(self, buffers: Iterable[Any], *arguments_of_a_hook: Any) -> None:
+        for buffer in buffers:
+            if buffer.status == FusedCommBuffer.Status.SYNCING:
+                buffer.sync_param_task.wait()
+                buffer.status = FusedCommBuffer.Status.READY

@@ -1,5 +1,6 @@
 """Sharding stages 2 and 3: buckets, and when they are reduced, unsharded and resharded."""
 
+import itertools
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,15 +18,9 @@ from paddle_vl.parallel.sharding.buckets import (
     BucketEntry,
     Reductions,
     buckets_of,
-    from_rows,
     own_slice,
 )
-from paddle_vl.parallel.sharding.unit import (
-    TableForward,
-    UnitForward,
-    UnshardedBuckets,
-    link_chain,
-)
+from paddle_vl.parallel.sharding.unit import TableForward, UnitForward, UnshardedBuckets
 
 
 @dataclass(frozen=True)
@@ -38,11 +33,20 @@ class ShardingOptions:
         reduce_dtype: dtype of reduced gradients; sums over micro-batches are float32.
         reduce_once_per_step: stage 2: accumulate full gradients in float32, and reduce them only in
             the last micro-batch's backward pass.
+
+    Raises:
+        ValueError: another dtype.
     """
 
     reshard_after_forward: bool = True
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     reduce_once_per_step: bool = False
+
+    def __post_init__(self):
+        if self.reduce_dtype not in ("float32", "bfloat16"):
+            raise ValueError(
+                f"reduce_dtype is {self.reduce_dtype!r}; it must be float32 or bfloat16"
+            )
 
 
 class Sharding:
@@ -211,7 +215,8 @@ class Sharding:
         if value is None:
             value = self.shard_of(parameter).detach().astype(parameter.dtype)
         with paddle.no_grad():
-            return from_rows(all_gathered(value, self.group), parameter)
+            flat = all_gathered(value, self.group)
+            return flat[: parameter.size].reshape(parameter.shape)
 
     def own_shard(self, parameter: Tensor, full: np.ndarray) -> np.ndarray:
         """`[n]`, this rank's shard of an array in the parameter's shape, padded with zeros.
@@ -285,7 +290,8 @@ class Sharding:
                 unit = UnitForward(bucket, self._unsharded, keeps, self._after_backward)
                 wrap_layer(layer, Level.SHARDING, unit)
                 forwards.append(unit)
-        link_chain(forwards)
+        for one, two in itertools.pairwise(forwards):
+            one.following, two.previous = two, one
         self._forwards += forwards
         return [unit.bucket for unit in forwards]
 
@@ -299,7 +305,8 @@ class Sharding:
             key = id(layer.weight)
             if key not in buckets:
                 buckets[key] = self._bucket([layer.weight])
-            after = self._after_head if users[key] == 1 else _reduce_later
+            # Of a shared weight another layer adds to the same gradient.
+            after = self._after_head if users[key] == 1 else lambda bucket: None
             table = TableForward(buckets[key], self._unsharded, keeps, after)
             wrap_layer(layer, Level.SHARDING, table)
             self._forwards.append(table)
@@ -308,7 +315,3 @@ class Sharding:
     def _after_head(self, bucket: Bucket) -> None:
         self._after_backward(bucket)
         self._reduced_tables.add(bucket)
-
-
-def _reduce_later(bucket: Bucket) -> None:
-    """Another layer adds to the same gradient."""

@@ -6,9 +6,9 @@ graph with its own backward pass, as in recomputation. Parameters have storage i
 gradients exist and are reduced after it, in the same order on every rank.
 """
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import paddle
@@ -23,11 +23,14 @@ class UnshardedBuckets:
 
     Besides kept ones at most two are unsharded at any time. Every rank uses the same buckets in the
     same order, so all ranks start the same all-gathers.
+
+    Attributes:
+        kept: those that stay unsharded after a use of theirs.
     """
 
     def __init__(self):
         self._unsharded: set[Bucket] = set()
-        self._kept: set[Bucket] = set()
+        self.kept: set[Bucket] = set()
         self._prefetched: Bucket | None = None
 
     @contextmanager
@@ -48,16 +51,8 @@ class UnshardedBuckets:
         try:
             yield
         finally:
-            if bucket not in self._kept:
+            if bucket not in self.kept:
                 self._reshard(bucket)
-
-    def keep(self, bucket: Bucket) -> None:
-        """Leave a bucket unsharded from its next use on, until `release`."""
-        self._kept.add(bucket)
-
-    def release(self, bucket: Bucket) -> None:
-        """Reshard a bucket after its next use."""
-        self._kept.discard(bucket)
 
     def discard_prefetched(self) -> None:
         """Drop the prefetched bucket if it was not used."""
@@ -68,7 +63,7 @@ class UnshardedBuckets:
     def reshard_all(self) -> None:
         """Reshard everything; nothing is in use."""
         self.discard_prefetched()
-        self._kept.clear()
+        self.kept.clear()
         for bucket in list(self._unsharded):
             self._reshard(bucket)
 
@@ -117,7 +112,8 @@ class UnitForward:
         # Makes autograd call this backward even if no input needs a gradient.
         anchor = paddle.zeros([1])
         anchor.stop_gradient = False
-        return _RunApart.apply(_Call(self, forward, inputs), anchor, *differentiable)
+        # Paddle would search a tuple of the inputs for tensors.
+        return _RunApart.apply(self, partial(forward, *inputs), anchor, *differentiable)
 
     def in_forward(self) -> AbstractContextManager:
         """The context of the layer's forward."""
@@ -139,7 +135,7 @@ class UnitForward:
         if self.unsharded is None:
             return nullcontext()
         if self.keeps and paddle.is_grad_enabled():
-            self.unsharded.keep(self.bucket)
+            self.unsharded.kept.add(self.bucket)
         return self.unsharded.use(self.bucket, next_bucket)
 
 
@@ -158,34 +154,27 @@ class TableForward(UnitForward):
 
     def in_forward(self) -> AbstractContextManager:
         if self.num_open and self.unsharded is not None:
-            self.unsharded.keep(self.bucket)
+            self.unsharded.kept.add(self.bucket)
         return super().in_forward()
 
     def in_backward(self) -> AbstractContextManager:
         if self.num_open == 1 and not self.keeps and self.unsharded is not None:
-            self.unsharded.release(self.bucket)
+            self.unsharded.kept.discard(self.bucket)
         return super().in_backward()
-
-
-class _Call:
-    """Hides a unit and its inputs from Paddle, which would search a tuple for tensors."""
-
-    def __init__(self, unit: UnitForward, forward: Callable[..., Any], inputs: tuple):
-        self.unit, self.forward, self.inputs = unit, forward, inputs
 
 
 class _RunApart(PyLayer):
     @staticmethod
-    def forward(ctx, call, anchor, *differentiable):
-        ctx.unit, ctx.leaves, inputs = call.unit, [], []
-        for value in call.inputs:
+    def forward(ctx, unit, layer, anchor, *differentiable):
+        ctx.unit, ctx.leaves, inputs = unit, [], []
+        for value in layer.args:
             if needs_gradient(value):
                 value = value.detach()
                 value.stop_gradient = False
                 ctx.leaves.append(value)
             inputs.append(value)
-        with paddle.enable_grad(), ctx.unit.in_forward():
-            output = call.forward(*inputs)
+        with paddle.enable_grad(), unit.in_forward():
+            output = layer.func(*inputs)
         is_several = isinstance(output, tuple)
         ctx.outputs = output if is_several else (output,)
         return tuple(value.detach() for value in output) if is_several else output.detach()
@@ -209,9 +198,3 @@ class _RunApart(PyLayer):
 def needs_gradient(value: Any) -> bool:
     """Whether this is a tensor that needs a gradient."""
     return isinstance(value, Tensor) and not value.stop_gradient
-
-
-def link_chain(units: Sequence[UnitForward]) -> None:
-    """Set the neighbours of units that run one after the other."""
-    for one, two in itertools.pairwise(units):
-        one.following, two.previous = two, one

@@ -12,15 +12,14 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
 import paddle
 from paddle import Tensor
 
-from paddle_vl.parallel.recorder import Collective, caller, is_in_backward
-from paddle_vl.parallel.simulated.group import Call
+from paddle_vl.parallel.recorder import Collective, caller
 from paddle_vl.threads import JoinedThread
 
 # Seconds that ranks get to unwind after an error.
@@ -29,10 +28,6 @@ _UNWIND_S = 10.0
 
 class RanksDisagreeError(RuntimeError):
     """Ranks started different collectives, or one waits for a rank that has ended."""
-
-
-class _StoppedError(RuntimeError):
-    """Unwinds a rank after another one failed."""
 
 
 @dataclass(frozen=True)
@@ -44,24 +39,8 @@ class Meeting:
         tensors: what each rank contributed, in the group's order; empty for a barrier.
     """
 
-    call: Call
+    call: Collective
     tensors: list[Tensor]
-
-
-@dataclass
-class _State:
-    """A rank of `Lockstep`.
-
-    Attributes:
-        post: the collective that it waits in, what it contributes, and the place of the call.
-        calls: its collectives so far.
-    """
-
-    has_ended: bool = False
-    post: tuple[Call, Tensor | None, str] | None = None
-    received: list[Tensor] = field(default_factory=list)
-    calls: list[Collective] = field(default_factory=list)
-    result: Any = None
 
 
 class Lockstep:
@@ -73,6 +52,10 @@ class Lockstep:
         keeps_tensors: keep what the ranks contributed, in `meetings`.
         on_switch: called with the number of the rank that leaves and of the one that continues
             (None for none), while no rank runs.
+
+    Attributes:
+        collectives: every rank's so far; `phase` is `forward` or `backward`.
+        meetings: of all ranks, see `keeps_tensors`.
     """
 
     def __init__(
@@ -84,18 +67,18 @@ class Lockstep:
     ):
         self.size, self._timeout_s, self._keeps = size, timeout_s, keeps_tensors
         self._on_switch = on_switch
-        self._states = [_State() for _ in range(size)]
+        self.collectives: list[list[Collective]] = [[] for _ in range(size)]
         self.meetings: list[Meeting] = []
+        # The collective that a rank waits in, what it contributes, and the place of the call.
+        self._posts: dict[int, tuple[Collective, Tensor | None, str]] = {}
+        # What all ranks contributed to the last meeting, and what those that have ended returned.
+        self._received: list[Tensor] = []
+        self._results: dict[int, Any] = {}
         # The rank whose turn it is; each change is notified.
         self._changed = threading.Condition()
         self._running: int | None = None
         self._num_turns = 0
         self._failure: BaseException | None = None
-
-    @property
-    def collectives(self) -> list[list[Collective]]:
-        """Every rank's collectives so far; `phase` is `forward` or `backward`."""
-        return [state.calls for state in self._states]
 
     def run(self, step: Callable[[int], Any]) -> list[Any]:
         """`step(rank)` of every rank.
@@ -125,46 +108,43 @@ class Lockstep:
             self._on_switch(self._running, None)
         if self._failure is not None:
             raise self._failure
-        return [state.result for state in self._states]
+        return [self._results[rank] for rank in range(self.size)]
 
-    def exchange(self, rank: int, call: Call, tensor: Tensor | None) -> list[Tensor]:
+    def exchange(self, rank: int, call: Collective, tensor: Tensor | None) -> list[Tensor]:
         """Wait for the other ranks of the collective.
 
         Raises:
             RanksDisagreeError: see the class.
         """
         self._stop_if_failed()
-        call, state = _with_phase(call), self._states[rank]
         kept = None if tensor is None else tensor.detach().clone()
-        state.post = (call, kept, caller())
-        state.calls.append(call.collective)
-        for other, waiting in enumerate(self._states):
-            if waiting.post is not None and waiting.post[0].agreed != call.agreed:
+        self._posts[rank] = call, kept, caller()
+        self.collectives[rank].append(call._replace(detail=""))
+        for other, (posted, _, _) in sorted(self._posts.items()):
+            if posted.agreed != call.agreed:
                 first, second = sorted((other, rank))
                 self._disagree(
                     f"ranks {first} and {second} start different collectives as number "
-                    f"{len(state.calls)}: {self._where(first)}; {self._where(second)}"
+                    f"{len(self.collectives[rank])}: {self._where(first)}; {self._where(second)}"
                 )
-        posts = [state.post for state in self._states if state.post is not None]
-        if len(posts) == self.size:
-            tensors = [tensor for _, tensor, _ in posts if tensor is not None]
+        if len(self._posts) == self.size:
+            posted = [self._posts[each][1] for each in range(self.size)]
+            self._received = [value for value in posted if value is not None]
+            self._posts.clear()
             if self._keeps:
-                self.meetings.append(Meeting(call, tensors))
-            for each in self._states:
-                each.received, each.post = tensors, None
+                self.meetings.append(Meeting(call, self._received))
         else:
             self._pass_on(rank)
             self._await_turn(rank)
             self._stop_if_failed()
-        return state.received
+        return self._received
 
     def _run_rank(self, rank: int, step: Callable[[int], Any]) -> None:
         self._await_turn(rank)
         if self._failure is not None:
             return
         try:
-            self._states[rank].result = step(rank)
-            self._states[rank].has_ended = True
+            self._results[rank] = step(rank)
             self._pass_on(rank)
         except BaseException as error:
             # Python 3.10 has no notes.
@@ -180,11 +160,10 @@ class Lockstep:
             RanksDisagreeError: there is none, but some wait.
         """
         for other in [(rank + 1 + i) % self.size for i in range(self.size)]:
-            state = self._states[other]
-            if state.post is None and not state.has_ended:
+            if other not in self._posts and other not in self._results:
                 self._give_turn(other)
                 return
-        if not all(state.has_ended for state in self._states):
+        if self._posts:
             where = "; ".join(map(self._where, range(self.size)))
             self._disagree(f"no rank can continue: {where}")
         with self._changed:
@@ -204,7 +183,7 @@ class Lockstep:
         """Wait until all ranks have ended, or one has failed."""
 
         def is_over() -> bool:
-            return self._failure is not None or all(state.has_ended for state in self._states)
+            return self._failure is not None or len(self._results) == self.size
 
         seen = -1
         with self._changed:
@@ -220,14 +199,14 @@ class Lockstep:
                 seen = self._num_turns
 
     def _where(self, rank: int) -> str:
-        state = self._states[rank]
-        if state.post is not None:
-            call, _, place = state.post
+        calls = self.collectives[rank]
+        if rank in self._posts:
+            call, _, place = self._posts[rank]
             return f"rank {rank} waits in {call.describe()}, called from {place}"
-        if not state.has_ended:
+        if rank not in self._results:
             return f"rank {rank} can run"
-        last = f", the last {state.calls[-1].describe()}" if state.calls else ""
-        return f"rank {rank} has ended after {len(state.calls)} collectives{last}"
+        last = f", the last {calls[-1].describe()}" if calls else ""
+        return f"rank {rank} has ended after {len(calls)} collectives{last}"
 
     def _disagree(self, problem: str) -> NoReturn:
         error = RanksDisagreeError(
@@ -244,8 +223,9 @@ class Lockstep:
             self._changed.notify_all()
 
     def _stop_if_failed(self) -> None:
+        """Unwind a rank after another one failed."""
         if self._failure is not None:
-            raise _StoppedError(f"another simulated rank failed: {self._failure}")
+            raise RuntimeError(f"another simulated rank failed: {self._failure}")
 
 
 class Peers:
@@ -258,12 +238,12 @@ class Peers:
         self.calls: list[Collective] = []
         self._random = np.random.default_rng(rank)
 
-    def exchange(self, rank: int, call: Call, tensor: Tensor | None) -> list[Tensor]:
-        self.calls.append(_with_phase(call).collective)
+    def exchange(self, rank: int, call: Collective, tensor: Tensor | None) -> list[Tensor]:
+        self.calls.append(call._replace(detail=""))
         if tensor is None:
             return []
         own = tensor.detach().clone()
-        return [own if other == rank else self._like(own) for other in call.collective.ranks]
+        return [own if other == rank else self._like(own) for other in call.ranks]
 
     def end(self) -> None:
         """Called at the end of the block."""
@@ -288,11 +268,11 @@ class Replay:
         self.calls: list[Collective] = []
         self._meetings, self._tolerance = meetings, tolerance
         # Compared at the end, since a rank may run where host reads are forbidden.
-        self._contributed: list[tuple[Call, Tensor, Tensor]] = []
+        self._contributed: list[tuple[Collective, Tensor, Tensor]] = []
 
-    def exchange(self, rank: int, call: Call, tensor: Tensor | None) -> list[Tensor]:
-        call, number = _with_phase(call), len(self.calls)
-        self.calls.append(call.collective)
+    def exchange(self, rank: int, call: Collective, tensor: Tensor | None) -> list[Tensor]:
+        number = len(self.calls)
+        self.calls.append(call._replace(detail=""))
         start = f"rank {rank} starts {call.describe()} as number {number + 1}"
         if number >= len(self._meetings):
             raise RanksDisagreeError(f"{start}, and the traffic has {number} collectives")
@@ -325,8 +305,3 @@ class Replay:
                 f"the rank ended after {len(self.calls)} collectives; in the traffic it continues "
                 f"with {left.describe()}"
             )
-
-
-def _with_phase(call: Call) -> Call:
-    phase = "backward" if is_in_backward() else "forward"
-    return call._replace(collective=call.collective._replace(phase=phase))

@@ -9,8 +9,7 @@ output of another size or dtype) is refused here.
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import paddle
 from paddle import Tensor
@@ -18,7 +17,12 @@ from paddle.base import core
 from paddle.distributed.communication.group import Group
 
 from paddle_vl.parallel.gloo_fleet.process_group import DONE, DoneTask, write
-from paddle_vl.parallel.recorder import Collective, described_call, observers_of_thread
+from paddle_vl.parallel.recorder import (
+    Collective,
+    described_call,
+    is_in_backward,
+    observers_of_thread,
+)
 
 _SUM = core.ReduceOp.SUM
 _HALF = (paddle.float16, paddle.bfloat16)
@@ -29,77 +33,49 @@ _REDUCE = {
 _local = threading.local()
 
 
-@dataclass(eq=False)
+class Exchange(Protocol):
+    """Gives each collective the tensors of all its ranks."""
+
+    def exchange(self, rank: int, call: Collective, tensor: Tensor | None) -> list[Tensor]:
+        """What each rank of the group contributes, in the group's order; empty for a barrier.
+
+        Args:
+            rank: the calling rank.
+            call: in the phase `forward` or `backward`.
+            tensor: what it contributes; None for a barrier.
+        """
+        ...
+
+
 class SimulatedRank:
-    """One rank of a simulated mp group.
+    """One rank of a simulated mp group of `size` ranks.
 
     Attributes:
         mp_group: a `paddle.distributed` group, with `rank` and `nranks`.
         observers: called with each collective before it runs.
     """
 
-    mp_group: Any = None
-    observers: list[Callable[[Any], object]] = field(default_factory=list)
+    def __init__(self, rank: int, size: int, exchange: Exchange):
+        self.rank, self.size, self.exchange = rank, size, exchange
+        self.observers: list[Callable[[Any], object]] = []
+        # A group of one rank has no connection, as in `paddle_vl.parallel.topology`.
+        connection: Any = SimulatedProcessGroup(self) if size > 1 else None
+        self.mp_group: Any = Group(rank, -1, list(range(size)), connection, "simulated")
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Be this rank in this thread."""
+        _local.rank = self
+        try:
+            with observers_of_thread(self.observers):
+                yield
+        finally:
+            _local.rank = None
 
 
 def current_rank() -> SimulatedRank | None:
     """The simulated rank of this thread; None outside of a simulation."""
     return getattr(_local, "rank", None)
-
-
-@contextmanager
-def run_as(rank: SimulatedRank) -> Iterator[None]:
-    """Be this rank in this thread."""
-    _local.rank = rank
-    try:
-        with observers_of_thread(rank.observers):
-            yield
-    finally:
-        _local.rank = None
-
-
-class Call(NamedTuple):
-    """A collective as one rank issues it.
-
-    Attributes:
-        collective: kind, ranks, dtype and shape.
-        detail: what else must agree, such as the operation of a reduction.
-    """
-
-    collective: Collective
-    detail: str = ""
-
-    @property
-    def agreed(self) -> tuple:
-        return (*self.collective.agreed, self.detail)
-
-    def describe(self) -> str:
-        """E.g. `all_reduce (MAX) of float32 [12, 1] in backward`."""
-        text = self.collective.describe()
-        kind = self.collective.kind
-        return f"{kind} ({self.detail}){text.removeprefix(kind)}" if self.detail else text
-
-
-class Exchange(Protocol):
-    """Gives each collective the tensors of all its ranks."""
-
-    def exchange(self, rank: int, call: Call, tensor: Tensor | None) -> list[Tensor]:
-        """What each rank of the group contributes, in the group's order; empty for a barrier.
-
-        Args:
-            rank: the calling rank.
-            tensor: what it contributes; None for a barrier.
-        """
-        ...
-
-
-def simulated_rank(rank: int, size: int, exchange: Exchange) -> SimulatedRank:
-    """A rank of an mp group of `size` ranks."""
-    own = SimulatedRank()
-    # A group of one rank has no connection, as in `paddle_vl.parallel.topology`.
-    connection: Any = SimulatedProcessGroup(own, rank, size, exchange) if size > 1 else None
-    own.mp_group = Group(rank, -1, list(range(size)), connection, "simulated")
-    return own
 
 
 class SimulatedProcessGroup:
@@ -110,8 +86,8 @@ class SimulatedProcessGroup:
         RuntimeError: called outside of the simulation, or ranks disagree; see `Exchange`.
     """
 
-    def __init__(self, own: SimulatedRank, rank: int, size: int, exchange: Exchange):
-        self._own, self._rank, self._size, self._exchange = own, rank, size, exchange
+    def __init__(self, own: SimulatedRank):
+        self._own, self._rank, self._size = own, own.rank, own.size
 
     def rank(self) -> int:
         return self._rank
@@ -195,10 +171,12 @@ class SimulatedProcessGroup:
                 f"{kind} of simulated rank {self._rank} was called outside of its simulation: "
                 "run forward, backward and everything collective inside"
             )
-        call = Call(described_call(kind, tuple(range(self._size)), tensor), detail)
+        call = described_call(kind, tuple(range(self._size)), tensor)
         for observe in list(self._own.observers):
-            observe(call.collective)
-        return self._exchange.exchange(self._rank, call, tensor)
+            observe(call)
+        phase = "backward" if is_in_backward() else "forward"
+        call = call._replace(phase=phase, detail=detail)
+        return self._own.exchange.exchange(self._rank, call, tensor)
 
     def _slices(self, tensor: Tensor, kind: str) -> list[Tensor]:
         rows, rest = divmod(tensor.shape[0], self._size)

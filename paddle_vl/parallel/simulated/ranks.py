@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 from unittest import mock
 
@@ -33,9 +34,8 @@ from paddle_vl.parallel.recorder import Collective, is_process_observed
 from paddle_vl.parallel.simulated.exchanges import Lockstep, Meeting, Peers, Replay
 from paddle_vl.parallel.simulated.group import (
     SimulatedProcessGroup,
+    SimulatedRank,
     current_rank,
-    run_as,
-    simulated_rank,
 )
 from paddle_vl.parallel.tensor import FleetPlacement
 
@@ -102,8 +102,8 @@ def run_ranks(
         def run(number: int) -> T:
             # A new thread's current device is the first one.
             paddle.set_device(device)
-            rank = simulated_rank(number, mp_degree, lockstep)
-            with run_as(rank):
+            rank = SimulatedRank(number, mp_degree, lockstep)
+            with rank.running():
                 return step(FleetPlacement(rank.mp_group, sequence_parallel, vision))
 
         results = lockstep.run(run)
@@ -153,15 +153,15 @@ def one_rank(
     """
     if not 0 <= rank < mp_degree:
         raise ValueError(f"rank {rank} is outside of [0, {mp_degree})")
-    if traffic and (size := traffic[0].call.collective.num_ranks) != mp_degree:
+    if traffic and (size := traffic[0].call.num_ranks) != mp_degree:
         raise ValueError(f"the traffic is of {size} ranks, not of {mp_degree}")
     with _session(mp_degree, fleet):
         generators = _Generators([rank])
         peers = Peers(rank) if traffic is None else Replay(traffic, tolerance)
-        own = simulated_rank(rank, mp_degree, peers)
+        own = SimulatedRank(rank, mp_degree, peers)
         generators.switch(None, rank)
         try:
-            with run_as(own):
+            with own.running():
                 placement = FleetPlacement(own.mp_group, sequence_parallel, vision)
                 yield OneRank(placement, peers.calls)
                 peers.end()
@@ -190,22 +190,6 @@ def full_logits(logits: list[Tensor]) -> Tensor:
         return paddle.concat(list(logits), axis=-1)
 
 
-class _Communicators:
-    """The part of fleet's HybridCommunicateGroup that tensor-parallel layers use."""
-
-    def __init__(self, mp_group: Any):
-        self._mp_group = mp_group
-
-    def get_model_parallel_group(self) -> Any:
-        return self._mp_group
-
-    def get_model_parallel_rank(self) -> int:
-        return self._mp_group.rank
-
-    def get_model_parallel_world_size(self) -> int:
-        return self._mp_group.nranks
-
-
 @contextmanager
 def _session(mp_degree: int, options: FleetConfig | None) -> Iterator[None]:
     """Serve fleet's layers of simulated ranks while entered.
@@ -231,7 +215,14 @@ def _session(mp_degree: int, options: FleetConfig | None) -> Iterator[None]:
 
     def communicators() -> Any:
         rank = current_rank()
-        return paddles_own() if rank is None else _Communicators(rank.mp_group)
+        if rank is None:
+            return paddles_own()
+        # The part of fleet's HybridCommunicateGroup that tensor-parallel layers use.
+        return SimpleNamespace(
+            get_model_parallel_group=lambda: rank.mp_group,
+            get_model_parallel_rank=lambda: rank.rank,
+            get_model_parallel_world_size=lambda: rank.size,
+        )
 
     strategy = fleet_strategy(ParallelDegrees(mp_degree=mp_degree), options)
     try:

@@ -14,11 +14,13 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import paddle_vl
 from paddle_vl.parallel.store import server
+from paddle_vl.parallel.store.server import ranks_text
 from paddle_vl.threads import Watch, end_process
 
 logger = logging.getLogger(__name__)
@@ -58,7 +60,19 @@ class Membership:
         self.host, self.port = host, port
         self._lock = threading.Lock()
         self._deadline, self._seconds = time.monotonic() + seconds, seconds
-        self._socket = self._connect()
+        while True:
+            try:
+                self._socket = socket.create_connection((host, port), _ANSWER_S)
+                break
+            except OSError as error:
+                if not self._has_time:
+                    raise RuntimeError(
+                        f"rank {rank} has waited {seconds:g} s for rank 0, whose store is to be at "
+                        f"{self._place} ({error}): {logs_text([0])}, and whether this machine "
+                        f"reaches that address; then {CONTINUE}"
+                    ) from None
+                time.sleep(_RETRY_S)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def join(self) -> None:
         """Register this rank, and wait until all ranks have joined.
@@ -67,11 +81,11 @@ class Membership:
             RuntimeError: some do not join within the time, or one ends before; names them.
         """
         try:
-            answer = self._ask(join=True)
+            answer = self.ask({"join": True})
             while answer.get("missing") and not answer["ended"] and self._has_time:
                 # Many ranks ask less often.
                 time.sleep(_RETRY_S + self.num_ranks / _ASKING_RANKS_PER_S)
-                answer = self._ask()
+                answer = self.ask()
         except (OSError, ValueError) as error:
             raise RuntimeError(
                 f"rank {self.rank}: the store of this run at {self._place} has ended, or another "
@@ -99,7 +113,7 @@ class Membership:
     def ended(self) -> list[int]:
         """Ranks that have ended, in that order. A store that does not answer ended with rank 0."""
         try:
-            return self._ask()["ended"]
+            return self.ask()["ended"]
         except (OSError, ValueError):
             return [0] if self.rank != 0 else []
 
@@ -109,7 +123,7 @@ class Membership:
         A store that does not answer ended with rank 0.
         """
         try:
-            reported = self._ask()["failed"]
+            reported = self.ask()["failed"]
         except (OSError, ValueError):
             return {0: "has ended"} if self.rank != 0 else {}
         return {int(rank): problem for rank, problem in reported.items()}
@@ -118,35 +132,30 @@ class Membership:
         """Report that this rank is done, or the problem that ends it."""
         # Without a store there is nobody left to read it.
         with contextlib.suppress(OSError, ValueError):
-            self._ask(**({"done": True} if problem is None else {"failed": problem}))
+            self.ask({"done": True} if problem is None else {"failed": problem})
 
     @property
     def _place(self) -> str:
         return f"{self.host}:{self.port}"
 
-    def _connect(self) -> socket.socket:
-        while True:
-            try:
-                connection = socket.create_connection((self.host, self.port), _ANSWER_S)
-            except OSError as error:
-                if not self._has_time:
-                    raise RuntimeError(
-                        f"rank {self.rank} has waited {self._seconds:g} s for rank 0, whose store "
-                        f"is to be at {self._place} ({error}): {logs_text([0])}, and whether "
-                        f"this machine reaches that address; then {CONTINUE}"
-                    ) from None
-                time.sleep(_RETRY_S)
-                continue
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return connection
-
     @property
     def _has_time(self) -> bool:
         return time.monotonic() < self._deadline
 
-    def _ask(self, **request: Any) -> dict[str, Any]:
-        text = json.dumps({"rank": self.rank, **request}).encode()
+    def ask(
+        self, request: Mapping[str, Any] | None = None, seconds: float | None = _ANSWER_S
+    ) -> dict[str, Any]:
+        """The store's answer to a request, see `server.Store.state` and `server.Section`.
+
+        Args:
+            seconds: that the answer may take; None for no limit.
+
+        Raises:
+            OSError, ValueError: no answer, or no store's.
+        """
+        text = json.dumps({"rank": self.rank, **(request or {})}).encode()
         with self._lock:
+            self._socket.settimeout(seconds)
             self._socket.sendall(struct.pack("<IQ", server.ASK, len(text)) + text)
             (size,) = struct.unpack("<Q", self._receive(8))
             if size > server.MAX_VALUE_BYTES:
@@ -210,11 +219,6 @@ class PeerWatch:
             CONTINUE,
         )
         end_process(_EXIT_CODE)
-
-
-def ranks_text(ranks: list[int]) -> str:
-    """`rank 1`, or `ranks 1, 2`."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def logs_text(ranks: list[int]) -> str:

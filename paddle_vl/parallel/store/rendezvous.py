@@ -13,7 +13,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Mapping, MutableMapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from ipaddress import ip_address
 from typing import Any, NamedTuple
 
@@ -93,18 +93,21 @@ def meet() -> Addresses:
     membership = Membership(rank, num_ranks, addresses.host, addresses.port, timeout_s())
     membership.join()
     of_this_process.append(membership)
-    with _paddle_as_client_of(addresses):
+    # Paddle makes its store as a client on every rank, not as a server on rank 0.
+    given = {MASTER: f"{addresses.host}:{addresses.port}", _RANK: _NOT_THE_FIRST}
+    kept = {name: os.environ[name] for name in given if name in os.environ}
+    os.environ.update(given)
+    try:
         core.create_or_get_global_tcp_store()
+    finally:
+        for name in given:
+            del os.environ[name]
+        os.environ.update(kept)
     # Paddle's own client has a timeout of 900 s. Paddle looks the store up by this name.
     store = _client_of(addresses)
     core.create_or_get_global_tcp_store = lambda: store
     _met.append(addresses)
     return addresses
-
-
-def ended_ranks() -> list[int]:
-    """Ranks that have ended, in that order; empty before the rendezvous."""
-    return of_this_process[0].ended() if of_this_process else []
 
 
 def store_of(name: str) -> Any:
@@ -223,19 +226,3 @@ def _start_store(addresses: Addresses, num_ranks: int) -> subprocess.Popen:
             "machine's, give it with --host"
         )
     return process
-
-
-@contextmanager
-def _paddle_as_client_of(addresses: Addresses):
-    """Make Paddle create its store as a client on every rank, not as a server on rank 0."""
-    given = {MASTER: f"{addresses.host}:{addresses.port}", _RANK: _NOT_THE_FIRST}
-    kept = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
-    try:
-        yield
-    finally:
-        for name, value in kept.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

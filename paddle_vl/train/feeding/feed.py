@@ -15,10 +15,8 @@ import numpy as np
 import paddle
 
 from paddle_vl.batch.schema import Batch
-from paddle_vl.data.corpus.loader import merged_states
 from paddle_vl.data.prefetch import PrefetchingLoader
 from paddle_vl.nn.objective import BatchAdapter
-from paddle_vl.parallel.ranks import SingleRank
 from paddle_vl.threads import Watch
 from paddle_vl.train.feeding.device_copies import DeviceCopies
 from paddle_vl.train.phases import Phase, phase
@@ -58,12 +56,6 @@ class DataPlace:
     def passes(self) -> float:
         """Passes over the data so far."""
         return self.epoch + self.batches_consumed / self.batches_in_epoch
-
-
-def state_of_all_ranks(state: dict[str, Any], ranks: SingleRank) -> dict[str, Any]:
-    """The state of the data to save: of a mix of sources, in which each rank knows its own lanes,
-    those of all ranks. Called by all ranks."""
-    return merged_states(ranks.gathered(state)) if "lanes" in state else state
 
 
 @dataclass(frozen=True)
@@ -148,26 +140,22 @@ class BatchFeed:
         Does nothing without device copies: loader workers prefetch by themselves.
         """
         if self._copies is not None:
-            self._fetch_ahead()
+            self.upcoming()
 
     def upcoming(self) -> list[Batch]:
         """The batches of the next step, fetched now, after the running step's forward and backward
         passes were launched. Empty after the last step, and where the data raised: `next_step`
         raises that."""
-        self._fetch_ahead()
+        is_last = self._num_steps is not None and self.steps_fed >= self._num_steps
+        if self._next is None and not is_last:
+            try:
+                self._next = self._fetch(is_ahead=True)
+            except Exception as error:
+                # Raised by `next_step`: reports and checkpoints of the running step come first.
+                self._next = error
         if not isinstance(self._next, FedStep):
             return []
         return [micro_batch.batch for micro_batch in self._next.micro_batches]
-
-    def _fetch_ahead(self) -> None:
-        is_last = self._num_steps is not None and self.steps_fed >= self._num_steps
-        if self._next is not None or is_last:
-            return
-        try:
-            self._next = self._fetch(is_ahead=True)
-        except Exception as error:
-            # Raised by `next_step`: reports and checkpoints of the running step come first.
-            self._next = error
 
     def close(self) -> None:
         """Stop loader and copies; prefetched micro-batches are dropped."""

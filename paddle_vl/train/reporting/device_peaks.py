@@ -87,7 +87,9 @@ def known_peak(device_name: str, dtype: str) -> float | None:
         if named <= words:
             if words & _OTHERS - named:
                 return None
-            name = "tf32" if dtype == "float32" and _may_use_tf32(peak) else dtype
+            core: Any = paddle.base.core
+            is_on = core.get_cublas_switch() and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
+            name = "tf32" if dtype == "float32" and peak.tf32 is not None and is_on else dtype
             tera = getattr(peak, name)
             return None if tera is None else tera * 1e12
     return None
@@ -113,9 +115,3 @@ def device_peak(dtype: str, setting: float | None = None) -> float | None:
             dtype,
         )
     return peak
-
-
-def _may_use_tf32(peak: Peak) -> bool:
-    core: Any = paddle.base.core
-    is_on = core.get_cublas_switch() and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
-    return peak.tf32 is not None and is_on

@@ -27,6 +27,8 @@ Keys of a line, since the previous line or start unless it says "whole run":
     `eval_loss`, for a policy also its terms: in steps that evaluate. An evaluation between two
         reports has its own line. If data.eval has sources also `eval_perplexity` (exp of the loss)
         and `eval_loss/SOURCE`, `eval_perplexity/SOURCE` of each.
+
+Shapes: S sources of a mix. Over 350 lines, for all metrics of a step.
 """
 
 import logging
@@ -41,15 +43,15 @@ from paddle import Tensor
 from pydantic import Field
 
 from paddle_vl.families.base import MeanLosses
-from paddle_vl.files.checked_values import Listed, Number, checked, read_section
+from paddle_vl.files.checked_values import Count, Listed, Number, checked, read_section
 from paddle_vl.files.text_file import shown
 from paddle_vl.nn.objective import Loss, weighted_loss
 from paddle_vl.train.checkpoint import complete_checkpoints
-from paddle_vl.train.reporting.gauges import OwnValues
+from paddle_vl.train.reporting.reporter import OwnValues
 from paddle_vl.train.step import MicroBatch, StepOutcome
 
 logger = logging.getLogger(__name__)
-# Values of all ranks by name, see `paddle_vl.train.reporting.gauges.by_rank`.
+# Values of all ranks by name, see `paddle_vl.train.reporting.reporter.by_rank`.
 Values = Mapping[str, np.ndarray]
 
 
@@ -222,6 +224,76 @@ class StepMeter:
         self._counted, self._skips, self._sums, self._counts = (
             paddle.to_tensor(np.array(values, dtype=np.float64)) for values in tensors
         )
+
+
+@checked
+class _Totals:
+    """A state, see `SourceTotals.state_dict`."""
+
+    names: list[str]
+    tokens: list[Count]
+    documents: list[Count]
+
+
+class SourceTotals:
+    """Counts of the whole run, the same on every rank; empty for data without sources.
+
+    Args:
+        data: the run's training data; of a mix it has `names` of the sources, and `documents` of
+            each in an epoch.
+    """
+
+    def __init__(self, data: object):
+        self._names = list(getattr(data, "names", ()))
+        self._documents_in_epoch = list(getattr(data, "documents", ()))
+        self._tokens, self._documents = ([0] * len(self._names) for _ in range(2))
+
+    @property
+    def passes(self) -> float | None:
+        """Epochs of all sources together; None without sources."""
+        total = sum(self._documents_in_epoch)
+        return sum(self._documents) / total if total else None
+
+    def add(self, tokens: Sequence[int], documents: Sequence[int]) -> None:
+        """Add a step.
+
+        Args:
+            tokens, documents: `[S]` of all ranks; documents count in the step where they begin.
+        """
+        self._tokens = [a + b for a, b in zip(self._tokens, tokens, strict=True)]
+        self._documents = [a + b for a, b in zip(self._documents, documents, strict=True)]
+
+    def entries(self) -> dict[str, float]:
+        """Entries of a metrics line."""
+        line: dict[str, float] = {}
+        for name, tokens, documents, in_epoch in zip(
+            self._names, self._tokens, self._documents, self._documents_in_epoch, strict=True
+        ):
+            line[f"tokens/{name}"], line[f"documents/{name}"] = tokens, documents
+            line[f"epochs/{name}"] = round(documents / in_epoch, 4)
+        return line
+
+    def state_dict(self) -> dict[str, Any]:
+        """State that a checkpoint stores; JSON values."""
+        return {"names": self._names, "tokens": self._tokens, "documents": self._documents}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Continue from a state; None of a checkpoint without sources.
+
+        Raises:
+            ValueError: it is no state of these sources.
+        """
+        if state is None:
+            return
+        totals = read_section(_Totals, state, "sources")
+        if totals.names != self._names or not (
+            len(totals.tokens) == len(totals.documents) == len(self._names)
+        ):
+            raise ValueError(
+                f"sources is {shown(dict(state))}; it must have a number of tokens and one of "
+                f"documents of each of {self._names}"
+            )
+        self._tokens, self._documents = totals.tokens, totals.documents
 
 
 def evaluation_entries(losses: MeanLosses) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """Writes the metrics of a run: metrics.jsonl, VisualDL and TensorBoard, progress bar, loss curve.
 
 A report is gathered over all ranks after its step, in one collective, and read while the next step
-runs, so that the host does not wait for the device in between.
+runs, so that the host does not wait for the device in between. The values of a rank form one small
+tensor; the tensors of all ranks are gathered and copied to the host. Shapes: P ranks, K values.
 """
 
 import logging
@@ -12,13 +13,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
+import paddle
+from paddle import Tensor
 from tqdm import tqdm
 
 from paddle_vl.config.schema import LoggingConfig
 from paddle_vl.parallel.ranks import SingleRank
-from paddle_vl.train.reporting.gauges import HostCopy, OwnValues, by_rank, packed
+from paddle_vl.processes import resident_bytes
 from paddle_vl.train.reporting.plots import draw_loss_curve
 from paddle_vl.train.reporting.run_files import (
     METRICS_FILE,
@@ -32,6 +36,72 @@ logger = logging.getLogger(__name__)
 CURVE_FILE = "loss.png"
 # Values of all ranks by name.
 Values = dict[str, Any]
+# Values of this rank by name: numbers, and tensors `[n]` of equally many entries on all ranks.
+OwnValues = Mapping[str, float | Tensor]
+
+
+def packed(values: OwnValues) -> Tensor:
+    """The values of this rank, `[K]` float64 on the device.
+
+    Nothing waits for the device: `paddle.full` writes a number there, while copying it from the
+    host would synchronize.
+    """
+    return paddle.concat(
+        [
+            value.astype("float64").reshape([-1])
+            if isinstance(value, Tensor)
+            else paddle.full([1], float(value), dtype="float64")
+            for value in values.values()
+        ]
+    )
+
+
+def by_rank(values_PK: np.ndarray, own: OwnValues) -> dict[str, np.ndarray]:
+    """The values of all ranks by name: `[P]`, or `[P, n]` for a tensor.
+
+    Args:
+        own: the packed values of one rank, for names and sizes.
+    """
+    sizes = {name: v.size if isinstance(v, Tensor) else None for name, v in own.items()}
+    ends = np.cumsum([1 if size is None else size for size in sizes.values()])
+    columns = np.split(values_PK, ends[:-1], axis=1)
+    return {
+        name: values[:, 0] if size is None else values
+        for (name, size), values in zip(sizes.items(), columns, strict=True)
+    }
+
+
+class HostCopy:
+    """An asynchronous copy of a tensor to the host; only `read` waits for it.
+
+    On a GPU the copy is queued on the current stream, behind the kernels that compute the tensor;
+    kernels that are launched later do not wait for it. On a CPU nothing is copied.
+    """
+
+    def __init__(self, tensor: Tensor):
+        self._event: Any = None
+        if tensor.place.is_gpu_place():
+            self._tensor = tensor._copy_to(paddle.CUDAPinnedPlace(), False)
+            self._event = paddle.device.cuda.Event()
+            self._event.record()
+            # Keeps the memory from being reused before it is copied.
+            self._source = tensor
+        else:
+            self._tensor = tensor
+
+    def read(self) -> np.ndarray:
+        """The values; waits until they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensor.numpy()
+
+
+def memory_in_use() -> int:
+    """Bytes of memory of this process: on a GPU the peak of allocated tensors so far, on a CPU the
+    resident set now. Does not wait for the device."""
+    if not paddle.get_device().startswith("cpu"):
+        return int(paddle.device.cuda.max_memory_allocated())
+    return resident_bytes()
 
 
 @dataclass(frozen=True)
@@ -100,8 +170,7 @@ class Reporter:
         Args:
             step: step of the entries; they share the report's line if its step is the same.
         """
-        pending, self._pending, line = self._pending, None, {}
-        values: Values = {}
+        pending, self._pending, line, values = self._pending, None, {}, {}
         if pending is not None:
             values = by_rank(pending.copy.read(), pending.own)
             line = {"step": pending.step, **pending.make_line(values)}
@@ -164,7 +233,7 @@ class ProgressBar:
     ):
         self._num_steps, self._first_step, self._tokens = num_steps, first_step, tokens
         self._clock, self._begin = clock, clock()
-        self._text, self._line = "", {}
+        self._line: dict[str, Any] = {}
         # A bar redraws its line, which would fill a log file.
         has_bar = has_bar and sys.stderr.isatty()
         self._tells_lines = is_shown and not has_bar
@@ -198,11 +267,23 @@ class ProgressBar:
                 parts.append(f"{amount:.0f}" if amount >= 100 else f"{amount:.3g}")
                 parts[-1] += f" {unit}/s"
                 break
-        self._text = ", ".join(parts)
-        self._bar.set_postfix_str(self._text, refresh=False)
+        text = ", ".join(parts)
+        self._bar.set_postfix_str(text, refresh=False)
         # An evaluation has a log message of its own.
-        if self._tells_lines and "loss" in line:
-            logger.info("%s", self._as_line(line["step"]))
+        if not self._tells_lines or "loss" not in line:
+            return
+        place = f"step {line['step']}"
+        begin, done, total = self._first_step, line["step"], self._num_steps
+        if self._tokens is not None:
+            done, (begin, total) = self._line["tokens"], self._tokens
+            place += f", {done / total:.2%} of the tokens"
+        else:
+            place += f" of {total}"
+        told = [place, text] if text else [place]
+        if done > begin and total is not None:
+            left_s = (self._clock() - self._begin) / (done - begin) * max(0, total - done)
+            told.append(f"{tqdm.format_interval(left_s)} left")
+        logger.info("%s", ", ".join(told))
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -214,35 +295,12 @@ class ProgressBar:
     def close(self) -> None:
         self._bar.close()
 
-    def _as_line(self, step: int) -> str:
-        place, (begin, done, total) = f"step {step}", (self._first_step, step, self._num_steps)
-        if self._tokens is not None:
-            done, (begin, total) = self._line["tokens"], self._tokens
-            place += f", {done / total:.2%} of the tokens"
-        else:
-            place += f" of {total}"
-        parts = [place, self._text]
-        if done > begin and total is not None:
-            left_s = (self._clock() - self._begin) / (done - begin) * max(0, total - done)
-            parts.append(f"{tqdm.format_interval(left_s)} left")
-        return ", ".join(filter(None, parts))
 
-
-class _WriterKind(NamedTuple):
-    """Module and class of a writer, pattern of its files, keyword arguments of its class."""
-
-    module: str
-    writer: str
-    files: str
-    settings: dict[str, Any]
-
-
-_WRITERS = {
-    "visualdl": _WriterKind("visualdl", "LogWriter", "vdlrecords.*", {}),
+# Module and class of a writer, pattern of its files, keyword arguments of its class.
+_WRITERS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "visualdl": ("visualdl", "LogWriter", "vdlrecords.*", {}),
     # `flush` of tensorboardX does not wait for its queue.
-    "tensorboard": _WriterKind(
-        "tensorboardX", "SummaryWriter", "events.out.tfevents.*", {"flush_secs": 1}
-    ),
+    "tensorboard": ("tensorboardX", "SummaryWriter", "events.out.tfevents.*", {"flush_secs": 1}),
 }
 
 
@@ -259,44 +317,34 @@ class ScalarWriters:
     """
 
     def __init__(self, names: Sequence[str], output_dir: Path, lines: Iterable[Line] = ()):
+        classes = {}
         # Import all packages before any file is removed.
-        writers = {name: _writer_class(name) for name in names}
+        for name in names:
+            module, writer, *_ = _WRITERS[name]
+            try:
+                classes[name] = getattr(import_module(module), writer)
+            except ImportError as error:
+                raise ValueError(
+                    f"logging.report_to asks for {name}, which cannot be imported ({error}): "
+                    f"pip install 'paddle-vl[{name}]', or take it out of logging.report_to"
+                ) from error
         self._writers = []
-        for name, writer in writers.items():
-            kind, folder = _WRITERS[name], output_dir / name
-            for file in folder.glob(kind.files):
+        for name, writer_class in classes.items():
+            _, _, files, settings = _WRITERS[name]
+            for file in (output_dir / name).glob(files):
                 file.unlink()
-            self._writers.append(writer(logdir=str(folder), **kind.settings))
+            self._writers.append(writer_class(logdir=str(output_dir / name), **settings))
+        self.write(*lines)
+
+    def write(self, *lines: Line) -> None:
+        """Write lines; a reader sees them within a second."""
         for line in lines:
-            self._add(line)
-        self._flush()
-
-    def write(self, line: Line) -> None:
-        """Write a line; a reader sees it within a second."""
-        self._add(line)
-        self._flush()
-
-    def _add(self, line: Line) -> None:
-        for key, value in numbers_of(line):
-            if value is not None:
-                for writer in self._writers:
+            for key, value in numbers_of(line):
+                for writer in self._writers if value is not None else ():
                     writer.add_scalar(tag_of(key), value, line["step"])
-
-    def _flush(self) -> None:
         for writer in self._writers:
             writer.flush()
 
     def close(self) -> None:
         for writer in self._writers:
             writer.close()
-
-
-def _writer_class(name: str) -> Callable[..., Any]:
-    kind = _WRITERS[name]
-    try:
-        return getattr(import_module(kind.module), kind.writer)
-    except ImportError as error:
-        raise ValueError(
-            f"logging.report_to asks for {name}, which cannot be imported ({error}): "
-            f"pip install 'paddle-vl[{name}]', or take it out of logging.report_to"
-        ) from error

@@ -5,8 +5,8 @@ list the keys.
 """
 
 import json
-import math
 import re
+import sys
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -72,31 +72,21 @@ class MetricsFile:
         return f"{self.path}:{number} is not a metrics line ({reason}); mend or remove it"
 
 
-def numbers_of(line: Line) -> Iterator[tuple[str, float | None]]:
+def numbers_of(line: Line, prefix: str = "") -> Iterator[tuple[str, float | None]]:
     """Keys and numbers of a metrics line except `step`; None for a number that was not finite.
 
     A nested object yields `outer/inner`; strings, lists and booleans are left out.
     """
-    for key, value in _flat(line, ""):
-        if key == "step" or isinstance(value, bool):
-            continue
-        if value is None or isinstance(value, int | float):
-            yield key, value if value is None or _is_finite(value) else None
-
-
-def _flat(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
+    for name, value in line.items():
+        key = prefix + name
         if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}/")
-        else:
-            yield prefix + name, value
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # An integer larger than any float.
-        return False
+            yield from numbers_of(value, f"{key}/")
+        elif key == "step" or isinstance(value, bool):
+            continue
+        elif value is None or isinstance(value, int | float):
+            # An integer may be larger than any float.
+            is_finite = value is not None and abs(value) <= sys.float_info.max
+            yield key, value if is_finite else None
 
 
 class MetricGroup(NamedTuple):

@@ -65,10 +65,9 @@ class RunRecord:
 
     def end(self, last_step: int) -> None:
         """Complete the newest entry, if this start has one."""
-        if not self._is_started:
-            return
-        *before, entry = read_starts(self.output_dir)
-        self._write([*before, entry | {"ended": _now(), "last_step": last_step}])
+        if self._is_started:
+            *before, entry = read_starts(self.output_dir)
+            self._write([*before, entry | {"ended": _now(), "last_step": last_step}])
 
     def _write(self, starts: list[dict[str, Any]]) -> None:
         text = json.dumps({"starts": starts}, indent=2, ensure_ascii=False)

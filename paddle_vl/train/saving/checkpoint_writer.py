@@ -1,7 +1,7 @@
 """Asynchronous writing of a run's checkpoints.
 
 The main thread copies the tensors to host memory, which needs the device and collectives
-(`snapshot`). A thread writes the files with checksums, flushes them to disk, and reads them back if
+(`Snapshot`). A thread writes the files with checksums, flushes them to disk, and reads them back if
 older checkpoints are to be pruned; on rank 0 it waits for all ranks and renames the folder
 (`commit`). Threads issue no collectives. At most one write is in flight.
 """
@@ -9,6 +9,7 @@ older checkpoints are to be pruned; on rank 0 it waits for all ranks and renames
 import logging
 import shutil
 import time
+from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
 
@@ -20,9 +21,17 @@ from paddle_vl.train.checkpoint import (
     partial_of,
     remove_folder,
 )
-from paddle_vl.train.saving.commit import FolderWrite, WriteTimes, collect_ranks, commit, failure
-from paddle_vl.train.saving.snapshot import Fill, HostMemory, Snapshot
-from paddle_vl.train.saving.verify import examine
+from paddle_vl.train.resume import examine
+from paddle_vl.train.saving.commit import (
+    Fill,
+    FolderWrite,
+    HostMemory,
+    Snapshot,
+    WriteTimes,
+    collect_ranks,
+    commit,
+    failure,
+)
 
 logger = logging.getLogger(__name__)
 FINAL = "final"
@@ -44,15 +53,15 @@ class CheckpointWriter:
 
     def __init__(self, output_dir: Path, train: TrainConfig, ranks: SingleRank = ONE_RANK):
         self.output_dir, self.ranks = output_dir, ranks
-        self.pruner = Pruner(output_dir, train.save_total_limit, train.verify_checkpoint)
         self.is_overdue = False
         self.times: WriteTimes | None = None
         self._is_async = train.async_save
         self._verifies = train.verify_checkpoint
-        self._reads_back = self._verifies and train.save_total_limit is not None
+        self._limit = train.save_total_limit
+        # Names of checkpoints whose files match their manifest and which no skipped updates mark.
+        self._good: set[str] = set()
         self._memory = HostMemory()
         self._ranks: list[int] = []
-        self._target: Path | None = None
         self._write: FolderWrite | None = None
 
     def prepare(self, num_bytes: int) -> None:
@@ -71,7 +80,7 @@ class CheckpointWriter:
         """Start to write the checkpoint of a step; training continues when this returns.
 
         Args:
-            fill: see `paddle_vl.train.saving.snapshot`.
+            fill: see `paddle_vl.train.saving.commit`.
             nonfinite_updates: current streak of skipped updates; above 0 the checkpoint is marked.
             is_stopping: the run was asked to stop: skip reading back and pruning, which take time.
 
@@ -134,20 +143,15 @@ class CheckpointWriter:
         Raises:
             RuntimeError: it failed on any rank; all ranks raise.
         """
-        if self._target is None:
+        write = self._write
+        if write is None or write.is_told:
             return
-        target, write = self._target, self._write
-        self._target = None
-        if write is not None:
-            write.wait_for_files()
-        self._agree(write, target)
-        if write is not None:
-            write.all_have_written.set()
-            write.join()
-        self._agree(write, target)
-        self._write = None
-        if write is not None:
-            self.times = write.times
+        wait([write.files])
+        self._agree(write)
+        write.all_have_written.set()
+        wait([write.end])
+        self._agree(write)
+        self._write, self.times = None, write.times
 
     def close(self, at_once: bool = False) -> None:
         """End the write in flight without collectives, as other ranks may have died.
@@ -158,15 +162,13 @@ class CheckpointWriter:
         Args:
             at_once: stop writing after the current chunk.
         """
-        write, self._write, self._target = self._write, None, None
+        write, self._write = self._write, None
         if write is not None:
             write.leave(at_once)
-            write.join()
-            if write.error is not None:
-                if not write.is_told:
-                    logger.warning("%s", write.error)
-            elif write.times is None and self.ranks.is_main:
+            if write.error is None and write.times is None and self.ranks.is_main:
                 logger.warning("%s was not completed", write.target)
+            elif write.error is not None and not write.is_told:
+                logger.warning("%s", write.error)
         self._memory.clear()
 
     def __enter__(self) -> "CheckpointWriter":
@@ -200,19 +202,19 @@ class CheckpointWriter:
                 shutil.rmtree(folder)
             folder.mkdir()
         ranks.wait()
-        self._target = target
+        snapshot = None
         if ranks.holds_model:
             snapshot = Snapshot(self._memory if copies else None)
             try:
                 snapshot.take(fill, folder)
             except OSError as error:
                 raise failure(target, error) from error
-            reads_back = self._reads_back and prunes
-            write = FolderWrite(snapshot, target, ranks.rank, begin, reads_back)
-            if ranks.is_main:
-                write.finish = partial(self._finish, write, step, nonfinite_updates, prunes)
-            self._write = write
-            write.start()
+        reads_back = prunes and self._verifies and self._limit is not None
+        write = FolderWrite(snapshot, target, ranks.rank, begin, reads_back)
+        if ranks.is_main:
+            write.finish = partial(self._finish, write, step, nonfinite_updates, prunes)
+        self._write = write
+        write.start()
         if not self._is_async:
             self.wait()
 
@@ -223,7 +225,8 @@ class CheckpointWriter:
         doubts = [doubt for one in by_rank.values() for doubt in one.doubts]
         commit(folder, target, by_rank, step, nonfinite_updates)
         is_read = write.reads_back or not self._verifies
-        self.pruner.learn(target, is_read and not doubts and not nonfinite_updates)
+        is_good = is_read and not doubts and not nonfinite_updates
+        (self._good.add if is_good else self._good.discard)(target.name)
         if doubts:
             logger.warning(
                 "%s was written, but reads back differently: %s. The storage is not reliable; "
@@ -232,59 +235,37 @@ class CheckpointWriter:
                 "; ".join(doubts),
             )
         elif prunes:
-            self.pruner.prune(target)
+            self._prune(target)
 
-    def _agree(self, write: FolderWrite | None, target: Path) -> None:
-        """Raise on all ranks if one of them failed."""
-        own = write.error if write is not None else None
-        errors = self.ranks.gathered(None if own is None else str(own))
-        failed = [rank for rank, error in enumerate(errors) if error is not None]
-        if not failed:
-            return
-        if write is not None and own is not None:
-            write.is_told = True
-            raise own
-        raise RuntimeError(f"{target.name} failed on rank {failed[0]}: {errors[failed[0]]}")
-
-
-class Pruner:
-    """Deletes checkpoints older than the newest `limit` good ones.
-
-    A checkpoint is good if its files match its manifest and no skipped updates mark it.
-
-    Args:
-        checksums: whether to verify checksums of checkpoints that this process did not write.
-    """
-
-    def __init__(self, output_dir: Path, limit: int | None, checksums: bool):
-        self.output_dir, self.limit, self.checksums = output_dir, limit, checksums
-        self._good: set[str] = set()
-
-    def learn(self, folder: Path, is_good: bool) -> None:
-        """Note whether a checkpoint is good."""
-        (self._good.add if is_good else self._good.discard)(folder.name)
-
-    def prune(self, newest: Path) -> None:
-        """Delete old checkpoints if `newest` is good.
+    def _prune(self, newest: Path) -> None:
+        """Delete checkpoints older than the newest good ones that are kept, if `newest` is good.
 
         Checkpoints of later steps, which resume passed over, stay.
         """
-        if self.limit is None or newest.name not in self._good:
+        if self._limit is None or newest.name not in self._good:
             return
         steps = {path: step for step, path in checkpoint_folders(self.output_dir)}
         older = [path for path, step in steps.items() if step <= steps[newest]]
         num_kept = 0
         for path in reversed(older):
-            if num_kept >= self.limit:
+            if num_kept >= self._limit:
                 remove_folder(path)
-            elif self._is_good(path):
-                num_kept += 1
+                continue
+            if path.name not in self._good:
+                verdict = examine(path, self._verifies)
+                if verdict.reasons or not verdict.has_manifest:
+                    continue
+                self._good.add(path.name)
+            num_kept += 1
 
-    def _is_good(self, folder: Path) -> bool:
-        if folder.name in self._good:
-            return True
-        verdict = examine(folder, self.checksums)
-        is_good = verdict.has_manifest and not verdict.reasons
-        if is_good:
-            self._good.add(folder.name)
-        return is_good
+    def _agree(self, write: FolderWrite) -> None:
+        """Raise on all ranks if one of them failed."""
+        own = write.error
+        errors = self.ranks.gathered(None if own is None else str(own))
+        failed = [rank for rank, error in enumerate(errors) if error is not None]
+        write.is_told = bool(failed)
+        if own is not None:
+            raise own
+        if failed:
+            name, rank = write.target.name, failed[0]
+            raise RuntimeError(f"{name} failed on rank {rank}: {errors[rank]}")

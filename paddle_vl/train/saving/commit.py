@@ -1,14 +1,20 @@
 """Writing of a folder by several ranks without collectives, which only the main thread may issue.
 
+The main thread collects a rank's files in a `Snapshot`: a `Fill` writes small text files into a
+temporary folder, and passes files of tensors, whose arrays come from the device and from other
+ranks, to a `FileWriter`. Tensors are either copied to host memory and written during training, or
+written at once, one tensor in memory at a time.
+
 Every rank writes its files in a thread (`FolderWrite`). Once they are on disk it leaves
 `.part-RANK.json` in the partial folder: their sizes and checksums, or why it failed. Rank 0 waits
 for these files, merges them into `manifest.json` and renames the folder (`commit`). That needs a
-file system that all ranks share.
+file system that all ranks share. Over 350 lines, for a write from its snapshot to its commit.
 """
 
 import json
 import logging
 import math
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -18,6 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from paddle_vl.checkpoint.manifest import (
     FileSum,
     Manifest,
@@ -26,8 +34,9 @@ from paddle_vl.checkpoint.manifest import (
     files_from_json,
     write_bytes,
 )
+from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, write_file
+from paddle_vl.threads import JoinedThread
 from paddle_vl.train.checkpoint import flush_to_disk, partial_of, remove_folder, replaced_of
-from paddle_vl.train.saving.snapshot import AbandonedError, Snapshot
 
 logger = logging.getLogger(__name__)
 _POLL_S = (0.02, 1.0)
@@ -35,6 +44,165 @@ _POLL_S = (0.02, 1.0)
 VISIBLE_WITHIN_S = 300.0
 # Seconds that rank 0 waits for other ranks after an error; one of them may have died.
 _PATIENCE_S = 5.0
+# Allocation unit beyond the prepared memory, and stride of touching memory.
+_BLOCK_BYTES = 1 << 26
+_TOUCHED_BYTES = 1 << 24
+# Writes text files into a folder and passes files of tensors to the writer. Called by all ranks.
+Fill = Callable[[Path, FileWriter], None]
+
+
+class AbandonedError(Exception):
+    """A write was abandoned."""
+
+
+class HostMemory:
+    """Host memory for copies of tensors, kept from one save to the next.
+
+    The first write to newly allocated pages costs several times the copy itself. So memory is
+    reused, and a thread touches the expected amount before the first save, while training runs.
+    """
+
+    def __init__(self):
+        # Blocks, and used bytes of each.
+        self._blocks: list[np.ndarray] = []
+        self._taken: list[int] = []
+        self._touching: JoinedThread | None = None
+
+    def prepare(self, size: int) -> None:
+        """Allocate `size` bytes and touch them in a thread.
+
+        Raises:
+            RuntimeError: out of memory.
+        """
+        if size <= 0 or self._blocks:
+            return
+        block = self._new_block(size)
+
+        def touch() -> None:
+            for begin in range(0, size, _TOUCHED_BYTES):
+                block[begin : begin + _TOUCHED_BYTES] = 0
+
+        self._touching = JoinedThread(target=touch, name="touch memory")
+        self._touching.start()
+
+    def begin(self) -> None:
+        """Reuse all memory for a new save, once the thread has touched it."""
+        if self._touching is not None:
+            self._touching.join()
+            self._touching = None
+        self._taken = [0] * len(self._blocks)
+
+    def take(self, size: int) -> np.ndarray:
+        """An uninitialized array `[size]` uint8.
+
+        Raises:
+            RuntimeError: out of memory.
+        """
+        for number, block in enumerate(self._blocks):
+            begin = self._taken[number]
+            if block.size - begin >= size:
+                self._taken[number] = begin + size
+                return block[begin : begin + size]
+        block = self._new_block(max(size, _BLOCK_BYTES))
+        self._taken[-1] = size
+        return block[:size]
+
+    def clear(self) -> None:
+        """Free the memory."""
+        self.begin()
+        self._blocks, self._taken = [], []
+
+    def _new_block(self, size: int) -> np.ndarray:
+        try:
+            block = np.empty([size], np.uint8)
+        except MemoryError as error:
+            raise RuntimeError(
+                f"there is no host memory of {size / 1e9:.1f} GB for a copy of the checkpoint: set "
+                "train.async_save=false, which writes it without one"
+            ) from error
+        self._blocks.append(block)
+        self._taken.append(0)
+        return block
+
+
+class Snapshot:
+    """Files of this rank: collected by `take`, written by `write_to`.
+
+    Args:
+        memory: for copies of the tensors; None to write tensors while they are collected, so that
+            they are never all in memory.
+    """
+
+    def __init__(self, memory: HostMemory | None):
+        self._memory = memory
+        self._texts: dict[str, bytes] = {}
+        self._copies: dict[str, list[TensorToWrite]] = {}
+        self._written: dict[str, FileSum] = {}
+        self._error: OSError | None = None
+
+    def take(self, fill: Fill, partial: Path) -> None:
+        """Collect the files of `fill`. Called in the main thread by all checkpoint ranks.
+
+        Args:
+            partial: folder that `write_to` fills.
+        """
+        if self._memory is not None:
+            self._memory.begin()
+        with tempfile.TemporaryDirectory(prefix="paddle-vl-") as folder:
+            root = Path(folder)
+
+            def write(file: Path, tensors: Iterable[TensorToWrite]) -> None:
+                name = file.relative_to(root).as_posix()
+                if self._memory is None:
+                    self._write_tensors(partial, name, list(tensors))
+                    return
+                copies = self._copies[name] = []
+                for tensor in tensors:
+                    array = tensor.produce()
+                    copy = self._memory.take(array.nbytes).view(array.dtype).reshape(array.shape)
+                    np.copyto(copy, array)
+                    copies.append(tensor._replace(produce=lambda copy=copy: copy))
+
+            fill(root, write)
+            for path in sorted(root.rglob("*")):
+                if path.is_file():
+                    self._texts[path.relative_to(root).as_posix()] = path.read_bytes()
+
+    def write_to(self, partial: Path, go_on: Callable[[], None]) -> dict[str, FileSum]:
+        """Write all files into the folder and flush them to disk.
+
+        Args:
+            go_on: called between chunks; raises `AbandonedError` to stop.
+
+        Raises:
+            OSError: a file cannot be written; the error names it.
+        """
+        if self._error is not None:
+            raise self._error
+        for name in (*self._texts, *self._copies):
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+        written = dict(self._written)
+        for name, text in self._texts.items():
+            written[name] = write_bytes(partial / name, [text])
+        for name, copies in self._copies.items():
+            written[name] = write_file(partial / name, copies, go_on)
+        return written
+
+    def _write_tensors(self, partial: Path, name: str, tensors: list[TensorToWrite]) -> None:
+        left = list(tensors)
+
+        def next_array() -> np.ndarray:
+            return left.pop(0).produce()
+
+        try:
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            counted = [tensor._replace(produce=next_array) for tensor in tensors]
+            self._written[name] = write_file(partial / name, counted)
+        except OSError as error:
+            # Raised once no rank waits for this one in the collectives that produce arrays.
+            self._error = self._error or error
+            while left:
+                next_array()
 
 
 @dataclass(frozen=True)
@@ -53,11 +221,7 @@ class RankFiles:
 
     def write(self, partial: Path, rank: int) -> None:
         """Write `.part-RANK.json` atomically."""
-        values = {
-            "files": files_as_json(self.files),
-            "doubts": list(self.doubts),
-            "error": self.error,
-        }
+        values = {"files": files_as_json(self.files), "doubts": self.doubts, "error": self.error}
         write_bytes(_part_file(partial, rank), [json.dumps(values).encode()])
 
     @classmethod
@@ -157,16 +321,19 @@ class FolderWrite:
     The interpreter waits for the thread before it ends, so a rename is never cut short.
 
     Args:
+        snapshot: of this rank; None for a rank that writes nothing.
         reads_back: read the files again and compare them.
         begin: when the save began, by `time.perf_counter`.
 
     Attributes:
         all_have_written: set once the files of all ranks are on disk, or have failed.
         finish: further work on rank 0, after its files.
-        is_told: whether the failure was raised already.
+        is_told: whether a failure, of any rank, was raised already.
     """
 
-    def __init__(self, snapshot: Snapshot, target: Path, rank: int, begin: float, reads_back: bool):
+    def __init__(
+        self, snapshot: Snapshot | None, target: Path, rank: int, begin: float, reads_back: bool
+    ):
         self.target, self.reads_back = target, reads_back
         self.all_have_written = threading.Event()
         self.finish: Callable[[], None] = lambda: None
@@ -178,31 +345,25 @@ class FolderWrite:
     def start(self) -> None:
         thread = ThreadPoolExecutor(1, f"write {self.target.name}")
         self._started = time.perf_counter()
-        self._files = thread.submit(self._write_files)
-        self._end = thread.submit(self._finish)
+        # Done once this rank's files are on disk, or have failed.
+        self.files = thread.submit(self._write_files)
+        self.end = thread.submit(self._finish)
         thread.shutdown(wait=False)
 
     @property
     def error(self) -> RuntimeError | None:
         """The failure so far; a write that was left is none."""
-        for work in (self._files, self._end):
+        for work in (self.files, self.end):
             error = work.exception() if work.done() else None
             if error is not None and not isinstance(error, AbandonedError):
                 return failure(self.target, error)
         return None
 
-    def wait_for_files(self) -> None:
-        """Wait until this rank's files are on disk, or have failed."""
-        wait([self._files])
-
-    def join(self) -> None:
-        """Wait for the end of the write."""
-        wait([self._end])
-
     def leave(self, at_once: bool) -> None:
-        """Stop waiting for other ranks soon; `at_once` stops writing too."""
+        """Stop waiting for other ranks soon, `at_once` stops writing too; wait for the end."""
         self._deadline = time.monotonic() + (0 if at_once else _PATIENCE_S)
         self._is_given_up = at_once
+        wait([self.end])
 
     def go_on(self) -> None:
         """Raise AbandonedError if this rank must not wait for others any longer."""
@@ -215,12 +376,12 @@ class FolderWrite:
 
     def _write_files(self) -> None:
         partial = partial_of(self.target)
+        if self._snapshot is None:
+            return
         try:
             files = self._snapshot.write_to(partial, self._go_on_writing)
-            doubts = ()
-            if self.reads_back:
-                doubts = tuple(damaged_files(partial, files, drop_cache=True))
-            RankFiles(files, doubts).write(partial, self._rank)
+            doubts = damaged_files(partial, files, drop_cache=True) if self.reads_back else []
+            RankFiles(files, tuple(doubts)).write(partial, self._rank)
         except (OSError, RuntimeError) as error:
             # So that rank 0 does not wait for this rank; `CheckpointWriter.wait` raises it too.
             with suppress(OSError):
@@ -228,7 +389,7 @@ class FolderWrite:
             raise
 
     def _finish(self) -> None:
-        self._files.result()
+        self.files.result()
         self.finish()
         written = time.perf_counter() - self._started
         self.times = WriteTimes(self._started - self._begin, written)

@@ -2,12 +2,13 @@
 
 import paddle
 
-from paddle_vl.parallel.gloo_fleet.messages import recv, send
-from paddle_vl.parallel.gloo_fleet.patch import NOT_IN_GLOO, group_method
+from paddle_vl.parallel.gloo_fleet.patch import GROUP, NOT_IN_GLOO, Patch
 from paddle_vl.parallel.gloo_fleet.process_group import (
     DONE,
     all_gather_into_tensor,
     all_reduce,
+    recv,
+    send,
     write,
 )
 
@@ -52,5 +53,4 @@ def install_more() -> None:
         "all_gather_partial_on_calc_stream": _all_gather_partial,
     }
     for name, function in functions.items():
-        patch = group_method(name, NOT_IN_GLOO, function)
-        patch.apply()
+        Patch(GROUP, name, NOT_IN_GLOO, lambda _, function=function: function).apply()

@@ -1,8 +1,9 @@
-"""Invalid weights.
+"""Safetensors files and invalid weights.
 
-Guarantees: the error names file and tensor for a safetensors header whose tensors overlap, leave
-holes or contradict themselves, a shard index that points elsewhere, weights that are not finite, no
-weights at all, and a head that the configuration excludes.
+Guarantees: tensors of any shape are read back unchanged; the error names file and tensor for a
+safetensors header whose tensors overlap, leave holes or contradict themselves, a shard index that
+points elsewhere, weights that are not finite, no weights at all, and a head that the configuration
+excludes.
 """
 
 import json
@@ -16,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from paddle_vl import Qwen3VLForConditionalGeneration
 from paddle_vl.checkpoint.safetensors_io import (
     TensorToWrite,
+    encoded,
     read_checkpoint_headers,
     read_header,
     write_file,
@@ -186,3 +188,13 @@ def test_missing_head_names_the_setting(folder):
     save_file(arrays, folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"tie_word_embeddings is false; 1 missing: lm_head"):
         Qwen3VLForConditionalGeneration.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+@pytest.mark.parametrize("shape", [(), (1,), (0, 4), (2, 3)])
+def test_tensor_of_any_shape_is_written(tmp_path, shape, dtype):
+    file, values = tmp_path / "a.safetensors", np.full(shape, -1.5, np.float32)
+    write_file(file, [TensorToWrite("x", shape, dtype, lambda: encoded(values, dtype))])
+    read = read_header(file)["x"].read()
+    assert read.shape == shape
+    np.testing.assert_array_equal(read, values)

@@ -164,7 +164,7 @@ def test_dead_worker_is_reported():
 
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_a_worker_killed_while_it_sends_a_result_breaks_the_pool(num_workers):
-    pool = WorkerPool(NumberDataset(6), None, num_workers)
+    pool = WorkerPool((NumberDataset(6), None), num_workers)
     futures = [pool.submit(die_halfway) for _ in range(4)]
     for future in futures:
         with pytest.raises(BrokenProcessPool):
@@ -175,9 +175,9 @@ def test_a_worker_killed_while_it_sends_a_result_breaks_the_pool(num_workers):
 
 
 def test_closing_does_not_wait_for_the_rest_of_a_result():
-    pool = WorkerPool(NumberDataset(6), None, 1)
+    pool = WorkerPool((NumberDataset(6), None), 1)
     future = pool.submit(die_halfway)
-    while not pool._has_lost_a_worker():
+    while pool._workers[0].process.is_alive():
         time.sleep(0.01)
     closing = threading.Thread(target=pool.close, daemon=True)
     closing.start()
@@ -248,6 +248,30 @@ def test_a_signal_to_the_group_at_any_time_leaves_workers_to_the_main_process():
                 subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
             time.sleep(0.02)
         assert take(batches, 6) == EXPECTED[:6]
+
+
+def test_the_first_worker_of_a_process_leaves_signals_to_it():
+    """Python's own helper, which starts before the first one, lets SIGTERM through again."""
+    program = (
+        "import multiprocessing\n"
+        "from tests.single_card_tests.data.test_loader import NumberDataset, TRAIN, loader\n"
+        "with loader(NumberDataset(10), **TRAIN, num_workers=1) as batches:\n"
+        "    next(batches)\n"
+        "    (worker,) = multiprocessing.active_children()\n"
+        "    print(open(f'/proc/{worker.pid}/status').read())\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": str(Path(__file__).parents[3])},
+    )
+    (blocked,) = (
+        int(line.split()[1], 16) for line in result.stdout.splitlines() if line[:7] == "SigBlk:"
+    )
+    for kept in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        assert blocked >> (kept - 1) & 1, kept
 
 
 def test_a_wait_for_a_stuck_worker_can_be_left(tmp_path):

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paddle_vl.data.packing import WINDOW, PackedOrder, RowBudget, SampleLengths, fill_batches, pack
+from paddle_vl.data.loader import PackedOrder
+from paddle_vl.data.packing import WINDOW, RowBudget, SampleLengths, fill_batches, pack
 
 ROW = 4096
 

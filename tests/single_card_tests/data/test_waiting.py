@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from paddle_vl.data.loader import PrefetchLoader
-from paddle_vl.data.prefetch import PendingBatch, describe_wait
+from paddle_vl.data.prefetch import PendingBatch
 from paddle_vl.data.worker_pool import WorkerProgress
 from tests.single_card_tests.data.probe_datasets import HeldDataset, NumberDataset, stack_numbers
 
@@ -41,7 +41,7 @@ def test_the_worker_that_is_at_a_sample_is_named(pipe):
     dataset = HeldDataset(6, 1, pipe)
     loader = PrefetchLoader(dataset, stack_numbers, 3, **EVALUATE, num_workers=1)
     with held(loader, pipe):
-        (pid,) = loader._pools[0]._executor._processes
+        pid = loader._pools[0]._workers[0].process.pid
         assert loader.waiting_for() == (
             "batch 0 of epoch 0, made from data.jsonl:1, data.jsonl:2, data.jsonl:3 (data: "
             f"data.jsonl); worker 0 (process {pid}) is at data.jsonl:2"
@@ -75,26 +75,28 @@ def test_the_batch_is_the_one_that_is_asked_for_on_its_rank():
     assert loader.waiting_for().startswith(expected)
 
 
+def described(samples: list, workers: list) -> str:
+    """The wait for a batch whose job has the number 4."""
+    loader = PrefetchLoader(NumberDataset(20), stack_numbers, 3, **EVALUATE)
+    return loader._described(PendingBatch("batch 0 of epoch 0", samples=samples), workers, 4)
+
+
 def test_workers_that_are_at_other_batches_are_told():
     workers = [WorkerProgress(0, 11, job=3, sample=7), WorkerProgress(1, 12, job=None, sample=None)]
-    text = describe_wait(PendingBatch(0, 4, [8], job=4), NumberDataset(9), workers)
-    assert text.endswith(
+    assert described([8], workers).endswith(
         "no worker is at it: worker 0 (process 11) is at sample 7; worker 1 (process 12) has "
         "had no batch yet"
     )
-    none = describe_wait(PendingBatch(0, 4, [8], job=4), NumberDataset(9), [])
-    assert none.endswith("no worker is at it: none has started")
+    assert described([8], []).endswith("no worker is at it: none has started")
 
 
 def test_a_worker_behind_its_last_sample_is_between_samples():
-    done = describe_wait(
-        PendingBatch(0, 0, [8], job=4), NumberDataset(9), [WorkerProgress(0, 11, 4, None)]
-    )
+    done = described([8], [WorkerProgress(0, 11, 4, None)])
     assert done.endswith("worker 0 (process 11) is between samples")
 
 
 def test_of_many_samples_some_are_shown():
-    text = describe_wait(PendingBatch(2, 0, list(range(20)), job=4), NumberDataset(20), [])
+    text = described(list(range(20)), [])
     assert "sample 0, sample 1" in text
     assert "sample 7, 12 more" in text
     assert "sample 8" not in text

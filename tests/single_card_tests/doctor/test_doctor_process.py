@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from paddle_vl.doctor.report import FORMAT, examine
-from paddle_vl.doctor.supervise import RefusedError, supervised
+from paddle_vl.doctor.check import UnknownCheckError
+from paddle_vl.doctor.examination import FORMAT, examine, supervised
 from tests.support import doctor_faults
 
 KEYS = {"format", "paddle_vl", "started", "seconds", "only", "is_quick", "ok", "counts", "checks"}
@@ -56,7 +56,7 @@ def test_every_check_is_reported_once_and_in_order(findings):
     ],
 )
 def test_a_fault_of_a_check_is_a_finding_with_a_remedy(findings, name, words):
-    result = findings[0][name].result
+    result = findings[0][name]
     assert result.status == "wrong"
     assert all(word in result.found for word in words)
     assert result.remedy
@@ -64,12 +64,12 @@ def test_a_fault_of_a_check_is_a_finding_with_a_remedy(findings, name, words):
 
 @pytest.mark.parametrize("name", ["fine.2", "fine.3"])
 def test_checks_after_a_crash_run(findings, name):
-    assert findings[0][name].result.status == "ok"
+    assert findings[0][name].status == "ok"
 
 
 def test_a_crash_and_a_hang_show_where_they_were(findings):
     for name, function in (("segfault.1", "segfault"), ("hang.1", "hang")):
-        output = "\n".join(findings[0][name].result.figures["output"])
+        output = "\n".join(findings[0][name].figures["output"])
         assert f"in {function}" in output
 
 
@@ -95,21 +95,21 @@ def test_after_an_error_on_a_gpu_the_other_checks_get_a_new_process(
 ):
     monkeypatch.setenv(doctor_faults.DEVICE, device)
     found = list(supervised(command("same", "error", "same", "same"), tmp_path))
-    assert [finished.result.status for finished in found] == ["ok", "wrong", "ok", "ok"]
-    ids = [finished.result.figures["process"] for finished in found if finished.name[0] == "s"]
+    assert [finished.status for finished in found] == ["ok", "wrong", "ok", "ok"]
+    ids = [finished.figures["process"] for finished in found if finished.name[0] == "s"]
     assert len(set(ids)) == processes
     assert ids[1] == ids[2]
 
 
 def test_a_paddle_that_cannot_be_imported_is_a_finding(tmp_path):
     (finished,) = supervised(command("import"), tmp_path)
-    assert finished.result.status == "wrong"
-    assert "imported Paddle" in finished.result.found
-    assert any("libcudnn" in line for line in finished.result.figures["output"])
+    assert finished.status == "wrong"
+    assert "imported Paddle" in finished.found
+    assert any("libcudnn" in line for line in finished.figures["output"])
 
 
 def test_an_unknown_name_is_refused_with_the_nearest(tmp_path):
-    with pytest.raises(RefusedError, match=r"--only fime.0.*did you mean fine.0"):
+    with pytest.raises(UnknownCheckError, match=r"--only fime.0.*did you mean fine.0"):
         list(supervised(command("fine"), tmp_path, ["fime.0"]))
 
 

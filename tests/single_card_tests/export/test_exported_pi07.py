@@ -20,7 +20,7 @@ from paddle_vl.export.pi07.exporting import policy_to_export
 from paddle_vl.export.writing import export_model
 from paddle_vl.families.pi07.prefix_layout import presence_of
 from paddle_vl.families.policy.model_inputs import as_arrays
-from paddle_vl.families.policy.normalizers import STATISTICS_FILE, load_statistics
+from paddle_vl.families.policy.normalize import STATISTICS_FILE, load_statistics
 from tests.single_card_tests.families.pi07.test_policy import (
     character_tokenizer,
     golden_policy,
@@ -43,9 +43,8 @@ from tests.support.pi07_golden import (
 )
 
 MODEL_CODE = (
-    *("base_policy", "decoder", "exporting", "flow", "layers", "planner"),
-    *("planner_programs", "policy", "policy_model", "prefix", "prefix_layout", "program_inputs"),
-    *("program_attention", "program_prefix", "programs", "vision"),
+    *("decoder", "flow", "layers", "planner", "policy", "policy_files", "policy_model", "prefix"),
+    *("prefix_layout", "vision"),
 )
 TOLERANCE = {"rtol": 0, "atol": 1e-5}
 
@@ -187,7 +186,7 @@ def test_a_prefix_has_few_tokens_that_no_sample_needs(policy, exported, monkeypa
     monkeypatch.setattr(exported, "_prefix", kept)
     batch, noise = batch_of(2, **PRESENCES["none"])
     exported.sample_actions(batch, noise)
-    inputs = as_arrays(policy.inputs.observed(batch).inputs)
+    inputs = as_arrays(policy.inputs.observed(batch)[0])
     length = policy.model.tokens.length(inputs, presence_of(inputs), training=False)
     labels = sum(len(ids) for ids in policy.model.tokens.label_ids.values())
     assert seen["found"][0].shape[1] <= length + labels + 2
@@ -222,7 +221,7 @@ def test_the_number_of_frames_is_free(policy, exported, frames, with_history):
 def test_the_number_of_steps_is_an_input(policy, exported, num_steps, monkeypatch):
     monkeypatch.setattr(exported, "num_steps", num_steps)
     batch, noise = batch_of(1)
-    inputs = policy.inputs.observed(batch).inputs
+    inputs, _ = policy.inputs.observed(batch)
     found = exported.sample_chunk(inputs, noise, 0, None)
     wanted = policy.model.sample_actions(inputs, noise, num_steps=num_steps)
     np.testing.assert_allclose(found, wanted.numpy(), **TOLERANCE)

@@ -20,8 +20,8 @@ from paddle_vl.export import load, onnx_writing
 from paddle_vl.export.folder import ExportFolder
 from paddle_vl.export.onnx_writing import check_packages, compositions, write_onnx
 from paddle_vl.export.program import OnnxProgram
-from paddle_vl.export.qwen3_vl.programs import model_to_export, spec
-from paddle_vl.export.writing import ProgramToExport, export_model, save_program
+from paddle_vl.export.qwen3_vl.programs import model_to_export
+from paddle_vl.export.writing import ProgramToExport, export_model, spec
 from tests.single_card_tests.export.test_exported_qwen3_vl import BATCHES
 from tests.single_card_tests.families.qwen3_vl.chat_builders import tiny_processor
 from tests.support.exports import needs_onnx
@@ -109,15 +109,21 @@ class WithSpecial(nn.Layer):
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         return self.special(self.linear(x))
 
-    def input_spec(self) -> list:
-        return [spec("x", [None, 2], "float32")]
+
+def program_of(layer: nn.Layer, width: int) -> ProgramToExport:
+    """A layer of rows as a program."""
+
+    def run(layer: nn.Layer, given: dict) -> paddle.Tensor:
+        return layer(given["x"])
+
+    specs, example = [spec("x", [None, width], "float32")], np.zeros((1, width), np.float32)
+    return ProgramToExport(layer, run, lambda _: specs, "w", {"x": example})
 
 
 @needs_onnx
 def test_an_operator_that_onnx_lacks_is_named_with_its_layer(tmp_path):
-    program = ProgramToExport(WithSpecial(), "w", {"x": np.zeros((1, 2), np.float32)})
-    with pytest.raises(RuntimeError, match=r"unknown: digamma in Special\. Give"):
-        write_onnx({"unknown": program.layer}, tmp_path, save_program)
+    with pytest.raises(RuntimeError, match=r"unknown: digamma in WithSpecial/Special\. Give"):
+        write_onnx({"unknown": program_of(WithSpecial(), 2)}, tmp_path)
 
 
 class Wide(nn.Layer):
@@ -130,9 +136,6 @@ class Wide(nn.Layer):
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         return self.linear(x) + paddle.to_tensor(self.constant).sum(axis=0)
-
-    def input_spec(self) -> list:
-        return [spec("x", [None, 256], "float32")]
 
 
 class FarWeights(onnx_writing._Weights):
@@ -149,7 +152,7 @@ def test_weights_may_have_more_bytes_than_a_program(tmp_path, monkeypatch):
     monkeypatch.setattr(onnx_writing, "LARGEST_PROGRAM", 64 << 10)
     monkeypatch.setattr(onnx_writing, "_Weights", FarWeights)
     layer, x = Wide(rows=2), np.random.default_rng(0).normal(size=(3, 256)).astype(np.float32)
-    write_onnx({"wide": layer}, tmp_path, save_program)
+    write_onnx({"wide": program_of(layer, 256)}, tmp_path)
     assert (tmp_path / "onnx" / "wide.onnx").stat().st_size < 64 << 10
     assert (tmp_path / "onnx" / "weights.bin").stat().st_size > (5 << 30) + (256 << 10)
     program = OnnxProgram(tmp_path / "onnx" / "wide.onnx", {"x": ([-1, 256], "float32")})
@@ -160,9 +163,8 @@ def test_weights_may_have_more_bytes_than_a_program(tmp_path, monkeypatch):
 @needs_onnx
 def test_a_program_with_too_many_bytes_beside_its_weights_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(onnx_writing, "LARGEST_PROGRAM", 64 << 10)
-    program = ProgramToExport(Wide(rows=200), "w", {"x": np.zeros((1, 256), np.float32)})
     with pytest.raises(RuntimeError, match=r"wide in ONNX has \d+ bytes without its weights; at"):
-        write_onnx({"wide": program.layer}, tmp_path, save_program)
+        write_onnx({"wide": program_of(Wide(rows=200), 256)}, tmp_path)
 
 
 def test_compositions_equal_what_they_replace():

@@ -102,7 +102,7 @@ def test_norms_of_half_precision_take_the_plain_implementation():
             wanted = norm(x, *rest, 1e-6)
         with without_gradient():
             found = norm(x, *rest, 1e-6)
-        own = CPU_KERNELS[norm](x, *rest, 1e-6)
+        own = CPU_KERNELS.get(norm, norm.plain)(x, *rest, 1e-6)
         for one in (found, own):
             assert one.dtype == paddle.bfloat16
             np.testing.assert_array_equal(one.astype("float32"), wanted.astype("float32"))

@@ -77,11 +77,11 @@ def test_a_recomputed_step_equals_the_step(name):
 
 def test_a_step_that_leaves_flash_attention_is_noticed(monkeypatch):
     """Keys in another dtype than the queries, as a dropped cast would leave them."""
-    from paddle_vl.families.qwen3_vl import decoder
+    from paddle_vl.families.qwen3_vl import model
 
-    own = decoder.causal_attention
+    own = model.causal_attention
     monkeypatch.setattr(
-        decoder,
+        model,
         "causal_attention",
         lambda q, k, v, *rest: own(q.astype("float64"), k.astype("float64"), v.astype("float64"),
                                    *rest).astype(q.dtype),

@@ -11,7 +11,7 @@ import paddle
 import pytest
 
 from paddle_vl import GenerationConfig
-from paddle_vl.generation.sampling import LogitsRules, RowDraws, TokenChoice, draw_tokens
+from paddle_vl.generation.sampling import TokenChoice, draw_tokens
 
 OUT = -np.inf
 SCORES = [
@@ -23,9 +23,15 @@ IS_REAL = np.array([[1, 1, 1, 1], [0, 0, 1, 1]], dtype=bool)
 ENDING = {"min_new_tokens": 1, "eos_token_id": [3, 4]}
 
 
-def rules(**settings) -> LogitsRules:
+def choice(size: int, vocab: int, **settings) -> TokenChoice:
+    """Of prompts of one token."""
+    ids = np.zeros((size, 1), np.int64)
+    return TokenChoice(GenerationConfig(**settings), ids, ids == 0, vocab)
+
+
+def rules(**settings) -> TokenChoice:
     config = GenerationConfig(**{"do_sample": True, "top_k": 0, **settings})
-    return LogitsRules(config, PROMPT, IS_REAL, 8)
+    return TokenChoice(config, PROMPT, IS_REAL, 8)
 
 
 @pytest.mark.parametrize(
@@ -85,42 +91,42 @@ def rules(**settings) -> LogitsRules:
     ],
 )
 def test_scores_are_those_of_transformers(settings, wanted):
-    found = rules(**settings)(paddle.to_tensor(SCORES)).numpy()
+    found = rules(**settings).scores(paddle.to_tensor(SCORES)).numpy()
     np.testing.assert_allclose(found, np.array(wanted, dtype=np.float32), rtol=1e-6)
 
 
 def test_without_sampling_only_penalty_and_ending_tokens_apply():
     found = rules(do_sample=False, temperature=0.5, top_k=3, top_p=0.8, **ENDING)
-    wanted = rules(**ENDING)(paddle.to_tensor(SCORES))
-    assert found(paddle.to_tensor(SCORES)).equal_all(wanted)
+    wanted = rules(**ENDING).scores(paddle.to_tensor(SCORES))
+    assert found.scores(paddle.to_tensor(SCORES)).equal_all(wanted)
 
 
 def test_scores_equal_to_the_kth_stay():
     scores = paddle.to_tensor([[1.0, 2.0, 2.0, 2.0, 0.0, 0.0, 0.0, 0.0]] * 2)
-    found = rules(top_k=2)(scores).numpy()
+    found = rules(top_k=2).scores(scores).numpy()
     assert np.isfinite(found[0]).tolist() == [False, True, True, True] + [False] * 4
 
 
 def test_a_chosen_token_is_seen_and_counts_towards_the_least_length():
     penalty = {"repetition_penalty": 2.0}
     after = rules(**penalty, min_new_tokens=1, eos_token_id=0)
-    assert after(paddle.to_tensor(SCORES))[0, 0].item() == OUT
+    assert after.scores(paddle.to_tensor(SCORES))[0, 0].item() == OUT
     after.append(paddle.to_tensor([0, 5]))
-    found = after(paddle.to_tensor(SCORES)).numpy()
-    wanted = rules(**penalty)(paddle.to_tensor(SCORES)).numpy()
+    found = after.scores(paddle.to_tensor(SCORES)).numpy()
+    wanted = rules(**penalty).scores(paddle.to_tensor(SCORES)).numpy()
     wanted[0, 0], wanted[1, 5] = 2.0 / 2, 2.25 / 2
     np.testing.assert_array_equal(found, wanted)
 
 
 def test_scores_are_float32_whatever_the_logits():
-    assert rules()(paddle.to_tensor(SCORES, dtype="float64")).dtype == paddle.float32
+    assert rules().scores(paddle.to_tensor(SCORES, dtype="float64")).dtype == paddle.float32
 
 
 def test_tokens_come_as_often_as_their_probability_says():
     probabilities = np.array([0.5, 0.0, 0.3, 0.15, 0.05])
     with np.errstate(divide="ignore"):
         scores = paddle.to_tensor(np.log(np.tile(probabilities, (8, 1))).astype(np.float32))
-    choose = TokenChoice(GenerationConfig(do_sample=True, seed=0), 8)
+    choose = choice(8, 5, do_sample=True, seed=0)
     drawn = np.concatenate([choose(scores).numpy() for _ in range(500)])
     counts = np.bincount(drawn, minlength=5)
     assert counts[1] == 0
@@ -140,8 +146,9 @@ def test_the_uniform_number_picks_along_the_vocabulary(uniform, token):
 
 def test_rows_have_streams_of_their_own():
     def numbers(seed, rows):
-        draws = RowDraws(seed, rows)
-        return np.concatenate([draws.next().numpy() for _ in range(3)], axis=1)
+        """Of equally likely tokens."""
+        choose = choice(rows, 1 << 20, do_sample=True, top_k=0, seed=seed)
+        return np.stack([choose(paddle.zeros([rows, 1 << 20])).numpy() for _ in range(3)], axis=1)
 
     np.testing.assert_array_equal(numbers(4, 2), numbers(4, 5)[:2])
     assert len(np.unique(numbers(4, 5))) == 15
@@ -150,5 +157,5 @@ def test_rows_have_streams_of_their_own():
 
 
 def test_without_sampling_the_highest_score_is_taken():
-    choose = TokenChoice(GenerationConfig(seed=3), 2)
+    choose = choice(2, 3, seed=3)
     assert choose(paddle.to_tensor([[0.0, 3.0, 1.0], [5.0, 3.0, 1.0]])).tolist() == [1, 0]

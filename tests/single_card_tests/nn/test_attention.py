@@ -13,7 +13,7 @@ import paddle
 import pytest
 
 from paddle_vl.batch.positions import segment_offsets
-from paddle_vl.nn.attention import PackedSamples, causal_attention, segment_attention
+from paddle_vl.nn.attention import PackedSamples, Segments, causal_attention
 from paddle_vl.nn.attention_masks import MASKED_SCORE, BlockMask
 from paddle_vl.nn.cpu.attention import packed_blocks
 from tests.support.gpu_stubs.pretended import implementation
@@ -94,7 +94,7 @@ def test_segments_see_themselves_only(segments):
     label = np.repeat(np.arange(len(lengths)), lengths)
     allowed = (label[:, None] == label[None, :])[None, None]
     wanted = dense(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), allowed)
-    found = segment_attention(q, k, v, segments).unsqueeze(0)
+    found = Segments(segments).attend(q, k, v).unsqueeze(0)
     assert_same(found, wanted, [q, k, v])
 
 

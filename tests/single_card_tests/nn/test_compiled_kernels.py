@@ -57,6 +57,16 @@ def test_a_kernel_equals_the_plain_operation(operation):
         assert kernel_check.largest_error(operation, inputs) < 3e-6, name
 
 
+def test_a_kernel_that_gives_nan_is_named(monkeypatch):
+    # The NaN comes second: a comparison with it keeps the first.
+    results = iter([{"a": np.ones(2), "b": np.ones(2)}, {"a": np.ones(2), "b": np.full(2, np.nan)}])
+    monkeypatch.setattr(kernel_check, "compiled_operations", lambda: [rms_norm])
+    monkeypatch.setattr(kernel_check, "values_and_gradients", lambda call, inputs: next(results))
+    only = dict([next(iter(examples_of(rms_norm).items()))])
+    monkeypatch.setattr(kernel_check, "examples_of", lambda operation: only)
+    assert kernel_check.differences() == f"{next(iter(only))} by nan"
+
+
 @pytest.mark.usefixtures("_enabled")
 @pytest.mark.parametrize("scale", [60.0, 600.0])
 def test_attention_with_scores_far_outside_of_the_exponential_stays_exact(scale):

@@ -21,7 +21,6 @@ from paddle_vl.nn.attention import (
     Segments,
     causal_attention,
     masked_attention,
-    segment_attention,
 )
 from paddle_vl.nn.attention_masks import (
     MASKED_SCORE,
@@ -120,8 +119,8 @@ def test_each_form_of_attention_is_one_call_of_the_version_that_is_set(machine, 
         causal_attention(q[:, :1], k, k)
         causal_attention(q, k, k, packed=packed)
         causal_attention(q, k, k, paddle.to_tensor([[0.0] * 5, [MASKED_SCORE] * 5, [0.0] * 5]))
-        segment_attention(rows, rows, rows, Segments([(2, 4), (1, 7)]))
-        segment_attention(rows, rows, rows, Segments([(3, 5)]))
+        Segments([(2, 4), (1, 7)]).attend(rows, rows, rows)
+        Segments([(3, 5)]).attend(rows, rows, rows)
         # A dense mask is for version 2 alone.
         causal_attention(q[:, :2], k, k)
     assert [call.name for call in calls] == names
@@ -137,7 +136,7 @@ def test_repeatable_runs_leave_version_3_where_it_has_no_repeatable_kernel():
     packed = PackedSamples(segment_offsets([[3, 1]], 4), 4)
     with pretended_gpu(*H100, deterministic=True) as calls:
         causal_attention(q, q, q)
-        segment_attention(rows, rows, rows, Segments([(1, 1), (1, 3)]))
+        Segments([(1, 1), (1, 3)]).attend(rows, rows, rows)
         causal_attention(q, q, q, packed=packed)
     names = [call.name for call in calls]
     assert names == ["flash_attn", "flash_attn_unpadded", "flashmask_attention_v2"]

@@ -3,7 +3,7 @@
 Guarantees: loss and every gradient equal those of the logits of all rows, for one chunk and for
 many, with factors of rows, adapters on the head and frozen weights; no more logits than
 `CHUNK_LOGITS` exist at once; a batch without targets has zero gradients and runs the head; several
-ranks, with vocabulary and token rows divided, equal one. The oracle is `token_loss` of all logits.
+ranks, with vocabulary and token rows divided, equal one. The oracle is the loss of all logits.
 """
 
 from functools import partial
@@ -104,11 +104,11 @@ def test_loss_and_gradients_are_those_of_all_logits(case, has_weights, rows_per_
     head.weight.stop_gradient = case != "whole"
     x_TD, targets_T, weights_T = made_rows()
     weights_T = weights_T if has_weights else None
-    of_all = OPS.token_loss(
+    of_all = OPS.summed_cross_entropy(
         head(x_TD),
         paddle.to_tensor(targets_T),
         None if weights_T is None else paddle.to_tensor(weights_T),
-    )[0]
+    )
     wanted = found_of(head, x_TD, of_all)
     assert set(wanted) - {"x", "loss"} == {"whole": {"weight"}, "frozen": set()}.get(
         case, {"lora.A", "lora.B"}

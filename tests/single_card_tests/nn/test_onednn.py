@@ -66,7 +66,7 @@ def test_activations_are_exact_far_from_zero_and_near_it(name):
     x = paddle.to_tensor(values.astype(np.float32))
     y, ones, grad = paddle.empty_like(x), paddle.ones_like(x), paddle.empty_like(x)
     onednn.eltwise(name, len(values))(x.data_ptr(), y.data_ptr())
-    run = onednn.eltwise_gradient(name, len(values))
+    run = onednn.eltwise(name, len(values), gradient=True)
     run(x.data_ptr(), ones.data_ptr(), grad.data_ptr())
     given = x.numpy().astype(np.float64)
     np.testing.assert_allclose(y.numpy(), [*map(function, given)], rtol=2e-5, atol=tolerance)
@@ -82,6 +82,7 @@ def test_broadcasts_are_those_of_numpy():
     row = draw(6, 2, 9, seed=4)[:, 1:, 2:]
     a, c, f, m, r = (t.numpy() for t in (x, column, factor, matrix, row))
     found = {
+        "minus times": (cpu.minus_column_times_(x.clone(), column, factor), (a - c) * f),
         "plus product": (cpu.plus_column_times_(x.clone(), column, factor), a + c * f),
         "plus matrix": (cpu.plus_(x.clone(), matrix), a + m),
         "plus row": (cpu.plus_(x.clone(), row), a + r),
@@ -92,15 +93,12 @@ def test_broadcasts_are_those_of_numpy():
 
 @pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("scale", [1.0, 100.0, 1e30])
-def test_softmax_and_its_gradient_are_those_of_the_formula(scale):
-    x, grad = draw(3, 5, 70, scale=scale), draw(3, 5, 70, seed=1)
+def test_softmax_is_that_of_the_formula(scale):
+    x = draw(3, 5, 70, scale=scale)
     x[0, 0, 20:] = -1e30
     powers = np.exp(x.numpy().astype(np.float64) - x.numpy().max(axis=-1, keepdims=True))
     wanted = powers / powers.sum(axis=-1, keepdims=True)
-    y = cpu.softmax_(x.clone())
-    np.testing.assert_allclose(y.numpy(), wanted, atol=1e-6)
-    slope = wanted * (grad.numpy() - (wanted * grad.numpy()).sum(axis=-1, keepdims=True))
-    np.testing.assert_allclose(cpu.softmax_gradient_(y, grad).numpy(), slope, atol=1e-6)
+    np.testing.assert_allclose(cpu.softmax_(x).numpy(), wanted, atol=1e-6)
 
 
 @pytest.mark.usefixtures("either")
@@ -202,11 +200,11 @@ def test_primitives_of_many_shapes_are_let_go():
     onednn.eltwise.cache_clear()
     onednn._library().functions = Functions()
     try:
-        for size in range(1, 200):
+        for size in range(1, 400):
             onednn.eltwise("swish", size)
     finally:
         onednn._library().functions = functions
-    assert len(destroyed) == 199 - onednn.eltwise.cache_info().maxsize
+    assert len(destroyed) == 399 - onednn.eltwise.cache_info().maxsize
 
 
 def test_a_paddle_without_the_library_is_said_once(monkeypatch, caplog, tmp_path):

@@ -4,6 +4,12 @@ Guarantees: fresh fused weights equal those that each linear would draw; separat
 output, gradient or file, whether the model is materialized or not; where a setting concerns one
 linear alone, a run separates that layer and trains as with unfused linears; a linear that cannot be
 separated is refused.
+
+Low-rank adapters of linears.
+
+Guarantees: the output is the linear's plus `scaling * dropout(x) A B`; a fresh adapter adds zero;
+dropout, with its upscaling, acts on the input and only in training; merging keeps the output, for
+both weight layouts and a linear with a bias.
 """
 
 import numpy as np
@@ -14,7 +20,15 @@ from paddle_vl import Qwen3VLForConditionalGeneration
 from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
 from paddle_vl.config.load import load_run_config
 from paddle_vl.config.schema import LoRAConfig, TrainConfig
-from paddle_vl.nn.linear import Columns, FusedLinear, Linear, SeparateLinears, fused_columns
+from paddle_vl.nn.linear import (
+    Columns,
+    FusedLinear,
+    Linear,
+    SeparateLinears,
+    VocabHead,
+    fused_columns,
+)
+from paddle_vl.nn.lora import LowRankSettings, initial_a
 from paddle_vl.testing.qwen3_vl import token_rows
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.freeze import freeze_parameters, treated_apart
@@ -137,3 +151,82 @@ def test_a_run_has_apart_what_a_setting_treats_alone(setting, is_frozen, tmp_pat
     saved = read_checkpoint_headers(tmp_path / "out" / "checkpoint-2", "optimizer")
     assert (f"{QUERIES}/moment1" in saved) == (not setting.startswith("model.freeze"))
     assert saved[f"{keys}/moment1"].shape == before[keys].shape[::-1]
+
+
+LAYERS = {
+    "linear": lambda: Linear(5, 7, bias=False, init_std=1.0),
+    "with a bias": lambda: Linear(5, 7, bias=True, init_std=1.0),
+    "head": lambda: VocabHead(5, 7, init_std=1.0),
+}
+
+
+def adapted(kind: str, dropout: float = 0.0):
+    """A layer with a random adapter of rank 2, and its factors as arrays."""
+    paddle.seed(0)
+    layer = LAYERS[kind]()
+    layer.add_low_rank(LowRankSettings(2, 1.5, dropout))
+    rng = np.random.default_rng(0)
+    factors = [rng.normal(size=shape).astype(np.float32) for shape in ((5, 2), (2, 7))]
+    layer.lora.A.set_value(factors[0])
+    layer.lora.B.set_value(factors[1])
+    return layer, *factors
+
+
+@pytest.fixture
+def x() -> np.ndarray:
+    return np.random.default_rng(1).normal(size=(3, 5)).astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_output_is_the_linears_and_the_scaled_product(kind, x):
+    layer, a, b = adapted(kind)
+    lora, layer.lora = layer.lora, None
+    base = layer(paddle.to_tensor(x)).numpy()
+    layer.lora = lora
+    found = layer(paddle.to_tensor(x)).numpy()
+    np.testing.assert_allclose(found, base + 1.5 * x @ a @ b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_merged_weight_gives_the_same_output(kind, x):
+    layer, *_ = adapted(kind)
+    expected = layer(paddle.to_tensor(x)).numpy()
+    layer.merge_low_rank()
+    assert layer.lora is None
+    np.testing.assert_allclose(layer(paddle.to_tensor(x)).numpy(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_fresh_adapter_adds_zero_and_only_b_learns_at_first(x):
+    paddle.seed(0)
+    layer = Linear(5, 7, bias=False)
+    base = layer(paddle.to_tensor(x)).numpy()
+    layer.add_low_rank(LowRankSettings(2, 1.5))
+    layer.lora.A.set_value(initial_a(np.random.default_rng(0), (5, 2)))
+    y = layer(paddle.to_tensor(x))
+    np.testing.assert_array_equal(y.numpy(), base)
+    y.sum().backward()
+    assert np.abs(layer.lora.B.grad.numpy()).min() > 0
+    assert np.abs(layer.lora.A.grad.numpy()).max() == 0
+
+
+def test_dropout_zeroes_and_scales_the_input_in_training_only(x):
+    layer, a, b = adapted("linear", dropout=0.5)
+    rows = paddle.to_tensor(np.repeat(x[:1], 400, axis=0))
+    lora = layer.lora
+    layer.eval()
+    whole = (1.5 * x[:1] @ a @ b)[0]
+    np.testing.assert_allclose(lora(rows).numpy()[0], whole, rtol=1e-5)
+    layer.train()
+    found = lora(rows).numpy()
+    # Each row is the doubled input under one of 2^5 masks.
+    masks = np.array([[int(bit) for bit in f"{number:05b}"] for number in range(32)])
+    possible = 1.5 * (2 * masks * x[:1]) @ a @ b
+    distance = np.abs(found[:, None] - possible[None]).max(axis=-1)
+    assert (distance.min(axis=1) < 1e-4).all()
+    assert len(set(distance.argmin(axis=1))) > 20
+
+
+def test_initial_values_are_uniform_within_the_root_of_the_width():
+    values = initial_a(np.random.default_rng(0), (64, 500))
+    assert np.abs(values).max() <= 0.125
+    assert values.std() == pytest.approx(0.125 / 3**0.5, rel=0.02)

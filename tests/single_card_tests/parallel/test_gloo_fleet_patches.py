@@ -1,9 +1,10 @@
 """Refusals of the gloo patches for Paddle and of the gloo timeout.
 
-Guarantees: an unknown Paddle version is refused before anything is patched, and on GPUs warned of;
-builds with an accelerator and other backends stay unpatched; every patch has a reason; the symbols
-that set the timeout exist, a missing one is refused by name, and the timeout cannot change after
-the rendezvous. multi_card_tests/test_pauses.py tests that the timeout takes effect.
+Guarantees: an unknown Paddle version is refused before anything is patched, and a development build
+for GPUs warned of; builds with an accelerator and other backends stay unpatched; every patch has a
+reason; the symbols that set the timeout exist, a missing one is refused by name, and the timeout
+cannot change after the rendezvous. multi_card_tests/test_pauses.py tests that the timeout takes
+effect.
 """
 
 import paddle
@@ -37,12 +38,16 @@ def test_unknown_version_is_refused(monkeypatch, version):
         gloo_fleet.install()
 
 
-@pytest.mark.parametrize("version", ["3.4.0", "0.0.0"])
-def test_unknown_version_on_gpus_is_warned_of(monkeypatch, caplog, version):
-    monkeypatch.setattr(paddle, "__version__", version)
+def test_other_versions_are_refused_on_gpus_and_a_development_build_is_warned_of(
+    monkeypatch, caplog
+):
     monkeypatch.setattr(paddle, "is_compiled_with_cuda", lambda: True)
+    monkeypatch.setattr(paddle, "__version__", "3.4.0")
+    with pytest.raises(RuntimeError, match=r"paddlepaddle 3\.4\.0 runs here.*install"):
+        check_version()
+    monkeypatch.setattr(paddle, "__version__", "0.0.0")
     check_version()
-    assert f"paddlepaddle {version} runs here" in caplog.text
+    assert "paddlepaddle 0.0.0 runs here" in caplog.text
 
 
 @pytest.mark.parametrize(

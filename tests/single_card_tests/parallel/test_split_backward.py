@@ -11,7 +11,7 @@ import pytest
 from paddle.distributed.fleet.meta_parallel.zero_bubble_utils import WeightGradStore
 
 from paddle_vl.nn.linear import Linear
-from paddle_vl.parallel.pipeline.engine import split_backward
+from paddle_vl.parallel.pipeline.runner import split_backward
 
 
 def run(is_split: bool, waits: bool = False, frozen: bool = False) -> list:

@@ -15,8 +15,7 @@ import pytest
 from paddle_vl.profile.cell_runs import Outcome
 from paddle_vl.profile.cells import RESULT_FILE, Cell, Choice, Growth
 from paddle_vl.profile.matrix import MatrixSettings, all_choices, run_matrix
-from paddle_vl.profile.matrix_plot import matrix_figure, series_and_column
-from paddle_vl.profile.matrix_report import write_report
+from paddle_vl.profile.matrix_report import matrix_figure, series_and_column, write_report
 from tests.single_card_tests.profile.measures import cell
 from tests.single_card_tests.profile.pretended_cells import Pretended, matrix_settings
 from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run

@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 
 from fuzzing.parser import Parser
 
+# Inputs are the numbers from 0 to this one.
+LARGEST = 200
+
 
 def _of_numbers(
     folder: Path, fault: Callable[[int], object], named: tuple[str, ...] = ()
@@ -23,7 +26,7 @@ def _of_numbers(
         if number:
             fault(number)
 
-    inputs = st.integers(0, 1000).map(lambda number: {"number.json": str(number).encode()})
+    inputs = st.integers(0, LARGEST).map(lambda number: {"number.json": str(number).encode()})
     return Parser(inputs, parse, named)
 
 
@@ -32,17 +35,17 @@ def sound(folder: Path) -> Parser:
 
 
 def rare_key_error(folder: Path) -> Parser:
-    """Fails for about one in some hundred inputs; 12 is the smallest."""
+    """Fails for one in a hundred inputs; 12 is the smallest."""
 
     def fault(number: int) -> None:
-        if number % 250 == 12:
+        if number % 100 == 12:
             raise KeyError(number)
 
     return _of_numbers(folder, fault)
 
 
 def sleeping(folder: Path) -> Parser:
-    return _of_numbers(folder, lambda number: time.sleep(0.3 if number > 995 else 0))
+    return _of_numbers(folder, lambda number: time.sleep(0.3 if number > 195 else 0))
 
 
 def hanging(folder: Path) -> Parser:
@@ -50,21 +53,21 @@ def hanging(folder: Path) -> Parser:
 
 
 def allocating(folder: Path) -> Parser:
-    return _of_numbers(folder, lambda number: np.ones(6_000_000 if number > 900 else 1))
+    return _of_numbers(folder, lambda number: np.ones(6_000_000 if number > 180 else 1))
 
 
 def dying(folder: Path) -> Parser:
-    return _of_numbers(folder, lambda number: os.abort() if number > 997 else None)
+    return _of_numbers(folder, lambda number: os.abort() if number > 197 else None)
 
 
 def wandering(folder: Path) -> Parser:
     outside = folder.parent / "outside.json"
-    return _of_numbers(folder, lambda number: outside.read_text() if number > 900 else None)
+    return _of_numbers(folder, lambda number: outside.read_text() if number > 180 else None)
 
 
 def foreign(folder: Path) -> Parser:
     """An error raised by another library."""
-    return _of_numbers(folder, lambda number: np.zeros(2).reshape(3) if number > 900 else None)
+    return _of_numbers(folder, lambda number: np.zeros(2).reshape(3) if number > 180 else None)
 
 
 def nameless(folder: Path) -> Parser:
@@ -72,7 +75,7 @@ def nameless(folder: Path) -> Parser:
     from paddle_vl.families.qwen3_vl.sizes import size_values
 
     def fault(number: int) -> None:
-        if number > 900:
+        if number > 180:
             size_values("another")
 
     return _of_numbers(folder, fault, ("number.json",))

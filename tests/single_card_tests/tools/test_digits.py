@@ -6,8 +6,6 @@ only if something is missing or changed; the tool does the same.
 """
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -19,6 +17,7 @@ import make_digits_dataset as digits_module
 from make_digits_dataset import make_digits_dataset
 from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from tests.support import forked
 
 datasets = pytest.importorskip("sklearn.datasets")
 
@@ -146,11 +145,5 @@ def test_changed_recipe_is_written_anew(small, monkeypatch):
 
 def test_tool_says_what_it_did(made):
     tool = Path(__file__).parents[3] / "tools" / "make_digits_dataset.py"
-    result = subprocess.run(
-        [sys.executable, str(tool), str(made)],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"PYTHONPATH": str(tool.parents[1])},
-    )
+    result = forked.run([str(tool), str(made)])
     assert result.stdout == f"{made}: complete already\n"

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import forked
+
 ROOT = Path(__file__).parents[3]
 TOOLS = [
     path.relative_to(ROOT / "tools").as_posix()
@@ -21,10 +23,7 @@ TOOLS = [
 
 @pytest.mark.parametrize("tool", TOOLS)
 def test_every_tool_explains_itself(tool):
-    result = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / tool), "--help"],
-        capture_output=True, text=True, cwd=ROOT,
-    )  # fmt: skip
+    result = forked.run([str(ROOT / "tools" / tool), "--help"])
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("usage: ")
 

@@ -1,13 +1,15 @@
 """Checkpoint folders, without a model.
 
 Guarantees: a save that is interrupted at any point leaves the earlier checkpoint complete and
-nothing under the new name; leftovers are removed; arrays are read back unchanged; resume finds the
-right checkpoint and refuses changed settings.
+nothing under the new name; whenever a process ends that replaces one, the next start finds the old
+one or the new one, complete; leftovers are removed; arrays are read back unchanged; resume finds
+the right checkpoint and refuses changed settings.
 """
 
 import errno
 import random
 import shutil
+from pathlib import Path
 
 import numpy as np
 import paddle
@@ -15,7 +17,7 @@ import pytest
 
 from paddle_vl.families.vlm.settings import VLRun
 from paddle_vl.train import checkpoint as checkpoints
-from paddle_vl.train.resume import changed_settings, checkpoint_to_resume
+from paddle_vl.train.resume import changed_settings, checkpoint_to_resume, examine
 from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
 from paddle_vl.train.schedule import seed_step
 from tests.single_card_tests.train.saved import save_checkpoint, settings, write_arrays
@@ -184,3 +186,29 @@ def test_forbidden_changes_are_refused_with_old_and_new_value(tmp_path):
     ):
         assert part in message
     assert "learning_rate" not in message
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_kill_while_one_is_replaced_costs_nothing(tmp_path, monkeypatch, number):
+    """A process that ends at any rename of the replacement."""
+    older = save_checkpoint(tmp_path, 2)
+    (older / "old").write_text("x")
+    plain, renamed = Path.rename, []
+
+    def rename(path, target):
+        if Path(target).parent == tmp_path:
+            if len(renamed) == number:
+                raise KeyboardInterrupt
+            renamed.append(target)
+        return plain(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename)
+        with pytest.raises(RuntimeError, match="checkpoint-2 could not be written"):
+            save_checkpoint(tmp_path, 2)
+    assert len(renamed) == number
+    checkpoints.finish_replacements(tmp_path)
+    checkpoints.remove_partial_folders(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+    assert not examine(older).reasons
+    assert (older / "old").exists() == (number == 0)

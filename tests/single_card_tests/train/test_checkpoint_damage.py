@@ -13,8 +13,7 @@ import pytest
 
 from paddle_vl.checkpoint.manifest import FileSum, Manifest, check_weights, shared_out
 from paddle_vl.train.checkpoint import model_folder
-from paddle_vl.train.resume import checkpoint_to_resume
-from paddle_vl.train.saving.verify import examine
+from paddle_vl.train.resume import checkpoint_to_resume, examine
 from tests.single_card_tests.train.saved import on_ranks, run_config, save_checkpoint
 
 

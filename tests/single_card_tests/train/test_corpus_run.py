@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paddle_vl.data.corpus import jsonl_shard
+from paddle_vl.data.corpus import shard as shard_module
 from paddle_vl.data.jsonl import BadSampleError
 from tests.single_card_tests.train.corpus_run import write_corpus_run
 from tests.single_card_tests.train.tiny_run import write_records
@@ -72,13 +72,13 @@ def test_workers_and_a_resumed_run_give_the_same_bits(whole_run, run_file, tmp_p
 def test_a_start_parses_a_few_documents_of_many(run_file, tmp_path, monkeypatch):
     write_records(tmp_path / "many.jsonl", [{"text": "red " * 3}] * 5000)
     parsed = []
-    parse = jsonl_shard.parse_object
+    parse = shard_module.parse_object
 
     def counted(line, needed):
         parsed.append(line)
         return parse(line, needed)
 
-    monkeypatch.setattr(jsonl_shard, "parse_object", counted)
+    monkeypatch.setattr(shard_module, "parse_object", counted)
     build(run_file, tmp_path / "out", source(tmp_path / "many.jsonl", "text", ", weight: 1"))
     # Those that are measured, and the first.
     assert len(parsed) <= 33

@@ -60,7 +60,7 @@ def test_a_step_reads_nothing_and_a_report_once_while_the_next_step_runs(run_fil
         trainer.run()
     # The last step saves a checkpoint.
     steady = {(step, where): n for (step, where), n in places.items() if step < 8}
-    assert all(where.startswith("report: train/reporting/gauges.py") for _, where in steady)
+    assert all(where.startswith("report: train/reporting/reporter.py") for _, where in steady)
     assert {step: n for (step, _), n in steady.items()} == {4: 1, 7: 1}
     assert [line["step"] for line in metrics_of(tmp_path)] == [3, 6, 8]
 

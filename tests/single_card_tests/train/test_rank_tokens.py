@@ -19,8 +19,8 @@ from paddle_vl.report.panels import panels_of
 from paddle_vl.report.runs import read_runs
 from paddle_vl.report.summary import tables_of
 from paddle_vl.train.build import build_trainer
-from paddle_vl.train.reporting.gauges import by_rank, packed
 from paddle_vl.train.reporting.metrics import StepMeter
+from paddle_vl.train.reporting.reporter import by_rank, packed
 from paddle_vl.train.step import MicroBatch
 from tests.single_card_tests.report.run_folders import LINES, write_run
 from tests.single_card_tests.train.batches import outcome

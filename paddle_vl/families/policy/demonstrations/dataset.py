@@ -72,19 +72,15 @@ def present_fields(
         if not Path(file).is_file():
             raise RuntimeError(f"there is no data file {file}")
         for _, _, line in bounded_lines(Path(file), max_line_bytes):
-            names |= _field_names(line, max_line_bytes)
+            try:
+                check_length(line, max_line_bytes)
+                record = parse_object(line, "a demonstration", finite=False)
+            except BadSampleError:
+                continue
+            names |= {name for name, value in record.items() if value is not None}
     if names & set(shapes.goals.values()):
         names.add("subgoal")
     return [name for name in OPTIONAL_FIELDS if name in names]
-
-
-def _field_names(line: bytes, max_line_bytes: int) -> set[str]:
-    try:
-        check_length(line, max_line_bytes)
-        record = parse_object(line, "a demonstration", finite=False)
-    except BadSampleError:
-        return set()
-    return {name for name, value in record.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -149,7 +145,15 @@ class DemonstrationsDataset(LineIndex):
             ValueError: unknown fields or groups; a file, or with "skip" the whole dataset, has no
                 usable sample.
         """
-        groups = files if isinstance(files, Mapping) else {_only_group(group_names): files}
+        if isinstance(files, Mapping):
+            groups = files
+        elif group_names is None or len(group_names) == 1:
+            groups = {group_names[0] if group_names else UNNAMED_GROUP: files}
+        else:
+            raise ValueError(
+                f"the groups are {list(group_names)}, and the files do not say theirs: give the "
+                "files of each group by its name"
+            )
         self.shapes, self.fields = shapes, chosen_fields(fields, shapes)
         self.group_names = tuple(groups if group_names is None else group_names)
         if unknown := [name for name in groups if name not in self.group_names]:
@@ -234,7 +238,9 @@ class DemonstrationsDataset(LineIndex):
     def _check_line(self, line: bytes, file_number: int) -> list[int]:
         """Check a line without decoding images; returns the sizes of its files."""
         moment = parse_moment(line, self._folders[file_number], self.shapes)
-        sizes = file_sizes(moment, self.fields["subgoal"])
+        paths = [path for of_camera in moment.frames.values() for path in of_camera]
+        paths += list(moment.goals.values()) if self.fields["subgoal"] else []
+        sizes = [file_size(path, "image") for path in paths]
         longest = max(self.history_lengths[file_number], moment.history_length)
         self.history_lengths[file_number] = longest
         return sizes
@@ -249,22 +255,6 @@ class DemonstrationsDataset(LineIndex):
             return letterbox(pixels_HW3.transpose(2, 0, 1), self.shapes.image_size)
         except ValueError as error:
             raise BadSampleError("unreadable_image", f"{name!r}, {path}: {error}") from error
-
-
-def _only_group(group_names: Sequence[str] | None) -> str:
-    """The group of files that do not name one.
-
-    Raises:
-        ValueError: there are several groups.
-    """
-    if group_names is None:
-        return UNNAMED_GROUP
-    if len(group_names) != 1:
-        raise ValueError(
-            f"the groups are {list(group_names)}, and the files do not say theirs: give the files "
-            "of each group by its name"
-        )
-    return group_names[0]
 
 
 def parse_moment(line: bytes, folder: MediaFolder, shapes: DemonstrationShapes) -> Moment:
@@ -297,17 +287,6 @@ def parse_moment(line: bytes, folder: MediaFolder, shapes: DemonstrationShapes) 
     words = {name: _text(record, name) for name in ("prompt", *OPTIONAL_TEXTS) if name in record}
     words |= {name: _number(record, name) for name in NUMBER_TYPES if name in record}
     return Moment(states[observed], actions_NA, frames, goals, words, len(states))
-
-
-def file_sizes(moment: Moment, with_goals: bool) -> list[int]:
-    """Sizes of the image files, in bytes.
-
-    Raises:
-        BadSampleError: names a file that does not exist.
-    """
-    paths = [path for of_camera in moment.frames.values() for path in of_camera]
-    paths += list(moment.goals.values()) if with_goals else []
-    return [file_size(path, "image") for path in paths]
 
 
 def _check_names(record: Mapping[str, Any], shapes: DemonstrationShapes) -> None:

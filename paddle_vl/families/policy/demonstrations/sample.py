@@ -28,7 +28,6 @@ fields of a source, so every rank and every batch has the same entries.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -137,7 +136,7 @@ class DemonstrationSource(SampleSource, Protocol):
         fields: whether samples have each of `OPTIONAL_FIELDS`.
         group_names: of the groups, in the order of `dataset_index`.
         files: of the samples; none for a formula.
-        contents, positions_fingerprint: see `paddle_vl.data.worker_pool.HasContents`; no contents
+        contents, positions_fingerprint: see `paddle_vl.data.worker_pool.SampleSource`; no contents
             of a formula.
     """
 
@@ -149,15 +148,6 @@ class DemonstrationSource(SampleSource, Protocol):
 
     @property
     def group_names(self) -> tuple[str, ...]: ...
-
-    @property
-    def files(self) -> Sequence[Path]: ...
-
-    @property
-    def contents(self) -> Sequence[tuple[str, str, str]]: ...
-
-    @property
-    def positions_fingerprint(self) -> int: ...
 
     def place(self, number: int) -> str:
         """Origin of a sample for messages: `file:line`, or its number."""

@@ -86,7 +86,10 @@ def read_statistics(
     try:
         groups = {
             name: {
-                feature: {stat: np.array(numbers, _dtype(stat)) for stat, numbers in stats.items()}
+                feature: {
+                    stat: np.array(numbers, np.int64 if stat == "count" else np.float64)
+                    for stat, numbers in stats.items()
+                }
                 for feature, stats in group.items()
             }
             for name, group in values.items()
@@ -136,7 +139,3 @@ def _size_problem(stats: Mapping[str, np.ndarray], size: int | None) -> str | No
         if size is not None and len(values) != size:
             return f"{name} has {len(values)} numbers, the policy's feature {size}"
     return None
-
-
-def _dtype(stat: str) -> type:
-    return np.int64 if stat == "count" else np.float64

@@ -7,12 +7,9 @@ Source: the drops of OpenTau's dataset mixture. Its `subgoal_end_of_segment_prob
 goal frame in an episode, is left to the source of the demonstrations.
 """
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +19,7 @@ from paddle_vl.families.policy.demonstrations.sample import (
     DemonstrationShapes,
     DemonstrationSource,
 )
-from paddle_vl.families.policy.settings import DropProbabilities
+from paddle_vl.families.policy.features import DropProbabilities
 
 
 class Stream(IntEnum):
@@ -134,6 +131,11 @@ def drop_fields(sample: Demonstration, drops: Drops, shapes: DemonstrationShapes
     return sample
 
 
+def _of_source(name: str) -> Any:
+    """A property, or method, that is the source's; see `DemonstrationSource`."""
+    return property(lambda self: getattr(self.source, name))
+
+
 @dataclass(frozen=True)
 class DrawnDemonstrations:
     """Samples of a source with the drops and flow draws of one epoch.
@@ -192,42 +194,9 @@ class DrawnDemonstrations:
             sample |= self.flow.draw(sample_rng(self.seed, Stream.FLOW, *place))
         return sample
 
-    def place(self, number: int) -> str:
-        """Origin of a sample: `file:line`, or its number."""
-        return self.source.place(number)
-
-    @property
-    def files(self) -> Sequence[Path]:
-        return self.source.files
-
-    @property
-    def shapes(self) -> DemonstrationShapes:
-        return self.source.shapes
-
-    @property
-    def fields(self) -> Mapping[str, bool]:
-        return self.source.fields
-
-    @property
-    def group_names(self) -> tuple[str, ...]:
-        return self.source.group_names
-
-    @property
-    def on_bad_sample(self) -> str:
-        return self.source.on_bad_sample
-
-    @property
-    def skipped(self) -> Counter[str]:
-        return self.source.skipped
-
-    @property
-    def fingerprint(self) -> int:
-        return self.source.fingerprint
-
-    @property
-    def positions_fingerprint(self) -> int:
-        return self.source.positions_fingerprint
-
-    @property
-    def contents(self) -> Sequence[tuple[str, str, str]]:
-        return self.source.contents
+    files, contents = _of_source("files"), _of_source("contents")
+    shapes, fields = _of_source("shapes"), _of_source("fields")
+    group_names, place = _of_source("group_names"), _of_source("place")
+    on_bad_sample, skipped = _of_source("on_bad_sample"), _of_source("skipped")
+    fingerprint = _of_source("fingerprint")
+    positions_fingerprint = _of_source("positions_fingerprint")

@@ -27,6 +27,7 @@ from paddle_vl.data.jsonl import BadSampleError, parse_object
 from paddle_vl.data.media_file import ImageSource, MediaFolder, brief, media_source
 from paddle_vl.data.video_reader import VideoFrames, VideoSource
 from paddle_vl.families.vlm.inputs.record_keys import (
+    OTHER_ROLES,
     RECORD_KEYS,
     SOURCE_KEYS,
     check_box_tags,
@@ -35,7 +36,6 @@ from paddle_vl.families.vlm.inputs.record_keys import (
     check_record_keys,
     is_target,
     listed_targets,
-    role_remedy,
 )
 
 
@@ -43,12 +43,14 @@ class ImagePart(NamedTuple):
     """An image within a turn."""
 
     source: ImageSource
+    kind = "image"
 
 
 class VideoPart(NamedTuple):
     """A video within a turn."""
 
     source: VideoSource
+    kind = "video"
 
 
 Part = str | ImagePart | VideoPart
@@ -253,7 +255,8 @@ def _parse_message(message: Any, number: int, label: bool | None) -> Turn:
     if role not in ROLES:
         raise BadSampleError(
             "unknown_role",
-            f"{where} has role {brief(role)!r}; use one of {', '.join(ROLES)}" + role_remedy(role),
+            f"{where} has role {brief(role)!r}; use one of {', '.join(ROLES)}"
+            + (OTHER_ROLES.get(role, "") if isinstance(role, str) else ""),
         )
     if role == "system" and number > 1:
         raise BadSampleError(
@@ -269,7 +272,7 @@ def _parse_message(message: Any, number: int, label: bool | None) -> Turn:
             "missing_key",
             f"{where} has content of type {type(content).__name__}; a string or list is needed",
         )
-    kinds = [_kind(part) for part in parts if not isinstance(part, str)]
+    kinds = [part.kind for part in parts if not isinstance(part, str)]
     if role == "assistant" and kinds:
         raise BadSampleError(
             "tag_count",
@@ -296,7 +299,8 @@ def _parse_part(part: Any, where: str) -> Part:
         return part["text"]
     if isinstance(kind, str) and kind in _PART_TYPES:
         check_part_keys(part, kind, where)
-        return _PART_TYPES[kind](_own_source(part, kind))
+        sources = (part[key] for key in SOURCE_KEYS[kind] if part.get(key) is not None)
+        return _PART_TYPES[kind](next(sources, None))
     raise BadSampleError(
         "missing_key",
         f"{where} has the part {brief(part)}; use {{'type': 'text', 'text': ...}}, "
@@ -304,23 +308,15 @@ def _parse_part(part: Any, where: str) -> Part:
     )
 
 
-def _own_source(part: Mapping[str, Any], kind: str) -> Any:
-    return next((part[key] for key in SOURCE_KEYS[kind] if part.get(key) is not None), None)
-
-
 def _fill(part: Part, listed: Mapping[str, Iterator[Any]], folder: MediaFolder) -> Part:
     if isinstance(part, str):
         return part
-    kind = _kind(part)
+    kind = part.kind
     source = next(listed[kind]) if _is_open(part, kind) else part.source
     if isinstance(source, _IN_MEMORY):
         return part._replace(source=source)
     return part._replace(source=media_source(source, kind, f"{kind} source", folder))
 
 
-def _kind(part: ImagePart | VideoPart) -> str:
-    return "image" if isinstance(part, ImagePart) else "video"
-
-
 def _is_open(part: Part, kind: str) -> bool:
-    return not isinstance(part, str) and _kind(part) == kind and part.source is None
+    return not isinstance(part, str) and part.kind == kind and part.source is None

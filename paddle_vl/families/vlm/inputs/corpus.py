@@ -11,13 +11,11 @@ import numpy as np
 from xxhash import xxh3_64
 
 from paddle_vl.config.data_sources import SourceConfig, as_sources
-from paddle_vl.data.corpus.cache import CacheFolders
+from paddle_vl.data.corpus.cache import CacheFolders, LocalCopies
 from paddle_vl.data.corpus.document import Sample
 from paddle_vl.data.corpus.lanes import Piece, RowMaker
 from paddle_vl.data.corpus.loader import CorpusLoader
-from paddle_vl.data.corpus.local_copies import LocalCopies
-from paddle_vl.data.corpus.open_shard import ShardOpener
-from paddle_vl.data.corpus.sources import Source, mix_of, open_sources
+from paddle_vl.data.corpus.sources import ShardOpener, Source, mix_of, open_sources
 from paddle_vl.data.corpus.tokenize import check_same_tokenizer
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.packing import RowBudget
@@ -179,19 +177,17 @@ class PieceCollator:
             batch.update(PackedCollator(self.collator)(samples))
         else:
             batch.update(self.collator([row[0] for row in samples]))
-        if set(self.loss_weights) != {1.0}:
-            batch["loss_weights"] = self._weights(rows, batch["attention_mask"])
-        return batch
-
-    def _weights(self, rows: Sequence[Sequence[Piece]], mask_BL: np.ndarray) -> np.ndarray:
-        weights_BL = np.ones(mask_BL.shape, dtype=np.float32)
+        if set(self.loss_weights) == {1.0}:
+            return batch
+        mask_BL: np.ndarray = batch["attention_mask"]
+        weights_BL: np.ndarray = np.ones(mask_BL.shape, dtype=np.float32)
         for row, weights_L, mask_L in zip(rows, weights_BL, mask_BL, strict=True):
             pieces = [
                 np.full(len(piece.sample["input_ids"]), self.loss_weights[piece.source])
                 for piece in row
             ]
             weights_L[mask_L == 1] = np.concatenate(pieces)
-        return weights_BL
+        return {**batch, "loss_weights": weights_BL}
 
 
 class CorpusSamples:

@@ -101,13 +101,7 @@ class MessagesDataset(LineIndex):
             sample = encode(self._parsed(line, file_number))
             if self.max_length is None:
                 return sample
-            return truncate_sample(
-                sample,
-                self.max_length,
-                image_token_id=self._processor.image_token_id,
-                video_token_id=self._processor.video_token_id,
-                merge_size=self._processor.image_processor.merge_size,
-            )
+            return truncate_sample(sample, self.max_length, self._processor)
 
     def conversation(self, number: int) -> Conversation:
         """The conversation of a sample, with paths of images and videos."""
@@ -128,18 +122,10 @@ class MessagesDataset(LineIndex):
 
 
 def truncate_sample(
-    sample: dict[str, np.ndarray],
-    max_length: int,
-    *,
-    image_token_id: int,
-    video_token_id: int,
-    merge_size: int,
+    sample: dict[str, np.ndarray], max_length: int, processor: VLProcessor
 ) -> dict[str, np.ndarray]:
-    """The sample cut at the right to `max_length` tokens, without pixels of media cut off.
-
-    Args:
-        sample: from `VLProcessor.encode_sample`.
-        merge_size: side of a merge block, in patches.
+    """The processor's sample cut at the right to `max_length` tokens, without pixels of media cut
+    off.
 
     Raises:
         BadSampleError: the cut goes through an image or a video, or leaves no target.
@@ -152,13 +138,13 @@ def truncate_sample(
         raise _too_long(length, max_length, "would remove every target token")
     cut = {**sample, "input_ids": ids, "labels": labels}
     for kind, token_id, pixels, grid in (
-        ("image", image_token_id, "pixel_values", "image_grid_thw"),
-        ("video", video_token_id, "pixel_values_videos", "video_grid_thw"),
+        ("image", processor.image_token_id, "pixel_values", "image_grid_thw"),
+        ("video", processor.video_token_id, "pixel_values_videos", "video_grid_thw"),
     ):
         if grid not in sample:
             continue
         grid_thw = sample[grid]
-        ends = (grid_thw.prod(axis=1) // merge_size**2).cumsum()
+        ends = processor.image_processor.num_tokens(grid_thw).cumsum()
         kept_tokens = np.count_nonzero(ids == token_id)
         num_kept = int(np.searchsorted(ends, kept_tokens, side="right"))
         if kept_tokens not in (0, *ends):

@@ -6,7 +6,15 @@ A document is its texts and images in order, and `<|endoftext|>`:
 
 All text tokens and the end are targets; the visual tokens and their markers are none. A source's
 `targets` restricts them. Conversations keep their chat template and, unless `targets` says
-otherwise, the targets of fine-tuning.
+otherwise, the targets of fine-tuning. Other formats of rows:
+
+    {"text": "..."}                       text; a list of strings is joined by line breaks
+    {"image": "a.jpg", "text": "..."}     image_text: an image, then its caption
+    {"texts": ["...", null], "images": [null, "b.jpg"]}           interleaved, as OBELICS has it
+    {"text_list": ["..."], "image_info": [{"image_name": "b.jpg", "matched_text_index": 0}]}  MMC4
+
+An image is a path, the bytes of an image file, or as in Hugging Face's Parquet files a mapping with
+`bytes` and `path`. Further entries of a row, such as a URL or scores, are not read.
 
 Shapes: L tokens, n images.
 """
@@ -18,20 +26,21 @@ from typing import Any
 
 import numpy as np
 
-from paddle_vl.config.data_sources import SourceConfig
+from paddle_vl.config.data_sources import DocumentFormat, SourceConfig
 from paddle_vl.data.corpus.document import EncodedDocument, Sample
+from paddle_vl.data.corpus.shard import needed, refuse_empty, text_of
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.data.media_file import ImageSource, MediaFolder
+from paddle_vl.data.media_file import ImageSource, MediaFolder, brief, media_source
 from paddle_vl.families.vlm.inputs.collate import IGNORED_LABEL
-from paddle_vl.families.vlm.inputs.conversation import Conversation, parse_record
+from paddle_vl.families.vlm.inputs.conversation import Conversation, ImagePart, parse_record
 from paddle_vl.families.vlm.inputs.dataset import truncate_sample
-from paddle_vl.families.vlm.inputs.document_rows import ImagePlace, parts_of
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.inputs.record_keys import unread_keys, unread_note
 from paddle_vl.families.vlm.inputs.tokenizer import IMAGE_PAD
 
 # Entries of a row of memory-mapped token files: ids, and optionally 0 where nothing is learned.
 TOKENS, MASK = "tokens", "mask"
+Parts = list[str | ImagePart]
 
 
 class ImageDocument(EncodedDocument):
@@ -122,9 +131,14 @@ class DocumentEncoder:
         if TOKENS in row:
             return self._of_tokens(row[TOKENS], row.get(MASK))
         if kind == "messages":
-            return self._of_messages(row, folder)
+            conversation = parse_record(row, folder, self.allow_outside)
+            if self.source.targets in (None, "answers"):
+                conversation.check_targets()
+            document = ConversationDocument(self, conversation)
+            document.note = unread_note(unread_keys(conversation.extra))
+            return document
         parts = parts_of(row, kind, MediaFolder(folder, self.allow_outside))
-        images = [part.source for part in parts if isinstance(part, ImagePlace)]
+        images = [part.source for part in parts if isinstance(part, ImagePart)]
         counts: list[int] = []
         if images:
             grids = self.processor.image_processor.grids(images)
@@ -141,13 +155,7 @@ class DocumentEncoder:
     def as_trained(self, sample: Sample) -> Sample:
         """A conversation's sample within `max_length`, with the labels of the source's targets."""
         processor = self.processor
-        sample = truncate_sample(
-            sample,
-            self.max_length,
-            image_token_id=processor.image_token_id,
-            video_token_id=processor.video_token_id,
-            merge_size=processor.image_processor.merge_size,
-        )
+        sample = truncate_sample(sample, self.max_length, processor)
         if self.source.targets in (None, "answers"):
             return sample
         ids = sample["input_ids"]
@@ -174,14 +182,6 @@ class DocumentEncoder:
         document = self._document(ids if has_end else np.append(ids, end), [])
         if mask is not None:
             document.labels[: len(mask)][mask == 0] = IGNORED_LABEL
-        return document
-
-    def _of_messages(self, row: Mapping[str, Any], folder: Path) -> EncodedDocument:
-        conversation = parse_record(row, folder, self.allow_outside)
-        if self.source.targets in (None, "answers"):
-            conversation.check_targets()
-        document = ConversationDocument(self, conversation)
-        document.note = unread_note(unread_keys(conversation.extra))
         return document
 
 
@@ -226,3 +226,99 @@ def check_ids(ids_L: np.ndarray, processor: VLProcessor) -> None:
             f"the document contains the special token {forbidden[int(ids_L[special.argmax()])]}: "
             "tokenize texts without it",
         )
+
+
+def parts_of(row: Mapping[str, Any], kind: DocumentFormat, folder: MediaFolder) -> Parts:
+    """Texts and images of a row in document order; texts are not empty.
+
+    Args:
+        kind: text, image_text or interleaved.
+
+    Raises:
+        BadSampleError: an entry is missing, of a wrong type or unusable, or there is no text.
+    """
+    if kind == "text":
+        parts: Parts = [text_of(row, kind)]
+    elif kind == "image_text":
+        image = _image(needed(row, "image", kind), "'image'", folder)
+        parts = [image, text_of(row, kind)]
+    elif "text_list" in row and "texts" not in row:
+        parts = _mmc4(row, folder)
+    else:
+        parts = _interleaved(row, kind, folder)
+    parts = [part for part in parts if part != ""]
+    refuse_empty(any(isinstance(part, str) and part.strip() for part in parts))
+    return parts
+
+
+def _interleaved(row: Mapping[str, Any], kind: str, folder: MediaFolder) -> Parts:
+    texts, images = (needed(row, key, kind) for key in ("texts", "images"))
+    for key, values in (("texts", texts), ("images", images)):
+        if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+            raise BadSampleError("missing_key", f"{key!r} must be a list")
+    if len(texts) != len(images):
+        raise BadSampleError(
+            "tag_count",
+            f"'texts' has {len(texts)} entries and 'images' {len(images)}; they must be equally "
+            "long, with null in 'texts' where an image stands and in 'images' where a text stands",
+        )
+    parts: Parts = []
+    for place, (text, image) in enumerate(zip(texts, images, strict=True)):
+        if (text is None) == (image is None):
+            found = "neither" if text is None else "both"
+            raise BadSampleError(
+                "tag_count",
+                f"entry {place + 1} has {found} of text and image; exactly one of them must not be "
+                "null",
+            )
+        if image is not None:
+            parts.append(_image(image, f"entry {place + 1} of 'images'", folder))
+        else:
+            _add_text(parts, _string(text, f"entry {place + 1} of 'texts'"), "\n\n")
+    return parts
+
+
+def _mmc4(row: Mapping[str, Any], folder: MediaFolder) -> Parts:
+    """Sentences, each behind the images that match it."""
+    sentences, infos = row["text_list"], row.get("image_info") or []
+    for name, value in (("text_list", sentences), ("image_info", infos)):
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise BadSampleError("missing_key", f"{name!r} must be a list")
+    before: dict[int, Parts] = {}
+    for number, info in enumerate(infos, 1):
+        name, place = (
+            info.get(key) if isinstance(info, Mapping) else None
+            for key in ("image_name", "matched_text_index")
+        )
+        if name is None or not isinstance(place, int) or not 0 <= place < len(sentences):
+            raise BadSampleError(
+                "missing_key",
+                f"image {number} of 'image_info' needs 'image_name' and a 'matched_text_index' "
+                f"from 0 to {len(sentences) - 1}; it has {brief(info)}",
+            )
+        before.setdefault(place, []).append(_image(name, f"image {number}", folder))
+    parts: Parts = []
+    for place, sentence in enumerate(sentences):
+        parts += before.get(place, [])
+        _add_text(parts, _string(sentence, f"entry {place + 1} of 'text_list'"), " ")
+    return parts
+
+
+def _add_text(parts: Parts, text: str, separator: str) -> None:
+    """Add a text, joined to a text in front of it."""
+    if parts and isinstance(last := parts[-1], str):
+        parts[-1] = f"{last}{separator}{text}"
+    else:
+        parts.append(text)
+
+
+def _string(text: Any, where: str) -> str:
+    if not isinstance(text, str):
+        raise BadSampleError(
+            "missing_key", f"{where} is of type {type(text).__name__}; a string is needed"
+        )
+    return text
+
+
+def _image(image: Any, where: str, folder: MediaFolder) -> ImagePart:
+    return ImagePart(media_source(image, "image", where, folder))

@@ -9,10 +9,9 @@ Shapes: R frames, H and W pixels, C = 3 channels, P patches, n images.
 
 import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from PIL import Image
@@ -21,6 +20,8 @@ from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import ImageSource, image_size, load_rgb
 from paddle_vl.families.vlm.inputs.preprocessor_files import VisionProcessor
 from paddle_vl.files.checked_values import checked
+
+T = TypeVar("T")
 
 
 @checked
@@ -91,12 +92,7 @@ class ImageProcessor(VisionProcessor):
         """
         if not images:
             raise ValueError("no image given: a text-only sample has no pixel_values")
-        patches, grids = [], []
-        for number, source in enumerate(images, start=1):
-            with named_item("image", number, source):
-                image_patches, grid = self._process(source)
-            patches.append(image_patches)
-            grids.append(grid)
+        patches, grids = zip(*of_each("image", self._process, images), strict=True)
         return {
             "pixel_values": patches[0] if len(patches) == 1 else np.concatenate(patches),
             "image_grid_thw": np.array(grids, dtype=np.int64),
@@ -108,12 +104,9 @@ class ImageProcessor(VisionProcessor):
         Raises:
             BadSampleError: as `__call__`, as far as the header shows it.
         """
-        grids = np.ones((len(images), 3), dtype=np.int64)
-        for number, source in enumerate(images, start=1):
-            with named_item("image", number, source):
-                grids[number - 1, 1:] = self._resized(*image_size(source))
-        grids[:, 1:] //= self.patch_size
-        return grids
+        sides = of_each("image", lambda source: self._resized(*image_size(source)), images)
+        patch = self.patch_size
+        return np.array([(1, height // patch, width // patch) for height, width in sides], np.int64)
 
     def num_tokens(self, image_grid_thw: np.ndarray) -> np.ndarray:
         """Visual tokens of every image of a `[n, 3]` grid: `[n]` int64."""
@@ -133,16 +126,19 @@ class ImageProcessor(VisionProcessor):
         return smart_resize(height, width, factor, self.min_pixels, self.max_pixels)
 
 
-@contextmanager
-def named_item(kind: str, number: int, source: Any) -> Iterator[None]:
-    """Add the number and file name of an image or video to its error."""
-    try:
-        yield
-    except BadSampleError as error:
-        name = f"{kind} {number}"
-        if isinstance(source, str | os.PathLike):
-            name += f" ({os.fspath(source)})"
-        raise BadSampleError(error.kind, f"{name}: {error.reason}") from error
+def of_each(kind: str, function: Callable[[Any], T], sources: Sequence[Any]) -> list[T]:
+    """What a function gives for each image or video; the error of one has its number and file
+    name."""
+    found = []
+    for number, source in enumerate(sources, start=1):
+        try:
+            found.append(function(source))
+        except BadSampleError as error:
+            name = f"{kind} {number}"
+            if isinstance(source, str | os.PathLike):
+                name += f" ({os.fspath(source)})"
+            raise BadSampleError(error.kind, f"{name}: {error.reason}") from error
+    return found
 
 
 MAX_ASPECT_RATIO = 200
@@ -164,13 +160,7 @@ def smart_resize(
 
     Example: 480 x 640 with factor 32 and at most 12288 pixels -> (96, 128).
     """
-    _check_aspect_ratio("image", height, width)
-    new_height, new_width = (round(side / factor) * factor for side in (height, width))
-    if new_height * new_width > max_pixels:
-        return _shrink(height, width, factor, height * width, max_pixels)
-    if new_height * new_width < min_pixels:
-        return _grow(height, width, factor, height * width, min_pixels)
-    return new_height, new_width
+    return _within("image", height, width, factor, 1, 1, min_pixels, max_pixels)
 
 
 def smart_resize_video(
@@ -202,37 +192,39 @@ def smart_resize_video(
     if height < factor or width < factor:
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
-    _check_aspect_ratio("video", height, width)
-    new_height, new_width = (round(side / factor) * factor for side in (height, width))
-    pixels = round(num_frames / temporal_factor) * temporal_factor * new_height * new_width
-    if pixels > max_pixels:
-        return _shrink(height, width, factor, num_frames * height * width, max_pixels)
-    if pixels < min_pixels:
-        return _grow(height, width, factor, num_frames * height * width, min_pixels)
-    return new_height, new_width
+    padded = round(num_frames / temporal_factor) * temporal_factor
+    return _within("video", height, width, factor, num_frames, padded, min_pixels, max_pixels)
 
 
-def _shrink(height: int, width: int, factor: int, pixels: int, budget: int) -> tuple[int, int]:
-    scale = math.sqrt(pixels / budget)
-    new_height, new_width = (
-        max(factor, math.floor(side / scale / factor) * factor) for side in (height, width)
-    )
-    return new_height, new_width
-
-
-def _grow(height: int, width: int, factor: int, pixels: int, budget: int) -> tuple[int, int]:
-    scale = math.sqrt(budget / pixels)
-    new_height, new_width = (math.ceil(side * scale / factor) * factor for side in (height, width))
-    return new_height, new_width
-
-
-def _check_aspect_ratio(kind: str, height: int, width: int) -> None:
+def _within(
+    kind: str,
+    height: int,
+    width: int,
+    factor: int,
+    frames: int,
+    padded: int,
+    min_pixels: int,
+    max_pixels: int,
+) -> tuple[int, int]:
+    """Sides as multiples of `factor`; the limits are compared with `padded` frames of the rounded
+    sides, and the scale is that of `frames` of the given ones."""
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
         raise BadSampleError(
             "aspect_ratio",
             f"{kind} of {width} x {height} pixels (width x height): one side may be at most "
             f"{MAX_ASPECT_RATIO} times the other; crop it",
         )
+    new_height, new_width = (round(side / factor) * factor for side in (height, width))
+    area, rounded = frames * height * width, padded * new_height * new_width
+    if rounded > max_pixels:
+        scale = math.sqrt(area / max_pixels)
+        sides = (math.floor(side / scale / factor) * factor for side in (height, width))
+        new_height, new_width = (max(factor, side) for side in sides)
+    elif rounded < min_pixels:
+        scale = math.sqrt(min_pixels / area)
+        sides = (math.ceil(side * scale / factor) * factor for side in (height, width))
+        new_height, new_width = sides
+    return new_height, new_width
 
 
 @lru_cache(maxsize=16)

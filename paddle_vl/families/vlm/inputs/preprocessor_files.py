@@ -24,6 +24,11 @@ _Spread = Annotated[Number, Field(ge=1e-4, le=1e4)]
 _Side = Annotated[int, Field(ge=1, le=64)]
 # Limit of the pixels of one visual token, which is the smallest image.
 _MOST_TOKEN_PIXELS = 1 << 24
+# Names of the limits in messages.
+_LIMITS = {
+    "min_pixels": "size.shortest_edge (or min_pixels)",
+    "max_pixels": "size.longest_edge (or max_pixels)",
+}
 _REQUIRED = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
 
 
@@ -95,7 +100,11 @@ class VisionProcessor:
 
     @classmethod
     def from_dict(cls: type[V], config: dict[str, Any], name: str = "the settings") -> V:
-        """Build from HF's settings, see `common_settings`.
+        """Build from HF's settings.
+
+        The limits are read in either dialect: `size` with `shortest_edge` and `longest_edge`
+        (numbers of pixels, despite the names), or `min_pixels` and `max_pixels`, which take
+        precedence as in HF.
 
         Args:
             name: where they are from, for messages.
@@ -103,13 +112,51 @@ class VisionProcessor:
         Raises:
             ValueError: settings are missing, out of range or not supported; all are named.
         """
-        refuse_unsupported(config, name, cls.always_on, cls.own)
-        values = common_settings(config, name)
-        values.update({key: config[key] for key in cls.own if config.get(key) is not None})
+        cls._refuse_unsupported(config, name)
+        size = config.get("size") or {}
+        if not isinstance(size, dict):
+            raise ValueError(
+                f"{name} has size {shown(size)}; {{'shortest_edge': ..., 'longest_edge': ...}} is "
+                "needed"
+            )
+        limits = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
+        values = {key: config.get(key) for key in (*limits, *_REQUIRED, *cls.own)}
+        values |= {key: value for key, value in limits.items() if values[key] is None}
+        missing = [_LIMITS.get(key, key) for key in (*limits, *_REQUIRED) if values[key] is None]
+        if missing:
+            raise ValueError(
+                f"{name} lacks {', '.join(missing)}: Qwen3-VL's settings differ from the defaults "
+                "of HF's class, so none is assumed; take the file from the checkpoint"
+            )
+        values = {key: value for key, value in values.items() if value is not None}
         try:
             return cls(**values, source_config=dict(config))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
+
+    @classmethod
+    def _refuse_unsupported(cls, config: dict[str, Any], name: str) -> None:
+        """Raise a ValueError with all settings that change the pixels and are not supported."""
+        refused = [
+            f"{key} = {shown(value)}"
+            for key, value in config.items()
+            if (key in cls.always_on and value is False)
+            or (key.startswith("do_") and value and key not in (*cls.always_on, *cls.own))
+        ]
+        refused += [
+            f"{key} = {shown(value)} (only true or false)"
+            for key, value in config.items()
+            if key.startswith("do_") and value is not None and not isinstance(value, bool)
+        ]
+        resample, bicubic = config.get("resample"), Image.Resampling.BICUBIC
+        if resample is not None and resample != bicubic:
+            refused.append(f"resample = {shown(resample)} (only {int(bicubic)}, bicubic)")
+        scale = config.get("rescale_factor")
+        is_close = type(scale) is float and np.isclose(scale, 1 / 255, rtol=1e-6, atol=0)
+        if scale is not None and not is_close:
+            refused.append(f"rescale_factor = {shown(scale)} (only 1/255)")
+        if refused:
+            raise ValueError(f"{name} has settings that are not supported: {'; '.join(refused)}")
 
     def replaced(self: V, **values: Any) -> V:
         """A copy with other settings; None keeps one as it is."""
@@ -131,78 +178,3 @@ class VisionProcessor:
         path = Path(directory) / self.config_file
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(self.to_dict(), indent=2) + "\n")
-
-
-# Names of the limits in messages.
-_LIMITS = {
-    "min_pixels": "size.shortest_edge (or min_pixels)",
-    "max_pixels": "size.longest_edge (or max_pixels)",
-}
-
-
-def common_settings(config: dict[str, Any], name: str) -> dict[str, Any]:
-    """Pixel limits, patch sizes, mean and standard deviation, under the names of the fields here.
-
-    The limits are read in either dialect: `size` with `shortest_edge` and `longest_edge` (numbers
-    of pixels, despite the names), or `min_pixels` and `max_pixels`, which take precedence as in HF.
-
-    Raises:
-        ValueError: settings are missing; all are named.
-    """
-    size = config.get("size") or {}
-    if not isinstance(size, dict):
-        raise ValueError(
-            f"{name} has size {shown(size)}; {{'shortest_edge': ..., 'longest_edge': ...}} is "
-            "needed"
-        )
-    values = {
-        "min_pixels": _first(config.get("min_pixels"), size.get("shortest_edge")),
-        "max_pixels": _first(config.get("max_pixels"), size.get("longest_edge")),
-    }
-    values.update({key: config.get(key) for key in _REQUIRED})
-    missing = [_LIMITS.get(key, key) for key, value in values.items() if value is None]
-    if missing:
-        raise ValueError(
-            f"{name} lacks {', '.join(missing)}: Qwen3-VL's settings differ from the defaults "
-            "of HF's class, so none is assumed; take the file from the checkpoint"
-        )
-    return values
-
-
-def refuse_unsupported(
-    config: dict[str, Any], name: str, always_on: tuple[str, ...], either: tuple[str, ...]
-) -> None:
-    """Raise for settings that would change the pixels and are not supported.
-
-    Args:
-        always_on: steps that cannot be turned off.
-        either: steps that can be turned off.
-
-    Raises:
-        ValueError: with all such settings.
-    """
-    refused = [
-        f"{key} = {shown(value)}"
-        for key, value in config.items()
-        if (key in always_on and value is False)
-        or (key.startswith("do_") and value and key not in (*always_on, *either))
-    ]
-    for key, value in config.items():
-        if key.startswith("do_") and value is not None and not isinstance(value, bool):
-            refused.append(f"{key} = {shown(value)} (only true or false)")
-    resample = config.get("resample")
-    if resample is not None and resample != Image.Resampling.BICUBIC:
-        refused.append(
-            f"resample = {shown(resample)} (only {int(Image.Resampling.BICUBIC)}, bicubic)"
-        )
-    scale = config.get("rescale_factor")
-    if scale is not None and not (
-        type(scale) is float and np.isclose(scale, 1 / 255, rtol=1e-6, atol=0)
-    ):
-        refused.append(f"rescale_factor = {shown(scale)} (only 1/255)")
-    if refused:
-        raise ValueError(f"{name} has settings that are not supported: {'; '.join(refused)}")
-
-
-def _first(*values: Any) -> Any:
-    return next((value for value in values if value is not None), None)

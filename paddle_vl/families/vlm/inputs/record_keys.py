@@ -102,7 +102,8 @@ _REFUSED_OF_MESSAGE = {
 }
 # Tags of ms-swift that stand for entries of `objects`.
 _BOX_TAGS = ("<bbox>", "<ref-object>")
-_OTHER_ROLES = {
+# What to do about a role of another format.
+OTHER_ROLES = {
     "developer": "; write it as 'system'",
     **dict.fromkeys(
         ("tool", "tool_call", "tool_response", "function", "observation"),
@@ -193,11 +194,6 @@ def _refuse_unknown(key: Any, where: str, known: Collection[str]) -> NoReturn:
 def _guess(key: Any, known: Collection[str]) -> str:
     nearest = difflib.get_close_matches(str(key)[:80], known, n=1)
     return f" (is {nearest[0]!r} meant?)" if nearest else ""
-
-
-def role_remedy(role: Any) -> str:
-    """What to do about a role of another format; empty if unknown."""
-    return _OTHER_ROLES.get(role, "") if isinstance(role, str) else ""
 
 
 def check_box_tags(text: str, where: str) -> None:

@@ -46,7 +46,11 @@ def write_conversations(
     folder.mkdir(parents=True, exist_ok=True)
     files = [f"{number}.png" for number in range(_NUM_IMAGES)]
     for number, name in enumerate(files):
-        _write(folder / name, _png(shapes.image_side, seed=number))
+        coarse = np.random.default_rng(number).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+        size = shapes.image_side, shapes.image_side
+        image = Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC)
+        with replacing(folder / name) as partial:
+            image.save(partial, "PNG")
     messages = [
         {"role": "user", "content": "<image>" * shapes.num_images + "What is there to see?"},
         {"role": "assistant", "content": _answer(shapes.answer_tokens, tokenizer)},
@@ -56,7 +60,8 @@ def write_conversations(
         images = [files[(number + i) % _NUM_IMAGES] for i in range(shapes.num_images)]
         lines.append(json.dumps({"messages": messages, "images": images}) + "\n")
     file = folder / CONVERSATIONS_FILE
-    _write(file, "".join(lines).encode())
+    with replacing(file) as partial:
+        partial.write_bytes("".join(lines).encode())
     return file
 
 
@@ -68,17 +73,3 @@ def _answer(num_tokens: int, tokenizer: TextTokenizer) -> str:
         fits = len(tokenizer.encode(_WORD * middle)) <= num_tokens
         low, high = (middle, high) if fits else (low, middle - 1)
     return (_WORD * low).strip()
-
-
-def _png(side: int, seed: int) -> bytes:
-    from io import BytesIO
-
-    coarse = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), dtype=np.uint8)
-    stream = BytesIO()
-    Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC).save(stream, "PNG")
-    return stream.getvalue()
-
-
-def _write(file: Path, content: bytes) -> None:
-    with replacing(file) as partial:
-        partial.write_bytes(content)

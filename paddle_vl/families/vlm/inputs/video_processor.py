@@ -25,7 +25,7 @@ from paddle_vl.data.video_reader import (
 )
 from paddle_vl.families.vlm.inputs.image_processor import (
     ImageProcessor,
-    named_item,
+    of_each,
     patchify,
     smart_resize_video,
 )
@@ -144,17 +144,12 @@ class VideoProcessor(VisionProcessor):
         """
         if not videos:
             raise ValueError("no video given: a sample without videos has no pixel_values_videos")
-        arrays, timestamps = [], []
-        for number, source in enumerate(videos, start=1):
-            with named_item("video", number, source):
-                patches, times = self._process(source)
-            arrays.append(patches)
-            timestamps.append(times)
-        joined = {
-            key: arrays[0][key] if len(arrays) == 1 else np.concatenate([a[key] for a in arrays])
-            for key in arrays[0]
+        patches, grids, timestamps = zip(*of_each("video", self._process, videos), strict=True)
+        arrays = {
+            "pixel_values_videos": patches[0] if len(patches) == 1 else np.concatenate(patches),
+            "video_grid_thw": np.array(grids, np.int64),
         }
-        return ProcessedVideos(joined, timestamps)
+        return ProcessedVideos(arrays, list(timestamps))
 
     def grids(self, videos: Sequence[VideoSource]) -> tuple[np.ndarray, list[list[float]]]:
         """Grids `[n, 3]` int64 and timestamps of videos, from headers and first frames.
@@ -162,22 +157,21 @@ class VideoProcessor(VisionProcessor):
         Raises:
             BadSampleError, RuntimeError: as `__call__`, as far as these show it.
         """
-        grids, timestamps = np.empty((len(videos), 3), dtype=np.int64), []
-        for number, source in enumerate(videos, start=1):
-            with named_item("video", number, source):
-                video, indices, times = self._chosen(source)
-                with closing(video.frames([0])) as frames:
-                    height, width = next(frames).shape[:2]
-                sides = self._resized(len(indices), height, width)
-            grids[number - 1] = len(times), *(side // self.patch_size for side in sides)
-            timestamps.append(times)
-        return grids, timestamps
+        grids, timestamps = zip(*of_each("video", self._outline, videos), strict=True)
+        return np.array(grids, np.int64), list(timestamps)
 
     def tokens_per_patch(self, video_grid_thw: np.ndarray) -> np.ndarray:
         """Visual tokens per temporal patch of every video of a `[n, 3]` grid: `[n]` int64."""
         return video_grid_thw[:, 1:].prod(axis=1) // self.merge_size**2
 
-    def _process(self, source: VideoSource) -> tuple[dict[str, np.ndarray], list[float]]:
+    def _outline(self, source: VideoSource) -> tuple[tuple[int, ...], list[float]]:
+        video, indices, times = self._chosen(source)
+        with closing(video.frames([0])) as frames:
+            height, width = next(frames).shape[:2]
+        sides = self._resized(len(indices), height, width)
+        return (len(times), *(side // self.patch_size for side in sides)), times
+
+    def _process(self, source: VideoSource) -> tuple[np.ndarray, tuple[int, int, int], list[float]]:
         video, indices, times = self._chosen(source)
         resized_RHWC: Any = None
         for number, frame in enumerate(video.frames(indices.tolist())):
@@ -187,9 +181,7 @@ class VideoProcessor(VisionProcessor):
             _, height, width, _ = resized_RHWC.shape
             image = Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC)
             resized_RHWC[number] = np.asarray(image)
-        patches, grid = patchify(resized_RHWC, self)
-        arrays = {"pixel_values_videos": patches, "video_grid_thw": np.array([grid], np.int64)}
-        return arrays, times
+        return *patchify(resized_RHWC, self), times
 
     def _resized(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
         factor, budget = self.patch_size * self.merge_size, (self.min_pixels, self.max_pixels)

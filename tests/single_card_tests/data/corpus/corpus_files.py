@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from paddle_vl.data.corpus.cache import CacheFolders
-from paddle_vl.data.corpus.local_copies import LocalCopies
-from paddle_vl.data.corpus.open_shard import ShardOpener
+from paddle_vl.data.corpus.cache import CacheFolders, LocalCopies
+from paddle_vl.data.corpus.sources import ShardOpener
 
 
 def opener(cache: Path | None = None, **settings) -> ShardOpener:

@@ -173,16 +173,12 @@ def test_keys_that_are_not_read_are_named_once(tmp_path, processor, caplog):
     assert said.startswith(f"{other}: records have the key(s) 'images_path'")
 
 
-def asked(dataset, collator, text) -> bool:
-    return first_time(text)
-
-
 def test_workers_say_once_what_any_of_them_said(tmp_path):
     here, there = f"{tmp_path} here", f"{tmp_path} there"
     assert first_time(here)
-    pools = [WorkerPool(None, None, 1) for _ in range(2)]
+    pools = [WorkerPool((), 1) for _ in range(2)]
     try:
-        found = [pool.submit(asked, text).result() for pool in pools for text in (here, there)]
+        found = [pool.submit(first_time, text).result() for pool in pools for text in (here, there)]
     finally:
         for pool in pools:
             pool.close()

@@ -17,11 +17,9 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from paddle_vl.data.corpus import jsonl_shard
-from paddle_vl.data.corpus.cache import CacheFolders
-from paddle_vl.data.corpus.local_copies import LocalCopies
-from paddle_vl.data.corpus.open_shard import ShardOpener
-from paddle_vl.data.corpus.sources import open_shards
+from paddle_vl.data.corpus import shard as shard_module
+from paddle_vl.data.corpus.cache import CacheFolders, LocalCopies
+from paddle_vl.data.corpus.sources import ShardOpener, open_shards
 from paddle_vl.data.corpus.token_files import TokenFileWriter
 from paddle_vl.data.jsonl import BadSampleError
 from tests.single_card_tests.data.corpus.corpus_files import lines, opener, picture, write_tar
@@ -35,7 +33,7 @@ ROWS = [{"text": f"row {i} " + "x" * (i % 7)} for i in range(300)]
 )
 def test_jsonl_gives_its_rows_and_their_lines(tmp_path, name, packed, monkeypatch):
     # Blocks that end inside lines, and blank lines.
-    monkeypatch.setattr(jsonl_shard, "_BLOCK", 50)
+    monkeypatch.setattr(shard_module, "_BLOCK", 50)
     raw = lines(ROWS[:5]) + b"\n  \t\n" + lines(ROWS[5:])[:-1]
     (tmp_path / name).write_bytes(packed(raw))
     shard = opener()(tmp_path / name)
@@ -132,7 +130,7 @@ def test_an_index_is_built_once_and_again_after_a_change(tmp_path, monkeypatch):
         raise AssertionError("read again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(jsonl_shard, "line_offsets", refuse)
+        patch.setattr(shard_module, "line_offsets", refuse)
         assert opener()(file) == first
     file.write_bytes(lines(ROWS[::-1]))
     again = opener()(file)

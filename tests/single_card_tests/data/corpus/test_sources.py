@@ -15,7 +15,7 @@ import zstandard
 from pyarrow import parquet
 
 from paddle_vl.config.data_sources import SourceConfig, as_sources
-from paddle_vl.data.corpus import local_copies
+from paddle_vl.data.corpus import cache as cache_module
 from paddle_vl.families.vlm.inputs.corpus import Corpus
 from paddle_vl.families.vlm.settings import VLDataConfig
 from tests.single_card_tests.data.corpus.corpus_files import lines, picture, write_tar
@@ -78,8 +78,8 @@ def test_every_container_gives_the_same_documents(tmp_path, processor):
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_by_shards_every_document_comes_once_an_epoch(tmp_path, processor, suffix, monkeypatch):
     copied = []
-    copy = local_copies._copy
-    monkeypatch.setattr(local_copies, "_copy", lambda *paths: (copied.append(paths), copy(*paths)))
+    copy = cache_module._copy
+    monkeypatch.setattr(cache_module, "_copy", lambda *paths: (copied.append(paths), copy(*paths)))
     pack = gzip.compress if suffix else bytes
     for shard in range(12):
         own = lines(ROWS[shard * 10 : shard * 10 + 10])

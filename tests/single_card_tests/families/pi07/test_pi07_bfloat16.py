@@ -16,7 +16,7 @@ import pytest
 
 from paddle_vl.families.pi07.config import PI07Config
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
-from paddle_vl.families.pi07.pipeline import PI07LowLevelStage
+from paddle_vl.families.pi07.pipeline import PI07Stage
 from paddle_vl.families.pi07.prefix_layout import Presence
 from paddle_vl.nn.linear import default_dtype
 from tests.support.gpu_stubs.attention import FLASH
@@ -128,9 +128,9 @@ def test_stages_of_a_pipeline_exchange_bfloat16():
     def run_stages() -> None:
         model, batch = model_and_batch("eager")
         batch |= {"presence": EVERYTHING, "delay": paddle.static.data("delay", [2], "int64")}
-        arrived_R = PI07LowLevelStage(model, range(1))(batch)
+        arrived_R = PI07Stage(model, range(1))(batch)
         assert "bfloat16" in str(arrived_R.dtype).lower()
-        PI07LowLevelStage(model, range(1, LAYERS))(batch, arrived_R)
+        PI07Stage(model, range(1, LAYERS))(batch, arrived_R)
 
     assert violations(*trace(run_stages), "eager") == []
 

@@ -15,18 +15,16 @@ from paddle_vl.config.load import load_run_config
 from paddle_vl.families.pi07.colocated import (
     IMAGE_ITEMS,
     ColocatedBatchAdapter,
-    ColocatedLowLevelStage,
-    ColocatedPlannerBatchAdapter,
-    ColocatedPlannerStage,
     ImageItems,
     PI07Encoder,
 )
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
-from paddle_vl.families.pi07.objective import PlannerBatchAdapter, PolicyBatchAdapter
+from paddle_vl.families.pi07.objective import PolicyBatchAdapter
+from paddle_vl.families.pi07.pipeline import PI07Stage
 from paddle_vl.families.pi07.prefix_layout import Presence, presence_of
 from paddle_vl.families.pi07.recipe import encoder_shape, model_shape
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
-from paddle_vl.parallel.colocated.leaves import Leaves
+from paddle_vl.parallel.colocated.runner import Leaves
 from paddle_vl.parallel.degrees import ParallelDegrees, Plan, plan_problems
 from tests.single_card_tests.families.pi07 import test_flow_matching as low_level
 from tests.single_card_tests.families.pi07 import test_planner as planner
@@ -59,7 +57,7 @@ BATCHES = {
 }
 
 
-def colocated_losses(model, stage_class, ends, batch) -> tuple[dict, paddle.Tensor, Leaves]:
+def colocated_losses(model, ends, batch) -> tuple[dict, paddle.Tensor, Leaves]:
     """Losses of stages in a row, with the encoder's rows as two ranks would make them."""
     encoder = PI07Encoder(model)
     rows, costs = encoder.items(batch)
@@ -79,7 +77,7 @@ def colocated_losses(model, stage_class, ends, batch) -> tuple[dict, paddle.Tens
     leaves = Leaves(none if full is None else full, [int(rows.sum())], widths, {0}, needs_gradient)
     arrived = None
     for layers in ranges(ends):
-        stage = stage_class(model, layers)
+        stage = PI07Stage(model, layers)
         sections = leaves.sections(0, encoder.sections_of(stage))
         stage_batch = encoder.language_batch(batch, sections)
         if arrived is not None:
@@ -125,7 +123,7 @@ def test_rows_and_stages_are_the_full_policy(name, frozen):
     given = {n: value for n, value in batch.items() if n != "presence" and value is not None}
     whole = model(given, batch.get("presence"), per_sample=True)
     wanted = gradients_of(model, whole["MSE"] + 2 * whole["CE"])
-    losses, full, leaves = colocated_losses(model, ColocatedLowLevelStage, [1, 3], batch)
+    losses, full, leaves = colocated_losses(model, [1, 3], batch)
     for term in ("MSE", "CE"):
         np.testing.assert_allclose(losses[term].item(), whole[term].item(), rtol=1e-6)
     found = gradients_of_both(model, losses["MSE"] + 2 * losses["CE"], full, leaves)
@@ -142,7 +140,7 @@ def test_rows_and_stages_are_the_full_planner(masks):
     batch["img_masks"][0] = np.array(masks)
     whole = model(batch)
     wanted = gradients_of(model, whole["CE"])
-    losses, full, leaves = colocated_losses(model, ColocatedPlannerStage, [2, 3], batch)
+    losses, full, leaves = colocated_losses(model, [2, 3], batch)
     np.testing.assert_allclose(losses["CE"].item(), whole["CE"].item(), rtol=1e-6)
     assert_same_gradients(gradients_of_both(model, losses["CE"], full, leaves), wanted)
 
@@ -167,9 +165,7 @@ def test_rows_of_another_order_are_seen():
     items = ImageItems.of(batch)
     items.places[0], items.places[1] = items.places[1], items.places[0]
     items.frames[:2] = items.frames[1::-1].copy()
-    losses, *_ = colocated_losses(
-        model, ColocatedLowLevelStage, [1, 3], batch | {IMAGE_ITEMS: items}
-    )
+    losses, *_ = colocated_losses(model, [1, 3], batch | {IMAGE_ITEMS: items})
     assert abs(losses["CE"].item() - wanted) > 1e-5 * wanted
 
 
@@ -206,16 +202,12 @@ def test_images_stay_on_the_host_and_items_are_taken_before_masks_leave_it():
 
 @pytest.mark.parametrize("make", [policy_batch, planner.make_batch], ids=["policy", "planner"])
 def test_an_idle_batch_has_no_items(make):
-    kind, plain = ColocatedBatchAdapter, PolicyBatchAdapter
-    if make is planner.make_batch:
-        kind, plain = ColocatedPlannerBatchAdapter, PlannerBatchAdapter
     batch = make()
-    batch |= {"actions": np.zeros([2, 4, 3]), "discrete_action_masks": np.ones([2, 7], bool)}
-    idle = kind(lambda: batch).idle_batch(None)
+    idle = ColocatedBatchAdapter(lambda: batch).idle_batch(None)
     assert ImageItems.of(batch).places
     assert ImageItems.of(idle).places == []
     assert not presence_of(idle).subgoal
-    assert ImageItems.of(plain(lambda: batch).idle_batch(None)).places
+    assert ImageItems.of(PolicyBatchAdapter(lambda: batch).idle_batch(None)).places
 
 
 def test_sizes_of_the_tower_that_its_ranks_divide():

@@ -17,7 +17,7 @@ import pytest
 from paddle_vl.families.pi07.config import PI07PlannerConfig
 from paddle_vl.families.pi07.decoder import block_mask
 from paddle_vl.families.pi07.engine_config import Gemma3Config, SiglipVisionConfig
-from paddle_vl.families.pi07.flops import PI07Flops, PI07PlannerFlops
+from paddle_vl.families.pi07.flops import PI07Flops
 from paddle_vl.families.pi07.policy_model import as_tensors, is_reached
 from paddle_vl.families.pi07.prefix_layout import PLANNER_LABELS, Presence, presence_of
 from paddle_vl.families.pi07.settings import PARTS
@@ -56,11 +56,7 @@ def counter_of(model, patterns=(), losses=("MSE", "CE")) -> PI07Flops:
     parameters = [(f"model.{item.key}", item.parameter) for item in model.stored_parameters()]
     numbers = {id(p): name for name, p in model.named_parameters()}
     config = model.config
-    reached = [
-        name
-        for name, p in parameters
-        if is_reached(numbers[id(p)], config.vlm_config, config.knowledge_insulation, losses)
-    ]
+    reached = [name for name, p in parameters if is_reached(numbers[id(p)], config, losses)]
     shapes = dict(parameters)
     trained = trained_names(shapes, patterns, reached, PARTS)
     freeze_parameters(parameters, trained)
@@ -270,7 +266,7 @@ def test_operations_are_those_of_the_products_that_the_planner_runs(
     parameters = [(f"model.{item.key}", item.parameter) for item in model.stored_parameters()]
     trained = trained_names(dict(parameters), patterns, None, PARTS)
     freeze_parameters(parameters, trained)
-    counter = PI07PlannerFlops(model.config, model.label_ids, trained, losses)
+    counter = PI07Flops(model.config, model.label_ids, trained, losses)
     model.untrained_losses = {"CE_memory", "CE_response"} - set(losses)
     found = counts_of(model, batch, monkeypatch, [f"{name}_sum" for name in losses])
     assert (counter.forward(batch), counter(batch)) == found
@@ -282,7 +278,7 @@ def test_a_planners_tokens_and_pairs_are_those_of_its_masks():
     batch["memory_masks"][0, 4:] = False
     batch["response_masks"][1, 3:] = False
     batch["img_masks"][1][1] = False
-    units = PI07PlannerFlops(model.config, model.label_ids).units(batch)
+    units = PI07Flops(model.config, model.label_ids).units(batch)
     prefix = model.prefix(as_tensors(batch), Presence(False, True, False), training=True)
     assert units["tokens"] == prefix.pad_masks.sum().item()
     assert units["token_pairs"] == block_mask(prefix.pad_masks, prefix.att_masks).sum().item()
@@ -306,7 +302,7 @@ def test_an_image_takes_what_is_published_of_its_tower(side, giga):
         vlm_config=replace(PI07PlannerConfig().vlm_config, gemma3_config=backbone)
     )
     batch = test_planner.make_batch() | {"img_masks": [np.array([True, False])]}
-    counter = PI07PlannerFlops(config, dict.fromkeys(PLANNER_LABELS, (1,)))
+    counter = PI07Flops(config, dict.fromkeys(PLANNER_LABELS, (1,)))
     units, costs = counter.units(batch), counter.operations(batch).forward
     parts = ("patches", "patch_pairs", "current_patches", "current_pairs")
     tower = sum(costs[unit] * units[unit] for unit in parts)

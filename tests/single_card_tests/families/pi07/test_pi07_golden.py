@@ -15,8 +15,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from parity.comparison import CaseReport
+from parity.golden import PI07Folders
 from parity.pi07 import run_cases
-from parity.pi07_golden import GoldenFolders
 from tests.support.gpu_stubs.attention import FLASH
 from tests.support.implementations import implementation
 from tests.support.pi07_golden import CASES
@@ -27,7 +27,7 @@ NAMES = sorted(file.stem for file in CASES.glob("*.json"))
 
 def report_of(name: str, *folders) -> CaseReport:
     """The report of a case of the first folder."""
-    golden = GoldenFolders(list(folders))
+    golden = PI07Folders(list(folders))
     case = next(case for case in golden.cases if case.name == name)
     return next(run_cases(golden, [case], 1.0, "float32"))
 
@@ -64,7 +64,7 @@ def test_what_a_case_points_to_may_lie_in_another_folder(tmp_path):
     assert report_of("10_sample_all_fields", tmp_path, CASES).passed
     report = report_of("10_sample_all_fields", tmp_path)
     assert not report.passed
-    assert "weights_A.safetensors is in none of the folders" in report.line()
+    assert "01_all_fields.safetensors is in none of the folders" in report.line()
 
 
 def test_wrong_and_uncompared_values_fail(tmp_path):

@@ -16,15 +16,11 @@ import paddle
 import pytest
 from paddle import Tensor
 
-from paddle_vl.families.pi07.base_policy import PolicyCheckpoint, write_policy
+from paddle_vl.families.pi07.flops import layer_costs
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
-from paddle_vl.families.pi07.pipeline import (
-    PI07LowLevelStage,
-    PI07PlannerStage,
-    PI07Stage,
-    layer_costs,
-)
+from paddle_vl.families.pi07.pipeline import PI07Stage
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
+from paddle_vl.families.pi07.policy_files import PolicyCheckpoint, write_policy
 from paddle_vl.families.pi07.policy_model import PolicyModel, as_tensors
 from paddle_vl.families.pi07.prefix_layout import Presence, presence_of
 from paddle_vl.nn.parameter_table import Tie
@@ -88,7 +84,7 @@ def test_stages_in_a_row_equal_the_whole_low_level_model(ends, presence, insulat
     wanted = gradients_of(model, whole["MSE"] + 2 * whole["CE"])
     if recomputed:
         recompute_layers([*model.decoder_layers, *model.vision_blocks])
-    stages = [PI07LowLevelStage(model, layers) for layers in ranges(ends)]
+    stages = [PI07Stage(model, layers) for layers in ranges(ends)]
     losses = through(stages, batch if presence is None else batch | {"presence": presence})
     assert losses.keys() == whole.keys()
     for name in ("MSE", "CE"):
@@ -103,7 +99,7 @@ def test_recomputed_stages_drop_the_same():
         if recomputed:
             recompute_layers([*model.decoder_layers, *model.vision_blocks])
         paddle.seed(7 + len(found) // 2)
-        stages = [PI07LowLevelStage(model, layers) for layers in ranges([1, 3])]
+        stages = [PI07Stage(model, layers) for layers in ranges([1, 3])]
         losses = through(stages, low_level_batch())
         found.append(gradients_of(model, losses["MSE"] + losses["CE"]))
     assert_same_gradients(found[1], found[0])
@@ -116,7 +112,7 @@ def test_stages_in_a_row_equal_the_whole_planner(presence):
     model, batch = planner.make_model(), planner.make_batch()
     whole = model(batch, presence)
     wanted = gradients_of(model, whole["CE"])
-    stages = [PI07PlannerStage(model, layers) for layers in ranges([1, 3])]
+    stages = [PI07Stage(model, layers) for layers in ranges([1, 3])]
     losses = through(stages, batch if presence is None else batch | {"presence": presence})
     np.testing.assert_allclose(losses["CE"].item(), whole["CE"].item(), rtol=1e-6)
     assert_same_gradients(gradients_of(model, losses["CE"]), wanted)
@@ -124,7 +120,7 @@ def test_stages_in_a_row_equal_the_whole_planner(presence):
 
 def test_stages_do_not_read_a_batch_back_from_the_device():
     model, batch = low_level.make_model(), low_level_batch()
-    stages = [PI07LowLevelStage(model, layers) for layers in ranges([1, 3])]
+    stages = [PI07Stage(model, layers) for layers in ranges([1, 3])]
     wanted = through(stages, batch)["MSE"].item()
     on_device = as_tensors(batch) | {"presence": presence_of(batch)}
     with record_host_reads() as reads:
@@ -137,7 +133,7 @@ def test_stages_do_not_read_a_batch_back_from_the_device():
 
 def test_what_arrives_is_known_for_every_presence():
     model, batch = low_level.make_model(), low_level_batch()
-    first, last = (PI07LowLevelStage(model, layers) for layers in ranges([2, 3]))
+    first, last = (PI07Stage(model, layers) for layers in ranges([2, 3]))
     sizes = set()
     for flags in product([True, False], repeat=3):
         with_presence = batch | {"presence": Presence(*flags)}
@@ -195,7 +191,7 @@ def test_both_copies_of_the_planners_table_make_its_gradient(tmp_path):
     ties = [of_stage[copy].tie for of_stage, copy in zip(tables, copies, strict=True)]
     assert ties == [Tie.OWNER, Tie.COPY]
     wanted = gradients_of(whole, whole(batch)["CE"])
-    stages = [PI07PlannerStage(model, r) for model, r in zip(models, ranges([2, 3]), strict=True)]
+    stages = [PI07Stage(model, r) for model, r in zip(models, ranges([2, 3]), strict=True)]
     through(stages, batch)["CE"].backward()
     summed = copies[0].grad + copies[1].grad
     np.testing.assert_allclose(summed.numpy(), wanted[table], rtol=1e-5, atol=1e-7)
@@ -206,7 +202,7 @@ def test_a_batch_without_its_draws_is_refused(name):
     batch = low_level_batch()
     del batch[name]
     with pytest.raises(ValueError, match=f"the batch has no {name}: a batch that goes through"):
-        PI07LowLevelStage(low_level.make_model(), range(3))(batch)
+        PI07Stage(low_level.make_model(), range(3))(batch)
 
 
 def test_costs_count_tower_layers_and_heads():

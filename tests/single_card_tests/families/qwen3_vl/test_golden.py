@@ -18,7 +18,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from parity.comparison import CaseReport
-from parity.golden import GoldenFolders
+from parity.golden import QwenFolders
 from parity.qwen_vl import run_cases
 from tests.support import forked
 from tests.support.gpu_stubs.attention import FLASH
@@ -35,8 +35,8 @@ NAMES = [
 
 
 def reports(folder: Path, name: str) -> list[CaseReport]:
-    golden = GoldenFolders([folder, CASES])
-    cases = [case for case in golden.cases if case.name == name and folder in case.folder.parents]
+    golden = QwenFolders([folder, CASES])
+    cases = [case for case in golden.cases if case.name == name and folder in case.file.parents]
     return list(run_cases(golden, cases, 1.0, "float32"))
 
 

@@ -187,7 +187,7 @@ def test_evaluation_keeps_no_plan():
     with paddle.no_grad():
         for is_training, kept in ((False, 0), (True, 2)):
             model.train() if is_training else model.eval()
-            model.language_model(arguments)
+            model.language_model.run(model.language_model.embedding(arguments))
             assert len(arguments["routed_rows"]._plans) == kept
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.families.qwen3_vl.decoder import KeyValueCache
+from paddle_vl.families.vlm.cache import KeyValueCache
 from paddle_vl.families.vlm.inputs.collate import PackedCollator, VLCollator
 from paddle_vl.families.vlm.pipeline import VLStage
 from paddle_vl.parallel.recompute import recompute_layers

@@ -68,7 +68,7 @@ class PolicyBatch(PromptBatch):
 
 
 class PlannerBatch(PromptBatch):
-    """What `PlannerCollator` makes for `PI07HighLevelPlannerModel`."""
+    """What `PolicyCollator` makes for `PI07HighLevelPlannerModel`."""
 
     # One of each camera, in [-1, 1]. For the vision tower.
     images: list[Annotated[Array, Axes("B C H W", "float32")]]
@@ -79,26 +79,27 @@ class PlannerBatch(PromptBatch):
     # Divisors of the losses: token slots that have a token before them.
     num_memory_slots: int
     num_response_slots: int
-    # Slots of a text that predict a token, and these tokens. From `PlannerBatchAdapter.prepared`.
+    # Slots of a text that predict a token, and these tokens. From `PolicyBatchAdapter.prepared`.
     memory_target_rows: NotRequired[Annotated[Array, Axes("2 N", "int64")]]
     response_target_rows: NotRequired[Annotated[Array, Axes("2 N", "int64")]]
 
 
 class PolicyCollator:
-    """Samples to the low-level model's inputs, with the draws of the flow and loss divisors.
+    """Samples to a model's inputs, with the draws of the flow and the divisors of the losses."""
 
-    Args:
-        max_action_dim: values of an action that the model computes.
-    """
+    def __init__(self, inputs: PolicyInputs | PlannerInputs):
+        self.inputs = inputs
 
-    def __init__(self, inputs: PolicyInputs, max_action_dim: int):
-        self.inputs, self.max_action_dim = inputs, max_action_dim
-
-    def __call__(self, samples: Sequence[dict[str, Any]]) -> PolicyBatch:
+    def __call__(self, samples: Sequence[dict[str, Any]]) -> PolicyBatch | PlannerBatch:
         raw = collate_demonstrations(samples)
         batch = self.inputs.training_inputs(raw)
+        if isinstance(self.inputs, PlannerInputs):
+            for name in ("memory", "response"):
+                # The first token of a text is not predicted.
+                batch[f"num_{name}_slots"] = batch[f"{name}_tokens"][:, 1:].size
+            return cast(PlannerBatch, batch)
         batch |= {name: raw[name] for name in DRAWN if name in raw}
-        batch["num_flow_values"] = num_flow_values(batch, self.max_action_dim)
+        batch["num_flow_values"] = num_flow_values(batch, self.inputs.config.max_action_dim)
         batch["num_action_slots"] = batch["discrete_actions"].size
         return cast(PolicyBatch, batch)
 
@@ -111,17 +112,3 @@ def num_flow_values(batch: dict[str, Any], max_action_dim: int) -> int:
         counts_BJ = counts_BJ & ~is_pad_BJ
     dims_B = batch.get("real_action_dim", np.full(samples, max_action_dim))
     return int((counts_BJ.sum(axis=1) * np.minimum(dims_B, max_action_dim)).sum())
-
-
-class PlannerCollator:
-    """Samples to the planner's inputs, with loss divisors."""
-
-    def __init__(self, inputs: PlannerInputs):
-        self.inputs = inputs
-
-    def __call__(self, samples: Sequence[dict[str, Any]]) -> PlannerBatch:
-        batch = self.inputs.training_inputs(collate_demonstrations(samples))
-        for name in ("memory", "response"):
-            # The first token of a text is not predicted.
-            batch[f"num_{name}_slots"] = batch[f"{name}_tokens"][:, 1:].size
-        return cast(PlannerBatch, batch)
