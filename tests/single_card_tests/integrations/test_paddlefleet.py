@@ -132,7 +132,9 @@ def test_the_rows_of_every_sequence_parallel_rank_are_parts_of_the_whole(name, s
     for rank in range(size):
         set_group(rank, size)
         parts.append(cases.build(config, indexed=True)(dict(cases.batch(name).dict_args)).numpy())
-    np.testing.assert_array_equal(np.concatenate(parts).transpose(1, 0, 2), expected)
+    # Not bit for bit: a matrix product may round a row by its place among the rows.
+    found, atol = np.concatenate(parts).transpose(1, 0, 2), 1e-6 * np.abs(expected).max()
+    np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
 
 
 @pytest.mark.usefixtures("_mock_group")

@@ -141,8 +141,9 @@ def test_losses_from_the_slots_with_a_token_are_those_of_all_slots(untrained, mo
     assert sum(largest) == 2 * (MEMORY + RESPONSE - 2) + (2 + MEMORY - 1) + 1
     assert set(found[0]) == set(found[1])
     for name, array in found[0].items():
-        scale = np.abs(array).max()
-        np.testing.assert_allclose(found[1][name], array, rtol=0, atol=1e-5 * scale, err_msg=name)
+        # A constant added to all keys changes no probability: the gradient is 0 but for rounding.
+        atol = 1e-7 if name.endswith("k_proj.bias") else 1e-5 * np.abs(array).max()
+        np.testing.assert_allclose(found[1][name], array, rtol=0, atol=atol, err_msg=name)
 
 
 def test_metadata_is_laid_out_if_any_sample_has_it():

@@ -72,8 +72,9 @@ def test_stills_behind_videos_stand_alone(encoder, frames):
     stills, pad = video(1, seed=5)[:, 0] * 2 - 1, paddle.zeros([2, frames], "bool")
     videos, stills = paddle.to_tensor(video(frames)), paddle.to_tensor(stills)
     found = encoder(videos, pad, stills).numpy()
-    np.testing.assert_allclose(found[:2], encoder(videos, pad).numpy(), atol=1e-6)
-    np.testing.assert_allclose(found[2:], encoder.embed_image(stills).numpy(), atol=1e-6)
+    apart = np.concatenate([encoder(videos, pad).numpy(), encoder.embed_image(stills).numpy()])
+    # Not bit for bit: a matrix product may round a row by its place among the rows.
+    np.testing.assert_allclose(found, apart, rtol=0, atol=1e-6 * np.abs(apart).max())
     assert np.abs(found[0] - encoder(videos, pad, stills + 1.0).numpy()[0]).max() == 0
 
 

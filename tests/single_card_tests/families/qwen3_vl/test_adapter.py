@@ -117,8 +117,11 @@ def test_fresh_adapters_change_nothing_and_all_else_is_frozen():
     model = tiny_model()
     before = logits(model)
     model.add_lora(config("all-linear", modules_to_save=["mergers"]))
-    np.testing.assert_array_equal(logits(model), before)
+    # Not bit for bit: adapted projections are separate products, which may round otherwise.
+    np.testing.assert_allclose(logits(model), before, rtol=0, atol=1e-6)
     for name, parameter in model.hf_named_parameters():
+        if ".lora_B." in name:
+            assert not parameter.numpy().any(), name
         is_adapter = ".lora_A." in name or ".lora_B." in name or "merger" in name
         assert parameter.stop_gradient != is_adapter, name
 
