@@ -27,7 +27,7 @@ def add_command(
 ) -> argparse.ArgumentParser:
     """A subcommand under the name of the function that runs it, which returns the exit code."""
     parser = subparsers.add_parser(
-        run.__name__,
+        run.__name__.replace("_", "-"),
         help=summary,
         description=description,
         epilog=epilog,

@@ -21,6 +21,7 @@ from typing import NoReturn
 
 import paddle_vl
 from paddle_vl.cli import commands
+from paddle_vl.cli.data import add_show_data
 from paddle_vl.cli.doctor import add_doctor
 from paddle_vl.cli.export import add_export
 from paddle_vl.cli.opentau_words import translated
@@ -220,5 +221,6 @@ def build_parser() -> argparse.ArgumentParser:
     add_profile(subparsers)
     add_report(subparsers)
     add_tokenize(subparsers)
+    add_show_data(subparsers)
     add_doctor(subparsers)
     return parser

@@ -6,7 +6,7 @@ does not import the trainer or `paddle_vl.parallel`: what it needs of them is pa
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -294,6 +294,20 @@ class Family(ABC):
             size=ranks.data_size,
             **settings,
         )
+
+    def shown_samples(self, of_eval: bool, first: int, count: int) -> Iterator[Any]:
+        """Samples of the data for `paddle-vl show-data`, as
+        `paddle_vl.families.vlm.shown_samples.ShownSample`.
+
+        Args:
+            of_eval: of data.eval, not of data.train.
+            first: number of the first sample, from 0.
+
+        Raises:
+            ValueError: the family's samples are no texts, or there are no such samples.
+            BadSampleError: a sample cannot be used.
+        """
+        raise ValueError("show-data shows conversations and documents, which this family has not")
 
     @classmethod
     @abstractmethod

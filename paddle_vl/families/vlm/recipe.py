@@ -1,6 +1,6 @@
 """A run of a vision-language family: see `paddle_vl.families.base.Family`."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -49,6 +49,7 @@ from paddle_vl.families.vlm.processor_fit import (
     model_config,
 )
 from paddle_vl.families.vlm.settings import PARTS, VLRun
+from paddle_vl.families.vlm.shown_samples import ShownSample, shown_sample
 from paddle_vl.generation.config import GenerationConfig
 from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.master_weights import ParameterStore
@@ -214,6 +215,19 @@ class VLRecipe(Family):
             name: self.loader(self._eval_corpus.samples([name]), collator, size, ranks, **settings)
             for name in self._eval_corpus.names
         }
+
+    def shown_samples(self, of_eval: bool, first: int, count: int) -> Iterator[ShownSample]:
+        data: Any = self.eval_data if of_eval else self.train_data
+        if isinstance(data, Corpus):
+            data = data.samples()
+        name = "data.eval" if of_eval else "data.train"
+        if data is None:
+            raise ValueError(f"{name} is not set: there is no sample to show")
+        number = len(data)
+        if first >= number:
+            raise ValueError(f"{name} has {number} samples: there is no sample {first} (from 0)")
+        for place in range(first, min(first + count, number)):
+            yield shown_sample(data[place], self.processor, data.place(place))
 
     @classmethod
     def evaluation(cls, folder: Path, options: EvaluationOptions) -> Evaluation:

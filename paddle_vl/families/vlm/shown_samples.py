@@ -1,0 +1,147 @@
+"""Training samples made readable again: text with its loss, and the pictures that the model sees.
+
+Shapes: L length, P patches, N frames.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+
+from paddle_vl.families.vlm.inputs.collate import IGNORED_LABEL
+from paddle_vl.families.vlm.inputs.image_processor import VisionProcessor
+from paddle_vl.families.vlm.inputs.processor import VLProcessor
+
+_MOST_FRAMES = 8
+_JSON_BOX = re.compile(
+    r'"(?:bbox_2d|bbox|point_2d|point)"\s*:\s*\[([\d.,\s]+)\](?:\s*,\s*"label"\s*:\s*"([^"]*)")?'
+)
+_MARKED_BOX = re.compile(
+    r"(?:<\|object_ref_start\|>([^<]*)<\|object_ref_end\|>)?\s*<\|box_start\|>([^<]*)<\|box_end\|>"
+)
+
+
+class Box(NamedTuple):
+    """A box (four numbers) or a point (two) of an answer, in thousandths, and its name."""
+
+    corners: tuple[float, ...]
+    label: str
+
+
+class Run(NamedTuple):
+    """Text whose tokens all carry the loss, or all carry none."""
+
+    text: str
+    is_learned: bool
+
+
+@dataclass(frozen=True)
+class ShownSample:
+    """A sample of training data.
+
+    Attributes:
+        place: `file:line`.
+        runs: its text, with placeholders of a picture counted.
+        tokens, learned: number of tokens, and of those with loss.
+        pictures: `[H, W, 3]` uint8 each, as resized for the model; of a video some frames.
+        boxes: found in the text; drawn if there is one picture.
+    """
+
+    place: str
+    runs: Sequence[Run]
+    tokens: int
+    learned: int
+    pictures: Sequence[np.ndarray] = ()
+    boxes: Sequence[Box] = ()
+
+    @property
+    def summary(self) -> str:
+        sizes = ", ".join(f"{each.shape[1]} x {each.shape[0]}" for each in self.pictures)
+        pictures = f"; pictures of {sizes} pixels" if sizes else ""
+        return f"{self.tokens} tokens, {self.learned} of them with loss{pictures}"
+
+
+def shown_sample(
+    sample: Mapping[str, np.ndarray], processor: VLProcessor, place: str
+) -> ShownSample:
+    """What a sample of `VLProcessor.encode_sample` holds."""
+    ids, labels = sample["input_ids"], sample["labels"]
+    learned = labels != IGNORED_LABEL
+    pictures: list[np.ndarray] = []
+    for settings, pixels, grid in (
+        (processor.image_processor, "pixel_values", "image_grid_thw"),
+        (processor.video_processor, "pixel_values_videos", "video_grid_thw"),
+    ):
+        if grid not in sample:
+            continue
+        ends = sample[grid].prod(axis=1).cumsum()
+        for thw, patches in zip(sample[grid], np.split(sample[pixels], ends[:-1]), strict=True):
+            frames = unpatchify(patches, tuple(thw), settings)
+            # Frames of a temporal patch; those of an image are the same one twice.
+            frames = frames[:: settings.temporal_patch_size]
+            pictures += list(frames[:: -(-len(frames) // _MOST_FRAMES)])
+    runs = [
+        Run(_text(ids[places], processor), bool(is_learned))
+        for is_learned, places in _runs(learned)
+    ]
+    text = "".join(run.text for run in runs)
+    return ShownSample(place, runs, len(ids), int(learned.sum()), pictures, boxes_in(text))
+
+
+def boxes_in(text: str) -> list[Box]:
+    """Boxes and points that a text holds, in both spellings of Qwen's; thousandths."""
+    found = [(match[1], match[2] or "") for match in _JSON_BOX.finditer(text)]
+    found += [(match[2], (match[1] or "").strip()) for match in _MARKED_BOX.finditer(text)]
+    boxes = []
+    for numbers, label in found:
+        corners = tuple(map(float, re.findall(r"\d+(?:\.\d+)?", numbers)))
+        if len(corners) in (2, 4):
+            boxes.append(Box(corners, label))
+    return boxes
+
+
+def unpatchify(
+    patches: np.ndarray, grid_thw: tuple[int, ...], settings: VisionProcessor
+) -> np.ndarray:
+    """The frames that `patchify` has cut.
+
+    Args:
+        patches: `[P, C * temporal_patch_size * patch_size ** 2]` float32.
+
+    Returns:
+        `[N, H, W, C]` uint8.
+    """
+    t, h, w = map(int, grid_thw)
+    patch, merge, of_time = settings.patch_size, settings.merge_size, settings.temporal_patch_size
+    channels = len(settings.image_mean)
+    blocks = patches.reshape(
+        t, h // merge, w // merge, merge, merge, channels, of_time, patch, patch
+    )
+    frames = blocks.transpose(0, 6, 1, 3, 7, 2, 4, 8, 5).reshape(
+        t * of_time, h * patch, w * patch, channels
+    )
+    values = (frames * np.array(settings.image_std) + np.array(settings.image_mean)) * 255
+    return np.clip(values.round(), 0, 255).astype(np.uint8)
+
+
+def _runs(learned_L: np.ndarray) -> list[tuple[bool, list[int]]]:
+    """Places of consecutive tokens with the same answer."""
+    grouped = groupby(range(len(learned_L)), key=lambda place: bool(learned_L[place]))
+    return [(is_learned, list(places)) for is_learned, places in grouped]
+
+
+def _text(ids_L: np.ndarray, processor: VLProcessor) -> str:
+    """Text of ids; placeholders of one picture are counted."""
+    pads = {processor.image_token_id, processor.video_token_id}
+    pieces = []
+    for pad, group in groupby(ids_L.tolist(), key=lambda each: each if each in pads else None):
+        ids = list(group)
+        if pad is None:
+            pieces.append(processor.decode(ids, skip_special_tokens=False))
+        else:
+            name = processor.decode([pad], skip_special_tokens=False)
+            pieces.append(name if len(ids) == 1 else f"{name} x {len(ids)}")
+    return "".join(pieces)
