@@ -183,7 +183,8 @@ class _Environment(ImmutableSandboxedEnvironment):
             loop.iter = _call("counted", loop.iter)
         # Innermost first: what replaces a node holds it no more.
         for concat in reversed(list(tree.find_all(nodes.Concat))):
-            concat.nodes = [_call("joined", nodes.List(concat.nodes, lineno=concat.lineno))]
+            values = nodes.List(concat.nodes, lineno=concat.lineno)
+            concat.nodes = [_call("joined", values)]
         return tree
 
     def counted(self, values: Iterable[Any]) -> Iterator[Any]:
@@ -313,7 +314,7 @@ def _to_json(
     )
 
 
-def _call(method: str, argument: nodes.Expr) -> nodes.Call:
+def _call(method: str, argument: nodes.Node) -> nodes.Call:
     """The call of a method of the environment, as a node of the template."""
     line = argument.lineno
     function = nodes.EnvironmentAttribute(method, lineno=line)
