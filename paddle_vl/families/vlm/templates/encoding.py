@@ -57,10 +57,10 @@ class TemplateEncoder:
         self._special, self._ends = _any_of(special), _any_of({*special, *ends})
 
     def rows(self, row: Row) -> list[Row]:
-        """The rows that are encoded instead of this one: more than one only for `split`."""
+        """The rows to encode: for `split` one up to each learned answer, else this one."""
         messages = row["messages"]
         learned = [i for i, message in enumerate(messages) if message.get("loss")]
-        if self._settings.earlier_reasoning != "split" or len(learned) < 2:
+        if self._settings.earlier_reasoning != "split" or not learned:
             return [row]
         unlearned = [{**each, "loss": False} if "loss" in each else each for each in messages]
         return [{**row, "messages": [*unlearned[:i], messages[i]]} for i in learned]
@@ -129,20 +129,16 @@ class TemplateEncoder:
 
     def _left_open(self, whole: RenderedChat) -> str:
         """The text up to the end of the last message's text, found by a mark behind it."""
-        chat, messages, _ = whole
-        last = dict(messages[-1])
-        content = last["content"]
-        if isinstance(content, str):
-            last["content"] = content + _MARK
-        else:
-            last["content"] = [*content, {"type": "text", "text": _MARK}]
-        marked = self._renderer.render(
-            [*messages[:-1], last], chat.tools, variables=chat.variables
-        ).text
-        text, mark, _ = marked.partition(_MARK)
+        chat, messages, (complete, _) = whole
+        content = messages[-1].get("content") or ""
+        is_text = isinstance(content, str)
+        content = content + _MARK if is_text else [*content, {"type": "text", "text": _MARK}]
+        marked = [*messages[:-1], {**messages[-1], "content": content}]
+        rendered = self._renderer.render(marked, chat.tools, variables=chat.variables).text
+        text, found, _ = rendered.rpartition(_MARK)
         # A template that trims its texts would have trimmed this one.
-        text = text if mark else marked.partition(_MARK.strip())[0].rstrip()
-        if not whole.rendered.text.startswith(text):
+        text = text if found else rendered.rpartition(_MARK.strip())[0].rstrip()
+        if not text or not complete.startswith(text):
             raise BadSampleError(
                 "template_error",
                 "the chat template does not show where the last message ends, so that it cannot be "

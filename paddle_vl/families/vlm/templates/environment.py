@@ -12,6 +12,7 @@ Source: the environment of `apply_chat_template` of HF transformers 5.23. Differ
 
 import functools
 import json
+import math
 import re
 import threading
 import time
@@ -19,25 +20,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Any, NamedTuple
 
-import jinja2
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 # Characters of a template, and of any text that it makes.
-MAX_TEMPLATE = 1 << 20
-MAX_TEXT = 1 << 24
-MAX_STEPS = 1 << 20
-MAX_SECONDS = 10.0
-# Larger than any result that is meant, smaller than what hurts a machine.
-_MAX_GROWTH = 1 << 28
-_MAX_NUMBER = 1 << 20
-_MAX_BITS = 128
-_MAX_INDENT = 64
+MAX_TEMPLATE, MAX_TEXT = 1 << 20, 1 << 24
+MAX_STEPS, MAX_SECONDS = 1 << 20, 10.0
+# Far more than any result that is meant, less than what hurts a machine.
+_MAX_GROWTH, _MAX_NUMBER, _MAX_BITS, _MAX_INDENT = 1 << 28, 1 << 20, 128, 64
 _CHARACTERS_PER_STEP = 1 << 8
 
 _GROWING_METHODS = frozenset(
@@ -54,13 +49,7 @@ class TemplateLimitError(TemplateError):
 
 
 class Rendered(NamedTuple):
-    """A rendered conversation.
-
-    Attributes:
-        text: the text.
-        spans: start and end character of every generation block; None if there is no such mark in
-            the template.
-    """
+    """A text, and start and end of its generation blocks; None if the template has no marks."""
 
     text: str
     spans: list[tuple[int, int]] | None
@@ -102,29 +91,28 @@ class SandboxedTemplate:
             for chunk in self._template.generate(variables):
                 chunks.append(chunk)
                 progress.length += len(chunk)
-                progress.charge(1, progress.length)
+                progress.charge(progress.length)
         except RecursionError as error:
             raise TemplateLimitError("the template calls itself without an end") from error
-        text, spans = "".join(chunks), progress.spans
-        for start, end, marked in spans:
-            if text[start:end] != marked:
-                raise TemplateError("a generation block is inside a macro, so its place is unknown")
-        has_marks = self._environment.has_marks
-        return Rendered(text, [(start, end) for start, end, _ in spans] if has_marks else None)
+        text = "".join(chunks)
+        if any(text[start:end] != marked for start, end, marked in progress.marks):
+            raise TemplateError("a generation block is inside a macro, so its place is unknown")
+        spans = [(start, end) for start, end, _ in progress.marks]
+        return Rendered(text, spans if self._environment.has_marks else None)
 
 
 class _Progress(threading.local):
     """What the rendering in this thread has used, and its generation blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.start()
 
     def start(self) -> None:
         self.steps = self.length = 0
         self.deadline = time.monotonic() + MAX_SECONDS
-        self.spans: list[tuple[int, int, str]] = []
+        self.marks: list[tuple[int, int, str]] = []
 
-    def charge(self, steps: int, length: int = 0) -> None:
+    def charge(self, length: int = 0, steps: int = 1) -> None:
         """Count steps, and check the length of a text before it is made."""
         self.steps += steps
         if length > MAX_TEXT:
@@ -150,7 +138,7 @@ class _GenerationTag(Extension):
     def _mark(self, caller: Callable[[], str]) -> str:
         text = caller()
         progress = self.environment.progress
-        progress.spans.append((progress.length, progress.length + len(text), text))
+        progress.marks.append((progress.length, progress.length + len(text), text))
         return text
 
 
@@ -190,14 +178,14 @@ class _Environment(ImmutableSandboxedEnvironment):
     def counted(self, values: Iterable[Any]) -> Iterator[Any]:
         """The values; each is a step."""
         for value in values:
-            self.progress.charge(1)
+            self.progress.charge()
             yield value
 
     def joined(self, values: Iterable[Any]) -> str:
         """The values as one text."""
         texts = [str(value) for value in values]
         length = sum(map(len, texts))
-        self.progress.charge(1 + length // _CHARACTERS_PER_STEP, length)
+        self.progress.charge(length, 1 + length // _CHARACTERS_PER_STEP)
         return "".join(texts)
 
     # Macros and set blocks join their output with this.
@@ -205,31 +193,26 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         """Call a function of the template; the signature is Jinja's."""
-        __self.progress.charge(1)
+        __self.progress.charge()
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         name = getattr(__obj, "__name__", "")
         if isinstance(owner, str | bytes) and name in _GROWING_METHODS:
-            args = tuple(map(_as_list, args))
-            __self._check_growth(name, (owner, *args, *kwargs.values()))
-        elif isinstance(__obj, jinja2.runtime.LoopContext) and args:
+            args = __self._measured(name, (owner, *args), kwargs)[1:]
+        elif isinstance(__obj, LoopContext) and args:
             args = (__self.counted(args[0]), *args[1:])
         return super().call(__context, __obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Measure the result of an operation, then compute it."""
-        numbers = isinstance(left, int) and isinstance(right, int)
-        if operator == "+" and not numbers:
-            length = _weight(left, flat=True) + _weight(right, flat=True)
-            self.progress.charge(1 + length // _CHARACTERS_PER_STEP, length)
-        elif operator == "%" and isinstance(left, str):
-            self._check_growth("format", (left, right))
-        elif numbers and operator in ("*", "**"):
-            bits, more = left.bit_length(), right.bit_length()
-            if (bits + more if operator == "*" else bits * right) > _MAX_BITS:
+        if isinstance(left, int) and isinstance(right, int):
+            bits, factor = left.bit_length(), right if operator == "**" else 1
+            if operator in ("*", "**") and bits * factor + right.bit_length() > _MAX_BITS:
                 raise TemplateLimitError(f"the template makes a number beyond {_MAX_BITS} bits")
-        elif operator == "*":
-            length = _weight(left, flat=True) * _weight(right, flat=True)
-            self.progress.charge(1, 0 if float in (type(left), type(right)) else length)
+        elif operator == "+":
+            length = _size(left) + _size(right)
+            self.progress.charge(length, 1 + length // _CHARACTERS_PER_STEP)
+        elif hasattr(left, "__len__") or hasattr(right, "__len__"):
+            self._measured("format" if operator == "%" else operator, (left, right), {})
         return super().call_binop(context, operator, left, right)
 
     def _counted_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -239,38 +222,40 @@ class _Environment(ImmutableSandboxedEnvironment):
         def counted(*args: Any, **kwargs: Any) -> Any:
             head, values = args[:takes_context], args[takes_context:]
             if name in _GROWING_FILTERS:
-                values = tuple(map(_as_list, values))
-                self._check_growth(name, (*values, *kwargs.values()))
-            length = len(values[0]) if values and hasattr(values[0], "__len__") else 0
-            self.progress.charge(1 + length // _CHARACTERS_PER_STEP)
+                values = self._measured(name, values, kwargs)
+            self.progress.charge(0, 1 + sum(map(_size, values[:1])) // _CHARACTERS_PER_STEP)
             return function(*head, *values, **kwargs)
 
         return counted
 
-    def _check_growth(self, name: str, values: tuple[Any, ...]) -> None:
-        """Refuse operands whose result may be huge: at most the product of their sizes."""
-        size = 1
-        for value in values:
-            if isinstance(value, int) and abs(value) > _MAX_NUMBER:
-                raise TemplateLimitError(f"the template calls {name} with the number {value:.3e}")
-            size *= max(1, _weight(value))
-        if size > _MAX_GROWTH:
-            raise TemplateLimitError(f"the template calls {name} with operands that are too large")
-        if "format" in name and isinstance(values[0], str) and _HUGE_FIELD.search(values[0]):
-            raise TemplateLimitError("the template formats a value with a huge or a variable width")
-        self.progress.charge(1 + size // (_CHARACTERS_PER_STEP << 6))
+    def _measured(self, name: str, values: Iterable[Any], named: Mapping[str, Any]) -> tuple:
+        """Operands, whose result may have the product of their sizes; iterators as lists."""
+        values = tuple(list(each) if isinstance(each, Iterator) else each for each in values)
+        operands = (*values, *named.values())
+        size = math.prod(max(1, _weight(each)) for each in operands)
+        is_huge = size > _MAX_GROWTH or (
+            "format" in name and isinstance(values[0], str) and _HUGE_FIELD.search(values[0])
+        )
+        if is_huge or any(isinstance(each, int) and abs(each) > _MAX_NUMBER for each in operands):
+            raise TemplateLimitError(f"the template uses {name} for a result that is too large")
+        self.progress.charge(0, 1 + size // (_CHARACTERS_PER_STEP << 6))
+        return values
 
 
 class _PublicNamespace(Namespace):
     """`namespace()` without names that begin with `_`."""
 
     def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        for name in dict(*args, **kwargs):
-            _check_public(name)
+        super().__init__()
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
 
     def __setitem__(self, name: str, value: Any) -> None:
-        _check_public(name)
+        if str(name).startswith("_"):
+            raise SecurityError(
+                "Chat templates cannot store underscore-prefixed attributes on a namespace, but "
+                f"got {name!r}. Please rename the attribute."
+            )
         super().__setitem__(name, value)
 
 
@@ -283,35 +268,19 @@ class _DictMaker:
         return dict(*args, **kwargs)
 
 
-def _check_public(name: object) -> None:
-    if str(name).startswith("_"):
-        raise SecurityError(
-            "Chat templates cannot store underscore-prefixed attributes on a namespace, but got "
-            f"{name!r}. Please rename the attribute."
-        )
-
-
 def _refuse(message: str, *_: Any, **__: Any) -> None:
     raise TemplateError(message)
 
 
 def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None,
     sort_keys: bool = False,
-) -> str:
+) -> str:  # fmt: skip
     """JSON without the escapes for HTML that Jinja's own filter writes."""
     if indent is not None and (len(indent) if isinstance(indent, str) else indent) > _MAX_INDENT:
         raise TemplateLimitError(f"the template indents JSON by more than {_MAX_INDENT}")
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
+    options = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _call(method: str, argument: nodes.Node) -> nodes.Call:
@@ -321,19 +290,17 @@ def _call(method: str, argument: nodes.Node) -> nodes.Call:
     return nodes.Call(function, [argument], [], None, None, lineno=line)
 
 
-def _as_list(value: Any) -> Any:
-    return list(value) if isinstance(value, Iterator) else value
+def _size(value: Any) -> int:
+    return len(value) if hasattr(value, "__len__") else 1
 
 
-def _weight(value: Any, flat: bool = False) -> int:
-    """Characters or elements of a value; of a container those of its elements, unless `flat`."""
+def _weight(value: Any) -> int:
+    """A number, or characters or elements of a value; of a container those of its elements."""
     if isinstance(value, int):
         return abs(value)
-    if flat or isinstance(value, str | bytes | range) or not hasattr(value, "__len__"):
-        return len(value) if hasattr(value, "__len__") else 1
+    if isinstance(value, str | bytes | range) or not hasattr(value, "__len__"):
+        return _size(value)
     parts = value.values() if isinstance(value, Mapping) else value
-    numbers = isinstance(value, Mapping | tuple)
-    return sum(
-        1 if isinstance(part, int) and not numbers else max(1, _weight(part, flat=True))
-        for part in parts
-    )
+    # Only those of a format are numbers of characters.
+    counts = isinstance(value, Mapping | tuple)
+    return sum(abs(each) if counts and isinstance(each, int) else _size(each) for each in parts)

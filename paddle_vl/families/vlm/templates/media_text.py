@@ -7,8 +7,8 @@ because it is a token by itself.
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from tokenizers import Encoding, Tokenizer
 
@@ -26,16 +26,8 @@ from paddle_vl.families.vlm.inputs.video_processor import timestamp_text
 from paddle_vl.families.vlm.templates.answer_spans import Span
 
 
-@dataclass(frozen=True)
-class MediaTokens:
-    """Tokens that stand for images and videos in a template's text.
-
-    Attributes:
-        image: placeholder of an image.
-        video: placeholder of a video, then of one of its temporal patches.
-        start: what stands in front of a temporal patch.
-        end: what stands behind it.
-    """
+class MediaTokens(NamedTuple):
+    """Placeholders of an image and a video, and what encloses a temporal patch of a video."""
 
     image: str
     video: str
@@ -51,9 +43,7 @@ class MediaText:
 
     def __init__(self, tokenizer: Tokenizer, tokens: MediaTokens):
         self._tokenizer, self._tokens = tokenizer, tokens
-        image, video, start, end = map(
-            re.escape, (tokens.image, tokens.video, tokens.start, tokens.end)
-        )
+        image, video, start, end = map(re.escape, tokens)
         self._places = re.compile(f"(?P<image>{image})|(?P<video>(?:{start})?{video}(?:{end})?)")
         self._ids = {tokenizer.token_to_id(name) for name in (tokens.image, tokens.video)}
 
@@ -85,40 +75,32 @@ class MediaText:
                 f"the row has {list(media)}, but the chat template places {kinds}; move images "
                 "and videos to user messages, or use a template that places them",
             )
-        counts = {"image": iter(num_image_tokens), "video": iter(videos)}
-        # Text up to each video's end; where it ends in the old text, and how far it moved.
+        images, prompts = iter(num_image_tokens), iter(videos)
+        # The text up to each video; where it ended in the old text, and how far that moved.
         new, ends, moved, repeats = "", [0], [0], []
-        for place, kind in zip(places, kinds, strict=True):
-            count = next(counts[kind])
-            if isinstance(count, int):
-                repeats.append(count)
+        for place in places:
+            if place.lastgroup == "image":
+                repeats.append(next(images))
                 continue
-            new += text[ends[-1] : place.start()] + self._patches(count)
-            repeats += [count.tokens_per_patch] * len(count.timestamps)
+            video = next(prompts)
+            repeats += [video.tokens_per_patch] * len(video.timestamps)
+            patch = self._tokens.start + self._tokens.video + self._tokens.end
+            new += text[ends[-1] : place.start()]
+            new += "".join(timestamp_text(seconds) + patch for seconds in video.timestamps)
             ends.append(place.end())
             moved.append(len(new) - place.end())
         new += text[ends[-1] :]
         check_unicode(new)
         encoding = self._tokenizer.encode(new, add_special_tokens=False)
-        learned = [False] * len(encoding.ids)
+        learned = set()
         for span in spans:
             start, end = (at + moved[bisect_right(ends, at) - 1] for at in span)
-            for i in _touched(encoding, start, end):
-                learned[i] = True
-        return self._repeated(encoding.ids, learned, repeats)
-
-    def _patches(self, video: VideoPrompt) -> str:
-        patch = self._tokens.start + self._tokens.video + self._tokens.end
-        return "".join(timestamp_text(seconds) + patch for seconds in video.timestamps)
-
-    def _repeated(
-        self, ids: Sequence[int], learned: Sequence[bool], repeats: Sequence[int]
-    ) -> EncodedChat:
+            learned.update(_touched(encoding, start, end))
         chat, left = EncodedChat([], []), iter(repeats)
-        for token_id, is_learned in zip(ids, learned, strict=True):
+        for i, token_id in enumerate(encoding.ids):
             count = next(left) if token_id in self._ids else 1
             chat.input_ids.extend([token_id] * count)
-            chat.labels.extend([token_id if is_learned else IGNORED_LABEL] * count)
+            chat.labels.extend([token_id if i in learned else IGNORED_LABEL] * count)
         if next(left, None) is not None:
             raise ValueError(
                 f"the tokenizer has no tokens {self._tokens.image} and {self._tokens.video}, which "
@@ -127,12 +109,13 @@ class MediaText:
         return chat
 
 
-def _touched(encoding: Encoding, start: int, end: int) -> Iterator[int]:
-    """Tokens from that of the first character to that of the last; HF's rule."""
-    first, last = encoding.char_to_token(start), encoding.char_to_token(end - 1)
-    # A normalizer may leave out characters; then the next one inside of the span decides.
-    while first is None and (start := start + 1) < end:
-        first = encoding.char_to_token(start)
-    while last is None and (end := end - 1) > start:
-        last = encoding.char_to_token(end - 1)
-    return iter(() if first is None or last is None else range(first, last + 1))
+def _touched(encoding: Encoding, start: int, end: int) -> range:
+    """Tokens from that of the first character to that of the last: HF's rule."""
+
+    def first(places: range) -> int | None:
+        # A normalizer may leave out characters.
+        tokens = map(encoding.char_to_token, places)
+        return next((token for token in tokens if token is not None), None)
+
+    head, tail = first(range(start, end)), first(range(end - 1, start - 1, -1))
+    return range(0) if head is None or tail is None else range(head, tail + 1)

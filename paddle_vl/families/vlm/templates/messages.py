@@ -20,10 +20,7 @@ _THINK_END = "</think>"
 class Chat:
     """What a template renders of a row in the canonical form.
 
-    Attributes:
-        messages: messages; contents are lists of parts.
-        tools: definitions of tools in OpenAI's form, or None.
-        variables: template variables of this row (`chat_template_kwargs`).
+    Contents are lists of parts, tools in OpenAI's form, variables the `chat_template_kwargs`.
     """
 
     messages: Sequence[Message]
@@ -33,8 +30,7 @@ class Chat:
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "Chat":
         """The chat of a row; keys without a meaning for templates are left out."""
-        variables = row.get("chat_template_kwargs")
-        return cls(row["messages"], row.get("tools") or None, variables or {})
+        return cls(row["messages"], row.get("tools"), row.get("chat_template_kwargs") or {})
 
     def without_earlier_reasoning(self) -> "Chat":
         """The chat without the reasoning of answers before the last question."""
@@ -69,21 +65,18 @@ def for_template(message: Message, lists: bool | None = None) -> dict[str, Any]:
         lists: whether a content without media is a list or a string; None leaves contents as they
             are. The source of an image or video becomes a word.
     """
-    thought = reasoning(message)
-    named = {} if thought is None else {"reasoning_content": thought}
-    filled = {} if thought is None else {"thinking": thought}
     kept = {key: value for key, value in message.items() if value is not None and key != "loss"}
+    if (thought := reasoning(message)) is not None:
+        kept = {"thinking": thought, **kept, "reasoning_content": thought}
     parts = kept.get("content")
-    if lists is not None and isinstance(parts, list):
-        if any(part["type"] != "text" for part in parts):
-            kept["content"] = [
-                part if kind == "text" else {"type": kind, kind: kind}
-                for part in parts
-                for kind in [part["type"]]
-            ]
-        elif not lists:
-            kept["content"] = "".join(part["text"] for part in parts)
-    return filled | kept | named
+    if lists is None or not isinstance(parts, list):
+        return kept
+    if any(part["type"] != "text" for part in parts):
+        kinds = [(part, part["type"]) for part in parts]
+        parts = [part if kind == "text" else {"type": kind, kind: kind} for part, kind in kinds]
+    elif not lists:
+        parts = "".join(part["text"] for part in parts)
+    return {**kept, "content": parts}
 
 
 def lost_texts(chat: Chat, text: str) -> list[str]:

@@ -1,6 +1,8 @@
 """Rendering rows with a checkpoint's chat template, and the check that nothing of a row is lost."""
 
+import contextlib
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -98,12 +100,10 @@ class ChatTemplateRenderer:
                 "change the row, or use another template",
             ) from error
         if rendered.spans is None and self.marked_source and not add_generation_prompt:
-            try:
+            # One that fails, or gives another text, is not the template of this row.
+            with contextlib.suppress(Exception):
                 marked = _compiled(self.marked_source, self.now).render(variables)
-            except Exception:
-                # No more to be said than of another text: it is not this row's template.
-                return rendered
-            return marked if marked.text == rendered.text else rendered
+                return marked if marked.text == rendered.text else rendered
         return rendered
 
     def render_chat(
@@ -120,28 +120,26 @@ class ChatTemplateRenderer:
         Raises:
             BadSampleError: both forms fail or lose texts.
         """
-        lost, error = None, None
+        lost = error = None
         earlier = chat.without_earlier_reasoning()
-        for each in [chat, earlier] if reasoning_may_go else [chat]:
-            for lists in (False, True):
-                messages = [for_template(message, lists) for message in each.messages]
-                try:
-                    rendered = self.render(
-                        messages, each.tools, add_generation_prompt, each.variables
-                    )
-                except BadSampleError as failed:
-                    error = error or failed
-                    continue
-                missing = lost_texts(each, rendered.text)
-                if not missing:
-                    return RenderedChat(each, messages, rendered)
-                lost = missing if lost is None or len(missing) < len(lost) else lost
+        forms = itertools.product([chat, earlier] if reasoning_may_go else [chat], (False, True))
+        for each, lists in forms:
+            messages = [for_template(message, lists) for message in each.messages]
+            try:
+                rendered = self.render(messages, each.tools, add_generation_prompt, each.variables)
+            except BadSampleError as failed:
+                error = error or failed
+                continue
+            missing = lost_texts(each, rendered.text)
+            if not missing:
+                return RenderedChat(each, messages, rendered)
+            lost = missing if lost is None or len(missing) < len(lost) else lost
         if lost is None:
             raise error or AssertionError("no form was tried")
         names = ", ".join(repr(brief(text)) for text in lost[:_MOST_NAMED])
         more = f" and {len(lost) - _MOST_NAMED} more" if len(lost) > _MOST_NAMED else ""
         remedy = "take it out of the row, or use a template that prints it"
-        if not set(lost) & set(earlier.texts()):
+        if set(lost).isdisjoint(earlier.texts()):
             remedy = (
                 "it is reasoning of earlier answers, which data.earlier_reasoning: drop leaves "
                 "out; split makes a row of each answer"

@@ -1,4 +1,4 @@
-"""The chat template of a checkpoint's folder, its special tokens, and its ends of answers."""
+"""The chat template of a checkpoint's folder, and its special tokens."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,20 +66,6 @@ def special_tokens(folder: Path) -> dict[str, str]:
             if key.endswith("_token") and isinstance(text, str):
                 tokens[key] = text
     return tokens
-
-
-def end_token_ids(folder: Path) -> tuple[int, ...]:
-    """The ids that end an answer, by `generation_config.json`.
-
-    Raises:
-        RuntimeError: the file cannot be read, or they are no ids.
-    """
-    file = folder / "generation_config.json"
-    value = _config(file).get("eos_token_id", [])
-    ids = value if isinstance(value, list) else [value]
-    if not all(isinstance(each, int) for each in ids):
-        raise RuntimeError(f"{file} has eos_token_id {shown(value)}; an id or a list is needed")
-    return tuple(ids)
 
 
 def _named(value: Any, file: Path) -> dict[str, str]:
