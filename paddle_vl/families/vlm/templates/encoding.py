@@ -1,0 +1,152 @@
+"""Rows to token ids and labels with a checkpoint's own chat template."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tokenizers import Tokenizer
+
+from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.families.vlm.inputs.collate import IGNORED_LABEL
+from paddle_vl.families.vlm.inputs.tokenizer import EncodedChat, VideoPrompt
+from paddle_vl.families.vlm.templates.answer_spans import (
+    Span,
+    incremental_spans,
+    marked_spans,
+    without_margins,
+)
+from paddle_vl.families.vlm.templates.media_text import QWEN_MEDIA, MediaText, MediaTokens
+from paddle_vl.families.vlm.templates.messages import Chat, Message
+from paddle_vl.families.vlm.templates.rendering import ChatTemplateRenderer, RenderedChat
+
+Row = Mapping[str, Any]
+# No text has it: a private character. The blank shows whether the template trims.
+_MARK = "\ue0ff "
+
+
+@dataclass(frozen=True)
+class TemplateSettings:
+    """What a template does not say.
+
+    Attributes:
+        earlier_reasoning: what becomes of reasoning before the last question that the template
+            leaves out: `refuse` the row, `drop` the reasoning, or `split` the row into one for each
+            learned answer.
+        end_token_ids: ids that end an answer, beside the special tokens.
+        media: tokens of images and videos.
+    """
+
+    earlier_reasoning: Literal["refuse", "drop", "split"] = "refuse"
+    end_token_ids: tuple[int, ...] = ()
+    media: MediaTokens = QWEN_MEDIA
+
+
+class TemplateEncoder:
+    """Encodes rows in the canonical form with one template and one tokenizer."""
+
+    def __init__(
+        self, renderer: ChatTemplateRenderer, tokenizer: Tokenizer, settings: TemplateSettings
+    ):
+        self._renderer, self._settings = renderer, settings
+        self._media = MediaText(tokenizer, settings.media)
+        added = tokenizer.get_added_tokens_decoder().values()
+        special = {str(token.content) for token in added if token.special}
+        special |= {settings.media.image, settings.media.video}
+        ends = filter(None, map(tokenizer.id_to_token, settings.end_token_ids))
+        self._special, self._ends = _any_of(special), _any_of({*special, *ends})
+
+    def rows(self, row: Row) -> list[Row]:
+        """The rows to encode: for `split` one up to each learned answer, else this one."""
+        messages = row["messages"]
+        learned = [i for i, message in enumerate(messages) if message.get("loss")]
+        if self._settings.earlier_reasoning != "split" or not learned:
+            return [row]
+        unlearned = [{**each, "loss": False} if "loss" in each else each for each in messages]
+        return [{**row, "messages": [*unlearned[:i], messages[i]]} for i in learned]
+
+    def encode(
+        self,
+        row: Row,
+        num_image_tokens: Sequence[int] = (),
+        videos: Sequence[VideoPrompt] = (),
+        *,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+    ) -> EncodedChat:
+        """Ids and labels of a row; of a prompt no token is learned.
+
+        Args:
+            row: one of `rows`.
+            num_image_tokens: number of placeholders of every image, in reading order.
+            videos: prompt of every video, in reading order.
+            add_generation_prompt: end with the start of an answer: the row is a prompt.
+            continue_final_message: leave the last message open: the row is a prompt.
+
+        Raises:
+            BadSampleError: a text contains a special token; the template fails, loses a part of
+                the row, or does not show what is learned; or nothing is.
+        """
+        chat = Chat.from_row(row)
+        if forged := self._special.search(chat.all_text()):
+            raise BadSampleError(
+                "special_token",
+                f"the row contains the special token {forged.group()}, which would act as a "
+                "control token; remove or rewrite it",
+            )
+        whole = self._renderer.render_chat(
+            chat,
+            add_generation_prompt=add_generation_prompt,
+            reasoning_may_go=self._settings.earlier_reasoning != "refuse",
+        )
+        text, spans, is_prompt = whole.rendered.text, [], add_generation_prompt
+        if continue_final_message:
+            text, is_prompt = self._left_open(whole), True
+        elif not is_prompt:
+            spans = self._learned_spans(whole)
+        encoded = self._media.encode(text, spans, chat.media(), num_image_tokens, videos)
+        if not is_prompt and all(label == IGNORED_LABEL for label in encoded.labels):
+            reason = "no token of the row is learned; an answer with text and loss: true is needed"
+            raise BadSampleError("no_target", reason)
+        return encoded
+
+    def _learned_spans(self, whole: RenderedChat) -> list[Span]:
+        chat, messages, (text, marks) = whole
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        loss = [bool(chat.messages[i]["loss"]) for i in answers]
+        if marks is not None:
+            return marked_spans(marks, loss)
+
+        def render(part: Sequence[Message], prompt: bool) -> str:
+            return self._renderer.render(part, chat.tools, prompt, chat.variables).text
+
+        learned = [i for i, is_on in zip(answers, loss, strict=True) if is_on]
+        spans = incremental_spans(render, messages, text, learned)
+        return [
+            without_margins(span, chat.messages[i], text, self._ends)
+            for i, span in zip(learned, spans, strict=True)
+        ]
+
+    def _left_open(self, whole: RenderedChat) -> str:
+        """The text up to the end of the last message's text, found by a mark behind it."""
+        chat, messages, (complete, _) = whole
+        content = messages[-1].get("content") or ""
+        is_text = isinstance(content, str)
+        content = content + _MARK if is_text else [*content, {"type": "text", "text": _MARK}]
+        marked = [*messages[:-1], {**messages[-1], "content": content}]
+        rendered = self._renderer.render(marked, chat.tools, variables=chat.variables).text
+        text, found, _ = rendered.rpartition(_MARK)
+        # A template that trims its texts would have trimmed this one.
+        text = text if found else rendered.rpartition(_MARK.strip())[0].rstrip()
+        if not text or not complete.startswith(text):
+            raise BadSampleError(
+                "template_error",
+                "the chat template does not show where the last message ends, so that it cannot be "
+                "continued; ask for a new answer with add_generation_prompt instead",
+            )
+        return text
+
+
+def _any_of(names: Iterable[str]) -> re.Pattern[str]:
+    """Pattern of any of the names, the longest first."""
+    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))

@@ -1,0 +1,148 @@
+"""Rendering rows with a checkpoint's chat template, and the check that nothing of a row is lost."""
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateError
+
+from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.data.media_file import brief
+from paddle_vl.families.vlm.templates.environment import Rendered, SandboxedTemplate
+from paddle_vl.families.vlm.templates.messages import Chat, Message, for_template, lost_texts
+
+# One for each template and process; compiling takes milliseconds.
+_compiled = functools.lru_cache(maxsize=16)(SandboxedTemplate)
+_ROW_VALUES = {"messages", "tools", "documents", "add_generation_prompt"}
+_MOST_NAMED = 3
+
+
+class RenderedChat(NamedTuple):
+    """A row's chat, its messages as the template took them, and the text."""
+
+    chat: Chat
+    messages: Sequence[Message]
+    rendered: Rendered
+
+
+@dataclass(frozen=True)
+class ChatTemplateRenderer:
+    """A template with what it needs beside a row. It can be pickled and used by threads.
+
+    Attributes:
+        source: the template.
+        now: what `strftime_now` shows; one moment for a run, whose data would else change daily.
+        special_tokens: special tokens by name, which are variables of the template.
+        tools_source: the template for rows with tools, if it is another.
+        marked_source: the same template with generation marks. It is used for a row only if its
+            text equals the template's.
+        variables: template settings of the run; those of a row win over them.
+        name: the template's name, for messages.
+    """
+
+    source: str
+    now: datetime
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    tools_source: str | None = None
+    marked_source: str | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    name: str = "the chat template"
+
+    def __post_init__(self):
+        """Compile the templates.
+
+        Raises:
+            ValueError: a template has broken syntax or is too long.
+        """
+        for source in filter(None, (self.source, self.tools_source, self.marked_source)):
+            try:
+                _compiled(source, self.now)
+            except TemplateError as error:
+                raise ValueError(f"{self.name} cannot be compiled: {error}; correct it") from error
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> Rendered:
+        """The text of messages as they are, as `apply_chat_template` of HF gives it.
+
+        Args:
+            variables: template settings of the row (`chat_template_kwargs`).
+
+        Raises:
+            BadSampleError: the template raises an error or exceeds a limit, or a variable would
+                replace the conversation.
+        """
+        variables = {**self.special_tokens, **self.variables, **(variables or {})}
+        if reserved := _ROW_VALUES & variables.keys():
+            raise BadSampleError(
+                "unknown_key",
+                f"a template variable is named {min(reserved)!r}, which the row gives to the chat "
+                "template; leave it out of chat_template_kwargs",
+            )
+        variables["messages"] = [for_template(message) for message in messages]
+        variables.update(tools=tools, documents=None, add_generation_prompt=add_generation_prompt)
+        source = self.tools_source if tools and self.tools_source else self.source
+        try:
+            rendered = _compiled(source, self.now).render(variables)
+        # A template may raise anything that Python does.
+        except Exception as error:
+            raise BadSampleError(
+                "template_error",
+                f"{self.name} does not take the row: {type(error).__name__}: {str(error)[:300]}; "
+                "change the row, or use another template",
+            ) from error
+        if rendered.spans is None and self.marked_source and not add_generation_prompt:
+            # One that fails, or gives another text, is not the template of this row.
+            with contextlib.suppress(Exception):
+                marked = _compiled(self.marked_source, self.now).render(variables)
+                return marked if marked.text == rendered.text else rendered
+        return rendered
+
+    def render_chat(
+        self, chat: Chat, *, add_generation_prompt: bool = False, reasoning_may_go: bool = False
+    ) -> RenderedChat:
+        """Render a row's chat in the form that the template understands.
+
+        Contents without media are strings if all texts are in the result then, else lists.
+
+        Args:
+            reasoning_may_go: leave out the reasoning before the last question, if the template
+                does not print it.
+
+        Raises:
+            BadSampleError: both forms fail or lose texts.
+        """
+        lost = error = None
+        earlier = chat.without_earlier_reasoning()
+        forms = itertools.product([chat, earlier] if reasoning_may_go else [chat], (False, True))
+        for each, lists in forms:
+            messages = [for_template(message, lists) for message in each.messages]
+            try:
+                rendered = self.render(messages, each.tools, add_generation_prompt, each.variables)
+            except BadSampleError as failed:
+                error = error or failed
+                continue
+            missing = lost_texts(each, rendered.text)
+            if not missing:
+                return RenderedChat(each, messages, rendered)
+            lost = missing if lost is None or len(missing) < len(lost) else lost
+        if lost is None:
+            raise error or AssertionError("no form was tried")
+        names = ", ".join(repr(brief(text)) for text in lost[:_MOST_NAMED])
+        more = f" and {len(lost) - _MOST_NAMED} more" if len(lost) > _MOST_NAMED else ""
+        remedy = "take it out of the row, or use a template that prints it"
+        if set(lost).isdisjoint(earlier.texts()):
+            remedy = (
+                "it is reasoning of earlier answers, which data.earlier_reasoning: drop leaves "
+                "out; split makes a row of each answer"
+            )
+        reason = f"{self.name} prints nothing of {names}{more}, which the row has; {remedy}"
+        raise BadSampleError("lost_text", reason)
