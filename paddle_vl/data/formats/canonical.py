@@ -1,0 +1,265 @@
+"""The canonical form of a row: what every format becomes, and what a chat template takes.
+
+    {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"},
+                                               {"type": "text", "text": "Tide?"}]},
+                  {"role": "assistant", "content": [], "loss": True, "tool_calls": [...]},
+                  {"role": "tool", "content": [{"type": "text", "text": "1.2"}]}], "tools": [...]}
+
+Text is literal, neighbouring texts are one, and consecutive messages of the assistant are one turn.
+Every message of the assistant has `loss`, and no other has.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+from paddle_vl.data.jsonl import BadSampleError, check_unicode
+from paddle_vl.data.media_file import brief
+
+ROLES = ("system", "user", "assistant", "tool")
+MEDIA = ("image", "video")
+# A text, an image or a video; without its source a medium is a place that is still open.
+Part = dict[str, Any]
+
+
+class Message(TypedDict, total=False):
+    """One message; `loss`, `tool_calls` and `reasoning_content` are the assistant's alone."""
+
+    role: str
+    content: list[Part]
+    reasoning_content: str
+    tool_calls: list[dict[str, Any]]
+    loss: bool
+
+
+@dataclass(frozen=True)
+class CanonicalRow:
+    """A row in the canonical form.
+
+    Attributes:
+        messages: only the first may have the role `system`.
+        format: name of the format that the row had.
+        tools: definitions in OpenAI's wrapped form.
+        chat_template_kwargs: variables of the chat template for this row.
+        extras: keys of the row that are not read, such as `id`.
+        train_on_prompt: whether all text is learned, not the answers alone.
+    """
+
+    messages: list[Message]
+    format: str
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    extras: dict[str, Any] = field(default_factory=dict)
+    train_on_prompt: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """The canonical form as a plain dict, without extras."""
+        optional = {"tools": self.tools, "chat_template_kwargs": self.chat_template_kwargs}
+        return {"messages": self.messages, **{key: each for key, each in optional.items() if each}}
+
+
+@dataclass
+class Draft:
+    """A message on its way to the canonical form.
+
+    Attributes:
+        where: its place in the row, for messages.
+        targets: what its keys and the row say about whether it is a training target, by key.
+        call_ids: ids of its calls; of a tool's message the id of the call that it answers.
+        name: of a tool's message, the tool.
+    """
+
+    role: str
+    parts: list[Part]
+    where: str
+    targets: dict[str, bool] = field(default_factory=dict)
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    call_ids: list[str | None] = field(default_factory=list)
+    name: str | None = None
+
+    @property
+    def is_target(self) -> bool:
+        """Whether it is a training target."""
+        return self.role == "assistant" and all(self.targets.values())
+
+    @property
+    def text(self) -> str:
+        """The text without images and videos."""
+        return "".join(part["text"] for part in self.parts if part["type"] == "text")
+
+
+def joined_turns(drafts: Iterable[Draft]) -> list[Draft]:
+    """The drafts with consecutive ones of the assistant as one turn: texts joined, calls appended.
+
+    Raises:
+        BadSampleError: their targets differ, or reasoning would move in front of an answer.
+    """
+    turns: list[Draft] = []
+    for draft in drafts:
+        if not turns or not draft.role == turns[-1].role == "assistant":
+            turns.append(draft)
+            continue
+        last = turns[-1]
+        both = f"{draft.where} and the one before it are one turn of the assistant"
+        if last.is_target != draft.is_target:
+            raise BadSampleError(
+                "bad_target", f"{both}, and only one is a training target: give both the same 'loss'"
+            )
+        if draft.reasoning and (last.reasoning or last.parts or last.calls):
+            raise BadSampleError(
+                "bad_order",
+                f"{both}, with reasoning behind an answer: write it into the content as "
+                "<think>...</think>, or put a user's or tool's message between them",
+            )
+        last.parts += draft.parts
+        last.calls += draft.calls
+        last.call_ids += draft.call_ids
+        last.reasoning = last.reasoning or draft.reasoning
+    return turns
+
+
+def joined_parts(parts: Iterable[Part]) -> list[Part]:
+    """The parts with neighbouring texts as one, and without empty texts."""
+    joined: list[Part] = []
+    for part in parts:
+        if part["type"] != "text":
+            joined.append(part)
+        elif joined and joined[-1]["type"] == "text":
+            joined[-1]["text"] += part["text"]
+        elif part["text"]:
+            joined.append(dict(part))
+    return joined
+
+
+def as_message(turn: Draft) -> Message:
+    """The message of a turn."""
+    message = Message(role=turn.role, content=joined_parts(turn.parts))
+    if turn.reasoning:
+        message["reasoning_content"] = turn.reasoning
+    if turn.calls:
+        message["tool_calls"] = turn.calls
+    if turn.role == "assistant":
+        message["loss"] = turn.is_target
+    return message
+
+
+def check_canonical(row: Mapping[str, Any], places: Sequence[str] = ()) -> None:
+    """Check a row that is in the canonical form already.
+
+    Args:
+        row: `messages`, and optionally `tools` and `chat_template_kwargs`.
+        places: of the messages, for the error; numbers by default.
+
+    Raises:
+        BadSampleError: a message, part, call or tool does not have the form, messages are in an
+            impossible order, or a text is no Unicode.
+    """
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise BadSampleError("missing_key", "'messages' must be a list with at least one message")
+    names = {_function(each, "'tools'")["name"] for each in row.get("tools", ())}
+    open_calls, role_before = 0, ""
+    for number, message in enumerate(messages):
+        where = places[number] if places else f"message {number + 1}"
+        _check_message(message, where)
+        role, calls = message["role"], message.get("tool_calls", ())
+        if role == "system" and number:
+            reason = f"{where} has role 'system'; only the first message may have it"
+            raise BadSampleError("unknown_role", f"{reason}: move its text there")
+        if role == role_before == "assistant":
+            raise BadSampleError("bad_order", f"{where} continues the assistant's turn: join them")
+        if role == "tool" and not open_calls:
+            raise BadSampleError(
+                "bad_order",
+                f"{where} is a tool's answer without a call before it: put it behind the "
+                "assistant's message with the call, or remove it",
+            )
+        open_calls = open_calls - 1 if role == "tool" else len(calls)
+        for name in (_function(call, where)["name"] for call in calls):
+            if names and name not in names:
+                raise BadSampleError(
+                    "bad_tool_call",
+                    f"{where} calls {brief(name)!r}, which is not among the tools {sorted(names)}: "
+                    "add its definition to 'tools', or correct the name",
+                )
+        role_before = role
+    for text in texts_of(row):
+        check_unicode(text)
+
+
+def _check_message(message: Any, where: str) -> None:
+    def refuse(reason: str) -> None:
+        raise BadSampleError("not_canonical", f"{where} {reason}; bring the row through a format")
+
+    if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+        return refuse(f"has no role of {', '.join(ROLES)}")
+    is_answer = message["role"] == "assistant"
+    own = ("loss", "tool_calls", "reasoning_content") if is_answer else ()
+    if unknown := sorted(message.keys() - {"role", "content", *own}):
+        refuse(f"has the keys {unknown}")
+    if is_answer and not isinstance(message.get("loss"), bool):
+        refuse("is the assistant's and has no 'loss' of true or false")
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return refuse("has no list 'content'")
+    kind_before = ""
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        kinds = ("text",) if is_answer else ("text", *MEDIA)
+        if kind not in kinds or part.keys() != {"type", kind} or part[kind] is None:
+            return refuse(f"has the part {brief(part)}")
+        if kind == "text" and (not part["text"] or kind_before == "text"):
+            refuse("has an empty text, or a text beside a text")
+        kind_before = kind
+    for call in message.get("tool_calls", ()):
+        if not isinstance(_function(call, where).get("arguments"), Mapping):
+            refuse("has a call whose arguments are no object")
+
+
+def _function(wrapped: Any, where: str) -> Mapping[str, Any]:
+    function = wrapped.get("function") if isinstance(wrapped, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        reason = f"{where} has {brief(wrapped)}; {{'type': 'function', 'function': ...}} is needed"
+        raise BadSampleError("not_canonical", f"{reason} with a 'name' in it")
+    return function
+
+
+def check_targets(row: CanonicalRow) -> None:
+    """Check that there is a training target.
+
+    Raises:
+        BadSampleError: no message of the assistant, no target among them, or an empty target.
+    """
+    answers = [(i, each) for i, each in enumerate(row.messages, 1) if each["role"] == "assistant"]
+    if not answers:
+        raise BadSampleError(
+            "no_assistant",
+            "the conversation has no assistant turn, so no training target: add an answer",
+        )
+    targets = [(i, message) for i, message in answers if message["loss"]]
+    if not targets:
+        raise BadSampleError(
+            "no_target",
+            f"none of the {len(answers)} assistant turn(s) is a training target (by 'loss', "
+            "'weight' or 'label'): leave the sample out, or set one to true",
+        )
+    for i, message in targets:
+        if not (message["content"] or message.get("tool_calls") or "reasoning_content" in message):
+            raise BadSampleError(
+                "empty_answer",
+                f"the answer in turn {i} is empty, so that only the end token would be learned: "
+                "write an answer, set its 'loss' to false, or leave the turn out",
+            )
+
+
+def texts_of(row: Mapping[str, Any]) -> Iterator[str]:
+    """Every text of a canonical row that a chat template can write: of messages, reasoning, calls,
+    tools and template variables."""
+    for message in row["messages"]:
+        yield from (part["text"] for part in message["content"] if part["type"] == "text")
+        yield message.get("reasoning_content", "")
+        yield json.dumps(message.get("tool_calls", ()), ensure_ascii=False)
+    for key in ("tools", "chat_template_kwargs"):
+        yield json.dumps(row.get(key, ()), ensure_ascii=False)

@@ -1,0 +1,250 @@
+"""Keys of rows, messages and content parts: which are read, and which are refused and why.
+
+Keys of other formats that would change the training targets or the prompt are refused. Further keys
+of a row are extras and named once per file, unless they are known to describe the row; further keys
+of a message or a content part are refused with the nearest known key. Null and empty values ask for
+nothing: tables have every key in every row.
+"""
+
+import difflib
+from collections.abc import Collection, Mapping
+from typing import Any, NoReturn
+
+from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.data.media_file import brief
+
+LIST_KEYS = ("messages", "conversations", "conversation")
+TARGET_KEYS = ("loss", "weight", "label", "loss_scale")
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+SYSTEM_KEYS = ("system", "system_prompt")
+# Keys of any row; those of its turns differ by format.
+ROW_KEYS = (
+    *SYSTEM_KEYS, "images", "image", "videos", "video", "objects", "tools", "label",
+    "chat_template_kwargs",
+)  # fmt: skip
+# Extras of which nothing is said.
+_DESCRIPTIONS = (
+    "id", "uid", "uuid", "index", "task", "source", "dataset", "category", "channel", "language",
+    "metadata", "meta", "url", "score",
+)  # fmt: skip
+_MOST_NAMED = 10
+_MESSAGE_KEYS = ("role", "content", *TARGET_KEYS)
+_KEYS_OF_ROLE = {
+    "assistant": ("tool_calls", *REASONING_KEYS),
+    "tool": ("tool_call_id", "name"),
+}
+
+# Keys of a content part that hold its source, as HF, OpenAI and Anthropic spell them.
+SOURCE_KEYS = {
+    "image": ("image", "path", "url", "image_url", "source"),
+    "video": ("video", "path", "url", "video_url"),
+}
+_PART_KEYS = {
+    "text": ("type", "text"),
+    "image": ("type", *SOURCE_KEYS["image"], "detail"),
+    "video": ("type", *SOURCE_KEYS["video"]),
+    "tool_use": ("type", "id", "name", "input"),
+    "tool_result": ("type", "tool_use_id", "content", "is_error"),
+}
+# Settings of a single image or video in other formats. Ignoring them would train on another size
+# or number of frames than intended, so they are refused.
+_SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+_PART_SETTINGS = {
+    "image": _SIZES,
+    "video": (
+        "fps", "nframes", "num_frames", "min_frames", "max_frames", "total_pixels", "video_start",
+        "video_end", *_SIZES,
+    ),
+}  # fmt: skip
+_SETTINGS_FOR_ALL = {
+    "image": "data.max_pixels or data.min_pixels",
+    "video": "data.video_fps, data.video_max_frames or data.video_max_pixels",
+}
+_RENDERED_BY_THE_RUN = ("messages", "tools", "documents", "add_generation_prompt")
+
+_NO_PREFERENCES = (
+    "is for preference training, ranking or classification (not supported): keep the answer to "
+    "learn as the assistant's message, and remove the key"
+)
+_NO_SAMPLE_WEIGHT = "of a record is not read: give 'loss' (true or false) to its assistant messages"
+_NO_OTHER_TURNS = "is not read: write its turns into 'messages', and remove the key"
+_NO_AUDIO = "is not supported; remove the key"
+_NO_OLD_CALLS = "is not read: write calls as 'tool_calls' of an assistant's message"
+_PREFERENCE_KEYS = (
+    "chosen", "rejected", "positive_messages", "negative_messages", "kto_tag", "margin",
+    "teacher_prompt",
+)  # fmt: skip
+_PREFERENCE_PREFIXES = ("rejected_", "chosen_")
+
+# Refused keys, with the name to use instead or the reason.
+_REFUSED_OF_ROW = {
+    **dict.fromkeys(("loss", "weight", "loss_scale", "loss_mask", "mask"), _NO_SAMPLE_WEIGHT),
+    **dict.fromkeys(("audios", "audio"), _NO_AUDIO),
+    **dict.fromkeys(("tool_calls", "function_call", "tool_call_id"), _NO_OLD_CALLS),
+    **dict.fromkeys(REASONING_KEYS, "of a record is not read: give it to the assistant's message"),
+    "functions": "is not read: name the definitions of tools 'tools'",
+    "enable_thinking": "is not read: the chat template's settings stand in 'chat_template_kwargs'",
+}
+_REFUSED_OF_MESSAGE = {
+    "function_call": "is not read: write it as 'tool_calls'",
+    "functions": "is not read: name the tools of the record 'tools', beside 'messages'",
+    "tools": "is not read: name the tools of the record beside 'messages'",
+    "train": "is not read: use 'loss'",
+    "training": "is not read: use 'loss'",
+    "name": "is not rendered: write it into the content, or remove it",
+    "from": "is not read: use 'role' (system, user or assistant) and 'content'",
+    "value": "is not read: use 'content'",
+    "images": "is not read: list all images of the record beside 'messages'",
+    "videos": "is not read: list all videos of the record beside 'messages'",
+}
+
+
+def check_preference(row: Mapping[str, Any]) -> None:
+    """Refuse a row for preference training, ranking or classification.
+
+    Raises:
+        BadSampleError: with the key.
+    """
+    for key, value in row.items():
+        if _is_preference(key) and not is_empty(value):
+            raise BadSampleError("preference", f"{key!r} {_NO_PREFERENCES}")
+    if not is_empty(row.get("response")) and not is_empty(row.get("sort")):
+        raise BadSampleError("preference", f"'response' with 'sort' {_NO_PREFERENCES}")
+    if isinstance(label := row.get("label"), bool | int | float):
+        raise BadSampleError(
+            "preference",
+            f"'label' is {brief(label)!r}; of a record it must be a list of 0 and 1, one for each "
+            "assistant message (one value is for preference training or classification, which is "
+            "not supported): rename the key if it means something else",
+        )
+
+
+def extras_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a row in the form of `messages` that are not read.
+
+    Raises:
+        BadSampleError: a key would change the targets or the prompt; says what to do.
+    """
+    extras = {key: row[key] for key in row if key not in ("messages", *ROW_KEYS)}
+    for key, value in extras.items():
+        if key in _REFUSED_OF_ROW and not is_empty(value):
+            raise BadSampleError("unsupported", f"{key!r} {_REFUSED_OF_ROW[key]}")
+    return extras
+
+
+def check_single_list(row: Mapping[str, Any], name: str) -> None:
+    """Refuse turns of a row that stand beside its list of messages.
+
+    Raises:
+        BadSampleError: with the key and what to do.
+    """
+    for key in (*LIST_KEYS, "history", "query", "response"):
+        if key != name and not is_empty(row.get(key)):
+            raise BadSampleError("unsupported", f"{key!r} beside {name!r} {_NO_OTHER_TURNS}")
+
+
+def check_message_keys(message: Mapping[str, Any], role: str, where: str) -> None:
+    """Refuse keys of a message that are not read.
+
+    Args:
+        role: the canonical one.
+
+    Raises:
+        BadSampleError: with the key, and what to do or the nearest known key.
+    """
+    known = (*_MESSAGE_KEYS, *_KEYS_OF_ROLE.get(role, ()))
+    for key, value in message.items():
+        if key in known or is_empty(value):
+            continue
+        for other, keys in _KEYS_OF_ROLE.items():
+            if key in keys and key not in _REFUSED_OF_MESSAGE:
+                reason = f"{where} has {key!r}, which only a message of role {other!r} can have"
+                raise BadSampleError("unknown_key", f"{reason}: move or remove it")
+        why = _NO_PREFERENCES if _is_preference(key) else _REFUSED_OF_MESSAGE.get(key)
+        if why:
+            raise BadSampleError("unsupported", f"{where} has {key!r}, which {why}")
+        refuse_unknown(key, where, known)
+
+
+def check_part_keys(part: Mapping[str, Any], kind: str, where: str) -> None:
+    """Refuse keys of a content part that are not read.
+
+    Raises:
+        BadSampleError: with the key, and the setting for all images or videos or the nearest key.
+    """
+    if ignored := [key for key in _PART_SETTINGS.get(kind, ()) if part.get(key) is not None]:
+        raise BadSampleError(
+            "unsupported",
+            f"{where} has a {kind} part with {', '.join(ignored)}, which cannot be set for one "
+            f"{kind}; set {_SETTINGS_FOR_ALL[kind]} for all",
+        )
+    for key, value in part.items():
+        # Tables exported as JSON give every part the keys of all others as null.
+        if key not in _PART_KEYS[kind] and value is not None:
+            refuse_unknown(key, f"a part of type {kind} of {where}", _PART_KEYS[kind])
+
+
+def check_template_settings(settings: Mapping[str, Any]) -> None:
+    """Refuse variables of a chat template that are settings of the processor or the run's own.
+
+    Raises:
+        BadSampleError: with the key and what to do.
+    """
+    for key in settings:
+        for kind, names in _PART_SETTINGS.items():
+            if key in names:
+                raise BadSampleError(
+                    "unsupported",
+                    f"'chat_template_kwargs' has {key!r}, which cannot be set for one row; set "
+                    f"{_SETTINGS_FOR_ALL[kind]} for all",
+                )
+        if key in _RENDERED_BY_THE_RUN:
+            reason = f"'chat_template_kwargs' has {key!r}, which the run gives to the template"
+            raise BadSampleError("unsupported", f"{reason}: remove it")
+
+
+def unread_keys(extras: Mapping[str, Any]) -> list[str]:
+    """Keys of a row's extras that may have been meant for something."""
+    return [
+        str(key)
+        for key, value in extras.items()
+        if key not in _DESCRIPTIONS and not is_empty(value)
+    ]
+
+
+def unread_note(keys: Collection[str]) -> str | None:
+    """What to say about keys that are not read, with the nearest keys that are; None for no key."""
+    if not keys:
+        return None
+    known = ("messages", *ROW_KEYS)
+    named = [f"{key[:80]!r}{_guess(key, known)}" for key in list(keys)[:_MOST_NAMED]]
+    more = f" and {len(keys) - _MOST_NAMED} more" if len(keys) > _MOST_NAMED else ""
+    return (
+        f"records have the key(s) {', '.join(named)}{more}, which are not read (of a record "
+        f"{', '.join(known)} are): rename what should be"
+    )
+
+
+def refuse_unknown(key: Any, where: str, known: Collection[str]) -> NoReturn:
+    """Raise a BadSampleError for an unknown key, with the nearest known one."""
+    raise BadSampleError(
+        "unknown_key",
+        f"{where} has the unknown key {str(key)[:80]!r}{_guess(key, known)}; it can have "
+        f"{', '.join(known)}: rename or remove the key",
+    )
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a value asks for nothing: null, or an empty text, list or object."""
+    return value is None or (isinstance(value, str | list | dict | tuple) and not value)
+
+
+def _is_preference(key: Any) -> bool:
+    return isinstance(key, str) and (
+        key in _PREFERENCE_KEYS or key.startswith(_PREFERENCE_PREFIXES)
+    )
+
+
+def _guess(key: Any, known: Collection[str]) -> str:
+    nearest = difflib.get_close_matches(str(key)[:80], known, n=1)
+    return f" (is {nearest[0]!r} meant?)" if nearest else ""

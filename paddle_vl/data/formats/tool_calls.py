@@ -1,0 +1,170 @@
+"""Tools in the spellings of OpenAI, HF, ms-swift, LLaMA-Factory, PaddleFormers and Anthropic.
+
+Definitions become OpenAI's wrapped form, calls `tool_calls` of an assistant's message with their
+arguments as an object, answers messages of role `tool` in the order of the calls.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paddle_vl.data.formats.canonical import Draft
+from paddle_vl.data.formats.keys import is_empty, refuse_unknown
+from paddle_vl.data.formats.text_values import from_text
+from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.data.media_file import brief
+
+# Roles of a message that is a call, and of one that is an answer.
+CALL_ROLES = ("tool_call", "tool_calls", "function", "function_call", "function_calls")
+ANSWER_ROLES = ("tool", "tool_response", "observation", "observations", "function_response")
+_THOUGHT = re.compile(r"\s*(<think>.*?</think>)\s*", re.DOTALL)
+# Keys of Anthropic's definitions, as OpenAI names them.
+_ANTHROPIC = {"input_schema": "parameters"}
+
+
+def read_tools(value: Any) -> list[dict[str, Any]]:
+    """The definitions of a row.
+
+    Args:
+        value: a list of definitions, wrapped or bare, or its JSON text; empty for none.
+
+    Raises:
+        BadSampleError: no list of definitions with different names.
+    """
+    tools = [] if is_empty(value) else from_text(value)
+    if not isinstance(tools, list | tuple):
+        raise _bad_tools(f"are {brief(value)!r}, no list of definitions and no JSON text of one")
+    found = [_definition(from_text(tool)) for tool in tools]
+    names = [each["function"]["name"] for each in found]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise _bad_tools(f"have several definitions of {', '.join(twice)}")
+    return found
+
+
+def _definition(tool: Any) -> dict[str, Any]:
+    if not isinstance(tool, Mapping):
+        raise _bad_tools(f"have {brief(tool)!r}, no object")
+    outer = {key: value for key, value in tool.items() if value is not None}
+    if (kind := outer.pop("type", "function")) != "function":
+        raise _bad_tools(f"have one of type {brief(kind)!r}, not 'function'")
+    function = outer.pop("function", None)
+    function, outer = (outer, {}) if function is None else (function, outer)
+    if not isinstance(function, Mapping) or not _is_name(function.get("name")):
+        raise _bad_tools(f"have {brief(tool)} without a 'name'")
+    function = {_ANTHROPIC.get(key, key): each for key, each in function.items() if each is not None}
+    if "parameters" in function:
+        function["parameters"] = from_text(function["parameters"])
+        if not isinstance(function["parameters"], Mapping):
+            raise _bad_tools(f"have {brief(function['name'])!r} with 'parameters' that are no object")
+    return {"type": "function", "function": function, **outer}
+
+
+def _bad_tools(reason: str) -> BadSampleError:
+    remedy = "write [{'type': 'function', 'function': {'name', 'description', 'parameters'}}, ...]"
+    return BadSampleError("bad_tools", f"'tools' {reason}: {remedy}")
+
+
+def read_calls(value: Any, where: str) -> tuple[list[dict[str, Any]], list[str | None]]:
+    """The calls of a message and their ids.
+
+    Args:
+        value: one call or a list of calls, wrapped or bare, or the JSON text.
+
+    Raises:
+        BadSampleError: a call without a name, or whose arguments are no object.
+    """
+    found = from_text(value)
+    calls = [found] if isinstance(found, Mapping) else found
+    if not isinstance(calls, list | tuple) or not calls:
+        raise _bad_call(where, f"{brief(value)!r}, which is no JSON object and no list of objects")
+    read = [_call(from_text(call), where) for call in calls]
+    ids = [call_id for _, call_id in read if call_id is not None]
+    if len(set(ids)) < len(ids):
+        raise _bad_call(where, f"two calls with the same id among {brief(ids)}")
+    return [call for call, _ in read], [call_id for _, call_id in read]
+
+
+def _call(call: Any, where: str) -> tuple[dict[str, Any], str | None]:
+    if not isinstance(call, Mapping):
+        raise _bad_call(where, f"{brief(call)!r}, which is no object")
+    call = {key: value for key, value in call.items() if value is not None}
+    if call.get("type", "function") != "function":
+        raise _bad_call(where, f"of type {brief(call['type'])!r}, not 'function'")
+    function = call.get("function", call)
+    if not isinstance(function, Mapping) or not _is_name(function.get("name")):
+        raise _bad_call(where, f"{brief(call)} without a 'name'")
+    outer, inner = ("type", "id", "function"), ("name", "arguments")
+    known = (("call", call, outer), ("function", function, inner))
+    for what, given, keys in known if function is not call else (("call", call, outer + inner),):
+        for key in given:
+            if key not in keys:
+                refuse_unknown(key, f"a {what} of {where}", keys)
+    arguments = from_text(function.get("arguments"))
+    if not isinstance(arguments, Mapping):
+        raise _bad_call(where, f"of {brief(function['name'])!r} with arguments {brief(arguments)!r}")
+    wrapped = {"name": function["name"], "arguments": dict(arguments)}
+    return {"type": "function", "function": wrapped}, call.get("id")
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _bad_call(where: str, reason: str) -> BadSampleError:
+    remedy = "write {'name': ..., 'arguments': {...}}, with the arguments as a JSON object"
+    return BadSampleError("bad_tool_call", f"{where} has a call {reason}: {remedy}")
+
+
+def split_thought(value: Any) -> tuple[str, Any]:
+    """The `<think>...</think>` in front of a call's JSON text, and the rest."""
+    found = _THOUGHT.match(value) if isinstance(value, str) else None
+    return (found[1], value[found.end() :]) if found else ("", value)
+
+
+def answer_text(content: Any) -> str:
+    """A tool's answer that is any JSON value, as PaddleFormers writes it."""
+    return content if isinstance(content, str) else json.dumps(content)
+
+
+def with_ordered_answers(turns: Sequence[Draft]) -> list[Draft]:
+    """The turns, with the answers of tools in the order of the calls.
+
+    Raises:
+        BadSampleError: an answer names a call or a tool that is not there.
+    """
+    ordered: list[Draft] = []
+    calls = Draft("assistant", [], "")
+    block: list[Draft] = []
+    for turn in [*turns, None]:
+        if turn is not None and turn.role == "tool":
+            block.append(turn)
+            continue
+        ordered += _ordered(block, calls)
+        if turn is not None:
+            ordered.append(turn)
+            calls, block = turn, []
+    return ordered
+
+
+def _ordered(answers: list[Draft], turn: Draft) -> list[Draft]:
+    known = [call_id for call_id in turn.call_ids if call_id is not None]
+    names = [call["function"]["name"] for call in turn.calls]
+    given = [answer.call_ids[0] for answer in answers if answer.call_ids]
+    if known and given:
+        if len(given) < len(answers) or len({*given}) < len(given) or not {*given} <= {*known}:
+            raise BadSampleError(
+                "bad_tool_call",
+                f"{answers[0].where} and the answers of tools behind it have the ids {brief(given)}"
+                f", and the calls have {brief(known)}: give each answer the id of its own call",
+            )
+        answers = sorted(answers, key=lambda answer: turn.call_ids.index(answer.call_ids[0]))
+        names = [names[turn.call_ids.index(answer.call_ids[0])] for answer in answers]
+    for answer, name in zip(answers, names, strict=False):
+        if answer.name not in (None, name):
+            raise BadSampleError(
+                "bad_tool_call",
+                f"{answer.where} is the answer of {answer.name!r}, and the call is one of {name!r}: "
+                "give calls and answers ids, or write the answers in the order of the calls",
+            )
+    return answers
