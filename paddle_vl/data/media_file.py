@@ -8,14 +8,14 @@ import os
 import reprlib
 import stat
 import struct
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 from paddle_vl.data.jsonl import BadSampleError
 
@@ -28,10 +28,12 @@ class MediaFolder(NamedTuple):
     Attributes:
         directory: folder of the data file; None leaves paths as they are.
         allow_outside: whether absolute paths, `../` and links may lead out of the folder.
+        remote: makes a file of an http(s) address; None refuses addresses.
     """
 
     directory: Path | None = None
     allow_outside: bool = True
+    remote: Callable[[str], os.PathLike] | None = None
 
     def path(self, text: str, what: str) -> str:
         """The path of a line joined to the folder.
@@ -88,8 +90,10 @@ def brief(value: object) -> str:
     return value[:_BRIEF] if isinstance(value, str) else _Brief().repr(value)[: 2 * _BRIEF]
 
 
-def media_source(value: Any, what: str, where: str, folder: MediaFolder) -> str | bytes:
-    """An image or a video of a row: the path of a file in the folder, or the bytes of an image.
+def media_source(
+    value: Any, what: str, where: str, folder: MediaFolder
+) -> str | bytes | os.PathLike:
+    """An image or a video of a row: the path of a file in the folder, its bytes, or a remote file.
 
     Args:
         value: a path, or of an image also its bytes or, as Hugging Face writes it, `{bytes, path}`.
@@ -101,7 +105,7 @@ def media_source(value: Any, what: str, where: str, folder: MediaFolder) -> str 
     """
     if what == "image" and isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")
-    if what == "image" and isinstance(value, bytes):
+    if isinstance(value, bytes) and value:
         return value
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         others = " or an image's bytes are" if what == "image" else " is"
@@ -109,10 +113,13 @@ def media_source(value: Any, what: str, where: str, folder: MediaFolder) -> str 
             "missing_key", f"{where} {brief(value)!r} is not a path; a file name{others} needed"
         )
     text = os.fspath(value).removeprefix("file://")
+    if text.startswith(("http://", "https://")) and folder.remote is not None:
+        return folder.remote(text)
     if text.startswith(("http://", "https://", "data:")):
         raise BadSampleError(
-            "unsupported",
-            f"{where} {text[:80]!r} is not a file name; save it as a file and write its path",
+            "remote",
+            f"{where} {text[:80]!r} is not a file name; save it as a file and write its path, or "
+            "for an address set data.allow_remote: true",
         )
     return folder.path(text, what)
 
@@ -140,6 +147,8 @@ _MOST_PIXELS = 80_000_000
 
 # Pillow converts these modes to RGB by clipping at 255, which gives an almost white image.
 _WIDE_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
+# EXIF orientations from here on exchange width and height.
+_FIRST_TURNED = 5
 _TRANSPARENT_MODES = ("RGBA", "RGBa", "LA", "PA")
 # What Pillow's decoders raise for broken files; MemoryError for impossible sizes.
 _BROKEN = (
@@ -159,6 +168,16 @@ def image_size(source: ImageSource) -> tuple[int, int]:
     with _opened(source) as image:
         _check_mode(image)
         return image.size
+
+
+def upright_size(source: ImageSource) -> tuple[int, int]:
+    """Width and height of an image after loading, from the header; errors as of `image_size`."""
+    if isinstance(source, np.ndarray):
+        return image_size(source)
+    with nullcontext(source) if isinstance(source, Image.Image) else _opened(source) as image:
+        _check_mode(image)
+        is_turned = image.getexif().get(ExifTags.Base.Orientation, 1) >= _FIRST_TURNED
+        return (image.height, image.width) if is_turned else image.size
 
 
 def load_rgb(source: ImageSource) -> Image.Image:

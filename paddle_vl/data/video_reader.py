@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.data.media_file import shown
+from paddle_vl.data.media_file import ImageSource, load_rgb, shown
 
 if TYPE_CHECKING:
     import av
@@ -81,10 +81,32 @@ class VideoFrames:
         return (self.pixels[index] for index in indices)
 
 
-VideoSource = str | os.PathLike | VideoFrames | np.ndarray
+@dataclass(frozen=True)
+class FrameFiles:
+    """A video that is given by the images of its frames.
+
+    Attributes:
+        files: paths or bytes of images.
+        fps: that at which Qwen's tools take such frames to be sampled.
+    """
+
+    files: tuple[ImageSource, ...]
+    fps: float = 2.0
+
+    @property
+    def num_frames(self) -> int:
+        """Number of frames."""
+        return len(self.files)
+
+    def frames(self, indices: Iterable[int]) -> Generator[np.ndarray, None, None]:
+        """Frames with these numbers, each uint8 RGB `[height, width, 3]`."""
+        return (np.asarray(load_rgb(self.files[index])) for index in indices)
 
 
-def open_video(source: VideoSource) -> "VideoFrames | VideoFile":
+VideoSource = str | os.PathLike | bytes | VideoFrames | FrameFiles | np.ndarray
+
+
+def open_video(source: VideoSource) -> "VideoFrames | FrameFiles | VideoFile":
     """A video with `num_frames`, `fps` and `frames(indices)`; no file stays open.
 
     Args:
@@ -99,7 +121,8 @@ def open_video(source: VideoSource) -> "VideoFrames | VideoFile":
         source = VideoFrames(source)
     if isinstance(source, VideoFrames):
         _check_array(source.pixels)
-    video = source if isinstance(source, VideoFrames) else VideoFile(Path(source))
+    is_open = isinstance(source, VideoFrames | FrameFiles)
+    video = source if is_open else VideoFile(Path(source))
     if video.num_frames < MIN_FRAMES:
         raise BadSampleError(
             "too_few_frames",

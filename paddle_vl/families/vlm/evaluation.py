@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -163,8 +163,8 @@ def _questions(dataset: Any) -> Iterator[tuple[str, Conversation, str]]:
     for number in range(len(dataset)):
         conversation = dataset.conversation(number)
         for i in conversation.targets:
-            before = replace(conversation, turns=conversation.turns[:i])
-            yield dataset.place(number), before, conversation.turns[i].text.strip()
+            answer = conversation.turns[i].text.strip()
+            yield dataset.place(number), conversation.before(i), answer
 
 
 def evaluation_report(loss: float, num_targets: int, answers: Sequence[Answer]) -> str:

@@ -30,6 +30,7 @@ from paddle_vl.families.vlm.inputs.tokenizer import (
     VideoPrompt,
 )
 from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
+from paddle_vl.families.vlm.templates.encoding import TemplateEncoder
 from paddle_vl.files.names import Foreign, explains
 
 Message = Mapping[str, Any]
@@ -58,6 +59,8 @@ class ChatInputs:
 
     tokenizer: TextTokenizer
     template: ChatTemplate
+    own_template: TemplateEncoder | None
+    renders_as_built_in: bool
     image_processor: ImageProcessor
     video_processor: VideoProcessor
     pad_token_id: int
@@ -229,18 +232,26 @@ class ChatInputs:
             counts = self.video_processor.tokens_per_patch(arrays["video_grid_thw"]).tolist()
             video_prompts = [VideoPrompt(*each) for each in zip(timestamps, counts, strict=True)]
             visual.update(arrays)
-        chat = self.template.encode(
-            conversation,
-            num_image_tokens,
-            video_prompts,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
+        ends = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+        own, row = self.own_template_for(conversation), conversation.row.to_dict()
+        if own is None:
+            chat = self.template.encode(conversation, num_image_tokens, video_prompts, **ends)
+        else:
+            chat = own.encode(row, num_image_tokens, video_prompts, **ends)
         return {
             "input_ids": np.array(chat.input_ids, dtype=np.int64),
             "labels": np.array(chat.labels, dtype=np.int64),
             **visual,
         }
+
+    def own_template_for(self, conversation: Conversation) -> TemplateEncoder | None:
+        """The checkpoint's template; None where the built-in one does the same faster, or there is
+        none."""
+        is_same = self.renders_as_built_in and conversation.is_plain
+        return None if is_same else self.own_template
 
     def _batch(
         self, samples: Sequence[Mapping[str, np.ndarray]], with_labels: bool = False

@@ -1,42 +1,27 @@
-"""Conversations: turns of text, images and videos, parsed from chat messages.
+"""Conversations: rows in the canonical form whose images and videos can be opened.
 
-Two dialects are read, the JSONL format of PaddleFormers and ms-swift and the message lists of HF:
-
-    {"messages": [{"role": "user", "content": "<image>What is this?"},
-                  {"role": "assistant", "content": "A cat."}], "images": ["cat.png"]}
-
-    {"messages": [{"role": "user", "content": [{"type": "image", "image": "cat.png"},
-                                               {"type": "text", "text": "What is this?"}]}, ...]}
-
-In the first, `<image>` and `<video>` tags take the entries of `images` and `videos` in order. In
-the second, text is literal (no tags), and an image or video without a source takes the next entry.
-In tables and archives an image may also be bytes, or `{"bytes": ..., "path": ...}`.
-`record_keys` defines which further keys are read and which are refused.
+`paddle_vl.data.formats` reads the formats of rows; here paths are joined to the folder of their
+data file, and addresses to the cache of remote files.
 """
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
-from paddle_vl.data.jsonl import BadSampleError, parse_object
-from paddle_vl.data.media_file import ImageSource, MediaFolder, brief, media_source
-from paddle_vl.data.video_reader import VideoFrames, VideoSource
-from paddle_vl.families.vlm.inputs.record_keys import (
-    OTHER_ROLES,
-    RECORD_KEYS,
-    SOURCE_KEYS,
-    check_box_tags,
-    check_message_keys,
-    check_part_keys,
-    check_record_keys,
-    is_target,
-    listed_targets,
-)
+from paddle_vl.data.formats.canonical import CanonicalRow, Message, check_targets
+from paddle_vl.data.formats.reader import to_canonical
+from paddle_vl.data.formats.row_settings import RowSettings
+from paddle_vl.data.jsonl import parse_object
+from paddle_vl.data.media_file import ImageSource, MediaFolder, media_source, upright_size
+from paddle_vl.data.video_reader import FrameFiles, VideoFrames, VideoSource
+
+# Sources in memory instead of file names.
+_IN_MEMORY = (Image.Image, np.ndarray, VideoFrames)
 
 
 class ImagePart(NamedTuple):
@@ -54,6 +39,7 @@ class VideoPart(NamedTuple):
 
 
 Part = str | ImagePart | VideoPart
+_PARTS: dict[str, Any] = {"text": lambda text: text, "image": ImagePart, "video": VideoPart}
 
 
 @dataclass(frozen=True)
@@ -79,31 +65,52 @@ class Conversation:
     """A validated conversation.
 
     Attributes:
-        turns: only the first may be a system turn.
-        extra: keys of the record that are neither messages nor media, such as `task`.
+        row: the canonical form, whose sources can be opened.
     """
 
-    turns: tuple[Turn, ...]
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    row: CanonicalRow
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """Keys of the record that are not read, such as `task`."""
+        return self.row.extras
+
+    @cached_property
+    def turns(self) -> tuple[Turn, ...]:
+        """The messages; only the first may be a system turn."""
+        return tuple(map(_turn, self.row.messages))
 
     @property
     def images(self) -> list[ImageSource]:
         """Sources of all images in reading order."""
-        return self._sources(ImagePart)
+        return list(self._sources("image"))
 
     @property
     def videos(self) -> list[VideoSource]:
         """Sources of all videos in reading order."""
-        return self._sources(VideoPart)
+        return list(self._sources("video"))
 
-    def _sources(self, kind: type[ImagePart] | type[VideoPart]) -> list[Any]:
-        return [part.source for turn in self.turns for part in turn.parts if isinstance(part, kind)]
+    def _sources(self, kind: str) -> Iterator[Any]:
+        parts = (part for message in self.row.messages for part in message["content"])
+        return (part[kind] for part in parts if part["type"] == kind)
 
     @property
     def targets(self) -> list[int]:
         """Numbers of the turns that are training targets."""
-        turns = enumerate(self.turns)
-        return [i for i, turn in turns if turn.role == "assistant" and turn.is_target]
+        return [i for i, message in enumerate(self.row.messages) if message.get("loss")]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing but texts, images and videos of users and the assistant."""
+        row = self.row
+        if row.tools or row.chat_template_kwargs or row.train_on_prompt:
+            return False
+        own = {"tool_calls", "reasoning_content"}
+        return not any(own & each.keys() or each["role"] == "tool" for each in row.messages)
+
+    def before(self, number: int) -> "Conversation":
+        """The turns in front of one."""
+        return Conversation(replace(self.row, messages=self.row.messages[:number]))
 
     def check_targets(self) -> None:
         """Check that there is a training target.
@@ -111,44 +118,51 @@ class Conversation:
         Raises:
             BadSampleError: no assistant turn, no target among them, or an empty target.
         """
-        answers = [i for i, turn in enumerate(self.turns) if turn.role == "assistant"]
-        if not answers:
-            raise BadSampleError(
-                "no_assistant",
-                "the conversation has no assistant turn, so no training target: add an answer",
-            )
-        if not self.targets:
-            raise BadSampleError(
-                "no_target",
-                f"none of the {len(answers)} assistant turn(s) is a training target (by 'loss', "
-                "'weight' or 'label'): leave the sample out, or set one to true",
-            )
-        for i in self.targets:
-            if not self.turns[i].text:
-                raise BadSampleError(
-                    "empty_answer",
-                    f"the answer in turn {i + 1} is empty, so that only the end token would be "
-                    "learned: write an answer, set its 'loss' to false, or leave the turn out",
-                )
+        check_targets(self.row)
 
 
-ROLES = ("system", "user", "assistant")
+@dataclass(frozen=True)
+class RowReader:
+    """Reads the rows of one source. It can be pickled.
 
-_TAG = re.compile(r"<(image|video)>")
-_PART_TYPES: dict[str, Any] = {"image": ImagePart, "video": VideoPart}
-# Sources in memory instead of file names.
-_IN_MEMORY = (Image.Image, np.ndarray, VideoFrames)
+    Attributes:
+        settings: of the rows.
+        format: see `paddle_vl.data.formats.recognise.FORMATS`; None recognises each row's.
+        allow_outside: whether paths may lead outside of the folder of the data file.
+        remote: makes a file of an http(s) address; None refuses addresses.
+    """
+
+    settings: RowSettings = field(default_factory=RowSettings)
+    format: str | None = None
+    allow_outside: bool = True
+    remote: Any = None
+
+    def __call__(self, row: Mapping[str, Any], directory: Path | None = None) -> Conversation:
+        """Read a row.
+
+        Args:
+            row: sources of images and videos may also be PIL images, arrays, `VideoFrames` or the
+                bytes of an image file.
+            directory: folder that relative paths start from; None leaves paths as they are.
+
+        Raises:
+            BadSampleError: the row does not fit its format, or a path is unusable.
+        """
+        folder = MediaFolder(directory, self.allow_outside, self.remote)
+
+        def size(source: Any) -> tuple[int, int]:
+            return upright_size(_opened("image", source, folder))
+
+        row = to_canonical(row, replace(self.settings, image_size=size), format=self.format)
+        messages = [_with_sources(message, folder) for message in row.messages]
+        return Conversation(replace(row, messages=messages))
 
 
 def parse_line(line: bytes, directory: Path, allow_outside: bool = True) -> Conversation:
-    """Parse one line of a JSONL file.
-
-    Args:
-        directory: folder that relative paths start from; the data file's own.
-        allow_outside: whether paths may lead out of it.
+    """The conversation of one line of a JSONL file; see `RowReader`.
 
     Raises:
-        BadSampleError: as `parse_record`, or broken JSON.
+        BadSampleError: as `RowReader`, or broken JSON.
     """
     return parse_record(parse_object(line, "'messages'"), directory, allow_outside)
 
@@ -156,167 +170,27 @@ def parse_line(line: bytes, directory: Path, allow_outside: bool = True) -> Conv
 def parse_record(
     record: Mapping[str, Any], directory: Path | None = None, allow_outside: bool = True
 ) -> Conversation:
-    """Parse a record of messages and media.
-
-    Args:
-        record: `messages`, and optionally `images`, `videos`, `system` and `label`; sources may
-            also be PIL images, arrays, `VideoFrames` or the bytes of an image file.
-        directory: folder that relative paths start from; None leaves paths as they are.
-        allow_outside: whether paths may lead out of it.
-
-    Raises:
-        BadSampleError: a missing or mistyped key, an unknown role, a refused key, a number of tags
-            that differs from the number of images or videos, or an unusable path.
-    """
-    if "messages" not in record:
-        raise BadSampleError(
-            "missing_key", f"the record has no 'messages'; its keys are {sorted(record)}"
-        )
-    messages = record["messages"]
-    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
-        raise BadSampleError("missing_key", "'messages' must be a list with at least one message")
-    check_record_keys(record)
-    roles = [message.get("role") if isinstance(message, Mapping) else None for message in messages]
-    labels = listed_targets(record, roles)
-    turns = [
-        _parse_message(message, number, label)
-        for number, (message, label) in enumerate(zip(messages, labels, strict=True), start=1)
-    ]
-    turns = _with_system(turns, record.get("system"))
-    listed = {kind: _listed(record, kind, turns) for kind in _PART_TYPES}
-    folder = MediaFolder(directory, allow_outside)
-    filled = [
-        replace(turn, parts=tuple(_fill(part, listed, folder) for part in turn.parts))
-        for turn in turns
-    ]
-    extra = {key: value for key, value in record.items() if key not in RECORD_KEYS}
-    return Conversation(tuple(filled), extra)
+    """The conversation of a record of any format; see `RowReader`."""
+    return RowReader(allow_outside=allow_outside)(record, directory)
 
 
-def _with_system(turns: list[Turn], text: Any) -> list[Turn]:
-    """The turns, with the record's `system` text as first turn."""
-    if text is None or text == "":
-        return turns
-    if not isinstance(text, str):
-        raise BadSampleError(
-            "missing_key", f"'system' is of type {type(text).__name__}; a string is needed"
-        )
-    check_box_tags(text, "'system'")
-    system = Turn("system", tuple(_split_tags(text)), is_target=False)
-    if turns[0].role != "system":
-        return [system, *turns]
-    if turns[0] != system:
-        raise BadSampleError(
-            "two_systems",
-            "the record has 'system' and a system message with another text: keep one of them",
-        )
-    return turns
+def _turn(message: Message) -> Turn:
+    parts = tuple(_PARTS[part["type"]](part[part["type"]]) for part in message["content"])
+    return Turn(message["role"], parts, message.get("loss", False))
 
 
-def _listed(record: Mapping[str, Any], kind: str, turns: Sequence[Turn]) -> Iterator[Any]:
-    """The entries of `images` or `videos`, one for each place without a source."""
-    sources = record.get(f"{kind}s")
-    sources = [] if sources is None else sources
-    if kind == "image" and isinstance(sources, Mapping | bytes):
-        # A table's column of one image.
-        sources = [sources]
-    if isinstance(sources, str | bytes) or not isinstance(sources, Sequence):
-        reason = f"'{kind}s' must be a list of {kind}s; it is {brief(sources)}"
-        raise BadSampleError("missing_key", reason)
-    places = sum(_is_open(part, kind) for turn in turns for part in turn.parts)
-    if places != len(sources):
-        raise BadSampleError(
-            "tag_count",
-            f"{places} {kind} place(s) (<{kind}> tags, or {kind} parts without a source) but "
-            f"{len(sources)} entries in '{kind}s'; they are matched in order and must be equal in "
-            "number",
-        )
-    return iter(sources)
+def _with_sources(message: Message, folder: MediaFolder) -> Message:
+    parts = []
+    for part in message["content"]:
+        kind = part["type"]
+        parts.append(part if kind == "text" else {**part, kind: _opened(kind, part[kind], folder)})
+    return {**message, "content": parts}
 
 
-def _parse_message(message: Any, number: int, label: bool | None) -> Turn:
-    """A turn; images and videos without a source of their own get None, see `_fill`.
-
-    Args:
-        number: place of the message, from 1.
-        label: the record's `label` for this message, None without.
-    """
-    where = f"message {number}"
-    if not isinstance(message, Mapping):
-        raise BadSampleError(
-            "missing_key", f"{where} is a {type(message).__name__}; a JSON object is needed"
-        )
-    check_message_keys(message, where)
-    for key in ("role", "content"):
-        if message.get(key) is None:
-            reason = f"{where} has no {key!r}; its keys are {sorted(message)}"
-            raise BadSampleError("missing_key", reason)
-    role, content = message["role"], message["content"]
-    if role not in ROLES:
-        raise BadSampleError(
-            "unknown_role",
-            f"{where} has role {brief(role)!r}; use one of {', '.join(ROLES)}"
-            + (OTHER_ROLES.get(role, "") if isinstance(role, str) else ""),
-        )
-    if role == "system" and number > 1:
-        raise BadSampleError(
-            "unknown_role", f"{where} has role 'system'; only the first message may have it"
-        )
-    if isinstance(content, str):
-        check_box_tags(content, where)
-        parts = tuple(_split_tags(content))
-    elif isinstance(content, Sequence) and not isinstance(content, bytes):
-        parts = tuple(_parse_part(part, where) for part in content)
-    else:
-        raise BadSampleError(
-            "missing_key",
-            f"{where} has content of type {type(content).__name__}; a string or list is needed",
-        )
-    kinds = [part.kind for part in parts if not isinstance(part, str)]
-    if role == "assistant" and kinds:
-        raise BadSampleError(
-            "tag_count",
-            f"{where} has role 'assistant' and a part of type {kinds[0]} (or an <{kinds[0]}> tag); "
-            "the model answers in text only: move it to a user or system message",
-        )
-    return Turn(role, parts, is_target(message, where, label))
-
-
-def _split_tags(content: str) -> Iterator[Part]:
-    """Non-empty text and media places of a string with tags."""
-    for index, piece in enumerate(_TAG.split(content)):
-        if index % 2:
-            yield _PART_TYPES[piece](None)
-        elif piece:
-            yield piece
-
-
-def _parse_part(part: Any, where: str) -> Part:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    kind = "image" if kind == "image_url" else kind
-    if kind == "text" and isinstance(part.get("text"), str):
-        check_part_keys(part, kind, where)
-        return part["text"]
-    if isinstance(kind, str) and kind in _PART_TYPES:
-        check_part_keys(part, kind, where)
-        sources = (part[key] for key in SOURCE_KEYS[kind] if part.get(key) is not None)
-        return _PART_TYPES[kind](next(sources, None))
-    raise BadSampleError(
-        "missing_key",
-        f"{where} has the part {brief(part)}; use {{'type': 'text', 'text': ...}}, "
-        "{'type': 'image', ...} or {'type': 'video', ...}",
-    )
-
-
-def _fill(part: Part, listed: Mapping[str, Iterator[Any]], folder: MediaFolder) -> Part:
-    if isinstance(part, str):
-        return part
-    kind = part.kind
-    source = next(listed[kind]) if _is_open(part, kind) else part.source
+def _opened(kind: str, source: Any, folder: MediaFolder) -> Any:
+    """A source that can be opened: a path, bytes, or an object in memory."""
     if isinstance(source, _IN_MEMORY):
-        return part._replace(source=source)
-    return part._replace(source=media_source(source, kind, f"{kind} source", folder))
-
-
-def _is_open(part: Part, kind: str) -> bool:
-    return not isinstance(part, str) and part.kind == kind and part.source is None
+        return source
+    if isinstance(source, list):
+        return FrameFiles(tuple(_opened("image", frame, folder) for frame in source))
+    return media_source(source, kind, f"{kind} source", folder)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from paddle_vl.data.formats.keys import unread_keys, unread_note
 from paddle_vl.data.jsonl import (
     MAX_LINE_BYTES,
     BadSampleError,
@@ -25,7 +26,6 @@ from paddle_vl.data.worker_pool import first_time
 from paddle_vl.families.vlm.inputs.collate import IGNORED_LABEL
 from paddle_vl.families.vlm.inputs.conversation import Conversation, parse_line
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
-from paddle_vl.families.vlm.inputs.record_keys import unread_keys, unread_note
 
 logger = logging.getLogger(__name__)
 

@@ -29,13 +29,13 @@ import numpy as np
 from paddle_vl.config.data_sources import DocumentFormat, SourceConfig
 from paddle_vl.data.corpus.document import EncodedDocument, Sample
 from paddle_vl.data.corpus.shard import needed, refuse_empty, text_of
+from paddle_vl.data.formats.keys import unread_keys, unread_note
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import ImageSource, MediaFolder, brief, media_source
 from paddle_vl.families.vlm.inputs.collate import IGNORED_LABEL
 from paddle_vl.families.vlm.inputs.conversation import Conversation, ImagePart, parse_record
 from paddle_vl.families.vlm.inputs.dataset import truncate_sample
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
-from paddle_vl.families.vlm.inputs.record_keys import unread_keys, unread_note
 from paddle_vl.families.vlm.inputs.tokenizer import IMAGE_PAD
 
 # Entries of a row of memory-mapped token files: ids, and optionally 0 where nothing is learned.

@@ -6,14 +6,14 @@ Shapes: B conversations, L length, P patches, n images or videos.
 import hashlib
 import json
 import os
-import re
-import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from paddle_vl.data.formats.canonical import ROLES
 from paddle_vl.families.vlm.inputs.chat_inputs import ChatInputs
-from paddle_vl.families.vlm.inputs.conversation import ROLES
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
 from paddle_vl.families.vlm.inputs.tokenizer import (
     CONTROL_TOKENS,
@@ -29,7 +29,13 @@ from paddle_vl.families.vlm.inputs.tokenizer import (
     train_bpe,
 )
 from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
-from paddle_vl.files.text_file import parse_json_object, read_text, write_text
+from paddle_vl.families.vlm.templates.encoding import TemplateEncoder, TemplateSettings
+from paddle_vl.families.vlm.templates.rendering import ChatTemplateRenderer
+from paddle_vl.families.vlm.templates.template_files import (
+    read_folder_templates,
+    special_tokens,
+)
+from paddle_vl.files.text_file import read_text, write_text
 from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
 from paddle_vl.generation.config import FILE_NAME, GenerationConfig
 
@@ -41,19 +47,38 @@ _CARRIED_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-# SHA-256 of templates that render as the built-in one, of what it renders at all; without white
-# space around them. Ours, and the one of the published Qwen3-VL Instruct models.
+_CARRIED_PATTERN = "additional_chat_templates/*.jinja"
+# SHA-256 of templates that render texts, images and videos as the built-in one, which is faster;
+# without white space around them. Ours, and the one of the published Qwen3-VL Instruct models.
 _EQUAL_TEMPLATES = (
     hashlib.sha256(JINJA_TEMPLATE.strip().encode()).hexdigest(),
     "9d879ef91075acbfb2df7e441fd79d60bacfca989cf6d511d2af45c681e94f10",
 )
 
 
+@dataclass(frozen=True)
+class TemplateOptions:
+    """What a run sets about the checkpoint's chat template.
+
+    Attributes:
+        variables: variables of the template (`enable_thinking`), which those of a row replace.
+        earlier_reasoning: see `paddle_vl.families.vlm.templates.encoding.TemplateSettings`.
+        date: what `strftime_now` shows.
+    """
+
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    earlier_reasoning: Literal["refuse", "drop", "split"] = "refuse"
+    date: datetime = field(default_factory=datetime.now)
+
+
 class VLProcessor(ChatInputs):
     """Encodes conversations with images and videos.
 
     Attributes:
-        tokenizer, image_processor, video_processor, template: the components.
+        tokenizer, image_processor, video_processor, template: the components; `template` is the
+            built-in one.
+        own_template: the checkpoint's; None without.
+        renders_as_built_in: whether it is known to render plain conversations as the built-in one.
         image_token_id, video_token_id, vision_start_token_id, vision_end_token_id, pad_token_id:
             ids of the control tokens, found by name.
         eos_token_ids: ids of `<|im_end|>` and `<|endoftext|>`, which end an answer.
@@ -66,12 +91,15 @@ class VLProcessor(ChatInputs):
         image_processor: ImageProcessor,
         video_processor: VideoProcessor | None = None,
         carried_files: Mapping[str, str] | None = None,
+        own_template: TemplateEncoder | None = None,
+        renders_as_built_in: bool = False,
     ):
         """Combine the components.
 
         Args:
             video_processor: None for `VideoProcessor.like_images`.
             carried_files: name to text of further files that `save_pretrained` writes unchanged.
+            own_template, renders_as_built_in: see the attributes.
 
         Raises:
             ValueError: the tokenizer lacks a control token.
@@ -80,6 +108,7 @@ class VLProcessor(ChatInputs):
         self.image_processor = image_processor
         self.video_processor = video_processor or VideoProcessor.like_images(image_processor)
         self.template = ChatTemplate(tokenizer)
+        self.own_template, self.renders_as_built_in = own_template, renders_as_built_in
         self._carried_files = dict(carried_files or {})
         ids = self.template.ids
         self.image_token_id = ids[IMAGE_PAD]
@@ -131,6 +160,7 @@ class VLProcessor(ChatInputs):
         video_max_frames: int | None = None,
         video_min_pixels: int | None = None,
         video_max_pixels: int | None = None,
+        template: TemplateOptions | None = None,
     ) -> "VLProcessor":
         """Read the processor files of a checkpoint directory.
 
@@ -139,10 +169,12 @@ class VLProcessor(ChatInputs):
             video_fps: overrides the frames sampled per second of video.
             video_min_frames, video_max_frames: override the bounds of sampled frames.
             video_min_pixels, video_max_pixels: override frames x height x width of a video; pixels.
+            template: what the run sets about the checkpoint's chat template.
 
         Raises:
             RuntimeError: `tokenizer.json` or `preprocessor_config.json` is missing or damaged.
-            ValueError: a setting is missing or not supported, or a control token is missing.
+            ValueError: a setting is missing or not supported, a control token is missing, or the
+                chat template cannot be compiled.
         """
         directory = Path(directory)
         image_processor = ImageProcessor.from_pretrained(
@@ -157,14 +189,32 @@ class VLProcessor(ChatInputs):
             min_pixels=video_min_pixels,
             max_pixels=video_max_pixels,
         )
+        more = (file.relative_to(directory) for file in directory.glob(_CARRIED_PATTERN))
         carried = {
-            name: read_text(directory / name, "a tokenizer's file")
-            for name in _CARRIED_FILES
+            str(name): read_text(directory / name, "a tokenizer's file")
+            for name in (*_CARRIED_FILES, *sorted(more))
             if (directory / name).is_file()
         }
-        warn_of_other_template(template_text(carried, directory), directory)
         tokenizer = TextTokenizer.from_file(directory)
-        return cls(tokenizer, image_processor, video_processor, carried)
+        found, template = read_folder_templates(directory), template or TemplateOptions()
+        if found is None:
+            return cls(tokenizer, image_processor, video_processor, carried)
+        own = TemplateEncoder(
+            ChatTemplateRenderer(
+                found.source,
+                template.date,
+                special_tokens(directory),
+                found.tools_source,
+                variables=template.variables,
+                name=f"the chat template in {found.file}",
+            ),
+            tokenizer.backend,
+            TemplateSettings(template.earlier_reasoning, _end_ids(directory)),
+        )
+        plain = found.source.replace("\r\n", "\n").strip().encode(errors="surrogatepass")
+        is_same = hashlib.sha256(plain).hexdigest() in _EQUAL_TEMPLATES
+        is_same = is_same and not template.variables
+        return cls(tokenizer, image_processor, video_processor, carried, own, is_same)
 
     def save_pretrained(self, directory: str | os.PathLike) -> None:
         """Write the processor under HF's file names.
@@ -178,14 +228,18 @@ class VLProcessor(ChatInputs):
         files = dict(self._carried_files)
         files.setdefault("tokenizer_config.json", _dump(self._tokenizer_config()))
         files.setdefault("special_tokens_map.json", _dump(_SPECIAL_TOKENS_MAP))
-        if template_text(files, directory) is None:
+        if self.own_template is None:
             files["chat_template.jinja"] = JINJA_TEMPLATE
         for name, text in files.items():
+            (directory / name).parent.mkdir(exist_ok=True)
             write_text(directory / name, text)
 
     def fingerprint(self) -> str:
-        """Hash of the tokenizer and of the settings of the image and video processors."""
+        """Hash of the tokenizer, of the settings of the image and video processors, and of a chat
+        template that differs from the built-in one."""
         settings = [self.image_processor.to_dict(), self.video_processor.to_dict()]
+        if self.own_template is not None and not self.renders_as_built_in:
+            settings.append(self.own_template.description())
         content = self.tokenizer.to_json() + json.dumps(settings, sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
@@ -215,44 +269,11 @@ _SPECIAL_TOKENS_MAP = {
 }
 
 
-def template_text(files: Mapping[str, str], directory: Path) -> tuple[str, str] | None:
-    """The Jinja template, from whichever of HF's files has it, and the file's name.
-
-    Args:
-        files: texts by name.
-
-    Raises:
-        RuntimeError: a file is no JSON object.
-    """
-    if "chat_template.jinja" in files:
-        return files["chat_template.jinja"], "chat_template.jinja"
-    for name in ("chat_template.json", "tokenizer_config.json"):
-        what, remedy = "a tokenizer's settings", "fetch or save it again"
-        values = parse_json_object(files.get(name, "{}"), directory / name, what, remedy)
-        if text := values.get("chat_template"):
-            return str(text), name
-    return None
-
-
-def warn_of_other_template(found: tuple[str, str] | None, directory: Path) -> None:
-    """Warn if the checkpoint's own template, which is not used, may differ from this one."""
-    if found is None:
-        return
-    text, name = found
-    plain = text.replace("\r\n", "\n").strip().encode(errors="surrogatepass")
-    if hashlib.sha256(plain).hexdigest() in _EQUAL_TEMPLATES:
-        return
-    differences = []
-    if re.search(r"add_generation_prompt[^#]*assistant\\n<think>", text):
-        differences.append("; it opens every answer with <think>")
-    if "You are a helpful assistant" in text:
-        differences.append("; it adds a default system message")
-    warnings.warn(
-        f"the chat template in {directory / name} is not used and is none that is known to equal "
-        f"Qwen3-VL's plain template, which paddle_vl uses{''.join(differences)}: write into your "
-        "messages what the model needs of it",
-        stacklevel=3,
-    )
+def _end_ids(directory: Path) -> tuple[int, ...]:
+    """Ids that end an answer, of a checkpoint's generation settings."""
+    found = generation_settings(directory)
+    ends = () if found is None or found.eos_token_id is None else found.eos_token_id
+    return (ends,) if isinstance(ends, int) else tuple(ends)
 
 
 def end_settings(ids: Mapping[str, int]) -> GenerationConfig:

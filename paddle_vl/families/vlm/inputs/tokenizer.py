@@ -36,6 +36,7 @@ from tokenizers import (
     trainers,
 )
 
+from paddle_vl.data.formats.row_settings import BOX_TOKENS
 from paddle_vl.data.jsonl import BadSampleError, check_unicode
 from paddle_vl.families.vlm.inputs.collate import IGNORED_LABEL
 from paddle_vl.families.vlm.inputs.conversation import Conversation, ImagePart, Turn
@@ -117,6 +118,11 @@ class TextTokenizer:
         """Id to name of every token that the file marks as special, in the order of ids."""
         added = self._tokenizer.get_added_tokens_decoder()
         return {i: str(token.content) for i, token in sorted(added.items()) if token.special}
+
+    @property
+    def backend(self) -> Tokenizer:
+        """The tokenizer of the `tokenizers` library."""
+        return self._tokenizer
 
     def to_json(self) -> str:
         """The content of `tokenizer.json`."""
@@ -247,6 +253,7 @@ class ChatTemplate:
         self.ids = {token: tokenizer.token_id(token) for token in CONTROL_TOKENS}
         self.forbidden = {token_id: token for token, token_id in self.ids.items()}
         self.forbidden.update(tokenizer.special_tokens)
+        self._of_boxes = {name for pair in BOX_TOKENS.values() for name in pair}
 
     def encode(
         self,
@@ -266,19 +273,28 @@ class ChatTemplate:
             continue_final_message: leave the last turn open.
 
         Raises:
-            BadSampleError: text contains the name of a special token.
+            BadSampleError: text contains the name of a special token, or there are tools or
+                reasoning, which this template does not render.
         """
+        if not conversation.is_plain:
+            raise BadSampleError(
+                "unsupported",
+                "the conversation has tools, reasoning or template settings, which only a chat "
+                "template of the checkpoint can render, and its folder has none: add its "
+                "chat_template.jinja, or write them into the contents as text",
+            )
         chat = EncodedChat([], [])
         images, prompts = iter(num_image_tokens), iter(videos)
         for turn in conversation.turns:
             self._add(chat, [self.ids[IM_START]])
             if turn.role == "assistant":
                 self._add(chat, self.text_ids("assistant\n"))
-                answer = [*self.text_ids(turn.text), self.ids[IM_END]]
+                answer = [*self.text_ids(turn.text, allow_boxes=True), self.ids[IM_END]]
                 self._add(chat, answer, turn.is_target)
             else:
                 for run in self._runs(turn, images, prompts):
-                    self._add(chat, self.text_ids(run) if isinstance(run, str) else run)
+                    is_text = isinstance(run, str)
+                    self._add(chat, self.text_ids(run, allow_boxes=True) if is_text else run)
                 self._add(chat, [self.ids[IM_END]])
             self._add(chat, self.text_ids("\n"))
         if continue_final_message:
@@ -313,17 +329,21 @@ class ChatTemplate:
         """Placeholders between the markers of an image or a temporal patch of a video."""
         return [self.ids[VISION_START], *[self.ids[pad]] * num_tokens, self.ids[VISION_END]]
 
-    def text_ids(self, text: str) -> list[int]:
+    def text_ids(self, text: str, *, allow_boxes: bool = False) -> list[int]:
         """Ids of a text without control tokens.
+
+        Args:
+            allow_boxes: whether tokens of boxes may be in it: rows have been searched for those
+                that their writer did not mean.
 
         Raises:
             BadSampleError: the text contains the name of a special token.
         """
         check_unicode(text)
         ids = self._tokenizer.encode(text)
-        forged = self.forbidden.keys() & set(ids)
-        if forged:
-            names = ", ".join(sorted(self.forbidden[token_id] for token_id in forged))
+        forged = {self.forbidden[token_id] for token_id in self.forbidden.keys() & set(ids)}
+        if forged := forged - (self._of_boxes if allow_boxes else set()):
+            names = ", ".join(sorted(forged))
             raise BadSampleError(
                 "special_token",
                 f"the text contains the special token(s) {names}, which would act as control "
