@@ -3,9 +3,9 @@
     python tools/check_formats.py tests/golden/formats            # all folders in it
     python tools/check_formats.py tests/golden/formats/sharegpt
 
-A folder has `rows.jsonl`, and `expected.jsonl` with a line for each row: `canonical`, for boxes with
-one form per spelling, or `refused`. Prints a line per case, `ok` or the difference, and exits with 1
-if any differs. Remote media count as refused, since no setting allows them here.
+A folder has `rows.jsonl`, and `expected.jsonl` with a line for each row: `canonical`, for boxes
+with one form per spelling, or `refused`. Prints a line per case, `ok` or the difference, and exits
+with 1 if any differs. Remote media count as refused, since no setting allows them here.
 """
 
 import argparse
@@ -109,7 +109,9 @@ def outcomes(folder: Path) -> Iterator[Outcome]:
 
 def main() -> int:
     """Check the folders of the command line; 1 if a case differs or there is none."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR")
     cases = failed = 0
     for folder in parser.parse_args().folders:

@@ -23,11 +23,14 @@ MEDIA = ("image", "video")
 Part = dict[str, Any]
 
 
-class Message(TypedDict, total=False):
-    """One message; `loss`, `tool_calls` and `reasoning_content` are the assistant's alone."""
-
+class _AnyMessage(TypedDict):
     role: str
     content: list[Part]
+
+
+class Message(_AnyMessage, total=False):
+    """One message; `loss`, `tool_calls` and `reasoning_content` are the assistant's alone."""
+
     reasoning_content: str
     tool_calls: list[dict[str, Any]]
     loss: bool
@@ -105,7 +108,8 @@ def joined_turns(drafts: Iterable[Draft]) -> list[Draft]:
         both = f"{draft.where} and the one before it are one turn of the assistant"
         if last.is_target != draft.is_target:
             raise BadSampleError(
-                "bad_target", f"{both}, and only one is a training target: give both the same 'loss'"
+                "bad_target",
+                f"{both}, and only one is a training target: give both the same 'loss'",
             )
         if draft.reasoning and (last.reasoning or last.parts or last.calls):
             raise BadSampleError(
@@ -238,7 +242,7 @@ def check_targets(row: CanonicalRow) -> None:
             "no_assistant",
             "the conversation has no assistant turn, so no training target: add an answer",
         )
-    targets = [(i, message) for i, message in answers if message["loss"]]
+    targets = [(i, message) for i, message in answers if message.get("loss")]
     if not targets:
         raise BadSampleError(
             "no_target",
@@ -260,6 +264,19 @@ def texts_of(row: Mapping[str, Any]) -> Iterator[str]:
     for message in row["messages"]:
         yield from (part["text"] for part in message["content"] if part["type"] == "text")
         yield message.get("reasoning_content", "")
-        yield json.dumps(message.get("tool_calls", ()), ensure_ascii=False)
+        yield json_text(message.get("tool_calls", ()), "a call", ensure_ascii=False)
     for key in ("tools", "chat_template_kwargs"):
-        yield json.dumps(row.get(key, ()), ensure_ascii=False)
+        yield json_text(row.get(key, ()), repr(key), ensure_ascii=False)
+
+
+def json_text(value: Any, what: str, ensure_ascii: bool = True) -> str:
+    """The JSON text of a value of a row.
+
+    Raises:
+        BadSampleError: it has parts that are none of JSON, such as a table's bytes.
+    """
+    try:
+        return json.dumps(value, ensure_ascii=ensure_ascii)
+    except TypeError as error:
+        reason = f"{what} is no JSON value ({error}): write texts, numbers, lists and objects"
+        raise BadSampleError("missing_key", reason) from error

@@ -37,8 +37,7 @@ def read_erniekit(row: dict[str, Any]) -> dict[str, Any]:
     """
     messages, read = (_parts(row), _OF_PARTS) if "text_info" in row else (_texts(row), _OF_TEXTS)
     rest = {key: value for key, value in row.items() if key not in read}
-    is_masked = "text_info" not in row and row.get("is_system") and isinstance(row.get("label"), list)
-    if is_masked:
+    if row.get("is_system") and isinstance(row.get("label"), list):
         # The answer beside the system text is thrown away, with its label.
         rest["label"] = row["label"][1:]
     return {**rest, "messages": messages}
@@ -47,7 +46,9 @@ def read_erniekit(row: dict[str, Any]) -> dict[str, Any]:
 def _texts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     columns = [[row[key]] if isinstance(row[key], str) else row[key] for key in ("src", "tgt")]
     if not all(isinstance(column, list | tuple) and column for column in columns):
-        raise BadSampleError("missing_key", "'src' and 'tgt' must each be a text or a list of texts")
+        raise BadSampleError(
+            "missing_key", "'src' and 'tgt' must each be a text or a list of texts"
+        )
     lengths = [len(column) for column in columns]
     if lengths[0] != lengths[1]:
         raise BadSampleError(
@@ -98,7 +99,9 @@ def _parts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _objects(row: Mapping[str, Any], key: str, known: tuple[str, ...]) -> list[dict[str, Any]]:
     items = row.get(key, [])
     if not isinstance(items, list | tuple) or not all(isinstance(each, Mapping) for each in items):
-        raise BadSampleError("missing_key", f"{key!r} must be a list of objects; it is {brief(items)}")
+        raise BadSampleError(
+            "missing_key", f"{key!r} must be a list of objects; it is {brief(items)}"
+        )
     found = [{name: each[name] for name in each if each[name] is not None} for each in items]
     for number, each in enumerate(found):
         for name in each.keys() - {*known}:
@@ -108,7 +111,7 @@ def _objects(row: Mapping[str, Any], key: str, known: tuple[str, ...]) -> list[d
 
 def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
     text, tag = item.get("text", ""), item.get("tag")
-    if not isinstance(text, str) or tag not in _ROLES:
+    if not isinstance(text, str) or tag not in (*_ROLES,):
         raise BadSampleError(
             "unknown_role",
             f"{where} is {brief(dict(item))}; a string 'text' and the 'tag' mask (user) or no_mask "
@@ -142,11 +145,12 @@ def _order(row: Mapping[str, Any], listed: Mapping[str, list[Any]]) -> list[tupl
         # Media come before the text of their place, in the order of their list.
         found = sorted(before + texts, key=lambda each: (each[0], each[1] == "text"))
         return [(kind, index) for _, kind, index in found]
-    columns = [order.get(key) for key in ("type", "index")] if isinstance(order, Mapping) else []
-    is_lists = len(columns) == 2 and all(isinstance(each, list | tuple) for each in columns)
-    pairs = list(zip(*columns, strict=False)) if is_lists else []
-    is_whole = is_lists and len(columns[0]) == len(columns[1]) == len(every)
-    if not is_whole or any(pair not in every for pair in pairs) or len({*pairs}) < len(every):
+    given = [order.get(key) if isinstance(order, Mapping) else None for key in ("type", "index")]
+    columns = [each for each in given if isinstance(each, list | tuple) and len(each) == len(every)]
+    pairs = [*zip(*columns, strict=True)] if len(columns) == 2 else []
+    if not all(isinstance(kind, str) and type(index) is int for kind, index in pairs) or (
+        {*pairs} != every
+    ):
         raise BadSampleError(
             "bad_order",
             f"'order' is {brief(order)}; it must name each of the {len(every)} texts, images and "

@@ -72,7 +72,9 @@ def read_objects(value: Any) -> Objects | None:
     if is_empty(objects):
         return None
     if not isinstance(objects, Mapping):
-        raise _bad_box(f"'objects' is {brief(objects)!r}; an object of {', '.join(_KEYS)} is needed")
+        raise _bad_box(
+            f"'objects' is {brief(objects)!r}; an object of {', '.join(_KEYS)} is needed"
+        )
     given = {key: each for key, each in objects.items() if each is not None}
     for key in given:
         if key not in _KEYS:
@@ -120,7 +122,9 @@ def write_boxes(messages: Sequence[Message], objects: Objects, settings: RowSett
                 "are matched in order and must be equal in number",
             )
     names = iter(objects.names)
-    boxes = iter([_scaled(number, objects, images, settings) for number in range(len(objects.boxes))])
+    boxes = iter(
+        [_scaled(number, objects, images, settings) for number in range(len(objects.boxes))]
+    )
 
     def written(tag: re.Match[str]) -> str:
         if tag[0] == _BOX_TAG:
@@ -170,7 +174,9 @@ def _numbers(box: Any) -> list[float]:
     numbers = list(box) if isinstance(box, list | tuple) else []
     is_finite = all(type(each) in (int, float) and math.isfinite(each) for each in numbers)
     if len(numbers) not in (2, 4) or not is_finite:
-        raise _bad_box(f"a box is {brief(box)}; four numbers (two corners) or two (a point) are needed")
+        raise _bad_box(
+            f"a box is {brief(box)}; four numbers (two corners) or two (a point) are needed"
+        )
     return numbers
 
 

@@ -1,8 +1,8 @@
 """Rows of one question and its answer: Alpaca, and the query and response of ms-swift.
 
-    {"instruction": "Translate.", "input": "sea", "output": "Meer", "history": [["a", "b"]]}
+{"instruction": "Translate.", "input": "sea", "output": "Meer", "history": [["a", "b"]]}
 
-    {"query": "Where?", "response": "Here."}
+{"query": "Where?", "response": "Here."}
 """
 
 from collections.abc import Mapping
@@ -60,8 +60,8 @@ def _one_of(row: Mapping[str, Any], keys: tuple[str, ...]) -> str:
     if any(other != value for other in given.values()):
         raise BadSampleError(
             "ambiguous",
-            f"{' and '.join(given)} all mean the {keys[0]}, with different values: hide all but one "
-            f"with data.columns ({{{list(given)[-1]}: _}})",
+            f"{' and '.join(given)} all mean the {keys[0]}, with different values: hide all "
+            f"but one with data.columns ({{{list(given)[-1]}: _}})",
         )
     return _text(value, first)
 

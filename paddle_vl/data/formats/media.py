@@ -7,17 +7,20 @@ frames, bytes, or an object in memory; a data URI becomes its bytes.
 
 import base64
 import binascii
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from paddle_vl.data.formats.canonical import MEDIA, Draft, Part
-from paddle_vl.data.formats.keys import SOURCE_KEYS, is_empty
+from paddle_vl.data.formats.keys import SOURCE_KEYS, is_empty, refuse_unknown
 from paddle_vl.data.formats.text_values import from_text
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import brief
+from paddle_vl.data.worker_pool import first_time
 
+_LOGGER = logging.getLogger(__name__)
 _TAG = re.compile(r"<(image|video)>")
 _REFUSED_TAGS = {
     "<audio>": "which stands for a sound in other formats: audio is not supported",
@@ -27,6 +30,9 @@ _REFUSED_TAGS = {
         "here: write the coordinates or the name as text, or give the record 'objects'",
     ),
 }
+# Keys of a source that is an object.
+_SOURCE_KEYS = ("bytes", "path", "url", "detail", "type")
+_DETAIL_NOTE = "images have a 'detail', as for OpenAI's models: it has no effect here"
 
 
 def split_tags(text: str, where: str, has_objects: bool = False) -> list[Part]:
@@ -143,6 +149,10 @@ def _unwrapped(value: Mapping[str, Any]) -> Any:
     """The source in an object: of HF (`bytes`, `path`), OpenAI (`url`) or Anthropic (`data`)."""
     if value.get("type") == "base64":
         return f"data:{value.get('media_type')};base64,{value.get('data')}"
+    if unknown := [key for key in value if key not in _SOURCE_KEYS and value[key] is not None]:
+        refuse_unknown(unknown[0], "a source", _SOURCE_KEYS)
+    if value.get("detail") is not None and first_time(_DETAIL_NOTE):
+        _LOGGER.warning(_DETAIL_NOTE)
     return value.get("bytes") or value.get("path") or value.get("url")
 
 

@@ -21,10 +21,10 @@ from paddle_vl.data.formats.canonical import (
     MEDIA,
     CanonicalRow,
     Draft,
-    Part,
     as_message,
     check_canonical,
     joined_turns,
+    json_text,
     texts_of,
 )
 from paddle_vl.data.formats.keys import (
@@ -126,9 +126,9 @@ def _drafts(message: Any, where: str, has_objects: bool) -> Iterator[Draft]:
         draft.calls, draft.call_ids = tool_calls.read_calls(content, where)
         content = ""
     elif role == "tool":
-        draft.call_ids = [message["tool_call_id"]] if "tool_call_id" in message else []
-        draft.name = message.get("name")
-        content = content if _has_parts(content) else tool_calls.answer_text(content)
+        draft.call_ids = [tool_calls.call_id(message.get("tool_call_id"), where)]
+        draft.name = message.get("name") or None
+        content = content if _has_parts(content) else json_text(content, where)
     if isinstance(content, str):
         draft.parts += split_tags(content, where, has_objects)
     elif isinstance(content, list | tuple):
@@ -203,7 +203,7 @@ def _answer(block: Mapping[str, Any], where: str) -> Draft:
     content = block.get("content")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
     answer = Draft("tool", [], where)
-    answer.call_ids = [block["tool_use_id"]] if block.get("tool_use_id") is not None else []
+    answer.call_ids = [tool_calls.call_id(block.get("tool_use_id"), where)]
     for part in parts if isinstance(parts, list | tuple) else [parts]:
         _add_part(answer, part, where)
     return answer
@@ -246,7 +246,7 @@ def _set_targets(drafts: Sequence[Draft], label: Any, settings: RowSettings) -> 
     """
     is_turn = [(is_answer, list(each)) for is_answer, each in groupby(drafts, _is_answer)]
     turns = [each for is_answer, each in is_turn if is_answer]
-    if label is not None:
+    if not is_empty(label):
         for targets, value in zip(_labelled(turns, label), label, strict=True):
             for draft in targets:
                 truth = _truth(value, "the record has 'label' with")

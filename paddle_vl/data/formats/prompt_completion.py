@@ -1,7 +1,7 @@
 """TRL's rows of a prompt and a completion, both lists of messages; the completion is learned.
 
-    {"prompt": [{"role": "user", "content": "Colour?"}],
-     "completion": [{"role": "assistant", "content": "Red."}]}
+{"prompt": [{"role": "user", "content": "Colour?"}],
+ "completion": [{"role": "assistant", "content": "Red."}]}
 """
 
 from collections.abc import Mapping

@@ -99,8 +99,8 @@ def fitting_format(row: Any, format: str | None) -> str:
     if found not in (format, _READ_TOO.get(format)):
         raise BadSampleError(
             "other_format",
-            f"the row has the format {found}, and its source the format {format} (by data.format or "
-            f"its first row): {_SET}, or put other rows into a source of their own",
+            f"the row has the format {found}, and its source the format {format} (by data.format "
+            f"or its first row): {_SET}, or put other rows into a source of their own",
         )
     return format
 

@@ -71,7 +71,10 @@ class RowSettings:
     def forbidden_tokens(self) -> set[str]:
         """Tokens that a text must not contain."""
         allowed = {token for name in self.special_tokens for token in BOX_TOKENS[name]}
-        return {*self.control_tokens, *(each for pair in BOX_TOKENS.values() for each in pair)} - allowed
+        return {
+            *self.control_tokens,
+            *(each for pair in BOX_TOKENS.values() for each in pair),
+        } - allowed
 
 
 def columns_of_dataset_info(columns: Mapping[str, str | None]) -> dict[str, str]:
@@ -115,7 +118,7 @@ def _untagged(message: Any, number: int, tags: Mapping[str, str]) -> Any:
         return message
     roles = {tags[tag]: role for tag, role in _LLAMA_FACTORY_ROLES.items() if tag in tags}
     role = message.get(tags["role_tag"])
-    if role not in roles:
+    if not isinstance(role, str) or role not in roles:
         raise BadSampleError(
             "unknown_role",
             f"message {number} has the role {brief(role)!r}, which 'tags' does not name; it names "

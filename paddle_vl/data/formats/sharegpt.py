@@ -117,7 +117,7 @@ def _message(turn: Any, number: int, roles: Mapping[str, str]) -> dict[str, Any]
 
 
 def _check_order(roles: list[str]) -> None:
-    """Raise a BadSampleError unless questions and answers alternate, as LLaMA-Factory reads them."""
+    """Raise a BadSampleError unless questions and answers alternate, as in LLaMA-Factory."""
     first = 1 if roles[0] == "system" else 0
     sides = (("user", "tool"), ("assistant", "tool_call"))
     for place, role in enumerate(roles[first:]):

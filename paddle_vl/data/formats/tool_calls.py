@@ -4,7 +4,6 @@ Definitions become OpenAI's wrapped form, calls `tool_calls` of an assistant's m
 arguments as an object, answers messages of role `tool` in the order of the calls.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -52,11 +51,15 @@ def _definition(tool: Any) -> dict[str, Any]:
     function, outer = (outer, {}) if function is None else (function, outer)
     if not isinstance(function, Mapping) or not _is_name(function.get("name")):
         raise _bad_tools(f"have {brief(tool)} without a 'name'")
-    function = {_ANTHROPIC.get(key, key): each for key, each in function.items() if each is not None}
+    function = {
+        _ANTHROPIC.get(key, key): each for key, each in function.items() if each is not None
+    }
     if "parameters" in function:
         function["parameters"] = from_text(function["parameters"])
         if not isinstance(function["parameters"], Mapping):
-            raise _bad_tools(f"have {brief(function['name'])!r} with 'parameters' that are no object")
+            raise _bad_tools(
+                f"have {brief(function['name'])!r} with 'parameters' that are no object"
+            )
     return {"type": "function", "function": function, **outer}
 
 
@@ -79,10 +82,10 @@ def read_calls(value: Any, where: str) -> tuple[list[dict[str, Any]], list[str |
     if not isinstance(calls, list | tuple) or not calls:
         raise _bad_call(where, f"{brief(value)!r}, which is no JSON object and no list of objects")
     read = [_call(from_text(call), where) for call in calls]
-    ids = [call_id for _, call_id in read if call_id is not None]
+    ids = [each for _, each in read if each is not None]
     if len(set(ids)) < len(ids):
         raise _bad_call(where, f"two calls with the same id among {brief(ids)}")
-    return [call for call, _ in read], [call_id for _, call_id in read]
+    return [call for call, _ in read], [each for _, each in read]
 
 
 def _call(call: Any, where: str) -> tuple[dict[str, Any], str | None]:
@@ -102,9 +105,22 @@ def _call(call: Any, where: str) -> tuple[dict[str, Any], str | None]:
                 refuse_unknown(key, f"a {what} of {where}", keys)
     arguments = from_text(function.get("arguments"))
     if not isinstance(arguments, Mapping):
-        raise _bad_call(where, f"of {brief(function['name'])!r} with arguments {brief(arguments)!r}")
+        raise _bad_call(
+            where, f"of {brief(function['name'])!r} with arguments {brief(arguments)!r}"
+        )
     wrapped = {"name": function["name"], "arguments": dict(arguments)}
-    return {"type": "function", "function": wrapped}, call.get("id")
+    return {"type": "function", "function": wrapped}, call_id(call.get("id"), where)
+
+
+def call_id(value: Any, where: str) -> str | None:
+    """The id of a call, also as its answer names it; None for an empty one.
+
+    Raises:
+        BadSampleError: it is no text.
+    """
+    if not isinstance(value, str | None):
+        raise BadSampleError("bad_tool_call", f"{where} has the id {brief(value)}; write a text")
+    return value or None
 
 
 def _is_name(value: Any) -> bool:
@@ -120,11 +136,6 @@ def split_thought(value: Any) -> tuple[str, Any]:
     """The `<think>...</think>` in front of a call's JSON text, and the rest."""
     found = _THOUGHT.match(value) if isinstance(value, str) else None
     return (found[1], value[found.end() :]) if found else ("", value)
-
-
-def answer_text(content: Any) -> str:
-    """A tool's answer that is any JSON value, as PaddleFormers writes it."""
-    return content if isinstance(content, str) else json.dumps(content)
 
 
 def with_ordered_answers(turns: Sequence[Draft]) -> list[Draft]:
@@ -148,9 +159,9 @@ def with_ordered_answers(turns: Sequence[Draft]) -> list[Draft]:
 
 
 def _ordered(answers: list[Draft], turn: Draft) -> list[Draft]:
-    known = [call_id for call_id in turn.call_ids if call_id is not None]
+    known = [each for each in turn.call_ids if each is not None]
     names = [call["function"]["name"] for call in turn.calls]
-    given = [answer.call_ids[0] for answer in answers if answer.call_ids]
+    given = [each for answer in answers for each in answer.call_ids if each is not None]
     if known and given:
         if len(given) < len(answers) or len({*given}) < len(given) or not {*given} <= {*known}:
             raise BadSampleError(
@@ -164,7 +175,7 @@ def _ordered(answers: list[Draft], turn: Draft) -> list[Draft]:
         if answer.name not in (None, name):
             raise BadSampleError(
                 "bad_tool_call",
-                f"{answer.where} is the answer of {answer.name!r}, and the call is one of {name!r}: "
+                f"{answer.where} answers {brief(answer.name)!r}, and the call is one of {name!r}: "
                 "give calls and answers ids, or write the answers in the order of the calls",
             )
     return answers
