@@ -64,6 +64,7 @@ def test_a_small_template_gives_the_text_or_the_error_of_hf(name: str):
 @pytest.mark.parametrize("template", EXPLODING)
 def test_a_template_that_would_not_end_or_fill_the_memory_is_stopped(template: str, monkeypatch):
     monkeypatch.setattr(environment, "MAX_STEPS", 1 << 16)
+    monkeypatch.setattr(environment, "_MAX_NUMBER", 1 << 14)
     with pytest.raises(TemplateLimitError):
         render(template)
 
