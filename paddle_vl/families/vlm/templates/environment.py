@@ -27,6 +27,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
 
 # Characters of a template, and of any text that it makes.
 MAX_TEMPLATE, MAX_TEXT = 1 << 20, 1 << 24
@@ -142,8 +143,30 @@ class _GenerationTag(Extension):
         return text
 
 
+class _Counting(NodeTransformer):
+    """Makes calls of the environment out of what else runs or grows without one."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        node.iter = _call("counted", node.iter)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _call("joined", nodes.List(node.nodes, lineno=node.lineno))
+
+    def visit_List(self, node: nodes.Node) -> nodes.Node:
+        self.generic_visit(node)
+        parts = list(node.iter_child_nodes())
+        is_target = getattr(node, "ctx", "load") != "load"
+        constant = all(isinstance(part, nodes.Const) for part in parts)
+        return node if is_target or constant else _call("bounded", node)
+
+    visit_Dict = visit_Tuple = visit_List  # noqa: N815
+
+
 class _Environment(ImmutableSandboxedEnvironment):
-    """HF's dialect; loops and `~` are rewritten so that they are counted as calls are."""
+    """HF's dialect, in which everything that may take long is counted."""
 
     intercepted_binops = frozenset("+ * ** %".split())
 
@@ -166,14 +189,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.filters["random"] = lambda *_: _refuse("the filter random changes the text each time")
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree = super()._parse(source, name, filename)
-        for loop in tree.find_all(nodes.For):
-            loop.iter = _call("counted", loop.iter)
-        # Innermost first: what replaces a node holds it no more.
-        for concat in reversed(list(tree.find_all(nodes.Concat))):
-            values = nodes.List(concat.nodes, lineno=concat.lineno)
-            concat.nodes = [_call("joined", values)]
-        return tree
+        return _Counting().visit(super()._parse(source, name, filename))
 
     def counted(self, values: Iterable[Any]) -> Iterator[Any]:
         """The values; each is a step."""
@@ -188,6 +204,21 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.progress.charge(length, 1 + length // _CHARACTERS_PER_STEP)
         return "".join(texts)
 
+    def bounded(self, value: Any) -> Any:
+        """A container whose text is not larger by far than what it was made of."""
+        parts, left = 0, [value]
+        while left:
+            part = left.pop()
+            parts += 1
+            if parts > _MAX_NUMBER or isinstance(part, Namespace):
+                raise TemplateLimitError("the template nests values too often")
+            if isinstance(part, Mapping):
+                left.extend(part.values())
+            elif isinstance(part, list | tuple):
+                left.extend(part)
+        self.progress.charge(0, 1 + parts // _CHARACTERS_PER_STEP)
+        return value
+
     # Macros and set blocks join their output with this.
     concat = joined  # pyright: ignore[reportAssignmentType]
 
@@ -200,7 +231,8 @@ class _Environment(ImmutableSandboxedEnvironment):
             args = __self._measured(name, (owner, *args), kwargs)[1:]
         elif isinstance(__obj, LoopContext) and args:
             args = (__self.counted(args[0]), *args[1:])
-        return super().call(__context, __obj, *args, **kwargs)
+        result = super().call(__context, __obj, *args, **kwargs)
+        return __self.bounded(result) if isinstance(result, list | tuple | dict) else result
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Measure the result of an operation, then compute it."""
@@ -224,7 +256,8 @@ class _Environment(ImmutableSandboxedEnvironment):
             if name in _GROWING_FILTERS:
                 values = self._measured(name, values, kwargs)
             self.progress.charge(0, 1 + sum(map(_size, values[:1])) // _CHARACTERS_PER_STEP)
-            return function(*head, *values, **kwargs)
+            result = function(*head, *values, **kwargs)
+            return self.bounded(result) if isinstance(result, list | tuple | dict) else result
 
         return counted
 
@@ -256,6 +289,8 @@ class _PublicNamespace(Namespace):
                 "Chat templates cannot store underscore-prefixed attributes on a namespace, but "
                 f"got {name!r}. Please rename the attribute."
             )
+        if isinstance(value, Namespace):
+            raise TemplateLimitError("the template nests namespaces")
         super().__setitem__(name, value)
 
 
@@ -300,7 +335,7 @@ def _weight(value: Any) -> int:
         return abs(value)
     if isinstance(value, str | bytes | range) or not hasattr(value, "__len__"):
         return _size(value)
-    parts = value.values() if isinstance(value, Mapping) else value
     # Only those of a format are numbers of characters.
     counts = isinstance(value, Mapping | tuple)
+    parts = value.values() if isinstance(value, Mapping) else value
     return sum(abs(each) if counts and isinstance(each, int) else _size(each) for each in parts)

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 from tokenizers import Encoding, Tokenizer
 
 from paddle_vl.data.jsonl import BadSampleError, check_unicode
@@ -92,24 +93,22 @@ class MediaText:
         new += text[ends[-1] :]
         check_unicode(new)
         encoding = self._tokenizer.encode(new, add_special_tokens=False)
-        learned = set()
+        ids, labels = encoding.ids, [IGNORED_LABEL] * len(encoding.ids)
         for span in spans:
             start, end = (at + moved[bisect_right(ends, at) - 1] for at in span)
-            learned.update(_touched(encoding, start, end))
-        chat, left = EncodedChat([], []), iter(repeats)
-        for i, token_id in enumerate(encoding.ids):
-            count = next(left) if token_id in self._ids else 1
-            chat.input_ids.extend([token_id] * count)
-            chat.labels.extend([token_id if i in learned else IGNORED_LABEL] * count)
-        if next(left, None) is not None:
+            tokens = _touched(encoding, start, end)
+            labels[tokens] = ids[tokens]
+        if len(repeats) != sum(each in self._ids for each in ids):
             raise ValueError(
                 f"the tokenizer has no tokens {self._tokens.image} and {self._tokens.video}, which "
                 "stand for images and videos; use the checkpoint's own tokenizer"
             )
-        return chat
+        left = iter(repeats)
+        counts = [next(left) if each in self._ids else 1 for each in ids] if repeats else 1
+        return EncodedChat(np.repeat(ids, counts).tolist(), np.repeat(labels, counts).tolist())
 
 
-def _touched(encoding: Encoding, start: int, end: int) -> range:
+def _touched(encoding: Encoding, start: int, end: int) -> slice:
     """Tokens from that of the first character to that of the last: HF's rule."""
 
     def first(places: range) -> int | None:
@@ -118,4 +117,4 @@ def _touched(encoding: Encoding, start: int, end: int) -> range:
         return next((token for token in tokens if token is not None), None)
 
     head, tail = first(range(start, end)), first(range(end - 1, start - 1, -1))
-    return range(0) if head is None or tail is None else range(head, tail + 1)
+    return slice(0) if head is None or tail is None else slice(head, tail + 1)

@@ -19,6 +19,11 @@ from paddle_vl.families.vlm.templates.messages import Chat, Message, for_templat
 _compiled = functools.lru_cache(maxsize=16)(SandboxedTemplate)
 _ROW_VALUES = {"messages", "tools", "documents", "add_generation_prompt"}
 _MOST_NAMED = 3
+# Texts that no template writes by itself, as short ones of a row may be.
+_PROBE: Sequence[Message] = [
+    {"role": role, "content": [{"type": "text", "text": text}]}
+    for role, text in (("user", "Wq7 Zk2?"), ("assistant", "Xj9 Vb4."))
+]
 
 
 class RenderedChat(NamedTuple):
@@ -51,9 +56,10 @@ class ChatTemplateRenderer:
     marked_source: str | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     name: str = "the chat template"
+    _forms: Sequence[bool] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
-        """Compile the templates.
+        """Compile the templates, and try which contents they understand: strings, lists or both.
 
         Raises:
             ValueError: a template has broken syntax or is too long.
@@ -63,6 +69,12 @@ class ChatTemplateRenderer:
                 _compiled(source, self.now)
             except TemplateError as error:
                 raise ValueError(f"{self.name} cannot be compiled: {error}; correct it") from error
+        probe, forms = Chat(_PROBE, None, {}), []
+        for lists in (False, True):
+            with contextlib.suppress(BadSampleError):
+                text = self.render([for_template(each, lists) for each in _PROBE]).text
+                forms += [] if lost_texts(probe, text) else [lists]
+        object.__setattr__(self, "_forms", forms or (False, True))
 
     def render(
         self,
@@ -111,7 +123,7 @@ class ChatTemplateRenderer:
     ) -> RenderedChat:
         """Render a row's chat in the form that the template understands.
 
-        Contents without media are strings if all texts are in the result then, else lists.
+        Contents without media are strings if the template shows all texts then, else lists.
 
         Args:
             reasoning_may_go: leave out the reasoning before the last question, if the template
@@ -122,7 +134,7 @@ class ChatTemplateRenderer:
         """
         lost = error = None
         earlier = chat.without_earlier_reasoning()
-        forms = itertools.product([chat, earlier] if reasoning_may_go else [chat], (False, True))
+        forms = itertools.product([chat, earlier] if reasoning_may_go else [chat], self._forms)
         for each, lists in forms:
             messages = [for_template(message, lists) for message in each.messages]
             try:

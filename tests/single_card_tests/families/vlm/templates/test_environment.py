@@ -20,6 +20,7 @@ from tests.single_card_tests.families.vlm.templates.template_builders import (
 VALUES = json.loads((GOLDEN / "environment.json").read_text(encoding="utf-8"))
 TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>"}
 BIG = "{% set big = 'a' * 1000000 %}"
+NEST = "{% set n = namespace(x=1) %}{% for i in range(60) %}"
 EXPLODING = [
     *VALUES["not_stopped_by_the_sandbox"],
     "{{ 'a'.center(10 ** 9) }}",
@@ -37,6 +38,10 @@ EXPLODING = [
     "{{ messages | tojson(indent=1000000000) }}",
     "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
     "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
+    NEST + "{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+    NEST + "{% set n.x = dict(a=n.x, b=n.x) %}{% endfor %}{{ n.x | tojson }}",
+    NEST + "{% set n.x = [1] | batch(9, n.x) | list %}{% endfor %}{{ n.x }}",
+    NEST + "{% set n.x = namespace(a=n.x, b=n.x) %}{% endfor %}{{ n.x }}",
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
     "{% for x in [1] recursive %}{{ loop(range(999)) if loop.depth < 9 }}{% endfor %}",
 ]
@@ -59,6 +64,7 @@ def test_a_small_template_gives_the_text_or_the_error_of_hf(name: str):
 @pytest.mark.parametrize("template", EXPLODING)
 def test_a_template_that_would_not_end_or_fill_the_memory_is_stopped(template: str, monkeypatch):
     monkeypatch.setattr(environment, "MAX_STEPS", 1 << 16)
+    monkeypatch.setattr(environment, "_MAX_NUMBER", 1 << 14)
     with pytest.raises(TemplateLimitError):
         render(template)
 

@@ -40,6 +40,13 @@ def test_contents_are_strings_unless_the_template_loses_them(source, content):
     assert first == content if isinstance(content, str) else isinstance(first, content)
 
 
+def test_a_template_for_lists_gets_them_though_its_own_words_contain_the_answer():
+    question = user("Is it m?")
+    question["content"].append({"type": "image", "image": "a.png"})
+    text = renderer(LISTS).render_chat(Chat.from_row(row(question, answer("s")))).rendered.text
+    assert text.endswith("assistant\ns<|im_end|>\n")
+
+
 def test_sources_of_media_and_loss_do_not_reach_the_template():
     image = {"type": "image", "image": "/secret/path.png"}
     chat = Chat.from_row(
