@@ -23,6 +23,7 @@ import paddle_vl
 from paddle_vl.cli import commands
 from paddle_vl.cli.doctor import add_doctor
 from paddle_vl.cli.export import add_export
+from paddle_vl.cli.hubs import add_download, add_upload
 from paddle_vl.cli.opentau_words import translated
 from paddle_vl.cli.profile import add_profile
 from paddle_vl.cli.tokenize import add_tokenize
@@ -220,5 +221,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_profile(subparsers)
     add_report(subparsers)
     add_tokenize(subparsers)
+    add_download(subparsers)
+    add_upload(subparsers)
     add_doctor(subparsers)
     return parser
