@@ -1,7 +1,6 @@
 """The subcommands of `paddle-vl`: arguments, help, and the call into the package."""
 
 import argparse
-import json
 import logging
 import os
 from collections.abc import Callable
@@ -296,27 +295,6 @@ def add_run(parser: argparse.ArgumentParser, nproc_help: str) -> None:
         help="setting that overrides the file's; the value in YAML",
     )
     add_number(parser, "--nproc", nproc_help, 1)
-
-
-def read_run(options: argparse.Namespace) -> Any:
-    """The settings of `add_run`; models that they name on a hub are downloaded.
-
-    The folders become overrides, so that ranks look nothing up.
-    """
-    from paddle_vl.config.load import load_run_config
-    from paddle_vl.files.hub import path_or_download
-
-    def find(setting: str, value: str) -> str:
-        try:
-            folder = str(path_or_download(value))
-        except (RuntimeError, ValueError) as error:
-            raise RuntimeError(f"{setting}: {error}") from error
-        if folder != str(Path(value)):
-            options.overrides.append(f"{setting}={json.dumps(folder)}")
-            return folder
-        return value
-
-    return load_run_config(options.config, options.overrides, find)
 
 
 def with_data_parallel(options: argparse.Namespace, config: Any) -> Any:

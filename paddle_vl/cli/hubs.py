@@ -1,8 +1,10 @@
-"""`paddle-vl download` and `paddle-vl upload`: models and data sets from and to a hub."""
+"""`paddle-vl download` and `paddle-vl upload`, and the names of models in the settings of a run."""
 
 import argparse
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from paddle_vl.cli.commands import add_command, add_switch, add_value
 
@@ -80,3 +82,24 @@ def upload(options: argparse.Namespace) -> int:
     without = [f"{OPTIMIZER_STEM}*", STATE_FILE]
     print(huggingface.upload(model_folder(Path(options.model)), name, options.private, without))
     return 0
+
+
+def read_run(options: argparse.Namespace) -> Any:
+    """The settings of `add_run`; models that they name on a hub are downloaded.
+
+    The folders become overrides, so that ranks look nothing up.
+    """
+    from paddle_vl.config.load import load_run_config
+    from paddle_vl.files.hub import path_or_download
+
+    def find(setting: str, value: str) -> str:
+        try:
+            folder = str(path_or_download(value))
+        except (RuntimeError, ValueError) as error:
+            raise RuntimeError(f"{setting}: {error}") from error
+        if folder != str(Path(value)):
+            options.overrides.append(f"{setting}={json.dumps(folder)}")
+            return folder
+        return value
+
+    return load_run_config(options.config, options.overrides, find)

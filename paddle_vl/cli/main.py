@@ -114,7 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rank_log, mode="w", encoding="utf-8", errors="backslashreplace"
         )
         logging.getLogger().addHandler(handler)
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)
+    for name in ("matplotlib", "httpx", "httpx2"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     _silence_paddle()
     try:
         return options.run(options)

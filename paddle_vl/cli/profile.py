@@ -14,9 +14,9 @@ from paddle_vl.cli.commands import (
     configure_runtime,
     configure_training_runtime,
     positive,
-    read_run,
     with_data_parallel,
 )
+from paddle_vl.cli.hubs import read_run
 from paddle_vl.cli.opentau_words import WORDS_HELP, Variables
 from paddle_vl.parallel.launcher import launch
 

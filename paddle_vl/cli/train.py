@@ -13,9 +13,9 @@ from paddle_vl.cli.commands import (
     add_value,
     configure_training_runtime,
     natural,
-    read_run,
     with_data_parallel,
 )
+from paddle_vl.cli.hubs import read_run
 from paddle_vl.parallel.launcher import launch
 
 _EPILOG = """\

@@ -94,9 +94,9 @@ def fetched(
     for path in absent:
         logger.info("downloading %s of %s (%d MiB)", path, name, wanted[path].size >> 20)
         query = urlencode({"Revision": revision, "FilePath": path})
-        request = _request(f"/api/v1/models/{quote(name.name)}/repo?{query}")
+        address = f"/api/v1/models/{quote(name.name)}/repo?{query}"
         part = home / "parts" / wanted[path].sha256
-        _download(request, part, wanted[path], f"{path} of {name}")
+        _download(address, part, wanted[path], f"{path} of {name}")
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         part.replace(folder / path)
     for path in checked.keys() - listing.keys():
@@ -148,7 +148,7 @@ def _is_there(path: Path, file: _File, is_checked: bool) -> bool:
     return is_checked or _sha256(path) == file.sha256
 
 
-def _download(request: Request, part: Path, file: _File, what: str) -> None:
+def _download(address: str, part: Path, file: _File, what: str) -> None:
     """Write the file to `part`, going on with the bytes that are there already.
 
     Raises:
@@ -162,7 +162,10 @@ def _download(request: Request, part: Path, file: _File, what: str) -> None:
         if failures == _ATTEMPTS:
             raise _explained(f"{what} ends at byte {start} of {file.size}", failure)
         sleep(failures)
-        request.add_header("Range", f"bytes={start}-")
+        # A request counts its redirects, so each attempt has its own.
+        request = _request(address)
+        if start:
+            request.add_header("Range", f"bytes={start}-")
         try:
             # A server without ranges answers 200, with the whole file.
             with (
