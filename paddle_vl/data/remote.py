@@ -29,7 +29,7 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 # IPv6 addresses whose last four bytes are an IPv4 address.
 _NAT64 = ip_network("64:ff9b::/96")
 # Characters of addresses that are written as they are.
-_KEPT = "/%:@!$&'()*+,;=~?"
+_KEPT = "/%:@!$&'()*+,;=~?[]"
 _SAVE_IT = "save it as a file and write its path"
 
 

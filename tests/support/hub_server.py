@@ -8,8 +8,15 @@ import base64
 import hashlib
 import json
 import threading
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
+from huggingface_hub import constants
+
+from paddle_vl.files import modelscope
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 _MODELSCOPE = "/api/v1/models/org/tiny/repo"
@@ -56,6 +63,21 @@ class HubServer:
     def __exit__(self, *error: object) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+
+def local_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """A fixture: the environment's hubs are a server here, with caches in `tmp_path`."""
+    for variable in ("HF_TOKEN", "HF_HUB_OFFLINE", "PADDLE_VL_HUB", "PADDLE_VL_OFFLINE"):
+        monkeypatch.delenv(variable, raising=False)
+    # Its protocol is not recorded.
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(modelscope, "sleep", lambda seconds: None)
+    with HubServer() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.address)
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hf"))
+        monkeypatch.setenv("MODELSCOPE_ENDPOINT", server.address)
+        monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "ms"))
+        yield server
 
 
 def etag(name: str, data: bytes) -> str:

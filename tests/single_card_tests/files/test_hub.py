@@ -15,23 +15,11 @@ import pytest
 from paddle_vl.files import huggingface, modelscope
 from paddle_vl.files.hub import local_folder, path_or_download
 from paddle_vl.files.hub_names import HubName, hub_name, origins
-from tests.support.hub_server import COMMIT, HubServer
+from tests.support.hub_server import COMMIT, HubServer, local_hub
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden/hub/requests.json").read_text())
+hub = pytest.fixture(local_hub)
 HUBS = pytest.mark.parametrize("name", ["hf://org/tiny", "ms://org/tiny"])
-
-
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    for variable in ("HF_TOKEN", "HF_HUB_OFFLINE", "PADDLE_VL_HUB", "PADDLE_VL_OFFLINE"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(modelscope, "sleep", lambda seconds: None)
-    with HubServer() as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.address)
-        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hf"))
-        monkeypatch.setenv("MODELSCOPE_ENDPOINT", server.address)
-        monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "ms"))
-        yield server
 
 
 @pytest.mark.parametrize(
