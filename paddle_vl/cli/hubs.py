@@ -17,13 +17,13 @@ def add_download(subparsers: argparse._SubParsersAction) -> None:
         subparsers,
         download,
         "download a model or a data set from a hub",
-        "Download the files of a model that are needed here, or a data set, into the hub's cache, "
-        "and print the folder. Commands and settings that take a model's folder take its name, too "
-        "and download what is missing. docs/hubs.md lists the variables of the environment.",
+        "Download the needed files of a model, or a data set, into the hub's cache, and print the "
+        "folder. Settings and options for a model's folder take its name, too, and download what "
+        "is missing. docs/hubs.md lists the variables of the environment.",
         "example:\n  paddle-vl download Qwen/Qwen3-VL-2B-Instruct --out models/qwen3-vl-2b",
     )
     add_value(parser, "name", "NAME", _NAME)
-    add_value(parser, "--revision", "REV", "branch, tag or commit (default: the hub's main branch)")
+    add_value(parser, "--revision", "REV", "branch, tag or commit (default: the main branch)")
     text = "huggingface, modelscope or aistudio (default: PADDLE_VL_HUB, or huggingface)"
     add_value(parser, "--hub", "HUB", text)
     add_switch(parser, "--dataset", "it is a data set")
@@ -55,9 +55,8 @@ def add_upload(subparsers: argparse._SubParsersAction) -> None:
         subparsers,
         upload,
         "upload a model to Hugging Face",
-        "Upload a model folder, a folder of adapters, or a run's final model to Hugging Face, and "
-        "print the address of the commit. The repository is made where there is none. HF_TOKEN "
-        "must be a token that may write.",
+        "Upload a model folder, adapters or a run's final model to Hugging Face, and print the "
+        "address of the commit. HF_TOKEN must be a token that may write.",
         "example:\n  paddle-vl upload runs/doors org/doors --private",
     )
     add_value(parser, "model", "FOLDER", "a model folder, or the output_dir of a run")
@@ -94,12 +93,12 @@ def read_run(options: argparse.Namespace) -> Any:
 
     def find(setting: str, value: str) -> str:
         try:
-            folder = str(path_or_download(value))
+            folder = path_or_download(value)
         except (RuntimeError, ValueError) as error:
             raise RuntimeError(f"{setting}: {error}") from error
-        if folder != str(Path(value)):
-            options.overrides.append(f"{setting}={json.dumps(folder)}")
-            return folder
-        return value
+        if folder == Path(value):
+            return value
+        options.overrides.append(f"{setting}={json.dumps(str(folder))}")
+        return str(folder)
 
     return load_run_config(options.config, options.overrides, find)

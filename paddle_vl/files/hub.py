@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paddle_vl.files import huggingface, modelscope
-from paddle_vl.files.hub_names import HubName, Kind, hub_name, is_on
+from paddle_vl.files.hub_names import Kind, hub_name, is_on
 from paddle_vl.files.text_file import locked
 
 OFFLINE_VARIABLE = "PADDLE_VL_OFFLINE"
@@ -19,10 +19,6 @@ FILES: dict[Kind, tuple[Sequence[str], Sequence[str]]] = {
     # The .bin of a data set are token files.
     "dataset": (["*"], "*.pt *.pth *.pkl *.pickle *.py".split()),
 }
-_AISTUDIO = (
-    "models of AI Studio are not fetched here: download {name} with its own client, as by "
-    "`aistudio download --model {name} --local_dir FOLDER`, and give FOLDER"
-)
 
 
 def local_folder(
@@ -33,20 +29,18 @@ def local_folder(
     kind: Kind = "model",
     patterns: Sequence[str] | None = None,
 ) -> Path:
-    """The folder of a model or data set: an existing path as it is; for a name on a hub its folder
+    """The folder of a model or data set: an existing path as it is; of a name on a hub its folder
     in the hub's cache, into which missing files are downloaded.
 
     Processes that ask for the same name at once wait for the first. Files of the folder may be
     links, and must not be changed.
 
     Args:
-        patterns: of the files that are needed, as `*.json`; default: `FILES`. Files with code or
-            pickles are never fetched.
+        patterns: of the needed files, as `*.json`; default: `FILES`. Code and pickles never are.
 
     Raises:
-        RuntimeError: there is neither a path nor something of that name, it is not to be had, or a
-            download failed.
-        ValueError: see `hub_name`; or a revision of a folder.
+        RuntimeError: there is neither such a path nor such a name, or it cannot be downloaded.
+        ValueError: see `hub_name`; or a revision of a path.
     """
     text = os.fspath(name_or_path)
     if text.strip() and Path(text).exists():
@@ -60,23 +54,21 @@ def local_folder(
             f"{Path.cwd()}) nor the name of a {kind} on a hub: check the path, or write org/name, "
             "hf://org/name or ms://org/name"
         )
+    if name.hub == "aistudio":
+        raise RuntimeError(
+            f"models of AI Studio are not fetched here: download {name.name} with its own client, "
+            f"as by `aistudio download --model {name.name} --local_dir FOLDER`, and give FOLDER"
+        )
+    client = huggingface if name.hub == "huggingface" else modelscope
     allowed, never = FILES[name.kind]
-    return _fetched(name, patterns or allowed, never)
+    if client.is_offline() or is_on(OFFLINE_VARIABLE):
+        return client.fetched(name, patterns or allowed, never, is_offline=True)
+    locks = client.cache_folder() / ".locks"
+    locks.mkdir(parents=True, exist_ok=True)
+    with locked(locks / f"paddle_vl--{name.kind}--{name.name.replace('/', '--')}"):
+        return client.fetched(name, patterns or allowed, never, is_offline=False)
 
 
 def path_or_download(text: str) -> Path:
     """`local_folder` of a model's name; a path stays as it is, whether it exists or not."""
     return Path(text) if hub_name(text) is None else local_folder(text)
-
-
-def _fetched(name: HubName, allowed: Sequence[str], never: Sequence[str]) -> Path:
-    if name.hub == "aistudio":
-        raise RuntimeError(_AISTUDIO.format(name=name.name))
-    client = huggingface if name.hub == "huggingface" else modelscope
-    is_offline = client.is_offline() or is_on(OFFLINE_VARIABLE)
-    if is_offline:
-        return client.fetched(name, allowed, never, is_offline=True)
-    locks = client.cache_folder() / ".locks"
-    locks.mkdir(parents=True, exist_ok=True)
-    with locked(locks / f"paddle_vl--{name.kind}--{name.name.replace('/', '--')}"):
-        return client.fetched(name, allowed, never, is_offline=False)

@@ -21,10 +21,9 @@ Kind = Literal["model", "dataset"]
 HUB_VARIABLE = "PADDLE_VL_HUB"
 _PREFIXES: dict[str, Hub] = {"hf": "huggingface", "ms": "modelscope", "aistudio": "aistudio"}
 _PREFIX = re.compile(rf"(?P<hub>{'|'.join(_PREFIXES)})(://|::)(?P<dataset>datasets/)?", re.I)
-_NAME = re.compile(
-    r"(?P<name>[a-z0-9][\w.-]*/[a-z0-9][\w.-]*)(@(?P<revision>[a-z0-9][\w./-]*))?", re.I | re.ASCII
-)
-_SNAPSHOT = re.compile(r"/(models|datasets)(?:--|/)([^/]+?)--([^/]+)/snapshots/(.+)")
+_NAME = re.compile(r"[a-z0-9][\w.-]*/[a-z0-9][\w.-]*", re.I | re.ASCII)
+_REVISION = re.compile(r"[a-z0-9][\w./-]*", re.I | re.ASCII)
+_SNAPSHOT = re.compile(r"/(?:models|datasets)(?:--|/)([^/]+?)--([^/]+)/snapshots/(.+)")
 
 
 @dataclass(frozen=True)
@@ -55,48 +54,36 @@ def hub_name(
         hub: the hub of names without a prefix; default: the environment's PADDLE_VL_HUB.
 
     Raises:
-        ValueError: a hub's prefix without a name, an unknown hub, or two different revisions.
+        ValueError: a hub's prefix without a name, an unknown hub, or two hubs or revisions.
     """
     prefix = _PREFIX.match(text)
-    found = _NAME.fullmatch(text[prefix.end() :] if prefix else text)
-    if prefix and (found is None or ".." in text):
-        raise ValueError(f"{text!r:.200} names nothing on a hub: write {prefix['hub']}://org/name")
-    if found is None or ".." in text:
-        return None
-    if not prefix and (Path(text).exists() or Path(text.partition("/")[0]).is_dir()):
-        return None
-    chosen: Any = (
-        _PREFIXES[prefix["hub"].lower()]
-        if prefix
-        else hub or os.environ.get(HUB_VARIABLE, "huggingface")
-    )
+    name, _, own_revision = text[prefix.end() if prefix else 0 :].partition("@")
+    is_name = _NAME.fullmatch(name) is not None and ".." not in name
+    if prefix is None:
+        is_here = Path(text).exists() or Path(text.partition("/")[0]).is_dir()
+        if not is_name or is_here:
+            return None
+        chosen: Any = hub or os.environ.get(HUB_VARIABLE, "huggingface")
+    else:
+        chosen = _PREFIXES[prefix["hub"].lower()]
+        kind = "dataset" if prefix["dataset"] else kind
+    if not is_name or hub not in (None, chosen):
+        raise ValueError(f"{text!r:.200} names nothing on {hub or chosen}: write hf://org/name")
     if chosen not in get_args(Hub):
         named = "hub" if hub else HUB_VARIABLE
         raise ValueError(f"{named} is {chosen!r:.80}: use one of {', '.join(get_args(Hub))}")
-    if prefix and hub not in (None, chosen):
-        raise ValueError(f"{text} is on {chosen}, but hub is {hub}: leave one of them out")
-    if prefix and prefix["dataset"]:
-        kind = "dataset"
-    if None not in (revision, found["revision"]) and revision != found["revision"]:
-        raise ValueError(f"{text} has another revision than {revision!r:.80}: leave one out")
-    return HubName(chosen, kind, found["name"], revision or found["revision"])
+    if own_revision and revision:
+        raise ValueError(f"{text} has a revision, and {revision!r:.80} is given: leave one out")
+    revision = own_revision or revision
+    if revision and (not _REVISION.fullmatch(revision) or ".." in revision):
+        raise ValueError(f"{revision!r:.80} is no revision: name a branch, tag or commit")
+    return HubName(chosen, kind, name, revision)
 
 
-def origins(settings: Mapping[str, str | None]) -> dict[str, dict[str, str]]:
-    """What folders in the cache of a hub are, for the record of a run.
-
-    Args:
-        settings: folders by the names of their settings.
-
-    Returns:
-        For each setting with such a folder its `name` and `revision`; of Hugging Face the commit.
-    """
+def origins(settings: Mapping[str, str | None]) -> dict[str, str]:
+    """Of settings that name a folder in a hub's cache, name and revision: `org/name@COMMIT`."""
     found = {key: _SNAPSHOT.search(Path(path).as_posix()) for key, path in settings.items() if path}
-    return {
-        key: {"name": f"{match[2]}/{match[3]}", "revision": match[4]}
-        for key, match in found.items()
-        if match is not None
-    }
+    return {key: f"{each[1]}/{each[2]}@{each[3]}" for key, each in found.items() if each}
 
 
 def is_on(variable: str) -> bool:

@@ -1,7 +1,7 @@
 """Models and data sets of Hugging Face, through huggingface_hub (the extra `hub`).
 
 The variables HF_ENDPOINT, HF_HOME, HF_HUB_CACHE, HF_TOKEN, HF_HUB_OFFLINE and HF_HUB_ETAG_TIMEOUT
-are read at every call; huggingface_hub itself reads them once, when it is imported.
+are read at every call; huggingface_hub itself reads most of them once, when it is imported.
 """
 
 import os
@@ -16,7 +16,7 @@ _CONNECTION = "is the machine online, and is HF_ENDPOINT right?"
 
 
 def is_offline() -> bool:
-    """Whether the environment forbids requests."""
+    """Whether the hub's own variables forbid requests."""
     return is_on("HF_HUB_OFFLINE") or is_on("TRANSFORMERS_OFFLINE")
 
 
@@ -43,7 +43,7 @@ def fetched(
             repo_type=name.kind,
             revision=name.revision,
             cache_dir=cache_folder(),
-            endpoint=_endpoint(),
+            endpoint=os.environ.get("HF_ENDPOINT") or None,
             token=os.environ.get("HF_TOKEN") or None,
             etag_timeout=float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or 10),
             local_files_only=is_offline,
@@ -51,17 +51,14 @@ def fetched(
             ignore_patterns=list(never),
         )
     if not os.path.isdir(folder):
-        raise RuntimeError(
-            f"{name} has no file {', '.join(allowed)} (and not {', '.join(never)}): choose another"
-        )
+        raise RuntimeError(f"{name} has no file {', '.join(allowed)}: choose another")
     return Path(folder)
 
 
 def upload(folder: Path, name: HubName, private: bool, never: Sequence[str]) -> str:
-    """Make a model repository where there is none, and commit the files of a folder to it.
+    """Commit a folder to a model's repository; repository and branch are made where there is none.
 
     Args:
-        name: its revision is a branch, made where there is none.
         private: whether the repository must be private.
         never: patterns of files that are left out.
 
@@ -69,11 +66,11 @@ def upload(folder: Path, name: HubName, private: bool, never: Sequence[str]) -> 
         The address of the commit.
 
     Raises:
-        RuntimeError: the token may not write, the repository is public against `private`, or see
-            `fetched`.
+        RuntimeError: the repository is public against `private`, or as in `fetched`.
     """
-    api = _client().HfApi(endpoint=_endpoint(), token=os.environ.get("HF_TOKEN") or None)
-    with _explained(name, is_offline=False):
+    endpoint, token = (os.environ.get(each) or None for each in ("HF_ENDPOINT", "HF_TOKEN"))
+    api = _client().HfApi(endpoint=endpoint, token=token)
+    with _explained(name):
         api.create_repo(name.name, private=private or None, exist_ok=True)
         if private and not api.model_info(name.name).private:
             raise RuntimeError(f"{name} is public already: make it private there, or leave it so")
@@ -83,7 +80,6 @@ def upload(folder: Path, name: HubName, private: bool, never: Sequence[str]) -> 
             repo_id=name.name,
             folder_path=folder,
             revision=name.revision,
-            commit_message=f"Upload {folder.resolve().name}",
             ignore_patterns=list(never),
         )
     return commit.commit_url
@@ -94,33 +90,25 @@ def _client() -> ModuleType:
         import huggingface_hub
     except ImportError as error:
         raise RuntimeError(
-            "models are fetched from Hugging Face by the package huggingface_hub, which is not "
-            "installed: pip install 'paddle-vl[hub]', or give a local folder"
+            "Hugging Face needs the package huggingface_hub, which is not installed: pip install "
+            "'paddle-vl[hub]', or give a local folder"
         ) from error
     return huggingface_hub
 
 
-def _endpoint() -> str | None:
-    return os.environ.get("HF_ENDPOINT") or None
-
-
 @contextmanager
-def _explained(name: HubName, is_offline: bool) -> Iterator[None]:
+def _explained(name: HubName, is_offline: bool = False) -> Iterator[None]:
     """Say of the errors of huggingface_hub what to do; those of the disk pass unchanged."""
     from huggingface_hub import errors
 
-    missing = (
-        "its files are not all in the cache, and requests are turned off: download it first, as "
-        "by `paddle-vl download`"
-    )
+    offline = "not all files are in the cache, and requests are turned off: download it first"
     # The first that fits: some are kinds of others.
     remedies: dict[type[Exception], str] = {
-        errors.GatedRepoError: "access is restricted: ask for it on its page, and set HF_TOKEN to "
-        "a token of the account that has it",
+        errors.GatedRepoError: "access is restricted: ask for it on its page, and set HF_TOKEN",
         errors.RevisionNotFoundError: "there is no such revision: name a branch, tag or commit",
         errors.RepositoryNotFoundError: "there is none of that name, or it is private: check the "
         "name (of a local folder: the path), and set HF_TOKEN for a private one",
-        errors.LocalEntryNotFoundError: missing if is_offline else _CONNECTION,
+        errors.LocalEntryNotFoundError: offline if is_offline else _CONNECTION,
         errors.HfHubHTTPError: "the hub refused the request",
         errors.HTTPError: _CONNECTION,
         errors.FileMetadataError: _CONNECTION,

@@ -56,59 +56,58 @@ def fetched(
     """The folder in the cache, with all files that match `allowed` and not `never`.
 
     Raises:
-        RuntimeError: it is a data set; there is no such model or revision, it has no such file, the
-            hub cannot be reached, a file has not the listed hash, or the cache is incomplete.
+        RuntimeError: it is a data set, there is no such model, revision or file, the hub cannot be
+            reached, a file has not the listed hash, or the cache is incomplete.
     """
     if name.kind != "model":
         raise RuntimeError(
-            f"{name}: data sets of ModelScope are not fetched here; download it with its client, "
-            f"as by `modelscope download --dataset {name.name} --local_dir FOLDER`, and give FOLDER"
+            f"{name}: data sets of ModelScope are not fetched here; download it, as by "
+            f"`modelscope download --dataset {name.name} --local_dir FOLDER`, and give FOLDER"
         )
     revision = name.revision or "master"
     home = cache_folder() / "models" / name.name.replace("/", "--")
     folder, record = home / "snapshots" / revision, home / "listings" / f"{revision}.json"
-    known = read_json_object(record, _LISTING) if record.is_file() else {}
-    checked = {path: _File(*each) for path, each in known.items()}
-    listing = checked if is_offline else _listed(name, revision)
-    wanted = {
-        path: file
-        for path, file in listing.items()
-        if any(fnmatch(path, each) for each in allowed)
-        and not any(fnmatch(path, each) for each in never)
-    }
-    absent = [
-        path
-        for path, file in wanted.items()
-        if not _is_there(folder / path, file, checked.get(path) == file)
-    ]
-    if is_offline:
+    # Of each file its size, its hash, and whether the file was checked against them.
+    stored = read_json_object(record, _LISTING) if record.is_file() else {}
+    checked = {path: _File(*each[:2]) for path, each in stored.items() if each[2]}
+    listing = {path: _File(*each[:2]) for path, each in stored.items()}
+    listing = listing if is_offline else _listed(name, revision)
+    chosen = {path for path in listing if any(fnmatch(path, each) for each in allowed)}
+    chosen = {path for path in chosen if not any(fnmatch(path, each) for each in never)}
+    known = {path for path in listing if checked.get(path) == listing[path]}
+    absent = [path for path in chosen if not _is_there(folder / path, listing[path], path in known)]
+    if is_offline and not absent and folder.is_dir():
         # Without a listing ModelScope's client has filled the folder.
-        if absent or not folder.is_dir():
-            raise RuntimeError(
-                f"{name}: {', '.join(absent) or 'it'} is not in the cache ({folder}), and requests "
-                "are turned off: download it first, as by `paddle-vl download`"
-            )
         return folder
-    if not wanted:
+    if is_offline:
+        raise RuntimeError(
+            f"{name}: {', '.join(sorted(absent)) or 'it'} is not in the cache ({folder}), and "
+            "requests are turned off: download it first, as by `paddle-vl download`"
+        )
+    if not chosen:
         raise RuntimeError(f"{name} has no file {', '.join(allowed)}: choose another")
-    for path in absent:
-        logger.info("downloading %s of %s (%d MiB)", path, name, wanted[path].size >> 20)
+    for path in sorted(absent):
+        logger.info("downloading %s of %s (%d MiB)", path, name, listing[path].size >> 20)
         query = urlencode({"Revision": revision, "FilePath": path})
-        address = f"/api/v1/models/{quote(name.name)}/repo?{query}"
-        part = home / "parts" / wanted[path].sha256
-        _download(address, part, wanted[path], f"{path} of {name}")
+        part = home / "parts" / listing[path].sha256
+        _download(f"{_api(name)}?{query}", part, listing[path], f"{path} of {name}")
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         part.replace(folder / path)
     for path in checked.keys() - listing.keys():
         (folder / path).unlink(missing_ok=True)
     record.parent.mkdir(parents=True, exist_ok=True)
-    write_text(record, json.dumps(listing, indent=1))
+    entries = {path: [*file, path in chosen | known] for path, file in listing.items()}
+    write_text(record, json.dumps(entries, indent=1))
     return folder
 
 
-def _request(path: str) -> Request:
+def _api(name: HubName) -> str:
     endpoint = os.environ.get("MODELSCOPE_ENDPOINT") or _ENDPOINT
-    request = Request(endpoint.rstrip("/") + path)
+    return f"{endpoint.rstrip('/')}/api/v1/models/{quote(name.name)}/repo"
+
+
+def _request(address: str) -> Request:
+    request = Request(address)
     if token := os.environ.get("MODELSCOPE_API_TOKEN"):
         # Not for the other hosts that requests for large files are redirected to.
         request.add_unredirected_header("Authorization", f"Bearer {token}")
@@ -117,14 +116,13 @@ def _request(path: str) -> Request:
 
 
 def _listed(name: HubName, revision: str) -> dict[str, _File]:
-    query = urlencode({"Revision": revision, "Recursive": True})
-    request = _request(f"/api/v1/models/{quote(name.name)}/repo/files?{query}")
+    address = f"{_api(name)}/files?" + urlencode({"Revision": revision, "Recursive": True})
     try:
-        with urlopen(request, timeout=_TIMEOUT_S) as answer:
+        with urlopen(_request(address), timeout=_TIMEOUT_S) as answer:
             content = answer.read()
     except _BROKEN as error:
         raise _explained(str(name), error) from error
-    values = parse_json_object(content, Path(request.full_url), _LISTING, _LATER)
+    values = parse_json_object(content, Path(address), _LISTING, _LATER)
     try:
         files = [file for file in values["Data"]["Files"] if file["Type"] == "blob"]
         listing = {file["Path"]: _File(int(file["Size"]), file["Sha256"]) for file in files}
@@ -149,11 +147,7 @@ def _is_there(path: Path, file: _File, is_checked: bool) -> bool:
 
 
 def _download(address: str, part: Path, file: _File, what: str) -> None:
-    """Write the file to `part`, going on with the bytes that are there already.
-
-    Raises:
-        RuntimeError: the server refuses, the connection keeps breaking, or the hash is another.
-    """
+    """Write the file to `part`, going on with the bytes that are there already."""
     part.parent.mkdir(parents=True, exist_ok=True)
     part.touch()
     failures, failure = 0, None

@@ -1,4 +1,4 @@
-"""A server with the protocols of Hugging Face and ModelScope, as their own clients speak them.
+"""A server with the protocols of Hugging Face and ModelScope.
 
 `tests/golden/hub/requests.json` has what huggingface_hub 2.4 and modelscope_hub 0.5 asked a server
 like this one. Large files lie on a second host of the same server.
@@ -19,50 +19,30 @@ from huggingface_hub import constants
 from paddle_vl.files import modelscope
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-_MODELSCOPE = "/api/v1/models/org/tiny/repo"
+_MODELSCOPE, _CONFIG = "/api/v1/models/org/tiny/repo", b'{"model_type": "qwen3_vl"}'
 
 
-class HubServer:
-    """Start it with `with`.
+class HubServer(ThreadingHTTPServer):
+    """A running server.
 
     Attributes:
         files: of org/tiny; names that end in .safetensors are large.
-        requests: method, path and status of every request.
-        sent: its headers.
-        breaks: how many answers with a large file or of ModelScope end after half of the bytes.
-        has_ranges: whether requests for a part are honoured.
+        requests, sent: method and path of the answered requests, and their headers.
+        breaks: how many of the next large answers end after half of the bytes.
         committed: files of an upload.
-        is_private: what the server says of a repository that was made.
     """
 
+    daemon_threads, has_ranges, is_private, breaks = True, True, True, 0
+
     def __init__(self) -> None:
-        self.files = {
-            "config.json": b'{"model_type": "qwen3_vl"}',
-            "tokenizer.json": b"{}",
-            "model.safetensors": bytes(range(256)) * 4096,
-            "modeling.py": b"import os",
-            "pytorch_model.bin": b"\x80",
-        }
-        self.requests: list[list] = []
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.address = f"http://127.0.0.1:{self.server_address[1]}"
+        self.files = {"config.json": _CONFIG, "tokenizer.json": b"{}", "modeling.py": b"import os"}
+        self.files |= {"model.safetensors": bytes(range(256)) * 4096, "model.bin": b"\x80"}
+        self.requests: list[str] = []
         self.sent: list[dict[str, str]] = []
         self.committed: dict[str, bytes] = {}
-        self.breaks, self.has_ranges, self.is_private = 0, True, True
-
-    def __enter__(self) -> "HubServer":
-        hub = self
-
-        class Handler(_Handler):
-            server_state = hub
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.address = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self.large_address = self.address.replace("127.0.0.1", "localhost")
-        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
 
 def local_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
@@ -73,15 +53,15 @@ def local_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubSe
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(modelscope, "sleep", lambda seconds: None)
     with HubServer() as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.address)
+        for variable in ("HF_ENDPOINT", "MODELSCOPE_ENDPOINT"):
+            monkeypatch.setenv(variable, server.address)
         monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hf"))
-        monkeypatch.setenv("MODELSCOPE_ENDPOINT", server.address)
         monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "ms"))
         yield server
+        server.shutdown()
 
 
-def etag(name: str, data: bytes) -> str:
-    """What the hub calls a file's content."""
+def _tag(name: str, data: bytes) -> str:
     if name.endswith(".safetensors"):
         return hashlib.sha256(data).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
@@ -89,134 +69,104 @@ def etag(name: str, data: bytes) -> str:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    server_state: HubServer
+    server: HubServer
 
     def log_message(self, format: str, *args: object) -> None:
         pass
 
     def reply(self, status: int, body: object = b"", length: int | None = None, **headers: str):
-        body = body if isinstance(body, bytes) else json.dumps(body).encode()
-        self.server_state.requests.append([self.command, self.path, status])
-        self.server_state.sent.append(dict(self.headers.items()))
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        if status != 404:
+            self.server.requests.append(f"{self.command} {self.path}")
+        self.server.sent.append(dict(self.headers.items()))
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)
-        self.send_header("Content-Length", str(len(body) if length is None else length))
+        self.send_header("Content-Length", str(len(data) if length is None else length))
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        self.wfile.write(b"" if self.command == "HEAD" else data)
 
     def handle_any(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        path = unquote(urlsplit(self.path).path)
-        if path.startswith("/api/v1/"):
+        path, files = unquote(urlsplit(self.path).path), self.server.files
+        errors = {"gated": (403, "GatedRepo"), "none": (404, "RepoNotFound")}
+        errors["no-such"] = (404, "RevisionNotFound")
+        for name, (status, code) in errors.items():
+            if name in self.path:
+                return self.reply(status, {"error": code}, X_Error_Code=code)
+        if path.startswith(_MODELSCOPE):
             return self.modelscope(path)
-        for name, status, code in (("gated", 403, "GatedRepo"), ("none", 404, "RepoNotFound")):
-            if path.startswith((f"/api/models/org/{name}", f"/org/{name}")):
-                return self.reply(status, {"error": code}, X_Error_Code=code, X_Error_Message=code)
-        if "no-such" in path:
-            return self.reply(404, {"error": ""}, X_Error_Code="RevisionNotFound")
-        if path.startswith(("/api/models/org/tiny", "/org/tiny/", "/cdn/")):
-            return self.huggingface(path)
-        return self.upload(path, body)
-
-    def huggingface(self, path: str) -> None:
-        hub = self.server_state
-        if "/tree/" in path:
-            tree: list[dict] = [
-                {"type": "file", "path": name, "size": len(data), "oid": etag(name, data)}
-                for name, data in hub.files.items()
+        if path.startswith("/api/models/org/tiny/tree/"):
+            tree = [{"path": n, "size": len(d), "oid": _tag(n, d)} for n, d in files.items()]
+            lfs = [
+                {"lfs": e | {"pointerSize": 1}} if e["path"].endswith("tensors") else {}
+                for e in tree
             ]
-            for entry in tree:
-                if entry["path"].endswith(".safetensors"):
-                    entry["lfs"] = {"oid": entry["oid"], "size": entry["size"], "pointerSize": 130}
-            return self.reply(200, tree)
-        if path.startswith("/api/"):
-            return self.reply(200, {"id": "org/tiny", "sha": COMMIT, "siblings": []})
+            return self.reply(
+                200, [e | f | {"type": "file"} for e, f in zip(tree, lfs, strict=True)]
+            )
+        if path.startswith("/org/tiny/resolve/"):
+            name = path.split("/", 5)[5]
+            tag, data = _tag(name, files[name]), files[name]
+            headers = {"X_Repo_Commit": COMMIT, "ETag": f'"{tag}"'}
+            if not name.endswith(".safetensors"):
+                return self.reply(200, data, **headers)
+            headers |= {"X_Linked_Etag": f'"{tag}"', "X_Linked_Size": str(len(data))}
+            return self.reply(302, Location=f"{self.large()}/cdn/{tag}", **headers)
         if path.startswith("/cdn/"):
-            tags = {etag(name, data): data for name, data in hub.files.items()}
-            return self.content(tags[path[5:]], ETag=f'"{path[5:]}"')
-        name = path.split("/", 5)[5]
-        data = hub.files[name]
-        tag = {"X_Repo_Commit": COMMIT, "ETag": f'"{etag(name, data)}"'}
-        if not name.endswith(".safetensors"):
-            return self.reply(200, data, **tag)
-        linked = {"X_Linked_Etag": tag["ETag"], "X_Linked_Size": str(len(data))}
-        target = f"{hub.large_address}/cdn/{etag(name, data)}"
-        return self.reply(302, Location=target, **tag, **linked)
+            return self.content({_tag(n, d): d for n, d in files.items()}[path[5:]])
+        return self.api(path, body)
+
+    def large(self) -> str:
+        return self.server.address.replace("127.0.0.1", "localhost")
 
     def modelscope(self, path: str) -> None:
-        hub, query = self.server_state, parse_qs(urlsplit(self.path).query)
-        if path.startswith("/api/v1/models/org/gated"):
-            return self.reply(403, {"Code": 403, "Success": False, "Message": "no"})
-        if not path.startswith(_MODELSCOPE) or query["Revision"] != ["master"]:
-            return self.reply(404, {"Code": 404, "Success": False, "Message": "not found"})
         if path == f"{_MODELSCOPE}/files":
             files = [
-                {
-                    "Path": name,
-                    "Type": "blob",
-                    "Size": len(data),
-                    "Sha256": hashlib.sha256(data).hexdigest(),
-                    "Revision": COMMIT,
-                }
-                for name, data in hub.files.items()
+                {"Path": n, "Type": "blob", "Size": len(d), "Sha256": hashlib.sha256(d).hexdigest()}
+                for n, d in self.server.files.items()
             ]
             return self.reply(200, {"Code": 200, "Success": True, "Data": {"Files": files}})
-        name = query["FilePath"][0]
+        name = parse_qs(urlsplit(self.path).query)["FilePath"][0]
         if name.endswith(".safetensors") and not self.headers["Host"].startswith("localhost"):
-            return self.reply(302, Location=hub.large_address + self.path)
-        return self.content(hub.files[name])
+            return self.reply(302, Location=self.large() + self.path)
+        return self.content(self.server.files[name])
 
-    def content(self, data: bytes, **headers: str) -> None:
-        hub, status = self.server_state, 200
-        asked = self.headers.get("Range")
-        if asked and hub.has_ranges:
-            start = int(asked.removeprefix("bytes=").rstrip("-"))
-            headers["Content_Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-            data, status = data[start:], 206
-        if hub.breaks:
-            hub.breaks -= 1
+    def content(self, data: bytes) -> None:
+        status, asked = 200, self.headers.get("Range")
+        if asked and self.server.has_ranges:
+            data, status = data[int(asked.removeprefix("bytes=").rstrip("-")) :], 206
+        length = len(data)
+        if self.server.breaks:
+            self.server.breaks -= 1
             self.close_connection = True
-            return self.reply(status, data[: len(data) // 2], len(data), **headers)
-        return self.reply(status, data, **headers)
+            data = data[: length // 2]
+        return self.reply(status, data, length, ETag='"0"')
 
-    def upload(self, path: str, body: bytes) -> None:
-        hub = self.server_state
-        if path == "/api/repos/create":
-            return self.reply(200, {"url": f"{hub.address}/org/new", "name": "org/new"})
-        if path == "/api/models/org/new":
-            return self.reply(200, {"id": "org/new", "private": hub.is_private, "siblings": []})
-        if "/branch/" in path:
-            return self.reply(200, {})
+    def api(self, path: str, body: bytes) -> None:
+        hub, answer = self.server, {"sha": COMMIT, "siblings": [], "success": True}
+        answer |= {"id": "org/new", "private": hub.is_private, "commitOid": COMMIT}
+        answer |= {"url": f"{hub.address}/org/new", "commitUrl": f"{hub.address}/org/new/commit/1"}
         if "/preupload/" in path:
+            modes = {True: "lfs", False: "regular"}
             files = [
-                {
-                    "path": file["path"],
-                    "uploadMode": "lfs" if file["path"].endswith(".safetensors") else "regular",
-                    "shouldIgnore": False,
-                }
-                for file in json.loads(body)["files"]
+                {"path": each["path"], "shouldIgnore": False} for each in json.loads(body)["files"]
             ]
-            return self.reply(200, {"files": files})
-        if path.endswith("/info/lfs/objects/batch"):
+            answer["files"] = [e | {"uploadMode": modes["tensors" in e["path"]]} for e in files]
+        elif path.endswith("/info/lfs/objects/batch"):
             objects = json.loads(body)["objects"]
             for each in objects:
-                put = {"href": f"{hub.address}/put/{each['oid']}", "header": {}}
-                each["actions"] = {"upload": put}
-            return self.reply(200, {"transfer": "basic", "objects": objects})
-        if path.startswith("/put/"):
+                each["actions"] = {"upload": {"href": f"{hub.address}/put/{each['oid']}"}}
+            answer = {"transfer": "basic", "objects": objects}
+        elif path.startswith("/put/"):
             hub.committed[path[5:]] = body
-            return self.reply(200)
-        if "/commit/" in path:
+        elif "/commit/" in path:
             for line in map(json.loads, body.splitlines()):
                 value = line["value"]
                 if line["key"] == "file":
                     hub.committed[value["path"]] = base64.b64decode(value["content"])
                 elif line["key"] == "lfsFile":
                     hub.committed[value["path"]] = hub.committed.pop(value["oid"])
-            answer = {"commitOid": COMMIT, "commitUrl": f"{hub.address}/org/new/commit/{COMMIT}"}
-            return self.reply(200, {"success": True, **answer})
-        return self.reply(404, {"error": "not found"}, X_Error_Code="EntryNotFound")
+        self.reply(404 if "agent" in path else 200, answer)
 
     do_GET = do_HEAD = do_POST = do_PUT = handle_any  # noqa: N815

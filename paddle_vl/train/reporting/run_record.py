@@ -8,7 +8,7 @@
 
 `git` is the revision of the working directory, `paddle_vl_git` that of the code; null outside of
 git. `is_dirty` means that tracked files differ from the revision. `ended` and `last_step` stay null
-if the run was killed. `hub` has name and revision of folders in a hub's cache, by setting.
+if the run was killed. `hub` has name and revision of models from a hub, by setting.
 `allocator` has the flags of Paddle's allocator. `settings` is the whole configuration of this
 start; config.yaml has that of the last step.
 """

@@ -85,6 +85,8 @@ def refused(address, settings, told):
 
 def test_nothing_is_fetched_unless_it_is_allowed(at, server, settings):
     refused(f"{at}/a", replace(settings, allow=False), "set data.allow_remote: true")
+    other = replace(settings, allowed_hosts=("localhost",))
+    refused(f"{at}/a", other, "127.0.0.1, which is not public")
     assert server.RequestHandlerClass.asked == []
 
 
@@ -95,19 +97,15 @@ def test_a_file_is_fetched_once_by_all_that_ask(at, server, settings):
     assert file.read_bytes() == CONTENT
     assert server.RequestHandlerClass.asked == ["/a?x=%C3%A4%20b"]
     assert fetch(f"{at}/b", settings) != file
-
-
-def test_a_file_in_the_cache_obeys_a_lower_limit(at, settings):
-    fetch(f"{at}/a", settings)
     with pytest.raises(BadSampleError, match="it has 16384 bytes, and the limit is 100"):
-        fetch(f"{at}/a", replace(settings, max_bytes=100))
+        fetch(f"{at}/b", replace(settings, max_bytes=100))
 
 
 @pytest.mark.parametrize(
     ("path", "told"),
     [
         ("/fault", "the server says 500"),
-        ("/packed", r"compressed \(gzip\)"),
+        ("/packed", "the server says 200 OK gzip"),
         ("/broken", "IncompleteRead"),
         ("/endless", "more than 65536 bytes, the limit"),
         ("/redirect?file:///etc/passwd", "'file:///etc/passwd' is not http"),
@@ -125,12 +123,6 @@ def test_a_redirect_is_followed_and_an_endless_one_ends(at, settings):
     assert fetch(f"{at}/redirect?/a", settings).read_bytes() == CONTENT
     address = f"{at}/redirect?" * 7 + "/a"
     refused(address, replace(settings, cache=settings.cache / "other"), "more than 5 redirects")
-
-
-@pytest.mark.parametrize("named", [(), ("localhost",)])
-def test_private_hosts_are_refused_unless_named(at, server, settings, named):
-    refused(f"{at}/a", replace(settings, allowed_hosts=named), "127.0.0.1, which is not public")
-    assert server.RequestHandlerClass.asked == []
 
 
 @pytest.mark.parametrize(
@@ -196,7 +188,7 @@ def test_https_checks_the_certificate(server, settings, tmp_path, monkeypatch):
     address = f"https://127.0.0.1:{server.server_address[1]}"
     refused(f"{address}/a", settings, "CERTIFICATE_VERIFY_FAILED")
     trusting = ssl.create_default_context(cafile=tmp_path / "cert")
-    monkeypatch.setattr(remote, "_tls", lambda: trusting)
+    monkeypatch.setattr(ssl, "create_default_context", lambda: trusting)
     assert fetch(f"{address}/a", settings).read_bytes() == CONTENT
     plain = address.replace("https", "http")
     told = f"it leads from https to '{plain}/a'"
@@ -208,19 +200,10 @@ def test_a_data_uri_is_its_bytes_whatever_its_type():
     text = base64.b64encode(CONTENT).decode()
     assert data_uri_bytes(f"data:image/png;base64,{text}", len(CONTENT)) == CONTENT
     assert data_uri_bytes("data:text/html;charset=x;base64,YQ==", 1) == b"a"
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("data:image/png,abc", "is not data:TYPE;base64,CONTENT"),
-        ("data:;base64", "is not data:TYPE;base64,CONTENT"),
-        ("data:;base64,YWI=", "has 2 bytes, and the limit is 1"),
-        ("data:;base64,Y", "is not base64"),
-        ("data:;base64,Y!==", "is not base64"),
-    ],
-)
-def test_other_data_uris_are_refused(text, told):
-    with pytest.raises(BadSampleError, match=told) as caught:
-        data_uri_bytes(text, 1)
-    assert caught.value.kind == "remote"
+    form, limit = "data:TYPE;base64,CONTENT is needed", "has 2 bytes, and the limit is 1"
+    others = {"data:image/png,a": form, "data:;base64": form, "data:;base64,YWI=": limit}
+    others |= {"data:;base64,Y": "Invalid base64", "data:;base64,Y!==": "Only base64"}
+    for bad, told in others.items():
+        with pytest.raises(BadSampleError, match=told) as caught:
+            data_uri_bytes(bad, 1)
+        assert caught.value.kind == "remote"
