@@ -27,6 +27,7 @@ from paddle_vl.checkpoint.safetensors_io import (
 )
 from paddle_vl.config.schema import LoRAConfig
 from paddle_vl.files.checked_values import explained
+from paddle_vl.files.hub import path_or_download
 from paddle_vl.files.text_file import read_json_object, shown, write_text
 
 CONFIG_FILE = "adapter_config.json"
@@ -190,7 +191,7 @@ def base_folder(folder: Path, base: str | Path | None = None) -> Path:
             f"{folder / CONFIG_FILE} names no base_model_name_or_path: say which model the adapter "
             "belongs to (--base)"
         )
-    path = Path(named)
+    path = path_or_download(str(named))
     if not (path / "config.json").is_file():
         source = "" if base else f", which {folder / CONFIG_FILE} names as its base,"
         raise RuntimeError(

@@ -12,7 +12,8 @@ from paddle_vl.parallel.launcher import without_thread_warning
 logger = logging.getLogger(__name__)
 MODEL_HELP = (
     "a model folder (config.json, weights, processor files), a folder of adapters in PEFT's "
-    "format, or a run's output_dir: its final model, or its newest checkpoint while there is none"
+    "format, a run's output_dir: its final model, or its newest checkpoint while there is none; or "
+    "org/name on a hub"
 )
 _LARGEST = 2**31 - 1
 MEDIA_KINDS = {"image": "a picture", "video": "a video file"}
@@ -81,11 +82,12 @@ def evaluate(options: argparse.Namespace) -> int:
     configure_runtime()
     from paddle_vl.config.families import family_of_folder
     from paddle_vl.families.base import EvaluationOptions
+    from paddle_vl.files.hub import path_or_download
     from paddle_vl.train.checkpoint import model_folder
     from paddle_vl.train.evaluate import mean_losses
     from paddle_vl.train.step import ModelRunner
 
-    folder = model_folder(Path(options.model))
+    folder = model_folder(path_or_download(options.model))
     evaluation = (
         family_of_folder(folder)
         .recipe_class()
@@ -165,9 +167,10 @@ def generate(options: argparse.Namespace) -> int:
     GenerationConfig().updated(**settings)  # Raises before a model is loaded.
     configure_runtime()
     from paddle_vl.config.families import family_of_folder
+    from paddle_vl.files.hub import path_or_download
     from paddle_vl.train.checkpoint import model_folder
 
-    folder = model_folder(Path(options.model))
+    folder = model_folder(path_or_download(options.model))
     chat = family_of_folder(folder).recipe_class().chat(folder, options.base)
     prompt = options.prompt
     if not any(f"<{kind}>" in prompt for kind in MEDIA_KINDS):
@@ -202,9 +205,10 @@ def merge(options: argparse.Namespace) -> int:
     configure_runtime()
     from paddle_vl.checkpoint.adapter_files import is_adapter
     from paddle_vl.config.families import family_of_folder
+    from paddle_vl.files.hub import path_or_download
     from paddle_vl.train.checkpoint import model_folder
 
-    folder, out = model_folder(Path(options.model)), Path(options.output)
+    folder, out = model_folder(path_or_download(options.model)), Path(options.output)
     if not is_adapter(folder):
         raise ValueError(f"{folder} is a full model, not an adapter: there is nothing to merge")
     base = family_of_folder(folder).recipe_class().merge_adapter(folder, out, options.base)
@@ -224,7 +228,7 @@ def add_model(
     if output is not None:
         add_value(parser, "--output", "DIR", output + note)
     parser.set_defaults(folders=("model",) if output is None else ("model", "output"))
-    text = "base model of the adapters (default: the folder that their files name)"
+    text = "base model of the adapters (default: the folder or name in their files)"
     add_value(parser, "--base", "DIR", text)
 
 

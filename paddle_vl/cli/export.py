@@ -39,9 +39,10 @@ def export(options: argparse.Namespace) -> int:
     from paddle_vl.config.families import family_of_folder
     from paddle_vl.export.folder import program_file
     from paddle_vl.export.writing import check_dtype, check_output, export_model
+    from paddle_vl.files.hub import path_or_download
     from paddle_vl.train.checkpoint import model_folder
 
-    folder, out = model_folder(Path(options.model)), Path(options.output)
+    folder, out = model_folder(path_or_download(options.model)), Path(options.output)
     check_output(out)
     check_dtype(options.dtype, options.onnx)
     if options.onnx:

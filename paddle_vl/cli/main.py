@@ -24,6 +24,7 @@ from paddle_vl.cli import commands
 from paddle_vl.cli.data import add_show_data
 from paddle_vl.cli.doctor import add_doctor
 from paddle_vl.cli.export import add_export
+from paddle_vl.cli.hubs import add_download, add_upload
 from paddle_vl.cli.opentau_words import translated
 from paddle_vl.cli.profile import add_profile
 from paddle_vl.cli.tokenize import add_tokenize
@@ -114,7 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rank_log, mode="w", encoding="utf-8", errors="backslashreplace"
         )
         logging.getLogger().addHandler(handler)
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)
+    for name in ("matplotlib", "httpx", "httpx2"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     _silence_paddle()
     try:
         return options.run(options)
@@ -222,5 +224,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_report(subparsers)
     add_tokenize(subparsers)
     add_show_data(subparsers)
+    add_download(subparsers)
+    add_upload(subparsers)
     add_doctor(subparsers)
     return parser

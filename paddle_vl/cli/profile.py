@@ -16,6 +16,7 @@ from paddle_vl.cli.commands import (
     positive,
     with_data_parallel,
 )
+from paddle_vl.cli.hubs import read_run
 from paddle_vl.cli.opentau_words import WORDS_HELP, Variables
 from paddle_vl.parallel.launcher import launch
 
@@ -145,11 +146,9 @@ def profile(options: argparse.Namespace) -> int:
     Returns:
         0, or 1 if no cell of the matrix fits.
     """
-    from paddle_vl.config.load import load_run_config
-
-    config = load_run_config(options.config, options.overrides)
+    config = read_run(options)
     _take_variables(options, config, Variables.read())
-    config = load_run_config(options.config, options.overrides)
+    config = read_run(options)
     out = Path(options.out or Path(config.train.output_dir) / "profile")
     if options.warmup < 0:
         raise ValueError(f"--warmup {options.warmup}: it must be 0 or more")

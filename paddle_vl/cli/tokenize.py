@@ -21,7 +21,7 @@ def add_tokenize(subparsers: argparse._SubParsersAction) -> None:
     )
     add_value(parser, "files", "FILE", "data files, or patterns of them", nargs="+")
     for name, metavar, text in (
-        ("--tokenizer", "DIR", "a folder with tokenizer.json"),
+        ("--tokenizer", "DIR", "a folder with tokenizer.json, or org/name on a hub"),
         ("--output", "PREFIX", "path of the new files, without suffix"),
     ):
         add_value(parser, name, metavar, text, required=True)
@@ -43,12 +43,13 @@ def tokenize(options: argparse.Namespace) -> int:
     from paddle_vl.data.corpus.cache import CacheFolders, LocalCopies
     from paddle_vl.data.corpus.sources import ShardOpener
     from paddle_vl.data.corpus.tokenize import TextTokens, write_token_files
+    from paddle_vl.files.hub import path_or_download
     from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
 
     files = SourceConfig(path=options.files, format="text").files()
     if not files:
         raise ValueError(f"there is no data file {', '.join(options.files)}")
-    folder = Path(options.tokenizer)
+    folder = path_or_download(options.tokenizer)
     folders = CacheFolders(options.cache)
     tokens = TextTokens(
         folder / TOKENIZER_FILE if folder.is_dir() else folder,

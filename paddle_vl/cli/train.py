@@ -15,6 +15,7 @@ from paddle_vl.cli.commands import (
     natural,
     with_data_parallel,
 )
+from paddle_vl.cli.hubs import read_run
 from paddle_vl.parallel.launcher import launch
 
 _EPILOG = """\
@@ -88,9 +89,7 @@ def train(options: argparse.Namespace) -> int:
     Returns:
         0, or 128 + signal number after a signal to stop, with a checkpoint saved.
     """
-    from paddle_vl.config.load import load_run_config
-
-    config = load_run_config(options.config, options.overrides)
+    config = read_run(options)
     if options.nproc > 1 or options.max_restarts > 0:
         return _train_in_ranks(options, with_data_parallel(options, config))
 

@@ -6,7 +6,7 @@ directory, as in HF's trainers.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from paddle_vl.files.checked_values import needed
 from paddle_vl.files.text_file import write_text
 
 COMMAND_LINE = "command line"
+# Settings that name a model: a folder, or a name on a hub.
+MODEL_SETTINGS = ("model.pretrained", "data.processor")
 _MAX_NAMES = 64
 # A file that is not a configuration may have thousands of keys, each compared with all names.
 _MAX_REPORTED = 100
@@ -33,12 +35,17 @@ _LONGEST_NAME = 200
 _MAX_HINTS = 5
 
 
-def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_run_config(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    find: Callable[[str, str], str] = lambda setting, value: value,
+) -> RunConfig:
     """Read a run's configuration.
 
     Args:
         path: a YAML file with the sections model, data, parallel, train, logging.
         overrides: `section.name=value` with the value in YAML; the last one of a name wins.
+        find: takes the name and value of each of `MODEL_SETTINGS` and returns its folder.
 
     Returns:
         The settings of the family that the model belongs to: a subclass of `RunConfig`.
@@ -51,6 +58,11 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
     values, places, problems = read_yaml(path)
     for override in overrides:
         problems += _apply_override(values, places, override)
+    for setting in MODEL_SETTINGS:
+        section, name = setting.split(".")
+        inside = values.get(section)
+        if isinstance(inside, dict) and isinstance(inside.get(name), str):
+            inside[name] = find(setting, inside[name])
     run = settings_class_of(values)
     values, foreign = own_settings(values, run)
     problems += [

@@ -59,7 +59,8 @@ class ModelConfig(Section):
     """The model to train."""
 
     pretrained: FilePath | None = None
-    """folder of the HF checkpoint to start from; set this or model.config"""
+    """folder of the HF checkpoint to start from, or its name on a hub (org/name); set this or
+    model.config"""
     config: FilePath | dict[str, Any] | None = None
     """configuration of a model with random weights: path of a config.json, its content, or a
     published size (qwen3-vl-2b); token ids that it leaves out are taken from the tokenizer"""
@@ -83,8 +84,8 @@ class DataConfig(Section):
     eval: list[FilePath] = Field(default=[])
     """data for the evaluation loss; entries as in data.train"""
     processor: FilePath | None = None
-    """folder with tokenizer.json and the family's other processor files; default:
-    model.pretrained"""
+    """folder with tokenizer.json and the family's other processor files, or the name of a model on
+    a hub; default: model.pretrained"""
     on_bad_sample: Literal["fail", "skip"] = "fail"
     """stop at a sample that cannot be used, or skip and count it"""
     allow_outside: bool = True

@@ -1,10 +1,11 @@
 """Text and JSON files, read and written with errors that name the file."""
 
+import fcntl
 import json
 import os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,19 @@ def replacing(path: Path) -> Iterator[Path]:
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock beside `path` that other processes wait for; it ends with its process.
+
+    Some network file systems have no locks. Then several processes may do the same work; files
+    appear at once all the same.
+    """
+    with path.with_name(path.name + ".lock").open("a") as file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def write_text(path: Path, text: str) -> None:

@@ -2,7 +2,6 @@
 uncompressed or of files on a slow store.
 """
 
-import fcntl
 import gzip
 import hashlib
 import os
@@ -11,7 +10,7 @@ import shutil
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
@@ -20,7 +19,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from xxhash import xxh3_64
 
-from paddle_vl.files.text_file import replacing
+from paddle_vl.files.text_file import locked, replacing
 
 T = TypeVar("T")
 FOLDER = ".paddle_vl"
@@ -106,19 +105,6 @@ def file_state(file: Path) -> tuple[int, int, int]:
         raise RuntimeError(f"data file {file} cannot be read: {error.strerror}") from error
     # A time before 1970 is negative.
     return found.st_size, found.st_mtime_ns % (1 << 64), hashed.intdigest()
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold a lock beside `path` that other processes wait for; it ends with its process.
-
-    Some network file systems have no locks. Then several processes may do the same work; files
-    appear at once all the same.
-    """
-    with path.with_name(path.name + ".lock").open("a") as file:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 class OpenThings:

@@ -27,11 +27,10 @@ from paddle_vl.data.corpus.cache import (
     CacheFolders,
     descriptor,
     file_state,
-    locked,
     open_files,
     pread,
 )
-from paddle_vl.files.text_file import replacing
+from paddle_vl.files.text_file import locked, replacing
 
 logger = logging.getLogger(__name__)
 BLOCK = 1 << 14

@@ -4,12 +4,13 @@
                  "last_step": null, "command": [...], "overrides": [...], "folder": ...,
                  "git": {"revision": ..., "is_dirty": ...}, "paddle_vl_git": ..., "versions": {...},
                  "host": ..., "platform": ..., "device": ..., "device_name": ...,
-                 "num_processes": 4, "parallel": {...}, "settings": {...}}, ...]}
+                 "num_processes": 4, "hub": {...}, "parallel": {...}, "settings": {...}}, ...]}
 
 `git` is the revision of the working directory, `paddle_vl_git` that of the code; null outside of
 git. `is_dirty` means that tracked files differ from the revision. `ended` and `last_step` stay null
-if the run was killed. `allocator` has the flags of Paddle's allocator. `settings` is the whole
-configuration of this start; config.yaml has that of the last step.
+if the run was killed. `hub` has name and revision of models from a hub, by setting.
+`allocator` has the flags of Paddle's allocator. `settings` is the whole configuration of this
+start; config.yaml has that of the last step.
 """
 
 import json
@@ -28,6 +29,7 @@ import paddle
 
 from paddle_vl.config.family_settings import settings_classes
 from paddle_vl.config.schema import RunConfig
+from paddle_vl.files.hub_names import origins
 from paddle_vl.files.text_file import write_text
 from paddle_vl.parallel.fleet_strategy import effective_options, fleet_strategy
 from paddle_vl.parallel.launcher import COMMAND_VARIABLE
@@ -99,6 +101,9 @@ def start_entry(config: RunConfig, first_step: int) -> dict[str, Any]:
         "num_processes": degrees.num_processes,
         "fleet": fleet_options,
         "allocator": allocator_flags(),
+        "hub": origins(
+            {"model.pretrained": config.model.pretrained, "data.processor": config.data.processor}
+        ),
         "parallel": config.parallel.model_dump(),
         "settings": config.model_dump(),
     }
