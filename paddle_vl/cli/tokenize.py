@@ -41,7 +41,7 @@ def tokenize(options: argparse.Namespace) -> int:
     """Write the token files."""
     from paddle_vl.config.data_sources import SourceConfig
     from paddle_vl.data.corpus.cache import CacheFolders, LocalCopies
-    from paddle_vl.data.corpus.sources import ShardOpener
+    from paddle_vl.data.corpus.opener import ShardOpener
     from paddle_vl.data.corpus.tokenize import TextTokens, write_token_files
     from paddle_vl.files.hub import path_or_download
     from paddle_vl.files.tokenizer_json import TOKENIZER_FILE

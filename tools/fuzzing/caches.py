@@ -18,7 +18,7 @@ from fuzzing.parser import Files, Parser
 from fuzzing.samples import small_processor
 from paddle_vl.config.data_sources import SourceConfig
 from paddle_vl.data.corpus.cache import FOLDER, CacheFolders, LocalCopies
-from paddle_vl.data.corpus.sources import ShardOpener
+from paddle_vl.data.corpus.opener import ShardOpener
 from paddle_vl.data.corpus.token_files import TokenFileWriter
 from paddle_vl.data.jsonl import BadSampleError, sample_at
 from paddle_vl.data.packing import RowBudget

@@ -239,20 +239,42 @@ def _suffix(path: Path) -> str:
 
 
 def _copy(path: Path, target: Path) -> None:
+    into = f" into {target.parent}"
+    with (
+        _reading(path, into),
+        _opened(path) as source,
+        replacing(target) as partial,
+        partial.open("wb") as file,
+    ):
+        if path.suffix in SUFFIXES:
+            _uncompress(path, source, file)
+        else:
+            shutil.copyfileobj(source, file, _BLOCK)
+
+
+@contextmanager
+def _reading(path: Path, into: str = "") -> Iterator[None]:
+    """Name the file in errors of reading or uncompressing it."""
     broken: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)
     if path.suffix == ".zst":
         broken += (_zstandard(path).ZstdError,)
     try:
-        with _opened(path) as source, replacing(target) as partial, partial.open("wb") as file:
-            if path.suffix in SUFFIXES:
-                _uncompress(path, source, file)
-            else:
-                shutil.copyfileobj(source, file, _BLOCK)
+        yield
     except broken as error:
         raise RuntimeError(
-            f"data file {path} cannot be read or uncompressed into {target.parent} ({error}): "
-            "check the file, the free space, and data.cache"
+            f"data file {path} cannot be read or uncompressed{into} ({error}): check the file, the "
+            "free space, and data.cache"
         ) from error
+
+
+def first_bytes(path: Path, length: int) -> bytes:
+    """The uncompressed beginning of a file.
+
+    Raises:
+        RuntimeError: it cannot be read or uncompressed.
+    """
+    with _reading(path), _opened(path) as file:
+        return file.read(length)
 
 
 def _uncompress(path: Path, source: BinaryIO | gzip.GzipFile, file: BinaryIO) -> None:

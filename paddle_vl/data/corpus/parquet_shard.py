@@ -13,11 +13,8 @@ https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.m
 
 import mmap
 import os
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +22,7 @@ from xxhash import xxh3_64_intdigest
 
 from paddle_vl.data.corpus.cache import CacheFolders, LocalCopies, OpenThings
 from paddle_vl.data.corpus.offset_index import Offsets, SummedReader, index_of
-from paddle_vl.data.corpus.shard import BINARY_PER_TEXT, Row, Shard, check_row_size
+from paddle_vl.data.corpus.table_shard import TableShard, needs_pyarrow
 from paddle_vl.data.jsonl import MAX_LINE_BYTES, BadSampleError
 
 # Row groups that a process keeps: those of two neighbouring blocks of the default eight.
@@ -39,20 +36,13 @@ _VALUE_BYTES = 8
 _UNPACKED, _STORED, _NUM_VALUES = 2, 3, 1
 _DICTIONARY = 7
 _PAGE_KINDS = (5, _DICTIONARY, 8)
-_PIECE = 1 << 22
 # Distance of the blocks of images that are summed.
 _STRIDE = 1 << 19
 
 
 @dataclass(frozen=True)
-class ParquetShard(Shard):
-    """Rows of a table, in groups.
-
-    Attributes:
-        spans: first and last byte of each row group.
-    """
-
-    spans: tuple[tuple[int, int], ...]
+class ParquetShard(TableShard):
+    """Rows of a table, in row groups."""
 
     @classmethod
     def opened(
@@ -97,33 +87,13 @@ class ParquetShard(Shard):
         )
         return cls(str(path), tuple(groups), content, index, copies, max_line_bytes, spans)
 
-    @cached_property
-    def _starts(self) -> list[int]:
-        return [0, *accumulate(self.groups)]
-
-    def read(self, row: int) -> Row:
-        group = bisect_right(self._starts, row) - 1
-        table = _tables.get((self.path, self.sums, group), lambda: self._table(group))
-        found = table.slice(row - self._starts[group], 1)
-        # Values are counted where these few bytes may be too many.
-        if (size := found.nbytes) <= self.max_line_bytes:
-            return found.to_pylist()[0]
-        if size > (1 + BINARY_PER_TEXT) * self.max_line_bytes:
-            check_row_size(0, size, self.max_line_bytes)
-        values = found.to_pylist()[0]
-        text = _text_bytes(values)
-        check_row_size(text, size - text, self.max_line_bytes)
-        return values
-
-    def place(self, row: int) -> str:
-        return f"{self.path}:row {row + 1}"
+    def group(self, number: int) -> Any:
+        return _tables.get((self.path, self.sums, number), lambda: self._table(number))
 
     def _table(self, group: int) -> tuple[Any, Callable[[], None]]:
         path = Path(self.path)
         parquet = _parquet(path)
-        begin, end = self.spans[group]
-        for at in range(begin, end, _PIECE):
-            self.bytes_of(at, min(at + _PIECE, end))
+        self.check_sums(group)
         local = path if self.copies is None else self.copies.file(path)
         try:
             metadata = parquet.read_metadata(local)
@@ -183,16 +153,6 @@ def _unpacked_bytes(column: Any) -> int:
     return total
 
 
-def _text_bytes(value: Any) -> int:
-    if isinstance(value, str):
-        return len(value.encode())
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, list | tuple):
-        return 0
-    return sum(map(_text_bytes, value))
-
-
 class _Chunk(NamedTuple):
     """Bytes of a column in a row group, and whether they are images or the like."""
 
@@ -227,10 +187,7 @@ def _parquet(path: Path) -> Any:
     try:
         from pyarrow import parquet
     except ImportError as error:
-        raise RuntimeError(
-            f"{path} is a Parquet file, which needs the package pyarrow: pip install "
-            "'paddle-vl[corpus]'"
-        ) from error
+        raise needs_pyarrow(path, "a Parquet file") from error
     return parquet
 
 

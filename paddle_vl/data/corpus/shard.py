@@ -131,22 +131,38 @@ class IndexedShard(Shard):
         """What its index has, found by reading the file."""
 
 
-class JsonlShard(IndexedShard):
-    """Lines of a file."""
+class TextShard(IndexedShard):
+    """Documents that are parts of a text."""
 
     @classmethod
     def offsets(cls, path: Path, copies: LocalCopies | None) -> Offsets:
-        if copies is None:
-            return line_offsets(path)
-        # A copy from before may be damaged, and there are no sums to compare it with.
-        copies.forget(path)
-        return line_offsets(Path(copies.file(path)))
+        if copies is not None:
+            # A copy from before may be damaged, and there are no sums to compare it with.
+            copies.forget(path)
+        try:
+            return cls.offsets_of_text(path if copies is None else Path(copies.file(path)))
+        except ValueError as error:
+            raise RuntimeError(f"data file {path}: {error}") from error
 
-    def read(self, row: int) -> Row:
+    @classmethod
+    @abstractmethod
+    def offsets_of_text(cls, path: Path) -> Offsets:
+        """What its index has, from the uncompressed file.
+
+        Raises:
+            ValueError: its text is damaged.
+        """
+
+    def text(self, row: int) -> bytes:
+        """The bytes of a document, without white space around it.
+
+        Raises:
+            BadSampleError: there are more than `max_line_bytes`.
+        """
         begin, end = self.index.span(row)
-        line = self.bytes_of(begin, min(end, begin + self.max_line_bytes + 2)).strip()
-        check_length(line, self.max_line_bytes)
-        return parse_object(line, "a document's entries")
+        text = self.bytes_of(begin, min(end, begin + self.max_line_bytes + 2)).strip()
+        check_length(text, self.max_line_bytes)
+        return text
 
     def place(self, row: int) -> str:
         if self.index.rows_are_lines:
@@ -155,6 +171,17 @@ class JsonlShard(IndexedShard):
         starts = range(0, begin, _BLOCK)
         breaks = sum(self.bytes_of(at, min(at + _BLOCK, begin)).count(b"\n") for at in starts)
         return f"{self.path}:{breaks + 1}"
+
+
+class JsonlShard(TextShard):
+    """Lines of a file."""
+
+    @classmethod
+    def offsets_of_text(cls, path: Path) -> Offsets:
+        return line_offsets(path)
+
+    def read(self, row: int) -> Row:
+        return parse_object(self.text(row), "a document's entries")
 
 
 def line_offsets(path: Path) -> Offsets:

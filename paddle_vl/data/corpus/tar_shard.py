@@ -7,25 +7,32 @@ A document is the run of members with the same name up to the first dot of the f
 
 A `.json` member is the row; `.txt` becomes its `text`, and the only image member its `image`.
 Entries of `image` and `images` that name a member become that member's bytes, and so do the images
-of a conversation's messages; its image members that nothing names are its `images`.
+of a conversation's messages; its image members that nothing names are its `images`. The row may be
+a `.conversation.json` member instead, also a list of messages, or JSON text of one (Energon's
+shards); `.nv-meta/dataset.yaml` may give the members other names, see `energon`.
 """
 
 import io
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import numpy as np
 from xxhash import xxh3_64
 
-from paddle_vl.data.corpus.cache import LocalCopies
+from paddle_vl.data.corpus.cache import CacheFolders, LocalCopies
+from paddle_vl.data.corpus.energon import Fields, fields_of
 from paddle_vl.data.corpus.offset_index import Offsets, SummedReader
 from paddle_vl.data.corpus.shard import BINARY_PER_TEXT, IndexedShard, Row, check_row_size
 from paddle_vl.data.jsonl import MAX_LINE_BYTES, BadSampleError, parse_object
 
 _IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm")
 _TEXTS = ("json", "txt")
+_ROWS = ("conversation.json", "conversations.json", "messages.json")
+_CONVERSATIONS = ("messages", "conversations", "conversation")
+_BOM = b"\xef\xbb\xbf"
 # Long names and other headers of a member; tarfile would believe any size.
 _LONGEST_HEADER = 1 << 20
 # What tarfile raises for damaged archives.
@@ -34,8 +41,27 @@ _BROKEN = (OSError, tarfile.TarError, EOFError, ValueError, ArithmeticError, Rec
 _END = bytes(1024)
 
 
+@dataclass(frozen=True)
 class TarShard(IndexedShard):
-    """Documents of an archive."""
+    """Documents of an archive.
+
+    Attributes:
+        fields: members of a sample that are no row or image by their extension alone.
+    """
+
+    fields: Fields = Fields()
+
+    @classmethod
+    def opened(
+        cls, path: Path, folders: CacheFolders, copies: LocalCopies | None, max_line_bytes: int
+    ) -> "TarShard":
+        """See `Shard.opened`.
+
+        Raises:
+            RuntimeError: also where `.nv-meta/dataset.yaml` says what is not supported.
+        """
+        shard = super().opened(path, folders, copies, max_line_bytes)
+        return replace(shard, fields=fields_of(path))
 
     @classmethod
     def offsets(cls, path: Path, copies: LocalCopies | None) -> Offsets:
@@ -65,7 +91,7 @@ class TarShard(IndexedShard):
         return Offsets(reader.size, reader.sums, offsets, hashed.intdigest())
 
     def read(self, row: int) -> Row:
-        return _row(self._members(row))
+        return _row(self._members(row), self.fields)
 
     def place(self, row: int) -> str:
         """The file and the document's key, or its number if that cannot be read."""
@@ -109,11 +135,18 @@ def _key_of(name: str) -> tuple[str, str]:
     return f"{folder}{slash}{stem}", extension
 
 
-def _row(members: Mapping[str, bytes]) -> dict[str, Any]:
+def _row(members: Mapping[str, bytes], fields: Fields) -> dict[str, Any]:
     parts = {_key_of(name)[1].lower(): data for name, data in members.items()}
+    if "jpgs" in parts:
+        raise BadSampleError(
+            "unreadable_sample",
+            "the member .jpgs is a pickle, which can run any code when it is read: write the "
+            "images as members .0.jpg, .1.jpg, ...",
+        )
     row: dict[str, Any] = {}
-    if "json" in parts:
-        row = parse_object(parts["json"], "a document's entries")
+    json_part = next((name for name in (fields.row, "json", *_ROWS) if name in parts), None)
+    if json_part is not None:
+        row = _row_of(parts[json_part])
     if "txt" in parts:
         try:
             row.setdefault("text", parts["txt"].decode("utf-8-sig"))
@@ -135,17 +168,26 @@ def _row(members: Mapping[str, bytes]) -> dict[str, Any]:
         row["images"] = [named(image) for image in images]
     if "image" in row:
         row["image"] = named(row["image"])
-    own = [name for name in parts if name.rpartition(".")[2] in _IMAGES]
-    if "messages" in row:
-        row["messages"] = _with_members(row["messages"], named)
+    own = [name for name in parts if name.rpartition(".")[2] in _IMAGES or name in fields.images]
+    if (key := next((key for key in _CONVERSATIONS if key in row), None)) is not None:
+        row[key] = _with_members(row[key], named)
         unnamed = [parts[name] for name in own if not any(parts[name] is each for each in used)]
-        if unnamed:
+        if unnamed and "image" not in row:
             row.setdefault("images", unnamed)
         return row
     if "image" not in row and len(own) == 1:
         row["image"] = parts[own[0]]
     # So that columns can name a member, such as an image in .left.
-    return {**{name: data for name, data in parts.items() if name != "json"}, **row}
+    return {**{name: data for name, data in parts.items() if name != json_part}, **row}
+
+
+def _row_of(member: bytes) -> dict[str, Any]:
+    """The row in a member: an object, a list of messages, or JSON text of one of them."""
+    # In an object, so that the same rules hold for lists.
+    value = parse_object(b'{"messages":%b}' % member.removeprefix(_BOM), "messages")["messages"]
+    if isinstance(value, str):
+        value = parse_object(b'{"messages":%b}' % value.encode(), "messages")["messages"]
+    return value if isinstance(value, dict) else {"messages": value}
 
 
 def _with_members(value: Any, named: Callable[[Any], Any]) -> Any:

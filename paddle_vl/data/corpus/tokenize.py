@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
+from paddle_vl.data.corpus.opener import ShardOpener, open_shards
 from paddle_vl.data.corpus.shard import Shard, refuse_empty, text_of
-from paddle_vl.data.corpus.sources import ShardOpener, open_shards
 from paddle_vl.data.corpus.token_files import TokenFileWriter
 from paddle_vl.data.jsonl import (
     BadSampleError,

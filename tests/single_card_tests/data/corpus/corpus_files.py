@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from paddle_vl.data.corpus.cache import CacheFolders, LocalCopies
-from paddle_vl.data.corpus.sources import ShardOpener
+from paddle_vl.data.corpus.opener import ShardOpener
 
 
 def opener(cache: Path | None = None, **settings) -> ShardOpener:

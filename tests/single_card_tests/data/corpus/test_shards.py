@@ -19,7 +19,7 @@ from pyarrow import parquet
 
 from paddle_vl.data.corpus import shard as shard_module
 from paddle_vl.data.corpus.cache import CacheFolders, LocalCopies
-from paddle_vl.data.corpus.sources import ShardOpener, open_shards
+from paddle_vl.data.corpus.opener import ShardOpener, open_shards
 from paddle_vl.data.corpus.token_files import TokenFileWriter
 from paddle_vl.data.jsonl import BadSampleError
 from tests.single_card_tests.data.corpus.corpus_files import lines, opener, picture, write_tar
@@ -211,7 +211,7 @@ def cut(path: Path, length: int) -> None:
         ("a.tar", gzip.compress(bytes(10240), mtime=0), "no uncompressed tar file"),
         ("a.jsonl.gz", b"no archive", "cannot be read or uncompressed"),
         ("a.jsonl.zst", b"no archive", "cannot be read or uncompressed"),
-        ("a.csv", b"a,b", "has no known suffix"),
+        ("a.xlsx", b"a,b", "has no known suffix"),
         ("a.tar.gz", b"", "has no known suffix"),
         ("a.idx", b"TNTIDX\0\0", "has no a.bin beside it"),
     ],
