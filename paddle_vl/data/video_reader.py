@@ -293,7 +293,10 @@ def _check_array(frames_RHWC: Any) -> None:
         )
 
 
-def frame_rate(video: VideoFrames | VideoFile) -> float:
+AnyVideo = VideoFrames | FrameFiles | VideoFile
+
+
+def frame_rate(video: AnyVideo) -> float:
     """Frames per second of a video; HF's default of 24, with a warning, if it states none."""
     if video.fps is None:
         warnings.warn(

@@ -48,9 +48,8 @@ _CALL = {
     "truncation": _NOT_CUT,
 }
 _TEMPLATE = _CALL | {
-    "chat_template": Foreign("the template is Qwen3-VL's own"),
+    "chat_template": Foreign("the template is the one of the model's folder"),
     "documents": Foreign("write them into the messages"),
-    "tools": Foreign("write them into the system message, as the model was trained"),
 }
 
 
@@ -77,7 +76,7 @@ class ChatInputs:
             BadSampleError: an image or video cannot be used, or text contains a special token.
             RuntimeError: there is a video file and PyAV is not installed.
         """
-        return self._encode(conversation)
+        return self._encode(conversation, with_labels=True)
 
     def outline_sample(self, conversation: Conversation) -> dict[str, np.ndarray]:
         """A training sample from the headers of its images and videos, to measure its length.
@@ -85,7 +84,7 @@ class ChatInputs:
         Pixels are broadcast zeros. Height and width may be exchanged in a grid. Errors are those of
         `encode_sample` that headers show.
         """
-        return self._encode(conversation, with_pixels=False)
+        return self._encode(conversation, with_labels=True, with_pixels=False)
 
     @explains(_CALL, "the processor")
     def __call__(
@@ -94,6 +93,7 @@ class ChatInputs:
         images: Sequence[ImageSource] | Sequence[Sequence[ImageSource]] | None = None,
         videos: Sequence[VideoSource] | Sequence[Sequence[VideoSource]] | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool | None = None,
         labels: bool = False,
@@ -108,6 +108,7 @@ class ChatInputs:
             images: paths, PIL images or uint8 arrays for `<image>` tags and image parts without a
                 source, in order; for several conversations a list of lists.
             videos: the same for videos: paths, `VideoFrames` or uint8 arrays of frames.
+            tools: definitions of tools in OpenAI's form, of every conversation.
             add_generation_prompt: False ends with the last message as it is, True opens an answer
                 after it, whoever wrote it.
             continue_final_message: True leaves the last message open, whoever wrote it.
@@ -122,11 +123,12 @@ class ChatInputs:
                 here.
         """
         _check_ends(add_generation_prompt, continue_final_message, labels)
-        conversations = _parsed(messages, images, videos)
+        conversations = _parsed(messages, images, videos, tools)
         if labels:
             for conversation in conversations:
                 conversation.check_targets()
-            return self._batch([self._encode(each) for each in conversations], with_labels=True)
+            samples = [self._encode(each, with_labels=True) for each in conversations]
+            return self._batch(samples, with_labels=True)
         chooses = add_generation_prompt is None and continue_final_message is None
         samples = []
         for conversation in conversations:
@@ -165,6 +167,7 @@ class ChatInputs:
         images: Sequence[Any] | None = None,
         videos: Sequence[Any] | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
         tokenize: bool = False,
@@ -173,7 +176,7 @@ class ChatInputs:
         """The prompt as in HF: text, token ids, or a batch for the model.
 
         Args:
-            messages, images, videos: as of a call.
+            messages, images, videos, tools: as of a call.
             add_generation_prompt: open an answer at the end.
             continue_final_message: leave the last message open instead.
             tokenize: token ids `[B, L]` in place of text, in which an image has one placeholder.
@@ -188,11 +191,17 @@ class ChatInputs:
             "continue_final_message": continue_final_message,
         }
         if tokenize:
-            batch = self(messages, images, videos, **ends)
+            batch = self(messages, images, videos, tools=tools, **ends)
             return batch if return_dict else batch["input_ids"]
         if return_dict:
             raise ValueError("return_dict needs tokenize=True: text alone is not a batch")
-        texts = [prompt_text(each, **ends) for each in _parsed(messages, images, videos)]
+        texts = []
+        for conversation in _parsed(messages, images, videos, tools):
+            own = self.own_template_for(conversation)
+            row = conversation.row.to_dict()
+            texts.append(
+                prompt_text(conversation, **ends) if own is None else own.text(row, **ends)
+            )
         return texts if _are_several(messages) else texts[0]
 
     @explains({"clean_up_tokenization_spaces": Foreign("text is not changed")}, "decode")
@@ -210,6 +219,7 @@ class ChatInputs:
         *,
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
+        with_labels: bool = False,
         with_pixels: bool = True,
     ) -> dict[str, np.ndarray]:
         """A sample, see `encode_sample` and `outline_sample`."""
@@ -240,12 +250,14 @@ class ChatInputs:
         if own is None:
             chat = self.template.encode(conversation, num_image_tokens, video_prompts, **ends)
         else:
-            chat = own.encode(row, num_image_tokens, video_prompts, **ends)
-        return {
-            "input_ids": np.array(chat.input_ids, dtype=np.int64),
-            "labels": np.array(chat.labels, dtype=np.int64),
-            **visual,
-        }
+            has_labels = with_labels and not conversation.row.train_on_prompt
+            chat = own.encode(row, num_image_tokens, video_prompts, **ends, has_labels=has_labels)
+        ids = np.array(chat.input_ids, dtype=np.int64)
+        labels = np.array(chat.labels, dtype=np.int64)
+        if with_labels and conversation.row.train_on_prompt:
+            pads = [self.template.ids[pad] for pad in (IMAGE_PAD, VIDEO_PAD)]
+            labels = np.where(np.isin(ids, pads), IGNORED_LABEL, ids)
+        return {"input_ids": ids, "labels": labels, **visual}
 
     def own_template_for(self, conversation: Conversation) -> TemplateEncoder | None:
         """The checkpoint's template; None where the built-in one does the same faster, or there is
@@ -311,7 +323,9 @@ def _are_several(messages: Messages) -> bool:
     return not (messages and isinstance(messages[0], Mapping))
 
 
-def _parsed(messages: Messages, images: Any, videos: Any) -> list[Conversation]:
+def _parsed(
+    messages: Messages, images: Any, videos: Any, tools: Sequence[Any] | None
+) -> list[Conversation]:
     """Conversations with their images and videos.
 
     Raises:
@@ -332,6 +346,13 @@ def _parsed(messages: Messages, images: Any, videos: Any) -> list[Conversation]:
                 "per conversation (empty where it has none)"
             )
     return [
-        parse_record({"messages": each, "images": list(own or ()), "videos": list(clips or ())})
+        parse_record(
+            {
+                "messages": each,
+                "images": list(own or ()),
+                "videos": list(clips or ()),
+                "tools": tools,
+            }
+        )
         for each, own, clips in zip(batch, *media.values(), strict=True)
     ]

@@ -103,7 +103,7 @@ class Conversation:
     def is_plain(self) -> bool:
         """Whether there is nothing but texts, images and videos of users and the assistant."""
         row = self.row
-        if row.tools or row.chat_template_kwargs or row.train_on_prompt:
+        if row.tools or row.chat_template_kwargs:
             return False
         own = {"tool_calls", "reasoning_content"}
         return not any(own & each.keys() or each["role"] == "tool" for each in row.messages)

@@ -17,8 +17,7 @@ from pydantic import Field
 
 from paddle_vl.data.video_reader import (
     MIN_FRAMES,
-    VideoFile,
-    VideoFrames,
+    AnyVideo,
     VideoSource,
     frame_rate,
     open_video,
@@ -190,7 +189,7 @@ class VideoProcessor(VisionProcessor):
 
     def _chosen(
         self, source: VideoSource
-    ) -> tuple[VideoFrames | VideoFile, np.ndarray, list[float]]:
+    ) -> tuple[AnyVideo, np.ndarray, list[float]]:
         """A video, the numbers of its sampled frames, and the timestamps of its patches."""
         video = open_video(source)
         fps = frame_rate(video)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
+from paddle_vl.data.formats.row_settings import BOX_TOKENS
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.vlm.inputs.collate import IGNORED_LABEL
 from paddle_vl.families.vlm.inputs.tokenizer import EncodedChat, VideoPrompt
@@ -54,7 +55,15 @@ class TemplateEncoder:
         special = {str(token.content) for token in added if token.special}
         special |= {settings.media.image, settings.media.video}
         ends = filter(None, map(tokenizer.id_to_token, settings.end_token_ids))
-        self._special, self._ends = _any_of(special), _any_of({*special, *ends})
+        # Rows have been searched for tokens of boxes that their writer did not mean.
+        of_boxes = {name for pair in BOX_TOKENS.values() for name in pair}
+        self._forbidden, self._ends = _any_of(special - of_boxes), _any_of({*special, *ends})
+
+    def description(self) -> list[Any]:
+        """What the ids of a row depend on, beside the row and the tokenizer; JSON values."""
+        renderer, settings = self._renderer, self._settings
+        sources = [renderer.source, renderer.tools_source, renderer.marked_source]
+        return [sources, dict(renderer.variables), str(renderer.now), settings.earlier_reasoning]
 
     def rows(self, row: Row) -> list[Row]:
         """The rows to encode: for `split` one up to each learned answer, else this one."""
@@ -73,6 +82,7 @@ class TemplateEncoder:
         *,
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
+        has_labels: bool = True,
     ) -> EncodedChat:
         """Ids and labels of a row; of a prompt no token is learned.
 
@@ -82,33 +92,40 @@ class TemplateEncoder:
             videos: prompt of every video, in reading order.
             add_generation_prompt: end with the start of an answer: the row is a prompt.
             continue_final_message: leave the last message open: the row is a prompt.
+            has_labels: False for no labels of a row that is no prompt either.
 
         Raises:
             BadSampleError: a text contains a special token; the template fails, loses a part of
                 the row, or does not show what is learned; or nothing is.
         """
         chat = Chat.from_row(row)
-        if forged := self._special.search(chat.all_text()):
+        if forged := self._forbidden.search(chat.all_text()):
             raise BadSampleError(
                 "special_token",
                 f"the row contains the special token {forged.group()}, which would act as a "
                 "control token; remove or rewrite it",
             )
-        whole = self._renderer.render_chat(
-            chat,
-            add_generation_prompt=add_generation_prompt,
-            reasoning_may_go=self._settings.earlier_reasoning != "refuse",
-        )
-        text, spans, is_prompt = whole.rendered.text, [], add_generation_prompt
-        if continue_final_message:
-            text, is_prompt = self._left_open(whole), True
-        elif not is_prompt:
-            spans = self._learned_spans(whole)
+        whole = self._rendered(chat, add_generation_prompt)
+        is_prompt = add_generation_prompt or continue_final_message or not has_labels
+        text = self._left_open(whole) if continue_final_message else whole.rendered.text
+        spans = [] if is_prompt else self._learned_spans(whole)
         encoded = self._media.encode(text, spans, chat.media(), num_image_tokens, videos)
         if not is_prompt and all(label == IGNORED_LABEL for label in encoded.labels):
             reason = "no token of the row is learned; an answer with text and loss: true is needed"
             raise BadSampleError("no_target", reason)
         return encoded
+
+    def text(self, row: Row, add_generation_prompt: bool, continue_final_message: bool) -> str:
+        """The text of a row, one placeholder per image or video; see `encode`."""
+        whole = self._rendered(Chat.from_row(row), add_generation_prompt)
+        return self._left_open(whole) if continue_final_message else whole.rendered.text
+
+    def _rendered(self, chat: Chat, add_generation_prompt: bool) -> RenderedChat:
+        return self._renderer.render_chat(
+            chat,
+            add_generation_prompt=add_generation_prompt,
+            reasoning_may_go=self._settings.earlier_reasoning != "refuse",
+        )
 
     def _learned_spans(self, whole: RenderedChat) -> list[Span]:
         chat, messages, (text, marks) = whole
