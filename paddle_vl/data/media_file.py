@@ -105,7 +105,7 @@ def media_source(
     """
     if what == "image" and isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")
-    if isinstance(value, bytes) and value:
+    if what == "image" and isinstance(value, bytes) and value:
         return value
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         others = " or an image's bytes are" if what == "image" else " is"

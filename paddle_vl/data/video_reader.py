@@ -103,7 +103,7 @@ class FrameFiles:
         return (np.asarray(load_rgb(self.files[index])) for index in indices)
 
 
-VideoSource = str | os.PathLike | bytes | VideoFrames | FrameFiles | np.ndarray
+VideoSource = str | os.PathLike | VideoFrames | FrameFiles | np.ndarray
 
 
 def open_video(source: VideoSource) -> "VideoFrames | FrameFiles | VideoFile":

@@ -153,9 +153,10 @@ class RowReader:
         def size(source: Any) -> tuple[int, int]:
             return upright_size(_opened("image", source, folder))
 
-        row = to_canonical(row, replace(self.settings, image_size=size), format=self.format)
-        messages = [_with_sources(message, folder) for message in row.messages]
-        return Conversation(replace(row, messages=messages))
+        settings = replace(self.settings, image_size=size)
+        canonical = to_canonical(row, settings, format=self.format)
+        messages = [_with_sources(message, folder) for message in canonical.messages]
+        return Conversation(replace(canonical, messages=messages))
 
 
 def parse_line(line: bytes, directory: Path, allow_outside: bool = True) -> Conversation:

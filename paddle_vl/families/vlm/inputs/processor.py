@@ -237,7 +237,7 @@ class VLProcessor(ChatInputs):
     def fingerprint(self) -> str:
         """Hash of the tokenizer, of the settings of the image and video processors, and of a chat
         template that differs from the built-in one."""
-        settings = [self.image_processor.to_dict(), self.video_processor.to_dict()]
+        settings: list[Any] = [self.image_processor.to_dict(), self.video_processor.to_dict()]
         if self.own_template is not None and not self.renders_as_built_in:
             settings.append(self.own_template.description())
         content = self.tokenizer.to_json() + json.dumps(settings, sort_keys=True)

@@ -187,9 +187,7 @@ class VideoProcessor(VisionProcessor):
         of_time = self.temporal_patch_size
         return smart_resize_video(num_frames, height, width, factor, *budget, of_time)
 
-    def _chosen(
-        self, source: VideoSource
-    ) -> tuple[AnyVideo, np.ndarray, list[float]]:
+    def _chosen(self, source: VideoSource) -> tuple[AnyVideo, np.ndarray, list[float]]:
         """A video, the numbers of its sampled frames, and the timestamps of its patches."""
         video = open_video(source)
         fps = frame_rate(video)

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.data.media_file import load_rgb
+from paddle_vl.data.video_reader import open_video
 from paddle_vl.families.vlm.inputs.conversation import ImagePart, parse_line, parse_record
 from tests.single_card_tests.families.qwen3_vl.chat_builders import (
     question,
@@ -71,6 +73,23 @@ def test_absolute_paths_file_urls_and_images_in_memory_are_taken_as_they_are():
     assert parse_record({"messages": [user([part])]}).images[0] is array
 
 
+def test_media_without_a_tag_come_before_the_first_question():
+    record = question("Which?", images=["a.png", "b.png"])
+    parts = parse_record(record, HERE).turns[0].parts
+    assert parts == (ImagePart("/data/a.png"), ImagePart("/data/b.png"), "Which?")
+
+
+def test_a_video_of_frames_has_the_rate_at_which_they_were_sampled(tmp_path):
+    for name in ("1.png", "2.png", "3.png"):
+        random_image(8, 8).save(tmp_path / name)
+    record = question("<video>", videos=[["1.png", "2.png", "3.png"]])
+    (source,) = parse_record(record, tmp_path).videos
+    video = open_video(source)
+    assert (video.num_frames, video.fps) == (3, 2.0)
+    (frame,) = video.frames([2])
+    np.testing.assert_array_equal(frame, load_rgb(tmp_path / "3.png"))
+
+
 def test_other_entries_of_the_record_are_kept():
     assert parse_record(question(task="single", images=[])).extra == {"task": "single"}
 
@@ -84,11 +103,10 @@ BAD_RECORDS = {
         ({"messages": [{"role": "user"}]}, "message 1 has no 'content'"),
         ({"messages": [user("a"), {"content": "b"}]}, "message 2 has no 'role'"),
         ({"messages": [user(3)]}, "content of type int"),
-        ({"messages": [user([{"type": "audio"}])]}, "message 1 has the part"),
-        (question("<image>", images="a.png"), "'images' must be a list"),
+        ({"messages": [user([{"type": "smell"}])]}, "message 1 has the part"),
+        (question("<image>", images=3), "'images' must be a list"),
         (question("<image>", images=[{"bytes": 1}]), "is not a path"),
-        (question("<video>", videos="a.mp4"), "'videos' must be a list"),
-        (question("<video>", videos=[["1.jpg", "2.jpg"]]), "video source .* is not a path"),
+        (question("<video>", videos=[{"bytes": None}]), "video source .* is not a path"),
     ],
     "unknown_role": [
         ({"messages": [{"role": "bot", "content": "a"}]}, "role 'bot'; use one of system"),
@@ -99,17 +117,18 @@ BAD_RECORDS = {
     ],
     "tag_count": [
         (question("<image>", images=[]), "1 image place.* but 0 entries"),
-        (question("none", images=["a.png", "b.png"]), "0 image place.* but 2 entries"),
+        (question("<video>", images=["a.png"], videos=["b.mp4"]), "0 image place.* but 1 entries"),
         (question("<image><video>", images=["a.png", "b.mp4"]), "1 image place.* but 2 entries"),
         (question("<video><video>", videos=["a.mp4"]), "2 video place.* but 1 entries"),
         (question("a", "<image>", images=["a.png"]), "message 2 has role 'assistant' and a part"),
         (question("a", "<video>", videos=["a.mp4"]), "2 has role 'assistant' .*<video> tag"),
     ],
     "unsupported": [
-        (question("<video>", videos=["https://x.org/a.mp4"]), "video .* is not a file"),
         (question([{"type": "video", "video": "a.mp4", "fps": 1}]), "fps.*set data.video_fps"),
+    ],
+    "remote": [
+        (question("<video>", videos=["https://x.org/a.mp4"]), "video .* is not a file"),
         (question("<image>", images=["https://x.org/a.png"]), "is not a file"),
-        (question(tools=[{"name": "f"}]), "'tools' is not supported"),
     ],
 }
 

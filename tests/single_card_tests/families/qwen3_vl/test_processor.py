@@ -293,37 +293,41 @@ def test_files_of_the_checkpoint_are_carried_along(tmp_path):
     own = {"chat_template.json": '{"chat_template": "own"}', "tokenizer_config.json": "{}"}
     for name, text in own.items():
         (source / name).write_text(text)
-    with pytest.warns(UserWarning, match=r"chat_template\.json is not used and is none"):
-        VLProcessor.from_pretrained(source).save_pretrained(target)
+    VLProcessor.from_pretrained(source).save_pretrained(target)
     assert {name: (target / name).read_text() for name in own} == own
     assert not (target / "chat_template.jinja").exists()
 
 
-@pytest.mark.parametrize(
-    ("template", "warning"),
-    [
-        ("{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}",
-         "opens every answer with <think>"),
-        ("You are a helpful assistant.", "adds a default system message"),
-        ("{{ messages }}", r"chat_template\.jinja is not used and is none that is known to equal"),
-    ],
-)  # fmt: skip
-def test_checkpoint_with_another_template_is_warned_of(tmp_path, template, warning):
+def test_another_template_of_the_checkpoint_renders_its_rows(tmp_path):
     PROCESSOR.save_pretrained(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(template)
-    with pytest.warns(UserWarning, match=warning):
-        VLProcessor.from_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    processor = VLProcessor.from_pretrained(tmp_path)
+    assert processor.apply_chat_template([user("Hi")]) == "[user]Hi<|im_end|>"
+    batch = processor([user("Hi"), assistant("Yes")], labels=True)
+    (ids,), (labels,) = batch["input_ids"], batch["labels"]
+    assert processor.decode(ids, False) == "[user]Hi<|im_end|>[assistant]Yes<|im_end|>"
+    assert processor.decode(labels[labels != -100], False) == "Yes<|im_end|>"
 
 
-@pytest.mark.filterwarnings("error")
-def test_own_template_is_not_warned_of(tmp_path, recwarn):
+def test_what_only_a_template_renders_is_refused_without_one(tmp_path):
     PROCESSOR.save_pretrained(tmp_path)
-    VLProcessor.from_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    processor = VLProcessor.from_pretrained(tmp_path)
+    thought = {"role": "assistant", "content": "Yes", "reasoning_content": "Hm."}
+    with pytest.raises(BadSampleError, match=r"chat_template\.jinja"):
+        processor([user("Hi"), thought], labels=True)
+
+
+def test_a_template_equal_to_the_built_in_one_is_known(tmp_path):
+    PROCESSOR.save_pretrained(tmp_path)
+    assert VLProcessor.from_pretrained(tmp_path).renders_as_built_in
     # As Git or an editor may write it.
     file = tmp_path / "chat_template.jinja"
     file.write_bytes(file.read_bytes().replace(b"\n", b"\r\n") + b"\r\n")
-    VLProcessor.from_pretrained(tmp_path)
-    assert [str(warning.message) for warning in recwarn] == []
+    assert VLProcessor.from_pretrained(tmp_path).renders_as_built_in
 
 
 def test_bad_image_is_refused_as_in_training():
