@@ -41,7 +41,7 @@ SOURCE_KEYS = {
 }
 _PART_KEYS = {
     "text": ("type", "text"),
-    "image": ("type", *SOURCE_KEYS["image"], "detail"),
+    "image": ("type", *SOURCE_KEYS["image"]),
     "video": ("type", *SOURCE_KEYS["video"]),
     "tool_use": ("type", "id", "name", "input"),
     "tool_result": ("type", "tool_use_id", "content", "is_error"),

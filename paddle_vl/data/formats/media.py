@@ -126,7 +126,8 @@ def _read(value: Any, kind: str) -> Any:
         return [_read(frame, "image") for frame in value]
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
-    if is_empty(value) or isinstance(value, int | float | list | tuple | Mapping) or value == b"":
+    is_nothing = is_empty(value) or (isinstance(value, bytes) and not value)
+    if is_nothing or isinstance(value, int | float | list | tuple | Mapping):
         others = " or an image's bytes are" if kind == "image" else " or a list of frames is"
         raise BadSampleError(
             "missing_key", f"{where} {brief(value)!r} is not a path; a file name{others} needed"

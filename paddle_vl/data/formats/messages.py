@@ -100,6 +100,49 @@ def canonical_row(
 
 def _drafts(message: Any, where: str, has_objects: bool) -> Iterator[Draft]:
     """The message; of Anthropic's also the answers of tools in it."""
+    message, role = _checked(message, where)
+    content = message.get("content", "")
+    draft = Draft(role, [], where, _targets(message, role, where))
+    if message["role"] in tool_calls.CALL_ROLES:
+        thought, call = tool_calls.split_thought(content)
+        draft.calls, draft.call_ids = tool_calls.read_calls(call, where)
+        content = [{"type": "text", "text": thought}]
+    elif role == "tool":
+        draft.call_ids = [tool_calls.call_id(message.get("tool_call_id"), where)]
+        draft.name = message.get("name") or None
+        content = content if _has_parts(content) else json_text(content, where)
+    if isinstance(content, str):
+        draft.parts = split_tags(content, where, has_objects)
+    elif isinstance(content, list | tuple):
+        for part in content:
+            if isinstance(part, Mapping) and part.get("type") == "tool_result" and role == "user":
+                yield from [draft] if draft.parts else []
+                yield _answer(part, where)
+                draft = Draft(role, [], where)
+            else:
+                _add_part(draft, part, where)
+        if content and not draft.parts and role == "user":
+            return
+    else:
+        raise BadSampleError(
+            "missing_key",
+            f"{where} has content of type {type(content).__name__}; a string or list is needed",
+        )
+    if not is_empty(message.get("tool_calls")):
+        _add_calls(draft, message["tool_calls"])
+    draft.reasoning = _reasoning(message, draft)
+    kinds = [part["type"] for part in draft.parts if part["type"] in MEDIA]
+    if role == "assistant" and kinds:
+        raise BadSampleError(
+            "tag_count",
+            f"{where} has role 'assistant' and a part of type {kinds[0]} (or an <{kinds[0]}> tag); "
+            "the model answers in text only: move it to a user or system message",
+        )
+    yield draft
+
+
+def _checked(message: Any, where: str) -> tuple[dict[str, Any], str]:
+    """A message without null values, and its canonical role."""
     if not isinstance(message, Mapping):
         raise BadSampleError(
             "missing_key", f"{where} is a {type(message).__name__}; a JSON object is needed"
@@ -117,47 +160,8 @@ def _drafts(message: Any, where: str, has_objects: bool) -> Iterator[Draft]:
             f"{where} has role {brief(name)!r}; use one of system, user, assistant, tool"
             + ("; write it as 'system'" if name == "developer" else ""),
         )
-    role, content = _ROLES[name], message.get("content", "")
-    check_message_keys(message, role, where)
-    draft = Draft(role, [], where, _targets(message, role, where))
-    if name in tool_calls.CALL_ROLES:
-        thought, content = tool_calls.split_thought(content)
-        draft.parts = [{"type": "text", "text": thought}]
-        draft.calls, draft.call_ids = tool_calls.read_calls(content, where)
-        content = ""
-    elif role == "tool":
-        draft.call_ids = [tool_calls.call_id(message.get("tool_call_id"), where)]
-        draft.name = message.get("name") or None
-        content = content if _has_parts(content) else json_text(content, where)
-    if isinstance(content, str):
-        draft.parts += split_tags(content, where, has_objects)
-    elif isinstance(content, list | tuple):
-        for part in content:
-            if isinstance(part, Mapping) and part.get("type") == "tool_result" and role == "user":
-                yield from [draft] if draft.parts else []
-                yield _answer(part, where)
-                draft = Draft(role, [], where)
-            else:
-                _add_part(draft, part, where)
-        if not draft.parts and role == "user" and content:
-            return
-    else:
-        raise BadSampleError(
-            "missing_key",
-            f"{where} has content of type {type(content).__name__}; a string or list is needed",
-        )
-    if not is_empty(message.get("tool_calls")):
-        calls, ids = tool_calls.read_calls(message["tool_calls"], where)
-        draft.calls, draft.call_ids = draft.calls + calls, draft.call_ids + ids
-    draft.reasoning = _reasoning(message, draft)
-    kinds = [part["type"] for part in draft.parts if part["type"] in MEDIA]
-    if role == "assistant" and kinds:
-        raise BadSampleError(
-            "tag_count",
-            f"{where} has role 'assistant' and a part of type {kinds[0]} (or an <{kinds[0]}> tag); "
-            "the model answers in text only: move it to a user or system message",
-        )
-    yield draft
+    check_message_keys(message, _ROLES[name], where)
+    return message, _ROLES[name]
 
 
 def _has_parts(content: Any) -> bool:
@@ -175,23 +179,25 @@ def _add_part(draft: Draft, part: Any, where: str) -> None:
     kind = _PART_TYPES.get(given) if isinstance(given, str) else None
     if kind in MEDIA:
         check_part_keys(part, kind, where)
-        draft.parts.append(media_part(part, kind, where))
-        return
+        return draft.parts.append(media_part(part, kind, where))
     if kind == "text" and isinstance(part.get("text"), str):
         check_part_keys(part, kind, where)
-        draft.parts.append({"type": "text", "text": part["text"]})
-        return
+        return draft.parts.append({"type": "text", "text": part["text"]})
     if kind == "tool_use" and draft.role == "assistant":
         check_part_keys(part, kind, where)
         call = {"id": part.get("id"), "name": part.get("name"), "arguments": part.get("input")}
-        calls, ids = tool_calls.read_calls(call, where)
-        draft.calls, draft.call_ids = draft.calls + calls, draft.call_ids + ids
-        return
+        return _add_calls(draft, call)
     raise BadSampleError(
         "unsupported" if given in _REFUSED_PARTS else "missing_key",
         f"{where} has the part {brief(part)}; use {{'type': 'text', 'text': ...}}, "
         "{'type': 'image', ...} or {'type': 'video', ...}",
     )
+
+
+def _add_calls(draft: Draft, value: Any) -> None:
+    calls, ids = tool_calls.read_calls(value, draft.where)
+    draft.calls += calls
+    draft.call_ids += ids
 
 
 def _answer(block: Mapping[str, Any], where: str) -> Draft:

@@ -48,5 +48,5 @@ def to_canonical(
         name = fitting_format(row, format)
         return canonical_row(_READERS[name](row), settings, name, name in _NEEDS_TAGS)
     except BadSampleError as error:
-        read_as = f"a row of format {name}: " if name else "a row of no known format: "
+        read_as = f"a row of format {name}: " if name else ""
         raise BadSampleError(error.kind, read_as + error.reason) from error

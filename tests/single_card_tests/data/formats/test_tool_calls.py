@@ -1,0 +1,132 @@
+"""Tools in all spellings.
+
+Guarantees: calls, answers and definitions of every spelling give one form; answers stand in the
+order of the calls; calls and answers without each other, and what is no JSON, are refused.
+"""
+
+import json
+
+import pytest
+
+from paddle_vl.data.formats.reader import to_canonical
+from paddle_vl.data.jsonl import BadSampleError
+from tests.single_card_tests.data.formats.rows import CALL, flat, said
+
+BARE = {"name": "tide", "description": "d", "parameters": {"type": "object"}}
+ARGUMENTS = CALL["function"]
+END = {"role": "assistant", "content": "done"}
+
+
+def called(*messages, **entries):
+    return {"messages": [{"role": "user", "content": "q"}, *messages, END], **entries}
+
+
+def of_openai(call, **answer):
+    return (
+        {"role": "assistant", "tool_calls": call if isinstance(call, list) else [call]},
+        {"role": "tool", "content": "1", **answer},
+    )
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        of_openai(CALL),
+        of_openai({"id": "c", "function": {"name": "tide", "arguments": '{"harbour": "Kiel"}'}}),
+        of_openai(ARGUMENTS, name="tide", tool_call_id="c"),
+        tuple(said(("function_call", json.dumps(ARGUMENTS)), ("observation", "1"))["messages"]),
+        tuple(said(("function", [ARGUMENTS]), ("function_response", "1"))["messages"]),
+        (
+            {"role": "assistant", "content": [
+                {"type": "tool_use", "id": "c", "name": "tide", "input": {"harbour": "Kiel"}}]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "c", "content": "1"}]},
+        ),
+    ],
+)  # fmt: skip
+def test_every_spelling_gives_one_form(messages):
+    row = to_canonical(called(*messages)).messages
+    assert row[1] == {"role": "assistant", "content": [], "tool_calls": [CALL], "loss": True}
+    assert row[2] == {"role": "tool", "content": [{"type": "text", "text": "1"}]}
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        [BARE], json.dumps([BARE]), [{"type": "function", "function": BARE}], [json.dumps(BARE)],
+        [{"name": "tide", "description": "d", "input_schema": {"type": "object"}}],
+    ],
+)  # fmt: skip
+def test_every_definition_gives_the_wrapped_form(tools):
+    row = called(*of_openai(CALL), tools=tools)
+    assert to_canonical(row).tools == [{"type": "function", "function": BARE}]
+
+
+def numbered(number):
+    return {"id": f"c{number}", "name": f"f{number}", "arguments": {}}
+
+
+def test_answers_are_put_in_the_order_of_the_calls():
+    answers = [{"role": "tool", "content": f"{n}", "tool_call_id": f"c{n}"} for n in (2, 1)]
+    assistant = {"role": "assistant", "tool_calls": [numbered(1), numbered(2)]}
+    row = called(assistant, *answers)
+    assert flat(row)[2:4] == [("tool", "1"), ("tool", "2")]
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [({"m": None}, '{"m": null}'), (["ä"], '["\\u00e4"]'), (1.5, "1.5"), ("x", "x")],
+)
+def test_an_answer_may_be_any_json_value(content, text):
+    assert flat(called(*of_openai(CALL, content=content)))[2] == ("tool", text)
+
+
+def test_an_answer_may_show_an_image():
+    block = {"type": "tool_result", "content": [
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "UE5H"}},
+        {"type": "text", "text": "seen"}]}  # fmt: skip
+    row = called(of_openai(CALL)[0], {"role": "user", "content": [block, block["content"][1]]})
+    assert flat(row)[2:4] == [("tool", b"PNG", "seen"), ("user", "seen")]
+
+
+def test_a_thought_before_a_call_is_its_text():
+    call = f"<think>\nAsk.\n</think>\n{json.dumps(ARGUMENTS)}"
+    row = called(*said(("tool_call", call), ("tool", "1"))["messages"])
+    assert flat(row)[1] == ("assistant", "<think>\nAsk.\n</think>")
+
+
+REFUSED = {
+    "bad_order": [
+        called({"role": "tool", "content": "1"}),
+        called(*of_openai(CALL), {"role": "tool", "content": "2"}),
+    ],
+    "bad_tool_call": [
+        called(*of_openai(CALL), tools=[{**BARE, "name": "moon"}]),
+        called(*of_openai({"name": "tide"})),
+        called(*of_openai({"name": "tide", "arguments": "[1]"})),
+        called(*of_openai({"name": "tide", "arguments": '{"a": 1, "a": 2}'})),
+        called(*of_openai({**CALL, "type": "custom"})),
+        called(*of_openai([numbered(1), numbered(1)])),
+        called(*of_openai(numbered(1), tool_call_id="c9")),
+        called(*of_openai(numbered(1), name="f9")),
+        called(*of_openai(CALL, tool_call_id=["c"])),
+        called({"role": "tool_call", "content": "tide(Kiel)"}),
+    ],
+    "unknown_key": [called(*of_openai({**CALL, "index": 0}))],
+    "bad_tools": [
+        called(*of_openai(CALL), tools=tools)
+        for tools in ("no json", {"name": "tide"}, [BARE, BARE], [{"type": "web"}], ["x"], [{}])
+    ],
+    "unsupported": [
+        called({"role": "user", "content": [{"type": "tool_result", "is_error": True}]})
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"), [(kind, row) for kind, rows in REFUSED.items() for row in rows]
+)
+def test_what_is_no_call_answer_or_definition_is_refused(kind, row):
+    with pytest.raises(BadSampleError) as info:
+        to_canonical(row)
+    assert info.value.kind == kind, info.value
