@@ -76,10 +76,9 @@ def hub_name(
     """
     prefix = _PREFIX.match(text)
     name, _, own_revision = text[prefix.end() if prefix else 0 :].partition("@")
-    is_name = _NAME.fullmatch(name) is not None and ".." not in name
+    is_name = _NAME.fullmatch(name) is not None
     if prefix is None:
-        is_here = Path(text).exists() or Path(text.partition("/")[0]).is_dir()
-        if not is_name or is_here:
+        if not is_name or Path(text).exists() or Path(text.partition("/")[0]).is_dir():
             return None
         chosen: Any = hub or os.environ.get(HUB_VARIABLE, "huggingface")
     else:

@@ -113,6 +113,17 @@ def test_needed_files_are_fetched_as_the_hubs_own_client_does(
 
 
 @HUBS
+def test_code_and_pickles_are_never_fetched(hub, name):
+    assert content(local_folder(name, patterns=["*"])) == needed(hub)
+
+
+def test_of_a_data_set_all_is_fetched_but_code(hub, tmp_path):
+    folder = local_folder("org/tiny", kind="dataset")
+    assert folder == tmp_path / f"hf/datasets--org--tiny/snapshots/{COMMIT}"
+    assert content(folder) == needed(hub) | {"model.bin": hub.files["model.bin"]}
+
+
+@HUBS
 def test_offline_a_complete_folder_needs_no_request_and_another_is_refused(hub, name, monkeypatch):
     folder = local_folder(name, patterns=["*.json"])
     monkeypatch.setenv("PADDLE_VL_OFFLINE", "1")
