@@ -18,8 +18,7 @@ def add_download(subparsers: argparse._SubParsersAction) -> None:
         download,
         "download a model or a data set from a hub",
         "Download the needed files of a model, or a data set, into the hub's cache, and print the "
-        "folder. Settings and options for a model's folder take its name, too, and download what "
-        "is missing. docs/hubs.md lists the variables of the environment.",
+        "folder. Settings and options for a model's folder take its name, too: see docs/hubs.md.",
         "example:\n  paddle-vl download Qwen/Qwen3-VL-2B-Instruct --out models/qwen3-vl-2b",
     )
     add_value(parser, "name", "NAME", _NAME)
@@ -32,8 +31,7 @@ def add_download(subparsers: argparse._SubParsersAction) -> None:
 
 def download(options: argparse.Namespace) -> int:
     """Print the folder."""
-    from paddle_vl.files.hub import local_folder
-    from paddle_vl.files.hub_names import hub_name
+    from paddle_vl.files.hub import hub_name, local_folder
 
     kind = "dataset" if options.dataset else "model"
     chosen = {"revision": options.revision, "hub": options.hub, "kind": kind}
@@ -68,7 +66,7 @@ def add_upload(subparsers: argparse._SubParsersAction) -> None:
 def upload(options: argparse.Namespace) -> int:
     """Print the address of the commit."""
     from paddle_vl.files import huggingface
-    from paddle_vl.files.hub_names import hub_name
+    from paddle_vl.files.hub import hub_name
     from paddle_vl.train.checkpoint import OPTIMIZER_STEM, STATE_FILE, model_folder
 
     name = hub_name(options.name, revision=options.revision)

@@ -1,23 +1,19 @@
 """Models and data sets of Hugging Face, through huggingface_hub (the extra `hub`).
 
-The variables HF_ENDPOINT, HF_HOME, HF_HUB_CACHE, HF_TOKEN, HF_HUB_OFFLINE and HF_HUB_ETAG_TIMEOUT
-are read at every call; huggingface_hub itself reads most of them once, when it is imported.
+The variables HF_ENDPOINT, HF_HOME, HF_HUB_CACHE, HF_TOKEN and HF_HUB_ETAG_TIMEOUT are read at every
+call; huggingface_hub itself reads most of them once, when it is imported.
 """
 
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from paddle_vl.files.hub_names import HubName, is_on
+if TYPE_CHECKING:
+    from paddle_vl.files.hub import HubName
 
 _CONNECTION = "is the machine online, and is HF_ENDPOINT right?"
-
-
-def is_offline() -> bool:
-    """Whether the hub's own variables forbid requests."""
-    return is_on("HF_HUB_OFFLINE") or is_on("TRANSFORMERS_OFFLINE")
 
 
 def cache_folder() -> Path:
@@ -28,7 +24,7 @@ def cache_folder() -> Path:
 
 
 def fetched(
-    name: HubName, allowed: Sequence[str], never: Sequence[str], *, is_offline: bool
+    name: "HubName", allowed: Sequence[str], never: Sequence[str], *, is_offline: bool
 ) -> Path:
     """The folder in the cache, with all files that match `allowed` and not `never`.
 
@@ -36,15 +32,13 @@ def fetched(
         RuntimeError: huggingface_hub is missing; or there is no such model or revision, it is
             gated, it has no such file, the hub cannot be reached, or the cache is incomplete.
     """
-    hub = _client()
+    api = _api()
     with _explained(name, is_offline):
-        folder = hub.snapshot_download(
+        folder = api.snapshot_download(
             name.name,
             repo_type=name.kind,
             revision=name.revision,
             cache_dir=cache_folder(),
-            endpoint=os.environ.get("HF_ENDPOINT") or None,
-            token=os.environ.get("HF_TOKEN") or None,
             etag_timeout=float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or 10),
             local_files_only=is_offline,
             allow_patterns=list(allowed),
@@ -55,7 +49,7 @@ def fetched(
     return Path(folder)
 
 
-def upload(folder: Path, name: HubName, private: bool, never: Sequence[str]) -> str:
+def upload(folder: Path, name: "HubName", private: bool, never: Sequence[str]) -> str:
     """Commit a folder to a model's repository; repository and branch are made where there is none.
 
     Args:
@@ -68,8 +62,7 @@ def upload(folder: Path, name: HubName, private: bool, never: Sequence[str]) -> 
     Raises:
         RuntimeError: the repository is public against `private`, or as in `fetched`.
     """
-    endpoint, token = (os.environ.get(each) or None for each in ("HF_ENDPOINT", "HF_TOKEN"))
-    api = _client().HfApi(endpoint=endpoint, token=token)
+    api = _api()
     with _explained(name):
         api.create_repo(name.name, private=private or None, exist_ok=True)
         if private and not api.model_info(name.name).private:
@@ -85,7 +78,7 @@ def upload(folder: Path, name: HubName, private: bool, never: Sequence[str]) -> 
     return commit.commit_url
 
 
-def _client() -> ModuleType:
+def _api() -> Any:
     try:
         import huggingface_hub
     except ImportError as error:
@@ -93,11 +86,12 @@ def _client() -> ModuleType:
             "Hugging Face needs the package huggingface_hub, which is not installed: pip install "
             "'paddle-vl[hub]', or give a local folder"
         ) from error
-    return huggingface_hub
+    endpoint, token = (os.environ.get(each) or None for each in ("HF_ENDPOINT", "HF_TOKEN"))
+    return huggingface_hub.HfApi(endpoint=endpoint, token=token)
 
 
 @contextmanager
-def _explained(name: HubName, is_offline: bool = False) -> Iterator[None]:
+def _explained(name: "HubName", is_offline: bool = False) -> Iterator[None]:
     """Say of the errors of huggingface_hub what to do; those of the disk pass unchanged."""
     from huggingface_hub import errors
 

@@ -13,18 +13,21 @@ import hashlib
 import json
 import logging
 import os
+import ssl
 from collections.abc import Sequence
 from fnmatch import fnmatch
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path, PurePosixPath
 from time import sleep
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.error import HTTPError, URLError
 from urllib.parse import quote, urlencode
 from urllib.request import Request, urlopen
 
-from paddle_vl.files.hub_names import HubName
 from paddle_vl.files.text_file import parse_json_object, read_json_object, write_text
+
+if TYPE_CHECKING:
+    from paddle_vl.files.hub import HubName
 
 logger = logging.getLogger(__name__)
 _ENDPOINT = "https://www.modelscope.cn"
@@ -32,17 +35,13 @@ _ENDPOINT = "https://www.modelscope.cn"
 _LONGEST_LISTING = 3000
 _ATTEMPTS, _TIMEOUT_S, _BLOCK = 5, 30, 1 << 20
 _LISTING, _LATER = "a listing of ModelScope", "try again later"
-_BROKEN = (URLError, ConnectionError, TimeoutError, HTTPException)
+# Not all of OSError, which a full disk raises too.
+_BROKEN = (URLError, ConnectionError, TimeoutError, ssl.SSLError, HTTPException)
 
 
 class _File(NamedTuple):
     size: int
     sha256: str
-
-
-def is_offline() -> bool:
-    """Whether a variable of ModelScope's forbids requests: it has none."""
-    return False
 
 
 def cache_folder() -> Path:
@@ -51,7 +50,7 @@ def cache_folder() -> Path:
 
 
 def fetched(
-    name: HubName, allowed: Sequence[str], never: Sequence[str], *, is_offline: bool
+    name: "HubName", allowed: Sequence[str], never: Sequence[str], *, is_offline: bool
 ) -> Path:
     """The folder in the cache, with all files that match `allowed` and not `never`.
 
@@ -75,18 +74,24 @@ def fetched(
     chosen = {path for path in listing if any(fnmatch(path, each) for each in allowed)}
     chosen = {path for path in chosen if not any(fnmatch(path, each) for each in never)}
     known = {path for path in listing if checked.get(path) == listing[path]}
-    absent = [path for path in chosen if not _is_there(folder / path, listing[path], path in known)]
+
+    def is_there(path: str) -> bool:
+        file, (size, sha256) = folder / path, listing[path]
+        has_size = file.is_file() and file.stat().st_size == size
+        return has_size and (path in known or _sha256(file) == sha256)
+
+    absent = sorted(path for path in chosen if not is_there(path))
     if is_offline and not absent and folder.is_dir():
         # Without a listing ModelScope's client has filled the folder.
         return folder
     if is_offline:
         raise RuntimeError(
-            f"{name}: {', '.join(sorted(absent)) or 'it'} is not in the cache ({folder}), and "
-            "requests are turned off: download it first, as by `paddle-vl download`"
+            f"{name}: {', '.join(absent) or 'it'} is not in the cache ({folder}), and requests are "
+            "turned off: download it first, as by `paddle-vl download`"
         )
     if not chosen:
         raise RuntimeError(f"{name} has no file {', '.join(allowed)}: choose another")
-    for path in sorted(absent):
+    for path in absent:
         logger.info("downloading %s of %s (%d MiB)", path, name, listing[path].size >> 20)
         query = urlencode({"Revision": revision, "FilePath": path})
         part = home / "parts" / listing[path].sha256
@@ -101,49 +106,46 @@ def fetched(
     return folder
 
 
-def _api(name: HubName) -> str:
+def _api(name: "HubName") -> str:
     endpoint = os.environ.get("MODELSCOPE_ENDPOINT") or _ENDPOINT
     return f"{endpoint.rstrip('/')}/api/v1/models/{quote(name.name)}/repo"
 
 
-def _request(address: str) -> Request:
-    request = Request(address)
+def _opened(address: str, start: int = 0) -> HTTPResponse:
+    """The answer to a GET, of a file from a byte on."""
+    request = Request(address, headers={"Range": f"bytes={start}-"} if start else {})
     if token := os.environ.get("MODELSCOPE_API_TOKEN"):
         # Not for the other hosts that requests for large files are redirected to.
         request.add_unredirected_header("Authorization", f"Bearer {token}")
         request.add_unredirected_header("Cookie", f"m_session_id={token}")
-    return request
+    return urlopen(request, timeout=_TIMEOUT_S)
 
 
-def _listed(name: HubName, revision: str) -> dict[str, _File]:
+def _listed(name: "HubName", revision: str) -> dict[str, _File]:
     address = f"{_api(name)}/files?" + urlencode({"Revision": revision, "Recursive": True})
     try:
-        with urlopen(_request(address), timeout=_TIMEOUT_S) as answer:
+        with _opened(address) as answer:
             content = answer.read()
     except _BROKEN as error:
         raise _explained(str(name), error) from error
     values = parse_json_object(content, Path(address), _LISTING, _LATER)
     try:
-        files = [file for file in values["Data"]["Files"] if file["Type"] == "blob"]
+        entries = values["Data"]["Files"]
+        files = [file for file in entries if file["Type"] == "blob"]
         listing = {file["Path"]: _File(int(file["Size"]), file["Sha256"]) for file in files}
-        are_files = all(
-            not path.startswith("/") and ".." not in PurePosixPath(path).parts for path in listing
-        ) and all(len(bytes.fromhex(file.sha256)) == 32 for file in listing.values())
+        for path, file in listing.items():
+            is_outside = path.startswith("/") or ".." in PurePosixPath(path).parts
+            if is_outside or len(bytes.fromhex(file.sha256)) != 32:
+                raise ValueError(f"the path {path!r:.80} or its hash {file.sha256!r:.80}")
     except (KeyError, TypeError, ValueError) as error:
         reason = f"{error!r}; it says {values.get('Message')!r:.200}"
         raise RuntimeError(f"{name}: the answer is not {_LISTING}: {reason}; {_LATER}") from error
-    if not are_files or len(values["Data"]["Files"]) >= _LONGEST_LISTING:
+    if len(entries) >= _LONGEST_LISTING:
         raise RuntimeError(
-            f"{name} has strange paths or hashes, or {_LONGEST_LISTING} entries, which may not be "
-            f"all: use ModelScope's client, as by `modelscope download --model {name.name}`"
+            f"{name} may have more than {_LONGEST_LISTING} files, which ModelScope does not list: "
+            f"download it with its client, as by `modelscope download --model {name.name}`"
         )
     return listing
-
-
-def _is_there(path: Path, file: _File, is_checked: bool) -> bool:
-    if not path.is_file() or path.stat().st_size != file.size:
-        return False
-    return is_checked or _sha256(path) == file.sha256
 
 
 def _download(address: str, part: Path, file: _File, what: str) -> None:
@@ -156,14 +158,10 @@ def _download(address: str, part: Path, file: _File, what: str) -> None:
         if failures == _ATTEMPTS:
             raise _explained(f"{what} ends at byte {start} of {file.size}", failure)
         sleep(failures)
-        # A request counts its redirects, so each attempt has its own.
-        request = _request(address)
-        if start:
-            request.add_header("Range", f"bytes={start}-")
         try:
             # A server without ranges answers 200, with the whole file.
             with (
-                urlopen(request, timeout=_TIMEOUT_S) as answer,
+                _opened(address, start) as answer,
                 part.open("ab" if answer.status == 206 else "wb") as stream,
             ):
                 while stream.tell() <= file.size and (block := answer.read(_BLOCK)):

@@ -89,6 +89,7 @@ class _Handler(BaseHTTPRequestHandler):
     def handle_any(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path, files = unquote(urlsplit(self.path).path), self.server.files
+        path = path.replace("/api/datasets/", "/api/models/").replace("/datasets/", "/")
         errors = {"gated": (403, "GatedRepo"), "none": (404, "RepoNotFound")}
         errors["no-such"] = (404, "RevisionNotFound")
         for name, (status, code) in errors.items():

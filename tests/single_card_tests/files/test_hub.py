@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from paddle_vl.files import huggingface, modelscope
-from paddle_vl.files.hub import local_folder, path_or_download
-from paddle_vl.files.hub_names import HubName, hub_name, origins
+from paddle_vl.files.hub import HubName, hub_name, local_folder, origins, path_or_download
 from tests.support.hub_server import COMMIT, HubServer, local_hub
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden/hub/requests.json").read_text())
@@ -114,6 +113,17 @@ def test_needed_files_are_fetched_as_the_hubs_own_client_does(
 
 
 @HUBS
+def test_code_and_pickles_are_never_fetched(hub, name):
+    assert content(local_folder(name, patterns=["*"])) == needed(hub)
+
+
+def test_of_a_data_set_all_is_fetched_but_code(hub, tmp_path):
+    folder = local_folder("org/tiny", kind="dataset")
+    assert folder == tmp_path / f"hf/datasets--org--tiny/snapshots/{COMMIT}"
+    assert content(folder) == needed(hub) | {"model.bin": hub.files["model.bin"]}
+
+
+@HUBS
 def test_offline_a_complete_folder_needs_no_request_and_another_is_refused(hub, name, monkeypatch):
     folder = local_folder(name, patterns=["*.json"])
     monkeypatch.setenv("PADDLE_VL_OFFLINE", "1")
@@ -202,7 +212,7 @@ def test_what_a_hub_cannot_give_is_explained(hub, name, monkeypatch):
     with pytest.raises(RuntimeError, match=r"has no file \*.json"):
         local_folder(name)
     hub.files = {"../x.json": b"{}"}
-    with pytest.raises(RuntimeError, match="strange paths"):
+    with pytest.raises(RuntimeError, match="the path '../x.json' or its hash"):
         local_folder("ms://org/tiny")
     for variable in ("HF_ENDPOINT", "MODELSCOPE_ENDPOINT"):
         monkeypatch.setenv(variable, "http://127.0.0.1:9")
