@@ -255,6 +255,18 @@ def parse_object(line: bytes, needed: str, *, finite: bool = True) -> dict[str, 
     return record
 
 
+def parse_value(text: str) -> Any:
+    """The value of a JSON text within a row, held to the same rules as a line.
+
+    Raises:
+        ValueError: broken JSON, NaN or a number out of range, or a key that occurs twice.
+    """
+    try:
+        return _FINITE.decode(text)
+    except RecursionError as error:
+        raise ValueError("brackets are nested too deep") from error
+
+
 def check_unicode(text: str) -> None:
     """Raise a BadSampleError for half of a surrogate pair, which UTF-8 cannot encode."""
     try:
