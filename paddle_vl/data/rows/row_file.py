@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from paddle_vl.config.row_sources import RowSourceConfig
 from paddle_vl.data.corpus.cache import CacheFolders, LocalCopies
 from paddle_vl.data.corpus.opener import ShardOpener, Shards, open_shards
 from paddle_vl.data.corpus.shard import Shard
@@ -107,6 +108,30 @@ def open_rows(
         return rows
     with rows.at_place(0):
         return replace(rows, recognised=recognised, format=recognised(first))
+
+
+def open_source(
+    source: RowSourceConfig,
+    *,
+    fetch: Callable[[str], Path] = Path,
+    opener: ShardOpener | None = None,
+    recognised: Recognised | None = None,
+) -> RowFile:
+    """Open the rows of a source, see `open_rows`.
+
+    Args:
+        fetch: gives the local path of the source's path, which may be a data set on a hub.
+    """
+    splits = (
+        [source.split] if source.split is None or isinstance(source.split, str) else source.split
+    )
+    return open_rows(
+        fetch(source.path) / (source.folder or ""),
+        splits=splits,
+        subsets=source.subsets or [None],
+        opener=opener,
+        recognised=recognised,
+    )
 
 
 def _is_columns(row: Mapping[str, Any]) -> bool:
