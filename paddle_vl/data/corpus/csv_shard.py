@@ -6,7 +6,6 @@ or object in JSON; empty ones are absent.
 
 import csv
 import io
-import json
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +16,7 @@ from xxhash import xxh3_64_intdigest
 
 from paddle_vl.data.corpus.offset_index import Offsets, whole_file
 from paddle_vl.data.corpus.shard import Row, TextShard
-from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.data.jsonl import BadSampleError, parse_value
 
 _MEDIA = ("image", "images", "video", "videos")
 # The package's own limit of a cell is 128 KiB; the limit here is data.max_line_bytes.
@@ -117,7 +116,7 @@ def _media(name: str, cell: str) -> object:
     if not cell.lstrip().startswith(("[", "{")):
         return cell
     try:
-        return json.loads(cell)
+        return parse_value(cell)
     except ValueError as error:
         raise BadSampleError(
             "broken_json", f"the cell of column {name!r} is neither a path nor JSON: {error}"

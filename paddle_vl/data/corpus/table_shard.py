@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paddle_vl.data.corpus.shard import BINARY_PER_TEXT, Row, Shard, check_row_size
-from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.data.jsonl import BadSampleError, parse_value
 
 _PIECE = 1 << 22
 _METADATA = b"huggingface"
@@ -103,7 +103,7 @@ def _by_feature(value: Any, feature: Any) -> Any:
     kind = feature.get("_type") if isinstance(feature, dict) else None
     if kind == "Json" and isinstance(value, str):
         try:
-            return json.loads(value)
+            return parse_value(value)
         except ValueError as error:
             raise BadSampleError(
                 "broken_json", f"a column of type Json has no JSON ({error}): write it again"

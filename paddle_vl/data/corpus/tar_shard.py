@@ -35,6 +35,7 @@ _CONVERSATIONS = ("messages", "conversations", "conversation")
 _BOM = b"\xef\xbb\xbf"
 # Long names and other headers of a member; tarfile would believe any size.
 _LONGEST_HEADER = 1 << 20
+_USUAL = Fields()
 # What tarfile raises for damaged archives.
 _BROKEN = (OSError, tarfile.TarError, EOFError, ValueError, ArithmeticError, RecursionError)
 # Two empty blocks end an archive.
@@ -49,7 +50,7 @@ class TarShard(IndexedShard):
         fields: members of a sample that are no row or image by their extension alone.
     """
 
-    fields: Fields = Fields()
+    fields: Fields = _USUAL
 
     @classmethod
     def opened(
@@ -183,11 +184,15 @@ def _row(members: Mapping[str, bytes], fields: Fields) -> dict[str, Any]:
 
 def _row_of(member: bytes) -> dict[str, Any]:
     """The row in a member: an object, a list of messages, or JSON text of one of them."""
-    # In an object, so that the same rules hold for lists.
-    value = parse_object(b'{"messages":%b}' % member.removeprefix(_BOM), "messages")["messages"]
-    if isinstance(value, str):
-        value = parse_object(b'{"messages":%b}' % value.encode(), "messages")["messages"]
-    return value if isinstance(value, dict) else {"messages": value}
+    member = member.removeprefix(_BOM).strip()
+    if not member.startswith((b"[", b'"')):
+        return parse_object(member, "a document's entries")
+    # In an object, so that the same rules hold.
+    row = parse_object(b'{"messages":%b}' % member, "messages")
+    if len(row) > 1:
+        raise BadSampleError("broken_json", "broken JSON: the member has more than one value")
+    value = row["messages"]
+    return _row_of(value.encode()) if isinstance(value, str) else row
 
 
 def _with_members(value: Any, named: Callable[[Any], Any]) -> Any:
