@@ -137,6 +137,20 @@ def file_size(path: str | os.PathLike, what: str) -> int:
     raise BadSampleError(f"missing_{what}", f"{what} file {shown(os.fspath(path))} does not exist")
 
 
+def source_size(source: Any, what: str) -> int:
+    """Size of a source in bytes, of several frames together; 0 for what is not fetched yet and for
+    objects in memory.
+
+    Raises:
+        BadSampleError: as `file_size`.
+    """
+    if isinstance(source, bytes):
+        return len(source)
+    if isinstance(source, str | Path):
+        return file_size(source, what)
+    return sum(source_size(each, "image") for each in getattr(source, "files", ()))
+
+
 ImageSource = str | os.PathLike | bytes | Image.Image | np.ndarray
 
 # A selection: Pillow would run Ghostscript for EPS, and its rare formats are an attack surface.

@@ -4,6 +4,7 @@ Shapes: B conversations, L length, P patches, n images or videos.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -264,6 +265,27 @@ class ChatInputs:
         none."""
         is_same = self.renders_as_built_in and conversation.is_plain
         return None if is_same else self.own_template
+
+    def check_template(self, conversation: Conversation) -> None:
+        """Check that a template renders a conversation.
+
+        Raises:
+            BadSampleError: there is none for its tools or reasoning, or it loses some of them.
+        """
+        if (own := self.own_template_for(conversation)) is None:
+            self.template.check(conversation)
+        else:
+            for each in self.samples_of(conversation):
+                own.text(each.row.to_dict(), False, False)
+
+    def samples_of(self, conversation: Conversation) -> list[Conversation]:
+        """The conversations that training takes one by one: with `earlier_reasoning: split` one up
+        to each learned answer."""
+        own = self.own_template_for(conversation)
+        if own is None:
+            return [conversation]
+        rows = own.rows(conversation.row.to_dict())
+        return [Conversation(replace(conversation.row, messages=row["messages"])) for row in rows]
 
     def _batch(
         self, samples: Sequence[Mapping[str, np.ndarray]], with_labels: bool = False

@@ -1,36 +1,142 @@
-"""Dataset of conversations in JSONL files.
+"""Datasets of conversations: JSONL files, and mixtures of rows in any files.
 
-Opening it reads every line once and checks the JSON, the messages, the tags, and that image and
-video files exist. Faults that need decoding (broken files, extreme sizes, length) show when a
-sample is loaded.
+Of JSONL files every row is read once when they are opened: its format, its messages, and that its
+images and videos exist. Of a mixture the first rows of each source are, so that a million rows
+start in seconds; others are when they are loaded. Faults that need decoding (broken files, extreme
+sizes, length) show when a sample is loaded.
 """
 
 import json
 import logging
 import os
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
+from paddle_vl.config.row_sources import RowSourceConfig, Strategy
+from paddle_vl.data.corpus.opener import ShardOpener
 from paddle_vl.data.formats.keys import unread_keys, unread_note
 from paddle_vl.data.jsonl import (
     MAX_LINE_BYTES,
     BadSampleError,
+    FileContent,
     LineIndex,
     OnBadSample,
+    parse_object,
     sample_at,
 )
-from paddle_vl.data.media_file import file_size
+from paddle_vl.data.media_file import source_size
+from paddle_vl.data.rows.mixture import draws_of
+from paddle_vl.data.rows.row_file import open_source
 from paddle_vl.data.worker_pool import first_time
 from paddle_vl.families.vlm.inputs.collate import IGNORED_LABEL
-from paddle_vl.families.vlm.inputs.conversation import Conversation, parse_line
+from paddle_vl.families.vlm.inputs.conversation import Conversation, RowReader
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 
 logger = logging.getLogger(__name__)
+# Rows of each source of a mixture that are read when it is opened.
+_CHECKED_ROWS = 100
 
 
-class MessagesDataset(LineIndex):
+class ConversationData(ABC):
+    """Samples of conversations, numbered in the order of the rows.
+
+    Attributes:
+        max_length: longest sample in tokens, None for no limit; see `truncate_sample`.
+        splits: whether a row is a sample up to each of its learned answers.
+    """
+
+    max_length: int | None
+    fingerprint: int
+
+    def __init__(self, processor: VLProcessor, max_length: int | None):
+        self.max_length, self._processor = max_length, processor
+        self._samples: np.ndarray | None = None
+
+    @abstractmethod
+    def row_count(self) -> int:
+        """Number of rows."""
+
+    @abstractmethod
+    def row(self, number: int) -> Conversation:
+        """The conversation of a row.
+
+        Raises:
+            BadSampleError: the row cannot be used, with its place.
+        """
+
+    @abstractmethod
+    def row_place(self, number: int) -> str:
+        """Location of a row: `file:line` or the like."""
+
+    def limits(self, number: int) -> tuple[VLProcessor, int | None]:
+        """The processor and the longest sample for a row."""
+        return self._processor, self.max_length
+
+    def __len__(self) -> int:
+        return self.row_count() if self._samples is None else len(self._samples)
+
+    def __getitem__(self, number: int) -> dict[str, np.ndarray]:
+        """A sample of `VLProcessor.encode_sample`, truncated to `max_length`.
+
+        Raises:
+            BadSampleError: the sample cannot be used, as `file:line: reason`.
+            RuntimeError: it has a video file and PyAV is not installed.
+        """
+        return self._encoded(number, VLProcessor.encode_sample)
+
+    def lengths(self, number: int) -> tuple[int, int]:
+        """Tokens and vision tokens of a sample; headers of images and videos are read, no pixels.
+
+        Raises:
+            BadSampleError: the sample cannot be used, as far as headers show it.
+        """
+        ids = self._encoded(number, VLProcessor.outline_sample)["input_ids"]
+        visual = (self._processor.image_token_id, self._processor.video_token_id)
+        return ids.size, int(np.isin(ids, visual).sum())
+
+    def length_settings(self) -> str:
+        """The settings that affect the lengths of samples, as JSON."""
+        return json.dumps([self.max_length, self.fingerprint, self._processor.fingerprint()])
+
+    def conversation(self, number: int) -> Conversation:
+        """The conversation of a sample, with paths of images and videos."""
+        if self._samples is None:
+            return self.row(number)
+        row, answer = self._samples[number]
+        return self._processor.samples_of(self.row(row))[answer]
+
+    def place(self, number: int) -> str:
+        """Location of a sample: `file:line` or the like."""
+        return self.row_place(number if self._samples is None else self._samples[number, 0])
+
+    def split_rows(self) -> None:
+        """Make a sample of each learned answer; reads every row."""
+        samples = []
+        for row in range(self.row_count()):
+            count = len(self._processor.samples_of(self.row(row)))
+            samples += [(row, answer) for answer in range(count)]
+        self._samples = np.array(samples, dtype=np.int64)
+
+    def _encoded(
+        self,
+        number: int,
+        encode: Callable[[VLProcessor, Conversation], dict[str, np.ndarray]],
+    ) -> dict[str, np.ndarray]:
+        row = number if self._samples is None else self._samples[number, 0]
+        processor, longest = self.limits(row)
+        conversation = self.conversation(number)
+        with sample_at(self.place(number)):
+            sample = encode(processor, conversation)
+            return sample if longest is None else truncate_sample(sample, longest, processor)
+
+
+class MessagesDataset(ConversationData, LineIndex):
     """Samples of one or several JSONL files, numbered in file order.
 
     Attributes:
@@ -47,6 +153,7 @@ class MessagesDataset(LineIndex):
         *,
         allow_outside: bool = True,
         max_line_bytes: int = MAX_LINE_BYTES,
+        reader: RowReader | None = None,
     ):
         """Open the files and check every line.
 
@@ -54,71 +161,166 @@ class MessagesDataset(LineIndex):
             max_length: longest sample in tokens, None for no limit; see `truncate_sample`.
             allow_outside: whether images and videos may lie outside their data file's folder.
             max_line_bytes: a longer line is a bad sample.
+            reader: of the rows, in place of one with `allow_outside`.
 
         Raises:
             RuntimeError: a file does not exist.
             BadSampleError: with "fail", the first bad line, as `file:line: reason`.
             ValueError: a file is empty, or no sample of all files is usable.
         """
-        self.max_length = max_length
-        self._processor = processor
-        self._allow_outside = allow_outside
+        ConversationData.__init__(self, processor, max_length)
+        reader = reader or RowReader(allow_outside=allow_outside)
+        # Of each file, with the format of its first row.
+        self._readers = [reader for _ in files]
         # Keys that are not read, of each file.
         self._unread: list[dict[str, None]] = [{} for _ in files]
-        super().__init__([*map(Path, files)], self._check_line, on_bad_sample, max_line_bytes)
+        paths = [*map(Path, files)]
+        LineIndex.__init__(self, paths, self._check_line, on_bad_sample, max_line_bytes)
         for file, keys in zip(self.files, self._unread, strict=True):
-            if (note := unread_note(keys)) and first_time(str(file)):
-                logger.warning("%s: %s", file, note)
+            tell_unread(str(file), keys)
 
-    def __getitem__(self, number: int) -> dict[str, np.ndarray]:
-        """A sample of `VLProcessor.encode_sample`, truncated to `max_length`.
+    def row_count(self) -> int:
+        return len(self.positions_N3)
 
-        Raises:
-            BadSampleError: the sample cannot be used, as `file:line: reason`.
-            RuntimeError: it has a video file and PyAV is not installed.
-        """
-        return self._encoded(number, self._processor.encode_sample)
-
-    def lengths(self, number: int) -> tuple[int, int]:
-        """Tokens and vision tokens of a sample; headers of images and videos are read, no pixels.
-
-        Raises:
-            BadSampleError: the sample cannot be used, as far as headers show it.
-        """
-        ids = self._encoded(number, self._processor.outline_sample)["input_ids"]
-        visual = (self._processor.image_token_id, self._processor.video_token_id)
-        return ids.size, int(np.isin(ids, visual).sum())
-
-    def length_settings(self) -> str:
-        """The settings that affect the lengths of samples, as JSON."""
-        return json.dumps([self.max_length, self.fingerprint, self._processor.fingerprint()])
-
-    def _encoded(
-        self, number: int, encode: Callable[[Conversation], dict[str, np.ndarray]]
-    ) -> dict[str, np.ndarray]:
+    def row(self, number: int) -> Conversation:
         line, file_number = self.line(number)
-        with sample_at(self.place(number)):
-            sample = encode(self._parsed(line, file_number))
-            if self.max_length is None:
-                return sample
-            return truncate_sample(sample, self.max_length, self._processor)
-
-    def conversation(self, number: int) -> Conversation:
-        """The conversation of a sample, with paths of images and videos."""
-        line, file_number = self.line(number)
-        with sample_at(self.place(number)):
+        with sample_at(self.row_place(number)):
             return self._parsed(line, file_number)
 
+    def row_place(self, number: int) -> str:
+        return LineIndex.place(self, number)
+
     def _parsed(self, line: bytes, file_number: int) -> Conversation:
-        return parse_line(line, self.files[file_number].parent, self._allow_outside)
+        folder = self.files[file_number].parent
+        return self._readers[file_number](parse_object(line, "a row"), folder)
 
     def _check_line(self, line: bytes, file_number: int) -> list[int]:
         """Check a line without decoding media; sizes in bytes of the files that it names."""
         conversation = self._parsed(line, file_number)
-        conversation.check_targets()
+        reader = self._readers[file_number]
+        if reader.format is None:
+            self._readers[file_number] = replace(reader, format=conversation.row.format)
         self._unread[file_number].update(dict.fromkeys(unread_keys(conversation.extra)))
-        media = {"image": conversation.images, "video": conversation.videos}
-        return [file_size(source, kind) for kind, sources in media.items() for source in sources]
+        return checked(conversation, self._processor)
+
+
+class RowsDataset(ConversationData):
+    """Samples of a mixture of sources: the rows that it draws, in their order.
+
+    Attributes:
+        skipped: empty; bad rows are found when they are loaded.
+        contents: hashes of every source.
+        positions_fingerprint: as `fingerprint`.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[RowSourceConfig],
+        processor: VLProcessor,
+        max_length: int | None = None,
+        on_bad_sample: OnBadSample = "fail",
+        *,
+        readers: Sequence[RowReader],
+        strategy: Strategy = "concat",
+        seed: int = 0,
+        opener: ShardOpener | None = None,
+        fetch: Callable[[str], Path] = Path,
+    ):
+        """Open the files of the sources, and read their first rows.
+
+        Args:
+            readers: of the rows of each source.
+            strategy, seed: see `paddle_vl.data.rows.mixture.draws_of`.
+            fetch: gives the local path of a source's path.
+
+        Raises:
+            RuntimeError: a file does not exist, or is damaged.
+            BadSampleError: with "fail", one of the first rows cannot be used.
+            ValueError: a source has no rows, or they cannot be mixed.
+        """
+        super().__init__(processor, max_length)
+        self.on_bad_sample: OnBadSample = on_bad_sample
+        self.skipped: Counter[str] = Counter()
+        self._sources = list(sources)
+        self._rows = [open_source(source, fetch=fetch, opener=opener) for source in sources]
+        self._readers = list(readers)
+        self.files = [Path(shard.path) for rows in self._rows for shard in rows.shards]
+        for number in range(len(self._sources)):
+            self._check_source(number)
+        self._draws = draws_of(sources, [len(rows) for rows in self._rows], strategy, seed=seed)
+        self._processors = {
+            source.max_pixels: processor.with_max_pixels(source.max_pixels)
+            for source in sources
+            if source.max_pixels is not None
+        }
+        self.contents = [
+            FileContent(source.label, f"{rows.fingerprint:x}-{rows.sums:x}", "")
+            for source, rows in zip(self._sources, self._rows, strict=True)
+        ]
+        drawn = self._draws.sources.tobytes() + self._draws.rows.tobytes()
+        self.fingerprint = xxh3_64_intdigest(drawn + str(self.contents).encode())
+        self.positions_fingerprint = self.fingerprint
+
+    def row_count(self) -> int:
+        return len(self._draws)
+
+    def row(self, number: int) -> Conversation:
+        return self._read(*self._drawn(number))
+
+    def row_place(self, number: int) -> str:
+        source, row = self._drawn(number)
+        return self._rows[source].place(row)
+
+    def limits(self, number: int) -> tuple[VLProcessor, int | None]:
+        source = self._sources[self._drawn(number)[0]]
+        given = [each for each in (source.max_length, self.max_length) if each is not None]
+        processor = self._processors.get(source.max_pixels, self._processor)
+        return processor, min(given, default=None)
+
+    def _drawn(self, number: int) -> tuple[int, int]:
+        return int(self._draws.sources[number]), int(self._draws.rows[number])
+
+    def _read(self, source: int, row: int) -> Conversation:
+        rows = self._rows[source]
+        found = rows.row(row)
+        with rows.at_place(row):
+            return self._readers[source](found, rows.folder)
+
+    def _check_source(self, source: int) -> None:
+        """Read the first rows of a source; the first good one gives the format of the others."""
+        rows, unread = self._rows[source], {}
+        for row in range(min(len(rows), _CHECKED_ROWS)):
+            try:
+                conversation = self._read(source, row)
+                with rows.at_place(row):
+                    checked(conversation, self._processor)
+            except BadSampleError:
+                if self.on_bad_sample == "fail":
+                    raise
+                continue
+            reader = self._readers[source]
+            if reader.format is None:
+                self._readers[source] = replace(reader, format=conversation.row.format)
+            unread.update(dict.fromkeys(unread_keys(conversation.extra)))
+        tell_unread(self._sources[source].label, unread)
+
+
+def checked(conversation: Conversation, processor: VLProcessor) -> list[int]:
+    """Check a conversation without decoding media; sizes in bytes of the files that it names.
+
+    Raises:
+        BadSampleError: no target, nothing that renders it, or a file that does not exist.
+    """
+    conversation.check_targets()
+    processor.check_template(conversation)
+    media = {"image": conversation.images, "video": conversation.videos}
+    return [source_size(source, kind) for kind, sources in media.items() for source in sources]
+
+
+def tell_unread(name: str, keys: dict[str, None]) -> None:
+    """Warn, once, of the keys of a source that are not read."""
+    if (note := unread_note(keys)) and first_time(name):
+        logger.warning("%s: %s", name, note)
 
 
 def truncate_sample(

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -233,6 +234,12 @@ class VLProcessor(ChatInputs):
         for name, text in files.items():
             (directory / name).parent.mkdir(exist_ok=True)
             write_text(directory / name, text)
+
+    def with_max_pixels(self, max_pixels: int) -> "VLProcessor":
+        """The processor with another area of a resized image at most; pixels."""
+        processor = copy(self)
+        processor.image_processor = self.image_processor.replaced(max_pixels=max_pixels)
+        return processor
 
     def fingerprint(self) -> str:
         """Hash of the tokenizer, of the settings of the image and video processors, and of a chat

@@ -276,13 +276,7 @@ class ChatTemplate:
             BadSampleError: text contains the name of a special token, or there are tools or
                 reasoning, which this template does not render.
         """
-        if not conversation.is_plain:
-            raise BadSampleError(
-                "unsupported",
-                "the conversation has tools, reasoning or template settings, which only a chat "
-                "template of the checkpoint can render, and its folder has none: add its "
-                "chat_template.jinja, or write them into the contents as text",
-            )
+        self.check(conversation)
         chat = EncodedChat([], [])
         images, prompts = iter(num_image_tokens), iter(videos)
         for turn in conversation.turns:
@@ -303,6 +297,17 @@ class ChatTemplate:
         if add_generation_prompt:
             self._add(chat, [self.ids[IM_START], *self.text_ids("assistant\n")])
         return chat
+
+    @staticmethod
+    def check(conversation: Conversation) -> None:
+        """Refuse tools and reasoning, which this template does not render."""
+        if not conversation.is_plain:
+            raise BadSampleError(
+                "unsupported",
+                "the conversation has tools, reasoning or template settings, which only a chat "
+                "template of the checkpoint can render, and its folder has none: add its "
+                "chat_template.jinja, or write them into the contents as text",
+            )
 
     def _runs(
         self, turn: Turn, images: Iterator[int], videos: Iterator[VideoPrompt]
