@@ -109,6 +109,7 @@ REFUSED = {
         (answered(function_call={"name": "a"}), "write it as 'tool_calls'"),
     ],
     "unknown_key": [
+        (chat([{"type": "text", "text": "a", "hue": 1}]), "a part of type text .*'hue'"),
         (answered(los=True), r"message 2 has the unknown key 'los' \(is 'loss' meant\?\)"),
         (chat("<image>", images=[{"path": "a", "fps": 1}]), "a source has the unknown key 'fps'"),
         (said(("tool", "a")) | {"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]},
