@@ -31,7 +31,8 @@ def add_download(subparsers: argparse._SubParsersAction) -> None:
 
 def download(options: argparse.Namespace) -> int:
     """Print the folder."""
-    from paddle_vl.files.hub import hub_name, local_folder
+    from paddle_vl.files.hub import local_folder
+    from paddle_vl.files.hub_names import hub_name
 
     kind = "dataset" if options.dataset else "model"
     chosen = {"revision": options.revision, "hub": options.hub, "kind": kind}
@@ -66,7 +67,7 @@ def add_upload(subparsers: argparse._SubParsersAction) -> None:
 def upload(options: argparse.Namespace) -> int:
     """Print the address of the commit."""
     from paddle_vl.files import huggingface
-    from paddle_vl.files.hub import hub_name
+    from paddle_vl.files.hub_names import hub_name
     from paddle_vl.train.checkpoint import OPTIMIZER_STEM, STATE_FILE, model_folder
 
     name = hub_name(options.name, revision=options.revision)

@@ -8,10 +8,9 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from paddle_vl.files.hub import HubName
+from paddle_vl.files.hub_names import HubName
 
 _CONNECTION = "is the machine online, and is HF_ENDPOINT right?"
 
@@ -24,7 +23,7 @@ def cache_folder() -> Path:
 
 
 def fetched(
-    name: "HubName", allowed: Sequence[str], never: Sequence[str], *, is_offline: bool
+    name: HubName, allowed: Sequence[str], never: Sequence[str], *, is_offline: bool
 ) -> Path:
     """The folder in the cache, with all files that match `allowed` and not `never`.
 
@@ -49,7 +48,7 @@ def fetched(
     return Path(folder)
 
 
-def upload(folder: Path, name: "HubName", private: bool, never: Sequence[str]) -> str:
+def upload(folder: Path, name: HubName, private: bool, never: Sequence[str]) -> str:
     """Commit a folder to a model's repository; repository and branch are made where there is none.
 
     Args:
@@ -91,7 +90,7 @@ def _api() -> Any:
 
 
 @contextmanager
-def _explained(name: "HubName", is_offline: bool = False) -> Iterator[None]:
+def _explained(name: HubName, is_offline: bool = False) -> Iterator[None]:
     """Say of the errors of huggingface_hub what to do; those of the disk pass unchanged."""
     from huggingface_hub import errors
 

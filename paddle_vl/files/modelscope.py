@@ -19,15 +19,13 @@ from fnmatch import fnmatch
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path, PurePosixPath
 from time import sleep
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from urllib.error import HTTPError, URLError
 from urllib.parse import quote, urlencode
 from urllib.request import Request, urlopen
 
+from paddle_vl.files.hub_names import HubName
 from paddle_vl.files.text_file import parse_json_object, read_json_object, write_text
-
-if TYPE_CHECKING:
-    from paddle_vl.files.hub import HubName
 
 logger = logging.getLogger(__name__)
 _ENDPOINT = "https://www.modelscope.cn"
@@ -50,7 +48,7 @@ def cache_folder() -> Path:
 
 
 def fetched(
-    name: "HubName", allowed: Sequence[str], never: Sequence[str], *, is_offline: bool
+    name: HubName, allowed: Sequence[str], never: Sequence[str], *, is_offline: bool
 ) -> Path:
     """The folder in the cache, with all files that match `allowed` and not `never`.
 
@@ -106,7 +104,7 @@ def fetched(
     return folder
 
 
-def _api(name: "HubName") -> str:
+def _api(name: HubName) -> str:
     endpoint = os.environ.get("MODELSCOPE_ENDPOINT") or _ENDPOINT
     return f"{endpoint.rstrip('/')}/api/v1/models/{quote(name.name)}/repo"
 
@@ -121,7 +119,7 @@ def _opened(address: str, start: int = 0) -> HTTPResponse:
     return urlopen(request, timeout=_TIMEOUT_S)
 
 
-def _listed(name: "HubName", revision: str) -> dict[str, _File]:
+def _listed(name: HubName, revision: str) -> dict[str, _File]:
     address = f"{_api(name)}/files?" + urlencode({"Revision": revision, "Recursive": True})
     try:
         with _opened(address) as answer:

@@ -29,7 +29,7 @@ import paddle
 
 from paddle_vl.config.family_settings import settings_classes
 from paddle_vl.config.schema import RunConfig
-from paddle_vl.files.hub import origins
+from paddle_vl.files.hub_names import origins
 from paddle_vl.files.text_file import write_text
 from paddle_vl.parallel.fleet_strategy import effective_options, fleet_strategy
 from paddle_vl.parallel.launcher import COMMAND_VARIABLE

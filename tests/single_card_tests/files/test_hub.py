@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from paddle_vl.files import huggingface, modelscope
-from paddle_vl.files.hub import HubName, hub_name, local_folder, origins, path_or_download
+from paddle_vl.files.hub import local_folder, path_or_download
+from paddle_vl.files.hub_names import HubName, hub_name, origins
 from tests.support.hub_server import COMMIT, HubServer, local_hub
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden/hub/requests.json").read_text())
