@@ -9,7 +9,7 @@ import io
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -30,16 +30,23 @@ class CsvShard(TextShard):
 
     @classmethod
     def offsets_of_text(cls, path: Path) -> Offsets:
-        starts, begin = [], 0
         csv.field_size_limit(_LONGEST_CELL)
+        starts, begin, at = [], 0, 0
         with path.open("rb") as file:
-            lines = _Lines(file)
-            records = csv.reader(lines, delimiter=cls.delimiter, strict=True)
+
+            def lines() -> Iterator[str]:
+                nonlocal at
+                for line in file:
+                    at += len(line)
+                    # What the parser looks for is the same in UTF-8.
+                    yield line.decode("latin-1")
+
+            records = csv.reader(lines(), delimiter=cls.delimiter, strict=True)
             try:
                 for cells in records:
                     if cells:
                         starts.append(begin)
-                    begin = lines.at
+                    begin = at
             except csv.Error as error:
                 raise ValueError(f"line {records.line_num} is broken: {error}") from error
         offsets = np.array([*starts[1:], begin], dtype=np.uint64)
@@ -63,7 +70,7 @@ class CsvShard(TextShard):
         return names
 
     def read(self, row: int) -> Row:
-        cells = self._cells(self.text(row))
+        cells = self._cells(self.text(row, b"\r\n"))
         if len(cells) != len(self.header):
             raise BadSampleError(
                 "broken_row",
@@ -95,21 +102,6 @@ class TsvShard(CsvShard):
     """Records with cells between tabs."""
 
     delimiter = "\t"
-
-
-class _Lines:
-    """Lines for the parser, and where the next one begins.
-
-    Bytes stand for characters: those that it looks for are the same in UTF-8.
-    """
-
-    def __init__(self, file: BinaryIO):
-        self._file, self.at = file, 0
-
-    def __iter__(self) -> Iterator[str]:
-        for line in self._file:
-            self.at += len(line)
-            yield line.decode("latin-1")
 
 
 def _media(name: str, cell: str) -> object:

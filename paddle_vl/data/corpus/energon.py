@@ -17,8 +17,9 @@ META = ".nv-meta"
 _ROW_FIELDS = ("conversation", "conversations", "messages", "json")
 _IMAGE_FIELDS = ("image", "images", "img", "imgs")
 _TEXT_FIELDS = {"text": "txt", "caption": "txt"}
-# They say which classes and tags Energon gives the samples, nothing about the files.
-_INERT = ("__module__", "__class__", "sample_type", "subflavor", "subflavors", "__subflavors__")
+# `field_map`, and classes and tags that Energon gives the samples, which say nothing about files.
+_DATASET = ("field_map", "__module__", "__class__", "sample_type", "subflavor", "subflavors")
+_SPLIT = ("split_parts", "exclude")
 _MEMBER = re.compile(r"[\w-]+(\.[\w-]+)*")
 _BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}|\{([^{}]*)\}")
 
@@ -42,30 +43,20 @@ def fields_of(shard: Path) -> Fields:
         RuntimeError: it says something that is not supported here.
     """
     found = (folder / META / "dataset.yaml" for folder in shard.absolute().parents[:2])
-    file = next((each for each in found if each.is_file()), None)
-    if file is None:
+    if (file := next((each for each in found if each.is_file()), None)) is None:
         return Fields()
-    settings = _mapping(file)
-    if unknown := sorted(settings.keys() - {"field_map", *_INERT}):
-        raise RuntimeError(
-            f"{file} has {', '.join(unknown)}, which runs or needs Energon's Python: write the "
-            "samples as rows (.json members), and remove it"
-        )
     row, images = None, []
-    for field, member in (settings.get("field_map") or {}).items():
-        if not isinstance(member, str) or not _MEMBER.fullmatch(member):
-            raise RuntimeError(
-                f"{file}: field {field} is {member!r:.100}; the extension of one member is read, "
-                "such as image.png: write the samples as rows (.json members)"
-            )
-        if field in _ROW_FIELDS and row is None:
+    for field, member in (_settings(file, _DATASET).get("field_map") or {}).items():
+        is_plain = isinstance(member, str) and _MEMBER.fullmatch(member)
+        if is_plain and field in _ROW_FIELDS and row is None:
             row = member.lower()
-        elif field in _IMAGE_FIELDS:
+        elif is_plain and field in _IMAGE_FIELDS:
             images.append(member.lower())
         elif _TEXT_FIELDS.get(field) != member:
             raise RuntimeError(
-                f"{file}: field {field} (member {member}) has no meaning in a row: one of "
-                f"{', '.join((*_ROW_FIELDS, *_IMAGE_FIELDS))} is needed, or text in .txt"
+                f"{file}: field {field} ({member!r:.100}) is not read; {', '.join(_ROW_FIELDS)} and "
+                f"{', '.join(_IMAGE_FIELDS)} can name the extension of one member, such as "
+                "image.png: write the samples as rows (.json members)"
             )
     return Fields(row, tuple(images))
 
@@ -77,31 +68,33 @@ def files_of_split(folder: Path, split: str) -> list[Path]:
     Raises:
         RuntimeError: there is no such split, or it cannot be read.
     """
-    file = folder / META / "split.yaml"
-    if not file.is_file():
+    if not (file := folder / META / "split.yaml").is_file():
         return sorted(folder.rglob("*.tar"))
-    settings = _mapping(file)
+    settings = _settings(file, _SPLIT)
     parts = settings.get("split_parts") or {}
-    if unknown := sorted(settings.keys() - {"split_parts", "exclude"}):
-        raise RuntimeError(
-            f"{file} has {', '.join(unknown)}; only split_parts and exclude are read"
-        )
-    if not isinstance(parts, dict) or split not in parts:
+    if split not in parts:
         raise RuntimeError(f"{file} has no split {split!r}: choose one of {', '.join(parts)}")
-    excluded = {each for text in settings.get("exclude") or [] for each in _expanded(text)}
-    if inside := [each for each in excluded if "/" in each and ".tar/" in each]:
-        raise RuntimeError(f"{file} excludes samples within files ({inside[0]}): remove them there")
     names = [each for text in parts[split] or [] for each in _expanded(text)]
+    excluded = {each for text in settings.get("exclude") or [] for each in _expanded(text)}
+    if inside := [each for each in sorted(excluded) if not each.endswith(".tar")]:
+        raise RuntimeError(
+            f"{file} excludes {inside[0]}, which is no file: remove it from the data"
+        )
     return [folder / each for each in names if each not in excluded]
 
 
-def _mapping(file: Path) -> dict[str, Any]:
+def _settings(file: Path, known: tuple[str, ...]) -> dict[str, Any]:
     try:
         found = yaml.safe_load(read_text(file, "a description of a data set"))
     except yaml.YAMLError as error:
         raise RuntimeError(f"{file} is no YAML ({error}): write it again") from error
     if not isinstance(found, dict):
         raise RuntimeError(f"{file} has a {type(found).__name__}; a mapping is needed")
+    if unknown := sorted(found.keys() - {*known}):
+        raise RuntimeError(
+            f"{file} has {', '.join(unknown)}, which needs Energon's Python: write the samples as "
+            f"rows (.json members), and leave only {', '.join(known)}"
+        )
     return found
 
 
@@ -111,7 +104,9 @@ def _expanded(text: str) -> Iterator[str]:
         yield text
         return
     first, last, names = match.groups()
-    found = names.split(",") if first is None else map(str, range(int(first), int(last) + 1))
+    if names is None:
+        found = [str(each).zfill(len(first)) for each in range(int(first), int(last) + 1)]
+    else:
+        found = names.split(",")
     for each in found:
-        number = each if first is None else each.zfill(len(first))
-        yield from _expanded(text[: match.start()] + number + text[match.end() :])
+        yield from _expanded(text[: match.start()] + each + text[match.end() :])

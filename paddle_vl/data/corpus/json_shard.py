@@ -13,7 +13,7 @@ from xxhash import xxh3_64
 
 from paddle_vl.data.corpus.offset_index import Offsets, SummedReader
 from paddle_vl.data.corpus.shard import JsonlShard, Row, TextShard
-from paddle_vl.data.jsonl import parse_object
+from paddle_vl.data.jsonl import BadSampleError, parse_object
 
 _BLOCK = 1 << 22
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
@@ -33,8 +33,12 @@ class JsonArrayShard(TextShard):
         return value_offsets(path, cls.depth)
 
     def read(self, row: int) -> Row:
-        text = self.text(row).removesuffix(b"]" if row + 1 == self.count else b",")
-        return parse_object(text, "a row's entries")
+        text, end = self.text(row), b"]" if row + 1 == self.count else b","
+        if not text.endswith(end):
+            raise BadSampleError(
+                "broken_json", f"broken JSON: there is no {end.decode()!r} after the row"
+            )
+        return parse_object(text[:-1], "a row's entries")
 
     def place(self, row: int) -> str:
         """The file, the line in which the row begins, and its number."""

@@ -153,14 +153,14 @@ class TextShard(IndexedShard):
             ValueError: its text is damaged.
         """
 
-    def text(self, row: int) -> bytes:
-        """The bytes of a document, without white space around it.
+    def text(self, row: int, around: bytes | None = None) -> bytes:
+        """The bytes of a document, without those of `around`, or white space, at both ends.
 
         Raises:
             BadSampleError: there are more than `max_line_bytes`.
         """
         begin, end = self.index.span(row)
-        text = self.bytes_of(begin, min(end, begin + self.max_line_bytes + 2)).strip()
+        text = self.bytes_of(begin, min(end, begin + self.max_line_bytes + 2)).strip(around)
         check_length(text, self.max_line_bytes)
         return text
 

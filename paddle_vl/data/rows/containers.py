@@ -26,9 +26,9 @@ _SPLIT_WORDS = {
     "val": "validation", "dev": "validation", "test": "test", "testing": "test", "eval": "test",
 }  # fmt: skip
 _REFUSED = {
-    ".txt": "has documents, no conversations: use format: text in data.train of pretraining",
-    ".bin": "has tokens of pretraining: name it as a source of format: text, without a template",
-    ".idx": "has tokens of pretraining: name it as a source of format: text, without a template",
+    ".txt": "has documents, no conversations: write each as a row with its text for pretraining",
+    ".bin": "has tokens of pretraining, no conversations: name it as a source of format: text",
+    ".idx": "has tokens of pretraining, no conversations: name it as a source of format: text",
 }
 
 
@@ -53,14 +53,19 @@ def files_of(path: Path, split: str | None = None, subset: str | None = None) ->
         return [path]
     if not path.is_dir():
         raise RuntimeError(f"there is no data file or folder {path}: check the path")
-    if (path / _SPLITS).is_file():
-        names = read_json_object(path / _SPLITS, "a list of splits").get("splits") or []
-        return files_of(path / _chosen(path, split, names))
-    if (path / _SAVED).is_file():
-        return _saved(path, split)
-    if (path / META).is_dir():
-        return files_of_split(path, split or "train")
-    return _repository(path, split, subset)
+    try:
+        if (path / _SPLITS).is_file():
+            names = read_json_object(path / _SPLITS, "a list of splits")["splits"]
+            return files_of(path / _chosen(path, split, names))
+        if (path / _SAVED).is_file():
+            return _saved(path, split)
+        if (path / META).is_dir():
+            return files_of_split(path, split or "train")
+        return _repository(path, split, subset)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise RuntimeError(
+            f"what folder {path} says about its files cannot be read ({error!r}): name the files"
+        ) from error
 
 
 def _chosen(folder: Path, split: str | None, names: list[str]) -> str:

@@ -1,0 +1,110 @@
+"""Arrow streams, and what Hugging Face's `datasets` says about columns.
+
+Guarantees: rows of a stream are read batch by batch, also in another process; streams that are cut
+off, damaged, compressed or changed are refused; lists of structs and JSON text have the meaning
+that the features give them, in Parquet files too.
+"""
+
+import json
+import pickle
+
+import pyarrow as pa
+import pytest
+from pyarrow import ipc, parquet
+
+from paddle_vl.data.corpus.arrow_shard import _batches
+from paddle_vl.data.jsonl import BadSampleError
+from tests.single_card_tests.data.corpus.corpus_files import opener
+
+ROWS = [{"text": f"row {i}", "images": [{"bytes": bytes([i]), "path": None}]} for i in range(5)]
+
+
+def write_stream(path, table, **options):
+    with path.open("wb") as file, ipc.new_stream(file, table.schema, **options) as stream:
+        stream.write_table(table, max_chunksize=2)
+
+
+def featured(columns, features):
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    return pa.table(columns).replace_schema_metadata(metadata)
+
+
+def test_streams_give_their_rows_and_batches(tmp_path):
+    write_stream(tmp_path / "a.arrow", pa.Table.from_pylist(ROWS))
+    shard = pickle.loads(pickle.dumps(opener()(tmp_path / "a.arrow")))
+    assert shard.groups == (2, 2, 1)
+    assert [shard.read(row) for row in (4, 0, 3, 1, 2)] == [ROWS[row] for row in (4, 0, 3, 1, 2)]
+    assert shard.place(4) == f"{tmp_path / 'a.arrow'}:row 5"
+
+
+@pytest.mark.parametrize("cut", [8, 40, 500])
+def test_streams_that_are_cut_off_are_refused(tmp_path, cut):
+    write_stream(tmp_path / "a.arrow", pa.Table.from_pylist(ROWS))
+    raw = (tmp_path / "a.arrow").read_bytes()
+    (tmp_path / "a.arrow").write_bytes(raw[:-cut])
+    with pytest.raises(RuntimeError, match="no whole Arrow stream"):
+        opener()(tmp_path / "a.arrow")
+
+
+def test_compressed_streams_and_other_files_are_refused(tmp_path):
+    table = pa.table({"text": ["x" * 5000] * 4})
+    write_stream(tmp_path / "a.arrow", table, options=ipc.IpcWriteOptions(compression="zstd"))
+    (tmp_path / "b.arrow").write_bytes(b"ARROW1\0\0" + bytes(100))
+    packed = pa.table({"text": pa.array(["a", "b"]).dictionary_encode()})
+    write_stream(tmp_path / "c.arrow", packed)
+    for name, reason in (("a", "are compressed"), ("b", "no whole"), ("c", "has a dictionary")):
+        with pytest.raises(RuntimeError, match=reason):
+            opener()(tmp_path / f"{name}.arrow")
+
+
+def test_offsets_that_lead_out_of_a_batch_are_bad_samples(tmp_path):
+    write_stream(tmp_path / "a.arrow", pa.table({"text": ["abcd", "efgh"]}))
+    raw = (tmp_path / "a.arrow").read_bytes()
+    offsets = b"".join(each.to_bytes(4, "little") for each in (0, 4, 8))
+    assert raw.count(offsets) == 1
+    lying = b"".join(each.to_bytes(4, "little") for each in (0, 1 << 30, 8))
+    (tmp_path / "a.arrow").write_bytes(raw.replace(offsets, lying))
+    with pytest.raises(BadSampleError, match="record batch 1 cannot be read"):
+        opener()(tmp_path / "a.arrow").read(0)
+
+
+def test_a_stream_that_was_changed_is_refused(tmp_path):
+    write_stream(tmp_path / "a.arrow", pa.Table.from_pylist(ROWS))
+    shard = opener()(tmp_path / "a.arrow")
+    raw = (tmp_path / "a.arrow").read_bytes()
+    (tmp_path / "a.arrow").write_bytes(raw.replace(b"row 4", b"row 5"))
+    _batches.drop((shard.path, shard.sums, 2))
+    with pytest.raises(RuntimeError, match="was changed after it was indexed"):
+        shard.read(4)
+
+
+@pytest.mark.parametrize("kind", ["a.parquet", "a.arrow"])
+def test_columns_mean_what_their_features_say(tmp_path, kind):
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None}]
+    columns = {
+        "messages": [{"role": ["user", "assistant"], "content": ["q", None]}],
+        "tools": ['[{"name": "f"}]'],
+        "plain": ['["text"]'],
+    }
+    value = {"_type": "Value", "dtype": "string"}
+    features = {
+        "messages": {"_type": "Sequence", "feature": {"role": value, "content": value}},
+        "tools": {"_type": "Json"},
+        "plain": value,
+    }
+    table = featured(columns, features)
+    if kind == "a.parquet":
+        parquet.write_table(table, tmp_path / kind)
+    else:
+        write_stream(tmp_path / kind, table)
+    row = opener()(tmp_path / kind).read(0)
+    assert row == {"messages": turns, "tools": [{"name": "f"}], "plain": '["text"]'}
+
+
+def test_columns_that_do_not_fit_their_features_are_bad_samples(tmp_path):
+    columns = {"messages": [{"role": ["user"], "content": ["q", "r"]}], "tools": ["[1"]}
+    sequence = {"messages": {"_type": "Sequence", "feature": {}}}
+    for features, reason in ((sequence, "unequal lengths"), ({"tools": {"_type": "Json"}}, "JSON")):
+        write_stream(tmp_path / "a.arrow", featured(columns, features))
+        with pytest.raises(BadSampleError, match=reason):
+            opener()(tmp_path / "a.arrow").read(0)
