@@ -3,10 +3,11 @@
 import glob
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
+from paddle_vl.config.row_sources import RowFormat, RowSourceConfig
 from paddle_vl.config.section import FilePath, Section
 
 DocumentFormat = Literal["messages", "text", "image_text", "interleaved"]
@@ -72,23 +73,42 @@ def matches(pattern: str) -> list[str]:
     return [file for file in found if f"{file.removesuffix('.bin')}.idx" not in pairs]
 
 
-PATH, SOURCE = "(path)", "(source)"
+PATH, SOURCE, ROWS = "(path)", "(source)", "(rows)"
+# Settings that only sources of rows have.
+_OF_ROWS = RowSourceConfig.model_fields.keys() - SourceConfig.model_fields.keys()
+
+
+def _kind(value: Any) -> str:
+    """Which of the kinds of entries a value is: a source of rows by its format or a setting that
+    only these have."""
+    if isinstance(value, RowSourceConfig):
+        return ROWS
+    if not isinstance(value, dict):
+        return SOURCE if isinstance(value, SourceConfig) else PATH
+    is_of_rows = value.get("format") in set(get_args(RowFormat)) - {"messages"}
+    return ROWS if is_of_rows or _OF_ROWS & value.keys() else SOURCE
 
 
 DataEntry = Annotated[
-    Annotated[FilePath, Tag(PATH)] | Annotated[SourceConfig, Tag(SOURCE)],
-    Discriminator(lambda value: SOURCE if isinstance(value, dict | SourceConfig) else PATH),
+    Annotated[FilePath, Tag(PATH)]
+    | Annotated[SourceConfig, Tag(SOURCE)]
+    | Annotated[RowSourceConfig, Tag(ROWS)],
+    Discriminator(_kind),
 ]
+_ONE = str | dict | SourceConfig | RowSourceConfig
 DataEntries = Annotated[
-    list[DataEntry],
-    BeforeValidator(lambda each: [each] if isinstance(each, str | dict | SourceConfig) else each),
+    list[DataEntry], BeforeValidator(lambda each: [each] if isinstance(each, _ONE) else each)
 ]
 
 
-def has_sources(entries: Sequence[str | SourceConfig]) -> bool:
-    """Whether any entry is a source, or a file that is read as one; paths of JSONL files alone are
-    files of conversations."""
-    return any(isinstance(entry, SourceConfig) or is_container(entry) for entry in entries)
+def has_sources(entries: Sequence[Any]) -> bool:
+    """Whether the entries are a pretraining mix: any is a source of documents, or a pair of token
+    files; other paths are conversations."""
+    return any(
+        isinstance(entry, SourceConfig)
+        or (isinstance(entry, str) and Path(entry).suffix.lower() in TOKEN_SUFFIXES)
+        for entry in entries
+    )
 
 
 def is_container(path: str | Path) -> bool:

@@ -16,9 +16,10 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from paddle_vl.config.bounded_yaml import read_document
-from paddle_vl.config.data_sources import PATH, SOURCE, SourceConfig
+from paddle_vl.config.data_sources import PATH, ROWS, SOURCE, SourceConfig
 from paddle_vl.config.family_settings import Descriptions, Key, own_settings, settings_class_of
 from paddle_vl.config.peer_names import setting_for
+from paddle_vl.config.row_sources import RowSourceConfig
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.config.section import flatten, setting_descriptions
 from paddle_vl.config.validate import rule_problems
@@ -226,6 +227,9 @@ def _message(
     key: Key, items: list[ErrorDetails], run: type[RunConfig], described: Descriptions
 ) -> str:
     name, first = _dotted(key), items[0]
+    if ROWS in first["loc"] and first["type"] in ("extra_forbidden", "missing"):
+        what = "is missing" if first["type"] == "missing" else "is not an entry of a source"
+        return f"{name} {what}; a source of rows has {', '.join(RowSourceConfig.model_fields)}"
     if SOURCE in first["loc"] and first["type"] in ("extra_forbidden", "missing"):
         what = "is missing" if first["type"] == "missing" else "is not an entry of a source"
         return f"{name} {what}; a source has {', '.join(SourceConfig.model_fields)}"

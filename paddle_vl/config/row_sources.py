@@ -15,6 +15,11 @@ STOPPING: dict[str, Strategy] = {
 }
 
 
+RowFormat = Literal[
+    "messages", "sharegpt", "llava", "erniekit", "prompt_completion", "alpaca", "query_response"
+]
+
+
 class RowSourceConfig(Section):
     """One source of rows."""
 
@@ -22,7 +27,7 @@ class RowSourceConfig(Section):
     """a file, a folder of a data set, or a data set on a hub: hf://org/name, ms://org/name"""
     name: Annotated[str, Field(min_length=1)] | None = None
     """name in messages; default: the path"""
-    format: str | None = None
+    format: RowFormat | None = None
     """format of the rows; default: recognised from the first row"""
     columns: dict[str, str] = Field(default={})
     """names of columns in the file and the keys that they stand for; _ hides a column"""

@@ -102,6 +102,10 @@ class DataConfig(Section):
     pin_memory: bool = True
     """on a GPU, copy the next step's batches from pinned memory while the step runs"""
 
+    def names_a_file(self, entry: str) -> bool:
+        """Whether an entry of `train` or `eval` can only be a file."""
+        return True
+
 
 class ProfileConfig(Section):
     """Steps to record with Paddle's profiler."""

@@ -153,7 +153,7 @@ def _absent_files(config: RunConfig) -> Problems:
             if isinstance(entry, SourceConfig):
                 name = f"data.{setting}[{i}].path"
                 files += [(name, pattern, bool(matches(pattern))) for pattern in entry.patterns]
-            else:
+            elif isinstance(entry, str) and data.names_a_file(entry):
                 files.append((f"data.{setting}[{i}]", entry, Path(entry).is_file()))
     others = dict(config.input_files)
     # Without the suffix it is the name of a published size.

@@ -78,6 +78,17 @@ def fetch(address: str, settings: RemoteSettings) -> Path:
     return file
 
 
+@dataclass(frozen=True)
+class RemoteFile:
+    """A path that is fetched when it is first used; errors as of `fetch`."""
+
+    address: str
+    settings: RemoteSettings
+
+    def __fspath__(self) -> str:
+        return str(fetch(self.address, self.settings))
+
+
 def data_uri_bytes(text: str, max_bytes: int) -> bytes:
     """The content of a `data:` URI in base64; its declared type is ignored.
 

@@ -53,7 +53,7 @@ def recognised(row: Any) -> str:
             "ambiguous",
             "'prompt' and 'completion' are plain texts, which TRL continues without a chat "
             "template and ms-swift makes a conversation of: set data.format to query_response for "
-            "a conversation, or to text for documents",
+            "a conversation, or write the file as a source of documents, {path: ..., format: text}",
         )
     if "instruction" in given and given & {"input", "output"}:
         return "alpaca"
@@ -64,8 +64,8 @@ def recognised(row: Any) -> str:
     if "text" in given:
         raise BadSampleError(
             "corpus",
-            "the row has a 'text' and no question: it is a document, which is pretrained on; set "
-            "data.format to text",
+            "the row has a 'text' and no question: it is a document, which is pretrained on; write "
+            "the file as a source of documents, {path: ..., format: text}",
         )
     lacking = "a question and no answer" if is_question else "no 'messages'"
     raise BadSampleError(

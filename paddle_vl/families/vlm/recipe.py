@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -10,7 +11,7 @@ from paddle import Tensor
 
 from paddle_vl.checkpoint.adapter_files import folder_with
 from paddle_vl.checkpoint.safetensors_io import FileWriter
-from paddle_vl.config.data_sources import SourceConfig, has_sources
+from paddle_vl.config.data_sources import has_sources
 from paddle_vl.config.families import EncoderShape, ModelShape
 from paddle_vl.data.corpus.loader import CorpusLoader
 from paddle_vl.data.loader import Packing, PrefetchLoader
@@ -36,8 +37,9 @@ from paddle_vl.families.vlm.colocated import (
 from paddle_vl.families.vlm.evaluation import build_evaluation
 from paddle_vl.families.vlm.inputs.collate import PackedCollator, VLCollator
 from paddle_vl.families.vlm.inputs.corpus import Corpus
-from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
-from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.inputs.dataset import ConversationData
+from paddle_vl.families.vlm.inputs.open_data import open_conversations
+from paddle_vl.families.vlm.inputs.processor import TemplateOptions, VLProcessor
 from paddle_vl.families.vlm.inputs.synthetic import ConversationShapes, write_conversations
 from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer
 from paddle_vl.families.vlm.model import VLForConditionalGeneration
@@ -88,12 +90,21 @@ class VLRecipe(Family):
             "video_max_pixels": data.video_max_pixels,
         }
         try:
-            self.processor = VLProcessor.from_pretrained(folder, **limits)
+            options = TemplateOptions(
+                data.chat_template_kwargs, data.earlier_reasoning, data.template_date
+            )
+            self.processor = VLProcessor.from_pretrained(folder, **limits, template=options)
         except ValueError as error:
             given = [f"data.{name} {value}" for name, value in limits.items() if value]
             if not given:
                 raise
             raise ValueError(f"{folder} with {', '.join(given)}: {error}") from error
+        own = self.processor.own_template
+        if own is not None and own.prints_date and data.template_date is None:
+            raise ValueError(
+                f"the chat template in {folder} prints today's date, so that a resumed run would "
+                f"learn other texts: set data.template_date={datetime.now():%Y-%m-%d}"
+            )
         self.pad_to_multiple_of = data.pad_to_multiple_of
         self.train_data = self._corpus(data.train) or self._dataset(data.train)
         self._eval_corpus = self._corpus(data.eval)
@@ -176,7 +187,7 @@ class VLRecipe(Family):
 
     def train_loader(self, collator: Collator, ranks: RankInfo) -> "PrefetchLoader | CorpusLoader":
         train = self.config.train
-        if not isinstance(self.train_data, MessagesDataset):
+        if not isinstance(self.train_data, ConversationData):
             size = train.per_device_train_batch_size
             rows = cast(VLCollator, collator)
             return self.train_data.train_loader(rows, size, ranks.data_rank, ranks.data_size)
@@ -266,23 +277,14 @@ class VLRecipe(Family):
         from_base = self.checkpoint is None or self.config.model.lora is not None
         return self.config.model.pretrained if from_base else self.checkpoint
 
-    def _corpus(self, entries: Sequence[str | SourceConfig]) -> "Corpus | None":
+    def _corpus(self, entries: Sequence[Any]) -> "Corpus | None":
         """The sources of a mix; None for plain files of conversations."""
         if not has_sources(entries):
             return None
         return Corpus.opened(entries, self.config.data, self.processor, self.config.train.seed)
 
-    def _dataset(self, entries: Sequence[str | SourceConfig]) -> MessagesDataset:
-        data = self.config.data
-        files = [entry for entry in entries if isinstance(entry, str)]
-        return MessagesDataset(
-            files,
-            self.processor,
-            data.max_length,
-            data.on_bad_sample,
-            allow_outside=data.allow_outside,
-            max_line_bytes=data.max_line_bytes,
-        )
+    def _dataset(self, entries: Sequence[Any]) -> ConversationData:
+        return open_conversations(entries, self.config.data, self.processor, self.config.train.seed)
 
 
 def model_shape(config: Any) -> ModelShape:

@@ -1,13 +1,16 @@
 """Settings of a run that trains a Qwen3-VL, beyond those of every run. Read without Paddle."""
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from paddle_vl.config.data_sources import DataEntries, SourceConfig, has_sources
 from paddle_vl.config.parallel_settings import ParallelConfig, ReservedRows
 from paddle_vl.config.patterns import misspelt_groups
+from paddle_vl.config.row_sources import RowFormat, RowSourceConfig, Strategy
 from paddle_vl.config.schema import DataConfig, LoRAConfig, ModelConfig, RunConfig
 from paddle_vl.config.section import FilePath, OnlyWith
 
@@ -34,10 +37,41 @@ class VLDataConfig(DataConfig):
     """Conversations or a mix of sources, and how samples become batches."""
 
     train: DataEntries = Field(default=[])
-    """JSONL files of conversations, or the sources of a pretraining mix; a path of Parquet, .tar,
-    .gz or .zst files is a source of conversations"""
+    """conversations: files of any kind, data sets on a hub (hf://org/name) or names of
+    data.dataset_info, with #500 or %50 behind them for some of the rows, or sources with settings
+    of their own, see docs/data.md; or a pretraining mix, see docs/pretraining_data.md"""
     eval: DataEntries = Field(default=[])
     """data for the evaluation loss; entries as in data.train"""
+    format: RowFormat | None = None
+    """format of the rows of conversations; default: recognised from the first row of each file"""
+    dataset_info: FilePath | None = None
+    """a dataset_info.json of LLaMA-Factory or ms-swift, whose names data.train and data.eval use"""
+    mix_strategy: Strategy = "concat"
+    """how rows of several sources of conversations follow one another before they are shuffled:
+    one source after the other, or interleaved until the first, the last (others repeated) or each
+    (every row once) is used up"""
+    boxes: Literal["json", "markers"] = "json"
+    """how boxes of rows' objects are written: [x1, y1, x2, y2], or between <|box_start|> markers"""
+    clip_boxes: bool = False
+    """move boxes that are partly outside of their image to its edge, instead of refusing them"""
+    special_tokens: list[Literal["box", "object_ref"]] = Field(default=[])
+    """special tokens that texts of rows may contain: box, object_ref"""
+    earlier_reasoning: Literal["refuse", "drop", "split"] = "refuse"
+    """where the chat template leaves reasoning of earlier answers out: refuse the row, drop the
+    reasoning, or make a sample of each learned answer (reads all rows at the start)"""
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+    """variables of the checkpoint's chat template, such as enable_thinking; a row's own win"""
+    template_date: date | None = None
+    """the day that a chat template shows which prints today's; needed for such templates, so that a
+    resumed run learns the same"""
+    allow_remote: bool = False
+    """fetch images and videos of http(s) addresses, each once, into data.cache"""
+    remote_hosts: list[str] = Field(default=[])
+    """hosts that may be fetched from though their addresses are private"""
+    remote_max_bytes: Annotated[int, Field(ge=1)] = 1 << 26
+    """largest file that is fetched"""
+    remote_timeout_s: Annotated[float, Field(gt=0, le=86400)] = 30.0
+    """longest time for one fetched file"""
     temperature: Annotated[float | None, Field(ge=1, le=1000)] = None
     """of sources without weights: draw documents of a source in proportion to its number of
     documents to the power of 1 / temperature; default: 1, every document equally often"""
@@ -77,6 +111,10 @@ class VLDataConfig(DataConfig):
     """side on which shorter samples of a batch are padded"""
     pad_to_multiple_of: Annotated[int, Field(ge=1, le=1 << 22)] = 1
     """pad batches to a multiple of this many tokens"""
+
+    def names_a_file(self, entry: str) -> bool:
+        is_name = self.dataset_info is not None or Path(entry).is_dir()
+        return not is_name and not any(mark in entry for mark in ("#", "%", ",", "::", "://"))
 
 
 class VLParallelConfig(ParallelConfig):
@@ -154,6 +192,15 @@ class VLRun(RunConfig):
 
     def _source_problems(self) -> Iterator[str]:
         data = self.data
+        for setting in ("train", "eval"):
+            entries = getattr(data, setting)
+            rows = [i for i, each in enumerate(entries) if isinstance(each, RowSourceConfig)]
+            if rows and has_sources(entries):
+                yield (
+                    f"data.{setting}[{rows[0]}] is a source of conversations for fine-tuning, by "
+                    "its format or its settings, and others are sources of a pretraining mix: give "
+                    "all of them a format of conversations, or none"
+                )
         if not has_sources(data.train):
             if data.temperature is not None:
                 yield (
@@ -194,8 +241,8 @@ class VLRun(RunConfig):
         if train.num_train_epochs is not None:
             yield (
                 f"train.num_train_epochs is {train.num_train_epochs} but data.train is a mix of "
-                "sources (any file but plain JSONL is one), whose length in tokens is known only "
-                "when they are read: set train.max_steps or train.max_tokens instead"
+                "sources, whose length in tokens is known only when they are read: set "
+                "train.max_steps or train.max_tokens instead"
             )
 
     def _packing_problems(self) -> Iterator[str]:

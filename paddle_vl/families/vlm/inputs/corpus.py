@@ -22,6 +22,7 @@ from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.packing import RowBudget
 from paddle_vl.families.vlm.inputs.collate import PackedCollator, VLCollator
 from paddle_vl.families.vlm.inputs.documents import DocumentEncoder
+from paddle_vl.families.vlm.inputs.open_data import row_reader
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.settings import VLDataConfig
 
@@ -148,7 +149,7 @@ class Corpus:
 
 def _encoder(processor: VLProcessor, data: VLDataConfig, source: SourceConfig) -> DocumentEncoder:
     longest = min(data.max_length, row_budget(data).tokens)
-    return DocumentEncoder(processor, source, longest, data.allow_outside)
+    return DocumentEncoder(processor, source, longest, row_reader(data, processor))
 
 
 def row_budget(data: VLDataConfig) -> RowBudget:

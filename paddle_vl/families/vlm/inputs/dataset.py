@@ -52,6 +52,8 @@ class ConversationData(ABC):
     """
 
     max_length: int | None
+    on_bad_sample: OnBadSample
+    skipped: Counter[str]
     fingerprint: int
 
     def __init__(self, processor: VLProcessor, max_length: int | None):
@@ -274,7 +276,7 @@ class RowsDataset(ConversationData):
     def limits(self, number: int) -> tuple[VLProcessor, int | None]:
         source = self._sources[self._drawn(number)[0]]
         given = [each for each in (source.max_length, self.max_length) if each is not None]
-        processor = self._processors.get(source.max_pixels, self._processor)
+        processor = self._processors.get(source.max_pixels or 0, self._processor)
         return processor, min(given, default=None)
 
     def _drawn(self, number: int) -> tuple[int, int]:

@@ -20,7 +20,7 @@ Shapes: L tokens, n images.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from paddle_vl.data.formats.keys import unread_keys, unread_note
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import ImageSource, MediaFolder, brief, media_source
 from paddle_vl.families.vlm.inputs.collate import IGNORED_LABEL
-from paddle_vl.families.vlm.inputs.conversation import Conversation, ImagePart, parse_record
+from paddle_vl.families.vlm.inputs.conversation import Conversation, ImagePart, RowReader
 from paddle_vl.families.vlm.inputs.dataset import truncate_sample
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.inputs.tokenizer import IMAGE_PAD
@@ -103,13 +103,13 @@ class DocumentEncoder:
     Attributes:
         source: format, targets and columns.
         max_length: longest conversation, in tokens; longer ones are cut at the right.
-        allow_outside: whether images may lie outside their data file's folder.
+        reader: of conversations; its rules for paths hold for other documents too.
     """
 
     processor: VLProcessor
     source: SourceConfig
     max_length: int
-    allow_outside: bool = True
+    reader: RowReader = field(default_factory=RowReader)
 
     def __call__(self, row: Mapping[str, Any], folder: Path) -> EncodedDocument:
         """The document of a row.
@@ -131,13 +131,14 @@ class DocumentEncoder:
         if TOKENS in row:
             return self._of_tokens(row[TOKENS], row.get(MASK))
         if kind == "messages":
-            conversation = parse_record(row, folder, self.allow_outside)
+            conversation = self.reader(row, folder)
             if self.source.targets in (None, "answers"):
                 conversation.check_targets()
             document = ConversationDocument(self, conversation)
             document.note = unread_note(unread_keys(conversation.extra))
             return document
-        parts = parts_of(row, kind, MediaFolder(folder, self.allow_outside))
+        rules = MediaFolder(folder, self.reader.allow_outside, self.reader.remote)
+        parts = parts_of(row, kind, rules)
         images = [part.source for part in parts if isinstance(part, ImagePart)]
         counts: list[int] = []
         if images:

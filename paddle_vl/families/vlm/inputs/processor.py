@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import date, datetime, time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,12 +64,12 @@ class TemplateOptions:
     Attributes:
         variables: variables of the template (`enable_thinking`), which those of a row replace.
         earlier_reasoning: see `paddle_vl.families.vlm.templates.encoding.TemplateSettings`.
-        date: what `strftime_now` shows.
+        day: what `strftime_now` shows; None for today.
     """
 
     variables: Mapping[str, Any] = field(default_factory=dict)
     earlier_reasoning: Literal["refuse", "drop", "split"] = "refuse"
-    date: datetime = field(default_factory=datetime.now)
+    day: date | None = None
 
 
 class VLProcessor(ChatInputs):
@@ -203,7 +203,7 @@ class VLProcessor(ChatInputs):
         own = TemplateEncoder(
             ChatTemplateRenderer(
                 found.source,
-                template.date,
+                datetime.now() if template.day is None else datetime.combine(template.day, time()),
                 special_tokens(directory),
                 found.tools_source,
                 variables=template.variables,

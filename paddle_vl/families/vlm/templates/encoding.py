@@ -63,7 +63,14 @@ class TemplateEncoder:
         """What the ids of a row depend on, beside the row and the tokenizer; JSON values."""
         renderer, settings = self._renderer, self._settings
         sources = [renderer.source, renderer.tools_source, renderer.marked_source]
-        return [sources, dict(renderer.variables), str(renderer.now), settings.earlier_reasoning]
+        day = str(renderer.now) if self.prints_date else None
+        return [sources, dict(renderer.variables), day, settings.earlier_reasoning]
+
+    @property
+    def prints_date(self) -> bool:
+        """Whether the template asks for the time."""
+        sources = (self._renderer.source, self._renderer.tools_source or "")
+        return any("strftime_now" in source for source in sources)
 
     def rows(self, row: Row) -> list[Row]:
         """The rows to encode: for `split` one up to each learned answer, else this one."""

@@ -1,0 +1,106 @@
+"""The data set of conversations that data.train or data.eval name."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from paddle_vl.config.data_sources import is_container
+from paddle_vl.config.row_sources import RowSourceConfig
+from paddle_vl.data.corpus.cache import CacheFolders, LocalCopies, first_bytes
+from paddle_vl.data.corpus.json_shard import json_kind
+from paddle_vl.data.corpus.opener import ShardOpener
+from paddle_vl.data.corpus.shard import JsonlShard
+from paddle_vl.data.formats.row_settings import RowSettings
+from paddle_vl.data.remote import RemoteFile, RemoteSettings
+from paddle_vl.data.rows.dataset_info import DatasetInfo
+from paddle_vl.data.rows.spelling import row_sources
+from paddle_vl.families.vlm.inputs.conversation import RowReader
+from paddle_vl.families.vlm.inputs.dataset import ConversationData, MessagesDataset, RowsDataset
+from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.settings import VLDataConfig
+from paddle_vl.files.hub import local_folder
+
+_LINES = (".jsonl", ".json", ".ndjson")
+# Larger files are read lazily.
+_MOST_READ = 1 << 28
+_HEAD = 1 << 16
+
+
+def open_conversations(
+    entries: Sequence[str | RowSourceConfig],
+    data: VLDataConfig,
+    processor: VLProcessor,
+    seed: int,
+) -> ConversationData:
+    """Open what the entries name: files of lines, all of whose rows are read, or a mixture.
+
+    Raises:
+        RuntimeError: a file is missing or damaged, or a data set cannot be downloaded.
+        BadSampleError: where bad samples are not skipped, the first.
+        ValueError: an entry names nothing, or there are no rows.
+    """
+    reader = row_reader(data, processor)
+    files = [entry for entry in entries if isinstance(entry, str) and is_read_whole(Path(entry))]
+    if len(files) == len(entries):
+        opened: ConversationData = MessagesDataset(
+            files,
+            processor,
+            data.max_length,
+            data.on_bad_sample,
+            max_line_bytes=data.max_line_bytes,
+            reader=reader,
+        )
+    else:
+        info = None if data.dataset_info is None else DatasetInfo.read(data.dataset_info)
+        sources = row_sources(entries, info)
+        folders = CacheFolders(data.cache)
+        opened = RowsDataset(
+            sources,
+            processor,
+            data.max_length,
+            data.on_bad_sample,
+            readers=[row_reader(data, processor, source) for source in sources],
+            strategy=data.mix_strategy,
+            seed=seed,
+            opener=ShardOpener(folders, LocalCopies(folders), max_line_bytes=data.max_line_bytes),
+            fetch=partial(local_folder, kind="dataset"),
+        )
+    if data.earlier_reasoning == "split":
+        opened.split_rows()
+    return opened
+
+
+def row_reader(
+    data: VLDataConfig, processor: VLProcessor, source: RowSourceConfig | None = None
+) -> RowReader:
+    """The reader of the rows of a source, or of files without settings of their own."""
+    own = source or RowSourceConfig(path=".")
+    settings = RowSettings(
+        data.boxes,
+        data.clip_boxes,
+        tuple(data.special_tokens),
+        frozenset(processor.template.forbidden.values()),
+        own.columns,
+        own.only_columns,
+        own.tags,
+    )
+    remote = None
+    if data.allow_remote:
+        remote = RemoteSettings(
+            True, data.remote_max_bytes, data.remote_timeout_s,
+            RemoteSettings.cache if data.cache is None else Path(data.cache) / "remote",
+            tuple(data.remote_hosts),
+        )  # fmt: skip
+        remote = partial(RemoteFile, settings=remote)
+    return RowReader(settings, own.format or data.format, data.allow_outside, remote)
+
+
+def is_read_whole(path: Path) -> bool:
+    """Whether a path is a file of lines that is small enough to be read when it is opened; one that
+    does not exist is for the error of reading it."""
+    if path.suffix.lower() not in _LINES or is_container(path) or path.is_dir():
+        return False
+    if not path.is_file():
+        return not any(mark in str(path) for mark in "#%,:")
+    size, head = path.stat().st_size, first_bytes(path, _HEAD)
+    return size <= _MOST_READ and json_kind(head, path.suffix.lower() == ".json") is JsonlShard
