@@ -23,13 +23,15 @@ from paddle_vl.data.rows.spelling import row_sources, strategy_of, weighted
 # The name of a case, and what is wrong with it.
 Cases = Iterator[tuple[str, str | None]]
 _SEED = 5
-# Facts about the first source of a spelling, as `expected.json` names them.
-_FACTS: dict[str, Callable[[RowSourceConfig], Any]] = {
-    "hub": lambda source: {"hf": "hf", "ms": "modelscope"}[source.path.partition(":")[0]],
-    "repo": lambda source: source.path.partition("://")[2],
-    "subsets": lambda source: source.subsets,
-    "rate": lambda source: source.ratio,
-    "format": lambda source: source.format,
+Sources = list[RowSourceConfig]
+# Facts about sources, as `expected.json` names them.
+_FACTS: dict[str, Callable[[Sources], Any]] = {
+    "hub": lambda sources: {"hf": "hf", "ms": "modelscope"}[sources[0].path.partition(":")[0]],
+    "repo": lambda sources: sources[0].path.partition("://")[2],
+    "subsets": lambda sources: sources[0].subsets,
+    "rate": lambda sources: sources[0].ratio,
+    "format": lambda sources: sources[0].format,
+    "datasets": lambda sources: [[each.name, each.ratio or 1.0] for each in sources],
 }
 
 
@@ -71,50 +73,42 @@ def check_mixtures(folder: Path) -> Cases:
                 yield name, _wrong_mixture(case["yaml"], case["means"], info)
             elif "refused" in case or "refuse" in f"{case.get('rows')} {case.get('means')}":
                 yield name, _not_refused(sources)
-            elif "datasets" in case:
-                rates = [[each.name, each.ratio or 1.0] for each in sources()]
-                yield name, _difference(rates.copy, case["datasets"])
             else:
-                yield name, _wrong_source(sources, case, opener)
+                wanted = {key: case[key] for key in _FACTS if key in case}
+                if isinstance(case.get("rows"), int):
+                    wanted["rows"] = case["rows"]
+                yield name, _difference(partial(_facts, sources, wanted, opener), wanted)
 
 
-def _wrong_source(
-    sources: Callable[[], list[RowSourceConfig]], case: Mapping[str, Any], opener: ShardOpener
-) -> str | None:
-    wanted = {key: case[key] for key in _FACTS if key in case}
-    if isinstance(case.get("rows"), int):
-        wanted["rows"] = case["rows"]
-
-    def found() -> dict[str, Any]:
-        (source,) = sources()
-        facts = {key: fact(source) for key, fact in _FACTS.items() if key in wanted}
-        if "hub" in wanted:
-            return facts | ({"rows": source.num_samples} if "rows" in wanted else {})
-        rows = open_source(source, opener=opener)
-        drawn = len(draws_of([source], [len(rows)], seed=_SEED))
-        return facts | ({"rows": drawn} if "rows" in wanted else {})
-
-    return _difference(found, wanted)
+def _facts(
+    read: Callable[[], Sources], wanted: Mapping[str, Any], opener: ShardOpener
+) -> dict[str, Any]:
+    sources = read()
+    facts = {key: fact(sources) for key, fact in _FACTS.items() if key in wanted}
+    if "rows" not in wanted:
+        return facts
+    if "hub" in wanted:
+        return facts | {"rows": sources[0].num_samples}
+    counts = [len(open_source(each, opener=opener)) for each in sources]
+    return facts | {"rows": len(draws_of(sources, counts, seed=_SEED))}
 
 
 def _wrong_mixture(settings: Mapping[str, str], means: str, info: DatasetInfo) -> str | None:
     """Whether a mixture of settings does not mean what is expected."""
-    strategies = settings["mix_strategy"].split("|")
-    if len(strategies) == 1:
+    if "train_dataset_prob" not in settings:
+        strategy = strategy_of(settings["mix_strategy"])
         sources = row_sources(settings.get("dataset", "talks,short"), info)
         if "interleave_probs" in settings:
             sources = weighted(sources, settings["interleave_probs"])
-        draws_of(sources, [10, 6], strategy_of(strategies[0]), seed=_SEED)
-        return _difference(lambda: STOPPING[means], strategy_of(strategies[0]))
+        draws_of(sources, [10, 6], strategy, seed=_SEED)
+        return _difference(lambda: STOPPING[means], strategy)
     # Weights count by their proportions, 0 leaves a source out, and each source has one.
     paths = [RowSourceConfig(path=path) for path in settings["train_dataset_path"].split(",")]
-    written = (settings["train_dataset_prob"], "8,2", "1,0")
-    drawn = [
-        draws_of(weighted(paths, each), [8, 8], "interleave_over", seed=_SEED).sources.tolist()
-        for each in written
-    ]
-    if drawn[0] != drawn[1] or any(drawn[2]):
-        return f"probabilities {written} draw the sources {drawn}"
+    mixtures = [weighted(paths, each) for each in (settings["train_dataset_prob"], "8,2", "1,0")]
+    drawn = [draws_of(each, [8, 8], "interleave_over", seed=_SEED) for each in mixtures]
+    given, same, one = (each.sources.tolist() for each in drawn)
+    if given != same or any(one):
+        return f"weights draw the sources {given}, ten times as large ones {same}, and 1,0 {one}"
     return _not_refused(lambda: weighted(paths, "1"))
 
 

@@ -14,15 +14,16 @@ DocumentFormat = Literal["messages", "text", "image_text", "interleaved"]
 # Suffixes of a pair of memory-mapped token files.
 TOKEN_SUFFIXES = (".idx", ".bin")
 # Suffixes of files that only sources can be read from; they are no plain JSONL files.
-_CONTAINERS = (".parquet", ".tar", ".gz", ".zst", *TOKEN_SUFFIXES)
+_CONTAINERS = (".parquet", ".arrow", ".csv", ".tsv", ".tar", ".gz", ".zst", *TOKEN_SUFFIXES)
 
 
 class SourceConfig(Section):
     """One source of a training mix."""
 
     path: FilePath | Annotated[list[FilePath], Field(min_length=1)]
-    """files of the source: a path, a pattern (*, ?, [], **) or a list of both; JSONL (also .gz and
-    .zst), Parquet, WebDataset .tar, or the .idx, .bin or common prefix of a pair of token files"""
+    """files of the source: a path, a pattern (*, ?, [], **) or a list of both; JSONL, JSON arrays,
+    CSV and TSV (also .gz and .zst), Parquet, Arrow streams, WebDataset .tar, or the .idx, .bin or
+    common prefix of a pair of token files"""
     format: DocumentFormat = "messages"
     """what a row is: messages (a conversation), text, image_text (an image and its caption) or
     interleaved (texts and images in document order)"""

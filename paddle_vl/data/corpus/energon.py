@@ -54,8 +54,8 @@ def fields_of(shard: Path) -> Fields:
             images.append(member.lower())
         elif _TEXT_FIELDS.get(field) != member:
             raise RuntimeError(
-                f"{file}: field {field} ({member!r:.100}) is not read; {', '.join(_ROW_FIELDS)} "
-                f"and {', '.join(_IMAGE_FIELDS)} can name the extension of one member, such as "
+                f"{file}: field {field} ({member!r:.100}) is not read; {', '.join(_ROW_FIELDS)}, "
+                f"{', '.join(_IMAGE_FIELDS)} can name the extension of one member, such as "
                 "image.png: write the samples as rows (.json members)"
             )
     return Fields(row, tuple(images))

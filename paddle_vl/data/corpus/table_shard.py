@@ -52,7 +52,8 @@ class TableShard(Shard):
         # Values are counted where these few bytes may be too many.
         if (size := found.nbytes) > (1 + BINARY_PER_TEXT) * self.max_line_bytes:
             check_row_size(0, size, self.max_line_bytes)
-        values = found.to_pylist()[0]
+        # Tables fill keys that a row does not have with null.
+        values = _without_nulls(found.to_pylist()[0])
         if size > self.max_line_bytes:
             text = _text_bytes(values)
             check_row_size(text, size - text, self.max_line_bytes)
@@ -78,6 +79,12 @@ def needs_pyarrow(path: Path, kind: str) -> RuntimeError:
     return RuntimeError(
         f"{path} is {kind}, which needs the package pyarrow: pip install 'paddle-vl[corpus]'"
     )
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [*map(_without_nulls, value)] if isinstance(value, list) else value
 
 
 def _text_bytes(value: Any) -> int:
@@ -111,7 +118,7 @@ def _by_feature(value: Any, feature: Any) -> Any:
     if isinstance(feature, list) or kind in _LISTS:
         inner = feature[0] if isinstance(feature, list) else feature.get("feature")
         if isinstance(value, dict):
-            value = _of_columns({key: each for key, each in value.items() if each is not None})
+            value = _of_columns(value)
         return [_by_feature(each, inner) for each in value] if isinstance(value, list) else value
     if isinstance(feature, dict) and kind is None and isinstance(value, dict):
         return {key: _by_feature(each, feature.get(key)) for key, each in value.items()}
@@ -125,4 +132,5 @@ def _of_columns(columns: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
             "broken_row",
             f"the lists of a Sequence have unequal lengths ({lengths}): write it again",
         )
-    return [dict(zip(columns, each, strict=True)) for each in zip(*columns.values(), strict=True)]
+    rows = zip(*columns.values(), strict=True)
+    return [_without_nulls(dict(zip(columns, row, strict=True))) for row in rows]

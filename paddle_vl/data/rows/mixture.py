@@ -49,7 +49,8 @@ def draws_of(
     """
     weights = checked_weights([each.weight for each in sources], strategy)
     kept = [number for number in range(len(sources)) if weights is None or weights[number] > 0]
-    rows = [drawn_rows(sources[number], counts[number], seed) for number in kept]
+    labels = [each.label for each in sources]
+    rows = [drawn_rows(sources[n], counts[n], seed, labels[:n].count(labels[n])) for n in kept]
     if strategy == "concat":
         source_D = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
         row_D = np.concatenate(rows)
@@ -85,9 +86,12 @@ def checked_weights(weights: Sequence[float | None], strategy: Strategy) -> Sequ
     return given
 
 
-def drawn_rows(source: RowSourceConfig, count: int, seed: int) -> np.ndarray:
+def drawn_rows(source: RowSourceConfig, count: int, seed: int, earlier: int = 0) -> np.ndarray:
     """Numbers of a source's rows: all of them as often as they fit into the number that is asked
     for, then the first ones of a permutation.
+
+    Args:
+        earlier: sources of the same name before this one, which draw other rows.
 
     Raises:
         ValueError: that is no row.
@@ -100,7 +104,7 @@ def drawn_rows(source: RowSourceConfig, count: int, seed: int) -> np.ndarray:
         )
     times, rest = divmod(wanted, count)
     key = xxh3_64_intdigest(source.label.encode())
-    some = np.random.default_rng([seed, key]).permutation(count)[:rest] if rest else []
+    some = np.random.default_rng([seed, key, earlier]).permutation(count)[:rest] if rest else []
     return np.concatenate([np.tile(np.arange(count), times), np.array(some, dtype=np.int64)])
 
 

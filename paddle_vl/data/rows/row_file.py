@@ -11,6 +11,7 @@ from paddle_vl.config.row_sources import RowSourceConfig
 from paddle_vl.data.corpus.cache import CacheFolders, LocalCopies
 from paddle_vl.data.corpus.opener import ShardOpener, Shards, open_shards
 from paddle_vl.data.corpus.shard import Shard
+from paddle_vl.data.corpus.table_shard import TableShard
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.rows.containers import files_of
 
@@ -44,7 +45,7 @@ class RowFile(Shards):
         return tuple(count for shard in self.shards for count in shard.groups)
 
     def row(self, number: int) -> dict[str, Any]:
-        """A row, of JSON's types and bytes; null values of objects are left out.
+        """A row, of JSON's types and bytes. Tables have no null values in objects.
 
         Raises:
             BadSampleError: it cannot be read, or has another format than the first row; with its
@@ -53,7 +54,9 @@ class RowFile(Shards):
         """
         shard, row = self.shard_of(number)
         with self.at_place(number):
-            found = {key: _plain(each) for key, each in shard.read(row).items() if each is not None}
+            found = dict(shard.read(row))
+            if isinstance(shard, TableShard):
+                found = _plain(found)
             if self.recognised and self.format not in (None, own := self.recognised(found)):
                 raise BadSampleError(
                     "mixed_formats",
@@ -146,7 +149,7 @@ def _is_columns(row: Mapping[str, Any]) -> bool:
 def _plain(value: Any) -> Any:
     """A value of a table in JSON's types."""
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items() if each is not None}
+        return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list):
         # pyarrow's maps.
         if value and all(isinstance(each, tuple) for each in value):

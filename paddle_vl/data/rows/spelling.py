@@ -116,8 +116,7 @@ def weighted(sources: Sequence[RowSourceConfig], written: str) -> list[RowSource
     numbers = written.split(",")
     if len(numbers) != len(sources):
         raise ValueError(
-            f"{written!r} has {len(numbers)} probabilities for {len(sources)} sources: give each "
-            "one"
+            f"{len(sources)} sources have {len(numbers)} probabilities ({written!r}): give each one"
         )
     try:
         weights = [float(each) for each in numbers]

@@ -184,7 +184,7 @@ def test_every_encoding_and_page_version_is_read(tmp_path):
     numbers = list(range(5000))
     table = pa.table({
         "text": [f"text {i % 100}" for i in numbers], "number": numbers,
-        "images": [[{"bytes": b"a" * (i % 7), "path": None}] * (i % 3) for i in numbers],
+        "images": [[{"bytes": b"a" * (i % 7), "path": "a"}] * (i % 3) for i in numbers],
         "pairs": pa.array([[("a", str(i))] for i in numbers], pa.map_(pa.string(), pa.string())),
         "kind": pa.array([f"kind {i % 3}" for i in numbers]).dictionary_encode(),
     })  # fmt: skip

@@ -16,7 +16,7 @@ from paddle_vl.data.corpus.arrow_shard import _batches
 from paddle_vl.data.jsonl import BadSampleError
 from tests.single_card_tests.data.corpus.corpus_files import opener
 
-ROWS = [{"text": f"row {i}", "images": [{"bytes": bytes([i]), "path": None}]} for i in range(5)]
+ROWS = [{"text": f"row {i}", "images": [{"bytes": bytes([i])}]} for i in range(5)]
 
 
 def write_stream(path, table, **options):
@@ -80,10 +80,10 @@ def test_a_stream_that_was_changed_is_refused(tmp_path):
 
 @pytest.mark.parametrize("kind", ["a.parquet", "a.arrow"])
 def test_columns_mean_what_their_features_say(tmp_path, kind):
-    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None}]
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant"}]
     columns = {
         "messages": [{"role": ["user", "assistant"], "content": ["q", None]}],
-        "tools": ['[{"name": "f"}]'],
+        "tools": ['[{"name": "f", "default": null}]'],
         "plain": ['["text"]'],
     }
     value = {"_type": "Value", "dtype": "string"}
@@ -98,7 +98,11 @@ def test_columns_mean_what_their_features_say(tmp_path, kind):
     else:
         write_stream(tmp_path / kind, table)
     row = opener()(tmp_path / kind).read(0)
-    assert row == {"messages": turns, "tools": [{"name": "f"}], "plain": '["text"]'}
+    assert row == {
+        "messages": turns,
+        "tools": [{"name": "f", "default": None}],
+        "plain": '["text"]',
+    }
 
 
 def test_columns_that_do_not_fit_their_features_are_bad_samples(tmp_path):

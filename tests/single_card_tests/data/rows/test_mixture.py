@@ -35,6 +35,8 @@ def test_draws_depend_on_the_seed_and_their_own_source():
     assert rows == drawn_rows(some, 1000, seed=3).tolist()
     assert rows != drawn_rows(some, 1000, seed=4).tolist()
     assert rows != drawn_rows(other, 1000, seed=3).tolist()
+    again = draws_of([some, some], [1000, 1000], seed=3)
+    assert (again.rows[:50] != again.rows[50:]).any()
     mixed = draws_of([other, some], [1000, 1000], seed=3)
     assert mixed.rows[mixed.sources == 1].tolist() == rows
     assert mixed.sources.tolist() == [0] * 50 + [1] * 50
