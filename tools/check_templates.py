@@ -59,9 +59,13 @@ def check_folder(folder: Path) -> Iterator[tuple[str, str, list[str]]]:
     tokens = special_tokens(folder / "tokenizer")
     talks = _read(folder / "conversations.json")
     for file in sorted(folder.glob("*.jsonl")):
-        twin = folder / "jinja" / f"{file.stem}_training.jinja"
+        template = folder / "jinja" / f"{file.stem}.jinja"
+        twin = template.with_stem(f"{file.stem}_training")
+        if not template.is_file():
+            yield file.stem, "all", [f"everything: there is no {template}; fetch it first"]
+            continue
         renderer = ChatTemplateRenderer(
-            (folder / "jinja" / f"{file.stem}.jinja").read_text(encoding="utf-8"),
+            template.read_text(encoding="utf-8"),
             _NOW,
             tokens,
             marked_source=twin.read_text(encoding="utf-8") if twin.is_file() else None,

@@ -63,7 +63,7 @@ ALLOWED = {
     "__init__": {"config", "families", "generation", "moved"},
     "__main__": {"cli"},
 }
-WITHOUT_PADDLE = ("files", "config", "batch", "data", "inputs", "policy")
+WITHOUT_PADDLE = ("files", "config", "batch", "data", "inputs", "policy", "templates")
 FOREIGN = ("torch", "transformers", "lerobot", "paddlenlp", "paddleformers", "paddlefleet")
 
 
