@@ -37,14 +37,16 @@ class ArrowShard(TableShard):
         groups, spans = [], []
         try:
             with arrow.memory_map(str(path)) as file:
-                schema = arrow.ipc.read_schema(arrow.ipc.read_message(file))
+                # It checks that there is a schema, which `read_schema` does not.
+                schema = arrow.ipc.open_stream(file).schema
                 begin = file.tell()
                 while (message := _next(arrow, file)) is not None:
                     if message.type != "record batch":
                         raise ValueError(f"it has a {message.type}; save the data set again")
                     end = file.tell()
                     batch = arrow.ipc.read_record_batch(message, schema)
-                    if batch.nbytes > end - begin:
+                    batch.validate()
+                    if batch.get_total_buffer_size() > end - begin:
                         raise ValueError("its batches are compressed: save it without compression")
                     groups.append(batch.num_rows)
                     spans.append((begin, end))
@@ -70,7 +72,7 @@ class ArrowShard(TableShard):
         local = self.path if self.copies is None else self.copies.file(path)
         try:
             with arrow.memory_map(local) as file:
-                schema = arrow.ipc.read_schema(arrow.ipc.read_message(file))
+                schema = arrow.ipc.open_stream(file).schema
                 file.seek(self.spans[number][0])
                 batch = arrow.ipc.read_record_batch(arrow.ipc.read_message(file), schema)
             # Offsets that lie would be read beyond the end of the file.

@@ -239,9 +239,8 @@ def _suffix(path: Path) -> str:
 
 
 def _copy(path: Path, target: Path) -> None:
-    into = f" into {target.parent}"
     with (
-        _reading(path, into),
+        _reading(path, f" into {target.parent}"),
         _opened(path) as source,
         replacing(target) as partial,
         partial.open("wb") as file,
@@ -297,11 +296,8 @@ def _uncompress(path: Path, source: BinaryIO | gzip.GzipFile, file: BinaryIO) ->
 
 
 class _Ended:
-    """A Zstandard file and one more frame.
-
-    A file that is cut off would end without an error; the frame tells, as it is lost in that file's
-    last one.
-    """
+    """A Zstandard file and one more frame, which is lost if the file is cut off; without it the end
+    would be no error."""
 
     def __init__(self, file: BinaryIO, frame: bytes):
         self._file, self._frame = file, BytesIO(frame)

@@ -50,9 +50,18 @@ def test_compressed_streams_and_other_files_are_refused(tmp_path):
     table = pa.table({"text": ["x" * 5000] * 4})
     write_stream(tmp_path / "a.arrow", table, options=ipc.IpcWriteOptions(compression="zstd"))
     (tmp_path / "b.arrow").write_bytes(b"ARROW1\0\0" + bytes(100))
+    with pa.memory_map(str(tmp_path / "a.arrow")) as file:
+        ipc.open_stream(file)
+        # A batch stands where the schema should.
+        (tmp_path / "d.arrow").write_bytes(file.read())
     packed = pa.table({"text": pa.array(["a", "b"]).dictionary_encode()})
     write_stream(tmp_path / "c.arrow", packed)
-    for name, reason in (("a", "are compressed"), ("b", "no whole"), ("c", "has a dictionary")):
+    for name, reason in (
+        ("a", "are compressed"),
+        ("b", "no whole"),
+        ("d", "no whole"),
+        ("c", "has a dictionary"),
+    ):
         with pytest.raises(RuntimeError, match=reason):
             opener()(tmp_path / f"{name}.arrow")
 
