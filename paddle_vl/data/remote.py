@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse, IncompleteRead
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from pathlib import Path
-from threading import Timer
+from threading import Event
 from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import shown
 from paddle_vl.files.text_file import locked, replacing
+from paddle_vl.threads import JoinedThread
 
 _PORTS = {"http": 80, "https": 443}
 _REDIRECTS, _MOST_REDIRECTS = (301, 302, 303, 307, 308), 5
@@ -148,9 +149,9 @@ def _answer(parts: SplitResult, settings: RemoteSettings, deadline: float) -> by
     plain = _connected(host, port, host in settings.allowed_hosts, deadline)
     # Reading ends at the deadline, whatever trickles in; TLS takes the place of the plain socket.
     with plain, plain.dup() as watched, closing(HTTPConnection(host, port)) as connection:
-        timer = Timer(_seconds_to(deadline), _shut, [watched])
-        timer.daemon = True
-        timer.start()
+        ended = Event()
+        watch = JoinedThread(target=_shut_at, args=(deadline, ended, watched), daemon=True)
+        watch.start()
         try:
             connection.sock = plain
             if parts.scheme == "https":
@@ -162,7 +163,8 @@ def _answer(parts: SplitResult, settings: RemoteSettings, deadline: float) -> by
             with connection.getresponse() as answer:
                 return _read(answer, settings.max_bytes, deadline)
         finally:
-            timer.cancel()
+            ended.set()
+            watch.join()
 
 
 def _connected(host: str, port: int, is_allowed: bool, deadline: float) -> socket.socket:
@@ -208,9 +210,10 @@ def _seconds_to(deadline: float) -> float:
     return max(0.001, deadline - time.monotonic())
 
 
-def _shut(connection: socket.socket) -> None:
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
+def _shut_at(deadline: float, ended: Event, connection: socket.socket) -> None:
+    if not ended.wait(_seconds_to(deadline)):
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _failed(address: str, reason: str) -> BadSampleError:

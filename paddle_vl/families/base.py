@@ -17,6 +17,7 @@ from paddle_vl.checkpoint.safetensors_io import FileWriter
 from paddle_vl.config.families import EncoderShape, ModelShape
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.data.loader import PrefetchLoader
+from paddle_vl.data.shown_sample import ShownSample
 from paddle_vl.data.worker_pool import Collator, SampleSource
 from paddle_vl.families.flops import FlopCounter
 from paddle_vl.nn.master_weights import ParameterStore
@@ -295,18 +296,8 @@ class Family(ABC):
             **settings,
         )
 
-    def shown_samples(self, of_eval: bool, first: int, count: int) -> Iterator[Any]:
-        """Samples of the data for `paddle-vl show-data`, as
-        `paddle_vl.families.vlm.shown_samples.ShownSample`.
-
-        Args:
-            of_eval: of data.eval, not of data.train.
-            first: number of the first sample, from 0.
-
-        Raises:
-            ValueError: the family's samples are no texts, or there are no such samples.
-            BadSampleError: a sample cannot be used.
-        """
+    def shown_samples(self, of_eval: bool, first: int, count: int) -> Iterator[ShownSample]:
+        """Samples of data.train, or of data.eval, from a number on, for `paddle-vl show-data`."""
         raise ValueError("show-data shows conversations and documents, which this family has not")
 
     @classmethod

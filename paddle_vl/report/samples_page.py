@@ -11,7 +11,7 @@ from html import escape
 import numpy as np
 from PIL import Image
 
-from paddle_vl.families.vlm.shown_samples import Box, ShownSample
+from paddle_vl.data.shown_sample import Box, ShownSample
 
 # Boxes and points are in thousandths of the picture's width and height.
 _SCALE = 1000

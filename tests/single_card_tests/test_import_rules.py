@@ -46,7 +46,7 @@ ALLOWED = {
         *("train", "families", "data", "parallel", "nn", "batch", "config", "compat", "files"),
         "processes",
     },
-    "report": {"train", "config", "files"},
+    "report": {"train", "data", "config", "files"},
     # For tests of a user's parallel code, and the doctor's; nothing else imports it.
     "testing": {"families", "parallel", "checkpoint", "nn", "batch", "config"},
     # Checks an installation with the parts that a run has, on tiny models of `testing`.

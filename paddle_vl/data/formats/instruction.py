@@ -8,9 +8,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from paddle_vl.data.formats.keys import ROW_KEYS, is_empty
-from paddle_vl.data.formats.recognise import QUERY_KEYS, RESPONSE_KEYS
-from paddle_vl.data.formats.text_values import from_text
+from paddle_vl.data.formats.keys import QUERY_KEYS, RESPONSE_KEYS, ROW_KEYS, from_text, is_empty
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import brief
 

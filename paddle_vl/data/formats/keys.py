@@ -3,20 +3,29 @@
 Keys of other formats that would change the training targets or the prompt are refused. Further keys
 of a row are extras and named once per file, unless they are known to describe the row; further keys
 of a message or a content part are refused with the nearest known key. Null and empty values ask for
-nothing: tables have every key in every row.
+nothing: tables have every key in every row. Lists and objects may be written as text.
 """
 
+import ast
 import difflib
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
-from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.data.jsonl import BadSampleError, parse_value
 from paddle_vl.data.media_file import brief
 
 LIST_KEYS = ("messages", "conversations", "conversation")
 TARGET_KEYS = ("loss", "weight", "label", "loss_scale")
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 SYSTEM_KEYS = ("system", "system_prompt")
+# Names of a question and of an answer (ms-swift), compared without case.
+QUERY_KEYS = ("query", "prompt", "input", "instruction", "question", "problem")
+RESPONSE_KEYS = (
+    "response", "answer", "output", "targets", "target", "answer_key", "answers", "solution",
+    "text", "completion", "content",
+)  # fmt: skip
+# Keys of the two sides of a pair in a list of turns.
+PAIR_KEYS = {"user": ("human", "user"), "assistant": ("assistant", "gpt", "bot")}
 # Keys of any row; those of its turns differ by format.
 ROW_KEYS = (
     *SYSTEM_KEYS, "images", "image", "videos", "video", "objects", "tools", "label",
@@ -143,6 +152,24 @@ def check_single_list(row: Mapping[str, Any], name: str) -> None:
             raise BadSampleError("unsupported", f"{key!r} beside {name!r} {_NO_OTHER_TURNS}")
 
 
+def read_messages(row: dict[str, Any]) -> dict[str, Any]:
+    """A row whose list of messages has any of its names.
+
+    Args:
+        row: without null values.
+
+    Returns:
+        The row with `messages`.
+
+    Raises:
+        BadSampleError: there is none, or further turns stand beside it.
+    """
+    name = next((key for key in LIST_KEYS if key in row), LIST_KEYS[0])
+    check_single_list(row, name)
+    rest = {key: value for key, value in row.items() if key not in LIST_KEYS}
+    return {"messages": list_of(row.get(name), name), **rest}
+
+
 def check_message_keys(message: Mapping[str, Any], role: str, where: str) -> None:
     """Refuse keys of a message that are not read.
 
@@ -232,6 +259,40 @@ def refuse_unknown(key: Any, where: str, known: Collection[str]) -> NoReturn:
         f"{where} has the unknown key {str(key)[:80]!r}{_guess(key, known)}; it can have "
         f"{', '.join(known)}: rename or remove the key",
     )
+
+
+def from_text(value: Any, *, literal: bool = False) -> Any:
+    """The value of a text that holds JSON; any other value, and other text, as it is.
+
+    Args:
+        literal: whether the text may also be a Python literal.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_value(value)
+    except ValueError:
+        pass
+    try:
+        return ast.literal_eval(value.strip()) if literal else value
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return value
+
+
+def list_of(value: Any, name: str) -> list[Any]:
+    """A list that may be written as text.
+
+    Raises:
+        BadSampleError: it is no list, or an empty one.
+    """
+    found = from_text(value, literal=True)
+    if not isinstance(found, list | tuple) or not found:
+        raise BadSampleError(
+            "missing_key",
+            f"{name!r} must be a list with at least one message (or its JSON text); it is "
+            f"{brief(value)!r}",
+        )
+    return list(found)
 
 
 def is_empty(value: Any) -> bool:

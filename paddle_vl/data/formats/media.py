@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from paddle_vl.data.formats.canonical import MEDIA, Draft, Part
-from paddle_vl.data.formats.keys import SOURCE_KEYS, is_empty, refuse_unknown
-from paddle_vl.data.formats.text_values import from_text
+from paddle_vl.data.formats.keys import SOURCE_KEYS, from_text, is_empty, refuse_unknown
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import brief
 from paddle_vl.data.worker_pool import first_time

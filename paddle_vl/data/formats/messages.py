@@ -35,11 +35,12 @@ from paddle_vl.data.formats.keys import (
     check_part_keys,
     check_template_settings,
     extras_of,
+    from_text,
     is_empty,
+    list_of,
 )
 from paddle_vl.data.formats.media import fill_places, media_part, split_tags
 from paddle_vl.data.formats.row_settings import RowSettings
-from paddle_vl.data.formats.text_values import from_text, list_of
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import brief
 
@@ -70,23 +71,24 @@ def canonical_row(
     Raises:
         BadSampleError: a key, a value or the order of the messages does not fit.
     """
-    messages = list_of(row["messages"], "messages")
     extras = extras_of(row)
     objects = grounding.read_objects(row.get("objects"))
     has_objects = objects is not None
     drafts = [
         draft
-        for number, message in enumerate(messages, start=1)
+        for number, message in enumerate(list_of(row["messages"], "messages"), start=1)
         for draft in _drafts(message, f"message {number}", has_objects)
     ]
     _set_targets(drafts, row.get("label"), settings)
     drafts = _with_system(drafts, row, has_objects)
     fill_places(drafts, row, needs_tags)
-    turns = tool_calls.with_ordered_answers(joined_turns(drafts))
+    turns = joined_turns(drafts)
+    if any(turn.role == "tool" for turn in turns):
+        turns = tool_calls.with_ordered_answers(turns)
     canonical = CanonicalRow(
         [as_message(turn) for turn in turns],
         format,
-        tool_calls.read_tools(row.get("tools")),
+        tool_calls.read_tools(row["tools"]) if row.get("tools") else [],
         _template_settings(row.get("chat_template_kwargs")),
         extras,
         settings.train_on_prompt,

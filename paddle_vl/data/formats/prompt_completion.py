@@ -7,8 +7,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from paddle_vl.data.formats.keys import TARGET_KEYS
-from paddle_vl.data.formats.text_values import list_of
+from paddle_vl.data.formats.keys import TARGET_KEYS, list_of
 from paddle_vl.data.formats.tool_calls import CALL_ROLES
 from paddle_vl.data.jsonl import BadSampleError
 

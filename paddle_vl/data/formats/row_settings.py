@@ -4,8 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from paddle_vl.data.formats.keys import LIST_KEYS, is_empty
-from paddle_vl.data.formats.text_values import list_of
+from paddle_vl.data.formats.keys import LIST_KEYS, is_empty, list_of
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import brief
 
@@ -14,8 +13,6 @@ BOX_TOKENS = {
     "box": ("<|box_start|>", "<|box_end|>"),
     "object_ref": ("<|object_ref_start|>", "<|object_ref_end|>"),
 }
-# Columns of LLaMA-Factory's dataset_info.json whose keys have other names in the rows.
-_LLAMA_FACTORY_KEYS = {"prompt": "instruction", "query": "input", "response": "output"}
 _LLAMA_FACTORY_ROLES = {
     "user_tag": "human", "assistant_tag": "gpt", "observation_tag": "observation",
     "function_tag": "function_call", "system_tag": "system",
@@ -75,16 +72,6 @@ class RowSettings:
             *self.control_tokens,
             *(each for pair in BOX_TOKENS.values() for each in pair),
         } - allowed
-
-
-def columns_of_dataset_info(columns: Mapping[str, str | None]) -> dict[str, str]:
-    """`RowSettings.columns` of an entry of LLaMA-Factory's dataset_info.json; use `only_columns`.
-
-    Args:
-        columns: of the entry: the tool's names and the file's columns.
-    """
-    named = {key: column for key, column in columns.items() if column}
-    return {column: _LLAMA_FACTORY_KEYS.get(key, key) for key, column in named.items()}
 
 
 def renamed(row: Mapping[str, Any], settings: RowSettings) -> dict[str, Any]:

@@ -11,10 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from paddle_vl.data.formats.canonical import MEDIA
-from paddle_vl.data.formats.keys import LIST_KEYS, check_single_list, is_empty
+from paddle_vl.data.formats.keys import PAIR_KEYS, is_empty, read_messages
 from paddle_vl.data.formats.media import split_tags
-from paddle_vl.data.formats.recognise import PAIR_KEYS
-from paddle_vl.data.formats.text_values import list_of
 from paddle_vl.data.formats.tool_calls import ANSWER_ROLES, CALL_ROLES
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import brief
@@ -26,24 +24,6 @@ _ROLES = {
     **dict.fromkeys(CALL_ROLES, "tool_call"),
 }
 _LLAVA_ROLES = {"human": "user", "gpt": "assistant"}
-
-
-def read_messages(row: dict[str, Any]) -> dict[str, Any]:
-    """A row whose list of messages has any of its names.
-
-    Args:
-        row: without null values.
-
-    Returns:
-        The row with `messages`.
-
-    Raises:
-        BadSampleError: there is none, or further turns stand beside it.
-    """
-    name = next((key for key in LIST_KEYS if key in row), LIST_KEYS[0])
-    check_single_list(row, name)
-    rest = {key: value for key, value in row.items() if key not in LIST_KEYS}
-    return {"messages": list_of(row.get(name), name), **rest}
 
 
 def read_sharegpt(row: dict[str, Any]) -> dict[str, Any]:

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paddle_vl.data.formats.canonical import Draft
-from paddle_vl.data.formats.keys import is_empty, refuse_unknown
-from paddle_vl.data.formats.text_values import from_text
+from paddle_vl.data.formats.keys import from_text, is_empty, refuse_unknown
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import brief
 

@@ -17,6 +17,7 @@ from paddle_vl.data.corpus.loader import CorpusLoader
 from paddle_vl.data.loader import Packing, PrefetchLoader
 from paddle_vl.data.packing import RowBudget
 from paddle_vl.data.sample_lengths import sample_lengths
+from paddle_vl.data.shown_sample import ShownSample
 from paddle_vl.data.worker_pool import Collator
 from paddle_vl.families.base import (
     BuiltModel,
@@ -51,7 +52,7 @@ from paddle_vl.families.vlm.processor_fit import (
     model_config,
 )
 from paddle_vl.families.vlm.settings import PARTS, VLRun
-from paddle_vl.families.vlm.shown_samples import ShownSample, shown_sample
+from paddle_vl.families.vlm.shown_samples import shown_sample
 from paddle_vl.generation.config import GenerationConfig
 from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.master_weights import ParameterStore

@@ -4,13 +4,12 @@ Shapes: L length, P patches, N frames.
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from itertools import groupby
-from typing import NamedTuple
 
 import numpy as np
 
+from paddle_vl.data.shown_sample import Box, Run, ShownSample
 from paddle_vl.families.vlm.inputs.collate import IGNORED_LABEL
 from paddle_vl.families.vlm.inputs.image_processor import VisionProcessor
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
@@ -22,46 +21,6 @@ _JSON_BOX = re.compile(
 _MARKED_BOX = re.compile(
     r"(?:<\|object_ref_start\|>([^<]*)<\|object_ref_end\|>)?\s*<\|box_start\|>([^<]*)<\|box_end\|>"
 )
-
-
-class Box(NamedTuple):
-    """A box (four numbers) or a point (two) of an answer, in thousandths, and its name."""
-
-    corners: tuple[float, ...]
-    label: str
-
-
-class Run(NamedTuple):
-    """Text whose tokens all carry the loss, or all carry none."""
-
-    text: str
-    is_learned: bool
-
-
-@dataclass(frozen=True)
-class ShownSample:
-    """A sample of training data.
-
-    Attributes:
-        place: `file:line`.
-        runs: its text, with placeholders of a picture counted.
-        tokens, learned: number of tokens, and of those with loss.
-        pictures: `[H, W, 3]` uint8 each, as resized for the model; of a video some frames.
-        boxes: found in the text; drawn if there is one picture.
-    """
-
-    place: str
-    runs: Sequence[Run]
-    tokens: int
-    learned: int
-    pictures: Sequence[np.ndarray] = ()
-    boxes: Sequence[Box] = ()
-
-    @property
-    def summary(self) -> str:
-        sizes = ", ".join(f"{each.shape[1]} x {each.shape[0]}" for each in self.pictures)
-        pictures = f"; pictures of {sizes} pixels" if sizes else ""
-        return f"{self.tokens} tokens, {self.learned} of them with loss{pictures}"
 
 
 def shown_sample(

@@ -15,9 +15,10 @@ import pytest
 from PIL import Image
 
 from paddle_vl.cli.main import main
+from paddle_vl.data.shown_sample import Box
 from paddle_vl.families.vlm.inputs.image_processor import patchify
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
-from paddle_vl.families.vlm.shown_samples import Box, boxes_in, unpatchify
+from paddle_vl.families.vlm.shown_samples import boxes_in, unpatchify
 
 
 def shown(run_file, capsys, *arguments: str) -> str:

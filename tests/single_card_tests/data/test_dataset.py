@@ -55,7 +55,7 @@ BAD_LINES = {
     "missing_image": (question("<image>", images=["gone.png"]), r"gone\.png does not exist"),
     "no_assistant": ({"messages": [user("a")]}, "no assistant turn"),
     "missing_video": (question("<video>", videos=["v.mp4"]), r"v\.mp4 does not exist"),
-    "unsupported": (question(tools=["f"]), "'tools' is not supported"),
+    "bad_tools": (question(tools=["f"]), "'tools' have 'f', no object"),
 }
 
 

@@ -127,7 +127,7 @@ class RowReader:
 
     Attributes:
         settings: of the rows.
-        format: see `paddle_vl.data.formats.recognise.FORMATS`; None recognises each row's.
+        format: see `paddle_vl.data.formats.reader.FORMATS`; None recognises each row's.
         allow_outside: whether paths may lead outside of the folder of the data file.
         remote: makes a file of an http(s) address; None refuses addresses.
     """

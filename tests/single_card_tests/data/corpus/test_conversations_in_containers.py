@@ -121,7 +121,7 @@ def test_a_column_of_one_image_is_named_by_columns(tmp_path, processor):
     [
         ({"images": [b"\x89PNG no picture"]}, "image 1: the file cannot be decoded"),
         ({"images": [[PICTURES[0], PICTURES[1]]]}, "1 image place.* but 2 entries"),
-        ({"images": [[{"colour": "red"}]]}, "image source .*None.* is not a path"),
+        ({"images": [[{"colour": "red"}]]}, "a source has the unknown key .colour."),
         ({"images": [[[PICTURES[0]]]]}, "<.* bytes>.* is not a path"),
         ({"videos": [[PICTURES[0]]], "images": [[PICTURES[0]]]}, "0 video place"),
         ({"messages": [PICTURES[0]]}, "'messages' must be a list"),

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from paddle_vl.data.formats.reader import to_canonical
-from paddle_vl.data.formats.row_settings import RowSettings, columns_of_dataset_info
+from paddle_vl.data.formats.row_settings import RowSettings
 from paddle_vl.data.jsonl import BadSampleError
 from tests.single_card_tests.data.formats.rows import flat, losses, said, shared
 
@@ -42,16 +42,13 @@ def tagged(*turns, **entries):
 
 
 def test_tags_and_columns_of_dataset_info_replace_the_defaults():
-    columns = columns_of_dataset_info({"messages": "talk", "system": None})
-    settings = RowSettings(columns=columns, only_columns=True, tags=TAGS)
+    settings = RowSettings(columns={"talk": "messages"}, only_columns=True, tags=TAGS)
     row = to_canonical(tagged(("U", "a"), ("A", "b"), system="not read"), settings)
     assert row.messages == to_canonical(said(*ANSWERED)).messages
     with pytest.raises(BadSampleError, match="'tags' does not name; it names"):
         to_canonical(tagged(("gpt", "a")), settings)
     with pytest.raises(ValueError, match="name role_tag and content_tag too"):
         RowSettings(tags={"user_tag": "U"})
-    named = columns_of_dataset_info({"prompt": "i", "query": "x", "response": "o"})
-    assert named == {"i": "instruction", "x": "input", "o": "output"}
 
 
 def test_columns_rename_and_hide():

@@ -173,15 +173,16 @@ def test_tools_go_through_the_checkpoints_template(folder, with_template):
 
 def test_earlier_reasoning_is_refused_dropped_or_split(folder, with_template):
     turns = []
-    for answer in ("red", "blue"):
-        thought = {"role": "assistant", "content": answer, "reasoning_content": f"so {answer}"}
+    thoughts = {"red": "hello", "blue": "yes"}
+    for answer in thoughts:
+        thought = {"role": "assistant", "content": answer, "reasoning_content": thoughts[answer]}
         turns += [{"role": "user", "content": "tell"}, thought]
     file = written(folder / "reasoning.jsonl", [{"messages": turns}])
     split = VLProcessor.from_pretrained(with_template, template=TemplateOptions({}, "split"))
     data = opened([file], split, earlier_reasoning="split")
     assert [learned(split, sample) for sample in data] == [
-        "(so red)red<|im_end|>",
-        "(so blue)blue<|im_end|>",
+        "(hello)red<|im_end|>",
+        "(yes)blue<|im_end|>",
     ]
     assert [data.place(number) for number in range(2)] == [f"{file}:1"] * 2
     with pytest.raises(BadSampleError, match=r"reasoning\.jsonl:1: .*data.earlier_reasoning"):
