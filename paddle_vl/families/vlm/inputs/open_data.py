@@ -15,8 +15,9 @@ from paddle_vl.data.remote import RemoteFile, RemoteSettings
 from paddle_vl.data.rows.dataset_info import DatasetInfo
 from paddle_vl.data.rows.spelling import row_sources
 from paddle_vl.families.vlm.inputs.conversation import RowReader
-from paddle_vl.families.vlm.inputs.dataset import ConversationData, MessagesDataset, RowsDataset
+from paddle_vl.families.vlm.inputs.dataset import ConversationData, MessagesDataset
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.inputs.rows_dataset import RowsDataset
 from paddle_vl.families.vlm.settings import VLDataConfig
 from paddle_vl.files.hub import local_folder
 

@@ -17,9 +17,10 @@ from PIL import Image
 
 from paddle_vl.config.data_sources import has_sources
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.families.vlm.inputs.dataset import MessagesDataset, RowsDataset
+from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
 from paddle_vl.families.vlm.inputs.open_data import open_conversations
 from paddle_vl.families.vlm.inputs.processor import TemplateOptions, VLProcessor
+from paddle_vl.families.vlm.inputs.rows_dataset import RowsDataset
 from paddle_vl.families.vlm.settings import VLDataConfig
 from tests.single_card_tests.families.qwen3_vl.chat_builders import tiny_processor
 
