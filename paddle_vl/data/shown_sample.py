@@ -6,12 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-
-class Box(NamedTuple):
-    """A box (four numbers) or a point (two) of an answer, in thousandths, and its name."""
-
-    corners: tuple[float, ...]
-    label: str
+from paddle_vl.data.formats.grounding import Box
 
 
 class Run(NamedTuple):
@@ -30,7 +25,7 @@ class ShownSample:
         runs: its text, with placeholders of a picture counted.
         tokens, learned: number of tokens, and of those with loss.
         pictures: `[H, W, 3]` uint8 each, as resized for the model; of a video some frames.
-        boxes: found in the text; drawn if there is one picture.
+        boxes: of the answers, in thousandths; drawn if there is one picture.
     """
 
     place: str

@@ -11,7 +11,8 @@ from html import escape
 import numpy as np
 from PIL import Image
 
-from paddle_vl.data.shown_sample import Box, ShownSample
+from paddle_vl.data.formats.grounding import Box
+from paddle_vl.data.shown_sample import ShownSample
 
 # Boxes and points are in thousandths of the picture's width and height.
 _SCALE = 1000
@@ -90,7 +91,7 @@ def _figure(picture_HWC: np.ndarray, boxes: Sequence[Box]) -> str:
 
 def _shape(box: Box) -> str:
     x, y, *rest = box.corners
-    name = f'<text x="{x:g}" y="{max(y - 8, 30):g}">{escape(box.label)}</text>'
+    name = f'<text x="{x:g}" y="{max(y - 8, 30):g}">{escape(box.label or "")}</text>'
     if not rest:
         return f'<circle cx="{x:g}" cy="{y:g}" r="8"/>{name}'
     width, height = rest[0] - x, rest[1] - y

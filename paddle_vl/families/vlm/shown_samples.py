@@ -3,24 +3,21 @@
 Shapes: L length, P patches, N frames.
 """
 
-import re
 from collections.abc import Mapping
 from itertools import groupby
 
 import numpy as np
 
-from paddle_vl.data.shown_sample import Box, Run, ShownSample
+from paddle_vl.data.formats.grounding import Box, read_boxes
+from paddle_vl.data.shown_sample import Run, ShownSample
 from paddle_vl.families.vlm.inputs.collate import IGNORED_LABEL
 from paddle_vl.families.vlm.inputs.image_processor import VisionProcessor
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.inputs.tokenizer import IM_END
 
 _MOST_FRAMES = 8
-_JSON_BOX = re.compile(
-    r'"(?:bbox_2d|bbox|point_2d|point)"\s*:\s*\[([\d.,\s]+)\](?:\s*,\s*"label"\s*:\s*"([^"]*)")?'
-)
-_MARKED_BOX = re.compile(
-    r"(?:<\|object_ref_start\|>([^<]*)<\|object_ref_end\|>)?\s*<\|box_start\|>([^<]*)<\|box_end\|>"
-)
+# Boxes are drawn in thousandths.
+_UNIT = (1000, 1000)
 
 
 def shown_sample(
@@ -46,20 +43,16 @@ def shown_sample(
         Run(_text(ids[places], processor), bool(is_learned))
         for is_learned, places in _runs(learned)
     ]
-    text = "".join(run.text for run in runs)
-    return ShownSample(place, runs, len(ids), int(learned.sum()), pictures, boxes_in(text))
+    boxes = [box for run in runs if run.is_learned for box in boxes_of(run.text)]
+    return ShownSample(place, runs, len(ids), int(learned.sum()), pictures, boxes)
 
 
-def boxes_in(text: str) -> list[Box]:
-    """Boxes and points that a text holds, in both spellings of Qwen's; thousandths."""
-    found = [(match[1], match[2] or "") for match in _JSON_BOX.finditer(text)]
-    found += [(match[2], (match[1] or "").strip()) for match in _MARKED_BOX.finditer(text)]
-    boxes = []
-    for numbers, label in found:
-        corners = tuple(map(float, re.findall(r"\d+(?:\.\d+)?", numbers)))
-        if len(corners) in (2, 4):
-            boxes.append(Box(corners, label))
-    return boxes
+def boxes_of(answer: str) -> list[Box]:
+    """Boxes and points of an answer, in thousandths; none if it is no such answer."""
+    try:
+        return read_boxes(answer.partition(IM_END)[0], _UNIT)
+    except ValueError:
+        return []
 
 
 def unpatchify(

@@ -15,10 +15,9 @@ import pytest
 from PIL import Image
 
 from paddle_vl.cli.main import main
-from paddle_vl.data.shown_sample import Box
 from paddle_vl.families.vlm.inputs.image_processor import patchify
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
-from paddle_vl.families.vlm.shown_samples import boxes_in, unpatchify
+from paddle_vl.families.vlm.shown_samples import unpatchify
 
 
 def shown(run_file, capsys, *arguments: str) -> str:
@@ -59,22 +58,10 @@ def test_frames_come_back_from_their_patches(run_file):
     np.testing.assert_array_equal(unpatchify(patches, grid, settings), frames)
 
 
-def test_boxes_and_points_of_both_spellings_are_found():
-    text = (
-        '[{"bbox_2d": [10, 20, 300, 400], "label": "cat"}, {"point_2d": [5, 6], "label": "eye"}] '
-        "<|object_ref_start|>dog<|object_ref_end|><|box_start|>(1,2),(3,4)<|box_end|> [7, 8]"
-    )
-    assert boxes_in(text) == [
-        Box((10, 20, 300, 400), "cat"),
-        Box((5, 6), "eye"),
-        Box((1, 2, 3, 4), "dog"),
-    ]
-
-
 def test_a_box_is_drawn_and_text_stays_text(run_file, capsys, tmp_path):
     file = tmp_path / "one.jsonl"
     image = next(run_file.parent.rglob("*.png"))
-    answer = '{"bbox_2d": [100, 200, 300, 600], "label": "<script>"}'
+    answer = '[{"bbox_2d": [100, 200, 300, 600], "label": "<script>"}, {"point_2d": [5, 6]}]'
     messages = [
         {"role": "user", "content": "<image>Where?"},
         {"role": "assistant", "content": answer},
@@ -84,6 +71,7 @@ def test_a_box_is_drawn_and_text_stays_text(run_file, capsys, tmp_path):
     shown(run_file, capsys, f"data.train=[{file}]", "--page", str(page))
     html = page.read_text()
     assert '<rect x="100" y="200" width="200" height="400"/>' in html
+    assert '<circle cx="5" cy="6" r="8"/>' in html
     assert "&lt;script&gt;" in html
     assert "<script>" not in html
 
