@@ -8,11 +8,11 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 
+from paddle_vl.files.hub import local_folder
 from paddle_vl.files.names import Foreign, without_foreign
 from paddle_vl.files.text_file import shown
 
@@ -34,7 +34,7 @@ FORWARD = {
     "cache_position": Foreign("positions come from input_ids and grids: leave it out"),
     "rope_deltas": Foreign("positions come from input_ids and grids: leave it out"),
 }
-_FETCHED = "nothing is fetched: download the checkpoint first, and give its folder"
+_FETCHED = "the hub's environment variables say it, see docs/hubs.md"
 _QUANTIZED = "weights are loaded in a floating point dtype: leave it out"
 # Of `from_pretrained`.
 LOADING = {
@@ -49,7 +49,6 @@ LOADING = {
     "local_files_only": Foreign(_FETCHED, (None, False, True)),
     "low_cpu_mem_usage": Foreign("tensors are read one at a time", (None, False, True)),
     "quantization_config": Foreign(_QUANTIZED),
-    "revision": Foreign(_FETCHED),
     "token": Foreign(_FETCHED),
     "trust_remote_code": Foreign("no code of a folder is run: leave it out"),
     "use_safetensors": Foreign("weights are read from .safetensors only", (None, True)),
@@ -59,10 +58,11 @@ LOADING = {
 def loads_like_hf(function: Callable[P, R]) -> Callable[P, R]:
     """Decorator of `from_pretrained(cls, path, ...)`: HF's arguments.
 
-    `torch_dtype` is `dtype`; a dtype may be torch's own. `device_map` may name the current device.
+    `path` may be the name of a model on a hub, with its `revision`. `torch_dtype` is `dtype`; a
+    dtype may be torch's own. `device_map` may name the current device.
 
     Raises:
-        RuntimeError: there is no such folder.
+        RuntimeError: there is no such folder, and no such name on the hub.
         ValueError: an argument of HF that asks for something else; see `LOADING`.
     """
 
@@ -90,12 +90,8 @@ def loads_like_hf(function: Callable[P, R]) -> Callable[P, R]:
         if dtype is not None:
             is_torchs = str(dtype).startswith("torch.")
             kwargs["dtype"] = str(dtype).removeprefix("torch.") if is_torchs else dtype
-        if not Path(path).exists():
-            raise RuntimeError(
-                f"there is no folder {path}: give a model folder; a published model is fetched "
-                "first, as by `hf download NAME --local-dir FOLDER`"
-            )
-        return untyped(cls, path, *args, **kwargs)
+        folder = local_folder(path, revision=kwargs.pop("revision", None))
+        return untyped(cls, folder, *args, **kwargs)
 
     return cast(Any, load)
 

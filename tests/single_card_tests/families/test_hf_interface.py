@@ -12,8 +12,10 @@ import pytest
 from paddle_vl import GenerationConfig, PI07LowLevelPolicy, Qwen3VLForConditionalGeneration
 from paddle_vl.testing.qwen3_vl import token_rows
 from tests.single_card_tests.families.pi07.test_policy import character_tokenizer, golden_policy
+from tests.support.hub_server import local_hub
 from tests.support.tiny import tiny_model
 
+hub = pytest.fixture(local_hub)
 IDS = token_rows([1, 2, 3], [7, 8, 9])
 
 
@@ -59,7 +61,7 @@ def test_a_policy_tells_them_too_and_takes_hfs_names(tmp_path):
     load = PI07LowLevelPolicy.from_pretrained
     assert load(tmp_path, torch_dtype="bfloat16", device_map="cpu").dtype == paddle.bfloat16
     assert load(tmp_path, dtype="auto").dtype == paddle.float32
-    with pytest.raises(ValueError, match="from_pretrained has no revision.*download"):
+    with pytest.raises(ValueError, match="is a local path, which has no revision 'main'"):
         load(tmp_path, revision="main")
 
 
@@ -159,7 +161,7 @@ def test_loading_honours_what_means_the_same(folder, arguments, dtype):
         ({"attn_implementation": "flash_attention_2"}, "kernels follow from device and dtype"),
         ({"trust_remote_code": True}, "no code of a folder is run"),
         ({"load_in_4bit": True}, "weights are loaded in a floating"),
-        ({"cache_dir": "x"}, "nothing is fetched"),
+        ({"cache_dir": "x"}, "the hub's environment variables"),
     ],
 )
 def test_loading_refuses_by_name_what_means_something_else(folder, argument, remedy):
@@ -167,9 +169,18 @@ def test_loading_refuses_by_name_what_means_something_else(folder, argument, rem
         Qwen3VLForConditionalGeneration.from_pretrained(folder, **argument)
 
 
-def test_the_name_of_a_published_model_is_no_folder():
-    with pytest.raises(RuntimeError, match="no folder Qwen/Qwen3-VL-2B-Instruct.*hf download"):
-        Qwen3VLForConditionalGeneration.from_pretrained("Qwen/Qwen3-VL-2B-Instruct")
+def test_a_model_is_loaded_by_its_name_on_a_hub(hub, folder):
+    hub.files.clear()
+    hub.files.update({path.name: path.read_bytes() for path in folder.iterdir()})
+    found = Qwen3VLForConditionalGeneration.from_pretrained("org/tiny", revision="main")
+    here = Qwen3VLForConditionalGeneration.from_pretrained(folder)
+    for name, value in here.hf_state_dict().items():
+        np.testing.assert_array_equal(found.hf_state_dict()[name], value)
+
+
+def test_what_is_neither_folder_nor_name_is_refused():
+    with pytest.raises(RuntimeError, match="'runs/here/no' is neither a path here"):
+        Qwen3VLForConditionalGeneration.from_pretrained("runs/here/no")
 
 
 def test_a_streamer_gets_the_prompts_and_then_every_step(model):

@@ -36,6 +36,7 @@ from paddle_vl.families.vlm.templates.template_files import (
     read_folder_templates,
     special_tokens,
 )
+from paddle_vl.files.hub import path_or_download
 from paddle_vl.files.text_file import read_text, write_text
 from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
 from paddle_vl.generation.config import FILE_NAME, GenerationConfig
@@ -163,7 +164,7 @@ class VLProcessor(ChatInputs):
         video_max_pixels: int | None = None,
         template: TemplateOptions | None = None,
     ) -> "VLProcessor":
-        """Read the processor files of a checkpoint directory.
+        """Read the processor files of a checkpoint directory, or of a model named on a hub.
 
         Args:
             min_pixels, max_pixels: override the area of an image; pixels.
@@ -177,7 +178,7 @@ class VLProcessor(ChatInputs):
             ValueError: a setting is missing or not supported, a control token is missing, or the
                 chat template cannot be compiled.
         """
-        directory = Path(directory)
+        directory = path_or_download(os.fspath(directory))
         image_processor = ImageProcessor.from_pretrained(
             directory, min_pixels=min_pixels, max_pixels=max_pixels
         )
