@@ -1,8 +1,7 @@
 """Rows of any files and mixtures as one JSONL file of rows in the canonical form.
 
-Images and videos that the rows have as bytes become files in a folder `media` beside the new file,
-paths become relative to it, and addresses stay. Keys that are not read are kept. The rows of the
-new file give the same samples as the sources.
+Bytes of images and videos become files in a folder `media` beside the new file, paths become
+relative to it, addresses and keys that are not read stay. The samples are those of the sources.
 """
 
 import json
@@ -22,7 +21,7 @@ from paddle_vl.data import media_file
 from paddle_vl.data.corpus.opener import ShardOpener
 from paddle_vl.data.formats.canonical import MEDIA, CanonicalRow, check_targets
 from paddle_vl.data.formats.reader import to_canonical
-from paddle_vl.data.formats.row_settings import RowSettings
+from paddle_vl.data.formats.row_settings import BOX_TOKENS, RowSettings
 from paddle_vl.data.jsonl import BadSampleError, OnBadSample, parse_object
 from paddle_vl.data.rows.mixture import draws_of
 from paddle_vl.data.rows.row_file import open_source
@@ -40,7 +39,6 @@ def convert_rows(
     output: Path,
     settings: RowSettings,
     *,
-    format: str | None = None,
     strategy: Strategy = "concat",
     seed: int,
     on_bad_sample: OnBadSample = "fail",
@@ -54,7 +52,6 @@ def convert_rows(
         sources: their `max_length` and `max_pixels` are settings of a run, and of no row.
         output: appears complete or not at all; files in `media` appear one by one.
         settings: of all rows; columns and tags are those of the sources.
-        format: of sources that name none; None takes that of a source's first row.
         strategy, seed: see `draws_of`.
         on_bad_sample: "skip" leaves bad rows out and counts them.
         overwrite: whether `output` may be there already.
@@ -79,7 +76,7 @@ def convert_rows(
     for source, rows in zip(sources, opened, strict=True):
         renaming = {key: getattr(source, key) for key in ("columns", "only_columns", "tags")}
         own, folder = replace(settings, **renaming), media_file.MediaFolder(rows.folder)
-        writers.append(_RowWriter(own, source.format or format, folder, media))
+        writers.append(_RowWriter(own, source.format, folder, media))
     skipped: Counter[str] = Counter()
     with replacing(output) as partial, partial.open("wb") as file:
         for source, number in zip(draws.sources, draws.rows.tolist(), strict=True):
@@ -124,12 +121,13 @@ class _RowWriter:
 
     def _check_line(self, line: bytes, canonical: CanonicalRow) -> None:
         """Check that the line is read as the row."""
-        settings = RowSettings(special_tokens=self.settings.special_tokens)
+        settings = RowSettings(special_tokens=BOX_TOKENS)
         try:
             again = to_canonical(parse_object(line, "a row"), settings, format="messages")
         except BadSampleError as error:
-            reason = f"it cannot be written as one of format messages ({error.reason}): hide a key "
-            reason += "that is in the way by a column of the name _"
+            reason = (
+                f"it cannot be written in format messages, {error.reason} (columns can hide it)"
+            )
             raise BadSampleError(error.kind, reason) from error
         if again.to_dict() != canonical.to_dict():
             raise BadSampleError("not_canonical", f"its line would be read as {again.to_dict()}")
@@ -149,7 +147,7 @@ class _RowWriter:
         path = Path(self.folder.path(source, kind))
         media_file.file_size(path, kind)
         # A link keeps its name: that of its target may have no extension.
-        return os.path.relpath(os.path.realpath(path.parent) + f"/{path.name}", self.media.beside)
+        return os.path.relpath(f"{os.path.realpath(path.parent)}/{path.name}", self.media.beside)
 
     def _without_bytes(self, value: Any) -> Any:
         """An extra with paths of files in place of bytes."""
