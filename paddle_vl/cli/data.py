@@ -1,10 +1,17 @@
-"""`paddle-vl show-data`: samples of a run as its model sees them."""
+"""`paddle-vl show-data`: samples of a run as its model sees them; `convert-data`: rows of any files
+as one file."""
 
 import argparse
+import json
 import sys
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paddle_vl.cli.commands import add_command, add_number, add_switch, add_value, natural
+
+if TYPE_CHECKING:
+    from paddle_vl.config.row_sources import RowSourceConfig
 
 
 def add_show_data(subparsers: argparse._SubParsersAction) -> None:
@@ -52,3 +59,105 @@ def show_data(options: argparse.Namespace) -> int:
         options.page.write_text(page(samples, title), encoding="utf-8")
         print(f"the pictures are in {options.page}")
     return 0
+
+
+def add_convert_data(subparsers: argparse._SubParsersAction) -> None:
+    """`paddle-vl convert-data IN... OUT.jsonl`"""
+    parser = add_command(
+        subparsers,
+        convert_data,
+        "write rows of any format, files and mixtures as one JSONL file",
+        "Write the rows of files, data sets on a hub or names of a dataset_info file as one JSONL "
+        "file of messages, in the order in which a run with the same seed draws them. Bytes of "
+        "images and videos become files in the folder media beside it, paths become relative to "
+        "it. data.train reads it without further settings, but for data.special_tokens if there "
+        "are any. A row that cannot be used ends the command, and no file is written.",
+        "examples:\n  paddle-vl convert-data talks.parquet talks.jsonl\n"
+        "  paddle-vl convert-data 'talks.json#500' hf::org/name mixed.jsonl --skip-bad\n"
+        "  paddle-vl convert-data tides rows.jsonl --dataset-info data/dataset_info.json",
+    )
+    text = "files, folders, hf::org/name, or names of a dataset_info file; #500 or %%50 behind one"
+    add_value(parser, "sources", "IN", text, nargs="+")
+    add_value(parser, "output", "OUT.jsonl", "the new file", type=Path)
+    text = "format of the rows (default: recognised from the first row of each source)"
+    add_value(parser, "--format", "NAME", text)
+    text = "a dataset_info.json of LLaMA-Factory or ms-swift, whose names IN uses"
+    add_value(parser, "--dataset-info", "FILE", text, type=Path)
+    text = "names of columns and the keys that they stand for, as JSON; _ hides a column"
+    add_value(parser, "--columns", "JSON", text)
+    text = "how boxes of objects are written, json or markers (default json)"
+    add_value(parser, "--boxes", "KIND", text, choices=("json", "markers"), default="json")
+    add_switch(parser, "--clip-boxes", "move boxes that are partly outside of their image")
+    text = "special tokens that texts may contain: box, object_ref, or both with a comma"
+    add_value(parser, "--special-tokens", "NAMES", text, default="")
+    text = "how rows of several sources follow one another (default concat)"
+    add_value(parser, "--mix-strategy", "NAME", text, default="concat")
+    text = "weights of the sources of an interleaved mixture, such as 0.7,0.3"
+    add_value(parser, "--weights", "NUMBERS", text)
+    text = "seed of mixtures, as train.seed (default 42)"
+    add_value(parser, "--seed", "N", text, type=natural, default=42)
+    text = "leave rows out that cannot be used, and count them (default: stop at the first)"
+    add_switch(parser, "--skip-bad", text)
+    add_switch(parser, "--overwrite", "replace OUT.jsonl if it is there")
+    add_value(parser, "--cache", "DIR", "folder for indexes and copies (default: beside the data)")
+    text = "longest line of a file with text, in bytes (default 1048576); data URIs need more"
+    add_number(parser, "--max-line-bytes", text, 1 << 20)
+
+
+def convert_data(options: argparse.Namespace) -> int:
+    """Write the file."""
+    from paddle_vl.data.corpus.cache import CacheFolders, LocalCopies
+    from paddle_vl.data.corpus.opener import ShardOpener
+    from paddle_vl.data.formats.row_settings import RowSettings
+    from paddle_vl.data.rows.convert import convert_rows
+    from paddle_vl.data.rows.spelling import strategy_of
+    from paddle_vl.files.hub import local_folder
+
+    folders = CacheFolders(options.cache)
+    tokens = [name.strip() for name in options.special_tokens.split(",") if name.strip()]
+    written, skipped = convert_rows(
+        _sources(options),
+        options.output,
+        RowSettings(options.boxes, options.clip_boxes, tokens),
+        strategy=strategy_of(options.mix_strategy),
+        seed=options.seed,
+        on_bad_sample="skip" if options.skip_bad else "fail",
+        overwrite=options.overwrite,
+        opener=ShardOpener(folders, LocalCopies(folders), max_line_bytes=options.max_line_bytes),
+        fetch=partial(local_folder, kind="dataset"),
+    )
+    print(f"{written} rows are in {options.output}")
+    if tokens or options.boxes == "markers":
+        print("set data.special_tokens to [box, object_ref] where it is read")
+    for kind, count in sorted(skipped.items()):
+        print(f"skipped: {count} of kind {kind}")
+    return 0
+
+
+def _sources(options: argparse.Namespace) -> "list[RowSourceConfig]":
+    """The sources of the command line, with its columns and weights."""
+    from paddle_vl.data.rows.dataset_info import DatasetInfo, source_config
+    from paddle_vl.data.rows.spelling import row_sources, weighted
+
+    columns = None
+    if options.columns is not None:
+        try:
+            columns = json.loads(options.columns)
+        except ValueError as error:
+            raise ValueError(f'--columns is no JSON ({error}): write {{"a": "b"}}') from error
+    info = None if options.dataset_info is None else DatasetInfo.read(options.dataset_info)
+    sources = row_sources(options.sources, info)
+    if columns is not None and (own := [each.label for each in sources if each.columns]):
+        raise ValueError(f"{own[0]} has columns in {options.dataset_info}: write all of them there")
+    sources = [
+        source_config(
+            each.label,
+            **{
+                **each.model_dump(),
+                "format": each.format or options.format,
+                "columns": each.columns if columns is None else columns,
+            },
+        )
+        for each in sources
+    ]
+    return sources if options.weights is None else weighted(sources, options.weights)

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 import paddle_vl
 from paddle_vl.cli import commands
-from paddle_vl.cli.data import add_show_data
+from paddle_vl.cli.data import add_convert_data, add_show_data
 from paddle_vl.cli.doctor import add_doctor
 from paddle_vl.cli.export import add_export
 from paddle_vl.cli.hubs import add_download, add_upload
@@ -224,6 +224,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_report(subparsers)
     add_tokenize(subparsers)
     add_show_data(subparsers)
+    add_convert_data(subparsers)
     add_download(subparsers)
     add_upload(subparsers)
     add_doctor(subparsers)

@@ -47,8 +47,10 @@ class BadSampleError(ValueError):
 
 
 @contextmanager
-def sample_at(place: str) -> Iterator[None]:
+def sample_at(place: str | Callable[[], str]) -> Iterator[None]:
     """Turn errors of reading a sample into a `BadSampleError` with its place (`file:line`).
+
+    A place that takes a search through its file is a function, called after an error alone.
 
     Unforeseen errors become bad samples too, so that a run that skips those goes on. A
     `RuntimeError`, which is a fault of the machine, passes unchanged.
@@ -59,10 +61,14 @@ def sample_at(place: str) -> Iterator[None]:
         reason = error.reason
         if len(reason) > _LONGEST_REASON:
             reason = f"{reason[:_LONGEST_REASON]}... ({len(reason)} characters)"
-        raise BadSampleError(error.kind, reason, place) from error
+        raise BadSampleError(error.kind, reason, _text_of(place)) from error
     except _HOSTILE as error:
         reason = f"the sample cannot be read: {type(error).__name__}: {str(error)[:200]}"
-        raise BadSampleError("unreadable_sample", reason, place) from error
+        raise BadSampleError("unreadable_sample", reason, _text_of(place)) from error
+
+
+def _text_of(place: str | Callable[[], str]) -> str:
+    return place if isinstance(place, str) else place()
 
 
 class FileContent(NamedTuple):

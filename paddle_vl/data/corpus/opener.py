@@ -2,10 +2,10 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from paddle_vl.data.corpus.parquet_shard import ParquetShard
 from paddle_vl.data.corpus.shard import Shard
 from paddle_vl.data.corpus.tar_shard import TarShard
 from paddle_vl.data.corpus.token_files import TokenShard
-from paddle_vl.data.jsonl import MAX_LINE_BYTES, BadSampleError, sample_at
+from paddle_vl.data.jsonl import MAX_LINE_BYTES, sample_at
 from paddle_vl.data.worker_pool import results_in_order
 
 logger = logging.getLogger(__name__)
@@ -125,15 +125,9 @@ class Shards:
         shard = int(np.searchsorted(self._starts, number, side="right")) - 1
         return self.shards[shard], number - int(self._starts[shard])
 
-    @contextmanager
-    def at_place(self, number: int) -> Iterator[None]:
+    def at_place(self, number: int) -> AbstractContextManager[None]:
         """Add a row's place to what is raised, see `sample_at`."""
-        try:
-            yield
-        except (BadSampleError, ValueError, ArithmeticError, RecursionError, OSError) as error:
-            # The place of a row may take a search through its file.
-            with sample_at(self.place(number)):
-                raise error
+        return sample_at(partial(self.place, number))
 
     def _hash_of(self, number: Callable[[Shard], int]) -> int:
         hashed = xxh3_64()

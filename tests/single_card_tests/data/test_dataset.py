@@ -5,6 +5,7 @@ reason, at opening or at decoding; `skip` leaves it out and counts it; a sample 
 cut only where that is harmless.
 """
 
+import json
 import pickle
 import re
 
@@ -13,6 +14,8 @@ import pytest
 
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
+from paddle_vl.families.vlm.inputs.open_data import open_conversations
+from paddle_vl.families.vlm.settings import VLDataConfig
 from tests.single_card_tests.data.video_files import write_video
 from tests.single_card_tests.families.qwen3_vl.chat_builders import (
     question,
@@ -45,6 +48,19 @@ def test_samples_keep_file_order_and_paths_start_at_their_file(tmp_path):
 def test_conversation_keeps_the_other_entries_of_its_record(tmp_path):
     file = write_jsonl(tmp_path / "a.jsonl", [question(task="single")])
     assert MessagesDataset([file], PROCESSOR).conversation(0).extra == {"task": "single"}
+
+
+def test_a_file_is_searched_for_the_place_of_bad_samples_alone(tmp_path, monkeypatch):
+    rows = [question(), question("<image>", images=["gone.png"])]
+    (tmp_path / "a.json").write_text(json.dumps(rows), encoding="utf-8")
+    data = VLDataConfig(processor="unused", on_bad_sample="skip")
+    dataset = open_conversations([str(tmp_path / "a.json")], data, PROCESSOR, 0)
+    searched = []
+    monkeypatch.setattr(type(dataset), "row_place", lambda self, row: searched.append(row) or "x:2")
+    assert "A cat." in decoded(dataset[0])
+    assert searched == []
+    with pytest.raises(BadSampleError, match=r"^x:2: .*gone\.png"):
+        dataset[1]
 
 
 BAD_LINES = {

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -124,7 +125,7 @@ class ConversationData(ABC):
         row = number if self._samples is None else self._samples[number, 0]
         processor, longest = self.limits(row)
         conversation = self.conversation(number)
-        with sample_at(self.place(number)):
+        with sample_at(partial(self.place, number)):
             sample = encode(processor, conversation)
             return sample if longest is None else truncate_sample(sample, longest, processor)
 

@@ -22,8 +22,8 @@ from paddle_vl.families.vlm.settings import VLDataConfig
 from paddle_vl.files.hub import local_folder
 
 _LINES = (".jsonl", ".json", ".ndjson")
-# Larger files are read lazily.
-_MOST_READ = 1 << 28
+# Larger files are read lazily: reading takes about 0.5 s per MiB.
+_MOST_READ = 1 << 25
 _HEAD = 1 << 16
 
 
