@@ -2,6 +2,7 @@
 
 import json
 import zlib
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -78,7 +79,7 @@ class FileContent(NamedTuple):
         file: path of the file.
         lines: hash of the bytes of its usable lines.
         media: hash of the sizes of their images and videos, without modification times, which
-            differ in a copy of the data.
+            differ in a copy of the data; empty if not all of them were looked at.
     """
 
     file: str
@@ -105,14 +106,16 @@ class LineIndex:
         check: Callable[[bytes, int], Iterable[int]],
         on_bad_sample: OnBadSample,
         max_line_bytes: int = MAX_LINE_BYTES,
+        most_checked: int | None = None,
     ):
-        """Read the files and check every line that is not empty.
+        """Read the files and check the lines that are not empty.
 
         Args:
             check: takes a line and its file number, returns the sizes in bytes of the files that
                 the line names, and raises `BadSampleError`.
             on_bad_sample: "fail" raises at the first bad line; "skip" leaves bad lines out.
             max_line_bytes: a longer line is bad, and is not read into memory.
+            most_checked: lines of each file that are checked, the first ones; None for all.
 
         Raises:
             RuntimeError: a file does not exist.
@@ -126,7 +129,7 @@ class LineIndex:
             raise ValueError("no data file given: name at least one JSONL file")
         self.files = list(files)
         self._max_line_bytes = max_line_bytes
-        index: list[tuple[int, int, int]] = []
+        index = array("q")
         bad: list[BadSampleError] = []
         self.contents: list[FileContent] = []
         for file_number, path in enumerate(self.files):
@@ -139,21 +142,23 @@ class LineIndex:
             line_hash, media_hash = xxh3_64(), xxh3_64()
             for line_number, offset, line in bounded_lines(path, max_line_bytes):
                 lines += 1
+                is_checked = most_checked is None or lines <= most_checked
                 try:
                     with sample_at(f"{path}:{line_number}"):
                         check_length(line, max_line_bytes)
-                        sizes = np.array([*check(line, file_number)], dtype="<i8")
+                        sizes = [*check(line, file_number)] if is_checked else ()
                 except BadSampleError as error:
                     # A copy without traceback, which would keep the line in memory.
                     bad.append(BadSampleError(error.kind, error.reason, error.place))
                     continue
-                index.append((file_number, offset, line_number))
+                index.extend((file_number, offset, line_number))
                 line_hash.update(line)
-                media_hash.update(sizes.tobytes())
+                if is_checked:
+                    media_hash.update(np.array(sizes, dtype="<i8").tobytes())
             if not lines:
                 raise ValueError(f"data file {path} is empty: one JSON object per line is needed")
-            hashes = line_hash.hexdigest(), media_hash.hexdigest()
-            self.contents.append(FileContent(str(path), *hashes))
+            media = media_hash.hexdigest() if most_checked is None or lines <= most_checked else ""
+            self.contents.append(FileContent(str(path), line_hash.hexdigest(), media))
         if bad and on_bad_sample == "fail":
             first, more = bad[0], ""
             if len(bad) > 1:
@@ -167,7 +172,7 @@ class LineIndex:
             raise ValueError(
                 f"all {len(bad)} samples are bad: {dict(self.skipped)}; the first is {bad[0]}"
             )
-        self.positions_N3 = np.array(index, dtype=np.int64)
+        self.positions_N3 = np.array(index, dtype=np.int64).reshape([-1, 3])
 
     def __len__(self) -> int:
         return len(self.positions_N3)

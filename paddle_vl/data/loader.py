@@ -374,12 +374,15 @@ class PrefetchLoader(PrefetchingLoader):
         position = read_section(_Position, state, "data")
         was, here = dict(position.stream), self._stream()
         contents = here.pop("contents", [])
-        problems = _edited(was.pop("contents", []), contents)
+        before = was.pop("contents", [])
+        problems = _edited(before, contents)
+        is_partial = any(not media for _, _, media in (*before, *contents))
         if contents and "contents" not in position.stream:
             # Older states have no hashes of file contents; positions of lines are compared.
             here["fingerprint"] = getattr(self._dataset, "positions_fingerprint")  # noqa: B009
-        elif problems:
-            # The edited files explain why the fingerprints differ.
+        elif problems or is_partial:
+            # The edited files explain why the fingerprints differ, as do files of which one start
+            # has looked at all images and the other has not.
             del here["fingerprint"]
             was.pop("fingerprint", None)
         problems += [
@@ -454,6 +457,6 @@ def _edited(was: Sequence[Sequence[str]], here: Sequence[Sequence[str]]) -> list
     for (_, old_lines, old_media), (file, lines, media) in zip(was, here, strict=True):
         if lines != old_lines:
             found.append(f"lines of {file} were added, removed or edited")
-        elif media != old_media:
+        elif media and old_media and media != old_media:
             found.append(f"images or videos that {file} names have other sizes than they had")
     return found

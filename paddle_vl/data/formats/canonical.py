@@ -264,9 +264,11 @@ def texts_of(row: Mapping[str, Any]) -> Iterator[str]:
     for message in row["messages"]:
         yield from (part["text"] for part in message["content"] if part["type"] == "text")
         yield message.get("reasoning_content", "")
-        yield json_text(message.get("tool_calls", ()), "a call", ensure_ascii=False)
+        if calls := message.get("tool_calls"):
+            yield json_text(calls, "a call", ensure_ascii=False)
     for key in ("tools", "chat_template_kwargs"):
-        yield json_text(row.get(key, ()), repr(key), ensure_ascii=False)
+        if values := row.get(key):
+            yield json_text(values, repr(key), ensure_ascii=False)
 
 
 def json_text(value: Any, what: str, ensure_ascii: bool = True) -> str:

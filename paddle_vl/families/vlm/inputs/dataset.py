@@ -1,8 +1,8 @@
 """Datasets of conversations, and that of JSONL files.
 
 Opening those reads every line once and checks its format, the messages, the tags, and that image
-and video files exist. Faults that need decoding (broken files, extreme sizes, length) show when a
-sample is loaded.
+and video files exist; of a very long file the first lines, so that a million start in seconds.
+Faults that need decoding (broken files, extreme sizes, length) show when a sample is loaded.
 """
 
 import json
@@ -33,6 +33,8 @@ from paddle_vl.families.vlm.inputs.conversation import Conversation, RowReader
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 
 logger = logging.getLogger(__name__)
+# Lines of a file that are checked when it is opened: some seconds.
+_MOST_CHECKED = 50_000
 
 
 class ConversationData(ABC):
@@ -169,7 +171,9 @@ class MessagesDataset(ConversationData, LineIndex):
         # Keys that are not read, of each file.
         self._unread: list[dict[str, None]] = [{} for _ in files]
         paths = [*map(Path, files)]
-        LineIndex.__init__(self, paths, self._check_line, on_bad_sample, max_line_bytes)
+        LineIndex.__init__(
+            self, paths, self._check_line, on_bad_sample, max_line_bytes, _MOST_CHECKED
+        )
         for file, keys in zip(self.files, self._unread, strict=True):
             tell_unread(str(file), keys)
 

@@ -22,8 +22,6 @@ from paddle_vl.families.vlm.settings import VLDataConfig
 from paddle_vl.files.hub import local_folder
 
 _LINES = (".jsonl", ".json", ".ndjson")
-# Larger files are read lazily: reading takes about 0.5 s per MiB.
-_MOST_READ = 1 << 25
 _HEAD = 1 << 16
 
 
@@ -33,7 +31,7 @@ def open_conversations(
     processor: VLProcessor,
     seed: int,
 ) -> ConversationData:
-    """Open what the entries name: files of lines, all of whose rows are read, or a mixture.
+    """Open what the entries name: files of lines, or a mixture of sources.
 
     Raises:
         RuntimeError: a file is missing or damaged, or a data set cannot be downloaded.
@@ -41,7 +39,7 @@ def open_conversations(
         ValueError: an entry names nothing, or there are no rows.
     """
     reader = row_reader(data, processor)
-    files = [entry for entry in entries if isinstance(entry, str) and is_read_whole(Path(entry))]
+    files = [entry for entry in entries if isinstance(entry, str) and is_lines(Path(entry))]
     if len(files) == len(entries):
         opened: ConversationData = MessagesDataset(
             files,
@@ -96,12 +94,10 @@ def row_reader(
     return RowReader(settings, own.format or data.format, data.allow_outside, remote)
 
 
-def is_read_whole(path: Path) -> bool:
-    """Whether a path is a file of lines that is small enough to be read when it is opened; one that
-    does not exist is for the error of reading it."""
+def is_lines(path: Path) -> bool:
+    """Whether a path is a file of lines; one that does not exist is, for the error of reading."""
     if path.suffix.lower() not in _LINES or is_container(path) or path.is_dir():
         return False
     if not path.is_file():
         return not any(mark in str(path) for mark in "#%,:")
-    size, head = path.stat().st_size, first_bytes(path, _HEAD)
-    return size <= _MOST_READ and json_kind(head, path.suffix.lower() == ".json") is JsonlShard
+    return json_kind(first_bytes(path, _HEAD), path.suffix.lower() == ".json") is JsonlShard

@@ -17,6 +17,8 @@ from PIL import Image
 
 from paddle_vl.config.data_sources import has_sources
 from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.data.loader import PrefetchLoader
+from paddle_vl.families.vlm.inputs import dataset
 from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
 from paddle_vl.families.vlm.inputs.open_data import open_conversations
 from paddle_vl.families.vlm.inputs.processor import TemplateOptions, VLProcessor
@@ -215,3 +217,26 @@ def test_what_cannot_be_trained_on_is_refused_at_the_start(folder, row, message,
 def test_names_of_nothing_are_refused(folder):
     with pytest.raises(ValueError, match="names no data"):
         opened(["talks#5"])
+
+
+def test_of_a_long_file_the_first_lines_are_checked(folder, monkeypatch):
+    rows = [messages_row(*ROWS[2]) for _ in range(6)]
+    good = opened([written(folder / "long.jsonl", rows)])
+    monkeypatch.setattr(dataset, "_MOST_CHECKED", 4)
+    partly = opened([str(folder / "long.jsonl")])
+    assert ids(partly) == ids(good)
+    (whole, part) = good.contents[0], partly.contents[0]
+    assert (part.lines, part.media, partly.fingerprint != good.fingerprint) == (
+        whole.lines,
+        "",
+        True,
+    )
+    state = PrefetchLoader(good, list, 2, shuffle=True, drop_last=True).state_dict()
+    PrefetchLoader(partly, list, 2, shuffle=True, drop_last=True).load_state_dict(state)
+    rows[5] = {"query": "a"}
+    late = opened([written(folder / "long.jsonl", rows)])
+    assert len(late) == 6
+    with pytest.raises(BadSampleError, match=r"long\.jsonl:6: "):
+        late[5]
+    with pytest.raises(ValueError, match="were added, removed or edited"):
+        PrefetchLoader(late, list, 2, shuffle=True, drop_last=True).load_state_dict(state)
