@@ -1,0 +1,170 @@
+"""The pages for people who bring data, docs/data.md and docs/coming_from.md.
+
+Guarantees: every row that the page shows becomes what stands beside it, or is refused with the
+words that stand beside it; every format, every entry of a source and every strategy has its line;
+every setting that the pages name exists, what they write in YAML is valid, and the name of another
+trainer's setting leads to the same setting as its line.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+from PIL import Image
+
+from paddle_vl.config.family_settings import settings_help
+from paddle_vl.config.peer_names import PEERS, setting_for
+from paddle_vl.config.row_sources import RowSourceConfig, Strategy
+from paddle_vl.data.formats.canonical import CanonicalRow, Message
+from paddle_vl.data.formats.reader import to_canonical
+from paddle_vl.data.formats.recognise import FORMATS
+from paddle_vl.data.formats.row_settings import RowSettings
+from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.families.vlm.inputs.conversation import RowReader
+from paddle_vl.families.vlm.inputs.tokenizer import IM_END, ChatTemplate
+from paddle_vl.families.vlm.settings import VLDataConfig
+from tests.single_card_tests.test_docs import ROOT, blocks, is_setting
+
+DATA, COMING_FROM = ROOT / "docs/data.md", ROOT / "docs/coming_from.md"
+PAGES = (DATA, COMING_FROM)
+SIZE = (640, 480)
+SETTING = re.compile(r"(?<![\w./])(?:data|train|model|parallel|logging)\.[a-z]\w*(?:\.[a-z]\w*)*")
+
+
+def tables(page: Path) -> dict[str, list[list[str]]]:
+    """The tables of a page: cells of each line, by the titles of the columns."""
+    found: dict[str, list[list[str]]] = {}
+    rows: list[list[str]] | None = None
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("|"):
+            rows = None
+            continue
+        cells = [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if rows is None:
+            rows = found.setdefault(" | ".join(cells), [])
+        elif not all(set(cell) <= set("-: ") for cell in cells):
+            rows.append(cells)
+    return found
+
+
+ROWS = tables(DATA)["format | row | becomes"]
+REFUSED = tables(DATA)["given | row | kind | says"]
+
+
+def code(cell: str) -> str:
+    """The content of a cell that is code."""
+    found = re.fullmatch(r"`(.*)`", cell)
+    assert found, cell
+    return found[1]
+
+
+def as_shown(row: CanonicalRow) -> str:
+    """A row as the page writes it."""
+    lines = [f"`tools: {', '.join(tool['function']['name'] for tool in row.tools)}`"]
+    lines = lines if row.tools else []
+    for message in row.messages:
+        text = f"`{message['role']}: {content(message)}`"
+        lines.append(f"**{text}**" if message.get("loss") else text)
+    return "<br>".join(lines)
+
+
+def content(message: Message) -> str:
+    """Reasoning, texts, media and calls of a message in one line."""
+    shown = f"think({message['reasoning_content']})" if "reasoning_content" in message else ""
+    for part in message["content"]:
+        kind = part["type"]
+        shown += part["text"] if kind == "text" else f"[{kind} {part[kind]}]"
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        shown += f"call {function['name']}({json.dumps(function['arguments'])})"
+    return shown.replace("\n", "\\n")
+
+
+@pytest.mark.parametrize(("named", "row", "becomes"), ROWS, ids=[row[0] for row in ROWS])
+def test_rows_become_what_the_page_says(named: str, row: str, becomes: str):
+    settings: dict[str, Any] = dict(re.findall(r"data\.(\w+): (\w+)", named))
+    found = to_canonical(json.loads(code(row)), RowSettings(image_size=lambda _: SIZE, **settings))
+    assert f"`{found.format}`" == named.split(",")[0]
+    assert as_shown(found) == becomes
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "says"), [each[1:] for each in REFUSED], ids=[each[0] for each in REFUSED]
+)
+def test_rows_are_refused_as_the_page_says(row: str, kind: str, says: str, tmp_path: Path):
+    Image.new("RGB", SIZE).save(tmp_path / "door.jpg")
+    reader = RowReader(RowSettings(control_tokens={IM_END}))
+
+    def used() -> None:
+        conversation = reader(json.loads(code(row)), tmp_path)
+        conversation.check_targets()
+        ChatTemplate.check(conversation)
+
+    with pytest.raises(BadSampleError) as refused:
+        used()
+    assert refused.value.kind == code(kind)
+    assert says in refused.value.reason
+
+
+def test_every_format_has_a_row():
+    assert {code(named.split(",")[0]) for named, _, _ in ROWS} == {*FORMATS}
+
+
+def test_every_entry_of_a_source_and_every_strategy_has_a_line():
+    found = tables(DATA)
+    sources = [rows for rows in found["entry | "] if rows]
+    named = [name for cell, _ in sources for name in re.findall(r"`(\w+)`", cell)]
+    assert sorted(named) == sorted(RowSourceConfig.model_fields)
+    strategies = found["`data.mix_strategy` | rows before they are shuffled"]
+    assert [code(cell.split(" ")[0]) for cell, _ in strategies] == list(get_args(Strategy))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_settings_that_the_pages_name_exist(page: Path):
+    named = set(SETTING.findall(page.read_text(encoding="utf-8"))) - {DATA.name}
+    assert len(named) > 10
+    assert [name for name in sorted(named) if not is_setting(name)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_data_in_yaml_is_valid(page: Path):
+    text = page.read_text(encoding="utf-8")
+    inline = re.findall(r"`data\.(\w+: [^`]+)`", text)
+    sections = [yaml.safe_load(block)["data"] for block in blocks(page, "yaml")]
+    sections += [yaml.safe_load(each) for each in inline]
+    assert len(sections) > 5
+    for section in sections:
+        VLDataConfig.model_validate(section)
+
+
+def test_entries_that_make_a_pretraining_mix_or_not():
+    said = re.search(r"or it has (.*?)\. So give", DATA.read_text(encoding="utf-8"), re.DOTALL)
+    assert said
+    named = re.findall(r"`(\w+)`", said[1])
+    assert len(named) > 5
+    values = {"only_columns": True, "tags": {"role_tag": "a"}, "subsets": ["a"], "ratio": 0.5}
+    values |= {"split": "train", "folder": "a"}
+    for name in named:
+        entry = {"path": "a", "format": "messages", name: values.get(name, 2)}
+        assert isinstance(VLDataConfig.model_validate({"train": entry}).train[0], RowSourceConfig)
+    others = RowSourceConfig.model_fields.keys() - {*named} - {"format"}
+    some = {"path": "a", "name": "a", "columns": {"text": "a"}, "weight": 2}
+    assert others == some.keys()
+    assert not isinstance(VLDataConfig.model_validate({"train": some}).train[0], RowSourceConfig)
+
+
+def test_names_of_other_trainers_lead_to_the_settings_of_their_lines():
+    settings = [name for _, _, descriptions in settings_help() for name in descriptions]
+    known = {name for names in PEERS.values() for name in names.split()}
+    compared = 0
+    for rows in tables(COMING_FROM).values():
+        for theirs, here, *_ in rows:
+            ours = SETTING.findall(here)
+            for name in re.findall(r"`(?:--)?(\w+)", theirs):
+                if ours and name in known:
+                    compared += 1
+                    assert str(setting_for(name, settings)).partition("=")[0] in ours, name
+    assert compared > 20
