@@ -125,10 +125,10 @@ class _RowWriter:
         try:
             again = to_canonical(parse_object(line, "a row"), settings, format="messages")
         except BadSampleError as error:
-            reason = (
-                f"it cannot be written in format messages, {error.reason} (columns can hide it)"
-            )
-            raise BadSampleError(error.kind, reason) from error
+            hint = """a column that is in the way can be hidden: --columns '{"NAME": "_"}'"""
+            raise BadSampleError(
+                error.kind, f"written anew it is {error.reason}; {hint}"
+            ) from error
         if again.to_dict() != canonical.to_dict():
             raise BadSampleError("not_canonical", f"its line would be read as {again.to_dict()}")
 

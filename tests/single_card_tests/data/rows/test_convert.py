@@ -160,6 +160,9 @@ def test_extras_are_kept(tmp_path):
     (written,) = convert(tmp_path / "a.parquet", tmp_path / "a.jsonl")
     assert written["list"] == [{"x": written["raw"]}]
     assert (tmp_path / written["raw"]).read_bytes() == b"\xff"
+    file = write_jsonl(tmp_path / "b.jsonl", [{"instruction": "a", "output": "b", "query": "c"}])
+    with pytest.raises(BadSampleError, match="'query' beside 'messages' .* can be hidden"):
+        convert(file, tmp_path / "c.jsonl")
 
 
 def test_paths_lead_to_the_same_files_through_links(tmp_path):
