@@ -12,7 +12,6 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 
-from paddle_vl.files.hub import local_folder
 from paddle_vl.files.names import Foreign, without_foreign
 from paddle_vl.files.text_file import shown
 
@@ -90,6 +89,8 @@ def loads_like_hf(function: Callable[P, R]) -> Callable[P, R]:
         if dtype is not None:
             is_torchs = str(dtype).startswith("torch.")
             kwargs["dtype"] = str(dtype).removeprefix("torch.") if is_torchs else dtype
+        from paddle_vl.files.hub import local_folder
+
         folder = local_folder(path, revision=kwargs.pop("revision", None))
         return untyped(cls, folder, *args, **kwargs)
 

@@ -44,12 +44,18 @@ class VLDataConfig(DataConfig):
     """data for the evaluation loss; entries as in data.train"""
     format: RowFormat | None = None
     """format of the rows of conversations; default: recognised from the first row of each file"""
+    columns: dict[str, str] = Field(default={})
+    """names of columns in the files and the keys that they stand for, {ask: query}; _ hides one"""
     dataset_info: FilePath | None = None
     """a dataset_info.json of LLaMA-Factory or ms-swift, whose names data.train and data.eval use"""
     mix_strategy: Strategy = "concat"
     """how rows of several sources of conversations follow one another before they are shuffled:
     one source after the other, or interleaved until the first, the last (others repeated) or each
     (every row once) is used up"""
+    mask_history: bool = False
+    """learn the last answer of each conversation only"""
+    train_on_prompt: bool = False
+    """learn all text of a conversation, not the answers alone"""
     boxes: Literal["json", "markers"] = "json"
     """how boxes of rows' objects are written: [x1, y1, x2, y2], or between <|box_start|> markers"""
     clip_boxes: bool = False
@@ -174,6 +180,8 @@ class VLRun(RunConfig):
         if not self.data.train:
             yield "data.train lists no file: name JSONL files of conversations"
         yield from self._source_problems()
+        if self.data.mask_history and self.data.train_on_prompt:
+            yield "data.mask_history and data.train_on_prompt exclude each other: set one of them"
         yield from self._packing_problems()
         for name in ("{}_pixels", "video_{}_pixels", "video_{}_frames"):
             lowest, highest = name.format("min"), name.format("max")

@@ -14,23 +14,18 @@ from paddle_vl.data.video_reader import VideoSource
 from paddle_vl.families.vlm.inputs.collate import IGNORED_LABEL, VISUAL_KEYS, pad_rows
 from paddle_vl.families.vlm.inputs.conversation import (
     Conversation,
-    ImagePart,
-    Part,
     parse_record,
 )
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
 from paddle_vl.families.vlm.inputs.tokenizer import (
-    IM_END,
-    IM_START,
     IMAGE_PAD,
     VIDEO_PAD,
-    VISION_END,
-    VISION_START,
     ChatTemplate,
     TextTokenizer,
     VideoPrompt,
 )
 from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
+from paddle_vl.families.vlm.templates.built_in import prompt_text
 from paddle_vl.families.vlm.templates.encoding import TemplateEncoder
 from paddle_vl.files.names import Foreign, explains
 
@@ -308,24 +303,6 @@ class ChatInputs:
 
 def _no_pixels(grid_thw: np.ndarray) -> np.ndarray:
     return np.broadcast_to(np.float32(0), (int(grid_thw.prod(axis=1).sum()), 1))
-
-
-def prompt_text(
-    conversation: Conversation, add_generation_prompt: bool, continue_final_message: bool
-) -> str:
-    """The text of HF's template, one placeholder per image or video; see `apply_chat_template`."""
-
-    def shown(part: Part) -> str:
-        pad = IMAGE_PAD if isinstance(part, ImagePart) else VIDEO_PAD
-        return part if isinstance(part, str) else f"{VISION_START}{pad}{VISION_END}"
-
-    text = "".join(
-        f"{IM_START}{turn.role}\n{''.join(map(shown, turn.parts))}{IM_END}\n"
-        for turn in conversation.turns
-    )
-    if continue_final_message:
-        return text.removesuffix(f"{IM_END}\n")
-    return f"{text}{IM_START}assistant\n" if add_generation_prompt else text
 
 
 def _check_ends(opens: bool | None, continues: bool | None, labels: bool) -> None:

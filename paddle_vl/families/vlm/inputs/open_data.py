@@ -40,7 +40,7 @@ def open_conversations(
     """
     reader = row_reader(data, processor)
     files = [entry for entry in entries if isinstance(entry, str) and is_lines(Path(entry))]
-    if len(files) == len(entries):
+    if len(files) == len(entries) and data.mix_strategy == "concat":
         opened: ConversationData = MessagesDataset(
             files,
             processor,
@@ -79,9 +79,11 @@ def row_reader(
         data.clip_boxes,
         tuple(data.special_tokens),
         frozenset(processor.template.forbidden.values()),
-        own.columns,
+        own.columns or data.columns,
         own.only_columns,
         own.tags,
+        data.mask_history,
+        data.train_on_prompt,
     )
     remote = None
     if data.allow_remote:

@@ -21,7 +21,6 @@ from paddle_vl.families.vlm.inputs.tokenizer import (
     END_OF_TEXT,
     IM_END,
     IMAGE_PAD,
-    JINJA_TEMPLATE,
     VIDEO_PAD,
     VISION_END,
     VISION_START,
@@ -30,6 +29,7 @@ from paddle_vl.families.vlm.inputs.tokenizer import (
     train_bpe,
 )
 from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
+from paddle_vl.families.vlm.templates.built_in import JINJA_TEMPLATE
 from paddle_vl.families.vlm.templates.encoding import TemplateEncoder, TemplateSettings
 from paddle_vl.families.vlm.templates.rendering import ChatTemplateRenderer
 from paddle_vl.families.vlm.templates.template_files import (

@@ -190,36 +190,6 @@ CONTROL_TOKENS = (
     END_OF_TEXT, IM_START, IM_END, VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD
 )  # fmt: skip
 
-# The same template in HF's format; HF's processor repeats <|image_pad|>.
-JINJA_TEMPLATE = """\
-{%- for message in messages %}
-    {%- if message.role not in ['system', 'user', 'assistant'] %}
-        {{- raise_exception('unknown role ' + message.role) }}
-    {%- endif %}
-    {%- if message.role == 'system' and not loop.first %}
-        {{- raise_exception('only the first message may be a system message') }}
-    {%- endif %}
-    {{- '<|im_start|>' + message.role + '\\n' }}
-    {%- if message.content is string %}
-        {{- message.content }}
-    {%- else %}
-        {%- for part in message.content %}
-            {%- if part.type in ['image', 'image_url'] %}
-                {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
-            {%- elif part.type == 'video' %}
-                {{- '<|vision_start|><|video_pad|><|vision_end|>' }}
-            {%- elif part.type == 'text' %}
-                {{- part.text }}
-            {%- endif %}
-        {%- endfor %}
-    {%- endif %}
-    {{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
-
 
 class VideoPrompt(NamedTuple):
     """Prompt of a video: seconds shown by each temporal patch, and placeholders per patch."""
@@ -338,8 +308,7 @@ class ChatTemplate:
         """Ids of a text without control tokens.
 
         Args:
-            allow_boxes: whether tokens of boxes may be in it: rows have been searched for those
-                that their writer did not mean.
+            allow_boxes: whether it is of a row, which has been searched for tokens of boxes.
 
         Raises:
             BadSampleError: the text contains the name of a special token.

@@ -97,12 +97,12 @@ REFUSED = {
         (chat("<video>", videos=["a"], images=["b"]), "0 image place.* but 1 entries"),
         (chat("a", "<image>", images=["a"]), "message 2 has role 'assistant' and a part"),
     ],
+    "remote": [(chat("<image>", images=["data:image/png,x"]), "data URI.*base64")],
     "unsupported": [
         (chat("<audio>"), "audio is not supported"),
         (chat("<bbox>"), "message 1 has the tag <bbox>.*'objects'"),
         (chat([{"type": "input_audio"}]), "has the part"),
         (chat([{"type": "video", "video": "a", "fps": 1}]), "fps.*set data.video_fps"),
-        (chat("<image>", images=["data:image/png,x"]), "data URI.*base64"),
         (chat(history=[["a", "b"]]), "'history' beside 'messages' is not read"),
         (chat(chat_template_kwargs={"max_pixels": 1}), "cannot be set for one row"),
         (chat(enable_thinking=False), "'chat_template_kwargs'"),

@@ -22,8 +22,8 @@ from paddle_vl.data.video_reader import VideoFrames
 from paddle_vl.families.vlm.inputs.conversation import parse_record
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
-from paddle_vl.families.vlm.inputs.tokenizer import JINJA_TEMPLATE
 from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
+from paddle_vl.families.vlm.templates.built_in import JINJA_TEMPLATE
 from tests.single_card_tests.data.video_files import moving_frames
 from tests.single_card_tests.families.qwen3_vl.chat_builders import (
     assistant,

@@ -18,11 +18,11 @@ from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.vlm.inputs.conversation import parse_record
 from paddle_vl.families.vlm.inputs.tokenizer import (
     CONTROL_TOKENS,
-    JINJA_TEMPLATE,
     ChatTemplate,
     VideoPrompt,
     train_bpe,
 )
+from paddle_vl.families.vlm.templates.built_in import JINJA_TEMPLATE
 from tests.single_card_tests.families.qwen3_vl.chat_builders import (
     TEXTS,
     assistant,

@@ -5,11 +5,11 @@ import pytest
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.vlm.inputs.conversation import parse_record
 from paddle_vl.families.vlm.inputs.tokenizer import (
-    JINJA_TEMPLATE,
     ChatTemplate,
     TextTokenizer,
     VideoPrompt,
 )
+from paddle_vl.families.vlm.templates.built_in import JINJA_TEMPLATE
 from tests.single_card_tests.families.vlm.templates.template_builders import (
     GOLDEN,
     MARKED,
