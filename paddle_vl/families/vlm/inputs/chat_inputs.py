@@ -193,11 +193,10 @@ class ChatInputs:
             raise ValueError("return_dict needs tokenize=True: text alone is not a batch")
         texts = []
         for conversation in _parsed(messages, images, videos, tools):
-            own = self.own_template_for(conversation)
-            row = conversation.row.to_dict()
-            texts.append(
-                prompt_text(conversation, **ends) if own is None else own.text(row, **ends)
-            )
+            if (own := self.own_template_for(conversation)) is None:
+                texts.append(prompt_text(conversation, **ends))
+            else:
+                texts.append(own.text(conversation.row.to_dict(), **ends))
         return texts if _are_several(messages) else texts[0]
 
     @explains({"clean_up_tokenization_spaces": Foreign("text is not changed")}, "decode")
@@ -344,14 +343,8 @@ def _parsed(
                 f"{len(batch)} conversations but {len(lists)} lists of {name}: give one list "
                 "per conversation (empty where it has none)"
             )
+    row = {"tools": tools}
     return [
-        parse_record(
-            {
-                "messages": each,
-                "images": list(own or ()),
-                "videos": list(clips or ()),
-                "tools": tools,
-            }
-        )
+        parse_record(row | {"messages": each, "images": [*(own or ())], "videos": [*(clips or ())]})
         for each, own, clips in zip(batch, *media.values(), strict=True)
     ]
