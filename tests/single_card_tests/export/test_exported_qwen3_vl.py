@@ -345,8 +345,8 @@ def test_the_processor_answers_messages(exported):
     """Ids of the tiny processor are not the tiny model's; the inputs are, so text comes out."""
     pieces = list(exported.answer([user("What is this?")], max_new_tokens=4))
     assert "".join(pieces) == exported.ask([user("What is this?")], max_new_tokens=4)
-    with pytest.raises(ValueError, match="0 image place.* 1 entries"):
-        exported.ask([user("What is this?")], [random_image(8, 8)])
+    with pytest.raises(ValueError, match="2 image place.* 1 entries"):
+        exported.ask([user("<image><image>Same?")], [random_image(8, 8)])
 
 
 def test_a_model_with_experts_is_exported_too(tmp_path):
