@@ -34,7 +34,7 @@ from paddle_vl.families.vlm.inputs.processor import VLProcessor
 
 logger = logging.getLogger(__name__)
 # Lines of a file that are checked when it is opened: some seconds.
-_MOST_CHECKED = 50_000
+_MOST_CHECKED = 20_000
 
 
 class ConversationData(ABC):
