@@ -11,12 +11,13 @@ import math
 import struct
 from collections.abc import Callable, Iterable
 from itertools import chain
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from paddle_vl.checkpoint.manifest import FileSum, write_bytes
+from paddle_vl.files.inner_path import is_inner
 from paddle_vl.files.text_file import parse_json_object, read_json_object, shown
 
 _NUMPY_DTYPES = {
@@ -206,7 +207,7 @@ def read_checkpoint_headers(folder: Path, stem: str = "model") -> dict[str, Stor
             f"of each tensor; {_REMEDY}"
         )
     for key, shard in weight_map.items():
-        if not _is_inside(shard):
+        if not is_inner(shard):
             raise RuntimeError(
                 f"{index_file}: weight_map has {shown(shard)} for {key}, which is no file of this "
                 f"folder; {_REMEDY}"
@@ -224,14 +225,6 @@ def read_checkpoint_headers(folder: Path, stem: str = "model") -> dict[str, Stor
             f"are of two models, {_REMEDY}"
         )
     return {key: shards[shard][key] for key, shard in weight_map.items()}
-
-
-def _is_inside(shard: Any) -> bool:
-    """Whether it is a relative path that does not leave the folder; it may be a link."""
-    if not isinstance(shard, str) or not shard or "\0" in shard or "\\" in shard:
-        return False
-    path = PurePosixPath(shard)
-    return not path.is_absolute() and ".." not in path.parts and path.name != ""
 
 
 class TensorToWrite(NamedTuple):

@@ -9,15 +9,17 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib import metadata
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from fuzzing.child import Limits, Task, main, size_of
-from fuzzing.guard import ACCEPTED, REFUSED, Verdict
+from fuzzing.child import Limits, Task, files_in, main, size_of
+from fuzzing.guard import ACCEPTED, REFUSED, Verdict, waited
 from fuzzing.parser import PARSERS, SHARES, Files
 
 _TOOLS = Path(__file__).resolve().parents[1]
@@ -137,7 +139,7 @@ def _run_child(task: Task, tally: Tally, place: Path) -> int | None:
     begun, patience, is_late, is_done = None, float(_START_SECONDS), False, False
     with suppress(EOFError):
         while not is_late:
-            if not receiver.poll(patience):
+            if _is_silent(receiver, process.pid, patience):
                 is_late = True
                 process.kill()
                 break
@@ -164,9 +166,17 @@ def _run_child(task: Task, tally: Tally, place: Path) -> int | None:
             f"it says:\n{said}"
         )
     what = f"slow: over {seconds:g} s" if is_late else f"died with code {process.exitcode}"
-    files = {p.name: p.read_bytes() for p in task.folder.iterdir() if p.is_file()}
-    tally.add(Verdict(what, said, seconds), files)
+    tally.add(Verdict(what, said, seconds), files_in(task.folder))
     return begun
+
+
+def _is_silent(receiver: Connection, process: int, seconds: float) -> bool:
+    """Whether a process says nothing for so many seconds in which it could run."""
+    begin = time.monotonic() - waited(process)
+    while not receiver.poll(seconds):
+        if time.monotonic() - waited(process) - begin >= seconds:
+            return True
+    return False
 
 
 @contextmanager

@@ -54,7 +54,7 @@ class Trial:
     def __init__(self, task: Task, say: Callable[..., None]):
         self.task, self.folder, self.say = task, task.folder, say
         self.parser = make_parser(task.target, self.folder)
-        self._valid = {p.name: p.read_bytes() for p in self.folder.iterdir() if p.is_file()}
+        self._valid = files_in(self.folder)
         # Imports and caches of the first call do not count.
         self.parser.parse()
         mebibytes = min(task.limits.mebibytes, self.parser.mebibytes)
@@ -149,6 +149,12 @@ class _FoundError(Exception):
 
 class _EnoughError(BaseException):
     """Ends the search of hypothesis."""
+
+
+def files_in(folder: Path) -> Files:
+    """Files of a folder and of those in it, by their paths in it."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def size_of(files: Files) -> int:

@@ -18,6 +18,7 @@ from fuzzing.mutations import as_json, damaged_bytes, in_file, json_lines, mutat
 from fuzzing.parser import Parser
 from fuzzing.samples import small_processor, write_image
 from paddle_vl.config.data_sources import SourceConfig
+from paddle_vl.data.corpus.arrow_shard import _batches
 from paddle_vl.data.corpus.cache import open_files
 from paddle_vl.data.corpus.parquet_shard import _tables
 from paddle_vl.families.vlm.inputs.corpus import Corpus
@@ -33,6 +34,13 @@ _CHAT = [_USER | {"content": "<image>What?"}, _ANSWER]
 _SIZES = [0, 1, 511, 512, 1 << 16, 1 << 20, 8 << 30, 1 << 33, 1 << 62, (1 << 63) - 1, -1, -512]
 
 
+def forget_files() -> None:
+    """Close what readers keep open, which a new process has not."""
+    for things in (open_files, _tables, _batches):
+        while things._open:
+            things._open.popitem()[1][1]()
+
+
 def _reader(folder: Path, name: str) -> Callable[[], None]:
     """Reads every conversation of a file as a new process would."""
     processor, cache = small_processor(), folder / "cache"
@@ -41,9 +49,7 @@ def _reader(folder: Path, name: str) -> Callable[[], None]:
     data = VLDataConfig(max_length=60, allow_outside=False, max_line_bytes=_LINE, cache=str(cache))
 
     def parse() -> None:
-        for things in (open_files, _tables):
-            while things._open:
-                things._open.popitem()[1][1]()
+        forget_files()
         for file in cache.iterdir():
             file.unlink()
         try:

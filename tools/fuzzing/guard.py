@@ -29,7 +29,8 @@ _SYSTEM = (
 )
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _OPENED = ("open", "os.listdir", "os.scandir", "os.remove", "os.rename", "os.mkdir", "os.rmdir")
-_STARTED = ("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "socket.connect")
+_STARTED = ("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "socket.connect",
+            "socket.getaddrinfo")  # fmt: skip
 
 
 @dataclass
@@ -85,7 +86,7 @@ class Guard:
         """Run a parser once and return the verdict."""
         self._touched.clear()
         _CLEAR.write_text("5")
-        before, begin = _memory("VmRSS"), time.monotonic()
+        before, begin = _memory("VmRSS"), time.monotonic() - waited()
         self._is_armed = True
         try:
             parse()
@@ -95,7 +96,7 @@ class Guard:
         except BaseException as error:
             verdict = self._of_error(error)
         self._is_armed = False
-        verdict.seconds = time.monotonic() - begin
+        verdict.seconds = time.monotonic() - waited() - begin
         verdict.mebibytes = max(0, _memory("VmHWM") - before) / (1 << 20)
         if verdict.is_escape:
             return verdict
@@ -154,6 +155,17 @@ class Guard:
             is_inside = (path + os.sep).startswith(self._inside)
             if not is_inside and not (is_library and (is_read or event.endswith("dir"))):
                 self._touched.append(path)
+
+
+def waited(process: str | int = "self") -> float:
+    """Seconds that the main thread of a process was ready to run, and a busy machine ran others.
+
+    They say nothing about an input. A process that has ended did not wait.
+    """
+    try:
+        return int(Path(f"/proc/{process}/schedstat").read_text().split()[1]) / 1e9
+    except FileNotFoundError:
+        return 0.0
 
 
 def _memory(name: str) -> int:

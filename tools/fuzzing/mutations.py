@@ -140,6 +140,19 @@ def mutated(draw, seeds: Sequence[Any], most: int = 3, changes: Sequence[str] = 
     return document
 
 
+@st.composite
+def with_texts(draw, seeds: Sequence[Any], texts: Sequence[str]) -> bytes:
+    """JSON of a document, sometimes changed, with one to three of the texts inside of its own."""
+    document = draw(mutated(seeds, 1, _GENTLE))
+    places = [place for place in _places(document) if isinstance(_at(document, place), str)]
+    for place in [_one_of(draw, places) for _ in range(draw(st.integers(1, 3)))] if places else ():
+        if place:
+            outer, key = _at(document, place[:-1]), place[-1]
+            at = draw(st.integers(0, len(outer[key])))
+            outer[key] = outer[key][:at] + _one_of(draw, texts) + outer[key][at:]
+    return as_json(document)
+
+
 def as_json(document: Any, *, is_ascii: bool = True) -> bytes:
     """A document as JSON; it may hold NaN, lone surrogates and huge numbers."""
     return json.dumps(document, ensure_ascii=is_ascii).encode("utf-8", "surrogatepass")

@@ -5,12 +5,14 @@ Source: https://nvidia.github.io/Megatron-Energon/data_on_disk.html
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
+from paddle_vl.files.inner_path import inner_path
 from paddle_vl.files.text_file import read_text
 
 META = ".nv-meta"
@@ -21,7 +23,8 @@ _TEXT_FIELDS = {"text": "txt", "caption": "txt"}
 _DATASET = ("field_map", "__module__", "__class__", "sample_type", "subflavor", "subflavors")
 _SPLIT = ("split_parts", "exclude")
 _MEMBER = re.compile(r"[\w-]+(\.[\w-]+)*")
-_BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}|\{([^{}]*)\}")
+_BRACES = re.compile(r"\{(\d{1,9})\.\.(\d{1,9})\}|\{([^{}]*)\}")
+_MOST_BRACES, _MOST_FILES = 16, 1 << 20
 
 
 class Fields(NamedTuple):
@@ -46,7 +49,10 @@ def fields_of(shard: Path) -> Fields:
     if (file := next((each for each in found if each.is_file()), None)) is None:
         return Fields()
     row, images = None, []
-    for field, member in (_settings(file, _DATASET).get("field_map") or {}).items():
+    fields = _settings(file, _DATASET).get("field_map") or {}
+    if not isinstance(fields, Mapping):
+        raise RuntimeError(f"{file}: field_map is {fields!r:.100}; a mapping is needed")
+    for field, member in fields.items():
         is_plain = isinstance(member, str) and _MEMBER.fullmatch(member)
         if is_plain and field in _ROW_FIELDS and row is None:
             row = member.lower()
@@ -74,13 +80,13 @@ def files_of_split(folder: Path, split: str) -> list[Path]:
     parts = settings.get("split_parts") or {}
     if split not in parts:
         raise RuntimeError(f"{file} has no split {split!r}: choose one of {', '.join(parts)}")
-    names = [each for text in parts[split] or [] for each in _expanded(text)]
-    excluded = {each for text in settings.get("exclude") or [] for each in _expanded(text)}
+    names = _all_expanded(parts[split], file)
+    excluded = {*_all_expanded(settings.get("exclude"), file)}
     if inside := [each for each in sorted(excluded) if not each.endswith(".tar")]:
         raise RuntimeError(
             f"{file} excludes {inside[0]}, which is no file: remove it from the data"
         )
-    return [folder / each for each in names if each not in excluded]
+    return [inner_path(folder, each, file) for each in names if each not in excluded]
 
 
 def _settings(file: Path, known: tuple[str, ...]) -> dict[str, Any]:
@@ -98,6 +104,29 @@ def _settings(file: Path, known: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
+def _all_expanded(texts: Sequence[str] | None, file: Path) -> list[str]:
+    """Names for texts with braces.
+
+    Raises:
+        RuntimeError: there are too many.
+    """
+    texts = texts or []
+    names = (name for text in texts for name in _expanded(text))
+    found = [*islice(names, _MOST_FILES + 1)] if all(map(_is_small, texts)) else None
+    if found is None or len(found) > _MOST_FILES:
+        raise RuntimeError(
+            f"{file} names more files than {_MOST_FILES}, or has more braces in a name than "
+            f"{_MOST_BRACES}, or a range that is empty: write fewer"
+        )
+    return found
+
+
+def _is_small(text: str) -> bool:
+    """Whether the work for a text is bounded by the number of its names."""
+    ranges = [(first, last) for first, last, _ in _BRACES.findall(text) if first]
+    return text.count("{") <= _MOST_BRACES and all(int(a) <= int(b) for a, b in ranges)
+
+
 def _expanded(text: str) -> Iterator[str]:
     """Names for braces: `{000..012}` and `{a,b}`."""
     if (match := _BRACES.search(text)) is None:
@@ -105,7 +134,7 @@ def _expanded(text: str) -> Iterator[str]:
         return
     first, last, names = match.groups()
     if names is None:
-        found = [str(each).zfill(len(first)) for each in range(int(first), int(last) + 1)]
+        found = (str(each).zfill(len(first)) for each in range(int(first), int(last) + 1))
     else:
         found = names.split(",")
     for each in found:

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from paddle_vl.data.corpus.energon import META, files_of_split
+from paddle_vl.files.inner_path import inner_path
 from paddle_vl.files.text_file import read_json_object, read_text
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,8 @@ def _saved(folder: Path, split: str | None) -> list[Path]:
     own = state.get("_split")
     if split not in (None, own) and (own is not None or split != "train"):
         raise RuntimeError(f"{folder} has the split {own!r} and no other, not {split!r}")
-    return [folder / each["filename"] for each in state["_data_files"]]
+    names = [each["filename"] for each in state["_data_files"]]
+    return [inner_path(folder, each, folder / _SAVED) for each in names]
 
 
 def _repository(folder: Path, split: str | None, subset: str | None) -> list[Path]:
@@ -121,12 +123,15 @@ def _listed(
         raise RuntimeError(f"{folder} has no subset {chosen or ''!r}: choose one of {names}")
     files = named[chosen].get("data_files")
     if files is None:
-        return files_of(folder / named[chosen]["data_dir"], split)
+        return files_of(inner_path(folder, named[chosen]["data_dir"], folder / _CARD), split)
     if not isinstance(files, list) or not isinstance(files[0], Mapping):
         files = [{"split": "train", "path": files}]
     patterns = {each["split"]: each["path"] for each in files}
     own = patterns[_chosen(folder, split, [*patterns])]
-    found = [sorted(folder.glob(each)) for each in ([own] if isinstance(own, str) else own)]
+    own = [own] if isinstance(own, str) else own
+    for each in own:
+        inner_path(folder, each, folder / _CARD)
+    found = [sorted(folder.glob(each)) for each in own]
     if not all(found):
         raise RuntimeError(f"{folder / _CARD} names {own}, which are not all there: fetch them")
     return [file for each in found for file in each]

@@ -173,9 +173,10 @@ class DatasetInfo:
             raise ValueError(f"{where} is not defined: use one of {', '.join(self.entries)}")
         entry = self.entries[name]
         if not isinstance(entry, _Swift):
-            for key in _REFUSED.keys() & set(entry or ()):
+            keys = entry.keys() if isinstance(entry, Mapping) else set()
+            for key in _REFUSED.keys() & keys:
                 raise ValueError(f"{where} has {key}: {_REFUSED[key]}")
-            kind = _Version1 if "path" in (entry or ()) else _LlamaFactory
+            kind = _Version1 if "path" in keys else _LlamaFactory
             entry = _checked(kind, entry, where)
         try:
             values = entry.values(self.hub)

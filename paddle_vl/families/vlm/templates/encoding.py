@@ -24,6 +24,9 @@ from paddle_vl.families.vlm.templates.rendering import ChatTemplateRenderer, Ren
 Row = Mapping[str, Any]
 # No text has it: a private character. The blank shows whether the template trims.
 _MARK = "\ue0ff "
+# Characters that a template may make of a row, for each of its own, each message, and beside that;
+# tokenizing takes hundreds of bytes for each.
+_MOST_TIMES, _MOST_PER_MESSAGE, _MOST_MORE = 16, 1 << 10, 1 << 17
 
 
 @dataclass(frozen=True)
@@ -128,11 +131,20 @@ class TemplateEncoder:
         return self._left_open(whole) if continue_final_message else whole.rendered.text
 
     def _rendered(self, chat: Chat, add_generation_prompt: bool) -> RenderedChat:
-        return self._renderer.render_chat(
+        whole = self._renderer.render_chat(
             chat,
             add_generation_prompt=add_generation_prompt,
             reasoning_may_go=self._settings.earlier_reasoning != "refuse",
         )
+        own, length = len(chat.all_text()), len(whole.rendered.text)
+        messages = len(chat.messages)
+        if length > _MOST_TIMES * own + _MOST_PER_MESSAGE * messages + _MOST_MORE:
+            raise BadSampleError(
+                "template_error",
+                f"{self._renderer.name} makes {length} characters of a row of {own}; use another "
+                "template",
+            )
+        return whole
 
     def _learned_spans(self, whole: RenderedChat) -> list[Span]:
         chat, messages, (text, marks) = whole

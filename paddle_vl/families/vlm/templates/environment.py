@@ -37,11 +37,14 @@ _MAX_GROWTH, _MAX_NUMBER, _MAX_BITS, _MAX_INDENT = 1 << 28, 1 << 20, 128, 64
 _CHARACTERS_PER_STEP = 1 << 8
 
 _GROWING_METHODS = frozenset(
-    "center expandtabs format format_map join ljust replace rjust translate zfill".split()
+    "center expandtabs format format_map join ljust lstrip replace rjust rstrip strip translate "
+    "zfill".split()
 )
 _GROWING_FILTERS = frozenset(
-    "batch center format indent join replace round slice sum truncate wordwrap".split()
+    "batch center format indent join replace round slice sum trim truncate wordwrap".split()
 )
+# Their time grows with the square of a long word.
+_SLOW_FILTERS, _MAX_SLOW = ("urlize", "wordwrap"), 1 << 16
 _HUGE_FIELD = re.compile(r"\d{6}|%[^a-zA-Z%]*\*")
 
 
@@ -253,6 +256,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         @functools.wraps(function)
         def counted(*args: Any, **kwargs: Any) -> Any:
             head, values = args[:takes_context], args[takes_context:]
+            if name in _SLOW_FILTERS and sum(map(_size, values[:1])) > _MAX_SLOW:
+                raise TemplateLimitError(f"the template uses {name} on a text that is too long")
             if name in _GROWING_FILTERS:
                 values = self._measured(name, values, kwargs)
             self.progress.charge(0, 1 + sum(map(_size, values[:1])) // _CHARACTERS_PER_STEP)
