@@ -18,8 +18,7 @@ from paddle_vl.config.row_sources import STOPPING
 from paddle_vl.data.corpus.cache import CacheFolders, LocalCopies
 from paddle_vl.data.corpus.opener import ShardOpener
 from paddle_vl.data.formats.canonical import check_canonical
-from paddle_vl.data.formats.reader import to_canonical
-from paddle_vl.data.formats.recognise import FORMATS, recognised
+from paddle_vl.data.formats.reader import FORMATS, recognised, to_canonical
 from paddle_vl.data.formats.row_settings import BOX_TOKENS, RowSettings
 from paddle_vl.data.jsonl import BadSampleError, parse_object, sample_at
 from paddle_vl.data.rows.dataset_info import DatasetInfo

@@ -14,8 +14,8 @@ from fuzzing.parser import Parser
 from fuzzing.rows import GOLDEN, golden_rows
 from paddle_vl.data.formats.reader import to_canonical
 from paddle_vl.data.jsonl import BadSampleError, parse_object, sample_at
-from paddle_vl.families.vlm.inputs.tokenizer import JINJA_TEMPLATE
 from paddle_vl.families.vlm.templates import environment
+from paddle_vl.families.vlm.templates.built_in import JINJA_TEMPLATE
 from paddle_vl.families.vlm.templates.encoding import TemplateEncoder, TemplateSettings
 from paddle_vl.families.vlm.templates.rendering import ChatTemplateRenderer
 from paddle_vl.families.vlm.templates.template_files import read_folder_templates, special_tokens
