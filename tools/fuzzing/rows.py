@@ -1,10 +1,8 @@
 """Rows as other trainers write them: their formats, their files, and lists of data sets."""
 
-import csv
-import io
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,8 @@ import yaml
 from hypothesis import strategies as st
 
 from fuzzing.containers import forget_files
-from fuzzing.mutations import as_json, damaged_bytes, damaged_text, in_file, json_bytes, mutated
-from fuzzing.parser import Files, Parser
+from fuzzing.mutations import as_json, damaged_bytes, damaged_text, in_file, json_bytes
+from fuzzing.parser import Parser
 from paddle_vl.config.row_sources import STOPPING
 from paddle_vl.data.corpus.cache import CacheFolders, LocalCopies
 from paddle_vl.data.corpus.opener import ShardOpener
@@ -29,11 +27,9 @@ from paddle_vl.data.rows.spelling import row_sources, strategy_of, weighted
 GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden"
 _CONTAINERS, _MIXTURES = GOLDEN / "formats" / "containers", GOLDEN / "formats" / "mixtures"
 _LINE, _MEBIBYTES = 1 << 14, 400
-_CONTROL_TOKENS = frozenset({"<|im_start|>", "<|im_end|>", "<|image_pad|>"})
-_SETTINGS = [
-    RowSettings(control_tokens=_CONTROL_TOKENS, image_size=lambda source: (64, 48)),
-    RowSettings("markers", True, [*BOX_TOKENS], _CONTROL_TOKENS, image_size=lambda _: (64, 48)),
-]
+_TOKENS = frozenset({"<|im_start|>", "<|im_end|>", "<|image_pad|>"})
+_PLAIN = RowSettings(control_tokens=_TOKENS, image_size=lambda source: (64, 48))
+_MARKED = RowSettings("markers", True, [*BOX_TOKENS], _TOKENS, image_size=lambda source: (64, 48))
 
 
 def golden_rows() -> list[dict[str, Any]]:
@@ -42,12 +38,8 @@ def golden_rows() -> list[dict[str, Any]]:
     return [json.loads(line) for file in files for line in file.open("rb")]
 
 
-def canonical_form(row: Any, settings: RowSettings, format: str | None = None) -> dict[str, Any]:
-    """The canonical form of a row.
-
-    Raises:
-        AssertionError: it is none, or its own canonical form is another.
-    """
+def _check_form(row: Any, settings: RowSettings, format: str | None = None) -> None:
+    """Read a row; its canonical form must be one, and stay what it is."""
     form = to_canonical(row, settings, format=format).to_dict()
     try:
         check_canonical(form)
@@ -56,35 +48,32 @@ def canonical_form(row: Any, settings: RowSettings, format: str | None = None) -
         raise AssertionError(f"what a row was read as is refused: {error}") from error
     if again != form:
         raise AssertionError("what a row was read as is read as another")
-    return form
 
 
 def row_formats(folder: Path) -> Parser:
-    """A row of any format, in its canonical form; read as each of the formats too."""
+    """A row of any format, read as every format; at least one must take it."""
     seeds, file = golden_rows(), folder / "rows.jsonl"
     file.write_bytes(as_json(seeds[0]))
+    ways = [(each, name) for each in (_PLAIN, _MARKED) for name in (None, *FORMATS)]
 
     def parse() -> None:
         with sample_at("rows.jsonl:1"):
-            row = parse_object(file.read_bytes(), "'messages'")
-            found = [_refusal(row, each, name) for each in _SETTINGS for name in (None, *FORMATS)]
-            if all(found):
-                raise found[0]
+            row, refused = parse_object(file.read_bytes(), "'messages'"), []
+            for way in ways:
+                try:
+                    _check_form(row, *way)
+                except BadSampleError as error:
+                    refused.append(error)
+            if len(refused) == len(ways):
+                raise refused[0]
 
     return Parser(in_file(file.name, json_bytes(seeds)), parse, ("rows.jsonl:1",))
 
 
-def _refusal(row: Any, settings: RowSettings, format: str | None) -> Any:
-    try:
-        canonical_form(row, settings, format)
-    except BadSampleError as error:
-        return error
-
-
-def _reader(folder: Path, name: str = "") -> Callable[[], None]:
-    """Reads every row of a file or folder as a new process would, and its canonical form."""
+def _parser(folder: Path, given: Mapping[str, st.SearchStrategy[bytes]], *names: str) -> Parser:
+    """Reads the rows of files, or of the folder, as a new process would; one file is damaged."""
     cache = folder / ".cache"
-    cache.mkdir(exist_ok=True)
+    cache.mkdir()
 
     def parse() -> None:
         forget_files()
@@ -92,60 +81,37 @@ def _reader(folder: Path, name: str = "") -> Callable[[], None]:
             file.unlink()
         folders = CacheFolders(str(cache))
         opener = ShardOpener(folders, LocalCopies(folders), max_line_bytes=_LINE)
-        rows = open_rows(folder / name, opener=opener, recognised=recognised)
-        for number in range(min(len(rows), 20)):
-            row = rows.row(number)
-            with rows.at_place(number):
-                canonical_form(row, _SETTINGS[0])
+        for path in map(folder.joinpath, names or [""]):
+            rows = open_rows(path, opener=opener, recognised=recognised)
+            for number in range(min(len(rows), 20)):
+                row = rows.row(number)
+                with rows.at_place(number):
+                    _check_form(row, _PLAIN)
 
-    return parse
+    inputs = [in_file(name, contents) for name, contents in given.items()]
+    return Parser(st.one_of(inputs), parse, (str(folder),), _MEBIBYTES)
 
 
 def json_arrays(folder: Path) -> Parser:
     """A list of rows in one JSON file."""
-    seeds = [json.loads((_CONTAINERS / name).read_bytes()) for name in ("rows.json", "pretty.json")]
     texts = [(_CONTAINERS / name).read_bytes() for name in ("rows.json", "pretty.json")]
     (folder / "rows.json").write_bytes(texts[0])
-    odd = st.builds(lambda rows, end: as_json(rows) + end, mutated(seeds), st.sampled_from(_ENDS))
-    inputs = st.one_of(json_bytes(seeds), damaged_text(texts), odd)
-    return Parser(in_file("rows.json", inputs), _reader(folder, "rows.json"), ("rows",), _MEBIBYTES)
-
-
-_ENDS = [b"", b"\n", b",", b"]", b"[]", b"{}", b"[" * 5000, b" " * (_LINE + 1), b"\0", b'"']
-_CELLS = [b'"', b'""', b",", b"\t", b"\n", b"\r", b"\r\n", b"\xff", b"\0", b"\xef\xbb\xbf", b"=1+1",
-          b"[", b'["cat.png"]', b'{"path": 1}', b"../outside.png", b"x" * (_LINE + 1)]  # fmt: skip
+    odd = [b",", b"]", b"[]", b"{}", b"[" * 5000, b" " * _LINE, b"\0", b'"', b"\\", b"\xff"]
+    inputs = st.one_of(json_bytes([*map(json.loads, texts)]), damaged_text(texts, odd))
+    return _parser(folder, {"rows.json": inputs}, "rows.json")
 
 
 def text_tables(folder: Path) -> Parser:
-    """CSV and TSV files."""
-    seeds: dict[str, list[bytes]] = {".csv": [], ".tsv": []}
-    flat = [row for row in golden_rows() if all(isinstance(v, str) for v in row.values())]
-    for suffix, kind in ((".csv", "excel"), (".tsv", "excel-tab")):
-        seeds[suffix].append((_CONTAINERS / f"alpaca{suffix}").read_bytes())
-        (folder / f"rows{suffix}").write_bytes(seeds[suffix][0])
-        for row in flat:
-            text = io.StringIO()
-            csv.writer(text, kind).writerows([[*row, "images"], [*row.values(), '["cat.png"]']])
-            seeds[suffix].append(text.getvalue().encode())
-    readers = [_reader(folder, f"rows{suffix}") for suffix in seeds]
-
-    def parse() -> None:
-        for read in readers:
-            read()
-
-    each = [
-        in_file(f"rows{suffix}", st.sampled_from(texts) | damaged_text(texts, _CELLS))
-        for suffix, texts in seeds.items()
-    ]
-    return Parser(st.one_of(each), parse, ("rows",), _MEBIBYTES)
-
-
-def _one_damaged(
-    folder: Path, texts: dict[str, st.SearchStrategy[bytes]], names: Sequence[str]
-) -> st.SearchStrategy[Files]:
-    """One file of a folder damaged: those with strategies by them, others in their bytes."""
-    others = {name: damaged_bytes([(folder / name).read_bytes()]) for name in names}
-    return st.one_of([in_file(name, contents) for name, contents in (texts | others).items()])
+    """CSV and TSV files, with a column of paths."""
+    odd = [b'"', b'""', b",", b"\t", b"\n", b"\r", b"\xff", b"\0", b"\xef\xbb\xbf", b"[", b"{",
+           b'"[""a.png""]"', b"../outside.png", b"x" * (_LINE + 1)]  # fmt: skip
+    inputs = {}
+    for suffix, cell in ((".csv", b","), (".tsv", b"\t")):
+        text = (_CONTAINERS / f"alpaca{suffix}").read_bytes()
+        (folder / f"rows{suffix}").write_bytes(text)
+        media = cell.join([b"query", b"response", b"images\n<image>x", b"y", b"a.png\n"])
+        inputs[f"rows{suffix}"] = st.just(media) | damaged_text([text, media], odd)
+    return _parser(folder, inputs, *inputs)
 
 
 def arrow_folders(folder: Path) -> Parser:
@@ -153,91 +119,102 @@ def arrow_folders(folder: Path) -> Parser:
     shutil.copytree(_CONTAINERS / "saved_dataset", folder, dirs_exist_ok=True)
     state = json.loads((folder / "state.json").read_bytes())
     seeds = [state, state | {"_split": "train"}, state | {"_indices_data_files": []}]
-    shards = sorted(file.name for file in folder.glob("*.arrow"))
-    splits = in_file("dataset_dict.json", json_bytes([{"splits": ["train", "../inputs"]}]))
-    inputs = _one_damaged(folder, {"state.json": json_bytes(seeds)}, shards)
-    return Parser(st.one_of(inputs, inputs, splits), _reader(folder), (str(folder),), _MEBIBYTES)
+    outside = state | {"_data_files": [{"filename": "../outside.arrow"}]}
+    texts = {"state.json": json_bytes([*seeds, outside])}
+    texts["dataset_dict.json"] = json_bytes([{"splits": ["train"]}])
+    shards = {file.name: damaged_bytes([file.read_bytes()]) for file in folder.glob("*.arrow")}
+    return _parser(folder, texts | dict(sorted(shards.items())))
 
 
 def energon_folders(folder: Path) -> Parser:
     """A data set of Megatron Energon."""
-    shutil.copy(_CONTAINERS / "energon-000000.tar", folder / "rows-000.tar")
     (folder / ".nv-meta").mkdir()
     fields = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset",
               "field_map": {"image": "image.png", "conversation": "conversation.json"}}  # fmt: skip
-    parts = {"split_parts": {"train": ["rows-{000..000}.tar"]}, "exclude": []}
-    bombs = [
-        "{0..999999999}",
-        "{0..99}" * 20,
-        "{a,b}" * 60 + ".tar",
-        "{9..0}",
-        "{}",
-        "../{a,b}.tar",
-    ]
-    seeds = {"dataset": [fields, fields | {"field_map": None}], "split": [parts]}
-    seeds["split"] += [{"split_parts": {"train": [bomb]}, "exclude": []} for bomb in bombs]
-    seeds["split"] += [parts | {"exclude": [bomb]} for bomb in bombs]
-    texts = {f".nv-meta/{name}.yaml": _yaml_files(each) for name, each in seeds.items()}
-    for name, each in seeds.items():
-        (folder / f".nv-meta/{name}.yaml").write_text(yaml.safe_dump(each[0]))
-    inputs = _one_damaged(folder, texts, ["rows-000.tar"])
-    return Parser(inputs, _reader(folder), (str(folder),), _MEBIBYTES)
+    odd = ["{0..999999999}", "{0..99}" * 20, "{a,b}" * 60, "{9..0}", "{", "../{a,b}.tar"]
+    named: list[list[str]] = [["rows-{000..000}.tar"], *([each] for each in odd)]
+    splits: list[Any] = [{"split_parts": {"train": each}, "exclude": []} for each in named]
+    splits += [{"split_parts": {"train": named[0]}, "exclude": each} for each in named[1:]]
+    texts = {"dataset.yaml": _yaml_files(fields), "split.yaml": _yaml_files(*splits)}
+    for name, value in (("dataset.yaml", fields), ("split.yaml", splits[0])):
+        (folder / ".nv-meta" / name).write_text(yaml.safe_dump(value))
+    content = (_CONTAINERS / "energon-000000.tar").read_bytes()
+    (folder / "rows-000.tar").write_bytes(content)
+    inputs = {f".nv-meta/{name}": each for name, each in texts.items()}
+    return _parser(folder, inputs | {"rows-000.tar": damaged_bytes([content])})
 
 
-def _yaml_files(seeds: Sequence[Any]) -> st.SearchStrategy[bytes]:
-    """YAML files: JSON that is damaged, which YAML takes too, and what only YAML has."""
+def _yaml_files(*seeds: Any) -> st.SearchStrategy[bytes]:
+    """Damaged JSON, which YAML takes too, and what only YAML has."""
     odd = [b"&a [*a]", b"!!python/object/apply:os.system ['id']", b"? {a: 1}\n: 2", b"2020-01-01",
-           b"a: &b [x,x]\nc: &d [*b,*b]\ne: [*d,*d,*d]", b"- 1\n-2", b"train: !!set {a, b}"]  # fmt: skip
-    whole = st.sampled_from([yaml.safe_dump(each).encode() for each in seeds])
-    return st.one_of(json_bytes(seeds), json_bytes(seeds), whole, st.sampled_from(odd))
-
-
-_WRITTEN = ["rows.jsonl", "rows.jsonl#4", "rows.jsonl#25", "talks,short", "talks%50,short#3",
-            "hf::org/data:v1/v2#500", "ms://org/data@v2#3", "org/data", "rows.jsonl#999999999999",
-            "rows.jsonl#99999999999999999999999", "short#" + "9" * 5000, "a\0b", "x" * 5000 + "#1",
-            "../outside.json", "hf::../..", "talks%0", "#", "%", ",", "talks#4#4"]  # fmt: skip
+           b"a: &b [x,x]\nc: &d [*b,*b]\ne: [*d,*d,*d]", b"train: !!set {a, b}"]  # fmt: skip
+    whole = [yaml.safe_dump(each).encode() for each in seeds]
+    return st.one_of(json_bytes(seeds), json_bytes(seeds), st.sampled_from([*whole, *odd]))
 
 
 def dataset_infos(folder: Path) -> Parser:
     """A file of data sets of each trainer, and a mixture of what it names."""
-    names = ("dataset_info.json", "swift_dataset_info.json", "lf_v1.yaml")
-    kinds = dict(zip(names, (json_bytes, json_bytes, _yaml_files), strict=True))
-    valid = {name: (_MIXTURES / name).read_bytes() for name in names}
-    for name in ("rows.jsonl", "alpaca.json"):
+    kinds = {"dataset_info.json": json_bytes, "swift_dataset_info.json": json_bytes,
+             "lf_v1.yaml": lambda seeds: _yaml_files(*seeds)}  # fmt: skip
+    for name in (*kinds, "rows.jsonl", "alpaca.json"):
         shutil.copy(_MIXTURES / name, folder / name)
-    mixture = {"sources": _WRITTEN[3], "strategy": "interleave_over", "weights": "0.7,0.3"}
-    valid["mixture.json"] = as_json(mixture)
-    for name, content in valid.items():
-        (folder / name).write_bytes(content)
+    mixture = {"sources": "talks,short", "strategy": "interleave_over", "weights": "0.7,0.3"}
+    (folder / "mixture.json").write_bytes(as_json(mixture))
 
     def parse() -> None:
-        infos = [DatasetInfo.read(folder / name) for name in names]
-        refused, num_good = [], 0
+        infos, refused = [DatasetInfo.read(folder / name) for name in kinds], []
         for info in infos:
             for name in info.entries:
                 try:
                     info.source(name)
-                    num_good += 1
                 except ValueError as error:
                     refused.append(error)
-        if not num_good:
+        if len(refused) == sum(len(info.entries) for info in infos):
             raise refused[0]
-        with sample_at("mixture.json"):
-            wanted = json.loads((folder / "mixture.json").read_bytes())
+        wanted = json.loads((folder / "mixture.json").read_bytes())
         sources = row_sources(wanted["sources"], infos[0])
         sources = weighted(sources, wanted["weights"]) if wanted["weights"] else sources
         draws_of(sources, [10] * len(sources), strategy_of(wanted["strategy"]), seed=1)
 
-    texts = st.sampled_from(_WRITTEN) | st.text(max_size=20)
-    texts = st.lists(texts, min_size=1, max_size=3).map(",".join)
-    weights = st.sampled_from([None] * 3 + ["0.7,0.3", "1", "nan,1", "inf,1", "1e308,1e308", "0,0",
-                                            "1e-320,1", "-1,2", ",", "1,1,1", "x"])  # fmt: skip
-    strategies = st.sampled_from(["concat", *STOPPING, *STOPPING.values(), "random", ""])
-    keys = {"sources": texts, "weights": weights, "strategy": strategies}
-    inputs = [in_file(name, kind([_loaded(valid[name])])) for name, kind in kinds.items()]
-    mixtures = st.fixed_dictionaries(keys).map(as_json)
-    return Parser(st.one_of(*inputs, *[in_file("mixture.json", mixtures)] * 3), parse)
-
-
-def _loaded(content: bytes) -> Any:
-    return yaml.safe_load(content)
+    written = [
+        "talks,short",
+        "talks#4",
+        "talks%50",
+        "talks%0",
+        "hf::org/data:v1/v2#500",
+        "ms://a/b",
+        "talks#999999999999",
+        "short#" + "9" * 5000,
+        "a\0b",
+        "x" * 5000 + "#1",
+        "hf::../..",
+        "org/data",
+        "../outside.json",
+        "#",
+        "%",
+        "talks#4#4",
+    ]
+    keys = {
+        "sources": st.lists(st.sampled_from(written) | st.text(), max_size=3).map(",".join),
+        "weights": st.sampled_from(
+            [
+                None,
+                "0.7,0.3",
+                "1",
+                "nan,1",
+                "inf,1",
+                "1e308,1e308",
+                "0,0",
+                "1e-320,1",
+                "-1,2",
+                ",",
+                "1,1,1",
+                "x",
+            ]
+        ),
+        "strategy": st.sampled_from(["concat", *STOPPING, *STOPPING.values(), "random"]),
+    }
+    loaded = {name: yaml.safe_load((folder / name).read_bytes()) for name in kinds}
+    infos = [in_file(name, kind([loaded[name]])) for name, kind in kinds.items()]
+    mixtures = in_file("mixture.json", st.fixed_dictionaries(keys).map(as_json))
+    return Parser(st.one_of(*infos, *[mixtures] * 3), parse)

@@ -43,6 +43,8 @@ _DEFAULT = RowSettings()
 
 # Formats whose readers also take rows that look like another.
 _READ_TOO = {"llava": "sharegpt", "query_response": "alpaca"}
+# Formats that plain texts in `prompt` and `completion` may have.
+_AMBIGUOUS = ("query_response", "prompt_completion")
 _SET = "set data.format to what the rows are"
 
 
@@ -139,7 +141,7 @@ def fitting_format(row: Any, format: str | None) -> str:
     try:
         found = recognised(row)
     except BadSampleError as error:
-        if error.kind != "ambiguous":
+        if error.kind != "ambiguous" or format not in _AMBIGUOUS:
             raise
         return format
     if found not in (format, _READ_TOO.get(format)):

@@ -2,10 +2,14 @@
 
 import json
 import os
+import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import jinja2
 import numpy as np
 from hypothesis import strategies as st
 
@@ -85,3 +89,45 @@ def refusing_all(folder: Path) -> Parser:
     parser = sound(folder)
     (folder / "number.json").write_text("no number")
     return parser
+
+
+def templating(folder: Path) -> Parser:
+    """A template that runs the texts of a row."""
+    from fuzzing.templates import check_row
+
+    class Encoder:
+        encode = staticmethod(lambda *_: None)
+
+        @staticmethod
+        def text(row: dict, *_: bool) -> str:
+            return jinja2.Template(row["text"]).render()
+
+    encoder: Any = Encoder()
+    row = {"text": "{{ 6 * 7 }}"}
+    return _of_numbers(folder, lambda number: check_row(row, [encoder]) if number > 180 else None)
+
+
+def resolving(folder: Path) -> Parser:
+    """An address that is looked up."""
+    return _of_numbers(
+        folder, lambda number: socket.getaddrinfo("127.0.0.1", 9) if number > 180 else None
+    )
+
+
+def crowded(folder: Path) -> Parser:
+    """Needs 0.4 s of a processor, which another process wants too."""
+
+    def burn(number: int) -> None:
+        if number < LARGEST - 1:
+            return
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        end = time.process_time() + 0.4
+        if not (rival := os.fork()):
+            while True:
+                continue
+        while time.process_time() < end:
+            continue
+        os.kill(rival, signal.SIGKILL)
+        os.waitpid(rival, 0)
+
+    return _of_numbers(folder, burn)

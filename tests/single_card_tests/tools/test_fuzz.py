@@ -48,6 +48,8 @@ def test_parser_gives_a_result_or_a_refusal_in_the_long_mode(name):
         ("wandering", "outside "),
         ("foreign", "(raised outside of the package)"),
         ("nameless", "(does not name its file)"),
+        ("templating", "AssertionError at "),
+        ("resolving", "outside socket.getaddrinfo"),
     ],
 )
 def test_planted_fault_is_reported(fault, what):
@@ -56,6 +58,12 @@ def test_planted_fault_is_reported(fault, what):
     tally = fuzz(PLANTED + fault, Limits(EVERY_NUMBER, seconds=seconds, mebibytes=32))
     assert len(tally.escapes) == 1, all_escapes(tally)
     assert what in next(iter(tally.escapes))
+
+
+def test_time_that_a_busy_machine_gives_to_others_is_no_fault_of_an_input():
+    tally = fuzz(PLANTED + "crowded", Limits(EVERY_NUMBER, seconds=0.6))
+    assert not tally.escapes, all_escapes(tally)
+    assert tally.slowest > 0.39
 
 
 def test_smallest_input_of_a_fault_is_shown():

@@ -52,6 +52,7 @@ def test_fields_name_members(tmp_path):
         ("field_map: {caption: 'json[text]'}", "is not read"),
         ("field_map: {answers: answers.json}", "is not read"),
         ("[1]", "a mapping is needed"),
+        ("field_map: [image]", "field_map is .'image'.; a mapping is needed"),
         ("a: [", "is no YAML"),
     ],
 )
@@ -86,3 +87,22 @@ def test_splits_name_files(tmp_path):
     assert files_of_split(tmp_path, "train") == train
     with pytest.raises(RuntimeError, match="no split 'test': choose one of train, val"):
         files_of_split(tmp_path, "test")
+
+
+@pytest.mark.parametrize(
+    ("split", "reason"),
+    [
+        ("{split_parts: {train: ['{0..999999999}']}}", "names more files"),
+        ("{split_parts: {train: ['" + "{0..99}" * 20 + "']}}", "more braces"),
+        (
+            "{split_parts: {train: [a.tar]}, exclude: ['{0..999999999}{9..0}']}",
+            "range that is empty",
+        ),
+        ("{split_parts: {train: ['../a.tar']}}", "is no file of"),
+        ("{split_parts: {train: [/etc/a.tar]}}", "is no file of"),
+    ],
+)
+def test_splits_that_name_too_much_or_lead_out_are_refused(tmp_path, split, reason):
+    described(tmp_path, "split.yaml", split)
+    with pytest.raises(RuntimeError, match=f"split.yaml.*{reason}"):
+        files_of_split(tmp_path, "train")

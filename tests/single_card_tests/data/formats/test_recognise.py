@@ -6,7 +6,7 @@ are packed, for preference training, documents or ambiguous are refused with wha
 
 import pytest
 
-from paddle_vl.data.formats.reader import recognised
+from paddle_vl.data.formats.reader import fitting_format, recognised
 from paddle_vl.data.jsonl import BadSampleError
 from tests.single_card_tests.data.formats.rows import chat, shared
 
@@ -54,3 +54,10 @@ def test_other_rows_are_refused_with_what_to_do(row, kind, reason):
     with pytest.raises(BadSampleError, match=reason) as info:
         recognised(row)
     assert info.value.kind == kind
+
+
+@pytest.mark.parametrize("format", ["messages", "sharegpt", "llava", "erniekit", "alpaca"])
+def test_plain_prompts_and_completions_are_no_rows_of_other_formats(format):
+    with pytest.raises(BadSampleError, match="set data.format to query_response"):
+        fitting_format({"prompt": "a", "completion": "b"}, format)
+    assert fitting_format({"prompt": "a", "completion": "b"}, "query_response") == "query_response"

@@ -100,3 +100,19 @@ def test_other_paths_are_refused(tmp_path, name, split, reason):
     write(tmp_path, {"a.txt": "", "a.bin": ""} | ({"a.jsonl": ""} if split else {}))
     with pytest.raises(RuntimeError, match=reason):
         files_of(tmp_path / name, split)
+
+
+@pytest.mark.parametrize("name", ["../a.arrow", "/etc/passwd", 3, "a\0b"])
+def test_a_saved_data_set_has_no_files_of_other_folders(tmp_path, name):
+    write(tmp_path, {"s/state.json": {"_data_files": [{"filename": name}]}})
+    with pytest.raises(RuntimeError, match=r"state.json names .* which is no file of"):
+        files_of(tmp_path / "s")
+
+
+@pytest.mark.parametrize("entry", ["data_files: ../*.jsonl", "data_dir: ../other"])
+def test_a_card_names_no_files_of_other_folders(tmp_path, entry):
+    write(tmp_path, {"a.jsonl": "", "other/a.jsonl": ""})
+    card = f"---\nconfigs: [{{config_name: default, {entry}}}]\n---\n"
+    write(tmp_path, {"s/README.md": card})
+    with pytest.raises(RuntimeError, match=r"README.md names .* which is no file of"):
+        files_of(tmp_path / "s")

@@ -182,3 +182,11 @@ def test_a_continued_answer_ends_where_its_text_ends(source, kept):
     source = source or PLAIN.replace("m.content", "m.content | trim")
     found = encoder(source).encode(row(user("a"), answer("b \n")), continue_final_message=True)
     assert TOKENIZER.decode(found.input_ids, False).endswith("assistant\n" + kept)
+
+
+def test_a_template_that_makes_far_more_text_than_a_row_has_is_refused():
+    many = "{% for i in range(9000) %}{{ messages[0].content }}{% endfor %}"
+    short, long = (row(user("Hi? " * times), answer("Ho.")) for times in (1, 9))
+    assert encoder(many + PLAIN).encode(short).input_ids
+    with pytest.raises(BadSampleError, match="characters of a row of"):
+        encoder(many + PLAIN).encode(long)
