@@ -65,7 +65,8 @@ def add_evaluate(subparsers: argparse._SubParsersAction) -> None:
         "--predictions answers.jsonl",
     )
     add_model(parser)
-    add_value(parser, "--data", "FILE", "JSONL files of conversations", nargs="+", required=True)
+    text = "files of conversations, as data.train takes them"
+    add_value(parser, "--data", "FILE", text, nargs="+", required=True)
     add_number(parser, "--max-new-tokens", "longest answer, in tokens (default 64)", 64)
     add_number(parser, "--batch-size", "samples at once (default 8)", 8)
     add_number(parser, "--max-length", "longest sample, in tokens (default 2048)", 2048)

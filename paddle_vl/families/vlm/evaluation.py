@@ -11,11 +11,12 @@ from paddle_vl.checkpoint.adapter_files import folder_with
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.base import Evaluation, EvaluationOptions, MeanLosses
 from paddle_vl.families.vlm.inputs.conversation import Conversation
-from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
+from paddle_vl.families.vlm.inputs.open_data import open_conversations
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.model import VLForConditionalGeneration
 from paddle_vl.families.vlm.objective import VLBatchAdapter, VLLoss
 from paddle_vl.families.vlm.processor_fit import check_processor_fits, model_collator
+from paddle_vl.families.vlm.settings import VLDataConfig
 
 NO_TASK = "(no task)"
 
@@ -58,7 +59,8 @@ def build_evaluation(
             be used.
     """
     processor = VLProcessor.from_pretrained(folder_with("tokenizer.json", folder, options.base))
-    dataset: Any = MessagesDataset(options.files, processor, options.max_length)
+    data = VLDataConfig(max_length=options.max_length)
+    dataset: Any = open_conversations(options.files, data, processor, seed=0)
     if options.limit is not None:
         dataset = FirstSamples(dataset, options.limit)
     model = model_class.from_pretrained(folder, base=options.base)
@@ -159,7 +161,7 @@ class FirstSamples:
 
 def _questions(dataset: Any) -> Iterator[tuple[str, Conversation, str]]:
     """`file:line`, the conversation up to a target turn, and the text of that turn, of a
-    `MessagesDataset` or some of it."""
+    `ConversationData` or some of it."""
     for number in range(len(dataset)):
         conversation = dataset.conversation(number)
         for i in conversation.targets:

@@ -146,6 +146,22 @@ def test_evaluate_prints_loss_and_exact_answers_by_task(trained, run_file, tmp_p
     assert "chat" in text
 
 
+def test_evaluate_takes_rows_of_other_trainers(trained, run_file, tmp_path, capsys):
+    lines = run_file.with_name("test.jsonl").read_text().splitlines()
+    names, rows = {"user": "human", "assistant": "gpt"}, []
+    for row in map(json.loads, lines):
+        turns = [{"from": names[m["role"]], "value": m["content"]} for m in row["messages"]]
+        images = [str(run_file.parent / image) for image in row["images"]]
+        rows.append({"conversations": turns, "images": images, "task": row["task"]})
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    told = []
+    for data in (run_file.with_name("test.jsonl"), tmp_path / "rows.json"):
+        arguments = ["evaluate", str(trained), "--data", str(data), "--max-new-tokens", "4"]
+        assert main(arguments) == 0
+        told.append(capsys.readouterr().out)
+    assert told[0] == told[1]
+
+
 def test_report_of_a_run_draws_its_metrics(trained, tmp_path, capsys):
     assert main(["report", str(trained), "--no-png", "--output", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"report written to {tmp_path}/report.html\n"
