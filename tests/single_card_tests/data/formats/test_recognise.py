@@ -44,7 +44,7 @@ def test_a_format_is_recognised_from_the_keys(row, format):
         (chat(rejected_images=["a"]), "preference", "'rejected_images'"),
         ({"query": "a", "response": "b", "sort": [1]}, "preference", "'response' with 'sort'"),
         (chat(label=1.0), "preference", "'label'.*rename the key"),
-        ({"text": "a", "id": 1}, "corpus", "data.format to text"),
+        ({"text": "a", "id": 1}, "corpus", "format: text"),
         ({"prompt": "a", "completion": "b"}, "ambiguous", "set data.format to query_response"),
         ({"query": "a"}, "missing_key", "a question and no answer; its keys are .*'query'"),
         ({"images": []}, "missing_key", "no 'messages'; its keys are .*'images'"),
