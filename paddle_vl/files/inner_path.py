@@ -1,5 +1,6 @@
 """Paths that a file gives for others of its folder."""
 
+import os
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -9,6 +10,10 @@ from paddle_vl.files.text_file import shown
 def is_inner(name: Any) -> bool:
     """Whether it is a relative path that does not leave its folder; it may be a link."""
     if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
+        return False
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
         return False
     path = PurePosixPath(name)
     return not path.is_absolute() and ".." not in path.parts and path.name != ""

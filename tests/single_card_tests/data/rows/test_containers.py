@@ -102,7 +102,7 @@ def test_other_paths_are_refused(tmp_path, name, split, reason):
         files_of(tmp_path / name, split)
 
 
-@pytest.mark.parametrize("name", ["../a.arrow", "/etc/passwd", 3, "a\0b"])
+@pytest.mark.parametrize("name", ["../a.arrow", "/etc/passwd", 3, "a\0b", "a\ud800"])
 def test_a_saved_data_set_has_no_files_of_other_folders(tmp_path, name):
     write(tmp_path, {"s/state.json": {"_data_files": [{"filename": name}]}})
     with pytest.raises(RuntimeError, match=r"state.json names .* which is no file of"):
