@@ -21,7 +21,7 @@ from paddle_vl.nn.linear import fused_columns, whole_slices
 from paddle_vl.nn.parameter_table import ParameterTable
 
 # Layers of linears of one input with separate weights.
-_SEPARATE = re.compile(r"\.(?:qkv_proj|gate_up_proj)(?=\.\w+_proj\.)")
+_SEPARATE = re.compile(r"\.(?:qkv_proj|gate_up_proj|in_proj)(?=\.(?:\w+_proj|in_proj_\w+)\.)")
 
 
 class Same:
@@ -107,7 +107,7 @@ class StoredParameter:
         value = self.layout.to_parameter(stored)
         if self.block is None:
             return self.table.own_shard(self.parameter, value)
-        return self.table.own_columns(value)
+        return self.table.own_columns(value, fused_columns(self.parameter)[self.block])
 
     def of_full(self, full: np.ndarray) -> np.ndarray:
         """The columns of the parameter's full value that are stored under this key."""

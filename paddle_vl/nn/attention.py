@@ -17,9 +17,9 @@ rotated with channel i + H/2 ("rotate half" of HF transformers).
 Source of rotary embedding: Su et al., RoFormer, https://arxiv.org/abs/2104.09864.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import paddle
@@ -29,6 +29,8 @@ from paddle import Tensor
 from paddle_vl.batch.positions import key_ends
 from paddle_vl.nn.attention_masks import MASKED_SCORE, AttentionMask
 from paddle_vl.nn.operations import host_table, operation
+
+Made = TypeVar("Made")
 
 
 class PackedSamples:
@@ -46,6 +48,13 @@ class PackedSamples:
     def __init__(self, cu_seqlens: np.ndarray, length: int, key_ends_BL: Tensor | None = None):
         self.offsets = tuple(cu_seqlens.tolist())
         self._cu_seqlens, self._length, self._key_ends_BL = cu_seqlens, length, key_ends_BL
+        self._made: dict[Any, Any] = {}
+
+    def once(self, make: Callable[[tuple[int, ...]], Made]) -> Made:
+        """What a function makes of the offsets; for all layers of the step it is called once."""
+        if make not in self._made:
+            self._made[make] = make(self.offsets)
+        return self._made[make]
 
     @cached_property
     def key_ends_B1L1(self) -> Tensor:

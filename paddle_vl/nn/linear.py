@@ -181,11 +181,14 @@ class Columns(NamedTuple):
         width: its output features, before tensor parallelism splits them.
         num_heads: number of equal blocks of features that must stay on one rank; 0 where every
             feature stands alone.
+        blocks: widths of several matrices side by side, each of which is divided over ranks by
+            itself and has that many heads; empty for one matrix.
     """
 
     name: str
     width: int
     num_heads: int = 0
+    blocks: tuple[int, ...] = ()
 
 
 class FusedLinear(nn.Layer):

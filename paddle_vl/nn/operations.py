@@ -400,6 +400,25 @@ class RMSNorm(nn.Layer):
         return rms_norm(x, self.weight, self.epsilon)
 
 
+class GemmaRMSNorm(nn.Layer):
+    """`gemma_rms_norm` over the last dim: the learned weight starts at zero, its scale at one.
+
+    Source: Gemma3RMSNorm and Qwen3_5RMSNorm of HF transformers.
+    """
+
+    def __init__(self, size: int, epsilon: float = 1e-6):
+        super().__init__()
+        self.epsilon = epsilon
+        self.weight = self.create_parameter([size], default_initializer=Constant(0.0))
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """The norm of `x`; with a residual, the sum of both and its norm."""
+        if residual is None:
+            return gemma_rms_norm(x, self.weight, self.epsilon)
+        total = x + residual
+        return total, gemma_rms_norm(total, self.weight, self.epsilon)
+
+
 class LayerNorm(nn.Layer):
     """`layer_norm` over the last dim; weight and bias start at one and zero."""
 

@@ -10,7 +10,7 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
-from paddle_vl.nn.linear import column_slices, fused_columns
+from paddle_vl.nn.linear import Columns, column_slices, fused_columns
 
 # All-gather of tensors of equal size over a group, in the group's order.
 AllGather = Callable[[Tensor, Any], list[np.ndarray]]
@@ -156,11 +156,15 @@ class ParameterTable:
         blocks = np.split(full, _cuts(spec), axis=axis)
         return np.concatenate([np.split(b, ranks, axis=axis)[rank] for b in blocks], axis=axis)
 
-    def own_columns(self, full: np.ndarray) -> np.ndarray:
+    def own_columns(self, full: np.ndarray, columns: Columns) -> np.ndarray:
         """This rank's shard of the full value of one of the linears of a fused parameter."""
         if self._mp_group is None:
             return full
-        return np.split(full, self._mp_group.nranks, axis=1)[self._mp_group.rank]
+        ranks, rank = self._mp_group.nranks, self._mp_group.rank
+        blocks = (
+            np.split(full, np.cumsum(columns.blocks)[:-1], axis=1) if columns.blocks else [full]
+        )
+        return np.concatenate([np.split(block, ranks, axis=1)[rank] for block in blocks], axis=1)
 
     def column_slices(self, parameter: Tensor) -> list[slice]:
         """Columns of each linear of a fused parameter in this rank's shard."""

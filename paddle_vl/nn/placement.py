@@ -293,14 +293,30 @@ class LayerFactory:
         return SeparateLinears(
             columns,
             self.ops.enter_columns,
-            lambda one: self.column_linear(in_features, one.width, init_std, one.num_heads),
+            lambda one: self.column_linear(
+                in_features, one.width, init_std, one.num_heads, one.blocks
+            ),
         )
 
     def column_linear(
-        self, in_features: int, out_features: int, init_std: float = 0.02, num_heads: int = 0
+        self,
+        in_features: int,
+        out_features: int,
+        init_std: float = 0.02,
+        num_heads: int = 0,
+        blocks: Sequence[int] = (),
     ) -> AdaptableLinear:
-        """One of `separate_projections`, behind `RegionOps.enter_columns`."""
+        """One of `separate_projections`, behind `RegionOps.enter_columns`; see `Columns`."""
         return self._recorded(Linear(in_features, out_features, False, init_std))
+
+    def channels(self, blocks: Sequence[int], make: Callable[[int], Layer]) -> Layer:
+        """A layer whose parameters have a value per output feature of column-parallel linears.
+
+        Args:
+            blocks: full widths of the parts of the first dim, each divided over ranks by itself.
+            make: builds the layer for that many features of this rank.
+        """
+        return self._recorded(make(sum(blocks)))
 
     def row_linear(
         self, in_features: int, out_features: int, init_std: float = 0.02

@@ -7,7 +7,7 @@ operations: fewer key heads than ranks, experts, adapters, the divided vision to
 `[vocab, dim]` that may be tied to the embedding.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -179,13 +179,20 @@ class FleetLayers(LayerFactory):
             return self.separate_projections(in_features, columns, init_std)
         make = FusedColumnsOfRows if self.sequence_parallel else FusedColumns
         layer = make(in_features, columns, init_std, self.mp_group, splits)
-        self._add_sharded(layer.weight, axis=1, blocks=[one.width for one in columns])
+        blocks = [width for one in columns for width in one.blocks or (one.width,)]
+        self._add_sharded(layer.weight, axis=1, blocks=blocks)
         return layer
 
     def column_linear(
-        self, in_features: int, out_features: int, init_std: float = 0.02, num_heads: int = 0
+        self,
+        in_features: int,
+        out_features: int,
+        init_std: float = 0.02,
+        num_heads: int = 0,
+        blocks: Sequence[int] = (),
     ) -> AdaptableLinear:
-        """Output features of this rank: an equal share, or, with fewer heads than ranks, one head.
+        """Output features of this rank: an equal share of each block, or, with fewer heads than
+        ranks and one block, one head.
 
         Raises:
             ValueError: neither number divides the other.
@@ -194,9 +201,9 @@ class FleetLayers(LayerFactory):
         if units % size == 0:
             settings = self._fleet_settings(init_std)
             layer = Column(in_features, out_features, gather_output=False, **settings)
-            self._add_sharded(layer.weight, axis=1)
+            self._add_sharded(layer.weight, axis=1, blocks=blocks)
             return layer
-        if size % units:
+        if size % units or blocks:
             raise ValueError(
                 f"{units} heads or features over {size} model-parallel ranks: neither divides the "
                 "other; choose another parallel.mp_degree"
@@ -204,6 +211,18 @@ class FleetLayers(LayerFactory):
         own_head = self.mp_group.rank * units // size
         layer = SharedHeadLinear(in_features, out_features, init_std, units, own_head)
         self.parameter_table.add([layer.weight], _PARTIAL)
+        return layer
+
+    def channels(self, blocks: Sequence[int], make: Callable[[int], Layer]) -> Layer:
+        size = self.mp_group.nranks
+        if undivided := [width for width in blocks if width % size]:
+            raise ValueError(
+                f"{undivided[0]} heads or channels do not divide by the model-parallel degree "
+                f"{size}; choose another parallel.mp_degree"
+            )
+        layer = make(sum(blocks) // size)
+        for parameter in layer.parameters():
+            self._add_sharded(parameter, axis=0, blocks=blocks)
         return layer
 
     def row_linear(

@@ -31,14 +31,13 @@ from paddle_vl.families.pi07.engine_config import (
 )
 from paddle_vl.families.pi07.layers import (
     AdaptiveRMSNorm,
-    GemmaRMSNorm,
     SharedConditions,
     rotary_tables,
 )
 from paddle_vl.nn.attention import RotaryTables, apply_rotary, masked_attention
 from paddle_vl.nn.attention_masks import AttentionMask, BlockMask
 from paddle_vl.nn.linear import Columns
-from paddle_vl.nn.operations import geglu
+from paddle_vl.nn.operations import GemmaRMSNorm, geglu
 from paddle_vl.nn.placement import Placement
 
 # Keys and values `[B, S, K, H]`; keys are normalized and rotated.

@@ -8,31 +8,13 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 from paddle.autograd import PyLayer
-from paddle.nn.initializer import Constant, Uniform
+from paddle.nn.initializer import Uniform
 
 from paddle_vl.nn.attention import RotaryTables
 from paddle_vl.nn.linear import Linear, linear
-from paddle_vl.nn.operations import gemma_rms_norm, host_table, rms_quotient
+from paddle_vl.nn.operations import host_table, rms_quotient
 
 PAD_ID = 0
-
-
-class GemmaRMSNorm(nn.Layer):
-    """`x / sqrt(mean(x^2) + epsilon) * (1 + weight)`; the weight starts at zero.
-
-    Computes in float32 and casts the product. (Qwen's RMSNorm casts before it multiplies.)
-
-    Source: Gemma3RMSNorm of HF transformers.
-    """
-
-    def __init__(self, size: int, epsilon: float):
-        super().__init__()
-        self.epsilon = epsilon
-        self.weight = self.create_parameter([size], default_initializer=Constant(0.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., D]` to the same shape and dtype."""
-        return gemma_rms_norm(x, self.weight, self.epsilon)
 
 
 class SharedConditions:

@@ -22,11 +22,17 @@ from paddle import Tensor, nn
 from paddle.nn.initializer import Constant, Normal
 
 from paddle_vl.families.pi07.engine_config import Gemma3Config, SiglipVisionConfig
-from paddle_vl.families.pi07.layers import GemmaRMSNorm
 from paddle_vl.nn.attention import Segments, masked_attention
 from paddle_vl.nn.attention_masks import HistoryMask
 from paddle_vl.nn.linear import Linear
-from paddle_vl.nn.operations import LayerNorm, activation, host_table, rows_in_order, slice_axis
+from paddle_vl.nn.operations import (
+    GemmaRMSNorm,
+    LayerNorm,
+    activation,
+    host_table,
+    rows_in_order,
+    slice_axis,
+)
 from paddle_vl.nn.placement import Placement
 
 # Shortest and longest period of the code of a frame's age, in frames.

@@ -1,145 +1,36 @@
-"""Floating point operations of Qwen3-VL for the real tokens of a batch.
+"""Floating point operations of Qwen3-VL's decoder layers: linears, or router and K experts."""
 
-Tower: patch embedding and blocks per patch, attention within a frame, the final and the deepstack
-mergers per visual embedding. Decoder: linears, or router and K experts, per real token; attention
-with L (L + 1) / 2 visible pairs per sample of length L; and the head per token. See
-`paddle_vl.families.flops` for what is counted.
-"""
-
-from collections.abc import Collection, Mapping
-from typing import Any
-
-import numpy as np
-
-from paddle_vl.batch.positions import real_lengths
-from paddle_vl.families.flops import FlopCounter, Operations, causal_pairs
-from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
-
-_EMBEDDING = "model.language_model.embed_tokens.weight"
+from paddle_vl.families.flops import Operations
+from paddle_vl.families.vlm.flops import VLFlops
 
 
-class Qwen3VLFlops(FlopCounter):
-    """Counts the operations of batches, see `FlopCounter`.
+class Qwen3VLFlops(VLFlops):
+    """Counts the operations of batches, see `FlopCounter`."""
 
-    Args:
-        trained: HF keys of all trained parameters of the model; None for all parameters.
-        ranks: LoRA ranks by adapted HF module.
-    """
-
-    def __init__(
-        self,
-        config: Qwen3VLConfig,
-        trained: Collection[str] | None = None,
-        ranks: Mapping[str, int] = {},
-    ):
-        self.config, self._trained, self._ranks = config, trained, ranks
-        self._with_images, self._without = self._walk(True), self._walk(False)
-
-    def units(self, batch: Mapping[str, Any]) -> dict[str, int]:
-        """Numbers of `patches`, `merged_rows`, `patch_pairs`, `tokens`, `token_pairs` and
-        `predictions`.
-
-        Predictions are the rows with a target if the batch lists them, otherwise all tokens.
-        Pairs are those that attend to each other. Visual embeddings that no token receives
-        (`num_unused_visual_rows`) do not count.
-        """
-        lengths = real_lengths(batch["attention_mask"], batch.get("cu_seqlens"))
-        t, h, w = _grids(batch).T
-        targets = batch.get("target_rows")
-        patches = int((t * h * w).sum())
-        return {
-            "patches": patches,
-            "merged_rows": patches // self.config.vision_config.spatial_merge_size**2,
-            "patch_pairs": int((t * (h * w) ** 2).sum()),
-            "tokens": int(lengths.sum()),
-            "token_pairs": causal_pairs(lengths),
-            "predictions": int(lengths.sum() if targets is None else targets.shape[1]),
-        }
-
-    def operations(self, batch: Mapping[str, Any]) -> Operations:
-        """See `FlopCounter`; without images no gradient flows into the tower."""
-        return self._with_images if _grids(batch).size else self._without
-
-    def _walk(self, has_visual: bool) -> Operations:
-        operations = Operations(self._trained, self._ranks)
-        merged, levels = _tower(operations, self.config)
-        rows = operations.trains(_EMBEDDING) or (has_visual and merged)
-        for layer in range(self.config.text_config.num_hidden_layers):
-            rows = _decoder_layer(operations, self.config, layer, rows)
-            if has_visual and layer < len(levels):
-                rows |= levels[layer]
-        rows = operations.norm("model.language_model.norm", rows)
-        text = self.config.text_config
-        if self.config.tie_word_embeddings:
-            operations.matrix("predictions", _EMBEDDING, text.hidden_size * text.vocab_size, rows)
-        else:
-            operations.linear("predictions", "lm_head", text.hidden_size, text.vocab_size, rows)
-        return operations
-
-
-def _grids(batch: Mapping[str, Any]) -> np.ndarray:
-    """`[n, 3]` patches (t, h, w) of every image and video with tokens in the batch."""
-    names = () if batch.get("num_unused_visual_rows") else ("image_grid_thw", "video_grid_thw")
-    grids = [np.asarray(batch[name]) for name in names if batch.get(name) is not None]
-    return np.concatenate([np.zeros([0, 3], dtype=np.int64), *grids])
-
-
-def _tower(operations: Operations, config: Qwen3VLConfig) -> tuple[bool, list[bool]]:
-    """Count the tower; returns whether gradients reach its output and each deepstack level."""
-    vision, root = config.vision_config, "model.visual"
-    width, inner = vision.hidden_size, vision.intermediate_size
-    rows = operations.linear("patches", f"{root}.patch_embed.proj", vision.patch_dim, width, False)
-    rows |= operations.trains(f"{root}.pos_embed.weight")
-    levels = [False] * len(vision.deepstack_visual_indexes)
-    for i in range(vision.depth):
-        block = f"{root}.blocks.{i}"
-        normed = operations.norm(f"{block}.norm1", rows)
-        qkv = operations.linear("patches", f"{block}.attn.qkv", width, 3 * width, normed)
-        seen = operations.attention("patch_pairs", width, qkv, qkv, qkv)
-        rows |= operations.linear("patches", f"{block}.attn.proj", width, width, seen)
-        hidden = operations.norm(f"{block}.norm2", rows)
-        hidden = operations.linear("patches", f"{block}.mlp.linear_fc1", width, inner, hidden)
-        rows |= operations.linear("patches", f"{block}.mlp.linear_fc2", inner, width, hidden)
-        if i in vision.deepstack_visual_indexes:
-            level = vision.deepstack_visual_indexes.index(i)
-            levels[level] = _merger(
-                operations, config, f"{root}.deepstack_merger_list.{level}", rows
-            )
-    return _merger(operations, config, f"{root}.merger", rows), levels
-
-
-def _merger(operations: Operations, config: Qwen3VLConfig, module: str, rows: bool) -> bool:
-    vision = config.vision_config
-    block = vision.hidden_size * vision.spatial_merge_size**2
-    rows = operations.norm(f"{module}.norm", rows)
-    rows = operations.linear("merged_rows", f"{module}.linear_fc1", block, block, rows)
-    return operations.linear(
-        "merged_rows", f"{module}.linear_fc2", block, vision.out_hidden_size, rows
-    )
-
-
-def _decoder_layer(operations: Operations, config: Qwen3VLConfig, number: int, rows: bool) -> bool:
-    text, layer = config.text_config, f"model.language_model.layers.{number}"
-    width, attention = text.hidden_size, f"{layer}.self_attn"
-    queries = text.num_attention_heads * text.head_dim
-    keys = text.num_key_value_heads * text.head_dim
-    normed = operations.norm(f"{layer}.input_layernorm", rows)
-    q = operations.linear("tokens", f"{attention}.q_proj", width, queries, normed)
-    k = operations.linear("tokens", f"{attention}.k_proj", width, keys, normed)
-    v = operations.linear("tokens", f"{attention}.v_proj", width, keys, normed)
-    q = operations.norm(f"{attention}.q_norm", q)
-    k = operations.norm(f"{attention}.k_norm", k)
-    seen = operations.attention("token_pairs", queries, q, k, v)
-    rows |= operations.linear("tokens", f"{attention}.o_proj", queries, width, seen)
-    normed = operations.norm(f"{layer}.post_attention_layernorm", rows)
-    experts = text.experts_of(number)
-    if experts is None:
-        inner = text.intermediate_size
-        gate = operations.linear("tokens", f"{layer}.mlp.gate_proj", width, inner, normed)
-        up = operations.linear("tokens", f"{layer}.mlp.up_proj", width, inner, normed)
-        return operations.linear("tokens", f"{layer}.mlp.down_proj", inner, width, gate or up)
-    chosen, inner = experts.num_experts_per_tok, experts.moe_intermediate_size
-    module, size = f"{layer}.mlp.experts", chosen * width * inner
-    weights = operations.linear("tokens", f"{layer}.mlp.gate", width, experts.num_experts, normed)
-    hidden = operations.matrix("tokens", f"{module}.gate_up_proj", 2 * size, normed)
-    return operations.matrix("tokens", f"{module}.down_proj", size, hidden) or weights
+    def decoder_layer(self, operations: Operations, number: int, rows: bool) -> bool:
+        text, layer = self.config.text_config, f"model.language_model.layers.{number}"
+        width, attention = text.hidden_size, f"{layer}.self_attn"
+        queries = text.num_attention_heads * text.head_dim
+        keys = text.num_key_value_heads * text.head_dim
+        normed = operations.norm(f"{layer}.input_layernorm", rows)
+        q = operations.linear("tokens", f"{attention}.q_proj", width, queries, normed)
+        k = operations.linear("tokens", f"{attention}.k_proj", width, keys, normed)
+        v = operations.linear("tokens", f"{attention}.v_proj", width, keys, normed)
+        q = operations.norm(f"{attention}.q_norm", q)
+        k = operations.norm(f"{attention}.k_norm", k)
+        seen = operations.attention("token_pairs", queries, q, k, v)
+        rows |= operations.linear("tokens", f"{attention}.o_proj", queries, width, seen)
+        normed = operations.norm(f"{layer}.post_attention_layernorm", rows)
+        experts = text.experts_of(number)
+        if experts is None:
+            inner = text.intermediate_size
+            gate = operations.linear("tokens", f"{layer}.mlp.gate_proj", width, inner, normed)
+            up = operations.linear("tokens", f"{layer}.mlp.up_proj", width, inner, normed)
+            return operations.linear("tokens", f"{layer}.mlp.down_proj", inner, width, gate or up)
+        chosen, inner = experts.num_experts_per_tok, experts.moe_intermediate_size
+        module, size = f"{layer}.mlp.experts", chosen * width * inner
+        weights = operations.linear(
+            "tokens", f"{layer}.mlp.gate", width, experts.num_experts, normed
+        )
+        hidden = operations.matrix("tokens", f"{module}.gate_up_proj", 2 * size, normed)
+        return operations.matrix("tokens", f"{module}.down_proj", size, hidden) or weights

@@ -14,13 +14,13 @@ from paddle import Tensor, nn
 from paddle_vl.families.qwen3_vl import checkpoint_map
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig, Qwen3VLTextConfig
 from paddle_vl.families.vlm.cache import KeyValueCache
-from paddle_vl.families.vlm.layers import VLLanguageModel
+from paddle_vl.families.vlm.layers import SwiGLUMLP, VLLanguageModel
 from paddle_vl.families.vlm.model import VLForConditionalGeneration
 from paddle_vl.families.vlm.moe import SparseMoE
 from paddle_vl.nn.attention import PackedSamples, RotaryTables, apply_rotary, causal_attention
 from paddle_vl.nn.experts import RoutedRows
 from paddle_vl.nn.linear import Columns
-from paddle_vl.nn.operations import RMSNorm, swiglu
+from paddle_vl.nn.operations import RMSNorm
 from paddle_vl.nn.placement import Placement
 
 
@@ -32,10 +32,12 @@ class DecoderLayer(nn.Layer):
         experts = config.experts_of(number)
         self.has_experts = experts is not None
         self.self_attn = SelfAttention(config, placement)
+        width, std, epsilon = config.hidden_size, config.initializer_range, config.rms_norm_eps
         self.mlp = (
-            SwiGLUMLP(config, placement) if experts is None else SparseMoE(experts, placement)
+            SwiGLUMLP(width, config.intermediate_size, std, placement)
+            if experts is None
+            else SparseMoE(experts, placement)
         )
-        width, epsilon = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = placement.layers.row_wise(RMSNorm(width, epsilon))
         self.post_attention_layernorm = placement.layers.row_wise(RMSNorm(width, epsilon))
 
@@ -97,20 +99,6 @@ class SelfAttention(nn.Layer):
         else:
             out_BLNH = causal_attention(q_BLNH, k_BLKH, v_BLKH, key_bias, packed)
         return self.o_proj(out_BLNH.reshape([-1, out_BLNH.shape[2] * self.head_dim]))
-
-
-class SwiGLUMLP(nn.Layer):
-    """`down(silu(gate(x)) * up(x))`."""
-
-    def __init__(self, config: Qwen3VLTextConfig, placement: Placement):
-        super().__init__()
-        width, inner, std = config.hidden_size, config.intermediate_size, config.initializer_range
-        columns = [Columns("gate_proj", inner), Columns("up_proj", inner)]
-        self.gate_up_proj = placement.layers.projections(width, columns, std, splits=False)
-        self.down_proj = placement.layers.row_linear(inner, width, init_std=std)
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return self.down_proj(swiglu(*self.gate_up_proj(x_TD)))
 
 
 class LanguageModel(VLLanguageModel):

@@ -35,12 +35,14 @@ from paddle_vl.nn.attention import (
     vision_tables,
 )
 from paddle_vl.nn.attention_masks import MASKED_SCORE
-from paddle_vl.nn.linear import Linear, split_columns
+from paddle_vl.nn.linear import Columns, Linear, split_columns
 from paddle_vl.nn.operations import (
+    GemmaRMSNorm,
     LayerNorm,
     RMSNorm,
     activation,
     gelu,
+    swiglu,
     times_constant,
     true_positions,
     zero_or_nan,
@@ -203,7 +205,7 @@ class PatchMerger(nn.Layer):
 def decoder_positions(config: VLConfig, dict_args: dict[str, Any]) -> dict[str, Any]:
     """The inputs that all decoder layers share, see `GPTEmbedding.forward`."""
     text, position_ids = config.text_config, dict_args["position_ids"]
-    tables = mrope_tables(position_ids, text.head_dim, text.rope_theta, text.mrope_section)
+    tables = mrope_tables(position_ids, text.rotary_dim, text.rope_theta, text.mrope_section)
     passed_on = ("attention_mask", "packed", "routed_rows")
     shared = {name: dict_args[name] for name in passed_on if dict_args.get(name) is not None}
     return {"position_ids": position_ids, "rotary_pos_emb": tables, **shared}
@@ -292,6 +294,19 @@ def _in_order(sources: Sequence[Tensor], order: Tensor | None, dtype: Any) -> Te
     return rows_MD if rows_MD.dtype == dtype else rows_MD.astype(dtype)
 
 
+class SwiGLUMLP(nn.Layer):
+    """`down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, width: int, inner: int, init_std: float, placement: Placement):
+        super().__init__()
+        columns = [Columns("gate_proj", inner), Columns("up_proj", inner)]
+        self.gate_up_proj = placement.layers.projections(width, columns, init_std, splits=False)
+        self.down_proj = placement.layers.row_linear(inner, width, init_std)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.down_proj(swiglu(*self.gate_up_proj(x_TD)))
+
+
 class VLLanguageModel(nn.Layer, ABC):
     """Embedding, decoder layers with deepstack levels, and the final norm.
 
@@ -301,7 +316,12 @@ class VLLanguageModel(nn.Layer, ABC):
 
     Under sequence parallelism the hidden states are this rank's shard of the token rows; attention
     and MLP gather them. A pipeline stage has `nn.Identity` in place of layers of other stages.
+
+    Attributes:
+        norm_class: of the final norm.
     """
+
+    norm_class: ClassVar[type[RMSNorm | GemmaRMSNorm]] = RMSNorm
 
     def __init__(self, config: VLConfig, placement: Placement):
         super().__init__()
@@ -322,7 +342,7 @@ class VLLanguageModel(nn.Layer, ABC):
             [DeepstackLayer() for _ in config.vision_config.deepstack_visual_indexes]
         )
         self.norm: Any = (
-            placement.layers.row_wise(RMSNorm(text.hidden_size, text.rms_norm_eps))
+            placement.layers.row_wise(self.norm_class(text.hidden_size, text.rms_norm_eps))
             if placement.stage_layers.head
             else None
         )

@@ -34,27 +34,13 @@ _NOT_FOR_DECODER = (
 def layer_costs(config: Any) -> tuple[list[float], float, float]:
     """Multiplications per token of every decoder layer, of the vision tower, and of the head.
 
-    Attention scores are left out, because they cost the same in every layer. The tower encodes
-    `merge^2` patches per visual token; `VISUAL_SHARE` of the tokens are visual.
+    The tower encodes `merge^2` patches per visual token; `VISUAL_SHARE` of the tokens are visual.
     """
     text, vision = config.text_config, config.vision_config
-    heads = text.num_attention_heads + text.num_key_value_heads
-    attention = 2 * text.hidden_size * heads * text.head_dim
-    mlps = []
-    for layer in range(text.num_hidden_layers):
-        experts = text.experts_of(layer)
-        if experts is None:
-            mlps.append(3 * text.hidden_size * text.intermediate_size)
-        else:
-            inner = experts.num_experts_per_tok * experts.moe_intermediate_size
-            mlps.append(text.hidden_size * (3 * inner + experts.num_experts))
+    layers = [float(text.layer_size(layer)) for layer in range(text.num_hidden_layers)]
     block = 4 * vision.hidden_size**2 + 2 * vision.hidden_size * vision.intermediate_size
     tower = VISUAL_SHARE * vision.spatial_merge_size**2 * vision.depth * block
-    return (
-        [float(attention + mlp) for mlp in mlps],
-        float(tower),
-        float(text.hidden_size * text.vocab_size),
-    )
+    return layers, float(tower), float(text.hidden_size * text.vocab_size)
 
 
 class VLStage:
