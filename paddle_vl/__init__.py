@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from paddle_vl.families.pi07.config import PI07Config
     from paddle_vl.families.pi07.planner import PI07HighLevelPlanner
     from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
+    from paddle_vl.families.qwen3_5.config import Qwen3_5Config
+    from paddle_vl.families.qwen3_5.model import (
+        Qwen3_5ForConditionalGeneration,
+        Qwen3_5MoeForConditionalGeneration,
+    )
     from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
     from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
     from paddle_vl.families.vlm.inputs.processor import Qwen3VLProcessor
@@ -38,6 +43,9 @@ _HOME = {
     "PI07Config": "paddle_vl.families.pi07.config",
     "PI07HighLevelPlanner": "paddle_vl.families.pi07.planner",
     "PI07LowLevelPolicy": "paddle_vl.families.pi07.policy",
+    "Qwen3_5Config": "paddle_vl.families.qwen3_5.config",
+    "Qwen3_5ForConditionalGeneration": "paddle_vl.families.qwen3_5.model",
+    "Qwen3_5MoeForConditionalGeneration": "paddle_vl.families.qwen3_5.model",
     "Qwen3VLConfig": "paddle_vl.families.qwen3_vl.config",
     "Qwen3VLForConditionalGeneration": "paddle_vl.families.qwen3_vl.model",
     "Qwen3VLProcessor": "paddle_vl.families.vlm.inputs.processor",
@@ -51,6 +59,9 @@ __all__ = [
     "Qwen3VLConfig",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLProcessor",
+    "Qwen3_5Config",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
 ]
 
 

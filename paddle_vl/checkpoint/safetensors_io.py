@@ -96,6 +96,14 @@ class StoredTensor(NamedTuple):
             return np.ascontiguousarray(array.reshape(self.swapped().shape).swapaxes(-1, -2))
         return array.reshape(self.shape)
 
+    def copied(self, name: str) -> "TensorToWrite":
+        """The tensor for another file, unread; it stays readable when this file is deleted."""
+        dtype = _NUMPY_DTYPES[self.dtype]
+        if not self.num_bytes:
+            return TensorToWrite(name, self.shape, self.dtype, lambda: np.empty(self.shape, dtype))
+        held = np.memmap(self.file, dtype, "r", self.offset, self.shape)
+        return TensorToWrite(name, self.shape, self.dtype, lambda: held)
+
     def has_values_of(self, other: "StoredTensor") -> bool:
         """Whether both tensors hold the same numbers, compared chunk by chunk."""
         if self.shape != other.shape:

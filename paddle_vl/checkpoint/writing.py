@@ -86,9 +86,14 @@ def save_parameters(
     ranks: CheckpointRanks | None = None,
     write: FileWriter = write_file,
     store: "ParameterStore | None" = None,
+    others: Iterable[TensorToWrite] = (),
 ) -> None:
-    """Write the weights of a model folder, see `write_tensors` and `parameters_to_write`."""
-    tensors = parameters_to_write(parameters, store=store)
+    """Write the weights of a model folder, see `write_tensors` and `parameters_to_write`.
+
+    Args:
+        others: tensors of this stage that belong to no parameter.
+    """
+    tensors = [*parameters_to_write(parameters, store=store), *others]
     write_tensors(folder, "model", tensors, max_shard_bytes, ranks, write)
 
 

@@ -68,6 +68,21 @@ class QwenCase(Case):
         }
 
 
+class Qwen35Case(QwenCase):
+    """A case of Qwen3.5."""
+
+    @cached_property
+    def gradients(self) -> dict[str, np.ndarray]:
+        """Full gradients of some parameters; empty for a case without them."""
+        file = self.file.with_name("grads.safetensors")
+        return load_file(file) if file.is_file() else {}
+
+    @cached_property
+    def gradient_stats(self) -> dict[str, np.ndarray]:
+        """L2 norm, sum, largest entry and `sum_i g_i cos(i)` of every gradient that there is."""
+        return load_file(self.file.with_name("grad_stats.safetensors"))
+
+
 class PI07Case(Case):
     """A case of pi07."""
 
@@ -164,6 +179,19 @@ class QwenFolders(Folders[QwenCase]):
             return None
         is_generated = "generated" in json.loads(file.read_text(encoding="utf-8"))
         return QwenCase(file.parent.name, kinds[is_generated and len(kinds) > 1], file, self)
+
+
+class Qwen35Folders(QwenFolders):
+    """Cases of Qwen3.5; a trajectory is a file of its own for each model."""
+
+    def _case(self, file: Path) -> QwenCase | None:
+        if file.parent.name == "train_traj":
+            return Qwen35Case(f"train_traj[{file.stem}]", "trajectory", file, self)
+        if file.name != "meta.json":
+            return None
+        is_generated = "generated" in json.loads(file.read_text(encoding="utf-8"))
+        kind = "generation" if is_generated else "forward"
+        return Qwen35Case(file.parent.name, kind, file, self)
 
 
 class PI07Folders(Folders[PI07Case]):

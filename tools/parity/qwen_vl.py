@@ -24,7 +24,7 @@ from paddle_vl.train.step import ModelRunner, counted, train_step
 from parity.comparison import CaseReport
 from parity.golden import QwenCase, QwenFolders
 from parity.qwen_vl_processor import compare_processor
-from parity.qwen_vl_recording import DecoderRecording, tower_quantities
+from parity.qwen_vl_recording import DecoderRecording, router_quantities, tower_quantities
 from parity.recording import array, gradients
 
 FOLDERS = QwenFolders
@@ -58,7 +58,7 @@ def run_cases(golden: QwenFolders, cases: list[QwenCase], scale: float, dtype: s
             yield report
 
 
-def _config(golden: QwenFolders, name: str) -> dict:
+def config_of(golden: QwenFolders, name: str) -> dict:
     return json.loads((golden.models[name] / "config.json").read_text(encoding="utf-8"))
 
 
@@ -71,7 +71,7 @@ def _unsupported(golden: QwenFolders, name: str, arguments: Iterable[str] = ()) 
     does."""
     if name not in golden.models:
         return f"model {name} is in none of the folders; they have {sorted(golden.models)}"
-    model_type = _config(golden, name).get("model_type")
+    model_type = config_of(golden, name).get("model_type")
     if model_type not in ("qwen3_vl", "qwen3_vl_moe"):
         return f"model type {model_type}"
     unknown = set(arguments) - {"output_router_logits"}
@@ -82,10 +82,10 @@ def _run_forward(
     model: Qwen3VLForConditionalGeneration, case: QwenCase, report: CaseReport
 ) -> None:
     tensors, inputs = case.tensors, case.inputs()
-    real_BL = _real_tokens(inputs)
+    real_BL = real_tokens(inputs)
     extra = case.meta.get("extra_forward_kwargs") or {}
     offsets = tensors.get("in.cu_seqlens")
-    host = _host_batch(model, inputs, offsets)
+    host = host_batch(model, inputs, offsets)
     report.compared |= {name for name in tensors if name.startswith("in.")}
     if offsets is not None:
         # HF marks packed samples only by restarting positions.
@@ -102,7 +102,7 @@ def _run_forward(
         wanted = tensors["in.position_ids"][-3:][:, real_BL]
         report.exact("positions", "in.position_ids", host["position_ids"][:, real_BL], wanted)
     if "rope_deltas" in tensors:
-        given = dict(zip(_POSITION_INPUTS, _of(inputs, _POSITION_INPUTS), strict=True))
+        given = dict(zip(POSITION_INPUTS, values_of(inputs, POSITION_INPUTS), strict=True))
         deltas = model.position_ids(**given, cu_seqlens=offsets)[1]
         report.exact("positions", "rope_deltas", deltas, tensors["rope_deltas"].reshape(-1))
     for kind, pixels, grid in (
@@ -119,7 +119,7 @@ def _run_forward(
     if "visual_pos_masks" in tensors:
         masks = quantities.get("visual_pos_masks", np.zeros_like(real_BL))
         report.exact("positions", "visual_pos_masks", masks)
-    for name, value in recorded.routers(tensors):
+    for name, value in router_quantities(recorded.calls, tensors):
         # Padding is not routed.
         wanted = tensors[name][real_BL.reshape(-1)]
         if "indices" in name:
@@ -164,20 +164,20 @@ def _compare_gradients(model, case: QwenCase, report: CaseReport) -> None:
     report.relative("grads", "global norm", norm, GRADIENT, case.meta["grad_global_norm"])
 
 
-_POSITION_INPUTS = ("input_ids", "attention_mask", "image_grid_thw", "video_grid_thw")
+POSITION_INPUTS = ("input_ids", "attention_mask", "image_grid_thw", "video_grid_thw")
 
 
-def _of(inputs: dict, names: tuple[str, ...]) -> list:
+def values_of(inputs: dict, names: tuple[str, ...]) -> list:
     return [inputs.get(name) for name in names]
 
 
-def _real_tokens(inputs: dict[str, np.ndarray]) -> np.ndarray:
+def real_tokens(inputs: dict[str, np.ndarray]) -> np.ndarray:
     """`[B, L]` bool, True at real tokens; a batch of packed samples has no mask."""
     mask = inputs.get("attention_mask")
     return np.ones(inputs["input_ids"].shape, bool) if mask is None else mask.astype(bool)
 
 
-def _host_batch(model, inputs: dict[str, np.ndarray], offsets: np.ndarray | None) -> dict:
+def host_batch(model, inputs: dict[str, np.ndarray], offsets: np.ndarray | None) -> dict:
     """The batch with the fields that a collator adds."""
     config = model.config
     ids = {"image_token_id": config.image_token_id, "video_token_id": config.video_token_id}
@@ -188,7 +188,7 @@ def _host_batch(model, inputs: dict[str, np.ndarray], offsets: np.ndarray | None
         if f"{kind}_grid_thw" in inputs
     }
     position_ids, _ = mrope_position_ids(
-        *_of(inputs, _POSITION_INPUTS), spatial_merge_size=merge, cu_seqlens=offsets, **ids
+        *values_of(inputs, POSITION_INPUTS), spatial_merge_size=merge, cu_seqlens=offsets, **ids
     )
     return {
         **inputs,
@@ -196,7 +196,7 @@ def _host_batch(model, inputs: dict[str, np.ndarray], offsets: np.ndarray | None
         "position_ids": position_ids,
         **host_visual_indices(inputs["input_ids"], **rows, **ids),
         "num_target_tokens": int((inputs["labels"][:, 1:] != -100).sum()),
-        "has_left_padding": bool((np.diff(_real_tokens(inputs).astype(int), axis=1) > 0).any()),
+        "has_left_padding": bool((np.diff(real_tokens(inputs).astype(int), axis=1) > 0).any()),
     }
 
 
@@ -209,7 +209,7 @@ def _run_generation(
     """
     tensors, inputs = case.tensors, case.inputs()
     length = tensors["generated"].shape[1]
-    config = _config(case.folders, case.meta["model"])
+    config = config_of(case.folders, case.meta["model"])
     logits: list[np.ndarray] = []
     found = model.generate(
         **inputs,
@@ -220,7 +220,7 @@ def _run_generation(
     )
     report.exact("tokens", "generated", found)
     report.absolute("logits", "step_logits", np.stack(logits, axis=1), ACTIVATION)
-    position_ids, deltas_B = model.position_ids(*_of(inputs, _POSITION_INPUTS))
+    position_ids, deltas_B = model.position_ids(*values_of(inputs, POSITION_INPUTS))
     real_BL = inputs["attention_mask"].astype(bool)
     wanted = {name: tensors[f"{name}_position_ids"][1:] for name in ("prefill", "decode")}
     name = "prefill_position_ids"
@@ -242,7 +242,7 @@ def _run_trajectories(golden: QwenFolders, case: QwenCase, scale: float, dtype: 
             # Without float32 masters small updates would be rounded away.
             report.unsupported = f"dtype {dtype}: the trajectory is for float32"
         if not report.unsupported:
-            steps = _train_steps(_load(golden, name, dtype), batch, len(wanted))
+            steps = train_steps(_load(golden, name, dtype), batch, len(wanted))
             for i, (found, step) in enumerate(zip(steps, wanted, strict=True)):
                 report.relative("loss", f"step {i}", found[0], DRIFT, step["loss"])
             norms = [step["grad_norm"] for step in wanted]
@@ -250,7 +250,7 @@ def _run_trajectories(golden: QwenFolders, case: QwenCase, scale: float, dtype: 
         yield report
 
 
-def _train_steps(model, batch: dict, num_steps: int) -> list[tuple[float, float]]:
+def train_steps(model, batch: dict, num_steps: int) -> list[tuple[float, float]]:
     """Loss and gradient norm before clipping of each step, by the package's own training step."""
     parameters = list(model.hf_named_parameters())
     optimizer = Optimizer(parameters, _TRAINING, decayed_names(dict(parameters), []))

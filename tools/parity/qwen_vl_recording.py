@@ -1,6 +1,6 @@
 """Intermediate values of a Qwen3-VL under their golden names."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -48,22 +48,28 @@ class DecoderRecording(Recording):
         own = {name: output for name, output in outputs.items() if "router" not in name}
         return found | {f"lm.{name}": rows(output) for name, output in own.items()}
 
-    def routers(self, tensors: dict) -> Iterator[tuple[str, np.ndarray]]:
-        """Logits, weights and indices of the real tokens in the case's MoE layers, sorted by
-        expert."""
-        for name, (routing,) in self.calls.items():
-            if not name.startswith("router") or "input" in name:
-                continue
-            order = routing.indices.argsort(axis=-1)
-            values = {
-                "logits": routing.logits,
-                "weights": np.take_along_axis(routing.weights, order, axis=-1),
-                "indices": np.take_along_axis(routing.indices, order, axis=-1),
-            }
-            for kind, value in values.items():
-                golden = f"lm.router_{kind}.{name.partition('.')[2]}"
-                if golden in tensors:
-                    yield golden, value
+
+def router_quantities(
+    calls: Mapping[str, list], tensors: Mapping[str, np.ndarray]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Logits, weights and indices of the real tokens in the case's MoE layers, sorted by expert.
+
+    Args:
+        calls: of a `Recording` whose routers are named `router.NUMBER`.
+    """
+    for name, (routing,) in calls.items():
+        if not name.startswith("router") or "input" in name:
+            continue
+        order = routing.indices.argsort(axis=-1)
+        values = {
+            "logits": routing.logits,
+            "weights": np.take_along_axis(routing.weights, order, axis=-1),
+            "indices": np.take_along_axis(routing.indices, order, axis=-1),
+        }
+        for kind, value in values.items():
+            golden = f"lm.router_{kind}.{name.partition('.')[2]}"
+            if golden in tensors:
+                yield golden, value
 
 
 def tower_quantities(model, pixels: np.ndarray, grid: np.ndarray) -> dict[str, np.ndarray]:

@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from paddle_vl.checkpoint.rules import LinearWeights, PatchKernel, Rule, Same
+from paddle_vl.checkpoint.rules import Rule, Same
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig, Qwen3VLMoeTextConfig
-from paddle_vl.families.vlm.config import EMBEDDING_KEY, HEAD_KEY
+from paddle_vl.families.vlm.checkpoint_map import model_rules
 
 if TYPE_CHECKING:
     from paddle_vl.checkpoint.safetensors_io import StoredTensor
@@ -12,37 +12,12 @@ if TYPE_CHECKING:
 
 def checkpoint_rules(config: Qwen3VLConfig) -> tuple[Rule, ...]:
     """Rules from parameter names to HF keys and layouts, special cases first."""
-    vision = config.vision_config
-    kernel = (
-        vision.in_channels,
-        vision.temporal_patch_size,
-        vision.patch_size,
-        vision.patch_size,
-    )
-    return (
-        *(
-            Rule(f"{ours}*.lora.{factor}", f"{theirs}*.lora_{factor}.weight", LinearWeights())
-            for ours, theirs in (
-                ("visual", "model.visual"),
-                ("language_model", "model.language_model"),
-                ("lm_head", "lm_head"),
-            )
-            for factor in "AB"
-        ),
-        Rule(
-            "visual.patch_embed.weight", "model.visual.patch_embed.proj.weight", PatchKernel(kernel)
-        ),
-        Rule("visual.patch_embed.bias", "model.visual.patch_embed.proj.bias", Same()),
-        Rule("visual.pos_embed.weight", "model.visual.pos_embed.weight", Same()),
-        Rule("visual.*", "model.visual.*", LinearWeights()),
-        Rule("language_model.embedding.embed_tokens.weight", EMBEDDING_KEY, Same()),
-        # Stacked experts; names of linears end with ".weight".
+    # Stacked experts; names of linears end with ".weight".
+    experts = (
         Rule("language_model.*.gate_up_proj", "model.language_model.*.gate_up_proj", Same()),
         Rule("language_model.*.down_proj", "model.language_model.*.down_proj", Same()),
-        Rule("language_model.*", "model.language_model.*", LinearWeights()),
-        # A tied head has its own weight only on a pipeline stage without the embedding.
-        Rule(HEAD_KEY, EMBEDDING_KEY if config.tie_word_embeddings else HEAD_KEY, Same()),
     )
+    return model_rules(config, experts)
 
 
 def tensors_as_here(

@@ -21,6 +21,7 @@ from paddle_vl.families.vlm.config import (
     VLConfig,
     Vocabulary,
     Width,
+    check_interleaves,
     tie_settings,
 )
 from paddle_vl.files.checked_values import (
@@ -75,18 +76,7 @@ class Qwen3VLTextConfig:
                 f"mrope_section {self.mrope_section} sums to "
                 f"{sum(self.mrope_section)}; it must be half of head_dim {self.head_dim}"
             )
-        slots = sum(self.mrope_section)
-        # Whether the axes can be interleaved as time, height, width, time, ...
-        fits = [
-            not axis or 3 * (count - 1) + axis < slots
-            for axis, count in enumerate(self.mrope_section)
-        ]
-        if len(fits) != 3 or not all(fits):
-            raise ValueError(
-                f"mrope_section {self.mrope_section} must be three numbers, for time, "
-                "height and width, that can be interleaved: the last two at most a third of their "
-                "sum, rounded up"
-            )
+        check_interleaves(self.mrope_section)
         for name, only in (("hidden_act", "silu"), ("attention_bias", False)):
             if getattr(self, name) != only:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; only {only!r} is supported")

@@ -21,7 +21,7 @@ Heads = Annotated[int, Field(ge=1, le=4096)]
 Vocabulary = Annotated[int, Field(ge=1, le=1 << 24)]
 Spread = Annotated[Number, Field(ge=0, le=100)]
 RopeBase = Annotated[Number, Field(gt=1)]
-_TokenId = Annotated[int, Field(ge=0)]
+TokenId = Annotated[int, Field(ge=0)]
 _Merged = Annotated[int, Field(ge=1, le=64)]
 # HF's keys of the output head and of the token embedding.
 HEAD_KEY = "lm_head.weight"
@@ -46,7 +46,7 @@ class VisionConfig:
     out_hidden_size: Width = 3584
     num_position_embeddings: Vocabulary = 2304
     initializer_range: Spread = 0.02
-    deepstack_visual_indexes: Listed[list[_TokenId]] = field(default_factory=lambda: [8, 16, 24])
+    deepstack_visual_indexes: Listed[list[TokenId]] = field(default_factory=lambda: [8, 16, 24])
     rope_theta: RopeBase = 10000.0
 
     def __post_init__(self):
@@ -99,10 +99,10 @@ class VLConfig(SavedConfig):
 
     text_config: Any
     vision_config: VisionConfig = field(default_factory=VisionConfig)
-    image_token_id: _TokenId = 151655
-    video_token_id: _TokenId = 151656
-    vision_start_token_id: _TokenId = 151652
-    vision_end_token_id: _TokenId = 151653
+    image_token_id: TokenId = 151655
+    video_token_id: TokenId = 151656
+    vision_start_token_id: TokenId = 151652
+    vision_end_token_id: TokenId = 151653
     tie_word_embeddings: bool = False
     """whether head and embedding share their weight"""
     tie_flags_agree: bool = field(default=True, compare=False, repr=False)
@@ -143,6 +143,21 @@ class VLConfig(SavedConfig):
     def with_tie(self: C, tie: bool) -> C:
         """A copy with this tie flag."""
         return replace(self, tie_word_embeddings=tie, tie_flags_agree=True)
+
+
+def check_interleaves(mrope_section: list[int]) -> None:
+    """Check that axes of these sizes can be interleaved as time, height, width, time, ...
+
+    Raises:
+        ValueError: they cannot.
+    """
+    slots = sum(mrope_section)
+    fits = [not axis or 3 * (count - 1) + axis < slots for axis, count in enumerate(mrope_section)]
+    if len(fits) != 3 or not all(fits):
+        raise ValueError(
+            f"mrope_section {mrope_section} must be three numbers, for time, height and width, "
+            "that can be interleaved: the last two at most a third of their sum, rounded up"
+        )
 
 
 def tie_settings(values: dict[str, Any], text: dict[str, Any]) -> dict[str, bool]:

@@ -21,7 +21,7 @@ from paddle_vl.nn.placement import Placement, SingleDevicePlacement
 
 if TYPE_CHECKING:
     from paddle_vl.checkpoint.adapter_files import Adapter
-    from paddle_vl.checkpoint.safetensors_io import FileWriter
+    from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite
     from paddle_vl.config.schema import LoRAConfig
     from paddle_vl.generation.config import GenerationConfig
     from paddle_vl.nn.master_weights import ParameterStore
@@ -38,9 +38,12 @@ class PretrainedVLModel(SizedModel, Materializable, nn.Layer):
         checkpoint_map: the family's module of checkpoint rules: `checkpoint_rules(config)`, from
             parameter names to HF keys and layouts, special cases first, and
             `tensors_as_here(stored, config)`, a checkpoint's tensors in the shapes of this package.
+            Tensors whose keys begin with its `KEPT`, if it has one, are no parameters: they are
+            written again as they are in the file.
         generation_config: settings of generation; None for the defaults.
         name_or_path: folder that the weights come from; None for fresh weights.
         adapter: the low-rank adapters; None without.
+        kept: such tensors, in the files that they come from.
     """
 
     config_class: ClassVar[type[VLConfig]]
@@ -56,6 +59,7 @@ class PretrainedVLModel(SizedModel, Materializable, nn.Layer):
         self.generation_config: GenerationConfig | None = None
         self.name_or_path: str | None = None
         self.adapter: Adapter | None = None
+        self.kept: list[TensorToWrite] = []
 
     @classmethod
     def from_config(
@@ -147,6 +151,9 @@ class PretrainedVLModel(SizedModel, Materializable, nn.Layer):
                 "absent" if config.tie_word_embeddings else "present",
                 "tied" if config.tie_word_embeddings else "not tied",
             )
+        prefix = getattr(cls.checkpoint_map, "KEPT", None)
+        names = [key for key in stored if prefix and key.startswith(prefix)]
+        kept = {key: stored.pop(key) for key in names}
         head, embedding = stored.get(HEAD_KEY), stored.get(EMBEDDING_KEY)
         is_tied, owner = config.tie_word_embeddings, "the model of its config.json"
         if is_tied and head and embedding and not head.has_values_of(embedding):
@@ -167,6 +174,8 @@ class PretrainedVLModel(SizedModel, Materializable, nn.Layer):
             model.materialize_all()
         model.generation_config = generation_config
         model.name_or_path = str(path.resolve())
+        if model.placement.stage_layers.embedding:
+            model.kept = [tensor.copied(key) for key, tensor in kept.items()]
         return model
 
     def save_pretrained(
@@ -203,7 +212,8 @@ class PretrainedVLModel(SizedModel, Materializable, nn.Layer):
             self.config.save_pretrained(path)
             if self.generation_config is not None:
                 self.generation_config.save_pretrained(path)
-        save_parameters(path, self.stored_parameters(), max_shard_bytes, ranks, write, store)
+        own = self.stored_parameters()
+        save_parameters(path, own, max_shard_bytes, ranks, write, store, self.kept)
 
     def add_lora(self, config: "LoRAConfig") -> None:
         """Add fresh low-rank adapters to linears and freeze all other parameters.

@@ -1,0 +1,400 @@
+"""Configuration of Qwen3.5, dense or mixture of experts.
+
+The hub's files (transformers 4.57) and those of transformers 5.x are read; written is what 5.x
+writes, with what it drops and other software reads: MTP layers and both tie flags.
+
+Source: configuration_qwen3_5.py and configuration_qwen3_5_moe.py of HF transformers.
+"""
+
+from dataclasses import asdict, field
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field
+
+from paddle_vl.families.vlm.config import (
+    TOKEN_IDS,
+    Heads,
+    Layers,
+    RopeBase,
+    Spread,
+    TokenId,
+    VisionConfig,
+    VLConfig,
+    Vocabulary,
+    Width,
+    check_interleaves,
+    tie_settings,
+)
+from paddle_vl.files.checked_values import (
+    INERT_KEYS,
+    Listed,
+    Number,
+    check_mapping,
+    checked,
+    known_values,
+    read_section,
+)
+from paddle_vl.files.text_file import shown
+from paddle_vl.nn.delta_rule import chunked_size
+
+T = TypeVar("T")
+LINEAR, FULL = "linear_attention", "full_attention"
+_TYPE, _MOE_TYPE = "qwen3_5", "qwen3_5_moe"
+_HeadWidth = Annotated[int, Field(ge=2, le=8192)]
+# Layer i has attention if this number divides i + 1, where a file lists no layers.
+_INTERVAL = 4
+# Keys of the rotary positions; files have them in a section, and some beside it.
+_ROPE = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved", "rope_type")
+# Keys without effect: routing weights are always normalized, and every layer has experts.
+_INERT = INERT_KEYS | {"norm_topk_prob", "mlp_only_layers", "decoder_sparse_step"}
+# What a file may say of the layers, and the only values that this family has.
+_ONLY = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "attn_output_gate": (True,),
+    "output_gate_type": ("swish", "silu"),
+    "mamba_ssm_dtype": ("float32",),
+    "mtp_use_dedicated_embeddings": (False,),
+}
+
+
+@checked
+class Qwen3_5TextConfig:
+    """The decoder. Defaults are those of HF's configuration class."""
+
+    vocab_size: Vocabulary = 248320
+    hidden_size: Width = 4096
+    intermediate_size: Width = 12288
+    num_hidden_layers: Layers = 32
+    layer_types: Listed[list[str]] = field(default_factory=list)
+    """mixer of every layer, linear_attention or full_attention; empty for every fourth full"""
+    num_attention_heads: Heads = 16
+    num_key_value_heads: Heads = 4
+    head_dim: _HeadWidth = 256
+    linear_conv_kernel_dim: Annotated[int, Field(ge=2, le=64)] = 4
+    """taps of the convolution before a delta rule"""
+    linear_num_key_heads: Heads = 16
+    linear_num_value_heads: Heads = 32
+    linear_key_head_dim: _HeadWidth = 128
+    linear_value_head_dim: _HeadWidth = 128
+    max_position_embeddings: Annotated[int, Field(ge=1, le=1 << 40)] = 262144
+    initializer_range: Spread = 0.02
+    rms_norm_eps: Annotated[Number, Field(gt=0, le=1)] = 1e-6
+    rope_theta: RopeBase = 10000000.0
+    partial_rotary_factor: Annotated[Number, Field(gt=0, le=1)] = 0.25
+    """share of a head's channels that are rotated, the first ones"""
+    mrope_section: Listed[list[Annotated[int, Field(ge=1)]]] = field(
+        default_factory=lambda: [11, 11, 10]
+    )
+    mtp_num_hidden_layers: Annotated[int, Field(ge=0, le=1024)] = 0
+    """layers for multi-token prediction in the checkpoint, which are kept as they are"""
+
+    def __post_init__(self):
+        types = list(self.layer_types) or [
+            LINEAR if (i + 1) % _INTERVAL else FULL for i in range(self.num_hidden_layers)
+        ]
+        object.__setattr__(self, "layer_types", types)
+        if len(types) != self.num_hidden_layers or set(types) - {LINEAR, FULL}:
+            raise ValueError(
+                f"layer_types lists {len(types)} layers of the types {sorted(set(types))}, "
+                f"num_hidden_layers is {self.num_hidden_layers}: every layer must have its type, "
+                f"{LINEAR!r} or {FULL!r}"
+            )
+        for heads, key_heads in (
+            ("num_attention_heads", "num_key_value_heads"),
+            ("linear_num_value_heads", "linear_num_key_heads"),
+        ):
+            if getattr(self, heads) % getattr(self, key_heads):
+                raise ValueError(
+                    f"{heads} {getattr(self, heads)} is not a multiple of "
+                    f"{key_heads} {getattr(self, key_heads)}"
+                )
+        if 2 * sum(self.mrope_section) != self.rotary_dim:
+            raise ValueError(
+                f"mrope_section {self.mrope_section} sums to {sum(self.mrope_section)}; it must be "
+                f"half of the {self.rotary_dim} rotated channels, head_dim {self.head_dim} x "
+                f"partial_rotary_factor {self.partial_rotary_factor}"
+            )
+        check_interleaves(self.mrope_section)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that are rotated."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def key_width(self) -> int:
+        """Channels of all queries of a delta rule, as many as of all keys."""
+        return self.linear_num_key_heads * self.linear_key_head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Channels of all values of a delta rule."""
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    def is_full(self, layer: int) -> bool:
+        """Whether that layer has attention, and no delta rule."""
+        return self.layer_types[layer] == FULL
+
+    def layer_size(self, layer: int) -> int:
+        """Multiplications per token of the matrix products of that decoder layer.
+
+        Those of a delta rule are counted, attention scores are not: they depend on the length.
+        """
+        return self.mixer_size(layer) + self.mlp_size()
+
+    def mixer_size(self, layer: int) -> int:
+        """The part of `layer_size` of attention or delta rule."""
+        if self.is_full(layer):
+            heads = 3 * self.num_attention_heads + 2 * self.num_key_value_heads
+            return self.hidden_size * heads * self.head_dim
+        columns = 2 * self.key_width + 3 * self.value_width + 2 * self.linear_num_value_heads
+        return self.hidden_size * columns + self.delta_rule_size()
+
+    def delta_rule_size(self) -> int:
+        """Multiplications per token of the delta rule."""
+        widths = self.linear_key_head_dim, self.linear_value_head_dim
+        return self.linear_num_value_heads * chunked_size(*widths)
+
+    def mlp_size(self) -> int:
+        """The part of `layer_size` of the MLP, or of the experts that a token goes to."""
+        return 3 * self.hidden_size * self.intermediate_size
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether that decoder layer has experts instead of an MLP."""
+        return False
+
+    def has_balance_loss(self, requested: bool | None) -> bool:
+        """Whether a call computes the load-balancing loss; None leaves it to the configuration.
+
+        Raises:
+            ValueError: it is requested of a model without experts.
+        """
+        if requested:
+            raise ValueError(
+                "output_router_logits is true but this model has no experts: leave it out"
+            )
+        return False
+
+
+@checked
+class Qwen3_5MoeTextConfig(Qwen3_5TextConfig):
+    """A decoder with experts in every layer. Defaults are those of HF's configuration class."""
+
+    hidden_size: Width = 2048
+    # Only experts have an inner width.
+    intermediate_size: Annotated[int, Field(ge=0, le=0)] = 0
+    num_hidden_layers: Layers = 40
+    num_key_value_heads: Heads = 2
+    num_experts: Annotated[int, Field(ge=1, le=1 << 16)] = 256
+    """experts per layer; each token is routed to num_experts_per_tok of them"""
+    num_experts_per_tok: Annotated[int, Field(ge=1)] = 8
+    moe_intermediate_size: Width = 512
+    """inner width of an expert"""
+    shared_expert_intermediate_size: Width = 512
+    """inner width of the expert that every token goes to"""
+    router_aux_loss_coef: Annotated[Number, Field(ge=0)] = 0.001
+    output_router_logits: bool = False
+    """add the load-balancing loss, times router_aux_loss_coef"""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok is {self.num_experts_per_tok}; it must be at most "
+                f"num_experts {self.num_experts}"
+            )
+
+    def mlp_size(self) -> int:
+        inner = self.num_experts_per_tok * self.moe_intermediate_size
+        inner += self.shared_expert_intermediate_size
+        return self.hidden_size * (3 * inner + self.num_experts + 1)
+
+    def has_experts(self, layer: int) -> bool:
+        return True
+
+    def has_balance_loss(self, requested: bool | None) -> bool:
+        return self.output_router_logits if requested is None else requested
+
+
+def _tower() -> VisionConfig:
+    return VisionConfig(out_hidden_size=4096, deepstack_visual_indexes=[])
+
+
+@checked
+class Qwen3_5Config(VLConfig):
+    """Configuration of the complete model."""
+
+    text_config: Qwen3_5TextConfig = field(default_factory=Qwen3_5TextConfig)
+    vision_config: VisionConfig = field(default_factory=_tower)
+    image_token_id: TokenId = 248056
+    video_token_id: TokenId = 248057
+    vision_start_token_id: TokenId = 248053
+    vision_end_token_id: TokenId = 248054
+
+    def __post_init__(self):
+        super().__post_init__()
+        if levels := self.vision_config.deepstack_visual_indexes:
+            raise ValueError(
+                f"vision_config.deepstack_visual_indexes is {shown(levels)}; Qwen3.5 has no "
+                "deepstack levels: leave it empty"
+            )
+
+    @classmethod
+    def named(cls, name: str) -> "Qwen3_5Config":
+        """The configuration of a published size: `qwen3.5-4b`, or `Qwen3.5-35B-A3B`.
+
+        Raises:
+            ValueError: there is no such size.
+        """
+        from paddle_vl.families.qwen3_5.sizes import size_values
+
+        return cls.from_dict(size_values(name))
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Qwen3_5Config":
+        """Build from the content of a config.json, in either dialect.
+
+        Raises:
+            ValueError: another model type, unknown keys, or values out of range.
+        """
+        values = check_mapping(values, "the configuration")
+        model_type = values.get("model_type", _TYPE)
+        if model_type in (f"{_TYPE}_text", f"{_MOE_TYPE}_text"):
+            raise ValueError(
+                f"model_type is {model_type!r}, a decoder alone: its vision tower is missing; take "
+                "the vision-language checkpoint that it was exported from"
+            )
+        if model_type not in (_TYPE, _MOE_TYPE):
+            raise ValueError(f"model_type is {model_type!r}; {_TYPE!r} or {_MOE_TYPE!r} is needed")
+        text = check_mapping(values.pop("text_config", None), "text_config")
+        vision = check_mapping(values.pop("vision_config", None), "vision_config")
+        ties = tie_settings(values, text)
+        rope = check_mapping(vision.pop("rope_parameters", None), "vision_config: rope_parameters")
+        if rope.pop("rope_type", "axial") != "axial":
+            raise ValueError("vision_config: rope_parameters.rope_type must be 'axial'")
+        vision = {"deepstack_visual_indexes": []} | vision | rope
+        text_class = Qwen3_5TextConfig
+        if model_type == _MOE_TYPE:
+            text_class = Qwen3_5MoeTextConfig
+            # HF ignores it: every layer has experts.
+            text.pop("intermediate_size", None)
+        known, _ = known_values(cls, values, INERT_KEYS, "a configuration of Qwen3.5")
+        return cls(
+            **known
+            | {
+                "text_config": _section(text_class, _text(text), "text_config", model_type),
+                "vision_config": _section(VisionConfig, vision, "vision_config", model_type),
+                **ties,
+            }
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of config.json as transformers 5.x writes it, with both tie flags."""
+        text, vision = asdict(self.text_config), asdict(self.vision_config)
+        has_experts = isinstance(self.text_config, Qwen3_5MoeTextConfig)
+        model_type = _MOE_TYPE if has_experts else _TYPE
+        if has_experts:
+            text.pop("intermediate_size")
+        if not text["mtp_num_hidden_layers"]:
+            text.pop("mtp_num_hidden_layers")
+        text |= {
+            "model_type": f"{model_type}_text",
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "rope_parameters": {
+                "rope_type": "default",
+                "mrope_interleaved": True,
+                **{name: text.pop(name) for name in _ROPE if name in text},
+            },
+            "tie_word_embeddings": self.tie_word_embeddings,
+        }
+        vision["model_type"] = f"{model_type}_vision"
+        vision["rope_parameters"] = {
+            "rope_type": "axial",
+            "rope_theta": vision.pop("rope_theta"),
+        }
+        name = "Qwen3_5Moe" if has_experts else "Qwen3_5"
+        return {
+            "architectures": [f"{name}ForConditionalGeneration"],
+            "model_type": model_type,
+            **{name: getattr(self, name) for name in TOKEN_IDS},
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "text_config": text,
+            "vision_config": vision,
+        }
+
+
+def _section(cls: type[T], values: dict[str, Any], where: str, model_type: str) -> T:
+    """A section of config.json; keys without effect are left out."""
+    types = (f"{model_type}_{where.removesuffix('_config')}", model_type, _TYPE)
+    if (found := values.get("model_type", model_type)) not in types:
+        raise ValueError(f"{where}: model_type is {found!r}; expected one of {types}")
+    known, _ = known_values(cls, values, _INERT, f"{where} of Qwen3.5")
+    return read_section(cls, known, where)
+
+
+def _text(text: dict[str, Any]) -> dict[str, Any]:
+    """The text configuration under this package's names.
+
+    Raises:
+        ValueError: another kind of layer, or two values of one rotary setting.
+    """
+    for name, allowed in _ONLY.items():
+        if (found := text.pop(name, None)) is not None and found not in allowed:
+            only = " or ".join(repr(each) for each in allowed)
+            raise ValueError(f"text_config: {name} is {shown(found)}; only {only} is supported")
+    if dropout := text.pop("attention_dropout", None):
+        raise ValueError(
+            f"text_config: attention_dropout is {shown(dropout)}; attention dropout is not "
+            "supported (no Qwen3.5 checkpoint uses it): set it to 0"
+        )
+    interval = text.pop("full_attention_interval", None)
+    if interval not in (None, _INTERVAL) and not text.get("layer_types"):
+        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+            raise ValueError(
+                f"text_config: full_attention_interval is {shown(interval)}; it must be a whole "
+                "number of at least 1"
+            )
+        layers = text.get("num_hidden_layers", Qwen3_5TextConfig.num_hidden_layers)
+        if isinstance(layers, int):
+            types = [FULL if (i + 1) % interval == 0 else LINEAR for i in range(layers)]
+            text["layer_types"] = types
+    if text.get("layer_types", []) is None:
+        text.pop("layer_types")
+    return text | _rope(text)
+
+
+def _rope(text: dict[str, Any]) -> dict[str, Any]:
+    """The settings of rotary positions, which `text` loses, from the first section that has them.
+
+    Raises:
+        ValueError: another type of rotary positions, or two values of one setting.
+    """
+    sections = [
+        check_mapping(text.pop(name, None), f"text_config: {name}")
+        for name in ("rope_parameters", "rope_scaling")
+    ]
+    rope = sections[0] or sections[1]
+    if "type" in rope:
+        rope.setdefault("rope_type", rope.pop("type"))
+    if unknown := sorted(rope.keys() - set(_ROPE)):
+        raise ValueError(
+            f"text_config: the rotary parameters have {', '.join(unknown)}, with which positions "
+            "would be scaled: Qwen3.5 has rope_type 'default' only"
+        )
+    for name in _ROPE:
+        beside = text.pop(name, None)
+        if beside is not None and rope.setdefault(name, beside) != beside:
+            raise ValueError(
+                f"text_config: {name} is {shown(beside)} but in the rotary parameters "
+                f"{shown(rope[name])}: both must be equal; keep the right one"
+            )
+    kind, interleaved = rope.pop("rope_type", "default"), rope.pop("mrope_interleaved", True)
+    if kind != "default" or interleaved is not True:
+        raise ValueError(
+            f"text_config: rope_type is {shown(kind)} and mrope_interleaved {shown(interleaved)}; "
+            "Qwen3.5 has 'default' and true"
+        )
+    return rope

@@ -1,0 +1,318 @@
+"""The gated delta rule, a linear attention with a state of fixed size, and what surrounds it in a
+gated DeltaNet layer: the causal depthwise convolution before it and the gated norm behind it.
+
+Per value head a state M `[C, V]` maps keys to values. A token makes it forget a share of all it
+holds, then replaces what it holds for the token's key by a mixture with the token's value:
+
+    M <- exp(g) M;    M <- M + k (beta (v - M^T k))^T;    o = M^T q
+
+One token at a time this is bound by memory. In chunks of `CHUNK` tokens it is matrix products: with
+G the cumulated g of a chunk and D_ij = exp(G_i - G_j) for i >= j, else 0,
+
+    A = I + strict_lower(beta K K^T * D);    U = A^-1 (beta V);    W = A^-1 (beta exp(G) K)
+    N = U - W M;    O = (exp(G) Q) M + (Q K^T * D) N
+    M <- exp(G_last) M + (exp(G_last - G) K)^T N
+
+where only N, O and M wait for the chunk before. A^-1 is a forward substitution: powers of its
+strictly lower part grow beyond float32 where keys are nearly parallel. All of it is float32.
+
+Shapes: B batch, L length, T = B * L token rows; K key heads, N value heads, each key head for N / K
+consecutive ones; C key width, V value width; S sequences (rows of the batch, or packed samples); X
+chunks of all sequences, P places of a chunk; E channels, J taps of the convolution.
+
+Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks, https://arxiv.org/abs/2412.06464;
+torch_chunk_gated_delta_rule of HF transformers, modeling_qwen3_5.py.
+"""
+
+from functools import cached_property
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+from paddle import Tensor
+
+from paddle_vl.nn.attention import PackedSamples
+from paddle_vl.nn.operations import host_table, operation
+
+CHUNK = 64
+# Added to the sum of squares of queries and keys, whatever the model's other norms add.
+_SMALLEST = 1e-6
+
+
+def chunked_size(key_width: int, value_width: int) -> int:
+    """Multiplications per token and value head of the products of the chunked form."""
+    inside = CHUNK * (2 * key_width + (key_width + value_width) // 2 + value_width)
+    return inside + 3 * key_width * value_width
+
+
+class Chunks:
+    """How sequences are cut into chunks, in the order in which the states pass through them.
+
+    Step s takes the s-th chunk of every sequence that has one, the longest sequences first, so that
+    the states of a step are a prefix of those of the step before.
+
+    Args:
+        offsets: first token row of each sequence, and the end; they tile the rows.
+
+    Attributes:
+        size: P, at most `CHUNK`.
+        active: number of sequences in each step.
+        order_S: sequence of each state.
+    """
+
+    def __init__(self, offsets: tuple[int, ...]):
+        self._offsets = np.array(offsets)
+        lengths_S = np.diff(self._offsets)
+        self.size = int(min(CHUNK, lengths_S.max()))
+        self.order_S = np.argsort(-lengths_S, kind="stable")
+        self._counts_S = -(-lengths_S[self.order_S] // self.size)
+        steps = np.arange(self._counts_S[0])
+        self.active = [int(count) for count in (self._counts_S[:, None] > steps).sum(axis=0)]
+        # Of sequences of one length, which need no index.
+        self.length = int(lengths_S[0]) if len(set(lengths_S.tolist())) == 1 else None
+
+    @cached_property
+    def place_T(self) -> np.ndarray:
+        """The place among those of all chunks that a token row has."""
+        first_step = np.cumsum([0, *self.active])
+        place_T = np.empty([self._offsets[-1]], dtype=np.int64)
+        for state, sequence in enumerate(self.order_S):
+            begin, end = self._offsets[sequence : sequence + 2]
+            step, place = np.divmod(np.arange(end - begin), self.size)
+            place_T[begin:end] = (first_step[step] + state) * self.size + place
+        return place_T
+
+    @cached_property
+    def _tables(self) -> tuple[Tensor, Tensor]:
+        """Places of the token rows, and token rows of the places, T where a place is padding."""
+        rows = np.full([sum(self.active) * self.size], len(self.place_T))
+        rows[self.place_T] = np.arange(len(self.place_T))
+        return paddle.to_tensor(self.place_T), paddle.to_tensor(rows)
+
+    def cut(self, x_BLN: Tensor) -> Tensor:
+        """`[B, L, N, ...]` to `[X, N, P, ...]`, zeros at the places behind the last tokens."""
+        heads = list(x_BLN.shape[2:])
+        after = list(range(4, 3 + len(heads)))
+        if self.length is None:
+            x_TN = x_BLN.reshape([-1, *heads])
+            x_TN = paddle.concat([x_TN, paddle.zeros([1, *heads], x_TN.dtype)])
+            x_XPN = paddle.index_select(x_TN, self._tables[1]).reshape([-1, self.size, *heads])
+            return x_XPN.transpose([0, 2, 1, *(axis - 1 for axis in after)])
+        x_SLN = x_BLN.reshape([-1, self.length, *heads])
+        if missing := len(self.active) * self.size - self.length:
+            zeros = paddle.zeros([x_SLN.shape[0], missing, *heads], x_SLN.dtype)
+            x_SLN = paddle.concat([x_SLN, zeros], axis=1)
+        x_SsPN = x_SLN.reshape([-1, len(self.active), self.size, *heads])
+        return x_SsPN.transpose([1, 0, 3, 2, *after]).reshape([-1, heads[0], self.size, *heads[1:]])
+
+    def join(self, x_XNPV: Tensor) -> Tensor:
+        """The inverse of `cut`: `[X, N, P, V]` to `[T, N, V]`."""
+        _, heads, size, width = x_XNPV.shape
+        if self.length is None:
+            x_XPNV = x_XNPV.transpose([0, 2, 1, 3]).reshape([-1, heads, width])
+            return paddle.index_select(x_XPNV, self._tables[0])
+        x = x_XNPV.reshape([len(self.active), -1, heads, size, width]).transpose([1, 0, 3, 2, 4])
+        x_SLNV = x.reshape([x.shape[0], -1, heads, width])[:, : self.length]
+        return x_SLNV.reshape([-1, heads, width])
+
+
+def sequence_chunks(batch: int, length: int, packed: PackedSamples | None) -> Chunks:
+    """The chunks of the rows of a batch, or of the samples in them."""
+    if packed is not None:
+        return packed.once(Chunks)
+    return Chunks(tuple(range(0, batch * length + 1, length)))
+
+
+@operation
+def gated_delta_rule(
+    q_BLKC: Tensor,
+    k_BLKC: Tensor,
+    v_BLNV: Tensor,
+    decay_BLN: Tensor,
+    beta_BLN: Tensor,
+    state_BNCV: Tensor | None = None,
+    packed: PackedSamples | None = None,
+    keeps_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """What the states give for the queries, chunk by chunk; a single token as the recurrence.
+
+    Args:
+        q_BLKC, k_BLKC: brought to length 1 here, queries then scaled by C^-0.5.
+        decay_BLN: g, the logarithm of what a token leaves of the state, at most 0; float32.
+        beta_BLN: share of the value that replaces what the state holds for the key.
+        state_BNCV: float32 state before the first token; None for zeros. Not with packed samples.
+        packed: offsets of packed samples, whose states begin at zero.
+        keeps_state: return the states behind the last token of every sequence.
+
+    Returns:
+        `[B, L, N, V]` in the dtype of the values; float32 `[S, N, C, V]` with `keeps_state`, S = B
+        without packed samples, else None.
+    """
+    batch, length, _, width = q_BLKC.shape
+    groups = v_BLNV.shape[2] // k_BLKC.shape[2]
+    q_BLNC = of_value_heads(unit_rows(q_BLKC) * width**-0.5, groups)
+    k_BLNC = of_value_heads(unit_rows(k_BLKC), groups)
+    v, beta_BLN = v_BLNV.astype("float32"), beta_BLN.astype("float32")
+    if length == 1 and packed is None:
+        return _single_token(q_BLNC, k_BLNC, v_BLNV, decay_BLN, beta_BLN, state_BNCV)
+    chunks = sequence_chunks(batch, length, packed)
+    q, k, v, g_XNP, beta_XNP = (chunks.cut(x) for x in (q_BLNC, k_BLNC, v, decay_BLN, beta_BLN))
+    total_XNP1, beta_XNP1 = g_XNP.cumsum(axis=-1).unsqueeze(-1), beta_XNP.unsqueeze(-1)
+    left_XNP1 = paddle.exp(total_XNP1)
+    # Above the diagonal the difference is positive, and its exponential may be infinite.
+    later, below = hidden_later(chunks.size), below_diagonal(chunks.size)
+    decay_XNPP = paddle.exp(total_XNP1 - total_XNP1.transpose([0, 1, 3, 2]) + later)
+    weighted = k * beta_XNP1
+    # The solve takes 1 on the diagonal, but would pass a gradient to what is there.
+    a_XNPP = paddle.matmul(weighted, k, transpose_y=True) * decay_XNPP * below
+    rhs = paddle.concat([v * beta_XNP1, weighted * left_XNP1], axis=-1)
+    solved = paddle.linalg.triangular_solve(a_XNPP, rhs, upper=False, unitriangular=True)
+    u_XNPV, w_XNPC = paddle.split(solved, [v.shape[-1], width], axis=-1)
+    score_XNPP = paddle.matmul(q, k, transpose_y=True) * decay_XNPP
+    last_XN11 = total_XNP1[:, :, -1:]
+    q, k = q * left_XNP1, k * paddle.exp(last_XN11 - total_XNP1)
+    kept_XN11 = paddle.exp(last_XN11)
+
+    outs, ended, begin = [], [], 0
+    state = state_BNCV
+    for step, count in enumerate(chunks.active):
+        own = slice(begin, begin + count)
+        begin += count
+        new, out = u_XNPV[own], None
+        if state is not None:
+            if state.shape[0] > count:
+                ended.append(state[count:])
+                state = state[:count]
+            new = new - paddle.matmul(w_XNPC[own], state)
+            out = paddle.matmul(q[own], state)
+            state = state * kept_XN11[own]
+        within = paddle.matmul(score_XNPP[own], new)
+        outs.append(within if out is None else out + within)
+        if keeps_state or step + 1 < len(chunks.active):
+            added = paddle.matmul(k[own], new, transpose_x=True)
+            state = added if state is None else state + added
+    out_TNV = chunks.join(paddle.concat(outs))
+    out_BLNV = out_TNV.reshape(v_BLNV.shape).astype(v_BLNV.dtype)
+    if not keeps_state:
+        return out_BLNV, None
+    assert state is not None, "there is at least one step"
+    return out_BLNV, states_in_order(chunks, [*reversed([*ended, state])])
+
+
+def _single_token(
+    q_B1NC: Tensor,
+    k_B1NC: Tensor,
+    v_B1NV: Tensor,
+    decay_B1N: Tensor,
+    beta_B1N: Tensor,
+    state_BNCV: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    q_BN1C, k_BN1C, v_BN1V = (x.transpose([0, 2, 1, 3]) for x in (q_B1NC, k_B1NC, v_B1NV))
+    decay_BN11, beta_BN11 = (x.transpose([0, 2, 1]).unsqueeze(-1) for x in (decay_B1N, beta_B1N))
+    new = v_BN1V.astype("float32")
+    if state_BNCV is not None:
+        state_BNCV = state_BNCV * paddle.exp(decay_BN11)
+        new = new - paddle.matmul(k_BN1C, state_BNCV)
+    added = paddle.matmul(k_BN1C, beta_BN11 * new, transpose_x=True)
+    state_BNCV = added if state_BNCV is None else state_BNCV + added
+    out_BN1V = paddle.matmul(q_BN1C, state_BNCV)
+    return out_BN1V.transpose([0, 2, 1, 3]).astype(v_B1NV.dtype), state_BNCV
+
+
+def unit_rows(x: Tensor) -> Tensor:
+    """The rows of the last dim with length 1, float32."""
+    x = x.astype("float32")
+    return x * paddle.rsqrt((x * x).sum(axis=-1, keepdim=True) + _SMALLEST)
+
+
+def of_value_heads(x_BLKC: Tensor, groups: int) -> Tensor:
+    """Each key head for its consecutive value heads: `[B, L, N, C]`."""
+    return x_BLKC if groups == 1 else x_BLKC.repeat_interleave(groups, axis=2)
+
+
+def states_in_order(chunks: Chunks, parts: list[Tensor]) -> Tensor:
+    """States of the longest sequences first, in parts, as `[S, N, C, V]` in the batch's order."""
+    states = parts[0] if len(parts) == 1 else paddle.concat(parts)
+    if (np.diff(chunks.order_S) == 1).all():
+        return states
+    return paddle.index_select(states, paddle.to_tensor(np.argsort(chunks.order_S)))
+
+
+@host_table
+def hidden_later(size: int) -> np.ndarray:
+    """float32 `[size, size]`: minus infinity above the diagonal, else 0."""
+    return np.triu(np.full([size, size], -np.inf, dtype=np.float32), 1)
+
+
+@host_table
+def below_diagonal(size: int) -> np.ndarray:
+    """float32 `[size, size]`: 1 below the diagonal, else 0."""
+    return np.tril(np.ones([size, size], dtype=np.float32), -1)
+
+
+@operation
+def causal_conv_silu(
+    u_BLE: Tensor,
+    weight_EJ: Tensor,
+    before_BJE: Tensor | None = None,
+    packed: PackedSamples | None = None,
+) -> Tensor:
+    """`silu(y)` of a causal depthwise convolution: `y[t] = sum_j weight[:, j] u[t - (J - 1) + j]`.
+
+    The last tap belongs to the token itself; tokens before the first are zero. Summed in float32.
+
+    Args:
+        before_BJE: `[B, J - 1, E]` the tokens before the first; None for zeros.
+        packed: offsets of packed samples, whose tokens do not see those of another sample.
+
+    Returns:
+        `[B, L, E]` in the dtype of `u`.
+    """
+    batch, length, width = u_BLE.shape
+    taps = weight_EJ.shape[1]
+    if before_BJE is None:
+        before_BJE = paddle.zeros([batch, taps - 1, width], u_BLE.dtype)
+    seen = paddle.concat([before_BJE, u_BLE], axis=1).astype("float32")
+    weight_JE = weight_EJ.astype("float32").t()
+    total = seen[:, taps - 1 :] * weight_JE[taps - 1]
+    for back in range(1, taps):
+        tap = taps - 1 - back
+        term = seen[:, tap : tap + length] * weight_JE[tap]
+        if packed is not None:
+            term = term * packed.once(Reach).mask(back, batch)
+        total = total + term
+    return F.silu(total.astype(u_BLE.dtype))
+
+
+class Reach:
+    """Which tokens have others of their own sample before them; see `PackedSamples.once`."""
+
+    def __init__(self, offsets: tuple[int, ...]):
+        self._place_T = np.arange(offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
+        self._masks: dict[int, Tensor] = {}
+
+    def mask(self, back: int, batch: int) -> Tensor:
+        """float32 `[B, L, 1]`, 1 at tokens whose sample has a token so many places before them."""
+        if back not in self._masks:
+            mask_T = (self._place_T >= back).astype(np.float32)
+            self._masks[back] = paddle.to_tensor(mask_T.reshape([batch, -1, 1]))
+        return self._masks[back]
+
+
+@operation
+def gated_rms_norm(x: Tensor, gate: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
+    """`weight * (x / sqrt(mean(x^2) + epsilon)) * silu(gate)`, the mean over C.
+
+    The quotient is computed in float32 and cast to the dtype of `x` before the weight; the gate is
+    applied in float32. Source: Qwen3_5RMSNormGated of HF transformers.
+
+    Args:
+        x, gate: `[..., C]`.
+
+    Returns:
+        `[..., C]` in the dtype of `x`.
+    """
+    wide = x.astype("float32")
+    mean = (wide * wide).sum(axis=-1, keepdim=True) / x.shape[-1]
+    normed = (wide * paddle.rsqrt(mean + epsilon)).astype(x.dtype) * weight_C
+    return (normed * F.silu(gate.astype("float32"))).astype(x.dtype)

@@ -1,0 +1,327 @@
+"""Golden cases of Qwen3.5: forward and backward, generation with its states, trajectories.
+
+Tolerances are those of the golden README, for float32: activations and logits 6e-5 absolute, of the
+first DeltaNet layer's convolution, delta rule and state 5e-6, loss 1e-5, gradients 5e-5 relative to
+the largest entry of each tensor. Of most gradients a case has statistics only: norm and largest
+entry are compared at 5e-5 relative, and the two sums at 5e-5 of the largest that a gradient of this
+norm may have, norm times sqrt(n). Along a trajectory the tolerance grows as HF's own drift does
+between its two forms of the delta rule, to three times that drift.
+
+The gated norms of the random models amplify rounding a hundredfold over the decoder, that of the
+tower too, of which the reference has as much as this package: its patch embedding is 2e-6 from
+float64, and noise of 5e-7 in the embeddings moves layers by up to 3e-4. So every decoder layer gets
+the case's own input wherever the case has it, and all that it computes, with the logits behind the
+last, is compared entry by entry, and by the root of their mean squared error elsewhere. What the whole model computes from pixels and ids is compared too:
+loss, gradients and tokens as above, logits by that root.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+import paddle
+
+from paddle_vl import Qwen3_5ForConditionalGeneration
+from paddle_vl.batch.positions import restart_offsets
+from paddle_vl.nn.attention import PackedSamples
+from paddle_vl.nn.delta_rule import gated_delta_rule
+from parity.comparison import CaseReport
+from parity.golden import Qwen35Case, Qwen35Folders
+from parity.qwen_vl import (
+    POSITION_INPUTS,
+    config_of,
+    host_batch,
+    real_tokens,
+    train_steps,
+    values_of,
+)
+from parity.qwen_vl_recording import router_quantities, tower_quantities
+from parity.recording import Recording, array, gradients
+
+FOLDERS = Qwen35Folders
+ACTIVATION, FIRST_LAYER, LOSS, GRADIENT = 6e-5, 5e-6, 1e-5, 5e-5
+# Of step 0, 1, ...: relative, of the loss and of the gradient norm.
+LOSS_DRIFT = (1e-5, 1e-5, 3e-5, 1e-4, 3e-4, 3e-4, 1e-3, 1e-3, 2e-3, 2e-3)
+NORM_DRIFT = (5e-5, 1e-4, 3e-4, 1e-3, 3e-3, 3e-3, 1e-2, 1e-2, 1.5e-2, 1.5e-2)
+
+
+def run_cases(golden: Qwen35Folders, cases: list[Qwen35Case], scale: float, dtype: str):
+    """One report per case."""
+    for case in cases:
+        report = CaseReport(case.name, scale)
+        report.unsupported = _unsupported(golden, case, dtype)
+        if not report.unsupported:
+            folder = golden.models[case.meta["model"]]
+            model = Qwen3_5ForConditionalGeneration.from_pretrained(folder, dtype=dtype)
+            if case.kind == "trajectory":
+                _run_trajectory(golden, model, case, report)
+            else:
+                report.golden = case.tensors
+                run = _run_generation if case.kind == "generation" else _run_forward
+                run(model, case, report)
+        yield report
+
+
+def _unsupported(golden: Qwen35Folders, case: Qwen35Case, dtype: str) -> str:
+    """Why the case cannot run; empty if it can."""
+    name = case.meta["model"]
+    if name not in golden.models:
+        return f"model {name} is in none of the folders; they have {sorted(golden.models)}"
+    unknown = set(case.meta.get("extra_forward_kwargs") or {}) - {"output_router_logits"}
+    if unknown:
+        return f"forward arguments {sorted(unknown)}"
+    if case.kind == "trajectory" and dtype != "float32":
+        # Without float32 masters small updates would be rounded away.
+        return f"dtype {dtype}: the trajectory is for float32"
+    return ""
+
+
+def _run_forward(model, case: Qwen35Case, report: CaseReport) -> None:
+    tensors, inputs = case.tensors, case.inputs()
+    real_BL = real_tokens(inputs)
+    extra = case.meta.get("extra_forward_kwargs") or {}
+    offsets = tensors.get("in.cu_seqlens")
+    host = host_batch(model, inputs, offsets)
+    report.compared |= {name for name in tensors if name.startswith("in.")}
+    if offsets is not None:
+        inputs = inputs | {"position_ids": tensors["in.position_ids"]}
+        restarts = restart_offsets(tensors["in.position_ids"][0])
+        report.exact("positions", "in.cu_seqlens", restarts)
+
+    def compare(group: str, name: str, found, rows=..., tolerance=ACTIVATION) -> None:
+        if name in tensors:
+            report.absolute(group, name, np.asarray(found)[rows], tolerance, tensors[name][rows])
+
+    if "in.position_ids" in tensors:
+        wanted = tensors["in.position_ids"][-3:][:, real_BL]
+        report.exact("positions", "in.position_ids", host["position_ids"][:, real_BL], wanted)
+    if "rope_deltas" in tensors:
+        given = dict(zip(POSITION_INPUTS, values_of(inputs, POSITION_INPUTS), strict=True))
+        deltas = model.position_ids(**given, cu_seqlens=offsets)[1]
+        report.exact("positions", "rope_deltas", deltas, tensors["rope_deltas"].reshape(-1))
+    for kind, pixels, grid in (
+        ("vis_image", "pixel_values", "image_grid_thw"),
+        ("vis_video", "pixel_values_videos", "video_grid_thw"),
+    ):
+        if pixels in inputs:
+            for name, value in tower_quantities(model, inputs[pixels], inputs[grid]).items():
+                compare("tower", f"{kind}.{name}", value)
+
+    output = model(**inputs, **extra)
+    with _DecoderRecording(model) as recorded, _own_inputs(model, tensors), paddle.no_grad():
+        forced = model(**inputs, **extra)
+    ends_B = np.ones([len(real_BL)], bool) if offsets is not None else real_BL[:, -1]
+    for name, value in recorded.quantities(offsets).items():
+        is_first = name.partition(".")[2] in ("conv_out.0", "core_out.0", "state.0")
+        tolerance = FIRST_LAYER if is_first else ACTIVATION
+        if "state" in name:
+            # A state behind padding means nothing.
+            compare("states", name, value, ... if offsets is not None else ends_B, tolerance)
+        elif name in tensors:
+            shape = (*real_BL.shape, *value.shape[1:])
+            wanted = tensors[name].reshape(shape)[real_BL]
+            found = value.reshape(shape)[real_BL]
+            number = int(name.rpartition(".")[2]) if name[-1].isdigit() else 0
+            if not number or f"lm.layer_out.{number - 1}" in tensors:
+                report.absolute("layers", name, found, tolerance, wanted)
+            else:
+                report.compared.add(name)
+                report.absolute("layers", f"{name}, rms", rms(found - wanted), ACTIVATION, 0.0)
+    for name, value in router_quantities(recorded.calls, tensors):
+        # Padding is not routed.
+        wanted = tensors[name].reshape(real_BL.size, -1)[real_BL.reshape(-1)]
+        if "indices" in name:
+            report.exact("router", name, value, np.sort(wanted, axis=-1))
+            continue
+        if "weights" in name:
+            experts = tensors[name.replace("weights", "indices")][real_BL.reshape(-1)]
+            wanted = np.take_along_axis(wanted, experts.argsort(axis=-1), axis=-1)
+        report.absolute("router", name, value, ACTIVATION, wanted)
+    carried = model(**host, **extra)
+    last = "logits_last64" in tensors
+    name, real_BL = ("logits_last64", real_BL[:, -64:]) if last else ("logits", real_BL)
+    wanted = tensors[name][real_BL]
+    report.absolute("layers", name, _logits(forced, last)[real_BL], ACTIVATION, wanted)
+    made = (("", output), (", indices carried", carried))
+    for note, each in made:
+        error = rms(_logits(each, last)[real_BL] - wanted)
+        report.absolute("logits", f"{name}, rms{note}", error, ACTIVATION, 0.0)
+    for note, each in made:
+        report.absolute("loss", f"loss{note}", each.loss.item(), LOSS, tensors["loss"].item())
+    if "aux_loss" in tensors:
+        found = float("nan") if output.aux_loss is None else output.aux_loss.item()
+        report.absolute("loss", "aux_loss", found, LOSS, tensors["aux_loss"].item())
+    report.all_compared()
+    output.loss.backward()
+    _compare_gradients(model, case, report)
+
+
+def _logits(output, only_last: bool) -> np.ndarray:
+    logits = array(output.logits)
+    return logits[:, -64:] if only_last else logits
+
+
+def rms(errors: np.ndarray) -> float:
+    """The root of the mean square."""
+    return float(np.sqrt(np.square(errors, dtype=np.float64).mean()))
+
+
+@contextmanager
+def _own_inputs(model, tensors: dict[str, np.ndarray]) -> Iterator[None]:
+    """Inside the block, every decoder layer and the final norm get the case's own token rows."""
+    decoder = model.language_model
+
+    def replaced(given: np.ndarray, layer, inputs: tuple) -> tuple:
+        return (paddle.to_tensor(given).reshape(inputs[0].shape), *inputs[1:])
+
+    hooks = []
+    for i, layer in enumerate([*decoder.layers, decoder.norm]):
+        name = f"lm.layer_out.{i - 1}" if i else "lm.inputs_embeds"
+        if name in tensors:
+            hooks.append(layer.register_forward_pre_hook(partial(replaced, tensors[name])))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _DecoderRecording(Recording):
+    """Records the layers of the decoder and what is inside its DeltaNet layers."""
+
+    def __init__(self, model):
+        decoder = model.language_model
+        named = {"embedding": decoder.embedding, "norm_out": decoder.norm}
+        for i, layer in enumerate(decoder.layers):
+            mixer = layer.self_attn if layer.is_full else layer.linear_attn
+            named |= {f"layer_out.{i}": layer, f"mixer_out.{i}": mixer}
+            if not layer.is_full:
+                named |= {
+                    f"conv_out.{i}": mixer.conv1d,
+                    f"g.{i}": mixer.decay,
+                    f"core_out.{i}": mixer.core,
+                    f"gated_norm.{i}": mixer.norm,
+                }
+            if layer.has_experts:
+                named |= {f"moe_out.{i}": layer.mlp, f"router.{i}": layer.mlp.gate}
+        super().__init__(named, array)
+
+    def quantities(self, offsets: np.ndarray | None) -> dict[str, np.ndarray]:
+        """What the decoder computed, as rows `[T, ...]`; states `[S, N, C, V]`."""
+        outputs = {name: calls[0] for name, calls in self.calls.items() if "input" not in name}
+        embedded = outputs.pop("embedding")
+        cos, sin = map(array, embedded["rotary_pos_emb"])
+        tokens = cos.shape[0] * cos.shape[1]
+        found = {"rope_cos": cos, "rope_sin": sin, "inputs_embeds": embedded["hidden_states"]}
+        for name, output in outputs.items():
+            if not name.startswith("router"):
+                # A layer with experts may return its routing sums too.
+                found[name] = output[0] if isinstance(output, tuple) else output
+        quantities = {f"lm.{name}": np.reshape(x, (tokens, -1)) for name, x in found.items()}
+        packed = None if offsets is None else PackedSamples(offsets, cos.shape[1])
+        for name in (name for name in outputs if name.startswith("core_out")):
+            number = name.partition(".")[2]
+            given = self.calls[f"{name} input"][0][:5]
+            quantities[f"lm.beta.{number}"] = given[4].reshape(tokens, -1)
+            with paddle.no_grad():
+                tensors = [paddle.to_tensor(x) for x in given]
+                _, state = gated_delta_rule(*tensors, packed=packed, keeps_state=True)
+            quantities[f"lm.state.{number}"] = array(state)
+        return quantities
+
+
+def _compare_gradients(model, case: Qwen35Case, report: CaseReport) -> None:
+    """Compare every gradient, or its statistics, and the set of parameters without one."""
+    found, norm = gradients(model)
+    for key, value in found.items():
+        if key in case.gradients:
+            report.relative("grads", key, value, GRADIENT, case.gradients[key])
+        if key not in case.gradient_stats:
+            report.fail("stats", key, "has a gradient, none in the case")
+            continue
+        wanted, flat = case.gradient_stats[key], value.astype(np.float64).ravel()
+        length = float(np.linalg.norm(flat))
+        report.relative("stats", f"{key} norm", length, GRADIENT, wanted[0])
+        report.relative("stats", f"{key} largest", np.abs(flat).max(), GRADIENT, wanted[2])
+        sums = (flat.sum(), (flat * np.cos(np.arange(flat.size))).sum())
+        allowed = GRADIENT * wanted[0] * flat.size**0.5
+        report.absolute("sums", f"{key} sums", sums, allowed, wanted[[1, 3]])
+    for key in sorted(set(case.gradient_stats) - set(found)):
+        report.fail("stats", key, "has no gradient, one in the case")
+    without = sorted({item.key for item in model.stored_parameters()} - set(found))
+    if without != sorted(case.meta["params_without_grad"]):
+        report.fail("stats", "params_without_grad", f"without a gradient here: {without}")
+    report.relative("stats", "global norm", norm, GRADIENT, case.meta["grad_global_norm"])
+
+
+def _run_generation(model, case: Qwen35Case, report: CaseReport) -> None:
+    """Greedy tokens, the logits of every step, positions, and the states of every DeltaNet layer.
+
+    The reference decoded with its end token suppressed, so all rows run to the end.
+    """
+    tensors, inputs = case.tensors, case.inputs()
+    report.compared |= {name for name in tensors if name.startswith("in.")}
+    length = tensors["generated"].shape[1]
+    config = config_of(case.folders, case.meta["model"])
+    logits: list[np.ndarray] = []
+    made: list[list] = []
+    own_caches = model.new_caches
+
+    def new_caches(*args):
+        made.append(own_caches(*args))
+        return made[-1]
+
+    def keep(step_logits: np.ndarray) -> None:
+        if not logits:
+            _compare_states(made[0], "prefill", report)
+        logits.append(step_logits)
+
+    model.new_caches = new_caches
+    found = model.generate(
+        **inputs,
+        max_new_tokens=length,
+        min_new_tokens=length,
+        eos_token_id=config["text_config"]["eos_token_id"],
+        on_logits=keep,
+    )
+    report.exact("tokens", "generated", found)
+    error = rms(np.stack(logits, axis=1) - tensors["step_logits"])
+    report.compared.add("step_logits")
+    report.absolute("logits", "step_logits, rms", error, ACTIVATION, 0.0)
+    _compare_states(made[0], "end", report)
+    position_ids, deltas_B = model.position_ids(*values_of(inputs, POSITION_INPUTS))
+    real_BL = inputs["attention_mask"].astype(bool)
+    wanted = {name: tensors[f"{name}_position_ids"][1:] for name in ("prefill", "decode")}
+    name = "prefill_position_ids"
+    report.exact("positions", name, position_ids[:, real_BL], wanted["prefill"][:, real_BL])
+    report.exact("positions", "rope_deltas", deltas_B, tensors["rope_deltas"].reshape(-1))
+    steps = np.arange(wanted["decode"].shape[-1])
+    decode_BS = (real_BL.sum(axis=1) + deltas_B)[:, None] + steps
+    decode_3BS = np.broadcast_to(decode_BS, (3, *decode_BS.shape))
+    report.exact("positions", "decode_position_ids", decode_3BS, wanted["decode"])
+    report.all_compared()
+
+
+def _compare_states(caches: list, when: str, report: CaseReport) -> None:
+    """States of all DeltaNet layers; the reference keeps one input more, which no step reads."""
+    for i, cache in enumerate(caches):
+        if not hasattr(cache, "state_BNCV"):
+            continue
+        name = f"{when}.conv_state.{i}"
+        inputs = array(cache.inputs_BJE).transpose(0, 2, 1)
+        tolerance = FIRST_LAYER if i == 0 else ACTIVATION
+        wanted = report.golden[name][:, :, -inputs.shape[2] :]
+        report.absolute("states", name, inputs, tolerance, wanted)
+        state = array(cache.state_BNCV)
+        report.absolute("states", f"{when}.recurrent_state.{i}", state, tolerance)
+
+
+def _run_trajectory(golden: Qwen35Folders, model, case: Qwen35Case, report: CaseReport) -> None:
+    """Loss and gradient norm of each step of training."""
+    batch = golden.case(case.meta["batch_from"]).inputs()
+    wanted = case.meta["steps"]
+    steps = train_steps(model, batch, len(wanted))
+    for i, (found, step) in enumerate(zip(steps, wanted, strict=True)):
+        report.relative("loss", f"loss of step {i}", found[0], LOSS_DRIFT[i], step["loss"])
+        report.relative("norm", f"norm of step {i}", found[1], NORM_DRIFT[i], step["grad_norm"])
