@@ -20,6 +20,8 @@ class ModelShape:
     Attributes:
         moe_intermediate_size: inner width of an expert; 0 without experts.
         num_experts: experts of a layer; 0 without experts.
+        shared_expert_intermediate_size: inner width of an expert of all tokens; 0 without one.
+        linear_num_key_heads: key heads of layers with a state in place of keys; 0 without such.
     """
 
     num_attention_heads: int
@@ -29,6 +31,8 @@ class ModelShape:
     num_hidden_layers: int
     moe_intermediate_size: int = 0
     num_experts: int = 0
+    shared_expert_intermediate_size: int = 0
+    linear_num_key_heads: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,9 @@ class FamilyEntry:
             it has none.
         exporter: "module:function" that makes a `paddle_vl.export.writing.ModelToExport` of a model
             folder and the base of its adapters; None if the family cannot be exported.
+        not_exported: why it cannot, for the error.
+        sizes: how the names of its published sizes begin, in small letters; not needed of the
+            first family.
     """
 
     name: str
@@ -63,6 +70,8 @@ class FamilyEntry:
     recipe: str
     exported: str | None = None
     exporter: str | None = None
+    not_exported: str = ""
+    sizes: tuple[str, ...] = ()
 
     def settings_class(self) -> Any:
         return _loaded(self.settings)
@@ -76,7 +85,7 @@ class FamilyEntry:
         Raises:
             ValueError: the family has no exported programs.
         """
-        return _loaded(self.exported, self.name)
+        return _loaded(self.exported, self._cannot)
 
     def to_export(self, folder: Path, base: str | None) -> Any:
         """The programs of a model folder, or of adapters merged into their base
@@ -85,7 +94,12 @@ class FamilyEntry:
         Raises:
             ValueError: the family has no programs.
         """
-        return _loaded(self.exporter, self.name)(folder, base)
+        return _loaded(self.exporter, self._cannot)(folder, base)
+
+    @property
+    def _cannot(self) -> str:
+        reason = f": {self.not_exported}" if self.not_exported else " yet"
+        return f"models of the family {self.name} cannot be exported{reason}"
 
 
 _FAMILIES: list[FamilyEntry] = []
@@ -166,24 +180,28 @@ def family_of_run(config: Any, checkpoint: Path | None = None) -> FamilyEntry:
 
 def model_values(source: str | Path | dict[str, Any] | None) -> dict[str, Any]:
     """The content of a model's config.json; empty if it cannot be read (the family reports that).
+    Of a published size only the model type.
 
     Args:
         source: a model folder, a config.json, its content, or the name of a published size.
     """
     if isinstance(source, dict) or source is None:
         return source or {}
-    file = Path(source)
+    file, name = Path(source), str(source).lower().removeprefix("qwen/")
+    of_size = [entry for entry in _FAMILIES if name.startswith(entry.sizes)]
     try:
         file = file / "config.json" if file.is_dir() else file
         # Opening a pipe would block.
+        if of_size and not file.exists():
+            return {"model_type": of_size[0].model_types[0]}
         return read_json_object(file, "a config.json") if file.is_file() else {}
     except (OSError, RuntimeError):
         return {}
 
 
-def _loaded(path: str | None, family: str = "") -> Any:
+def _loaded(path: str | None, absent: str = "") -> Any:
     if path is None:
-        raise ValueError(f"models of the family {family} cannot be exported yet")
+        raise ValueError(absent)
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 
@@ -196,6 +214,15 @@ for _entry in (
         "paddle_vl.families.qwen3_vl.recipe:Qwen3VLRecipe",
         "paddle_vl.export.qwen3_vl.exported:ExportedQwen3VL",
         "paddle_vl.export.qwen3_vl.programs:to_export",
+    ),
+    FamilyEntry(
+        "Qwen3.5",
+        ("qwen3_5", "qwen3_5_moe"),
+        "paddle_vl.families.vlm.settings:VLRun",
+        "paddle_vl.families.qwen3_5.recipe:Qwen3_5Recipe",
+        not_exported="the number of chunks that its states pass through depends on the length of a "
+        "prompt, which a traced program does not know; generate with the model itself",
+        sizes=("qwen3.5-", "qwen3.6-", "qwen3.8-"),
     ),
     FamilyEntry(
         "pi07 policy",

@@ -183,6 +183,10 @@ def _tensor_parallel(plan: Plan) -> Problems:
         yield from _indivisible("vocab_size", model.vocab_size, mp, padded)
         yield from _indivisible("intermediate_size", model.intermediate_size, mp)
         yield from _indivisible("moe_intermediate_size", model.moe_intermediate_size, mp)
+        shared = model.shared_expert_intermediate_size
+        yield from _indivisible("shared_expert_intermediate_size", shared, mp)
+        # A key head stays on one rank with its value heads.
+        yield from _indivisible("linear_num_key_heads", model.linear_num_key_heads, mp)
     if multiple is not None and plan.degrees.sequence_parallel and multiple % mp:
         # The length itself must divide: the last evaluation batch has any number of samples.
         yield (

@@ -24,6 +24,7 @@ from paddle_vl.testing.pi07 import (
     tiny_pi07_config,
     tiny_pi07_planner_config,
 )
+from paddle_vl.testing.qwen3_5 import EXPERTS_3_5, tiny_qwen3_5, tiny_qwen3_5_config
 from paddle_vl.testing.qwen3_vl import (
     Image,
     Video,
@@ -34,6 +35,7 @@ from paddle_vl.testing.qwen3_vl import (
 from paddle_vl.testing.tensors import copy_parameters, gather_gradients, gather_parameters
 
 __all__ = [
+    "EXPERTS_3_5",
     "Collective",
     "Image",
     "MockedSequenceParallel",
@@ -59,6 +61,8 @@ __all__ = [
     "tiny_pi07_batch",
     "tiny_pi07_config",
     "tiny_pi07_planner_config",
+    "tiny_qwen3_5",
+    "tiny_qwen3_5_config",
     "tiny_qwen3_vl",
     "tiny_qwen3_vl_batch",
     "tiny_qwen3_vl_config",

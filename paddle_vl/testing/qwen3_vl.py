@@ -1,7 +1,7 @@
 """A tiny Qwen3-VL and batches for it."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import paddle
@@ -9,9 +9,11 @@ import paddle
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
 from paddle_vl.families.qwen3_vl.sizes import size_values
+from paddle_vl.families.vlm.pretrained import PretrainedVLModel
 from paddle_vl.nn.placement import Placement
 from paddle_vl.testing.tensors import copy_parameters
 
+Model = TypeVar("Model", bound=PretrainedVLModel)
 IMAGE, VIDEO, VISION_START, VISION_END = 60, 61, 62, 63
 IGNORED = -100
 # Text settings of a tiny model with experts; its second layer is dense.
@@ -59,26 +61,30 @@ def tiny_qwen3_vl_config(**text: Any) -> Qwen3VLConfig:
         text: settings of the text model to change; with those of `EXPERTS` it has experts, and
             `tie_word_embeddings` belongs here too.
     """
-    tied = text.pop("tie_word_embeddings", False)
     defaults = {
         "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3,
         "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8, "rope_theta": 10000.0,
         "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]},
     }  # fmt: skip
+    return Qwen3VLConfig.from_dict(tiny_values("qwen3_vl", defaults | text, [0, 1]))
+
+
+def tiny_values(
+    model_type: str, text: dict[str, Any], deepstack_visual_indexes: list[int]
+) -> dict[str, Any]:
+    """Values of config.json with a tiny tower and the ids of this module."""
+    tied = text.pop("tie_word_embeddings", False)
     vision = {
         "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4,
-        "out_hidden_size": text.get("hidden_size", 16), "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0, 1],
+        "out_hidden_size": text["hidden_size"], "num_position_embeddings": 16,
+        "deepstack_visual_indexes": deepstack_visual_indexes,
     }  # fmt: skip
-    return Qwen3VLConfig.from_dict(
-        {
-            "model_type": "qwen3_vl_moe" if "num_experts" in text else "qwen3_vl",
-            "text_config": defaults | text, "vision_config": vision,
-            "tie_word_embeddings": tied,
-            "image_token_id": IMAGE, "video_token_id": VIDEO,
-            "vision_start_token_id": VISION_START, "vision_end_token_id": VISION_END,
-        }
-    )  # fmt: skip
+    return {
+        "model_type": f"{model_type}_moe" if "num_experts" in text else model_type,
+        "text_config": text, "vision_config": vision, "tie_word_embeddings": tied,
+        "image_token_id": IMAGE, "video_token_id": VIDEO,
+        "vision_start_token_id": VISION_START, "vision_end_token_id": VISION_END,
+    }  # fmt: skip
 
 
 def tiny_qwen3_vl(
@@ -92,15 +98,22 @@ def tiny_qwen3_vl(
         text: see `tiny_qwen3_vl_config`.
     """
     config = tiny_qwen3_vl_config(**text)
+    return unlike_neutral(Qwen3VLForConditionalGeneration, config, placement, seed)
+
+
+def unlike_neutral(
+    model_class: type[Model], config: Any, placement: Placement | None, seed: int
+) -> Model:
+    """A fresh model with noise on every parameter."""
     paddle.seed(seed)
-    model = Qwen3VLForConditionalGeneration.from_config(config)
+    model = model_class.from_config(config)
     rng = np.random.default_rng(seed)
     for parameter in model.parameters():
         noise = rng.normal(scale=0.2, size=parameter.shape).astype(np.float32)
         parameter.set_value(parameter.numpy() + noise)
     if placement is None:
         return model
-    placed = Qwen3VLForConditionalGeneration.from_config(config, placement)
+    placed = model_class.from_config(config, placement)
     copy_parameters(model, placed)
     return placed
 

@@ -5,6 +5,7 @@ their axis, partial gradients are summed, replicas must be equal.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from paddle import Tensor, nn
 from paddle_vl.checkpoint.reading import fill_parameters
 from paddle_vl.checkpoint.rules import Same, StoredParameter
 from paddle_vl.nn.adamw import gradient_of
+from paddle_vl.nn.linear import fused_columns
 from paddle_vl.nn.parameter_table import joined_shards
 
 # Replicas may differ by this much of their largest entry.
@@ -124,7 +126,7 @@ def _joined(
         raise ValueError(f"{first.key} is sharded over an expert-parallel group, not only over mp")
     if spec.split_axis is not None:
         if first.block is not None:
-            return np.concatenate(arrays, axis=spec.split_axis)
+            spec = replace(spec, blocks=fused_columns(first.parameter)[first.block].blocks)
         return joined_shards(spec, arrays)
     if spec.has_partial_gradient and sums_partial:
         return np.sum(arrays, axis=0)

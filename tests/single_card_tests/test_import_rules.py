@@ -125,7 +125,13 @@ def test_imports_follow_the_allowed_directions_and_paddle_stays_where_it_belongs
 
 
 # What families may import besides themselves, and what these shared folders may import.
-SHARED = {"vlm": set(), "policy": set(), "qwen3_vl": {"vlm"}, "pi07": {"policy"}}
+SHARED = {
+    "vlm": set(),
+    "policy": set(),
+    "qwen3_5": {"vlm"},
+    "qwen3_vl": {"vlm"},
+    "pi07": {"policy"},
+}
 BESIDE = {"base", "flops", "hf_interface"}
 
 

@@ -11,8 +11,9 @@ The gated norms of the random models amplify rounding a hundredfold over the dec
 tower too, of which the reference has as much as this package: its patch embedding is 2e-6 from
 float64, and noise of 5e-7 in the embeddings moves layers by up to 3e-4. So every decoder layer gets
 the case's own input wherever the case has it, and all that it computes, with the logits behind the
-last, is compared entry by entry, and by the root of their mean squared error elsewhere. What the whole model computes from pixels and ids is compared too:
-loss, gradients and tokens as above, logits by that root.
+last, is compared entry by entry; elsewhere by the root of their mean squared error. What the whole
+model computes from pixels and ids is compared too: loss, gradients and tokens as above, logits by
+that root.
 """
 
 from collections.abc import Iterator

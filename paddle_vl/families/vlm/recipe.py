@@ -299,6 +299,8 @@ def model_shape(config: Any) -> ModelShape:
         num_hidden_layers=text.num_hidden_layers,
         moe_intermediate_size=getattr(text, "moe_intermediate_size", 0),
         num_experts=getattr(text, "num_experts", 0),
+        shared_expert_intermediate_size=getattr(text, "shared_expert_intermediate_size", 0),
+        linear_num_key_heads=getattr(text, "linear_num_key_heads", 0),
     )
 
 
