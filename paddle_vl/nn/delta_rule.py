@@ -14,7 +14,8 @@ G the cumulated g of a chunk and D_ij = exp(G_i - G_j) for i >= j, else 0,
     M <- exp(G_last) M + (exp(G_last - G) K)^T N
 
 where only N, O and M wait for the chunk before. A^-1 is a forward substitution: powers of its
-strictly lower part grow beyond float32 where keys are nearly parallel. All of it is float32.
+strictly lower part grow beyond float32 where keys are nearly parallel. All of it is float32, only
+G is summed in float64.
 
 Shapes: B batch, L length, T = B * L token rows; K key heads, N value heads, each key head for N / K
 consecutive ones; C key width, V value width; S sequences (rows of the batch, or packed samples); X
@@ -157,11 +158,13 @@ def gated_delta_rule(
         return _single_token(q_BLNC, k_BLNC, v_BLNV, decay_BLN, beta_BLN, state_BNCV)
     chunks = sequence_chunks(batch, length, packed)
     q, k, v, g_XNP, beta_XNP = (chunks.cut(x) for x in (q_BLNC, k_BLNC, v, decay_BLN, beta_BLN))
-    total_XNP1, beta_XNP1 = g_XNP.cumsum(axis=-1).unsqueeze(-1), beta_XNP.unsqueeze(-1)
-    left_XNP1 = paddle.exp(total_XNP1)
+    # Where decay is strong, differences of sums in float32 would be off by 1e-4.
+    total_XNP1 = g_XNP.astype("float64").cumsum(axis=-1).unsqueeze(-1)
+    beta_XNP1, left_XNP1 = beta_XNP.unsqueeze(-1), paddle.exp(total_XNP1.astype("float32"))
     # Above the diagonal the difference is positive, and its exponential may be infinite.
     later, below = hidden_later(chunks.size), below_diagonal(chunks.size)
-    decay_XNPP = paddle.exp(total_XNP1 - total_XNP1.transpose([0, 1, 3, 2]) + later)
+    between_XNPP = (total_XNP1 - total_XNP1.transpose([0, 1, 3, 2])).astype("float32")
+    decay_XNPP = paddle.exp(between_XNPP + later)
     weighted = k * beta_XNP1
     # The solve takes 1 on the diagonal, but would pass a gradient to what is there.
     a_XNPP = paddle.matmul(weighted, k, transpose_y=True) * decay_XNPP * below
@@ -170,8 +173,8 @@ def gated_delta_rule(
     u_XNPV, w_XNPC = paddle.split(solved, [v.shape[-1], width], axis=-1)
     score_XNPP = paddle.matmul(q, k, transpose_y=True) * decay_XNPP
     last_XN11 = total_XNP1[:, :, -1:]
-    q, k = q * left_XNP1, k * paddle.exp(last_XN11 - total_XNP1)
-    kept_XN11 = paddle.exp(last_XN11)
+    q, k = q * left_XNP1, k * paddle.exp((last_XN11 - total_XNP1).astype("float32"))
+    kept_XN11 = left_XNP1[:, :, -1:]
 
     outs, ended, begin = [], [], 0
     state = state_BNCV

@@ -234,13 +234,11 @@ class GatedDeltaNet(nn.Layer):
 def real_tokens(key_bias: Any, length: int) -> Tensor | None:
     """`[B, L, 1]` bool, True at the last tokens that are not padding; None if nothing is hidden.
 
-    A single token is one that generation appends: never padding.
-
     Args:
         key_bias: `[B, S]` as attention gets it, or what caches share.
     """
     bias_BS = key_bias.key_bias_BS if isinstance(key_bias, CachedKeys) else key_bias
-    if bias_BS is None or length == 1:
+    if bias_BS is None:
         return None
     return (bias_BS[:, -length:] == 0.0).unsqueeze(-1)
 
