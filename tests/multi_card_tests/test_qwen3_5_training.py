@@ -1,0 +1,133 @@
+"""Training runs of Qwen3.5 on several ranks, against the same run file and global batch on one
+device.
+
+Guarantees: tensor parallelism with sequence parallelism, a pipeline cut by the layers' costs,
+sharding stage 3 and expert parallelism give every metric, every parameter and every moment of one
+device, from samples of different lengths with two images, one and none; a resumed run is
+bit-identical, and one rank continues what several saved.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paddle_vl.families.qwen3_5.config import FULL, LINEAR
+from tests.single_card_tests.train.tiny_run import MODEL as TINY_MODEL
+from tests.support.finished_runs import arrays_of, lasting_metrics
+from tests.support.tolerance import TOPOLOGY
+from tests.support.topology_runs import (
+    DAMPED,
+    PP,
+    SHARDING,
+    SP,
+    STAGE_3,
+    EqualsOneDevice,
+    batch_settings,
+    continue_run,
+    write_mixed_run,
+)
+
+# Sizes that two ranks divide, and an epsilon as `paddle_vl.testing.tiny_qwen3_5_config` has it.
+MODEL = {
+    "model_type": "qwen3_5",
+    "text_config": {
+        "vocab_size": 280, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4,
+        "layer_types": [LINEAR, LINEAR, FULL, LINEAR],
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 4, "linear_value_head_dim": 6, "rms_norm_eps": 1e-2,
+        "rope_parameters": {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+        "initializer_range": 0.1,
+    },
+    "vision_config": TINY_MODEL["vision_config"] | {"deepstack_visual_indexes": []},
+    "tie_word_embeddings": True,
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 16, "output_router_logits": True,
+}  # fmt: skip
+MP = ("parallel.mp_degree=2", *SP)
+
+
+def common(run_file: Path) -> list[str]:
+    return [
+        f"data.eval=[{run_file.with_name('test.jsonl')}]",
+        *("train.save_steps=2", "train.eval_steps=2", *DAMPED),
+        *("train.gradient_accumulation_steps=2", "train.per_device_eval_batch_size=1"),
+    ]
+
+
+def assert_near(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+    """Parameters within 1e-6; moments within `TOPOLOGY` of the largest of their kind.
+
+    Gradients of routers and of the tower's biases are small sums of large terms, so that rounding
+    is large beside their own largest entries.
+    """
+    assert found.keys() == wanted.keys()
+    kinds = {key: key.partition("/")[2] for key in wanted}
+    largest = dict.fromkeys(kinds.values(), 0.0)
+    for key, array in wanted.items():
+        largest[kinds[key]] = max(largest[kinds[key]], float(np.abs(array).max()))
+    for key, array in wanted.items():
+        allowed = TOPOLOGY * largest[kinds[key]] if kinds[key] else 1e-6
+        assert np.abs(found[key] - array).max() <= allowed, key
+
+
+class _Runs(EqualsOneDevice):
+    @classmethod
+    def settings(cls, run_file: Path, num_data_parts: int) -> list[str]:
+        return [*common(run_file), *batch_settings(num_data_parts)]
+
+    def test_every_step_and_every_parameter_equal_one_device(self, several, one_device):
+        metrics = [lasting_metrics(folder) for folder in (several, one_device)]
+        for ours, theirs in zip(*metrics, strict=True):
+            assert ours == {key: pytest.approx(value, rel=1e-6) for key, value in theirs.items()}
+        assert_near(arrays_of(several / "checkpoint-4"), arrays_of(one_device / "checkpoint-4"))
+
+    def test_one_process_continues_what_several_saved(
+        self, several, one_device, run_file, tmp_path, request
+    ):
+        continue_run(run_file, several, tmp_path, self.settings(run_file, 1))
+        assert_near(arrays_of(tmp_path / "checkpoint-4"), arrays_of(one_device / "checkpoint-4"))
+
+
+class TestDense(_Runs):
+    topologies = {  # noqa: RUF012
+        "mp2 with sequence parallelism": (2, [*MP, "train.recompute=full"]),
+        "pp2": (2, [*PP, "parallel.pp_split=cost"]),
+        "sharding2 stage 3": (2, [*SHARDING, STAGE_3]),
+    }
+    heavy = {  # noqa: RUF012
+        "mp2": (2, ["parallel.mp_degree=2"]),
+        "dp2": (2, ["parallel.dp_degree=2"]),
+        "sharding2 stage 1": (2, [*SHARDING]),
+        "sharding2 stage 2": (2, [*SHARDING, "parallel.sharding_stage=2"]),
+        "mp2 pp2 with sequence parallelism": (4, [*MP, *PP]),
+        "sharding2 mp2 stage 3": (4, [*MP, *SHARDING, STAGE_3]),
+        "packed, mp2 with sequence parallelism": (2, [*MP, "parallel.vision=replicate"]),
+    }
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def run_file(cls, tmp_path_factory) -> Path:
+        return write_mixed_run(tmp_path_factory.mktemp("run"), 24, MODEL)
+
+
+class TestExperts(_Runs):
+    topologies = {  # noqa: RUF012
+        "dp2 ep2": (2, ["parallel.dp_degree=2", "parallel.ep_degree=2"]),
+    }
+    heavy = {  # noqa: RUF012
+        "mp2 with sequence parallelism": (2, MP),
+        "pp2": (2, [*PP, "train.recompute=full"]),
+        "dp2 ep2 mp2": (4, ["parallel.dp_degree=2", "parallel.ep_degree=2", *MP]),
+    }
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def run_file(cls, tmp_path_factory) -> Path:
+        text = MODEL["text_config"] | EXPERTS
+        del text["intermediate_size"]
+        model = MODEL | {"model_type": "qwen3_5_moe", "text_config": text}
+        return write_mixed_run(tmp_path_factory.mktemp("run"), 24, model)
