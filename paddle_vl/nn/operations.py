@@ -11,8 +11,8 @@ with its device and a condition on its inputs. A call takes the first that fits,
 implementation. `choose_kernels` narrows the choice of the whole process (the setting
 `train.kernels`), `use_kernels` forces one inside a block.
 
-Small operations are here too: sums, activations, norms, slices and dropout of token rows. Norms
-are computed in float32 for activations of any dtype: a bfloat16 mean of squares over a wide row
+Small operations are here too: activations, norms, slices and dropout of token rows. Norms are
+computed in float32 for activations of any dtype: a bfloat16 mean of squares over a wide row
 would lose most of its bits. Over 350 lines, as every batch passes these.
 
 Shapes: N rows, C channels; any number of leading dims.
@@ -34,7 +34,7 @@ from paddle.nn.initializer import Constant
 Device = Literal["cpu", "gpu"]
 Kernels = Literal["fused", "uncompiled", "plain"]
 # What a kernel is made with.
-Source = Literal["C", "oneDNN", "Paddle"]
+Source = Literal["C", "Paddle"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -47,24 +47,20 @@ _needs_gradient = True
 _has_compiled = False
 
 
-def _always(*args: Any, **kwargs: Any) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class Kernel:
     """An implementation of an operation for one device.
 
     Attributes:
         run: takes the operation's arguments.
-        fits: whether it takes these arguments.
+        fits: whether it takes these arguments; None for all.
         has_gradient: False for one without a backward pass, for `without_gradient` only.
     """
 
     device: Device
     source: Source
     run: Callable[..., Any]
-    fits: Callable[..., bool] = _always
+    fits: Callable[..., bool] | None = None
     has_gradient: bool = True
 
 
@@ -91,7 +87,9 @@ class Operation(Generic[P, R]):
             return _forced(self)
         device = _forced or ("plain" if _chosen == "plain" else _device_of(args[0]))
         for kernel in self.kernels:
-            if kernel.device == device and is_used(kernel) and kernel.fits(*args, **kwargs):
+            if kernel.device != device or not is_used(kernel):
+                continue
+            if kernel.fits is None or kernel.fits(*args, **kwargs):
                 return kernel.run
         return self.plain
 
@@ -228,18 +226,6 @@ host_table = HostTable
 
 
 @operation
-def row_sum(x: Tensor) -> Tensor:
-    """Sum over the last dim, which is kept: `[..., C]` to `[..., 1]`, in the dtype of `x`."""
-    return x.sum(axis=-1, keepdim=True)
-
-
-@operation
-def column_sum(x_NC: Tensor) -> Tensor:
-    """Sum over the rows: `[N, C]` to `[C]`, in the dtype of `x`."""
-    return x_NC.sum(axis=0)
-
-
-@operation
 def gelu(x: Tensor, approximate: bool = False) -> Tensor:
     """GELU with the error function, or its tanh form."""
     return F.gelu(x, approximate)
@@ -329,7 +315,7 @@ def rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
 
 def _rms_quotient(x: Tensor, epsilon: float) -> Tensor:
     x = x.astype("float32")
-    return x * paddle.rsqrt(row_sum(x * x) / x.shape[-1] + epsilon)
+    return x * paddle.rsqrt((x * x).sum(axis=-1, keepdim=True) / x.shape[-1] + epsilon)
 
 
 @operation
@@ -380,8 +366,9 @@ def layer_norm(x: Tensor, weight_C: Tensor, bias_C: Tensor, epsilon: float) -> T
         `[..., C]` in the dtype of `x`.
     """
     wide = x.astype("float32")
-    centred = wide - row_sum(wide) / x.shape[-1]
-    standard = centred * paddle.rsqrt(row_sum(centred * centred) / x.shape[-1] + epsilon)
+    centred = wide - wide.sum(axis=-1, keepdim=True) / x.shape[-1]
+    variance = (centred * centred).sum(axis=-1, keepdim=True) / x.shape[-1]
+    standard = centred * paddle.rsqrt(variance + epsilon)
     return (standard * weight_C.astype("float32") + bias_C.astype("float32")).astype(x.dtype)
 
 
