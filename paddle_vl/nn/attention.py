@@ -177,6 +177,7 @@ def equal_segments_attention(
     return F.scaled_dot_product_attention(q, k, v).reshape([-1, *heads])
 
 
+@operation
 def masked_attention(
     q_BLNH: Tensor,
     k_BSKH: Tensor,
@@ -196,25 +197,7 @@ def masked_attention(
 
     Returns:
         `[B, L, N, H]` in the dtype of the values.
-
-    Raises:
-        ValueError: another implementation.
     """
-    if implementation not in ("eager", "sdpa"):
-        raise ValueError(f"attention implementation is {implementation!r}; 'eager' or 'sdpa'")
-    return eager_or_sdpa_attention(q_BLNH, k_BSKH, v_BSKH, mask, scale, implementation)
-
-
-@operation
-def eager_or_sdpa_attention(
-    q_BLNH: Tensor,
-    k_BSKH: Tensor,
-    v_BSKH: Tensor,
-    mask: AttentionMask,
-    scale: float,
-    implementation: str,
-) -> Tensor:
-    """See `masked_attention`."""
     if implementation == "eager":
         return _float32_attention(q_BLNH, k_BSKH, v_BSKH, mask, scale)
     # The kernel scales by H^-0.5, and takes a mask in the dtype of the queries only.

@@ -13,7 +13,7 @@ from paddle_vl.nn.cpu import compiled as c
 from paddle_vl.nn.cpu import kernels as cpu
 from paddle_vl.nn.gpu import attention as flash
 from paddle_vl.nn.gpu import kernels as gpu
-from paddle_vl.nn.operations import OPERATIONS, Kernel, Operation, chosen_kernels, is_used
+from paddle_vl.nn.operations import OPERATIONS, Kernel, Operation, chosen_kernels
 
 TABLE: dict[Operation, list[Kernel]] = {
     # Attention
@@ -26,19 +26,11 @@ TABLE: dict[Operation, list[Kernel]] = {
         Kernel("gpu", "Paddle", flash.equal_segments_attention, flash.fits_flash),
     ],
     attention.runs_attention: [Kernel("gpu", "Paddle", flash.runs_attention, flash.fits_runs)],
-    attention.eager_or_sdpa_attention: [
-        Kernel("cpu", "C", c.eager_or_sdpa_attention, c.fits_masked),
-        Kernel("gpu", "Paddle", flash.eager_or_sdpa_attention, flash.fits_flash),
+    attention.masked_attention: [
+        Kernel("cpu", "C", c.masked_attention, c.fits_masked),
+        Kernel("gpu", "Paddle", flash.masked_attention, flash.fits_flash),
     ],
-    attention.cached_attention: [
-        Kernel(
-            "cpu",
-            "Paddle",
-            cpu.cached_attention_without_gradient,
-            cpu.is_one_query,
-            has_gradient=False,
-        ),
-    ],
+    attention.cached_attention: [Kernel("cpu", "Paddle", cpu.cached_attention, cpu.is_one_query)],
     attention.apply_rotary: [
         Kernel("cpu", "C", c.apply_rotary, c.fits_rotary),
         Kernel("gpu", "Paddle", gpu.apply_rotary),
@@ -98,8 +90,7 @@ def description(device: str) -> str:
     that may be used."""
     firsts = Counter[str]()
     for operation in OPERATIONS if chosen_kernels() != "plain" else ():
-        usable = [kernel.source for kernel in operation.kernels_on(device) if is_used(kernel)]
-        firsts.update(usable[:1])
+        firsts.update(kernel.source for kernel in operation.kernels_on(device)[:1])
     rest = len(OPERATIONS) - firsts.total()
     counts = [f"{count} {source}" for source, count in firsts.most_common()]
     return f"kernels ({chosen_kernels()}, {device}): {', '.join([*counts, f'{rest} plain'])}"

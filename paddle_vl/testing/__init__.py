@@ -3,10 +3,8 @@
 from paddle_vl.parallel.recorder import Collective, record_collectives
 from paddle_vl.parallel.simulated.exchanges import RanksDisagreeError
 from paddle_vl.parallel.simulated.ranks import (
-    OneRank,
     Ranks,
     full_logits,
-    one_rank,
     run_ranks,
     sum_partial_gradients,
 )
@@ -22,7 +20,6 @@ from paddle_vl.testing.pi07 import (
     tiny_pi07,
     tiny_pi07_batch,
     tiny_pi07_config,
-    tiny_pi07_planner_config,
 )
 from paddle_vl.testing.qwen3_vl import (
     Image,
@@ -37,7 +34,6 @@ __all__ = [
     "Collective",
     "Image",
     "MockedSequenceParallel",
-    "OneRank",
     "Ranks",
     "RanksDisagreeError",
     "Video",
@@ -49,7 +45,6 @@ __all__ = [
     "full_logits",
     "gather_gradients",
     "gather_parameters",
-    "one_rank",
     "record_collectives",
     "record_device_copies",
     "record_host_reads",
@@ -58,7 +53,6 @@ __all__ = [
     "tiny_pi07",
     "tiny_pi07_batch",
     "tiny_pi07_config",
-    "tiny_pi07_planner_config",
     "tiny_qwen3_vl",
     "tiny_qwen3_vl_batch",
     "tiny_qwen3_vl_config",

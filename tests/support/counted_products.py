@@ -82,7 +82,7 @@ _VISIBLE = {
     "equal_segments_attention": lambda q, k, v, count, length: paddle.ones(
         [count, length, length], dtype="bool"
     ),
-    "eager_or_sdpa_attention": lambda q, k, v, mask, scale, kind: mask.visible_BLS,
+    "masked_attention": lambda q, k, v, mask, *others: mask.visible_BLS,
 }
 
 

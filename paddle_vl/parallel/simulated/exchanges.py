@@ -1,7 +1,6 @@
-"""Where a simulated rank gets the other ranks' tensors: from ranks that run, from itself, or from
-an earlier run.
+"""Ranks of a group in one process, strictly in turn.
 
-`Lockstep` runs all ranks of a group, strictly in turn. Every rank has a thread, since a backward
+Every rank has a thread, since a backward
 pass issues collectives from inside Paddle's autograd. Only one of them runs at a time: at a
 collective a rank hands over to the next, and continues once all ranks have come to it. So results
 do not depend on timing, and an error says which rank is where.
@@ -11,12 +10,9 @@ import contextvars
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, NoReturn
 
-import numpy as np
-import paddle
 from paddle import Tensor
 
 from paddle_vl.parallel.recorder import Collective, caller
@@ -30,45 +26,28 @@ class RanksDisagreeError(RuntimeError):
     """Ranks started different collectives, or one waits for a rank that has ended."""
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """A collective that all ranks came to.
-
-    Attributes:
-        call: as the last rank issued it.
-        tensors: what each rank contributed, in the group's order; empty for a barrier.
-    """
-
-    call: Collective
-    tensors: list[Tensor]
-
-
 class Lockstep:
-    """An `Exchange` between threads.
+    """Runs the ranks of a group, and gives each collective the tensors of all of them.
 
     Args:
         size: number of ranks.
         timeout_s: seconds that a rank may run without coming to a collective; None for no limit.
-        keeps_tensors: keep what the ranks contributed, in `meetings`.
         on_switch: called with the number of the rank that leaves and of the one that continues
             (None for none), while no rank runs.
 
     Attributes:
         collectives: every rank's so far; `phase` is `forward` or `backward`.
-        meetings: of all ranks, see `keeps_tensors`.
     """
 
     def __init__(
         self,
         size: int,
         timeout_s: float | None = None,
-        keeps_tensors: bool = False,
         on_switch: Callable[[int | None, int | None], None] = lambda leaves, continues: None,
     ):
-        self.size, self._timeout_s, self._keeps = size, timeout_s, keeps_tensors
+        self.size, self._timeout_s = size, timeout_s
         self._on_switch = on_switch
         self.collectives: list[list[Collective]] = [[] for _ in range(size)]
-        self.meetings: list[Meeting] = []
         # The collective that a rank waits in, what it contributes, and the place of the call.
         self._posts: dict[int, tuple[Collective, Tensor | None, str]] = {}
         # What all ranks contributed to the last meeting, and what those that have ended returned.
@@ -113,6 +92,14 @@ class Lockstep:
     def exchange(self, rank: int, call: Collective, tensor: Tensor | None) -> list[Tensor]:
         """Wait for the other ranks of the collective.
 
+        Args:
+            rank: the calling rank.
+            call: in the phase `forward` or `backward`.
+            tensor: what it contributes; None for a barrier.
+
+        Returns:
+            What each rank contributes, in the group's order; empty for a barrier.
+
         Raises:
             RanksDisagreeError: see the class.
         """
@@ -131,8 +118,6 @@ class Lockstep:
             posted = [self._posts[each][1] for each in range(self.size)]
             self._received = [value for value in posted if value is not None]
             self._posts.clear()
-            if self._keeps:
-                self.meetings.append(Meeting(call, self._received))
         else:
             self._pass_on(rank)
             self._await_turn(rank)
@@ -226,82 +211,3 @@ class Lockstep:
         """Unwind a rank after another one failed."""
         if self._failure is not None:
             raise RuntimeError(f"another simulated rank failed: {self._failure}")
-
-
-class Peers:
-    """An `Exchange` in which every other rank contributes this rank's values in another order.
-
-    Integers are contributed as they are. The orders are the same in every run.
-    """
-
-    def __init__(self, rank: int):
-        self.calls: list[Collective] = []
-        self._random = np.random.default_rng(rank)
-
-    def exchange(self, rank: int, call: Collective, tensor: Tensor | None) -> list[Tensor]:
-        self.calls.append(call._replace(detail=""))
-        if tensor is None:
-            return []
-        own = tensor.detach().clone()
-        return [own if other == rank else self._like(own) for other in call.ranks]
-
-    def end(self) -> None:
-        """Called at the end of the block."""
-
-    def _like(self, own: Tensor) -> Tensor:
-        if not own.is_floating_point() or own.size < 2:
-            return own
-        # Shuffled on the device: the host must not read the rank's values. Signs and sizes stay,
-        # so that sums of exponentials are positive.
-        order = paddle.to_tensor(self._random.permutation(int(own.size)))
-        return paddle.index_select(own.reshape([-1]), order).reshape(own.shape)
-
-
-class Replay:
-    """An `Exchange` in which all ranks contribute what they did in an earlier run.
-
-    Args:
-        tolerance: of this rank's contributions, relative to the largest entry.
-    """
-
-    def __init__(self, meetings: Sequence[Meeting], tolerance: float):
-        self.calls: list[Collective] = []
-        self._meetings, self._tolerance = meetings, tolerance
-        # Compared at the end, since a rank may run where host reads are forbidden.
-        self._contributed: list[tuple[Collective, Tensor, Tensor]] = []
-
-    def exchange(self, rank: int, call: Collective, tensor: Tensor | None) -> list[Tensor]:
-        number = len(self.calls)
-        self.calls.append(call._replace(detail=""))
-        start = f"rank {rank} starts {call.describe()} as number {number + 1}"
-        if number >= len(self._meetings):
-            raise RanksDisagreeError(f"{start}, and the traffic has {number} collectives")
-        meeting = self._meetings[number]
-        if meeting.call.agreed != call.agreed:
-            raise RanksDisagreeError(f"{start}, which in the traffic is {meeting.call.describe()}")
-        if tensor is not None:
-            self._contributed.append((call, tensor.detach().clone(), meeting.tensors[rank]))
-        return meeting.tensors
-
-    def end(self) -> None:
-        """Check that the rank did all that it did in the earlier run.
-
-        Raises:
-            RanksDisagreeError: it contributed something else, or did less.
-        """
-        for number, (call, now, before) in enumerate(self._contributed, 1):
-            one, other = (x.astype("float64").numpy() for x in (now, before))
-            error, largest = (np.abs(x).max(initial=0.0) for x in (one - other, other))
-            # Written so that NaN differs.
-            if not error <= self._tolerance * largest:
-                raise RanksDisagreeError(
-                    f"the rank contributes values that differ by up to {error:.3g} (largest entry "
-                    f"{largest:.3g}) to collective {number}, {call.describe()}, compared with the "
-                    "traffic: the code, the weights or the batch changed"
-                )
-        if len(self.calls) < len(self._meetings):
-            left = self._meetings[len(self.calls)].call
-            raise RanksDisagreeError(
-                f"the rank ended after {len(self.calls)} collectives; in the traffic it continues "
-                f"with {left.describe()}"
-            )

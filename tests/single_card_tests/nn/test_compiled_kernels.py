@@ -27,7 +27,7 @@ from paddle_vl.nn.attention import (
 from paddle_vl.nn.attention_masks import MASKED_SCORE, AttentionMask
 from paddle_vl.nn.cpu import compiled, compiler, kernel_check
 from paddle_vl.nn.examples import Inputs, examples_of, name_of, tensors
-from paddle_vl.nn.operations import has_compiled, rms_norm, use_kernels, without_gradient
+from paddle_vl.nn.operations import has_compiled, rms_norm, use_kernels
 from paddle_vl.train.step import ModelRunner
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.support.implementations import require_compiled
@@ -143,13 +143,13 @@ def test_whole_buffers_give_the_attention_of_the_keys_so_far(length, is_padded):
         bias_BS[1, :3] = MASKED_SCORE
     with use_kernels("plain"):
         wanted = cached_attention(query, *buffers, CachedKeys(keys, bias_BS)).numpy()
-    with without_gradient():
+    with use_kernels("cpu"):
         found = cached_attention(query, *buffers, CachedKeys(keys, bias_BS)).numpy()
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
     buffers[1][:, :, keys:] = 1e4
     if is_padded:
         buffers[1][1, :, :3] = -1e4
-    with without_gradient():
+    with use_kernels("cpu"):
         again = cached_attention(query, *buffers, CachedKeys(keys, bias_BS)).numpy()
     np.testing.assert_array_equal(again, found)
 

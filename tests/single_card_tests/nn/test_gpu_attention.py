@@ -29,7 +29,6 @@ from paddle_vl.nn.attention_masks import (
     HistoryMask,
     KeyMask,
 )
-from paddle_vl.nn.gpu import attention as flash_calls
 from paddle_vl.nn.gpu.attention import flash, flash_with_bias
 from tests.support.gpu_stubs.attention import FLASH, visible_of_rows
 from tests.support.gpu_stubs.contract import ContractError
@@ -183,23 +182,6 @@ def test_past_frames_are_one_entry_per_video_however_many_patches():
         out = masked_attention(q, q, q, HistoryMask(real, copies), 1.0, "sdpa")
     assert [call.shapes[0] for call in calls] == [(300, 256, 1, 8)]
     np.testing.assert_allclose(out.numpy(), q.numpy(), atol=1e-6)
-
-
-def test_more_entries_than_a_grid_holds_are_divided(monkeypatch):
-    monkeypatch.setattr(flash_calls, "MAX_BATCH", 2)
-    q = drawn(5, 3, 1, 8)
-    bias = paddle.zeros([5, 1, 1, 3])
-    with pretended_gpu() as calls:
-        parts = flash(q, q, q), flash_with_bias(q, q, q, bias)
-    assert [call.shapes[0][0] for call in calls] == [2, 2, 1] * 2
-    monkeypatch.undo()
-    assert flash_calls.MAX_BATCH == 65_535
-    with pretended_gpu():
-        whole = flash(q, q, q)
-        with pytest.raises(ContractError, match="65536 batch entries"):
-            _C_ops.flash_attn(*(drawn(65_536, 1, 1, 8),) * 3, None, None, 0.0, False, False, 0, "")
-    for part in parts:
-        np.testing.assert_allclose(part.numpy(), whole.numpy(), atol=1e-6)
 
 
 def test_a_row_without_a_key_stays_finite_inside_the_kernel():
