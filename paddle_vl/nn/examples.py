@@ -137,9 +137,9 @@ def _apply_rotary(r: Rng, s: Sizes) -> Inputs:
     return Inputs((q, k, lambda: RotaryTables.of_angles(paddle.to_tensor(angle))))
 
 
-def _permuted(r: Rng, s: Sizes, copies: int, *more: int) -> Inputs:
+def _permuted(r: Rng, s: Sizes, copies: int) -> Inputs:
     order = r.permutation(s.rows * copies)
-    return Inputs((_x(r, s), order, np.argsort(order), *more))
+    return Inputs((_x(r, s), order, np.argsort(order), copies))
 
 
 def _grouped_linear(r: Rng, s: Sizes) -> Inputs:
@@ -265,8 +265,8 @@ ROWS: dict[str, Make] = {
     "dropout": lambda r, s: Inputs((_x(r, s), 0.0), exact=lambda x, p: x),
     "biased_linear": _biased_linear,
     "apply_rotary": _apply_rotary,
-    "reorder_rows": lambda r, s: _permuted(r, s, 1),
-    "permuted_copies": lambda r, s: _permuted(r, s, 2, 2),
+    "permuted_copies": lambda r, s: _permuted(r, s, 2),
+    "permuted_copies.once": lambda r, s: _permuted(r, s, 1),
     "grouped_linear": _grouped_linear,
 }
 ATTENTION: dict[str, Make] = {

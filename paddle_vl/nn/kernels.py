@@ -71,10 +71,6 @@ TABLE: dict[Operation, list[Kernel]] = {
         Kernel("cpu", "Paddle", experts.PermuteRows.apply),
         Kernel("gpu", "Paddle", experts.PermuteRows.apply),
     ],
-    experts.reorder_rows: [
-        Kernel("cpu", "Paddle", experts.ReorderRows.apply),
-        Kernel("gpu", "Paddle", experts.ReorderRows.apply),
-    ],
     experts.grouped_linear: [
         Kernel("cpu", "Paddle", cpu.grouped_linear),
         Kernel("gpu", "Paddle", gpu.grouped_linear),

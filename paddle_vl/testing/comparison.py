@@ -26,7 +26,6 @@ def assert_equals_single_device(
     vision: str = "spread",
     fleet: FleetConfig | None = None,
     tolerance: float = 1e-5,
-    timeout_s: float | None = 60.0,
 ) -> Ranks[Any]:
     """Check that all ranks together compute what a single device does.
 
@@ -40,7 +39,7 @@ def assert_equals_single_device(
             `.loss` and optionally `.logits` `[..., V]`. The backward pass runs here.
         tolerance: largest allowed error relative to the largest entry of each tensor; float32
             sums in another order differ by about 1e-6.
-        sequence_parallel, vision, fleet, timeout_s: see `run_ranks`.
+        sequence_parallel, vision, fleet: see `run_ranks`.
 
     Returns:
         The ranks; a result is the output of `step` and the model.
@@ -67,7 +66,6 @@ def assert_equals_single_device(
         sequence_parallel=sequence_parallel,
         vision=vision,
         fleet=fleet,
-        timeout_s=timeout_s,
     )
     outputs = [output for output, _ in ranks.results]
     gradients = gather_gradients([model for _, model in ranks.results], partial_are_summed=True)

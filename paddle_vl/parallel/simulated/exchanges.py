@@ -7,9 +7,7 @@ do not depend on timing, and an error says which rank is where.
 """
 
 import contextvars
-import sys
 import threading
-import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -18,7 +16,7 @@ from paddle import Tensor
 from paddle_vl.parallel.recorder import Collective, caller
 from paddle_vl.threads import JoinedThread
 
-# Seconds that ranks get to unwind after an error.
+# Seconds that ranks get to unwind after an interrupt.
 _UNWIND_S = 10.0
 
 
@@ -31,7 +29,6 @@ class Lockstep:
 
     Args:
         size: number of ranks.
-        timeout_s: seconds that a rank may run without coming to a collective; None for no limit.
         on_switch: called with the number of the rank that leaves and of the one that continues
             (None for none), while no rank runs.
 
@@ -39,14 +36,8 @@ class Lockstep:
         collectives: every rank's so far; `phase` is `forward` or `backward`.
     """
 
-    def __init__(
-        self,
-        size: int,
-        timeout_s: float | None = None,
-        on_switch: Callable[[int | None, int | None], None] = lambda leaves, continues: None,
-    ):
-        self.size, self._timeout_s = size, timeout_s
-        self._on_switch = on_switch
+    def __init__(self, size: int, on_switch: Callable[[int | None, int | None], None]):
+        self.size, self._on_switch = size, on_switch
         self.collectives: list[list[Collective]] = [[] for _ in range(size)]
         # The collective that a rank waits in, what it contributes, and the place of the call.
         self._posts: dict[int, tuple[Collective, Tensor | None, str]] = {}
@@ -56,7 +47,6 @@ class Lockstep:
         # The rank whose turn it is; each change is notified.
         self._changed = threading.Condition()
         self._running: int | None = None
-        self._num_turns = 0
         self._failure: BaseException | None = None
 
     def run(self, step: Callable[[int], Any]) -> list[Any]:
@@ -64,7 +54,6 @@ class Lockstep:
 
         Raises:
             RanksDisagreeError: names the ranks, their collectives and the places of the calls.
-            TimeoutError: a rank ran for too long; says where it is.
             BaseException: the first error of a rank, with a note that names it.
         """
         threads = []
@@ -76,14 +65,16 @@ class Lockstep:
             thread.name = f"simulated rank {rank}"
             threads.append(thread)
             thread.start()
+        self._give_turn(0)
         try:
-            self._give_turn(0)
-            self._wait_for_all(threads)
-        except BaseException as error:
-            self._set_failure(error)
-        finally:
             for thread in threads:
-                thread.join(_UNWIND_S if self._failure else None)
+                thread.join()
+        except BaseException as error:
+            # Of this thread, such as an interrupt.
+            self._set_failure(error)
+            for thread in threads:
+                thread.join(_UNWIND_S)
+        finally:
             self._on_switch(self._running, None)
         if self._failure is not None:
             raise self._failure
@@ -151,37 +142,16 @@ class Lockstep:
         if self._posts:
             where = "; ".join(map(self._where, range(self.size)))
             self._disagree(f"no rank can continue: {where}")
-        with self._changed:
-            self._changed.notify_all()
 
     def _give_turn(self, rank: int) -> None:
         self._on_switch(self._running, rank)
         with self._changed:
-            self._running, self._num_turns = rank, self._num_turns + 1
+            self._running = rank
             self._changed.notify_all()
 
     def _await_turn(self, rank: int) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._running == rank or self._failure is not None)
-
-    def _wait_for_all(self, threads: list[JoinedThread]) -> None:
-        """Wait until all ranks have ended, or one has failed."""
-
-        def is_over() -> bool:
-            return self._failure is not None or len(self._results) == self.size
-
-        seen = -1
-        with self._changed:
-            while not self._changed.wait_for(is_over, self._timeout_s):
-                if self._num_turns == seen:
-                    frame = sys._current_frames().get(threads[self._running or 0].ident or 0)
-                    place = "".join(traceback.format_stack(frame, limit=3)) if frame else "unknown"
-                    raise TimeoutError(
-                        f"simulated rank {self._running} ran for {self._timeout_s} s without "
-                        "coming to a collective or its end (timeout_s=None lifts the limit); it is "
-                        f"at\n{place}"
-                    )
-                seen = self._num_turns
 
     def _where(self, rank: int) -> str:
         calls = self.collectives[rank]

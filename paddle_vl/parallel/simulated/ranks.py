@@ -67,7 +67,6 @@ def run_ranks(
     sequence_parallel: bool = True,
     vision: str = "spread",
     fleet: FleetConfig | None = None,
-    timeout_s: float | None = 60.0,
 ) -> Ranks[T]:
     """Run `step` on every rank of an mp group, in this process, strictly one at a time.
 
@@ -80,19 +79,16 @@ def run_ranks(
             if the degree is at least 2.
         sequence_parallel, vision: see `FleetPlacement`.
         fleet: options of `parallel.fleet` in a run's configuration.
-        timeout_s: seconds that a rank may compute without coming to a collective; None for no
-            limit, as for a debugger.
 
     Raises:
         RanksDisagreeError: ranks start different collectives (kind, dtype, shape, operation), or
             one ended while others wait; names the ranks and the places in the code.
-        TimeoutError: a rank exceeded the limit; has its stack.
         RuntimeError: simulated ranks run already.
         Exception: whatever `step` raised first, on whichever rank.
     """
     with _session(mp_degree, fleet):
         generators = _Generators(range(mp_degree))
-        lockstep = Lockstep(mp_degree, timeout_s, generators.switch)
+        lockstep = Lockstep(mp_degree, generators.switch)
         device = paddle.get_device()
 
         def run(number: int) -> T:
