@@ -208,6 +208,14 @@ def masked_attention(
     return out_BLNH * mask.has_key_BL11.astype(out_BLNH.dtype)
 
 
+def with_averages(out_BLNH: Tensor, v_BSKH: Tensor, mask: AttentionMask) -> Tensor:
+    """An output that is zero for a query without a key, with the average of all values there."""
+    groups = out_BLNH.shape[2] // v_BSKH.shape[2]
+    mean_B1KH = v_BSKH.astype("float32").mean(axis=1, keepdim=True).astype(v_BSKH.dtype)
+    mean_B1NH = mean_B1KH if groups == 1 else mean_B1KH.repeat_interleave(groups, axis=2)
+    return out_BLNH + mean_B1NH * (1.0 - mask.has_key_BL11).astype(out_BLNH.dtype)
+
+
 def _float32_attention(
     q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask: AttentionMask, scale: float
 ) -> Tensor:

@@ -4,7 +4,6 @@ from paddle_vl.parallel.recorder import Collective, record_collectives
 from paddle_vl.parallel.simulated.exchanges import RanksDisagreeError
 from paddle_vl.parallel.simulated.ranks import (
     Ranks,
-    full_logits,
     run_ranks,
     sum_partial_gradients,
 )
@@ -42,7 +41,6 @@ __all__ = [
     "emulated_bfloat16",
     "first_difference",
     "forbid_host_reads",
-    "full_logits",
     "gather_gradients",
     "gather_parameters",
     "record_collectives",

@@ -20,7 +20,7 @@ import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
-from paddle_vl.nn.attention import PackedSamples, RotaryTables
+from paddle_vl.nn.attention import PackedSamples, RotaryTables, with_averages
 from paddle_vl.nn.attention_masks import AttentionMask
 from paddle_vl.nn.cpu import compiler
 from paddle_vl.nn.operations import has_compiled, set_compiled
@@ -468,11 +468,7 @@ def masked_attention(
     out_BLNH = _Attention.apply(q_BLNH, k_BSKH, v_BSKH, segments, scale, 0, None, seen)
     if seen.all_see or implementation == "sdpa":
         return out_BLNH
-    # Such a query gets the average of all values.
-    groups = q_BLNH.shape[2] // v_BSKH.shape[2]
-    mean_B1KH = v_BSKH.mean(axis=1, keepdim=True)
-    mean_B1NH = mean_B1KH if groups == 1 else mean_B1KH.repeat_interleave(groups, axis=2)
-    return out_BLNH + mean_B1NH * (1.0 - mask.has_key_BL11)
+    return with_averages(out_BLNH, v_BSKH, mask)
 
 
 class _Sees(NamedTuple):

@@ -35,7 +35,7 @@ from paddle.nn.functional.flash_attention import (
     flash_attn_varlen_func,
 )
 
-from paddle_vl.nn.attention import PackedSamples, Segments
+from paddle_vl.nn.attention import PackedSamples, Segments, with_averages
 from paddle_vl.nn.attention_masks import AttentionMask, HistoryMask
 
 _VERSION, _DETERMINISTIC = "FLAGS_flash_attn_version", "FLAGS_cudnn_deterministic"
@@ -60,11 +60,6 @@ def fits_flash(q: Tensor, *others: Any) -> bool:
 def flash(q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, causal: bool = False) -> Tensor:
     """Attention without a mask, or causal with L = S: `[B, L, N, H]`."""
     return flash_attention(q_BLNH, k_BSKH, v_BSKH, causal=causal)[0]
-
-
-def flash_with_bias(q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, bias: Tensor) -> Tensor:
-    """Attention with a dense bias `[B, 1, L or 1, S]` in the dtype of the queries."""
-    return F.scaled_dot_product_attention(q_BLNH, k_BSKH, v_BSKH, bias)
 
 
 def flash_of_rows(
@@ -160,18 +155,11 @@ def masked_attention(
         out_BLNH = flash_of_rows(q_BLNH, k_BSKH, v_BSKH, rows, causal=False)
     else:
         bias = mask.row_bias_in(q_BLNH.dtype)
-        out_BLNH = flash_with_bias(q_BLNH, k_BSKH, v_BSKH, bias)
+        out_BLNH = F.scaled_dot_product_attention(q_BLNH, k_BSKH, v_BSKH, bias)
     if not mask.some_see_nothing:
         return out_BLNH
-    has_key_BL11 = mask.has_key_BL11.astype(out_BLNH.dtype)
-    out_BLNH = out_BLNH * has_key_BL11
-    if implementation == "sdpa":
-        return out_BLNH
-    # A query without a key gets the average of all values.
-    groups = q_BLNH.shape[2] // k_BSKH.shape[2]
-    mean_B1KH = v_BSKH.astype("float32").mean(axis=1, keepdim=True).astype(v_BSKH.dtype)
-    mean_B1NH = mean_B1KH if groups == 1 else mean_B1KH.repeat_interleave(groups, axis=2)
-    return out_BLNH + mean_B1NH * (1.0 - has_key_BL11)
+    out_BLNH = out_BLNH * mask.has_key_BL11.astype(out_BLNH.dtype)
+    return out_BLNH if implementation == "sdpa" else with_averages(out_BLNH, v_BSKH, mask)
 
 
 def _attend_to_history(q_BFNH: Tensor, k_BFNH: Tensor, v_BFNH: Tensor, mask: HistoryMask) -> Tensor:

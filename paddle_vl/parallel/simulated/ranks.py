@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 from unittest import mock
 
 import paddle
-from paddle import Tensor, nn
+from paddle import nn
 from paddle.distributed import fleet as paddle_fleet
 from paddle.distributed.fleet.layers.mpu import mp_ops
 from paddle.distributed.fleet.meta_parallel.parallel_layers.random import get_rng_state_tracker
@@ -111,16 +111,6 @@ def sum_partial_gradients(model: nn.Layer) -> None:
     group = getattr(model.placement.ops, "mp_group", None)
     if group is not None:
         all_reduce_partial_gradients(table.with_specs(model.parameters()), group)
-
-
-def full_logits(logits: list[Tensor]) -> Tensor:
-    """Logits of the full vocabulary from those of all ranks, in order.
-
-    Args:
-        logits: `[..., V / mp]` of every rank.
-    """
-    with paddle.no_grad():
-        return paddle.concat(list(logits), axis=-1)
 
 
 @contextmanager

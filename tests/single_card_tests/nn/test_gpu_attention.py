@@ -1,9 +1,9 @@
 """Attention on a GPU: which kernels run, what they are given, and that their stubs refuse the rest.
 
 Guarantees: the row intervals of every mask mean the same as its dense form, over all small masks;
-each form of attention is one call, of the version that is set; more entries than a grid holds are
-divided; masks stay finite inside a kernel; a dtype or width without a kernel takes the plain
-implementation; the stubs notice each breach of a kernel's contract.
+each form of attention is one call, of the version that is set; masks stay finite inside a kernel; a
+dtype or width without a kernel takes the plain implementation; the stubs notice each breach of a
+kernel's contract.
 """
 
 from itertools import product
@@ -29,7 +29,7 @@ from paddle_vl.nn.attention_masks import (
     HistoryMask,
     KeyMask,
 )
-from paddle_vl.nn.gpu.attention import flash, flash_with_bias
+from paddle_vl.nn.gpu.attention import flash
 from tests.support.gpu_stubs.attention import FLASH, visible_of_rows
 from tests.support.gpu_stubs.contract import ContractError
 from tests.support.gpu_stubs.pretended import pretended_gpu
@@ -193,7 +193,7 @@ def test_a_row_without_a_key_stays_finite_inside_the_kernel():
         out = masked_attention(q, q, q, mask, 0.25, "sdpa")
         assert out[:, 1].abs().sum() == 0
         with pytest.raises(ContractError, match="overflows"):
-            flash_with_bias(q, q, q, paddle.full([1, 1, 2, 2], -2.3819763e38))
+            flash_attn(q, mask=paddle.full([1, 1, 2, 2], -2.3819763e38))
 
 
 @pytest.mark.parametrize("change", [{"stand_in": None}, {"width": 12}, {"width": 264}])
