@@ -164,7 +164,7 @@ def start_late(folder: str) -> str:
 def test_a_rank_that_does_not_start_is_named(tmp_path):
     first, second = launch(start_late, 2, arguments=(str(tmp_path),))
     assert first.startswith("rank 0 has waited 1.5 s at 127.0.0.1:")
-    assert "for rank 1 to join: see the log of rank 1" in first
+    assert "for rank 1: see the log of rank 1" in first
     assert second.startswith(
         "rank 1 has waited 1.5 s for rank 0, whose store is to be at 127.0.0.1"
     )

@@ -152,7 +152,7 @@ def _late_ranks(operation: str, ranks: list[int]) -> list[int]:
     (membership,) = of_this_process
     membership.report_end(f"got no answer in {operation} of ranks {ranks}")
     time.sleep(_NOTICE_S)
-    failed = membership.failed()
+    failed = membership.state()["failed"]
     return [rank for rank in ranks if rank not in failed]
 
 
@@ -160,7 +160,7 @@ def _ended_ranks(seconds: float = _NOTICE_S) -> list[int]:
     """Ranks that have ended, in that order; waits up to that many seconds for one."""
     deadline = time.monotonic() + seconds
     while of_this_process:
-        if (ended := of_this_process[0].ended()) or time.monotonic() > deadline:
+        if (ended := of_this_process[0].state()["ended"]) or time.monotonic() > deadline:
             return ended
         time.sleep(0.05)
     return []

@@ -110,7 +110,7 @@ def test_all_that_come_meet_whoever_is_first():
         with running_store(2, port):
             present = [Membership(0, 2, HOST, port, LONG), early.result(LONG)]
             assert all_join(present) == [None, None]
-            assert present[0].ended() == []
+            assert present[0].state()["ended"] == []
             close(*present)
 
 
@@ -120,7 +120,7 @@ def test_ranks_that_do_not_come_are_named():
         begin = time.monotonic()
         for rank, error in zip((0, 2), all_join(present), strict=True):
             assert str(error).startswith(
-                f"rank {rank} has waited 0.3 s at {HOST}:{port} for ranks 1, 3 to join: "
+                f"rank {rank} has waited 0.3 s at {HOST}:{port} for ranks 1, 3: "
                 "see the log of ranks 1, 3"
             )
             assert "train.resume_from_checkpoint=auto" in str(error)
@@ -143,7 +143,7 @@ def test_a_rank_that_ends_before_all_have_come_is_named_at_once():
         present[1]._socket.shutdown(socket.SHUT_RDWR)
         error = waiting[0].exception(5)
         assert str(error).startswith(
-            "rank 0: rank 1 ended before rank 2 had joined: see the log of "
+            "rank 0 waits for rank 2, and rank 1 ended meanwhile: see the log of "
         )
         waiting[1].exception(5)
         close(*present)
@@ -158,7 +158,7 @@ def test_nobody_waits_for_a_key_when_a_rank_has_ended():
         time.sleep(0.1)
         close(present[1])
         assert waiting.exception(5) is not None
-        assert present[0].ended() == [1]
+        assert present[0].state()["ended"] == [1]
         # Existing keys can still be read.
         other = core.TCPStore(HOST, port, False, 1, 10)
         other.wait("there")
@@ -246,6 +246,26 @@ def test_a_question_that_makes_no_sense_harms_nobody(question):
         close(member)
 
 
+def meet(member: Membership, seconds: float, value: str = "a") -> dict:
+    return member.ask({"meet": ["here", [0, 1], value, seconds]}, None)
+
+
+def test_ranks_exchange_values_and_the_store_keeps_none():
+    with running_store(2) as (port, _), ThreadPoolExecutor(1) as pool:
+        first, second = members(port, 2)
+        assert all_join([first, second]) == [None, None]
+        for value in ("b", "c"):
+            waiting = pool.submit(meet, first, LONG)
+            assert meet(second, LONG, value)["values"] == {"0": "a", "1": value}
+            assert waiting.result(LONG)["values"] == {"0": "a", "1": value}
+        late = meet(first, 0.1)
+        assert (late["values"], late["last"]) == ({"0": "a"}, {"1": "c"})
+        waiting = pool.submit(meet, first, LONG)
+        close(second)
+        assert waiting.result(LONG / 2)["ended"] == [1]
+        close(first)
+
+
 def test_it_ends_with_the_process_that_started_it():
     with running_store(2) as (port, process):
         present = members(port, 2)
@@ -253,10 +273,10 @@ def test_it_ends_with_the_process_that_started_it():
         # The state after rank 0 is killed.
         process.stdin.close()
         close(present[0])
-        assert present[1].ended() == [0]
+        assert present[1].state()["ended"] == [0]
         close(present[1])
         process.wait(2)
-        assert present[1].ended() == [0]
+        assert present[1].state()["ended"] == [0]
 
 
 def test_it_does_not_wait_for_ranks_that_stay():

@@ -1,8 +1,8 @@
 """Lock of an output folder.
 
 Guarantees: a folder locked by a live process is refused with host, pid and start time; the lock of
-a process that ended in any way is taken over; a released lock leaves no file. Deleting the file admits no
-second run, and a file system that locks files alone, or nothing, is used all the same.
+a process that ended in any way is taken over; a released lock leaves no file. Deleting the file
+admits no second run, and a file system that locks files alone, or nothing, is used all the same.
 """
 
 import fcntl
