@@ -139,17 +139,6 @@ def test_every_item_has_its_encoder_lanes_and_every_rank_its_groups(sizes):
             assert len(group) == grid.lanes_out
 
 
-def test_the_description_names_what_every_rank_does():
-    lines = grid_of(1, 2, 1, 1, by_sharding=False).describe().splitlines()
-    assert lines == [
-        "2 encoder lanes of 1 rank(s) over 1 data lane(s) of 2 rank(s): fan-in",
-        "rank 0: encodes 1/2 of the items of data lane 0 in encoder lane 0, place 0; runs stage 0, "
-        "mp 0 of data lane 0",
-        "rank 1: encodes 1/2 of the items of data lane 0 in encoder lane 1, place 0; runs stage 1, "
-        "mp 0 of data lane 0",
-    ]
-
-
 def drawn(seed: int, step: int, lane: int, place: int) -> tuple[list, list]:
     random_state.seed_encoder_random(seed, step, lane, place)
     paddle.seed(9)
