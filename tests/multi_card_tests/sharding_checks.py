@@ -501,12 +501,6 @@ def refused(group) -> dict[str, str]:
             function()
         messages[name] = str(raised.value)
 
-    model = toy()
-    parameters = model.parameters()
-    refuse("stage", ValueError, lambda: Sharding(parameters, group, 1))
-    refuse("twice", ValueError, lambda: Sharding([*parameters, parameters[0]], group, 2))
-    block = model.blocks[0]
-    refuse("two units", ValueError, lambda: Sharding(parameters, group, 2, [[block, block]]))
     run = Run(group, MODES["2"])
     refuse("frozen", ValueError, lambda: run.sharding.shard_of(run.model.fixed))
     weight = run.model.blocks[0].proj.weight

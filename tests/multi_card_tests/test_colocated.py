@@ -158,7 +158,7 @@ class TestLayouts(EqualsOneDevice):
     def settings(cls, run_file: Path, num_data_parts: int) -> list[str]:
         return common(run_file, num_data_parts)
 
-    @pytest.mark.parametrize("size", LAYOUTS)
+    @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.heavy)])
     def test_a_plain_run_continues_colocated(self, run_file, one_device, tmp_path, size):
         layout = next(iter(LAYOUTS[size].values()))
         settings = [*common(run_file, 2 if DP2 in layout else 1), COLOCATED, *layout]

@@ -4,7 +4,6 @@ Gloo does not name them; the run's store knows which ranks have ended, and which
 """
 
 import logging
-import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +19,6 @@ logger = logging.getLogger(__name__)
 
 # Seconds for the store to notice that a rank has ended, or that others give up too.
 _NOTICE_S = 2.0
-_PEER = re.compile(r"pair_rank = (\d+)")
 
 
 class PeerError(RuntimeError):
@@ -128,22 +126,17 @@ def _explained(
     group: core.ProcessGroup, operation: str, seconds: float, error: RuntimeError
 ) -> PeerError:
     text, ranks = str(error), ranks_of(group)
-    lost = _PEER.search(text)
     # Gloo reports a closed connection as TIMEOUT too, but then names the peer.
-    is_late = "TIMEOUT" in text and lost is None
+    is_late = "TIMEOUT" in text and "pair_rank = " not in text
     culprits = _ended_ranks(0.0 if is_late else _NOTICE_S)
+    problem = f"failed: {_first_line(error)}"
     if culprits:
         has = "have ended, in this order" if len(culprits) > 1 else "has ended"
         problem = f"failed: {ranks_text(culprits)} {has}"
-    elif lost and int(lost[1]) < len(ranks):
-        culprits = [ranks[int(lost[1])]]
-        problem = f"failed: the connection to {ranks_text(culprits)} is lost"
     elif is_late:
         culprits = _late_ranks(operation, ranks)
         late = ", ".join(f"rank {rank} has not come to it" for rank in culprits)
         problem = f"got no answer in {seconds:.0f} s: {late or 'the last one came too late'}"
-    else:
-        problem = f"failed: {_first_line(error)}"
     return _logged_error(f"{operation} of ranks {ranks} {problem}; {_see(culprits)}{CONTINUE}")
 
 

@@ -10,7 +10,6 @@ it. The watch over the other ranks runs before, while and after the rendezvous i
 import contextlib
 import socket
 import struct
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -128,12 +127,6 @@ def test_ranks_that_do_not_come_are_named():
         close(*present)
 
 
-def test_a_store_that_does_not_come_is_rank_0():
-    port = free_port()
-    with pytest.raises(RuntimeError, match=rf"rank 3 has waited 0.2 s for rank 0, .*{port}"):
-        Membership(3, 4, HOST, port, 0.2)
-
-
 def test_a_rank_that_ends_before_all_have_come_is_named_at_once():
     with running_store(3) as (port, _), ThreadPoolExecutor(2) as pool:
         present = members(port, 3)
@@ -195,24 +188,6 @@ def test_a_taken_port_is_named():
             rendezvous._start_store(Addresses(HOST, port, HOST), 2)
 
 
-def test_an_address_of_another_machine_is_named():
-    place = Addresses("203.0.113.7", free_port(), "203.0.113.7")
-    with pytest.raises(RuntimeError, match=r"listen at 203\.0\.113\.7:.*assign.*--host"):
-        rendezvous._start_store(place, 2)
-
-
-def test_another_program_in_the_store_s_place_is_found_out():
-    with socket.create_server((HOST, 0)) as other, ThreadPoolExecutor(1) as pool:
-        member = Membership(1, 2, HOST, other.getsockname()[1], 5)
-        connection, _ = other.accept()
-        answer = pool.submit(member.join)
-        connection.recv(100)
-        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-        assert "another program answers there" in str(answer.exception(LONG))
-        connection.close()
-        close(member)
-
-
 @pytest.mark.parametrize(
     "message",
     [
@@ -233,17 +208,6 @@ def test_what_is_no_message_ends_its_connection_alone(message):
             assert stranger.recv(1) == b""
         store.set("key", "value")
         assert bytes(store.get("key")) == b"value"
-
-
-@pytest.mark.parametrize("question", [b"[", b"7", b'{"join": true}'])
-def test_a_question_that_makes_no_sense_harms_nobody(question):
-    with running_store(1) as (port, _):
-        with socket.create_connection((HOST, port), LONG) as stranger:
-            stranger.sendall(struct.pack("<IQ", server.ASK, len(question)) + question)
-            assert stranger.recv(1) == b""
-        (member,) = members(port, 1)
-        assert all_join([member]) == [None]
-        close(member)
 
 
 def meet(member: Membership, seconds: float, value: str = "a") -> dict:
@@ -277,17 +241,6 @@ def test_it_ends_with_the_process_that_started_it():
         close(present[1])
         process.wait(2)
         assert present[1].state()["ended"] == [0]
-
-
-def test_it_does_not_wait_for_ranks_that_stay():
-    with running_store(2) as (port, process):
-        present = members(port, 2)
-        assert all_join(present) == [None, None]
-        process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(server._SECONDS_AFTER_RANK_0 + 3)
-        assert process.returncode == 0
-        close(*present)
 
 
 def test_a_watch_outlives_the_import_of_the_rendezvous(monkeypatch):
