@@ -4,6 +4,7 @@ Gloo does not name them; the run's store knows which ranks have ended, and which
 """
 
 import logging
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -127,7 +128,7 @@ def _explained(
 ) -> PeerError:
     text, ranks = str(error), ranks_of(group)
     # Gloo reports a closed connection as TIMEOUT too, but then names the peer.
-    is_late = "TIMEOUT" in text and "pair_rank = " not in text
+    is_late = "TIMEOUT" in text and re.search(r"pair_rank = \d", text) is None
     culprits = _ended_ranks(0.0 if is_late else _NOTICE_S)
     problem = f"failed: {_first_line(error)}"
     if culprits:
