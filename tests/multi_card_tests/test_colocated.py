@@ -198,7 +198,14 @@ def test_a_value_that_is_not_finite_skips_the_update_of_both_parts(run_file, tmp
         assert steps == {"good": [True, False, True], "changed": [True, False, True]}
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+# The toy of `test_colocated_schedule` has frozen parts and steps with few items too.
+ON_TOY = ("frozen blocks, rate of the mergers", "few images")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.heavy] * (name in ON_TOY)) for name in VARIANTS],
+)
 def test_other_runs_equal_one_device(run_file, tmp_path, name):
     settings, layout = VARIANTS[name]
     files = {"TEXT": run_file.with_name("text.jsonl"), "FEW": run_file.with_name("few.jsonl")}
