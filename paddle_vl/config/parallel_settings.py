@@ -39,10 +39,10 @@ class EncoderConfig(Section):
     """tensor-parallel degree of the encoder: ranks that share its attention heads and MLPs"""
     sharding_stage: Literal[0, 1] = 0
     """1 shards the encoder's optimizer state over its lanes (ZeRO-1); 0 keeps it on every rank"""
-    pp_degree: Annotated[int, Field(ge=1)] = 1
-    """always 1: the encoder has no pipeline"""
-    cp_degree: Annotated[int, Field(ge=1)] = 1
-    """always 1: the encoder has no context parallelism"""
+    pp_degree: Literal[1] = 1
+    """always 1: the encoder has no pipeline, and is divided by mp_degree"""
+    cp_degree: Literal[1] = 1
+    """always 1: the encoder has no context parallelism, as an image is one sequence of its own"""
     offload_rows: bool = False
     """keep the encoder's output rows and their gradients in host memory between the phases"""
 

@@ -220,18 +220,6 @@ def _colocated(plan: Plan) -> Problems:
             "from the stages of a pipeline; set pp_degree to 2 or more, or schedule to plain"
         )
     encoder = degrees.encoder
-    if encoder.pp_degree > 1:
-        yield (
-            f"parallel.encoder.pp_degree is {encoder.pp_degree}: the encoder runs without a "
-            "pipeline, on all ranks at once; set it to 1, and divide the encoder by "
-            "parallel.encoder.mp_degree"
-        )
-    if encoder.cp_degree > 1:
-        yield (
-            f"parallel.encoder.cp_degree is {encoder.cp_degree}: a context-parallel encoder is not "
-            "supported, an image is one sequence of its own; set it to 1, and divide the encoder "
-            "by parallel.encoder.mp_degree"
-        )
     dp, mp = encoder.dp_degree, encoder.mp_degree
     lanes, data = world // mp, degrees.dp_degree * degrees.sharding_degree
     if world % mp:

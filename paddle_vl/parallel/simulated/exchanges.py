@@ -1,9 +1,8 @@
-"""Where a simulated rank gets the other ranks' tensors: from ranks that run, or from itself.
+"""Runs all simulated ranks of a group, one at a time, and exchanges their tensors.
 
-`Lockstep` runs all ranks of a group, one at a time. Every rank has a thread, since a backward pass
-issues collectives from inside Paddle's autograd. A rank runs while it holds the lock, and waits at
-a collective without it until all ranks have come. So results do not depend on timing, and an error
-says which rank is where.
+Every rank has a thread, since a backward pass issues collectives from inside Paddle's autograd. A
+rank runs while it holds the lock, and waits at a collective without it until all ranks have come.
+So results do not depend on timing, and an error says which rank is where.
 """
 
 import contextvars
@@ -26,7 +25,7 @@ class RanksDisagreeError(RuntimeError):
 
 
 class Lockstep:
-    """An `Exchange` between threads.
+    """Runs ranks in threads; `exchange` is the `Exchange` between them.
 
     Args:
         size: number of ranks.
@@ -177,14 +176,3 @@ class Lockstep:
         """Unwind a rank after another one failed."""
         if self._failure is not None:
             raise RuntimeError(f"another simulated rank failed: {self._failure}")
-
-
-class Alone:
-    """An `Exchange` in which every other rank contributes this rank's values."""
-
-    def __init__(self):
-        self.calls: list[Collective] = []
-
-    def exchange(self, rank: int, call: Collective, tensor: Tensor | None) -> list[Tensor]:
-        self.calls.append(call._replace(detail=""))
-        return [] if tensor is None else [tensor.detach().clone()] * len(call.ranks)

@@ -31,7 +31,7 @@ from paddle_vl.parallel.gloo_fleet import fleet_functions
 from paddle_vl.parallel.gloo_fleet.patch import check_version
 from paddle_vl.parallel.random_state import seed_split_random
 from paddle_vl.parallel.recorder import Collective, is_process_observed
-from paddle_vl.parallel.simulated.exchanges import Alone, Lockstep
+from paddle_vl.parallel.simulated.exchanges import Lockstep
 from paddle_vl.parallel.simulated.group import (
     SimulatedProcessGroup,
     SimulatedRank,
@@ -98,7 +98,7 @@ def run_ranks(
         def run(number: int) -> T:
             # A new thread's current device is the first one.
             paddle.set_device(device)
-            rank = SimulatedRank(number, mp_degree, lockstep)
+            rank = SimulatedRank(number, mp_degree, lockstep.exchange)
             with rank.running():
                 return step(FleetPlacement(rank.mp_group, sequence_parallel, vision))
 
@@ -140,13 +140,18 @@ def one_rank(
         raise ValueError(f"rank {rank} is outside of [0, {mp_degree})")
     with _session(mp_degree, fleet):
         generators = _Generators([rank])
-        peers = Alone()
-        own = SimulatedRank(rank, mp_degree, peers)
+        calls: list[Collective] = []
+
+        def contributed(rank: int, call: Collective, tensor: Tensor | None) -> list[Tensor]:
+            calls.append(call._replace(detail=""))
+            return [] if tensor is None else [tensor.detach().clone()] * mp_degree
+
+        own = SimulatedRank(rank, mp_degree, contributed)
         generators.switch(None, rank)
         try:
             with own.running():
                 placement = FleetPlacement(own.mp_group, sequence_parallel, vision)
-                yield OneRank(placement, peers.calls)
+                yield OneRank(placement, calls)
         finally:
             generators.switch(rank, None)
 

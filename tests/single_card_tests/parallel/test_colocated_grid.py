@@ -49,8 +49,6 @@ def test_layouts_that_can_run_pass(encoder, degrees):
     ("encoder", "degrees", "message"),
     [
         ({}, {"pp_degree": 1}, "parallel.schedule is colocated but parallel.pp_degree is 1"),
-        ({"pp_degree": 2}, {}, "parallel.encoder.pp_degree is 2: the encoder runs without a pipe"),
-        ({"cp_degree": 4}, {}, "parallel.encoder.cp_degree is 4: a context-parallel encoder is"),
         (
             {"dp_degree": 2}, {"dp_degree": 2},
             "parallel.encoder: dp_degree 2 x mp_degree 1 = 2, but the run has 4 ranks",
@@ -81,6 +79,12 @@ def test_each_rule_refuses_its_case_with_the_numbers(encoder, degrees, message):
     found = problems(encoder, **degrees)
     assert len(found) == 1, found
     assert message in found[0]
+
+
+@pytest.mark.parametrize("degree", ["pp_degree", "cp_degree"])
+def test_other_degrees_of_the_encoder_are_refused(degree):
+    with pytest.raises(ValueError, match=f"{degree}(.|\n)*1"):
+        EncoderConfig(**{degree: 2})
 
 
 def grid_of(lanes: int, stages: int, mp: int, encoder_mp: int, by_sharding: bool) -> ColocatedGrid:
