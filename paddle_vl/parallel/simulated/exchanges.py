@@ -8,6 +8,7 @@ So results do not depend on timing, and an error says which rank is where.
 import contextvars
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -83,9 +84,11 @@ class Lockstep:
                 seen = self._num_turns
         except BaseException as error:
             self._failure = self._failure or error
+        end = time.monotonic() + _UNWIND_S
         for thread in threads:
-            thread.join(_UNWIND_S if self._failure else None)
+            thread.join(max(0.0, end - time.monotonic()) if self._failure else None)
         if self._failure is not None:
+            self._on_switch(None, None)
             raise self._failure
         return [self._results[rank] for rank in range(self.size)]
 
