@@ -6,8 +6,15 @@ from pydantic import Field
 
 from paddle_vl.config.section import OnlyWith, Section
 
-_Sharded = OnlyWith("parallel.sharding_degree", range(2, 1 << 20))
 _STAGE, _SCHEDULE = "parallel.sharding_stage", "parallel.schedule"
+_PP_SCHEDULE, _VIRTUAL = "parallel.pp_schedule", "parallel.num_virtual_stages"
+
+
+def _from(axis: str, least: int) -> OnlyWith:
+    return OnlyWith(f"parallel.{axis}_degree", range(least, 1 << 20))
+
+
+_Sharded = _from("sharding", 2)
 
 
 class ReservedRows(NamedTuple):
@@ -58,22 +65,31 @@ class MeshSettings(Section):
     """pipeline-parallel degree: stages of decoder layers"""
     sharding_degree: Annotated[int, Field(ge=1, le=1 << 20)] = 1
     """sharding degree: ranks with different samples and sharded optimizer state"""
-    sharding_stage: Literal[1, 2, 3] = 1
+    sharding_stage: Annotated[Literal[1, 2, 3], _Sharded] = 1
     """what is sharded, as in ZeRO: optimizer state (1), gradients too (2), parameters too (3)"""
-    schedule: Literal["plain", "colocated"] = "plain"
+    schedule: Annotated[Literal["plain", "colocated"], _from("pp", 2)] = "plain"
     """where the encoder runs: in the first pipeline stage (plain), or on all ranks before and after
     the pipeline of the language model (colocated)"""
     encoder: Annotated[EncoderConfig, OnlyWith(_SCHEDULE, ["colocated"])] = EncoderConfig()
     """the encoder's mesh under schedule: colocated"""
-    sequence_parallel: bool = False
+    sequence_parallel: Annotated[bool, _from("mp", 2)] = False
     """shard the token rows between the matrices over the mp ranks"""
-    num_virtual_stages: Annotated[int, Field(ge=1, le=1024)] = 1
+    num_virtual_stages: Annotated[
+        int,
+        Field(ge=1, le=1024),
+        _from("pp", 3),
+        OnlyWith(_PP_SCHEDULE, ["1f1b", "fthenb", "balanced_memory"]),
+    ] = 1
     """virtual pipeline stages on each rank (interleaved schedules)"""
-    pp_schedule: Literal["1f1b", "fthenb", "balanced_memory", "dualpipev"] = "1f1b"
+    pp_schedule: Annotated[
+        Literal["1f1b", "fthenb", "balanced_memory", "dualpipev"], _from("pp", 2)
+    ] = "1f1b"
     """pipeline schedule: 1f1b (interleaved with num_virtual_stages); with num_virtual_stages also
     fthenb (all forward passes first) or balanced_memory (fthenb with a lower memory peak);
     dualpipev (two stages on each rank, in a V)"""
-    pp_shapes: Literal["static", "dynamic"] = "static"
+    pp_shapes: Annotated[
+        Literal["static", "dynamic"], OnlyWith(_PP_SCHEDULE, ["1f1b"]), OnlyWith(_VIRTUAL, [1])
+    ] = "static"
     """messages between stages: static pads all of a step to its largest micro-batch; dynamic sends
     each in its own size, which fleet sends first (1f1b without num_virtual_stages)"""
 
