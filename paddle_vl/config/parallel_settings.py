@@ -15,6 +15,7 @@ def _from(axis: str, least: int) -> OnlyWith:
 
 
 _Sharded = _from("sharding", 2)
+_Options = dict[str, bool | int | float | str]
 
 
 class ReservedRows(NamedTuple):
@@ -28,11 +29,11 @@ class ReservedRows(NamedTuple):
 class FleetConfig(Section):
     """Options that are passed to fleet under the names of its DistributedStrategy."""
 
-    mp_configs: dict[str, bool | int | float | str] = Field(default={})
+    mp_configs: Annotated[_Options, _from("mp", 2)] = Field(default={})
     """options of tensor parallelism, e.g. {mp_async_allreduce: true}"""
-    pp_configs: dict[str, bool | int | float | str] = Field(default={})
+    pp_configs: Annotated[_Options, _from("pp", 2)] = Field(default={})
     """options of the pipeline, e.g. {overlap_p2p_comm: true}"""
-    sharding_configs: dict[str, bool | int | float | str] = Field(default={})
+    sharding_configs: Annotated[_Options, _Sharded, OnlyWith(_STAGE, [1])] = Field(default={})
     """options of sharding at stage 1, e.g. {comm_overlap: true}"""
 
 

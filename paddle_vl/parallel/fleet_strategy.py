@@ -41,17 +41,6 @@ def fleet_problems(options: FleetConfig, degrees: ParallelDegrees) -> Problems:
     """Problems of `parallel.fleet`: options that are not passed, mistyped, or without effect."""
     for section, values in options.model_dump().items():
         axis = _SECTIONS[section]
-        if values and degrees.degree(axis) == 1:
-            yield (
-                f"parallel.fleet.{section} has {', '.join(values)} but parallel.{axis}_degree "
-                f"is 1: it has no effect; remove it, or set {axis}_degree"
-            )
-        if values and axis == "sharding" and degrees.sharding_stage > 1:
-            yield (
-                f"parallel.fleet.{section} has {', '.join(values)} but parallel.sharding_stage is "
-                f"{degrees.sharding_stage}: fleet shards at stage 1 only; remove it, or set "
-                "sharding_stage=1"
-            )
         if axis == "sharding":
             yield from _sharding_problems(values, degrees)
         if axis == "mp" and degrees.mp_degree > 1:

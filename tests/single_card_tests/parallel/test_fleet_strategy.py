@@ -72,11 +72,3 @@ def test_what_is_unknown_mistyped_or_wrong_here_is_refused(section, option, valu
 def test_an_overlap_that_cannot_run_or_does_nothing_is_refused(options, message):
     (problem,) = problems(ParallelDegrees(mp_degree=2), mp_configs=options)
     assert re.search(message, problem), problem
-
-
-def test_an_option_of_an_axis_that_is_off_is_refused():
-    (problem,) = problems(ParallelDegrees(), mp_configs={"mp_async_allreduce": True})
-    assert "mp_degree is 1" in problem
-    stage_2 = ParallelDegrees(sharding_degree=2, sharding_stage=2)
-    (problem,) = problems(stage_2, sharding_configs={"comm_overlap": True})
-    assert "sharding_stage is 2" in problem
