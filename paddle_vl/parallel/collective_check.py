@@ -21,7 +21,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from paddle_vl.parallel.gloo_fleet.peers import PeerError, peer_error
 from paddle_vl.parallel.recorder import (
     Collective,
     Recording,
@@ -93,7 +92,7 @@ class _Check:
         global _num_checks
         _num_checks += 1
         self.recording = Recording()
-        self.problem: PeerError | None = None
+        self.problem: RuntimeError | None = None
         meet()
         own = of_this_process[0]
         # A connection of its own, which waits for the other ranks.
@@ -135,5 +134,5 @@ class _Check:
             self._raise(f"{here}: the ranks are about to do different things: {told}")
 
     def _raise(self, problem: str) -> None:
-        self.problem = peer_error(problem)
+        self.problem = RuntimeError(problem)
         raise self.problem

@@ -24,7 +24,7 @@ from paddle import Tensor, _C_ops
 from paddle.base import core
 from paddle.distributed import collective
 
-from paddle_vl.parallel.gloo_fleet import peers
+from paddle_vl.parallel.gloo_fleet import groups as gloo_groups
 
 _MESSAGES = ("send", "recv")
 # Ranks may contribute tensors of different length.
@@ -237,7 +237,7 @@ def _described_method(name: str, args: Sequence[Any], kwargs: dict[str, Any]) ->
         position = 1 - position
     groups = collective._get_group_map().values()
     of_group = [known.ranks for known in groups if known.process_group is group]
-    ranks = tuple(of_group[0] if of_group else peers.ranks_of(group))
+    ranks = tuple(of_group[0] if of_group else gloo_groups.ranks_of(group))
     if kind in _MESSAGES:
         own, peer = dist.get_rank(), ranks[given[1]]
         ranks = (own, peer) if kind == "send" else (peer, own)

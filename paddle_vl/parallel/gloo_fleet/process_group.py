@@ -20,15 +20,13 @@ from paddle import Tensor
 from paddle.base import core
 from paddle.distributed.fleet.meta_parallel.pp_utils import p2p_communication
 
-from paddle_vl.parallel.gloo_fleet.patch import NOT_IN_GLOO, group_method, replaces
-from paddle_vl.parallel.gloo_fleet.peers import (
-    finish,
+from paddle_vl.parallel.gloo_fleet.groups import (
     id_of,
     make_gloo_group,
     ranks_of,
     register_group,
-    unwrapped,
 )
+from paddle_vl.parallel.gloo_fleet.patch import NOT_IN_GLOO, group_method, replaces
 from paddle_vl.parallel.store.rendezvous import meet
 
 _SUM = core.ReduceOp.SUM
@@ -53,7 +51,6 @@ _pairs: dict[tuple[int, int, int], core.ProcessGroup] = {}
 
 _PARTLY = "gloo refuses empty and non-contiguous tensors and crashes at unknown dtypes"
 _IN_STEP = "in a group of more than two the next collective hangs for 30 seconds"
-_HIDDEN = "the error of a collective in a backward pass is hidden in Paddle's traceback"
 
 
 class DoneTask:
@@ -100,7 +97,7 @@ def all_reduce(group, tensor, op=_SUM, sync_op=True):
     result = contiguous(tensor)
     if tensor.dtype in _HALF:
         result = result.astype("float32")
-    finish(group, "all_reduce", _raw.all_reduce, result, op, True)
+    _raw.all_reduce(group, result, op, True).wait()
     write(result, tensor)
     return DONE
 
@@ -123,7 +120,7 @@ def _gather(group, tensor) -> Tensor:
     rows = paddle.empty([group.size(), tensor.size], dtype=tensor.dtype)
     if tensor.size:
         flat = contiguous(tensor).reshape([-1])
-        finish(group, "all_gather", _raw.all_gather_into_tensor, rows.reshape_([-1]), flat, True)
+        _raw.all_gather_into_tensor(group, rows.reshape_([-1]), flat, True).wait()
     return rows.reshape_([group.size(), tensor.size])
 
 
@@ -161,7 +158,7 @@ def _broadcast(group, tensor, src, sync_op=True):
     """Copy the tensor of rank `src` of the group to all of its ranks, in place."""
     if tensor.size:
         result = contiguous(tensor)
-        finish(group, "broadcast", _raw.broadcast, result, src, True)
+        _raw.broadcast(group, result, src, True).wait()
         write(result, tensor)
     return DONE
 
@@ -195,12 +192,6 @@ def _all_to_all_single(group, out, in_, out_sizes, in_sizes, sync_op=True):
     return DONE
 
 
-@group_method("barrier", "its error does not name the failed rank")
-def _barrier(group, device_id=-1):
-    finish(group, "barrier", _raw.barrier)
-    return DONE
-
-
 def _equal_slices(tensor: Tensor, size: int) -> list[Tensor]:
     if tensor.shape[0] % size:
         raise ValueError(f"{tensor.shape[0]} rows cannot be divided over {size} ranks.")
@@ -221,7 +212,7 @@ def send(group, tensor, dst, sync_op=True):
     """Send a tensor to rank `dst` of the group."""
     if tensor.size:
         pair = _pair_group(group, dst)
-        finish(pair, "send", _raw.send, contiguous(tensor), 1 - pair.rank(), True)
+        _raw.send(pair, contiguous(tensor), 1 - pair.rank(), True).wait()
     return DONE
 
 
@@ -233,7 +224,7 @@ def recv(group, tensor, src, sync_op=True):
     if tensor.size:
         pair = _pair_group(group, src)
         result = contiguous(tensor)
-        finish(pair, "recv", _raw.recv, result, 1 - pair.rank(), True)
+        _raw.recv(pair, result, 1 - pair.rank(), True).wait()
         write(result, tensor)
     return DONE
 
@@ -334,7 +325,3 @@ def _init_parallel_env(paddles_own: Callable) -> Callable:
         return paddles_own(nccl_config)
 
     return init_parallel_env
-
-
-for _owner in ("paddle:Tensor", "paddle.autograd.backward_mode"):
-    replaces(_owner, "backward", _HIDDEN, makes=True)(unwrapped)

@@ -1,13 +1,15 @@
 """A rank's connection to the store, for registration, and news of other ranks.
 
-Gloo notices that a peer has ended, and the operation raises. NCCL does not: the main thread stays
-in the collective until Paddle's timeout. `PeerWatch` ends such a process. Does not load Paddle.
+Gloo notices that a peer has ended or is late, and the operation raises without naming it. NCCL
+does not notice: the main thread stays in the collective until Paddle's timeout. `PeerWatch` names
+the rank, and ends a process that stays. Does not load Paddle.
 """
 
 import contextlib
 import json
 import logging
 import os
+import re
 import socket
 import struct
 import sys
@@ -30,6 +32,9 @@ _ASKING_RANKS_PER_S = 5000
 # A working store answers much faster.
 _ANSWER_S = 10.0
 GRACE_S = 10.0
+# Seconds for the store to notice that a rank has ended, or that others give up too.
+_NOTICE_S = 2.0
+_OF_GLOO = re.compile(r".*gloo(?:/transport| group).*")
 _POLL_S = 1.0
 _PACKAGE = str(Path(paddle_vl.__file__).parent)
 _EXIT_CODE = 1
@@ -169,6 +174,9 @@ class PeerWatch:
 
     Args:
         grace_s: seconds for the main thread to return by itself after another rank has failed.
+
+    Raises:
+        RuntimeError: in place of an error of gloo; names the ranks that have ended or are late.
     """
 
     def __init__(self, grace_s: float = GRACE_S):
@@ -188,6 +196,9 @@ class PeerWatch:
             problem = f"failed with {type(error).__name__}: {first_line}"
         for membership in of_this_process:
             membership.report_end(problem)
+            # In a backward pass Paddle hides it in the text of another error.
+            if error is not None and _OF_GLOO.search(str(error)):
+                raise RuntimeError(_explained(membership, str(error))) from error
 
     def _watch(self) -> None:
         failed: dict[int, str] = {}
@@ -211,6 +222,23 @@ class PeerWatch:
             CONTINUE,
         )
         end_process(_EXIT_CODE)
+
+
+def _explained(membership: Membership, text: str) -> str:
+    """Why an operation of gloo failed, after this rank has reported so."""
+    # Gloo reports a closed connection as TIMEOUT too, but then names the peer.
+    is_late = "TIMEOUT" in text and re.search(r"pair_rank = \d", text) is None
+    end = time.monotonic() + _NOTICE_S
+    while not (culprits := membership.state()["ended"]) and time.monotonic() < end:
+        time.sleep(_RETRY_S)
+    problem = f"{ranks_text(culprits)} ended" if culprits else _OF_GLOO.findall(text)[0]
+    if is_late and not culprits:
+        # Ranks that waited for the same one have given up by now.
+        failed = membership.state()["failed"]
+        culprits = [rank for rank in range(membership.num_ranks) if rank not in failed]
+        problem = f"got no answer from {ranks_text(culprits)}" if culprits else "too late"
+    see = f"{logs_text(culprits)} for the cause, and " if culprits else ""
+    return f"rank {membership.rank}: a collective failed: {problem}; {see}{CONTINUE}"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
