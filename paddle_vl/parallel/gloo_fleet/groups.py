@@ -27,9 +27,9 @@ def register_group(group: core.ProcessGroup, group_id: int, ranks: list[int] | N
         _ranks[id(group)] = ranks
 
 
-def id_of(group: core.ProcessGroup) -> int | None:
-    """The id of a group, None for one that was made before install()."""
-    return _ids.get(id(group))
+def id_of(group: core.ProcessGroup) -> int:
+    """The id of a group, which was made after install()."""
+    return _ids[id(group)]
 
 
 def ranks_of(group: core.ProcessGroup) -> list[int]:

@@ -11,7 +11,6 @@ created at first use. A send returns when the peer has received, so several mess
 order that all ranks share.
 """
 
-import os
 from collections.abc import Callable, Sequence
 
 import paddle
@@ -27,7 +26,6 @@ from paddle_vl.parallel.gloo_fleet.groups import (
     register_group,
 )
 from paddle_vl.parallel.gloo_fleet.patch import NOT_IN_GLOO, group_method, replaces
-from paddle_vl.parallel.store.rendezvous import meet
 
 _SUM = core.ReduceOp.SUM
 _HALF = (paddle.float16, paddle.bfloat16)
@@ -233,18 +231,10 @@ def _pair_group(group: core.ProcessGroup, peer: int) -> core.ProcessGroup:
     """The group of this rank and `peer` (a rank within `group`), made at the first use.
 
     Both ranks must ask for it; the smaller rank within `group` is rank 0 of the pair.
-
-    Raises:
-        RuntimeError: the group was made before install().
     """
     if group.size() == 2:
         return group
     group_id = id_of(group)
-    if group_id is None:
-        raise RuntimeError(
-            "This process group was made before the CPU fleet was installed: call install() "
-            "before fleet.init or init_parallel_env."
-        )
     low, high = sorted((group.rank(), peer))
     pair = (group_id, low, high)
     if pair not in _pairs:
@@ -310,18 +300,3 @@ def _new_process_group(paddles_own: Callable) -> Callable:
         return group
 
     return _new_process_group_impl
-
-
-@replaces(
-    "paddle.distributed.parallel",
-    "init_parallel_env",
-    "rank 0 listens on all addresses of its machine",
-    makes=True,
-)
-def _init_parallel_env(paddles_own: Callable) -> Callable:
-    def init_parallel_env(nccl_config=None):
-        if int(os.environ.get("PADDLE_TRAINERS_NUM", "1")) > 1:
-            meet()
-        return paddles_own(nccl_config)
-
-    return init_parallel_env
