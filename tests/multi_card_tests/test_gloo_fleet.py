@@ -3,7 +3,7 @@
 Guarantees, on 4 ranks: every collective equals NumPy, for each operation, dtype, stride and
 size; messages between two ranks of a larger group do not block its later collectives, and both
 directions may be sent at once; groups that ranks create at the same time all work; fleet's
-tensor-parallel primitives and layers give the results and gradients of a plain computation.
+tensor-parallel primitives give the results and gradients of a plain computation.
 
 One launch runs all checks of `gloo_checks`; they assert on every rank.
 """

@@ -114,31 +114,20 @@ def test_groups_have_their_members_and_sum_over_them(outcomes, name, distant):
 
 
 @pytest.mark.parametrize(
-    ("name", "texts"),
+    ("name", "texts", "parts"),
     [
-        ("dp_mp", ["dp 0, mp 0", "dp 0, mp 1", "dp 1, mp 0", "dp 1, mp 1"]),
-        ("mp_pp", ["mp 0, pp 0", "mp 1, pp 0", "mp 0, pp 1", "mp 1, pp 1"]),
         (
-            "sharding_mp",
-            ["mp 0, sharding 0", "mp 1, sharding 0", "mp 0, sharding 1", "mp 1, sharding 1"],
+            "dp_mp",
+            ["dp 0, mp 0", "dp 0, mp 1", "dp 1, mp 0", "dp 1, mp 1"],
+            [(0, 2), (0, 2), (1, 2), (1, 2)],
         ),
+        ("mp_pp", ["mp 0, pp 0", "mp 1, pp 0", "mp 0, pp 1", "mp 1, pp 1"], [(0, 1)] * 4),
     ],
 )
-def test_ranks_are_described_by_their_coordinates(outcomes, name, texts):
-    found = [seen["text"] for seen in outcome_of(outcomes, name)]
-    assert found == [f"rank {rank} ({text})" for rank, text in enumerate(texts)]
-
-
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [
-        ("dp_mp", [(0, 2), (0, 2), (1, 2), (1, 2)]),
-        ("mp_pp", [(0, 1)] * 4),
-        ("sharding_mp", [(0, 2), (0, 2), (1, 2), (1, 2)]),
-    ],
-)
-def test_samples_split_over_data_and_sharding_processes(outcomes, name, parts):
-    assert [seen["data"] for seen in outcome_of(outcomes, name)] == parts
+def test_ranks_have_their_coordinates_and_samples(outcomes, name, texts, parts):
+    found = outcome_of(outcomes, name)
+    assert [seen["text"] for seen in found] == [f"rank {r} ({t})" for r, t in enumerate(texts)]
+    assert [seen["data"] for seen in found] == parts
 
 
 def test_first_and_last_stage_of_a_pipeline_have_a_group(outcomes):
