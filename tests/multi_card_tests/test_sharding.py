@@ -172,10 +172,6 @@ def test_one_reduction_at_most_is_on_its_way(outcomes, mode):
         assert running[-1] == 0
 
 
-def test_a_step_of_unknown_length_is_reduced_at_its_end(outcomes):
-    assert outcome_of(outcomes, "unannounced") == [([REDUCE] * (UNITS + 1), 0.0)] * len(outcomes)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_a_head_may_be_the_token_table(outcomes, mode):
     for errors in outcome_of(outcomes, f"tied {mode}"):
