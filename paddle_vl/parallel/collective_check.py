@@ -127,9 +127,10 @@ class _Check:
         told = "; ".join(f"{ranks_text(of)} {plans[of[0]][1]}" for of in alike.values())
         if answer["last"]:
             rank, last = next((int(rank), last) for rank, last in answer["last"].items())
-            has = "has ended" if rank in answer["ended"] else "has not come"
+            late = f"has not come within {self._timeout:g} s"
+            has = "has ended" if rank in answer["ended"] else late
             before = f"its last collective: {last[1]}, {last[2]}" if last else "it reached none"
-            self._raise(f"{here}: {told}; rank {rank} {has} within {self._timeout:g} s; {before}")
+            self._raise(f"{here}: {told}; rank {rank} {has}; {before}")
         if len(alike) > 1:
             self._raise(f"{here}: the ranks are about to do different things: {told}")
 

@@ -67,7 +67,7 @@ class FleetPlacement(Placement):
         layers_are_collective: see `RegionOps`; always true with sharded experts.
 
     Raises:
-        ValueError: another value of `vision`; see `FleetRegionOps`.
+        ValueError: another value of `vision`.
     """
 
     def __init__(

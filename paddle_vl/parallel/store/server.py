@@ -146,7 +146,8 @@ class _Connection:
             await self.store.leave(self.rank)
 
     async def _answer(self, command: int) -> None:
-        text = (await self._read_bytes(MAX_KEY_BYTES)).decode()
+        limit = MAX_VALUE_BYTES if command == ASK else MAX_KEY_BYTES
+        text = (await self._read_bytes(limit)).decode()
         key, values = f"{self.namespace}\n{text}", self.store.values
         if command == ASK:
             self._write_bytes(json.dumps(await self._reply(json.loads(text))).encode())
