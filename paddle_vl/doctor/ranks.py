@@ -17,7 +17,6 @@ import numpy as np
 from paddle_vl.config.load import load_run_config
 from paddle_vl.doctor.check import Machine, Result, check, ok, wrong
 from paddle_vl.doctor.models import read_checkpoint
-from paddle_vl.parallel import topology as mesh
 from paddle_vl.parallel.bandwidth import Measure, measure_bandwidth
 from paddle_vl.parallel.launcher import launch
 from paddle_vl.parallel.store.membership import PeerWatch
@@ -224,7 +223,6 @@ def _train(
     folder: Path, name: str, micro_batches: int, settings: dict[str, Any], stop: StopSignals
 ) -> None:
     """Train one run; outputs are compared afterwards."""
-    mesh.leave()
     kind = "experts" if settings.pop("experts", False) else "dense"
     parts = settings.get("parallel.dp_degree", 1) * settings.get("parallel.sharding_degree", 1)
     settings = {

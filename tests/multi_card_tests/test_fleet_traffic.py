@@ -9,6 +9,7 @@ ranks that disagree inside a layer of fleet.
 import numpy as np
 import paddle
 import paddle.distributed as dist
+import paddle.distributed.fleet.base.topology as fleet_topology
 import pytest
 from paddle import nn
 from paddle.distributed import fleet
@@ -20,7 +21,6 @@ from paddle.distributed.fleet.utils import tensor_fusion_helper
 from paddle_vl.parallel.collective_check import check_collectives
 from paddle_vl.parallel.gloo_fleet import install
 from paddle_vl.parallel.recorder import Recording, record_collectives
-from paddle_vl.parallel.topology import leave
 from paddle_vl.testing import first_difference
 from tests.support.launch import launch
 
@@ -31,7 +31,7 @@ BOTH = (0, 1)
 def start_fleet(**hybrid) -> None:
     install()
     # One launch has several topologies; without this, fleet keeps the first one.
-    leave()
+    fleet_topology._HYBRID_PARALLEL_GROUP = None
     strategy = fleet.DistributedStrategy()
     strategy.hybrid_configs = {"dp_degree": 1, **hybrid}
     strategy.hybrid_configs["sharding_configs"].split_param = True
