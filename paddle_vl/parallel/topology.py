@@ -126,8 +126,8 @@ def initialize(
 ) -> Topology:
     """Start fleet with these degrees. Collective over all ranks; one rank starts nothing.
 
-    Several topologies may be started in turn; groups of earlier ones stay open. Fleet seeds Paddle's
-    generators if mp_degree > 1, so seed the run afterwards.
+    Several topologies may be started in turn; groups of earlier ones stay open. Fleet seeds
+    Paddle's generators if mp_degree > 1, so seed the run afterwards.
 
     Args:
         options: fleet's own, see `paddle_vl.parallel.fleet_strategy`.
