@@ -21,12 +21,16 @@ from paddle_vl.families.pi07.checkpoint_map import engine_keys
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
 from paddle_vl.families.pi07.planner import PI07HighLevelPlannerModel
-from paddle_vl.families.pi07.prefix import Prefix, PrefixEmbedding, joined, look_up, of_cameras
-from paddle_vl.families.pi07.prefix_layout import (
+from paddle_vl.families.pi07.prefix import (
     PREFIX_BLOCKS,
     Block,
+    Prefix,
+    PrefixEmbedding,
     Presence,
     Source,
+    joined,
+    look_up,
+    of_cameras,
     presence_of,
 )
 from paddle_vl.nn.placement import Placement
@@ -361,7 +365,8 @@ class InBranchEmbedding(PrefixEmbedding):
     def forward(self, batch, presence, training=True) -> Prefix:
         blocks = [block for block in PREFIX_BLOCKS if presence.has(block, training)]
         rows = self.embed_one_by_one(batch, blocks)
-        return Prefix(joined(blocks, rows, presence, True), *self.tokens.masks(batch, presence))
+        embs = joined(blocks, rows, presence, True)
+        return self.tokens.masks(batch, presence)._replace(embs=embs)
 
     def embed_one_by_one(self, batch, blocks: list[Block]) -> dict[str, Tensor]:
         found = {}
@@ -390,4 +395,5 @@ class HoistedAndDropped(InBranchEmbedding):
         blocks = self.tokens.embedded(batch, presence, training)
         rows = self.embed_one_by_one(batch, blocks)
         chosen = [block for block in blocks if presence.has(block, training)]
-        return Prefix(joined(chosen, rows, presence, True), *self.tokens.masks(batch, presence))
+        embs = joined(chosen, rows, presence, True)
+        return self.tokens.masks(batch, presence)._replace(embs=embs)

@@ -8,9 +8,14 @@ import numpy as np
 import paddle
 
 from paddle_vl.families.pi07.checkpoint_map import UNUSED_KEYS
-from paddle_vl.families.pi07.decoder import SuffixView, block_mask, prefix_positions, suffix_mask
+from paddle_vl.families.pi07.decoder import (
+    SuffixView,
+    block_mask,
+    prefix_positions,
+    rotary_tables,
+    suffix_mask,
+)
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching, time_embedding
-from paddle_vl.families.pi07.layers import rotary_tables
 from paddle_vl.families.pi07.vision import frame_codes, visible_frames
 from paddle_vl.families.policy.images import letterbox
 from paddle_vl.nn.attention import apply_rotary

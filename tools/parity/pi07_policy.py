@@ -6,10 +6,9 @@ from typing import cast
 import numpy as np
 
 from paddle_vl import PI07LowLevelPolicy
-from paddle_vl.families.policy.discrete_actions import ActionTokenizer
 from paddle_vl.families.policy.features import FeatureType, PolicyFeature
 from paddle_vl.families.policy.normalize import Normalizer
-from paddle_vl.families.policy.prompt import PromptTokenizer
+from paddle_vl.families.policy.tokenizers import ActionTokenizer, PromptTokenizer
 from parity.golden import PI07Case
 from parity.pi07_golden import Comparison, config_of, fill
 

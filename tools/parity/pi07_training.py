@@ -12,10 +12,9 @@ from paddle_vl.checkpoint.safetensors_io import read_header
 from paddle_vl.checkpoint.writing import parameter_array
 from paddle_vl.families.pi07.checkpoint_map import UNUSED_KEYS, engine_keys
 from paddle_vl.families.pi07.config import PI07PlannerConfig
-from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching, flow_counts
+from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching, as_tensors, flow_counts
 from paddle_vl.families.pi07.planner import PI07HighLevelPlannerModel
-from paddle_vl.families.pi07.policy_model import as_tensors
-from paddle_vl.families.pi07.prefix_layout import PLANNER_LABELS, Presence, presence_of
+from paddle_vl.families.pi07.prefix import PLANNER_LABELS, Presence, presence_of
 from paddle_vl.train.optimizer import Optimizer
 from parity.golden import PI07Case
 from parity.pi07_golden import (

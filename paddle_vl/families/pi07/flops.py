@@ -20,9 +20,14 @@ import numpy as np
 
 from paddle_vl.families.base import LayerCosts
 from paddle_vl.families.flops import FlopCounter, Operations
-from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
-from paddle_vl.families.pi07.engine_config import Gemma3Config, Gemma3TextConfig, GemmaExpertConfig
-from paddle_vl.families.pi07.prefix_layout import (
+from paddle_vl.families.pi07.config import (
+    Gemma3Config,
+    Gemma3TextConfig,
+    GemmaExpertConfig,
+    PI07Config,
+    PI07PlannerConfig,
+)
+from paddle_vl.families.pi07.prefix import (
     PLANNER_BLOCKS,
     PREFIX_BLOCKS,
     PrefixTokens,
@@ -91,7 +96,9 @@ class PI07Flops(FlopCounter):
             frame_pairs = int((cameras_B * (real_B * (real_B + 1) // 2)).sum())
         frames = int((cameras_B * real_B + goals_B).sum())
         images = int((cameras_B + goals_B).sum())
-        prefix = self._tokens.counts(batch, batch.get("presence") or presence_of(batch))
+        presence = batch.get("presence") or presence_of(batch)
+        pad_BL, marks_BL, num_seen, _ = self._tokens.masks(batch, presence, xp=np)
+        seen_BL = _num_visible(pad_BL, marks_BL)
         units = {
             "patches": frames * patches,
             "patch_pairs": frames * patches**2,
@@ -99,22 +106,32 @@ class PI07Flops(FlopCounter):
             "current_patches": images * patches,
             "current_pairs": images * patches**2,
             "image_tokens": images * backbone.mm_tokens_per_image,
-            "tokens": prefix.num_tokens,
-            "token_pairs": prefix.num_pairs,
+            "tokens": int(pad_BL.sum()),
+            "token_pairs": int(seen_BL.sum()),
         }
         if not acts:
             masks = {name: batch[f"{name}_masks"] for name in ("memory", "response")}
             return units | {f"{n}_tokens": int(mask[:, 1:].sum()) for n, mask in masks.items()}
-        steps = batch["actions"].shape[1]
+        steps, length = batch["actions"].shape[1], pad_BL.shape[1]
+        predicting = slice(length - 1 - batch["discrete_actions"].shape[1], length - 1)
         return units | {
-            "predicting_tokens": prefix.num_predicting,
-            "predicting_pairs": prefix.predicting_pairs,
+            "predicting_tokens": int(pad_BL[:, predicting].sum()),
+            "predicting_pairs": int(seen_BL[:, predicting].sum()),
             "states": int(real_B.sum()),
             "action_tokens": int(batch["discrete_action_masks"].sum()),
             "steps": samples * steps,
             "step_pairs": samples * steps**2,
-            "cross_pairs": steps * prefix.num_seen,
+            "cross_pairs": steps * int(pad_BL[:, :num_seen].sum()),
         }
+
+
+def _num_visible(pad_BL: np.ndarray, marks_BL: np.ndarray) -> np.ndarray:
+    """Number of real tokens that each real token sees, `[B, L]`; see `BlockMask`."""
+    seen_BL = np.zeros(pad_BL.shape, dtype=np.int64)
+    for seen_L, block_L, pad_L in zip(seen_BL, np.cumsum(marks_BL, axis=1), pad_BL, strict=True):
+        real = block_L[pad_L]
+        seen_L[pad_L] = np.cumsum(np.bincount(real))[real]
+    return seen_BL
 
 
 def _count_policy(operations: Operations, config: PI07Config, losses: Collection[str]) -> None:

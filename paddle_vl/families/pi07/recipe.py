@@ -25,10 +25,7 @@ from paddle_vl.families.base import (
     losses_report,
 )
 from paddle_vl.families.flops import FlopCounter
-from paddle_vl.families.pi07.colocated import (
-    ColocatedBatchAdapter,
-    PI07Encoder,
-)
+from paddle_vl.families.pi07.checkpoint_map import is_reached
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.flops import PI07Flops, layer_costs
 from paddle_vl.families.pi07.objective import (
@@ -38,30 +35,35 @@ from paddle_vl.families.pi07.objective import (
     PolicyLoss,
     first_batch,
 )
-from paddle_vl.families.pi07.pipeline import PI07Stage
+from paddle_vl.families.pi07.pipeline import (
+    ColocatedBatchAdapter,
+    PI07Encoder,
+    PI07Stage,
+)
 from paddle_vl.families.pi07.planner import PI07HighLevelPlanner
-from paddle_vl.families.pi07.policy import ACTION_TOKENIZER_FOLDER, BasePolicy, PI07LowLevelPolicy
-from paddle_vl.families.pi07.policy_model import is_reached
+from paddle_vl.families.pi07.policy import (
+    ACTION_TOKENIZER_FOLDER,
+    BasePolicy,
+    PI07LowLevelPolicy,
+    check_features,
+)
 from paddle_vl.families.pi07.settings import PARTS, PI07Run, with_settings
-from paddle_vl.families.policy.collate import PolicyCollator
 from paddle_vl.families.policy.demonstrations.dataset import DemonstrationsDataset, present_fields
 from paddle_vl.families.policy.demonstrations.sample import (
+    NO_DROPS,
     OPTIONAL_FIELDS,
     DemonstrationShapes,
     DemonstrationSource,
-)
-from paddle_vl.families.policy.demonstrations.statistics import (
-    demonstration_statistics,
-    read_statistics,
-)
-from paddle_vl.families.policy.demonstrations.synthetic import SyntheticDemonstrations
-from paddle_vl.families.policy.demonstrations.training_set import (
-    NO_DROPS,
     DrawnDemonstrations,
     FlowDraws,
 )
-from paddle_vl.families.policy.features import PolicyFeature
+from paddle_vl.families.policy.demonstrations.synthetic import SyntheticDemonstrations
 from paddle_vl.families.policy.images import cameras_of
+from paddle_vl.families.policy.model_inputs import PolicyCollator
+from paddle_vl.families.policy.normalize import (
+    demonstration_statistics,
+    read_statistics,
+)
 from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.placement import Placement
 
@@ -307,10 +309,7 @@ class PI07Recipe(Family):
         """Statistics of every group of data; None for the checkpoint's."""
         file, names = self.config.data.statistics, self.model_config.dataset_names
         if file is not None:
-            sizes = {"state": self.source.shapes.state_dim}
-            if self.source.shapes.action_dim is not None:
-                sizes["actions"] = self.source.shapes.action_dim
-            return list(read_statistics(file, names, sizes).values())
+            return list(read_statistics(file, names).values())
         if self.folder is not None:
             return None
         return list(demonstration_statistics(self.source).values())
@@ -332,13 +331,18 @@ def flow_draws(config: PolicyConfig) -> FlowDraws | None:
 
 
 def sample_shapes(config: PolicyConfig) -> DemonstrationShapes:
-    """Shapes that the policy needs of its data."""
+    """Shapes that the policy needs of its data.
+
+    Raises:
+        ValueError: its configuration lacks a feature.
+    """
+    check_features(config)
     size = config.resize_imgs_with_padding
     assert size is not None, "the configuration gives it a value"
     shapes = DemonstrationShapes(
         cameras=tuple(cameras_of(config.input_features)),
         image_size=size,
-        state_dim=feature_dims(config.input_features, "state", "input_features"),
+        state_dim=config.input_features["state"].shape[0],
         n_obs_steps=config.n_obs_steps,
         empty_cameras=config.empty_cameras,
     )
@@ -347,7 +351,7 @@ def sample_shapes(config: PolicyConfig) -> DemonstrationShapes:
     return replace(
         shapes,
         chunk_size=config.chunk_size,
-        action_dim=feature_dims(config.output_features, "actions", "output_features"),
+        action_dim=config.output_features["actions"].shape[0],
         history_interval=config.history_interval,
     )
 
@@ -386,20 +390,6 @@ def encoder_shape(config: PolicyConfig) -> EncoderShape:
             "vision_config.intermediate_size": vision.intermediate_size,
         }
     )
-
-
-def feature_dims(features: Mapping[str, PolicyFeature], name: str, where: str) -> int:
-    """The dims of a feature.
-
-    Raises:
-        ValueError: the policy's configuration does not have it.
-    """
-    if name not in features:
-        raise ValueError(
-            f"{where} of the policy's configuration has {sorted(features)}, not {name!r}, which "
-            "its data must have: name it there"
-        )
-    return features[name].shape[0]
 
 
 def _cameras_of(

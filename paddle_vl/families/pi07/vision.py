@@ -21,8 +21,8 @@ import paddle.nn.functional as F
 from paddle import Tensor, nn
 from paddle.nn.initializer import Constant, Normal
 
-from paddle_vl.families.pi07.engine_config import Gemma3Config, SiglipVisionConfig
-from paddle_vl.families.pi07.layers import GemmaRMSNorm
+from paddle_vl.families.pi07.config import Gemma3Config, SiglipVisionConfig
+from paddle_vl.families.pi07.decoder import GemmaRMSNorm
 from paddle_vl.nn.attention import Segments, masked_attention
 from paddle_vl.nn.attention_masks import HistoryMask
 from paddle_vl.nn.linear import Linear

@@ -3,7 +3,7 @@ share. Read without Paddle and NumPy."""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -60,19 +60,24 @@ def read_config(path: str | Path) -> tuple[Path, dict[str, Any]]:
     return file, values
 
 
-def check_normalization(mapping: Mapping[str, str]) -> None:
-    """Refuse unknown normalization modes and feature types.
+def required(batch: Mapping[str, Any], name: str) -> Any:
+    """An entry of a raw batch; it raises ValueError if the batch lacks it."""
+    if name not in batch:
+        raise ValueError(f"the batch has no {name!r}; its entries are {sorted(batch)}")
+    return batch[name]
+
+
+def words_of(batch: Mapping[str, Any], name: str, batch_size: int) -> list[str]:
+    """The texts of an entry, one per sample; empty texts if the batch lacks it.
 
     Raises:
-        ValueError: names the entry and the choices.
+        ValueError: not one per sample.
     """
-    for kind, mode in mapping.items():
-        for name, choices in ((kind, get_args(FeatureType)), (mode, get_args(NormalizationMode))):
-            if name not in choices:
-                raise ValueError(
-                    f"normalization_mapping has {kind!r}: {mode!r}; choose one of "
-                    f"{', '.join(choices)}"
-                )
+    words = batch.get(name, "")
+    words = [words] * batch_size if isinstance(words, str) else [str(word) for word in words]
+    if len(words) != batch_size:
+        raise ValueError(f"{name!r} has {len(words)} texts for a batch of {batch_size}")
+    return words
 
 
 class DropProbabilities(Section):

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from paddle_vl.families.policy.demonstrations.dataset import DemonstrationsDataset
-from paddle_vl.families.policy.demonstrations.statistics import (
+from paddle_vl.families.policy.demonstrations.synthetic import SyntheticDemonstrations
+from paddle_vl.families.policy.normalize import (
     demonstration_statistics,
     read_statistics,
     write_statistics,
 )
-from paddle_vl.families.policy.demonstrations.synthetic import SyntheticDemonstrations
 from tests.single_card_tests.families.pi07.demonstration_builders import SHAPES, line, write_lines
 
 

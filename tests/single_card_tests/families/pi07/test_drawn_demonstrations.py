@@ -16,14 +16,14 @@ import pytest
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.policy.demonstrations.dataset import DemonstrationsDataset
-from paddle_vl.families.policy.demonstrations.sample import collate_demonstrations
-from paddle_vl.families.policy.demonstrations.synthetic import SyntheticDemonstrations
-from paddle_vl.families.policy.demonstrations.training_set import (
+from paddle_vl.families.policy.demonstrations.sample import (
     NO_DROPS,
     DrawnDemonstrations,
     DropProbabilities,
     FlowDraws,
+    collate_demonstrations,
 )
+from paddle_vl.families.policy.demonstrations.synthetic import SyntheticDemonstrations
 from tests.single_card_tests.families.pi07.demonstration_builders import (
     SHAPES,
     line,

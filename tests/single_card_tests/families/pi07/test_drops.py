@@ -8,8 +8,7 @@ probabilities outside [0, 1] are refused; times, delays and noise have their dis
 import numpy as np
 import pytest
 
-from paddle_vl.families.policy.demonstrations.synthetic import SyntheticDemonstrations
-from paddle_vl.families.policy.demonstrations.training_set import (
+from paddle_vl.families.policy.demonstrations.sample import (
     DROPPED_METADATA,
     NO_DROPS,
     DropProbabilities,
@@ -20,6 +19,7 @@ from paddle_vl.families.policy.demonstrations.training_set import (
     drop_fields,
     sample_rng,
 )
+from paddle_vl.families.policy.demonstrations.synthetic import SyntheticDemonstrations
 from tests.single_card_tests.families.pi07.demonstration_builders import SHAPES, same
 
 NOTHING = Drops(False, False, False, frozenset())

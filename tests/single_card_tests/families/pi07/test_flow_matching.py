@@ -15,12 +15,11 @@ from paddle_vl.checkpoint.reading import check_keys, fill_parameters
 from paddle_vl.checkpoint.safetensors_io import read_header
 from paddle_vl.families.pi07.checkpoint_map import UNUSED_KEYS, GroupWeights, engine_keys
 from paddle_vl.families.pi07.config import PI07Config
-from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching, draw_time, times
-from paddle_vl.families.pi07.layers import GroupedProjection
-from paddle_vl.families.pi07.policy_model import as_tensors
-from paddle_vl.families.pi07.prefix_layout import (
+from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching, as_tensors, draw_time, times
+from paddle_vl.families.pi07.prefix import (
     LABELS,
     PREFIX_BLOCKS,
+    GroupedProjection,
     Presence,
     presence_of,
     real_frames,

@@ -14,11 +14,10 @@ from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import MediaFolder
 from paddle_vl.families.policy.demonstrations.dataset import parse_moment
 from paddle_vl.families.policy.demonstrations.sample import DemonstrationShapes
-from paddle_vl.families.policy.demonstrations.statistics import read_statistics
-from paddle_vl.families.policy.discrete_actions import ActionTokenizer
 from paddle_vl.families.policy.features import PolicyFeature
-from paddle_vl.families.policy.normalize import Normalizer
-from paddle_vl.families.policy.prompt import metadata_texts
+from paddle_vl.families.policy.model_inputs import metadata_texts
+from paddle_vl.families.policy.normalize import Normalizer, read_statistics
+from paddle_vl.families.policy.tokenizers import ActionTokenizer
 
 GOOD = {
     "mean": [0.0, 1.0], "std": [1.0, 0.0], "min": [-1.0, 1.0], "max": [1.0, 1.0],

@@ -17,7 +17,7 @@ import pytest
 from paddle_vl.families.pi07.config import PI07Config
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
 from paddle_vl.families.pi07.pipeline import PI07Stage
-from paddle_vl.families.pi07.prefix_layout import Presence
+from paddle_vl.families.pi07.prefix import Presence
 from paddle_vl.nn.linear import default_dtype
 from tests.support.gpu_stubs.attention import FLASH
 from tests.support.pi07_golden import case, config_values

@@ -12,16 +12,16 @@ import paddle
 import pytest
 
 from paddle_vl.config.load import load_run_config
-from paddle_vl.families.pi07.colocated import (
+from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
+from paddle_vl.families.pi07.objective import PolicyBatchAdapter
+from paddle_vl.families.pi07.pipeline import (
     IMAGE_ITEMS,
     ColocatedBatchAdapter,
     ImageItems,
     PI07Encoder,
+    PI07Stage,
 )
-from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
-from paddle_vl.families.pi07.objective import PolicyBatchAdapter
-from paddle_vl.families.pi07.pipeline import PI07Stage
-from paddle_vl.families.pi07.prefix_layout import Presence, presence_of
+from paddle_vl.families.pi07.prefix import Presence, presence_of
 from paddle_vl.families.pi07.recipe import encoder_shape, model_shape
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
 from paddle_vl.parallel.colocated.runner import Leaves

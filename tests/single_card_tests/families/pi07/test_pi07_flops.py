@@ -14,12 +14,12 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.families.pi07.config import PI07PlannerConfig
+from paddle_vl.families.pi07.checkpoint_map import is_reached
+from paddle_vl.families.pi07.config import Gemma3Config, PI07PlannerConfig, SiglipVisionConfig
 from paddle_vl.families.pi07.decoder import block_mask
-from paddle_vl.families.pi07.engine_config import Gemma3Config, SiglipVisionConfig
 from paddle_vl.families.pi07.flops import PI07Flops
-from paddle_vl.families.pi07.policy_model import as_tensors, is_reached
-from paddle_vl.families.pi07.prefix_layout import PLANNER_LABELS, Presence, presence_of
+from paddle_vl.families.pi07.flow import as_tensors
+from paddle_vl.families.pi07.prefix import PLANNER_LABELS, Presence, presence_of
 from paddle_vl.families.pi07.settings import PARTS
 from paddle_vl.families.pi07.vision import visible_frames
 from paddle_vl.train.freeze import freeze_parameters, trained_names, treated_apart

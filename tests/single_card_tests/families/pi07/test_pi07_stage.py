@@ -16,13 +16,12 @@ import paddle
 import pytest
 from paddle import Tensor
 
+from paddle_vl.families.pi07.checkpoint_map import PolicyCheckpoint, write_policy
 from paddle_vl.families.pi07.flops import layer_costs
-from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
+from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching, PolicyModel, as_tensors
 from paddle_vl.families.pi07.pipeline import PI07Stage
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
-from paddle_vl.families.pi07.policy_files import PolicyCheckpoint, write_policy
-from paddle_vl.families.pi07.policy_model import PolicyModel, as_tensors
-from paddle_vl.families.pi07.prefix_layout import Presence, presence_of
+from paddle_vl.families.pi07.prefix import Presence, presence_of
 from paddle_vl.nn.parameter_table import Tie
 from paddle_vl.nn.placement import Placement, SingleDevicePlacement, StageLayers
 from paddle_vl.parallel.recompute import recompute_layers

@@ -14,10 +14,10 @@ from paddle_vl.checkpoint.safetensors_io import read_header
 from paddle_vl.families.pi07.checkpoint_map import engine_keys
 from paddle_vl.families.pi07.config import PI07PlannerConfig
 from paddle_vl.families.pi07.decoder import block_mask, prefix_positions
+from paddle_vl.families.pi07.flow import as_tensors
 from paddle_vl.families.pi07.objective import with_target_rows
 from paddle_vl.families.pi07.planner import PI07HighLevelPlannerModel
-from paddle_vl.families.pi07.policy_model import as_tensors
-from paddle_vl.families.pi07.prefix_layout import Presence
+from paddle_vl.families.pi07.prefix import Presence
 from paddle_vl.nn import objective
 from tests.support.pi07_golden import CASES, case
 

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from paddle_vl import PI07HighLevelPlanner
 from paddle_vl.families.pi07.config import PI07PlannerConfig
 from paddle_vl.families.policy.model_inputs import state_texts
-from paddle_vl.families.policy.prompt import PromptTokenizer
+from paddle_vl.families.policy.tokenizers import PromptTokenizer
 from tests.support.pi07_golden import case, config_values, group_statistics
 
 

@@ -21,8 +21,7 @@ from paddle_vl.checkpoint.reading import fill_parameters
 from paddle_vl.checkpoint.safetensors_io import read_header
 from paddle_vl.checkpoint.writing import parameter_array
 from paddle_vl.families.pi07.checkpoint_map import UNUSED_KEYS, engine_keys
-from paddle_vl.families.policy.discrete_actions import ActionTokenizer
-from paddle_vl.families.policy.prompt import PromptTokenizer
+from paddle_vl.families.policy.tokenizers import ActionTokenizer, PromptTokenizer
 from tests.support.pi07_golden import (
     CASES,
     CharacterTokenizer,

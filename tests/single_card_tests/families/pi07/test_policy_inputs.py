@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 
 from paddle_vl.families.policy.model_inputs import (
+    metadata_texts,
     observation_inputs,
     padded_action_prefix,
     prepare_state,
+    prompt_texts,
+    response_texts,
     target_inputs,
     warn_of_outliers,
 )
 from paddle_vl.families.policy.normalize import Normalizer, group_index
-from paddle_vl.families.policy.prompt import metadata_texts, prompt_texts, response_texts
 from tests.support.pi07_golden import (
     CharacterTokenizer,
     FirstValueActionTokenizer,

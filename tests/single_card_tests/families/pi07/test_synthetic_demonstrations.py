@@ -13,8 +13,8 @@ from paddle_vl.families.policy.demonstrations.sample import (
     DemonstrationShapes,
     collate_demonstrations,
 )
-from paddle_vl.families.policy.demonstrations.statistics import demonstration_statistics
 from paddle_vl.families.policy.demonstrations.synthetic import SyntheticDemonstrations
+from paddle_vl.families.policy.normalize import demonstration_statistics
 from tests.single_card_tests.families.pi07.demonstration_builders import SHAPES, same
 
 SOURCE = SyntheticDemonstrations(240, SHAPES)

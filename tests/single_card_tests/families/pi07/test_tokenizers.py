@@ -14,8 +14,7 @@ from scipy.fft import dct
 from tokenizers import ByteLevelBPETokenizer, Tokenizer, models, pre_tokenizers, processors
 from tokenizers.trainers import BpeTrainer
 
-from paddle_vl.families.policy.discrete_actions import ActionTokenizer, padded_tokens
-from paddle_vl.families.policy.prompt import PromptTokenizer
+from paddle_vl.families.policy.tokenizers import ActionTokenizer, PromptTokenizer, padded_tokens
 
 
 def word_tokenizer(begins_texts: bool) -> Tokenizer:
