@@ -15,10 +15,6 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.checkpoint.reading import fill_parameters
-from paddle_vl.checkpoint.safetensors_io import read_header
-from paddle_vl.families.pi07.checkpoint_map import engine_keys
-from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
 from paddle_vl.families.pi07.planner import PI07HighLevelPlannerModel
 from paddle_vl.families.pi07.prefix import (
@@ -40,7 +36,7 @@ from paddle_vl.parallel.recorder import Collective, Recording, record_collective
 from paddle_vl.parallel.sharding import Sharding
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import Topology
-from tests.support.pi07_golden import CASES, case, config_values
+from tests.support.pi07_golden import golden_model, golden_planner
 
 CAMERAS, FRAMES, SIDE, STEPS, ACTIONS, STATES, SLOTS = 2, 3, 56, 6, 7, 5, 5
 LENGTHS = {"lang": 9, "response": 6, "metadata": 7}
@@ -60,41 +56,13 @@ SECONDS = 25.0
 
 
 def low_level_model(
-    frozen: bool = False,
-    dropout: float = 0.0,
-    placement: Placement | None = None,
+    frozen: bool = False, dropout: float = 0.0, placement: Placement | None = None
 ) -> PI07LowLevelFlowMatching:
-    """The model of golden case 01, with its weights."""
-    description, _ = case("01_all_fields")
-    values = config_values(description)
-    values["vlm_config"] |= {"freeze_vision_encoder": frozen, "dropout": dropout}
-    values["dropout"] = dropout
-    model = PI07LowLevelFlowMatching(
-        PI07Config.from_dict(values), description["config"]["indicator_token_ids"], placement
-    )
-    fill_parameters(
-        model.stored_parameters(), engine_keys(read_header(CASES / "weights_A.safetensors"))
-    )
-    return model
+    return golden_model(placement, freeze_vision_encoder=frozen, dropout=dropout)
 
 
 def planner_model(frozen: bool = False) -> PI07HighLevelPlannerModel:
-    """The same backbone without an action expert."""
-    given = case("01_all_fields")[0]["config"]
-    vlm = given["vlm"] | {
-        "gemma3_config": given["gemma3"],
-        "gemma_expert_config": given["expert"],
-        "disable_action_expert": True,
-        "freeze_vision_encoder": frozen,
-    }
-    config = PI07PlannerConfig.from_dict(
-        {"vlm_config": vlm, "memory_max_length": MEMORY, "response_max_length": RESPONSE}
-    )
-    model = PI07HighLevelPlannerModel(config, given["indicator_token_ids"])
-    fill_parameters(
-        model.stored_parameters(), engine_keys(read_header(CASES / "weights_A.safetensors"))
-    )
-    return model
+    return golden_planner(freeze_vision_encoder=frozen)
 
 
 def _text(random: np.random.Generator, name: str, length: int, size: int) -> dict[str, np.ndarray]:
@@ -379,7 +347,7 @@ class InBranchEmbedding(PrefixEmbedding):
                 rows = self.video_encoder(paddle.concat(batch["videos"]), history)
                 found[block.name] = of_cameras(rows, CAMERAS)
             elif block.source is Source.SUBGOALS:
-                rows = self.video_encoder.embed_image(paddle.concat(batch["subgoal_images"]))
+                rows = self.video_encoder(None, None, paddle.concat(batch["subgoal_images"]))
                 found[block.name] = of_cameras(rows, CAMERAS)
             elif block.source is Source.STATE:
                 found[block.name] = self.embed_state(batch)

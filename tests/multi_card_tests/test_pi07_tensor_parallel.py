@@ -27,13 +27,8 @@ import paddle.distributed as dist
 import pytest
 from paddle import Tensor
 
-from paddle_vl.checkpoint.reading import fill_parameters
-from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers, read_header
+from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
 from paddle_vl.checkpoint.writing import parameter_array
-from paddle_vl.families.pi07.checkpoint_map import engine_keys
-from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
-from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
-from paddle_vl.families.pi07.planner import PI07HighLevelPlannerModel
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
 from paddle_vl.parallel.collectives import all_reduce_partial_gradients
 from paddle_vl.parallel.degrees import ParallelDegrees
@@ -44,18 +39,16 @@ from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import initialize
 from tests.support.launch import launch, outcome_of, run_checks
 from tests.support.pi07_golden import (
-    CASES,
     CharacterTokenizer,
     FirstValueActionTokenizer,
-    case,
-    config_values,
+    golden_model,
+    golden_planner,
     group_statistics,
 )
 from tests.support.tolerance import TOPOLOGY
 
 # Three samples of 5 steps: neither 2 nor 4 divides the number of rows.
 SAMPLES, STEPS, MEMORY, RESPONSE = 3, 5, 6, 5
-WEIGHTS = CASES / "weights_A.safetensors"
 PARTS = ("response", "metadata", "subgoal")
 
 
@@ -104,32 +97,23 @@ SETUPS = {
 
 def make_model(setup: Setup, placement=None):
     """A model with the weights of golden case 01."""
-    given = case("01_all_fields")[0]
-    labels = given["config"]["indicator_token_ids"]
     if setup.is_planner:
-        vlm = given["config"]["vlm"] | {
-            "gemma3_config": given["config"]["gemma3"],
-            "gemma_expert_config": given["config"]["expert"],
-            "disable_action_expert": True,
-        }
-        lengths = {"memory_max_length": MEMORY, "response_max_length": RESPONSE}
-        config = PI07PlannerConfig.from_dict({"vlm_config": vlm} | lengths)
-        model = PI07HighLevelPlannerModel(config, labels, placement)
+        model = golden_planner(placement)
     else:
-        config = PI07Config.from_dict(policy_values(setup))
-        model = PI07LowLevelFlowMatching(config, labels, placement)
-    fill_parameters(model.stored_parameters(), engine_keys(read_header(WEIGHTS)))
+        model = golden_model(placement, **policy_settings(setup))
     if setup.recomputed:
         recompute_layers([*model.vision_blocks, *model.decoder_layers])
     model.train()
     return model
 
 
-def policy_values(setup: Setup) -> dict[str, Any]:
-    values = config_values(case("01_all_fields")[0], knowledge_insulation=setup.insulated)
-    values |= {"chunk_size": STEPS, "n_action_steps": STEPS}
-    values["vlm_config"]["freeze_vision_encoder"] = setup.frozen
-    return values
+def policy_settings(setup: Setup) -> dict[str, Any]:
+    return {
+        "knowledge_insulation": setup.insulated,
+        "freeze_vision_encoder": setup.frozen,
+        "chunk_size": STEPS,
+        "n_action_steps": STEPS,
+    }
 
 
 def make_batch(setup: Setup) -> dict[str, Any]:
@@ -263,8 +247,8 @@ class ActionTokenizer(FirstValueActionTokenizer):
 
 def fresh_weights_and_files(folder: str, group) -> list[str]:
     """Names of tensors that differ from one device's after a rank draws, all save or each loads."""
-    config = PI07Config.from_dict(
-        policy_values(Setup()) | {"per_group_projection": True, "dataset_names": ["a", "b"]}
+    config = golden_model(**policy_settings(Setup())).config.changed(
+        per_group_projection=True, dataset_names=["a", "b"]
     )
     parts = (Tokenizer(), ActionTokenizer(), group_statistics())
     placement = FleetPlacement(group, sequence_parallel=True)

@@ -1,12 +1,20 @@
-"""Golden cases of pi07."""
+"""Golden cases of pi07, and the models that they have the weights of."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import paddle
 from safetensors.numpy import load_file
 
-from paddle_vl.families.pi07.config import PI07Config
+from paddle_vl.checkpoint.reading import fill_parameters
+from paddle_vl.checkpoint.safetensors_io import read_header
+from paddle_vl.families.pi07.checkpoint_map import engine_keys
+from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
+from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
+from paddle_vl.families.pi07.planner import PI07HighLevelPlannerModel
+from paddle_vl.nn.placement import Placement
 from parity import pi07_policy
 from parity.pi07_policy import FirstValueActionTokenizer, statistics_of
 from tests.support.tiny import GOLDEN
@@ -50,6 +58,59 @@ def config_values(description: dict[str, Any], **changes: Any) -> dict[str, Any]
 def policy_config(**changes: Any) -> PI07Config:
     """The configuration of case 18."""
     return PI07Config.from_dict(config_values(case("18_policy_level")[0], **changes))
+
+
+def filled(model: Any) -> Any:
+    """A model with those of the golden weights that it has."""
+    stored = engine_keys(read_header(CASES / "weights_A.safetensors"))
+    fill_parameters(model.stored_parameters(), stored)
+    return model
+
+
+def golden_model(placement: Placement | None = None, **settings: Any) -> PI07LowLevelFlowMatching:
+    """The model of case 01, with drawn projections if groups have their own.
+
+    Args:
+        settings: of the policy; they change both levels.
+    """
+    description, _ = case("01_all_fields")
+    config = PI07Config.from_dict(config_values(description)).changed(**settings)
+    paddle.seed(0)
+    labels = description["config"]["indicator_token_ids"]
+    model = PI07LowLevelFlowMatching(config, labels, placement)
+    return model if config.per_group_projection else filled(model)
+
+
+def golden_planner(
+    placement: Placement | None = None, **settings: Any
+) -> PI07HighLevelPlannerModel:
+    """The same backbone without an action expert, whose plans have 6 and 5 tokens.
+
+    Args:
+        settings: of the planner; they change both levels.
+    """
+    given = case("01_all_fields")[0]["config"]
+    values = {
+        "memory_max_length": 6,
+        "response_max_length": 5,
+        "vlm_config": given["vlm"]
+        | {
+            "gemma3_config": given["gemma3"],
+            "gemma_expert_config": given["expert"],
+            "disable_action_expert": True,
+        },
+    }
+    config = replace(PI07PlannerConfig.from_dict(values), **settings)
+    return filled(PI07HighLevelPlannerModel(config, given["indicator_token_ids"], placement))
+
+
+def golden_batch() -> dict[str, Any]:
+    """The batch of case 01."""
+    _, tensors = case("01_all_fields")
+    batch = under(tensors, "in.")
+    for many in ("videos", "vid_masks", "subgoal_images", "subgoal_img_masks"):
+        batch[many] = [batch.pop(f"{many[:-1]}{i}") for i in range(2)]
+    return batch
 
 
 def group_statistics() -> list[dict[str, dict[str, np.ndarray]]]:

@@ -92,12 +92,13 @@ _AT_BOTH_LEVELS = {*PI07Config.shared_settings, *_ENGINE_ONLY}
 
 def _optional_fields() -> dict[str, Any]:
     """The changeable settings, of either configuration, as fields of a section."""
-    # What YAML gives; the configuration checks it.
-    hints: dict[str, Any] = dict.fromkeys(("input_features", "vlm_config"), dict[str, Any])
+    hints: dict[str, Any] = {}
     meanings: dict[str, str | None] = {}
     for config in (Gemma3WithExpertConfig, PI07PlannerConfig, PI07Config):
-        hints = get_type_hints(config, include_extras=True) | hints
+        hints |= get_type_hints(config, include_extras=True)
         meanings |= descriptions(config)
+    # What YAML gives; the configuration checks it.
+    hints |= dict.fromkeys(("input_features", "vlm_config"), dict[str, Any])
     return {
         name: (hints[name] | None, Field(default=None, description=meanings[name]))
         for name in _CHANGEABLE

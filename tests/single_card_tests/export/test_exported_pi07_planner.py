@@ -16,7 +16,7 @@ import pytest
 from paddle_vl.cli.main import main
 from paddle_vl.export import load
 from tests.single_card_tests.export.test_exported_pi07 import MODEL_CODE
-from tests.single_card_tests.families.pi07.test_planner_policy import batch, planner
+from tests.single_card_tests.families.pi07.test_planner import batch, planner
 from tests.support.exports import (
     HAS_ONNX,
     RUNTIMES,
