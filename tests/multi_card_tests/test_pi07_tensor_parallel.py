@@ -41,6 +41,8 @@ from tests.support.launch import launch, outcome_of, run_checks
 from tests.support.pi07_golden import (
     CharacterTokenizer,
     FirstValueActionTokenizer,
+    drawn_batch,
+    drawn_planner_batch,
     golden_model,
     golden_planner,
     group_statistics,
@@ -48,7 +50,7 @@ from tests.support.pi07_golden import (
 from tests.support.tolerance import TOPOLOGY
 
 # Three samples of 5 steps: neither 2 nor 4 divides the number of rows.
-SAMPLES, STEPS, MEMORY, RESPONSE = 3, 5, 6, 5
+SAMPLES, STEPS = 3, 5
 PARTS = ("response", "metadata", "subgoal")
 
 
@@ -118,44 +120,11 @@ def policy_settings(setup: Setup) -> dict[str, Any]:
 
 def make_batch(setup: Setup) -> dict[str, Any]:
     rng, size = np.random.default_rng(3), setup.num_samples
-    cameras = range(1 if size == 1 else 2)
-
-    def normal(*shape: int) -> np.ndarray:
-        return rng.normal(size=(size, *shape)).astype(np.float32)
-
-    def pictures(*frames: int) -> list[np.ndarray]:
-        return [rng.random((size, *frames, 3, 56, 56), dtype=np.float32) for _ in cameras]
-
-    def has(part: str) -> np.ndarray:
-        return np.full(size, part in setup.parts) & (np.arange(size) % 2 == 0)
-
-    lengths = {"lang": 9, "response": 6, "metadata": 7}
-    batch: dict[str, Any] = {}
+    has = dict.fromkeys(setup.parts, tuple(range(0, size, 2)))
+    shape = {"samples": size, "cameras": 1 if size == 1 else 2}
     if setup.is_planner:
-        lengths = {"lang": 9, "metadata": 7, "memory": MEMORY, "response": RESPONSE}
-        batch = {"images": pictures(), "img_masks": [np.ones(size, bool) for _ in cameras]}
-    for name, length in lengths.items():
-        # Some tokens are padding, whose row of the token table gets no gradient.
-        batch[f"{name}_tokens"] = rng.integers(0, 250, (size, length))
-        batch[f"{name}_masks"] = rng.random((size, length)) < 0.8
-        if name in PARTS and not (setup.is_planner and name == "response"):
-            batch[f"{name}_masks"] &= has(name)[:, None]
-    if setup.is_planner:
-        return batch
-    return batch | {
-        "videos": pictures(3),
-        "vid_masks": [np.ones(size, bool) for _ in cameras],
-        "subgoal_images": [image * 2 - 1 for image in pictures()],
-        "subgoal_img_masks": [has("subgoal") for _ in cameras],
-        "obs_history_is_pad": np.tile([True, False, False], (size, 1)),
-        "state": normal(3, 5),
-        "actions": normal(STEPS, 7),
-        "noise": normal(STEPS, 7),
-        "time": rng.uniform(0.1, 0.9, size).astype(np.float32),
-        "delay": np.zeros(size, np.int64),
-        "discrete_actions": rng.integers(0, 40, (size, 5)),
-        "discrete_action_masks": rng.random((size, 5)) < 0.8,
-    }
+        return drawn_planner_batch(rng, has, **shape)
+    return drawn_batch(rng, has, steps=STEPS, **shape)
 
 
 class Step(NamedTuple):

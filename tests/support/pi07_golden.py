@@ -1,6 +1,7 @@
 """Golden cases of pi07, and the models that they have the weights of."""
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -111,6 +112,80 @@ def golden_batch() -> dict[str, Any]:
     for many in ("videos", "vid_masks", "subgoal_images", "subgoal_img_masks"):
         batch[many] = [batch.pop(f"{many[:-1]}{i}") for i in range(2)]
     return batch
+
+
+def drawn_batch(
+    rng: np.random.Generator,
+    has: Mapping[str, Sequence[int]] = {},
+    *,
+    samples: int = 2,
+    cameras: int = 2,
+    steps: int = 6,
+) -> dict[str, Any]:
+    """A batch for the golden model with every field, and padding in all of them.
+
+    Args:
+        has: the samples that have `response`, `metadata` and `subgoal`; masked in the others.
+    """
+    frames, actions, states, slots = 3, 7, 5, 5
+
+    def pictures(*shape: int) -> np.ndarray:
+        return rng.random((samples, *shape, 3, 56, 56), dtype=np.float32)
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.normal(size=(samples, *shape)).astype(np.float32)
+
+    def lengths(least: int, most: int) -> np.ndarray:
+        return np.arange(most) < rng.integers(least, most + 1, (samples, 1))
+
+    goals = np.isin(np.arange(samples), has.get("subgoal", ()))
+    return {
+        "videos": [pictures(frames) for _ in range(cameras)],
+        "vid_masks": [np.ones(samples, bool), rng.random(samples) < 0.5][:cameras],
+        "subgoal_images": [pictures() * 2 - 1 for _ in range(cameras)],
+        "subgoal_img_masks": [goals] * cameras,
+        "obs_history_is_pad": rng.random((samples, frames)) < 0.3,
+        "state": normal(frames, states),
+        "actions": normal(steps, actions),
+        "noise": normal(steps, actions),
+        "time": rng.uniform(0.1, 0.9, samples).astype(np.float32),
+        "delay": np.zeros(samples, np.int64),
+        "actions_is_pad": ~lengths(3, steps),
+        "real_action_dim": rng.integers(4, actions + 1, samples),
+        "discrete_actions": rng.integers(0, 40, (samples, slots)),
+        "discrete_action_masks": lengths(2, slots),
+        **_drawn_texts(rng, samples, has, response=6),
+    }
+
+
+def drawn_planner_batch(
+    rng: np.random.Generator,
+    has: Mapping[str, Sequence[int]] = {},
+    *,
+    samples: int = 2,
+    cameras: int = 2,
+) -> dict[str, Any]:
+    """A batch for the golden planner, see `drawn_batch`."""
+    shape, everything = (samples, 3, 56, 56), tuple(range(samples))
+    return {
+        "images": [rng.uniform(-1, 1, shape).astype(np.float32) for _ in range(cameras)],
+        "img_masks": [np.ones(samples, bool), rng.random(samples) < 0.5][:cameras],
+        **_drawn_texts(rng, samples, {**has, "response": everything}, memory=6, response=5),
+    }
+
+
+def _drawn_texts(
+    rng: np.random.Generator, samples: int, has: Mapping[str, Sequence[int]], **own: int
+) -> dict[str, np.ndarray]:
+    """Tokens, of which some are padding, and masks."""
+    found = {}
+    for name, length in {"lang": 9, "metadata": 7, **own}.items():
+        found[f"{name}_tokens"] = rng.integers(0, 250, (samples, length))
+        masks = np.arange(length) < rng.integers(length // 2 + 1, length + 1, (samples, 1))
+        if name in ("metadata", "response"):
+            masks &= np.isin(np.arange(samples), has.get(name, ()))[:, None]
+        found[f"{name}_masks"] = masks
+    return found
 
 
 def group_statistics() -> list[dict[str, dict[str, np.ndarray]]]:

@@ -14,7 +14,7 @@ Over 350 lines: the names of the parameters, and all that is chosen and found by
 import fnmatch
 import logging
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -32,7 +32,12 @@ from paddle_vl.checkpoint.safetensors_io import FileWriter, StoredTensor, Tensor
 from paddle_vl.checkpoint.writing import parameters_to_write, write_one_file, write_tensors
 from paddle_vl.families.pi07.config import Gemma3WithExpertConfig, PI07Config, PI07PlannerConfig
 from paddle_vl.families.policy.features import CONFIG_FILES, read_config
-from paddle_vl.families.policy.normalize import NORMALIZERS, Normalizer
+from paddle_vl.families.policy.normalize import (
+    NORMALIZERS,
+    Normalizer,
+    set_by_key,
+    statistics_by_key,
+)
 
 if TYPE_CHECKING:
     from paddle_vl.families.pi07.flow import PolicyModel
@@ -197,25 +202,9 @@ def is_reached(name: str, config: PI07Config | PI07PlannerConfig, losses: Collec
     return end == name or end.startswith(_KEYS_AND_VALUES)
 
 
-class StatisticsEntry(NamedTuple):
-    """A statistic of a normalizer and its checkpoint key."""
-
+class _Wanted(NamedTuple):
     key: str
-    normalizer: Normalizer
-    name: str
-
-    def value(self) -> np.ndarray:
-        return self.normalizer.tensors[self.name]
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        return self.value().shape
-
-
-def _statistics_entries(normalizers: Mapping[str, Normalizer]) -> Iterable[StatisticsEntry]:
-    for owner, normalizer in normalizers.items():
-        for name in normalizer.tensors:
-            yield StatisticsEntry(f"{owner}.{name}", normalizer, name)
+    stored_shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -228,7 +217,7 @@ class GroupRows:
 
     stored: ReadableTensor
     rows: tuple[int, ...]
-    has_groups: bool = True
+    has_groups: bool
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -273,9 +262,9 @@ class PolicyCheckpoint:
 
     def num_groups(self, normalizers: Mapping[str, Normalizer]) -> int:
         """Number of groups of the stored statistics; 1 without statistics or a group axis."""
-        for entry in _statistics_entries(normalizers):
-            stored = self.statistics.get(entry.key)
-            if stored is not None and len(stored.shape) == len(entry.stored_shape):
+        for key, value in statistics_by_key(normalizers).items():
+            stored = self.statistics.get(key)
+            if stored is not None and len(stored.shape) == value.ndim:
                 return stored.shape[0]
         return 1
 
@@ -308,15 +297,16 @@ class PolicyCheckpoint:
             if not has_groups or tensor.shape[0] == 1:
                 self.model[key] = GroupRows(tensor, (0,) * config.num_groups, has_groups)
             elif not keeps_order:
-                self.model[key] = GroupRows(tensor, _rows(key, stored, names, may_be_new=True))
-        # Older checkpoints have no group axis.
-        shapes = {entry.key: entry.stored_shape for entry in _statistics_entries(normalizers)}
+                rows = _rows(key, stored, names, may_be_new=True)
+                self.model[key] = GroupRows(tensor, rows, has_groups=True)
+        wanted = statistics_by_key(normalizers)
         for key, tensor in self.statistics.items() if normalizers else ():
-            if key in shapes and tensor.shape == shapes[key][1:] and shapes[key][0] == 1:
+            if key in wanted and wanted[key].shape == (1, *tensor.shape):
+                # Older checkpoints have no group axis.
                 self.statistics[key] = GroupRows(tensor, (0,), has_groups=False)
             elif not keeps_order and (tensor.shape[:1] != (1,) or len(names or ()) > 1):
                 rows = _rows(key, stored, names, may_be_new=False)
-                self.statistics[key] = GroupRows(tensor, rows)
+                self.statistics[key] = GroupRows(tensor, rows, has_groups=True)
 
     def fill(
         self,
@@ -340,7 +330,8 @@ class PolicyCheckpoint:
         whole = model.whole().stored_parameters()
         drawn = {p.key for p in whole if p.key not in self.model and _matches(p.key, fresh)}
         wanted = [p for p in whole if p.key not in drawn]
-        entries = list(_statistics_entries(normalizers)) if takes_statistics else []
+        by_key = statistics_by_key(normalizers) if takes_statistics else {}
+        entries = [_Wanted(key, value.shape) for key, value in by_key.items()]
         stored = self.model | (self.statistics if takes_statistics else {})
         ignored = UNUSED_KEYS | {key for key in stored if _matches(key, ignore)}
         check_keys(self.folder, stored, [*wanted, *entries], ignored, "the policy")
@@ -352,12 +343,12 @@ class PolicyCheckpoint:
                 ),
             ]
         )
-        for entry in entries:
-            # Infinite statistics mark absent ones; `Normalizer.normalize` raises if it needs them.
-            value = self.statistics[entry.key].read(must_be_finite=False)
-            entry.normalizer.tensors[entry.name] = value.astype(np.float32)
-        for owner, normalizer in normalizers.items() if takes_statistics else ():
-            normalizer.check(f"{self.folder}: {owner}")
+        # Infinite statistics mark absent ones; `Normalizer.normalize` raises if it needs them.
+        found = {key: self.statistics[key].read(must_be_finite=False) for key in by_key}
+        if takes_statistics:
+            set_by_key(normalizers, found)
+            for owner, normalizer in normalizers.items():
+                normalizer.check(f"{self.folder}: {owner}")
 
 
 def _rows(
@@ -394,8 +385,8 @@ def write_policy(
     tensors = parameters_to_write(model.stored_parameters(), "model.", store)
     if model.placement.stage_layers.embedding:
         tensors += [
-            TensorToWrite(entry.key, entry.stored_shape, "F32", entry.value)
-            for entry in _statistics_entries(normalizers)
+            TensorToWrite(key, value.shape, "F32", lambda value=value: value)
+            for key, value in statistics_by_key(normalizers).items()
         ]
     ranks = model.placement.checkpoint_ranks
     if one_file:

@@ -531,7 +531,14 @@ class InterleavedDecoder(nn.Layer):
                 shared ones of all B * C rows.
             cache: keys and values by layer, from an earlier call with `keep`.
             keep: return all keys and values, the cached ones first.
+
+        Raises:
+            ValueError: a suffix without an expert.
         """
+        if suffix_BCE is not None and self.config.disable_action_expert:
+            raise ValueError(
+                "a suffix was given but disable_action_expert leaves no expert to run it"
+            )
         streams, every_layer = self.enter(prefix_BLD, suffix_BCE, cond_BCE), range(len(self.layers))
         streams, kept = self.run_layers(every_layer, streams, prefix_view, suffix_view, cache, keep)
         return self.leave(streams, prefix_view, suffix_view)._replace(cache=kept)

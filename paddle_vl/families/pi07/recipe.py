@@ -69,7 +69,6 @@ from paddle_vl.nn.placement import Placement
 
 # All evaluations draw the same noise.
 EVALUATION_SEED = 0
-_CAMERA = "VISUAL"
 PolicyConfig = PI07Config | PI07PlannerConfig
 
 
@@ -89,11 +88,19 @@ class PI07Recipe(Family):
         # Folder of the policy to start or continue from; None for fresh weights.
         self.folder = checkpoint or (None if pretrained is None else Path(pretrained))
         self.config = config
-        self.model_config = self._model_config()
+        # Changed by model.policy.
+        self.model_config = with_settings(
+            self._base_config(config, self.folder),
+            config.model.policy,
+            "model.config" if self.folder is None else str(self.folder),
+            has_weights=self.folder is not None,
+            new_statistics=config.data.statistics is not None,
+        )
         self.loss = PolicyLoss(self.losses, config.train.loss_weighting)
         self.source = self._source(config.data.train)
         if isinstance(self.source, DemonstrationsDataset):
             self.source.check_history()
+        self.fields = self.source.fields
         flow, seed = flow_draws(self.model_config), config.train.seed
         self.train_data = DrawnDemonstrations(self.source, config.data.drops, flow, seed)
         self.eval_data = None
@@ -106,10 +113,6 @@ class PI07Recipe(Family):
             # The first stage has no tower.
             layers, _, after = self.costs
             self.costs = layers, 0.0, after
-
-    @property
-    def fields(self) -> Mapping[str, bool]:
-        return self.source.fields
 
     @property
     def recomputes(self) -> bool:
@@ -207,7 +210,7 @@ class PI07Recipe(Family):
 
     @classmethod
     def with_synthetic_data(cls, config: PI07Run, data: SyntheticData) -> PI07Run:
-        """Sets `data.synthetic_samples` and the number of cameras, all like the first one."""
+        """Sets `data.synthetic_samples`, and the cameras as `with_cameras`."""
         for name in ("image_side", "answer_tokens"):
             if getattr(data, name) is not None:
                 raise ValueError(
@@ -216,37 +219,30 @@ class PI07Recipe(Family):
                 )
         values = config.model_dump()
         values["data"] |= {"train": [], "synthetic_samples": data.num_samples}
-        if data.cameras is not None:
-            model, given = config.model, config.model.policy.given
-            if model.config is None:
-                raise ValueError(
-                    "--cameras changes the model's input_features: it needs model.config, not the "
-                    f"weights of model.pretrained {model.pretrained}"
-                )
-            base = model_values(model.config)
-            features = given.get("input_features") or base.get("input_features", {})
-            cameras = _cameras_of(features, data.cameras)
-            values["model"]["config"] = base | {"input_features": cameras}
-            # It would take precedence.
-            values["model"]["policy"]["input_features"] = None
-        return type(config).model_validate(values)
+        changed = type(config).model_validate(values)
+        return changed if data.cameras is None else cls.with_cameras(changed, data.cameras)
 
     @classmethod
     def with_cameras(cls, config: PI07Run, num_cameras: int) -> PI07Run:
         """Leaves cameras out, or adds some like the first, which samples may lack: then they are
         black, as OpenTau's slots without a camera are."""
-        model, values = config.model, config.model_dump()
-        if model.pretrained is None:
-            base = cls.config_class.from_dict(model_values(model.config)).to_dict()
-        else:
-            base = cls.config_class.from_pretrained(model.pretrained).to_dict()
-        features = model.policy.given.get("input_features") or base["input_features"]
-        seen = _cameras_of(features, num_cameras, keeps_names=True)
+        values, model = config.model_dump(), config.model
+        given, folder = model.policy.given, model.pretrained
+        base = cls._base_config(config, None if folder is None else Path(folder)).to_dict()
+        features = given.get("input_features") or base["input_features"]
+        seen = _cameras_of(features, num_cameras)
         values["model"]["policy"]["input_features"] = seen
         if added := len(seen.keys() - features.keys()):
-            lacking = model.policy.given.get("empty_cameras") or base["empty_cameras"]
+            lacking = given.get("empty_cameras") or base["empty_cameras"]
             values["model"]["policy"]["empty_cameras"] = lacking + added
         return type(config).model_validate(values)
+
+    @classmethod
+    def _base_config(cls, config: PI07Run, folder: Path | None) -> PolicyConfig:
+        """Of a checkpoint, or model.config."""
+        if folder is None:
+            return cls.config_class.from_dict(model_values(config.model.config))
+        return cls.config_class.from_pretrained(folder)
 
     def _check_tower_is_trained(self, names: Sequence[str], reached: Sequence[str]) -> None:
         """Refuse settings that freeze the whole tower although model.policy unfreezes it."""
@@ -264,20 +260,6 @@ class PI07Recipe(Family):
         raise ValueError(
             "model.policy.freeze_vision_encoder is false, but no parameter of the vision tower "
             f"would be trained, since {reason}: change one of the two"
-        )
-
-    def _model_config(self) -> PI07Config | PI07PlannerConfig:
-        """The checkpoint's or model.config, changed by model.policy."""
-        if self.folder is None:
-            base = self.config_class.from_dict(model_values(self.config.model.config))
-        else:
-            base = self.config_class.from_pretrained(self.folder)
-        return with_settings(
-            base,
-            self.config.model.policy,
-            "model.config" if self.folder is None else str(self.folder),
-            has_weights=self.folder is not None,
-            new_statistics=self.config.data.statistics is not None,
         )
 
     def _source(self, files: Sequence[str]) -> DemonstrationSource:
@@ -392,25 +374,19 @@ def encoder_shape(config: PolicyConfig) -> EncoderShape:
     )
 
 
-def _cameras_of(
-    features: Mapping[str, Any], num_cameras: int, keeps_names: bool = False
-) -> dict[str, Any]:
-    """Features with that many cameras, all like the first.
-
-    Args:
-        keeps_names: of cameras that are there, whose data samples have.
+def _cameras_of(features: Mapping[str, Any], num_cameras: int) -> dict[str, Any]:
+    """Features with the first cameras, or with more, all like the first.
 
     Raises:
         ValueError: there is none, or none is wanted.
     """
-    cameras = [name for name, feature in features.items() if feature["type"] == _CAMERA]
+    cameras = [name for name, feature in features.items() if feature["type"] == "VISUAL"]
     if not cameras or num_cameras < 1:
         raise ValueError(
             f"--cameras {num_cameras}: the policy's input_features have {len(cameras)} cameras, "
             "and at least 1 is needed of both"
         )
     numbered = (f"camera{i}" for i in range(num_cameras + len(cameras)))
-    kept = cameras if keeps_names else []
-    names = [*kept, *(name for name in numbered if name not in kept)][:num_cameras]
+    names = [*cameras, *(name for name in numbered if name not in cameras)][:num_cameras]
     others = {name: feature for name, feature in features.items() if name not in cameras}
     return {name: features[cameras[0]] for name in names} | others

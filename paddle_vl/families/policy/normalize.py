@@ -439,16 +439,25 @@ def _statistics(values_ND: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
+def statistics_by_key(normalizers: Mapping[str, Normalizer]) -> dict[str, np.ndarray]:
+    """The statistics of normalizers by their keys in a checkpoint."""
+    return {
+        f"{owner}.{name}": value
+        for owner, normalizer in normalizers.items()
+        for name, value in normalizer.tensors.items()
+    }
+
+
+def set_by_key(normalizers: Mapping[str, Normalizer], found: Mapping[str, np.ndarray]) -> None:
+    """Set all statistics of normalizers, found by their keys in a checkpoint."""
+    for owner, normalizer in normalizers.items():
+        for name in normalizer.tensors:
+            normalizer.tensors[name] = found[f"{owner}.{name}"].astype(np.float32)
+
+
 def save_statistics(normalizers: Mapping[str, Normalizer], file: Path) -> None:
     """Write the statistics of normalizers."""
-    save_file(
-        {
-            f"{owner}.{name}": value
-            for owner, normalizer in normalizers.items()
-            for name, value in normalizer.tensors.items()
-        },
-        file,
-    )
+    save_file(statistics_by_key(normalizers), file)
 
 
 def load_statistics(normalizers: Mapping[str, Normalizer], file: Path) -> None:
@@ -458,12 +467,10 @@ def load_statistics(normalizers: Mapping[str, Normalizer], file: Path) -> None:
         RuntimeError: the file is of other normalizers.
     """
     stored = load_file(file)
-    for owner, normalizer in normalizers.items():
-        for name, value in normalizer.tensors.items():
-            found = stored.get(f"{owner}.{name}")
-            if found is None or found.shape != value.shape:
-                raise RuntimeError(
-                    f"{file} has no {owner}.{name} of shape {list(value.shape)}: export the "
-                    "checkpoint again (paddle-vl export)"
-                )
-            normalizer.tensors[name] = found
+    for key, value in statistics_by_key(normalizers).items():
+        if key not in stored or stored[key].shape != value.shape:
+            raise RuntimeError(
+                f"{file} has no {key} of shape {list(value.shape)}: export the checkpoint again "
+                "(paddle-vl export)"
+            )
+    set_by_key(normalizers, stored)

@@ -382,7 +382,7 @@ def test_a_policy_takes_the_batches():
     policy = PI07LowLevelPolicy(
         config, CharacterTokenizer(), FirstValueActionTokenizer(), statistics
     )
-    inputs = policy.training_inputs(collate_demonstrations([source[3], source[23]]))
+    inputs = policy.inputs.training_inputs(collate_demonstrations([source[3], source[23]]))
     np.testing.assert_array_equal(inputs["group_index"], [0, 1])
     assert inputs["metadata_masks"].any(axis=1).all()
     assert inputs["response_masks"].any(axis=1).all()
