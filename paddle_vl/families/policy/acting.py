@@ -14,13 +14,14 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from paddle_vl.families.policy.features import PolicyConfig, required
+from paddle_vl.families.policy.features import PolicyConfig
 from paddle_vl.families.policy.images import cameras_of
 from paddle_vl.families.policy.model_inputs import (
     PolicyInputs,
     as_arrays,
     padded_action_prefix,
 )
+from paddle_vl.families.policy.normalize import required
 from paddle_vl.families.policy.tokenizers import PromptTokenizer
 
 BOS = "<bos>"

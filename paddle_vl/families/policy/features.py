@@ -1,7 +1,6 @@
 """Features of a policy's data, the files of its configuration, and settings that runs of policies
 share. Read without Paddle and NumPy."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -58,26 +57,6 @@ def read_config(path: str | Path) -> tuple[Path, dict[str, Any]]:
     if isinstance(values.get("policy"), dict):
         values = values["policy"]
     return file, values
-
-
-def required(batch: Mapping[str, Any], name: str) -> Any:
-    """An entry of a raw batch; it raises ValueError if the batch lacks it."""
-    if name not in batch:
-        raise ValueError(f"the batch has no {name!r}; its entries are {sorted(batch)}")
-    return batch[name]
-
-
-def words_of(batch: Mapping[str, Any], name: str, batch_size: int) -> list[str]:
-    """The texts of an entry, one per sample; empty texts if the batch lacks it.
-
-    Raises:
-        ValueError: not one per sample.
-    """
-    words = batch.get(name, "")
-    words = [words] * batch_size if isinstance(words, str) else [str(word) for word in words]
-    if len(words) != batch_size:
-        raise ValueError(f"{name!r} has {len(words)} texts for a batch of {batch_size}")
-    return words
 
 
 class DropProbabilities(Section):

@@ -19,14 +19,14 @@ from typing_extensions import NotRequired, TypedDict
 
 from paddle_vl.batch.schema import Array, Axes
 from paddle_vl.families.policy.demonstrations.sample import collate_demonstrations
-from paddle_vl.families.policy.features import PolicyConfig, required, words_of
+from paddle_vl.families.policy.features import PolicyConfig
 from paddle_vl.families.policy.images import (
     cameras_of,
     check_images,
     prepare_subgoals,
     prepare_videos,
 )
-from paddle_vl.families.policy.normalize import Normalizer, group_index
+from paddle_vl.families.policy.normalize import Normalizer, group_index, required, words_of
 from paddle_vl.families.policy.tokenizers import ActionTokenizer, PromptTokenizer, padded_tokens
 
 logger = logging.getLogger(__name__)

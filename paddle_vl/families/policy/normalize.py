@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from paddle_vl.families.policy.features import PolicyConfig, PolicyFeature, words_of
+from paddle_vl.families.policy.features import PolicyConfig, PolicyFeature
 from paddle_vl.files.text_file import read_json_object, write_text
 
 # Of one group: feature -> statistic (mean, std, min, max, q01, q99, count) -> values.
@@ -37,6 +37,26 @@ NORMALIZERS = (
 STATISTICS_FILE = "statistics.safetensors"
 # Values of a robot type or control mode that is not known.
 _UNKNOWN = ("", "unknown")
+
+
+def required(batch: Mapping[str, Any], name: str) -> Any:
+    """An entry of a raw batch; it raises ValueError if the batch lacks it."""
+    if name not in batch:
+        raise ValueError(f"the batch has no {name!r}; its entries are {sorted(batch)}")
+    return batch[name]
+
+
+def words_of(batch: Mapping[str, Any], name: str, batch_size: int) -> list[str]:
+    """The texts of an entry, one per sample; empty texts if the batch lacks it.
+
+    Raises:
+        ValueError: not one per sample.
+    """
+    words = batch.get(name, "")
+    words = [words] * batch_size if isinstance(words, str) else [str(word) for word in words]
+    if len(words) != batch_size:
+        raise ValueError(f"{name!r} has {len(words)} texts for a batch of {batch_size}")
+    return words
 
 
 def group_name(robot_type: str | None, control_mode: str | None) -> str | None:
