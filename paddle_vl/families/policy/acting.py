@@ -80,51 +80,14 @@ class ObservationHistory:
         return result
 
 
-class ActionQueue:
-    """The predicted actions that are not yet executed.
-
-    Attributes:
-        horizon: actions that are executed before the next prediction, `n_action_steps`.
-        max_delay: actions that may run while the next chunk is computed. A prediction is due when
-            no more are left, and its chunk begins with them.
-    """
-
-    def __init__(self, horizon: int, max_delay: int = 0):
-        self.horizon, self.max_delay = horizon, max_delay
-        self._actions: deque[np.ndarray] = deque(maxlen=horizon)
-
-    def __len__(self) -> int:
-        return len(self._actions)
-
-    @property
-    def is_due(self) -> bool:
-        """Whether to predict a chunk before the next action."""
-        return len(self._actions) <= self.max_delay
-
-    def committed(self) -> np.ndarray | None:
-        """The actions that run meanwhile, `[B, delay, A]`; None if there are none."""
-        if not self._actions or not self.max_delay:
-            return None
-        return np.stack(list(self._actions)[-self.max_delay :], axis=1)
-
-    def refill(self, chunk_BCA: np.ndarray, delay: int) -> None:
-        """Add a chunk `[B, C, A]` without its first `delay` actions, which are already queued."""
-        self._actions.extend(chunk_BCA[:, delay : delay + self.horizon].swapaxes(0, 1))
-
-    def pop(self) -> np.ndarray:
-        """The next action, `[B, A]`."""
-        return self._actions.popleft()
-
-    def clear(self) -> None:
-        """Begin a new episode."""
-        self._actions.clear()
-
-
 class ActingPolicy(ABC):
     """What a policy does around its model when it acts.
 
     Attributes:
-        history, action_queue: the state of an episode.
+        history: past observations of the episode.
+        action_queue: predicted actions that are not yet executed, each `[B, A]`.
+        max_delay: actions that may run while the next chunk is computed. A prediction is due when
+            no more are left, and its chunk begins with them.
     """
 
     config: Any
@@ -132,7 +95,8 @@ class ActingPolicy(ABC):
     def begin(self, config: PolicyConfig) -> None:
         """Make the state of an episode."""
         self.history = ObservationHistory(config.n_obs_steps, config.history_interval)
-        self.action_queue = ActionQueue(config.n_action_steps, config.max_delay)
+        self.action_queue: deque[np.ndarray] = deque(maxlen=config.n_action_steps)
+        self.max_delay = config.max_delay
 
     @property
     @abstractmethod
@@ -199,11 +163,15 @@ class ActingPolicy(ABC):
         required(batch, "state")
         present = [name for name in cameras_of(self.config.input_features) if name in batch]
         batch = self.history.extended(batch, ["state", *present])
-        if self.action_queue.is_due:
-            committed = self.action_queue.committed()
-            delay = 0 if committed is None else committed.shape[1]
-            self.action_queue.refill(self.sample_actions(batch, noise, delay, committed), delay)
-        return self.action_queue.pop()
+        queue = self.action_queue
+        if len(queue) <= self.max_delay:
+            running = list(queue)
+            committed = np.stack(running, axis=1) if running else None
+            chunk_BCA = self.sample_actions(batch, noise, len(running), committed)
+            # The queue has the first ones, and drops what is beyond `n_action_steps`.
+            ahead_BCA = chunk_BCA[:, len(running) :]
+            queue.extend(ahead_BCA[:, : queue.maxlen].swapaxes(0, 1))
+        return queue.popleft()
 
     def reset(self) -> None:
         """Begin a new episode: forget observations and actions."""

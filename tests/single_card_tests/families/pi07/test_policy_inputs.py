@@ -15,7 +15,7 @@ import logging
 import numpy as np
 import pytest
 
-from paddle_vl.families.policy.acting import ActionQueue, ObservationHistory
+from paddle_vl.families.policy.acting import ActingPolicy, ObservationHistory
 from paddle_vl.families.policy.model_inputs import (
     metadata_texts,
     observation_inputs,
@@ -243,33 +243,33 @@ def test_history_refuses_another_batch_size():
         history.extended({"state": np.ones((2, 2))}, ["state"])
 
 
-def chunk(start: int, length: int) -> np.ndarray:
-    return np.arange(start, start + length, dtype=np.float32).reshape(1, length, 1)
+class Chunks(ActingPolicy):
+    """Predicts 0 to 5, then 10 to 15 and so on, and keeps the actions that run meanwhile."""
+
+    inputs = sample_chunk = None
+
+    def __init__(self, **settings):
+        self.config, self.running = policy_config(**settings), []
+        self.begin(self.config)
+
+    def sample_actions(self, batch, noise, delay, action_prefix):
+        chunk = np.arange(6.0).reshape(1, 6, 1) + 10 * len(self.running)
+        self.running.append(None if action_prefix is None else action_prefix[0, :, 0].tolist())
+        assert delay == len(self.running[-1] or ())
+        return chunk
 
 
-def test_queue_executes_part_of_a_chunk():
-    queue = ActionQueue(horizon=2)
-    assert queue.is_due
-    assert queue.committed() is None
-    queue.refill(chunk(0, 5), 0)
-    assert [queue.pop().item(), queue.is_due, queue.pop().item(), queue.is_due] == [
-        0,
-        False,
-        1,
-        True,
-    ]
-
-
-def test_queue_begins_the_next_chunk_with_what_runs_on():
-    queue = ActionQueue(horizon=4, max_delay=2)
-    queue.refill(chunk(0, 4), 0)
-    assert [queue.pop().item() for _ in range(2)] == [0, 1]
-    assert queue.is_due
-    assert queue.committed()[0, :, 0].tolist() == [2, 3]
-    # Queued actions stay; they replace the chunk's first two.
-    queue.refill(chunk(12, 4), 2)
-    assert len(queue) == 4
-    assert [queue.pop().item() for _ in range(4)] == [2, 3, 14, 15]
-    queue.refill(chunk(6, 4), 0)
-    queue.clear()
-    assert len(queue) == 0
+@pytest.mark.parametrize(
+    ("settings", "executed", "running"),
+    [
+        ({"n_action_steps": 2}, [0, 1, 10, 11, 20], [None] * 3),
+        # Queued actions stay; they replace the chunk's first two.
+        ({"max_delay": 2}, [0, 1, 2, 3, 4, 5, 12, 13, 14], [None, [4, 5], [14, 15]]),
+    ],
+)
+def test_chunks_are_executed_in_part_and_begin_with_what_runs_on(settings, executed, running):
+    policy, observed = Chunks(**settings), {"state": np.zeros((1, 5), np.float32)}
+    assert [policy.select_action(observed).item() for _ in executed] == executed
+    assert policy.running == running
+    policy.reset()
+    assert policy.select_action(observed).item() == 10 * len(running)
