@@ -337,14 +337,16 @@ _Features = Annotated[
 ]
 # OpenTau's settings that would change the results; only these values are supported.
 ONLY_VALUES = {"accel_prefix": None, "n_candidates": 1, "action_chunk_critic_path": None}
-# OpenTau's settings without effect here: how it runs and where it publishes.
+# OpenTau's settings without effect here: how it runs, optimizes (here `train.*`) and publishes.
 UNUSED_SETTINGS = frozenset(
     """
     action_decoder_latency_lower action_decoder_latency_mean action_decoder_latency_std
     action_decoder_latency_upper cloud_vlm_latency_lower cloud_vlm_latency_mean
     cloud_vlm_latency_std cloud_vlm_latency_upper compile_mode compile_model device init_strategy
-    license opentau_version pretrained_path private push_to_hub repo_id
-    skip_input_resolution_check tags torch_compile_mode type use_amp use_peft use_torch_compile
+    license opentau_version optimizer_betas optimizer_eps optimizer_lr optimizer_weight_decay
+    pretrained_path private push_to_hub repo_id scheduler_decay_lr scheduler_decay_steps
+    scheduler_warmup_steps skip_input_resolution_check tags torch_compile_mode type use_amp use_peft
+    use_torch_compile
     """.split()
 )
 # Training settings, of the second level, that contradict each other.
@@ -395,16 +397,6 @@ class PolicyConfig(ConfigSection, SavedConfig):
     """tokens to which responses are padded or cut"""
     metadata_max_length: _Tokens = 52
     """tokens to which metadata are padded or cut"""
-    # OpenTau's optimizer, only read and written back; a run uses `train.*`.
-    optimizer_lr: _NotNegative = 2.5e-5
-    optimizer_betas: Listed[
-        tuple[Annotated[Number, Field(ge=0, le=1)], Annotated[Number, Field(ge=0, le=1)]]
-    ] = (0.9, 0.95)
-    optimizer_eps: _NotNegative = 1e-8
-    optimizer_weight_decay: _NotNegative = 1e-10
-    scheduler_warmup_steps: Annotated[int, Field(ge=0)] = 1_000
-    scheduler_decay_steps: Annotated[int, Field(ge=0)] = 30_000
-    scheduler_decay_lr: _NotNegative = 2.5e-6
     dataset_names: Annotated[list[str], Field(min_length=1)] | None = None
     """the groups of the statistics, in the order of their rows"""
     dataset_to_norm_index: dict[str, int] | None = None

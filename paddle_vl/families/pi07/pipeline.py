@@ -54,8 +54,7 @@ class PI07Stage:
 
     def input_shape(self, batch: Mapping[str, Any]) -> tuple[int]:
         """(R,), the shape of the message that this stage receives, from the batch on the host."""
-        masks = self.model.tokens.masks(batch, _presence(batch), xp=np)
-        shapes = self._shapes(batch, masks.pad_masks.shape[1])
+        shapes = self._shapes(batch, self.model.tokens.length(batch, _presence(batch)))
         return (sum(rows * width for rows, width in shapes),)
 
     def __call__(

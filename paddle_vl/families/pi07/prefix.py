@@ -163,15 +163,6 @@ class Presence(NamedTuple):
         }[block.when]
 
 
-def fields_of(batch: Mapping[str, Any]) -> Presence:
-    """The optional fields that a batch has, with or without content."""
-    return Presence(
-        batch.get("response_tokens") is not None,
-        batch.get("metadata_tokens") is not None,
-        bool(batch.get("subgoal_images")),
-    )
-
-
 def presence_of(batch: Mapping[str, Any]) -> Presence:
     """The optional fields with a real token or image in any sample.
 
@@ -344,7 +335,11 @@ class PrefixTokens:
         Raises:
             ValueError: a block of `presence` has no field in the batch.
         """
-        fields = fields_of(batch)
+        fields = Presence(
+            batch.get("response_tokens") is not None,
+            batch.get("metadata_tokens") is not None,
+            bool(batch.get("subgoal_images")),
+        )
         found = [b for b in self.blocks if fields.has(b, training) or b.when is When.NO_FIELD]
         lacking = [b.name for b in self.blocks if presence.has(b, training) and b not in found]
         if lacking:
@@ -353,6 +348,20 @@ class PrefixTokens:
                 "give every rank's batches the same fields, masked where there is nothing"
             )
         return found
+
+    def length(self, batch: Mapping[str, Any], presence: Presence, training: bool = True) -> int:
+        """L, from the shapes of the batch alone."""
+        names, length = {Source.STATE: "state", Source.ACTIONS: "discrete_actions"}, 0
+        for block in self.embedded(batch, presence, training):
+            if not presence.has(block, training):
+                continue
+            if block.source in CAMERA_MASKS:
+                length += len(batch[CAMERA_MASKS[block.source]]) * self.camera_tokens
+            elif block.source is Source.LABEL:
+                length += len(self.label_ids[block.text])
+            else:
+                length += batch[names.get(block.source, f"{block.text}_tokens")].shape[1]
+        return length
 
     def masks(
         self,

@@ -184,9 +184,9 @@ def test_a_prefix_has_few_tokens_that_no_sample_needs(policy, exported, monkeypa
     batch, noise = batch_of(2, **PRESENCES["none"])
     exported.sample_actions(batch, noise)
     inputs = as_arrays(policy.inputs.observed(batch)[0])
-    masks = policy.model.tokens.masks(inputs, presence_of(inputs), training=False)
+    length = policy.model.tokens.length(inputs, presence_of(inputs), training=False)
     labels = sum(len(ids) for ids in policy.model.tokens.label_ids.values())
-    assert seen["found"][0].shape[1] <= masks.pad_masks.shape[1] + labels + 2
+    assert seen["found"][0].shape[1] <= length + labels + 2
 
 
 @pytest.mark.parametrize("size", [1, 5])
