@@ -16,9 +16,10 @@ from paddle_vl.families.pi07.decoder import (
     suffix_mask,
 )
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching, time_embedding
-from paddle_vl.families.pi07.vision import frame_codes, visible_frames
+from paddle_vl.families.pi07.vision import frame_codes, frames_in_use
 from paddle_vl.families.policy.images import letterbox
 from paddle_vl.nn.attention import apply_rotary
+from paddle_vl.nn.attention_masks import HistoryMask
 from paddle_vl.nn.master_weights import MasterWeights
 from paddle_vl.train.optimizer import Optimizer
 from parity.golden import PI07Case
@@ -163,7 +164,8 @@ def run_ops(case: PI07Case, compare: Comparison) -> None:
     time = paddle.to_tensor(given["time_emb.in"])
     width = given["time_emb.out_f64"].shape[-1]
     compare.check("codes", {"time_emb.out_f64": time_embedding(time, width)})
-    visible = array(visible_frames(paddle.to_tensor(given["video_temporal_mask.pad"])))
+    used = frames_in_use(paddle.to_tensor(given["video_temporal_mask.pad"]))
+    visible = array(HistoryMask(used, copies=1).visible_BLS)
     name = "video_temporal_mask.out_N2"
     compare.exact("mask", name, np.repeat(visible, 2, 0), given[name][:, 0] == 0)
     compare.compared |= {n for n in given if n.endswith((".in", ".pos", ".pad", ".att", "_pad"))}

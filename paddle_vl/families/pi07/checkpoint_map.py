@@ -17,7 +17,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -40,7 +40,6 @@ from paddle_vl.families.policy.normalize import (
 )
 
 if TYPE_CHECKING:
-    from paddle_vl.families.pi07.flow import PolicyModel
     from paddle_vl.nn.master_weights import ParameterStore
 
 # Not read, as in OpenTau: the expert predicts no tokens, and the backbone's head is tied to its
@@ -310,7 +309,7 @@ class PolicyCheckpoint:
 
     def fill(
         self,
-        model: "PolicyModel",
+        model: Any,
         normalizers: Mapping[str, Normalizer],
         fresh: Sequence[str],
         ignore: Sequence[str],
@@ -319,7 +318,7 @@ class PolicyCheckpoint:
         """Set the normalizers' statistics now, and the model's weights when it is materialized.
 
         Args:
-            model: its parameters, which may be shards, have no storage yet.
+            model: a `PolicyModel`; its parameters, which may be shards, have no storage yet.
             fresh: patterns of the model's keys that the checkpoint may lack; these are drawn.
             ignore: patterns of the checkpoint's keys that the model may lack.
             takes_statistics: use the checkpoint's statistics.
@@ -375,7 +374,7 @@ def _rows(
 
 def write_policy(
     folder: Path,
-    model: "PolicyModel",
+    model: Any,
     normalizers: Mapping[str, Normalizer],
     write: FileWriter = write_file,
     store: "ParameterStore | None" = None,

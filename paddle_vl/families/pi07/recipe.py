@@ -220,19 +220,26 @@ class PI07Recipe(Family):
         values = config.model_dump()
         values["data"] |= {"train": [], "synthetic_samples": data.num_samples}
         changed = type(config).model_validate(values)
-        return changed if data.cameras is None else cls.with_cameras(changed, data.cameras)
+        if data.cameras is None:
+            return changed
+        # Samples have all cameras, and goal images for those named so.
+        return cls._with_cameras(changed, data.cameras, keeps_names=False)
 
     @classmethod
     def with_cameras(cls, config: PI07Run, num_cameras: int) -> PI07Run:
         """Leaves cameras out, or adds some like the first, which samples may lack: then they are
         black, as OpenTau's slots without a camera are."""
+        return cls._with_cameras(config, num_cameras, keeps_names=True)
+
+    @classmethod
+    def _with_cameras(cls, config: PI07Run, num_cameras: int, keeps_names: bool) -> PI07Run:
         values, model = config.model_dump(), config.model
         given, folder = model.policy.given, model.pretrained
         base = cls._base_config(config, None if folder is None else Path(folder)).to_dict()
         features = given.get("input_features") or base["input_features"]
-        seen = _cameras_of(features, num_cameras)
+        seen = _cameras_of(features, num_cameras, keeps_names)
         values["model"]["policy"]["input_features"] = seen
-        if added := len(seen.keys() - features.keys()):
+        if keeps_names and (added := len(seen.keys() - features.keys())):
             lacking = given.get("empty_cameras") or base["empty_cameras"]
             values["model"]["policy"]["empty_cameras"] = lacking + added
         return type(config).model_validate(values)
@@ -374,8 +381,8 @@ def encoder_shape(config: PolicyConfig) -> EncoderShape:
     )
 
 
-def _cameras_of(features: Mapping[str, Any], num_cameras: int) -> dict[str, Any]:
-    """Features with the first cameras, or with more, all like the first.
+def _cameras_of(features: Mapping[str, Any], num_cameras: int, keeps_names: bool) -> dict[str, Any]:
+    """Features with that many cameras, all like the first, under their names or `camera0`....
 
     Raises:
         ValueError: there is none, or none is wanted.
@@ -387,6 +394,7 @@ def _cameras_of(features: Mapping[str, Any], num_cameras: int) -> dict[str, Any]
             "and at least 1 is needed of both"
         )
     numbered = (f"camera{i}" for i in range(num_cameras + len(cameras)))
-    names = [*cameras, *(name for name in numbered if name not in cameras)][:num_cameras]
+    kept = cameras if keeps_names else []
+    names = [*kept, *(name for name in numbered if name not in kept)][:num_cameras]
     others = {name: feature for name, feature in features.items() if name not in cameras}
     return {name: features[cameras[0]] for name in names} | others

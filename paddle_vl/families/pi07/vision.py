@@ -229,14 +229,6 @@ def frames_in_use(is_pad_BF: Tensor) -> Tensor:
     return paddle.logical_or(paddle.logical_not(is_pad_BF), last)
 
 
-def visible_frames(is_pad_BF: Tensor) -> Tensor:
-    """Which frames each frame sees: `[B, F, F]` bool, those in use up to its own.
-
-    A padded frame may see none.
-    """
-    return HistoryMask(frames_in_use(is_pad_BF), copies=1).visible_BLS
-
-
 class MultiModalProjector(nn.Layer):
     """Norm of pooled rows, and a matrix that starts at zero."""
 

@@ -21,7 +21,8 @@ from paddle_vl.families.pi07.flops import PI07Flops
 from paddle_vl.families.pi07.flow import as_tensors
 from paddle_vl.families.pi07.prefix import PLANNER_LABELS, Presence, presence_of
 from paddle_vl.families.pi07.settings import PARTS
-from paddle_vl.families.pi07.vision import visible_frames
+from paddle_vl.families.pi07.vision import frames_in_use
+from paddle_vl.nn.attention_masks import HistoryMask
 from paddle_vl.train.freeze import freeze_parameters, trained_names, treated_apart
 from tests.single_card_tests.families.pi07 import test_planner
 from tests.support.counted_products import counted_products
@@ -226,7 +227,8 @@ def test_real_tokens_and_pairs_are_those_of_the_models_masks():
     patches = model.config.vlm_config.gemma3_config.vision_config.num_patches
     assert units["patches"] == patches * (3 + 2 + 2 + 2)
     assert units["patch_pairs"] == patches * units["patches"]
-    visible = visible_frames(paddle.to_tensor(batch["obs_history_is_pad"])).sum(axis=[1, 2])
+    used = frames_in_use(paddle.to_tensor(batch["obs_history_is_pad"]))
+    visible = HistoryMask(used, copies=1).visible_BLS.sum(axis=[1, 2])
     first, second = visible.tolist()
     # The model computes padded frames, which see no key.
     assert units["time_pairs"] == patches * (first + second + second)

@@ -10,7 +10,8 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.families.pi07.vision import VideoEncoder, frame_codes, visible_frames
+from paddle_vl.families.pi07.vision import VideoEncoder, frame_codes, frames_in_use
+from paddle_vl.nn.attention_masks import HistoryMask
 from paddle_vl.nn.placement import SingleDevicePlacement
 from tests.support.pi07_golden import policy_config
 
@@ -112,7 +113,8 @@ def test_code_of_the_current_frame_is_zero():
 
 
 def test_frames_see_those_before_them_that_are_real():
-    found = visible_frames(paddle.to_tensor(np.array([[1, 0, 1]], bool))).numpy()[0]
+    used = frames_in_use(paddle.to_tensor(np.array([[1, 0, 1]], bool)))
+    found = HistoryMask(used, copies=1).visible_BLS.numpy()[0]
     assert found.tolist() == [[False] * 3, [False, True, False], [False, True, True]]
 
 
