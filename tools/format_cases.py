@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paddle_vl.config.row_sources import STOPPING, RowSourceConfig
-from paddle_vl.data.corpus.cache import CacheFolders, LocalCopies
+from paddle_vl.data.corpus.cache import Cache
 from paddle_vl.data.corpus.opener import ShardOpener
 from paddle_vl.data.rows.dataset_info import DatasetInfo
 from paddle_vl.data.rows.mixture import draws_of
@@ -166,5 +166,4 @@ def _not_refused(read: Callable[[], Any]) -> str | None:
 def _opener() -> Iterator[ShardOpener]:
     """Opens files without leaving indexes beside them."""
     with tempfile.TemporaryDirectory() as cache:
-        folders = CacheFolders(cache)
-        yield ShardOpener(folders, LocalCopies(folders))
+        yield ShardOpener(Cache(cache))

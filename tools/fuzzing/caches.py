@@ -17,7 +17,7 @@ from fuzzing.mutations import as_json, damaged_bytes, in_file, json_bytes, json_
 from fuzzing.parser import Files, Parser
 from fuzzing.samples import small_processor
 from paddle_vl.config.data_sources import SourceConfig
-from paddle_vl.data.corpus.cache import FOLDER, CacheFolders, LocalCopies
+from paddle_vl.data.corpus.cache import FOLDER
 from paddle_vl.data.corpus.opener import ShardOpener
 from paddle_vl.data.corpus.token_files import TokenFileWriter
 from paddle_vl.data.jsonl import BadSampleError, sample_at
@@ -37,11 +37,6 @@ def _with_sums(contents: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
     return st.one_of(contents, right)
 
 
-def _opener() -> ShardOpener:
-    folders = CacheFolders()
-    return ShardOpener(folders, LocalCopies(folders))
-
-
 def offset_index(folder: Path) -> Parser:
     """An index beside its data file, either of which may be damaged."""
     rows = [{"text": f"a document {number}"} for number in range(8)]
@@ -53,7 +48,7 @@ def offset_index(folder: Path) -> Parser:
     def parse() -> None:
         # The data file is written anew for every input, and its index is of one time.
         os.utime(file, ns=times)
-        shard = _opener()(file)
+        shard = ShardOpener()(file)
         is_good, found = file.read_bytes() == good, []
         try:
             for row in range(min(shard.count, 20)):
@@ -119,7 +114,7 @@ def token_index(folder: Path) -> Parser:
     sizes, offsets, bounds = raw[34:58], raw[58:106], raw[106:]
 
     def parse() -> None:
-        shard = _opener()(file)
+        shard = ShardOpener()(file)
         found = [shard.read(row)["tokens"] for row in range(shard.count)]
         if not np.array_equal(np.concatenate([*found, ids[:0]]), ids):
             raise AssertionError("documents overlap or are left out")

@@ -13,7 +13,7 @@ from fuzzing.containers import forget_files
 from fuzzing.mutations import as_json, damaged_bytes, damaged_text, in_file, json_bytes
 from fuzzing.parser import Parser
 from paddle_vl.config.row_sources import STOPPING
-from paddle_vl.data.corpus.cache import CacheFolders, LocalCopies
+from paddle_vl.data.corpus.cache import Cache
 from paddle_vl.data.corpus.opener import ShardOpener
 from paddle_vl.data.formats.canonical import check_canonical
 from paddle_vl.data.formats.reader import FORMATS, recognised, to_canonical
@@ -79,8 +79,7 @@ def _parser(folder: Path, given: Mapping[str, st.SearchStrategy[bytes]], *names:
         forget_files()
         for file in cache.iterdir():
             file.unlink()
-        folders = CacheFolders(str(cache))
-        opener = ShardOpener(folders, LocalCopies(folders), max_line_bytes=_LINE)
+        opener = ShardOpener(Cache(str(cache)), max_line_bytes=_LINE)
         for path in map(folder.joinpath, names or [""]):
             rows = open_rows(path, opener=opener, recognised=recognised)
             for number in range(min(len(rows), 20)):

@@ -6,7 +6,6 @@ different lanes (`paddle_vl.data.corpus.lanes`), so that workers prepare them at
 lane stays with one worker, which keeps its documents.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +18,6 @@ from paddle_vl.data.packing import check_ranks
 from paddle_vl.data.prefetch import PendingBatch, PrefetchingLoader
 from paddle_vl.data.worker_pool import note_sample
 
-logger = logging.getLogger(__name__)
 PHASES = 16
 
 
@@ -183,15 +181,11 @@ class CorpusLoader(PrefetchingLoader):
     def _differing(self, was: Any) -> list[str]:
         """What is other than in a saved stream."""
         was, here = was if isinstance(was, dict) else {}, dict(self._stream)
-        if "contents" in here and "contents" not in was and "sources" in was:
-            logger.info(
-                "the checkpoint is of an earlier version, which compared of tar files the headers, "
-                "of Parquet files the footer and of token files the index: edits of their texts "
-                "since then are not noticed"
-            )
-            del here["contents"]
+        if "samples" not in was:
+            # Of an earlier version.
+            here.pop("samples", None)
         problems = []
-        for name in ("sources", "contents"):
+        for name in ("sources", "samples"):
             old, new = was.get(name), here.get(name)
             if isinstance(old, dict) and isinstance(new, dict) and old.keys() == new.keys():
                 del here[name]

@@ -10,7 +10,7 @@ from pathlib import Path
 from xxhash import xxh3_64
 
 from paddle_vl.config.data_sources import SourceConfig
-from paddle_vl.data.corpus.cache import LocalCopies
+from paddle_vl.data.corpus.cache import Cache
 from paddle_vl.data.corpus.document import EncodedDocument
 from paddle_vl.data.corpus.lanes import Mix
 from paddle_vl.data.corpus.opener import ShardOpener, Shards, open_shards
@@ -46,7 +46,7 @@ class Source(Shards):
     shards: tuple[Shard, ...]
     order: DocumentOrder
     encode: Encoder
-    copies: LocalCopies | None = None
+    copies: Cache | None = None
 
     @property
     def num_documents(self) -> int:
@@ -128,15 +128,15 @@ def open_sources(
         is_copied = opener.copies_all and len(groups) == len(own)
         key = xxh3_64(source.label.encode()).intdigest() >> 1
         order = DocumentOrder(groups, at_once, (seed << 63) + key)
-        copies = opener.copies if is_copied else None
+        copies = opener.cache if is_copied else None
         opened.append(Source(source.label, own, order, encoder(source), copies))
     return opened
 
 
-def _fetch(copies: LocalCopies, shards: Sequence[Shard]) -> None:
+def _fetch(copies: Cache, shards: Sequence[Shard]) -> None:
     for shard in shards:
         try:
-            copies.file(Path(shard.path))
+            copies.copy_of(shard.path)
         except (RuntimeError, OSError) as error:
             # Reading the shard raises it again.
             logger.warning("%s is not copied ahead: %s", shard.path, error)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from paddle_vl.config.row_sources import RowSourceConfig
-from paddle_vl.data.corpus.cache import CacheFolders, LocalCopies
 from paddle_vl.data.corpus.opener import ShardOpener, Shards, open_shards
 from paddle_vl.data.corpus.shard import Shard
 from paddle_vl.data.corpus.table_shard import TableShard
@@ -91,13 +90,10 @@ def open_rows(
         BadSampleError: the first row cannot be read.
     """
     path = Path(path)
-    if opener is None:
-        folders = CacheFolders()
-        opener = ShardOpener(folders, LocalCopies(folders))
     files = [
         str(f) for subset in subsets for split in splits for f in files_of(path, split, subset)
     ]
-    shards = tuple(open_shards(files, opener, num_processes))
+    shards = tuple(open_shards(files, opener or ShardOpener(), num_processes))
     rows = RowFile(path if path.is_dir() else path.parent, shards)
     if not len(rows):
         raise ValueError(f"data file {path} has no rows: write one object per row")

@@ -18,7 +18,7 @@ import zstandard
 from pyarrow import parquet
 
 from paddle_vl.data.corpus import shard as shard_module
-from paddle_vl.data.corpus.cache import CacheFolders, LocalCopies
+from paddle_vl.data.corpus.cache import Cache
 from paddle_vl.data.corpus.opener import ShardOpener, open_shards
 from paddle_vl.data.corpus.token_files import TokenFileWriter
 from paddle_vl.data.jsonl import BadSampleError
@@ -174,8 +174,7 @@ def test_several_processes_build_the_same_indexes(tmp_path):
 def test_copies_of_shards_are_bounded(tmp_path):
     for number in range(6):
         (tmp_path / f"{number}.jsonl").write_bytes(lines(ROWS[number:]))
-    folders = CacheFolders(str(tmp_path / "cache"))
-    make = ShardOpener(folders, LocalCopies(folders, at_most=2), copies_all=True)
+    make = ShardOpener(Cache(str(tmp_path / "cache"), most_copies=2), copies_all=True)
     shards = [make(tmp_path / f"{number}.jsonl") for number in range(6)]
     for number, shard in enumerate(shards):
         assert shard.read(0) == ROWS[number]
@@ -208,7 +207,7 @@ def cut(path: Path, length: int) -> None:
     [
         ("a.parquet", b"PAR1 no footer", "is no Parquet file"),
         ("a.tar", b"no archive at all" * 100, "no uncompressed tar file"),
-        ("a.tar", gzip.compress(bytes(10240), mtime=0), "no uncompressed tar file"),
+        ("b.tar", gzip.compress(bytes(10240), mtime=0), "no uncompressed tar file"),
         ("a.jsonl.gz", b"no archive", "cannot be read or uncompressed"),
         ("a.jsonl.zst", b"no archive", "cannot be read or uncompressed"),
         ("a.xlsx", b"a,b", "has no known suffix"),
