@@ -240,28 +240,10 @@ def _opened(source: str | os.PathLike | bytes) -> Iterator[Image.Image]:
             f"the file cannot be decoded as an image: {error} Shrink it or cut it into tiles",
         ) from error
     except _BROKEN as error:
-        if found := _other_format(source):
-            raise BadSampleError(
-                "unreadable_image",
-                f"the file has the format {found}, which is not supported; convert it to one of "
-                f"{', '.join(FORMATS)}",
-            ) from error
         raise BadSampleError(
             "unreadable_image",
             f"the file cannot be decoded as an image ({', '.join(FORMATS)}): {error}",
         ) from error
-
-
-def _other_format(source: str | os.PathLike | bytes) -> str | None:
-    """Pillow's name of an unsupported format, from the first bytes; None if unknown."""
-    with BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file:
-        # Some of Pillow's checks read beyond the end of a shorter head.
-        head = file.read(16).ljust(16, b"\0")
-    Image.init()
-    accepting = {name: accept for name, (_, accept) in Image.OPEN.items() if accept}
-    if any(accepting[name](head) for name in FORMATS if name in accepting):
-        return None
-    return next((name for name, accept in accepting.items() if accept(head) is True), None)
 
 
 def _check_size(image: Image.Image) -> None:

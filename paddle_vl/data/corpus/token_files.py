@@ -38,8 +38,9 @@ _ENTRIES = 1 << 20
 
 @dataclass(frozen=True)
 class TokenShard(Shard):
-    """A pair of files; `path` is the `.idx`, and `state` that of the `.bin`. Rows have `tokens`, and
-    with a `.lsm` also a `mask`.
+    """A pair of files; `path` is the `.idx`, and `state` that of the `.bin`.
+
+    Rows have `tokens`, and with a `.lsm` also a `mask`.
 
     Attributes:
         dtype: of the ids.

@@ -13,10 +13,10 @@ from xxhash import xxh3_64
 from paddle_vl.config.data_sources import SourceConfig, as_sources
 from paddle_vl.data.corpus.cache import Cache
 from paddle_vl.data.corpus.document import Sample
-from paddle_vl.data.corpus.lanes import Piece, RowMaker
+from paddle_vl.data.corpus.lanes import Piece, RowMaker, mix_of
 from paddle_vl.data.corpus.loader import CorpusLoader
 from paddle_vl.data.corpus.opener import ShardOpener
-from paddle_vl.data.corpus.sources import Source, mix_of, open_sources
+from paddle_vl.data.corpus.sources import Source, open_sources
 from paddle_vl.data.corpus.tokenize import check_same_tokenizer
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.packing import RowBudget

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from paddle_vl.config.data_sources import SourceConfig
-from paddle_vl.data.corpus.lanes import LaneState, Mix, RowMaker
+from paddle_vl.data.corpus.lanes import LaneState, Mix, RowMaker, mix_of
 from paddle_vl.data.corpus.order import DocumentOrder
-from paddle_vl.data.corpus.sources import Source, mix_of
+from paddle_vl.data.corpus.sources import Source
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.packing import RowBudget
 from tests.single_card_tests.data.corpus.made_documents import (
