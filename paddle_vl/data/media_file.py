@@ -167,7 +167,7 @@ _TRANSPARENT_MODES = ("RGBA", "RGBa", "LA", "PA")
 # What Pillow's decoders raise for broken files; MemoryError for impossible sizes.
 _BROKEN = (
     OSError, SyntaxError, ValueError, EOFError, struct.error, ArithmeticError, LookupError,
-    TypeError, MemoryError,
+    TypeError, MemoryError, Image.DecompressionBombError,
 )  # fmt: skip
 
 
@@ -234,11 +234,6 @@ def _opened(source: str | os.PathLike | bytes) -> Iterator[Image.Image]:
             yield image
     except BadSampleError:
         raise
-    except Image.DecompressionBombError as error:
-        raise BadSampleError(
-            "unreadable_image",
-            f"the file cannot be decoded as an image: {error} Shrink it or cut it into tiles",
-        ) from error
     except _BROKEN as error:
         raise BadSampleError(
             "unreadable_image",

@@ -126,7 +126,7 @@ def png_header(width, height):
 @pytest.mark.parametrize("size", [(60_000, 60_000), (2**31 - 1, 2**31 - 1)])
 def test_an_image_of_absurd_size_is_refused_by_its_header(tmp_path, read, size):
     (tmp_path / "a.png").write_bytes(png_header(*size))
-    with pytest.raises(BadSampleError, match=r"\d+ pixels.*exceeds.*Shrink it"):
+    with pytest.raises(BadSampleError, match=r"\d+ pixels.*exceeds"):
         read(tmp_path / "a.png")
 
 

@@ -149,7 +149,7 @@ def test_shares_of_documents_follow_their_numbers():
 def test_a_mix_has_weights_or_a_temperature(
     weights, temperature, shares, counts_tokens, monkeypatch
 ):
-    monkeypatch.setattr("paddle_vl.data.corpus.sources._MEASURED", 0)
+    monkeypatch.setattr("paddle_vl.data.corpus.lanes._MEASURED", 0)
     configs = [SourceConfig(path="a", format="text", weight=weight) for weight in weights]
     sources = [
         Source("a", (), DocumentOrder((count,), None, 0), None)  # type: ignore[arg-type]
