@@ -36,14 +36,12 @@ class RemoteSettings:
     """What may be fetched.
 
     Attributes:
-        allow: whether anything is fetched (data.allow_remote).
         max_bytes: of one file.
         timeout_s: for one file, from connecting to the last byte, redirects included.
         cache: folder of fetched files.
         allowed_hosts: names or addresses of hosts that need not be public.
     """
 
-    allow: bool = False
     max_bytes: int = 1 << 26
     timeout_s: float = 30.0
     cache: Path = Path("~/.cache/paddle_vl/remote")
@@ -56,13 +54,10 @@ def fetch(address: str, settings: RemoteSettings) -> Path:
     Processes and threads that ask for the same address wait for the first.
 
     Raises:
-        BadSampleError: of kind `remote`: remote files are not allowed, the address or a redirect is
-            no http(s) or not public, the server refuses, or a limit is passed.
+        BadSampleError: of kind `remote`: the address or a redirect is no http(s) or not public, the
+            server refuses, or a limit is passed.
         OSError: the cache cannot be written.
     """
-    if not settings.allow:
-        reason = f"{shown(address)!r} is a remote file: {_SAVE_IT}, or set data.allow_remote: true"
-        raise BadSampleError("remote", reason)
     name = hashlib.sha256(address.encode()).hexdigest()
     file = settings.cache.expanduser() / name[:2] / name
     if not file.is_file():

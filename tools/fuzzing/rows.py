@@ -15,7 +15,7 @@ from fuzzing.parser import Parser
 from paddle_vl.config.row_sources import STOPPING
 from paddle_vl.data.corpus.cache import Cache
 from paddle_vl.data.corpus.opener import ShardOpener
-from paddle_vl.data.formats.reader import FORMATS, recognised, to_canonical
+from paddle_vl.data.formats.reader import FORMATS, to_canonical
 from paddle_vl.data.formats.row_settings import BOX_TOKENS, RowSettings
 from paddle_vl.data.jsonl import BadSampleError, parse_object, sample_at
 from paddle_vl.data.rows.dataset_info import DatasetInfo
@@ -79,7 +79,7 @@ def _parser(folder: Path, given: Mapping[str, st.SearchStrategy[bytes]], *names:
             file.unlink()
         opener = ShardOpener(Cache(str(cache)), max_line_bytes=_LINE)
         for path in map(folder.joinpath, names or [""]):
-            rows = open_rows(path, opener=opener, recognised=recognised)
+            rows = open_rows(path, opener=opener)
             for number in range(min(len(rows), 20)):
                 row = rows.row(number)
                 with rows.at_place(number):

@@ -32,8 +32,6 @@ DTYPES = {
 _REST = struct.Struct("<QBQQ")
 _HEADER_BYTES = len(MAGIC) + _REST.size
 _BLOCK = 1 << 24
-# Entries of the `.idx` that are checked at a time.
-_ENTRIES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -104,25 +102,24 @@ class TokenShard(Shard):
 
     def _check_index(self) -> None:
         """Check that the documents are the whole `.bin`, one after the other."""
-        item, end, last = np.dtype(self.dtype).itemsize, 0, 0
-        for first in range(0, self.num_sequences, _ENTRIES):
-            count = min(_ENTRIES, self.num_sequences - first)
-            sizes, offsets = self._sizes(first, count).astype(np.int64), self._offsets(first, count)
-            ends = end + np.cumsum(sizes * item)
-            wrong = (sizes < 0) | (offsets != ends - sizes * item)
-            if wrong.any():
-                number = first + int(wrong.argmax())
-                raise self._damaged(f"sequence {number} does not begin where the one before ends")
-            end = int(ends[-1])
-        for first in range(0, self.count + 1, _ENTRIES):
-            bounds = self._bounds(first, min(_ENTRIES, self.count + 1 - first))
-            falls = np.diff(bounds, prepend=last) < 0
-            if falls.any() or (first == 0 and bounds[0]):
-                number = first + int(falls.argmax())
-                raise self._damaged(f"document {number} does not begin where the one before ends")
-            last = int(bounds[-1])
-        if last != self.num_sequences:
-            raise self._damaged(f"its documents have {last} of {self.num_sequences} sequences")
+        item = np.dtype(self.dtype).itemsize
+        bytes_N = self._sizes(0, self.num_sequences).astype(np.int64) * item
+        ends_N = np.cumsum(bytes_N)
+        offsets_N = self._offsets(0, self.num_sequences)
+        if (wrong_N := (bytes_N < 0) | (offsets_N != ends_N - bytes_N)).any():
+            number = int(wrong_N.argmax())
+            raise self._damaged(f"sequence {number} does not begin where the one before ends")
+        bounds = self._bounds(0, self.count + 1)
+        falls = np.diff(bounds, prepend=0) < 0
+        falls[0] = bounds[0] != 0
+        if falls.any():
+            number = int(falls.argmax())
+            raise self._damaged(f"document {number} does not begin where the one before ends")
+        if bounds[-1] != self.num_sequences:
+            raise self._damaged(
+                f"its documents have {bounds[-1]} of {self.num_sequences} sequences"
+            )
+        end = int(ends_N[-1]) if self.num_sequences else 0
         for suffix, state, needed in (
             (".bin", self.state, end),
             (".lsm", self.mask_state, end // item),

@@ -85,7 +85,7 @@ def row_reader(
     remote = None
     if data.allow_remote:
         remote = RemoteSettings(
-            True, data.remote_max_bytes, data.remote_timeout_s,
+            data.remote_max_bytes, data.remote_timeout_s,
             RemoteSettings.cache if data.cache is None else Path(data.cache) / "remote",
             tuple(data.remote_hosts),
         )  # fmt: skip
