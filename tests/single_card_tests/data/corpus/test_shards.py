@@ -9,7 +9,6 @@ place.
 import gzip
 import json
 import struct
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -198,10 +197,6 @@ def test_bad_lines_are_refused(tmp_path, line, reason):
         shard.read(2)
 
 
-def cut(path: Path, length: int) -> None:
-    path.write_bytes(path.read_bytes()[:length])
-
-
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
@@ -220,19 +215,6 @@ def test_damaged_files_are_refused_when_they_are_opened(tmp_path, name, content,
     with pytest.raises(RuntimeError, match=reason) as error:
         opener()(tmp_path / name)
     assert name in str(error.value)
-
-
-def test_cut_token_files_are_refused(tmp_path):
-    with TokenFileWriter(tmp_path / "t", highest_id=300) as writer:
-        writer.add(np.arange(100), np.array([60, 40]))
-    whole = (tmp_path / "t.idx").read_bytes()
-    cut(tmp_path / "t.idx", len(whole) - 1)
-    with pytest.raises(RuntimeError, match="cut off or damaged"):
-        opener()(tmp_path / "t.idx")
-    (tmp_path / "t.idx").write_bytes(whole)
-    cut(tmp_path / "t.bin", 100)
-    with pytest.raises(RuntimeError, match=r"t.bin has 100 bytes and .*t.idx describes 200"):
-        opener()(tmp_path / "t.idx")
 
 
 def test_a_write_that_fails_leaves_no_token_files(tmp_path):
