@@ -25,7 +25,7 @@ from paddle_vl.parallel.colocated.runner import ColocatedRunner, PartsStore
 from paddle_vl.parallel.ranks import ONE_RANK, FleetRanks, SingleRank
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.topology import Topology, initialize
-from paddle_vl.train.checkpoint import finish_replacements
+from paddle_vl.train.checkpoint import finish_saves
 from paddle_vl.train.colocated_optimizer import ColocatedOptimizer
 from paddle_vl.train.evaluate import combined, mean_losses
 from paddle_vl.train.feeding.feed import watched
@@ -93,7 +93,7 @@ def _lock_output(config: RunConfig, ranks: SingleRank) -> RunLock | None:
     if ranks.is_main:
         try:
             lock = RunLock.acquire(Path(config.train.output_dir))
-            finish_replacements(Path(config.train.output_dir))
+            finish_saves(Path(config.train.output_dir))
         except (RuntimeError, OSError) as error:
             problem = str(error)
     problem = ranks.gathered(problem)[0]

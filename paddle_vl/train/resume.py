@@ -1,12 +1,12 @@
 """Resuming a run: which checkpoint, and which settings may differ from it.
 
-A checkpoint's files are compared with its manifest. All ranks get the same verdict: rank 0 lists
-the files to read, every rank reads a share of them, and the findings are gathered.
+A checkpoint's files are compared with its manifest. All ranks get the same verdict: every rank
+reads a share of the files, and the findings are gathered.
 """
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,10 @@ from paddle_vl.checkpoint.adapter_files import TENSOR_FILE
 from paddle_vl.checkpoint.manifest import (
     MANIFEST_FILE,
     WEIGHT_FILES,
+    FileSum,
     Manifest,
     damage_of_weights,
     damaged_files,
-    files_as_json,
-    files_from_json,
     files_in,
     listed_weights,
     shared_out,
@@ -83,14 +82,23 @@ def examine(checkpoint: Path, checksums: bool = True, ranks: SingleRank = ONE_RA
     Args:
         checksums: read all files; otherwise only presence and sizes are checked.
     """
-    begin = time.perf_counter()
-    plans = ranks.gathered(_plan(checkpoint) if ranks.is_main else None)
-    problems, plan = _damage(checkpoint, plans, checksums, ranks), plans[0]
-    if plan["files"] and ranks.is_main and checksums and not problems:
-        size = sum(file["size"] for file in plan["files"].values())
+    begin, manifest, files, problems = time.perf_counter(), None, {}, []
+    try:
+        manifest = Manifest.read(checkpoint)
+        files = {} if manifest is None else manifest.files
+        if (misfit := _misfit(checkpoint, manifest)) is not None:
+            problems = [misfit]
+        else:
+            problems = _damage_of_share(checkpoint, files, checksums, ranks)
+    except (RuntimeError, OSError, ValueError) as error:
+        problems = [str(error)]
+    problems = _of_all(problems, ranks)
+    if files and ranks.is_main and checksums and not problems:
+        size = sum(file.size for file in files.values())
         seconds = time.perf_counter() - begin
         logger.info("%s is verified: %.2f GB in %.1f s", checkpoint.name, size / 1e9, seconds)
-    return Verdict(tuple(problems), plan["nonfinite_updates"], plan["has_manifest"])
+    streak = 0 if manifest is None else manifest.nonfinite_updates
+    return Verdict(tuple(problems), streak, has_manifest=manifest is not None)
 
 
 def check_pretrained(folder: Path, checksums: bool = True, ranks: SingleRank = ONE_RANK) -> None:
@@ -101,66 +109,45 @@ def check_pretrained(folder: Path, checksums: bool = True, ranks: SingleRank = O
     Raises:
         RuntimeError: files are damaged; every rank names all of them.
     """
-    plan: dict[str, Any] = {"files": {}, "problems": []}
-    if ranks.is_main:
-        try:
-            plan["files"] = files_as_json(listed_weights(folder))
-        except RuntimeError as error:
-            plan["problems"] = [str(error)]
-    if problems := _damage(folder, ranks.gathered(plan), checksums, ranks):
+    try:
+        problems = _damage_of_share(folder, listed_weights(folder), checksums, ranks)
+    except RuntimeError as error:
+        problems = [str(error)]
+    if problems := _of_all(problems, ranks):
         raise RuntimeError(f"model.pretrained {damage_of_weights(folder, problems)}")
 
 
-def _damage(folder: Path, plans: Sequence[Any], checksums: bool, ranks: SingleRank) -> list[str]:
-    """The problems of rank 0's plan, or else those of its files, the same list on every rank.
-
-    Args:
-        plans: by rank.
-    """
-    plan = plans[0]
-    if plan["problems"]:
-        return plan["problems"]
-    own = shared_out(files_from_json(plan["files"]), ranks.rank, len(plans))
-    found = ranks.gathered(damaged_files(folder, own, checksums)) if plan["files"] else []
-    return [problem for of_rank in found for problem in of_rank]
+def _damage_of_share(
+    folder: Path, files: Mapping[str, FileSum], checksums: bool, ranks: SingleRank
+) -> list[str]:
+    own = shared_out(files, ranks.rank, ranks.world_size)
+    return damaged_files(folder, own, checksums)
 
 
-def _plan(checkpoint: Path) -> dict[str, Any]:
-    """Findings of rank 0 without reading large files, and the files to read, as a JSON object."""
-    plan: dict[str, Any] = {"problems": [], "files": {}, "nonfinite_updates": 0}
-    plan["has_manifest"] = True
-    try:
-        manifest = Manifest.read(checkpoint)
-        plan["has_manifest"] = manifest is not None
-        if manifest is not None:
-            plan["files"] = files_as_json(manifest.files)
-            plan["nonfinite_updates"] = manifest.nonfinite_updates
-        missing = missing_files(checkpoint)
-        problem = f"it has no {', '.join(missing)}" if missing else _misfit(checkpoint, manifest)
-        plan["problems"] = [] if problem is None else [problem]
-    except (RuntimeError, OSError, ValueError) as error:
-        plan["problems"] = [str(error)]
-    return plan
+def _of_all(problems: list[str], ranks: SingleRank) -> list[str]:
+    """The problems that any rank has found, the same list on every rank."""
+    found = ranks.gathered(problems)
+    return list(dict.fromkeys(problem for of_rank in found for problem in of_rank))
 
 
 def _misfit(checkpoint: Path, manifest: Manifest | None) -> str | None:
-    """How manifest and files contradict each other; None if they do not.
+    """What is missing, or how manifest and files contradict each other; None if nothing is wrong.
 
     Raises:
         RuntimeError: damage of a checkpoint of an earlier version, which has no manifest:
             unreadable JSON or truncated tensors.
     """
-    listed = () if manifest is None else manifest.files
-    unlisted = [name for name in files_in(checkpoint, _LISTED) if name not in listed]
-    if manifest is not None and unlisted:
-        return f"{MANIFEST_FILE} has no entry of {', '.join(unlisted)}"
+    if missing := missing_files(checkpoint):
+        return f"it has no {', '.join(missing)}"
     state = load_state(checkpoint)
     if manifest is not None:
+        unlisted = [name for name in files_in(checkpoint, _LISTED) if name not in manifest.files]
+        if unlisted:
+            return f"{MANIFEST_FILE} has no entry of {', '.join(unlisted)}"
         own = (manifest.step, manifest.nonfinite_updates)
-        is_other = own != (state.get("step"), state.get("nonfinite_updates"))
-        return (
-            f"{MANIFEST_FILE} and {STATE_FILE} are of different checkpoints" if is_other else None
-        )
+        if own != (state.get("step"), state.get("nonfinite_updates")):
+            return f"{MANIFEST_FILE} and {STATE_FILE} are of different checkpoints"
+        return None
     if state.get("has_manifest"):
         return f"{MANIFEST_FILE} is missing"
     read_checkpoint_headers(checkpoint, OPTIMIZER_STEM)

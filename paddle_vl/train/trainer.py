@@ -190,7 +190,6 @@ class Trainer:
     def _begin(self) -> None:
         if self.ranks.is_main:
             self.output_dir.mkdir(parents=True, exist_ok=True)
-            checkpoints.remove_partial_folders(self.output_dir)
             if self.step == 0:
                 self._save_settings()
             self.record.start(self.config, self.step)
@@ -206,8 +205,6 @@ class Trainer:
 
     def _train(self) -> None:
         with self.writer:
-            num_ranks = self.runner.model.placement.checkpoint_ranks.size
-            self.writer.prepare(self.optimizer.bytes_to_write() // num_ranks)
             if self._owes_evaluation:
                 self._evaluate()
             while self.stop_signal is None and not self.is_over:

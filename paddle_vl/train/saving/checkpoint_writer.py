@@ -8,7 +8,6 @@ older checkpoints are to be pruned; on rank 0 it waits for all ranks and renames
 
 import logging
 import shutil
-import time
 from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
@@ -19,15 +18,14 @@ from paddle_vl.train.checkpoint import (
     checkpoint_folders,
     checkpoint_name,
     partial_of,
-    remove_folder,
+    set_aside,
 )
 from paddle_vl.train.resume import examine
 from paddle_vl.train.saving.commit import (
+    Copies,
     Fill,
     FolderWrite,
-    HostMemory,
     Snapshot,
-    WriteTimes,
     collect_ranks,
     commit,
     failure,
@@ -35,6 +33,10 @@ from paddle_vl.train.saving.commit import (
 
 logger = logging.getLogger(__name__)
 FINAL = "final"
+# Seconds that a written file may stay invisible on a network file system.
+_VISIBLE_WITHIN_S = 300.0
+# Seconds that rank 0 waits for other ranks after an error; one of them may have died.
+_PATIENCE_S = 5.0
 
 
 class CheckpointWriter:
@@ -48,31 +50,19 @@ class CheckpointWriter:
 
     Attributes:
         is_overdue: whether a periodic checkpoint was postponed.
-        times: durations of the last complete write, on rank 0.
     """
 
     def __init__(self, output_dir: Path, train: TrainConfig, ranks: SingleRank = ONE_RANK):
         self.output_dir, self.ranks = output_dir, ranks
         self.is_overdue = False
-        self.times: WriteTimes | None = None
         self._is_async = train.async_save
         self._verifies = train.verify_checkpoint
         self._limit = train.save_total_limit
         # Names of checkpoints whose files match their manifest and which no skipped updates mark.
         self._good: set[str] = set()
-        self._memory = HostMemory()
+        self._memory: Copies = {}
         self._ranks: list[int] = []
         self._write: FolderWrite | None = None
-
-    def prepare(self, num_bytes: int) -> None:
-        """Allocate about as much host memory as this rank needs for a snapshot, before the first
-        save.
-
-        Raises:
-            RuntimeError: out of host memory.
-        """
-        if self._is_async and self.ranks.holds_model:
-            self._memory.prepare(num_bytes)
 
     def save(
         self, step: int, fill: Fill, nonfinite_updates: int = 0, is_stopping: bool = False
@@ -148,10 +138,9 @@ class CheckpointWriter:
             return
         wait([write.files])
         self._agree(write)
-        write.all_have_written.set()
-        wait([write.end])
+        write.wait_for_others(_VISIBLE_WITHIN_S)
         self._agree(write)
-        self._write, self.times = None, write.times
+        self._write = None
 
     def close(self, at_once: bool = False) -> None:
         """End the write in flight without collectives, as other ranks may have died.
@@ -164,10 +153,11 @@ class CheckpointWriter:
         """
         write, self._write = self._write, None
         if write is not None:
-            write.leave(at_once)
-            if write.error is None and write.times is None and self.ranks.is_main:
-                logger.warning("%s was not completed", write.target)
-            elif write.error is not None and not write.is_told:
+            if at_once:
+                write.give_up()
+            else:
+                write.wait_for_others(_PATIENCE_S)
+            if write.error is not None and not write.is_told:
                 logger.warning("%s", write.error)
         self._memory.clear()
 
@@ -190,7 +180,6 @@ class CheckpointWriter:
         prunes: bool,
         copies: bool,
     ) -> None:
-        begin = time.perf_counter()
         self.wait()
         ranks, folder = self.ranks, partial_of(target)
         if not self._ranks:
@@ -210,7 +199,7 @@ class CheckpointWriter:
             except OSError as error:
                 raise failure(target, error) from error
         reads_back = prunes and self._verifies and self._limit is not None
-        write = FolderWrite(snapshot, target, ranks.rank, begin, reads_back)
+        write = FolderWrite(snapshot, target, ranks.rank, reads_back)
         if ranks.is_main:
             write.finish = partial(self._finish, write, step, nonfinite_updates, prunes)
         self._write = write
@@ -221,7 +210,7 @@ class CheckpointWriter:
     def _finish(self, write: FolderWrite, step: int, nonfinite_updates: int, prunes: bool) -> None:
         """Work of rank 0 after its own write."""
         folder, target = partial_of(write.target), write.target
-        by_rank = collect_ranks(folder, self._ranks, write.go_on, write.all_have_written.is_set)
+        by_rank = collect_ranks(folder, self._ranks, lambda: write.deadline)
         doubts = [doubt for one in by_rank.values() for doubt in one.doubts]
         commit(folder, target, by_rank, step, nonfinite_updates)
         is_read = write.reads_back or not self._verifies
@@ -249,7 +238,7 @@ class CheckpointWriter:
         num_kept = 0
         for path in reversed(older):
             if num_kept >= self._limit:
-                remove_folder(path)
+                shutil.rmtree(set_aside(path))
                 continue
             if path.name not in self._good:
                 verdict = examine(path, self._verifies)

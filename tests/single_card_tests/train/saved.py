@@ -86,6 +86,7 @@ class OneOfSeveral(SingleRank):
 
     def __init__(self, rank, board, barrier):
         self.rank, self.is_main, self.board, self.barrier = rank, rank == 0, board, barrier
+        self.world_size = len(board)
 
     def gathered(self, value):
         self.board[self.rank] = value
