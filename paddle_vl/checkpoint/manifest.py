@@ -9,7 +9,7 @@ writing too. Other files in the folder, such as a model card, are not checked.
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -243,7 +243,11 @@ def listed_weights(folder: Path) -> dict[str, FileSum]:
     """
     manifest = Manifest.read(folder)
     files = {} if manifest is None else manifest.files
-    return {name: file for name, file in files.items() if _fits(name, WEIGHT_FILES)}
+    return {
+        name: file
+        for name, file in files.items()
+        if any(fnmatchcase(name, pattern) for pattern in WEIGHT_FILES)
+    }
 
 
 def damage_of_weights(folder: Path, problems: Iterable[str]) -> str:
@@ -264,16 +268,6 @@ def shared_out(files: Mapping[str, FileSum], rank: int, size: int) -> dict[str, 
         if least == rank:
             own[name] = files[name]
     return own
-
-
-def files_in(folder: Path, patterns: Sequence[str]) -> list[str]:
-    """Names of the files in a folder that match a pattern."""
-    names = sorted(path.name for path in folder.iterdir() if path.is_file())
-    return [name for name in names if _fits(name, patterns)]
-
-
-def _fits(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def file_sum(file: Path, drop_cache: bool = False) -> FileSum:

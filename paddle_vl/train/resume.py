@@ -14,12 +14,10 @@ from typing import Any
 from paddle_vl.checkpoint.adapter_files import TENSOR_FILE
 from paddle_vl.checkpoint.manifest import (
     MANIFEST_FILE,
-    WEIGHT_FILES,
     FileSum,
     Manifest,
     damage_of_weights,
     damaged_files,
-    files_in,
     listed_weights,
     shared_out,
 )
@@ -28,9 +26,7 @@ from paddle_vl.config.load import flatten, load_run_config
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train.checkpoint import (
-    MODEL_FILES,
     OPTIMIZER_STEM,
-    STATE_FILE,
     checkpoint_folders,
     complete_checkpoints,
     load_state,
@@ -38,14 +34,6 @@ from paddle_vl.train.checkpoint import (
 )
 
 logger = logging.getLogger(__name__)
-# Files that a manifest must list: they determine what a resumed run does.
-_LISTED = (
-    *WEIGHT_FILES,
-    *MODEL_FILES,
-    f"{OPTIMIZER_STEM}*.safetensors*",
-    STATE_FILE,
-    "config.yaml",
-)
 # Settings that do not affect the training.
 _NOT_COMPARED = ("train.output_dir", "train.resume_from_checkpoint")
 
@@ -131,7 +119,7 @@ def _of_all(problems: list[str], ranks: SingleRank) -> list[str]:
 
 
 def _misfit(checkpoint: Path, manifest: Manifest | None) -> str | None:
-    """What is missing, or how manifest and files contradict each other; None if nothing is wrong.
+    """What is missing without which it cannot be resumed from; None if nothing is.
 
     Raises:
         RuntimeError: damage of a checkpoint of an earlier version, which has no manifest:
@@ -139,15 +127,9 @@ def _misfit(checkpoint: Path, manifest: Manifest | None) -> str | None:
     """
     if missing := missing_files(checkpoint):
         return f"it has no {', '.join(missing)}"
-    state = load_state(checkpoint)
     if manifest is not None:
-        unlisted = [name for name in files_in(checkpoint, _LISTED) if name not in manifest.files]
-        if unlisted:
-            return f"{MANIFEST_FILE} has no entry of {', '.join(unlisted)}"
-        own = (manifest.step, manifest.nonfinite_updates)
-        if own != (state.get("step"), state.get("nonfinite_updates")):
-            return f"{MANIFEST_FILE} and {STATE_FILE} are of different checkpoints"
         return None
+    state = load_state(checkpoint)
     if state.get("has_manifest"):
         return f"{MANIFEST_FILE} is missing"
     read_checkpoint_headers(checkpoint, OPTIMIZER_STEM)

@@ -329,8 +329,7 @@ class Trainer:
     def _evaluate(self) -> None:
         """Report the evaluation losses; after a stop signal the resumed run evaluates instead."""
         assert self.evaluate is not None
-        with self.reporter.bar.evaluating():
-            losses = self.evaluate(lambda: self.stop.received)
+        losses = self.evaluate(lambda: self.stop.received)
         self._owes_evaluation = losses is None
         if losses is None:
             self.stop_signal = self.ranks.agree([], self.stop.received)[1]

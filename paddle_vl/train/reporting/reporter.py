@@ -8,8 +8,7 @@ tensor; the tensors of all ranks are gathered and copied to the host. Shapes: P 
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -284,13 +283,6 @@ class ProgressBar:
             left_s = (self._clock() - self._begin) / (done - begin) * max(0, total - done)
             told.append(f"{tqdm.format_interval(left_s)} left")
         logger.info("%s", ", ".join(told))
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Label the bar "evaluate" while entered."""
-        self._bar.set_description_str("evaluate")
-        yield
-        self._bar.set_description_str("train")
 
     def close(self) -> None:
         self._bar.close()

@@ -98,14 +98,6 @@ def test_a_manifest_with_a_name_that_no_file_has_is_damage(tmp_path, name):
         check_weights(folder)
 
 
-def test_a_file_without_an_entry_is_damage(tmp_path):
-    folder = save_checkpoint(tmp_path, 2)
-    values = json.loads((folder / "manifest.json").read_text())
-    del values["files"]["optimizer.safetensors"]
-    (folder / "manifest.json").write_text(json.dumps(values))
-    assert examine(folder).problems == ("manifest.json has no entry of optimizer.safetensors",)
-
-
 def test_other_files_in_the_folder_do_not_matter(tmp_path):
     folder = save_checkpoint(tmp_path, 2)
     (folder / "README.md").write_text("a model card")

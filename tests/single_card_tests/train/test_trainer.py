@@ -6,7 +6,6 @@ folder has the documented files; settings take effect. Interrupted and resumed r
 """
 
 import json
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from paddle_vl.config.load import load_run_config
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.train import trainer as trainer_module
 from paddle_vl.train.checkpoint import model_folder
-from paddle_vl.train.reporting.reporter import ProgressBar
 from tests.single_card_tests.train.batches import outcome
 from tests.single_card_tests.train.whole_runs import assert_same_run, build, evaluated, metrics_of
 from tests.support.finished_runs import metrics_of as run_metrics
@@ -66,23 +64,6 @@ def test_two_seeded_runs_are_bit_identical(whole_run, run_file, tmp_path):
 def test_another_seed_gives_another_run(whole_run, run_file, tmp_path):
     build(run_file, tmp_path, "train.seed=6", "train.max_steps=1").run()
     assert metrics_of(tmp_path)[0]["loss"] != metrics_of(whole_run)[0]["loss"]
-
-
-def test_bar_says_when_the_run_evaluates(run_file, tmp_path, monkeypatch):
-    shown = []
-
-    @contextmanager
-    def evaluating(bar):
-        shown.append("evaluating")
-        yield
-        shown.append("training")
-
-    monkeypatch.setattr(ProgressBar, "evaluating", evaluating)
-    trainer = build(run_file, tmp_path, *evaluated(run_file.with_name("test.jsonl")))
-    losses = trainer.evaluate
-    trainer.evaluate = lambda received: shown.append("evaluate") or losses(received)
-    trainer.run()
-    assert shown == ["evaluating", "evaluate", "training"] * 2
 
 
 def test_finite_update_between_resets_the_count(run_file, tmp_path, monkeypatch):
