@@ -126,10 +126,7 @@ def _problems_of_length(config: RunConfig) -> Problems:
 
 
 def warmup_problems(train: TrainConfig, num_steps: int, length: str) -> Problems:
-    """A warmup that runs into the decay in a run of `num_steps`; messages say `length`.
-
-    A run that ends in its warmup, as short trials do, has none, and is told when it starts.
-    """
+    """A warmup that runs into the decay in a run of `num_steps`; messages say `length`."""
     decay = math.ceil(num_steps * (train.decay_ratio or 0))
     if train.warmup_steps < num_steps < train.warmup_steps + decay:
         yield (

@@ -7,9 +7,8 @@ reads a share of the files, and the findings are gathered.
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paddle_vl.checkpoint.adapter_files import TENSOR_FILE
 from paddle_vl.checkpoint.manifest import (
@@ -38,30 +37,16 @@ logger = logging.getLogger(__name__)
 _NOT_COMPARED = ("train.output_dir", "train.resume_from_checkpoint")
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Result of verifying a checkpoint.
 
     Attributes:
         problems: why it cannot be resumed from; empty if it can.
-        nonfinite_updates: streak of skipped updates before it; above 0 it is marked.
         has_manifest: False for checkpoints of earlier versions, which cannot be compared.
     """
 
-    problems: tuple[str, ...] = ()
-    nonfinite_updates: int = 0
-    has_manifest: bool = True
-
-    @property
-    def reasons(self) -> list[str]:
-        """Why `auto` does not resume from it: problems and mark."""
-        marks = []
-        if self.nonfinite_updates:
-            marks.append(
-                f"the last {self.nonfinite_updates} updates before it were skipped, as a loss or "
-                "the gradient norm was not finite"
-            )
-        return [*self.problems, *marks]
+    problems: tuple[str, ...]
+    has_manifest: bool
 
 
 def examine(checkpoint: Path, checksums: bool = True, ranks: SingleRank = ONE_RANK) -> Verdict:
@@ -85,8 +70,7 @@ def examine(checkpoint: Path, checksums: bool = True, ranks: SingleRank = ONE_RA
         size = sum(file.size for file in files.values())
         seconds = time.perf_counter() - begin
         logger.info("%s is verified: %.2f GB in %.1f s", checkpoint.name, size / 1e9, seconds)
-    streak = 0 if manifest is None else manifest.nonfinite_updates
-    return Verdict(tuple(problems), streak, has_manifest=manifest is not None)
+    return Verdict(tuple(problems), has_manifest=manifest is not None)
 
 
 def check_pretrained(folder: Path, checksums: bool = True, ranks: SingleRank = ONE_RANK) -> None:
@@ -177,42 +161,35 @@ def checkpoint_to_resume(config: RunConfig, ranks: SingleRank = ONE_RANK) -> Pat
             f"train.resume_from_checkpoint {checkpoint} is damaged: {'; '.join(verdict.problems)}. "
             "Name another one, or restore it from a copy"
         )
-    marks = [
-        f"{checkpoint.name} is marked: {mark}; continuing as it was named"
-        for mark in verdict.reasons
-    ]
-    _tell(ranks, marks, checkpoint, verdict)
+    _tell(ranks, [], checkpoint, verdict)
     return checkpoint
 
 
 def _tell(ranks: SingleRank, warnings: list[str], checkpoint: Path, verdict: Verdict) -> None:
     if not verdict.has_manifest:
-        warnings = [
-            *warnings,
-            f"{checkpoint} is not verified: it has no manifest.json, as checkpoints of earlier "
-            "versions",
-        ]
+        unverified = "is not verified: it has no manifest.json, as checkpoints of earlier versions"
+        warnings = [*warnings, f"{checkpoint} {unverified}"]
     for text in warnings if ranks.is_main else ():
         logger.warning("%s", text)
 
 
 def _newest_usable(output_dir: Path, checksums: bool, ranks: SingleRank) -> Path | None:
-    """The newest checkpoint that is neither damaged nor marked; None without checkpoints."""
+    """The newest checkpoint that is not damaged; None without checkpoints."""
     # All ranks use the list of rank 0.
     names = ranks.gathered([path.name for _, path in checkpoint_folders(output_dir)])[0]
     passed_over: list[str] = []
     for name in reversed(names):
         verdict = examine(output_dir / name, checksums, ranks)
-        if not verdict.reasons:
+        if not verdict.problems:
             told = [f"passed over {text}" for text in passed_over]
             _tell(ranks, told, output_dir / name, verdict)
             return output_dir / name
-        passed_over.append(f"{name}: {'; '.join(verdict.reasons)}")
+        passed_over.append(f"{name}: {'; '.join(verdict.problems)}")
     if passed_over:
         raise RuntimeError(
             f"train.resume_from_checkpoint is auto, but none of the checkpoints in {output_dir} "
-            f"can be used. {'. '.join(passed_over)}. Restore one from a copy, name a marked one by "
-            "its path, or begin anew in another train.output_dir"
+            f"can be used. {'. '.join(passed_over)}. Restore one from a copy, "
+            "or begin anew in another train.output_dir"
         )
     return None
 

@@ -1,4 +1,4 @@
-"""Feeds a training step with its micro-batches: counted, prefetched to a GPU, tensors on a CPU.
+"""Feeds a training step with its micro-batches: counted, as tensors, prefetched to a GPU.
 
 Also warns about long waits for data while they last (`warning_of_wait`).
 """
@@ -63,8 +63,8 @@ class FedStep:
     """The micro-batches of a step.
 
     Attributes:
-        micro_batches: counted. With `DeviceCopies` their arrays are tensors on the device, valid
-            until the next step but one is requested; with `makes_tensors` tensors of their own.
+        micro_batches: counted. Their arrays are tensors on the device; with `DeviceCopies` valid
+            until the next step but one is requested.
         place: data position after these micro-batches, however many were prefetched.
         data_wait_s: seconds that the step waited for them.
     """
@@ -86,8 +86,6 @@ class BatchFeed:
         wait_warning_s: seconds of waiting for data before a warning.
         copies: copies to the device; None without prefetching.
         count_flops: FLOPs of a batch; None to not count them.
-        makes_tensors: without copies, whether arrays become tensors here. Nothing refers to the
-            arrays then, so a CPU has the memory for the step.
 
     Attributes:
         steps_fed: steps returned so far, of the whole run.
@@ -103,9 +101,7 @@ class BatchFeed:
         wait_warning_s: float = 30.0,
         copies: DeviceCopies | None = None,
         count_flops: Callable[[Batch], int] | None = None,
-        makes_tensors: bool = False,
     ):
-        self._makes_tensors = makes_tensors
         self._data, self._adapter = data, adapter
         self._num_micro_batches, self._num_steps = num_micro_batches, num_steps
         self._copies, self._count_flops = copies, count_flops
@@ -183,20 +179,17 @@ class BatchFeed:
         micro_batches = [
             counted(adapter.prepared(batch), adapter, self._count_flops) for batch in batches
         ]
-        if copies is None and self._makes_tensors:
-            with phase(Phase.HOST_TO_DEVICE):
-                micro_batches = [
-                    replace(each, batch=_as_tensors(each.batch, adapter)) for each in micro_batches
-                ]
-        elif copies is not None:
-            with phase(Phase.HOST_TO_DEVICE):
-                on_device = copies.start(
-                    [micro_batch.batch for micro_batch in micro_batches], adapter.is_for_device
-                )
-            micro_batches = [
-                replace(micro_batch, batch=batch)
-                for micro_batch, batch in zip(micro_batches, on_device, strict=True)
-            ]
+        # Nothing refers to the arrays after this, so a CPU has their memory for the step.
+        batches = [micro_batch.batch for micro_batch in micro_batches]
+        with phase(Phase.HOST_TO_DEVICE):
+            if copies is None:
+                on_device = [_as_tensors(batch, adapter) for batch in batches]
+            else:
+                on_device = copies.start(batches, adapter.is_for_device)
+        micro_batches = [
+            replace(micro_batch, batch=batch)
+            for micro_batch, batch in zip(micro_batches, on_device, strict=True)
+        ]
         return FedStep(micro_batches, place, wait_s)
 
 

@@ -17,7 +17,7 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
@@ -142,12 +142,10 @@ class RankFiles(NamedTuple):
 
     Attributes:
         files: by path inside the folder.
-        doubts: messages about files that read back differently.
         error: why the rank failed, if it did.
     """
 
     files: Mapping[str, FileSum]
-    doubts: Sequence[str] = ()
     error: str | None = None
 
     def write(self, partial: Path, rank: int) -> None:
@@ -200,7 +198,6 @@ def commit(
     target: Path,
     by_rank: Mapping[int, RankFiles],
     step: int,
-    nonfinite_updates: int,
 ) -> None:
     """Write the manifest and rename the folder; replaces an older folder of that name.
 
@@ -210,7 +207,7 @@ def commit(
     files = {name: file for one in by_rank.values() for name, file in one.files.items()}
     for rank in by_rank:
         _part_file(partial, rank).unlink()
-    Manifest(step, nonfinite_updates, files).write(partial)
+    Manifest(step, files).write(partial)
     for folder in {partial, *((partial / name).parent for name in files)}:
         flush_to_disk(folder)
     older = None
@@ -241,7 +238,7 @@ class FolderWrite:
     """
 
     def __init__(self, snapshot: Snapshot | None, target: Path, rank: int, reads_back: bool):
-        self.target, self.reads_back = target, reads_back
+        self.target, self._reads_back = target, reads_back
         self.deadline = math.inf
         self.finish: Callable[[], None] = lambda: None
         self.is_told = False
@@ -282,8 +279,9 @@ class FolderWrite:
             return
         try:
             files = self._snapshot.write_to(partial, self._go_on)
-            doubts = damaged_files(partial, files, drop_cache=True) if self.reads_back else []
-            RankFiles(files, doubts).write(partial, self._rank)
+            if self._reads_back and (damage := damaged_files(partial, files, drop_cache=True)):
+                raise RuntimeError(f"{partial} reads back differently: {'; '.join(damage)}")
+            RankFiles(files).write(partial, self._rank)
         except (OSError, RuntimeError) as error:
             # So that rank 0 does not wait for this rank; `CheckpointWriter.wait` raises it too.
             with suppress(OSError):

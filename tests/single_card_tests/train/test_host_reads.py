@@ -17,7 +17,10 @@ from safetensors.numpy import load_file
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.testing import record_host_reads
+from paddle_vl.train import trainer as trainer_module
 from paddle_vl.train.build import build_trainer
+from paddle_vl.train.feeding.device_copies import DeviceCopies
+from tests.single_card_tests.train.fake_device import FakeDevice
 from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.support.finished_runs import lasting, metrics_of
@@ -38,7 +41,10 @@ def build(run_file: Path, output_dir: Path, masks: bool):
     return trainer
 
 
-def test_a_step_reads_nothing_and_a_report_once_while_the_next_step_runs(run_file, tmp_path):
+def test_a_step_reads_nothing_and_a_report_once_while_the_next_step_runs(
+    run_file, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(trainer_module, "device_copies", lambda *_: DeviceCopies(FakeDevice()))
     trainer = build(run_file, tmp_path, masks=True)
     train_one_step, between_steps = trainer.train_one_step, trainer._between_steps
     places: Counter[tuple[int, str]] = Counter()

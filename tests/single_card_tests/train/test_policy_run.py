@@ -24,7 +24,6 @@ from paddle_vl.families.pi07.recipe import PI07Recipe
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.evaluate import mean_losses
 from paddle_vl.train.step import ModelRunner
-from tests.single_card_tests.train.batches import count_calls
 from tests.single_card_tests.train.tiny_policy_run import (
     MODEL,
     PLANNER,
@@ -156,30 +155,9 @@ def test_the_planner_learns_what_it_is_to_write_and_continues(run_file, tmp_path
     assert len(plan.memory) == len(plan.response) == 1
 
 
-def test_gradient_checkpointing_of_the_policy_recomputes(run_file, tmp_path):
-    found = []
-    for checkpointed in (False, True):
-        config = json.dumps(MODEL | {"gradient_checkpointing": checkpointed})
-        overrides = [f"train.output_dir={tmp_path / str(checkpointed)}", f"model.config={config}"]
-        trainer = build_trainer(load_run_config(run_file, overrides))
-        calls = count_calls(trainer.runner.model.decoder_layers[0].backbone_layer.mlp)
-        trainer.run()
-        found.append((len(calls), weights(tmp_path / str(checkpointed) / "final")))
-    (plain_calls, plain), (calls, recomputed) = found
-    assert calls == 2 * plain_calls
-    for name, value in plain.items():
-        np.testing.assert_allclose(recomputed[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
-
-
 def test_made_up_demonstrations_need_no_files(run_file, tmp_path):
     overrides = ["data.train=[]", "data.synthetic_samples=24", "data.fields=[response, speed]"]
     assert len(metrics_of(trained(run_file, tmp_path / "out", *overrides))) == 4
-
-
-def test_settings_of_the_other_family_are_refused_together(run_file, tmp_path):
-    overrides = [f"train.output_dir={tmp_path}", "data.packing=true", "data.max_length=64"]
-    with pytest.raises(ValueError, match=r"(?s)data\.packing applies.*data\.max_length"):
-        load_run_config(run_file, overrides)
 
 
 @pytest.mark.parametrize("insulated", [True, False])
