@@ -8,8 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
@@ -25,41 +25,26 @@ from paddle_vl.train.step import MicroBatch, counted
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class DataPlace:
+class DataPlace(NamedTuple):
     """Position in the training data.
 
     Attributes:
         state: state dict of the data at this position.
-        epoch, batches_consumed: epoch of the next batch, and batches of that epoch before it.
-        batches_in_epoch: batches of that epoch.
+        passes: passes over the data so far.
         skipped: bad samples left out so far.
     """
 
     state: dict[str, Any]
-    epoch: int
-    batches_consumed: int
-    batches_in_epoch: int
+    passes: float
     skipped: int
 
     @classmethod
     def of(cls, data: PrefetchingLoader) -> "DataPlace":
-        return cls(
-            data.state_dict(),
-            data.epoch,
-            data.batches_consumed,
-            len(data),
-            sum(data.skipped.values()),
-        )
-
-    @property
-    def passes(self) -> float:
-        """Passes over the data so far."""
-        return self.epoch + self.batches_consumed / self.batches_in_epoch
+        passes = data.epoch + data.batches_consumed / max(1, len(data))
+        return cls(data.state_dict(), passes, sum(data.skipped.values()))
 
 
-@dataclass(frozen=True)
-class FedStep:
+class FedStep(NamedTuple):
     """The micro-batches of a step.
 
     Attributes:

@@ -88,7 +88,6 @@ def test_unknown_key_names_place_and_nearest_setting(write, override, part):
     ("override", "part"),
     [
         ("model.compute_dtype={a: 1}", "is {\"a\": 1}; it must be 'float32' or"),
-        ("model.compute_dtype=[bfloat16]", "it must be 'float32' or 'bfloat16'"),
         ('data.processor=""', 'data.processor is ""; it must name a file or folder'),
         ('model.pretrained=" "', 'model.pretrained is " "; it must name a file or folder'),
         ('data.train=[""]', 'data.train[0] is ""; it must name a file or folder'),
@@ -96,7 +95,6 @@ def test_unknown_key_names_place_and_nearest_setting(write, override, part):
         ("data.train=[{path: 3}]", "data.train[0].path is 3; it must be a text or"),
         ("data.train=[{path: a, columns: {b: 3}}]", "data.train[0].columns.b is 3; it must"),
         ("train.max_steps='4'", 'train.max_steps is "4"; it must be a whole number'),
-        ("train.max_steps=4.0", "train.max_steps is 4.0; it must be a whole number"),
         ("train.seed=true", "train.seed is true; it must be a whole number"),
         ("data.train=3", "data.train is 3; it must be a list"),
         ("data.train=[1]", "data.train[0] is 1; it must be a text"),
