@@ -26,7 +26,7 @@ from paddle_vl.train.saving.commit import (
     Fill,
     FolderWrite,
     Snapshot,
-    collect_ranks,
+    collect_parts,
     commit,
     failure,
 )
@@ -175,8 +175,8 @@ class CheckpointWriter:
     def _finish(self, write: FolderWrite, step: int, prunes: bool) -> None:
         """Work of rank 0 after its own write."""
         folder, target = partial_of(write.target), write.target
-        by_rank = collect_ranks(folder, self._ranks, lambda: write.deadline)
-        commit(folder, target, by_rank, step)
+        files = collect_parts(folder, self._ranks, lambda: write.deadline)
+        commit(folder, target, files, step)
         if prunes:
             # It was read back.
             self._good.add(target.name)

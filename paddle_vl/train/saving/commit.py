@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -137,53 +136,42 @@ def _copied(file: str, tensor: TensorToWrite, memory: Copies) -> TensorToWrite:
     return tensor._replace(produce=lambda: copy)
 
 
-class RankFiles(NamedTuple):
-    """What one rank wrote.
-
-    Attributes:
-        files: by path inside the folder.
-        error: why the rank failed, if it did.
-    """
-
-    files: Mapping[str, FileSum]
-    error: str | None = None
-
-    def write(self, partial: Path, rank: int) -> None:
-        """Write `.part-RANK.json` atomically."""
-        values = self._asdict() | {"files": files_as_json(self.files)}
-        write_bytes(_part_file(partial, rank), [json.dumps(values).encode()])
+def leave_part(
+    partial: Path, rank: int, files: Mapping[str, FileSum], error: str | None = None
+) -> None:
+    """Write `.part-RANK.json`, which says what a rank wrote, or why it failed."""
+    values = {"files": files_as_json(files), "error": error}
+    write_bytes(_part_file(partial, rank), [json.dumps(values).encode()])
 
 
 def _part_file(partial: Path, rank: int) -> Path:
     return partial / f".part-{rank}.json"
 
 
-def collect_ranks(
+def collect_parts(
     partial: Path, ranks: Iterable[int], deadline: Callable[[], float]
-) -> dict[int, RankFiles]:
-    """Wait for what all ranks wrote.
+) -> dict[str, FileSum]:
+    """Wait for what all ranks wrote: all files by path inside the folder.
 
     Args:
         deadline: until when, by `time.monotonic`; asked while waiting.
 
     Raises:
-        RuntimeError: a rank failed, or its file is not here in time.
+        RuntimeError: a rank failed, or its part is not here in time.
     """
-    found: dict[int, RankFiles] = {}
-    pause = _POLL_S[0]
+    files: dict[str, FileSum] = {}
+    missing, pause = list(ranks), _POLL_S[0]
     while True:
-        missing = []
-        for rank in (rank for rank in ranks if rank not in found):
-            try:
-                values = json.loads(_part_file(partial, rank).read_text(encoding="utf-8"))
-            except FileNotFoundError:
-                missing.append(rank)
-                continue
-            found[rank] = RankFiles(**values | {"files": files_from_json(values["files"])})
-            if found[rank].error is not None:
-                raise RuntimeError(f"rank {rank} could not write its files: {found[rank].error}")
+        for rank in list(missing):
+            part = _part_file(partial, rank)
+            if part.exists():
+                values = json.loads(part.read_text(encoding="utf-8"))
+                if values["error"] is not None:
+                    raise RuntimeError(f"rank {rank} could not write its files: {values['error']}")
+                files |= files_from_json(values["files"])
+                missing.remove(rank)
         if not missing:
-            return found
+            return files
         if time.monotonic() > deadline():
             raise RuntimeError(
                 f"{partial} has no {_part_file(partial, missing[0]).name}, so rank {missing[0]} "
@@ -193,20 +181,14 @@ def collect_ranks(
         pause = min(2 * pause, _POLL_S[1])
 
 
-def commit(
-    partial: Path,
-    target: Path,
-    by_rank: Mapping[int, RankFiles],
-    step: int,
-) -> None:
+def commit(partial: Path, target: Path, files: Mapping[str, FileSum], step: int) -> None:
     """Write the manifest and rename the folder; replaces an older folder of that name.
 
     If the process ends at any point, `target` is the complete old folder, the complete new one, or
     what `finish_saves` makes the new one at the next start.
     """
-    files = {name: file for one in by_rank.values() for name, file in one.files.items()}
-    for rank in by_rank:
-        _part_file(partial, rank).unlink()
+    for part in partial.glob(".part-*.json"):
+        part.unlink()
     Manifest(step, files).write(partial)
     for folder in {partial, *((partial / name).parent for name in files)}:
         flush_to_disk(folder)
@@ -281,11 +263,11 @@ class FolderWrite:
             files = self._snapshot.write_to(partial, self._go_on)
             if self._reads_back and (damage := damaged_files(partial, files, drop_cache=True)):
                 raise RuntimeError(f"{partial} reads back differently: {'; '.join(damage)}")
-            RankFiles(files).write(partial, self._rank)
+            leave_part(partial, self._rank, files)
         except (OSError, RuntimeError) as error:
             # So that rank 0 does not wait for this rank; `CheckpointWriter.wait` raises it too.
             with suppress(OSError):
-                RankFiles({}, error=str(error)).write(partial, self._rank)
+                leave_part(partial, self._rank, {}, str(error))
             raise
 
     def _finish(self) -> None:

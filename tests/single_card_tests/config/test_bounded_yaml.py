@@ -32,8 +32,6 @@ def merges() -> str:
 
 
 HOSTILE = [
-    (bomb().encode(), "expanded this has more than 50,000 values"),
-    (merges().encode(), "expanded this has more than 50,000 values"),
     (b"a: &a [*a]", "an alias is inside its own anchor"),
     (b"a: " + b"[" * 100_000, "nested more than 64 deep"),
     (b"a: " + b"{a: " * 100_000, "nested more than 64 deep"),
@@ -60,11 +58,18 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize(("text", "named"), HOSTILE, ids=range(len(HOSTILE)))
-def test_hostile_files_are_refused_by_name_in_little_memory(tmp_path, text, named):
+def test_hostile_files_are_refused_by_name(tmp_path, text, named):
     file = tmp_path / "run.yaml"
     file.write_bytes(text)
-    tracemalloc.start()
     with pytest.raises(ValueError, match=rf"(?s)run\.yaml.*{named}"):
+        load_run_config(file)
+
+
+@pytest.mark.parametrize("text", [bomb(), merges()], ids=["lists", "merges"])
+def test_files_that_expand_are_refused_in_little_memory(file, text):
+    file.write_text(text)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="expanded this has more than 50,000 values"):
         load_run_config(file)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

@@ -206,9 +206,9 @@ def test_a_rank_that_cannot_write_is_named_on_all_ranks(tmp_path, monkeypatch):
 def test_a_rank_that_is_gone_is_not_waited_for_when_the_run_ends_by_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_writer, "_PATIENCE_S", 0.2)
     # The second rank's files never arrive.
-    plain = commit.RankFiles.write
+    plain = commit.leave_part
     monkeypatch.setattr(
-        commit.RankFiles, "write", lambda part, to, rank: None if rank else plain(part, to, rank)
+        commit, "leave_part", lambda to, rank, *what: None if rank else plain(to, rank, *what)
     )
 
     def last(writer):
@@ -222,9 +222,9 @@ def test_a_rank_that_is_gone_is_not_waited_for_when_the_run_ends_by_an_error(tmp
 
 def test_a_folder_that_is_not_shared_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_writer, "_VISIBLE_WITHIN_S", 0.1)
-    plain = commit.RankFiles.write
+    plain = commit.leave_part
     monkeypatch.setattr(
-        commit.RankFiles, "write", lambda part, to, rank: None if rank else plain(part, to, rank)
+        commit, "leave_part", lambda to, rank, *what: None if rank else plain(to, rank, *what)
     )
     first, second = several(tmp_path)
     assert "a file system that all ranks share" in str(first)

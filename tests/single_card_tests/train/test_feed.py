@@ -290,9 +290,8 @@ def test_a_step_on_a_cpu_keeps_no_array_that_became_a_tensor(tmp_path, run_files
     assert arrays
 
 
-@pytest.mark.parametrize("family", ["language", "policy"])
-def test_a_run_with_copies_is_the_run_without_them(monkeypatch, tmp_path, run_files, family):
-    run_file, device = run_files[family], FakeDevice()
+def test_a_run_with_copies_is_the_run_without_them(monkeypatch, tmp_path, run_files):
+    run_file, device = run_files["policy"], FakeDevice()
     trainer_for(run_file, tmp_path / "plain").run()
     expected = weights_of(tmp_path / "plain")
     monkeypatch.setattr(trainer_module, "device_copies", lambda *_: DeviceCopies(device))

@@ -34,9 +34,10 @@ def run_file(request, tmp_path_factory) -> Path:
     return write(tmp_path_factory.mktemp("run") / "data")
 
 
-def build(run_file: Path, output_dir: Path, masks: bool):
-    overrides = [f"train.output_dir={output_dir}", "train.max_steps=8", "train.save_steps=null"]
-    trainer = build_trainer(load_run_config(run_file, [*overrides, "logging.logging_steps=3"]))
+def build(run_file: Path, output_dir: Path, masks: bool, max_steps: int = 8):
+    overrides = [f"train.output_dir={output_dir}", f"train.max_steps={max_steps}"]
+    overrides += ["train.save_steps=null", "logging.logging_steps=3"]
+    trainer = build_trainer(load_run_config(run_file, overrides))
     trainer.optimizer.masks_updates = masks
     return trainer
 
@@ -93,7 +94,7 @@ def test_every_way_to_read_is_counted_once():
 
 def test_a_run_of_masked_updates_is_the_one_whose_flags_are_read(run_file, tmp_path):
     for name, masks in (("plain", False), ("masked", True)):
-        build(run_file, tmp_path / name, masks).run()
+        build(run_file, tmp_path / name, masks, max_steps=4).run()
     for ours, theirs in zip(
         lasting(metrics_of(tmp_path / "masked")),
         lasting(metrics_of(tmp_path / "plain")),

@@ -66,10 +66,10 @@ def weights(folder: Path) -> dict[str, np.ndarray]:
 
 
 def test_training_lowers_both_losses_and_the_policy_acts(run_file, tmp_path):
-    settings = ["train.max_steps=40", "train.save_steps=null", "train.learning_rate=0.02"]
-    evaluation = [f"data.eval=[{run_file.parent / 'arm-joint.jsonl'}]", "train.eval_steps=10"]
+    settings = ["train.max_steps=24", "train.save_steps=null", "train.learning_rate=0.02"]
+    evaluation = [f"data.eval=[{run_file.parent / 'arm-joint.jsonl'}]", "train.eval_steps=8"]
     found = metrics_of(trained(run_file, tmp_path / "out", *settings, *evaluation))
-    # The first evaluation follows ten steps.
+    # The first evaluation follows eight steps.
     for prefix, share in (("", 0.8), ("eval_", 0.95)):
         for name in (f"{prefix}loss", f"{prefix}MSE", f"{prefix}CE"):
             values = [line[name] for line in found if name in line]
