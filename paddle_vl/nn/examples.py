@@ -28,6 +28,7 @@ from paddle_vl.nn.attention_masks import (
     HistoryMask,
     KeyMask,
 )
+from paddle_vl.nn.delta_rule import chunked_size
 from paddle_vl.nn.experts import GroupSizes
 from paddle_vl.nn.operations import Operation
 
@@ -187,6 +188,27 @@ def _cached(r: Rng, s: Sizes, queries: int) -> Inputs:
     return Inputs(args, work=4 * 2 * queries * used * s.heads * s.head_width)
 
 
+def _delta_rule(r: Rng, s: Sizes, *offsets: int, queries: int | None = None) -> Inputs:
+    """A batch of two with a state before, or packed samples."""
+    length, n, c = queries or s.length, s.heads, s.head_width
+    q, k = (normal(r, 2, length, s.key_heads, c) for _ in range(2))
+    decay = -0.1 * r.exponential(size=(2, length, n)).astype(np.float32)
+    beta = r.random((2, length, n), dtype=np.float32)
+    ends = np.array([0, *offsets, 2 * length])
+    state = None if offsets else normal(r, 2, n, c, c)
+    packed = (lambda: PackedSamples(ends, length)) if offsets else None
+    args = (q, k, normal(r, 2, length, n, c), decay, beta, state, packed, True)
+    return Inputs(args, tables=(3, 5), work=2 * 2 * length * n * chunked_size(c, c))
+
+
+def _convolution(r: Rng, s: Sizes, *offsets: int) -> Inputs:
+    u, weight = normal(r, 2, s.length, s.width), normal(r, s.width, 4)
+    if not offsets:
+        return Inputs((u, weight, normal(r, 2, 3, s.width)))
+    ends = np.array([0, *offsets, 2 * s.length])
+    return Inputs((u, weight, None, lambda: PackedSamples(ends, s.length)))
+
+
 def _segments(r: Rng, s: Sizes, *runs: tuple[int, int], as_runs: bool = True) -> Inputs:
     """Runs of so many segments of one length."""
     rows = sum(count * length for count, length in runs)
@@ -263,6 +285,12 @@ ROWS: dict[str, Make] = {
     ),
     # Devices drop other entries, so what can be compared is that none is dropped.
     "dropout": lambda r, s: Inputs((_x(r, s), 0.0), exact=lambda x, p: x),
+    "causal_conv_silu": _convolution,
+    "causal_conv_silu.packed": lambda r, s: _convolution(r, s, s.length // 3, s.length),
+    "gated_rms_norm": lambda r, s: Inputs(
+        (_x(r, s), _x(r, s), _weight(r, s), 1e-6),
+        exact=lambda x, gate, w, e: _quotient(x, e) * w * gate / (1 + np.exp(-gate)),
+    ),
     "biased_linear": _biased_linear,
     "apply_rotary": _apply_rotary,
     "permuted_copies": lambda r, s: _permuted(r, s, 2),
@@ -287,9 +315,17 @@ ATTENTION: dict[str, Make] = {
     "masked_attention.keys": _keys,
     "masked_attention.history": _history,
 }
-EXAMPLES = ROWS | ATTENTION
+DELTA_RULE: dict[str, Make] = {
+    "gated_delta_rule": _delta_rule,
+    # Samples of a token, of a chunk and more, and of less.
+    "gated_delta_rule.packed": lambda r, s: _delta_rule(
+        r, s, s.length // 3, s.length // 3 + 1, s.length, 2 * s.length - 7
+    ),
+    "gated_delta_rule.token": lambda r, s: _delta_rule(r, s, queries=1),
+}
+EXAMPLES = ROWS | ATTENTION | DELTA_RULE
 # Their float32 may run in TF32 on a GPU.
-PRODUCTS = {*ATTENTION, "biased_linear", "grouped_linear"}
+PRODUCTS = {*ATTENTION, *DELTA_RULE, "biased_linear", "grouped_linear"}
 
 
 def examples_of(operation: Operation) -> dict[str, Make]:

@@ -86,11 +86,6 @@ class Qwen3VLTextConfig:
                 "not supported (no Qwen3-VL checkpoint uses it): set it to 0"
             )
 
-    @property
-    def rotary_dim(self) -> int:
-        """Channels of a head that are rotated: all."""
-        return self.head_dim
-
     def layer_size(self, layer: int) -> int:
         """Multiplications per token of the matrix products of that decoder layer.
 

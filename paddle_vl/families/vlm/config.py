@@ -89,7 +89,7 @@ class VLConfig(SavedConfig):
     """Configuration of a complete model.
 
     A family adds `text_config`, its decoder's, which has at least `vocab_size`, `hidden_size`,
-    `num_hidden_layers`, `rotary_dim`, `rope_theta`, `mrope_section`, `initializer_range`,
+    `num_hidden_layers`, `rope_theta`, `mrope_section`, `initializer_range`,
     `rms_norm_eps`, `layer_size(layer)`, `has_experts(layer)` and `has_balance_loss(requested)`;
     with experts also `num_experts` and `router_aux_loss_coef`.
     """

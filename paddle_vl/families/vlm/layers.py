@@ -205,7 +205,9 @@ class PatchMerger(nn.Layer):
 def decoder_positions(config: VLConfig, dict_args: dict[str, Any]) -> dict[str, Any]:
     """The inputs that all decoder layers share, see `GPTEmbedding.forward`."""
     text, position_ids = config.text_config, dict_args["position_ids"]
-    tables = mrope_tables(position_ids, text.rotary_dim, text.rope_theta, text.mrope_section)
+    # Two channels for every slot; of a head that is wider, the first ones are rotated.
+    rotated = 2 * sum(text.mrope_section)
+    tables = mrope_tables(position_ids, rotated, text.rope_theta, text.mrope_section)
     passed_on = ("attention_mask", "packed", "routed_rows")
     shared = {name: dict_args[name] for name in passed_on if dict_args.get(name) is not None}
     return {"position_ids": position_ids, "rotary_pos_emb": tables, **shared}
