@@ -2,20 +2,29 @@
 
 Guarantees: packed samples give loss and gradients of the samples alone, with experts,
 recomputation and pipeline stages; padding on the left changes nothing; the prompt in chunks and a
-longer prompt with the same end give the same tokens; tensor and sequence parallelism on simulated
-ranks equal one device.
+whole one give the same tokens; tensor and sequence parallelism on simulated ranks equal one device,
+with fused and with separate projections; adapters on both mixers train, load and merge; operations
+and layer costs are those of the products; an export is refused with its reason.
 """
 
 import numpy as np
+import paddle
 import pytest
 
+from paddle_vl import LoRAConfig, Qwen3_5ForConditionalGeneration
+from paddle_vl.config.families import family_of_folder
+from paddle_vl.families.qwen3_5.flops import Qwen3_5Flops
 from paddle_vl.families.vlm.inputs.collate import PackedCollator, VLCollator
-from paddle_vl.families.vlm.pipeline import VLStage
+from paddle_vl.families.vlm.pipeline import VLStage, layer_costs
+from paddle_vl.families.vlm.recipe import model_shape
+from paddle_vl.nn.linear import fused_columns
+from paddle_vl.parallel.degrees import ParallelDegrees, Plan, plan_problems
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.testing import (
     EXPERTS_3_5,
     assert_equals_single_device,
     tiny_qwen3_5,
+    tiny_qwen3_5_config,
     tiny_qwen3_vl_batch,
 )
 from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO, patches, token_rows
@@ -150,3 +159,78 @@ def test_simulated_ranks_equal_one_device_on_packed_rows(text, batch):
         lambda model: model(**given),
         2,
     )
+
+
+def separated(placement, **text):
+    model = tiny_qwen3_5(placement, seed=1, **text)
+    model.separate([weight for weight in model.parameters() if fused_columns(weight)])
+    return model
+
+
+@pytest.mark.parametrize("mp_degree", [1, 2])
+def test_linears_with_weights_of_their_own_equal_fused_ones(mp_degree):
+    batch = tiny_qwen3_vl_batch()
+    wanted, own = tiny_qwen3_5(seed=1), separated(None)
+    assert len(own.parameters()) > len(wanted.parameters())
+    names = [item.key for item in wanted.stored_parameters()]
+    assert sorted(item.key for item in own.stored_parameters()) == sorted(names)
+    assert own(**batch).loss.item() == pytest.approx(wanted(**batch).loss.item(), rel=1e-6)
+    if mp_degree > 1:
+        assert_equals_single_device(separated, lambda model: model(**batch), mp_degree)
+
+
+def test_adapters_train_the_projections_of_both_mixers_and_merge(tmp_path):
+    model, batch = tiny_qwen3_5(seed=1), tiny_qwen3_vl_batch()
+    before = model(**batch).loss.item()
+    model.save_pretrained(tmp_path / "base")
+    model = Qwen3_5ForConditionalGeneration.from_pretrained(tmp_path / "base")
+    targets = ["in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj"]
+    model.add_lora(LoRAConfig(r=2, target_modules=targets))
+    assert {name.rpartition(".")[2] for name in model.adapter.targets} == set(targets)
+    assert len(model.adapter.targets) == 2 * 3 + 4
+    assert model(**batch).loss.item() == pytest.approx(before, rel=1e-6)
+    for name, parameter in model.hf_named_parameters():
+        if name.endswith("lora_B.weight"):
+            parameter.set_value(paddle.full_like(parameter, 0.05))
+    output = model(**batch)
+    output.loss.backward()
+    trained = [name for name, each in model.hf_named_parameters() if each.grad is not None]
+    assert len(trained) == 2 * len(model.adapter.targets)
+    model.save_adapter(tmp_path / "adapter")
+    loaded = Qwen3_5ForConditionalGeneration.from_pretrained(tmp_path / "adapter")
+    assert loaded(**batch).loss.item() == output.loss.item()
+    model.merge_lora()
+    assert model(**batch).loss.item() == pytest.approx(output.loss.item(), rel=1e-5)
+
+
+def test_an_export_is_refused_with_its_reason(tmp_path):
+    tiny_qwen3_5().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="Qwen3.5 cannot be exported: the number of chunks"):
+        family_of_folder(tmp_path).to_export(tmp_path, None)
+
+
+def test_key_heads_must_divide_by_the_ranks():
+    shape = model_shape(tiny_qwen3_5_config())
+    degrees = ParallelDegrees(mp_degree=8)
+    problems = plan_problems(Plan(degrees, 8, shape))
+    assert any("linear_num_key_heads 4 does not divide" in problem for problem in problems)
+
+
+@pytest.mark.parametrize("text", [{}, EXPERTS_3_5], ids=["dense", "experts"])
+def test_operations_are_those_of_the_matrix_products(text):
+    """By hand, per token of a text without padding; the head and attention's pairs apart."""
+    config = tiny_qwen3_5_config(**text)
+    counter, batch = Qwen3_5Flops(config), tiny_qwen3_vl_batch([1, 2, 3, 4, 5])
+    rule = 8 * (64 * (2 * 4 + (4 + 6) // 2 + 6) + 3 * 4 * 6)
+    delta = 16 * (2 * 16 + 48 + 48 + 2 * 8) + 48 * 16
+    attention = 16 * (2 * 128 + 2 * 32) + 128 * 16
+    mlp = 3 * 16 * (2 * 8 + 16) + 16 * (6 + 1) if text else 3 * 16 * 24
+    operations = counter.operations(batch)
+    assert operations.forward["tokens"] == 2 * (2 * (delta + rule) + attention + 3 * mlp)
+    assert operations.forward["token_pairs"] == 4 * 128
+    # Of two gradients each: of the weight and of the input, but for the first layer's input, which
+    # is the embedding's.
+    assert operations.backward["tokens"] == 2 * operations.forward["tokens"]
+    layers, tower, head = layer_costs(config)
+    assert layers == [delta + rule + mlp, attention + mlp, delta + rule + mlp]
+    assert (tower > 0, head) == (True, 16 * 64)
