@@ -225,7 +225,12 @@ def _single_token(
 def unit_rows(x: Tensor) -> Tensor:
     """The rows of the last dim with length 1, float32."""
     x = x.astype("float32")
-    return x * paddle.rsqrt((x * x).sum(axis=-1, keepdim=True) + _SMALLEST)
+    return x * inverse_lengths(x)
+
+
+def inverse_lengths(x: Tensor) -> Tensor:
+    """1 over the length of every row of the last dim, `[..., 1]`."""
+    return paddle.rsqrt((x * x).sum(axis=-1, keepdim=True) + _SMALLEST)
 
 
 def of_value_heads(x_BLKC: Tensor, groups: int) -> Tensor:
@@ -271,6 +276,13 @@ def causal_conv_silu(
     Returns:
         `[B, L, E]` in the dtype of `u`.
     """
+    return F.silu(convolved(u_BLE, weight_EJ, before_BJE, packed).astype(u_BLE.dtype))
+
+
+def convolved(
+    u_BLE: Tensor, weight_EJ: Tensor, before_BJE: Tensor | None, packed: PackedSamples | None
+) -> Tensor:
+    """The float32 sums y of `causal_conv_silu`."""
     batch, length, width = u_BLE.shape
     taps = weight_EJ.shape[1]
     if before_BJE is None:
@@ -284,7 +296,7 @@ def causal_conv_silu(
         if packed is not None:
             term = term * packed.once(Reach).mask(back, batch)
         total = total + term
-    return F.silu(total.astype(u_BLE.dtype))
+    return total
 
 
 class Reach:

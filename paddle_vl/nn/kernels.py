@@ -8,7 +8,8 @@ table.
 
 from collections import Counter
 
-from paddle_vl.nn import attention, experts, linear, operations
+from paddle_vl.nn import attention, delta_rule, experts, linear, operations
+from paddle_vl.nn import chunked_delta_rule as chunked
 from paddle_vl.nn.cpu import compiled as c
 from paddle_vl.nn.cpu import kernels as cpu
 from paddle_vl.nn.gpu import attention as flash
@@ -66,6 +67,15 @@ TABLE: dict[Operation, list[Kernel]] = {
         Kernel("gpu", "Paddle", operations.TimesConstant.apply),
     ],
     linear.biased_linear: [Kernel("cpu", "Paddle", cpu.BiasedLinear.apply)],
+    # DeltaNet
+    delta_rule.gated_delta_rule: [
+        Kernel("cpu", "Paddle", chunked.gated_delta_rule, chunked.fits_rule),
+        Kernel("gpu", "Paddle", chunked.gated_delta_rule, chunked.fits_rule),
+    ],
+    delta_rule.causal_conv_silu: [
+        Kernel("cpu", "Paddle", chunked.causal_conv_silu, chunked.fits_convolution),
+        Kernel("gpu", "Paddle", chunked.causal_conv_silu, chunked.fits_convolution),
+    ],
     # Experts
     experts.permuted_copies: [
         Kernel("cpu", "Paddle", experts.PermuteRows.apply),
