@@ -276,19 +276,21 @@ class _CausalConvSiLU(PyLayer):
         weight_JE = weight.astype("float32").t()
         zeros = paddle.zeros([batch, taps - 1, width])
         earlier = paddle.concat([zeros, u.astype("float32")], axis=1)
+        later = paddle.concat([d_y, zeros], axis=1)
+        # Sums over token rows as products, which are fast on every device.
+        ones = paddle.ones([1, batch * length])
         d_u, d_weights = d_y * weight_JE[taps - 1], []
         for back in range(taps):
-            tap = taps - 1 - back
-            own = d_y
+            tap, own = taps - 1 - back, d_y
+            if back and packed is not None:
+                own = d_y * packed.once(Reach).mask(back, batch)
+                later = paddle.concat([own, zeros], axis=1)
             if back:
-                if packed is not None:
-                    own = d_y * packed.once(Reach).mask(back, batch)
-                # What a token gave to the one `back` places later.
-                given = (own * weight_JE[tap])[:, back:]
-                d_u[:, : length - back] = d_u[:, : length - back] + given
-            seen = earlier[:, tap : tap + length]
-            d_weights.append((own * seen).sum(axis=[0, 1]))
-        d_weight = paddle.stack(d_weights[::-1], axis=1).astype(weight.dtype)
+                # What a token gave to the one so many places later.
+                d_u = d_u + later[:, back : back + length] * weight_JE[tap]
+            seen = (own * earlier[:, tap : tap + length]).reshape([-1, width])
+            d_weights.append(paddle.matmul(ones, seen))
+        d_weight = paddle.concat(d_weights[::-1]).t().astype(weight.dtype)
         found = zip((d_u.astype(u.dtype), d_weight), ctx.needed, strict=True)
         return tuple(d if needed else None for d, needed in found)
 
