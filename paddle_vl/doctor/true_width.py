@@ -6,13 +6,14 @@ second adds, per operation of the model's FLOP counter, is what further layers a
     step time of the whole = time(3) + (flops(whole) - flops(3)) * (time(3) - time(1))
                                        / (flops(3) - flops(1))
 
-and activations alike. Embedding, head and the fixed part of a step are in time(3). The memory
-between steps is compared with the formula of `paddle_vl.train.memory_needed`.
+Embedding, head and the fixed part of a step are in time(3). The memory between steps is compared
+with the formula of `paddle_vl.train.memory_needed`.
 """
 
 import gc
 import time
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import paddle
@@ -22,10 +23,9 @@ from paddle.base import core
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.doctor.check import Machine, Result, check, ok, wrong
-from paddle_vl.doctor.measuring import best_s
-from paddle_vl.nn.examples import Dtype
+from paddle_vl.doctor.environment import best_s
 from paddle_vl.parallel.bandwidth import synchronize
-from paddle_vl.profile.memory import GB, MemoryMeter
+from paddle_vl.profile.memory import GB
 from paddle_vl.profile.workload import Workload, with_workload
 from paddle_vl.testing import tiny_qwen3_vl, tiny_qwen3_vl_config
 from paddle_vl.testing.qwen3_vl import EIGHTH, sliced_values
@@ -55,7 +55,7 @@ class Size(NamedTuple):
     needs_gb: float
     image_side: int
     answer_tokens: int
-    dtype: Dtype = "bfloat16"
+    dtype: str = "bfloat16"
 
 
 # The first that fits is taken.
@@ -73,7 +73,6 @@ class SliceMeasure(NamedTuple):
     Attributes:
         flops, tokens: of a step.
         state: bytes that stay between steps.
-        peak: largest number of bytes of tensors during a step.
         needed: the formula's.
         whole_flops: of a step of the whole model.
     """
@@ -82,7 +81,6 @@ class SliceMeasure(NamedTuple):
     flops: int
     tokens: float
     state: int
-    peak: int
     needed: NeededMemory
     whole_flops: int
 
@@ -94,7 +92,7 @@ def true_width(machine: Machine) -> Result:
     if machine.has_bfloat16:
         have = available_memory()[0] / GB
         size = next((size for size in SIZES if size.needs_gb <= have), SMALL)
-    small, large = (_measured(machine, size, number) for number in _SLICES)
+    small, large = (_measured(machine.folder, size, number) for number in _SLICES)
     # Without storage: shapes alone.
     whole = type(tiny_qwen3_vl()).from_config(_config(size), materialize=False)
     parameters = sum(prod(parameter.shape) for parameter in whole.parameters())
@@ -124,20 +122,17 @@ def slices_result(
         whole_state: bytes of weights, gradients and optimizer state of the whole model.
     """
     added, left = large.flops - small.flops, large.whole_flops - large.flops
-    is_noisy = large.seconds <= small.seconds
     # On a busy machine more layers may seem to take no longer; then every operation counts alike.
+    is_noisy = large.seconds <= small.seconds
     per_flop = large.seconds / large.flops if is_noisy else (large.seconds - small.seconds) / added
     whole_s = large.seconds + left * per_flop
-    of_small, of_large = (max(0.0, each.peak - each.needed.total) for each in (small, large))
     formula = large.needed.weights + large.needed.optimizer
     figures = {
         "model": size.name,
         "dtype": size.dtype,
-        "layers": list(_SLICES),
         "step_s": [small.seconds, large.seconds],
         "is_noisy": is_noisy,
         "tokens": large.tokens,
-        "slice_tflop_per_s": large.flops / large.seconds / 1e12,
         "peak_tflop_per_s": peak / 1e12,
         "slice_mfu": large.flops / large.seconds / peak,
         "whole_step_s": whole_s,
@@ -145,17 +140,14 @@ def slices_result(
         "whole_mfu": large.whole_flops / whole_s / peak,
         "state_gb": large.state / GB,
         "formula_gb": formula / GB,
-        "peak_gb": large.peak / GB,
         "whole_state_gb": whole_state / GB,
-        "whole_activations_gb": (of_large + max(0.0, of_large - of_small) * left / added) / GB,
     }
     text = (
         f"{size.name}, {size.dtype}: {_SLICES[1]} layers {1e3 * large.seconds:.1f} ms a step, MFU "
         f"{100 * figures['slice_mfu']:.0f} %; whole model (estimate{', noisy' * is_noisy}) "
         f"{figures['whole_tokens_per_s']:.0f} tokens/s, MFU {100 * figures['whole_mfu']:.0f} %, "
-        f"{figures['whole_state_gb']:.1f} GB of state and {figures['whole_activations_gb']:.2f} GB "
-        f"of activations over its ranks; state of the slice {large.state / GB:.2f} GB, formula "
-        f"{formula / GB:.2f} GB"
+        f"{whole_state / GB:.1f} GB of state over its ranks; state of the slice "
+        f"{large.state / GB:.2f} GB, formula {formula / GB:.2f} GB"
     )
     # Gradients may stay or be freed between steps.
     least, most = (1 - _SHARE) * formula, (1 + _SHARE) * large.needed.total + _BUFFERS
@@ -169,8 +161,8 @@ def slices_result(
     return ok(text, **figures)
 
 
-def _measured(machine: Machine, size: Size, number: int) -> SliceMeasure:
-    folder = machine.folder / f"slice{number}"
+def _measured(root: Path, size: Size, number: int) -> SliceMeasure:
+    folder = root / f"slice{number}"
     folder.mkdir()
     write_processor(folder / "processor", "What is there to see? word", 16, size.image_side**2)
     settings = {
@@ -191,28 +183,24 @@ def _measured(machine: Machine, size: Size, number: int) -> SliceMeasure:
     config = with_workload(load_run_config(file), workload, folder)
     before = _allocated_bytes()
     trainer = build_trainer(config, writes=False)
-    meter = MemoryMeter()
     try:
         for _ in range(_WARM_UP):
             trainer.train_one_step()
-        meter.reset()
         seconds, tokens = _timed(trainer)
-        peak, state = meter.peak().allocated, _allocated_bytes()
+        state = _allocated_bytes() - before
         model = trainer.runner.model
         (micro_batch,) = trainer.feed.next_step().micro_batches
-        # The family's counter, for another configuration.
-        make_counter: Any = type(run_family(config).flop_counter(model, set(model.whole_shapes())))
-        batch = {
-            name: value.numpy() if isinstance(value, Tensor) else value
-            for name, value in micro_batch.batch.items()
-        }
-        needed = NeededMemory.of(model.parameters(), config.parallel)
-        return SliceMeasure(
-            seconds, micro_batch.flops, tokens, state - before, peak - before, needed,
-            make_counter(_config(size))(batch),
-        )  # fmt: skip
     finally:
         trainer.feed.close()
+    # The family's counter, for another configuration.
+    make_counter: Any = type(run_family(config).flop_counter(model, set(model.whole_shapes())))
+    batch = {
+        name: value.numpy() if isinstance(value, Tensor) else value
+        for name, value in micro_batch.batch.items()
+    }
+    needed = NeededMemory.of(model.parameters(), config.parallel)
+    whole_flops = make_counter(_config(size))(batch)
+    return SliceMeasure(seconds, micro_batch.flops, tokens, state, needed, whole_flops)
 
 
 def _timed(trainer: Trainer) -> tuple[float, float]:
@@ -221,7 +209,7 @@ def _timed(trainer: Trainer) -> tuple[float, float]:
     A GPU is waited for once, after all steps, as in a run. A CPU's steps are apart, and the fastest
     was disturbed least.
     """
-    times, outcome = [], None
+    times = []
     synchronize()
     for _ in range(_STEPS):
         begin = time.perf_counter()
@@ -230,7 +218,7 @@ def _timed(trainer: Trainer) -> tuple[float, float]:
     begin = time.perf_counter()
     synchronize()
     left = time.perf_counter() - begin
-    if outcome is None or not bool(outcome.is_good):
+    if not bool(outcome.is_good):
         raise RuntimeError("a step was skipped: its loss or gradient norm is not finite")
     is_cpu = paddle.get_device().startswith("cpu")
     return min(times) if is_cpu else (sum(times) + left) / _STEPS, outcome.totals.num_tokens
