@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -121,21 +121,6 @@ class Run:
         return [start["first_step"] for start in self.starts if start.get("first_step")]
 
     @property
-    def settings_by_step(self) -> list[tuple[int, int, dict[str, Any]]]:
-        """First step, last step and flat settings of each start that trained.
-
-        Steps that a later start repeated belong to the later start.
-        """
-        found = []
-        ends = [start.get("first_step") for start in self.starts[1:]]
-        for start, end in zip_longest(self.starts, ends):
-            first = (start.get("first_step") or 0) + 1
-            last = self.last_step if end is None else min(end, self.last_step)
-            if first <= last and start.get("settings"):
-                found.append((first, last, flatten(start["settings"])))
-        return found
-
-    @property
     def seconds(self) -> float:
         """Total duration of the starts that ended."""
         total = 0.0
@@ -203,14 +188,15 @@ def _own_starts(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _names(paths: Sequence[Path]) -> list[str]:
     """The shortest unique suffix of each path."""
-    names = []
-    for path in paths:
-        ends = ["/".join(path.parts[-count:]) for count in range(1, len(path.parts) + 1)]
-        rest = [f"/{other.as_posix()}" for other in paths if other != path]
-        names.append(
-            next(
-                (end for end in ends if not any(other.endswith(f"/{end}") for other in rest)),
-                str(path),
-            )
+
+    def end(path: Path, count: int) -> str:
+        return "/".join(path.parts[-count:])
+
+    return [
+        next(
+            end(path, count)
+            for count in range(1, len(path.parts) + 1)
+            if all(end(other, count) != end(path, count) for other in paths if other != path)
         )
-    return names
+        for path in paths
+    ]

@@ -1,11 +1,10 @@
 """A matrix over simulated cells, and its report.
 
 Guarantees: every choice is tried up to its largest fitting batch; finished cells are not run again,
-but cells that failed, that ran out of time (if there is now more), or whose settings or model
-configuration changed are; a cell that fails for another reason ends only its row and is reported
-with its error, never as out of memory; choices that do not fit the number of ranks are refused
-before any cell; the command of a cell contains all its settings; the report has a row for every
-cell, the recommendation and a plot.
+but cells that failed or ran out of time, or whose settings or model configuration changed are; a
+cell that fails for another reason ends only its row and is reported with its error, never as out of
+memory; choices that do not fit the number of ranks are refused before any cell; the command of a
+cell contains all its settings; the report has a row for every cell, the recommendation and a plot.
 """
 
 import json
@@ -119,24 +118,17 @@ def test_changed_flags_of_paddle_are_noticed(run_file, settings, monkeypatch):
     assert changed.ran == [("dp", 1)]
 
 
-def test_a_failure_ends_its_line_only_and_is_tried_again(run_file, settings):
-    failure = Outcome("failed", "rank 1: ValueError: no kernel")
+@pytest.mark.parametrize(
+    "failure",
+    [Outcome("failed", "rank 1: ValueError: no kernel"), Outcome("timeout", "not done after 30 s")],
+)
+def test_a_failure_ends_its_line_only_and_is_tried_again(run_file, settings, failure):
     cells = run_matrix(run_file, [], settings, Pretended({"dp": failure}))
     assert (cells[0].status, cells[0].detail) == failure
-    assert {c.choice.sharding: c.status for c in cells} == {"dp": "failed", "stage2": "oom"}
+    assert {c.choice.sharding: c.status for c in cells} == {"dp": failure.status, "stage2": "oom"}
     again = Pretended()
     run_matrix(run_file, [], settings, again)
     assert again.ran == [("dp", size) for size in (1, 2, 4, 3)]
-
-
-def test_a_cell_that_was_out_of_time_is_tried_again_with_more_of_it(run_file, settings):
-    slow = Pretended({"dp": Outcome("timeout", "not done")})
-    one = replace(settings, choices=[Choice("dp", "none", 1)])
-    run_matrix(run_file, [], one, slow)
-    run_matrix(run_file, [], one, slow)
-    assert slow.ran == [("dp", 1)]
-    run_matrix(run_file, [], replace(one, seconds=60.0), slow)
-    assert slow.ran == [("dp", 1)] * 2
 
 
 def test_a_cell_that_ends_well_without_a_profile_has_failed(run_file, settings):
