@@ -32,8 +32,7 @@ def add_doctor(subparsers: argparse._SubParsersAction) -> None:
         "check this installation on this machine, in about two minutes",
         "Check versions and flags, every kernel against float32, the choice of attention, copies, "
         "collectives and topologies of this machine's devices, reference values, saving and "
-        "resuming, generation, and the speed of layers of a real size. Print a table and what to "
-        "do about what is wrong.",
+        "resuming, and generation. Print a table and what to do about what is wrong.",
         _EPILOG,
     )
     add_value(parser, "--only", "NAME", "run these checks or groups alone", nargs="+", default=[])

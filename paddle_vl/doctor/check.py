@@ -119,7 +119,7 @@ class Check:
 
 
 # Modules with checks, in the order in which these run.
-_PARTS = ("environment", "kernels", "steps", "true_width", "models", "ranks")
+_PARTS = ("environment", "kernels", "steps", "models", "ranks")
 CHECKS: list[Check] = []
 
 

@@ -3,7 +3,7 @@
 Guarantees: both wheels at once, a wheel of another version, a CPU wheel beside a card, and flags
 that slow a run down or make it wrong are findings; so are collectives with wrong values, a slow
 link, a topology that differs from one device, a resumed run with other bits, a cache that changes
-tokens, copies that come too late, host reads in a step, and memory that the formula does not have.
+tokens, copies that come too late, and host reads in a step.
 """
 
 import shutil
@@ -14,7 +14,7 @@ import paddle
 import pytest
 
 from paddle_vl.config.load import load_run_config
-from paddle_vl.doctor import environment, models, ranks, steps, true_width
+from paddle_vl.doctor import environment, models, ranks, steps
 from paddle_vl.doctor.check import Machine, all_checks, chosen_checks
 from paddle_vl.doctor.kernels import attention_backend, attention_backends, operators_of
 from paddle_vl.doctor.steps import spoiled_rounds
@@ -22,7 +22,6 @@ from paddle_vl.parallel.bandwidth import Measure
 from paddle_vl.testing import tiny_qwen3_vl
 from paddle_vl.testing.tiny_run import write_tiny_run
 from paddle_vl.train.build import build_trainer
-from paddle_vl.train.memory_needed import NeededMemory
 
 
 @pytest.fixture
@@ -250,28 +249,6 @@ def test_each_form_of_attention_is_watched(machine):
     names = operators_of(lambda: paddle.nn.functional.softmax(paddle.matmul(x, x)))
     assert attention_backend(names) == "matmul + softmax"
     assert attention_backend(["matmul", "flash_attn"]) == "flash_attn"
-
-
-def slice_measure(seconds: float, flops: int, state: float = 1.2e9):
-    needed = NeededMemory(10**8, 4e8, 4e8, 8e8)
-    return true_width.SliceMeasure(seconds, flops, 100, int(state), needed, 10**13)
-
-
-def test_the_whole_model_is_extrapolated_and_other_memory_is_found():
-    small = slice_measure(1.0, 10**12)
-    large = slice_measure(2.0, 2 * 10**12)
-    result = true_width.slices_result(true_width.SMALL, small, large, 1e13, 5e9)
-    assert result.status == "ok"
-    assert result.figures["whole_step_s"] == pytest.approx(10.0)
-    assert result.figures["whole_tokens_per_s"] == pytest.approx(10.0)
-    assert result.figures["whole_mfu"] == pytest.approx(0.1)
-    leaking = slice_measure(2.0, 2 * 10**12, 2.0e9)
-    result = true_width.slices_result(true_width.SMALL, small, leaking, 1e13, 5e9)
-    assert result.status == "wrong"
-    # More layers that take no longer say nothing about a layer.
-    fast = slice_measure(0.9, 2 * 10**12)
-    figures = true_width.slices_result(true_width.SMALL, small, fast, 1e13, 5e9).figures
-    assert (figures["is_noisy"], figures["whole_step_s"]) == (True, pytest.approx(4.5))
 
 
 def test_names_are_unique_and_quick_checks_are_a_part():
