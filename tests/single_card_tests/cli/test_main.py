@@ -107,19 +107,16 @@ def test_setting_error_exits_1_and_debug_shows_the_traceback(run_file):
 
 
 def test_bugs_keep_their_traceback(monkeypatch):
-    def train(options):
-        json.loads("{")
-
-    monkeypatch.setattr(train_command, "train", train)
+    monkeypatch.setattr(train_command, "read_run", lambda options: json.loads("{"))
     with pytest.raises(json.JSONDecodeError):
         main(["train", "x.yaml"])
 
 
 def test_interrupt_outside_training_exits_with_130(monkeypatch, capsys):
-    def train(options):
+    def read_run(options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train_command, "train", train)
+    monkeypatch.setattr(train_command, "read_run", read_run)
     assert main(["train", "x.yaml"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 
