@@ -95,8 +95,7 @@ def page_data(runs: Sequence[Run], panels: Sequence[Panel]) -> dict[str, Any]:
         `axes`: names of the metrics for the horizontal axis, by key.
         `panels`: per panel `name`, `section`, `title`, `unit`, `log`, `folded` (whether there is
             nothing to see), `skipped` (whether skipped updates are marked) and `curves`: `run` and
-            `steps` (indices), `key`, `label`, `eval`, `statistic`, `look`, `noisy`, and `values`
-            and `breaks` of the series.
+            `steps` (indices), `key`, `label`, `eval`, `statistic`, `look`, `noisy` and `values`.
     """
     # Series of one run share their steps.
     curves = [curve for panel in panels for curve in panel.curves]
@@ -108,7 +107,7 @@ def page_data(runs: Sequence[Run], panels: Sequence[Panel]) -> dict[str, Any]:
         same = {name: getattr(curve, name) for name in ("run", "key", "label", "statistic", "look")}
         named = {"eval": curve.is_eval, "noisy": curve.is_noisy}
         place = place_of[tuple(series.steps)]
-        return same | named | {"steps": place, "values": series.values, "breaks": series.breaks}
+        return same | named | {"steps": place, "values": series.values}
 
     def of_panel(panel: Panel) -> dict[str, Any]:
         same = {name: getattr(panel, name) for name in ("name", "section", "title", "unit")}

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ from paddle_vl.train.reporting.run_files import (
 
 CONFIG_FILE = "config.yaml"
 SKIPPED_UPDATES = "skipped_updates"
-# A distance between two lines is a gap if it exceeds its neighbours by this factor.
-_GAP = 3
 
 
 @dataclass(frozen=True)
@@ -29,12 +26,10 @@ class Series:
     Attributes:
         steps: ascending.
         values: one per step; None for a number that was not finite.
-        breaks: positions before which lines are missing, so that a curve is interrupted there.
     """
 
     steps: list[int]
     values: list[float | None]
-    breaks: list[int]
 
     @property
     def points(self) -> list[tuple[int, float]]:
@@ -65,7 +60,7 @@ def series_of(lines: Sequence[Line]) -> dict[str, Series]:
             steps.append(line["step"])
             values.append(value)
     return {
-        key: Series(steps, values, _breaks(steps))
+        key: Series(steps, values)
         for key, (steps, values) in found.items()
         if any(value is not None for value in values)
     }
@@ -79,16 +74,6 @@ def skipped_updates(series: dict[str, Series]) -> list[SkippedUpdates]:
             found.append(SkippedUpdates(after, step, int(count - before)))
         after, before = step, count
     return found
-
-
-def _breaks(steps: Sequence[int]) -> list[int]:
-    distances = [later - earlier for earlier, later in pairwise(steps)]
-    breaks = []
-    for i, distance in enumerate(distances):
-        around = distances[max(i - 1, 0) : i] + distances[i + 1 : i + 2]
-        if len(around) == 2 and distance > _GAP * max(around):
-            breaks.append(i + 1)
-    return breaks
 
 
 @dataclass(frozen=True)

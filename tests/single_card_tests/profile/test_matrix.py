@@ -96,26 +96,25 @@ def test_a_changed_configuration_is_noticed(run_file, settings, overrides, chang
     assert f"runs again: {told}" in caplog.text
 
 
-def test_a_changed_model_file_is_noticed(run_file, settings, tmp_path):
+def test_a_changed_model_file_and_changed_flags_of_paddle_are_noticed(
+    run_file, settings, tmp_path, monkeypatch
+):
     one = replace(settings, choices=[Choice("dp", "none", 1)], growth=Growth(sizes=[1]))
     file = tmp_path / "config.json"
     values = load_run_config(run_file).model_dump()["model"]["config"]
-    overrides = [f"model.config={file}"]
+
+    def ran() -> list[tuple[str, int]]:
+        run = Pretended()
+        run_matrix(run_file, [f"model.config={file}"], one, run)
+        return run.ran
+
     file.write_text(json.dumps(values))
-    run_matrix(run_file, overrides, one, Pretended())
+    assert ran() == [("dp", 1)]
+    assert ran() == []
     file.write_text(json.dumps(values | {"tie_word_embeddings": False}))
-    changed = Pretended()
-    run_matrix(run_file, overrides, one, changed)
-    assert changed.ran == [("dp", 1)]
-
-
-def test_changed_flags_of_paddle_are_noticed(run_file, settings, monkeypatch):
-    one = replace(settings, choices=[Choice("dp", "none", 1)], growth=Growth(sizes=[1]))
-    run_matrix(run_file, [], one, Pretended())
+    assert ran() == [("dp", 1)]
     monkeypatch.setenv("FLAGS_use_virtual_memory_auto_growth", "0")
-    changed = Pretended()
-    run_matrix(run_file, [], one, changed)
-    assert changed.ran == [("dp", 1)]
+    assert ran() == [("dp", 1)]
 
 
 @pytest.mark.parametrize(

@@ -66,24 +66,22 @@ def test_origin_is_that_of_the_newest_start(tmp_path):
     assert origin["command"] == ["paddle-vl train a.yaml 'data.train=[a.jsonl, b c.jsonl]'"]
     assert (origin["host"], origin["numpy"]) == (["second"], ["2.0.0"])
     assert "git revision of paddle-vl" not in origin
+    # The start of the run without a resume has uncommitted changes.
+    origin = tables(write_run(tmp_path / "b"))["Where the run comes from"]
+    assert origin["git revision"] == ["0123456789 with uncommitted changes"]
     assert found["Results"]["duration"] == ["1 h 05 min, and 1 start without an end"]
 
 
-def test_uncommitted_changes_are_told(tmp_path):
-    origin = tables(write_run(tmp_path / "a"))["Where the run comes from"]
-    assert origin["git revision"] == ["0123456789 with uncommitted changes"]
-
-
 @pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(7, "7 s"), (61, "1 min 01 s"), (3725, "1 h 02 min"), (90000, "1 d 01 h")],
-)
-def test_durations(seconds, text):
-    assert shown_duration(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(3, "3"), (1234567, "1,234,567"), (0.123456, "0.1235"), (1e-9, "1e-09")]
-)
-def test_numbers(value, text):
-    assert shown_number(value) == text
+    ("shown", "value", "text"),
+    [
+        *((shown_duration, seconds, text) for seconds, text in (
+            (7, "7 s"), (61, "1 min 01 s"), (3725, "1 h 02 min"), (90000, "1 d 01 h"),
+        )),
+        *((shown_number, value, text) for value, text in (
+            (3, "3"), (1234567, "1,234,567"), (0.123456, "0.1235"), (1e-9, "1e-09"),
+        )),
+    ],
+)  # fmt: skip
+def test_durations_and_numbers(shown, value, text):
+    assert shown(value) == text
