@@ -40,6 +40,10 @@ from paddle_vl.testing.tiny_run import write_tiny_run
 from paddle_vl.train.build import build_trainer
 
 QWEN3_VL = Path(__file__).parent / "cases" / "qwen3_vl.safetensors"
+_OTHER_NUMBERS = (
+    "the model computes other numbers here: run kernels, attention and simulated to see which "
+    "operation does, and do not train"
+)
 _TOKENS = 8
 # Where the two best logits are closer than this, either may win.
 _GAP = {"float32": 1e-3, "bfloat16": 1e-1}
@@ -136,12 +140,6 @@ def _bound(machine: Machine, dtype: str) -> float:
     if dtype == "bfloat16":
         return 1e-1
     return 1e-2 if uses_tf32() else 2e-5 if machine.device == "cpu" else 1e-4
-
-
-_OTHER_NUMBERS = (
-    "the model computes other numbers here: run kernels, attention and simulated to see which "
-    "operation does, and do not train"
-)
 
 
 def _compared(found: Arrays, wanted: Arrays, whose: str, bound: float, **facts: Any) -> Result:

@@ -113,7 +113,7 @@ def plan(
     if not pairs:
         return []
     number = max(len(pairs), FEWEST_OF_ALL) if number is None else number
-    rounds = (Planned(*pair, seed + repeat) for repeat in count() for pair in pairs)
+    rounds = (Planned(fault, start, seed + repeat) for repeat in count() for fault, start in pairs)
     return list(islice(rounds, number))
 
 
