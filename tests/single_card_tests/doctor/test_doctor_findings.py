@@ -15,18 +15,13 @@ import pytest
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.doctor import environment, models, ranks, steps
-from paddle_vl.doctor.check import Machine, all_checks, chosen_checks
+from paddle_vl.doctor.check import all_checks, chosen_checks
 from paddle_vl.doctor.kernels import attention_backend, attention_backends, operators_of
 from paddle_vl.doctor.steps import spoiled_rounds
 from paddle_vl.parallel.bandwidth import Measure
 from paddle_vl.testing import tiny_qwen3_vl
 from paddle_vl.testing.tiny_run import write_tiny_run
 from paddle_vl.train.build import build_trainer
-
-
-@pytest.fixture
-def machine(tmp_path) -> Machine:
-    return Machine("cpu", 0, False, True, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +203,7 @@ def test_copies_that_race_are_found(monkeypatch):
     assert spoiled_rounds(_HostDevice(waits=False), 4, lambda: None) == [0, 1, 2, 3]
 
 
-def test_a_steady_step_is_counted_and_a_host_read_is_found(machine, monkeypatch):
+def test_a_steady_step_is_counted_and_host_reads_and_copies_are_found(machine, monkeypatch):
     from paddle_vl.train import trainer
 
     result = steps.step_counts(machine)
@@ -216,29 +211,23 @@ def test_a_steady_step_is_counted_and_a_host_read_is_found(machine, monkeypatch)
     assert result.figures["per_step"]["operators"] > 100
     own = trainer.train_step
 
-    def reads(runner, optimizer, *rest):
+    def reads_and_copies(runner, optimizer, *rest):
         next(iter(runner.model.parameters())).sum().item()
-        return own(runner, optimizer, *rest)
-
-    monkeypatch.setattr(trainer, "train_step", reads)
-    shutil.rmtree(machine.folder / "counts")
-    result = steps.step_counts(machine)
-    assert (result.status, "1 host reads" in result.found) == ("wrong", True)
-
-    def copies(runner, optimizer, *rest):
         paddle.to_tensor(np.ones([2], np.float32))
         return own(runner, optimizer, *rest)
 
-    monkeypatch.setattr(trainer, "train_step", copies)
+    monkeypatch.setattr(trainer, "train_step", reads_and_copies)
     shutil.rmtree(machine.folder / "counts")
     result = steps.step_counts(machine)
-    assert (result.status, "1 copies to the device" in result.found) == ("wrong", True)
+    assert result.status == "wrong"
+    assert "1 host reads, 1 copies to the device beside its batches; the host" in result.found
 
 
-def test_waits_of_a_steady_step_are_found():
+def test_what_holds_a_steady_step_up_is_named():
     assert steps.step_problem([], [], {steps.WAITS: 0.5, "launches": 900}) is None
-    problem = steps.step_problem([], [], {steps.WAITS: 3.0})
-    assert problem == "the host waits 3 times for the device"
+    assert steps.step_problem([], [], {steps.WAITS: 3.0}) == "the host waits 3 times for the device"
+    assert steps.step_problem(["a.py:1"], ["b.py:2"], {}) == "the host reads the device at a.py:1"
+    assert steps.step_problem([], ["b.py:2"], {}) == "the host copies to the device at b.py:2"
 
 
 def test_each_form_of_attention_is_watched(machine):

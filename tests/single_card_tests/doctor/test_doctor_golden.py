@@ -11,14 +11,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from paddle_vl.doctor import models
-from paddle_vl.doctor.check import Machine
 
 ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture
-def machine(tmp_path) -> Machine:
-    return Machine("cpu", 0, False, True, tmp_path)
 
 
 def test_hfs_case_passes(machine):

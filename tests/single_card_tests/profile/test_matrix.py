@@ -17,12 +17,8 @@ from paddle_vl.config.load import load_run_config
 from paddle_vl.processes import Limits
 from paddle_vl.profile import matrix
 from paddle_vl.profile.cell_runs import Outcome
-from paddle_vl.profile.cells import (
-    Cell,
-    Choice,
-    Growth,
-)
-from paddle_vl.profile.matrix import all_choices, run_matrix
+from paddle_vl.profile.cells import Cell, Choice, Growth
+from paddle_vl.profile.matrix import MatrixSettings, all_choices, run_matrix
 from paddle_vl.profile.matrix_report import write_report
 from paddle_vl.profile.workload import Workload
 from tests.single_card_tests.profile.measures import cell
@@ -38,6 +34,10 @@ def run_file(tmp_path):
 @pytest.fixture
 def settings(tmp_path):
     return matrix_settings(tmp_path / "matrix")
+
+
+def one_cell(settings: MatrixSettings) -> MatrixSettings:
+    return replace(settings, choices=[Choice("dp", "none", 1)], growth=Growth(sizes=[1]))
 
 
 def test_every_choice_is_walked_to_what_fits(run_file, settings):
@@ -86,7 +86,7 @@ def test_an_interrupted_matrix_goes_on_where_it_was(run_file, settings):
     ],
 )
 def test_a_changed_configuration_is_noticed(run_file, settings, overrides, change, told, caplog):
-    one = replace(settings, choices=[Choice("dp", "none", 1)], growth=Growth(sizes=[1]))
+    one = one_cell(settings)
     run_matrix(run_file, [], one, Pretended())
     changed = Pretended()
     with caplog.at_level(logging.INFO, "paddle_vl"):
@@ -99,7 +99,7 @@ def test_a_changed_configuration_is_noticed(run_file, settings, overrides, chang
 def test_a_changed_model_file_and_changed_flags_of_paddle_are_noticed(
     run_file, settings, tmp_path, monkeypatch
 ):
-    one = replace(settings, choices=[Choice("dp", "none", 1)], growth=Growth(sizes=[1]))
+    one = one_cell(settings)
     file = tmp_path / "config.json"
     values = load_run_config(run_file).model_dump()["model"]["config"]
 

@@ -37,25 +37,18 @@ def images_of(rows: list[dict]) -> set[str]:
     return {image for row in rows for image in row["images"]}
 
 
-def test_no_test_image_occurs_in_training(made):
-    train, test = (images_of(rows_of(made, split)) for split in ("train", "test"))
+def test_splits_are_apart_and_hold_all_tasks(made):
+    rows = {split: rows_of(made, split) for split in ("train", "test")}
+    train, test = (images_of(rows[split]) for split in ("train", "test"))
     assert not train & test
     assert len(train) + len(test) == len(list((made / "images").glob("*.png"))) == 1797
-
-
-def test_every_unseen_image_has_one_single_digit_question(made):
-    rows = rows_of(made, "test")
-    asked = Counter(row["images"][0] for row in rows if row["task"] == "single")
-    assert set(asked) == images_of(rows)
-    assert set(asked.values()) == {1}
-    assert len(asked) == 300
-
-
-def test_both_splits_hold_all_tasks(made):
-    assert Counter(row["task"] for row in rows_of(made, "test")) == {
+    # Every unseen image has one single question.
+    asked = Counter(row["images"][0] for row in rows["test"] if row["task"] == "single")
+    assert (set(asked), set(asked.values()), len(asked)) == (test, {1}, 300)
+    assert Counter(row["task"] for row in rows["test"]) == {
         "single": 300, "two_turn": 100, "compare": 100, "add": 100
     }  # fmt: skip
-    assert Counter(row["task"] for row in rows_of(made, "train")) == {
+    assert Counter(row["task"] for row in rows["train"]) == {
         "single": 2 * 1497, "two_turn": 1497, "compare": 1497, "add": 1497
     }  # fmt: skip
 
