@@ -36,7 +36,7 @@ _FUNCTIONS = {
     "containers": "documents corpus_shards archives tables zst_files gz_files",
     "rows": "row_formats json_arrays text_tables arrow_folders energon_folders dataset_infos",
     "templates": "chat_templates template_rows",
-    "caches": "offset_index lengths_cache token_index source_state",
+    "caches": "offset_index lengths_cache token_index",
     "samples": "conversations demonstrations statistics",
     "media": "images videos",
     "weights": "safetensors shard_index adapter manifest exported_folder",
