@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -64,16 +65,14 @@ def check_folder(folder: Path) -> Iterator[tuple[str, str, list[str]]]:
         if not template.is_file():
             yield file.stem, "all", [f"everything: there is no {template}; fetch it first"]
             continue
-        renderer = ChatTemplateRenderer(
-            template.read_text(encoding="utf-8"),
-            _NOW,
-            tokens,
-            marked_source=twin.read_text(encoding="utf-8") if twin.is_file() else None,
-            variables=_DATE,
+        renderer, *marked = (
+            ChatTemplateRenderer(each.read_text(encoding="utf-8"), _NOW, tokens, variables=_DATE)
+            for each in (template, twin)
+            if each.is_file()
         )
         for line in file.read_text(encoding="utf-8").splitlines():
             case = json.loads(line)
-            actual = record(renderer, tokenizer, talks[case["id"]])
+            actual = record(renderer, tokenizer, talks[case["id"]], *marked)
             names = sorted((case.keys() | actual.keys()) - _DERIVED)
             problems = [each for each in names if _shape(each, case) != _shape(each, actual)]
             yield file.stem, case["id"], problems
@@ -92,9 +91,16 @@ _DERIVED = {"id", "marks", "diff_equals_marks"}
 
 
 def record(
-    renderer: ChatTemplateRenderer, tokenizer: Tokenizer, talk: Mapping[str, Any]
+    renderer: ChatTemplateRenderer,
+    tokenizer: Tokenizer,
+    talk: Mapping[str, Any],
+    marked: ChatTemplateRenderer | None = None,
 ) -> dict[str, Any]:
-    """The values of a conversation, named as in the recorded files."""
+    """The values of a conversation, named as in the recorded files.
+
+    Args:
+        marked: of the same template with generation marks, which count where its text is the same.
+    """
     messages, tools, variables = talk["messages"], talk.get("tools"), talk.get("kwargs")
     messages = [for_template(message) for message in messages]
 
@@ -105,6 +111,10 @@ def record(
         text, spans = renderer.render(messages, tools, False, variables)
     except BadSampleError as error:
         return {"error": type(error.__cause__).__name__}
+    if spans is None and marked is not None:
+        with suppress(BadSampleError):
+            twin = marked.render(messages, tools, False, variables)
+            spans = twin.spans if twin.text == text else None
     encoding = tokenizer.encode(text, add_special_tokens=False)
     values: dict[str, Any] = {"text": text, "ids": encoding.ids}
     try:

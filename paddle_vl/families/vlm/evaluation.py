@@ -131,7 +131,7 @@ def greedy_answers(
                 Answer(
                     sample=sample,
                     task=str(conversation.extra.get("task", NO_TASK)),
-                    prompt=conversation.turns[-1].text if conversation.turns else "",
+                    prompt=conversation.text(-1) if conversation.row.messages else "",
                     expected=expected,
                     answer=answer,
                     is_exact=answer == expected,
@@ -165,7 +165,7 @@ def _questions(dataset: Any) -> Iterator[tuple[str, Conversation, str]]:
     for number in range(len(dataset)):
         conversation = dataset.conversation(number)
         for i in conversation.targets:
-            answer = conversation.turns[i].text.strip()
+            answer = conversation.text(i).strip()
             yield dataset.place(number), conversation.before(i), answer
 
 

@@ -100,8 +100,7 @@ class VLRecipe(Family):
             if not given:
                 raise
             raise ValueError(f"{folder} with {', '.join(given)}: {error}") from error
-        own = self.processor.own_template
-        if own is not None and own.prints_date and data.template_date is None:
+        if self.processor.template.prints_date and data.template_date is None:
             raise ValueError(
                 f"the chat template in {folder} prints today's date, so that a resumed run would "
                 f"learn other texts: set data.template_date={datetime.now():%Y-%m-%d}"

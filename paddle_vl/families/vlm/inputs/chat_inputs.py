@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from paddle_vl.data.jsonl import BadSampleError, check_unicode
 from paddle_vl.data.media_file import ImageSource
 from paddle_vl.data.video_reader import VideoSource
 from paddle_vl.families.vlm.inputs.collate import IGNORED_LABEL, VISUAL_KEYS, pad_rows
@@ -17,15 +18,8 @@ from paddle_vl.families.vlm.inputs.conversation import (
     parse_record,
 )
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
-from paddle_vl.families.vlm.inputs.tokenizer import (
-    IMAGE_PAD,
-    VIDEO_PAD,
-    ChatTemplate,
-    TextTokenizer,
-    VideoPrompt,
-)
+from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer, VideoPrompt
 from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
-from paddle_vl.families.vlm.templates.built_in import prompt_text
 from paddle_vl.families.vlm.templates.encoding import TemplateEncoder
 from paddle_vl.files.names import Foreign, explains
 
@@ -53,11 +47,12 @@ class ChatInputs:
     """Base of the processor: conversations in, batches and text out; attributes as of it."""
 
     tokenizer: TextTokenizer
-    template: ChatTemplate
-    own_template: TemplateEncoder | None
-    renders_as_built_in: bool
+    template: TemplateEncoder
     image_processor: ImageProcessor
     video_processor: VideoProcessor
+    forbidden: dict[int, str]
+    image_token_id: int
+    video_token_id: int
     pad_token_id: int
 
     def encode_sample(self, conversation: Conversation) -> dict[str, np.ndarray]:
@@ -128,7 +123,7 @@ class ChatInputs:
         chooses = add_generation_prompt is None and continue_final_message is None
         samples = []
         for conversation in conversations:
-            continues = chooses and conversation.turns[-1].role == "assistant"
+            continues = chooses and conversation.row.messages[-1]["role"] == "assistant"
             samples.append(
                 self._encode(
                     conversation,
@@ -191,12 +186,8 @@ class ChatInputs:
             return batch if return_dict else batch["input_ids"]
         if return_dict:
             raise ValueError("return_dict needs tokenize=True: text alone is not a batch")
-        texts = []
-        for conversation in _parsed(messages, images, videos, tools):
-            if (own := self.own_template_for(conversation)) is None:
-                texts.append(prompt_text(conversation, **ends))
-            else:
-                texts.append(own.text(conversation.row.to_dict(), **ends))
+        parsed = _parsed(messages, images, videos, tools)
+        texts = [self.template.text(each.row.to_dict(), **ends) for each in parsed]
         return texts if _are_several(messages) else texts[0]
 
     @explains({"clean_up_tokenization_spaces": Foreign("text is not changed")}, "decode")
@@ -237,48 +228,43 @@ class ChatInputs:
             counts = self.video_processor.tokens_per_patch(arrays["video_grid_thw"]).tolist()
             video_prompts = [VideoPrompt(*each) for each in zip(timestamps, counts, strict=True)]
             visual.update(arrays)
-        ends = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-        }
-        own, row = self.own_template_for(conversation), conversation.row.to_dict()
-        if own is None:
-            chat = self.template.encode(conversation, num_image_tokens, video_prompts, **ends)
-        else:
-            has_labels = with_labels and not conversation.row.train_on_prompt
-            chat = own.encode(row, num_image_tokens, video_prompts, **ends, has_labels=has_labels)
+        learns_all = conversation.row.train_on_prompt
+        chat = self.template.encode(
+            conversation.row.to_dict(),
+            num_image_tokens,
+            video_prompts,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            has_labels=with_labels and not learns_all,
+        )
         ids = np.array(chat.input_ids, dtype=np.int64)
         labels = np.array(chat.labels, dtype=np.int64)
-        if with_labels and conversation.row.train_on_prompt:
-            pads = [self.template.ids[pad] for pad in (IMAGE_PAD, VIDEO_PAD)]
+        if with_labels and learns_all:
+            pads = (self.image_token_id, self.video_token_id)
             labels = np.where(np.isin(ids, pads), IGNORED_LABEL, ids)
         return {"input_ids": ids, "labels": labels, **visual}
 
-    def own_template_for(self, conversation: Conversation) -> TemplateEncoder | None:
-        """The checkpoint's template; None where the built-in one does the same faster, or there is
-        none."""
-        is_same = self.renders_as_built_in and conversation.is_plain
-        return None if is_same else self.own_template
-
-    def check_template(self, conversation: Conversation) -> None:
-        """Check that a template renders a conversation.
+    def text_ids(self, text: str) -> list[int]:
+        """Ids of a text without control tokens.
 
         Raises:
-            BadSampleError: there is none for its tools or reasoning, or it loses some of them.
+            BadSampleError: the text contains the name of a special token.
         """
-        if (own := self.own_template_for(conversation)) is None:
-            self.template.check(conversation)
-        else:
-            for each in self.samples_of(conversation):
-                own.text(each.row.to_dict(), False, False)
+        check_unicode(text)
+        ids = self.tokenizer.encode(text)
+        if forged := self.forbidden.keys() & set(ids):
+            names = ", ".join(sorted(self.forbidden[token_id] for token_id in forged))
+            raise BadSampleError(
+                "special_token",
+                f"the text contains the special token(s) {names}, which would act as control "
+                "tokens; remove or rewrite them",
+            )
+        return ids
 
     def samples_of(self, conversation: Conversation) -> list[Conversation]:
         """The conversations that training takes one by one: with `earlier_reasoning: split` one up
         to each learned answer."""
-        own = self.own_template_for(conversation)
-        if own is None:
-            return [conversation]
-        rows = own.rows(conversation.row.to_dict())
+        rows = self.template.rows(conversation.row.to_dict())
         return [Conversation(replace(conversation.row, messages=row["messages"])) for row in rows]
 
     def _batch(

@@ -6,9 +6,8 @@ data file, and addresses to the cache of remote files.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -16,48 +15,11 @@ from PIL import Image
 from paddle_vl.data.formats.canonical import CanonicalRow, Message, check_targets
 from paddle_vl.data.formats.reader import to_canonical
 from paddle_vl.data.formats.row_settings import RowSettings
-from paddle_vl.data.jsonl import parse_object
 from paddle_vl.data.media_file import ImageSource, MediaFolder, media_source, upright_size
 from paddle_vl.data.video_reader import FrameFiles, VideoFrames, VideoSource
 
 # Sources in memory instead of file names.
 _IN_MEMORY = (Image.Image, np.ndarray, VideoFrames)
-
-
-class ImagePart(NamedTuple):
-    """An image within a turn."""
-
-    source: ImageSource
-    kind = "image"
-
-
-class VideoPart(NamedTuple):
-    """A video within a turn."""
-
-    source: VideoSource
-    kind = "video"
-
-
-Part = str | ImagePart | VideoPart
-_PARTS: dict[str, Any] = {"text": lambda text: text, "image": ImagePart, "video": VideoPart}
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One message: its role, and text, images and videos in reading order.
-
-    Attributes:
-        is_target: whether an assistant's turn is a training target.
-    """
-
-    role: str
-    parts: tuple[Part, ...]
-    is_target: bool = True
-
-    @property
-    def text(self) -> str:
-        """The text without images and videos."""
-        return "".join(part for part in self.parts if isinstance(part, str))
 
 
 @dataclass(frozen=True)
@@ -75,11 +37,6 @@ class Conversation:
         """Keys of the record that are not read, such as `task`."""
         return self.row.extras
 
-    @cached_property
-    def turns(self) -> tuple[Turn, ...]:
-        """The messages; only the first may be a system turn."""
-        return tuple(map(_turn, self.row.messages))
-
     @property
     def images(self) -> list[ImageSource]:
         """Sources of all images in reading order."""
@@ -94,19 +51,15 @@ class Conversation:
         parts = (part for message in self.row.messages for part in message["content"])
         return (part[kind] for part in parts if part["type"] == kind)
 
+    def text(self, number: int) -> str:
+        """The text of a turn without images and videos."""
+        parts = self.row.messages[number]["content"]
+        return "".join(part["text"] for part in parts if part["type"] == "text")
+
     @property
     def targets(self) -> list[int]:
         """Numbers of the turns that are training targets."""
         return [i for i, message in enumerate(self.row.messages) if message.get("loss")]
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether there is nothing but texts, images and videos of users and the assistant."""
-        row = self.row
-        if row.tools or row.chat_template_kwargs:
-            return False
-        own = {"tool_calls", "reasoning_content"}
-        return not any(own & each.keys() or each["role"] == "tool" for each in row.messages)
 
     def before(self, number: int) -> "Conversation":
         """The turns in front of one."""
@@ -159,25 +112,9 @@ class RowReader:
         return Conversation(replace(canonical, messages=messages))
 
 
-def parse_line(line: bytes, directory: Path, allow_outside: bool = True) -> Conversation:
-    """The conversation of one line of a JSONL file; see `RowReader`.
-
-    Raises:
-        BadSampleError: as `RowReader`, or broken JSON.
-    """
-    return parse_record(parse_object(line, "'messages'"), directory, allow_outside)
-
-
-def parse_record(
-    record: Mapping[str, Any], directory: Path | None = None, allow_outside: bool = True
-) -> Conversation:
+def parse_record(record: Mapping[str, Any], directory: Path | None = None) -> Conversation:
     """The conversation of a record of any format; see `RowReader`."""
-    return RowReader(allow_outside=allow_outside)(record, directory)
-
-
-def _turn(message: Message) -> Turn:
-    parts = tuple(_PARTS[part["type"]](part[part["type"]]) for part in message["content"])
-    return Turn(message["role"], parts, message.get("loss", False))
+    return RowReader()(record, directory)
 
 
 def _with_sources(message: Message, folder: MediaFolder) -> Message:

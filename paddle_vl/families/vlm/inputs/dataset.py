@@ -209,7 +209,7 @@ def checked(conversation: Conversation, processor: VLProcessor) -> list[int]:
         BadSampleError: no target, nothing that renders it, or a file that does not exist.
     """
     conversation.check_targets()
-    processor.check_template(conversation)
+    processor.template.check(conversation.row.to_dict())
     media = {"image": conversation.images, "video": conversation.videos}
     return [source_size(source, kind) for kind, sources in media.items() for source in sources]
 

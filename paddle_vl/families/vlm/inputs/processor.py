@@ -24,7 +24,6 @@ from paddle_vl.families.vlm.inputs.tokenizer import (
     VIDEO_PAD,
     VISION_END,
     VISION_START,
-    ChatTemplate,
     TextTokenizer,
     train_bpe,
 )
@@ -77,12 +76,10 @@ class VLProcessor(ChatInputs):
     """Encodes conversations with images and videos.
 
     Attributes:
-        tokenizer, image_processor, video_processor, template: the components; `template` is the
-            built-in one.
-        own_template: the checkpoint's; None without.
-        renders_as_built_in: whether it is known to render plain conversations as the built-in one.
+        tokenizer, image_processor, video_processor, template: the components.
         image_token_id, video_token_id, vision_start_token_id, vision_end_token_id, pad_token_id:
             ids of the control tokens, found by name.
+        forbidden: names of the tokens that a text must not contain, by id.
         eos_token_ids: ids of `<|im_end|>` and `<|endoftext|>`, which end an answer.
         generation_config: these and the pad token, for a model that names none.
     """
@@ -93,15 +90,14 @@ class VLProcessor(ChatInputs):
         image_processor: ImageProcessor,
         video_processor: VideoProcessor | None = None,
         carried_files: Mapping[str, str] | None = None,
-        own_template: TemplateEncoder | None = None,
-        renders_as_built_in: bool = False,
+        template: TemplateEncoder | None = None,
     ):
         """Combine the components.
 
         Args:
             video_processor: None for `VideoProcessor.like_images`.
             carried_files: name to text of further files that `save_pretrained` writes unchanged.
-            own_template, renders_as_built_in: see the attributes.
+            template: of the checkpoint; None for the built-in one.
 
         Raises:
             ValueError: the tokenizer lacks a control token.
@@ -109,10 +105,11 @@ class VLProcessor(ChatInputs):
         self.tokenizer = tokenizer
         self.image_processor = image_processor
         self.video_processor = video_processor or VideoProcessor.like_images(image_processor)
-        self.template = ChatTemplate(tokenizer)
-        self.own_template, self.renders_as_built_in = own_template, renders_as_built_in
+        self.template = template or TemplateEncoder(None, tokenizer.backend, TemplateSettings())
         self._carried_files = dict(carried_files or {})
-        ids = self.template.ids
+        ids = {token: tokenizer.token_id(token) for token in CONTROL_TOKENS}
+        self.forbidden = {token_id: token for token, token_id in ids.items()}
+        self.forbidden.update(tokenizer.special_tokens)
         self.image_token_id = ids[IMAGE_PAD]
         self.video_token_id = ids[VIDEO_PAD]
         self.vision_start_token_id = ids[VISION_START]
@@ -201,6 +198,8 @@ class VLProcessor(ChatInputs):
         found, template = read_folder_templates(directory), template or TemplateOptions()
         if found is None:
             return cls(tokenizer, image_processor, video_processor, carried)
+        plain = found.source.replace("\r\n", "\n").strip().encode(errors="surrogatepass")
+        is_built_in = hashlib.sha256(plain).hexdigest() in _EQUAL_TEMPLATES
         own = TemplateEncoder(
             ChatTemplateRenderer(
                 found.source,
@@ -211,12 +210,13 @@ class VLProcessor(ChatInputs):
                 name=f"the chat template in {found.file}",
             ),
             tokenizer.backend,
-            TemplateSettings(template.earlier_reasoning, _end_ids(directory)),
+            TemplateSettings(
+                template.earlier_reasoning,
+                _end_ids(directory),
+                is_built_in and not template.variables,
+            ),
         )
-        plain = found.source.replace("\r\n", "\n").strip().encode(errors="surrogatepass")
-        is_same = hashlib.sha256(plain).hexdigest() in _EQUAL_TEMPLATES
-        is_same = is_same and not template.variables
-        return cls(tokenizer, image_processor, video_processor, carried, own, is_same)
+        return cls(tokenizer, image_processor, video_processor, carried, own)
 
     def save_pretrained(self, directory: str | os.PathLike) -> None:
         """Write the processor under HF's file names.
@@ -230,7 +230,7 @@ class VLProcessor(ChatInputs):
         files = dict(self._carried_files)
         files.setdefault("tokenizer_config.json", _dump(self._tokenizer_config()))
         files.setdefault("special_tokens_map.json", _dump(_SPECIAL_TOKENS_MAP))
-        if self.own_template is None:
+        if self.template.renderer is None:
             files["chat_template.jinja"] = JINJA_TEMPLATE
         for name, text in files.items():
             (directory / name).parent.mkdir(exist_ok=True)
@@ -246,8 +246,8 @@ class VLProcessor(ChatInputs):
         """Hash of the tokenizer, of the settings of the image and video processors, and of a chat
         template that differs from the built-in one."""
         settings: list[Any] = [self.image_processor.to_dict(), self.video_processor.to_dict()]
-        if self.own_template is not None and not self.renders_as_built_in:
-            settings.append(self.own_template.description())
+        if (template := self.template.description()) is not None:
+            settings.append(template)
         content = self.tokenizer.to_json() + json.dumps(settings, sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 

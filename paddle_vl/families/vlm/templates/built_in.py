@@ -1,7 +1,15 @@
-"""The built-in chat template of `ChatTemplate`: in HF's format, for folders that have none, and as
-text."""
+"""The built-in chat template, of ChatML with images and videos: in HF's format, and as a function.
 
-from paddle_vl.families.vlm.inputs.conversation import Conversation, ImagePart, Part
+    <|im_start|>user\\n<|vision_start|><|image_pad|><|vision_end|>What is this?<|im_end|>\\n
+    <|im_start|>assistant\\nA cat.<|im_end|>\\n
+
+There is no default system message.
+
+Source: the chat template of the published Qwen3-VL checkpoints, without tools.
+"""
+
+from collections.abc import Sequence
+
 from paddle_vl.families.vlm.inputs.tokenizer import (
     IM_END,
     IM_START,
@@ -10,7 +18,13 @@ from paddle_vl.families.vlm.inputs.tokenizer import (
     VISION_END,
     VISION_START,
 )
+from paddle_vl.families.vlm.templates.environment import Rendered
+from paddle_vl.families.vlm.templates.messages import Message
 
+_PLACES = {
+    kind: f"{VISION_START}{pad}{VISION_END}"
+    for kind, pad in (("image", IMAGE_PAD), ("video", VIDEO_PAD))
+}
 # HF's processor repeats <|image_pad|>.
 JINJA_TEMPLATE = """\
 {%- for message in messages %}
@@ -42,19 +56,19 @@ JINJA_TEMPLATE = """\
 """
 
 
-def prompt_text(
-    conversation: Conversation, add_generation_prompt: bool, continue_final_message: bool
-) -> str:
-    """The text of HF's template, one placeholder per image or video; see `apply_chat_template`."""
+def plain_text(messages: Sequence[Message], add_generation_prompt: bool) -> Rendered:
+    """The text of plain messages, many times faster than in the sandbox, and the answers in it.
 
-    def shown(part: Part) -> str:
-        pad = IMAGE_PAD if isinstance(part, ImagePart) else VIDEO_PAD
-        return part if isinstance(part, str) else f"{VISION_START}{pad}{VISION_END}"
-
-    text = "".join(
-        f"{IM_START}{turn.role}\n{''.join(map(shown, turn.parts))}{IM_END}\n"
-        for turn in conversation.turns
-    )
-    if continue_final_message:
-        return text.removesuffix(f"{IM_END}\n")
-    return f"{text}{IM_START}assistant\n" if add_generation_prompt else text
+    A span is an answer and its `<|im_end|>`.
+    """
+    text, spans = "", []
+    for message in messages:
+        text += f"{IM_START}{message['role']}\n"
+        begin = len(text)
+        for part in message["content"]:
+            text += part["text"] if part["type"] == "text" else _PLACES[part["type"]]
+        text += IM_END
+        if message["role"] == "assistant":
+            spans.append((begin, len(text)))
+        text += "\n"
+    return Rendered(f"{text}{IM_START}assistant\n" if add_generation_prompt else text, spans)

@@ -1,13 +1,17 @@
 """Text with placeholders of images and videos to token ids, and character spans to labels.
 
-The text is tokenized as a whole, as HF does. A video's placeholder is replaced by the timestamps of
-its patches before that; how often a placeholder stands for a patch or an image is a matter of ids,
-because it is a token by itself.
+The text is tokenized as a whole, as HF does, unless it is cut. A video's placeholder is replaced by
+the timestamps of its patches before that; how often a placeholder stands for a patch or an image is
+a matter of ids, because it is a token by itself.
+
+The form of videos is that of HF transformers 4.57; 5.x leaves one more pair of vision tokens around
+all patches.
 """
 
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -42,7 +46,7 @@ QWEN_MEDIA = MediaTokens(IMAGE_PAD, VIDEO_PAD, VISION_START, VISION_END)
 class MediaText:
     """Tokenizes texts with the placeholders of one model."""
 
-    def __init__(self, tokenizer: Tokenizer, tokens: MediaTokens):
+    def __init__(self, tokenizer: Tokenizer, tokens: MediaTokens = QWEN_MEDIA):
         self._tokenizer, self._tokens = tokenizer, tokens
         image, video, start, end = map(re.escape, tokens)
         self._places = re.compile(f"(?P<image>{image})|(?P<video>(?:{start})?{video}(?:{end})?)")
@@ -55,6 +59,7 @@ class MediaText:
         media: Sequence[str],
         num_image_tokens: Sequence[int],
         videos: Sequence[VideoPrompt],
+        cuts: Sequence[int] = (),
     ) -> EncodedChat:
         """Ids of a text, and labels of the tokens that touch a span.
 
@@ -63,6 +68,7 @@ class MediaText:
             media: `image` or `video` for each of the row.
             num_image_tokens: number of placeholders of every image, in reading order.
             videos: prompt of every video, in reading order.
+            cuts: characters in front of which the text is tokenized apart.
 
         Raises:
             BadSampleError: the text has other placeholders than the row has media, or is no
@@ -92,12 +98,20 @@ class MediaText:
             moved.append(len(new) - place.end())
         new += text[ends[-1] :]
         check_unicode(new)
-        encoding = self._tokenizer.encode(new, add_special_tokens=False)
-        ids, labels = encoding.ids, [IGNORED_LABEL] * len(encoding.ids)
-        for span in spans:
-            start, end = (at + moved[bisect_right(ends, at) - 1] for at in span)
-            tokens = _touched(encoding, start, end)
-            labels[tokens] = ids[tokens]
+
+        def place(at: int) -> int:
+            return at + moved[bisect_right(ends, at) - 1]
+
+        ids, labels = [], []
+        for begin, stop in pairwise([0, *map(place, cuts), len(new)]):
+            encoding = self._tokenizer.encode(new[begin:stop], add_special_tokens=False)
+            learned = np.full(len(encoding.ids), IGNORED_LABEL)
+            for start, end in spans:
+                start, end = max(place(start), begin), min(place(end), stop)
+                tokens = _touched(encoding, start - begin, end - begin)
+                learned[tokens] = encoding.ids[tokens]
+            ids += encoding.ids
+            labels += learned.tolist()
         if len(repeats) != sum(each in self._ids for each in ids):
             raise ValueError(
                 f"the tokenizer has no tokens {self._tokens.image} and {self._tokens.video}, which "

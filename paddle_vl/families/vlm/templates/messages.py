@@ -32,6 +32,14 @@ class Chat:
         """The chat of a row; keys without a meaning for templates are left out."""
         return cls(row["messages"], row.get("tools"), row.get("chat_template_kwargs") or {})
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing but texts, images and videos of users and the assistant."""
+        own = {"tool_calls", "reasoning_content"}
+        return not (self.tools or self.variables) and not any(
+            own & each.keys() or each["role"] == "tool" for each in self.messages
+        )
+
     def without_earlier_reasoning(self) -> "Chat":
         """The chat without the reasoning of answers before the last question."""
         users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]

@@ -43,8 +43,6 @@ class ChatTemplateRenderer:
         now: what `strftime_now` shows; one moment for a run, whose data would else change daily.
         special_tokens: special tokens by name, which are variables of the template.
         tools_source: the template for rows with tools, if it is another.
-        marked_source: the same template with generation marks. It is used for a row only if its
-            text equals the template's.
         variables: template settings of the run; those of a row win over them.
         name: the template's name, for messages.
     """
@@ -53,7 +51,6 @@ class ChatTemplateRenderer:
     now: datetime
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     tools_source: str | None = None
-    marked_source: str | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     name: str = "the chat template"
     _forms: Sequence[bool] = field(init=False, repr=False, compare=False)
@@ -64,7 +61,7 @@ class ChatTemplateRenderer:
         Raises:
             ValueError: a template has broken syntax or is too long.
         """
-        for source in filter(None, (self.source, self.tools_source, self.marked_source)):
+        for source in filter(None, (self.source, self.tools_source)):
             try:
                 _compiled(source, self.now)
             except TemplateError as error:
@@ -103,7 +100,7 @@ class ChatTemplateRenderer:
         variables.update(tools=tools, documents=None, add_generation_prompt=add_generation_prompt)
         source = self.tools_source if tools and self.tools_source else self.source
         try:
-            rendered = _compiled(source, self.now).render(variables)
+            return _compiled(source, self.now).render(variables)
         # A template may raise anything that Python does.
         except Exception as error:
             raise BadSampleError(
@@ -111,12 +108,6 @@ class ChatTemplateRenderer:
                 f"{self.name} does not take the row: {type(error).__name__}: {str(error)[:300]}; "
                 "change the row, or use another template",
             ) from error
-        if rendered.spans is None and self.marked_source and not add_generation_prompt:
-            # One that fails, or gives another text, is not the template of this row.
-            with contextlib.suppress(Exception):
-                marked = _compiled(self.marked_source, self.now).render(variables)
-                return marked if marked.text == rendered.text else rendered
-        return rendered
 
     def render_chat(
         self, chat: Chat, *, add_generation_prompt: bool = False, reasoning_may_go: bool = False
