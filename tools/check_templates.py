@@ -24,10 +24,11 @@ from tokenizers import Tokenizer
 
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.vlm.inputs.collate import IGNORED_LABEL
+from paddle_vl.families.vlm.inputs.conversation import Conversation
 from paddle_vl.families.vlm.templates.answer_spans import incremental_spans
+from paddle_vl.families.vlm.templates.encoding import MediaText, MediaTokens
 from paddle_vl.families.vlm.templates.environment import SandboxedTemplate
-from paddle_vl.families.vlm.templates.media_text import MediaText, MediaTokens
-from paddle_vl.families.vlm.templates.messages import Chat, count_text, for_template, lost_texts
+from paddle_vl.families.vlm.templates.messages import count_text, for_template, lost_texts
 from paddle_vl.families.vlm.templates.rendering import ChatTemplateRenderer
 from paddle_vl.families.vlm.templates.template_files import special_tokens
 
@@ -123,7 +124,7 @@ def record(
         values["generation_prompt"] = whole[len(text) :] if starts else {"whole": whole}
     except BadSampleError as error:
         values["generation_prompt"] = {"error": type(error.__cause__).__name__}
-    lost = lost_texts(_chat(messages, tools), text)
+    lost = lost_texts(_conversation(messages, tools), text)
     if dropped := [each for each in lost if not count_text(each, text)]:
         values["dropped"] = dropped
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -152,9 +153,9 @@ def _shape(name: str, values: Mapping[str, Any]) -> Any:
     return json.loads(json.dumps(value))
 
 
-def _chat(messages: list[dict[str, Any]], tools: Any) -> Chat:
+def _conversation(messages: list[dict[str, Any]], tools: Any) -> Conversation:
     """A recorded conversation in the canonical form, which has parts and objects as arguments."""
-    canonical = []
+    canonical: Any = []
     for message in messages:
         content, calls = message.get("content"), message.get("tool_calls") or []
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -164,7 +165,7 @@ def _chat(messages: list[dict[str, Any]], tools: Any) -> Chat:
             for each in functions
         ]
         canonical.append({**message, "content": parts, "tool_calls": calls})
-    return Chat(canonical, tools, {})
+    return Conversation.of(canonical, tools or ())
 
 
 def _small(template: str, variables: Mapping[str, Any]) -> dict[str, str]:

@@ -131,7 +131,7 @@ def greedy_answers(
                 Answer(
                     sample=sample,
                     task=str(conversation.extra.get("task", NO_TASK)),
-                    prompt=conversation.text(-1) if conversation.row.messages else "",
+                    prompt=conversation.text(-1) if conversation.messages else "",
                     expected=expected,
                     answer=answer,
                     is_exact=answer == expected,
@@ -166,7 +166,11 @@ def _questions(dataset: Any) -> Iterator[tuple[str, Conversation, str]]:
         conversation = dataset.conversation(number)
         for i in conversation.targets:
             answer = conversation.text(i).strip()
-            yield dataset.place(number), conversation.before(i), answer
+            yield (
+                dataset.place(number),
+                conversation.with_messages(conversation.messages[:i]),
+                answer,
+            )
 
 
 def evaluation_report(loss: float, num_targets: int, answers: Sequence[Answer]) -> str:

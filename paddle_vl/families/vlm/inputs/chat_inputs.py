@@ -4,7 +4,6 @@ Shapes: B conversations, L length, P patches, n images or videos.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -123,7 +122,7 @@ class ChatInputs:
         chooses = add_generation_prompt is None and continue_final_message is None
         samples = []
         for conversation in conversations:
-            continues = chooses and conversation.row.messages[-1]["role"] == "assistant"
+            continues = chooses and conversation.messages[-1]["role"] == "assistant"
             samples.append(
                 self._encode(
                     conversation,
@@ -187,7 +186,7 @@ class ChatInputs:
         if return_dict:
             raise ValueError("return_dict needs tokenize=True: text alone is not a batch")
         parsed = _parsed(messages, images, videos, tools)
-        texts = [self.template.text(each.row.to_dict(), **ends) for each in parsed]
+        texts = [self.template.text(each, **ends) for each in parsed]
         return texts if _are_several(messages) else texts[0]
 
     @explains({"clean_up_tokenization_spaces": Foreign("text is not changed")}, "decode")
@@ -230,7 +229,7 @@ class ChatInputs:
             visual.update(arrays)
         learns_all = conversation.row.train_on_prompt
         chat = self.template.encode(
-            conversation.row.to_dict(),
+            conversation,
             num_image_tokens,
             video_prompts,
             add_generation_prompt=add_generation_prompt,
@@ -260,12 +259,6 @@ class ChatInputs:
                 "tokens; remove or rewrite them",
             )
         return ids
-
-    def samples_of(self, conversation: Conversation) -> list[Conversation]:
-        """The conversations that training takes one by one: with `earlier_reasoning: split` one up
-        to each learned answer."""
-        rows = self.template.rows(conversation.row.to_dict())
-        return [Conversation(replace(conversation.row, messages=row["messages"])) for row in rows]
 
     def _batch(
         self, samples: Sequence[Mapping[str, np.ndarray]], with_labels: bool = False

@@ -4,7 +4,7 @@
 data file, and addresses to the cache of remote files.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,42 @@ class Conversation:
 
     row: CanonicalRow
 
+    @classmethod
+    def of(
+        cls, messages: list[Message], tools: Sequence[Any] = (), variables: Mapping[str, Any] = {}
+    ) -> "Conversation":
+        """A conversation of messages in the canonical form, not checked."""
+        return cls(CanonicalRow(messages, "messages", [*tools], dict(variables)))
+
+    @property
+    def messages(self) -> list[Message]:
+        """The messages; only the first may be of the system."""
+        return self.row.messages
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing but texts, images and videos of users and the assistant."""
+        own = {"tool_calls", "reasoning_content"}
+        return not (self.row.tools or self.row.chat_template_kwargs) and not any(
+            own & each.keys() or each["role"] == "tool" for each in self.messages
+        )
+
     @property
     def extra(self) -> Mapping[str, Any]:
         """Keys of the record that are not read, such as `task`."""
         return self.row.extras
+
+    @property
+    def all_text(self) -> str:
+        """All texts and names that the row brings, one below the other."""
+        row = self.row
+        return "\n".join(strings_in([row.messages, row.tools, row.chat_template_kwargs]))
+
+    @property
+    def media(self) -> list[str]:
+        """`image` or `video` for each of them, in reading order."""
+        parts = (part for message in self.messages for part in message["content"])
+        return [part["type"] for part in parts if part["type"] != "text"]
 
     @property
     def images(self) -> list[ImageSource]:
@@ -48,22 +80,22 @@ class Conversation:
         return list(self._sources("video"))
 
     def _sources(self, kind: str) -> Iterator[Any]:
-        parts = (part for message in self.row.messages for part in message["content"])
+        parts = (part for message in self.messages for part in message["content"])
         return (part[kind] for part in parts if part["type"] == kind)
 
     def text(self, number: int) -> str:
         """The text of a turn without images and videos."""
-        parts = self.row.messages[number]["content"]
+        parts = self.messages[number]["content"]
         return "".join(part["text"] for part in parts if part["type"] == "text")
 
     @property
     def targets(self) -> list[int]:
         """Numbers of the turns that are training targets."""
-        return [i for i, message in enumerate(self.row.messages) if message.get("loss")]
+        return [i for i, message in enumerate(self.messages) if message.get("loss")]
 
-    def before(self, number: int) -> "Conversation":
-        """The turns in front of one."""
-        return Conversation(replace(self.row, messages=self.row.messages[:number]))
+    def with_messages(self, messages: Sequence[Any]) -> "Conversation":
+        """The conversation with other messages, in the canonical form."""
+        return Conversation(replace(self.row, messages=[*messages]))
 
     def check_targets(self) -> None:
         """Check that there is a training target.
@@ -132,3 +164,16 @@ def _opened(kind: str, source: Any, folder: MediaFolder) -> Any:
     if isinstance(source, list):
         return FrameFiles(tuple(_opened("image", frame, folder) for frame in source))
     return media_source(source, kind, f"{kind} source", folder)
+
+
+def strings_in(value: Any, keys: bool = True) -> Iterator[str]:
+    """All strings in a JSON value, with the keys of objects."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from value if keys else ()
+        for each in value.values():
+            yield from strings_in(each, keys)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from strings_in(each, keys)

@@ -105,7 +105,7 @@ class ConversationData(ABC):
         if self._samples is None:
             return self.row(number)
         row, answer = self._samples[number]
-        return self._processor.samples_of(self.row(row))[answer]
+        return self._processor.template.split(self.row(row))[answer]
 
     def place(self, number: int) -> str:
         """Location of a sample: `file:line` or the like."""
@@ -115,7 +115,7 @@ class ConversationData(ABC):
         """Make a sample of each learned answer; reads every row."""
         samples = []
         for row in range(self.row_count()):
-            count = len(self._processor.samples_of(self.row(row)))
+            count = len(self._processor.template.split(self.row(row)))
             samples += [(row, answer) for answer in range(count)]
         self._samples = np.array(samples, dtype=np.int64)
 
@@ -209,7 +209,7 @@ def checked(conversation: Conversation, processor: VLProcessor) -> list[int]:
         BadSampleError: no target, nothing that renders it, or a file that does not exist.
     """
     conversation.check_targets()
-    processor.template.check(conversation.row.to_dict())
+    processor.template.check(conversation)
     media = {"image": conversation.images, "video": conversation.videos}
     return [source_size(source, kind) for kind, sources in media.items() for source in sources]
 

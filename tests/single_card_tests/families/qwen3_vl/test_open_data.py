@@ -196,7 +196,7 @@ def test_boxes_are_thousandths_of_the_original_image(folder):
     row = messages_row("Where?", '{"bbox_2d": <bbox>}', "red.png")
     row["objects"] = {"bbox": [[16, 12, 32, 48]]}
     (conversation,) = [opened([written(folder / "b.jsonl", [row])]).conversation(0)]
-    assert conversation.turns[1].text == '{"bbox_2d": [250, 250, 500, 1000]}'
+    assert conversation.text(1) == '{"bbox_2d": [250, 250, 500, 1000]}'
 
 
 @pytest.mark.parametrize(

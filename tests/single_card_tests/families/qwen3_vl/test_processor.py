@@ -11,7 +11,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import jinja2
 import numpy as np
 import pytest
 from PIL import Image
@@ -23,7 +22,6 @@ from paddle_vl.families.vlm.inputs.conversation import parse_record
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
-from paddle_vl.families.vlm.templates.built_in import JINJA_TEMPLATE
 from tests.single_card_tests.data.video_files import moving_frames
 from tests.single_card_tests.families.qwen3_vl.chat_builders import (
     assistant,
@@ -209,20 +207,6 @@ def test_the_chat_template_gives_text_ids_or_a_batch(ends):
     assert batch["pixel_values"].shape == (4, 96)
 
 
-def test_the_built_in_text_is_that_of_the_saved_template():
-    jinja = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
-    template = jinja.from_string(JINJA_TEMPLATE)
-    messages = [
-        {"role": "system", "content": "s"},
-        user([{"type": "video", "video": "v.mp4"}, {"type": "text", "text": "t <image>"}]),
-        assistant("a"),
-    ]
-    for opens in (True, False):
-        wanted = template.render(messages=messages, add_generation_prompt=opens)
-        found = PROCESSOR.apply_chat_template(messages, add_generation_prompt=opens)
-        assert found == wanted
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -323,11 +307,11 @@ def test_what_only_a_template_renders_is_refused_without_one(tmp_path):
 
 def test_a_template_equal_to_the_built_in_one_is_known(tmp_path):
     PROCESSOR.save_pretrained(tmp_path)
-    assert VLProcessor.from_pretrained(tmp_path).renders_as_built_in
+    assert VLProcessor.from_pretrained(tmp_path).fingerprint() == PROCESSOR.fingerprint()
     # As Git or an editor may write it.
     file = tmp_path / "chat_template.jinja"
     file.write_bytes(file.read_bytes().replace(b"\n", b"\r\n") + b"\r\n")
-    assert VLProcessor.from_pretrained(tmp_path).renders_as_built_in
+    assert VLProcessor.from_pretrained(tmp_path).fingerprint() == PROCESSOR.fingerprint()
 
 
 def test_bad_image_is_refused_as_in_training():

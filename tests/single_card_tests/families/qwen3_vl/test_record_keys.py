@@ -220,7 +220,7 @@ def test_an_empty_answer_that_is_not_learned_is_no_fault(tmp_path):
 
 def test_box_tags_are_text_where_text_is_literal():
     part = {"type": "text", "text": "the <bbox> tag"}
-    assert parse_record(question([part])).turns[0].parts == ("the <bbox> tag",)
+    assert parse_record(question([part])).text(0) == "the <bbox> tag"
 
 
 def test_other_entries_of_the_record_are_extras():
