@@ -71,7 +71,7 @@ class ChatInputs:
     def outline_sample(self, conversation: Conversation) -> dict[str, np.ndarray]:
         """A training sample from the headers of its images and videos, to measure its length.
 
-        Pixels are broadcast zeros. Height and width may be exchanged in a grid. Errors are those of
+        Pixels are zeros `[P, 1]`. Height and width may be exchanged in a grid. Errors are those of
         `encode_sample` that headers show.
         """
         return self._encode(conversation, with_labels=True, with_pixels=False)
@@ -210,20 +210,12 @@ class ChatInputs:
         """A sample, see `encode_sample` and `outline_sample`."""
         visual: dict[str, np.ndarray] = {}
         num_image_tokens: Sequence[int] = ()
-        if conversation.images:
-            if with_pixels:
-                visual = self.image_processor(conversation.images)
-            else:
-                grids = self.image_processor.grids(conversation.images)
-                visual = {"image_grid_thw": grids, "pixel_values": _no_pixels(grids)}
-            num_image_tokens = self.image_processor.num_tokens(visual["image_grid_thw"]).tolist()
         video_prompts: list[VideoPrompt] = []
+        if conversation.images:
+            visual = self.image_processor(conversation.images, with_pixels)
+            num_image_tokens = self.image_processor.num_tokens(visual["image_grid_thw"]).tolist()
         if conversation.videos:
-            if with_pixels:
-                arrays, timestamps = self.video_processor(conversation.videos)
-            else:
-                grids, timestamps = self.video_processor.grids(conversation.videos)
-                arrays = {"video_grid_thw": grids, "pixel_values_videos": _no_pixels(grids)}
+            arrays, timestamps = self.video_processor(conversation.videos, with_pixels)
             counts = self.video_processor.tokens_per_patch(arrays["video_grid_thw"]).tolist()
             video_prompts = [VideoPrompt(*each) for each in zip(timestamps, counts, strict=True)]
             visual.update(arrays)
@@ -277,10 +269,6 @@ class ChatInputs:
             if arrays:
                 batch[key] = np.concatenate(arrays)
         return batch
-
-
-def _no_pixels(grid_thw: np.ndarray) -> np.ndarray:
-    return np.broadcast_to(np.float32(0), (int(grid_thw.prod(axis=1).sum()), 1))
 
 
 def _check_ends(opens: bool | None, continues: bool | None, labels: bool) -> None:

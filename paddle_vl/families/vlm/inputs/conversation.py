@@ -93,6 +93,11 @@ class Conversation:
         """Numbers of the turns that are training targets."""
         return [i for i, message in enumerate(self.messages) if message.get("loss")]
 
+    @property
+    def losses(self) -> list[bool]:
+        """Of each answer whether it is a training target."""
+        return [bool(each.get("loss")) for each in self.messages if each["role"] == "assistant"]
+
     def with_messages(self, messages: Sequence[Any]) -> "Conversation":
         """The conversation with other messages, in the canonical form."""
         return Conversation(replace(self.row, messages=[*messages]))

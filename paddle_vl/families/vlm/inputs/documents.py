@@ -149,7 +149,7 @@ class DocumentEncoder:
         images = [part.source for part in parts if isinstance(part, ImagePart)]
         counts: list[int] = []
         if images:
-            grids = self.processor.image_processor.grids(images)
+            grids = self.processor.image_processor(images, False)["image_grid_thw"]
             counts = self.processor.image_processor.num_tokens(grids).tolist()
         processor, next_count = self.processor, iter(counts)
         ids: list[int] = []

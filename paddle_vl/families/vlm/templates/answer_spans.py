@@ -34,9 +34,8 @@ def learned_spans(whole: RenderedChat, renderer: Any, ends: re.Pattern[str]) -> 
             the model would be asked for.
     """
     conversation, messages, (text, marks) = whole
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if marks is not None:
-        return marked_spans(marks, [i in conversation.targets for i in answers])
+        return marked_spans(marks, conversation.losses)
 
     def render(part: Sequence[Message], prompt: bool) -> str:
         return renderer.render_of(conversation, part, prompt).text

@@ -12,7 +12,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -161,8 +161,13 @@ class TemplateEncoder:
         is_prompt = add_generation_prompt or continue_final_message or not has_labels
         text = self._left_open(whole) if continue_final_message else whole.rendered.text
         is_built_in = self._is_built_in(conversation)
-        cuts = [start for start, _ in whole.rendered.spans or ()] if is_built_in else ()
-        spans = [] if is_prompt else learned_spans(whole, self.renderer, self._ends)
+        answers = whole.rendered.spans if is_built_in else []
+        cuts = [start for start, _ in answers]
+        spans: Iterable[Span] = []
+        if not is_prompt and is_built_in:
+            spans = compress(answers, conversation.losses)
+        elif not is_prompt:
+            spans = learned_spans(whole, self.renderer, self._ends)
         media = conversation.media
         encoded = self._media.encode(text, spans, media, num_image_tokens, videos, cuts)
         is_learned = is_prompt or any(label != IGNORED_LABEL for label in encoded.labels)
@@ -272,7 +277,7 @@ class MediaText:
     def encode(
         self,
         text: str,
-        spans: Sequence[Span],
+        spans: Iterable[Span],
         media: Sequence[str],
         num_image_tokens: Sequence[int],
         videos: Sequence[VideoPrompt],
