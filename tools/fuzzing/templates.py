@@ -19,7 +19,7 @@ from paddle_vl.families.vlm.inputs.conversation import Conversation
 from paddle_vl.families.vlm.inputs.tokenizer import VideoPrompt
 from paddle_vl.families.vlm.templates import environment
 from paddle_vl.families.vlm.templates.built_in import JINJA_TEMPLATE
-from paddle_vl.families.vlm.templates.encoding import TemplateEncoder, TemplateSettings
+from paddle_vl.families.vlm.templates.encoding import TemplateEncoder
 from paddle_vl.families.vlm.templates.rendering import ChatTemplateRenderer
 from paddle_vl.families.vlm.templates.template_files import read_folder_templates, special_tokens
 
@@ -47,7 +47,7 @@ def _opened(folder: Path) -> TemplateEncoder:
     now, tokens, name = datetime(2026, 1, 1), special_tokens(folder), f"{found.file}"
     renderer = ChatTemplateRenderer(found.source, now, tokens, found.tools_source, name=name)
     tokenizer = Tokenizer.from_file(str(_FOLDER / "tokenizer" / "tokenizer.json"))
-    return TemplateEncoder(renderer, tokenizer, TemplateSettings("drop"))
+    return TemplateEncoder(renderer, tokenizer, "drop")
 
 
 def check_row(row: dict[str, Any], encoders: Sequence[TemplateEncoder]) -> BadSampleError | None:

@@ -8,10 +8,9 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from copy import copy
-from dataclasses import dataclass, field
 from datetime import date, datetime, time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from paddle_vl.data.formats.canonical import ROLES
 from paddle_vl.families.vlm.inputs.chat_inputs import ChatInputs
@@ -29,7 +28,7 @@ from paddle_vl.families.vlm.inputs.tokenizer import (
 )
 from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
 from paddle_vl.families.vlm.templates.built_in import JINJA_TEMPLATE
-from paddle_vl.families.vlm.templates.encoding import TemplateEncoder, TemplateSettings
+from paddle_vl.families.vlm.templates.encoding import EarlierReasoning, TemplateEncoder
 from paddle_vl.families.vlm.templates.rendering import ChatTemplateRenderer
 from paddle_vl.families.vlm.templates.template_files import (
     read_folder_templates,
@@ -55,21 +54,6 @@ _EQUAL_TEMPLATES = (
     hashlib.sha256(JINJA_TEMPLATE.strip().encode()).hexdigest(),
     "9d879ef91075acbfb2df7e441fd79d60bacfca989cf6d511d2af45c681e94f10",
 )
-
-
-@dataclass(frozen=True)
-class TemplateOptions:
-    """What a run sets about the checkpoint's chat template.
-
-    Attributes:
-        variables: variables of the template (`enable_thinking`), which those of a row replace.
-        earlier_reasoning: see `paddle_vl.families.vlm.templates.encoding.TemplateSettings`.
-        day: what `strftime_now` shows; None for today.
-    """
-
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    earlier_reasoning: Literal["refuse", "drop", "split"] = "refuse"
-    day: date | None = None
 
 
 class VLProcessor(ChatInputs):
@@ -105,7 +89,7 @@ class VLProcessor(ChatInputs):
         self.tokenizer = tokenizer
         self.image_processor = image_processor
         self.video_processor = video_processor or VideoProcessor.like_images(image_processor)
-        self.template = template or TemplateEncoder(None, tokenizer.backend, TemplateSettings())
+        self.template = template or TemplateEncoder(None, tokenizer.backend)
         self._carried_files = dict(carried_files or {})
         ids = {token: tokenizer.token_id(token) for token in CONTROL_TOKENS}
         self.forbidden = {token_id: token for token, token_id in ids.items()}
@@ -159,7 +143,9 @@ class VLProcessor(ChatInputs):
         video_max_frames: int | None = None,
         video_min_pixels: int | None = None,
         video_max_pixels: int | None = None,
-        template: TemplateOptions | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+        earlier_reasoning: EarlierReasoning = "refuse",
+        template_date: date | None = None,
     ) -> "VLProcessor":
         """Read the processor files of a checkpoint directory, or of a model named on a hub.
 
@@ -168,7 +154,10 @@ class VLProcessor(ChatInputs):
             video_fps: overrides the frames sampled per second of video.
             video_min_frames, video_max_frames: override the bounds of sampled frames.
             video_min_pixels, video_max_pixels: override frames x height x width of a video; pixels.
-            template: what the run sets about the checkpoint's chat template.
+            template_variables: of the checkpoint's chat template (`enable_thinking`); those of a
+                row win.
+            earlier_reasoning: see `TemplateEncoder`.
+            template_date: what `strftime_now` shows; None for today.
 
         Raises:
             RuntimeError: `tokenizer.json` or `preprocessor_config.json` is missing or damaged.
@@ -195,7 +184,7 @@ class VLProcessor(ChatInputs):
             if (directory / name).is_file()
         }
         tokenizer = TextTokenizer.from_file(directory)
-        found, template = read_folder_templates(directory), template or TemplateOptions()
+        found = read_folder_templates(directory)
         if found is None:
             return cls(tokenizer, image_processor, video_processor, carried)
         plain = found.source.replace("\r\n", "\n").strip().encode(errors="surrogatepass")
@@ -203,18 +192,16 @@ class VLProcessor(ChatInputs):
         own = TemplateEncoder(
             ChatTemplateRenderer(
                 found.source,
-                datetime.now() if template.day is None else datetime.combine(template.day, time()),
+                datetime.combine(template_date, time()) if template_date else datetime.now(),
                 special_tokens(directory),
                 found.tools_source,
-                variables=template.variables,
+                variables=template_variables or {},
                 name=f"the chat template in {found.file}",
             ),
             tokenizer.backend,
-            TemplateSettings(
-                template.earlier_reasoning,
-                _end_ids(directory),
-                is_built_in and not template.variables,
-            ),
+            earlier_reasoning,
+            _end_ids(directory),
+            is_built_in and not template_variables,
         )
         return cls(tokenizer, image_processor, video_processor, carried, own)
 

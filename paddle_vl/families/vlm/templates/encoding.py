@@ -11,7 +11,6 @@ all patches.
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import compress, pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -44,21 +43,7 @@ from paddle_vl.families.vlm.templates.rendering import ChatTemplateRenderer, Ren
 _MOST_TIMES, _MOST_PER_MESSAGE, _MOST_MORE = 16, 1 << 10, 1 << 17
 
 
-@dataclass(frozen=True)
-class TemplateSettings:
-    """What a template does not say.
-
-    Attributes:
-        earlier_reasoning: what becomes of reasoning before the last question that the template
-            leaves out: `refuse` the row, `drop` the reasoning, or `split` the row into one for each
-            learned answer.
-        end_token_ids: ids that end an answer, beside the special tokens.
-        is_built_in: whether it renders plain rows as the built-in template.
-    """
-
-    earlier_reasoning: Literal["refuse", "drop", "split"] = "refuse"
-    end_token_ids: tuple[int, ...] = ()
-    is_built_in: bool = False
+EarlierReasoning = Literal["refuse", "drop", "split"]
 
 
 class TemplateEncoder:
@@ -70,20 +55,27 @@ class TemplateEncoder:
 
     Args:
         renderer: of the checkpoint's template; None for the built-in one.
+        earlier_reasoning: what becomes of reasoning before the last question that the template
+            leaves out: `refuse` the row, `drop` the reasoning, or `split` the row into one for each
+            learned answer.
+        end_token_ids: ids that end an answer, beside the special tokens.
+        is_built_in: whether it renders plain rows as the built-in template.
     """
 
     def __init__(
         self,
         renderer: ChatTemplateRenderer | None,
         tokenizer: Tokenizer,
-        settings: TemplateSettings,
+        earlier_reasoning: EarlierReasoning = "refuse",
+        end_token_ids: tuple[int, ...] = (),
+        is_built_in: bool = False,
     ):
-        self._settings = settings
         self.renderer: Any = renderer
+        self._earlier_reasoning, self._is_known = earlier_reasoning, is_built_in
         self._media = MediaText(tokenizer)
         added = tokenizer.get_added_tokens_decoder().values()
         special = {*CONTROL_TOKENS, *(str(token.content) for token in added if token.special)}
-        ends = filter(None, map(tokenizer.id_to_token, settings.end_token_ids))
+        ends = filter(None, map(tokenizer.id_to_token, end_token_ids))
         # Rows have been searched for tokens of boxes that their writer did not mean.
         of_boxes = {name for pair in BOX_TOKENS.values() for name in pair}
         self._forbidden, self._ends = _any_of(special - of_boxes), _any_of({*special, *ends})
@@ -91,9 +83,9 @@ class TemplateEncoder:
     def description(self) -> list[Any] | None:
         """What the ids of a row depend on, beside the row and the tokenizer; JSON values. None for
         the built-in template and those like it."""
-        if self.renderer is None or self._settings.is_built_in:
+        if self.renderer is None or self._is_known:
             return None
-        return [*self.renderer.description(), self._settings.earlier_reasoning]
+        return [*self.renderer.description(), self._earlier_reasoning]
 
     @property
     def prints_date(self) -> bool:
@@ -113,13 +105,13 @@ class TemplateEncoder:
                 "template of the checkpoint can render, and its folder has none: add its "
                 "chat_template.jinja, or write them into the contents as text",
             )
-        return self.renderer is None or (self._settings.is_built_in and conversation.is_plain)
+        return self.renderer is None or (self._is_known and conversation.is_plain)
 
     def split(self, conversation: Conversation) -> list[Conversation]:
         """What training takes one by one: with `earlier_reasoning: split` a conversation up to each
         learned answer, else this one."""
         learned = conversation.targets
-        splits = self._settings.earlier_reasoning == "split" and self.renderer is not None
+        splits = self._earlier_reasoning == "split" and self.renderer is not None
         if not splits or not learned or self._is_built_in(conversation):
             return [conversation]
         messages = conversation.messages
@@ -206,7 +198,7 @@ class TemplateEncoder:
         whole = self.renderer.render_chat(
             conversation,
             add_generation_prompt=add_generation_prompt,
-            reasoning_may_go=self._settings.earlier_reasoning != "refuse",
+            reasoning_may_go=self._earlier_reasoning != "refuse",
         )
         own, length = len(conversation.all_text), len(whole.rendered.text)
         if length > _MOST_TIMES * own + _MOST_PER_MESSAGE * len(messages) + _MOST_MORE:

@@ -192,21 +192,6 @@ def test_an_ended_row_does_not_change_what_the_others_draw():
     assert found[1].tolist() == free[1].tolist()
 
 
-def test_top_k_of_one_is_greedy():
-    model, ids = tiny_model(), token_rows([1, 2, 3])
-    drawn = model.generate(
-        input_ids=ids, max_new_tokens=6, do_sample=True, top_k=1, temperature=9.0
-    )
-    assert drawn.tolist() == model.generate(input_ids=ids, max_new_tokens=6).tolist()
-
-
-def test_repetition_penalty_forbids_when_it_is_huge():
-    model, ids = tiny_model(), token_rows([1, 2, 3])
-    found = model.generate(input_ids=ids, max_new_tokens=20, repetition_penalty=1e9)[0].tolist()
-    assert len(set(found)) == 20
-    assert not set(found) & {1, 2, 3}
-
-
 def test_padding_is_no_token_to_repeat():
     model, row = tiny_model(), token_rows([1, 2, 3])
     first = int(model.generate(input_ids=row, max_new_tokens=1)[0, 0])

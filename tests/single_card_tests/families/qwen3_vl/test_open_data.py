@@ -21,7 +21,7 @@ from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.vlm.inputs import dataset
 from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
 from paddle_vl.families.vlm.inputs.open_data import open_conversations
-from paddle_vl.families.vlm.inputs.processor import TemplateOptions, VLProcessor
+from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.inputs.rows_dataset import RowsDataset
 from paddle_vl.families.vlm.settings import VLDataConfig
 from tests.single_card_tests.families.qwen3_vl.chat_builders import tiny_processor
@@ -181,7 +181,7 @@ def test_earlier_reasoning_is_refused_dropped_or_split(folder, with_template):
         thought = {"role": "assistant", "content": answer, "reasoning_content": thoughts[answer]}
         turns += [{"role": "user", "content": "tell"}, thought]
     file = written(folder / "reasoning.jsonl", [{"messages": turns}])
-    split = VLProcessor.from_pretrained(with_template, template=TemplateOptions({}, "split"))
+    split = VLProcessor.from_pretrained(with_template, earlier_reasoning="split")
     data = opened([file], split, earlier_reasoning="split")
     assert [learned(split, sample) for sample in data] == [
         "(hello)red<|im_end|>",

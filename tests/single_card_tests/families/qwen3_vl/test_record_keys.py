@@ -189,20 +189,6 @@ def test_what_is_not_read_is_refused_by_name(tmp_path, kind, row, message):
     assert (info.value.kind, info.value.place) == (kind, f"{tmp_path / 'a.jsonl'}:1")
 
 
-@pytest.mark.parametrize(
-    ("line", "key"),
-    [
-        ('{"messages": [], "messages": [{"role": "user", "content": "a"}]}', "messages"),
-        ('{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "content"),
-    ],
-)
-def test_a_key_that_is_there_twice_is_refused(tmp_path, line, key):
-    """Python keeps the last of them."""
-    (tmp_path / "a.jsonl").write_text(line + "\n")
-    with pytest.raises(BadSampleError, match=rf"a\.jsonl:1: .*the key '{key}' is there twice"):
-        MessagesDataset([tmp_path / "a.jsonl"], PROCESSOR)
-
-
 def test_empty_entries_say_nothing(tmp_path):
     """Tables written as JSON give every row all keys."""
     nothing = {"tool_calls": None, "reasoning_content": "", "mood": None, "loss": None}
@@ -216,13 +202,3 @@ def test_an_empty_answer_that_is_not_learned_is_no_fault(tmp_path):
     row = two_answers({"content": "", "loss": False})
     sample = opened(tmp_path, row)[0]
     assert sample["labels"].tolist() == expected_labels(sample, ["hello"])
-
-
-def test_box_tags_are_text_where_text_is_literal():
-    part = {"type": "text", "text": "the <bbox> tag"}
-    assert parse_record(question([part])).text(0) == "the <bbox> tag"
-
-
-def test_other_entries_of_the_record_are_extras():
-    record = question(id=7, task="single", source="web", system="hello")
-    assert parse_record(record).extra == {"id": 7, "task": "single", "source": "web"}

@@ -19,7 +19,7 @@ from paddle_vl.families.vlm.inputs.conversation import parse_record
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.inputs.tokenizer import CONTROL_TOKENS, VideoPrompt, train_bpe
 from paddle_vl.families.vlm.templates.built_in import JINJA_TEMPLATE
-from paddle_vl.families.vlm.templates.encoding import TemplateEncoder, TemplateSettings
+from paddle_vl.families.vlm.templates.encoding import TemplateEncoder
 from tests.single_card_tests.families.qwen3_vl.chat_builders import (
     TEXTS,
     assistant,
@@ -39,7 +39,7 @@ def encode(
     messages, num_image_tokens=(), images=(), videos=(), prompts=(), tokenizer=TOKENIZER, **options
 ):
     record = {"messages": messages, "images": list(images), "videos": list(videos)}
-    template = TemplateEncoder(None, tokenizer.backend, TemplateSettings())
+    template = TemplateEncoder(None, tokenizer.backend)
     return template.encode(parse_record(record), num_image_tokens, prompts, **options)
 
 

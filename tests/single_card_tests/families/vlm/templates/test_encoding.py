@@ -5,7 +5,7 @@ import pytest
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.vlm.inputs.tokenizer import VideoPrompt
 from paddle_vl.families.vlm.templates.built_in import JINJA_TEMPLATE
-from paddle_vl.families.vlm.templates.encoding import TemplateEncoder, TemplateSettings
+from paddle_vl.families.vlm.templates.encoding import TemplateEncoder
 from tests.single_card_tests.families.vlm.templates.template_builders import (
     MARKED,
     PLAIN,
@@ -31,7 +31,7 @@ TWO_ANSWERS = row(user("a?"), answer("b"), user("c?"), answer("d"))
 
 @pytest.mark.parametrize("ending", ["row", "add_generation_prompt", "continue_final_message"])
 def test_the_template_in_jinja_gives_ids_and_labels_of_the_built_in_one(ending):
-    built_in = TemplateEncoder(None, TOKENIZER, TemplateSettings())
+    built_in = TemplateEncoder(None, TOKENIZER)
     prompt = {} if ending == "row" else {ending: True}
     expected = built_in.encode(MEDIA, COUNTS, VIDEOS, **prompt)
     assert encoder(JINJA_TEMPLATE).encode(MEDIA, COUNTS, VIDEOS, **prompt) == expected
