@@ -122,7 +122,9 @@ def greedy_answers(
     }
     answers = []
     while group := list(islice(questions, batch_size)):
-        inputs = processor.encode_prompts([conversation for _, conversation, _ in group])
+        inputs = processor.encode_prompts(
+            [each for _, each, _ in group], add_generation_prompt=True
+        )
         new_ids = model.generate(**inputs, **greedy)
         for (sample, conversation, expected), ids in zip(group, new_ids, strict=True):
             answer = processor.decode(ids).strip()

@@ -218,12 +218,8 @@ class VLRecipe(Family):
     def eval_loaders(self, collator: Collator, ranks: RankInfo) -> Mapping[str, PrefetchLoader]:
         if self._eval_corpus is None:
             return super().eval_loaders(collator, ranks)
-        settings = {"shuffle": False, "drop_last": False, "num_epochs": 1}
-        size = self.config.train.per_device_eval_batch_size
-        return {
-            name: self.loader(self._eval_corpus.samples([name]), collator, size, ranks, **settings)
-            for name in self._eval_corpus.names
-        }
+        corpus = self._eval_corpus
+        return {each: self.once(corpus.samples([each]), collator, ranks) for each in corpus.names}
 
     def shown_samples(self, of_eval: bool, first: int, count: int) -> Iterator[ShownSample]:
         data: Any = self.eval_data if of_eval else self.train_data

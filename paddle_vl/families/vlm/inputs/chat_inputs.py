@@ -11,7 +11,7 @@ import numpy as np
 from paddle_vl.data.jsonl import BadSampleError, check_unicode
 from paddle_vl.data.media_file import ImageSource
 from paddle_vl.data.video_reader import VideoSource
-from paddle_vl.families.vlm.inputs.collate import IGNORED_LABEL, VISUAL_KEYS, pad_rows
+from paddle_vl.families.vlm.inputs.collate import IGNORED_LABEL, joined_visual, pad_rows
 from paddle_vl.families.vlm.inputs.conversation import (
     Conversation,
     parse_record,
@@ -119,36 +119,27 @@ class ChatInputs:
                 conversation.check_targets()
             samples = [self._encode(each, with_labels=True) for each in conversations]
             return self._batch(samples, with_labels=True)
-        chooses = add_generation_prompt is None and continue_final_message is None
-        samples = []
-        for conversation in conversations:
-            continues = chooses and conversation.messages[-1]["role"] == "assistant"
-            samples.append(
-                self._encode(
-                    conversation,
-                    add_generation_prompt=add_generation_prompt or (chooses and not continues),
-                    continue_final_message=continue_final_message or continues,
-                )
-            )
-        return self._batch(samples)
+        return self.encode_prompts(conversations, add_generation_prompt, continue_final_message)
 
     def encode_prompts(
-        self, conversations: Sequence[Conversation], *, add_generation_prompt: bool = True
+        self,
+        conversations: Sequence[Conversation],
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
     ) -> dict[str, np.ndarray]:
-        """A left-padded batch for generation.
+        """A left-padded batch for generation; the ends are those of a call.
 
         Returns:
             input_ids and attention_mask `[B, L]` int64; with images or videos, the pixels and
             grids of all of them, in order. Errors are those of `encode_sample`.
         """
-        if not conversations:
-            raise ValueError("no conversation given: at least one is needed")
-        return self._batch(
-            [
-                self._encode(conversation, add_generation_prompt=add_generation_prompt)
-                for conversation in conversations
-            ]
-        )
+        chooses = add_generation_prompt is None and continue_final_message is None
+        samples = []
+        for each in conversations:
+            continues = chooses and each.messages[-1]["role"] == "assistant"
+            opens = add_generation_prompt or (chooses and not continues)
+            samples.append(self._encode(each, opens, continue_final_message or continues))
+        return self._batch(samples)
 
     @explains(_TEMPLATE, "apply_chat_template")
     def apply_chat_template(
@@ -201,9 +192,9 @@ class ChatInputs:
     def _encode(
         self,
         conversation: Conversation,
-        *,
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
+        *,
         with_labels: bool = False,
         with_pixels: bool = True,
     ) -> dict[str, np.ndarray]:
@@ -264,11 +255,7 @@ class ChatInputs:
         if with_labels:
             labels = [sample["labels"] for sample in samples]
             batch["labels"] = pad_rows(labels, length, IGNORED_LABEL, "left")
-        for key in VISUAL_KEYS:
-            arrays = [sample[key] for sample in samples if key in sample]
-            if arrays:
-                batch[key] = np.concatenate(arrays)
-        return batch
+        return batch | joined_visual(samples)
 
 
 def _check_ends(opens: bool | None, continues: bool | None, labels: bool) -> None:

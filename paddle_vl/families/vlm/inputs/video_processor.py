@@ -120,9 +120,14 @@ class VideoProcessor(VisionProcessor):
         video, indices, times = self._chosen(source)
         with closing(video.frames(indices.tolist() if with_pixels else [0])) as frames:
             first = next(frames)
-            factor, limits = self.patch_size * self.merge_size, (self.min_pixels, self.max_pixels)
             height, width = smart_resize(
-                *first.shape[:2], factor, *limits, len(indices), self.temporal_patch_size
+                first.shape[0],
+                first.shape[1],
+                self.patch_size * self.merge_size,
+                self.min_pixels,
+                self.max_pixels,
+                len(indices),
+                self.temporal_patch_size,
             )
             if not with_pixels:
                 return *self.without_pixels(len(times), height, width), times

@@ -153,7 +153,7 @@ class TemplateEncoder:
         is_prompt = add_generation_prompt or continue_final_message or not has_labels
         text = self._left_open(whole) if continue_final_message else whole.rendered.text
         is_built_in = self._is_built_in(conversation)
-        answers = whole.rendered.spans if is_built_in else []
+        answers = whole.rendered.spans or [] if is_built_in else []
         cuts = [start for start, _ in answers]
         spans: Iterable[Span] = []
         if not is_prompt and is_built_in:

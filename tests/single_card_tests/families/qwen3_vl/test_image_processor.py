@@ -150,9 +150,3 @@ def test_missing_image_is_refused_with_number_and_path(tmp_path, golden):
     with pytest.raises(BadSampleError, match=r"image 2 .*gone\.png") as info:
         processor([golden["image.0.rgb_uint8"], tmp_path / "gone.png"])
     assert info.value.kind == "missing_image"
-
-
-def test_sixteen_bit_image_is_refused_instead_of_clipped(tmp_path):
-    Image.fromarray(np.full((64, 64), 40000, dtype=np.uint16)).save(tmp_path / "deep.png")
-    with pytest.raises(BadSampleError, match="more than 8 bits"):
-        ImageProcessor.from_dict(SETTINGS)([tmp_path / "deep.png"])

@@ -18,7 +18,6 @@ from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.vlm.inputs.conversation import parse_record
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.inputs.tokenizer import CONTROL_TOKENS, VideoPrompt, train_bpe
-from paddle_vl.families.vlm.templates.built_in import JINJA_TEMPLATE
 from paddle_vl.families.vlm.templates.encoding import TemplateEncoder
 from tests.single_card_tests.families.qwen3_vl.chat_builders import (
     TEXTS,
@@ -162,24 +161,3 @@ def test_half_a_surrogate_pair_is_refused():
 def test_tokenizer_without_a_control_token_is_refused_by_name():
     with pytest.raises(ValueError, match=r"<\|video_pad\|>"):
         VLProcessor(train_bpe(TEXTS, 300, CONTROL_TOKENS[:-1]), tiny_processor().image_processor)
-
-
-@pytest.mark.parametrize("add_generation_prompt", [False, True])
-def test_jinja_template_renders_the_same_text(add_generation_prompt):
-    sandbox = pytest.importorskip("jinja2.sandbox")
-    environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    parts = [
-        {"type": "text", "text": "Look: "},
-        {"type": "image", "image": "a.png"},
-        {"type": "text", "text": " what?\n "},
-        {"type": "video", "video": "a.mp4"},
-    ]
-    messages = [SYSTEM, user(parts), assistant("A cat."), user("Sure?"), assistant("Yes")]
-    expected = as_text(
-        encode(messages, [1], prompts=[CLIP], add_generation_prompt=add_generation_prompt).input_ids
-    )
-    text = environment.from_string(JINJA_TEMPLATE).render(
-        messages=messages, add_generation_prompt=add_generation_prompt
-    )
-    # The HF 4.57 processor replaces these three tokens with a video's patches.
-    assert text.replace("<|vision_start|><|video_pad|><|vision_end|>", CLIP_TEXT) == expected
