@@ -64,6 +64,11 @@ class Conversation:
         return "\n".join(strings_in([row.messages, row.tools, row.chat_template_kwargs]))
 
     @property
+    def plain_text(self) -> str:
+        """The texts of the contents, one below the other."""
+        return "\n".join(map(self.text, range(len(self.messages))))
+
+    @property
     def media(self) -> list[str]:
         """`image` or `video` for each of them, in reading order."""
         parts = (part for message in self.messages for part in message["content"])

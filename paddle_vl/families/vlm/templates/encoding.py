@@ -142,7 +142,9 @@ class TemplateEncoder:
             BadSampleError: a text contains a special token; the template fails, loses a part of
                 the row, or does not show what is learned; or nothing is.
         """
-        if forged := self._forbidden.search(conversation.all_text):
+        is_built_in = self._is_built_in(conversation)
+        text = conversation.plain_text if is_built_in else conversation.all_text
+        if forged := self._forbidden.search(text):
             raise BadSampleError(
                 "special_token",
                 f"the row contains the special token {forged.group()}, which would act as a "
@@ -152,7 +154,6 @@ class TemplateEncoder:
         whole = self._rendered(conversation, add_generation_prompt)
         is_prompt = add_generation_prompt or continue_final_message or not has_labels
         text = self._left_open(whole) if continue_final_message else whole.rendered.text
-        is_built_in = self._is_built_in(conversation)
         answers = whole.rendered.spans or [] if is_built_in else []
         cuts = [start for start, _ in answers]
         spans: Iterable[Span] = []
@@ -162,9 +163,8 @@ class TemplateEncoder:
             spans = learned_spans(whole, self.renderer, self._ends)
         media = conversation.media
         encoded = self._media.encode(text, spans, media, num_image_tokens, videos, cuts)
-        is_learned = is_prompt or any(label != IGNORED_LABEL for label in encoded.labels)
         # Rows of the built-in template have been checked for targets.
-        if not is_learned and not is_built_in:
+        if not (is_prompt or is_built_in or any(each != IGNORED_LABEL for each in encoded.labels)):
             reason = "no token of the row is learned; an answer with text and loss: true is needed"
             raise BadSampleError("no_target", reason)
         return encoded
@@ -320,13 +320,14 @@ class MediaText:
         ids, labels = [], []
         for begin, stop in pairwise([0, *map(at_new, cuts), len(new)]):
             encoding = self._tokenizer.encode(new[begin:stop], add_special_tokens=False)
-            learned = [IGNORED_LABEL] * len(encoding.ids)
+            found = encoding.ids
+            learned = [IGNORED_LABEL] * len(found)
             for start, end in spans:
                 if start < stop and begin < end:
                     own = max(start, begin) - begin, min(end, stop) - begin
                     tokens = _touched(encoding, *own)
-                    learned[tokens] = encoding.ids[tokens]
-            ids += encoding.ids
+                    learned[tokens] = found[tokens]
+            ids += found
             labels += learned
         if len(repeats) != sum(map(self._ids.__contains__, ids)):
             raise ValueError(
