@@ -79,9 +79,8 @@ def test_broken_conversations_are_bad_samples(tmp_path, member):
 
 
 def test_splits_name_files(tmp_path):
-    split = (
-        "{split_parts: {train: ['s/{000..002}.tar', x.tar], val: ['v{1..0}.tar']}, exclude: [s/001.tar]}"
-    )
+    parts = "{train: ['s/{000..002}.tar', x.tar], val: ['v{1..0}.tar']}"
+    split = f"{{split_parts: {parts}, exclude: [s/001.tar]}}"
     described(tmp_path, "split.yaml", split)
     train = [tmp_path / "s" / "000.tar", tmp_path / "s" / "002.tar", tmp_path / "x.tar"]
     assert files_of_split(tmp_path, "train") == train
