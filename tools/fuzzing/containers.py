@@ -17,7 +17,7 @@ from fuzzing.mutations import as_json, damaged_bytes, in_file, json_lines, mutat
 from fuzzing.parser import Parser
 from fuzzing.samples import small_processor, write_image
 from paddle_vl.config.data_sources import SourceConfig
-from paddle_vl.data.corpus.cache import opened_file
+from paddle_vl.data.corpus.cache import _opened_copy, opened_file
 from paddle_vl.data.corpus.table_shard import _record_batch, _row_group
 from paddle_vl.families.vlm.inputs.corpus import Corpus
 from paddle_vl.families.vlm.settings import VLDataConfig
@@ -32,7 +32,7 @@ _SIZES = [0, 1, 511, 512, 1 << 16, 1 << 20, 8 << 30, 1 << 33, 1 << 62, (1 << 63)
 
 def forget_files() -> None:
     """Close what readers keep open, which a new process has not."""
-    for kept in (opened_file, _row_group, _record_batch):
+    for kept in (opened_file, _opened_copy, _row_group, _record_batch):
         kept.cache_clear()
 
 
