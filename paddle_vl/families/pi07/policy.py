@@ -164,9 +164,8 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
             raise ValueError(f"{folder}: {error}") from error
         if takes and config.dataset_names is None:
             policy.normalizers = policy.make_normalizers(stored.num_groups(policy.normalizers))
-        stored.regroup(config, policy.normalizers if takes else {})
-        ignore = [*ignore, *cls.unused_keys]
-        stored.fill(policy.model, policy.normalizers, fresh, ignore, takes)
+        normalizers = policy.normalizers if takes else {}
+        stored.fill(policy.model, normalizers, fresh, [*ignore, *cls.unused_keys])
         if materialize:
             policy.model.materialize_all()
         # The policy now has other statistics, which its checkpoints must keep.
