@@ -187,7 +187,7 @@ class TestRuns(EqualsOneDevice):
     def test_the_trained_policy_is_one_file(self, several, one_device):
         assert_one_file_of_weights(several / "final", one_device / "final")
 
-    @pytest.mark.parametrize("name", ["pp2", "pp2 dp2"])
+    @pytest.mark.parametrize("name", ["pp2", pytest.param("pp2 dp2", marks=pytest.mark.heavy)])
     def test_a_plain_run_continues_colocated(self, run_file, one_device, tmp_path, name):
         size, layout = self.topologies[name]
         settings = [*common(run_file, num_data_parts(layout)), *layout]

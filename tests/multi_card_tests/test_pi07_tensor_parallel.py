@@ -75,17 +75,18 @@ class Setup:
     layers_are_collective: bool = False
 
 
+ALL = [(sp, vision) for sp in (False, True) for vision in ("spread", "replicate")]
+TWO = [(True, "spread"), (False, "replicate")]
 SETUPS = {
     f"{kind} sp={sp} {vision}": Setup(sp, vision, **settings)
-    for kind, settings in {
-        "everything": {},
-        "nothing": {"parts": ()},
-        "not insulated": {"insulated": False, "parts": ("response",)},
-        "frozen": {"frozen": True, "parts": ("subgoal",)},
-        "planner": {"is_planner": True, "parts": ("metadata",)},
+    for kind, (layouts, settings) in {
+        "everything": (ALL, {}),
+        "nothing": (TWO, {"parts": ()}),
+        "not insulated": (TWO, {"insulated": False, "parts": ("response",)}),
+        "frozen": (ALL, {"frozen": True, "parts": ("subgoal",)}),
+        "planner": (TWO, {"is_planner": True, "parts": ("metadata",)}),
     }.items()
-    for sp in (False, True)
-    for vision in ("spread", "replicate")
+    for sp, vision in layouts
 } | {
     "planner without metadata": Setup(is_planner=True, parts=()),
     "recomputed": Setup(recomputed=True),
