@@ -55,7 +55,6 @@ NUMBER_TYPES: Mapping[str, type] = {
     "fps": np.int64,
 }
 OPTIONAL_TEXTS = ("response", "robot_type", "control_mode", "past_memory", "next_memory")
-METADATA = (*NUMBER_TYPES, "robot_type", "control_mode")
 OPTIONAL_FIELDS = (*OPTIONAL_TEXTS, *NUMBER_TYPES, "subgoal")
 
 
