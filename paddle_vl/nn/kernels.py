@@ -7,137 +7,72 @@ table.
 """
 
 from collections import Counter
-from typing import Any
 
-from paddle_vl.nn.attention import (
-    apply_rotary,
-    cached_attention,
-    causal_attention,
-    eager_or_sdpa_attention,
-    equal_segments_attention,
-    runs_attention,
-)
-from paddle_vl.nn.cpu import attention as blocks
+from paddle_vl.nn import attention, experts, linear, operations
 from paddle_vl.nn.cpu import compiled as c
 from paddle_vl.nn.cpu import kernels as cpu
-from paddle_vl.nn.experts import (
-    PermuteRows,
-    ReorderRows,
-    grouped_linear,
-    permuted_copies,
-    reorder_rows,
-)
 from paddle_vl.nn.gpu import attention as flash
 from paddle_vl.nn.gpu import kernels as gpu
-from paddle_vl.nn.linear import biased_linear, split_columns
-from paddle_vl.nn.operations import (
-    OPERATIONS,
-    Kernel,
-    Operation,
-    TimesConstant,
-    add_rms_norm,
-    chosen_kernels,
-    column_sum,
-    dropout,
-    geglu,
-    gelu,
-    gemma_rms_norm,
-    is_used,
-    layer_norm,
-    rms_norm,
-    rms_quotient,
-    row_sum,
-    swiglu,
-    times_constant,
-)
-
-
-def _on_both(layer: Any) -> list[Kernel]:
-    return [Kernel("cpu", "Paddle", layer.apply), Kernel("gpu", "Paddle", layer.apply)]
-
+from paddle_vl.nn.operations import OPERATIONS, Kernel, Operation, chosen_kernels
 
 TABLE: dict[Operation, list[Kernel]] = {
     # Attention
-    causal_attention: [
+    attention.causal_attention: [
         Kernel("cpu", "C", c.causal_attention, c.fits_causal),
-        Kernel("cpu", "oneDNN", blocks.causal_attention),
         Kernel("gpu", "Paddle", flash.causal_attention, flash.fits_causal),
     ],
-    equal_segments_attention: [
+    attention.equal_segments_attention: [
         Kernel("cpu", "C", c.equal_segments_attention, c.fits_segments),
-        Kernel("cpu", "oneDNN", blocks.equal_segments_attention),
         Kernel("gpu", "Paddle", flash.equal_segments_attention, flash.fits_flash),
     ],
-    runs_attention: [Kernel("gpu", "Paddle", flash.runs_attention, flash.fits_runs)],
-    eager_or_sdpa_attention: [
-        Kernel("cpu", "C", c.eager_or_sdpa_attention, c.fits_masked),
-        Kernel("cpu", "oneDNN", blocks.eager_or_sdpa_attention),
-        Kernel("gpu", "Paddle", flash.eager_or_sdpa_attention, flash.fits_flash),
+    attention.runs_attention: [Kernel("gpu", "Paddle", flash.runs_attention, flash.fits_runs)],
+    attention.masked_attention: [
+        Kernel("cpu", "C", c.masked_attention, c.fits_masked),
+        Kernel("gpu", "Paddle", flash.masked_attention, flash.fits_flash),
     ],
-    cached_attention: [
-        Kernel(
-            "cpu",
-            "Paddle",
-            cpu.cached_attention_without_gradient,
-            cpu.is_one_query,
-            has_gradient=False,
-        ),
-    ],
-    apply_rotary: [
+    attention.cached_attention: [Kernel("cpu", "Paddle", cpu.cached_attention, cpu.is_one_query)],
+    attention.apply_rotary: [
         Kernel("cpu", "C", c.apply_rotary, c.fits_rotary),
-        Kernel("cpu", "Paddle", cpu.apply_rotary),
         Kernel("gpu", "Paddle", gpu.apply_rotary),
     ],
     # Norms; on CPUs not Paddle's, which is compiled for AVX-512 and ends a process elsewhere
-    rms_norm: [
-        Kernel("cpu", "C", c.rms_norm, cpu.is_dense),
-        Kernel("cpu", "Paddle", cpu.rms_norm, cpu.is_float32),
+    operations.rms_norm: [
+        Kernel("cpu", "C", c.rms_norm, c.is_dense),
         Kernel("gpu", "Paddle", gpu.rms_norm, gpu.is_of_one_dtype),
     ],
-    add_rms_norm: [Kernel("gpu", "Paddle", gpu.add_rms_norm, gpu.is_of_one_dtype)],
-    gemma_rms_norm: [
-        Kernel("cpu", "C", c.gemma_rms_norm, cpu.is_dense),
-        Kernel("cpu", "Paddle", cpu.gemma_rms_norm, cpu.is_float32),
+    operations.add_rms_norm: [Kernel("gpu", "Paddle", gpu.add_rms_norm, gpu.is_of_one_dtype)],
+    operations.gemma_rms_norm: [
+        Kernel("cpu", "C", c.gemma_rms_norm, c.is_dense),
         Kernel("gpu", "Paddle", gpu.gemma_rms_norm, gpu.has_rows),
     ],
-    rms_quotient: [
-        Kernel("cpu", "C", c.rms_quotient, cpu.is_dense),
-        Kernel("cpu", "Paddle", cpu.rms_quotient, cpu.is_float32),
+    operations.rms_quotient: [
+        Kernel("cpu", "C", c.rms_quotient, c.is_dense),
         Kernel("gpu", "Paddle", gpu.rms_quotient, gpu.has_rows),
     ],
-    layer_norm: [
-        Kernel("cpu", "C", c.layer_norm, cpu.is_dense),
-        Kernel("cpu", "oneDNN", cpu.layer_norm, cpu.takes),
+    operations.layer_norm: [
+        Kernel("cpu", "C", c.layer_norm, c.is_dense),
         Kernel("gpu", "Paddle", gpu.layer_norm, gpu.takes_layer_norm),
     ],
-    # Activations, sums, linears
-    gelu: [
-        Kernel("cpu", "C", c.gelu, c.is_tanh_gelu),
-        Kernel("cpu", "oneDNN", cpu.gelu, cpu.takes),
-    ],
-    swiglu: [
-        Kernel("cpu", "C", c.swiglu, c.fits_gate),
-        Kernel("cpu", "oneDNN", cpu.swiglu, cpu.takes_gate),
-    ],
-    geglu: [
+    # Activations, dropout, linears
+    operations.gelu: [Kernel("cpu", "C", c.gelu, c.is_tanh_gelu)],
+    operations.swiglu: [Kernel("cpu", "C", c.swiglu, c.fits_gate)],
+    operations.geglu: [
         Kernel("cpu", "C", c.geglu, c.fits_gate),
-        Kernel("cpu", "oneDNN", cpu.geglu, cpu.takes_gate),
         Kernel("gpu", "Paddle", gpu.geglu),
     ],
-    dropout: [
-        Kernel("cpu", "C", c.dropout, cpu.drops_dense),
-        Kernel("cpu", "oneDNN", cpu.dropout, cpu.drops),
+    operations.dropout: [Kernel("cpu", "C", c.dropout, c.drops)],
+    operations.times_constant: [
+        Kernel("cpu", "Paddle", operations.TimesConstant.apply),
+        Kernel("gpu", "Paddle", operations.TimesConstant.apply),
     ],
-    row_sum: [Kernel("cpu", "Paddle", cpu.sum_of_rows)],
-    column_sum: [Kernel("cpu", "Paddle", cpu.sum_of_columns)],
-    times_constant: _on_both(TimesConstant),
-    biased_linear: [Kernel("cpu", "Paddle", cpu.BiasedLinear.apply)],
-    split_columns: [Kernel("cpu", "oneDNN", cpu.split_columns, cpu.takes_split)],
+    linear.biased_linear: [Kernel("cpu", "Paddle", cpu.BiasedLinear.apply)],
     # Experts
-    permuted_copies: _on_both(PermuteRows),
-    reorder_rows: _on_both(ReorderRows),
-    grouped_linear: [
-        Kernel("cpu", "Paddle", cpu.GroupedLinear.apply),
+    experts.permuted_copies: [
+        Kernel("cpu", "Paddle", experts.PermuteRows.apply),
+        Kernel("gpu", "Paddle", experts.PermuteRows.apply),
+    ],
+    experts.grouped_linear: [
+        Kernel("cpu", "Paddle", cpu.grouped_linear),
         Kernel("gpu", "Paddle", gpu.grouped_linear),
     ],
 }
@@ -151,8 +86,7 @@ def description(device: str) -> str:
     that may be used."""
     firsts = Counter[str]()
     for operation in OPERATIONS if chosen_kernels() != "plain" else ():
-        usable = [kernel.source for kernel in operation.kernels_on(device) if is_used(kernel)]
-        firsts.update(usable[:1])
+        firsts.update(kernel.source for kernel in operation.kernels_on(device)[:1])
     rest = len(OPERATIONS) - firsts.total()
     counts = [f"{count} {source}" for source, count in firsts.most_common()]
     return f"kernels ({chosen_kernels()}, {device}): {', '.join([*counts, f'{rest} plain'])}"

@@ -11,8 +11,8 @@ with its device and a condition on its inputs. A call takes the first that fits,
 implementation. `choose_kernels` narrows the choice of the whole process (the setting
 `train.kernels`), `use_kernels` forces one inside a block.
 
-Small operations are here too: sums, activations, norms, slices and dropout of token rows. Norms
-are computed in float32 for activations of any dtype: a bfloat16 mean of squares over a wide row
+Small operations are here too: activations, norms, slices and dropout of token rows. Norms are
+computed in float32 for activations of any dtype: a bfloat16 mean of squares over a wide row
 would lose most of its bits. Over 350 lines, as every batch passes these.
 
 Shapes: N rows, C channels; any number of leading dims.
@@ -22,7 +22,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast, get_args
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast
 
 import numpy as np
 import paddle
@@ -34,7 +34,7 @@ from paddle.nn.initializer import Constant
 Device = Literal["cpu", "gpu"]
 Kernels = Literal["fused", "uncompiled", "plain"]
 # What a kernel is made with.
-Source = Literal["C", "oneDNN", "Paddle"]
+Source = Literal["C", "Paddle"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -43,12 +43,7 @@ OPERATIONS: list["Operation[Any, Any]"] = []
 Choice = Callable[["Operation[Any, Any]"], Callable[..., Any]]
 _chosen: Kernels = "fused"
 _forced: Device | Literal["plain"] | Choice | None = None
-_needs_gradient = True
 _has_compiled = False
-
-
-def _always(*args: Any, **kwargs: Any) -> bool:
-    return True
 
 
 @dataclass(frozen=True)
@@ -57,15 +52,13 @@ class Kernel:
 
     Attributes:
         run: takes the operation's arguments.
-        fits: whether it takes these arguments.
-        has_gradient: False for one without a backward pass, for `without_gradient` only.
+        fits: whether it takes these arguments; None for all.
     """
 
     device: Device
     source: Source
     run: Callable[..., Any]
-    fits: Callable[..., bool] = _always
-    has_gradient: bool = True
+    fits: Callable[..., bool] | None = None
 
 
 class Operation(Generic[P, R]):
@@ -90,25 +83,18 @@ class Operation(Generic[P, R]):
         if callable(_forced):
             return _forced(self)
         device = _forced or ("plain" if _chosen == "plain" else _device_of(args[0]))
-        for kernel in self.kernels:
-            if kernel.device == device and is_used(kernel) and kernel.fits(*args, **kwargs):
+        for kernel in self.kernels_on(device):
+            if kernel.fits is None or kernel.fits(*args, **kwargs):
                 return kernel.run
         return self.plain
 
-    def kernels_on(self, device: str, has_gradient: bool = True) -> list[Kernel]:
-        """The kernels for a device, in order of preference."""
-        return [
-            kernel
-            for kernel in self.kernels
-            if kernel.device == device and kernel.has_gradient == has_gradient
-        ]
+    def kernels_on(self, device: str | None) -> list[Kernel]:
+        """The kernels for a device that may be used now, in order of preference."""
+        return [one for one in self.kernels if one.device == device and _is_used(one)]
 
 
-def is_used(kernel: Kernel) -> bool:
-    """Whether the process may take a kernel now, whatever the arguments are."""
-    if kernel.source == "C" and not (_has_compiled and _chosen != "uncompiled"):
-        return False
-    return kernel.has_gradient or not _needs_gradient
+def _is_used(kernel: Kernel) -> bool:
+    return kernel.source != "C" or (_has_compiled and _chosen != "uncompiled")
 
 
 def operation(plain: Callable[P, R]) -> Operation[P, R]:
@@ -125,13 +111,8 @@ def choose_kernels(kernels: Kernels) -> None:
     Args:
         kernels: `fused` takes any; `uncompiled` none in C; `plain` none at all: the plain
             implementations round after each operator as the original models do.
-
-    Raises:
-        ValueError: another choice.
     """
     global _chosen
-    if kernels not in get_args(Kernels):
-        raise ValueError(f"kernels is {kernels!r}; 'fused', 'uncompiled' or 'plain'")
     _chosen = kernels
 
 
@@ -165,22 +146,6 @@ def use_kernels(choice: Device | Literal["plain"] | Choice) -> Iterator[None]:
         yield
     finally:
         _forced = before
-
-
-@contextmanager
-def without_gradient() -> Iterator[None]:
-    """Inside the block, kernels may be taken that have no backward pass.
-
-    Not `paddle.no_grad`, under which activation recomputation runs too: there both passes must
-    round alike.
-    """
-    global _needs_gradient
-    before, _needs_gradient = _needs_gradient, False
-    try:
-        with paddle.no_grad():
-            yield
-    finally:
-        _needs_gradient = before
 
 
 def _device_of(x: Any) -> str | None:
@@ -225,18 +190,6 @@ class HostTable:
 
 
 host_table = HostTable
-
-
-@operation
-def row_sum(x: Tensor) -> Tensor:
-    """Sum over the last dim, which is kept: `[..., C]` to `[..., 1]`, in the dtype of `x`."""
-    return x.sum(axis=-1, keepdim=True)
-
-
-@operation
-def column_sum(x_NC: Tensor) -> Tensor:
-    """Sum over the rows: `[N, C]` to `[C]`, in the dtype of `x`."""
-    return x_NC.sum(axis=0)
 
 
 @operation
@@ -329,7 +282,7 @@ def rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
 
 def _rms_quotient(x: Tensor, epsilon: float) -> Tensor:
     x = x.astype("float32")
-    return x * paddle.rsqrt(row_sum(x * x) / x.shape[-1] + epsilon)
+    return x * paddle.rsqrt((x * x).sum(axis=-1, keepdim=True) / x.shape[-1] + epsilon)
 
 
 @operation
@@ -380,8 +333,9 @@ def layer_norm(x: Tensor, weight_C: Tensor, bias_C: Tensor, epsilon: float) -> T
         `[..., C]` in the dtype of `x`.
     """
     wide = x.astype("float32")
-    centred = wide - row_sum(wide) / x.shape[-1]
-    standard = centred * paddle.rsqrt(row_sum(centred * centred) / x.shape[-1] + epsilon)
+    centred = wide - wide.sum(axis=-1, keepdim=True) / x.shape[-1]
+    variance = (centred * centred).sum(axis=-1, keepdim=True) / x.shape[-1]
+    standard = centred * paddle.rsqrt(variance + epsilon)
     return (standard * weight_C.astype("float32") + bias_C.astype("float32")).astype(x.dtype)
 
 

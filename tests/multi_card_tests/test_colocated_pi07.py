@@ -26,7 +26,7 @@ import paddle.distributed as dist
 import pytest
 
 from paddle_vl.checkpoint import writing
-from paddle_vl.families.pi07.policy_model import PolicyModel
+from paddle_vl.families.pi07.flow import PolicyModel
 from tests.single_card_tests.train.tiny_policy_run import MODEL, PLANNER, write_tiny_policy_run
 from tests.support.finished_runs import (
     arrays_of,

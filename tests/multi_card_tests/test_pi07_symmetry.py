@@ -21,7 +21,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.families.pi07.prefix_layout import Presence
+from paddle_vl.families.pi07.prefix import Presence
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.topology import initialize
 from paddle_vl.testing import first_difference

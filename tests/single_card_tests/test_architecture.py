@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("kernels", ["compiled", "uncompiled"])
-@pytest.mark.parametrize(("family", "most"), [("qwen3_vl", 33), ("pi07", 34)])
+@pytest.mark.parametrize(("family", "most"), [("qwen3_vl", 33), ("pi07", 28)])
 def test_a_batch_passes_few_files(family, most, kernels, tmp_path):
     from trace_batch import TEXT, passed_files
 
@@ -29,8 +29,8 @@ def test_a_batch_passes_few_files(family, most, kernels, tmp_path):
     is_policy = family == "pi07"
     run = write_tiny_policy_run(tmp_path) if is_policy else None
     passed = passed_files(run, "camera" if is_policy else TEXT)
-    wanted = {f"nn/cpu/{'compiled' if kernels == 'compiled' else 'attention'}.py"}
-    assert {"nn/operations.py", "train/optimizer.py", *wanted} <= set(passed.first)
+    assert {"nn/operations.py", "train/optimizer.py"} <= set(passed.first)
+    assert ("nn/cpu/compiled.py" in passed.first) == (kernels == "compiled")
     assert len(passed.first) <= most, list(passed.first)
 
 

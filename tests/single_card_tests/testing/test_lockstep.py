@@ -2,7 +2,7 @@
 
 Guarantees: every collective gives what NumPy gives, in every dtype, forward and in place; only one
 rank runs at a time; ranks that disagree in kind, dtype, shape, operation or number of collectives,
-that end early, fail or hang are errors that name the ranks and the places; nothing deadlocks.
+that end early or fail are errors that name the ranks and the places; nothing deadlocks.
 """
 
 import threading
@@ -177,18 +177,6 @@ def test_the_first_error_of_a_rank_is_raised_as_it_is(failing, first):
     assert failing in ended
     # No rank is left behind, and others can start.
     assert run_ranks(lambda placement: 1, SIZE).results == [1] * SIZE
-
-
-def test_a_rank_that_never_comes_to_a_collective_is_an_error_with_its_stack():
-    release = threading.Event()
-
-    def step(placement):
-        if group_of(placement).rank == 1:
-            release.wait(2.0)
-        dist.all_reduce(paddle.ones([2]), group=group_of(placement))
-
-    with pytest.raises(TimeoutError, match=r"rank 1 ran for 0.2 s without(.*\n)*.*release.wait"):
-        run_ranks(step, 2, timeout_s=0.2)
 
 
 @pytest.mark.parametrize(
