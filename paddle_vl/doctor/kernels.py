@@ -43,7 +43,7 @@ from paddle_vl.nn.examples import (
     tensors_among,
     values_and_gradients,
 )
-from paddle_vl.nn.operations import OPERATIONS, Operation, use_kernels, without_gradient
+from paddle_vl.nn.operations import OPERATIONS, Operation, use_kernels
 from paddle_vl.testing.comparison import differences
 from paddle_vl.train.gpu_settings import FLASH_VERSION, Gpu
 from paddle_vl.train.memory_needed import available_memory
@@ -96,7 +96,7 @@ def check_operation(operation: Operation, machine: Machine) -> Result:
             table=rows,
         )
     timed = [row for row in rows if "forward_ms" in row]
-    fastest = min(timed, key=lambda row: row["forward_ms"] + (row["backward_ms"] or 0.0))
+    fastest = min(timed, key=lambda row: row["forward_ms"] + row["backward_ms"])
     speed = f"{fastest['gb_per_s']:.3g} GB/s"
     if "tflop_per_s" in fastest:
         speed += f" and {fastest['tflop_per_s']:.3g} TFLOP/s"
@@ -123,7 +123,7 @@ def _compared(
     for own, dtype in cases:
         inputs = _rounded(make(np.random.default_rng(_SEED), own), dtype)
         with _on_host(), use_kernels("plain"):
-            wanted = values_and_gradients(operation, inputs, "float32", True)
+            wanted = values_and_gradients(operation, inputs)
         if inputs.exact is not None:
             exact = (x.astype(np.float64) if _is_float(x) else x for x in inputs.args)
             wanted[_EXACT] = inputs.exact(*exact).ravel()
@@ -131,11 +131,10 @@ def _compared(
         bound = BOUNDS["tf32" if is_tf32 else dtype]
         for side in _sides(operation, is_attention and dtype == "bfloat16", machine):
             with _implementation(side):
-                found = values_and_gradients(operation, inputs, dtype, side != "inference")
+                found = values_and_gradients(operation, inputs, dtype)
             if inputs.exact is not None:
                 found[_EXACT] = found[OUTPUT]
-            keys = found.keys() if side == "inference" else wanted.keys()
-            worst = differences(found, {key: wanted[key] for key in keys if key in wanted})[0]
+            worst = differences(found, wanted)[0]
             yield {
                 "form": name.strip("_"),
                 "implementation": side,
@@ -152,16 +151,13 @@ def _compared(
 def _sides(operation: Operation, may_have_version_3: bool, machine: Machine) -> list[str]:
     """The implementations of an operation on this device.
 
-    `kernel_3` is the kernel with FlashAttention 3, where `kernel` is with 2; `inference` a kernel
-    without a backward pass, which generation runs.
+    `kernel_3` is the kernel with FlashAttention 3, where `kernel` is with 2.
     """
     sides = ["plain"]
     if operation.kernels_on(machine.device):
         gpu = Gpu.current()
         has_both = may_have_version_3 and gpu is not None and gpu.has_version_3
         sides += ["kernel", "kernel_3"] if has_both else ["kernel"]
-    if operation.kernels_on(machine.device, has_gradient=False):
-        sides.append("inference")
     return sides
 
 
@@ -171,8 +167,6 @@ def _implementation(side: str) -> Iterator[None]:
     with ExitStack() as stack:
         if side == "plain":
             stack.enter_context(use_kernels("plain"))
-        elif side == "inference":
-            stack.enter_context(without_gradient())
         elif paddle.get_device().startswith("gpu"):
             stack.callback(paddle.set_flags, paddle.get_flags(FLASH_VERSION))
             paddle.set_flags({FLASH_VERSION: 3 if side == "kernel_3" else 2})
@@ -209,20 +203,17 @@ def _speed(
 ) -> dict[str, Any]:
     """Times of forward and backward, bytes of inputs and outputs and operations per second."""
     inputs = make(np.random.default_rng(_SEED), sizes)
-    args = tensors(inputs, dtype, side != "inference")
-    backward_ms = None
+    args = tensors(inputs, dtype)
     with _implementation(side):
         outputs = tensors_among(operation(*args))
         forward_s = best_s(lambda: operation(*args))
-        if side != "inference":
-            ones = [paddle.ones_like(out) for out in outputs]
-            both_s = best_s(lambda: paddle.autograd.backward(tensors_among(operation(*args)), ones))
-            backward_ms = 1e3 * max(0.0, both_s - forward_s)
+        ones = [paddle.ones_like(out) for out in outputs]
+        both_s = best_s(lambda: paddle.autograd.backward(tensors_among(operation(*args)), ones))
     given = [x for x in args if isinstance(x, Tensor)]
     size = sum(x.size * x.element_size() for x in [*given, *outputs])
     return {
         "forward_ms": 1e3 * forward_s,
-        "backward_ms": backward_ms,
+        "backward_ms": 1e3 * max(0.0, both_s - forward_s),
         "gb_per_s": size / forward_s / 1e9,
         **({"tflop_per_s": inputs.work / forward_s / 1e12} if inputs.work else {}),
     }

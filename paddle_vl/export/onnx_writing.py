@@ -7,8 +7,8 @@ not touched.
 Weights do not pass through paddle2onnx, which writes an empty file for more than 2 GB of them: they
 are inputs of the program that it converts, and get their values afterwards.
 
-paddle2onnx aborts its process on an operator that it does not know, without naming it, so it runs
-in a process of its own, and the operators are named from its list.
+paddle2onnx aborts its process on an operator that it does not know, so it runs in a process of its
+own.
 """
 
 import importlib.metadata
@@ -32,21 +32,6 @@ from paddle_vl.export.folder import ONNX_FOLDER, ONNX_WEIGHTS, program_file
 PACKAGES = ("onnx", "onnxruntime", "paddle2onnx")
 # The first with ScatterND's sum.
 OPSET = 17
-# Bytes of a program without its weights: a protobuf message has at most 2 GB.
-LARGEST_PROGRAM = 2**31 - 1
-# Names of paddle2onnx's list where they differ from those of a program's operators.
-_NAMES = {
-    "add": "elementwise_add", "subtract": "elementwise_sub", "multiply": "elementwise_mul",
-    "divide": "elementwise_div", "floor_divide": "elementwise_floordiv",
-    "maximum": "elementwise_max", "minimum": "elementwise_min", "remainder": "elementwise_mod",
-    "matmul": "matmul_v2", "nonzero": "where_index", "arange": "range", "unsqueeze": "unsqueeze2",
-    "argmax": "arg_max", "argmin": "arg_min", "max": "reduce_max", "min": "reduce_min",
-    "mean": "reduce_mean", "prod": "reduce_prod", "any": "reduce_any", "all": "reduce_all",
-    "expand": "expand_v2", "topk": "top_k_v2", "flatten": "flatten_contiguous_range",
-    "assign_value_": "assign_value",
-}  # fmt: skip
-# Operators of a program that are no computation.
-_FRAME = ("data", "fetch", "feed", "combine", "split", "parameter", "p", "shadow_output", "yield")
 _CONVERT = """
 import sys
 import paddle2onnx
@@ -56,11 +41,6 @@ for program in programs:
         program + ".json", program + ".no_weights", program + ".onnx", opset_version=int(opset),
         auto_upgrade_opset=False, optimize_tool="None",
     )
-"""
-_LIST = """
-import json
-import paddle2onnx.paddle2onnx_cpp2py_export as converter
-print(json.dumps(converter.get_all_supported_operators_pir()))
 """
 
 
@@ -85,7 +65,7 @@ def write_onnx(programs: Mapping[str, Any], folder: Path) -> None:
         programs: see `writing.ProgramToExport`.
 
     Raises:
-        RuntimeError: paddle2onnx does not convert a program; has the operators and their layers.
+        RuntimeError: paddle2onnx does not convert a program; has its output.
     """
     (folder / ONNX_FOLDER).mkdir()
     weights = _Weights(folder / ONNX_FOLDER / ONNX_WEIGHTS)
@@ -99,13 +79,6 @@ def write_onnx(programs: Mapping[str, Any], folder: Path) -> None:
         _convert(list(traced.values()))
         for name, program in programs.items():
             source = traced[name].with_suffix(".onnx")
-            # A protobuf message cannot hold more; paddle2onnx writes nothing then.
-            if not 0 < (size := source.stat().st_size) <= LARGEST_PROGRAM:
-                raise RuntimeError(
-                    f"{name} in ONNX has {size} bytes without its weights; at most "
-                    f"{LARGEST_PROGRAM} fit into one file: make its large constants parameters of "
-                    "the layer, whose values are stored apart"
-                )
             weights.write(source, program.parameters(), folder / program_file("onnx", name))
 
 
@@ -204,59 +177,17 @@ def _make_weights_inputs(program: Path) -> None:
 
 def _convert(programs: list[Path]) -> None:
     """Write the ONNX file of each saved program beside it."""
-    done = _python(_CONVERT, str(OPSET), *map(str, programs))
-    failed = [program for program in programs if not program.with_suffix(".onnx").is_file()]
-    if done.returncode == 0 and not failed:
-        return
-    listed = _python(_LIST)
-    if listed.returncode == 0:
-        known = set(json.loads(listed.stdout.splitlines()[-1]))
-        texts = []
-        for program in failed:
-            unknown = missing_operators(program.with_suffix(".json"), known).items()
-            texts += [f"{program.name}: {name} in {', '.join(where)}" for name, where in unknown]
-        if texts:
-            raise RuntimeError(
-                f"paddle2onnx does not convert these operators: {'; '.join(texts)}. Give each an "
-                "equal composition in paddle_vl/export/onnx_writing.py"
-            )
-    name = failed[0].name if failed else "a program"
-    raise RuntimeError(
-        f"paddle2onnx failed on {name} (exit code {done.returncode}), though it lists every "
-        f"operator:\n{(done.stdout + done.stderr)[-2000:]}"
-    )
-
-
-def missing_operators(program: Path, known: set[str]) -> dict[str, list[str]]:
-    """Operators of a program that a converter does not know, each with the layers it is in."""
-    found: dict[str, list[str]] = {}
-
-    def walk(value: Any) -> None:
-        if isinstance(value, list):
-            for one in value:
-                walk(one)
-        if not isinstance(value, dict):
-            return
-        for operator in value.get("ops", ()):
-            name = operator["#"].rpartition(".")[2]
-            if name not in _FRAME and not known & {name, _NAMES.get(name)}:
-                values = {
-                    one["N"]: one["AT"].get("D") for one in operator.get("A", []) if "N" in one
-                }
-                where = (values.get("struct_name") or "").strip("/") or "the program itself"
-                if where not in found.setdefault(name, []):
-                    found[name].append(where)
-        for one in value.values():
-            walk(one)
-
-    walk(json.loads(program.read_text(encoding="utf-8")))
-    return found
-
-
-def _python(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", _CONVERT, str(OPSET), *map(str, programs)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    files = [program.with_suffix(".onnx") for program in programs]
+    # Of more than 2 GB beside its weights paddle2onnx writes an empty file.
+    failed = [file.stem for file in files if not file.is_file() or not file.stat().st_size]
+    if done.returncode or failed:
+        raise RuntimeError(
+            f"paddle2onnx failed on {', '.join(failed) or 'a program'} (exit code "
+            f"{done.returncode}). If it does not know an operator, give that an equal composition "
+            f"in paddle_vl/export/onnx_writing.py:\n{(done.stdout + done.stderr)[-2000:]}"
+        )
 
 
 class _Weights:

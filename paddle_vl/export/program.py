@@ -1,7 +1,7 @@
 """A static program on Paddle's predictor, or in ONNX on onnxruntime."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,7 +27,7 @@ class Program:
         inputs: shape and dtype of each input by name, -1 for a free size.
 
     Raises:
-        RuntimeError: Paddle cannot load them, or the program takes other inputs.
+        RuntimeError: Paddle cannot load them.
     """
 
     def __init__(self, file: Path, weights: Path, inputs: Mapping[str, tuple[list[int], str]]):
@@ -52,7 +52,6 @@ class Program:
         with _loading(f"{file} and {weights.name}", ""):
             self._predictor = inference.create_predictor(config)
         self._order, self.inputs = self._predictor.get_input_names(), inputs
-        _check_inputs(file, self._order, inputs, "")
 
     def __call__(self, inputs: Mapping[str, np.ndarray | Tensor]) -> list[Tensor]:
         """The outputs. Tensors among the inputs are not copied; a program may write into them."""
@@ -73,7 +72,7 @@ class OnnxProgram:
 
     Raises:
         ValueError: onnxruntime is not installed.
-        RuntimeError: onnxruntime cannot load the file, or it takes other inputs.
+        RuntimeError: onnxruntime cannot load the file.
     """
 
     def __init__(self, file: Path, inputs: Mapping[str, tuple[list[int], str]]):
@@ -91,7 +90,6 @@ class OnnxProgram:
         chosen = [provider for provider in providers if provider in available]
         with _loading(str(file), " --onnx"):
             self._session = onnxruntime.InferenceSession(str(file), options, chosen)
-        _check_inputs(file, [one.name for one in self._session.get_inputs()], inputs, " --onnx")
         self.inputs = inputs
 
     def __call__(self, inputs: Mapping[str, np.ndarray | Tensor]) -> list[Tensor]:
@@ -129,14 +127,6 @@ def _loading(what: str, option: str) -> Iterator[None]:
             f"{what} cannot be loaded ({str(error).strip()[-300:]}): export the checkpoint again "
             f"(paddle-vl export{option})"
         ) from error
-
-
-def _check_inputs(file: Path, found: Sequence[str], inputs: Iterable[str], option: str) -> None:
-    if set(found) != set(inputs):
-        raise RuntimeError(
-            f"{file} takes {sorted(found)}, the manifest says {sorted(inputs)}: export the "
-            f"checkpoint again (paddle-vl export{option})"
-        )
 
 
 def has_gpu() -> bool:

@@ -177,6 +177,7 @@ def equal_segments_attention(
     return F.scaled_dot_product_attention(q, k, v).reshape([-1, *heads])
 
 
+@operation
 def masked_attention(
     q_BLNH: Tensor,
     k_BSKH: Tensor,
@@ -196,25 +197,7 @@ def masked_attention(
 
     Returns:
         `[B, L, N, H]` in the dtype of the values.
-
-    Raises:
-        ValueError: another implementation.
     """
-    if implementation not in ("eager", "sdpa"):
-        raise ValueError(f"attention implementation is {implementation!r}; 'eager' or 'sdpa'")
-    return eager_or_sdpa_attention(q_BLNH, k_BSKH, v_BSKH, mask, scale, implementation)
-
-
-@operation
-def eager_or_sdpa_attention(
-    q_BLNH: Tensor,
-    k_BSKH: Tensor,
-    v_BSKH: Tensor,
-    mask: AttentionMask,
-    scale: float,
-    implementation: str,
-) -> Tensor:
-    """See `masked_attention`."""
     if implementation == "eager":
         return _float32_attention(q_BLNH, k_BSKH, v_BSKH, mask, scale)
     # The kernel scales by H^-0.5, and takes a mask in the dtype of the queries only.
@@ -223,6 +206,14 @@ def eager_or_sdpa_attention(
     bias = mask.bias_in(q_BLNH.dtype)
     out_BLNH = F.scaled_dot_product_attention(q_BLNH, k_BSKH, v_BSKH, attn_mask=bias)
     return out_BLNH * mask.has_key_BL11.astype(out_BLNH.dtype)
+
+
+def with_averages(out_BLNH: Tensor, v_BSKH: Tensor, mask: AttentionMask) -> Tensor:
+    """An output that is zero for a query without a key, with the average of all values there."""
+    groups = out_BLNH.shape[2] // v_BSKH.shape[2]
+    mean_B1KH = v_BSKH.astype("float32").mean(axis=1, keepdim=True).astype(v_BSKH.dtype)
+    mean_B1NH = mean_B1KH if groups == 1 else mean_B1KH.repeat_interleave(groups, axis=2)
+    return out_BLNH + mean_B1NH * (1.0 - mask.has_key_BL11).astype(out_BLNH.dtype)
 
 
 def _float32_attention(

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import paddle
 from paddle import Tensor
 
@@ -23,7 +22,6 @@ class AttentionMask:
 
     Args:
         visible_BLS: bool, or a function that makes it.
-        on_host: makes the same in NumPy; None to copy it from the device.
 
     Attributes:
         some_see_nothing: False if every query is known to see a key.
@@ -31,22 +29,14 @@ class AttentionMask:
 
     some_see_nothing = True
 
-    def __init__(
-        self,
-        visible_BLS: Tensor | Callable[[], Tensor],
-        on_host: Callable[[], np.ndarray] | None = None,
-    ):
-        self._visible, self._on_host = visible_BLS, on_host
+    def __init__(self, visible_BLS: Tensor | Callable[[], Tensor]):
+        self._visible = visible_BLS
         self._narrow_biases: dict[str, Tensor] = {}
 
     @cached_property
     def visible_BLS(self) -> Tensor:
         """bool."""
         return self._visible() if callable(self._visible) else self._visible
-
-    def visible_on_host(self) -> np.ndarray:
-        """bool `[B, L, S]`."""
-        return self.visible_BLS.numpy() if self._on_host is None else self._on_host()
 
     @cached_property
     def has_key_BL11(self) -> Tensor:
@@ -107,7 +97,7 @@ class BlockMask(AttentionMask):
     """
 
     def __init__(self, pad_BL: Tensor, marks_BL: Tensor):
-        super().__init__(self._dense, self._dense_on_host)
+        super().__init__(self._dense)
         self._pad_BL, self._marks_BL = pad_BL, marks_BL
 
     @cached_property
@@ -120,7 +110,7 @@ class BlockMask(AttentionMask):
 
     def of_queries(self, queries: slice) -> AttentionMask:
         """The mask of some of the queries over all keys."""
-        mask = AttentionMask(lambda: self._dense(queries), lambda: self._dense_on_host(queries))
+        mask = AttentionMask(lambda: self._dense(queries))
         mask.has_key_BL11 = self.has_key_BL11[:, queries]
         return mask
 
@@ -137,21 +127,14 @@ class BlockMask(AttentionMask):
         return paddle.stack(list(both), axis=-1).unsqueeze(1)
 
     def _dense(self, queries: slice = slice(None)) -> Tensor:
-        key_BS, query_BL = self._blocks(queries)
-        return key_BS.unsqueeze(1) <= query_BL.unsqueeze(2)
-
-    def _dense_on_host(self, queries: slice = slice(None)) -> np.ndarray:
-        key_BS, query_BL = (x.numpy() for x in self._blocks(queries))
-        return key_BS[:, None] <= query_BL[:, :, None]
-
-    def _blocks(self, queries: slice) -> tuple[Tensor, Tensor]:
-        """The block of every key and query: a query sees the keys whose block is not above its own.
-        That of padding is above all others as a key, and below them as a query."""
+        """A query sees the keys whose block is not above its own. That of padding is above all
+        others as a key, and below them as a query."""
         block_BL = paddle.cumsum(self._marks_BL.astype("int32"), axis=1)
         above_BL = paddle.full_like(block_BL, 2**31 - 1)
         key_BL = paddle.where(self._pad_BL, block_BL, above_BL)
         query_BL = paddle.where(self._pad_BL, block_BL, paddle.full_like(block_BL, -1))
-        return key_BL, query_BL if queries == slice(None) else query_BL[:, queries]
+        query_BL = query_BL if queries == slice(None) else query_BL[:, queries]
+        return key_BL.unsqueeze(1) <= query_BL.unsqueeze(2)
 
 
 class KeyMask(AttentionMask):

@@ -93,7 +93,7 @@ def normal(rng: Rng, *shape: int, scale: float = 1.0) -> np.ndarray:
     return np.float32(scale) * rng.standard_normal(shape, dtype=np.float32)
 
 
-def tensors(inputs: Inputs, dtype: Dtype, needs_gradient: bool = True) -> list[Any]:
+def tensors(inputs: Inputs, dtype: Dtype) -> list[Any]:
     """The arguments as tensors on Paddle's device."""
     made = []
     for place, value in enumerate(inputs.args):
@@ -102,7 +102,7 @@ def tensors(inputs: Inputs, dtype: Dtype, needs_gradient: bool = True) -> list[A
             value = paddle.to_tensor(value)
             if is_float:
                 value = value.astype(dtype)
-                value.stop_gradient = not needs_gradient
+                value.stop_gradient = False
         made.append(value() if callable(value) and not isinstance(value, Tensor) else value)
     return made
 
@@ -137,9 +137,9 @@ def _apply_rotary(r: Rng, s: Sizes) -> Inputs:
     return Inputs((q, k, lambda: RotaryTables.of_angles(paddle.to_tensor(angle))))
 
 
-def _permuted(r: Rng, s: Sizes, copies: int, *more: int) -> Inputs:
+def _permuted(r: Rng, s: Sizes, copies: int) -> Inputs:
     order = r.permutation(s.rows * copies)
-    return Inputs((_x(r, s), order, np.argsort(order), *more))
+    return Inputs((_x(r, s), order, np.argsort(order), copies))
 
 
 def _grouped_linear(r: Rng, s: Sizes) -> Inputs:
@@ -270,8 +270,8 @@ ROWS: dict[str, Make] = {
     "dropout": lambda r, s: Inputs((_x(r, s), 0.0), exact=lambda x, p: x),
     "biased_linear": _biased_linear,
     "apply_rotary": _apply_rotary,
-    "reorder_rows": lambda r, s: _permuted(r, s, 1),
-    "permuted_copies": lambda r, s: _permuted(r, s, 2, 2),
+    "permuted_copies": lambda r, s: _permuted(r, s, 2),
+    "permuted_copies.once": lambda r, s: _permuted(r, s, 1),
     "grouped_linear": _grouped_linear,
 }
 ATTENTION: dict[str, Make] = {
@@ -285,12 +285,12 @@ ATTENTION: dict[str, Make] = {
     "runs_attention": lambda r, s: _segments(r, s, (2, s.length // 4), (1, s.length // 2)),
     # Lengths that no tile divides, and one row.
     "runs_attention.uneven": lambda r, s: _segments(r, s, (1, s.length - 5), (3, 7), (1, 1)),
-    "eager_or_sdpa_attention": lambda r, s: _dense(r, s, "eager"),
-    "eager_or_sdpa_attention.sdpa": lambda r, s: _dense(r, s, "sdpa"),
-    "eager_or_sdpa_attention.blocks": lambda r, s: _blocks(r, s, "sdpa"),
-    "eager_or_sdpa_attention.blocks_eager": lambda r, s: _blocks(r, s, "eager"),
-    "eager_or_sdpa_attention.keys": _keys,
-    "eager_or_sdpa_attention.history": _history,
+    "masked_attention": lambda r, s: _dense(r, s, "eager"),
+    "masked_attention.sdpa": lambda r, s: _dense(r, s, "sdpa"),
+    "masked_attention.blocks": lambda r, s: _blocks(r, s, "sdpa"),
+    "masked_attention.blocks_eager": lambda r, s: _blocks(r, s, "eager"),
+    "masked_attention.keys": _keys,
+    "masked_attention.history": _history,
 }
 EXAMPLES = ROWS | ATTENTION
 # Their float32 may run in TF32 on a GPU.
@@ -309,17 +309,16 @@ def name_of(operation: Any) -> str:
 
 
 def values_and_gradients(
-    call: Callable[..., Any], inputs: Inputs, dtype: Dtype = "float32", has_gradient: bool = True
+    call: Callable[..., Any], inputs: Inputs, dtype: Dtype = "float32"
 ) -> dict[str, np.ndarray]:
     """Output and gradients of a call on Paddle's device, as float32 on the host."""
-    args = tensors(inputs, dtype, has_gradient)
+    args = tensors(inputs, dtype)
     outputs = tensors_among(call(*args))
     if inputs.defined is not None:
         # NaN where nothing is defined would reach the gradients: NaN times 0 is NaN.
         outputs = [out * paddle.to_tensor(inputs.defined).astype(out.dtype) for out in outputs]
     floats = [out for out in outputs if not out.stop_gradient]
-    if has_gradient:
-        paddle.autograd.backward(floats, [_direction(out) for out in floats])
+    paddle.autograd.backward(floats, [_direction(out) for out in floats])
     values = {OUTPUT: np.concatenate([_on_host(out).ravel() for out in outputs])}
     for number, x in enumerate(args):
         if isinstance(x, Tensor) and x.grad is not None:

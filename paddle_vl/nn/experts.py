@@ -165,16 +165,15 @@ def unpermute_rows(y_ND: Tensor, dispatch: Dispatch, weights_RK: Tensor) -> Tens
     return paddle.matmul(weights_RK.unsqueeze(1), y_RKD).squeeze(1)
 
 
-@operation
 def reorder_rows(y_ND: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
     """Row `order[i]` at place i; `inverse` is the inverse permutation."""
-    return paddle.index_select(y_ND, order_N)
+    return permuted_copies(y_ND, order_N, inverse_N, 1)
 
 
 @operation
 def permuted_copies(x_RD: Tensor, order_N: Tensor, place_N: Tensor, copies: int) -> Tensor:
     """Row `order[i] // copies` at place i; `place` is the inverse permutation of `order`."""
-    return paddle.index_select(x_RD, order_N // copies)
+    return paddle.index_select(x_RD, order_N if copies == 1 else order_N // copies)
 
 
 class PermuteRows(PyLayer):
@@ -183,28 +182,16 @@ class PermuteRows(PyLayer):
     @staticmethod
     def forward(ctx, x_RD, order_N, place_N, copies):
         ctx.save_for_backward(place_N)
-        ctx.shape = [*x_RD.shape[:1], copies, -1]
-        return paddle.index_select(x_RD, order_N // copies)
+        ctx.copies = copies
+        return permuted_copies.plain(x_RD, order_N, place_N, copies)
 
     @staticmethod
     def backward(ctx, grad_ND):
         (place_N,) = ctx.saved_tensor()
-        grad_RKD = paddle.index_select(grad_ND, place_N).reshape(ctx.shape)
-        return grad_RKD.sum(axis=1), None, None
-
-
-class ReorderRows(PyLayer):
-    """`reorder_rows`, whose gradient gathers by the inverse permutation."""
-
-    @staticmethod
-    def forward(ctx, y_ND, order_N, inverse_N):
-        ctx.save_for_backward(inverse_N)
-        return paddle.index_select(y_ND, order_N)
-
-    @staticmethod
-    def backward(ctx, grad_ND):
-        (inverse_N,) = ctx.saved_tensor()
-        return paddle.index_select(grad_ND, inverse_N), None, None
+        grad_ND = paddle.index_select(grad_ND, place_N)
+        if ctx.copies > 1:
+            grad_ND = grad_ND.reshape([-1, ctx.copies, grad_ND.shape[-1]]).sum(axis=1)
+        return grad_ND, None, None
 
 
 @operation

@@ -13,8 +13,8 @@ from paddle_vl.nn.attention import (
     apply_rotary,
     cached_attention,
     causal_attention,
-    eager_or_sdpa_attention,
     equal_segments_attention,
+    masked_attention,
     runs_attention,
 )
 from paddle_vl.nn.cpu import attention as blocks
@@ -22,10 +22,8 @@ from paddle_vl.nn.cpu import compiled as c
 from paddle_vl.nn.cpu import kernels as cpu
 from paddle_vl.nn.experts import (
     PermuteRows,
-    ReorderRows,
     grouped_linear,
     permuted_copies,
-    reorder_rows,
 )
 from paddle_vl.nn.gpu import attention as flash
 from paddle_vl.nn.gpu import kernels as gpu
@@ -42,7 +40,6 @@ from paddle_vl.nn.operations import (
     geglu,
     gelu,
     gemma_rms_norm,
-    is_used,
     layer_norm,
     rms_norm,
     rms_quotient,
@@ -69,20 +66,12 @@ TABLE: dict[Operation, list[Kernel]] = {
         Kernel("gpu", "Paddle", flash.equal_segments_attention, flash.fits_flash),
     ],
     runs_attention: [Kernel("gpu", "Paddle", flash.runs_attention, flash.fits_runs)],
-    eager_or_sdpa_attention: [
-        Kernel("cpu", "C", c.eager_or_sdpa_attention, c.fits_masked),
-        Kernel("cpu", "oneDNN", blocks.eager_or_sdpa_attention),
-        Kernel("gpu", "Paddle", flash.eager_or_sdpa_attention, flash.fits_flash),
+    masked_attention: [
+        Kernel("cpu", "C", c.masked_attention, c.fits_masked),
+        Kernel("cpu", "oneDNN", blocks.masked_attention),
+        Kernel("gpu", "Paddle", flash.masked_attention, flash.fits_flash),
     ],
-    cached_attention: [
-        Kernel(
-            "cpu",
-            "Paddle",
-            cpu.cached_attention_without_gradient,
-            cpu.is_one_query,
-            has_gradient=False,
-        ),
-    ],
+    cached_attention: [Kernel("cpu", "Paddle", cpu.cached_attention, cpu.is_one_query)],
     apply_rotary: [
         Kernel("cpu", "C", c.apply_rotary, c.fits_rotary),
         Kernel("cpu", "Paddle", cpu.apply_rotary),
@@ -135,7 +124,6 @@ TABLE: dict[Operation, list[Kernel]] = {
     split_columns: [Kernel("cpu", "oneDNN", cpu.split_columns, cpu.takes_split)],
     # Experts
     permuted_copies: _on_both(PermuteRows),
-    reorder_rows: _on_both(ReorderRows),
     grouped_linear: [
         Kernel("cpu", "Paddle", cpu.GroupedLinear.apply),
         Kernel("gpu", "Paddle", gpu.grouped_linear),
@@ -151,8 +139,7 @@ def description(device: str) -> str:
     that may be used."""
     firsts = Counter[str]()
     for operation in OPERATIONS if chosen_kernels() != "plain" else ():
-        usable = [kernel.source for kernel in operation.kernels_on(device) if is_used(kernel)]
-        firsts.update(usable[:1])
+        firsts.update(kernel.source for kernel in operation.kernels_on(device)[:1])
     rest = len(OPERATIONS) - firsts.total()
     counts = [f"{count} {source}" for source, count in firsts.most_common()]
     return f"kernels ({chosen_kernels()}, {device}): {', '.join([*counts, f'{rest} plain'])}"

@@ -22,7 +22,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast, get_args
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast
 
 import numpy as np
 import paddle
@@ -43,12 +43,7 @@ OPERATIONS: list["Operation[Any, Any]"] = []
 Choice = Callable[["Operation[Any, Any]"], Callable[..., Any]]
 _chosen: Kernels = "fused"
 _forced: Device | Literal["plain"] | Choice | None = None
-_needs_gradient = True
 _has_compiled = False
-
-
-def _always(*args: Any, **kwargs: Any) -> bool:
-    return True
 
 
 @dataclass(frozen=True)
@@ -57,15 +52,13 @@ class Kernel:
 
     Attributes:
         run: takes the operation's arguments.
-        fits: whether it takes these arguments.
-        has_gradient: False for one without a backward pass, for `without_gradient` only.
+        fits: whether it takes these arguments; None for all.
     """
 
     device: Device
     source: Source
     run: Callable[..., Any]
-    fits: Callable[..., bool] = _always
-    has_gradient: bool = True
+    fits: Callable[..., bool] | None = None
 
 
 class Operation(Generic[P, R]):
@@ -90,25 +83,18 @@ class Operation(Generic[P, R]):
         if callable(_forced):
             return _forced(self)
         device = _forced or ("plain" if _chosen == "plain" else _device_of(args[0]))
-        for kernel in self.kernels:
-            if kernel.device == device and is_used(kernel) and kernel.fits(*args, **kwargs):
+        for kernel in self.kernels_on(device):
+            if kernel.fits is None or kernel.fits(*args, **kwargs):
                 return kernel.run
         return self.plain
 
-    def kernels_on(self, device: str, has_gradient: bool = True) -> list[Kernel]:
-        """The kernels for a device, in order of preference."""
-        return [
-            kernel
-            for kernel in self.kernels
-            if kernel.device == device and kernel.has_gradient == has_gradient
-        ]
+    def kernels_on(self, device: str | None) -> list[Kernel]:
+        """The kernels for a device that may be used now, in order of preference."""
+        return [one for one in self.kernels if one.device == device and _is_used(one)]
 
 
-def is_used(kernel: Kernel) -> bool:
-    """Whether the process may take a kernel now, whatever the arguments are."""
-    if kernel.source == "C" and not (_has_compiled and _chosen != "uncompiled"):
-        return False
-    return kernel.has_gradient or not _needs_gradient
+def _is_used(kernel: Kernel) -> bool:
+    return kernel.source != "C" or (_has_compiled and _chosen != "uncompiled")
 
 
 def operation(plain: Callable[P, R]) -> Operation[P, R]:
@@ -125,13 +111,8 @@ def choose_kernels(kernels: Kernels) -> None:
     Args:
         kernels: `fused` takes any; `uncompiled` none in C; `plain` none at all: the plain
             implementations round after each operator as the original models do.
-
-    Raises:
-        ValueError: another choice.
     """
     global _chosen
-    if kernels not in get_args(Kernels):
-        raise ValueError(f"kernels is {kernels!r}; 'fused', 'uncompiled' or 'plain'")
     _chosen = kernels
 
 
@@ -165,22 +146,6 @@ def use_kernels(choice: Device | Literal["plain"] | Choice) -> Iterator[None]:
         yield
     finally:
         _forced = before
-
-
-@contextmanager
-def without_gradient() -> Iterator[None]:
-    """Inside the block, kernels may be taken that have no backward pass.
-
-    Not `paddle.no_grad`, under which activation recomputation runs too: there both passes must
-    round alike.
-    """
-    global _needs_gradient
-    before, _needs_gradient = _needs_gradient, False
-    try:
-        with paddle.no_grad():
-            yield
-    finally:
-        _needs_gradient = before
 
 
 def _device_of(x: Any) -> str | None:

@@ -22,7 +22,6 @@ from paddle_vl.testing.pi07 import (
     tiny_pi07,
     tiny_pi07_batch,
     tiny_pi07_config,
-    tiny_pi07_planner_config,
 )
 from paddle_vl.testing.qwen3_vl import (
     Image,
@@ -58,7 +57,6 @@ __all__ = [
     "tiny_pi07",
     "tiny_pi07_batch",
     "tiny_pi07_config",
-    "tiny_pi07_planner_config",
     "tiny_qwen3_vl",
     "tiny_qwen3_vl_batch",
     "tiny_qwen3_vl_config",

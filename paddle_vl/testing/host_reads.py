@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import paddle
@@ -32,22 +32,9 @@ from paddle import Tensor, _C_ops
 
 from paddle_vl.parallel.simulated.group import SimulatedRank, current_rank
 
-
-class _Event(NamedTuple):
-    """Something that is about to happen.
-
-    Attributes:
-        kind: a read of values, a shape that depends on values, or a copy to the device.
-        what: the call, for messages.
-        tensor: the tensor read; None if it is no read.
-    """
-
-    kind: str
-    what: str
-    tensor: Tensor | None
-
-
-_Notice = Callable[[_Event], None]
+# Called before a call of a watched function, with its kind, its words, and the tensor that is read;
+# None if it is no read.
+_Notice = Callable[[str, str, Tensor | None], None]
 _READ, _SHAPE, _COPY = "read", "shape", "copy"
 _EVERY_THREAD = "every thread"
 
@@ -152,10 +139,10 @@ class _Watch:
             inside.append(name)
             try:
                 if is_noticed:
-                    event = _Event(kind, what.format(name), args[0] if kind == _READ else None)
+                    tensor = args[0] if kind == _READ else None
                     for rank in (current_rank(), _EVERY_THREAD):
                         for notice in list(self._notices.get(rank, ())):
-                            notice(event)
+                            notice(kind, what.format(name), tensor)
                 return own(*args, **kwargs)
             finally:
                 inside.pop()
@@ -180,9 +167,9 @@ def forbid_host_reads(shapes: bool = False) -> Iterator[None]:
     """
     kinds = (_READ, _SHAPE) if shapes else (_READ,)
 
-    def refuse(event: _Event) -> None:
-        if event.kind in kinds:
-            raise AssertionError(f"host read: {event.what}")
+    def refuse(kind: str, what: str, tensor: Tensor | None) -> None:
+        if kind in kinds:
+            raise AssertionError(f"host read: {what}")
 
     with _watch.noticed(refuse, current_rank()):
         yield
@@ -197,8 +184,7 @@ def record_host_reads() -> Iterator[list[str]]:
     """
     reads: list[str] = []
 
-    def record(event: _Event) -> None:
-        x = event.tensor
+    def record(kind: str, what: str, x: Tensor | None) -> None:
         if x is not None and (x.place.is_gpu_place() or paddle.get_device().startswith("cpu")):
             reads.append(_calling_place())
 
@@ -214,8 +200,8 @@ def record_device_copies() -> Iterator[list[str]]:
     """
     copies: list[str] = []
 
-    def record(event: _Event) -> None:
-        if event.kind == _COPY:
+    def record(kind: str, what: str, tensor: Tensor | None) -> None:
+        if kind == _COPY:
             copies.append(_calling_place())
 
     with _watch.noticed(record, _EVERY_THREAD):

@@ -62,7 +62,7 @@ class MockedSequenceParallel(Placement):
     """One rank of an mp group with full layers, for tests of an embedding.
 
     Outputs of the embedding are exactly this rank's rows of the full ones, since every parameter is
-    there. A decoder needs the rows of all ranks: use `run_ranks` or `one_rank`.
+    there. A decoder needs the rows of all ranks: use `run_ranks`.
 
     Raises:
         ValueError: the rank is outside of the group.
@@ -78,5 +78,5 @@ class MockedSequenceParallel(Placement):
 def _refuse(operation: str) -> NoReturn:
     raise RuntimeError(
         f"{operation} needs the rows of all ranks, and MockedSequenceParallel has one rank's: "
-        "build the model with a placement of paddle_vl.testing.run_ranks or one_rank"
+        "build the model with a placement of paddle_vl.testing.run_ranks"
     )

@@ -1,18 +1,17 @@
-"""A tiny pi07: low-level policy and planner, their models, and batches for the policy's model."""
+"""A tiny pi07 policy, its model, and batches for it."""
 
 from typing import Any
 
 import numpy as np
 import paddle
 
-from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
+from paddle_vl.families.pi07.config import PI07Config
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
 from paddle_vl.nn.placement import Placement
 from paddle_vl.testing.tensors import copy_parameters
 
 CAMERAS, FRAMES, SIDE, CHUNK, ACTIONS, STATES, SLOTS = 2, 3, 56, 6, 7, 5, 5
 LENGTHS = {"lang": 9, "response": 6, "metadata": 7}
-_MEMORY = 6
 # Token ids of the labels between the blocks of the prefix.
 LABELS = {
     "State: ": [101, 57, 58], ", ": [59, 58], ":\n": [57, 60], ";\n ": [61, 60, 58],
@@ -77,16 +76,6 @@ def tiny_pi07_config(**changes: Any) -> PI07Config:
         "output_features": {"actions": {"type": "ACTION", "shape": [ACTIONS]}},
     }  # fmt: skip
     return PI07Config.from_dict(values | changes)
-
-
-def tiny_pi07_planner_config(**changes: Any) -> PI07PlannerConfig:
-    """The planner on the same backbone, without an action expert."""
-    values = {
-        "vlm_config": _engine(disable_action_expert=True), "dropout": 0.0,
-        "prompt_max_length": LENGTHS["lang"], "memory_max_length": _MEMORY,
-        "response_max_length": LENGTHS["response"], "metadata_max_length": LENGTHS["metadata"],
-    }  # fmt: skip
-    return PI07PlannerConfig.from_dict(values | changes)
 
 
 def tiny_pi07(

@@ -16,7 +16,6 @@ from paddle_vl.families.vlm.moe import routed_rows
 from paddle_vl.generation.config import GenerationConfig, settings_of_call
 from paddle_vl.generation.loop import checked_prompts, chosen_tokens
 from paddle_vl.nn.attention import RotaryTables
-from paddle_vl.nn.operations import without_gradient
 
 
 def stream(
@@ -128,7 +127,7 @@ class _CachedDecoder:
         self._caches = model.new_caches(length, most)
         self._num_steps, self._tables = 0, None
 
-    @without_gradient()
+    @paddle.no_grad()
     def prefill(self) -> Tensor:
         """Logits `[B, V]` float32 after the prompts."""
         if self._chunk is not None and self._chunk < self._prompt_BL.shape[1]:
@@ -145,7 +144,7 @@ class _CachedDecoder:
         )
         return output.logits[:, -1].astype("float32")
 
-    @without_gradient()
+    @paddle.no_grad()
     def advance(self, token_B: np.ndarray) -> Tensor:
         """Append a token to every prompt; logits `[B, V]` float32 after it."""
         token_B1 = np.ascontiguousarray(token_B[:, None])

@@ -21,7 +21,7 @@ import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
-from paddle_vl.nn.attention import PackedSamples
+from paddle_vl.nn.attention import PackedSamples, with_averages
 from paddle_vl.nn.attention_masks import MASKED_SCORE, AttentionMask
 from paddle_vl.nn.cpu.kernels import (
     contiguous,
@@ -344,15 +344,15 @@ def _pad_keys(x_ZSH: Tensor, num_keys: int) -> Tensor:
     )
 
 
-def eager_or_sdpa_attention(
+def masked_attention(
     q_BLNH: Tensor,
     k_BSKH: Tensor,
     v_BSKH: Tensor,
     mask: AttentionMask,
     scale: float,
-    implementation: str,
+    implementation: str = "eager",
 ) -> Tensor:
-    """`nn.attention.eager_or_sdpa_attention`."""
+    """`nn.attention.masked_attention`."""
     factor = scale * q_BLNH.shape[-1] ** 0.5
     q_BLNH = q_BLNH if factor == 1.0 else q_BLNH * factor
     key_heads = k_BSKH.shape[2]
@@ -362,14 +362,6 @@ def eager_or_sdpa_attention(
         return out_BLNH
     out_BLNH = out_BLNH * mask.has_key_BL11.astype(out_BLNH.dtype)
     return out_BLNH if implementation == "sdpa" else with_averages(out_BLNH, v_BSKH, mask)
-
-
-def with_averages(out_BLNH: Tensor, v_BSKH: Tensor, mask: AttentionMask) -> Tensor:
-    """An output that is zero for a query without a key, with the average of all values there."""
-    groups = out_BLNH.shape[2] // v_BSKH.shape[2]
-    mean_B1KH = v_BSKH.mean(axis=1, keepdim=True)
-    mean_B1NH = mean_B1KH if groups == 1 else mean_B1KH.repeat_interleave(groups, axis=2)
-    return out_BLNH + mean_B1NH * (1.0 - mask.has_key_BL11).astype(out_BLNH.dtype)
 
 
 class Sees(NamedTuple):
@@ -394,7 +386,7 @@ _parts: WeakKeyDictionary[AttentionMask, dict[tuple[int, int], Parts]] = WeakKey
 def sees(mask: AttentionMask) -> Sees:
     """See `Sees`; reads the mask once."""
     if mask not in _seen:
-        visible_BLS = np.ascontiguousarray(mask.visible_on_host())
+        visible_BLS = np.ascontiguousarray(mask.visible_BLS.numpy())
         keys = visible_BLS.shape[-1]
         ends_BL = keys - visible_BLS[:, :, ::-1].argmax(axis=-1)
         ends_BL[~visible_BLS.any(axis=-1)] = 0

@@ -19,9 +19,9 @@ import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
-from paddle_vl.nn.attention import PackedSamples, RotaryTables
+from paddle_vl.nn.attention import PackedSamples, RotaryTables, with_averages
 from paddle_vl.nn.attention_masks import AttentionMask
-from paddle_vl.nn.cpu.attention import sees, with_averages
+from paddle_vl.nn.cpu.attention import sees
 from paddle_vl.nn.cpu.kernels import (
     MIXING_DRAWS,
     contiguous,
@@ -404,21 +404,21 @@ def equal_segments_attention(
 
 
 def fits_masked(q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *others: Any) -> bool:
-    """Whether `eager_or_sdpa_attention` takes these."""
+    """Whether `masked_attention` takes these."""
     is_within = k_BSKH.shape[1] <= _MOST_KEYS and q_BLNH.shape[-1] <= _MOST_WIDTH
     is_grouped = q_BLNH.shape[-2] % k_BSKH.shape[-2] == 0
     return is_within and is_grouped and is_dense(q_BLNH, k_BSKH, v_BSKH)
 
 
-def eager_or_sdpa_attention(
+def masked_attention(
     q_BLNH: Tensor,
     k_BSKH: Tensor,
     v_BSKH: Tensor,
     mask: AttentionMask,
     scale: float,
-    implementation: str,
+    implementation: str = "eager",
 ) -> Tensor:
-    """`nn.attention.eager_or_sdpa_attention`."""
+    """`nn.attention.masked_attention`. The kernel gives zero for a query without a key."""
     segments, seen = equal_segments(*q_BLNH.shape[:2], k_BSKH.shape[1]), sees(mask)
     out_BLNH = _Attention.apply(q_BLNH, k_BSKH, v_BSKH, segments, scale, 0, None, seen)
     if seen.all_see or implementation == "sdpa":

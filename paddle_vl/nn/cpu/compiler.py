@@ -12,7 +12,6 @@ gradients are wrong without an error.
 import ctypes
 import hashlib
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
@@ -126,10 +125,7 @@ def _compiler_version(compiler: str) -> str:
 
 def _processor() -> str:
     """Instructions of the processor, which `-march=native` depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor() + platform.machine()
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     return "\n".join(sorted({line for line in lines if line.startswith(("flags", "model name"))}))
 
 

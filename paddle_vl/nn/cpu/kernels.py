@@ -477,10 +477,11 @@ def _row_ranges(counts: list[int]) -> Iterator[tuple[int, int, int]]:
 # Attention over a cache
 
 
-def cached_attention_without_gradient(
+def cached_attention(
     q_BLNH: Tensor, key_BKSH: Tensor, value_BKSH: Tensor, cached: CachedKeys
 ) -> Tensor:
-    """Of a single query over the whole buffers: a part of them would be copied."""
+    """`attention.cached_attention` of a single query, over the whole buffers: a part of them would
+    be copied."""
     batch, _, heads, width = q_BLNH.shape
     _, key_heads, capacity, _ = key_BKSH.shape
     q_BKGH = (q_BLNH * width**-0.5).reshape([batch, key_heads, -1, width])

@@ -23,7 +23,6 @@ batch entries, which lie along a grid's y dimension. Source: Paddle 3.3.1's
 Shapes: B batch, L queries, S keys, N query heads, K key heads, H head width, P packed rows.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import paddle
@@ -36,10 +35,9 @@ from paddle.nn.functional.flash_attention import (
     flash_attn_varlen_func,
 )
 
-from paddle_vl.nn.attention import PackedSamples, Segments
+from paddle_vl.nn.attention import PackedSamples, Segments, with_averages
 from paddle_vl.nn.attention_masks import AttentionMask, HistoryMask
 
-MAX_BATCH = 65_535
 _VERSION, _DETERMINISTIC = "FLAGS_flash_attn_version", "FLAGS_cudnn_deterministic"
 
 
@@ -61,16 +59,7 @@ def fits_flash(q: Tensor, *others: Any) -> bool:
 
 def flash(q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, causal: bool = False) -> Tensor:
     """Attention without a mask, or causal with L = S: `[B, L, N, H]`."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flash_attention(q, k, v, causal=causal)[0]
-
-    return _in_parts(attend, q_BLNH, k_BSKH, v_BSKH)
-
-
-def flash_with_bias(q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, bias: Tensor) -> Tensor:
-    """Attention with a dense bias `[B, 1, L or 1, S]` in the dtype of the queries."""
-    return _in_parts(F.scaled_dot_product_attention, q_BLNH, k_BSKH, v_BSKH, bias)
+    return flash_attention(q_BLNH, k_BSKH, v_BSKH, causal=causal)[0]
 
 
 def flash_of_rows(
@@ -82,17 +71,13 @@ def flash_of_rows(
         rows_B1SX: int32. Causal, X = 1: the first later row that does not see the key. Else X = 2:
             the end and the begin of the rows that see it.
     """
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
-        out: Any = F.flashmask_attention(q, k, v, rows, causal=causal)
-        return out
-
-    return _in_parts(attend, q_BLNH, k_BSKH, v_BSKH, rows_B1SX)
+    out: Any = F.flashmask_attention(q_BLNH, k_BSKH, v_BSKH, rows_B1SX, causal=causal)
+    return out
 
 
 def fits_runs(q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor, segments: Segments) -> bool:
     """Whether `runs_attention` takes these; a single run needs no variable lengths."""
-    return len(segments.runs) > 1 and segments.count <= MAX_BATCH and fits_flash(q_PNH)
+    return len(segments.runs) > 1 and fits_flash(q_PNH)
 
 
 def runs_attention(q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor, segments: Segments) -> Tensor:
@@ -102,17 +87,6 @@ def runs_attention(q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor, segments: Segmen
     if flags[_VERSION] == 3 and not flags[_DETERMINISTIC]:
         return flash_attn_varlen_func(q_PNH, k_PNH, v_PNH, *lengths)[0]
     return flash_attn_unpadded(q_PNH, k_PNH, v_PNH, *lengths, q_PNH.shape[-1] ** -0.5)[0]
-
-
-def _in_parts(attend: Callable[..., Any], *inputs: Tensor) -> Tensor:
-    """The same in several calls if there are more batch entries than one call takes."""
-    batch = inputs[0].shape[0]
-    if not isinstance(batch, int) or batch <= MAX_BATCH:
-        return attend(*inputs)
-    begins = range(0, batch, MAX_BATCH)
-    return paddle.concat(
-        [attend(*(x[begin : begin + MAX_BATCH] for x in inputs)) for begin in begins]
-    )
 
 
 def fits_causal(
@@ -162,15 +136,15 @@ def equal_segments_attention(
     return flash(q, k, v).reshape([-1, *heads])
 
 
-def eager_or_sdpa_attention(
+def masked_attention(
     q_BLNH: Tensor,
     k_BSKH: Tensor,
     v_BSKH: Tensor,
     mask: AttentionMask,
     scale: float,
-    implementation: str,
+    implementation: str = "eager",
 ) -> Tensor:
-    """`nn.attention.eager_or_sdpa_attention`."""
+    """`nn.attention.masked_attention`."""
     # The kernels scale by H^-0.5.
     factor = scale * q_BLNH.shape[-1] ** 0.5
     q_BLNH = q_BLNH if abs(factor - 1.0) < 1e-9 else q_BLNH * factor
@@ -181,18 +155,11 @@ def eager_or_sdpa_attention(
         out_BLNH = flash_of_rows(q_BLNH, k_BSKH, v_BSKH, rows, causal=False)
     else:
         bias = mask.row_bias_in(q_BLNH.dtype)
-        out_BLNH = flash_with_bias(q_BLNH, k_BSKH, v_BSKH, bias)
+        out_BLNH = F.scaled_dot_product_attention(q_BLNH, k_BSKH, v_BSKH, bias)
     if not mask.some_see_nothing:
         return out_BLNH
-    has_key_BL11 = mask.has_key_BL11.astype(out_BLNH.dtype)
-    out_BLNH = out_BLNH * has_key_BL11
-    if implementation == "sdpa":
-        return out_BLNH
-    # A query without a key gets the average of all values.
-    groups = q_BLNH.shape[2] // k_BSKH.shape[2]
-    mean_B1KH = v_BSKH.astype("float32").mean(axis=1, keepdim=True).astype(v_BSKH.dtype)
-    mean_B1NH = mean_B1KH if groups == 1 else mean_B1KH.repeat_interleave(groups, axis=2)
-    return out_BLNH + mean_B1NH * (1.0 - has_key_BL11)
+    out_BLNH = out_BLNH * mask.has_key_BL11.astype(out_BLNH.dtype)
+    return out_BLNH if implementation == "sdpa" else with_averages(out_BLNH, v_BSKH, mask)
 
 
 def _attend_to_history(q_BFNH: Tensor, k_BFNH: Tensor, v_BFNH: Tensor, mask: HistoryMask) -> Tensor:

@@ -1,26 +1,21 @@
-"""Where a simulated rank gets the other ranks' tensors: from ranks that run, from itself, or from
-an earlier run.
+"""Runs all simulated ranks of a group, one at a time, and exchanges their tensors.
 
-`Lockstep` runs all ranks of a group, strictly in turn. Every rank has a thread, since a backward
-pass issues collectives from inside Paddle's autograd. Only one of them runs at a time: at a
-collective a rank hands over to the next, and continues once all ranks have come to it. So results
-do not depend on timing, and an error says which rank is where.
+Every rank has a thread, since a backward pass issues collectives from inside Paddle's autograd. A
+rank runs while it holds the lock, and waits at a collective without it until all ranks have come.
+So results do not depend on timing, and an error says which rank is where.
 """
 
 import contextvars
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, NoReturn
 
-import numpy as np
-import paddle
 from paddle import Tensor
 
 from paddle_vl.parallel.recorder import Collective, caller
-from paddle_vl.threads import JoinedThread
 
 # Seconds that ranks get to unwind after an error.
 _UNWIND_S = 10.0
@@ -30,55 +25,37 @@ class RanksDisagreeError(RuntimeError):
     """Ranks started different collectives, or one waits for a rank that has ended."""
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """A collective that all ranks came to.
-
-    Attributes:
-        call: as the last rank issued it.
-        tensors: what each rank contributed, in the group's order; empty for a barrier.
-    """
-
-    call: Collective
-    tensors: list[Tensor]
-
-
 class Lockstep:
-    """An `Exchange` between threads.
+    """Runs ranks in threads; `exchange` is the `Exchange` between them.
 
     Args:
         size: number of ranks.
         timeout_s: seconds that a rank may run without coming to a collective; None for no limit.
-        keeps_tensors: keep what the ranks contributed, in `meetings`.
         on_switch: called with the number of the rank that leaves and of the one that continues
             (None for none), while no rank runs.
 
     Attributes:
         collectives: every rank's so far; `phase` is `forward` or `backward`.
-        meetings: of all ranks, see `keeps_tensors`.
     """
 
     def __init__(
         self,
         size: int,
         timeout_s: float | None = None,
-        keeps_tensors: bool = False,
         on_switch: Callable[[int | None, int | None], None] = lambda leaves, continues: None,
     ):
-        self.size, self._timeout_s, self._keeps = size, timeout_s, keeps_tensors
+        self.size, self._timeout_s = size, timeout_s
         self._on_switch = on_switch
         self.collectives: list[list[Collective]] = [[] for _ in range(size)]
-        self.meetings: list[Meeting] = []
         # The collective that a rank waits in, what it contributes, and the place of the call.
         self._posts: dict[int, tuple[Collective, Tensor | None, str]] = {}
-        # What all ranks contributed to the last meeting, and what those that have ended returned.
+        # What all ranks contributed to the last collective, and what those that ended returned.
         self._received: list[Tensor] = []
         self._results: dict[int, Any] = {}
-        # The rank whose turn it is; each change is notified.
-        self._changed = threading.Condition()
-        self._running: int | None = None
-        self._num_turns = 0
+        self._lock = threading.Condition()
+        self._running, self._num_turns = 0, 0
         self._failure: BaseException | None = None
+        self._is_over = threading.Event()
 
     def run(self, step: Callable[[int], Any]) -> list[Any]:
         """`step(rank)` of every rank.
@@ -88,25 +65,30 @@ class Lockstep:
             TimeoutError: a rank ran for too long; says where it is.
             BaseException: the first error of a rank, with a note that names it.
         """
-        threads = []
-        for rank in range(self.size):
-            context = contextvars.copy_context()
-            thread = JoinedThread(
-                target=context.run, args=(self._run_rank, rank, step), daemon=True
+        threads = [
+            threading.Thread(
+                target=contextvars.copy_context().run,
+                args=(self._run_rank, rank, step),
+                name=f"simulated rank {rank}",
+                daemon=True,
             )
-            thread.name = f"simulated rank {rank}"
-            threads.append(thread)
+            for rank in range(self.size)
+        ]
+        for thread in threads:
             thread.start()
+        seen = -1
         try:
-            self._give_turn(0)
-            self._wait_for_all(threads)
+            while not self._is_over.wait(self._timeout_s):
+                if self._num_turns == seen:
+                    self._raise_timeout(threads[self._running])
+                seen = self._num_turns
         except BaseException as error:
-            self._set_failure(error)
-        finally:
-            for thread in threads:
-                thread.join(_UNWIND_S if self._failure else None)
-            self._on_switch(self._running, None)
+            self._failure = self._failure or error
+        end = time.monotonic() + _UNWIND_S
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()) if self._failure else None)
         if self._failure is not None:
+            self._on_switch(None, None)
             raise self._failure
         return [self._results[rank] for rank in range(self.size)]
 
@@ -131,177 +113,69 @@ class Lockstep:
             posted = [self._posts[each][1] for each in range(self.size)]
             self._received = [value for value in posted if value is not None]
             self._posts.clear()
-            if self._keeps:
-                self.meetings.append(Meeting(call, self._received))
-        else:
-            self._pass_on(rank)
-            self._await_turn(rank)
-            self._stop_if_failed()
+            self._lock.notify_all()
+            return self._received
+        self._check_progress()
+        self._on_switch(rank, None)
+        self._lock.wait_for(lambda: rank not in self._posts or self._failure is not None)
+        self._continue(rank)
+        self._stop_if_failed()
         return self._received
 
     def _run_rank(self, rank: int, step: Callable[[int], Any]) -> None:
-        self._await_turn(rank)
-        if self._failure is not None:
-            return
-        try:
-            self._results[rank] = step(rank)
-            self._pass_on(rank)
-        except BaseException as error:
-            # Python 3.10 has no notes.
-            add_note = getattr(error, "add_note", None)
-            if self._failure is None and add_note is not None:
-                add_note(f"raised on simulated rank {rank} of {self.size}")
-            self._set_failure(error)
-
-    def _pass_on(self, rank: int) -> None:
-        """Let the next rank that can run continue.
-
-        Raises:
-            RanksDisagreeError: there is none, but some wait.
-        """
-        for other in [(rank + 1 + i) % self.size for i in range(self.size)]:
-            if other not in self._posts and other not in self._results:
-                self._give_turn(other)
+        with self._lock:
+            if self._failure is not None:
                 return
-        if self._posts:
+            self._continue(rank)
+            try:
+                self._results[rank] = step(rank)
+                self._check_progress()
+            except BaseException as error:
+                # Python 3.10 has no notes.
+                add_note = getattr(error, "add_note", None)
+                if self._failure is None and add_note is not None:
+                    add_note(f"raised on simulated rank {rank} of {self.size}")
+                self._failure = self._failure or error
+            self._on_switch(rank, None)
+            if self._failure is not None or len(self._results) == self.size:
+                self._is_over.set()
+                self._lock.notify_all()
+
+    def _continue(self, rank: int) -> None:
+        self._running, self._num_turns = rank, self._num_turns + 1
+        self._on_switch(None, rank)
+
+    def _check_progress(self) -> None:
+        """Raise RanksDisagreeError if some ranks wait and none can continue."""
+        if self._posts and len(self._posts) + len(self._results) == self.size:
             where = "; ".join(map(self._where, range(self.size)))
             self._disagree(f"no rank can continue: {where}")
-        with self._changed:
-            self._changed.notify_all()
 
-    def _give_turn(self, rank: int) -> None:
-        self._on_switch(self._running, rank)
-        with self._changed:
-            self._running, self._num_turns = rank, self._num_turns + 1
-            self._changed.notify_all()
-
-    def _await_turn(self, rank: int) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._running == rank or self._failure is not None)
-
-    def _wait_for_all(self, threads: list[JoinedThread]) -> None:
-        """Wait until all ranks have ended, or one has failed."""
-
-        def is_over() -> bool:
-            return self._failure is not None or len(self._results) == self.size
-
-        seen = -1
-        with self._changed:
-            while not self._changed.wait_for(is_over, self._timeout_s):
-                if self._num_turns == seen:
-                    frame = sys._current_frames().get(threads[self._running or 0].ident or 0)
-                    place = "".join(traceback.format_stack(frame, limit=3)) if frame else "unknown"
-                    raise TimeoutError(
-                        f"simulated rank {self._running} ran for {self._timeout_s} s without "
-                        "coming to a collective or its end (timeout_s=None lifts the limit); it is "
-                        f"at\n{place}"
-                    )
-                seen = self._num_turns
+    def _raise_timeout(self, thread: threading.Thread) -> NoReturn:
+        frame = sys._current_frames().get(thread.ident or 0)
+        place = "".join(traceback.format_stack(frame, limit=3)) if frame else "unknown"
+        raise TimeoutError(
+            f"{thread.name} ran for {self._timeout_s} s without coming to a collective or its end "
+            f"(timeout_s=None lifts the limit); it is at\n{place}"
+        )
 
     def _where(self, rank: int) -> str:
         calls = self.collectives[rank]
         if rank in self._posts:
             call, _, place = self._posts[rank]
             return f"rank {rank} waits in {call.describe()}, called from {place}"
-        if rank not in self._results:
-            return f"rank {rank} can run"
         last = f", the last {calls[-1].describe()}" if calls else ""
         return f"rank {rank} has ended after {len(calls)} collectives{last}"
 
     def _disagree(self, problem: str) -> NoReturn:
-        error = RanksDisagreeError(
+        # Kept here too: Paddle hides an error of a backward pass in another one.
+        self._failure = RanksDisagreeError(
             f"{problem}. Every rank must issue the same collectives in the same order, whatever "
             "its data"
         )
-        self._set_failure(error)
-        raise error
-
-    def _set_failure(self, error: BaseException) -> None:
-        """Keep the first error, and let all ranks unwind."""
-        with self._changed:
-            self._failure = self._failure or error
-            self._changed.notify_all()
+        raise self._failure
 
     def _stop_if_failed(self) -> None:
         """Unwind a rank after another one failed."""
         if self._failure is not None:
             raise RuntimeError(f"another simulated rank failed: {self._failure}")
-
-
-class Peers:
-    """An `Exchange` in which every other rank contributes this rank's values in another order.
-
-    Integers are contributed as they are. The orders are the same in every run.
-    """
-
-    def __init__(self, rank: int):
-        self.calls: list[Collective] = []
-        self._random = np.random.default_rng(rank)
-
-    def exchange(self, rank: int, call: Collective, tensor: Tensor | None) -> list[Tensor]:
-        self.calls.append(call._replace(detail=""))
-        if tensor is None:
-            return []
-        own = tensor.detach().clone()
-        return [own if other == rank else self._like(own) for other in call.ranks]
-
-    def end(self) -> None:
-        """Called at the end of the block."""
-
-    def _like(self, own: Tensor) -> Tensor:
-        if not own.is_floating_point() or own.size < 2:
-            return own
-        # Shuffled on the device: the host must not read the rank's values. Signs and sizes stay,
-        # so that sums of exponentials are positive.
-        order = paddle.to_tensor(self._random.permutation(int(own.size)))
-        return paddle.index_select(own.reshape([-1]), order).reshape(own.shape)
-
-
-class Replay:
-    """An `Exchange` in which all ranks contribute what they did in an earlier run.
-
-    Args:
-        tolerance: of this rank's contributions, relative to the largest entry.
-    """
-
-    def __init__(self, meetings: Sequence[Meeting], tolerance: float):
-        self.calls: list[Collective] = []
-        self._meetings, self._tolerance = meetings, tolerance
-        # Compared at the end, since a rank may run where host reads are forbidden.
-        self._contributed: list[tuple[Collective, Tensor, Tensor]] = []
-
-    def exchange(self, rank: int, call: Collective, tensor: Tensor | None) -> list[Tensor]:
-        number = len(self.calls)
-        self.calls.append(call._replace(detail=""))
-        start = f"rank {rank} starts {call.describe()} as number {number + 1}"
-        if number >= len(self._meetings):
-            raise RanksDisagreeError(f"{start}, and the traffic has {number} collectives")
-        meeting = self._meetings[number]
-        if meeting.call.agreed != call.agreed:
-            raise RanksDisagreeError(f"{start}, which in the traffic is {meeting.call.describe()}")
-        if tensor is not None:
-            self._contributed.append((call, tensor.detach().clone(), meeting.tensors[rank]))
-        return meeting.tensors
-
-    def end(self) -> None:
-        """Check that the rank did all that it did in the earlier run.
-
-        Raises:
-            RanksDisagreeError: it contributed something else, or did less.
-        """
-        for number, (call, now, before) in enumerate(self._contributed, 1):
-            one, other = (x.astype("float64").numpy() for x in (now, before))
-            error, largest = (np.abs(x).max(initial=0.0) for x in (one - other, other))
-            # Written so that NaN differs.
-            if not error <= self._tolerance * largest:
-                raise RanksDisagreeError(
-                    f"the rank contributes values that differ by up to {error:.3g} (largest entry "
-                    f"{largest:.3g}) to collective {number}, {call.describe()}, compared with the "
-                    "traffic: the code, the weights or the batch changed"
-                )
-        if len(self.calls) < len(self._meetings):
-            left = self._meetings[len(self.calls)].call
-            raise RanksDisagreeError(
-                f"the rank ended after {len(self.calls)} collectives; in the traffic it continues "
-                f"with {left.describe()}"
-            )

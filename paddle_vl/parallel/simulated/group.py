@@ -9,7 +9,7 @@ output of another size or dtype) is refused here.
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import paddle
 from paddle import Tensor
@@ -33,18 +33,9 @@ _REDUCE = {
 _local = threading.local()
 
 
-class Exchange(Protocol):
-    """Gives each collective the tensors of all its ranks."""
-
-    def exchange(self, rank: int, call: Collective, tensor: Tensor | None) -> list[Tensor]:
-        """What each rank of the group contributes, in the group's order; empty for a barrier.
-
-        Args:
-            rank: the calling rank.
-            call: in the phase `forward` or `backward`.
-            tensor: what it contributes; None for a barrier.
-        """
-        ...
+# Gives a collective of a rank (in phase `forward` or `backward`) the tensors of all its ranks, in
+# the group's order. The tensor is what the rank contributes; a barrier has none.
+Exchange = Callable[[int, Collective, Tensor | None], list[Tensor]]
 
 
 class SimulatedRank:
@@ -176,7 +167,7 @@ class SimulatedProcessGroup:
             observe(call)
         phase = "backward" if is_in_backward() else "forward"
         call = call._replace(phase=phase, detail=detail)
-        return self._own.exchange.exchange(self._rank, call, tensor)
+        return self._own.exchange(self._rank, call, tensor)
 
     def _slices(self, tensor: Tensor, kind: str) -> list[Tensor]:
         rows, rest = divmod(tensor.shape[0], self._size)

@@ -31,7 +31,7 @@ from paddle_vl.parallel.gloo_fleet import fleet_functions
 from paddle_vl.parallel.gloo_fleet.patch import check_version
 from paddle_vl.parallel.random_state import seed_split_random
 from paddle_vl.parallel.recorder import Collective, is_process_observed
-from paddle_vl.parallel.simulated.exchanges import Lockstep, Meeting, Peers, Replay
+from paddle_vl.parallel.simulated.exchanges import Lockstep
 from paddle_vl.parallel.simulated.group import (
     SimulatedProcessGroup,
     SimulatedRank,
@@ -54,12 +54,10 @@ class Ranks(Generic[T]):
     Attributes:
         results: what `step` returned on every rank.
         collectives: every rank's, in order; `phase` is `forward` or `backward`.
-        traffic: with `keep_traffic`, what all ranks contributed to each collective.
     """
 
     results: list[T]
     collectives: list[list[Collective]]
-    traffic: list[Meeting] = field(repr=False)
 
 
 def run_ranks(
@@ -69,13 +67,12 @@ def run_ranks(
     sequence_parallel: bool = True,
     vision: str = "spread",
     fleet: FleetConfig | None = None,
-    keep_traffic: bool = False,
     timeout_s: float | None = 60.0,
 ) -> Ranks[T]:
-    """Run `step` on every rank of an mp group, in this process, strictly one at a time.
+    """Run `step` on every rank of an mp group, in this process, one at a time.
 
-    Ranks hand over to each other at every collective, so results do not depend on timing. All of
-    them start with Paddle's random state of the caller, which stays as it is.
+    Results do not depend on timing. All ranks start with Paddle's random state of the caller, which
+    stays as it is.
 
     Args:
         step: gets the rank's placement; builds the model with it and runs forward and backward.
@@ -83,7 +80,6 @@ def run_ranks(
             if the degree is at least 2.
         sequence_parallel, vision: see `FleetPlacement`.
         fleet: options of `parallel.fleet` in a run's configuration.
-        keep_traffic: keep the tensors of all collectives, for `one_rank`.
         timeout_s: seconds that a rank may compute without coming to a collective; None for no
             limit, as for a debugger.
 
@@ -96,18 +92,18 @@ def run_ranks(
     """
     with _session(mp_degree, fleet):
         generators = _Generators(range(mp_degree))
-        lockstep = Lockstep(mp_degree, timeout_s, keep_traffic, generators.switch)
+        lockstep = Lockstep(mp_degree, timeout_s, generators.switch)
         device = paddle.get_device()
 
         def run(number: int) -> T:
             # A new thread's current device is the first one.
             paddle.set_device(device)
-            rank = SimulatedRank(number, mp_degree, lockstep)
+            rank = SimulatedRank(number, mp_degree, lockstep.exchange)
             with rank.running():
                 return step(FleetPlacement(rank.mp_group, sequence_parallel, vision))
 
         results = lockstep.run(run)
-    return Ranks(results, lockstep.collectives, lockstep.meetings)
+    return Ranks(results, lockstep.collectives)
 
 
 @dataclass(frozen=True)
@@ -131,40 +127,31 @@ def one_rank(
     sequence_parallel: bool = True,
     vision: str = "spread",
     fleet: FleetConfig | None = None,
-    traffic: Sequence[Meeting] | None = None,
-    tolerance: float = 1e-4,
 ) -> Iterator[OneRank]:
     """Be a single rank of an mp group inside the block, in the calling thread.
 
-    Shapes, divisibility and the order of collectives are those of a real rank. Without `traffic`
-    the other ranks contribute this rank's values in another order, so numbers that depend on them
-    are finite but mean nothing. With the `traffic` of a `run_ranks` numbers are
-    those of that run, and it is an error if this rank now issues or contributes something else;
-    contributions are compared at the end of the block.
-
-    Args:
-        traffic: of `run_ranks(..., keep_traffic=True)` with the same degree.
-        tolerance: by which this rank's contributions may differ from the traffic's, relative to
-            the largest entry.
+    Shapes, divisibility and the order of collectives are those of a real rank. The other ranks
+    contribute this rank's values, so numbers that depend on them are finite but mean nothing.
 
     Raises:
-        ValueError: the rank is not in the group, or the traffic is of another degree.
-        RanksDisagreeError: the rank issues or contributes something else than in the traffic.
+        ValueError: the rank is not in the group.
     """
     if not 0 <= rank < mp_degree:
         raise ValueError(f"rank {rank} is outside of [0, {mp_degree})")
-    if traffic and (size := traffic[0].call.num_ranks) != mp_degree:
-        raise ValueError(f"the traffic is of {size} ranks, not of {mp_degree}")
     with _session(mp_degree, fleet):
         generators = _Generators([rank])
-        peers = Peers(rank) if traffic is None else Replay(traffic, tolerance)
-        own = SimulatedRank(rank, mp_degree, peers)
+        calls: list[Collective] = []
+
+        def contributed(rank: int, call: Collective, tensor: Tensor | None) -> list[Tensor]:
+            calls.append(call._replace(detail=""))
+            return [] if tensor is None else [tensor.detach().clone()] * mp_degree
+
+        own = SimulatedRank(rank, mp_degree, contributed)
         generators.switch(None, rank)
         try:
             with own.running():
                 placement = FleetPlacement(own.mp_group, sequence_parallel, vision)
-                yield OneRank(placement, peers.calls)
-                peers.end()
+                yield OneRank(placement, calls)
         finally:
             generators.switch(rank, None)
 

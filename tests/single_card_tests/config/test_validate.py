@@ -124,6 +124,14 @@ def test_valid_configuration_passes(existing):
             "data.processor is not set and there is no model.pretrained",
         ),
         (
+            {"parallel__fleet": {"mp_configs": {"mp_async_allreduce": True}}},
+            'parallel.fleet.mp_configs is {"mp_async_allreduce": true} but parallel.mp_degree is 1',
+        ),
+        (
+            SHARDED | {"parallel__fleet": {"sharding_configs": {"comm_overlap": True}}},
+            'parallel.fleet.sharding_configs is {"comm_overlap": true} but parallel.sharding_stage',
+        ),
+        (
             {"parallel__reshard_after_forward": False},
             "parallel.reshard_after_forward is false but parallel.sharding_degree is 1",
         ),

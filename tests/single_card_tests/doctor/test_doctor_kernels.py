@@ -15,7 +15,6 @@ from paddle_vl.doctor.check import Machine, all_checks, run_check
 from paddle_vl.doctor.kernels import own_operations
 from paddle_vl.nn.attention import causal_attention
 from paddle_vl.nn.examples import EXAMPLES, HEAD_WIDTHS, name_of
-from paddle_vl.nn.kernels import TABLE
 from paddle_vl.nn.operations import Kernel, operation, rms_norm
 
 
@@ -123,19 +122,6 @@ def test_faults_of_one_width_and_in_padding_are_found(machine, monkeypatch, kern
     assert form in {row["form"] for row in bad}
     assert {row["head_width"] for row in bad} == widths
     assert {row["implementation"] for row in bad} == {"kernel"}
-
-
-def test_a_kernel_without_a_backward_pass_is_compared_forward(machine, monkeypatch):
-    def twice(x, weight_C, epsilon):
-        return 2 * rms_norm.plain(x, weight_C, epsilon)
-
-    for kernel, status in ((rms_norm.plain, "ok"), (twice, "wrong")):
-        only_forward = Kernel("cpu", "Paddle", kernel, has_gradient=False)
-        monkeypatch.setattr(rms_norm, "kernels", [only_forward, *TABLE[rms_norm]])
-        result = kernels.check_operation(rms_norm, machine)
-        rows = {row["implementation"]: row for row in result.figures["table"]}
-        assert (result.status, rows["inference"]["backward_ms"]) == (status, None)
-        assert rows["kernel"]["is_within"]
 
 
 def test_a_wrong_plain_implementation_is_found_by_the_formula(machine, monkeypatch):

@@ -1,9 +1,8 @@
-"""Qwen3-VL in ONNX answers as the model does.
+"""Programs in ONNX. (That Qwen3-VL's answer as the model does: `test_exported_qwen3_vl.py`.)
 
-Guarantees: equal tokens on onnxruntime at shapes that the export has not seen; compositions equal
-the functions that they replace and leave the model alone; weights are stored once, apart from the
-programs, and may have more than 2 GB; an operator that cannot be converted is named with its layer;
-what is missing is refused with the remedy.
+Guarantees: compositions equal the functions that they replace and leave the model alone; weights
+are stored once, apart from the programs, and may have more than 2 GB; a program that cannot be
+converted is named; what is missing is refused with the remedy.
 """
 
 import os
@@ -22,40 +21,7 @@ from paddle_vl.export.onnx_writing import check_packages, compositions, write_on
 from paddle_vl.export.program import OnnxProgram
 from paddle_vl.export.qwen3_vl.programs import model_to_export
 from paddle_vl.export.writing import ProgramToExport, export_model, spec
-from tests.single_card_tests.export.test_exported_qwen3_vl import BATCHES
-from tests.single_card_tests.families.qwen3_vl.chat_builders import tiny_processor
 from tests.support.exports import needs_onnx
-from tests.support.tiny import tiny_model
-
-
-@pytest.fixture(scope="module")
-def model():
-    model = tiny_model(vocab_size=320)
-    model.generation_config = tiny_processor().generation_config
-    return model
-
-
-@pytest.fixture(scope="module")
-def folder(model, tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("onnx") / "out"
-    to_export = model_to_export(model, tiny_processor().save_pretrained)
-    export_model(to_export, Path("tiny"), out, onnx=True)
-    return out
-
-
-@pytest.fixture(scope="module")
-def exported(folder):
-    return load(folder, "onnxruntime")
-
-
-@needs_onnx
-@pytest.mark.parametrize("name", BATCHES)
-def test_onnxruntimes_tokens_are_those_of_the_model(model, exported, name):
-    scores, wanted_scores = [], []
-    found = exported.generate(**BATCHES[name], max_new_tokens=9, on_logits=scores.append)
-    wanted = model.generate(**BATCHES[name], max_new_tokens=9, on_logits=wanted_scores.append)
-    assert found.tolist() == wanted.tolist()
-    np.testing.assert_allclose(scores, wanted_scores, rtol=1e-4, atol=1e-5)
 
 
 @needs_onnx
@@ -101,15 +67,6 @@ class Special(nn.Layer):
         return paddle.digamma(x)
 
 
-class WithSpecial(nn.Layer):
-    def __init__(self):
-        super().__init__()
-        self.special, self.linear = Special(), nn.Linear(2, 2)
-
-    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        return self.special(self.linear(x))
-
-
 def program_of(layer: nn.Layer, width: int) -> ProgramToExport:
     """A layer of rows as a program."""
 
@@ -121,21 +78,20 @@ def program_of(layer: nn.Layer, width: int) -> ProgramToExport:
 
 
 @needs_onnx
-def test_an_operator_that_onnx_lacks_is_named_with_its_layer(tmp_path):
-    with pytest.raises(RuntimeError, match=r"unknown: digamma in WithSpecial/Special\. Give"):
-        write_onnx({"unknown": program_of(WithSpecial(), 2)}, tmp_path)
+def test_a_program_with_an_operator_that_onnx_lacks_is_named(tmp_path):
+    with pytest.raises(RuntimeError, match=r"paddle2onnx failed on unknown .*equal composition"):
+        write_onnx({"unknown": program_of(Special(), 2)}, tmp_path)
 
 
 class Wide(nn.Layer):
-    """A weight of 256 KiB, and a constant of a given number of rows."""
+    """A weight of 256 KiB."""
 
-    def __init__(self, rows: int):
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(256, 256)
-        self.constant = np.arange(rows * 256, dtype=np.float32).reshape([rows, 256])
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        return self.linear(x) + paddle.to_tensor(self.constant).sum(axis=0)
+        return self.linear(x)
 
 
 class FarWeights(onnx_writing._Weights):
@@ -148,23 +104,15 @@ class FarWeights(onnx_writing._Weights):
 
 @needs_onnx
 def test_weights_may_have_more_bytes_than_a_program(tmp_path, monkeypatch):
-    """With the limit of 2 GB lowered, and offsets that need more than 32 bits."""
-    monkeypatch.setattr(onnx_writing, "LARGEST_PROGRAM", 64 << 10)
+    """Offsets may need more than 32 bits."""
     monkeypatch.setattr(onnx_writing, "_Weights", FarWeights)
-    layer, x = Wide(rows=2), np.random.default_rng(0).normal(size=(3, 256)).astype(np.float32)
+    layer, x = Wide(), np.random.default_rng(0).normal(size=(3, 256)).astype(np.float32)
     write_onnx({"wide": program_of(layer, 256)}, tmp_path)
     assert (tmp_path / "onnx" / "wide.onnx").stat().st_size < 64 << 10
     assert (tmp_path / "onnx" / "weights.bin").stat().st_size > (5 << 30) + (256 << 10)
     program = OnnxProgram(tmp_path / "onnx" / "wide.onnx", {"x": ([-1, 256], "float32")})
     (found,) = program({"x": x})
     np.testing.assert_allclose(found.numpy(), layer(paddle.to_tensor(x)), rtol=1e-5, atol=1e-3)
-
-
-@needs_onnx
-def test_a_program_with_too_many_bytes_beside_its_weights_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(onnx_writing, "LARGEST_PROGRAM", 64 << 10)
-    with pytest.raises(RuntimeError, match=r"wide in ONNX has \d+ bytes without its weights; at"):
-        write_onnx({"wide": program_of(Wide(rows=200), 256)}, tmp_path)
 
 
 def test_compositions_equal_what_they_replace():

@@ -21,7 +21,6 @@ from paddle_vl.nn.operations import (
     rms_norm,
     swiglu,
     use_kernels,
-    without_gradient,
 )
 
 
@@ -78,16 +77,12 @@ def traced(call, inputs):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_kernels_without_gradient_and_of_programs_equal_the_plain_implementation(name):
+def test_kernels_of_programs_equal_the_plain_implementation(name):
     call, inputs = CALLS[name]
     with use_kernels("plain"):
         wanted = call(*inputs).numpy()
-    with without_gradient():
-        found = call(*inputs).numpy()
     # Relative to the largest: rows far from zero lose digits in their mean.
     limit = (2e-5 if "far" in name else 1e-6) * np.abs(wanted).max()
-    assert found.shape == wanted.shape
-    assert np.abs(found - wanted).max() <= limit
     number = len(OPERATIONS)
     assert np.abs(traced(call, inputs).numpy() - wanted).max() <= limit
     with kernels_for_cpu():
@@ -100,12 +95,9 @@ def test_norms_of_half_precision_take_the_plain_implementation():
     for norm, rest in ((rms_norm, [weight_C]), (layer_norm, [weight_C, weight_C])):
         with use_kernels("plain"):
             wanted = norm(x, *rest, 1e-6)
-        with without_gradient():
-            found = norm(x, *rest, 1e-6)
-        own = CPU_KERNELS.get(norm, norm.plain)(x, *rest, 1e-6)
-        for one in (found, own):
-            assert one.dtype == paddle.bfloat16
-            np.testing.assert_array_equal(one.astype("float32"), wanted.astype("float32"))
+        found = CPU_KERNELS.get(norm, norm.plain)(x, *rest, 1e-6)
+        assert found.dtype == paddle.bfloat16
+        np.testing.assert_array_equal(found.astype("float32"), wanted.astype("float32"))
 
 
 def test_a_table_of_the_host_is_a_constant_of_a_program():

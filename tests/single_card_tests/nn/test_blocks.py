@@ -34,12 +34,12 @@ from paddle_vl.nn.operations import (
     rms_norm,
     rms_quotient,
     swiglu,
-    use_kernels,
 )
+from tests.support.implementations import implementation
 from tests.support.tolerance import BLOCK
 
 
-@pytest.fixture(autouse=True, params=[True, False], ids=["strides", "no-strides"])
+@pytest.fixture(params=[True, False], ids=["strides", "no-strides"])
 def _stride_kernels(request):
     kept = paddle.get_flags("FLAGS_use_stride_kernel")
     paddle.set_flags({"FLAGS_use_stride_kernel": request.param})
@@ -47,9 +47,9 @@ def _stride_kernels(request):
     paddle.set_flags(kept)
 
 
-@pytest.fixture(autouse=True, params=["cpu", "plain", "gpu"])
+@pytest.fixture(params=["compiled", "plain", "gpu"])
 def _kernels(request):
-    with use_kernels(request.param):
+    with implementation(request.param):
         yield
 
 
@@ -68,59 +68,61 @@ def assert_same(function, formula, *inputs):
         np.testing.assert_allclose(mine.numpy(), plain.numpy(), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [(6, 8), (2, 3, 4, 8)])
-def test_rms_norm_equals_its_formula(shape):
-    def formula(x, weight):
-        return weight * x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
-
-    assert_same(lambda x, w: rms_norm(x, w, 1e-6), formula, draw(*shape), draw(8))
+def root(x):
+    return (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
 
 
-@pytest.mark.parametrize("shape", [(6, 8), (2, 3, 8)])
-def test_layer_norm_equals_its_formula(shape):
-    def formula(x, weight, bias):
-        centred = x - x.mean(-1, keepdim=True)
-        return weight * centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() + bias
-
-    assert_same(
-        lambda x, w, b: layer_norm(x, w, b, 1e-6),
-        formula,
-        draw(*shape),
-        draw(8),
-        draw(8, seed=1),
-    )
+def centred(x):
+    return x - x.mean(-1, keepdim=True)
 
 
-@pytest.mark.parametrize("shape", [(6, 8), (2, 3, 4, 8)])
-def test_gemmas_norm_equals_its_formula(shape):
-    def formula(x, weight):
-        return (1 + weight) * x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
-
-    assert_same(lambda x, w: gemma_rms_norm(x, w, 1e-6), formula, draw(*shape), draw(8))
+def tanh_gelu(x):
+    return 0.5 * x * (1 + ((2 / np.pi) ** 0.5 * (x + 0.044715 * x.pow(3))).tanh())
 
 
-def test_a_norm_without_a_weight_equals_its_formula():
-    def formula(x):
-        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+def sum_and_norm(combine):
+    """The norm after a residual, and its formula; both results pass gradients."""
 
-    assert_same(lambda x: rms_quotient(x, 1e-6), formula, draw(6, 8))
-
-
-@pytest.mark.parametrize("adds", [False, True], ids=["product", "sum"])
-def test_a_norm_after_a_residual_equals_its_formula(adds):
     def formula(x, residual, weight):
-        total = x + residual
-        normed = weight * total / (total.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
-        # Both results pass gradients.
-        return total + 2 * normed if adds else total * normed
+        return combine(x + residual, weight * (x + residual) / root(x + residual))
 
-    def found(x, residual, weight):
-        total, normed = add_rms_norm(x, residual, weight, 1e-6)
-        return total + 2 * normed if adds else total * normed
-
-    assert_same(found, formula, draw(6, 8), draw(6, 8, seed=1), draw(8))
+    return lambda x, r, w: combine(*add_rms_norm(x, r, w, 1e-6)), formula
 
 
+# The block, its formula, and the shapes of the inputs behind the first; None for that of the first.
+FORMULAS = {
+    "rms_norm": (lambda x, w: rms_norm(x, w, 1e-6), lambda x, w: w * x / root(x), (8,)),
+    "layer_norm": (
+        lambda x, w, b: layer_norm(x, w, b, 1e-6),
+        lambda x, w, b: w * centred(x) / root(centred(x)) + b,
+        (8,), (8,),
+    ),
+    "gemma_rms_norm": (
+        lambda x, w: gemma_rms_norm(x, w, 1e-6), lambda x, w: (1 + w) * x / root(x), (8,)
+    ),
+    "rms_quotient": (lambda x: rms_quotient(x, 1e-6), lambda x: x / root(x)),
+    "product of sum and norm": (*sum_and_norm(lambda x, y: x * y), None, (8,)),
+    "sum of sum and norm": (*sum_and_norm(lambda x, y: x + 2 * y), None, (8,)),
+    "geglu": (geglu, lambda gate, up: tanh_gelu(gate) * up, None),
+    "geglu of halves": (geglu, lambda x: tanh_gelu(x[..., :4]) * x[..., 4:]),
+    "swiglu": (swiglu, lambda gate, up: F.silu(gate) * up, None),
+    "swiglu of halves": (swiglu, lambda x: F.silu(x[..., :4]) * x[..., 4:]),
+    "linear": (linear, lambda x, w, b: paddle.matmul(x, w) + b, (8, 5), (5,)),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("_stride_kernels", "_kernels")
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("leading", [(6,), (2, 3)], ids=["rows", "more dims"])
+def test_a_block_equals_its_formula(name, leading):
+    block, formula, *shapes = FORMULAS[name]
+    # A residual has token rows.
+    leading = (6,) if "sum" in name else leading
+    others = [draw(*(shape or (*leading, 8)), seed=n) for n, shape in enumerate(shapes, 1)]
+    assert_same(block, formula, draw(*leading, 8), *others)
+
+
+@pytest.mark.usefixtures("_stride_kernels", "_kernels")
 def test_a_norm_after_a_residual_leaves_what_is_frozen():
     x, residual, weight = draw(6, 8), draw(6, 8).detach(), draw(8).detach()
     total, normed = add_rms_norm(x, residual, weight, 1e-6)
@@ -130,6 +132,7 @@ def test_a_norm_after_a_residual_leaves_what_is_frozen():
     assert weight.grad is None
 
 
+@pytest.mark.usefixtures("_stride_kernels", "_kernels")
 @pytest.mark.parametrize("norm", [rms_norm, gemma_rms_norm], ids=["rms", "gemma"])
 def test_norms_of_no_rows_have_no_rows_and_a_gradient_of_zero(norm):
     weight = draw(8)
@@ -139,22 +142,7 @@ def test_norms_of_no_rows_have_no_rows_and_a_gradient_of_zero(norm):
     assert not weight.grad.numpy().any()
 
 
-def test_geglu_equals_its_formula():
-    def formula(gate, up):
-        inner = (2 / np.pi) ** 0.5 * (gate + 0.044715 * gate.pow(3))
-        return 0.5 * gate * (1 + inner.tanh()) * up
-
-    assert_same(geglu, formula, draw(6, 8), draw(6, 8, seed=1))
-
-
-def test_geglu_of_halves_equals_its_formula():
-    def formula(both):
-        gate, up = both[:, :5], both[:, 5:]
-        return F.gelu(gate, True) * up
-
-    assert_same(geglu, formula, draw(6, 10))
-
-
+@pytest.mark.usefixtures("_stride_kernels", "_kernels")
 def test_geglu_of_a_frozen_half_leaves_it():
     gate, up = draw(6, 8), draw(6, 8).detach()
     geglu(gate, up).sum().backward()
@@ -162,11 +150,7 @@ def test_geglu_of_a_frozen_half_leaves_it():
     assert up.grad is None
 
 
-@pytest.mark.parametrize("shape", [(6, 8), (2, 3, 8)])
-def test_linear_equals_its_formula(shape):
-    assert_same(linear, lambda x, w, b: paddle.matmul(x, w) + b, draw(*shape), draw(8, 5), draw(5))
-
-
+@pytest.mark.usefixtures("_stride_kernels", "_kernels")
 def test_frozen_weights_get_no_gradient_and_pass_it_on():
     layer = Linear(8, 5, bias=True)
     layer.weight.stop_gradient = layer.bias.stop_gradient = True
@@ -181,6 +165,7 @@ def test_frozen_weights_get_no_gradient_and_pass_it_on():
     assert weight.grad is None
 
 
+@pytest.mark.usefixtures("_stride_kernels", "_kernels")
 def test_an_input_without_gradient_still_trains_the_weights():
     x, layer = draw(6, 8).detach(), Linear(8, 5, bias=True)
     layer(x).sum().backward()
@@ -188,10 +173,7 @@ def test_an_input_without_gradient_still_trains_the_weights():
         layer.weight.grad.numpy(), np.tile(x.numpy().sum(0)[:, None], (1, 5)), rtol=1e-5
     )
     assert layer.bias.grad.numpy().tolist() == [6.0] * 5
-
-
-def test_norms_train_their_weights_on_an_input_without_gradient():
-    x, weight, bias = draw(6, 8).detach(), draw(8), draw(8, seed=1)
+    weight, bias = draw(8), draw(8, seed=1)
     rms_norm(x, weight, 1e-6).sum().backward()
     layer_norm(x, draw(8), bias, 1e-6).sum().backward()
     assert weight.grad is not None
@@ -203,6 +185,9 @@ def rotate(x, cos, sin):
     return x * cos.unsqueeze(-2) + rotated * sin.unsqueeze(-2)
 
 
+# The kernel in C multiplies and adds at once.
+@pytest.mark.parametrize("_kernels", ["plain", "gpu"], indirect=True)
+@pytest.mark.usefixtures("_stride_kernels", "_kernels")
 @pytest.mark.parametrize("rows", [(2, 5), (7,), (0,)], ids=["batch", "rows", "empty"])
 def test_rotary_equals_rotate_half_to_the_bit(rows):
     cos, sin = draw(*rows, 8).detach(), draw(*rows, 8, seed=1).detach()
@@ -219,6 +204,7 @@ def test_rotary_equals_rotate_half_to_the_bit(rows):
         assert np.array_equal(x.grad.numpy(), (grad * cos.unsqueeze(-2) - back).numpy())
 
 
+@pytest.mark.usefixtures("_stride_kernels", "_kernels")
 def test_rotated_keys_alone_give_the_queries_no_gradient():
     tables = RotaryTables(draw(5, 8).detach(), draw(5, 8, seed=1).detach())
     q, k = draw(5, 3, 8), draw(5, 2, 8)
@@ -237,6 +223,7 @@ def test_rotary_tables_are_made_once_for_all_layers():
     assert sin is tables.sin_TH
 
 
+@pytest.mark.usefixtures("_stride_kernels", "_kernels")
 def test_prepared_tables_change_no_bit():
     q, k = draw(5, 3, 8), draw(5, 2, 8)
     tables = RotaryTables(draw(5, 8).detach(), draw(5, 8, seed=1).detach())
@@ -262,10 +249,6 @@ def test_each_slot_rotates_by_its_own_axis():
     np.testing.assert_allclose(sin[0].numpy(), np.sin(np.tile(angle, 2)), atol=1e-5)
 
 
-def test_swiglu_equals_its_formula():
-    assert_same(swiglu, lambda gate, up: F.silu(gate) * up, draw(6, 8), draw(6, 8, seed=1))
-
-
 def test_the_tanh_and_the_exact_gelu_are_told_apart():
     x = draw(100)
     difference = activation("gelu")(x) - activation("gelu_pytorch_tanh")(x)
@@ -277,6 +260,7 @@ def test_an_unknown_activation_is_named():
         activation("relu6")
 
 
+@pytest.mark.usefixtures("_stride_kernels", "_kernels")
 def test_rows_are_dropped_in_training_only():
     x, layer = paddle.ones([6, 8]), RowDropout(0.25)
     paddle.seed(5)
@@ -309,6 +293,7 @@ def test_targets_are_labels_moved_left_within_each_sample():
     assert next_token_targets(labels).numpy().tolist() == [2, 3, -100, -100, 6, -100]
 
 
+@pytest.mark.usefixtures("_stride_kernels", "_kernels")
 def test_loss_is_the_sum_over_targets_and_their_count():
     logits, targets = draw(5, 7), paddle.to_tensor([3, -100, 0, -100, 6])
 

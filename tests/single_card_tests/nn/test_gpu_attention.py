@@ -1,9 +1,9 @@
 """Attention on a GPU: which kernels run, what they are given, and that their stubs refuse the rest.
 
 Guarantees: the row intervals of every mask mean the same as its dense form, over all small masks;
-each form of attention is one call, of the version that is set; more entries than a grid holds are
-divided; masks stay finite inside a kernel; a dtype or width without a kernel takes the plain
-implementation; the stubs notice each breach of a kernel's contract.
+each form of attention is one call, of the version that is set; masks stay finite inside a kernel; a
+dtype or width without a kernel takes the plain implementation; the stubs notice each breach of a
+kernel's contract.
 """
 
 from itertools import product
@@ -15,7 +15,7 @@ from paddle import _C_ops
 from paddle.nn.attention import SDPBackend, sdpa_kernel
 
 from paddle_vl.batch.positions import segment_offsets
-from paddle_vl.families.pi07.prefix_layout import PREFIX_BLOCKS, PrefixTokens, Presence
+from paddle_vl.families.pi07.prefix import PREFIX_BLOCKS, PrefixTokens, Presence
 from paddle_vl.nn.attention import (
     PackedSamples,
     Segments,
@@ -29,8 +29,7 @@ from paddle_vl.nn.attention_masks import (
     HistoryMask,
     KeyMask,
 )
-from paddle_vl.nn.gpu import attention as flash_calls
-from paddle_vl.nn.gpu.attention import flash, flash_with_bias
+from paddle_vl.nn.gpu.attention import flash
 from tests.support.gpu_stubs.attention import FLASH, visible_of_rows
 from tests.support.gpu_stubs.contract import ContractError
 from tests.support.gpu_stubs.pretended import pretended_gpu
@@ -81,7 +80,7 @@ def test_row_intervals_of_a_policys_prefix_with_drops_and_padding(presence):
     batch |= {"discrete_actions": masks(4), "discrete_action_masks": masks(4)}
     labels = {b.text: [1, 2] for b in PREFIX_BLOCKS if b.source.name == "LABEL"}
     tokens = PrefixTokens(PREFIX_BLOCKS, labels, camera_tokens=3)
-    pad, marks, _ = tokens.masks(batch, presence)
+    pad, marks, *_ = tokens.masks(batch, presence)
     mask = BlockMask(pad, marks)
     found = visible_of_rows(mask.row_intervals().numpy(), pad.shape[1], causal=False)[:, 0]
     visible = mask.visible_BLS.numpy()
@@ -185,23 +184,6 @@ def test_past_frames_are_one_entry_per_video_however_many_patches():
     np.testing.assert_allclose(out.numpy(), q.numpy(), atol=1e-6)
 
 
-def test_more_entries_than_a_grid_holds_are_divided(monkeypatch):
-    monkeypatch.setattr(flash_calls, "MAX_BATCH", 2)
-    q = drawn(5, 3, 1, 8)
-    bias = paddle.zeros([5, 1, 1, 3])
-    with pretended_gpu() as calls:
-        parts = flash(q, q, q), flash_with_bias(q, q, q, bias)
-    assert [call.shapes[0][0] for call in calls] == [2, 2, 1] * 2
-    monkeypatch.undo()
-    assert flash_calls.MAX_BATCH == 65_535
-    with pretended_gpu():
-        whole = flash(q, q, q)
-        with pytest.raises(ContractError, match="65536 batch entries"):
-            _C_ops.flash_attn(*(drawn(65_536, 1, 1, 8),) * 3, None, None, 0.0, False, False, 0, "")
-    for part in parts:
-        np.testing.assert_allclose(part.numpy(), whole.numpy(), atol=1e-6)
-
-
 def test_a_row_without_a_key_stays_finite_inside_the_kernel():
     """The kernel multiplies a mask by the root of the head width. The lowest number, as the
     originals have it, would overflow."""
@@ -211,7 +193,7 @@ def test_a_row_without_a_key_stays_finite_inside_the_kernel():
         out = masked_attention(q, q, q, mask, 0.25, "sdpa")
         assert out[:, 1].abs().sum() == 0
         with pytest.raises(ContractError, match="overflows"):
-            flash_with_bias(q, q, q, paddle.full([1, 1, 2, 2], -2.3819763e38))
+            flash_attn(q, mask=paddle.full([1, 1, 2, 2], -2.3819763e38))
 
 
 @pytest.mark.parametrize("change", [{"stand_in": None}, {"width": 12}, {"width": 264}])

@@ -18,7 +18,6 @@ from paddle_vl.nn.operations import (
     chosen_kernels,
     operation,
     use_kernels,
-    without_gradient,
 )
 
 
@@ -37,7 +36,6 @@ def doubled(monkeypatch):
 
     doubled.kernels = [
         kernel("C", source="C", fits=lambda x, more=0: x.ndim == 1),
-        kernel("without", has_gradient=False),
         kernel("of few", fits=lambda x, more=0: x.shape[0] < 9),
         kernel("gpu", "gpu"),
     ]
@@ -65,23 +63,6 @@ def test_a_choice_holds_for_the_process(doubled, monkeypatch):
     choose_kernels("plain")
     with use_kernels("cpu"):
         assert doubled(x)[0] == "C"
-    with pytest.raises(ValueError, match="kernels is 'fast'; 'fused', 'uncompiled' or 'plain'"):
-        choose_kernels("fast")
-
-
-def test_kernels_without_a_backward_pass_run_only_where_no_gradient_is_needed(doubled):
-    x = paddle.ones([2])
-    # Recomputed activations must round as the first pass.
-    with paddle.no_grad():
-        assert doubled(x)[0] == "of few"
-    with without_gradient():
-        assert not paddle.is_grad_enabled()
-        assert doubled(x)[0] == "without"
-        with use_kernels("plain"):
-            assert doubled(x)[0] == "plain"
-    with pytest.raises(ValueError, match="stop"), without_gradient():
-        raise ValueError("stop")
-    assert doubled(x)[0] == "of few"
 
 
 def test_a_choice_can_be_forced(doubled):

@@ -24,7 +24,6 @@ from paddle_vl.testing import (
     run_ranks,
     tiny_pi07,
     tiny_pi07_config,
-    tiny_pi07_planner_config,
     tiny_qwen3_vl,
     tiny_qwen3_vl_batch,
     tiny_qwen3_vl_config,
@@ -88,7 +87,6 @@ def test_configurations_take_changes():
     assert tiny_qwen3_vl_config(tie_word_embeddings=True).tie_word_embeddings
     assert isinstance(tiny_pi07_config(), PI07Config)
     assert not tiny_pi07_config(knowledge_insulation=False).knowledge_insulation
-    assert tiny_pi07_planner_config(memory_max_length=4).memory_max_length == 4
 
 
 class Shards(paddle.nn.Layer):

