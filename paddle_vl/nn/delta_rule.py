@@ -300,16 +300,20 @@ def convolved(
 
 
 class Reach:
-    """Which tokens have others of their own sample before them; see `PackedSamples.once`."""
+    """Which tokens have others of their own sample before them; see `PackedSamples.once`.
+
+    Attributes:
+        place_T: number of tokens before a token in its sample.
+    """
 
     def __init__(self, offsets: tuple[int, ...]):
-        self._place_T = np.arange(offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
+        self.place_T = np.arange(offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
         self._masks: dict[int, Tensor] = {}
 
     def mask(self, back: int, batch: int) -> Tensor:
         """float32 `[B, L, 1]`, 1 at tokens whose sample has a token so many places before them."""
         if back not in self._masks:
-            mask_T = (self._place_T >= back).astype(np.float32)
+            mask_T = (self.place_T >= back).astype(np.float32)
             self._masks[back] = paddle.to_tensor(mask_T.reshape([batch, -1, 1]))
         return self._masks[back]
 

@@ -130,6 +130,7 @@ TABLE: dict[Operation, list[Kernel]] = {
         Kernel("gpu", "Paddle", chunked.gated_delta_rule, chunked.fits_rule),
     ],
     delta_rule.causal_conv_silu: [
+        Kernel("cpu", "C", c.causal_conv_silu, c.fits_convolution),
         Kernel("cpu", "Paddle", chunked.causal_conv_silu, chunked.fits_convolution),
         Kernel("gpu", "Paddle", chunked.causal_conv_silu, chunked.fits_convolution),
     ],

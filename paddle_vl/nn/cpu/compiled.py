@@ -29,6 +29,7 @@ from paddle_vl.nn.cpu.kernels import (
     dropout_threshold,
     is_dense,
 )
+from paddle_vl.nn.delta_rule import Reach
 from paddle_vl.nn.operations import has_compiled, set_compiled
 
 SWITCH = "PADDLE_VL_CPU_KERNELS"
@@ -178,6 +179,69 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """`operations.geglu`."""
     return _Gated.apply(*([gate] if up is None else [gate, up]), is_gelu=True)
+
+
+# Convolution
+
+
+class _CausalConvSiLU(PyLayer):
+    """Keeps the inputs alone."""
+
+    @staticmethod
+    def forward(ctx, u, weight, reach):
+        ctx.save_for_backward(u, weight)
+        ctx.needs, ctx.reach = [not x.stop_gradient for x in (u, weight)], reach
+        y, taps = paddle.empty_like(u), weight.t().contiguous()
+        channels, num_taps = weight.shape
+        _library.conv_silu_forward(
+            _data(u), _data(taps), _data(reach), _data(y), _i64(reach.size), _i64(channels),
+            _i64(num_taps),
+        )  # fmt: skip
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        u, weight = ctx.saved_tensor()
+        grad, taps = contiguous(grad), weight.t().contiguous()
+        grad_sum, grad_u, grad_taps = (paddle.empty_like(x) for x in (u, u, taps))
+        channels, num_taps = weight.shape
+        _library.conv_silu_backward(
+            _data(u), _data(taps), _data(ctx.reach), _data(grad), _data(grad_sum), _data(grad_u),
+            _data(grad_taps), _i64(ctx.reach.size), _i64(channels), _i64(num_taps),
+        )  # fmt: skip
+        found = zip((grad_u, grad_taps.t().contiguous()), ctx.needs, strict=True)
+        return tuple(x if need else None for x, need in found)
+
+
+def fits_convolution(
+    u_BLE: Tensor,
+    weight_EJ: Tensor,
+    before_BJE: Tensor | None = None,
+    packed: PackedSamples | None = None,
+) -> bool:
+    """Whether `causal_conv_silu` takes these: no tokens before the first, as in training."""
+    return before_BJE is None and is_dense(u_BLE, weight_EJ)
+
+
+def causal_conv_silu(
+    u_BLE: Tensor,
+    weight_EJ: Tensor,
+    before_BJE: Tensor | None = None,
+    packed: PackedSamples | None = None,
+) -> Tensor:
+    """`delta_rule.causal_conv_silu`."""
+    batch, length, _ = u_BLE.shape
+    most = weight_EJ.shape[1] - 1
+    if packed is None:
+        reach = _reach_of_rows(batch, length, most)
+    else:
+        reach = np.minimum(packed.once(Reach).place_T, most).astype(np.int32)
+    return _CausalConvSiLU.apply(u_BLE, weight_EJ, reach)
+
+
+@lru_cache(256)
+def _reach_of_rows(batch: int, length: int, most: int) -> np.ndarray:
+    return np.tile(np.minimum(np.arange(length), most).astype(np.int32), batch)
 
 
 # Dropout

@@ -1,5 +1,5 @@
-/* Kernels for the CPU in float32: rotary embedding, attention, norms, dropout, GELU's tanh form
- * and gated units.
+/* Kernels for the CPU in float32: rotary embedding, attention, norms, dropout, GELU's tanh form,
+ * gated units and a short causal convolution.
  *
  * Compiled by paddle_vl/nn/cpu/compiler.py where a C compiler is found, and called through ctypes on
  * the data of contiguous tensors. They need no header of Paddle. OpenMP and the matrix product come
@@ -25,7 +25,7 @@ void cblas_sgemm(int layout, int trans_a, int trans_b, int m, int n, int k, floa
 enum { ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112 };
 
 /* Version of the interface, checked after loading. */
-int paddle_vl_kernels_version(void) { return 3; }
+int paddle_vl_kernels_version(void) { return 4; }
 
 /* exp(x) to about one unit in the last place; 0 below -87.3 and the largest power above 88.
  * Source: expf of the Cephes library (S. Moshier). */
@@ -101,6 +101,78 @@ void gated_backward(const float *gate, const float *up, const float *grad, float
     float *ga = grad_gate + i * stride, *gb = grad_up + i * stride;
     if (is_gelu) gated_row_slopes(a, b, g, ga, gb, columns, 1);
     else gated_row_slopes(a, b, g, ga, gb, columns, 0);
+  }
+}
+
+/* ---- causal depthwise convolution, then SiLU; E channels, J taps ---- */
+
+/* Token `t` sees itself and the `reach[t]` tokens before it, at most J - 1; the last tap is its own. */
+static void convolved_row(const float *u, const float *taps, const int32_t *reach, i64 t,
+                          i64 channels, i64 num_taps, float *sum) {
+  memset(sum, 0, channels * sizeof(float));
+  for (i64 back = 0; back <= reach[t]; back++) {
+    const float *x = u + (t - back) * channels, *w = taps + (num_taps - 1 - back) * channels;
+#pragma omp simd
+    for (i64 e = 0; e < channels; e++) sum[e] += w[e] * x[e];
+  }
+}
+
+/* u, y: [tokens, E]; taps: [J, E]. */
+void conv_silu_forward(const float *u, const float *taps, const int32_t *reach, float *y, i64 tokens,
+                       i64 channels, i64 num_taps) {
+#pragma omp parallel for schedule(static)
+  for (i64 t = 0; t < tokens; t++) {
+    float *row = y + t * channels;
+    convolved_row(u, taps, reach, t, channels, num_taps, row);
+#pragma omp simd
+    for (i64 e = 0; e < channels; e++) {
+      float slope;
+      row[e] *= sigmoid_of(row[e], 0, &slope);
+    }
+  }
+}
+
+/* grad_sum [tokens, E] is for the gradients of the sums; grad_taps [J, E] is written too. */
+void conv_silu_backward(const float *u, const float *taps, const int32_t *reach, const float *grad,
+                        float *grad_sum, float *grad_u, float *grad_taps, i64 tokens, i64 channels,
+                        i64 num_taps) {
+  enum { BLOCK = 64 };
+#pragma omp parallel for schedule(static)
+  for (i64 t = 0; t < tokens; t++) {
+    float *row = grad_sum + t * channels;
+    convolved_row(u, taps, reach, t, channels, num_taps, row);
+#pragma omp simd
+    for (i64 e = 0; e < channels; e++) {
+      float slope;
+      sigmoid_of(row[e], 0, &slope);
+      row[e] = slope * grad[t * channels + e];
+    }
+  }
+#pragma omp parallel for schedule(static)
+  for (i64 t = 0; t < tokens; t++) {
+    float *row = grad_u + t * channels;
+    memset(row, 0, channels * sizeof(float));
+    for (i64 back = 0; back < num_taps && t + back < tokens; back++) {
+      if (reach[t + back] < back) continue;
+      const float *g = grad_sum + (t + back) * channels;
+      const float *w = taps + (num_taps - 1 - back) * channels;
+#pragma omp simd
+      for (i64 e = 0; e < channels; e++) row[e] += w[e] * g[e];
+    }
+  }
+  memset(grad_taps, 0, num_taps * channels * sizeof(float));
+#pragma omp parallel for schedule(static)
+  for (i64 begin = 0; begin < channels; begin += BLOCK) {
+    i64 end = begin + BLOCK < channels ? begin + BLOCK : channels;
+    for (i64 t = 0; t < tokens; t++) {
+      const float *g = grad_sum + t * channels;
+      for (i64 back = 0; back <= reach[t]; back++) {
+        const float *x = u + (t - back) * channels;
+        float *w = grad_taps + (num_taps - 1 - back) * channels;
+#pragma omp simd
+        for (i64 e = begin; e < end; e++) w[e] += g[e] * x[e];
+      }
+    }
   }
 }
 
