@@ -21,6 +21,7 @@ from paddle.autograd import PyLayer
 
 from paddle_vl.nn.attention import PackedSamples, RotaryTables, with_averages
 from paddle_vl.nn.attention_masks import AttentionMask
+from paddle_vl.nn.chunked_delta_rule import fits_rule
 from paddle_vl.nn.cpu.attention import sees
 from paddle_vl.nn.cpu.kernels import (
     MIXING_DRAWS,
@@ -29,7 +30,7 @@ from paddle_vl.nn.cpu.kernels import (
     dropout_threshold,
     is_dense,
 )
-from paddle_vl.nn.delta_rule import Reach
+from paddle_vl.nn.delta_rule import CHUNK, Reach
 from paddle_vl.nn.operations import has_compiled, set_compiled
 
 SWITCH = "PADDLE_VL_CPU_KERNELS"
@@ -242,6 +243,103 @@ def causal_conv_silu(
 @lru_cache(256)
 def _reach_of_rows(batch: int, length: int, most: int) -> np.ndarray:
     return np.tile(np.minimum(np.arange(length), most).astype(np.int32), batch)
+
+
+# Gated delta rule
+
+
+class _Sequences:
+    """First row, rows and first chunk of every sequence, as `kernels.c` has them."""
+
+    def __init__(self, offsets: tuple[int, ...]):
+        first = np.array(offsets, dtype=np.int64)
+        self.lengths = np.diff(first)
+        self.first = first[:-1].copy()
+        chunks = -(-self.lengths // CHUNK)
+        self.chunk = np.cumsum([0, *chunks[:-1]], dtype=np.int64)
+        self.num_chunks = int(chunks.sum())
+
+    def call(self, function: Any, k: Tensor, v: Tensor, *tensors: Tensor | None) -> None:
+        """Call one of the two functions with its tensors, these sizes and room for the threads."""
+        key_heads, key = k.shape[2:]
+        heads, value = v.shape[2:]
+        _library.delta_rule_room.restype = _i64
+        size = _library.delta_rule_room(_i64(key), _i64(value))
+        room = paddle.empty([_num_threads() * size], "float32")
+        places = map(_data, (self.first, self.lengths, self.chunk))
+        sizes = map(_i64, (len(self.first), key_heads, heads, key, value))
+        function(*map(_data, tensors), *places, *sizes, _data(room))
+
+
+@lru_cache(64)
+def _equal_sequences(batch: int, length: int) -> _Sequences:
+    return _Sequences(tuple(range(0, batch * length + 1, length)))
+
+
+def _sequences(q: Tensor, packed: PackedSamples | None) -> _Sequences:
+    return _equal_sequences(*q.shape[:2]) if packed is None else packed.once(_Sequences)
+
+
+class _DeltaRule(PyLayer):
+    """Keeps the inputs and the states before every chunk."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, decay, beta, sequences):
+        ctx.needs = [not x.stop_gradient for x in (q, k, v, decay, beta)]
+        ctx.sequences = sequences
+        shape = [sequences.num_chunks, v.shape[2], k.shape[3], v.shape[3]]
+        out, before = paddle.empty_like(v), paddle.empty(shape, "float32")
+        inputs = (q, k, v, decay, beta)
+        sequences.call(_library.delta_rule_forward, k, v, *inputs, out, before, None)
+        ctx.save_for_backward(q, k, v, decay, beta, before)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        kept = ctx.saved_tensor()
+        grads = [paddle.empty_like(x) for x in kept[:5]]
+        function, (_, k, v, *_) = _library.delta_rule_backward, kept
+        ctx.sequences.call(function, k, v, *kept, contiguous(grad), *grads)
+        return tuple(x if need else None for x, need in zip(grads, ctx.needs, strict=True))
+
+
+def fits_delta_rule(
+    q_BLKC: Tensor,
+    k_BLKC: Tensor,
+    v_BLNV: Tensor,
+    decay_BLN: Tensor,
+    beta_BLN: Tensor,
+    state_BNCV: Tensor | None = None,
+    packed: PackedSamples | None = None,
+    keeps_state: bool = False,
+) -> bool:
+    """Whether `gated_delta_rule` takes these: float32, and what the other kernel takes."""
+    inputs = (q_BLKC, k_BLKC, v_BLNV, decay_BLN, beta_BLN)
+    takes = fits_rule(*inputs, state_BNCV, packed, keeps_state)
+    return takes and is_dense(*inputs) and (state_BNCV is None or is_dense(state_BNCV))
+
+
+def gated_delta_rule(
+    q_BLKC: Tensor,
+    k_BLKC: Tensor,
+    v_BLNV: Tensor,
+    decay_BLN: Tensor,
+    beta_BLN: Tensor,
+    state_BNCV: Tensor | None = None,
+    packed: PackedSamples | None = None,
+    keeps_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`delta_rule.gated_delta_rule`."""
+    inputs = (q_BLKC, k_BLKC, v_BLNV, decay_BLN, beta_BLN)
+    sequences = _sequences(q_BLKC, packed)
+    if not keeps_state:
+        return _DeltaRule.apply(*inputs, sequences), None
+    shape = [len(sequences.first), v_BLNV.shape[2], k_BLKC.shape[3], v_BLNV.shape[3]]
+    out = paddle.empty_like(v_BLNV)
+    state = paddle.zeros(shape) if state_BNCV is None else state_BNCV.clone()
+    function = _library.delta_rule_forward
+    sequences.call(function, k_BLKC, v_BLNV, *inputs, out, None, state)
+    return out, state
 
 
 # Dropout

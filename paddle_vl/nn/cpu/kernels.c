@@ -1,5 +1,5 @@
 /* Kernels for the CPU in float32: rotary embedding, attention, norms, dropout, GELU's tanh form,
- * gated units and a short causal convolution.
+ * gated units, a short causal convolution and the gated delta rule.
  *
  * Compiled by paddle_vl/nn/cpu/compiler.py where a C compiler is found, and called through ctypes on
  * the data of contiguous tensors. They need no header of Paddle. OpenMP and the matrix product come
@@ -25,7 +25,7 @@ void cblas_sgemm(int layout, int trans_a, int trans_b, int m, int n, int k, floa
 enum { ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112 };
 
 /* Version of the interface, checked after loading. */
-int paddle_vl_kernels_version(void) { return 4; }
+int paddle_vl_kernels_version(void) { return 5; }
 
 /* exp(x) to about one unit in the last place; 0 below -87.3 and the largest power above 88.
  * Source: expf of the Cephes library (S. Moshier). */
@@ -536,6 +536,301 @@ void attention_backward(const float *q, const float *k, const float *v, const fl
           cblas_sgemm(ROW_MAJOR, PLAIN, PLAIN, count, width, keys, scale, score_grad, keys,
                       key + s->key * key_stride, key_stride, 0.0f, grad_q + first, query_stride);
           before = 1.0f;
+        }
+      }
+    }
+  }
+}
+
+/* ---- gated delta rule, in chunks ---- */
+
+/* One chunk of at most PLACES tokens of one value head; letters and formulas as in
+ * paddle_vl/nn/delta_rule.py, C and V the widths of a key and a value. */
+enum { PLACES = 64, BLOCK_ROWS = 16 };
+
+typedef struct {
+  i64 n, key, value;
+  float *q, *k;                          /* [n, C], of length 1, queries scaled */
+  float *decay, *below, *score;          /* [n, n]; zero above the diagonal */
+  float *u, *w, *gain;                   /* [n, V], [n, C], [n, V]: U, W and N */
+  float left[PLACES], right[PLACES], beta[PLACES], inverse_q[PLACES], inverse_k[PLACES];
+  float kept;
+} chunk_terms;
+
+/* Floats that a thread needs for its chunk, and for the gradients. */
+i64 delta_rule_room(i64 key, i64 value) {
+  return PLACES * (8 * key + 5 * value + 5 * PLACES) + 2 * key * value;
+}
+
+static inline void product(int trans_a, int trans_b, i64 m, i64 n, i64 k, float alpha,
+                           const float *a, i64 lda, const float *b, i64 ldb, float beta, float *c,
+                           i64 ldc) {
+  cblas_sgemm(ROW_MAJOR, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+}
+
+static inline float dot(const float *a, const float *b, i64 n) {
+  float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+  for (i64 j = 0; j < n; j++) sum += a[j] * b[j];
+  return sum;
+}
+
+/* x <- A^-1 x for a unit lower triangular A, of which `below` has the rest; or A^-T x. */
+static void substitute(const float *below, float *x, i64 n, i64 width, int transposed) {
+  for (i64 step = 0; step < n; step += BLOCK_ROWS) {
+    i64 begin = transposed ? (n - 1 - step) / BLOCK_ROWS * BLOCK_ROWS : step;
+    i64 end = begin + BLOCK_ROWS < n ? begin + BLOCK_ROWS : n;
+    float *own = x + begin * width;
+    if (transposed && end < n)
+      product(TRANSPOSED, PLAIN, end - begin, width, n - end, -1.0f, below + end * n + begin, n,
+              x + end * width, width, 1.0f, own, width);
+    if (!transposed && begin > 0)
+      product(PLAIN, PLAIN, end - begin, width, begin, -1.0f, below + begin * n, n, x, width, 1.0f,
+              own, width);
+    for (i64 a = 1; a < end - begin; a++) {
+      i64 i = transposed ? end - 1 - a : begin + a;
+      for (i64 b = 0; b < a; b++) {
+        i64 j = transposed ? end - 1 - b : begin + b;
+        float factor = transposed ? below[j * n + i] : below[i * n + j];
+        float *row = x + i * width;
+        const float *other = x + j * width;
+#pragma omp simd
+        for (i64 c = 0; c < width; c++) row[c] -= factor * other[c];
+      }
+    }
+  }
+}
+
+static float *unit_rows(const float *x, i64 stride, i64 n, i64 width, float scale, float *unit,
+                        float *inverse) {
+  for (i64 i = 0; i < n; i++) {
+    const float *row = x + i * stride;
+    inverse[i] = 1.0f / sqrtf(dot(row, row, width) + 1e-6f);
+    float factor = inverse[i] * scale;
+#pragma omp simd
+    for (i64 c = 0; c < width; c++) unit[i * width + c] = row[c] * factor;
+  }
+  return unit;
+}
+
+/* Everything that depends on no state; g and beta have `heads` as their stride. */
+static void terms_of_chunk(chunk_terms *t, const float *q, const float *k, const float *v,
+                           const float *g, const float *beta, i64 key_heads, i64 heads) {
+  i64 n = t->n, key = t->key, value = t->value;
+  double total[PLACES], sum = 0.0;
+  unit_rows(q, key_heads * key, n, key, 1.0f / sqrtf((float)key), t->q, t->inverse_q);
+  unit_rows(k, key_heads * key, n, key, 1.0f, t->k, t->inverse_k);
+  for (i64 i = 0; i < n; i++) total[i] = sum += g[i * heads];
+  for (i64 i = 0; i < n; i++) {
+    t->left[i] = fast_exp((float)total[i]);
+    t->right[i] = fast_exp((float)(sum - total[i]));
+    t->beta[i] = beta[i * heads];
+  }
+  t->kept = t->left[n - 1];
+  product(PLAIN, TRANSPOSED, n, n, key, 1.0f, t->k, key, t->k, key, 0.0f, t->below, n);
+  product(PLAIN, TRANSPOSED, n, n, key, 1.0f, t->q, key, t->k, key, 0.0f, t->score, n);
+  for (i64 i = 0; i < n; i++) {
+    float *decay = t->decay + i * n, *below = t->below + i * n, *score = t->score + i * n;
+#pragma omp simd
+    for (i64 j = 0; j <= i; j++) decay[j] = fast_exp((float)(total[i] - total[j]));
+    for (i64 j = i + 1; j < n; j++) decay[j] = score[j] = 0.0f;
+#pragma omp simd
+    for (i64 j = 0; j <= i; j++) {
+      score[j] *= decay[j];
+      below[j] *= decay[j] * t->beta[i];
+    }
+    for (i64 j = i; j < n; j++) below[j] = 0.0f;
+    const float *own = v + i * heads * value;
+#pragma omp simd
+    for (i64 c = 0; c < value; c++) t->u[i * value + c] = t->beta[i] * own[c];
+    float factor = t->beta[i] * t->left[i];
+#pragma omp simd
+    for (i64 c = 0; c < key; c++) t->w[i * key + c] = factor * t->k[i * key + c];
+  }
+  substitute(t->below, t->u, n, value, 0);
+  substitute(t->below, t->w, n, key, 0);
+}
+
+/* N = U - W M. */
+static void gains_of_chunk(chunk_terms *t, const float *state) {
+  memcpy(t->gain, t->u, t->n * t->value * sizeof(float));
+  product(PLAIN, PLAIN, t->n, t->value, t->key, -1.0f, t->w, t->key, state, t->value, 1.0f,
+          t->gain, t->value);
+}
+
+static void scaled_rows(float *out, const float *x, const float *factors, i64 n, i64 width) {
+  for (i64 i = 0; i < n; i++) {
+#pragma omp simd
+    for (i64 c = 0; c < width; c++) out[i * width + c] = factors[i] * x[i * width + c];
+  }
+}
+
+static float *placed(chunk_terms *t, float *room, i64 key, i64 value) {
+  t->key = key;
+  t->value = value;
+  t->q = room, room += PLACES * key;
+  t->k = room, room += PLACES * key;
+  t->w = room, room += PLACES * key;
+  t->u = room, room += PLACES * value;
+  t->gain = room, room += PLACES * value;
+  t->decay = room, room += PLACES * PLACES;
+  t->below = room, room += PLACES * PLACES;
+  t->score = room, room += PLACES * PLACES;
+  return room;
+}
+
+/* Tasks are a value head of a sequence: rows first[s] .. first[s] + lengths[s] of q, k [T, K, C], v,
+ * out [T, N, V], g, beta [T, N]. `before` [X, N, C, V] gets the state before each chunk, numbered from
+ * chunk[s] on; `state` [S, N, C, V] has the first states and gets the last; either may be NULL. */
+void delta_rule_forward(const float *q, const float *k, const float *v, const float *g,
+                        const float *beta, float *out, float *before, float *state,
+                        const i64 *first, const i64 *lengths, const i64 *chunk, i64 sequences,
+                        i64 key_heads, i64 heads, i64 key, i64 value, float *rooms) {
+  i64 room_size = delta_rule_room(key, value), size = key * value, groups = heads / key_heads;
+#pragma omp parallel for schedule(static)
+  for (i64 task = 0; task < sequences * heads; task++) {
+    i64 s = task / heads, h = task % heads;
+    chunk_terms t;
+    float *scaled = placed(&t, rooms + omp_get_thread_num() * room_size, key, value);
+    float *matrix = scaled + PLACES * key;
+    if (state) memcpy(matrix, state + task * size, size * sizeof(float));
+    else memset(matrix, 0, size * sizeof(float));
+    for (i64 begin = 0, c = chunk[s]; begin < lengths[s]; begin += PLACES, c++) {
+      i64 row = first[s] + begin;
+      t.n = lengths[s] - begin < PLACES ? lengths[s] - begin : PLACES;
+      terms_of_chunk(&t, q + (row * key_heads + h / groups) * key,
+                     k + (row * key_heads + h / groups) * key, v + (row * heads + h) * value,
+                     g + row * heads + h, beta + row * heads + h, key_heads, heads);
+      gains_of_chunk(&t, matrix);
+      float *o = out + (row * heads + h) * value;
+      scaled_rows(scaled, t.q, t.left, t.n, key);
+      product(PLAIN, PLAIN, t.n, value, key, 1.0f, scaled, key, matrix, value, 0.0f, o,
+              heads * value);
+      product(PLAIN, PLAIN, t.n, value, t.n, 1.0f, t.score, t.n, t.gain, value, 1.0f, o,
+              heads * value);
+      if (before) memcpy(before + (c * heads + h) * size, matrix, size * sizeof(float));
+      scaled_rows(scaled, t.k, t.right, t.n, key);
+      product(TRANSPOSED, PLAIN, key, value, t.n, 1.0f, scaled, key, t.gain, value, t.kept, matrix,
+              value);
+    }
+    if (state) memcpy(state + task * size, matrix, size * sizeof(float));
+  }
+}
+
+/* Gradients of `delta_rule_forward` from zero states. Tasks are a key head of a sequence, which adds
+ * those of its value heads; grad_q and grad_k first get the gradients of the rows at length 1. */
+void delta_rule_backward(const float *q, const float *k, const float *v, const float *g,
+                         const float *beta, const float *before, const float *grad, float *grad_q,
+                         float *grad_k, float *grad_v, float *grad_g, float *grad_beta,
+                         const i64 *first, const i64 *lengths, const i64 *chunk, i64 sequences,
+                         i64 key_heads, i64 heads, i64 key, i64 value, float *rooms) {
+  i64 room_size = delta_rule_room(key, value), size = key * value, groups = heads / key_heads;
+#pragma omp parallel for schedule(static)
+  for (i64 task = 0; task < sequences * key_heads; task++) {
+    i64 s = task / key_heads, kh = task % key_heads;
+    chunk_terms t;
+    float *room = placed(&t, rooms + omp_get_thread_num() * room_size, key, value);
+    float *scaled = room, *dq = scaled + PLACES * key, *dk = dq + PLACES * key;
+    float *dw = dk + PLACES * key, *dkb = dw + PLACES * key;
+    float *dn = dkb + PLACES * key, *dbelow = dn + PLACES * value;
+    float *dscore = dbelow + PLACES * PLACES, *dm = dscore + PLACES * PLACES;
+    i64 chunks = (lengths[s] + PLACES - 1) / PLACES;
+    for (i64 h = kh * groups; h < (kh + 1) * groups; h++) {
+      int is_first = h == kh * groups;
+      memset(dm, 0, size * sizeof(float));
+      for (i64 c = chunks - 1; c >= 0; c--) {
+        i64 row = first[s] + c * PLACES;
+        i64 n = t.n = lengths[s] - c * PLACES < PLACES ? lengths[s] - c * PLACES : PLACES;
+        const float *matrix = before + ((chunk[s] + c) * heads + h) * size;
+        const float *vs = v + (row * heads + h) * value, *d_out = grad + (row * heads + h) * value;
+        float dtotal[PLACES], dlast;
+        terms_of_chunk(&t, q + (row * key_heads + kh) * key, k + (row * key_heads + kh) * key, vs,
+                       g + row * heads + h, beta + row * heads + h, key_heads, heads);
+        gains_of_chunk(&t, matrix);
+        /* Through the state behind the chunk: exp(G_last) M + (exp(G_last - G) K)^T N. */
+        product(PLAIN, TRANSPOSED, n, key, value, 1.0f, t.gain, value, dm, value, 0.0f, dk, key);
+        dlast = t.kept * dot(matrix, dm, size);
+        for (i64 i = 0; i < n; i++) {
+          float along = t.right[i] * dot(dk + i * key, t.k + i * key, key);
+          dtotal[i] = -along;
+          dlast += along;
+        }
+        scaled_rows(dk, dk, t.right, n, key);
+        scaled_rows(scaled, t.k, t.right, n, key);
+        product(PLAIN, PLAIN, n, value, key, 1.0f, scaled, key, dm, value, 0.0f, dn, value);
+        /* Through the outputs: (exp(G) Q) M + S N. */
+        product(TRANSPOSED, PLAIN, n, value, n, 1.0f, t.score, n, d_out, heads * value, 1.0f, dn,
+                value);
+        product(PLAIN, TRANSPOSED, n, n, value, 1.0f, d_out, heads * value, t.gain, value, 0.0f,
+                dscore, n);
+        product(PLAIN, TRANSPOSED, n, key, value, 1.0f, d_out, heads * value, matrix, value, 0.0f,
+                dq, key);
+        scaled_rows(dq, dq, t.left, n, key);
+        for (i64 i = 0; i < n; i++) dtotal[i] += dot(dq + i * key, t.q + i * key, key);
+        scaled_rows(scaled, t.q, t.left, n, key);
+        product(TRANSPOSED, PLAIN, key, value, n, 1.0f, scaled, key, d_out, heads * value, t.kept,
+                dm, value);
+        product(TRANSPOSED, PLAIN, key, value, n, -1.0f, t.w, key, dn, value, 1.0f, dm, value);
+        /* Through N = U - W M and the two solutions. */
+        product(PLAIN, TRANSPOSED, n, key, value, -1.0f, dn, value, matrix, value, 0.0f, dw, key);
+        substitute(t.below, dn, n, value, 1);
+        substitute(t.below, dw, n, key, 1);
+        product(PLAIN, TRANSPOSED, n, n, value, -1.0f, dn, value, t.u, value, 0.0f, dbelow, n);
+        product(PLAIN, TRANSPOSED, n, n, key, -1.0f, dw, key, t.w, key, 1.0f, dbelow, n);
+        /* Through D, of the exponents G_i - G_j; then the products of queries and keys. */
+        for (i64 i = 0; i < n; i++) {
+          float sum = 0.0f;
+          float *a = dbelow + i * n, *b = dscore + i * n;
+          for (i64 j = 0; j < n; j++) {
+            float between = j < i ? a[j] * t.below[i * n + j] : 0.0f;
+            between += j <= i ? b[j] * t.score[i * n + j] : 0.0f;
+            sum += between;
+            dtotal[j] -= between;
+            a[j] = j < i ? a[j] * t.decay[i * n + j] : 0.0f;
+            b[j] = j <= i ? b[j] * t.decay[i * n + j] : 0.0f;
+          }
+          dtotal[i] += sum;
+        }
+        product(PLAIN, PLAIN, n, key, n, 1.0f, dbelow, n, t.k, key, 0.0f, dkb, key);
+        product(PLAIN, PLAIN, n, key, n, 1.0f, dscore, n, t.k, key, 1.0f, dq, key);
+        product(TRANSPOSED, PLAIN, n, key, n, 1.0f, dscore, n, t.q, key, 1.0f, dk, key);
+        scaled_rows(scaled, t.k, t.beta, n, key);
+        product(TRANSPOSED, PLAIN, n, key, n, 1.0f, dbelow, n, scaled, key, 1.0f, dk, key);
+        float later = dlast;
+        for (i64 i = n - 1; i >= 0; i--) {
+          float *of_w = dw + i * key, *of_kb = dkb + i * key, *own = t.k + i * key;
+          const float *of_v = vs + i * heads * value;
+          dtotal[i] += t.left[i] * t.beta[i] * dot(of_w, own, key);
+#pragma omp simd
+          for (i64 e = 0; e < key; e++) {
+            of_kb[e] += t.left[i] * of_w[e];
+            dk[i * key + e] += t.beta[i] * of_kb[e];
+          }
+          i64 place = (row + i) * heads + h;
+          grad_beta[place] = dot(of_kb, own, key) + dot(dn + i * value, of_v, value);
+          later += dtotal[i];
+          grad_g[place] = later;
+          float *to_v = grad_v + place * value;
+#pragma omp simd
+          for (i64 e = 0; e < value; e++) to_v[e] = t.beta[i] * dn[i * value + e];
+          float *to_q = grad_q + ((row + i) * key_heads + kh) * key;
+          float *to_k = grad_k + ((row + i) * key_heads + kh) * key;
+#pragma omp simd
+          for (i64 e = 0; e < key; e++) {
+            to_q[e] = (is_first ? 0.0f : to_q[e]) + dq[i * key + e];
+            to_k[e] = (is_first ? 0.0f : to_k[e]) + dk[i * key + e];
+          }
+          if (h == (kh + 1) * groups - 1) {
+            /* The rows were brought to length 1, queries scaled by C^-0.5. */
+            float scale = 1.0f / sqrtf((float)key);
+            float along_q = dot(to_q, t.q + i * key, key) / scale, along_k = dot(to_k, own, key);
+#pragma omp simd
+            for (i64 e = 0; e < key; e++) {
+              float unit = t.q[i * key + e] / scale;
+              to_q[e] = t.inverse_q[i] * scale * (to_q[e] - unit * along_q);
+              to_k[e] = t.inverse_k[i] * (to_k[e] - own[e] * along_k);
+            }
+          }
         }
       }
     }
