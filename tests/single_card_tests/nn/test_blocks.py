@@ -215,6 +215,7 @@ def test_rotated_keys_alone_give_the_queries_no_gradient():
 
 def test_rotary_tables_are_made_once_for_all_layers():
     tables = RotaryTables(draw(5, 8).detach(), draw(5, 8, seed=1).detach())
+    assert tables.of_heads(3)[0] is tables.of_heads(3)[0]
     assert tables.astype("bfloat16") is tables.astype("bfloat16")
     assert tables.astype(tables.cos_TH.dtype) is tables
     cos, sin = tables
