@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
-from xxhash import xxh3_64_digest
 
 from fuzzing.mutations import as_json, damaged_bytes, in_file, json_lines
 from fuzzing.parser import Parser
@@ -21,14 +20,6 @@ from paddle_vl.data.jsonl import BadSampleError, sample_at
 from paddle_vl.data.packing import RowBudget
 from paddle_vl.data.sample_lengths import sample_lengths
 from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
-
-_SUM = 8
-
-
-def _with_sums(contents: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
-    """Files that end with a checksum, some of them with the right one behind damaged content."""
-    right = contents.map(lambda content: content[:-_SUM] + xxh3_64_digest(content[:-_SUM]))
-    return st.one_of(contents, right)
 
 
 def offset_index(folder: Path) -> Parser:
@@ -58,7 +49,7 @@ def offset_index(folder: Path) -> Parser:
     parse()
     name = str(index.relative_to(folder))
     seed = index.read_bytes()
-    indexes = in_file(name, _with_sums(damaged_bytes([seed])))
+    indexes = in_file(name, damaged_bytes([seed]))
     texts = json_lines(rows, most_lines=8).map(lambda content: {file.name: content, name: seed})
     # Of the same size, so that only their content is other than the index says.
     edits = damaged_bytes([good]).map(
