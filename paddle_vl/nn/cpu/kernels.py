@@ -50,7 +50,8 @@ def _as_rows(x: Tensor) -> Tensor:
 
 def grouped_linear(x_NI: Tensor, weight_EIO: Tensor, sizes: GroupSizes) -> Tensor:
     """`experts.grouped_linear`. Reading the counts on the host costs nothing on the CPU."""
-    return GroupedProduct.apply(x_NI, weight_EIO, _PerExpert(sizes.counts_E.tolist()))
+    counts: Any = sizes.counts_E.tolist()
+    return GroupedProduct.apply(x_NI, weight_EIO, _PerExpert(counts))
 
 
 class _PerExpert(NamedTuple):
