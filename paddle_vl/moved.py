@@ -12,8 +12,9 @@ from types import ModuleType
 from typing import Any
 
 _QWEN, _PI07, _VLM = (f"paddle_vl.families.{name}" for name in ("qwen3_vl", "pi07", "vlm"))
+_POLICY = "paddle_vl.families.policy"
 _EXPORT, _NN, _PARALLEL = (f"paddle_vl.{name}" for name in ("export", "nn", "parallel"))
-# New home of each module, or of a package with all its modules.
+# New home of each module, or of a package with all its modules; "A and B" for one that was divided.
 _MODULES = {
     f"{_QWEN}.inputs": f"{_VLM}.inputs",
     **{
@@ -33,15 +34,29 @@ _MODULES = {
     f"{_NN}.rotary": f"{_NN}.attention",
     f"{_PI07}.base_policy": f"{_PI07}.policy",
     f"{_PI07}.decoder_layers": f"{_PI07}.decoder",
-    f"{_PI07}.demonstrations.line": "paddle_vl.families.policy.demonstrations.dataset",
-    f"{_PI07}.demonstrations": "paddle_vl.families.policy.demonstrations",
+    f"{_PI07}.colocated": f"{_PI07}.pipeline",
+    f"{_PI07}.engine_config": f"{_PI07}.config",
+    f"{_PI07}.layers": f"{_PI07}.decoder and {_PI07}.prefix",
+    f"{_PI07}.policy_files": f"{_PI07}.checkpoint_map",
+    f"{_PI07}.policy_model": f"{_PI07}.flow",
+    f"{_PI07}.prefix_layout": f"{_PI07}.prefix",
+    f"{_EXPORT}.pi07.exporting": f"{_EXPORT}.pi07.programs",
+    f"{_EXPORT}.pi07.program_attention": f"{_EXPORT}.pi07.programs",
+    f"{_POLICY}.collate": f"{_POLICY}.model_inputs",
+    f"{_POLICY}.discrete_actions": f"{_POLICY}.tokenizers",
+    f"{_POLICY}.planning": f"{_POLICY}.acting",
+    f"{_POLICY}.prompt": f"{_POLICY}.tokenizers and {_POLICY}.model_inputs",
+    f"{_POLICY}.demonstrations.statistics": f"{_POLICY}.normalize",
+    f"{_POLICY}.demonstrations.training_set": f"{_POLICY}.demonstrations.sample",
+    f"{_PI07}.demonstrations.line": f"{_POLICY}.demonstrations.dataset",
+    f"{_PI07}.demonstrations": f"{_POLICY}.demonstrations",
     **{
-        f"{_PI07}.inputs.{name}": "paddle_vl.families.policy.normalize"
+        f"{_PI07}.inputs.{name}": f"{_POLICY}.normalize"
         for name in ("normalizers", "statistics_checks")
     },
-    f"{_PI07}.inputs": "paddle_vl.families.policy",
-    "paddle_vl.families.policy.settings": "paddle_vl.families.policy.features",
-    "paddle_vl.families.policy.normalizers": "paddle_vl.families.policy.normalize",
+    f"{_PI07}.inputs": _POLICY,
+    f"{_POLICY}.settings": f"{_POLICY}.features",
+    f"{_POLICY}.normalizers": f"{_POLICY}.normalize",
     f"{_PARALLEL}.colocated.leaves": f"{_PARALLEL}.colocated.runner",
     f"{_PARALLEL}.colocated.store": f"{_PARALLEL}.colocated.runner",
     f"{_PARALLEL}.gloo_fleet.messages": f"{_PARALLEL}.gloo_fleet.process_group",
@@ -68,10 +83,12 @@ class _Moved(ModuleType):
         super().__init__(name)
         # Not the new package's path: its modules would be loaded a second time under the old name.
         self.__path__: list[str] = []
-        self._home = import_module(home)
+        self._homes = [import_module(each) for each in home.split(" and ")]
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._home, _NAMES.get(name, name))
+        name = _NAMES.get(name, name)
+        has_it = [home for home in self._homes if hasattr(home, name)]
+        return getattr((has_it or self._homes)[0], name)
 
 
 class _Finder(MetaPathFinder, Loader):

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from paddle_vl.config.row_sources import STOPPING, RowSourceConfig
-from paddle_vl.data.corpus.cache import CacheFolders, LocalCopies
+from paddle_vl.data.corpus.cache import Cache
 from paddle_vl.data.corpus.opener import ShardOpener
 from paddle_vl.data.rows.dataset_info import DatasetInfo
 from paddle_vl.data.rows.mixture import draws_of
-from paddle_vl.data.rows.row_file import Recognised, RowFile, open_rows, open_source
+from paddle_vl.data.rows.row_file import RowFile, open_rows, open_source
 from paddle_vl.data.rows.spelling import row_sources, strategy_of, weighted
 
 # The name of a case, and what is wrong with it.
@@ -35,18 +35,12 @@ _FACTS: dict[str, Callable[[Sources], Any]] = {
 }
 
 
-def check_containers(folder: Path, recognised: Recognised | None = None) -> Cases:
-    """Compare the rows of files.
-
-    Args:
-        folder: has `expected.json` and the files.
-        recognised: names the format of a row; default: by its first key, which is enough to tell
-            rows of different formats apart.
-    """
+def check_containers(folder: Path) -> Cases:
+    """Compare the rows of files, which a folder has with `expected.json`."""
     expected = json.loads((folder / "expected.json").read_text(encoding="utf-8"))
     wanted = [_content(row, folder) for row in expected["rows"]]
     with _opener() as opener:
-        opened = partial(open_rows, opener=opener, recognised=recognised or _first_key)
+        opened = partial(open_rows, opener=opener)
         for name in expected["same_rows"]:
             yield name, _difference(partial(_contents, opened, folder / name), wanted)
         for file in sorted(folder.glob("*.[ct]sv")):
@@ -114,7 +108,11 @@ def _wrong_mixture(settings: Mapping[str, str], means: str, info: DatasetInfo) -
 
 def _contents(opened: Callable[[Path], RowFile], path: Path) -> list[Any]:
     rows = opened(path)
-    return [_content(rows.row(number), rows.folder) for number in range(len(rows))]
+    found = [rows.row(number) for number in range(len(rows))]
+    # Enough to tell rows of different formats apart.
+    if len({next(iter(row)) for row in found}) > 1:
+        raise ValueError(f"{path} has rows of several formats")
+    return [_content(row, rows.folder) for row in found]
 
 
 def _content(row: Mapping[str, Any], folder: Path) -> tuple[list[tuple[str, str]], list[bytes]]:
@@ -142,10 +140,6 @@ def _pairs(opened: Callable[[Path], RowFile], path: Path) -> list[list[str]]:
     return [[question, row["output"]] for question, row in zip(questions, found, strict=True)]
 
 
-def _first_key(row: Mapping[str, Any]) -> str:
-    return next(iter(row))
-
-
 def _difference(found: Callable[[], Any], wanted: Any) -> str | None:
     try:
         value = found()
@@ -166,5 +160,4 @@ def _not_refused(read: Callable[[], Any]) -> str | None:
 def _opener() -> Iterator[ShardOpener]:
     """Opens files without leaving indexes beside them."""
     with tempfile.TemporaryDirectory() as cache:
-        folders = CacheFolders(cache)
-        yield ShardOpener(folders, LocalCopies(folders))
+        yield ShardOpener(Cache(cache))

@@ -20,13 +20,12 @@ from paddle_vl.families.policy.demonstrations.sample import (
     DemonstrationShapes,
     DemonstrationSource,
 )
-from paddle_vl.families.policy.demonstrations.statistics import (
+from paddle_vl.families.policy.demonstrations.synthetic import SyntheticDemonstrations
+from paddle_vl.families.policy.normalize import (
     demonstration_statistics,
     write_statistics,
 )
-from paddle_vl.families.policy.demonstrations.synthetic import SyntheticDemonstrations
-from paddle_vl.families.policy.discrete_actions import ActionTokenizer
-from paddle_vl.families.policy.prompt import PromptTokenizer
+from paddle_vl.families.policy.tokenizers import ActionTokenizer, PromptTokenizer
 
 # Fixed texts in every policy's prefix.
 _FIXED_TEXTS = ["Task: , State: , Subtask: , Metadata: Speed: Quality: Mistake: Subgoal: Action: "]

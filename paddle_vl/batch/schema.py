@@ -2,7 +2,7 @@
 
 A batch is a mapping, since it crosses worker processes and a model takes HF's keyword names
 (`model(**batch)`). A family describes its own batches with a `TypedDict` whose fields are
-`Annotated[Array, Axes(...)]`; those of pi07 are in `paddle_vl.families.policy.collate`.
+`Annotated[Array, Axes(...)]`; those of pi07 are in `paddle_vl.families.policy.model_inputs`.
 
 Axes, package-wide: B batch, L padded length, T token rows (batch folded in), P patches, I media
 items, R real token rows, N token rows with a target, S segments; a number is an axis of that size.

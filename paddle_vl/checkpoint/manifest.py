@@ -9,7 +9,7 @@ writing too. Other files in the folder, such as a model card, are not checked.
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -112,13 +112,10 @@ class Manifest:
 
     Attributes:
         step: updates before the checkpoint.
-        nonfinite_updates: streak of updates just before it that were skipped because a loss or
-            gradient was not finite; above 0, resuming with `auto` ignores the checkpoint.
         files: by path inside the folder, with forward slashes.
     """
 
     step: int
-    nonfinite_updates: int
     files: Mapping[str, FileSum]
 
     def write(self, folder: Path) -> None:
@@ -126,7 +123,8 @@ class Manifest:
         values = {
             "format": FORMAT,
             "step": self.step,
-            "nonfinite_updates": self.nonfinite_updates,
+            # For earlier versions, which pass over checkpoints with another number.
+            "nonfinite_updates": 0,
             "files": dict(sorted(files_as_json(self.files).items())),
         }
         write_bytes(folder / MANIFEST_FILE, [json.dumps(values, indent=1).encode()])
@@ -143,10 +141,7 @@ class Manifest:
             values = json.loads(path.read_text(encoding="utf-8"))
             if values["format"] != FORMAT:
                 raise ValueError(f"format {values['format']} is not {FORMAT}")
-            step, nonfinite_updates = values["step"], values["nonfinite_updates"]
-            if type(step) is not int or type(nonfinite_updates) is not int:
-                raise ValueError("step and nonfinite_updates are not whole numbers")
-            files = files_from_json(values["files"])
+            manifest = cls(values["step"], files_from_json(values["files"]))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -154,7 +149,7 @@ class Manifest:
                 f"{path} is damaged ({error or type(error).__name__}): fetch the folder again, or "
                 "use another checkpoint"
             ) from error
-        return cls(step, nonfinite_updates, files)
+        return manifest
 
 
 def files_as_json(files: Mapping[str, FileSum]) -> dict[str, dict[str, Any]]:
@@ -243,7 +238,11 @@ def listed_weights(folder: Path) -> dict[str, FileSum]:
     """
     manifest = Manifest.read(folder)
     files = {} if manifest is None else manifest.files
-    return {name: file for name, file in files.items() if _fits(name, WEIGHT_FILES)}
+    return {
+        name: file
+        for name, file in files.items()
+        if any(fnmatchcase(name, pattern) for pattern in WEIGHT_FILES)
+    }
 
 
 def damage_of_weights(folder: Path, problems: Iterable[str]) -> str:
@@ -264,16 +263,6 @@ def shared_out(files: Mapping[str, FileSum], rank: int, size: int) -> dict[str, 
         if least == rank:
             own[name] = files[name]
     return own
-
-
-def files_in(folder: Path, patterns: Sequence[str]) -> list[str]:
-    """Names of the files in a folder that match a pattern."""
-    names = sorted(path.name for path in folder.iterdir() if path.is_file())
-    return [name for name in names if _fits(name, patterns)]
-
-
-def _fits(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def file_sum(file: Path, drop_cache: bool = False) -> FileSum:

@@ -106,14 +106,13 @@ def add_convert_data(subparsers: argparse._SubParsersAction) -> None:
 
 def convert_data(options: argparse.Namespace) -> int:
     """Write the file."""
-    from paddle_vl.data.corpus.cache import CacheFolders, LocalCopies
+    from paddle_vl.data.corpus.cache import Cache
     from paddle_vl.data.corpus.opener import ShardOpener
     from paddle_vl.data.formats.row_settings import RowSettings
     from paddle_vl.data.rows.convert import convert_rows
     from paddle_vl.data.rows.spelling import strategy_of
     from paddle_vl.files.hub import local_folder
 
-    folders = CacheFolders(options.cache)
     tokens = [name.strip() for name in options.special_tokens.split(",") if name.strip()]
     written, skipped = convert_rows(
         _sources(options),
@@ -123,7 +122,7 @@ def convert_data(options: argparse.Namespace) -> int:
         seed=options.seed,
         on_bad_sample="skip" if options.skip_bad else "fail",
         overwrite=options.overwrite,
-        opener=ShardOpener(folders, LocalCopies(folders), max_line_bytes=options.max_line_bytes),
+        opener=ShardOpener(Cache(options.cache), max_line_bytes=options.max_line_bytes),
         fetch=partial(local_folder, kind="dataset"),
     )
     print(f"{written} rows are in {options.output}")

@@ -40,7 +40,7 @@ def add_tokenize(subparsers: argparse._SubParsersAction) -> None:
 def tokenize(options: argparse.Namespace) -> int:
     """Write the token files."""
     from paddle_vl.config.data_sources import SourceConfig
-    from paddle_vl.data.corpus.cache import CacheFolders, LocalCopies
+    from paddle_vl.data.corpus.cache import Cache
     from paddle_vl.data.corpus.opener import ShardOpener
     from paddle_vl.data.corpus.tokenize import TextTokens, write_token_files
     from paddle_vl.files.hub import path_or_download
@@ -50,14 +50,13 @@ def tokenize(options: argparse.Namespace) -> int:
     if not files:
         raise ValueError(f"there is no data file {', '.join(options.files)}")
     folder = path_or_download(options.tokenizer)
-    folders = CacheFolders(options.cache)
     tokens = TextTokens(
         folder / TOKENIZER_FILE if folder.is_dir() else folder,
         options.end_token,
         {"text": options.text},
         "skip" if options.skip_bad else "fail",
     )
-    opener = ShardOpener(folders, LocalCopies(folders), max_line_bytes=options.max_line_bytes)
+    opener = ShardOpener(Cache(options.cache), max_line_bytes=options.max_line_bytes)
     written = write_token_files(
         [Path(file) for file in files], Path(options.output), tokens, opener, options.processes
     )

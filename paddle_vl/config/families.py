@@ -203,7 +203,7 @@ for _entry in (
         "paddle_vl.families.pi07.settings:PI07Run",
         "paddle_vl.families.pi07.recipe:PI07Recipe",
         "paddle_vl.export.pi07.exported:ExportedPI07Policy",
-        "paddle_vl.export.pi07.exporting:to_export",
+        "paddle_vl.export.pi07.programs:to_export",
     ),
     FamilyEntry(
         "pi07 planner",
@@ -211,7 +211,7 @@ for _entry in (
         "paddle_vl.families.pi07.settings:PI07Run",
         "paddle_vl.families.pi07.recipe:PI07PlannerRecipe",
         "paddle_vl.export.pi07.exported:ExportedPI07Planner",
-        "paddle_vl.export.pi07.exporting:to_export",
+        "paddle_vl.export.pi07.programs:to_export",
     ),
 ):
     register_family(_entry)

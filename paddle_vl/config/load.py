@@ -34,6 +34,7 @@ _MAX_NAMES = 64
 _MAX_REPORTED = 100
 _LONGEST_NAME = 200
 _MAX_HINTS = 5
+_SOURCES = ((ROWS, "a source of rows", RowSourceConfig), (SOURCE, "a source", SourceConfig))
 
 
 def load_run_config(
@@ -227,12 +228,11 @@ def _message(
     key: Key, items: list[ErrorDetails], run: type[RunConfig], described: Descriptions
 ) -> str:
     name, first = _dotted(key), items[0]
-    if ROWS in first["loc"] and first["type"] in ("extra_forbidden", "missing"):
+    if first["type"] in ("extra_forbidden", "missing"):
         what = "is missing" if first["type"] == "missing" else "is not an entry of a source"
-        return f"{name} {what}; a source of rows has {', '.join(RowSourceConfig.model_fields)}"
-    if SOURCE in first["loc"] and first["type"] in ("extra_forbidden", "missing"):
-        what = "is missing" if first["type"] == "missing" else "is not an entry of a source"
-        return f"{name} {what}; a source has {', '.join(SourceConfig.model_fields)}"
+        for tag, whose, kind in _SOURCES:
+            if tag in first["loc"]:
+                return f"{name} {what}; {whose} has {', '.join(kind.model_fields)}"
     if first["type"] == "extra_forbidden":
         return f"{name} is not a setting; {_nearest(key, first['input'], run, described)}"
     if first["type"] == "missing":

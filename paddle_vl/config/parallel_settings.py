@@ -6,8 +6,16 @@ from pydantic import Field
 
 from paddle_vl.config.section import OnlyWith, Section
 
-_Sharded = OnlyWith("parallel.sharding_degree", range(2, 1 << 20))
 _STAGE, _SCHEDULE = "parallel.sharding_stage", "parallel.schedule"
+_PP_SCHEDULE, _VIRTUAL = "parallel.pp_schedule", "parallel.num_virtual_stages"
+
+
+def _from(axis: str, least: int) -> OnlyWith:
+    return OnlyWith(f"parallel.{axis}_degree", range(least, 1 << 20))
+
+
+_Sharded = _from("sharding", 2)
+_Options = dict[str, bool | int | float | str]
 
 
 class ReservedRows(NamedTuple):
@@ -21,11 +29,11 @@ class ReservedRows(NamedTuple):
 class FleetConfig(Section):
     """Options that are passed to fleet under the names of its DistributedStrategy."""
 
-    mp_configs: dict[str, bool | int | float | str] = Field(default={})
+    mp_configs: Annotated[_Options, _from("mp", 2)] = Field(default={})
     """options of tensor parallelism, e.g. {mp_async_allreduce: true}"""
-    pp_configs: dict[str, bool | int | float | str] = Field(default={})
+    pp_configs: Annotated[_Options, _from("pp", 2)] = Field(default={})
     """options of the pipeline, e.g. {overlap_p2p_comm: true}"""
-    sharding_configs: dict[str, bool | int | float | str] = Field(default={})
+    sharding_configs: Annotated[_Options, _Sharded, OnlyWith(_STAGE, [1])] = Field(default={})
     """options of sharding at stage 1, e.g. {comm_overlap: true}"""
 
 
@@ -39,10 +47,10 @@ class EncoderConfig(Section):
     """tensor-parallel degree of the encoder: ranks that share its attention heads and MLPs"""
     sharding_stage: Literal[0, 1] = 0
     """1 shards the encoder's optimizer state over its lanes (ZeRO-1); 0 keeps it on every rank"""
-    pp_degree: Annotated[int, Field(ge=1)] = 1
-    """always 1: the encoder has no pipeline"""
-    cp_degree: Annotated[int, Field(ge=1)] = 1
-    """always 1: the encoder has no context parallelism"""
+    pp_degree: Literal[1] = 1
+    """always 1: the encoder has no pipeline, and is divided by mp_degree"""
+    cp_degree: Literal[1] = 1
+    """always 1: the encoder has no context parallelism, as an image is one sequence of its own"""
     offload_rows: bool = False
     """keep the encoder's output rows and their gradients in host memory between the phases"""
 
@@ -58,22 +66,31 @@ class MeshSettings(Section):
     """pipeline-parallel degree: stages of decoder layers"""
     sharding_degree: Annotated[int, Field(ge=1, le=1 << 20)] = 1
     """sharding degree: ranks with different samples and sharded optimizer state"""
-    sharding_stage: Literal[1, 2, 3] = 1
+    sharding_stage: Annotated[Literal[1, 2, 3], _Sharded] = 1
     """what is sharded, as in ZeRO: optimizer state (1), gradients too (2), parameters too (3)"""
-    schedule: Literal["plain", "colocated"] = "plain"
+    schedule: Annotated[Literal["plain", "colocated"], _from("pp", 2)] = "plain"
     """where the encoder runs: in the first pipeline stage (plain), or on all ranks before and after
     the pipeline of the language model (colocated)"""
     encoder: Annotated[EncoderConfig, OnlyWith(_SCHEDULE, ["colocated"])] = EncoderConfig()
     """the encoder's mesh under schedule: colocated"""
-    sequence_parallel: bool = False
+    sequence_parallel: Annotated[bool, _from("mp", 2)] = False
     """shard the token rows between the matrices over the mp ranks"""
-    num_virtual_stages: Annotated[int, Field(ge=1, le=1024)] = 1
+    num_virtual_stages: Annotated[
+        int,
+        Field(ge=1, le=1024),
+        _from("pp", 3),
+        OnlyWith(_PP_SCHEDULE, ["1f1b", "fthenb", "balanced_memory"]),
+    ] = 1
     """virtual pipeline stages on each rank (interleaved schedules)"""
-    pp_schedule: Literal["1f1b", "fthenb", "balanced_memory", "dualpipev"] = "1f1b"
+    pp_schedule: Annotated[
+        Literal["1f1b", "fthenb", "balanced_memory", "dualpipev"], _from("pp", 2)
+    ] = "1f1b"
     """pipeline schedule: 1f1b (interleaved with num_virtual_stages); with num_virtual_stages also
     fthenb (all forward passes first) or balanced_memory (fthenb with a lower memory peak);
     dualpipev (two stages on each rank, in a V)"""
-    pp_shapes: Literal["static", "dynamic"] = "static"
+    pp_shapes: Annotated[
+        Literal["static", "dynamic"], OnlyWith(_PP_SCHEDULE, ["1f1b"]), OnlyWith(_VIRTUAL, [1])
+    ] = "static"
     """messages between stages: static pads all of a step to its largest micro-batch; dynamic sends
     each in its own size, which fleet sends first (1f1b without num_virtual_stages)"""
 

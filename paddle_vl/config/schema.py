@@ -7,26 +7,13 @@ settings are in `paddle_vl.config.validate`.
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from paddle_vl.config.parallel_settings import ParallelConfig, ReservedRows
 from paddle_vl.config.section import FilePath, OnlyWith, Section
 
 _WSD, _COSINE_DECAY = "warmup_stable_decay", "cosine_decay_with_warmup"
 _SCHEDULE = "train.lr_scheduler_type"
-# What other trainers have and this package leaves out, and why.
-_NO_DTYPE = {
-    "float16": "its gradients underflow without loss scaling, which is not here",
-    "fp16": "its gradients underflow without loss scaling, which is not here",
-    "float8": "Paddle 3.3.1 has FP8 products on Hopper only, without a gradient",
-    "fp8": "Paddle 3.3.1 has FP8 products on Hopper only, without a gradient",
-}
-
-
-def _dtype_that_trains(value: Any) -> Any:
-    if isinstance(value, str) and value in _NO_DTYPE:
-        raise ValueError(f"{_NO_DTYPE[value]}; set bfloat16, which has the range of float32")
-    return value
 
 
 class LoRAConfig(Section):
@@ -64,9 +51,7 @@ class ModelConfig(Section):
     config: FilePath | dict[str, Any] | None = None
     """configuration of a model with random weights: path of a config.json, its content, or a
     published size (qwen3-vl-2b); token ids that it leaves out are taken from the tokenizer"""
-    compute_dtype: Annotated[
-        Literal["float32", "bfloat16"], BeforeValidator(_dtype_that_trains)
-    ] = "float32"
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of weights and activations; bfloat16 adds float32 master weights to the optimizer state
     and needs a GPU"""
     freeze: list[str] = Field(default=[])

@@ -18,14 +18,7 @@ from paddle_vl.config.schema import RunConfig, TrainConfig
 from paddle_vl.config.section import settings_without_effect
 
 Problems = Iterator[str]
-# Measured memory of a worker process before its first sample.
-_WORKER_BYTES = 20_000_000
 _RUN_FILES = re.compile(r"checkpoint-\d+|final|metrics\.jsonl")
-# cgroup versions 2 and 1; a container sees its own limit.
-_CGROUP_LIMITS = (
-    "/sys/fs/cgroup/memory.max",
-    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-)
 
 
 def rule_problems(config: RunConfig) -> list[str]:
@@ -133,10 +126,7 @@ def _problems_of_length(config: RunConfig) -> Problems:
 
 
 def warmup_problems(train: TrainConfig, num_steps: int, length: str) -> Problems:
-    """A warmup that runs into the decay in a run of `num_steps`; messages say `length`.
-
-    A run that ends in its warmup, as short trials do, has none, and is told when it starts.
-    """
+    """A warmup that runs into the decay in a run of `num_steps`; messages say `length`."""
     decay = math.ceil(num_steps * (train.decay_ratio or 0))
     if train.warmup_steps < num_steps < train.warmup_steps + decay:
         yield (
@@ -177,14 +167,6 @@ def _problems_of_machine(config: RunConfig, device: str) -> Problems:
             "model.compute_dtype is bfloat16 but the device is the CPU, where Paddle has no "
             "bfloat16 kernels: set model.compute_dtype=float32 or run on a GPU"
         )
-    workers = config.data.num_workers
-    needed, available = workers * _WORKER_BYTES, machine_memory()
-    if needed > available:
-        yield (
-            f"data.num_workers {workers} would take {needed / 1e9:.0f} GB on each rank before any "
-            f"sample, and this machine has {available / 1e9:.0f} GB: a few for each of its "
-            f"{os.cpu_count()} cores are enough"
-        )
 
 
 def _problems_of_output(config: RunConfig) -> Problems:
@@ -205,15 +187,3 @@ def _problems_of_output(config: RunConfig) -> Problems:
             f"train.output_dir {output} already holds a run ({', '.join(found)}): continue it with "
             "train.resume_from_checkpoint=auto, or choose another folder"
         )
-
-
-def machine_memory() -> int:
-    """Bytes of memory and swap that the processes of this machine or container may use."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if " kB" in line}
-    swap = sizes.get("SwapTotal", 0)
-    total = sizes["MemTotal"] + swap
-    for file in map(Path, _CGROUP_LIMITS):
-        if file.is_file() and (text := file.read_text(encoding="ascii").strip()).isdigit():
-            total = min(total, int(text) + swap)
-    return total

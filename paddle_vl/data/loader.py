@@ -420,11 +420,8 @@ class PrefetchLoader(PrefetchingLoader):
         if self._num_epochs is not None and epoch >= self._num_epochs:
             raise NoBatchError
         rows = self._order.batch(epoch, number)
-        samples = np.hstack([*rows, []]).astype(np.int64).tolist()
-        files = ", ".join(map(str, getattr(self._dataset, "files", ())))
-        name, of_files = f"batch {number} of epoch {epoch}", f" (data: {files})" if files else ""
         arguments = rows, self._order.row_tokens, self._drop_last, epoch
-        return PendingBatch(name, samples=samples, sources=of_files), arguments
+        return PendingBatch(f"batch {number} of epoch {epoch}"), arguments
 
     def _place(self, sample: int) -> str:
         place = getattr(self._dataset, "place", "sample {}".format)

@@ -13,7 +13,6 @@ from paddle_vl.data.worker_pool import WorkerPool, WorkerProgress, current_sampl
 
 # Interval between calls of `while_waiting`.
 _CALL_S = 0.2
-_SHOWN_SAMPLES = 8
 Own = TypeVar("Own", bound="PrefetchingLoader")
 
 
@@ -27,14 +26,10 @@ class PendingBatch(NamedTuple):
     Attributes:
         name: for messages: `batch 3 of epoch 0`.
         pool: number of the pool that prepares it.
-        samples: its sample numbers, as far as they are known.
-        sources: what else is said of its data.
     """
 
     name: str
     pool: int = 0
-    samples: Sequence[int] = ()
-    sources: str = ""
 
 
 class PrefetchingLoader(ABC):
@@ -132,17 +127,13 @@ class PrefetchingLoader(ABC):
     def _described(
         self, batch: PendingBatch, workers: Sequence[WorkerProgress] | None, job: int
     ) -> str:
-        """Names a batch, its samples, and the process that prepares it.
+        """Names a batch, and the process that prepares it with its sample.
 
         Args:
             workers: progress of the workers; None where this process prepares the batch.
             job: its number among their jobs.
         """
         text = batch.name + (f" of data-parallel rank {self.rank}" if self.size > 1 else "")
-        shown = [self._place(number) for number in batch.samples[:_SHOWN_SAMPLES]]
-        if more := len(batch.samples) - len(shown):
-            shown.append(f"{more} more")
-        text += (f", made from {', '.join(shown)}" if shown else "") + batch.sources
         if workers is None:
             own = self._at(current_sample())
             return f"{text}; this process prepares it itself (data.num_workers is 0) and {own}"

@@ -15,13 +15,11 @@ from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse, IncompleteRead
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from pathlib import Path
-from threading import Event
 from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import shown
 from paddle_vl.files.text_file import locked, replacing
-from paddle_vl.threads import JoinedThread
 
 _PORTS = {"http": 80, "https": 443}
 _REDIRECTS, _MOST_REDIRECTS = (301, 302, 303, 307, 308), 5
@@ -38,14 +36,12 @@ class RemoteSettings:
     """What may be fetched.
 
     Attributes:
-        allow: whether anything is fetched (data.allow_remote).
         max_bytes: of one file.
         timeout_s: for one file, from connecting to the last byte, redirects included.
         cache: folder of fetched files.
         allowed_hosts: names or addresses of hosts that need not be public.
     """
 
-    allow: bool = False
     max_bytes: int = 1 << 26
     timeout_s: float = 30.0
     cache: Path = Path("~/.cache/paddle_vl/remote")
@@ -58,13 +54,10 @@ def fetch(address: str, settings: RemoteSettings) -> Path:
     Processes and threads that ask for the same address wait for the first.
 
     Raises:
-        BadSampleError: of kind `remote`: remote files are not allowed, the address or a redirect is
-            no http(s) or not public, the server refuses, or a limit is passed.
+        BadSampleError: of kind `remote`: the address or a redirect is no http(s) or not public, the
+            server refuses, or a limit is passed.
         OSError: the cache cannot be written.
     """
-    if not settings.allow:
-        reason = f"{shown(address)!r} is a remote file: {_SAVE_IT}, or set data.allow_remote: true"
-        raise BadSampleError("remote", reason)
     name = hashlib.sha256(address.encode()).hexdigest()
     file = settings.cache.expanduser() / name[:2] / name
     if not file.is_file():
@@ -147,24 +140,16 @@ def _answer(parts: SplitResult, settings: RemoteSettings, deadline: float) -> by
     """The body of a GET's answer, or where it leads."""
     host, port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
     plain = _connected(host, port, host in settings.allowed_hosts, deadline)
-    # Reading ends at the deadline, whatever trickles in; TLS takes the place of the plain socket.
-    with plain, plain.dup() as watched, closing(HTTPConnection(host, port)) as connection:
-        ended = Event()
-        watch = JoinedThread(target=_shut_at, args=(deadline, ended, watched), daemon=True)
-        watch.start()
-        try:
-            connection.sock = plain
-            if parts.scheme == "https":
-                context = ssl.create_default_context()
-                connection.sock = context.wrap_socket(plain, server_hostname=host)
-            query = f"?{quote(parts.query, safe=_KEPT)}" if parts.query else ""
-            path = quote(parts.path or "/", safe=_KEPT) + query
-            connection.request("GET", path, headers={"User-Agent": "paddle-vl"})
-            with connection.getresponse() as answer:
-                return _read(answer, settings.max_bytes, deadline)
-        finally:
-            ended.set()
-            watch.join()
+    with plain, closing(HTTPConnection(host, port)) as connection:
+        connection.sock = plain
+        if parts.scheme == "https":
+            context = ssl.create_default_context()
+            connection.sock = context.wrap_socket(plain, server_hostname=host)
+        query = f"?{quote(parts.query, safe=_KEPT)}" if parts.query else ""
+        path = quote(parts.path or "/", safe=_KEPT) + query
+        connection.request("GET", path, headers={"User-Agent": "paddle-vl"})
+        with connection.getresponse() as answer:
+            return _read(answer, settings.max_bytes, deadline)
 
 
 def _connected(host: str, port: int, is_allowed: bool, deadline: float) -> socket.socket:
@@ -195,12 +180,14 @@ def _read(answer: HTTPResponse, max_bytes: int, deadline: float) -> bytes | str:
     if answer.status != 200 or encoding:
         raise _RefusedError(f"the server says {answer.status} {answer.reason} {encoding or ''}")
     body = bytearray()
-    while len(body) + (answer.length or 0) <= max_bytes and (block := answer.read(_BLOCK)):
+    while len(body) + (answer.length or 0) <= max_bytes and (block := answer.read1(_BLOCK)):
         body += block
+        # The socket's own limit is between two blocks.
+        if time.monotonic() >= deadline:
+            raise TimeoutError
     if len(body) + (answer.length or 0) > max_bytes:
         raise _RefusedError(f"it has more than {max_bytes} bytes, the limit")
-    # An end of the connection without a length looks complete, also at the deadline.
-    if answer.length or time.monotonic() >= deadline:
+    if answer.length:
         raise IncompleteRead(bytes(body), answer.length)
     return bytes(body)
 
@@ -208,12 +195,6 @@ def _read(answer: HTTPResponse, max_bytes: int, deadline: float) -> bytes | str:
 def _seconds_to(deadline: float) -> float:
     # 0 would mean without waiting.
     return max(0.001, deadline - time.monotonic())
-
-
-def _shut_at(deadline: float, ended: Event, connection: socket.socket) -> None:
-    if not ended.wait(_seconds_to(deadline)):
-        with suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _failed(address: str, reason: str) -> BadSampleError:

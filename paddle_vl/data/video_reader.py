@@ -39,15 +39,6 @@ CONTAINERS = (
 )  # fmt: skip
 # 16384 x 8192; a larger frame is taken for an attack on memory.
 _MOST_PIXELS = 1 << 27
-# First bytes of formats that refer to other files.
-_NESTING = (
-    (b"#EXTM3U", "an HLS playlist"),
-    (b"ffconcat", "a concat script"),
-    (b"v=0", "a session description (SDP)"),
-    (b"<?xml", "XML, as playlists of DASH are"),
-    (b"<MPD", "a DASH playlist"),
-)
-
 # Sound formats are opened too, for the message that they have no picture.
 _OPTIONS = {
     "protocol_whitelist": "file",
@@ -55,7 +46,6 @@ _OPTIONS = {
 }
 
 _MOV = "mov,mp4"
-_MATROSKA = "matroska"
 _REMEDY = "copy or download it again, or re-encode it"
 
 
@@ -150,13 +140,11 @@ class VideoFile:
         """Open the stream and read its header.
 
         Raises:
-            BadSampleError: not a video, no frame in it, or the file is shorter than it states.
+            BadSampleError: not a video, or no frame in it.
             RuntimeError: PyAV is not installed.
         """
         self._path = path
         with _opened(path) as (container, stream):
-            if container.format.name.startswith(_MATROSKA):
-                _check_matroska_end(path)
             rate = stream.average_rate
             self.fps = None if rate is None else float(rate)
             self.num_frames = stream.frames
@@ -246,14 +234,6 @@ def _opened(path: Path) -> "Iterator[tuple[av.container.InputContainer, av.Video
             stream.codec_context.options = {"max_pixels": str(_MOST_PIXELS)}
             yield container, stream
     except FFmpegError as error:
-        with path.open("rb") as file:
-            head = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
-        if found := next((name for begin, name in _NESTING if head.startswith(begin)), None):
-            raise BadSampleError(
-                "unreadable_video",
-                f"the file is {found}, which refers to other files and is not opened; give the "
-                f"video itself, in one of the containers {', '.join(CONTAINERS)}",
-            ) from error
         # FFmpeg raises this for a format outside the whitelist.
         is_other = isinstance(error, ArgumentError)
         others = f", or convert it to one of {', '.join(CONTAINERS)}" if is_other else ""
@@ -306,37 +286,3 @@ def frame_rate(video: AnyVideo) -> float:
         )
         return DEFAULT_FPS
     return video.fps
-
-
-def _check_matroska_end(path: Path) -> None:
-    """Compare the stated size of the segment with the file: FFmpeg reads a cut file silently.
-
-    Source: RFC 8794 (EBML) and RFC 9559 (Matroska): the header element, then the segment.
-
-    Raises:
-        BadSampleError: the file ends before the segment.
-    """
-    with path.open("rb") as file:
-        head = file.read(4096)
-    header_size, after_header = _ebml_size(head, 4)
-    segment = after_header + header_size
-    if head[segment : segment + 4] != b"\x18\x53\x80\x67":
-        return
-    segment_size, start = _ebml_size(head, segment + 4)
-    # All bits set: a live recording of unknown size.
-    is_known = segment_size != (1 << 7 * (start - segment - 4)) - 1
-    found = path.stat().st_size
-    if is_known and start + segment_size > found:
-        raise BadSampleError(
-            "unreadable_video",
-            f"the file states {start + segment_size} bytes but has {found}: it is cut off; "
-            f"{_REMEDY}",
-        )
-
-
-def _ebml_size(head: bytes, at: int) -> tuple[int, int]:
-    """The variable-length size at a position, and the position after it."""
-    first = head[at] if at < len(head) else 0x80
-    length = 9 - first.bit_length()
-    value = int.from_bytes(head[at : at + length], "big") & ((1 << 7 * length) - 1)
-    return value, at + length

@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 import traceback
-import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -100,28 +99,14 @@ def note_sample(number: int | None) -> None:
     _cells[_SAMPLE] = _NOTHING if number is None else number
 
 
-# Hashes of what was said once, shared by this process and its workers. No lock, as a killed worker
-# would keep it: two processes may say the same at the same moment.
-_MOST_SAID = 1024
-_said: Any = None
 _asked: set[str] = set()
 
 
 def first_time(text: str) -> bool:
-    """Whether neither this process nor one of its workers has asked for the text before."""
-    if text in _asked:
-        return False
+    """Whether this process has not asked for the text before."""
+    is_first = text not in _asked
     _asked.add(text)
-    return _said is None or _is_unsaid(text)
-
-
-def _is_unsaid(text: str) -> bool:
-    number = zlib.crc32(text.encode(errors="surrogateescape")) + 1
-    for place, other in enumerate(_said):
-        if other in (0, number):
-            _said[place] = number
-            return other == 0
-    return True
+    return is_first
 
 
 class _Worker(NamedTuple):
@@ -143,13 +128,8 @@ class WorkerPool:
     """
 
     def __init__(self, shared: Sequence[Any], num_workers: int, first: int = 0):
-        global _said
         # "spawn": a fork of a process in which Paddle runs threads can hang.
         context = multiprocessing.get_context("spawn")
-        if _said is None:
-            _said = context.RawArray("q", _MOST_SAID)
-            for text in _asked:
-                _is_unsaid(text)
         self.num_jobs, self._first, self._is_broken = 0, first, False
         self._workers: list[_Worker] = []
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
@@ -160,7 +140,7 @@ class WorkerPool:
                 results, their_results = context.Pipe(duplex=False)
                 cells = context.RawArray("q", [_NOT_STARTED] * _CELLS)
                 process = context.Process(
-                    target=_work, args=(their_jobs, their_results, shared, cells, _said)
+                    target=_work, args=(their_jobs, their_results, shared, cells)
                 )
                 process.start()
                 # So that the pipes end with the worker.
@@ -280,13 +260,11 @@ def _kill(workers: Sequence[_Worker]) -> None:
         worker.process.join()
 
 
-def _work(
-    jobs: Connection, results: Connection, shared: Sequence[Any], cells: Any, said: Any
-) -> None:
+def _work(jobs: Connection, results: Connection, shared: Sequence[Any], cells: Any) -> None:
     """Do the jobs that come through a pipe until it is closed."""
-    global _cells, _said
+    global _cells
     cells[:] = [_NOTHING] * _CELLS
-    _cells, _said = cells, said
+    _cells = cells
     Watch(_exit_with_parent, "exit-with-parent").start()
     with suppress(EOFError, OSError):
         while True:

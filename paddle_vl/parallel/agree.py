@@ -9,7 +9,7 @@ consists of all-gathers, and every rank gets the same result.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,20 +19,10 @@ from xxhash import xxh3_64_hexdigest
 from paddle_vl.parallel.collectives import gathered_arrays
 from paddle_vl.parallel.store.membership import ranks_text
 
-_JSON_TYPES = (str, int, float, bool, type(None))
-
 
 def gather_values(value: Any, group=None) -> list[Any]:
-    """All-gather one JSON value per rank; in the order of the group.
-
-    Args:
-        value: of JSON types; may differ per rank.
-        group: default all ranks.
-
-    Raises:
-        TypeError: the value contains another type, such as a tuple or an array.
-    """
-    _check_json(value, "the value")
+    """All-gather one value of JSON types per rank, which may differ; in the order of the group,
+    by default of all ranks."""
     return [json.loads(text) for text in gather_bytes(json.dumps(value).encode(), group)]
 
 
@@ -75,18 +65,16 @@ def check_settings_agree(settings: Mapping[str, Any], where: str) -> None:
     Raises:
         ValueError: on every rank; names each key that differs with the values of all ranks.
     """
-    everyone = gather_values(dict(settings))
-    differing = []
-    for key in _differing(everyone):
-        values = [settings.get(key) for settings in everyone]
-        by_rank = ", ".join(f"rank {rank} {value!r}" for rank, value in enumerate(values))
-        differing.append(f"{key} ({by_rank})")
-    if differing:
-        raise ValueError(
-            f"{where}: the ranks of this run do not have the same configuration: "
-            + "; ".join(differing)
-            + ". Start all of them with the same file and the same overrides"
-        )
+
+    def told(values: list[Any]) -> str:
+        return ", ".join(f"rank {rank} {value!r}" for rank, value in enumerate(values))
+
+    _check_agree(
+        settings,
+        f"{where}: the ranks of this run do not have the same configuration",
+        told,
+        "Start all of them with the same file and the same overrides",
+    )
 
 
 def check_fields_agree(fields: Mapping[str, bool], where: str) -> None:
@@ -102,18 +90,18 @@ def check_fields_agree(fields: Mapping[str, bool], where: str) -> None:
     Raises:
         ValueError: on every rank; names each field that only some have, and those ranks.
     """
-    everyone = gather_values({name: True for name, is_there in fields.items() if is_there})
-    differing = []
-    for name in _differing(everyone):
-        have = [rank for rank, fields in enumerate(everyone) if name in fields]
-        lack = [rank for rank, fields in enumerate(everyone) if name not in fields]
-        differing.append(f"{name} ({ranks_text(have)} with it, {ranks_text(lack)} without)")
-    if differing:
-        raise ValueError(
-            f"{where}: the ranks of this run do not have the same optional fields in their "
-            "data: " + "; ".join(differing) + ". Give all of them the same kinds of data; a field "
-            "that a sample has nothing for is there all the same, and masked"
-        )
+
+    def told(values: list[Any]) -> str:
+        have, lack = ([r for r, has in enumerate(values) if bool(has) is x] for x in (True, False))
+        return f"{ranks_text(have)} with it, {ranks_text(lack)} without"
+
+    _check_agree(
+        {name: True for name, is_there in fields.items() if is_there},
+        f"{where}: the ranks of this run do not have the same optional fields in their data",
+        told,
+        "Give all of them the same kinds of data; a field that a sample has nothing for is there "
+        "all the same, and masked",
+    )
 
 
 def check_data_agree(stream: Mapping[str, Any], where: str) -> None:
@@ -127,37 +115,32 @@ def check_data_agree(stream: Mapping[str, Any], where: str) -> None:
         ValueError: on every rank; names each key that differs, and the ranks that differ from
             rank 0.
     """
-    own = {name: xxh3_64_hexdigest(json.dumps(value).encode()) for name, value in stream.items()}
-    everyone = gather_values(own)
-    differing = []
-    for name in _differing(everyone):
-        hashes = [values.get(name) for values in everyone]
-        others = [rank for rank, value in enumerate(hashes) if value != hashes[0]]
-        differing.append(f"{name} ({ranks_text(others)} unlike rank 0)")
+
+    def told(values: list[Any]) -> str:
+        others = [rank for rank, value in enumerate(values) if value != values[0]]
+        return f"{ranks_text(others)} unlike rank 0"
+
+    _check_agree(
+        {name: xxh3_64_hexdigest(json.dumps(value).encode()) for name, value in stream.items()},
+        f"{where}: the ranks of this run do not read the same data",
+        told,
+        "Give all machines the same data files",
+    )
+
+
+def _check_agree(
+    own: Mapping[str, Any], problem: str, told: Callable[[list[Any]], str], remedy: str
+) -> None:
+    """Raise ValueError for keys whose values differ between ranks; a missing one counts as None."""
+    everyone = gather_values(dict(own))
+    by_key = {
+        key: [values.get(key) for values in everyone]
+        for key in sorted({key for values in everyone for key in values})
+    }
+    differing = [
+        f"{key} ({told(values)})"
+        for key, values in by_key.items()
+        if any(value != values[0] for value in values)
+    ]
     if differing:
-        raise ValueError(
-            f"{where}: the ranks of this run do not read the same data: {'; '.join(differing)}. "
-            "Give all machines the same data files"
-        )
-
-
-def _differing(everyone: list[Mapping[str, Any]]) -> list[str]:
-    """Sorted keys whose values differ between ranks; a missing one counts as None."""
-    keys = sorted({key for values in everyone for key in values})
-    return [key for key in keys if any(v.get(key) != everyone[0].get(key) for v in everyone)]
-
-
-def _check_json(value: Any, place: str) -> None:
-    if type(value) is list:
-        for number, each in enumerate(value):
-            _check_json(each, f"{place}[{number}]")
-    elif type(value) is dict:
-        for key, each in value.items():
-            if type(key) is not str:
-                raise TypeError(f"{place} has the key {key!r}; keys of JSON are text")
-            _check_json(each, f"{place}[{key!r}]")
-    elif type(value) not in _JSON_TYPES:
-        raise TypeError(
-            f"{place} is of {type(value).__name__}; ranks exchange JSON: convert it to "
-            "text, numbers, lists and dictionaries"
-        )
+        raise ValueError(f"{problem}: {'; '.join(differing)}. {remedy}")

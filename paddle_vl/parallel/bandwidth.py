@@ -12,8 +12,6 @@ numbers of ranks compare. For n ranks and S bytes of the larger buffer in t seco
 Source: NVIDIA's nccl-tests, doc/PERFORMANCE.md.
 """
 
-import os
-import socket
 import time
 from collections.abc import Callable
 from itertools import combinations
@@ -22,17 +20,11 @@ from typing import Any, NamedTuple
 import paddle
 import paddle.distributed as dist
 from paddle import Tensor
-from paddle.base import core
-from paddle.distributed.communication.group import Group
 
 from paddle_vl.parallel.degrees import ParallelDegrees
-from paddle_vl.parallel.gloo_fleet import install
-from paddle_vl.parallel.gloo_fleet.peers import register_group
 from paddle_vl.parallel.topology import initialize
 
 _TIMES = 5
-# Not a number that fleet gives to one of its groups.
-_ALONE = 8191
 
 
 class Measure(NamedTuple):
@@ -56,17 +48,14 @@ def measure_bandwidth(num_ranks: int, elements: int, timeout_s: float) -> list[M
     """Measure all operations over all ranks. Called by every rank.
 
     Args:
-        num_ranks: with 1 there are no links, and the communication library alone is tried.
+        num_ranks: at least 2.
         elements: float32 values of the larger buffer; `num_ranks` divides it.
 
     Returns:
         The measures, with the time of the slowest rank; the same on every rank.
     """
-    if num_ranks == 1:
-        group, rank = _group_of_one(timeout_s), 0
-    else:
-        topology = initialize(ParallelDegrees(dp_degree=num_ranks), timeout_s=timeout_s)
-        group, rank = topology.dp_group, topology.rank
+    topology = initialize(ParallelDegrees(dp_degree=num_ranks), timeout_s=timeout_s)
+    group, rank = topology.dp_group, topology.rank
     n = num_ranks
     part = elements // n
     own = paddle.full([elements], float(rank + 1))
@@ -102,33 +91,6 @@ def measure_bandwidth(num_ranks: int, elements: int, timeout_s: float) -> list[M
         for sender, receiver in ((low, high), (high, low)):
             found.append(_message(sender, receiver, elements, group, rank))
     return found
-
-
-class _Alone(Group):
-    """Paddle counts nobody as a member of a group of one, and would do nothing."""
-
-    def is_member(self) -> bool:
-        return True
-
-
-def _group_of_one(timeout_s: float) -> Group:
-    """This process alone over NCCL, or gloo on a CPU; Paddle's own set-up makes no such group."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    # Which a launcher does not set for one rank.
-    own = {"ID": "0", "ENDPOINTS": address}
-    os.environ.update({f"PADDLE_TRAINER_{name}": value for name, value in own.items()})
-    os.environ.update(PADDLE_TRAINERS_NUM="1", PADDLE_CURRENT_ENDPOINT=address)
-    store = core.create_or_get_global_tcp_store()
-    if paddle.get_device().startswith("cpu"):
-        install()
-        made = core.ProcessGroupGloo.create(store, 0, 1, _ALONE)
-        register_group(made, _ALONE, [0])
-    else:
-        nccl: Any = core
-        made = nccl.ProcessGroupNCCL.create(store, 0, 1, _ALONE, int(1000 * timeout_s), 0, None)
-    return _Alone(0, _ALONE, [0], made, "alone")
 
 
 def _message(sender: int, receiver: int, elements: int, group: Any, rank: int) -> Measure:

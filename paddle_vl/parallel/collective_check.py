@@ -17,11 +17,10 @@ between pipeline stages are recorded but not checked.
 
 import math
 import os
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
-from paddle_vl.parallel.gloo_fleet.peers import peer_error
 from paddle_vl.parallel.recorder import (
     Collective,
     Recording,
@@ -29,7 +28,7 @@ from paddle_vl.parallel.recorder import (
     is_in_backward,
     observed,
 )
-from paddle_vl.parallel.store.membership import Membership, of_this_process
+from paddle_vl.parallel.store.membership import Membership, of_this_process, ranks_text
 from paddle_vl.parallel.store.rendezvous import meet
 
 VARIABLE = "PADDLE_VL_CHECK_COLLECTIVES"
@@ -43,24 +42,23 @@ def check_collectives(timeout: float = 60.0) -> Iterator[Recording]:
     """Record and compare collectives inside the block; all ranks enter and leave it together.
 
     Args:
-        timeout: seconds to wait for a rank that neither reaches a collective nor leaves.
+        timeout: seconds to wait for a rank at a collective, and at the end of the block.
 
     Raises:
         RuntimeError: on every rank that starts a collective or leaves: ranks of a group started
-            different collectives, one left or failed while others wait for it, or the time is
-            over. The message has each rank's collective, its place in the program and its phase.
+            different collectives, or one of them has ended or does not come. The message has each
+            rank's collective, its place in the program and its phase.
     """
     check = _Check(timeout)
-    try:
-        with observed(lambda call: check.recording.calls.append(check.meet(call))):
+    with observed(lambda call: check.recording.calls.append(check.meet(call))):
+        try:
             yield check.recording
-        check.leave()
-    except BaseException as error:
-        if check.problem is None:
-            check.fail(error)
-            raise
-        # Paddle hides an exception of a backward pass in its own traceback.
-        raise RuntimeError(check.problem) from error
+        except BaseException as error:
+            # Paddle hides an exception of a backward pass in its own traceback.
+            if check.problem is None or check.problem is error:
+                raise
+            raise check.problem from error
+    check.leave()
 
 
 def check_run_if_asked() -> None:
@@ -93,31 +91,49 @@ class _Check:
     def __init__(self, timeout: float):
         global _num_checks
         _num_checks += 1
-        self.recording, self.problem = Recording(), None
+        self.recording = Recording()
+        self.problem: RuntimeError | None = None
         meet()
         own = of_this_process[0]
         # A connection of its own, which waits for the other ranks.
         self._store = Membership(own.rank, own.num_ranks, own.host, own.port, timeout)
-        self._name, self._timeout = str(_num_checks), timeout
+        self._name, self._timeout = _num_checks, timeout
+        self._numbers: Counter[Sequence[int]] = Counter()
 
     def meet(self, call: Collective) -> Collective:
-        """Report a collective, and wait until all its ranks have; returns it with its phase."""
+        """Compare a collective with the other ranks'; returns it with its phase."""
         phase = self.recording.phase or ("backward" if is_in_backward() else "")
         call = call._replace(phase=phase)
         if not call.is_message:
+            self._numbers[call.ranks] += 1
+            here = f"collective {self._numbers[call.ranks]} of ranks {list(call.ranks)}"
             shown = f"{call.describe()}, called from {caller()}"
-            self._ask(meet=[call.ranks, repr(call.agreed), shown, self._timeout])
+            self._compare(here, call.ranks, repr(call.agreed), shown)
         return call
 
     def leave(self) -> None:
-        """Leave the checked section, and wait until all ranks have."""
-        self._ask(leave=[self._store.num_ranks, self._timeout])
+        """Leave the checked section, when all ranks have come to its end."""
+        end = "end of the checked section"
+        self._compare(end, range(self._store.num_ranks), end, "leaves")
 
-    def fail(self, error: BaseException) -> None:
-        """Report why this rank starts no further collectives."""
-        self._ask(fail=[f"failed with {type(error).__name__}: {error}"])
+    def _compare(self, here: str, ranks: Sequence[int], agreed: str, shown: str) -> None:
+        request = [f"{self._name} {here}", list(ranks), [agreed, shown, here], self._timeout]
+        answer = self._store.ask({"meet": request}, None)
+        # Different plans, each with its ranks.
+        alike = defaultdict(list)
+        plans = {int(rank): plan for rank, plan in answer["values"].items()}
+        for rank, (plan, _, _) in sorted(plans.items()):
+            alike[plan].append(rank)
+        told = "; ".join(f"{ranks_text(of)} {plans[of[0]][1]}" for of in alike.values())
+        if answer["last"]:
+            rank, last = next((int(rank), last) for rank, last in answer["last"].items())
+            late = f"has not come within {self._timeout:g} s"
+            has = "has ended" if rank in answer["ended"] else late
+            before = f"its last collective: {last[1]}, {last[2]}" if last else "it reached none"
+            self._raise(f"{here}: {told}; rank {rank} {has}; {before}")
+        if len(alike) > 1:
+            self._raise(f"{here}: the ranks are about to do different things: {told}")
 
-    def _ask(self, **request: Any) -> None:
-        self.problem = self._store.ask({"section": self._name, **request}, None)["problem"]
-        if self.problem is not None:
-            raise peer_error(self.problem)
+    def _raise(self, problem: str) -> None:
+        self.problem = RuntimeError(problem)
+        raise self.problem

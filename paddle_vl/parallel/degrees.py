@@ -7,12 +7,14 @@ nor other ranks: `plan_problems` runs before anything is built.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
+from types import SimpleNamespace
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from paddle_vl.config.families import EncoderShape, ModelShape
 from paddle_vl.config.parallel_settings import MeshSettings
+from paddle_vl.config.section import settings_without_effect
 
 AXES = ("dp", "mp", "pp", "sharding")
 Problems = Iterator[str]
@@ -58,7 +60,9 @@ class Plan:
 
 def plan_problems(plan: Plan) -> list[str]:
     """All problems of a plan, the same on every rank."""
-    return [problem for rule in _RULES for problem in rule(plan)]
+    run: Any = SimpleNamespace(parallel=plan.degrees)
+    idle = settings_without_effect(run, plan.degrees, "parallel.")
+    return [*idle, *(problem for rule in _RULES for problem in rule(plan))]
 
 
 def _mesh(plan: Plan) -> Problems:
@@ -70,17 +74,6 @@ def _mesh(plan: Plan) -> Problems:
             f"{plan.num_processes} rank{'s' if plan.num_processes > 1 else ''}: the product "
             "must equal it"
         )
-    if degrees.sequence_parallel and degrees.mp_degree == 1:
-        yield (
-            "parallel.sequence_parallel is true but parallel.mp_degree is 1: it shards token rows "
-            "over the mp ranks; set mp_degree to 2 or more, or sequence_parallel to false"
-        )
-    if degrees.sharding_stage > 1 and degrees.sharding_degree == 1:
-        yield (
-            f"parallel.sharding_stage is {degrees.sharding_stage} but parallel.sharding_degree is "
-            "1, so there are no ranks to shard over: set sharding_degree to 2 or more, or remove "
-            "sharding_stage"
-        )
     if degrees.sharding_stage > 1 and degrees.pp_degree > 1:
         yield (
             f"parallel.sharding_stage {degrees.sharding_stage} with parallel.pp_degree "
@@ -90,36 +83,14 @@ def _mesh(plan: Plan) -> Problems:
 
 
 def _schedule(plan: Plan) -> Problems:
-    """The pipeline's schedule, its virtual stages and the shapes of its messages."""
+    """The pipeline's schedule and its virtual stages."""
     degrees = plan.degrees
     schedule, virtual = degrees.pp_schedule, degrees.num_virtual_stages
-    if virtual > 1 and degrees.pp_degree < 3:
-        yield (
-            f"parallel.num_virtual_stages is {virtual} but parallel.pp_degree is "
-            f"{degrees.pp_degree}: virtual stages need a pipeline of 3 ranks or more; set "
-            "pp_degree to 3 or more, or num_virtual_stages to 1"
-        )
     if schedule in ("fthenb", "balanced_memory") and virtual == 1:
         yield (
             f"parallel.pp_schedule is {schedule} but parallel.num_virtual_stages is 1: it is a "
             "schedule of virtual stages; set num_virtual_stages to 2 or more, or pp_schedule to "
             "1f1b"
-        )
-    if schedule == "dualpipev" and degrees.pp_degree == 1:
-        yield (
-            "parallel.pp_schedule is dualpipev but parallel.pp_degree is 1: set pp_degree to 2 or "
-            "more, or remove pp_schedule"
-        )
-    if schedule == "dualpipev" and virtual > 1:
-        yield (
-            f"parallel.pp_schedule is dualpipev and parallel.num_virtual_stages is {virtual}: it "
-            "always has two model chunks on each rank; set num_virtual_stages to 1"
-        )
-    if degrees.pp_shapes != "static" and (schedule != "1f1b" or virtual > 1):
-        yield (
-            f"parallel.pp_shapes is {degrees.pp_shapes} with parallel.pp_schedule {schedule} and "
-            f"num_virtual_stages {virtual}: only 1f1b without virtual stages takes messages of "
-            "changing size; set pp_shapes to static, which pads the smaller micro-batches of a step"
         )
     each, what = virtual, f"num_virtual_stages {virtual}"
     if schedule == "dualpipev":
@@ -214,24 +185,7 @@ def _colocated(plan: Plan) -> Problems:
     degrees, world = plan.degrees, plan.degrees.num_processes
     if degrees.schedule != "colocated":
         return
-    if degrees.pp_degree == 1:
-        yield (
-            "parallel.schedule is colocated but parallel.pp_degree is 1: it separates the encoder "
-            "from the stages of a pipeline; set pp_degree to 2 or more, or schedule to plain"
-        )
     encoder = degrees.encoder
-    if encoder.pp_degree > 1:
-        yield (
-            f"parallel.encoder.pp_degree is {encoder.pp_degree}: the encoder runs without a "
-            "pipeline, on all ranks at once; set it to 1, and divide the encoder by "
-            "parallel.encoder.mp_degree"
-        )
-    if encoder.cp_degree > 1:
-        yield (
-            f"parallel.encoder.cp_degree is {encoder.cp_degree}: a context-parallel encoder is not "
-            "supported, an image is one sequence of its own; set it to 1, and divide the encoder "
-            "by parallel.encoder.mp_degree"
-        )
     dp, mp = encoder.dp_degree, encoder.mp_degree
     lanes, data = world // mp, degrees.dp_degree * degrees.sharding_degree
     if world % mp:

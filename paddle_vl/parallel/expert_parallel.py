@@ -28,16 +28,8 @@ def shard_experts(group, make: Callable[[int], Experts], num_experts: int) -> Ex
     """This rank's experts of a layer, with the exchange of rows; `make(n)` builds n experts.
 
     Args:
-        group: of ranks with different samples.
-
-    Raises:
-        ValueError: the number of ranks does not divide the number of experts.
+        group: of ranks with different samples; their number divides `num_experts`.
     """
-    if num_experts % group.nranks:
-        raise ValueError(
-            f"text_config.num_experts {num_experts} does not divide by parallel.ep_degree "
-            f"{group.nranks}: every rank holds equally many; choose another ep_degree"
-        )
     experts = make(num_experts // group.nranks)
     experts.num_experts = num_experts
     experts.exchange = RowExchange(group, num_experts)

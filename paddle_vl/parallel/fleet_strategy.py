@@ -1,15 +1,14 @@
 """Fleet's `DistributedStrategy` of a run: degrees, defaults of this package, options of the user.
 
 `parallel.fleet` passes options to `mp_configs`, `pp_configs` and `sharding_configs`, under the
-names of the installed Paddle. Options that a setting of this package controls, or that are known to
-be wrong here, are refused with the reason.
+names of Paddle 3.3. Options that a setting of this package controls, that have no effect here or
+that are wrong here (see docs/fleet.md) are not passed.
 """
 
 import difflib
 from typing import Any
 
 import paddle
-from google.protobuf.descriptor import FieldDescriptor
 from paddle.distributed import fleet
 from paddle.distributed.fleet.utils import log_util
 
@@ -17,79 +16,31 @@ from paddle_vl.config.parallel_settings import FleetConfig
 from paddle_vl.parallel.degrees import AXES, ParallelDegrees, Problems
 
 _SECTIONS = {"mp_configs": "mp", "pp_configs": "pp", "sharding_configs": "sharding"}
-
-_NOT_RUN = (
-    "belongs to HybridParallelOptimizer.step, which does not run here: replicated parameters stay "
-    "equal because their gradients are summed"
-)
-_OUTSIDE = (
-    "overlaps the all-reduce of parameters that the PipelineLayer registers, and the model stays "
-    "outside of it: remove it, gradients are summed after a pipeline's last micro-batch"
-)
-_RELEASE = (
-    "has the sharding optimizer release gradients, which crashes in paddlepaddle 3.3.1 together "
-    "with dp, and allows one micro-batch only; without a pipeline sharding_stage=2 shards them"
-)
-_REFUSED = {
-    "mp_configs": {
-        **dict.fromkeys(("sync_param", "sync_grad", "sync_moment", "sync_mode"), _NOT_RUN),
-        "need_broadcast_data": "is off here: every rank reads its own batches",
-    },
-    "pp_configs": {
-        **dict.fromkeys(("sync_param", "sync_moment", "sync_mode"), _NOT_RUN),
-        **dict.fromkeys(("dp_comm_overlap", "sharding_comm_overlap"), _OUTSIDE),
-        "delay_scale_loss": "is on here: losses are divided by the counts of the full step",
-        "release_gradients": _RELEASE,
-        "enable_dynamic_shape": "is decided by parallel.pp_shapes",
-        "use_dualpipev": "is decided by parallel.pp_schedule",
-        "forward_backward_overlap_scheduler": "needs layers that fleet can run node by node, which "
-        "those of this package are not",
-    },
-    "sharding_configs": {
-        "split_param": "is on here, which is DygraphShardingOptimizerV2: without it rates and "
-        "decay of single parameters are ignored as soon as gradients are fused",
-        "tensor_fusion": "belongs to fleet's first sharding optimizer, which ignores the rates of "
-        "single parameters; the second one fuses always",
-        "accumulate_steps": "is train.gradient_accumulation_steps",
-        "release_gradients": _RELEASE,
-        "free_grads_in_comm": "needs release_gradients, which is refused",
-        "fuse_optimizer": "belongs to fleet's first sharding optimizer, and has no effect here; "
-        "use enable_fuse_optimizer_states",
-        "offload_opt_buffer_size": "marks parameters for an optimizer that this Paddle has not "
-        "got, and has no effect",
-    },
-}
+_OPTIONS = {
+    "mp_configs": (
+        "mp_async_allreduce", "mp_skip_c_identity", "mp_fused_linear_param_grad_add",
+        "recompute_allgather", "sp_async_reduce_scatter",
+    ),
+    "pp_configs": (
+        "enable_timer", "profiling", "overlap_p2p_comm", "clear_every_step_cache",
+        "use_batch_p2p_comm", "best_unbalanced_scheduler", "enable_offload_queue",
+    ),
+    "sharding_configs": (
+        "comm_overlap", "use_reduce_avg", "comm_buffer_size_MB", "enable_fuse_optimizer_states",
+    ),
+}  # fmt: skip
 # Overlap options of mp_configs that require another option.
 _NEED = {
     "mp_skip_c_identity": "mp_async_allreduce",
     "mp_fused_linear_param_grad_add": "mp_async_allreduce",
     "recompute_allgather": "sp_async_reduce_scatter",
 }
-_NO_MESSAGES = "is a group of NCCL settings; set NCCL's environment variables instead"
-_KINDS = {
-    FieldDescriptor.CPPTYPE_BOOL: bool,
-    FieldDescriptor.CPPTYPE_INT32: int,
-    FieldDescriptor.CPPTYPE_INT64: int,
-    FieldDescriptor.CPPTYPE_FLOAT: float,
-    FieldDescriptor.CPPTYPE_STRING: str,
-}
 
 
 def fleet_problems(options: FleetConfig, degrees: ParallelDegrees) -> Problems:
-    """Problems of `parallel.fleet`: options that are unknown, refused, or without effect."""
+    """Problems of `parallel.fleet`: options that are not passed, mistyped, or without effect."""
     for section, values in options.model_dump().items():
         axis = _SECTIONS[section]
-        if values and degrees.degree(axis) == 1:
-            yield (
-                f"parallel.fleet.{section} has {', '.join(values)} but parallel.{axis}_degree "
-                f"is 1: it has no effect; remove it, or set {axis}_degree"
-            )
-        if values and axis == "sharding" and degrees.sharding_stage > 1:
-            yield (
-                f"parallel.fleet.{section} has {', '.join(values)} but parallel.sharding_stage is "
-                f"{degrees.sharding_stage}: fleet shards at stage 1 only; remove it, or set "
-                "sharding_stage=1"
-            )
         if axis == "sharding":
             yield from _sharding_problems(values, degrees)
         if axis == "mp" and degrees.mp_degree > 1:
@@ -138,18 +89,12 @@ def _sharding_problems(values: dict[str, Any], degrees: ParallelDegrees) -> Prob
 
 
 def _option_problem(section: str, name: str, value: Any) -> str | None:
-    fields = _message(_new_strategy(), section).DESCRIPTOR.fields_by_name
-    refused = _REFUSED[section]
-    if name not in fields:
-        known = [each for each in fields if each not in refused]
+    known = _OPTIONS[section]
+    if name not in known:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-        return f"is not known to fleet of paddlepaddle {paddle.__version__}; the nearest is {near}"
-    if name in refused:
-        return refused[name]
-    if fields[name].cpp_type not in _KINDS:
-        return _NO_MESSAGES
-    kind = _KINDS[fields[name].cpp_type]
-    if type(value) is not kind and not (kind is float and type(value) is int):
+        return f"is unknown, or decided or ruled out by this package; the nearest option is {near}"
+    kind = int if name == "comm_buffer_size_MB" else bool
+    if type(value) is not kind:
         return f"is {value!r}; its type is {kind.__name__}"
     return None
 
@@ -199,15 +144,13 @@ def fleet_strategy(degrees: ParallelDegrees, options: FleetConfig | None = None)
 
 def effective_options(strategy: Any) -> dict[str, dict[str, Any]]:
     """All options of the three sections, for run.json."""
-    messages = {section: _message(strategy, section) for section in _SECTIONS}
-    return {
-        section: {
-            field.name: getattr(message, field.name)
-            for field in message.DESCRIPTOR.fields
-            if field.cpp_type in _KINDS
-        }
-        for section, message in messages.items()
-    }
+    found = {}
+    for section in _SECTIONS:
+        message = _message(strategy, section)
+        values = {each.name: getattr(message, each.name) for each in message.DESCRIPTOR.fields}
+        # Without groups of NCCL settings.
+        found[section] = {n: v for n, v in values.items() if isinstance(v, (int, float, str))}
+    return found
 
 
 def _new_strategy() -> Any:

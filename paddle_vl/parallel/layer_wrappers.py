@@ -45,16 +45,12 @@ def wrap_layer(layer: nn.Layer, level: int, wrapper: Wrapper) -> None:
     """Run each forward of a layer as `wrapper(forward, *inputs)`.
 
     Args:
-        level: a `Level`; wrappers of higher levels are outside.
-
-    Raises:
-        ValueError: the layer has a wrapper of this level.
+        level: a `Level` that the layer has no wrapper of; higher levels are outside.
     """
     if not isinstance(layer, WrappedLayer):
         layer.__class__ = _wrapped_class(type(layer))
         layer.wrappers = {}
-    if level in layer.wrappers:
-        raise ValueError(f"{layer.full_name()} is wrapped by {layer.wrappers[level]} already")
+    assert level not in layer.wrappers, f"{layer.full_name()} is wrapped already"
     layer.wrappers[level] = wrapper
 
 

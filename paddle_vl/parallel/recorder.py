@@ -24,7 +24,7 @@ from paddle import Tensor, _C_ops
 from paddle.base import core
 from paddle.distributed import collective
 
-from paddle_vl.parallel.gloo_fleet import peers
+from paddle_vl.parallel.gloo_fleet import groups as gloo_groups
 
 _MESSAGES = ("send", "recv")
 # Ranks may contribute tensors of different length.
@@ -83,72 +83,53 @@ class Collective(NamedTuple):
         return f"{what} in {self.phase}" if self.phase else what
 
 
-class _Call(NamedTuple):
-    """A method of process groups, or an operator that communicates without one.
-
-    Attributes:
-        kind: of the collective.
-        tensor: position of the argument that this rank contributes or receives; None for none. The
-            group, a method's first argument, is not counted.
-        peer: position of the argument that names the other rank of a message, within the group.
-        num_slices: position of the number of slices, of which one is communicated.
-        swapped: number of arguments below which it is Paddle's older overload, with the first two
-            arguments swapped.
-        group: of an operator, position of the group's id.
-        times: number of its collectives.
-        rows: whether they have one element per row.
-    """
-
-    kind: str
-    tensor: int | None = 0
-    peer: int | None = None
-    num_slices: int | None = None
-    swapped: int = 0
-    group: int | None = None
-    times: int = 1
-    rows: bool = False
-
-
-_METHODS = {
-    "all_reduce": _Call("all_reduce", 0),
-    "allreduce": _Call("all_reduce", 0),
-    "reduce": _Call("reduce", 0),
-    "broadcast": _Call("broadcast", 0),
-    "all_gather": _Call("all_gather", 1, swapped=3),
-    "all_gather_into_tensor": _Call("all_gather", 1),
-    "all_gather_partial": _Call("all_gather", 1, num_slices=2),
-    "reduce_scatter": _Call("reduce_scatter", 1),
-    "reduce_scatter_tensor": _Call("reduce_scatter", 1),
-    "all_to_all": _Call("alltoall", 1),
-    "all_to_all_tensor": _Call("alltoall", 1),
-    "alltoall": _Call("alltoall", 0),
-    "all_to_all_single": _Call("alltoall_single", 1),
-    "alltoall_single": _Call("alltoall_single", 0),
-    "scatter": _Call("scatter", 0, swapped=4),
-    "scatter_tensor": _Call("scatter", 0),
-    "gather": _Call("gather", 0),
-    "send": _Call("send", 0, peer=1),
-    "send_partial": _Call("send", 0, peer=1, num_slices=2),
-    "recv": _Call("recv", 0, peer=1),
-    "recv_partial": _Call("recv", 0, peer=1, num_slices=2),
-    "barrier": _Call("barrier", None),
+# By method of process groups: kind of its collective, and position of the argument that this rank
+# contributes or receives; the group, a method's first argument, is not counted. Of a message the
+# second argument is the other rank's number within the group.
+_METHODS: dict[str, tuple[str, int | None]] = {
+    "all_reduce": ("all_reduce", 0),
+    "allreduce": ("all_reduce", 0),
+    "reduce": ("reduce", 0),
+    "broadcast": ("broadcast", 0),
+    "all_gather": ("all_gather", 1),
+    "all_gather_into_tensor": ("all_gather", 1),
+    "all_gather_partial": ("all_gather", 1),
+    "reduce_scatter": ("reduce_scatter", 1),
+    "reduce_scatter_tensor": ("reduce_scatter", 1),
+    "all_to_all": ("alltoall", 1),
+    "all_to_all_tensor": ("alltoall", 1),
+    "alltoall": ("alltoall", 0),
+    "all_to_all_single": ("alltoall_single", 1),
+    "alltoall_single": ("alltoall_single", 0),
+    "scatter": ("scatter", 0),
+    "scatter_tensor": ("scatter", 0),
+    "gather": ("gather", 0),
+    "send": ("send", 0),
+    "send_partial": ("send", 0),
+    "recv": ("recv", 0),
+    "recv_partial": ("recv", 0),
+    "barrier": ("barrier", None),
 }
 _ON_CALC_STREAM = "_on_calc_stream"
+# Paddle's older overloads have the first two arguments swapped, and fewer arguments than this.
+_SWAPPED_BELOW = {"all_gather": 3, "scatter": 4}
+# Of these methods the third argument is the number of slices of which one is communicated.
+_PARTIAL = "_partial"
 # Methods without communication, or whose messages are recorded individually.
 _SILENT_METHODS = {
     "rank", "size", "name", "_start_coalescing", "_end_coalescing", "eager_connect",
     "eager_connect_ring_exchange", "create", "create_default_device", "get_comm_name",
     "_pybind11_conduit_v1_",
 }  # fmt: skip
-# Operators that fleet calls in dynamic graphs.
+# Operators that fleet calls in dynamic graphs and that communicate without a process group: kind,
+# and position of the group's id; the first argument is contributed.
 _OPERATORS = {
-    "c_concat": _Call("all_gather", group=3),
-    "all_gather": _Call("all_gather", group=1),
-    "all_reduce": _Call("all_reduce", group=1),
-    "all_reduce_": _Call("all_reduce", group=1),
-    "mp_allreduce_sum": _Call("all_reduce", group=1),
-    # The largest logit, the logit of the target, and the sum of the exponentials.
-    "c_softmax_with_cross_entropy": _Call("all_reduce", group=3, times=3, rows=True),
+    "c_concat": ("all_gather", 3),
+    "all_gather": ("all_gather", 1),
+    "all_reduce": ("all_reduce", 1),
+    "all_reduce_": ("all_reduce", 1),
+    "mp_allreduce_sum": ("all_reduce", 1),
+    "c_softmax_with_cross_entropy": ("all_reduce", 3),
 }
 
 Observe = Callable[[Collective], object]
@@ -208,19 +189,16 @@ def _sites() -> Iterator[tuple[Any, str, Callable[..., list[Collective]]]]:
     """Owner and name of each function to replace, and a function that describes its calls."""
     for owner in [core.ProcessGroup, *core.ProcessGroup.__subclasses__()]:
         for name in list(vars(owner)):
-            method = _METHODS.get(name.removesuffix(_ON_CALC_STREAM))
-            if method is not None:
-                is_older = method.swapped > 0 and not name.endswith(_ON_CALC_STREAM)
-                own = method if is_older else method._replace(swapped=0)
-                yield owner, name, functools.partial(_described, own)
+            if name.removesuffix(_ON_CALC_STREAM) in _METHODS:
+                yield owner, name, functools.partial(_described_method, name)
             elif not name.startswith("__") and name not in _SILENT_METHODS:
                 raise RuntimeError(
                     f"paddlepaddle {paddle.__version__} has process groups with a method {name}, "
                     "which the recorder does not know: add it to paddle_vl/parallel/recorder.py"
                 )
-    for name, operator in _OPERATORS.items():
+    for name in _OPERATORS:
         if name in vars(_C_ops):
-            yield _C_ops, name, functools.partial(_described, operator)
+            yield _C_ops, name, functools.partial(_described_operator, name)
 
 
 def _observing(
@@ -241,25 +219,30 @@ def _observing(
     return observing
 
 
-def _described(call: _Call, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Collective]:
-    if call.group is not None:
-        ranks = tuple(collective._get_group_map()[args[call.group]].ranks)
-        tensor = args[0][..., :1] if call.rows else args[0]
-        return [described_call(call.kind, ranks, tensor)] * call.times
+def _described_operator(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Collective]:
+    kind, group = _OPERATORS[name]
+    ranks = tuple(collective._get_group_map()[args[group]].ranks)
+    if name != "c_softmax_with_cross_entropy":
+        return [described_call(kind, ranks, args[0])]
+    # Per row: the largest logit, the logit of the target, and the sum of the exponentials.
+    return [described_call(kind, ranks, args[0][..., :1])] * 3
+
+
+def _described_method(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Collective]:
     group, *given = args
+    plain = name.removesuffix(_ON_CALC_STREAM)
+    kind, position = _METHODS[plain]
     # Paddle passes tensors by position, options possibly by name.
-    position = call.tensor
-    if position is not None and len(given) + len(kwargs) < call.swapped:
+    if position is not None and len(given) + len(kwargs) < _SWAPPED_BELOW.get(name, 0):
         position = 1 - position
     groups = collective._get_group_map().values()
     of_group = [known.ranks for known in groups if known.process_group is group]
-    ranks = tuple(of_group[0] if of_group else peers.ranks_of(group))
-    if call.peer is not None:
-        own, peer = dist.get_rank(), ranks[given[call.peer]]
-        ranks = (own, peer) if call.kind == "send" else (peer, own)
-    slices = 1 if call.num_slices is None else given[call.num_slices]
-    sent = None if position is None else given[position]
-    return [described_call(call.kind, ranks, sent, slices)]
+    ranks = tuple(of_group[0] if of_group else gloo_groups.ranks_of(group))
+    if kind in _MESSAGES:
+        own, peer = dist.get_rank(), ranks[given[1]]
+        ranks = (own, peer) if kind == "send" else (peer, own)
+    slices = given[2] if plain.endswith(_PARTIAL) else 1
+    return [described_call(kind, ranks, None if position is None else given[position], slices)]
 
 
 def described_call(

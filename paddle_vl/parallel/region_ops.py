@@ -15,7 +15,6 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 from paddle.autograd import PyLayer
-from paddle.distributed import fleet
 from paddle.distributed.fleet.layers.mpu import mp_ops as fleet_ops
 from paddle.distributed.fleet.meta_parallel import ParallelCrossEntropy
 from paddle.distributed.fleet.utils.sequence_parallel_utils import (
@@ -40,11 +39,9 @@ class FleetRegionOps(RegionOps):
     """The operations of one rank of a tensor-parallel group.
 
     Args:
+        mp_group: with sequence parallelism that of fleet, which its operations use.
         sequence_parallel: keep `T / mp` token rows per rank between the sharded layers.
         spreads_vision: encode each item on one rank; otherwise all items on every rank.
-
-    Raises:
-        ValueError: sequence parallelism over another group than fleet's.
     """
 
     def __init__(
@@ -58,16 +55,6 @@ class FleetRegionOps(RegionOps):
         self.mp_group, self.sequence_parallel = mp_group, sequence_parallel
         self.spreads_vision = spreads_vision
         self.cross_entropy = ParallelCrossEntropy(mp_group, ignore_index=IGNORE_INDEX)
-        if not sequence_parallel:
-            return
-        # Fleet's sequence-parallel operations use its own group.
-        started = fleet.get_hybrid_communicate_group()
-        ranks = None if started is None else started.get_model_parallel_group().ranks
-        if ranks != mp_group.ranks:
-            raise ValueError(
-                f"a sequence-parallel placement over ranks {mp_group.ranks}, but fleet's group is "
-                f"{ranks or 'not there'}: take the group of paddle_vl.parallel.topology"
-            )
 
     @property
     def row_part(self) -> RowPart:

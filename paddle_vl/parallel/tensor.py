@@ -67,7 +67,7 @@ class FleetPlacement(Placement):
         layers_are_collective: see `RegionOps`; always true with sharded experts.
 
     Raises:
-        ValueError: another value of `vision`; see `FleetRegionOps`.
+        ValueError: another value of `vision`.
     """
 
     def __init__(
@@ -209,15 +209,9 @@ class FleetLayers(LayerFactory):
     def row_linear(
         self, in_features: int, out_features: int, init_std: float = 0.02
     ) -> AdaptableLinear:
-        size = self.mp_group.nranks
-        if in_features % size:
-            raise ValueError(
-                f"{in_features} input features do not divide by the model-parallel degree {size}"
-            )
-        make, settings = (
-            RowToRows if self.sequence_parallel else Row,
-            self._fleet_settings(init_std),
-        )
+        make, settings = Row, self._fleet_settings(init_std)
+        if self.sequence_parallel:
+            make = RowToRows
         layer = make(in_features, out_features, input_is_parallel=True, **settings)
         self._add_sharded(layer.weight, axis=0)
         return layer
@@ -225,7 +219,6 @@ class FleetLayers(LayerFactory):
     def vocab_embedding(
         self, vocab_size: int, dim: int, init_std: float = 0.02, is_tied: bool = False
     ) -> nn.Layer:
-        self._own_vocab(vocab_size)
         embedding = VocabParallelEmbedding(
             vocab_size, dim, weight_attr=Normal(std=init_std), mp_group=self.mp_group
         )
@@ -240,7 +233,7 @@ class FleetLayers(LayerFactory):
         tied_weight: Tensor | None = None,
         is_tied: bool = False,
     ) -> AdaptableLinear:
-        head = VocabHead(dim, self._own_vocab(vocab_size), init_std, tied_weight)
+        head = VocabHead(dim, vocab_size // self.mp_group.nranks, init_std, tied_weight)
         if tied_weight is None:
             self._add_sharded(head.weight, axis=0)
         return self._tied(head) if is_tied else head
@@ -296,17 +289,3 @@ class FleetLayers(LayerFactory):
 
     def _fleet_settings(self, init_std: float) -> dict[str, Any]:
         return {"weight_attr": Normal(std=init_std), "has_bias": False, "mp_group": self.mp_group}
-
-    def _own_vocab(self, vocab_size: int) -> int:
-        """Rows of a vocabulary table on this rank.
-
-        Raises:
-            ValueError: the number of ranks does not divide the rows.
-        """
-        size = self.mp_group.nranks
-        if vocab_size % size:
-            raise ValueError(
-                f"text_config.vocab_size {vocab_size} does not divide by the model-parallel degree "
-                f"{size}; pad the vocabulary to {-(-vocab_size // size) * size}"
-            )
-        return vocab_size // size

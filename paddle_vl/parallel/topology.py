@@ -126,7 +126,8 @@ def initialize(
 ) -> Topology:
     """Start fleet with these degrees. Collective over all ranks; one rank starts nothing.
 
-    Fleet seeds Paddle's generators if mp_degree > 1, so seed the run afterwards.
+    Several topologies may be started in turn; groups of earlier ones stay open. Fleet seeds
+    Paddle's generators if mp_degree > 1, so seed the run afterwards.
 
     Args:
         options: fleet's own, see `paddle_vl.parallel.fleet_strategy`.
@@ -135,7 +136,7 @@ def initialize(
     Raises:
         ValueError: the degrees contradict each other or the world size; see also
             `paddle_vl.parallel.collective_check`.
-        RuntimeError: Paddle is not 3.3, or fleet was started with other degrees before.
+        RuntimeError: Paddle is not 3.3.
     """
     problems = plan_problems(Plan(degrees, dist.get_world_size()))
     raise_problems([*problems, *fleet_problems(options or FleetConfig(), degrees)])
@@ -149,23 +150,16 @@ def initialize(
     meet()
     with _quiet():
         strategy = fleet_strategy(degrees, options)
+        # Otherwise fleet keeps the groups of an earlier start.
+        fleet_topology._HYBRID_PARALLEL_GROUP = None
         fleet.init(is_collective=True, strategy=strategy, log_level="WARNING")
     communicators = fleet.get_hybrid_communicate_group()
     rank = dist.get_rank()
-    groups, other = {}, []
+    groups = {}
     for axis, name in _NAMES.items():
         group = getattr(communicators, f"get_{name}_parallel_group")()
-        degree = degrees.degree(axis)
         # In fleet's own groups of one rank, this rank's number is -1.
         groups[f"{axis}_group"] = group if group.nranks > 1 else _group_of_one(rank)
-        if group.nranks != degree:
-            other.append(f"{axis}_degree {group.nranks} instead of {degree}")
-    if other:
-        # Fleet would only warn and keep its first groups.
-        raise RuntimeError(
-            f"fleet was started on this rank before, with {', '.join(other)}: start it once, "
-            "through paddle_vl.parallel.topology.initialize"
-        )
     check_run_if_asked()
     lines = communicators.topology().get_comm_list
     ends = []
@@ -188,14 +182,6 @@ def initialize(
         host_group=None if on_cpu else _host_group(timeout_s),
         encoder=_encoder_groups(degrees, communicators.topology(), rank),
     )
-
-
-def leave() -> None:
-    """Let `initialize` start fleet with other degrees in this process. Called by all ranks.
-
-    The groups of before stay open: for checks of several topologies in one launch, not for runs.
-    """
-    fleet_topology._HYBRID_PARALLEL_GROUP = None
 
 
 def _encoder_groups(degrees: ParallelDegrees, mesh: Any, rank: int) -> EncoderGroups | None:

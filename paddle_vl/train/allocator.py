@@ -1,4 +1,4 @@
-"""Flags of Paddle's GPU allocator: defaults for training where they are unset.
+"""Flags of Paddle's GPU allocator: virtual memory management for training where it is unset.
 
 Blocks of different size that the allocator holds cannot be joined, so gathering and freeing units
 (sharding stage 3) or batches of different lengths leave gaps between allocated and reserved memory.
@@ -10,21 +10,11 @@ them alone.
 
 import os
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import paddle
 
-_STRATEGY, _VIRTUAL = "FLAGS_allocator_strategy", "FLAGS_use_virtual_memory_auto_growth"
-
-
-class Flag(NamedTuple):
-    """Our value of a flag, and Paddle's."""
-
-    ours: Any
-    paddles: Any
-
-
-DEFAULTS = {_STRATEGY: Flag("auto_growth", "auto_growth"), _VIRTUAL: Flag(True, False)}
+STRATEGY, VIRTUAL = "FLAGS_allocator_strategy", "FLAGS_use_virtual_memory_auto_growth"
 # Allocators that a user can choose in place of the one that grows.
 _OTHERS = (
     "FLAGS_use_auto_growth_v2", "FLAGS_use_cuda_malloc_async_allocator",
@@ -33,32 +23,25 @@ _OTHERS = (
 
 
 def configure_allocator(environment: Mapping[str, str] = os.environ) -> str:
-    """Set the unset flags; call before anything is allocated on a device.
+    """Turn VMM on, unless the user has chosen otherwise; call before anything is allocated on a
+    device.
 
     Args:
         environment: where a user sets flags; Paddle has read it when it was imported.
 
     Returns:
-        A line that says every flag's value and who chose it.
+        A line that says the flags' values, and what the user chose.
     """
-    chosen = [name for name in _OTHERS if paddle.get_flags(name)[name]]
-    told = []
-    for name, flag in DEFAULTS.items():
-        found = paddle.get_flags(name)[name]
-        if name in environment or found not in (flag.paddles, flag.ours):
-            origin = "set in the environment" if name in environment else "set before"
-            if name == _STRATEGY and found != flag.ours:
-                chosen.append(f"{name}={found}")
-        elif name == _VIRTUAL and chosen:
-            origin = f"left alone beside {', '.join(chosen)}"
-        else:
-            paddle.set_flags({name: flag.ours})
-            found, origin = flag.ours, "default here"
-        value = str(found).lower() if isinstance(found, bool) else found
-        told.append(f"{name}={value} ({origin})")
-    return f"Paddle's allocator: {', '.join(told)}"
+    flags = allocator_flags()
+    chosen = [name for name in (STRATEGY, VIRTUAL) if name in environment]
+    chosen += [name for name in _OTHERS if flags[name]]
+    if flags[STRATEGY] == "auto_growth" and set(chosen) <= {STRATEGY}:
+        paddle.set_flags({VIRTUAL: True})
+    values = paddle.get_flags([STRATEGY, VIRTUAL])
+    told = ", ".join(f"{name}={values[name]}" for name in (STRATEGY, VIRTUAL))
+    return f"Paddle's allocator: {told}" + (f" (you set {', '.join(chosen)})" if chosen else "")
 
 
 def allocator_flags() -> dict[str, Any]:
     """The current values of the flags that `configure_allocator` looks at."""
-    return paddle.get_flags([*DEFAULTS, *_OTHERS])
+    return paddle.get_flags([STRATEGY, VIRTUAL, *_OTHERS])

@@ -13,7 +13,7 @@ import paddle
 from paddle_vl.checkpoint.safetensors_io import FileWriter
 from paddle_vl.config.families import family_of_run
 from paddle_vl.config.load import flatten, raise_problems
-from paddle_vl.config.schema import RunConfig, TrainConfig
+from paddle_vl.config.schema import RunConfig
 from paddle_vl.config.validate import launch_problems, warmup_problems
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.base import Family, MeanLosses, SaveModel
@@ -25,7 +25,7 @@ from paddle_vl.parallel.colocated.runner import ColocatedRunner, PartsStore
 from paddle_vl.parallel.ranks import ONE_RANK, FleetRanks, SingleRank
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.topology import Topology, initialize
-from paddle_vl.train.checkpoint import finish_replacements
+from paddle_vl.train.checkpoint import finish_saves
 from paddle_vl.train.colocated_optimizer import ColocatedOptimizer
 from paddle_vl.train.evaluate import combined, mean_losses
 from paddle_vl.train.feeding.feed import watched
@@ -45,7 +45,7 @@ from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.reporting.device_peaks import device_peak
 from paddle_vl.train.resume import changed_settings, check_pretrained, checkpoint_to_resume
 from paddle_vl.train.run_lock import RunLock
-from paddle_vl.train.schedule import RunLength, learning_rate, seed_everything
+from paddle_vl.train.schedule import RunLength, seed_everything
 from paddle_vl.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def _lock_output(config: RunConfig, ranks: SingleRank) -> RunLock | None:
     if ranks.is_main:
         try:
             lock = RunLock.acquire(Path(config.train.output_dir))
-            finish_replacements(Path(config.train.output_dir))
+            finish_saves(Path(config.train.output_dir))
         except (RuntimeError, OSError) as error:
             problem = str(error)
     problem = ranks.gathered(problem)[0]
@@ -175,8 +175,6 @@ def _build(
     if several:
         check_data_agree(loader.state_dict().get("stream", {}), topology.describe())
     length = _length(config, loader)
-    if lock is not None:  # A profile sets its number of steps itself.
-        _tell_endless_warmup(config.train, length.steps)
     peak_flops = device_peak(config.model.compute_dtype, config.logging.device_peak_tflops)
 
     has_evaluation, eval_loaders = family.eval_data is not None, {}
@@ -266,15 +264,3 @@ def _length(config: RunConfig, loader: PrefetchLoader) -> RunLength:
     made = f"the {num_steps} steps that train.num_train_epochs {train.num_train_epochs} makes of"
     raise_problems(list(warmup_problems(train, num_steps, f"{made} this data")))
     return RunLength(num_steps)
-
-
-def _tell_endless_warmup(train: TrainConfig, num_steps: int | None) -> None:
-    if num_steps is not None and train.warmup_steps >= num_steps:
-        logger.warning(
-            "the run ends in its warmup: it has %d step(s) and train.warmup_steps is %d, so the "
-            "learning rate rises to %.3g and does not reach train.learning_rate %.3g",
-            num_steps,
-            train.warmup_steps,
-            learning_rate(num_steps - 1, num_steps, train),
-            train.learning_rate,
-        )

@@ -43,6 +43,8 @@ STATE_FILE = "trainer_state.json"
 # A folder with one of these is a model or adapter folder.
 MODEL_FILES = ("config.json", CONFIG_FILE)
 _PARTIAL = ".partial-"
+_REMOVED = f"{_PARTIAL}removed-"
+# Of earlier versions: what a save has replaced.
 _REPLACED = ".replaced-"
 _NAME = re.compile(r"checkpoint-(\d+)")
 
@@ -56,42 +58,27 @@ def partial_of(target: Path) -> Path:
     return target.with_name(_PARTIAL + target.name)
 
 
-def replaced_of(target: Path) -> Path:
-    """Folder that `target` becomes while a new one takes its place."""
-    return target.with_name(_REPLACED + target.name)
-
-
-def finish_replacements(output_dir: Path) -> None:
-    """Finish what a run did that ended while it put a folder in the place of another.
-
-    The new one is complete: it has its manifest before the old one gives way.
-    """
-    for replaced in output_dir.glob(_REPLACED + "*"):
-        target = output_dir / replaced.name.removeprefix(_REPLACED)
-        partial = partial_of(target)
-        if not target.exists():
-            source = partial if (partial / MANIFEST_FILE).is_file() else replaced
-            logger.warning("%s becomes %s: a run ended while it was replaced", source, target.name)
-            source.rename(target)
-        if replaced.exists():
-            remove_folder(replaced)
-    flush_to_disk(output_dir)
-
-
-def remove_folder(folder: Path) -> None:
-    """Rename a folder, then delete it, so that an interruption leaves no incomplete folder."""
-    doomed = folder.with_name(f"{_PARTIAL}removed-{folder.name}")
+def set_aside(folder: Path) -> Path:
+    """Rename a folder that is to be deleted, so that an interruption leaves no incomplete one."""
+    doomed = folder.with_name(f"{_REMOVED}{folder.name}")
     if doomed.exists():
         shutil.rmtree(doomed)
-    folder.rename(doomed)
-    shutil.rmtree(doomed)
+    return folder.rename(doomed)
 
 
-def remove_partial_folders(output_dir: Path) -> None:
-    """Delete the remains of interrupted saves and removals."""
-    for path in output_dir.glob(_PARTIAL + "*"):
-        logger.warning("removing %s, left by an interrupted save", path)
-        shutil.rmtree(path)
+def finish_saves(output_dir: Path) -> None:
+    """Rename the folder of a save that was interrupted when it was complete; delete the remains of
+    other saves and of removals."""
+    for path in [*output_dir.glob(_PARTIAL + "*"), *output_dir.glob(_REPLACED + "*")]:
+        target = output_dir / path.name.removeprefix(_PARTIAL)
+        is_save = path.name.startswith(_PARTIAL) and not path.name.startswith(_REMOVED)
+        # The manifest is the last file of a save.
+        if is_save and not target.exists() and (path / MANIFEST_FILE).is_file():
+            logger.warning("%s becomes %s: its save was interrupted", path, target.name)
+            path.rename(target)
+        else:
+            logger.warning("removing %s, left by an interrupted save", path)
+            shutil.rmtree(path)
 
 
 def checkpoint_folders(output_dir: Path) -> list[tuple[int, Path]]:
@@ -173,13 +160,9 @@ class TrainerState:
         """
         Raises:
             RuntimeError: the file is missing or damaged.
-            ValueError: it has other keys or values.
+            ValueError: it has other keys or values; names it.
         """
-        state = read_section(cls, load_state(folder), "top level")
-        match = _NAME.fullmatch(folder.name)
-        if match and int(match.group(1)) != state.step:
-            raise ValueError(f"step is {state.step}, and the folder is {folder.name}")
-        return state
+        return read_section(cls, load_state(folder), str(folder / STATE_FILE))
 
 
 def save_state(folder: Path, state: dict[str, Any]) -> None:

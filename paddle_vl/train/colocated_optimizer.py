@@ -87,9 +87,6 @@ class ColocatedOptimizer:
     def state_to_write(self) -> list[TensorToWrite]:
         return [tensor for each in self.optimizers for tensor in each.state_to_write()]
 
-    def bytes_to_write(self) -> int:
-        return sum(each.bytes_to_write() for each in self.optimizers)
-
     def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
         """See `Optimizer`; each takes its own entries."""
         for each in self.optimizers:

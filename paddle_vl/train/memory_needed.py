@@ -4,16 +4,21 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from math import prod
 from operator import add
+from pathlib import Path
 
 import paddle
 from paddle import Tensor
 
 from paddle_vl.config.parallel_settings import ParallelConfig
-from paddle_vl.config.validate import machine_memory
 
 GB = 10**9
 # AdamW's two moments, and the master weight of a half-precision parameter.
 _MOMENTS, _MASTER = 8, 4
+# cgroup versions 2 and 1; a container sees its own limit.
+_CGROUP_LIMITS = (
+    "/sys/fs/cgroup/memory.max",
+    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+)
 
 
 @dataclass(frozen=True)
@@ -93,3 +98,15 @@ def available_memory() -> tuple[int, str]:
         properties = paddle.device.cuda.get_device_properties()
         return int(properties.total_memory), f"the {properties.name}"
     return machine_memory(), "this machine"
+
+
+def machine_memory() -> int:
+    """Bytes of memory and swap that the processes of this machine or container may use."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if " kB" in line}
+    swap = sizes.get("SwapTotal", 0)
+    total = sizes["MemTotal"] + swap
+    for file in map(Path, _CGROUP_LIMITS):
+        if file.is_file() and (text := file.read_text(encoding="ascii").strip()).isdigit():
+            total = min(total, int(text) + swap)
+    return total

@@ -8,7 +8,6 @@ CPU, where launches cost little and the gradients' copies into buckets cost some
 Fleet's sharding stage 1 has buffers of its own. Over 350 lines, for all of AdamW's state.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -305,15 +304,6 @@ class Optimizer:
                 for name, shape, make in zip(names, shapes, produce, strict=True)
             ]
         return tensors
-
-    def bytes_to_write(self) -> int:
-        """Bytes of all state and its parameters, unsharded."""
-        states = sum(t.num_bytes for t in self.state_to_write() if not t.is_joined)
-        return states + sum(
-            math.prod(self._table.full_shape(parameter)) * parameter.element_size()
-            for parameter, _ in self._named
-            if self._table[parameter].saved is Saved.HERE
-        )
 
     def _keep_powers_on_device(self) -> None:
         """Move the powers of beta from the host to the device, where updates are masked."""

@@ -9,7 +9,7 @@ that a phase includes the work that it launched.
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from pathlib import Path
@@ -66,17 +66,13 @@ class PhaseClock:
 
     Repeated phases of a step, such as the forwards of micro-batches, add up.
 
-    Args:
-        wait: synchronizes the device; default: Paddle's current device.
-
     Attributes:
         steps: per finished step its seconds by phase; they sum to the step's duration.
     """
 
-    def __init__(self, wait: Callable[[], None] | None = None):
+    def __init__(self):
         self.steps: list[dict[Phase, float]] = []
-        is_cpu = paddle.get_device().startswith("cpu")
-        self._wait = wait or ((lambda: None) if is_cpu else paddle.device.synchronize)
+        self._is_cpu = paddle.get_device().startswith("cpu")
         self._stack: list[Phase] = []
         self._seconds: dict[Phase, float] = {}
         self._last = 0.0
@@ -92,8 +88,7 @@ class PhaseClock:
         if _running is not None:
             raise RuntimeError("a phase clock runs already: steps do not contain each other")
         self._seconds, self._stack = {}, [Phase.BETWEEN]
-        self._wait()
-        self._last = time.perf_counter()
+        self._last = self._now()
         _running = self
         try:
             yield
@@ -115,11 +110,16 @@ class PhaseClock:
 
     def _switch(self) -> None:
         """Add the time since the last switch to the current phase."""
-        self._wait()
-        now = time.perf_counter()
+        now = self._now()
         name = self._stack[-1]
         self._seconds[name] = self._seconds.get(name, 0.0) + now - self._last
         self._last = now
+
+    def _now(self) -> float:
+        """The time when the device is done."""
+        if not self._is_cpu:
+            paddle.device.synchronize()
+        return time.perf_counter()
 
 
 class StepTrace:

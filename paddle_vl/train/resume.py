@@ -1,26 +1,22 @@
 """Resuming a run: which checkpoint, and which settings may differ from it.
 
-A checkpoint's files are compared with its manifest. All ranks get the same verdict: rank 0 lists
-the files to read, every rank reads a share of them, and the findings are gathered.
+A checkpoint's files are compared with its manifest. All ranks get the same verdict: every rank
+reads a share of the files, and the findings are gathered.
 """
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paddle_vl.checkpoint.adapter_files import TENSOR_FILE
 from paddle_vl.checkpoint.manifest import (
     MANIFEST_FILE,
-    WEIGHT_FILES,
+    FileSum,
     Manifest,
     damage_of_weights,
     damaged_files,
-    files_as_json,
-    files_from_json,
-    files_in,
     listed_weights,
     shared_out,
 )
@@ -29,9 +25,7 @@ from paddle_vl.config.load import flatten, load_run_config
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train.checkpoint import (
-    MODEL_FILES,
     OPTIMIZER_STEM,
-    STATE_FILE,
     checkpoint_folders,
     complete_checkpoints,
     load_state,
@@ -39,42 +33,20 @@ from paddle_vl.train.checkpoint import (
 )
 
 logger = logging.getLogger(__name__)
-# Files that a manifest must list: they determine what a resumed run does.
-_LISTED = (
-    *WEIGHT_FILES,
-    *MODEL_FILES,
-    f"{OPTIMIZER_STEM}*.safetensors*",
-    STATE_FILE,
-    "config.yaml",
-)
 # Settings that do not affect the training.
 _NOT_COMPARED = ("train.output_dir", "train.resume_from_checkpoint")
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Result of verifying a checkpoint.
 
     Attributes:
         problems: why it cannot be resumed from; empty if it can.
-        nonfinite_updates: streak of skipped updates before it; above 0 it is marked.
         has_manifest: False for checkpoints of earlier versions, which cannot be compared.
     """
 
-    problems: tuple[str, ...] = ()
-    nonfinite_updates: int = 0
-    has_manifest: bool = True
-
-    @property
-    def reasons(self) -> list[str]:
-        """Why `auto` does not resume from it: problems and mark."""
-        marks = []
-        if self.nonfinite_updates:
-            marks.append(
-                f"the last {self.nonfinite_updates} updates before it were skipped, as a loss or "
-                "the gradient norm was not finite"
-            )
-        return [*self.problems, *marks]
+    problems: tuple[str, ...]
+    has_manifest: bool
 
 
 def examine(checkpoint: Path, checksums: bool = True, ranks: SingleRank = ONE_RANK) -> Verdict:
@@ -83,14 +55,22 @@ def examine(checkpoint: Path, checksums: bool = True, ranks: SingleRank = ONE_RA
     Args:
         checksums: read all files; otherwise only presence and sizes are checked.
     """
-    begin = time.perf_counter()
-    plans = ranks.gathered(_plan(checkpoint) if ranks.is_main else None)
-    problems, plan = _damage(checkpoint, plans, checksums, ranks), plans[0]
-    if plan["files"] and ranks.is_main and checksums and not problems:
-        size = sum(file["size"] for file in plan["files"].values())
+    begin, manifest, files, problems = time.perf_counter(), None, {}, []
+    try:
+        manifest = Manifest.read(checkpoint)
+        files = {} if manifest is None else manifest.files
+        if (misfit := _misfit(checkpoint, manifest)) is not None:
+            problems = [misfit]
+        else:
+            problems = _damage_of_share(checkpoint, files, checksums, ranks)
+    except (RuntimeError, OSError, ValueError) as error:
+        problems = [str(error)]
+    problems = _of_all(problems, ranks)
+    if files and ranks.is_main and checksums and not problems:
+        size = sum(file.size for file in files.values())
         seconds = time.perf_counter() - begin
         logger.info("%s is verified: %.2f GB in %.1f s", checkpoint.name, size / 1e9, seconds)
-    return Verdict(tuple(problems), plan["nonfinite_updates"], plan["has_manifest"])
+    return Verdict(tuple(problems), has_manifest=manifest is not None)
 
 
 def check_pretrained(folder: Path, checksums: bool = True, ranks: SingleRank = ONE_RANK) -> None:
@@ -101,66 +81,39 @@ def check_pretrained(folder: Path, checksums: bool = True, ranks: SingleRank = O
     Raises:
         RuntimeError: files are damaged; every rank names all of them.
     """
-    plan: dict[str, Any] = {"files": {}, "problems": []}
-    if ranks.is_main:
-        try:
-            plan["files"] = files_as_json(listed_weights(folder))
-        except RuntimeError as error:
-            plan["problems"] = [str(error)]
-    if problems := _damage(folder, ranks.gathered(plan), checksums, ranks):
+    try:
+        problems = _damage_of_share(folder, listed_weights(folder), checksums, ranks)
+    except RuntimeError as error:
+        problems = [str(error)]
+    if problems := _of_all(problems, ranks):
         raise RuntimeError(f"model.pretrained {damage_of_weights(folder, problems)}")
 
 
-def _damage(folder: Path, plans: Sequence[Any], checksums: bool, ranks: SingleRank) -> list[str]:
-    """The problems of rank 0's plan, or else those of its files, the same list on every rank.
-
-    Args:
-        plans: by rank.
-    """
-    plan = plans[0]
-    if plan["problems"]:
-        return plan["problems"]
-    own = shared_out(files_from_json(plan["files"]), ranks.rank, len(plans))
-    found = ranks.gathered(damaged_files(folder, own, checksums)) if plan["files"] else []
-    return [problem for of_rank in found for problem in of_rank]
+def _damage_of_share(
+    folder: Path, files: Mapping[str, FileSum], checksums: bool, ranks: SingleRank
+) -> list[str]:
+    own = shared_out(files, ranks.rank, ranks.world_size)
+    return damaged_files(folder, own, checksums)
 
 
-def _plan(checkpoint: Path) -> dict[str, Any]:
-    """Findings of rank 0 without reading large files, and the files to read, as a JSON object."""
-    plan: dict[str, Any] = {"problems": [], "files": {}, "nonfinite_updates": 0}
-    plan["has_manifest"] = True
-    try:
-        manifest = Manifest.read(checkpoint)
-        plan["has_manifest"] = manifest is not None
-        if manifest is not None:
-            plan["files"] = files_as_json(manifest.files)
-            plan["nonfinite_updates"] = manifest.nonfinite_updates
-        missing = missing_files(checkpoint)
-        problem = f"it has no {', '.join(missing)}" if missing else _misfit(checkpoint, manifest)
-        plan["problems"] = [] if problem is None else [problem]
-    except (RuntimeError, OSError, ValueError) as error:
-        plan["problems"] = [str(error)]
-    return plan
+def _of_all(problems: list[str], ranks: SingleRank) -> list[str]:
+    """The problems that any rank has found, the same list on every rank."""
+    found = ranks.gathered(problems)
+    return list(dict.fromkeys(problem for of_rank in found for problem in of_rank))
 
 
 def _misfit(checkpoint: Path, manifest: Manifest | None) -> str | None:
-    """How manifest and files contradict each other; None if they do not.
+    """What is missing without which it cannot be resumed from; None if nothing is.
 
     Raises:
         RuntimeError: damage of a checkpoint of an earlier version, which has no manifest:
             unreadable JSON or truncated tensors.
     """
-    listed = () if manifest is None else manifest.files
-    unlisted = [name for name in files_in(checkpoint, _LISTED) if name not in listed]
-    if manifest is not None and unlisted:
-        return f"{MANIFEST_FILE} has no entry of {', '.join(unlisted)}"
-    state = load_state(checkpoint)
+    if missing := missing_files(checkpoint):
+        return f"it has no {', '.join(missing)}"
     if manifest is not None:
-        own = (manifest.step, manifest.nonfinite_updates)
-        is_other = own != (state.get("step"), state.get("nonfinite_updates"))
-        return (
-            f"{MANIFEST_FILE} and {STATE_FILE} are of different checkpoints" if is_other else None
-        )
+        return None
+    state = load_state(checkpoint)
     if state.get("has_manifest"):
         return f"{MANIFEST_FILE} is missing"
     read_checkpoint_headers(checkpoint, OPTIMIZER_STEM)
@@ -208,42 +161,35 @@ def checkpoint_to_resume(config: RunConfig, ranks: SingleRank = ONE_RANK) -> Pat
             f"train.resume_from_checkpoint {checkpoint} is damaged: {'; '.join(verdict.problems)}. "
             "Name another one, or restore it from a copy"
         )
-    marks = [
-        f"{checkpoint.name} is marked: {mark}; continuing as it was named"
-        for mark in verdict.reasons
-    ]
-    _tell(ranks, marks, checkpoint, verdict)
+    _tell(ranks, [], checkpoint, verdict)
     return checkpoint
 
 
 def _tell(ranks: SingleRank, warnings: list[str], checkpoint: Path, verdict: Verdict) -> None:
     if not verdict.has_manifest:
-        warnings = [
-            *warnings,
-            f"{checkpoint} is not verified: it has no manifest.json, as checkpoints of earlier "
-            "versions",
-        ]
+        unverified = "is not verified: it has no manifest.json, as checkpoints of earlier versions"
+        warnings = [*warnings, f"{checkpoint} {unverified}"]
     for text in warnings if ranks.is_main else ():
         logger.warning("%s", text)
 
 
 def _newest_usable(output_dir: Path, checksums: bool, ranks: SingleRank) -> Path | None:
-    """The newest checkpoint that is neither damaged nor marked; None without checkpoints."""
+    """The newest checkpoint that is not damaged; None without checkpoints."""
     # All ranks use the list of rank 0.
     names = ranks.gathered([path.name for _, path in checkpoint_folders(output_dir)])[0]
     passed_over: list[str] = []
     for name in reversed(names):
         verdict = examine(output_dir / name, checksums, ranks)
-        if not verdict.reasons:
+        if not verdict.problems:
             told = [f"passed over {text}" for text in passed_over]
             _tell(ranks, told, output_dir / name, verdict)
             return output_dir / name
-        passed_over.append(f"{name}: {'; '.join(verdict.reasons)}")
+        passed_over.append(f"{name}: {'; '.join(verdict.problems)}")
     if passed_over:
         raise RuntimeError(
             f"train.resume_from_checkpoint is auto, but none of the checkpoints in {output_dir} "
-            f"can be used. {'. '.join(passed_over)}. Restore one from a copy, name a marked one by "
-            "its path, or begin anew in another train.output_dir"
+            f"can be used. {'. '.join(passed_over)}. Restore one from a copy, "
+            "or begin anew in another train.output_dir"
         )
     return None
 

@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import paddle
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from paddle_vl.batch.schema import Batch
@@ -100,9 +99,8 @@ class Trainer:
             config.train.gradient_accumulation_steps,
             length.steps,
             wait_warning_s=config.logging.data_wait_warning_s,
-            copies=device_copies(config.data.pin_memory, ranks.is_main),
+            copies=device_copies(config.data.pin_memory),
             count_flops=count_flops,
-            makes_tensors=paddle.get_device().startswith("cpu"),
         )
         self.step = 0
         # Of all ranks in all steps, see `RunLength`.
@@ -118,6 +116,8 @@ class Trainer:
         self._num_agreed = 0
         # A stop signal interrupted the evaluation of the last step.
         self._owes_evaluation = False
+        # It was due while updates were skipped.
+        self._owes_checkpoint = False
         self._saved_settings = False
         self._last_saved: int | None = None
 
@@ -125,31 +125,17 @@ class Trainer:
         """Load the state of a checkpoint; the model has its weights already.
 
         Raises:
-            ValueError: trainer_state.json has keys or values that no checkpoint of this run has.
+            ValueError: the state does not fit this run.
         """
-        try:
-            self._restore(checkpoints.TrainerState.read(folder), folder)
-        except ValueError as error:
-            file = folder / checkpoints.STATE_FILE
-            raise ValueError(f"{file} does not fit this run: {error}") from error
-        self.optimizer.load_state(checkpoints.StoredArrays(folder))
-
-    def _restore(self, state: checkpoints.TrainerState, folder: Path) -> None:
+        state = checkpoints.TrainerState.read(folder)
         self.step = self._last_saved = state.step
         self.tokens = restored_tokens(state.tokens, self.length, folder)
         self.sources.load_state_dict(state.sources)
         self.meter.load_state_dict(state.meter)
-        if self.meter.skipped_in_a_row != state.nonfinite_updates:
-            raise ValueError(
-                f"nonfinite_updates is {state.nonfinite_updates}, and meter.skips "
-                f"{state.meter['skips']}"
-            )
-        batches = self.step * self.config.train.gradient_accumulation_steps
-        if "lanes" in state.data and state.data.get("step") != batches:
-            raise ValueError(f"data: step is {state.data.get('step')!r}, not {batches} batches")
         self.feed.continue_at(self.step, state.data)
         self._data_place = DataPlace.of(self.data)
         self._owes_evaluation = state.owes_evaluation and self.evaluate is not None
+        self.optimizer.load_state(checkpoints.StoredArrays(folder))
 
     @property
     def is_over(self) -> bool:
@@ -190,7 +176,6 @@ class Trainer:
     def _begin(self) -> None:
         if self.ranks.is_main:
             self.output_dir.mkdir(parents=True, exist_ok=True)
-            checkpoints.remove_partial_folders(self.output_dir)
             if self.step == 0:
                 self._save_settings()
             self.record.start(self.config, self.step)
@@ -206,8 +191,6 @@ class Trainer:
 
     def _train(self) -> None:
         with self.writer:
-            num_ranks = self.runner.model.placement.checkpoint_ranks.size
-            self.writer.prepare(self.optimizer.bytes_to_write() // num_ranks)
             if self._owes_evaluation:
                 self._evaluate()
             while self.stop_signal is None and not self.is_over:
@@ -293,7 +276,7 @@ class Trainer:
             self._collect_report()
         if self.evaluate and (is_last or self._is_due(train.eval_steps)):
             self._evaluate()
-        if is_last or self._is_due(train.save_steps) or self.writer.is_overdue:
+        if is_last or self._is_due(train.save_steps) or self._owes_checkpoint:
             self._save_checkpoint(must=is_last)
 
     def _is_due(self, every: int | None) -> bool:
@@ -332,8 +315,7 @@ class Trainer:
     def _evaluate(self) -> None:
         """Report the evaluation losses; after a stop signal the resumed run evaluates instead."""
         assert self.evaluate is not None
-        with self.reporter.bar.evaluating():
-            losses = self.evaluate(lambda: self.stop.received)
+        losses = self.evaluate(lambda: self.stop.received)
         self._owes_evaluation = losses is None
         if losses is None:
             self.stop_signal = self.ranks.agree([], self.stop.received)[1]
@@ -345,7 +327,7 @@ class Trainer:
         """Start to write a checkpoint of this step, unless it exists.
 
         Args:
-            must: save (and mark) it even if the last update was skipped; False postpones it then.
+            must: save it even if the last update was skipped; False postpones it then.
             is_stopping: the run was asked to stop.
         """
         folder = self.output_dir / checkpoints.checkpoint_name(self.step)
@@ -353,14 +335,24 @@ class Trainer:
             return folder
         skipped = self.meter.skipped_in_a_row  # The same on all ranks.
         if skipped and not must:
-            self.writer.put_off(self.step, skipped)
+            if not self._owes_checkpoint and self.ranks.is_main:
+                logger.warning(
+                    "%s is put off until an update is not skipped: %d in a row were, as a loss or "
+                    "the gradient norm was not finite",
+                    folder.name,
+                    skipped,
+                )
+            self._owes_checkpoint = True
             return folder
+        self._owes_checkpoint = False
         self.reporter.write()
         state = self._data_place.state
         # In a mix of sources each rank knows its own lanes.
         in_lanes = "lanes" in state
         self._data_state = merged_states(self.ranks.gathered(state)) if in_lanes else state
-        self.writer.save(self.step, self._fill_checkpoint, skipped, is_stopping)
+        # Older ones stay while updates are skipped; and reading back takes time.
+        prunes = not (skipped or is_stopping)
+        self.writer.save(self.step, self._fill_checkpoint, prunes)
         self._last_saved = self.step
         return folder
 

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import numpy as np
 import paddle
 import paddle.distributed as dist
-import paddle.distributed.fleet.base.topology as fleet_topology
 import paddle.nn.functional as F
 from paddle import nn
 
@@ -275,8 +274,6 @@ class Ranks:
 
     @classmethod
     def of(cls, case: Case) -> "Ranks":
-        # One launch runs several layouts; without this, fleet keeps the first one's strategy.
-        fleet_topology._HYBRID_PARALLEL_GROUP = None
         degrees = ParallelDegrees(
             **case.degrees,
             schedule="colocated",

@@ -324,10 +324,6 @@ def refused(topology: Topology) -> dict[str, str]:
     refuse("frozen", ValueError, lambda: run.trained.shard_of(run.model.fixed))
     head = run.model.head.weight
     refuse("shape", ValueError, lambda: run.trained.own_shard(head, np.zeros([2, 3])))
-    adamw = paddle.optimizer.AdamW(parameters=[head])
-    stranger = toy()
-    other = FleetSharding(stranger.parameters(), topology, table_of(stranger))
-    refuse("others", ValueError, lambda: other.distribute(adamw))
     return messages
 
 

@@ -15,18 +15,18 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl.checkpoint.reading import fill_parameters
-from paddle_vl.checkpoint.safetensors_io import read_header
-from paddle_vl.families.pi07.checkpoint_map import engine_keys
-from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
 from paddle_vl.families.pi07.planner import PI07HighLevelPlannerModel
-from paddle_vl.families.pi07.prefix import Prefix, PrefixEmbedding, joined, look_up, of_cameras
-from paddle_vl.families.pi07.prefix_layout import (
+from paddle_vl.families.pi07.prefix import (
     PREFIX_BLOCKS,
     Block,
+    Prefix,
+    PrefixEmbedding,
     Presence,
     Source,
+    joined,
+    look_up,
+    of_cameras,
     presence_of,
 )
 from paddle_vl.nn.placement import Placement
@@ -36,11 +36,9 @@ from paddle_vl.parallel.recorder import Collective, Recording, record_collective
 from paddle_vl.parallel.sharding import Sharding
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import Topology
-from tests.support.pi07_golden import CASES, case, config_values
+from tests.support.pi07_golden import drawn_batch, drawn_planner_batch, golden_model, golden_planner
 
-CAMERAS, FRAMES, SIDE, STEPS, ACTIONS, STATES, SLOTS = 2, 3, 56, 6, 7, 5, 5
-LENGTHS = {"lang": 9, "response": 6, "metadata": 7}
-MEMORY, RESPONSE = 6, 5
+CAMERAS, FRAMES = 2, 3
 # Optional inputs of each micro-batch and rank: name -> samples that have it.
 NOTHING: dict[str, Sequence[int]] = {}
 EVERYTHING = {"response": (0, 1), "metadata": (0, 1), "subgoal": (0, 1)}
@@ -56,105 +54,21 @@ SECONDS = 25.0
 
 
 def low_level_model(
-    frozen: bool = False,
-    dropout: float = 0.0,
-    placement: Placement | None = None,
+    frozen: bool = False, dropout: float = 0.0, placement: Placement | None = None
 ) -> PI07LowLevelFlowMatching:
-    """The model of golden case 01, with its weights."""
-    description, _ = case("01_all_fields")
-    values = config_values(description)
-    values["vlm_config"] |= {"freeze_vision_encoder": frozen, "dropout": dropout}
-    values["dropout"] = dropout
-    model = PI07LowLevelFlowMatching(
-        PI07Config.from_dict(values), description["config"]["indicator_token_ids"], placement
-    )
-    fill_parameters(
-        model.stored_parameters(), engine_keys(read_header(CASES / "weights_A.safetensors"))
-    )
-    return model
+    return golden_model(placement, freeze_vision_encoder=frozen, dropout=dropout)
 
 
 def planner_model(frozen: bool = False) -> PI07HighLevelPlannerModel:
-    """The same backbone without an action expert."""
-    given = case("01_all_fields")[0]["config"]
-    vlm = given["vlm"] | {
-        "gemma3_config": given["gemma3"],
-        "gemma_expert_config": given["expert"],
-        "disable_action_expert": True,
-        "freeze_vision_encoder": frozen,
-    }
-    config = PI07PlannerConfig.from_dict(
-        {"vlm_config": vlm, "memory_max_length": MEMORY, "response_max_length": RESPONSE}
-    )
-    model = PI07HighLevelPlannerModel(config, given["indicator_token_ids"])
-    fill_parameters(
-        model.stored_parameters(), engine_keys(read_header(CASES / "weights_A.safetensors"))
-    )
-    return model
-
-
-def _text(random: np.random.Generator, name: str, length: int, size: int) -> dict[str, np.ndarray]:
-    return {
-        f"{name}_tokens": random.integers(3, 250, (size, length)),
-        f"{name}_masks": np.ones((size, length), bool),
-    }
-
-
-def _masked(batch: dict[str, Any], filled: dict[str, Sequence[int]]) -> dict[str, Any]:
-    for part in ("response", "metadata"):
-        if f"{part}_masks" in batch:
-            kept = np.isin(np.arange(len(batch[f"{part}_masks"])), filled.get(part, ()))
-            batch[f"{part}_masks"] &= kept[:, None]
-    return batch
+    return golden_planner(freeze_vision_encoder=frozen)
 
 
 def low_level_batch(micro: int, rank: int, filled: dict[str, Sequence[int]]) -> dict[str, Any]:
-    """A batch with every field; absent inputs are masked, and other fields are padded too."""
-    random, size = np.random.default_rng([micro, rank]), 2
-
-    def pictures(*shape: int) -> np.ndarray:
-        return random.uniform(-1, 1, (size, *shape, 3, SIDE, SIDE)).astype(np.float32)
-
-    def normal(*shape: int) -> np.ndarray:
-        return random.normal(size=(size, *shape)).astype(np.float32)
-
-    batch = {
-        "videos": [(pictures(FRAMES) + 1) / 2 for _ in range(CAMERAS)],
-        "vid_masks": [np.ones(size, bool), random.random(size) < 0.5],
-        "subgoal_images": [pictures() for _ in range(CAMERAS)],
-        "subgoal_img_masks": [
-            np.isin(np.arange(size), filled.get("subgoal", ())) for _ in range(CAMERAS)
-        ],
-        "obs_history_is_pad": random.random((size, FRAMES)) < 0.3,
-        "state": normal(FRAMES, STATES),
-        "actions": normal(STEPS, ACTIONS),
-        "noise": normal(STEPS, ACTIONS),
-        "time": random.uniform(0.1, 0.9, size).astype(np.float32),
-        "delay": np.zeros(size, np.int64),
-        "actions_is_pad": np.arange(STEPS) >= random.integers(3, STEPS + 1, (size, 1)),
-        "real_action_dim": random.integers(4, ACTIONS + 1, size),
-        "discrete_actions": random.integers(1, 40, (size, SLOTS)),
-        "discrete_action_masks": np.arange(SLOTS) < random.integers(2, SLOTS + 1, (size, 1)),
-    }
-    for name, length in LENGTHS.items():
-        batch |= _text(random, name, length, size)
-    batch["lang_masks"] &= np.arange(LENGTHS["lang"]) < random.integers(5, 10, (size, 1))
-    return _masked(batch, filled)
+    return drawn_batch(np.random.default_rng([micro, rank]), filled)
 
 
 def planner_batch(micro: int, rank: int, filled: dict[str, Sequence[int]]) -> dict[str, Any]:
-    random, size = np.random.default_rng([micro, rank]), 2
-    batch = {
-        "images": [
-            random.uniform(-1, 1, (size, 3, SIDE, SIDE)).astype(np.float32) for _ in range(CAMERAS)
-        ],
-        "img_masks": [np.ones(size, bool), random.random(size) < 0.5],
-    }
-    lengths = {"lang": 9, "metadata": 7, "memory": MEMORY, "response": RESPONSE}
-    for name, length in lengths.items():
-        batch |= _text(random, name, length, size)
-    batch["lang_masks"] &= np.arange(9) < random.integers(5, 10, (size, 1))
-    return _masked(batch, {"metadata": filled.get("metadata", ()), "response": (0, 1)})
+    return drawn_planner_batch(np.random.default_rng([micro, rank]), filled)
 
 
 def low_level_losses(
@@ -361,7 +275,8 @@ class InBranchEmbedding(PrefixEmbedding):
     def forward(self, batch, presence, training=True) -> Prefix:
         blocks = [block for block in PREFIX_BLOCKS if presence.has(block, training)]
         rows = self.embed_one_by_one(batch, blocks)
-        return Prefix(joined(blocks, rows, presence, True), *self.tokens.masks(batch, presence))
+        embs = joined(blocks, rows, presence, True)
+        return self.tokens.masks(batch, presence)._replace(embs=embs)
 
     def embed_one_by_one(self, batch, blocks: list[Block]) -> dict[str, Tensor]:
         found = {}
@@ -374,7 +289,7 @@ class InBranchEmbedding(PrefixEmbedding):
                 rows = self.video_encoder(paddle.concat(batch["videos"]), history)
                 found[block.name] = of_cameras(rows, CAMERAS)
             elif block.source is Source.SUBGOALS:
-                rows = self.video_encoder.embed_image(paddle.concat(batch["subgoal_images"]))
+                rows = self.video_encoder(None, None, paddle.concat(batch["subgoal_images"]))
                 found[block.name] = of_cameras(rows, CAMERAS)
             elif block.source is Source.STATE:
                 found[block.name] = self.embed_state(batch)
@@ -390,4 +305,5 @@ class HoistedAndDropped(InBranchEmbedding):
         blocks = self.tokens.embedded(batch, presence, training)
         rows = self.embed_one_by_one(batch, blocks)
         chosen = [block for block in blocks if presence.has(block, training)]
-        return Prefix(joined(chosen, rows, presence, True), *self.tokens.masks(batch, presence))
+        embs = joined(chosen, rows, presence, True)
+        return self.tokens.masks(batch, presence)._replace(embs=embs)

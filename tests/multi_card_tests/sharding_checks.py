@@ -352,21 +352,6 @@ def text_last(group, mode: Mode) -> tuple[float, list[str]]:
     return max(errors), [call.kind for call in recording.of("micro-batch 1")]
 
 
-def unannounced(group, mode: Mode) -> tuple[list[str], float]:
-    """Kinds of collectives after the last micro-batch of a step of unknown length, and the error of
-    its gradients."""
-    known, run = Run(group, mode), Run(group, mode)
-    known.backward()
-    for micro in range(MICRO_BATCHES):
-        run.model(*sample(0, micro, group.rank)).backward()
-        run.sharding.end_micro_batch()
-    with record_collectives() as recording:
-        run.sharding.end_backward()
-    pairs = zip(known.shards, run.shards, strict=True)
-    error = max(float((one.grad - two.grad).abs().max()) for one, two in pairs)
-    return [call.kind for call in recording.calls], error
-
-
 def half_bytes(group, mode: Mode) -> list[tuple[str, int]]:
     """dtype and bytes of each reduction in a step of a model with a bfloat16 weight."""
     run = Run(group, mode, model=HalfModel())
@@ -501,12 +486,6 @@ def refused(group) -> dict[str, str]:
             function()
         messages[name] = str(raised.value)
 
-    model = toy()
-    parameters = model.parameters()
-    refuse("stage", ValueError, lambda: Sharding(parameters, group, 1))
-    refuse("twice", ValueError, lambda: Sharding([*parameters, parameters[0]], group, 2))
-    block = model.blocks[0]
-    refuse("two units", ValueError, lambda: Sharding(parameters, group, 2, [[block, block]]))
     run = Run(group, MODES["2"])
     refuse("frozen", ValueError, lambda: run.sharding.shard_of(run.model.fixed))
     weight = run.model.blocks[0].proj.weight
@@ -547,5 +526,4 @@ def worker(num_ranks: int) -> dict:
     for name, mode in HALVES.items():
         checks[f"half_gradients {name}"] = partial(half_gradients, group, mode)
         checks[f"half_bytes {name}"] = partial(half_bytes, group, mode)
-    checks["unannounced"] = partial(unannounced, group, MODES["2 once"])
     return run_checks(checks | {"specs": partial(specs, group), "refused": partial(refused, group)})

@@ -158,7 +158,7 @@ class TestLayouts(EqualsOneDevice):
     def settings(cls, run_file: Path, num_data_parts: int) -> list[str]:
         return common(run_file, num_data_parts)
 
-    @pytest.mark.parametrize("size", LAYOUTS)
+    @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.heavy)])
     def test_a_plain_run_continues_colocated(self, run_file, one_device, tmp_path, size):
         layout = next(iter(LAYOUTS[size].values()))
         settings = [*common(run_file, 2 if DP2 in layout else 1), COLOCATED, *layout]
@@ -198,7 +198,14 @@ def test_a_value_that_is_not_finite_skips_the_update_of_both_parts(run_file, tmp
         assert steps == {"good": [True, False, True], "changed": [True, False, True]}
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+# The toy of `test_colocated_schedule` has frozen parts and steps with few items too.
+ON_TOY = ("frozen blocks, rate of the mergers", "few images")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.heavy] * (name in ON_TOY)) for name in VARIANTS],
+)
 def test_other_runs_equal_one_device(run_file, tmp_path, name):
     settings, layout = VARIANTS[name]
     files = {"TEXT": run_file.with_name("text.jsonl"), "FEW": run_file.with_name("few.jsonl")}

@@ -26,7 +26,7 @@ import paddle.distributed as dist
 import pytest
 
 from paddle_vl.checkpoint import writing
-from paddle_vl.families.pi07.policy_model import PolicyModel
+from paddle_vl.families.pi07.flow import PolicyModel
 from tests.single_card_tests.train.tiny_policy_run import MODEL, PLANNER, write_tiny_policy_run
 from tests.support.finished_runs import (
     arrays_of,
@@ -187,7 +187,7 @@ class TestRuns(EqualsOneDevice):
     def test_the_trained_policy_is_one_file(self, several, one_device):
         assert_one_file_of_weights(several / "final", one_device / "final")
 
-    @pytest.mark.parametrize("name", ["pp2", "pp2 dp2"])
+    @pytest.mark.parametrize("name", ["pp2", pytest.param("pp2 dp2", marks=pytest.mark.heavy)])
     def test_a_plain_run_continues_colocated(self, run_file, one_device, tmp_path, name):
         size, layout = self.topologies[name]
         settings = [*common(run_file, num_data_parts(layout)), *layout]

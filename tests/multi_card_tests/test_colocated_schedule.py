@@ -12,13 +12,11 @@ frozen parts and offloaded rows:
 - a frozen encoder encodes the next step's items at the end of a step, once, and the next step is
   the same;
 - an evaluation between steps gives the same sums and leaves nothing behind;
-- a step that raises in any phase leaves nothing behind either;
 - the errors that such a schedule may have are seen: the encoder's gradients summed before phase 3,
   divisors that are not the global count, rows under sequence parallelism without their sum.
 """
 
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import numpy as np
 import paddle
@@ -34,7 +32,7 @@ from tests.multi_card_tests.colocated_toy import (
     total_weight,
     world_batches,
 )
-from tests.support.launch import launch
+from tests.support.launch import launch, outcome_of, run_checks
 
 PP2_DP2, PP4 = {"pp_degree": 2, "dp_degree": 2}, {"pp_degree": 4}
 PP2_MP2 = {"pp_degree": 2, "mp_degree": 2}
@@ -180,37 +178,6 @@ def rows_without_their_sum() -> float:
     return error_of_a_step(Case(PP2_MP2, splits_rows=True), breaks)
 
 
-def left_behind_by_a_failed_step() -> dict[str, float]:
-    """Errors of the step after one that raised in each phase."""
-    errors, case = {}, Case(PP2_DP2, 1, 2)
-    ranks = Ranks.of(case)
-    runner, data = ranks.runner, world_batches(0, ranks.topology.data_size, case)
-    for owner, name in (
-        (runner.bridge, "encode"),
-        (runner, "_train"),
-        (runner.bridge, "backward"),
-    ):
-        method = getattr(owner, name)
-
-        def failing(*arguments, method=method):
-            # The work of the phase is done when it fails.
-            method(*arguments)
-            raise MemoryError("in this phase")
-
-        setattr(owner, name, failing)
-        with pytest.raises(MemoryError, match="in this phase"):
-            ranks.backward(data)
-        setattr(owner, name, method)
-        assert all(p.grad is None for p in ranks.model.parameters()), name
-        reference = Reference(len(ranks.model.chunks), case)
-        ranks.backward(data)
-        reference.backward(data)
-        errors[name] = ranks.error(reference.gradients(), of_gradients=True)
-        for parameter in ranks.model.parameters():
-            parameter.clear_gradient(False)
-    return errors
-
-
 def bytes_of_a_step(encoder_mp: int) -> dict:
     """Bridge collectives of a step, and their theoretical bytes."""
     case = Case(PP2_DP2, encoder_mp, 3)
@@ -263,43 +230,44 @@ def read_ahead() -> float:
     return ranks.error(reference.gradients(), of_gradients=True)
 
 
-def worker(check: Callable, *arguments: object) -> Any:
+BROKEN = (summed_before_phase_3, divided_by_a_lanes_count, rows_without_their_sum)
+ENCODER_MP = (1, 2, 4)
+
+
+def worker() -> dict:
     paddle.set_default_dtype("float64")
-    return check(*arguments)
+    checks: dict = {name: partial(errors_of_steps, case) for name, case in CASES.items()}
+    checks |= {check.__name__: check for check in (*BROKEN, read_ahead)}
+    checks |= {f"bytes {mp}": partial(bytes_of_a_step, mp) for mp in ENCODER_MP}
+    return run_checks(checks)
 
 
-def on_ranks(check: Callable, *arguments: object) -> list[Any]:
-    return launch(worker, 4, arguments=(check, *arguments))
+@pytest.fixture(scope="module")
+def outcomes():
+    return launch(worker, 4, timeout=600)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_norm_and_parameters_equal_one_process(name):
-    case = CASES[name]
-    for found in on_ranks(errors_of_steps, case):
+def test_gradients_norm_and_parameters_equal_one_process(outcomes, name):
+    for found in outcome_of(outcomes, name):
         for what, errors in found["errors"].items():
             # The reported loss and evaluation sums are float32.
             most = FLOAT32 if what in ("loss", "evaluation") else TOLERANCE
             assert max(errors) < most, (what, errors)
-        assert ("Interleave" in found["class"]) == (case.degrees.get("num_virtual_stages") == 2)
+        virtual = CASES[name].degrees.get("num_virtual_stages") == 2
+        assert ("Interleave" in found["class"]) == virtual
 
 
-@pytest.mark.parametrize(
-    "broken", [summed_before_phase_3, divided_by_a_lanes_count, rows_without_their_sum]
-)
-def test_a_broken_schedule_is_seen(broken):
-    assert min(on_ranks(broken)) > 1e-2
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_schedule_is_seen(outcomes, broken):
+    assert min(outcome_of(outcomes, broken.__name__)) > 1e-2
 
 
-@pytest.mark.parametrize("encoder_mp", [1, 2, 4])
-def test_the_bridge_sends_what_theory_says(encoder_mp):
-    for found in on_ranks(bytes_of_a_step, encoder_mp):
+@pytest.mark.parametrize("encoder_mp", ENCODER_MP)
+def test_the_bridge_sends_what_theory_says(outcomes, encoder_mp):
+    for found in outcome_of(outcomes, f"bytes {encoder_mp}"):
         assert found["calls"] == found["wanted"]
 
 
-def test_the_next_steps_items_are_encoded_ahead():
-    assert max(on_ranks(read_ahead)) < TOLERANCE
-
-
-def test_a_failed_step_leaves_nothing_behind():
-    for errors in on_ranks(left_behind_by_a_failed_step):
-        assert max(errors.values()) < TOLERANCE, errors
+def test_the_next_steps_items_are_encoded_ahead(outcomes):
+    assert max(outcome_of(outcomes, "read_ahead")) < TOLERANCE

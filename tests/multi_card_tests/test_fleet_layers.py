@@ -157,8 +157,8 @@ FROZEN = {
 }
 
 
-def worker(folder: str, overlaps: bool) -> dict:
-    options = FleetConfig(mp_configs=OVERLAPS if overlaps else {})
+def worker(folder: str) -> dict:
+    options = FleetConfig(mp_configs=OVERLAPS)
     group = initialize(ParallelDegrees(mp_degree=2, sequence_parallel=True), options).mp_group
     if group.rank == 0:
         tiny_model().save_pretrained(folder)
@@ -174,14 +174,9 @@ def worker(folder: str, overlaps: bool) -> dict:
     return run_checks(checks)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["plain", "overlaps"])
-def overlaps(request) -> bool:
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def outcomes(overlaps, tmp_path_factory):
-    return launch(worker, 2, arguments=(str(tmp_path_factory.mktemp("model")), overlaps))
+def outcomes(tmp_path_factory):
+    return launch(worker, 2, arguments=(str(tmp_path_factory.mktemp("model")),))
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -198,8 +193,8 @@ def test_a_fused_weight_is_put_together_once_for_all_its_names(outcomes):
 
 @pytest.mark.parametrize("sp", [False, True])
 @pytest.mark.parametrize("name", [*FROZEN, "apart"])
-def test_losses_and_gradients_are_those_of_one_device(outcomes, overlaps, name, sp):
+def test_losses_and_gradients_are_those_of_one_device(outcomes, name, sp):
     for error, where, num_overlapped in outcome_of(outcomes, f"{name} {sp}"):
         assert error <= TOPOLOGY, where
         expected = {"trained": 6, "frozen projections": 0, "frozen table": 2, "apart": 4}[name]
-        assert num_overlapped == (expected if overlaps else 0)
+        assert num_overlapped == expected

@@ -155,7 +155,6 @@ def test_slices_keep_the_specs_of_their_parameters(outcomes):
     [
         ("frozen", "is not sharded: frozen"),
         ("shape", "[2, 3] to take a shard of does not have the shape [11, 6]"),
-        ("others", "the optimizer has 1 parameters"),
     ],
 )
 def test_wrong_use_is_refused(outcomes, misuse, message):

@@ -9,6 +9,7 @@ ranks that disagree inside a layer of fleet.
 import numpy as np
 import paddle
 import paddle.distributed as dist
+import paddle.distributed.fleet.base.topology as fleet_topology
 import pytest
 from paddle import nn
 from paddle.distributed import fleet
@@ -29,6 +30,8 @@ BOTH = (0, 1)
 
 def start_fleet(**hybrid) -> None:
     install()
+    # One launch has several topologies; without this, fleet keeps the first one.
+    fleet_topology._HYBRID_PARALLEL_GROUP = None
     strategy = fleet.DistributedStrategy()
     strategy.hybrid_configs = {"dp_degree": 1, **hybrid}
     strategy.hybrid_configs["sharding_configs"].split_param = True
@@ -107,9 +110,18 @@ def shown(recording: Recording) -> list[tuple]:
     return [(call.kind, call.ranks, call.num_bytes, call.dtype) for call in recording.calls]
 
 
+def worker() -> tuple:
+    return in_layers(), in_a_pipeline(), in_sharding()
+
+
 @pytest.fixture(scope="module")
-def layers():
-    return launch(in_layers, 2)
+def outcomes():
+    return launch(worker, 2)
+
+
+@pytest.fixture(scope="module")
+def layers(outcomes):
+    return [of_rank[0] for of_rank in outcomes]
 
 
 @pytest.mark.parametrize(
@@ -144,8 +156,8 @@ def test_ranks_that_disagree_inside_of_a_layer_are_told(layers):
         assert "multi_card_tests/test_fleet_traffic.py" in message
 
 
-def test_a_pipeline_is_recorded():
-    recordings = launch(in_a_pipeline, 2)
+def test_a_pipeline_is_recorded(outcomes):
+    recordings = [of_rank[1] for of_rank in outcomes]
     activations, gradients = (0, 1), (1, 0)
     for rank, (_, steady) in enumerate(recordings):
         calls = [call for call in shown(steady) if call[0] in ("send", "recv")]
@@ -161,8 +173,8 @@ def test_a_pipeline_is_recorded():
     assert len(first.calls) > len(steady.calls)
 
 
-def test_a_sharding_optimizer_is_recorded():
-    recordings = launch(in_sharding, 2)
+def test_a_sharding_optimizer_is_recorded(outcomes):
+    recordings = [of_rank[2] for of_rank in outcomes]
     for recording in recordings:
         sent = {call.kind: call.num_bytes for call in recording.calls}
         assert len(sent) == len(recording.calls)

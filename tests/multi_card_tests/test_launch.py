@@ -29,15 +29,6 @@ def test_results_come_back_by_rank():
     assert results == [({"a": 1}, [str(rank), "3", "1", "x"]) for rank in range(3)]
 
 
-def test_matrix_library_setting_reaches_the_ranks(monkeypatch):
-    monkeypatch.setenv("MKL_DEBUG_CPU_TYPE", "5")
-    assert launch(matrix_library_setting, processes=1) == ["5"]
-
-
-def matrix_library_setting():
-    return os.environ.get("MKL_DEBUG_CPU_TYPE")
-
-
 def wait_for_ever(folder, what_rank_1_does):
     """Rank 0 and a child process hang; rank 1 fails or hangs too."""
     if os.environ["PADDLE_TRAINER_ID"] == "1" and what_rank_1_does == "fails":

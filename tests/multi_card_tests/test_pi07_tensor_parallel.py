@@ -27,13 +27,8 @@ import paddle.distributed as dist
 import pytest
 from paddle import Tensor
 
-from paddle_vl.checkpoint.reading import fill_parameters
-from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers, read_header
+from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
 from paddle_vl.checkpoint.writing import parameter_array
-from paddle_vl.families.pi07.checkpoint_map import engine_keys
-from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
-from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
-from paddle_vl.families.pi07.planner import PI07HighLevelPlannerModel
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
 from paddle_vl.parallel.collectives import all_reduce_partial_gradients
 from paddle_vl.parallel.degrees import ParallelDegrees
@@ -44,18 +39,18 @@ from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import initialize
 from tests.support.launch import launch, outcome_of, run_checks
 from tests.support.pi07_golden import (
-    CASES,
     CharacterTokenizer,
     FirstValueActionTokenizer,
-    case,
-    config_values,
+    drawn_batch,
+    drawn_planner_batch,
+    golden_model,
+    golden_planner,
     group_statistics,
 )
 from tests.support.tolerance import TOPOLOGY
 
 # Three samples of 5 steps: neither 2 nor 4 divides the number of rows.
-SAMPLES, STEPS, MEMORY, RESPONSE = 3, 5, 6, 5
-WEIGHTS = CASES / "weights_A.safetensors"
+SAMPLES, STEPS = 3, 5
 PARTS = ("response", "metadata", "subgoal")
 
 
@@ -80,17 +75,18 @@ class Setup:
     layers_are_collective: bool = False
 
 
+ALL = [(sp, vision) for sp in (False, True) for vision in ("spread", "replicate")]
+TWO = [(True, "spread"), (False, "replicate")]
 SETUPS = {
     f"{kind} sp={sp} {vision}": Setup(sp, vision, **settings)
-    for kind, settings in {
-        "everything": {},
-        "nothing": {"parts": ()},
-        "not insulated": {"insulated": False, "parts": ("response",)},
-        "frozen": {"frozen": True, "parts": ("subgoal",)},
-        "planner": {"is_planner": True, "parts": ("metadata",)},
+    for kind, (layouts, settings) in {
+        "everything": (ALL, {}),
+        "nothing": (TWO, {"parts": ()}),
+        "not insulated": (TWO, {"insulated": False, "parts": ("response",)}),
+        "frozen": (ALL, {"frozen": True, "parts": ("subgoal",)}),
+        "planner": (TWO, {"is_planner": True, "parts": ("metadata",)}),
     }.items()
-    for sp in (False, True)
-    for vision in ("spread", "replicate")
+    for sp, vision in layouts
 } | {
     "planner without metadata": Setup(is_planner=True, parts=()),
     "recomputed": Setup(recomputed=True),
@@ -104,74 +100,32 @@ SETUPS = {
 
 def make_model(setup: Setup, placement=None):
     """A model with the weights of golden case 01."""
-    given = case("01_all_fields")[0]
-    labels = given["config"]["indicator_token_ids"]
     if setup.is_planner:
-        vlm = given["config"]["vlm"] | {
-            "gemma3_config": given["config"]["gemma3"],
-            "gemma_expert_config": given["config"]["expert"],
-            "disable_action_expert": True,
-        }
-        lengths = {"memory_max_length": MEMORY, "response_max_length": RESPONSE}
-        config = PI07PlannerConfig.from_dict({"vlm_config": vlm} | lengths)
-        model = PI07HighLevelPlannerModel(config, labels, placement)
+        model = golden_planner(placement)
     else:
-        config = PI07Config.from_dict(policy_values(setup))
-        model = PI07LowLevelFlowMatching(config, labels, placement)
-    fill_parameters(model.stored_parameters(), engine_keys(read_header(WEIGHTS)))
+        model = golden_model(placement, **policy_settings(setup))
     if setup.recomputed:
         recompute_layers([*model.vision_blocks, *model.decoder_layers])
     model.train()
     return model
 
 
-def policy_values(setup: Setup) -> dict[str, Any]:
-    values = config_values(case("01_all_fields")[0], knowledge_insulation=setup.insulated)
-    values |= {"chunk_size": STEPS, "n_action_steps": STEPS}
-    values["vlm_config"]["freeze_vision_encoder"] = setup.frozen
-    return values
+def policy_settings(setup: Setup) -> dict[str, Any]:
+    return {
+        "knowledge_insulation": setup.insulated,
+        "freeze_vision_encoder": setup.frozen,
+        "chunk_size": STEPS,
+        "n_action_steps": STEPS,
+    }
 
 
 def make_batch(setup: Setup) -> dict[str, Any]:
     rng, size = np.random.default_rng(3), setup.num_samples
-    cameras = range(1 if size == 1 else 2)
-
-    def normal(*shape: int) -> np.ndarray:
-        return rng.normal(size=(size, *shape)).astype(np.float32)
-
-    def pictures(*frames: int) -> list[np.ndarray]:
-        return [rng.random((size, *frames, 3, 56, 56), dtype=np.float32) for _ in cameras]
-
-    def has(part: str) -> np.ndarray:
-        return np.full(size, part in setup.parts) & (np.arange(size) % 2 == 0)
-
-    lengths = {"lang": 9, "response": 6, "metadata": 7}
-    batch: dict[str, Any] = {}
+    has = dict.fromkeys(setup.parts, tuple(range(0, size, 2)))
+    shape = {"samples": size, "cameras": 1 if size == 1 else 2}
     if setup.is_planner:
-        lengths = {"lang": 9, "metadata": 7, "memory": MEMORY, "response": RESPONSE}
-        batch = {"images": pictures(), "img_masks": [np.ones(size, bool) for _ in cameras]}
-    for name, length in lengths.items():
-        # Some tokens are padding, whose row of the token table gets no gradient.
-        batch[f"{name}_tokens"] = rng.integers(0, 250, (size, length))
-        batch[f"{name}_masks"] = rng.random((size, length)) < 0.8
-        if name in PARTS and not (setup.is_planner and name == "response"):
-            batch[f"{name}_masks"] &= has(name)[:, None]
-    if setup.is_planner:
-        return batch
-    return batch | {
-        "videos": pictures(3),
-        "vid_masks": [np.ones(size, bool) for _ in cameras],
-        "subgoal_images": [image * 2 - 1 for image in pictures()],
-        "subgoal_img_masks": [has("subgoal") for _ in cameras],
-        "obs_history_is_pad": np.tile([True, False, False], (size, 1)),
-        "state": normal(3, 5),
-        "actions": normal(STEPS, 7),
-        "noise": normal(STEPS, 7),
-        "time": rng.uniform(0.1, 0.9, size).astype(np.float32),
-        "delay": np.zeros(size, np.int64),
-        "discrete_actions": rng.integers(0, 40, (size, 5)),
-        "discrete_action_masks": rng.random((size, 5)) < 0.8,
-    }
+        return drawn_planner_batch(rng, has, **shape)
+    return drawn_batch(rng, has, steps=STEPS, **shape)
 
 
 class Step(NamedTuple):
@@ -263,8 +217,8 @@ class ActionTokenizer(FirstValueActionTokenizer):
 
 def fresh_weights_and_files(folder: str, group) -> list[str]:
     """Names of tensors that differ from one device's after a rank draws, all save or each loads."""
-    config = PI07Config.from_dict(
-        policy_values(Setup()) | {"per_group_projection": True, "dataset_names": ["a", "b"]}
+    config = golden_model(**policy_settings(Setup())).config.changed(
+        per_group_projection=True, dataset_names=["a", "b"]
     )
     parts = (Tokenizer(), ActionTokenizer(), group_statistics())
     placement = FleetPlacement(group, sequence_parallel=True)
@@ -272,7 +226,7 @@ def fresh_weights_and_files(folder: str, group) -> list[str]:
     whole = PI07LowLevelPolicy.from_config(config, *parts)
     paddle.seed(7)
     policy = PI07LowLevelPolicy.from_config(config, *parts, placement=placement)
-    assert policy.whole_shapes() == whole.whole_shapes()
+    assert policy.model.whole_shapes() == whole.model.whole_shapes()
     policy.save_pretrained(f"{folder}/parts")
     whole.save_pretrained(f"{folder}/whole{group.rank}")
     dist.barrier()

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import paddle
-import paddle.distributed.fleet.base.topology as fleet_topology
 import pytest
 
 from paddle_vl.config.parallel_settings import FleetConfig
@@ -118,8 +117,6 @@ def make_batches(count: int) -> list[dict]:
 
 
 def make_runner(settings: dict, num_batches: int, frozen: bool = False, reserved=None):
-    # One launch runs several pipelines; without this, fleet keeps the first one's strategy.
-    fleet_topology._HYBRID_PARALLEL_GROUP = None
     settings = dict(settings)
     options = FleetConfig(pp_configs=settings.pop("options", {}))
     degrees = ParallelDegrees(pp_degree=STAGES, num_micro_batches=num_batches, **settings)

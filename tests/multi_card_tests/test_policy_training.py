@@ -43,13 +43,13 @@ TOPOLOGIES = {
         2,
         ["parallel.mp_degree=2", SP, "parallel.vision=replicate", "train.recompute=full"],
     ),
-    "sharding2 stage 1": (2, [SHARDING, "parallel.sharding_stage=1"]),
     "sharding2 stage 2": (2, [SHARDING, "parallel.sharding_stage=2"]),
     "sharding2 stage 3": (2, [SHARDING, "parallel.sharding_stage=3", "train.recompute=full"]),
     "sharding2 mp2": (4, [SHARDING, "parallel.sharding_stage=3", "parallel.mp_degree=2", SP]),
     "pp2": (2, [PP, "parallel.pp_split=cost", "train.recompute=full"]),
 }
 HEAVY = {
+    "sharding2 stage 1": (2, [SHARDING, "parallel.sharding_stage=1"]),
     "sharding2 stage 2, reduced once": (
         2,
         [SHARDING, "parallel.sharding_stage=2", "parallel.reduce_once_per_step=true"],

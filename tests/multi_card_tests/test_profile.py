@@ -1,8 +1,8 @@
 """`profile` on two ranks, as the command line starts it.
 
-Guarantees: with dp, with sharding stage 2 and with a pipeline, the result covers both ranks, its
+Guarantees: with dp and with a pipeline, the result covers both ranks, its
 shares add up to 100 percent, and its step time is that of the slower rank; a pipeline reports
-forward and backward as one phase, the others as two; a matrix runs the cells that fit and reports
+forward and backward as one phase, the other as two; a matrix runs the cells that fit and reports
 only a cell above the memory limit as out of memory.
 """
 
@@ -19,7 +19,6 @@ STEPS = ["--nproc", "2", "--warmup", "1", "--steps", "2"]
 TOPOLOGIES = {
     # --nproc alone is data parallel.
     "dp": [],
-    "stage 2": ["parallel.sharding_degree=2", "parallel.sharding_stage=2"],
     "pipeline": ["parallel.pp_degree=2"],
 }
 

@@ -89,7 +89,7 @@ class Checks:
         assert sorted(contents(folder)) == sorted(
             [*(name for name in files if "/" not in name), "manifest.json"]
         )
-        assert not examine(folder, True, self.ranks).reasons
+        assert not examine(folder, True, self.ranks).problems
 
     def without_a_thread(self) -> None:
         one, other = self.save("beside"), self.save("plain", async_save=False)

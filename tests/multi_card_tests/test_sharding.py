@@ -1,4 +1,4 @@
-"""Sharding stages 2 and 3 on 2 and 4 ranks against one device.
+"""Sharding stages 2 and 3 on 2 ranks (with `-m heavy` on 4) against one device.
 
 The model has units that save weights in every way, frozen parameters inside and outside of units,
 sizes that no group size divides, and a parameter that only one rank uses. Each rank has its own
@@ -36,7 +36,7 @@ SLACK = WIDE_BYTES // 8
 GATHER, REDUCE = "all_gather", "reduce_scatter"
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2_ranks", "4_ranks"])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.heavy)])
 def outcomes(request):
     return launch(worker, request.param, arguments=(request.param,))
 
@@ -170,10 +170,6 @@ def test_one_reduction_at_most_is_on_its_way(outcomes, mode):
         running = np.cumsum([(e == REDUCE) - (e == SENT) for e in events])
         assert set(running) == {0, 1}
         assert running[-1] == 0
-
-
-def test_a_step_of_unknown_length_is_reduced_at_its_end(outcomes):
-    assert outcome_of(outcomes, "unannounced") == [([REDUCE] * (UNITS + 1), 0.0)] * len(outcomes)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -311,9 +307,6 @@ def test_a_shard_has_no_spec_of_its_own_and_what_fleet_reads(outcomes):
 @pytest.mark.parametrize(
     ("misuse", "message"),
     [
-        ("stage", "stage is 1; it must be 2 or 3"),
-        ("twice", "1 parameters to shard are listed twice"),
-        ("two units", "of sharding unit 1 is in another unit too"),
         ("frozen", "is not sharded: frozen"),
         ("shape", "[2, 3] to take a shard of does not have the shape [6, 6]"),
         ("outside", "got a gradient outside of it"),

@@ -50,6 +50,7 @@ from tests.support.small_families import (
 
 DTYPES = {"float32": 4, "bfloat16": 2}
 STAGES = (0, 1, 2, 3)
+STAGES_OF_PARTS = {"float32": (1, 2, 3), "bfloat16": (3,)}
 NAMES = tuple(builders(Path(), "float32"))
 SPLIT = ("qwen fresh", "qwen files", "pi07 fresh", "pi07 files")
 MODEL = TINY_MODEL | {
@@ -206,7 +207,7 @@ def worker_of_parts(folder: str) -> dict:
             # Fresh shards are cut from a full NumPy array.
             on_host = 4 if name.endswith("fresh") else 0
             split = partial(make, dtype, placement=FleetPlacement(topology.mp_group))
-            for stage in STAGES[1:]:
+            for stage in STAGES_OF_PARTS[dtype]:
                 checks[f"{name} {dtype} {stage}"] = partial(
                     start, split, whole, topology, stage, width, on_host=on_host
                 )
@@ -260,8 +261,9 @@ def test_the_weights_are_those_of_a_whole_model(outcomes, name, dtype):
     assert outcome_of(outcomes, f"{name} {dtype} values") == [[], []]
 
 
-@pytest.mark.parametrize("stage", STAGES[1:])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "stage"), [(dtype, stage) for dtype, of in STAGES_OF_PARTS.items() for stage in of]
+)
 @pytest.mark.parametrize("name", SPLIT)
 def test_parts_of_matrices_need_no_more_either(outcomes_of_parts, name, dtype, stage):
     for peak, allowed in outcome_of(outcomes_of_parts, f"{name} {dtype} {stage}"):

@@ -187,7 +187,7 @@ def worker(folder: str, num_ranks: int) -> dict:
     return run_checks(checks)
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.heavy)])
 def outcomes(request):
     with tempfile.TemporaryDirectory() as folder:
         yield launch(worker, request.param, arguments=(str(Path(folder)), request.param))

@@ -36,11 +36,13 @@ def worker(run_file: str, output_dir: str, overrides: list[str]) -> None:
 
 class TestCaptioner(EqualsOneDevice):
     topologies: ClassVar = {
-        "mp2": (2, [MP]),
         "mp2 with sequence parallelism": (2, [MP, "parallel.sequence_parallel=true"]),
-        "sharding2 stage 1": (2, [*SHARDING, "parallel.sharding_stage=1"]),
         "sharding2 stage 3": (2, [*SHARDING, STAGE_3, "train.recompute=full"]),
         "pp2": (2, [*PP, "parallel.pp_split=cost"]),
+    }
+    heavy: ClassVar = {
+        "mp2": (2, [MP]),
+        "sharding2 stage 1": (2, [*SHARDING, "parallel.sharding_stage=1"]),
     }
 
     @pytest.fixture(scope="class")

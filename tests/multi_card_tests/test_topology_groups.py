@@ -3,13 +3,12 @@
 Guarantees, for dp 2 x mp 2, mp 2 x pp 2 and sharding 2 x mp 2: every rank has the right coordinates
 and groups, with mp ranks as neighbours; an all-reduce over a group sums over its members only; the
 first and last stage of a pipeline share a group; Paddle has the same seed on every rank; dropout is
-the same on all ranks of an mp group except for sharded tensors, and is reproducible; a start with
-other degrees in the same process is refused instead of keeping the old groups.
+the same on all ranks of an mp group except for sharded tensors, and is reproducible; topologies may
+be started in turn.
 """
 
 import paddle
 import paddle.distributed as dist
-import paddle.distributed.fleet.base.topology as fleet_topology
 import paddle.nn.functional as F
 import pytest
 
@@ -34,14 +33,11 @@ ALONE = [[0], [1], [2], [3]]
 
 def worker():
     places = {name: lambda degrees=degrees: place(**degrees) for name, degrees in DEGREES.items()}
-    again = {"other_degrees": start_again, "same_degrees": same_again}
-    return run_checks({"dropout": dropout} | places | again)
+    return run_checks({"dropout": dropout} | places)
 
 
 def place(**degrees) -> dict:
     """A topology as this rank sees it."""
-    # One launch has several topologies; without this, fleet keeps the first one.
-    fleet_topology._HYBRID_PARALLEL_GROUP = None
     topology = initialize(ParallelDegrees(**degrees))
     groups = {axis: getattr(topology, f"{axis}_group") for axis in AXES}
     return {
@@ -57,7 +53,6 @@ def place(**degrees) -> dict:
 
 def dropout() -> dict:
     """Masks of 64 elements in two steps, drawn in the order of a layer."""
-    fleet_topology._HYBRID_PARALLEL_GROUP = None
     ranks = FleetRanks(initialize(ParallelDegrees(**DEGREES["dp_mp"])))
 
     def draw() -> list[float]:
@@ -84,16 +79,6 @@ def summed_ranks(topology: Topology, group) -> int:
     return value.item()
 
 
-def start_again() -> str:
-    with pytest.raises(RuntimeError) as refusal:
-        initialize(ParallelDegrees(dp_degree=4))
-    return str(refusal.value)
-
-
-def same_again() -> list[int]:
-    return initialize(ParallelDegrees(**DEGREES["sharding_mp"])).sharding_group.ranks
-
-
 @pytest.fixture(scope="module")
 def outcomes():
     return launch(worker, PROCESSES)
@@ -114,31 +99,20 @@ def test_groups_have_their_members_and_sum_over_them(outcomes, name, distant):
 
 
 @pytest.mark.parametrize(
-    ("name", "texts"),
+    ("name", "texts", "parts"),
     [
-        ("dp_mp", ["dp 0, mp 0", "dp 0, mp 1", "dp 1, mp 0", "dp 1, mp 1"]),
-        ("mp_pp", ["mp 0, pp 0", "mp 1, pp 0", "mp 0, pp 1", "mp 1, pp 1"]),
         (
-            "sharding_mp",
-            ["mp 0, sharding 0", "mp 1, sharding 0", "mp 0, sharding 1", "mp 1, sharding 1"],
+            "dp_mp",
+            ["dp 0, mp 0", "dp 0, mp 1", "dp 1, mp 0", "dp 1, mp 1"],
+            [(0, 2), (0, 2), (1, 2), (1, 2)],
         ),
+        ("mp_pp", ["mp 0, pp 0", "mp 1, pp 0", "mp 0, pp 1", "mp 1, pp 1"], [(0, 1)] * 4),
     ],
 )
-def test_ranks_are_described_by_their_coordinates(outcomes, name, texts):
-    found = [seen["text"] for seen in outcome_of(outcomes, name)]
-    assert found == [f"rank {rank} ({text})" for rank, text in enumerate(texts)]
-
-
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [
-        ("dp_mp", [(0, 2), (0, 2), (1, 2), (1, 2)]),
-        ("mp_pp", [(0, 1)] * 4),
-        ("sharding_mp", [(0, 2), (0, 2), (1, 2), (1, 2)]),
-    ],
-)
-def test_samples_split_over_data_and_sharding_processes(outcomes, name, parts):
-    assert [seen["data"] for seen in outcome_of(outcomes, name)] == parts
+def test_ranks_have_their_coordinates_and_samples(outcomes, name, texts, parts):
+    found = outcome_of(outcomes, name)
+    assert [seen["text"] for seen in found] == [f"rank {r} ({t})" for r, t in enumerate(texts)]
+    assert [seen["data"] for seen in found] == parts
 
 
 def test_first_and_last_stage_of_a_pipeline_have_a_group(outcomes):
@@ -162,12 +136,3 @@ def test_dropout_is_the_same_where_mp_processes_have_the_same(outcomes):
 @pytest.mark.parametrize("name", DEGREES)
 def test_random_numbers_start_alike_on_every_rank(outcomes, name):
     assert len({seen["random"] for seen in outcome_of(outcomes, name)}) == 1
-
-
-def test_other_degrees_in_a_started_process_are_refused(outcomes):
-    for message in outcome_of(outcomes, "other_degrees"):
-        assert "dp_degree 1 instead of 4, mp_degree 2 instead of 1" in message
-
-
-def test_same_degrees_again_give_the_same_groups(outcomes):
-    assert outcome_of(outcomes, "same_degrees") == DISTANT

@@ -49,12 +49,7 @@ TOPOLOGIES = {
     "pp2 dualpipev": (2, [*PP, "parallel.pp_schedule=dualpipev"]),
     "sharding2 stage 1": (2, [*SHARDING, "parallel.sharding_stage=1"]),
     "sharding2 stage 1 with overlap": (2, [*SHARDING, *OVERLAP]),
-    "sharding2 stage 2": (2, [*SHARDING, "parallel.sharding_stage=2", "train.recompute=full"]),
     "sharding2 stage 3": (2, [*SHARDING, STAGE_3]),
-    "sharding2 stage 3, kept": (
-        2,
-        [*SHARDING, STAGE_3, "parallel.reshard_after_forward=false", "train.recompute=full"],
-    ),
     "pp4 interleaved": (4, ["parallel.pp_degree=4", *VIRTUAL, *HALVES]),
     "mp2 pp2 with sequence parallelism": (4, ["parallel.mp_degree=2", *PP, *SP]),
     "sharding2 mp2": (
@@ -65,6 +60,11 @@ TOPOLOGIES = {
 }
 # Cases for machines with more than two cores.
 HEAVY = {
+    "sharding2 stage 2": (2, [*SHARDING, "parallel.sharding_stage=2", "train.recompute=full"]),
+    "sharding2 stage 3, kept": (
+        2,
+        [*SHARDING, STAGE_3, "parallel.reshard_after_forward=false", "train.recompute=full"],
+    ),
     "sharding2 stage 2, reduced once": (
         2,
         [*SHARDING, "parallel.sharding_stage=2", "parallel.reduce_once_per_step=true"],

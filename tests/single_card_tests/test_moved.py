@@ -9,6 +9,7 @@ from importlib import import_module
 
 import pytest
 
+from paddle_vl.families.pi07.prefix import GroupedProjection
 from paddle_vl.families.policy import normalize
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.pipeline import VLStage
@@ -20,6 +21,7 @@ from paddle_vl.families.vlm.pipeline import VLStage
         ("paddle_vl.families.qwen3_vl.inputs.processor", "Qwen3VLProcessor", VLProcessor),
         ("paddle_vl.families.qwen3_vl.pipeline", "Qwen3VLStage", VLStage),
         ("paddle_vl.families.pi07.inputs.normalize", "Normalizer", normalize.Normalizer),
+        ("paddle_vl.families.pi07.layers", "GroupedProjection", GroupedProjection),
     ],
 )
 def test_an_old_path_leads_to_the_new_one_with_a_warning(path, name, wanted, monkeypatch):

@@ -142,7 +142,13 @@ class EqualsOneDevice:
     def test_one_process_continues_what_several_saved(
         self, several, one_device, run_file, tmp_path, request
     ):
-        topology = {**self.topologies, **self.heavy}[request.node.callspec.params["several"]][1]
+        found, wanted = (self.arrays_of(run / "checkpoint-2") for run in (several, one_device))
+        assert_close(found, wanted)
+        name = request.node.callspec.params["several"]
+        if name not in (*list(self.topologies)[-1:], *self.heavy):
+            # What is one device's can be continued, as one of the topologies shows.
+            return
+        topology = {**self.topologies, **self.heavy}[name][1]
         # Micro-batches of another size, of the same samples.
         batches = [setting for setting in topology if setting.startswith("train.gradient_acc")]
         batches += [setting for setting in topology if "per_device_train" in setting]

@@ -8,8 +8,8 @@ and two moments per weight, checksums, fsync. Per checkpoint it reports the seco
 was blocked (the copy to host memory), the seconds of the asynchronous write, and their ratio; then
 the same without a thread, and the verification of the last checkpoint from disk and from memory.
 
-Host memory is prepared during the first steps, for which this waits. A write has to end before the
-next save begins; unless `--steps-between` is given, steps go on until the write has ended. Exits
+The first save allocates the host memory and is not reported. A write has to end before the next
+save begins; unless `--steps-between` is given, steps go on until the write has ended. Exits
 with 1 if training was blocked for more than --limit of a write.
 """
 
@@ -40,8 +40,6 @@ from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
 WIDTH = 2048
 ROWS = 64
 SHARD_BYTES = 5_000_000_000
-# Time to prepare host memory; a run trains for minutes before its first checkpoint.
-WARM_UP_S = 10.0
 
 
 class Training:
@@ -79,24 +77,20 @@ def saved(training: Training, config: TrainConfig, folder: Path, saves: int, bet
     """Times of each checkpoint, and the folder of the last one."""
     times, step = [], 0
     with CheckpointWriter(folder, config) as writer:
-        writer.prepare(training.optimizer.bytes_to_write())
-        for _ in range(2):
-            training.step()
-        time.sleep(WARM_UP_S if config.async_save else 0)
-        for _ in range(saves):
+        for _ in range(1 + saves):
             begin = time.perf_counter()
             target = writer.save(step, training.fill)
-            called = time.perf_counter() - begin
-            steps = 0
-            while steps < (between or 1) or (between is None and not target.exists()):
+            returned, ended, steps = time.perf_counter(), None, 0
+            while steps < (between or 1) or (between is None and ended is None):
                 training.step()
                 writer.poll()
                 steps, step = steps + 1, step + 1
+                if ended is None and target.exists():
+                    ended = time.perf_counter()
             writer.wait()
-            assert writer.times is not None
-            stall = writer.times.stall if config.async_save else called
-            times.append({"stall_s": stall, "write_s": writer.times.write, "steps": steps})
-    return times, target
+            write_s = (ended or time.perf_counter()) - returned
+            times.append({"stall_s": returned - begin, "write_s": write_s, "steps": steps})
+    return times[1:], target
 
 
 def compare(options: argparse.Namespace, work: Path) -> Result:

@@ -120,7 +120,7 @@ def observation(case: str) -> dict[str, Any]:
 def write_export(family: str, work: str, num_threads: int, with_onnx: bool) -> dict[str, Any]:
     """Write the folder of the programs."""
     from paddle_vl.compat import configure_cpu_runtime
-    from paddle_vl.export.pi07.exporting import policy_to_export
+    from paddle_vl.export.pi07.programs import policy_to_export
     from paddle_vl.export.qwen3_vl.programs import model_to_export
     from paddle_vl.export.writing import export_model
 

@@ -76,7 +76,7 @@ _ALL = [
     Fault("kill-in-write", "SIGKILL to all processes while a checkpoint is written",
           strikes.kill_all, places=("write",)),
     Fault("stale-lock",
-          "SIGKILL to all processes, and run.lock is of another machine and a minute old",
+          "SIGKILL to all processes, and run.lock is of another machine",
           strikes.kill_all, damages.stale_lock, starts=("one", "nproc"), places=("step",)),
     Fault("cut-metrics",
           "SIGKILL to all processes, and the last line of metrics.jsonl is cut short",

@@ -3,7 +3,6 @@
 A damaged cache must change nothing: good documents are read as they are, and none is blamed.
 """
 
-import json
 import os
 import struct
 from pathlib import Path
@@ -13,20 +12,16 @@ import numpy as np
 from hypothesis import strategies as st
 from xxhash import xxh3_64_digest
 
-from fuzzing.mutations import as_json, damaged_bytes, in_file, json_bytes, json_lines
-from fuzzing.parser import Files, Parser
+from fuzzing.mutations import as_json, damaged_bytes, in_file, json_lines
+from fuzzing.parser import Parser
 from fuzzing.samples import small_processor
-from paddle_vl.config.data_sources import SourceConfig
-from paddle_vl.data.corpus.cache import FOLDER, CacheFolders, LocalCopies
+from paddle_vl.data.corpus.cache import FOLDER
 from paddle_vl.data.corpus.opener import ShardOpener
 from paddle_vl.data.corpus.token_files import TokenFileWriter
 from paddle_vl.data.jsonl import BadSampleError, sample_at
 from paddle_vl.data.packing import RowBudget
 from paddle_vl.data.sample_lengths import sample_lengths
-from paddle_vl.families.vlm.inputs.collate import VLCollator
-from paddle_vl.families.vlm.inputs.corpus import Corpus
 from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
-from paddle_vl.families.vlm.settings import VLDataConfig
 
 _SUM = 8
 
@@ -35,11 +30,6 @@ def _with_sums(contents: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
     """Files that end with a checksum, some of them with the right one behind damaged content."""
     right = contents.map(lambda content: content[:-_SUM] + xxh3_64_digest(content[:-_SUM]))
     return st.one_of(contents, right)
-
-
-def _opener() -> ShardOpener:
-    folders = CacheFolders()
-    return ShardOpener(folders, LocalCopies(folders))
 
 
 def offset_index(folder: Path) -> Parser:
@@ -53,7 +43,7 @@ def offset_index(folder: Path) -> Parser:
     def parse() -> None:
         # The data file is written anew for every input, and its index is of one time.
         os.utime(file, ns=times)
-        shard = _opener()(file)
+        shard = ShardOpener()(file)
         is_good, found = file.read_bytes() == good, []
         try:
             for row in range(min(shard.count, 20)):
@@ -119,7 +109,7 @@ def token_index(folder: Path) -> Parser:
     sizes, offsets, bounds = raw[34:58], raw[58:106], raw[106:]
 
     def parse() -> None:
-        shard = _opener()(file)
+        shard = ShardOpener()(file)
         found = [shard.read(row)["tokens"] for row in range(shard.count)]
         if not np.array_equal(np.concatenate([*found, ids[:0]]), ids):
             raise AssertionError("documents overlap or are left out")
@@ -147,60 +137,3 @@ def token_index(folder: Path) -> Parser:
     ).map(b"".join)  # fmt: skip
     inputs = st.one_of(parts, parts, damaged_bytes([raw]))
     return Parser(in_file(file.name, inputs), parse, ("tokens",))
-
-
-def source_state(folder: Path) -> Parser:
-    """The position in a mix of sources, from which two batches are made."""
-    files = {"texts": folder / "texts.jsonl", "more": folder / "more.jsonl"}
-    for name, file in files.items():
-        rows = [{"text": f"{name} {number} " + "hello " * (9 * number)} for number in range(20)]
-        file.write_bytes(b"".join(as_json(row) + b"\n" for row in rows))
-    processor, state = small_processor(), folder / "state.json"
-    sources = [
-        SourceConfig(path=str(file), format="text", name=name, weight=1.0)
-        for name, file in files.items()
-    ]
-    data = VLDataConfig.model_validate({"packing": True, "packing_length": 64})
-    collator = VLCollator(
-        processor.pad_token_id, processor.image_token_id, processor.video_token_id
-    )
-    corpus = Corpus.opened(sources, data, processor, seed=1)
-
-    def loader():
-        return corpus.train_loader(collator, 1, 0, 1)
-
-    def saved(steps: int) -> Any:
-        batches = loader()
-        for _ in range(steps):
-            next(batches)
-        return json.loads(json.dumps(batches.state_dict()))
-
-    seeds = [saved(3), saved(40)]
-    state.write_bytes(as_json(seeds[0]))
-
-    def parse() -> None:
-        batches = loader()
-        batches.load_state_dict(_parsed(state.read_bytes()))
-        for _ in range(2):
-            next(batches)
-
-    def in_file(content: bytes) -> Files:
-        return {state.name: content}
-
-    lanes = [seed["lanes"] for seed in seeds]
-    inner = (
-        json_bytes(lanes)
-        .map(_parsed)
-        .map(lambda value: in_file(as_json({**seeds[0], "lanes": value})))
-    )
-    return Parser(
-        st.one_of(json_bytes(seeds).map(in_file), inner), parse, ("continue", "checkpoint")
-    )
-
-
-def _parsed(content: bytes) -> Any:
-    """A JSON value; None for broken texts, which is refused with the checkpoint's file."""
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError):
-        return None

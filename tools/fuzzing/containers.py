@@ -18,9 +18,8 @@ from fuzzing.mutations import as_json, damaged_bytes, in_file, json_lines, mutat
 from fuzzing.parser import Parser
 from fuzzing.samples import small_processor, write_image
 from paddle_vl.config.data_sources import SourceConfig
-from paddle_vl.data.corpus.arrow_shard import _batches
-from paddle_vl.data.corpus.cache import open_files
-from paddle_vl.data.corpus.parquet_shard import _tables
+from paddle_vl.data.corpus.cache import opened_file
+from paddle_vl.data.corpus.table_shard import _record_batch, _row_group
 from paddle_vl.families.vlm.inputs.corpus import Corpus
 from paddle_vl.families.vlm.settings import VLDataConfig
 
@@ -36,9 +35,8 @@ _SIZES = [0, 1, 511, 512, 1 << 16, 1 << 20, 8 << 30, 1 << 33, 1 << 62, (1 << 63)
 
 def forget_files() -> None:
     """Close what readers keep open, which a new process has not."""
-    for things in (open_files, _tables, _batches):
-        while things._open:
-            things._open.popitem()[1][1]()
+    for kept in (opened_file, _row_group, _record_batch):
+        kept.cache_clear()
 
 
 def _reader(folder: Path, name: str) -> Callable[[], None]:

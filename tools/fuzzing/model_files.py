@@ -13,8 +13,7 @@ from fuzzing.mutations import in_file, json_bytes, of_json
 from fuzzing.parser import Parser, written_back
 from fuzzing.samples import small_processor
 from paddle_vl.families.pi07.config import PLANNER_TYPE, PI07Config, PI07PlannerConfig
-from paddle_vl.families.policy.discrete_actions import ActionTokenizer
-from paddle_vl.families.policy.prompt import PromptTokenizer
+from paddle_vl.families.policy.tokenizers import ActionTokenizer, PromptTokenizer
 from paddle_vl.families.vlm.inputs.conversation import parse_record
 from paddle_vl.families.vlm.inputs.processor import Qwen3VLProcessor
 from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer

@@ -55,7 +55,6 @@ PARSERS = {
     "offset_index": "fuzzing.caches:offset_index",
     "lengths_cache": "fuzzing.caches:lengths_cache",
     "token_index": "fuzzing.caches:token_index",
-    "source_state": "fuzzing.caches:source_state",
     "conversations": "fuzzing.samples:conversations",
     "demonstrations": "fuzzing.samples:demonstrations",
     "statistics": "fuzzing.samples:statistics",

@@ -13,10 +13,9 @@ from fuzzing.containers import forget_files
 from fuzzing.mutations import as_json, damaged_bytes, damaged_text, in_file, json_bytes
 from fuzzing.parser import Parser
 from paddle_vl.config.row_sources import STOPPING
-from paddle_vl.data.corpus.cache import CacheFolders, LocalCopies
+from paddle_vl.data.corpus.cache import Cache
 from paddle_vl.data.corpus.opener import ShardOpener
-from paddle_vl.data.formats.canonical import check_canonical
-from paddle_vl.data.formats.reader import FORMATS, recognised, to_canonical
+from paddle_vl.data.formats.reader import FORMATS, to_canonical
 from paddle_vl.data.formats.row_settings import BOX_TOKENS, RowSettings
 from paddle_vl.data.jsonl import BadSampleError, parse_object, sample_at
 from paddle_vl.data.rows.dataset_info import DatasetInfo
@@ -42,7 +41,6 @@ def _check_form(row: Any, settings: RowSettings, format: str | None = None) -> N
     """Read a row; its canonical form must be one, and stay what it is."""
     form = to_canonical(row, settings, format=format).to_dict()
     try:
-        check_canonical(form)
         again = to_canonical(form, settings).to_dict()
     except ValueError as error:
         raise AssertionError(f"what a row was read as is refused: {error}") from error
@@ -79,10 +77,9 @@ def _parser(folder: Path, given: Mapping[str, st.SearchStrategy[bytes]], *names:
         forget_files()
         for file in cache.iterdir():
             file.unlink()
-        folders = CacheFolders(str(cache))
-        opener = ShardOpener(folders, LocalCopies(folders), max_line_bytes=_LINE)
+        opener = ShardOpener(Cache(str(cache)), max_line_bytes=_LINE)
         for path in map(folder.joinpath, names or [""]):
-            rows = open_rows(path, opener=opener, recognised=recognised)
+            rows = open_rows(path, opener=opener)
             for number in range(min(len(rows), 20)):
                 row = rows.row(number)
                 with rows.at_place(number):

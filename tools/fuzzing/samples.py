@@ -13,9 +13,8 @@ from fuzzing.parser import Parser
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.policy.demonstrations.dataset import DemonstrationsDataset
 from paddle_vl.families.policy.demonstrations.sample import OPTIONAL_FIELDS, DemonstrationShapes
-from paddle_vl.families.policy.demonstrations.statistics import read_statistics
 from paddle_vl.families.policy.features import PolicyFeature
-from paddle_vl.families.policy.normalize import Normalizer
+from paddle_vl.families.policy.normalize import Normalizer, read_statistics
 from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
 from paddle_vl.families.vlm.inputs.processor import VLProcessor

@@ -170,7 +170,7 @@ def manifest(folder: Path) -> Parser:
         path.name: FileSum(path.stat().st_size, xxhash.xxh3_128(path.read_bytes()).hexdigest())
         for path in folder.iterdir()
     }
-    Manifest(5, 0, sums).write(folder)
+    Manifest(5, sums).write(folder)
     seed = json.loads((folder / "manifest.json").read_text())
 
     def parse() -> None:

@@ -8,12 +8,18 @@ import numpy as np
 import paddle
 
 from paddle_vl.families.pi07.checkpoint_map import UNUSED_KEYS
-from paddle_vl.families.pi07.decoder import SuffixView, block_mask, prefix_positions, suffix_mask
+from paddle_vl.families.pi07.decoder import (
+    SuffixView,
+    block_mask,
+    prefix_positions,
+    rotary_tables,
+    suffix_mask,
+)
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching, time_embedding
-from paddle_vl.families.pi07.layers import rotary_tables
-from paddle_vl.families.pi07.vision import frame_codes, visible_frames
+from paddle_vl.families.pi07.vision import frame_codes, frames_in_use
 from paddle_vl.families.policy.images import letterbox
 from paddle_vl.nn.attention import apply_rotary
+from paddle_vl.nn.attention_masks import HistoryMask
 from paddle_vl.nn.master_weights import MasterWeights
 from paddle_vl.train.optimizer import Optimizer
 from parity.golden import PI07Case
@@ -130,7 +136,7 @@ def run_video(case: PI07Case, compare: Comparison) -> None:
                 wanted = wanted.reshape(*pad.shape, *wanted.shape[1:])[:, -1]
             compare.value(group, name, array(layer), wanted)
     image = paddle.to_tensor(case.tensors["embed_image.in"])
-    found = video_encoder(models[0]).embed_image(image)
+    found = video_encoder(models[0])(None, None, image)
     compare.check("image", {"out": found, "equals_T1_video": found}, "embed_image.")
     compare.compared |= {name for name in case.tensors if "in." in name or name.endswith(".in")}
     compare.all_compared()
@@ -158,7 +164,8 @@ def run_ops(case: PI07Case, compare: Comparison) -> None:
     time = paddle.to_tensor(given["time_emb.in"])
     width = given["time_emb.out_f64"].shape[-1]
     compare.check("codes", {"time_emb.out_f64": time_embedding(time, width)})
-    visible = array(visible_frames(paddle.to_tensor(given["video_temporal_mask.pad"])))
+    used = frames_in_use(paddle.to_tensor(given["video_temporal_mask.pad"]))
+    visible = array(HistoryMask(used, copies=1).visible_BLS)
     name = "video_temporal_mask.out_N2"
     compare.exact("mask", name, np.repeat(visible, 2, 0), given[name][:, 0] == 0)
     compare.compared |= {n for n in given if n.endswith((".in", ".pos", ".pad", ".att", "_pad"))}

@@ -6,10 +6,9 @@ from typing import cast
 import numpy as np
 
 from paddle_vl import PI07LowLevelPolicy
-from paddle_vl.families.policy.discrete_actions import ActionTokenizer
 from paddle_vl.families.policy.features import FeatureType, PolicyFeature
 from paddle_vl.families.policy.normalize import Normalizer
-from paddle_vl.families.policy.prompt import PromptTokenizer
+from paddle_vl.families.policy.tokenizers import ActionTokenizer, PromptTokenizer
 from parity.golden import PI07Case
 from parity.pi07_golden import Comparison, config_of, fill
 
@@ -73,7 +72,7 @@ def run_policy(case: PI07Case, compare: Comparison) -> None:
     batch = {name[3:]: value for name, value in given.items() if name.startswith("in.")}
     drawn = {name: batch.pop(name) for name in ("noise", "time")}
     batch |= case.meta["strings"]
-    inputs = policy.training_inputs(batch) | drawn
+    inputs = policy.inputs.training_inputs(batch) | drawn
     for name, value in inputs.items():
         is_list = isinstance(value, list)
         found = {f"{name}{i}": one for i, one in enumerate(value)} if is_list else {name: value}

@@ -12,10 +12,9 @@ from paddle_vl.checkpoint.safetensors_io import read_header
 from paddle_vl.checkpoint.writing import parameter_array
 from paddle_vl.families.pi07.checkpoint_map import UNUSED_KEYS, engine_keys
 from paddle_vl.families.pi07.config import PI07PlannerConfig
-from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching, flow_counts
+from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching, as_tensors, flow_counts
 from paddle_vl.families.pi07.planner import PI07HighLevelPlannerModel
-from paddle_vl.families.pi07.policy_model import as_tensors
-from paddle_vl.families.pi07.prefix_layout import PLANNER_LABELS, Presence, presence_of
+from paddle_vl.families.pi07.prefix import PLANNER_LABELS, Presence, presence_of
 from paddle_vl.train.optimizer import Optimizer
 from parity.golden import PI07Case
 from parity.pi07_golden import (
@@ -89,7 +88,7 @@ def run_training(case: PI07Case, compare: Comparison) -> None:
 @paddle.no_grad()
 def _all_rows(model, prefix, suffix_rows, cond) -> dict[str, list]:
     """Outputs of the layers with all rows of the prefix."""
-    views = model.prefix_view(prefix), model.suffix_view(prefix)
+    views = model.prefix_view(prefix), model.suffix_view(prefix.pad_masks[:, : prefix.num_seen])
     with recorded(model) as recording:
         model.decoder(prefix.embs, suffix_rows, cond, *views)
     return recording.calls
@@ -128,9 +127,8 @@ def _compare_two_passes(model, prefix, suffix_rows, cond, compare: Comparison) -
     """The prefix first, then the suffix on its cached keys and values."""
     with paddle.no_grad():
         first = model.decoder(prefix.embs, prefix_view=model.prefix_view(prefix), keep=True)
-        second = model.decoder(
-            None, suffix_rows, cond, suffix_view=model.suffix_view(prefix), cache=first.cache
-        )
+        view = model.suffix_view(prefix.pad_masks[:, : prefix.num_seen])
+        second = model.decoder(None, suffix_rows, cond, suffix_view=view, cache=first.cache)
     compare.check("cache", cache_quantities(first.cache, prefix.num_seen))
     ends = {"prefix.final": first.prefix, "suffix.final": second.suffix}
     compare.check("two passes", ends, "out.")

@@ -8,47 +8,113 @@ import os
 import re
 import shutil
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
-from io import BytesIO
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, NamedTuple
 
 from xxhash import xxh3_64
 
 from paddle_vl.files.text_file import locked, replacing
 
-T = TypeVar("T")
 FOLDER = ".paddle_vl"
-# Opened files, tables and copies that a process keeps.
+# Opened files that a process keeps.
 _MOST_OPEN = 64
 # Suffixes of compressed shards.
 SUFFIXES = (".gz", ".zst")
 _BLOCK = 1 << 22
-# A compressed shard may have so many times its size, or 64 MiB; gzip's most is 1032.
-_MOST_RATIO, _ALWAYS_FINE = 200, 1 << 26
+# Compressed bytes that are unpacked at once.
+_PACKED = 1 << 16
 _ATTEMPTS = 5
-_ENDING = b"<end of a whole file>"
 # Blocks of a data file that every start reads.
 _SAMPLES, _SAMPLE = 4, 1 << 16
 
 
-class CacheFolders:
-    """Where indexes and local copies of data files lie.
+class FileState(NamedTuple):
+    """Size in bytes, modification time in nanoseconds, and hash of a few blocks at fixed places; of
+    a small file, of all of it."""
+
+    size: int
+    time: int
+    blocks: int
+
+
+def file_state(file: str | Path) -> FileState:
+    """
+    Raises:
+        RuntimeError: the file does not exist or cannot be read.
+    """
+    hashed = xxh3_64()
+    try:
+        with open(file, "rb", buffering=0) as opened:
+            found = os.fstat(opened.fileno())
+            space = max(0, found.st_size - _SAMPLES * _SAMPLE)
+            for number in range(_SAMPLES):
+                at = number * _SAMPLE + space * number // (_SAMPLES - 1)
+                hashed.update(os.pread(opened.fileno(), _SAMPLE, at))
+    except OSError as error:
+        raise RuntimeError(f"data file {file} cannot be read: {error.strerror}") from error
+    # A time before 1970 is negative.
+    return FileState(found.st_size, found.st_mtime_ns % (1 << 64), hashed.intdigest())
+
+
+class _Opened:
+    """A file opened for reading, closed when nobody has it any more."""
+
+    def __init__(self, descriptor: int):
+        self.descriptor = descriptor
+
+    # The module is empty when the interpreter ends.
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        close(self.descriptor)
+
+
+@lru_cache(maxsize=_MOST_OPEN)
+def opened_file(path: str, state: FileState | None) -> _Opened:
+    """A file, kept open for further reads.
 
     Args:
+        state: that it had; another file of the name is opened anew.
+    """
+    return _Opened(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+
+
+def read_bytes(path: str, state: FileState | None, begin: int, end: int) -> bytes:
+    """Bytes `begin` to `end` of a file; fewer where it ends before.
+
+    Raises:
+        RuntimeError: it cannot be read, which is no fault of a document.
+    """
+    pieces: list[bytes] = []
+    try:
+        opened = opened_file(path, state)
+        while begin < end and (piece := os.pread(opened.descriptor, end - begin, begin)):
+            pieces.append(piece)
+            begin += len(piece)
+    except OSError as error:
+        raise RuntimeError(
+            f"{path} cannot be read ({error.strerror}): it was there when the run started"
+        ) from error
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Where indexes and local copies of data files lie.
+
+    Attributes:
         chosen: folder for all of them (data.cache); None for one beside each file, or the user's
             cache folder where that cannot be written.
-        builds: whether missing indexes are built.
+        most_copies: shards whose copies are kept; the least recently used are removed. None keeps
+            all.
     """
 
-    def __init__(self, chosen: str | None = None, *, builds: bool = True):
-        self.chosen, self.builds = chosen, builds
+    chosen: str | None = None
+    most_copies: int | None = None
 
-    def candidates(self, file: Path) -> list[Path]:
+    def _stems(self, file: Path) -> list[Path]:
         """Paths for what belongs to a file, without suffix, in the order of preference."""
         resolved = file.resolve()
         digest = hashlib.sha256(str(resolved).encode()).hexdigest()[:16]
@@ -58,20 +124,19 @@ class CacheFolders:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         return [resolved.parent / FOLDER / file.name, Path(base) / "paddle_vl" / elsewhere]
 
-    def existing(self, file: Path, suffix: str) -> Iterator[Path]:
+    def existing(self, file: Path, suffix: str) -> list[Path]:
         """Existing files that belong to a file."""
-        for stem in self.candidates(file):
-            if (found := stem.with_name(stem.name + suffix)).is_file():
-                yield found
+        paths = [stem.with_name(stem.name + suffix) for stem in self._stems(file)]
+        return [path for path in paths if path.is_file()]
 
     def writable(self, file: Path, suffix: str) -> Path:
-        """The first candidate whose folder can be written.
+        """The first path for what belongs to a file whose folder can be written.
 
         Raises:
             RuntimeError: there is none.
         """
         problems = []
-        for stem in self.candidates(file):
+        for stem in self._stems(file):
             try:
                 stem.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
@@ -85,168 +150,66 @@ class CacheFolders:
             "to a folder that can be written"
         )
 
-
-def file_state(file: Path) -> tuple[int, int, int]:
-    """Size in bytes, modification time in nanoseconds, and hash of a few blocks at fixed places;
-    of a small file, of all of it.
-
-    Raises:
-        RuntimeError: the file does not exist or cannot be read.
-    """
-    hashed = xxh3_64()
-    try:
-        with file.open("rb", buffering=0) as opened:
-            found = os.fstat(opened.fileno())
-            space = max(0, found.st_size - _SAMPLES * _SAMPLE)
-            for number in range(_SAMPLES):
-                at = number * _SAMPLE + space * number // (_SAMPLES - 1)
-                hashed.update(os.pread(opened.fileno(), _SAMPLE, at))
-    except OSError as error:
-        raise RuntimeError(f"data file {file} cannot be read: {error.strerror}") from error
-    # A time before 1970 is negative.
-    return found.st_size, found.st_mtime_ns % (1 << 64), hashed.intdigest()
-
-
-class OpenThings:
-    """A bounded number of opened things by key, the least recently used one closed first."""
-
-    def __init__(self, most: int):
-        self._most = most
-        self._open: OrderedDict[Any, tuple[Any, Callable[[], None]]] = OrderedDict()
-
-    def get(self, key: Any, make: Callable[[], tuple[T, Callable[[], None]]]) -> T:
-        """The thing of a key; `make` returns it and what closes it."""
-        if key not in self._open:
-            self._open[key] = make()
-            while len(self._open) > self._most:
-                _, close = self._open.popitem(last=False)[1]
-                close()
-        self._open.move_to_end(key)
-        return self._open[key][0]
-
-    def drop(self, key: Any) -> None:
-        """Close the thing of a key, if it is open."""
-        if key in self._open:
-            self._open.pop(key)[1]()
-
-
-open_files = OpenThings(_MOST_OPEN)
-
-
-def descriptor(path: str | Path) -> int:
-    """Descriptor of a file opened for reading, kept open for further reads.
-
-    Raises:
-        RuntimeError: it cannot be opened, which is no fault of a document.
-    """
-
-    def make() -> tuple[int, Callable[[], None]]:
-        try:
-            opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise RuntimeError(
-                f"{path} cannot be opened ({error.strerror}): it was there when the run started"
-            ) from error
-        return opened, lambda: os.close(opened)
-
-    return open_files.get(str(path), make)
-
-
-def pread(opened: int, begin: int, end: int) -> bytes:
-    """Bytes `begin` to `end` of an opened file; fewer where it ends before."""
-    pieces: list[bytes] = []
-    while begin < end and (piece := os.pread(opened, end - begin, begin)):
-        pieces.append(piece)
-        begin += len(piece)
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-
-@dataclass(frozen=True)
-class LocalCopies:
-    """Copies of the shards of one source, made when they are first needed.
-
-    Attributes:
-        folders: where they lie.
-        at_most: shards to keep; the least recently used are removed. None keeps all.
-    """
-
-    folders: CacheFolders
-    at_most: int | None = None
-
-    def descriptor(self, path: str) -> int:
-        """Descriptor of the copy of a shard, kept open for further reads.
-
-        Raises:
-            RuntimeError: see `file`.
-        """
-
-        def make() -> tuple[int, Callable[[], None]]:
-            for _ in range(_ATTEMPTS):
-                # Another process may remove the copy before it is opened.
-                with suppress(FileNotFoundError):
-                    opened = os.open(self.file(Path(path)), os.O_RDONLY | os.O_CLOEXEC)
-                    return opened, partial(os.close, opened)
-            raise RuntimeError(
-                f"the local copy of {path} is removed again before it can be read: more shards are "
-                "in use than data.shuffle_shards allows; raise it"
-            )
-
-        return open_files.get(("copy", path), make)
-
-    def file(self, path: Path) -> str:
-        """Path of the copy of a shard.
+    def copy_of(self, path: str) -> str:
+        """Path of the local copy of a shard, made when it is first needed.
 
         Raises:
             RuntimeError: the shard cannot be read or uncompressed.
         """
-        suffix = _suffix(path)
-        target = next(iter(self.folders.existing(path, suffix)), None)
+        file = Path(path)
+        suffix = f".{'-'.join(f'{number:x}' for number in file_state(path))}.copy"
+        target = next(iter(self.existing(file, suffix)), None)
         if target is None:
-            target = self.folders.writable(path, suffix)
-            with locked(self.folders.writable(path, ".copy")):
+            target = self.writable(file, suffix)
+            with locked(self.writable(file, ".copy")):
                 if not target.is_file():
-                    _copy(path, target)
+                    _copy(file, target)
                     self._remove_old(target, target.name.removesuffix(suffix))
-        elif self.at_most is not None:
+        elif self.most_copies is not None:
             with suppress(OSError):
                 os.utime(target)
         return str(target)
 
-    def forget(self, path: Path) -> None:
-        """Remove the copy of a shard; the next use makes it again."""
-        for copy in self.folders.existing(path, _suffix(path)):
-            copy.unlink(missing_ok=True)
-        open_files.drop(("copy", str(path)))
+    def read_copy(self, path: str, begin: int, end: int) -> bytes:
+        """Bytes of the local copy of a shard.
+
+        Raises:
+            RuntimeError: see `copy_of`.
+        """
+        for _ in range(_ATTEMPTS):
+            copy = self.copy_of(path)
+            # Another process may remove the copy before it is opened.
+            with suppress(FileNotFoundError):
+                opened_file(copy, None)
+                return read_bytes(copy, None, begin, end)
+        raise RuntimeError(
+            f"the local copy of {path} is removed again before it can be read: more shards are "
+            "in use than data.shuffle_shards allows; raise it"
+        )
 
     def _remove_old(self, newest: Path, name: str) -> None:
-        """Remove copies of earlier states of the same shard, and those beyond `at_most`."""
+        """Remove copies of earlier states of the same shard, and those beyond `most_copies`."""
         earlier = re.compile(re.escape(name) + r"\.[0-9a-f]+(-[0-9a-f]+)+\.copy")
-        for copy in newest.parent.glob("*.copy"):
-            if copy != newest and earlier.fullmatch(copy.name):
-                copy.unlink(missing_ok=True)
-        if self.at_most is None:
-            return
         ages: list[tuple[int, Path]] = []
         for copy in newest.parent.glob("*.copy"):
             with suppress(OSError):
-                ages.append((copy.stat().st_mtime_ns, copy))
-        for _, copy in sorted(ages)[: -self.at_most]:
+                if copy != newest and earlier.fullmatch(copy.name):
+                    copy.unlink()
+                else:
+                    ages.append((copy.stat().st_mtime_ns, copy))
+        for _, copy in sorted(ages)[: -self.most_copies] if self.most_copies is not None else ():
             copy.unlink(missing_ok=True)
-
-
-def _suffix(path: Path) -> str:
-    return f".{'-'.join(f'{number:x}' for number in file_state(path))}.copy"
 
 
 def _copy(path: Path, target: Path) -> None:
     with (
         _reading(path, f" into {target.parent}"),
-        _opened(path) as source,
+        path.open("rb") as source,
         replacing(target) as partial,
         partial.open("wb") as file,
     ):
-        if path.suffix in SUFFIXES:
-            _uncompress(path, source, file)
+        if path.suffix.lower() in SUFFIXES:
+            file.writelines(_unpacked(path, source))
         else:
             shutil.copyfileobj(source, file, _BLOCK)
 
@@ -255,7 +218,7 @@ def _copy(path: Path, target: Path) -> None:
 def _reading(path: Path, into: str = "") -> Iterator[None]:
     """Name the file in errors of reading or uncompressing it."""
     broken: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)
-    if path.suffix == ".zst":
+    if path.suffix.lower() == ".zst":
         broken += (_zstandard(path).ZstdError,)
     try:
         yield
@@ -272,51 +235,33 @@ def first_bytes(path: Path, length: int) -> bytes:
     Raises:
         RuntimeError: it cannot be read or uncompressed.
     """
-    with _reading(path), _opened(path) as file:
-        return file.read(length)
+    with _reading(path), path.open("rb") as file:
+        if path.suffix.lower() not in SUFFIXES:
+            return file.read(length)
+        return next(_unpacked(path, file), b"")[:length]
 
 
-def _uncompress(path: Path, source: BinaryIO | gzip.GzipFile, file: BinaryIO) -> None:
-    most = max(_ALWAYS_FINE, _MOST_RATIO * path.stat().st_size)
-    size, ending = 0, _ENDING if path.suffix == ".zst" else b""
-    kept = b""
-    while block := source.read(_BLOCK):
-        size += len(block)
-        if size > most:
-            raise RuntimeError(
-                f"data file {path} has more than {most} bytes uncompressed and "
-                f"{path.stat().st_size} as it is: that looks like a damaged or hostile file; if it "
-                "is meant so, uncompress it yourself and name the result"
-            )
-        block = kept + block
-        kept = block[len(block) - len(ending) :]
-        file.write(block[: len(block) - len(kept)])
-    if kept != ending:
+def _unpacked(path: Path, source: BinaryIO) -> Iterator[bytes]:
+    """The pieces of a compressed file.
+
+    Raises:
+        EOFError: it is cut off.
+    """
+    if path.suffix.lower() == ".gz":
+        with gzip.open(source) as file:
+            while piece := file.read(_BLOCK):
+                yield piece
+        return
+    package, frame = _zstandard(path), None
+    while packed := source.read(_PACKED):
+        while packed:
+            frame = frame or package.ZstdDecompressor().decompressobj()
+            if piece := frame.decompress(packed):
+                yield piece
+            packed = frame.unused_data
+            frame = None if frame.eof else frame
+    if frame is not None:
         raise EOFError("it is cut off")
-
-
-class _Ended:
-    """A Zstandard file and one more frame, which is lost if the file is cut off; without it the end
-    would be no error."""
-
-    def __init__(self, file: BinaryIO, frame: bytes):
-        self._file, self._frame = file, BytesIO(frame)
-        self.close = file.close
-
-    def read(self, size: int = -1) -> bytes:
-        return self._file.read(size) or self._frame.read(size)
-
-
-def _opened(path: Path) -> BinaryIO | gzip.GzipFile:
-    """A file opened for reading its uncompressed content from begin to end; that of a .zst file is
-    followed by `_ENDING`."""
-    if path.suffix == ".gz":
-        return gzip.open(path, "rb")
-    if path.suffix == ".zst":
-        package = _zstandard(path)
-        file = _Ended(path.open("rb"), package.compress(_ENDING))
-        return package.ZstdDecompressor().stream_reader(file, read_across_frames=True)
-    return path.open("rb")
 
 
 def _zstandard(path: Path) -> Any:

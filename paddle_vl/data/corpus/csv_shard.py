@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64
 
-from paddle_vl.data.corpus.offset_index import Offsets, whole_file
+from paddle_vl.data.corpus.offset_index import Offsets
 from paddle_vl.data.corpus.shard import Row, TextShard
 from paddle_vl.data.jsonl import BadSampleError, parse_value
 
@@ -29,15 +29,16 @@ class CsvShard(TextShard):
     delimiter: ClassVar[str] = ","
 
     @classmethod
-    def offsets_of_text(cls, path: Path) -> Offsets:
+    def offsets(cls, path: Path) -> Offsets:
         csv.field_size_limit(_LONGEST_CELL)
-        starts, begin, at = [], 0, 0
+        hashed, starts, begin, at = xxh3_64(), [], 0, 0
         with path.open("rb") as file:
 
             def lines() -> Iterator[str]:
                 nonlocal at
                 for line in file:
                     at += len(line)
+                    hashed.update(line)
                     # What the parser looks for is the same in UTF-8.
                     yield line.decode("latin-1")
 
@@ -49,10 +50,7 @@ class CsvShard(TextShard):
                     begin = at
             except csv.Error as error:
                 raise ValueError(f"line {records.line_num} is broken: {error}") from error
-        offsets = np.array([*starts[1:], begin], dtype=np.uint64)
-        whole = whole_file(path)
-        content = xxh3_64_intdigest(whole.sums.tobytes())
-        return whole._replace(offsets=offsets, content=content)
+        return Offsets(np.array([*starts[1:], begin], dtype=np.uint64), hashed.intdigest())
 
     @cached_property
     def header(self) -> list[str]:

@@ -84,11 +84,6 @@ class EncodedDocument(ABC):
         text follows."""
         return end if self.marks[end] or self.marks[end - 1] else end - 1
 
-    def can_begin(self, begin: int) -> bool:
-        """Whether a piece can begin there."""
-        cuts = np.intersect1d(self._cuts[:-1], [begin, begin + 1])
-        return begin == 0 or any(self.next_begin(int(cut)) == begin for cut in cuts)
-
     def too_large(self, begin: int, budget: RowBudget) -> BadSampleError:
         """The error of a document whose next image fits no row."""
         stop = begin + 1

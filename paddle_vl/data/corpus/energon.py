@@ -24,7 +24,7 @@ _DATASET = ("field_map", "__module__", "__class__", "sample_type", "subflavor", 
 _SPLIT = ("split_parts", "exclude")
 _MEMBER = re.compile(r"[\w-]+(\.[\w-]+)*")
 _BRACES = re.compile(r"\{(\d{1,9})\.\.(\d{1,9})\}|\{([^{}]*)\}")
-_MOST_BRACES, _MOST_FILES = 16, 1 << 20
+_MOST_FILES = 1 << 20
 
 
 class Fields(NamedTuple):
@@ -112,19 +112,10 @@ def _all_expanded(texts: Sequence[str] | None, file: Path) -> list[str]:
     """
     texts = texts or []
     names = (name for text in texts for name in _expanded(text))
-    found = [*islice(names, _MOST_FILES + 1)] if all(map(_is_small, texts)) else None
-    if found is None or len(found) > _MOST_FILES:
-        raise RuntimeError(
-            f"{file} names more files than {_MOST_FILES}, or has more braces in a name than "
-            f"{_MOST_BRACES}, or a range that is empty: write fewer"
-        )
+    found = [*islice(names, _MOST_FILES + 1)]
+    if len(found) > _MOST_FILES:
+        raise RuntimeError(f"{file} names more files than {_MOST_FILES}: write fewer")
     return found
-
-
-def _is_small(text: str) -> bool:
-    """Whether the work for a text is bounded by the number of its names."""
-    ranges = [(first, last) for first, last, _ in _BRACES.findall(text) if first]
-    return text.count("{") <= _MOST_BRACES and all(int(a) <= int(b) for a, b in ranges)
 
 
 def _expanded(text: str) -> Iterator[str]:

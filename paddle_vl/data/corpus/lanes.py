@@ -16,11 +16,13 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeGuard
+from typing import Any
 
 import numpy as np
 
+from paddle_vl.config.data_sources import SourceConfig
 from paddle_vl.data.corpus.document import EncodedDocument, Sample
+from paddle_vl.data.corpus.sources import Source
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.packing import RowBudget
 from paddle_vl.data.worker_pool import MAX_BAD_IN_A_ROW, note_sample
@@ -29,24 +31,10 @@ from paddle_vl.data.worker_pool import MAX_BAD_IN_A_ROW, note_sample
 _MOST_WAITING = 16
 # More than a source's stream has; one number says source and document in the table of progress.
 DOCUMENTS = 1 << 48
+# Documents whose tokens are counted for the starts of a mix.
+_MEASURED = 32
 # A text piece of one token would have no target.
 _SHORTEST = 2
-
-
-class Documents(Protocol):
-    """The documents of one source, in the order of its endless stream."""
-
-    def encoded(self, number: int) -> EncodedDocument:
-        """The document at a place of the stream.
-
-        Raises:
-            BadSampleError: it cannot be used; with its place.
-        """
-        ...
-
-    def where(self, number: int) -> str:
-        """That document's place: `file:line` or the like."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -79,9 +67,31 @@ class Mix:
         return starts
 
 
-def is_count(value: Any) -> TypeGuard[int]:
-    """Whether a value of a checkpoint is a number of documents or tokens."""
-    return type(value) is int and 0 <= value < DOCUMENTS
+def mix_of(
+    configs: Sequence[SourceConfig],
+    sources: Sequence[Source],
+    temperature: float | None,
+    seed: int,
+) -> Mix:
+    """Shares by weights (of tokens), or by numbers of documents to the power of 1 / temperature (of
+    documents). For shares of tokens a few documents of each source are measured."""
+    weights = [config.weight for config in configs]
+    if all(weight is not None for weight in weights):
+        shares = tuple(float(weight or 0) for weight in weights)
+        return Mix(shares, True, seed, tuple(map(_typical_size, sources)))
+    power = 1.0 if temperature is None else 1.0 / temperature
+    shares = tuple(source.num_documents**power for source in sources)
+    return Mix(shares, False, seed, (1.0,) * len(shares))
+
+
+def _typical_size(source: Source) -> float:
+    """Tokens of a document, weighted by themselves, from the first ones of the stream."""
+    sizes: list[int] = []
+    for number in range(min(_MEASURED, source.num_documents)):
+        # A run says what is wrong with a bad document when it comes to it.
+        with suppress(BadSampleError):
+            sizes.append(len(source.document(source.order.document(number))))
+    return sum(size**2 for size in sizes) / sum(sizes) if sizes else 1.0
 
 
 @dataclass(frozen=True)
@@ -120,32 +130,10 @@ class LaneState:
         return [list(self.drawn), list(self.tokens), waiting, self.skipped]
 
     @classmethod
-    def from_json(cls, values: Any, lane: int, num_lanes: int, num_sources: int) -> "LaneState":
-        """
-        Raises:
-            ValueError: they are no values of that lane.
-        """
-        with suppress(TypeError, ValueError, AttributeError):
-            drawn, tokens, waiting, skipped = values
-            state = cls(
-                tuple(drawn), tuple(tokens), tuple(Waiting(*each) for each in waiting), skipped
-            )
-            numbers = [*drawn, *tokens, *skipped.values(), *(n for each in waiting for n in each)]
-            if (
-                len(drawn) == len(tokens) == num_sources
-                and len(waiting) <= _MOST_WAITING
-                and all(map(is_count, numbers))
-                and all(
-                    each.source < num_sources
-                    and each.number % num_lanes == lane
-                    and each.number // num_lanes < drawn[each.source]
-                    for each in state.waiting
-                )
-            ):
-                return state
-        raise ValueError(
-            "cannot continue in the data: the checkpoint's position in a lane of documents is "
-            f"damaged (lane {lane} has {str(values)[:80]}): continue from another checkpoint"
+    def from_json(cls, values: Any) -> "LaneState":
+        drawn, tokens, waiting, skipped = values
+        return cls(
+            tuple(drawn), tuple(tokens), tuple(Waiting(*each) for each in waiting), dict(skipped)
         )
 
 
@@ -171,7 +159,7 @@ class RowMaker:
 
     def __init__(
         self,
-        sources: Sequence[Documents],
+        sources: Sequence[Source],
         mix: Mix,
         num_lanes: int,
         budget: RowBudget,
@@ -270,15 +258,7 @@ class _Row:
         key = (each.source, each.number)
         note_sample(each.source * DOCUMENTS + each.number)
         if key not in self.documents:
-            document = self.maker.sources[each.source].encoded(each.number)
-            if not document.can_begin(each.begin):
-                where = self.maker.sources[each.source].where(each.number)
-                raise RuntimeError(
-                    f"{where}: the checkpoint continues at token {each.begin}, where no piece of "
-                    f"this document of {len(document)} tokens begins: the data or the checkpoint "
-                    "was changed; restore it, or continue from another checkpoint"
-                )
-            self.documents[key] = document
+            self.documents[key] = self.maker.sources[each.source].encoded(each.number)
         return self.documents[key]
 
     def _leave_out(self, at: int, error: BadSampleError) -> None:

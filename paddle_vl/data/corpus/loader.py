@@ -6,7 +6,6 @@ different lanes (`paddle_vl.data.corpus.lanes`), so that workers prepare them at
 lane stays with one worker, which keeps its documents.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,12 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paddle_vl.batch.schema import SOURCE_COUNTS
-from paddle_vl.data.corpus.lanes import DOCUMENTS, LaneState, Piece, RowMaker, is_count
+from paddle_vl.data.corpus.lanes import DOCUMENTS, LaneState, Piece, RowMaker
 from paddle_vl.data.packing import check_ranks
 from paddle_vl.data.prefetch import PendingBatch, PrefetchingLoader
 from paddle_vl.data.worker_pool import note_sample
 
-logger = logging.getLogger(__name__)
 PHASES = 16
 
 
@@ -150,28 +148,18 @@ class CorpusLoader(PrefetchingLoader):
         return {"step": self._step, "lanes": lanes, "stream": self._stream}
 
     def load_state_dict(self, state: dict[str, Any], batches: int | None = None) -> None:
-        state = state if isinstance(state, dict) else {}
-        problems = self._differing(state.get("stream"))
-        if not problems and not isinstance(state.get("lanes"), dict):
-            problems = ["it was no mix of sources"]
-        self._refuse_changes(problems)
-        by_name = {str(lane): lane for lane in range(self._maker.num_lanes)}
-        if unknown := state["lanes"].keys() - by_name.keys():
+        self._refuse_changes(self._differing(state.get("stream")))
+        try:
+            step = int(state["step"])
+            states = {int(name): LaneState.from_json(v) for name, v in state["lanes"].items()}
+            # Those of the rows of all ranks in the first micro-batches.
+            if set(states) != set(range(min(step, PHASES) * self._batch_size * self.size)):
+                raise ValueError(f"step {step} with {len(states)} lanes")
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"cannot continue in the data: the checkpoint has the lane {min(unknown)[:40]!r}, "
-                f"and the run has {len(by_name)}: continue from another checkpoint"
-            )
-        states = {
-            by_name[name]: LaneState.from_json(values, by_name[name], len(by_name), len(self.names))
-            for name, values in state["lanes"].items()
-        }
-        step, rows = state.get("step"), self._batch_size * self.size
-        # Those of the rows of all ranks in the first micro-batches.
-        if not is_count(step) or set(states) != set(range(min(step, PHASES) * rows)):
-            raise ValueError(
-                f"cannot continue in the data: the checkpoint's position is damaged (step {step!r} "
-                f"with {len(states)} lanes): continue from another checkpoint"
-            )
+                "cannot continue in the data: the checkpoint's position is damaged "
+                f"({error!r:.80}): continue from another checkpoint"
+            ) from error
         if batches is not None and step != batches:
             raise ValueError(f"data: step is {step}; the run had used {batches} batches")
         self._drop_pending()
@@ -183,15 +171,11 @@ class CorpusLoader(PrefetchingLoader):
     def _differing(self, was: Any) -> list[str]:
         """What is other than in a saved stream."""
         was, here = was if isinstance(was, dict) else {}, dict(self._stream)
-        if "contents" in here and "contents" not in was and "sources" in was:
-            logger.info(
-                "the checkpoint is of an earlier version, which compared of tar files the headers, "
-                "of Parquet files the footer and of token files the index: edits of their texts "
-                "since then are not noticed"
-            )
-            del here["contents"]
+        if "samples" not in was:
+            # Of an earlier version.
+            here.pop("samples", None)
         problems = []
-        for name in ("sources", "contents"):
+        for name in ("sources", "samples"):
             old, new = was.get(name), here.get(name)
             if isinstance(old, dict) and isinstance(new, dict) and old.keys() == new.keys():
                 del here[name]

@@ -2,22 +2,21 @@
 
 import logging
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 from xxhash import xxh3_64
 
-from paddle_vl.data.corpus.arrow_shard import ArrowShard
-from paddle_vl.data.corpus.cache import SUFFIXES, CacheFolders, LocalCopies, first_bytes
+from paddle_vl.data.corpus.cache import SUFFIXES, Cache, first_bytes
 from paddle_vl.data.corpus.csv_shard import CsvShard, TsvShard
 from paddle_vl.data.corpus.json_shard import json_kind
-from paddle_vl.data.corpus.offset_index import NoIndexError
-from paddle_vl.data.corpus.parquet_shard import ParquetShard
-from paddle_vl.data.corpus.shard import Shard
+from paddle_vl.data.corpus.offset_index import existing_index
+from paddle_vl.data.corpus.shard import IndexedShard, Shard
+from paddle_vl.data.corpus.table_shard import ArrowShard, ParquetShard
 from paddle_vl.data.corpus.tar_shard import TarShard
 from paddle_vl.data.corpus.token_files import TokenShard
 from paddle_vl.data.jsonl import MAX_LINE_BYTES, sample_at
@@ -37,13 +36,12 @@ class ShardOpener:
     """Opens data files. It can be pickled.
 
     Attributes:
-        folders: where indexes and copies lie.
-        copies: of files that are read from copies: compressed ones, and with `copies_all` all.
+        cache: where indexes and copies lie.
+        copies_all: whether all files are read from local copies; compressed ones always are.
         groups_at_once: row groups of a Parquet file that are mixed at a time.
     """
 
-    folders: CacheFolders
-    copies: LocalCopies
+    cache: Cache = field(default_factory=Cache)
     copies_all: bool = False
     groups_at_once: int = 8
     max_line_bytes: int = MAX_LINE_BYTES
@@ -54,22 +52,29 @@ class ShardOpener:
         Raises:
             RuntimeError: it cannot be read, or its suffix is unknown.
         """
-        suffixes = [suffix.lower() for suffix in path.suffixes]
-        is_compressed = bool(suffixes) and suffixes[-1] in SUFFIXES
-        suffix = "".join(suffixes[-2:-1] if is_compressed else suffixes[-1:])
-        copies = self.copies if is_compressed or self.copies_all else None
-        if suffix in _JSON:
-            kind = json_kind(first_bytes(path, _HEAD), suffix == ".json")
-        elif suffix in _TABLES:
-            kind = _TABLES[suffix]
-        elif suffix in _OTHERS and not is_compressed:
-            kind = _OTHERS[suffix]
-        else:
-            raise RuntimeError(
-                f"data file {path} has no known suffix: {', '.join((*_JSON, *_TABLES))} (also with "
-                ".gz or .zst), .parquet, .arrow, .tar, .idx and .bin are read"
-            )
-        return kind.opened(path, self.folders, copies, self.max_line_bytes)
+        is_compressed = path.suffix.lower() in SUFFIXES
+        copies = self.cache if is_compressed or self.copies_all else None
+        return shard_kind(path).opened(path, self.cache, copies, self.max_line_bytes)
+
+
+def shard_kind(path: Path) -> type[Shard]:
+    """How a file has its rows, by its suffix and of JSON by its beginning.
+
+    Raises:
+        RuntimeError: it cannot be read, or its suffix is unknown.
+    """
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    is_compressed = bool(suffixes) and suffixes[-1] in SUFFIXES
+    suffix = "".join(suffixes[-2:-1] if is_compressed else suffixes[-1:])
+    if suffix in _JSON:
+        return json_kind(first_bytes(path, _HEAD), suffix == ".json")
+    kinds = _TABLES if is_compressed else {**_TABLES, **_OTHERS}
+    if suffix not in kinds:
+        raise RuntimeError(
+            f"data file {path} has no known suffix: {', '.join((*_JSON, *_TABLES))} (also with .gz "
+            "or .zst), .parquet, .arrow, .tar, .idx and .bin are read"
+        )
+    return kinds[suffix]
 
 
 def open_shards(files: Sequence[str], opener: ShardOpener, num_processes: int) -> list[Shard]:
@@ -78,22 +83,24 @@ def open_shards(files: Sequence[str], opener: ShardOpener, num_processes: int) -
     Raises:
         RuntimeError: a file cannot be read, or is of no known kind.
     """
-    only_indexed = replace(opener, folders=CacheFolders(opener.folders.chosen, builds=False))
-    shards: dict[str, Shard] = {}
-    for file in files:
-        with suppress(NoIndexError):
-            shards[file] = only_indexed(Path(file))
-    missing = [file for file in files if file not in shards]
-    workers = min(num_processes, len(missing))
-    if workers > 1 and len(missing) >= _WORTH_A_POOL:
-        logger.info("building the index of %d data files in %d processes", len(missing), workers)
-        # Largest first, so that no process is left with a large one at the end.
-        by_size = sorted(missing, key=lambda file: -os.path.getsize(file))
-        for _ in results_in_order(
-            ShardOpener.__call__, opener, [(Path(f),) for f in by_size], workers
-        ):
-            continue
-    return [shards.get(file) or opener(Path(file)) for file in files]
+    paths = [Path(file) for file in files]
+    if num_processes > 1 and len(paths) >= _WORTH_A_POOL:
+        missing = [
+            path
+            for path in paths
+            if issubclass(shard_kind(path), IndexedShard)
+            and existing_index(path, opener.cache) is None
+        ]
+        workers = min(num_processes, len(missing))
+        if len(missing) >= _WORTH_A_POOL:
+            number = len(missing)
+            logger.info("building the index of %d data files in %d processes", number, workers)
+            # Largest first, so that no process is left with a large one at the end.
+            by_size = sorted(missing, key=lambda path: -os.path.getsize(path))
+            jobs = [(path,) for path in by_size]
+            for _ in results_in_order(ShardOpener.__call__, opener, jobs, workers):
+                continue
+    return [opener(path) for path in paths]
 
 
 class Shards:
@@ -108,12 +115,15 @@ class Shards:
     @property
     def fingerprint(self) -> int:
         """Hash of the content of all shards, in order."""
-        return self._hash_of(lambda shard: shard.content)
+        hashed = xxh3_64()
+        for shard in self.shards:
+            hashed.update(f"{shard.content}:{shard.count},".encode())
+        return hashed.intdigest()
 
     @property
-    def sums(self) -> int:
-        """Hash of the sums of the blocks of all shards, see `offset_index`."""
-        return self._hash_of(lambda shard: shard.sums)
+    def samples(self) -> int:
+        """Hash of the sizes of all shards and of some of their blocks."""
+        return xxh3_64(",".join(shard.samples for shard in self.shards).encode()).intdigest()
 
     def place(self, number: int) -> str:
         """The place of a row: `file:line` or the like."""
@@ -128,12 +138,6 @@ class Shards:
     def at_place(self, number: int) -> AbstractContextManager[None]:
         """Add a row's place to what is raised, see `sample_at`."""
         return sample_at(partial(self.place, number))
-
-    def _hash_of(self, number: Callable[[Shard], int]) -> int:
-        hashed = xxh3_64()
-        for shard in self.shards:
-            hashed.update(f"{number(shard)}:{shard.count},".encode())
-        return hashed.intdigest()
 
     @cached_property
     def _starts(self) -> np.ndarray:

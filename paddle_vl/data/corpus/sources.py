@@ -1,8 +1,7 @@
-"""The sources of a mix: their shards, the order of their documents, and their shares."""
+"""The sources of a mix: their shards, and the order of their documents."""
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,19 +9,15 @@ from pathlib import Path
 from xxhash import xxh3_64
 
 from paddle_vl.config.data_sources import SourceConfig
-from paddle_vl.data.corpus.cache import LocalCopies
+from paddle_vl.data.corpus.cache import Cache
 from paddle_vl.data.corpus.document import EncodedDocument
-from paddle_vl.data.corpus.lanes import Mix
 from paddle_vl.data.corpus.opener import ShardOpener, Shards, open_shards
 from paddle_vl.data.corpus.order import DocumentOrder
 from paddle_vl.data.corpus.shard import Row, Shard
-from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.worker_pool import first_time
 from paddle_vl.threads import Watch
 
 logger = logging.getLogger(__name__)
-# Documents whose tokens are counted for the starts of a mix.
-_MEASURED = 32
 _REMEMBERED = 16
 
 # Makes a document of a row and the folder of its data file, where relative paths start; raises a
@@ -46,7 +41,7 @@ class Source(Shards):
     shards: tuple[Shard, ...]
     order: DocumentOrder
     encode: Encoder
-    copies: LocalCopies | None = None
+    copies: Cache | None = None
 
     @property
     def num_documents(self) -> int:
@@ -54,13 +49,17 @@ class Source(Shards):
         return self.order.count
 
     def encoded(self, number: int) -> EncodedDocument:
-        """See `paddle_vl.data.corpus.lanes.Documents`."""
+        """The document at a place of the endless stream.
+
+        Raises:
+            BadSampleError: it cannot be used; with its place.
+        """
         if self.copies is not None:
             self._fetch_ahead(number)
         return self.document(self.order.document(number))
 
     def where(self, number: int) -> str:
-        """See `paddle_vl.data.corpus.lanes.Documents`."""
+        """The place of that document: `file:line` or the like."""
         return self.place(self.order.document(number))
 
     def document(self, document: int) -> EncodedDocument:
@@ -128,42 +127,15 @@ def open_sources(
         is_copied = opener.copies_all and len(groups) == len(own)
         key = xxh3_64(source.label.encode()).intdigest() >> 1
         order = DocumentOrder(groups, at_once, (seed << 63) + key)
-        copies = opener.copies if is_copied else None
+        copies = opener.cache if is_copied else None
         opened.append(Source(source.label, own, order, encoder(source), copies))
     return opened
 
 
-def _fetch(copies: LocalCopies, shards: Sequence[Shard]) -> None:
+def _fetch(copies: Cache, shards: Sequence[Shard]) -> None:
     for shard in shards:
         try:
-            copies.file(Path(shard.path))
+            copies.copy_of(shard.path)
         except (RuntimeError, OSError) as error:
             # Reading the shard raises it again.
             logger.warning("%s is not copied ahead: %s", shard.path, error)
-
-
-def mix_of(
-    configs: Sequence[SourceConfig],
-    sources: Sequence[Source],
-    temperature: float | None,
-    seed: int,
-) -> Mix:
-    """Shares by weights (of tokens), or by numbers of documents to the power of 1 / temperature (of
-    documents). For shares of tokens a few documents of each source are measured."""
-    weights = [config.weight for config in configs]
-    if all(weight is not None for weight in weights):
-        shares = tuple(float(weight or 0) for weight in weights)
-        return Mix(shares, True, seed, tuple(map(_typical_size, sources)))
-    power = 1.0 if temperature is None else 1.0 / temperature
-    shares = tuple(source.num_documents**power for source in sources)
-    return Mix(shares, False, seed, (1.0,) * len(shares))
-
-
-def _typical_size(source: Source) -> float:
-    """Tokens of a document, weighted by themselves, from the first ones of the stream."""
-    sizes: list[int] = []
-    for number in range(min(_MEASURED, source.num_documents)):
-        # A run says what is wrong with a bad document when it comes to it.
-        with suppress(BadSampleError):
-            sizes.append(len(source.document(source.order.document(number))))
-    return sum(size**2 for size in sizes) / sum(sizes) if sizes else 1.0

@@ -1,38 +1,43 @@
-"""Rows of Arrow tables, whose groups are read at once, and what Hugging Face's `datasets` says
-about their columns.
+"""Tables as shards: Parquet files, whose row groups are read at once, so that documents are mixed a
+few row groups at a time, and Arrow IPC streams, whose record batches are mapped.
 
-A table's metadata may name features (`{"info": {"features": ...}}` under `huggingface`). Two of
-them store something else than they mean: a `Sequence` of a struct is a struct of lists in older
-files, and `Json` is JSON text.
+A table's metadata may name features of Hugging Face's `datasets` (`{"info": {"features": ...}}`
+under `huggingface`). Two of them store something else than they mean: a `Sequence` of a struct is a
+struct of lists in older files, and `Json` is JSON text.
 """
 
 import json
+import os
 from abc import abstractmethod
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from paddle_vl.data.corpus.shard import BINARY_PER_TEXT, Row, Shard, check_row_size
+from xxhash import xxh3_64_intdigest
+
+from paddle_vl.data.corpus.cache import Cache, file_state
+from paddle_vl.data.corpus.shard import Row, Shard, check_row_size
 from paddle_vl.data.jsonl import BadSampleError, parse_value
 
-_PIECE = 1 << 22
 _METADATA = b"huggingface"
 _LISTS = ("Sequence", "List", "LargeList")
+# Length and magic at the end of a Parquet file.
+_TAIL = 8
+# A row group may take so many lines of data.max_line_bytes in memory: 1 GiB.
+_GROUP_LINES = 1024
+# Offset, level and validity of a value, at least.
+_VALUE_BYTES = 8
+# Marks the end of an Arrow stream; only a file that is cut off has none.
+_END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
-@dataclass(frozen=True)
 class TableShard(Shard):
-    """Rows of a table, in groups.
-
-    Attributes:
-        spans: first and last byte of each group.
-    """
-
-    spans: tuple[tuple[int, int], ...]
+    """Rows of a table, in groups."""
 
     @abstractmethod
     def group(self, number: int) -> Any:
@@ -46,39 +51,174 @@ class TableShard(Shard):
     def _starts(self) -> list[int]:
         return [0, *accumulate(self.groups)]
 
+    @property
+    def local(self) -> str:
+        """Path of the file to read."""
+        return self.path if self.copies is None else self.copies.copy_of(self.path)
+
     def read(self, row: int) -> Row:
         group = bisect_right(self._starts, row) - 1
         found = self.group(group).slice(row - self._starts[group], 1)
-        # Values are counted where these few bytes may be too many.
-        if (size := found.nbytes) > (1 + BINARY_PER_TEXT) * self.max_line_bytes:
-            check_row_size(0, size, self.max_line_bytes)
         # Tables fill keys that a row does not have with null.
         values = _without_nulls(found.to_pylist()[0])
-        if size > self.max_line_bytes:
-            text = _text_bytes(values)
-            check_row_size(text, size - text, self.max_line_bytes)
+        if found.nbytes > self.max_line_bytes:
+            check_row_size(_text_bytes(values), self.max_line_bytes)
         metadata = (found.schema.metadata or {}).get(_METADATA)
         return values if metadata is None else _by_feature(values, _features(metadata))
 
     def place(self, row: int) -> str:
         return f"{self.path}:row {row + 1}"
 
-    def check_sums(self, group: int) -> None:
-        """Compare the bytes of a group with the sums of the index.
+
+class ParquetShard(TableShard):
+    """Rows of a Parquet file, in row groups."""
+
+    @classmethod
+    def opened(
+        cls, path: Path, cache: Cache, copies: Cache | None, max_line_bytes: int
+    ) -> "ParquetShard":
+        """Open a file; only its footer is read.
 
         Raises:
-            RuntimeError: see `IndexFile.read`.
+            RuntimeError: it is no Parquet file, a row group is too large, or pyarrow is missing.
         """
-        begin, end = self.spans[group]
-        for at in range(begin, end, _PIECE):
-            self.bytes_of(at, min(at + _PIECE, end))
+        state = file_state(path)
+        with _reading(path, f"data file {path} is no Parquet file", RuntimeError) as arrow:
+            metadata = arrow.parquet.read_metadata(path)
+            with path.open("rb") as file:
+                file.seek(-_TAIL, os.SEEK_END)
+                length = int.from_bytes(file.read(4), "little")
+                file.seek(-_TAIL - length, os.SEEK_END)
+                content = xxh3_64_intdigest(file.read(length))
+            groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+            if any(group.num_rows < 0 for group in groups):
+                raise ValueError("a row group has fewer than no rows")
+        most = _GROUP_LINES * max_line_bytes
+        for number, group in enumerate(groups, start=1):
+            size = max(group.total_byte_size, group.num_rows * group.num_columns * _VALUE_BYTES)
+            if size > most:
+                raise RuntimeError(
+                    f"data file {path}: row group {number} takes {size} bytes in memory; with "
+                    f"data.max_line_bytes {max_line_bytes} at most {most} are read: write it again "
+                    "with fewer rows in a row group (row_group_size), or raise the setting"
+                )
+        counts = tuple(group.num_rows for group in groups)
+        return cls(str(path), state, counts, content, copies, max_line_bytes)
+
+    def group(self, number: int) -> Any:
+        return _row_group(self, number)
 
 
-def needs_pyarrow(path: Path, kind: str) -> RuntimeError:
-    """The error for a file of Arrow tables where pyarrow is missing."""
-    return RuntimeError(
-        f"{path} is {kind}, which needs the package pyarrow: pip install 'paddle-vl[corpus]'"
-    )
+@dataclass(frozen=True)
+class ArrowShard(TableShard):
+    """Rows of a stream, in record batches: data sets saved by Hugging Face's `datasets`, and files
+    of its cache.
+
+    Attributes:
+        begins: first byte of each batch.
+    """
+
+    begins: tuple[int, ...]
+
+    @classmethod
+    def opened(
+        cls, path: Path, cache: Cache, copies: Cache | None, max_line_bytes: int
+    ) -> "ArrowShard":
+        """Open a file; only the headers of its batches are read.
+
+        Raises:
+            RuntimeError: it is no Arrow stream, damaged, of another layout, or pyarrow is missing.
+        """
+        state, counts, begins = file_state(path), [], []
+        refusal = f"data file {path} is no whole Arrow stream"
+        with (
+            _reading(path, refusal, RuntimeError) as arrow,
+            arrow.memory_map(str(path)) as file,
+        ):
+            # It checks that there is a schema, which `read_schema` does not.
+            schema = arrow.ipc.open_stream(file).schema
+            begin = file.tell()
+            while (message := _next(arrow, file)) is not None:
+                if message.type != "record batch":
+                    raise ValueError(f"it has a {message.type}; save the data set again")
+                batch = arrow.ipc.read_record_batch(message, schema)
+                batch.validate()
+                if batch.get_total_buffer_size() > file.tell() - begin:
+                    raise ValueError("its batches are compressed: save it without compression")
+                counts.append(batch.num_rows)
+                begins.append(begin)
+                begin = file.tell()
+            file.seek(begin)
+            if file.read(len(_END)) != _END:
+                raise ValueError("it ends early")
+        content = xxh3_64_intdigest(str((state.size, state.blocks, counts)).encode())
+        groups = tuple(counts)
+        return cls(str(path), state, groups, content, copies, max_line_bytes, tuple(begins))
+
+    def group(self, number: int) -> Any:
+        return _record_batch(self, number)
+
+
+# Row groups that a process keeps: those of two neighbouring blocks of the default eight.
+@lru_cache(maxsize=16)
+def _row_group(shard: ParquetShard, number: int) -> Any:
+    local = shard.local
+    with (
+        _reading(shard.path, f"row group {number + 1} cannot be read", _bad) as arrow,
+        arrow.parquet.ParquetFile(local) as file,
+    ):
+        table = file.read_row_group(number)
+        if table.num_rows != shard.groups[number]:
+            raise ValueError(f"it has {table.num_rows} rows and states {shard.groups[number]}")
+        return table
+
+
+# They are mapped, so that they take no memory.
+@lru_cache(maxsize=1024)
+def _record_batch(shard: ArrowShard, number: int) -> Any:
+    local = shard.local
+    with (
+        _reading(shard.path, f"record batch {number + 1} cannot be read", _bad) as arrow,
+        arrow.memory_map(local) as file,
+    ):
+        schema = arrow.ipc.open_stream(file).schema
+        file.seek(shard.begins[number])
+        batch = arrow.ipc.read_record_batch(arrow.ipc.read_message(file), schema)
+        # Offsets that lie would be read beyond the end of the file.
+        batch.validate(full=True)
+        return batch
+
+
+def _bad(reason: str) -> BadSampleError:
+    return BadSampleError("unreadable_sample", reason)
+
+
+def _next(arrow: Any, file: Any) -> Any:
+    try:
+        return arrow.ipc.read_message(file)
+    except EOFError:
+        return None
+
+
+@contextmanager
+def _reading(path: str | Path, refusal: str, error_of: Callable[[str], Exception]) -> Iterator[Any]:
+    """pyarrow, whose errors become those of the refusal.
+
+    Raises:
+        RuntimeError: it is missing.
+    """
+    try:
+        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError as error:
+        raise RuntimeError(
+            f"{path} is a table, which needs the package pyarrow: pip install 'paddle-vl[corpus]'"
+        ) from error
+    try:
+        yield pyarrow
+    except (OSError, EOFError, ValueError, pyarrow.ArrowException) as error:
+        raise error_of(f"{refusal} ({error}): fetch or save it again") from error
 
 
 def _without_nulls(value: Any) -> Any:

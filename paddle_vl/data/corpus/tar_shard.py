@@ -17,27 +17,27 @@ import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import numpy as np
 from xxhash import xxh3_64
 
-from paddle_vl.data.corpus.cache import CacheFolders, LocalCopies
+from paddle_vl.data.corpus.cache import Cache
 from paddle_vl.data.corpus.energon import Fields, fields_of
-from paddle_vl.data.corpus.offset_index import Offsets, SummedReader
-from paddle_vl.data.corpus.shard import BINARY_PER_TEXT, IndexedShard, Row, check_row_size
-from paddle_vl.data.jsonl import MAX_LINE_BYTES, BadSampleError, parse_object
+from paddle_vl.data.corpus.offset_index import Offsets
+from paddle_vl.data.corpus.shard import IndexedShard, Row, check_row_size
+from paddle_vl.data.jsonl import BadSampleError, parse_object
 
 _IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm")
 _TEXTS = ("json", "txt")
 _ROWS = ("conversation.json", "conversations.json", "messages.json")
 _CONVERSATIONS = ("messages", "conversations", "conversation")
 _BOM = b"\xef\xbb\xbf"
-# Long names and other headers of a member; tarfile would believe any size.
-_LONGEST_HEADER = 1 << 20
 _USUAL = Fields()
-# What tarfile raises for damaged archives.
-_BROKEN = (OSError, tarfile.TarError, EOFError, ValueError, ArithmeticError, RecursionError)
+# What tarfile raises for damaged archives; MemoryError for headers of impossible sizes.
+_BROKEN = (
+    OSError, tarfile.TarError, EOFError, ValueError, ArithmeticError, RecursionError, MemoryError,
+)  # fmt: skip
 # Two empty blocks end an archive.
 _END = bytes(1024)
 
@@ -54,42 +54,36 @@ class TarShard(IndexedShard):
 
     @classmethod
     def opened(
-        cls, path: Path, folders: CacheFolders, copies: LocalCopies | None, max_line_bytes: int
+        cls, path: Path, cache: Cache, copies: Cache | None, max_line_bytes: int
     ) -> "TarShard":
         """See `Shard.opened`.
 
         Raises:
             RuntimeError: also where `.nv-meta/dataset.yaml` says what is not supported.
         """
-        shard = super().opened(path, folders, copies, max_line_bytes)
+        shard = super().opened(path, cache, copies, max_line_bytes)
         return replace(shard, fields=fields_of(path))
 
     @classmethod
-    def offsets(cls, path: Path, copies: LocalCopies | None) -> Offsets:
-        # Headers and texts are read; of images only the blocks at both ends, beside the headers.
+    def offsets(cls, path: Path) -> Offsets:
         hashed, starts, end = xxh3_64(), [], 0
         last = None
         try:
-            with SummedReader(path) as reader:
-                for member in _headers(reader):
-                    if member.offset < end:
-                        raise tarfile.ReadError(f"member {member.name} overlaps the one before")
-                    key, extension = _key_of(member.name)
-                    if key != last:
-                        starts.append(member.offset)
-                        last = key
-                    hashed.update(f"{member.name}:{member.size}:{member.mtime},".encode())
-                    end = member.offset_data + (member.size + 511) // 512 * 512
-                    kind = extension.lower().rpartition(".")[2]
-                    if kind not in _IMAGES and member.size <= MAX_LINE_BYTES:
-                        reader.touch(member.offset_data, end)
+            for member in _headers(path):
+                if member.offset < end:
+                    raise tarfile.ReadError(f"member {member.name} overlaps the one before")
+                key, _ = _key_of(member.name)
+                if key != last:
+                    starts.append(member.offset)
+                    last = key
+                hashed.update(f"{member.name}:{member.size}:{member.mtime},".encode())
+                end = member.offset_data + (member.size + 511) // 512 * 512
         except _BROKEN as error:
-            raise RuntimeError(
-                f"data file {path} is no uncompressed tar file, or a damaged one ({error}): shards "
-                "must be .tar, as they are read at any place; fetch or write it again"
+            raise ValueError(
+                f"it is no uncompressed tar file, or a damaged one ({error}): shards must be .tar, "
+                "as they are read at any place; fetch or write it again"
             ) from error
-        offsets = np.array([*starts, end], dtype=np.uint64)
-        return Offsets(reader.size, reader.sums, offsets, hashed.intdigest())
+        return Offsets(np.array([*starts, end], dtype=np.uint64), hashed.intdigest())
 
     def read(self, row: int) -> Row:
         return _row(self._members(row), self.fields)
@@ -103,20 +97,13 @@ class TarShard(IndexedShard):
         return f"{self.path}:{_key_of(name)[0]}"
 
     def _members(self, row: int) -> dict[str, bytes]:
-        begin, end = self.index.span(row)
-        most = (1 + BINARY_PER_TEXT) * self.max_line_bytes
-        if end - begin > most:
-            # Its headers take a little too.
-            check_row_size(0, end - begin, self.max_line_bytes)
-        block = io.BytesIO(self.bytes_of(begin, min(end, begin + most)) + _END)
+        block = io.BytesIO(self.bytes_of(*self.index.span(row)) + _END)
         found = {}
         try:
             with tarfile.open(fileobj=block, mode="r:") as archive:
                 members = [_checked(member) for member in archive if member.isfile()]
-                sizes = {True: 0, False: 0}
-                for member in members:
-                    sizes[_key_of(member.name)[1].lower() in _TEXTS] += member.size
-                check_row_size(sizes[True], sizes[False], self.max_line_bytes)
+                texts = [each for each in members if _key_of(each.name)[1].lower() in _TEXTS]
+                check_row_size(sum(each.size for each in texts), self.max_line_bytes)
                 for member in members:
                     if (file := archive.extractfile(member)) is not None:
                         found[member.name] = file.read()
@@ -207,8 +194,8 @@ def _with_members(value: Any, named: Callable[[Any], Any]) -> Any:
     }
 
 
-def _headers(reader: SummedReader) -> Iterator[tarfile.TarInfo]:
-    with tarfile.open(fileobj=cast(BinaryIO, _Bounded(reader)), mode="r:") as archive:
+def _headers(path: Path) -> Iterator[tarfile.TarInfo]:
+    with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
         begin = -1
         for member in archive:
             # A negative size would lead back to it for ever.
@@ -220,8 +207,8 @@ def _headers(reader: SummedReader) -> Iterator[tarfile.TarInfo]:
             # The archive keeps all of them otherwise.
             archive.members = []  # type: ignore[attr-defined]
         # Without a word tarfile takes a damaged header for the end.
-        reader.seek(archive.offset)  # type: ignore[attr-defined]
-        if reader.read(tarfile.BLOCKSIZE).strip(b"\0"):
+        file.seek(archive.offset)  # type: ignore[attr-defined]
+        if file.read(tarfile.BLOCKSIZE).strip(b"\0"):
             raise tarfile.ReadError(f"the header at byte {archive.offset} is damaged")  # type: ignore[attr-defined]
 
 
@@ -231,16 +218,3 @@ def _checked(member: tarfile.TarInfo) -> tarfile.TarInfo:
     if member.size < 0:
         raise tarfile.ReadError(f"member {member.name} has the size {member.size}")
     return member
-
-
-class _Bounded:
-    """A file of which tarfile reads headers alone, so that no read is long."""
-
-    def __init__(self, file: SummedReader):
-        self._file = file
-        self.seek, self.tell = file.seek, file.tell
-
-    def read(self, size: int) -> bytes:
-        if not 0 <= size <= _LONGEST_HEADER:
-            raise tarfile.ReadError(f"it has a header of {size} bytes")
-        return self._file.read(size)

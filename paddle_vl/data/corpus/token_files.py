@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64
 
-from paddle_vl.data.corpus.cache import CacheFolders, LocalCopies, descriptor, open_files, pread
-from paddle_vl.data.corpus.offset_index import IndexFile, index_of, whole_file
+from paddle_vl.data.corpus.cache import Cache, FileState, file_state, read_bytes
 from paddle_vl.data.corpus.shard import Row, Shard
 from paddle_vl.files.text_file import replacing
 
@@ -33,31 +32,31 @@ DTYPES = {
 _REST = struct.Struct("<QBQQ")
 _HEADER_BYTES = len(MAGIC) + _REST.size
 _BLOCK = 1 << 24
-# Entries of the `.idx` that are checked at a time.
-_ENTRIES = 1 << 20
 
 
 @dataclass(frozen=True)
 class TokenShard(Shard):
-    """A pair of files; `path` is the `.idx`, and `index` has the sums of the `.bin`. Rows have
-    `tokens` and, with a `.lsm`, `mask`.
+    """A pair of files; `path` is the `.idx`, and `state` that of the `.bin`.
+
+    Rows have `tokens`, and with a `.lsm` also a `mask`.
 
     Attributes:
         dtype: of the ids.
         num_sequences: of all documents.
-        mask: sums of the `.lsm`, if there is one.
+        index_state: state of the `.idx`.
+        mask_state: state of the `.lsm`, if there is one.
     """
 
     dtype: str
     num_sequences: int
-    mask: IndexFile | None
+    index_state: FileState
+    mask_state: FileState | None
 
     @classmethod
     def opened(
-        cls, path: Path, folders: CacheFolders, copies: LocalCopies | None, max_line_bytes: int
+        cls, path: Path, cache: Cache, copies: Cache | None, max_line_bytes: int
     ) -> "TokenShard":
-        """Open a pair of files, which are never copied. Their `.idx` is read and checked; the sums
-        of the others are found if there are none.
+        """Open a pair of files, which are never copied. Their `.idx` is read and checked.
 
         Raises:
             RuntimeError: a file is missing or damaged.
@@ -65,8 +64,7 @@ class TokenShard(Shard):
         binary, mask = path.with_suffix(".bin"), path.with_suffix(".lsm")
         if not binary.is_file():
             raise RuntimeError(f"{path} has no {binary.name} beside it, which has the tokens")
-        # The file may be another one than this process has open from before.
-        open_files.drop(str(path))
+        index_state, state = file_state(path), file_state(binary)
         with path.open("rb") as file:
             magic, rest = file.read(len(MAGIC)), file.read(_REST.size)
             if magic != MAGIC or len(rest) < _REST.size:
@@ -77,101 +75,106 @@ class TokenShard(Shard):
                     f"{path} has version {version} and dtype code {code}; version 1 and the codes "
                     f"{sorted(DTYPES)} are read"
                 )
-            size = path.stat().st_size
             wanted = _HEADER_BYTES + 12 * num_sequences + 8 * num_boundaries
-            if size != wanted or num_boundaries < 1:
+            if index_state.size != wanted or num_boundaries < 1:
                 raise RuntimeError(
-                    f"{path} has {size} bytes and its header describes {wanted}: it is cut off or "
-                    "damaged; write it again"
+                    f"{path} has {index_state.size} bytes and its header describes {wanted}: it is "
+                    "cut off or damaged; write it again"
                 )
             hashed = xxh3_64(rest)
             while block := file.read(_BLOCK):
                 hashed.update(block)
-        num_bytes = binary.stat().st_size
-        hashed.update(str(num_bytes).encode())
+        hashed.update(str(state.size).encode())
         shard = cls(
             str(path),
+            state,
             (num_boundaries - 1,),
             hashed.intdigest(),
-            index_of(binary, folders, lambda: whole_file(binary)),
             None,
             max_line_bytes,
             np.dtype(DTYPES[code]).str,
             num_sequences,
-            index_of(mask, folders, lambda: whole_file(mask)) if mask.is_file() else None,
+            index_state,
+            file_state(mask) if mask.is_file() else None,
         )
         shard._check_index()
         return shard
 
     def _check_index(self) -> None:
         """Check that the documents are the whole `.bin`, one after the other."""
-        item, end, last = np.dtype(self.dtype).itemsize, 0, 0
-        for first in range(0, self.num_sequences, _ENTRIES):
-            count = min(_ENTRIES, self.num_sequences - first)
-            sizes, offsets = self._sizes(first, count).astype(np.int64), self._offsets(first, count)
-            ends = end + np.cumsum(sizes * item)
-            wrong = (sizes < 0) | (offsets != ends - sizes * item)
-            if wrong.any():
-                number = first + int(wrong.argmax())
-                raise self._damaged(f"sequence {number} does not begin where the one before ends")
-            end = int(ends[-1])
-        for first in range(0, self.count + 1, _ENTRIES):
-            bounds = self._bounds(first, min(_ENTRIES, self.count + 1 - first))
-            falls = np.diff(bounds, prepend=last) < 0
-            if falls.any() or (first == 0 and bounds[0]):
-                number = first + int(falls.argmax())
-                raise self._damaged(f"document {number} does not begin where the one before ends")
-            last = int(bounds[-1])
-        if last != self.num_sequences:
-            raise self._damaged(f"its documents have {last} of {self.num_sequences} sequences")
-        files = [(self.index, end), *([(self.mask, end // item)] if self.mask else [])]
-        for index, needed in files:
-            if index.num_bytes != needed:
+        item = np.dtype(self.dtype).itemsize
+        bytes_N = self._sizes(0, self.num_sequences).astype(np.int64) * item
+        ends_N = np.cumsum(bytes_N)
+        offsets_N = self._offsets(0, self.num_sequences)
+        if (wrong_N := (bytes_N < 0) | (offsets_N != ends_N - bytes_N)).any():
+            number = int(wrong_N.argmax())
+            raise self._damaged(f"sequence {number} does not begin where the one before ends")
+        bounds = self._bounds(0, self.count + 1)
+        falls = np.diff(bounds, prepend=0) < 0
+        falls[0] = bounds[0] != 0
+        if falls.any():
+            number = int(falls.argmax())
+            raise self._damaged(f"document {number} does not begin where the one before ends")
+        if bounds[-1] != self.num_sequences:
+            raise self._damaged(
+                f"its documents have {bounds[-1]} of {self.num_sequences} sequences"
+            )
+        end = int(ends_N[-1]) if self.num_sequences else 0
+        for suffix, state, needed in (
+            (".bin", self.state, end),
+            (".lsm", self.mask_state, end // item),
+        ):
+            if state is not None and state.size != needed:
                 raise RuntimeError(
-                    f"{index.file} has {index.num_bytes} bytes and {self.path} describes {needed}: "
-                    "one of them is cut off or belongs to another file; write them again"
+                    f"{Path(self.path).with_suffix(suffix)} has {state.size} bytes and {self.path} "
+                    f"describes {needed}: one of them is cut off or belongs to another file; write "
+                    "them again"
                 )
 
     @property
-    def sums(self) -> int:
-        return self.index.sums ^ (self.mask.sums if self.mask else 0)
+    def samples(self) -> str:
+        mask = "" if self.mask_state is None else f":{self.mask_state.blocks}"
+        return super().samples + mask
 
     def read(self, row: int) -> Row:
         first, end = self._bounds(row, 2).tolist()
         if end == first:
             return {"tokens": np.zeros(0, dtype=np.int64)}
         begin, length = int(self._offsets(first, 1)[0]), int(self._sizes(first, end - first).sum())
-        item = np.dtype(self.dtype).itemsize
-        raw = self.index.read(begin, begin + length * item)
-        tokens = np.frombuffer(raw, dtype=self.dtype).astype(np.int64)
-        if self.mask is None:
+        at = begin // np.dtype(self.dtype).itemsize
+        tokens = self._values(".bin", self.state, self.dtype, begin, length).astype(np.int64)
+        if self.mask_state is None:
             return {"tokens": tokens}
-        raw = self.mask.read(begin // item, begin // item + length)
-        return {"tokens": tokens, "mask": np.frombuffer(raw, dtype=np.uint8)}
-
-    def _damaged(self, problem: str) -> RuntimeError:
-        return RuntimeError(
-            f"{self.path} is damaged or belongs to another .bin ({problem}): write it again"
-        )
+        return {"tokens": tokens, "mask": self._values(".lsm", self.mask_state, "u1", at, length)}
 
     def place(self, row: int) -> str:
         return f"{self.path}:document {row + 1}"
 
     def _sizes(self, first: int, count: int) -> np.ndarray:
-        return self._read("<i4", 4 * first, count)
+        return self._entries("<i4", 4 * first, count)
 
     def _offsets(self, first: int, count: int) -> np.ndarray:
-        return self._read("<i8", 4 * self.num_sequences + 8 * first, count)
+        return self._entries("<i8", 4 * self.num_sequences + 8 * first, count)
 
     def _bounds(self, first: int, count: int) -> np.ndarray:
-        return self._read("<i8", 12 * self.num_sequences + 8 * first, count)
+        return self._entries("<i8", 12 * self.num_sequences + 8 * first, count)
 
-    def _read(self, dtype: str, offset: int, count: int) -> np.ndarray:
-        begin, length = _HEADER_BYTES + offset, np.dtype(dtype).itemsize * count
-        raw = pread(descriptor(self.path), begin, begin + length)
+    def _entries(self, dtype: str, offset: int, count: int) -> np.ndarray:
+        return self._values(".idx", self.index_state, dtype, _HEADER_BYTES + offset, count)
+
+    def _values(
+        self, suffix: str, state: FileState, dtype: str, begin: int, count: int
+    ) -> np.ndarray:
+        path, length = Path(self.path).with_suffix(suffix), np.dtype(dtype).itemsize * count
+        raw = read_bytes(str(path), state, begin, begin + length)
         if len(raw) != length:
-            raise self._damaged("it was cut off while in use")
+            raise self._damaged("a file was cut off while in use")
         return np.frombuffer(raw, dtype=dtype)
+
+    def _damaged(self, problem: str) -> RuntimeError:
+        return RuntimeError(
+            f"{self.path} is damaged or belongs to another .bin ({problem}): write it again"
+        )
 
 
 class TokenFileWriter:

@@ -149,31 +149,23 @@ def as_message(turn: Draft) -> Message:
     return message
 
 
-def check_canonical(row: Mapping[str, Any], places: Sequence[str] = ()) -> None:
-    """Check a row that is in the canonical form already.
+def check_turns(row: CanonicalRow, places: Sequence[str]) -> None:
+    """Check the order of the messages, their calls and texts.
 
     Args:
-        row: `messages`, and optionally `tools` and `chat_template_kwargs`.
-        places: of the messages, for the error; numbers by default.
+        places: of the messages, for the error.
 
     Raises:
-        BadSampleError: a message, part, call or tool does not have the form, messages are in an
-            impossible order, or a text is no Unicode.
+        BadSampleError: messages are in an impossible order, a call names no tool of the row, or a
+            text is no Unicode.
     """
-    messages = row.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise BadSampleError("missing_key", "'messages' must be a list with at least one message")
-    names = {_function(each, "'tools'")["name"] for each in row.get("tools", ())}
-    open_calls, role_before = 0, ""
-    for number, message in enumerate(messages):
-        where = places[number] if places else f"message {number + 1}"
-        _check_message(message, where)
-        role, calls = message["role"], message.get("tool_calls", ())
+    names = {tool["function"]["name"] for tool in row.tools}
+    open_calls = 0
+    for number, (message, where) in enumerate(zip(row.messages, places, strict=True)):
+        role, calls = message["role"], message.get("tool_calls", [])
         if role == "system" and number:
             reason = f"{where} has role 'system'; only the first message may have it"
             raise BadSampleError("unknown_role", f"{reason}: move its text there")
-        if role == role_before == "assistant":
-            raise BadSampleError("bad_order", f"{where} continues the assistant's turn: join them")
         if role == "tool" and not open_calls:
             raise BadSampleError(
                 "bad_order",
@@ -181,53 +173,15 @@ def check_canonical(row: Mapping[str, Any], places: Sequence[str] = ()) -> None:
                 "assistant's message with the call, or remove it",
             )
         open_calls = open_calls - 1 if role == "tool" else len(calls)
-        for name in (_function(call, where)["name"] for call in calls):
+        for name in (call["function"]["name"] for call in calls):
             if names and name not in names:
                 raise BadSampleError(
                     "bad_tool_call",
                     f"{where} calls {brief(name)!r}, which is not among the tools {sorted(names)}: "
                     "add its definition to 'tools', or correct the name",
                 )
-        role_before = role
-    for text in texts_of(row):
+    for text in texts_of(row.to_dict()):
         check_unicode(text)
-
-
-def _check_message(message: Any, where: str) -> None:
-    def refuse(reason: str) -> None:
-        raise BadSampleError("not_canonical", f"{where} {reason}; bring the row through a format")
-
-    if not isinstance(message, Mapping) or message.get("role") not in ROLES:
-        return refuse(f"has no role of {', '.join(ROLES)}")
-    is_answer = message["role"] == "assistant"
-    own = ("loss", "tool_calls", "reasoning_content") if is_answer else ()
-    if unknown := sorted(message.keys() - {"role", "content", *own}):
-        refuse(f"has the keys {unknown}")
-    if is_answer and not isinstance(message.get("loss"), bool):
-        refuse("is the assistant's and has no 'loss' of true or false")
-    parts = message.get("content")
-    if not isinstance(parts, list):
-        return refuse("has no list 'content'")
-    kind_before = ""
-    for part in parts:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        kinds = ("text",) if is_answer else ("text", *MEDIA)
-        if kind not in kinds or part.keys() != {"type", kind} or part[kind] is None:
-            return refuse(f"has the part {brief(part)}")
-        if kind == "text" and (not part["text"] or kind_before == "text"):
-            refuse("has an empty text, or a text beside a text")
-        kind_before = kind
-    for call in message.get("tool_calls", ()):
-        if not isinstance(_function(call, where).get("arguments"), Mapping):
-            refuse("has a call whose arguments are no object")
-
-
-def _function(wrapped: Any, where: str) -> Mapping[str, Any]:
-    function = wrapped.get("function") if isinstance(wrapped, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        reason = f"{where} has {brief(wrapped)}; {{'type': 'function', 'function': ...}} is needed"
-        raise BadSampleError("not_canonical", f"{reason} with a 'name' in it")
-    return function
 
 
 def check_targets(row: CanonicalRow) -> None:

@@ -22,7 +22,7 @@ from paddle_vl.data.formats.canonical import (
     CanonicalRow,
     Draft,
     as_message,
-    check_canonical,
+    check_turns,
     joined_turns,
     json_text,
     texts_of,
@@ -93,7 +93,7 @@ def canonical_row(
         extras,
         settings.train_on_prompt,
     )
-    check_canonical(canonical.to_dict(), [turn.where for turn in turns])
+    check_turns(canonical, [turn.where for turn in turns])
     _check_tokens([*texts_of(canonical.to_dict()), *(objects.names if objects else ())], settings)
     if objects:
         grounding.write_boxes(canonical.messages, objects, settings)

@@ -3,20 +3,17 @@
 import datetime
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paddle_vl.config.row_sources import RowSourceConfig
-from paddle_vl.data.corpus.cache import CacheFolders, LocalCopies
-from paddle_vl.data.corpus.opener import ShardOpener, Shards, open_shards
+from paddle_vl.data.corpus.opener import ShardOpener, Shards
 from paddle_vl.data.corpus.shard import Shard
 from paddle_vl.data.corpus.table_shard import TableShard
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.rows.containers import files_of
 
-# Names the format of a row; raises a BadSampleError if it has none. It can be pickled.
-Recognised = Callable[[Mapping[str, Any]], str]
 _LISTS_OF_OBJECTS = ("messages", "conversations", "conversation", "prompt", "completion")
 
 
@@ -27,43 +24,25 @@ class RowFile(Shards):
     Attributes:
         folder: where relative paths in the rows start.
         shards: the data files.
-        recognised: names the format of a row; None to not compare formats.
-        format: that of the first row, which all others must have.
     """
 
     folder: Path
     shards: tuple[Shard, ...]
-    recognised: Recognised | None = None
-    format: str | None = None
 
     def __len__(self) -> int:
         return sum(shard.count for shard in self.shards)
-
-    @property
-    def groups(self) -> tuple[int, ...]:
-        """Rows of each part of the files that is read at once, see `DocumentOrder`."""
-        return tuple(count for shard in self.shards for count in shard.groups)
 
     def row(self, number: int) -> dict[str, Any]:
         """A row, of JSON's types and bytes. Tables have no null values in objects.
 
         Raises:
-            BadSampleError: it cannot be read, or has another format than the first row; with its
-                place.
-            RuntimeError: a file was changed, or cannot be read.
+            BadSampleError: it cannot be read; with its place.
+            RuntimeError: a file cannot be read.
         """
         shard, row = self.shard_of(number)
         with self.at_place(number):
             found = dict(shard.read(row))
-            if isinstance(shard, TableShard):
-                found = _plain(found)
-            if self.recognised and self.format not in (None, own := self.recognised(found)):
-                raise BadSampleError(
-                    "mixed_formats",
-                    f"row {number + 1} has another format ({own}) than row 1 ({self.format}): put "
-                    "rows of one format into a file, and name the files as sources",
-                )
-        return found
+            return _plain(found) if isinstance(shard, TableShard) else found
 
 
 def open_rows(
@@ -72,8 +51,6 @@ def open_rows(
     splits: Sequence[str | None] = (None,),
     subsets: Sequence[str | None] = (None,),
     opener: ShardOpener | None = None,
-    recognised: Recognised | None = None,
-    num_processes: int = 1,
 ) -> RowFile:
     """Open a file or folder of rows. Of text, archives and streams an index is built the first
     time; no row is parsed but the first.
@@ -81,8 +58,6 @@ def open_rows(
     Args:
         splits, subsets: of a folder, see `files_of`; the rows of all of them follow one another.
         opener: default: indexes lie beside the files, or in the user's cache folder.
-        recognised: names the format of a row, which all rows must have.
-        num_processes: that build indexes.
 
     Raises:
         RuntimeError: a file is missing, damaged or of another kind, or the folder has no such split
@@ -90,15 +65,9 @@ def open_rows(
         ValueError: there are no rows, or the file is an object of columns.
         BadSampleError: the first row cannot be read.
     """
-    path = Path(path)
-    if opener is None:
-        folders = CacheFolders()
-        opener = ShardOpener(folders, LocalCopies(folders))
-    files = [
-        str(f) for subset in subsets for split in splits for f in files_of(path, split, subset)
-    ]
-    shards = tuple(open_shards(files, opener, num_processes))
-    rows = RowFile(path if path.is_dir() else path.parent, shards)
+    path, opener = Path(path), opener or ShardOpener()
+    files = [f for subset in subsets for split in splits for f in files_of(path, split, subset)]
+    rows = RowFile(path if path.is_dir() else path.parent, tuple(map(opener, files)))
     if not len(rows):
         raise ValueError(f"data file {path} has no rows: write one object per row")
     first = rows.row(0)
@@ -107,10 +76,7 @@ def open_rows(
             f"data file {path} is an object of columns ({', '.join(first)}): write a list of rows, "
             'one object each (in pandas: to_json(path, orient="records", lines=True))'
         )
-    if recognised is None:
-        return rows
-    with rows.at_place(0):
-        return replace(rows, recognised=recognised, format=recognised(first))
+    return rows
 
 
 def open_source(
@@ -118,23 +84,15 @@ def open_source(
     *,
     fetch: Callable[[str], Path] = Path,
     opener: ShardOpener | None = None,
-    recognised: Recognised | None = None,
 ) -> RowFile:
     """Open the rows of a source, see `open_rows`.
 
     Args:
         fetch: gives the local path of the source's path, which may be a data set on a hub.
     """
-    splits = (
-        [source.split] if source.split is None or isinstance(source.split, str) else source.split
-    )
-    return open_rows(
-        fetch(source.path) / (source.folder or ""),
-        splits=splits,
-        subsets=source.subsets or [None],
-        opener=opener,
-        recognised=recognised,
-    )
+    folder = fetch(source.path) / (source.folder or "")
+    splits = source.split if isinstance(source.split, list) else [source.split]
+    return open_rows(folder, splits=splits, subsets=source.subsets or [None], opener=opener)
 
 
 def _is_columns(row: Mapping[str, Any]) -> bool:

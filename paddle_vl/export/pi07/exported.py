@@ -16,7 +16,14 @@ from pydantic import Field
 from paddle_vl.export.folder import AnyProgram, ExportFolder
 from paddle_vl.export.program import by_layer, with_room
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
-from paddle_vl.families.policy.acting import ActingPolicy
+from paddle_vl.families.policy.acting import (
+    BOS,
+    ActingPolicy,
+    Plan,
+    WritingRules,
+    plan_of,
+    write_plan,
+)
 from paddle_vl.families.policy.model_inputs import EOS, PlannerInputs, PolicyInputs
 from paddle_vl.families.policy.normalize import (
     STATISTICS_FILE,
@@ -24,8 +31,7 @@ from paddle_vl.families.policy.normalize import (
     planner_normalizers,
     policy_normalizers,
 )
-from paddle_vl.families.policy.planning import BOS, Plan, WritingRules, plan_of, write_plan
-from paddle_vl.families.policy.prompt import PromptTokenizer
+from paddle_vl.families.policy.tokenizers import PromptTokenizer
 from paddle_vl.files.checked_values import checked
 
 _TokenId = Annotated[int, Field(ge=0)]

@@ -1,32 +1,214 @@
-"""Programs of an exported policy (prefix, step, actions) and planner (images, prefill, decode).
+"""The export of a policy (programs prefix, step, actions) and a planner (images, prefill, decode).
 
-Each is a function of the model and of tensors by name, which `ProgramToExport` traces, with a
+A program is a function of the model and of tensors by name, which `ProgramToExport` traces, with a
 function of its inputs' specs. All blocks of inference are laid out in a prefix. Those that a batch
 does not need are padding, which no token sees and which counts for no position, so real tokens have
-the same numbers as in the model's own prefix.
+the same numbers as in the model's own prefix. Attention does not know the lengths when it is
+traced; it equals `StreamView.attend` wherever a query sees a key.
 
 Shapes: B batch, c cameras, V = c * B videos of F frames and Z = c * B images, camera-major, S goal
 images, G of them of a sample, M tokens of an image, D width, L prefix tokens, n new tokens, S keys,
-C steps of a chunk (policy) or capacity of the buffers (planner), A action values, K key heads, H
-head width.
+C steps of a chunk (policy) or capacity of the buffers (planner), A action values, N query heads, K
+key heads, R = N / K * C, H head width.
+
+Over 350 lines: the programs, their attention, and what is written beside them.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import paddle
+import paddle.nn.functional as F
 from paddle import Tensor
 from paddle.static import InputSpec
 
-from paddle_vl.export.pi07.program_attention import ProgramView, shared_by_steps
-from paddle_vl.export.writing import cache_specs, spec
-from paddle_vl.families.pi07.decoder import KeyValue, StreamView
+from paddle_vl.config.families import family_of_folder
+from paddle_vl.export.attention import biased_attention, one_block
+from paddle_vl.export.writing import ModelToExport, ProgramToExport, cache_specs, spec
+from paddle_vl.families.pi07.config import PLANNER_TYPE, Gemma3TextConfig, PI07Config
+from paddle_vl.families.pi07.decoder import KeyValue, StreamView, SuffixView
 from paddle_vl.families.pi07.flow import GivenActions, PI07LowLevelFlowMatching
-from paddle_vl.families.pi07.planner import PI07HighLevelPlannerModel
-from paddle_vl.families.pi07.prefix import Prefix, PrefixEmbedding, look_up, of_cameras
-from paddle_vl.families.pi07.prefix_layout import CAMERA_MASKS, Source, When
+from paddle_vl.families.pi07.planner import PI07HighLevelPlanner, PI07HighLevelPlannerModel
+from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
+from paddle_vl.families.pi07.prefix import (
+    CAMERA_MASKS,
+    PAD_ID,
+    RESPONSE_LABEL,
+    Prefix,
+    PrefixEmbedding,
+    Source,
+    When,
+    look_up,
+    of_cameras,
+)
+from paddle_vl.families.policy.images import cameras_of
+from paddle_vl.families.policy.normalize import STATISTICS_FILE, save_statistics
 
 Given = Mapping[str, Tensor]
+# Sizes of the examples: samples, and tokens or frames where they are free.
+_SAMPLES, _LENGTH, _FRAMES = 2, 6, 2
+
+
+def to_export(folder: Path, base: str | None) -> ModelToExport:
+    """The programs of a policy's or a planner's folder.
+
+    Raises:
+        ValueError: a base is given, which only adapters have.
+    """
+    if base is not None:
+        raise ValueError(f"{folder} is a pi07 policy, which has no adapters: leave --base out")
+    if PLANNER_TYPE in family_of_folder(folder).model_types:
+        return planner_to_export(PI07HighLevelPlanner.from_pretrained(folder))
+    return policy_to_export(PI07LowLevelPolicy.from_pretrained(folder))
+
+
+def policy_to_export(policy: PI07LowLevelPolicy) -> ModelToExport:
+    """The three programs of a policy, with inputs to check them."""
+    model, rng = policy.model, np.random.default_rng(0)
+    cameras = len(cameras_of(model.config.input_features))
+    example = _prefix_example(prefix_specs(model), cameras, rng)
+    found = {
+        "prefix": ProgramToExport(model, prefix, prefix_specs, "prefix", example, measured_output=1)
+    }
+    for name, run, specs in (("step", step, step_specs), ("actions", actions, actions_specs)):
+        found[name] = ProgramToExport(model, run, specs, "expert", _example(specs(model), rng))
+    return _of_policy(policy, PI07Config.type_name, {}, found, found)
+
+
+def planner_to_export(planner: PI07HighLevelPlanner) -> ModelToExport:
+    """The three programs of a planner, with inputs to check them."""
+    model, rng = planner.model, np.random.default_rng(0)
+    encoder, cameras = model.prefix.video_encoder, len(cameras_of(model.config.input_features))
+    prompt = _example(prefill_specs(model), rng)
+    prompt["img_masks"] = np.ones((_SAMPLES, cameras), dtype=bool)
+    prompt["image_rows"] = _drawn(rng, (cameras * _SAMPLES, *prompt["image_rows"].shape[1:]))
+    # Two new tokens after others, and buffers that have one more.
+    place, tokens = _LENGTH - 3, _example(decode_specs(model), rng)
+    tokens["input_ids"] = tokens["input_ids"][:, :2]
+    is_real = np.ones((_SAMPLES, place + 2), dtype=bool)
+    caches = {name: array for name, array in tokens.items() if array.ndim == 4}
+    past = {"input_ids": tokens["input_ids"], "pad_masks": is_real}
+    past |= {name: array[:, :place] for name, array in caches.items()}
+    tokens["pad_masks"] = np.pad(is_real, ((0, 0), (0, 1)))
+    tokens["place"] = np.array([place])
+    pixels = _example(images_specs(encoder), rng)
+    found = {
+        "images": ProgramToExport(encoder, images, images_specs, "images", pixels),
+        "prefill": ProgramToExport(model, prefill, prefill_specs, "decoder", prompt, True),
+        "decode": ProgramToExport(model, decode, decode_specs, "decoder", tokens, True),
+    }
+    with_past = ProgramToExport(model, decode_with_past, decode_with_past_specs, "decoder", past)
+    sizes = {"response_label": model.tokens.label_ids[RESPONSE_LABEL], "pad_id": PAD_ID}
+    return _of_policy(planner, PLANNER_TYPE, sizes, found, found | {"decode": with_past})
+
+
+def _of_policy(
+    policy: Any,
+    model_type: str,
+    sizes: dict[str, Any],
+    found: dict[str, ProgramToExport],
+    for_onnx: dict[str, ProgramToExport],
+) -> ModelToExport:
+    """An export with configuration, prompt tokenizer and statistics."""
+
+    def save_files(folder: Path) -> None:
+        config = policy.config
+        replace(config, config_version=config.normalization_version).save_pretrained(folder)
+        policy.tokenizer.save_pretrained(folder)
+        save_statistics(policy.normalizers, folder / STATISTICS_FILE)
+
+    num_groups = policy.normalizers["normalize_inputs"].num_groups
+    return ModelToExport(
+        model_type, {"num_groups": num_groups, **sizes}, found, save_files, for_onnx
+    )
+
+
+class ProgramView(StreamView):
+    """A view whose layers share rotary tables and one bias, made outside of any loop.
+
+    Args:
+        view: of the decoder.
+        place_1: int64, where the first new token is written into buffers, the keys and values of a
+            fixed capacity; None to append to copies.
+    """
+
+    def __init__(self, view: StreamView, text: Gemma3TextConfig, place_1: Tensor | None = None):
+        super().__init__(view.shape, view.rotary, view.mask, view.scale, view.implementation)
+        self.num_rows, self._place_1 = view.num_rows, place_1
+        heads, key_heads = text.num_attention_heads, text.num_key_value_heads
+        for tables in view.rotary.values():
+            tables.prepare([heads, key_heads])
+        self._bias = one_block(view.mask.bias_B1LS.squeeze(1), heads // key_heads)
+
+    def attend(
+        self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, past: Any
+    ) -> tuple[Tensor, KeyValue]:
+        """Attention output `[B, L, N, H]`, and all keys and values or the buffers in full."""
+        k_BSKH, v_BSKH = k_BLKH, v_BLKH
+        if self._place_1 is not None:
+            k_BSKH, v_BSKH = past
+            begin, end = self._place_1, self._place_1 + k_BLKH.shape[1]
+            k_BSKH[:, begin:end] = k_BLKH
+            v_BSKH[:, begin:end] = v_BLKH
+        elif past is not None:
+            k_BSKH = paddle.concat([past[0], k_BLKH], axis=1)
+            v_BSKH = paddle.concat([past[1], v_BLKH], axis=1)
+        # `biased_attention` scales by H^-0.5.
+        factor = self.scale * q_BLNH.shape[-1] ** 0.5
+        q_BLNH = q_BLNH if factor == 1.0 else q_BLNH * factor
+        k_BKSH, v_BKSH = k_BSKH.transpose([0, 2, 1, 3]), v_BSKH.transpose([0, 2, 1, 3])
+        return biased_attention(q_BLNH, k_BKSH, v_BKSH, self._bias), (k_BSKH, v_BSKH)
+
+
+class StepView(StreamView):
+    """The view of a suffix in all Euler steps; `past` is a prefix as `laid_out_keys` has it.
+
+    What the steps share is made here, once. Each query must see a key.
+
+    Args:
+        own: the suffix's own view.
+    """
+
+    def __init__(self, own: StreamView, config: PI07Config):
+        # With -1 for B, no reshape of a step needs to compute it.
+        shape = (-1, config.chunk_size)
+        super().__init__(shape, own.rotary, own.mask, own.scale, own.implementation)
+        self.num_rows, expert = own.num_rows, config.vlm_config.gemma_expert_config
+        key_heads = expert.num_key_value_heads
+        groups = expert.num_attention_heads // key_heads
+        for tables in own.rotary.values():
+            tables.prepare([expert.num_attention_heads, key_heads])
+        # In full, as Paddle's CPU kernels are slow at broadcasting over a middle dim.
+        bias_B1RS = paddle.concat([own.mask.bias_B1LS] * groups, axis=2)
+        self._bias_BKRS = paddle.concat([bias_B1RS] * key_heads, axis=1)
+
+    def attend(
+        self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, past: Any
+    ) -> tuple[Tensor, KeyValue]:
+        (key_BKHL, value_BKLH), (steps, heads, width) = past, q_BLNH.shape[1:]
+        key_heads = k_BLKH.shape[2]
+        # The query heads of a key head become R rows of one product.
+        q_BNCH = (q_BLNH * self.scale).transpose([0, 2, 1, 3])
+        q_BKRH = q_BNCH.reshape([-1, key_heads, heads // key_heads * steps, width])
+        k_BKHC, v_BKCH = k_BLKH.transpose([0, 2, 3, 1]), v_BLKH.transpose([0, 2, 1, 3])
+        scores_BKRS = paddle.concat(
+            [paddle.matmul(q_BKRH, key_BKHL), paddle.matmul(q_BKRH, k_BKHC)], axis=-1
+        )
+        weights_BKRS = F.softmax(scores_BKRS.astype("float32") + self._bias_BKRS)
+        weights_BKRS = weights_BKRS.astype(v_BKCH.dtype)
+        out_BKRH = paddle.matmul(weights_BKRS[..., :-steps], value_BKLH)
+        out_BKRH = out_BKRH + paddle.matmul(weights_BKRS[..., -steps:], v_BKCH)
+        out_BNCH = out_BKRH.reshape([-1, heads, steps, width])
+        return out_BNCH.transpose([0, 2, 1, 3]), (k_BLKH, v_BLKH)
+
+
+def laid_out_keys(prefix: KeyValue) -> KeyValue:
+    """Keys `[B, K, H, L]` and values `[B, K, L, H]` of a prefix, for the products of all steps."""
+    key_BLKH, value_BLKH = prefix
+    return key_BLKH.transpose([0, 2, 3, 1]), value_BLKH.transpose([0, 2, 1, 3])
 
 
 def prefix(model: PI07LowLevelFlowMatching, given: Given) -> list[Tensor]:
@@ -101,8 +283,9 @@ def _chunk(model: PI07LowLevelFlowMatching, given: Given) -> tuple[GivenActions,
     """The known actions, and view and prefix of all Euler steps."""
     known = given["action_prefix"]
     known = GivenActions(known, known.shape[0], model.config.chunk_size, given["delay"])
-    own = model.chunk_view(given["pad_masks"]).own
-    return known, *shared_by_steps(own, _cache(model, given), model.config)
+    own = model.suffix_view(given["pad_masks"]).own
+    view = SuffixView(StepView(own, model.config), None, insulated=False)
+    return known, view, [laid_out_keys(prefix) for prefix in _cache(model, given)]
 
 
 def step_specs(model: PI07LowLevelFlowMatching) -> list[InputSpec]:
@@ -230,7 +413,7 @@ def _laid_out(prefix: PrefixEmbedding, batch: Mapping[str, Any], rows: dict[str,
         pads.append(pad_Bn)
         marks.append(tokens.marks(block, pad_Bn))
     embs_BLD = paddle.concat([rows[block.name] for block in blocks], axis=1)
-    return Prefix(embs_BLD, paddle.concat(pads, axis=1), paddle.concat(marks, axis=1), 0)
+    return Prefix(paddle.concat(pads, axis=1), paddle.concat(marks, axis=1), 0, embs_BLD)
 
 
 def _present(batch: Mapping[str, Any]) -> dict[When, Tensor]:
@@ -275,3 +458,52 @@ def _group_specs(config: Any) -> Sequence[InputSpec]:
     """Group of each sample, where groups have projections of their own."""
     is_grouped = config.per_group_projection and config.num_groups > 1
     return [spec("group_index", [None], "int64")] if is_grouped else []
+
+
+def _prefix_example(
+    specs: list[InputSpec], cameras: int, rng: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """Two samples, of which one has a subgoal and neither has a response."""
+    found = _example(specs, rng)
+    for name in ("vid_masks", "subgoal_masks", "subgoal_rows"):
+        found[name] = np.ascontiguousarray(found[name][:, :cameras])
+    frames = _FRAMES if "frame_is_pad" in found else 1
+    shape = found["stills"].shape[1:]
+    found["videos"] = rng.random((cameras * _SAMPLES, frames, *shape), dtype=np.float32)
+    if "frame_is_pad" in found:
+        found["frame_is_pad"] = np.zeros((cameras * _SAMPLES, frames), dtype=bool)
+        found["frame_is_pad"][::2, 0] = True
+    found["history_is_pad"] = np.zeros((_SAMPLES, frames), dtype=bool)
+    found["state"] = _drawn(rng, (_SAMPLES, frames, found["state"].shape[-1]))
+    found["stills"] = found["stills"][:1]
+    found["subgoal_rows"][:] = len(found["videos"])
+    found["subgoal_masks"][1:] = False
+    found["response_masks"][:] = False
+    return found
+
+
+def _example(specs: list[InputSpec], rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """An input of each spec: drawn floats, ones, and masks that end with padding."""
+    found = {}
+    for one in specs:
+        shape = [size if size > 0 else _LENGTH for size in one.shape]
+        if one.shape[0] < 1:
+            shape[0] = _SAMPLES
+        if str(one.dtype).endswith("float32"):
+            found[one.name] = _drawn(rng, shape)
+        elif str(one.dtype).endswith("bool"):
+            found[one.name] = np.ones(shape, dtype=bool)
+            found[one.name][1:, shape[1] * 2 // 3 + 1 :] = False
+        else:
+            found[one.name] = np.ones(shape, dtype=np.int64)
+    if "num_steps" in found:
+        found["num_steps"] = np.array([3])
+    if "step" in found:
+        found["step"] = np.array([-0.25], dtype=np.float32)
+    if "group_index" in found:
+        found["group_index"] = np.array([0, 1])
+    return found
+
+
+def _drawn(rng: np.random.Generator, shape: Any) -> np.ndarray:
+    return rng.normal(size=shape).astype(np.float32)

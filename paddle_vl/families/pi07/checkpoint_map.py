@@ -1,12 +1,46 @@
-"""pi07's parameters under OpenTau's checkpoint keys (without `model.`)."""
+"""pi07's parameters: which are trained, their keys in OpenTau's checkpoints (without `model.`), and
+the files of a policy's folder with weights and statistics, in OpenTau's and LeRobot's format.
 
+In these files keys of the model have the prefix `model.`; statistics have the name of their
+normalizer as prefix, such as `normalize_inputs.buffer_state.mean`.
+
+A checkpoint may have been trained on other groups of data than the policy's. The projection of a
+single group is used for all groups; an unknown group starts from the first group's projection.
+Statistics are measured data, so they are matched by name only.
+
+Over 350 lines: the names of the parameters, and all that is chosen and found by them.
+"""
+
+import fnmatch
+import logging
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from paddle_vl.checkpoint.reading import (
+    ReadableTensor,
+    check_keys,
+    checkpoint_tensors,
+    stored_values,
+)
 from paddle_vl.checkpoint.rules import LinearWeights, PatchKernel, Rule, Same
-from paddle_vl.checkpoint.safetensors_io import StoredTensor
-from paddle_vl.families.pi07.engine_config import Gemma3WithExpertConfig
+from paddle_vl.checkpoint.safetensors_io import FileWriter, StoredTensor, TensorToWrite, write_file
+from paddle_vl.checkpoint.writing import parameters_to_write, write_one_file, write_tensors
+from paddle_vl.families.pi07.config import Gemma3WithExpertConfig, PI07Config, PI07PlannerConfig
+from paddle_vl.families.policy.features import CONFIG_FILES, read_config
+from paddle_vl.families.policy.normalize import (
+    NORMALIZERS,
+    Normalizer,
+    set_by_key,
+    statistics_by_key,
+)
+
+if TYPE_CHECKING:
+    from paddle_vl.nn.master_weights import ParameterStore
 
 # Not read, as in OpenTau: the expert predicts no tokens, and the backbone's head is tied to its
 # token embedding.
@@ -94,3 +128,271 @@ def engine_keys(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
         if not (is_expert and key.endswith(("layernorm.weight", "model.norm.weight"))):
             found[key] = tensor
     return found
+
+
+logger = logging.getLogger(__name__)
+_EMBEDDING_KEY = "gemma3_with_expert.gemma3.model.language_model.embed_tokens.weight"
+_HEAD_KEY = "gemma3_with_expert.gemma3.lm_head.weight"
+_DISCRETE_HEAD_KEY = "gemma3_with_expert.da_head.bias"
+_PROJECTIONS = ("state_proj.", "action_in_proj.", "action_out_proj.")
+
+
+_TOWER = "prefix.video_encoder.tower."
+# Parameters of images and language alone.
+_BACKBONE = (
+    "prefix.video_encoder.",
+    "prefix.embed_tokens.",
+    "prefix.discrete_action_embedding.",
+    "decoder.norm.",
+    "da_head.",
+)
+_REPRESENTATION = (
+    "prefix.discrete_action_embedding.",
+    "prefix.state_proj.",
+    "suffix.action_in_proj.",
+    "action_out_proj.",
+    "da_head.",
+)
+# Parameters that only the flow loss reaches, and those that only the token loss reaches.
+_FLOW = ("suffix.", "action_out_proj.", "decoder.expert_norm.")
+_TOKENS = ("decoder.norm.", "da_head.")
+# The parameters of the last backbone layer whose outputs the expert reads.
+_KEYS_AND_VALUES = (
+    "input_layernorm",
+    "self_attn.k_norm",
+    "self_attn.qkv_proj.k_proj",
+    "self_attn.qkv_proj.v_proj",
+)
+
+
+def is_trained(name: str, config: Gemma3WithExpertConfig) -> bool:
+    """Whether the configuration trains the parameter of this name.
+
+    `freeze_vision_encoder` leaves the projector trainable; `train_expert_only` also the projections
+    of states, actions and time.
+
+    Source: the training settings of OpenTau's Gemma3WithExpertModel.
+    """
+    if config.train_state_action_representation_only:
+        return name.startswith(_REPRESENTATION)
+    if config.train_vision_encoder_only:
+        return name.startswith("prefix.video_encoder.")
+    if config.train_expert_only and (name.startswith(_BACKBONE) or ".backbone_layer." in name):
+        return False
+    return not (config.freeze_vision_encoder and name.startswith(_TOWER))
+
+
+def is_reached(name: str, config: PI07Config | PI07PlannerConfig, losses: Collection[str]) -> bool:
+    """Whether a gradient of these losses reaches the parameter of this name.
+
+    As in OpenTau, a gradient that is always zero counts: that of the embedding of discrete actions,
+    whose rows the expert does not see. All losses of the planner reach all of its parameters.
+    """
+    if isinstance(config, PI07PlannerConfig):
+        return True
+    if name.startswith(_FLOW) or ".expert_layer." in name:
+        return "MSE" in losses
+    if "CE" in losses:
+        return True
+    if config.knowledge_insulation or "MSE" not in losses or name.startswith(_TOKENS):
+        return False
+    last = config.vlm_config.gemma3_config.text_config.num_hidden_layers - 1
+    end = name.removeprefix(f"decoder.layers.{last}.backbone_layer.")
+    return end == name or end.startswith(_KEYS_AND_VALUES)
+
+
+class _Wanted(NamedTuple):
+    key: str
+    stored_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class GroupRows:
+    """A stored tensor, with or without a group axis, read as `[groups, ...]` of the policy.
+
+    Attributes:
+        rows: stored row of each of the policy's groups.
+    """
+
+    stored: ReadableTensor
+    rows: tuple[int, ...]
+    has_groups: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.rows), *(self.stored.shape[1:] if self.has_groups else self.stored.shape))
+
+    @property
+    def dtype(self) -> str:
+        return self.stored.dtype
+
+    def read(self, *, must_be_finite: bool = True) -> np.ndarray:
+        """As `StoredTensor.read`."""
+        array = self.stored.read(must_be_finite=must_be_finite)
+        array = array if self.has_groups else array[None]
+        return np.ascontiguousarray(array[list(self.rows)])
+
+
+class PolicyCheckpoint:
+    """The tensors of a policy's folder, not yet read.
+
+    Attributes:
+        model: by the model's keys, old names replaced.
+        statistics: by their keys.
+    """
+
+    def __init__(self, folder: Path):
+        """
+        Raises:
+            RuntimeError: files are missing or damaged.
+        """
+        stored = checkpoint_tensors(folder)
+        self.folder = folder
+        self.statistics: dict[str, ReadableTensor] = {
+            key: t
+            for key, t in stored.items()
+            if key.startswith(tuple(f"{name}." for name in NORMALIZERS))
+        }
+        weights = {key: t for key, t in stored.items() if key not in self.statistics}
+        self.model: dict[str, ReadableTensor] = dict(engine_keys(weights))
+        # Head and embedding are tied; files with tied tensors stored once may have either name.
+        if _EMBEDDING_KEY not in self.model and _HEAD_KEY in self.model:
+            self.model[_EMBEDDING_KEY] = self.model[_HEAD_KEY]
+
+    def num_groups(self, normalizers: Mapping[str, Normalizer]) -> int:
+        """Number of groups of the stored statistics; 1 without statistics or a group axis."""
+        for key, value in statistics_by_key(normalizers).items():
+            stored = self.statistics.get(key)
+            if stored is not None and len(stored.shape) == value.ndim:
+                return stored.shape[0]
+        return 1
+
+    @property
+    def discrete_vocabulary(self) -> int | None:
+        """Size of the discrete-action vocabulary that the model was trained with."""
+        head = self.model.get(_DISCRETE_HEAD_KEY)
+        return None if head is None else head.shape[0]
+
+    def regroup(
+        self, config: PI07Config | PI07PlannerConfig, normalizers: Mapping[str, Normalizer]
+    ) -> None:
+        """Bring projections and statistics into the order of the configuration's groups.
+
+        Args:
+            normalizers: empty if the checkpoint's statistics are not used.
+
+        Raises:
+            ValueError: the checkpoint does not name the groups of its rows, or lacks statistics of
+                one.
+        """
+        names, stored = config.dataset_names, None
+        if any((self.folder / name).is_file() for name in CONFIG_FILES):
+            stored = read_config(self.folder)[1].get("dataset_names")
+        keeps_order = names is None or list(stored or ()) == list(names)
+        for key, tensor in self.model.items() if config.per_group_projection else ():
+            if not key.startswith(_PROJECTIONS):
+                continue
+            has_groups = len(tensor.shape) > (2 if key.endswith(".weight") else 1)
+            if not has_groups or tensor.shape[0] == 1:
+                self.model[key] = GroupRows(tensor, (0,) * config.num_groups, has_groups)
+            elif not keeps_order:
+                rows = _rows(key, stored, names, may_be_new=True)
+                self.model[key] = GroupRows(tensor, rows, has_groups=True)
+        wanted = statistics_by_key(normalizers)
+        for key, tensor in self.statistics.items() if normalizers else ():
+            if key in wanted and wanted[key].shape == (1, *tensor.shape):
+                # Older checkpoints have no group axis.
+                self.statistics[key] = GroupRows(tensor, (0,), has_groups=False)
+            elif not keeps_order and (tensor.shape[:1] != (1,) or len(names or ()) > 1):
+                rows = _rows(key, stored, names, may_be_new=False)
+                self.statistics[key] = GroupRows(tensor, rows, has_groups=True)
+
+    def fill(
+        self,
+        model: Any,
+        normalizers: Mapping[str, Normalizer],
+        fresh: Sequence[str],
+        ignore: Sequence[str],
+        takes_statistics: bool,
+    ) -> None:
+        """Set the normalizers' statistics now, and the model's weights when it is materialized.
+
+        Args:
+            model: a `PolicyModel`; its parameters, which may be shards, have no storage yet.
+            fresh: patterns of the model's keys that the checkpoint may lack; these are drawn.
+            ignore: patterns of the checkpoint's keys that the model may lack.
+            takes_statistics: use the checkpoint's statistics.
+
+        Raises:
+            ValueError: keys are missing, unexpected or misshapen; names all of them.
+        """
+        whole = model.whole().stored_parameters()
+        drawn = {p.key for p in whole if p.key not in self.model and _matches(p.key, fresh)}
+        wanted = [p for p in whole if p.key not in drawn]
+        by_key = statistics_by_key(normalizers) if takes_statistics else {}
+        entries = [_Wanted(key, value.shape) for key, value in by_key.items()]
+        stored = self.model | (self.statistics if takes_statistics else {})
+        ignored = UNUSED_KEYS | {key for key in stored if _matches(key, ignore)}
+        check_keys(self.folder, stored, [*wanted, *entries], ignored, "the policy")
+        model.materialize_later(
+            lambda: [
+                *model.fresh_values(drawn),
+                *stored_values(
+                    (p for p in model.stored_parameters() if p.key not in drawn), self.model
+                ),
+            ]
+        )
+        # Infinite statistics mark absent ones; `Normalizer.normalize` raises if it needs them.
+        found = {key: self.statistics[key].read(must_be_finite=False) for key in by_key}
+        if takes_statistics:
+            set_by_key(normalizers, found)
+            for owner, normalizer in normalizers.items():
+                normalizer.check(f"{self.folder}: {owner}")
+
+
+def _rows(
+    key: str, stored: Sequence[str] | None, names: Sequence[str] | None, may_be_new: bool
+) -> tuple[int, ...]:
+    """Stored row of each of the policy's groups."""
+    assert names is not None, "groups without names keep their order"
+    numbers = {name: number for number, name in enumerate(stored or ())}
+    new = [name for name in names if name not in numbers]
+    if new and not may_be_new:
+        raise ValueError(
+            f"the checkpoint has statistics of {stored or 'groups without names'}, not of "
+            f"{new}: give statistics of every group, and set skip_normalization_weights"
+        )
+    if not numbers:
+        raise ValueError(
+            f"{key} of the checkpoint has rows of several groups, and its configuration has no "
+            f"dataset_names to tell which is which of the policy's {names}"
+        )
+    if new:
+        logger.info("%s: new groups %s begin as %r", key, new, next(iter(numbers)))
+    return tuple(numbers.get(name, 0) for name in names)
+
+
+def write_policy(
+    folder: Path,
+    model: Any,
+    normalizers: Mapping[str, Normalizer],
+    write: FileWriter = write_file,
+    store: "ParameterStore | None" = None,
+    one_file: bool = True,
+) -> None:
+    """Write weights and statistics, see `BasePolicy.save_pretrained`."""
+    tensors = parameters_to_write(model.stored_parameters(), "model.", store)
+    if model.placement.stage_layers.embedding:
+        tensors += [
+            TensorToWrite(key, value.shape, "F32", lambda value=value: value)
+            for key, value in statistics_by_key(normalizers).items()
+        ]
+    ranks = model.placement.checkpoint_ranks
+    if one_file:
+        write_one_file(folder, "model", tensors, ranks, write)
+    else:
+        write_tensors(folder, "model", tensors, sys.maxsize, ranks, write)
+
+
+def _matches(key: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)

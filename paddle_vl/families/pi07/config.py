@@ -1,33 +1,326 @@
-"""Configurations of pi07's low-level policy and planner; fields and defaults are OpenTau's.
+"""pi07's configurations: of the low-level policy, of the planner, and of the engine in both: the
+Gemma 3 backbone with its SigLIP tower, and the action expert. Fields and defaults are OpenTau's and
+HF's.
 
-A policy's configuration contains the engine's as `vlm_config`. Some settings exist at both levels.
-A value given at one level applies to both; values given at both must agree. OpenTau writes all
-settings, so in its files (which have `model_type`) a default counts as not given.
+A section keeps the keys of a file that do not affect its numbers (`sliding_window`, token ids and
+the like) in `other` and writes them back; unknown keys are refused.
+
+A policy's configuration contains the engine's as `vlm_config`. OpenTau has some of its settings at
+the policy's level too, `shared_settings`: they are kept in `vlm_config`, may be given at either
+level and are written at both. Values given at both must agree. OpenTau writes all settings, so in
+its files (which have `model_type`) a default counts as not given.
 
 Over 350 lines, since every field has its type, range, default and meaning here.
+
+Source: Gemma3WithExpertConfig of OpenTau; Gemma3Config and SiglipVisionConfig of HF transformers.
 """
 
 import logging
 from collections.abc import Mapping
-from dataclasses import field, replace
+from dataclasses import field, fields, replace
+from math import isqrt
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import ArgsKwargs
 
-from paddle_vl.families.pi07.engine_config import ConfigSection, Gemma3WithExpertConfig
 from paddle_vl.families.policy.features import (
     CONFIG_FILES,
     CURRENT_CONFIG_VERSION,
     MOST_DIMS,
+    FeatureType,
+    NormalizationMode,
     PolicyFeature,
-    check_normalization,
     read_config,
 )
-from paddle_vl.files.checked_values import Listed, Number, Part, SavedConfig, check_mapping, checked
+from paddle_vl.files.checked_values import (
+    INERT_KEYS,
+    Listed,
+    Number,
+    Part,
+    SavedConfig,
+    check_mapping,
+    checked,
+    known_values,
+)
 from paddle_vl.files.text_file import shown
 
 logger = logging.getLogger(__name__)
+Activation = Literal["gelu_pytorch_tanh"]
+# Far beyond every published model; larger values are typing errors.
+_Layers = Annotated[int, Field(ge=1, le=1024)]
+_Width = Annotated[int, Field(ge=1, le=1 << 20)]
+_Heads = Annotated[int, Field(ge=1, le=4096)]
+_HeadDim = Annotated[int, Field(ge=2, le=8192, multiple_of=2)]
+_Vocabulary = Annotated[int, Field(ge=1, le=1 << 24)]
+_Epsilon = Annotated[Number, Field(gt=0, le=1)]
+_RopeBase = Annotated[Number, Field(gt=1)]
+LayerType = Literal["sliding_attention", "full_attention"]
+
+
+def _inert(names: str) -> frozenset[str]:
+    """Keys of HF's configuration classes that do not affect the engine's numbers."""
+    return INERT_KEYS | set(names.split())
+
+
+@checked
+class ConfigSection:
+    """A section of a policy's config.json.
+
+    Attributes:
+        type_key, type_name: the entry that says which section it is, and its value.
+        inert_keys: keys without effect on the model's numbers.
+    """
+
+    other: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """keys of the file without effect, written back unchanged"""
+
+    type_key: ClassVar[str] = "model_type"
+    type_name: ClassVar[str]
+    inert_keys: ClassVar[frozenset[str]]
+
+    @classmethod
+    def of_file(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """The keys of a file, those of other versions as those of today."""
+        return values
+
+    def to_dict(self) -> dict[str, Any]:
+        """The section as HF and OpenTau write it."""
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        kept = own.pop("other")
+        return (
+            kept
+            | {name: _written(value) for name, value in own.items()}
+            | {self.type_key: self.type_name}
+        )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sort_keys(cls, values: Any) -> Any:
+        if not isinstance(values, ArgsKwargs):
+            return values
+        given = cls.of_file(dict(values.kwargs or {}))
+        whose = f"a configuration of {cls.type_name}"
+        known, other = known_values(cls, given, cls.inert_keys, whose)
+        return known | {"other": {**known.get("other", {}), **other}}
+
+
+@checked
+class Gemma3TextConfig(ConfigSection):
+    """The backbone's decoder."""
+
+    hidden_size: _Width = 2560
+    intermediate_size: _Width = 10240
+    num_hidden_layers: _Layers = 34
+    num_attention_heads: _Heads = 8
+    num_key_value_heads: _Heads = 4
+    head_dim: _HeadDim = 256
+    query_pre_attn_scalar: Annotated[Number, Field(gt=0)] = 256
+    rope_theta: _RopeBase = 1_000_000.0
+    """rotary base of the full layers"""
+    rope_local_base_freq: _RopeBase = 10_000.0
+    """rotary base of the sliding layers"""
+    rms_norm_eps: _Epsilon = 1e-6
+    vocab_size: _Vocabulary = 262_208
+    sliding_window_pattern: Annotated[int, Field(ge=1, le=1024)] = 6
+    layer_types: Listed[tuple[LayerType, ...]] | None = None
+    """selects a layer's rotary base, not its mask; default: every sliding_window_pattern-th layer
+    is full"""
+    attention_bias: Literal[False] = False
+    hidden_activation: Activation = "gelu_pytorch_tanh"
+
+    type_name: ClassVar[str] = "gemma3_text"
+    inert_keys: ClassVar[frozenset[str]] = _inert(
+        """attention_dropout attn_logit_softcapping cache_implementation final_logit_softcapping
+        initializer_range max_position_embeddings rope_parameters rope_scaling sliding_window
+        _sliding_window_pattern tie_word_embeddings use_bidirectional_attention"""
+    )
+
+    def __post_init__(self):
+        _check_heads(self)
+        if self.layer_types is None:
+            types: list[LayerType] = [
+                "sliding_attention" if (i + 1) % self.sliding_window_pattern else "full_attention"
+                for i in range(self.num_hidden_layers)
+            ]
+            object.__setattr__(self, "layer_types", tuple(types))
+        elif len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types has {len(self.layer_types)} entries; num_hidden_layers "
+                f"{self.num_hidden_layers} needs as many"
+            )
+
+    @classmethod
+    def of_file(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """transformers 5 has the two bases in `rope_parameters`."""
+        rope = check_mapping(values.get("rope_parameters"), "rope_parameters")
+        bases = {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"}
+        for kind, name in bases.items():
+            found = check_mapping(rope.get(kind), f"rope_parameters.{kind}").get("rope_theta")
+            if found is not None:
+                values.setdefault(name, found)
+        return values
+
+    def rope_base(self, layer: int) -> float:
+        """Rotary base of a layer, for both streams."""
+        assert self.layer_types is not None, "__post_init__ gives it a value"
+        is_local = self.layer_types[layer] == "sliding_attention"
+        return self.rope_local_base_freq if is_local else self.rope_theta
+
+
+@checked
+class SiglipVisionConfig(ConfigSection):
+    """The image tower."""
+
+    hidden_size: _Width = 1152
+    intermediate_size: _Width = 4304
+    num_attention_heads: _Heads = 16
+    num_hidden_layers: _Layers = 27
+    num_channels: Literal[3] = 3
+    patch_size: Annotated[int, Field(ge=1, le=256)] = 14
+    image_size: Annotated[int, Field(ge=1, le=1 << 14)] = 448
+    layer_norm_eps: _Epsilon = 1e-6
+    hidden_act: Activation = "gelu_pytorch_tanh"
+
+    type_name: ClassVar[str] = "siglip_vision_model"
+    inert_keys: ClassVar[frozenset[str]] = _inert(
+        """attention_dropout initializer_range num_image_tokens projection_dim projector_hidden_act
+        tie_word_embeddings vision_use_head"""
+    )
+
+    def __post_init__(self):
+        for name, divisor in (("image_size", "patch_size"), ("hidden_size", "num_attention_heads")):
+            if getattr(self, name) % getattr(self, divisor):
+                raise ValueError(
+                    f"{name} {getattr(self, name)} is not a multiple of {divisor} "
+                    f"{getattr(self, divisor)}"
+                )
+
+    @property
+    def grid_side(self) -> int:
+        """Patches along one side of the image."""
+        return self.image_size // self.patch_size
+
+    @property
+    def num_patches(self) -> int:
+        return self.grid_side**2
+
+
+@checked
+class Gemma3Config(ConfigSection):
+    """The backbone: tower, projector and decoder."""
+
+    text_config: Part[Gemma3TextConfig] = field(default_factory=Gemma3TextConfig)
+    vision_config: Part[SiglipVisionConfig] = field(default_factory=SiglipVisionConfig)
+    mm_tokens_per_image: Annotated[int, Field(ge=1, le=1 << 20)] = 256
+
+    type_name: ClassVar[str] = "gemma3"
+    inert_keys: ClassVar[frozenset[str]] = _inert(
+        """attention_dropout boi_token_index eoi_token_index head_dtype ignore_index image_token_id
+        image_token_index initializer_range tie_word_embeddings"""
+    )
+
+    def __post_init__(self):
+        side, patches = isqrt(self.mm_tokens_per_image), self.vision_config.grid_side
+        if side**2 != self.mm_tokens_per_image or patches % side:
+            raise ValueError(
+                f"mm_tokens_per_image {self.mm_tokens_per_image} must be the square of a divisor "
+                f"of {patches}, the patches along a side of the image"
+            )
+
+
+@checked
+class GemmaExpertConfig(ConfigSection):
+    """The action expert: as many layers and heads as the backbone, with adaptive norms."""
+
+    hidden_size: _Width = 1280
+    intermediate_size: _Width = 5120
+    num_hidden_layers: _Layers = 34
+    num_attention_heads: _Heads = 8
+    num_key_value_heads: _Heads = 4
+    head_dim: _HeadDim = 256
+    rms_norm_eps: _Epsilon = 1e-6
+    use_adarms: Literal[True] = True
+    adarms_cond_dim: _Width = 1280
+    vocab_size: _Vocabulary = 262_208
+    attention_bias: Literal[False] = False
+    hidden_act: str = "gelu_pytorch_tanh"
+    hidden_activation: Activation = "gelu_pytorch_tanh"
+
+    type_name: ClassVar[str] = "gemma"
+    inert_keys: ClassVar[frozenset[str]] = _inert(
+        """attention_dropout initializer_range layer_types rope_parameters max_position_embeddings
+        rope_scaling rope_theta tie_word_embeddings use_bidirectional_attention"""
+    )
+
+    def __post_init__(self):
+        _check_heads(self)
+
+
+@checked
+class Gemma3WithExpertConfig(ConfigSection):
+    """The engine: backbone and expert, and which of their parameters are trained."""
+
+    gemma3_config: Part[Gemma3Config] = field(default_factory=Gemma3Config)
+    gemma_expert_config: Part[GemmaExpertConfig] = field(default_factory=GemmaExpertConfig)
+    attention_implementation: Literal["eager", "sdpa"] = "eager"
+    """softmax in float32 over all keys (eager), or masked keys left out (sdpa)"""
+    dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.1
+    """dropout probability after attention and MLP of both streams"""
+    freeze_vision_encoder: bool = True
+    """do not train the vision tower (the projector is trained)"""
+    train_expert_only: bool = False
+    """do not train the backbone, its heads and the tower"""
+    train_vision_encoder_only: bool = False
+    """train only the vision tower and the projector"""
+    train_state_action_representation_only: bool = False
+    """train only the projections of states and actions, and the discrete actions' embedding and
+    head"""
+    gradient_checkpointing: bool = False
+    """activation recomputation; true does what train.recompute=full does"""
+    disable_action_expert: bool = False
+    """no expert, as in the planner"""
+    discrete_action_vocab_size: _Vocabulary | None = None
+    """of the action tokenizer; None until one is loaded"""
+
+    type_name: ClassVar[str] = "Gemma3WithExpertModel"
+    inert_keys: ClassVar[frozenset[str]] = _inert(
+        "disable_internal_bf16_cast load_pretrained_gemma3 sub_configs tie_word_embeddings"
+    )
+
+    def __post_init__(self):
+        text, expert = self.gemma3_config.text_config, self.gemma_expert_config
+        for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"):
+            if not self.disable_action_expert and getattr(text, name) != getattr(expert, name):
+                raise ValueError(
+                    f"gemma_expert_config.{name} {getattr(expert, name)} differs from "
+                    f"text_config.{name} {getattr(text, name)}: both streams share every attention"
+                )
+
+    @classmethod
+    def of_file(cls, values: dict[str, Any]) -> dict[str, Any]:
+        if values.get("attention_implementation") == "fa2":
+            logger.warning("attention_implementation fa2 computes as eager, as in OpenTau")
+            values["attention_implementation"] = "eager"
+        return values
+
+
+def _written(value: Any) -> Any:
+    """A field's value as JSON has it."""
+    if isinstance(value, dict):
+        return {name: _written(item) for name, item in value.items()}
+    value = list(value) if isinstance(value, tuple) else value
+    return value.to_dict() if hasattr(value, "to_dict") else value
+
+
+def _check_heads(config: Gemma3TextConfig | GemmaExpertConfig) -> None:
+    heads, kv = config.num_attention_heads, config.num_key_value_heads
+    if heads % kv:
+        raise ValueError(
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv}"
+        )
+
 
 PLANNER_TYPE = "pi07_high_level"
 Config = TypeVar("Config", bound="PolicyConfig")
@@ -38,19 +331,22 @@ _Tokens = Annotated[int, Field(ge=1, le=1 << 17)]
 _Pixels = Annotated[int, Field(ge=1, le=1 << 14)]
 _ImageSize = Listed[tuple[_Pixels, _Pixels]]
 _NotNegative = Annotated[Number, Field(ge=0)]
+Modes = dict[FeatureType, NormalizationMode]
 _Features = Annotated[
     dict[str, Part[PolicyFeature]], BeforeValidator(lambda values: {} if values is None else values)
 ]
 # OpenTau's settings that would change the results; only these values are supported.
 ONLY_VALUES = {"accel_prefix": None, "n_candidates": 1, "action_chunk_critic_path": None}
-# OpenTau's settings without effect here: how it runs and where it publishes.
+# OpenTau's settings without effect here: how it runs, optimizes (here `train.*`) and publishes.
 UNUSED_SETTINGS = frozenset(
     """
     action_decoder_latency_lower action_decoder_latency_mean action_decoder_latency_std
     action_decoder_latency_upper cloud_vlm_latency_lower cloud_vlm_latency_mean
     cloud_vlm_latency_std cloud_vlm_latency_upper compile_mode compile_model device init_strategy
-    license opentau_version pretrained_path private push_to_hub repo_id
-    skip_input_resolution_check tags torch_compile_mode type use_amp use_peft use_torch_compile
+    license opentau_version optimizer_betas optimizer_eps optimizer_lr optimizer_weight_decay
+    pretrained_path private push_to_hub repo_id scheduler_decay_lr scheduler_decay_steps
+    scheduler_warmup_steps skip_input_resolution_check tags torch_compile_mode type use_amp use_peft
+    use_torch_compile
     """.split()
 )
 # Training settings, of the second level, that contradict each other.
@@ -64,12 +360,17 @@ _CONTRADICTIONS = (
 )
 
 
+def _of_engine(name: str) -> Any:
+    """A setting of `vlm_config` at the policy's level."""
+    return property(lambda config: getattr(config.vlm_config, name))
+
+
 @checked
 class PolicyConfig(ConfigSection, SavedConfig):
     """What policy and planner have in common.
 
     Attributes:
-        shared_settings: settings that `vlm_config` has too, with their defaults.
+        shared_settings: settings of `vlm_config` that OpenTau has at the policy's level too.
         engine_defaults: defaults of `vlm_config` that differ from the engine's.
     """
 
@@ -81,7 +382,7 @@ class PolicyConfig(ConfigSection, SavedConfig):
     input_features: _Features = field(default_factory=dict)
     """features of an observation by name, all of them; over weights only the cameras may differ"""
     output_features: _Features = field(default_factory=dict)
-    normalization_mapping: dict[str, str] = field(
+    normalization_mapping: Modes = field(
         default_factory=lambda: {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
     )
     max_state_dim: _Dims = 32
@@ -96,24 +397,6 @@ class PolicyConfig(ConfigSection, SavedConfig):
     """tokens to which responses are padded or cut"""
     metadata_max_length: _Tokens = 52
     """tokens to which metadata are padded or cut"""
-    attention_implementation: Literal["eager", "sdpa"] | None = None
-    """softmax in float32 over all keys (eager), or masked keys left out (sdpa)"""
-    dropout: Annotated[Number, Field(ge=0, lt=1)] | None = None
-    """dropout probability after attention and MLP of both streams"""
-    freeze_vision_encoder: bool | None = None
-    """do not train the vision tower (the projector is trained)"""
-    gradient_checkpointing: bool | None = None
-    """activation recomputation; true does what train.recompute=full does"""
-    # OpenTau's optimizer, only read and written back; a run uses `train.*`.
-    optimizer_lr: _NotNegative = 2.5e-5
-    optimizer_betas: Listed[
-        tuple[Annotated[Number, Field(ge=0, le=1)], Annotated[Number, Field(ge=0, le=1)]]
-    ] = (0.9, 0.95)
-    optimizer_eps: _NotNegative = 1e-8
-    optimizer_weight_decay: _NotNegative = 1e-10
-    scheduler_warmup_steps: Annotated[int, Field(ge=0)] = 1_000
-    scheduler_decay_steps: Annotated[int, Field(ge=0)] = 30_000
-    scheduler_decay_lr: _NotNegative = 2.5e-6
     dataset_names: Annotated[list[str], Field(min_length=1)] | None = None
     """the groups of the statistics, in the order of their rows"""
     dataset_to_norm_index: dict[str, int] | None = None
@@ -128,36 +411,29 @@ class PolicyConfig(ConfigSection, SavedConfig):
     type_key: ClassVar[str] = "type"
     inert_keys: ClassVar[frozenset[str]] = UNUSED_SETTINGS
     engine_defaults: ClassVar[dict[str, Any]] = {}
-    shared_settings: ClassVar[dict[str, Any]] = {
-        "attention_implementation": "eager",
-        "dropout": 0.1,
-        "freeze_vision_encoder": True,
-        "gradient_checkpointing": False,
-    }
+    shared_settings: ClassVar[tuple[str, ...]] = (
+        "attention_implementation",
+        "dropout",
+        "freeze_vision_encoder",
+        "gradient_checkpointing",
+    )
+    attention_implementation = _of_engine("attention_implementation")
+    dropout = _of_engine("dropout")
+    freeze_vision_encoder = _of_engine("freeze_vision_encoder")
+    gradient_checkpointing = _of_engine("gradient_checkpointing")
 
     def __post_init__(self):
-        shared = {}
-        for name, default in self.shared_settings.items():
-            own, engine = getattr(self, name), getattr(self.vlm_config, name)
-            if None not in (own, engine) and own != engine:
-                raise ValueError(
-                    f"{name} is {own} in the policy's configuration and {engine} in vlm_config: "
-                    "give one of them, or the same value twice"
-                )
-            shared[name] = next((v for v in (own, engine) if v is not None), default)
-        engine = replace(self.vlm_config, **shared)
+        engine = self.vlm_config
         side = engine.gemma3_config.vision_config.image_size
         size = self.resize_imgs_with_padding or (side, side)
-        derived = shared | {"vlm_config": engine, "resize_imgs_with_padding": size}
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "resize_imgs_with_padding", size)
         if size != (side, side):
             raise ValueError(
                 f"resize_imgs_with_padding {size} differs from the image of the tower, "
                 f"vision_config.image_size {side}: set it to ({side}, {side})"
             )
         for first, how, second in _CONTRADICTIONS:
-            if getattr(engine, first) and bool(getattr(engine, second)) == (how == "with"):
+            if getattr(engine, first) and getattr(engine, second) == (how == "with"):
                 raise ValueError(
                     f"{first} {how} {second}: these settings contradict each other; set {first} to "
                     f"False or {second} to {how != 'with'}"
@@ -167,12 +443,12 @@ class PolicyConfig(ConfigSection, SavedConfig):
                 f"config_version is {self.config_version!r}; this package knows 0 and "
                 f"{CURRENT_CONFIG_VERSION}: a newer checkpoint needs a newer package"
             )
-        check_normalization(self.normalization_mapping)
-        for name, feature in self.input_features.items():
-            if feature.type == "STATE" and feature.shape[0] > self.max_state_dim:
+        for name, feature in (self.input_features | self.output_features).items():
+            limit = {"STATE": "max_state_dim", "ACTION": "max_action_dim"}.get(feature.type)
+            if limit is not None and feature.shape[0] > (most := getattr(self, limit, 1 << 16)):
                 raise ValueError(
-                    f"input_features: {name} has {feature.shape[0]} dims; a state has at most "
-                    f"max_state_dim {self.max_state_dim}"
+                    f"features: {name} has {feature.shape[0]} dims; {feature.type} has at most "
+                    f"{limit} {most}"
                 )
         names, rows = self.dataset_names or [], self.dataset_to_norm_index or {}
         if len(set(names)) < len(names):
@@ -205,19 +481,34 @@ class PolicyConfig(ConfigSection, SavedConfig):
         for name, only in ONLY_VALUES.items():
             if (found := values.pop(name, only)) != only:
                 raise ValueError(f"{name} is {found!r}, which is not supported; it must be {only}")
-        vlm, shared = values.get("vlm_config") or {}, cls.shared_settings
-        if isinstance(vlm, Mapping):
-            if "model_type" in vlm:
-                values, vlm = (
-                    {n: v for n, v in level.items() if n not in shared or v != shared[n]}
-                    for level in (values, vlm)
-                )
-            values["vlm_config"] = vlm = {**cls.engine_defaults, **vlm}
-        for level in (values, vlm):
-            if isinstance(level, dict) and level.get("attention_implementation") == "fa2":
-                logger.warning("attention_implementation fa2 computes as eager, as in OpenTau")
-                level["attention_implementation"] = "eager"
+        given = {n: v for n in cls.shared_settings if (v := values.pop(n, None)) is not None}
+        vlm = values.get("vlm_config") or {}
+        if isinstance(vlm, Gemma3WithExpertConfig):
+            values["vlm_config"] = replace(vlm, **given)
+        elif isinstance(vlm, Mapping):
+            values["vlm_config"] = cls._engine_values(vlm, given)
         return values
+
+    @classmethod
+    def _engine_values(cls, vlm: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """`vlm_config` of a file with the settings that are given at the policy's level."""
+        defaults = {each.name: each.default for each in fields(Gemma3WithExpertConfig)}
+        merged = {**cls.engine_defaults, **vlm}
+        for name in cls.shared_settings:
+            levels = [v for v in (given.get(name), merged.pop(name, None)) if v is not None]
+            if "model_type" in vlm:
+                levels = [value for value in levels if value != defaults[name]]
+            if len(levels) == 2 and levels[0] != levels[1]:
+                raise ValueError(
+                    f"{name} is {levels[0]} in the policy's configuration and {levels[1]} in "
+                    "vlm_config: give one of them, or the same value twice"
+                )
+            if levels:
+                merged[name] = levels[0]
+        return merged
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() | {name: getattr(self, name) for name in self.shared_settings}
 
     @property
     def num_groups(self) -> int:
@@ -260,19 +551,16 @@ class PI07Config(PolicyConfig):
     """the action loss does not train the backbone"""
     spacetime_layer_stride: Annotated[int, Field(ge=1, le=1024)] = 4
     """every N-th vision layer attends over past frames"""
-    train_expert_only: bool | None = None
-    """do not train the backbone, its heads and the tower"""
-    train_state_action_representation_only: bool | None = None
-    """train only the projections of states and actions, and the discrete actions' embedding and
-    head"""
     warn_outlier_threshold: _NotNegative = 32.0
     """absolute value of normalized training data that logs a warning; 0 for never"""
 
     type_name: ClassVar[str] = "pi07_low_level"
-    shared_settings: ClassVar[dict[str, Any]] = PolicyConfig.shared_settings | {
-        "train_expert_only": False,
-        "train_state_action_representation_only": False,
-    }
+    shared_settings: ClassVar[tuple[str, ...]] = (
+        *PolicyConfig.shared_settings,
+        *("train_expert_only", "train_state_action_representation_only"),
+    )
+    train_expert_only = _of_engine("train_expert_only")
+    train_state_action_representation_only = _of_engine("train_state_action_representation_only")
 
     def __post_init__(self):
         super().__post_init__()
@@ -292,13 +580,11 @@ class PI07Config(PolicyConfig):
             )
 
     def changed(self, **settings: Any) -> "PI07Config":
-        """A copy with other settings; shared ones change at both levels.
+        """A copy with other settings, shared ones among them.
 
         To change settings that only `vlm_config` has, pass a new `vlm_config`.
         """
-        shared = {name: settings[name] for name in self.shared_settings if name in settings}
-        vlm = replace(settings.pop("vlm_config", self.vlm_config), **shared)
-        return replace(self, **settings, vlm_config=vlm)
+        return replace(self, **settings)
 
     @classmethod
     def of_file(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -328,7 +614,7 @@ class PI07PlannerConfig(PolicyConfig):
     """The planner: one frame, no history, no actions."""
 
     n_obs_steps: Literal[1] = 1
-    normalization_mapping: dict[str, str] = field(
+    normalization_mapping: Modes = field(
         default_factory=lambda: {"VISUAL": "IDENTITY", "STATE": "MEAN_STD"}
     )
     memory_max_length: _Tokens = 52

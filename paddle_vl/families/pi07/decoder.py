@@ -21,24 +21,20 @@ Gemma3DecoderLayer of HF transformers; the adaptive expert is openpi's.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import paddle
 from paddle import Tensor, nn
+from paddle.nn.initializer import Constant
 
-from paddle_vl.families.pi07.engine_config import (
+from paddle_vl.families.pi07.config import (
     Gemma3TextConfig,
     Gemma3WithExpertConfig,
     GemmaExpertConfig,
 )
-from paddle_vl.families.pi07.layers import (
-    AdaptiveRMSNorm,
-    GemmaRMSNorm,
-    SharedConditions,
-    rotary_tables,
-)
 from paddle_vl.nn.attention import RotaryTables, apply_rotary, masked_attention
 from paddle_vl.nn.attention_masks import AttentionMask, BlockMask
-from paddle_vl.nn.linear import Columns
-from paddle_vl.nn.operations import geglu
+from paddle_vl.nn.linear import Columns, Linear
+from paddle_vl.nn.operations import geglu, gemma_rms_norm, host_table, rms_quotient
 from paddle_vl.nn.placement import Placement
 
 # Keys and values `[B, S, K, H]`; keys are normalized and rotated.
@@ -65,6 +61,93 @@ def suffix_positions(prefix_pad_BL: Tensor, num_tokens: int) -> Tensor:
     """int64 `[B, C]`: counts from the number of real tokens in the prefix."""
     first_B1 = prefix_pad_BL.astype("int64").sum(axis=1, keepdim=True)
     return first_B1 + paddle.arange(num_tokens, dtype="int64")
+
+
+class GemmaRMSNorm(nn.Layer):
+    """`x / sqrt(mean(x^2) + epsilon) * (1 + weight)`; the weight starts at zero.
+
+    Computes in float32 and casts the product. (Qwen's RMSNorm casts before it multiplies.)
+
+    Source: Gemma3RMSNorm of HF transformers.
+    """
+
+    def __init__(self, size: int, epsilon: float):
+        super().__init__()
+        self.epsilon = epsilon
+        self.weight = self.create_parameter([size], default_initializer=Constant(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., D]` to the same shape and dtype."""
+        return gemma_rms_norm(x, self.weight, self.epsilon)
+
+
+class SharedConditions:
+    """Conditions of which many rows share one; a norm projects each of them once.
+
+    Not a tuple, which Paddle's recompute searches for tensors.
+
+    Args:
+        values_nE: the distinct conditions.
+        index_T: int64 condition of each token row.
+    """
+
+    def __init__(self, values_nE: Tensor, index_T: Tensor):
+        self.values_nE, self.index_T = values_nE, index_T
+
+    def of_rows(self, x_nD: Tensor) -> Tensor:
+        """A value of each condition to `[T, D]`."""
+        return paddle.index_select(x_nD, self.index_T)
+
+
+class AdaptiveRMSNorm(nn.Layer):
+    """`x / sqrt(mean(x^2) + epsilon) * (1 + scale) + shift`, and a gate for the sublayer's output.
+
+    Scale, shift and gate are the thirds, in this order, of a linear of the condition; there is no
+    other weight. Computes in float32.
+
+    Source: GemmaRMSNorm of openpi with `cond_dim` (adaRMS).
+    """
+
+    def __init__(self, size: int, cond_size: int, epsilon: float):
+        super().__init__()
+        self.epsilon = epsilon
+        self.dense = Linear(cond_size, 3 * size, True)
+
+    def forward(self, x_TD: Tensor, condition: Tensor | SharedConditions) -> tuple[Tensor, Tensor]:
+        """Normalized rows and gates, both `[T, D]` in the dtype of the rows.
+
+        Args:
+            condition: `[T, E]`, one per row, or shared ones.
+        """
+        is_shared = isinstance(condition, SharedConditions)
+        terms = self.dense(condition.values_nE if is_shared else condition)
+        scale, shift, gate = paddle.chunk(terms, 3, axis=-1)
+        scale, shift = 1.0 + scale.astype("float32"), shift.astype("float32")
+        gate = gate.astype(x_TD.dtype)
+        if is_shared:
+            scale, shift, gate = (condition.of_rows(term) for term in (scale, shift, gate))
+        y = rms_quotient(x_TD, self.epsilon) * scale + shift
+        return y.astype(x_TD.dtype), gate
+
+
+@host_table
+def _rotary_powers(head_dim: int, base: float) -> np.ndarray:
+    slots = np.arange(head_dim // 2, dtype="float32")
+    return np.float32(base) ** (np.float32(2.0 / head_dim) * slots)
+
+
+def rotary_tables(position_ids_BL: Tensor, head_dim: int, base: float) -> RotaryTables:
+    """Tables `[B, L, H]` of the layers with one base: `angle_j = position / base^(2j / H)`.
+
+    `rope_scaling` and the expert's `rope_theta` are ignored. Source: `apply_rope` of OpenTau's pi07
+    engine.
+
+    Args:
+        position_ids_BL: int64.
+    """
+    # Division by float32 powers, as in OpenTau: a product with inverses rounds differently.
+    angle_BLF = position_ids_BL.astype("float32").unsqueeze(-1) / _rotary_powers(head_dim, base)
+    return RotaryTables.of_angles(angle_BLF)
 
 
 class StreamView:
@@ -307,7 +390,6 @@ class InterleavedDecoderLayer(nn.Layer):
         super().__init__()
         text = config.gemma3_config.text_config
         base, dropout = text.rope_base(number), config.dropout
-        assert dropout is not None, "a policy's configuration gives it a value"
         has_expert = not config.disable_action_expert
         is_last = number == text.num_hidden_layers - 1
         self.backbone_layer = BackboneLayer(
@@ -324,8 +406,8 @@ class InterleavedDecoderLayer(nn.Layer):
         prefix_TD: Tensor | None,
         suffix_TE: Tensor | None = None,
         cond_TE: Tensor | SharedConditions | None = None,
-        prefix_view: StreamView | None = None,
-        suffix_view: SuffixView | None = None,
+        prefix_view: Any = None,
+        suffix_view: Any = None,
         past: Any = None,
         keep: bool = False,
     ) -> tuple[Tensor, ...]:
@@ -340,17 +422,12 @@ class InterleavedDecoderLayer(nn.Layer):
         """
         rows: list[Tensor] = []
         if prefix_TD is not None:
-            assert prefix_view is not None, "a prefix has a view"
             out_TD, past = self.backbone_layer(prefix_TD, prefix_view, past)
             rows.append(out_TD)
         if suffix_TE is not None:
-            assert suffix_view is not None, "a suffix has a view"
-            rows.append(
-                self.expert_layer(suffix_TE, cond_TE, suffix_view.own, suffix_view.read(past))
-            )
-        if not keep:
-            return tuple(rows)
-        return (*rows, *past)
+            seen = suffix_view.read(past)
+            rows.append(self.expert_layer(suffix_TE, cond_TE, suffix_view.own, seen))
+        return (*rows, *past) if keep else tuple(rows)
 
 
 class DecoderOutput(NamedTuple):
@@ -399,7 +476,6 @@ class InterleavedDecoder(nn.Layer):
         super().__init__()
         self.config, self.placement = config, placement
         implementation = config.attention_implementation
-        assert implementation is not None, "a policy's configuration gives it a value"
         self.attention_implementation: str = implementation
         text, expert = config.gemma3_config.text_config, config.gemma_expert_config
         self.layers = nn.LayerList(
@@ -457,14 +533,12 @@ class InterleavedDecoder(nn.Layer):
             keep: return all keys and values, the cached ones first.
 
         Raises:
-            ValueError: a suffix without an expert, or without a prefix to see.
+            ValueError: a suffix without an expert.
         """
         if suffix_BCE is not None and self.config.disable_action_expert:
             raise ValueError(
                 "a suffix was given but disable_action_expert leaves no expert to run it"
             )
-        if suffix_BCE is not None and prefix_BLD is None and cache is None:
-            raise ValueError("a suffix was given without a prefix or the keys that one left")
         streams, every_layer = self.enter(prefix_BLD, suffix_BCE, cond_BCE), range(len(self.layers))
         streams, kept = self.run_layers(every_layer, streams, prefix_view, suffix_view, cache, keep)
         return self.leave(streams, prefix_view, suffix_view)._replace(cache=kept)
@@ -476,20 +550,16 @@ class InterleavedDecoder(nn.Layer):
         cond_BCE: Tensor | SharedConditions | None = None,
     ) -> Streams:
         """This rank's token rows, the layers' input."""
-        streams = Streams(None, None, None)
-        if prefix_BLD is not None:
-            streams = streams._replace(prefix=self._enter(prefix_BLD))
-        if suffix_BCE is None:
-            return streams
-        assert cond_BCE is not None, "a suffix has a condition"
-        suffix_TE = self._enter(suffix_BCE)
+        prefix_TD = None if prefix_BLD is None else self._enter(prefix_BLD)
+        if suffix_BCE is None or cond_BCE is None:
+            return Streams(prefix_TD, None, None)
         if isinstance(cond_BCE, SharedConditions):
             if self.placement.ops.row_part.size == 1:
-                return streams._replace(suffix=suffix_TE, cond=cond_BCE)
+                return Streams(prefix_TD, self._enter(suffix_BCE), cond_BCE)
             cond_BCE = cond_BCE.of_rows(cond_BCE.values_nE)
         elif cond_BCE.shape[0] != suffix_BCE.shape[0]:
             cond_BCE = cond_BCE.expand([*suffix_BCE.shape[:2], -1])
-        return streams._replace(suffix=suffix_TE, cond=self._enter(cond_BCE))
+        return Streams(prefix_TD, self._enter(suffix_BCE), self._enter(cond_BCE))
 
     def run_layers(
         self,
@@ -513,20 +583,13 @@ class InterleavedDecoder(nn.Layer):
                 kept.append((rows[0], rows[1]))
         return streams, kept if keep else None
 
-    def leave(
-        self,
-        streams: Streams,
-        prefix_view: StreamView | None = None,
-        suffix_view: SuffixView | None = None,
-    ) -> DecoderOutput:
+    def leave(self, streams: Streams, prefix_view: Any, suffix_view: Any) -> DecoderOutput:
         """All token rows after the final norms."""
         prefix_TD, suffix_TE, cond_TE = streams
         prefix_BLD = suffix_BCE = None
         if prefix_TD is not None:
-            assert prefix_view is not None, "a prefix has a view"
             prefix_BLD = self._leave(self.norm(prefix_TD), prefix_view.output or prefix_view)
         if suffix_TE is not None:
-            assert suffix_view is not None, "a suffix has a view"
             suffix_BCE = self._leave(self.expert_norm(suffix_TE, cond_TE)[0], suffix_view.own)
         return DecoderOutput(prefix_BLD, suffix_BCE, None)
 

@@ -14,15 +14,20 @@ that are not masked; labels that are laid out. See `paddle_vl.families.flops` fo
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from paddle_vl.families.base import LayerCosts
 from paddle_vl.families.flops import FlopCounter, Operations
-from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
-from paddle_vl.families.pi07.engine_config import Gemma3Config, Gemma3TextConfig, GemmaExpertConfig
-from paddle_vl.families.pi07.prefix_layout import (
+from paddle_vl.families.pi07.config import (
+    Gemma3Config,
+    Gemma3TextConfig,
+    GemmaExpertConfig,
+    PI07Config,
+    PI07PlannerConfig,
+)
+from paddle_vl.families.pi07.prefix import (
     PLANNER_BLOCKS,
     PREFIX_BLOCKS,
     PrefixTokens,
@@ -91,7 +96,9 @@ class PI07Flops(FlopCounter):
             frame_pairs = int((cameras_B * (real_B * (real_B + 1) // 2)).sum())
         frames = int((cameras_B * real_B + goals_B).sum())
         images = int((cameras_B + goals_B).sum())
-        prefix = self._tokens.counts(batch, batch.get("presence") or presence_of(batch))
+        presence = batch.get("presence") or presence_of(batch)
+        pad_BL, marks_BL, num_seen, _ = self._tokens.masks(batch, presence, xp=np)
+        seen_BL = _num_visible(pad_BL, marks_BL)
         units = {
             "patches": frames * patches,
             "patch_pairs": frames * patches**2,
@@ -99,22 +106,47 @@ class PI07Flops(FlopCounter):
             "current_patches": images * patches,
             "current_pairs": images * patches**2,
             "image_tokens": images * backbone.mm_tokens_per_image,
-            "tokens": prefix.num_tokens,
-            "token_pairs": prefix.num_pairs,
+            "tokens": int(pad_BL.sum()),
+            "token_pairs": int(seen_BL.sum()),
         }
         if not acts:
             masks = {name: batch[f"{name}_masks"] for name in ("memory", "response")}
             return units | {f"{n}_tokens": int(mask[:, 1:].sum()) for n, mask in masks.items()}
-        steps = batch["actions"].shape[1]
+        steps, length = batch["actions"].shape[1], pad_BL.shape[1]
+        predicting = slice(length - 1 - batch["discrete_actions"].shape[1], length - 1)
         return units | {
-            "predicting_tokens": prefix.num_predicting,
-            "predicting_pairs": prefix.predicting_pairs,
+            "predicting_tokens": int(pad_BL[:, predicting].sum()),
+            "predicting_pairs": int(seen_BL[:, predicting].sum()),
             "states": int(real_B.sum()),
             "action_tokens": int(batch["discrete_action_masks"].sum()),
             "steps": samples * steps,
             "step_pairs": samples * steps**2,
-            "cross_pairs": steps * prefix.num_seen,
+            "cross_pairs": steps * int(pad_BL[:, :num_seen].sum()),
         }
+
+
+def _num_visible(pad_BL: np.ndarray, marks_BL: np.ndarray) -> np.ndarray:
+    """Number of real tokens that each real token sees, `[B, L]`; see `BlockMask`."""
+    seen_BL = np.zeros(pad_BL.shape, dtype=np.int64)
+    for seen_L, block_L, pad_L in zip(seen_BL, np.cumsum(marks_BL, axis=1), pad_BL, strict=True):
+        real = block_L[pad_L]
+        seen_L[pad_L] = np.cumsum(np.bincount(real))[real]
+    return seen_BL
+
+
+class _At(NamedTuple):
+    """Where operations are counted: their unit, and the module's name in checkpoints."""
+
+    operations: Operations
+    unit: str
+    module: str
+
+    def linear(self, name: str, inputs: int, outputs: int, carries: bool) -> bool:
+        module = f"{self.module}.{name}"
+        return self.operations.linear(self.unit, module, inputs, outputs, carries)
+
+    def norm(self, name: str, carries: bool) -> bool:
+        return self.operations.norm(f"{self.module}.{name}", carries)
 
 
 def _count_policy(operations: Operations, config: PI07Config, losses: Collection[str]) -> None:
@@ -125,13 +157,14 @@ def _count_policy(operations: Operations, config: PI07Config, losses: Collection
     prefix = operations if "CE" in losses or not insulated else quiet
     tokens = operations if "CE" in losses else quiet
     actions = operations if "MSE" in losses else quiet
+    suffix = _At(actions, "steps", "model")
     rows = _tower(prefix, vlm.gemma3_config, config.spacetime_layer_stride)
     rows |= prefix.trains(_TOKEN_TABLE, f"{_ENGINE}.discrete_action_embedding.weight")
-    states = text.hidden_size
-    rows |= prefix.linear("states", "model.state_proj", config.max_state_dim, states, False)
-    steps = actions.linear("steps", "model.action_in_proj", config.max_action_dim, width, False)
-    time = actions.linear("steps", "model.time_mlp_in", width, width, False)
-    time = actions.linear("steps", "model.time_mlp_out", width, width, time)
+    states = _At(prefix, "states", "model")
+    rows |= states.linear("state_proj", config.max_state_dim, text.hidden_size, False)
+    steps = suffix.linear("action_in_proj", config.max_action_dim, width, False)
+    time = suffix.linear("time_mlp_in", width, width, False)
+    time = suffix.linear("time_mlp_out", width, width, time)
     for i in range(text.num_hidden_layers):
         is_last = i == text.num_hidden_layers - 1
         rest = (tokens, _PREDICTING) if is_last else (prefix, _ALL_TOKENS)
@@ -141,9 +174,11 @@ def _count_policy(operations: Operations, config: PI07Config, losses: Collection
     rows = tokens.norm(f"{_LANGUAGE}.norm", rows)
     vocabulary = vlm.discrete_action_vocab_size
     assert vocabulary is not None, "the model's head has a size"
-    tokens.linear("action_tokens", f"{_ENGINE}.da_head", text.hidden_size, vocabulary, rows)
-    steps |= _condition(actions, f"{_ENGINE}.gemma_expert.model.norm", expert, time)
-    actions.linear("steps", "model.action_out_proj", width, config.max_action_dim, steps)
+    _At(tokens, "action_tokens", _ENGINE).linear("da_head", text.hidden_size, vocabulary, rows)
+    steps |= _condition(
+        _At(actions, "steps", f"{_ENGINE}.gemma_expert.model"), "norm", expert, time
+    )
+    suffix.linear("action_out_proj", width, config.max_action_dim, steps)
 
 
 def _count_planner(
@@ -203,29 +238,25 @@ def layer_costs(config: PI07Config | PI07PlannerConfig) -> LayerCosts:
 def _tower(operations: Operations, backbone: Gemma3Config, stride: int) -> bool:
     """Count tower and projector; returns whether gradients reach their output."""
     vision, tower = backbone.vision_config, f"{_BACKBONE}.vision_tower.vision_model"
-    width, inner, embeddings = vision.hidden_size, vision.intermediate_size, f"{tower}.embeddings"
-    rows = operations.linear(
-        "patches", f"{embeddings}.patch_embedding", 3 * vision.patch_size**2, width, False
-    )
-    rows |= operations.trains(f"{embeddings}.position_embedding.weight")
+    width, inner = vision.hidden_size, vision.intermediate_size
+    pixels = _At(operations, "patches", f"{tower}.embeddings")
+    rows = pixels.linear("patch_embedding", 3 * vision.patch_size**2, width, False)
+    rows |= operations.trains(f"{tower}.embeddings.position_embedding.weight")
     num_with_past = vision.num_hidden_layers // stride * stride
     for i in range(vision.num_hidden_layers):
-        unit, pairs = ("patches", "patch_pairs")
-        if i >= num_with_past:
-            unit, pairs = ("current_patches", "current_pairs")
-        layer = f"{tower}.encoder.layers.{i}"
-        normed = operations.norm(f"{layer}.layer_norm1", rows)
-        q, k, v = (
-            operations.linear(unit, f"{layer}.self_attn.{name}_proj", width, width, normed)
-            for name in "qkv"
+        looks_back = i < num_with_past
+        unit, pairs = (
+            ("patches", "patch_pairs") if looks_back else ("current_patches", "current_pairs")
         )
+        layer = _At(operations, unit, f"{tower}.encoder.layers.{i}")
+        normed = layer.norm("layer_norm1", rows)
+        q, k, v = (layer.linear(f"self_attn.{n}_proj", width, width, normed) for n in "qkv")
         if (i + 1) % stride == 0:
             v |= operations.attention("time_pairs", width, q, k, v)
         seen = operations.attention(pairs, width, q, k, v)
-        rows |= operations.linear(unit, f"{layer}.self_attn.out_proj", width, width, seen)
-        hidden = operations.norm(f"{layer}.layer_norm2", rows)
-        hidden = operations.linear(unit, f"{layer}.mlp.fc1", width, inner, hidden)
-        rows |= operations.linear(unit, f"{layer}.mlp.fc2", inner, width, hidden)
+        rows |= layer.linear("self_attn.out_proj", width, width, seen)
+        hidden = layer.linear("mlp.fc1", width, inner, layer.norm("layer_norm2", rows))
+        rows |= layer.linear("mlp.fc2", inner, width, hidden)
     rows = operations.norm(f"{tower}.post_layernorm", rows)
     projector = f"{_BACKBONE}.multi_modal_projector"
     rows = operations.norm(f"{projector}.mm_soft_emb_norm", rows)
@@ -248,19 +279,20 @@ def _backbone_layer(
         output: the units of its output rows and of the pairs that they see.
         rows: whether gradients reach the input rows.
     """
-    (tokens, pairs), width, queries = output, text.hidden_size, _query_width(text)
+    (unit, pairs), width, (queries, keys) = output, text.hidden_size, _widths(text)
     layer = f"{_ENGINE}.interleaved_layers.{number}.backbone_layer"
-    attention = f"{layer}.self_attn"
-    normed = operations.norm(f"{layer}.input_layernorm", rows)
-    q, k, v = _projections(operations, "tokens", attention, text, normed, rest)
-    q, k = rest.norm(f"{attention}.q_norm", q), operations.norm(f"{attention}.k_norm", k)
+    kept, asked = _At(operations, "tokens", layer), _At(rest, "tokens", layer)
+    out = _At(rest, unit, layer)
+    normed = kept.norm("input_layernorm", rows)
+    q = asked.linear("self_attn.q_proj", width, queries, normed)
+    k, v = (kept.linear(f"self_attn.{n}_proj", width, keys, normed) for n in "kv")
+    q, k = asked.norm("self_attn.q_norm", q), kept.norm("self_attn.k_norm", k)
     seen = rest.attention(pairs, queries, q, k, v)
-    out = rest.linear(tokens, f"{attention}.o_proj", queries, width, seen)
-    rows |= rest.norm(f"{layer}.post_attention_layernorm", out)
-    hidden = rest.norm(f"{layer}.pre_feedforward_layernorm", rows)
-    hidden = _mlp(rest, tokens, f"{layer}.mlp", width, text.intermediate_size, hidden)
-    rows |= rest.norm(f"{layer}.post_feedforward_layernorm", hidden)
-    return rows, k, v
+    seen = out.linear("self_attn.o_proj", queries, width, seen)
+    rows |= out.norm("post_attention_layernorm", seen)
+    hidden = out.norm("pre_feedforward_layernorm", rows)
+    hidden = _mlp(out, width, text.intermediate_size, hidden)
+    return rows | out.norm("post_feedforward_layernorm", hidden), k, v
 
 
 def _expert_layer(
@@ -277,54 +309,33 @@ def _expert_layer(
         rows, time: whether gradients reach the input rows, and the condition.
         seen: whether gradients reach the prefix's keys, and its values.
     """
-    layer = f"{_ENGINE}.interleaved_layers.{number}.expert_layer"
-    width, queries, attention = expert.hidden_size, _query_width(expert), f"{layer}.self_attn"
-    condition = _condition(operations, f"{layer}.input_layernorm", expert, time)
-    normed = rows or condition
-    q, k, v = _projections(operations, "steps", attention, expert, normed, operations)
+    width, (queries, keys) = expert.hidden_size, _widths(expert)
+    layer = _At(operations, "steps", f"{_ENGINE}.interleaved_layers.{number}.expert_layer")
+    normed = _condition(layer, "input_layernorm", expert, time) or rows
+    q = layer.linear("self_attn.q_proj", width, queries, normed)
+    k, v = (layer.linear(f"self_attn.{n}_proj", width, keys, normed) for n in "kv")
     out = operations.attention("step_pairs", queries, q, k, v)
     out |= operations.attention("cross_pairs", queries, q, *seen)
     # The condition also gives a gate, which gets a gradient only if the gated rows do.
-    rows |= operations.linear("steps", f"{attention}.o_proj", queries, width, out)
-    condition = _condition(operations, f"{layer}.post_attention_layernorm", expert, time)
-    inner = expert.intermediate_size
-    return _mlp(operations, "steps", f"{layer}.mlp", width, inner, rows or condition)
+    rows |= layer.linear("self_attn.o_proj", queries, width, out)
+    normed = _condition(layer, "post_attention_layernorm", expert, time) or rows
+    return _mlp(layer, width, expert.intermediate_size, normed)
 
 
-def _projections(
-    operations: Operations,
-    unit: str,
-    module: str,
-    config: Gemma3TextConfig | GemmaExpertConfig,
-    rows: bool,
-    of_queries: Operations,
-) -> tuple[bool, bool, bool]:
-    """Queries, keys and values; `of_queries` counts the queries."""
-    width, keys = config.hidden_size, config.num_key_value_heads * config.head_dim
-    return (
-        of_queries.linear(unit, f"{module}.q_proj", width, _query_width(config), rows),
-        operations.linear(unit, f"{module}.k_proj", width, keys, rows),
-        operations.linear(unit, f"{module}.v_proj", width, keys, rows),
-    )
+def _widths(config: Gemma3TextConfig | GemmaExpertConfig) -> tuple[int, int]:
+    """Of all queries, and of all keys."""
+    head_dim = config.head_dim
+    return config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
 
 
-def _query_width(config: Gemma3TextConfig | GemmaExpertConfig) -> int:
-    return config.num_attention_heads * config.head_dim
-
-
-def _condition(operations: Operations, module: str, expert: GemmaExpertConfig, time: bool) -> bool:
+def _condition(at: _At, norm: str, expert: GemmaExpertConfig, time: bool) -> bool:
     """The linear of an adaptive norm."""
-    return operations.linear(
-        "steps", f"{module}.dense", expert.adarms_cond_dim, 3 * expert.hidden_size, time
-    )
+    return at.linear(f"{norm}.dense", expert.adarms_cond_dim, 3 * expert.hidden_size, time)
 
 
-def _mlp(
-    operations: Operations, unit: str, module: str, width: int, inner: int, rows: bool
-) -> bool:
-    gate = operations.linear(unit, f"{module}.gate_proj", width, inner, rows)
-    up = operations.linear(unit, f"{module}.up_proj", width, inner, rows)
-    return operations.linear(unit, f"{module}.down_proj", inner, width, gate or up)
+def _mlp(at: _At, width: int, inner: int, rows: bool) -> bool:
+    gate, up = (at.linear(f"mlp.{name}_proj", width, inner, rows) for name in ("gate", "up"))
+    return at.linear("mlp.down_proj", inner, width, gate or up)
 
 
 def _num_true(masks: Sequence[np.ndarray]) -> np.ndarray:

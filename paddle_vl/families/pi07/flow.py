@@ -1,4 +1,5 @@
-"""The low-level policy's model: flow matching of action chunks by an expert that reads the prefix.
+"""pi07's models: what those of policy and planner have in common, and the low-level policy's, flow
+matching of action chunks by an expert that reads the prefix.
 
 Time t = 1 is noise and t = 0 the actions: `x_t = t * noise + (1 - t) * actions`. The expert learns
 the velocity `noise - actions`; sampling integrates it from noise to actions. The discrete action
@@ -13,40 +14,214 @@ Source: PI07LowLevelFlowMatching of OpenTau; flow matching as in pi0 (Black et a
 action tokens and knowledge insulation as in pi0.5-KI (Driess et al., 2025).
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from abc import abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
 
-from paddle_vl.families.pi07.config import PI07Config
+from paddle_vl.checkpoint.reading import Materializable, MaterializeStep, drawn_values
+from paddle_vl.checkpoint.rules import StoredParameter, place_parameters
+from paddle_vl.families.pi07.checkpoint_map import checkpoint_rules, is_trained
+from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.decoder import (
     DecoderOutput,
     InterleavedDecoder,
     KeyValue,
+    SharedConditions,
     StreamView,
     SuffixView,
     prefix_positions,
     suffix_positions,
 )
-from paddle_vl.families.pi07.layers import GroupedProjection, SharedConditions, fresh_std
-from paddle_vl.families.pi07.policy_model import PolicyModel, as_tensors
-from paddle_vl.families.pi07.prefix import Prefix
-from paddle_vl.families.pi07.prefix_layout import (
+from paddle_vl.families.pi07.prefix import (
     PREFIX_BLOCKS,
-    PrefixMasks,
+    Block,
+    GroupedProjection,
+    Prefix,
+    PrefixEmbedding,
+    PrefixTokens,
     Presence,
+    fresh_std,
     presence_of,
 )
 from paddle_vl.nn.attention_masks import BlockMask, KeyMask
-from paddle_vl.nn.linear import Linear
+from paddle_vl.nn.linear import Linear, separate
 from paddle_vl.nn.operations import host_table
-from paddle_vl.nn.placement import Placement
+from paddle_vl.nn.placement import Placement, SingleDevicePlacement
+
+Model = TypeVar("Model", bound="PolicyModel")
 
 # Shortest and longest period of the time embedding.
 _SHORTEST, _LONGEST = 4e-3, 4.0
+
+
+class PolicyModel(Materializable, nn.Layer):
+    """A model, or this rank's shards and layers of it.
+
+    Attributes:
+        blocks: layout of the prefix.
+        tokens: lengths and masks of the prefix.
+        prefix: its embedding, a `PrefixEmbedding`; on pipeline stages without it None, or its tower
+            alone.
+        placement: which shards and layers this rank has.
+        untrained_losses: losses that are computed without gradients.
+    """
+
+    blocks: ClassVar[tuple[Block, ...]]
+    # Entries of a batch that are drawn if it has none.
+    drawn: ClassVar[tuple[str, ...]] = ()
+    prefix: Any
+    decoder: InterleavedDecoder
+    untrained_losses: frozenset[str] = frozenset()
+
+    def __init__(
+        self,
+        config: PI07Config | PI07PlannerConfig,
+        label_ids: Mapping[str, Sequence[int]],
+        placement: Placement | None = None,
+    ):
+        """
+        Args:
+            label_ids: token ids, without special tokens, of each label of `blocks`.
+
+        Raises:
+            ValueError: a label has no ids, or the vocabulary of discrete actions is not known.
+        """
+        super().__init__()
+        self.config, self.label_ids = config, label_ids
+        self.placement = placement or SingleDevicePlacement()
+        camera_tokens = config.vlm_config.gemma3_config.mm_tokens_per_image
+        self.tokens, self.prefix = PrefixTokens(self.blocks, label_ids, camera_tokens), None
+        if self.placement.stage_layers.tower:
+            self.prefix = PrefixEmbedding(config, self.tokens, self.placement)
+
+    def finish(self) -> None:
+        """Register and freeze parameters, once all of them are made."""
+        self.placement.parameter_table.add_replicated(self.parameters())
+        for name, parameter in self.named_parameters():
+            parameter.stop_gradient = not is_trained(name, self.config.vlm_config)
+
+    def forward(
+        self,
+        batch: Mapping[str, Any],
+        presence: Presence | None = None,
+        per_sample: bool = False,
+    ) -> dict[str, Any]:
+        """The losses of a batch, see `losses`.
+
+        Args:
+            batch: NumPy arrays or tensors, see the model's class; lists have an entry per camera.
+                Token ids are int64, masks bool (True: real, not padding), all else float32.
+            presence: the optional fields to lay out; None for those with content in the batch.
+            per_sample: also the policy's `MSE_per_sample` and `CE_per_sample`.
+        """
+        presence = presence_of(batch) if presence is None else presence
+        batch = self.with_draws(as_tensors(batch))
+        prefix = self.prefix(batch, presence)
+        rows, views = self.suffix_rows(batch), self.views(prefix)
+        out = self.decoder(prefix.embs, *rows, *views)
+        losses = self.losses(out, batch)
+        return losses if per_sample else {n: x for n, x in losses.items() if "_per_" not in n}
+
+    def with_draws(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The batch, on the device, with what is drawn for all parts of a step."""
+        return batch
+
+    def views(self, prefix: Prefix) -> tuple[StreamView, SuffixView | None]:
+        """Positions and masks of both streams in training."""
+        return self.prefix_view(prefix), None
+
+    def suffix_rows(self, batch: Mapping[str, Any]) -> tuple[Tensor | None, Tensor | None]:
+        """Rows of the suffix and the condition of its norms; None without one."""
+        return None, None
+
+    @abstractmethod
+    def losses(self, out: DecoderOutput, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The losses by name, from the output of the decoder."""
+
+    @property
+    def decoder_layers(self) -> list[nn.Layer]:
+        """This rank's decoder layers, the units of recomputation and parameter sharding."""
+        layers = enumerate(self.decoder.layers)
+        return [layer for i, layer in layers if self.placement.stage_layers.has_layer(i)]
+
+    @property
+    def vision_blocks(self) -> list[nn.Layer]:
+        """This rank's tower layers, units of the same kind."""
+        return [] if self.prefix is None else list(self.prefix.video_encoder.tower.layers)
+
+    @property
+    def tables(self) -> list[nn.Layer]:
+        """This rank's token embedding and vocabulary head; tied ones share their `weight`."""
+        layers = []
+        if self.placement.stage_layers.embedding:
+            layers.append(self.prefix.embed_tokens.table)
+        head = getattr(self, "lm_head", None)
+        return layers if head is None else [*layers, head]
+
+    def prefix_view(self, prefix: Prefix) -> StreamView:
+        """Positions and mask of a prefix, for the decoder."""
+        pad_BL = prefix.pad_masks
+        return self.decoder.view(prefix_positions(pad_BL), BlockMask(pad_BL, prefix.att_masks))
+
+    def stored_parameters(self) -> list[StoredParameter]:
+        """This rank's parameters with checkpoint keys, without `model.`, and their shards.
+
+        Each parameter is listed once, a fused one once for each of its linears.
+        """
+        rules = checkpoint_rules(self.config.vlm_config, self.config.per_group_projection)
+        return place_parameters(self.named_parameters(), rules, self.placement.parameter_table)
+
+    def hf_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's parameters by checkpoint key; a fused one under the keys of its linears."""
+        return ((item.key, item.parameter) for item in self.stored_parameters())
+
+    def separate(self, weights: Iterable[Tensor]) -> None:
+        """Split some fused weights into one per linear, see `paddle_vl.nn.linear`."""
+        separate(self, weights, self.placement.layers.separate_projections)
+
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Unsharded shapes of all parameters of the model, by checkpoint key."""
+        return {item.key: item.stored_shape for item in self.whole().stored_parameters()}
+
+    def whole(self: Model) -> Model:
+        """The unsharded model, its parameters without storage; this one if it is not sharded."""
+        if not self.placement.splits_parameters:
+            return self
+        with paddle.LazyGuard():
+            return type(self)(self.config, self.label_ids)
+
+    def fresh_values(self, keys: Collection[str] | None = None) -> list[MaterializeStep]:
+        """Steps that draw initial values from Paddle's global random state.
+
+        The model must have been built under `paddle.LazyGuard`. A rank gets its shards of what a
+        single device draws with the same seed.
+
+        Args:
+            keys: of the parameters to draw; None for all.
+        """
+
+        def chosen(model: PolicyModel) -> list[StoredParameter]:
+            return [p for p in model.stored_parameters() if keys is None or p.key in keys]
+
+        splits = self.placement.splits_parameters
+        return drawn_values(chosen(self), chosen(self.whole()) if splits else None)
+
+
+def as_tensors(values: Any) -> Any:
+    """NumPy arrays as tensors, in nested mappings and lists; other values unchanged."""
+    if isinstance(values, Mapping):
+        return {name: as_tensors(value) for name, value in values.items()}
+    if isinstance(values, (list, tuple)):
+        return [as_tensors(value) for value in values]
+    if isinstance(values, (np.ndarray, np.generic)):
+        # Paddle's stub knows no NumPy scalars.
+        return paddle.to_tensor(values)  # pyright: ignore[reportArgumentType]
+    return values
 
 
 class NoisyActions(NamedTuple):
@@ -242,9 +417,6 @@ class PI07LowLevelFlowMatching(PolicyModel):
 
     def noisy_actions(self, batch: Mapping[str, Any]) -> NoisyActions:
         """Actions mixed with noise; draws noise, times and delays if the batch has none."""
-        # `forward` mixes them once for the suffix and the losses.
-        if "noisy" in batch:
-            return batch["noisy"]
         actions = batch["actions"].astype("float32")
         size, steps, _ = actions.shape
         noise, time_B, delay_B = (batch.get(name) for name in self.drawn)
@@ -259,51 +431,41 @@ class PI07LowLevelFlowMatching(PolicyModel):
         return NoisyActions(x_t, noise - actions, time_BC, is_delayed)
 
     def suffix_rows(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        noisy = self.noisy_actions(batch)
+        noisy = batch["noisy"]
         return self.suffix(noisy.x_t, noisy.time, batch.get("group_index"))
 
-    def stream_shapes(self, batch: Mapping[str, Any], presence: Presence) -> list[tuple[int, int]]:
-        steps = batch["lang_tokens"].shape[0] * self.config.chunk_size
-        return [*super().stream_shapes(batch, presence), *[(steps, self.config.proj_width)] * 2]
+    def views(self, prefix: Prefix) -> tuple[StreamView, SuffixView]:
+        return self.training_view(prefix), self.suffix_view(prefix.pad_masks[:, : prefix.num_seen])
 
-    def views(self, masks: Prefix | PrefixMasks) -> tuple[StreamView, SuffixView]:
-        return self.training_view(masks), self.suffix_view(masks)
-
-    def training_view(self, prefix: Prefix | PrefixMasks) -> StreamView:
+    def training_view(self, prefix: Prefix) -> StreamView:
         """`prefix_view`, of which only the rows are output that predict action tokens.
 
         Under sequence parallelism these are not evenly divided over the ranks, so all are output.
         """
-        mask = BlockMask(prefix.pad_masks, prefix.att_masks)
-        view = self.decoder.view(prefix_positions(prefix.pad_masks), mask)
+        view = self.prefix_view(prefix)
         if self.placement.ops.row_part.size == 1:
             rows = self._predicting_rows(prefix.pad_masks.shape[1])
-            view.output = view.of_rows(rows, mask.of_queries(rows))
+            mask = BlockMask(prefix.pad_masks, prefix.att_masks).of_queries(rows)
+            view.output = view.of_rows(rows, mask)
         return view
 
     def _predicting_rows(self, num_tokens: int) -> slice:
         """Rows of the tokens before each action token."""
         return slice(num_tokens - 1 - self.config.discrete_action_max_length, num_tokens - 1)
 
-    def suffix_view(self, prefix: Prefix | PrefixMasks) -> SuffixView:
-        """Positions and mask of a chunk of actions after a prefix."""
-        view = self.chunk_view(prefix.pad_masks[:, : prefix.num_seen])
-        view.num_keys = prefix.num_seen
-        return view
-
-    def chunk_view(self, seen_BL: Tensor) -> SuffixView:
-        """`suffix_view` after a prefix of these real tokens."""
+    def suffix_view(self, seen_BL: Tensor) -> SuffixView:
+        """Positions and mask of a chunk of actions after a prefix of these real tokens."""
         # A chunk is one block without padding: every step sees the prefix and all steps.
         steps = self.config.chunk_size
         own_BC = paddle.ones([seen_BL.shape[0], steps], dtype="bool")
         mask = KeyMask(paddle.concat([seen_BL, own_BC], axis=1), steps)
         own = self.decoder.view(suffix_positions(seen_BL, steps), mask)
-        return SuffixView(own, None, self.config.knowledge_insulation)
+        return SuffixView(own, seen_BL.shape[1], self.config.knowledge_insulation)
 
     def losses(self, out: DecoderOutput, batch: Mapping[str, Any]) -> dict[str, Any]:
         """`MSE` of the flow and `CE` of the action tokens, scalars; `MSE_per_sample` and
         `CE_per_sample`, pairs of sums and counts `[B]`."""
-        noisy, config = self.noisy_actions(batch), self.config
+        noisy, config = batch["noisy"], self.config
         given = batch.get("actions_is_pad"), batch.get("real_action_dim")
         counts_BCA = flow_counts(noisy.is_delayed, config.max_action_dim, *given).astype("float32")
         velocity_BCA = self.velocity(out.suffix, batch.get("group_index"))
@@ -357,21 +519,19 @@ class PI07LowLevelFlowMatching(PolicyModel):
             num_steps: number of Euler steps; None for the configuration's.
 
         Raises:
-            ValueError: the model is a pipeline stage, or there is a delay without `action_prefix`.
+            ValueError: the model is a pipeline stage.
         """
         if not self.placement.stage_layers.is_full:
             raise ValueError(
                 "this model is one stage of a pipeline; to act, load the checkpoint in a single "
                 "process"
             )
-        if delay and action_prefix is None:
-            raise ValueError(f"delay is {delay}: action_prefix must give these first steps")
         config, presence, batch = self.config, presence_of(batch), as_tensors(batch)
         noise, action_prefix = as_tensors([noise, action_prefix])
         num_steps, group_B = num_steps or config.num_steps, batch.get("group_index")
         prefix = self.prefix(batch, presence, training=False)
         cache = self.decoder(prefix.embs, prefix_view=self.prefix_view(prefix), keep=True).cache
-        suffix_view = self.suffix_view(prefix)
+        suffix_view = self.suffix_view(prefix.pad_masks[:, : prefix.num_seen])
         shape = [prefix.embs.shape[0], config.chunk_size, config.max_action_dim]
         x_BCA = paddle.randn(shape, dtype="float32") if noise is None else noise
         given = GivenActions(action_prefix, shape[0], config.chunk_size, delay)

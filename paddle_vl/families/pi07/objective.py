@@ -15,9 +15,9 @@ from paddle import Tensor, nn
 from paddle_vl.batch.schema import Batch
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.worker_pool import Collator
-from paddle_vl.families.pi07.policy_model import as_tensors
-from paddle_vl.families.pi07.prefix_layout import PrefixTokens, Presence, presence_of
-from paddle_vl.families.policy.demonstrations.training_set import DrawnDemonstrations
+from paddle_vl.families.pi07.flow import as_tensors
+from paddle_vl.families.pi07.prefix import PrefixTokens, Presence, presence_of
+from paddle_vl.families.policy.demonstrations.sample import DrawnDemonstrations
 from paddle_vl.nn.objective import IGNORE_INDEX, BatchAdapter, Loss, target_rows
 
 # The losses of the low-level policy and of the planner, each with its divisor in a batch: `MSE` of

@@ -25,25 +25,25 @@ from paddle_vl.families.pi07.decoder import (
     suffix_mask,
     suffix_positions,
 )
-from paddle_vl.families.pi07.layers import PAD_ID
+from paddle_vl.families.pi07.flow import PolicyModel, as_tensors
 from paddle_vl.families.pi07.policy import BasePolicy
-from paddle_vl.families.pi07.policy_model import PolicyModel, as_tensors
-from paddle_vl.families.pi07.prefix import Prefix
-from paddle_vl.families.pi07.prefix_layout import (
+from paddle_vl.families.pi07.prefix import (
     MEMORY_LABEL,
+    PAD_ID,
     PLANNER_BLOCKS,
     RESPONSE_LABEL,
+    Prefix,
     presence_of,
 )
-from paddle_vl.families.policy.model_inputs import EOS, PlannerInputs
-from paddle_vl.families.policy.normalize import planner_normalizers
-from paddle_vl.families.policy.planning import (
+from paddle_vl.families.policy.acting import (
     BOS,
     Plan,
     WritingRules,
     plan_of,
     write_plan,
 )
+from paddle_vl.families.policy.model_inputs import EOS, PlannerInputs
+from paddle_vl.families.policy.normalize import planner_normalizers
 from paddle_vl.nn.objective import IGNORE_INDEX, TargetRows
 from paddle_vl.nn.placement import Placement
 
@@ -212,20 +212,16 @@ class PI07HighLevelPlanner(BasePolicy):
 
     def forward(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The losses of raw demonstrations, see `PI07HighLevelPlannerModel.forward`."""
-        return self.model(self.training_inputs(batch))
+        return self.model(self.inputs.training_inputs(batch))
 
     @property
     def inputs(self) -> PlannerInputs:
         """Makes the model's inputs from raw batches."""
         return PlannerInputs(self.config, self.tokenizer, self.normalizers["normalize_inputs"])
 
-    def observation_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The model's inputs, see `PlannerInputs.observation_inputs`."""
-        return self.inputs.observation_inputs(batch)
-
     def plan(self, batch: Mapping[str, Any]) -> Plan:
         """Greedily decoded memory and subtask for raw observations."""
         self.eval()
         eos_id, bos_id = self.tokenizer.token_id(EOS), self.tokenizer.token_id(BOS)
-        written = self.model.generate(self.observation_inputs(batch), bos_id, eos_id)
+        written = self.model.generate(self.inputs.observation_inputs(batch), bos_id, eos_id)
         return plan_of(written, self.tokenizer, eos_id)

@@ -31,18 +31,15 @@ from paddle import Tensor, nn
 from paddle_vl.checkpoint.reading import chosen_dtype
 from paddle_vl.checkpoint.safetensors_io import FileWriter, write_file
 from paddle_vl.families.hf_interface import SizedModel, loads_like_hf
+from paddle_vl.families.pi07.checkpoint_map import PolicyCheckpoint, write_policy
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
-from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
-from paddle_vl.families.pi07.policy_files import PolicyCheckpoint, write_policy
-from paddle_vl.families.pi07.policy_model import PolicyModel
-from paddle_vl.families.pi07.prefix_layout import labels_of
+from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching, PolicyModel
+from paddle_vl.families.pi07.prefix import labels_of
 from paddle_vl.families.policy.acting import ActingPolicy
-from paddle_vl.families.policy.discrete_actions import ActionTokenizer
-from paddle_vl.families.policy.features import CURRENT_CONFIG_VERSION
 from paddle_vl.families.policy.images import cameras_of
 from paddle_vl.families.policy.model_inputs import PolicyInputs
 from paddle_vl.families.policy.normalize import Normalizer, Statistics, policy_normalizers
-from paddle_vl.families.policy.prompt import PromptTokenizer, check_vocabulary
+from paddle_vl.families.policy.tokenizers import ActionTokenizer, PromptTokenizer, check_vocabulary
 from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
 from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.placement import Placement
@@ -124,7 +121,7 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
 
         Args:
             config: instead of the folder's. Rows of groups are found by name, see
-                `paddle_vl.families.pi07.policy_files`.
+                `paddle_vl.families.pi07.checkpoint_map`.
             statistics: for a checkpoint without statistics, or with `skip_normalization_weights`.
             dtype: of the weights.
             fresh: patterns of the model's keys that the checkpoint may lack; these are drawn.
@@ -153,7 +150,8 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
                 f"{folder} holds statistics, and others were given: leave them out, or set "
                 "skip_normalization_weights to take the given ones"
             )
-        config = cls.config_of_weights(config, stored)
+        if isinstance(config, PI07Config) and not config.vlm_config.discrete_action_vocab_size:
+            config = _with_vocabulary(config, stored.discrete_vocabulary)
         if config.config_version is None:
             # Checkpoints from before the convention changed have no version.
             config = replace(config, config_version=0)
@@ -175,11 +173,6 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
         policy.config = replace(policy.config, skip_normalization_weights=False)
         policy.eval()
         return policy
-
-    @classmethod
-    def config_of_weights(cls, config: Any, stored: "PolicyCheckpoint") -> Any:
-        """The configuration with what only the weights tell."""
-        return config
 
     @classmethod
     def stored_tokenizers(cls, folder: Path) -> dict[str, Any]:
@@ -230,15 +223,13 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
         """
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
-        config = self.config
-        if config.config_version is None:
-            config = replace(config, config_version=CURRENT_CONFIG_VERSION)
-        keeps = self.normalizers if config.save_normalization_stats else {}
+        keeps = self.normalizers if self.config.save_normalization_stats else {}
         write_policy(folder, self.model, keeps, write, store, one_file)
-        if not self.model.placement.checkpoint_ranks.is_first:
-            return
-        config.save_pretrained(folder)
-        self.save_tokenizers(folder)
+        if self.model.placement.checkpoint_ranks.is_first:
+            replace(self.config, config_version=self.config.normalization_version).save_pretrained(
+                folder
+            )
+            self.save_tokenizers(folder)
 
     def save_tokenizers(self, folder: Path) -> None:
         self.tokenizer.save_pretrained(folder)
@@ -261,14 +252,6 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
     @abstractmethod
     def inputs(self) -> Any:
         """Makes the model's inputs from raw batches: `PolicyInputs` or `PlannerInputs`."""
-
-    def training_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The model's inputs and targets from raw demonstrations, as arrays."""
-        return self.inputs.training_inputs(batch)
-
-    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Unsharded shapes of all parameters by checkpoint key, without `model.`."""
-        return self.model.whole_shapes()
 
 
 class PI07LowLevelPolicy(ActingPolicy, BasePolicy):
@@ -310,7 +293,7 @@ class PI07LowLevelPolicy(ActingPolicy, BasePolicy):
             action_tokenizer = config.discrete_action_tokenizer_path
         if isinstance(action_tokenizer, (str, Path)):
             action_tokenizer = ActionTokenizer.from_pretrained(action_tokenizer)
-        _check_features(config)
+        check_features(config)
         if action_tokenizer is not None:
             size, named = action_tokenizer.vocab_size, config.vlm_config.discrete_action_vocab_size
             if named not in (None, size):
@@ -323,11 +306,6 @@ class PI07LowLevelPolicy(ActingPolicy, BasePolicy):
         super().__init__(config, tokenizer, statistics, placement)
         self.action_tokenizer = action_tokenizer
         self.begin(config)
-
-    @classmethod
-    def config_of_weights(cls, config: PI07Config, stored: PolicyCheckpoint) -> PI07Config:
-        named = config.vlm_config.discrete_action_vocab_size
-        return _with_vocabulary(config, stored.discrete_vocabulary if named is None else named)
 
     @classmethod
     def stored_tokenizers(cls, folder: Path) -> dict[str, Any]:
@@ -354,7 +332,7 @@ class PI07LowLevelPolicy(ActingPolicy, BasePolicy):
             noise, time, delay: see `PI07LowLevelFlowMatching.forward`; drawn if None.
             per_sample: add sums and counts per sample.
         """
-        inputs = self.training_inputs(batch)
+        inputs = self.inputs.training_inputs(batch)
         drawn = {"noise": noise, "time": time, "delay": delay}
         inputs |= {name: value for name, value in drawn.items() if value is not None}
         return self.model(inputs, per_sample=per_sample)
@@ -382,17 +360,21 @@ class PI07LowLevelPolicy(ActingPolicy, BasePolicy):
         return super().select_action(batch, noise)
 
 
-def _check_features(config: PI07Config) -> None:
-    """Refuse state or action features of another name, which would not be normalized."""
-    for where, features, kind, name in (
-        ("input_features", config.input_features, "STATE", "state"),
-        ("output_features", config.output_features, "ACTION", "actions"),
-    ):
-        found = [key for key, feature in features.items() if feature.type == kind]
-        if found != [name]:
+def check_features(config: PI07Config | PI07PlannerConfig) -> None:
+    """Refuse state or action features of another name, which would not be normalized.
+
+    Raises:
+        ValueError: names what is there and what is needed.
+    """
+    wanted = [("input_features", "STATE", ["state"])]
+    if isinstance(config, PI07Config):
+        wanted.append(("output_features", "ACTION", ["actions"]))
+    for where, kind, names in wanted:
+        features = getattr(config, where)
+        if (found := [n for n, feature in features.items() if feature.type == kind]) != names:
             raise ValueError(
-                f"{where} has {found or 'no feature'} of type {kind}; a pi07 policy has one, "
-                f"{name!r}: name it so, there and in the data"
+                f"{where} has {found or 'no feature'} of type {kind}; pi07 has one, {names[0]!r}: "
+                "name it so, there and in the data"
             )
     if not cameras_of(config.input_features):
         raise ValueError("input_features has no feature of type VISUAL: name the cameras")

@@ -25,10 +25,7 @@ from paddle_vl.families.base import (
     losses_report,
 )
 from paddle_vl.families.flops import FlopCounter
-from paddle_vl.families.pi07.colocated import (
-    ColocatedBatchAdapter,
-    PI07Encoder,
-)
+from paddle_vl.families.pi07.checkpoint_map import is_reached
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.flops import PI07Flops, layer_costs
 from paddle_vl.families.pi07.objective import (
@@ -38,36 +35,40 @@ from paddle_vl.families.pi07.objective import (
     PolicyLoss,
     first_batch,
 )
-from paddle_vl.families.pi07.pipeline import PI07Stage
+from paddle_vl.families.pi07.pipeline import (
+    ColocatedBatchAdapter,
+    PI07Encoder,
+    PI07Stage,
+)
 from paddle_vl.families.pi07.planner import PI07HighLevelPlanner
-from paddle_vl.families.pi07.policy import ACTION_TOKENIZER_FOLDER, BasePolicy, PI07LowLevelPolicy
-from paddle_vl.families.pi07.policy_model import is_reached
+from paddle_vl.families.pi07.policy import (
+    ACTION_TOKENIZER_FOLDER,
+    BasePolicy,
+    PI07LowLevelPolicy,
+    check_features,
+)
 from paddle_vl.families.pi07.settings import PARTS, PI07Run, with_settings
-from paddle_vl.families.policy.collate import PolicyCollator
 from paddle_vl.families.policy.demonstrations.dataset import DemonstrationsDataset, present_fields
 from paddle_vl.families.policy.demonstrations.sample import (
+    NO_DROPS,
     OPTIONAL_FIELDS,
     DemonstrationShapes,
     DemonstrationSource,
-)
-from paddle_vl.families.policy.demonstrations.statistics import (
-    demonstration_statistics,
-    read_statistics,
-)
-from paddle_vl.families.policy.demonstrations.synthetic import SyntheticDemonstrations
-from paddle_vl.families.policy.demonstrations.training_set import (
-    NO_DROPS,
     DrawnDemonstrations,
     FlowDraws,
 )
-from paddle_vl.families.policy.features import PolicyFeature
+from paddle_vl.families.policy.demonstrations.synthetic import SyntheticDemonstrations
 from paddle_vl.families.policy.images import cameras_of
+from paddle_vl.families.policy.model_inputs import PolicyCollator
+from paddle_vl.families.policy.normalize import (
+    demonstration_statistics,
+    read_statistics,
+)
 from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.placement import Placement
 
 # All evaluations draw the same noise.
 EVALUATION_SEED = 0
-_CAMERA = "VISUAL"
 PolicyConfig = PI07Config | PI07PlannerConfig
 
 
@@ -87,11 +88,19 @@ class PI07Recipe(Family):
         # Folder of the policy to start or continue from; None for fresh weights.
         self.folder = checkpoint or (None if pretrained is None else Path(pretrained))
         self.config = config
-        self.model_config = self._model_config()
+        # Changed by model.policy.
+        self.model_config = with_settings(
+            self._base_config(config, self.folder),
+            config.model.policy,
+            "model.config" if self.folder is None else str(self.folder),
+            has_weights=self.folder is not None,
+            new_statistics=config.data.statistics is not None,
+        )
         self.loss = PolicyLoss(self.losses, config.train.loss_weighting)
         self.source = self._source(config.data.train)
         if isinstance(self.source, DemonstrationsDataset):
             self.source.check_history()
+        self.fields = self.source.fields
         flow, seed = flow_draws(self.model_config), config.train.seed
         self.train_data = DrawnDemonstrations(self.source, config.data.drops, flow, seed)
         self.eval_data = None
@@ -104,10 +113,6 @@ class PI07Recipe(Family):
             # The first stage has no tower.
             layers, _, after = self.costs
             self.costs = layers, 0.0, after
-
-    @property
-    def fields(self) -> Mapping[str, bool]:
-        return self.source.fields
 
     @property
     def recomputes(self) -> bool:
@@ -205,7 +210,7 @@ class PI07Recipe(Family):
 
     @classmethod
     def with_synthetic_data(cls, config: PI07Run, data: SyntheticData) -> PI07Run:
-        """Sets `data.synthetic_samples` and the number of cameras, all like the first one."""
+        """Sets `data.synthetic_samples`, and the cameras as `with_cameras`."""
         for name in ("image_side", "answer_tokens"):
             if getattr(data, name) is not None:
                 raise ValueError(
@@ -214,37 +219,37 @@ class PI07Recipe(Family):
                 )
         values = config.model_dump()
         values["data"] |= {"train": [], "synthetic_samples": data.num_samples}
-        if data.cameras is not None:
-            model, given = config.model, config.model.policy.given
-            if model.config is None:
-                raise ValueError(
-                    "--cameras changes the model's input_features: it needs model.config, not the "
-                    f"weights of model.pretrained {model.pretrained}"
-                )
-            base = model_values(model.config)
-            features = given.get("input_features") or base.get("input_features", {})
-            cameras = _cameras_of(features, data.cameras)
-            values["model"]["config"] = base | {"input_features": cameras}
-            # It would take precedence.
-            values["model"]["policy"]["input_features"] = None
-        return type(config).model_validate(values)
+        changed = type(config).model_validate(values)
+        if data.cameras is None:
+            return changed
+        # Samples have all cameras, and goal images for those named so.
+        return cls._with_cameras(changed, data.cameras, keeps_names=False)
 
     @classmethod
     def with_cameras(cls, config: PI07Run, num_cameras: int) -> PI07Run:
         """Leaves cameras out, or adds some like the first, which samples may lack: then they are
         black, as OpenTau's slots without a camera are."""
-        model, values = config.model, config.model_dump()
-        if model.pretrained is None:
-            base = cls.config_class.from_dict(model_values(model.config)).to_dict()
-        else:
-            base = cls.config_class.from_pretrained(model.pretrained).to_dict()
-        features = model.policy.given.get("input_features") or base["input_features"]
-        seen = _cameras_of(features, num_cameras, keeps_names=True)
+        return cls._with_cameras(config, num_cameras, keeps_names=True)
+
+    @classmethod
+    def _with_cameras(cls, config: PI07Run, num_cameras: int, keeps_names: bool) -> PI07Run:
+        values, model = config.model_dump(), config.model
+        given, folder = model.policy.given, model.pretrained
+        base = cls._base_config(config, None if folder is None else Path(folder)).to_dict()
+        features = given.get("input_features") or base["input_features"]
+        seen = _cameras_of(features, num_cameras, keeps_names)
         values["model"]["policy"]["input_features"] = seen
-        if added := len(seen.keys() - features.keys()):
-            lacking = model.policy.given.get("empty_cameras") or base["empty_cameras"]
+        if keeps_names and (added := len(seen.keys() - features.keys())):
+            lacking = given.get("empty_cameras") or base["empty_cameras"]
             values["model"]["policy"]["empty_cameras"] = lacking + added
         return type(config).model_validate(values)
+
+    @classmethod
+    def _base_config(cls, config: PI07Run, folder: Path | None) -> PolicyConfig:
+        """Of a checkpoint, or model.config."""
+        if folder is None:
+            return cls.config_class.from_dict(model_values(config.model.config))
+        return cls.config_class.from_pretrained(folder)
 
     def _check_tower_is_trained(self, names: Sequence[str], reached: Sequence[str]) -> None:
         """Refuse settings that freeze the whole tower although model.policy unfreezes it."""
@@ -262,20 +267,6 @@ class PI07Recipe(Family):
         raise ValueError(
             "model.policy.freeze_vision_encoder is false, but no parameter of the vision tower "
             f"would be trained, since {reason}: change one of the two"
-        )
-
-    def _model_config(self) -> PI07Config | PI07PlannerConfig:
-        """The checkpoint's or model.config, changed by model.policy."""
-        if self.folder is None:
-            base = self.config_class.from_dict(model_values(self.config.model.config))
-        else:
-            base = self.config_class.from_pretrained(self.folder)
-        return with_settings(
-            base,
-            self.config.model.policy,
-            "model.config" if self.folder is None else str(self.folder),
-            has_weights=self.folder is not None,
-            new_statistics=self.config.data.statistics is not None,
         )
 
     def _source(self, files: Sequence[str]) -> DemonstrationSource:
@@ -307,10 +298,7 @@ class PI07Recipe(Family):
         """Statistics of every group of data; None for the checkpoint's."""
         file, names = self.config.data.statistics, self.model_config.dataset_names
         if file is not None:
-            sizes = {"state": self.source.shapes.state_dim}
-            if self.source.shapes.action_dim is not None:
-                sizes["actions"] = self.source.shapes.action_dim
-            return list(read_statistics(file, names, sizes).values())
+            return list(read_statistics(file, names).values())
         if self.folder is not None:
             return None
         return list(demonstration_statistics(self.source).values())
@@ -332,13 +320,18 @@ def flow_draws(config: PolicyConfig) -> FlowDraws | None:
 
 
 def sample_shapes(config: PolicyConfig) -> DemonstrationShapes:
-    """Shapes that the policy needs of its data."""
+    """Shapes that the policy needs of its data.
+
+    Raises:
+        ValueError: its configuration lacks a feature.
+    """
+    check_features(config)
     size = config.resize_imgs_with_padding
     assert size is not None, "the configuration gives it a value"
     shapes = DemonstrationShapes(
         cameras=tuple(cameras_of(config.input_features)),
         image_size=size,
-        state_dim=feature_dims(config.input_features, "state", "input_features"),
+        state_dim=config.input_features["state"].shape[0],
         n_obs_steps=config.n_obs_steps,
         empty_cameras=config.empty_cameras,
     )
@@ -347,7 +340,7 @@ def sample_shapes(config: PolicyConfig) -> DemonstrationShapes:
     return replace(
         shapes,
         chunk_size=config.chunk_size,
-        action_dim=feature_dims(config.output_features, "actions", "output_features"),
+        action_dim=config.output_features["actions"].shape[0],
         history_interval=config.history_interval,
     )
 
@@ -388,32 +381,13 @@ def encoder_shape(config: PolicyConfig) -> EncoderShape:
     )
 
 
-def feature_dims(features: Mapping[str, PolicyFeature], name: str, where: str) -> int:
-    """The dims of a feature.
-
-    Raises:
-        ValueError: the policy's configuration does not have it.
-    """
-    if name not in features:
-        raise ValueError(
-            f"{where} of the policy's configuration has {sorted(features)}, not {name!r}, which "
-            "its data must have: name it there"
-        )
-    return features[name].shape[0]
-
-
-def _cameras_of(
-    features: Mapping[str, Any], num_cameras: int, keeps_names: bool = False
-) -> dict[str, Any]:
-    """Features with that many cameras, all like the first.
-
-    Args:
-        keeps_names: of cameras that are there, whose data samples have.
+def _cameras_of(features: Mapping[str, Any], num_cameras: int, keeps_names: bool) -> dict[str, Any]:
+    """Features with that many cameras, all like the first, under their names or `camera0`....
 
     Raises:
         ValueError: there is none, or none is wanted.
     """
-    cameras = [name for name, feature in features.items() if feature["type"] == _CAMERA]
+    cameras = [name for name, feature in features.items() if feature["type"] == "VISUAL"]
     if not cameras or num_cameras < 1:
         raise ValueError(
             f"--cameras {num_cameras}: the policy's input_features have {len(cameras)} cameras, "

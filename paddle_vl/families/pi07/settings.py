@@ -17,11 +17,11 @@ from paddle_vl.config.section import FilePath, Section, flatten
 from paddle_vl.families.pi07.config import (
     ONLY_VALUES,
     UNUSED_SETTINGS,
+    Gemma3WithExpertConfig,
     PI07Config,
     PI07PlannerConfig,
     PolicyConfig,
 )
-from paddle_vl.families.pi07.engine_config import Gemma3WithExpertConfig
 from paddle_vl.families.policy.features import DropProbabilities
 from paddle_vl.files.checked_values import descriptions
 from paddle_vl.files.names import nearest
@@ -48,7 +48,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "state": ("model.state_proj.*",),
     "discrete_actions": (f"{_ENGINE}.discrete_action_embedding.*", f"{_ENGINE}.da_head.*"),
 }
-# Settings of model.policy that the trained parameters or the samples depend on.
+# Settings that fit every weight. The trained parameters or the samples depend on the first ones, so
+# that a resumed run may change only the others.
 _FIXED_POLICY_SETTINGS = (
     *("freeze_vision_encoder", "train_expert_only", "train_vision_encoder_only"),
     *("train_state_action_representation_only", "knowledge_insulation", "n_obs_steps"),
@@ -56,14 +57,13 @@ _FIXED_POLICY_SETTINGS = (
     *("prompt_max_length", "response_max_length", "memory_max_length", "metadata_max_length"),
     "discrete_action_max_length",
 )
-# Settings that fit every weight; a resumed run may change the others among them.
 _CHANGEABLE = (
     *_FIXED_POLICY_SETTINGS,
     *("attention_implementation", "dropout", "gradient_checkpointing", "n_action_steps"),
     *("num_steps", "warn_outlier_threshold", "vlm_config"),
 )
 # Settings of OpenTau that nothing here reads in a run, and what does their work.
-_WITHOUT_EFFECT = dict.fromkeys(UNUSED_SETTINGS | set(ONLY_VALUES), "remove it") | {
+_WITHOUT_EFFECT = dict.fromkeys({*UNUSED_SETTINGS, *ONLY_VALUES} - {"type"}, "remove it") | {
     "optimizer_lr": "set train.learning_rate",
     "optimizer_betas": "set train.adam_beta1 and train.adam_beta2",
     "optimizer_eps": "set train.adam_epsilon",
@@ -78,8 +78,6 @@ _WITHOUT_EFFECT = dict.fromkeys(UNUSED_SETTINGS | set(ONLY_VALUES), "remove it")
     "disable_internal_bf16_cast": "set model.compute_dtype",
     "load_pretrained_gemma3": "set model.pretrained",
 }
-# It says which policy the configuration is of.
-del _WITHOUT_EFFECT["type"]
 # What to do instead of changing a setting that belongs to a checkpoint.
 _REMEDIES = {
     "discrete_action_tokenizer_path": "data.processor names the folder of the run's tokenizers",
@@ -181,10 +179,14 @@ def with_settings(
                 f"model.policy.{name} is {shown(value)}, but {source}, whose weights the run "
                 f"takes, has {shown(found)}: remove it ({remedy})"
             )
-        if name not in _ENGINE_ONLY:
-            _set(values, name, value)
         if name in _AT_BOTH_LEVELS:
-            _set(values, f"vlm_config.{name}", value)
+            # It would contradict the given one.
+            values["vlm_config"].pop(name, None)
+        section, path = values, f"vlm_config.{name}" if name in _ENGINE_ONLY else name
+        *parents, last = path.split(".")
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[last] = value
     try:
         changed = type(base).from_dict(values)
     except ValueError as error:
@@ -195,21 +197,20 @@ def with_settings(
     return changed
 
 
-def _check_features(base: PolicyConfig, given: Any, source: str, new_statistics: bool) -> None:
+def _check_features(
+    base: PolicyConfig, given: Mapping[str, Any], source: str, new_statistics: bool
+) -> None:
     """Refuse features that need other weights or statistics than those of the checkpoint."""
-    if not isinstance(given, Mapping):
-        return
     old = {name: feature.to_dict() for name, feature in base.input_features.items()}
     free = {feature["type"] for feature in old.values()} if new_statistics else {"VISUAL"}
     if not new_statistics and base.normalization_mapping.get("VISUAL", "IDENTITY") != "IDENTITY":
         free = set()
-
-    def fixed(features: Mapping[str, Any]) -> dict[str, Any]:
-        kinds = {n: f.get("type") if isinstance(f, Mapping) else None for n, f in features.items()}
-        return {name: feature for name, feature in features.items() if kinds[name] not in free}
-
-    if (wanted := fixed(given)) != (found := fixed(old)):
-        names = sorted(n for n in {*wanted, *found} if wanted.get(n) != found.get(n))
+    # The configuration refuses what is no feature.
+    wanted, found = (
+        {n: f for n, f in of.items() if not isinstance(f, Mapping) or f.get("type") not in free}
+        for of in (given, old)
+    )
+    if names := sorted(n for n in {*wanted, *found} if wanted.get(n) != found.get(n)):
         raise ValueError(
             f"model.policy.input_features has {shown({n: wanted.get(n) for n in names})}, but "
             f"{source} has {shown({n: found.get(n) for n in names})} and the statistics of that: "
@@ -230,13 +231,6 @@ def _refuse_without_effect(config: PI07Config, given: Mapping[str, Any]) -> None
             "train_state_action_representation_only is true, which trains without dropout: remove "
             "one of them"
         )
-
-
-def _set(values: dict[str, Any], name: str, value: Any) -> None:
-    *sections, last = name.split(".")
-    for section in sections:
-        values = values.setdefault(section, {})
-    values[last] = value
 
 
 class PI07ModelConfig(ModelConfig):

@@ -13,6 +13,7 @@ Source: SiglipVisionModel and Gemma3MultiModalProjector of HF transformers; the 
 OpenTau's SpaceTimeSiglip video encoder.
 """
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,8 +22,8 @@ import paddle.nn.functional as F
 from paddle import Tensor, nn
 from paddle.nn.initializer import Constant, Normal
 
-from paddle_vl.families.pi07.engine_config import Gemma3Config, SiglipVisionConfig
-from paddle_vl.families.pi07.layers import GemmaRMSNorm
+from paddle_vl.families.pi07.config import Gemma3Config, SiglipVisionConfig
+from paddle_vl.families.pi07.decoder import GemmaRMSNorm
 from paddle_vl.nn.attention import Segments, masked_attention
 from paddle_vl.nn.attention_masks import HistoryMask
 from paddle_vl.nn.linear import Linear
@@ -39,24 +40,16 @@ class FrameHistory:
     Not a tuple, which Paddle's recompute searches for tensors.
 
     Args:
-        num_videos, num_frames: B and F.
+        shape: B and F.
+        num_stills: S.
         code_FU: code of each frame's age, added before attention; zero for the current frame.
         mask: of B * N entries of F frames, the same at every patch of a video.
-        num_stills: S.
     """
 
-    def __init__(
-        self,
-        num_videos: int,
-        num_frames: int,
-        code_FU: Tensor,
-        mask: HistoryMask,
-        num_stills: int = 0,
-    ):
-        self.num_videos, self.num_frames = num_videos, num_frames
-        self.mask = mask
+    def __init__(self, shape: Sequence[int], num_stills: int, code_FU: Tensor, mask: HistoryMask):
+        (self.num_videos, self.num_frames), self.mask = shape, mask
         code_stills = paddle.zeros([num_stills, code_FU.shape[1]], dtype=code_FU.dtype)
-        code_videos = code_FU.unsqueeze(0).expand([num_videos, -1, -1]).flatten(0, 1)
+        code_videos = code_FU.unsqueeze(0).expand([self.num_videos, -1, -1]).flatten(0, 1)
         self.code_P1U = paddle.concat([code_videos, code_stills]).unsqueeze(1)
 
     @property
@@ -236,14 +229,6 @@ def frames_in_use(is_pad_BF: Tensor) -> Tensor:
     return paddle.logical_or(paddle.logical_not(is_pad_BF), last)
 
 
-def visible_frames(is_pad_BF: Tensor) -> Tensor:
-    """Which frames each frame sees: `[B, F, F]` bool, those in use up to its own.
-
-    A padded frame may see none.
-    """
-    return HistoryMask(frames_in_use(is_pad_BF), copies=1).visible_BLS
-
-
 class MultiModalProjector(nn.Layer):
     """Norm of pooled rows, and a matrix that starts at zero."""
 
@@ -341,12 +326,11 @@ class VideoEncoder(nn.Layer):
         Raises:
             ValueError: more frames than `n_obs_steps`, or of another size than the tower's.
         """
-        shapes = [x.shape for x in (video_BFCHW, stills_SCHW) if x is not None]
         side = self.tower.config.image_size
-        for shape in shapes:
-            if (size := list(shape[-3:])) != [3, side, side]:
+        for images in (video_BFCHW, stills_SCHW):
+            if images is not None and list(images.shape[-3:]) != [3, side, side]:
                 raise ValueError(
-                    f"frames are {size}; the tower takes {[3, side, side]} "
+                    f"frames are {list(images.shape[-3:])}; the tower takes {[3, side, side]} "
                     "(vision_config.image_size)"
                 )
         videos, frames = (0, 0) if video_BFCHW is None else video_BFCHW.shape[:2]
@@ -376,10 +360,6 @@ class VideoEncoder(nn.Layer):
         rows_MU = self.placement.ops.encode_items(encode, costs_I, rows_I, self.tower, width)
         return self.project(rows_MU)
 
-    def embed_image(self, images_SCHW: Tensor) -> Tensor:
-        """Tokens `[S, M, D]` of independent images with values in [-1, 1]."""
-        return self(None, stills_SCHW=images_SCHW)
-
     def project(self, rows_MU: Tensor) -> Tensor:
         """Tokens `[Z, M, D]` of Z images from the pooled rows of all of them."""
         width = self.tower.config.hidden_size
@@ -396,32 +376,24 @@ class VideoEncoder(nn.Layer):
         Args:
             is_pad_BF: padded frames; None for videos of one frame, which have no history.
         """
-        pixels, history, num_stills = [], None, 0
-        if video_BFCHW is None and stills_SCHW is None:
-            side = self.tower.config.image_size
-            stills_SCHW = paddle.zeros([1, 3, side, side])
-        if stills_SCHW is not None:
-            num_stills = stills_SCHW.shape[0]
-            pixels = [stills_SCHW]
+        vision, history, pixels = self.tower.config, None, []
         if video_BFCHW is not None:
-            videos, frames = video_BFCHW.shape[:2]
-            unit = video_BFCHW.reshape([-1, *video_BFCHW.shape[2:]])
-            pixels = [unit * 2.0 - 1.0, *pixels]
-            if is_pad_BF is not None:
-                history = self._history(videos, frames, is_pad_BF, num_stills)
+            pixels.append(video_BFCHW.reshape([-1, *video_BFCHW.shape[2:]]) * 2.0 - 1.0)
+        elif stills_SCHW is None:
+            stills_SCHW = paddle.zeros([1, 3, vision.image_size, vision.image_size])
+        if stills_SCHW is not None:
+            pixels.append(stills_SCHW)
+        if video_BFCHW is not None and is_pad_BF is not None:
+            # The codes depend on the frames up to the current one only.
+            (videos, frames), width = video_BFCHW.shape[:2], vision.hidden_size
+            codes_FU = _code_table(self.max_num_frames, width)[self.max_num_frames - frames :]
+            codes_FU = codes_FU.astype(self.tower.patch_embedding.weight.dtype)
+            stills = 0 if stills_SCHW is None else stills_SCHW.shape[0]
+            mask = HistoryMask(frames_in_use(is_pad_BF), vision.num_patches)
+            history = FrameHistory((videos, frames), stills, codes_FU, mask)
         rows_ZNU = self.tower(pixels[0] if len(pixels) == 1 else paddle.concat(pixels), history)
-        rows_ZMU = pooled(rows_ZNU, self.tower.config.grid_side, self.window)
+        rows_ZMU = pooled(rows_ZNU, vision.grid_side, self.window)
         return rows_ZMU.reshape([-1, rows_ZNU.shape[-1]])
-
-    def _history(self, batch: int, frames: int, is_pad_BF: Tensor, num_stills: int) -> FrameHistory:
-        vision = self.tower.config
-        codes = _code_table(self.max_num_frames, vision.hidden_size)
-        # They depend on the frames up to the current one only.
-        code_FU = codes[self.max_num_frames - frames :].astype(
-            self.tower.patch_embedding.weight.dtype
-        )
-        mask = HistoryMask(frames_in_use(is_pad_BF), vision.num_patches)
-        return FrameHistory(batch, frames, code_FU, mask, num_stills)
 
 
 def _chosen(x: Tensor | None, items: np.ndarray) -> Tensor | None:

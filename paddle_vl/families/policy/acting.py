@@ -1,6 +1,8 @@
-"""Acting: raw actions for raw observations, and the state of an episode between them.
+"""Acting: raw actions for raw observations, and the state of an episode between them. Planning: the
+next memory and then the next subtask, written greedily.
 
-Shapes: B batch, F frames of an observation, C steps of a chunk, A action dims.
+NumPy only; what computes actions and tokens is a model, or its exported programs. Shapes: B batch,
+F frames of an observation, C steps of a chunk, A action dims, n new tokens.
 
 Source: the observation buffers and the action queue of OpenTau's `select_action`.
 """
@@ -8,7 +10,7 @@ Source: the observation buffers and the action queue of OpenTau's `select_action
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,7 +21,10 @@ from paddle_vl.families.policy.model_inputs import (
     as_arrays,
     padded_action_prefix,
 )
-from paddle_vl.families.policy.prompt import required
+from paddle_vl.families.policy.normalize import required
+from paddle_vl.families.policy.tokenizers import PromptTokenizer
+
+BOS = "<bos>"
 
 
 class ObservationHistory:
@@ -75,51 +80,14 @@ class ObservationHistory:
         return result
 
 
-class ActionQueue:
-    """The predicted actions that are not yet executed.
-
-    Attributes:
-        horizon: actions that are executed before the next prediction, `n_action_steps`.
-        max_delay: actions that may run while the next chunk is computed. A prediction is due when
-            no more are left, and its chunk begins with them.
-    """
-
-    def __init__(self, horizon: int, max_delay: int = 0):
-        self.horizon, self.max_delay = horizon, max_delay
-        self._actions: deque[np.ndarray] = deque(maxlen=horizon)
-
-    def __len__(self) -> int:
-        return len(self._actions)
-
-    @property
-    def is_due(self) -> bool:
-        """Whether to predict a chunk before the next action."""
-        return len(self._actions) <= self.max_delay
-
-    def committed(self) -> np.ndarray | None:
-        """The actions that run meanwhile, `[B, delay, A]`; None if there are none."""
-        if not self._actions or not self.max_delay:
-            return None
-        return np.stack(list(self._actions)[-self.max_delay :], axis=1)
-
-    def refill(self, chunk_BCA: np.ndarray, delay: int) -> None:
-        """Add a chunk `[B, C, A]` without its first `delay` actions, which are already queued."""
-        self._actions.extend(chunk_BCA[:, delay : delay + self.horizon].swapaxes(0, 1))
-
-    def pop(self) -> np.ndarray:
-        """The next action, `[B, A]`."""
-        return self._actions.popleft()
-
-    def clear(self) -> None:
-        """Begin a new episode."""
-        self._actions.clear()
-
-
 class ActingPolicy(ABC):
     """What a policy does around its model when it acts.
 
     Attributes:
-        history, action_queue: the state of an episode.
+        history: past observations of the episode.
+        action_queue: predicted actions that are not yet executed, each `[B, A]`.
+        max_delay: actions that may run while the next chunk is computed. A prediction is due when
+            no more are left, and its chunk begins with them.
     """
 
     config: Any
@@ -127,7 +95,8 @@ class ActingPolicy(ABC):
     def begin(self, config: PolicyConfig) -> None:
         """Make the state of an episode."""
         self.history = ObservationHistory(config.n_obs_steps, config.history_interval)
-        self.action_queue = ActionQueue(config.n_action_steps, config.max_delay)
+        self.action_queue: deque[np.ndarray] = deque(maxlen=config.n_action_steps)
+        self.max_delay = config.max_delay
 
     @property
     @abstractmethod
@@ -194,13 +163,96 @@ class ActingPolicy(ABC):
         required(batch, "state")
         present = [name for name in cameras_of(self.config.input_features) if name in batch]
         batch = self.history.extended(batch, ["state", *present])
-        if self.action_queue.is_due:
-            committed = self.action_queue.committed()
-            delay = 0 if committed is None else committed.shape[1]
-            self.action_queue.refill(self.sample_actions(batch, noise, delay, committed), delay)
-        return self.action_queue.pop()
+        queue = self.action_queue
+        if len(queue) <= self.max_delay:
+            running = list(queue)
+            committed = np.stack(running, axis=1) if running else None
+            chunk_BCA = self.sample_actions(batch, noise, len(running), committed)
+            # The queue has the first ones, and drops what is beyond `n_action_steps`.
+            ahead_BCA = chunk_BCA[:, len(running) :]
+            queue.extend(ahead_BCA[:, : queue.maxlen].swapaxes(0, 1))
+        return queue.popleft()
 
     def reset(self) -> None:
         """Begin a new episode: forget observations and actions."""
         self.history.clear()
         self.action_queue.clear()
+
+
+class TokenReader(Protocol):
+    """A model that has read a prompt and the tokens written so far."""
+
+    def read(self, ids_Bn: np.ndarray, is_real_Bn: np.ndarray) -> None:
+        """Append tokens int64, of which some are padding; each sees all real ones before it."""
+        ...
+
+    def next_tokens(self) -> np.ndarray:
+        """The likeliest token after them, int64 `[B, 1]`."""
+        ...
+
+
+class WritingRules(NamedTuple):
+    """Lengths and token ids of a plan.
+
+    Attributes:
+        memory_length, response_length: tokens of each segment, padding among them.
+        response_label: ids of the label before the response.
+    """
+
+    memory_length: int
+    response_length: int
+    response_label: Sequence[int]
+    bos_id: int
+    eos_id: int
+    pad_id: int
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens that are read after the prompt."""
+        return self.memory_length + len(self.response_label) + self.response_length
+
+
+def write_plan(
+    reader: TokenReader, batch_size: int, rules: WritingRules
+) -> tuple[np.ndarray, np.ndarray]:
+    """Memory and response, each int64 `[B, length]`: BOS, the text, EOS, padding."""
+    memory = _written(reader, batch_size, rules.memory_length, rules)
+    label_Bn = np.tile(np.array(rules.response_label, dtype=np.int64), (batch_size, 1))
+    reader.read(label_Bn, np.ones(label_Bn.shape, dtype=bool))
+    return memory, _written(reader, batch_size, rules.response_length, rules)
+
+
+def _written(reader: TokenReader, batch_size: int, length: int, rules: WritingRules) -> np.ndarray:
+    tokens = np.full((batch_size, 1), rules.bos_id, dtype=np.int64)
+    reader.read(tokens, np.ones((batch_size, 1), dtype=bool))
+    while tokens.shape[1] < length:
+        token = reader.next_tokens()
+        # Not after BOS alone: the first token after it is always decoded.
+        ended = np.isin(tokens, (rules.eos_id, rules.pad_id)).any(axis=1, keepdims=True)
+        ended &= tokens.shape[1] > 1
+        token = np.where(ended, rules.pad_id, token)
+        tokens = np.concatenate([tokens, token], axis=1)
+        reader.read(token, np.asarray(~ended))
+    return tokens
+
+
+class Plan(NamedTuple):
+    """The planner's texts, one per sample.
+
+    Attributes:
+        memory: the next step's `past_memory`.
+        response: the next subtask, the low-level policy's `response`.
+    """
+
+    memory: list[str]
+    response: list[str]
+
+
+def plan_of(written: Sequence[np.ndarray], tokenizer: PromptTokenizer, eos_id: int) -> Plan:
+    """The texts of memory and response, before their first EOS or padding."""
+
+    def text(ids: np.ndarray) -> str:
+        end = np.flatnonzero((ids == eos_id) | (ids == tokenizer.pad_id))
+        return tokenizer.decode(ids[: end[0] if end.size else None])
+
+    return Plan(*([text(row) for row in ids_Bn] for ids_Bn in written))

@@ -1,9 +1,8 @@
 """Features of a policy's data, the files of its configuration, and settings that runs of policies
 share. Read without Paddle and NumPy."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -58,21 +57,6 @@ def read_config(path: str | Path) -> tuple[Path, dict[str, Any]]:
     if isinstance(values.get("policy"), dict):
         values = values["policy"]
     return file, values
-
-
-def check_normalization(mapping: Mapping[str, str]) -> None:
-    """Refuse unknown normalization modes and feature types.
-
-    Raises:
-        ValueError: names the entry and the choices.
-    """
-    for kind, mode in mapping.items():
-        for name, choices in ((kind, get_args(FeatureType)), (mode, get_args(NormalizationMode))):
-            if name not in choices:
-                raise ValueError(
-                    f"normalization_mapping has {kind!r}: {mode!r}; choose one of "
-                    f"{', '.join(choices)}"
-                )
 
 
 class DropProbabilities(Section):

@@ -1,20 +1,24 @@
 """Raw observations and demonstrations to the inputs of the low-level model and of the planner.
 
-NumPy only: loader workers run it. Entries of raw batches: `paddle_vl.families.pi07.policy`; of the
-inputs: `paddle_vl.families.policy.collate`.
+NumPy only: loader workers run it. Entries of raw batches: `paddle_vl.families.pi07.policy`.
 
-Shapes: B batch, F frames of an observation, C steps of a chunk, A action and S state dims.
+Shapes: B batch, T observed frames, C camera pixel channels (3), H and W pixels, S state dims, L
+padded length of a text, N slots with a target, J steps of an action chunk, A action dims.
+
+Over 350 lines: the types of the batches, their texts, and what makes both.
 
 Source: the preprocessing of OpenTau's pi07 policies.
 """
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, cast
 
 import numpy as np
+from typing_extensions import NotRequired, TypedDict
 
-from paddle_vl.families.policy.discrete_actions import ActionTokenizer, padded_tokens
+from paddle_vl.batch.schema import Array, Axes
+from paddle_vl.families.policy.demonstrations.sample import collate_demonstrations
 from paddle_vl.families.policy.features import PolicyConfig
 from paddle_vl.families.policy.images import (
     cameras_of,
@@ -22,17 +26,95 @@ from paddle_vl.families.policy.images import (
     prepare_subgoals,
     prepare_videos,
 )
-from paddle_vl.families.policy.normalize import Normalizer, group_index
-from paddle_vl.families.policy.prompt import (
-    PromptTokenizer,
-    metadata_texts,
-    prompt_texts,
-    required,
-    required_words,
-    response_texts,
-)
+from paddle_vl.families.policy.normalize import Normalizer, group_index, required, words_of
+from paddle_vl.families.policy.tokenizers import ActionTokenizer, PromptTokenizer, padded_tokens
 
 logger = logging.getLogger(__name__)
+EOS = "<eos>"
+# Bins of a value in a planner's prompt.
+_NUM_BINS = 256
+# Metadata in the order of the prompt; numbers have a `<name>_is_pad` beside them.
+_METADATA = {
+    "speed": "Speed",
+    "quality": "Quality",
+    "mistake": "Mistake",
+    "robot_type": "Robot",
+    "fps": "FPS",
+    "control_mode": "Control",
+}
+_WORDS = ("robot_type", "control_mode")
+# As in OpenTau: speed is the decile rank of the episode's length, quality a score, fps in Hz.
+METADATA_RANGES = {"speed": (0, 100), "quality": (1, 5), "fps": (1, 1000)}
+# Drawn for the flow: see `paddle_vl.families.policy.demonstrations.sample`.
+DRAWN = ("noise", "time", "delay")
+
+
+Tokens = Annotated[Array, Axes("B L", "int64")]
+TokenMask = Annotated[Array, Axes("B L", "bool")]
+# True where a sample has that camera's image.
+ImageMask = Annotated[Array, Axes("B", "bool")]
+
+
+class PromptBatch(TypedDict):
+    """Fields of both of pi07's batches, from `PolicyInputs` and `PlannerInputs`, for the prefix.
+
+    A mask is True at real tokens. Optional texts are always there, masked where a sample has none.
+    """
+
+    lang_tokens: Tokens
+    lang_masks: TokenMask
+    metadata_tokens: Tokens
+    metadata_masks: TokenMask
+    response_tokens: Tokens
+    response_masks: TokenMask
+    # `Presence`: which optional parts are laid out. From `PolicyBatchAdapter`; on the host.
+    presence: NotRequired[Any]
+
+
+class PolicyBatch(PromptBatch):
+    """What `PolicyCollator` makes for `PI07LowLevelFlowMatching`."""
+
+    # One of each camera: frames in [-1, 1], goal images in [-1, 1]. For the vision tower.
+    videos: list[Annotated[Array, Axes("B T C H W", "float32")]]
+    vid_masks: list[ImageMask]
+    subgoal_images: list[Annotated[Array, Axes("B C H W", "float32")]]
+    subgoal_img_masks: list[ImageMask]
+    # Normalised. For the state's projection.
+    state: Annotated[Array, Axes("B T S", "float32")]
+    # Row of the statistics of each sample. For per-group projections.
+    group_index: Annotated[Array, Axes("B", "int64")]
+    # Normalised, and as FAST tokens. For the two losses.
+    actions: Annotated[Array, Axes("B J A", "float32")]
+    discrete_actions: Tokens
+    discrete_action_masks: TokenMask
+    # Divisors of the losses: action values that count, and all slots of discrete actions.
+    num_flow_values: int
+    num_action_slots: int
+    # True at frames before the episode's first.
+    obs_history_is_pad: NotRequired[Annotated[Array, Axes("B T", "bool")]]
+    actions_is_pad: NotRequired[Annotated[Array, Axes("B J", "bool")]]
+    real_action_dim: NotRequired[Annotated[Array, Axes("B", "int64")]]
+    # Drawn for the flow: see `paddle_vl.families.policy.demonstrations.sample`.
+    noise: NotRequired[Annotated[Array, Axes("B J A", "float32")]]
+    time: NotRequired[Annotated[Array, Axes("B", "float32")]]
+    delay: NotRequired[Annotated[Array, Axes("B", "int64")]]
+
+
+class PlannerBatch(PromptBatch):
+    """What `PolicyCollator` makes for `PI07HighLevelPlannerModel`."""
+
+    # One of each camera, in [-1, 1]. For the vision tower.
+    images: list[Annotated[Array, Axes("B C H W", "float32")]]
+    img_masks: list[ImageMask]
+    # Read and written by the planner, as its response is. For the loss.
+    memory_tokens: Tokens
+    memory_masks: TokenMask
+    # Divisors of the losses: token slots that have a token before them.
+    num_memory_slots: int
+    num_response_slots: int
+    # Slots of a text that predict a token, and these tokens. From `PolicyBatchAdapter.prepared`.
+    memory_target_rows: NotRequired[Annotated[Array, Axes("2 N", "int64")]]
+    response_target_rows: NotRequired[Annotated[Array, Axes("2 N", "int64")]]
 
 
 def as_arrays(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,6 +124,74 @@ def as_arrays(batch: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in batch.items()
         if value is not None
     }
+
+
+def prompt_texts(batch: Mapping[str, Any], batch_size: int) -> list[str]:
+    """`Task: <prompt>, ` for each sample; it raises ValueError for a batch without prompts."""
+    required(batch, "prompt")
+    return [f"Task: {text}, " for text in words_of(batch, "prompt", batch_size)]
+
+
+def response_texts(batch: Mapping[str, Any], batch_size: int) -> list[str]:
+    """`Subtask: <response>, ` for each sample; empty without a response."""
+    words = words_of(batch, "response", batch_size)
+    return [f"Subtask: {text}, " if text else "" for text in words]
+
+
+def metadata_texts(batch: Mapping[str, Any], batch_size: int) -> list[str]:
+    """`Metadata: Speed: 50,  Quality: 3, ...` for each sample; empty without metadata.
+
+    Numbers count if `<name>_is_pad` is there and False, texts if they are not empty.
+    """
+    columns = {
+        title: (words_of if name in _WORDS else _numbers)(batch, name, batch_size)
+        for name, title in _METADATA.items()
+    }
+    texts = []
+    for row in range(batch_size):
+        found = [f"{title}: {column[row]}, " for title, column in columns.items() if column[row]]
+        texts.append(f"Metadata: {' '.join(found)}" if found else "")
+    return texts
+
+
+def _numbers(batch: Mapping[str, Any], name: str, batch_size: int) -> list[str]:
+    """A number of the metadata for each sample, as text; empty where it is padding."""
+    if name not in batch or f"{name}_is_pad" not in batch:
+        return [""] * batch_size
+    values, is_pad = np.asarray(batch[name]), np.asarray(batch[f"{name}_is_pad"])
+    if values.shape != (batch_size,) or is_pad.shape != (batch_size,):
+        raise ValueError(
+            f"{name!r} has shape {list(values.shape)} and {name}_is_pad {list(is_pad.shape)}; both "
+            f"must be [{batch_size}]"
+        )
+    numbers = [
+        None if absent else value
+        for value, absent in zip(values.tolist(), is_pad.tolist(), strict=True)
+    ]
+    for value in numbers if name in METADATA_RANGES else ():
+        if isinstance(value, bool):
+            raise ValueError(f"{name!r} is {value!r}; a number is needed")
+        if value is not None and (problem := metadata_problem(name, value)) is not None:
+            raise ValueError(problem)
+    return ["" if value is None else str(value) for value in numbers]
+
+
+def metadata_problem(name: str, value: float) -> str | None:
+    """What is wrong with a metadata number; None if it is valid."""
+    least, most = METADATA_RANGES.get(name, (value, value))
+    if least <= value <= most:
+        return None
+    # Python refuses to print integers of thousands of digits.
+    is_huge = isinstance(value, int) and abs(value) >= 10**18
+    found = f"a number of {value.bit_length()} bits" if is_huge else str(value)
+    return f"{name!r} is {found}; it must be from {least} to {most}"
+
+
+def state_texts(state_BS: np.ndarray) -> list[str]:
+    """Normalized states `[B, S]` as texts: each value, clipped to [-1, 1], as one of 256 bins."""
+    scaled = (np.clip(state_BS, -1.0, 1.0) + 1.0) * (_NUM_BINS / 2)
+    bins = np.minimum(scaled.astype(np.int64), _NUM_BINS - 1)
+    return [" ".join(map(str, row)) for row in bins.tolist()]
 
 
 def observation_inputs(
@@ -134,14 +284,15 @@ def target_inputs(
             f"[batch, {config.chunk_size}, dims]"
         )
     ids, mask = padded_tokens(tokenizer(discrete_BCA), config.discrete_action_max_length)
-    inputs = {
+    inputs: dict[str, Any] = {
         "actions": _padded(actions, config.max_action_dim, "actions", "max_action_dim"),
         "discrete_actions": ids,
         "discrete_action_masks": mask,
     }
-    for theirs, ours in (("action_is_pad", "actions_is_pad"), ("real_action_dim",) * 2):
-        if theirs in batch:
-            inputs[ours] = np.asarray(batch[theirs])
+    if "action_is_pad" in batch:
+        inputs["actions_is_pad"] = np.asarray(batch["action_is_pad"])
+    if "real_action_dim" in batch:
+        inputs["real_action_dim"] = np.asarray(batch["real_action_dim"])
     if "real_action_dim" not in inputs and actions.shape[-1] < config.max_action_dim:
         inputs["real_action_dim"] = np.full(len(actions), actions.shape[-1], dtype=np.int64)
     return inputs
@@ -244,10 +395,6 @@ class PolicyInputs:
         )
 
 
-EOS = "<eos>"
-_NUM_BINS = 256
-
-
 class PlannerInputs:
     """Makes the planner's inputs: normalizes and writes out the state, tokenizes, resizes images.
 
@@ -267,7 +414,8 @@ class PlannerInputs:
         inputs, batch = self.observation_inputs(batch), as_arrays(batch)
         texts = {}
         for name, source in (("memory", "next_memory"), ("response", "response")):
-            words = required_words(batch, source, len(batch["state"]))
+            required(batch, source)
+            words = words_of(batch, source, len(batch["state"]))
             length = getattr(self.config, f"{name}_max_length")
             texts[name] = [text + EOS for text in words], length, True
         return inputs | _tokenized(self.tokenizer, **texts)
@@ -279,7 +427,9 @@ class PlannerInputs:
             ValueError: an entry is missing or does not fit; names it.
         """
         config, batch = self.config, as_arrays(batch)
-        state = np.asarray(required(batch, "state"), dtype=np.float32)
+        for name in ("state", "prompt", "past_memory"):
+            required(batch, name)
+        state = np.asarray(batch["state"], dtype=np.float32)
         state = state[:, 0] if state.ndim == 3 and state.shape[1] == 1 else state
         if state.ndim != 2 or state.shape[1] > config.max_state_dim:
             raise ValueError(
@@ -289,15 +439,16 @@ class PlannerInputs:
         size = len(state)
         index_B = group_index(batch, size, config, self.normalizer.num_groups)
         states = state_texts(self.normalizer.normalize({"state": state}, index_B)["state"])
-        tasks, memories = (required_words(batch, name, size) for name in ("prompt", "past_memory"))
+        tasks, memories = (words_of(batch, name, size) for name in ("prompt", "past_memory"))
         prompts = [
             f"Task: {task}, Past Memory: {memory}, State: {state}, "
             for task, memory, state in zip(tasks, memories, states, strict=True)
         ]
-        cameras, image_size = cameras_of(config.input_features), config.resize_imgs_with_padding
-        assert image_size is not None, "check_common gives it a value"
+        cameras = cameras_of(config.input_features)
         check_images(batch, cameras)
-        frames = prepare_videos(batch, cameras, image_size, 1, config.empty_cameras)
+        frames = prepare_videos(
+            batch, cameras, config.resize_imgs_with_padding, 1, config.empty_cameras
+        )
         inputs: dict[str, Any] = {
             "images": [video[:, 0] * 2.0 - 1.0 for video in frames.images],
             "img_masks": frames.masks,
@@ -309,8 +460,31 @@ class PlannerInputs:
         )
 
 
-def state_texts(state_BS: np.ndarray) -> list[str]:
-    """Normalized states `[B, S]` as texts: each value, clipped to [-1, 1], as one of 256 bins."""
-    scaled = (np.clip(state_BS, -1.0, 1.0) + 1.0) * (_NUM_BINS / 2)
-    bins = np.minimum(scaled.astype(np.int64), _NUM_BINS - 1)
-    return [" ".join(map(str, row)) for row in bins.tolist()]
+class PolicyCollator:
+    """Samples to a model's inputs, with the draws of the flow and the divisors of the losses."""
+
+    def __init__(self, inputs: PolicyInputs | PlannerInputs):
+        self.inputs = inputs
+
+    def __call__(self, samples: Sequence[dict[str, Any]]) -> PolicyBatch | PlannerBatch:
+        raw = collate_demonstrations(samples)
+        batch = self.inputs.training_inputs(raw)
+        if isinstance(self.inputs, PlannerInputs):
+            for name in ("memory", "response"):
+                # The first token of a text is not predicted.
+                batch[f"num_{name}_slots"] = batch[f"{name}_tokens"][:, 1:].size
+            return cast(PlannerBatch, batch)
+        batch |= {name: raw[name] for name in DRAWN if name in raw}
+        batch["num_flow_values"] = num_flow_values(batch, self.inputs.config.max_action_dim)
+        batch["num_action_slots"] = batch["discrete_actions"].size
+        return cast(PolicyBatch, batch)
+
+
+def num_flow_values(batch: dict[str, Any], max_action_dim: int) -> int:
+    """Action values that are neither given in advance nor padding, of the dims in use."""
+    samples, steps = batch["actions"].shape[:2]
+    counts_BJ = np.arange(steps) >= batch["delay"][:, None]
+    if (is_pad_BJ := batch.get("actions_is_pad")) is not None:
+        counts_BJ = counts_BJ & ~is_pad_BJ
+    dims_B = batch.get("real_action_dim", np.full(samples, max_action_dim))
+    return int((counts_BJ.sum(axis=1) * np.minimum(dims_B, max_action_dim)).sum())

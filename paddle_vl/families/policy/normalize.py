@@ -1,16 +1,17 @@
 """Normalization of states and actions, and back, with the statistics of the sample's group; the
-normalizers of a policy and of a planner, and a file of their statistics.
+normalizers of a policy and of a planner; and statistics of data, with their files.
 
 A group is a data set, or a robot under one control mode. Every statistic has one row per group,
 `[groups, *feature]`. Two conventions, the `config_version` of a checkpoint: version 1 adds 1e-6 to
 denominators and maps a feature whose range is zero to 0; version 0 adds 1e-8 and maps it to -1.
-Nothing is clamped.
+Nothing is clamped. Names of statistics are those of OpenTau's data sets.
 
-Over 350 lines: what checks statistics, applies them and keeps them is here.
+Over 350 lines: what makes statistics, checks them, applies them and keeps them is here.
 
 Source: Normalize and Unnormalize of OpenTau.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from paddle_vl.families.policy.features import PolicyConfig, PolicyFeature, check_normalization
+from paddle_vl.families.policy.features import PolicyConfig, PolicyFeature
+from paddle_vl.files.text_file import read_json_object, write_text
 
 # Of one group: feature -> statistic (mean, std, min, max, q01, q99, count) -> values.
 Statistics = Mapping[str, Mapping[str, Any]]
@@ -35,6 +37,26 @@ NORMALIZERS = (
 STATISTICS_FILE = "statistics.safetensors"
 # Values of a robot type or control mode that is not known.
 _UNKNOWN = ("", "unknown")
+
+
+def required(batch: Mapping[str, Any], name: str) -> Any:
+    """An entry of a raw batch; it raises ValueError if the batch lacks it."""
+    if name not in batch:
+        raise ValueError(f"the batch has no {name!r}; its entries are {sorted(batch)}")
+    return batch[name]
+
+
+def words_of(batch: Mapping[str, Any], name: str, batch_size: int) -> list[str]:
+    """The texts of an entry, one per sample; empty texts if the batch lacks it.
+
+    Raises:
+        ValueError: not one per sample.
+    """
+    words = batch.get(name, "")
+    words = [words] * batch_size if isinstance(words, str) else [str(word) for word in words]
+    if len(words) != batch_size:
+        raise ValueError(f"{name!r} has {len(words)} texts for a batch of {batch_size}")
+    return words
 
 
 def group_name(robot_type: str | None, control_mode: str | None) -> str | None:
@@ -70,14 +92,12 @@ def group_index(
     if num_groups == 1 or names is None:
         return np.zeros(batch_size, dtype=np.int64)
     if "robot_type" in batch and "control_mode" in batch:
-        robots, modes = (
-            _repeated(batch[name], name, batch_size) for name in ("robot_type", "control_mode")
-        )
+        robots, modes = (words_of(batch, n, batch_size) for n in ("robot_type", "control_mode"))
         pairs = list(zip(robots, modes, strict=True))
         rows = {name: row for row, name in enumerate(names)}
         return _looked_up([group_name(*pair) for pair in pairs], rows, pairs)
     if "dataset_repo_id" in batch:
-        ids = _repeated(batch["dataset_repo_id"], "dataset_repo_id", batch_size)
+        ids = words_of(batch, "dataset_repo_id", batch_size)
         rows = config.dataset_to_norm_index or {name: row for row, name in enumerate(names)}
         return _looked_up(ids, rows, ids)
     raise ValueError(
@@ -95,13 +115,6 @@ def _looked_up(
             f"the policy has no statistics of {unknown}; it was trained on {sorted(rows)}"
         )
     return np.array([rows[name] for name in groups if name in rows], dtype=np.int64)
-
-
-def _repeated(words: str | Sequence[str], name: str, batch_size: int) -> list[str]:
-    words = [words] * batch_size if isinstance(words, str) else list(words)
-    if len(words) != batch_size:
-        raise ValueError(f"{name!r} has {len(words)} entries for a batch of {batch_size}")
-    return words
 
 
 STATISTICS_OF_MODE = {
@@ -136,7 +149,6 @@ class Normalizer:
         Raises:
             ValueError: unknown modes or versions.
         """
-        check_normalization(modes)
         if version not in _EPSILON:
             raise ValueError(f"normalization version {version} is not one of {list(_EPSILON)}")
         self._epsilon, self._centers_zero_range = _EPSILON[version], version >= 1
@@ -250,11 +262,6 @@ class Normalizer:
                 f"the policy has no statistics of {name!r} ({stat} is infinite): give them when "
                 "it is made, or load a checkpoint that holds them"
             )
-        if len(index_B) != len(values) or index_B.min() < 0 or index_B.max() >= self.num_groups:
-            raise ValueError(
-                f"the groups {np.asarray(index_B).tolist()} of {len(values)} samples of {name!r} "
-                f"must be one for each, from 0 to {self.num_groups - 1}"
-            )
         feature = stored.shape[1:]
         trailing = values.shape[values.ndim - len(feature) :]
         if values.ndim <= len(feature) or any(
@@ -304,35 +311,28 @@ def spread_problem(statistics: Mapping[str, np.ndarray]) -> str | None:
     Returns:
         None if all are consistent.
     """
+
+    def first(is_wrong: np.ndarray) -> list[tuple[str, Any]]:
+        """The first wrong place, as text, and its index."""
+        places = np.argwhere(is_wrong).tolist()[:1]
+        return [(str(place) if place else "", tuple(place)) for place in places]
+
     for name, values in statistics.items():
-        if (place := _first(~np.isfinite(values))) is not None:
-            return f"{name}{place} is {values[place]}; it must be a finite number"
-    for name, least in (("std", 0), ("count", 1)):
-        values = statistics.get(name)
-        if values is not None and (place := _first(values < least)) is not None:
-            return f"{name}{place} is {values[place]}; it must be at least {least}"
+        for place, index in first(~np.isfinite(values)):
+            return f"{name}{place} is {values[index]}; it must be a finite number"
+        least = {"std": 0, "count": 1}.get(name, -np.inf)
+        for place, index in first(values < least):
+            return f"{name}{place} is {values[index]}; it must be at least {least}"
     for low, high in _ORDERED:
-        if low not in statistics or high not in statistics:
+        lower, upper = statistics.get(low), statistics.get(high)
+        if lower is None or upper is None or lower.shape != upper.shape:
             continue
-        lower, upper = statistics[low], statistics[high]
-        if lower.shape == upper.shape and (place := _first(lower > upper)) is not None:
+        for place, index in first(lower > upper):
             return (
-                f"{low}{place} is {lower[place]} and {high}{place} {upper[place]}; {low} must not "
+                f"{low}{place} is {lower[index]} and {high}{place} {upper[index]}; {low} must not "
                 f"be above {high}"
             )
     return None
-
-
-class _Place(tuple):
-    """An index into an array, written as `[2]`, and as nothing for a scalar."""
-
-    def __str__(self) -> str:
-        return str(list(self)) if self else ""
-
-
-def _first(is_wrong: np.ndarray) -> _Place | None:
-    places = np.argwhere(is_wrong)
-    return _Place(int(i) for i in places[0]) if len(places) else None
 
 
 def policy_normalizers(config: PolicyConfig, num_groups: int) -> dict[str, Normalizer]:
@@ -354,16 +354,130 @@ def planner_normalizers(config: PolicyConfig, num_groups: int) -> dict[str, Norm
     return {"normalize_inputs": inputs}
 
 
+# Of one group: feature -> statistic -> values, float64 `[dims]`; `count` is int64 `[1]`.
+GroupStatistics = dict[str, dict[str, np.ndarray]]
+
+
+def demonstration_statistics(source: Any) -> dict[str, GroupStatistics]:
+    """Statistics of each group by name, in the order of `dataset_index`.
+
+    Over all real frames of the states and real steps of the actions, counted as often as samples
+    have them; padding does not count. Reads no images. Quantiles are exact, so the values of all
+    samples are in memory at once.
+
+    Raises:
+        ValueError: a group has no samples.
+    """
+    values: dict[int, dict[str, list[np.ndarray]]] = {}
+    for number in range(len(source)):
+        state, actions, group = source.motion(number)
+        of_group = values.setdefault(group, {"state": [], "actions": []})
+        of_group["state"].append(state)
+        if actions is not None:
+            of_group["actions"].append(actions)
+    empty = [name for row, name in enumerate(source.group_names) if row not in values]
+    if empty:
+        raise ValueError(
+            f"the groups {empty} have no samples, so no statistics: add their data, or take them "
+            "out of the groups' names"
+        )
+    return {
+        name: {
+            feature: _statistics(np.concatenate(arrays))
+            for feature, arrays in values[row].items()
+            if arrays
+        }
+        for row, name in enumerate(source.group_names)
+    }
+
+
+def write_statistics(path: str | Path, groups: Mapping[str, GroupStatistics]) -> None:
+    """Write the statistics of groups as JSON: group -> feature -> statistic -> list."""
+    values = {
+        name: {
+            feature: {stat: array.tolist() for stat, array in stats.items()}
+            for feature, stats in group.items()
+        }
+        for name, group in groups.items()
+    }
+    write_text(Path(path), json.dumps(values, indent=1) + "\n")
+
+
+def read_statistics(
+    path: str | Path, group_names: Sequence[str] | None = None
+) -> dict[str, GroupStatistics]:
+    """Read a file of `write_statistics`.
+
+    Args:
+        group_names: the groups to return, in this order; None for all in the order of the file.
+
+    Raises:
+        RuntimeError: there is no such file, or it has another content.
+        ValueError: a group is missing, or a statistic is NaN, or gives a negative spread.
+    """
+    path = Path(path)
+    form = "group -> feature -> statistic -> list of numbers is needed"
+    values = read_json_object(path, "a statistics file", form)
+    try:
+        groups = {
+            name: {
+                feature: {
+                    stat: np.array(numbers, np.int64 if stat == "count" else np.float64)
+                    for stat, numbers in stats.items()
+                }
+                for feature, stats in group.items()
+            }
+            for name, group in values.items()
+        }
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
+        raise RuntimeError(f"statistics file {path} cannot be read: {error}; {form}") from error
+    for name, group in groups.items():
+        for feature, stats in group.items():
+            if (problem := spread_problem(stats)) is not None:
+                raise ValueError(f"{path}: group {name!r}, feature {feature!r}: {problem}")
+    names = list(groups) if group_names is None else group_names
+    missing = [name for name in names if name not in groups]
+    if missing or not groups:
+        raise ValueError(
+            f"{path} has statistics of {list(groups)}, but not of {missing or 'any group'}: "
+            "compute them of data that has all groups"
+        )
+    return {name: groups[name] for name in names}
+
+
+def _statistics(values_ND: np.ndarray) -> dict[str, np.ndarray]:
+    values = values_ND.astype(np.float64)
+    q01, q99 = np.quantile(values, (0.01, 0.99), axis=0)
+    return {
+        "mean": values.mean(axis=0),
+        "std": values.std(axis=0),
+        "min": values.min(axis=0),
+        "max": values.max(axis=0),
+        "q01": q01,
+        "q99": q99,
+        "count": np.array([len(values)], dtype=np.int64),
+    }
+
+
+def statistics_by_key(normalizers: Mapping[str, Normalizer]) -> dict[str, np.ndarray]:
+    """The statistics of normalizers by their keys in a checkpoint."""
+    return {
+        f"{owner}.{name}": value
+        for owner, normalizer in normalizers.items()
+        for name, value in normalizer.tensors.items()
+    }
+
+
+def set_by_key(normalizers: Mapping[str, Normalizer], found: Mapping[str, np.ndarray]) -> None:
+    """Set all statistics of normalizers, found by their keys in a checkpoint."""
+    for owner, normalizer in normalizers.items():
+        for name in normalizer.tensors:
+            normalizer.tensors[name] = found[f"{owner}.{name}"].astype(np.float32)
+
+
 def save_statistics(normalizers: Mapping[str, Normalizer], file: Path) -> None:
     """Write the statistics of normalizers."""
-    save_file(
-        {
-            f"{owner}.{name}": value
-            for owner, normalizer in normalizers.items()
-            for name, value in normalizer.tensors.items()
-        },
-        file,
-    )
+    save_file(statistics_by_key(normalizers), file)
 
 
 def load_statistics(normalizers: Mapping[str, Normalizer], file: Path) -> None:
@@ -373,12 +487,10 @@ def load_statistics(normalizers: Mapping[str, Normalizer], file: Path) -> None:
         RuntimeError: the file is of other normalizers.
     """
     stored = load_file(file)
-    for owner, normalizer in normalizers.items():
-        for name, value in normalizer.tensors.items():
-            found = stored.get(f"{owner}.{name}")
-            if found is None or found.shape != value.shape:
-                raise RuntimeError(
-                    f"{file} has no {owner}.{name} of shape {list(value.shape)}: export the "
-                    "checkpoint again (paddle-vl export)"
-                )
-            normalizer.tensors[name] = found
+    for key, value in statistics_by_key(normalizers).items():
+        if key not in stored or stored[key].shape != value.shape:
+            raise RuntimeError(
+                f"{file} has no {key} of shape {list(value.shape)}: export the checkpoint again "
+                "(paddle-vl export)"
+            )
+    set_by_key(normalizers, stored)

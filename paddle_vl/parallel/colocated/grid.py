@@ -130,23 +130,11 @@ class ColocatedGrid:
         return np.sort(self.ordered_ranks.reshape([self.data_lanes, self.lane_size])).tolist()
 
     def describe(self) -> str:
-        """A line per rank, e.g. `rank 2: encodes a quarter of the items of data lane 0 as encoder
-        lane 2; runs stage 1 of data lane 0`."""
-        lines = [
+        """E.g. `2 encoder lanes of 1 rank(s) over 1 data lane(s) of 2 rank(s): fan-in`."""
+        return (
             f"{self.encoder_dp} encoder lanes of {self.encoder_mp} rank(s) over {self.data_lanes} "
             f"data lane(s) of {self.lane_size} rank(s): {self.kind}"
-        ]
-        for rank in range(self.world_size):
-            role = self.role(rank)
-            of = "data lane" if len(role.served_lanes) == 1 else "data lanes"
-            lanes = ", ".join(map(str, role.served_lanes))
-            share = "the items" if self.lanes_in == 1 else f"1/{self.lanes_in} of the items"
-            lines.append(
-                f"rank {rank}: encodes {share} of {of} {lanes} in encoder lane "
-                f"{role.encoder_lane}, place {role.encoder_place}; runs stage {role.place.stage}, "
-                f"mp {role.place.mp_rank} of data lane {role.place.lane}"
-            )
-        return "\n".join(lines)
+        )
 
 
 @dataclass(frozen=True, eq=False)

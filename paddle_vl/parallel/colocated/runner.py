@@ -9,8 +9,6 @@
 Gradients of the encoder are summed over its lanes after phase 3, with those of the language model
 over theirs; both are sums of losses that are divided by the counts of the full step. A frozen
 encoder has no phase 3, and encodes the items of the next step there.
-
-Just over 350 lines: the runner, and what it keeps of rows and parameters.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -70,36 +68,24 @@ class ColocatedRunner(PipelineRunner):
         totals: Sequence[int],
         store: ParameterStore | None = None,
     ) -> Tensor:
-        """See `PipelineRunner`. If a phase raises, no gradient of the step stays behind."""
         trained = [p for p in self.encoder.parameters() if not p.stop_gradient]
-        try:
-            with self.marked():
-                encoded = self._encode(batches, bool(trained))
-            terms = super().accumulate_gradients(batches, totals, store)
-            with self.marked():
-                if trained:
-                    self._backward(encoded, batches, trained)
-                else:
-                    self._read_ahead()
-            return terms
-        except BaseException:
-            self._store = None
-            for parameter in self.model.parameters():
-                if parameter.grad is not None:
-                    parameter.clear_gradient(False)
-            for total in () if store is None else store.gradient_sums():
-                total.zero_()
-            raise
-        finally:
-            self._leaves = None
+        with self.marked():
+            encoded = self._encode(batches, bool(trained))
+        terms = super().accumulate_gradients(batches, totals, store)
+        with self.marked():
+            if trained:
+                self._backward(encoded, batches, trained)
+            else:
+                self._read_ahead()
+        self._leaves = None
+        return terms
 
     @paddle.no_grad()
     def loss_sums(self, batches: Sequence[Batch]) -> Tensor:
-        try:
-            self._encode(batches, trains=False)
-            return super().loss_sums(batches)
-        finally:
-            self._leaves = None
+        self._encode(batches, trains=False)
+        sums = super().loss_sums(batches)
+        self._leaves = None
+        return sums
 
     def _encode(self, batches: Sequence[Batch], trains: bool) -> Encoded:
         encoded = self._encoded_ahead(batches)
@@ -251,12 +237,6 @@ class Leaves:
         if not parts:
             return paddle.zeros([0, sum(self.widths)], dtype=self._dtype)
         return paddle.concat(parts)
-
-    @property
-    def num_bytes_on_device(self) -> int:
-        """Bytes of rows that lie on the device now."""
-        tensors = [*self._leaves.values(), *(() if self._offloads else self._rows.values())]
-        return sum(tensor.size * tensor.element_size() for tensor in tensors)
 
     def _leaf(self, number: int, section: int) -> Tensor:
         key = number, section

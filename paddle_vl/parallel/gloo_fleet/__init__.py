@@ -8,6 +8,7 @@ import paddle
 from paddle_vl.parallel.gloo_fleet import fleet_functions, process_group  # noqa: F401
 from paddle_vl.parallel.gloo_fleet.patch import PATCHES, check_version
 from paddle_vl.parallel.gloo_fleet.time_limit import check_library
+from paddle_vl.parallel.store.rendezvous import meet
 
 _installed = False
 
@@ -15,7 +16,8 @@ _installed = False
 def install() -> bool:
     """Make fleet work on CPU ranks that communicate through gloo; elsewhere do nothing.
 
-    Call it before fleet.init and init_parallel_env; further calls change nothing.
+    Call it before fleet.init and init_parallel_env, for which the ranks meet here. Further calls
+    change nothing.
 
     Returns:
         Whether Paddle runs here on CPUs with gloo, so that the patches are in place.
@@ -32,6 +34,8 @@ def install() -> bool:
         for patch in PATCHES:
             patch.apply()
         _installed = True
+    if int(os.environ.get("PADDLE_TRAINERS_NUM", "1")) > 1:
+        meet()
     return True
 
 

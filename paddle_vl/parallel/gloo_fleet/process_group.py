@@ -11,7 +11,6 @@ created at first use. A send returns when the peer has received, so several mess
 order that all ranks share.
 """
 
-import os
 from collections.abc import Callable, Sequence
 
 import paddle
@@ -20,16 +19,13 @@ from paddle import Tensor
 from paddle.base import core
 from paddle.distributed.fleet.meta_parallel.pp_utils import p2p_communication
 
-from paddle_vl.parallel.gloo_fleet.patch import NOT_IN_GLOO, group_method, replaces
-from paddle_vl.parallel.gloo_fleet.peers import (
-    finish,
+from paddle_vl.parallel.gloo_fleet.groups import (
     id_of,
     make_gloo_group,
     ranks_of,
     register_group,
-    unwrapped,
 )
-from paddle_vl.parallel.store.rendezvous import meet
+from paddle_vl.parallel.gloo_fleet.patch import NOT_IN_GLOO, group_method, replaces
 
 _SUM = core.ReduceOp.SUM
 _HALF = (paddle.float16, paddle.bfloat16)
@@ -53,7 +49,6 @@ _pairs: dict[tuple[int, int, int], core.ProcessGroup] = {}
 
 _PARTLY = "gloo refuses empty and non-contiguous tensors and crashes at unknown dtypes"
 _IN_STEP = "in a group of more than two the next collective hangs for 30 seconds"
-_HIDDEN = "the error of a collective in a backward pass is hidden in Paddle's traceback"
 
 
 class DoneTask:
@@ -100,7 +95,7 @@ def all_reduce(group, tensor, op=_SUM, sync_op=True):
     result = contiguous(tensor)
     if tensor.dtype in _HALF:
         result = result.astype("float32")
-    finish(group, "all_reduce", _raw.all_reduce, result, op, True)
+    _raw.all_reduce(group, result, op, True).wait()
     write(result, tensor)
     return DONE
 
@@ -123,7 +118,7 @@ def _gather(group, tensor) -> Tensor:
     rows = paddle.empty([group.size(), tensor.size], dtype=tensor.dtype)
     if tensor.size:
         flat = contiguous(tensor).reshape([-1])
-        finish(group, "all_gather", _raw.all_gather_into_tensor, rows.reshape_([-1]), flat, True)
+        _raw.all_gather_into_tensor(group, rows.reshape_([-1]), flat, True).wait()
     return rows.reshape_([group.size(), tensor.size])
 
 
@@ -161,7 +156,7 @@ def _broadcast(group, tensor, src, sync_op=True):
     """Copy the tensor of rank `src` of the group to all of its ranks, in place."""
     if tensor.size:
         result = contiguous(tensor)
-        finish(group, "broadcast", _raw.broadcast, result, src, True)
+        _raw.broadcast(group, result, src, True).wait()
         write(result, tensor)
     return DONE
 
@@ -195,12 +190,6 @@ def _all_to_all_single(group, out, in_, out_sizes, in_sizes, sync_op=True):
     return DONE
 
 
-@group_method("barrier", "its error does not name the failed rank")
-def _barrier(group, device_id=-1):
-    finish(group, "barrier", _raw.barrier)
-    return DONE
-
-
 def _equal_slices(tensor: Tensor, size: int) -> list[Tensor]:
     if tensor.shape[0] % size:
         raise ValueError(f"{tensor.shape[0]} rows cannot be divided over {size} ranks.")
@@ -221,7 +210,7 @@ def send(group, tensor, dst, sync_op=True):
     """Send a tensor to rank `dst` of the group."""
     if tensor.size:
         pair = _pair_group(group, dst)
-        finish(pair, "send", _raw.send, contiguous(tensor), 1 - pair.rank(), True)
+        _raw.send(pair, contiguous(tensor), 1 - pair.rank(), True).wait()
     return DONE
 
 
@@ -233,7 +222,7 @@ def recv(group, tensor, src, sync_op=True):
     if tensor.size:
         pair = _pair_group(group, src)
         result = contiguous(tensor)
-        finish(pair, "recv", _raw.recv, result, 1 - pair.rank(), True)
+        _raw.recv(pair, result, 1 - pair.rank(), True).wait()
         write(result, tensor)
     return DONE
 
@@ -242,18 +231,10 @@ def _pair_group(group: core.ProcessGroup, peer: int) -> core.ProcessGroup:
     """The group of this rank and `peer` (a rank within `group`), made at the first use.
 
     Both ranks must ask for it; the smaller rank within `group` is rank 0 of the pair.
-
-    Raises:
-        RuntimeError: the group was made before install().
     """
     if group.size() == 2:
         return group
     group_id = id_of(group)
-    if group_id is None:
-        raise RuntimeError(
-            "This process group was made before the CPU fleet was installed: call install() "
-            "before fleet.init or init_parallel_env."
-        )
     low, high = sorted((group.rank(), peer))
     pair = (group_id, low, high)
     if pair not in _pairs:
@@ -319,22 +300,3 @@ def _new_process_group(paddles_own: Callable) -> Callable:
         return group
 
     return _new_process_group_impl
-
-
-@replaces(
-    "paddle.distributed.parallel",
-    "init_parallel_env",
-    "rank 0 listens on all addresses of its machine",
-    makes=True,
-)
-def _init_parallel_env(paddles_own: Callable) -> Callable:
-    def init_parallel_env(nccl_config=None):
-        if int(os.environ.get("PADDLE_TRAINERS_NUM", "1")) > 1:
-            meet()
-        return paddles_own(nccl_config)
-
-    return init_parallel_env
-
-
-for _owner in ("paddle:Tensor", "paddle.autograd.backward_mode"):
-    replaces(_owner, "backward", _HIDDEN, makes=True)(unwrapped)

@@ -90,16 +90,8 @@ class FleetSharding:
         """Shard an optimizer of the trained parameters, which has no state yet.
 
         Afterwards the parameters live in fleet's buffers, and the optimizer updates slices.
-
-        Raises:
-            ValueError: its parameters are not the trained ones.
         """
         parameters: list[Any] = list(adamw._parameter_list or ())
-        if {id(p) for p in parameters} != set(self._trained):
-            raise ValueError(
-                f"the optimizer has {len(parameters)} parameters, and {len(self._trained)} are "
-                "trained: they must be the same ones"
-            )
         # A pipeline stage may have no trained parameters.
         if not parameters:
             return
@@ -113,11 +105,7 @@ class FleetSharding:
         MixPrecisionLayer(nn.ParameterList(parameters), dtype="bfloat16")
         self._hybrid = fleet.distributed_optimizer(adamw)
         self.optimizer = self._hybrid._inner_opt
-        if not isinstance(self.optimizer, DygraphShardingOptimizerV2):
-            raise RuntimeError(
-                f"fleet shards the optimizer with {type(self.optimizer).__name__}: start fleet "
-                "through paddle_vl.parallel.topology.initialize with a sharding_degree above 1"
-            )
+        assert isinstance(self.optimizer, DygraphShardingOptimizerV2), "by `fleet_strategy`"
         self.optimizer._collect_comm_buffers()
         self.optimizer._assign_slice_grad()
         self._buffers = list(self.optimizer._comm_buffer_list)

@@ -33,20 +33,11 @@ class ShardingOptions:
         reduce_dtype: dtype of reduced gradients; sums over micro-batches are float32.
         reduce_once_per_step: stage 2: accumulate full gradients in float32, and reduce them only in
             the last micro-batch's backward pass.
-
-    Raises:
-        ValueError: another dtype.
     """
 
     reshard_after_forward: bool = True
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     reduce_once_per_step: bool = False
-
-    def __post_init__(self):
-        if self.reduce_dtype not in ("float32", "bfloat16"):
-            raise ValueError(
-                f"reduce_dtype is {self.reduce_dtype!r}; it must be float32 or bfloat16"
-            )
 
 
 class Sharding:
@@ -73,15 +64,11 @@ class Sharding:
         stage: 2 or 3, see the package.
         chains: sequences of layers that always run together in this order. A layer is a unit: it
             takes its tensors as positional arguments and returns tensors, and its parameters are
-            used nowhere else. Its `forward` is wrapped, outside recomputation, see
+            in the list and used nowhere else. Its `forward` is wrapped, outside recomputation, see
             `paddle_vl.parallel.layer_wrappers`. At stage 3 without recomputation, a weight of which
             a graph saved a view (a slice, a transpose) keeps its storage until the backward pass.
         tables: token embeddings and heads, which stage 3 shards too. Two of them may share a
             `weight`, which nothing else uses.
-
-    Raises:
-        ValueError: another stage or group; a parameter listed twice, or in two units, or in a unit
-            and not in the list.
     """
 
     def __init__(
@@ -93,12 +80,6 @@ class Sharding:
         tables: Sequence[nn.Layer] = (),
         options: ShardingOptions | None = None,
     ):
-        if stage not in (2, 3):
-            raise ValueError(
-                f"sharding stage is {stage!r}; it must be 2 or 3, and stage 1 is FleetSharding"
-            )
-        if group.nranks < 2:
-            raise ValueError("a sharding group of one rank has nothing to shard; use no Sharding")
         self.group, self.stage, self.options = group, stage, options or ShardingOptions()
         self._entries: dict[int, BucketEntry] = {}
         self._reductions = Reductions(group, self.options.reduce_dtype)
@@ -109,20 +90,10 @@ class Sharding:
         # Tables that this micro-batch's backward pass has reduced.
         self._reduced_tables: set[Bucket] = set()
         tables = tables if stage == 3 else ()
-        layers = [layer for chain in chains for layer in chain]
-        owned = [list(layer.parameters()) for layer in layers]
-        owned += [[weight] for weight in {id(t.weight): t.weight for t in tables}.values()]
-        owner_of = {id(p): number for number, ps in enumerate(owned) for p in ps}
-        left, trained = self._shard(parameters, owner_of)
-        for number, of_unit in enumerate(owned):
-            for parameter in of_unit:
-                if id(parameter) not in left:
-                    raise ValueError(
-                        f"{parameter.name} {list(parameter.shape)} of sharding unit {number} is in "
-                        "another unit too, or not among the parameters to shard"
-                    )
-                left.remove(id(parameter))
-        root = [self._entries[id(p)] for p in trained if id(p) not in owner_of]
+        in_units = {id(p) for chain in chains for layer in chain for p in layer.parameters()}
+        in_units |= {id(table.weight) for table in tables}
+        trained = self._shard(parameters, in_units)
+        root = [self._entries[id(p)] for p in trained if id(p) not in in_units]
         self._root = list(buckets_of(root, group, self._reductions))
         self._forwards: list[UnitForward] = []
         self._units = [bucket for chain in chains for bucket in self._add_chain(chain)]
@@ -250,23 +221,11 @@ class Sharding:
                     "unit and got a gradient outside of it; leave the layer out of the units"
                 )
 
-    def _shard(
-        self, parameters: Iterable[Tensor], owner_of: Container[int]
-    ) -> tuple[set[int], list[Tensor]]:
-        """Take this rank's shard of each parameter as it comes.
-
-        Returns:
-            Identities of all, and the trained ones.
-        """
-        seen: set[int] = set()
+    def _shard(self, parameters: Iterable[Tensor], in_units: Container[int]) -> list[Tensor]:
+        """Take this rank's shard of each parameter as it comes; returns the trained ones."""
         trained: list[Tensor] = []
-        num_twice = 0
         for parameter in parameters:
-            if id(parameter) in seen:
-                num_twice += 1
-                continue
-            seen.add(id(parameter))
-            loses_storage = self.stage == 3 and id(parameter) in owner_of
+            loses_storage = self.stage == 3 and id(parameter) in in_units
             if not parameter.stop_gradient:
                 trained.append(parameter)
             elif not loses_storage:
@@ -274,9 +233,7 @@ class Sharding:
             self._entries[id(parameter)] = BucketEntry.of(parameter, self.group)
             if loses_storage:
                 parameter._clear_data()
-        if num_twice:
-            raise ValueError(f"{num_twice} parameters to shard are listed twice")
-        return seen, trained
+        return trained
 
     def _bucket(self, parameters: Iterable[Tensor]) -> Bucket | None:
         entries = [self._entries[id(p)] for p in parameters if id(p) in self._entries]

@@ -1,7 +1,7 @@
 """Process groups of simulated ranks: collectives computed from all ranks' tensors in this process.
 
 A group has the methods of Paddle's process groups that fleet's layers and `paddle.distributed`
-call. Each describes itself, gets what every rank contributes from `Lockstep`, and writes this
+call. Each describes itself, gets what every rank contributes from an `Exchange`, and writes this
 rank's result. What an accelerator would refuse or do silently wrong (shards of different length, an
 output of another size or dtype) is refused here.
 """
@@ -18,11 +18,11 @@ from paddle.distributed.communication.group import Group
 
 from paddle_vl.parallel.gloo_fleet.process_group import DONE, DoneTask, write
 from paddle_vl.parallel.recorder import (
+    Collective,
     described_call,
     is_in_backward,
     observers_of_thread,
 )
-from paddle_vl.parallel.simulated.exchanges import Lockstep
 
 _SUM = core.ReduceOp.SUM
 _HALF = (paddle.float16, paddle.bfloat16)
@@ -33,6 +33,11 @@ _REDUCE = {
 _local = threading.local()
 
 
+# Gives a collective of a rank (in phase `forward` or `backward`) the tensors of all its ranks, in
+# the group's order. The tensor is what the rank contributes; a barrier has none.
+Exchange = Callable[[int, Collective, Tensor | None], list[Tensor]]
+
+
 class SimulatedRank:
     """One rank of a simulated mp group of `size` ranks.
 
@@ -41,8 +46,8 @@ class SimulatedRank:
         observers: called with each collective before it runs.
     """
 
-    def __init__(self, rank: int, size: int, lockstep: Lockstep):
-        self.rank, self.size, self.lockstep = rank, size, lockstep
+    def __init__(self, rank: int, size: int, exchange: Exchange):
+        self.rank, self.size, self.exchange = rank, size, exchange
         self.observers: list[Callable[[Any], object]] = []
         # A group of one rank has no connection, as in `paddle_vl.parallel.topology`.
         connection: Any = SimulatedProcessGroup(self) if size > 1 else None
@@ -69,7 +74,7 @@ class SimulatedProcessGroup:
 
     Raises, by every method:
         ValueError: shapes or dtypes that the collective does not take.
-        RuntimeError: called outside of the simulation, or ranks disagree; see `Lockstep`.
+        RuntimeError: called outside of the simulation, or ranks disagree; see `Exchange`.
     """
 
     def __init__(self, own: SimulatedRank):
@@ -162,7 +167,7 @@ class SimulatedProcessGroup:
             observe(call)
         phase = "backward" if is_in_backward() else "forward"
         call = call._replace(phase=phase, detail=detail)
-        return self._own.lockstep.exchange(self._rank, call, tensor)
+        return self._own.exchange(self._rank, call, tensor)
 
     def _slices(self, tensor: Tensor, kind: str) -> list[Tensor]:
         rows, rest = divmod(tensor.shape[0], self._size)

@@ -1,26 +1,27 @@
 """A rank's connection to the store, for registration, and news of other ranks.
 
-Gloo notices that a peer has ended, and the operation raises. NCCL does not: the main thread stays
-in the collective until Paddle's timeout. `PeerWatch` ends such a process. Does not load Paddle.
+Gloo notices that a peer has ended or is late, and the operation raises without naming it. NCCL
+does not notice: the main thread stays in the collective until Paddle's timeout. `PeerWatch` names
+the rank, and ends a process that stays. Does not load Paddle.
 """
 
 import contextlib
 import json
 import logging
 import os
+import re
 import socket
 import struct
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import paddle_vl
 from paddle_vl.parallel.store import server
-from paddle_vl.parallel.store.server import ranks_text
 from paddle_vl.threads import Watch, end_process
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,9 @@ _ASKING_RANKS_PER_S = 5000
 # A working store answers much faster.
 _ANSWER_S = 10.0
 GRACE_S = 10.0
+# Seconds for the store to notice that a rank has ended, or that others give up too.
+_NOTICE_S = 2.0
+_OF_GLOO = re.compile(r".*gloo(?:/transport| group).*")
 _POLL_S = 1.0
 _PACKAGE = str(Path(paddle_vl.__file__).parent)
 _EXIT_CODE = 1
@@ -97,36 +101,26 @@ class Membership:
                 "Two runs have the same address, or the launcher's variables are wrong: give each "
                 "run ports of its own"
             )
-        missing, ended = answer["missing"], answer["ended"]
-        if ended and missing:
+        if missing := answer["missing"]:
+            waited = f"has waited {self._seconds:g} s at {self._place} for {ranks_text(missing)}"
+            ended = answer["ended"]
+            if ended:
+                waited = f"waits for {ranks_text(missing)}, and {ranks_text(ended)} ended meanwhile"
             raise RuntimeError(
-                f"rank {self.rank}: {ranks_text(ended)} ended before {ranks_text(missing)} had "
-                f"joined: {logs_text(ended)} for the cause, and {CONTINUE}"
-            )
-        if missing:
-            raise RuntimeError(
-                f"rank {self.rank} has waited {self._seconds:g} s at {self._place} for "
-                f"{ranks_text(missing)} to join: {logs_text(missing)}, and whether "
-                f"that machine reaches this address; then {CONTINUE}"
+                f"rank {self.rank} {waited}: {logs_text(ended or missing)}, and whether that "
+                f"machine reaches this address; then {CONTINUE}"
             )
 
-    def ended(self) -> list[int]:
-        """Ranks that have ended, in that order. A store that does not answer ended with rank 0."""
+    def state(self) -> dict[str, Any]:
+        """Ranks that have `ended`, in that order, and the problem of each that `failed` or ended
+        without reporting success. A store that does not answer ended with rank 0."""
         try:
-            return self.ask()["ended"]
+            answer = self.ask()
         except (OSError, ValueError):
-            return [0] if self.rank != 0 else []
-
-    def failed(self) -> dict[int, str]:
-        """Ranks that failed or ended without reporting success, with the reason.
-
-        A store that does not answer ended with rank 0.
-        """
-        try:
-            reported = self.ask()["failed"]
-        except (OSError, ValueError):
-            return {0: "has ended"} if self.rank != 0 else {}
-        return {int(rank): problem for rank, problem in reported.items()}
+            if self.rank == 0:
+                return {"ended": [], "failed": {}}
+            return {"ended": [0], "failed": {0: "has ended"}}
+        return answer | {"failed": {int(rank): text for rank, text in answer["failed"].items()}}
 
     def report_end(self, problem: str | None = None) -> None:
         """Report that this rank is done, or the problem that ends it."""
@@ -145,7 +139,7 @@ class Membership:
     def ask(
         self, request: Mapping[str, Any] | None = None, seconds: float | None = _ANSWER_S
     ) -> dict[str, Any]:
-        """The store's answer to a request, see `server.Store.state` and `server.Section`.
+        """The store's answer to a request, see `server.Store.state` and `server.Store.meet`.
 
         Args:
             seconds: that the answer may take; None for no limit.
@@ -180,6 +174,9 @@ class PeerWatch:
 
     Args:
         grace_s: seconds for the main thread to return by itself after another rank has failed.
+
+    Raises:
+        RuntimeError: in place of an error of gloo; names the ranks that have ended or are late.
     """
 
     def __init__(self, grace_s: float = GRACE_S):
@@ -193,8 +190,15 @@ class PeerWatch:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._is_over.set()
+        problem = None
+        if error is not None:
+            first_line = next(iter(str(error).strip().splitlines()), "")
+            problem = f"failed with {type(error).__name__}: {first_line}"
         for membership in of_this_process:
-            membership.report_end(None if error is None else _first_line(error))
+            membership.report_end(problem)
+            # In a backward pass Paddle hides it in the text of another error.
+            if error is not None and _OF_GLOO.search(str(error)):
+                raise RuntimeError(_explained(membership, str(error))) from error
 
     def _watch(self) -> None:
         failed: dict[int, str] = {}
@@ -202,8 +206,7 @@ class PeerWatch:
             if self._is_over.wait(_POLL_S):
                 return
             for membership in of_this_process:
-                failed = membership.failed()
-        begin = time.monotonic()
+                failed = membership.state()["failed"]
         if self._is_over.wait(self._grace_s):
             return
         rank, problem = next(iter(failed.items()))
@@ -213,7 +216,7 @@ class PeerWatch:
             of_this_process[0].rank,
             rank,
             problem,
-            time.monotonic() - begin,
+            self._grace_s,
             _place_of_main_thread(),
             logs_text([rank]),
             CONTINUE,
@@ -221,17 +224,34 @@ class PeerWatch:
         end_process(_EXIT_CODE)
 
 
-def logs_text(ranks: list[int]) -> str:
+def _explained(membership: Membership, text: str) -> str:
+    """Why an operation of gloo failed, after this rank has reported so."""
+    # Gloo reports a closed connection as TIMEOUT too, but then names the peer.
+    is_late = "TIMEOUT" in text and re.search(r"pair_rank = \d", text) is None
+    end = time.monotonic() + _NOTICE_S
+    while not (culprits := membership.state()["ended"]) and time.monotonic() < end:
+        time.sleep(_RETRY_S)
+    problem = f"{ranks_text(culprits)} ended" if culprits else _OF_GLOO.findall(text)[0]
+    if is_late and not culprits:
+        # Ranks that waited for the same one have given up by now.
+        failed = membership.state()["failed"]
+        culprits = [rank for rank in range(membership.num_ranks) if rank not in failed]
+        problem = f"got no answer from {ranks_text(culprits)}" if culprits else "too late"
+    see = f"{logs_text(culprits)} for the cause, and " if culprits else ""
+    return f"rank {membership.rank}: a collective failed: {problem}; {see}{CONTINUE}"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`rank 1`, or `ranks 1, 2`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def logs_text(ranks: Sequence[int]) -> str:
     """`see the log of rank 1`, or the path of its file if the launcher's variables give it."""
     folder = os.environ.get("PADDLE_LOG_DIR")
     if folder is None or os.environ.get("PADDLE_NNODES", "1") != "1":
         return f"see the log of {ranks_text(ranks)}"
     return "see " + ", ".join(f"{folder}/workerlog.{rank}" for rank in ranks)
-
-
-def _first_line(error: BaseException) -> str:
-    text = next(iter(str(error).strip().splitlines()), "")
-    return f"failed with {type(error).__name__}: {text}"
 
 
 def _place_of_main_thread() -> str:

@@ -58,16 +58,8 @@ _timeout_s: list[float] = [DEFAULT_TIMEOUT_S]
 
 
 def set_timeout(seconds: float) -> None:
-    """Set how long this rank waits for others, in every operation; the same on every rank.
-
-    Raises:
-        RuntimeError: the ranks have met already, with another timeout.
-    """
-    if _met and seconds != timeout_s():
-        raise RuntimeError(
-            f"the ranks have met with a timeout of {timeout_s():g} s, which cannot become "
-            f"{seconds:g} s: give parallel.timeout_s before the first group is made"
-        )
+    """Set how long this rank waits for others, in every operation; the same on every rank, and
+    before the first group is made."""
     _timeout_s[:] = [seconds]
 
 
@@ -123,18 +115,15 @@ def find_addresses(environment: Mapping[str, str] = os.environ) -> Addresses:
     Raises:
         RuntimeError: a variable is missing, is not HOST:PORT, or its host does not resolve.
     """
-    endpoints = [
-        _host_and_port(ENDPOINTS, text)
-        for text in _read_variable(environment, ENDPOINTS).split(",")
-    ]
+    texts = _read_variable(environment, ENDPOINTS).split(",")
+    endpoints = [_host_and_port(ENDPOINTS, text) for text in texts]
     master = endpoints[0]
     if environment.get(MASTER):
         master = _host_and_port(MASTER, environment[MASTER])
-    resolved = {host: _resolve(host) for host, _ in [*endpoints, master]}
-    if all(map(is_of_this_machine, resolved.values())):
+    if all(is_of_this_machine(host) for host, _ in [*endpoints, master]):
         return Addresses(LOOPBACK, master[1], LOOPBACK)
     own, _ = _host_and_port(CURRENT, _read_variable(environment, CURRENT))
-    return Addresses(resolved[master[0]], master[1], _resolve(own))
+    return Addresses(*master, own)
 
 
 def choose_interfaces(
@@ -186,19 +175,17 @@ def _read_variable(environment: Mapping[str, str], variable: str) -> str:
 
 
 def _host_and_port(variable: str, text: str) -> tuple[str, int]:
+    """The IPv4 address and the port of an endpoint."""
     host, _, port = text.strip().rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise RuntimeError(f"{variable} holds {text!r}; an endpoint is HOST:PORT, over IPv4")
-    return host, int(port)
-
-
-def _resolve(host: str) -> str:
     try:
-        return socket.gethostbyname(host)
-    except OSError as error:
+        number = int(port)
+        if not host or not 0 < number < 1 << 16:
+            raise ValueError("no HOST:PORT")
+        return socket.gethostbyname(host), number
+    except (OSError, ValueError) as error:
         raise RuntimeError(
-            f"the host {host!r} of this run's endpoints does not resolve to an IPv4 address "
-            f"({error.strerror}): give the launcher addresses, or add the name to /etc/hosts"
+            f"{variable} holds {text!r}, which is not the HOST:PORT of an IPv4 address ({error}): "
+            "give the launcher addresses, or add the host's name to /etc/hosts"
         ) from None
 
 

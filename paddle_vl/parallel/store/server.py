@@ -1,10 +1,9 @@
 """The key-value store of a run: a separate process that rank 0 starts and that ends with rank 0.
 
 It speaks the wire protocol of Paddle 3.3's TCPStore, and every rank, rank 0 included, is a client.
-Paddle's own server listens on all addresses of the machine, answers a read after 90 ms, and a wait
-for a key that does not come never ends, whatever its timeout. Beyond that protocol every rank
-registers here, so that a rank that is missing or has ended can be named, and ranks compare their
-collectives. Does not load Paddle.
+Paddle's own server listens on all addresses of the machine, and needs three seconds more to bring
+four ranks of a CPU together. Beyond that protocol every rank registers here, so that a rank that is
+missing or has ended can be named, and ranks compare their collectives. Does not load Paddle.
 
 A message is a command (4 bytes, unsigned), a text (8 bytes for the length, then UTF-8) and the
 arguments of the command; numbers are little-endian. A connection has one open request at a time.
@@ -15,9 +14,7 @@ import json
 import socket
 import struct
 import sys
-import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -34,25 +31,6 @@ MAX_KEY_BYTES, MAX_VALUE_BYTES = 1 << 14, 1 << 24
 _BACKLOG = 4096
 # After rank 0 has ended the other ranks have this long to learn of it; then this process ends.
 _SECONDS_AFTER_RANK_0 = 2.0
-_LEFT = "has left the checked section"
-
-
-class Changes:
-    """Wakes those that wait for a condition when something has changed."""
-
-    def __init__(self):
-        self._change = asyncio.Event()
-
-    def tell(self) -> None:
-        self._change.set()
-        self._change = asyncio.Event()
-
-    async def wait(self, is_over: Callable[[], object], seconds: float) -> None:
-        """Wait until a condition holds, for so many seconds at most."""
-        end = time.monotonic() + seconds
-        while not is_over() and (left := end - time.monotonic()) > 0:
-            with suppress(TimeoutError, asyncio.TimeoutError):
-                await asyncio.wait_for(self._change.wait(), left)
 
 
 class Store:
@@ -65,7 +43,6 @@ class Store:
     Attributes:
         joined, ended: ranks in order of time.
         failed: the problem of each rank that failed, or ended without reporting success.
-        sections: checked ones, by name.
     """
 
     def __init__(self, num_ranks: int, timeout: float):
@@ -74,18 +51,42 @@ class Store:
         self.joined: list[int] = []
         self.ended: list[int] = []
         self.failed: dict[int, str] = {}
-        self.sections: defaultdict[str, Section] = defaultdict(Section)
         self._done: set[int] = set()
-        self._changes = Changes()
+        self._meetings: dict[str, dict[int, Any]] = {}
+        # What each rank brought to its last meeting.
+        self._last: dict[int, Any] = {}
+        self._changed = asyncio.Condition()
 
-    def put(self, key: str, value: bytes) -> None:
+    async def put(self, key: str, value: bytes) -> None:
         self.values[key] = value
-        self._changes.tell()
+        await self._tell()
 
     async def wait(self, key: str) -> bool:
         """Wait until the key exists; False after the timeout, or when a rank has ended."""
-        await self._changes.wait(lambda: key in self.values or self.ended, self.timeout)
+        await self._wait(lambda: key in self.values or self.ended, self.timeout)
         return key in self.values
+
+    async def meet(
+        self, rank: int, name: str, ranks: list[int], value: Any, seconds: float
+    ) -> dict[str, Any]:
+        """Exchange values between ranks.
+
+        Returns:
+            `values` of all of them, or of those that have come when the time is over or a missing
+            one has ended; what the missing ones brought `last`.
+        """
+        values = self._meetings.setdefault(name, {})
+        values[rank] = self._last[rank] = value
+        if len(values) == len(ranks):
+            del self._meetings[name]
+        await self._tell()
+
+        def missing() -> set[int]:
+            return set(ranks).difference(values)
+
+        await self._wait(lambda: not missing() or missing().intersection(self.ended), seconds)
+        last = {rank: self._last.get(rank) for rank in missing()}
+        return {"values": values, "last": last, "ended": self.ended}
 
     def state(self, rank: int, request: dict[str, Any]) -> dict[str, Any]:
         """The state of all ranks, after a rank has reported.
@@ -106,111 +107,22 @@ class Store:
         missing = sorted(set(range(self.num_ranks)) - set(self.joined))
         return {"missing": missing, "ended": self.ended, "failed": self.failed}
 
-    def leave(self, rank: int) -> None:
-        """Record that a rank has ended, and end all waits."""
+    async def leave(self, rank: int) -> None:
+        """Record that a rank has ended, and end all waits for keys."""
         self.ended.append(rank)
         if rank not in self._done:
             self.failed.setdefault(rank, "has ended")
-        self._changes.tell()
+        await self._tell()
 
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
-class Section:
-    """The ranks inside a block of `paddle_vl.parallel.collective_check`, which meet here.
-
-    Methods wait for other ranks and return a problem, or None; all ranks get the first one found.
-    A rank that has ended is noticed when its time is over.
-    """
-
-    def __init__(self):
-        self._problem: str | None = None
-        self._left: set[int] = set()
-        # The last collective of each rank, for messages.
-        self._last: dict[int, str] = {}
-        self._numbers: Counter[tuple[int, tuple[int, ...]]] = Counter()
-        # What ranks of a group are about to do as which number, until all of them have come.
-        self._plans: dict[tuple[tuple[int, ...], int], dict[int, tuple[str, str]]] = {}
-        self._changes = Changes()
-
-    async def meet(
-        self, rank: int, ranks: Sequence[int], agreed: str, shown: str, seconds: float
-    ) -> str | None:
-        """Reach a collective of `ranks`, and wait until all of them have.
-
-        Args:
-            agreed: what must be equal on all ranks, as text.
-            shown: description for messages.
-            seconds: to wait for a rank.
-        """
-        group = tuple(ranks)
-        self._numbers[rank, group] += 1
-        number = self._numbers[rank, group]
-        here = f"collective {number} of ranks {list(ranks)}"
-        self._last[rank] = f"{shown}, {here}"
-        plans = self._plans.setdefault((group, number), {})
-        plans[rank] = agreed, shown
-        if len(plans) == len(group):
-            del self._plans[group, number]
-        problem = await self._wait(
-            lambda: [each for each in group if each not in plans],
-            f"{here}: rank {rank} is about to do {shown}",
-            seconds,
-        )
-        if problem is not None or len({agreed for agreed, _ in plans.values()}) == 1:
-            return problem
-        # The different plans, each with its ranks.
-        alike = defaultdict(list)
-        for each, (agreed, _) in sorted(plans.items()):
-            alike[agreed].append(each)
-        told = "; ".join(f"{ranks_text(of)} {plans[of[0]][1]}" for of in alike.values())
-        return self._found(f"{here}: the ranks are about to do different things: {told}")
-
-    async def leave(self, rank: int, num_ranks: int, seconds: float) -> str | None:
-        """Leave the checked section, and wait until all ranks have."""
-        self._left.add(rank)
-        return await self._wait(
-            lambda: sorted(set(range(num_ranks)) - self._left),
-            f"rank {rank} {_LEFT}{self._last_of(rank)}",
-            seconds,
-        )
-
-    async def fail(self, rank: int, error: str) -> None:
-        """Report why this rank starts no further collectives."""
-        self._found(f"rank {rank} {error}{self._last_of(rank)}")
-
-    async def _wait(
-        self, missing: Callable[[], list[int]], here: str, seconds: float
-    ) -> str | None:
-        self._changes.tell()
-        await self._changes.wait(
-            lambda: self._problem or not missing() or self._left.intersection(missing()), seconds
-        )
-        ranks = missing()
-        if not ranks:
-            return None
-        gone = [rank for rank in ranks if rank in self._left]
-        problem = self._found(
-            f"{here}; rank {gone[0]} {_LEFT}{self._last_of(gone[0])}"
-            if gone
-            else f"{here}; rank {ranks[0]} has not come within {seconds:g} s"
-            f"{self._last_of(ranks[0])}"
-        )
-        return problem if problem.startswith(here) else f"{problem} [{here}]"
-
-    def _found(self, problem: str) -> str:
-        """Keep a problem, unless there is one; returns the first one."""
-        self._problem = self._problem or problem
-        self._changes.tell()
-        return self._problem
-
-    def _last_of(self, rank: int) -> str:
-        if rank not in self._last:
-            return "; it reached none before"
-        return f"; its last collective: {self._last[rank]}"
-
-
-def ranks_text(ranks: list[int]) -> str:
-    """`rank 1`, or `ranks 1, 2`."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    async def _wait(self, is_over: Callable[[], object], seconds: float) -> None:
+        # The two are one class from Python 3.11 on.
+        with suppress(TimeoutError, asyncio.TimeoutError):
+            async with self._changed:
+                await asyncio.wait_for(self._changed.wait_for(is_over), seconds)
 
 
 class _Connection:
@@ -231,10 +143,11 @@ class _Connection:
                 await self._answer((await self._read("<I"))[0])
         self.writer.close()
         if self.rank is not None:
-            self.store.leave(self.rank)
+            await self.store.leave(self.rank)
 
     async def _answer(self, command: int) -> None:
-        text = (await self._read_bytes(MAX_KEY_BYTES)).decode()
+        limit = MAX_VALUE_BYTES if command == ASK else MAX_KEY_BYTES
+        text = (await self._read_bytes(limit)).decode()
         key, values = f"{self.namespace}\n{text}", self.store.values
         if command == ASK:
             self._write_bytes(json.dumps(await self._reply(json.loads(text))).encode())
@@ -243,13 +156,13 @@ class _Connection:
             if text == NAMESPACE:
                 self.namespace = value.decode()
             else:
-                self.store.put(key, value)
+                await self.store.put(key, value)
         elif command == ADD:
             # Read first: another client may add to the value while this one's number arrives.
             (number,) = await self._read("<q")
             # The value is a decimal number; a missing one counts as 0.
             total = int(values.get(key, b"0")) + number
-            self.store.put(key, str(total).encode())
+            await self.store.put(key, str(total).encode())
             self.writer.write(struct.pack("<q", total))
         elif command == GET:
             self._write_bytes(values.get(key, b""))
@@ -266,10 +179,8 @@ class _Connection:
         if not isinstance(request, dict) or not isinstance(request.get("rank"), int):
             raise ValueError(f"a request is an object with a rank, not {request}")
         rank = request["rank"]
-        for name in ("meet", "leave", "fail"):
-            if name in request:
-                method = getattr(self.store.sections[str(request.get("section"))], name)
-                return {"problem": await method(rank, *request[name])}
+        if "meet" in request:
+            return await self.store.meet(rank, *request["meet"])
         state = self.store.state(rank, request)
         if "join" in request and "refused" not in state:
             self.rank = rank

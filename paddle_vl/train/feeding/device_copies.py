@@ -14,7 +14,6 @@ for nothing; the streams wait for each other's events:
 Not run on a GPU so far: tested with a device object that records the calls.
 """
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -25,8 +24,6 @@ from paddle_vl.batch.schema import Batch
 
 # Spare capacity of a buffer, as batches differ in length.
 _SPARE = 1 / 8
-
-logger = logging.getLogger(__name__)
 
 
 class GpuDevice:
@@ -155,28 +152,21 @@ class DeviceCopies:
 
 
 def device_copies(
-    pin_memory: bool, is_main: bool = True, make: Callable[[], GpuDevice] = GpuDevice
+    pin_memory: bool, make: Callable[[], GpuDevice] = GpuDevice
 ) -> DeviceCopies | None:
-    """Copies for Paddle's current device; None on a CPU, or if the device cannot do them.
+    """Copies for Paddle's current device; None on a CPU, or without `pin_memory`.
 
-    Without copies on a device other than a CPU there is a warning, on rank 0 alone if the reason is
-    the same on all ranks.
+    Raises:
+        RuntimeError: the device cannot do them.
     """
     name = paddle.get_device()
-    if name.startswith("cpu"):
+    if name.startswith("cpu") or not pin_memory:
         return None
-    is_here_only = False
-    if not pin_memory:
-        reason = "data.pin_memory is off"
-    elif not name.startswith("gpu"):
-        reason = f"copies during a running step need a GPU, and this is {name}"
-    else:
-        try:
-            return DeviceCopies(make())
-        # What Paddle raises for a missing feature, for memory and for CUDA errors.
-        except (RuntimeError, MemoryError, OSError) as error:
-            reason = f"{name} cannot copy from pinned memory ({str(error).strip()})"
-            is_here_only = True
-    if is_main or is_here_only:
-        logger.warning("%s: each step waits for its batches to be copied to the device", reason)
-    return None
+    try:
+        return DeviceCopies(make())
+    # What Paddle raises for a missing feature, for memory and for CUDA errors.
+    except (RuntimeError, MemoryError, OSError) as error:
+        raise RuntimeError(
+            f"{name} cannot copy from pinned memory ({str(error).strip()}): set "
+            "data.pin_memory=false, with which a step waits for its batches to be copied"
+        ) from error

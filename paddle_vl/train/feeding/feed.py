@@ -1,4 +1,4 @@
-"""Feeds a training step with its micro-batches: counted, prefetched to a GPU, tensors on a CPU.
+"""Feeds a training step with its micro-batches: counted, as tensors, prefetched to a GPU.
 
 Also warns about long waits for data while they last (`warning_of_wait`).
 """
@@ -8,8 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
@@ -25,46 +25,31 @@ from paddle_vl.train.step import MicroBatch, counted
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class DataPlace:
+class DataPlace(NamedTuple):
     """Position in the training data.
 
     Attributes:
         state: state dict of the data at this position.
-        epoch, batches_consumed: epoch of the next batch, and batches of that epoch before it.
-        batches_in_epoch: batches of that epoch.
+        passes: passes over the data so far.
         skipped: bad samples left out so far.
     """
 
     state: dict[str, Any]
-    epoch: int
-    batches_consumed: int
-    batches_in_epoch: int
+    passes: float
     skipped: int
 
     @classmethod
     def of(cls, data: PrefetchingLoader) -> "DataPlace":
-        return cls(
-            data.state_dict(),
-            data.epoch,
-            data.batches_consumed,
-            len(data),
-            sum(data.skipped.values()),
-        )
-
-    @property
-    def passes(self) -> float:
-        """Passes over the data so far."""
-        return self.epoch + self.batches_consumed / self.batches_in_epoch
+        passes = data.epoch + data.batches_consumed / max(1, len(data))
+        return cls(data.state_dict(), passes, sum(data.skipped.values()))
 
 
-@dataclass(frozen=True)
-class FedStep:
+class FedStep(NamedTuple):
     """The micro-batches of a step.
 
     Attributes:
-        micro_batches: counted. With `DeviceCopies` their arrays are tensors on the device, valid
-            until the next step but one is requested; with `makes_tensors` tensors of their own.
+        micro_batches: counted. Their arrays are tensors on the device; with `DeviceCopies` valid
+            until the next step but one is requested.
         place: data position after these micro-batches, however many were prefetched.
         data_wait_s: seconds that the step waited for them.
     """
@@ -86,8 +71,6 @@ class BatchFeed:
         wait_warning_s: seconds of waiting for data before a warning.
         copies: copies to the device; None without prefetching.
         count_flops: FLOPs of a batch; None to not count them.
-        makes_tensors: without copies, whether arrays become tensors here. Nothing refers to the
-            arrays then, so a CPU has the memory for the step.
 
     Attributes:
         steps_fed: steps returned so far, of the whole run.
@@ -103,9 +86,7 @@ class BatchFeed:
         wait_warning_s: float = 30.0,
         copies: DeviceCopies | None = None,
         count_flops: Callable[[Batch], int] | None = None,
-        makes_tensors: bool = False,
     ):
-        self._makes_tensors = makes_tensors
         self._data, self._adapter = data, adapter
         self._num_micro_batches, self._num_steps = num_micro_batches, num_steps
         self._copies, self._count_flops = copies, count_flops
@@ -183,20 +164,17 @@ class BatchFeed:
         micro_batches = [
             counted(adapter.prepared(batch), adapter, self._count_flops) for batch in batches
         ]
-        if copies is None and self._makes_tensors:
-            with phase(Phase.HOST_TO_DEVICE):
-                micro_batches = [
-                    replace(each, batch=_as_tensors(each.batch, adapter)) for each in micro_batches
-                ]
-        elif copies is not None:
-            with phase(Phase.HOST_TO_DEVICE):
-                on_device = copies.start(
-                    [micro_batch.batch for micro_batch in micro_batches], adapter.is_for_device
-                )
-            micro_batches = [
-                replace(micro_batch, batch=batch)
-                for micro_batch, batch in zip(micro_batches, on_device, strict=True)
-            ]
+        # Nothing refers to the arrays after this, so a CPU has their memory for the step.
+        batches = [micro_batch.batch for micro_batch in micro_batches]
+        with phase(Phase.HOST_TO_DEVICE):
+            if copies is None:
+                on_device = [_as_tensors(batch, adapter) for batch in batches]
+            else:
+                on_device = copies.start(batches, adapter.is_for_device)
+        micro_batches = [
+            replace(micro_batch, batch=batch)
+            for micro_batch, batch in zip(micro_batches, on_device, strict=True)
+        ]
         return FedStep(micro_batches, place, wait_s)
 
 

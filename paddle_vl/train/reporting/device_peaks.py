@@ -23,23 +23,18 @@ class Peak(NamedTuple):
     """TFLOP/s by dtype; None where a device has no matrix units for the dtype."""
 
     bfloat16: float | None
-    float16: float
     tf32: float | None
     float32: float
 
 
-def _peak(half: float, tf32: float, float32: float) -> Peak:
-    return Peak(half, half, tf32, float32)
-
-
-_HOPPER_SXM, _HOPPER_PCIE = _peak(989.5, 494.5, 67.0), _peak(756.5, 378.0, 51.0)
-_HOPPER_NVL = _peak(835.5, 417.5, 60.0)
-_A100 = _peak(312.0, 156.0, 19.5)
+_HOPPER_SXM, _HOPPER_PCIE = Peak(989.5, 494.5, 67.0), Peak(756.5, 378.0, 51.0)
+_HOPPER_NVL = Peak(835.5, 417.5, 60.0)
+_A100 = Peak(312.0, 156.0, 19.5)
 # An entry matches a device name that contains all of its words; the first match is taken, so longer
 # entries come first.
 _PEAKS: tuple[tuple[str, Peak], ...] = (
-    ("GB200", _peak(2500.0, 1250.0, 80.0)),
-    ("B200", _peak(2250.0, 1100.0, 75.0)),
+    ("GB200", Peak(2500.0, 1250.0, 80.0)),
+    ("B200", Peak(2250.0, 1100.0, 75.0)),
     ("H200 NVL", _HOPPER_NVL),
     ("H200", _HOPPER_SXM),
     ("GH200", _HOPPER_SXM),
@@ -48,27 +43,27 @@ _PEAKS: tuple[tuple[str, Peak], ...] = (
     ("H100", _HOPPER_SXM),
     ("H800 PCIe", _HOPPER_PCIE),
     ("H800", _HOPPER_SXM),
-    ("H20", _peak(148.0, 74.0, 44.0)),
+    ("H20", Peak(148.0, 74.0, 44.0)),
     ("A100", _A100),
     ("A800", _A100),
-    ("A30", _peak(165.0, 82.0, 10.3)),
-    ("A10", _peak(125.0, 62.5, 31.2)),
-    ("A40", _peak(149.7, 74.8, 37.4)),
-    ("RTX A6000", _peak(154.8, 77.4, 38.7)),
-    ("RTX 6000 Ada", _peak(364.2, 182.1, 91.1)),
-    ("L40S", _peak(362.05, 183.0, 91.6)),
-    ("L40", _peak(181.05, 90.5, 90.5)),
-    ("L20", _peak(119.5, 59.8, 59.8)),
-    ("L4", _peak(121.0, 60.0, 30.3)),
-    ("RTX 3090 Ti", _peak(80.0, 40.0, 40.0)),
-    ("RTX 3090", _peak(71.0, 35.6, 35.6)),
-    ("RTX 4090 D", _peak(147.1, 73.5, 73.5)),
-    ("RTX 4090", _peak(165.2, 82.6, 82.6)),
-    ("RTX 5090", _peak(209.5, 104.8, 104.8)),
-    ("V100S", Peak(None, 130.0, None, 16.4)),
-    ("V100 PCIE", Peak(None, 112.0, None, 14.0)),
-    ("V100", Peak(None, 125.0, None, 15.7)),
-    ("T4", Peak(None, 65.0, None, 8.1)),
+    ("A30", Peak(165.0, 82.0, 10.3)),
+    ("A10", Peak(125.0, 62.5, 31.2)),
+    ("A40", Peak(149.7, 74.8, 37.4)),
+    ("RTX A6000", Peak(154.8, 77.4, 38.7)),
+    ("RTX 6000 Ada", Peak(364.2, 182.1, 91.1)),
+    ("L40S", Peak(362.05, 183.0, 91.6)),
+    ("L40", Peak(181.05, 90.5, 90.5)),
+    ("L20", Peak(119.5, 59.8, 59.8)),
+    ("L4", Peak(121.0, 60.0, 30.3)),
+    ("RTX 3090 Ti", Peak(80.0, 40.0, 40.0)),
+    ("RTX 3090", Peak(71.0, 35.6, 35.6)),
+    ("RTX 4090 D", Peak(147.1, 73.5, 73.5)),
+    ("RTX 4090", Peak(165.2, 82.6, 82.6)),
+    ("RTX 5090", Peak(209.5, 104.8, 104.8)),
+    ("V100S", Peak(None, None, 16.4)),
+    ("V100 PCIE", Peak(None, None, 14.0)),
+    ("V100", Peak(None, None, 15.7)),
+    ("T4", Peak(None, None, 8.1)),
 )
 # Words of a device name that mean another device, or a part of one.
 _OTHERS = frozenset({"LAPTOP", "MOBILE", "MAX", "MIG", "D", "TI", "SUPER", "PRO"})
@@ -79,7 +74,7 @@ def known_peak(device_name: str, dtype: str) -> float | None:
 
     Args:
         device_name: CUDA's name, for instance `NVIDIA A100-SXM4-80GB`.
-        dtype: `bfloat16`, `float16` or `float32`, the dtype of matrix products.
+        dtype: `bfloat16` or `float32`, the dtype of matrix products.
     """
     words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
     for model, peak in _PEAKS:

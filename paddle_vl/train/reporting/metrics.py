@@ -28,23 +28,21 @@ Keys of a line, since the previous line or start unless it says "whole run":
         reports has its own line. If data.eval has sources also `eval_perplexity` (exp of the loss)
         and `eval_loss/SOURCE`, `eval_perplexity/SOURCE` of each.
 
-Shapes: S sources of a mix. Over 350 lines, for all metrics of a step.
+Shapes: S sources of a mix.
 """
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import paddle
 from paddle import Tensor
-from pydantic import Field
 
 from paddle_vl.families.base import MeanLosses
-from paddle_vl.files.checked_values import Count, Listed, Number, checked, read_section
-from paddle_vl.files.text_file import shown
 from paddle_vl.nn.objective import Loss, weighted_loss
 from paddle_vl.train.checkpoint import complete_checkpoints
 from paddle_vl.train.reporting.reporter import OwnValues
@@ -53,19 +51,9 @@ from paddle_vl.train.step import MicroBatch, StepOutcome
 logger = logging.getLogger(__name__)
 # Values of all ranks by name, see `paddle_vl.train.reporting.reporter.by_rank`.
 Values = Mapping[str, np.ndarray]
-
-
-# A count of a device's tensor, which has floats.
-_Count = Annotated[Number, Field(ge=0, le=1 << 53)]
-
-
-@checked
-class _MeterState:
-    """A state, see `StepMeter.state_dict`."""
-
-    counted: list[_Count]
-    skips: Listed[tuple[_Count, _Count, _Count]]
-    window: Listed[tuple[list[Number], list[Number]]]
+# What is summed over the steps of a window.
+_OF_ALL_RANKS = ("steps", "samples", "tokens", "places")
+_OF_THIS_RANK = ("seconds", "data_wait", "flops")
 
 
 class StepMeter:
@@ -102,13 +90,15 @@ class StepMeter:
             seconds: duration of the step on this rank, including `data_wait_s`.
         """
         totals = outcome.totals
-        self._steps += 1
-        self._samples += totals.num_samples
-        self._tokens += totals.num_tokens
-        self._places += totals.num_packed_places
-        self._seconds += seconds
-        self._data_wait_s += data_wait_s
-        self._flops += sum(batch.flops for batch in micro_batches)
+        self._window.update(
+            steps=1,
+            samples=totals.num_samples,
+            tokens=totals.num_tokens,
+            places=totals.num_packed_places,
+            seconds=seconds,
+            data_wait=data_wait_s,
+            flops=sum(batch.flops for batch in micro_batches),
+        )
         lengths = [length for batch in micro_batches for length in batch.lengths]
         self._lengths.extend(lengths)
         self._step_tokens.append(sum(lengths))
@@ -137,14 +127,9 @@ class StepMeter:
             "counted": self._counted,
             "skips": self._skips,
             "grad_norm": self._grad_norm,
-            "steps": self._steps,
-            "samples": self._samples,
-            "tokens": self._tokens,
-            "places": self._places,
+            **{name: self._window[name] for name in _OF_ALL_RANKS},
             # Of this rank.
-            "seconds": self._seconds,
-            "data_wait": self._data_wait_s,
-            "flops": self._flops,
+            **{name: self._window[name] for name in _OF_THIS_RANK},
             "peak_flops": self._peak_flops or 0.0,
             # Of this rank's data.
             "counts_data": counts_data,
@@ -194,8 +179,7 @@ class StepMeter:
         self._sums, self._counts = paddle.zeros_like(self._sums), paddle.zeros_like(self._counts)
         total, streak, _ = self._skips
         self._skips = paddle.stack([total, streak, paddle.zeros_like(streak)])
-        self._steps, self._samples, self._tokens, self._places = 0, 0, 0, 0
-        self._seconds, self._data_wait_s, self._flops = 0.0, 0.0, 0
+        self._window = Counter[str]()
         self._lengths: list[int] = []
         self._step_tokens: list[int] = []
 
@@ -206,33 +190,11 @@ class StepMeter:
         return {"counted": counted, "skips": skips, "window": window}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state.
-
-        Raises:
-            ValueError: it is no state of this loss's terms.
-        """
-        saved = read_section(_MeterState, state, "meter")
-        terms = len(self._loss.terms)
-        sums, of_window = saved.window
-        if not len(saved.counted) == len(sums) == len(of_window) == terms or min(of_window) < 0:
-            raise ValueError(
-                f"meter: counted is {shown(saved.counted)} and window {shown(saved.window)}; they "
-                f"must have one number for each of {', '.join(self._loss.terms)}, counts of at "
-                "least 0"
-            )
-        tensors = (saved.counted, saved.skips, *saved.window)
+        """Continue from a state."""
+        tensors = (state["counted"], state["skips"], *state["window"])
         self._counted, self._skips, self._sums, self._counts = (
             paddle.to_tensor(np.array(values, dtype=np.float64)) for values in tensors
         )
-
-
-@checked
-class _Totals:
-    """A state, see `SourceTotals.state_dict`."""
-
-    names: list[str]
-    tokens: list[Count]
-    documents: list[Count]
 
 
 class SourceTotals:
@@ -278,22 +240,9 @@ class SourceTotals:
         return {"names": self._names, "tokens": self._tokens, "documents": self._documents}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from a state; None of a checkpoint without sources.
-
-        Raises:
-            ValueError: it is no state of these sources.
-        """
-        if state is None:
-            return
-        totals = read_section(_Totals, state, "sources")
-        if totals.names != self._names or not (
-            len(totals.tokens) == len(totals.documents) == len(self._names)
-        ):
-            raise ValueError(
-                f"sources is {shown(dict(state))}; it must have a number of tokens and one of "
-                f"documents of each of {self._names}"
-            )
-        self._tokens, self._documents = totals.tokens, totals.documents
+        """Continue from a state; None of a checkpoint without sources."""
+        if state is not None:
+            self._tokens, self._documents = state["tokens"], state["documents"]
 
 
 def evaluation_entries(losses: MeanLosses) -> dict[str, float]:

@@ -8,9 +8,7 @@ tensor; the tensors of all ranks are gathered and copied to the host. Shapes: P 
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -38,6 +36,7 @@ CURVE_FILE = "loss.png"
 Values = dict[str, Any]
 # Values of this rank by name: numbers, and tensors `[n]` of equally many entries on all ranks.
 OwnValues = Mapping[str, float | Tensor]
+OnWritten = Callable[[Values, Line], None]
 
 
 def packed(values: OwnValues) -> Tensor:
@@ -104,15 +103,6 @@ def memory_in_use() -> int:
     return resident_bytes()
 
 
-@dataclass(frozen=True)
-class _Pending:
-    step: int
-    copy: HostCopy
-    own: OwnValues
-    make_line: Callable[[Values], Line]
-    on_written: Callable[[Values, Line], None]
-
-
 class Reporter:
     """Gathers and writes the metrics of a run.
 
@@ -129,7 +119,8 @@ class Reporter:
     def __init__(self, config: LoggingConfig, output_dir: Path, ranks: SingleRank):
         self._config, self._output_dir, self._ranks = config, output_dir, ranks
         self._file = MetricsFile(output_dir / METRICS_FILE)
-        self._pending: _Pending | None = None
+        # Reads the values of all ranks and makes their line; and what to call after it is written.
+        self._pending: tuple[Callable[[], tuple[Values, Line]], OnWritten] | None = None
         self._is_open = False
 
     def open(self, step: int, num_steps: int | None, tokens: tuple[int, int] | None = None) -> None:
@@ -152,7 +143,7 @@ class Reporter:
         step: int,
         values: OwnValues,
         make_line: Callable[[Values], Line],
-        on_written: Callable[[Values, Line], None],
+        on_written: OnWritten,
     ) -> None:
         """Gather a report over all ranks; `write` reads and writes it. Called by all ranks.
 
@@ -162,7 +153,12 @@ class Reporter:
             on_written: called on every rank after the line is written; may raise.
         """
         copy = HostCopy(self._ranks.gathered_values(packed(values)))
-        self._pending = _Pending(step, copy, values, make_line, on_written)
+
+        def read() -> tuple[Values, Line]:
+            of_all = by_rank(copy.read(), values)
+            return of_all, {"step": step, **make_line(of_all)}
+
+        self._pending = read, on_written
 
     def write(self, step: int | None = None, entries: Line | None = None) -> None:
         """Write the collected report, if there is one, and further entries.
@@ -172,15 +168,14 @@ class Reporter:
         """
         pending, self._pending, line, values = self._pending, None, {}, {}
         if pending is not None:
-            values = by_rank(pending.copy.read(), pending.own)
-            line = {"step": pending.step, **pending.make_line(values)}
+            values, line = pending[0]()
         if line and entries and line["step"] != step:
             self._write_line(line)
             self._write_line({"step": step, **entries})
         elif line or entries:
             self._write_line({"step": step, **line, **(entries or {})})
         if pending is not None:
-            pending.on_written(values, line)
+            pending[1](values, line)
 
     def _write_line(self, line: Line) -> None:
         if not self._ranks.is_main:
@@ -285,13 +280,6 @@ class ProgressBar:
             told.append(f"{tqdm.format_interval(left_s)} left")
         logger.info("%s", ", ".join(told))
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Label the bar "evaluate" while entered."""
-        self._bar.set_description_str("evaluate")
-        yield
-        self._bar.set_description_str("train")
-
     def close(self) -> None:
         self._bar.close()
 
@@ -317,20 +305,16 @@ class ScalarWriters:
     """
 
     def __init__(self, names: Sequence[str], output_dir: Path, lines: Iterable[Line] = ()):
-        classes = {}
-        # Import all packages before any file is removed.
+        self._writers = []
         for name in names:
-            module, writer, *_ = _WRITERS[name]
+            module, writer, files, settings = _WRITERS[name]
             try:
-                classes[name] = getattr(import_module(module), writer)
+                writer_class = getattr(import_module(module), writer)
             except ImportError as error:
                 raise ValueError(
                     f"logging.report_to asks for {name}, which cannot be imported ({error}): "
                     f"pip install 'paddle-vl[{name}]', or take it out of logging.report_to"
                 ) from error
-        self._writers = []
-        for name, writer_class in classes.items():
-            _, _, files, settings = _WRITERS[name]
             for file in (output_dir / name).glob(files):
                 file.unlink()
             self._writers.append(writer_class(logdir=str(output_dir / name), **settings))

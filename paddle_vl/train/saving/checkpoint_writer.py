@@ -8,7 +8,6 @@ older checkpoints are to be pruned; on rank 0 it waits for all ranks and renames
 
 import logging
 import shutil
-import time
 from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
@@ -19,22 +18,25 @@ from paddle_vl.train.checkpoint import (
     checkpoint_folders,
     checkpoint_name,
     partial_of,
-    remove_folder,
+    set_aside,
 )
 from paddle_vl.train.resume import examine
 from paddle_vl.train.saving.commit import (
+    Copies,
     Fill,
     FolderWrite,
-    HostMemory,
     Snapshot,
-    WriteTimes,
-    collect_ranks,
+    collect_parts,
     commit,
     failure,
 )
 
 logger = logging.getLogger(__name__)
 FINAL = "final"
+# Seconds that a written file may stay invisible on a network file system.
+_VISIBLE_WITHIN_S = 300.0
+# Seconds that rank 0 waits for other ranks after an error; one of them may have died.
+_PATIENCE_S = 5.0
 
 
 class CheckpointWriter:
@@ -45,44 +47,25 @@ class CheckpointWriter:
 
     Args:
         train: its async_save, verify_checkpoint and save_total_limit.
-
-    Attributes:
-        is_overdue: whether a periodic checkpoint was postponed.
-        times: durations of the last complete write, on rank 0.
     """
 
     def __init__(self, output_dir: Path, train: TrainConfig, ranks: SingleRank = ONE_RANK):
         self.output_dir, self.ranks = output_dir, ranks
-        self.is_overdue = False
-        self.times: WriteTimes | None = None
         self._is_async = train.async_save
         self._verifies = train.verify_checkpoint
         self._limit = train.save_total_limit
-        # Names of checkpoints whose files match their manifest and which no skipped updates mark.
+        # Names of checkpoints whose files match their manifest.
         self._good: set[str] = set()
-        self._memory = HostMemory()
+        self._memory: Copies = {}
         self._ranks: list[int] = []
         self._write: FolderWrite | None = None
 
-    def prepare(self, num_bytes: int) -> None:
-        """Allocate about as much host memory as this rank needs for a snapshot, before the first
-        save.
-
-        Raises:
-            RuntimeError: out of host memory.
-        """
-        if self._is_async and self.ranks.holds_model:
-            self._memory.prepare(num_bytes)
-
-    def save(
-        self, step: int, fill: Fill, nonfinite_updates: int = 0, is_stopping: bool = False
-    ) -> Path:
+    def save(self, step: int, fill: Fill, prunes: bool = True) -> Path:
         """Start to write the checkpoint of a step; training continues when this returns.
 
         Args:
             fill: see `paddle_vl.train.saving.commit`.
-            nonfinite_updates: current streak of skipped updates; above 0 the checkpoint is marked.
-            is_stopping: the run was asked to stop: skip reading back and pruning, which take time.
+            prunes: with save_total_limit, read it back and delete older ones.
 
         Returns:
             The folder that the checkpoint will have.
@@ -90,17 +73,9 @@ class CheckpointWriter:
         Raises:
             RuntimeError: the previous write failed on any rank, or without async_save this one.
         """
-        self.is_overdue = False
         target = self.output_dir / checkpoint_name(step)
-        if nonfinite_updates and self.ranks.is_main:
-            logger.warning(
-                "%s is marked, as the last %d updates were skipped: "
-                "train.resume_from_checkpoint=auto passes it over, its path does not",
-                target,
-                nonfinite_updates,
-            )
-        prunes = not is_stopping
-        self._begin(target, step, fill, nonfinite_updates, prunes, copies=self._is_async)
+        prunes = prunes and self._limit is not None
+        self._begin(target, step, fill, prunes, copies=self._is_async)
         return target
 
     def save_final(self, step: int, fill: Fill, streamed: Fill | None = None) -> Path:
@@ -111,20 +86,9 @@ class CheckpointWriter:
         """
         target = self.output_dir / FINAL
         copies = self._is_async and streamed is None
-        self._begin(target, step, streamed or fill, 0, prunes=False, copies=copies)
+        self._begin(target, step, streamed or fill, prunes=False, copies=copies)
         self.wait()
         return target
-
-    def put_off(self, step: int, nonfinite_updates: int) -> None:
-        """Postpone a periodic checkpoint while updates are skipped."""
-        if not self.is_overdue and self.ranks.is_main:
-            logger.warning(
-                "%s is put off: %d updates in a row were skipped, as a loss or the gradient norm "
-                "was not finite; it is written after the next update that is",
-                checkpoint_name(step),
-                nonfinite_updates,
-            )
-        self.is_overdue = True
 
     def poll(self) -> None:
         """Raise the error of this rank's write, if it failed. Not a collective.
@@ -148,10 +112,9 @@ class CheckpointWriter:
             return
         wait([write.files])
         self._agree(write)
-        write.all_have_written.set()
-        wait([write.end])
+        write.wait_for_others(_VISIBLE_WITHIN_S)
         self._agree(write)
-        self._write, self.times = None, write.times
+        self._write = None
 
     def close(self, at_once: bool = False) -> None:
         """End the write in flight without collectives, as other ranks may have died.
@@ -164,10 +127,11 @@ class CheckpointWriter:
         """
         write, self._write = self._write, None
         if write is not None:
-            write.leave(at_once)
-            if write.error is None and write.times is None and self.ranks.is_main:
-                logger.warning("%s was not completed", write.target)
-            elif write.error is not None and not write.is_told:
+            if at_once:
+                write.give_up()
+            else:
+                write.wait_for_others(_PATIENCE_S)
+            if write.error is not None and not write.is_told:
                 logger.warning("%s", write.error)
         self._memory.clear()
 
@@ -181,16 +145,7 @@ class CheckpointWriter:
         finally:
             self.close(at_once=kind is not None and not issubclass(kind, Exception))
 
-    def _begin(
-        self,
-        target: Path,
-        step: int,
-        fill: Fill,
-        nonfinite_updates: int,
-        prunes: bool,
-        copies: bool,
-    ) -> None:
-        begin = time.perf_counter()
+    def _begin(self, target: Path, step: int, fill: Fill, prunes: bool, copies: bool) -> None:
         self.wait()
         ranks, folder = self.ranks, partial_of(target)
         if not self._ranks:
@@ -209,51 +164,40 @@ class CheckpointWriter:
                 snapshot.take(fill, folder)
             except OSError as error:
                 raise failure(target, error) from error
-        reads_back = prunes and self._verifies and self._limit is not None
-        write = FolderWrite(snapshot, target, ranks.rank, begin, reads_back)
+        write = FolderWrite(snapshot, target, ranks.rank, prunes and self._verifies)
         if ranks.is_main:
-            write.finish = partial(self._finish, write, step, nonfinite_updates, prunes)
+            write.finish = partial(self._finish, write, step, prunes)
         self._write = write
         write.start()
         if not self._is_async:
             self.wait()
 
-    def _finish(self, write: FolderWrite, step: int, nonfinite_updates: int, prunes: bool) -> None:
+    def _finish(self, write: FolderWrite, step: int, prunes: bool) -> None:
         """Work of rank 0 after its own write."""
         folder, target = partial_of(write.target), write.target
-        by_rank = collect_ranks(folder, self._ranks, write.go_on, write.all_have_written.is_set)
-        doubts = [doubt for one in by_rank.values() for doubt in one.doubts]
-        commit(folder, target, by_rank, step, nonfinite_updates)
-        is_read = write.reads_back or not self._verifies
-        is_good = is_read and not doubts and not nonfinite_updates
-        (self._good.add if is_good else self._good.discard)(target.name)
-        if doubts:
-            logger.warning(
-                "%s was written, but reads back differently: %s. The storage is not reliable; "
-                "older checkpoints are kept",
-                target,
-                "; ".join(doubts),
-            )
-        elif prunes:
+        files = collect_parts(folder, self._ranks, lambda: write.deadline)
+        commit(folder, target, files, step)
+        if prunes:
+            # It was read back.
+            self._good.add(target.name)
             self._prune(target)
 
     def _prune(self, newest: Path) -> None:
-        """Delete checkpoints older than the newest good ones that are kept, if `newest` is good.
+        """Delete checkpoints older than the newest good ones that are kept.
 
         Checkpoints of later steps, which resume passed over, stay.
         """
-        if self._limit is None or newest.name not in self._good:
-            return
+        assert self._limit is not None, "nothing is pruned without a limit"
         steps = {path: step for step, path in checkpoint_folders(self.output_dir)}
         older = [path for path, step in steps.items() if step <= steps[newest]]
         num_kept = 0
         for path in reversed(older):
             if num_kept >= self._limit:
-                remove_folder(path)
+                shutil.rmtree(set_aside(path))
                 continue
             if path.name not in self._good:
                 verdict = examine(path, self._verifies)
-                if verdict.reasons or not verdict.has_manifest:
+                if verdict.problems or not verdict.has_manifest:
                     continue
                 self._good.add(path.name)
             num_kept += 1

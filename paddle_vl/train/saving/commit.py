@@ -8,21 +8,19 @@ written at once, one tensor in memory at a time.
 Every rank writes its files in a thread (`FolderWrite`). Once they are on disk it leaves
 `.part-RANK.json` in the partial folder: their sizes and checksums, or why it failed. Rank 0 waits
 for these files, merges them into `manifest.json` and renames the folder (`commit`). That needs a
-file system that all ranks share. Over 350 lines, for a write from its snapshot to its commit.
+file system that all ranks share.
 """
 
 import json
 import logging
 import math
+import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -35,94 +33,15 @@ from paddle_vl.checkpoint.manifest import (
     write_bytes,
 )
 from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, write_file
-from paddle_vl.threads import JoinedThread
-from paddle_vl.train.checkpoint import flush_to_disk, partial_of, remove_folder, replaced_of
+from paddle_vl.train.checkpoint import flush_to_disk, partial_of, set_aside
 
 logger = logging.getLogger(__name__)
 _POLL_S = (0.02, 1.0)
-# Seconds that a written file may stay invisible on a network file system.
-VISIBLE_WITHIN_S = 300.0
-# Seconds that rank 0 waits for other ranks after an error; one of them may have died.
-_PATIENCE_S = 5.0
-# Allocation unit beyond the prepared memory, and stride of touching memory.
-_BLOCK_BYTES = 1 << 26
-_TOUCHED_BYTES = 1 << 24
 # Writes text files into a folder and passes files of tensors to the writer. Called by all ranks.
 Fill = Callable[[Path, FileWriter], None]
-
-
-class AbandonedError(Exception):
-    """A write was abandoned."""
-
-
-class HostMemory:
-    """Host memory for copies of tensors, kept from one save to the next.
-
-    The first write to newly allocated pages costs several times the copy itself. So memory is
-    reused, and a thread touches the expected amount before the first save, while training runs.
-    """
-
-    def __init__(self):
-        # Blocks, and used bytes of each.
-        self._blocks: list[np.ndarray] = []
-        self._taken: list[int] = []
-        self._touching: JoinedThread | None = None
-
-    def prepare(self, size: int) -> None:
-        """Allocate `size` bytes and touch them in a thread.
-
-        Raises:
-            RuntimeError: out of memory.
-        """
-        if size <= 0 or self._blocks:
-            return
-        block = self._new_block(size)
-
-        def touch() -> None:
-            for begin in range(0, size, _TOUCHED_BYTES):
-                block[begin : begin + _TOUCHED_BYTES] = 0
-
-        self._touching = JoinedThread(target=touch, name="touch memory")
-        self._touching.start()
-
-    def begin(self) -> None:
-        """Reuse all memory for a new save, once the thread has touched it."""
-        if self._touching is not None:
-            self._touching.join()
-            self._touching = None
-        self._taken = [0] * len(self._blocks)
-
-    def take(self, size: int) -> np.ndarray:
-        """An uninitialized array `[size]` uint8.
-
-        Raises:
-            RuntimeError: out of memory.
-        """
-        for number, block in enumerate(self._blocks):
-            begin = self._taken[number]
-            if block.size - begin >= size:
-                self._taken[number] = begin + size
-                return block[begin : begin + size]
-        block = self._new_block(max(size, _BLOCK_BYTES))
-        self._taken[-1] = size
-        return block[:size]
-
-    def clear(self) -> None:
-        """Free the memory."""
-        self.begin()
-        self._blocks, self._taken = [], []
-
-    def _new_block(self, size: int) -> np.ndarray:
-        try:
-            block = np.empty([size], np.uint8)
-        except MemoryError as error:
-            raise RuntimeError(
-                f"there is no host memory of {size / 1e9:.1f} GB for a copy of the checkpoint: set "
-                "train.async_save=false, which writes it without one"
-            ) from error
-        self._blocks.append(block)
-        self._taken.append(0)
-        return block
+# Copies of tensors by file and name, kept from one save to the next: the first write to newly
+# allocated pages costs several times the copy itself.
+Copies = dict[tuple[str, str], np.ndarray]
 
 
 class Snapshot:
@@ -133,7 +52,7 @@ class Snapshot:
             they are never all in memory.
     """
 
-    def __init__(self, memory: HostMemory | None):
+    def __init__(self, memory: Copies | None):
         self._memory = memory
         self._texts: dict[str, bytes] = {}
         self._copies: dict[str, list[TensorToWrite]] = {}
@@ -145,9 +64,10 @@ class Snapshot:
 
         Args:
             partial: folder that `write_to` fills.
+
+        Raises:
+            RuntimeError: out of host memory.
         """
-        if self._memory is not None:
-            self._memory.begin()
         with tempfile.TemporaryDirectory(prefix="paddle-vl-") as folder:
             root = Path(folder)
 
@@ -155,13 +75,8 @@ class Snapshot:
                 name = file.relative_to(root).as_posix()
                 if self._memory is None:
                     self._write_tensors(partial, name, list(tensors))
-                    return
-                copies = self._copies[name] = []
-                for tensor in tensors:
-                    array = tensor.produce()
-                    copy = self._memory.take(array.nbytes).view(array.dtype).reshape(array.shape)
-                    np.copyto(copy, array)
-                    copies.append(tensor._replace(produce=lambda copy=copy: copy))
+                else:
+                    self._copies[name] = [_copied(name, each, self._memory) for each in tensors]
 
             fill(root, write)
             for path in sorted(root.rglob("*")):
@@ -172,7 +87,7 @@ class Snapshot:
         """Write all files into the folder and flush them to disk.
 
         Args:
-            go_on: called between chunks; raises `AbandonedError` to stop.
+            go_on: called between chunks; raises to stop.
 
         Raises:
             OSError: a file cannot be written; the error names it.
@@ -205,114 +120,86 @@ class Snapshot:
                 next_array()
 
 
-@dataclass(frozen=True)
-class RankFiles:
-    """What one rank wrote.
-
-    Attributes:
-        files: by path inside the folder.
-        doubts: messages about files that read back differently.
-        error: why the rank failed, if it did.
-    """
-
-    files: Mapping[str, FileSum] = field(default_factory=dict)
-    doubts: tuple[str, ...] = ()
-    error: str | None = None
-
-    def write(self, partial: Path, rank: int) -> None:
-        """Write `.part-RANK.json` atomically."""
-        values = {"files": files_as_json(self.files), "doubts": self.doubts, "error": self.error}
-        write_bytes(_part_file(partial, rank), [json.dumps(values).encode()])
-
-    @classmethod
-    def read(cls, partial: Path, rank: int) -> "RankFiles | None":
-        """What a rank wrote; None until it is there."""
+def _copied(file: str, tensor: TensorToWrite, memory: Copies) -> TensorToWrite:
+    """The tensor with a copy of its array, in the memory of the copy before."""
+    array = tensor.produce()
+    copy = memory.get((file, tensor.name))
+    if copy is None or copy.shape != array.shape or copy.dtype != array.dtype:
         try:
-            values = json.loads(_part_file(partial, rank).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        return cls(files_from_json(values["files"]), tuple(values["doubts"]), values["error"])
+            copy = memory[file, tensor.name] = np.empty(array.shape, array.dtype)
+        except MemoryError as error:
+            raise RuntimeError(
+                f"there is no host memory of {array.nbytes / 1e9:.1f} GB for a copy of "
+                f"{tensor.name}: set train.async_save=false, which writes a checkpoint without one"
+            ) from error
+    np.copyto(copy, array)
+    return tensor._replace(produce=lambda: copy)
+
+
+def leave_part(
+    partial: Path, rank: int, files: Mapping[str, FileSum], error: str | None = None
+) -> None:
+    """Write `.part-RANK.json`, which says what a rank wrote, or why it failed."""
+    values = {"files": files_as_json(files), "error": error}
+    write_bytes(_part_file(partial, rank), [json.dumps(values).encode()])
 
 
 def _part_file(partial: Path, rank: int) -> Path:
     return partial / f".part-{rank}.json"
 
 
-def collect_ranks(
-    partial: Path, ranks: Iterable[int], go_on: Callable[[], None], all_written: Callable[[], bool]
-) -> dict[int, RankFiles]:
-    """Wait for what all ranks wrote.
+def collect_parts(
+    partial: Path, ranks: Iterable[int], deadline: Callable[[], float]
+) -> dict[str, FileSum]:
+    """Wait for what all ranks wrote: all files by path inside the folder.
 
     Args:
-        go_on: called while waiting; raises to stop.
-        all_written: whether all ranks are known to have written.
+        deadline: until when, by `time.monotonic`; asked while waiting.
 
     Raises:
-        RuntimeError: a rank failed, or its file cannot be seen from here.
+        RuntimeError: a rank failed, or its part is not here in time.
     """
-    found: dict[int, RankFiles] = {}
-    pause, known_since = _POLL_S[0], None
+    files: dict[str, FileSum] = {}
+    missing, pause = list(ranks), _POLL_S[0]
     while True:
-        for rank in [rank for rank in ranks if rank not in found]:
-            written = RankFiles.read(partial, rank)
-            if written is None:
-                continue
-            if written.error is not None:
-                raise RuntimeError(f"rank {rank} could not write its files: {written.error}")
-            found[rank] = written
-        missing = [rank for rank in ranks if rank not in found]
+        for rank in list(missing):
+            part = _part_file(partial, rank)
+            if part.exists():
+                values = json.loads(part.read_text(encoding="utf-8"))
+                if values["error"] is not None:
+                    raise RuntimeError(f"rank {rank} could not write its files: {values['error']}")
+                files |= files_from_json(values["files"])
+                missing.remove(rank)
         if not missing:
-            return found
-        go_on()
-        if known_since is None and all_written():
-            known_since = time.monotonic()
-        if known_since is not None and time.monotonic() - known_since > VISIBLE_WITHIN_S:
+            return files
+        if time.monotonic() > deadline():
             raise RuntimeError(
-                f"{partial} has no {_part_file(partial, missing[0]).name}, which rank "
-                f"{missing[0]} has written: train.output_dir must lie on a file system that all "
-                "ranks share"
+                f"{partial} has no {_part_file(partial, missing[0]).name}, so rank {missing[0]} "
+                "has ended, or train.output_dir is not on a file system that all ranks share"
             )
         time.sleep(pause)
         pause = min(2 * pause, _POLL_S[1])
 
 
-def commit(
-    partial: Path,
-    target: Path,
-    by_rank: Mapping[int, RankFiles],
-    step: int,
-    nonfinite_updates: int,
-) -> None:
+def commit(partial: Path, target: Path, files: Mapping[str, FileSum], step: int) -> None:
     """Write the manifest and rename the folder; replaces an older folder of that name.
 
     If the process ends at any point, `target` is the complete old folder, the complete new one, or
-    what `finish_replacements` makes the new one at the next start.
+    what `finish_saves` makes the new one at the next start.
     """
-    files = {name: file for one in by_rank.values() for name, file in one.files.items()}
-    Manifest(step, nonfinite_updates, files).write(partial)
-    for rank in by_rank:
-        _part_file(partial, rank).unlink()
+    for part in partial.glob(".part-*.json"):
+        part.unlink()
+    Manifest(step, files).write(partial)
     for folder in {partial, *((partial / name).parent for name in files)}:
         flush_to_disk(folder)
+    older = None
     if target.exists():
         logger.info("%s is replaced by a new one", target)
-        target.rename(replaced_of(target))
+        older = set_aside(target)
     partial.rename(target)
     flush_to_disk(target.parent)
-    if replaced_of(target).exists():
-        remove_folder(replaced_of(target))
-
-
-class WriteTimes(NamedTuple):
-    """Durations of a write in seconds.
-
-    Attributes:
-        stall: training was blocked, by the previous write and by the snapshot.
-        write: from then until the folder was renamed and old ones were pruned.
-    """
-
-    stall: float
-    write: float
+    if older is not None:
+        shutil.rmtree(older)
 
 
 class FolderWrite:
@@ -323,76 +210,69 @@ class FolderWrite:
     Args:
         snapshot: of this rank; None for a rank that writes nothing.
         reads_back: read the files again and compare them.
-        begin: when the save began, by `time.perf_counter`.
 
     Attributes:
-        all_have_written: set once the files of all ranks are on disk, or have failed.
+        deadline: until when rank 0 waits for other ranks, by `time.monotonic`.
         finish: further work on rank 0, after its files.
         is_told: whether a failure, of any rank, was raised already.
+        files: done once this rank's files are on disk, or have failed.
+        end: done after `finish`.
     """
 
-    def __init__(
-        self, snapshot: Snapshot | None, target: Path, rank: int, begin: float, reads_back: bool
-    ):
-        self.target, self.reads_back = target, reads_back
-        self.all_have_written = threading.Event()
+    def __init__(self, snapshot: Snapshot | None, target: Path, rank: int, reads_back: bool):
+        self.target, self._reads_back = target, reads_back
+        self.deadline = math.inf
         self.finish: Callable[[], None] = lambda: None
         self.is_told = False
-        self.times: WriteTimes | None = None
-        self._snapshot, self._rank, self._begin = snapshot, rank, begin
-        self._deadline, self._is_given_up = math.inf, False
+        self._snapshot, self._rank, self._is_given_up = snapshot, rank, False
 
     def start(self) -> None:
         thread = ThreadPoolExecutor(1, f"write {self.target.name}")
-        self._started = time.perf_counter()
-        # Done once this rank's files are on disk, or have failed.
         self.files = thread.submit(self._write_files)
         self.end = thread.submit(self._finish)
         thread.shutdown(wait=False)
 
     @property
     def error(self) -> RuntimeError | None:
-        """The failure so far; a write that was left is none."""
+        """The failure so far."""
         for work in (self.files, self.end):
             error = work.exception() if work.done() else None
-            if error is not None and not isinstance(error, AbandonedError):
+            if error is not None:
                 return failure(self.target, error)
         return None
 
-    def leave(self, at_once: bool) -> None:
-        """Stop waiting for other ranks soon, `at_once` stops writing too; wait for the end."""
-        self._deadline = time.monotonic() + (0 if at_once else _PATIENCE_S)
-        self._is_given_up = at_once
+    def wait_for_others(self, seconds: float) -> None:
+        """Wait for the end, with this much time left for other ranks."""
+        self.deadline = time.monotonic() + seconds
         wait([self.end])
 
-    def go_on(self) -> None:
-        """Raise AbandonedError if this rank must not wait for others any longer."""
-        if time.monotonic() > self._deadline:
-            raise AbandonedError
+    def give_up(self) -> None:
+        """Stop writing after the current chunk."""
+        self._is_given_up = True
+        self.wait_for_others(0)
 
-    def _go_on_writing(self) -> None:
+    def _go_on(self) -> None:
         if self._is_given_up:
-            raise AbandonedError
+            raise RuntimeError("the process was interrupted")
 
     def _write_files(self) -> None:
         partial = partial_of(self.target)
         if self._snapshot is None:
             return
         try:
-            files = self._snapshot.write_to(partial, self._go_on_writing)
-            doubts = damaged_files(partial, files, drop_cache=True) if self.reads_back else []
-            RankFiles(files, tuple(doubts)).write(partial, self._rank)
+            files = self._snapshot.write_to(partial, self._go_on)
+            if self._reads_back and (damage := damaged_files(partial, files, drop_cache=True)):
+                raise RuntimeError(f"{partial} reads back differently: {'; '.join(damage)}")
+            leave_part(partial, self._rank, files)
         except (OSError, RuntimeError) as error:
             # So that rank 0 does not wait for this rank; `CheckpointWriter.wait` raises it too.
             with suppress(OSError):
-                RankFiles(error=str(error)).write(partial, self._rank)
+                leave_part(partial, self._rank, {}, str(error))
             raise
 
     def _finish(self) -> None:
         self.files.result()
         self.finish()
-        written = time.perf_counter() - self._started
-        self.times = WriteTimes(self._started - self._begin, written)
 
 
 def failure(target: Path, error: BaseException) -> RuntimeError:

@@ -58,19 +58,17 @@ def ring_of_batched_messages(reverse):
         dist.P2POp(dist.irecv, from_before[0], before),
         dist.P2POp(dist.irecv, from_before[1], before),
     ]
-    if size() > 2:
-        operations += [
-            dist.P2POp(dist.isend, paddle.full([1], 20.0 + rank()), before),
-            dist.P2POp(dist.irecv, from_after, after),
-        ]
+    operations += [
+        dist.P2POp(dist.isend, paddle.full([1], 20.0 + rank()), before),
+        dist.P2POp(dist.irecv, from_after, after),
+    ]
     if reverse:
         operations = operations[2:] + operations[:2]
     for task in dist.batch_isend_irecv(operations):
         task.wait()
     assert_equal(from_before[0], [before] * 2)
     assert_equal(from_before[1], [10 + before] * 3)
-    if size() > 2:
-        assert_equal(from_after, [20 + after])
+    assert_equal(from_after, [20 + after])
     still_in_step()
 
 
@@ -117,7 +115,7 @@ def groups_made_at_the_same_time_all_work():
 
 @check()
 def messages_in_a_subgroup_name_global_ranks():
-    ranks = list(range(size()))[-2:] if size() > 2 else [0, 1]
+    ranks = list(range(size()))[-2:]
     group = dist.new_group(ranks)
     if rank() == ranks[0]:
         dist.send(tensor([5.0]), ranks[1], group=group)

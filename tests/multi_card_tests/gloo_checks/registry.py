@@ -1,6 +1,5 @@
 """The table of checks and what they share: ranks, integer-valued tensors, comparison."""
 
-import os
 from collections.abc import Callable
 from functools import partial
 
@@ -75,10 +74,6 @@ def still_in_step() -> None:
     result = tensor(x[rank()])
     dist.all_reduce(result)
     assert_equal(result, x.sum(axis=0))
-
-
-def size_asked_for() -> int:
-    return int(os.environ["PADDLE_TRAINERS_NUM"])
 
 
 def start_fleet(degrees: dict) -> None:

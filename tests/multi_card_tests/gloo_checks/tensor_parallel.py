@@ -1,4 +1,4 @@
-"""Fleet's tensor-parallel primitives and layers against a plain computation."""
+"""Fleet's tensor-parallel primitives against a plain computation."""
 
 from functools import partial
 
@@ -6,8 +6,7 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 import paddle.nn.functional as F
-from paddle.distributed import fleet
-from paddle.distributed.fleet.layers.mpu import mp_layers, mp_ops
+from paddle.distributed.fleet.layers.mpu import mp_ops
 
 from paddle_vl.parallel.gloo_fleet import install
 from tests.multi_card_tests.gloo_checks.registry import (
@@ -78,48 +77,6 @@ def cross_entropy_over_a_sharded_vocabulary(column):
     close(softmax.numpy(), F.softmax(plain).numpy()[..., own])
     close(part.grad.numpy(), plain.grad.numpy()[..., own])
     assert not part.grad[0, 2].numpy().any()
-
-
-@check()
-def fleet_layers_equal_plain_ones():
-    """Embedding, column- and row-parallel linear and cross entropy over fleet's mp group."""
-    vocabulary, width, wide = 8, 4, 6
-    group = fleet.get_hybrid_communicate_group().get_model_parallel_group()
-    generator = np.random.default_rng(1)
-    table, up, down = (
-        generator.standard_normal(shape).astype("float32")
-        for shape in ((vocabulary, width), (width, wide), (wide, vocabulary))
-    )
-    ids, labels = generator.integers(0, vocabulary, (2, 2, 5))
-    embedding = mp_layers.VocabParallelEmbedding(vocabulary, width, mp_group=group)
-    columns = mp_layers.ColumnParallelLinear(
-        width, wide, has_bias=False, gather_output=False, mp_group=group
-    )
-    rows = mp_layers.RowParallelLinear(
-        wide, vocabulary, has_bias=False, input_is_parallel=True, mp_group=group
-    )
-    part = group.rank
-    embedding.weight.set_value(np.split(table, 2)[part])
-    columns.weight.set_value(np.split(up, 2, axis=1)[part])
-    rows.weight.set_value(np.split(down, 2)[part])
-    # Every rank has the full logits; the gradients of the local shards are then summed.
-    logits = mp_ops._c_identity(rows(columns(embedding(paddle.to_tensor(ids)))), group=group)
-    own = slice(part * vocabulary // 2, (part + 1) * vocabulary // 2)
-    loss = mp_layers.ParallelCrossEntropy(mp_group=group)(
-        logits[..., own], paddle.to_tensor(labels)
-    )
-    loss.sum().backward()
-
-    plain = [with_gradient(each) for each in (table, up, down)]
-    plain_logits = F.embedding(paddle.to_tensor(ids), plain[0]) @ plain[1] @ plain[2]
-    plain_loss = F.cross_entropy(plain_logits, paddle.to_tensor(labels), reduction="none")
-    plain_loss.sum().backward()
-    close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
-    close(loss.numpy().reshape(-1), plain_loss.numpy().reshape(-1))
-    grads = [each.grad.numpy() for each in plain]
-    close(embedding.weight.grad.numpy(), np.split(grads[0], 2)[part])
-    close(columns.weight.grad.numpy(), np.split(grads[1], 2, axis=1)[part])
-    close(rows.weight.grad.numpy(), np.split(grads[2], 2)[part])
 
 
 @check()

@@ -15,7 +15,7 @@ import pytest
 
 from paddle_vl.batch.schema import Axes, VLBatch
 from paddle_vl.config.load import load_run_config
-from paddle_vl.families.policy.collate import PlannerBatch, PolicyBatch
+from paddle_vl.families.policy.model_inputs import PlannerBatch, PolicyBatch
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
 from paddle_vl.families.vlm.inputs.collate import PackedCollator, VLCollator
 from paddle_vl.families.vlm.objective import empty_batch, with_unused_image

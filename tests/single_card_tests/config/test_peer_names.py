@@ -22,19 +22,9 @@ def run_file(tmp_path):
     [
         ("train.lr", "train.learning_rate"),
         ("learning_rate", "train.learning_rate"),
-        ("epochs", "train.num_train_epochs"),
-        ("batch_size", "train.per_device_train_batch_size"),
-        ("train.bf16", "model.compute_dtype=bfloat16"),
-        ("gradient_checkpointing", "train.recompute=full"),
         ("train.gradient-checkpointing", "train.recompute=full"),
-        ("cutoff_len", "data.max_length"),
-        ("model.lora.rank", "model.lora.r"),
         ("model.lora.lora_rank", "model.lora.r"),
         ("data.max_lenght", "data.max_length"),
-        ("repo_id", "data.train"),
-        ("tensor_parallel_degree", "parallel.mp_degree"),
-        ("freeze_vit", "model.freeze=[vision]"),
-        ("wandb", "logging.report_to"),
     ],
 )
 def test_name_of_another_trainer_leads_to_the_setting(run_file, name, setting):

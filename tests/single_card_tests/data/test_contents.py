@@ -13,7 +13,7 @@ import pytest
 
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.policy.demonstrations.dataset import DemonstrationsDataset
-from paddle_vl.families.policy.demonstrations.training_set import DrawnDemonstrations
+from paddle_vl.families.policy.demonstrations.sample import DrawnDemonstrations
 from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
 from tests.single_card_tests.data.probe_datasets import NumberDataset, stack_numbers
 from tests.single_card_tests.families.pi07.demonstration_builders import (

@@ -6,7 +6,6 @@ cut only where that is harmless.
 """
 
 import json
-import pickle
 import re
 
 import numpy as np
@@ -225,34 +224,6 @@ def test_every_limit_keeps_each_kind_whole_or_names_it(folder):
             sample = dataset[0]
             assert ("pixel_values_videos" in sample) == (limit > is_video[-1])
             assert sample["image_grid_thw"].tolist() == [[1, 2, 2]]
-
-
-def test_images_that_are_cut_away_whole_leave_no_visual_keys(folder):
-    row = {"messages": [*question()["messages"], user("<image>")], "images": ["a.png"]}
-    file = write_jsonl(folder / "data.jsonl", [row])
-    length = len(MessagesDataset([file], PROCESSOR)[0]["input_ids"])
-    sample = MessagesDataset([file], PROCESSOR, max_length=length - 6)[0]
-    assert set(sample) == {"input_ids", "labels"}
-
-
-def test_dataset_and_its_errors_survive_pickling(folder):
-    file = write_jsonl(folder / "data.jsonl", [question(), question("<|im_end|>")])
-    dataset = pickle.loads(pickle.dumps(MessagesDataset([file], PROCESSOR)))
-    np.testing.assert_array_equal(
-        dataset[0]["input_ids"], MessagesDataset([file], PROCESSOR)[0]["input_ids"]
-    )
-    with pytest.raises(BadSampleError) as info:
-        dataset[1]
-    copy = pickle.loads(pickle.dumps(info.value))
-    assert (str(copy), copy.kind) == (str(info.value), "special_token")
-
-
-def test_fingerprint_changes_with_the_data(folder):
-    prints = [
-        MessagesDataset([write_jsonl(folder / "data.jsonl", rows)], PROCESSOR).fingerprint
-        for rows in ([question(), question()], [question(answer="?"), question()], [question()])
-    ]
-    assert len(set(prints)) == 3
 
 
 def test_on_bad_sample_takes_two_values(folder):

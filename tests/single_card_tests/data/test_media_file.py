@@ -1,7 +1,7 @@
 """Image files, and the paths that data may name.
 
 Guarantees: transparent pixels become white in all modes, other images are unchanged; unsupported
-formats are refused by name without being parsed; too large images are refused before decoding;
+formats are refused without being parsed; too large images are refused before decoding;
 animations give their first frame. Absolute paths, `../` and links that leave the data file's folder
 are read, or refused if `allow_outside` is off: for images and videos, conversations and
 demonstrations, at opening and at reading. Paths that lead back into the folder are inside.
@@ -96,7 +96,7 @@ def test_opaque_alpha_changes_nothing():
 
 
 @pytest.mark.parametrize("format", ["EPS", "PDF", "ICO", "PCX", "TGA", "ICNS", "SGI", "JPEG2000"])
-def test_other_formats_are_refused_by_name(tmp_path, format, monkeypatch):
+def test_other_formats_are_refused(tmp_path, format, monkeypatch):
     path = tmp_path / "a.png"
     random_image(16, 16).save(path, format)
 
@@ -108,9 +108,6 @@ def test_other_formats_are_refused_by_name(tmp_path, format, monkeypatch):
         with pytest.raises(BadSampleError, match=", ".join(FORMATS)) as info:
             read(path)
         assert info.value.kind == "unreadable_image"
-    # TGA has no magic number, and Pillow does not read PDF.
-    if format not in ("TGA", "PDF"):
-        assert f"the file has the format {format}" in str(info.value)
 
 
 def png_header(width, height):
@@ -129,7 +126,7 @@ def png_header(width, height):
 @pytest.mark.parametrize("size", [(60_000, 60_000), (2**31 - 1, 2**31 - 1)])
 def test_an_image_of_absurd_size_is_refused_by_its_header(tmp_path, read, size):
     (tmp_path / "a.png").write_bytes(png_header(*size))
-    with pytest.raises(BadSampleError, match=r"\d+ pixels.*exceeds.*Shrink it"):
+    with pytest.raises(BadSampleError, match=r"\d+ pixels.*exceeds"):
         read(tmp_path / "a.png")
 
 

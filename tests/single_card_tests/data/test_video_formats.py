@@ -1,7 +1,7 @@
 """Allowed video containers: none makes FFmpeg open other files.
 
-Guarantees: playlists, scripts, patterns and descriptions are refused by name although their targets
-exist; names that look like protocols or patterns are plain names; too large frames are refused.
+Guarantees: playlists, scripts, patterns and descriptions are refused although their targets exist;
+names that look like protocols or patterns are plain names; too large frames are refused.
 """
 
 import shutil
@@ -26,23 +26,21 @@ def folder(tmp_path):
 
 
 PLAYLIST = "#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:2.0,\npart.ts\n#EXT-X-ENDLIST\n"
+SCRIPT = "ffconcat version 1.0\nfile real.mp4\n"
 NESTING = {
-    "a.m3u8": (PLAYLIST, "an HLS playlist"),
-    "m3u8.mp4": (PLAYLIST, "an HLS playlist"),
-    "a.ffconcat": ("ffconcat version 1.0\nfile real.mp4\n", "a concat script"),
-    "concat.mp4": ("ffconcat version 1.0\nfile real.mp4\n", "a concat script"),
-    "a.sdp": ("v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nm=video 5004 RTP/AVP 96\n", "SDP"),
-    "a.mpd": ('<?xml version="1.0"?><MPD type="static"></MPD>', "DASH"),
+    "a.m3u8": PLAYLIST,
+    "m3u8.mp4": PLAYLIST,
+    "a.ffconcat": SCRIPT,
+    "concat.mp4": SCRIPT,
+    "a.sdp": "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nm=video 5004 RTP/AVP 96\n",
+    "a.mpd": '<?xml version="1.0"?><MPD type="static"></MPD>',
 }
 
 
 @pytest.mark.parametrize("name", NESTING)
 def test_files_that_name_other_files_are_refused(folder, name):
-    text, message = NESTING[name]
-    (folder / name).write_text(text)
-    with pytest.raises(
-        BadSampleError, match=f"the file is .*{message}.* refers to other files"
-    ) as info:
+    (folder / name).write_text(NESTING[name])
+    with pytest.raises(BadSampleError, match="cannot be decoded as a video") as info:
         open_video(folder / name)
     assert info.value.kind == "unreadable_video"
 
@@ -50,7 +48,7 @@ def test_files_that_name_other_files_are_refused(folder, name):
 @pytest.mark.parametrize("name", ["a.m3u8", "a.ffconcat"])
 def test_ffmpeg_itself_would_open_them(folder, name):
     """So this package, not FFmpeg, refuses them."""
-    (folder / name).write_text(NESTING[name][0])
+    (folder / name).write_text(NESTING[name])
     with av.open(str(folder / name)) as container:
         assert sum(1 for _ in container.decode(video=0)) == 4
 

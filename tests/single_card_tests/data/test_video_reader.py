@@ -6,9 +6,7 @@ hides frames; a stated rotation is applied; frames are decoded one at a time up 
 requested one; every error names the problem and the remedy; only files need PyAV.
 """
 
-import re
 import struct
-import subprocess
 import sys
 import warnings
 from contextlib import nullcontext
@@ -145,42 +143,19 @@ def bad_files(folder):
             cut_off(write_video(folder / "d.mp4", 40, **fragments), 0.9), "unreadable_video",
             "decoded",
         ),
-        "mkv": (
-            cut_off(write_video(folder / "e.mkv", 40), 0.6), "unreadable_video",
-            r"states \d+ bytes but has \d+: it is cut off",
-        ),
         "damaged": (damaged, "unreadable_video", "decoded|damaged"),
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", [
     "missing", "folder", "empty", "text", "sound", "one frame", "mp4 end", "mp4 frames",
-    "mp4 fragment", "mkv", "damaged",
+    "mp4 fragment", "damaged",
 ])  # fmt: skip
 def test_file_that_is_no_good_is_refused_with_its_reason(tmp_path, kind):
     path, fault, message = bad_files(tmp_path)[kind]
     with pytest.raises(BadSampleError, match=message) as info:
         read_all(path)
     assert info.value.kind == fault
-
-
-def test_mp4_that_is_cut_off_anywhere_in_its_index_is_refused_or_read_in_full(tmp_path):
-    """Encoders write indices of other sizes on other machines, so that any cut can happen."""
-    path = write_video(tmp_path / "a.mp4", 12)
-    content = path.read_bytes()
-    messages = []
-    for size in range(content.rindex(b"moov"), len(content), 5):
-        path.write_bytes(content[:size])
-        try:
-            complete = len(read_all(path)) == 12
-            messages.append("complete" if complete else "too few frames")
-        except BadSampleError as error:
-            messages.append(f"{error.kind}: {error}")
-    wrong = [
-        text for text in messages if not re.match("complete|unreadable_video: .*decoded", text)
-    ]
-    assert not wrong
-    assert any("no frame of the file" in text for text in messages)
 
 
 def test_frame_that_is_cut_in_half_is_refused(tmp_path):
@@ -230,20 +205,9 @@ def test_frames_of_another_form_are_refused(frames):
         open_video(VideoFrames(frames, 2.0))
 
 
-def test_pyav_is_needed_for_files_only(tmp_path):
+def test_pyav_is_needed_for_files_only(tmp_path, monkeypatch):
     path = write_video(tmp_path / "a.mp4", 4)
-    program = (
-        "import sys; sys.modules['av'] = None\n"
-        "import numpy as np\n"
-        "from paddle_vl.families.vlm.inputs import processor\n"
-        "from paddle_vl.data.video_reader import VideoFrames, open_video\n"
-        "print(open_video(VideoFrames(np.zeros((2, 4, 4, 3), np.uint8), 1.0)).num_frames)\n"
-        f"try: open_video({str(path)!r})\n"
-        "except RuntimeError as error: print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    frames, message = done.stdout.splitlines()
-    assert frames == "2"
-    assert str(path) in message
-    assert "pip install 'av>=17'" in message
+    monkeypatch.setitem(sys.modules, "av", None)
+    assert open_video(VideoFrames(np.zeros((2, 4, 4, 3), np.uint8), 1.0)).num_frames == 2
+    with pytest.raises(RuntimeError, match=r"a\.mp4: .*pip install 'av>=17'"):
+        open_video(path)

@@ -1,9 +1,8 @@
 """The loader's description of the batch that training waits for.
 
-Guarantees: the message names the batch, its samples, the data files, and the process that is
-loading one of the samples, a worker or the main process; it says if no worker has started the
-batch; it lists only some of many samples. A process blocks at a sample until the test closes a
-pipe.
+Guarantees: the message names the batch, and the process that is loading one of its samples, a
+worker or the main one; it says if no worker has started the batch. A process blocks at a sample until
+the test closes a pipe.
 """
 
 import os
@@ -43,8 +42,7 @@ def test_the_worker_that_is_at_a_sample_is_named(pipe):
     with held(loader, pipe):
         pid = loader._pools[0]._workers[0].process.pid
         assert loader.waiting_for() == (
-            "batch 0 of epoch 0, made from data.jsonl:1, data.jsonl:2, data.jsonl:3 (data: "
-            f"data.jsonl); worker 0 (process {pid}) is at data.jsonl:2"
+            f"batch 0 of epoch 0; worker 0 (process {pid}) is at data.jsonl:2"
         )
 
 
@@ -71,32 +69,24 @@ def test_the_batch_is_the_one_that_is_asked_for_on_its_rank():
     loader = PrefetchLoader(NumberDataset(8), stack_numbers, 2, **EVALUATE, rank=1, size=2)
     assert loader.waiting_for() == "no batch was requested"
     next(loader), next(loader)
-    expected = "batch 1 of epoch 0 of data-parallel rank 1, made from sample 5, sample 7; "
-    assert loader.waiting_for().startswith(expected)
+    assert loader.waiting_for().startswith("batch 1 of epoch 0 of data-parallel rank 1; ")
 
 
-def described(samples: list, workers: list) -> str:
+def described(workers: list) -> str:
     """The wait for a batch whose job has the number 4."""
     loader = PrefetchLoader(NumberDataset(20), stack_numbers, 3, **EVALUATE)
-    return loader._described(PendingBatch("batch 0 of epoch 0", samples=samples), workers, 4)
+    return loader._described(PendingBatch("batch 0 of epoch 0"), workers, 4)
 
 
 def test_workers_that_are_at_other_batches_are_told():
     workers = [WorkerProgress(0, 11, job=3, sample=7), WorkerProgress(1, 12, job=None, sample=None)]
-    assert described([8], workers).endswith(
+    assert described(workers).endswith(
         "no worker is at it: worker 0 (process 11) is at sample 7; worker 1 (process 12) has "
         "had no batch yet"
     )
-    assert described([8], []).endswith("no worker is at it: none has started")
+    assert described([]).endswith("no worker is at it: none has started")
 
 
 def test_a_worker_behind_its_last_sample_is_between_samples():
-    done = described([8], [WorkerProgress(0, 11, 4, None)])
+    done = described([WorkerProgress(0, 11, 4, None)])
     assert done.endswith("worker 0 (process 11) is between samples")
-
-
-def test_of_many_samples_some_are_shown():
-    text = described(list(range(20)), [])
-    assert "sample 0, sample 1" in text
-    assert "sample 7, 12 more" in text
-    assert "sample 8" not in text

@@ -16,9 +16,9 @@ from safetensors.numpy import load_file, save_file
 
 from paddle_vl import PI07LowLevelPolicy
 from paddle_vl.export import load
-from paddle_vl.export.pi07.exporting import policy_to_export
+from paddle_vl.export.pi07.programs import policy_to_export
 from paddle_vl.export.writing import export_model
-from paddle_vl.families.pi07.prefix_layout import presence_of
+from paddle_vl.families.pi07.prefix import presence_of
 from paddle_vl.families.policy.model_inputs import as_arrays
 from paddle_vl.families.policy.normalize import STATISTICS_FILE, load_statistics
 from tests.single_card_tests.families.pi07.test_policy import (
@@ -42,10 +42,7 @@ from tests.support.pi07_golden import (
     under,
 )
 
-MODEL_CODE = (
-    *("decoder", "flow", "layers", "planner", "policy", "policy_files", "policy_model", "prefix"),
-    *("prefix_layout", "vision"),
-)
+MODEL_CODE = (*("checkpoint_map", "decoder", "flow", "planner", "policy", "prefix", "vision"),)
 TOLERANCE = {"rtol": 0, "atol": 1e-5}
 
 

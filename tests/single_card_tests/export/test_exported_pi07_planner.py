@@ -16,7 +16,7 @@ import pytest
 from paddle_vl.cli.main import main
 from paddle_vl.export import load
 from tests.single_card_tests.export.test_exported_pi07 import MODEL_CODE
-from tests.single_card_tests.families.pi07.test_planner_policy import batch, planner
+from tests.single_card_tests.families.pi07.test_planner import batch, planner
 from tests.support.exports import (
     HAS_ONNX,
     RUNTIMES,
@@ -71,20 +71,20 @@ def model_tokens(made, inputs: dict, eos_id: int) -> list:
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_tokens_are_those_of_the_planner(made, exported, size):
-    inputs = made.observation_inputs(batch_of(size))
+    inputs = made.inputs.observation_inputs(batch_of(size))
     assert [ids.tolist() for ids in exported.generate(inputs)] == model_tokens(made, inputs, 1)
 
 
 def test_tokens_with_metadata_are_those_of_the_planner(made, exported):
-    plain = made.observation_inputs(batch_of(2))
-    inputs = made.observation_inputs(batch_of(2, **METADATA))
+    plain = made.inputs.observation_inputs(batch_of(2))
+    inputs = made.inputs.observation_inputs(batch_of(2, **METADATA))
     found = [ids.tolist() for ids in exported.generate(inputs)]
     assert found == model_tokens(made, inputs, 1)
     assert found != model_tokens(made, plain, 1), "metadata must matter"
 
 
 def test_plans_end_at_eos_as_the_planners(made, exported, monkeypatch):
-    inputs = made.observation_inputs(batch_of(2))
+    inputs = made.inputs.observation_inputs(batch_of(2))
     memory = made.model.generate(inputs, 2, 1)[0]
     eos_id = int(memory[0, 3])
     wanted = model_tokens(made, inputs, eos_id)

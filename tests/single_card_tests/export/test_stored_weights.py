@@ -21,7 +21,7 @@ from paddle_vl import PI07LowLevelPolicy
 from paddle_vl.cli.main import main
 from paddle_vl.export import load
 from paddle_vl.export.folder import CHECK_FILE, ExportFolder, as_tensor
-from paddle_vl.export.pi07.exporting import policy_to_export
+from paddle_vl.export.pi07.programs import policy_to_export
 from paddle_vl.export.program import Program
 from paddle_vl.export.qwen3_vl.programs import model_to_export
 from paddle_vl.export.stored_weights import store_weights

@@ -15,7 +15,7 @@ from paddle import _C_ops
 from paddle.nn.attention import SDPBackend, sdpa_kernel
 
 from paddle_vl.batch.positions import segment_offsets
-from paddle_vl.families.pi07.prefix_layout import PREFIX_BLOCKS, PrefixTokens, Presence
+from paddle_vl.families.pi07.prefix import PREFIX_BLOCKS, PrefixTokens, Presence
 from paddle_vl.nn.attention import (
     PackedSamples,
     Segments,

@@ -49,8 +49,6 @@ def test_layouts_that_can_run_pass(encoder, degrees):
     ("encoder", "degrees", "message"),
     [
         ({}, {"pp_degree": 1}, "parallel.schedule is colocated but parallel.pp_degree is 1"),
-        ({"pp_degree": 2}, {}, "parallel.encoder.pp_degree is 2: the encoder runs without a pipe"),
-        ({"cp_degree": 4}, {}, "parallel.encoder.cp_degree is 4: a context-parallel encoder is"),
         (
             {"dp_degree": 2}, {"dp_degree": 2},
             "parallel.encoder: dp_degree 2 x mp_degree 1 = 2, but the run has 4 ranks",
@@ -81,6 +79,12 @@ def test_each_rule_refuses_its_case_with_the_numbers(encoder, degrees, message):
     found = problems(encoder, **degrees)
     assert len(found) == 1, found
     assert message in found[0]
+
+
+@pytest.mark.parametrize("degree", ["pp_degree", "cp_degree"])
+def test_other_degrees_of_the_encoder_are_refused(degree):
+    with pytest.raises(ValueError, match=f"{degree}(.|\n)*1"):
+        EncoderConfig(**{degree: 2})
 
 
 def grid_of(lanes: int, stages: int, mp: int, encoder_mp: int, by_sharding: bool) -> ColocatedGrid:
@@ -137,17 +141,6 @@ def test_every_item_has_its_encoder_lanes_and_every_rank_its_groups(sizes):
             assert len(encoders) == 1
             assert lanes == set(roles[group[0]].served_lanes)
             assert len(group) == grid.lanes_out
-
-
-def test_the_description_names_what_every_rank_does():
-    lines = grid_of(1, 2, 1, 1, by_sharding=False).describe().splitlines()
-    assert lines == [
-        "2 encoder lanes of 1 rank(s) over 1 data lane(s) of 2 rank(s): fan-in",
-        "rank 0: encodes 1/2 of the items of data lane 0 in encoder lane 0, place 0; runs stage 0, "
-        "mp 0 of data lane 0",
-        "rank 1: encodes 1/2 of the items of data lane 0 in encoder lane 1, place 0; runs stage 1, "
-        "mp 0 of data lane 0",
-    ]
 
 
 def drawn(seed: int, step: int, lane: int, place: int) -> tuple[list, list]:

@@ -49,13 +49,13 @@ def test_valid_degrees_pass(degrees):
     [
         (
             {"sequence_parallel": True}, {},
-            "parallel.sequence_parallel is true but parallel.mp_degree is 1: it shards token rows "
-            "over the mp ranks; set mp_degree to 2 or more, or sequence_parallel to false",
+            "parallel.sequence_parallel is true but parallel.mp_degree is 1, so it has no effect: "
+            "set parallel.mp_degree=2, or remove it",
         ),
         (
             {"sharding_stage": 2}, {},
-            "parallel.sharding_stage is 2 but parallel.sharding_degree is 1, so there are no "
-            "ranks to shard over: set sharding_degree to 2 or more, or remove sharding_stage",
+            "parallel.sharding_stage is 2 but parallel.sharding_degree is 1, so it has no effect: "
+            "set parallel.sharding_degree=2, or remove it",
         ),
         (
             {"sharding_stage": 2, "sharding_degree": 2, "pp_degree": 4, "num_micro_batches": 4}, {},
@@ -71,9 +71,8 @@ def test_valid_degrees_pass(degrees):
         ),
         (
             {"num_virtual_stages": 4, "pp_degree": 2, "num_micro_batches": 4}, {},
-            "parallel.num_virtual_stages is 4 but parallel.pp_degree is 2: virtual stages need "
-            "a pipeline of 3 ranks or more; set pp_degree to 3 or more, "
-            "or num_virtual_stages to 1",
+            "parallel.num_virtual_stages is 4 but parallel.pp_degree is 2, so it has no effect: "
+            "set parallel.pp_degree=3, or remove it",
         ),
         (
             {"pp_schedule": "fthenb", "pp_degree": 4, "num_micro_batches": 4}, {},
@@ -82,16 +81,16 @@ def test_valid_degrees_pass(degrees):
         ),
         (
             {"pp_schedule": "dualpipev", "num_micro_batches": 4}, {},
-            "parallel.pp_schedule is dualpipev but parallel.pp_degree is 1: set pp_degree to 2 or "
-            "more, or remove pp_schedule",
+            "parallel.pp_schedule is dualpipev but parallel.pp_degree is 1, so it has no effect: "
+            "set parallel.pp_degree=2, or remove it",
         ),
         (
             {
                 "pp_schedule": "dualpipev", "num_micro_batches": 8, "pp_degree": 4,
                 "num_virtual_stages": 2,
             }, {},
-            "parallel.pp_schedule is dualpipev and parallel.num_virtual_stages is 2: it always "
-            "has two model chunks on each rank; set num_virtual_stages to 1",
+            "parallel.num_virtual_stages is 2 but parallel.pp_schedule is dualpipev, so it has no "
+            "effect: set parallel.pp_schedule=1f1b, or remove it",
         ),
         (
             {"pp_schedule": "dualpipev", "pp_degree": 4, "num_micro_batches": 7}, {},
@@ -126,9 +125,8 @@ def test_valid_degrees_pass(degrees):
                 "pp_shapes": "dynamic", "num_virtual_stages": 2, "pp_degree": 4,
                 "num_micro_batches": 8,
             }, {},
-            "parallel.pp_shapes is dynamic with parallel.pp_schedule 1f1b and num_virtual_stages "
-            "2: only 1f1b without virtual stages takes messages of changing size; set pp_shapes to "
-            "static, which pads the smaller micro-batches of a step",
+            "parallel.pp_shapes is dynamic but parallel.num_virtual_stages is 2, so it has no "
+            "effect: set parallel.num_virtual_stages=1, or remove it",
         ),
         (
             {"pp_degree": 4, "num_micro_batches": 8, "num_virtual_stages": 3},
@@ -212,8 +210,8 @@ def test_all_problems_are_found_at_once():
     )
     found = plan_problems(Plan(degrees, 4, ModelShape(**SHAPE), pad_to_multiple_of=1))
     subjects = [
-        "5 x pp_degree 2", "sharding_degree is 1", "sharding_stage 3",
-        "gradient_accumulation_steps 1", "num_virtual_stages is 9", "num_hidden_layers is 16",
+        "sharding_degree is 1", "num_virtual_stages is 9", "5 x pp_degree 2", "sharding_stage 3",
+        "gradient_accumulation_steps 1", "num_hidden_layers is 16",
         "num_attention_heads 8", "num_key_value_heads 2", "vocab_size 64", "intermediate_size 24",
         "pad_to_multiple_of 1",
     ]  # fmt: skip

@@ -50,13 +50,6 @@ def test_a_wrapped_layer_is_what_it_was():
     assert type(layer()) is Linear
 
 
-def test_a_level_is_taken_once():
-    one = layer()
-    recompute_layers([one])
-    with pytest.raises(ValueError, match="is wrapped by .*_recomputed"):
-        recompute_layers([one])
-
-
 def test_recomputation_changes_no_output_and_no_gradient():
     found = []
     for is_recomputed in (False, True):

@@ -13,7 +13,7 @@ import pytest
 
 from paddle_vl import PI07Config
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
-from paddle_vl.families.pi07.prefix_layout import LABELS
+from paddle_vl.families.pi07.prefix import LABELS
 from paddle_vl.parallel.sharding import ShardingOptions
 from tests.support.sharding_memory import (
     Elements,

@@ -90,11 +90,10 @@ def test_gloo_and_nccl_get_the_interface_unless_one_is_chosen():
     ("given", "message"),
     [
         ({}, "PADDLE_TRAINER_ENDPOINTS is not set .*fleetrun"),
-        (variables("127.0.0.1"), "PADDLE_TRAINER_ENDPOINTS holds '127.0.0.1'; .*HOST:PORT"),
-        (variables("a:0"), "PADDLE_TRAINER_ENDPOINTS holds 'a:0'"),
+        (variables("127.0.0.1"), "PADDLE_TRAINER_ENDPOINTS holds '127.0.0.1', .*HOST:PORT"),
         (variables("a:99999"), "PADDLE_TRAINER_ENDPOINTS holds 'a:99999'"),
         (variables("127.0.0.1:1", PADDLE_MASTER="x"), "PADDLE_MASTER holds 'x'"),
-        (variables("no-such-host.invalid:1"), "'no-such-host.invalid' .*does not resolve"),
+        (variables("no-such-host.invalid:1"), r"'no-such-host.invalid:1', .*\(\[Errno"),
     ],
 )
 def test_wrong_variables_are_refused_by_name(given, message):

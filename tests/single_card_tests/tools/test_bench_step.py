@@ -12,8 +12,8 @@ import yaml
 import harness
 import step
 import turns
-from paddle_vl.families.pi07.policy_model import as_tensors
-from paddle_vl.families.pi07.prefix_layout import presence_of
+from paddle_vl.families.pi07.flow import as_tensors
+from paddle_vl.families.pi07.prefix import presence_of
 
 # What step_opentau.py builds. This package leaves out the unused head of OpenTau's expert: 8 tokens
 # of width 128.

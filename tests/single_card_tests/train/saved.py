@@ -50,7 +50,6 @@ def filled(
     step: int,
     arrays: Mapping[str, np.ndarray] = ARRAYS,
     config: RunConfig | None = None,
-    nonfinite_updates: int = 0,
 ) -> Callable[[Path, FileWriter], None]:
     """Function that fills a checkpoint with these arrays as model and as optimizer state."""
 
@@ -61,7 +60,7 @@ def filled(
         save_run_config(config or run_config(), folder / "config.yaml")
         write_tensors(folder, "model", listed(arrays), 1 << 30, write=write)
         write_arrays(folder, arrays, write)
-        state = {"step": step, "nonfinite_updates": nonfinite_updates}
+        state = {"step": step, "nonfinite_updates": 0}
         checkpoints.save_state(folder, state)
 
     return fill
@@ -71,14 +70,12 @@ def save_checkpoint(
     output_dir: Path,
     step: int,
     config: RunConfig | None = None,
-    nonfinite_updates: int = 0,
     ranks: SingleRank = ONE_RANK,
     **changes: Any,
 ) -> Path:
     """Write one checkpoint with its own writer."""
     with CheckpointWriter(output_dir, settings(**changes), ranks) as writer:
-        fill = filled(step, config=config, nonfinite_updates=nonfinite_updates)
-        return writer.save(step, fill, nonfinite_updates)
+        return writer.save(step, filled(step, config=config))
 
 
 class OneOfSeveral(SingleRank):
@@ -86,6 +83,7 @@ class OneOfSeveral(SingleRank):
 
     def __init__(self, rank, board, barrier):
         self.rank, self.is_main, self.board, self.barrier = rank, rank == 0, board, barrier
+        self.world_size = len(board)
 
     def gathered(self, value):
         self.board[self.rank] = value

@@ -1,7 +1,7 @@
 """Flags of Paddle's allocator.
 
-Guarantees: unset flags get their defaults and are told; a flag in the environment, one that was set
-before, and a choice of another allocator stay and are told; a run on a GPU logs the flags; run.json
+Guarantees: an unset flag gets its default and is told; a flag in the environment and a choice of
+another allocator stay and are told; a run on a GPU logs the flags; run.json
 and profile.json have them. On a CPU, where they have no effect, nothing is said of them, nor does
 Paddle warn of the number of threads that the user chose; a run leaves the picture of its loss.
 """
@@ -16,53 +16,38 @@ import pytest
 from PIL import Image
 
 from paddle_vl.cli import commands
-from paddle_vl.train.allocator import DEFAULTS, allocator_flags, configure_allocator
+from paddle_vl.train.allocator import STRATEGY, VIRTUAL, allocator_flags, configure_allocator
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.support.forked import ROOT
-
-STRATEGY, VIRTUAL = DEFAULTS
 
 
 @pytest.fixture(autouse=True)
 def flags_as_paddle_has_them():
     kept = allocator_flags()
-    paddle.set_flags({name: flag.paddles for name, flag in DEFAULTS.items()})
+    paddle.set_flags({STRATEGY: "auto_growth", VIRTUAL: False})
     yield
     paddle.set_flags(kept)
 
 
-def test_unset_flags_get_a_default():
+def test_an_unset_flag_gets_its_default():
     told = configure_allocator({})
     assert paddle.get_flags(VIRTUAL) == {VIRTUAL: True}
-    assert told == (
-        f"Paddle's allocator: {STRATEGY}=auto_growth (default here), {VIRTUAL}=true (default here)"
-    )
-    # The same when it is called again.
-    assert configure_allocator({}) == told
-
-
-def test_a_flag_in_the_environment_stays():
-    told = configure_allocator({VIRTUAL: "0"})
-    assert paddle.get_flags(VIRTUAL) == {VIRTUAL: False}
-    assert f"{VIRTUAL}=false (set in the environment)" in told
+    assert told == f"Paddle's allocator: {STRATEGY}=auto_growth, {VIRTUAL}=True"
 
 
 @pytest.mark.parametrize(
-    ("flag", "value", "origin"),
+    ("environment", "flag", "value"),
     [
-        (STRATEGY, "naive_best_fit", f"left alone beside {STRATEGY}=naive_best_fit"),
-        ("FLAGS_use_auto_growth_v2", True, "left alone beside FLAGS_use_auto_growth_v2"),
+        ({VIRTUAL: "0"}, VIRTUAL, False),
+        ({STRATEGY: "naive_best_fit"}, STRATEGY, "naive_best_fit"),
+        ({}, "FLAGS_use_auto_growth_v2", True),
     ],
 )
-def test_another_allocator_is_left_alone(flag, value, origin):
-    kept = paddle.get_flags(flag)
+def test_what_the_user_has_chosen_stays(environment, flag, value):
     paddle.set_flags({flag: value})
-    try:
-        told = configure_allocator({})
-        assert paddle.get_flags([flag, VIRTUAL]) == {flag: value, VIRTUAL: False}
-    finally:
-        paddle.set_flags(kept)
-    assert f"{VIRTUAL}=false ({origin})" in told
+    told = configure_allocator(environment)
+    assert paddle.get_flags([flag, VIRTUAL]) == {VIRTUAL: False, flag: value}
+    assert f"{VIRTUAL}=False (you set {flag})" in told
 
 
 def test_a_run_on_a_gpu_tells_the_flags(monkeypatch, caplog):
@@ -70,7 +55,7 @@ def test_a_run_on_a_gpu_tells_the_flags(monkeypatch, caplog):
     monkeypatch.setattr(paddle, "get_device", lambda: "gpu:0")
     with caplog.at_level("INFO"):
         commands.configure_training_runtime()
-    assert f"{STRATEGY}=auto_growth (default here)" in caplog.text
+    assert f"{STRATEGY}=auto_growth" in caplog.text
 
 
 @pytest.mark.parametrize("command", ["train", "profile"])

@@ -6,7 +6,6 @@ one or the new one, complete; leftovers are removed; arrays are read back unchan
 the right checkpoint and refuses changed settings.
 """
 
-import errno
 import random
 import shutil
 from pathlib import Path
@@ -20,7 +19,7 @@ from paddle_vl.train import checkpoint as checkpoints
 from paddle_vl.train.resume import changed_settings, checkpoint_to_resume, examine
 from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
 from paddle_vl.train.schedule import seed_step
-from tests.single_card_tests.train.saved import save_checkpoint, settings, write_arrays
+from tests.single_card_tests.train.saved import save_checkpoint, settings
 
 
 def make_config(output_dir, **changes) -> VLRun:
@@ -54,21 +53,8 @@ def test_interrupted_save_leaves_the_earlier_checkpoint_only(tmp_path):
         writer.save(4, fail_midway)
     assert [step for step, _ in checkpoints.complete_checkpoints(tmp_path)] == [2]
     assert not (tmp_path / "checkpoint-4").exists()
-    checkpoints.remove_partial_folders(tmp_path)
+    checkpoints.finish_saves(tmp_path)
     assert names(tmp_path) == ["checkpoint-2"]
-
-
-def test_interruption_before_the_rename_leaves_the_earlier_checkpoint_only(tmp_path, monkeypatch):
-    save(tmp_path, 2)
-
-    def full(descriptor):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(checkpoints.os, "fsync", full)
-    message = r"checkpoint-4 could not be written: .*No space left.*partial-checkpoint-4/config"
-    with pytest.raises(RuntimeError, match=message):
-        save(tmp_path, 4)
-    assert [step for step, _ in checkpoints.complete_checkpoints(tmp_path)] == [2]
 
 
 def test_interrupted_removal_leaves_no_half_empty_checkpoint(tmp_path, monkeypatch):
@@ -82,39 +68,10 @@ def test_interrupted_removal_leaves_no_half_empty_checkpoint(tmp_path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints.shutil, "rmtree", remove_part)
         with pytest.raises(KeyboardInterrupt):
-            checkpoints.remove_folder(tmp_path / "checkpoint-2")
+            shutil.rmtree(checkpoints.set_aside(tmp_path / "checkpoint-2"))
     assert not (tmp_path / "checkpoint-2").exists()
-    checkpoints.remove_partial_folders(tmp_path)
+    checkpoints.finish_saves(tmp_path)
     assert names(tmp_path) == ["checkpoint-4"]
-
-
-def test_folder_of_the_same_name_is_replaced(tmp_path):
-    path = save(tmp_path, 2)
-    (path / "old").write_text("x")
-    save(tmp_path, 2)
-    assert "old" not in names(path)
-    assert names(tmp_path) == ["checkpoint-2"]
-
-
-def test_arrays_round_trip(tmp_path):
-    arrays = {
-        "a/b": np.random.default_rng(0).normal(size=(3, 2)).astype(np.float32),
-        "c": np.array([np.nextafter(np.float32(1), np.float32(2))]),
-    }
-    tensors = {name: paddle.to_tensor(array) for name, array in arrays.items()}
-    write_arrays(tmp_path, {name: tensor.numpy() for name, tensor in tensors.items()})
-    loaded = checkpoints.StoredArrays(tmp_path)
-    assert loaded.keys() == arrays.keys()
-    for name, array in arrays.items():
-        np.testing.assert_array_equal(loaded[name], array)
-
-
-def test_damaged_state_is_reported(tmp_path):
-    (tmp_path / checkpoints.STATE_FILE).write_text('{"step": ')
-    with pytest.raises(
-        RuntimeError, match=r"trainer_state\.json is not valid JSON: .*; resume from another"
-    ):
-        checkpoints.load_state(tmp_path)
 
 
 def test_random_numbers_depend_on_seed_and_step_only():
@@ -188,7 +145,7 @@ def test_forbidden_changes_are_refused_with_old_and_new_value(tmp_path):
     assert "learning_rate" not in message
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(2))
 def test_a_kill_while_one_is_replaced_costs_nothing(tmp_path, monkeypatch, number):
     """A process that ends at any rename of the replacement."""
     older = save_checkpoint(tmp_path, 2)
@@ -207,8 +164,7 @@ def test_a_kill_while_one_is_replaced_costs_nothing(tmp_path, monkeypatch, numbe
         with pytest.raises(RuntimeError, match="checkpoint-2 could not be written"):
             save_checkpoint(tmp_path, 2)
     assert len(renamed) == number
-    checkpoints.finish_replacements(tmp_path)
-    checkpoints.remove_partial_folders(tmp_path)
+    checkpoints.finish_saves(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
-    assert not examine(older).reasons
+    assert not examine(older).problems
     assert (older / "old").exists() == (number == 0)

@@ -16,7 +16,7 @@ import pytest
 
 from paddle_vl.checkpoint.manifest import Manifest, SummedStream
 from paddle_vl.checkpoint.safetensors_io import TensorToWrite, read_checkpoint_headers
-from paddle_vl.train.saving import commit
+from paddle_vl.train.saving import checkpoint_writer, commit
 from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
 from tests.single_card_tests.train.saved import (
     ARRAYS,
@@ -98,12 +98,11 @@ def test_layouts_are_changed_behind_the_snapshot(tmp_path):
 def test_memory_of_a_copy_is_used_again(tmp_path, monkeypatch):
     made, plain = [], np.empty
     monkeypatch.setattr(np, "empty", lambda *args, **kw: made.append(args) or plain(*args, **kw))
-    needed = 2 * ARRAYS["a"].nbytes
     with CheckpointWriter(tmp_path, settings()) as writer:
-        writer.prepare(needed)
         for step in (2, 4, 6):
             writer.save(step, filled(step))
-    assert [args for args in made if args[-1] is np.uint8] == [([needed], np.uint8)]
+    # One for the model, and one for the optimizer.
+    assert made == [(ARRAYS["a"].shape, np.float32)] * 2
 
 
 @pytest.mark.parametrize("is_async", [True, False])
@@ -125,20 +124,6 @@ def test_a_full_disk_is_raised_at_the_next_look_and_costs_nothing(tmp_path, gate
         run()
     assert steps_in(tmp_path) == [2]
     assert contents(earlier) == before
-
-
-def test_a_write_that_failed_is_raised_at_the_next_save(tmp_path, gate):
-    gate.opened.set()
-    gate.error = PermissionError(errno.EACCES, "Permission denied")
-
-    def run():
-        with CheckpointWriter(tmp_path, settings()) as writer:
-            writer.save(2, filled(2))
-            writer.save(4, filled(4))
-
-    with pytest.raises(RuntimeError, match="checkpoint-2 could not be written"):
-        run()
-    assert steps_in(tmp_path) == []
 
 
 def ended_by(error, output_dir, gate):
@@ -219,11 +204,11 @@ def test_a_rank_that_cannot_write_is_named_on_all_ranks(tmp_path, monkeypatch):
 
 
 def test_a_rank_that_is_gone_is_not_waited_for_when_the_run_ends_by_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(commit, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(checkpoint_writer, "_PATIENCE_S", 0.2)
     # The second rank's files never arrive.
-    plain = commit.RankFiles.write
+    plain = commit.leave_part
     monkeypatch.setattr(
-        commit.RankFiles, "write", lambda part, to, rank: None if rank else plain(part, to, rank)
+        commit, "leave_part", lambda to, rank, *what: None if rank else plain(to, rank, *what)
     )
 
     def last(writer):
@@ -236,10 +221,10 @@ def test_a_rank_that_is_gone_is_not_waited_for_when_the_run_ends_by_an_error(tmp
 
 
 def test_a_folder_that_is_not_shared_is_noticed(tmp_path, monkeypatch):
-    monkeypatch.setattr("paddle_vl.train.saving.commit.VISIBLE_WITHIN_S", 0.1)
-    plain = commit.RankFiles.write
+    monkeypatch.setattr(checkpoint_writer, "_VISIBLE_WITHIN_S", 0.1)
+    plain = commit.leave_part
     monkeypatch.setattr(
-        commit.RankFiles, "write", lambda part, to, rank: None if rank else plain(part, to, rank)
+        commit, "leave_part", lambda to, rank, *what: None if rank else plain(to, rank, *what)
     )
     first, second = several(tmp_path)
     assert "a file system that all ranks share" in str(first)
@@ -253,50 +238,32 @@ def test_old_checkpoints_go_when_a_newer_one_has_been_read_back(tmp_path):
     assert steps_in(tmp_path) == [10, 11]
 
 
-def test_old_checkpoints_stay_when_a_newer_one_reads_back_differently(
-    tmp_path, monkeypatch, caplog
-):
+def test_old_checkpoints_stay_when_a_newer_one_reads_back_differently(tmp_path, monkeypatch):
     plain = commit.damaged_files
 
     def worn(folder, files, **settings):
         flip(folder / "model.safetensors")
         return plain(folder, files, **settings)
 
-    with CheckpointWriter(tmp_path, settings(save_total_limit=1)) as writer:
-        writer.save(2, filled(2))
-        writer.wait()
-        with monkeypatch.context() as patch:
-            patch.setattr(commit, "damaged_files", worn)
-            writer.save(4, filled(4))
-            writer.wait()
-        assert steps_in(tmp_path) == [2, 4]
-        assert "checkpoint-4 was written, but reads back differently: model.safe" in caplog.text
-        # The damaged checkpoint does not count later either.
-        writer.save(6, filled(6))
-        writer.wait()
-        assert steps_in(tmp_path) == [6]
+    save_checkpoint(tmp_path, 2, save_total_limit=1)
+    monkeypatch.setattr(commit, "damaged_files", worn)
+    with pytest.raises(RuntimeError, match="reads back differently: model.safetensors does not"):
+        save_checkpoint(tmp_path, 4, save_total_limit=1)
+    assert steps_in(tmp_path) == [2]
 
 
 def test_only_good_checkpoints_count(tmp_path):
-    """A damaged or marked checkpoint, or one without a manifest, does not displace a good one."""
+    """A damaged checkpoint, or one without a manifest, does not displace a good one."""
     for step in (1, 2, 5):
         save_checkpoint(tmp_path, step)
     flip(save_checkpoint(tmp_path, 3) / "optimizer.safetensors")
-    save_checkpoint(tmp_path, 4, nonfinite_updates=1)
     old = save_checkpoint(tmp_path, 6)
     (old / "manifest.json").unlink()
     (old / "trainer_state.json").write_text('{"step": 6}')
     save_checkpoint(tmp_path, 9)
     save_checkpoint(tmp_path, 7, save_total_limit=3)
     # 7, 5 and 2 are good; 9 is later than the last save, so this writer leaves it alone.
-    assert steps_in(tmp_path) == [2, 3, 4, 5, 6, 7, 9]
-
-
-def test_a_marked_checkpoint_deletes_nothing(tmp_path):
-    save_checkpoint(tmp_path, 2)
-    save_checkpoint(tmp_path, 4)
-    save_checkpoint(tmp_path, 6, nonfinite_updates=1, save_total_limit=1)
-    assert steps_in(tmp_path) == [2, 4, 6]
+    assert steps_in(tmp_path) == [2, 3, 5, 6, 7, 9]
 
 
 def test_without_verification_checkpoints_still_go(tmp_path):
@@ -328,16 +295,3 @@ def test_a_copy_that_does_not_fit_into_memory_names_the_setting(tmp_path, monkey
         CheckpointWriter(tmp_path, settings()) as writer,
     ):
         writer.save(2, filled(2))
-
-
-def test_times_of_a_write_are_known(tmp_path, gate):
-    with CheckpointWriter(tmp_path, settings()) as writer:
-        begin = time.perf_counter()
-        writer.save(2, filled(2))
-        saved_s = time.perf_counter() - begin
-        time.sleep(0.2)
-        gate.opened.set()
-        writer.wait()
-        assert writer.times.write >= 0.2
-        # What the caller waited for has no part of the blocked write.
-        assert 0 < writer.times.stall <= saved_s

@@ -16,18 +16,16 @@ import pytest
 from paddle import profiler
 from paddle.base.framework import EagerParamBase
 
-from paddle_vl import Qwen3VLForConditionalGeneration
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.families.vlm.settings import PARTS
 from paddle_vl.nn import flat_buckets
-from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.master_weights import MasterWeights
-from paddle_vl.testing import emulated_bfloat16, record_host_reads
+from paddle_vl.testing import record_host_reads
 from paddle_vl.train.freeze import decayed_names, freeze_parameters, rate_factors, trained_names
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.step import train_step
 from tests.single_card_tests.train.batches import image_batch, micro_batches, vl_runner
-from tests.support.tiny import tiny_config, tiny_model
+from tests.support.tiny import tiny_model
 
 IMAGES = image_batch([[1, 2, 3, 4, 5], [6, 7, 8]], [2, 1])
 TEXT = {
@@ -80,7 +78,7 @@ def trained(flat: bool, masks: bool, batches, **settings):
 
 
 @pytest.mark.parametrize("masks", [False, True], ids=["flag is read", "masked"])
-@pytest.mark.parametrize("steps", ["iii", "itit", "ti"])
+@pytest.mark.parametrize("steps", ["itit", "ti"])
 def test_flat_updates_have_the_bits_of_updates_per_tensor(steps, masks):
     """In a step without images the tower has no gradient: it is not updated, and its powers of beta
     stay behind."""
@@ -121,12 +119,11 @@ def test_clipping_by_one_norm_has_the_same_bits(masks, monkeypatch):
 
 
 @pytest.mark.parametrize("masks", [False, True], ids=["flag is read", "masked"])
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_bad_step_changes_nothing(value, masks):
+def test_a_bad_step_changes_nothing(masks):
     model, optimizer = trained(True, masks, [IMAGES, TEXT])
     before = state_of(model, optimizer)
     bad = IMAGES | {"pixel_values": IMAGES["pixel_values"].copy()}
-    bad["pixel_values"][3, 5] = value
+    bad["pixel_values"][3, 5] = np.inf
     result = train_step(vl_runner(model), optimizer, micro_batches(IMAGES, bad), 0.01)
     assert not bool(result.is_good)
     assert_same_bits(state_of(model, optimizer), before)
@@ -192,27 +189,6 @@ def test_half_precision_parameters_are_rounded_from_flat_masters(masks):
             assert parameter.dtype == paddle.bfloat16
             arrays[str(number)] = parameter.astype("float32").numpy()
         found.append(arrays)
-    assert_same_bits(found[1], found[0])
-
-
-def test_a_bfloat16_model_has_the_bits_of_updates_per_tensor():
-    """Steps of two micro-batches, with and without images; bfloat16 is emulated."""
-    found = []
-    for flat in (False, True):
-        with emulated_bfloat16():
-            with default_dtype("bfloat16"):
-                model = Qwen3VLForConditionalGeneration(tiny_config())
-            with paddle.no_grad():
-                for own, value in zip(model.parameters(), tiny_model().parameters(), strict=True):
-                    paddle.assign(value.astype("bfloat16"), own)
-            optimizer = build(
-                model, flat, True, store=MasterWeights(model.parameters()), max_grad_norm=0.0
-            )
-            for batches in ([IMAGES, TEXT], [TEXT, TEXT], [IMAGES, IMAGES]):
-                outcome = train_step(vl_runner(model), optimizer, micro_batches(*batches), 0.01)
-                assert bool(outcome.is_good)
-            found.append(state_of(model, optimizer))
-    assert any(name.endswith("master_weight") for name in found[0])
     assert_same_bits(found[1], found[0])
 
 

@@ -17,7 +17,10 @@ from safetensors.numpy import load_file
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.testing import record_host_reads
+from paddle_vl.train import trainer as trainer_module
 from paddle_vl.train.build import build_trainer
+from paddle_vl.train.feeding.device_copies import DeviceCopies
+from tests.single_card_tests.train.fake_device import FakeDevice
 from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.support.finished_runs import lasting, metrics_of
@@ -31,14 +34,18 @@ def run_file(request, tmp_path_factory) -> Path:
     return write(tmp_path_factory.mktemp("run") / "data")
 
 
-def build(run_file: Path, output_dir: Path, masks: bool):
-    overrides = [f"train.output_dir={output_dir}", "train.max_steps=8", "train.save_steps=null"]
-    trainer = build_trainer(load_run_config(run_file, [*overrides, "logging.logging_steps=3"]))
+def build(run_file: Path, output_dir: Path, masks: bool, max_steps: int = 8):
+    overrides = [f"train.output_dir={output_dir}", f"train.max_steps={max_steps}"]
+    overrides += ["train.save_steps=null", "logging.logging_steps=3"]
+    trainer = build_trainer(load_run_config(run_file, overrides))
     trainer.optimizer.masks_updates = masks
     return trainer
 
 
-def test_a_step_reads_nothing_and_a_report_once_while_the_next_step_runs(run_file, tmp_path):
+def test_a_step_reads_nothing_and_a_report_once_while_the_next_step_runs(
+    run_file, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(trainer_module, "device_copies", lambda *_: DeviceCopies(FakeDevice()))
     trainer = build(run_file, tmp_path, masks=True)
     train_one_step, between_steps = trainer.train_one_step, trainer._between_steps
     places: Counter[tuple[int, str]] = Counter()
@@ -87,7 +94,7 @@ def test_every_way_to_read_is_counted_once():
 
 def test_a_run_of_masked_updates_is_the_one_whose_flags_are_read(run_file, tmp_path):
     for name, masks in (("plain", False), ("masked", True)):
-        build(run_file, tmp_path / name, masks).run()
+        build(run_file, tmp_path / name, masks, max_steps=4).run()
     for ours, theirs in zip(
         lasting(metrics_of(tmp_path / "masked")),
         lasting(metrics_of(tmp_path / "plain")),

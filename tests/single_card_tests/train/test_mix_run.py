@@ -2,7 +2,7 @@
 
 Guarantees: metrics.jsonl has tokens, documents and epochs of every source, which add up; held-out
 loss and perplexity of every source, and of all together each target token once; the report has
-panels with a curve per source; a resumed run goes on counting.
+panels with a curve per source.
 """
 
 import math
@@ -16,7 +16,7 @@ from paddle_vl.report.report import write_report
 from paddle_vl.report.runs import read_runs
 from paddle_vl.train.evaluate import combined
 from tests.single_card_tests.train.whole_runs import build
-from tests.support.finished_runs import lasting_metrics, metrics_of
+from tests.support.finished_runs import metrics_of
 from tests.support.tiny_mix import write_mix
 
 NAMES = ("text", "captions", "pages")
@@ -82,13 +82,3 @@ def test_the_report_has_a_curve_for_every_source(finished, tmp_path):
     assert {panels[name].section for name in ("tokens", "documents", "epochs")} == {"Data"}
     page, *_ = write_report([finished], tmp_path, with_pictures=False)
     assert "eval_perplexity/captions" in page.read_text(encoding="utf-8")
-
-
-def test_a_resumed_run_goes_on_counting(run_file, finished, tmp_path):
-    folder = tmp_path / "out"
-    build(run_file, folder, *SHORT, "train.max_tokens=1000").run()
-    build(run_file, folder, *SHORT, "train.resume_from_checkpoint=auto").run()
-    kept = [line for line in lasting_metrics(folder) if "eval_loss" not in line]
-    wanted = [line for line in lasting_metrics(finished) if "eval_loss" not in line]
-    assert kept[-1]["documents/pages"] > kept[0]["documents/pages"]
-    assert kept == [line for line in wanted if line["step"] in [one["step"] for one in kept]]

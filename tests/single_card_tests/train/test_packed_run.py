@@ -9,16 +9,12 @@ unpacked samples; resuming with another row length is refused; bad samples are l
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
-from paddle_vl.config.load import load_run_config
 from paddle_vl.data import sample_lengths as lengths_module
-from paddle_vl.train.build import build_trainer
+from tests.single_card_tests.train import whole_runs
 from tests.single_card_tests.train.tiny_run import write_tiny_run
-from tests.support.finished_runs import lasting
-from tests.support.finished_runs import metrics_of as run_metrics
+from tests.single_card_tests.train.whole_runs import assert_same_run, metrics_of
 
 PACKED = ["data.packing=true", "data.packing_length=256", "train.save_steps=2"]
 
@@ -29,8 +25,7 @@ def run_file(tmp_path_factory) -> Path:
 
 
 def build(run_file: Path, output_dir: Path, *overrides: str):
-    settings = [f"train.output_dir={output_dir}", *PACKED, *overrides]
-    return build_trainer(load_run_config(run_file, settings))
+    return whole_runs.build(run_file, output_dir, *PACKED, *overrides)
 
 
 @pytest.fixture(scope="module")
@@ -38,18 +33,6 @@ def whole_run(run_file, tmp_path_factory) -> Path:
     output_dir = tmp_path_factory.mktemp("whole") / "out"
     build(run_file, output_dir).run()
     return output_dir
-
-
-def lines_of(folder: Path) -> list[dict]:
-    return lasting(run_metrics(folder))
-
-
-def assert_same_run(one: Path, other: Path) -> None:
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        files = [load_file(folder / "checkpoint-4" / name) for folder in (one, other)]
-        for key, array in files[0].items():
-            np.testing.assert_array_equal(files[1][key], array, err_msg=key)
-    assert lines_of(one) == lines_of(other)
 
 
 def test_rows_hold_several_samples_and_the_fill_is_reported(run_file, tmp_path):
@@ -61,7 +44,7 @@ def test_rows_hold_several_samples_and_the_fill_is_reported(run_file, tmp_path):
     real = batch["attention_mask"].mean()
     trainer = build(run_file, tmp_path, "train.gradient_accumulation_steps=1", "train.max_steps=1")
     trainer.run()
-    assert lines_of(tmp_path)[0]["packing_efficiency"] == pytest.approx(real, abs=1e-4)
+    assert metrics_of(tmp_path)[0]["packing_efficiency"] == pytest.approx(real, abs=1e-4)
 
 
 def test_evaluation_has_one_sample_a_row(run_file, tmp_path):
@@ -71,7 +54,7 @@ def test_evaluation_has_one_sample_a_row(run_file, tmp_path):
     build(run_file, tmp_path / "packed", *settings).run()
     build(run_file, tmp_path / "plain", *settings, "data.packing=false",
           "data.packing_length=null").run()  # fmt: skip
-    found, wanted = (lines_of(tmp_path / name)[0]["eval_loss"] for name in ("packed", "plain"))
+    found, wanted = (metrics_of(tmp_path / name)[0]["eval_loss"] for name in ("packed", "plain"))
     assert found == wanted
 
 
@@ -94,7 +77,7 @@ def test_an_epoch_is_as_many_steps_as_its_rows_make(run_file, tmp_path):
     trainer = build(run_file, tmp_path, *settings)
     assert trainer.num_steps == len(trainer.data) < 20
     trainer.run()
-    (*_, last) = lines_of(tmp_path)
+    (*_, last) = metrics_of(tmp_path)
     assert (last["step"], last["epoch"]) == (trainer.num_steps, 1.0)
 
 
@@ -104,7 +87,7 @@ def test_a_step_on_packed_rows_equals_one_on_the_samples(run_file, tmp_path):
     build(run_file, tmp_path / "plain", *common, "train.per_device_train_batch_size=40",
           "data.packing=false", "data.packing_length=null").run()  # fmt: skip
     build(run_file, tmp_path / "packed", *common, "train.per_device_train_batch_size=20").run()
-    found, wanted = (lines_of(tmp_path / name)[0] for name in ("packed", "plain"))
+    found, wanted = (metrics_of(tmp_path / name)[0] for name in ("packed", "plain"))
     assert found["target_tokens"] == wanted["target_tokens"]
     for key in ("loss", "grad_norm"):
         assert found[key] == pytest.approx(wanted[key], rel=1e-6), key
@@ -122,4 +105,4 @@ def test_samples_too_long_to_cut_are_left_out_and_counted(run_file, tmp_path):
         build(run_file, tmp_path, *settings)
     trainer = build(run_file, tmp_path, *settings, "data.on_bad_sample=skip", "data.max_length=40")
     trainer.run()
-    assert lines_of(tmp_path)[0]["skipped_samples"] == trainer.data.skipped["too_long"] > 0
+    assert metrics_of(tmp_path)[0]["skipped_samples"] == trainer.data.skipped["too_long"] > 0

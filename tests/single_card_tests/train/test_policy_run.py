@@ -1,10 +1,9 @@
 """A pi07 policy in the trainer, from files of demonstrations.
 
-Guarantees: training lowers and reports both losses; the saved policy acts and resumes bit for bit,
-the planner too; gradient accumulation equals one large batch, and the step's losses are the model's
-own on that batch; synthetic demonstrations need no files; settings of another family are refused
-together; the small examples in configs/pi07 train; parameters that only a zero-weight loss reaches
-are not trained; frozen parameters do not change.
+Guarantees: training lowers and reports both losses; the saved policy acts, and the planner resumes
+bit for bit; gradient accumulation equals one large batch, and the step's losses are the model's own
+on that batch; synthetic demonstrations need no files; the small examples in configs/pi07 train;
+parameters that only a zero-weight loss reaches are not trained.
 """
 
 import json
@@ -24,14 +23,13 @@ from paddle_vl.families.pi07.recipe import PI07Recipe
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.evaluate import mean_losses
 from paddle_vl.train.step import ModelRunner
-from tests.single_card_tests.train.batches import count_calls
 from tests.single_card_tests.train.tiny_policy_run import (
     MODEL,
     PLANNER,
     SHAPES,
     write_tiny_policy_run,
 )
-from tests.support.finished_runs import lasting, metrics_of
+from tests.support.finished_runs import metrics_of
 
 NO_DROPS = (
     "data.drops={history_state_drop_prob: 0.0, subgoal_drop_prob: 0.0, response_drop_prob: 0.0, "
@@ -68,10 +66,10 @@ def weights(folder: Path) -> dict[str, np.ndarray]:
 
 
 def test_training_lowers_both_losses_and_the_policy_acts(run_file, tmp_path):
-    settings = ["train.max_steps=40", "train.save_steps=null", "train.learning_rate=0.02"]
-    evaluation = [f"data.eval=[{run_file.parent / 'arm-joint.jsonl'}]", "train.eval_steps=10"]
+    settings = ["train.max_steps=24", "train.save_steps=null", "train.learning_rate=0.02"]
+    evaluation = [f"data.eval=[{run_file.parent / 'arm-joint.jsonl'}]", "train.eval_steps=8"]
     found = metrics_of(trained(run_file, tmp_path / "out", *settings, *evaluation))
-    # The first evaluation follows ten steps.
+    # The first evaluation follows eight steps.
     for prefix, share in (("", 0.8), ("eval_", 0.95)):
         for name in (f"{prefix}loss", f"{prefix}MSE", f"{prefix}CE"):
             values = [line[name] for line in found if name in line]
@@ -98,19 +96,6 @@ def test_training_lowers_both_losses_and_the_policy_acts(run_file, tmp_path):
     action = policy.select_action(observation)
     assert action.shape == (1, SHAPES["action_dim"])
     assert np.isfinite(action).all()
-
-
-def test_a_resumed_run_is_bit_identical(run_file, tmp_path):
-    whole = trained(run_file, tmp_path / "whole", "train.save_steps=2")
-    again = tmp_path / "again"
-    again.mkdir()
-    shutil.copytree(whole / "checkpoint-2", again / "checkpoint-2")
-    trained(run_file, again, "train.resume_from_checkpoint=auto")
-    ours, theirs = weights(again / "final"), weights(whole / "final")
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        np.testing.assert_array_equal(value, theirs[name], err_msg=name)
-    assert lasting(metrics_of(again)) == lasting(metrics_of(whole))[2:]
 
 
 def test_a_steps_losses_are_the_models_own_on_the_whole_batch(run_file, tmp_path):
@@ -156,30 +141,9 @@ def test_the_planner_learns_what_it_is_to_write_and_continues(run_file, tmp_path
     assert len(plan.memory) == len(plan.response) == 1
 
 
-def test_gradient_checkpointing_of_the_policy_recomputes(run_file, tmp_path):
-    found = []
-    for checkpointed in (False, True):
-        config = json.dumps(MODEL | {"gradient_checkpointing": checkpointed})
-        overrides = [f"train.output_dir={tmp_path / str(checkpointed)}", f"model.config={config}"]
-        trainer = build_trainer(load_run_config(run_file, overrides))
-        calls = count_calls(trainer.runner.model.decoder_layers[0].backbone_layer.mlp)
-        trainer.run()
-        found.append((len(calls), weights(tmp_path / str(checkpointed) / "final")))
-    (plain_calls, plain), (calls, recomputed) = found
-    assert calls == 2 * plain_calls
-    for name, value in plain.items():
-        np.testing.assert_allclose(recomputed[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
-
-
 def test_made_up_demonstrations_need_no_files(run_file, tmp_path):
     overrides = ["data.train=[]", "data.synthetic_samples=24", "data.fields=[response, speed]"]
     assert len(metrics_of(trained(run_file, tmp_path / "out", *overrides))) == 4
-
-
-def test_settings_of_the_other_family_are_refused_together(run_file, tmp_path):
-    overrides = [f"train.output_dir={tmp_path}", "data.packing=true", "data.max_length=64"]
-    with pytest.raises(ValueError, match=r"(?s)data\.packing applies.*data\.max_length"):
-        load_run_config(run_file, overrides)
 
 
 @pytest.mark.parametrize("insulated", [True, False])
@@ -207,15 +171,6 @@ def test_a_loss_of_weight_zero_leaves_what_only_it_trains_alone(
     model(batch)[other].backward()
     reached = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert trained_here == reached
-
-
-def test_a_frozen_part_stays_as_it_was(run_file, tmp_path):
-    out = trained(run_file, tmp_path / "out", "model.freeze=[vision, expert]", "train.save_steps=1")
-    early, late = weights(out / "checkpoint-1"), weights(out / "checkpoint-4")
-    moved = {name for name, value in late.items() if not np.array_equal(value, early[name])}
-    assert moved
-    assert not any("vision_tower" in name or ".expert_layer." in name for name in moved)
-    assert any(".backbone_layer." in name for name in moved)
 
 
 @pytest.mark.parametrize(

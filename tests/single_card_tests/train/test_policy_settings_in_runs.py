@@ -17,7 +17,7 @@ from paddle_vl.config.load import load_run_config
 from paddle_vl.train.build import build_trainer
 from tests.single_card_tests.train.batches import count_calls
 from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
-from tests.support.finished_runs import arrays_of
+from tests.support.finished_runs import arrays_of, lasting, metrics_of
 
 UNFREEZE = "model.policy.freeze_vision_encoder=false"
 TOWER = "model.gemma3_with_expert.gemma3.model.vision_tower."
@@ -82,6 +82,7 @@ def test_a_resumed_run_keeps_the_policy_bit_for_bit(run_file, frozen, tmp_path):
     shutil.copytree(whole / "checkpoint-2", again / "checkpoint-2")
     trained(run_file, frozen, again, *settings, *resume)
     assert not moved(whole / "final", again / "final")
+    assert lasting(metrics_of(again)) == lasting(metrics_of(whole))[2:]
     assert json.loads((again / "final" / "config.json").read_text())["dropout"] == 0.2
     refused = tmp_path / "refused"
     shutil.copytree(whole / "checkpoint-2", refused / "checkpoint-2")

@@ -10,10 +10,9 @@ lengths are the real tokens of its prefix.
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 from paddle_vl.config.load import load_run_config
-from paddle_vl.families.pi07.prefix_layout import presence_of
+from paddle_vl.families.pi07.prefix import presence_of
 from paddle_vl.families.vlm.objective import VLLoss
 from paddle_vl.report.panels import panels_of
 from paddle_vl.report.runs import read_runs
@@ -101,10 +100,9 @@ def test_a_report_shows_unequal_ranks(tmp_path):
     )
 
 
-@pytest.mark.parametrize("sync", ["hoisted", "all_reduce"])
-def test_a_policys_lengths_are_the_real_tokens_of_its_prefix(tmp_path, sync):
+def test_a_policys_lengths_are_the_real_tokens_of_its_prefix(tmp_path):
     run_file = write_tiny_policy_run(tmp_path / "run")
-    trainer = build_trainer(load_run_config(run_file, [f"parallel.branch_sync={sync}"]))
+    trainer = build_trainer(load_run_config(run_file, []))
     batch, adapter, model = next(trainer.data), trainer.runner.adapter, trainer.runner.model
     trainer.data.close()
     lengths = adapter.lengths(batch)

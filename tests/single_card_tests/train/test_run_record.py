@@ -115,25 +115,16 @@ def test_overrides_are_the_settings_of_a_command():
     assert overrides_in(arguments) == ["train.seed=3", "data.train=[a=b]"]
 
 
-def test_uncommitted_changes_make_a_tree_dirty_and_new_files_do_not(tmp_path):
-    revision = commit(tmp_path)
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "metrics.jsonl").write_text("")
-    assert git_state(tmp_path / "runs") == {"revision": revision, "is_dirty": False}
-    (tmp_path / "file").write_text("two")
-    assert git_state(tmp_path) == {"revision": revision, "is_dirty": True}
-
-
-def test_nothing_is_said_outside_of_git_or_of_a_file_it_does_not_track(tmp_path):
+def test_a_revision_is_that_of_a_tracked_file_and_of_its_changes(tmp_path, monkeypatch):
     assert git_state(tmp_path) is None
-    commit(tmp_path)
+    revision = commit(tmp_path)
     assert git_state(tmp_path, of=tmp_path / "file") is not None
     (tmp_path / "installed.py").write_text("")
     assert git_state(tmp_path, of=tmp_path / "installed.py") is None
-
-
-def test_a_machine_without_git_says_nothing(tmp_path, monkeypatch):
-    commit(tmp_path)
+    (tmp_path / "runs").mkdir()
+    assert git_state(tmp_path / "runs") == {"revision": revision, "is_dirty": False}
+    (tmp_path / "file").write_text("two")
+    assert git_state(tmp_path) == {"revision": revision, "is_dirty": True}
     monkeypatch.setenv("PATH", "")
     assert git_state(tmp_path) is None
 

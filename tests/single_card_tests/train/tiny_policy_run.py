@@ -6,11 +6,11 @@ import yaml
 
 import make_demonstrations
 from paddle_vl.families.policy.demonstrations.sample import DemonstrationShapes
-from paddle_vl.families.policy.demonstrations.statistics import (
+from paddle_vl.families.policy.demonstrations.synthetic import SyntheticDemonstrations
+from paddle_vl.families.policy.normalize import (
     demonstration_statistics,
     write_statistics,
 )
-from paddle_vl.families.policy.demonstrations.synthetic import SyntheticDemonstrations
 
 SHAPES = {
     "image_size": (28, 28),

@@ -45,7 +45,7 @@ from paddle_vl.families.policy.demonstrations.sample import (
     finished_sample,
 )
 from paddle_vl.families.policy.images import letterbox
-from paddle_vl.families.policy.prompt import metadata_problem
+from paddle_vl.families.policy.model_inputs import metadata_problem
 
 logger = logging.getLogger(__name__)
 # Name of the only group of data, if groups have no names.
@@ -55,9 +55,7 @@ Files = Sequence[str | os.PathLike]
 
 
 def present_fields(
-    files: Files | Mapping[str, Files],
-    shapes: DemonstrationShapes,
-    max_line_bytes: int = MAX_LINE_BYTES,
+    files: Files, shapes: DemonstrationShapes, max_line_bytes: int = MAX_LINE_BYTES
 ) -> list[str]:
     """The optional fields that any line of any file has; the same on every rank.
 
@@ -66,9 +64,8 @@ def present_fields(
     Raises:
         RuntimeError: a file does not exist.
     """
-    groups = files.values() if isinstance(files, Mapping) else [files]
     names: set[str] = set()
-    for file in (file for group in groups for file in group):
+    for file in files:
         if not Path(file).is_file():
             raise RuntimeError(f"there is no data file {file}")
         for _, _, line in bounded_lines(Path(file), max_line_bytes):

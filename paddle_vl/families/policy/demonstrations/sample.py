@@ -1,4 +1,5 @@
-"""One demonstration, a moment of an episode: its entries and shapes, and batches of them.
+"""One demonstration, a moment of an episode: its entries and shapes; batches of them; and what is
+drawn for training: fields that are dropped, noise and times.
 
 A sample is a mapping with the names of OpenTau's standard data format. Shapes: F frames of an
 observation (`n_obs_steps`, the current one last), S state dims, C steps of a chunk, A action dims,
@@ -19,20 +20,30 @@ Optional (`OPTIONAL_FIELDS`), in all samples of a source or in none:
 If samples may lack cameras (`empty_cameras`):
     `<camera>_is_pad` bool, True for a camera that the sample lacks, whose frames are black; with
     goal images `<goal>_is_pad`, True for those that a sample with goals lacks of such cameras.
-Drawn for training, see `training_set.py`:
+Drawn for training:
     `noise` `[C, max_action_dim]` float32; `time` float32; `delay` int64.
 
 Values are raw; the policy normalizes them. The configuration, not the samples, determines the
 fields of a source, so every rank and every batch has the same entries.
+
+A draw is a function of seed, epoch and sample number, independent of batch, rank and worker. Every
+purpose has its own stream, so a setting of one does not change the draws of another.
+
+Over 350 lines, since what a sample is and what may be dropped from it must agree.
+
+Source: the drops of OpenTau's dataset mixture. Its `subgoal_end_of_segment_prob`, which chooses the
+goal frame in an episode, is left to the source of the demonstrations.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from paddle_vl.data.worker_pool import SampleSource
+from paddle_vl.families.policy.features import DropProbabilities
 
 Demonstration = dict[str, Any]
 
@@ -71,35 +82,6 @@ class DemonstrationShapes:
     # Not in the representation, which fingerprints of earlier checkpoints contain.
     history_interval: int = field(default=1, repr=False)
     empty_cameras: int = field(default=0, repr=False)
-
-    def __post_init__(self):
-        """Check the numbers.
-
-        Raises:
-            ValueError: names what is wrong.
-        """
-        object.__setattr__(self, "cameras", tuple(self.cameras))
-        object.__setattr__(self, "image_size", tuple(self.image_size))
-        if not self.cameras or len(set(self.cameras)) != len(self.cameras):
-            raise ValueError(f"cameras are {list(self.cameras)}; at least one is needed, each once")
-        if (self.chunk_size is None) != (self.action_dim is None):
-            raise ValueError(
-                f"chunk_size is {self.chunk_size} and action_dim {self.action_dim}; give both, or "
-                "None for both where no actions are read"
-            )
-        numbers = (*self.image_size, self.state_dim, self.n_obs_steps, *self.action_shape)
-        if min(*numbers, self.history_interval) < 1 or self.empty_cameras < 0:
-            raise ValueError(
-                f"{self}, history_interval={self.history_interval}, "
-                f"empty_cameras={self.empty_cameras}: sizes must be at least 1, empty_cameras 0"
-            )
-
-    @property
-    def action_shape(self) -> tuple[int, ...]:
-        """`(C, A)`, or empty without actions."""
-        if self.chunk_size is None or self.action_dim is None:
-            return ()
-        return (self.chunk_size, self.action_dim)
 
     @property
     def history_length(self) -> int:
@@ -140,14 +122,9 @@ class DemonstrationSource(SampleSource, Protocol):
             of a formula.
     """
 
-    @property
-    def shapes(self) -> DemonstrationShapes: ...
-
-    @property
-    def fields(self) -> Mapping[str, bool]: ...
-
-    @property
-    def group_names(self) -> tuple[str, ...]: ...
+    shapes: DemonstrationShapes
+    fields: Mapping[str, bool]
+    group_names: tuple[str, ...]
 
     def place(self, number: int) -> str:
         """Origin of a sample for messages: `file:line`, or its number."""
@@ -247,31 +224,169 @@ def _front_padded(frames: np.ndarray, num_frames: int) -> np.ndarray:
 
 
 def collate_demonstrations(samples: Sequence[Demonstration]) -> dict[str, Any]:
-    """A raw batch: texts as lists, arrays and numbers stacked; without entries that are all None.
+    """A raw batch: texts as lists, arrays and numbers stacked; the samples have the entries
+    of one source."""
+    return {
+        name: [sample[name] for sample in samples]
+        if isinstance(value, str)
+        else np.stack([sample[name] for sample in samples])
+        for name, value in sorted(samples[0].items())
+    }
 
-    Raises:
-        RuntimeError: samples differ in entries, types or shapes. The samples of one source never
-            do, those of joined sources may.
+
+class Stream(IntEnum):
+    """Purposes of random numbers."""
+
+    DROPS = 0
+    FLOW = 1
+    CONTENT = 2
+
+
+def sample_rng(seed: int, stream: Stream, *place: int) -> np.random.Generator:
+    """The random generator of one sample for one purpose.
+
+    Args:
+        place: epoch and sample number, or other numbers that identify the sample.
     """
-    batch: dict[str, Any] = {}
-    for name in sorted({name for sample in samples for name in sample}):
-        values: list[Any] = [sample.get(name) for sample in samples]
-        kinds = {_kind(value) for value in values}
-        if len(kinds) > 1:
-            raise RuntimeError(
-                f"samples of one batch differ in {name!r}: {', '.join(sorted(kinds))}; sources "
-                "that are joined need the same optional fields and shapes"
-            )
-        if isinstance(values[0], str):
-            batch[name] = values
-        elif values[0] is not None:
-            batch[name] = np.stack(values)
-    return batch
+    # A spawn key, since entropy [seed, epoch] equals [seed, epoch, 0], which draws the sample
+    # order.
+    return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(stream, *place)))
 
 
-def _kind(value: Any) -> str:
-    if value is None:
-        return "absent"
-    if isinstance(value, str):
-        return "text"
-    return f"{value.dtype} {list(value.shape)}"
+@dataclass(frozen=True)
+class FlowDraws:
+    """Draws noise, time and delay of a sample for the flow loss.
+
+    Attributes:
+        chunk_size, max_action_dim: shape of the noise, as of the model's actions.
+        max_delay: most actions of a chunk that are already given.
+    """
+
+    chunk_size: int
+    max_action_dim: int
+    max_delay: int = 0
+
+    def draw(self, rng: np.random.Generator) -> dict[str, np.ndarray | np.generic]:
+        """`noise` `[C, max_action_dim]` float32 normal; `time` float32, 0.001 + 0.999 Beta(1.5, 1)
+        by the inverse of its distribution; `delay` int64, uniform from 0 to `max_delay`.
+        """
+        time = rng.random() ** (1 / 1.5) * 0.999 + 0.001
+        delay = rng.integers(0, self.max_delay, endpoint=True)
+        shape = (self.chunk_size, self.max_action_dim)
+        return {
+            "noise": rng.standard_normal(shape, dtype=np.float32),
+            "time": np.float32(time),
+            "delay": np.int64(delay),
+        }
+
+
+# Metadata that may be dropped, in the order of the draws; `fps` never is.
+DROPPED_METADATA = ("speed", "mistake", "quality", "robot_type", "control_mode")
+
+
+NO_DROPS = DropProbabilities(**dict.fromkeys(DropProbabilities.model_fields, 0.0))
+
+
+class Drops(NamedTuple):
+    """What to drop from a sample.
+
+    Attributes:
+        response: applies only if the sample keeps its goal images.
+        metadata: names of fields.
+    """
+
+    subgoal: bool
+    history: bool
+    response: bool
+    metadata: frozenset[str]
+
+
+def draw_drops(probabilities: DropProbabilities, rng: np.random.Generator) -> Drops:
+    """Decide what to drop, before the images are read.
+
+    Every decision uses one random number, needed or not, so that changing one probability does not
+    change the other decisions.
+    """
+    subgoal, history, response, everything, *each = rng.random(4 + len(DROPPED_METADATA))
+    drops_all = everything < probabilities.metadata_drop_all_prob
+    limit = 1.0 if drops_all else probabilities.metadata_drop_each_prob
+    return Drops(
+        subgoal=subgoal < probabilities.subgoal_drop_prob,
+        history=history < probabilities.history_state_drop_prob,
+        response=response < probabilities.response_drop_prob,
+        metadata=frozenset(n for n, u in zip(DROPPED_METADATA, each, strict=True) if u < limit),
+    )
+
+
+def drop_fields(sample: Demonstration, drops: Drops, shapes: DemonstrationShapes) -> Demonstration:
+    """The sample with dropped fields marked as absent; entries and shapes stay."""
+    sample = dict(sample)
+    has_goal = "subgoal_is_pad" in sample and not sample["subgoal_is_pad"]
+    if has_goal and drops.subgoal:
+        for goal in shapes.goals.values():
+            sample[goal] = np.zeros_like(sample[goal])
+        sample["subgoal_is_pad"] = np.bool_(True)
+    if drops.history:
+        for camera in shapes.cameras:
+            frames = np.zeros_like(sample[camera])
+            frames[-1] = sample[camera][-1]
+            sample[camera] = frames
+        sample["obs_history_is_pad"] = np.ones_like(sample["obs_history_is_pad"])
+    if has_goal and not drops.subgoal and drops.response and "response" in sample:
+        sample["response"] = ""
+    for name in drops.metadata & sample.keys():
+        if name in NUMBER_TYPES:
+            sample[name] = NUMBER_TYPES[name](0)
+            sample[f"{name}_is_pad"] = np.bool_(True)
+        else:
+            sample[name] = ""
+    return sample
+
+
+@dataclass(frozen=True)
+class DrawnDemonstrations:
+    """Samples of a source with the drops and flow draws of one epoch.
+
+    The loader gets the view of an epoch from `in_epoch`. For evaluation leave out `probabilities`:
+    nothing is dropped, and since every evaluation is epoch 0, its draws are always the same.
+
+    Attributes:
+        probabilities: of the drops.
+        flow: draws for the flow loss; None for none, as for the planner.
+        seed: of all draws.
+    """
+
+    source: DemonstrationSource
+    probabilities: DropProbabilities = NO_DROPS
+    flow: FlowDraws | None = None
+    seed: int = 0
+    epoch: int = 0
+
+    def in_epoch(self, epoch: int) -> "DrawnDemonstrations":
+        """The same samples, with that epoch's draws."""
+        return replace(self, epoch=epoch)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, number: int) -> Demonstration:
+        """A sample.
+
+        Raises:
+            BadSampleError: the sample cannot be used; says `file:line: reason`.
+        """
+        place = (self.epoch, number)
+        drops = draw_drops(self.probabilities, sample_rng(self.seed, Stream.DROPS, *place))
+        sample = self.source.demonstration(
+            number, with_history=not drops.history, with_subgoals=not drops.subgoal
+        )
+        sample = drop_fields(sample, drops, self.shapes)
+        if self.flow is not None:
+            sample |= self.flow.draw(sample_rng(self.seed, Stream.FLOW, *place))
+        return sample
+
+    def __getattr__(self, name: str) -> Any:
+        """All else is the source's. Without `source` the object is being unpickled."""
+        if name.startswith("__") or "source" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.source, name)

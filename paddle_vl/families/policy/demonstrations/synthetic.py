@@ -7,8 +7,8 @@ the images or the response.
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,10 +17,11 @@ from paddle_vl.families.policy.demonstrations.sample import (
     OPTIONAL_FIELDS,
     Demonstration,
     DemonstrationShapes,
+    Stream,
     chosen_fields,
     finished_sample,
+    sample_rng,
 )
-from paddle_vl.families.policy.demonstrations.training_set import Stream, sample_rng
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 220)}
 _PROMPTS = ("move to the mark", "reach the mark", "go where the mark tells")
@@ -32,17 +33,13 @@ _LEFT = 0.8
 _BACKGROUND = 60
 
 
-@dataclass(frozen=True)
-class _Episode:
+class _Episode(NamedTuple):
     """Constants of an episode. Vectors have max(S, A) values."""
 
     colour: str
     start: np.ndarray
     target: np.ndarray
-    prompt: str
-    speed: int
-    quality: int
-    mistake: bool
+    words: dict[str, Any]
 
     def at(self, steps: np.ndarray) -> np.ndarray:
         """Positions of the arm after these numbers of steps, `[steps, max(S, A)]` float64."""
@@ -77,10 +74,8 @@ class SyntheticDemonstrations:
             group_names: `robot::control mode`; episodes take them in turn.
 
         Raises:
-            ValueError: no samples, unknown fields, or a group with another form of name.
+            ValueError: unknown fields, or a group with another form of name.
         """
-        if num_samples < 1:
-            raise ValueError(f"num_samples is {num_samples}; at least 1 is needed")
         if wrong := [name for name in group_names if name.count("::") != 1] or not group_names:
             raise ValueError(f"groups are {wrong or 'none'}; name them 'robot::control mode'")
         self.num_samples, self.seed = num_samples, seed
@@ -105,7 +100,9 @@ class SyntheticDemonstrations:
     ) -> Demonstration:
         """A sample; without history, past frames are black."""
         episode, steps = self._episode(number), self._frames(number)
-        given = self._words(number, episode)
+        given = episode.words | {"past_memory": episode.words["next_memory"]}
+        if number % EPISODE_LENGTH == 0:
+            given["past_memory"] = ""
         given |= dict(zip(("state", "actions", "dataset_index"), self.motion(number), strict=True))
         for index, camera in enumerate(self.shapes.cameras):
             places = episode.at(steps if with_history else steps[-1:])
@@ -133,8 +130,7 @@ class SyntheticDemonstrations:
         settings = [self.num_samples, self.seed, self.shapes, self.fields, self.group_names]
         if self.shapes.history_interval > 1:
             settings.append(self.shapes.history_interval)
-        settings = tuple(settings)
-        return zlib.crc32(repr(settings).encode())
+        return zlib.crc32(repr(tuple(settings)).encode())
 
     @property
     def positions_fingerprint(self) -> int:
@@ -154,32 +150,19 @@ class SyntheticDemonstrations:
             np.resize(values, self._width)
             for values in (rng.uniform(-1, 1, self.shapes.state_dim), self._targets[colour])
         )
-        return _Episode(
-            list(COLOURS)[colour],
-            start,
-            target,
-            prompt=_PROMPTS[rng.integers(len(_PROMPTS))],
-            speed=int(rng.integers(11)) * 10,
-            quality=int(rng.integers(1, 6)),
-            mistake=bool(rng.random() < 0.2),
-        )
-
-    def _words(self, number: int, episode: _Episode) -> dict[str, str | int | bool]:
-        group = self.group_names[number // EPISODE_LENGTH % len(self.group_names)]
-        robot, mode = group.split("::")
-        seen = f"saw {episode.colour}"
-        return {
-            "prompt": episode.prompt,
-            "response": f"move to the {episode.colour} mark",
-            "past_memory": seen if number % EPISODE_LENGTH else "",
-            "next_memory": seen,
-            "robot_type": robot,
-            "control_mode": mode,
-            "speed": episode.speed,
-            "quality": episode.quality,
-            "mistake": episode.mistake,
+        # The numbers are drawn in the order of the words.
+        words: dict[str, Any] = {
+            "prompt": _PROMPTS[rng.integers(len(_PROMPTS))],
+            "speed": int(rng.integers(11)) * 10,
+            "quality": int(rng.integers(1, 6)),
+            "mistake": bool(rng.random() < 0.2),
             "fps": 10,
         }
+        name = list(COLOURS)[colour]
+        group = self.group_names[number // EPISODE_LENGTH % len(self.group_names)]
+        words["robot_type"], words["control_mode"] = group.split("::")
+        words |= {"response": f"move to the {name} mark", "next_memory": f"saw {name}"}
+        return _Episode(name, start, target, words)
 
     def _picture(self, episode: _Episode, place: np.ndarray, camera: int) -> np.ndarray:
         """A square of the mark's colour at the first two values; `[3, H, W]` float32 in [0, 1].

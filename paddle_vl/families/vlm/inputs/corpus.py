@@ -11,12 +11,12 @@ import numpy as np
 from xxhash import xxh3_64
 
 from paddle_vl.config.data_sources import SourceConfig, as_sources
-from paddle_vl.data.corpus.cache import CacheFolders, LocalCopies
+from paddle_vl.data.corpus.cache import Cache
 from paddle_vl.data.corpus.document import Sample
-from paddle_vl.data.corpus.lanes import Piece, RowMaker
+from paddle_vl.data.corpus.lanes import Piece, RowMaker, mix_of
 from paddle_vl.data.corpus.loader import CorpusLoader
 from paddle_vl.data.corpus.opener import ShardOpener
-from paddle_vl.data.corpus.sources import Source, mix_of, open_sources
+from paddle_vl.data.corpus.sources import Source, open_sources
 from paddle_vl.data.corpus.tokenize import check_same_tokenizer
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.packing import RowBudget
@@ -58,14 +58,12 @@ class Corpus:
             RuntimeError, ValueError: see `open_sources`.
             BadSampleError: where bad documents are not skipped, the first of a source is one.
         """
-        folders = CacheFolders(data.cache)
         by_shards = data.shuffle == "shards"
         configs = as_sources(entries)
         # Shards in use and those of the next block, of every source, as they share folders.
         copies = (2 * data.shuffle_shards + _SPARE_COPIES) * len(configs) if by_shards else None
         opener = ShardOpener(
-            folders,
-            LocalCopies(folders, copies),
+            Cache(data.cache, copies),
             copies_all=by_shards,
             groups_at_once=data.shuffle_shards,
             max_line_bytes=data.max_line_bytes,
@@ -119,7 +117,7 @@ class Corpus:
         )
         stream = {
             "sources": {source.name: source.fingerprint for source in self.sources},
-            "contents": {source.name: source.sums for source in self.sources},
+            "samples": {source.name: source.samples for source in self.sources},
             "documents": [source.num_documents for source in self.sources],
             "shares": list(mix.shares),
             "shuffle": [data.shuffle, data.shuffle_shards],

@@ -6,9 +6,8 @@ from pathlib import Path
 
 from paddle_vl.config.data_sources import is_container
 from paddle_vl.config.row_sources import RowSourceConfig
-from paddle_vl.data.corpus.cache import CacheFolders, LocalCopies, first_bytes
-from paddle_vl.data.corpus.json_shard import json_kind
-from paddle_vl.data.corpus.opener import ShardOpener
+from paddle_vl.data.corpus.cache import Cache
+from paddle_vl.data.corpus.opener import ShardOpener, shard_kind
 from paddle_vl.data.corpus.shard import JsonlShard
 from paddle_vl.data.formats.row_settings import RowSettings
 from paddle_vl.data.remote import RemoteFile, RemoteSettings
@@ -22,7 +21,6 @@ from paddle_vl.families.vlm.settings import VLDataConfig
 from paddle_vl.files.hub import local_folder
 
 _LINES = (".jsonl", ".json", ".ndjson")
-_HEAD = 1 << 16
 
 
 def open_conversations(
@@ -52,7 +50,6 @@ def open_conversations(
     else:
         info = None if data.dataset_info is None else DatasetInfo.read(data.dataset_info)
         sources = row_sources(entries, info)
-        folders = CacheFolders(data.cache)
         opened = RowsDataset(
             sources,
             processor,
@@ -61,7 +58,7 @@ def open_conversations(
             readers=[row_reader(data, processor, source) for source in sources],
             strategy=data.mix_strategy,
             seed=seed,
-            opener=ShardOpener(folders, LocalCopies(folders), max_line_bytes=data.max_line_bytes),
+            opener=ShardOpener(Cache(data.cache), max_line_bytes=data.max_line_bytes),
             fetch=partial(local_folder, kind="dataset"),
         )
     if data.earlier_reasoning == "split":
@@ -88,7 +85,7 @@ def row_reader(
     remote = None
     if data.allow_remote:
         remote = RemoteSettings(
-            True, data.remote_max_bytes, data.remote_timeout_s,
+            data.remote_max_bytes, data.remote_timeout_s,
             RemoteSettings.cache if data.cache is None else Path(data.cache) / "remote",
             tuple(data.remote_hosts),
         )  # fmt: skip
@@ -102,4 +99,4 @@ def is_lines(path: Path) -> bool:
         return False
     if not path.is_file():
         return not any(mark in str(path) for mark in "#%,:")
-    return json_kind(first_bytes(path, _HEAD), path.suffix.lower() == ".json") is JsonlShard
+    return shard_kind(path) is JsonlShard

@@ -9,13 +9,12 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from paddle_vl.data.corpus.cache import CacheFolders, LocalCopies
+from paddle_vl.data.corpus.cache import Cache
 from paddle_vl.data.corpus.opener import ShardOpener
 
 
 def opener(cache: Path | None = None, **settings) -> ShardOpener:
-    folders = CacheFolders(None if cache is None else str(cache))
-    return ShardOpener(folders, LocalCopies(folders), **settings)
+    return ShardOpener(Cache(None if cache is None else str(cache)), **settings)
 
 
 def lines(rows: Iterable[dict]) -> bytes:

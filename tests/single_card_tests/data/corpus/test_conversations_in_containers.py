@@ -3,7 +3,7 @@
 Guarantees: images as bytes, `{bytes, path}` and members of an archive give what their files give; a
 plain path of another file than JSONL is a source of conversations where sources are read, and is
 refused with the remedy elsewhere; wrong rows are refused when the file is opened, without raw
-bytes; keys that are not read are named once per file, over all workers.
+bytes; keys that are not read are named once per file.
 """
 
 import json
@@ -16,7 +16,6 @@ from pyarrow import parquet
 
 from paddle_vl.config.data_sources import SourceConfig
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.data.worker_pool import WorkerPool, first_time
 from paddle_vl.families.vlm.inputs.corpus import Corpus
 from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
 from paddle_vl.families.vlm.settings import VLDataConfig
@@ -171,16 +170,3 @@ def test_keys_that_are_not_read_are_named_once(tmp_path, processor, caplog):
         assert len([samples[number] for number in range(4)]) == 4
     (said,) = caplog.messages
     assert said.startswith(f"{other}: records have the key(s) 'images_path'")
-
-
-def test_workers_say_once_what_any_of_them_said(tmp_path):
-    here, there = f"{tmp_path} here", f"{tmp_path} there"
-    assert first_time(here)
-    pools = [WorkerPool((), 1) for _ in range(2)]
-    try:
-        found = [pool.submit(first_time, text).result() for pool in pools for text in (here, there)]
-    finally:
-        for pool in pools:
-            pool.close()
-    assert found == [False, True, False, False]
-    assert not first_time(there)

@@ -1,14 +1,12 @@
 """Data files, indexes and copies that change between and during runs.
 
-Guarantees: an edit that keeps size and time of a file is refused by name when a run resumes, or,
-between the blocks that a start samples, stops the run when it is read; no good document is blamed
-for that; a damaged index is made again with one line in the log, and a damaged local copy too;
+Guarantees: an edit that keeps size and time of a file, where a start samples it, is refused by name
+when a run resumes; a damaged index is made again with one line in the log, and blames no document;
 indexes and checkpoints of earlier versions are used as far as they go.
 """
 
 import gzip
 import json
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -129,32 +127,7 @@ def test_an_edit_that_keeps_size_and_time_is_refused_on_resume(tmp_path, process
     loader(processor, file).load_state_dict(state)
 
 
-LARGE = {write_jsonl: 40_000, write_webdataset: 1000, write_parquet: 40_000, write_tokens: 100_000}
-
-
-@pytest.mark.parametrize("write", LARGE, ids=lambda write: write.__name__[6:])
-def test_an_edit_between_the_samples_of_a_start_stops_the_run_that_reads_it(
-    tmp_path, processor, write
-):
-    count = LARGE[write]
-    file = write(tmp_path, "blue", count)
-    assert file.stat().st_size > 1 << 19
-    first = opener()(data_of(file))
-    edit(write, file, count)
-    again = opener()(data_of(file))
-    assert again.sums == first.sums, "the start sampled the edit: the test needs another place"
-    np.testing.assert_equal(again.read(0), first.read(0))
-    with pytest.raises(RuntimeError, match="was changed after it was indexed") as error:
-        again.read(count // 2)
-    assert str(file) in str(error.value)
-    # Nor is it a bad document that `skip` leaves out.
-    source = SourceConfig(path=str(data_of(file)), format="text", name="web")
-    data = VLDataConfig.model_validate({"on_bad_sample": "skip"})
-    with pytest.raises(RuntimeError, match="was changed after it was indexed"):
-        Corpus.opened([source], data, processor, seed=1).samples()[count // 2]
-
-
-@KINDS
+@pytest.mark.parametrize("write", [write_jsonl, write_gzip, write_webdataset])
 def test_a_damaged_index_is_made_again_with_one_line(tmp_path, caplog, write):
     file = write(tmp_path, "blue", 30)
     shard = opener()(data_of(file))
@@ -170,7 +143,7 @@ def test_a_damaged_index_is_made_again_with_one_line(tmp_path, caplog, write):
             assert [record.levelname for record in caplog.records] == ["WARNING"]
             assert f"{index} is damaged" in caplog.text
             assert index.read_bytes() == whole
-        assert (again.content, again.sums) == (shard.content, shard.sums)
+        assert again == shard
         np.testing.assert_equal([again.read(row) for row in range(again.count)], rows)
 
 
@@ -182,21 +155,6 @@ def test_an_index_that_is_damaged_while_in_use_blames_no_document(tmp_path, proc
     with pytest.raises(RuntimeError, match=r"a\.jsonl\.index was damaged while in use: start"):
         next(samples)
     assert not samples.skipped
-
-
-def test_a_damaged_local_copy_is_made_again(tmp_path, caplog):
-    file = write_gzip(tmp_path, "blue", 3000)
-    shard = opener()(file)
-    rows = [shard.read(row) for row in range(shard.count)]
-    (copy,) = (tmp_path / ".paddle_vl").glob("*.copy")
-    whole = copy.read_bytes()
-    for damaged in (whole.replace(b"blue", b"lime"), whole[:-100], b""):
-        copy.write_bytes(damaged)
-        caplog.clear()
-        again = opener()(file)
-        assert [again.read(row) for row in range(again.count)] == rows
-        assert caplog.text.count("the local copy of") == 1
-        assert copy.read_bytes() == whole
 
 
 def test_the_copy_of_an_edited_file_is_made_again(tmp_path):
@@ -216,36 +174,18 @@ def test_an_index_of_an_earlier_version_is_made_again(tmp_path):
     assert opener()(file) == wanted
 
 
-def test_a_checkpoint_of_an_earlier_version_continues(tmp_path, processor, caplog):
-    """It has no sums, so that what they alone show is not compared, and the log says so."""
+def test_a_checkpoint_of_an_earlier_version_continues(tmp_path, processor):
+    """It has sums of blocks, or no more than hashes of the contents."""
     file = write_webdataset(tmp_path, "blue", 30)
     before = loader(processor, file)
     next(before)
     state = before.state_dict()
-    stream = {name: value for name, value in state["stream"].items() if name != "contents"}
-    edit(write_webdataset, file, 30)
-    with caplog.at_level(logging.INFO):
-        loader(processor, file).load_state_dict({**state, "stream": stream})
-    assert "compared of tar files the headers" in caplog.text
+    stream = {name: value for name, value in state["stream"].items() if name != "samples"}
+    for earlier in (stream, stream | {"contents": {"web": 1}}):
+        loader(processor, file).load_state_dict({**state, "stream": earlier})
     write_webdataset(tmp_path, "blue", 29)
     with pytest.raises(ValueError, match="the data files of source web were changed"):
         loader(processor, file).load_state_dict({**state, "stream": stream})
-
-
-def test_images_are_known_by_their_ends_and_sizes(tmp_path):
-    """In a tar and in Parquet alike; a start does not read them."""
-    image = bytes(range(256)) * 8192
-    rows: list[tuple[int, int]] = []
-    for at in (None, 0, len(image) - 1):
-        changed = bytearray(image)
-        if at is not None:
-            changed[at] ^= 1
-        write_tar(tmp_path / "a.tar", {"1.txt": b"one", "1.png": bytes(changed)})
-        table = pa.table({"image": [bytes(changed)], "text": ["one"]})
-        settings = {"compression": "none", "use_dictionary": False}
-        parquet.write_table(table, tmp_path / "a.parquet", write_statistics=False, **settings)
-        rows.append((opener()(tmp_path / "a.tar").sums, opener()(tmp_path / "a.parquet").sums))
-    assert len({tar for tar, _ in rows}) == len({file for _, file in rows}) == 3
 
 
 def test_a_file_that_grows_is_read_as_it_was(tmp_path):
@@ -260,20 +200,11 @@ def test_a_file_that_grows_is_read_as_it_was(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: state.update(step=-1), "position is damaged"),
-        (lambda state: state.update(step="1"), "position is damaged"),
+        (lambda state: state.update(step="x"), "position is damaged"),
         (lambda state: state.pop("step"), "position is damaged"),
         (lambda state: state.update(step=2), "position is damaged"),
-        (lambda state: state.update(lanes=[]), "it was no mix of sources"),
-        (lambda state: state["lanes"].clear(), "position is damaged"),
-        (lambda state: state["lanes"].update({"99": []}), "has the lane '99', and the run has 16"),
-        (lambda state: state["lanes"].update({"0": []}), r"lane 0 has \[\]"),
-        (lambda state: state["lanes"]["0"][0].append(1), "lane 0 has"),
-        (lambda state: state["lanes"]["0"].__setitem__(0, [-1]), "lane 0 has"),
-        (lambda state: state["lanes"]["0"].__setitem__(1, [True]), "lane 0 has"),
-        (lambda state: state["lanes"]["0"].__setitem__(2, [[0, 1, 0]]), "lane 0 has"),
-        (lambda state: state["lanes"]["0"].__setitem__(2, [[1, 0, 0]]), "lane 0 has"),
-        (lambda state: state["lanes"]["0"].__setitem__(3, {"a": None}), "lane 0 has"),
+        (lambda state: state.update(lanes=[]), "position is damaged"),
+        (lambda state: state["lanes"].update({"0": []}), "position is damaged"),
         (lambda state: state.update(stream=None), "seed was None and is 1"),
     ],
 )
@@ -285,19 +216,6 @@ def test_a_damaged_position_is_refused(tmp_path, processor, change, message):
     change(state)
     with pytest.raises(ValueError, match=f"cannot continue in the data: .*{message}"):
         loader(processor, file).load_state_dict(state)
-
-
-def test_a_position_where_no_piece_begins_is_refused(tmp_path, processor):
-    file = write_jsonl(tmp_path, "blue", 30)
-    batches = loader(processor, file)
-    for _ in range(16):
-        next(batches)
-    state = json.loads(json.dumps(batches.state_dict()))
-    state["lanes"]["0"][2] = [[0, 0, 500]]
-    again = loader(processor, file)
-    again.load_state_dict(state)
-    with pytest.raises(RuntimeError, match=r"continues at token 500, where no piece of this"):
-        next(again)
 
 
 def test_a_damaged_record_of_the_tokenizer_is_named(tmp_path, processor):

@@ -93,11 +93,7 @@ def test_splits_name_files(tmp_path):
     ("split", "reason"),
     [
         ("{split_parts: {train: ['{0..999999999}']}}", "names more files"),
-        ("{split_parts: {train: ['" + "{0..99}" * 20 + "']}}", "more braces"),
-        (
-            "{split_parts: {train: [a.tar]}, exclude: ['{0..999999999}{9..0}']}",
-            "range that is empty",
-        ),
+        ("{split_parts: {train: ['" + "{0..99}" * 20 + "']}}", "names more files"),
         ("{split_parts: {train: ['../a.tar']}}", "is no file of"),
         ("{split_parts: {train: [/etc/a.tar]}}", "is no file of"),
     ],

@@ -1,7 +1,9 @@
 """Builders of rows, and what the tests of formats compare."""
 
+from itertools import pairwise
 from typing import Any
 
+from paddle_vl.data.formats.canonical import ROLES
 from paddle_vl.data.formats.reader import to_canonical
 from paddle_vl.data.formats.row_settings import RowSettings
 
@@ -34,3 +36,21 @@ def losses(row: Any, **settings: Any) -> list[bool]:
     """`loss` of each message of the assistant."""
     messages = to_canonical(row, RowSettings(**settings)).messages
     return [message["loss"] for message in messages if "loss" in message]
+
+
+def assert_canonical(form: dict) -> None:
+    """The form that docs/data.md describes."""
+    for message in form["messages"]:
+        is_answer = message["role"] == "assistant"
+        own = {"loss", "tool_calls", "reasoning_content"} if is_answer else set()
+        assert message["role"] in ROLES
+        assert {"role", "content"} <= message.keys() <= {"role", "content", *own}
+        assert not is_answer or isinstance(message["loss"], bool)
+        kinds = [part["type"] for part in message["content"]]
+        assert {*kinds} <= ({"text"} if is_answer else {"text", "image", "video"})
+        assert ("text", "text") not in pairwise(kinds)
+        for part, kind in zip(message["content"], kinds, strict=True):
+            assert part.keys() == {"type", kind}
+            assert part[kind] not in (None, "")
+        for call in message.get("tool_calls", []):
+            assert isinstance(call["function"]["arguments"], dict)

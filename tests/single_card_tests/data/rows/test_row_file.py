@@ -1,13 +1,11 @@
 """Rows of any file by number.
 
 Guarantees: the golden files give the same rows whatever they are written in, or are refused; values
-are those of JSON; rows of one format; readers can be pickled; a million rows are opened without
-being parsed.
+are those of JSON; a million rows are opened without being parsed.
 """
 
 import datetime
 import json
-import pickle
 import shutil
 from decimal import Decimal
 from pathlib import Path
@@ -22,10 +20,6 @@ from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.rows.row_file import open_rows, open_source
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "formats" / "containers"
-
-
-def first_key(row):
-    return next(iter(row))
 
 
 def test_golden_files_give_the_same_rows_or_are_refused():
@@ -91,16 +85,6 @@ def test_columns_are_told_from_a_single_row(tmp_path, text, is_columns):
             open_rows(tmp_path / "a.json")
     else:
         assert len(open_rows(tmp_path / "a.json")) == 1
-
-
-def test_a_row_of_another_format_names_both_and_its_place(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"a": 1}\n\n{"b": 1}\n{"a": 2}\n')
-    rows = pickle.loads(pickle.dumps(open_rows(tmp_path / "a.jsonl", recognised=first_key)))
-    assert (rows.format, rows.row(2)) == ("a", {"a": 2})
-    with pytest.raises(
-        BadSampleError, match=r"a\.jsonl:3: row 2 has another format \(b\) than row"
-    ):
-        rows.row(1)
 
 
 def test_the_fingerprint_changes_with_the_rows(tmp_path):

@@ -135,9 +135,3 @@ def test_strategies_and_weights_fit_the_sources():
     for text in ("1", "1,2,3", "1,x", "1,-1", "1,nan"):
         with pytest.raises(ValueError, match="probabilities|weight"):
             weighted(sources, text)
-
-
-@pytest.mark.parametrize("entry", [[["a"]], None, 3, "path"])
-def test_entries_that_are_no_objects_are_refused(tmp_path, entry):
-    with pytest.raises(ValueError, match="data set 'a' is a .*; an object is needed"):
-        info(tmp_path, {"a": entry}).source("a")

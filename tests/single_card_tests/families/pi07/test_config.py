@@ -11,8 +11,7 @@ import json
 import pytest
 
 from paddle_vl import PI07Config
-from paddle_vl.families.pi07.config import PI07PlannerConfig
-from paddle_vl.families.pi07.engine_config import Gemma3WithExpertConfig
+from paddle_vl.families.pi07.config import Gemma3WithExpertConfig, PI07PlannerConfig
 from paddle_vl.families.pi07.settings import PolicySettings, with_settings
 from tests.support.pi07_golden import case, config_values, policy_config
 
@@ -201,7 +200,7 @@ def test_rotary_bases_of_newer_files_are_read():
         ({"attention_implementation": "flash"}, "'flash'; it must be 'eager' or 'sdpa'"),
         ({"proj_width": 8}, "proj_width 8 differs from gemma_expert_config.hidden_size 1280"),
         ({"resize_imgs_with_padding": [224, 224]}, "image_size 448: set it to"),
-        ({"normalization_mapping": {"STATE": "MINMAX"}}, "'MINMAX'; choose one of"),
+        ({"normalization_mapping": {"STATE": "MINMAX"}}, "'MINMAX'; it must be 'MEAN_STD'"),
         ({"normalization_mapping": {"ARM": "MIN_MAX"}}, "has 'ARM'"),
         ({"input_features": {"state": {"type": "STATE"}}}, "state: shape is missing"),
         ({"input_features": {"x": {"type": "WORD", "shape": [1]}}}, "x: type is 'WORD'"),

@@ -4,8 +4,24 @@ Guarantees: a line becomes the documented sample, padded and marked at both ends
 every sample has exactly the configured fields; every error names file and line, the value and what
 is needed, and can be skipped; images are fitted into the image size; each group's files become its
 rows; samples of a source survive writing and reading; a pickled dataset is the same.
+
+Which past frames a demonstration's observation has.
+
+Guarantees: the frames of a line are the original's, `history_interval` steps apart, equal to what
+the policy sees when it acts, for every step of an episode; made-up demonstrations have the same;
+data in which no line reaches back far enough for `n_obs_steps` is refused with both numbers, and a
+file of others is named.
+
+Demonstrations that lack cameras.
+
+Guarantees: a line may lack up to `empty_cameras` cameras, which become black and masked, and more
+are refused with both numbers; all samples have the same entries, whichever cameras they have; a
+sample written again lacks the same.
+
+Over 350 lines: every part of a line.
 """
 
+import logging
 import pickle
 import sys
 from dataclasses import replace
@@ -16,9 +32,14 @@ import pytest
 import make_demonstrations
 from make_demonstrations import write_demonstrations
 from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.families.policy.acting import ObservationHistory
 from paddle_vl.families.policy.demonstrations.dataset import DemonstrationsDataset, present_fields
 from paddle_vl.families.policy.demonstrations.sample import OPTIONAL_FIELDS, DemonstrationShapes
-from paddle_vl.families.policy.demonstrations.synthetic import SyntheticDemonstrations
+from paddle_vl.families.policy.demonstrations.synthetic import (
+    EPISODE_LENGTH,
+    SyntheticDemonstrations,
+)
+from paddle_vl.families.policy.images import prepare_subgoals, prepare_videos
 from tests.single_card_tests.families.pi07.demonstration_builders import (
     SHAPES,
     line,
@@ -68,6 +89,9 @@ def test_what_an_episode_lacks_at_its_ends_is_filled_up_and_marked(tmp_path):
     assert not sample["camera0"][:2].any()
     assert (sample["camera0"][2] == np.float32(10) / np.float32(255)).all()
     np.testing.assert_array_equal(sample["actions"][1:], [[4, 5, 6]] * 3)
+    shorter = replace(SHAPES, chunk_size=1)
+    sample_of_one = DemonstrationsDataset([tmp_path / "a.jsonl"], shorter)[0]
+    np.testing.assert_array_equal(sample_of_one["actions"], [[1, 2, 3]])
     assert sample["action_is_pad"].tolist() == [False, False, True, True]
 
 
@@ -96,7 +120,7 @@ def test_fields_that_any_line_has_are_found(tmp_path):
     one = write_lines(tmp_path / "1.jsonl", line(tmp_path, speed=0), line(tmp_path, fps=None))
     two = write_lines(tmp_path / "2.jsonl", "no JSON", line(tmp_path, subgoal1="g.png"))
     assert present_fields([one], SHAPES) == ["speed"]
-    assert present_fields({"a": [one], "b": [two]}, SHAPES) == ["speed", "subgoal"]
+    assert present_fields([one, two], SHAPES) == ["speed", "subgoal"]
     with pytest.raises(RuntimeError, match=r"no data file .*3\.jsonl"):
         present_fields([tmp_path / "3.jsonl"], SHAPES)
 
@@ -107,17 +131,6 @@ def test_without_actions_none_are_needed(tmp_path):
     shapes = DemonstrationShapes(("camera0",), (8, 8), 2)
     path = write_lines(tmp_path / "a.jsonl", record)
     assert "actions" not in DemonstrationsDataset([path], shapes)[0]
-
-
-def test_of_more_than_is_looked_at_the_newest_frames_and_the_first_actions_count(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", line(tmp_path))
-    whole = DemonstrationsDataset([path], SHAPES)[0]
-    sample = DemonstrationsDataset([path], replace(SHAPES, n_obs_steps=2, chunk_size=3))[0]
-    for name in ("state", *SHAPES.cameras):
-        np.testing.assert_array_equal(sample[name], whole[name][1:])
-    np.testing.assert_array_equal(sample["actions"], whole["actions"][:3])
-    assert not sample["obs_history_is_pad"].any()
-    assert not sample["action_is_pad"].any()
 
 
 @pytest.mark.parametrize(
@@ -205,8 +218,6 @@ def test_settings_that_cannot_be_are_refused(tmp_path):
     wrist = DemonstrationShapes(("wrist",), (8, 8), 2)
     with pytest.raises(ValueError, match=r"\['wrist'\] can have no goal images"):
         DemonstrationsDataset([path], wrist, ["subgoal"])
-    with pytest.raises(ValueError, match="give both"):
-        DemonstrationShapes(("camera0",), (8, 8), 2, chunk_size=3)
 
 
 def test_a_pickled_dataset_is_the_same(tmp_path):
@@ -228,22 +239,6 @@ def test_what_was_written_is_read_as_it_was(tmp_path):
         assert same(dataset[number], source[original])
 
 
-class AllLevels(SyntheticDemonstrations):
-    """Images with all 256 levels."""
-
-    def demonstration(self, number, **options):
-        levels = np.arange(256, dtype=np.float32).reshape(16, 16) / np.float32(255)
-        camera0 = np.broadcast_to(levels, (1, 3, 16, 16))
-        return super().demonstration(number, **options) | {"camera0": camera0}
-
-
-def test_images_of_eight_bits_are_written_exactly(tmp_path):
-    shapes = DemonstrationShapes(("camera0",), (16, 16), 2)
-    source = AllLevels(1, shapes, fields=())
-    dataset = DemonstrationsDataset(write_demonstrations(source, tmp_path), shapes)
-    np.testing.assert_array_equal(dataset[0]["camera0"], source.demonstration(0)["camera0"])
-
-
 def test_the_example_can_be_made_and_read(tmp_path, monkeypatch):
     arguments = ["--num-samples", "3", "--image-size", "8", "8", "--n-obs-steps", "3"]
     monkeypatch.setattr(sys, "argv", ["make", str(tmp_path), *arguments])
@@ -253,3 +248,194 @@ def test_the_example_can_be_made_and_read(tmp_path, monkeypatch):
     assert len(dataset) == 3
     assert dataset[2]["robot_type"] == "arm"
     assert (tmp_path / "statistics.json").is_file()
+
+
+STEPS = 9
+
+
+def shapes_of(num_frames: int, interval: int) -> DemonstrationShapes:
+    return replace(SHAPES, n_obs_steps=num_frames, history_interval=interval)
+
+
+def originals_steps(current: int, num_frames: int, interval: int) -> list[int]:
+    """OpenTau's delta timestamps, in steps; negative ones lie before the episode."""
+    return [current - (num_frames - 1 - i) * interval for i in range(num_frames)]
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_frames", [1, 2, 4])
+def test_every_step_of_an_episode_has_the_frames_that_acting_has(tmp_path, num_frames, interval):
+    records = [line(tmp_path, step + 1) for step in range(STEPS)]
+    path = write_lines(tmp_path / "a.jsonl", *records)
+    dataset = DemonstrationsDataset([path], shapes_of(num_frames, interval))
+    history = ObservationHistory(num_frames, interval)
+    for step, sample in enumerate(dataset):
+        image = np.full((1, 3, 8, 8), np.float32(10 * (step + 1)) / np.float32(255))
+        state = np.array([[step + 1, -step]], np.float32)
+        seen = history.extended({"state": state, "camera0": image}, ["state", "camera0"])
+        np.testing.assert_array_equal(sample["state"], seen["state"][0])
+        np.testing.assert_array_equal(sample["camera0"], seen["camera0"][0])
+        np.testing.assert_array_equal(sample["obs_history_is_pad"], seen["obs_history_is_pad"][0])
+        wanted = originals_steps(step, num_frames, interval)
+        assert sample["obs_history_is_pad"].tolist() == [number < 0 for number in wanted]
+        real = [number for number in wanted if number >= 0]
+        found = sample["state"][~sample["obs_history_is_pad"], 0] - 1
+        assert found.tolist() == real
+        # Statistics count the frames that the policy reads.
+        np.testing.assert_array_equal(dataset.motion(step)[0][:, 0] - 1, real)
+
+
+def test_longer_lines_give_the_same_frames(tmp_path):
+    """Steps before those that an observation reaches are not read."""
+    whole = write_lines(tmp_path / "whole.jsonl", line(tmp_path, 9))
+    kept = line(tmp_path, 9)
+    for name in ("state", "camera0", "camera1"):
+        kept[name] = kept[name][-5:]
+    cut = write_lines(tmp_path / "cut.jsonl", kept)
+    one, other = (DemonstrationsDataset([path], shapes_of(3, 2))[0] for path in (whole, cut))
+    for name, value in one.items():
+        np.testing.assert_array_equal(value, other[name], err_msg=name)
+    assert one["state"][:, 0].tolist() == [5, 7, 9]
+    for name in ("f4.png", "f6.png", "f8.png"):
+        (tmp_path / name).unlink()
+    with pytest.raises(ValueError, match=r"f4\.png does not exist"):
+        DemonstrationsDataset([whole], shapes_of(3, 2))
+
+
+def test_made_up_demonstrations_have_the_same_distance():
+    plain = SyntheticDemonstrations(EPISODE_LENGTH, shapes_of(EPISODE_LENGTH, 1))
+    spaced = SyntheticDemonstrations(EPISODE_LENGTH, shapes_of(3, 4))
+    for step in range(EPISODE_LENGTH):
+        real = [number for number in originals_steps(step, 3, 4) if number >= 0]
+        # The last frame of the plain one is the current step.
+        rows = [number - step - 1 for number in real]
+        np.testing.assert_array_equal(
+            spaced.motion(step)[0], plain.motion(step)[0][rows], err_msg=str(step)
+        )
+    assert plain.fingerprint != spaced.fingerprint
+    near = SyntheticDemonstrations(EPISODE_LENGTH, shapes_of(3, 1))
+    assert near.fingerprint != spaced.fingerprint
+
+
+def test_data_that_never_fill_an_observation_are_refused_with_both_numbers(tmp_path):
+    short = write_lines(tmp_path / "short.jsonl", line(tmp_path, 2), line(tmp_path, 4))
+    long = write_lines(tmp_path / "long.jsonl", line(tmp_path, 7))
+    DemonstrationsDataset([short], shapes_of(4, 1)).check_history()
+    DemonstrationsDataset([long], shapes_of(4, 2)).check_history()
+    message = (
+        r"n_obs_steps 4 with history_interval 2 needs lines with 7 consecutive steps, and there "
+        r"are at most 4 in .*short\.jsonl: .*model\.policy\.n_obs_steps to at most 2"
+    )
+    with pytest.raises(ValueError, match=message):
+        DemonstrationsDataset([short], shapes_of(4, 2)).check_history()
+    DemonstrationsDataset([short], shapes_of(2, 2)).check_history()
+
+
+def test_a_file_that_never_fills_an_observation_is_named_beside_others(tmp_path, caplog):
+    short = write_lines(tmp_path / "short.jsonl", line(tmp_path, 4))
+    long = write_lines(tmp_path / "long.jsonl", line(tmp_path, 7))
+    with caplog.at_level(logging.WARNING):
+        DemonstrationsDataset([short, long], shapes_of(4, 2)).check_history()
+    assert "at most 4 in" in caplog.text
+    assert "short.jsonl, whose past is always padded" in caplog.text
+    assert "long.jsonl" not in caplog.text
+
+
+def test_lines_that_are_skipped_fill_nothing(tmp_path):
+    bad = line(tmp_path, 7, prompt=3)
+    path = write_lines(tmp_path / "a.jsonl", bad, line(tmp_path, 4))
+    dataset = DemonstrationsDataset([path], shapes_of(4, 2), on_bad_sample="skip")
+    with pytest.raises(ValueError, match=r"at most 4 in"):
+        dataset.check_history()
+
+
+CAMERAS = ("camera0", "camera1", "camera2")
+THREE = replace(SHAPES, cameras=CAMERAS, empty_cameras=1)
+
+
+def test_a_camera_that_a_line_lacks_is_black_and_marked(tmp_path):
+    record = line(tmp_path)
+    record["camera2"] = record.pop("camera1")
+    full = line(tmp_path, camera2=record["camera2"])
+    path = write_lines(tmp_path / "a.jsonl", record, full, line(tmp_path, camera2=None))
+    dataset = DemonstrationsDataset([path], THREE)
+    found = [[bool(sample[f"{name}_is_pad"]) for name in CAMERAS] for sample in dataset]
+    assert found == [[False, True, False], [False] * 3, [False, False, True]]
+    lacking, whole, _ = dataset
+    assert lacking.keys() == whole.keys()
+    assert lacking["camera1"].shape == whole["camera1"].shape == (3, 3, 8, 8)
+    assert not lacking["camera1"].any()
+    np.testing.assert_array_equal(lacking["camera2"], whole["camera2"])
+    alone = DemonstrationsDataset([path], replace(THREE, cameras=("camera0",)))
+    np.testing.assert_array_equal(alone[0]["camera0"], lacking["camera0"])
+
+
+@pytest.mark.parametrize(
+    ("cameras", "allowed", "message"),
+    [
+        (["camera0", "camera1"], 0, r"no 'camera2'; .* lacks 1 of .* 3 cameras, .* allows 0"),
+        (["camera0"], 1, r"no 'camera1', 'camera2'; .* lacks 2 of .* 3 cameras, .* allows 1"),
+        ([], 3, r"no 'camera0', .* lacks 3 of .* 3 cameras, and empty_cameras allows 3, but never"),
+    ],
+)
+def test_more_missing_cameras_are_refused_with_both_numbers(tmp_path, cameras, allowed, message):
+    record = line(tmp_path)
+    images = record["camera0"]
+    record = {name: value for name, value in record.items() if not name.startswith("camera")}
+    record |= dict.fromkeys(cameras, images)
+    path = write_lines(tmp_path / "a.jsonl", record)
+    with pytest.raises(BadSampleError, match=message) as raised:
+        DemonstrationsDataset([path], replace(THREE, empty_cameras=allowed))
+    assert (raised.value.kind, raised.value.place) == ("missing_key", f"{path}:1")
+
+
+def test_a_line_cannot_say_itself_what_is_padding(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", line(tmp_path, camera0_is_pad=True))
+    with pytest.raises(BadSampleError, match="'camera0_is_pad', which nothing reads"):
+        DemonstrationsDataset([path], SHAPES)
+
+
+def test_goals_of_the_cameras_that_a_line_has_suffice(tmp_path):
+    save_image(tmp_path / "g.png", 51)
+    goals = {"subgoal0": "g.png", "subgoal2": "g.png"}
+    three = {"camera2": ["f0.png", "f1.png", "f2.png"]}
+    records = [
+        line(tmp_path, **three, **goals, camera1=None),
+        line(tmp_path, **three, **goals),
+        line(tmp_path, **three, **goals, camera1=None, subgoal1="g.png"),
+        line(tmp_path, **three, subgoal1="g.png", camera1=None),
+    ]
+    path = write_lines(tmp_path / "a.jsonl", *records)
+    samples = list(DemonstrationsDataset([path], THREE, ["subgoal"]))
+    assert [bool(s["subgoal_is_pad"]) for s in samples] == [False, True, False, True]
+    assert [bool(s["subgoal1_is_pad"]) for s in samples] == [True, True, False, True]
+    batch = {name: np.stack([s[name] for s in samples]) for name in samples[0] if "goal" in name}
+    found = prepare_subgoals(batch, CAMERAS, (8, 8), 1)
+    assert [mask.tolist() for mask in found.masks] == [
+        [True, False, True, False], [False, False, True, False], [True, False, True, False],
+    ]  # fmt: skip
+
+
+def test_a_masked_camera_is_black_whatever_its_frames(tmp_path):
+    frames = np.full((2, 1, 3, 8, 8), 0.5, np.float32)
+    batch = {"camera0": frames, "camera1": frames, "camera1_is_pad": np.array([True, False])}
+    found = prepare_videos(batch, ("camera0", "camera1"), (8, 8), 1)
+    assert [mask.tolist() for mask in found.masks] == [[True, True], [False, True]]
+    assert not found.images[1][0].any()
+    np.testing.assert_array_equal(found.images[1][1], frames[1])
+    assert (frames == 0.5).all()
+    wrong = batch | {"camera1_is_pad": np.array([True])}
+    with pytest.raises(ValueError, match=r"camera1_is_pad has shape \[1\], .* has 2 samples"):
+        prepare_videos(wrong, ("camera0", "camera1"), (8, 8), 1)
+
+
+def test_written_samples_lack_the_same(tmp_path):
+    save_image(tmp_path / "g.png", 51)
+    record = line(tmp_path, subgoal0="g.png", camera1=None)
+    path = write_lines(tmp_path / "a.jsonl", record, line(tmp_path))
+    shapes = replace(SHAPES, empty_cameras=1)
+    dataset = DemonstrationsDataset([path], shapes, ["subgoal"])
+    (written,) = write_demonstrations(dataset, tmp_path / "again")
+    again = DemonstrationsDataset([written], shapes, ["subgoal"])
+    for ours, theirs in zip(again, dataset, strict=True):
+        assert same(ours, theirs)

@@ -2,8 +2,21 @@
 
 Guarantees: drops and draws of a sample are the same on every rank, in every batch and worker, and
 after resuming; they differ between epochs and seeds; evaluations repeat theirs; drops do not change
-the flow's draws and are independent of them; dropped images are not read; draws that do not fit the
-data are refused; workers load no Paddle.
+the flow's draws; dropped images are not read; workers load no Paddle.
+
+Drops of optional fields in training, and the flow's draws.
+
+Guarantees: each drop equals OpenTau's; each has its probability and is independent of the others;
+the response is dropped only where goals remain; fps, memory and group are never dropped;
+probabilities outside [0, 1] are refused; times, delays and noise have their distributions.
+
+Synthetic demonstrations and their batches.
+
+Guarantees: samples follow from seed and number; all optional fields vary; actions need both state
+and colour, neither alone predicts them; both ends of an episode are padded; batches have the fields
+of their samples; a policy takes the batches.
+
+Over 350 lines: samples, what is dropped from them and what is drawn for them.
 """
 
 import itertools
@@ -16,14 +29,23 @@ import pytest
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.policy.demonstrations.dataset import DemonstrationsDataset
-from paddle_vl.families.policy.demonstrations.sample import collate_demonstrations
-from paddle_vl.families.policy.demonstrations.synthetic import SyntheticDemonstrations
-from paddle_vl.families.policy.demonstrations.training_set import (
+from paddle_vl.families.policy.demonstrations.sample import (
+    DROPPED_METADATA,
     NO_DROPS,
+    OPTIONAL_FIELDS,
+    DemonstrationShapes,
     DrawnDemonstrations,
     DropProbabilities,
+    Drops,
     FlowDraws,
+    Stream,
+    collate_demonstrations,
+    draw_drops,
+    drop_fields,
+    sample_rng,
 )
+from paddle_vl.families.policy.demonstrations.synthetic import SyntheticDemonstrations
+from paddle_vl.families.policy.normalize import demonstration_statistics
 from tests.single_card_tests.families.pi07.demonstration_builders import (
     SHAPES,
     line,
@@ -133,13 +155,6 @@ def test_drops_do_not_move_the_draws_of_the_flow():
             np.testing.assert_array_equal(plain[number][name], dropped[number][name])
 
 
-def test_drops_and_times_are_independent():
-    found = [DATA.in_epoch(epoch)[number] for epoch in range(10) for number in range(24)]
-    dropped = [s["time"] for s in found if s["subgoal_is_pad"]]
-    kept = [s["time"] for s in found if not s["subgoal_is_pad"]]
-    assert min(kept) < np.median(dropped) < max(kept)
-
-
 def test_images_that_are_dropped_are_not_read(tmp_path):
     save_image(tmp_path / "g.png")
     path = write_lines(tmp_path / "a.jsonl", line(tmp_path, subgoal0="g.png", subgoal1="g.png"))
@@ -154,8 +169,209 @@ def test_images_that_are_dropped_are_not_read(tmp_path):
             replace(data, probabilities=drops)[0]
 
 
-def test_draws_that_do_not_fit_the_actions_are_refused():
-    with pytest.raises(ValueError, match=r"5 steps of 6 values, .* shape \[4, 3\]"):
-        DrawnDemonstrations(SOURCE, flow=FlowDraws(5, 6))
-    with pytest.raises(ValueError, match="at most as many values"):
-        DrawnDemonstrations(SOURCE, flow=FlowDraws(4, 2))
+NOTHING = Drops(False, False, False, frozenset())
+WHOLE = SyntheticDemonstrations(12, SHAPES)[7]
+
+
+def changed(drops: Drops, sample: dict = WHOLE) -> set[str]:
+    """Names of the entries that changed."""
+    after = drop_fields(sample, drops, SHAPES)
+    assert after.keys() == sample.keys()
+    assert all(np.shape(after[name]) == np.shape(sample[name]) for name in sample)
+    return {name for name in sample if not np.array_equal(after[name], sample[name])}
+
+
+def test_history_leaves_the_current_frame_and_the_state():
+    drops = NOTHING._replace(history=True)
+    assert changed(drops) == {"camera0", "camera1", "obs_history_is_pad"}
+    after = drop_fields(WHOLE, drops, SHAPES)
+    assert after["obs_history_is_pad"].all()
+    for camera in SHAPES.cameras:
+        assert not after[camera][:-1].any()
+        np.testing.assert_array_equal(after[camera][-1], WHOLE[camera][-1])
+
+
+def test_goals_go_for_all_cameras_and_keep_the_response():
+    drops = NOTHING._replace(subgoal=True, response=True)
+    assert changed(drops) == {"subgoal0", "subgoal1", "subgoal_is_pad"}
+    after = drop_fields(WHOLE, drops, SHAPES)
+    assert after["subgoal_is_pad"]
+    assert not after["subgoal0"].any()
+
+
+def test_the_response_goes_only_where_goals_are():
+    drops = NOTHING._replace(response=True)
+    assert changed(drops) == {"response"}
+    assert drop_fields(WHOLE, drops, SHAPES)["response"] == ""
+    absent = drop_fields(WHOLE, NOTHING._replace(subgoal=True), SHAPES)
+    assert changed(drops, absent) == set()
+    no_goals = {name: value for name, value in WHOLE.items() if "subgoal" not in name}
+    assert changed(drops, no_goals) == set()
+
+
+@pytest.mark.parametrize("name", DROPPED_METADATA)
+def test_metadata_becomes_absent(name):
+    sample = dict(WHOLE) | {"speed": np.int64(30), "mistake": np.bool_(True)}
+    after = drop_fields(sample, NOTHING._replace(metadata=frozenset([name])), SHAPES)
+    if isinstance(sample[name], str):
+        assert changed(NOTHING._replace(metadata=frozenset([name])), sample) == {name}
+        assert after[name] == ""
+    else:
+        flag = f"{name}_is_pad"
+        assert changed(NOTHING._replace(metadata=frozenset([name])), sample) == {name, flag}
+        assert (after[name], after[flag]) == (0, True)
+        assert after[name].dtype == sample[name].dtype
+
+
+def drawn(probabilities: DropProbabilities, count: int = 4000) -> list[Drops]:
+    return [draw_drops(probabilities, sample_rng(1, Stream.DROPS, 0, n)) for n in range(count)]
+
+
+def test_defaults_are_the_originals_and_frequencies_follow():
+    found = drawn(DropProbabilities())
+    near = {"abs": 0.03}
+    assert np.mean([d.subgoal for d in found]) == pytest.approx(0.75, **near)
+    assert np.mean([d.history for d in found]) == pytest.approx(0.3, **near)
+    assert np.mean([d.response for d in found]) == pytest.approx(0.3, **near)
+    alls = np.mean([len(d.metadata) == len(DROPPED_METADATA) for d in found])
+    assert alls == pytest.approx(0.15, **near)
+    for name in DROPPED_METADATA:
+        share = np.mean([name in d.metadata for d in found])
+        assert share == pytest.approx(0.15 + 0.85 * 0.05, **near)
+    assert "fps" not in DROPPED_METADATA
+
+
+def test_fields_of_the_metadata_are_dropped_independently():
+    found = drawn(NO_DROPS.model_copy(update={"metadata_drop_each_prob": 0.5}))
+    pairs = np.mean([{"speed", "quality"} <= d.metadata for d in found])
+    assert pairs == pytest.approx(0.25, abs=0.03)
+
+
+def test_a_probability_that_is_changed_leaves_other_decisions_alone():
+    one, other = DropProbabilities(), DropProbabilities(metadata_drop_all_prob=1.0)
+    for before, after in zip(drawn(one, 50), drawn(other, 50), strict=True):
+        assert before[:3] == after[:3]
+        assert after.metadata == set(DROPPED_METADATA)
+
+
+def test_no_drops_is_the_sample_as_it_was():
+    assert all(drops == NOTHING for drops in drawn(NO_DROPS, 50))
+    assert same(drop_fields(WHOLE, NOTHING, SHAPES), WHOLE)
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.5])
+def test_impossible_probabilities_are_refused(value):
+    with pytest.raises(ValueError, match=f"(?s)response_drop_prob.*input_value={value}"):
+        DropProbabilities(response_drop_prob=value)
+
+
+def test_flow_draws_have_their_distributions():
+    draws = FlowDraws(chunk_size=4, max_action_dim=6, max_delay=3)
+    found = [draws.draw(sample_rng(2, Stream.FLOW, 0, number)) for number in range(4000)]
+    times = np.sort([one["time"] for one in found])
+    # The distribution function of Beta(1.5, 1) is x ** 1.5.
+    ranks = (np.arange(4000) + 0.5) / 4000
+    assert np.abs(((times - 0.001) / 0.999) ** 1.5 - ranks).max() < 0.03
+    delays = np.bincount([one["delay"] for one in found])
+    assert len(delays) == 4
+    np.testing.assert_allclose(delays / 4000, 0.25, atol=0.03)
+    noise = np.stack([one["noise"] for one in found])
+    assert noise.shape == (4000, 4, 6)
+    np.testing.assert_allclose(noise.mean(axis=0), 0, atol=0.08)
+    np.testing.assert_allclose(noise.std(axis=0), 1, atol=0.08)
+    assert [found[0][name].dtype.name for name in ("noise", "time", "delay")] == [
+        "float32", "float32", "int64",
+    ]  # fmt: skip
+
+
+EPISODES = SyntheticDemonstrations(240, SHAPES)
+
+
+def test_samples_follow_from_seed_and_number():
+    again = SyntheticDemonstrations(300, SHAPES)
+    other = SyntheticDemonstrations(240, SHAPES, seed=1)
+    assert same(EPISODES[100], again[100])
+    assert not np.array_equal(EPISODES[100]["state"], other[100]["state"])
+    fingerprints = {source.fingerprint for source in (EPISODES, again, other)}
+    assert len(fingerprints) == 3
+
+
+def test_fields_are_there_as_configured_and_vary():
+    batch = collate_demonstrations([EPISODES[number] for number in range(0, 240, 5)])
+    for name in ("response", "past_memory", "next_memory", "speed", "quality", "mistake"):
+        assert len(np.unique(batch[name])) > 1
+    bare = SyntheticDemonstrations(1, SHAPES, fields=("speed",))[0]
+    kept = {name for name in OPTIONAL_FIELDS if name in bare}
+    assert kept == {"speed"}
+    assert "subgoal0" not in bare
+
+
+def least_squares_error(inputs: np.ndarray, outputs: np.ndarray) -> float:
+    """Fraction of the outputs' variance that a linear fit to the inputs leaves unexplained."""
+    inputs = np.column_stack([inputs, np.ones(len(inputs))])
+    solution = np.linalg.lstsq(inputs, outputs, rcond=None)[0]
+    return float(
+        ((outputs - inputs @ solution) ** 2).sum() / outputs.var(axis=0).sum() / len(outputs)
+    )
+
+
+def test_actions_follow_from_state_and_colour_together():
+    samples = [EPISODES[number] for number in range(240)]
+    states = np.stack([sample["state"][-1] for sample in samples])
+    colours = np.stack([sample["camera0"][-1].max(axis=(1, 2)) for sample in samples])
+    actions = np.stack([sample["actions"][0] for sample in samples])
+    assert least_squares_error(np.column_stack([states, colours]), actions) < 1e-4
+    assert least_squares_error(states, actions) > 0.01
+    assert least_squares_error(colours, actions) > 0.1
+
+
+def test_ends_of_episodes_are_filled_up():
+    first, last = EPISODES[12], EPISODES[23]
+    assert first["obs_history_is_pad"].tolist() == [True, True, False]
+    assert not first["state"][:2].any()
+    assert not first["camera0"][:2].any()
+    assert not first["action_is_pad"].any()
+    assert last["action_is_pad"].any()
+    assert not last["action_is_pad"][0]
+    assert not last["obs_history_is_pad"].any()
+
+
+def test_settings_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match=r"groups are \['arm'\]"):
+        SyntheticDemonstrations(1, SHAPES, group_names=["arm"])
+
+
+def test_batches_hold_what_samples_hold():
+    samples = [EPISODES[number] for number in (3, 50)]
+    batch = collate_demonstrations(samples)
+    assert batch["prompt"] == [sample["prompt"] for sample in samples]
+    assert batch["camera0"].shape == (2, 3, 3, 8, 8)
+    assert (batch["speed"].dtype, batch["speed"].shape) == (np.int64, (2,))
+    for row, sample in enumerate(samples):
+        assert all(np.array_equal(batch[name][row], sample[name]) for name in sample)
+
+
+def test_a_policy_takes_the_batches():
+    from paddle_vl import PI07LowLevelPolicy
+    from tests.support.pi07_golden import (
+        CharacterTokenizer,
+        FirstValueActionTokenizer,
+        policy_config,
+    )
+
+    config = policy_config()
+    shapes = DemonstrationShapes(
+        ("camera0", "camera1"), (56, 56), 5, config.n_obs_steps, config.chunk_size, 7
+    )
+    source = SyntheticDemonstrations(30, shapes, group_names=("arm::joint", "arm::ee"))
+    statistics = list(demonstration_statistics(source).values())
+    policy = PI07LowLevelPolicy(
+        config, CharacterTokenizer(), FirstValueActionTokenizer(), statistics
+    )
+    inputs = policy.inputs.training_inputs(collate_demonstrations([source[3], source[23]]))
+    np.testing.assert_array_equal(inputs["group_index"], [0, 1])
+    assert inputs["metadata_masks"].any(axis=1).all()
+    assert inputs["response_masks"].any(axis=1).all()
+    assert inputs["subgoal_img_masks"][0].all()
+    assert inputs["actions_is_pad"][1].any()
+    assert inputs["obs_history_is_pad"].shape == (2, config.n_obs_steps)

@@ -5,59 +5,30 @@ and actions; every layer runs once and in one order, whatever optional fields a 
 fields change no number; given steps are returned unchanged; each group has its own projections; row
 0 of the token tables gets no gradient; label ids and lengths are checked; `embs` follow the
 layout's order.
+
+The rows of the prefix behind the last layer.
+
+Guarantees: in training the last layer's attention output and MLP run for the rows that the token
+loss reads and no others; losses and every gradient are those of all rows.
+
+Over 350 lines: one model of the golden case serves all tests.
 """
 
 import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.checkpoint.reading import check_keys, fill_parameters
-from paddle_vl.checkpoint.safetensors_io import read_header
-from paddle_vl.families.pi07.checkpoint_map import UNUSED_KEYS, GroupWeights, engine_keys
-from paddle_vl.families.pi07.config import PI07Config
-from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching, draw_time, times
-from paddle_vl.families.pi07.layers import GroupedProjection
-from paddle_vl.families.pi07.policy_model import as_tensors
-from paddle_vl.families.pi07.prefix_layout import (
+from paddle_vl.families.pi07.checkpoint_map import GroupWeights
+from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching, as_tensors, draw_time, times
+from paddle_vl.families.pi07.prefix import (
     LABELS,
     PREFIX_BLOCKS,
+    GroupedProjection,
     Presence,
     presence_of,
     real_frames,
 )
-from tests.support.pi07_golden import CASES, case, config_values
-
-CAMERAS = {
-    "videos": "video",
-    "vid_masks": "vid_mask",
-    "subgoal_images": "subgoal_image",
-    "subgoal_img_masks": "subgoal_img_mask",
-}
-
-
-def make_model(**settings) -> PI07LowLevelFlowMatching:
-    """The model of case 01 with those of the case's weights that fit."""
-    description, _ = case("01_all_fields")
-    values = config_values(description)
-    for name in ("dropout", "freeze_vision_encoder"):
-        if name in settings:
-            values["vlm_config"][name] = settings[name]
-    config = PI07Config.from_dict(values | settings)
-    paddle.seed(0)
-    model = PI07LowLevelFlowMatching(config, description["config"]["indicator_token_ids"])
-    if not config.per_group_projection:
-        stored = engine_keys(read_header(CASES / "weights_A.safetensors"))
-        check_keys(CASES, stored, model.stored_parameters(), set(UNUSED_KEYS))
-        fill_parameters(model.stored_parameters(), stored)
-    return model
-
-
-def make_batch() -> dict:
-    _, tensors = case("01_all_fields")
-    batch = {name[3:]: value for name, value in tensors.items() if name.startswith("in.")}
-    for many, one in CAMERAS.items():
-        batch[many] = [batch.pop(f"{one}{i}") for i in range(2)]
-    return batch
+from tests.support.pi07_golden import case, golden_batch, golden_model
 
 
 def losses_and_gradients(model, batch) -> tuple[list[float], dict[str, np.ndarray]]:
@@ -69,7 +40,7 @@ def losses_and_gradients(model, batch) -> tuple[list[float], dict[str, np.ndarra
 
 
 def test_two_seeded_runs_are_bit_identical():
-    model, batch = make_model(dropout=0.3), make_batch()
+    model, batch = golden_model(dropout=0.3), golden_batch()
     for drawn in ("noise", "time"):
         del batch[drawn]
     runs = []
@@ -83,7 +54,7 @@ def test_two_seeded_runs_are_bit_identical():
 
 
 def test_dropout_is_off_in_evaluation_and_for_the_representation_alone():
-    batch, model = make_batch(), make_model(dropout=0.3)
+    batch, model = golden_batch(), golden_model(dropout=0.3)
     representation = model.config.changed(train_state_action_representation_only=True)
     labels = case("01_all_fields")[0]["config"]["indicator_token_ids"]
     assert model(batch)["MSE"].item() != model(batch)["MSE"].item()
@@ -93,7 +64,7 @@ def test_dropout_is_off_in_evaluation_and_for_the_representation_alone():
 
 
 def test_what_is_masked_has_no_effect():
-    model, batch = make_model(), make_batch()
+    model, batch = golden_model(), golden_batch()
     batch["response_masks"][0, 3:] = False
     batch["metadata_masks"][1] = False
     batch["vid_masks"][1][0] = False
@@ -113,7 +84,7 @@ def test_what_is_masked_has_no_effect():
 
 
 def test_padded_states_are_zero_before_they_are_projected():
-    model, batch = make_model(), make_batch()
+    model, batch = golden_model(), golden_batch()
     batch["obs_history_is_pad"][0] = [True, False, False]
     batch["state"][0, 0] = np.nan
     state = model.prefix.embed_blocks(as_tensors(batch), PREFIX_BLOCKS[1:4])["state"]
@@ -126,7 +97,7 @@ def test_padded_states_are_zero_before_they_are_projected():
 
 
 def test_padding_of_actions_has_no_effect_on_the_flow():
-    model, batch = make_model(), make_batch()
+    model, batch = golden_model(), golden_batch()
     batch["actions_is_pad"] = np.zeros((2, 6), bool)
     batch["actions_is_pad"][1, 4:] = True
     batch["real_action_dim"] = np.array([7, 5])
@@ -148,7 +119,7 @@ def without_optional_parts(batch: dict) -> dict:
 
 
 def test_fields_that_no_sample_fills_change_no_number():
-    model, batch = make_model(freeze_vision_encoder=False), without_optional_parts(make_batch())
+    model, batch = golden_model(freeze_vision_encoder=False), without_optional_parts(golden_batch())
     found, grads = losses_and_gradients(model, batch)
     for name in ("response_tokens", "metadata_tokens", "subgoal_images"):
         del batch[name]
@@ -161,7 +132,7 @@ def test_fields_that_no_sample_fills_change_no_number():
 
 @pytest.mark.parametrize("freeze_vision_encoder", [True, False])
 def test_every_layer_runs_once_and_in_one_order_whatever_is_present(freeze_vision_encoder):
-    model = make_model(freeze_vision_encoder=freeze_vision_encoder)
+    model = golden_model(freeze_vision_encoder=freeze_vision_encoder)
     calls, gradients, ids, frames = [], [], [], []
     layers = {n: x for n, x in model.named_sublayers() if any(True for _ in x.parameters())}
     for n, layer in layers.items():
@@ -172,13 +143,13 @@ def test_every_layer_runs_once_and_in_one_order_whatever_is_present(freeze_visio
     table, tower = model.prefix.embed_tokens, model.prefix.video_encoder.tower
     table.register_forward_pre_hook(lambda _, given: ids.append(given[0].shape[1]))
     tower.register_forward_pre_hook(lambda _, given: frames.append(given[0].shape[0]))
-    some, none = make_batch(), make_batch()
+    some, none = golden_batch(), golden_batch()
     some["metadata_masks"][:] = False
     for mask in ("response_masks", "metadata_masks"):
         none[mask][:] = False
     none["subgoal_img_masks"] = [np.zeros(2, bool)] * 2
     everything = Presence(True, True, True)
-    for batch, presence in ((make_batch(), None), (some, None), (none, None), (none, everything)):
+    for batch, presence in ((golden_batch(), None), (some, None), (none, None), (none, everything)):
         calls.append([])
         gradients.append([])
         losses = model(batch, presence)
@@ -196,7 +167,7 @@ def test_every_layer_runs_once_and_in_one_order_whatever_is_present(freeze_visio
 
 
 def test_what_is_laid_out_needs_a_field():
-    model, batch = make_model(), without_optional_parts(make_batch())
+    model, batch = golden_model(), without_optional_parts(golden_batch())
     del batch["metadata_tokens"]
     with pytest.raises(
         ValueError, match=r"\['metadata'\] are to be laid out, but the batch has no"
@@ -205,7 +176,7 @@ def test_what_is_laid_out_needs_a_field():
 
 
 def test_presence_is_that_of_any_sample():
-    batch = make_batch()
+    batch = golden_batch()
     batch["metadata_masks"][:] = False
     batch["response_masks"][1] = False
     batch["subgoal_img_masks"] = [np.zeros(2, bool), np.array([False, True])]
@@ -217,7 +188,7 @@ def test_presence_is_that_of_any_sample():
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("presence", [Presence(True, False, True), Presence(False, False, False)])
 def test_prefix_is_laid_out_as_described(presence, training):
-    model, batch = make_model(), as_tensors(make_batch())
+    model, batch = golden_model(), as_tensors(golden_batch())
     prefix = model.prefix(batch, presence, training)
     sizes = {
         "videos": 8, "language": 9, "state": 3, "response": 6, "metadata": 7, "subgoals": 8,
@@ -237,7 +208,7 @@ def test_prefix_is_laid_out_as_described(presence, training):
 
 
 def test_steps_given_in_advance_are_kept():
-    model, batch = make_model(max_delay=3), make_batch()
+    model, batch = golden_model(max_delay=3), golden_batch()
     batch["delay"] = np.array([0, 2])
     noisy = model.noisy_actions(as_tensors(batch))
     assert (noisy.x_t.numpy()[1, :2] == batch["actions"][1, :2]).all()
@@ -249,12 +220,10 @@ def test_steps_given_in_advance_are_kept():
     other = settled.copy()
     other[:, 2:] = 0
     assert (model.sample_actions(batch, batch["noise"], 2, other).numpy() == chunk).all()
-    with pytest.raises(ValueError, match="delay is 2: action_prefix must give"):
-        model.sample_actions(batch, batch["noise"], 2)
 
 
 def test_delays_are_drawn_up_to_the_maximum():
-    model, batch = make_model(max_delay=2), as_tensors(make_batch())
+    model, batch = golden_model(max_delay=2), as_tensors(golden_batch())
     found = {model.noisy_actions(batch).is_delayed.sum(axis=1)[0].item() for _ in range(40)}
     assert found == {0, 1, 2}
 
@@ -275,8 +244,8 @@ def test_times_follow_the_beta_distribution():
 
 
 def test_each_group_has_projections_of_its_own():
-    model = make_model(per_group_projection=True, dataset_names=["a", "b", "c"])
-    batch = make_batch()
+    model = golden_model(per_group_projection=True, dataset_names=["a", "b", "c"])
+    batch = golden_batch()
     batch["group_index"] = np.array([2, 0])
     _, grads = losses_and_gradients(model, batch)
     for name in ("prefix.state_proj", "suffix.action_in_proj", "action_out_proj"):
@@ -304,7 +273,7 @@ def test_fresh_projections_are_as_wide_as_the_original_s():
 
 
 def test_padding_rows_of_tables_learn_nothing():
-    model, batch = make_model(), make_batch()
+    model, batch = golden_model(), golden_batch()
     batch["lang_tokens"][0, 0] = batch["discrete_actions"][1, 2] = 0
     tables = ("prefix.embed_tokens.table.weight", "prefix.discrete_action_embedding.table.weight")
     _, grads = losses_and_gradients(model, batch)
@@ -320,11 +289,31 @@ def test_padding_rows_of_tables_learn_nothing():
 
 
 def test_labels_and_lengths_are_checked():
-    config = make_model().config
+    config = golden_model().config
     labels = {label: [5] for label in LABELS} | {"Subgoal: ": []}
     with pytest.raises(ValueError, match=r"no token ids for the labels \['Subgoal: '\]"):
         PI07LowLevelFlowMatching(config, labels)
-    batch = make_batch()
+    batch = golden_batch()
     batch["discrete_actions"] = batch["discrete_actions"][:, :4]
     with pytest.raises(ValueError, match="4 tokens a sample; discrete_action_max_length is 5"):
-        make_model()(batch)
+        golden_model()(batch)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_the_last_layer_runs_for_the_rows_that_the_token_loss_reads(implementation):
+    model, batch, rows = golden_model(), golden_batch(), []
+    model.decoder.attention_implementation = implementation
+    last = model.decoder.layers[-1].backbone_layer.mlp
+    hook = last.register_forward_post_hook(lambda *call: rows.append(call[2].shape[0]))
+    found = losses_and_gradients(model, batch)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "training_view", model.prefix_view)
+        wanted = losses_and_gradients(model, batch)
+    hook.remove()
+    length = batch["lang_tokens"].shape[0] * model.config.discrete_action_max_length
+    assert rows[0] == length < rows[1]
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-6)
+    assert found[1].keys() == wanted[1].keys()
+    atol = 1e-6 * max(np.abs(gradient).max() for gradient in wanted[1].values())
+    for name, gradient in wanted[1].items():
+        np.testing.assert_allclose(found[1][name], gradient, atol=atol, err_msg=name)

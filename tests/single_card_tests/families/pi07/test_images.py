@@ -3,12 +3,25 @@
 Guarantees: letterboxing equals PyTorch's on the golden images and pads at the top and left; padded
 frames are black, the current one never is; missing cameras are masked; dropped subgoals are grey
 and masked.
+
+Camera values of another range than 0 to 1.
+
+Guarantees: training, acting and planning refuse images of 0 to 255 and other ranges, of cameras and
+goals, in past frames too, with the camera, its values and the remedy; so with normalized images; a
+small overshoot of interpolation passes.
 """
 
 import numpy as np
 import pytest
 
-from paddle_vl.families.policy.images import letterbox, prepare_subgoals, prepare_videos
+from paddle_vl.families.policy.images import (
+    check_images,
+    letterbox,
+    prepare_subgoals,
+    prepare_videos,
+)
+from tests.single_card_tests.families.pi07 import test_planner as planning
+from tests.single_card_tests.families.pi07.test_policy import golden_policy, observation, raw_batch
 from tests.support.pi07_golden import case
 
 CAMERAS = ["camera0", "camera1"]
@@ -69,3 +82,53 @@ def test_dropped_subgoals_are_grey_and_masked():
     # Without subgoal_is_pad all subgoals count as dropped.
     del batch["subgoal_is_pad"]
     assert not prepare_subgoals(batch, ["camera0"], (8, 8)).masks[0].any()
+
+
+FROM_255 = r"'camera0' holds values from 0 to 255; images are floats from 0 to 1: divide by 255"
+
+
+def scaled(batch: dict, name: str = "camera0") -> dict:
+    """The batch with an image of floats from 0 to 255."""
+    image = np.zeros_like(batch[name])
+    image[:, ..., ::2] = 255
+    return batch | {name: image}
+
+
+def test_training_acting_and_planning_refuse_images_of_0_to_255():
+    policy = golden_policy()
+    with pytest.raises(ValueError, match=FROM_255):
+        policy(scaled(raw_batch()[0]))
+    with pytest.raises(ValueError, match="'subgoal1' holds values from 0 to 255"):
+        policy(scaled(raw_batch()[0], "subgoal1"))
+    with pytest.raises(ValueError, match=FROM_255):
+        policy.select_action(scaled(observation(0)))
+    planner, batch = planning.planner(), planning.batch()
+    for use in (planner.plan, planner.inputs.training_inputs):
+        with pytest.raises(ValueError, match=FROM_255):
+            use(scaled(batch))
+
+
+def test_images_that_statistics_normalize_are_refused_in_their_raw_range():
+    policy = golden_policy()
+    policy.normalizers["normalize_inputs"].normalize = lambda batch, index: pytest.fail("late")
+    with pytest.raises(ValueError, match=FROM_255):
+        policy.inputs.training_inputs(scaled(raw_batch()[0]))
+
+
+@pytest.mark.parametrize(
+    ("image", "named"),
+    [
+        (np.full((2, 3, 3, 8, 8), -1.0), "from -1 to -1; .*: scale them to that"),
+        (np.full((1, 3, 8, 8), np.nan), "from nan to nan"),
+        (np.zeros((1, 3, 8, 8), np.uint8), "'camera1' holds uint8; .*: divide by 255"),
+        (np.pad(np.full((1, 1, 3, 8, 8), 9.0), [(0, 0), (0, 2), *[(0, 0)] * 3]), "from 0 to 9"),
+    ],
+)
+def test_other_ranges_and_types_are_refused(image, named):
+    with pytest.raises(ValueError, match=named):
+        check_images({"camera1": image}, ["camera0", "camera1"])
+
+
+def test_images_of_the_range_and_of_any_shape_pass():
+    for image in (np.array([-0.1, 1.1]), np.zeros((2, 3, 0, 0)), np.ones((2, 3, 1, 1), np.float16)):
+        check_images({"camera0": image, "state": [300.0]}, ["camera0"])

@@ -5,30 +5,30 @@ GPU (forward, and backward of every hand-written gradient): norms, rotary embedd
 operators, scores and softmax composed of them, the flow and both losses run in float32, the time
 embedding in float64; all other products, attention, and tensors between layers and between pipeline
 stages stay in bfloat16; no operator mixes dtypes; removing any single cast makes these tests fail.
+
+A bfloat16 pi07 is as close to float32 as OpenTau's own bfloat16 is.
+
+Bfloat16 is emulated on the CPU: see `paddle_vl.testing.bfloat16`.
 """
 
 from collections import Counter
 from functools import partial
 from typing import Any
 
+import numpy as np
 import paddle
 import pytest
 
 from paddle_vl.families.pi07.config import PI07Config
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
 from paddle_vl.families.pi07.pipeline import PI07Stage
-from paddle_vl.families.pi07.prefix_layout import Presence
+from paddle_vl.families.pi07.prefix import Presence
 from paddle_vl.nn.linear import default_dtype
+from paddle_vl.testing import emulated_bfloat16
 from tests.support.gpu_stubs.attention import FLASH
-from tests.support.pi07_golden import case, config_values
+from tests.support.pi07_golden import case, config_values, golden_batch, golden_model
 from tests.support.traced import Cast, Operator, trace
 
-CAMERA_FIELDS = {
-    "videos": "video",
-    "vid_masks": "vid_mask",
-    "subgoal_images": "subgoal_image",
-    "subgoal_img_masks": "subgoal_img_mask",
-}
 WIDE = {"rsqrt", "cos", "sin", "softmax", "cross_entropy_with_softmax", "square", "mean"}
 NARROW = {
     *("gelu", "silu", "embedding", "pool2d", "layer_norm", "fused_rotary_position_embedding"),
@@ -42,7 +42,7 @@ EVERYTHING = Presence(True, True, True)
 
 def model_and_batch(implementation: str) -> tuple[PI07LowLevelFlowMatching, dict[str, Any]]:
     """Model and batch of case 01 with fewer layers: three frames, every optional field."""
-    description, tensors = case("01_all_fields")
+    description, _ = case("01_all_fields")
     values = config_values(description, attention_implementation=implementation)
     vlm = values["vlm_config"]
     vlm["attention_implementation"] = implementation
@@ -55,14 +55,13 @@ def model_and_batch(implementation: str) -> tuple[PI07LowLevelFlowMatching, dict
         model = PI07LowLevelFlowMatching(
             PI07Config.from_dict(values), description["config"]["indicator_token_ids"]
         )
-    batch = {
-        name[3:]: paddle.static.data(name[3:], list(value.shape), str(value.dtype))
-        for name, value in tensors.items()
-        if name.startswith("in.")
-    }
-    for many, one in CAMERA_FIELDS.items():
-        batch[many] = [batch.pop(f"{one}{i}") for i in range(2)]
-    return model, batch
+
+    def fed(name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [fed(f"{name}{i}", each) for i, each in enumerate(value)]
+        return paddle.static.data(name, list(value.shape), str(value.dtype))
+
+    return model, {name: fed(name, value) for name, value in golden_batch().items()}
 
 
 def run_model(implementation: str) -> None:
@@ -148,3 +147,39 @@ def test_no_cast_can_be_dropped(kernels):
             # Paddle's CPU build lacks this kernel in bfloat16.
             found = ["bfloat16"] if "dtype: bfloat16" in str(error) else []
         assert found, cast
+
+
+# Of the golden README: losses, and the norm of the worst gradient.
+LOSS, GRADIENT = 2e-3, 6e-2
+
+
+def run(dtype: str, implementation: str) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """Losses and gradients of case 01, from its weights rounded to bfloat16."""
+    with emulated_bfloat16(), default_dtype(dtype):
+        model = golden_model(attention_implementation=implementation)
+        with paddle.no_grad():
+            for parameter in model.parameters():
+                paddle.assign(parameter.astype("bfloat16").astype(dtype), parameter)
+        losses = model(golden_batch())
+        (losses["MSE"] + losses["CE"]).backward()
+    gradients = {
+        name: parameter.grad.astype("float32").numpy()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    return {name: losses[name].item() for name in ("MSE", "CE")}, gradients
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_losses_and_gradients_are_those_of_float32_but_for_rounding(implementation):
+    losses, narrow = run("bfloat16", implementation)
+    wide_losses, wide = run("float32", implementation)
+    assert losses == pytest.approx(wide_losses, rel=LOSS)
+    assert losses != wide_losses
+    assert narrow.keys() == wide.keys()
+    distances = {}
+    for name, wanted in wide.items():
+        # The gradient of a key's bias is zero but for rounding.
+        like = wide[name.replace("k_proj.bias", "q_proj.bias")]
+        distances[name] = np.linalg.norm(narrow[name] - wanted) / np.linalg.norm(like)
+    assert {name: away for name, away in distances.items() if not away <= GRADIENT} == {}

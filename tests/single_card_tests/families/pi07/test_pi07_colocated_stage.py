@@ -12,30 +12,30 @@ import paddle
 import pytest
 
 from paddle_vl.config.load import load_run_config
-from paddle_vl.families.pi07.colocated import (
+from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
+from paddle_vl.families.pi07.objective import PolicyBatchAdapter
+from paddle_vl.families.pi07.pipeline import (
     IMAGE_ITEMS,
     ColocatedBatchAdapter,
     ImageItems,
     PI07Encoder,
+    PI07Stage,
 )
-from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
-from paddle_vl.families.pi07.objective import PolicyBatchAdapter
-from paddle_vl.families.pi07.pipeline import PI07Stage
-from paddle_vl.families.pi07.prefix_layout import Presence, presence_of
+from paddle_vl.families.pi07.prefix import Presence, presence_of
 from paddle_vl.families.pi07.recipe import encoder_shape, model_shape
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
 from paddle_vl.parallel.colocated.runner import Leaves
 from paddle_vl.parallel.degrees import ParallelDegrees, Plan, plan_problems
-from tests.single_card_tests.families.pi07 import test_flow_matching as low_level
 from tests.single_card_tests.families.pi07 import test_planner as planner
 from tests.single_card_tests.families.pi07.test_pi07_stage import gradients_of, ranges
+from tests.support.pi07_golden import golden_batch, golden_model, golden_planner
 
 PAST, NO_PAST = [False, False, False], [True, True, False]
 
 
 def policy_batch(**changes) -> dict:
     """Two samples, two cameras, three frames: a camera and a goal are masked, a past is padded."""
-    batch = low_level.make_batch() | {"delay": np.array([0, 1])}
+    batch = golden_batch() | {"delay": np.array([0, 1])}
     batch["vid_masks"] = [np.array([True, True]), np.array([False, True])]
     batch["subgoal_img_masks"] = [np.array([True, False])] * 2
     batch["obs_history_is_pad"] = np.array([NO_PAST, PAST])
@@ -119,7 +119,7 @@ def without_zeros(gradients: dict) -> dict:
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 def test_rows_and_stages_are_the_full_policy(name, frozen):
     batch = policy_batch(**BATCHES[name])
-    model = low_level.make_model(knowledge_insulation=False, freeze_vision_encoder=frozen)
+    model = golden_model(knowledge_insulation=False, freeze_vision_encoder=frozen)
     given = {n: value for n, value in batch.items() if n != "presence" and value is not None}
     whole = model(given, batch.get("presence"), per_sample=True)
     wanted = gradients_of(model, whole["MSE"] + 2 * whole["CE"])
@@ -136,7 +136,7 @@ def test_rows_and_stages_are_the_full_policy(name, frozen):
 
 @pytest.mark.parametrize("masks", [[True, True], [False, True]], ids=str)
 def test_rows_and_stages_are_the_full_planner(masks):
-    model, batch = planner.make_model(freeze_vision_encoder=False), planner.make_batch()
+    model, batch = golden_planner(freeze_vision_encoder=False), planner.make_batch()
     batch["img_masks"][0] = np.array(masks)
     whole = model(batch)
     wanted = gradients_of(model, whole["CE"])
@@ -146,7 +146,7 @@ def test_rows_and_stages_are_the_full_planner(masks):
 
 
 def test_masked_images_are_no_items_and_a_padded_past_costs_nothing():
-    model = low_level.make_model()
+    model = golden_model()
     items = ImageItems.of(policy_batch())
     # The second camera of the first sample and the goals of the second one are masked.
     videos = [("videos", 0, 0), ("videos", 0, 1), ("videos", 1, 1)]
@@ -160,7 +160,7 @@ def test_masked_images_are_no_items_and_a_padded_past_costs_nothing():
 
 
 def test_rows_of_another_order_are_seen():
-    model, batch = low_level.make_model(freeze_vision_encoder=False), policy_batch()
+    model, batch = golden_model(freeze_vision_encoder=False), policy_batch()
     wanted = model(batch, per_sample=True)["CE"].item()
     items = ImageItems.of(batch)
     items.places[0], items.places[1] = items.places[1], items.places[0]
@@ -170,7 +170,7 @@ def test_rows_of_another_order_are_seen():
 
 
 def test_a_later_stage_has_the_tower_and_nothing_else_of_the_prefix():
-    whole = low_level.make_model()
+    whole = golden_model()
     for held, last in (
         (StageLayers(layers=frozenset({0, 1}), head=False, encoder_everywhere=True), False),
         (StageLayers(embedding=False, layers=frozenset({2}), encoder_everywhere=True), True),
@@ -211,7 +211,7 @@ def test_an_idle_batch_has_no_items(make):
 
 
 def test_sizes_of_the_tower_that_its_ranks_divide():
-    config = low_level.make_model().config
+    config = golden_model().config
     vision = config.vlm_config.gemma3_config.vision_config
     assert encoder_shape(config).widths == {
         "vision_config.num_attention_heads": vision.num_attention_heads,

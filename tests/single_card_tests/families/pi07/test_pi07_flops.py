@@ -14,25 +14,26 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.families.pi07.config import PI07PlannerConfig
+from paddle_vl.families.pi07.checkpoint_map import is_reached
+from paddle_vl.families.pi07.config import Gemma3Config, PI07PlannerConfig, SiglipVisionConfig
 from paddle_vl.families.pi07.decoder import block_mask
-from paddle_vl.families.pi07.engine_config import Gemma3Config, SiglipVisionConfig
 from paddle_vl.families.pi07.flops import PI07Flops
-from paddle_vl.families.pi07.policy_model import as_tensors, is_reached
-from paddle_vl.families.pi07.prefix_layout import PLANNER_LABELS, Presence, presence_of
+from paddle_vl.families.pi07.flow import as_tensors
+from paddle_vl.families.pi07.prefix import PLANNER_LABELS, Presence, presence_of
 from paddle_vl.families.pi07.settings import PARTS
-from paddle_vl.families.pi07.vision import visible_frames
+from paddle_vl.families.pi07.vision import frames_in_use
+from paddle_vl.nn.attention_masks import HistoryMask
 from paddle_vl.train.freeze import freeze_parameters, trained_names, treated_apart
 from tests.single_card_tests.families.pi07 import test_planner
-from tests.single_card_tests.families.pi07.test_flow_matching import make_batch, make_model
 from tests.support.counted_products import counted_products
+from tests.support.pi07_golden import golden_batch, golden_model, golden_planner
 
 GOALS = ("subgoal_images", "subgoal_img_masks")
 
 
 def real_batch(without: tuple = (), num_frames: int = 3) -> dict:
     """A batch without padding."""
-    batch = {name: value for name, value in make_batch().items() if not name.startswith(without)}
+    batch = {name: value for name, value in golden_batch().items() if not name.startswith(without)}
     for name, value in batch.items():
         if name.endswith("masks"):
             is_list = isinstance(value, list)
@@ -75,7 +76,7 @@ def counter_of(model, patterns=(), losses=("MSE", "CE")) -> PI07Flops:
     ids=["all", "no goals", "no fields", "one frame, no response", "two frames"],
 )
 def test_operations_are_those_of_the_products_that_the_policy_runs(batch, monkeypatch):
-    model = make_model(knowledge_insulation=False)
+    model = golden_model(knowledge_insulation=False)
     counter = counter_of(model)
     found = counter.forward(batch), counter(batch)
     assert found == counts_of(model, batch, monkeypatch)
@@ -103,7 +104,7 @@ def test_operations_are_those_of_the_products_that_the_policy_runs(batch, monkey
     ids=["tower", "tower and backbone", "expert", "first layers", "in between", "odd"],
 )
 def test_what_is_frozen_has_the_backward_that_its_place_asks_for(patterns, unasked, monkeypatch):
-    model, batch = make_model(knowledge_insulation=False), real_batch()
+    model, batch = golden_model(knowledge_insulation=False), real_batch()
     counter = counter_of(model, patterns)
     # Keys of both streams are one tensor, which has a gradient if either stream needs one.
     more = sum(products(model, counter, batch, unit, n) for unit, n in unasked.items())
@@ -150,7 +151,7 @@ def test_a_gradient_begins_at_any_parameter_of_the_suffix(pattern, monkeypatch):
 
 
 def check_single_parameters(pattern: str, loss: str, unasked, monkeypatch) -> None:
-    model, batch = make_model(), real_batch()
+    model, batch = golden_model(), real_batch()
     parameters = [(f"model.{item.key}", item.parameter) for item in model.stored_parameters()]
     names = fnmatch.filter(dict(parameters), pattern)
     assert names
@@ -165,7 +166,7 @@ def check_single_parameters(pattern: str, loss: str, unasked, monkeypatch) -> No
 
 
 def test_insulation_keeps_the_flow_out_of_the_prefix():
-    model = make_model()
+    model = golden_model()
     counter = PI07Flops(model.config, model.label_ids, None, ["MSE"])
     costs = counter.operations(real_batch()).backward
     assert {unit for unit, cost in costs.items() if cost} == {"steps", "step_pairs", "cross_pairs"}
@@ -175,14 +176,14 @@ def test_insulation_keeps_the_flow_out_of_the_prefix():
     ("losses", "insulated"), [(("MSE",), False), (("CE",), False), (("CE",), True)]
 )
 def test_a_loss_alone_has_the_backward_of_what_it_reaches(losses, insulated, monkeypatch):
-    model, batch = make_model(knowledge_insulation=insulated), real_batch()
+    model, batch = golden_model(knowledge_insulation=insulated), real_batch()
     counter = counter_of(model, losses=losses)
     assert (counter.forward(batch), counter(batch)) == counts_of(model, batch, monkeypatch, losses)
 
 
 @pytest.mark.parametrize("losses", [("MSE",), ("MSE", "CE")])
 def test_insulation_saves_the_gradients_of_keys_and_values_that_are_detached(losses, monkeypatch):
-    model, batch = make_model(), real_batch()
+    model, batch = golden_model(), real_batch()
     counter = counter_of(model, losses=losses)
     layers = model.config.vlm_config.gemma3_config.text_config.num_hidden_layers
     # The kernel still computes them, because keys of both streams are one tensor.
@@ -191,7 +192,7 @@ def test_insulation_saves_the_gradients_of_keys_and_values_that_are_detached(los
 
 
 def test_groups_have_projections_of_one_size(monkeypatch):
-    model = make_model(
+    model = golden_model(
         knowledge_insulation=False, per_group_projection=True, dataset_names=["a", "b"]
     )
     batch = real_batch() | {"group_index": np.array([1, 0])}
@@ -212,7 +213,7 @@ def masked_batch() -> dict:
 
 
 def test_real_tokens_and_pairs_are_those_of_the_models_masks():
-    model, batch = make_model(), masked_batch()
+    model, batch = golden_model(), masked_batch()
     units = PI07Flops(model.config, model.label_ids).units(batch)
     prefix = model.prefix(as_tensors(batch), presence_of(batch))
     assert units["tokens"] == prefix.pad_masks.sum().item()
@@ -226,7 +227,8 @@ def test_real_tokens_and_pairs_are_those_of_the_models_masks():
     patches = model.config.vlm_config.gemma3_config.vision_config.num_patches
     assert units["patches"] == patches * (3 + 2 + 2 + 2)
     assert units["patch_pairs"] == patches * units["patches"]
-    visible = visible_frames(paddle.to_tensor(batch["obs_history_is_pad"])).sum(axis=[1, 2])
+    used = frames_in_use(paddle.to_tensor(batch["obs_history_is_pad"]))
+    visible = HistoryMask(used, copies=1).visible_BLS.sum(axis=[1, 2])
     first, second = visible.tolist()
     # The model computes padded frames, which see no key.
     assert units["time_pairs"] == patches * (first + second + second)
@@ -235,7 +237,7 @@ def test_real_tokens_and_pairs_are_those_of_the_models_masks():
 
 
 def test_without_a_history_only_current_frames_are_real():
-    model, batch = make_model(), real_batch()
+    model, batch = golden_model(), real_batch()
     batch["obs_history_is_pad"] = None
     units = PI07Flops(model.config, model.label_ids).units(batch)
     patches = model.config.vlm_config.gemma3_config.vision_config.num_patches
@@ -245,7 +247,7 @@ def test_without_a_history_only_current_frames_are_real():
 
 
 def test_parts_that_another_process_asked_for_are_laid_out():
-    model, batch = make_model(), real_batch()
+    model, batch = golden_model(), real_batch()
     batch["metadata_masks"][:] = batch["response_masks"][:] = False
     for mask in batch["subgoal_img_masks"]:
         mask[:] = False
@@ -262,7 +264,7 @@ def test_parts_that_another_process_asked_for_are_laid_out():
 def test_operations_are_those_of_the_products_that_the_planner_runs(
     patterns, has_metadata, losses, monkeypatch
 ):
-    model, batch = test_planner.make_model(), planner_batch(has_metadata)
+    model, batch = golden_planner(), planner_batch(has_metadata)
     parameters = [(f"model.{item.key}", item.parameter) for item in model.stored_parameters()]
     trained = trained_names(dict(parameters), patterns, None, PARTS)
     freeze_parameters(parameters, trained)
@@ -273,7 +275,7 @@ def test_operations_are_those_of_the_products_that_the_planner_runs(
 
 
 def test_a_planners_tokens_and_pairs_are_those_of_its_masks():
-    model, batch = test_planner.make_model(), planner_batch(True)
+    model, batch = golden_planner(), planner_batch(True)
     batch["lang_masks"][1, 6:] = False
     batch["memory_masks"][0, 4:] = False
     batch["response_masks"][1, 3:] = False

@@ -16,20 +16,25 @@ import paddle
 import pytest
 from paddle import Tensor
 
+from paddle_vl.families.pi07.checkpoint_map import PolicyCheckpoint, write_policy
 from paddle_vl.families.pi07.flops import layer_costs
-from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
+from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching, PolicyModel, as_tensors
 from paddle_vl.families.pi07.pipeline import PI07Stage
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
-from paddle_vl.families.pi07.policy_files import PolicyCheckpoint, write_policy
-from paddle_vl.families.pi07.policy_model import PolicyModel, as_tensors
-from paddle_vl.families.pi07.prefix_layout import Presence, presence_of
+from paddle_vl.families.pi07.prefix import Presence, presence_of
 from paddle_vl.nn.parameter_table import Tie
 from paddle_vl.nn.placement import Placement, SingleDevicePlacement, StageLayers
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.testing import record_host_reads
-from tests.single_card_tests.families.pi07 import test_flow_matching as low_level
 from tests.single_card_tests.families.pi07 import test_planner as planner
-from tests.support.pi07_golden import CharacterTokenizer, FirstValueActionTokenizer, policy_config
+from tests.support.pi07_golden import (
+    CharacterTokenizer,
+    FirstValueActionTokenizer,
+    golden_batch,
+    golden_model,
+    golden_planner,
+    policy_config,
+)
 
 NOTHING, EVERYTHING = Presence(False, False, False), Presence(True, True, True)
 FIRST = StageLayers(layers=frozenset({0, 1}), head=False)
@@ -37,7 +42,7 @@ LAST = StageLayers(embedding=False, layers=frozenset({2}))
 
 
 def low_level_batch() -> dict:
-    return low_level.make_batch() | {"delay": np.array([0, 1])}
+    return golden_batch() | {"delay": np.array([0, 1])}
 
 
 def ranges(ends: list[int]) -> list[range]:
@@ -76,9 +81,7 @@ def assert_same_gradients(found: dict, wanted: dict) -> None:
 @pytest.mark.parametrize("recomputed", [True, False], ids=["recomputed", "kept"])
 def test_stages_in_a_row_equal_the_whole_low_level_model(ends, presence, insulated, recomputed):
     # The tower is trained with one of the cuts.
-    model = low_level.make_model(
-        knowledge_insulation=insulated, freeze_vision_encoder=len(ends) == 2
-    )
+    model = golden_model(knowledge_insulation=insulated, freeze_vision_encoder=len(ends) == 2)
     batch = low_level_batch()
     whole = model(batch, presence, per_sample=True)
     wanted = gradients_of(model, whole["MSE"] + 2 * whole["CE"])
@@ -95,7 +98,7 @@ def test_stages_in_a_row_equal_the_whole_low_level_model(ends, presence, insulat
 def test_recomputed_stages_drop_the_same():
     found = []
     for recomputed in (False, True, False):
-        model = low_level.make_model(dropout=0.3)
+        model = golden_model(dropout=0.3)
         if recomputed:
             recompute_layers([*model.decoder_layers, *model.vision_blocks])
         paddle.seed(7 + len(found) // 2)
@@ -109,7 +112,7 @@ def test_recomputed_stages_drop_the_same():
 
 @pytest.mark.parametrize("presence", [None, NOTHING])
 def test_stages_in_a_row_equal_the_whole_planner(presence):
-    model, batch = planner.make_model(), planner.make_batch()
+    model, batch = golden_planner(), planner.make_batch()
     whole = model(batch, presence)
     wanted = gradients_of(model, whole["CE"])
     stages = [PI07Stage(model, layers) for layers in ranges([1, 3])]
@@ -119,7 +122,7 @@ def test_stages_in_a_row_equal_the_whole_planner(presence):
 
 
 def test_stages_do_not_read_a_batch_back_from_the_device():
-    model, batch = low_level.make_model(), low_level_batch()
+    model, batch = golden_model(), low_level_batch()
     stages = [PI07Stage(model, layers) for layers in ranges([1, 3])]
     wanted = through(stages, batch)["MSE"].item()
     on_device = as_tensors(batch) | {"presence": presence_of(batch)}
@@ -132,7 +135,7 @@ def test_stages_do_not_read_a_batch_back_from_the_device():
 
 
 def test_what_arrives_is_known_for_every_presence():
-    model, batch = low_level.make_model(), low_level_batch()
+    model, batch = golden_model(), low_level_batch()
     first, last = (PI07Stage(model, layers) for layers in ranges([2, 3]))
     sizes = set()
     for flags in product([True, False], repeat=3):
@@ -173,7 +176,7 @@ def test_a_stage_draws_its_own_parameters_only():
 
 
 def test_both_copies_of_the_planners_table_make_its_gradient(tmp_path):
-    whole, batch = planner.make_model(), planner.make_batch()
+    whole, batch = golden_planner(), planner.make_batch()
     write_policy(tmp_path, whole, {})
 
     def read(placement: Placement) -> PolicyModel:
@@ -202,11 +205,11 @@ def test_a_batch_without_its_draws_is_refused(name):
     batch = low_level_batch()
     del batch[name]
     with pytest.raises(ValueError, match=f"the batch has no {name}: a batch that goes through"):
-        PI07Stage(low_level.make_model(), range(3))(batch)
+        PI07Stage(golden_model(), range(3))(batch)
 
 
 def test_costs_count_tower_layers_and_heads():
-    model = low_level.make_model(freeze_vision_encoder=False)
+    model = golden_model(freeze_vision_encoder=False)
     config, vlm = model.config, model.config.vlm_config
     text, vision, expert = (
         vlm.gemma3_config.text_config,
@@ -244,7 +247,7 @@ def test_costs_count_tower_layers_and_heads():
 
 
 def test_costs_of_a_planner_count_its_table_as_the_head():
-    config = planner.make_model().config
+    config = golden_planner().config
     vlm = config.vlm_config
     text = vlm.gemma3_config.text_config
     written = config.memory_max_length + config.response_max_length

@@ -4,41 +4,38 @@ Guarantees: cached greedy decoding equals uncached predictions token by token, a
 after the end token there is padding, which later tokens do not see; losses are means over all
 tokens but the first of each segment; metadata is always embedded, and laid out if any sample or
 another rank has it; labels of the wrong length are refused; there is no expert.
+
+The planner with texts in and texts out, and its files.
+
+Guarantees: the prompt has task, memory and the state's bins; targets end with EOS; decoded texts
+have no special tokens; a saved planner is the same planner; OpenTau's files are read; missing or
+unfitting inputs are refused by name.
+
+Over 350 lines: the model and what is around it, on one golden case.
 """
 
-import numpy as np
-import pytest
+import json
 
-from paddle_vl.checkpoint.reading import fill_parameters
-from paddle_vl.checkpoint.safetensors_io import read_header
-from paddle_vl.families.pi07.checkpoint_map import engine_keys
+import numpy as np
+import paddle
+import pytest
+from safetensors.numpy import load_file, save_file
+from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
+
+from paddle_vl import PI07HighLevelPlanner
 from paddle_vl.families.pi07.config import PI07PlannerConfig
 from paddle_vl.families.pi07.decoder import block_mask, prefix_positions
+from paddle_vl.families.pi07.flow import as_tensors
 from paddle_vl.families.pi07.objective import with_target_rows
 from paddle_vl.families.pi07.planner import PI07HighLevelPlannerModel
-from paddle_vl.families.pi07.policy_model import as_tensors
-from paddle_vl.families.pi07.prefix_layout import Presence
+from paddle_vl.families.pi07.prefix import Presence
+from paddle_vl.families.policy.model_inputs import state_texts
+from paddle_vl.families.policy.tokenizers import PromptTokenizer
 from paddle_vl.nn import objective
-from tests.support.pi07_golden import CASES, case
+from tests.support.pi07_golden import case, config_values, golden_planner, group_statistics
 
 BOS, NO_END = 2, 10_000
 MEMORY, RESPONSE = 6, 5
-
-
-def make_model(**settings) -> PI07HighLevelPlannerModel:
-    given = case("01_all_fields")[0]["config"]
-    vlm = given["vlm"] | {
-        "gemma3_config": given["gemma3"],
-        "gemma_expert_config": given["expert"],
-        "disable_action_expert": True,
-    }
-    config = PI07PlannerConfig.from_dict(
-        {"vlm_config": vlm, "memory_max_length": MEMORY, "response_max_length": RESPONSE} | settings
-    )
-    model = PI07HighLevelPlannerModel(config, given["indicator_token_ids"])
-    stored = engine_keys(read_header(CASES / "weights_A.safetensors"))
-    fill_parameters(model.stored_parameters(), stored)
-    return model
 
 
 def make_batch() -> dict:
@@ -55,7 +52,7 @@ def make_batch() -> dict:
 
 
 def test_decoding_equals_the_whole_model():
-    model, batch = make_model(), make_batch()
+    model, batch = golden_planner(), make_batch()
     memory, response = model.generate(batch, BOS, NO_END)
     assert memory.shape == (2, MEMORY)
     assert response.shape == (2, RESPONSE)
@@ -79,7 +76,7 @@ def whole_rows(model, prefix):
 
 
 def test_padding_follows_the_end_and_is_not_seen():
-    model, batch = make_model(), make_batch()
+    model, batch = golden_planner(), make_batch()
     memory, _ = model.generate(batch, BOS, NO_END)
     end = int(memory[0, 1])
     stopped, after = model.generate(batch, BOS, end)
@@ -97,7 +94,7 @@ def test_padding_follows_the_end_and_is_not_seen():
 
 
 def test_losses_are_means_over_all_slots():
-    model, batch = make_model(), make_batch()
+    model, batch = golden_planner(), make_batch()
     batch["memory_masks"][0, 3:] = False
     losses = model(batch)
     prefix = model.prefix(as_tensors(batch), Presence(False, True, False), training=True)
@@ -129,7 +126,7 @@ def test_losses_from_the_slots_with_a_token_are_those_of_all_slots(untrained, mo
     monkeypatch.setattr(objective.F, "cross_entropy", measured)
     monkeypatch.setattr(objective, "CHUNK_LOGITS", 4000)
     for given in (batch, with_target_rows(batch)):
-        model = make_model()
+        model = golden_planner()
         model.untrained_losses = untrained
         largest.append(0)
         losses = model(given)
@@ -146,27 +143,12 @@ def test_losses_from_the_slots_with_a_token_are_those_of_all_slots(untrained, mo
         np.testing.assert_allclose(found[1][name], array, rtol=0, atol=atol, err_msg=name)
 
 
-def test_metadata_is_laid_out_if_any_sample_has_it():
-    model, batch = make_model(), make_batch()
-    batch["metadata_masks"][0] = False
-    lengths = []
-    for change in (None, "metadata_masks"):
-        if change:
-            batch[change][:] = False
-        seen = []
-        hook = model.prefix.register_forward_post_hook(
-            lambda *call, kept=seen: kept.append(call[2])
-        )
-        model(batch)
-        hook.remove()
-        lengths.append(seen[0].embs.shape[1])
-    assert lengths[0] - lengths[1] == 7 + len(model.label_ids[";\n "])
-
-
 def test_metadata_is_embedded_once_whether_laid_out_or_not():
-    model, batch = make_model(), make_batch()
+    model, batch = golden_planner(), make_batch()
     lengths = []
     table, prefix = model.prefix.embed_tokens, model.prefix
+    # One sample with metadata suffices.
+    batch["metadata_masks"][0] = False
     table.register_forward_pre_hook(lambda _, given: lengths.append(given[0].shape[1]))
     prefix.register_forward_post_hook(lambda *call: lengths.append(call[2].embs.shape[1]))
     losses = [model(batch)["CE"].item()]
@@ -185,7 +167,7 @@ def test_metadata_is_embedded_once_whether_laid_out_or_not():
 
 
 def test_gradients_reach_all_trained_parameters():
-    model = make_model()
+    model = golden_planner()
     model(make_batch())["CE"].backward()
     assert not any("expert" in name for name, _ in model.named_parameters())
     assert all(p.grad is not None for p in model.parameters() if not p.stop_gradient)
@@ -197,21 +179,212 @@ def test_no_engine_settings_are_the_default_ones():
 
 def test_wrong_settings_are_refused():
     with pytest.raises(ValueError, match="subtask_indicator_max_length is 3, but the tokenizer"):
-        make_model(subtask_indicator_max_length=3)
-    with pytest.raises(ValueError, match="n_obs_steps is 2; it must be 1"):
-        make_model(n_obs_steps=2)
+        golden_planner(subtask_indicator_max_length=3)
     with pytest.raises(ValueError, match=r"\['chunk_size'\]"):
-        make_model(chunk_size=4)
-    with pytest.raises(ValueError, match="dropout is 0.5 in .* and 0.0 in vlm_config"):
-        make_model(dropout=0.5)
+        golden_planner(chunk_size=4)
     with pytest.raises(ValueError, match="no token ids for the labels"):
-        PI07HighLevelPlannerModel(make_model().config, {})
+        PI07HighLevelPlannerModel(golden_planner().config, {})
 
 
 def test_an_image_that_is_masked_has_no_effect():
-    model, batch = make_model(), make_batch()
+    model, batch = golden_planner(), make_batch()
     before = model(batch)["CE"].item()
     batch["images"][1][1] = 0.0
     assert model(batch)["CE"].item() == pytest.approx(before, rel=1e-6)
     batch["images"][1][0] = 0.0
     assert model(batch)["CE"].item() != pytest.approx(before, rel=1e-6)
+
+
+def tokenizer() -> PromptTokenizer:
+    """One id per printable character, and Gemma's special tokens."""
+    characters = ["<pad>", "<eos>", "<bos>", "\n", *map(chr, range(32, 127))]
+    made = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, "<pad>"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    made.add_special_tokens([AddedToken(t, special=True) for t in ("<pad>", "<eos>", "<bos>")])
+    return PromptTokenizer(made, bos_id=2)
+
+
+def values(**changes) -> dict:
+    low_level = config_values(case("18_policy_level")[0])
+    kept = ("input_features", "normalization_mapping", "resize_imgs_with_padding", "vlm_config")
+    lengths = {"memory_max_length": 8, "response_max_length": 6, "prompt_max_length": 90}
+    own = {name: low_level[name] for name in kept} | lengths | changes
+    own["vlm_config"] = own["vlm_config"] | {"disable_action_expert": True}
+    return own
+
+
+def planner(**changes) -> PI07HighLevelPlanner:
+    config = PI07PlannerConfig.from_dict(values(**changes))
+    paddle.seed(0)
+    return PI07HighLevelPlanner(config, tokenizer(), group_statistics())
+
+
+def batch(**changes) -> dict:
+    """Two samples with changed entries; None removes one."""
+    random = np.random.default_rng(1)
+    made = {
+        "state": np.stack([g["state"]["min"] for g in group_statistics()]),
+        "camera0": random.uniform(0, 1, (2, 3, 40, 56)).astype(np.float32),
+        "camera1": random.uniform(0, 1, (2, 3, 56, 56)).astype(np.float32),
+        "prompt": ["go", "stay"],
+        "past_memory": ["", "went"],
+        "next_memory": ["went", "went far away"],
+        "response": ["stop", ""],
+        "dataset_index": [0, 1],
+    }
+    return {name: value for name, value in (made | changes).items() if value is not None}
+
+
+def texts(inputs: dict, name: str) -> list[str]:
+    rows = zip(inputs[f"{name}_tokens"], inputs[f"{name}_masks"], strict=True)
+    return [tokenizer().decode(ids[mask], skip_special_tokens=False) for ids, mask in rows]
+
+
+def joined(text: str) -> str:
+    """Text without the spaces that decoding puts between tokens."""
+    return text.replace(" ", "").replace("<bos>", "[").replace("<eos>", "]")
+
+
+def test_states_are_texts_of_bins():
+    states = np.array([[-1.0, 0.0, 1.0], [-2.0, -0.999, 0.5]])
+    assert state_texts(states) == ["0 128 255", "0 0 192"]
+
+
+def test_inputs_have_task_memory_state_and_targets():
+    inputs = planner().inputs.training_inputs(batch(speed=[3, 4], speed_is_pad=[False, True]))
+    # The smallest state of its group is in bin 0; the last value is constant and in the middle bin.
+    assert [joined(text) for text in texts(inputs, "lang")] == [
+        "[Task:go,PastMemory:,State:0000127,",
+        "[Task:stay,PastMemory:went,State:0000127,",
+    ]
+    assert [joined(text) for text in texts(inputs, "memory")] == ["[went]", "[wentfa"]
+    assert [joined(text) for text in texts(inputs, "response")] == ["[stop]", "[]"]
+    assert [joined(text) for text in texts(inputs, "metadata")] == ["Metadata:Speed:3,", ""]
+    assert [image.shape for image in inputs["images"]] == [(2, 3, 56, 56)] * 2
+    # The letterbox's black borders in the tower's value range.
+    assert (inputs["images"][0][:, :, :16] == -1).all()
+    assert inputs["images"][1].min() < -0.9
+
+
+def test_losses_are_the_models():
+    made = planner()
+    made.eval()
+    losses = made(batch())
+    assert losses["MSE"].item() == 0
+    expected = made.model(made.inputs.training_inputs(batch()))["CE"].item()
+    assert losses["CE"].item() == expected
+    assert np.isfinite(expected)
+
+
+def test_plans_are_texts():
+    made = planner()
+    written = np.array([[2, 51, 52, 1, 0, 0], [2, 53, 54, 55, 56, 57]])
+    made.model.generate = lambda inputs, bos_id, eos_id: (
+        written,
+        written[::-1] if (bos_id, eos_id) == (2, 1) and "memory_tokens" not in inputs else None,
+    )
+    plan = made.plan(batch(next_memory=None, response=None))
+    assert [joined(text) for text in plan.memory] == ["OP", "QRSTU"]
+    assert [joined(text) for text in plan.response] == ["QRSTU", "OP"]
+
+
+def test_planning_has_no_dropout():
+    made = planner()
+    made.train()
+    plan = made.plan(batch())
+    assert len(plan.memory) == len(plan.response) == 2
+    assert not made.model.training
+
+
+def test_engine_has_no_expert_unless_the_file_says_so():
+    config = PI07PlannerConfig.from_dict({"vlm_config": {"dropout": 0.0}})
+    assert config.vlm_config.disable_action_expert
+    assert config.dropout == 0.0
+    written = PI07PlannerConfig().to_dict() | {"freeze_vision_encoder": False}
+    # OpenTau writes the default at the other level.
+    assert PI07PlannerConfig.from_dict(written).vlm_config.freeze_vision_encoder is False
+
+
+def test_saved_planner_is_the_same_planner(tmp_path):
+    made = planner(dataset_names=["a", "b"])
+    made.save_pretrained(tmp_path)
+    again = PI07HighLevelPlanner.from_pretrained(tmp_path)
+    made.eval()
+    assert again(batch())["CE"].item() == made(batch())["CE"].item()
+    assert again.config.config_version == 1
+    assert json.loads((tmp_path / "config.json").read_text())["type"] == "pi07_high_level"
+
+
+def test_checkpoint_is_read_as_its_configuration_says(tmp_path):
+    planner().save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    written = json.loads(file.read_text())
+    file.write_text(json.dumps(written | {"config_version": None}))
+    assert PI07HighLevelPlanner.from_pretrained(tmp_path).config.config_version == 0
+    file.write_text(json.dumps(written | {"skip_normalization_weights": True}))
+    others = group_statistics()[::-1]
+    again = PI07HighLevelPlanner.from_pretrained(tmp_path, statistics=others)
+    rows = again.normalizers["normalize_inputs"].tensors["buffer_state.min"]
+    assert (rows[0] == others[0]["state"]["min"]).all()
+    assert not again.config.skip_normalization_weights
+
+
+def test_files_of_the_original_are_read(tmp_path):
+    made = planner()
+    made.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    assert "normalize_inputs.buffer_state.min" in tensors
+    engine = "model.gemma3_with_expert"
+    # Every OpenTau policy has them.
+    tensors |= {
+        f"{engine}.da_head.bias": np.zeros(3),
+        f"{engine}.gemma3.lm_head.weight": np.ones(2),
+    }
+    tensors[f"{engine}.discrete_action_embedding.weight"] = np.zeros((3, 2))
+    save_file(tensors, file)
+    again = PI07HighLevelPlanner.from_pretrained(tmp_path)
+    made.eval()
+    assert again(batch())["CE"].item() == made(batch())["CE"].item()
+    del tensors[f"{engine}.gemma3.model.language_model.norm.weight"]
+    save_file(tensors | {"model.extra": np.zeros(1)}, file)
+    with pytest.raises(ValueError, match=r"1 missing: .*norm\.weight; 1 unexpected: extra"):
+        PI07HighLevelPlanner.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"state": None}, "no 'state'"),
+        ({"state": np.zeros((2, 33), np.float32)}, r"\[2, 33\].*32 dims"),
+        ({"state": np.zeros((2, 3, 5), np.float32)}, r"\[2, 3, 5\]"),
+        ({"past_memory": None}, "no 'past_memory'; its entries are"),
+        ({"next_memory": None}, "no 'next_memory'"),
+        ({"response": ["one"]}, "'response' has 1 texts for a batch of 2"),
+        ({"camera0": None}, r"lacks the cameras \['camera0'\]"),
+        ({"dataset_index": [0, 2]}, r"dataset_index is \[0, 2\]"),
+    ],
+)
+def test_bad_batches_are_named(changes, named):
+    with pytest.raises(ValueError, match=named):
+        planner()(batch(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"n_obs_steps": 2}, "n_obs_steps is 2; it must be 1"),
+        ({"dataset_names": ["a"]}, r"statistics of 2 groups, dataset_names has \['a'\]"),
+        ({"subtask_indicator_max_length": 4}, "the tokenizer makes 9 tokens of 'Subtask: '"),
+    ],
+)
+def test_planners_that_do_not_fit_together_are_named(changes, named):
+    with pytest.raises(ValueError, match=named):
+        planner(**changes)
+
+
+def test_tokenizer_without_special_tokens_is_named():
+    made = planner()
+    made.tokenizer = PromptTokenizer(Tokenizer(models.WordLevel({"a": 0}, "a")))
+    with pytest.raises(ValueError, match="no token '<eos>'"):
+        made.plan(batch())

@@ -6,6 +6,12 @@ and tied names are read; an unfitting checkpoint is refused with all its errors;
 from one place, which is named.
 
 Over 350 lines: one golden policy and the folders written from it serve all tests.
+
+Policies built for a run.
+
+Guarantees: with one seed, `from_config` draws the same weights as the class itself, at construction
+or when materialized, in the default dtype; `whole_shapes` are those of the checkpoint; a sharded
+model is refused where the full one is needed.
 """
 
 import json
@@ -17,17 +23,20 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from paddle_vl import PI07Config, PI07LowLevelPolicy
-from paddle_vl.checkpoint.reading import fill_parameters
 from paddle_vl.checkpoint.safetensors_io import read_header
 from paddle_vl.checkpoint.writing import parameter_array
-from paddle_vl.families.pi07.checkpoint_map import UNUSED_KEYS, engine_keys
-from paddle_vl.families.policy.discrete_actions import ActionTokenizer
-from paddle_vl.families.policy.prompt import PromptTokenizer
+from paddle_vl.families.pi07.checkpoint_map import UNUSED_KEYS
+from paddle_vl.families.pi07.planner import PI07HighLevelPlannerModel
+from paddle_vl.families.policy.tokenizers import ActionTokenizer, PromptTokenizer
+from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
+from tests.single_card_tests.families.pi07.test_planner import make_batch
 from tests.support.pi07_golden import (
     CASES,
     CharacterTokenizer,
     FirstValueActionTokenizer,
     case,
+    filled,
+    golden_planner,
     group_statistics,
     policy_config,
     under,
@@ -46,7 +55,7 @@ def golden_policy(**changes) -> PI07LowLevelPolicy:
         FirstValueActionTokenizer(),
         group_statistics(),
     )
-    fill_parameters(policy.model.stored_parameters(), engine_keys(read_header(WEIGHTS)))
+    filled(policy.model)
     return policy
 
 
@@ -126,7 +135,7 @@ def test_actions_are_chosen_without_dropout():
     still = golden_policy().select_action(observation(0), noise)
     values = policy_config().changed(dropout=0.5)
     policy = PI07LowLevelPolicy(values, CharacterTokenizer(), statistics=group_statistics())
-    fill_parameters(policy.model.stored_parameters(), engine_keys(read_header(WEIGHTS)))
+    filled(policy.model)
     policy.train()
     assert (policy.select_action(observation(0), noise) == still).all()
 
@@ -147,18 +156,6 @@ def test_tensors_are_taken_like_arrays():
     }
     found = policy(tensors, **{name: paddle.to_tensor(value) for name, value in drawn.items()})
     assert found["MSE"].item() == policy(batch, **drawn)["MSE"].item()
-
-
-def test_seeded_runs_are_bit_identical():
-    batch, _ = raw_batch()
-    policy = golden_policy()
-    found = []
-    for _ in range(2):
-        paddle.seed(5)
-        losses = policy(batch, per_sample=True)
-        found.append([losses["MSE"].item(), losses["CE"].item()])
-    assert found[0] == found[1]
-    assert losses["MSE_per_sample"][0].shape == [2]
 
 
 def test_delayed_chunks_begin_with_the_actions_that_run_on():
@@ -429,7 +426,7 @@ def test_half_precision_weights_are_kept(saved):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"input_features": {}}, "input_features has no feature of type STATE"),
+        ({"input_features": {}}, "input_features has no feature of type STATE; pi07 has one"),
         (
             {"output_features": {"action": {"type": "ACTION", "shape": [7]}}},
             r"output_features has \['action'\] of type ACTION.*'actions': name it so",
@@ -477,3 +474,44 @@ def test_what_a_batch_lacks_is_named():
         policy.select_action({})
     with pytest.raises(ValueError, match="delay is 1; max_delay allows 0 to 0"):
         policy.sample_actions(batch, delay=1)
+
+
+def tokenizers() -> tuple[CharacterTokenizer, FirstValueActionTokenizer]:
+    return CharacterTokenizer(), FirstValueActionTokenizer()
+
+
+def test_fresh_weights_are_those_that_the_class_draws():
+    config, found = policy_config(dataset_names=None), []
+    for materialize in (None, True, False):
+        paddle.seed(3)
+        if materialize is None:
+            policy = PI07LowLevelPolicy(config, *tokenizers())
+        else:
+            policy = PI07LowLevelPolicy.from_config(config, *tokenizers(), materialize=materialize)
+            assert all(p._is_initialized() == materialize for p in policy.parameters())
+            policy.model.materialize_all()
+        found.append({i.key: i.parameter.numpy() for i in policy.model.stored_parameters()})
+    for key, value in found[0].items():
+        np.testing.assert_array_equal(found[1][key], value, err_msg=key)
+        np.testing.assert_array_equal(found[2][key], value, err_msg=key)
+    assert policy.model.whole_shapes() == {
+        i.key: i.layout.to_stored(i.of_own(i.parameter.numpy())).shape
+        for i in policy.model.stored_parameters()
+    }
+
+
+def test_a_sharded_planner_does_not_generate():
+    whole = golden_planner()
+    shard = PI07HighLevelPlannerModel(
+        whole.config, whole.label_ids, SingleDevicePlacement(StageLayers(head=False))
+    )
+    with pytest.raises(ValueError, match="one rank's shard of a model; to generate, load"):
+        shard.generate(make_batch(), 2, 1)
+
+
+def test_a_stage_of_a_policy_does_not_act():
+    config = policy_config(dataset_names=None)
+    placement = SingleDevicePlacement(StageLayers(embedding=False))
+    stage = PI07LowLevelPolicy.from_config(config, *tokenizers(), placement=placement)
+    with pytest.raises(ValueError, match="one stage of a pipeline; to act, load the checkpoint"):
+        stage.model.sample_actions(make_batch())

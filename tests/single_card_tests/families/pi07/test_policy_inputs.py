@@ -2,6 +2,12 @@
 
 Guarantees: the inputs equal the golden case's, tensor by tensor; the texts are OpenTau's; absent
 optional entries stay absent; missing, too long or misshapen entries are refused by name.
+
+State of an episode during inference: observation history and action queue.
+
+Guarantees: frames are evenly spaced; frames from before the episode are zero and marked; the queue
+returns a chunk in order, requests the next one in time, and begins it with the actions that are
+still executing.
 """
 
 import logging
@@ -9,15 +15,18 @@ import logging
 import numpy as np
 import pytest
 
+from paddle_vl.families.policy.acting import ActingPolicy, ObservationHistory
 from paddle_vl.families.policy.model_inputs import (
+    metadata_texts,
     observation_inputs,
     padded_action_prefix,
     prepare_state,
+    prompt_texts,
+    response_texts,
     target_inputs,
     warn_of_outliers,
 )
 from paddle_vl.families.policy.normalize import Normalizer, group_index
-from paddle_vl.families.policy.prompt import metadata_texts, prompt_texts, response_texts
 from tests.support.pi07_golden import (
     CharacterTokenizer,
     FirstValueActionTokenizer,
@@ -192,7 +201,7 @@ def test_groups_are_found_by_what_the_batch_says():
         ({"dataset_index": [0, 2]}, r"dataset_index is \[0, 2\]"),
         ({"dataset_index": [0]}, "batch of 2 needs one row for each"),
         ({"robot_type": ["panda", ""], "control_mode": "joint"}, r"\('', 'joint'\)"),
-        ({"robot_type": ["panda"], "control_mode": "joint"}, "'robot_type' has 1 entries"),
+        ({"robot_type": ["panda"], "control_mode": "joint"}, "'robot_type' has 1 texts"),
         ({"dataset_repo_id": "other"}, "other.*trained on"),
     ],
 )
@@ -200,3 +209,67 @@ def test_unknown_groups_are_named(batch, named):
     config = policy_config(dataset_names=["panda::joint", "pen"])
     with pytest.raises(ValueError, match=named):
         group_index(batch, 2, config, 2)
+
+
+def test_history_fills_up_with_evenly_spaced_frames():
+    history = ObservationHistory(3, interval=2)
+    seen = []
+    for step in range(1, 7):
+        batch = {"state": np.full((2, 1), step), "camera0": np.full((2, 3, 4, 4), step), "x": "y"}
+        found = history.extended(batch, ["state", "camera0"])
+        assert found["camera0"].shape == (2, 3, 3, 4, 4)
+        assert found["x"] == "y"
+        assert (found["camera0"][:, :, 0, 0, 0] == found["state"][..., 0]).all()
+        assert (found["obs_history_is_pad"] == (found["state"][..., 0] == 0)).all()
+        seen.append(found["state"][0, :, 0].tolist())
+    assert seen == [[0, 0, 1], [0, 0, 2], [0, 1, 3], [0, 2, 4], [1, 3, 5], [2, 4, 6]]
+    history.clear()
+    assert (
+        history.extended(batch, ["state"])["obs_history_is_pad"].tolist()
+        == [[True] * 2 + [False]] * 2
+    )
+
+
+def test_history_of_one_frame_has_no_padding():
+    found = ObservationHistory(1, 1).extended({"state": np.ones((1, 2))}, ["state"])
+    assert found["state"].shape == (1, 1, 2)
+    assert found["obs_history_is_pad"].tolist() == [[False]]
+
+
+def test_history_refuses_another_batch_size():
+    history = ObservationHistory(2, 1)
+    history.extended({"state": np.ones((1, 2))}, ["state"])
+    with pytest.raises(ValueError, match=r"\[2, 2\].*\[1, 2\] a step ago: call reset"):
+        history.extended({"state": np.ones((2, 2))}, ["state"])
+
+
+class Chunks(ActingPolicy):
+    """Predicts 0 to 5, then 10 to 15 and so on, and keeps the actions that run meanwhile."""
+
+    inputs = sample_chunk = None
+
+    def __init__(self, **settings):
+        self.config, self.running = policy_config(**settings), []
+        self.begin(self.config)
+
+    def sample_actions(self, batch, noise, delay, action_prefix):
+        chunk = np.arange(6.0).reshape(1, 6, 1) + 10 * len(self.running)
+        self.running.append(None if action_prefix is None else action_prefix[0, :, 0].tolist())
+        assert delay == len(self.running[-1] or ())
+        return chunk
+
+
+@pytest.mark.parametrize(
+    ("settings", "executed", "running"),
+    [
+        ({"n_action_steps": 2}, [0, 1, 10, 11, 20], [None] * 3),
+        # Queued actions stay; they replace the chunk's first two.
+        ({"max_delay": 2}, [0, 1, 2, 3, 4, 5, 12, 13, 14], [None, [4, 5], [14, 15]]),
+    ],
+)
+def test_chunks_are_executed_in_part_and_begin_with_what_runs_on(settings, executed, running):
+    policy, observed = Chunks(**settings), {"state": np.zeros((1, 5), np.float32)}
+    assert [policy.select_action(observed).item() for _ in executed] == executed
+    assert policy.running == running
+    policy.reset()
+    assert policy.select_action(observed).item() == 10 * len(running)
