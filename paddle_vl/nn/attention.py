@@ -7,8 +7,8 @@ query heads per key head, H head width, P packed rows; C capacity of a cache's b
 heads first, so that one position is written in place; T token rows, or any leading dims.
 
 The plain implementations are Paddle's `scaled_dot_product_attention`, or a composition in float32.
-Kernels: C on the CPU (`paddle_vl.nn.cpu`); flash attention on a GPU, over a mask's row intervals
-where it has them (`paddle_vl.nn.gpu.attention`). Over 350 lines, to have every
+Kernels: C or query blocks on the CPU (`paddle_vl.nn.cpu`); flash attention on a GPU, over a mask's
+row intervals where it has them (`paddle_vl.nn.gpu.attention`). Over 350 lines, to have every
 form of the formula side by side.
 
 Rotary angles are float32: in bfloat16, position 300 is off by up to one radian. Channel i is
@@ -321,16 +321,21 @@ class RotaryTables:
             )
         return self._by_dtype[name]
 
+    def of_heads(self, heads: int) -> tuple[Tensor, Tensor]:
+        """Cosine and sine `[T, heads, H]`, kept: Paddle's CPU kernels take ten times as long to
+        broadcast over a middle dim."""
+        if heads not in self._by_heads:
+            self._by_heads[heads] = (
+                paddle.concat([self.cos_TH.unsqueeze(-2)] * heads, axis=-2),
+                paddle.concat([self.sin_TH.unsqueeze(-2)] * heads, axis=-2),
+            )
+        return self._by_heads[heads]
+
     def prepare(self, num_heads: Sequence[int]) -> None:
-        """Make cosines and sines `[T, heads, H]` for these numbers of heads now, outside of a loop
-        of a program that reads them: Paddle's CPU kernels take ten times as long to broadcast over
-        a middle dim."""
+        """Make the tables of these numbers of heads now, for plain operations too, and outside of a
+        loop of a program that reads them."""
         for heads in num_heads:
-            if heads not in self._by_heads:
-                self._by_heads[heads] = (
-                    paddle.concat([self.cos_TH.unsqueeze(-2)] * heads, axis=-2),
-                    paddle.concat([self.sin_TH.unsqueeze(-2)] * heads, axis=-2),
-                )
+            self.of_heads(heads)
 
     def for_product(self, heads: int) -> tuple[Tensor, Tensor]:
         """Tables that broadcast to `[T, heads, H]`: those of `prepare`, else `[T, 1, H]`."""

@@ -239,6 +239,8 @@ def _history(r: Rng, s: Sizes) -> Inputs:
 
 # Further forms of a call are named `NAME.FORM`.
 ROWS: dict[str, Make] = {
+    "row_sum": lambda r, s: Inputs((_x(r, s),), exact=lambda x: x.sum(-1, keepdims=True)),
+    "column_sum": lambda r, s: Inputs((_x(r, s),), exact=lambda x: x.sum(0)),
     "rms_norm": lambda r, s: Inputs(
         (_x(r, s), _weight(r, s), 1e-6), exact=lambda x, w, e: _quotient(x, e) * w
     ),
@@ -260,6 +262,9 @@ ROWS: dict[str, Make] = {
     "geglu.halves": lambda r, s: Inputs((_x(r, s, 6),)),
     "times_constant": lambda r, s: Inputs(
         (_x(r, s), r.random([s.rows, 1], np.float32)), tables=(1,), exact=np.multiply
+    ),
+    "split_columns": lambda r, s: Inputs(
+        (_x(r, s, 2), [s.width, s.width // 2, s.width - s.width // 2])
     ),
     # Devices drop other entries, so what can be compared is that none is dropped.
     "dropout": lambda r, s: Inputs((_x(r, s), 0.0), exact=lambda x, p: x),

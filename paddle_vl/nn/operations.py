@@ -11,8 +11,8 @@ with its device and a condition on its inputs. A call takes the first that fits,
 implementation. `choose_kernels` narrows the choice of the whole process (the setting
 `train.kernels`), `use_kernels` forces one inside a block.
 
-Small operations are here too: activations, norms, slices and dropout of token rows. Norms are
-computed in float32 for activations of any dtype: a bfloat16 mean of squares over a wide row
+Small operations are here too: sums, activations, norms, slices and dropout of token rows. Norms
+are computed in float32 for activations of any dtype: a bfloat16 mean of squares over a wide row
 would lose most of its bits. Over 350 lines, as every batch passes these.
 
 Shapes: N rows, C channels; any number of leading dims.
@@ -34,7 +34,7 @@ from paddle.nn.initializer import Constant
 Device = Literal["cpu", "gpu"]
 Kernels = Literal["fused", "uncompiled", "plain"]
 # What a kernel is made with.
-Source = Literal["C", "Paddle"]
+Source = Literal["C", "oneDNN", "Paddle"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -193,6 +193,18 @@ host_table = HostTable
 
 
 @operation
+def row_sum(x: Tensor) -> Tensor:
+    """Sum over the last dim, which is kept: `[..., C]` to `[..., 1]`, in the dtype of `x`."""
+    return x.sum(axis=-1, keepdim=True)
+
+
+@operation
+def column_sum(x_NC: Tensor) -> Tensor:
+    """Sum over the rows: `[N, C]` to `[C]`, in the dtype of `x`."""
+    return x_NC.sum(axis=0)
+
+
+@operation
 def gelu(x: Tensor, approximate: bool = False) -> Tensor:
     """GELU with the error function, or its tanh form."""
     return F.gelu(x, approximate)
@@ -282,7 +294,7 @@ def rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
 
 def _rms_quotient(x: Tensor, epsilon: float) -> Tensor:
     x = x.astype("float32")
-    return x * paddle.rsqrt((x * x).sum(axis=-1, keepdim=True) / x.shape[-1] + epsilon)
+    return x * paddle.rsqrt(row_sum(x * x) / x.shape[-1] + epsilon)
 
 
 @operation
@@ -333,9 +345,8 @@ def layer_norm(x: Tensor, weight_C: Tensor, bias_C: Tensor, epsilon: float) -> T
         `[..., C]` in the dtype of `x`.
     """
     wide = x.astype("float32")
-    centred = wide - wide.sum(axis=-1, keepdim=True) / x.shape[-1]
-    variance = (centred * centred).sum(axis=-1, keepdim=True) / x.shape[-1]
-    standard = centred * paddle.rsqrt(variance + epsilon)
+    centred = wide - row_sum(wide) / x.shape[-1]
+    standard = centred * paddle.rsqrt(row_sum(centred * centred) / x.shape[-1] + epsilon)
     return (standard * weight_C.astype("float32") + bias_C.astype("float32")).astype(x.dtype)
 
 

@@ -29,8 +29,8 @@ def test_a_batch_passes_few_files(family, most, kernels, tmp_path):
     is_policy = family == "pi07"
     run = write_tiny_policy_run(tmp_path) if is_policy else None
     passed = passed_files(run, "camera" if is_policy else TEXT)
-    assert {"nn/operations.py", "train/optimizer.py"} <= set(passed.first)
-    assert ("nn/cpu/compiled.py" in passed.first) == (kernels == "compiled")
+    wanted = {f"nn/cpu/{'compiled' if kernels == 'compiled' else 'attention'}.py"}
+    assert {"nn/operations.py", "train/optimizer.py", *wanted} <= set(passed.first)
     assert len(passed.first) <= most, list(passed.first)
 
 

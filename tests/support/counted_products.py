@@ -7,16 +7,15 @@ and for attention the masks that the kernel gets.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import paddle
 import paddle.nn.functional as F
 
-from paddle_vl.nn import attention, experts
-from paddle_vl.nn.attention_masks import MASKED_SCORE
-from paddle_vl.nn.linear import biased_linear
-from paddle_vl.nn.operations import Kernel
+from paddle_vl.nn import experts
+from paddle_vl.nn.attention import apply_rotary
+from paddle_vl.nn.cpu import attention
+from paddle_vl.nn.operations import column_sum, gemma_rms_norm, rms_norm, rms_quotient, row_sum
 
 
 @dataclass
@@ -49,8 +48,8 @@ def counted_products(monkeypatch) -> Iterator[Counts]:
             _count_gradients(counts, out, operations * sum(not t.stop_gradient for t in (x, y)))
         return out
 
-    def counting_linear(x, weight, bias):
-        return counting(x, weight) + bias
+    def counting_sum(bias, x, y):
+        return counting(x, y) + bias
 
     def backward(*args, **kwargs):
         counts.is_in_backward = True
@@ -58,50 +57,46 @@ def counted_products(monkeypatch) -> Iterator[Counts]:
         counts.is_in_backward = False
 
     with monkeypatch.context() as patch:
-        patch.setattr(biased_linear, "kernels", ())
-        patch.setattr(F, "linear", counting_linear)
-        for name, visible in _VISIBLE.items():
-            run = partial(_attend, counts, matmul, visible)
-            patch.setattr(getattr(attention, name), "kernels", [Kernel("cpu", "Paddle", run)])
+        # Sums, rotations and norms are matrix products only on CPUs; run their plain forms instead.
+        norms = (rms_norm, gemma_rms_norm, rms_quotient)
+        for operation in (row_sum, column_sum, apply_rotary, *norms):
+            patch.setattr(operation, "kernels", ())
         patch.setattr(experts, "unpermute_rows", _weighted_sum)
         patch.setattr(paddle, "matmul", counting)
+        patch.setattr(paddle, "addmm", counting_sum)
         patch.setattr(paddle.Tensor, "backward", backward)
+        patch.setattr(attention, "SoftmaxAttention", _Attention(counts, matmul))
         yield counts
 
 
-def _causal(q, k, v, key_bias=None, packed=None):
-    assert key_bias is None
-    if packed is not None:
-        return packed.mask_B1LL[:, 0] == 0
-    return paddle.tril(paddle.ones([*q.shape[:2], k.shape[1]]), k.shape[1] - q.shape[1]) == 1
+class _Attention:
+    """Replaces `SoftmaxAttention` by plain operations, and counts only the visible pairs."""
 
+    def __init__(self, counts: Counts, matmul):
+        self.counts, self.matmul = counts, matmul
 
-# Which keys each query sees, `[B, L, S]`, by operation.
-_VISIBLE = {
-    "causal_attention": _causal,
-    "equal_segments_attention": lambda q, k, v, count, length: paddle.ones(
-        [count, length, length], dtype="bool"
-    ),
-    "masked_attention": lambda q, k, v, mask, *others: mask.visible_BLS,
-}
+    def apply(self, q_ZRH, k_ZSH, v_ZSH, parts, key_bias_Z1S):
+        assert key_bias_Z1S is None
+        outputs, size = [], q_ZRH.shape[0] // len(parts)
+        for number, blocks in enumerate(parts):
+            q, k, v = (x[number * size : (number + 1) * size] for x in (q_ZRH, k_ZSH, v_ZSH))
+            of_part = [self._block(b, b.rows(q), b.keys(k), b.keys(v)) for b in blocks]
+            outputs.append(paddle.concat(of_part, axis=1))
+        return paddle.concat(outputs, axis=0)
 
-
-def _attend(counts: Counts, matmul, visible, q, k, v, *others, **settings):
-    """Attention by plain operations, which counts only the visible pairs. (Its scale is that of
-    most models: numbers do not matter.)"""
-    visible_BLS, shape = visible(q, k, v, *others, **settings), q.shape
-    q, k, v = (x.reshape([visible_BLS.shape[0], -1, *x.shape[-2:]]) for x in (q, k, v))
-    groups = q.shape[2] // k.shape[2]
-    k_all, v_all = (x.repeat_interleave(groups, axis=2).transpose([0, 2, 1, 3]) for x in (k, v))
-    scores = matmul(q.transpose([0, 2, 1, 3]), k_all, transpose_y=True) * q.shape[-1] ** -0.5
-    scores = paddle.where(visible_BLS.unsqueeze(1), scores, paddle.full([], MASKED_SCORE))
-    out = matmul(F.softmax(scores), v_all).transpose([0, 2, 1, 3]).reshape(shape)
-    product = 2 * q.shape[-1] * q.shape[2] * int(visible_BLS.sum())
-    counts.forward += 2 * product
-    needs_q, needs_k, needs_v = (not x.stop_gradient for x in (q, k, v))
-    gradients = (needs_q or needs_k) + needs_q + needs_k + needs_v
-    _count_gradients(counts, out, product * gradients)
-    return out
+    def _block(self, block, q, k, v):
+        bias = paddle.zeros([q.shape[0], q.shape[1], k.shape[1]])
+        if block.bias is not None:
+            bias = bias + block.bias()
+        out = self.matmul(
+            F.softmax(self.matmul(q * q.shape[-1] ** -0.5, k, transpose_y=True) + bias), v
+        )
+        product = 2 * q.shape[-1] * np.count_nonzero(bias.numpy() == 0)
+        self.counts.forward += 2 * product
+        needs_q, needs_k, needs_v = (not x.stop_gradient for x in (q, k, v))
+        gradients = (needs_q or needs_k) + needs_q + needs_k + needs_v
+        _count_gradients(self.counts, out, product * gradients)
+        return out
 
 
 def _count_gradients(counts: Counts, out, operations: int) -> None:

@@ -9,7 +9,8 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 # For golden cases: see `tests.support.implementations`, and whether Paddle's own kernels may return
 # views.
 IMPLEMENTATIONS = [
-    *(("compiled", True), ("compiled", False), ("plain", True), ("a100", True), ("h100", True)),
+    *(("cpu", True), ("cpu", False), ("compiled", True), ("plain", True)),
+    *(("a100", True), ("h100", True)),
 ]
 # Fewer heads than `tiny_qwen3_vl_config` has.
 _HEADS = {"num_attention_heads": 4}

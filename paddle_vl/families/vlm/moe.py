@@ -18,7 +18,7 @@ import paddle.nn.functional as F
 from paddle import Tensor, nn
 
 from paddle_vl.nn.experts import RoutedRows
-from paddle_vl.nn.operations import host_array
+from paddle_vl.nn.operations import column_sum, host_array
 from paddle_vl.nn.placement import Placement
 
 
@@ -137,7 +137,7 @@ def routing_sums(probabilities_RE: Tensor, indices_RK: Tensor) -> Tensor:
         paddle.ones([1, 1], dtype="float32"),
         axis=1,
     )
-    return paddle.stack([chosen_RE.sum(axis=0), probabilities_RE.sum(axis=0)])
+    return paddle.stack([column_sum(chosen_RE), column_sum(probabilities_RE)])
 
 
 class LoadBalance:

@@ -1,6 +1,6 @@
 """Operations on the CPU by compiled kernels (`kernels.c`), where a C compiler is found.
 
-`enable` compiles and loads them and compares them with the plain operations. They take contiguous
+`enable` compiles and loads them and compares each with the plain operation. They take contiguous
 float32 tensors. Over 350 lines, since it is one table of calls.
 
 Shapes: as in `paddle_vl.nn.attention`; N rows, C channels.
@@ -12,8 +12,7 @@ import math
 import os
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import numpy as np
 import paddle
@@ -22,7 +21,14 @@ from paddle.autograd import PyLayer
 
 from paddle_vl.nn.attention import PackedSamples, RotaryTables, with_averages
 from paddle_vl.nn.attention_masks import AttentionMask
-from paddle_vl.nn.cpu import compiler
+from paddle_vl.nn.cpu.attention import sees
+from paddle_vl.nn.cpu.kernels import (
+    MIXING_DRAWS,
+    contiguous,
+    dropout_seed,
+    dropout_threshold,
+    is_dense,
+)
 from paddle_vl.nn.operations import has_compiled, set_compiled
 
 SWITCH = "PADDLE_VL_CPU_KERNELS"
@@ -31,44 +37,9 @@ _BLOCK = 128
 _MOST_KEYS, _MOST_WIDTH = 1 << 16, 1024
 # Added to no score: replaces those of hidden keys. The lowest finite score of `paddle_vl.nn`.
 _HIDDEN = -2.3819763e38
-# SFC64 mixes its seed with its counter in the first draws.
-_MIXING_DRAWS = 12
 _log = logging.getLogger(__name__)
 _library: Any = None
 _refused: str | None = None
-
-
-class _Address:
-    """The data of a tensor or array, an address, or None, as an argument of C."""
-
-    @staticmethod
-    def from_param(x: Any) -> ctypes.c_void_p:
-        if isinstance(x, Tensor):
-            x = x.data_ptr()
-        elif isinstance(x, np.ndarray):
-            x = x.ctypes.data
-        return ctypes.c_void_p(x)
-
-
-# Arguments of the functions of kernels.c: p an address, n and u 64 bits, i an int, f a float.
-_TYPES: dict[str, Any] = {
-    "p": _Address, "n": ctypes.c_int64, "u": ctypes.c_uint64, "i": ctypes.c_int,
-    "f": ctypes.c_float,
-}  # fmt: skip
-_ATTENTION = "pnnnnfipppnfpn"
-_ARGUMENTS = {
-    "gelu_tanh_forward": "ppn",
-    "gelu_tanh_backward": "pppn",
-    "gated_forward": "pppnnni",
-    "gated_backward": "pppppnnni",
-    "dropout_forward": "pppnuuuniuf",
-    "dropout_backward": "pppnf",
-    "rotate": "ppppnnnf",
-    "norm_forward": "pppppnnffi",
-    "norm_backward": "ppppppppnnfi",
-    "attention_forward": "ppppp" + _ATTENTION,
-    "attention_backward": "ppppppppp" + _ATTENTION,
-}
 
 
 def enable() -> bool:
@@ -83,14 +54,11 @@ def enable() -> bool:
         return True
     if os.environ.get(SWITCH, "").lower() in _OFF or _refused is not None:
         return False
-    from paddle_vl.nn.cpu import kernel_check
+    from paddle_vl.nn.cpu import compiler, kernel_check
 
     try:
         if _library is None:
-            library = compiler.load_kernels()
-            for name, types in _ARGUMENTS.items():
-                getattr(library, name).argtypes = [_TYPES[letter] for letter in types]
-            _library = library
+            _library = compiler.load_kernels()
         set_compiled(True)
         wrong = kernel_check.differences()
         if wrong:
@@ -98,10 +66,7 @@ def enable() -> bool:
     except compiler.CompilerError as error:
         disable()
         _refused = str(error)
-        _log.info(
-            "compiled CPU kernels are not used, which makes a step about twice as long: %s",
-            _refused,
-        )
+        _log.info("compiled CPU kernels are not used: %s", _refused)
         return False
     return True
 
@@ -116,29 +81,22 @@ def refusal() -> str | None:
     return _refused
 
 
-def is_dense(*args: Any) -> bool:
-    """Whether all tensors among these are contiguous float32 and not empty."""
-    # `x.size` takes as long as a small operation.
-    return all(
-        x.dtype == paddle.float32 and x.is_contiguous() and 0 not in x.shape
-        for x in args
-        if isinstance(x, Tensor)
-    )
-
-
-def _contiguous(x: Tensor) -> Tensor:
-    return x if x.is_contiguous() else x.contiguous()
-
-
 def _size(x: Tensor) -> int:
     # Faster than `x.size`.
     return math.prod(x.shape)
 
 
-def _needed(grads: Sequence[Tensor], needs: Sequence[bool]) -> Any:
-    """What a backward pass returns: Paddle requires None for an input without gradient."""
-    found = tuple(grad if need else None for grad, need in zip(grads, needs, strict=True))
-    return found[0] if len(found) == 1 else found
+def _data(x: Tensor | np.ndarray | None) -> ctypes.c_void_p:
+    if x is None:
+        return ctypes.c_void_p()
+    return ctypes.c_void_p(x.ctypes.data if isinstance(x, np.ndarray) else x.data_ptr())
+
+
+_i64, _int, _float = ctypes.c_int64, ctypes.c_int, ctypes.c_float
+
+
+def _num_threads() -> int:
+    return _library.omp_get_max_threads()
 
 
 # Activations
@@ -149,19 +107,19 @@ class _TanhGelu(PyLayer):
     def forward(ctx, x):
         ctx.save_for_backward(x)
         y = paddle.empty_like(x)
-        _library.gelu_tanh_forward(x, y, _size(x))
+        _library.gelu_tanh_forward(_data(x), _data(y), _i64(_size(x)))
         return y
 
     @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensor()
-        grad_x = paddle.empty_like(x)
-        _library.gelu_tanh_backward(x, _contiguous(grad), grad_x, _size(x))
+        grad, grad_x = contiguous(grad), paddle.empty_like(x)
+        _library.gelu_tanh_backward(_data(x), _data(grad), _data(grad_x), _i64(_size(x)))
         return grad_x
 
 
 def is_tanh_gelu(x: Tensor, approximate: bool = False) -> bool:
-    """Whether `gelu` takes these."""
+    """Whether `gelu` takes these; oneDNN's form with the error function is as fast."""
     return approximate and is_dense(x)
 
 
@@ -181,26 +139,30 @@ class _Gated(PyLayer):
         columns = stride * len(tensors) // 2
         y = paddle.empty([*tensors[0].shape[:-1], columns], "float32")
         _library.gated_forward(
-            *_gate_and_up(tensors), y, _size(tensors[0]) // stride, columns, stride, is_gelu
-        )
+            *_gate_and_up(tensors), _data(y), _i64(_size(tensors[0]) // stride), _i64(columns),
+            _i64(stride), _int(is_gelu),
+        )  # fmt: skip
         return y
 
     @staticmethod
     def backward(ctx, grad):
         tensors = ctx.saved_tensor()
-        grad, grads = _contiguous(grad), [paddle.empty_like(x) for x in tensors]
+        grad, grads = contiguous(grad), [paddle.empty_like(x) for x in tensors]
         stride = tensors[0].shape[-1]
         _library.gated_backward(
-            *_gate_and_up(tensors), grad, *_gate_and_up(grads), _size(tensors[0]) // stride,
-            grad.shape[-1], stride, ctx.is_gelu,
+            *_gate_and_up(tensors), _data(grad), *_gate_and_up(grads),
+            _i64(_size(tensors[0]) // stride), _i64(grad.shape[-1]), _i64(stride),
+            _int(ctx.is_gelu),
         )  # fmt: skip
-        return _needed(grads, ctx.needs)
+        found = tuple(x if need else None for x, need in zip(grads, ctx.needs, strict=True))
+        return found[0] if len(found) == 1 else found
 
 
-def _gate_and_up(tensors: Sequence[Tensor]) -> Sequence[Tensor | int]:
+def _gate_and_up(tensors: Sequence[Tensor]) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
     if len(tensors) == 2:
-        return tensors
-    return tensors[0], tensors[0].data_ptr() + 4 * (tensors[0].shape[-1] // 2)
+        return _data(tensors[0]), _data(tensors[1])
+    second_half = tensors[0].data_ptr() + 4 * (tensors[0].shape[-1] // 2)
+    return _data(tensors[0]), ctypes.c_void_p(second_half)
 
 
 def fits_gate(gate: Tensor, up: Tensor | None = None) -> bool:
@@ -210,12 +172,12 @@ def fits_gate(gate: Tensor, up: Tensor | None = None) -> bool:
 
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """`operations.swiglu`."""
-    return _Gated.apply(*([gate] if up is None else [gate, up]), is_gelu=0)
+    return _Gated.apply(*([gate] if up is None else [gate, up]), is_gelu=False)
 
 
 def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """`operations.geglu`."""
-    return _Gated.apply(*([gate] if up is None else [gate, up]), is_gelu=1)
+    return _Gated.apply(*([gate] if up is None else [gate, up]), is_gelu=True)
 
 
 # Dropout
@@ -227,35 +189,24 @@ class _Dropout(PyLayer):
     @staticmethod
     def forward(ctx, x, p):
         ctx.kept, ctx.factor = np.empty(_size(x), dtype=np.uint8), 1.0 / (1.0 - p)
-        # `p` in units of 2^-32: the first byte, and the other three.
-        y, (first, rest) = paddle.empty_like(x), divmod(round(p * 2**32), 1 << 24)
+        y, (first, rest), seed = paddle.empty_like(x), dropout_threshold(p), dropout_seed()
         _library.dropout_forward(
-            x, y, ctx.kept, _size(x), *dropout_seed(), _MIXING_DRAWS, first, rest, ctx.factor
-        )
+            _data(x), _data(y), _data(ctx.kept), _i64(_size(x)), *map(ctypes.c_uint64, seed),
+            _i64(MIXING_DRAWS), _int(first), ctypes.c_uint64(rest), _float(ctx.factor),
+        )  # fmt: skip
         return y
 
     @staticmethod
     def backward(ctx, grad):
-        grad, grad_x = _contiguous(grad), paddle.empty_like(grad)
-        _library.dropout_backward(grad, ctx.kept, grad_x, _size(grad), ctx.factor)
+        grad, grad_x = contiguous(grad), paddle.empty_like(grad)
+        _library.dropout_backward(
+            _data(grad), _data(ctx.kept), _data(grad_x), _i64(_size(grad)), _float(ctx.factor)
+        )
         return grad_x
 
 
-def dropout_seed() -> list[int]:
-    """Three numbers from the state of Paddle's generator, which advances."""
-    high, low = paddle.randint(0, 2**31 - 1, [2, 3], dtype="int64").numpy()
-    return (high << 31 | low).tolist()
-
-
-def drops(x: Tensor, p: float) -> bool:
-    """Whether `dropout` takes these: it drops some entries and not all."""
-    return 0.0 < p < 1.0 and is_dense(x)
-
-
 def dropout(x: Tensor, p: float) -> Tensor:
-    """`operations.dropout`. Paddle's generator seeds a faster one, SFC64 of PractRand (Chris
-    Doty-Humphrey), which draws a byte per entry; one that is equal to the first byte of `p` is
-    decided by three more."""
+    """`operations.dropout`; draws the same numbers as `kernels.dropout`."""
     return _Dropout.apply(x, p)
 
 
@@ -270,14 +221,16 @@ class _Rotary(PyLayer):
 
     @staticmethod
     def backward(ctx, grad):
-        return _rotated(_contiguous(grad), ctx.tables, -1.0)
+        return _rotated(contiguous(grad), ctx.tables, -1.0)
 
 
 def _rotated(x: Tensor, tables: RotaryTables, direction: float) -> Tensor:
     y = paddle.empty_like(x)
     heads, width = x.shape[-2:]
-    rows = _size(x) // (heads * width)
-    _library.rotate(x, y, *tables, rows, heads, width, direction)
+    _library.rotate(
+        _data(x), _data(y), _data(tables.cos_TH), _data(tables.sin_TH),
+        _i64(_size(x) // (heads * width)), _i64(heads), _i64(width), _float(direction),
+    )  # fmt: skip
     return y
 
 
@@ -290,7 +243,6 @@ def fits_rotary(q_TNH: Tensor, k_TKH: Tensor, tables: RotaryTables) -> bool:
 
 def apply_rotary(q_TNH: Tensor, k_TKH: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
     """`attention.apply_rotary`."""
-    # One by one: both outputs of one PyLayer pass gradients, so an unused one would pass zeros.
     return _Rotary.apply(q_TNH, tables), _Rotary.apply(k_TKH, tables)
 
 
@@ -310,8 +262,9 @@ class _Norm(PyLayer):
         rows = _size(x) // channels
         y, statistics = paddle.empty_like(x), paddle.empty([rows, 2], "float32")
         _library.norm_forward(
-            x, weight, bias, y, statistics, rows, channels, epsilon, offset, centres
-        )
+            _data(x), _data(weight), _data(bias), _data(y), _data(statistics), _i64(rows),
+            _i64(channels), _float(epsilon), _float(offset), _int(centres),
+        )  # fmt: skip
         ctx.save_for_backward(x, statistics)
         ctx.weight, ctx.settings = weight, (offset, centres)
         ctx.needs = [not t.stop_gradient for t in (x, weight, bias) if t is not None]
@@ -320,14 +273,17 @@ class _Norm(PyLayer):
     @staticmethod
     def backward(ctx, grad):
         x, statistics = ctx.saved_tensor()
-        grad_x, channels = paddle.empty_like(x), x.shape[-1]
+        (offset, centres), weight, channels = ctx.settings, ctx.weight, x.shape[-1]
+        grad, grad_x = contiguous(grad), paddle.empty_like(x)
         vectors = [paddle.empty([channels], "float32") for _ in ctx.needs[1:]]
-        sums = paddle.empty([_library.omp_get_max_threads() * 2 * channels], "float32")
+        sums = paddle.empty([_num_threads() * 2 * channels], "float32")
         _library.norm_backward(
-            x, ctx.weight, _contiguous(grad), statistics, grad_x, *(*vectors, None, None)[:2],
-            sums, _size(x) // channels, channels, *ctx.settings,
+            _data(x), _data(weight), _data(grad), _data(statistics), _data(grad_x),
+            *map(_data, (*vectors, None, None)[:2]), _data(sums), _i64(_size(x) // channels),
+            _i64(channels), _float(offset), _int(centres),
         )  # fmt: skip
-        return _needed([grad_x, *vectors], ctx.needs)
+        found = [g if need else None for g, need in zip((grad_x, *vectors), ctx.needs, strict=True)]
+        return found[0] if len(found) == 1 else tuple(found)
 
 
 def rms_norm(x: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
@@ -357,24 +313,25 @@ class _Attention(PyLayer):
     """Attention within segments, see `attention_forward` in kernels.c.
 
     Keeps the largest score and the sum of exponentials of every row and head, and computes the
-    probabilities again in backward, as FlashAttention (Dao et al.,
-    https://arxiv.org/abs/2205.14135).
+    probabilities again in backward.
     """
 
     @staticmethod
     def forward(ctx, q, k, v, segments, scale, causal, key_bias, seen):
-        heads, width = q.shape[-2:]
-        rows = _size(q) // (heads * width)
+        rows, heads, width = _size(q) // (q.shape[-2] * q.shape[-1]), *q.shape[-2:]
         out, statistics = paddle.empty_like(q), paddle.empty([rows, heads, 2], "float32")
-        mask = (None, None, 0) if seen is None else (*seen[:2], seen.visible.shape[-1])
+        longest = int(segments[:, 3].max())
         ctx.sizes = (
-            segments, len(segments), heads, k.shape[-2], width, scale, causal, key_bias, *mask,
-            _HIDDEN,
+            _data(segments), _i64(len(segments)), _i64(heads), _i64(k.shape[-2]), _i64(width),
+            _float(scale), _int(causal), _data(key_bias), _data(seen and seen.visible),
+            _data(seen and seen.ends), _i64(seen.visible.shape[-1] if seen else 0), _float(_HIDDEN),
         )  # fmt: skip
-        ctx.room = _BLOCK * int(segments[:, 3].max())
+        ctx.room, ctx.kept = _BLOCK * longest, (segments, key_bias, seen)
         ctx.needs = [not x.stop_gradient for x in (q, k, v)]
-        room = paddle.empty([_library.omp_get_max_threads() * ctx.room], "float32")
-        _library.attention_forward(q, k, v, out, statistics, *ctx.sizes, room, ctx.room)
+        room = paddle.empty([_num_threads() * ctx.room], "float32")
+        _library.attention_forward(
+            *map(_data, (q, k, v, out, statistics)), *ctx.sizes, _data(room), _i64(ctx.room)
+        )
         ctx.save_for_backward(q, k, v, out, statistics)
         return out
 
@@ -382,16 +339,20 @@ class _Attention(PyLayer):
     def backward(ctx, grad):
         kept = ctx.saved_tensor()
         grads = [paddle.empty_like(x) for x in kept[:3]]
-        room = paddle.empty([2 * _library.omp_get_max_threads() * ctx.room], "float32")
-        _library.attention_backward(*kept, _contiguous(grad), *grads, *ctx.sizes, room, ctx.room)
-        return _needed(grads, ctx.needs)
+        room, grad = paddle.empty([2 * _num_threads() * ctx.room], "float32"), contiguous(grad)
+        _library.attention_backward(
+            *map(_data, (*kept, grad, *grads)), *ctx.sizes, _data(room), _i64(ctx.room)
+        )
+        return tuple(x if need else None for x, need in zip(grads, ctx.needs, strict=True))
 
 
 @lru_cache(maxsize=64)
 def equal_segments(count: int, queries: int, keys: int) -> np.ndarray:
     """First query row, query rows, first key row and key rows of `count` equal segments."""
     number = np.arange(count, dtype=np.int64)
-    return np.stack(np.broadcast_arrays(number * queries, queries, number * keys, keys), axis=1)
+    sizes = np.full(count, queries), np.full(count, keys)
+    columns = (number * queries, sizes[0], number * keys, sizes[1])
+    return np.ascontiguousarray(np.stack(columns, axis=1).astype(np.int64))
 
 
 @lru_cache(maxsize=16)
@@ -400,19 +361,13 @@ def packed_segments(offsets: tuple[int, ...]) -> np.ndarray:
     begin = np.array(offsets[:-1], dtype=np.int64)
     length = np.diff(np.array(offsets, dtype=np.int64))
     rows = np.stack([begin, length, begin, length], axis=1)
-    return rows[length > 0]
+    return np.ascontiguousarray(rows[length > 0])
 
 
-def fits_causal(
-    q_BLNH: Tensor,
-    k_BSKH: Tensor,
-    v_BSKH: Tensor,
-    key_bias_BS: Tensor | None = None,
-    packed: PackedSamples | None = None,
-) -> bool:
+def fits_causal(q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *others: Any) -> bool:
     """Whether `causal_attention` takes these. One query multiplies vectors, for which a block is
     too large."""
-    fits = 1 < q_BLNH.shape[1] <= k_BSKH.shape[1] and is_dense(key_bias_BS)
+    fits = 1 < q_BLNH.shape[1] <= k_BSKH.shape[1] and is_dense(*others)
     return fits and fits_masked(q_BLNH, k_BSKH, v_BSKH)
 
 
@@ -443,7 +398,7 @@ def equal_segments_attention(
     q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor, count: int, length: int
 ) -> Tensor:
     """`nn.attention.equal_segments_attention`."""
-    q, k, v = map(_contiguous, (q_PNH, k_PNH, v_PNH))
+    q, k, v = map(contiguous, (q_PNH, k_PNH, v_PNH))
     segments = equal_segments(count, length, length)
     return _Attention.apply(q, k, v, segments, q.shape[-1] ** -0.5, 0, None, None)
 
@@ -464,36 +419,8 @@ def masked_attention(
     implementation: str = "eager",
 ) -> Tensor:
     """`nn.attention.masked_attention`. The kernel gives zero for a query without a key."""
-    segments, seen = equal_segments(*q_BLNH.shape[:2], k_BSKH.shape[1]), _sees(mask)
+    segments, seen = equal_segments(*q_BLNH.shape[:2], k_BSKH.shape[1]), sees(mask)
     out_BLNH = _Attention.apply(q_BLNH, k_BSKH, v_BSKH, segments, scale, 0, None, seen)
     if seen.all_see or implementation == "sdpa":
         return out_BLNH
     return with_averages(out_BLNH, v_BSKH, mask)
-
-
-class _Sees(NamedTuple):
-    """What a mask lets queries see, on the host.
-
-    Attributes:
-        visible: `[B, L, S]` bool.
-        ends: `[B, L]` int32, the last key that each query sees plus one; 0 if it sees none.
-        all_see: whether every query sees a key.
-    """
-
-    visible: np.ndarray
-    ends: np.ndarray
-    all_see: bool
-
-
-# Made once of a mask that serves several layers.
-_seen: WeakKeyDictionary[AttentionMask, _Sees] = WeakKeyDictionary()
-
-
-def _sees(mask: AttentionMask) -> _Sees:
-    if mask not in _seen:
-        visible_BLS = np.ascontiguousarray(mask.visible_BLS.numpy())
-        keys = visible_BLS.shape[-1]
-        ends_BL = keys - visible_BLS[:, :, ::-1].argmax(axis=-1)
-        ends_BL[~visible_BLS.any(axis=-1)] = 0
-        _seen[mask] = _Sees(visible_BLS, ends_BL.astype(np.int32), bool(ends_BL.all()))
-    return _seen[mask]

@@ -24,6 +24,9 @@ void cblas_sgemm(int layout, int trans_a, int trans_b, int m, int n, int k, floa
                  const float *a, int lda, const float *b, int ldb, float beta, float *c, int ldc);
 enum { ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112 };
 
+/* Version of the interface, checked after loading. */
+int paddle_vl_kernels_version(void) { return 3; }
+
 /* exp(x) to about one unit in the last place; 0 below -87.3 and the largest power above 88.
  * Source: expf of the Cephes library (S. Moshier). */
 static inline float fast_exp(float x) {
@@ -128,7 +131,7 @@ static inline uint64_t sfc64(uint64_t s[4]) {
   return drawn;
 }
 
-/* Draws as NumPy's SFC64 does: a byte for each entry, eight in each draw; and for each
+/* Draws as paddle_vl/nn/cpu/kernels.py does: a byte for each entry, eight in each draw; and for each
  * that equals `first`, in their order, a draw whose lowest three bytes are compared with `rest`. */
 void dropout_forward(const float *x, float *y, uint8_t *kept, i64 n, uint64_t word0, uint64_t word1,
                      uint64_t word2, i64 mixing, int first, uint64_t rest, float factor) {

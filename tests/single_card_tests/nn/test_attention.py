@@ -2,8 +2,8 @@
 
 Guarantees: values and gradients of the plain implementation, the CPU kernels and the GPU calls
 equal softmax over a dense mask, with grouped key heads, cached keys, masked keys, rows longer than
-a query block, and several samples per row; inputs without a gradient get none. Which kernels a
-GPU runs: `test_gpu_attention.py`.
+a query block, and several samples per row; attention of packed samples computes only blocks within
+a sample. Which kernels a GPU runs: `test_gpu_attention.py`.
 
 The oracle repeats key heads and masks densely in double precision.
 """
@@ -15,10 +15,11 @@ import pytest
 from paddle_vl.batch.positions import segment_offsets
 from paddle_vl.nn.attention import PackedSamples, Segments, causal_attention
 from paddle_vl.nn.attention_masks import MASKED_SCORE, BlockMask
-from tests.support.implementations import implementation
+from paddle_vl.nn.cpu.attention import packed_blocks
+from tests.support.gpu_stubs.pretended import implementation
 
 
-@pytest.fixture(params=["compiled", "plain", "a100", "h100"])
+@pytest.fixture(params=["cpu", "plain", "a100", "h100"])
 def _kernels(request):
     with implementation(request.param):
         yield
@@ -119,7 +120,18 @@ def test_packed_samples_see_themselves_only(packing, heads, key_heads):
     assert_same(found, dense(q, k, v, allowed), [q, k, v])
 
 
-@pytest.mark.usefixtures("_kernels")
+def test_scores_of_packed_samples_are_those_of_each_alone_but_for_blocks():
+    """4 samples of 1000 tokens: a sixth of the row's scores, half a block above the minimum."""
+    offsets = tuple(range(0, 4001, 1000))
+    blocks = packed_blocks(offsets, 1)
+    scores = [(b.end - b.begin) * (b.end_key - b.first_key) for b in blocks]
+    assert sum(scores) <= 4 * (1000 * 1000 / 2 + 1000 * 64)
+    assert all(tuple(block.bias().shape) == (b, k) for block, b, k in (
+        (block, block.end - block.begin, block.end_key - block.first_key) for block in blocks
+    ))  # fmt: skip
+    assert len(packed_blocks(tuple(range(0, 1281, 10)), 1)) == 11
+
+
 @pytest.mark.parametrize("trained", [0, 1, 2])
 def test_inputs_without_gradient_get_none_and_the_others_theirs(trained):
     inputs = [draw(1, 5, 2, 8, seed=s) for s in (1, 2, 3)]

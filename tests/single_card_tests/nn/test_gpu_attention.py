@@ -79,7 +79,7 @@ def test_row_intervals_of_a_policys_prefix_with_drops_and_padding(presence):
     batch |= {"discrete_actions": masks(4), "discrete_action_masks": masks(4)}
     labels = {b.text: [1, 2] for b in PREFIX_BLOCKS if b.source.name == "LABEL"}
     tokens = PrefixTokens(PREFIX_BLOCKS, labels, camera_tokens=3)
-    pad, marks, _ = tokens.masks(batch, presence)
+    pad, marks, *_ = tokens.masks(batch, presence)
     mask = BlockMask(pad, marks)
     found = visible_of_rows(mask.row_intervals().numpy(), pad.shape[1], causal=False)[:, 0]
     visible = mask.visible_BLS.numpy()

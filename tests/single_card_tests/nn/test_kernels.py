@@ -90,4 +90,5 @@ def test_one_line_tells_what_is_chosen(monkeypatch):
             counts[choice, has_compiled] = description("cpu")
     assert counts["fused", True].startswith("kernels (fused, cpu): ")
     assert {key for key, line in counts.items() if " C" in line} == {("fused", True)}
+    assert {key for key, line in counts.items() if "oneDNN" in line} >= {("uncompiled", False)}
     assert counts["plain", True] == f"kernels (plain, cpu): {len(OPERATIONS)} plain"

@@ -21,8 +21,7 @@ from paddle_vl.nn.attention import masked_attention
 from paddle_vl.nn.attention_masks import AttentionMask
 from paddle_vl.nn.placement import SingleDevicePlacement
 from tests.support.gpu_stubs.attention import FLASH
-from tests.support.gpu_stubs.pretended import pretended_gpu
-from tests.support.implementations import implementation
+from tests.support.gpu_stubs.pretended import implementation, pretended_gpu
 from tests.support.pi07_golden import policy_config
 
 BATCH, LENGTH, STEPS, SEEN = 2, 6, 4, 5
@@ -129,7 +128,7 @@ def test_flash_attention_gives_the_same_rows(kind):
     assert {call.name for call in calls} <= set(FLASH)
 
 
-@pytest.mark.parametrize("kernels", ["compiled", "plain", "a100"])
+@pytest.mark.parametrize("kernels", ["cpu", "plain", "a100"])
 @pytest.mark.parametrize("kind", ["eager", "sdpa"])
 def test_query_without_a_key(kind, kernels):
     rng = np.random.default_rng(0)
