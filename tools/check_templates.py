@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,11 @@ from tokenizers import Tokenizer
 
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.vlm.inputs.collate import IGNORED_LABEL
+from paddle_vl.families.vlm.inputs.conversation import Conversation
 from paddle_vl.families.vlm.templates.answer_spans import incremental_spans
+from paddle_vl.families.vlm.templates.encoding import MediaText, MediaTokens
 from paddle_vl.families.vlm.templates.environment import SandboxedTemplate
-from paddle_vl.families.vlm.templates.media_text import MediaText, MediaTokens
-from paddle_vl.families.vlm.templates.messages import Chat, count_text, for_template, lost_texts
+from paddle_vl.families.vlm.templates.messages import count_text, for_template, lost_texts
 from paddle_vl.families.vlm.templates.rendering import ChatTemplateRenderer
 from paddle_vl.families.vlm.templates.template_files import special_tokens
 
@@ -64,16 +66,14 @@ def check_folder(folder: Path) -> Iterator[tuple[str, str, list[str]]]:
         if not template.is_file():
             yield file.stem, "all", [f"everything: there is no {template}; fetch it first"]
             continue
-        renderer = ChatTemplateRenderer(
-            template.read_text(encoding="utf-8"),
-            _NOW,
-            tokens,
-            marked_source=twin.read_text(encoding="utf-8") if twin.is_file() else None,
-            variables=_DATE,
+        renderer, *marked = (
+            ChatTemplateRenderer(each.read_text(encoding="utf-8"), _NOW, tokens, variables=_DATE)
+            for each in (template, twin)
+            if each.is_file()
         )
         for line in file.read_text(encoding="utf-8").splitlines():
             case = json.loads(line)
-            actual = record(renderer, tokenizer, talks[case["id"]])
+            actual = record(renderer, tokenizer, talks[case["id"]], *marked)
             names = sorted((case.keys() | actual.keys()) - _DERIVED)
             problems = [each for each in names if _shape(each, case) != _shape(each, actual)]
             yield file.stem, case["id"], problems
@@ -92,9 +92,16 @@ _DERIVED = {"id", "marks", "diff_equals_marks"}
 
 
 def record(
-    renderer: ChatTemplateRenderer, tokenizer: Tokenizer, talk: Mapping[str, Any]
+    renderer: ChatTemplateRenderer,
+    tokenizer: Tokenizer,
+    talk: Mapping[str, Any],
+    marked: ChatTemplateRenderer | None = None,
 ) -> dict[str, Any]:
-    """The values of a conversation, named as in the recorded files."""
+    """The values of a conversation, named as in the recorded files.
+
+    Args:
+        marked: of the same template with generation marks, which count where its text is the same.
+    """
     messages, tools, variables = talk["messages"], talk.get("tools"), talk.get("kwargs")
     messages = [for_template(message) for message in messages]
 
@@ -105,6 +112,10 @@ def record(
         text, spans = renderer.render(messages, tools, False, variables)
     except BadSampleError as error:
         return {"error": type(error.__cause__).__name__}
+    if spans is None and marked is not None:
+        with suppress(BadSampleError):
+            twin = marked.render(messages, tools, False, variables)
+            spans = twin.spans if twin.text == text else None
     encoding = tokenizer.encode(text, add_special_tokens=False)
     values: dict[str, Any] = {"text": text, "ids": encoding.ids}
     try:
@@ -113,7 +124,7 @@ def record(
         values["generation_prompt"] = whole[len(text) :] if starts else {"whole": whole}
     except BadSampleError as error:
         values["generation_prompt"] = {"error": type(error.__cause__).__name__}
-    lost = lost_texts(_chat(messages, tools), text)
+    lost = lost_texts(_conversation(messages, tools), text)
     if dropped := [each for each in lost if not count_text(each, text)]:
         values["dropped"] = dropped
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -142,9 +153,9 @@ def _shape(name: str, values: Mapping[str, Any]) -> Any:
     return json.loads(json.dumps(value))
 
 
-def _chat(messages: list[dict[str, Any]], tools: Any) -> Chat:
+def _conversation(messages: list[dict[str, Any]], tools: Any) -> Conversation:
     """A recorded conversation in the canonical form, which has parts and objects as arguments."""
-    canonical = []
+    canonical: Any = []
     for message in messages:
         content, calls = message.get("content"), message.get("tool_calls") or []
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -154,7 +165,7 @@ def _chat(messages: list[dict[str, Any]], tools: Any) -> Chat:
             for each in functions
         ]
         canonical.append({**message, "content": parts, "tool_calls": calls})
-    return Chat(canonical, tools, {})
+    return Conversation.of(canonical, tools or ())
 
 
 def _small(template: str, variables: Mapping[str, Any]) -> dict[str, str]:

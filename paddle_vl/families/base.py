@@ -263,17 +263,18 @@ class Family(ABC):
             self.train_data, collator, size, ranks, shuffle=True, drop_last=True, seed=train.seed
         )
 
-    def eval_loader(self, collator: Collator, ranks: RankInfo) -> PrefetchLoader:
-        """This rank's batches of the evaluation data, every sample once."""
+    def eval_loaders(self, collator: Collator, ranks: RankInfo) -> Mapping[str, PrefetchLoader]:
+        """This rank's batches of the evaluation data, every sample once, by source; under "" for
+        data without named sources."""
         assert self.eval_data is not None, "asked for only where there is evaluation data"
+        return {"": self.once(self.eval_data, collator, ranks)}
+
+    def once(self, samples: SampleSource, collator: Collator, ranks: RankInfo) -> PrefetchLoader:
+        """This rank's batches of samples for evaluation, every sample once."""
         size = self.config.train.per_device_eval_batch_size
         return self.loader(
-            self.eval_data, collator, size, ranks, shuffle=False, drop_last=False, num_epochs=1
+            samples, collator, size, ranks, shuffle=False, drop_last=False, num_epochs=1
         )
-
-    def eval_loaders(self, collator: Collator, ranks: RankInfo) -> Mapping[str, PrefetchLoader]:
-        """The same by source of the evaluation data; under "" for data without named sources."""
-        return {"": self.eval_loader(collator, ranks)}
 
     def loader(
         self,

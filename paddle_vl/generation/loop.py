@@ -4,26 +4,13 @@ Shapes: B batch, L prompt length, V vocabulary.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import paddle
-from paddle import Tensor
 
 from paddle_vl.generation.config import GenerationConfig
 from paddle_vl.generation.sampling import TokenChoice
-
-
-class Decoder(Protocol):
-    """Prompts with the tokens appended so far."""
-
-    def prefill(self) -> Tensor:
-        """Logits `[B, V]` float32 after the prompts."""
-        ...
-
-    def advance(self, token_B: np.ndarray) -> Tensor:
-        """Append a token to every prompt; logits `[B, V]` float32 after it."""
-        ...
 
 
 class Streamer(Protocol):
@@ -76,7 +63,7 @@ def checked_prompts(
 
 
 def chosen_tokens(
-    decoder: Decoder,
+    decoder: Any,
     prompt_BL: np.ndarray,
     mask_BL: np.ndarray,
     vocab: int,
@@ -88,6 +75,8 @@ def chosen_tokens(
     Each step reads `[B]` ids on the host and nothing else.
 
     Args:
+        decoder: a batch of prompts; its `prefill()` gives the logits `[B, V]` float32 after them,
+            `advance(token_B)` those after one more token of each.
         vocab: V.
         on_logits: called with the float32 logits `[B, V]` of every step, before any rule.
     """

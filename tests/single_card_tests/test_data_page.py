@@ -23,8 +23,10 @@ from paddle_vl.data.formats.reader import FORMATS, to_canonical
 from paddle_vl.data.formats.row_settings import RowSettings
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.vlm.inputs.conversation import RowReader
-from paddle_vl.families.vlm.inputs.tokenizer import IM_END, ChatTemplate
+from paddle_vl.families.vlm.inputs.tokenizer import IM_END
 from paddle_vl.families.vlm.settings import VLDataConfig
+from paddle_vl.families.vlm.templates.encoding import TemplateEncoder
+from tests.single_card_tests.families.qwen3_vl.chat_builders import tiny_tokenizer
 from tests.single_card_tests.test_docs import ROOT, blocks, is_setting
 
 DATA, COMING_FROM = ROOT / "docs/data.md", ROOT / "docs/coming_from.md"
@@ -100,7 +102,7 @@ def test_rows_are_refused_as_the_page_says(row: str, kind: str, says: str, tmp_p
     def used() -> None:
         conversation = reader(json.loads(code(row)), tmp_path)
         conversation.check_targets()
-        ChatTemplate.check(conversation)
+        TemplateEncoder(None, tiny_tokenizer().backend).check(conversation)
 
     with pytest.raises(BadSampleError) as refused:
         used()

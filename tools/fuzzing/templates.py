@@ -15,10 +15,11 @@ from fuzzing.parser import Parser
 from fuzzing.rows import GOLDEN, golden_rows
 from paddle_vl.data.formats.reader import to_canonical
 from paddle_vl.data.jsonl import BadSampleError, parse_object, sample_at
+from paddle_vl.families.vlm.inputs.conversation import Conversation
 from paddle_vl.families.vlm.inputs.tokenizer import VideoPrompt
 from paddle_vl.families.vlm.templates import environment
 from paddle_vl.families.vlm.templates.built_in import JINJA_TEMPLATE
-from paddle_vl.families.vlm.templates.encoding import TemplateEncoder, TemplateSettings
+from paddle_vl.families.vlm.templates.encoding import TemplateEncoder
 from paddle_vl.families.vlm.templates.rendering import ChatTemplateRenderer
 from paddle_vl.families.vlm.templates.template_files import read_folder_templates, special_tokens
 
@@ -46,7 +47,7 @@ def _opened(folder: Path) -> TemplateEncoder:
     now, tokens, name = datetime(2026, 1, 1), special_tokens(folder), f"{found.file}"
     renderer = ChatTemplateRenderer(found.source, now, tokens, found.tools_source, name=name)
     tokenizer = Tokenizer.from_file(str(_FOLDER / "tokenizer" / "tokenizer.json"))
-    return TemplateEncoder(renderer, tokenizer, TemplateSettings("drop"))
+    return TemplateEncoder(renderer, tokenizer, "drop")
 
 
 def check_row(row: dict[str, Any], encoders: Sequence[TemplateEncoder]) -> BadSampleError | None:
@@ -56,17 +57,24 @@ def check_row(row: dict[str, Any], encoders: Sequence[TemplateEncoder]) -> BadSa
         try:
             with sample_at("rows.jsonl:1"):
                 counts = [str(row).count(f"'{kind}':") for kind in ("image", "video")]
-                encoder.encode(row, [4] * counts[0], [_VIDEO] * counts[1])
+                encoder.encode(_conversation(row), [4] * counts[0], [_VIDEO] * counts[1])
         except BadSampleError as error:
             refused.append(error)
             continue
         if row != kept:
             raise AssertionError("a template changed the row")
         # Without code the text must be the same but for the characters of code.
-        texts = [encoder.text(each, False, False) for each in (row, _harmless(row))]
+        texts = [encoder.text(_conversation(each)) for each in (row, _harmless(row))]
         if texts[0].translate(_HARMLESS) != texts[1].translate(_HARMLESS):
             raise AssertionError("a text of the row acts on the template")
     return refused[0] if len(refused) == len(encoders) else None
+
+
+def _conversation(row: dict[str, Any]) -> Conversation:
+    """A row in the canonical form."""
+    return Conversation.of(
+        row["messages"], row.get("tools", ()), row.get("chat_template_kwargs", {})
+    )
 
 
 _HARMLESS = str.maketrans("{}%#", "\ue001\ue002\ue003\ue004")

@@ -1,13 +1,11 @@
 """The processor case: resize rules, bit-exact pixels, frame sampling and timestamps."""
 
 from collections.abc import Iterator
-from functools import partial
 
 from paddle_vl.data.video_reader import VideoFrames
 from paddle_vl.families.vlm.inputs.image_processor import (
     ImageProcessor,
     smart_resize,
-    smart_resize_video,
 )
 from paddle_vl.families.vlm.inputs.video_processor import (
     VideoProcessor,
@@ -42,9 +40,9 @@ def compare_processor(case: QwenCase, scale: float) -> Iterator[CaseReport]:
     table = tables["video_smart_resize"]
     for *arguments, wanted in table["rows"]:
         frames, height, width, low, high = arguments
-        arguments = [frames, height, width, table["factor"], low, high]
-        resize = partial(smart_resize_video, temporal_factor=table["temporal_factor"])
-        videos.exact("resize", str(arguments), *_outcome(resize, arguments, wanted))
+        limits = (table["factor"], low, high)
+        arguments = [height, width, *limits, frames, table["temporal_factor"]]
+        videos.exact("resize", str(arguments), *_outcome(smart_resize, arguments, wanted))
     processor = VideoProcessor.from_dict(settings | {"size": tables["video"]["size"]})
     # The frames have 2 fps and 2 fps are sampled: every frame is taken.
     found = processor([VideoFrames(tensors["video.rgb_uint8"], 2.0)]).arrays

@@ -84,18 +84,19 @@ def load_adapter(model: Model, path: str | Path) -> None:
     if model.adapter is None:
         attach(model, adapter)
     else:
-        shapes, described = [], []
-        for each in (model.adapter, adapter):
-            of_linears, saved = each.config, f" and {len(each.saved)} fully trained modules"
-            shapes.append((of_linears.r, of_linears.scaling, each.targets, each.saved))
-            described.append(
-                f"rank {of_linears.r} and scaling {of_linears.scaling:g} on "
-                f"{len(each.targets)} linears{saved if each.saved else ''}"
+        both = [
+            (each.config.r, each.config.scaling, each.targets, each.saved)
+            for each in (model.adapter, adapter)
+        ]
+        if both[0] != both[1]:
+            own, given = (
+                f"rank {rank} and scaling {scaling:g} on {len(targets)} linears and {len(saved)} "
+                "fully trained modules"
+                for rank, scaling, targets, saved in both
             )
-        if shapes[0] != shapes[1]:
             raise ValueError(
-                f"the model's adapters have {described[0]}, those in {path} have {described[1]}: "
-                "merge_lora() first, to load others"
+                f"the model's adapters have {own}, those in {path} have {given}: merge_lora() "
+                "first, to load others"
             )
     tensors = model.checkpoint_map.tensors_as_here(stored.tensors, model.config)
     # PEFT also saves the base weight of some adapted modules.

@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from paddle_vl.checkpoint.adapter_files import folder_with
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.base import Evaluation, EvaluationOptions, MeanLosses
 from paddle_vl.families.vlm.inputs.conversation import Conversation
+from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.families.vlm.inputs.open_data import open_conversations
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.model import VLForConditionalGeneration
@@ -60,9 +60,8 @@ def build_evaluation(
     """
     processor = VLProcessor.from_pretrained(folder_with("tokenizer.json", folder, options.base))
     data = VLDataConfig(max_length=options.max_length)
-    dataset: Any = open_conversations(options.files, data, processor, seed=0)
-    if options.limit is not None:
-        dataset = FirstSamples(dataset, options.limit)
+    dataset = open_conversations(options.files, data, processor, seed=0)
+    dataset.limit = options.limit
     model = model_class.from_pretrained(folder, base=options.base)
     check_processor_fits(model.config, processor)
     loader = PrefetchLoader(
@@ -101,7 +100,7 @@ def build_evaluation(
 def greedy_answers(
     model: VLForConditionalGeneration,
     processor: VLProcessor,
-    dataset: Any,
+    dataset: ConversationData,
     *,
     batch_size: int,
     max_new_tokens: int,
@@ -123,7 +122,9 @@ def greedy_answers(
     }
     answers = []
     while group := list(islice(questions, batch_size)):
-        inputs = processor.encode_prompts([conversation for _, conversation, _ in group])
+        inputs = processor.encode_prompts(
+            [each for _, each, _ in group], add_generation_prompt=True
+        )
         new_ids = model.generate(**inputs, **greedy)
         for (sample, conversation, expected), ids in zip(group, new_ids, strict=True):
             answer = processor.decode(ids).strip()
@@ -131,7 +132,7 @@ def greedy_answers(
                 Answer(
                     sample=sample,
                     task=str(conversation.extra.get("task", NO_TASK)),
-                    prompt=conversation.turns[-1].text if conversation.turns else "",
+                    prompt=conversation.text(-1) if conversation.messages else "",
                     expected=expected,
                     answer=answer,
                     is_exact=answer == expected,
@@ -140,33 +141,17 @@ def greedy_answers(
     return answers
 
 
-class FirstSamples:
-    """The first samples of a dataset, as a dataset."""
-
-    def __init__(self, dataset: Any, limit: int):
-        self._dataset, self._limit = dataset, limit
-
-    def __len__(self) -> int:
-        return min(self._limit, len(self._dataset))
-
-    def __getitem__(self, number: int) -> dict[str, Any]:
-        return self._dataset[number]
-
-    def __getattr__(self, name: str) -> Any:
-        # Unpickling looks up methods before `_dataset` is set.
-        if name == "_dataset":
-            raise AttributeError(name)
-        return getattr(self._dataset, name)
-
-
-def _questions(dataset: Any) -> Iterator[tuple[str, Conversation, str]]:
-    """`file:line`, the conversation up to a target turn, and the text of that turn, of a
-    `ConversationData` or some of it."""
+def _questions(dataset: ConversationData) -> Iterator[tuple[str, Conversation, str]]:
+    """`file:line`, the conversation up to a target turn, and the text of that turn."""
     for number in range(len(dataset)):
         conversation = dataset.conversation(number)
         for i in conversation.targets:
-            answer = conversation.turns[i].text.strip()
-            yield dataset.place(number), conversation.before(i), answer
+            answer = conversation.text(i).strip()
+            yield (
+                dataset.place(number),
+                conversation.with_messages(conversation.messages[:i]),
+                answer,
+            )
 
 
 def evaluation_report(loss: float, num_targets: int, answers: Sequence[Answer]) -> str:

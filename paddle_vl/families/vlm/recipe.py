@@ -1,7 +1,6 @@
 """A run of a vision-language family: see `paddle_vl.families.base.Family`."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -40,8 +39,8 @@ from paddle_vl.families.vlm.inputs.collate import PackedCollator, VLCollator
 from paddle_vl.families.vlm.inputs.corpus import Corpus
 from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.families.vlm.inputs.open_data import open_conversations
-from paddle_vl.families.vlm.inputs.processor import TemplateOptions, VLProcessor
-from paddle_vl.families.vlm.inputs.synthetic import ConversationShapes, write_conversations
+from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.inputs.synthetic import write_conversations
 from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer
 from paddle_vl.families.vlm.model import VLForConditionalGeneration
 from paddle_vl.families.vlm.objective import VLBatchAdapter, VLLoss
@@ -59,6 +58,10 @@ from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.placement import Placement
 
 Model = VLForConditionalGeneration
+_LIMITS = (
+    *("min_pixels", "max_pixels"),
+    *("video_fps", "video_min_frames", "video_max_frames", "video_min_pixels", "video_max_pixels"),
+)
 
 
 class VLRecipe(Family):
@@ -81,27 +84,21 @@ class VLRecipe(Family):
         data = config.data
         folder = _processor_folder(config)
         # Settings that replace the processor's own.
-        limits = {
-            "min_pixels": data.min_pixels,
-            "max_pixels": data.max_pixels,
-            "video_fps": data.video_fps,
-            "video_min_frames": data.video_min_frames,
-            "video_max_frames": data.video_max_frames,
-            "video_min_pixels": data.video_min_pixels,
-            "video_max_pixels": data.video_max_pixels,
-        }
+        limits = {name: getattr(data, name) for name in _LIMITS}
         try:
-            options = TemplateOptions(
-                data.chat_template_kwargs, data.earlier_reasoning, data.template_date
+            self.processor = VLProcessor.from_pretrained(
+                folder,
+                **limits,
+                template_variables=data.chat_template_kwargs,
+                earlier_reasoning=data.earlier_reasoning,
+                template_date=data.template_date,
             )
-            self.processor = VLProcessor.from_pretrained(folder, **limits, template=options)
         except ValueError as error:
             given = [f"data.{name} {value}" for name, value in limits.items() if value]
             if not given:
                 raise
             raise ValueError(f"{folder} with {', '.join(given)}: {error}") from error
-        own = self.processor.own_template
-        if own is not None and own.prints_date and data.template_date is None:
+        if self.processor.template.prints_date and data.template_date is None:
             raise ValueError(
                 f"the chat template in {folder} prints today's date, so that a resumed run would "
                 f"learn other texts: set data.template_date={datetime.now():%Y-%m-%d}"
@@ -221,12 +218,8 @@ class VLRecipe(Family):
     def eval_loaders(self, collator: Collator, ranks: RankInfo) -> Mapping[str, PrefetchLoader]:
         if self._eval_corpus is None:
             return super().eval_loaders(collator, ranks)
-        settings = {"shuffle": False, "drop_last": False, "num_epochs": 1}
-        size = self.config.train.per_device_eval_batch_size
-        return {
-            name: self.loader(self._eval_corpus.samples([name]), collator, size, ranks, **settings)
-            for name in self._eval_corpus.names
-        }
+        corpus = self._eval_corpus
+        return {each: self.once(corpus.samples([each]), collator, ranks) for each in corpus.names}
 
     def shown_samples(self, of_eval: bool, first: int, count: int) -> Iterator[ShownSample]:
         data: Any = self.eval_data if of_eval else self.train_data
@@ -266,8 +259,7 @@ class VLRecipe(Family):
             "answer_tokens": data.answer_tokens,
         }
         given = {name: value for name, value in given.items() if value is not None}
-        shapes = replace(ConversationShapes(), **given)
-        file = write_conversations(data.folder / "data", shapes, data.num_samples, tokenizer)
+        file = write_conversations(data.folder / "data", data.num_samples, tokenizer, **given)
         values = config.model_dump()
         values["data"]["train"] = [str(file)]
         return type(config).model_validate(values)

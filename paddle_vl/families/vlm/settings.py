@@ -210,16 +210,13 @@ class VLRun(RunConfig):
                     "all of them a format of conversations, or none"
                 )
         if not has_sources(data.train):
-            if data.temperature is not None:
-                yield (
-                    f"data.temperature is {data.temperature} but data.train has no sources, only "
-                    "paths: write entries {path: ..., format: ...}, or remove data.temperature"
-                )
-            if data.shuffle != "documents":
-                yield (
-                    f"data.shuffle is {data.shuffle} but data.train has no sources, only paths: "
-                    "write entries {path: ..., format: ...}, or remove data.shuffle"
-                )
+            plain = VLDataConfig.model_fields
+            for name in ("temperature", "shuffle"):
+                if (value := getattr(data, name)) != plain[name].default:
+                    yield (
+                        f"data.{name} is {value} but data.train has no sources, only paths: write "
+                        f"entries {{path: ..., format: ...}}, or remove data.{name}"
+                    )
         else:
             yield from self._mix_problems()
         for setting in ("train", "eval"):

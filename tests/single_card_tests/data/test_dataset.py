@@ -42,6 +42,8 @@ def test_samples_keep_file_order_and_paths_start_at_their_file(tmp_path):
     assert "\u00e9ins" in decoded(dataset[0])
     assert "A cat." in decoded(dataset[1])
     assert dataset[2]["image_grid_thw"].tolist() == [[1, 2, 4]]
+    dataset.limit = 2
+    assert len(dataset) == 2
 
 
 def test_conversation_keeps_the_other_entries_of_its_record(tmp_path):

@@ -63,12 +63,6 @@ def test_a_file_that_asks_for_more_is_refused_by_name_and_place(values, message,
         GenerationConfig.from_pretrained(tmp_path)
 
 
-def test_a_file_that_is_no_json_is_refused(tmp_path):
-    (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(RuntimeError, match=r"generation_config.json is not valid JSON"):
-        GenerationConfig.from_pretrained(tmp_path)
-
-
 def test_the_fill_is_the_pad_token_or_the_first_ending_one():
     assert GenerationConfig(eos_token_id=[4, 5], pad_token_id=0).fill_token_id == 0
     assert GenerationConfig(eos_token_id=4).fill_token_id == 4

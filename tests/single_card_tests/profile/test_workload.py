@@ -15,8 +15,9 @@ from paddle_vl.config.schema import RunConfig
 from paddle_vl.families.pi07.settings import PI07Run
 from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
-from paddle_vl.families.vlm.inputs.synthetic import ConversationShapes, write_conversations
+from paddle_vl.families.vlm.inputs.synthetic import write_conversations
 from paddle_vl.profile.workload import Workload, with_workload
+from tests.single_card_tests.families.qwen3_vl.chat_builders import tiny_tokenizer
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 
 CAMERA = {"type": "VISUAL", "shape": [3, 28, 28]}
@@ -49,8 +50,8 @@ def policy_config(run: RunConfig, **model: object) -> RunConfig:
 
 def test_conversations_have_the_shapes_asked_for(config, run_file, tmp_path):
     processor = VLProcessor.from_pretrained(run_file.with_name("processor"))
-    shapes = ConversationShapes(num_images=3, image_side=16, answer_tokens=20)
-    file = write_conversations(tmp_path / "data", shapes, 5, processor.tokenizer)
+    shapes = {"num_images": 3, "image_side": 16, "answer_tokens": 20}
+    file = write_conversations(tmp_path / "data", 5, processor.tokenizer, **shapes)
     samples = MessagesDataset([file], processor, max_length=512, on_bad_sample="fail")
     assert len(samples) == 5
     for number in range(5):
@@ -59,7 +60,7 @@ def test_conversations_have_the_shapes_asked_for(config, run_file, tmp_path):
         # The end token is a target too, followed by a newline.
         assert (sample["labels"] != -100).sum() in (20, 21, 22)
     first = file.read_bytes()
-    assert write_conversations(tmp_path / "data", shapes, 5, processor.tokenizer) == file
+    assert write_conversations(tmp_path / "data", 5, processor.tokenizer, **shapes) == file
     assert file.read_bytes() == first
 
 
@@ -126,3 +127,8 @@ def test_a_trained_policy_gets_cameras_too(config, tmp_path):
     trained = policy_config(config, config=None, pretrained=str(tmp_path))
     changed = with_workload(trained, Workload(True, cameras=2), tmp_path)
     assert list(changed.model.policy.input_features) == ["camera0", "camera1", "state"]
+
+
+def test_senseless_shapes_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="at least 1"):
+        write_conversations(tmp_path, 1, tiny_tokenizer(), answer_tokens=0)

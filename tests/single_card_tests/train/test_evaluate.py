@@ -4,11 +4,9 @@ Guarantees: the loss is one mean over all target tokens for any batching; the mo
 restored; the report counts exact answers per task.
 """
 
-import pickle
-
 import pytest
 
-from paddle_vl.families.vlm.evaluation import Answer, FirstSamples, evaluation_report
+from paddle_vl.families.vlm.evaluation import Answer, evaluation_report
 from paddle_vl.train.evaluate import mean_losses
 from tests.single_card_tests.train.batches import image_batch, split_batch, vl_runner
 from tests.support.tiny import tiny_model
@@ -46,14 +44,3 @@ def test_report_counts_exact_answers_per_task():
         "  name          50.00%  (1 of 2)",
         "  all answers   33.33%  (1 of 3)",
     ]
-
-
-def test_first_samples_are_a_dataset_of_the_first():
-    first = FirstSamples([10, 20, 30], 2)
-    assert (len(first), first[1], len(FirstSamples([1], 2))) == (2, 20, 1)
-    assert first.index(30) == 2
-
-
-def test_first_samples_survive_the_way_to_a_worker():
-    copy = pickle.loads(pickle.dumps(FirstSamples([1, 2, 3], 2)))
-    assert (len(copy), copy[1], copy.count(3)) == (2, 2, 1)

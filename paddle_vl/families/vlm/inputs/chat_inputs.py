@@ -4,28 +4,21 @@ Shapes: B conversations, L length, P patches, n images or videos.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from paddle_vl.data.jsonl import BadSampleError, check_unicode
 from paddle_vl.data.media_file import ImageSource
 from paddle_vl.data.video_reader import VideoSource
-from paddle_vl.families.vlm.inputs.collate import IGNORED_LABEL, VISUAL_KEYS, pad_rows
+from paddle_vl.families.vlm.inputs.collate import IGNORED_LABEL, joined_visual, pad_rows
 from paddle_vl.families.vlm.inputs.conversation import (
     Conversation,
     parse_record,
 )
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
-from paddle_vl.families.vlm.inputs.tokenizer import (
-    IMAGE_PAD,
-    VIDEO_PAD,
-    ChatTemplate,
-    TextTokenizer,
-    VideoPrompt,
-)
+from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer, VideoPrompt
 from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
-from paddle_vl.families.vlm.templates.built_in import prompt_text
 from paddle_vl.families.vlm.templates.encoding import TemplateEncoder
 from paddle_vl.files.names import Foreign, explains
 
@@ -53,11 +46,12 @@ class ChatInputs:
     """Base of the processor: conversations in, batches and text out; attributes as of it."""
 
     tokenizer: TextTokenizer
-    template: ChatTemplate
-    own_template: TemplateEncoder | None
-    renders_as_built_in: bool
+    template: TemplateEncoder
     image_processor: ImageProcessor
     video_processor: VideoProcessor
+    forbidden: dict[int, str]
+    image_token_id: int
+    video_token_id: int
     pad_token_id: int
 
     def encode_sample(self, conversation: Conversation) -> dict[str, np.ndarray]:
@@ -77,7 +71,7 @@ class ChatInputs:
     def outline_sample(self, conversation: Conversation) -> dict[str, np.ndarray]:
         """A training sample from the headers of its images and videos, to measure its length.
 
-        Pixels are broadcast zeros. Height and width may be exchanged in a grid. Errors are those of
+        Pixels are zeros `[P, 1]`. Height and width may be exchanged in a grid. Errors are those of
         `encode_sample` that headers show.
         """
         return self._encode(conversation, with_labels=True, with_pixels=False)
@@ -125,36 +119,27 @@ class ChatInputs:
                 conversation.check_targets()
             samples = [self._encode(each, with_labels=True) for each in conversations]
             return self._batch(samples, with_labels=True)
-        chooses = add_generation_prompt is None and continue_final_message is None
-        samples = []
-        for conversation in conversations:
-            continues = chooses and conversation.turns[-1].role == "assistant"
-            samples.append(
-                self._encode(
-                    conversation,
-                    add_generation_prompt=add_generation_prompt or (chooses and not continues),
-                    continue_final_message=continue_final_message or continues,
-                )
-            )
-        return self._batch(samples)
+        return self.encode_prompts(conversations, add_generation_prompt, continue_final_message)
 
     def encode_prompts(
-        self, conversations: Sequence[Conversation], *, add_generation_prompt: bool = True
+        self,
+        conversations: Sequence[Conversation],
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
     ) -> dict[str, np.ndarray]:
-        """A left-padded batch for generation.
+        """A left-padded batch for generation; the ends are those of a call.
 
         Returns:
             input_ids and attention_mask `[B, L]` int64; with images or videos, the pixels and
             grids of all of them, in order. Errors are those of `encode_sample`.
         """
-        if not conversations:
-            raise ValueError("no conversation given: at least one is needed")
-        return self._batch(
-            [
-                self._encode(conversation, add_generation_prompt=add_generation_prompt)
-                for conversation in conversations
-            ]
-        )
+        chooses = add_generation_prompt is None and continue_final_message is None
+        samples = []
+        for each in conversations:
+            continues = chooses and each.messages[-1]["role"] == "assistant"
+            opens = add_generation_prompt or (chooses and not continues)
+            samples.append(self._encode(each, opens, continue_final_message or continues))
+        return self._batch(samples)
 
     @explains(_TEMPLATE, "apply_chat_template")
     def apply_chat_template(
@@ -191,12 +176,8 @@ class ChatInputs:
             return batch if return_dict else batch["input_ids"]
         if return_dict:
             raise ValueError("return_dict needs tokenize=True: text alone is not a batch")
-        texts = []
-        for conversation in _parsed(messages, images, videos, tools):
-            if (own := self.own_template_for(conversation)) is None:
-                texts.append(prompt_text(conversation, **ends))
-            else:
-                texts.append(own.text(conversation.row.to_dict(), **ends))
+        parsed = _parsed(messages, images, videos, tools)
+        texts = [self.template.text(each, **ends) for each in parsed]
         return texts if _are_several(messages) else texts[0]
 
     @explains({"clean_up_tokenization_spaces": Foreign("text is not changed")}, "decode")
@@ -211,75 +192,56 @@ class ChatInputs:
     def _encode(
         self,
         conversation: Conversation,
-        *,
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
+        *,
         with_labels: bool = False,
         with_pixels: bool = True,
     ) -> dict[str, np.ndarray]:
         """A sample, see `encode_sample` and `outline_sample`."""
         visual: dict[str, np.ndarray] = {}
         num_image_tokens: Sequence[int] = ()
-        if conversation.images:
-            if with_pixels:
-                visual = self.image_processor(conversation.images)
-            else:
-                grids = self.image_processor.grids(conversation.images)
-                visual = {"image_grid_thw": grids, "pixel_values": _no_pixels(grids)}
-            num_image_tokens = self.image_processor.num_tokens(visual["image_grid_thw"]).tolist()
         video_prompts: list[VideoPrompt] = []
+        if conversation.images:
+            visual = self.image_processor(conversation.images, with_pixels)
+            num_image_tokens = self.image_processor.num_tokens(visual["image_grid_thw"]).tolist()
         if conversation.videos:
-            if with_pixels:
-                arrays, timestamps = self.video_processor(conversation.videos)
-            else:
-                grids, timestamps = self.video_processor.grids(conversation.videos)
-                arrays = {"video_grid_thw": grids, "pixel_values_videos": _no_pixels(grids)}
+            arrays, timestamps = self.video_processor(conversation.videos, with_pixels)
             counts = self.video_processor.tokens_per_patch(arrays["video_grid_thw"]).tolist()
             video_prompts = [VideoPrompt(*each) for each in zip(timestamps, counts, strict=True)]
             visual.update(arrays)
-        ends = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-        }
-        own, row = self.own_template_for(conversation), conversation.row.to_dict()
-        if own is None:
-            chat = self.template.encode(conversation, num_image_tokens, video_prompts, **ends)
-        else:
-            has_labels = with_labels and not conversation.row.train_on_prompt
-            chat = own.encode(row, num_image_tokens, video_prompts, **ends, has_labels=has_labels)
+        learns_all = conversation.row.train_on_prompt
+        chat = self.template.encode(
+            conversation,
+            num_image_tokens,
+            video_prompts,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            has_labels=with_labels and not learns_all,
+        )
         ids = np.array(chat.input_ids, dtype=np.int64)
         labels = np.array(chat.labels, dtype=np.int64)
-        if with_labels and conversation.row.train_on_prompt:
-            pads = [self.template.ids[pad] for pad in (IMAGE_PAD, VIDEO_PAD)]
+        if with_labels and learns_all:
+            pads = (self.image_token_id, self.video_token_id)
             labels = np.where(np.isin(ids, pads), IGNORED_LABEL, ids)
         return {"input_ids": ids, "labels": labels, **visual}
 
-    def own_template_for(self, conversation: Conversation) -> TemplateEncoder | None:
-        """The checkpoint's template; None where the built-in one does the same faster, or there is
-        none."""
-        is_same = self.renders_as_built_in and conversation.is_plain
-        return None if is_same else self.own_template
-
-    def check_template(self, conversation: Conversation) -> None:
-        """Check that a template renders a conversation.
+    def text_ids(self, text: str) -> list[int]:
+        """Ids of a text without control tokens.
 
         Raises:
-            BadSampleError: there is none for its tools or reasoning, or it loses some of them.
+            BadSampleError: the text contains the name of a special token.
         """
-        if (own := self.own_template_for(conversation)) is None:
-            self.template.check(conversation)
-        else:
-            for each in self.samples_of(conversation):
-                own.text(each.row.to_dict(), False, False)
-
-    def samples_of(self, conversation: Conversation) -> list[Conversation]:
-        """The conversations that training takes one by one: with `earlier_reasoning: split` one up
-        to each learned answer."""
-        own = self.own_template_for(conversation)
-        if own is None:
-            return [conversation]
-        rows = own.rows(conversation.row.to_dict())
-        return [Conversation(replace(conversation.row, messages=row["messages"])) for row in rows]
+        check_unicode(text)
+        ids = self.tokenizer.encode(text)
+        if forged := self.forbidden.keys() & set(ids):
+            names = ", ".join(sorted(self.forbidden[token_id] for token_id in forged))
+            raise BadSampleError(
+                "special_token",
+                f"the text contains the special token(s) {names}, which would act as control "
+                "tokens; remove or rewrite them",
+            )
+        return ids
 
     def _batch(
         self, samples: Sequence[Mapping[str, np.ndarray]], with_labels: bool = False
@@ -293,15 +255,7 @@ class ChatInputs:
         if with_labels:
             labels = [sample["labels"] for sample in samples]
             batch["labels"] = pad_rows(labels, length, IGNORED_LABEL, "left")
-        for key in VISUAL_KEYS:
-            arrays = [sample[key] for sample in samples if key in sample]
-            if arrays:
-                batch[key] = np.concatenate(arrays)
-        return batch
-
-
-def _no_pixels(grid_thw: np.ndarray) -> np.ndarray:
-    return np.broadcast_to(np.float32(0), (int(grid_thw.prod(axis=1).sum()), 1))
+        return batch | joined_visual(samples)
 
 
 def _check_ends(opens: bool | None, continues: bool | None, labels: bool) -> None:

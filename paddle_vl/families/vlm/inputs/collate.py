@@ -4,7 +4,7 @@ A row of the batch holds one sample (`VLCollator`) or several (`PackedCollator`)
 arrays are those of `paddle_vl.batch.schema.VLBatch`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -32,6 +32,12 @@ def pad_rows(rows: Sequence[np.ndarray], length: int, value: int, side: PaddingS
         else:
             target[: len(row)] = row
     return padded
+
+
+def joined_visual(samples: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Pixels and grids of all samples, of the kinds that there are."""
+    arrays = {key: [each[key] for each in samples if key in each] for key in VISUAL_KEYS}
+    return {key: np.concatenate(found) for key, found in arrays.items() if found}
 
 
 @dataclass(frozen=True)
@@ -87,10 +93,7 @@ class VLCollator:
             "attention_mask": pad_rows([np.ones_like(row) for row in ids], length, 0, side),
             "labels": pad_rows([s["labels"] for s in samples], length, IGNORED_LABEL, side),
         }
-        for key in VISUAL_KEYS:
-            arrays = [sample[key] for sample in samples if key in sample]
-            if arrays:
-                batch[key] = np.concatenate(arrays)
+        batch |= joined_visual(samples)
         batch.update(
             host_visual_indices(
                 batch["input_ids"],
@@ -158,11 +161,5 @@ def _joined(samples: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     labels = [sample["labels"].copy() for sample in samples]
     for labels_L in labels:
         labels_L[0] = IGNORED_LABEL
-    row = {
-        "input_ids": np.concatenate([sample["input_ids"] for sample in samples]),
-        "labels": np.concatenate(labels),
-    }
-    for key in VISUAL_KEYS:
-        if arrays := [sample[key] for sample in samples if key in sample]:
-            row[key] = np.concatenate(arrays)
-    return row
+    ids = np.concatenate([sample["input_ids"] for sample in samples])
+    return {"input_ids": ids, "labels": np.concatenate(labels), **joined_visual(samples)}

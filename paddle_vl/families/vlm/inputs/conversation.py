@@ -4,11 +4,10 @@
 data file, and addresses to the cache of remote files.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -16,48 +15,11 @@ from PIL import Image
 from paddle_vl.data.formats.canonical import CanonicalRow, Message, check_targets
 from paddle_vl.data.formats.reader import to_canonical
 from paddle_vl.data.formats.row_settings import RowSettings
-from paddle_vl.data.jsonl import parse_object
 from paddle_vl.data.media_file import ImageSource, MediaFolder, media_source, upright_size
 from paddle_vl.data.video_reader import FrameFiles, VideoFrames, VideoSource
 
 # Sources in memory instead of file names.
 _IN_MEMORY = (Image.Image, np.ndarray, VideoFrames)
-
-
-class ImagePart(NamedTuple):
-    """An image within a turn."""
-
-    source: ImageSource
-    kind = "image"
-
-
-class VideoPart(NamedTuple):
-    """A video within a turn."""
-
-    source: VideoSource
-    kind = "video"
-
-
-Part = str | ImagePart | VideoPart
-_PARTS: dict[str, Any] = {"text": lambda text: text, "image": ImagePart, "video": VideoPart}
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One message: its role, and text, images and videos in reading order.
-
-    Attributes:
-        is_target: whether an assistant's turn is a training target.
-    """
-
-    role: str
-    parts: tuple[Part, ...]
-    is_target: bool = True
-
-    @property
-    def text(self) -> str:
-        """The text without images and videos."""
-        return "".join(part for part in self.parts if isinstance(part, str))
 
 
 @dataclass(frozen=True)
@@ -70,15 +32,47 @@ class Conversation:
 
     row: CanonicalRow
 
+    @classmethod
+    def of(
+        cls, messages: list[Message], tools: Sequence[Any] = (), variables: Mapping[str, Any] = {}
+    ) -> "Conversation":
+        """A conversation of messages in the canonical form, not checked."""
+        return cls(CanonicalRow(messages, "messages", [*tools], dict(variables)))
+
+    @property
+    def messages(self) -> list[Message]:
+        """The messages; only the first may be of the system."""
+        return self.row.messages
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing but texts, images and videos of users and the assistant."""
+        own = {"tool_calls", "reasoning_content"}
+        return not (self.row.tools or self.row.chat_template_kwargs) and not any(
+            own & each.keys() or each["role"] == "tool" for each in self.messages
+        )
+
     @property
     def extra(self) -> Mapping[str, Any]:
         """Keys of the record that are not read, such as `task`."""
         return self.row.extras
 
-    @cached_property
-    def turns(self) -> tuple[Turn, ...]:
-        """The messages; only the first may be a system turn."""
-        return tuple(map(_turn, self.row.messages))
+    @property
+    def all_text(self) -> str:
+        """All texts and names that the row brings, one below the other."""
+        row = self.row
+        return "\n".join(strings_in([row.messages, row.tools, row.chat_template_kwargs]))
+
+    @property
+    def plain_text(self) -> str:
+        """The texts of the contents, one below the other."""
+        return "\n".join(map(self.text, range(len(self.messages))))
+
+    @property
+    def media(self) -> list[str]:
+        """`image` or `video` for each of them, in reading order."""
+        parts = (part for message in self.messages for part in message["content"])
+        return [part["type"] for part in parts if part["type"] != "text"]
 
     @property
     def images(self) -> list[ImageSource]:
@@ -91,26 +85,27 @@ class Conversation:
         return list(self._sources("video"))
 
     def _sources(self, kind: str) -> Iterator[Any]:
-        parts = (part for message in self.row.messages for part in message["content"])
+        parts = (part for message in self.messages for part in message["content"])
         return (part[kind] for part in parts if part["type"] == kind)
+
+    def text(self, number: int) -> str:
+        """The text of a turn without images and videos."""
+        parts = self.messages[number]["content"]
+        return "".join(part["text"] for part in parts if part["type"] == "text")
 
     @property
     def targets(self) -> list[int]:
         """Numbers of the turns that are training targets."""
-        return [i for i, message in enumerate(self.row.messages) if message.get("loss")]
+        return [i for i, message in enumerate(self.messages) if message.get("loss")]
 
     @property
-    def is_plain(self) -> bool:
-        """Whether there is nothing but texts, images and videos of users and the assistant."""
-        row = self.row
-        if row.tools or row.chat_template_kwargs:
-            return False
-        own = {"tool_calls", "reasoning_content"}
-        return not any(own & each.keys() or each["role"] == "tool" for each in row.messages)
+    def losses(self) -> list[bool]:
+        """Of each answer whether it is a training target."""
+        return [bool(each.get("loss")) for each in self.messages if each["role"] == "assistant"]
 
-    def before(self, number: int) -> "Conversation":
-        """The turns in front of one."""
-        return Conversation(replace(self.row, messages=self.row.messages[:number]))
+    def with_messages(self, messages: Sequence[Any]) -> "Conversation":
+        """The conversation with other messages, in the canonical form."""
+        return Conversation(replace(self.row, messages=[*messages]))
 
     def check_targets(self) -> None:
         """Check that there is a training target.
@@ -159,25 +154,9 @@ class RowReader:
         return Conversation(replace(canonical, messages=messages))
 
 
-def parse_line(line: bytes, directory: Path, allow_outside: bool = True) -> Conversation:
-    """The conversation of one line of a JSONL file; see `RowReader`.
-
-    Raises:
-        BadSampleError: as `RowReader`, or broken JSON.
-    """
-    return parse_record(parse_object(line, "'messages'"), directory, allow_outside)
-
-
-def parse_record(
-    record: Mapping[str, Any], directory: Path | None = None, allow_outside: bool = True
-) -> Conversation:
+def parse_record(record: Mapping[str, Any], directory: Path | None = None) -> Conversation:
     """The conversation of a record of any format; see `RowReader`."""
-    return RowReader(allow_outside=allow_outside)(record, directory)
-
-
-def _turn(message: Message) -> Turn:
-    parts = tuple(_PARTS[part["type"]](part[part["type"]]) for part in message["content"])
-    return Turn(message["role"], parts, message.get("loss", False))
+    return RowReader()(record, directory)
 
 
 def _with_sources(message: Message, folder: MediaFolder) -> Message:
@@ -195,3 +174,16 @@ def _opened(kind: str, source: Any, folder: MediaFolder) -> Any:
     if isinstance(source, list):
         return FrameFiles(tuple(_opened("image", frame, folder) for frame in source))
     return media_source(source, kind, f"{kind} source", folder)
+
+
+def strings_in(value: Any, keys: bool = True) -> Iterator[str]:
+    """All strings in a JSON value, with the keys of objects."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from value if keys else ()
+        for each in value.values():
+            yield from strings_in(each, keys)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from strings_in(each, keys)

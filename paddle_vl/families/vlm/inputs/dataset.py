@@ -42,7 +42,7 @@ class ConversationData(ABC):
 
     Attributes:
         max_length: longest sample in tokens, None for no limit; see `truncate_sample`.
-        splits: whether a row is a sample up to each of its learned answers.
+        limit: number of samples, the first ones; None for all.
     """
 
     max_length: int | None
@@ -52,6 +52,7 @@ class ConversationData(ABC):
 
     def __init__(self, processor: VLProcessor, max_length: int | None):
         self.max_length, self._processor = max_length, processor
+        self.limit: int | None = None
         self._samples: np.ndarray | None = None
 
     @abstractmethod
@@ -75,7 +76,8 @@ class ConversationData(ABC):
         return self._processor, self.max_length
 
     def __len__(self) -> int:
-        return self.row_count() if self._samples is None else len(self._samples)
+        count = self.row_count() if self._samples is None else len(self._samples)
+        return count if self.limit is None else min(count, self.limit)
 
     def __getitem__(self, number: int) -> dict[str, np.ndarray]:
         """A sample of `VLProcessor.encode_sample`, truncated to `max_length`.
@@ -105,7 +107,7 @@ class ConversationData(ABC):
         if self._samples is None:
             return self.row(number)
         row, answer = self._samples[number]
-        return self._processor.samples_of(self.row(row))[answer]
+        return self._processor.template.split(self.row(row))[answer]
 
     def place(self, number: int) -> str:
         """Location of a sample: `file:line` or the like."""
@@ -115,7 +117,7 @@ class ConversationData(ABC):
         """Make a sample of each learned answer; reads every row."""
         samples = []
         for row in range(self.row_count()):
-            count = len(self._processor.samples_of(self.row(row)))
+            count = len(self._processor.template.split(self.row(row)))
             samples += [(row, answer) for answer in range(count)]
         self._samples = np.array(samples, dtype=np.int64)
 
@@ -155,7 +157,6 @@ class MessagesDataset(ConversationData, LineIndex):
 
         Args:
             max_length: longest sample in tokens, None for no limit; see `truncate_sample`.
-            allow_outside: whether images and videos may lie outside their data file's folder.
             max_line_bytes: a longer line is a bad sample.
             reader: of the rows, in place of one with `allow_outside`.
 
@@ -165,9 +166,8 @@ class MessagesDataset(ConversationData, LineIndex):
             ValueError: a file is empty, or no sample of all files is usable.
         """
         ConversationData.__init__(self, processor, max_length)
-        reader = reader or RowReader(allow_outside=allow_outside)
         # Of each file, with the format of its first row.
-        self._readers = [reader for _ in files]
+        self._readers = [reader or RowReader(allow_outside=allow_outside) for _ in files]
         # Keys that are not read, of each file.
         self._unread: list[dict[str, None]] = [{} for _ in files]
         paths = [*map(Path, files)]
@@ -209,7 +209,7 @@ def checked(conversation: Conversation, processor: VLProcessor) -> list[int]:
         BadSampleError: no target, nothing that renders it, or a file that does not exist.
     """
     conversation.check_targets()
-    processor.check_template(conversation)
+    processor.template.check(conversation)
     media = {"image": conversation.images, "video": conversation.videos}
     return [source_size(source, kind) for kind, sources in media.items() for source in sources]
 

@@ -22,7 +22,7 @@ Shapes: L tokens, n images.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,13 +33,20 @@ from paddle_vl.data.formats.keys import unread_keys, unread_note
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import ImageSource, MediaFolder, brief, media_source
 from paddle_vl.families.vlm.inputs.collate import IGNORED_LABEL
-from paddle_vl.families.vlm.inputs.conversation import Conversation, ImagePart, RowReader
+from paddle_vl.families.vlm.inputs.conversation import Conversation, RowReader
 from paddle_vl.families.vlm.inputs.dataset import truncate_sample
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
-from paddle_vl.families.vlm.inputs.tokenizer import IMAGE_PAD
 
 # Entries of a row of memory-mapped token files: ids, and optionally 0 where nothing is learned.
 TOKENS, MASK = "tokens", "mask"
+
+
+class ImagePart(NamedTuple):
+    """An image of a document."""
+
+    source: ImageSource
+
+
 Parts = list[str | ImagePart]
 
 
@@ -142,16 +149,17 @@ class DocumentEncoder:
         images = [part.source for part in parts if isinstance(part, ImagePart)]
         counts: list[int] = []
         if images:
-            grids = self.processor.image_processor.grids(images)
+            grids = self.processor.image_processor(images, False)["image_grid_thw"]
             counts = self.processor.image_processor.num_tokens(grids).tolist()
-        template, next_count = self.processor.template, iter(counts)
+        processor, next_count = self.processor, iter(counts)
         ids: list[int] = []
         for part in parts:
             if isinstance(part, str):
-                ids += template.text_ids(part)
+                ids += processor.text_ids(part)
             else:
-                ids += template.visual_ids(IMAGE_PAD, next(next_count))
-        return self._document(np.array([*ids, self.processor.pad_token_id]), images)
+                pads = [processor.image_token_id] * next(next_count)
+                ids += [processor.vision_start_token_id, *pads, processor.vision_end_token_id]
+        return self._document(np.array([*ids, processor.pad_token_id]), images)
 
     def as_trained(self, sample: Sample) -> Sample:
         """A conversation's sample within `max_length`, with the labels of the source's targets."""
@@ -212,7 +220,7 @@ def check_ids(ids_L: np.ndarray, processor: VLProcessor) -> None:
     """
     if not ids_L.size:
         raise BadSampleError("empty_text", "the document has no token: leave it out")
-    tokenizer, forbidden = processor.tokenizer, processor.template.forbidden
+    tokenizer, forbidden = processor.tokenizer, processor.forbidden
     highest = int(ids_L.max())
     if highest > tokenizer.highest_id or int(ids_L.min()) < 0:
         raise BadSampleError(

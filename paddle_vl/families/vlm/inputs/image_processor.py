@@ -9,9 +9,9 @@ Shapes: R frames, H and W pixels, C = 3 channels, P patches, n images.
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -20,8 +20,6 @@ from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import ImageSource, image_size, load_rgb
 from paddle_vl.families.vlm.inputs.preprocessor_files import VisionProcessor
 from paddle_vl.files.checked_values import checked
-
-T = TypeVar("T")
 
 
 @checked
@@ -39,14 +37,7 @@ class ImageProcessor(VisionProcessor):
     hf_class = ("image_processor_type", "Qwen2VLImageProcessorFast")
     always_on = ("do_rescale", "do_normalize", "do_convert_rgb")
     own = ("do_resize",)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.min_pixels > self.max_pixels:
-            raise ValueError(
-                f"min_pixels {self.min_pixels} and max_pixels {self.max_pixels}: "
-                "0 < min_pixels <= max_pixels is needed"
-            )
+    kind = "image"
 
     @classmethod
     def from_pretrained(
@@ -73,15 +64,15 @@ class ImageProcessor(VisionProcessor):
             )
         return processor.replaced(min_pixels=min_pixels, max_pixels=max_pixels)
 
-    def to_dict(self) -> dict[str, Any]:
-        """HF's settings, in the dialect of the published Qwen3-VL checkpoints."""
-        return super().to_dict() | ({} if self.do_resize else {"do_resize": False})
-
-    def __call__(self, images: Sequence[ImageSource]) -> dict[str, np.ndarray]:
+    def __call__(
+        self, images: Sequence[ImageSource], with_pixels: bool = True
+    ) -> dict[str, np.ndarray]:
         """Patches of all images, in order.
 
         Args:
             images: paths, PIL images or uint8 `[H, W, 3]` arrays; at least one.
+            with_pixels: False gives zeros `[P, 1]` and grids from headers alone, in which EXIF may
+                exchange height and width.
 
         Returns:
             pixel_values `[P, 3 * temporal_patch_size * patch_size ** 2]` float32 and
@@ -90,29 +81,16 @@ class ImageProcessor(VisionProcessor):
         Raises:
             BadSampleError: an image cannot be read or resized, with its number.
         """
-        if not images:
-            raise ValueError("no image given: a text-only sample has no pixel_values")
-        patches, grids = zip(*of_each("image", self._process, images), strict=True)
-        return {
-            "pixel_values": patches[0] if len(patches) == 1 else np.concatenate(patches),
-            "image_grid_thw": np.array(grids, dtype=np.int64),
-        }
-
-    def grids(self, images: Sequence[ImageSource]) -> np.ndarray:
-        """Grids `[n, 3]` int64 from headers alone; height and width may be exchanged by EXIF.
-
-        Raises:
-            BadSampleError: as `__call__`, as far as the header shows it.
-        """
-        sides = of_each("image", lambda source: self._resized(*image_size(source)), images)
-        patch = self.patch_size
-        return np.array([(1, height // patch, width // patch) for height, width in sides], np.int64)
+        names = ("pixel_values", "image_grid_thw")
+        return dict(zip(names, self.encode_each(images, with_pixels), strict=True))
 
     def num_tokens(self, image_grid_thw: np.ndarray) -> np.ndarray:
         """Visual tokens of every image of a `[n, 3]` grid: `[n]` int64."""
         return image_grid_thw.prod(axis=1) // self.merge_size**2
 
-    def _process(self, source: ImageSource) -> tuple[np.ndarray, tuple[int, int, int]]:
+    def encode_one(self, source: ImageSource, with_pixels: bool) -> tuple[Any, ...]:
+        if not with_pixels:
+            return self.without_pixels(1, *self._resized(*image_size(source)))
         image = load_rgb(source)
         if self.do_resize:
             height, width = self._resized(image.height, image.width)
@@ -126,94 +104,56 @@ class ImageProcessor(VisionProcessor):
         return smart_resize(height, width, factor, self.min_pixels, self.max_pixels)
 
 
-def of_each(kind: str, function: Callable[[Any], T], sources: Sequence[Any]) -> list[T]:
-    """What a function gives for each image or video; the error of one has its number and file
-    name."""
-    found = []
-    for number, source in enumerate(sources, start=1):
-        try:
-            found.append(function(source))
-        except BadSampleError as error:
-            name = f"{kind} {number}"
-            if isinstance(source, str | os.PathLike):
-                name += f" ({os.fspath(source)})"
-            raise BadSampleError(error.kind, f"{name}: {error.reason}") from error
-    return found
-
-
 MAX_ASPECT_RATIO = 200
 
 
 def smart_resize(
-    height: int, width: int, factor: int, min_pixels: int, max_pixels: int
+    height: int,
+    width: int,
+    factor: int,
+    min_pixels: int,
+    max_pixels: int,
+    num_frames: int | None = None,
+    temporal_factor: int = 2,
 ) -> tuple[int, int]:
-    """Height and width of an image after resizing: multiples of `factor`, area within the limits.
+    """Height and width of an image, or of the frames of a video, after resizing: multiples of
+    `factor`, area within the limits.
 
     Sides are rounded half to even; a side that becomes 0 is repaired by `min_pixels`.
 
     Args:
         factor: patch size x merge size; pixels.
-        min_pixels, max_pixels: limits of the area after resizing; pixels.
-
-    Raises:
-        BadSampleError: one side is more than 200 times the other.
-
-    Example: 480 x 640 with factor 32 and at most 12288 pixels -> (96, 128).
-    """
-    return _within("image", height, width, factor, 1, 1, min_pixels, max_pixels)
-
-
-def smart_resize_video(
-    num_frames: int,
-    height: int,
-    width: int,
-    factor: int,
-    min_pixels: int,
-    max_pixels: int,
-    temporal_factor: int = 2,
-) -> tuple[int, int]:
-    """Height and width of the frames of a video; the limits hold for all frames together.
-
-    Args:
-        factor: patch size x merge size; pixels.
-        min_pixels, max_pixels: limits of frames x height x width after resizing; pixels.
+        min_pixels, max_pixels: limits of the area after resizing; pixels. Of a video they hold for
+            all frames together.
+        num_frames: of a video; None for an image.
         temporal_factor: frames per temporal patch.
 
     Raises:
-        BadSampleError: fewer frames than one temporal patch holds, or one side is more than 200
-            times the other.
+        BadSampleError: one side is more than 200 times the other, or there are fewer frames than
+            one temporal patch holds.
+
+    Example: 480 x 640 with factor 32 and at most 12288 pixels -> (96, 128).
     """
-    if num_frames < temporal_factor:
-        raise BadSampleError(
-            "too_few_frames",
-            f"the video has {num_frames} frame(s); at least {temporal_factor} are needed to fill a "
-            "temporal patch: use an image instead",
-        )
-    if height < factor or width < factor:
-        scale = max(factor / height, factor / width)
-        height, width = int(height * scale), int(width * scale)
-    padded = round(num_frames / temporal_factor) * temporal_factor
-    return _within("video", height, width, factor, num_frames, padded, min_pixels, max_pixels)
-
-
-def _within(
-    kind: str,
-    height: int,
-    width: int,
-    factor: int,
-    frames: int,
-    padded: int,
-    min_pixels: int,
-    max_pixels: int,
-) -> tuple[int, int]:
-    """Sides as multiples of `factor`; the limits are compared with `padded` frames of the rounded
-    sides, and the scale is that of `frames` of the given ones."""
+    kind, frames, padded = "image", 1, 1
+    if num_frames is not None:
+        if num_frames < temporal_factor:
+            raise BadSampleError(
+                "too_few_frames",
+                f"the video has {num_frames} frame(s); at least {temporal_factor} are needed to "
+                "fill a temporal patch: use an image instead",
+            )
+        if height < factor or width < factor:
+            scale = max(factor / height, factor / width)
+            height, width = int(height * scale), int(width * scale)
+        kind, frames = "video", num_frames
+        padded = round(num_frames / temporal_factor) * temporal_factor
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
         raise BadSampleError(
             "aspect_ratio",
             f"{kind} of {width} x {height} pixels (width x height): one side may be at most "
             f"{MAX_ASPECT_RATIO} times the other; crop it",
         )
+    # The limits are compared with the padded frames of the rounded sides.
     new_height, new_width = (round(side / factor) * factor for side in (height, width))
     area, rounded = frames * height * width, padded * new_height * new_width
     if rounded > max_pixels:

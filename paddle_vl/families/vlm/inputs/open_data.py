@@ -75,7 +75,7 @@ def row_reader(
         data.boxes,
         data.clip_boxes,
         tuple(data.special_tokens),
-        frozenset(processor.template.forbidden.values()),
+        frozenset(processor.forbidden.values()),
         own.columns or data.columns,
         own.only_columns,
         own.tags,

@@ -1,7 +1,9 @@
-"""HF's preprocessor files: the settings that image and video processors share."""
+"""What image and video processors share: settings in HF's preprocessor files."""
 
 import json
+import math
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -10,6 +12,7 @@ import numpy as np
 from PIL import Image
 from pydantic import Field
 
+from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.files.checked_values import Listed, Number, check_mapping, checked
 from paddle_vl.files.text_file import read_json_object, shown, write_text
 
@@ -48,7 +51,10 @@ class VisionProcessor:
         section: its key in `processor_config.json`.
         hf_class: HF's key for the class of the processor, and the name of that class.
         always_on: steps that a checkpoint cannot turn off.
+        never_on: settings that a checkpoint cannot turn on, beside other steps.
         own: settings that the other processor does not have.
+        bounds: pairs of settings, the first at most the second, and the least of the first.
+        kind: what is processed.
     """
 
     # Smaller images are enlarged to min_pixels: at most 4096 x 4096 pixels.
@@ -67,9 +73,21 @@ class VisionProcessor:
     section: ClassVar[str]
     hf_class: ClassVar[tuple[str, str]]
     always_on: ClassVar[tuple[str, ...]]
+    never_on: ClassVar[tuple[str, ...]] = ()
     own: ClassVar[tuple[str, ...]]
+    bounds: ClassVar[tuple[tuple[str, str, int], ...]] = (("min_pixels", "max_pixels", 1),)
+    kind: ClassVar[str]
 
     def __post_init__(self) -> None:
+        prefix = "" if self.kind == "image" else f"{self.kind}_"
+        for low, high, least in self.bounds:
+            values = getattr(self, low), getattr(self, high)
+            if not least <= values[0] <= values[1]:
+                raise ValueError(
+                    f"{prefix.replace('_', ' ')}{low} {values[0]} and {high} {values[1]}: {least} "
+                    f"<= {low} <= {high} is needed; set data.{prefix}{low} and data.{prefix}{high} "
+                    f"together, or correct {self.config_file}"
+                )
         side = self.patch_size * self.merge_size
         if self.temporal_patch_size * side**2 > _MOST_TOKEN_PIXELS:
             raise ValueError(
@@ -141,6 +159,7 @@ class VisionProcessor:
             f"{key} = {shown(value)}"
             for key, value in config.items()
             if (key in cls.always_on and value is False)
+            or (key in cls.never_on and value)
             or (key.startswith("do_") and value and key not in (*cls.always_on, *cls.own))
         ]
         refused += [
@@ -171,7 +190,44 @@ class VisionProcessor:
         for key in _REQUIRED:
             value = getattr(self, key)
             values[key] = list(value) if isinstance(value, tuple) else value
-        return values
+        own = {key: getattr(self, key) for key in self.own}
+        # A step that is on is not mentioned.
+        return values | {key: value for key, value in own.items() if value is not True}
+
+    def encode_each(self, sources: Sequence[Any], with_pixels: bool) -> Iterator[Any]:
+        """Pixels of all sources, their grids `[n, 3]` int64, and lists of what else there is.
+
+        Raises:
+            BadSampleError: a source cannot be used, with its number and file name.
+        """
+        if not sources:
+            raise ValueError(f"no {self.kind} given: a sample without any has no pixels of them")
+        found = []
+        for number, source in enumerate(sources, start=1):
+            try:
+                found.append(self.encode_one(source, with_pixels))
+            except BadSampleError as error:
+                name = f"{self.kind} {number}"
+                if isinstance(source, str | os.PathLike):
+                    name += f" ({os.fspath(source)})"
+                raise BadSampleError(error.kind, f"{name}: {error.reason}") from error
+        pixels, grids, *more = zip(*found, strict=True)
+        yield pixels[0] if len(pixels) == 1 else np.concatenate(pixels)
+        yield np.array(grids, np.int64)
+        yield from map(list, more)
+
+    def encode_one(self, source: Any, with_pixels: bool) -> tuple[Any, ...]:
+        """Pixels of a source, its grid (t, h, w), and what else there is.
+
+        Args:
+            with_pixels: False gives zeros `[P, 1]`; of a file only the header is read.
+        """
+        raise NotImplementedError
+
+    def without_pixels(self, frames: int, height: int, width: int) -> tuple[np.ndarray, Any]:
+        """Zeros `[P, 1]` float32 and the grid of frames of that size, in pixels."""
+        grid = (frames, height // self.patch_size, width // self.patch_size)
+        return np.broadcast_to(np.float32(0), (math.prod(grid), 1)), grid
 
     def save_pretrained(self, directory: str | os.PathLike) -> None:
         """Write the processor's file, and its folder if it is missing."""

@@ -8,10 +8,9 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from copy import copy
-from dataclasses import dataclass, field
 from datetime import date, datetime, time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from paddle_vl.data.formats.canonical import ROLES
 from paddle_vl.families.vlm.inputs.chat_inputs import ChatInputs
@@ -24,13 +23,12 @@ from paddle_vl.families.vlm.inputs.tokenizer import (
     VIDEO_PAD,
     VISION_END,
     VISION_START,
-    ChatTemplate,
     TextTokenizer,
     train_bpe,
 )
 from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
 from paddle_vl.families.vlm.templates.built_in import JINJA_TEMPLATE
-from paddle_vl.families.vlm.templates.encoding import TemplateEncoder, TemplateSettings
+from paddle_vl.families.vlm.templates.encoding import EarlierReasoning, TemplateEncoder
 from paddle_vl.families.vlm.templates.rendering import ChatTemplateRenderer
 from paddle_vl.families.vlm.templates.template_files import (
     read_folder_templates,
@@ -58,31 +56,14 @@ _EQUAL_TEMPLATES = (
 )
 
 
-@dataclass(frozen=True)
-class TemplateOptions:
-    """What a run sets about the checkpoint's chat template.
-
-    Attributes:
-        variables: variables of the template (`enable_thinking`), which those of a row replace.
-        earlier_reasoning: see `paddle_vl.families.vlm.templates.encoding.TemplateSettings`.
-        day: what `strftime_now` shows; None for today.
-    """
-
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    earlier_reasoning: Literal["refuse", "drop", "split"] = "refuse"
-    day: date | None = None
-
-
 class VLProcessor(ChatInputs):
     """Encodes conversations with images and videos.
 
     Attributes:
-        tokenizer, image_processor, video_processor, template: the components; `template` is the
-            built-in one.
-        own_template: the checkpoint's; None without.
-        renders_as_built_in: whether it is known to render plain conversations as the built-in one.
+        tokenizer, image_processor, video_processor, template: the components.
         image_token_id, video_token_id, vision_start_token_id, vision_end_token_id, pad_token_id:
             ids of the control tokens, found by name.
+        forbidden: names of the tokens that a text must not contain, by id.
         eos_token_ids: ids of `<|im_end|>` and `<|endoftext|>`, which end an answer.
         generation_config: these and the pad token, for a model that names none.
     """
@@ -93,15 +74,14 @@ class VLProcessor(ChatInputs):
         image_processor: ImageProcessor,
         video_processor: VideoProcessor | None = None,
         carried_files: Mapping[str, str] | None = None,
-        own_template: TemplateEncoder | None = None,
-        renders_as_built_in: bool = False,
+        template: TemplateEncoder | None = None,
     ):
         """Combine the components.
 
         Args:
             video_processor: None for `VideoProcessor.like_images`.
             carried_files: name to text of further files that `save_pretrained` writes unchanged.
-            own_template, renders_as_built_in: see the attributes.
+            template: of the checkpoint; None for the built-in one.
 
         Raises:
             ValueError: the tokenizer lacks a control token.
@@ -109,10 +89,11 @@ class VLProcessor(ChatInputs):
         self.tokenizer = tokenizer
         self.image_processor = image_processor
         self.video_processor = video_processor or VideoProcessor.like_images(image_processor)
-        self.template = ChatTemplate(tokenizer)
-        self.own_template, self.renders_as_built_in = own_template, renders_as_built_in
+        self.template = template or TemplateEncoder(None, tokenizer.backend)
         self._carried_files = dict(carried_files or {})
-        ids = self.template.ids
+        ids = {token: tokenizer.token_id(token) for token in CONTROL_TOKENS}
+        self.forbidden = {token_id: token for token, token_id in ids.items()}
+        self.forbidden.update(tokenizer.special_tokens)
         self.image_token_id = ids[IMAGE_PAD]
         self.video_token_id = ids[VIDEO_PAD]
         self.vision_start_token_id = ids[VISION_START]
@@ -162,7 +143,9 @@ class VLProcessor(ChatInputs):
         video_max_frames: int | None = None,
         video_min_pixels: int | None = None,
         video_max_pixels: int | None = None,
-        template: TemplateOptions | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+        earlier_reasoning: EarlierReasoning = "refuse",
+        template_date: date | None = None,
     ) -> "VLProcessor":
         """Read the processor files of a checkpoint directory, or of a model named on a hub.
 
@@ -171,7 +154,10 @@ class VLProcessor(ChatInputs):
             video_fps: overrides the frames sampled per second of video.
             video_min_frames, video_max_frames: override the bounds of sampled frames.
             video_min_pixels, video_max_pixels: override frames x height x width of a video; pixels.
-            template: what the run sets about the checkpoint's chat template.
+            template_variables: of the checkpoint's chat template (`enable_thinking`); those of a
+                row win.
+            earlier_reasoning: see `TemplateEncoder`.
+            template_date: what `strftime_now` shows; None for today.
 
         Raises:
             RuntimeError: `tokenizer.json` or `preprocessor_config.json` is missing or damaged.
@@ -198,25 +184,26 @@ class VLProcessor(ChatInputs):
             if (directory / name).is_file()
         }
         tokenizer = TextTokenizer.from_file(directory)
-        found, template = read_folder_templates(directory), template or TemplateOptions()
+        found = read_folder_templates(directory)
         if found is None:
             return cls(tokenizer, image_processor, video_processor, carried)
+        plain = found.source.replace("\r\n", "\n").strip().encode(errors="surrogatepass")
+        is_built_in = hashlib.sha256(plain).hexdigest() in _EQUAL_TEMPLATES
         own = TemplateEncoder(
             ChatTemplateRenderer(
                 found.source,
-                datetime.now() if template.day is None else datetime.combine(template.day, time()),
+                datetime.combine(template_date, time()) if template_date else datetime.now(),
                 special_tokens(directory),
                 found.tools_source,
-                variables=template.variables,
+                variables=template_variables or {},
                 name=f"the chat template in {found.file}",
             ),
             tokenizer.backend,
-            TemplateSettings(template.earlier_reasoning, _end_ids(directory)),
+            earlier_reasoning,
+            _end_ids(directory),
+            is_built_in and not template_variables,
         )
-        plain = found.source.replace("\r\n", "\n").strip().encode(errors="surrogatepass")
-        is_same = hashlib.sha256(plain).hexdigest() in _EQUAL_TEMPLATES
-        is_same = is_same and not template.variables
-        return cls(tokenizer, image_processor, video_processor, carried, own, is_same)
+        return cls(tokenizer, image_processor, video_processor, carried, own)
 
     def save_pretrained(self, directory: str | os.PathLike) -> None:
         """Write the processor under HF's file names.
@@ -230,7 +217,7 @@ class VLProcessor(ChatInputs):
         files = dict(self._carried_files)
         files.setdefault("tokenizer_config.json", _dump(self._tokenizer_config()))
         files.setdefault("special_tokens_map.json", _dump(_SPECIAL_TOKENS_MAP))
-        if self.own_template is None:
+        if self.template.renderer is None:
             files["chat_template.jinja"] = JINJA_TEMPLATE
         for name, text in files.items():
             (directory / name).parent.mkdir(exist_ok=True)
@@ -246,8 +233,8 @@ class VLProcessor(ChatInputs):
         """Hash of the tokenizer, of the settings of the image and video processors, and of a chat
         template that differs from the built-in one."""
         settings: list[Any] = [self.image_processor.to_dict(), self.video_processor.to_dict()]
-        if self.own_template is not None and not self.renders_as_built_in:
-            settings.append(self.own_template.description())
+        if (template := self.template.description()) is not None:
+            settings.append(template)
         content = self.tokenizer.to_json() + json.dumps(settings, sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 

@@ -1,7 +1,6 @@
 """Synthetic conversations about synthetic images, written as data files for a profile."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,48 +15,47 @@ _NUM_IMAGES = 8
 _WORD = " word"
 
 
-@dataclass(frozen=True)
-class ConversationShapes:
-    """Shapes of every sample.
-
-    Attributes:
-        num_images: images of a sample.
-        image_side: height and width of an image in pixels, before the processor resizes it.
-        answer_tokens: tokens of the answer, which the loss counts.
-    """
-
-    num_images: int = 1
-    image_side: int = 448
-    answer_tokens: int = 64
-
-    def __post_init__(self):
-        if self.num_images < 0 or min(self.image_side, self.answer_tokens) < 1:
-            raise ValueError(f"{self}: sizes must be at least 1, and no image is 0")
-
-
 def write_conversations(
-    folder: Path, shapes: ConversationShapes, num_samples: int, tokenizer: TextTokenizer
+    folder: Path,
+    num_samples: int,
+    tokenizer: TextTokenizer,
+    *,
+    num_images: int = 1,
+    image_side: int = 448,
+    answer_tokens: int = 64,
 ) -> Path:
     """Write images and a JSONL file, deterministically; several ranks may do so at once.
 
+    Args:
+        num_images: images of a sample.
+        image_side: height and width of an image in pixels, before the processor resizes it.
+        answer_tokens: tokens of the answer, which the loss counts.
+
     Returns:
         The JSONL file. Files are written atomically.
+
+    Raises:
+        ValueError: a size below 1, or a number of images below 0.
     """
+    if num_images < 0 or min(image_side, answer_tokens) < 1:
+        raise ValueError(
+            f"{num_images} images of side {image_side} and {answer_tokens} tokens: sizes must be "
+            "at least 1, and no image is 0"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     files = [f"{number}.png" for number in range(_NUM_IMAGES)]
     for number, name in enumerate(files):
         coarse = np.random.default_rng(number).integers(0, 256, (8, 8, 3), dtype=np.uint8)
-        size = shapes.image_side, shapes.image_side
-        image = Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC)
+        image = Image.fromarray(coarse).resize((image_side, image_side), Image.Resampling.BICUBIC)
         with replacing(folder / name) as partial:
             image.save(partial, "PNG")
     messages = [
-        {"role": "user", "content": "<image>" * shapes.num_images + "What is there to see?"},
-        {"role": "assistant", "content": _answer(shapes.answer_tokens, tokenizer)},
+        {"role": "user", "content": "<image>" * num_images + "What is there to see?"},
+        {"role": "assistant", "content": _answer(answer_tokens, tokenizer)},
     ]
     lines = []
     for number in range(num_samples):
-        images = [files[(number + i) % _NUM_IMAGES] for i in range(shapes.num_images)]
+        images = [files[(number + i) % _NUM_IMAGES] for i in range(num_images)]
         lines.append(json.dumps({"messages": messages, "images": images}) + "\n")
     file = folder / CONVERSATIONS_FILE
     with replacing(file) as partial:

@@ -9,6 +9,7 @@ Shapes: R frames, H and W pixels, P patches, n videos.
 import os
 from collections.abc import Sequence
 from contextlib import closing
+from itertools import chain
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -22,12 +23,7 @@ from paddle_vl.data.video_reader import (
     frame_rate,
     open_video,
 )
-from paddle_vl.families.vlm.inputs.image_processor import (
-    ImageProcessor,
-    of_each,
-    patchify,
-    smart_resize_video,
-)
+from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor, patchify, smart_resize
 from paddle_vl.families.vlm.inputs.preprocessor_files import VisionProcessor
 from paddle_vl.files.checked_values import Number, checked
 
@@ -67,21 +63,10 @@ class VideoProcessor(VisionProcessor):
     section = "video_processor"
     hf_class = ("video_processor_type", "Qwen3VLVideoProcessor")
     always_on = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb", "do_sample_frames")
+    never_on = ("num_frames", "cap_pixels_per_frame")
     own = ("fps", "min_frames", "max_frames")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for low, high, least in (
-            ("min_pixels", "max_pixels", 1),
-            ("min_frames", "max_frames", MIN_FRAMES),
-        ):
-            values = getattr(self, low), getattr(self, high)
-            if not least <= values[0] <= values[1]:
-                raise ValueError(
-                    f"video {low} {values[0]} and {high} {values[1]}: {least} <= {low} <= {high} "
-                    f"is needed; set data.video_{low} and data.video_{high} together, or correct "
-                    f"{self.config_file}"
-                )
+    bounds = (*VisionProcessor.bounds, ("min_frames", "max_frames", MIN_FRAMES))
+    kind = "video"
 
     @classmethod
     def from_pretrained(
@@ -112,80 +97,45 @@ class VideoProcessor(VisionProcessor):
             image_std=images.image_std,
         )
 
-    @classmethod
-    def from_dict(cls, config: dict[str, Any], name: str = "the settings") -> "VideoProcessor":
-        """Build from HF's settings.
-
-        Raises:
-            ValueError: settings are missing, out of range or not supported; all are named.
-        """
-        if config.get("num_frames") is not None or config.get("cap_pixels_per_frame"):
-            raise ValueError(
-                f"{name} has num_frames {config.get('num_frames')} and cap_pixels_per_frame "
-                f"{config.get('cap_pixels_per_frame')}, which are not supported: remove them and "
-                "limit videos by fps, max_frames and size.longest_edge"
-            )
-        return super().from_dict(config, name)
-
-    def to_dict(self) -> dict[str, Any]:
-        """HF's settings, in the dialect of the published Qwen3-VL checkpoints."""
-        return super().to_dict() | {key: getattr(self, key) for key in self.own}
-
-    def __call__(self, videos: Sequence[VideoSource]) -> ProcessedVideos:
+    def __call__(self, videos: Sequence[VideoSource], with_pixels: bool = True) -> ProcessedVideos:
         """Patches and timestamps of all videos, in order.
 
         Args:
             videos: paths, `VideoFrames`, or uint8 `[R, H, W, 3]` arrays; at least one.
+            with_pixels: False gives zeros `[P, 1]`, with grids and timestamps from headers and
+                first frames.
 
         Raises:
             BadSampleError: a video cannot be read or resized, with its number.
             RuntimeError: a file is given and PyAV is not installed.
         """
-        if not videos:
-            raise ValueError("no video given: a sample without videos has no pixel_values_videos")
-        patches, grids, timestamps = zip(*of_each("video", self._process, videos), strict=True)
-        arrays = {
-            "pixel_values_videos": patches[0] if len(patches) == 1 else np.concatenate(patches),
-            "video_grid_thw": np.array(grids, np.int64),
-        }
-        return ProcessedVideos(arrays, list(timestamps))
-
-    def grids(self, videos: Sequence[VideoSource]) -> tuple[np.ndarray, list[list[float]]]:
-        """Grids `[n, 3]` int64 and timestamps of videos, from headers and first frames.
-
-        Raises:
-            BadSampleError, RuntimeError: as `__call__`, as far as these show it.
-        """
-        grids, timestamps = zip(*of_each("video", self._outline, videos), strict=True)
-        return np.array(grids, np.int64), list(timestamps)
+        pixels, grid, timestamps = self.encode_each(videos, with_pixels)
+        return ProcessedVideos({"pixel_values_videos": pixels, "video_grid_thw": grid}, timestamps)
 
     def tokens_per_patch(self, video_grid_thw: np.ndarray) -> np.ndarray:
         """Visual tokens per temporal patch of every video of a `[n, 3]` grid: `[n]` int64."""
         return video_grid_thw[:, 1:].prod(axis=1) // self.merge_size**2
 
-    def _outline(self, source: VideoSource) -> tuple[tuple[int, ...], list[float]]:
+    def encode_one(self, source: VideoSource, with_pixels: bool) -> tuple[Any, ...]:
         video, indices, times = self._chosen(source)
-        with closing(video.frames([0])) as frames:
-            height, width = next(frames).shape[:2]
-        sides = self._resized(len(indices), height, width)
-        return (len(times), *(side // self.patch_size for side in sides)), times
-
-    def _process(self, source: VideoSource) -> tuple[np.ndarray, tuple[int, int, int], list[float]]:
-        video, indices, times = self._chosen(source)
-        resized_RHWC: Any = None
-        for number, frame in enumerate(video.frames(indices.tolist())):
-            if resized_RHWC is None:
-                height, width = self._resized(len(indices), *frame.shape[:2])
-                resized_RHWC = np.empty((len(indices), height, width, 3), dtype=np.uint8)
-            _, height, width, _ = resized_RHWC.shape
-            image = Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC)
-            resized_RHWC[number] = np.asarray(image)
+        with closing(video.frames(indices.tolist() if with_pixels else [0])) as frames:
+            first = next(frames)
+            height, width = smart_resize(
+                first.shape[0],
+                first.shape[1],
+                self.patch_size * self.merge_size,
+                self.min_pixels,
+                self.max_pixels,
+                len(indices),
+                self.temporal_patch_size,
+            )
+            if not with_pixels:
+                return *self.without_pixels(len(times), height, width), times
+            resized_RHWC = np.empty((len(indices), height, width, 3), dtype=np.uint8)
+            for number, frame in enumerate(chain([first], frames)):
+                image = Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC)
+                resized_RHWC[number] = np.asarray(image)
         return *patchify(resized_RHWC, self), times
-
-    def _resized(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
-        factor, budget = self.patch_size * self.merge_size, (self.min_pixels, self.max_pixels)
-        of_time = self.temporal_patch_size
-        return smart_resize_video(num_frames, height, width, factor, *budget, of_time)
 
     def _chosen(self, source: VideoSource) -> tuple[AnyVideo, np.ndarray, list[float]]:
         """A video, the numbers of its sampled frames, and the timestamps of its patches."""

@@ -10,14 +10,41 @@ behind that. An empty `<think></think>` that the template adds by itself is not 
 import re
 from collections.abc import Callable, Sequence
 from itertools import compress
+from typing import Any
 
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.vlm.templates.messages import Message, has_reasoning
+from paddle_vl.families.vlm.templates.rendering import RenderedChat
 
 Span = tuple[int, int]
 Render = Callable[[Sequence[Message], bool], str]
 
 _EMPTY_REASONING = re.compile(r"\s*(?:<think>)?\s*</think>\n*")
+
+
+def learned_spans(whole: RenderedChat, renderer: Any, ends: re.Pattern[str]) -> list[Span]:
+    """The learned characters of a rendered conversation.
+
+    Args:
+        renderer: the `ChatTemplateRenderer`, for a template without marks.
+        ends: pattern of the tokens that may end an answer.
+
+    Raises:
+        BadSampleError: the marks do not tell which answer they belong to, or an answer is not what
+            the model would be asked for.
+    """
+    conversation, messages, (text, marks) = whole
+    if marks is not None:
+        return marked_spans(marks, conversation.losses)
+
+    def render(part: Sequence[Message], prompt: bool) -> str:
+        return renderer.render_of(conversation, part, prompt).text
+
+    spans = incremental_spans(render, messages, text, conversation.targets)
+    return [
+        without_margins(span, conversation.messages[i], text, ends)
+        for i, span in zip(conversation.targets, spans, strict=True)
+    ]
 
 
 def marked_spans(spans: Sequence[Span], loss: Sequence[bool]) -> list[Span]:

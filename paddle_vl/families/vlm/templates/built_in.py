@@ -1,15 +1,12 @@
-"""The built-in chat template of `ChatTemplate`: in HF's format, for folders that have none, and as
-text."""
+"""The built-in chat template in HF's format: ChatML with images and videos.
 
-from paddle_vl.families.vlm.inputs.conversation import Conversation, ImagePart, Part
-from paddle_vl.families.vlm.inputs.tokenizer import (
-    IM_END,
-    IM_START,
-    IMAGE_PAD,
-    VIDEO_PAD,
-    VISION_END,
-    VISION_START,
-)
+    <|im_start|>user\\n<|vision_start|><|image_pad|><|vision_end|>What is this?<|im_end|>\\n
+    <|im_start|>assistant\\nA cat.<|im_end|>\\n
+
+There is no default system message. `encoding.plain_text` writes the same text faster.
+
+Source: the chat template of the published Qwen3-VL checkpoints, without tools.
+"""
 
 # HF's processor repeats <|image_pad|>.
 JINJA_TEMPLATE = """\
@@ -40,21 +37,3 @@ JINJA_TEMPLATE = """\
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
-
-
-def prompt_text(
-    conversation: Conversation, add_generation_prompt: bool, continue_final_message: bool
-) -> str:
-    """The text of HF's template, one placeholder per image or video; see `apply_chat_template`."""
-
-    def shown(part: Part) -> str:
-        pad = IMAGE_PAD if isinstance(part, ImagePart) else VIDEO_PAD
-        return part if isinstance(part, str) else f"{VISION_START}{pad}{VISION_END}"
-
-    text = "".join(
-        f"{IM_START}{turn.role}\n{''.join(map(shown, turn.parts))}{IM_END}\n"
-        for turn in conversation.turns
-    )
-    if continue_final_message:
-        return text.removesuffix(f"{IM_END}\n")
-    return f"{text}{IM_START}assistant\n" if add_generation_prompt else text

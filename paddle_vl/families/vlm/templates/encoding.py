@@ -1,92 +1,126 @@
-"""Rows to token ids and labels with a checkpoint's own chat template."""
+"""Conversations to token ids and labels with a chat template.
+
+The text is tokenized as a whole, as HF does, unless it is cut. A video's placeholder is replaced by
+the timestamps of its patches before that; how often a placeholder stands for a patch or an image is
+a matter of ids, because it is a token by itself.
+
+The form of videos is that of HF transformers 4.57; 5.x leaves one more pair of vision tokens around
+all patches.
+"""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import compress, pairwise
+from typing import Any, Literal, NamedTuple
 
-from tokenizers import Tokenizer
+import numpy as np
+from tokenizers import Encoding, Tokenizer
 
 from paddle_vl.data.formats.row_settings import BOX_TOKENS
-from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.data.jsonl import BadSampleError, check_unicode
 from paddle_vl.families.vlm.inputs.collate import IGNORED_LABEL
-from paddle_vl.families.vlm.inputs.tokenizer import EncodedChat, VideoPrompt
-from paddle_vl.families.vlm.templates.answer_spans import (
-    Span,
-    incremental_spans,
-    marked_spans,
-    without_margins,
+from paddle_vl.families.vlm.inputs.conversation import Conversation
+from paddle_vl.families.vlm.inputs.tokenizer import (
+    CONTROL_TOKENS,
+    IM_END,
+    IM_START,
+    IMAGE_PAD,
+    VIDEO_PAD,
+    VISION_END,
+    VISION_START,
+    EncodedChat,
+    VideoPrompt,
 )
-from paddle_vl.families.vlm.templates.media_text import QWEN_MEDIA, MediaText, MediaTokens
-from paddle_vl.families.vlm.templates.messages import Chat, Message
+from paddle_vl.families.vlm.inputs.video_processor import timestamp_text
+from paddle_vl.families.vlm.templates.answer_spans import Span, learned_spans
+from paddle_vl.families.vlm.templates.environment import Rendered
+from paddle_vl.families.vlm.templates.messages import Message
 from paddle_vl.families.vlm.templates.rendering import ChatTemplateRenderer, RenderedChat
 
-Row = Mapping[str, Any]
-# No text has it: a private character. The blank shows whether the template trims.
-_MARK = "\ue0ff "
 # Characters that a template may make of a row, for each of its own, each message, and beside that;
 # tokenizing takes hundreds of bytes for each.
 _MOST_TIMES, _MOST_PER_MESSAGE, _MOST_MORE = 16, 1 << 10, 1 << 17
 
 
-@dataclass(frozen=True)
-class TemplateSettings:
-    """What a template does not say.
+EarlierReasoning = Literal["refuse", "drop", "split"]
 
-    Attributes:
+
+class TemplateEncoder:
+    """Encodes rows in the canonical form with one template and one tokenizer.
+
+    With the built-in template, or one that is known to write the same, an answer is tokenized apart
+    from the `assistant\\n` in front of it, as in generation. HF, and other templates here, tokenize
+    the complete string, which differs for answers that begin with a line break.
+
+    Args:
+        renderer: of the checkpoint's template; None for the built-in one.
         earlier_reasoning: what becomes of reasoning before the last question that the template
             leaves out: `refuse` the row, `drop` the reasoning, or `split` the row into one for each
             learned answer.
         end_token_ids: ids that end an answer, beside the special tokens.
-        media: tokens of images and videos.
+        is_built_in: whether it renders plain rows as the built-in template.
     """
 
-    earlier_reasoning: Literal["refuse", "drop", "split"] = "refuse"
-    end_token_ids: tuple[int, ...] = ()
-    media: MediaTokens = QWEN_MEDIA
-
-
-class TemplateEncoder:
-    """Encodes rows in the canonical form with one template and one tokenizer."""
-
     def __init__(
-        self, renderer: ChatTemplateRenderer, tokenizer: Tokenizer, settings: TemplateSettings
+        self,
+        renderer: ChatTemplateRenderer | None,
+        tokenizer: Tokenizer,
+        earlier_reasoning: EarlierReasoning = "refuse",
+        end_token_ids: tuple[int, ...] = (),
+        is_built_in: bool = False,
     ):
-        self._renderer, self._settings = renderer, settings
-        self._media = MediaText(tokenizer, settings.media)
+        self.renderer: Any = renderer
+        self._earlier_reasoning, self._is_known = earlier_reasoning, is_built_in
+        self._media = MediaText(tokenizer)
         added = tokenizer.get_added_tokens_decoder().values()
-        special = {str(token.content) for token in added if token.special}
-        special |= {settings.media.image, settings.media.video}
-        ends = filter(None, map(tokenizer.id_to_token, settings.end_token_ids))
+        special = {*CONTROL_TOKENS, *(str(token.content) for token in added if token.special)}
+        ends = filter(None, map(tokenizer.id_to_token, end_token_ids))
         # Rows have been searched for tokens of boxes that their writer did not mean.
         of_boxes = {name for pair in BOX_TOKENS.values() for name in pair}
         self._forbidden, self._ends = _any_of(special - of_boxes), _any_of({*special, *ends})
 
-    def description(self) -> list[Any]:
-        """What the ids of a row depend on, beside the row and the tokenizer; JSON values."""
-        renderer, settings = self._renderer, self._settings
-        sources = [renderer.source, renderer.tools_source, renderer.marked_source]
-        day = str(renderer.now) if self.prints_date else None
-        return [sources, dict(renderer.variables), day, settings.earlier_reasoning]
+    def description(self) -> list[Any] | None:
+        """What the ids of a row depend on, beside the row and the tokenizer; JSON values. None for
+        the built-in template and those like it."""
+        if self.renderer is None or self._is_known:
+            return None
+        return [*self.renderer.description(), self._earlier_reasoning]
 
     @property
     def prints_date(self) -> bool:
         """Whether the template asks for the time."""
-        sources = (self._renderer.source, self._renderer.tools_source or "")
-        return any("strftime_now" in source for source in sources)
+        return self.renderer is not None and self.renderer.prints_date
 
-    def rows(self, row: Row) -> list[Row]:
-        """The rows to encode: for `split` one up to each learned answer, else this one."""
-        messages = row["messages"]
-        learned = [i for i, message in enumerate(messages) if message.get("loss")]
-        if self._settings.earlier_reasoning != "split" or not learned:
-            return [row]
+    def _is_built_in(self, conversation: Conversation) -> bool:
+        """Whether the built-in template renders a conversation.
+
+        Raises:
+            BadSampleError: there is only that, and it cannot.
+        """
+        if self.renderer is None and not conversation.is_plain:
+            raise BadSampleError(
+                "unsupported",
+                "the conversation has tools, reasoning or template settings, which only a chat "
+                "template of the checkpoint can render, and its folder has none: add its "
+                "chat_template.jinja, or write them into the contents as text",
+            )
+        return self.renderer is None or (self._is_known and conversation.is_plain)
+
+    def split(self, conversation: Conversation) -> list[Conversation]:
+        """What training takes one by one: with `earlier_reasoning: split` a conversation up to each
+        learned answer, else this one."""
+        learned = conversation.targets
+        splits = self._earlier_reasoning == "split" and self.renderer is not None
+        if not splits or not learned or self._is_built_in(conversation):
+            return [conversation]
+        messages = conversation.messages
         unlearned = [{**each, "loss": False} if "loss" in each else each for each in messages]
-        return [{**row, "messages": [*unlearned[:i], messages[i]]} for i in learned]
+        return [conversation.with_messages([*unlearned[:i], messages[i]]) for i in learned]
 
     def encode(
         self,
-        row: Row,
+        conversation: Conversation,
         num_image_tokens: Sequence[int] = (),
         videos: Sequence[VideoPrompt] = (),
         *,
@@ -94,95 +128,226 @@ class TemplateEncoder:
         continue_final_message: bool = False,
         has_labels: bool = True,
     ) -> EncodedChat:
-        """Ids and labels of a row; of a prompt no token is learned.
+        """Ids and labels; of a prompt no token is learned.
 
         Args:
-            row: one of `rows`.
+            conversation: one of `split`.
             num_image_tokens: number of placeholders of every image, in reading order.
             videos: prompt of every video, in reading order.
-            add_generation_prompt: end with the start of an answer: the row is a prompt.
-            continue_final_message: leave the last message open: the row is a prompt.
-            has_labels: False for no labels of a row that is no prompt either.
+            add_generation_prompt: end with the start of an answer: it is a prompt.
+            continue_final_message: leave the last message open: it is a prompt.
+            has_labels: False for no labels of what is no prompt either.
 
         Raises:
             BadSampleError: a text contains a special token; the template fails, loses a part of
                 the row, or does not show what is learned; or nothing is.
         """
-        chat = Chat.from_row(row)
-        if forged := self._forbidden.search(chat.all_text()):
+        is_built_in = self._is_built_in(conversation)
+        text = conversation.plain_text if is_built_in else conversation.all_text
+        if forged := self._forbidden.search(text):
             raise BadSampleError(
                 "special_token",
                 f"the row contains the special token {forged.group()}, which would act as a "
-                "control token; remove or rewrite it",
+                "control token; remove or rewrite it (<image> and <video> place images and "
+                "videos)",
             )
-        whole = self._rendered(chat, add_generation_prompt)
+        whole = self._rendered(conversation, add_generation_prompt)
         is_prompt = add_generation_prompt or continue_final_message or not has_labels
         text = self._left_open(whole) if continue_final_message else whole.rendered.text
-        spans = [] if is_prompt else self._learned_spans(whole)
-        encoded = self._media.encode(text, spans, chat.media(), num_image_tokens, videos)
-        if not is_prompt and all(label == IGNORED_LABEL for label in encoded.labels):
+        answers = whole.rendered.spans or [] if is_built_in else []
+        cuts = [start for start, _ in answers]
+        spans: Iterable[Span] = []
+        if not is_prompt and is_built_in:
+            spans = compress(answers, conversation.losses)
+        elif not is_prompt:
+            spans = learned_spans(whole, self.renderer, self._ends)
+        media = conversation.media
+        encoded = self._media.encode(text, spans, media, num_image_tokens, videos, cuts)
+        # Rows of the built-in template have been checked for targets.
+        if not (is_prompt or is_built_in or any(each != IGNORED_LABEL for each in encoded.labels)):
             reason = "no token of the row is learned; an answer with text and loss: true is needed"
             raise BadSampleError("no_target", reason)
         return encoded
 
-    def text(self, row: Row, add_generation_prompt: bool, continue_final_message: bool) -> str:
-        """The text of a row, one placeholder per image or video; see `encode`."""
-        whole = self._rendered(Chat.from_row(row), add_generation_prompt)
+    def check(self, conversation: Conversation) -> None:
+        """Check that the template renders a conversation.
+
+        Raises:
+            BadSampleError: it fails, or loses a part of it.
+        """
+        if not self._is_built_in(conversation):
+            for each in self.split(conversation):
+                self.text(each)
+
+    def text(
+        self,
+        conversation: Conversation,
+        *,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+    ) -> str:
+        """The text, one placeholder per image or video; see `encode`."""
+        whole = self._rendered(conversation, add_generation_prompt)
         return self._left_open(whole) if continue_final_message else whole.rendered.text
 
-    def _rendered(self, chat: Chat, add_generation_prompt: bool) -> RenderedChat:
-        whole = self._renderer.render_chat(
-            chat,
+    def _rendered(self, conversation: Conversation, add_generation_prompt: bool) -> RenderedChat:
+        messages = conversation.messages
+        if self._is_built_in(conversation):
+            rendered = plain_text(messages, add_generation_prompt)
+            return RenderedChat(conversation, messages, rendered)
+        whole = self.renderer.render_chat(
+            conversation,
             add_generation_prompt=add_generation_prompt,
-            reasoning_may_go=self._settings.earlier_reasoning != "refuse",
+            reasoning_may_go=self._earlier_reasoning != "refuse",
         )
-        own, length = len(chat.all_text()), len(whole.rendered.text)
-        messages = len(chat.messages)
-        if length > _MOST_TIMES * own + _MOST_PER_MESSAGE * messages + _MOST_MORE:
+        own, length = len(conversation.all_text), len(whole.rendered.text)
+        if length > _MOST_TIMES * own + _MOST_PER_MESSAGE * len(messages) + _MOST_MORE:
             raise BadSampleError(
                 "template_error",
-                f"{self._renderer.name} makes {length} characters of a row of {own}; use another "
+                f"{self.renderer.name} makes {length} characters of a row of {own}; use another "
                 "template",
             )
         return whole
 
-    def _learned_spans(self, whole: RenderedChat) -> list[Span]:
-        chat, messages, (text, marks) = whole
-        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        loss = [bool(chat.messages[i]["loss"]) for i in answers]
-        if marks is not None:
-            return marked_spans(marks, loss)
-
-        def render(part: Sequence[Message], prompt: bool) -> str:
-            return self._renderer.render(part, chat.tools, prompt, chat.variables).text
-
-        learned = [i for i, is_on in zip(answers, loss, strict=True) if is_on]
-        spans = incremental_spans(render, messages, text, learned)
-        return [
-            without_margins(span, chat.messages[i], text, self._ends)
-            for i, span in zip(learned, spans, strict=True)
-        ]
-
     def _left_open(self, whole: RenderedChat) -> str:
-        """The text up to the end of the last message's text, found by a mark behind it."""
-        chat, messages, (complete, _) = whole
-        content = messages[-1].get("content") or ""
-        is_text = isinstance(content, str)
-        content = content + _MARK if is_text else [*content, {"type": "text", "text": _MARK}]
-        marked = [*messages[:-1], {**messages[-1], "content": content}]
-        rendered = self._renderer.render(marked, chat.tools, variables=chat.variables).text
-        text, found, _ = rendered.rpartition(_MARK)
-        # A template that trims its texts would have trimmed this one.
-        text = text if found else rendered.rpartition(_MARK.strip())[0].rstrip()
-        if not text or not complete.startswith(text):
-            raise BadSampleError(
-                "template_error",
-                "the chat template does not show where the last message ends, so that it cannot be "
-                "continued; ask for a new answer with add_generation_prompt instead",
-            )
-        return text
+        if self._is_built_in(whole.conversation):
+            return whole.rendered.text.removesuffix(f"{IM_END}\n")
+        return self.renderer.left_open(whole)
 
 
 def _any_of(names: Iterable[str]) -> re.Pattern[str]:
     """Pattern of any of the names, the longest first."""
     return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
+
+
+# The place of a medium in the built-in template's text.
+_PLACES = {
+    kind: f"{VISION_START}{pad}{VISION_END}"
+    for kind, pad in (("image", IMAGE_PAD), ("video", VIDEO_PAD))
+}
+
+
+def plain_text(messages: Sequence[Message], add_generation_prompt: bool) -> Rendered:
+    """The text of plain messages, many times faster than in the sandbox, and the answers in it.
+
+    A span is an answer and its `<|im_end|>`.
+    """
+    text, spans = "", []
+    for message in messages:
+        text += f"{IM_START}{message['role']}\n"
+        begin = len(text)
+        for part in message["content"]:
+            text += part["text"] if part["type"] == "text" else _PLACES[part["type"]]
+        text += IM_END
+        if message["role"] == "assistant":
+            spans.append((begin, len(text)))
+        text += "\n"
+    return Rendered(f"{text}{IM_START}assistant\n" if add_generation_prompt else text, spans)
+
+
+class MediaTokens(NamedTuple):
+    """Placeholders of an image and a video, and what encloses a temporal patch of a video."""
+
+    image: str
+    video: str
+    start: str
+    end: str
+
+
+QWEN_MEDIA = MediaTokens(IMAGE_PAD, VIDEO_PAD, VISION_START, VISION_END)
+
+
+class MediaText:
+    """Tokenizes texts with the placeholders of one model."""
+
+    def __init__(self, tokenizer: Tokenizer, tokens: MediaTokens = QWEN_MEDIA):
+        self._tokenizer, self._tokens = tokenizer, tokens
+        image, video, start, end = map(re.escape, tokens)
+        self._places = re.compile(f"(?P<image>{image})|(?P<video>(?:{start})?{video}(?:{end})?)")
+        self._ids = {tokenizer.token_to_id(name) for name in (tokens.image, tokens.video)}
+
+    def encode(
+        self,
+        text: str,
+        spans: Iterable[Span],
+        media: Sequence[str],
+        num_image_tokens: Sequence[int],
+        videos: Sequence[VideoPrompt],
+        cuts: Sequence[int] = (),
+    ) -> EncodedChat:
+        """Ids of a text, and labels of the tokens that touch a span.
+
+        Args:
+            spans: start and end character of learned texts.
+            media: `image` or `video` for each of the row.
+            num_image_tokens: number of placeholders of every image, in reading order.
+            videos: prompt of every video, in reading order.
+            cuts: characters in front of which the text is tokenized apart.
+
+        Raises:
+            BadSampleError: the text has other placeholders than the row has media, or is no
+                Unicode.
+        """
+        places = list(self._places.finditer(text))
+        kinds = [str(place.lastgroup) for place in places]
+        if sorted(kinds) != sorted(media):
+            raise BadSampleError(
+                "lost_text",
+                f"the row has {list(media)}, but the chat template places {kinds}; move images "
+                "and videos to user messages, or use a template that places them",
+            )
+        images, prompts = iter(num_image_tokens), iter(videos)
+        # The text up to each video; where it ended in the old text, and how far that moved.
+        new, ends, moved, repeats = "", [0], [0], []
+        for place in places:
+            if place.lastgroup == "image":
+                repeats.append(next(images))
+                continue
+            video = next(prompts)
+            repeats += [video.tokens_per_patch] * len(video.timestamps)
+            patch = self._tokens.start + self._tokens.video + self._tokens.end
+            new += text[ends[-1] : place.start()]
+            new += "".join(timestamp_text(seconds) + patch for seconds in video.timestamps)
+            ends.append(place.end())
+            moved.append(len(new) - place.end())
+        new += text[ends[-1] :]
+        check_unicode(new)
+
+        def at_new(at: int) -> int:
+            return at + moved[bisect_right(ends, at) - 1]
+
+        spans = [(at_new(start), at_new(end)) for start, end in spans]
+        ids, labels = [], []
+        for begin, stop in pairwise([0, *map(at_new, cuts), len(new)]):
+            encoding = self._tokenizer.encode(new[begin:stop], add_special_tokens=False)
+            found = encoding.ids
+            learned = [IGNORED_LABEL] * len(found)
+            for start, end in spans:
+                if start < stop and begin < end:
+                    own = max(start, begin) - begin, min(end, stop) - begin
+                    tokens = _touched(encoding, *own)
+                    learned[tokens] = found[tokens]
+            ids += found
+            labels += learned
+        if len(repeats) != sum(map(self._ids.__contains__, ids)):
+            raise ValueError(
+                f"the tokenizer has no tokens {self._tokens.image} and {self._tokens.video}, which "
+                "stand for images and videos; use the checkpoint's own tokenizer"
+            )
+        if not repeats:
+            return EncodedChat(ids, labels)
+        left = iter(repeats)
+        counts = [next(left) if each in self._ids else 1 for each in ids]
+        return EncodedChat(np.repeat(ids, counts).tolist(), np.repeat(labels, counts).tolist())
+
+
+def _touched(encoding: Encoding, start: int, end: int) -> slice:
+    """Tokens from that of the first character to that of the last: HF's rule."""
+
+    def first(places: range) -> int | None:
+        # A normalizer may leave out characters.
+        tokens = map(encoding.char_to_token, places)
+        return next((token for token in tokens if token is not None), None)
+
+    head, tail = first(range(start, end)), first(range(end - 1, start - 1, -1))
+    return slice(0) if head is None or tail is None else slice(head, tail + 1)

@@ -7,8 +7,9 @@ searched for every text of its row.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
+
+from paddle_vl.families.vlm.inputs.conversation import Conversation, strings_in
 
 Message = Mapping[str, Any]
 # In the order in which HF reads them.
@@ -16,46 +17,12 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 _THINK_END = "</think>"
 
 
-@dataclass(frozen=True)
-class Chat:
-    """What a template renders of a row in the canonical form.
-
-    Contents are lists of parts, tools in OpenAI's form, variables the `chat_template_kwargs`.
-    """
-
-    messages: Sequence[Message]
-    tools: Sequence[Mapping[str, Any]] | None
-    variables: Mapping[str, Any]
-
-    @classmethod
-    def from_row(cls, row: Mapping[str, Any]) -> "Chat":
-        """The chat of a row; keys without a meaning for templates are left out."""
-        return cls(row["messages"], row.get("tools"), row.get("chat_template_kwargs") or {})
-
-    def without_earlier_reasoning(self) -> "Chat":
-        """The chat without the reasoning of answers before the last question."""
-        users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
-        last = users[-1] if users else 0
-        earlier = map(_without_reasoning, self.messages[:last])
-        return replace(self, messages=[*earlier, *self.messages[last:]])
-
-    def media(self) -> list[str]:
-        """`image` or `video` for each of them, in reading order."""
-        parts = (part for message in self.messages for part in message.get("content") or ())
-        return [part["type"] for part in parts if part["type"] != "text"]
-
-    def texts(self) -> list[str]:
-        """What must be in the rendered text, without white space at the ends, by message.
-
-        Of tools the names, of their calls the names and the strings in their arguments.
-        """
-        texts = [text for message in self.messages for text in _texts(message)]
-        texts += [tool.get("function", tool)["name"] for tool in self.tools or ()]
-        return [text for text in map(str.strip, texts) if text]
-
-    def all_text(self) -> str:
-        """All texts and names that the row brings, one below the other."""
-        return "\n".join(_strings([self.messages, self.tools, self.variables]))
+def without_earlier_reasoning(conversation: Conversation) -> Conversation:
+    """The conversation without the reasoning of answers before the last question."""
+    messages: Sequence[Any] = conversation.messages
+    users = [i for i, message in enumerate(messages) if message["role"] == "user"]
+    last = users[-1] if users else 0
+    return conversation.with_messages([*map(_without_reasoning, messages[:last]), *messages[last:]])
 
 
 def for_template(message: Message, lists: bool | None = None) -> dict[str, Any]:
@@ -79,12 +46,22 @@ def for_template(message: Message, lists: bool | None = None) -> dict[str, Any]:
     return {**kept, "content": parts}
 
 
-def lost_texts(chat: Chat, text: str) -> list[str]:
-    """Texts of the row that the rendered text lacks, or has less often than the row.
+def texts_of(conversation: Conversation) -> list[str]:
+    """What must be in the rendered text, without white space at the ends, by message.
+
+    Of tools the names, of their calls the names and the strings in their arguments.
+    """
+    texts = [text for message in conversation.messages for text in _texts(message)]
+    texts += [tool.get("function", tool)["name"] for tool in conversation.row.tools]
+    return [text for text in map(str.strip, texts) if text]
+
+
+def lost_texts(conversation: Conversation, text: str) -> list[str]:
+    """Texts of the conversation that the rendered text lacks, or has less often.
 
     A text may be there as it is, or as in a JSON string.
     """
-    texts = chat.texts()
+    texts = texts_of(conversation)
     together = "\0".join(texts)
     return [each for each in texts if count_text(each, text) < together.count(each)]
 
@@ -112,7 +89,7 @@ def _texts(message: Message) -> Iterator[str]:
     for call in message.get("tool_calls") or ():
         function = call.get("function", call)
         yield function["name"]
-        yield from _strings(function["arguments"], keys=False)
+        yield from strings_in(function["arguments"], keys=False)
 
 
 def _without_reasoning(message: Message) -> Message:
@@ -124,16 +101,3 @@ def _without_reasoning(message: Message) -> Message:
     if end and thought.lstrip().startswith("<think>"):
         kept["content"] = [{"type": "text", "text": answer.lstrip("\n")}, *more]
     return kept
-
-
-def _strings(value: Any, keys: bool = True) -> Iterator[str]:
-    """All strings in a JSON value, with the keys of objects."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from value if keys else ()
-        for each in value.values():
-            yield from _strings(each, keys)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _strings(each, keys)

@@ -208,13 +208,6 @@ def test_packed_rows_hold_what_the_samples_alone_do(rows, multiple):
             np.testing.assert_array_equal(batch[key], np.concatenate(present))
 
 
-def test_packing_leaves_the_labels_of_the_samples_alone():
-    sample = make_sample([3])
-    sample["labels"] = sample["input_ids"].copy()
-    PackedCollator(collator())([[sample, sample]])
-    np.testing.assert_array_equal(sample["labels"], sample["input_ids"])
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_real_rows_are_listed_for_a_model_with_experts(side):
     samples = [make_sample([n], seed=n) for n in (2, 5, 1)]

@@ -13,7 +13,6 @@ import paddle
 import pytest
 
 from paddle_vl import GenerationConfig, Qwen3VLForConditionalGeneration
-from paddle_vl.nn.cpu import kernels as cpu
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
 from paddle_vl.testing.qwen3_vl import IMAGE, patches, token_rows
 from tests.single_card_tests.families.qwen3_vl.chat_builders import tiny_processor
@@ -99,20 +98,6 @@ def test_a_long_answer_takes_its_rotary_tables_in_parts(monkeypatch):
     assert model.generate(input_ids=ids, max_new_tokens=9).tolist() == wanted
 
 
-def test_a_step_on_the_cpu_attends_over_the_whole_buffers(monkeypatch):
-    model, keys = tiny_model(), []
-    plain = cpu.biased_rows
-
-    def seen(q, k, v, bias):
-        keys.append(k.shape[2])
-        return plain(q, k, v, bias)
-
-    monkeypatch.setattr(cpu, "biased_rows", seen)
-    model.generate(input_ids=token_rows([1, 2, 3]), max_new_tokens=4)
-    # Three prompt tokens and three that get keys, at each of three steps of three layers.
-    assert keys == [6] * 9
-
-
 def test_rows_end_at_any_stop_token_and_are_filled_with_the_pad_token():
     model, ids = tiny_model(), token_rows([1, 2, 3], [7, 8, 9])
     free = model.generate(input_ids=ids, max_new_tokens=6)
@@ -192,21 +177,6 @@ def test_an_ended_row_does_not_change_what_the_others_draw():
     assert found[1].tolist() == free[1].tolist()
 
 
-def test_top_k_of_one_is_greedy():
-    model, ids = tiny_model(), token_rows([1, 2, 3])
-    drawn = model.generate(
-        input_ids=ids, max_new_tokens=6, do_sample=True, top_k=1, temperature=9.0
-    )
-    assert drawn.tolist() == model.generate(input_ids=ids, max_new_tokens=6).tolist()
-
-
-def test_repetition_penalty_forbids_when_it_is_huge():
-    model, ids = tiny_model(), token_rows([1, 2, 3])
-    found = model.generate(input_ids=ids, max_new_tokens=20, repetition_penalty=1e9)[0].tolist()
-    assert len(set(found)) == 20
-    assert not set(found) & {1, 2, 3}
-
-
 def test_padding_is_no_token_to_repeat():
     model, row = tiny_model(), token_rows([1, 2, 3])
     first = int(model.generate(input_ids=row, max_new_tokens=1)[0, 0])
@@ -222,24 +192,6 @@ def test_the_head_sees_the_last_column_only():
     model.lm_head.register_forward_post_hook(lambda _, __, logits: shapes.append(logits.shape))
     model.generate(input_ids=token_rows([1, 2, 3], [4, 5, 6]), max_new_tokens=2)
     assert shapes == [[2, 64], [2, 64]]
-
-
-@pytest.mark.parametrize("has_views", [False, True])
-def test_tokens_do_not_depend_on_what_the_process_has_chosen(has_views):
-    name, model = "FLAGS_use_stride_kernel", tiny_model()
-    ids, settings = token_rows([1, 2, 3], [4, 5, 6]), {"max_new_tokens": 3, "do_sample": True}
-    settings |= {"seed": 0, "top_p": 0.9, "repetition_penalty": 1.2}
-    wanted = model.generate(input_ids=ids, **settings).tolist()
-    paddle.set_flags({name: has_views})
-    assert model.generate(input_ids=ids, **settings).tolist() == wanted
-    assert paddle.get_flags(name)[name] is has_views
-
-
-def test_streamed_steps_are_the_columns_of_generate():
-    model, ids = tiny_model(), token_rows([1, 2, 3], [7, 8, 9])
-    steps = list(model.stream(input_ids=ids, max_new_tokens=4))
-    assert [step.shape for step in steps] == [(2,)] * 4
-    assert np.stack(steps, axis=1).tolist() == model.generate(ids, max_new_tokens=4).tolist()
 
 
 def test_a_chosen_placeholder_is_an_ordinary_token(monkeypatch):

@@ -34,6 +34,7 @@ CONVERSATIONS = {
         b'{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "broken_json",
         "the key 'content' is there twice",
     ),
+    "a list": (b"[1]", "broken_json", "a list|object"),
     "not UTF-8": (b'{"messages": "\xff"}', "broken_json", "not UTF-8"),
     "UTF-16": ("\ufeff" + json.dumps(question()), "broken_json", "not UTF-8"),
     "surrogate": (escaped(question("a \ud800 b")), "bad_text", "half of a surrogate pair"),

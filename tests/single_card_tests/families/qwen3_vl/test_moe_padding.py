@@ -18,7 +18,7 @@ from paddle_vl.nn import experts
 from paddle_vl.nn.operations import use_kernels
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.testing import forbid_host_reads, record_host_reads
-from paddle_vl.testing.qwen3_vl import EXPERTS, IMAGE, VIDEO, token_rows
+from paddle_vl.testing.qwen3_vl import EXPERTS, IMAGE, VIDEO
 from tests.single_card_tests.families.qwen3_vl.test_moe import alone, batch
 from tests.support.tiny import tiny_model
 
@@ -179,16 +179,6 @@ def test_a_recomputed_layer_keeps_its_experts_if_the_router_would_now_choose_oth
         # An expert without rows has no gradient, one with rows has.
         grads = model.decoder_layers[i].mlp.experts.down_proj.grad.numpy()
         assert (np.abs(grads).max(axis=(1, 2)) > 0).tolist() == (count > 0).tolist()
-
-
-def test_evaluation_keeps_no_plan():
-    model = tiny_model(**EXPERTS)
-    arguments = model.decoder_arguments(input_ids=token_rows([1, 9, 2, 5]))
-    with paddle.no_grad():
-        for is_training, kept in ((False, 0), (True, 2)):
-            model.train() if is_training else model.eval()
-            model.language_model.run(model.language_model.embedding(arguments))
-            assert len(arguments["routed_rows"]._plans) == kept
 
 
 def test_padded_prompts_are_not_routed_in_generation():

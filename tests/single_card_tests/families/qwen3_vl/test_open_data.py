@@ -21,7 +21,7 @@ from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.vlm.inputs import dataset
 from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
 from paddle_vl.families.vlm.inputs.open_data import open_conversations
-from paddle_vl.families.vlm.inputs.processor import TemplateOptions, VLProcessor
+from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.inputs.rows_dataset import RowsDataset
 from paddle_vl.families.vlm.settings import VLDataConfig
 from tests.single_card_tests.families.qwen3_vl.chat_builders import tiny_processor
@@ -181,7 +181,7 @@ def test_earlier_reasoning_is_refused_dropped_or_split(folder, with_template):
         thought = {"role": "assistant", "content": answer, "reasoning_content": thoughts[answer]}
         turns += [{"role": "user", "content": "tell"}, thought]
     file = written(folder / "reasoning.jsonl", [{"messages": turns}])
-    split = VLProcessor.from_pretrained(with_template, template=TemplateOptions({}, "split"))
+    split = VLProcessor.from_pretrained(with_template, earlier_reasoning="split")
     data = opened([file], split, earlier_reasoning="split")
     assert [learned(split, sample) for sample in data] == [
         "(hello)red<|im_end|>",
@@ -196,7 +196,7 @@ def test_boxes_are_thousandths_of_the_original_image(folder):
     row = messages_row("Where?", '{"bbox_2d": <bbox>}', "red.png")
     row["objects"] = {"bbox": [[16, 12, 32, 48]]}
     (conversation,) = [opened([written(folder / "b.jsonl", [row])]).conversation(0)]
-    assert conversation.turns[1].text == '{"bbox_2d": [250, 250, 500, 1000]}'
+    assert conversation.text(1) == '{"bbox_2d": [250, 250, 500, 1000]}'
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import jinja2
 import numpy as np
 import pytest
 from PIL import Image
@@ -23,7 +22,6 @@ from paddle_vl.families.vlm.inputs.conversation import parse_record
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
-from paddle_vl.families.vlm.templates.built_in import JINJA_TEMPLATE
 from tests.single_card_tests.data.video_files import moving_frames
 from tests.single_card_tests.families.qwen3_vl.chat_builders import (
     assistant,
@@ -133,24 +131,11 @@ def test_mixed_batch_equals_its_samples_one_by_one():
     assert batch["video_grid_thw"].tolist() == [[2, 2, 4], [2, 2, 4]]
 
 
-def test_one_conversation_equals_a_batch_of_one():
-    single = PROCESSOR([user("<image>?")], images=[SMALL])
-    batch = PROCESSOR([[user("<image>?")]], images=[[SMALL]])
-    assert single.keys() == batch.keys()
-    for key in single:
-        np.testing.assert_array_equal(single[key], batch[key])
-
-
 def test_images_that_match_no_conversation_are_refused():
     with pytest.raises(ValueError, match="2 conversations but 1 lists of images"):
         PROCESSOR([[user("a")], [user("b")]], images=[[]])
     with pytest.raises(ValueError, match="2 conversations but 3 lists of videos"):
         PROCESSOR([[user("a")], [user("b")]], videos=[[], [], []])
-
-
-def test_answer_can_be_left_open_or_not():
-    inputs = PROCESSOR([user("a"), assistant("b")], add_generation_prompt=False)
-    assert PROCESSOR.decode(inputs["input_ids"][0], False).endswith("b<|im_end|>\n")
 
 
 CHAT = [user("<image>?"), assistant("a"), user("b"), assistant("c d")]
@@ -209,20 +194,6 @@ def test_the_chat_template_gives_text_ids_or_a_batch(ends):
     assert batch["pixel_values"].shape == (4, 96)
 
 
-def test_the_built_in_text_is_that_of_the_saved_template():
-    jinja = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
-    template = jinja.from_string(JINJA_TEMPLATE)
-    messages = [
-        {"role": "system", "content": "s"},
-        user([{"type": "video", "video": "v.mp4"}, {"type": "text", "text": "t <image>"}]),
-        assistant("a"),
-    ]
-    for opens in (True, False):
-        wanted = template.render(messages=messages, add_generation_prompt=opens)
-        found = PROCESSOR.apply_chat_template(messages, add_generation_prompt=opens)
-        assert found == wanted
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -245,17 +216,6 @@ def test_decoding_takes_hfs_arguments():
     assert PROCESSOR.batch_decode(ids, **settings) == ["user\nb\nassistant\nc d"]
     with pytest.raises(ValueError, match="no clean_up_tokenization_spaces"):
         PROCESSOR.decode(ids[0], clean_up_tokenization_spaces=True)
-
-
-def test_ids_are_found_by_name():
-    names = (
-        "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|endoftext|>",
-        "<|im_end|>", "<|endoftext|>",
-    )  # fmt: skip
-    assert [PROCESSOR.tokenizer.token_id(name) for name in names] == [
-        PROCESSOR.image_token_id, PROCESSOR.video_token_id, PROCESSOR.vision_start_token_id,
-        PROCESSOR.vision_end_token_id, PROCESSOR.pad_token_id, *PROCESSOR.eos_token_ids,
-    ]  # fmt: skip
 
 
 def test_saved_processor_encodes_the_same(tmp_path):
@@ -312,24 +272,10 @@ def test_another_template_of_the_checkpoint_renders_its_rows(tmp_path):
     assert processor.decode(labels[labels != -100], False) == "Yes<|im_end|>"
 
 
-def test_what_only_a_template_renders_is_refused_without_one(tmp_path):
-    PROCESSOR.save_pretrained(tmp_path)
-    (tmp_path / "chat_template.jinja").unlink()
-    processor = VLProcessor.from_pretrained(tmp_path)
-    thought = {"role": "assistant", "content": "Yes", "reasoning_content": "Hm."}
-    with pytest.raises(BadSampleError, match=r"chat_template\.jinja"):
-        processor([user("Hi"), thought], labels=True)
-
-
 def test_a_template_equal_to_the_built_in_one_is_known(tmp_path):
     PROCESSOR.save_pretrained(tmp_path)
-    assert VLProcessor.from_pretrained(tmp_path).renders_as_built_in
+    assert VLProcessor.from_pretrained(tmp_path).fingerprint() == PROCESSOR.fingerprint()
     # As Git or an editor may write it.
     file = tmp_path / "chat_template.jinja"
     file.write_bytes(file.read_bytes().replace(b"\n", b"\r\n") + b"\r\n")
-    assert VLProcessor.from_pretrained(tmp_path).renders_as_built_in
-
-
-def test_bad_image_is_refused_as_in_training():
-    with pytest.raises(BadSampleError, match=r"image 1 \(gone\.png\)"):
-        PROCESSOR([user("<image>")], images=["gone.png"])
+    assert VLProcessor.from_pretrained(tmp_path).fingerprint() == PROCESSOR.fingerprint()

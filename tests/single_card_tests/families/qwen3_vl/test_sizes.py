@@ -1,8 +1,7 @@
 """The published sizes by name.
 
-Guarantees: each size builds without allocating a parameter, has exactly the checkpoint format's
-keys and shapes, listed here independently of the model, and the published number of parameters; the
-hub's names are accepted.
+Guarantees: each size builds without allocating a parameter and has the published number of
+parameters; the hub's names are accepted. Keys and shapes are those of test_golden.py.
 
 Invalid configurations.
 
@@ -17,21 +16,11 @@ import paddle
 import pytest
 
 from paddle_vl import PI07Config, Qwen3VLConfig, Qwen3VLForConditionalGeneration
-from paddle_vl.families.qwen3_vl.sizes import SIZE_NAMES, size_values
+from paddle_vl.families.qwen3_vl.sizes import SIZE_NAMES
 from paddle_vl.generation.config import GenerationConfig
 from paddle_vl.testing.qwen3_vl import EXPERTS
 from tests.support.tiny import tiny_config
 
-VOCAB, HEAD = 151936, 128
-# layers, width, MLP, query heads, key heads, experts' width, tower (depth, width, MLP), tied
-SHAPES = {
-    "qwen3-vl-2b": (28, 2048, 6144, 16, 8, None, (24, 1024, 4096), True),
-    "qwen3-vl-4b": (36, 2560, 9728, 32, 8, None, (24, 1024, 4096), True),
-    "qwen3-vl-8b": (36, 4096, 12288, 32, 8, None, (27, 1152, 4304), False),
-    "qwen3-vl-32b": (64, 5120, 25600, 64, 8, None, (27, 1152, 4304), False),
-    "qwen3-vl-30b-a3b": (48, 2048, 6144, 32, 4, 768, (27, 1152, 4304), False),
-    "qwen3-vl-235b-a22b": (94, 4096, 12288, 64, 4, 1536, (27, 1152, 4304), False),
-}
 COUNTS = {
     "qwen3-vl-2b": 2_127_532_032,
     "qwen3-vl-4b": 4_437_815_808,
@@ -42,66 +31,11 @@ COUNTS = {
 }
 
 
-def expected_shapes(name: str) -> dict[str, tuple[int, ...]]:
-    """Keys and shapes of the checkpoint; linears are `[out, in]`."""
-    layers, width, mlp, heads, key_heads, expert, (depth, h, inner), tied = SHAPES[name]
-    shapes = {}
-
-    def linear(key: str, d_in: int, d_out: int) -> None:
-        shapes[f"{key}.weight"], shapes[f"{key}.bias"] = (d_out, d_in), (d_out,)
-
-    def norm(key: str, size: int) -> None:
-        shapes[f"{key}.weight"], shapes[f"{key}.bias"] = (size,), (size,)
-
-    visual = "model.visual."
-    shapes[f"{visual}patch_embed.proj.weight"] = (h, 3, 2, 16, 16)
-    shapes[f"{visual}patch_embed.proj.bias"] = (h,)
-    shapes[f"{visual}pos_embed.weight"] = (2304, h)
-    for i in range(depth):
-        block = f"{visual}blocks.{i}."
-        norm(f"{block}norm1", h)
-        norm(f"{block}norm2", h)
-        linear(f"{block}attn.qkv", h, 3 * h)
-        linear(f"{block}attn.proj", h, h)
-        linear(f"{block}mlp.linear_fc1", h, inner)
-        linear(f"{block}mlp.linear_fc2", inner, h)
-    mergers = {"merger": h} | {f"deepstack_merger_list.{i}": 4 * h for i in range(3)}
-    for merger, norm_size in mergers.items():
-        norm(f"{visual}{merger}.norm", norm_size)
-        linear(f"{visual}{merger}.linear_fc1", 4 * h, 4 * h)
-        linear(f"{visual}{merger}.linear_fc2", 4 * h, width)
-    shapes["model.language_model.embed_tokens.weight"] = (VOCAB, width)
-    shapes["model.language_model.norm.weight"] = (width,)
-    for i in range(layers):
-        layer = f"model.language_model.layers.{i}."
-        shapes[f"{layer}input_layernorm.weight"] = (width,)
-        shapes[f"{layer}post_attention_layernorm.weight"] = (width,)
-        shapes[f"{layer}self_attn.q_proj.weight"] = (heads * HEAD, width)
-        shapes[f"{layer}self_attn.k_proj.weight"] = (key_heads * HEAD, width)
-        shapes[f"{layer}self_attn.v_proj.weight"] = (key_heads * HEAD, width)
-        shapes[f"{layer}self_attn.o_proj.weight"] = (width, heads * HEAD)
-        shapes[f"{layer}self_attn.q_norm.weight"] = (HEAD,)
-        shapes[f"{layer}self_attn.k_norm.weight"] = (HEAD,)
-        if expert is None:
-            shapes[f"{layer}mlp.gate_proj.weight"] = (mlp, width)
-            shapes[f"{layer}mlp.up_proj.weight"] = (mlp, width)
-            shapes[f"{layer}mlp.down_proj.weight"] = (width, mlp)
-        else:
-            shapes[f"{layer}mlp.gate.weight"] = (128, width)
-            shapes[f"{layer}mlp.experts.gate_up_proj"] = (128, width, 2 * expert)
-            shapes[f"{layer}mlp.experts.down_proj"] = (128, expert, width)
-    if not tied:
-        shapes["lm_head.weight"] = (VOCAB, width)
-    return shapes
-
-
 @pytest.mark.parametrize("name", SIZE_NAMES)
-def test_a_size_has_the_published_keys_shapes_and_count_and_allocates_nothing(name):
+def test_a_size_has_the_published_count_and_allocates_nothing(name):
     with paddle.LazyGuard():
         model = Qwen3VLForConditionalGeneration(Qwen3VLConfig.named(name))
-    wanted = expected_shapes(name)
-    assert {key: tuple(shape) for key, shape in model.whole_shapes().items()} == wanted
-    assert sum(map(prod, wanted.values())) == COUNTS[name]
+    assert sum(map(prod, model.whole_shapes().values())) == COUNTS[name]
     assert sum(prod(parameter.shape) for parameter in model.parameters()) == COUNTS[name]
     assert not any(parameter._is_initialized() for parameter in model.parameters())
 
@@ -134,11 +68,6 @@ def test_an_unknown_size_is_refused_with_those_there_are():
         Qwen3VLConfig.named("qwen3-vl-7b")
 
 
-def test_changing_what_was_given_changes_no_size():
-    size_values("qwen3-vl-2b")["text_config"]["hidden_size"] = 1
-    assert size_values("qwen3-vl-2b")["text_config"]["hidden_size"] == 2048
-
-
 NO_SIZES = (0, -1, True, 2.0, "4", None, [4], 10**9, 10**30, float("nan"))
 
 
@@ -147,11 +76,6 @@ def refusal(values: dict, tmp_path) -> str:
     with pytest.raises(ValueError, match=r"config\.json: ") as error:
         Qwen3VLConfig.from_pretrained(tmp_path)
     return str(error.value)
-
-
-@pytest.mark.parametrize("name", SIZE_NAMES)
-def test_published_sizes_make_sense(name):
-    assert Qwen3VLConfig.named(name).text_config.num_hidden_layers > 20
 
 
 SIZES = [
@@ -204,6 +128,12 @@ def test_sizes_that_make_no_sense_are_refused(place, name, tmp_path):
         ("vision_config", "deepstack_visual_indexes", [True], r"\[0\] is True"),
         ("vision_config", "hidden_act", "$\\frac{", "hidden_act is"),
         ("vision_config", "num_heads", 3, "must give a head width"),
+        ("text_config", "num_experts_of_all", 8, "does not know the keys .*num_experts_of_all"),
+        ("vision_config", "out_hidden_size", 8, "out_hidden_size 8 differs from .* 16"),
+        ("vision_config", "deepstack_visual_indexes", [7], r"\[7\] lie outside the tower's 2 bl"),
+        ("vision_config", "num_position_embeddings", 15, "15 is not a square"),
+        (None, "image_token_id", 64, "image_token_id 64 lies outside .* 64"),
+        (None, "model_type", "qwen2_vl", "model_type is 'qwen2_vl'"),
         (None, "tie_word_embeddings", 1, "tie_word_embeddings is 1; it must be true or false"),
         (None, "image_token_id", 1.0, "image_token_id is 1.0"),
         (None, "image_token_id", 61, "must be four different tokens"),
@@ -255,18 +185,6 @@ def test_files_that_are_no_configuration_are_named(text, named, tmp_path):
         (tmp_path / name).write_bytes(text)
         with pytest.raises(RuntimeError, match=rf"/{name} .*{named}"):
             read(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("max_new_tokens", 10**30), ("max_new_tokens", 1.0), ("temperature", 10**400),
-     ("temperature", "hot"), ("top_p", True), ("eos_token_id", [1, "2"]), ("seed", -1),
-     ("pad_token_id", 2**70), ("repetition_penalty", float("nan"))],
-)  # fmt: skip
-def test_generation_settings_that_make_no_sense_are_named(name, value, tmp_path):
-    (tmp_path / "generation_config.json").write_text(json.dumps({name: value}))
-    with pytest.raises(ValueError, match=rf"generation_config\.json: {name} is "):
-        GenerationConfig.from_pretrained(tmp_path)
 
 
 TEXT = ("vlm_config", "gemma3_config", "text_config")

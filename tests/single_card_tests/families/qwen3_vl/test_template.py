@@ -1,5 +1,5 @@
-"""Chat template: token ids of a conversation, its targets, and protection from forged control
-tokens.
+"""The built-in chat template: token ids of a conversation, its targets, and protection from forged
+control tokens.
 
 Guarantees: the exact rendering of ChatML with images and videos; no default system message; targets
 are exactly the answers and their end tokens; training sees the same ids before an answer as
@@ -16,16 +16,13 @@ from hypothesis import strategies as st
 
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.vlm.inputs.conversation import parse_record
-from paddle_vl.families.vlm.inputs.tokenizer import (
-    CONTROL_TOKENS,
-    ChatTemplate,
-    VideoPrompt,
-    train_bpe,
-)
-from paddle_vl.families.vlm.templates.built_in import JINJA_TEMPLATE
+from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.inputs.tokenizer import CONTROL_TOKENS, VideoPrompt, train_bpe
+from paddle_vl.families.vlm.templates.encoding import TemplateEncoder
 from tests.single_card_tests.families.qwen3_vl.chat_builders import (
     TEXTS,
     assistant,
+    tiny_processor,
     tiny_tokenizer,
     user,
 )
@@ -33,14 +30,16 @@ from tests.single_card_tests.families.qwen3_vl.chat_builders import (
 GOLDEN = Path(__file__).parents[3] / "golden" / "qwen_vl" / "processor"
 TABLES = json.loads((GOLDEN / "processor.json").read_text())
 TOKENIZER = tiny_tokenizer()
-TEMPLATE = ChatTemplate(TOKENIZER)
 SYSTEM = {"role": "system", "content": "Be brief."}
 CHAT = [SYSTEM, user("<image>What is this?"), assistant("A cat."), user("Sure?"), assistant("Yes")]
 
 
-def encode(messages, num_image_tokens=(), images=(), videos=(), prompts=(), **options):
+def encode(
+    messages, num_image_tokens=(), images=(), videos=(), prompts=(), tokenizer=TOKENIZER, **options
+):
     record = {"messages": messages, "images": list(images), "videos": list(videos)}
-    return TEMPLATE.encode(parse_record(record), num_image_tokens, prompts, **options)
+    template = TemplateEncoder(None, tokenizer.backend)
+    return template.encode(parse_record(record), num_image_tokens, prompts, **options)
 
 
 def as_text(ids):
@@ -103,14 +102,9 @@ def test_timestamp_is_tokenised_with_the_text_in_front_of_it():
     tokenizer = train_bpe(["Look:<0.3 seconds>"] * 3, 300, CONTROL_TOKENS)
     whole = tokenizer.encode("user\nLook:<0.3 seconds>")
     assert whole != [*tokenizer.encode("user\nLook:"), *tokenizer.encode("<0.3 seconds>")]
-    record = {"messages": [user("Look:<video>")], "videos": ["a.mp4"]}
-    chat = ChatTemplate(tokenizer).encode(parse_record(record), (), [VideoPrompt([0.28], 1)])
+    prompts = [VideoPrompt([0.28], 1)]
+    chat = encode([user("Look:<video>")], (), (), ["a.mp4"], prompts, tokenizer)
     assert chat.input_ids[1 : 1 + len(whole)] == whole
-
-
-def test_there_is_no_default_system_message():
-    prompt = encode([user("Hi")], add_generation_prompt=True).input_ids
-    assert as_text(prompt) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_targets_are_the_answers_and_their_end_tokens():
@@ -141,7 +135,7 @@ def test_text_between_control_tokens_is_tokenised_as_one():
     adjacent texts are merged."""
     tokenizer = train_bpe(["user\n\nA cat"] * 3, 300, CONTROL_TOKENS)
     parts = [{"type": "text", "text": text} for text in ("\nA c", "at")]
-    ids = ChatTemplate(tokenizer).encode(parse_record({"messages": [user(parts)]}), ()).input_ids
+    ids = encode([user(parts)], tokenizer=tokenizer).input_ids
     im_start, im_end = (tokenizer.token_id(f"<|im_{end}|>") for end in ("start", "end"))
     whole = tokenizer.encode("user\n\nA cat")
     assert ids == [im_start, *whole, im_end, *tokenizer.encode("\n")]
@@ -149,17 +143,12 @@ def test_text_between_control_tokens_is_tokenised_as_one():
     assert whole != [token_id for text in apart for token_id in tokenizer.encode(text)]
 
 
-def test_special_token_of_the_tokenizer_that_the_template_does_not_use_is_refused_too():
-    template = ChatTemplate(train_bpe(TEXTS, 300, [*CONTROL_TOKENS, "<|box|>"]))
-    with pytest.raises(BadSampleError, match=r"<\|box\|>"):
-        template.encode(parse_record({"messages": [user("a <|box|>")]}), ())
-
-
-@pytest.mark.parametrize("token", CONTROL_TOKENS)
-@pytest.mark.parametrize("role", ["user", "assistant", "system"])
+@pytest.mark.parametrize("token", [*CONTROL_TOKENS, "<|own|>"])
+@pytest.mark.parametrize("role", ["user", "assistant"])
 def test_special_token_in_text_is_refused_by_name(token, role):
+    tokenizer = train_bpe(TEXTS, 300, [*CONTROL_TOKENS, "<|own|>"])
     with pytest.raises(BadSampleError) as info:
-        encode([{"role": role, "content": f"see {token} here"}])
+        encode([{"role": role, "content": f"see {token} here"}], tokenizer=tokenizer)
     assert token in str(info.value)
     assert info.value.kind == "special_token"
 
@@ -171,25 +160,4 @@ def test_half_a_surrogate_pair_is_refused():
 
 def test_tokenizer_without_a_control_token_is_refused_by_name():
     with pytest.raises(ValueError, match=r"<\|video_pad\|>"):
-        ChatTemplate(train_bpe(TEXTS, 300, CONTROL_TOKENS[:-1]))
-
-
-@pytest.mark.parametrize("add_generation_prompt", [False, True])
-def test_jinja_template_renders_the_same_text(add_generation_prompt):
-    sandbox = pytest.importorskip("jinja2.sandbox")
-    environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    parts = [
-        {"type": "text", "text": "Look: "},
-        {"type": "image", "image": "a.png"},
-        {"type": "text", "text": " what?\n "},
-        {"type": "video", "video": "a.mp4"},
-    ]
-    messages = [SYSTEM, user(parts), assistant("A cat."), user("Sure?"), assistant("Yes")]
-    expected = as_text(
-        encode(messages, [1], prompts=[CLIP], add_generation_prompt=add_generation_prompt).input_ids
-    )
-    text = environment.from_string(JINJA_TEMPLATE).render(
-        messages=messages, add_generation_prompt=add_generation_prompt
-    )
-    # The HF 4.57 processor replaces these three tokens with a video's patches.
-    assert text.replace("<|vision_start|><|video_pad|><|vision_end|>", CLIP_TEXT) == expected
+        VLProcessor(train_bpe(TEXTS, 300, CONTROL_TOKENS[:-1]), tiny_processor().image_processor)

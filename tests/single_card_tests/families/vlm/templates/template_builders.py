@@ -2,10 +2,12 @@
 
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
-from paddle_vl.families.vlm.templates.encoding import TemplateEncoder, TemplateSettings
+from paddle_vl.families.vlm.inputs.conversation import Conversation
+from paddle_vl.families.vlm.templates.encoding import TemplateEncoder
 from paddle_vl.families.vlm.templates.rendering import ChatTemplateRenderer
 
 GOLDEN = Path(__file__).parents[4] / "golden" / "templates"
@@ -45,8 +47,8 @@ def answer(text: str, loss: bool = True, **more: object) -> dict:
     return {"role": "assistant", "content": [{"type": "text", "text": text}], "loss": loss, **more}
 
 
-def row(*messages: dict, **more: object) -> dict:
-    return {"messages": [*messages], **more}
+def row(*messages: Any, **more: Any) -> Conversation:
+    return Conversation.of([*messages], **more)
 
 
 def renderer(source: str, **more) -> ChatTemplateRenderer:
@@ -54,8 +56,7 @@ def renderer(source: str, **more) -> ChatTemplateRenderer:
 
 
 def encoder(source: str, earlier_reasoning="refuse", **more) -> TemplateEncoder:
-    settings = TemplateSettings(earlier_reasoning)
-    return TemplateEncoder(renderer(source, **more), TOKENIZER, settings)
+    return TemplateEncoder(renderer(source, **more), TOKENIZER, earlier_reasoning)
 
 
 def learned_text(encoded) -> str:

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.vlm.inputs.tokenizer import train_bpe
 from paddle_vl.families.vlm.templates.answer_spans import marked_spans
-from paddle_vl.families.vlm.templates.media_text import QWEN_MEDIA, MediaText
+from paddle_vl.families.vlm.templates.encoding import MediaText
 from tests.single_card_tests.families.vlm.templates.template_builders import (
     answer,
     encoder,
@@ -31,9 +31,7 @@ def test_empty_blocks_are_left_out_but_count_for_the_turns():
 def test_a_token_that_straddles_a_border_is_learned(span, learned):
     tokenizer = Tokenizer.from_str(train_bpe(["lo lo lo", " wo wo wo"], 300, ["<x>"]).to_json())
     text = "helo wo"
-    encoded = MediaText(tokenizer, QWEN_MEDIA).encode(
-        text, [span] if span[0] < span[1] else [], (), (), ()
-    )
+    encoded = MediaText(tokenizer).encode(text, [span] if span[0] < span[1] else [], (), (), ())
     ids = [label for label in encoded.labels if label != -100]
     assert tokenizer.decode(ids) == learned
 
@@ -50,7 +48,7 @@ def test_published_templates_are_learned_as_their_twins_with_marks_say(tmp_path)
                 wheel.read(f"trl/chat_templates/{name}{kind}.jinja").decode()
                 for kind in ("", "_training")
             )
-            plain, marked = encoder(source), encoder(source, marked_source=twin)
+            plain, marked = encoder(source), encoder(twin)
             without, with_marks = plain.encode(row_of_two), marked.encode(row_of_two)
             assert without.input_ids == with_marks.input_ids, name
             # The marks have the line break behind an answer's end, too.

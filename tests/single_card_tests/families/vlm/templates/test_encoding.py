@@ -3,15 +3,10 @@
 import pytest
 
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.families.vlm.inputs.conversation import parse_record
-from paddle_vl.families.vlm.inputs.tokenizer import (
-    ChatTemplate,
-    TextTokenizer,
-    VideoPrompt,
-)
+from paddle_vl.families.vlm.inputs.tokenizer import VideoPrompt
 from paddle_vl.families.vlm.templates.built_in import JINJA_TEMPLATE
+from paddle_vl.families.vlm.templates.encoding import TemplateEncoder
 from tests.single_card_tests.families.vlm.templates.template_builders import (
-    GOLDEN,
     MARKED,
     PLAIN,
     THINKING,
@@ -36,13 +31,10 @@ TWO_ANSWERS = row(user("a?"), answer("b"), user("c?"), answer("d"))
 
 @pytest.mark.parametrize("ending", ["row", "add_generation_prompt", "continue_final_message"])
 def test_the_template_in_jinja_gives_ids_and_labels_of_the_built_in_one(ending):
-    record = {key: MEDIA[key] for key in MEDIA}
-    built_in = ChatTemplate(TextTokenizer(TOKENIZER))
+    built_in = TemplateEncoder(None, TOKENIZER)
     prompt = {} if ending == "row" else {ending: True}
-    expected = built_in.encode(parse_record(record, GOLDEN), COUNTS, VIDEOS, **prompt)
-    found = encoder(JINJA_TEMPLATE).encode(MEDIA, COUNTS, VIDEOS, **prompt)
-    assert found.input_ids == expected.input_ids
-    assert found.labels == (expected.labels if ending == "row" else [-100] * len(found.labels))
+    expected = built_in.encode(MEDIA, COUNTS, VIDEOS, **prompt)
+    assert encoder(JINJA_TEMPLATE).encode(MEDIA, COUNTS, VIDEOS, **prompt) == expected
 
 
 def test_ids_are_those_of_the_whole_text_with_all_placeholders():
@@ -59,8 +51,9 @@ def test_ids_are_those_of_the_whole_text_with_all_placeholders():
 
 
 def test_media_that_the_template_does_not_place_are_refused():
-    drawn = row(user("Draw."), answer("Here"))
-    drawn["messages"][1]["content"] += [IMAGE]
+    here = answer("Here")
+    here["content"] += [IMAGE]
+    drawn = row(user("Draw."), here)
     silent = JINJA_TEMPLATE.replace("part.type == 'video'", "part.type == 'film'")
     for source, each in ((silent, MEDIA), (JINJA_TEMPLATE.replace("image_pad", "x"), drawn)):
         with pytest.raises(BadSampleError, match="places"):
@@ -111,11 +104,11 @@ def test_an_answer_that_later_messages_rewrite_is_refused_unless_the_row_is_spli
     only_last = row(user("a?"), answer("b", loss=False), user("c?"), answer("d"))
     assert learned_text(encoder(THINKING).encode(only_last)) == "d<|im_end|>"
     splitting = encoder(THINKING, "split")
-    rows = splitting.rows(TWO_ANSWERS)
-    assert [len(each["messages"]) for each in rows] == [2, 4]
+    rows = splitting.split(TWO_ANSWERS)
+    assert [len(each.messages) for each in rows] == [2, 4]
     learned = [learned_text(splitting.encode(each)) for each in rows]
     assert learned == ["b<|im_end|>", "d<|im_end|>"]
-    assert encoder(THINKING).rows(TWO_ANSWERS) == [TWO_ANSWERS]
+    assert encoder(THINKING).split(TWO_ANSWERS) == [TWO_ANSWERS]
 
 
 @pytest.mark.parametrize("given", ["key", "text"])
@@ -132,7 +125,7 @@ def test_earlier_reasoning_is_refused_dropped_or_split(given):
         encoder(source).encode(last)
     assert learned_text(encoder(source, "drop").encode(last)) == "d<|im_end|>"
     splitting = encoder(source, "split")
-    learned = [learned_text(splitting.encode(each)) for each in splitting.rows(both)]
+    learned = [learned_text(splitting.encode(each)) for each in splitting.split(both)]
     assert learned == ["<think>\nHm.\n</think>\n\nb<|im_end|>", "d<|im_end|>"]
 
 
@@ -162,7 +155,7 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": {"k": [{"deep
         row(user("a"), answer("b", tool_calls=[CALL])),
         row(user("a"), {"role": "tool", "content": [{"type": "text", "text": FORGED}]}),
         row(user("a"), answer("b"), tools=[{"function": {"name": "f", "description": FORGED}}]),
-        row(user("a"), answer("b"), chat_template_kwargs={"style": FORGED}),
+        row(user("a"), answer("b"), variables={"style": FORGED}),
         row(user("a <|image_pad|>"), answer("b")),
     ],
 )

@@ -6,10 +6,8 @@ import pytest
 
 from check_templates import check_folder
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.families.vlm.templates.messages import Chat
 from tests.single_card_tests.families.vlm.templates.template_builders import (
     GOLDEN,
-    MARKED,
     PLAIN,
     THINKING,
     answer,
@@ -33,7 +31,7 @@ def test_all_recorded_conversations_give_the_values_of_hf():
     ("source", "content"), [(PLAIN, "Hi"), (EMPTY_FOR_LISTS, "Hi"), (LISTS, list)]
 )
 def test_contents_are_strings_unless_the_template_loses_them(source, content):
-    chat = Chat.from_row(row(user("Hi"), answer("Hello.")))
+    chat = row(user("Hi"), answer("Hello."))
     found = renderer(source).render_chat(chat)
     assert "Hi<|im_end|>" in found.rendered.text
     first = found.messages[0]["content"]
@@ -43,15 +41,13 @@ def test_contents_are_strings_unless_the_template_loses_them(source, content):
 def test_a_template_for_lists_gets_them_though_its_own_words_contain_the_answer():
     question = user("Is it m?")
     question["content"].append({"type": "image", "image": "a.png"})
-    text = renderer(LISTS).render_chat(Chat.from_row(row(question, answer("s")))).rendered.text
+    text = renderer(LISTS).render_chat(row(question, answer("s"))).rendered.text
     assert text.endswith("assistant\ns<|im_end|>\n")
 
 
 def test_sources_of_media_and_loss_do_not_reach_the_template():
     image = {"type": "image", "image": "/secret/path.png"}
-    chat = Chat.from_row(
-        row({"role": "user", "content": [image, {"type": "text", "text": "Hi"}]}, answer("Yo"))
-    )
+    chat = row({"role": "user", "content": [image, {"type": "text", "text": "Hi"}]}, answer("Yo"))
     text = renderer("{{ messages | tojson }}").render_chat(chat).rendered.text
     assert "secret" not in text
     assert "loss" not in text
@@ -71,12 +67,12 @@ def test_sources_of_media_and_loss_do_not_reach_the_template():
 )
 def test_a_text_that_the_template_drops_is_named(source, lost, messages, more):
     with pytest.raises(BadSampleError, match=re.escape(lost)) as error:
-        renderer(source).render_chat(Chat.from_row(row(*messages, **more)))
+        renderer(source).render_chat(row(*messages, **more))
     assert error.value.kind == "lost_text"
 
 
 def test_white_space_at_the_ends_may_be_trimmed_and_json_is_as_good_as_text():
-    chat = Chat.from_row(row(user(" Hi \n"), answer("Say 'é' \"x\"\n")))
+    chat = row(user(" Hi \n"), answer("Say 'é' \"x\"\n"))
     assert renderer(PLAIN.replace("m.content", "m.content | trim")).render_chat(chat)
     assert renderer("{{ messages | tojson }}").render_chat(chat)
     assert renderer("{{ messages | tojson(ensure_ascii=true) }}").render_chat(chat)
@@ -84,22 +80,14 @@ def test_white_space_at_the_ends_may_be_trimmed_and_json_is_as_good_as_text():
 
 def test_earlier_reasoning_that_is_dropped_has_a_remedy_of_its_own():
     earlier = answer("4", reasoning_content="Pairs.", loss=False)
-    chat = Chat.from_row(row(user("2+2?"), earlier, user("3+3?"), answer("6")))
+    chat = row(user("2+2?"), earlier, user("3+3?"), answer("6"))
     with pytest.raises(BadSampleError, match=r"earlier_reasoning: drop .* split"):
         renderer(THINKING).render_chat(chat)
     assert "Pairs." not in renderer(THINKING).render_chat(chat, reasoning_may_go=True)[2].text
     # The last answer's is never left out.
-    last = Chat.from_row(row(user("2+2?"), answer("4", reasoning_content="Pairs.")))
+    last = row(user("2+2?"), answer("4", reasoning_content="Pairs."))
     with pytest.raises(BadSampleError, match="Pairs"):
         renderer(PLAIN).render_chat(last, reasoning_may_go=True)
-
-
-def test_marks_of_a_twin_count_only_with_the_same_text():
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
-    same = renderer(PLAIN, marked_source=MARKED).render(messages)
-    assert [same.text[start:end] for start, end in same.spans or ()] == ["Yo<|im_end|>\n"]
-    for twin in (MARKED.replace("<|im_end|>", "<eos>"), "{{ raise_exception('no') }}"):
-        assert renderer(PLAIN, marked_source=twin).render(messages) == (same.text, None)
 
 
 def test_rows_with_tools_take_the_template_for_tools():
@@ -120,7 +108,7 @@ def test_variables_of_the_row_win_over_the_run_and_the_run_over_special_tokens()
 def test_an_error_of_the_template_is_a_bad_sample_with_its_words():
     with pytest.raises(BadSampleError, match="roles must take turns") as error:
         renderer("{{ raise_exception('roles must take turns') }}").render_chat(
-            Chat.from_row(row(user("Hi"), answer("Yo")))
+            row(user("Hi"), answer("Yo"))
         )
     assert error.value.kind == "template_error"
     with pytest.raises(ValueError, match="compiled"):
