@@ -194,6 +194,29 @@ class PermuteRows(PyLayer):
         return grad_ND, None, None
 
 
+class GroupedProduct(PyLayer):
+    """`grouped_linear` by a layout of the rows; keeps the rows and no copies of matrices.
+
+    A layout has `product(x_NI, weight_EIO, transposed)`, each row with its expert's matrix, or with
+    its transpose; and `weight_gradient(x_NI, grad_NO)`, `[E, I, O]`, the sum of `x^T @ grad` over
+    each expert's rows.
+    """
+
+    @staticmethod
+    def forward(ctx, x_NI, weight_EIO, layout):
+        ctx.save_for_backward(x_NI, weight_EIO)
+        ctx.layout, ctx.needs = layout, (not x_NI.stop_gradient, not weight_EIO.stop_gradient)
+        return layout.product(x_NI, weight_EIO)
+
+    @staticmethod
+    def backward(ctx, grad_NO):
+        x_NI, weight_EIO = ctx.saved_tensor()
+        needs_x, needs_weight = ctx.needs
+        grad_x = ctx.layout.product(grad_NO, weight_EIO, transposed=True) if needs_x else None
+        grad_weight = ctx.layout.weight_gradient(x_NI, grad_NO) if needs_weight else None
+        return grad_x, grad_weight
+
+
 @operation
 def grouped_linear(x_NI: Tensor, weight_EIO: Tensor, sizes: GroupSizes) -> Tensor:
     """`x @ weight[e]` with each row's own expert e: the first `counts_E[0]` rows have expert 0.

@@ -3,10 +3,7 @@
 from paddle_vl.parallel.recorder import Collective, record_collectives
 from paddle_vl.parallel.simulated.exchanges import RanksDisagreeError
 from paddle_vl.parallel.simulated.ranks import (
-    OneRank,
     Ranks,
-    full_logits,
-    one_rank,
     run_ranks,
     sum_partial_gradients,
 )
@@ -36,7 +33,6 @@ __all__ = [
     "Collective",
     "Image",
     "MockedSequenceParallel",
-    "OneRank",
     "Ranks",
     "RanksDisagreeError",
     "Video",
@@ -45,10 +41,8 @@ __all__ = [
     "emulated_bfloat16",
     "first_difference",
     "forbid_host_reads",
-    "full_logits",
     "gather_gradients",
     "gather_parameters",
-    "one_rank",
     "record_collectives",
     "record_device_copies",
     "record_host_reads",
