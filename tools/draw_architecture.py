@@ -1,13 +1,12 @@
-"""Draw the package: its boxes, the path of one batch, and the picture of the README.
+"""Draw the package: its boxes, and the path of one batch.
 
-    python tools/draw_architecture.py            write them into docs/
-    python tools/draw_architecture.py --check    exit with 1 where one of them is not up to date
+    python tools/draw_architecture.py            write them into docs/architecture.md
+    python tools/draw_architecture.py --check    exit with 1 if the page is not up to date
 
-The files are docs/architecture.md and docs/images/overview.svg. The boxes of `BOXES` are groups of
-folders. Arrows are import statements: an arrow from A to B means that a file of A imports one of B;
-arrows that follow from others are left out. An import against the order of the boxes is a dotted
-arrow. The path comes from `tools/trace_batch.py`; it is that with kernels in C, so
-without a C compiler it is neither written nor compared.
+The boxes of `BOXES` are groups of folders. Arrows are import statements: an arrow from A to B means
+that a file of A imports one of B; arrows that follow from others are left out. An import against
+the order of the boxes is a dotted arrow. The path comes from `tools/trace_batch.py`; it is that
+with kernels in C, so without a C compiler it is neither written nor compared.
 """
 
 import argparse
@@ -15,9 +14,7 @@ import ast
 import logging
 import re
 import sys
-from html import escape
 from pathlib import Path
-from typing import NamedTuple
 
 from paddle_vl.nn.cpu import compiled
 from trace_batch import passed_files
@@ -25,7 +22,6 @@ from trace_batch import passed_files
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "paddle_vl"
 PAGE = ROOT / "docs" / "architecture.md"
-OVERVIEW = ROOT / "docs" / "images" / "overview.svg"
 # The boxes from top to bottom, and the folders of the package in each.
 BOXES = {
     "commands and add-ons": "cli doctor export integrations profile report testing",
@@ -134,89 +130,10 @@ def _id(box: str) -> str:
 def path() -> str:
     """Table of the files that a batch passes."""
     lines = ["| | file | where the batch enters it |", "| --- | --- | --- |"]
-    for number, (name, function) in enumerate(passed_files().first.items(), 1):
+    for number, (name, function) in enumerate(passed_files().items(), 1):
         function = function.replace(".<locals>", "").replace("<listcomp>", "[...]")
         lines.append(f"| {number} | `{name}` | `{function}` |")
     return "\n".join(lines)
-
-
-_WIDTH, _HEIGHT = 960, 420
-_LINE = 19
-
-
-class Card(NamedTuple):
-    """A card of the README's picture: its corner and size in pixels, its title, the lines below."""
-
-    x: int
-    y: int
-    width: int
-    height: int
-    fill: str
-    title: str
-    lines: tuple[str, ...]
-
-
-_DATA, _MODEL, _RUN, _OUT = "#e7f0fe", "#fff3d6", "#e3f5e7", "#f3e8fb"
-_CARDS = (
-    Card(20, 60, 250, 120, _DATA, "Your data",
-        ("conversations, images, videos", "text, captions, pages", "robot demonstrations")),
-    Card(20, 240, 250, 120, _MODEL, "A model",
-        ("Qwen3-VL, in HF's files", "pi07, in OpenTau's files", "or random weights")),
-    Card(355, 60, 250, 300, _RUN, "paddle-vl train run.yaml",
-        ("fine-tuning, LoRA,", "pretraining, policies", "", "one device, or many ranks:",
-         "data, tensor, sequence,", "pipeline, expert parallel", "and sharding", "",
-         "stops and resumes to the bit")),
-    Card(690, 60, 250, 120, _OUT, "A checkpoint and a report",
-        ("the same files,", "for HF and OpenTau too", "metrics and plots")),
-    Card(690, 240, 250, 120, _OUT, "Use it",
-        ("evaluate, generate, act", "export: static programs", "and ONNX")),
-)  # fmt: skip
-# From and to, x and y; every arrow is straight.
-_ARROWS = (
-    (270, 120, 355, 120),
-    (270, 300, 355, 300),
-    (605, 120, 690, 120),
-    (815, 180, 815, 240),
-)
-
-
-def overview() -> str:
-    """The picture as the text of an SVG file."""
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
-        f'width="{_WIDTH}" height="{_HEIGHT}" font-family="Helvetica, Arial, DejaVu Sans, '
-        'sans-serif" font-size="14">',
-        "<title>What paddle-vl reads, does and writes</title>",
-        '<defs><marker id="tip" viewBox="0 0 10 10" refX="10" refY="5" markerWidth="9" '
-        'markerHeight="9" orient="auto"><path d="M0 0 L10 5 L0 10 z" fill="#444"/></marker></defs>',
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-        f'<text x="{_WIDTH // 2}" y="34" text-anchor="middle" font-size="17" font-weight="bold">'
-        "paddle-vl: vision-language models and robot policies on PaddlePaddle</text>",
-    ]
-    for x, y, to_x, to_y in _ARROWS:
-        parts.append(
-            f'<line x1="{x}" y1="{y}" x2="{to_x}" y2="{to_y}" stroke="#444" stroke-width="2" '
-            'marker-end="url(#tip)"/>'
-        )
-    for card in _CARDS:
-        parts += _drawn(card)
-    note = "Every output and gradient equals the original's, on one rank or many."
-    parts.append(f'<text x="{_WIDTH // 2}" y="396" text-anchor="middle" fill="#444">{note}</text>')
-    return "\n".join([*parts, "</svg>", ""])
-
-
-def _drawn(card: Card) -> list[str]:
-    middle = card.x + card.width // 2
-    parts = [
-        f'<rect x="{card.x}" y="{card.y}" width="{card.width}" height="{card.height}" rx="8" '
-        f'fill="{card.fill}" stroke="#444"/>',
-        f'<text x="{middle}" y="{card.y + 30}" text-anchor="middle" font-weight="bold" '
-        f'font-size="15">{escape(card.title)}</text>',
-    ]
-    for number, line in enumerate(card.lines):
-        y = card.y + 58 + number * _LINE
-        parts.append(f'<text x="{middle}" y="{y}" text-anchor="middle">{escape(line)}</text>')
-    return parts
 
 
 def written(page: str, name: str, text: str) -> str:
@@ -242,12 +159,11 @@ def main() -> None:
     made = written(page, "picture", picture())
     if compiled.enable():
         made = written(made, "path", path())
-    for file, text in ((PAGE, made), (OVERVIEW, overview())):
-        if not options.check:
-            file.write_text(text, encoding="utf-8")
-            print(f"wrote {file.relative_to(ROOT)}")
-        elif not file.exists() or file.read_text(encoding="utf-8") != text:
-            sys.exit(f"{file.name} is out of date: run python tools/draw_architecture.py")
+    if not options.check:
+        PAGE.write_text(made, encoding="utf-8")
+        print(f"wrote {PAGE.relative_to(ROOT)}")
+    elif made != page:
+        sys.exit(f"{PAGE.name} is out of date: run python tools/draw_architecture.py")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ The directory gets `images/`, `train.jsonl`, `test.jsonl`, `processor/` and `dat
 """
 
 import argparse
-import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -54,7 +53,7 @@ _FOLLOW_UP = (
 
 
 def make_digits_dataset(directory: str | os.PathLike) -> bool:
-    """Write the dataset unless it is complete and unchanged; returns whether it was written.
+    """Write the dataset unless it is complete; returns whether it was written.
 
     The files are the same on every machine, up to the compression of PNG files.
 
@@ -62,7 +61,8 @@ def make_digits_dataset(directory: str | os.PathLike) -> bool:
         RuntimeError: scikit-learn is not installed.
     """
     directory = Path(directory)
-    if _is_complete(directory):
+    manifest, wanted = directory / MANIFEST, {"recipe_version": RECIPE_VERSION, "seed": SEED}
+    if manifest.is_file() and json.loads(manifest.read_text(encoding="utf-8")) == wanted:
         return False
     pixels, digits = read_digits()
     names = [f"images/{number:04d}.png" for number in range(len(digits))]
@@ -79,7 +79,8 @@ def make_digits_dataset(directory: str | os.PathLike) -> bool:
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (directory / f"{split}.jsonl").write_text(text, encoding="utf-8")
     make_processor(_texts_of(records["train"])).save_pretrained(directory / "processor")
-    _write_manifest(directory, {split: len(rows) for split, rows in records.items()})
+    # Last: if it exists, the dataset is complete.
+    manifest.write_text(json.dumps(wanted), encoding="utf-8")
     return True
 
 
@@ -178,36 +179,6 @@ def make_processor(texts: Sequence[str]) -> VLProcessor:
     """A processor with a tokenizer trained on the texts; an image gives four visual tokens."""
     pixels = IMAGE_SIDE**2
     return VLProcessor.from_texts(texts, VOCAB_SIZE, min_pixels=pixels, max_pixels=pixels)
-
-
-def _write_manifest(directory: Path, num_records: dict[str, int]) -> None:
-    """Write the manifest last and atomically: if it exists, the dataset is complete."""
-    content = _content(directory) | {"num_records": num_records}
-    partial = directory / f"{MANIFEST}.partial"
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    partial.replace(directory / MANIFEST)
-
-
-def _is_complete(directory: Path) -> bool:
-    manifest = directory / MANIFEST
-    if not manifest.is_file():
-        return False
-    return _content(directory).items() <= json.loads(manifest.read_text(encoding="utf-8")).items()
-
-
-def _content(directory: Path) -> dict[str, Any]:
-    """What the manifest says of the files, as they are now."""
-    files = [directory / f"{split}.jsonl" for split in ("train", "test")]
-    files += sorted((directory / "processor").glob("*"))
-    return {
-        "recipe_version": RECIPE_VERSION,
-        "num_images": len(list((directory / "images").glob("*.png"))),
-        "sha256": {
-            path.relative_to(directory).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-            for path in files
-            if path.is_file()
-        },
-    }
 
 
 def main() -> None:

@@ -16,7 +16,6 @@ import logging
 import sys
 import tempfile
 import threading
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -37,61 +36,66 @@ TEXT = "Which colour?"
 _PIECES = (np.ndarray, paddle.Tensor, Image.Image)
 
 
-@dataclass
-class PassedFiles:
-    """Files in the order in which the batch reaches them, each with its first function.
+def passed_files(run: Path | None = None, text: str = TEXT) -> dict[str, str]:
+    """The files that the batch of the second step of a run passes, in the order in which it reaches
+    them, each with its first function.
 
-    Attributes:
-        text: part of the texts of a batch.
+    Args:
+        run: its settings; None for a tiny run of Qwen3-VL.
+        text: part of every text of its data.
     """
+    first: dict[str, str] = {}
+    is_updated = False
 
-    text: str = TEXT
-    first: dict[str, str] = field(default_factory=dict)
-    calls: dict[str, int] = field(default_factory=dict)
-    is_updated: bool = False
-
-    def watch(self, frame: FrameType, event: str, value: Any) -> None:
-        """Callback for `sys.setprofile`."""
-        if event not in ("call", "return"):
+    def watch(frame: FrameType, event: str, value: Any) -> None:
+        nonlocal is_updated
+        if event not in ("call", "return") or is_updated or _file_of(frame) is None:
             return
-        name = _file_of(frame)
-        if name is None:
-            return
-        if event == "return" and frame.f_code.co_name == "train_step":
-            self.is_updated = True
-        if self.is_updated:
-            return
-        if event == "call":
-            self.calls[name] = self.calls.get(name, 0) + 1
+        is_updated = event == "return" and frame.f_code.co_name == "train_step"
         # A return value goes to the caller too.
         frames = [frame] if event == "call" else [frame, frame.f_back]
         places = {_file_of(each): each.f_code for each in frames if each is not None}
         places.pop(None, None)
-        if not places.keys() <= self.first.keys() and self._carries(_values(frame, event, value)):
+        values = [value] if event == "return" else _arguments(frame)
+        if not places.keys() <= first.keys() and _carries(values, text):
             for each, code in places.items():
                 # co_qualname needs Python 3.11.
-                self.first.setdefault(str(each), getattr(code, "co_qualname", code.co_name))
+                first.setdefault(str(each), getattr(code, "co_qualname", code.co_name))
 
-    def _carries(self, values: Any, depth: int = 6) -> bool:
-        """Whether values, or containers among them, hold a piece of a batch."""
-        for value in values:
-            if isinstance(value, _PIECES):
+    with tempfile.TemporaryDirectory() as folder:
+        settings = ["data.num_workers=0", "logging.progress_bar=false"]
+        config = load_run_config(run or write_tiny_run(Path(folder)), settings)
+        trainer = build_trainer(config, writes=False)
+        with contextlib.closing(trainer.feed):
+            trainer.train_one_step()
+            threading.setprofile(watch)
+            sys.setprofile(watch)
+            try:
+                trainer.train_one_step()
+            finally:
+                sys.setprofile(None)
+                threading.setprofile(None)
+    return first
+
+
+def _carries(values: Any, text: str, depth: int = 6) -> bool:
+    """Whether values, or containers among them, hold a piece of a batch."""
+    for value in values:
+        inner: Any = ()
+        if isinstance(value, _PIECES):
+            return True
+        if isinstance(value, str | bytes):
+            if text in (value if isinstance(value, str) else value.decode(errors="replace")):
                 return True
-            if isinstance(value, str | bytes):
-                text = value if isinstance(value, str) else value.decode(errors="replace")
-                if self.text in text:
-                    return True
-            elif depth and isinstance(value, dict):
-                if self._carries(value.values(), depth - 1):
-                    return True
-            elif depth and isinstance(value, list | tuple):
-                if self._carries(value[:8], depth - 1):
-                    return True
-            elif depth and hasattr(value, "__dataclass_fields__") and self._carries(
-                vars(value).values() if hasattr(value, "__dict__") else (), depth - 1
-            ):  # fmt: skip
-                return True
-        return False
+        elif isinstance(value, dict):
+            inner = value.values()
+        elif isinstance(value, list | tuple):
+            inner = value[:8]
+        elif hasattr(value, "__dataclass_fields__") and hasattr(value, "__dict__"):
+            inner = vars(value).values()
+        if depth and _carries(inner, text, depth - 1):
+            return True
+    return False
 
 
 def _file_of(frame: FrameType) -> str | None:
@@ -100,38 +104,12 @@ def _file_of(frame: FrameType) -> str | None:
     return file.relative_to(PACKAGE).as_posix() if file.is_relative_to(PACKAGE) else None
 
 
-def _values(frame: FrameType, event: str, value: Any) -> list[Any]:
-    if event == "return":
-        return [value]
+def _arguments(frame: FrameType) -> list[Any]:
     code = frame.f_code
     count = code.co_argcount + code.co_kwonlyargcount
     count += bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
     names = code.co_varnames[:count]
     return [frame.f_locals[name] for name in names if name != "self" and name in frame.f_locals]
-
-
-def passed_files(run: Path | None = None, text: str = TEXT) -> PassedFiles:
-    """The files that the batch of the second step of a run passes.
-
-    Args:
-        run: its settings; None for a tiny run of Qwen3-VL.
-        text: part of every text of its data.
-    """
-    passed = PassedFiles(text)
-    with tempfile.TemporaryDirectory() as folder:
-        settings = ["data.num_workers=0", "logging.progress_bar=false"]
-        config = load_run_config(run or write_tiny_run(Path(folder)), settings)
-        trainer = build_trainer(config, writes=False)
-        with contextlib.closing(trainer.feed):
-            trainer.train_one_step()
-            threading.setprofile(passed.watch)
-            sys.setprofile(passed.watch)
-            try:
-                trainer.train_one_step()
-            finally:
-                sys.setprofile(None)
-                threading.setprofile(None)
-    return passed
 
 
 def main() -> None:
@@ -141,11 +119,8 @@ def main() -> None:
     options = parser.parse_args()
     logging.disable(logging.INFO)
     compiled.enable()
-    passed = passed_files(options.run, options.text)
-    for number, (name, function) in enumerate(passed.first.items(), 1):
-        print(f"{number:3}  {name:50} {function}")
-    others = sorted(set(passed.calls) - set(passed.first))
-    print(f"{len(passed.first)} files; beside them, without the batch: {', '.join(others)}")
+    for number, place in enumerate(passed_files(options.run, options.text).items(), 1):
+        print(f"{number:3}  {place[0]:50} {place[1]}")
 
 
 if __name__ == "__main__":

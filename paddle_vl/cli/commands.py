@@ -1,110 +1,38 @@
-"""The subcommands of `paddle-vl`: arguments, help, and the call into the package."""
+"""`paddle-vl evaluate`, `generate` and `merge`; and how a command sets the runtime up."""
 
 import argparse
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from paddle_vl.cli.table import BASE, Command, grouped, model, number, output, switch, value
 from paddle_vl.parallel.launcher import without_thread_warning
 
 logger = logging.getLogger(__name__)
-MODEL_HELP = (
-    "a model folder (config.json, weights, processor files), a folder of adapters in PEFT's "
-    "format, a run's output_dir: its final model, or its newest checkpoint while there is none; or "
-    "org/name on a hub"
-)
-_LARGEST = 2**31 - 1
 MEDIA_KINDS = {"image": "a picture", "video": "a video file"}
-
-
-def add_command(
-    subparsers: argparse._SubParsersAction,
-    run: Callable[[argparse.Namespace], int],
-    summary: str,
-    description: str,
-    epilog: str,
-) -> argparse.ArgumentParser:
-    """A subcommand under the name of the function that runs it, which returns the exit code."""
-    parser = subparsers.add_parser(
-        run.__name__.replace("_", "-"),
-        help=summary,
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run)
-    return parser
-
-
-def add_number(parser: Any, names: str, text: str, default: int | None = None) -> None:
-    """A whole number from 1; `names` of the option are separated by spaces."""
-    add_value(parser, names, "N", text, type=positive, default=default)
-
-
-def add_value(parser: Any, names: str, metavar: str, text: str, **settings: Any) -> None:
-    parser.add_argument(*names.split(), metavar=metavar, help=text, **settings)
-
-
-def add_switch(parser: Any, name: str, text: str) -> None:
-    parser.add_argument(name, action="store_true", help=text)
-
-
-def add_evaluate(subparsers: argparse._SubParsersAction) -> None:
-    """`paddle-vl evaluate --model DIR --data FILE`"""
-    parser = add_command(
-        subparsers,
-        evaluate,
-        "loss and exact answers of a model on a data file; of a policy its losses",
-        "Print the mean loss over the answers' tokens, and how many greedy answers equal the "
-        "expected ones, for every value of the records' field `task`. Every assistant turn is one "
-        "answer, given the data's turns before it. For a robot policy, print its losses on "
-        "demonstrations; the options about answers are refused.",
-        "example:\n  paddle-vl evaluate --model runs/digits --data data/test.jsonl "
-        "--predictions answers.jsonl",
-    )
-    add_model(parser)
-    text = "files of conversations, as data.train takes them"
-    add_value(parser, "--data", "FILE", text, nargs="+", required=True)
-    add_number(parser, "--max-new-tokens", "longest answer, in tokens (default 64)", 64)
-    add_number(parser, "--batch-size", "samples at once (default 8)", 8)
-    add_number(parser, "--max-length", "longest sample, in tokens (default 2048)", 2048)
-    add_number(parser, "--limit", "use the first N samples (default: all)")
-    add_number(parser, "--show", "print N answers, evenly chosen from the data")
-    add_value(
-        parser, "--predictions", "OUT.jsonl",
-        "write one line per answer: sample, task, prompt, expected, answer, is_exact",
-    )  # fmt: skip
 
 
 def evaluate(options: argparse.Namespace) -> int:
     """Print losses and, for models that answer, exact answers."""
     configure_runtime()
-    from paddle_vl.config.families import family_of_folder
     from paddle_vl.families.base import EvaluationOptions
-    from paddle_vl.files.hub import path_or_download
-    from paddle_vl.train.checkpoint import model_folder
     from paddle_vl.train.evaluate import mean_losses
     from paddle_vl.train.step import ModelRunner
 
-    folder = model_folder(path_or_download(options.model))
-    evaluation = (
-        family_of_folder(folder)
-        .recipe_class()
-        .evaluation(
-            folder,
-            EvaluationOptions(
-                options.data,
-                options.batch_size,
-                max_length=options.max_length,
-                max_new_tokens=options.max_new_tokens,
-                limit=options.limit,
-                base=options.base,
-                show=options.show,
-                predictions=None if options.predictions is None else Path(options.predictions),
-            ),
-        )
+    folder, family = _family_of(options.model)
+    evaluation = family.recipe_class().evaluation(
+        folder,
+        EvaluationOptions(
+            options.data,
+            options.batch_size,
+            max_length=options.max_length,
+            max_new_tokens=options.max_new_tokens,
+            limit=options.limit,
+            base=options.base,
+            show=options.show,
+            predictions=None if options.predictions is None else Path(options.predictions),
+        ),
     )
     runner = ModelRunner(evaluation.model, evaluation.loss, evaluation.adapter)
     with evaluation.loader as batches:
@@ -114,50 +42,34 @@ def evaluate(options: argparse.Namespace) -> int:
     return 0
 
 
-def add_generate(subparsers: argparse._SubParsersAction) -> None:
-    """`paddle-vl generate --model DIR --image FILE --video FILE --prompt TEXT`"""
-    parser = add_command(
-        subparsers,
-        generate,
-        "ask a model about images and videos",
-        "Print a model's answer to one question about any number of images and videos, token by "
-        "token. Options that are not given come from the model's generation_config.json; without "
-        "one, decoding is greedy.",
-        "example:\n  paddle-vl generate --model runs/digits --image a.png --image b.png "
-        '--prompt "Which digit is larger?"',
-    )
-    add_model(parser)
-    for kind, name in MEDIA_KINDS.items():
-        add_value(
-            parser,
-            f"--{kind}",
-            "FILE",
-            f"{name}; repeat it for several, in the order of the <{kind}> tags of the prompt; "
-            "for a prompt without tags all images and videos come first, in the order given",
-            # One list for both kinds keeps their order.
-            dest="media",
-            type=lambda file, kind=kind: (kind, file),
-            action="append",
-            default=[],
-        )
-    add_value(parser, "--prompt", "TEXT", "the question", required=True)
-    settings = parser.add_argument_group(
-        "decoding", "--temperature, --top-k or --top-p turns on sampling."
-    )
-    for name, kind, metavar, text in (
-        ("--max-new-tokens", int, "N", "longest answer, in tokens (without a file 128)"),
-        (
-            "--temperature", float, "T",
-            "divides the logits; below 1 favours likely tokens, 0 takes them",
+EVALUATE = Command(
+    evaluate,
+    "loss and exact answers of a model on a data file; of a policy its losses",
+    "Print the mean loss over the answers' tokens, and how many greedy answers equal the expected "
+    "ones, for every value of the records' field `task`. Every assistant turn is one answer, given "
+    "the data's turns before it. For a robot policy, print its losses on demonstrations; the "
+    "options about answers are refused.",
+    "example:\n  paddle-vl evaluate --model runs/digits --data data/test.jsonl "
+    "--predictions answers.jsonl",
+    [
+        model(),
+        BASE,
+        value(
+            "--data", "FILE", "files of conversations, as data.train takes them",
+            nargs="+", required=True,
         ),
-        ("--top-k", int, "K", "sample from the K most likely tokens; 0 for all"),
-        ("--top-p", float, "P", "sample from the likeliest tokens of total probability P"),
-        ("--repetition-penalty", float, "R", "above 1 makes repeated tokens less likely"),
-        ("--seed", int, "N", "seed of sampling"),
-    ):  # fmt: skip
-        add_value(settings, name, metavar, text, type=kind)
-    add_switch(settings, "--greedy", "always take the most likely token")
-    add_switch(parser, "--no-stream", "print the answer when it is complete")
+        number("--max-new-tokens", "longest answer, in tokens (default 64)", 64),
+        number("--batch-size", "samples at once (default 8)", 8),
+        number("--max-length", "longest sample, in tokens (default 2048)", 2048),
+        number("--limit", "use the first N samples (default: all)"),
+        number("--show", "print N answers, evenly chosen from the data"),
+        value(
+            "--predictions", "OUT.jsonl",
+            "write one line per answer: sample, task, prompt, expected, answer, is_exact",
+        ),
+    ],
+    folders=("model",),
+)  # fmt: skip
 
 
 def generate(options: argparse.Namespace) -> int:
@@ -167,12 +79,8 @@ def generate(options: argparse.Namespace) -> int:
     settings = _generation_settings(options)
     GenerationConfig().updated(**settings)  # Raises before a model is loaded.
     configure_runtime()
-    from paddle_vl.config.families import family_of_folder
-    from paddle_vl.files.hub import path_or_download
-    from paddle_vl.train.checkpoint import model_folder
-
-    folder = model_folder(path_or_download(options.model))
-    chat = family_of_folder(folder).recipe_class().chat(folder, options.base)
+    folder, family = _family_of(options.model)
+    chat = family.recipe_class().chat(folder, options.base)
     prompt = options.prompt
     if not any(f"<{kind}>" in prompt for kind in MEDIA_KINDS):
         prompt = "".join(f"<{kind}>" for kind, _ in options.media) + prompt
@@ -187,18 +95,68 @@ def generate(options: argparse.Namespace) -> int:
     return 0
 
 
-def add_merge(subparsers: argparse._SubParsersAction) -> None:
-    """`paddle-vl merge --model DIR --output DIR`"""
-    parser = add_command(
-        subparsers,
-        merge,
-        "merge adapters into their base model",
-        "Add LoRA adapters to the weights of their base model and write the result as a model "
-        "folder in HF's layout, a tensor at a time.",
-        "example:\n  paddle-vl merge --model runs/doors --output models/doors",
-    )
-    source = "a folder of adapters in PEFT's format, or the output_dir of a run with model.lora"
-    add_model(parser, source, output="the new model folder")
+def _generation_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """The given options, under the names of `GenerationConfig`."""
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
+    settings = {name: getattr(options, name) for name in names}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    is_cold = settings.get("temperature") == 0
+    if is_cold:
+        del settings["temperature"]
+    drawing = sorted(settings.keys() & {"temperature", "top_k", "top_p"})
+    is_greedy = options.greedy or is_cold
+    if drawing and is_greedy:
+        raise ValueError(
+            f"{'--greedy' if options.greedy else '--temperature 0'} does not sample, so "
+            f"{drawing[0]} has no effect: give only one of them"
+        )
+    if drawing or is_greedy:
+        settings["do_sample"] = not is_greedy
+    return settings
+
+
+GENERATE = Command(
+    generate,
+    "ask a model about images and videos",
+    "Print a model's answer to one question about any number of images and videos, token by token. "
+    "Options that are not given come from the model's generation_config.json; without one, "
+    "decoding is greedy.",
+    "example:\n  paddle-vl generate --model runs/digits --image a.png --image b.png "
+    '--prompt "Which digit is larger?"',
+    [
+        model(),
+        BASE,
+        *(
+            value(
+                f"--{kind}", "FILE",
+                f"{name}; repeat it for several, in the order of the <{kind}> tags of the prompt; "
+                "for a prompt without tags all images and videos come first, in the order given",
+                # One list for both kinds keeps their order.
+                dest="media", type=lambda file, kind=kind: (kind, file), action="append",
+                default=[],
+            )
+            for kind, name in MEDIA_KINDS.items()
+        ),
+        value("--prompt", "TEXT", "the question", required=True),
+        switch("--no-stream", "print the answer when it is complete"),
+        *grouped(
+            "decoding",
+            value("--max-new-tokens", "N", "longest answer, in tokens (without a file 128)",
+                  type=int),
+            value("--temperature", "T",
+                  "divides the logits; below 1 favours likely tokens, 0 takes them", type=float),
+            value("--top-k", "K", "sample from the K most likely tokens; 0 for all", type=int),
+            value("--top-p", "P", "sample from the likeliest tokens of total probability P",
+                  type=float),
+            value("--repetition-penalty", "R", "above 1 makes repeated tokens less likely",
+                  type=float),
+            value("--seed", "N", "seed of sampling", type=int),
+            switch("--greedy", "always take the most likely token"),
+        ),
+    ],
+    {"decoding": "--temperature, --top-k or --top-p turns on sampling."},
+    folders=("model",),
+)  # fmt: skip
 
 
 def merge(options: argparse.Namespace) -> int:
@@ -206,10 +164,8 @@ def merge(options: argparse.Namespace) -> int:
     configure_runtime()
     from paddle_vl.checkpoint.adapter_files import is_adapter
     from paddle_vl.config.families import family_of_folder
-    from paddle_vl.files.hub import path_or_download
-    from paddle_vl.train.checkpoint import model_folder
 
-    folder, out = model_folder(path_or_download(options.model)), Path(options.output)
+    folder, out = _model_folder(options.model), Path(options.output)
     if not is_adapter(folder):
         raise ValueError(f"{folder} is a full model, not an adapter: there is nothing to merge")
     base = family_of_folder(folder).recipe_class().merge_adapter(folder, out, options.base)
@@ -217,20 +173,34 @@ def merge(options: argparse.Namespace) -> int:
     return 0
 
 
-def add_model(
-    parser: argparse.ArgumentParser, model: str = MODEL_HELP, output: str | None = None
-) -> None:
-    """`--model DIR`, `--output DIR` if it is explained, and `--base DIR`.
+MERGE = Command(
+    merge,
+    "merge adapters into their base model",
+    "Add LoRA adapters to the weights of their base model and write the result as a model folder "
+    "in HF's layout, a tensor at a time.",
+    "example:\n  paddle-vl merge --model runs/doors --output models/doors",
+    [
+        model("a folder of adapters in PEFT's format, or the output_dir of a run with model.lora"),
+        output("the new model folder"),
+        BASE,
+    ],
+    folders=("model", "output"),
+)
 
-    The first two are required, and may be given in this order without their names.
-    """
-    note = "; the option's name may be left out"
-    add_value(parser, "--model --checkpoint", "DIR", model + note)
-    if output is not None:
-        add_value(parser, "--output", "DIR", output + note)
-    parser.set_defaults(folders=("model",) if output is None else ("model", "output"))
-    text = "base model of the adapters (default: the folder or name in their files)"
-    add_value(parser, "--base", "DIR", text)
+
+def _model_folder(name: str) -> Path:
+    from paddle_vl.files.hub import path_or_download
+    from paddle_vl.train.checkpoint import model_folder
+
+    return model_folder(path_or_download(name))
+
+
+def _family_of(name: str) -> tuple[Path, Any]:
+    """The folder of a model, and its family."""
+    from paddle_vl.config.families import family_of_folder
+
+    folder = _model_folder(name)
+    return folder, family_of_folder(folder)
 
 
 def configure_runtime() -> None:
@@ -266,38 +236,6 @@ def configure_training_runtime() -> None:
         logger.info("%s", configure_allocator())
 
 
-def _generation_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """The given options, under the names of `GenerationConfig`."""
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
-    settings = {name: getattr(options, name) for name in names}
-    settings = {name: value for name, value in settings.items() if value is not None}
-    is_cold = settings.get("temperature") == 0
-    if is_cold:
-        del settings["temperature"]
-    drawing = sorted(settings.keys() & {"temperature", "top_k", "top_p"})
-    is_greedy = options.greedy or is_cold
-    if drawing and is_greedy:
-        raise ValueError(
-            f"{'--greedy' if options.greedy else '--temperature 0'} does not sample, so "
-            f"{drawing[0]} has no effect: give only one of them"
-        )
-    if drawing or is_greedy:
-        settings["do_sample"] = not is_greedy
-    return settings
-
-
-def add_run(parser: argparse.ArgumentParser, nproc_help: str) -> None:
-    """The arguments of a run: settings, overrides and number of ranks."""
-    parser.add_argument("config", metavar="CONFIG", help="YAML file with the run's settings")
-    parser.add_argument(
-        "overrides",
-        metavar="section.name=value",
-        nargs="*",
-        help="setting that overrides the file's; the value in YAML",
-    )
-    add_number(parser, "--nproc", nproc_help, 1)
-
-
 def with_data_parallel(options: argparse.Namespace, config: Any) -> Any:
     """The settings with data parallelism over the ranks of --nproc, if no degree is set."""
     from paddle_vl.config.load import load_run_config
@@ -317,20 +255,3 @@ def with_data_parallel(options: argparse.Namespace, config: Any) -> Any:
     )
     options.overrides.append(setting)
     return load_run_config(options.config, options.overrides)
-
-
-def positive(text: str) -> int:
-    return _whole(text, 1)
-
-
-def natural(text: str) -> int:
-    return _whole(text, 0)
-
-
-def _whole(text: str, least: int) -> int:
-    value = int(text)
-    if value < least:
-        raise argparse.ArgumentTypeError(f"{text} is not at least {least}")
-    if value > _LARGEST:
-        raise argparse.ArgumentTypeError(f"{text[:40]} is beyond {_LARGEST:,}")
-    return value

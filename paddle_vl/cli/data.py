@@ -8,38 +8,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paddle_vl.cli.commands import add_command, add_number, add_switch, add_value, natural
+from paddle_vl.cli.table import (
+    CACHE,
+    CONFIG,
+    MAX_LINE,
+    OVERRIDES,
+    SKIP_BAD,
+    Command,
+    natural,
+    number,
+    switch,
+    value,
+)
 
 if TYPE_CHECKING:
     from paddle_vl.config.row_sources import RowSourceConfig
-
-
-def add_show_data(subparsers: argparse._SubParsersAction) -> None:
-    """`paddle-vl show-data CONFIG [--page FILE]`"""
-    parser = add_command(
-        subparsers,
-        show_data,
-        "print samples of a run as its model sees them",
-        "Print samples of a run after the chat template, with the text that carries the loss in "
-        "colour (between [[ and ]] where the output is no terminal), and write a page with the "
-        "pictures as they are resized, and the boxes of the answers drawn on them. No weights are "
-        "read.",
-        "examples:\n  paddle-vl show-data run.yaml\n"
-        "  paddle-vl show-data run.yaml --samples 50 --page samples.html "
-        "'data.train=[talks.json]'",
-    )
-    parser.add_argument("config", metavar="CONFIG", help="YAML file with the run's settings")
-    parser.add_argument(
-        "overrides",
-        metavar="section.name=value",
-        nargs="*",
-        help="setting that overrides the file's",
-    )
-    add_number(parser, "--samples", "number of samples (default 3)", 3)
-    text = "number of the first sample, from 0 (default 0)"
-    add_value(parser, "--first", "N", text, type=natural, default=0)
-    add_switch(parser, "--eval", "samples of data.eval in place of data.train")
-    add_value(parser, "--page", "FILE", "write a page with pictures too", type=Path)
 
 
 def show_data(options: argparse.Namespace) -> int:
@@ -61,47 +44,24 @@ def show_data(options: argparse.Namespace) -> int:
     return 0
 
 
-def add_convert_data(subparsers: argparse._SubParsersAction) -> None:
-    """`paddle-vl convert-data IN... OUT.jsonl`"""
-    parser = add_command(
-        subparsers,
-        convert_data,
-        "write rows of any format, files and mixtures as one JSONL file",
-        "Write the rows of files, data sets on a hub or names of a dataset_info file as one JSONL "
-        "file of messages, in the order in which a run with the same seed draws them. Bytes of "
-        "images and videos become files in the folder media beside it, paths become relative to "
-        "it. data.train reads it without further settings, but for data.special_tokens if there "
-        "are any. A row that cannot be used ends the command, and no file is written.",
-        "examples:\n  paddle-vl convert-data talks.parquet talks.jsonl\n"
-        "  paddle-vl convert-data 'talks.json#500' hf::org/name mixed.jsonl --skip-bad\n"
-        "  paddle-vl convert-data tides rows.jsonl --dataset-info data/dataset_info.json",
-    )
-    text = "files, folders, hf::org/name, or names of a dataset_info file; #500 or %%50 behind one"
-    add_value(parser, "sources", "IN", text, nargs="+")
-    add_value(parser, "output", "OUT.jsonl", "the new file", type=Path)
-    text = "format of the rows (default: recognised from the first row of each source)"
-    add_value(parser, "--format", "NAME", text)
-    text = "a dataset_info.json of LLaMA-Factory or ms-swift, whose names IN uses"
-    add_value(parser, "--dataset-info", "FILE", text, type=Path)
-    text = "names of columns and the keys that they stand for, as JSON; _ hides a column"
-    add_value(parser, "--columns", "JSON", text)
-    text = "how boxes of objects are written, json or markers (default json)"
-    add_value(parser, "--boxes", "KIND", text, choices=("json", "markers"), default="json")
-    add_switch(parser, "--clip-boxes", "move boxes that are partly outside of their image")
-    text = "special tokens that texts may contain: box, object_ref, or both with a comma"
-    add_value(parser, "--special-tokens", "NAMES", text, default="")
-    text = "how rows of several sources follow one another (default concat)"
-    add_value(parser, "--mix-strategy", "NAME", text, default="concat")
-    text = "weights of the sources of an interleaved mixture, such as 0.7,0.3"
-    add_value(parser, "--weights", "NUMBERS", text)
-    text = "seed of mixtures, as train.seed (default 42)"
-    add_value(parser, "--seed", "N", text, type=natural, default=42)
-    text = "leave rows out that cannot be used, and count them (default: stop at the first)"
-    add_switch(parser, "--skip-bad", text)
-    add_switch(parser, "--overwrite", "replace OUT.jsonl if it is there")
-    add_value(parser, "--cache", "DIR", "folder for indexes and copies (default: beside the data)")
-    text = "longest line of a file with text, in bytes (default 1048576); data URIs need more"
-    add_number(parser, "--max-line-bytes", text, 1 << 20)
+SHOW_DATA = Command(
+    show_data,
+    "print samples of a run as its model sees them",
+    "Print samples of a run after the chat template, with the text that carries the loss in colour "
+    "(between [[ and ]] where the output is no terminal), and write a page with the pictures as "
+    "they are resized, and the boxes of the answers drawn on them. No weights are read.",
+    "examples:\n  paddle-vl show-data run.yaml\n"
+    "  paddle-vl show-data run.yaml --samples 50 --page samples.html 'data.train=[talks.json]'",
+    [
+        CONFIG,
+        OVERRIDES,
+        number("--samples", "number of samples (default 3)", 3),
+        value("--first", "N", "number of the first sample, from 0 (default 0)", type=natural,
+              default=0),
+        switch("--eval", "samples of data.eval in place of data.train"),
+        value("--page", "FILE", "write a page with pictures too", type=Path),
+    ],
+)  # fmt: skip
 
 
 def convert_data(options: argparse.Namespace) -> int:
@@ -160,3 +120,45 @@ def _sources(options: argparse.Namespace) -> "list[RowSourceConfig]":
         for each in sources
     ]
     return sources if options.weights is None else weighted(sources, options.weights)
+
+
+CONVERT_DATA = Command(
+    convert_data,
+    "write rows of any format, files and mixtures as one JSONL file",
+    "Write the rows of files, data sets on a hub or names of a dataset_info file as one JSONL file "
+    "of messages, in the order in which a run with the same seed draws them. Bytes of images and "
+    "videos become files in the folder media beside it, paths become relative to it. data.train "
+    "reads it without further settings, but for data.special_tokens if there are any. A row that "
+    "cannot be used ends the command, and no file is written.",
+    "examples:\n  paddle-vl convert-data talks.parquet talks.jsonl\n"
+    "  paddle-vl convert-data 'talks.json#500' hf::org/name mixed.jsonl --skip-bad\n"
+    "  paddle-vl convert-data tides rows.jsonl --dataset-info data/dataset_info.json",
+    [
+        value("sources", "IN",
+              "files, folders, hf::org/name, or names of a dataset_info file; #500 or %%50 behind "
+              "one", nargs="+"),
+        value("output", "OUT.jsonl", "the new file", type=Path),
+        value("--format", "NAME",
+              "format of the rows (default: recognised from the first row of each source)"),
+        value("--dataset-info", "FILE",
+              "a dataset_info.json of LLaMA-Factory or ms-swift, whose names IN uses", type=Path),
+        value("--columns", "JSON",
+              "names of columns and the keys that they stand for, as JSON; _ hides a column"),
+        value("--boxes", "KIND", "how boxes of objects are written, json or markers (default json)",
+              choices=("json", "markers"), default="json"),
+        switch("--clip-boxes", "move boxes that are partly outside of their image"),
+        value("--special-tokens", "NAMES",
+              "special tokens that texts may contain: box, object_ref, or both with a comma",
+              default=""),
+        value("--mix-strategy", "NAME",
+              "how rows of several sources follow one another (default concat)", default="concat"),
+        value("--weights", "NUMBERS",
+              "weights of the sources of an interleaved mixture, such as 0.7,0.3"),
+        value("--seed", "N", "seed of mixtures, as train.seed (default 42)", type=natural,
+              default=42),
+        switch("--overwrite", "replace OUT.jsonl if it is there"),
+        SKIP_BAD,
+        CACHE,
+        MAX_LINE,
+    ],
+)  # fmt: skip

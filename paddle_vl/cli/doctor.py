@@ -5,13 +5,8 @@ import os
 import sys
 from pathlib import Path
 
-from paddle_vl.cli.commands import (
-    add_command,
-    add_switch,
-    add_value,
-    configure_runtime,
-    configure_training_runtime,
-)
+from paddle_vl.cli.commands import configure_runtime, configure_training_runtime
+from paddle_vl.cli.table import Command, switch, value
 
 _MAIN = Path(__file__).parents[1] / "__main__.py"
 _EPILOG = """\
@@ -22,26 +17,6 @@ examples:
 
 Every check runs in a process that may crash: a crash or a hang is a finding. The exit code is 1 if
 anything is wrong, else 0. docs/doctor.md explains the checks and their bounds."""
-
-
-def add_doctor(subparsers: argparse._SubParsersAction) -> None:
-    """`paddle-vl doctor [--only NAME ...] [--quick] [--list] [--json FILE]`"""
-    parser = add_command(
-        subparsers,
-        doctor,
-        "check this installation on this machine, in about two minutes",
-        "Check versions and flags, every kernel against float32, the choice of attention, copies, "
-        "collectives and topologies of this machine's devices, reference values, saving and "
-        "resuming, generation, and the speed of layers of a real size. Print a table and what to "
-        "do about what is wrong.",
-        _EPILOG,
-    )
-    add_value(parser, "--only", "NAME", "run these checks or groups alone", nargs="+", default=[])
-    add_switch(parser, "--quick", "small sizes, one process: about 20 seconds")
-    add_switch(parser, "--list", "list the checks and end")
-    add_value(parser, "--json", "FILE", "write all figures to this file")
-    add_value(parser, "--worker", "DIR", argparse.SUPPRESS)
-    add_value(parser, "--rank", "FILE", argparse.SUPPRESS)
 
 
 def doctor(options: argparse.Namespace) -> int:
@@ -80,3 +55,21 @@ def doctor(options: argparse.Namespace) -> int:
         )
     command = [sys.executable, "-u", str(_MAIN), "doctor", "--worker"]
     return examine(command, options.only, options.quick, file)
+
+
+DOCTOR = Command(
+    doctor,
+    "check this installation on this machine, in about two minutes",
+    "Check versions and flags, every kernel against float32, the choice of attention, copies, "
+    "collectives and topologies of this machine's devices, reference values, saving and resuming, "
+    "and generation. Print a table and what to do about what is wrong.",
+    _EPILOG,
+    [
+        value("--only", "NAME", "run these checks or groups alone", nargs="+", default=[]),
+        switch("--quick", "small sizes, one process: about 20 seconds"),
+        switch("--list", "list the checks and end"),
+        value("--json", "FILE", "write all figures to this file"),
+        value("--worker", "DIR", argparse.SUPPRESS),
+        value("--rank", "FILE", argparse.SUPPRESS),
+    ],
+)

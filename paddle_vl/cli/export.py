@@ -4,33 +4,11 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paddle_vl.cli.commands import add_command, add_model, add_switch, configure_runtime
+from paddle_vl.cli.commands import configure_runtime
+from paddle_vl.cli.table import BASE, Command, Option, model, output, switch
 
 if TYPE_CHECKING:
     from paddle_vl.export.folder import ExportManifest
-
-
-def add_export(subparsers: argparse._SubParsersAction) -> None:
-    """`paddle-vl export --model DIR --output DIR`"""
-    parser = add_command(
-        subparsers,
-        export,
-        "write a model as static programs for serving",
-        "Trace a model into static programs that run without its code, on paddle.inference: see "
-        "paddle_vl.export.load. Adapters are merged into their base model. Batch, lengths, image "
-        "sizes and their number stay free.",
-        "example:\n  paddle-vl export --model runs/digits --output exports/digits",
-    )
-    add_model(parser, output="the new folder")
-    text = "write the programs in ONNX, too (needs the extra paddle-vl[onnx])"
-    add_switch(parser, "--onnx", text)
-    parser.add_argument(
-        "--dtype",
-        default="float32",
-        choices=("float32", "bfloat16", "float16"),
-        help="of the stored weights; programs compute in float32, and with bfloat16 weights of "
-        "Qwen3-VL in bfloat16 on a GPU (default float32)",
-    )
 
 
 def export(options: argparse.Namespace) -> int:
@@ -49,8 +27,8 @@ def export(options: argparse.Namespace) -> int:
         from paddle_vl.export.onnx_writing import check_packages
 
         check_packages()
-    model = family_of_folder(folder).to_export(folder, options.base)
-    manifest = export_model(model, folder, out, options.onnx, options.dtype)
+    traced = family_of_folder(folder).to_export(folder, options.base)
+    manifest = export_model(traced, folder, out, options.onnx, options.dtype)
     programs = dict(manifest.programs)
     programs |= {program_file("onnx", name): program for name, program in manifest.onnx.items()}
     for name, program in programs.items():
@@ -80,3 +58,26 @@ def stored_weights_lines(manifest: "ExportManifest") -> list[str]:
             text += f"; {change.equal_argmax:.0%} of the most likely tokens are the same"
         lines.append(text)
     return lines
+
+
+EXPORT = Command(
+    export,
+    "write a model as static programs for serving",
+    "Trace a model into static programs that run without its code, on paddle.inference: see "
+    "paddle_vl.export.load. Adapters are merged into their base model. Batch, lengths, image sizes "
+    "and their number stay free.",
+    "example:\n  paddle-vl export --model runs/digits --output exports/digits",
+    [
+        model(),
+        output("the new folder"),
+        BASE,
+        switch("--onnx", "write the programs in ONNX, too (needs the extra paddle-vl[onnx])"),
+        Option(
+            "--dtype",
+            "of the stored weights; programs compute in float32, and with bfloat16 weights of "
+            "Qwen3-VL in bfloat16 on a GPU (default float32)",
+            {"default": "float32", "choices": ("float32", "bfloat16", "float16")},
+        ),
+    ],
+    folders=("model", "output"),
+)

@@ -6,27 +6,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from paddle_vl.cli.commands import add_command, add_switch, add_value
+from paddle_vl.cli.table import Command, switch, value
 
 _NAME = "org/name, with a hub's prefix (hf://, ms://) or a revision behind @ where it needs one"
-
-
-def add_download(subparsers: argparse._SubParsersAction) -> None:
-    """`paddle-vl download NAME`"""
-    parser = add_command(
-        subparsers,
-        download,
-        "download a model or a data set from a hub",
-        "Download the needed files of a model, or a data set, into the hub's cache, and print the "
-        "folder. Settings and options for a model's folder take its name, too: see docs/hubs.md.",
-        "example:\n  paddle-vl download Qwen/Qwen3-VL-2B-Instruct --out models/qwen3-vl-2b",
-    )
-    add_value(parser, "name", "NAME", _NAME)
-    add_value(parser, "--revision", "REV", "branch, tag or commit (default: the main branch)")
-    text = "huggingface, modelscope or aistudio (default: PADDLE_VL_HUB, or huggingface)"
-    add_value(parser, "--hub", "HUB", text)
-    add_switch(parser, "--dataset", "it is a data set")
-    add_value(parser, "--out", "DIR", "copy the files into this new folder")
 
 
 def download(options: argparse.Namespace) -> int:
@@ -48,20 +30,21 @@ def download(options: argparse.Namespace) -> int:
     return 0
 
 
-def add_upload(subparsers: argparse._SubParsersAction) -> None:
-    """`paddle-vl upload FOLDER NAME`"""
-    parser = add_command(
-        subparsers,
-        upload,
-        "upload a model to Hugging Face",
-        "Upload a model folder, adapters or a run's final model to Hugging Face, and print the "
-        "address of the commit. HF_TOKEN must be a token that may write.",
-        "example:\n  paddle-vl upload runs/doors org/doors --private",
-    )
-    add_value(parser, "model", "FOLDER", "a model folder, or the output_dir of a run")
-    add_value(parser, "name", "NAME", _NAME)
-    add_switch(parser, "--private", "a new repository is private; one that is public is refused")
-    add_value(parser, "--revision", "BRANCH", "branch, made where there is none (default: main)")
+DOWNLOAD = Command(
+    download,
+    "download a model or a data set from a hub",
+    "Download the needed files of a model, or a data set, into the hub's cache, and print the "
+    "folder. Settings and options for a model's folder take its name, too: see docs/hubs.md.",
+    "example:\n  paddle-vl download Qwen/Qwen3-VL-2B-Instruct --out models/qwen3-vl-2b",
+    [
+        value("name", "NAME", _NAME),
+        value("--revision", "REV", "branch, tag or commit (default: the main branch)"),
+        value("--hub", "HUB",
+              "huggingface, modelscope or aistudio (default: PADDLE_VL_HUB, or huggingface)"),
+        switch("--dataset", "it is a data set"),
+        value("--out", "DIR", "copy the files into this new folder"),
+    ],
+)  # fmt: skip
 
 
 def upload(options: argparse.Namespace) -> int:
@@ -82,8 +65,23 @@ def upload(options: argparse.Namespace) -> int:
     return 0
 
 
+UPLOAD = Command(
+    upload,
+    "upload a model to Hugging Face",
+    "Upload a model folder, adapters or a run's final model to Hugging Face, and print the address "
+    "of the commit. HF_TOKEN must be a token that may write.",
+    "example:\n  paddle-vl upload runs/doors org/doors --private",
+    [
+        value("model", "FOLDER", "a model folder, or the output_dir of a run"),
+        value("name", "NAME", _NAME),
+        switch("--private", "a new repository is private; one that is public is refused"),
+        value("--revision", "BRANCH", "branch, made where there is none (default: main)"),
+    ],
+)
+
+
 def read_run(options: argparse.Namespace) -> Any:
-    """The settings of `add_run`; models that they name on a hub are downloaded.
+    """The settings of a run; models that they name on a hub are downloaded.
 
     The folders become overrides, so that ranks look nothing up.
     """

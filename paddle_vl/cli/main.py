@@ -20,15 +20,15 @@ from pathlib import Path
 from typing import NoReturn
 
 import paddle_vl
-from paddle_vl.cli import commands
-from paddle_vl.cli.data import add_convert_data, add_show_data
-from paddle_vl.cli.doctor import add_doctor
-from paddle_vl.cli.export import add_export
-from paddle_vl.cli.hubs import add_download, add_upload
-from paddle_vl.cli.opentau_words import translated
-from paddle_vl.cli.profile import add_profile
-from paddle_vl.cli.tokenize import add_tokenize
-from paddle_vl.cli.train import add_report, add_train
+from paddle_vl.cli.commands import EVALUATE, GENERATE, MERGE
+from paddle_vl.cli.data import CONVERT_DATA, SHOW_DATA
+from paddle_vl.cli.doctor import DOCTOR
+from paddle_vl.cli.export import EXPORT
+from paddle_vl.cli.hubs import DOWNLOAD, UPLOAD
+from paddle_vl.cli.opentau_words import translated, words_of_variables
+from paddle_vl.cli.profile import PROFILE
+from paddle_vl.cli.tokenize import TOKENIZE
+from paddle_vl.cli.train import REPORT, TRAIN
 from paddle_vl.parallel.launcher import RANK_LOG_VARIABLE
 
 logger = logging.getLogger("paddle_vl")
@@ -38,6 +38,10 @@ INTERRUPTED = 130
 MALLOC_VARIABLE, _CACHED_BLOCKS = "GLIBC_TUNABLES", "glibc.malloc.tcache_count"
 # Modules of Paddle and of what it imports, whose warnings concern Paddle's own code.
 _NOISY = r"(paddle|paddle2onnx|pkg_resources|setuptools|gast|astor|visualdl)(\.|$)"
+COMMANDS = (
+    TRAIN, EVALUATE, GENERATE, MERGE, EXPORT, PROFILE, REPORT, TOKENIZE, SHOW_DATA, CONVERT_DATA,
+    DOWNLOAD, UPLOAD, DOCTOR,
+)  # fmt: skip
 
 
 def run(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -143,17 +147,17 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
     """Parse with settings (`section.name=value`) and folders anywhere.
 
     argparse alone takes settings only side by side, and a folder with or without its option's name
-    only in some places. The profiler takes OpenTau's options too.
+    only in some places. The profiler takes OpenTau's options and variables too.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["profile"]:
         try:
-            arguments = ["profile", *translated(arguments[1:])]
+            arguments = ["profile", *words_of_variables(), *translated(arguments[1:])]
         except ValueError as error:
             parser.error(str(error))
     options, rest = parser.parse_known_args(arguments)
     unknown = [text for text in rest if text.startswith("-")]
-    for name in getattr(options, "folders", ()):
+    for name in options.folders:
         if getattr(options, name) is None and not unknown:
             if not rest:
                 parser.error(f"{arguments[0]}: the following arguments are required: --{name}")
@@ -215,17 +219,6 @@ def build_parser() -> argparse.ArgumentParser:
     version = f"paddle-vl {paddle_vl.__version__}"
     parser.add_argument("--version", action="version", version=version, help="print it and end")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    add_train(subparsers)
-    commands.add_evaluate(subparsers)
-    commands.add_generate(subparsers)
-    commands.add_merge(subparsers)
-    add_export(subparsers)
-    add_profile(subparsers)
-    add_report(subparsers)
-    add_tokenize(subparsers)
-    add_show_data(subparsers)
-    add_convert_data(subparsers)
-    add_download(subparsers)
-    add_upload(subparsers)
-    add_doctor(subparsers)
+    for command in COMMANDS:
+        command.add_to(subparsers)
     return parser

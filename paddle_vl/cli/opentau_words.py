@@ -11,8 +11,6 @@ the same for every value of it, or is that of the run file's own data.
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 from paddle_vl.files.names import nearest
 
@@ -38,9 +36,8 @@ variables, which options take precedence over:
   PROFILE_STEPS=N                 --steps N
   PROFILE_STEP_JSON=FILE          --json FILE
   PROFILE_NO_OPTIM=1              --no-optimizer
-  ATTENTION_IMPL=NAME             model.policy.attention_implementation=NAME; with --matrix
-                                  --attention NAME
-  GRAD_CHECKPOINT=true|false      train.recompute=full|none; with --matrix --recompute
+  ATTENTION_IMPL=NAME             --attention NAME
+  GRAD_CHECKPOINT=true|false      --recompute full|none
   FIND_UNUSED_PARAMS, FUSED_ADAMW=true, TORCH_COMPILE=false
                                   without effect: gradients that a rank lacks are always reduced as
                                   zeros, AdamW is one fused kernel per parameter, and nothing is
@@ -148,43 +145,31 @@ def _batch_settings(given: Mapping[str, int]) -> list[str]:
     return settings if micro is None else [*settings, f"train.per_device_train_batch_size={micro}"]
 
 
-@dataclass(frozen=True)
-class Variables:
-    """OpenTau's variables that are set; None where one is not.
+def words_of_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """The options of OpenTau's variables that are set; logs those without effect.
 
-    Attributes:
-        recompute: `full` or `none`, from GRAD_CHECKPOINT.
+    Raises:
+        ValueError: a value that is wrong or has no counterpart; names the variable.
     """
-
-    steps: int | None = None
-    json: Path | None = None
-    no_optimizer: bool = False
-    attention: str | None = None
-    recompute: str | None = None
-
-    @classmethod
-    def read(cls, environment: Mapping[str, str] = os.environ) -> "Variables":
-        """Read them from the environment; logs those without effect.
-
-        Raises:
-            ValueError: a value that is wrong or has no counterpart; names the variable.
-        """
-        steps, file = environment.get("PROFILE_STEPS"), environment.get("PROFILE_STEP_JSON")
-        checkpointing = _truth(environment, "GRAD_CHECKPOINT")
-        if _truth(environment, "TORCH_COMPILE"):
-            raise ValueError("TORCH_COMPILE is true, and there is no torch here: unset it")
-        if _truth(environment, "FUSED_ADAMW") is False:
-            raise ValueError("FUSED_ADAMW is false, and Paddle's AdamW is fused: unset it")
-        for name in ("FIND_UNUSED_PARAMS", "FUSED_ADAMW", "TORCH_COMPILE"):
-            if _truth(environment, name) is not None:
-                logger.info("%s=%s has no effect here", name, environment[name])
-        return cls(
-            steps=None if steps is None else _whole("PROFILE_STEPS", steps),
-            json=Path(file) if file else None,
-            no_optimizer=bool(_truth(environment, "PROFILE_NO_OPTIM")),
-            attention=environment.get("ATTENTION_IMPL"),
-            recompute=None if checkpointing is None else "full" if checkpointing else "none",
-        )
+    words = []
+    if "PROFILE_STEPS" in environment:
+        words.append(f"--steps={_whole('PROFILE_STEPS', environment['PROFILE_STEPS'])}")
+    if file := environment.get("PROFILE_STEP_JSON"):
+        words.append(f"--json={file}")
+    if _truth(environment, "PROFILE_NO_OPTIM"):
+        words.append("--no-optimizer")
+    if "ATTENTION_IMPL" in environment:
+        words.append(f"--attention={environment['ATTENTION_IMPL']}")
+    if (checkpointing := _truth(environment, "GRAD_CHECKPOINT")) is not None:
+        words.append(f"--recompute={'full' if checkpointing else 'none'}")
+    if _truth(environment, "TORCH_COMPILE"):
+        raise ValueError("TORCH_COMPILE is true, and there is no torch here: unset it")
+    if _truth(environment, "FUSED_ADAMW") is False:
+        raise ValueError("FUSED_ADAMW is false, and Paddle's AdamW is fused: unset it")
+    for name in ("FIND_UNUSED_PARAMS", "FUSED_ADAMW", "TORCH_COMPILE"):
+        if _truth(environment, name) is not None:
+            logger.info("%s=%s has no effect here", name, environment[name])
+    return words
 
 
 def _truth(environment: Mapping[str, str], name: str) -> bool | None:

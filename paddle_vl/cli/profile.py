@@ -1,26 +1,29 @@
 """`paddle-vl profile`: time and memory of a training step, for one configuration or a matrix."""
 
 import argparse
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from paddle_vl.cli.commands import (
-    add_command,
-    add_number,
-    add_run,
-    add_switch,
-    add_value,
     configure_runtime,
     configure_training_runtime,
-    positive,
     with_data_parallel,
 )
 from paddle_vl.cli.hubs import read_run
-from paddle_vl.cli.opentau_words import WORDS_HELP, Variables
+from paddle_vl.cli.opentau_words import WORDS_HELP
+from paddle_vl.cli.table import (
+    CONFIG,
+    OVERRIDES,
+    Command,
+    grouped,
+    number,
+    positive,
+    switch,
+    value,
+)
 from paddle_vl.parallel.launcher import launch
 
-_STEPS, _REPEATS = 20, 3
+_REPEATS = 3
 _ATTENTION = ("eager", "sdpa")
 _SHARDING = ("none", "dp", "stage1", "stage2", "stage3")
 _EPILOG = f"""\
@@ -43,122 +46,21 @@ With --matrix it receives instead:
 {WORDS_HELP}"""
 
 
-def add_profile(subparsers: argparse._SubParsersAction) -> None:
-    """`paddle-vl profile CONFIG [section.name=value ...]`"""
-    parser = add_command(
-        subparsers,
-        profile,
-        "time and memory of a run's training step",
-        "Train a few steps with the settings of a YAML file, and print the time of each phase and "
-        "the memory; or do so for every choice of sharding, attention, recomputation and cameras "
-        "at growing batch sizes, and recommend one.",
-        _EPILOG,
-    )
-    add_run(parser, "start N ranks on this machine (default 1)")
-    add_value(parser, "--warmup", "N", "warmup steps (default 5)", type=int, default=5)
-    add_number(parser, "--steps", f"measured steps (default {_STEPS})")
-    add_value(parser, "--json", "FILE", "write profile.json to this file too")
-    text = "measure forward and backward alone: no moments, gradient norm and updates"
-    add_switch(parser, "--no-optimizer", text)
-    text = "folder for the result (default: profile/ in train.output_dir)"
-    add_value(parser, "--out", "DIR", text)
-    add_value(
-        parser,
-        "--memory-limit-gb",
-        "GB",
-        "memory that a rank may use, in 10^9 bytes (on a CPU its resident set); the profile ends "
-        "above it (default: the GPU's memory; none on a CPU, where a matrix needs one)",
-        type=float,
-    )
-    workload = parser.add_argument_group("synthetic data")
-    add_switch(
-        workload,
-        "--synthetic",
-        "train on generated samples of the configured shapes instead of data.train, with the "
-        "configured drop probabilities",
-    )
-    add_value(
-        workload,
-        "--cameras --num_cams",
-        "N",
-        "cameras of a policy, on its own data too (default: as configured), or images in each "
-        "conversation (default: 1); several numbers with --matrix",
-        type=positive,
-        nargs="+",
-    )
-    add_value(
-        workload,
-        "--image-side",
-        "PIXELS",
-        "height and width of an image in a conversation, before the processor resizes it (default "
-        "448)",
-        type=positive,
-    )
-    text = "tokens of the answer in a conversation (default 64)"
-    add_number(workload, "--answer-tokens", text)
-    _add_matrix(parser)
-
-
-def _add_matrix(parser: argparse.ArgumentParser) -> None:
-    matrix = parser.add_argument_group(
-        "matrix", "Each cell (a choice at a batch size) runs in new processes."
-    )
-    add_switch(matrix, "--matrix", "profile all choices")
-    for name, choices, text in (
-        (
-            "--sharding", _SHARDING,
-            "dp, stage1, stage2, stage3, or none for one rank (default: all that fit --nproc)",
-        ),
-        ("--recompute", ("none", "full"), "none, full (default: both)"),
-        ("--attention", _ATTENTION, "eager, sdpa; of a policy's attention (default: both)"),
-    ):  # fmt: skip
-        add_value(matrix, name, "CHOICE", text, nargs="+", choices=choices)
-    add_number(
-        matrix,
-        "--repeats",
-        "runs of each cell; the median is shown, beside the slowest and the fastest "
-        f"(default {_REPEATS})",
-    )
-    add_value(
-        matrix,
-        "--batch-sizes",
-        "N",
-        "sizes to try, in ascending order until one is too large (default: double until one is "
-        "too large, then bisect)",
-        type=positive,
-        nargs="+",
-    )
-    add_number(matrix, "--first-batch", "first size of the doubling (default 1)")
-    add_number(matrix, "--largest-batch", "last size of the doubling (default 64)")
-    for name, metavar, default, text in (
-        ("--cell-seconds", "S", 600.0, "seconds for a cell, its start included (default 600)"),
-        (
-            "--memory-share", "SHARE", 0.85,
-            "share of the limit that a recommended cell may use (default 0.85)",
-        ),
-    ):  # fmt: skip
-        add_value(matrix, name, metavar, text, type=float, default=default)
-
-
 def profile(options: argparse.Namespace) -> int:
     """Print a profile, or run a matrix.
 
     Returns:
         0, or 1 if no cell of the matrix fits.
     """
-    config = read_run(options)
-    _take_variables(options, config, Variables.read())
-    config = read_run(options)
-    out = Path(options.out or Path(config.train.output_dir) / "profile")
-    if options.warmup < 0:
-        raise ValueError(f"--warmup {options.warmup}: it must be 0 or more")
-    if options.json and not Path(options.json).resolve().parent.is_dir():
-        raise ValueError(f"--json or PROFILE_STEP_JSON {options.json}: its folder does not exist")
     _check_options(options)
+    config = read_run(options)
+    if not options.matrix:
+        config = _with_choices(options, config)
+    out = Path(options.out or Path(config.train.output_dir) / "profile")
     settings = _profile_settings(options, out)
     if options.matrix:
         configure_runtime()
-        return _matrix(options, config, settings)
+        return _run_matrix(options, config, settings)
     if options.nproc > 1:
         with_data_parallel(options, config)
         command = ["profile", options.config, *options.overrides, *settings.arguments()]
@@ -175,28 +77,17 @@ def profile(options: argparse.Namespace) -> int:
     return 0
 
 
-def _take_variables(options: argparse.Namespace, config: Any, variables: Variables) -> None:
-    """Add OpenTau's variables to the options, where the command line does not say otherwise."""
-    options.steps = options.steps or variables.steps or _STEPS
-    options.json = options.json or variables.json
-    options.no_optimizer = options.no_optimizer or variables.no_optimizer
-    if options.matrix:
-        for name in ("attention", "recompute"):
-            value = getattr(variables, name)
-            if value is not None and getattr(options, name) is None:
-                setattr(options, name, [value])
-        return
-    given = {override.partition("=")[0] for override in options.overrides}
+def _with_choices(options: argparse.Namespace, config: Any) -> Any:
+    """The settings with --attention and --recompute, where the command line does not set them."""
     from paddle_vl.profile.workload import attention_settings, recompute_settings
 
-    settings: list[Mapping[str, Any]] = []
-    if variables.attention is not None:
-        settings.append(attention_settings(config, variables.attention))
-    if variables.recompute is not None:
-        settings.append(recompute_settings(config, variables.recompute))
-    for values in settings:
-        if given.isdisjoint(values):
-            options.overrides += [f"{name}={value}" for name, value in values.items()]
+    given = {override.partition("=")[0] for override in options.overrides}
+    chosen = {
+        **(attention_settings(config, *options.attention) if options.attention else {}),
+        **(recompute_settings(config, *options.recompute) if options.recompute else {}),
+    }
+    options.overrides += [f"{name}={text}" for name, text in chosen.items() if name not in given]
+    return read_run(options)
 
 
 def _profile_settings(options: argparse.Namespace, out: Path) -> Any:
@@ -215,12 +106,11 @@ def _profile_settings(options: argparse.Namespace, out: Path) -> Any:
     )
 
 
-_OF_A_MATRIX = (
-    "sharding", "recompute", "attention", "repeats", "batch_sizes", "first_batch", "largest_batch"
-)  # fmt: skip
-
-
 def _check_options(options: argparse.Namespace) -> None:
+    if options.warmup < 0:
+        raise ValueError(f"--warmup {options.warmup}: it must be 0 or more")
+    if options.json and not Path(options.json).resolve().parent.is_dir():
+        raise ValueError(f"--json or PROFILE_STEP_JSON {options.json}: its folder does not exist")
     if options.matrix:
         if options.batch_sizes and (options.first_batch or options.largest_batch):
             raise ValueError(
@@ -232,15 +122,16 @@ def _check_options(options: argparse.Namespace) -> None:
                 "writes matrix.json into --out: leave it out"
             )
         return
-    for name in _OF_A_MATRIX:
+    for name in ("sharding", "repeats", "batch_sizes", "first_batch", "largest_batch"):
         if getattr(options, name) is not None:
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"{flag} is about a matrix: give --matrix too")
-    if options.cameras and len(options.cameras) > 1:
-        raise ValueError(f"--cameras {options.cameras}: several numbers need --matrix")
+    for name in ("attention", "recompute", "cameras"):
+        if len(found := getattr(options, name) or ()) > 1:
+            raise ValueError(f"--{name} {found}: several of them need --matrix")
 
 
-def _matrix(options: argparse.Namespace, config: Any, profile: Any) -> int:
+def _run_matrix(options: argparse.Namespace, config: Any, profile: Any) -> int:
     from paddle_vl.profile.cells import Growth
     from paddle_vl.profile.matrix import MatrixSettings, all_choices, run_matrix
     from paddle_vl.profile.matrix_report import write_report
@@ -264,3 +155,70 @@ def _matrix(options: argparse.Namespace, config: Any, profile: Any) -> int:
     cells = run_matrix(options.config, options.overrides, settings)
     print(write_report(cells, settings, options.memory_share))
     return 0 if any(cell.status == "ok" for cell in cells) else 1
+
+
+_MATRIX, _SYNTHETIC = "matrix", "synthetic data"
+PROFILE = Command(
+    profile,
+    "time and memory of a run's training step",
+    "Train a few steps with the settings of a YAML file, and print the time of each phase and the "
+    "memory; or do so for every choice of sharding, attention, recomputation and cameras at "
+    "growing batch sizes, and recommend one.",
+    _EPILOG,
+    [
+        CONFIG,
+        OVERRIDES,
+        number("--nproc", "start N ranks on this machine (default 1)", 1),
+        value("--warmup", "N", "warmup steps (default 5)", type=int, default=5),
+        number("--steps", "measured steps (default 20)", 20),
+        value("--json", "FILE", "write profile.json to this file too"),
+        switch("--no-optimizer",
+               "measure forward and backward alone: no moments, gradient norm and updates"),
+        value("--out", "DIR", "folder for the result (default: profile/ in train.output_dir)"),
+        value("--memory-limit-gb", "GB",
+              "memory that a rank may use, in 10^9 bytes (on a CPU its resident set); the profile "
+              "ends above it (default: the GPU's memory; none on a CPU, where a matrix needs one)",
+              type=float),
+        value("--recompute", "CHOICE",
+              "none or full (default: as configured; both with --matrix)", nargs="+",
+              choices=("none", "full")),
+        value("--attention", "CHOICE",
+              "eager or sdpa, a policy's attention (default: as configured; both with --matrix)",
+              nargs="+", choices=_ATTENTION),
+        *grouped(
+            _SYNTHETIC,
+            switch("--synthetic",
+                   "train on generated samples of the configured shapes instead of data.train, "
+                   "with the configured drop probabilities"),
+            value("--cameras --num_cams", "N",
+                  "cameras of a policy, on its own data too (default: as configured), or images in "
+                  "each conversation (default: 1); several numbers with --matrix",
+                  type=positive, nargs="+"),
+            number("--image-side",
+                   "height and width of an image in a conversation, in pixels before the processor "
+                   "resizes it (default 448)"),
+            number("--answer-tokens", "tokens of the answer in a conversation (default 64)"),
+        ),
+        *grouped(
+            _MATRIX,
+            switch("--matrix", "profile all choices"),
+            value("--sharding", "CHOICE",
+                  "dp, stage1, stage2, stage3, or none for one rank (default: all that fit "
+                  "--nproc)", nargs="+", choices=_SHARDING),
+            number("--repeats",
+                   "runs of each cell; the median is shown, beside the slowest and the fastest "
+                   f"(default {_REPEATS})"),
+            value("--batch-sizes", "N",
+                  "sizes to try, in ascending order until one is too large (default: double until "
+                  "one is too large, then bisect)", type=positive, nargs="+"),
+            number("--first-batch", "first size of the doubling (default 1)"),
+            number("--largest-batch", "last size of the doubling (default 64)"),
+            value("--cell-seconds", "S", "seconds for a cell, its start included (default 600)",
+                  type=float, default=600.0),
+            value("--memory-share", "SHARE",
+                  "share of the limit that a recommended cell may use (default 0.85)",
+                  type=float, default=0.85),
+        ),
+    ],
+    {_MATRIX: "Each cell (a choice at a batch size) runs in new processes."},
+)  # fmt: skip

@@ -3,38 +3,7 @@
 import argparse
 from pathlib import Path
 
-from paddle_vl.cli.commands import add_command, add_number, add_switch, add_value
-
-
-def add_tokenize(subparsers: argparse._SubParsersAction) -> None:
-    """`paddle-vl tokenize FILES --tokenizer DIR --output PREFIX`"""
-    parser = add_command(
-        subparsers,
-        tokenize,
-        "write token files (.bin and .idx) of texts for pretraining",
-        "Tokenize the texts of JSONL (also .gz and .zst), Parquet and WebDataset files into one "
-        "pair of memory-mapped token files in Megatron's format, which PaddleNLP and PaddleFormers "
-        "read too. Rows have `text`, a string or a list of strings. The end token follows every "
-        "document. The result does not depend on the number of processes.",
-        "example:\n  paddle-vl tokenize 'web/*.jsonl.gz' --tokenizer Qwen3-VL-2B-Instruct "
-        "--output tokens/web --processes 16",
-    )
-    add_value(parser, "files", "FILE", "data files, or patterns of them", nargs="+")
-    for name, metavar, text in (
-        ("--tokenizer", "DIR", "a folder with tokenizer.json, or org/name on a hub"),
-        ("--output", "PREFIX", "path of the new files, without suffix"),
-    ):
-        add_value(parser, name, metavar, text, required=True)
-    add_number(parser, "--processes", "processes (default 1)", 1)
-    text = "entry of a row with its text (default text)"
-    add_value(parser, "--text", "NAME", text, default="text")
-    text = "token behind every document (default <|endoftext|>)"
-    add_value(parser, "--end-token", "TOKEN", text, default="<|endoftext|>")
-    text = "leave documents out that cannot be used, and count them (default: stop at the first)"
-    add_switch(parser, "--skip-bad", text)
-    add_value(parser, "--cache", "DIR", "folder for indexes and copies (default: beside the data)")
-    text = "longest line of a JSONL file, in bytes (default 1048576)"
-    add_number(parser, "--max-line-bytes", text, 1 << 20)
+from paddle_vl.cli.table import CACHE, MAX_LINE, SKIP_BAD, Command, number, value
 
 
 def tokenize(options: argparse.Namespace) -> int:
@@ -67,3 +36,28 @@ def tokenize(options: argparse.Namespace) -> int:
     for kind, count in sorted(written.skipped.items()):
         print(f"skipped: {count} of kind {kind}")
     return 0
+
+
+TOKENIZE = Command(
+    tokenize,
+    "write token files (.bin and .idx) of texts for pretraining",
+    "Tokenize the texts of JSONL (also .gz and .zst), Parquet and WebDataset files into one pair "
+    "of memory-mapped token files in Megatron's format, which PaddleNLP and PaddleFormers read "
+    "too. Rows have `text`, a string or a list of strings. The end token follows every document. "
+    "The result does not depend on the number of processes.",
+    "example:\n  paddle-vl tokenize 'web/*.jsonl.gz' --tokenizer Qwen3-VL-2B-Instruct "
+    "--output tokens/web --processes 16",
+    [
+        value("files", "FILE", "data files, or patterns of them", nargs="+"),
+        value("--tokenizer", "DIR", "a folder with tokenizer.json, or org/name on a hub",
+              required=True),
+        value("--output", "PREFIX", "path of the new files, without suffix", required=True),
+        number("--processes", "processes (default 1)", 1),
+        value("--text", "NAME", "entry of a row with its text (default text)", default="text"),
+        value("--end-token", "TOKEN", "token behind every document (default <|endoftext|>)",
+              default="<|endoftext|>"),
+        SKIP_BAD,
+        CACHE,
+        MAX_LINE,
+    ],
+)  # fmt: skip

@@ -5,17 +5,9 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from paddle_vl.cli.commands import (
-    add_command,
-    add_number,
-    add_run,
-    add_switch,
-    add_value,
-    configure_training_runtime,
-    natural,
-    with_data_parallel,
-)
+from paddle_vl.cli.commands import configure_training_runtime, with_data_parallel
 from paddle_vl.cli.hubs import read_run
+from paddle_vl.cli.table import CONFIG, OVERRIDES, Command, natural, number, switch, value
 from paddle_vl.parallel.launcher import launch
 
 _EPILOG = """\
@@ -49,38 +41,6 @@ report.html needs no other file and no network. It has the loss, its terms and e
 rates, gradient norm, throughput, memory and all other metrics of metrics.jsonl over steps, epochs
 or tokens; the results, the settings that differ, git revisions and package versions. A PNG of each
 panel is written beside it. The report of a running run shows the metrics so far."""
-
-
-def add_train(subparsers: argparse._SubParsersAction) -> None:
-    """`paddle-vl train CONFIG [section.name=value ...]`"""
-    parser = add_command(
-        subparsers,
-        train,
-        "train a model with the settings of a YAML file",
-        "Train a model with the settings of a YAML file.",
-        f"{_EPILOG}\n{_settings_help()}",
-    )
-    add_run(
-        parser,
-        "start N ranks on this machine (default 1); the parallel.*_degree settings must multiply "
-        "to N, and if none is set the ranks are data parallel. Use fleetrun for several machines",
-    )
-    add_value(
-        parser,
-        "--max_restarts --max-restarts",
-        "N",
-        "if a rank dies in training, restart from the last good checkpoint, up to N times "
-        "(default 0)",
-        type=natural,
-        default=0,
-    )
-    add_number(
-        parser,
-        "--min_nproc --min-nproc",
-        "restart with fewer ranks, at least N: parallel.dp_degree and sharding_degree shrink and "
-        "train.per_device_train_batch_size grows, so that the numbers stay the same (default: the "
-        "same number of ranks)",
-    )
 
 
 def train(options: argparse.Namespace) -> int:
@@ -140,25 +100,37 @@ def _settings_help() -> str:
     return "\n".join(lines)
 
 
-def add_report(subparsers: argparse._SubParsersAction) -> None:
-    """`paddle-vl report RUN [RUN ...] [--output DIR]`"""
-    parser = add_command(
-        subparsers,
-        report,
-        "curves and settings of one or several runs as a page",
-        "Draw the metrics of one or several runs into one HTML file and PNGs, and list the "
-        "settings in which the runs differ.",
-        _REPORT_EPILOG,
-    )
-    add_value(parser, "runs", "RUN", "the train.output_dir of a run", nargs="+")
-    add_value(
-        parser,
-        "--output",
-        "DIR",
-        "folder for the report (default: report/ in the run's folder; for several runs, in the "
-        "current one)",
-    )
-    add_switch(parser, "--no-png", "write the page without PNGs")
+TRAIN = Command(
+    train,
+    "train a model with the settings of a YAML file",
+    "Train a model with the settings of a YAML file.",
+    f"{_EPILOG}\n{_settings_help()}",
+    [
+        CONFIG,
+        OVERRIDES,
+        number(
+            "--nproc",
+            "start N ranks on this machine (default 1); the parallel.*_degree settings must "
+            "multiply to N, and if none is set the ranks are data parallel. Use fleetrun for "
+            "several machines",
+            1,
+        ),
+        value(
+            "--max_restarts --max-restarts",
+            "N",
+            "if a rank dies in training, restart from the last good checkpoint, up to N times "
+            "(default 0)",
+            type=natural,
+            default=0,
+        ),
+        number(
+            "--min_nproc --min-nproc",
+            "restart with fewer ranks, at least N: parallel.dp_degree and sharding_degree shrink "
+            "and train.per_device_train_batch_size grows, so that the numbers stay the same "
+            "(default: the same number of ranks)",
+        ),
+    ],
+)
 
 
 def report(options: argparse.Namespace) -> int:
@@ -170,3 +142,22 @@ def report(options: argparse.Namespace) -> int:
     page, *pictures = write_report(options.runs, output_dir, with_pictures=not options.no_png)
     print(f"report written to {page}" + (f", {len(pictures)} pictures beside it" * bool(pictures)))
     return 0
+
+
+REPORT = Command(
+    report,
+    "curves and settings of one or several runs as a page",
+    "Draw the metrics of one or several runs into one HTML file and PNGs, and list the settings in "
+    "which the runs differ.",
+    _REPORT_EPILOG,
+    [
+        value("runs", "RUN", "the train.output_dir of a run", nargs="+"),
+        value(
+            "--output",
+            "DIR",
+            "folder for the report (default: report/ in the run's folder; for several runs, in the "
+            "current one)",
+        ),
+        switch("--no-png", "write the page without PNGs"),
+    ],
+)

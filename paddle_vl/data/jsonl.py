@@ -13,7 +13,6 @@ import numpy as np
 from xxhash import xxh3_64
 
 from paddle_vl.config.data_sources import is_container
-from paddle_vl.files.text_file import without_duplicates
 
 OnBadSample = Literal["fail", "skip"]
 
@@ -302,8 +301,17 @@ def _finite_float(digits: str) -> float:
     return value
 
 
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; of equal keys Python would keep the last without a word."""
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key {twice[:80]!r} is there twice")
+    return values
+
+
 # Built once: json.loads with hooks builds a decoder per call.
 _FINITE = json.JSONDecoder(
-    parse_constant=_no_constant, parse_float=_finite_float, object_pairs_hook=without_duplicates
+    parse_constant=_no_constant, parse_float=_finite_float, object_pairs_hook=_without_duplicates
 )
-_ANY = json.JSONDecoder(object_pairs_hook=without_duplicates)
+_ANY = json.JSONDecoder(object_pairs_hook=_without_duplicates)

@@ -1,12 +1,13 @@
 """A check: its name, what it needs, the result of running it, and which checks are chosen."""
 
-import difflib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from paddle_vl.files.names import nearest
 
 if TYPE_CHECKING:
     from paddle_vl.nn.examples import Dtype
@@ -51,7 +52,6 @@ class Machine:
     """The machine as Paddle sees it.
 
     Attributes:
-        device: `cpu` or `gpu`.
         num_devices: GPUs that are visible; 0 on a CPU.
         has_bfloat16: whether the device has kernels for bfloat16.
         is_quick: whether small sizes and few repetitions are asked for.
@@ -119,7 +119,7 @@ class Check:
 
 
 # Modules with checks, in the order in which these run.
-_PARTS = ("environment", "kernels", "steps", "true_width", "golden", "models", "ranks")
+_PARTS = ("environment", "kernels", "steps", "models", "ranks")
 CHECKS: list[Check] = []
 
 
@@ -146,24 +146,19 @@ def check(name: str, **settings: Any) -> Callable[[R], R]:
 
 def run_check(check: Check, machine: Machine) -> Result:
     """Run a check in this process; an exception becomes a finding."""
-    if check.need is not None:
-        is_met, missing = NEEDS[check.need]
-        if not is_met(machine):
-            return Result("skipped", missing)
+    if check.need is not None and not NEEDS[check.need][0](machine):
+        return Result("skipped", NEEDS[check.need][1])
     try:
         return check.run(machine)
     except (Exception, SystemExit) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "unknown"
-        text = str(error).strip() or "without a message"
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         # Paddle's messages begin with a stack and have their reason at the end.
-        shown = lines[0] if len(lines) < 4 else f"{lines[0]} ... {lines[-1]}"
+        shown = f"{lines[0]} ... {lines[-1]}" if len(lines) > 3 else "".join(lines[:1])
         return wrong(
             f"raised {type(error).__name__}: {shown:.300}",
             "an error of the package, of Paddle or of the driver: report it with this table and "
             "--json",
-            **{"place": place, TRACEBACK: "".join(traceback.format_exception(error))[-3000:]},
+            **{TRACEBACK: "".join(traceback.format_exception(error))[-3000:]},
         )
 
 
@@ -172,17 +167,13 @@ class UnknownCheckError(ValueError):
 
 
 def chosen_checks(
-    checks: Sequence[Check],
-    only: Sequence[str] = (),
-    is_quick: bool = False,
-    done: Sequence[str] = (),
+    checks: Sequence[Check], only: Sequence[str] = (), is_quick: bool = False
 ) -> list[Check]:
     """The checks to run, in their order.
 
     Args:
         only: names of checks or groups; empty for all.
         is_quick: whether to leave slow checks out, unless `only` names them.
-        done: names that were run already.
 
     Raises:
         UnknownCheckError: a name is neither a check's nor a group's; names the nearest.
@@ -190,15 +181,10 @@ def chosen_checks(
     names = {name for check in checks for name in (check.name, check.group)}
     for name in only:
         if name not in names:
-            near = difflib.get_close_matches(name, sorted(names), 1)
-            meant = f"; did you mean {near[0]}?" if near else ""
             raise UnknownCheckError(
-                f"--only {name}: there is no such check or group{meant} "
-                "`paddle-vl doctor --list` lists them"
+                f"--only {name}: there is no such check or group; {nearest(name, sorted(names))}"
+                " (`paddle-vl doctor --list` lists them)"
             )
-    return [
-        check
-        for check in checks
-        if check.name not in done
-        and ({check.name, check.group} & set(only) if only else (check.is_quick or not is_quick))
-    ]
+    if only:
+        return [check for check in checks if {check.name, check.group} & set(only)]
+    return [check for check in checks if check.is_quick or not is_quick]

@@ -2,9 +2,9 @@
 
 import os
 import re
-import shutil
 import subprocess
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from paddle import version
 
 from paddle_vl.compat import configure_cpu_runtime
 from paddle_vl.doctor.check import Machine, Result, check, info, ok, wrong
-from paddle_vl.doctor.measuring import TERMS, TF32_STEP, sum_of_products
+from paddle_vl.nn.examples import Dtype
+from paddle_vl.parallel.bandwidth import synchronize
 from paddle_vl.profile.memory import GB
 from paddle_vl.train.allocator import allocator_flags, configure_allocator
 from paddle_vl.train.memory_needed import available_memory
@@ -35,6 +36,23 @@ _VARIABLES = re.compile(
     r"(FLAGS|NCCL|CUDA|NVIDIA|GLOO|OMP|MKL|CUBLAS|UCX|PADDLE_VL|PADDLE_DISTRI)_\w+"
 )
 _SECRET = re.compile(r"(?i)token|secret|password|key")
+# Flags and variables that make runs wrong or slow: what they do, and what to do.
+_SPOILING = {
+    "FLAGS_gemm_use_half_precision_compute_type": (
+        "products of half precision add up in half precision", "unset it; losses drift with it",
+    ),
+    "FLAGS_check_nan_inf": (
+        "every operator waits for the device", "unset it, except to look for a fault",
+    ),
+    "FLAGS_benchmark": (
+        "every operator waits for the device", "unset it, except to look for a fault",
+    ),
+    "CUDA_LAUNCH_BLOCKING": (
+        "every kernel waits for the one before", "unset it, except to look for a fault",
+    ),
+}  # fmt: skip
+# 1 + 2^-12 has 12 bits behind the point: float32 keeps them, TF32 (10 bits) rounds to 1.
+_TF32_STEP, _TERMS = 2.0**-12, 1024
 
 
 @check("environment.versions")
@@ -49,12 +67,11 @@ def check_versions(machine: Machine) -> Result:
     if machine.device == "gpu":
         found["nccl"] = version.nccl()
         found["compute_capability"] = ".".join(map(str, paddle.device.cuda.get_device_capability()))
-    if cards := nvidia_cards():
-        found["driver"] = cards[0]["driver"]
+    if (driver := nvidia_driver()) is not None:
+        found["driver"] = driver
     installed = {distribution.metadata["Name"] for distribution in metadata.distributions()}
     wheels = [wheel for wheel in _WHEELS if wheel in installed]
-    problem = version_problem(wheels, paddle.__version__, bool(cards), machine.device)
-    if problem is not None:
+    if problem := version_problem(wheels, paddle.__version__, driver is not None, machine.device):
         return wrong(*problem, **found)
     names = ("cuda", "cudnn", "nccl", "driver", "compute_capability", "python")
     parts = [f"{name.replace('_', ' ')} {found[name]}" for name in names if name in found]
@@ -90,22 +107,16 @@ def version_problem(
     return None
 
 
-def nvidia_cards() -> list[dict[str, str]]:
-    """Name, driver and memory of each card that the driver lists; empty without one."""
-    query = "--query-gpu=name,driver_version,memory.total,memory.used"
+def nvidia_driver() -> str | None:
+    """The version of the driver; None where it lists no card."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(
-            ["nvidia-smi", query, "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=_NVIDIA_SECONDS,
-            check=True,
+        text = subprocess.check_output(
+            command, text=True, timeout=_NVIDIA_SECONDS, stderr=subprocess.DEVNULL
         )
     except (OSError, subprocess.SubprocessError):
-        return []
-    keys = ("name", "driver", "memory", "used")
-    rows = [line.split(",") for line in done.stdout.splitlines() if line.strip()]
-    return [dict(zip(keys, map(str.strip, row), strict=False)) for row in rows]
+        return None
+    return text.split("\n")[0].strip() or None
 
 
 @check("environment.flags")
@@ -120,8 +131,7 @@ def check_flags(machine: Machine) -> Result:
         for name, value in sorted(os.environ.items())
         if _VARIABLES.fullmatch(name)
     }
-    problem = flag_problem(values, variables)
-    if problem is not None:
+    if problem := flag_problem({**variables, **values}):
         return wrong(*problem, flags=values, variables=variables)
     set_here = ", ".join(f"{name}={value}" for name, value in variables.items()) or "none"
     return info(f"{allocator}; variables: {set_here}"[:400], flags=values, variables=variables)
@@ -138,24 +148,11 @@ def existing_flags(names: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-def flag_problem(flags: Mapping[str, Any], variables: Mapping[str, str]) -> tuple[str, str] | None:
-    """A flag that makes runs wrong or slow, and what to do."""
-    if flags.get("FLAGS_gemm_use_half_precision_compute_type"):
-        return (
-            "FLAGS_gemm_use_half_precision_compute_type is on: products of half precision add up "
-            "in half precision",
-            "unset it; losses drift with it",
-        )
-    if flags.get("FLAGS_check_nan_inf") or flags.get("FLAGS_benchmark"):
-        return (
-            "FLAGS_check_nan_inf or FLAGS_benchmark is on: every operator waits for the device",
-            "unset them, except to look for a fault",
-        )
-    if variables.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
-        return (
-            "CUDA_LAUNCH_BLOCKING is set: every kernel waits for the one before",
-            "unset it, except to look for a fault",
-        )
+def flag_problem(values: Mapping[str, Any]) -> tuple[str, str] | None:
+    """A flag or variable that makes runs wrong or slow, and what to do."""
+    for name, (what, remedy) in _SPOILING.items():
+        if values.get(name) not in (None, False, 0, "", "0"):
+            return f"{name} is on: {what}", remedy
     return None
 
 
@@ -163,48 +160,50 @@ def flag_problem(flags: Mapping[str, Any], variables: Mapping[str, str]) -> tupl
 def check_memory(machine: Machine) -> Result:
     """Memory of host and devices, processors."""
     total, of = available_memory()
-    shared = Path("/dev/shm")
-    available = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
-    devices = [
-        {
-            "name": properties.name,
-            "gb": round(properties.total_memory / GB, 2),
-            "multiprocessors": properties.multi_processor_count,
-        }
-        for properties in map(paddle.device.cuda.get_device_properties, range(machine.num_devices))
-    ]
+    kilobytes = {
+        line.split(":")[0]: int(line.split()[1])
+        for line in Path("/proc/meminfo").read_text().splitlines()
+    }
+    found = map(paddle.device.cuda.get_device_properties, range(machine.num_devices))
+    devices = [{"name": each.name, "gb": round(each.total_memory / GB, 2)} for each in found]
     figures: dict[str, Any] = {
         "processor": processor_name(),
         "processors": len(os.sched_getaffinity(0)),
-        "host_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GB, 2),
-        "host_available_gb": round(1024 * int(available[1]) / GB, 2) if available else 0.0,
-        "shared_memory_gb": round(shutil.disk_usage(shared).total / GB, 2)
-        if shared.is_dir()
-        else None,
+        "host_gb": round(1024 * kilobytes["MemTotal"] / GB, 2),
+        "host_available_gb": round(1024 * kilobytes["MemAvailable"] / GB, 2),
         "usable_gb": round(total / GB, 2),
         "devices": devices,
-        "devices_used": [card.get("used") for card in nvidia_cards()],
     }
-    names = ", ".join(f"{device['name']} {device['gb']} GB" for device in devices)
+    names = "".join(f"; {device['name']} {device['gb']} GB" for device in devices)
     return info(
         f"{figures['processors']} processors ({figures['processor']}), {of} with "
         f"{total / GB:.1f} GB, {figures['host_available_gb']:.1f} GB of host memory available"
-        + (f"; {names}" if names else ""),
+        f"{names}",
         **figures,
     )
+
+
+def _sum_of_products(dtype: Dtype, value: float) -> float:
+    """An entry of a product of `_TERMS` terms that are this value."""
+    left = paddle.full([64, _TERMS], value).astype(dtype)
+    product = paddle.matmul(left, paddle.ones([_TERMS, 64]).astype(dtype))
+    return float(product[0, 0].astype("float32"))
+
+
+def uses_tf32() -> bool:
+    """Whether this process's float32 products run in TF32."""
+    return abs(_sum_of_products("float32", 1.0 + _TF32_STEP) / _TERMS - 1.0) < _TF32_STEP / 2
 
 
 @check("precision.tf32")
 def check_tf32(machine: Machine) -> Result:
     """Whether float32 products run in TF32."""
-    found = sum_of_products("float32", 1.0 + TF32_STEP)
-    bits = found / TERMS - 1.0
-    is_rounded = abs(bits) < TF32_STEP / 2
+    found, is_rounded = _sum_of_products("float32", 1.0 + _TF32_STEP), uses_tf32()
     asked = os.environ.get("NVIDIA_TF32_OVERRIDE")
-    figures = {"sum": found, "exact": TERMS * (1 + TF32_STEP), "NVIDIA_TF32_OVERRIDE": asked}
-    if not is_rounded and abs(bits - TF32_STEP) > TF32_STEP / 8:
+    figures = {"sum": found, "exact": _TERMS * (1 + _TF32_STEP), "NVIDIA_TF32_OVERRIDE": asked}
+    if not is_rounded and abs(found / _TERMS - 1.0 - _TF32_STEP) > _TF32_STEP / 8:
         return wrong(
-            f"a product of {TERMS} terms 1 + 2^-12 is {found!r}, neither float32 nor TF32",
+            f"a product of {_TERMS} terms 1 + 2^-12 is {found!r}, neither float32 nor TF32",
             "Paddle's matrix library or the device is faulty: run nothing here",
             **figures,
         )
@@ -215,25 +214,36 @@ def check_tf32(machine: Machine) -> Result:
             "set NVIDIA_TF32_OVERRIDE=0 before Paddle starts; report it if it is",
             **figures,
         )
-    text = "float32 products keep 23 bits; TF32 is off"
-    if is_rounded:
-        text = (
-            "float32 products run in TF32 (10 bits): expect float32 results within 1e-3, and set "
-            "NVIDIA_TF32_OVERRIDE=0 for exact ones"
-        )
-    return info(text, **figures)
+    if not is_rounded:
+        return info("float32 products keep 23 bits; TF32 is off", **figures)
+    return info(
+        "float32 products run in TF32 (10 bits): expect float32 results within 1e-3, and set "
+        "NVIDIA_TF32_OVERRIDE=0 for exact ones",
+        **figures,
+    )
 
 
 @check("precision.bfloat16", need="bfloat16")
 def check_bfloat16(machine: Machine) -> Result:
     """Products of bfloat16 add up in float32."""
     # 256 is the last whole number after which a sum of ones in bfloat16 stands still.
-    found = sum_of_products("bfloat16", 1.0)
-    figures = {"sum": found, "exact": float(TERMS)}
-    if found == TERMS:
-        return ok(f"{TERMS} ones add up to {found:g}: sums are float32", **figures)
+    found = _sum_of_products("bfloat16", 1.0)
+    if found == _TERMS:
+        return ok(f"{_TERMS} ones add up to {found:g}: sums are float32", sum=found)
     return wrong(
-        f"{TERMS} ones in bfloat16 add up to {found:g}: sums are too coarse",
+        f"{_TERMS} ones in bfloat16 add up to {found:g}: sums are too coarse",
         "unset FLAGS_gemm_use_half_precision_compute_type and whatever reduces sums in bfloat16",
-        **figures,
+        sum=found,
     )
+
+
+def best_s(run: Callable[[], Any], times: int = 5) -> float:
+    """The fastest of a few runs, in seconds, after one that is not counted."""
+    seconds = []
+    for _ in range(times + 1):
+        synchronize()
+        begin = time.perf_counter()
+        run()
+        synchronize()
+        seconds.append(time.perf_counter() - begin)
+    return max(min(seconds[1:]), 1e-9)

@@ -7,7 +7,7 @@ driver, where one is wrong it is that one.
 """
 
 import pkgutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 import paddle
-from paddle import Tensor
+from paddle import Tensor, profiler
 
 import paddle_vl.nn
 
 # Its models have operations of their own.
 import paddle_vl.testing
 from paddle_vl.doctor.check import CHECKS, Check, Machine, Result, check, info, ok, wrong
-from paddle_vl.doctor.measuring import best_s, operators_of, uses_tf32
+from paddle_vl.doctor.environment import best_s, uses_tf32
 from paddle_vl.nn.examples import (
     ATTENTION,
     COMPARED,
@@ -71,15 +71,13 @@ def own_operations() -> list[Operation]:
 
 def check_operation(operation: Operation, machine: Machine) -> Result:
     """Compare and time all forms of an operation."""
-    found = examples_of(operation)
-    if not found:
+    forms = examples_of(operation).items()
+    rows = [row for form in forms for row in _compared(operation, *form, machine)]
+    if not rows:
         return wrong(
             f"{name_of(operation)} has no example inputs",
             "add some to the tables of paddle_vl/nn/examples.py",
         )
-    rows = [
-        row for name, make in found.items() for row in _compared(operation, name, make, machine)
-    ]
     worst = max(rows, key=lambda row: row["error"] / row["bound"])
     if bad := [row for row in rows if not row["is_within"]]:
         sides = {row["implementation"] for row in bad}
@@ -122,7 +120,7 @@ def _compared(
         cases.extend((own, machine.dtypes[-1]) for own in widths)
     for own, dtype in cases:
         inputs = _rounded(make(np.random.default_rng(_SEED), own), dtype)
-        with _on_host(), use_kernels("plain"):
+        with on_host(), use_kernels("plain"):
             wanted = values_and_gradients(operation, inputs)
         if inputs.exact is not None:
             exact = (x.astype(np.float64) if _is_float(x) else x for x in inputs.args)
@@ -174,7 +172,8 @@ def _implementation(side: str) -> Iterator[None]:
 
 
 @contextmanager
-def _on_host() -> Iterator[None]:
+def on_host() -> Iterator[None]:
+    """Inside the block Paddle computes on the host's CPU."""
     device = paddle.get_device()
     paddle.set_device("cpu")
     try:
@@ -240,8 +239,7 @@ def attention_backends(machine: Machine) -> Result:
     for operation in own_operations():
         forms = [form for form in examples_of(operation).items() if form[0] in ATTENTION]
         for (form, make), (width, dtype) in product(forms, cases):
-            inputs = make(np.random.default_rng(0), replace(sizes, head_width=width))
-            args = tensors(inputs, dtype)
+            args = tensors(make(np.random.default_rng(0), replace(sizes, head_width=width)), dtype)
             chosen = attention_backend(operators_of(partial(operation, *args)))
             rows.append({"form": form, "dtype": dtype, "head_width": width, "backend": chosen})
             must = machine.device == "gpu" and dtype == "bfloat16" and form in _MUST_BE_FUSED
@@ -263,3 +261,34 @@ def attention_backend(names: Sequence[str]) -> str:
     """The attention kernel among the operators of a call."""
     fused = next((name for name in names if any(part in name for part in _FUSED)), None)
     return fused or " + ".join(sorted(_COMPOSED & set(names))) or "not through Paddle"
+
+
+def operators_of(run: Callable[[], Any]) -> list[str]:
+    """Names of the operators of a call, in no order."""
+    return [
+        name.removesuffix(" kernel launch")
+        for kind, name in profiled(run)
+        if kind == "DygraphKernelLaunch"
+    ]
+
+
+def profiled(run: Callable[[], Any]) -> list[tuple[str, str]]:
+    """Kind and name of every event of a call: operators, device kernels, copies, and calls of the
+    runtime."""
+    targets = [profiler.ProfilerTarget.CPU]
+    if not paddle.get_device().startswith("cpu"):
+        targets.append(profiler.ProfilerTarget.GPU)
+    with profiler.Profiler(targets=targets, on_trace_ready=lambda trace: None) as trace:
+        run()
+    # Paddle types it as unset.
+    result: Any = trace.profiler_result
+    events, waiting = [], list(result.get_data().values())
+    while waiting:
+        node = waiting.pop()
+        waiting += node.children_node
+        events.append((str(node.type).rpartition(".")[2], node.name))
+        for runtime in node.runtime_node:
+            events.append(("runtime", runtime.name))
+            device = getattr(runtime, "device_node", ())
+            events += [(str(each.type).rpartition(".")[2], each.name) for each in device]
+    return events

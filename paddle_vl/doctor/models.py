@@ -1,8 +1,11 @@
-"""Tiny models: ranks against one device, generation, bfloat16, and a resumed run."""
+"""Tiny models: stored values, ranks against one device, generation, and a resumed run.
+
+`cases/qwen3_vl.safetensors` is a small Qwen3-VL of HF transformers on torch: weights, batch, loss,
+logits, every gradient and greedy tokens, made by `tools/make_doctor_case.py`.
+"""
 
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -11,41 +14,145 @@ from typing import Any
 import numpy as np
 import paddle
 from paddle import Tensor
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
 from paddle_vl.config.load import load_run_config
-from paddle_vl.config.schema import TrainConfig
 from paddle_vl.doctor.check import Machine, Result, check, ok, wrong
-from paddle_vl.doctor.environment import existing_flags
-from paddle_vl.doctor.measuring import uses_tf32
+from paddle_vl.doctor.environment import existing_flags, uses_tf32
+from paddle_vl.doctor.kernels import on_host
 from paddle_vl.nn.examples import Dtype
-from paddle_vl.nn.master_weights import MasterWeights
+from paddle_vl.nn.operations import use_kernels
 from paddle_vl.testing import (
     Image,
     assert_equals_single_device,
-    emulated_bfloat16,
+    gather_gradients,
     tiny_pi07,
     tiny_pi07_batch,
     tiny_qwen3_vl,
     tiny_qwen3_vl_batch,
 )
+from paddle_vl.testing.comparison import NEGLIGIBLE, differences
 from paddle_vl.testing.qwen3_vl import EXPERTS
 from paddle_vl.testing.tensors import as_array
 from paddle_vl.testing.tiny_run import write_tiny_run
 from paddle_vl.train.build import build_trainer
-from paddle_vl.train.optimizer import Optimizer
 
+QWEN3_VL = Path(__file__).parent / "cases" / "qwen3_vl.safetensors"
+_OTHER_NUMBERS = (
+    "the model computes other numbers here: run kernels, attention and simulated to see which "
+    "operation does, and do not train"
+)
 _TOKENS = 8
 # Where the two best logits are closer than this, either may win.
 _GAP = {"float32": 1e-3, "bfloat16": 1e-1}
-_CURVE_STEPS, _RATE = 50, 1e-3
-# Largest difference of two losses of one step, of what float32 has learnt in all steps.
-_CURVE_BOUND = 0.05
 _RUN_STEPS, _SAVED = 4, 2
 # Without these a GPU adds in an order that changes from run to run.
 _DETERMINISTIC = ("FLAGS_cudnn_deterministic", "FLAGS_embedding_deterministic")
 
 Arrays = dict[str, np.ndarray]
+
+
+@check("golden.qwen3_vl")
+def golden_qwen3_vl(machine: Machine, dtype: Dtype = "float32", file: Path = QWEN3_VL) -> Result:
+    """Loss, logits, gradients, tokens of HF's Qwen3-VL."""
+    stored, config, made_with = read_case(file)
+    folder = machine.folder / f"golden-{dtype}"
+    folder.mkdir()
+    parts: dict[str, Arrays] = {"in": {}, "grad": {}, "": {}}
+    for name, array in stored.items():
+        kind, _, rest = name.partition(".")
+        parts[kind if kind in parts else ""][rest if kind in parts else name] = array
+    batch, of_result = parts["in"], ("logits", "loss", "tokens")
+    weights = {name: array for name, array in parts[""].items() if name not in of_result}
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(config, encoding="utf-8")
+    model = type(tiny_qwen3_vl()).from_pretrained(folder, dtype)
+    output = model(**batch)
+    output.loss.backward()
+    real = batch["attention_mask"].astype(bool)
+    found = _with_gradients({"loss": output.loss}, model) | {
+        "logits": as_array(output.logits)[real]
+    }
+    wanted = {f"gradient of {name}": array for name, array in parts["grad"].items()}
+    wanted |= {"loss": stored["loss"], "logits": stored["logits"][real]}
+    result = _compared(found, wanted, "HF's", _bound(machine, dtype), made_with=made_with)
+    if dtype == "bfloat16" or machine.device != "cpu" or result.status == "wrong":
+        return result
+    # The first sample without its last two tokens.
+    patches = int(batch["image_grid_thw"][0].prod())
+    tokens = model.generate(
+        input_ids=batch["input_ids"][:1, :-2],
+        attention_mask=batch["attention_mask"][:1, :-2],
+        pixel_values=batch["pixel_values"][:patches],
+        image_grid_thw=batch["image_grid_thw"][:1],
+        max_new_tokens=stored["tokens"].shape[1],
+        do_sample=False,
+    )
+    if tokens.tolist() != stored["tokens"].tolist():
+        text = f"greedy tokens are {tokens.tolist()} instead of {stored['tokens'].tolist()}"
+        return wrong(text, _OTHER_NUMBERS, **result.figures)
+    return result
+
+
+@check("golden.qwen3_vl_bfloat16", need="bfloat16")
+def golden_qwen3_vl_bfloat16(machine: Machine) -> Result:
+    """The same in bfloat16."""
+    return golden_qwen3_vl(machine, "bfloat16")
+
+
+def read_case(file: Path) -> tuple[Arrays, str, str]:
+    """Arrays, config.json and versions of a stored case."""
+    with safe_open(file, "numpy") as stored:
+        metadata = stored.metadata()
+        arrays = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+    return arrays, metadata["config"], metadata["made_with"]
+
+
+@check("golden.pi07")
+def golden_pi07(machine: Machine) -> Result:
+    """Losses and gradients of a pi07 policy, against plain operations on the host."""
+    with on_host(), use_kernels("plain"):
+        model = tiny_pi07()
+        wanted = pi07_values(model)
+    placed = tiny_pi07()
+    for own, parameter in zip(placed.parameters(), model.parameters(), strict=True):
+        own.set_value(parameter.numpy())
+    return _compared(pi07_values(placed), wanted, "the host's", _bound(machine, "float32"))
+
+
+def pi07_values(model: Any) -> Arrays:
+    """Losses of a tiny policy, and every gradient."""
+    losses = model(tiny_pi07_batch(2))
+    (losses["MSE"] + losses["CE"]).backward()
+    return _with_gradients({name: losses[name] for name in ("MSE", "CE")}, model)
+
+
+def _with_gradients(losses: Mapping[str, Tensor], model: Any) -> Arrays:
+    found = {name: as_array(loss).reshape([1]) for name, loss in losses.items()}
+    gradients = gather_gradients([model]).items()
+    return found | {f"gradient of {name}": array for name, array in gradients}
+
+
+def _bound(machine: Machine, dtype: str) -> float:
+    """Bound relative to the largest entry: TF32 keeps 10 bits, bfloat16 7, through all layers."""
+    if dtype == "bfloat16":
+        return 1e-1
+    return 1e-2 if uses_tf32() else 2e-5 if machine.device == "cpu" else 1e-4
+
+
+def _compared(found: Arrays, wanted: Arrays, whose: str, bound: float, **facts: Any) -> Result:
+    worst = differences(found, wanted, NEGLIGIBLE, 1e-12)[0]
+    losses = {name: float(array[0]) for name, array in found.items() if array.shape == (1,)}
+    figures = {**facts, **losses, "error": worst.error, "in": worst.name, "bound": bound}
+    if not worst.error <= bound:
+        text = f"differs from {whose} by {worst.error:.2g} of its largest entry: {worst.text}"
+        return wrong(f"{text} (bound {bound:.0e})", _OTHER_NUMBERS, **figures)
+    told = ", ".join(f"{name} {value:.6f}" for name, value in losses.items())
+    return ok(
+        f"{told}, {len(wanted)} tensors within {worst.error:.1e} (bound {bound:.0e})", **figures
+    )
 
 
 @check("simulated.qwen3_vl", limit_s=120.0)
@@ -74,9 +181,9 @@ def _simulated(machine: Machine, models: Mapping[str, Any], step: Any) -> Result
     table = []
     degrees = (2,) if machine.is_quick else (2, 4)
     for (name, build), degree, rows in product(models.items(), degrees, (False, True)):
-        case = {"model": name, "mp_degree": degree, "sequence_parallel": rows}
+        table.append({"model": name, "mp_degree": degree, "sequence_parallel": rows})
         try:
-            ranks = assert_equals_single_device(
+            assert_equals_single_device(
                 build, step, degree, sequence_parallel=rows, tolerance=tolerance
             )
         except AssertionError as error:
@@ -84,9 +191,8 @@ def _simulated(machine: Machine, models: Mapping[str, Any], step: Any) -> Result
                 str(error)[:400],
                 "tensor parallelism computes other numbers here than one device: run kernels and "
                 "attention.backends to see which operation does",
-                table=[*table, case | {"differs": str(error)}],
+                table=table,
             )
-        table.append(case | {"collectives": len(ranks.collectives[0])})
     return ok(f"{len(table)} cases equal one device within {tolerance:g}", table=table)
 
 
@@ -141,70 +247,17 @@ def _first_disagreement(
     whole = batch | {name: np.hstack([batch[name], ids]) for name, ids in added.items()}
     with paddle.no_grad():
         logits_BNV = as_array(model(**whole).logits)[:, prompt - 1 : -1]
-    compared = 0
-    for row, number in np.ndindex(*cached_BN.shape):
-        logits_V, token = logits_BNV[row, number], int(cached_BN[row, number])
-        if not np.isfinite(logits_V).all():
-            return f"logits are not finite at token {number} of prompt {row}", compared
-        second, best = np.sort(logits_V)[-2:]
-        if best - second > gap:
-            compared += 1
-            if (other := int(logits_V.argmax())) != token:
-                return (
-                    f"token {number} of prompt {row} is {token} with the cache and {other} without",
-                    compared,
-                )
-    return None, compared
-
-
-@check("precision.loss_curve", limit_s=180.0, is_quick=False)
-def loss_curve(machine: Machine) -> Result:
-    """Steps in bfloat16 learn as in float32."""
-    how = "bfloat16" if machine.has_bfloat16 else "bfloat16 (rounded float32, for want of kernels)"
-    with nullcontext() if machine.has_bfloat16 else emulated_bfloat16():
-        wide, narrow = losses("float32", _CURVE_STEPS), losses("bfloat16", _CURVE_STEPS)
-    return curve_result(wide, narrow, how)
-
-
-def losses(dtype: Dtype, steps: int) -> list[float]:
-    """The loss of each step of a tiny Qwen3-VL with float32 master weights, on one batch."""
-    model, batch = tiny_qwen3_vl(), tiny_qwen3_vl_batch()
-    model.to(dtype=dtype)
-    masters = MasterWeights(model.parameters())
-    train = TrainConfig(output_dir="unused", learning_rate=_RATE)
-    optimizer, found = Optimizer(list(model.named_parameters()), train, set(), masters), []
-    for _ in range(steps):
-        masters.begin_step(1)
-        loss = model(**batch).loss
-        loss.backward()
-        masters.end_micro_batch()
-        masters.end_backward()
-        optimizer.step(_RATE)
-        optimizer.clear_gradients()
-        masters.all_gather_parameters()
-        found.append(float(loss))
-    return found
-
-
-def curve_result(wide: Sequence[float], narrow: Sequence[float], how: str) -> Result:
-    """The result of the losses in float32, and in what `how` names."""
-    apart = np.abs(np.subtract(wide, narrow))
-    # NaN counts as the largest.
-    step, learnt = int(np.argmax(apart)), wide[0] - wide[-1]
-    share = float(apart[step] / learnt)
-    figures = {"float32": list(wide), "compared": list(narrow), "of": how, "share": share}
-    text = (
-        f"{len(wide)} steps in {how} and in float32: from {wide[0]:.3f} to {narrow[-1]:.3f} and "
-        f"{wide[-1]:.3f}, at most {100 * share:.1f} % of the fall apart"
-    )
-    if learnt > 0 and share <= _CURVE_BOUND:
-        return ok(text, **figures)
-    return wrong(
-        f"{text}, in step {step + 1} (bound {100 * _CURVE_BOUND:.0f} %)",
-        "a run in bfloat16 learns less here: run kernels, attention and golden to see which "
-        "operation differs, and train with model.compute_dtype float32 until it is found",
-        **figures,
-    )
+    if not np.isfinite(logits_BNV).all():
+        return "logits are not finite", 0
+    second_BN, best_BN = np.moveaxis(np.sort(logits_BNV)[..., -2:], -1, 0)
+    is_clear_BN = best_BN - second_BN > gap
+    plain_BN = logits_BNV.argmax(axis=-1)
+    for row, n in np.argwhere(is_clear_BN & (plain_BN != cached_BN)):
+        return (
+            f"token {n} of prompt {row} is {cached_BN[row, n]} with the cache and "
+            f"{plain_BN[row, n]} without"
+        ), int(is_clear_BN.sum())
+    return None, int(is_clear_BN.sum())
 
 
 @check("saving.resume", limit_s=120.0)
@@ -235,7 +288,7 @@ def resumed_run(machine: Machine) -> Result:
             "twice to tell these apart, and report it",
             differing=differing[:20],
         )
-    return ok(f"{number} tensors of model and optimizer are equal to the bit", tensors=number)
+    return ok(f"{number} tensors of model and optimizer are equal to the bit")
 
 
 def compared_bits(found: Path, wanted: Path) -> tuple[int, list[str]]:

@@ -5,8 +5,8 @@ without TF32 there, so that sums in another order are the only difference.
 """
 
 import json
+import logging
 import os
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from paddle_vl.testing.tiny_run import TINY_EXPERTS, write_tiny_run
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.stop_signals import StopSignals
 
+logger = logging.getLogger(__name__)
 STEPS, _MICRO_SAMPLES = 2, 8
 _WAIT_S = 60.0
 # That ranks may take to end when they are asked to.
@@ -33,6 +34,8 @@ _TF32 = "NVIDIA_TF32_OVERRIDE"
 # Relative to the largest entry of a tensor: sums of float32 in another order.
 BOUNDS = {"cpu": 1e-5, "gpu": 1e-4}
 _METRICS = ("loss", "grad_norm")
+# What a rank logs before a run.
+_BEGIN = "run: "
 
 
 def topologies(num_ranks: int) -> dict[str, dict[str, Any]]:
@@ -96,14 +99,14 @@ def bandwidth_result(measures: Sequence[Measure]) -> Result:
             table=table,
         )
     messages = [measure for measure in measures if measure.operation == "message"]
-    speeds = [measure.gb_per_s for measure in messages]
-    slow = [measure for measure in messages if measure.gb_per_s < float(np.median(speeds)) / 4]
     others = [measure for measure in measures if measure.operation != "message"]
+    speeds = [measure.gb_per_s for measure in messages]
     text = ", ".join(f"{measure.operation} {measure.gb_per_s:.2f}" for measure in others)
     text += f", messages {min(speeds):.2f} to {max(speeds):.2f} GB/s"
-    if slow and len(messages) > 2:
+    slowest = min(messages, key=lambda measure: measure.gb_per_s)
+    if len(messages) > 2 and slowest.gb_per_s < float(np.median(speeds)) / 4:
         return wrong(
-            f"{text}; from rank {slow[0].ranks[0]} to {slow[0].ranks[1]} far below the others",
+            f"{text}; from rank {slowest.ranks[0]} to {slowest.ranks[1]} far below the others",
             "one link is slow: check nvidia-smi topo -m, nvlink -s and the slots of the cards",
             table=table,
         )
@@ -179,42 +182,34 @@ def _on_ranks(
         code = launch(["doctor", "--rank", str(file)], num_ranks, folder / "log", _STOP_S)
     if code == 0:
         return json.loads((folder / "answer.json").read_text(encoding="utf-8"))
-    began = folder / "began"
-    last = began.read_text(encoding="utf-8").split("\n")[-2] if began.exists() else "the start"
-    files = sorted([*folder.glob("error*"), *(folder / "log").glob("workerlog.*")])
-    ends = {
-        file.name: file.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
-        for file in files
+    logs = {
+        log.name: log.read_text(encoding="utf-8", errors="replace").splitlines()
+        for log in sorted((folder / "log").glob("workerlog.*"))
     }
-    shown = next((line for lines in ends.values() for line in reversed(lines) if line.strip()), "")
+    lines = [line for log in logs.values() for line in log if line.strip()]
+    begun = [line.removeprefix(_BEGIN) for line in lines if line.startswith(_BEGIN)]
     return wrong(
-        f"{num_ranks} ranks failed with exit code {code} in {last}: {shown.strip():.200}",
+        f"{num_ranks} ranks failed with exit code {code} in {(begun or ['the start'])[-1]}: "
+        f"{(lines or [''])[-1].strip():.200}",
         "read the logs in --json; with NCCL set NCCL_DEBUG=INFO, and try NCCL_P2P_DISABLE=1",
-        logs=ends,
+        logs={name: log[-15:] for name, log in logs.items()},
     )
 
 
 def run_rank(file: Path) -> int:
     """Do one rank's part of a job; the command of the ranks."""
     job = json.loads(file.read_text(encoding="utf-8"))
-    rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
     answer = []
-    try:
-        # As in a run: a rank ends with its launcher.
-        with StopSignals() as stop, PeerWatch():
-            stop.set_handlers()
-            if job["job"] == "bandwidth":
-                measures = measure_bandwidth(job["num_ranks"], job["elements"], _WAIT_S)
-                answer = [measure._asdict() for measure in measures]
-            for name, settings in job.get("runs", {}).items():
-                if rank == 0:
-                    with (file.parent / "began").open("a", encoding="utf-8") as stream:
-                        stream.write(f"{name}\n")
-                _train(Path(job["folder"]), name, job["micro_batches"], settings, stop)
-    except Exception:
-        (file.parent / f"error{rank}").write_text(traceback.format_exc(), encoding="utf-8")
-        raise
-    if rank == 0:
+    # As in a run: a rank ends with its launcher.
+    with StopSignals() as stop, PeerWatch():
+        stop.set_handlers()
+        if job["job"] == "bandwidth":
+            measures = measure_bandwidth(job["num_ranks"], job["elements"], _WAIT_S)
+            answer = [measure._asdict() for measure in measures]
+        for name, settings in job.get("runs", {}).items():
+            logger.info("%s%s", _BEGIN, name)
+            _train(Path(job["folder"]), name, job["micro_batches"], settings, stop)
+    if int(os.environ.get("PADDLE_TRAINER_ID", "0")) == 0:
         (file.parent / "answer.json").write_text(json.dumps(answer), encoding="utf-8")
     return 0
 

@@ -15,7 +15,8 @@ from paddle import Tensor
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.doctor.check import Machine, Result, check, ok, wrong
-from paddle_vl.doctor.measuring import best_s, profiled
+from paddle_vl.doctor.environment import best_s
+from paddle_vl.doctor.kernels import profiled
 from paddle_vl.testing import record_device_copies, record_host_reads
 from paddle_vl.testing.tiny_run import write_tiny_run
 from paddle_vl.train.build import build_trainer
@@ -36,6 +37,7 @@ _CLASSES = (
 )  # fmt: skip
 _ROUNDS, _POISON = 30, 1e9
 _ELEMENTS = (1 << 22, 1 << 20, 3 << 20)
+_COPIED = 1 << 26
 
 
 @check("step.counts", limit_s=90.0)
@@ -54,7 +56,7 @@ def step_counts(machine: Machine) -> Result:
     try:
         train(_WARM_UP)
         with record_host_reads() as reads, record_device_copies() as copies:
-            trainer.train_one_step()
+            train(1)
         counts = Counter(
             next((what for own, part, what in _CLASSES if kind == own and part in name), "")
             for kind, name in profiled(lambda: train(_STEPS))
@@ -62,18 +64,15 @@ def step_counts(machine: Machine) -> Result:
     finally:
         trainer.feed.close()
     per_step = {name: number / _STEPS for name, number in sorted(counts.items()) if name}
-    own = [place for place in reads if not place.startswith(_HOST_ONLY)]
-    copied = [place for place in copies if not place.startswith(_FEED)]
+    reads = [place for place in reads if not place.startswith(_HOST_ONLY)]
+    copies = [place for place in copies if not place.startswith(_FEED)]
+    figures = {"per_step": per_step, "host_reads": reads, "device_copies": copies}
     text = ", ".join(f"{number:g} {name}" for name, number in per_step.items())
-    text = f"per step of a tiny model (2 micro-batches, 4 layers): {text}; {len(own)} host reads, "
-    text += f"{len(copied)} copies to the device beside its batches"
-    figures = {
-        "per_step": per_step,
-        "host_reads": own,
-        "host_only_reads": len(reads) - len(own),
-        "device_copies": copied,
-    }
-    if problem := step_problem(own, copied, per_step):
+    text = (
+        f"per step of a tiny model (2 micro-batches, 4 layers): {text}; {len(reads)} host reads, "
+        f"{len(copies)} copies to the device beside its batches"
+    )
+    if problem := step_problem(reads, copies, per_step):
         return wrong(
             f"{text}; {problem}",
             "the host waits for the device there in every step, or holds it up: report it",
@@ -103,16 +102,14 @@ def step_problem(
 def copies_race(machine: Machine) -> Result:
     """Batches arrive whole while steps run."""
     rounds = 8 if machine.is_quick else _ROUNDS
-    bad = spoiled_rounds(GpuDevice(), rounds, _busy)
-    figures = {"rounds": rounds, "spoiled": bad, "megabytes": sum(_ELEMENTS) * 4 / 1e6}
-    if bad:
+    if bad := spoiled_rounds(GpuDevice(), rounds, _busy):
         return wrong(
             f"{len(bad)} of {rounds} steps computed with data of another batch: rounds {bad[:5]}",
             "set data.pin_memory: false in every run, and report this: a kernel read its buffer "
             "before the copy, or pinned memory was given away too early",
-            **figures,
+            spoiled=bad,
         )
-    return ok(f"{rounds} batches of {figures['megabytes']:.0f} MB arrived whole", **figures)
+    return ok(f"{rounds} batches of {sum(_ELEMENTS) * 4 / 1e6:.0f} MB arrived whole")
 
 
 def spoiled_rounds(device: GpuDevice, rounds: int, busy: Callable[[], Any]) -> list[int]:
@@ -143,13 +140,10 @@ def spoiled_rounds(device: GpuDevice, rounds: int, busy: Callable[[], Any]) -> l
         busy()
         # Buffers must hold until the step's last kernel.
         seen.append([*before, *extremes(batch)])
-    bad = [
-        number
-        for number, found in enumerate(seen)
-        if [x.tolist() for x in found] != [[number + i] * 2 for i in range(len(_ELEMENTS))] * 2
-    ]
+    wanted = [[[number + i] * 2 for i in range(len(_ELEMENTS))] * 2 for number in range(rounds)]
+    found = [[x.tolist() for x in of_round] for of_round in seen]
     copies.close()
-    return bad
+    return [number for number in range(rounds) if found[number] != wanted[number]]
 
 
 def _busy() -> None:
@@ -164,8 +158,8 @@ def _busy() -> None:
 def copies_overlap(machine: Machine) -> Result:
     """Copies to the device run beside kernels."""
     device = GpuDevice()
-    source = device.pinned(np.ones([1 << 26], np.float32))
-    target = device.empty([1 << 26], "float32")
+    source = device.pinned(np.ones([_COPIED], np.float32))
+    target = device.empty([_COPIED], "float32")
 
     def run(copies: bool, computes: bool) -> None:
         if copies:
@@ -173,19 +167,13 @@ def copies_overlap(machine: Machine) -> Result:
         for _ in range(4 * computes):
             _busy()
 
-    copy_s, compute_s, both_s = (
-        best_s(lambda what=what: run(*what), 3)
-        for what in ((True, False), (False, True), (True, True))
-    )
+    copy_s = best_s(lambda: run(True, False), 3)
+    compute_s = best_s(lambda: run(False, True), 3)
+    both_s = best_s(lambda: run(True, True), 3)
     hidden = (copy_s + compute_s - both_s) / min(copy_s, compute_s)
-    figures = {
-        "copy_s": copy_s,
-        "compute_s": compute_s,
-        "both_s": both_s,
-        "gb_per_s": 4 * (1 << 26) / copy_s / 1e9,
-        "hidden_share": hidden,
-    }
-    text = f"{figures['gb_per_s']:.1f} GB/s to the device, {100 * hidden:.0f} % of it hidden"
+    speed = 4 * _COPIED / copy_s / 1e9
+    figures = {"copy_s": copy_s, "compute_s": compute_s, "both_s": both_s, "gb_per_s": speed}
+    text = f"{speed:.1f} GB/s to the device, {100 * hidden:.0f} % of it hidden"
     if hidden < 0.5:
         return wrong(
             text,

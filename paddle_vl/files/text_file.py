@@ -56,7 +56,7 @@ def parse_json_object(text: str | bytes, file: Path, what: str, remedy: str) -> 
     """
     try:
         text = text.decode("utf-8") if isinstance(text, bytes) else text
-        values = json.loads(text, object_pairs_hook=without_duplicates)
+        values = json.loads(text, object_pairs_hook=_without_duplicates)
     except UnicodeDecodeError as error:
         reason = f"byte {error.start} is not UTF-8 text"
         raise RuntimeError(_not_what(file, what, reason, remedy)) from error
@@ -134,16 +134,11 @@ def write_text(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
-def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object; of equal keys Python would keep the last without a word.
-
-    Raises:
-        ValueError: a key is there twice.
-    """
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) != len(pairs):
         twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the key {twice[:80]!r} is there twice")
+        raise ValueError(f"the key {twice!r} is there twice")
     return values
 
 

@@ -44,14 +44,6 @@ class ParameterStore(Protocol):
         a moment; collective where it is sharded."""
         ...
 
-    def copies(self) -> list[Tensor]:
-        """Tensors kept besides the parameters."""
-        ...
-
-    def gradient_sums(self) -> list[Tensor]:
-        """Gradients kept besides the `grad` of parameters and copies."""
-        ...
-
     def use_buckets(self, buckets: "Sequence[FlatBucket]") -> None:
         """The tensors of `shard_of` have become views of these."""
         ...
@@ -110,10 +102,6 @@ class WideGradients:
         """Remove and return the sum of a parameter's gradients; None without any."""
         return self._sums.pop(id(parameter), None)
 
-    def sums(self) -> list[Tensor]:
-        """The current sums."""
-        return list(self._sums.values())
-
 
 class MasterWeights:
     """Unsharded float32 master weights of the trained half-precision parameters of a model.
@@ -142,15 +130,6 @@ class MasterWeights:
     def shard_of(self, parameter: Tensor) -> Tensor:
         """The master weight, or a float32 parameter itself."""
         return self._masters.get(id(parameter), parameter)
-
-    def copies(self) -> list[Tensor]:
-        """The master weights."""
-        return list(self._masters.values())
-
-    def gradient_sums(self) -> list[Tensor]:
-        """Float32 sums of half-precision gradients."""
-        flat = (bucket.values.main_grad for bucket in self._buckets)
-        return [*self._gradients.sums(), *(total for total in flat if total is not None)]
 
     def use_buckets(self, buckets: "Sequence[FlatBucket]") -> None:
         """Accumulate half-precision gradients in the buckets, and round from them."""

@@ -1,14 +1,13 @@
 """A profile in processes of its own, and how it ended: done, out of memory, out of time, or failed.
 
 A profile that needs more memory than allowed must not crash the machine or other profiles. Between
-steps its ranks stop by themselves, within a step the launcher ends them, and kills by the kernel
-show in its counters. A rank that fails leaves a file with the reason.
+steps its ranks stop by themselves, and within a step the launcher ends them. A rank that fails
+leaves a file with the reason.
 """
 
 import errno
 import json
 import re
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,6 @@ _LONGEST = 400
 # Messages of allocators: Paddle's, the GPU driver's through it, and the C++ library's.
 _NO_MEMORY = re.compile(r"out of memory|ResourceExhausted|bad_alloc|fail(ed)? to alloc", re.I)
 _SUMMARY = re.compile(r"Error Message Summary:\s*-+\s*(.+)", re.S)
-_KERNEL_COUNTS = Path("/proc/vmstat")
 
 
 class Outcome(NamedTuple):
@@ -77,15 +75,14 @@ def run_cell(arguments: Sequence[str], num_ranks: int, folder: Path, limits: Lim
         folder: for the ranks' output and errors, of which old ones are deleted.
 
     Returns:
-        oom only where it is certain: a rank says so, a rank is above the limit, or a rank was
-        killed without a message while the kernel killed a process for memory.
+        oom only where it is certain: a rank says so, or is above the limit.
 
     Raises:
         SystemExit: this process was asked to stop.
     """
     for rank in range(num_ranks):
         _error_file(folder, rank).unlink(missing_ok=True)
-    kills, failures = _kernel_kills(), []
+    failures = []
     try:
         code = launch(
             arguments,
@@ -100,13 +97,13 @@ def run_cell(arguments: Sequence[str], num_ranks: int, folder: Path, limits: Lim
     except MemoryLimitError as error:
         return Outcome("oom", f"{error}, within a step")
     if failures:
-        return _failed(failures[0], num_ranks, folder, _kernel_kills() > kills)
+        return _failed(failures[0], num_ranks, folder)
     if code:
         sys.exit(code)
     return Outcome("ok")
 
 
-def _failed(failure: Failure, num_ranks: int, folder: Path, kernel_killed: bool) -> Outcome:
+def _failed(failure: Failure, num_ranks: int, folder: Path) -> Outcome:
     errors: dict[int, dict[str, Any]] = {}
     for rank in range(num_ranks):
         if (file := _error_file(folder, rank)).exists():
@@ -118,8 +115,6 @@ def _failed(failure: Failure, num_ranks: int, folder: Path, kernel_killed: bool)
         # The others fail soon after the first.
         rank = min(errors, key=lambda each: errors[each]["time"])
         return Outcome("failed", f"rank {rank}: {errors[rank]['message']}")
-    if failure.code == -signal.SIGKILL and kernel_killed:
-        return Outcome("oom", "the kernel killed a process for memory")
     return Outcome("failed", f"{failure}: {_last_line(folder / 'log', failure.rank)}")
 
 
@@ -133,11 +128,3 @@ def _last_line(log_dir: Path, rank: int) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if "error" in line.lower()]
     return (errors or lines or ["no output"])[-1][:_LONGEST]
-
-
-def _kernel_kills() -> int:
-    """Processes that the kernel has killed for memory since its start."""
-    if not _KERNEL_COUNTS.exists():
-        return 0
-    lines = dict(line.split() for line in _KERNEL_COUNTS.read_text().splitlines())
-    return int(lines.get("oom_kill", 0))

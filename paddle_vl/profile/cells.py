@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,10 +80,8 @@ class Cell:
     Attributes:
         batch_size: samples per micro-batch of a rank.
         settings: all settings that the cell's numbers depend on, flat.
-        limit_seconds: its time limit.
-        profile: its result, if its status is ok; see `paddle_vl.profile.summary.summarize`. Of
-            several runs it is that of median throughput (of two the slower).
-        runs: the results of all runs of the cell.
+        runs: the results of its runs, if its status is ok; see
+            `paddle_vl.profile.summary.summarize`.
     """
 
     choice: Choice
@@ -91,14 +89,18 @@ class Cell:
     status: Status
     detail: str
     settings: Mapping[str, Any]
-    limit_seconds: float
-    profile: Mapping[str, Any] = field(default_factory=dict)
     runs: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def profile(self) -> Mapping[str, Any]:
+        """The result of the run of median throughput (of two the slower); empty without a run."""
+        by_speed = sorted(self.runs, key=lambda run: run["global_samples_per_sec"])
+        return by_speed[(len(by_speed) - 1) // 2] if by_speed else {}
 
     @property
     def speed_range(self) -> tuple[float, float]:
         """Samples per second of the slowest and of the fastest run."""
-        speeds = [run["global_samples_per_sec"] for run in self.runs or (self.profile,)]
+        speeds = [run["global_samples_per_sec"] for run in self.runs]
         return min(speeds), max(speeds)
 
     @property
@@ -115,7 +117,7 @@ class Cell:
         return f"{self.choice.name}-batch_{self.batch_size}"
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"choice": self.choice._asdict()}
+        return asdict(self) | {"choice": self.choice._asdict(), "profile": self.profile}
 
     def write(self, folder: Path) -> None:
         write_text(folder / CELL_FILE, json.dumps(self.as_json(), indent=1) + "\n")
@@ -132,36 +134,23 @@ class Cell:
             return None
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
-            runs = tuple(values.get("runs", ()))
+            # Cells of one run had no list of them, and all had their time limit.
+            profile, _ = values.pop("profile"), values.pop("limit_seconds", None)
+            runs = tuple(values.get("runs") or filter(None, [profile]))
             return cls(**values | {"choice": Choice(**values["choice"]), "runs": runs})
         except (json.JSONDecodeError, TypeError, KeyError) as error:
             raise RuntimeError(f"{file} is not a cell of a matrix ({error}); remove it") from error
 
-    def is_valid(self, settings: Mapping[str, Any], limit_seconds: float) -> bool:
-        """Whether the result can be reused: the settings are the same and it did not fail; after a
-        timeout, only if the time limit was not raised."""
-        if self.differing(settings) or self.status == "failed":
-            return False
-        return self.status != "timeout" or limit_seconds <= self.limit_seconds
-
-    def differing(self, settings: Mapping[str, Any]) -> list[str]:
-        """Names of settings that have changed since."""
+    def outdated(self, settings: Mapping[str, Any], repeats: int) -> str:
+        """Why the cell has to run again; empty if its result can be used."""
         # Through JSON, as the stored ones: a tuple becomes a list.
         now = json.loads(json.dumps(dict(settings)))
-        return sorted(
-            name for name in {*self.settings, *now} if self.settings.get(name) != now.get(name)
-        )
-
-
-def of_several_runs(cells: Sequence[Cell]) -> Cell:
-    """One cell from the runs of it, in order; one that did not run to its end decides."""
-    for number, cell in enumerate(cells, start=1):
-        if cell.status != "ok":
-            which = f"run {number}: " if number > 1 else ""
-            return replace(cell, detail=f"{which}{cell.detail}")
-    by_speed = sorted(cells, key=lambda cell: cell.samples_per_sec)
-    median = by_speed[(len(cells) - 1) // 2]
-    return replace(median, runs=tuple(cell.profile for cell in cells))
+        names = {*self.settings, *now}
+        changed = sorted(name for name in names if self.settings.get(name) != now.get(name))
+        if changed or self.status not in ("ok", "oom"):
+            return ", ".join(changed) or f"it had {self.status}"
+        is_short = self.status == "ok" and len(self.runs) < repeats
+        return f"it ran {len(self.runs)} time(s)" if is_short else ""
 
 
 @dataclass(frozen=True)

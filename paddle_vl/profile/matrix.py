@@ -1,8 +1,8 @@
 """A matrix of profiles: all choices of sharding, attention, recomputation and cameras, at growing
 batch sizes.
 
-A cell is one choice at one batch size. It runs several times, each in separate processes, and every
-run writes its result to a file. So an interrupted matrix continues, and after a change of the
+A cell is one choice at one batch size. It runs several times, each in separate processes, and its
+results are kept in a file. So an interrupted matrix continues, and after a change of the
 configuration only the affected cells run again.
 """
 
@@ -22,13 +22,7 @@ from paddle_vl.config.families import model_values
 from paddle_vl.config.load import flatten, load_run_config
 from paddle_vl.processes import Limits
 from paddle_vl.profile.cell_runs import Outcome, run_cell
-from paddle_vl.profile.cells import (
-    RESULT_FILE,
-    Cell,
-    Choice,
-    Growth,
-    of_several_runs,
-)
+from paddle_vl.profile.cells import RESULT_FILE, Cell, Choice, Growth
 from paddle_vl.profile.memory import GB
 from paddle_vl.profile.workload import ProfileSettings
 
@@ -114,49 +108,51 @@ def run_matrix(
         fits: dict[int, bool] = {}
         while (size := settings.growth.next_size(fits)) is not None:
             own = [*overrides, *choice.overrides(config, settings.num_processes, size)]
-            folder, runs = settings.profile.out / "cells" / f"{choice.name}-batch_{size}", []
-            # The first run that does not run to its end is the last.
-            while len(runs) < settings.repeats and all(each.status == "ok" for each in runs):
-                of_run = folder / f"run_{len(runs) + 1}" if runs else folder
-                runs.append(_one_run(config_file, own, choice, size, settings, run, of_run))
-            cells.append(of_several_runs(runs))
+            cells.append(_run_cell(config_file, own, choice, size, settings, run))
             if cells[-1].status not in ("ok", "oom"):
                 break
             fits[size] = cells[-1].status == "ok"
     return sorted(cells, key=lambda c: (settings.choices.index(c.choice), c.batch_size))
 
 
-def _one_run(
+def _run_cell(
     config_file: str,
     overrides: Sequence[str],
     choice: Choice,
     size: int,
     settings: MatrixSettings,
     run: CellRunner,
-    folder: Path,
 ) -> Cell:
-    folder.mkdir(parents=True, exist_ok=True)
+    """All runs of a cell, unless their results are known; the first that does not end well is the
+    last."""
+    folder = settings.profile.out / "cells" / f"{choice.name}-batch_{size}"
     current = cell_settings(config_file, overrides, choice, settings)
-    known = Cell.read(folder)
-    if known is not None:
-        if known.is_valid(current, settings.seconds):
-            logger.info("%s: %s, known", known.name, _in_words(known))
+    if (known := Cell.read(folder)) is not None:
+        why = known.outdated(current, settings.repeats)
+        logger.info(
+            "%s %s", known.name, f"runs again: {why}" if why else f"{_in_words(known)}, known"
+        )
+        if not why:
             return known
-        changed = ", ".join(known.differing(current)) or f"it had {known.status}"
-        logger.info("%s runs again: %s", known.name, changed)
-    result = folder / RESULT_FILE
-    result.unlink(missing_ok=True)
-    workload = replace(settings.profile.workload, cameras=choice.cameras)
-    arguments = replace(settings.profile, out=folder, workload=workload).arguments()
-    command = ["profile", config_file, *overrides, *arguments]
-    outcome = run(command, settings.num_processes, folder, settings.limits)
-    profile = {}
-    if outcome.status == "ok" and result.exists():
-        profile = json.loads(result.read_text(encoding="utf-8"))
-        profile.pop("config", None)
-    elif outcome.status == "ok":
-        outcome = Outcome("failed", "ended well without a profile")
-    cell = Cell(choice, size, *outcome, current, settings.seconds, profile)
+    outcome, runs = Outcome("ok"), []
+    while outcome.status == "ok" and len(runs) < settings.repeats:
+        of_run = folder / f"run_{len(runs) + 1}" if runs else folder
+        of_run.mkdir(parents=True, exist_ok=True)
+        result = of_run / RESULT_FILE
+        result.unlink(missing_ok=True)
+        workload = replace(settings.profile.workload, cameras=choice.cameras)
+        arguments = replace(settings.profile, out=of_run, workload=workload).arguments()
+        command = ["profile", config_file, *overrides, *arguments]
+        outcome = run(command, settings.num_processes, of_run, settings.limits)
+        if outcome.status == "ok" and not result.exists():
+            outcome = Outcome("failed", "ended well without a profile")
+        elif outcome.status == "ok":
+            runs.append(json.loads(result.read_text(encoding="utf-8")))
+            runs[-1].pop("config", None)
+    if outcome.status != "ok":
+        which = f"run {len(runs) + 1}: " if runs else ""
+        outcome, runs = Outcome(outcome.status, f"{which}{outcome.detail}"), []
+    cell = Cell(choice, size, *outcome, current, tuple(runs))
     cell.write(folder)
     logger.info("%s: %s", cell.name, _in_words(cell))
     return cell

@@ -8,7 +8,6 @@ a column of panels for each combination, numbers of cameras a row.
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
@@ -17,8 +16,6 @@ from paddle_vl.profile.matrix import MatrixSettings
 from paddle_vl.train.reporting.plots import COLOURS, label_axes, new_figure
 
 _NUMBERS = ("tensors GB", "memory GB", "of limit", "step ms", "median ms", "backward ms", "CPU ms")
-# Of cells within this share of the best throughput, the one with least memory is recommended.
-_AS_GOOD = 0.02
 # The same sharding has the same colour in every plot that compares shardings.
 _COLOURED = (*SHARDING_CHOICES[1:], SHARDING_CHOICES[0])
 
@@ -58,7 +55,7 @@ def write_report(cells: Sequence[Cell], settings: MatrixSettings, memory_share: 
     (profile.out / "matrix.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     text = matrix_markdown(cells, limit, chosen)
     (profile.out / "matrix.md").write_text(text, encoding="utf-8")
-    draw_matrix(cells, limit, profile.out / "matrix.png")
+    matrix_figure(cells, limit).savefig(profile.out / "matrix.png", dpi=100)
     return text
 
 
@@ -88,15 +85,6 @@ def recommendations(
 def _recommended(
     cells: Sequence[Cell], limit_gb: float | None, memory_share: float
 ) -> tuple[Cell | None, str]:
-    def memory(cell: Cell) -> str:
-        share = (
-            "" if limit_gb is None else f", {100 * cell.memory_gb / limit_gb:.0f} % of the limit"
-        )
-        return f"{cell.memory_gb:.2f} GB{share}"
-
-    def speed(cell: Cell) -> float:
-        return cell.samples_per_sec
-
     measured = [cell for cell in cells if cell.status == "ok"]
     if not measured:
         return None, f"none of the {len(cells)} cells ran"
@@ -107,27 +95,15 @@ def _recommended(
             f"none of the {len(measured)} cells that ran stays below {100 * memory_share:g} % of "
             f"{limit_gb:g} GB; the smallest, {described(least)}, takes {least.memory_gb:.2f} GB"
         )
-    fastest = max(allowed, key=speed)
-    as_good = [cell for cell in allowed if speed(cell) >= (1 - _AS_GOOD) * speed(fastest)]
-    best = min(as_good, key=lambda cell: cell.memory_gb)
+    best = max(allowed, key=lambda cell: cell.samples_per_sec)
     runs = f" ({_spread(best)} in {len(best.runs)} runs)" if len(best.runs) > 1 else ""
-    reason = f"{speed(best):.2f} samples/s{runs} with {memory(best)}"
-    if best is not fastest:
+    share = "" if limit_gb is None else f", {100 * best.memory_gb / limit_gb:.0f} % of the limit"
+    reason = f"{best.samples_per_sec:.2f} samples/s{runs} with {best.memory_gb:.2f} GB{share}"
+    over = max(measured, key=lambda cell: cell.samples_per_sec)
+    if over not in allowed:
         reason += (
-            f"; {described(fastest)} is faster by less than {100 * _AS_GOOD:g} % and takes "
-            f"{memory(fastest)}"
-        )
-    others = [cell for cell in allowed if cell.choice.sharding != best.choice.sharding]
-    if others:
-        next_best = max(others, key=speed)
-        reason += (
-            f"; the best of another sharding, {described(next_best)}, makes {speed(next_best):.2f}"
-        )
-    over = max(measured, key=speed)
-    if over not in allowed and speed(over) > speed(fastest):
-        reason += (
-            f"; {described(over)} makes {speed(over):.2f}, but takes {memory(over)}, above "
-            f"{100 * memory_share:g} %"
+            f"; {described(over)} makes {over.samples_per_sec:.2f}, but takes {over.memory_gb:.2f} "
+            f"GB, above {100 * memory_share:g} %"
         )
     return best, reason
 
@@ -205,11 +181,6 @@ def series_and_column(choices: Sequence[Choice]) -> dict[Choice, tuple[str, str]
     }
 
 
-def draw_matrix(cells: Sequence[Cell], limit_gb: float | None, path: Path) -> None:
-    """Write the plot of a matrix as PNG."""
-    matrix_figure(cells, limit_gb).savefig(path, dpi=100)
-
-
 def matrix_figure(cells: Sequence[Cell], limit_gb: float | None) -> Any:
     """The plot of a matrix, a matplotlib Figure.
 
@@ -257,8 +228,7 @@ def matrix_figure(cells: Sequence[Cell], limit_gb: float | None) -> Any:
         axes.set_xlabel("samples per micro-batch of a rank (x: does not fit)")
     found: dict[str, Any] = {}
     for axes in grid.flat:
-        handles, labels = axes.get_legend_handles_labels()
-        found |= {label: handle for label, handle in zip(labels, handles, strict=True)}
+        found |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     if found:
         shown = [name for name in series if name in found]
         figure.legend(

@@ -47,26 +47,15 @@ _STATISTICS = {"min": "lowest", "max": "highest", "std": "standard deviation"}
 _SECONDS = re.compile(r"(?<!_per)_seconds$")
 # Unit by the words in a key; the first match is taken.
 _UNITS = (
-    (re.compile(r"^[A-Z]+$"), "mean, before its weight"),
-    (re.compile(r"^learning_rate"), "learning rate"),
-    (re.compile(r"perplexity"), "exp of the loss"),
-    (re.compile(r"grad_norm"), "global norm before clipping"),
-    (re.compile(r"^epochs?$"), "passes over the data"),
-    (re.compile(r"mfu"), "share of the device's peak FLOP/s"),
-    (re.compile(r"imbalance"), "most over mean"),
-    (re.compile(r"efficiency|share|fraction|ratio"), "share"),
-    (re.compile(r"_gb$|_gb_"), "GB"),
-    (re.compile(r"_gib$|_gib_"), "GiB"),
-    (re.compile(r"_mb$|_mb_"), "MB"),
-    (re.compile(r"_mib$|_mib_"), "MiB"),
-    (re.compile(r"bytes"), "bytes"),
-    (re.compile(r"_ms$"), "ms"),
-    (re.compile(r"seconds"), "s"),
-    (re.compile(r"updates$"), "updates"),
-    (re.compile(r"samples$"), "samples"),
-    (re.compile(r"documents$"), "documents"),
-    (re.compile(r"token|sequence_length|length"), "tokens"),
-)
+    (r"^[A-Z]+$", "mean, before its weight"), (r"^learning_rate", "learning rate"),
+    (r"perplexity", "exp of the loss"), (r"grad_norm", "global norm before clipping"),
+    (r"^epochs?$", "passes over the data"), (r"mfu", "share of the device's peak FLOP/s"),
+    (r"imbalance", "most over mean"), (r"efficiency|share|fraction|ratio", "share"),
+    (r"_gb$|_gb_", "GB"), (r"_gib$|_gib_", "GiB"), (r"_mb$|_mb_", "MB"), (r"_mib$|_mib_", "MiB"),
+    (r"bytes", "bytes"), (r"_ms$", "ms"), (r"seconds", "s"), (r"updates$", "updates"),
+    (r"samples$", "samples"), (r"documents$", "documents"),
+    (r"token|sequence_length|length", "tokens"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -230,7 +219,7 @@ def _unit(base: str, has_terms: bool) -> str:
         return "weighted sum of its terms" if has_terms else "nats per target token"
     if "_per_second" in base:
         return f"{base.partition('_per_second')[0].replace('_', ' ')} per second"
-    return next((unit for words, unit in _UNITS if words.search(base)), base.replace("_", " "))
+    return next((unit for words, unit in _UNITS if re.search(words, base)), base.replace("_", " "))
 
 
 def _label(parts: _Parsed, is_evaluated: bool, is_divided: bool) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from paddle_vl.files.text_file import naming
-from paddle_vl.report.panels import Curve, Panel
+from paddle_vl.report.panels import Panel
 from paddle_vl.report.runs import Run, skipped_updates
 from paddle_vl.train.reporting.plots import COLOURS, label_axes, new_figure
 
@@ -46,7 +46,12 @@ def draw_panel(axes: Any, runs: Sequence[Run], panel: Panel) -> None:
     for curve in panel.curves:
         colour = COLOURS[(curve.run if several else curve.look) % len(COLOURS)]
         label = ", ".join(filter(None, [runs[curve.run].name if several else "", curve.label]))
-        steps, values = _joined(curve)
+        steps = curve.series.steps
+        # A number that was not finite, or is too large to draw, leaves a gap.
+        values = [
+            value if value is not None and abs(value) < _LARGEST else float("nan")
+            for value in curve.series.values
+        ]
         is_sparse = curve.is_eval or len(steps) < 30
         axes.plot(
             steps,
@@ -82,19 +87,6 @@ def _drawable(name: str) -> str:
     kept = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name)
     kept = kept if len(kept) <= _LONGEST_NAME else kept[: _LONGEST_NAME - 3] + "..."
     return f" {kept}" if kept.startswith("_") else kept
-
-
-def _joined(curve: Curve) -> tuple[list[float], list[float]]:
-    """Points of a curve, with NaN where it is interrupted."""
-    steps, values = [], []
-    for i, (step, value) in enumerate(zip(curve.series.steps, curve.series.values, strict=True)):
-        if i in curve.series.breaks:
-            steps.append(step)
-            values.append(float("nan"))
-        steps.append(step)
-        is_drawn = value is not None and abs(value) < _LARGEST
-        values.append(value if is_drawn else float("nan"))
-    return steps, values
 
 
 def _mark_skipped(axes: Any, run: Run) -> None:

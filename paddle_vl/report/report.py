@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import astuple
 from datetime import datetime, timezone
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from paddle_vl.files.text_file import write_text
-from paddle_vl.report.panels import Panel, panels_of
+from paddle_vl.report.panels import Curve, Panel, panels_of
 from paddle_vl.report.pictures import draw_panels
 from paddle_vl.report.runs import Run, read_runs, skipped_updates
 from paddle_vl.report.summary import Table, tables_of
@@ -94,53 +95,37 @@ def page_data(runs: Sequence[Run], panels: Sequence[Panel]) -> dict[str, Any]:
         `axes`: names of the metrics for the horizontal axis, by key.
         `panels`: per panel `name`, `section`, `title`, `unit`, `log`, `folded` (whether there is
             nothing to see), `skipped` (whether skipped updates are marked) and `curves`: `run` and
-            `steps` (indices), `key`, `label`, `eval`, `statistic`, `look`, `noisy`, and `values`
-            and `breaks` of the series.
+            `steps` (indices), `key`, `label`, `eval`, `statistic`, `look`, `noisy` and `values`.
     """
     # Series of one run share their steps.
     curves = [curve for panel in panels for curve in panel.curves]
     steps = list(dict.fromkeys(tuple(curve.series.steps) for curve in curves))
     place_of = {one: place for place, one in enumerate(steps)}
+
+    def of_curve(curve: Curve) -> dict[str, Any]:
+        series = curve.series
+        same = {name: getattr(curve, name) for name in ("run", "key", "label", "statistic", "look")}
+        named = {"eval": curve.is_eval, "noisy": curve.is_noisy}
+        place = place_of[tuple(series.steps)]
+        return same | named | {"steps": place, "values": series.values}
+
+    def of_panel(panel: Panel) -> dict[str, Any]:
+        same = {name: getattr(panel, name) for name in ("name", "section", "title", "unit")}
+        named = {"log": panel.is_log, "folded": panel.is_folded, "skipped": panel.tells_skipped}
+        return same | named | {"curves": [of_curve(curve) for curve in panel.curves]}
+
     return {
         "steps": steps,
         "runs": [
             {
                 "name": run.name,
-                "skipped": [
-                    [one.after, one.until, one.count] for one in skipped_updates(run.series)
-                ],
+                "skipped": [astuple(one) for one in skipped_updates(run.series)],
                 "resumed": run.resumed_steps,
             }
             for run in runs
         ],
         "axes": {key: name for key, name in _AXES.items() if all(_rises(run, key) for run in runs)},
-        "panels": [
-            {
-                "name": panel.name,
-                "section": panel.section,
-                "title": panel.title,
-                "unit": panel.unit,
-                "log": panel.is_log,
-                "folded": panel.is_folded,
-                "skipped": panel.tells_skipped,
-                "curves": [
-                    {
-                        "run": curve.run,
-                        "key": curve.key,
-                        "label": curve.label,
-                        "eval": curve.is_eval,
-                        "statistic": curve.statistic,
-                        "look": curve.look,
-                        "noisy": curve.is_noisy,
-                        "steps": place_of[tuple(curve.series.steps)],
-                        "values": curve.series.values,
-                        "breaks": curve.series.breaks,
-                    }
-                    for curve in panel.curves
-                ],
-            }
-            for panel in panels
-        ],
+        "panels": [of_panel(panel) for panel in panels],
     }
 
 

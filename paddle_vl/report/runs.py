@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ from paddle_vl.train.reporting.run_files import (
 
 CONFIG_FILE = "config.yaml"
 SKIPPED_UPDATES = "skipped_updates"
-# A distance between two lines is a gap if it exceeds its neighbours by this factor.
-_GAP = 3
 
 
 @dataclass(frozen=True)
@@ -29,12 +26,10 @@ class Series:
     Attributes:
         steps: ascending.
         values: one per step; None for a number that was not finite.
-        breaks: positions before which lines are missing, so that a curve is interrupted there.
     """
 
     steps: list[int]
     values: list[float | None]
-    breaks: list[int]
 
     @property
     def points(self) -> list[tuple[int, float]]:
@@ -65,7 +60,7 @@ def series_of(lines: Sequence[Line]) -> dict[str, Series]:
             steps.append(line["step"])
             values.append(value)
     return {
-        key: Series(steps, values, _breaks(steps))
+        key: Series(steps, values)
         for key, (steps, values) in found.items()
         if any(value is not None for value in values)
     }
@@ -79,16 +74,6 @@ def skipped_updates(series: dict[str, Series]) -> list[SkippedUpdates]:
             found.append(SkippedUpdates(after, step, int(count - before)))
         after, before = step, count
     return found
-
-
-def _breaks(steps: Sequence[int]) -> list[int]:
-    distances = [later - earlier for earlier, later in pairwise(steps)]
-    breaks = []
-    for i, distance in enumerate(distances):
-        around = distances[max(i - 1, 0) : i] + distances[i + 1 : i + 2]
-        if len(around) == 2 and distance > _GAP * max(around):
-            breaks.append(i + 1)
-    return breaks
 
 
 @dataclass(frozen=True)
@@ -119,21 +104,6 @@ class Run:
     def resumed_steps(self) -> list[int]:
         """Steps from which starts resumed."""
         return [start["first_step"] for start in self.starts if start.get("first_step")]
-
-    @property
-    def settings_by_step(self) -> list[tuple[int, int, dict[str, Any]]]:
-        """First step, last step and flat settings of each start that trained.
-
-        Steps that a later start repeated belong to the later start.
-        """
-        found = []
-        ends = [start.get("first_step") for start in self.starts[1:]]
-        for start, end in zip_longest(self.starts, ends):
-            first = (start.get("first_step") or 0) + 1
-            last = self.last_step if end is None else min(end, self.last_step)
-            if first <= last and start.get("settings"):
-                found.append((first, last, flatten(start["settings"])))
-        return found
 
     @property
     def seconds(self) -> float:
@@ -203,14 +173,15 @@ def _own_starts(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _names(paths: Sequence[Path]) -> list[str]:
     """The shortest unique suffix of each path."""
-    names = []
-    for path in paths:
-        ends = ["/".join(path.parts[-count:]) for count in range(1, len(path.parts) + 1)]
-        rest = [f"/{other.as_posix()}" for other in paths if other != path]
-        names.append(
-            next(
-                (end for end in ends if not any(other.endswith(f"/{end}") for other in rest)),
-                str(path),
-            )
+
+    def end(path: Path, count: int) -> str:
+        return "/".join(path.parts[-count:])
+
+    return [
+        next(
+            end(path, count)
+            for count in range(1, len(path.parts) + 1)
+            if all(end(other, count) != end(path, count) for other in paths if other != path)
         )
-    return names
+        for path in paths
+    ]

@@ -4,10 +4,9 @@ import json
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
-from paddle_vl.report.panels import panels_of
 from paddle_vl.report.runs import SKIPPED_UPDATES, Run
 
 # Settings that do not affect the training.
@@ -32,9 +31,7 @@ def tables_of(runs: Sequence[Run]) -> list[Table]:
     tables = [
         Table("Results", _rows(runs, _RESULTS)),
         _differing_settings(runs) if several else _all_settings(runs),
-        _settings_by_step(runs),
         Table("Where the runs come from" if several else "Where the run comes from", _origin(runs)),
-        _last_values(runs),
     ]
     if several:
         tables.append(_all_settings(runs))
@@ -49,15 +46,13 @@ def shown_number(value: float) -> str:
 
 
 def shown_duration(seconds: float) -> str:
-    """For instance `2 h 05 min`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days} d {hours:02} h"
-    if hours:
-        return f"{hours} h {minutes:02} min"
-    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
+    """For instance `2 h 05 min`: the two largest units."""
+    left, parts = round(seconds), []
+    for size, unit, width in ((86400, "d", 1), (3600, "h", 2), (60, "min", 2), (1, "s", 2)):
+        number, left = divmod(left, size)
+        if parts or number or size == 1:
+            parts.append(f"{number:0{width if parts else 1}} {unit}")
+    return " ".join(parts[:2])
 
 
 def _rows(
@@ -98,8 +93,8 @@ def _mean_speed(run: Run) -> str | None:
         return None
     texts = []
     for key in found:
-        values = [value for _, value in run.series[key].points]
-        texts.append(f"{shown_number(sum(values) / len(values))} {key.removesuffix('_per_second')}")
+        mean = fmean(value for _, value in run.series[key].points)
+        texts.append(f"{shown_number(mean)} {key.removesuffix('_per_second')}")
     return ", ".join(texts)
 
 
@@ -108,8 +103,7 @@ def _imbalance(run: Run) -> str | None:
     if "token_imbalance" not in run.series:
         return None
     values = [value for _, value in run.series["token_imbalance"].points]
-    mean, worst = sum(values) / len(values), max(values)
-    return f"{shown_number(mean)} times the mean, at worst {shown_number(worst)}"
+    return f"{shown_number(fmean(values))} times the mean, at worst {shown_number(max(values))}"
 
 
 def _duration(run: Run) -> str | None:
@@ -156,30 +150,6 @@ def _all_settings(runs: Sequence[Run]) -> Table:
     names = dict.fromkeys(name for run in runs for name in run.settings or {})
     rows = [(name, [_setting(run, name) for run in runs]) for name in names]
     return Table("All settings", rows, is_folded=True)
-
-
-def _settings_by_step(runs: Sequence[Run]) -> Table:
-    """Ranges of steps with their settings, for runs whose settings changed between starts."""
-    rows = []
-    for index, run in enumerate(runs):
-        spans = run.settings_by_step
-        changes = [_changes(old[2], new[2]) for old, new in pairwise(spans)]
-        if not any(changes):
-            continue
-        for (first, last, _), text in zip(spans, ["as at the start", *changes], strict=True):
-            cells = [_ABSENT] * len(runs)
-            cells[index] = text or "no change"
-            rows.append((f"steps {first:,} to {last:,}", cells))
-    return Table("Settings by step", rows, "Changes from the steps before." if rows else "")
-
-
-def _changes(old: dict[str, Any], new: dict[str, Any]) -> str:
-    names = [name for name in dict.fromkeys([*old, *new]) if name not in _NOT_COMPARED]
-    return "; ".join(
-        f"{name}: {before} -> {after}"
-        for name in names
-        if (before := _shown_setting(old, name)) != (after := _shown_setting(new, name))
-    )
 
 
 def _setting(run: Run, name: str) -> str:
@@ -263,12 +233,3 @@ _ORIGIN: dict[str, Callable[[Run], str | None]] = {
     "processes": _of_start(_processes),
     "platform": _of_start(lambda start: start.get("platform")),
 }
-
-
-def _last_values(runs: Sequence[Run]) -> Table:
-    rows = []
-    for panel in panels_of(runs):
-        for curve in {curve.key: curve for curve in panel.curves}.values():
-            cells = [_last(curve.key)(run) or _ABSENT for run in runs]
-            rows.append((", ".join(filter(None, [panel.title, curve.label])), cells))
-    return Table("Last values", rows, is_folded=True)

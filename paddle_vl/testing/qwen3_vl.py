@@ -8,7 +8,6 @@ import paddle
 
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
-from paddle_vl.families.qwen3_vl.sizes import size_values
 from paddle_vl.nn.placement import Placement
 from paddle_vl.testing.tensors import copy_parameters
 
@@ -18,10 +17,6 @@ IGNORED = -100
 EXPERTS = {
     "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "mlp_only_layers": [1],
 }  # fmt: skip
-
-
-# A size of `sliced_values` that a CPU trains.
-EIGHTH = "an eighth of Qwen3-VL-8B's width"
 
 
 class Image(NamedTuple):
@@ -103,35 +98,6 @@ def tiny_qwen3_vl(
     placed = Qwen3VLForConditionalGeneration.from_config(config, placement)
     copy_parameters(model, placed)
     return placed
-
-
-def sliced_values(size: str, layers: int | None = None) -> dict[str, Any]:
-    """Values of config.json of a published size, or of `EIGHTH`, with one deepstack level, of the
-    first block, so that slices and the whole are alike.
-
-    Args:
-        layers: decoder layers and vision blocks of a slice, whose processor names the special
-            tokens; None for the whole model.
-    """
-    values = size_values("Qwen3-VL-8B" if size == EIGHTH else size)
-    text, vision = values["text_config"], values["vision_config"]
-    if size == EIGHTH:
-        text |= {
-            "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1536, "head_dim": 64,
-            "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 12,
-            "rope_scaling": {"rope_type": "default", "mrope_section": [12, 10, 10]},
-        }  # fmt: skip
-        vision |= {
-            "hidden_size": 256, "intermediate_size": 1024, "num_heads": 4, "out_hidden_size": 512,
-            "depth": 8,
-        }  # fmt: skip
-        # Any ids do: they are neither in shapes nor in operations.
-        values |= {name: i for i, name in enumerate(values) if name.endswith("_token_id")}
-    vision["deepstack_visual_indexes"] = [0]
-    if layers is not None:
-        text["num_hidden_layers"] = vision["depth"] = layers
-        values = {name: value for name, value in values.items() if not name.endswith("_token_id")}
-    return values
 
 
 def token_rows(*samples: Sequence[Any], length: int | None = None, pad: int = 0) -> np.ndarray:

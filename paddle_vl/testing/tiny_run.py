@@ -101,15 +101,10 @@ def write_pictures(folder: Path, count: int) -> list[tuple[str, str]]:
     return written
 
 
-def write_processor(folder: Path, text: str, patch_size: int = 4, max_pixels: int = 256) -> None:
-    """Write a processor with a tokenizer for the words of a text.
-
-    Args:
-        max_pixels: of an image after resizing.
-    """
+def write_processor(folder: Path, text: str) -> None:
+    """Write a processor with a tokenizer for the words of a text, and patches of 4 pixels."""
     images = ImageProcessor(
-        min_pixels=(2 * patch_size) ** 2, max_pixels=max_pixels, patch_size=patch_size,
-        temporal_patch_size=2, merge_size=2,
+        min_pixels=64, max_pixels=256, patch_size=4, temporal_patch_size=2, merge_size=2,
         image_mean=(0.5, 0.5, 0.5), image_std=(0.5, 0.5, 0.5),
     )  # fmt: skip
     tokenizer = train_bpe([text], VOCABULARY, CONTROL_TOKENS)

@@ -22,6 +22,7 @@ from paddle_vl.parallel.topology import Topology, initialize
 from paddle_vl.train.optimizer import Optimizer
 from tests.support import sharding_models
 from tests.support.launch import run_checks
+from tests.support.sharding_memory import gradient_sums_of
 from tests.support.sharding_models import HalfModel, toy
 
 STEPS, MICRO_BATCHES, RATE = 3, 2, 0.02
@@ -259,7 +260,7 @@ def half_gradients(topology: Topology, options: str) -> tuple[set[str], set[floa
         model(paddle.full([1, 3], value)).backward()
     run.sum_gradients()
     weight = model.units[0].weight
-    dtypes = {str(t.dtype) for t in run.trained.gradient_sums()} | {str(weight.dtype)}
+    dtypes = {str(t.dtype) for t in gradient_sums_of(run.trained)} | {str(weight.dtype)}
     values = run.gradients()["gradient of units.0.weight"]
     return dtypes, set(values.reshape(-1).tolist())
 

@@ -15,12 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from faults.campaign import plan, run_campaign
-from faults.damages import flip
-from faults.fault import Fault
-from faults.kinds import KINDS, POWER_LOSS
+from faults.campaign import References, plan, run_campaign
+from faults.kinds import KINDS, Fault
 from faults.runs import NUM_RANKS, ROOT, STARTS, SignalledRun
-from faults.trial import References
+from faults.strikes import flip
 from faults.verdict import (
     checkpoint_steps,
     damaged_checkpoints,
@@ -30,7 +28,7 @@ from faults.verdict import (
 )
 
 # The other kinds are injected by `test_every_kind_with_some_starts`.
-SHORT = ("kill-in-replacement", "dead-thread", "file-size-limit", "kill-worker")
+SHORT = ("kill-in-replacement", "file-size-limit", "kill-worker")
 
 
 def campaign(*options: str) -> subprocess.CompletedProcess:
@@ -72,13 +70,7 @@ def sabotage(run: SignalledRun, rng: random.Random) -> None:
     run.send(signal.SIGKILL)
 
 
-def alter_weights(output_dir: Path) -> None:
-    flip(output_dir / "final" / "model.safetensors", FromTheEnd())
-
-
-SABOTAGE = Fault(
-    "sabotage", "", sabotage, places=("step",), steps=range(5, 8), before_comparison=alter_weights
-)
+SABOTAGE = Fault("sabotage", "", sabotage, places=("step",), steps=range(5, 8))
 
 
 class FromTheEnd(random.Random):
@@ -88,26 +80,19 @@ class FromTheEnd(random.Random):
         return stop - 1
 
 
-@pytest.fixture(scope="module")
-def sabotaged() -> tuple[bool, str]:
-    said: list[str] = []
-    is_good = run_campaign(plan([SABOTAGE], ["one"], 0, 1), 1, say=said.append)
-    return is_good, "\n".join(said)
-
-
-def test_a_sabotaged_run_is_told(sabotaged):
-    is_good, said = sabotaged
-    assert not is_good
-    assert rows(said)["total"] == ["1", "0", "1", "1"]
+def test_a_sabotaged_run_is_told():
+    lines: list[str] = []
+    assert not run_campaign(plan([SABOTAGE], ["one"], 0, 1), 1, say=lines.append)
+    said = "\n".join(lines)
+    assert rows(said)["total"] == ["1", "1", "1", "1"]
     assert "lost: checkpoint-2 is gone" in said
     assert "left: sleep 600" in said
-    assert "problems: final/model differs in 1 tensors" in said
     assert "--kinds sabotage --starts one --seed 0 --faults 1" in said
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
-    return References(tmp_path_factory.mktemp("reference")).output_dir(POWER_LOSS, "one")
+    return References(tmp_path_factory.mktemp("reference")).output_dir("one")
 
 
 @pytest.fixture
@@ -125,6 +110,11 @@ def test_an_undisturbed_run_is_like_itself(finished, copy):
 def test_a_flipped_bit_of_a_checkpoint_is_noticed(finished, copy, file):
     flip(copy / "checkpoint-4" / file, FromTheEnd())
     assert list(damaged_checkpoints(copy, finished)) == [4]
+
+
+def test_altered_weights_are_noticed(finished, copy):
+    flip(copy / "final" / "model.safetensors", FromTheEnd())
+    assert differences_of_runs(copy, finished)[0].startswith("final/model differs in 1 tensors")
 
 
 def test_a_missing_line_of_metrics_is_noticed(finished, copy):

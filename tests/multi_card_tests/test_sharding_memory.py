@@ -44,6 +44,7 @@ from tests.support.sharding_memory import (
     ModelElements,
     at_peak,
     between_steps,
+    copies_of,
     counted_bytes,
 )
 from tests.support.sharding_models import HalfModel
@@ -162,7 +163,7 @@ def regime(
     whole_states = {str(state.produce().dtype) for state in run.optimizer.state_to_write()}
     save_parameters(target, model.stored_parameters(), ranks=ranks, store=run.trained)
     paddle.distributed.barrier()
-    masters = [copy for copy in run.trained.copies() if not copy.stop_gradient]
+    masters = [copy for copy in copies_of(run.trained) if not copy.stop_gradient]
     return {
         "parameters": {str(p.dtype) for p in model.parameters()},
         "masters": {str(copy.dtype) for copy in masters},

@@ -26,7 +26,8 @@ from typing import Any
 
 from paddle import Tensor, nn
 
-from paddle_vl.parallel.sharding import ShardingOptions
+from paddle_vl.nn.master_weights import MasterWeights
+from paddle_vl.parallel.sharding import Sharding, ShardingOptions
 
 _FLOAT32_BYTES = 4
 _PLAIN = ShardingOptions()
@@ -226,16 +227,33 @@ def counted_bytes(
         states: moments of the optimizer.
     """
     parameters = list(parameters)
-    copies = trained.copies()
+    copies = copies_of(trained)
     frozen = [copy for copy in copies if copy.stop_gradient]
     masters = [copy for copy in copies if not copy.stop_gradient]
     gradients = [tensor.grad for tensor in [*parameters, *masters] if tensor.grad is not None]
     return HeldBytes(
         _bytes([p for p in parameters if p._is_initialized()] + frozen),
         _bytes(masters),
-        _bytes([*gradients, *trained.gradient_sums()]),
+        _bytes([*gradients, *gradient_sums_of(trained)]),
         _bytes(states),
     )
+
+
+def copies_of(store: Any) -> list[Tensor]:
+    """Tensors that a store keeps besides the parameters: master weights or shards."""
+    if isinstance(store, Sharding):
+        return [entry.shard for entry in store._entries.values()]
+    return list(store._masters.values())
+
+
+def gradient_sums_of(store: Any) -> list[Tensor]:
+    """Gradients that a store keeps besides the `grad` of parameters and copies."""
+    if isinstance(store, Sharding):
+        wide = [total for bucket in store._buckets for total in bucket._wide._sums.values()]
+        return [*wide, *store._reductions._sums.values()]
+    if isinstance(store, MasterWeights):
+        return list(store._gradients._sums.values())
+    return [buffer.grad_storage for buffer in store._buffers] if store.optimizer else []
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

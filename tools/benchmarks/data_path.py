@@ -1,10 +1,9 @@
 """From files to batches: pictures, videos and packed rows per core.
 
-    python tools/benchmarks/data_path.py [--against PYTHON]
+    python tools/benchmarks/data_path.py
 
 Makes photographs (smooth noise with edges, JPEG), a video (H.264) and conversations. One core
-decodes, resizes and cuts them into patches; `--against` names an interpreter with transformers,
-whose image processor (PIL backend) takes the same files.
+decodes, resizes and cuts them into patches.
 """
 
 import argparse
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageFilter
 
-from harness import ROOT, Result, Table, data_settings, overrides, parser, reference, run
+from harness import ROOT, Result, Table, data_settings, overrides, parser, run
 from paddle_vl.data.media_file import load_rgb
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
@@ -94,15 +93,8 @@ def measure_pictures(work: Path, options: argparse.Namespace) -> list[dict[str, 
             images([files[number % 8]])
             return 1.0
 
-        row = {
-            "picture": name,
-            "decoded": per_cpu_second(decode, options.seconds),
-            "ready": per_cpu_second(process, options.seconds),
-        }
-        if options.against:
-            given = (options.seconds, MAX_PIXELS, *files)
-            row["hf"] = reference(options.against, "data_path_hf.py", *given, OMP_NUM_THREADS="1")
-        found.append(row)
+        decoded, ready = (per_cpu_second(run, options.seconds) for run in (decode, process))
+        found.append({"picture": name, "decoded": decoded, "ready": ready})
     return found
 
 
@@ -157,10 +149,8 @@ def measure_packing(work: Path, seconds: float) -> tuple[float, float]:
 
 
 def tables(found: dict[str, Any]) -> list[Table]:
-    ratio = [["HF per CPU s", "this / HF"], []]["hf" not in found["pictures"][0]]
     pictures = [
         [row["picture"], f"{row['decoded']:.0f}", f"{row['ready']:.0f}"]
-        + ([f"{row['hf']:.0f}", f"{row['ready'] / row['hf']:.2f}"] if ratio else [])
         for row in found["pictures"]
     ]
     rest = [
@@ -171,7 +161,7 @@ def tables(found: dict[str, Any]) -> list[Table]:
     return [
         Table(
             "data path pictures",
-            ["JPEG", "decoded per CPU s", "ready per CPU s", *ratio],
+            ["JPEG", "decoded per CPU s", "ready per CPU s"],
             pictures,
             "Ready: decoded, resized to at most a million pixels, normalized, cut into patches.",
         ),
@@ -192,5 +182,4 @@ def compare(options: argparse.Namespace, work: Path) -> Result:
 if __name__ == "__main__":
     made = parser(__doc__)
     made.add_argument("--seconds", type=float, default=3.0, help="CPU seconds per figure")
-    made.add_argument("--against", metavar="PYTHON", help="an interpreter with transformers")
     sys.exit(run(made, compare))

@@ -1,7 +1,6 @@
 """Answers of mid-size models: the model itself, its exported programs, and ONNX.
 
     python tools/benchmarks/export.py
-    python tools/benchmarks/export.py --against PYTHON      # HF transformers on torch as well
     python tools/benchmarks/export.py --family pi07
 
 The models of `configs/bench/FAMILY_step.yaml` run in float32. Qwen3-VL answers prompts of 511
@@ -28,7 +27,7 @@ import harness
 from harness import ROOT, Result, Round, Table
 
 CONFIGS = {name: ROOT / f"configs/bench/{name}_step.yaml" for name in ("qwen3_vl", "pi07")}
-DYNAMIC, STATIC, ONNX, HF = "dynamic", "static", "ONNX", "HF transformers"
+DYNAMIC, STATIC, ONNX = "dynamic", "static", "ONNX"
 RUNTIMES: dict[str, Any] = {STATIC: "paddle", ONNX: "onnxruntime"}
 BATCHES = (1, 8)
 OBSERVATIONS = ("all optional fields", "no optional field")
@@ -54,7 +53,7 @@ def qwen3_vl(work: Path) -> tuple[Any, Any]:
 
 
 def prompts(work: Path, size: int) -> dict[str, np.ndarray]:
-    """Prompts of one image each, with random text; the shapes that export_hf.py gives to HF."""
+    """Prompts of one image each, with random text."""
     from paddle_vl.families.vlm.inputs.processor import Qwen3VLProcessor
 
     processor = Qwen3VLProcessor.from_pretrained(work / "data" / "processor")
@@ -180,18 +179,14 @@ def compare(options: argparse.Namespace, work: Path) -> Result:
     harness.launch(write_export, work / "run", with_onnx=not options.no_onnx, **given)
 
     def answers(side: str) -> dict[str, Any]:
-        if side == HF:
-            numbers = (options.tokens, options.repeats, options.threads, *BATCHES)
-            return harness.reference(options.against, "export_hf.py", CONFIGS[family], *numbers)
         times = {"tokens": options.tokens, "repeats": options.repeats}
         return harness.launch(measure, work / "run", side=side, **times, **given)[0]
 
     sides = [DYNAMIC, STATIC, *([] if options.no_onnx else [ONNX])]
-    has_reference = options.against and family == "qwen3_vl"
-    rounds = harness.in_rounds([*sides, *([HF] if has_reference else [])], options.rounds, answers)
+    rounds = harness.in_rounds(sides, options.rounds, answers)
     check_answers(family, {side: rounds[0][side]["outputs"] for side in sides})
     made = pi07_table(rounds, options) if family == "pi07" else table(rounds, options)
-    return Result([made], {"rounds": rounds}, rounds[0].get(HF, {}).get("versions", {}))
+    return Result([made], {"rounds": rounds})
 
 
 def check_answers(family: str, outputs: dict[str, Any]) -> None:
@@ -210,7 +205,7 @@ def check_answers(family: str, outputs: dict[str, Any]) -> None:
 
 
 def table(rounds: list[Round], options: argparse.Namespace) -> Table:
-    """A row per side and batch size; ratios are of the model's, or HF's, time to this side's."""
+    """A row per side and batch size; ratios are of the model's time to this side's."""
     rows = []
     for size in BATCHES:
         for side in rounds[0]:
@@ -218,17 +213,14 @@ def table(rounds: list[Round], options: argparse.Namespace) -> Table:
             speed = (options.tokens - 1) * size / harness.median(rounds, side, *place, "rest")
             cells = [f"{1e3 * harness.median(rounds, side, *place, 'first'):.0f}", f"{speed:.1f}"]
             cells += [
-                harness.ratio(rounds, other, side, *place, name)
-                if other in rounds[0] and other != side
-                else ""
-                for other in (DYNAMIC, HF)
+                "" if side == DYNAMIC else harness.ratio(rounds, DYNAMIC, side, *place, name)
                 for name in ("first", "rest")
             ]
             memory = f"{harness.median(rounds, side, 'peak_rss_mib'):.0f}"
             rows.append([f"{side}, batch {size}", *cells, memory])
     columns = [
         "", "ms to first token", "tokens per second", "first: dynamic / this",
-        "rest: dynamic / this", "first: HF / this", "rest: HF / this", "peak MiB",
+        "rest: dynamic / this", "peak MiB",
     ]  # fmt: skip
     note = (
         f"Prompts of 511 tokens, 256 of them visual; {options.tokens} tokens, float32, "
@@ -268,5 +260,4 @@ if __name__ == "__main__":
     harness.add_count(made, "rounds", 3, "processes of each side")
     harness.add_count(made, "threads", 2, "threads of a process")
     made.add_argument("--no-onnx", action="store_true", help="leave onnxruntime out")
-    made.add_argument("--against", metavar="PYTHON", help="interpreter with torch, transformers")
     sys.exit(harness.run(made, compare))

@@ -3,7 +3,7 @@
     PYTHON tools/benchmarks/step_hf.py CONFIG STEPS THREADS     prints one line of JSON
 
 `step.py --against PYTHON` runs it with an interpreter that has torch, transformers and PyYAML; it
-imports nothing of paddle_vl. `export_hf.py` takes its model and its samples from here.
+imports nothing of paddle_vl.
 """
 
 import argparse
@@ -20,49 +20,26 @@ IDS = {"image_token_id": 2040, "vision_start_token_id": 2041, "vision_end_token_
        "video_token_id": 2043}  # fmt: skip
 
 
-def options_of(doc: str | None, *numbers: str) -> argparse.ArgumentParser:
-    """A parser of a configuration file and whole numbers."""
-    parser = argparse.ArgumentParser(description=(doc or "").split("\n\n")[0])
-    parser.add_argument("config", metavar="CONFIG", help="configs/bench/qwen3_vl_step.yaml")
-    for name in numbers:
-        parser.add_argument(name, metavar=name.upper(), type=int)
-    return parser
-
-
-def model_of(config_file: str, threads: int) -> tuple[Any, dict[str, Any]]:
-    """HF's model of a run file with random weights, and the file's settings."""
-    # Imported here, so that --help needs neither.
-    import torch  # pyright: ignore[reportMissingImports]
-    import yaml
-    from transformers import (  # pyright: ignore[reportMissingImports]
-        Qwen3VLConfig,
-        Qwen3VLForConditionalGeneration,
-    )
-
-    torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    with open(config_file, encoding="utf-8") as file:
-        settings = yaml.safe_load(file)
-    config = Qwen3VLConfig(**settings["model"]["config"], **IDS)
-    model = Qwen3VLForConditionalGeneration._from_config(config, attn_implementation="sdpa")
-    return model.float(), settings
-
-
-def samples(config: Any, settings: dict[str, Any], size: int, most: int) -> dict[str, Any]:
-    """Samples of one image each, with random text of ids below `most`."""
+def samples(config: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """Samples of one image each, with random text and labels behind the image."""
     import torch  # pyright: ignore[reportMissingImports]
 
     vision, data = config.vision_config, settings["data"]
+    size = settings["train"]["per_device_train_batch_size"]
     side = int(data["max_pixels"] ** 0.5) // vision.patch_size
     pads = (side // vision.spatial_merge_size) ** 2
-    ids = np.random.default_rng(0).integers(0, most, (size, data["max_length"]))
+    ids = np.random.default_rng(0).integers(0, 2000, (size, data["max_length"]))
     ids[:, FIRST_PAD - 1] = config.vision_start_token_id
     ids[:, FIRST_PAD : FIRST_PAD + pads] = config.image_token_id
     ids[:, FIRST_PAD + pads] = config.vision_end_token_id
     patch_dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     input_ids = torch.tensor(ids)
+    labels = input_ids.clone()
+    # The prompt ends with its image.
+    labels[:, : FIRST_PAD + pads + 1] = -100
     return {
         "input_ids": input_ids,
+        "labels": labels,
         "attention_mask": torch.ones_like(input_ids),
         "mm_token_type_ids": (input_ids == config.image_token_id).int(),
         "pixel_values": torch.randn(size * side**2, patch_dim),
@@ -70,39 +47,41 @@ def samples(config: Any, settings: dict[str, Any], size: int, most: int) -> dict
     }
 
 
-def print_result(seconds: dict[Any, Any]) -> None:
-    """One line of JSON: the seconds, peak memory and versions."""
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("config", metavar="CONFIG", help="configs/bench/qwen3_vl_step.yaml")
+    parser.add_argument("steps", metavar="STEPS", type=int)
+    parser.add_argument("threads", metavar="THREADS", type=int)
+    options = parser.parse_args()
+    # Imported here, so that --help needs neither.
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
+    import yaml
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    print(json.dumps({"seconds": seconds, "peak_rss_mib": peak, "versions": versions}))
-
-
-def main() -> None:
-    options = options_of(__doc__, "steps", "threads").parse_args()
-    model, settings = model_of(options.config, options.threads)
-    import torch  # pyright: ignore[reportMissingImports]
-
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    with open(options.config, encoding="utf-8") as file:
+        settings = yaml.safe_load(file)
+    config = transformers.Qwen3VLConfig(**settings["model"]["config"], **IDS)
+    made = transformers.Qwen3VLForConditionalGeneration
+    model = made._from_config(config, attn_implementation="sdpa").float()
     train = settings["train"]
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=train["learning_rate"], weight_decay=train["weight_decay"]
     )
-    batch = samples(model.config, settings, train["per_device_train_batch_size"], 2000)
-    labels = batch["input_ids"].clone()
-    # The prompt ends with its image.
-    ends = (labels == model.config.vision_end_token_id).nonzero()[:, 1].tolist()
-    for row, end in zip(labels, ends, strict=True):
-        row[: end + 1] = -100
-    times = []
+    batch, times = samples(model.config, settings), []
     for _ in range(WARM_UP + options.steps):
         begin = time.perf_counter()
-        model(**batch, labels=labels).loss.backward()
+        model(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         times.append(time.perf_counter() - begin)
-    print_result({"step": statistics.median(times[WARM_UP:])})
+    found = {
+        "seconds": {"step": statistics.median(times[WARM_UP:])},
+        "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+    }
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

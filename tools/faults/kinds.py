@@ -1,23 +1,129 @@
-"""The table of all kinds of faults."""
+"""The table of all kinds of faults: when and how each strikes, and what is expected of the run.
 
+Moments are drawn from a seed, and found in a run by the files that it writes.
+"""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGKILL, SIGTERM, Signals
 from typing import Any
 
-from faults import damages, strikes
-from faults.fault import ALL_STARTS, SEVERAL_RANKS, Fault
+from faults import strikes
+from faults.runs import NUM_RANKS, STARTS, Ended, SignalledRun
+from faults.strikes import Damage, killed_at
 from faults.tiny_run import NUM_STEPS, SAVE_STEPS
 
-_GOALS = {"command": "the command", "group": "the process group", "rank": "one rank"}
+ALL_STARTS = tuple(STARTS)
+SEVERAL_RANKS = tuple(start for start in STARTS if NUM_RANKS[start] > 1)
+# Places of a run and their weights: during startup, after a step (in the next step, an evaluation
+# or a save, depending on the delay), while a checkpoint is written, at the end.
+PLACES = {"start": 2, "step": 5, "write": 2, "end": 1}
+# The longest delay behind the place, in seconds.
+_LONGEST_S = {"start": 8.0, "step": 0.5, "write": 0.05, "end": 0.5}
+_WAIT_S = 120.0
+_POLL_S = 0.003
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A place in a run and a delay in seconds."""
+
+    place: str
+    step: int
+    delay_s: float
+
+    def __str__(self) -> str:
+        names = {
+            "start": "from the start",
+            "step": f"behind step {self.step}",
+            "write": f"in a checkpoint behind step {self.step}",
+            "end": "behind the last step",
+        }
+        return f"{self.delay_s:.2f} s {names[self.place]}"
+
+    def wait(self, run: SignalledRun) -> None:
+        """Return at this moment.
+
+        Raises:
+            TooLateError: the run ended before.
+            RuntimeError: the moment was not reached in time.
+        """
+        deadline = time.monotonic() + _WAIT_S
+        while not self._has_come(run):
+            run.check_runs()
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{self} does not come within {_WAIT_S:g} s:\n{run.said()}")
+            time.sleep(_POLL_S)
+        time.sleep(self.delay_s)
+        run.check_runs()
+
+    def _has_come(self, run: SignalledRun) -> bool:
+        if self.place != "start" and run.last_step() < self.step:
+            return False
+        return self.place != "write" or any(run.output_dir.glob(".partial-checkpoint-*"))
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A kind of fault.
+
+    Attributes:
+        name: name in the table and for `--kinds`.
+        sentence: what it does.
+        strike: injects the fault now; returns what went wrong with the injection, if anything;
+            raises `TooLateError` if the run had ended.
+        damage: damages the files of the run; called when it has ended.
+        starts: how the runs are started, keys of `STARTS`.
+        overrides: settings of the runs.
+        places: of `PLACES`, where it may strike; without any the rank itself has the moment.
+        steps: behind which it may strike.
+        is_request: the run must leave a checkpoint of the last reported step.
+        goes_on: the run must survive the fault and complete.
+        check: deviations from how the run should have ended.
+        environment: variables of the first start, see `hooks/sitecustomize.py`; called with the
+            output folder and the start.
+    """
+
+    name: str
+    sentence: str
+    strike: Callable[[SignalledRun, random.Random], list[str] | None]
+    damage: Callable[[SignalledRun, random.Random], Damage] = lambda run, rng: Damage()
+    starts: Sequence[str] = ALL_STARTS
+    overrides: Sequence[str] = ()
+    places: Sequence[str] = tuple(PLACES)
+    steps: range = range(1, NUM_STEPS - 1)
+    is_request: bool = False
+    goes_on: bool = False
+    check: Callable[[Ended], list[str]] = lambda ended: []
+    environment: Callable[[Path, str, random.Random], dict[str, str]] = lambda out, start, rng: {}
+
+    def moment(self, rng: random.Random) -> Moment:
+        """Draw the moment of the fault."""
+        if not self.places:
+            return Moment("start", 0, 0.0)
+        place = rng.choices(self.places, [PLACES[name] for name in self.places])[0]
+        step = NUM_STEPS if place == "end" else rng.choice(self.steps)
+        return Moment(place, step, rng.uniform(0, _LONGEST_S[place]))
+
+    def problems(self, ended: Ended) -> list[str]:
+        """Deviations from how the run should have ended."""
+        if self.goes_on and ended.code != 0:
+            return [f"exit code {ended.code}, not 0"]
+        return self.check(ended)
 
 
 def _request(number: Signals, target: str, times: int) -> Fault:
     """A stop request by people, launchers and batch systems."""
+    goals = {"command": "the command", "group": "the process group", "rank": "one rank"}
     burst = f"{times} times {number.name}, 0.2 s apart," if times > 1 else number.name
     # At startup a rank has no signal handlers yet.
     rank: dict[str, Any] = {"starts": SEVERAL_RANKS, "places": ("step", "write", "end")}
     return Fault(
         f"{number.name.lower()}-{target}" + (f"-x{times}" if times > 1 else ""),
-        f"{burst} to {_GOALS[target]}",
+        f"{burst} to {goals[target]}",
         strikes.signalled(number, target, times),
         is_request=True,
         check=strikes.ended_by(number),
@@ -25,24 +131,8 @@ def _request(number: Signals, target: str, times: int) -> Fault:
     )
 
 
-# Malformed lines of training data.
-HOSTILE_LINES = (
-    b"[" * 100_000,
-    b'{"messages": ' * 20_000,
-    b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
-    b'{"messages": [{"role": "user", "content": "\xff\xfe\x00"}]}',
-    b'{"messages": ' + b"9" * 10_000 + b"}",
-    b'{"messages": [{"role": "user", "content": "<image>"}], "images": ["../../../etc/passwd"]}',
-    b'{"messages": [{"role": "user", "content": "' + b"a" * 2_000_000 + b'"}]}',
-    b"\x00\x00\x00",
-)
 _WEIGHTS, _STATE, _MANIFEST = "*.safetensors", "trainer_state.json", "manifest.json"
-_PACKED = ("data.packing=true", "data.packing_length=192", "data.max_vision_tokens_per_row=40")
-_MIX = ("data.train=[{path: DATA/train.jsonl, format: messages, weight: 1}]", *_PACKED)
-_OWN_DATA: Any = {"starts": ("one", "nproc", "colocated"), "own_data": True}
 _GOES_ON: Any = {"places": ("step", "write"), "goes_on": True}
-# At least one more checkpoint follows.
-_ROOM: Any = {"places": ("step", "write"), "steps": range(1, NUM_STEPS - 3)}
 _REFUSED = "the same command is started again while the first is held up, and has to be refused"
 _ONE_AND_TWO = ("one", "nproc", "fleetrun", "sharding3", "pipeline", "colocated")
 POWER_LOSS = Fault("power-loss", "SIGKILL to all processes at once", strikes.kill_all)
@@ -50,7 +140,8 @@ POWER_LOSS = Fault("power-loss", "SIGKILL to all processes at once", strikes.kil
 # fmt: off
 _ALL = [
     # Stop requests.
-    *(_request(number, target, 1) for target in _GOALS for number in (SIGINT, SIGTERM, SIGHUP)),
+    *(_request(number, target, 1)
+      for target in ("command", "group", "rank") for number in (SIGINT, SIGTERM, SIGHUP)),
     _request(SIGTERM, "command", 3),
     Fault("second-ctrl-c", "Ctrl-C in the terminal, and again half a second to a second later",
           strikes.interrupted_twice, starts=("one", "nproc", "nproc4")),
@@ -77,75 +168,43 @@ _ALL = [
           strikes.kill_all, places=("write",)),
     Fault("stale-lock",
           "SIGKILL to all processes, and run.lock is of another machine",
-          strikes.kill_all, damages.stale_lock, starts=("one", "nproc"), places=("step",)),
+          strikes.kill_all, strikes.stale_lock, starts=("one", "nproc"), places=("step",)),
     Fault("cut-metrics",
           "SIGKILL to all processes, and the last line of metrics.jsonl is cut short",
-          strikes.kill_all, damages.cut_metrics, starts=("one", "nproc4"), places=("step",)),
-    # From inside a rank.
-    Fault("dead-thread",
-          "a thread of the package raises at a random moment of one rank, which has to end",
-          strikes.let_thread_die, damages.dead_thread, places=(), waits=True, may_trace=True,
-          environment=strikes.thread_to_die, check=strikes.told_of_thread),
+          strikes.kill_all, strikes.cut_metrics, starts=("one", "nproc4"), places=("step",)),
     Fault("kill-at-rename",
           "SIGKILL to rank 0 at a random rename or removal of a folder of the run",
-          strikes.wait_for_kill, damages.at_rename, places=(), waits=True,
-          environment=strikes.rename_to_die_at),
+          strikes.wait_for_kill, strikes.at_rename, places=(),
+          environment=lambda out, start, rng: killed_at(start, rng.randrange(24), str(out))),
     Fault("kill-in-replacement",
           "a damaged checkpoint is written again, and SIGKILL to rank 0 while it is replaced",
-          strikes.kill_with_checkpoints(2), damages.killed_in_replacement, places=("step",),
+          strikes.kill_with_checkpoints, strikes.killed_in_replacement, places=("step",),
           steps=range(2 * SAVE_STEPS + 1, NUM_STEPS - 1)),
     # A damaged checkpoint; two exist from this step on.
     *(Fault(f"damage-{name}", f"{sentence} in the newest checkpoint, after a power loss",
-            strikes.kill_with_checkpoints(2, waits=True), damages.of_checkpoint(pattern, alter),
+            strikes.kill_with_checkpoints, strikes.of_checkpoint(pattern, alter),
             starts=("one", "nproc4", "sharding3", "pipeline", "colocated"), places=("step",),
             steps=range(2 * SAVE_STEPS, NUM_STEPS - 1))
       for name, sentence, pattern, alter in (
-          ("delete", "weights or optimizer state deleted", _WEIGHTS, damages.delete),
-          ("truncate", "weights or optimizer cut short", _WEIGHTS, damages.truncate),
-          ("empty", "weights or optimizer state emptied", _WEIGHTS, damages.empty),
-          ("flip", "a bit of weights or optimizer state flipped", _WEIGHTS, damages.flip),
-          ("flip-state", "a bit of trainer_state.json flipped", _STATE, damages.flip),
-          ("truncate-state", "trainer_state.json cut short", _STATE, damages.truncate),
-          ("flip-manifest", "a bit of manifest.json flipped", _MANIFEST, damages.flip),
-          ("truncate-manifest", "manifest.json cut short", _MANIFEST, damages.truncate),
+          ("delete", "weights or optimizer state deleted", _WEIGHTS, strikes.delete),
+          ("truncate", "weights or optimizer cut short", _WEIGHTS, strikes.truncate),
+          ("flip", "a bit of weights or optimizer state flipped", _WEIGHTS, strikes.flip),
+          ("flip-state", "a bit of trainer_state.json flipped", _STATE, strikes.flip),
+          ("truncate-state", "trainer_state.json cut short", _STATE, strikes.truncate),
+          ("flip-manifest", "a bit of manifest.json flipped", _MANIFEST, strikes.flip),
+          ("truncate-manifest", "manifest.json cut short", _MANIFEST, strikes.truncate),
       )),
-    # Data that changes between a stop and the next start: it has to be refused by name; once
-    # restored, the run goes on. Without a checkpoint the next start begins anew, with edited data.
-    *(Fault(name, f"an answer in {sentence} is edited, which the next start has to refuse",
-            strikes.kill_with_checkpoints(1), damages.edited_source, places=("step",),
-            steps=range(SAVE_STEPS + 1, NUM_STEPS - 1), data_settings=settings, **_OWN_DATA)
-      for name, sentence, settings in (
-          ("edit-data", "a file of samples", ()),
-          ("edit-mix", "a source of a mix", _MIX),
-      )),
-    *(Fault(name, f"DATA/{pattern} is damaged, which the next start has to make again",
-            strikes.kill_all, damages.of_cache(pattern), data_settings=settings, **_OWN_DATA)
-      for name, pattern, settings in (
-          ("damage-lengths", ".*.lengths-*.npz", _PACKED),
-          ("damage-index", ".paddle_vl/*.index", _MIX),
-      )),
-    # Storage without room.
+    # At least one more checkpoint follows.
     Fault("file-size-limit", "files may suddenly not be larger than 40 kB, and a checkpoint's are",
-          strikes.limit_files, check=strikes.no_room("File too large"),
-          starts=("one", "nproc", "fleetrun"), **_ROOM),
-    Fault("full-disk",
-          "the disk of train.output_dir is suddenly full, and has room again at the next start",
-          strikes.fill_disk, damages.room_again, check=strikes.no_room("No space left on device"),
-          starts=("one", "nproc", "nproc4"), around=strikes.small_disk,
-          unavailable=strikes.cannot_mount, **_ROOM),
-    # What a run must survive. The long pause is longer than gloo's default timeout.
+          strikes.limit_files, check=strikes.no_room, starts=("one", "nproc", "fleetrun"),
+          places=("step", "write"), steps=range(1, NUM_STEPS - 3)),
+    # What a run must survive.
     Fault("pause-rank", "SIGSTOP to a rank, SIGCONT one to three seconds later",
-          strikes.paused(1, 3), starts=ALL_STARTS, **_GOES_ON),
-    Fault("long-pause", "SIGSTOP to a rank, SIGCONT 45 seconds later",
-          strikes.paused(45, 45), starts=("nproc", "sharding3", "pipeline", "colocated"),
-          **_GOES_ON),
+          strikes.pause, **_GOES_ON),
     Fault("second-run", _REFUSED, strikes.started_again(deletes_lock=False), starts=_ONE_AND_TWO,
           **_GOES_ON),
     Fault("deleted-lock", f"run.lock is deleted, then {_REFUSED}",
           strikes.started_again(deletes_lock=True), starts=_ONE_AND_TWO, **_GOES_ON),
-    Fault("hostile-lines",
-          "eight hostile lines in train.jsonl with on_bad_sample=skip, and a power loss on top",
-          strikes.kill_all, starts=("one", "nproc"), extra_lines=HOSTILE_LINES),
 ]
 # fmt: on
 KINDS = {fault.name: fault for fault in _ALL}

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from fuzzing.child import Limits, Task, files_in, main, size_of
+from fuzzing.child import Limits, Task, files_in, main
 from fuzzing.guard import ACCEPTED, REFUSED, Verdict, waited
 from fuzzing.parser import PARSERS, SHARES, Files
 
@@ -28,7 +28,7 @@ _CONTEXT: Any = multiprocessing.get_context("spawn" if _HAS_CUDA else "forkserve
 # The last one reads the fonts of the machine.
 _MODULES = sorted({target.partition(":")[0] for target in PARSERS.values()})
 _CONTEXT.set_forkserver_preload(["fuzzing.child", *_MODULES, "matplotlib.font_manager"])
-_START_SECONDS = 180
+_START_SECONDS = 180.0
 # Grace in seconds beyond an input's time limit before the process is killed.
 _GRACE_SECONDS = 2
 # Process deaths after which a parser is given up.
@@ -47,18 +47,13 @@ class Escape:
     Attributes:
         what: see `fuzzing.guard.Verdict`.
         count: number of inputs with the fault.
-        files: files of the smallest known input with the fault.
+        files: files of the smallest of them.
     """
 
     what: str
     details: str
     files: Files
     count: int = 1
-
-    def show(self, verdict: Verdict, files: Files) -> None:
-        """Take files with the fault, unless smaller ones are known. None are sent for others."""
-        if files and size_of(files) <= size_of(self.files):
-            self.details, self.files = verdict.details, files
 
 
 @dataclass
@@ -86,10 +81,13 @@ class Tally:
         self.largest = max(self.largest, verdict.mebibytes)
         self.accepted += what == ACCEPTED
         self.refused += what == REFUSED
-        if what in self.escapes:
-            self.escapes[what].count += 1
-            self.escapes[what].show(verdict, files)
-        elif verdict.is_escape:
+        if not verdict.is_escape:
+            return
+        if known := self.escapes.get(what):
+            known.count += 1
+            if sum(map(len, files.values())) < sum(map(len, known.files.values())):
+                known.details, known.files = verdict.details, files
+        else:
             self.escapes[what] = Escape(what, verdict.details, files)
 
 
@@ -107,7 +105,12 @@ def fuzz(name: str, limits: Limits) -> Tally:
     limits = replace(limits, inputs=max(1, round(limits.inputs * SHARES.get(name, 1))))
     with tempfile.TemporaryDirectory(prefix="fuzz-", dir=_IN_MEMORY) as place:
         for _ in range(_MOST_DEATHS):
-            folder = _fresh_folder(Path(place))
+            folder = Path(place) / "inputs"
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            # Next to it are files that no input may open.
+            for outside in _OUTSIDE:
+                (folder.parent / outside).write_bytes(b"{}")
             task = Task(PARSERS.get(name, name), folder, limits, first)
             killer = _run_child(task, tally, Path(place))
             if killer is None:
@@ -115,16 +118,6 @@ def fuzz(name: str, limits: Limits) -> Tally:
                 break
             first = killer + 1
     return tally
-
-
-def _fresh_folder(place: Path) -> Path:
-    """Make an empty folder for inputs, and next to it files that no input may open."""
-    folder = place / "inputs"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    for name in _OUTSIDE:
-        (place / name).write_bytes(b"{}")
-    return folder
 
 
 def _run_child(task: Task, tally: Tally, place: Path) -> int | None:
@@ -136,11 +129,10 @@ def _run_child(task: Task, tally: Tally, place: Path) -> int | None:
     with _environment():
         process.start()
     sender.close()
-    begun, patience, is_late, is_done = None, float(_START_SECONDS), False, False
+    begun, patience, is_late, kind = None, _START_SECONDS, False, ""
     with suppress(EOFError):
-        while not is_late:
-            if _is_silent(receiver, process.pid, patience):
-                is_late = True
+        while kind != "end":
+            if is_late := _is_silent(receiver, process.pid, patience):
                 process.kill()
                 break
             kind, *values = receiver.recv()
@@ -148,13 +140,9 @@ def _run_child(task: Task, tally: Tally, place: Path) -> int | None:
                 (begun,), patience = values, seconds + _GRACE_SECONDS
             elif kind == "done":
                 tally.add(*values)
-                begun, patience = None, float(_START_SECONDS)
-            elif kind == "shrunk":
-                tally.escapes[values[0].what].show(*values)
-            # All inputs are tried before one is shrunk.
-            is_done = is_done or kind in ("shrunk", "end")
+                begun, patience = None, _START_SECONDS
     process.join()
-    if is_done:
+    if kind == "end":
         return None
     said = log.read_text(errors="replace") if log.exists() else ""
     said = said if len(said) < 4000 else f"{said[:2000]}\n...\n{said[-2000:]}"
@@ -209,25 +197,25 @@ def run_all(names: Sequence[str], limits: Limits, save: Path | None = None) -> i
     is_good = True
     for name in names:
         tally = fuzz(name, limits)
-        print(line(name, tally), flush=True)
+        escaped = sum(escape.count for escape in tally.escapes.values())
+        total = max(tally.inputs, 1)
+        print(
+            f"{name:<18}{tally.inputs:>8}{tally.accepted / total:>10.0%}"
+            f"{tally.refused / total:>9.0%}{escaped:>9}{tally.slowest:>9.2f} s"
+            f"{tally.largest:>8.0f} MiB",
+            flush=True,
+        )
         for number, escape in enumerate(tally.escapes.values(), start=1):
             print(described(escape), flush=True)
             if save is not None:
-                _save(escape, save / f"{name}-{number}")
+                folder = save / f"{name}-{number}"
+                folder.mkdir(parents=True, exist_ok=True)
+                for file, content in escape.files.items():
+                    (folder / re.sub(r"[^\w.-]", "_", file)).write_bytes(content)
         if not tally.is_whole:
             print("  given up: too many inputs ended the process", flush=True)
         is_good = is_good and tally.is_whole and not tally.escapes
     return 0 if is_good else 1
-
-
-def line(name: str, tally: Tally) -> str:
-    """A parser's row of the table; percentages are of its inputs."""
-    escaped = sum(escape.count for escape in tally.escapes.values())
-    total = max(tally.inputs, 1)
-    return (
-        f"{name:<18}{tally.inputs:>8}{tally.accepted / total:>10.0%}{tally.refused / total:>9.0%}"
-        f"{escaped:>9}{tally.slowest:>9.2f} s{tally.largest:>8.0f} MiB"
-    )
 
 
 def described(escape: Escape) -> str:
@@ -239,9 +227,3 @@ def described(escape: Escape) -> str:
         rest = f"... ({len(content)} bytes)" if len(shown) > _MOST_SHOWN else ""
         lines.append(f"    {name}: {shown[:_MOST_SHOWN]}{rest}")
     return "\n".join(lines)
-
-
-def _save(escape: Escape, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in escape.files.items():
-        (folder / re.sub(r"[^\w.-]", "_", name)).write_bytes(content)

@@ -18,15 +18,8 @@ _ROOT = PACKAGE.parent
 _LIBRARIES = tuple(
     {os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, _ROOT, *sys.path[1:]) if path}
 )
-_SYSTEM = (
-    "/proc/",
-    "/sys/",
-    "/dev/null",
-    "/dev/urandom",
-    "/usr/share/zoneinfo",
-    "/usr/lib",
-    "/usr/share/fonts",
-)
+_SYSTEM = ("/proc/", "/sys/", "/dev/null", "/dev/urandom", "/usr/share/zoneinfo", "/usr/lib",
+           "/usr/share/fonts")  # fmt: skip
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _OPENED = ("open", "os.listdir", "os.scandir", "os.remove", "os.rename", "os.mkdir", "os.rmdir")
 _STARTED = ("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "socket.connect",

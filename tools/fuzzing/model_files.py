@@ -164,7 +164,7 @@ def _inputs(folder: Path) -> st.SearchStrategy:
     return in_file(_FILE, json_bytes(_seeds(folder), 3))
 
 
-def text_tokenizer(folder: Path) -> Parser:
+def tokenizer(folder: Path) -> Parser:
     """The tokenizer of a Qwen3-VL."""
     small_processor().tokenizer.save(folder)
 

@@ -30,48 +30,24 @@ class Parser:
     mebibytes: float = math.inf
 
 
-# Name to `module:function`; the function makes the `Parser` in an empty folder.
+# The parsers by module: functions that make the `Parser` in an empty folder.
+_FUNCTIONS = {
+    "run_files": "yaml_file overrides settings metrics pictures run_record",
+    "containers": "documents corpus_shards archives tables zst_files gz_files",
+    "rows": "row_formats json_arrays text_tables arrow_folders energon_folders dataset_infos",
+    "templates": "chat_templates template_rows",
+    "caches": "offset_index lengths_cache token_index",
+    "samples": "conversations demonstrations statistics",
+    "media": "images videos",
+    "weights": "safetensors shard_index adapter manifest exported_folder",
+    "model_files": "hf_config generation_config preprocessor pi07_config tokenizer "
+    "prompt_tokenizer action_tokenizer",
+}
+# Name to `module:function`.
 PARSERS = {
-    "yaml": "fuzzing.run_files:yaml_file",
-    "overrides": "fuzzing.run_files:overrides",
-    "settings": "fuzzing.run_files:settings",
-    "metrics": "fuzzing.run_files:metrics",
-    "pictures": "fuzzing.run_files:pictures",
-    "run_record": "fuzzing.run_files:run_record",
-    "documents": "fuzzing.corpora:documents",
-    "corpus_shards": "fuzzing.corpora:shards",
-    "archives": "fuzzing.containers:archives",
-    "tables": "fuzzing.containers:tables",
-    "zst_files": "fuzzing.containers:zst_files",
-    "gz_files": "fuzzing.containers:gz_files",
-    "row_formats": "fuzzing.rows:row_formats",
-    "json_arrays": "fuzzing.rows:json_arrays",
-    "text_tables": "fuzzing.rows:text_tables",
-    "arrow_folders": "fuzzing.rows:arrow_folders",
-    "energon_folders": "fuzzing.rows:energon_folders",
-    "dataset_infos": "fuzzing.rows:dataset_infos",
-    "chat_templates": "fuzzing.templates:chat_templates",
-    "template_rows": "fuzzing.templates:template_rows",
-    "offset_index": "fuzzing.caches:offset_index",
-    "lengths_cache": "fuzzing.caches:lengths_cache",
-    "token_index": "fuzzing.caches:token_index",
-    "conversations": "fuzzing.samples:conversations",
-    "demonstrations": "fuzzing.samples:demonstrations",
-    "statistics": "fuzzing.samples:statistics",
-    "images": "fuzzing.media:images",
-    "videos": "fuzzing.media:videos",
-    "safetensors": "fuzzing.weights:safetensors",
-    "shard_index": "fuzzing.weights:shard_index",
-    "adapter": "fuzzing.weights:adapter",
-    "manifest": "fuzzing.weights:manifest",
-    "exported_folder": "fuzzing.weights:exported_folder",
-    "hf_config": "fuzzing.model_files:hf_config",
-    "generation_config": "fuzzing.model_files:generation_config",
-    "preprocessor": "fuzzing.model_files:preprocessor",
-    "pi07_config": "fuzzing.model_files:pi07_config",
-    "tokenizer": "fuzzing.model_files:text_tokenizer",
-    "prompt_tokenizer": "fuzzing.model_files:prompt_tokenizer",
-    "action_tokenizer": "fuzzing.model_files:action_tokenizer",
+    name.removesuffix("_file"): f"fuzzing.{module}:{name}"
+    for module, names in _FUNCTIONS.items()
+    for name in names.split()
 }
 # Fraction of the requested inputs for parsers that take a second per input.
 SHARES = {"pictures": 0.05}

@@ -173,42 +173,14 @@ def dataset_infos(folder: Path) -> Parser:
         sources = weighted(sources, wanted["weights"]) if wanted["weights"] else sources
         draws_of(sources, [10] * len(sources), strategy_of(wanted["strategy"]), seed=1)
 
-    written = [
-        "talks,short",
-        "talks#4",
-        "talks%50",
-        "talks%0",
-        "hf::org/data:v1/v2#500",
-        "ms://a/b",
-        "talks#999999999999",
-        "short#" + "9" * 5000,
-        "a\0b",
-        "x" * 5000 + "#1",
-        "hf::../..",
-        "org/data",
-        "../outside.json",
-        "#",
-        "%",
-        "talks#4#4",
-    ]
+    written = ["talks,short", "talks#4", "talks%50", "talks%0", "hf::org/data:v1/v2#500", "ms://a/b",
+               "talks#999999999999", "short#" + "9" * 5000, "a\0b", "x" * 5000 + "#1", "hf::../..",
+               "org/data", "../outside.json", "#", "%", "talks#4#4"]  # fmt: skip
+    weights = [None, "0.7,0.3", "1", "nan,1", "inf,1", "1e308,1e308", "0,0", "1e-320,1", "-1,2",
+               ",", "1,1,1", "x"]  # fmt: skip
     keys = {
         "sources": st.lists(st.sampled_from(written) | st.text(), max_size=3).map(",".join),
-        "weights": st.sampled_from(
-            [
-                None,
-                "0.7,0.3",
-                "1",
-                "nan,1",
-                "inf,1",
-                "1e308,1e308",
-                "0,0",
-                "1e-320,1",
-                "-1,2",
-                ",",
-                "1,1,1",
-                "x",
-            ]
-        ),
+        "weights": st.sampled_from(weights),
         "strategy": st.sampled_from(["concat", *STOPPING, *STOPPING.values(), "random"]),
     }
     loaded = {name: yaml.safe_load((folder / name).read_bytes()) for name in kinds}

@@ -217,17 +217,12 @@ def exported_folder(folder: Path) -> Parser:
         return {CHECK_FILE: content, MANIFEST_FILE: as_json(manifest | {"files": files})}
 
     # Entries of most kinds that an export may have.
+    change = {"rows": {"largest": 0.1, "mean": 0.1, "largest_value": 1.0}}
+    versions = manifest["versions"] | {"onnxruntime": "1"}
     seeds = [
-        manifest,
-        manifest
-        | {"onnx": manifest["programs"], "versions": manifest["versions"] | {"onnxruntime": "1"}},
-        manifest
-        | {
-            "mp_degree": 2,
-            "rank": 0,
-            "change": {"rows": {"largest": 0.1, "mean": 0.1, "largest_value": 1.0}},
-        },
-    ]
+        manifest, manifest | {"onnx": manifest["programs"], "versions": versions},
+        manifest | {"mp_degree": 2, "rank": 0, "change": change},
+    ]  # fmt: skip
     manifests = in_file(MANIFEST_FILE, json_bytes(seeds))
     stores = st.one_of(tensor_files([stored]), damaged_bytes([stored])).map(with_sum)
     return Parser(st.one_of(manifests, stores), parse, (str(folder),))

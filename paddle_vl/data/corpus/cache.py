@@ -87,16 +87,19 @@ def read_bytes(path: str, state: FileState | None, begin: int, end: int) -> byte
     Raises:
         RuntimeError: it cannot be read, which is no fault of a document.
     """
-    pieces: list[bytes] = []
     try:
-        opened = opened_file(path, state)
-        while begin < end and (piece := os.pread(opened.descriptor, end - begin, begin)):
-            pieces.append(piece)
-            begin += len(piece)
+        return _pread(opened_file(path, state), begin, end)
     except OSError as error:
         raise RuntimeError(
             f"{path} cannot be read ({error.strerror}): it was there when the run started"
         ) from error
+
+
+def _pread(opened: _Opened, begin: int, end: int) -> bytes:
+    pieces: list[bytes] = []
+    while begin < end and (piece := os.pread(opened.descriptor, end - begin, begin)):
+        pieces.append(piece)
+        begin += len(piece)
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
@@ -150,14 +153,14 @@ class Cache:
             "to a folder that can be written"
         )
 
-    def copy_of(self, path: str) -> str:
-        """Path of the local copy of a shard, made when it is first needed.
+    def copy_of(self, path: str, state: FileState) -> str:
+        """Path of the local copy of a shard in a state, made when it is first needed.
 
         Raises:
             RuntimeError: the shard cannot be read or uncompressed.
         """
         file = Path(path)
-        suffix = f".{'-'.join(f'{number:x}' for number in file_state(path))}.copy"
+        suffix = f".{'-'.join(f'{number:x}' for number in state)}.copy"
         target = next(iter(self.existing(file, suffix)), None)
         if target is None:
             target = self.writable(file, suffix)
@@ -170,22 +173,13 @@ class Cache:
                 os.utime(target)
         return str(target)
 
-    def read_copy(self, path: str, begin: int, end: int) -> bytes:
+    def read_copy(self, path: str, state: FileState, begin: int, end: int) -> bytes:
         """Bytes of the local copy of a shard.
 
         Raises:
-            RuntimeError: see `copy_of`.
+            RuntimeError: see `copy_of`; or it is removed before it can be read.
         """
-        for _ in range(_ATTEMPTS):
-            copy = self.copy_of(path)
-            # Another process may remove the copy before it is opened.
-            with suppress(FileNotFoundError):
-                opened_file(copy, None)
-                return read_bytes(copy, None, begin, end)
-        raise RuntimeError(
-            f"the local copy of {path} is removed again before it can be read: more shards are "
-            "in use than data.shuffle_shards allows; raise it"
-        )
+        return _pread(_opened_copy(self, path, state), begin, end)
 
     def _remove_old(self, newest: Path, name: str) -> None:
         """Remove copies of earlier states of the same shard, and those beyond `most_copies`."""
@@ -199,6 +193,18 @@ class Cache:
                     ages.append((copy.stat().st_mtime_ns, copy))
         for _, copy in sorted(ages)[: -self.most_copies] if self.most_copies is not None else ():
             copy.unlink(missing_ok=True)
+
+
+@lru_cache(maxsize=_MOST_OPEN)
+def _opened_copy(cache: Cache, path: str, state: FileState) -> _Opened:
+    for _ in range(_ATTEMPTS):
+        # Another process may remove the copy before it is opened.
+        with suppress(FileNotFoundError):
+            return _Opened(os.open(cache.copy_of(path, state), os.O_RDONLY | os.O_CLOEXEC))
+    raise RuntimeError(
+        f"the local copy of {path} is removed again before it can be read: more shards are in use "
+        "than data.shuffle_shards allows; raise it"
+    )
 
 
 def _copy(path: Path, target: Path) -> None:

@@ -24,7 +24,7 @@ _DATASET = ("field_map", "__module__", "__class__", "sample_type", "subflavor", 
 _SPLIT = ("split_parts", "exclude")
 _MEMBER = re.compile(r"[\w-]+(\.[\w-]+)*")
 _BRACES = re.compile(r"\{(\d{1,9})\.\.(\d{1,9})\}|\{([^{}]*)\}")
-_MOST_FILES = 1 << 20
+_MOST_FILES = 1 << 17
 
 
 class Fields(NamedTuple):
@@ -125,7 +125,9 @@ def _expanded(text: str) -> Iterator[str]:
         return
     first, last, names = match.groups()
     if names is None:
-        found = (str(each).zfill(len(first)) for each in range(int(first), int(last) + 1))
+        step = 1 if int(first) <= int(last) else -1
+        numbers = range(int(first), int(last) + step, step)
+        found = (str(each).zfill(len(first)) for each in numbers)
     else:
         found = names.split(",")
     for each in found:

@@ -77,7 +77,7 @@ class Index:
         return struct.unpack("<QQ", raw)
 
 
-def index_of(file: Path, cache: Cache, build: Callable[[], Offsets]) -> Index:
+def index_of(file: Path, cache: Cache, build: Callable[[FileState], Offsets]) -> Index:
     """The index of a data file, built and written if there is no valid one.
 
     Raises:
@@ -93,7 +93,7 @@ def index_of(file: Path, cache: Cache, build: Callable[[], Offsets]) -> Index:
         if path.is_file() and _header(path) is None:
             logger.warning("index %s is damaged or of an older version: it is made again", path)
         state = file_state(file)
-        offsets, *others = build()
+        offsets, *others = build(state)
         if file_state(file) != state:
             raise RuntimeError(f"data file {file} changed while it was read: start again")
         fields = len(offsets) - 1, *map(int, others)

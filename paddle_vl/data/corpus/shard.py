@@ -81,7 +81,7 @@ class Shard(ABC):
         """Bytes of the file or of its copy."""
         if self.copies is None:
             return read_bytes(self.path, self.state, begin, end)
-        return self.copies.read_copy(self.path, begin, end)
+        return self.copies.read_copy(self.path, self.state, begin, end)
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,10 @@ class IndexedShard(Shard):
     def opened(
         cls: type[Indexed], path: Path, cache: Cache, copies: Cache | None, max_line_bytes: int
     ) -> Indexed:
-        def build() -> Offsets:
+        def build(state: FileState) -> Offsets:
+            local = path if copies is None else Path(copies.copy_of(str(path), state))
             try:
-                return cls.offsets(path if copies is None else Path(copies.copy_of(str(path))))
+                return cls.offsets(local)
             except ValueError as error:
                 raise RuntimeError(f"data file {path}: {error}") from error
 

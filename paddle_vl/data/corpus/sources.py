@@ -135,7 +135,7 @@ def open_sources(
 def _fetch(copies: Cache, shards: Sequence[Shard]) -> None:
     for shard in shards:
         try:
-            copies.copy_of(shard.path)
+            copies.copy_of(shard.path, shard.state)
         except (RuntimeError, OSError) as error:
             # Reading the shard raises it again.
             logger.warning("%s is not copied ahead: %s", shard.path, error)

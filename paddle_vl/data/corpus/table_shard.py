@@ -39,6 +39,10 @@ _END = b"\xff\xff\xff\xff\0\0\0\0"
 class TableShard(Shard):
     """Rows of a table, in groups."""
 
+    # Groups are kept by it, and there may be many.
+    def __hash__(self) -> int:
+        return hash((self.path, self.state))
+
     @abstractmethod
     def group(self, number: int) -> Any:
         """The rows of a group: pyarrow's table or record batch.
@@ -54,7 +58,7 @@ class TableShard(Shard):
     @property
     def local(self) -> str:
         """Path of the file to read."""
-        return self.path if self.copies is None else self.copies.copy_of(self.path)
+        return self.path if self.copies is None else self.copies.copy_of(self.path, self.state)
 
     def read(self, row: int) -> Row:
         group = bisect_right(self._starts, row) - 1
@@ -119,6 +123,8 @@ class ArrowShard(TableShard):
     """
 
     begins: tuple[int, ...]
+
+    __hash__ = TableShard.__hash__
 
     @classmethod
     def opened(

@@ -165,8 +165,8 @@ class TokenShard(Shard):
     def _values(
         self, suffix: str, state: FileState, dtype: str, begin: int, count: int
     ) -> np.ndarray:
-        path, length = Path(self.path).with_suffix(suffix), np.dtype(dtype).itemsize * count
-        raw = read_bytes(str(path), state, begin, begin + length)
+        length = np.dtype(dtype).itemsize * count
+        raw = read_bytes(self.path[: -len(suffix)] + suffix, state, begin, begin + length)
         if len(raw) != length:
             raise self._damaged("a file was cut off while in use")
         return np.frombuffer(raw, dtype=dtype)

@@ -273,18 +273,10 @@ class PolicyCheckpoint:
         head = self.model.get(_DISCRETE_HEAD_KEY)
         return None if head is None else head.shape[0]
 
-    def regroup(
-        self, config: PI07Config | PI07PlannerConfig, normalizers: Mapping[str, Normalizer]
+    def _regroup(
+        self, config: PI07Config | PI07PlannerConfig, wanted: Mapping[str, np.ndarray]
     ) -> None:
-        """Bring projections and statistics into the order of the configuration's groups.
-
-        Args:
-            normalizers: empty if the checkpoint's statistics are not used.
-
-        Raises:
-            ValueError: the checkpoint does not name the groups of its rows, or lacks statistics of
-                one.
-        """
+        """Bring projections and statistics into the order of the configuration's groups."""
         names, stored = config.dataset_names, None
         if any((self.folder / name).is_file() for name in CONFIG_FILES):
             stored = read_config(self.folder)[1].get("dataset_names")
@@ -298,8 +290,7 @@ class PolicyCheckpoint:
             elif not keeps_order:
                 rows = _rows(key, stored, names, may_be_new=True)
                 self.model[key] = GroupRows(tensor, rows, has_groups=True)
-        wanted = statistics_by_key(normalizers)
-        for key, tensor in self.statistics.items() if normalizers else ():
+        for key, tensor in self.statistics.items() if wanted else ():
             if key in wanted and wanted[key].shape == (1, *tensor.shape):
                 # Older checkpoints have no group axis.
                 self.statistics[key] = GroupRows(tensor, (0,), has_groups=False)
@@ -313,25 +304,26 @@ class PolicyCheckpoint:
         normalizers: Mapping[str, Normalizer],
         fresh: Sequence[str],
         ignore: Sequence[str],
-        takes_statistics: bool,
     ) -> None:
         """Set the normalizers' statistics now, and the model's weights when it is materialized.
 
         Args:
             model: a `PolicyModel`; its parameters, which may be shards, have no storage yet.
+            normalizers: empty if the checkpoint's statistics are not used.
             fresh: patterns of the model's keys that the checkpoint may lack; these are drawn.
             ignore: patterns of the checkpoint's keys that the model may lack.
-            takes_statistics: use the checkpoint's statistics.
 
         Raises:
-            ValueError: keys are missing, unexpected or misshapen; names all of them.
+            ValueError: keys are missing, unexpected or misshapen; names all of them. Or the
+                checkpoint does not name the groups of its rows, or lacks statistics of one.
         """
+        by_key = statistics_by_key(normalizers)
+        self._regroup(model.config, by_key)
         whole = model.whole().stored_parameters()
         drawn = {p.key for p in whole if p.key not in self.model and _matches(p.key, fresh)}
         wanted = [p for p in whole if p.key not in drawn]
-        by_key = statistics_by_key(normalizers) if takes_statistics else {}
         entries = [_Wanted(key, value.shape) for key, value in by_key.items()]
-        stored = self.model | (self.statistics if takes_statistics else {})
+        stored = self.model | (self.statistics if normalizers else {})
         ignored = UNUSED_KEYS | {key for key in stored if _matches(key, ignore)}
         check_keys(self.folder, stored, [*wanted, *entries], ignored, "the policy")
         model.materialize_later(
@@ -344,10 +336,9 @@ class PolicyCheckpoint:
         )
         # Infinite statistics mark absent ones; `Normalizer.normalize` raises if it needs them.
         found = {key: self.statistics[key].read(must_be_finite=False) for key in by_key}
-        if takes_statistics:
-            set_by_key(normalizers, found)
-            for owner, normalizer in normalizers.items():
-                normalizer.check(f"{self.folder}: {owner}")
+        set_by_key(normalizers, found)
+        for owner, normalizer in normalizers.items():
+            normalizer.check(f"{self.folder}: {owner}")
 
 
 def _rows(

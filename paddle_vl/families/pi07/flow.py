@@ -127,7 +127,7 @@ class PolicyModel(Materializable, nn.Layer):
         losses = self.losses(out, batch)
         return losses if per_sample else {n: x for n, x in losses.items() if "_per_" not in n}
 
-    def with_draws(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def with_draws(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """The batch, on the device, with what is drawn for all parts of a step."""
         return batch
 
@@ -412,8 +412,8 @@ class PI07LowLevelFlowMatching(PolicyModel):
             # A frozen decoder has no dropout either.
             self.decoder.eval()
 
-    def with_draws(self, batch: dict[str, Any]) -> dict[str, Any]:
-        return batch | {"noisy": self.noisy_actions(batch)}
+    def with_draws(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**batch, "noisy": self.noisy_actions(batch)}
 
     def noisy_actions(self, batch: Mapping[str, Any]) -> NoisyActions:
         """Actions mixed with noise; draws noise, times and delays if the batch has none."""

@@ -39,7 +39,7 @@ from paddle_vl.families.policy.acting import ActingPolicy
 from paddle_vl.families.policy.images import cameras_of
 from paddle_vl.families.policy.model_inputs import PolicyInputs
 from paddle_vl.families.policy.normalize import Normalizer, Statistics, policy_normalizers
-from paddle_vl.families.policy.tokenizers import ActionTokenizer, PromptTokenizer, check_vocabulary
+from paddle_vl.families.policy.tokenizers import ActionTokenizer, PromptTokenizer
 from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
 from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.placement import Placement
@@ -92,7 +92,12 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
         super().__init__()
         if isinstance(tokenizer, (str, Path)):
             tokenizer = PromptTokenizer.from_pretrained(tokenizer)
-            check_vocabulary(tokenizer, config.vlm_config.gemma3_config.text_config.vocab_size)
+            size = config.vlm_config.gemma3_config.text_config.vocab_size
+            if tokenizer.highest_id >= size:
+                raise ValueError(
+                    f"the tokenizer has the id {tokenizer.highest_id}, text_config.vocab_size is "
+                    f"{size}: give the tokenizer that the policy was trained with"
+                )
         self.config, self.tokenizer = config, tokenizer
         labels = {label: tokenizer.encode(label) for label in labels_of(self.model_class.blocks)}
         self.model = self.model_class(config, labels, placement)
@@ -164,9 +169,8 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
             raise ValueError(f"{folder}: {error}") from error
         if takes and config.dataset_names is None:
             policy.normalizers = policy.make_normalizers(stored.num_groups(policy.normalizers))
-        stored.regroup(config, policy.normalizers if takes else {})
-        ignore = [*ignore, *cls.unused_keys]
-        stored.fill(policy.model, policy.normalizers, fresh, ignore, takes)
+        normalizers = policy.normalizers if takes else {}
+        stored.fill(policy.model, normalizers, fresh, [*ignore, *cls.unused_keys])
         if materialize:
             policy.model.materialize_all()
         # The policy now has other statistics, which its checkpoints must keep.

@@ -174,8 +174,9 @@ def _has_image(batch: Mapping[str, Any], name: str, batch_size: int) -> np.ndarr
     return ~is_pad_B
 
 
-def letterbox(images: np.ndarray, size: tuple[int, int], fill: float = 0.0) -> np.ndarray:
-    """Scale images bilinearly, keeping their aspect ratio, and pad them at the top and left.
+def letterbox(images: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """Scale images bilinearly, keeping their aspect ratio, and pad them with zeros at the top and
+    left.
 
     Scaled sides are rounded down to whole pixels. Images of the right size are returned unchanged.
 
@@ -184,7 +185,6 @@ def letterbox(images: np.ndarray, size: tuple[int, int], fill: float = 0.0) -> n
     Args:
         images: `[..., height, width]` float32.
         size: (height, width) of the result.
-        fill: value of the padding.
 
     Raises:
         ValueError: an image would have no pixel left.
@@ -200,7 +200,7 @@ def letterbox(images: np.ndarray, size: tuple[int, int], fill: float = 0.0) -> n
             f"{size[0]} x {size[1]}"
         )
     scaled = _resized(_resized(images, inner[1], axis=-1), inner[0], axis=-2)
-    boxed = np.full((*images.shape[:-2], *size), fill, dtype=np.float32)
+    boxed = np.zeros((*images.shape[:-2], *size), dtype=np.float32)
     boxed[..., size[0] - inner[0] :, size[1] - inner[1] :] = scaled
     return boxed
 

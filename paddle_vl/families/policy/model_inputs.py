@@ -181,9 +181,11 @@ def metadata_problem(name: str, value: float) -> str | None:
     least, most = METADATA_RANGES.get(name, (value, value))
     if least <= value <= most:
         return None
-    # Python refuses to print integers of thousands of digits.
-    is_huge = isinstance(value, int) and abs(value) >= 10**18
-    found = f"a number of {value.bit_length()} bits" if is_huge else str(value)
+    if isinstance(value, int) and abs(value) >= 10**18:
+        # Python refuses to print integers of thousands of digits.
+        found = f"a number of {value.bit_length()} bits"
+    else:
+        found = str(value)
     return f"{name!r} is {found}; it must be from {least} to {most}"
 
 

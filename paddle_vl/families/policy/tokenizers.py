@@ -1,6 +1,8 @@
 """Tokenizers of texts and of action chunks.
 
 Shapes: B batch, C steps of a chunk, A action dims, L tokens.
+
+Over 350 lines: reading, fitting and writing of both.
 """
 
 import json
@@ -161,19 +163,6 @@ def padded_rows(
         ids_BL[row, : len(kept)] = kept
         mask_BL[row, : len(kept)] = True
     return ids_BL, mask_BL
-
-
-def check_vocabulary(tokenizer: PromptTokenizer, size: int) -> None:
-    """Refuse a tokenizer with more tokens than the backbone.
-
-    Raises:
-        ValueError: names both numbers.
-    """
-    if tokenizer.highest_id >= size:
-        raise ValueError(
-            f"the tokenizer has the id {tokenizer.highest_id}, text_config.vocab_size is {size}: "
-            "give the tokenizer that the policy was trained with"
-        )
 
 
 def _token_text(settings: Mapping[str, Any], name: str, file: Path) -> str | None:

@@ -287,12 +287,6 @@ class PartsStore:
     def gathered_value(self, parameter: Tensor, value: Tensor | None = None) -> Tensor:
         return self._store_of(parameter).gathered_value(parameter, value)
 
-    def copies(self) -> list[Tensor]:
-        return [*self.language.copies(), *self.encoder.copies()]
-
-    def gradient_sums(self) -> list[Tensor]:
-        return [*self.language.gradient_sums(), *self.encoder.gradient_sums()]
-
     def use_buckets(self, buckets: Sequence[FlatBucket]) -> None:
         """Never called: each part's optimizer gives its buckets to the part's store."""
         raise RuntimeError("the buckets of a part belong to the store of the part")

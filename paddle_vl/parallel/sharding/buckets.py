@@ -76,10 +76,6 @@ class Reductions:
             self.make_room()
         return self._sums.pop(owner, None)
 
-    def sums(self) -> list[Tensor]:
-        """Sums of outputs that have arrived."""
-        return list(self._sums.values())
-
 
 @dataclass(frozen=True, eq=False)
 class BucketEntry:
@@ -165,10 +161,6 @@ class Bucket:
         halves = [e.parameter for e in self.trained if e.parameter.dtype != paddle.float32]
         self._wide = WideGradients(halves)
         self._in_flight: list[tuple[list[BucketEntry], Pending]] | None = None
-
-    def gradient_sums(self) -> list[Tensor]:
-        """Float32 sums of full half-precision gradients."""
-        return self._wide.sums()
 
     def accumulate_gradients(self) -> None:
         """Add half-precision gradients to float32 sums, until they are reduced."""

@@ -133,14 +133,6 @@ class FleetSharding:
             raise ValueError(f"{parameter.name} is not sharded: frozen, or not of this model")
         return self._updated.get(id(parameter), parameter)
 
-    def copies(self) -> list[Tensor]:
-        """Float32 copies of slices; a float32 parameter needs none, its slice is a view."""
-        return list(self._masters.values())
-
-    def gradient_sums(self) -> list[Tensor]:
-        """Fleet's float32 gradient buffers, which exist between steps too."""
-        return [buffer.grad_storage for buffer in self._buffers] if self.optimizer else []
-
     def use_buckets(self, buckets: Sequence[FlatBucket]) -> None:
         """Never called: fleet's buffers are flat, and AdamW updates slices of them."""
         raise RuntimeError("fleet's sharding optimizer has buffers of its own")

@@ -113,15 +113,6 @@ class Sharding:
             raise ValueError(f"{parameter.name} is not sharded: frozen, or not of this model")
         return entry.shard
 
-    def copies(self) -> list[Tensor]:
-        """The shards."""
-        return [entry.shard for entry in self._entries.values()]
-
-    def gradient_sums(self) -> list[Tensor]:
-        """Sums of gradients beside the gradients of parameters and shards."""
-        wide = [total for bucket in self._buckets for total in bucket.gradient_sums()]
-        return [*wide, *self._reductions.sums()]
-
     def begin_step(self, num_micro_batches: int) -> None:
         """Set the number of micro-batches of the step. Otherwise `reduce_once_per_step` reduces
         only after the last backward pass, without overlap."""

@@ -30,13 +30,11 @@ function nearestIndex(sorted, value) {
 /** Points of a curve with `x`, the value, and its exponential mean, unbiased at the beginning. */
 function pointsOf(curve, toX) {
   const weight = curve.noisy ? state.smoothing : 0;
-  const starts = new Set(curve.breaks);
   let mean = 0;
   let total = 0;
   let isCut = true;
   const points = [];
   curve.values.forEach((value, i) => {
-    isCut = isCut || starts.has(i);
     if (value === null) {
       isCut = true;
       return;

@@ -179,7 +179,8 @@ class StepMeter:
         self._sums, self._counts = paddle.zeros_like(self._sums), paddle.zeros_like(self._counts)
         total, streak, _ = self._skips
         self._skips = paddle.stack([total, streak, paddle.zeros_like(streak)])
-        self._window = Counter[str]()
+        # Any: some are floats.
+        self._window: Any = Counter()
         self._lengths: list[int] = []
         self._step_tokens: list[int] = []
 

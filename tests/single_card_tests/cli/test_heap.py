@@ -12,7 +12,6 @@ import sys
 import pytest
 
 from paddle_vl.cli.main import MALLOC_VARIABLE as VARIABLE
-from paddle_vl.cli.main import with_whole_blocks
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
 SETTING = "glibc.malloc.tcache_count"
@@ -54,9 +53,3 @@ def test_training_starts_again_with_whole_blocks(tmp_path, command, given, found
     # The arguments are those of the command.
     assert "error: " in done.stderr
     assert "none" in done.stderr
-
-
-def test_the_users_choice_stays():
-    chosen = {VARIABLE: f"{SETTING}=3", "A": "b"}
-    assert with_whole_blocks(chosen) == chosen
-    assert with_whole_blocks({"A": "b"}) == {"A": "b", VARIABLE: f"{SETTING}=0"}

@@ -44,25 +44,28 @@ def test_rank_log_has_file_names_that_are_not_utf8(tmp_path):
     assert r"configuration no-\udcff.yaml cannot be read" in (tmp_path / "log").read_text()
 
 
-@pytest.mark.parametrize(
-    "command", [[], ["train"], ["evaluate"], ["generate"], ["merge"], ["profile"], ["report"]]
-)
-def test_help_loads_no_paddle(command):
+def test_help_loads_no_paddle_and_has_examples():
     program = (
-        "import sys\nfrom paddle_vl.cli.main import main\n"
-        f"try:\n    main({[*command, '--help']!r})\n"
-        "except SystemExit as end:\n    assert end.code == 0\n"
+        "import sys\nfrom paddle_vl.cli.main import COMMANDS, main\n"
+        "names = [command.run.__name__.replace('_', '-') for command in COMMANDS]\n"
+        "for given in [[], *([name] for name in names)]:\n"
+        "    try:\n        main([*given, '--help'])\n"
+        "    except SystemExit as end:\n        assert end.code == 0\n"
         "assert 'paddle' not in sys.modules and 'numpy' not in sys.modules"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert "example" in result.stdout
+    helps = result.stdout.split("usage: ")[1:]
+    assert len(helps) == 14
+    assert all("example" in text for text in helps)
 
 
 def test_train_help_explains_every_setting(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     text = " ".join(capsys.readouterr().out.split())
+    assert "Undefined" not in text
+    assert "data.drops.subgoal_drop_prob (0.75)" in text
     at = 0
     for title, _, described in settings_help():
         at = text.index(f"{title} (default):", at)
@@ -107,24 +110,23 @@ def test_setting_error_exits_1_and_debug_shows_the_traceback(run_file):
 
 
 def test_bugs_keep_their_traceback(monkeypatch):
-    def train(options):
-        json.loads("{")
-
-    monkeypatch.setattr(train_command, "train", train)
+    monkeypatch.setattr(train_command, "read_run", lambda options: json.loads("{"))
     with pytest.raises(json.JSONDecodeError):
         main(["train", "x.yaml"])
 
 
 def test_interrupt_outside_training_exits_with_130(monkeypatch, capsys):
-    def train(options):
+    def read_run(options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train_command, "train", train)
+    monkeypatch.setattr(train_command, "read_run", read_run)
     assert main(["train", "x.yaml"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_evaluate_prints_loss_and_exact_answers_by_task(trained, run_file, tmp_path, capsys):
+def test_evaluate_prints_loss_and_exact_answers_by_task_and_of_the_first_samples(
+    trained, run_file, tmp_path, capsys
+):
     data, out = str(run_file.with_name("test.jsonl")), tmp_path / "answers.jsonl"
     assert main(
         ["evaluate", str(trained), "--data", data, "--max-new-tokens", "4", "--batch-size", "2",
@@ -144,6 +146,9 @@ def test_evaluate_prints_loss_and_exact_answers_by_task(trained, run_file, tmp_p
     assert f"({exact} of 6)" in text
     assert "loss per answer token: " in text
     assert "chat" in text
+    arguments = ["evaluate", str(trained), "--data", data, "--max-new-tokens", "1", "--limit", "1"]
+    assert main(arguments) == 0
+    assert "of 1)" in capsys.readouterr().out
 
 
 def test_evaluate_takes_rows_of_other_trainers(trained, run_file, tmp_path, capsys):
@@ -168,13 +173,6 @@ def test_report_of_a_run_draws_its_metrics(trained, tmp_path, capsys):
     page = (tmp_path / "report.html").read_text()
     assert all(f'"key":"{key}"' in page for key in ("loss", "grad_norm", "memory_gb"))
     assert "<th scope='row'>paddlepaddle</th>" in page
-
-
-def test_evaluation_limit_takes_the_first_samples(trained, run_file, tmp_path, capsys):
-    data = str(run_file.with_name("test.jsonl"))
-    arguments = ["evaluate", str(trained), "--data", data, "--max-new-tokens", "1", "--limit", "1"]
-    assert main(arguments) == 0
-    assert "of 1)" in capsys.readouterr().out
 
 
 def test_evaluation_loss_is_that_of_the_training(run_file, tmp_path, capsys):
@@ -300,14 +298,6 @@ def test_evaluate_refuses_options_about_answers_for_a_policy(policy_folder, caps
     assert "is a pi07 policy, of which losses are printed: leave --limit, --show out" in (
         capsys.readouterr().err
     )
-
-
-def test_train_help_shows_defaults_that_are_made(capsys):
-    with pytest.raises(SystemExit):
-        main(["train", "--help"])
-    text = capsys.readouterr().out
-    assert "Undefined" not in text
-    assert "data.drops.subgoal_drop_prob (0.75)" in text
 
 
 @pytest.mark.parametrize("content", [b"42", b"[" * 100_000, b"\xff", b"\0", b'{"a": 1, "a": 1}'])

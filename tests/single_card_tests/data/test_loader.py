@@ -9,7 +9,6 @@ workers load neither Paddle nor the main script; closing ends them. Packed rows 
 
 import itertools
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -271,30 +270,12 @@ def test_a_wait_for_a_stuck_worker_can_be_left(tmp_path):
     assert time.monotonic() - begin < 10
 
 
-def test_closing_ends_the_workers():
-    before = set(multiprocessing.active_children())
-    with loader(NumberDataset(10), **TRAIN, num_workers=1) as batches:
-        take(batches, 1)
-        assert set(multiprocessing.active_children()) - before
-    assert not set(multiprocessing.active_children()) - before
-
-
 @pytest.mark.parametrize(
     ("name", "value"), [("num_workers", -1), ("prefetch_batches", 0), ("num_epochs", 0)]
 )
 def test_number_out_of_range_is_refused_by_name(name, value):
     with pytest.raises(ValueError, match=f"{name} is {value}"):
         loader(NumberDataset(3), **{**TRAIN, name: value})
-
-
-def test_ranks_together_see_the_batches_of_one_process():
-    ranks = [
-        take(loader(NumberDataset(9), batch_size=2, **TRAIN, rank=rank, size=2), 4)
-        for rank in range(2)
-    ]
-    one = take(loader(NumberDataset(9), batch_size=4, **TRAIN), 4)
-    together = [sorted(a + b) for a, b in zip(*ranks, strict=True)]
-    assert together == [sorted(batch) for batch in one]
 
 
 def test_conversations_give_the_same_batches_in_workers(tmp_path):

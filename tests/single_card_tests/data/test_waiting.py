@@ -1,8 +1,8 @@
 """The loader's description of the batch that training waits for.
 
 Guarantees: the message names the batch, and the process that is loading one of its samples, a
-worker or the main one; it says if no worker has started the batch. A process blocks at a sample until
-the test closes a pipe.
+worker or the main one; it says if no worker has started the batch. A process blocks at a sample
+until the test closes a pipe.
 """
 
 import os

@@ -11,16 +11,11 @@ import paddle
 import pytest
 
 from paddle_vl.doctor import environment, kernels
-from paddle_vl.doctor.check import Machine, all_checks, run_check
+from paddle_vl.doctor.check import all_checks, run_check
 from paddle_vl.doctor.kernels import own_operations
 from paddle_vl.nn.attention import causal_attention
 from paddle_vl.nn.examples import EXAMPLES, HEAD_WIDTHS, name_of
 from paddle_vl.nn.operations import Kernel, operation, rms_norm
-
-
-@pytest.fixture
-def machine(tmp_path) -> Machine:
-    return Machine("cpu", 0, False, True, tmp_path)
 
 
 def test_every_operation_has_an_example():

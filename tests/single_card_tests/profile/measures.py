@@ -35,10 +35,10 @@ def cell(
     settings: dict[str, Any] | None = None,
 ) -> Cell:
     """A cell; with `speed`, in samples per second, it is ok."""
-    profile = {}
+    runs = []
     if status == "ok":
         step = 2 * batch_size / speed
-        profile = {
+        runs.append({
             "global_samples_per_sec": speed,
             "global_step_time_s": step,
             "samples_per_step": 2 * batch_size,
@@ -48,6 +48,6 @@ def cell(
             "phase_means_s": phases or {"forward": step / 3, "bwd": step / 2, "total": step},
             "phase_medians_s": {"total": step},
             "per_rank_cpu_time_s": [step, 2 * step],
-        }
+        })  # fmt: skip
     choice = Choice(sharding, recompute, cameras)
-    return Cell(choice, batch_size, status, "", settings or {}, 60.0, profile)
+    return Cell(choice, batch_size, status, "", settings or {}, tuple(runs))

@@ -2,10 +2,9 @@
 
 Guarantees: a rank leaves why it failed, also after an interrupt; out-of-memory exceptions are
 recognized, including Paddle's own; messages are one line, without C++ frames. A cell is an OOM only
-if that is certain: a rank reports it, its resident set passes the limit within a step, or it is
-killed without a message while the kernel counts a kill for memory; any other end is a failure with
-the first error line; a cell that takes too long is ended, and no process of a cell is left; errors
-of an earlier try are ignored; a request to stop ends the matrix.
+if that is certain: a rank reports it, or its resident set passes the limit within a step; any other
+end, a kill too, is a failure with the first error line; a cell that takes too long is ended, and no
+process of a cell is left; errors of an earlier try are ignored; a request to stop ends the matrix.
 """
 
 import errno
@@ -22,7 +21,6 @@ import pytest
 
 from paddle_vl.parallel import launcher
 from paddle_vl.processes import Limits, MemoryLimitError
-from paddle_vl.profile import cell_runs
 from paddle_vl.profile.cell_runs import (
     Outcome,
     is_out_of_memory,
@@ -114,20 +112,6 @@ def run(tmp_path, monkeypatch):
     return run
 
 
-def test_a_cell_whose_ranks_end_well_is_ok(run):
-    assert run("pass", ranks=2) == Outcome("ok")
-
-
-def test_a_rank_that_says_so_is_out_of_memory_whatever_the_others_say(run):
-    program = """
-    if rank == 0:
-        fails("peer lost")
-    time.sleep(0.3)
-    fails("MemoryError: none", True)
-    """
-    assert run(program, ranks=2) == Outcome("oom", "rank 1: MemoryError: none")
-
-
 def test_growth_within_a_step_is_seen_and_ended(run):
     program = """
     held = []
@@ -142,43 +126,40 @@ def test_growth_within_a_step_is_seen_and_ended(run):
     assert "within a step" in outcome.detail
 
 
+SAYS_OOM = """
+if rank == 0:
+    fails("peer lost")
+time.sleep(0.3)
+fails("MemoryError: none", True)
+"""
+KILLED = """
+print('ImportError: something odd', flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+SEVERAL = """
+if rank == 0:
+    fails("RuntimeError: connection closed by peer", late=1)
+fails("ValueError: no file x")
+"""
+UNSAID = "print('error: no file run.yaml'); print('bye'); sys.exit(1)"
+MENTIONED = "print('out of memory'); fails('ValueError: bad key')"
+
+
 @pytest.mark.parametrize(
-    ("kills_after", "status", "detail"),
+    ("program", "ranks", "outcome"),
     [
-        (4, "oom", "the kernel killed a process for memory"),
-        (3, "failed", "rank 0 was killed by SIGKILL: ImportError: something odd"),
+        ("pass", 2, ("ok", "")),
+        # What a rank says counts, whatever the others say; else the first failure.
+        (SAYS_OOM, 2, ("oom", "rank 1: MemoryError: none")),
+        (SEVERAL, 2, ("failed", "rank 1: ValueError: no file x")),
+        # Without a reason the output tells it; a kill and a word about memory are no OOM.
+        (UNSAID, 1, ("failed", "rank 0 ended with exit code 1: error: no file run.yaml")),
+        (KILLED, 1, ("failed", "rank 0 was killed by SIGKILL: ImportError: something odd")),
+        (MENTIONED, 1, ("failed", "rank 0: ValueError: bad key")),
     ],
 )
-def test_a_killed_process_is_out_of_memory_only_by_the_kernels_count(
-    run, tmp_path, monkeypatch, kills_after, status, detail
-):
-    counts = tmp_path / "vmstat"
-    counts.write_text("pgfault 7\noom_kill 3\n")
-    monkeypatch.setattr(cell_runs, "_KERNEL_COUNTS", counts)
-    program = f"""
-    print('ImportError: something odd', flush=True)
-    Path({str(counts)!r}).write_text('pgfault 9\\noom_kill {kills_after}\\n')
-    os.kill(os.getpid(), signal.SIGKILL)
-    """
-    assert run(program) == Outcome(status, detail)
-
-
-def test_of_several_failures_the_first_is_reported(run):
-    program = """
-    if rank == 0:
-        fails("RuntimeError: connection closed by peer", late=1)
-    fails("ValueError: no file x")
-    """
-    assert run(program, ranks=2) == Outcome("failed", "rank 1: ValueError: no file x")
-
-
-def test_an_end_without_a_reason_is_reported_by_its_output(run):
-    outcome = run("print('error: no file run.yaml'); print('bye'); sys.exit(1)")
-    assert outcome == Outcome("failed", "rank 0 ended with exit code 1: error: no file run.yaml")
-
-
-def test_output_that_mentions_memory_is_no_oom(run):
-    assert run("print('out of memory'); fails('ValueError: bad key')").status == "failed"
+def test_how_a_cell_ended_is_told(run, program, ranks, outcome):
+    assert run(program, ranks) == Outcome(*outcome)
 
 
 def test_errors_of_an_earlier_try_are_ignored(run):

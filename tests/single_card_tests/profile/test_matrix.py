@@ -1,11 +1,10 @@
 """A matrix over simulated cells, and its report.
 
 Guarantees: every choice is tried up to its largest fitting batch; finished cells are not run again,
-but cells that failed, that ran out of time (if there is now more), or whose settings or model
-configuration changed are; a cell that fails for another reason ends only its row and is reported
-with its error, never as out of memory; choices that do not fit the number of ranks are refused
-before any cell; the command of a cell contains all its settings; the report has a row for every
-cell, the recommendation and a plot.
+but cells that failed or ran out of time, or whose settings or model configuration changed are; a
+cell that fails for another reason ends only its row and is reported with its error, never as out of
+memory; choices that do not fit the number of ranks are refused before any cell; the command of a
+cell contains all its settings; the report has a row for every cell, the recommendation and a plot.
 """
 
 import json
@@ -18,12 +17,8 @@ from paddle_vl.config.load import load_run_config
 from paddle_vl.processes import Limits
 from paddle_vl.profile import matrix
 from paddle_vl.profile.cell_runs import Outcome
-from paddle_vl.profile.cells import (
-    Cell,
-    Choice,
-    Growth,
-)
-from paddle_vl.profile.matrix import all_choices, run_matrix
+from paddle_vl.profile.cells import Cell, Choice, Growth
+from paddle_vl.profile.matrix import MatrixSettings, all_choices, run_matrix
 from paddle_vl.profile.matrix_report import write_report
 from paddle_vl.profile.workload import Workload
 from tests.single_card_tests.profile.measures import cell
@@ -39,6 +34,10 @@ def run_file(tmp_path):
 @pytest.fixture
 def settings(tmp_path):
     return matrix_settings(tmp_path / "matrix")
+
+
+def one_cell(settings: MatrixSettings) -> MatrixSettings:
+    return replace(settings, choices=[Choice("dp", "none", 1)], growth=Growth(sizes=[1]))
 
 
 def test_every_choice_is_walked_to_what_fits(run_file, settings):
@@ -87,7 +86,7 @@ def test_an_interrupted_matrix_goes_on_where_it_was(run_file, settings):
     ],
 )
 def test_a_changed_configuration_is_noticed(run_file, settings, overrides, change, told, caplog):
-    one = replace(settings, choices=[Choice("dp", "none", 1)], growth=Growth(sizes=[1]))
+    one = one_cell(settings)
     run_matrix(run_file, [], one, Pretended())
     changed = Pretended()
     with caplog.at_level(logging.INFO, "paddle_vl"):
@@ -97,46 +96,38 @@ def test_a_changed_configuration_is_noticed(run_file, settings, overrides, chang
     assert f"runs again: {told}" in caplog.text
 
 
-def test_a_changed_model_file_is_noticed(run_file, settings, tmp_path):
-    one = replace(settings, choices=[Choice("dp", "none", 1)], growth=Growth(sizes=[1]))
+def test_a_changed_model_file_and_changed_flags_of_paddle_are_noticed(
+    run_file, settings, tmp_path, monkeypatch
+):
+    one = one_cell(settings)
     file = tmp_path / "config.json"
     values = load_run_config(run_file).model_dump()["model"]["config"]
-    overrides = [f"model.config={file}"]
+
+    def ran() -> list[tuple[str, int]]:
+        run = Pretended()
+        run_matrix(run_file, [f"model.config={file}"], one, run)
+        return run.ran
+
     file.write_text(json.dumps(values))
-    run_matrix(run_file, overrides, one, Pretended())
+    assert ran() == [("dp", 1)]
+    assert ran() == []
     file.write_text(json.dumps(values | {"tie_word_embeddings": False}))
-    changed = Pretended()
-    run_matrix(run_file, overrides, one, changed)
-    assert changed.ran == [("dp", 1)]
-
-
-def test_changed_flags_of_paddle_are_noticed(run_file, settings, monkeypatch):
-    one = replace(settings, choices=[Choice("dp", "none", 1)], growth=Growth(sizes=[1]))
-    run_matrix(run_file, [], one, Pretended())
+    assert ran() == [("dp", 1)]
     monkeypatch.setenv("FLAGS_use_virtual_memory_auto_growth", "0")
-    changed = Pretended()
-    run_matrix(run_file, [], one, changed)
-    assert changed.ran == [("dp", 1)]
+    assert ran() == [("dp", 1)]
 
 
-def test_a_failure_ends_its_line_only_and_is_tried_again(run_file, settings):
-    failure = Outcome("failed", "rank 1: ValueError: no kernel")
+@pytest.mark.parametrize(
+    "failure",
+    [Outcome("failed", "rank 1: ValueError: no kernel"), Outcome("timeout", "not done after 30 s")],
+)
+def test_a_failure_ends_its_line_only_and_is_tried_again(run_file, settings, failure):
     cells = run_matrix(run_file, [], settings, Pretended({"dp": failure}))
     assert (cells[0].status, cells[0].detail) == failure
-    assert {c.choice.sharding: c.status for c in cells} == {"dp": "failed", "stage2": "oom"}
+    assert {c.choice.sharding: c.status for c in cells} == {"dp": failure.status, "stage2": "oom"}
     again = Pretended()
     run_matrix(run_file, [], settings, again)
     assert again.ran == [("dp", size) for size in (1, 2, 4, 3)]
-
-
-def test_a_cell_that_was_out_of_time_is_tried_again_with_more_of_it(run_file, settings):
-    slow = Pretended({"dp": Outcome("timeout", "not done")})
-    one = replace(settings, choices=[Choice("dp", "none", 1)])
-    run_matrix(run_file, [], one, slow)
-    run_matrix(run_file, [], one, slow)
-    assert slow.ran == [("dp", 1)]
-    run_matrix(run_file, [], replace(one, seconds=60.0), slow)
-    assert slow.ran == [("dp", 1)] * 2
 
 
 def test_a_cell_that_ends_well_without_a_profile_has_failed(run_file, settings):

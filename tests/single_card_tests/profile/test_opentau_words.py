@@ -13,7 +13,7 @@ import pytest
 
 from paddle_vl.cli import profile as command
 from paddle_vl.cli.main import _parse, build_parser, main
-from paddle_vl.cli.opentau_words import Variables, translated
+from paddle_vl.cli.opentau_words import translated, words_of_variables
 from paddle_vl.config.load import load_run_config
 from paddle_vl.nn.adamw import AdamW
 from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
@@ -119,13 +119,13 @@ def test_wrong_options_are_refused(given, message, capsys):
 )
 def test_variables_that_cannot_be_honoured_are_refused(name, value, message):
     with pytest.raises(ValueError, match=message):
-        Variables.read({name: value})
+        words_of_variables({name: value})
 
 
 def test_variables_without_effect_are_named(caplog):
     with caplog.at_level(logging.INFO, "paddle_vl"):
-        found = Variables.read({"FIND_UNUSED_PARAMS": "false", "FUSED_ADAMW": "true"})
-    assert found == Variables()
+        found = words_of_variables({"FIND_UNUSED_PARAMS": "false", "FUSED_ADAMW": "true"})
+    assert found == []
     assert "FIND_UNUSED_PARAMS=false has no effect here" in caplog.text
     assert "FUSED_ADAMW=true has no effect here" in caplog.text
 
@@ -191,8 +191,8 @@ def test_variables_choose_the_lines_of_a_matrix(policy_file, monkeypatch):
 
 def taken(arguments: list[str]) -> argparse.Namespace:
     options = _parse(build_parser(), ["profile", *arguments])
-    config = load_run_config(options.config, options.overrides)
-    command._take_variables(options, config, Variables.read())
+    if not options.matrix:
+        command._with_choices(options, load_run_config(options.config, options.overrides))
     return options
 
 

@@ -1,8 +1,8 @@
 """Recommendations of a matrix.
 
-Guarantees: the fastest cell below the memory share is chosen, and a faster one above it is named
-with its share; of equally fast cells the one with less memory; every number of cameras gets its own
-recommendation; without a limit memory does not matter; the report says if none fits or none ran.
+Guarantees: the fastest cell below the memory share is chosen, and a faster one above it is named;
+every number of cameras gets its own recommendation; without a limit memory does not matter; the
+report says if none fits or none ran.
 """
 
 import pytest
@@ -24,22 +24,13 @@ def test_the_fastest_cell_below_the_share_is_recommended_with_reasons():
     (found,) = recommendations(CELLS, limit_gb=4.0, memory_share=0.85)
     assert found.cell is CELLS[1]
     assert "25.00 samples/s with 3.00 GB, 75 % of the limit" in found.reason
-    assert "stage3, recompute none, 1 camera(s), batch 8, makes 15.00" in found.reason
-    assert "batch 16 makes 27.00, but takes 3.90 GB, 98 % of the limit, above 85 %" in found.reason
+    assert "batch 16 makes 27.00, but takes 3.90 GB, above 85 %" in found.reason
 
 
 def test_a_larger_share_allows_the_faster_cell():
     (found,) = recommendations(CELLS, limit_gb=4.0, memory_share=1.0)
     assert found.cell is CELLS[2]
     assert "but takes" not in found.reason
-
-
-def test_of_cells_as_fast_the_one_with_less_memory_is_taken():
-    cells = [cell("stage1", 8, 25.2, 3.2), *CELLS]
-    (found,) = recommendations(cells, limit_gb=4.0, memory_share=0.85)
-    assert found.cell is CELLS[1]
-    assert "stage1" in found.reason
-    assert "faster by less than 2 %" in found.reason
 
 
 def test_without_a_limit_memory_does_not_matter():

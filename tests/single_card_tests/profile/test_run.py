@@ -154,9 +154,10 @@ def test_a_profile_above_its_limit_says_so(run_file, tmp_path, capfd):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--cameras", "1", "2"], "several numbers need --matrix"),
+        (["--cameras", "1", "2"], "several of them need --matrix"),
+        (["--recompute", "full", "none"], "several of them need --matrix"),
         (["--cameras", "2"], "--synthetic makes samples with that many"),
-        (["--recompute", "full"], "--recompute is about a matrix"),
+        (["--repeats", "2"], "--repeats is about a matrix"),
         (["--warmup", "-1"], "--warmup -1"),
         (["--matrix", "--batch-sizes", "1", "--first-batch", "2"], "--batch-sizes are all sizes"),
     ],

@@ -36,10 +36,6 @@ def test_lines_have_the_numbers_and_their_gaps(tmp_path):
     axes = drawn("loss", write_run(tmp_path / "a"))
     np.testing.assert_array_equal(line_of(axes, "training"), [[10, 20, 30], [4, np.nan, 2]])
     np.testing.assert_array_equal(line_of(axes, "evaluation"), [[25, 30], [2.5, 3]])
-    lines = [{"step": step, "mfu": 0.5} for step in (1, 2, 9, 10)]
-    axes = drawn("mfu", write_run(tmp_path / "b", lines))
-    expected = [[1, 2, 9, 9, 10], [0.5, 0.5, np.nan, 0.5, 0.5]]
-    np.testing.assert_array_equal(line_of(axes, "Model FLOP utilization (MFU)"), expected)
 
 
 def test_skipped_updates_and_resumed_steps_are_marked(tmp_path):

@@ -1,8 +1,7 @@
 """Tables of a report.
 
-Guarantees: results, differing settings, origin and last values of all runs, with a dash for unknown
-values; settings without effect on training are not compared; settings that changed between starts
-are listed with the steps they trained.
+Guarantees: results, differing settings and origin of all runs, with a dash for unknown values;
+settings without effect on training are not compared.
 """
 
 import pytest
@@ -67,47 +66,22 @@ def test_origin_is_that_of_the_newest_start(tmp_path):
     assert origin["command"] == ["paddle-vl train a.yaml 'data.train=[a.jsonl, b c.jsonl]'"]
     assert (origin["host"], origin["numpy"]) == (["second"], ["2.0.0"])
     assert "git revision of paddle-vl" not in origin
+    # The start of the run without a resume has uncommitted changes.
+    origin = tables(write_run(tmp_path / "b"))["Where the run comes from"]
+    assert origin["git revision"] == ["0123456789 with uncommitted changes"]
     assert found["Results"]["duration"] == ["1 h 05 min, and 1 start without an end"]
 
 
-def test_settings_that_changed_are_told_with_the_steps_that_they_trained(tmp_path):
-    """The second start repeated the first one's steps after 20; the third trained none."""
-
-    def start(first_step, rate):
-        settings = {"train": {"learning_rate": rate, "output_dir": f"runs/{rate}"}}
-        return START | {"first_step": first_step, "settings": settings}
-
-    starts = [start(None, 0.002), start(20, 0.1), start(30, 0.5)]
-    changed, same = write_run(tmp_path / "a", starts=starts), write_run(tmp_path / "b")
-    assert tables(changed, same)["Settings by step"] == {
-        "steps 1 to 20": ["as at the start", "-"],
-        "steps 21 to 30": ["train.learning_rate: 0.002 -> 0.1", "-"],
-    }
-    assert "Settings by step" not in tables(same)
-
-
-def test_uncommitted_changes_are_told(tmp_path):
-    origin = tables(write_run(tmp_path / "a"))["Where the run comes from"]
-    assert origin["git revision"] == ["0123456789 with uncommitted changes"]
-
-
-def test_last_values_are_of_every_metric(tmp_path):
-    found = tables(write_run(tmp_path / "a"))["Last values"]
-    assert found["Quite new, a highest"] == ["3"]
-    assert found["Learning rate, mergers"] == ["0.01"]
-    assert found["Skipped updates"] == ["10"]
-
-
 @pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(7, "7 s"), (61, "1 min 01 s"), (3725, "1 h 02 min"), (90000, "1 d 01 h")],
-)
-def test_durations(seconds, text):
-    assert shown_duration(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(3, "3"), (1234567, "1,234,567"), (0.123456, "0.1235"), (1e-9, "1e-09")]
-)
-def test_numbers(value, text):
-    assert shown_number(value) == text
+    ("shown", "value", "text"),
+    [
+        *((shown_duration, seconds, text) for seconds, text in (
+            (7, "7 s"), (61, "1 min 01 s"), (3725, "1 h 02 min"), (90000, "1 d 01 h"),
+        )),
+        *((shown_number, value, text) for value, text in (
+            (3, "3"), (1234567, "1,234,567"), (0.123456, "0.1235"), (1e-9, "1e-09"),
+        )),
+    ],
+)  # fmt: skip
+def test_durations_and_numbers(shown, value, text):
+    assert shown(value) == text

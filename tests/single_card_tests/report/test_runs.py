@@ -11,24 +11,21 @@ from paddle_vl.report.runs import read_runs
 from tests.single_card_tests.report.run_folders import LINES, START, write_run
 
 
-def test_folder_without_metrics_is_refused(tmp_path):
-    with pytest.raises(RuntimeError, match=r"absent is not .* no such folder; give the train.outp"):
-        read_runs([tmp_path / "absent"])
+@pytest.mark.parametrize(
+    ("folder", "message"),
+    [
+        ("absent", r"absent is not .* no such folder; give the train.outp"),
+        ("empty", r"empty is not .* it has no metrics.jsonl; give the"),
+        (".", r"it holds the runs \S+/a, \S+/null: give those"),
+        ("null", r"metrics.jsonl has no number yet"),
+    ],
+)
+def test_folders_without_a_run_are_refused_with_a_hint(tmp_path, folder, message):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(RuntimeError, match=r"empty is not .* it has no metrics.jsonl; give the"):
-        read_runs([tmp_path / "empty"])
-
-
-def test_folder_of_runs_names_them(tmp_path):
     write_run(tmp_path / "a")
-    write_run(tmp_path / "b")
-    with pytest.raises(RuntimeError, match=r"it holds the runs \S+/a, \S+/b: give those"):
-        read_runs([tmp_path])
-
-
-def test_run_without_a_number_is_refused(tmp_path):
-    with pytest.raises(RuntimeError, match=r"metrics.jsonl has no number yet"):
-        read_runs([write_run(tmp_path / "a", [{"step": 1, "loss": None}])])
+    write_run(tmp_path / "null", [{"step": 1, "loss": None}])
+    with pytest.raises(RuntimeError, match=message):
+        read_runs([tmp_path / folder])
 
 
 def test_run_given_twice_is_refused(tmp_path):

@@ -34,44 +34,30 @@ def _of_numbers(
     return Parser(inputs, parse, named)
 
 
-def sound(folder: Path) -> Parser:
-    return _of_numbers(folder, lambda number: None)
+def _planted(fault: Callable[[int], object]) -> Callable[[Path], Parser]:
+    return lambda folder: _of_numbers(folder, fault)
 
 
-def rare_key_error(folder: Path) -> Parser:
-    """Fails for one in a hundred inputs; 12 is the smallest."""
-
-    def fault(number: int) -> None:
-        if number % 100 == 12:
-            raise KeyError(number)
-
-    return _of_numbers(folder, fault)
+def _missing(number: int) -> None:
+    """For one in a hundred inputs; 12 is the smallest."""
+    if number % 100 == 12:
+        raise KeyError(number)
 
 
-def sleeping(folder: Path) -> Parser:
-    return _of_numbers(folder, lambda number: time.sleep(0.3 if number > 195 else 0))
-
-
-def hanging(folder: Path) -> Parser:
-    return _of_numbers(folder, lambda number: time.sleep(1000 if number == 1 else 0))
-
-
-def allocating(folder: Path) -> Parser:
-    return _of_numbers(folder, lambda number: np.ones(6_000_000 if number > 180 else 1))
-
-
-def dying(folder: Path) -> Parser:
-    return _of_numbers(folder, lambda number: os.abort() if number > 197 else None)
+sound = _planted(lambda number: None)
+rare_key_error = _planted(_missing)
+sleeping = _planted(lambda number: time.sleep(0.3 if number > 195 else 0))
+hanging = _planted(lambda number: time.sleep(1000 if number == 1 else 0))
+allocating = _planted(lambda number: np.ones(6_000_000 if number > 180 else 1))
+dying = _planted(lambda number: os.abort() if number > 197 else None)
+# An error raised by another library, and an address that is looked up.
+foreign = _planted(lambda number: np.zeros(2).reshape(3) if number > 180 else None)
+resolving = _planted(lambda number: socket.getaddrinfo("127.0.0.1", 9) if number > 180 else None)
 
 
 def wandering(folder: Path) -> Parser:
     outside = folder.parent / "outside.json"
     return _of_numbers(folder, lambda number: outside.read_text() if number > 180 else None)
-
-
-def foreign(folder: Path) -> Parser:
-    """An error raised by another library."""
-    return _of_numbers(folder, lambda number: np.zeros(2).reshape(3) if number > 180 else None)
 
 
 def nameless(folder: Path) -> Parser:
@@ -105,13 +91,6 @@ def templating(folder: Path) -> Parser:
     encoder: Any = Encoder()
     row = {"text": "{{ 6 * 7 }}"}
     return _of_numbers(folder, lambda number: check_row(row, [encoder]) if number > 180 else None)
-
-
-def resolving(folder: Path) -> Parser:
-    """An address that is looked up."""
-    return _of_numbers(
-        folder, lambda number: socket.getaddrinfo("127.0.0.1", 9) if number > 180 else None
-    )
 
 
 def crowded(folder: Path) -> Parser:

@@ -55,7 +55,6 @@ NUMBER_TYPES: Mapping[str, type] = {
     "fps": np.int64,
 }
 OPTIONAL_TEXTS = ("response", "robot_type", "control_mode", "past_memory", "next_memory")
-METADATA = (*NUMBER_TYPES, "robot_type", "control_mode")
 OPTIONAL_FIELDS = (*OPTIONAL_TEXTS, *NUMBER_TYPES, "subgoal")
 
 
@@ -123,7 +122,7 @@ class DemonstrationSource(SampleSource, Protocol):
     """
 
     shapes: DemonstrationShapes
-    fields: Mapping[str, bool]
+    fields: dict[str, bool]
     group_names: tuple[str, ...]
 
     def place(self, number: int) -> str:
@@ -343,6 +342,11 @@ def drop_fields(sample: Demonstration, drops: Drops, shapes: DemonstrationShapes
     return sample
 
 
+def _of_source(name: str) -> Any:
+    """A property, or method, that is the source's; see `DemonstrationSource`."""
+    return property(lambda self: getattr(self.source, name))
+
+
 @dataclass(frozen=True)
 class DrawnDemonstrations:
     """Samples of a source with the drops and flow draws of one epoch.
@@ -385,8 +389,9 @@ class DrawnDemonstrations:
             sample |= self.flow.draw(sample_rng(self.seed, Stream.FLOW, *place))
         return sample
 
-    def __getattr__(self, name: str) -> Any:
-        """All else is the source's. Without `source` the object is being unpickled."""
-        if name.startswith("__") or "source" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self.source, name)
+    files, contents = _of_source("files"), _of_source("contents")
+    shapes, fields = _of_source("shapes"), _of_source("fields")
+    group_names, place = _of_source("group_names"), _of_source("place")
+    on_bad_sample, skipped = _of_source("on_bad_sample"), _of_source("skipped")
+    fingerprint = _of_source("fingerprint")
+    positions_fingerprint = _of_source("positions_fingerprint")

@@ -79,12 +79,12 @@ def test_broken_conversations_are_bad_samples(tmp_path, member):
 
 
 def test_splits_name_files(tmp_path):
-    split = (
-        "{split_parts: {train: ['s/{000..002}.tar', x.tar], val: [v.tar]}, exclude: [s/001.tar]}"
-    )
+    parts = "{train: ['s/{000..002}.tar', x.tar], val: ['v{1..0}.tar']}"
+    split = f"{{split_parts: {parts}, exclude: [s/001.tar]}}"
     described(tmp_path, "split.yaml", split)
     train = [tmp_path / "s" / "000.tar", tmp_path / "s" / "002.tar", tmp_path / "x.tar"]
     assert files_of_split(tmp_path, "train") == train
+    assert [file.name for file in files_of_split(tmp_path, "val")] == ["v1.tar", "v0.tar"]
     with pytest.raises(RuntimeError, match="no split 'test': choose one of train, val"):
         files_of_split(tmp_path, "test")
 

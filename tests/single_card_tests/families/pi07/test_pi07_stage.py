@@ -182,7 +182,7 @@ def test_both_copies_of_the_planners_table_make_its_gradient(tmp_path):
     def read(placement: Placement) -> PolicyModel:
         with paddle.LazyGuard():
             model = type(whole)(whole.config, whole.label_ids, placement)
-        PolicyCheckpoint(tmp_path).fill(model, {}, (), (), False)
+        PolicyCheckpoint(tmp_path).fill(model, {}, (), ())
         model.materialize_all()
         return model
 
