@@ -3,7 +3,10 @@
 from paddle_vl.parallel.recorder import Collective, record_collectives
 from paddle_vl.parallel.simulated.exchanges import RanksDisagreeError
 from paddle_vl.parallel.simulated.ranks import (
+    OneRank,
     Ranks,
+    full_logits,
+    one_rank,
     run_ranks,
     sum_partial_gradients,
 )
@@ -33,6 +36,7 @@ __all__ = [
     "Collective",
     "Image",
     "MockedSequenceParallel",
+    "OneRank",
     "Ranks",
     "RanksDisagreeError",
     "Video",
@@ -41,8 +45,10 @@ __all__ = [
     "emulated_bfloat16",
     "first_difference",
     "forbid_host_reads",
+    "full_logits",
     "gather_gradients",
     "gather_parameters",
+    "one_rank",
     "record_collectives",
     "record_device_copies",
     "record_host_reads",

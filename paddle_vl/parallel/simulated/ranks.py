@@ -1,4 +1,4 @@
-"""Ranks of a tensor-parallel group on one card, in turn.
+"""Ranks of a tensor-parallel group on one card: all of them in turn, or a single one.
 
 They run the layers of a real run, fleet's included; only the process group is simulated. So what
 they test is the collectives, their order and their shapes, forward and backward, and the numbers.
@@ -12,13 +12,13 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 from unittest import mock
 
 import paddle
-from paddle import nn
+from paddle import Tensor, nn
 from paddle.distributed import fleet as paddle_fleet
 from paddle.distributed.fleet.layers.mpu import mp_ops
 from paddle.distributed.fleet.meta_parallel.parallel_layers.random import get_rng_state_tracker
@@ -106,15 +106,75 @@ def run_ranks(
     return Ranks(results, lockstep.collectives)
 
 
+@dataclass(frozen=True)
+class OneRank:
+    """A single rank.
+
+    Attributes:
+        placement: for the model's constructor.
+        collectives: what the rank has issued so far; `phase` is `forward` or `backward`.
+    """
+
+    placement: FleetPlacement
+    collectives: list[Collective] = field(repr=False)
+
+
+@contextmanager
+def one_rank(
+    rank: int,
+    mp_degree: int,
+    *,
+    sequence_parallel: bool = True,
+    vision: str = "spread",
+    fleet: FleetConfig | None = None,
+) -> Iterator[OneRank]:
+    """Be a single rank of an mp group inside the block, in the calling thread.
+
+    Shapes, divisibility and the order of collectives are those of a real rank. The other ranks
+    contribute this rank's values, so numbers that depend on them are finite but mean nothing.
+
+    Raises:
+        ValueError: the rank is not in the group.
+    """
+    if not 0 <= rank < mp_degree:
+        raise ValueError(f"rank {rank} is outside of [0, {mp_degree})")
+    with _session(mp_degree, fleet):
+        generators = _Generators([rank])
+        calls: list[Collective] = []
+
+        def contributed(rank: int, call: Collective, tensor: Tensor | None) -> list[Tensor]:
+            calls.append(call._replace(detail=""))
+            return [] if tensor is None else [tensor.detach().clone()] * mp_degree
+
+        own = SimulatedRank(rank, mp_degree, contributed)
+        generators.switch(None, rank)
+        try:
+            with own.running():
+                placement = FleetPlacement(own.mp_group, sequence_parallel, vision)
+                yield OneRank(placement, calls)
+        finally:
+            generators.switch(rank, None)
+
+
 def sum_partial_gradients(model: nn.Layer) -> None:
     """Sum the partial gradients over the mp group, as a run does after its last backward pass.
 
-    For use in the `step` of `run_ranks`; it is collective.
+    For use in the `step` of `run_ranks`, and in `one_rank`; it is collective.
     """
     table = model.placement.parameter_table
     group = getattr(model.placement.ops, "mp_group", None)
     if group is not None:
         all_reduce_partial_gradients(table.with_specs(model.parameters()), group)
+
+
+def full_logits(logits: list[Tensor]) -> Tensor:
+    """Logits of the full vocabulary from those of all ranks, in order.
+
+    Args:
+        logits: `[..., V / mp]` of every rank.
+    """
+    with paddle.no_grad():
+        return paddle.concat(list(logits), axis=-1)
 
 
 @contextmanager
