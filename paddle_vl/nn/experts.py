@@ -173,7 +173,7 @@ def reorder_rows(y_ND: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
 @operation
 def permuted_copies(x_RD: Tensor, order_N: Tensor, place_N: Tensor, copies: int) -> Tensor:
     """Row `order[i] // copies` at place i; `place` is the inverse permutation of `order`."""
-    return paddle.index_select(x_RD, order_N if copies == 1 else order_N // copies)
+    return paddle.index_select(x_RD, order_N // copies)
 
 
 class PermuteRows(PyLayer):
@@ -183,7 +183,7 @@ class PermuteRows(PyLayer):
     def forward(ctx, x_RD, order_N, place_N, copies):
         ctx.save_for_backward(place_N)
         ctx.copies = copies
-        return permuted_copies.plain(x_RD, order_N, place_N, copies)
+        return paddle.index_select(x_RD, order_N if copies == 1 else order_N // copies)
 
     @staticmethod
     def backward(ctx, grad_ND):
