@@ -88,25 +88,24 @@ def _passed(
     """Outputs `[T, N, V]`, the last states, and the states before every step."""
     queries, keys = terms.q * terms.left, terms.k * terms.right
     kept = terms.left[:, :, -1:]
-    if state is None:
-        shape = [chunks.active[0], terms.q.shape[1], terms.q.shape[-1], terms.v.shape[-1]]
-        state = paddle.zeros(shape)
-    outs, ended, before, begin = [], [], [], 0
+    shape = [chunks.active[0], terms.q.shape[1], terms.q.shape[-1], terms.v.shape[-1]]
+    held: Tensor = paddle.zeros(shape) if state is None else state
+    outs, ended, before, begin = [], list[Tensor](), [], 0
     for step, count in enumerate(chunks.active):
         own = slice(begin, begin + count)
         begin += count
-        if state.shape[0] > count:
-            ended.append(state[count:])
-            state = state[:count]
-        before.append(state)
-        new = terms.u[own] - paddle.matmul(terms.w[own], state)
+        if held.shape[0] > count:
+            ended.append(held[count:])
+            held = held[:count]
+        before.append(held)
+        new = terms.u[own] - paddle.matmul(terms.w[own], held)
         within = paddle.matmul(terms.score[own], new)
-        outs.append(paddle.matmul(queries[own], state) + within)
+        outs.append(paddle.matmul(queries[own], held) + within)
         if keeps_state or step + 1 < len(chunks.active):
-            state = state * kept[own] + paddle.matmul(keys[own], new, transpose_x=True)
+            held = held * kept[own] + paddle.matmul(keys[own], new, transpose_x=True)
     last = None
     if keeps_state:
-        last = states_in_order(chunks, [*reversed([*ended, state])])
+        last = states_in_order(chunks, [*reversed([*ended, held])])
     return chunks.join(_joined(outs)), last, before
 
 
@@ -226,7 +225,7 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """See `paddle_vl.nn.delta_rule.gated_delta_rule`."""
     inputs = (q_BLKC, k_BLKC, v_BLNV, decay_BLN, beta_BLN)
-    chunks = sequence_chunks(*q_BLKC.shape[:2], packed)
+    chunks = sequence_chunks(q_BLKC.shape[0], q_BLKC.shape[1], packed)
     if not keeps_state:
         return _ChunkedDeltaRule.apply(*inputs, chunks), None
     with paddle.no_grad():

@@ -217,9 +217,9 @@ def _single_token(
         state_BNCV = state_BNCV * paddle.exp(decay_BN11)
         new = new - paddle.matmul(k_BN1C, state_BNCV)
     added = paddle.matmul(k_BN1C, beta_BN11 * new, transpose_x=True)
-    state_BNCV = added if state_BNCV is None else state_BNCV + added
-    out_BN1V = paddle.matmul(q_BN1C, state_BNCV)
-    return out_BN1V.transpose([0, 2, 1, 3]).astype(v_B1NV.dtype), state_BNCV
+    after_BNCV = added if state_BNCV is None else state_BNCV + added
+    out_BN1V = paddle.matmul(q_BN1C, after_BNCV)
+    return out_BN1V.transpose([0, 2, 1, 3]).astype(v_B1NV.dtype), after_BNCV
 
 
 def unit_rows(x: Tensor) -> Tensor:
