@@ -161,8 +161,8 @@ class _ChunkedDeltaRule(PyLayer):
         d_below = d_below - paddle.matmul(d_w, terms.w, transpose_y=True)
         d_below = d_below * below_diagonal(chunks.size)
         d_score = paddle.matmul(d_out, new, transpose_y=True)
-        # Through D: of its exponents G_i - G_j.
-        d_between = d_below * terms.below + d_score * terms.score
+        # Through D: of its exponents G_i - G_j. In float64, since terms of later tokens cancel.
+        d_between = (d_below * terms.below + d_score * terms.score).astype("float64")
         d_total = d_between.sum(axis=-1, keepdim=True)
         d_total = d_total - d_between.sum(axis=-2, keepdim=True).transpose([0, 1, 3, 2])
         d_below, d_score = d_below * terms.decay, d_score * terms.decay
@@ -175,11 +175,11 @@ class _ChunkedDeltaRule(PyLayer):
         d_q = paddle.matmul(d_score, terms.k) + d_queries * terms.left
         d_keys = paddle.matmul(new, d_after, transpose_y=True)
         d_k = d_k + d_keys * terms.right
-        towards_last = _row_sum(d_keys * keys)
-        d_total = d_total + _row_sum(d_w * weighted) * terms.left
-        d_total = d_total + _row_sum(d_queries * queries) - towards_last
-        d_last = towards_last.sum(axis=-2, keepdim=True)
-        d_last = d_last + (before * d_after).sum(axis=[-2, -1], keepdim=True) * kept
+        towards_last = _row_sum(d_keys * keys).astype("float64")
+        towards_all = _row_sum(d_w * weighted) * terms.left + _row_sum(d_queries * queries)
+        d_total = d_total + towards_all.astype("float64") - towards_last
+        d_last = (before * d_after).sum(axis=[-2, -1], keepdim=True) * kept
+        d_last = d_last.astype("float64") + towards_last.sum(axis=-2, keepdim=True)
         # g_j is in G_j and all later ones; G_last is the sum of all.
         d_total = d_total.squeeze(-1)
         d_g = d_total.flip([-1]).cumsum(axis=-1).flip([-1]) + d_last.squeeze(-1)

@@ -740,7 +740,8 @@ void delta_rule_backward(const float *q, const float *k, const float *v, const f
         i64 n = t.n = lengths[s] - c * PLACES < PLACES ? lengths[s] - c * PLACES : PLACES;
         const float *matrix = before + ((chunk[s] + c) * heads + h) * size;
         const float *vs = v + (row * heads + h) * value, *d_out = grad + (row * heads + h) * value;
-        float dtotal[PLACES], dlast;
+        /* Double, since terms of later tokens cancel. */
+        double dtotal[PLACES], dlast;
         terms_of_chunk(&t, q + (row * key_heads + kh) * key, k + (row * key_heads + kh) * key, vs,
                        g + row * heads + h, beta + row * heads + h, key_heads, heads);
         gains_of_chunk(&t, matrix);
@@ -776,7 +777,7 @@ void delta_rule_backward(const float *q, const float *k, const float *v, const f
         product(PLAIN, TRANSPOSED, n, n, key, -1.0f, dw, key, t.w, key, 1.0f, dbelow, n);
         /* Through D, of the exponents G_i - G_j; then the products of queries and keys. */
         for (i64 i = 0; i < n; i++) {
-          float sum = 0.0f;
+          double sum = 0.0;
           float *a = dbelow + i * n, *b = dscore + i * n;
           for (i64 j = 0; j < n; j++) {
             float between = j < i ? a[j] * t.below[i * n + j] : 0.0f;
@@ -793,7 +794,7 @@ void delta_rule_backward(const float *q, const float *k, const float *v, const f
         product(TRANSPOSED, PLAIN, n, key, n, 1.0f, dscore, n, t.q, key, 1.0f, dk, key);
         scaled_rows(scaled, t.k, t.beta, n, key);
         product(TRANSPOSED, PLAIN, n, key, n, 1.0f, dbelow, n, scaled, key, 1.0f, dk, key);
-        float later = dlast;
+        double later = dlast;
         for (i64 i = n - 1; i >= 0; i--) {
           float *of_w = dw + i * key, *of_kb = dkb + i * key, *own = t.k + i * key;
           const float *of_v = vs + i * heads * value;
@@ -806,7 +807,7 @@ void delta_rule_backward(const float *q, const float *k, const float *v, const f
           i64 place = (row + i) * heads + h;
           grad_beta[place] = dot(of_kb, own, key) + dot(dn + i * value, of_v, value);
           later += dtotal[i];
-          grad_g[place] = later;
+          grad_g[place] = (float)later;
           float *to_v = grad_v + place * value;
 #pragma omp simd
           for (i64 e = 0; e < value; e++) to_v[e] = t.beta[i] * dn[i * value + e];
