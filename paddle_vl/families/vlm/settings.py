@@ -1,4 +1,4 @@
-"""Settings of a run that trains a Qwen3-VL, beyond those of every run. Read without Paddle."""
+"""Settings of a run of a vision-language family, beyond those of every run. Read without Paddle."""
 
 from collections.abc import Iterator
 from datetime import date
@@ -27,7 +27,7 @@ _Static = OnlyWith("parallel.pp_shapes", ["static"])
 
 
 class VLModelConfig(ModelConfig):
-    """The Qwen3-VL to train."""
+    """The vision-language model to train."""
 
     lora: LoRAConfig | None = None
     """train low-rank adapters only, on a frozen model.pretrained"""
@@ -139,7 +139,7 @@ class VLParallelConfig(ParallelConfig):
 
 
 class VLRun(RunConfig):
-    """All settings of a Qwen3-VL run."""
+    """All settings of a run of Qwen3-VL or Qwen3.5."""
 
     family: ClassVar[str] = "Qwen3-VL"
     parts: ClassVar[dict[str, tuple[str, ...]]] = PARTS
