@@ -16,7 +16,7 @@ from paddle_vl.data.formats.keys import SOURCE_KEYS, from_text, is_empty, refuse
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import brief
 from paddle_vl.data.remote import data_uri_bytes
-from paddle_vl.data.worker_pool import first_time
+from paddle_vl.data.worker_pool import warn_once
 
 _LOGGER = logging.getLogger(__name__)
 # Of a data URI; a line has far less by default.
@@ -145,8 +145,8 @@ def _unwrapped(value: Mapping[str, Any]) -> Any:
         return f"data:{value.get('media_type')};base64,{value.get('data')}"
     if unknown := [key for key in value if key not in _SOURCE_KEYS and value[key] is not None]:
         refuse_unknown(unknown[0], "a source", _SOURCE_KEYS)
-    if value.get("detail") is not None and first_time(_DETAIL_NOTE):
-        _LOGGER.warning(_DETAIL_NOTE)
+    if value.get("detail") is not None:
+        warn_once(_LOGGER, "detail", _DETAIL_NOTE)
     return value.get("bytes") or value.get("path") or value.get("url")
 
 

@@ -27,7 +27,7 @@ from paddle_vl.data.jsonl import (
     sample_at,
 )
 from paddle_vl.data.media_file import source_size
-from paddle_vl.data.worker_pool import first_time
+from paddle_vl.data.worker_pool import warn_once
 from paddle_vl.families.vlm.inputs.collate import IGNORED_LABEL
 from paddle_vl.families.vlm.inputs.conversation import Conversation, RowReader
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
@@ -216,8 +216,8 @@ def checked(conversation: Conversation, processor: VLProcessor) -> list[int]:
 
 def tell_unread(name: str, keys: dict[str, None]) -> None:
     """Warn, once, of the keys of a source that are not read."""
-    if (note := unread_note(keys)) and first_time(name):
-        logger.warning("%s: %s", name, note)
+    if note := unread_note(keys):
+        warn_once(logger, name, f"{name}: {note}")
 
 
 def truncate_sample(
