@@ -28,9 +28,9 @@ from paddle_vl.data.jsonl import (
 )
 from paddle_vl.data.media_file import source_size
 from paddle_vl.data.worker_pool import warn_once
-from paddle_vl.families.vlm.inputs.collate import IGNORED_LABEL
 from paddle_vl.families.vlm.inputs.conversation import Conversation, RowReader
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.inputs.tokenizer import IGNORED_LABEL
 
 logger = logging.getLogger(__name__)
 # Lines of a file that are checked when it is opened: some seconds.

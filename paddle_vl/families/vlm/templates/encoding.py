@@ -19,10 +19,10 @@ from tokenizers import Encoding, Tokenizer
 
 from paddle_vl.data.formats.keys import BOX_TOKENS
 from paddle_vl.data.jsonl import BadSampleError, check_unicode
-from paddle_vl.families.vlm.inputs.collate import IGNORED_LABEL
 from paddle_vl.families.vlm.inputs.conversation import Conversation
 from paddle_vl.families.vlm.inputs.tokenizer import (
     CONTROL_TOKENS,
+    IGNORED_LABEL,
     IM_END,
     IM_START,
     IMAGE_PAD,
