@@ -24,9 +24,6 @@ void cblas_sgemm(int layout, int trans_a, int trans_b, int m, int n, int k, floa
                  const float *a, int lda, const float *b, int ldb, float beta, float *c, int ldc);
 enum { ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112 };
 
-/* Version of the interface, checked after loading. */
-int paddle_vl_kernels_version(void) { return 3; }
-
 /* exp(x) to about one unit in the last place; 0 below -87.3 and the largest power above 88.
  * Source: expf of the Cephes library (S. Moshier). */
 static inline float fast_exp(float x) {

@@ -107,20 +107,19 @@ class ImageProcessor(VisionProcessor):
 def encode_each(
     processor: VisionProcessor, sources: Sequence[Any], with_pixels: bool
 ) -> Iterator[Any]:
-    """Pixels of all images or videos, their grids `[n, 3]` int64, and lists of what else there is.
+    """Pixels of all sources, their grids `[n, 3]` int64, and lists of what else there is.
 
     Raises:
         BadSampleError: a source cannot be used, with its number and file name.
     """
-    kind = processor.kind
     if not sources:
-        raise ValueError(f"no {kind} given: a sample without any has no pixels of them")
+        raise ValueError(f"no {processor.kind} given: a sample without any has no pixels of them")
     found = []
     for number, source in enumerate(sources, start=1):
         try:
             found.append(processor.encode_one(source, with_pixels))
         except BadSampleError as error:
-            name = f"{kind} {number}"
+            name = f"{processor.kind} {number}"
             if isinstance(source, str | os.PathLike):
                 name += f" ({os.fspath(source)})"
             raise BadSampleError(error.kind, f"{name}: {error.reason}") from error

@@ -75,7 +75,7 @@ class RowsDataset(ConversationData):
             if source.max_pixels is not None
         }
         self.contents = [
-            FileContent(source.label, f"{rows.fingerprint:x}~{rows.samples:x}", "unread")
+            FileContent(source.label, f"{rows.fingerprint:x}-{rows.samples:x}", "unread")
             for source, rows in zip(self._sources, self._rows, strict=True)
         ]
         drawn = self._draws.sources.tobytes() + self._draws.rows.tobytes()
