@@ -5,6 +5,8 @@ Keys of a line, since the previous line or start unless it says "whole run":
     `loss`: mean cross entropy over target tokens, null if every update was skipped; for a policy
         the weighted sum of `MSE` and `CE`, which are reported too. It includes a load-balancing
         loss (`output_router_logits` of the model configuration); `eval_loss` does not.
+    `loss/SOURCE` of each source of a training mix or mixture: mean cross entropy over its target
+        tokens, without loss weights and load-balancing loss; left out if it had none.
     `learning_rate` and `grad_norm` (before clipping, null if not finite) of the last step;
         `learning_rate/PART` for each entry of train.part_learning_rates.
     `samples_per_second`, `tokens_per_second`: of training without evaluations and checkpoints, by
@@ -63,12 +65,13 @@ class StepMeter:
 
     Args:
         peak_flops: peak FLOP/s of this rank's device, if known.
+        sources: names of the sources whose losses steps have.
     """
 
-    def __init__(self, loss: Loss, peak_flops: float | None = None):
-        self._loss, self._peak_flops = loss, peak_flops
-        zeros = paddle.zeros([len(loss.terms)], dtype="float64")
-        # Per loss term: count of the whole run, sum and count of the window.
+    def __init__(self, loss: Loss, peak_flops: float | None = None, sources: Sequence[str] = ()):
+        self._loss, self._peak_flops, self._sources = loss, peak_flops, list(sources)
+        zeros = paddle.zeros([len(loss.terms) + len(sources)], dtype="float64")
+        # Per loss term, then per source: count of the whole run, sum and count of the window.
         self._counted, self._sums, self._counts = zeros, zeros, zeros
         # Skipped updates: whole run, current streak, longest streak in the window.
         self._skips = paddle.zeros([3], dtype="float64")
@@ -102,9 +105,14 @@ class StepMeter:
         lengths = [length for batch in micro_batches for length in batch.lengths]
         self._lengths.extend(lengths)
         self._step_tokens.append(sum(lengths))
-        counts = paddle.stack([paddle.full([], count, "float64") for count in totals.counts])
+        numbers = (*totals.counts, *totals.source_targets)
+        counts = paddle.stack([paddle.full([], count, "float64") for count in numbers])
         counts = paddle.where(outcome.is_good, counts, paddle.zeros_like(counts))
-        sums = outcome.terms.astype("float64") * counts
+        if outcome.source_sums is None:
+            sums = outcome.terms.astype("float64") * counts
+        else:
+            sums = outcome.terms.astype("float64") * counts[: len(totals.counts)]
+            sums = paddle.concat([sums, outcome.source_sums.astype("float64")])
         self._sums = self._sums + paddle.where(outcome.is_good, sums, paddle.zeros_like(sums))
         self._counts, self._counted = self._counts + counts, self._counted + counts
         is_bad = 1.0 - outcome.is_good.astype("float64")
@@ -154,12 +162,16 @@ class StepMeter:
         loss = self._loss
         line: dict[str, Any] = {"loss": None}
         means = dict.fromkeys(loss.terms)
-        if (counts := values["counts"][0]).all():
-            numbers = (values["sums"][0] / counts).tolist()
+        num_terms = len(means)
+        sums, counts = values["sums"][0], values["counts"][0]
+        if counts[:num_terms].all():
+            numbers = (sums[:num_terms] / counts[:num_terms]).tolist()
             means = dict(zip(loss.terms, numbers, strict=True))
             line["loss"] = weighted_loss(numbers, loss)
         if len(means) > 1:
             line |= means
+        of_sources = zip(self._sources, sums[num_terms:], counts[num_terms:], strict=True)
+        line |= {f"loss/{name}": float(of / count) for name, of, count in of_sources if count}
         norm = float(values["grad_norm"][0].item())
         line["grad_norm"] = norm if math.isfinite(norm) else None
         line |= _speed(values) | _lengths(values)
@@ -188,13 +200,26 @@ class StepMeter:
         """State that a checkpoint stores; reads from the device."""
         tensors = (self._counted, self._skips, self._sums, self._counts)
         counted, skips, *window = (tensor.tolist() for tensor in tensors)
-        return {"counted": counted, "skips": skips, "window": window}
+        state = {"counted": counted, "skips": skips, "window": window}
+        if not self._sources:
+            return state
+        # Apart from the terms, which all versions have.
+        number = len(self._loss.terms)
+        of_sources = [values[number:] for values in (counted, *window)]
+        state |= {"counted": counted[:number], "window": [values[:number] for values in window]}
+        return state | {"sources": {"names": self._sources, "values": of_sources}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state."""
-        tensors = (state["counted"], state["skips"], *state["window"])
-        self._counted, self._skips, self._sums, self._counts = (
-            paddle.to_tensor(np.array(values, dtype=np.float64)) for values in tensors
+        """Continue from a state; of one without these sources, as of an earlier version, the sums
+        of the sources begin anew."""
+        values, stored = [state["counted"], *state["window"]], state.get("sources")
+        if stored is not None and stored["names"] == self._sources:
+            of_sources = stored["values"]
+        else:
+            of_sources = [[0.0] * len(self._sources)] * len(values)
+        values = [[*one, *other] for one, other in zip(values, of_sources, strict=True)]
+        self._counted, self._sums, self._counts, self._skips = (
+            paddle.to_tensor(np.array(each, dtype=np.float64)) for each in (*values, state["skips"])
         )
 
 
