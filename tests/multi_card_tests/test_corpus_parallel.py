@@ -48,6 +48,10 @@ class TestMix(EqualsOneDevice):
         "pp2": (2, PP),
         "mp2": (2, ["parallel.mp_degree=2"]),
     }
+    heavy: ClassVar = {
+        "colocated pp2": (2, [*PP, "parallel.schedule=colocated"]),
+        "mp2 sequence parallel": (2, ["parallel.mp_degree=2", "parallel.sequence_parallel=true"]),
+    }
 
     @pytest.fixture(scope="class")
     @classmethod
