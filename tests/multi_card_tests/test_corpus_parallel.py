@@ -34,6 +34,9 @@ def _few_lanes():
         yield
 
 
+SP = ["parallel.mp_degree=2", "parallel.sequence_parallel=true", "data.pad_to_multiple_of=2"]
+
+
 def worker(run_file: str, one_device: str, output_dir: str, overrides: list[str]) -> None:
     """A run, and one that continues what one device saved."""
     with pytest.MonkeyPatch.context() as patch:
@@ -50,7 +53,7 @@ class TestMix(EqualsOneDevice):
     }
     heavy: ClassVar = {
         "colocated pp2": (2, [*PP, "parallel.schedule=colocated"]),
-        "mp2 sequence parallel": (2, ["parallel.mp_degree=2", "parallel.sequence_parallel=true"]),
+        "mp2 with sequence parallelism": (2, SP),
     }
 
     @pytest.fixture(scope="class")
