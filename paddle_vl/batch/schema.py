@@ -80,8 +80,8 @@ class VLBatch(TextFields, total=False):
     # Token rows that are not padding, of models with experts. For the experts.
     real_row_indices: Annotated[Array, Axes("R", "int64")]
     # Token rows that predict a label, and these labels; of a batch without any, row 0 and -100. The
-    # loss then needs no logits of other rows. From `VLBatchAdapter.prepared`, as are the factors and
-    # sources.
+    # loss then needs no logits of other rows. From `VLBatchAdapter.prepared`, as are factors and
+    # sources of these labels.
     target_rows: Annotated[Array, Axes("2 N", "int64")]
     target_weights: Annotated[Array, Axes("N", "float32")]
     target_sources: Annotated[Array, Axes("N", "int64")]

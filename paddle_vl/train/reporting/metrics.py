@@ -200,7 +200,8 @@ class StepMeter:
     def state_dict(self) -> dict[str, Any]:
         """State that a checkpoint stores; reads from the device."""
         tensors = (self._counted, self._skips, self._sums, self._counts)
-        counted, skips, *window = (tensor.tolist() for tensor in tensors)
+        values: list[list[float]] = [tensor.numpy().tolist() for tensor in tensors]
+        counted, skips, *window = values
         state = {"counted": counted, "skips": skips, "window": window}
         if not self._sources:
             return state
