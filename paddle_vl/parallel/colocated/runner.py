@@ -67,11 +67,12 @@ class ColocatedRunner(PipelineRunner):
         batches: Sequence[Batch],
         totals: Sequence[int],
         store: ParameterStore | None = None,
+        num_sources: int = 0,
     ) -> Tensor:
         trained = [p for p in self.encoder.parameters() if not p.stop_gradient]
         with self.marked():
             encoded = self._encode(batches, bool(trained))
-        terms = super().accumulate_gradients(batches, totals, store)
+        terms = super().accumulate_gradients(batches, totals, store, num_sources)
         with self.marked():
             if trained:
                 self._backward(encoded, batches, trained)

@@ -6,12 +6,12 @@ arrays are those of `paddle_vl.batch.schema.VLBatch`.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
 from paddle_vl.batch.positions import mrope_position_ids, segment_offsets
-from paddle_vl.batch.schema import VLBatch
+from paddle_vl.batch.schema import SOURCE_TARGETS, VLBatch
 from paddle_vl.batch.visual_index import RowPart, host_visual_indices
 from paddle_vl.families.vlm.inputs.conversation import Conversation
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
@@ -229,6 +229,65 @@ class PackedCollator:
         """
         segments = [[len(sample["input_ids"]) for sample in row] for row in rows]
         return self.collator([_joined(row) for row in rows], segments)
+
+
+class TokenSpan(NamedTuple):
+    """Real tokens that follow each other in a row of a batch, and the number of their source."""
+
+    length: int
+    source: int
+
+
+def sources_of_tokens(
+    attention_mask: np.ndarray, rows: Sequence[Sequence[TokenSpan]]
+) -> np.ndarray:
+    """The source of each token, `[B, L]` int32; 0 at padding.
+
+    Args:
+        attention_mask: `[B, L]`, 1 at real tokens.
+        rows: the spans of each row in order, which cover its real tokens.
+    """
+    sources_BL = np.zeros(attention_mask.shape, dtype=np.int32)
+    for row, sources_L, mask_L in zip(rows, sources_BL, attention_mask, strict=True):
+        lengths, sources = [span.length for span in row], [span.source for span in row]
+        sources_L[mask_L == 1] = np.repeat(np.array(sources, dtype=np.int32), lengths)
+    return sources_BL
+
+
+def with_label_sources(
+    batch: VLBatch, rows: Sequence[Sequence[TokenSpan]], num_sources: int
+) -> dict[str, Any]:
+    """The batch with `label_sources`, and the target tokens of each source.
+
+    Args:
+        rows: see `sources_of_tokens`.
+    """
+    sources_BL = sources_of_tokens(batch["attention_mask"], rows)
+    of_targets = sources_BL[:, 1:][batch["labels"][:, 1:] != IGNORED_LABEL]
+    counts = np.bincount(of_targets, minlength=num_sources)
+    added = {"label_sources": sources_BL, "num_sources": num_sources, SOURCE_TARGETS: counts}
+    return {**batch, **added}
+
+
+@dataclass(frozen=True)
+class SourcesCollator:
+    """Collates samples that have the number of their `source`, for the loss of each source.
+
+    Attributes:
+        collator: of the samples, or of packed rows of them.
+        target_sources: names of the sources.
+    """
+
+    collator: VLCollator | PackedCollator
+    target_sources: tuple[str, ...]
+
+    def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
+        samples = rows if isinstance(self.collator, PackedCollator) else [[row] for row in rows]
+        spans = [
+            [TokenSpan(len(each["input_ids"]), int(each["source"])) for each in row]
+            for row in samples
+        ]
+        return with_label_sources(self.collator(rows), spans, len(self.target_sources))
 
 
 def _joined(samples: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -43,12 +43,15 @@ class ConversationData(ABC):
     Attributes:
         max_length: longest sample in tokens, None for no limit; see `truncate_sample`.
         limit: number of samples, the first ones; None for all.
+        source_names: names of the sources whose training losses are reported, none or several; a
+            sample then has the number of its `source`, a scalar.
     """
 
     max_length: int | None
     on_bad_sample: OnBadSample
     skipped: Counter[str]
     fingerprint: int
+    source_names: Sequence[str] = ()
 
     def __init__(self, processor: VLProcessor, max_length: int | None):
         self.max_length, self._processor = max_length, processor
