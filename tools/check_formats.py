@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from paddle_vl.data.formats.canonical import MEDIA, CanonicalRow, check_targets
+from paddle_vl.data.formats.keys import RowSettings
 from paddle_vl.data.formats.reader import FORMATS, to_canonical
-from paddle_vl.data.formats.row_settings import RowSettings
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import load_rgb
 

@@ -23,8 +23,8 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.families.vlm.inputs.collate import IGNORED_LABEL
 from paddle_vl.families.vlm.inputs.conversation import Conversation
+from paddle_vl.families.vlm.inputs.tokenizer import IGNORED_LABEL
 from paddle_vl.families.vlm.templates.answer_spans import incremental_spans
 from paddle_vl.families.vlm.templates.encoding import MediaText, MediaTokens
 from paddle_vl.families.vlm.templates.environment import SandboxedTemplate

@@ -18,6 +18,8 @@ Batch = Mapping[str, Any]
 # Fields that a loader of a mix of sources adds: tokens, and documents that begin, of each source;
 # int64, one number per source. They stay on the host and are taken out before the model.
 SOURCE_COUNTS = ("source_tokens", "source_documents")
+# Likewise of a batch with `label_sources`: target tokens of each source.
+SOURCE_TARGETS = "source_targets"
 
 
 class Axes(NamedTuple):
@@ -71,11 +73,17 @@ class VLBatch(TextFields, total=False):
     packed_key_ends: Annotated[Array, Axes("B L", "int32")]
     # Factors of the labels' cross entropies, where sources have a loss_weight. For the loss.
     loss_weights: Annotated[Array, Axes("B L", "float32")]
+    # Numbers of the sources that labels are from, of a training mix, and how many sources it has.
+    # For the loss of each source.
+    label_sources: Annotated[Array, Axes("B L", "int32")]
+    num_sources: int
     # Token rows that are not padding, of models with experts. For the experts.
     real_row_indices: Annotated[Array, Axes("R", "int64")]
     # Token rows that predict a label, and these labels; of a batch without any, row 0 and -100. The
-    # loss then needs no logits of other rows. From `VLBatchAdapter.prepared`, as are the factors.
+    # loss then needs no logits of other rows. From `VLBatchAdapter.prepared`, as are factors and
+    # sources of these labels.
     target_rows: Annotated[Array, Axes("2 N", "int64")]
     target_weights: Annotated[Array, Axes("N", "float32")]
+    target_sources: Annotated[Array, Axes("N", "int64")]
     # Visual rows that no token takes. From `VLBatchAdapter.synchronized`; read on the host.
     num_unused_visual_rows: int

@@ -68,7 +68,7 @@ def convert_data(options: argparse.Namespace) -> int:
     """Write the file."""
     from paddle_vl.data.corpus.cache import Cache
     from paddle_vl.data.corpus.opener import ShardOpener
-    from paddle_vl.data.formats.row_settings import RowSettings
+    from paddle_vl.data.formats.keys import RowSettings
     from paddle_vl.data.rows.convert import convert_rows
     from paddle_vl.data.rows.spelling import strategy_of
     from paddle_vl.files.hub import local_folder

@@ -376,8 +376,7 @@ class PrefetchLoader(PrefetchingLoader):
         contents = here.pop("contents", [])
         before = was.pop("contents", [])
         problems = _edited(before, contents)
-        # Mixtures of an earlier version had sums of blocks, which are no longer made.
-        is_partial = any(not media or "-" in lines for _, lines, media in (*before, *contents))
+        is_partial = any(not media for _, _, media in (*before, *contents))
         if contents and "contents" not in position.stream:
             # Older states have no hashes of file contents; positions of lines are compared.
             here["fingerprint"] = getattr(self._dataset, "positions_fingerprint")  # noqa: B009
@@ -453,7 +452,7 @@ def _edited(was: Sequence[Sequence[str]], here: Sequence[Sequence[str]]) -> list
         return []
     found = []
     for (_, old_lines, old_media), (file, lines, media) in zip(was, here, strict=True):
-        if lines != old_lines and lines.split("~")[0] != old_lines.partition("-")[0]:
+        if lines != old_lines:
             found.append(f"lines of {file} were added, removed or edited")
         elif media and old_media and media != old_media:
             found.append(f"images or videos that {file} names have other sizes than they had")

@@ -43,6 +43,7 @@ class PrefetchingLoader(ABC):
         while_waiting: called repeatedly while workers prepare the next batch. An exception from it
             ends the wait; the following `next` waits for the same batch again.
         what: the data is made of, for messages.
+        target_sources: names of the sources whose target tokens its batches count.
     """
 
     while_waiting: Callable[[], None] = staticmethod(lambda: None)
@@ -72,6 +73,7 @@ class PrefetchingLoader(ABC):
         self._load, self._shared = load, (data, collator)
         self._num_workers, self._num_pools = num_workers, num_pools
         self._max_pending, self.rank, self.size = prefetch_batches, rank, size
+        self.target_sources: Sequence[str] = getattr(collator, "target_sources", ())
         self._pools: list[WorkerPool] = []
         # Requested batches, the next one first, with their number among the jobs of their pool; and
         # the one that `next` waited for last.

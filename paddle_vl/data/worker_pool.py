@@ -3,10 +3,12 @@
 Workers import NumPy and this package's data code, never Paddle.
 """
 
+import logging
 import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections import Counter, deque
@@ -99,14 +101,28 @@ def note_sample(number: int | None) -> None:
     _cells[_SAMPLE] = _NOTHING if number is None else number
 
 
-_asked: set[str] = set()
+class _Warning(NamedTuple):
+    logger: str
+    about: str
+    text: str
 
 
-def first_time(text: str) -> bool:
-    """Whether this process has not asked for the text before."""
-    is_first = text not in _asked
-    _asked.add(text)
-    return is_first
+_warned: set[str] = set()
+_warning = threading.Lock()
+# Warnings of a worker that are sent with its next result; None in other processes.
+_to_send: list[_Warning] | None = None
+
+
+def warn_once(logger: logging.Logger, about: str, text: str) -> None:
+    """Warn of a thing, such as a data file, once for this process and all its workers."""
+    with _warning:
+        if about in _warned:
+            return
+        _warned.add(about)
+    if _to_send is None:
+        logger.warning(text)
+    else:
+        _to_send.append(_Warning(logger.name, about, text))
 
 
 class _Worker(NamedTuple):
@@ -198,7 +214,9 @@ class WorkerPool:
             raise BrokenProcessPool("a worker died") from error
         finally:
             self._idle.put(worker)
-        result, told = ForkingPickler.loads(content)  # type: ignore[attr-defined]
+        result, told, warnings = ForkingPickler.loads(content)  # type: ignore[attr-defined]
+        for name, about, text in warnings:
+            warn_once(logging.getLogger(name), about, text)
         if told is None:
             return result
         raise result from RuntimeError(f"in a data worker:\n{told}")
@@ -262,9 +280,10 @@ def _kill(workers: Sequence[_Worker]) -> None:
 
 def _work(jobs: Connection, results: Connection, shared: Sequence[Any], cells: Any) -> None:
     """Do the jobs that come through a pipe until it is closed."""
-    global _cells
+    global _cells, _to_send
     cells[:] = [_NOTHING] * _CELLS
-    _cells = cells
+    warnings: list[_Warning] = []
+    _cells, _to_send = cells, warnings
     Watch(_exit_with_parent, "exit-with-parent").start()
     with suppress(EOFError, OSError):
         while True:
@@ -272,11 +291,12 @@ def _work(jobs: Connection, results: Connection, shared: Sequence[Any], cells: A
             cells[:] = [job, _NOTHING]
             told = None
             try:
-                content = ForkingPickler.dumps((load(*shared, *arguments), None))
+                content = ForkingPickler.dumps((load(*shared, *arguments), None, warnings))
             except BaseException as error:
                 told = traceback.format_exc()
-                content = ForkingPickler.dumps((error, told))
+                content = ForkingPickler.dumps((error, told, warnings))
             results.send_bytes(content)
+            warnings.clear()
             # Not kept while waiting for the next job.
             del content
 

@@ -1,7 +1,8 @@
 """Tiny models: stored values, ranks against one device, generation, and a resumed run.
 
 `cases/qwen3_vl.safetensors` is a small Qwen3-VL of HF transformers on torch: weights, batch, loss,
-logits, every gradient and greedy tokens, made by `tools/make_doctor_case.py`.
+logits, every gradient and greedy tokens, made by `tools/make_doctor_case.py`. Over 350 lines: every
+check that needs a whole model.
 """
 
 import shutil

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from paddle_vl.files import huggingface, modelscope
+from paddle_vl.files import aistudio, huggingface, modelscope
 from paddle_vl.files.hub_names import Kind, hub_name
 from paddle_vl.files.text_file import locked
 
@@ -12,7 +12,9 @@ from paddle_vl.files.text_file import locked
 _OFFLINE = {
     "huggingface": ("PADDLE_VL_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
     "modelscope": ("PADDLE_VL_OFFLINE",),
+    "aistudio": ("PADDLE_VL_OFFLINE",),
 }
+_CLIENTS = {"huggingface": huggingface, "modelscope": modelscope, "aistudio": aistudio}
 # Patterns of the files that are fetched, and of those that never are: pickles and code.
 FILES: dict[Kind, tuple[Sequence[str], Sequence[str]]] = {
     "model": (
@@ -56,14 +58,9 @@ def local_folder(
         raise RuntimeError(
             f"{text!r:.200} is neither a path here (paths are relative to the current directory, "
             f"{Path.cwd()}) nor the name of a {kind} on a hub: check the path, or write org/name, "
-            "hf://org/name or ms://org/name"
+            "hf://org/name, ms://org/name or aistudio://org/name"
         )
-    if name.hub == "aistudio":
-        raise RuntimeError(
-            f"models of AI Studio are not fetched here: download {name.name} with its own client, "
-            f"as by `aistudio download --model {name.name} --local_dir FOLDER`, and give FOLDER"
-        )
-    client = huggingface if name.hub == "huggingface" else modelscope
+    client = _CLIENTS[name.hub]
     allowed, never = FILES[name.kind]
     if any(map(_is_on, _OFFLINE[name.hub])):
         return client.fetched(name, patterns or allowed, never, is_offline=True)

@@ -3,6 +3,7 @@
     Qwen/Qwen3-VL-2B-Instruct         on the hub that PADDLE_VL_HUB names (default huggingface)
     Qwen/Qwen3-VL-2B-Instruct@v1.0    a branch, tag or commit
     hf://org/name   ms://org/name     on Hugging Face, on ModelScope; also hf::org/name
+    aistudio://org/name               on AI Studio
     hf://datasets/org/name            a data set
 
 An existing path is never a name, and neither is a text like `./model`, or `runs/model` beside a

@@ -13,14 +13,17 @@ Shapes: N elements of a bucket, with the gaps between its tensors.
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import paddle
 from paddle import Tensor
 from paddle.base.framework import EagerParamBase
 
-from paddle_vl.nn.adamw import POWERS, STATES, AdamW, gradient_of
+from paddle_vl.nn.operations import gradient_of
 
+# Paddle's names of a parameter's optimizer state: the moments, and the powers of beta so far.
+STATES = ("moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc")
+POWERS = STATES[2:]
 # Elements of a bucket, unless one tensor has more. Masking an update copies both moments of a
 # segment: 1 GiB at most.
 BUCKET_ELEMENTS = 1 << 27
@@ -28,6 +31,18 @@ BUCKET_ELEMENTS = 1 << 27
 MAX_PIECES = 64
 # Tensors begin at multiples of this many elements, 256 bytes or more, as products like it.
 ALIGNMENT = 128
+
+
+class Updates(Protocol):
+    """An optimizer whose state a bucket may hold."""
+
+    def update(self, values: Tensor, grad: Tensor) -> None:
+        """Update a tensor that is none of the optimizer's parameters, as part of a flat bucket.
+
+        Args:
+            values: float32, with `name` and `optimize_attr` as of a parameter, and `states`, its
+                state tensors by name.
+        """
 
 
 @dataclass
@@ -127,7 +142,7 @@ class FlatBucket:
         self.values.main_grad = None
         self._has_gradient = [False] * len(self.tensors)
 
-    def update(self, adamw: AdamW) -> None:
+    def update(self, adamw: Updates) -> None:
         """Update the tensors with a gradient."""
         grad_N = gradient_of(self.values)
         if grad_N is None:

@@ -3,7 +3,8 @@ the cross entropy of tokens, of given logits or of a head's predictions in chunk
 
 Losses are sums and counts; the mean over a step is computed once, from the counts of all ranks.
 
-Shapes: B batch, L padded length, T = B * L token rows, R of them with a target, V vocabulary.
+Shapes: B batch, L padded length, T = B * L token rows, R of them with a target, V vocabulary, S
+sources of a training mix.
 Over 350 lines: what a training step knows of losses is here.
 """
 
@@ -60,7 +61,8 @@ class Loss(ABC):
             num_batches: micro-batches of all ranks.
 
         Returns:
-            The scalar to differentiate, and each term `[n]`, detached.
+            The scalar to differentiate, and each term `[n]`, detached; of a batch with sources
+            `[n + S]`, followed by the sums of each source, not divided.
         """
 
     @abstractmethod
@@ -82,9 +84,9 @@ def weighted_loss(terms: Sequence[float], loss: Loss) -> float:
     return sum(weight * term for weight, term in zip(weights, terms, strict=True) if weight)
 
 
-def zero_terms(loss: Loss) -> Tensor:
-    """A zero for each term, `[n]` float32."""
-    return paddle.zeros([len(loss.terms)])
+def zero_terms(loss: Loss, num_sources: int = 0) -> Tensor:
+    """A zero for each term, and for each source of a training mix: `[n + S]` float32."""
+    return paddle.zeros([len(loss.terms) + num_sources])
 
 
 def target_rows(targets_T: np.ndarray) -> np.ndarray:
@@ -179,8 +181,53 @@ def num_targets(targets_T: Tensor) -> Tensor:
     return (targets_T != IGNORE_INDEX).astype("float32").sum()
 
 
+class SourceSums:
+    """Cross entropies summed by source, without factors and gradients.
+
+    Args:
+        num_sources: S.
+
+    Attributes:
+        total: `[S]` float32, of all rows so far.
+    """
+
+    def __init__(self, num_sources: int):
+        self.total = paddle.zeros([num_sources])
+
+    @paddle.no_grad()
+    def add(self, losses: Tensor, sources_T: Tensor) -> None:
+        """Add rows; always in the same order, which a scatter on a GPU would not.
+
+        Args:
+            losses: `[T]` or `[T, 1]` float32; 0 of rows without a target.
+            sources_T: int64 numbers of their sources.
+        """
+        losses_T1 = losses.detach().reshape([-1, 1])
+        is_of_TS = sources_T.unsqueeze(1) == paddle.arange(self.total.shape[0])
+        self.total += paddle.where(is_of_TS, losses_T1, paddle.zeros_like(losses_T1)).sum(axis=0)
+
+
+class TargetSources(NamedTuple):
+    """Sources of target rows.
+
+    Attributes:
+        numbers: `[R]` int64.
+        sums: what the losses of the rows are added to when they are computed.
+    """
+
+    numbers: Tensor
+    sums: SourceSums
+
+    def add(self, losses: Tensor) -> None:
+        """Add the losses of all rows."""
+        self.sums.add(losses, self.numbers)
+
+
 def summed_cross_entropy(
-    logits_TV: Tensor, targets_T: Tensor, weights_T: Tensor | None = None
+    logits_TV: Tensor,
+    targets_T: Tensor,
+    weights_T: Tensor | None = None,
+    sources: TargetSources | None = None,
 ) -> Tensor:
     """Cross entropy summed over the rows whose target is not `IGNORE_INDEX`: a float32 scalar.
 
@@ -190,12 +237,17 @@ def summed_cross_entropy(
 
     Args:
         weights_T: float32 factors of the rows in the sum; None for 1.
+        sources: of the rows, to sum their losses by; None for no such sums.
     """
-    reduction = "sum" if weights_T is None else "none"
-    total = F.cross_entropy(
+    reduction = "sum" if weights_T is None and sources is None else "none"
+    losses = F.cross_entropy(
         logits_TV.astype("float32"), targets_T, ignore_index=IGNORE_INDEX, reduction=reduction
     )
-    return total if weights_T is None else (total.reshape([-1]) * weights_T).sum()
+    if sources is not None:
+        sources.add(losses)
+    if weights_T is not None:
+        losses = losses.reshape([-1]) * weights_T
+    return losses if reduction == "sum" else losses.sum()
 
 
 # Logits that exist at once in `summed_in_chunks`: rows of a chunk times this rank's vocabulary.
@@ -209,11 +261,23 @@ class TargetRows(NamedTuple):
         rows: `[R]` int64 row numbers, at least one.
         targets: `[R]` int64; `IGNORE_INDEX` counts as none.
         weights: `[R]` float32 factors of the rows in the loss; None for 1.
+        sources: of the rows; None for no sums by source.
     """
 
     rows: Tensor
     targets: Tensor
     weights: Tensor | None = None
+    sources: TargetSources | None = None
+
+    def part(self, begin: int, end: int) -> "TargetRows":
+        """Some rows; their losses are added to the same sums by source."""
+        weights, sources = self.weights, self.sources
+        return TargetRows(
+            slice_axis(self.rows, begin, end),
+            slice_axis(self.targets, begin, end),
+            None if weights is None else slice_axis(weights, begin, end),
+            sources and sources._replace(numbers=slice_axis(sources.numbers, begin, end)),
+        )
 
 
 # The logits `[R, V]` of rows and parameters.
@@ -226,7 +290,7 @@ def summed_in_chunks(
     parameters: Sequence[Tensor],
     targets: TargetRows,
     vocab_size: int,
-    cross_entropy: Callable[[Tensor, Tensor, Tensor | None], Tensor] = summed_cross_entropy,
+    cross_entropy: Callable[..., Tensor] = summed_cross_entropy,
 ) -> Tensor:
     """Summed cross entropy of a head's predictions; logits exist for one chunk of rows at a time.
 
@@ -243,7 +307,7 @@ def summed_in_chunks(
         parameters: of the head; their gradients are summed over the chunks.
         targets: their rows are all different.
         vocab_size: V of the logits on this rank.
-        cross_entropy: of logits, targets and weights, summed; may be collective.
+        cross_entropy: of logits, targets, weights and sources, summed; may be collective.
 
     Returns:
         A float32 scalar.
@@ -274,12 +338,7 @@ class _ChunkedSum:
         """The targets of every chunk; all have the same size, but for one row."""
         for number in range(self.num_chunks):
             begin, end = (n * self.num_rows // self.num_chunks for n in (number, number + 1))
-            rows, targets, weights = self.targets
-            yield TargetRows(
-                slice_axis(rows, begin, end),
-                slice_axis(targets, begin, end),
-                None if weights is None else slice_axis(weights, begin, end),
-            )
+            yield self.targets.part(begin, end)
 
     def loss(self, chunk: TargetRows) -> Tensor:
         """The sum over the rows of a chunk."""
@@ -287,7 +346,7 @@ class _ChunkedSum:
         return self._loss(chunk, rows, self.parameters)
 
     def _loss(self, chunk: TargetRows, rows, parameters) -> Tensor:
-        return self.cross_entropy(self.predict(rows, parameters), chunk.targets, chunk.weights)
+        return self.cross_entropy(self.predict(rows, parameters), *chunk[1:])
 
     def with_gradients(self) -> Tensor:
         """The sum over all rows; keeps its gradients in place of the arguments."""

@@ -432,17 +432,6 @@ def true_positions(mask_N: Tensor, count: int | None = None) -> Tensor:
     return paddle.scatter(positions, places_N, paddle.arange(mask_N.shape[0]))[:count]
 
 
-def zero_or_nan(counts: Sequence[tuple[Tensor, int]]) -> Tensor:
-    """-0.0 if every mask has its number of True entries, else NaN: 0-D, without a host read.
-
-    Added to a tensor it changes no bit, or makes it NaN.
-    """
-    value = paddle.full([], -0.0)
-    for mask, count in counts:
-        value = paddle.where(mask.astype("int64").sum() == count, value, float("nan"))
-    return value
-
-
 class RowDropout(nn.Layer):
     """In training, zeroes entries with probability `p` and scales the others by `1 / (1 - p)`.
 
@@ -471,3 +460,18 @@ def device_tensor(array: Any) -> Any:
 def host_array(array: Any) -> Any:
     """A tensor as a NumPy array, which waits for the device; arrays and None stay."""
     return array.numpy() if isinstance(array, Tensor) else array
+
+
+def gradient_of(tensor: Tensor) -> Tensor | None:
+    """The gradient for the optimizer: fleet's float32 `main_grad` if set, else `grad`."""
+    main = getattr(tensor, "main_grad", None)
+    return tensor.grad if main is None else main
+
+
+def fill_gradient(tensor: Tensor) -> None:
+    """Give a tensor without a gradient one of zeros; also each tensor of a flat bucket."""
+    bucket = getattr(tensor, "bucket", None)
+    if bucket is not None:
+        bucket.fill()
+    elif gradient_of(tensor) is None:
+        tensor.grad = paddle.zeros_like(tensor)

@@ -31,6 +31,7 @@ from paddle_vl.nn.lora import LowRankSettings
 from paddle_vl.nn.objective import (
     Predict,
     TargetRows,
+    TargetSources,
     summed_cross_entropy,
     summed_in_chunks,
 )
@@ -214,10 +215,14 @@ class RegionOps:
         return encode(None)
 
     def summed_cross_entropy(
-        self, logits_TV: Tensor, targets_T: Tensor, weights_T: Tensor | None = None
+        self,
+        logits_TV: Tensor,
+        targets_T: Tensor,
+        weights_T: Tensor | None = None,
+        sources: TargetSources | None = None,
     ) -> Tensor:
         """See `paddle_vl.nn.objective.summed_cross_entropy`; the logits may be sharded."""
-        return summed_cross_entropy(logits_TV, targets_T, weights_T)
+        return summed_cross_entropy(logits_TV, targets_T, weights_T, sources)
 
     def head_loss(self, head: AdaptableLinear, x_TD: Tensor, targets: TargetRows) -> Tensor:
         """Summed cross entropy of a `vocab_head`'s predictions for the rows with a target.

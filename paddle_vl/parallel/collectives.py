@@ -24,8 +24,7 @@ from paddle.distributed.fleet.utils.hybrid_parallel_util import (
     fused_allreduce_gradients_with_group,
 )
 
-from paddle_vl.nn.adamw import fill_gradient
-from paddle_vl.nn.operations import rows_in_order
+from paddle_vl.nn.operations import fill_gradient, rows_in_order
 from paddle_vl.nn.parameter_table import ParamSpec
 
 # Elements per collective: large enough to hide latency, small beside a model.

@@ -24,7 +24,7 @@ from paddle.distributed.fleet.utils.sequence_parallel_utils import (
 )
 
 from paddle_vl.batch.visual_index import RowPart
-from paddle_vl.nn.objective import IGNORE_INDEX
+from paddle_vl.nn.objective import IGNORE_INDEX, TargetSources
 from paddle_vl.nn.operations import rows_in_order, slice_axis
 from paddle_vl.nn.placement import Encoder, ItemEncoder, RegionOps
 from paddle_vl.parallel.collectives import (
@@ -133,9 +133,15 @@ class FleetRegionOps(RegionOps):
         return self._spread(encode, costs_I, rows_I, tower, width, ranks_use_other_rows=False)
 
     def summed_cross_entropy(
-        self, logits_TV: Tensor, targets_T: Tensor, weights_T: Tensor | None = None
+        self,
+        logits_TV: Tensor,
+        targets_T: Tensor,
+        weights_T: Tensor | None = None,
+        sources: TargetSources | None = None,
     ) -> Tensor:
         loss_T1 = self.cross_entropy(logits_TV.astype("float32"), targets_T.unsqueeze(1))
+        if sources is not None:
+            sources.add(loss_T1)
         if weights_T is not None:
             loss_T1 = loss_T1 * weights_T.unsqueeze(1)
         return loss_T1.sum()

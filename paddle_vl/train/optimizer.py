@@ -1,41 +1,113 @@
-"""AdamW over named parameters: gradient norm, clipping, and state saved by HF name.
-
-Paddle names optimizer state by counters that differ between runs and ranks, so state is looked up
-by parameter.
+"""AdamW over named parameters: gradient norm, clipping, and updates that can be skipped on the
+device.
 
 On a GPU the updated tensors are parts of flat buckets, so that a step launches few kernels; on a
 CPU, where launches cost little and the gradients' copies into buckets cost something, they are not.
-Fleet's sharding stage 1 has buffers of its own. Over 350 lines, for all of AdamW's state.
+Fleet's sharding stage 1 has buffers of its own. Over 350 lines, for Paddle's AdamW as it is used.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import numpy as np
 import paddle
 from paddle import Tensor
-from paddle.base import framework
+from paddle.base.framework import default_main_program
 
-from paddle_vl.checkpoint.rules import shared_slices
-from paddle_vl.checkpoint.safetensors_io import TensorToWrite
 from paddle_vl.config.schema import TrainConfig
-from paddle_vl.nn.adamw import POWERS, STATES, AdamW, gradient_of
-from paddle_vl.nn.flat_buckets import FlatBucket, grouped
-from paddle_vl.nn.linear import fused_columns, names_by_parameter, whole_slices
+from paddle_vl.nn.flat_buckets import POWERS, STATES, FlatBucket, grouped
+from paddle_vl.nn.linear import names_by_parameter
 from paddle_vl.nn.master_weights import MasterWeights, ParameterStore
+from paddle_vl.nn.operations import gradient_of
 from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec, Saved
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.parallel.sharding import FleetSharding
 from paddle_vl.train.freeze import NamedParameters
-
-_MASTER = "master_weight"
-# id() of a parameter and the name of one of its scalar states.
-_PowerKey = tuple[int, str]
+from paddle_vl.train.optimizer_state import OptimizerState
 
 
-class Optimizer:
+class AdamW(paddle.optimizer.AdamW):
+    """AdamW whose step updates float32 master weights in place of half-precision parameters.
+
+    Paddle's own `multi_precision` is not used: its bfloat16 kernel exists on GPUs only. The class
+    must be called AdamW, since Paddle fuses optimizer state by class name.
+
+    Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
+    """
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self._masks = False
+        self._is_good, self._factor = paddle.ones([1], dtype="bool"), paddle.ones([])
+
+    def use_masters(self, masters: Mapping[str, Tensor]) -> None:
+        """Update these float32 copies (by parameter name) and round them into the parameters."""
+        self._master_weights.update(masters)
+
+    def mask(self, learning_rate: float, factor: Tensor, is_good: Tensor) -> None:
+        """Make the next step scale gradients by `factor`, or change nothing, bit for bit.
+
+        The host does not read the flag.
+
+        Args:
+            factor: float32 scalar, on the device.
+            is_good: bool scalar, on the device; False leaves weights and state unchanged.
+        """
+        self._masks, self._is_good, self._factor = True, is_good.reshape([1]), factor
+        self.set_lr(learning_rate)
+        self._create_global_learning_rate()
+        rate: Any = self._global_learning_rate()
+        paddle.assign(rate * self._is_good.astype(rate.dtype).reshape(rate.shape), rate)
+
+    def unmask(self, learning_rate: float) -> None:
+        """Make the next step update unconditionally, with unscaled gradients."""
+        self._masks = False
+        self.set_lr(learning_rate)
+
+    @paddle.no_grad()
+    def update(self, values: Tensor, grad: Tensor) -> None:
+        """See `paddle_vl.nn.flat_buckets.Updates`."""
+        self._create_global_learning_rate()
+        self._append_optimize_op(default_main_program().global_block(), (values, grad))
+
+    def _get_accumulator_master(self, name, param):
+        states = getattr(param, "states", None)
+        return super()._get_accumulator_master(name, param) if states is None else states[name]
+
+    def _create_accumulators(self, block, parameters):
+        masters = self._master_weights
+        super()._create_accumulators(block, [masters.get(p.name, p) for p in parameters])
+
+    def _append_optimize_op(self, block, param_and_grad):
+        parameter, grad = param_and_grad
+        updated = self._master_weights.get(parameter.name, parameter)
+        if self._masks:
+            self._update_masked(block, updated, grad)
+        else:
+            super()._append_optimize_op(block, (updated, grad))
+        if updated is not parameter:
+            paddle.assign(updated.astype(parameter.dtype), parameter)
+
+    def _update_masked(self, block, updated: Tensor, grad: Tensor) -> None:
+        """Update, then undo the update where `is_good` is False.
+
+        Paddle's AdamW kernel takes no flag on the device. A learning rate of zero leaves the
+        parameter unchanged if the gradient is finite; moments and powers of beta are restored from
+        copies, which exist for one tensor at a time. The gradient is overwritten.
+        """
+        states = [self._get_accumulator_master(state, updated) for state in STATES]
+        before = [state.clone() for state in states]
+        is_good = self._is_good.expand(grad.shape)
+        grad = grad.multiply_(self._factor)
+        # Some finite values, as any will do.
+        paddle.where_(is_good, grad, before[0].reshape(grad.shape))
+        super()._append_optimize_op(block, (updated, grad))
+        for state, old in zip(states, before, strict=True):
+            flag = is_good if state.shape == grad.shape else self._is_good
+            paddle.where_(flag, state, old)
+
+
+class Optimizer(OptimizerState):
     """AdamW with global-norm clipping.
 
     Attributes:
@@ -122,7 +194,7 @@ class Optimizer:
             self.use_buckets()
             return
         # Paddle makes state at the first step; a checkpoint is loaded before that.
-        block = framework.default_main_program().global_block()
+        block = default_main_program().global_block()
         self._adamw._create_accumulators(block, self.tensors)
         if self.masks_updates:
             self._keep_powers_on_device()
@@ -255,56 +327,6 @@ class Optimizer:
         for bucket in self._buckets:
             bucket.clear()
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """The live state tensors by `HF name/state`; a fused parameter's under each of its names.
-
-        Moments have the shape of the updated tensor.
-        """
-        return {
-            f"{name}/{state}": tensor
-            for names, state, _, tensor in self._states()
-            if tensor is not None
-            for name in names
-        }
-
-    def state_to_write(self) -> list[TensorToWrite]:
-        """All state, unsharded; producing the arrays is collective where they are sharded."""
-        states = [state for state in self._states() if self._table[state[2]].joins_saving]
-        powers = {(id(p), state): t for _, state, p, t in states if not _has_layout(state)}
-        power: Callable[[_PowerKey], Tensor | None] = powers.__getitem__
-        if self._fleet is not None:
-            power = self._fleet.numbers_of_all(powers)
-
-        def full_state(parameter: Tensor, state: Tensor) -> np.ndarray:
-            """The unsharded value of a state; collective if sharded."""
-            value = self.store.gathered_value(parameter, state)
-            return self._table.full_value(parameter, value, copy=False)
-
-        def number(key: _PowerKey) -> np.ndarray:
-            found = power(key)
-            assert found is not None, "the all-reduce gives every rank all of them"
-            return found.numpy()
-
-        tensors = []
-        for names, state, parameter, tensor in states:
-            is_joined = self._table[parameter].saved is Saved.JOINED
-            if _has_layout(state):
-                shapes = self._shapes(parameter, names)
-                # None where other ranks have all of the parameter.
-                own = paddle.zeros([0]) if tensor is None else tensor
-                full = partial(full_state, parameter, own)
-                produce = [full]
-                if len(names) > 1:
-                    produce = shared_slices(full, whole_slices(parameter))
-            else:
-                shapes = [(1,)] * len(names)
-                produce = [partial(number, (id(parameter), state))] * len(names)
-            tensors += [
-                TensorToWrite(f"{name}/{state}", shape, "F32", make, is_joined=is_joined)
-                for name, shape, make in zip(names, shapes, produce, strict=True)
-            ]
-        return tensors
-
     def _keep_powers_on_device(self) -> None:
         """Move the powers of beta from the host to the device, where updates are masked."""
         for state in ("beta1_pow_acc", "beta2_pow_acc"):
@@ -312,99 +334,9 @@ class Optimizer:
             for name, value in powers.items():
                 powers[name] = value.to(paddle.get_device())
 
-    def _states(self) -> Iterator[tuple[list[str], str, Tensor, Tensor | None]]:
-        """HF names of a parameter, name of a state, the parameter, and the live state tensor.
-
-        The tensor is None if other ranks have all of it.
-        """
-        for parameter, names in self._named:
-            updated = self.store.shard_of(parameter)
-            for state in STATES:
-                tensor = None
-                if updated is not None and id(updated) in self._place:
-                    bucket, number = self._place[id(updated)]
-                    tensor = bucket.state(number, state)
-                elif updated is not None:
-                    tensor = self._adamw._get_accumulator_master(state, updated)
-                yield names, state, parameter, tensor
-            if parameter.dtype != paddle.float32:
-                yield names, _MASTER, parameter, updated
-
-    def _shapes(self, parameter: Tensor, names: list[str]) -> list[tuple[int, ...]]:
-        """Full shapes under each of the parameter's names."""
-        full = self._table.full_shape(parameter)
-        if len(names) == 1:
-            return [full]
-        return [(full[0], columns.width) for columns in fused_columns(parameter)]
-
-    def load_state(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Set all state, bit for bit; arrays are read one at a time.
-
-        Raises:
-            ValueError: every missing and unexpected entry, or every misshapen one.
-        """
-        names = {f"{name}/{state}" for names, state, _, _ in self._states() for name in names}
-        own_names = {name for name, _ in self.parameters}
-        elsewhere = {
-            name for name in arrays if name.rpartition("/")[0] in self.trained_names - own_names
-        }
-        problems = [f"missing {name}" for name in sorted(names - arrays.keys())]
-        problems += [f"unexpected {name}" for name in sorted(arrays.keys() - names - elsewhere)]
-        if not problems:
-            for names_of_one, state, parameter, tensor in self._states():
-                problems += self._load(names_of_one, state, parameter, tensor, arrays)
-        if problems:
-            raise ValueError(
-                "the saved optimizer state belongs to other trained parameters: "
-                + "; ".join(problems)
-            )
-        powers = {
-            id(self.store.shard_of(parameter)): {
-                power: float(arrays[f"{names[0]}/{power}"][0]) for power in POWERS
-            }
-            for parameter, names in self._named
-        }
-        for bucket in self._buckets:
-            bucket.set_powers([powers[id(tensor)] for tensor in bucket.tensors])
-
-    def _load(
-        self,
-        names: list[str],
-        state: str,
-        parameter: Tensor,
-        tensor: Tensor | None,
-        arrays: Mapping[str, np.ndarray],
-    ) -> list[str]:
-        """Set one state from the arrays of all of the parameter's names; returns problems."""
-        found = {f"{name}/{state}": arrays[f"{name}/{state}"] for name in names}
-        shapes = self._shapes(parameter, names) if _has_layout(state) else [(1,)] * len(names)
-        problems = [
-            f"{name} is {list(array.shape)}, not {list(shape)}"
-            for (name, array), shape in zip(found.items(), shapes, strict=True)
-            if array.shape != shape
-        ]
-        slices = [*found.values()]
-        if not _has_layout(state) and len({array.tobytes() for array in slices}) > 1:
-            problems.append(f"{', '.join(found)} differ, of linears that are trained as one")
-        if problems or tensor is None:
-            return problems
-        array = slices[0]
-        if _has_layout(state):
-            full = array if len(slices) == 1 else np.concatenate(slices, axis=1)
-            array = self.store.own_shard(parameter, self._table.own_shard(parameter, full))
-        # Tensors of a bucket share their powers.
-        if _has_layout(state) or not self._buckets:
-            tensor.set_value(array)
-        return []
-
     def _gradients(self) -> list[Tensor]:
         grads = map(gradient_of, self.tensors)
         return [grad for grad in grads if grad is not None]
-
-
-def _has_layout(state: str) -> bool:
-    """Whether a state has the parameter's shape; the powers of beta are single numbers."""
-    return not state.endswith("_pow_acc")
 
 
 def _of_all(names: list[str], value_of: Callable[[str], Any], what: str) -> Any:

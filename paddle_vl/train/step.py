@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import paddle
 from paddle import Tensor
 
-from paddle_vl.batch.schema import SOURCE_COUNTS, Batch
+from paddle_vl.batch.schema import SOURCE_COUNTS, SOURCE_TARGETS, Batch
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.objective import BatchAdapter, Loss, zero_terms
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
@@ -37,6 +37,7 @@ class MicroBatch:
         flops: operations of its forward and backward pass; 0 where they are not counted.
         source_tokens, source_documents: tokens, and documents that begin, of each source of a mix;
             empty without one.
+        source_targets: target tokens of each source of a batch with `label_sources`; else empty.
     """
 
     batch: Batch
@@ -49,15 +50,17 @@ class MicroBatch:
     flops: int = 0
     source_tokens: tuple[int, ...] = ()
     source_documents: tuple[int, ...] = ()
+    source_targets: tuple[int, ...] = ()
 
 
 def counted(
     batch: Batch, adapter: BatchAdapter, count_flops: Callable[[Batch], int] | None = None
 ) -> MicroBatch:
     """A batch from a collator, with its counts."""
-    sources = [tuple(batch[name].tolist()) for name in SOURCE_COUNTS if name in batch]
+    names = (*SOURCE_COUNTS, SOURCE_TARGETS)
+    sources = {name: tuple(batch[name].tolist()) for name in names if name in batch}
     if sources:
-        batch = {name: value for name, value in batch.items() if name not in SOURCE_COUNTS}
+        batch = {name: value for name, value in batch.items() if name not in sources}
     return MicroBatch(
         batch,
         tuple(adapter.counts(batch)),
@@ -67,7 +70,7 @@ def counted(
         adapter.num_packed_places(batch),
         tuple(adapter.lengths(batch)),
         0 if count_flops is None else count_flops(batch),
-        *sources,
+        **sources,
     )
 
 
@@ -82,6 +85,7 @@ class StepTotals:
         num_packed_places: token capacity of packed rows, padding included; 0 without packing.
         source_tokens, source_documents: tokens, and documents that begin, of each source of a mix;
             empty without one.
+        source_targets: target tokens of each source; empty where no loss of sources is computed.
         needed: `needed[i][j]` data-parallel ranks need optional branch j in micro-batch i.
         signal: a stop signal that any rank received; the step must not begin then.
     """
@@ -94,12 +98,13 @@ class StepTotals:
     signal: int | None = None
     source_tokens: tuple[int, ...] = ()
     source_documents: tuple[int, ...] = ()
+    source_targets: tuple[int, ...] = ()
 
     @property
     def num_agreed(self) -> int:
         """Number of values that ranks exchange before a step, the same for all steps of a run."""
-        num_sources = len(self.source_tokens) + len(self.source_documents)
-        return len(self.counts) + _NUM_REST + num_sources + sum(map(len, self.needed))
+        of_sources = (self.source_tokens, self.source_documents, self.source_targets)
+        return len(self.counts) + _NUM_REST + sum(map(len, (*of_sources, *self.needed)))
 
 
 @dataclass(frozen=True)
@@ -112,12 +117,15 @@ class StepOutcome:
         grad_norm: float32 scalar, global gradient norm before clipping.
         is_good: bool scalar; False if a loss or the norm is not finite and the update is skipped.
         totals: counts of the step.
+        source_sums: `[S]` float32, cross entropy summed over the target tokens of each source,
+            without loss weights; None where `totals` have no targets of sources.
     """
 
     terms: Tensor
     grad_norm: Tensor
     is_good: Tensor
     totals: StepTotals
+    source_sums: Tensor | None = None
 
     def means(self, loss: Loss) -> dict[str, float]:
         """The terms by name, read from the device."""
@@ -143,15 +151,17 @@ class Runner(Protocol):
         batches: Sequence[Batch],
         totals: Sequence[int],
         store: ParameterStore | None = None,
+        num_sources: int = 0,
     ) -> Tensor:
         """Add up the gradients of the loss over all batches.
 
         Args:
             totals: divisor of each loss term.
             store: of the model's parameters; None leaves gradients where autograd put them.
+            num_sources: S, of batches with sources; the same on every rank.
 
         Returns:
-            `[n]` float32, this rank's share of each term.
+            `[n + S]` float32, this rank's share of each term, and of the sum of each source.
         """
         ...
 
@@ -179,8 +189,9 @@ class ModelRunner:
         batches: Sequence[Batch],
         totals: Sequence[int],
         store: ParameterStore | None = None,
+        num_sources: int = 0,
     ) -> Tensor:
-        terms = zero_terms(self.loss)
+        terms = zero_terms(self.loss, num_sources)
         num_batches = len(batches) * self.ranks.data_size
         for batch in batches:
             with phase(Phase.FORWARD):
@@ -220,11 +231,12 @@ def agree_on_step(
     own = [
         (
             *(*batch.counts, batch.num_samples, batch.num_tokens, batch.num_packed_places),
-            *(*batch.source_tokens, *batch.source_documents),
+            *(*batch.source_tokens, *batch.source_documents, *batch.source_targets),
         )
         for batch in micro_batches
     ]
-    num_sources = len(micro_batches[0].source_tokens)
+    first = micro_batches[0]
+    of_sources = (first.source_tokens, first.source_documents, first.source_targets)
     sums = [sum(column) for column in zip(*own, strict=True)]
     branches = [batch.optional_branches for batch in micro_batches]
     with phase(Phase.AGREEMENT):
@@ -240,9 +252,9 @@ def agree_on_step(
     if signal is None:
         loss.check_counts(counts, len(micro_batches))
     num_samples, num_tokens, num_places = taken(_NUM_REST)
-    of_sources = taken(num_sources), taken(num_sources)
+    source_counts = [taken(len(of_each)) for of_each in of_sources]
     needed = tuple(taken(len(of)) for of in branches)
-    return StepTotals(counts, num_samples, num_tokens, num_places, needed, signal, *of_sources)
+    return StepTotals(counts, num_samples, num_tokens, num_places, needed, signal, *source_counts)
 
 
 def leave_step(num_agreed: int, ranks: SingleRank, signal: int | None) -> int | None:
@@ -286,30 +298,38 @@ def train_step(
         for micro_batch, needed in zip(micro_batches, totals.needed, strict=True)
     ]
     store.begin_step(len(batches))
-    terms = runner.accumulate_gradients(batches, totals.counts, store)
+    num_sources = len(totals.source_targets)
+    terms = runner.accumulate_gradients(batches, totals.counts, store, num_sources)
     with phase(Phase.GRADIENT_SUM):
         store.end_backward()
         optimizer.collect_gradients()
         if ranks.world_size > 1:
             ranks.sum_gradients(optimizer.tensors_with_specs)
     with phase(Phase.CLIP):
-        terms, norm = _summed(terms, optimizer, ranks)
+        terms, norm, source_sums = _summed(terms, optimizer, ranks, len(totals.counts))
         is_good = paddle.isfinite(terms).all() & paddle.isfinite(norm)
     with phase(Phase.OPTIMIZER):
         optimizer.update(learning_rate, norm, is_good)
     with phase(Phase.CLEARING):
         optimizer.clear_gradients()
-    return StepOutcome(terms, norm, is_good, totals)
+    return StepOutcome(terms, norm, is_good, totals, source_sums)
 
 
 @paddle.no_grad()
 def _summed(
-    terms: Tensor, optimizer: Optimizer | ColocatedOptimizer, ranks: SingleRank
-) -> tuple[Tensor, Tensor]:
-    """The step's terms and gradient norm, in one all-reduce."""
+    terms: Tensor, optimizer: Optimizer | ColocatedOptimizer, ranks: SingleRank, num_terms: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The step's terms, gradient norm and sums of sources, in one all-reduce.
+
+    Args:
+        terms: this rank's share of terms and sums, see `Runner.accumulate_gradients`.
+    """
     own = terms if ranks.counts_losses else paddle.zeros_like(terms)
-    squares = optimizer.squared_norm(ranks)
-    totals = paddle.concat([own, squares.reshape([1])])
+    squares = optimizer.squared_norm(ranks).reshape([1])
+    has_sources = own.shape[0] > num_terms
+    parts = [own[:num_terms], squares, own[num_terms:]] if has_sources else [own, squares]
+    totals = paddle.concat(parts)
     if ranks.world_size > 1:
         totals = ranks.sum_over_all(totals)
-    return totals[:-1], totals[-1].sqrt()
+    source_sums = totals[num_terms + 1 :] if has_sources else None
+    return totals[:num_terms], totals[num_terms].sqrt(), source_sums

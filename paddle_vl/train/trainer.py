@@ -92,7 +92,7 @@ class Trainer:
         self.reporter = Reporter(config.logging, self.output_dir, ranks)
         self.writer = CheckpointWriter(self.output_dir, config.train, ranks)
         self.trace = StepTrace(config.train.profile, self.output_dir, ranks.rank)
-        self.meter = StepMeter(runner.loss, peak_flops)
+        self.meter = StepMeter(runner.loss, peak_flops, getattr(data, "target_sources", ()))
         self.feed = BatchFeed(
             data,
             runner.adapter,

@@ -1,8 +1,9 @@
 """Training on a mix of sources on several ranks.
 
 Guarantees, under data parallelism with every layer sharded, in a pipeline and under model
-parallelism: loss, gradient norm and every parameter equal the run on one device with the same rows,
-with loss weights of the sources; a run continues what another topology saved, document by document.
+parallelism: loss, the loss of each source, gradient norm and every parameter equal the run on one
+device with the same rows, with loss weights of the sources; a run continues what another topology
+saved, document by document.
 """
 
 from pathlib import Path
@@ -33,6 +34,9 @@ def _few_lanes():
         yield
 
 
+SP = ["parallel.mp_degree=2", "parallel.sequence_parallel=true", "data.pad_to_multiple_of=2"]
+
+
 def worker(run_file: str, one_device: str, output_dir: str, overrides: list[str]) -> None:
     """A run, and one that continues what one device saved."""
     with pytest.MonkeyPatch.context() as patch:
@@ -45,8 +49,12 @@ class TestMix(EqualsOneDevice):
     topologies: ClassVar = {
         "sharding2 stage 3": (2, [*SHARDING, STAGE_3]),
         "pp2": (2, PP),
+        "mp2": (2, ["parallel.mp_degree=2"]),
     }
-    heavy: ClassVar = {"mp2": (2, ["parallel.mp_degree=2"])}
+    heavy: ClassVar = {
+        "colocated pp2": (2, [*PP, "parallel.schedule=colocated"]),
+        "mp2 with sequence parallelism": (2, SP),
+    }
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -81,7 +89,10 @@ class TestMix(EqualsOneDevice):
         wanted = lasting_metrics(one_device)
         for found, lines in ((several, wanted), (Path(f"{several}-resumed"), wanted[2:])):
             for one, other in zip(lines, lasting_metrics(found), strict=True):
-                for key in ("step", "loss", "grad_norm", "target_tokens"):
+                of_sources = sorted(key for key in one if key.startswith("loss/"))
+                assert sorted(key for key in other if key.startswith("loss/")) == of_sources
+                assert len(of_sources) >= 2
+                for key in ("step", "loss", "grad_norm", "target_tokens", *of_sources):
                     assert other[key] == pytest.approx(one[key], rel=TOPOLOGY), (one["step"], key)
             assert_close(arrays_of(found / "checkpoint-4"), arrays_of(one_device / "checkpoint-4"))
 

@@ -19,8 +19,8 @@ from paddle_vl.config.family_settings import settings_help
 from paddle_vl.config.peer_names import PEERS, setting_for
 from paddle_vl.config.row_sources import RowSourceConfig, Strategy
 from paddle_vl.data.formats.canonical import CanonicalRow, Message
+from paddle_vl.data.formats.keys import RowSettings
 from paddle_vl.data.formats.reader import FORMATS, to_canonical
-from paddle_vl.data.formats.row_settings import RowSettings
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.vlm.inputs.conversation import RowReader
 from paddle_vl.families.vlm.inputs.tokenizer import IM_END

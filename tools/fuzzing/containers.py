@@ -29,6 +29,8 @@ from paddle_vl.families.vlm.settings import VLDataConfig
 _FORMATS = ("text", "image_text", "interleaved")
 # Small, so that what it bounds does not hide in the memory of the libraries.
 _LINE = 1 << 12
+# A copy is at most 64 MiB or 200 times its file; the index has 8 bytes per line, of 16 bytes here.
+_COPY, _COPY_RATIO, _MOST_KEPT = 64 << 20, 200, 1.6
 _MEBIBYTES = 400
 _USER, _ANSWER = {"role": "user"}, {"role": "assistant", "content": "A cat."}
 _CHAT = [_USER | {"content": "<image>What?"}, _ANSWER]
@@ -52,9 +54,15 @@ def _reader(folder: Path, name: str) -> Callable[[], None]:
         forget_files()
         for file in cache.iterdir():
             file.unlink()
-        samples = Corpus.opened([source], data, processor, seed=0).samples()
-        for number in range(min(len(samples), 20)):
-            samples[number]
+        try:
+            samples = Corpus.opened([source], data, processor, seed=0).samples()
+            for number in range(min(len(samples), 20)):
+                samples[number]
+        finally:
+            kept = sum(file.stat().st_size for file in cache.iterdir())
+            size = (folder / name).stat().st_size
+            if kept > _MOST_KEPT * max(_COPY, _COPY_RATIO * size):
+                raise AssertionError(f"{kept} bytes are kept in the cache folder, of {size}")
 
     return parse
 
@@ -142,6 +150,12 @@ def _written(table: pa.Table, **settings: Any) -> bytes:
     return file.getvalue()
 
 
+def _varint(number: int, length: int) -> bytes:
+    """A number as Thrift writes it, in so many bytes or more."""
+    parts = [(number << 1) >> (7 * place) & 127 for place in range(length)]
+    return bytes([part | 128 for part in parts[:-1]] + parts[-1:])
+
+
 @st.composite
 def _tables_of(draw, rows: st.SearchStrategy[Any], picture: bytes) -> bytes:
     settings: dict[str, Any] = {
@@ -152,11 +166,18 @@ def _tables_of(draw, rows: st.SearchStrategy[Any], picture: bytes) -> bytes:
     }
     count = draw(st.sampled_from([1, 1, 2, 3, 1000, 1 << 16, 1 << 20]))
     if count > 3:
-        # Much in little: nothing, or many lists, for every row.
-        if draw(st.booleans()):
+        # Much in little: one long text, nothing, or many lists, for every row.
+        long = "x" * draw(st.sampled_from([1, 1000, 1 << 20]))
+        way = draw(st.sampled_from(["text", "null", "list", "wide"]))
+        if way == "text":
+            texts = pa.array([0] * count, pa.int32())
+            column = pa.DictionaryArray.from_arrays(texts, pa.array([long]))
+        elif way == "null":
             column = pa.nulls(count, draw(st.sampled_from([pa.null(), pa.string(), pa.int8()])))
-        else:
+        elif way == "list":
             column = pa.array([[None] * count])
+        else:
+            column = pa.array([b"\0" * (1 << 12)] * (count // 64), pa.binary(1 << 12))
         table = pa.table({"messages": column})
         settings |= {"row_group_size": count, "use_dictionary": True}
     else:
@@ -170,13 +191,23 @@ def _tables_of(draw, rows: st.SearchStrategy[Any], picture: bytes) -> bytes:
         content = _written(table, **settings)
     except (pa.ArrowException, ValueError):
         content = _written(pa.table({"messages": [_CHAT], "images": [[picture]]}))
-    if draw(st.booleans()):
+    way = draw(st.sampled_from(["whole", "whole", "lie", "damaged"]))
+    if way == "damaged":
         return draw(damaged_bytes([content], 3))
+    if way == "lie":
+        metadata = parquet.read_metadata(io.BytesIO(content))
+        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+        stated = [value for group in groups for value in (group.total_byte_size, group.num_rows)]
+        for number in stated:
+            length = max(1, -(-(number.bit_length() + 1) // 7))
+            other = draw(st.sampled_from([number, 0, 1, 100, (1 << (7 * length - 1)) - 1]))
+            at = content.rfind(_varint(number, length))
+            content = content[:at] + _varint(other, length) + content[at + length :]
     return content
 
 
 def tables(folder: Path) -> Parser:
-    """Parquet files of conversations, and few bytes for many values."""
+    """Parquet files of conversations: few bytes for many values, footers that lie."""
     picture = write_image(folder / "cat.png").read_bytes()
     image = {"bytes": picture, "path": "cat.png"}
     shown = [{"type": "image", "image": image}, {"type": "text", "text": "What?"}]
@@ -197,7 +228,7 @@ def tables(folder: Path) -> Parser:
 @st.composite
 def _bombs(draw, pack: Callable[[bytes], bytes]) -> bytes:
     line = draw(st.sampled_from([b"x", b"\n", b" ", b"[", as_json({"messages": []}) + b"\n"]))
-    size = draw(st.sampled_from([1 << 10, 1 << 17, 1 << 22]))
+    size = draw(st.sampled_from([1 << 10, 1 << 17, 1 << 22, 68 << 20]))
     return pack(line * (size // len(line)))
 
 
@@ -212,12 +243,12 @@ def _compressed(folder: Path, name: str, pack: Callable[[bytes], bytes]) -> Pars
 
 
 def zst_files(folder: Path) -> Parser:
-    """JSONL in Zstandard files."""
+    """JSONL in Zstandard files, some of which unpack to far more."""
     return _compressed(folder, "rows.jsonl.zst", zstandard.compress)
 
 
 def gz_files(folder: Path) -> Parser:
-    """JSONL in gzip files."""
+    """JSONL in gzip files, some of which unpack to far more."""
     return _compressed(folder, "rows.jsonl.gz", lambda content: gzip.compress(content, 1))
 
 

@@ -15,8 +15,8 @@ from fuzzing.parser import Parser
 from paddle_vl.config.row_sources import STOPPING
 from paddle_vl.data.corpus.cache import Cache
 from paddle_vl.data.corpus.opener import ShardOpener
+from paddle_vl.data.formats.keys import BOX_TOKENS, RowSettings
 from paddle_vl.data.formats.reader import FORMATS, to_canonical
-from paddle_vl.data.formats.row_settings import BOX_TOKENS, RowSettings
 from paddle_vl.data.jsonl import BadSampleError, parse_object, sample_at
 from paddle_vl.data.rows.dataset_info import DatasetInfo
 from paddle_vl.data.rows.mixture import draws_of

@@ -25,8 +25,10 @@ _MOST_OPEN = 64
 # Suffixes of compressed shards.
 SUFFIXES = (".gz", ".zst")
 _BLOCK = 1 << 22
-# Compressed bytes that are unpacked at once.
-_PACKED = 1 << 16
+# Compressed bytes that are unpacked at once: four can stand for 128 KiB.
+_PACKED = 1 << 10
+# A compressed shard may have so many times its size, or 64 MiB; gzip's most is 1032.
+_MOST_RATIO, _ALWAYS_FINE = 200, 1 << 26
 _ATTEMPTS = 5
 # Blocks of a data file that every start reads.
 _SAMPLES, _SAMPLE = 4, 1 << 16
@@ -215,7 +217,7 @@ def _copy(path: Path, target: Path) -> None:
         partial.open("wb") as file,
     ):
         if path.suffix.lower() in SUFFIXES:
-            file.writelines(_unpacked(path, source))
+            file.writelines(_bounded(path, _unpacked(path, source)))
         else:
             shutil.copyfileobj(source, file, _BLOCK)
 
@@ -268,6 +270,21 @@ def _unpacked(path: Path, source: BinaryIO) -> Iterator[bytes]:
             frame = None if frame.eof else frame
     if frame is not None:
         raise EOFError("it is cut off")
+
+
+def _bounded(path: Path, pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """The pieces of a compressed file, refused where they become far more than it."""
+    stored, size = path.stat().st_size, 0
+    most = max(_ALWAYS_FINE, _MOST_RATIO * stored)
+    for piece in pieces:
+        size += len(piece)
+        if size > most:
+            raise RuntimeError(
+                f"data file {path} has more than {most} bytes uncompressed and {stored} as it is: "
+                "that looks like a damaged or hostile file; if it is meant so, uncompress it "
+                "yourself and name the result"
+            )
+        yield piece
 
 
 def _zstandard(path: Path) -> Any:

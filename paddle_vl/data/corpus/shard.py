@@ -21,6 +21,8 @@ from paddle_vl.data.jsonl import BadSampleError, check_length, parse_object
 Row = Mapping[str, Any]
 S = TypeVar("S", bound="Shard")
 Indexed = TypeVar("Indexed", bound="IndexedShard")
+# Bytes of images and other binary entries that a row may have for each byte of text: 64 MiB.
+BINARY_PER_TEXT = 64
 _BLOCK = 1 << 20
 
 
@@ -34,7 +36,8 @@ class Shard(ABC):
         groups: documents of each of its parts that are read at once; one number if any can be.
         content: hash that changes with the documents.
         copies: gives the local, uncompressed copy of the file; None to read `path` itself.
-        max_line_bytes: a document with more text is a bad sample.
+        max_line_bytes: a document with more text, or too large images for it, is a bad sample and
+            is not read.
     """
 
     path: str
@@ -176,14 +179,19 @@ def line_offsets(path: Path) -> Offsets:
     return Offsets(np.array(starts), hashed.intdigest(), rows_are_lines)
 
 
-def check_row_size(text: int, max_line_bytes: int) -> None:
-    """Raise a BadSampleError for a row of a table or an archive with more bytes of text."""
-    if text > max_line_bytes:
-        raise BadSampleError(
-            "line_too_long",
-            f"the document has {text} bytes of text; with data.max_line_bytes at most "
-            f"{max_line_bytes} are read: shorten it, or raise the setting",
-        )
+def check_row_size(text: int, binary: int, max_line_bytes: int) -> None:
+    """Raise a BadSampleError for a row of a table or an archive with too many bytes of text, or of
+    images and other binary entries."""
+    for size, most, kind in (
+        (text, max_line_bytes, "text"),
+        (binary, BINARY_PER_TEXT * max_line_bytes, "images and other binary entries"),
+    ):
+        if size > most:
+            raise BadSampleError(
+                "line_too_long",
+                f"the document has {size} bytes of {kind}; with data.max_line_bytes "
+                f"{max_line_bytes} at most {most} are read: shorten it, or raise the setting",
+            )
 
 
 def needed(row: Row, key: str, kind: str) -> Any:

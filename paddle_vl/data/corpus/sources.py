@@ -14,7 +14,7 @@ from paddle_vl.data.corpus.document import EncodedDocument
 from paddle_vl.data.corpus.opener import ShardOpener, Shards, open_shards
 from paddle_vl.data.corpus.order import DocumentOrder
 from paddle_vl.data.corpus.shard import Row, Shard
-from paddle_vl.data.worker_pool import first_time
+from paddle_vl.data.worker_pool import warn_once
 from paddle_vl.threads import Watch
 
 logger = logging.getLogger(__name__)
@@ -71,8 +71,8 @@ class Source(Shards):
         shard, row = self.shard_of(document)
         with self.at_place(document):
             found = self.encode(shard.read(row), Path(shard.path).parent)
-        if found.note and first_time(shard.path):
-            logger.warning("%s: %s", shard.path, found.note)
+        if found.note:
+            warn_once(logger, shard.path, f"{shard.path}: {found.note}")
         return found
 
     def _fetch_ahead(self, number: int) -> None:

@@ -1,6 +1,10 @@
 """Tables as shards: Parquet files, whose row groups are read at once, so that documents are mixed a
 few row groups at a time, and Arrow IPC streams, whose record batches are mapped.
 
+A few hundred bytes of Parquet can stand for any number of values, so what a row group takes is
+known before it is read; columns with a dictionary are read with it, and written out when their size
+is known.
+
 A table's metadata may name features of Hugging Face's `datasets` (`{"info": {"features": ...}}`
 under `huggingface`). Two of them store something else than they mean: a `Sequence` of a struct is a
 struct of lists in older files, and `Json` is JSON text.
@@ -21,7 +25,8 @@ from typing import Any
 from xxhash import xxh3_64_intdigest
 
 from paddle_vl.data.corpus.cache import Cache, file_state
-from paddle_vl.data.corpus.shard import Row, Shard, check_row_size
+from paddle_vl.data.corpus.parquet_pages import VALUE_BYTES, stated_size, unpacked_bytes
+from paddle_vl.data.corpus.shard import BINARY_PER_TEXT, Row, Shard, check_row_size
 from paddle_vl.data.jsonl import BadSampleError, parse_value
 
 _METADATA = b"huggingface"
@@ -30,8 +35,6 @@ _LISTS = ("Sequence", "List", "LargeList")
 _TAIL = 8
 # A row group may take so many lines of data.max_line_bytes in memory: 1 GiB.
 _GROUP_LINES = 1024
-# Offset, level and validity of a value, at least.
-_VALUE_BYTES = 8
 # Marks the end of an Arrow stream; only a file that is cut off has none.
 _END = b"\xff\xff\xff\xff\0\0\0\0"
 
@@ -63,10 +66,14 @@ class TableShard(Shard):
     def read(self, row: int) -> Row:
         group = bisect_right(self._starts, row) - 1
         found = self.group(group).slice(row - self._starts[group], 1)
+        # Values are counted where these few bytes may be too many.
+        if (size := found.nbytes) > (1 + BINARY_PER_TEXT) * self.max_line_bytes:
+            check_row_size(0, size, self.max_line_bytes)
         # Tables fill keys that a row does not have with null.
         values = _without_nulls(found.to_pylist()[0])
-        if found.nbytes > self.max_line_bytes:
-            check_row_size(_text_bytes(values), self.max_line_bytes)
+        if size > self.max_line_bytes:
+            text = _text_bytes(values)
+            check_row_size(text, size - text, self.max_line_bytes)
         metadata = (found.schema.metadata or {}).get(_METADATA)
         return values if metadata is None else _by_feature(values, _features(metadata))
 
@@ -97,15 +104,10 @@ class ParquetShard(TableShard):
             groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
             if any(group.num_rows < 0 for group in groups):
                 raise ValueError("a row group has fewer than no rows")
-        most = _GROUP_LINES * max_line_bytes
-        for number, group in enumerate(groups, start=1):
-            size = max(group.total_byte_size, group.num_rows * group.num_columns * _VALUE_BYTES)
-            if size > most:
-                raise RuntimeError(
-                    f"data file {path}: row group {number} takes {size} bytes in memory; with "
-                    f"data.max_line_bytes {max_line_bytes} at most {most} are read: write it again "
-                    "with fewer rows in a row group (row_group_size), or raise the setting"
-                )
+        for number, group in enumerate(groups):
+            size = max(group.total_byte_size, group.num_rows * group.num_columns * VALUE_BYTES)
+            if reason := _too_large(number, size, max_line_bytes):
+                raise RuntimeError(f"data file {path}: {reason}")
         counts = tuple(group.num_rows for group in groups)
         return cls(str(path), state, counts, content, copies, max_line_bytes)
 
@@ -168,15 +170,33 @@ class ArrowShard(TableShard):
 # Row groups that a process keeps: those of two neighbouring blocks of the default eight.
 @lru_cache(maxsize=16)
 def _row_group(shard: ParquetShard, number: int) -> Any:
-    local = shard.local
-    with (
-        _reading(shard.path, f"row group {number + 1} cannot be read", _bad) as arrow,
-        arrow.parquet.ParquetFile(local) as file,
-    ):
-        table = file.read_row_group(number)
+    def check_size(size: int) -> None:
+        if reason := _too_large(number, size, shard.max_line_bytes):
+            raise BadSampleError("line_too_long", reason)
+
+    local = Path(shard.local)
+    with _reading(shard.path, f"row group {number + 1} cannot be read", _bad) as arrow:
+        metadata = arrow.parquet.read_metadata(local)
+        size, packed = stated_size(local, metadata, number)
+        check_size(size)
+        with arrow.parquet.ParquetFile(local, metadata=metadata, read_dictionary=packed) as file:
+            table = file.read_row_group(number)
         if table.num_rows != shard.groups[number]:
             raise ValueError(f"it has {table.num_rows} rows and states {shard.groups[number]}")
-        return table
+        check_size(sum(map(unpacked_bytes, table.columns)))
+        return table.cast(metadata.schema.to_arrow_schema())
+
+
+def _too_large(group: int, size: int, max_line_bytes: int) -> str | None:
+    """What is wrong with the size of a row group; None if nothing is."""
+    most = _GROUP_LINES * max_line_bytes
+    if size <= most:
+        return None
+    return (
+        f"row group {group + 1} takes {size} bytes in memory; with data.max_line_bytes "
+        f"{max_line_bytes} at most {most} are read: write it again with fewer rows in a row group "
+        "(row_group_size), or raise the setting"
+    )
 
 
 # They are mapped, so that they take no memory.
@@ -223,6 +243,8 @@ def _reading(path: str | Path, refusal: str, error_of: Callable[[str], Exception
         ) from error
     try:
         yield pyarrow
+    except BadSampleError:
+        raise
     except (OSError, EOFError, ValueError, pyarrow.ArrowException) as error:
         raise error_of(f"{refusal} ({error}): fetch or save it again") from error
 

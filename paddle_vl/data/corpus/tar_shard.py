@@ -25,7 +25,7 @@ from xxhash import xxh3_64
 from paddle_vl.data.corpus.cache import Cache
 from paddle_vl.data.corpus.energon import Fields, fields_of
 from paddle_vl.data.corpus.offset_index import Offsets
-from paddle_vl.data.corpus.shard import IndexedShard, Row, check_row_size
+from paddle_vl.data.corpus.shard import BINARY_PER_TEXT, IndexedShard, Row, check_row_size
 from paddle_vl.data.jsonl import BadSampleError, parse_object
 
 _IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm")
@@ -97,13 +97,19 @@ class TarShard(IndexedShard):
         return f"{self.path}:{_key_of(name)[0]}"
 
     def _members(self, row: int) -> dict[str, bytes]:
-        block = io.BytesIO(self.bytes_of(*self.index.span(row)) + _END)
+        begin, end = self.index.span(row)
+        if end - begin > (1 + BINARY_PER_TEXT) * self.max_line_bytes:
+            # Its headers take a little too.
+            check_row_size(0, end - begin, self.max_line_bytes)
+        block = io.BytesIO(self.bytes_of(begin, end) + _END)
         found = {}
         try:
             with tarfile.open(fileobj=block, mode="r:") as archive:
                 members = [_checked(member) for member in archive if member.isfile()]
-                texts = [each for each in members if _key_of(each.name)[1].lower() in _TEXTS]
-                check_row_size(sum(each.size for each in texts), self.max_line_bytes)
+                sizes = {True: 0, False: 0}
+                for member in members:
+                    sizes[_key_of(member.name)[1].lower() in _TEXTS] += member.size
+                check_row_size(sizes[True], sizes[False], self.max_line_bytes)
                 for member in members:
                     if (file := archive.extractfile(member)) is not None:
                         found[member.name] = file.read()

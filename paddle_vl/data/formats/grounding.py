@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from paddle_vl.data.formats.canonical import Message
-from paddle_vl.data.formats.keys import from_text, is_empty, refuse_unknown
-from paddle_vl.data.formats.row_settings import BOX_TOKENS, RowSettings
+from paddle_vl.data.formats.keys import BOX_TOKENS, RowSettings, from_text, is_empty, refuse_unknown
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import brief
 

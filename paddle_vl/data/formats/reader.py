@@ -1,24 +1,61 @@
-"""A row of any format to its canonical form, and which format it has, from its keys."""
+"""A row of any format to its canonical form.
 
-from collections.abc import Callable, Mapping
+The keys of a row tell its format, and the format's reader gives a row with `messages`:
+
+    {"messages": [{"role": "user", "content": "<image>What is this?"},
+                  {"role": "assistant", "content": "A cat."}], "images": ["cat.png"]}
+
+    {"messages": [{"role": "user", "content": [{"type": "image", "image": "cat.png"},
+                                               {"type": "text", "text": "What is this?"}]}, ...]}
+
+Each message becomes a draft, and the drafts the turns of the canonical form. In a string, `<image>`
+and `<video>` take the entries of `images` and `videos` in order; in content parts text is literal.
+Anthropic's blocks of calls and answers are read as well.
+
+Over 350 lines: formats differ in their keys alone, and all take the same way from there.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from paddle_vl.data.formats.canonical import CanonicalRow
+from paddle_vl.data.formats import grounding, tool_calls
+from paddle_vl.data.formats.canonical import (
+    MEDIA,
+    CanonicalRow,
+    Draft,
+    as_message,
+    check_turns,
+    fill_places,
+    joined_turns,
+    json_text,
+    media_part,
+    read_targets,
+    set_targets,
+    split_tags,
+    texts_of,
+)
 from paddle_vl.data.formats.erniekit import read_erniekit
 from paddle_vl.data.formats.instruction import read_alpaca, read_query_response
 from paddle_vl.data.formats.keys import (
     LIST_KEYS,
     PAIR_KEYS,
     QUERY_KEYS,
+    REASONING_KEYS,
     RESPONSE_KEYS,
+    SYSTEM_KEYS,
+    RowSettings,
+    check_message_keys,
+    check_part_keys,
     check_preference,
+    check_template_settings,
+    extras_of,
     from_text,
     is_empty,
+    list_of,
     read_messages,
+    renamed,
 )
-from paddle_vl.data.formats.messages import canonical_row
 from paddle_vl.data.formats.prompt_completion import read_prompt_completion
-from paddle_vl.data.formats.row_settings import RowSettings, renamed
 from paddle_vl.data.formats.sharegpt import read_llava, read_sharegpt
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import brief
@@ -38,14 +75,24 @@ _READERS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 }
 # Formats whose tools refuse media without a tag.
 _NEEDS_TAGS = ("sharegpt", "llava")
-_DEFAULT = RowSettings()
-
-
 # Formats whose readers also take rows that look like another.
 _READ_TOO = {"llava": "sharegpt", "query_response": "alpaca"}
 # Formats that plain texts in `prompt` and `completion` may have.
 _AMBIGUOUS = ("query_response", "prompt_completion")
 _SET = "set data.format to what the rows are"
+_DEFAULT = RowSettings()
+_ROLES = {
+    **{role: role for role in ("system", "user", "assistant")},
+    **dict.fromkeys(tool_calls.ANSWER_ROLES, "tool"),
+    **dict.fromkeys(tool_calls.CALL_ROLES, "assistant"),
+}
+_PART_TYPES = {"image_url": "image", "video_url": "video"} | {
+    kind: kind for kind in ("text", "image", "video", "tool_use", "tool_result")
+}
+# Of OpenAI's interfaces, and of other models.
+_REFUSED_PARTS = (
+    "audio", "input_audio", "audio_url", "refusal", "input_text", "input_image", "output_text",
+)  # fmt: skip
 
 
 def to_canonical(
@@ -66,7 +113,7 @@ def to_canonical(
     try:
         row = renamed(row, settings) if isinstance(row, Mapping) else row
         name = fitting_format(row, format)
-        return canonical_row(_READERS[name](row), settings, name, name in _NEEDS_TAGS)
+        return _canonical_row(_READERS[name](row), settings, name, name in _NEEDS_TAGS)
     except BadSampleError as error:
         read_as = f"a row of format {name}: " if name else ""
         raise BadSampleError(error.kind, read_as + error.reason) from error
@@ -165,3 +212,225 @@ def _format_of_list(row: Mapping[str, Any], name: str) -> str:
     keys = {key for key, value in first.items() if value is not None}
     is_pair = all(keys & {*side} for side in PAIR_KEYS.values())
     return "sharegpt" if is_pair else "messages"
+
+
+def _canonical_row(
+    row: Mapping[str, Any], settings: RowSettings, format: str, needs_tags: bool
+) -> CanonicalRow:
+    """The canonical form of a row with `messages`.
+
+    Args:
+        row: without null values.
+        format: name of the format that the row had.
+        needs_tags: refuse media without a place, instead of putting them in front.
+
+    Raises:
+        BadSampleError: a key, a value or the order of the messages does not fit.
+    """
+    extras = extras_of(row)
+    objects = grounding.read_objects(row.get("objects"))
+    has_objects = objects is not None
+    drafts = [
+        draft
+        for number, message in enumerate(list_of(row["messages"], "messages"), start=1)
+        for draft in _drafts(message, f"message {number}", has_objects)
+    ]
+    set_targets(drafts, row.get("label"), settings)
+    drafts = _with_system(drafts, row, has_objects)
+    fill_places(drafts, row, needs_tags)
+    turns = joined_turns(drafts)
+    if any(turn.role == "tool" for turn in turns):
+        turns = tool_calls.with_ordered_answers(turns)
+    canonical = CanonicalRow(
+        [as_message(turn) for turn in turns],
+        format,
+        tool_calls.read_tools(row["tools"]) if row.get("tools") else [],
+        _template_settings(row.get("chat_template_kwargs")),
+        extras,
+        settings.train_on_prompt,
+    )
+    places = [turn.where for turn in turns]
+    check_turns(canonical, places)
+    if any(turn.role == "tool" or turn.calls for turn in turns):
+        tool_calls.check_calls(canonical, places)
+    _check_tokens([*texts_of(canonical.to_dict()), *(objects.names if objects else ())], settings)
+    if objects:
+        grounding.write_boxes(canonical.messages, objects, settings)
+    return canonical
+
+
+def _drafts(message: Any, where: str, has_objects: bool) -> Iterator[Draft]:
+    """The message; of Anthropic's also the answers of tools in it."""
+    message, role = _checked(message, where)
+    content = message.get("content", "")
+    draft = Draft(role, [], where, read_targets(message, role, where))
+    if message["role"] in tool_calls.CALL_ROLES:
+        thought, call = tool_calls.split_thought(content)
+        draft.calls, draft.call_ids = tool_calls.read_calls(call, where)
+        content = [{"type": "text", "text": thought}]
+    elif role == "tool":
+        draft.call_ids = [tool_calls.call_id(message.get("tool_call_id"), where)]
+        draft.name = message.get("name") or None
+        content = content if _has_parts(content) else json_text(content, where)
+    if isinstance(content, str):
+        draft.parts = split_tags(content, where, has_objects)
+    elif isinstance(content, list | tuple):
+        for part in content:
+            if isinstance(part, Mapping) and part.get("type") == "tool_result" and role == "user":
+                yield from [draft] if draft.parts else []
+                yield _answer(part, where)
+                draft = Draft(role, [], where)
+            else:
+                _add_part(draft, part, where)
+        if content and not draft.parts and role == "user":
+            return
+    else:
+        raise BadSampleError(
+            "missing_key",
+            f"{where} has content of type {type(content).__name__}; a string or list is needed",
+        )
+    if not is_empty(message.get("tool_calls")):
+        _add_calls(draft, message["tool_calls"])
+    draft.reasoning = _reasoning(message, draft)
+    kinds = [part["type"] for part in draft.parts if part["type"] in MEDIA]
+    if role == "assistant" and kinds:
+        raise BadSampleError(
+            "tag_count",
+            f"{where} has role 'assistant' and a part of type {kinds[0]} (or an <{kinds[0]}> tag); "
+            "the model answers in text only: move it to a user or system message",
+        )
+    yield draft
+
+
+def _checked(message: Any, where: str) -> tuple[dict[str, Any], str]:
+    """A message without null values, and its canonical role."""
+    if not isinstance(message, Mapping):
+        raise BadSampleError(
+            "missing_key", f"{where} is a {type(message).__name__}; a JSON object is needed"
+        )
+    message = {key: value for key, value in message.items() if value is not None}
+    for key in ("role", "content"):
+        may_lack = key == "content" and not is_empty(message.get("tool_calls"))
+        if key not in message and not may_lack:
+            reason = f"{where} has no {key!r}; its keys are {sorted(map(str, message))}"
+            raise BadSampleError("missing_key", f"{reason}: write it")
+    name = message["role"]
+    if not isinstance(name, str) or name not in _ROLES:
+        raise BadSampleError(
+            "unknown_role",
+            f"{where} has role {brief(name)!r}; use one of system, user, assistant, tool"
+            + ("; write it as 'system'" if name == "developer" else ""),
+        )
+    check_message_keys(message, _ROLES[name], where)
+    return message, _ROLES[name]
+
+
+def _has_parts(content: Any) -> bool:
+    """Whether a tool's content is text or content parts, not another JSON value."""
+    return isinstance(content, str) or (
+        isinstance(content, list | tuple)
+        and all(isinstance(part, Mapping) for part in content)
+        and all(part.get("type") in (*_PART_TYPES, *_REFUSED_PARTS) for part in content)
+    )
+
+
+def _add_part(draft: Draft, part: Any, where: str) -> None:
+    """Add a content part, or a block with a call, to the draft."""
+    given = part.get("type") if isinstance(part, Mapping) else None
+    kind = _PART_TYPES.get(given) if isinstance(given, str) else None
+    if kind in MEDIA:
+        check_part_keys(part, kind, where)
+        return draft.parts.append(media_part(part, kind, where))
+    if kind == "text" and isinstance(part.get("text"), str):
+        check_part_keys(part, kind, where)
+        return draft.parts.append({"type": "text", "text": part["text"]})
+    if kind == "tool_use" and draft.role == "assistant":
+        check_part_keys(part, kind, where)
+        call = {"id": part.get("id"), "name": part.get("name"), "arguments": part.get("input")}
+        return _add_calls(draft, call)
+    raise BadSampleError(
+        "unsupported" if given in _REFUSED_PARTS else "missing_key",
+        f"{where} has the part {brief(part)}; use {{'type': 'text', 'text': ...}}, "
+        "{'type': 'image', ...} or {'type': 'video', ...}",
+    )
+
+
+def _add_calls(draft: Draft, value: Any) -> None:
+    calls, ids = tool_calls.read_calls(value, draft.where)
+    draft.calls += calls
+    draft.call_ids += ids
+
+
+def _answer(block: Mapping[str, Any], where: str) -> Draft:
+    """The message of a tool from Anthropic's block."""
+    check_part_keys(block, "tool_result", where)
+    if block.get("is_error"):
+        reason = f"{where} has a tool_result with 'is_error', which no chat template renders"
+        raise BadSampleError("unsupported", f"{reason}: write it into the content")
+    content = block.get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+    answer = Draft("tool", [], where)
+    answer.call_ids = [tool_calls.call_id(block.get("tool_use_id"), where)]
+    for part in parts if isinstance(parts, list | tuple) else [parts]:
+        _add_part(answer, part, where)
+    return answer
+
+
+def _reasoning(message: Mapping[str, Any], draft: Draft) -> str:
+    given = {key: message[key] for key in REASONING_KEYS if not is_empty(message.get(key))}
+    texts = list(given.values())
+    if any(not isinstance(text, str) for text in texts):
+        raise BadSampleError(
+            "missing_key", f"{draft.where} has {', '.join(given)} that is no string: write its text"
+        )
+    has_thought = bool(texts) and "<think>" in draft.text
+    if len(set(texts)) > 1 or has_thought:
+        others = " and a <think> in its content" if has_thought else " with different texts"
+        reason = f"{draft.where} has {', '.join(given)}{others}: keep one of them"
+        raise BadSampleError("ambiguous", reason)
+    return texts[0] if texts else ""
+
+
+def _with_system(drafts: list[Draft], row: Mapping[str, Any], has_objects: bool) -> list[Draft]:
+    """The drafts, with the row's `system` text as first message."""
+    given = {key: row[key] for key in SYSTEM_KEYS if not is_empty(row.get(key))}
+    for key, text in given.items():
+        if not isinstance(text, str):
+            raise BadSampleError(
+                "missing_key", f"{key!r} is of type {type(text).__name__}; a string is needed"
+            )
+        system = Draft("system", split_tags(text, repr(key), has_objects), repr(key))
+        if drafts[0].role != "system":
+            drafts = [system, *drafts]
+        elif drafts[0].parts != system.parts:
+            other = drafts[0].where if drafts[0].where in given else "a system message"
+            raise BadSampleError(
+                "two_systems",
+                f"the record has {key!r} and {other} with another text: keep one of them",
+            )
+    return drafts
+
+
+def _template_settings(value: Any) -> dict[str, Any]:
+    settings = {} if is_empty(value) else from_text(value)
+    if not isinstance(settings, Mapping):
+        reason = f"'chat_template_kwargs' is {brief(value)!r}; an object is needed"
+        raise BadSampleError("missing_key", reason)
+    check_template_settings(settings)
+    return {key: each for key, each in settings.items() if each is not None}
+
+
+def _check_tokens(texts: Sequence[str], settings: RowSettings) -> None:
+    """Refuse names of control tokens in the row's texts.
+
+    Raises:
+        BadSampleError: with the names.
+    """
+    whole = "\n".join(texts)
+    if forged := sorted(token for token in settings.forbidden_tokens if token in whole):
+        raise BadSampleError(
+            "special_token",
+            f"the text contains the special token(s) {', '.join(forged)}, which would act as "
+            "control tokens; remove or rewrite them (<image> and <video> place images and videos; "
+            "data.special_tokens: [box, object_ref] allows those of boxes)",
+        )

@@ -10,9 +10,8 @@ a question.
 from collections.abc import Mapping
 from typing import Any
 
-from paddle_vl.data.formats.canonical import MEDIA
+from paddle_vl.data.formats.canonical import MEDIA, split_tags
 from paddle_vl.data.formats.keys import PAIR_KEYS, is_empty, read_messages
-from paddle_vl.data.formats.media import split_tags
 from paddle_vl.data.formats.tool_calls import ANSWER_ROLES, CALL_ROLES
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import brief

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paddle_vl.data.formats.canonical import Draft
+from paddle_vl.data.formats.canonical import CanonicalRow, Draft
 from paddle_vl.data.formats.keys import from_text, is_empty, refuse_unknown
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import brief
@@ -178,3 +178,32 @@ def _ordered(answers: list[Draft], turn: Draft) -> list[Draft]:
                 "give calls and answers ids, or write the answers in the order of the calls",
             )
     return answers
+
+
+def check_calls(row: CanonicalRow, places: Sequence[str]) -> None:
+    """Check that every answer of a tool has a call, and every call a tool of the row.
+
+    Args:
+        places: of the messages, for the error.
+
+    Raises:
+        BadSampleError: an answer stands without a call before it, or a call names no tool.
+    """
+    names = {tool["function"]["name"] for tool in row.tools}
+    open_calls = 0
+    for message, where in zip(row.messages, places, strict=True):
+        role, calls = message["role"], message.get("tool_calls", [])
+        if role == "tool" and not open_calls:
+            raise BadSampleError(
+                "bad_order",
+                f"{where} is a tool's answer without a call before it: put it behind the "
+                "assistant's message with the call, or remove it",
+            )
+        open_calls = open_calls - 1 if role == "tool" else len(calls)
+        for name in (call["function"]["name"] for call in calls):
+            if names and name not in names:
+                raise BadSampleError(
+                    "bad_tool_call",
+                    f"{where} calls {brief(name)!r}, which is not among the tools {sorted(names)}: "
+                    "add its definition to 'tools', or correct the name",
+                )

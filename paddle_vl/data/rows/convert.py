@@ -20,8 +20,8 @@ from paddle_vl.config.row_sources import RowSourceConfig, Strategy
 from paddle_vl.data import media_file
 from paddle_vl.data.corpus.opener import ShardOpener
 from paddle_vl.data.formats.canonical import MEDIA, CanonicalRow, check_targets
+from paddle_vl.data.formats.keys import BOX_TOKENS, RowSettings
 from paddle_vl.data.formats.reader import to_canonical
-from paddle_vl.data.formats.row_settings import BOX_TOKENS, RowSettings
 from paddle_vl.data.jsonl import BadSampleError, OnBadSample, parse_object
 from paddle_vl.data.rows.mixture import draws_of
 from paddle_vl.data.rows.row_file import open_source

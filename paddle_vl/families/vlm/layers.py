@@ -45,7 +45,6 @@ from paddle_vl.nn.operations import (
     swiglu,
     times_constant,
     true_positions,
-    zero_or_nan,
 )
 from paddle_vl.nn.placement import Placement
 
@@ -278,7 +277,7 @@ class GPTEmbedding(nn.Layer):
             visual_MD = _in_order(visual.rows, visual.row_order, hidden_TD.dtype)
             hidden_TD = paddle.scatter(hidden_TD, update, visual_MD)
         if visual.counts:
-            hidden_TD = hidden_TD + zero_or_nan(visual.counts).astype(hidden_TD.dtype)
+            hidden_TD = hidden_TD + _zero_or_nan(visual.counts).astype(hidden_TD.dtype)
         levels = [_in_order(x, visual.level_order, hidden_TD.dtype) for x in visual.levels]
         outputs |= {
             "hidden_states": hidden_TD,
@@ -428,3 +427,14 @@ class DeepstackLayer(nn.Layer):
         """
         check_level(x_TD, level_MD, update_M)
         return paddle.index_add(x_TD, update_M, 0, level_MD)
+
+
+def _zero_or_nan(counts: Sequence[tuple[Tensor, int]]) -> Tensor:
+    """-0.0 if every mask has its number of True entries, else NaN: 0-D, without a host read.
+
+    Added to a tensor it changes no bit, or makes it NaN.
+    """
+    value = paddle.full([], -0.0)
+    for mask, count in counts:
+        value = paddle.where(mask.astype("int64").sum() == count, value, float("nan"))
+    return value

@@ -33,7 +33,13 @@ from paddle_vl.families.vlm.moe import LoadBalance, routed_rows
 from paddle_vl.families.vlm.pretrained import PretrainedVLModel
 from paddle_vl.files.names import refuse_foreign
 from paddle_vl.nn.attention import PackedSamples, Segments
-from paddle_vl.nn.objective import TargetRows, next_token_targets, num_targets
+from paddle_vl.nn.objective import (
+    SourceSums,
+    TargetRows,
+    TargetSources,
+    next_token_targets,
+    num_targets,
+)
 from paddle_vl.nn.operations import device_tensor, host_array
 from paddle_vl.nn.placement import Placement
 
@@ -53,6 +59,8 @@ class VLOutput(IndexedOutput):
         num_target_tokens: number of target tokens; a Python int if the batch has it.
         aux_loss: load-balancing loss, see `LoadBalance`; None unless requested.
         aux_weight: weight of `aux_loss`, the configuration's `router_aux_loss_coef`.
+        source_sums: `[S]` float32, sums of the cross entropy of each source of a training mix,
+            without factors and gradients; None without `target_sources`.
     """
 
     loss: Tensor | None = None
@@ -61,6 +69,7 @@ class VLOutput(IndexedOutput):
     num_target_tokens: int | Tensor | None = None
     aux_loss: Tensor | None = None
     aux_weight: float = 0.0
+    source_sums: Tensor | None = None
 
     def share_of_step(self, num_target_tokens: int, num_batches: int) -> Tensor:
         """This micro-batch's share of the loss of a step.
@@ -120,6 +129,9 @@ class VLForConditionalGeneration(PretrainedVLModel):
         loss_weights: Array | None = None,
         target_rows: Array | None = None,
         target_weights: Array | None = None,
+        label_sources: Array | None = None,
+        target_sources: Array | None = None,
+        num_sources: int = 0,
         caches: list[KeyValueCache] | None = None,
         output_router_logits: bool | None = None,
         logits_to_keep: int = 0,
@@ -142,6 +154,9 @@ class VLForConditionalGeneration(PretrainedVLModel):
                 loss is then computed from them, in place of `labels` and `loss_weights`, in chunks
                 and without the logits of all rows: what training needs.
             target_weights: `[N]` float32 factors of their cross entropies; None for 1.
+            label_sources: `[B, L]`, from which `target_sources` were taken; not read.
+            target_sources: `[N]` int64 numbers, below `num_sources`, of the sources of these
+                labels, for `source_sums`; None for no such sums.
             caches: one per decoder layer when generating.
             output_router_logits: compute `aux_loss` over the real tokens and add it to the loss;
                 None for the configuration's setting. Not with caches.
@@ -197,7 +212,8 @@ class VLForConditionalGeneration(PretrainedVLModel):
             shape = hidden_BLD.shape[:2]
             hidden_TD = hidden_BLD.reshape([-1, hidden_TD.shape[-1]])
         if target_rows is not None:
-            return self.losses(hidden_TD, target_rows, num_target_tokens, balance, target_weights)
+            of_targets = (target_weights, target_sources, num_sources)
+            return self.losses(hidden_TD, target_rows, num_target_tokens, balance, *of_targets)
         return self.predict(hidden_TD, shape, labels, num_target_tokens, balance, loss_weights)
 
     def decoder_arguments(
@@ -312,14 +328,21 @@ class VLForConditionalGeneration(PretrainedVLModel):
         num_target_tokens: int | None = None,
         balance: LoadBalance | None = None,
         target_weights: Array | None = None,
+        target_sources: Array | None = None,
+        num_sources: int = 0,
     ) -> VLOutput:
         """Losses of the token rows `[T, D]` after the final norm, without logits; see `forward`."""
         rows_2R = device_tensor(target_rows)
         targets_R = rows_2R[1]
-        targets = TargetRows(rows_2R[0], targets_R, device_tensor(target_weights))
+        sources = None
+        if target_sources is not None:
+            sources = TargetSources(device_tensor(target_sources), SourceSums(num_sources))
+        targets = TargetRows(rows_2R[0], targets_R, device_tensor(target_weights), sources)
         ops = self.placement.ops
         loss_sum = ops.head_loss(self.lm_head, ops.enter_columns(hidden_TD), targets)
-        return self._output(None, loss_sum, targets_R, num_target_tokens, balance)
+        output = self._output(None, loss_sum, targets_R, num_target_tokens, balance)
+        output.source_sums = None if sources is None else sources.sums.total
+        return output
 
     def _output(
         self,

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 import paddle
-from paddle import Tensor, nn
+from paddle import Tensor, concat, nn
 
 from paddle_vl.batch.positions import (
     PATCH_FIELDS,
@@ -23,8 +23,9 @@ from paddle_vl.families.vlm.model import VLOutput
 from paddle_vl.nn.objective import IGNORE_INDEX, BatchAdapter, Loss, target_rows
 
 _GRIDS = ("image_grid_thw", "video_grid_thw")
-# The labels and their factors reach the device as `target_rows` and `target_weights`.
-_HOST_ARRAYS = frozenset({*_GRIDS, "cu_seqlens", "labels", "loss_weights"})
+# Labels, their factors and sources reach the device as `target_rows`, `target_weights` and
+# `target_sources`.
+_HOST_ARRAYS = frozenset({*_GRIDS, "cu_seqlens", "labels", "loss_weights", "label_sources"})
 
 
 class VLLoss(Loss):
@@ -45,7 +46,8 @@ class VLLoss(Loss):
         self, output: VLOutput, totals: Sequence[int], num_batches: int
     ) -> tuple[Tensor, Tensor]:
         loss = output.share_of_step(totals[0], num_batches)
-        return loss, loss.detach().astype("float32").reshape([1])
+        terms = loss.detach().astype("float32").reshape([1])
+        return loss, terms if output.source_sums is None else concat([terms, output.source_sums])
 
     def sums(self, output: VLOutput) -> Tensor:
         assert output.loss_sum is not None, "a batch of the collator has labels"
@@ -126,7 +128,8 @@ class VLBatchAdapter(BatchAdapter[VLBatch]):
 
 
 def with_target_rows(batch: VLBatch) -> VLBatch:
-    """The batch with `target_rows`, and `target_weights` if its labels have factors.
+    """The batch with `target_rows`, and `target_weights` and `target_sources` if its labels have
+    factors and sources.
 
     Unchanged if it has them, or no labels on the host.
     """
@@ -141,6 +144,9 @@ def with_target_rows(batch: VLBatch) -> VLBatch:
     if "loss_weights" in batch:
         weights_T = np.roll(batch["loss_weights"], -1, axis=1).reshape(-1)
         added["target_weights"] = weights_T[added["target_rows"][0]]
+    if "label_sources" in batch:
+        sources_T = np.roll(batch["label_sources"], -1, axis=1).reshape(-1)
+        added["target_sources"] = sources_T[added["target_rows"][0]].astype(np.int64)
     return cast(VLBatch, {**batch, **added})
 
 

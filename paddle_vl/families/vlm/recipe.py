@@ -35,7 +35,7 @@ from paddle_vl.families.vlm.colocated import (
     VisualEncoder,
 )
 from paddle_vl.families.vlm.evaluation import build_evaluation
-from paddle_vl.families.vlm.inputs.collate import PackedCollator, VLCollator
+from paddle_vl.families.vlm.inputs.collate import PackedCollator, SourcesCollator, VLCollator
 from paddle_vl.families.vlm.inputs.corpus import Corpus
 from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.families.vlm.inputs.open_data import open_conversations
@@ -204,9 +204,12 @@ class VLRecipe(Family):
                 if ranks.is_main:
                     ranks.wait()
             packing = Packing(lengths, budget)
+        of_rows = cast(VLCollator, collator)
+        of_rows = of_rows if packing is None else PackedCollator(of_rows)
+        names = tuple(samples.source_names)
         return self.loader(
             self.train_data,
-            collator if packing is None else PackedCollator(cast(VLCollator, collator)),
+            SourcesCollator(of_rows, names) if names else of_rows,
             train.per_device_train_batch_size,
             ranks,
             shuffle=True,

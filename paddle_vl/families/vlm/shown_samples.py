@@ -10,10 +10,9 @@ import numpy as np
 
 from paddle_vl.data.formats.grounding import Box, read_boxes
 from paddle_vl.data.shown_sample import Run, ShownSample
-from paddle_vl.families.vlm.inputs.collate import IGNORED_LABEL
 from paddle_vl.families.vlm.inputs.image_processor import VisionProcessor
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
-from paddle_vl.families.vlm.inputs.tokenizer import IM_END
+from paddle_vl.families.vlm.inputs.tokenizer import IGNORED_LABEL, IM_END
 
 _MOST_FRAMES = 8
 # Boxes are drawn in thousandths.

@@ -19,9 +19,9 @@ import paddle
 from paddle import Tensor
 
 from paddle_vl.batch.schema import Batch
-from paddle_vl.nn.adamw import gradient_of
 from paddle_vl.nn.flat_buckets import FlatBucket
 from paddle_vl.nn.master_weights import MasterWeights, ParameterStore
+from paddle_vl.nn.operations import gradient_of
 from paddle_vl.parallel.colocated.bridge import Bridge, Encoded
 from paddle_vl.parallel.colocated.encoder import OTHER_LANES, ItemEncoder
 from paddle_vl.parallel.colocated.grid import EncoderGroups
@@ -67,11 +67,12 @@ class ColocatedRunner(PipelineRunner):
         batches: Sequence[Batch],
         totals: Sequence[int],
         store: ParameterStore | None = None,
+        num_sources: int = 0,
     ) -> Tensor:
         trained = [p for p in self.encoder.parameters() if not p.stop_gradient]
         with self.marked():
             encoded = self._encode(batches, bool(trained))
-        terms = super().accumulate_gradients(batches, totals, store)
+        terms = super().accumulate_gradients(batches, totals, store, num_sources)
         with self.marked():
             if trained:
                 self._backward(encoded, batches, trained)

@@ -146,15 +146,17 @@ class PipelineRunner:
         batches: Sequence[Batch],
         totals: Sequence[int],
         store: ParameterStore | None = None,
+        num_sources: int = 0,
     ) -> Tensor:
         """Forward and backward of all micro-batches.
 
         Args:
             store: of the model's parameters; None leaves gradients where autograd put them.
+            num_sources: S, of batches with sources.
 
         Returns:
-            `[n]`, each term of this pipeline's share of the loss on the last chunk's stage; zeros
-            on the other stages.
+            `[n + S]`, each term of this pipeline's share of the loss, and its sum of each source,
+            on the last chunk's stage; zeros on the other stages.
 
         Raises:
             ValueError: a batch is larger than the reserved size.
@@ -168,7 +170,7 @@ class PipelineRunner:
         with self.marked():
             terms = self._run(self._train, batches, share, self.reserved)
             self._store = None
-            return self._summed(terms)
+            return self._summed(terms, num_sources)
 
     @paddle.no_grad()
     def loss_sums(self, batches: Sequence[Batch]) -> Tensor:
@@ -301,8 +303,8 @@ class PipelineRunner:
         if self._store is not None:
             self._store.end_micro_batch()
 
-    def _summed(self, terms: Sequence[Tensor]) -> Tensor:
-        total = zero_terms(self.loss)
+    def _summed(self, terms: Sequence[Tensor], num_sources: int = 0) -> Tensor:
+        total = zero_terms(self.loss, num_sources)
         for each in terms:
             total = total + each.astype("float32")
         return total

@@ -8,7 +8,7 @@ over dp), and updated parameters are all-gathered.
 
 Differences from fleet:
 - Gradients are sums: fleet's average over ranks is multiplied by their number, in float32.
-- Half-precision parameters have float32 copies of their slices, see `paddle_vl.nn.adamw`.
+- Half-precision parameters have float32 copies of their slices, which the optimizer updates.
 - `main_grad` is used for float32 parameters too. Without it, clearing gradients detaches them from
   fleet's buffers, and nothing is reduced any more.
 - Slices get their gradients before the first step. Fleet does so in `step`, after the all-reduce
@@ -36,7 +36,6 @@ from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding
 from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer
 from paddle.distributed.fleet.utils.tensor_fusion_helper import FusedCommBuffer
 
-from paddle_vl.nn.adamw import AdamW
 from paddle_vl.nn.flat_buckets import FlatBucket
 from paddle_vl.nn.master_weights import master_copy
 from paddle_vl.nn.parameter_table import ParameterTable, Tie
@@ -86,8 +85,8 @@ class FleetSharding:
         self._updated: dict[int, Tensor | None] = {}
         self._masters: dict[str, Tensor] = {}
 
-    def distribute(self, adamw: AdamW) -> None:
-        """Shard an optimizer of the trained parameters, which has no state yet.
+    def distribute(self, adamw: Any) -> None:
+        """Shard `Optimizer`'s AdamW of the trained parameters, which has no state yet.
 
         Afterwards the parameters live in fleet's buffers, and the optimizer updates slices.
         """

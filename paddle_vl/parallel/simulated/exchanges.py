@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from paddle import Tensor
 
 from paddle_vl.parallel.recorder import Collective, caller
+from paddle_vl.threads import JoinedThread
 
 # Seconds that ranks get to unwind after an error.
 _UNWIND_S = 10.0
@@ -66,7 +67,7 @@ class Lockstep:
             BaseException: the first error of a rank, with a note that names it.
         """
         threads = [
-            threading.Thread(
+            JoinedThread(
                 target=contextvars.copy_context().run,
                 args=(self._run_rank, rank, step),
                 name=f"simulated rank {rank}",

@@ -5,6 +5,8 @@ Keys of a line, since the previous line or start unless it says "whole run":
     `loss`: mean cross entropy over target tokens, null if every update was skipped; for a policy
         the weighted sum of `MSE` and `CE`, which are reported too. It includes a load-balancing
         loss (`output_router_logits` of the model configuration); `eval_loss` does not.
+    `loss/SOURCE` of each source of a training mix or mixture: mean cross entropy over its target
+        tokens, without loss weights and load-balancing loss; left out if it had none.
     `learning_rate` and `grad_norm` (before clipping, null if not finite) of the last step;
         `learning_rate/PART` for each entry of train.part_learning_rates.
     `samples_per_second`, `tokens_per_second`: of training without evaluations and checkpoints, by
@@ -28,7 +30,7 @@ Keys of a line, since the previous line or start unless it says "whole run":
         reports has its own line. If data.eval has sources also `eval_perplexity` (exp of the loss)
         and `eval_loss/SOURCE`, `eval_perplexity/SOURCE` of each.
 
-Shapes: S sources of a mix.
+Shapes: S sources of a mix. Over 350 lines, for all metrics of a step.
 """
 
 import logging
@@ -48,6 +50,7 @@ from paddle_vl.files.checked_values import Count, Listed, Number, checked, read_
 from paddle_vl.files.text_file import shown
 from paddle_vl.nn.objective import Loss, weighted_loss
 from paddle_vl.train.checkpoint import complete_checkpoints
+from paddle_vl.train.reporting.rank_tokens import token_entries
 from paddle_vl.train.reporting.reporter import OwnValues
 from paddle_vl.train.step import MicroBatch, StepOutcome
 
@@ -68,6 +71,15 @@ class _MeterState:
     counted: list[_Count]
     skips: Listed[tuple[_Count, _Count, _Count]]
     window: Listed[tuple[list[Number], list[Number]]]
+    sources: dict[str, Any] | None = None
+
+
+@checked
+class _SourceSums:
+    """Of each source: count of the run, and sum and count of the window."""
+
+    names: list[str]
+    values: Listed[tuple[list[Number], list[Number], list[Number]]]
 
 
 class StepMeter:
@@ -77,12 +89,13 @@ class StepMeter:
 
     Args:
         peak_flops: peak FLOP/s of this rank's device, if known.
+        sources: names of the sources whose losses steps have.
     """
 
-    def __init__(self, loss: Loss, peak_flops: float | None = None):
-        self._loss, self._peak_flops = loss, peak_flops
-        zeros = paddle.zeros([len(loss.terms)], dtype="float64")
-        # Per loss term: count of the whole run, sum and count of the window.
+    def __init__(self, loss: Loss, peak_flops: float | None = None, sources: Sequence[str] = ()):
+        self._loss, self._peak_flops, self._sources = loss, peak_flops, list(sources)
+        zeros = paddle.zeros([len(loss.terms) + len(sources)], dtype="float64")
+        # Per loss term, then per source: count of the whole run, sum and count of the window.
         self._counted, self._sums, self._counts = zeros, zeros, zeros
         # Skipped updates: whole run, current streak, longest streak in the window.
         self._skips = paddle.zeros([3], dtype="float64")
@@ -116,9 +129,14 @@ class StepMeter:
         lengths = [length for batch in micro_batches for length in batch.lengths]
         self._lengths.extend(lengths)
         self._step_tokens.append(sum(lengths))
-        counts = paddle.stack([paddle.full([], count, "float64") for count in totals.counts])
+        numbers = (*totals.counts, *totals.source_targets)
+        counts = paddle.stack([paddle.full([], count, "float64") for count in numbers])
         counts = paddle.where(outcome.is_good, counts, paddle.zeros_like(counts))
-        sums = outcome.terms.astype("float64") * counts
+        if outcome.source_sums is None:
+            sums = outcome.terms.astype("float64") * counts
+        else:
+            sums = outcome.terms.astype("float64") * counts[: len(totals.counts)]
+            sums = paddle.concat([sums, outcome.source_sums.astype("float64")])
         self._sums = self._sums + paddle.where(outcome.is_good, sums, paddle.zeros_like(sums))
         self._counts, self._counted = self._counts + counts, self._counted + counts
         is_bad = 1.0 - outcome.is_good.astype("float64")
@@ -168,15 +186,19 @@ class StepMeter:
         loss = self._loss
         line: dict[str, Any] = {"loss": None}
         means = dict.fromkeys(loss.terms)
-        if (counts := values["counts"][0]).all():
-            numbers = (values["sums"][0] / counts).tolist()
+        num_terms = len(means)
+        sums, counts = values["sums"][0], values["counts"][0]
+        if counts[:num_terms].all():
+            numbers = (sums[:num_terms] / counts[:num_terms]).tolist()
             means = dict(zip(loss.terms, numbers, strict=True))
             line["loss"] = weighted_loss(numbers, loss)
         if len(means) > 1:
             line |= means
+        of_sources = zip(self._sources, sums[num_terms:], counts[num_terms:], strict=True)
+        line |= {f"loss/{name}": float(of / count) for name, of, count in of_sources if count}
         norm = float(values["grad_norm"][0].item())
         line["grad_norm"] = norm if math.isfinite(norm) else None
-        line |= _speed(values) | _lengths(values)
+        line |= _speed(values) | token_entries(values)
         for term, name in loss.reported_counts.items():
             line[name] = int(values["counted"][0][list(loss.terms).index(term)])
         line["skipped_updates"] = int(values["skips"][0][0])
@@ -201,11 +223,20 @@ class StepMeter:
     def state_dict(self) -> dict[str, Any]:
         """State that a checkpoint stores; reads from the device."""
         tensors = (self._counted, self._skips, self._sums, self._counts)
-        counted, skips, *window = (tensor.tolist() for tensor in tensors)
-        return {"counted": counted, "skips": skips, "window": window}
+        values: list[list[float]] = [tensor.numpy().tolist() for tensor in tensors]
+        counted, skips, *window = values
+        state = {"counted": counted, "skips": skips, "window": window}
+        if not self._sources:
+            return state
+        # Apart from the terms, which all versions have.
+        number = len(self._loss.terms)
+        of_sources = [values[number:] for values in (counted, *window)]
+        state |= {"counted": counted[:number], "window": [values[:number] for values in window]}
+        return state | {"sources": {"names": self._sources, "values": of_sources}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state.
+        """Continue from a state; of one without these sources, as of an earlier version, the sums
+        of the sources begin anew.
 
         Raises:
             ValueError: it is no state of this loss's terms.
@@ -219,9 +250,22 @@ class StepMeter:
                 f"must have one number for each of {', '.join(self._loss.terms)}, counts of at "
                 "least 0"
             )
-        tensors = (saved.counted, saved.skips, *saved.window)
-        self._counted, self._skips, self._sums, self._counts = (
-            paddle.to_tensor(np.array(values, dtype=np.float64)) for values in tensors
+        of_sources = [[0.0] * len(self._sources)] * 3
+        if saved.sources is not None:
+            stored = read_section(_SourceSums, saved.sources, "meter: sources")
+            if any(len(each) != len(stored.names) for each in stored.values):
+                raise ValueError(
+                    f"meter: sources: values are {shown(stored.values)}; they must have a number "
+                    f"for each of {', '.join(stored.names)}"
+                )
+            if stored.names == self._sources:
+                of_sources = stored.values
+        values = [
+            [*one, *other]
+            for one, other in zip((saved.counted, sums, of_window), of_sources, strict=True)
+        ]
+        self._counted, self._sums, self._counts, self._skips = (
+            paddle.to_tensor(np.array(each, dtype=np.float64)) for each in (*values, saved.skips)
         )
 
 
@@ -352,37 +396,3 @@ def _speed(values: Values) -> dict[str, float]:
         "step_seconds_max": round(seconds / steps, 4),
         "data_wait_seconds": round(float(values["data_wait"].max()) / steps, 4),
     }
-
-
-def _lengths(values: Values) -> dict[str, float]:
-    """Lengths of samples, and tokens per step of the data ranks; none where none are counted.
-
-    Of the ranks' tokens, sum, mean, minimum and maximum of each step are averaged over the steps;
-    so the minimum and maximum show ranks that differ within a step, though their totals are equal.
-    """
-    has_data, counts = values["counts_data"] > 0, values["length_count"]
-    has_samples = has_data & (counts > 0)
-    if not has_samples.any():
-        return {}
-    totals = values["length_sum"]
-    mean = float(totals[has_samples].sum() / counts[has_samples].sum())
-    line: dict[str, float] = {
-        "sequence_length_min": int(values["length_min"][has_samples].min()),
-        "sequence_length_mean": round(mean, 1),
-        "sequence_length_max": int(values["length_max"][has_samples].max()),
-    }
-    tokens_PW = values["step_tokens"][has_data]
-    total, most = float(tokens_PW.sum(axis=0).mean()), float(tokens_PW.max(axis=0).mean())
-    if total:
-        line |= {
-            "tokens_per_step_sum": round(total, 1),
-            "tokens_per_step_mean": round(total / len(tokens_PW), 1),
-            "tokens_per_step_min": round(float(tokens_PW.min(axis=0).mean()), 1),
-            "tokens_per_step_max": round(most, 1),
-        }
-        if len(tokens_PW) > 1:
-            line["token_imbalance"] = round(most * len(tokens_PW) / total, 4)
-        lengths = totals[has_samples] / counts[has_samples]
-        for name in ("sum", "mean", "min", "max"):
-            line[f"rank_sequence_length_{name}"] = round(float(getattr(lengths, name)()), 1)
-    return line

@@ -11,7 +11,6 @@ import os
 
 import pytest
 
-from paddle_vl.data.jsonl import FileContent
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.policy.demonstrations.dataset import DemonstrationsDataset
 from paddle_vl.families.policy.demonstrations.sample import DrawnDemonstrations
@@ -150,17 +149,6 @@ def test_fingerprint_of_positions_is_the_one_of_older_checkpoints(tmp_path):
     """The value was written by an earlier version."""
     (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "assistant", "content": "a"}]}\n' * 3)
     assert messages_dataset([tmp_path / "a.jsonl"]).positions_fingerprint == 2841616239
-
-
-def test_older_state_of_a_mixture_is_compared_without_its_sums():
-    dataset = NumberDataset(3)
-    dataset.contents = [FileContent("a", "12~34", "unread")]
-    state = loader(dataset).state_dict()
-    older = {"contents": [["a", "12-56", "unread"]], "fingerprint": 7}
-    loader(dataset).load_state_dict({**state, "stream": state["stream"] | older})
-    older["contents"] = [["a", "13-34", "unread"]]
-    with pytest.raises(ValueError, match="lines of a were added"):
-        loader(dataset).load_state_dict({**state, "stream": state["stream"] | older})
 
 
 def test_datasets_without_files_are_compared_by_their_fingerprint():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paddle_vl.files import huggingface, modelscope
+from paddle_vl.files import aistudio, huggingface, modelscope
 from paddle_vl.files.hub import local_folder, path_or_download
 from paddle_vl.files.hub_names import HubName, hub_name, origins
 from tests.support.hub_server import COMMIT, HubServer, local_hub
@@ -20,7 +20,9 @@ from tests.support.hub_server import COMMIT, HubServer, local_hub
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden/hub/requests.json").read_text())
 HF, MS = "huggingface", "modelscope"
 hub = pytest.fixture(local_hub)
-HUBS = pytest.mark.parametrize("name", ["hf://org/tiny", "ms://org/tiny"])
+PLAIN = ["ms://org/tiny", "aistudio://org/tiny"]
+HUBS = pytest.mark.parametrize("name", ["hf://org/tiny", *PLAIN])
+PLAIN_HUBS = pytest.mark.parametrize("name", PLAIN)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +115,48 @@ def test_needed_files_are_fetched_as_the_hubs_own_client_does(
     assert again in (recorded(HF, "snapshot_again", "-") + recorded(MS, "snapshot", "FilePath"))
 
 
+def test_a_model_of_aistudio_is_listed_in_pages_and_fetched_once(hub, tmp_path, monkeypatch):
+    hub.per_page = 2
+    hub.files["additional_chat_templates/a b.jinja"] = b"{{ x }}"
+    monkeypatch.setenv("PADDLE_VL_HUB", "aistudio")
+    folder = local_folder("org/tiny")
+    assert folder == tmp_path / "ais/models/org--tiny/snapshots/master"
+    found = {
+        file.relative_to(folder).as_posix(): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
+    templates = {name: data for name, data in hub.files.items() if name.endswith("jinja")}
+    assert found == needed(hub) | templates
+    api = "GET /api/v1/repos/org/tiny"
+    pages = [f"{api}/git/trees/master?recursive=true&page={n}&per_page=1000" for n in (1, 2, 3, 4)]
+    assert hub.requests[:4] == pages
+    in_one = "additional_chat_templates%2Fa%20b.jinja"
+    assert {f"{api}/contents/{in_one}", f"{api}/media/{in_one}"} <= set(hub.requests)
+    assert not any("modeling.py" in each or "model.bin" in each for each in hub.requests)
+    hub.requests.clear()
+    assert local_folder("org/tiny") == folder
+    assert hub.requests == pages
+
+
+@pytest.mark.parametrize(
+    ("revision", "tree"), [("v1.0", COMMIT), ("a/branch", "a%2Fbranch")], ids=["tag", "branch"]
+)
+def test_a_revision_of_aistudio_is_a_tag_or_another(hub, revision, tree):
+    folder = local_folder(f"aistudio://org/tiny@{revision}")
+    assert content(folder) == needed(hub)
+    assert any(f"/git/trees/{tree}?" in each for each in hub.requests)
+    ref = "?ref=" + revision.replace("/", "%2F")
+    of_files = [each for each in hub.requests if "/contents/" in each or "/media/" in each]
+    assert len(of_files) >= 6
+    assert all(each.endswith(ref) for each in of_files)
+
+
+def test_sizes_of_pointers_are_not_those_of_files(hub):
+    hub.states_pointers = True
+    assert content(local_folder("aistudio://org/tiny")) == needed(hub)
+
+
 @HUBS
 def test_code_and_pickles_are_never_fetched(hub, name):
     assert content(local_folder(name, patterns=["*"])) == needed(hub)
@@ -143,32 +187,41 @@ def test_a_broken_download_goes_on_by_itself(hub, name):
 
 
 @pytest.mark.parametrize("has_ranges", [True, False])
-def test_a_later_download_from_modelscope_goes_on_where_one_broke_off(hub, has_ranges, tmp_path):
+@PLAIN_HUBS
+def test_a_later_download_goes_on_where_one_broke_off(hub, name, has_ranges, tmp_path):
     hub.breaks, hub.has_ranges = 20, False
     with pytest.raises(RuntimeError, match=r"safetensors of model org/tiny.* ends at byte 524288"):
-        local_folder("ms://org/tiny", patterns=["*.safetensors"])
-    assert not [*(tmp_path / "ms").rglob("*.safetensors")]
+        local_folder(name, patterns=["*.safetensors"])
+    assert not [*tmp_path.rglob("*.safetensors")]
     hub.breaks, hub.has_ranges = 0, has_ranges
     hub.sent.clear()
-    assert content(local_folder("ms://org/tiny")) == needed(hub)
+    assert content(local_folder(name)) == needed(hub)
     assert {each["Range"] for each in hub.sent if "Range" in each} == {"bytes=524288-"}
 
 
-def test_a_file_with_another_hash_is_not_kept(hub, monkeypatch, tmp_path):
-    monkeypatch.setattr(modelscope, "_sha256", lambda path: "0" * 64)
-    with pytest.raises(RuntimeError, match=r"has not the SHA-256 \w{64} of the listing"):
-        local_folder("ms://org/tiny", patterns=["config.json"])
-    assert not [file for file in (tmp_path / "ms/models").rglob("*") if file.is_file()]
+@PLAIN_HUBS
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_a_file_with_another_hash_is_not_kept(hub, name, file, tmp_path):
+    hub.damages = True
+    with pytest.raises(
+        RuntimeError, match=r"has not the (SHA-256 \w{64}|Git hash \w{40}) of the listing"
+    ):
+        local_folder(name, patterns=[file])
+    assert not [each for each in tmp_path.rglob("*/models/*") if each.is_file()]
+    assert not [*tmp_path.rglob("parts/*")]
+    hub.damages = False
+    assert content(local_folder(name, patterns=[file])) == {file: hub.files[file]}
 
 
-def test_a_branch_of_modelscope_that_has_moved_replaces_and_removes_files(hub):
-    folder = local_folder("ms://org/tiny")
+@PLAIN_HUBS
+def test_a_branch_that_has_moved_replaces_and_removes_files(hub, name):
+    folder = local_folder(name)
     kept = (folder / "model.safetensors").stat().st_ino
     # Of the same size.
     hub.files["config.json"] = hub.files["config.json"].replace(b"qwen3", b"qwen4")
     del hub.files["tokenizer.json"]
-    local_folder("ms://org/tiny", patterns=["*.safetensors"])
-    assert content(local_folder("ms://org/tiny")) == needed(hub)
+    local_folder(name, patterns=["*.safetensors"])
+    assert content(local_folder(name)) == needed(hub)
     assert (folder / "model.safetensors").stat().st_ino == kept
 
 
@@ -176,17 +229,21 @@ def test_a_branch_of_modelscope_that_has_moved_replaces_and_removes_files(hub):
 def test_a_token_goes_to_the_hub_and_not_to_the_host_of_large_files(hub, name, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("MODELSCOPE_API_TOKEN", "secret")
+    monkeypatch.setenv("AISTUDIO_ACCESS_TOKEN", "secret")
     local_folder(name)
     with_token = {headers["Host"] for headers in hub.sent if "secret" in str(headers)}
     assert with_token == {hub.address.removeprefix("http://")}
     assert {headers["Host"] for headers in hub.sent} > with_token
+    # Redirects within the hub keep it.
+    assert all(("secret" in str(each)) is (each["Host"] in with_token) for each in hub.sent)
 
 
 @HUBS
 def test_those_who_ask_at_once_download_once(hub, name):
     with ThreadPoolExecutor(4) as pool:
         assert len(set(pool.map(local_folder, [name] * 4))) == 1
-    assert len([each for each in hub.requests if each[:3] == "GET" and "config.json" in each]) == 1
+    of_config = [each for each in hub.requests if each[:3] == "GET" and "config.json" in each]
+    assert len([each for each in of_config if "/contents/" not in each]) == 1
 
 
 @pytest.mark.parametrize(
@@ -199,7 +256,13 @@ def test_those_who_ask_at_once_download_once(hub, name):
         ("ms://org/gated", "access is restricted: .* set MODELSCOPE_API_TOKEN"),
         ("ms://org/tiny@no-such", "org/tiny@no-such .* there is no such model or revision"),
         ("ms://datasets/org/a", "data sets of ModelScope are not fetched here"),
-        ("aistudio://org/a", "AI Studio are not fetched here: .*aistudio download --model org/a"),
+        ("aistudio://org/none", "org/none on aistudio: there is no such model or revision"),
+        ("aistudio://org/gated", "access is restricted: .* set AISTUDIO_ACCESS_TOKEN"),
+        ("aistudio://org/tiny@no-such", "org/tiny@no-such .* there is no such model or revision"),
+        (
+            "aistudio://datasets/org/a",
+            "AI Studio are not fetched .*aistudio download --dataset org",
+        ),
     ],
 )
 def test_what_is_not_to_be_had_is_explained(hub, name, told):
@@ -213,11 +276,12 @@ def test_what_a_hub_cannot_give_is_explained(hub, name, monkeypatch):
     with pytest.raises(RuntimeError, match=r"has no file \*.json"):
         local_folder(name)
     hub.files = {"../x.json": b"{}"}
-    with pytest.raises(RuntimeError, match="the path '../x.json' or its hash"):
-        local_folder("ms://org/tiny")
-    for variable in ("HF_ENDPOINT", "MODELSCOPE_ENDPOINT"):
+    for plain in PLAIN:
+        with pytest.raises(RuntimeError, match="the path '../x.json' or its hash"):
+            local_folder(plain)
+    for variable in ("HF_ENDPOINT", "MODELSCOPE_ENDPOINT", "STUDIO_GIT_HOST"):
         monkeypatch.setenv(variable, "http://127.0.0.1:9")
-    with pytest.raises(RuntimeError, match=r"(HF|MODELSCOPE)_ENDPOINT"):
+    with pytest.raises(RuntimeError, match=r"(HF|MODELSCOPE)_ENDPOINT|STUDIO_GIT_HOST"):
         local_folder(name)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(RuntimeError, match=r"pip install 'paddle-vl\[hub\]', or give a local"):
@@ -233,9 +297,11 @@ def test_the_record_of_a_run_says_what_a_folder_is(hub):
 
 
 def test_the_default_cache_is_that_of_the_hubs_own_clients(monkeypatch):
-    for variable in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME", "MODELSCOPE_CACHE"):
+    for variable in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME", "MODELSCOPE_CACHE",
+                     "AISTUDIO_CACHE_HOME"):  # fmt: skip
         monkeypatch.delenv(variable, raising=False)
     assert huggingface.cache_folder() == Path.home() / ".cache/huggingface/hub"
     monkeypatch.setenv("HF_HOME", "/h")
     assert huggingface.cache_folder() == Path("/h/hub")
     assert modelscope.cache_folder() == Path.home() / ".cache/modelscope"
+    assert aistudio.cache_folder() == Path.home() / ".cache/aistudio/hub"

@@ -15,7 +15,7 @@ from paddle_vl.cli import profile as command
 from paddle_vl.cli.main import _parse, build_parser, main
 from paddle_vl.cli.opentau_words import translated, words_of_variables
 from paddle_vl.config.load import load_run_config
-from paddle_vl.nn.adamw import AdamW
+from paddle_vl.train.optimizer import AdamW
 from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 

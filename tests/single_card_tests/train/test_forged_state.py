@@ -23,6 +23,8 @@ OTHERS = (None, "x", -1, 1.5, True, 1 << 60, -(10**400), [], {}, [[]], {"x": 1})
 FREE = {
     ("tokens",), ("sources",), ("has_manifest",), ("owes_evaluation",), ("meter", "counted", "*"),
     ("meter", "skips", "*"), ("meter", "window", "*", "*"), ("data", "skipped"),
+    ("meter", "sources"), ("meter", "sources", "names", "*"),
+    ("meter", "sources", "values", "*", "*"),
     ("data", "stream", "contents"),
     ("data", "stream", "contents", "*"), ("data", "stream", "contents", "*", "*"),
 }  # fmt: skip

@@ -2,7 +2,7 @@
 
 Guarantees: metrics.jsonl has tokens, documents and epochs of every source, which add up; held-out
 loss and perplexity of every source, and of all together each target token once; the report has
-panels with a curve per source.
+panels with a curve per source. (Training losses of sources: `test_source_losses`.)
 """
 
 import math
@@ -78,6 +78,10 @@ def test_the_report_has_a_curve_for_every_source(finished, tmp_path):
         labels = [curve.label for curve in panels[name].curves]
         for source in NAMES:
             assert any(label.endswith(source) for label in labels), (name, labels)
+    labels = [curve.label for curve in panels["loss"].curves]
+    assert {f"{kind} {source}" for kind in ("training", "evaluation") for source in NAMES} <= {
+        *labels
+    }
     assert panels["perplexity"].section == panels["loss"].section
     assert {panels[name].section for name in ("tokens", "documents", "epochs")} == {"Data"}
     page, *_ = write_report([finished], tmp_path, with_pictures=False)

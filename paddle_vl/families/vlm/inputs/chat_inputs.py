@@ -11,15 +11,12 @@ import numpy as np
 from paddle_vl.data.jsonl import BadSampleError, check_unicode
 from paddle_vl.data.media_file import ImageSource
 from paddle_vl.data.video_reader import VideoSource
-from paddle_vl.families.vlm.inputs.collate import IGNORED_LABEL, joined_visual, pad_rows
+from paddle_vl.families.vlm.inputs.collate import SampleEncoder, joined_visual, pad_rows
 from paddle_vl.families.vlm.inputs.conversation import (
     Conversation,
     parse_record,
 )
-from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
-from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer, VideoPrompt
-from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
-from paddle_vl.families.vlm.templates.encoding import TemplateEncoder
+from paddle_vl.families.vlm.inputs.tokenizer import IGNORED_LABEL, TextTokenizer
 from paddle_vl.files.names import Foreign, explains
 
 Message = Mapping[str, Any]
@@ -42,39 +39,12 @@ _TEMPLATE = _CALL | {
 }
 
 
-class ChatInputs:
+class ChatInputs(SampleEncoder):
     """Base of the processor: conversations in, batches and text out; attributes as of it."""
 
     tokenizer: TextTokenizer
-    template: TemplateEncoder
-    image_processor: ImageProcessor
-    video_processor: VideoProcessor
     forbidden: dict[int, str]
-    image_token_id: int
-    video_token_id: int
     pad_token_id: int
-
-    def encode_sample(self, conversation: Conversation) -> dict[str, np.ndarray]:
-        """One training sample.
-
-        Returns:
-            input_ids and labels `[L]` int64 (labels not shifted, -100 outside targets); with
-            images, pixel_values `[P, 1536]` float32 and image_grid_thw `[n, 3]` int64; with videos,
-            pixel_values_videos and video_grid_thw likewise.
-
-        Raises:
-            BadSampleError: an image or video cannot be used, or text contains a special token.
-            RuntimeError: there is a video file and PyAV is not installed.
-        """
-        return self._encode(conversation, with_labels=True)
-
-    def outline_sample(self, conversation: Conversation) -> dict[str, np.ndarray]:
-        """A training sample from the headers of its images and videos, to measure its length.
-
-        Pixels are zeros `[P, 1]`. Height and width may be exchanged in a grid. Errors are those of
-        `encode_sample` that headers show.
-        """
-        return self._encode(conversation, with_labels=True, with_pixels=False)
 
     @explains(_CALL, "the processor")
     def __call__(
@@ -188,43 +158,6 @@ class ChatInputs:
     def batch_decode(self, ids: Iterable[Any], *args: Any, **settings: Any) -> list[str]:
         """Texts of rows of ids; settings as of `decode`."""
         return [self.decode(row, *args, **settings) for row in ids]
-
-    def _encode(
-        self,
-        conversation: Conversation,
-        add_generation_prompt: bool = False,
-        continue_final_message: bool = False,
-        *,
-        with_labels: bool = False,
-        with_pixels: bool = True,
-    ) -> dict[str, np.ndarray]:
-        """A sample, see `encode_sample` and `outline_sample`."""
-        visual: dict[str, np.ndarray] = {}
-        num_image_tokens: Sequence[int] = ()
-        video_prompts: list[VideoPrompt] = []
-        if conversation.images:
-            visual = self.image_processor(conversation.images, with_pixels)
-            num_image_tokens = self.image_processor.num_tokens(visual["image_grid_thw"]).tolist()
-        if conversation.videos:
-            arrays, timestamps = self.video_processor(conversation.videos, with_pixels)
-            counts = self.video_processor.tokens_per_patch(arrays["video_grid_thw"]).tolist()
-            video_prompts = [VideoPrompt(*each) for each in zip(timestamps, counts, strict=True)]
-            visual.update(arrays)
-        learns_all = conversation.row.train_on_prompt
-        chat = self.template.encode(
-            conversation,
-            num_image_tokens,
-            video_prompts,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            has_labels=with_labels and not learns_all,
-        )
-        ids = np.array(chat.input_ids, dtype=np.int64)
-        labels = np.array(chat.labels, dtype=np.int64)
-        if with_labels and learns_all:
-            pads = (self.image_token_id, self.video_token_id)
-            labels = np.where(np.isin(ids, pads), IGNORED_LABEL, ids)
-        return {"input_ids": ids, "labels": labels, **visual}
 
     def text_ids(self, text: str) -> list[int]:
         """Ids of a text without control tokens.

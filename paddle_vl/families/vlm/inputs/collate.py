@@ -1,4 +1,4 @@
-"""Collators: samples to one batch with padding, positions and visual indices.
+"""Conversations to samples, and samples to one batch with padding, positions and visual indices.
 
 A row of the batch holds one sample (`VLCollator`) or several (`PackedCollator`). The axes of its
 arrays are those of `paddle_vl.batch.schema.VLBatch`.
@@ -6,21 +6,98 @@ arrays are those of `paddle_vl.batch.schema.VLBatch`.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
 from paddle_vl.batch.positions import mrope_position_ids, segment_offsets
-from paddle_vl.batch.schema import VLBatch
+from paddle_vl.batch.schema import SOURCE_TARGETS, VLBatch
 from paddle_vl.batch.visual_index import RowPart, host_visual_indices
+from paddle_vl.families.vlm.inputs.conversation import Conversation
+from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
+from paddle_vl.families.vlm.inputs.tokenizer import IGNORED_LABEL, VideoPrompt
+from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
+from paddle_vl.families.vlm.templates.encoding import TemplateEncoder
 
 PaddingSide = Literal["left", "right"]
-
-IGNORED_LABEL = -100
 
 WHOLE_BATCH = RowPart()
 
 VISUAL_KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+
+
+class SampleEncoder:
+    """The training samples of conversations.
+
+    Attributes:
+        template: writes and tokenizes a conversation.
+        image_token_id, video_token_id: ids of the placeholders.
+    """
+
+    template: TemplateEncoder
+    image_processor: ImageProcessor
+    video_processor: VideoProcessor
+    image_token_id: int
+    video_token_id: int
+
+    def encode_sample(self, conversation: Conversation) -> dict[str, np.ndarray]:
+        """One training sample.
+
+        Returns:
+            input_ids and labels `[L]` int64 (labels not shifted, -100 outside targets); with
+            images, pixel_values `[P, 1536]` float32 and image_grid_thw `[n, 3]` int64; with videos,
+            pixel_values_videos and video_grid_thw likewise.
+
+        Raises:
+            BadSampleError: an image or video cannot be used, or text contains a special token.
+            RuntimeError: there is a video file and PyAV is not installed.
+        """
+        return self._encode(conversation, with_labels=True)
+
+    def outline_sample(self, conversation: Conversation) -> dict[str, np.ndarray]:
+        """A training sample from the headers of its images and videos, to measure its length.
+
+        Pixels are zeros `[P, 1]`. Height and width may be exchanged in a grid. Errors are those of
+        `encode_sample` that headers show.
+        """
+        return self._encode(conversation, with_labels=True, with_pixels=False)
+
+    def _encode(
+        self,
+        conversation: Conversation,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        *,
+        with_labels: bool = False,
+        with_pixels: bool = True,
+    ) -> dict[str, np.ndarray]:
+        """A sample, see `encode_sample` and `outline_sample`."""
+        visual: dict[str, np.ndarray] = {}
+        num_image_tokens: Sequence[int] = ()
+        video_prompts: list[VideoPrompt] = []
+        if conversation.images:
+            visual = self.image_processor(conversation.images, with_pixels)
+            num_image_tokens = self.image_processor.num_tokens(visual["image_grid_thw"]).tolist()
+        if conversation.videos:
+            arrays, timestamps = self.video_processor(conversation.videos, with_pixels)
+            counts = self.video_processor.tokens_per_patch(arrays["video_grid_thw"]).tolist()
+            video_prompts = [VideoPrompt(*each) for each in zip(timestamps, counts, strict=True)]
+            visual.update(arrays)
+        learns_all = conversation.row.train_on_prompt
+        chat = self.template.encode(
+            conversation,
+            num_image_tokens,
+            video_prompts,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            has_labels=with_labels and not learns_all,
+        )
+        ids = np.array(chat.input_ids, dtype=np.int64)
+        labels = np.array(chat.labels, dtype=np.int64)
+        if with_labels and learns_all:
+            pads = (self.image_token_id, self.video_token_id)
+            labels = np.where(np.isin(ids, pads), IGNORED_LABEL, ids)
+        return {"input_ids": ids, "labels": labels, **visual}
 
 
 def pad_rows(rows: Sequence[np.ndarray], length: int, value: int, side: PaddingSide) -> np.ndarray:
@@ -152,6 +229,65 @@ class PackedCollator:
         """
         segments = [[len(sample["input_ids"]) for sample in row] for row in rows]
         return self.collator([_joined(row) for row in rows], segments)
+
+
+class TokenSpan(NamedTuple):
+    """Real tokens that follow each other in a row of a batch, and the number of their source."""
+
+    length: int
+    source: int
+
+
+def sources_of_tokens(
+    attention_mask: np.ndarray, rows: Sequence[Sequence[TokenSpan]]
+) -> np.ndarray:
+    """The source of each token, `[B, L]` int32; 0 at padding.
+
+    Args:
+        attention_mask: `[B, L]`, 1 at real tokens.
+        rows: the spans of each row in order, which cover its real tokens.
+    """
+    sources_BL = np.zeros(attention_mask.shape, dtype=np.int32)
+    for row, sources_L, mask_L in zip(rows, sources_BL, attention_mask, strict=True):
+        lengths, sources = [span.length for span in row], [span.source for span in row]
+        sources_L[mask_L == 1] = np.repeat(np.array(sources, dtype=np.int32), lengths)
+    return sources_BL
+
+
+def with_label_sources(
+    batch: VLBatch, rows: Sequence[Sequence[TokenSpan]], num_sources: int
+) -> dict[str, Any]:
+    """The batch with `label_sources`, and the target tokens of each source.
+
+    Args:
+        rows: see `sources_of_tokens`.
+    """
+    sources_BL = sources_of_tokens(batch["attention_mask"], rows)
+    of_targets = sources_BL[:, 1:][batch["labels"][:, 1:] != IGNORED_LABEL]
+    counts = np.bincount(of_targets, minlength=num_sources)
+    added = {"label_sources": sources_BL, "num_sources": num_sources, SOURCE_TARGETS: counts}
+    return {**batch, **added}
+
+
+@dataclass(frozen=True)
+class SourcesCollator:
+    """Collates samples that have the number of their `source`, for the loss of each source.
+
+    Attributes:
+        collator: of the samples, or of packed rows of them.
+        target_sources: names of the sources.
+    """
+
+    collator: VLCollator | PackedCollator
+    target_sources: tuple[str, ...]
+
+    def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
+        samples = rows if isinstance(self.collator, PackedCollator) else [[row] for row in rows]
+        spans = [
+            [TokenSpan(len(each["input_ids"]), int(each["source"])) for each in row]
+            for row in samples
+        ]
+        return with_label_sources(self.collator(rows), spans, len(self.target_sources))
 
 
 def _joined(samples: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -13,8 +13,8 @@ import numpy as np
 from PIL import Image
 
 from paddle_vl.data.formats.canonical import CanonicalRow, Message, check_targets
+from paddle_vl.data.formats.keys import RowSettings
 from paddle_vl.data.formats.reader import to_canonical
-from paddle_vl.data.formats.row_settings import RowSettings
 from paddle_vl.data.media_file import ImageSource, MediaFolder, media_source, upright_size
 from paddle_vl.data.video_reader import FrameFiles, VideoFrames, VideoSource
 

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from xxhash import xxh3_64
 
+from paddle_vl.batch.schema import VLBatch
 from paddle_vl.config.data_sources import SourceConfig, as_sources
 from paddle_vl.data.corpus.cache import Cache
 from paddle_vl.data.corpus.document import Sample
@@ -20,7 +21,13 @@ from paddle_vl.data.corpus.sources import Source, open_sources
 from paddle_vl.data.corpus.tokenize import check_same_tokenizer
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.packing import RowBudget
-from paddle_vl.families.vlm.inputs.collate import PackedCollator, VLCollator
+from paddle_vl.families.vlm.inputs.collate import (
+    PackedCollator,
+    TokenSpan,
+    VLCollator,
+    sources_of_tokens,
+    with_label_sources,
+)
 from paddle_vl.families.vlm.inputs.documents import DocumentEncoder
 from paddle_vl.families.vlm.inputs.open_data import row_reader
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
@@ -106,7 +113,7 @@ class Corpus:
         data = self.data
         mix = mix_of(self.configs, self.sources, data.temperature, self.seed)
         budget = row_budget(data)
-        weights = tuple(config.loss_weight for config in self.configs)
+        weights, names = tuple(each.loss_weight for each in self.configs), tuple(self.names)
         maker = RowMaker(
             self.sources,
             mix,
@@ -128,7 +135,7 @@ class Corpus:
         }
         return CorpusLoader(
             maker,
-            PieceCollator(collator, data.packing, weights),
+            PieceCollator(collator, data.packing, weights, names if len(names) > 1 else ()),
             batch_size,
             names=self.names,
             num_documents=len(self),
@@ -164,11 +171,13 @@ class PieceCollator:
     Attributes:
         is_packed: whether a row may have several pieces.
         loss_weights: of each source.
+        target_sources: names of the sources, if the loss of each is reported.
     """
 
     collator: VLCollator
     is_packed: bool
     loss_weights: tuple[float, ...]
+    target_sources: tuple[str, ...] = ()
 
     def __call__(self, rows: Sequence[Sequence[Piece]]) -> dict[str, Any]:
         samples = [[piece.sample for piece in row] for row in rows]
@@ -177,16 +186,18 @@ class PieceCollator:
             batch.update(PackedCollator(self.collator)(samples))
         else:
             batch.update(self.collator([row[0] for row in samples]))
+        spans = [
+            [TokenSpan(len(each.sample["input_ids"]), each.source) for each in row] for row in rows
+        ]
+        if self.target_sources:
+            batch = with_label_sources(cast(VLBatch, batch), spans, len(self.target_sources))
         if set(self.loss_weights) == {1.0}:
             return batch
         mask_BL: np.ndarray = batch["attention_mask"]
-        weights_BL: np.ndarray = np.ones(mask_BL.shape, dtype=np.float32)
-        for row, weights_L, mask_L in zip(rows, weights_BL, mask_BL, strict=True):
-            pieces = [
-                np.full(len(piece.sample["input_ids"]), self.loss_weights[piece.source])
-                for piece in row
-            ]
-            weights_L[mask_L == 1] = np.concatenate(pieces)
+        weights_BL = np.array(self.loss_weights, dtype=np.float32)[
+            sources_of_tokens(mask_BL, spans)
+        ]
+        weights_BL[mask_BL == 0] = 1.0
         return {**batch, "loss_weights": weights_BL}
 
 

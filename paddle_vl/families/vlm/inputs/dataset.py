@@ -27,10 +27,10 @@ from paddle_vl.data.jsonl import (
     sample_at,
 )
 from paddle_vl.data.media_file import source_size
-from paddle_vl.data.worker_pool import first_time
-from paddle_vl.families.vlm.inputs.collate import IGNORED_LABEL
+from paddle_vl.data.worker_pool import warn_once
 from paddle_vl.families.vlm.inputs.conversation import Conversation, RowReader
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.inputs.tokenizer import IGNORED_LABEL
 
 logger = logging.getLogger(__name__)
 # Lines of a file that are checked when it is opened: some seconds.
@@ -43,12 +43,15 @@ class ConversationData(ABC):
     Attributes:
         max_length: longest sample in tokens, None for no limit; see `truncate_sample`.
         limit: number of samples, the first ones; None for all.
+        source_names: names of the sources whose training losses are reported, none or several; a
+            sample then has the number of its `source`, a scalar.
     """
 
     max_length: int | None
     on_bad_sample: OnBadSample
     skipped: Counter[str]
     fingerprint: int
+    source_names: Sequence[str] = ()
 
     def __init__(self, processor: VLProcessor, max_length: int | None):
         self.max_length, self._processor = max_length, processor
@@ -216,8 +219,8 @@ def checked(conversation: Conversation, processor: VLProcessor) -> list[int]:
 
 def tell_unread(name: str, keys: dict[str, None]) -> None:
     """Warn, once, of the keys of a source that are not read."""
-    if (note := unread_note(keys)) and first_time(name):
-        logger.warning("%s: %s", name, note)
+    if note := unread_note(keys):
+        warn_once(logger, name, f"{name}: {note}")
 
 
 def truncate_sample(

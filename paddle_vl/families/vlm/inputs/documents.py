@@ -32,10 +32,10 @@ from paddle_vl.data.corpus.shard import needed, refuse_empty, text_of
 from paddle_vl.data.formats.keys import unread_keys, unread_note
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import ImageSource, MediaFolder, brief, media_source
-from paddle_vl.families.vlm.inputs.collate import IGNORED_LABEL
 from paddle_vl.families.vlm.inputs.conversation import Conversation, RowReader
 from paddle_vl.families.vlm.inputs.dataset import truncate_sample
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.inputs.tokenizer import IGNORED_LABEL
 
 # Entries of a row of memory-mapped token files: ids, and optionally 0 where nothing is learned.
 TOKENS, MASK = "tokens", "mask"

@@ -9,7 +9,7 @@ from paddle_vl.config.row_sources import RowSourceConfig
 from paddle_vl.data.corpus.cache import Cache
 from paddle_vl.data.corpus.opener import ShardOpener, shard_kind
 from paddle_vl.data.corpus.shard import JsonlShard
-from paddle_vl.data.formats.row_settings import RowSettings
+from paddle_vl.data.formats.keys import RowSettings
 from paddle_vl.data.remote import RemoteFile, RemoteSettings
 from paddle_vl.data.rows.dataset_info import DatasetInfo
 from paddle_vl.data.rows.spelling import row_sources

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from paddle_vl.config.row_sources import RowSourceConfig, Strategy
@@ -75,12 +76,24 @@ class RowsDataset(ConversationData):
             if source.max_pixels is not None
         }
         self.contents = [
-            FileContent(source.label, f"{rows.fingerprint:x}~{rows.samples:x}", "unread")
+            FileContent(source.label, f"{rows.fingerprint:x}-{rows.samples:x}", "unread")
             for source, rows in zip(self._sources, self._rows, strict=True)
         ]
+        labels = [source.label for source in self._sources]
+        names = list(dict.fromkeys(labels[number] for number in np.unique(self._draws.sources)))
+        self.source_names = names if len(names) > 1 else ()
+        # Of each source, by its name; those that are not drawn have none.
+        self._name_numbers = [names.index(label) if label in names else 0 for label in labels]
         drawn = self._draws.sources.tobytes() + self._draws.rows.tobytes()
         self.fingerprint = xxh3_64_intdigest(drawn + str(self.contents).encode())
         self.positions_fingerprint = self.fingerprint
+
+    def __getitem__(self, number: int) -> dict[str, np.ndarray]:
+        sample = super().__getitem__(number)
+        if not self.source_names:
+            return sample
+        row = number if self._samples is None else int(self._samples[number, 0])
+        return {**sample, "source": np.asarray(self._name_numbers[self._drawn(row)[0]])}
 
     def row_count(self) -> int:
         return len(self._draws)

@@ -178,6 +178,10 @@ class VideoPrompt(NamedTuple):
     tokens_per_patch: int
 
 
+# Label of a token that is no target.
+IGNORED_LABEL = -100
+
+
 class EncodedChat(NamedTuple):
     """Token ids of a conversation and their labels: the id itself for targets, -100 otherwise."""
 

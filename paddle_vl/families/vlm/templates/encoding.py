@@ -17,12 +17,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
-from paddle_vl.data.formats.row_settings import BOX_TOKENS
+from paddle_vl.data.formats.keys import BOX_TOKENS
 from paddle_vl.data.jsonl import BadSampleError, check_unicode
-from paddle_vl.families.vlm.inputs.collate import IGNORED_LABEL
 from paddle_vl.families.vlm.inputs.conversation import Conversation
 from paddle_vl.families.vlm.inputs.tokenizer import (
     CONTROL_TOKENS,
+    IGNORED_LABEL,
     IM_END,
     IM_START,
     IMAGE_PAD,

@@ -1,10 +1,11 @@
 """Small files that stand for much more than they hold.
 
-Guarantees: `data.max_line_bytes` bounds the text of a document in every container, and with it a
-row group of Parquet; what a header or a footer states is checked before memory is taken; compressed
-files that are cut off are refused.
+Guarantees: `data.max_line_bytes` bounds the text of a document in every container, and with it its
+images and a row group of Parquet; what a file states is checked before memory or disk is taken, and
+where its parts state different things the larger one counts; nothing stays of a refused copy.
 """
 
+import gzip
 import resource
 import tarfile
 from collections.abc import Callable
@@ -60,6 +61,33 @@ def damaged_in_the_middle(file: Path) -> None:
     file.write_bytes(content)
 
 
+def one_text_for_all_rows(file: Path) -> None:
+    """487 bytes of Parquet for 100 GB of text."""
+    rows = pa.array(np.zeros(100_000, np.int32))
+    texts = pa.DictionaryArray.from_arrays(rows, pa.array(["x" * (1 << 20)]))
+    parquet.write_table(
+        pa.table({"text": texts}), file, 100_000, compression="zstd", store_schema=False
+    )
+
+
+def varint(number: int, length: int) -> bytes:
+    """A number of Thrift's compact protocol, in more bytes than it needs."""
+    parts = [(number << 1) >> (7 * place) & 127 for place in range(length)]
+    return bytes([part | 128 for part in parts[:-1]] + parts[-1:])
+
+
+def footer_that_lies(file: Path) -> None:
+    """Pages of 96 MB, of which the footer says that they have 1000 bytes."""
+    text = pa.array(["x" * (32 << 20)] * 3)
+    parquet.write_table(
+        pa.table({"text": text}), file, compression="zstd", use_dictionary=False,
+        store_schema=False, data_page_size=1, write_statistics=False,
+    )  # fmt: skip
+    stated = parquet.read_metadata(file).row_group(0).total_byte_size
+    file.write_bytes(file.read_bytes().replace(varint(stated, 4), varint(1000, 4)))
+    assert parquet.read_metadata(file).row_group(0).total_byte_size == 1000
+
+
 def empty_rows(file: Path) -> None:
     parquet.write_table(pa.table({"text": pa.nulls(1 << 23)}), file, row_group_size=1 << 23)
 
@@ -68,9 +96,12 @@ CONTENTS: list[tuple[str, bytes | Callable[[Path], None], str]] = [
     ("sparse.tar", sparse((8 << 30) - 1), "1.txt is sparse, which is not supported"),
     ("huge.tar", member("1.txt", HUGE), "no uncompressed tar file, or a damaged one"),
     ("pax.tar", member("x", HUGE, tarfile.XHDTYPE), "no uncompressed tar file, or a damaged one"),
+    ("name.tar", member("x", HUGE, tarfile.GNUTYPE_LONGNAME), "no uncompressed tar file"),
     ("back.tar", member("1.txt", -1024), "1.txt has the size -1024"),
     ("nested.tar", member("x", 512, tarfile.GNUTYPE_LONGNAME)[:1024] * 3000, "recursion"),
     ("middle.tar", damaged_in_the_middle, "the header at byte 1024 is damaged"),
+    ("rows.parquet", one_text_for_all_rows, "row group 1 takes 104858000000 bytes"),
+    ("lie.parquet", footer_that_lies, "row group 1 takes 1006..... bytes"),
     ("null.parquet", empty_rows, "row group 1 takes 67108864 bytes.*row_group_size"),
 ]
 
@@ -88,6 +119,26 @@ def test_little_that_stands_for_much_is_refused(tmp_path, name, content, reason,
     request.getfixturevalue("_little_memory")
     with pytest.raises((RuntimeError, BadSampleError), match=reason):
         opener(max_line_bytes=1 << 15)(file).read(0)
+
+
+@pytest.mark.parametrize("name", ["bomb.jsonl.zst", "bomb.jsonl.gz"])
+def test_a_compressed_file_that_unpacks_without_end_leaves_no_copy(tmp_path, name):
+    pack = zstandard.compress if name.endswith("zst") else gzip.compress
+    (tmp_path / name).write_bytes(pack(b'{"text": "a"}\n' * (6 << 20)))
+    with pytest.raises(RuntimeError, match=rf"{name} has more than 67108864 bytes uncompressed"):
+        opener()(tmp_path / name)
+    assert sum(file.stat().st_size for file in (tmp_path / ".paddle_vl").iterdir()) == 0
+
+
+@pytest.mark.usefixtures("_little_memory")
+def test_a_zst_file_of_one_repeated_byte_takes_no_memory(tmp_path):
+    """80 KB for 2.6 GB, in blocks of 128 KiB that are stored as 4 bytes."""
+    block = (1 << 1 | (1 << 17) << 3).to_bytes(3, "little") + b"x"
+    last = (1 << 0 | 1 << 1 | 1 << 3).to_bytes(3, "little") + b"\n"
+    head = b"\x28\xb5\x2f\xfd" + bytes([0, 11 << 3])
+    (tmp_path / "a.jsonl.zst").write_bytes(head + block * 20_000 + last)
+    with pytest.raises(RuntimeError, match="has more than 67108864 bytes uncompressed and 80010 "):
+        opener()(tmp_path / "a.jsonl.zst")
 
 
 @pytest.mark.parametrize("number_of_frames", [1, 2])
@@ -113,16 +164,20 @@ def rows_of(folder: Path, text: str, image: bytes) -> list[Path]:
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_the_line_limit_holds_for_texts_of_every_container(tmp_path, number):
+def test_the_line_limit_holds_for_rows_of_every_container(tmp_path, number):
     limited = opener(max_line_bytes=2048)
     file = rows_of(tmp_path, "x" * 2000, NOISE[:60_000])[number]
     assert file.stat().st_size > 60_000
     assert limited(file).read(0)["text"] == "x" * 2000
-    (tmp_path / "long").mkdir()
-    file = rows_of(tmp_path / "long", "é" * 1025, b"a")[number]
-    with pytest.raises(BadSampleError, match="2050 bytes of text; .*at most 2048") as error:
-        limited(file).read(0)
-    assert error.value.kind == "line_too_long"
+    for folder, text, image, what in (
+        ("text", "é" * 1025, b"a", "2050 bytes of text; .*data.max_line_bytes 2048 at most 2048"),
+        ("image", "a", NOISE, "bytes of images .*at most 131072"),
+    ):
+        (tmp_path / folder).mkdir()
+        file = rows_of(tmp_path / folder, text, image)[number]
+        with pytest.raises(BadSampleError, match=what) as error:
+            limited(file).read(0)
+        assert error.value.kind == "line_too_long"
 
 
 def test_a_row_group_is_bounded_by_the_line_limit(tmp_path):
@@ -133,3 +188,25 @@ def test_a_row_group_is_bounded_by_the_line_limit(tmp_path):
     with pytest.raises(RuntimeError, match="at most 1048576 are read: write it again with fewer"):
         opener(max_line_bytes=1024)(tmp_path / "3000.parquet")
     assert opener()(tmp_path / "3000.parquet").read(1)["text"].startswith("1 x")
+
+
+def test_every_encoding_and_page_version_is_read(tmp_path):
+    """Pages are walked before they are read."""
+    numbers = list(range(5000))
+    table = pa.table({
+        "text": [f"text {i % 100}" for i in numbers], "number": numbers,
+        "images": [[{"bytes": b"a" * (i % 7), "path": "a"}] * (i % 3) for i in numbers],
+        "pairs": pa.array([[("a", str(i))] for i in numbers], pa.map_(pa.string(), pa.string())),
+        "kind": pa.array([f"kind {i % 3}" for i in numbers]).dictionary_encode(),
+    })  # fmt: skip
+    for version in ("1.0", "2.0"):
+        for packed in (True, False, ["text"]):
+            for compression in ("none", "snappy", "gzip", "zstd"):
+                file = tmp_path / f"{version}-{packed}-{compression}.parquet"
+                parquet.write_table(
+                    table, file, data_page_version=version, use_dictionary=packed,
+                    compression=compression, data_page_size=512, row_group_size=3000,
+                )  # fmt: skip
+                shard = opener()(file)
+                for row in (0, 2999, 3000, 4999):
+                    assert shard.read(row) == table.slice(row, 1).to_pylist()[0]

@@ -3,11 +3,12 @@
 Guarantees: images as bytes, `{bytes, path}` and members of an archive give what their files give; a
 plain path of another file than JSONL is a source of conversations where sources are read, and is
 refused with the remedy elsewhere; wrong rows are refused when the file is opened, without raw
-bytes; keys that are not read are named once per file.
+bytes; keys that are not read are named once per file, also by several workers.
 """
 
 import json
 import logging
+import os
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +17,7 @@ from pyarrow import parquet
 
 from paddle_vl.config.data_sources import SourceConfig
 from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.data.worker_pool import results_in_order
 from paddle_vl.families.vlm.inputs.corpus import Corpus
 from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
 from paddle_vl.families.vlm.settings import VLDataConfig
@@ -170,3 +172,20 @@ def test_keys_that_are_not_read_are_named_once(tmp_path, processor, caplog):
         assert len([samples[number] for number in range(4)]) == 4
     (said,) = caplog.messages
     assert said.startswith(f"{other}: records have the key(s) 'images_path'")
+
+
+def test_workers_name_unread_keys_of_a_file_once_between_them(tmp_path, processor, caplog):
+    row = {"messages": chat("red"), "images_path": ["a.png"]}
+    file = tmp_path / "d.jsonl"
+    file.write_bytes(lines([row] * 8))
+    samples = opened(processor, SourceConfig(path=str(file)), on_bad_sample="skip").samples()
+    with caplog.at_level(logging.WARNING):
+        found = results_in_order(_with_process, samples, [(i,) for i in range(8)], 2)
+        processes = {process for process, _ in found}
+    assert len(processes) == 2
+    (said,) = caplog.messages
+    assert said.startswith(f"{file}: records have the key(s) 'images_path'")
+
+
+def _with_process(samples, number: int) -> tuple[int, int]:
+    return os.getpid(), len(samples[number]["input_ids"])

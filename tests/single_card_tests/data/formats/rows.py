@@ -4,8 +4,8 @@ from itertools import pairwise
 from typing import Any
 
 from paddle_vl.data.formats.canonical import ROLES
+from paddle_vl.data.formats.keys import RowSettings
 from paddle_vl.data.formats.reader import to_canonical
-from paddle_vl.data.formats.row_settings import RowSettings
 
 CALL = {"type": "function", "function": {"name": "tide", "arguments": {"harbour": "Kiel"}}}
 

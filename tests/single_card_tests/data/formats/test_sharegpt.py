@@ -8,8 +8,8 @@ import json
 
 import pytest
 
+from paddle_vl.data.formats.keys import RowSettings
 from paddle_vl.data.formats.reader import to_canonical
-from paddle_vl.data.formats.row_settings import RowSettings
 from paddle_vl.data.jsonl import BadSampleError
 from tests.single_card_tests.data.formats.rows import flat, losses, said, shared
 

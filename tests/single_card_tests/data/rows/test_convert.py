@@ -18,8 +18,8 @@ from pyarrow import parquet
 from check_formats import CONTROL_TOKENS
 from paddle_vl.cli.main import main
 from paddle_vl.config.row_sources import RowSourceConfig
+from paddle_vl.data.formats.keys import BOX_TOKENS, RowSettings
 from paddle_vl.data.formats.reader import FORMATS
-from paddle_vl.data.formats.row_settings import BOX_TOKENS, RowSettings
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.rows.convert import convert_rows
 from paddle_vl.families.vlm.inputs.conversation import RowReader

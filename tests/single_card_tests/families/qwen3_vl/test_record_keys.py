@@ -10,9 +10,9 @@ import pytest
 
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.vlm.evaluation import _questions
-from paddle_vl.families.vlm.inputs.collate import IGNORED_LABEL
 from paddle_vl.families.vlm.inputs.conversation import parse_record
 from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
+from paddle_vl.families.vlm.inputs.tokenizer import IGNORED_LABEL
 from tests.single_card_tests.families.qwen3_vl.chat_builders import (
     assistant,
     question,
