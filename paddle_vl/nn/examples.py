@@ -327,6 +327,10 @@ DELTA_RULE: dict[str, Make] = {
         r, s, s.length // 3, s.length // 3 + 1, s.length, 2 * s.length - 7
     ),
     "gated_delta_rule.token": lambda r, s: _delta_rule(r, s, queries=1),
+    # As in generation, without gradients.
+    "gated_delta_rule.answer": lambda r, s: replace(
+        _delta_rule(r, s, queries=1), tables=tuple(range(6))
+    ),
 }
 EXAMPLES = ROWS | ATTENTION | DELTA_RULE
 # Their float32 may run in TF32 on a GPU.
@@ -354,7 +358,8 @@ def values_and_gradients(
         # NaN where nothing is defined would reach the gradients: NaN times 0 is NaN.
         outputs = [out * paddle.to_tensor(inputs.defined).astype(out.dtype) for out in outputs]
     floats = [out for out in outputs if not out.stop_gradient]
-    paddle.autograd.backward(floats, [_direction(out) for out in floats])
+    if floats:
+        paddle.autograd.backward(floats, [_direction(out) for out in floats])
     values = {OUTPUT: np.concatenate([_on_host(out).ravel() for out in outputs])}
     for number, x in enumerate(args):
         if isinstance(x, Tensor) and x.grad is not None:

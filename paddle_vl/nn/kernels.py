@@ -126,13 +126,16 @@ TABLE: dict[Operation, list[Kernel]] = {
     split_columns: [Kernel("cpu", "oneDNN", cpu.split_columns, cpu.takes_split)],
     # DeltaNet
     delta_rule.gated_delta_rule: [
+        Kernel("cpu", "C", c.gated_delta_rule, c.fits_token),
         Kernel("cpu", "Paddle", chunked.gated_delta_rule, chunked.fits_rule),
         Kernel("gpu", "Paddle", chunked.gated_delta_rule, chunked.fits_rule),
     ],
     delta_rule.causal_conv_silu: [
+        Kernel("cpu", "C", c.causal_conv_silu, c.fits_convolution),
         Kernel("cpu", "Paddle", chunked.causal_conv_silu, chunked.fits_convolution),
         Kernel("gpu", "Paddle", chunked.causal_conv_silu, chunked.fits_convolution),
     ],
+    delta_rule.gated_rms_norm: [Kernel("cpu", "C", c.gated_rms_norm, cpu.is_dense)],
     # Experts
     permuted_copies: _on_both(PermuteRows),
     grouped_linear: [

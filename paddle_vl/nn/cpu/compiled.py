@@ -33,7 +33,7 @@ from paddle_vl.nn.operations import has_compiled, set_compiled
 
 SWITCH = "PADDLE_VL_CPU_KERNELS"
 _OFF = ("0", "off", "false", "no")
-_BLOCK = 128
+_BLOCK, _MOST_TAPS = 128, 8
 _MOST_KEYS, _MOST_WIDTH = 1 << 16, 1024
 # Added to no score: replaces those of hidden keys. The lowest finite score of `paddle_vl.nn`.
 _HIDDEN = -2.3819763e38
@@ -304,6 +304,130 @@ def rms_quotient(x: Tensor, epsilon: float) -> Tensor:
 def layer_norm(x: Tensor, weight_C: Tensor, bias_C: Tensor, epsilon: float) -> Tensor:
     """`operations.layer_norm`."""
     return _Norm.apply(x, weight_C, bias_C, epsilon, 0.0, 1)
+
+
+# Gated DeltaNet; shapes as in `paddle_vl.nn.delta_rule`
+
+
+class _GatedNorm(PyLayer):
+    @staticmethod
+    def forward(ctx, x, gate, weight, epsilon):
+        channels = x.shape[-1]
+        rows = _size(x) // channels
+        y, inverses = paddle.empty_like(x), paddle.empty([rows], "float32")
+        _library.gated_norm_forward(
+            *map(_data, (x, gate, weight, y, inverses)), _i64(rows), _i64(channels),
+            _float(epsilon),
+        )  # fmt: skip
+        ctx.save_for_backward(x, gate, weight, inverses)
+        ctx.needs = [not t.stop_gradient for t in (x, gate, weight)]
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, gate, weight, inverses = ctx.saved_tensor()
+        channels = x.shape[-1]
+        grads = [paddle.empty_like(t) for t in (x, gate, weight)]
+        sums = paddle.empty([_num_threads() * channels], "float32")
+        _library.gated_norm_backward(
+            *map(_data, (x, gate, weight, contiguous(grad), inverses, *grads, sums)),
+            _i64(_size(x) // channels), _i64(channels),
+        )  # fmt: skip
+        return tuple(g if need else None for g, need in zip(grads, ctx.needs, strict=True))
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
+    """`delta_rule.gated_rms_norm`."""
+    return _GatedNorm.apply(x, gate, weight_C, epsilon)
+
+
+class _Convolution(PyLayer):
+    """Keeps the inputs alone."""
+
+    @staticmethod
+    def forward(ctx, u, weight, before, packed):
+        y, weight_JE = paddle.empty_like(u), weight.t().contiguous()
+        places = None if packed is None else packed.once(_places)
+        ctx.sizes = [_i64(n) for n in (*u.shape, weight.shape[1])]
+        _library.convolution_forward(*map(_data, (u, before, weight_JE, places, y)), *ctx.sizes)
+        ctx.save_for_backward(u, weight_JE, *([] if before is None else [before]))
+        given = (u, weight) if before is None else (u, weight, before)
+        ctx.needs, ctx.places = [not t.stop_gradient for t in given], places
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        u, weight_JE, *others = ctx.saved_tensor()
+        before = others[0] if others else None
+        grads = [paddle.empty_like(t) for t in (u, weight_JE, *others)]
+        _library.convolution_backward(
+            *map(_data, (u, before, weight_JE, ctx.places, contiguous(grad), grads[0])),
+            _data(grads[2] if others else None), _data(grads[1]), *ctx.sizes,
+        )  # fmt: skip
+        grads[1] = grads[1].t()
+        return tuple(g if need else None for g, need in zip(grads, ctx.needs, strict=True))
+
+
+def _places(offsets: tuple[int, ...]) -> np.ndarray:
+    """The place of every token row in its sample, for `PackedSamples.once`."""
+    places_T = np.arange(offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
+    return places_T.astype(np.int32)
+
+
+def fits_convolution(
+    u_BLE: Tensor, weight_EJ: Tensor, before_BJE: Tensor | None = None, packed: Any = None
+) -> bool:
+    """Whether `causal_conv_silu` takes these: the kernel has room for eight taps."""
+    return weight_EJ.shape[1] <= _MOST_TAPS and is_dense(u_BLE, weight_EJ, before_BJE)
+
+
+def causal_conv_silu(
+    u_BLE: Tensor,
+    weight_EJ: Tensor,
+    before_BJE: Tensor | None = None,
+    packed: PackedSamples | None = None,
+) -> Tensor:
+    """`delta_rule.causal_conv_silu`."""
+    return _Convolution.apply(u_BLE, weight_EJ, before_BJE, packed)
+
+
+def fits_token(
+    q_BLKC: Tensor,
+    k_BLKC: Tensor,
+    v_BLNV: Tensor,
+    decay_BLN: Tensor,
+    beta_BLN: Tensor,
+    state_BNCV: Tensor | None = None,
+    packed: PackedSamples | None = None,
+    keeps_state: bool = False,
+) -> bool:
+    """Whether `gated_delta_rule` takes these: one token of every row, of which nothing is
+    differentiated."""
+    inputs = [x for x in (q_BLKC, k_BLKC, v_BLNV, decay_BLN, beta_BLN, state_BNCV) if x is not None]
+    if q_BLKC.shape[1] != 1 or packed is not None or v_BLNV.shape[-1] > _MOST_WIDTH:
+        return False
+    is_used = paddle.is_grad_enabled() and not all(x.stop_gradient for x in inputs)
+    return not is_used and is_dense(*inputs)
+
+
+def gated_delta_rule(
+    q_B1KC: Tensor,
+    k_B1KC: Tensor,
+    v_B1NV: Tensor,
+    decay_B1N: Tensor,
+    beta_B1N: Tensor,
+    state_BNCV: Tensor | None = None,
+    packed: PackedSamples | None = None,
+    keeps_state: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`delta_rule.gated_delta_rule` of a token."""
+    batch, _, key_heads, width = q_B1KC.shape
+    heads, values = v_B1NV.shape[2:]
+    out, after = paddle.empty_like(v_B1NV), paddle.empty([batch, heads, width, values], "float32")
+    inputs = (q_B1KC, k_B1KC, v_B1NV, decay_B1N, beta_B1N, state_BNCV)
+    sizes = (batch, key_heads, heads, width, values)
+    _library.delta_token(*map(_data, (*inputs, after, out)), *map(_i64, sizes))
+    return out, after
 
 
 # Attention

@@ -1,5 +1,5 @@
-/* Kernels for the CPU in float32: rotary embedding, attention, norms, dropout, GELU's tanh form
- * and gated units.
+/* Kernels for the CPU in float32: rotary embedding, attention, norms, dropout, GELU's tanh form,
+ * gated units, and the operations of a gated DeltaNet layer.
  *
  * Compiled by paddle_vl/nn/cpu/compiler.py where a C compiler is found, and called through ctypes on
  * the data of contiguous tensors. They need no header of Paddle. OpenMP and the matrix product come
@@ -25,7 +25,7 @@ void cblas_sgemm(int layout, int trans_a, int trans_b, int m, int n, int k, floa
 enum { ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112 };
 
 /* Version of the interface, checked after loading. */
-int paddle_vl_kernels_version(void) { return 3; }
+int paddle_vl_kernels_version(void) { return 4; }
 
 /* exp(x) to about one unit in the last place; 0 below -87.3 and the largest power above 88.
  * Source: expf of the Cephes library (S. Moshier). */
@@ -278,6 +278,218 @@ void norm_backward(const float *x, const float *weight, const float *grad, const
     }
     if (grad_weight) grad_weight[j] = of_weight;
     if (grad_bias) grad_bias[j] = of_bias;
+  }
+}
+
+/* ---- gated DeltaNet; letters of paddle_vl/nn/delta_rule.py: B batch, L length, E channels, J taps,
+ * K key heads, N value heads, C key width, V value width ---- */
+
+/* weight * (x / sqrt(mean(x^2) + epsilon)) * silu(gate). inverses[N]: 1 / that root. */
+void gated_norm_forward(const float *x, const float *gate, const float *weight, float *y,
+                        float *inverses, i64 rows, i64 channels, float epsilon) {
+#pragma omp parallel for schedule(static)
+  for (i64 i = 0; i < rows; i++) {
+    const float *a = x + i * channels, *z = gate + i * channels;
+    float *o = y + i * channels, square = 0.0f;
+#pragma omp simd reduction(+ : square)
+    for (i64 j = 0; j < channels; j++) square += a[j] * a[j];
+    float inverse = 1.0f / sqrtf(square / channels + epsilon);
+    inverses[i] = inverse;
+#pragma omp simd
+    for (i64 j = 0; j < channels; j++) {
+      float slope;
+      o[j] = a[j] * inverse * weight[j] * (z[j] * sigmoid_of(z[j], 0, &slope));
+    }
+  }
+}
+
+/* Gradients of `gated_norm_forward`. `sums` has room for T * C floats. */
+void gated_norm_backward(const float *x, const float *gate, const float *weight, const float *grad,
+                         const float *inverses, float *grad_x, float *grad_gate,
+                         float *grad_weight, float *sums, i64 rows, i64 channels) {
+  int threads = omp_get_max_threads();
+  memset(sums, 0, sizeof(float) * (size_t)threads * channels);
+#pragma omp parallel
+  {
+    float *of_weight = sums + (size_t)omp_get_thread_num() * channels;
+#pragma omp for schedule(static)
+    for (i64 i = 0; i < rows; i++) {
+      const float *a = x + i * channels, *z = gate + i * channels, *g = grad + i * channels;
+      float *o = grad_x + i * channels, *oz = grad_gate + i * channels;
+      float inverse = inverses[i], along = 0.0f;
+#pragma omp simd reduction(+ : along)
+      for (i64 j = 0; j < channels; j++) {
+        float slope, standard = a[j] * inverse, open = z[j] * sigmoid_of(z[j], 0, &slope);
+        oz[j] = g[j] * standard * weight[j] * slope;
+        of_weight[j] += g[j] * standard * open;
+        o[j] = g[j] * open * weight[j];
+        along += o[j] * standard;
+      }
+      along /= channels;
+#pragma omp simd
+      for (i64 j = 0; j < channels; j++) o[j] = inverse * (o[j] - a[j] * inverse * along);
+    }
+  }
+  for (i64 j = 0; j < channels; j++) {
+    float of_weight = 0.0f;
+    for (int t = 0; t < threads; t++) of_weight += sums[(size_t)t * channels + j];
+    grad_weight[j] = of_weight;
+  }
+}
+
+enum { MOST_TAPS = 8, LANES = 64, SUMMED = 128 };
+
+/* The token so many places before token t, or NULL if it is none of its sample; places[B * L] are
+ * those of the tokens in their samples, NULL if a sample is a row of the batch. */
+static inline const float *token_before(const float *u, const float *before, const int32_t *places,
+                                        i64 b, i64 t, i64 back, i64 length, i64 channels, i64 taps) {
+  if (t < 0 || (places && places[b * length + t] < back)) return NULL;
+  if (t >= back) return u + (b * length + t - back) * channels;
+  return before ? before + (b * (taps - 1) + taps - 1 + t - back) * channels : NULL;
+}
+
+/* silu(y) of y[t] = sum over j of weight[:, j] u[t - (J - 1) + j]; weight[J][E]. `before` has the
+ * J - 1 tokens before the first of every row, or is NULL. */
+void convolution_forward(const float *u, const float *before, const float *weight,
+                         const int32_t *places, float *y, i64 batch, i64 length, i64 channels,
+                         i64 taps) {
+#pragma omp parallel for schedule(static) if (batch * length * channels > 16384)
+  for (i64 i = 0; i < batch * length; i++) {
+    const float *a = u + i * channels, *w = weight + (taps - 1) * channels;
+    float *o = y + i * channels;
+#pragma omp simd
+    for (i64 j = 0; j < channels; j++) o[j] = a[j] * w[j];
+    for (i64 back = 1; back < taps; back++) {
+      a = token_before(u, before, places, i / length, i % length, back, length, channels, taps);
+      w -= channels;
+      if (!a) continue;
+#pragma omp simd
+      for (i64 j = 0; j < channels; j++) o[j] += a[j] * w[j];
+    }
+#pragma omp simd
+    for (i64 j = 0; j < channels; j++) {
+      float slope;
+      o[j] *= sigmoid_of(o[j], 0, &slope);
+    }
+  }
+}
+
+/* Gradients of `count` channels from the first on, all tokens from the last to the first: `later`
+ * has the gradients of y of the J tokens from this one on. The sums of the weight are taken in parts
+ * of SUMMED tokens. */
+static inline __attribute__((always_inline)) void convolution_lanes(
+    const float *u, const float *before, const float *weight, const int32_t *places,
+    const float *grad, float *grad_u, float *grad_before, float *grad_weight, i64 batch, i64 length,
+    i64 channels, i64 taps, i64 first, i64 count) {
+  float later[MOST_TAPS][LANES], part[MOST_TAPS][LANES], sum[MOST_TAPS][LANES];
+  memset(part, 0, sizeof part);
+  memset(sum, 0, sizeof sum);
+  for (i64 b = 0; b < batch; b++) {
+    for (i64 t = length - 1; t >= (before ? 1 - taps : 0); t--) {
+      float *d = later[(t + taps) % taps], from[LANES] = {0.0f};
+      if (t >= 0) {
+        const float *seen[MOST_TAPS], *g = grad + (b * length + t) * channels + first;
+        float y[LANES] = {0.0f};
+        for (i64 back = 0; back < taps; back++) {
+          const float *w = weight + (taps - 1 - back) * channels + first;
+          seen[back] = token_before(u, before, places, b, t, back, length, channels, taps);
+          if (!seen[back]) continue;
+          seen[back] += first;
+#pragma omp simd
+          for (i64 j = 0; j < count; j++) y[j] += seen[back][j] * w[j];
+        }
+#pragma omp simd
+        for (i64 j = 0; j < count; j++) {
+          float slope;
+          sigmoid_of(y[j], 0, &slope);
+          d[j] = g[j] * slope;
+        }
+        for (i64 back = 0; back < taps; back++) {
+          float *of_weight = part[taps - 1 - back];
+          if (!seen[back]) continue;
+#pragma omp simd
+          for (i64 j = 0; j < count; j++) of_weight[j] += d[j] * seen[back][j];
+        }
+      }
+      for (i64 back = t < 0 ? -t : 0; back < taps && t + back < length; back++) {
+        const float *w = weight + (taps - 1 - back) * channels + first;
+        const float *of = later[(t + back + taps) % taps];
+        if (places && places[b * length + t + back] < back) continue;
+#pragma omp simd
+        for (i64 j = 0; j < count; j++) from[j] += of[j] * w[j];
+      }
+      float *o = t >= 0 ? grad_u + (b * length + t) * channels + first
+                        : grad_before + (b * (taps - 1) + taps - 1 + t) * channels + first;
+      memcpy(o, from, sizeof(float) * count);
+      if (t > 0 && t % SUMMED) continue;
+      for (i64 k = 0; k < taps; k++) {
+        for (i64 j = 0; j < count; j++) sum[k][j] += part[k][j];
+      }
+      memset(part, 0, sizeof part);
+    }
+  }
+  for (i64 k = 0; k < taps; k++)
+    memcpy(grad_weight + k * channels + first, sum[k], sizeof(float) * count);
+}
+
+/* Gradients of `convolution_forward`; that of `before` only if there are such tokens. */
+void convolution_backward(const float *u, const float *before, const float *weight,
+                          const int32_t *places, const float *grad, float *grad_u,
+                          float *grad_before, float *grad_weight, i64 batch, i64 length,
+                          i64 channels, i64 taps) {
+#pragma omp parallel for schedule(static)
+  for (i64 first = 0; first < channels; first += LANES) {
+    if (channels - first >= LANES)
+      convolution_lanes(u, before, weight, places, grad, grad_u, grad_before, grad_weight, batch,
+                        length, channels, taps, first, LANES);
+    else
+      convolution_lanes(u, before, weight, places, grad, grad_u, grad_before, grad_weight, batch,
+                        length, channels, taps, first, channels - first);
+  }
+}
+
+static inline float inverse_length(const float *x, i64 width) {
+  float square = 0.0f;
+#pragma omp simd reduction(+ : square)
+  for (i64 j = 0; j < width; j++) square += x[j] * x[j];
+  return 1.0f / sqrtf(square + 1e-6f);
+}
+
+enum { MOST_VALUES = 1024 };
+
+/* One token of the gated delta rule. before[B][N][C][V] may be NULL, for zeros; `after` is another
+ * tensor. */
+void delta_token(const float *q, const float *k, const float *v, const float *decay,
+                 const float *beta, const float *before, float *after, float *out, i64 batch,
+                 i64 key_heads, i64 heads, i64 width, i64 values) {
+#pragma omp parallel for schedule(static) if (batch * heads * width * values > 65536)
+  for (i64 i = 0; i < batch * heads; i++) {
+    i64 head = i / heads * key_heads + i % heads / (heads / key_heads);
+    const float *query = q + head * width, *key = k + head * width, *value = v + i * values;
+    const float *m = before ? before + i * width * values : NULL;
+    float *to = after + i * width * values, *o = out + i * values, delta[MOST_VALUES];
+    float of_key = inverse_length(key, width), kept = fast_exp(decay[i]);
+    float of_query = inverse_length(query, width) / sqrtf((float)width);
+    for (i64 j = 0; j < values; j++) delta[j] = o[j] = 0.0f;
+    for (i64 c = 0; m && c < width; c++) {
+      float factor = key[c] * of_key * kept;
+#pragma omp simd
+      for (i64 j = 0; j < values; j++) delta[j] += factor * m[c * values + j];
+    }
+#pragma omp simd
+    for (i64 j = 0; j < values; j++) delta[j] = beta[i] * (value[j] - delta[j]);
+    for (i64 c = 0; c < width; c++) {
+      float by_key = key[c] * of_key, by_query = query[c] * of_query, *row = to + c * values;
+      if (m) {
+#pragma omp simd
+        for (i64 j = 0; j < values; j++) row[j] = kept * m[c * values + j] + by_key * delta[j];
+      } else {
+#pragma omp simd
+        for (i64 j = 0; j < values; j++) row[j] = by_key * delta[j];
+      }
+#pragma omp simd
+      for (i64 j = 0; j < values; j++) o[j] += by_query * row[j];
+    }
   }
 }
 
