@@ -201,6 +201,12 @@ def _delta_rule(r: Rng, s: Sizes, *offsets: int, queries: int | None = None) -> 
     return Inputs(args, tables=(3, 5), work=2 * 2 * length * n * chunked_size(c, c))
 
 
+def _trained_rule(r: Rng, s: Sizes, *offsets: int) -> Inputs:
+    """Without states before and behind the sequences, and with a gradient of the decay."""
+    made = _delta_rule(r, s, *offsets)
+    return replace(made, args=(*made.args[:5], None, made.args[6], False), tables=())
+
+
 def _convolution(r: Rng, s: Sizes, *offsets: int) -> Inputs:
     u, weight = normal(r, 2, s.length, s.width), normal(r, s.width, 4)
     if not offsets:
@@ -327,7 +333,12 @@ DELTA_RULE: dict[str, Make] = {
         r, s, s.length // 3, s.length // 3 + 1, s.length, 2 * s.length - 7
     ),
     "gated_delta_rule.token": lambda r, s: _delta_rule(r, s, queries=1),
-    # As in generation, without gradients.
+    # As in training, and as in generation, without gradients.
+    "gated_delta_rule.trained": _trained_rule,
+    "gated_delta_rule.packed_trained": lambda r, s: _trained_rule(
+        r, s, s.length // 3, s.length // 3 + 1, s.length, 2 * s.length - 7
+    ),
+    "gated_delta_rule.prompt": lambda r, s: replace(_delta_rule(r, s), tables=tuple(range(6))),
     "gated_delta_rule.answer": lambda r, s: replace(
         _delta_rule(r, s, queries=1), tables=tuple(range(6))
     ),

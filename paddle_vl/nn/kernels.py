@@ -126,7 +126,7 @@ TABLE: dict[Operation, list[Kernel]] = {
     split_columns: [Kernel("cpu", "oneDNN", cpu.split_columns, cpu.takes_split)],
     # DeltaNet
     delta_rule.gated_delta_rule: [
-        Kernel("cpu", "C", c.gated_delta_rule, c.fits_token),
+        Kernel("cpu", "C", c.gated_delta_rule, c.fits_rule),
         Kernel("cpu", "Paddle", chunked.gated_delta_rule, chunked.fits_rule),
         Kernel("gpu", "Paddle", chunked.gated_delta_rule, chunked.fits_rule),
     ],

@@ -29,6 +29,7 @@ from paddle_vl.nn.cpu.kernels import (
     dropout_threshold,
     is_dense,
 )
+from paddle_vl.nn.delta_rule import CHUNK
 from paddle_vl.nn.operations import has_compiled, set_compiled
 
 SWITCH = "PADDLE_VL_CPU_KERNELS"
@@ -391,7 +392,62 @@ def causal_conv_silu(
     return _Convolution.apply(u_BLE, weight_EJ, before_BJE, packed)
 
 
-def fits_token(
+class _DeltaRule(PyLayer):
+    """Keeps the inputs and the states before every chunk."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, decay, beta, sequences):
+        inputs = (q, k, v, decay, beta)
+        num_chunks = int((-(-np.diff(sequences) // CHUNK)).sum())
+        ctx.needs = [not x.stop_gradient for x in inputs]
+        kept = None
+        if any(ctx.needs):
+            kept = paddle.empty([num_chunks, v.shape[2], q.shape[3], v.shape[3]], "float32")
+        out, _ = _delta_forward(inputs, None, sequences, None, kept)
+        ctx.save_for_backward(*inputs, kept)
+        ctx.sequences = sequences
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        *inputs, kept = ctx.saved_tensor()
+        grads = [paddle.empty_like(x) for x in inputs]
+        sizes = _delta_sizes(*inputs[:3], ctx.sequences)
+        room = _delta_room(*sizes[-2:])
+        _library.delta_backward(
+            *map(_data, (*inputs, kept, ctx.sequences, contiguous(grad), *grads)),
+            *map(_i64, sizes), _data(room), _i64(room.shape[1]),
+        )  # fmt: skip
+        return tuple(g if need else None for g, need in zip(grads, ctx.needs, strict=True))
+
+
+def _delta_forward(
+    inputs: Sequence[Tensor],
+    state: Tensor | None,
+    sequences: np.ndarray,
+    after: Tensor | None,
+    kept: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    sizes, out = _delta_sizes(*inputs[:3], sequences), paddle.empty_like(inputs[2])
+    room = _delta_room(*sizes[-2:])
+    _library.delta_forward(
+        *map(_data, (*inputs, state, sequences, out, after, kept)), *map(_i64, sizes),
+        _data(room), _i64(room.shape[1]),
+    )  # fmt: skip
+    return out, after
+
+
+def _delta_sizes(q: Tensor, k: Tensor, v: Tensor, sequences: np.ndarray) -> tuple[int, ...]:
+    return (len(sequences) - 1, k.shape[2], *v.shape[2:3], q.shape[3], v.shape[3])
+
+
+def _delta_room(width: int, values: int) -> Tensor:
+    """Per thread a `Chunk` of kernels.c, the gradients of one, and a state."""
+    size = CHUNK * (5 * width + 6 * values + 8 * CHUNK + 5) + width * values
+    return paddle.empty([_num_threads(), size], "float32")
+
+
+def fits_rule(
     q_BLKC: Tensor,
     k_BLKC: Tensor,
     v_BLNV: Tensor,
@@ -401,32 +457,41 @@ def fits_token(
     packed: PackedSamples | None = None,
     keeps_state: bool = False,
 ) -> bool:
-    """Whether `gated_delta_rule` takes these: one token of every row, of which nothing is
+    """Whether `gated_delta_rule` takes these: a state before, or asked for, only where nothing is
     differentiated."""
-    inputs = [x for x in (q_BLKC, k_BLKC, v_BLNV, decay_BLN, beta_BLN, state_BNCV) if x is not None]
-    if q_BLKC.shape[1] != 1 or packed is not None or v_BLNV.shape[-1] > _MOST_WIDTH:
+    given = (q_BLKC, k_BLKC, v_BLNV, decay_BLN, beta_BLN, state_BNCV)
+    inputs = [x for x in given if x is not None]
+    if max(v_BLNV.shape[-1], q_BLKC.shape[-1]) > _MOST_WIDTH or not is_dense(*inputs):
         return False
     is_used = paddle.is_grad_enabled() and not all(x.stop_gradient for x in inputs)
-    return not is_used and is_dense(*inputs)
+    return not is_used or (state_BNCV is None and not keeps_state)
 
 
 def gated_delta_rule(
-    q_B1KC: Tensor,
-    k_B1KC: Tensor,
-    v_B1NV: Tensor,
-    decay_B1N: Tensor,
-    beta_B1N: Tensor,
+    q_BLKC: Tensor,
+    k_BLKC: Tensor,
+    v_BLNV: Tensor,
+    decay_BLN: Tensor,
+    beta_BLN: Tensor,
     state_BNCV: Tensor | None = None,
     packed: PackedSamples | None = None,
     keeps_state: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """`delta_rule.gated_delta_rule` of a token."""
-    batch, _, key_heads, width = q_B1KC.shape
-    heads, values = v_B1NV.shape[2:]
-    out, after = paddle.empty_like(v_B1NV), paddle.empty([batch, heads, width, values], "float32")
-    inputs = (q_B1KC, k_B1KC, v_B1NV, decay_B1N, beta_B1N, state_BNCV)
-    sizes = (batch, key_heads, heads, width, values)
-    _library.delta_token(*map(_data, (*inputs, after, out)), *map(_i64, sizes))
+) -> tuple[Tensor, Tensor | None]:
+    """`delta_rule.gated_delta_rule`."""
+    inputs = (q_BLKC, k_BLKC, v_BLNV, decay_BLN, beta_BLN)
+    batch, length, key_heads, width = q_BLKC.shape
+    heads, values = v_BLNV.shape[2:]
+    if packed is None:
+        sequences = np.arange(0, batch * length + 1, length, dtype=np.int64)
+    else:
+        sequences = np.array(packed.offsets, dtype=np.int64)
+    if not keeps_state and state_BNCV is None:
+        return _DeltaRule.apply(*inputs, sequences), None
+    after = paddle.empty([len(sequences) - 1, heads, width, values], "float32")
+    if length > 1 or packed is not None:
+        return _delta_forward(inputs, state_BNCV, sequences, after, None)
+    out, sizes = paddle.empty_like(v_BLNV), (batch, key_heads, heads, width, values)
+    _library.delta_token(*map(_data, (*inputs, state_BNCV, after, out)), *map(_i64, sizes))
     return out, after
 
 

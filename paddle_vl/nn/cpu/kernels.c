@@ -22,7 +22,9 @@ int omp_get_max_threads(void);
 int omp_get_thread_num(void);
 void cblas_sgemm(int layout, int trans_a, int trans_b, int m, int n, int k, float alpha,
                  const float *a, int lda, const float *b, int ldb, float beta, float *c, int ldc);
-enum { ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112 };
+void cblas_strsm(int layout, int side, int triangle, int trans_a, int diagonal, int m, int n,
+                 float alpha, const float *a, int lda, float *b, int ldb);
+enum { ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112, LOWER = 122, UNIT = 132, LEFT = 141 };
 
 /* Version of the interface, checked after loading. */
 int paddle_vl_kernels_version(void) { return 4; }
@@ -489,6 +491,298 @@ void delta_token(const float *q, const float *k, const float *v, const float *de
       }
 #pragma omp simd
       for (i64 j = 0; j < values; j++) o[j] += by_query * row[j];
+    }
+  }
+}
+
+enum { CHUNK = 64 };
+
+/* Arguments of the delta rule; sequences[S + 1] has their first token rows and the end. */
+typedef struct {
+  const float *q, *k, *v, *decay, *beta;
+  const i64 *sequences;
+  i64 num_sequences, key_heads, heads, width, values;
+} Rule;
+
+/* Of a chunk of at most CHUNK tokens, which are rows. Letters as in delta_rule.py, but A^-1 is
+ * applied to beta (V - exp(G) K M) alone, as the state M is known. */
+typedef struct {
+  float *rows;     /* [2P, C] queries and keys of length 1, queries times C^-0.5 */
+  float *inverses; /* [2P] 1 over their lengths */
+  float *products; /* [2P, P] of both with the keys */
+  float *between;  /* [P, P] D; above the diagonal it is not written */
+  float *below;    /* [P, P] A below its diagonal; the rest is not read */
+  float *score;    /* [P, P] Q K^T * D, zero above the diagonal */
+  float *held;     /* [2P, V] both times M */
+  float *added;    /* [P, V] N */
+  float *left, *right, *beta; /* [P] exp(G), exp(G_last - G), beta */
+  float *next;     /* where the room goes on */
+} Chunk;
+
+static Chunk chunk_in(float *room, i64 width, i64 values) {
+  Chunk c;
+  c.rows = room;
+  c.inverses = c.rows + 2 * CHUNK * width;
+  c.products = c.inverses + 2 * CHUNK;
+  c.between = c.products + 2 * CHUNK * CHUNK;
+  c.below = c.between + CHUNK * CHUNK;
+  c.score = c.below + CHUNK * CHUNK;
+  c.held = c.score + CHUNK * CHUNK;
+  c.added = c.held + 2 * CHUNK * values;
+  c.left = c.added + CHUNK * values;
+  c.right = c.left + CHUNK;
+  c.beta = c.right + CHUNK;
+  c.next = c.beta + CHUNK;
+  return c;
+}
+
+static void product(int trans_a, int trans_b, i64 m, i64 n, i64 k, float alpha, const float *a,
+                    i64 lda, const float *b, i64 ldb, float before, float *to) {
+  cblas_sgemm(ROW_MAJOR, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, before, to, n);
+}
+
+/* Fill in a chunk of `count` tokens from a token row on, for the state before it. */
+static void fill_chunk(const Rule *r, const Chunk *c, i64 token, i64 count, i64 head,
+                       const float *state) {
+  i64 width = r->width, values = r->values, key_head = head / (r->heads / r->key_heads);
+  double total = 0.0, totals[CHUNK];
+  for (i64 i = 0; i < count; i++) {
+    i64 place = ((token + i) * r->key_heads + key_head) * width;
+    i64 own = (token + i) * r->heads + head;
+    for (int is_key = 0; is_key < 2; is_key++) {
+      const float *x = (is_key ? r->k : r->q) + place;
+      float *row = c->rows + (is_key * count + i) * width;
+      float inverse = inverse_length(x, width);
+      c->inverses[is_key * count + i] = inverse;
+      if (!is_key) inverse /= sqrtf((float)width);
+#pragma omp simd
+      for (i64 j = 0; j < width; j++) row[j] = x[j] * inverse;
+    }
+    totals[i] = total += r->decay[own];
+    c->beta[i] = r->beta[own];
+  }
+  const float *keys = c->rows + count * width;
+  product(PLAIN, TRANSPOSED, 2 * count, count, width, 1.0f, c->rows, width, keys, width, 0.0f,
+          c->products);
+  product(PLAIN, PLAIN, 2 * count, values, width, 1.0f, c->rows, width, state, values, 0.0f,
+          c->held);
+  for (i64 i = 0; i < count; i++) {
+    const float *of_query = c->products + i * count, *of_key = of_query + count * count;
+    float *d = c->between + i * count, *b = c->below + i * count, *s = c->score + i * count;
+#pragma omp simd
+    for (i64 j = 0; j <= i; j++) {
+      d[j] = fast_exp((float)(totals[i] - totals[j]));
+      b[j] = c->beta[i] * of_key[j] * d[j];
+      s[j] = of_query[j] * d[j];
+    }
+    memset(s + i + 1, 0, sizeof(float) * (count - i - 1));
+    c->left[i] = fast_exp((float)totals[i]);
+    c->right[i] = fast_exp((float)(total - totals[i]));
+    const float *value = r->v + ((token + i) * r->heads + head) * values;
+    const float *held = c->held + (count + i) * values;
+    float *added = c->added + i * values, left = c->left[i], beta = c->beta[i];
+#pragma omp simd
+    for (i64 j = 0; j < values; j++) added[j] = beta * (value[j] - left * held[j]);
+  }
+  cblas_strsm(ROW_MAJOR, LEFT, LOWER, PLAIN, UNIT, count, values, 1.0f, c->below, count, c->added,
+              values);
+}
+
+/* M <- exp(G_last) M + (exp(G_last - G) K)^T N. Scales the keys of the chunk in place. */
+static void pass_chunk(const Rule *r, const Chunk *c, i64 count, float *state) {
+  float *keys = c->rows + count * r->width;
+  for (i64 i = 0; i < count; i++) {
+    for (i64 j = 0; j < r->width; j++) keys[i * r->width + j] *= c->right[i];
+  }
+  product(TRANSPOSED, PLAIN, r->width, r->values, count, 1.0f, keys, r->width, c->added, r->values,
+          c->left[count - 1], state);
+}
+
+static i64 num_chunks(const Rule *r, i64 sequence) {
+  return (r->sequences[sequence + 1] - r->sequences[sequence] + CHUNK - 1) / CHUNK;
+}
+
+/* The gated delta rule; a task is a value head of a sequence. before[S][N][C][V] may be NULL, for
+ * zeros. `kept` gets the states before all chunks [X][N][C][V], `after` those behind the sequences;
+ * both may be NULL. `room` has T times `room_size` floats. */
+void delta_forward(const float *q, const float *k, const float *v, const float *decay,
+                   const float *beta, const float *before, const i64 *sequences, float *out,
+                   float *after, float *kept, i64 num_sequences, i64 key_heads, i64 heads,
+                   i64 width, i64 values, float *room, i64 room_size) {
+  Rule r = {q, k, v, decay, beta, sequences, num_sequences, key_heads, heads, width, values};
+  i64 size = width * values, num_tasks = num_sequences * heads, next = 0;
+#pragma omp parallel
+  {
+    Chunk c = chunk_in(room + omp_get_thread_num() * room_size, width, values);
+    float *state = c.next;
+    for (i64 task; (task = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < num_tasks;) {
+      i64 sequence = task / heads, head = task % heads, chunk = 0;
+      for (i64 s = 0; kept && s < sequence; s++) chunk += num_chunks(&r, s);
+      if (before) memcpy(state, before + task * size, sizeof(float) * size);
+      else memset(state, 0, sizeof(float) * size);
+      i64 end = sequences[sequence + 1];
+      for (i64 token = sequences[sequence]; token < end; token += CHUNK, chunk++) {
+        i64 count = end - token < CHUNK ? end - token : CHUNK;
+        if (kept) memcpy(kept + (chunk * heads + head) * size, state, sizeof(float) * size);
+        fill_chunk(&r, &c, token, count, head, state);
+        float *to = out + (token * heads + head) * values;
+        for (i64 i = 0; i < count; i++) {
+          for (i64 j = 0; j < values; j++)
+            to[i * heads * values + j] = c.left[i] * c.held[i * values + j];
+        }
+        cblas_sgemm(ROW_MAJOR, PLAIN, PLAIN, count, values, count, 1.0f, c.score, count, c.added,
+                    values, 1.0f, to, heads * values);
+        if (after || token + count < end) pass_chunk(&r, &c, count, state);
+      }
+      if (after) memcpy(after + task * size, state, sizeof(float) * size);
+    }
+  }
+}
+
+static inline float dot(const float *a, const float *b, i64 count) {
+  float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+  for (i64 j = 0; j < count; j++) sum += a[j] * b[j];
+  return sum;
+}
+
+/* Gradients of a chunk: `d_state` has that of the state behind it and gets that of the state before
+ * it. Those of queries and keys are added. */
+static void chunk_gradients(const Rule *r, const Chunk *c, i64 token, i64 count, i64 head,
+                            const float *state, const float *grad, float *d_q, float *d_k,
+                            float *d_v, float *d_decay, float *d_beta, float *d_state) {
+  i64 width = r->width, values = r->values, key_head = head / (r->heads / r->key_heads);
+  float *d_added = c->next;                       /* [P, V] */
+  float *d_held = d_added + CHUNK * values;       /* [2P, V] */
+  float *d_rows = d_held + 2 * CHUNK * values;    /* [2P, C] */
+  float *d_right = d_rows + 2 * CHUNK * width;    /* [P, C] */
+  float *d_products = d_right + CHUNK * width;    /* [2P, P] */
+  float *d_score = d_products + 2 * CHUNK * CHUNK; /* [P, P] */
+  const float *keys = c->rows + count * width;
+  double d_totals[CHUNK], d_last = 0.0;
+  i64 stride = r->heads * values;
+  grad += (token * r->heads + head) * values;
+  fill_chunk(r, c, token, count, head, state);
+  /* N: from the outputs and from the state behind. */
+  product(PLAIN, PLAIN, count, values, width, 1.0f, keys, width, d_state, values, 0.0f, d_added);
+  for (i64 i = 0; i < count; i++) {
+    for (i64 j = 0; j < values; j++) d_added[i * values + j] *= c->right[i];
+  }
+  cblas_sgemm(ROW_MAJOR, TRANSPOSED, PLAIN, count, values, count, 1.0f, c->score, count, grad,
+              stride, 1.0f, d_added, values);
+  cblas_sgemm(ROW_MAJOR, PLAIN, TRANSPOSED, count, count, values, 1.0f, grad, stride, c->added,
+              values, 0.0f, d_score, count);
+  product(PLAIN, TRANSPOSED, count, width, values, 1.0f, c->added, values, d_state, values, 0.0f,
+          d_right);
+  cblas_strsm(ROW_MAJOR, LEFT, LOWER, TRANSPOSED, UNIT, count, values, 1.0f, c->below, count,
+              d_added, values);
+  /* d_added is now that of A N. */
+  float *d_below = d_products + count * count;
+  product(PLAIN, TRANSPOSED, count, count, values, -1.0f, d_added, values, c->added, values, 0.0f,
+          d_below);
+  for (i64 i = 0; i < count; i++) {
+    i64 own = (token + i) * r->heads + head;
+    const float *value = r->v + own * values, *held = c->held + (count + i) * values;
+    const float *given = d_added + i * values, *g = grad + i * stride;
+    float *of_query = d_held + i * values, *of_key = d_held + (count + i) * values;
+    float *of_value = d_v + own * values, left = c->left[i], beta = c->beta[i], of_beta = 0.0f;
+#pragma omp simd reduction(+ : of_beta)
+    for (i64 j = 0; j < values; j++) {
+      of_value[j] = beta * given[j];
+      of_query[j] = left * g[j];
+      of_key[j] = -beta * left * given[j];
+      of_beta += given[j] * (value[j] - left * held[j]);
+    }
+    /* Through A and D; of D's exponents G_i - G_j. */
+    const float *d = c->between + i * count, *key = c->products + (count + i) * count;
+    const float *query = c->products + i * count;
+    float *b = d_below + i * count, *s = d_score + i * count, *p = d_products + i * count;
+    float of_total = 0.0f;
+#pragma omp simd reduction(+ : of_beta, of_total)
+    for (i64 j = 0; j < i; j++) {
+      float of_product = b[j] * d[j];
+      of_beta += of_product * key[j];
+      b[j] = of_product * beta;
+      p[j] = s[j] * d[j];
+      s[j] = b[j] * key[j] + p[j] * query[j];
+      of_total += s[j];
+    }
+    d_totals[i] = of_total;
+    for (i64 j = 0; j < i; j++) d_totals[j] -= s[j];
+    p[i] = s[i];
+    b[i] = 0.0f;
+    memset(p + i + 1, 0, sizeof(float) * (count - i - 1));
+    memset(b + i + 1, 0, sizeof(float) * (count - i - 1));
+    d_beta[own] = of_beta;
+    /* Through exp(G_last - G) of the state behind. */
+    float *from = d_right + i * width, towards = dot(from, keys + i * width, width) * c->right[i];
+    for (i64 j = 0; j < width; j++) from[j] *= c->right[i];
+    d_totals[i] -= towards;
+    d_last += towards;
+  }
+  d_last += (double)dot(state, d_state, width * values) * c->left[count - 1];
+  product(TRANSPOSED, PLAIN, width, values, 2 * count, 1.0f, c->rows, width, d_held, values,
+          c->left[count - 1], d_state);
+  product(PLAIN, TRANSPOSED, 2 * count, width, values, 1.0f, d_held, values, state, values, 0.0f,
+          d_rows);
+  for (i64 i = 0; i < count; i++) {
+    const float *row = c->rows + i * width, *d = d_rows + i * width;
+    d_totals[i] += dot(row, d, width) + dot(row + count * width, d + count * width, width);
+  }
+  /* Both products with the keys: of their rows, then of the keys. */
+  product(PLAIN, PLAIN, 2 * count, width, count, 1.0f, d_products, count, keys, width, 1.0f,
+          d_rows);
+  float *d_keys = d_rows + count * width;
+  product(TRANSPOSED, PLAIN, count, width, 2 * count, 1.0f, d_products, count, c->rows, width, 1.0f,
+          d_keys);
+  for (i64 i = 0; i < count * width; i++) d_keys[i] += d_right[i];
+  /* g_j is in G_j and all later ones. */
+  for (i64 i = count - 1; i >= 0; i--) {
+    d_last += d_totals[i];
+    d_decay[(token + i) * r->heads + head] = d_last;
+  }
+  for (i64 i = 0; i < 2 * count; i++) {
+    i64 is_key = i >= count, place = ((token + i % count) * r->key_heads + key_head) * width;
+    float *to = (is_key ? d_k : d_q) + place, inverse = c->inverses[i];
+    const float *row = c->rows + i * width, *d = d_rows + i * width;
+    float along = dot(row, d, width), scale = is_key ? 1.0f : 1.0f / sqrtf((float)width);
+    if (!is_key) along *= width;
+#pragma omp simd
+    for (i64 j = 0; j < width; j++) to[j] += inverse * scale * (d[j] - row[j] * along);
+  }
+}
+
+/* Gradients of `delta_forward` without states before and behind the sequences; a task is a key head
+ * of a sequence. */
+void delta_backward(const float *q, const float *k, const float *v, const float *decay,
+                    const float *beta, const float *kept, const i64 *sequences, const float *grad,
+                    float *d_q, float *d_k, float *d_v, float *d_decay, float *d_beta,
+                    i64 num_sequences, i64 key_heads, i64 heads, i64 width, i64 values, float *room,
+                    i64 room_size) {
+  Rule r = {q, k, v, decay, beta, sequences, num_sequences, key_heads, heads, width, values};
+  i64 size = width * values, groups = heads / key_heads;
+  i64 num_tasks = num_sequences * key_heads, next = 0;
+#pragma omp parallel
+  {
+    float *d_state = room + omp_get_thread_num() * room_size;
+    Chunk c = chunk_in(d_state + size, width, values);
+    for (i64 task; (task = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < num_tasks;) {
+      i64 sequence = task / key_heads, key_head = task % key_heads, first_chunk = 0;
+      i64 begin = sequences[sequence], end = sequences[sequence + 1];
+      for (i64 s = 0; s < sequence; s++) first_chunk += num_chunks(&r, s);
+      for (i64 token = begin; token < end; token++) {
+        memset(d_q + (token * key_heads + key_head) * width, 0, sizeof(float) * width);
+        memset(d_k + (token * key_heads + key_head) * width, 0, sizeof(float) * width);
+      }
+      for (i64 head = key_head * groups; head < (key_head + 1) * groups; head++) {
+        memset(d_state, 0, sizeof(float) * size);
+        for (i64 chunk = num_chunks(&r, sequence) - 1; chunk >= 0; chunk--) {
+          i64 token = begin + chunk * CHUNK, count = end - token < CHUNK ? end - token : CHUNK;
+          const float *state = kept + ((first_chunk + chunk) * heads + head) * size;
+          chunk_gradients(&r, &c, token, count, head, state, grad, d_q, d_k, d_v, d_decay, d_beta,
+                          d_state);
+        }
+      }
     }
   }
 }
