@@ -7,7 +7,7 @@
     python tools/benchmarks/step.py --family pi07 train.recompute=full   # against the default
     python tools/benchmarks/step.py --family pi07 --no-compiler          # also without C kernels
 
-Trains `configs/bench/FAMILY_step.yaml` in float32 with two threads on made-up samples, and reports
+Trains `configs/bench/FAMILY_step.yaml` in float32 on made-up samples, and reports
 medians over steps: milliseconds of the step and its phases, tokens or samples per second, and peak
 memory of the process. Every round runs in a new process.
 
@@ -35,7 +35,7 @@ import harness
 import step_hf
 from harness import ROOT, Result, Round, Table
 
-THREADS, WARM_UP = 2, 3
+WARM_UP = 3
 # `paddle_vl.profile.workload.Workload`; the answer fills the 511 tokens of a sample.
 _IMAGE = {"image_side": 512, "answer_tokens": 238}
 WORKLOADS = {"qwen3_vl": _IMAGE, "qwen3_5": _IMAGE, "pi07": {}}
@@ -82,14 +82,20 @@ def build(family: str, settings: list[str], work: Path) -> Any:
 
 
 def measure(
-    family: str, work: str, steps: int, tokens: int | None, settings: list[str], compiles: bool
+    family: str,
+    work: str,
+    num_threads: int,
+    steps: int,
+    tokens: int | None,
+    settings: list[str],
+    compiles: bool,
 ) -> dict[str, Any]:
     """Medians of the trainer's steps, in this process; or with `tokens` the times of answers."""
     from paddle_vl.compat import configure_cpu_runtime
     from paddle_vl.nn.cpu import compiled
     from paddle_vl.train.phases import PhaseClock
 
-    is_compiled = configure_cpu_runtime(THREADS) and compiles and compiled.enable()
+    is_compiled = configure_cpu_runtime(num_threads) and compiles and compiled.enable()
     trainer = build(family, settings, Path(work))
     shared = {
         "num_parameters": sum(p.size for p in trainer.runner.model.parameters()),
@@ -162,14 +168,16 @@ def compare(options: argparse.Namespace, work: Path) -> Result:
     data = harness.make_data(family, work / "data", *harness.BENCH_DATA[family]).parent
 
     def ours(settings: list[str], compiles: bool = True) -> dict[str, Any]:
-        given = {"family": family, "steps": options.steps, "tokens": options.tokens}
-        given |= {"settings": settings, "compiles": compiles}
+        given = {"family": family, "settings": settings, "compiles": compiles}
+        given |= {"steps": options.steps, "tokens": options.tokens, "num_threads": options.threads}
         return harness.launch(measure, work / "run", **given, work=work)[0]
 
     def theirs() -> dict[str, Any]:
         inputs = [CONFIGS[family], *([data / "processor"] if family == "pi07" else [])]
         more = ["--tokens", options.tokens] if options.tokens else []
-        return harness.reference(options.against, script, *inputs, options.steps, THREADS, *more)
+        return harness.reference(
+            options.against, script, *inputs, options.steps, options.threads, *more
+        )
 
     runs = {OURS: lambda: ours([])}
     if options.no_compiler:
@@ -181,10 +189,12 @@ def compare(options: argparse.Namespace, work: Path) -> Result:
     rounds = harness.in_rounds(list(runs), options.rounds, lambda side: runs[side]())
     versions = rounds[0].get(name, {}).get("versions", {})
     made = answers_table if options.tokens else table
-    return Result([made(family, rounds)], {"family": family, "rounds": rounds}, versions)
+    return Result(
+        [made(family, options.threads, rounds)], {"family": family, "rounds": rounds}, versions
+    )
 
 
-def table(family: str, rounds: list[Round]) -> Table:
+def table(family: str, threads: int, rounds: list[Round]) -> Table:
     """A row per side; ratios are to the reference, or to paddle-vl."""
     other, first = REFERENCES[family][0], rounds[0][OURS]
     unit = "tokens" if first["tokens"] else "samples"
@@ -198,7 +208,7 @@ def table(family: str, rounds: list[Round]) -> Table:
         return [side, f"{milliseconds['step']:.0f}", *phases, speed, memory]
 
     note = (
-        f"{first['num_parameters'] / 1e6:.1f} million parameters, float32, {THREADS} threads, "
+        f"{first['num_parameters'] / 1e6:.1f} million parameters, float32, {threads} thread(s), "
         f"medians of {len(rounds)} run(s). A plain matrix product reached "
         f"{harness.median(rounds, OURS, 'gflops'):.0f} GFLOP/s. "
         f"{OURS} {'has' if first['is_compiled'] else 'does not have'} C kernels here."
@@ -218,7 +228,7 @@ def table(family: str, rounds: list[Round]) -> Table:
     return Table(" ".join(["step", family, *changed]), columns, rows, note)
 
 
-def answers_table(family: str, rounds: list[Round]) -> Table:
+def answers_table(family: str, threads: int, rounds: list[Round]) -> Table:
     """A row per side: milliseconds, and their ratios to the reference's."""
     other = REFERENCES[family][0]
     base, names = other if other in rounds[0] else OURS, list(rounds[0][OURS]["seconds"])
@@ -233,7 +243,7 @@ def answers_table(family: str, rounds: list[Round]) -> Table:
         rows.append([side, *cells, f"{harness.median(rounds, side, 'peak_rss_mib'):.0f}"])
     note = (
         f"Milliseconds to the first token and for a further one, of one and of eight prompts of "
-        f"511 tokens; then their ratios to those of {base}. Float32, {THREADS} threads, medians "
+        f"511 tokens; then their ratios to those of {base}. Float32, {threads} thread(s), medians "
         f"of {len(rounds)} run(s), of each the fastest of 3 answers."
     )
     return Table(f"answers {family}", ["", *names, "peak MiB"], rows, note)
@@ -244,6 +254,7 @@ if __name__ == "__main__":
     made.add_argument("--family", choices=CONFIGS, required=True)
     harness.add_count(made, "steps", 10, "timed steps of a run")
     harness.add_count(made, "rounds", 3, "runs of each side")
+    harness.add_count(made, "threads", 2, "threads of a process")
     harness.add_count(made, "tokens", None, "measure answers of so many tokens, no steps")
     made.add_argument(
         "--against", metavar="PYTHON", help="interpreter with torch and the family's reference"
