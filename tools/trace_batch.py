@@ -52,6 +52,8 @@ def passed_files(run: Path | None = None, text: str = TEXT) -> dict[str, str]:
         if event not in ("call", "return") or is_updated or _file_of(frame) is None:
             return
         is_updated = event == "return" and frame.f_code.co_name == "train_step"
+        if is_updated:
+            return
         # A return value goes to the caller too.
         frames = [frame] if event == "call" else [frame, frame.f_back]
         places = {_file_of(each): each.f_code for each in frames if each is not None}

@@ -41,9 +41,9 @@ class RowSourceConfig(Section):
     """split of a data set, or several; default: train"""
     folder: str | None = None
     """folder within the data set"""
-    num_samples: Annotated[int, Field(gt=0)] | None = None
+    num_samples: Annotated[int, Field(gt=0, le=10**9)] | None = None
     """rows to draw: the whole source as often as it fits, then some of it; default: all, once"""
-    ratio: Annotated[float, Field(gt=0)] | None = None
+    ratio: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """rows to draw, as a fraction or multiple of those there are"""
     weight: Annotated[float, Field(ge=0)] | None = None
     """how often a row of an interleaved mixture is of this source, relative to the other weights; 0

@@ -5,7 +5,8 @@ logits, every gradient and greedy tokens, made by `tools/make_doctor_case.py`.
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -19,14 +20,17 @@ from safetensors.numpy import save_file
 
 from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
 from paddle_vl.config.load import load_run_config
+from paddle_vl.config.schema import TrainConfig
 from paddle_vl.doctor.check import Machine, Result, check, ok, wrong
 from paddle_vl.doctor.environment import existing_flags, uses_tf32
 from paddle_vl.doctor.kernels import on_host
 from paddle_vl.nn.examples import Dtype
+from paddle_vl.nn.master_weights import MasterWeights
 from paddle_vl.nn.operations import use_kernels
 from paddle_vl.testing import (
     Image,
     assert_equals_single_device,
+    emulated_bfloat16,
     gather_gradients,
     tiny_pi07,
     tiny_pi07_batch,
@@ -38,6 +42,7 @@ from paddle_vl.testing.qwen3_vl import EXPERTS
 from paddle_vl.testing.tensors import as_array
 from paddle_vl.testing.tiny_run import write_tiny_run
 from paddle_vl.train.build import build_trainer
+from paddle_vl.train.optimizer import Optimizer
 
 QWEN3_VL = Path(__file__).parent / "cases" / "qwen3_vl.safetensors"
 _OTHER_NUMBERS = (
@@ -47,6 +52,8 @@ _OTHER_NUMBERS = (
 _TOKENS = 8
 # Where the two best logits are closer than this, either may win.
 _GAP = {"float32": 1e-3, "bfloat16": 1e-1}
+_CURVE_STEPS, _RATE = 50, 1e-3
+_CURVE_BOUND = 0.05
 _RUN_STEPS, _SAVED = 4, 2
 # Without these a GPU adds in an order that changes from run to run.
 _DETERMINISTIC = ("FLAGS_cudnn_deterministic", "FLAGS_embedding_deterministic")
@@ -258,6 +265,56 @@ def _first_disagreement(
             f"{plain_BN[row, n]} without"
         ), int(is_clear_BN.sum())
     return None, int(is_clear_BN.sum())
+
+
+@check("precision.loss_curve", limit_s=180.0, is_quick=False)
+def loss_curve(machine: Machine) -> Result:
+    """Steps in bfloat16 learn as in float32."""
+    how = "bfloat16" if machine.has_bfloat16 else "bfloat16 (rounded float32, for want of kernels)"
+    with nullcontext() if machine.has_bfloat16 else emulated_bfloat16():
+        wide, narrow = losses("float32", _CURVE_STEPS), losses("bfloat16", _CURVE_STEPS)
+    return curve_result(wide, narrow, how)
+
+
+def losses(dtype: Dtype, steps: int) -> list[float]:
+    """The loss of each step of a tiny Qwen3-VL with float32 master weights, on one batch."""
+    model, batch = tiny_qwen3_vl(), tiny_qwen3_vl_batch()
+    model.to(dtype=dtype)
+    masters = MasterWeights(model.parameters())
+    train = TrainConfig(output_dir="unused", learning_rate=_RATE)
+    optimizer, found = Optimizer(list(model.named_parameters()), train, set(), masters), []
+    for _ in range(steps):
+        masters.begin_step(1)
+        loss = model(**batch).loss
+        loss.backward()
+        masters.end_micro_batch()
+        masters.end_backward()
+        optimizer.step(_RATE)
+        optimizer.clear_gradients()
+        masters.all_gather_parameters()
+        found.append(float(loss))
+    return found
+
+
+def curve_result(wide: Sequence[float], narrow: Sequence[float], how: str) -> Result:
+    """The result of the losses in float32, and in what `how` names."""
+    apart = np.abs(np.subtract(wide, narrow))
+    # NaN counts as the largest.
+    step, learnt = int(np.argmax(apart)), wide[0] - wide[-1]
+    share = float(apart[step] / learnt)
+    figures = {"float32": list(wide), "compared": list(narrow), "of": how, "share": share}
+    text = (
+        f"{len(wide)} steps in {how} and in float32: from {wide[0]:.3f} to {narrow[-1]:.3f} and "
+        f"{wide[-1]:.3f}, at most {100 * share:.1f} % of the fall apart"
+    )
+    if learnt > 0 and share <= _CURVE_BOUND:
+        return ok(text, **figures)
+    return wrong(
+        f"{text}, in step {step + 1} (bound {100 * _CURVE_BOUND:.0f} %)",
+        "a run in bfloat16 learns less here: run kernels, attention and golden to see which "
+        "operation differs, and train with model.compute_dtype float32 until it is found",
+        **figures,
+    )
 
 
 @check("saving.resume", limit_s=120.0)

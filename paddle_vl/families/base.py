@@ -271,10 +271,9 @@ class Family(ABC):
 
     def once(self, samples: SampleSource, collator: Collator, ranks: RankInfo) -> PrefetchLoader:
         """This rank's batches of samples for evaluation, every sample once."""
+        settings = {"shuffle": False, "drop_last": False, "num_epochs": 1}
         size = self.config.train.per_device_eval_batch_size
-        return self.loader(
-            samples, collator, size, ranks, shuffle=False, drop_last=False, num_epochs=1
-        )
+        return self.loader(samples, collator, size, ranks, **settings)
 
     def loader(
         self,

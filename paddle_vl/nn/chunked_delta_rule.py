@@ -88,25 +88,24 @@ def _passed(
     """Outputs `[T, N, V]`, the last states, and the states before every step."""
     queries, keys = terms.q * terms.left, terms.k * terms.right
     kept = terms.left[:, :, -1:]
-    if state is None:
-        shape = [chunks.active[0], terms.q.shape[1], terms.q.shape[-1], terms.v.shape[-1]]
-        state = paddle.zeros(shape)
-    outs, ended, before, begin = [], [], [], 0
+    shape = [chunks.active[0], terms.q.shape[1], terms.q.shape[-1], terms.v.shape[-1]]
+    held: Tensor = paddle.zeros(shape) if state is None else state
+    outs, ended, before, begin = [], list[Tensor](), [], 0
     for step, count in enumerate(chunks.active):
         own = slice(begin, begin + count)
         begin += count
-        if state.shape[0] > count:
-            ended.append(state[count:])
-            state = state[:count]
-        before.append(state)
-        new = terms.u[own] - paddle.matmul(terms.w[own], state)
+        if held.shape[0] > count:
+            ended.append(held[count:])
+            held = held[:count]
+        before.append(held)
+        new = terms.u[own] - paddle.matmul(terms.w[own], held)
         within = paddle.matmul(terms.score[own], new)
-        outs.append(paddle.matmul(queries[own], state) + within)
+        outs.append(paddle.matmul(queries[own], held) + within)
         if keeps_state or step + 1 < len(chunks.active):
-            state = state * kept[own] + paddle.matmul(keys[own], new, transpose_x=True)
+            held = held * kept[own] + paddle.matmul(keys[own], new, transpose_x=True)
     last = None
     if keeps_state:
-        last = states_in_order(chunks, [*reversed([*ended, state])])
+        last = states_in_order(chunks, [*reversed([*ended, held])])
     return chunks.join(_joined(outs)), last, before
 
 
@@ -162,8 +161,8 @@ class _ChunkedDeltaRule(PyLayer):
         d_below = d_below - paddle.matmul(d_w, terms.w, transpose_y=True)
         d_below = d_below * below_diagonal(chunks.size)
         d_score = paddle.matmul(d_out, new, transpose_y=True)
-        # Through D: of its exponents G_i - G_j.
-        d_between = d_below * terms.below + d_score * terms.score
+        # Through D: of its exponents G_i - G_j. In float64, since terms of later tokens cancel.
+        d_between = (d_below * terms.below + d_score * terms.score).astype("float64")
         d_total = d_between.sum(axis=-1, keepdim=True)
         d_total = d_total - d_between.sum(axis=-2, keepdim=True).transpose([0, 1, 3, 2])
         d_below, d_score = d_below * terms.decay, d_score * terms.decay
@@ -176,11 +175,11 @@ class _ChunkedDeltaRule(PyLayer):
         d_q = paddle.matmul(d_score, terms.k) + d_queries * terms.left
         d_keys = paddle.matmul(new, d_after, transpose_y=True)
         d_k = d_k + d_keys * terms.right
-        towards_last = _row_sum(d_keys * keys)
-        d_total = d_total + _row_sum(d_w * weighted) * terms.left
-        d_total = d_total + _row_sum(d_queries * queries) - towards_last
-        d_last = towards_last.sum(axis=-2, keepdim=True)
-        d_last = d_last + (before * d_after).sum(axis=[-2, -1], keepdim=True) * kept
+        towards_last = _row_sum(d_keys * keys).astype("float64")
+        towards_all = _row_sum(d_w * weighted) * terms.left + _row_sum(d_queries * queries)
+        d_total = d_total + towards_all.astype("float64") - towards_last
+        d_last = (before * d_after).sum(axis=[-2, -1], keepdim=True) * kept
+        d_last = d_last.astype("float64") + towards_last.sum(axis=-2, keepdim=True)
         # g_j is in G_j and all later ones; G_last is the sum of all.
         d_total = d_total.squeeze(-1)
         d_g = d_total.flip([-1]).cumsum(axis=-1).flip([-1]) + d_last.squeeze(-1)
@@ -226,7 +225,7 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """See `paddle_vl.nn.delta_rule.gated_delta_rule`."""
     inputs = (q_BLKC, k_BLKC, v_BLNV, decay_BLN, beta_BLN)
-    chunks = sequence_chunks(*q_BLKC.shape[:2], packed)
+    chunks = sequence_chunks(q_BLKC.shape[0], q_BLKC.shape[1], packed)
     if not keeps_state:
         return _ChunkedDeltaRule.apply(*inputs, chunks), None
     with paddle.no_grad():

@@ -217,9 +217,9 @@ def _single_token(
         state_BNCV = state_BNCV * paddle.exp(decay_BN11)
         new = new - paddle.matmul(k_BN1C, state_BNCV)
     added = paddle.matmul(k_BN1C, beta_BN11 * new, transpose_x=True)
-    state_BNCV = added if state_BNCV is None else state_BNCV + added
-    out_BN1V = paddle.matmul(q_BN1C, state_BNCV)
-    return out_BN1V.transpose([0, 2, 1, 3]).astype(v_B1NV.dtype), state_BNCV
+    after_BNCV = added if state_BNCV is None else state_BNCV + added
+    out_BN1V = paddle.matmul(q_BN1C, after_BNCV)
+    return out_BN1V.transpose([0, 2, 1, 3]).astype(v_B1NV.dtype), after_BNCV
 
 
 def unit_rows(x: Tensor) -> Tensor:
@@ -300,16 +300,20 @@ def convolved(
 
 
 class Reach:
-    """Which tokens have others of their own sample before them; see `PackedSamples.once`."""
+    """Which tokens have others of their own sample before them; see `PackedSamples.once`.
+
+    Attributes:
+        place_T: number of tokens before a token in its sample.
+    """
 
     def __init__(self, offsets: tuple[int, ...]):
-        self._place_T = np.arange(offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
+        self.place_T = np.arange(offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
         self._masks: dict[int, Tensor] = {}
 
     def mask(self, back: int, batch: int) -> Tensor:
         """float32 `[B, L, 1]`, 1 at tokens whose sample has a token so many places before them."""
         if back not in self._masks:
-            mask_T = (self._place_T >= back).astype(np.float32)
+            mask_T = (self.place_T >= back).astype(np.float32)
             self._masks[back] = paddle.to_tensor(mask_T.reshape([batch, -1, 1]))
         return self._masks[back]
 

@@ -291,9 +291,6 @@ ROWS: dict[str, Make] = {
     "times_constant": lambda r, s: Inputs(
         (_x(r, s), r.random([s.rows, 1], np.float32)), tables=(1,), exact=np.multiply
     ),
-    "split_columns": lambda r, s: Inputs(
-        (_x(r, s, 2), [s.width, s.width // 2, s.width - s.width // 2])
-    ),
     # Devices drop other entries, so what can be compared is that none is dropped.
     "dropout": lambda r, s: Inputs((_x(r, s), 0.0), exact=lambda x, p: x),
     "causal_conv_silu": _convolution,

@@ -173,7 +173,7 @@ def reorder_rows(y_ND: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
 @operation
 def permuted_copies(x_RD: Tensor, order_N: Tensor, place_N: Tensor, copies: int) -> Tensor:
     """Row `order[i] // copies` at place i; `place` is the inverse permutation of `order`."""
-    return paddle.index_select(x_RD, order_N if copies == 1 else order_N // copies)
+    return paddle.index_select(x_RD, order_N // copies)
 
 
 class PermuteRows(PyLayer):
@@ -183,7 +183,7 @@ class PermuteRows(PyLayer):
     def forward(ctx, x_RD, order_N, place_N, copies):
         ctx.save_for_backward(place_N)
         ctx.copies = copies
-        return permuted_copies.plain(x_RD, order_N, place_N, copies)
+        return paddle.index_select(x_RD, order_N if copies == 1 else order_N // copies)
 
     @staticmethod
     def backward(ctx, grad_ND):
@@ -192,6 +192,29 @@ class PermuteRows(PyLayer):
         if ctx.copies > 1:
             grad_ND = grad_ND.reshape([-1, ctx.copies, grad_ND.shape[-1]]).sum(axis=1)
         return grad_ND, None, None
+
+
+class GroupedProduct(PyLayer):
+    """`grouped_linear` by a layout of the rows; keeps the rows and no copies of matrices.
+
+    A layout has `product(x_NI, weight_EIO, transposed)`, each row with its expert's matrix, or with
+    its transpose; and `weight_gradient(x_NI, grad_NO)`, `[E, I, O]`, the sum of `x^T @ grad` over
+    each expert's rows.
+    """
+
+    @staticmethod
+    def forward(ctx, x_NI, weight_EIO, layout):
+        ctx.save_for_backward(x_NI, weight_EIO)
+        ctx.layout, ctx.needs = layout, (not x_NI.stop_gradient, not weight_EIO.stop_gradient)
+        return layout.product(x_NI, weight_EIO)
+
+    @staticmethod
+    def backward(ctx, grad_NO):
+        x_NI, weight_EIO = ctx.saved_tensor()
+        needs_x, needs_weight = ctx.needs
+        grad_x = ctx.layout.product(grad_NO, weight_EIO, transposed=True) if needs_x else None
+        grad_weight = ctx.layout.weight_gradient(x_NI, grad_NO) if needs_weight else None
+        return grad_x, grad_weight
 
 
 @operation

@@ -9,46 +9,14 @@ table.
 from collections import Counter
 from typing import Any
 
+from paddle_vl.nn import attention, delta_rule, experts, linear, operations
 from paddle_vl.nn import chunked_delta_rule as chunked
-from paddle_vl.nn import delta_rule
-from paddle_vl.nn.attention import (
-    apply_rotary,
-    cached_attention,
-    causal_attention,
-    equal_segments_attention,
-    masked_attention,
-    runs_attention,
-)
 from paddle_vl.nn.cpu import attention as blocks
 from paddle_vl.nn.cpu import compiled as c
 from paddle_vl.nn.cpu import kernels as cpu
-from paddle_vl.nn.experts import (
-    PermuteRows,
-    grouped_linear,
-    permuted_copies,
-)
 from paddle_vl.nn.gpu import attention as flash
 from paddle_vl.nn.gpu import kernels as gpu
-from paddle_vl.nn.linear import biased_linear, split_columns
-from paddle_vl.nn.operations import (
-    OPERATIONS,
-    Kernel,
-    Operation,
-    TimesConstant,
-    add_rms_norm,
-    chosen_kernels,
-    column_sum,
-    dropout,
-    geglu,
-    gelu,
-    gemma_rms_norm,
-    layer_norm,
-    rms_norm,
-    rms_quotient,
-    row_sum,
-    swiglu,
-    times_constant,
-)
+from paddle_vl.nn.operations import OPERATIONS, Kernel, Operation, chosen_kernels
 
 
 def _on_both(layer: Any) -> list[Kernel]:
@@ -57,73 +25,72 @@ def _on_both(layer: Any) -> list[Kernel]:
 
 TABLE: dict[Operation, list[Kernel]] = {
     # Attention
-    causal_attention: [
+    attention.causal_attention: [
         Kernel("cpu", "C", c.causal_attention, c.fits_causal),
         Kernel("cpu", "oneDNN", blocks.causal_attention),
         Kernel("gpu", "Paddle", flash.causal_attention, flash.fits_causal),
     ],
-    equal_segments_attention: [
+    attention.equal_segments_attention: [
         Kernel("cpu", "C", c.equal_segments_attention, c.fits_segments),
         Kernel("cpu", "oneDNN", blocks.equal_segments_attention),
         Kernel("gpu", "Paddle", flash.equal_segments_attention, flash.fits_flash),
     ],
-    runs_attention: [Kernel("gpu", "Paddle", flash.runs_attention, flash.fits_runs)],
-    masked_attention: [
+    attention.runs_attention: [Kernel("gpu", "Paddle", flash.runs_attention, flash.fits_runs)],
+    attention.masked_attention: [
         Kernel("cpu", "C", c.masked_attention, c.fits_masked),
         Kernel("cpu", "oneDNN", blocks.masked_attention),
         Kernel("gpu", "Paddle", flash.masked_attention, flash.fits_flash),
     ],
-    cached_attention: [Kernel("cpu", "Paddle", cpu.cached_attention, cpu.is_one_query)],
-    apply_rotary: [
+    attention.cached_attention: [Kernel("cpu", "Paddle", cpu.cached_attention, cpu.is_one_query)],
+    attention.apply_rotary: [
         Kernel("cpu", "C", c.apply_rotary, c.fits_rotary),
         Kernel("cpu", "Paddle", cpu.apply_rotary),
         Kernel("gpu", "Paddle", gpu.apply_rotary),
     ],
     # Norms; on CPUs not Paddle's, which is compiled for AVX-512 and ends a process elsewhere
-    rms_norm: [
+    operations.rms_norm: [
         Kernel("cpu", "C", c.rms_norm, cpu.is_dense),
         Kernel("cpu", "Paddle", cpu.rms_norm, cpu.is_float32),
         Kernel("gpu", "Paddle", gpu.rms_norm, gpu.is_of_one_dtype),
     ],
-    add_rms_norm: [Kernel("gpu", "Paddle", gpu.add_rms_norm, gpu.is_of_one_dtype)],
-    gemma_rms_norm: [
+    operations.add_rms_norm: [Kernel("gpu", "Paddle", gpu.add_rms_norm, gpu.is_of_one_dtype)],
+    operations.gemma_rms_norm: [
         Kernel("cpu", "C", c.gemma_rms_norm, cpu.is_dense),
         Kernel("cpu", "Paddle", cpu.gemma_rms_norm, cpu.is_float32),
         Kernel("gpu", "Paddle", gpu.gemma_rms_norm, gpu.has_rows),
     ],
-    rms_quotient: [
+    operations.rms_quotient: [
         Kernel("cpu", "C", c.rms_quotient, cpu.is_dense),
         Kernel("cpu", "Paddle", cpu.rms_quotient, cpu.is_float32),
         Kernel("gpu", "Paddle", gpu.rms_quotient, gpu.has_rows),
     ],
-    layer_norm: [
+    operations.layer_norm: [
         Kernel("cpu", "C", c.layer_norm, cpu.is_dense),
         Kernel("cpu", "oneDNN", cpu.layer_norm, cpu.takes),
         Kernel("gpu", "Paddle", gpu.layer_norm, gpu.takes_layer_norm),
     ],
     # Activations, sums, linears
-    gelu: [
+    operations.gelu: [
         Kernel("cpu", "C", c.gelu, c.is_tanh_gelu),
         Kernel("cpu", "oneDNN", cpu.gelu, cpu.takes),
     ],
-    swiglu: [
+    operations.swiglu: [
         Kernel("cpu", "C", c.swiglu, c.fits_gate),
         Kernel("cpu", "oneDNN", cpu.swiglu, cpu.takes_gate),
     ],
-    geglu: [
+    operations.geglu: [
         Kernel("cpu", "C", c.geglu, c.fits_gate),
         Kernel("cpu", "oneDNN", cpu.geglu, cpu.takes_gate),
         Kernel("gpu", "Paddle", gpu.geglu),
     ],
-    dropout: [
+    operations.dropout: [
         Kernel("cpu", "C", c.dropout, cpu.drops_dense),
         Kernel("cpu", "oneDNN", cpu.dropout, cpu.drops),
     ],
-    row_sum: [Kernel("cpu", "Paddle", cpu.sum_of_rows)],
-    column_sum: [Kernel("cpu", "Paddle", cpu.sum_of_columns)],
-    times_constant: _on_both(TimesConstant),
-    biased_linear: [Kernel("cpu", "Paddle", cpu.BiasedLinear.apply)],
-    split_columns: [Kernel("cpu", "oneDNN", cpu.split_columns, cpu.takes_split)],
+    operations.row_sum: [Kernel("cpu", "Paddle", cpu.sum_of_rows)],
+    operations.column_sum: [Kernel("cpu", "Paddle", cpu.sum_of_columns)],
+    operations.times_constant: _on_both(operations.TimesConstant),
+    linear.biased_linear: [Kernel("cpu", "Paddle", cpu.BiasedLinear.apply)],
     # DeltaNet
     delta_rule.gated_delta_rule: [
         Kernel("cpu", "C", c.gated_delta_rule, c.fits_rule),
@@ -137,9 +104,9 @@ TABLE: dict[Operation, list[Kernel]] = {
     ],
     delta_rule.gated_rms_norm: [Kernel("cpu", "C", c.gated_rms_norm, cpu.is_dense)],
     # Experts
-    permuted_copies: _on_both(PermuteRows),
-    grouped_linear: [
-        Kernel("cpu", "Paddle", cpu.GroupedLinear.apply),
+    experts.permuted_copies: _on_both(experts.PermuteRows),
+    experts.grouped_linear: [
+        Kernel("cpu", "Paddle", cpu.grouped_linear),
         Kernel("gpu", "Paddle", gpu.grouped_linear),
     ],
 }

@@ -270,7 +270,6 @@ def mark_fused(parameter: Tensor, columns: Iterable[Columns]) -> None:
     parameter.fused_columns = tuple(columns)
 
 
-@operation
 def split_columns(x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
     """`[..., C]` as tensors of these widths; one tensor without widths.
 

@@ -160,9 +160,13 @@ class TrainerState:
         """
         Raises:
             RuntimeError: the file is missing or damaged.
-            ValueError: it has other keys or values; names it.
+            ValueError: it has other keys or values.
         """
-        return read_section(cls, load_state(folder), str(folder / STATE_FILE))
+        state = read_section(cls, load_state(folder), "top level")
+        match = _NAME.fullmatch(folder.name)
+        if match and int(match.group(1)) != state.step:
+            raise ValueError(f"step is {state.step}, and the folder is {folder.name}")
+        return state
 
 
 def save_state(folder: Path, state: dict[str, Any]) -> None:

@@ -125,17 +125,26 @@ class Trainer:
         """Load the state of a checkpoint; the model has its weights already.
 
         Raises:
-            ValueError: the state does not fit this run.
+            ValueError: trainer_state.json has keys or values that no checkpoint of this run has.
         """
-        state = checkpoints.TrainerState.read(folder)
+        try:
+            self._restore(checkpoints.TrainerState.read(folder), folder)
+        except ValueError as error:
+            file = folder / checkpoints.STATE_FILE
+            raise ValueError(f"{file} does not fit this run: {error}") from error
+        self.optimizer.load_state(checkpoints.StoredArrays(folder))
+
+    def _restore(self, state: checkpoints.TrainerState, folder: Path) -> None:
         self.step = self._last_saved = state.step
         self.tokens = restored_tokens(state.tokens, self.length, folder)
         self.sources.load_state_dict(state.sources)
         self.meter.load_state_dict(state.meter)
+        batches = self.step * self.config.train.gradient_accumulation_steps
+        if "lanes" in state.data and state.data.get("step") != batches:
+            raise ValueError(f"data: step is {state.data.get('step')!r}, not {batches} batches")
         self.feed.continue_at(self.step, state.data)
         self._data_place = DataPlace.of(self.data)
         self._owes_evaluation = state.owes_evaluation and self.evaluate is not None
-        self.optimizer.load_state(checkpoints.StoredArrays(folder))
 
     @property
     def is_over(self) -> bool:

@@ -163,7 +163,8 @@ def test_seeded_runs_are_the_same_bit_by_bit(outcomes):
 def test_what_all_ranks_lay_out_alike_gives_other_numbers(outcomes):
     hoisted = outcome_of(outcomes, "stage 3")[0]["single terms"]
     agreed = outcome_of(outcomes, "all_reduce")[0]["single terms"]
-    assert all(abs(one - other) > 1e-4 for one, other in zip(hoisted, agreed, strict=True))
+    # Far above rounding.
+    assert all(abs(one - other) > 1e-5 for one, other in zip(hoisted, agreed, strict=True))
 
 
 def test_a_rank_without_any_part_differs_by_its_labels_alone():

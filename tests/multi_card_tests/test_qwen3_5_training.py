@@ -105,7 +105,8 @@ class TestDense(_Runs):
         "sharding2 stage 2": (2, [*SHARDING, "parallel.sharding_stage=2"]),
         "mp2 pp2 with sequence parallelism": (4, [*MP, *PP]),
         "sharding2 mp2 stage 3": (4, [*MP, *SHARDING, STAGE_3]),
-        "packed, mp2 with sequence parallelism": (2, [*MP, "parallel.vision=replicate"]),
+        "mp2 with replicated vision": (2, [*MP, "parallel.vision=replicate"]),
+        "pp2 colocated": (2, [*PP, "parallel.schedule=colocated"]),
     }
 
     @pytest.fixture(scope="class")

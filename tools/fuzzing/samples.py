@@ -119,7 +119,7 @@ def statistics(folder: Path) -> Parser:
     batch = {name: np.ones((1, 3, 2), np.float32) for name in features}
 
     def parse() -> None:
-        groups = list(read_statistics(file, sizes={"state": 2, "actions": 2}).values())
+        groups = list(read_statistics(file).values())
         for mode in ("MEAN_STD", "MIN_MAX", "QUANTILE"):
             modes = {"STATE": mode, "ACTION": mode}
             normalizer = Normalizer(features, modes, 1, len(groups))

@@ -22,6 +22,7 @@ that root.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 import paddle
@@ -101,7 +102,7 @@ def _run_forward(model, case: Qwen35Case, report: CaseReport) -> None:
         restarts = restart_offsets(tensors["in.position_ids"][0])
         report.exact("positions", "in.cu_seqlens", restarts)
 
-    def compare(group: str, name: str, found, rows=..., tolerance=ACTIVATION) -> None:
+    def compare(group: str, name: str, found, rows: Any = ..., tolerance=ACTIVATION) -> None:
         if name in tensors:
             report.absolute(group, name, np.asarray(found)[rows], tolerance, tensors[name][rows])
 

@@ -137,15 +137,8 @@ class Qwen3_5TextConfig:
         """Whether that layer has attention, and no delta rule."""
         return self.layer_types[layer] == FULL
 
-    def layer_size(self, layer: int) -> int:
-        """Multiplications per token of the matrix products of that decoder layer.
-
-        Those of a delta rule are counted, attention scores are not: they depend on the length.
-        """
-        return self.mixer_size(layer) + self.mlp_size()
-
     def mixer_size(self, layer: int) -> int:
-        """The part of `layer_size` of attention or delta rule."""
+        """Multiplications per token of attention's linears, or of a DeltaNet and its delta rule."""
         if self.is_full(layer):
             heads = 3 * self.num_attention_heads + 2 * self.num_key_value_heads
             return self.hidden_size * heads * self.head_dim
@@ -158,7 +151,7 @@ class Qwen3_5TextConfig:
         return self.linear_num_value_heads * chunked_size(*widths)
 
     def mlp_size(self) -> int:
-        """The part of `layer_size` of the MLP, or of the experts that a token goes to."""
+        """Multiplications per token of the MLP, or of the experts that a token goes to."""
         return 3 * self.hidden_size * self.intermediate_size
 
     def has_experts(self, layer: int) -> bool:
@@ -240,6 +233,10 @@ class Qwen3_5Config(VLConfig):
                 f"vision_config.deepstack_visual_indexes is {shown(levels)}; Qwen3.5 has no "
                 "deepstack levels: leave it empty"
             )
+
+    def layer_size(self, layer: int) -> int:
+        """Attention scores are left out: they depend on the length."""
+        return self.text_config.mixer_size(layer) + self.text_config.mlp_size()
 
     @classmethod
     def named(cls, name: str) -> "Qwen3_5Config":

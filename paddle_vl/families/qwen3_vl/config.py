@@ -86,19 +86,6 @@ class Qwen3VLTextConfig:
                 "not supported (no Qwen3-VL checkpoint uses it): set it to 0"
             )
 
-    def layer_size(self, layer: int) -> int:
-        """Multiplications per token of the matrix products of that decoder layer.
-
-        Attention scores are left out, because they cost the same in every layer.
-        """
-        heads = self.num_attention_heads + self.num_key_value_heads
-        attention = 2 * self.hidden_size * heads * self.head_dim
-        experts = self.experts_of(layer)
-        if experts is None:
-            return attention + 3 * self.hidden_size * self.intermediate_size
-        inner = experts.num_experts_per_tok * experts.moe_intermediate_size
-        return attention + self.hidden_size * (3 * inner + experts.num_experts)
-
     def experts_of(self, layer: int) -> "Qwen3VLMoeTextConfig | None":
         """The configuration of that decoder layer's experts; None for a layer with an MLP."""
         return None

@@ -89,9 +89,9 @@ class VLConfig(SavedConfig):
     """Configuration of a complete model.
 
     A family adds `text_config`, its decoder's, which has at least `vocab_size`, `hidden_size`,
-    `num_hidden_layers`, `rope_theta`, `mrope_section`, `initializer_range`,
-    `rms_norm_eps`, `layer_size(layer)`, `has_experts(layer)` and `has_balance_loss(requested)`;
-    with experts also `num_experts` and `router_aux_loss_coef`.
+    `num_hidden_layers`, `rope_theta`, `mrope_section`, `initializer_range`, `rms_norm_eps`,
+    `has_experts(layer)` and `has_balance_loss(requested)`; with experts also `num_experts` and
+    `router_aux_loss_coef`; and what `layer_size` reads.
     """
 
     file_name: ClassVar[str] = "config.json"
@@ -130,6 +130,20 @@ class VLConfig(SavedConfig):
                 )
         if len(set(ids.values())) < len(ids):
             raise ValueError(f"{ids} must be four different tokens")
+
+    def layer_size(self, layer: int) -> int:
+        """Multiplications per token of the matrix products of that decoder layer.
+
+        Attention scores are left out, because they cost the same in every layer.
+        """
+        text = self.text_config
+        heads = text.num_attention_heads + text.num_key_value_heads
+        attention = 2 * text.hidden_size * heads * text.head_dim
+        experts = text.experts_of(layer)
+        if experts is None:
+            return attention + 3 * text.hidden_size * text.intermediate_size
+        inner = experts.num_experts_per_tok * experts.moe_intermediate_size
+        return attention + text.hidden_size * (3 * inner + experts.num_experts)
 
     @classmethod
     def named(cls: type[C], name: str) -> C:

@@ -37,7 +37,7 @@ def layer_costs(config: Any) -> tuple[list[float], float, float]:
     The tower encodes `merge^2` patches per visual token; `VISUAL_SHARE` of the tokens are visual.
     """
     text, vision = config.text_config, config.vision_config
-    layers = [float(text.layer_size(layer)) for layer in range(text.num_hidden_layers)]
+    layers = [float(config.layer_size(layer)) for layer in range(text.num_hidden_layers)]
     block = 4 * vision.hidden_size**2 + 2 * vision.hidden_size * vision.intermediate_size
     tower = VISUAL_SHARE * vision.spatial_merge_size**2 * vision.depth * block
     return layers, float(tower), float(text.hidden_size * text.vocab_size)

@@ -29,7 +29,7 @@ from paddle_vl.nn.cpu.kernels import (
     dropout_threshold,
     is_dense,
 )
-from paddle_vl.nn.delta_rule import CHUNK
+from paddle_vl.nn.delta_rule import CHUNK, Reach
 from paddle_vl.nn.operations import has_compiled, set_compiled
 
 SWITCH = "PADDLE_VL_CPU_KERNELS"
@@ -371,8 +371,7 @@ class _Convolution(PyLayer):
 
 def _places(offsets: tuple[int, ...]) -> np.ndarray:
     """The place of every token row in its sample, for `PackedSamples.once`."""
-    places_T = np.arange(offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
-    return places_T.astype(np.int32)
+    return Reach(offsets).place_T.astype(np.int32)
 
 
 def fits_convolution(

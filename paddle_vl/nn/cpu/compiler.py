@@ -1,8 +1,8 @@
 """Compile `kernels.c` with the machine's C compiler, once per user, and load it.
 
-The library lies in the user's cache folder under a name made of the source, the compiler and its
-flags, the processor and Paddle's version, so a change of any of them compiles anew. It is written
-under another name first and renamed, so several ranks may compile at once.
+The library lies in the user's cache folder under a name made of the source, its flags, the
+processor and Paddle's version, so a change of any of them compiles anew. It is written under
+another name first and renamed, so several ranks may compile at once.
 
 It is linked to the OpenMP runtime and the matrix product of Paddle's wheel and to no other: two
 OpenMP runtimes in a process mix their symbols, every thread then runs all iterations of a loop, and
@@ -15,7 +15,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-from functools import lru_cache
 from pathlib import Path
 
 import paddle
@@ -25,7 +24,6 @@ COMPILERS = ("cc", "gcc", "clang")
 # Not -ffast-math: its start-up code changes the rounding of the whole process.
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC",
          "-fopenmp")  # fmt: skip
-_VERSION = 4
 _LONGEST_S = 120.0
 
 
@@ -34,30 +32,28 @@ class CompilerError(RuntimeError):
 
 
 def load_kernels() -> ctypes.CDLL:
-    """The library, compiled if this user has none for this source, compiler and processor.
+    """The library, compiled if this user has none for this source and processor.
 
     Raises:
         CompilerError: no compiler, one that fails, or a library that does not load.
     """
-    compiler = find_compiler()
     libraries = paddle_libraries()
-    # They are needed under these names, and loaded by Paddle already.
-    for library in libraries:
-        ctypes.CDLL(str(library))
-    name = f"kernels-{_key(compiler, libraries)}.so"
     try:
-        folder = cache_folder()
-    except OSError:
-        with tempfile.TemporaryDirectory() as temporary:
-            return _loaded(_compiled(compiler, libraries, Path(temporary) / name))
-    file = folder / name
-    if file.exists():
+        # They are needed under these names, and loaded by Paddle already.
+        for library in libraries:
+            ctypes.CDLL(str(library))
         try:
-            return _loaded(file)
-        except CompilerError:
-            # A damaged file is made anew.
-            pass
-    return _loaded(_compiled(compiler, libraries, file))
+            file = cache_folder() / f"kernels-{_key(libraries)}.so"
+            if not file.exists():
+                _compile(libraries, file)
+            return ctypes.CDLL(str(file))
+        except PermissionError:
+            with tempfile.TemporaryDirectory() as temporary:
+                file = Path(temporary) / "kernels.so"
+                _compile(libraries, file)
+                return ctypes.CDLL(str(file))
+    except OSError as error:
+        raise CompilerError(str(error)) from error
 
 
 def find_compiler() -> str:
@@ -92,35 +88,23 @@ def cache_folder() -> Path:
     """Folder for compiled kernels, `paddle_vl` in `XDG_CACHE_HOME` or `~/.cache`.
 
     Raises:
-        OSError: it cannot be made, is not this user's, or others may write into it.
+        PermissionError: it cannot be made, is not this user's, or others may write into it.
     """
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base) / "paddle_vl"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.stat()
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paddle_vl"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except OSError as error:
+        raise PermissionError(f"{folder} cannot be made: {error}") from error
     if status.st_uid != os.getuid() or status.st_mode & 0o022 or not os.access(folder, os.W_OK):
         raise PermissionError(f"{folder} is not a folder of this user alone")
     return folder
 
 
-def _key(compiler: str, libraries: tuple[Path, Path]) -> str:
-    parts = [
-        SOURCE.read_bytes(),
-        " ".join(FLAGS).encode(),
-        _compiler_version(compiler).encode(),
-        _processor().encode(),
-        paddle.__version__.encode(),
-        str(libraries).encode(),
-    ]
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-
-
-@lru_cache(maxsize=4)
-def _compiler_version(compiler: str) -> str:
-    done = subprocess.run(
-        [compiler, "--version"], capture_output=True, text=True, timeout=_LONGEST_S, check=False
-    )
-    return f"{os.path.realpath(compiler)} {done.stdout}"
+def _key(libraries: tuple[Path, Path]) -> str:
+    parts = (" ".join(FLAGS), _processor(), paddle.__version__, str(libraries))
+    content = SOURCE.read_bytes() + "\0".join(parts).encode()
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _processor() -> str:
@@ -129,8 +113,9 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(("flags", "model name"))}))
 
 
-def _compiled(compiler: str, libraries: tuple[Path, Path], file: Path) -> Path:
+def _compile(libraries: tuple[Path, Path], file: Path) -> None:
     """Compile into a file, which appears when it is complete."""
+    compiler = find_compiler()
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=".compile-") as folder:
         made, library = Path(folder) / "kernels.o", Path(folder) / "kernels.so"
         _run([compiler, *FLAGS, "-c", str(SOURCE), "-o", str(made)])
@@ -140,7 +125,6 @@ def _compiled(compiler: str, libraries: tuple[Path, Path], file: Path) -> Path:
         with library.open("rb") as written:
             os.fsync(written.fileno())
         os.replace(library, file)
-    return file
 
 
 def _run(command: list[str]) -> None:
@@ -153,14 +137,3 @@ def _run(command: list[str]) -> None:
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         raise CompilerError(f"{command[0]}: {lines[-1]}")
-
-
-def _loaded(file: Path) -> ctypes.CDLL:
-    try:
-        library = ctypes.CDLL(str(file))
-        version = library.paddle_vl_kernels_version()
-    except (OSError, AttributeError) as error:
-        raise CompilerError(f"{file} does not load: {error}") from error
-    if version != _VERSION:
-        raise CompilerError(f"{file} has version {version} of the kernels, not {_VERSION}")
-    return library

@@ -27,7 +27,7 @@ void cblas_strsm(int layout, int side, int triangle, int trans_a, int diagonal, 
 enum { ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112, LOWER = 122, UNIT = 132, LEFT = 141 };
 
 /* Version of the interface, checked after loading. */
-int paddle_vl_kernels_version(void) { return 4; }
+int paddle_vl_kernels_version(void) { return 6; }
 
 /* exp(x) to about one unit in the last place; 0 below -87.3 and the largest power above 88.
  * Source: expf of the Cephes library (S. Moshier). */

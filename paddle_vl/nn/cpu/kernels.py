@@ -11,10 +11,9 @@ Over 350 lines, as every batch passes all of it.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
-from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
@@ -24,6 +23,7 @@ from paddle.autograd import PyLayer
 
 from paddle_vl.nn.attention import CachedKeys, RotaryTables, biased_rows
 from paddle_vl.nn.cpu import onednn
+from paddle_vl.nn.experts import GroupedProduct, GroupSizes
 from paddle_vl.nn.operations import column_sum, row_sum
 
 # What fits
@@ -47,11 +47,6 @@ def takes(*args: Any) -> bool:
 def takes_gate(gate: Tensor, up: Tensor | None = None) -> bool:
     """Whether a gated unit takes these: two tensors of one shape, or one of both halves."""
     return (up is None or up.shape == gate.shape) and takes(gate, up)
-
-
-def takes_split(x: Tensor, widths: Sequence[int]) -> bool:
-    """Whether `split_columns` takes these."""
-    return len(widths) > 1 and takes(x)
 
 
 def is_float32(*args: Any) -> bool:
@@ -152,7 +147,7 @@ def softmax_(x: Tensor) -> Tensor:
     return x
 
 
-# Activations and splits
+# Activations
 
 
 def _activated(name: str, x: Tensor) -> Tensor:
@@ -220,40 +215,8 @@ def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 def _gated(name: str, gate: Tensor, up: Tensor | None) -> Tensor:
     if up is None:
-        gate, up = split_columns(gate, [gate.shape[-1] // 2] * 2)
+        gate, up = map(contiguous, paddle.chunk(gate, 2, axis=-1))
     return _Gated.apply(gate, up, name)
-
-
-def split_columns(x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
-    """`linear.split_columns` by oneDNN."""
-    return _SplitColumns.apply(x, widths)
-
-
-class _SplitColumns(PyLayer):
-    @staticmethod
-    def forward(ctx, x, widths):
-        columns, rows, parts = x.shape[-1], math.prod(x.shape[:-1]), []
-        for width, address in zip(widths, _column_addresses(x, widths), strict=True):
-            parts.append(paddle.empty([*x.shape[:-1], width], x.dtype))
-            onednn.copy(rows, width, columns, width)(address, parts[-1].data_ptr())
-        return tuple(parts)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        widths, leading = [grad.shape[-1] for grad in grads], grads[0].shape[:-1]
-        columns, rows = sum(widths), math.prod(leading)
-        x = paddle.empty([*leading, columns], grads[0].dtype)
-        for grad, width, address in zip(grads, widths, _column_addresses(x, widths), strict=True):
-            # A copy lives until the primitive has read it.
-            grad = contiguous(grad)
-            onednn.copy(rows, width, width, columns)(grad.data_ptr(), address)
-        return x
-
-
-def _column_addresses(x: Tensor, widths: Sequence[int]) -> list[int]:
-    """Where the first row of each part begins."""
-    begins = [0, *accumulate(widths[:-1])]
-    return [x.data_ptr() + x.element_size() * begin for begin in begins]
 
 
 # Norms
@@ -415,63 +378,59 @@ class BiasedLinear(PyLayer):
         return grad_x, grad_weight, column_sum(grad_NO) if needs_bias else None
 
 
-class GroupedLinear(PyLayer):
-    """One product per expert. Reading the counts on the host costs nothing on the CPU."""
-
-    @staticmethod
-    def forward(ctx, x_NI, weight_EIO, sizes):
-        ctx.save_for_backward(x_NI, weight_EIO)
-        ctx.counts = sizes.counts_E.tolist()
-        ctx.needs = (not x_NI.stop_gradient, not weight_EIO.stop_gradient)
-        return _rows_times_experts(x_NI, weight_EIO, ctx.counts)
-
-    @staticmethod
-    def backward(ctx, grad_NO):
-        x_NI, weight_EIO = ctx.saved_tensor()
-        needs_x, needs_weight = ctx.needs
-        grad_x = grad_weight = None
-        if needs_x:
-            grad_x = _rows_times_experts(grad_NO, weight_EIO, ctx.counts, transposed=True)
-        if needs_weight:
-            grad_weight = paddle.zeros_like(weight_EIO)
-            for e, begin, end in _row_ranges(ctx.counts):
-                paddle.matmul(
-                    x_NI._slice(begin, end),
-                    grad_NO._slice(begin, end),
-                    transpose_x=True,
-                    out=_matrix(grad_weight, e),
-                )
-        return grad_x, grad_weight
+def grouped_linear(x_NI: Tensor, weight_EIO: Tensor, sizes: GroupSizes) -> Tensor:
+    """`experts.grouped_linear`. Reading the counts on the host costs nothing on the CPU."""
+    counts: Any = sizes.counts_E.tolist()
+    return GroupedProduct.apply(x_NI, weight_EIO, _PerExpert(counts))
 
 
-def _rows_times_experts(
-    x_NI: Tensor, weight_EIO: Tensor, counts: list[int], transposed: bool = False
-) -> Tensor:
-    """Each product is written into its slice of the result, which saves a copy."""
-    columns = weight_EIO.shape[1 if transposed else 2]
-    y_NO = paddle.empty([x_NI.shape[0], columns], dtype=x_NI.dtype)
-    for e, begin, end in _row_ranges(counts):
-        paddle.matmul(
-            x_NI._slice(begin, end),
-            _matrix(weight_EIO, e),
-            transpose_y=transposed,
-            out=y_NO._slice(begin, end),
-        )
-    return y_NO
+class _PerExpert(NamedTuple):
+    """One product per expert, written into its slice of the result.
+
+    Attributes:
+        counts: rows of each expert.
+    """
+
+    counts: list[int]
+
+    def product(self, x_NI: Tensor, weight_EIO: Tensor, transposed: bool = False) -> Tensor:
+        """See `GroupedProduct`."""
+        columns = weight_EIO.shape[1 if transposed else 2]
+        y_NO = paddle.empty([x_NI.shape[0], columns], dtype=x_NI.dtype)
+        for e, begin, end in self._ranges():
+            paddle.matmul(
+                x_NI._slice(begin, end),
+                _matrix(weight_EIO, e),
+                transpose_y=transposed,
+                out=y_NO._slice(begin, end),
+            )
+        return y_NO
+
+    def weight_gradient(self, x_NI: Tensor, grad_NO: Tensor) -> Tensor:
+        """See `GroupedProduct`."""
+        shape = [len(self.counts), x_NI.shape[1], grad_NO.shape[1]]
+        grad_EIO = paddle.zeros(shape, dtype=x_NI.dtype)
+        for e, begin, end in self._ranges():
+            paddle.matmul(
+                x_NI._slice(begin, end),
+                grad_NO._slice(begin, end),
+                transpose_x=True,
+                out=_matrix(grad_EIO, e),
+            )
+        return grad_EIO
+
+    def _ranges(self) -> Iterator[tuple[int, int, int]]:
+        """Expert, first row and end row of every expert that has rows."""
+        end = 0
+        for e, count in enumerate(self.counts):
+            begin, end = end, end + count
+            if count:
+                yield e, begin, end
 
 
 def _matrix(weight_EIO: Tensor, e: int) -> Tensor:
     """One expert's matrix `[I, O]`, a view of the stacked weights."""
     return weight_EIO._slice(e, e + 1).reshape_(weight_EIO.shape[1:])
-
-
-def _row_ranges(counts: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Expert, first row and end row of every expert that has rows."""
-    end = 0
-    for e, count in enumerate(counts):
-        begin, end = end, end + count
-        if count:
-            yield e, begin, end
 
 
 # Attention over a cache

@@ -228,15 +228,6 @@ def times_bytes(size: int, factor: float) -> Primitive:
     return Primitive(recipe, {_SRC: src, _SRC_1: given, _DST: src})
 
 
-@lru_cache(maxsize=128)
-def copy(rows: int, columns: int, src_stride: int, dst_stride: int) -> Primitive:
-    """Of `src` and `dst`, rows of `columns` numbers that begin every stride."""
-    src = _tensor([rows, columns], [src_stride, 1])
-    dst = _tensor([rows, columns], [dst_stride, 1])
-    engine = _library().engine
-    return Primitive(_recipe("reorder", src, engine, dst, engine, None), {_SRC: src, _DST: dst})
-
-
 @lru_cache(maxsize=1)
 def is_available() -> bool:
     """Whether the library can be called; why not is logged once."""

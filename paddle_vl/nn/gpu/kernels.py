@@ -28,7 +28,7 @@ from paddle import Tensor, _C_ops
 from paddle.autograd import PyLayer
 
 from paddle_vl.nn.attention import RotaryTables
-from paddle_vl.nn.experts import GroupSizes
+from paddle_vl.nn.experts import GroupedProduct, GroupSizes
 
 # Paddle's layer_norm refuses a larger one.
 _LARGEST_EPSILON = 1e-3
@@ -153,28 +153,10 @@ def _rotated(x_TNH: Tensor, tables: RotaryTables) -> Tensor:
 def grouped_linear(x_NI: Tensor, weight_EIO: Tensor, sizes: GroupSizes) -> Tensor:
     """`experts.grouped_linear`."""
     if sizes.on_host is not None:
-        return _GroupedProduct.apply(x_NI, weight_EIO, _PerExpert(sizes.on_host))
+        return GroupedProduct.apply(x_NI, weight_EIO, _PerExpert(sizes.on_host))
     if sizes.layout is None:
         sizes.layout = _Layout.of(sizes.counts_E, x_NI.shape[0])
-    return _GroupedProduct.apply(x_NI, weight_EIO, sizes.layout)
-
-
-class _GroupedProduct(PyLayer):
-    """By `_PerExpert` or `_Layout`; keeps the rows and no copies of matrices."""
-
-    @staticmethod
-    def forward(ctx, x_NI, weight_EIO, layout):
-        ctx.save_for_backward(x_NI, weight_EIO)
-        ctx.layout, ctx.needs = layout, (not x_NI.stop_gradient, not weight_EIO.stop_gradient)
-        return layout.product(x_NI, weight_EIO)
-
-    @staticmethod
-    def backward(ctx, grad_NO):
-        x_NI, weight_EIO = ctx.saved_tensor()
-        needs_x, needs_weight = ctx.needs
-        grad_x = ctx.layout.product(grad_NO, weight_EIO, transposed=True) if needs_x else None
-        grad_weight = ctx.layout.weight_gradient(x_NI, grad_NO) if needs_weight else None
-        return grad_x, grad_weight
+    return GroupedProduct.apply(x_NI, weight_EIO, sizes.layout)
 
 
 class _PerExpert(NamedTuple):
@@ -187,12 +169,12 @@ class _PerExpert(NamedTuple):
     counts: Any
 
     def product(self, x_NI: Tensor, weight_EIO: Tensor, transposed: bool = False) -> Tensor:
-        """See `_Layout.product`."""
+        """See `GroupedProduct`."""
         y_NO: Any = incubate.batched_gemm(x_NI, weight_EIO, self.counts, trans_rhs=transposed)
         return y_NO
 
     def weight_gradient(self, x_NI: Tensor, grad_NO: Tensor) -> Tensor:
-        """See `_Layout.weight_gradient`."""
+        """See `GroupedProduct`."""
         grad_EIO: Any = incubate.batched_gemm(x_NI, grad_NO, self.counts, trans_lhs=True)
         for expert, count in enumerate(self.counts):
             # A product of no terms may leave the memory as it was.
@@ -249,7 +231,7 @@ class _Layout(NamedTuple):
         return self._parts(rows)
 
     def product(self, x_NI: Tensor, weight_EIO: Tensor, transposed: bool = False) -> Tensor:
-        """`[N, I]` to `[N, O]`, each row with its expert's matrix; the reverse if transposed."""
+        """See `GroupedProduct`."""
         first_ERI, further_BRI = self.filled(x_NI)
         columns = weight_EIO.shape[1 if transposed else 2]
         blocks = first_ERI.shape[0] + further_BRI.shape[0]
@@ -262,7 +244,7 @@ class _Layout(NamedTuple):
         return paddle.index_select(y, self.place)
 
     def weight_gradient(self, x_NI: Tensor, grad_NO: Tensor) -> Tensor:
-        """`[E, I, O]`: the sum of `x^T @ grad` over each expert's rows."""
+        """See `GroupedProduct`."""
         first_ERI, further_BRI = self.filled(x_NI)
         first_ERO, further_BRO = self.filled(grad_NO)
         grad_EIO = paddle.matmul(first_ERI, first_ERO, transpose_x=True)

@@ -36,13 +36,16 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import paddle
 from paddle import Tensor
+from pydantic import Field
 
 from paddle_vl.families.base import MeanLosses
+from paddle_vl.files.checked_values import Count, Listed, Number, checked, read_section
+from paddle_vl.files.text_file import shown
 from paddle_vl.nn.objective import Loss, weighted_loss
 from paddle_vl.train.checkpoint import complete_checkpoints
 from paddle_vl.train.reporting.reporter import OwnValues
@@ -51,9 +54,20 @@ from paddle_vl.train.step import MicroBatch, StepOutcome
 logger = logging.getLogger(__name__)
 # Values of all ranks by name, see `paddle_vl.train.reporting.reporter.by_rank`.
 Values = Mapping[str, np.ndarray]
+# A count of a device's tensor, which has floats.
+_Count = Annotated[Number, Field(ge=0, le=1 << 53)]
 # What is summed over the steps of a window.
 _OF_ALL_RANKS = ("steps", "samples", "tokens", "places")
 _OF_THIS_RANK = ("seconds", "data_wait", "flops")
+
+
+@checked
+class _MeterState:
+    """A state, see `StepMeter.state_dict`."""
+
+    counted: list[_Count]
+    skips: Listed[tuple[_Count, _Count, _Count]]
+    window: Listed[tuple[list[Number], list[Number]]]
 
 
 class StepMeter:
@@ -191,11 +205,33 @@ class StepMeter:
         return {"counted": counted, "skips": skips, "window": window}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state."""
-        tensors = (state["counted"], state["skips"], *state["window"])
+        """Continue from a state.
+
+        Raises:
+            ValueError: it is no state of this loss's terms.
+        """
+        saved = read_section(_MeterState, state, "meter")
+        terms = len(self._loss.terms)
+        sums, of_window = saved.window
+        if not len(saved.counted) == len(sums) == len(of_window) == terms or min(of_window) < 0:
+            raise ValueError(
+                f"meter: counted is {shown(saved.counted)} and window {shown(saved.window)}; they "
+                f"must have one number for each of {', '.join(self._loss.terms)}, counts of at "
+                "least 0"
+            )
+        tensors = (saved.counted, saved.skips, *saved.window)
         self._counted, self._skips, self._sums, self._counts = (
             paddle.to_tensor(np.array(values, dtype=np.float64)) for values in tensors
         )
+
+
+@checked
+class _Totals:
+    """A state, see `SourceTotals.state_dict`."""
+
+    names: list[str]
+    tokens: list[Count]
+    documents: list[Count]
 
 
 class SourceTotals:
@@ -241,9 +277,22 @@ class SourceTotals:
         return {"names": self._names, "tokens": self._tokens, "documents": self._documents}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from a state; None of a checkpoint without sources."""
-        if state is not None:
-            self._tokens, self._documents = state["tokens"], state["documents"]
+        """Continue from a state; None of a checkpoint without sources.
+
+        Raises:
+            ValueError: it is no state of these sources.
+        """
+        if state is None:
+            return
+        totals = read_section(_Totals, state, "sources")
+        if totals.names != self._names or not (
+            len(totals.tokens) == len(totals.documents) == len(self._names)
+        ):
+            raise ValueError(
+                f"sources is {shown(dict(state))}; it must have a number of tokens and one of "
+                f"documents of each of {self._names}"
+            )
+        self._tokens, self._documents = totals.tokens, totals.documents
 
 
 def evaluation_entries(losses: MeanLosses) -> dict[str, float]:

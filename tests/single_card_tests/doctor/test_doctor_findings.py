@@ -85,6 +85,21 @@ def test_bandwidth_of_two_ranks_has_every_collective_and_message(machine):
     assert re.search(r"reduce_scatter .*, all_to_all .*, messages .* GB/s", result.found)
 
 
+def test_a_loss_curve_that_falls_behind_is_found():
+    wide = list(np.linspace(4.0, 1.0, 50))
+    narrow = [value + 0.01 for value in wide]
+    assert models.curve_result(wide, narrow, "bfloat16").status == "ok"
+    for step, value in ((20, 3.3), (49, float("nan"))):
+        narrow = [*wide[:step], value, *wide[step + 1 :]]
+        result = models.curve_result(wide, narrow, "bfloat16")
+        assert (result.status, f"in step {step + 1} " in result.found) == ("wrong", True)
+
+
+def test_losses_of_the_curve_fall():
+    losses = models.losses("float32", 4)
+    assert losses == sorted(losses, reverse=True)
+
+
 def test_every_topology_uses_all_ranks_and_every_axis_occurs():
     for number in (2, 4, 8):
         found = ranks.topologies(number)

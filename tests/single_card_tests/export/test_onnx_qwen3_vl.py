@@ -79,8 +79,9 @@ def program_of(layer: nn.Layer, width: int) -> ProgramToExport:
 
 @needs_onnx
 def test_a_program_with_an_operator_that_onnx_lacks_is_named(tmp_path):
+    layer = nn.Sequential(nn.Linear(2, 2), Special())
     with pytest.raises(RuntimeError, match=r"paddle2onnx failed on unknown .*equal composition"):
-        write_onnx({"unknown": program_of(Special(), 2)}, tmp_path)
+        write_onnx({"unknown": program_of(layer, 2)}, tmp_path)
 
 
 class Wide(nn.Layer):

@@ -6,9 +6,7 @@ much the answers change; the programs for GPUs are in bfloat16 and, with every b
 float32, give the answers of the others.
 """
 
-import io
 import json
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -35,28 +33,6 @@ from tests.support.exports import HOST_OPERATIONS, operations
 from tests.support.tiny import tiny_model
 
 NAMES = ("tower", "prefill", "decode")
-
-
-@pytest.fixture(scope="module")
-def half_and_text(tmp_path_factory) -> tuple[Path, str]:
-    """An export in bfloat16 by the command line, and what that prints."""
-    root = tmp_path_factory.mktemp("half")
-    tiny_model(vocab_size=320).save_pretrained(root / "checkpoint")
-    tiny_processor().save_pretrained(root / "checkpoint")
-    file = root / "checkpoint" / "config.json"
-    names = ("vision_start", "vision_end", "image", "video")
-    ids = {f"{name}_token_id": 294 + i for i, name in enumerate(names)}
-    file.write_text(json.dumps(json.loads(file.read_text()) | ids))
-    given = ["--checkpoint", str(root / "checkpoint"), "--output", str(root / "out")]
-    printed = io.StringIO()
-    with redirect_stdout(printed):
-        assert main(["export", *given, "--dtype", "bfloat16"]) == 0
-    return root / "out", printed.getvalue()
-
-
-@pytest.fixture(scope="module")
-def half(half_and_text) -> Path:
-    return half_and_text[0]
 
 
 @pytest.fixture(scope="module")
@@ -204,8 +180,16 @@ def test_a_policy_with_half_weights_acts_like_the_policy_with_rounded_weights(tm
 
 
 @pytest.mark.heavy
-def test_the_command_line_reports_the_change(half_and_text):
-    printed = half_and_text[1]
+def test_the_command_line_reports_the_change(tmp_path, capsys):
+    tiny_model(vocab_size=320).save_pretrained(tmp_path / "checkpoint")
+    tiny_processor().save_pretrained(tmp_path / "checkpoint")
+    file = tmp_path / "checkpoint" / "config.json"
+    names = ("vision_start", "vision_end", "image", "video")
+    ids = {f"{name}_token_id": 294 + i for i, name in enumerate(names)}
+    file.write_text(json.dumps(json.loads(file.read_text()) | ids))
+    given = ["--checkpoint", str(tmp_path / "checkpoint"), "--output", str(tmp_path / "out")]
+    assert main(["export", *given, "--dtype", "bfloat16"]) == 0
+    printed = capsys.readouterr().out
     assert "prefill: bfloat16 weights change the answer to the stored input by 0.0" in printed
     assert "of the most likely tokens are the same" in printed
     if not paddle.is_compiled_with_cuda():

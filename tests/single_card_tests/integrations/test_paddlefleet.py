@@ -109,19 +109,6 @@ def test_images_and_videos_together_work_in_the_text_embedding_of_qwen3_vl(index
     cases.assert_same(gradients, expected_gradients)
 
 
-@pytest.mark.usefixtures("_stand_in_only")
-def test_a_release_that_names_its_builder_build_layer_is_used_too(monkeypatch):
-    builders = importlib.import_module("paddlefleet.gpt_builders")
-    code = builders.gpt_builder.__code__
-    names = [name.replace("build_spec_layer", "build_layer") for name in code.co_names]
-    monkeypatch.setattr(builders.gpt_builder, "__code__", code.replace(co_names=tuple(names)))
-    monkeypatch.setattr(builders, "build_layer", builders.build_spec_layer, raising=False)
-    monkeypatch.delattr(builders, "build_spec_layer")
-    hidden, _ = cases.run(cases.build(cases.config(), indexed=True), cases.batch("images"))
-    expected, _ = cases.literal(cases.config(), "images")
-    np.testing.assert_array_equal(hidden, expected)
-
-
 @pytest.mark.usefixtures("_mock_group")
 @pytest.mark.parametrize("name", cases.BATCHES)
 @pytest.mark.parametrize("size", [1, 2, 4])

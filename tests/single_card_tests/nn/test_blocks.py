@@ -213,16 +213,6 @@ def test_rotated_keys_alone_give_the_queries_no_gradient():
     assert k.grad is not None
 
 
-def test_rotary_tables_are_made_once_for_all_layers():
-    tables = RotaryTables(draw(5, 8).detach(), draw(5, 8, seed=1).detach())
-    assert tables.of_heads(3)[0] is tables.of_heads(3)[0]
-    assert tables.astype("bfloat16") is tables.astype("bfloat16")
-    assert tables.astype(tables.cos_TH.dtype) is tables
-    cos, sin = tables
-    assert cos is tables.cos_TH
-    assert sin is tables.sin_TH
-
-
 @pytest.mark.usefixtures("_stride_kernels", "_kernels")
 def test_prepared_tables_change_no_bit():
     q, k = draw(5, 3, 8), draw(5, 2, 8)

@@ -4,7 +4,7 @@ Guarantees: every kernel's values and gradients equal the plain operation's; inp
 take go to the next kernel of the table; without a compiler, with the switch off and with a kernel
 that is wrong, the kernels in Paddle run and one line says why; a training command uses them in both
 passes, and with `train.cpu_kernels=false` in neither; what one process compiled another
-loads, several may compile at once, and a damaged file is compiled anew; the library needs Paddle's
+loads, and several may compile at once; the library needs Paddle's
 OpenMP runtime and no other.
 """
 
@@ -186,54 +186,39 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_kernel_is_refused(name, fresh, monkeypatch, tmp_path, caplog):
-    right, wrong = WRONG[name]
+def test_wrong_kernels_are_refused(fresh, monkeypatch, tmp_path, caplog):
     source = compiler.SOURCE.read_text(encoding="utf-8")
-    assert right in source
+    for right, wrong in WRONG.values():
+        assert right in source
+        source = source.replace(right, wrong)
     changed = tmp_path / "kernels.c"
-    changed.write_text(source.replace(right, wrong), encoding="utf-8")
+    changed.write_text(source, encoding="utf-8")
     monkeypatch.setattr(compiler, "SOURCE", changed)
-    assert_not_used(caplog, f"they differ from the plain operations: {name}")
+    assert_not_used(caplog, "they differ from the plain operations: ")
+    assert all(name in compiled.refusal() for name in WRONG)
 
 
-def test_a_second_process_loads_what_the_first_compiled(fresh, monkeypatch):
-    compiler.load_kernels()
+def test_several_may_compile_at_once_and_a_later_process_loads_it(fresh, monkeypatch):
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda _: compiler.load_kernels(), range(3)))
     (file,) = fresh.iterdir()
     assert oct(fresh.stat().st_mode)[-3:] == "700"
     libraries = file.read_bytes()
     assert b"libiomp5.so" in libraries
     assert b"libgomp" not in libraries
-    monkeypatch.setattr(compiler, "_compiled", None)
-    compiler.load_kernels()
+    monkeypatch.setattr(compiler, "_compile", None)
+    assert compiler.load_kernels().omp_get_max_threads() > 0
 
 
-def test_a_damaged_library_is_compiled_anew(fresh):
-    compiler.cache_folder()
-    name = compiler._key(compiler.find_compiler(), compiler.paddle_libraries())
-    file = fresh / f"kernels-{name}.so"
-    file.write_bytes(b"\x7fELF not a library")
-    assert compiler.load_kernels().paddle_vl_kernels_version() == compiler._VERSION
-    assert file.stat().st_size > 1000
-
-
-def test_several_may_compile_at_once(fresh):
-    with ThreadPoolExecutor(3) as pool:
-        loaded = list(pool.map(lambda _: compiler.load_kernels(), range(3)))
-    assert all(library.paddle_vl_kernels_version() == compiler._VERSION for library in loaded)
-    (file,) = fresh.iterdir()
-    assert file.suffix == ".so"
-
-
-def test_a_cache_that_cannot_be_written_compiles_for_this_process(fresh, monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert compiler.load_kernels().paddle_vl_kernels_version() == compiler._VERSION
-
-
-def test_a_cache_that_others_may_write_is_not_used(fresh):
-    compiler.cache_folder().chmod(0o777)
-    with pytest.raises(PermissionError, match="not a folder of this user alone"):
-        compiler.cache_folder()
-    assert compiler.load_kernels().paddle_vl_kernels_version() == compiler._VERSION
-    assert not list(fresh.iterdir())
+@pytest.mark.parametrize("is_a_file", [True, False])
+def test_a_cache_that_cannot_be_used_compiles_for_this_process(
+    is_a_file, fresh, monkeypatch, tmp_path
+):
+    if is_a_file:
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    else:
+        # Others may write into it.
+        compiler.cache_folder().chmod(0o777)
+    assert compiler.load_kernels().omp_get_max_threads() > 0
+    assert is_a_file or not list(fresh.iterdir())

@@ -1,12 +1,16 @@
 """The gated delta rule, its convolution and its gated norm.
 
-Guarantees: the chunked form equals the recurrence in float64, over several chunks, for packed
-samples of any lengths, with a state before, and for a single token; every gradient equals the
-recurrence's; nearly parallel keys lose no precision; no entry becomes NaN where decay is strong.
+Guarantees, plain, with Paddle's kernels and compiled: the chunked form equals the recurrence in
+float64, over several chunks, for packed samples of any lengths, with a state before, and for a
+single token; every gradient equals the recurrence's, and frozen inputs have none; nearly parallel
+keys lose no precision; no entry becomes NaN where decay is strong; launches are those of
+docs/gpu_kernels.md.
 """
 
+import re
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import paddle
@@ -200,6 +204,33 @@ def test_the_convolution_equals_its_formula(packs, has_before):
     np.testing.assert_allclose(found.numpy(), y / (1 + np.exp(-y)), atol=1e-6)
 
 
+@pytest.mark.parametrize("packs", [False, True])
+def test_gradients_of_the_convolution_equal_the_plain_ones(packs):
+    u, w = RNG.normal(size=(B, 9, 70)).astype(np.float32), RNG.normal(size=(70, 4))
+    packed = PackedSamples(np.array([0, 2, 9, 10, 18], np.int32), 9) if packs else None
+    direction = paddle.to_tensor(RNG.normal(size=u.shape).astype(np.float32))
+    found = []
+    for function in (causal_conv_silu, causal_conv_silu.plain):
+        given = tensors([u, w.astype(np.float32)])
+        (function(*given, None, packed) * direction).sum().backward()
+        found.append([x.grad.numpy() for x in given])
+    for ours, plain in zip(*found, strict=True):
+        np.testing.assert_allclose(ours, plain, atol=1e-5)
+
+
+def test_frozen_inputs_get_no_gradient_and_the_others_theirs():
+    arrays, found = inputs(70), []
+    for frozen in ([], [0, 2, 4]):
+        given = tensors(arrays)
+        for number in frozen:
+            given[number].stop_gradient = True
+        gated_delta_rule(*given)[0].sum().backward()
+        assert [x.grad is None for x in given] == [i in frozen for i in range(5)]
+        found.append(given)
+    for number in (1, 3):
+        np.testing.assert_array_equal(*(given[number].grad.numpy() for given in found))
+
+
 def test_the_gated_norm_equals_its_formula():
     x, gate = (RNG.normal(size=(9, 5)).astype(np.float32) for _ in range(2))
     weight = RNG.normal(size=5).astype(np.float32)
@@ -211,3 +242,34 @@ def test_the_gated_norm_equals_its_formula():
 def test_the_size_counts_the_products():
     # 163,840 operations, two for each multiplication.
     assert chunked_size(128, 128) == 163840 // 2
+
+
+def test_launches_are_those_of_the_page(kernels, request, capfd):
+    """Without views, for 2, 3 and 4 chunks; counted of Paddle's operators."""
+    if request.node.callspec.params["kernels"] != "cpu":
+        pytest.skip("the page counts the chain of products")
+    page = (Path(__file__).parents[3] / "docs" / "gpu_kernels.md").read_text(encoding="utf-8")
+    row = re.search(r"`gated_delta_rule` \| (\d+) \+ (\d+) S \| (\d+) \+ (\d+) S", page)
+    forward, per_step, backward, per_step_back = map(int, row.groups())
+    views = {
+        "reshape", "slice", "unsqueeze", "squeeze", "transpose", "expand", "full", "full_like",
+    }  # fmt: skip
+
+    def launched(call) -> tuple:
+        paddle.amp.debugging.enable_operator_stats_collection()
+        result = call()
+        paddle.amp.debugging.disable_operator_stats_collection()
+        lines = re.findall(
+            r"^ +(\w+) +\| +(\d+) +\| +(\d+) +\| +(\d+) +\| +(\d+)",
+            capfd.readouterr().out,
+            re.MULTILINE,
+        )
+        return result, sum(sum(map(int, n)) for name, *n in lines if name not in views)
+
+    for steps in (2, 3, 4):
+        given = tensors(inputs(64 * steps))
+        gated_delta_rule(*given)
+        out, count = launched(lambda given=given: gated_delta_rule(*given)[0])
+        assert count == forward + per_step * steps
+        _, count = launched(lambda out=out: out.backward(out.detach()))
+        assert count == backward + per_step_back * steps

@@ -29,7 +29,6 @@ from paddle_vl.nn.attention_masks import (
     HistoryMask,
     KeyMask,
 )
-from paddle_vl.nn.gpu.attention import flash
 from tests.support.gpu_stubs.attention import FLASH, visible_of_rows
 from tests.support.gpu_stubs.contract import ContractError
 from tests.support.gpu_stubs.pretended import pretended_gpu
@@ -265,19 +264,3 @@ BREACHES = {
 def test_a_stub_notices_a_breach_of_its_contract(message):
     with pretended_gpu(), pytest.raises(ContractError, match=message):
         BREACHES[message]()
-
-
-def test_a_wide_head_trains_on_the_cards_that_have_its_kernel():
-    q = drawn(1, 2, 1, 256)
-    with pretended_gpu((8, 0)):
-        flash_attn(q)
-    with (
-        pretended_gpu((8, 9)),
-        pytest.raises(ContractError, match="backward pass of head width 256"),
-    ):
-        flash_attn(q)
-    with (
-        pretended_gpu((8, 0), flash_version=3),
-        pytest.raises(ContractError, match="on \\(8, 0\\)"),
-    ):
-        flash(q, q, q)

@@ -19,7 +19,6 @@ from paddle_vl.nn.cpu import compiled, kernel_check, onednn
 from paddle_vl.nn.cpu import kernels as cpu
 from paddle_vl.nn.examples import examples_of
 from paddle_vl.nn.kernels import TABLE
-from paddle_vl.nn.linear import split_columns
 from paddle_vl.nn.operations import dropout, geglu, gelu, layer_norm, swiglu, use_kernels
 from tests.support.implementations import require_compiled
 
@@ -99,21 +98,6 @@ def test_softmax_is_that_of_the_formula(scale):
     powers = np.exp(x.numpy().astype(np.float64) - x.numpy().max(axis=-1, keepdims=True))
     wanted = powers / powers.sum(axis=-1, keepdims=True)
     np.testing.assert_allclose(cpu.softmax_(x).numpy(), wanted, atol=1e-6)
-
-
-@pytest.mark.usefixtures("either")
-@pytest.mark.parametrize("widths", [[3, 1, 4], [2, 6], [8], []])
-def test_columns_are_split_and_their_gradients_joined(widths):
-    x = draw(2, 5, 8)
-    x.stop_gradient = False
-    with use_kernels("cpu"):
-        parts = split_columns(x, widths)
-        wanted = np.split(x.numpy(), np.cumsum(widths)[:-1], axis=-1) if widths else [x.numpy()]
-        for part, values in zip(parts, wanted, strict=True):
-            np.testing.assert_array_equal(part.numpy(), values)
-        weights = [draw(*part.shape, seed=9 + n) for n, part in enumerate(parts)]
-        paddle.autograd.backward(list(parts), weights)
-    np.testing.assert_array_equal(x.grad.numpy(), np.concatenate(weights, axis=-1))
 
 
 @pytest.mark.parametrize("trained", ["x", "weight", "bias"])

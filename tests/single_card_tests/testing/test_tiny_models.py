@@ -11,7 +11,6 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_vl import PI07Config, Qwen3VLConfig
 from paddle_vl.checkpoint.writing import parameter_array
 from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec
 from paddle_vl.testing import (
@@ -23,10 +22,8 @@ from paddle_vl.testing import (
     gather_parameters,
     run_ranks,
     tiny_pi07,
-    tiny_pi07_config,
     tiny_qwen3_vl,
     tiny_qwen3_vl_batch,
-    tiny_qwen3_vl_config,
 )
 from paddle_vl.testing.qwen3_vl import EXPERTS, IMAGE, VIDEO
 
@@ -79,14 +76,6 @@ def test_a_batch_has_what_its_samples_say():
 def test_wrong_items_of_a_sample_are_refused(item, message):
     with pytest.raises(ValueError, match=message):
         tiny_qwen3_vl_batch((1, item))
-
-
-def test_configurations_take_changes():
-    assert isinstance(tiny_qwen3_vl_config(), Qwen3VLConfig)
-    assert tiny_qwen3_vl_config(num_hidden_layers=5).text_config.num_hidden_layers == 5
-    assert tiny_qwen3_vl_config(tie_word_embeddings=True).tie_word_embeddings
-    assert isinstance(tiny_pi07_config(), PI07Config)
-    assert not tiny_pi07_config(knowledge_insulation=False).knowledge_insulation
 
 
 class Shards(paddle.nn.Layer):

@@ -9,7 +9,7 @@ Shapes: R frames, H and W pixels, C = 3 channels, P patches, n images.
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -82,7 +82,7 @@ class ImageProcessor(VisionProcessor):
             BadSampleError: an image cannot be read or resized, with its number.
         """
         names = ("pixel_values", "image_grid_thw")
-        return dict(zip(names, self.encode_each(images, with_pixels), strict=True))
+        return dict(zip(names, encode_each(self, images, with_pixels), strict=True))
 
     def num_tokens(self, image_grid_thw: np.ndarray) -> np.ndarray:
         """Visual tokens of every image of a `[n, 3]` grid: `[n]` int64."""
@@ -102,6 +102,31 @@ class ImageProcessor(VisionProcessor):
             return height, width
         factor = self.patch_size * self.merge_size
         return smart_resize(height, width, factor, self.min_pixels, self.max_pixels)
+
+
+def encode_each(
+    processor: VisionProcessor, sources: Sequence[Any], with_pixels: bool
+) -> Iterator[Any]:
+    """Pixels of all sources, their grids `[n, 3]` int64, and lists of what else there is.
+
+    Raises:
+        BadSampleError: a source cannot be used, with its number and file name.
+    """
+    if not sources:
+        raise ValueError(f"no {processor.kind} given: a sample without any has no pixels of them")
+    found = []
+    for number, source in enumerate(sources, start=1):
+        try:
+            found.append(processor.encode_one(source, with_pixels))
+        except BadSampleError as error:
+            name = f"{processor.kind} {number}"
+            if isinstance(source, str | os.PathLike):
+                name += f" ({os.fspath(source)})"
+            raise BadSampleError(error.kind, f"{name}: {error.reason}") from error
+    pixels, grids, *more = zip(*found, strict=True)
+    yield pixels[0] if len(pixels) == 1 else np.concatenate(pixels)
+    yield np.array(grids, np.int64)
+    yield from map(list, more)
 
 
 MAX_ASPECT_RATIO = 200

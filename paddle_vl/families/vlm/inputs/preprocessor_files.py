@@ -3,7 +3,6 @@
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -12,7 +11,6 @@ import numpy as np
 from PIL import Image
 from pydantic import Field
 
-from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.files.checked_values import Listed, Number, check_mapping, checked
 from paddle_vl.files.text_file import read_json_object, shown, write_text
 
@@ -193,28 +191,6 @@ class VisionProcessor:
         own = {key: getattr(self, key) for key in self.own}
         # A step that is on is not mentioned.
         return values | {key: value for key, value in own.items() if value is not True}
-
-    def encode_each(self, sources: Sequence[Any], with_pixels: bool) -> Iterator[Any]:
-        """Pixels of all sources, their grids `[n, 3]` int64, and lists of what else there is.
-
-        Raises:
-            BadSampleError: a source cannot be used, with its number and file name.
-        """
-        if not sources:
-            raise ValueError(f"no {self.kind} given: a sample without any has no pixels of them")
-        found = []
-        for number, source in enumerate(sources, start=1):
-            try:
-                found.append(self.encode_one(source, with_pixels))
-            except BadSampleError as error:
-                name = f"{self.kind} {number}"
-                if isinstance(source, str | os.PathLike):
-                    name += f" ({os.fspath(source)})"
-                raise BadSampleError(error.kind, f"{name}: {error.reason}") from error
-        pixels, grids, *more = zip(*found, strict=True)
-        yield pixels[0] if len(pixels) == 1 else np.concatenate(pixels)
-        yield np.array(grids, np.int64)
-        yield from map(list, more)
 
     def encode_one(self, source: Any, with_pixels: bool) -> tuple[Any, ...]:
         """Pixels of a source, its grid (t, h, w), and what else there is.

@@ -23,7 +23,12 @@ from paddle_vl.data.video_reader import (
     frame_rate,
     open_video,
 )
-from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor, patchify, smart_resize
+from paddle_vl.families.vlm.inputs.image_processor import (
+    ImageProcessor,
+    encode_each,
+    patchify,
+    smart_resize,
+)
 from paddle_vl.families.vlm.inputs.preprocessor_files import VisionProcessor
 from paddle_vl.files.checked_values import Number, checked
 
@@ -109,7 +114,7 @@ class VideoProcessor(VisionProcessor):
             BadSampleError: a video cannot be read or resized, with its number.
             RuntimeError: a file is given and PyAV is not installed.
         """
-        pixels, grid, timestamps = self.encode_each(videos, with_pixels)
+        pixels, grid, timestamps = encode_each(self, videos, with_pixels)
         return ProcessedVideos({"pixel_values_videos": pixels, "video_grid_thw": grid}, timestamps)
 
     def tokens_per_patch(self, video_grid_thw: np.ndarray) -> np.ndarray:

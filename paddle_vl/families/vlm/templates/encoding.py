@@ -93,11 +93,7 @@ class TemplateEncoder:
         return self.renderer is not None and self.renderer.prints_date
 
     def _is_built_in(self, conversation: Conversation) -> bool:
-        """Whether the built-in template renders a conversation.
-
-        Raises:
-            BadSampleError: there is only that, and it cannot.
-        """
+        """Whether the built-in template renders it; a BadSampleError if nothing here can."""
         if self.renderer is None and not conversation.is_plain:
             raise BadSampleError(
                 "unsupported",
@@ -161,8 +157,8 @@ class TemplateEncoder:
             spans = compress(answers, conversation.losses)
         elif not is_prompt:
             spans = learned_spans(whole, self.renderer, self._ends)
-        media = conversation.media
-        encoded = self._media.encode(text, spans, media, num_image_tokens, videos, cuts)
+        counts = (conversation.media, num_image_tokens, videos)
+        encoded = self._media.encode(text, spans, *counts, cuts)
         # Rows of the built-in template have been checked for targets.
         if not (is_prompt or is_built_in or any(each != IGNORED_LABEL for each in encoded.labels)):
             reason = "no token of the row is learned; an answer with text and loss: true is needed"
@@ -324,9 +320,8 @@ class MediaText:
             learned = [IGNORED_LABEL] * len(found)
             for start, end in spans:
                 if start < stop and begin < end:
-                    own = max(start, begin) - begin, min(end, stop) - begin
-                    tokens = _touched(encoding, *own)
-                    learned[tokens] = found[tokens]
+                    own = _touched(encoding, max(start - begin, 0), min(end, stop) - begin)
+                    learned[own] = found[own]
             ids += found
             labels += learned
         if len(repeats) != sum(map(self._ids.__contains__, ids)):

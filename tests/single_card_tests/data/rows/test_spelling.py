@@ -111,6 +111,7 @@ def test_data_on_two_hubs_is_read_from_the_chosen_one(tmp_path, hub, path):
         ({"file_name": "a.jsonl", "num_sample": 4}, "num_sample"),
         ({"file_name": "a.jsonl", "num_samples": "4"}, "num_samples"),
         ({"file_name": "a.jsonl", "num_samples": 0}, "num_samples"),
+        ({"file_name": "a.jsonl", "num_samples": 1 << 62}, "num_samples"),
         ({"file_name": "b.jsonl"}, "does not exist"),
         ({}, "names no file and no hub"),
         ({"path": "a.jsonl", "source": "local", "converter": "pair"}, "converter"),
