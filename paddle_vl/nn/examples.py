@@ -201,6 +201,12 @@ def _delta_rule(r: Rng, s: Sizes, *offsets: int, queries: int | None = None) -> 
     return Inputs(args, tables=(3, 5), work=2 * 2 * length * n * chunked_size(c, c))
 
 
+def _trained_rule(r: Rng, s: Sizes, *offsets: int) -> Inputs:
+    """Without states before and behind the sequences, and with a gradient of the decay."""
+    made = _delta_rule(r, s, *offsets)
+    return replace(made, args=(*made.args[:5], None, made.args[6], False), tables=())
+
+
 def _convolution(r: Rng, s: Sizes, *offsets: int) -> Inputs:
     u, weight = normal(r, 2, s.length, s.width), normal(r, s.width, 4)
     if not offsets:
@@ -324,6 +330,15 @@ DELTA_RULE: dict[str, Make] = {
         r, s, s.length // 3, s.length // 3 + 1, s.length, 2 * s.length - 7
     ),
     "gated_delta_rule.token": lambda r, s: _delta_rule(r, s, queries=1),
+    # As in training, and as in generation, without gradients.
+    "gated_delta_rule.trained": _trained_rule,
+    "gated_delta_rule.packed_trained": lambda r, s: _trained_rule(
+        r, s, s.length // 3, s.length // 3 + 1, s.length, 2 * s.length - 7
+    ),
+    "gated_delta_rule.prompt": lambda r, s: replace(_delta_rule(r, s), tables=tuple(range(6))),
+    "gated_delta_rule.answer": lambda r, s: replace(
+        _delta_rule(r, s, queries=1), tables=tuple(range(6))
+    ),
 }
 EXAMPLES = ROWS | ATTENTION | DELTA_RULE
 # Their float32 may run in TF32 on a GPU.
@@ -351,7 +366,8 @@ def values_and_gradients(
         # NaN where nothing is defined would reach the gradients: NaN times 0 is NaN.
         outputs = [out * paddle.to_tensor(inputs.defined).astype(out.dtype) for out in outputs]
     floats = [out for out in outputs if not out.stop_gradient]
-    paddle.autograd.backward(floats, [_direction(out) for out in floats])
+    if floats:
+        paddle.autograd.backward(floats, [_direction(out) for out in floats])
     values = {OUTPUT: np.concatenate([_on_host(out).ravel() for out in outputs])}
     for number, x in enumerate(args):
         if isinstance(x, Tensor) and x.grad is not None:

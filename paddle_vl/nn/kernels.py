@@ -93,7 +93,7 @@ TABLE: dict[Operation, list[Kernel]] = {
     linear.biased_linear: [Kernel("cpu", "Paddle", cpu.BiasedLinear.apply)],
     # DeltaNet
     delta_rule.gated_delta_rule: [
-        Kernel("cpu", "C", c.gated_delta_rule, c.fits_delta_rule),
+        Kernel("cpu", "C", c.gated_delta_rule, c.fits_rule),
         Kernel("cpu", "Paddle", chunked.gated_delta_rule, chunked.fits_rule),
         Kernel("gpu", "Paddle", chunked.gated_delta_rule, chunked.fits_rule),
     ],
@@ -102,6 +102,7 @@ TABLE: dict[Operation, list[Kernel]] = {
         Kernel("cpu", "Paddle", chunked.causal_conv_silu, chunked.fits_convolution),
         Kernel("gpu", "Paddle", chunked.causal_conv_silu, chunked.fits_convolution),
     ],
+    delta_rule.gated_rms_norm: [Kernel("cpu", "C", c.gated_rms_norm, cpu.is_dense)],
     # Experts
     experts.permuted_copies: _on_both(experts.PermuteRows),
     experts.grouped_linear: [

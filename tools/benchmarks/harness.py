@@ -35,11 +35,13 @@ _HERE = str(Path(__file__).resolve())
 # Script that writes the data of a family, its options, and the file to train on.
 DATA = {
     "qwen3_vl": ("make_digits_dataset.py", "train.jsonl"),
+    "qwen3_5": ("make_digits_dataset.py", "train.jsonl"),
     "pi07": ("make_demonstrations.py", "arm-joint.jsonl"),
 }
 # Options that make the data fit `configs/bench/FAMILY_step.yaml`.
 BENCH_DATA = {
     "qwen3_vl": (),
+    "qwen3_5": (),
     "pi07": ("--state-dim", "32", "--action-dim", "32", "--chunk-size", "50",
              "--action-vocab-size", "1024"),
 }  # fmt: skip

@@ -2,13 +2,17 @@
 
     python tools/benchmarks/step.py --family qwen3_vl
     python tools/benchmarks/step.py --family qwen3_vl --against PYTHON   # HF transformers on torch
+    python tools/benchmarks/step.py --family qwen3_5 --against PYTHON --tokens 32    # generation
     python tools/benchmarks/step.py --family pi07 --against PYTHON       # OpenTau on torch
     python tools/benchmarks/step.py --family pi07 train.recompute=full   # against the default
     python tools/benchmarks/step.py --family pi07 --no-compiler          # also without C kernels
 
-Trains `configs/bench/FAMILY_step.yaml` in float32 with two threads on made-up samples, and reports
+Trains `configs/bench/FAMILY_step.yaml` in float32 on made-up samples, and reports
 medians over steps: milliseconds of the step and its phases, tokens or samples per second, and peak
 memory of the process. Every round runs in a new process.
+
+With `--tokens`, the models that write text answer prompts of 511 tokens instead, greedily, one
+prompt and eight at once: reported are milliseconds to the first token and for every further one.
 
 With settings, `section.name=value`, each round also runs the configuration with them. With
 `--no-compiler` each round also runs as on a machine without a C compiler. With
@@ -25,19 +29,24 @@ import time
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 import harness
+import step_hf
 from harness import ROOT, Result, Round, Table
 
-THREADS, WARM_UP = 2, 3
-CONFIGS = {name: ROOT / f"configs/bench/{name}_step.yaml" for name in ("qwen3_vl", "pi07")}
+WARM_UP = 3
 # `paddle_vl.profile.workload.Workload`; the answer fills the 511 tokens of a sample.
-WORKLOADS = {"qwen3_vl": {"image_side": 512, "answer_tokens": 238}, "pi07": {}}
+_IMAGE = {"image_side": 512, "answer_tokens": 238}
+WORKLOADS = {"qwen3_vl": _IMAGE, "qwen3_5": _IMAGE, "pi07": {}}
+CONFIGS = {name: ROOT / f"configs/bench/{name}_step.yaml" for name in WORKLOADS}
 PHASES = {"data wait": "dataload_wait", "forward": "forward", "backward": "bwd",
           "optimizer": "optim_step"}  # fmt: skip
 OURS, NO_COMPILER = "paddle-vl", "paddle-vl, no compiler"
 # Name and script of a family's reference.
 REFERENCES = {
     "qwen3_vl": ("HF transformers", "step_hf.py"),
+    "qwen3_5": ("HF transformers", "step_hf.py"),
     "pi07": ("OpenTau", "step_opentau.py"),
 }
 
@@ -73,22 +82,38 @@ def build(family: str, settings: list[str], work: Path) -> Any:
 
 
 def measure(
-    family: str, work: str, steps: int, settings: list[str], compiles: bool
+    family: str,
+    work: str,
+    num_threads: int,
+    steps: int,
+    tokens: int | None,
+    settings: list[str],
+    compiles: bool,
 ) -> dict[str, Any]:
-    """Medians of the trainer's steps, in this process."""
+    """Medians of the trainer's steps, in this process; or with `tokens` the times of answers."""
     from paddle_vl.compat import configure_cpu_runtime
     from paddle_vl.nn.cpu import compiled
     from paddle_vl.train.phases import PhaseClock
 
-    is_compiled = configure_cpu_runtime(THREADS) and compiles and compiled.enable()
+    is_compiled = configure_cpu_runtime(num_threads) and compiles and compiled.enable()
     trainer = build(family, settings, Path(work))
-    clock, losses = PhaseClock(), []
-    for _ in range(WARM_UP + steps):
+    shared = {
+        "num_parameters": sum(p.size for p in trainer.runner.model.parameters()),
+        "is_compiled": is_compiled,
+    }
+    if tokens:
+        seconds = answer_seconds(trainer.runner.model, family, tokens)
+        return shared | {"seconds": seconds, "peak_rss_mib": harness.peak_mib()}
+    clock, losses, begin_cpu = PhaseClock(), [], 0.0
+    for step in range(WARM_UP + steps):
+        if step == WARM_UP:
+            begin_cpu = time.process_time()
         with clock.step():
             outcome = trainer.train_one_step()
         losses.append(sum(outcome.terms.tolist()))
         if not outcome.is_good:
             raise RuntimeError(f"step {trainer.step} was skipped: loss {losses[-1]}")
+    cpu = (time.process_time() - begin_cpu) / steps
     trainer.feed.close()
     timed = [{name.value: s for name, s in step.items()} for step in clock.steps[WARM_UP:]]
     seconds = {
@@ -96,17 +121,31 @@ def measure(
         for name, key in PHASES.items()
     }
     seconds["step"] = statistics.median(sum(step.values()) for step in timed)
-    return {
+    seconds["cpu"] = cpu
+    return shared | {
         "seconds": seconds,
         "first_loss": losses[0],
         "last_loss": losses[-1],
-        "num_parameters": sum(p.size for p in trainer.runner.model.parameters()),
         "samples": outcome.totals.num_samples,
         "tokens": outcome.totals.num_tokens,
         "gflops": matmul_gflops(),
-        "is_compiled": is_compiled,
         "peak_rss_mib": harness.peak_mib(),
     }
+
+
+def answer_seconds(model: Any, family: str, tokens: int) -> dict[str, float]:
+    """As of `step_hf.py`, on the same kind of prompts."""
+    settings, found = yaml.safe_load(CONFIGS[family].read_text(encoding="utf-8")), {}
+    for size in step_hf.BATCHES:
+        given, runs = step_hf.samples(model.config, settings, size), []
+        for _ in range(4):
+            times = [time.perf_counter()]
+            for _ in model.stream(**given, max_new_tokens=tokens):
+                times.append(time.perf_counter())
+            runs.append((times[1] - times[0], (times[-1] - times[1]) / (tokens - 1)))
+        # The first run warms up.
+        found[f"first of {size}"], found[f"next of {size}"] = map(min, zip(*runs[1:], strict=True))
+    return found
 
 
 def matmul_gflops() -> float:
@@ -129,12 +168,16 @@ def compare(options: argparse.Namespace, work: Path) -> Result:
     data = harness.make_data(family, work / "data", *harness.BENCH_DATA[family]).parent
 
     def ours(settings: list[str], compiles: bool = True) -> dict[str, Any]:
-        given = {"family": family, "steps": options.steps, "settings": settings}
-        return harness.launch(measure, work / "run", **given, work=work, compiles=compiles)[0]
+        given = {"family": family, "settings": settings, "compiles": compiles}
+        given |= {"steps": options.steps, "tokens": options.tokens, "num_threads": options.threads}
+        return harness.launch(measure, work / "run", **given, work=work)[0]
 
     def theirs() -> dict[str, Any]:
         inputs = [CONFIGS[family], *([data / "processor"] if family == "pi07" else [])]
-        return harness.reference(options.against, script, *inputs, options.steps, THREADS)
+        more = ["--tokens", options.tokens] if options.tokens else []
+        return harness.reference(
+            options.against, script, *inputs, options.steps, options.threads, *more
+        )
 
     runs = {OURS: lambda: ours([])}
     if options.no_compiler:
@@ -145,10 +188,13 @@ def compare(options: argparse.Namespace, work: Path) -> Result:
         runs[name] = theirs
     rounds = harness.in_rounds(list(runs), options.rounds, lambda side: runs[side]())
     versions = rounds[0].get(name, {}).get("versions", {})
-    return Result([table(family, rounds)], {"family": family, "rounds": rounds}, versions)
+    made = answers_table if options.tokens else table
+    return Result(
+        [made(family, options.threads, rounds)], {"family": family, "rounds": rounds}, versions
+    )
 
 
-def table(family: str, rounds: list[Round]) -> Table:
+def table(family: str, threads: int, rounds: list[Round]) -> Table:
     """A row per side; ratios are to the reference, or to paddle-vl."""
     other, first = REFERENCES[family][0], rounds[0][OURS]
     unit = "tokens" if first["tokens"] else "samples"
@@ -162,7 +208,7 @@ def table(family: str, rounds: list[Round]) -> Table:
         return [side, f"{milliseconds['step']:.0f}", *phases, speed, memory]
 
     note = (
-        f"{first['num_parameters'] / 1e6:.1f} million parameters, float32, {THREADS} threads, "
+        f"{first['num_parameters'] / 1e6:.1f} million parameters, float32, {threads} thread(s), "
         f"medians of {len(rounds)} run(s). A plain matrix product reached "
         f"{harness.median(rounds, OURS, 'gflops'):.0f} GFLOP/s. "
         f"{OURS} {'has' if first['is_compiled'] else 'does not have'} C kernels here."
@@ -171,11 +217,36 @@ def table(family: str, rounds: list[Round]) -> Table:
     for side in [side for side in rounds[0] if side != base]:
         times = harness.ratio(rounds, side, base, "seconds", "step")
         memory = harness.ratio(rounds, side, base, "peak_rss_mib")
-        note += f" {side} takes {times} times the step and {memory} times the memory of {base}."
+        note += f" {side} takes {times} times the step"
+        if "cpu" in rounds[0][base]["seconds"]:
+            cpu = harness.ratio(rounds, side, base, "seconds", "cpu")
+            note += f", {cpu} times the processor time"
+        note += f" and {memory} times the memory of {base}."
     rows = [row(side) for side in sorted(rounds[0], key=lambda side: side != OURS)]
     changed = [side for side in rounds[0] if side not in (OURS, NO_COMPILER, other)]
     columns = ["", "ms per step", *PHASES, f"{unit} per second", "peak MiB"]
     return Table(" ".join(["step", family, *changed]), columns, rows, note)
+
+
+def answers_table(family: str, threads: int, rounds: list[Round]) -> Table:
+    """A row per side: milliseconds, and their ratios to the reference's."""
+    other = REFERENCES[family][0]
+    base, names = other if other in rounds[0] else OURS, list(rounds[0][OURS]["seconds"])
+    rows = []
+    for side in sorted(rounds[0], key=lambda side: side != OURS):
+        cells = [f"{1e3 * harness.median(rounds, side, 'seconds', name):.1f}" for name in names]
+        if side != base:
+            cells = [
+                f"{cell}; {harness.ratio(rounds, side, base, 'seconds', name)}"
+                for cell, name in zip(cells, names, strict=True)
+            ]
+        rows.append([side, *cells, f"{harness.median(rounds, side, 'peak_rss_mib'):.0f}"])
+    note = (
+        f"Milliseconds to the first token and for a further one, of one and of eight prompts of "
+        f"511 tokens; then their ratios to those of {base}. Float32, {threads} thread(s), medians "
+        f"of {len(rounds)} run(s), of each the fastest of 3 answers."
+    )
+    return Table(f"answers {family}", ["", *names, "peak MiB"], rows, note)
 
 
 if __name__ == "__main__":
@@ -183,6 +254,8 @@ if __name__ == "__main__":
     made.add_argument("--family", choices=CONFIGS, required=True)
     harness.add_count(made, "steps", 10, "timed steps of a run")
     harness.add_count(made, "rounds", 3, "runs of each side")
+    harness.add_count(made, "threads", 2, "threads of a process")
+    harness.add_count(made, "tokens", None, "measure answers of so many tokens, no steps")
     made.add_argument(
         "--against", metavar="PYTHON", help="interpreter with torch and the family's reference"
     )

@@ -21,7 +21,6 @@ from paddle.autograd import PyLayer
 
 from paddle_vl.nn.attention import PackedSamples, RotaryTables, with_averages
 from paddle_vl.nn.attention_masks import AttentionMask
-from paddle_vl.nn.chunked_delta_rule import fits_rule
 from paddle_vl.nn.cpu.attention import sees
 from paddle_vl.nn.cpu.kernels import (
     MIXING_DRAWS,
@@ -35,7 +34,7 @@ from paddle_vl.nn.operations import has_compiled, set_compiled
 
 SWITCH = "PADDLE_VL_CPU_KERNELS"
 _OFF = ("0", "off", "false", "no")
-_BLOCK = 128
+_BLOCK, _MOST_TAPS = 128, 8
 _MOST_KEYS, _MOST_WIDTH = 1 << 16, 1024
 # Added to no score: replaces those of hidden keys. The lowest finite score of `paddle_vl.nn`.
 _HIDDEN = -2.3819763e38
@@ -182,166 +181,6 @@ def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return _Gated.apply(*([gate] if up is None else [gate, up]), is_gelu=True)
 
 
-# Convolution
-
-
-class _CausalConvSiLU(PyLayer):
-    """Keeps the inputs alone."""
-
-    @staticmethod
-    def forward(ctx, u, weight, reach):
-        ctx.save_for_backward(u, weight)
-        ctx.needs, ctx.reach = [not x.stop_gradient for x in (u, weight)], reach
-        y, taps = paddle.empty_like(u), weight.t().contiguous()
-        channels, num_taps = weight.shape
-        _library.conv_silu_forward(
-            _data(u), _data(taps), _data(reach), _data(y), _i64(reach.size), _i64(channels),
-            _i64(num_taps),
-        )  # fmt: skip
-        return y
-
-    @staticmethod
-    def backward(ctx, grad):
-        u, weight = ctx.saved_tensor()
-        grad, taps = contiguous(grad), weight.t().contiguous()
-        grad_sum, grad_u, grad_taps = (paddle.empty_like(x) for x in (u, u, taps))
-        channels, num_taps = weight.shape
-        _library.conv_silu_backward(
-            _data(u), _data(taps), _data(ctx.reach), _data(grad), _data(grad_sum), _data(grad_u),
-            _data(grad_taps), _i64(ctx.reach.size), _i64(channels), _i64(num_taps),
-        )  # fmt: skip
-        found = zip((grad_u, grad_taps.t().contiguous()), ctx.needs, strict=True)
-        return tuple(x if need else None for x, need in found)
-
-
-def fits_convolution(
-    u_BLE: Tensor,
-    weight_EJ: Tensor,
-    before_BJE: Tensor | None = None,
-    packed: PackedSamples | None = None,
-) -> bool:
-    """Whether `causal_conv_silu` takes these: no tokens before the first, as in training."""
-    return before_BJE is None and is_dense(u_BLE, weight_EJ)
-
-
-def causal_conv_silu(
-    u_BLE: Tensor,
-    weight_EJ: Tensor,
-    before_BJE: Tensor | None = None,
-    packed: PackedSamples | None = None,
-) -> Tensor:
-    """`delta_rule.causal_conv_silu`."""
-    batch, length, _ = u_BLE.shape
-    most = weight_EJ.shape[1] - 1
-    if packed is None:
-        reach = _reach_of_rows(batch, length, most)
-    else:
-        reach = np.minimum(packed.once(Reach).place_T, most).astype(np.int32)
-    return _CausalConvSiLU.apply(u_BLE, weight_EJ, reach)
-
-
-@lru_cache(256)
-def _reach_of_rows(batch: int, length: int, most: int) -> np.ndarray:
-    return np.tile(np.minimum(np.arange(length), most).astype(np.int32), batch)
-
-
-# Gated delta rule
-
-
-class _Sequences:
-    """First row, rows and first chunk of every sequence, as `kernels.c` has them."""
-
-    def __init__(self, offsets: tuple[int, ...]):
-        first = np.array(offsets, dtype=np.int64)
-        self.lengths = np.diff(first)
-        self.first = first[:-1].copy()
-        chunks = -(-self.lengths // CHUNK)
-        self.chunk = np.cumsum([0, *chunks[:-1]], dtype=np.int64)
-        self.num_chunks = int(chunks.sum())
-
-    def call(self, function: Any, k: Tensor, v: Tensor, *tensors: Tensor | None) -> None:
-        """Call one of the two functions with its tensors, these sizes and room for the threads."""
-        key_heads, key = k.shape[2:]
-        heads, value = v.shape[2:]
-        _library.delta_rule_room.restype = _i64
-        size = _library.delta_rule_room(_i64(key), _i64(value))
-        room = paddle.empty([_num_threads() * size], "float32")
-        places = map(_data, (self.first, self.lengths, self.chunk))
-        sizes = map(_i64, (len(self.first), key_heads, heads, key, value))
-        function(*map(_data, tensors), *places, *sizes, _data(room))
-
-
-@lru_cache(64)
-def _equal_sequences(batch: int, length: int) -> _Sequences:
-    return _Sequences(tuple(range(0, batch * length + 1, length)))
-
-
-def _sequences(q: Tensor, packed: PackedSamples | None) -> _Sequences:
-    return _equal_sequences(*q.shape[:2]) if packed is None else packed.once(_Sequences)
-
-
-class _DeltaRule(PyLayer):
-    """Keeps the inputs and the states before every chunk."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, decay, beta, sequences):
-        ctx.needs = [not x.stop_gradient for x in (q, k, v, decay, beta)]
-        ctx.sequences = sequences
-        shape = [sequences.num_chunks, v.shape[2], k.shape[3], v.shape[3]]
-        out, before = paddle.empty_like(v), paddle.empty(shape, "float32")
-        inputs = (q, k, v, decay, beta)
-        sequences.call(_library.delta_rule_forward, k, v, *inputs, out, before, None)
-        ctx.save_for_backward(q, k, v, decay, beta, before)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        kept = ctx.saved_tensor()
-        grads = [paddle.empty_like(x) for x in kept[:5]]
-        function, (_, k, v, *_) = _library.delta_rule_backward, kept
-        ctx.sequences.call(function, k, v, *kept, contiguous(grad), *grads)
-        return tuple(x if need else None for x, need in zip(grads, ctx.needs, strict=True))
-
-
-def fits_delta_rule(
-    q_BLKC: Tensor,
-    k_BLKC: Tensor,
-    v_BLNV: Tensor,
-    decay_BLN: Tensor,
-    beta_BLN: Tensor,
-    state_BNCV: Tensor | None = None,
-    packed: PackedSamples | None = None,
-    keeps_state: bool = False,
-) -> bool:
-    """Whether `gated_delta_rule` takes these: float32, and what the other kernel takes."""
-    inputs = (q_BLKC, k_BLKC, v_BLNV, decay_BLN, beta_BLN)
-    takes = fits_rule(*inputs, state_BNCV, packed, keeps_state)
-    return takes and is_dense(*inputs) and (state_BNCV is None or is_dense(state_BNCV))
-
-
-def gated_delta_rule(
-    q_BLKC: Tensor,
-    k_BLKC: Tensor,
-    v_BLNV: Tensor,
-    decay_BLN: Tensor,
-    beta_BLN: Tensor,
-    state_BNCV: Tensor | None = None,
-    packed: PackedSamples | None = None,
-    keeps_state: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """`delta_rule.gated_delta_rule`."""
-    inputs = (q_BLKC, k_BLKC, v_BLNV, decay_BLN, beta_BLN)
-    sequences = _sequences(q_BLKC, packed)
-    if not keeps_state:
-        return _DeltaRule.apply(*inputs, sequences), None
-    shape = [len(sequences.first), v_BLNV.shape[2], k_BLKC.shape[3], v_BLNV.shape[3]]
-    out = paddle.empty_like(v_BLNV)
-    state = paddle.zeros(shape) if state_BNCV is None else state_BNCV.clone()
-    function = _library.delta_rule_forward
-    sequences.call(function, k_BLKC, v_BLNV, *inputs, out, None, state)
-    return out, state
-
-
 # Dropout
 
 
@@ -466,6 +305,193 @@ def rms_quotient(x: Tensor, epsilon: float) -> Tensor:
 def layer_norm(x: Tensor, weight_C: Tensor, bias_C: Tensor, epsilon: float) -> Tensor:
     """`operations.layer_norm`."""
     return _Norm.apply(x, weight_C, bias_C, epsilon, 0.0, 1)
+
+
+# Gated DeltaNet; shapes as in `paddle_vl.nn.delta_rule`
+
+
+class _GatedNorm(PyLayer):
+    @staticmethod
+    def forward(ctx, x, gate, weight, epsilon):
+        channels = x.shape[-1]
+        rows = _size(x) // channels
+        y, inverses = paddle.empty_like(x), paddle.empty([rows], "float32")
+        _library.gated_norm_forward(
+            *map(_data, (x, gate, weight, y, inverses)), _i64(rows), _i64(channels),
+            _float(epsilon),
+        )  # fmt: skip
+        ctx.save_for_backward(x, gate, weight, inverses)
+        ctx.needs = [not t.stop_gradient for t in (x, gate, weight)]
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, gate, weight, inverses = ctx.saved_tensor()
+        channels = x.shape[-1]
+        grads = [paddle.empty_like(t) for t in (x, gate, weight)]
+        sums = paddle.empty([_num_threads() * channels], "float32")
+        _library.gated_norm_backward(
+            *map(_data, (x, gate, weight, contiguous(grad), inverses, *grads, sums)),
+            _i64(_size(x) // channels), _i64(channels),
+        )  # fmt: skip
+        return tuple(g if need else None for g, need in zip(grads, ctx.needs, strict=True))
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
+    """`delta_rule.gated_rms_norm`."""
+    return _GatedNorm.apply(x, gate, weight_C, epsilon)
+
+
+class _Convolution(PyLayer):
+    """Keeps the inputs alone."""
+
+    @staticmethod
+    def forward(ctx, u, weight, before, packed):
+        y, weight_JE = paddle.empty_like(u), weight.t().contiguous()
+        places = None if packed is None else packed.once(_places)
+        ctx.sizes = [_i64(n) for n in (*u.shape, weight.shape[1])]
+        _library.convolution_forward(*map(_data, (u, before, weight_JE, places, y)), *ctx.sizes)
+        ctx.save_for_backward(u, weight_JE, *([] if before is None else [before]))
+        given = (u, weight) if before is None else (u, weight, before)
+        ctx.needs, ctx.places = [not t.stop_gradient for t in given], places
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        u, weight_JE, *others = ctx.saved_tensor()
+        before = others[0] if others else None
+        grads = [paddle.empty_like(t) for t in (u, weight_JE, *others)]
+        _library.convolution_backward(
+            *map(_data, (u, before, weight_JE, ctx.places, contiguous(grad), grads[0])),
+            _data(grads[2] if others else None), _data(grads[1]), *ctx.sizes,
+        )  # fmt: skip
+        grads[1] = grads[1].t()
+        return tuple(g if need else None for g, need in zip(grads, ctx.needs, strict=True))
+
+
+def _places(offsets: tuple[int, ...]) -> np.ndarray:
+    """The place of every token row in its sample, for `PackedSamples.once`."""
+    return Reach(offsets).place_T.astype(np.int32)
+
+
+def fits_convolution(
+    u_BLE: Tensor, weight_EJ: Tensor, before_BJE: Tensor | None = None, packed: Any = None
+) -> bool:
+    """Whether `causal_conv_silu` takes these: the kernel has room for eight taps."""
+    return weight_EJ.shape[1] <= _MOST_TAPS and is_dense(u_BLE, weight_EJ, before_BJE)
+
+
+def causal_conv_silu(
+    u_BLE: Tensor,
+    weight_EJ: Tensor,
+    before_BJE: Tensor | None = None,
+    packed: PackedSamples | None = None,
+) -> Tensor:
+    """`delta_rule.causal_conv_silu`."""
+    return _Convolution.apply(u_BLE, weight_EJ, before_BJE, packed)
+
+
+class _DeltaRule(PyLayer):
+    """Keeps the inputs and the states before every chunk."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, decay, beta, sequences):
+        inputs = (q, k, v, decay, beta)
+        num_chunks = int((-(-np.diff(sequences) // CHUNK)).sum())
+        ctx.needs = [not x.stop_gradient for x in inputs]
+        kept = None
+        if any(ctx.needs):
+            kept = paddle.empty([num_chunks, v.shape[2], q.shape[3], v.shape[3]], "float32")
+        out, _ = _delta_forward(inputs, None, sequences, None, kept)
+        ctx.save_for_backward(*inputs, kept)
+        ctx.sequences = sequences
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        *inputs, kept = ctx.saved_tensor()
+        grads = [paddle.empty_like(x) for x in inputs]
+        sizes = _delta_sizes(*inputs[:3], ctx.sequences)
+        room = _delta_room(*sizes[-2:])
+        _library.delta_backward(
+            *map(_data, (*inputs, kept, ctx.sequences, contiguous(grad), *grads)),
+            *map(_i64, sizes), _data(room), _i64(room.shape[1]),
+        )  # fmt: skip
+        return tuple(g if need else None for g, need in zip(grads, ctx.needs, strict=True))
+
+
+def _delta_forward(
+    inputs: Sequence[Tensor],
+    state: Tensor | None,
+    sequences: np.ndarray,
+    after: Tensor | None,
+    kept: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    sizes, out = _delta_sizes(*inputs[:3], sequences), paddle.empty_like(inputs[2])
+    room = _delta_room(*sizes[-2:])
+    _library.delta_forward(
+        *map(_data, (*inputs, state, sequences, out, after, kept)), *map(_i64, sizes),
+        _data(room), _i64(room.shape[1]),
+    )  # fmt: skip
+    return out, after
+
+
+def _delta_sizes(q: Tensor, k: Tensor, v: Tensor, sequences: np.ndarray) -> tuple[int, ...]:
+    return (len(sequences) - 1, k.shape[2], *v.shape[2:3], q.shape[3], v.shape[3])
+
+
+def _delta_room(width: int, values: int) -> Tensor:
+    """Per thread a `Chunk` of kernels.c, the gradients of one, and a state."""
+    size = CHUNK * (5 * width + 6 * values + 8 * CHUNK + 5) + width * values
+    return paddle.empty([_num_threads(), size], "float32")
+
+
+def fits_rule(
+    q_BLKC: Tensor,
+    k_BLKC: Tensor,
+    v_BLNV: Tensor,
+    decay_BLN: Tensor,
+    beta_BLN: Tensor,
+    state_BNCV: Tensor | None = None,
+    packed: PackedSamples | None = None,
+    keeps_state: bool = False,
+) -> bool:
+    """Whether `gated_delta_rule` takes these: a state before, or asked for, only where nothing is
+    differentiated."""
+    given = (q_BLKC, k_BLKC, v_BLNV, decay_BLN, beta_BLN, state_BNCV)
+    inputs = [x for x in given if x is not None]
+    if max(v_BLNV.shape[-1], q_BLKC.shape[-1]) > _MOST_WIDTH or not is_dense(*inputs):
+        return False
+    is_used = paddle.is_grad_enabled() and not all(x.stop_gradient for x in inputs)
+    return not is_used or (state_BNCV is None and not keeps_state)
+
+
+def gated_delta_rule(
+    q_BLKC: Tensor,
+    k_BLKC: Tensor,
+    v_BLNV: Tensor,
+    decay_BLN: Tensor,
+    beta_BLN: Tensor,
+    state_BNCV: Tensor | None = None,
+    packed: PackedSamples | None = None,
+    keeps_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`delta_rule.gated_delta_rule`."""
+    inputs = (q_BLKC, k_BLKC, v_BLNV, decay_BLN, beta_BLN)
+    batch, length, key_heads, width = q_BLKC.shape
+    heads, values = v_BLNV.shape[2:]
+    if packed is None:
+        sequences = np.arange(0, batch * length + 1, length, dtype=np.int64)
+    else:
+        sequences = np.array(packed.offsets, dtype=np.int64)
+    if not keeps_state and state_BNCV is None:
+        return _DeltaRule.apply(*inputs, sequences), None
+    after = paddle.empty([len(sequences) - 1, heads, width, values], "float32")
+    if length > 1 or packed is not None:
+        return _delta_forward(inputs, state_BNCV, sequences, after, None)
+    out, sizes = paddle.empty_like(v_BLNV), (batch, key_heads, heads, width, values)
+    _library.delta_token(*map(_data, (*inputs, state_BNCV, after, out)), *map(_i64, sizes))
+    return out, after
 
 
 # Attention

@@ -1,5 +1,5 @@
 /* Kernels for the CPU in float32: rotary embedding, attention, norms, dropout, GELU's tanh form,
- * gated units, a short causal convolution and the gated delta rule.
+ * gated units, and the operations of a gated DeltaNet layer.
  *
  * Compiled by paddle_vl/nn/cpu/compiler.py where a C compiler is found, and called through ctypes on
  * the data of contiguous tensors. They need no header of Paddle. OpenMP and the matrix product come
@@ -22,7 +22,12 @@ int omp_get_max_threads(void);
 int omp_get_thread_num(void);
 void cblas_sgemm(int layout, int trans_a, int trans_b, int m, int n, int k, float alpha,
                  const float *a, int lda, const float *b, int ldb, float beta, float *c, int ldc);
-enum { ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112 };
+void cblas_strsm(int layout, int side, int triangle, int trans_a, int diagonal, int m, int n,
+                 float alpha, const float *a, int lda, float *b, int ldb);
+enum { ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112, LOWER = 122, UNIT = 132, LEFT = 141 };
+
+/* Version of the interface, checked after loading. */
+int paddle_vl_kernels_version(void) { return 6; }
 
 /* exp(x) to about one unit in the last place; 0 below -87.3 and the largest power above 88.
  * Source: expf of the Cephes library (S. Moshier). */
@@ -98,78 +103,6 @@ void gated_backward(const float *gate, const float *up, const float *grad, float
     float *ga = grad_gate + i * stride, *gb = grad_up + i * stride;
     if (is_gelu) gated_row_slopes(a, b, g, ga, gb, columns, 1);
     else gated_row_slopes(a, b, g, ga, gb, columns, 0);
-  }
-}
-
-/* ---- causal depthwise convolution, then SiLU; E channels, J taps ---- */
-
-/* Token `t` sees itself and the `reach[t]` tokens before it, at most J - 1; the last tap is its own. */
-static void convolved_row(const float *u, const float *taps, const int32_t *reach, i64 t,
-                          i64 channels, i64 num_taps, float *sum) {
-  memset(sum, 0, channels * sizeof(float));
-  for (i64 back = 0; back <= reach[t]; back++) {
-    const float *x = u + (t - back) * channels, *w = taps + (num_taps - 1 - back) * channels;
-#pragma omp simd
-    for (i64 e = 0; e < channels; e++) sum[e] += w[e] * x[e];
-  }
-}
-
-/* u, y: [tokens, E]; taps: [J, E]. */
-void conv_silu_forward(const float *u, const float *taps, const int32_t *reach, float *y, i64 tokens,
-                       i64 channels, i64 num_taps) {
-#pragma omp parallel for schedule(static)
-  for (i64 t = 0; t < tokens; t++) {
-    float *row = y + t * channels;
-    convolved_row(u, taps, reach, t, channels, num_taps, row);
-#pragma omp simd
-    for (i64 e = 0; e < channels; e++) {
-      float slope;
-      row[e] *= sigmoid_of(row[e], 0, &slope);
-    }
-  }
-}
-
-/* grad_sum [tokens, E] is for the gradients of the sums; grad_taps [J, E] is written too. */
-void conv_silu_backward(const float *u, const float *taps, const int32_t *reach, const float *grad,
-                        float *grad_sum, float *grad_u, float *grad_taps, i64 tokens, i64 channels,
-                        i64 num_taps) {
-  enum { BLOCK = 64 };
-#pragma omp parallel for schedule(static)
-  for (i64 t = 0; t < tokens; t++) {
-    float *row = grad_sum + t * channels;
-    convolved_row(u, taps, reach, t, channels, num_taps, row);
-#pragma omp simd
-    for (i64 e = 0; e < channels; e++) {
-      float slope;
-      sigmoid_of(row[e], 0, &slope);
-      row[e] = slope * grad[t * channels + e];
-    }
-  }
-#pragma omp parallel for schedule(static)
-  for (i64 t = 0; t < tokens; t++) {
-    float *row = grad_u + t * channels;
-    memset(row, 0, channels * sizeof(float));
-    for (i64 back = 0; back < num_taps && t + back < tokens; back++) {
-      if (reach[t + back] < back) continue;
-      const float *g = grad_sum + (t + back) * channels;
-      const float *w = taps + (num_taps - 1 - back) * channels;
-#pragma omp simd
-      for (i64 e = 0; e < channels; e++) row[e] += w[e] * g[e];
-    }
-  }
-  memset(grad_taps, 0, num_taps * channels * sizeof(float));
-#pragma omp parallel for schedule(static)
-  for (i64 begin = 0; begin < channels; begin += BLOCK) {
-    i64 end = begin + BLOCK < channels ? begin + BLOCK : channels;
-    for (i64 t = 0; t < tokens; t++) {
-      const float *g = grad_sum + t * channels;
-      for (i64 back = 0; back <= reach[t]; back++) {
-        const float *x = u + (t - back) * channels;
-        float *w = grad_taps + (num_taps - 1 - back) * channels;
-#pragma omp simd
-        for (i64 e = begin; e < end; e++) w[e] += g[e] * x[e];
-      }
-    }
   }
 }
 
@@ -347,6 +280,510 @@ void norm_backward(const float *x, const float *weight, const float *grad, const
     }
     if (grad_weight) grad_weight[j] = of_weight;
     if (grad_bias) grad_bias[j] = of_bias;
+  }
+}
+
+/* ---- gated DeltaNet; letters of paddle_vl/nn/delta_rule.py: B batch, L length, E channels, J taps,
+ * K key heads, N value heads, C key width, V value width ---- */
+
+/* weight * (x / sqrt(mean(x^2) + epsilon)) * silu(gate). inverses[N]: 1 / that root. */
+void gated_norm_forward(const float *x, const float *gate, const float *weight, float *y,
+                        float *inverses, i64 rows, i64 channels, float epsilon) {
+#pragma omp parallel for schedule(static)
+  for (i64 i = 0; i < rows; i++) {
+    const float *a = x + i * channels, *z = gate + i * channels;
+    float *o = y + i * channels, square = 0.0f;
+#pragma omp simd reduction(+ : square)
+    for (i64 j = 0; j < channels; j++) square += a[j] * a[j];
+    float inverse = 1.0f / sqrtf(square / channels + epsilon);
+    inverses[i] = inverse;
+#pragma omp simd
+    for (i64 j = 0; j < channels; j++) {
+      float slope;
+      o[j] = a[j] * inverse * weight[j] * (z[j] * sigmoid_of(z[j], 0, &slope));
+    }
+  }
+}
+
+/* Gradients of `gated_norm_forward`. `sums` has room for T * C floats. */
+void gated_norm_backward(const float *x, const float *gate, const float *weight, const float *grad,
+                         const float *inverses, float *grad_x, float *grad_gate,
+                         float *grad_weight, float *sums, i64 rows, i64 channels) {
+  int threads = omp_get_max_threads();
+  memset(sums, 0, sizeof(float) * (size_t)threads * channels);
+#pragma omp parallel
+  {
+    float *of_weight = sums + (size_t)omp_get_thread_num() * channels;
+#pragma omp for schedule(static)
+    for (i64 i = 0; i < rows; i++) {
+      const float *a = x + i * channels, *z = gate + i * channels, *g = grad + i * channels;
+      float *o = grad_x + i * channels, *oz = grad_gate + i * channels;
+      float inverse = inverses[i], along = 0.0f;
+#pragma omp simd reduction(+ : along)
+      for (i64 j = 0; j < channels; j++) {
+        float slope, standard = a[j] * inverse, open = z[j] * sigmoid_of(z[j], 0, &slope);
+        oz[j] = g[j] * standard * weight[j] * slope;
+        of_weight[j] += g[j] * standard * open;
+        o[j] = g[j] * open * weight[j];
+        along += o[j] * standard;
+      }
+      along /= channels;
+#pragma omp simd
+      for (i64 j = 0; j < channels; j++) o[j] = inverse * (o[j] - a[j] * inverse * along);
+    }
+  }
+  for (i64 j = 0; j < channels; j++) {
+    float of_weight = 0.0f;
+    for (int t = 0; t < threads; t++) of_weight += sums[(size_t)t * channels + j];
+    grad_weight[j] = of_weight;
+  }
+}
+
+enum { MOST_TAPS = 8, LANES = 64, SUMMED = 128 };
+
+/* The token so many places before token t, or NULL if it is none of its sample; places[B * L] are
+ * those of the tokens in their samples, NULL if a sample is a row of the batch. */
+static inline const float *token_before(const float *u, const float *before, const int32_t *places,
+                                        i64 b, i64 t, i64 back, i64 length, i64 channels, i64 taps) {
+  if (t < 0 || (places && places[b * length + t] < back)) return NULL;
+  if (t >= back) return u + (b * length + t - back) * channels;
+  return before ? before + (b * (taps - 1) + taps - 1 + t - back) * channels : NULL;
+}
+
+/* silu(y) of y[t] = sum over j of weight[:, j] u[t - (J - 1) + j]; weight[J][E]. `before` has the
+ * J - 1 tokens before the first of every row, or is NULL. */
+void convolution_forward(const float *u, const float *before, const float *weight,
+                         const int32_t *places, float *y, i64 batch, i64 length, i64 channels,
+                         i64 taps) {
+#pragma omp parallel for schedule(static) if (batch * length * channels > 16384)
+  for (i64 i = 0; i < batch * length; i++) {
+    const float *a = u + i * channels, *w = weight + (taps - 1) * channels;
+    float *o = y + i * channels;
+#pragma omp simd
+    for (i64 j = 0; j < channels; j++) o[j] = a[j] * w[j];
+    for (i64 back = 1; back < taps; back++) {
+      a = token_before(u, before, places, i / length, i % length, back, length, channels, taps);
+      w -= channels;
+      if (!a) continue;
+#pragma omp simd
+      for (i64 j = 0; j < channels; j++) o[j] += a[j] * w[j];
+    }
+#pragma omp simd
+    for (i64 j = 0; j < channels; j++) {
+      float slope;
+      o[j] *= sigmoid_of(o[j], 0, &slope);
+    }
+  }
+}
+
+/* Gradients of `count` channels from the first on, all tokens from the last to the first: `later`
+ * has the gradients of y of the J tokens from this one on. The sums of the weight are taken in parts
+ * of SUMMED tokens. */
+static inline __attribute__((always_inline)) void convolution_lanes(
+    const float *u, const float *before, const float *weight, const int32_t *places,
+    const float *grad, float *grad_u, float *grad_before, float *grad_weight, i64 batch, i64 length,
+    i64 channels, i64 taps, i64 first, i64 count) {
+  float later[MOST_TAPS][LANES], part[MOST_TAPS][LANES], sum[MOST_TAPS][LANES];
+  memset(part, 0, sizeof part);
+  memset(sum, 0, sizeof sum);
+  for (i64 b = 0; b < batch; b++) {
+    for (i64 t = length - 1; t >= (before ? 1 - taps : 0); t--) {
+      float *d = later[(t + taps) % taps], from[LANES] = {0.0f};
+      if (t >= 0) {
+        const float *seen[MOST_TAPS], *g = grad + (b * length + t) * channels + first;
+        float y[LANES] = {0.0f};
+        for (i64 back = 0; back < taps; back++) {
+          const float *w = weight + (taps - 1 - back) * channels + first;
+          seen[back] = token_before(u, before, places, b, t, back, length, channels, taps);
+          if (!seen[back]) continue;
+          seen[back] += first;
+#pragma omp simd
+          for (i64 j = 0; j < count; j++) y[j] += seen[back][j] * w[j];
+        }
+#pragma omp simd
+        for (i64 j = 0; j < count; j++) {
+          float slope;
+          sigmoid_of(y[j], 0, &slope);
+          d[j] = g[j] * slope;
+        }
+        for (i64 back = 0; back < taps; back++) {
+          float *of_weight = part[taps - 1 - back];
+          if (!seen[back]) continue;
+#pragma omp simd
+          for (i64 j = 0; j < count; j++) of_weight[j] += d[j] * seen[back][j];
+        }
+      }
+      for (i64 back = t < 0 ? -t : 0; back < taps && t + back < length; back++) {
+        const float *w = weight + (taps - 1 - back) * channels + first;
+        const float *of = later[(t + back + taps) % taps];
+        if (places && places[b * length + t + back] < back) continue;
+#pragma omp simd
+        for (i64 j = 0; j < count; j++) from[j] += of[j] * w[j];
+      }
+      float *o = t >= 0 ? grad_u + (b * length + t) * channels + first
+                        : grad_before + (b * (taps - 1) + taps - 1 + t) * channels + first;
+      memcpy(o, from, sizeof(float) * count);
+      if (t > 0 && t % SUMMED) continue;
+      for (i64 k = 0; k < taps; k++) {
+        for (i64 j = 0; j < count; j++) sum[k][j] += part[k][j];
+      }
+      memset(part, 0, sizeof part);
+    }
+  }
+  for (i64 k = 0; k < taps; k++)
+    memcpy(grad_weight + k * channels + first, sum[k], sizeof(float) * count);
+}
+
+/* Gradients of `convolution_forward`; that of `before` only if there are such tokens. */
+void convolution_backward(const float *u, const float *before, const float *weight,
+                          const int32_t *places, const float *grad, float *grad_u,
+                          float *grad_before, float *grad_weight, i64 batch, i64 length,
+                          i64 channels, i64 taps) {
+#pragma omp parallel for schedule(static)
+  for (i64 first = 0; first < channels; first += LANES) {
+    if (channels - first >= LANES)
+      convolution_lanes(u, before, weight, places, grad, grad_u, grad_before, grad_weight, batch,
+                        length, channels, taps, first, LANES);
+    else
+      convolution_lanes(u, before, weight, places, grad, grad_u, grad_before, grad_weight, batch,
+                        length, channels, taps, first, channels - first);
+  }
+}
+
+static inline float inverse_length(const float *x, i64 width) {
+  float square = 0.0f;
+#pragma omp simd reduction(+ : square)
+  for (i64 j = 0; j < width; j++) square += x[j] * x[j];
+  return 1.0f / sqrtf(square + 1e-6f);
+}
+
+enum { MOST_VALUES = 1024 };
+
+/* One token of the gated delta rule. before[B][N][C][V] may be NULL, for zeros; `after` is another
+ * tensor. */
+void delta_token(const float *q, const float *k, const float *v, const float *decay,
+                 const float *beta, const float *before, float *after, float *out, i64 batch,
+                 i64 key_heads, i64 heads, i64 width, i64 values) {
+#pragma omp parallel for schedule(static) if (batch * heads * width * values > 65536)
+  for (i64 i = 0; i < batch * heads; i++) {
+    i64 head = i / heads * key_heads + i % heads / (heads / key_heads);
+    const float *query = q + head * width, *key = k + head * width, *value = v + i * values;
+    const float *m = before ? before + i * width * values : NULL;
+    float *to = after + i * width * values, *o = out + i * values, delta[MOST_VALUES];
+    float of_key = inverse_length(key, width), kept = fast_exp(decay[i]);
+    float of_query = inverse_length(query, width) / sqrtf((float)width);
+    for (i64 j = 0; j < values; j++) delta[j] = o[j] = 0.0f;
+    for (i64 c = 0; m && c < width; c++) {
+      float factor = key[c] * of_key * kept;
+#pragma omp simd
+      for (i64 j = 0; j < values; j++) delta[j] += factor * m[c * values + j];
+    }
+#pragma omp simd
+    for (i64 j = 0; j < values; j++) delta[j] = beta[i] * (value[j] - delta[j]);
+    for (i64 c = 0; c < width; c++) {
+      float by_key = key[c] * of_key, by_query = query[c] * of_query, *row = to + c * values;
+      if (m) {
+#pragma omp simd
+        for (i64 j = 0; j < values; j++) row[j] = kept * m[c * values + j] + by_key * delta[j];
+      } else {
+#pragma omp simd
+        for (i64 j = 0; j < values; j++) row[j] = by_key * delta[j];
+      }
+#pragma omp simd
+      for (i64 j = 0; j < values; j++) o[j] += by_query * row[j];
+    }
+  }
+}
+
+enum { CHUNK = 64 };
+
+/* Arguments of the delta rule; sequences[S + 1] has their first token rows and the end. */
+typedef struct {
+  const float *q, *k, *v, *decay, *beta;
+  const i64 *sequences;
+  i64 num_sequences, key_heads, heads, width, values;
+} Rule;
+
+/* Of a chunk of at most CHUNK tokens, which are rows. Letters as in delta_rule.py, but A^-1 is
+ * applied to beta (V - exp(G) K M) alone, as the state M is known. */
+typedef struct {
+  float *rows;     /* [2P, C] queries and keys of length 1, queries times C^-0.5 */
+  float *inverses; /* [2P] 1 over their lengths */
+  float *products; /* [2P, P] of both with the keys */
+  float *between;  /* [P, P] D; above the diagonal it is not written */
+  float *below;    /* [P, P] A below its diagonal; the rest is not read */
+  float *score;    /* [P, P] Q K^T * D, zero above the diagonal */
+  float *held;     /* [2P, V] both times M */
+  float *added;    /* [P, V] N */
+  float *left, *right, *beta; /* [P] exp(G), exp(G_last - G), beta */
+  float *next;     /* where the room goes on */
+} Chunk;
+
+static Chunk chunk_in(float *room, i64 width, i64 values) {
+  Chunk c;
+  c.rows = room;
+  c.inverses = c.rows + 2 * CHUNK * width;
+  c.products = c.inverses + 2 * CHUNK;
+  c.between = c.products + 2 * CHUNK * CHUNK;
+  c.below = c.between + CHUNK * CHUNK;
+  c.score = c.below + CHUNK * CHUNK;
+  c.held = c.score + CHUNK * CHUNK;
+  c.added = c.held + 2 * CHUNK * values;
+  c.left = c.added + CHUNK * values;
+  c.right = c.left + CHUNK;
+  c.beta = c.right + CHUNK;
+  c.next = c.beta + CHUNK;
+  return c;
+}
+
+static void product(int trans_a, int trans_b, i64 m, i64 n, i64 k, float alpha, const float *a,
+                    i64 lda, const float *b, i64 ldb, float before, float *to) {
+  cblas_sgemm(ROW_MAJOR, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, before, to, n);
+}
+
+/* Fill in a chunk of `count` tokens from a token row on, for the state before it. */
+static void fill_chunk(const Rule *r, const Chunk *c, i64 token, i64 count, i64 head,
+                       const float *state) {
+  i64 width = r->width, values = r->values, key_head = head / (r->heads / r->key_heads);
+  double total = 0.0, totals[CHUNK];
+  for (i64 i = 0; i < count; i++) {
+    i64 place = ((token + i) * r->key_heads + key_head) * width;
+    i64 own = (token + i) * r->heads + head;
+    for (int is_key = 0; is_key < 2; is_key++) {
+      const float *x = (is_key ? r->k : r->q) + place;
+      float *row = c->rows + (is_key * count + i) * width;
+      float inverse = inverse_length(x, width);
+      c->inverses[is_key * count + i] = inverse;
+      if (!is_key) inverse /= sqrtf((float)width);
+#pragma omp simd
+      for (i64 j = 0; j < width; j++) row[j] = x[j] * inverse;
+    }
+    totals[i] = total += r->decay[own];
+    c->beta[i] = r->beta[own];
+  }
+  const float *keys = c->rows + count * width;
+  product(PLAIN, TRANSPOSED, 2 * count, count, width, 1.0f, c->rows, width, keys, width, 0.0f,
+          c->products);
+  product(PLAIN, PLAIN, 2 * count, values, width, 1.0f, c->rows, width, state, values, 0.0f,
+          c->held);
+  for (i64 i = 0; i < count; i++) {
+    const float *of_query = c->products + i * count, *of_key = of_query + count * count;
+    float *d = c->between + i * count, *b = c->below + i * count, *s = c->score + i * count;
+#pragma omp simd
+    for (i64 j = 0; j <= i; j++) {
+      d[j] = fast_exp((float)(totals[i] - totals[j]));
+      b[j] = c->beta[i] * of_key[j] * d[j];
+      s[j] = of_query[j] * d[j];
+    }
+    memset(s + i + 1, 0, sizeof(float) * (count - i - 1));
+    c->left[i] = fast_exp((float)totals[i]);
+    c->right[i] = fast_exp((float)(total - totals[i]));
+    const float *value = r->v + ((token + i) * r->heads + head) * values;
+    const float *held = c->held + (count + i) * values;
+    float *added = c->added + i * values, left = c->left[i], beta = c->beta[i];
+#pragma omp simd
+    for (i64 j = 0; j < values; j++) added[j] = beta * (value[j] - left * held[j]);
+  }
+  cblas_strsm(ROW_MAJOR, LEFT, LOWER, PLAIN, UNIT, count, values, 1.0f, c->below, count, c->added,
+              values);
+}
+
+/* M <- exp(G_last) M + (exp(G_last - G) K)^T N. Scales the keys of the chunk in place. */
+static void pass_chunk(const Rule *r, const Chunk *c, i64 count, float *state) {
+  float *keys = c->rows + count * r->width;
+  for (i64 i = 0; i < count; i++) {
+    for (i64 j = 0; j < r->width; j++) keys[i * r->width + j] *= c->right[i];
+  }
+  product(TRANSPOSED, PLAIN, r->width, r->values, count, 1.0f, keys, r->width, c->added, r->values,
+          c->left[count - 1], state);
+}
+
+static i64 num_chunks(const Rule *r, i64 sequence) {
+  return (r->sequences[sequence + 1] - r->sequences[sequence] + CHUNK - 1) / CHUNK;
+}
+
+/* The gated delta rule; a task is a value head of a sequence. before[S][N][C][V] may be NULL, for
+ * zeros. `kept` gets the states before all chunks [X][N][C][V], `after` those behind the sequences;
+ * both may be NULL. `room` has T times `room_size` floats. */
+void delta_forward(const float *q, const float *k, const float *v, const float *decay,
+                   const float *beta, const float *before, const i64 *sequences, float *out,
+                   float *after, float *kept, i64 num_sequences, i64 key_heads, i64 heads,
+                   i64 width, i64 values, float *room, i64 room_size) {
+  Rule r = {q, k, v, decay, beta, sequences, num_sequences, key_heads, heads, width, values};
+  i64 size = width * values, num_tasks = num_sequences * heads, next = 0;
+#pragma omp parallel
+  {
+    Chunk c = chunk_in(room + omp_get_thread_num() * room_size, width, values);
+    float *state = c.next;
+    for (i64 task; (task = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < num_tasks;) {
+      i64 sequence = task / heads, head = task % heads, chunk = 0;
+      for (i64 s = 0; kept && s < sequence; s++) chunk += num_chunks(&r, s);
+      if (before) memcpy(state, before + task * size, sizeof(float) * size);
+      else memset(state, 0, sizeof(float) * size);
+      i64 end = sequences[sequence + 1];
+      for (i64 token = sequences[sequence]; token < end; token += CHUNK, chunk++) {
+        i64 count = end - token < CHUNK ? end - token : CHUNK;
+        if (kept) memcpy(kept + (chunk * heads + head) * size, state, sizeof(float) * size);
+        fill_chunk(&r, &c, token, count, head, state);
+        float *to = out + (token * heads + head) * values;
+        for (i64 i = 0; i < count; i++) {
+          for (i64 j = 0; j < values; j++)
+            to[i * heads * values + j] = c.left[i] * c.held[i * values + j];
+        }
+        cblas_sgemm(ROW_MAJOR, PLAIN, PLAIN, count, values, count, 1.0f, c.score, count, c.added,
+                    values, 1.0f, to, heads * values);
+        if (after || token + count < end) pass_chunk(&r, &c, count, state);
+      }
+      if (after) memcpy(after + task * size, state, sizeof(float) * size);
+    }
+  }
+}
+
+static inline float dot(const float *a, const float *b, i64 count) {
+  float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+  for (i64 j = 0; j < count; j++) sum += a[j] * b[j];
+  return sum;
+}
+
+/* Gradients of a chunk: `d_state` has that of the state behind it and gets that of the state before
+ * it. Those of queries and keys are added. */
+static void chunk_gradients(const Rule *r, const Chunk *c, i64 token, i64 count, i64 head,
+                            const float *state, const float *grad, float *d_q, float *d_k,
+                            float *d_v, float *d_decay, float *d_beta, float *d_state) {
+  i64 width = r->width, values = r->values, key_head = head / (r->heads / r->key_heads);
+  float *d_added = c->next;                       /* [P, V] */
+  float *d_held = d_added + CHUNK * values;       /* [2P, V] */
+  float *d_rows = d_held + 2 * CHUNK * values;    /* [2P, C] */
+  float *d_right = d_rows + 2 * CHUNK * width;    /* [P, C] */
+  float *d_products = d_right + CHUNK * width;    /* [2P, P] */
+  float *d_score = d_products + 2 * CHUNK * CHUNK; /* [P, P] */
+  const float *keys = c->rows + count * width;
+  double d_totals[CHUNK], d_last = 0.0;
+  i64 stride = r->heads * values;
+  grad += (token * r->heads + head) * values;
+  fill_chunk(r, c, token, count, head, state);
+  /* N: from the outputs and from the state behind. */
+  product(PLAIN, PLAIN, count, values, width, 1.0f, keys, width, d_state, values, 0.0f, d_added);
+  for (i64 i = 0; i < count; i++) {
+    for (i64 j = 0; j < values; j++) d_added[i * values + j] *= c->right[i];
+  }
+  cblas_sgemm(ROW_MAJOR, TRANSPOSED, PLAIN, count, values, count, 1.0f, c->score, count, grad,
+              stride, 1.0f, d_added, values);
+  cblas_sgemm(ROW_MAJOR, PLAIN, TRANSPOSED, count, count, values, 1.0f, grad, stride, c->added,
+              values, 0.0f, d_score, count);
+  product(PLAIN, TRANSPOSED, count, width, values, 1.0f, c->added, values, d_state, values, 0.0f,
+          d_right);
+  cblas_strsm(ROW_MAJOR, LEFT, LOWER, TRANSPOSED, UNIT, count, values, 1.0f, c->below, count,
+              d_added, values);
+  /* d_added is now that of A N. */
+  float *d_below = d_products + count * count;
+  product(PLAIN, TRANSPOSED, count, count, values, -1.0f, d_added, values, c->added, values, 0.0f,
+          d_below);
+  for (i64 i = 0; i < count; i++) {
+    i64 own = (token + i) * r->heads + head;
+    const float *value = r->v + own * values, *held = c->held + (count + i) * values;
+    const float *given = d_added + i * values, *g = grad + i * stride;
+    float *of_query = d_held + i * values, *of_key = d_held + (count + i) * values;
+    float *of_value = d_v + own * values, left = c->left[i], beta = c->beta[i], of_beta = 0.0f;
+#pragma omp simd reduction(+ : of_beta)
+    for (i64 j = 0; j < values; j++) {
+      of_value[j] = beta * given[j];
+      of_query[j] = left * g[j];
+      of_key[j] = -beta * left * given[j];
+      of_beta += given[j] * (value[j] - left * held[j]);
+    }
+    /* Through A and D; of D's exponents G_i - G_j. */
+    const float *d = c->between + i * count, *key = c->products + (count + i) * count;
+    const float *query = c->products + i * count;
+    float *b = d_below + i * count, *s = d_score + i * count, *p = d_products + i * count;
+    float of_total = 0.0f;
+#pragma omp simd reduction(+ : of_beta, of_total)
+    for (i64 j = 0; j < i; j++) {
+      float of_product = b[j] * d[j];
+      of_beta += of_product * key[j];
+      b[j] = of_product * beta;
+      p[j] = s[j] * d[j];
+      s[j] = b[j] * key[j] + p[j] * query[j];
+      of_total += s[j];
+    }
+    d_totals[i] = of_total;
+    for (i64 j = 0; j < i; j++) d_totals[j] -= s[j];
+    p[i] = s[i];
+    b[i] = 0.0f;
+    memset(p + i + 1, 0, sizeof(float) * (count - i - 1));
+    memset(b + i + 1, 0, sizeof(float) * (count - i - 1));
+    d_beta[own] = of_beta;
+    /* Through exp(G_last - G) of the state behind. */
+    float *from = d_right + i * width, towards = dot(from, keys + i * width, width) * c->right[i];
+    for (i64 j = 0; j < width; j++) from[j] *= c->right[i];
+    d_totals[i] -= towards;
+    d_last += towards;
+  }
+  d_last += (double)dot(state, d_state, width * values) * c->left[count - 1];
+  product(TRANSPOSED, PLAIN, width, values, 2 * count, 1.0f, c->rows, width, d_held, values,
+          c->left[count - 1], d_state);
+  product(PLAIN, TRANSPOSED, 2 * count, width, values, 1.0f, d_held, values, state, values, 0.0f,
+          d_rows);
+  for (i64 i = 0; i < count; i++) {
+    const float *row = c->rows + i * width, *d = d_rows + i * width;
+    d_totals[i] += dot(row, d, width) + dot(row + count * width, d + count * width, width);
+  }
+  /* Both products with the keys: of their rows, then of the keys. */
+  product(PLAIN, PLAIN, 2 * count, width, count, 1.0f, d_products, count, keys, width, 1.0f,
+          d_rows);
+  float *d_keys = d_rows + count * width;
+  product(TRANSPOSED, PLAIN, count, width, 2 * count, 1.0f, d_products, count, c->rows, width, 1.0f,
+          d_keys);
+  for (i64 i = 0; i < count * width; i++) d_keys[i] += d_right[i];
+  /* g_j is in G_j and all later ones. */
+  for (i64 i = count - 1; i >= 0; i--) {
+    d_last += d_totals[i];
+    d_decay[(token + i) * r->heads + head] = d_last;
+  }
+  for (i64 i = 0; i < 2 * count; i++) {
+    i64 is_key = i >= count, place = ((token + i % count) * r->key_heads + key_head) * width;
+    float *to = (is_key ? d_k : d_q) + place, inverse = c->inverses[i];
+    const float *row = c->rows + i * width, *d = d_rows + i * width;
+    float along = dot(row, d, width), scale = is_key ? 1.0f : 1.0f / sqrtf((float)width);
+    if (!is_key) along *= width;
+#pragma omp simd
+    for (i64 j = 0; j < width; j++) to[j] += inverse * scale * (d[j] - row[j] * along);
+  }
+}
+
+/* Gradients of `delta_forward` without states before and behind the sequences; a task is a key head
+ * of a sequence. */
+void delta_backward(const float *q, const float *k, const float *v, const float *decay,
+                    const float *beta, const float *kept, const i64 *sequences, const float *grad,
+                    float *d_q, float *d_k, float *d_v, float *d_decay, float *d_beta,
+                    i64 num_sequences, i64 key_heads, i64 heads, i64 width, i64 values, float *room,
+                    i64 room_size) {
+  Rule r = {q, k, v, decay, beta, sequences, num_sequences, key_heads, heads, width, values};
+  i64 size = width * values, groups = heads / key_heads;
+  i64 num_tasks = num_sequences * key_heads, next = 0;
+#pragma omp parallel
+  {
+    float *d_state = room + omp_get_thread_num() * room_size;
+    Chunk c = chunk_in(d_state + size, width, values);
+    for (i64 task; (task = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < num_tasks;) {
+      i64 sequence = task / key_heads, key_head = task % key_heads, first_chunk = 0;
+      i64 begin = sequences[sequence], end = sequences[sequence + 1];
+      for (i64 s = 0; s < sequence; s++) first_chunk += num_chunks(&r, s);
+      for (i64 token = begin; token < end; token++) {
+        memset(d_q + (token * key_heads + key_head) * width, 0, sizeof(float) * width);
+        memset(d_k + (token * key_heads + key_head) * width, 0, sizeof(float) * width);
+      }
+      for (i64 head = key_head * groups; head < (key_head + 1) * groups; head++) {
+        memset(d_state, 0, sizeof(float) * size);
+        for (i64 chunk = num_chunks(&r, sequence) - 1; chunk >= 0; chunk--) {
+          i64 token = begin + chunk * CHUNK, count = end - token < CHUNK ? end - token : CHUNK;
+          const float *state = kept + ((first_chunk + chunk) * heads + head) * size;
+          chunk_gradients(&r, &c, token, count, head, state, grad, d_q, d_k, d_v, d_decay, d_beta,
+                          d_state);
+        }
+      }
+    }
   }
 }
 
@@ -533,302 +970,6 @@ void attention_backward(const float *q, const float *k, const float *v, const fl
           cblas_sgemm(ROW_MAJOR, PLAIN, PLAIN, count, width, keys, scale, score_grad, keys,
                       key + s->key * key_stride, key_stride, 0.0f, grad_q + first, query_stride);
           before = 1.0f;
-        }
-      }
-    }
-  }
-}
-
-/* ---- gated delta rule, in chunks ---- */
-
-/* One chunk of at most PLACES tokens of one value head; letters and formulas as in
- * paddle_vl/nn/delta_rule.py, C and V the widths of a key and a value. */
-enum { PLACES = 64, BLOCK_ROWS = 16 };
-
-typedef struct {
-  i64 n, key, value;
-  float *q, *k;                          /* [n, C], of length 1, queries scaled */
-  float *decay, *below, *score;          /* [n, n]; zero above the diagonal */
-  float *u, *w, *gain;                   /* [n, V], [n, C], [n, V]: U, W and N */
-  float left[PLACES], right[PLACES], beta[PLACES], inverse_q[PLACES], inverse_k[PLACES];
-  float kept;
-} chunk_terms;
-
-/* Floats that a thread needs for its chunk, and for the gradients. */
-i64 delta_rule_room(i64 key, i64 value) {
-  return PLACES * (8 * key + 5 * value + 5 * PLACES) + 2 * key * value;
-}
-
-static inline void product(int trans_a, int trans_b, i64 m, i64 n, i64 k, float alpha,
-                           const float *a, i64 lda, const float *b, i64 ldb, float beta, float *c,
-                           i64 ldc) {
-  cblas_sgemm(ROW_MAJOR, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
-}
-
-static inline float dot(const float *a, const float *b, i64 n) {
-  float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-  for (i64 j = 0; j < n; j++) sum += a[j] * b[j];
-  return sum;
-}
-
-/* x <- A^-1 x for a unit lower triangular A, of which `below` has the rest; or A^-T x. */
-static void substitute(const float *below, float *x, i64 n, i64 width, int transposed) {
-  for (i64 step = 0; step < n; step += BLOCK_ROWS) {
-    i64 begin = transposed ? (n - 1 - step) / BLOCK_ROWS * BLOCK_ROWS : step;
-    i64 end = begin + BLOCK_ROWS < n ? begin + BLOCK_ROWS : n;
-    float *own = x + begin * width;
-    if (transposed && end < n)
-      product(TRANSPOSED, PLAIN, end - begin, width, n - end, -1.0f, below + end * n + begin, n,
-              x + end * width, width, 1.0f, own, width);
-    if (!transposed && begin > 0)
-      product(PLAIN, PLAIN, end - begin, width, begin, -1.0f, below + begin * n, n, x, width, 1.0f,
-              own, width);
-    for (i64 a = 1; a < end - begin; a++) {
-      i64 i = transposed ? end - 1 - a : begin + a;
-      for (i64 b = 0; b < a; b++) {
-        i64 j = transposed ? end - 1 - b : begin + b;
-        float factor = transposed ? below[j * n + i] : below[i * n + j];
-        float *row = x + i * width;
-        const float *other = x + j * width;
-#pragma omp simd
-        for (i64 c = 0; c < width; c++) row[c] -= factor * other[c];
-      }
-    }
-  }
-}
-
-static float *unit_rows(const float *x, i64 stride, i64 n, i64 width, float scale, float *unit,
-                        float *inverse) {
-  for (i64 i = 0; i < n; i++) {
-    const float *row = x + i * stride;
-    inverse[i] = 1.0f / sqrtf(dot(row, row, width) + 1e-6f);
-    float factor = inverse[i] * scale;
-#pragma omp simd
-    for (i64 c = 0; c < width; c++) unit[i * width + c] = row[c] * factor;
-  }
-  return unit;
-}
-
-/* Everything that depends on no state; g and beta have `heads` as their stride. */
-static void terms_of_chunk(chunk_terms *t, const float *q, const float *k, const float *v,
-                           const float *g, const float *beta, i64 key_heads, i64 heads) {
-  i64 n = t->n, key = t->key, value = t->value;
-  double total[PLACES], sum = 0.0;
-  unit_rows(q, key_heads * key, n, key, 1.0f / sqrtf((float)key), t->q, t->inverse_q);
-  unit_rows(k, key_heads * key, n, key, 1.0f, t->k, t->inverse_k);
-  for (i64 i = 0; i < n; i++) total[i] = sum += g[i * heads];
-  for (i64 i = 0; i < n; i++) {
-    t->left[i] = fast_exp((float)total[i]);
-    t->right[i] = fast_exp((float)(sum - total[i]));
-    t->beta[i] = beta[i * heads];
-  }
-  t->kept = t->left[n - 1];
-  product(PLAIN, TRANSPOSED, n, n, key, 1.0f, t->k, key, t->k, key, 0.0f, t->below, n);
-  product(PLAIN, TRANSPOSED, n, n, key, 1.0f, t->q, key, t->k, key, 0.0f, t->score, n);
-  for (i64 i = 0; i < n; i++) {
-    float *decay = t->decay + i * n, *below = t->below + i * n, *score = t->score + i * n;
-#pragma omp simd
-    for (i64 j = 0; j <= i; j++) decay[j] = fast_exp((float)(total[i] - total[j]));
-    for (i64 j = i + 1; j < n; j++) decay[j] = score[j] = 0.0f;
-#pragma omp simd
-    for (i64 j = 0; j <= i; j++) {
-      score[j] *= decay[j];
-      below[j] *= decay[j] * t->beta[i];
-    }
-    for (i64 j = i; j < n; j++) below[j] = 0.0f;
-    const float *own = v + i * heads * value;
-#pragma omp simd
-    for (i64 c = 0; c < value; c++) t->u[i * value + c] = t->beta[i] * own[c];
-    float factor = t->beta[i] * t->left[i];
-#pragma omp simd
-    for (i64 c = 0; c < key; c++) t->w[i * key + c] = factor * t->k[i * key + c];
-  }
-  substitute(t->below, t->u, n, value, 0);
-  substitute(t->below, t->w, n, key, 0);
-}
-
-/* N = U - W M. */
-static void gains_of_chunk(chunk_terms *t, const float *state) {
-  memcpy(t->gain, t->u, t->n * t->value * sizeof(float));
-  product(PLAIN, PLAIN, t->n, t->value, t->key, -1.0f, t->w, t->key, state, t->value, 1.0f,
-          t->gain, t->value);
-}
-
-static void scaled_rows(float *out, const float *x, const float *factors, i64 n, i64 width) {
-  for (i64 i = 0; i < n; i++) {
-#pragma omp simd
-    for (i64 c = 0; c < width; c++) out[i * width + c] = factors[i] * x[i * width + c];
-  }
-}
-
-static float *placed(chunk_terms *t, float *room, i64 key, i64 value) {
-  t->key = key;
-  t->value = value;
-  t->q = room, room += PLACES * key;
-  t->k = room, room += PLACES * key;
-  t->w = room, room += PLACES * key;
-  t->u = room, room += PLACES * value;
-  t->gain = room, room += PLACES * value;
-  t->decay = room, room += PLACES * PLACES;
-  t->below = room, room += PLACES * PLACES;
-  t->score = room, room += PLACES * PLACES;
-  return room;
-}
-
-/* Tasks are a value head of a sequence: rows first[s] .. first[s] + lengths[s] of q, k [T, K, C], v,
- * out [T, N, V], g, beta [T, N]. `before` [X, N, C, V] gets the state before each chunk, numbered from
- * chunk[s] on; `state` [S, N, C, V] has the first states and gets the last; either may be NULL. */
-void delta_rule_forward(const float *q, const float *k, const float *v, const float *g,
-                        const float *beta, float *out, float *before, float *state,
-                        const i64 *first, const i64 *lengths, const i64 *chunk, i64 sequences,
-                        i64 key_heads, i64 heads, i64 key, i64 value, float *rooms) {
-  i64 room_size = delta_rule_room(key, value), size = key * value, groups = heads / key_heads;
-#pragma omp parallel for schedule(static)
-  for (i64 task = 0; task < sequences * heads; task++) {
-    i64 s = task / heads, h = task % heads;
-    chunk_terms t;
-    float *scaled = placed(&t, rooms + omp_get_thread_num() * room_size, key, value);
-    float *matrix = scaled + PLACES * key;
-    if (state) memcpy(matrix, state + task * size, size * sizeof(float));
-    else memset(matrix, 0, size * sizeof(float));
-    for (i64 begin = 0, c = chunk[s]; begin < lengths[s]; begin += PLACES, c++) {
-      i64 row = first[s] + begin;
-      t.n = lengths[s] - begin < PLACES ? lengths[s] - begin : PLACES;
-      terms_of_chunk(&t, q + (row * key_heads + h / groups) * key,
-                     k + (row * key_heads + h / groups) * key, v + (row * heads + h) * value,
-                     g + row * heads + h, beta + row * heads + h, key_heads, heads);
-      gains_of_chunk(&t, matrix);
-      float *o = out + (row * heads + h) * value;
-      scaled_rows(scaled, t.q, t.left, t.n, key);
-      product(PLAIN, PLAIN, t.n, value, key, 1.0f, scaled, key, matrix, value, 0.0f, o,
-              heads * value);
-      product(PLAIN, PLAIN, t.n, value, t.n, 1.0f, t.score, t.n, t.gain, value, 1.0f, o,
-              heads * value);
-      if (before) memcpy(before + (c * heads + h) * size, matrix, size * sizeof(float));
-      scaled_rows(scaled, t.k, t.right, t.n, key);
-      product(TRANSPOSED, PLAIN, key, value, t.n, 1.0f, scaled, key, t.gain, value, t.kept, matrix,
-              value);
-    }
-    if (state) memcpy(state + task * size, matrix, size * sizeof(float));
-  }
-}
-
-/* Gradients of `delta_rule_forward` from zero states. Tasks are a key head of a sequence, which adds
- * those of its value heads; grad_q and grad_k first get the gradients of the rows at length 1. */
-void delta_rule_backward(const float *q, const float *k, const float *v, const float *g,
-                         const float *beta, const float *before, const float *grad, float *grad_q,
-                         float *grad_k, float *grad_v, float *grad_g, float *grad_beta,
-                         const i64 *first, const i64 *lengths, const i64 *chunk, i64 sequences,
-                         i64 key_heads, i64 heads, i64 key, i64 value, float *rooms) {
-  i64 room_size = delta_rule_room(key, value), size = key * value, groups = heads / key_heads;
-#pragma omp parallel for schedule(static)
-  for (i64 task = 0; task < sequences * key_heads; task++) {
-    i64 s = task / key_heads, kh = task % key_heads;
-    chunk_terms t;
-    float *room = placed(&t, rooms + omp_get_thread_num() * room_size, key, value);
-    float *scaled = room, *dq = scaled + PLACES * key, *dk = dq + PLACES * key;
-    float *dw = dk + PLACES * key, *dkb = dw + PLACES * key;
-    float *dn = dkb + PLACES * key, *dbelow = dn + PLACES * value;
-    float *dscore = dbelow + PLACES * PLACES, *dm = dscore + PLACES * PLACES;
-    i64 chunks = (lengths[s] + PLACES - 1) / PLACES;
-    for (i64 h = kh * groups; h < (kh + 1) * groups; h++) {
-      int is_first = h == kh * groups;
-      memset(dm, 0, size * sizeof(float));
-      for (i64 c = chunks - 1; c >= 0; c--) {
-        i64 row = first[s] + c * PLACES;
-        i64 n = t.n = lengths[s] - c * PLACES < PLACES ? lengths[s] - c * PLACES : PLACES;
-        const float *matrix = before + ((chunk[s] + c) * heads + h) * size;
-        const float *vs = v + (row * heads + h) * value, *d_out = grad + (row * heads + h) * value;
-        /* Double, since terms of later tokens cancel. */
-        double dtotal[PLACES], dlast;
-        terms_of_chunk(&t, q + (row * key_heads + kh) * key, k + (row * key_heads + kh) * key, vs,
-                       g + row * heads + h, beta + row * heads + h, key_heads, heads);
-        gains_of_chunk(&t, matrix);
-        /* Through the state behind the chunk: exp(G_last) M + (exp(G_last - G) K)^T N. */
-        product(PLAIN, TRANSPOSED, n, key, value, 1.0f, t.gain, value, dm, value, 0.0f, dk, key);
-        dlast = t.kept * dot(matrix, dm, size);
-        for (i64 i = 0; i < n; i++) {
-          float along = t.right[i] * dot(dk + i * key, t.k + i * key, key);
-          dtotal[i] = -along;
-          dlast += along;
-        }
-        scaled_rows(dk, dk, t.right, n, key);
-        scaled_rows(scaled, t.k, t.right, n, key);
-        product(PLAIN, PLAIN, n, value, key, 1.0f, scaled, key, dm, value, 0.0f, dn, value);
-        /* Through the outputs: (exp(G) Q) M + S N. */
-        product(TRANSPOSED, PLAIN, n, value, n, 1.0f, t.score, n, d_out, heads * value, 1.0f, dn,
-                value);
-        product(PLAIN, TRANSPOSED, n, n, value, 1.0f, d_out, heads * value, t.gain, value, 0.0f,
-                dscore, n);
-        product(PLAIN, TRANSPOSED, n, key, value, 1.0f, d_out, heads * value, matrix, value, 0.0f,
-                dq, key);
-        scaled_rows(dq, dq, t.left, n, key);
-        for (i64 i = 0; i < n; i++) dtotal[i] += dot(dq + i * key, t.q + i * key, key);
-        scaled_rows(scaled, t.q, t.left, n, key);
-        product(TRANSPOSED, PLAIN, key, value, n, 1.0f, scaled, key, d_out, heads * value, t.kept,
-                dm, value);
-        product(TRANSPOSED, PLAIN, key, value, n, -1.0f, t.w, key, dn, value, 1.0f, dm, value);
-        /* Through N = U - W M and the two solutions. */
-        product(PLAIN, TRANSPOSED, n, key, value, -1.0f, dn, value, matrix, value, 0.0f, dw, key);
-        substitute(t.below, dn, n, value, 1);
-        substitute(t.below, dw, n, key, 1);
-        product(PLAIN, TRANSPOSED, n, n, value, -1.0f, dn, value, t.u, value, 0.0f, dbelow, n);
-        product(PLAIN, TRANSPOSED, n, n, key, -1.0f, dw, key, t.w, key, 1.0f, dbelow, n);
-        /* Through D, of the exponents G_i - G_j; then the products of queries and keys. */
-        for (i64 i = 0; i < n; i++) {
-          double sum = 0.0;
-          float *a = dbelow + i * n, *b = dscore + i * n;
-          for (i64 j = 0; j < n; j++) {
-            float between = j < i ? a[j] * t.below[i * n + j] : 0.0f;
-            between += j <= i ? b[j] * t.score[i * n + j] : 0.0f;
-            sum += between;
-            dtotal[j] -= between;
-            a[j] = j < i ? a[j] * t.decay[i * n + j] : 0.0f;
-            b[j] = j <= i ? b[j] * t.decay[i * n + j] : 0.0f;
-          }
-          dtotal[i] += sum;
-        }
-        product(PLAIN, PLAIN, n, key, n, 1.0f, dbelow, n, t.k, key, 0.0f, dkb, key);
-        product(PLAIN, PLAIN, n, key, n, 1.0f, dscore, n, t.k, key, 1.0f, dq, key);
-        product(TRANSPOSED, PLAIN, n, key, n, 1.0f, dscore, n, t.q, key, 1.0f, dk, key);
-        scaled_rows(scaled, t.k, t.beta, n, key);
-        product(TRANSPOSED, PLAIN, n, key, n, 1.0f, dbelow, n, scaled, key, 1.0f, dk, key);
-        double later = dlast;
-        for (i64 i = n - 1; i >= 0; i--) {
-          float *of_w = dw + i * key, *of_kb = dkb + i * key, *own = t.k + i * key;
-          const float *of_v = vs + i * heads * value;
-          dtotal[i] += t.left[i] * t.beta[i] * dot(of_w, own, key);
-#pragma omp simd
-          for (i64 e = 0; e < key; e++) {
-            of_kb[e] += t.left[i] * of_w[e];
-            dk[i * key + e] += t.beta[i] * of_kb[e];
-          }
-          i64 place = (row + i) * heads + h;
-          grad_beta[place] = dot(of_kb, own, key) + dot(dn + i * value, of_v, value);
-          later += dtotal[i];
-          grad_g[place] = (float)later;
-          float *to_v = grad_v + place * value;
-#pragma omp simd
-          for (i64 e = 0; e < value; e++) to_v[e] = t.beta[i] * dn[i * value + e];
-          float *to_q = grad_q + ((row + i) * key_heads + kh) * key;
-          float *to_k = grad_k + ((row + i) * key_heads + kh) * key;
-#pragma omp simd
-          for (i64 e = 0; e < key; e++) {
-            to_q[e] = (is_first ? 0.0f : to_q[e]) + dq[i * key + e];
-            to_k[e] = (is_first ? 0.0f : to_k[e]) + dk[i * key + e];
-          }
-          if (h == (kh + 1) * groups - 1) {
-            /* The rows were brought to length 1, queries scaled by C^-0.5. */
-            float scale = 1.0f / sqrtf((float)key);
-            float along_q = dot(to_q, t.q + i * key, key) / scale, along_k = dot(to_k, own, key);
-#pragma omp simd
-            for (i64 e = 0; e < key; e++) {
-              float unit = t.q[i * key + e] / scale;
-              to_q[e] = t.inverse_q[i] * scale * (to_q[e] - unit * along_q);
-              to_k[e] = t.inverse_k[i] * (to_k[e] - own[e] * along_k);
-            }
-          }
         }
       }
     }

@@ -73,11 +73,13 @@ def tensors(arrays: Sequence[np.ndarray]) -> list[paddle.Tensor]:
 
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 150])
 @pytest.mark.parametrize("has_state", [False, True])
-def test_chunks_equal_the_recurrence(length, has_state):
+@pytest.mark.parametrize("trains", [False, True])
+def test_chunks_equal_the_recurrence(length, has_state, trains):
     arrays = inputs(length)
     state = RNG.normal(size=[B, N, C, V]).astype(np.float32) if has_state else None
     before = None if state is None else paddle.to_tensor(state)
-    out, last = gated_delta_rule(*tensors(arrays), before, keeps_state=True)
+    with paddle.set_grad_enabled(trains):
+        out, last = gated_delta_rule(*tensors(arrays), before, keeps_state=True)
     wanted, wanted_last = recurrence(arrays, state=state)
     np.testing.assert_allclose(out.numpy(), wanted, atol=3e-6)
     np.testing.assert_allclose(last.numpy(), wanted_last, atol=3e-6)
@@ -95,10 +97,12 @@ def test_a_worked_value():
 OFFSETS = [0, 70, 80, 81, 150, 285, 300]
 
 
-def test_packed_samples_equal_the_recurrence_from_zero():
+@pytest.mark.parametrize("trains", [False, True])
+def test_packed_samples_equal_the_recurrence_from_zero(trains):
     arrays, length = inputs(150), 150
     packed = PackedSamples(np.array(OFFSETS, np.int32), length)
-    out, states = gated_delta_rule(*tensors(arrays), packed=packed, keeps_state=True)
+    with paddle.set_grad_enabled(trains):
+        out, states = gated_delta_rule(*tensors(arrays), packed=packed, keeps_state=True)
     wanted, _ = recurrence(arrays, starts=OFFSETS)
     np.testing.assert_allclose(out.numpy(), wanted, atol=3e-6)
     assert states.shape == [len(OFFSETS) - 1, N, C, V]
