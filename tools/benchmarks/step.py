@@ -11,8 +11,8 @@ Trains `configs/bench/FAMILY_step.yaml` in float32 on made-up samples, and repor
 medians over steps: milliseconds of the step and its phases, tokens or samples per second, and peak
 memory of the process. Every round runs in a new process.
 
-With `--tokens`, the models that write text answer prompts of 511 tokens instead, greedily, one
-prompt and eight at once: reported are milliseconds to the first token and for every further one.
+With `--tokens`, the models that write text answer a prompt of 511 tokens instead, greedily:
+reported is the processor time to the first token and for every further one.
 
 With settings, `section.name=value`, each round also runs the configuration with them. With
 `--no-compiler` each round also runs as on a machine without a C compiler. With
@@ -139,9 +139,9 @@ def answer_seconds(model: Any, family: str, tokens: int) -> dict[str, float]:
     for size in step_hf.BATCHES:
         given, runs = step_hf.samples(model.config, settings, size), []
         for _ in range(4):
-            times = [time.perf_counter()]
+            times = [time.process_time()]
             for _ in model.stream(**given, max_new_tokens=tokens):
-                times.append(time.perf_counter())
+                times.append(time.process_time())
             runs.append((times[1] - times[0], (times[-1] - times[1]) / (tokens - 1)))
         # The first run warms up.
         found[f"first of {size}"], found[f"next of {size}"] = map(min, zip(*runs[1:], strict=True))
@@ -242,9 +242,9 @@ def answers_table(family: str, threads: int, rounds: list[Round]) -> Table:
             ]
         rows.append([side, *cells, f"{harness.median(rounds, side, 'peak_rss_mib'):.0f}"])
     note = (
-        f"Milliseconds to the first token and for a further one, of one and of eight prompts of "
+        f"Milliseconds of processor time to the first token and for a further one, of a prompt of "
         f"511 tokens; then their ratios to those of {base}. Float32, {threads} thread(s), medians "
-        f"of {len(rounds)} run(s), of each the fastest of 3 answers."
+        f"of {len(rounds)} run(s), of each the least of 3 answers."
     )
     return Table(f"answers {family}", ["", *names, "peak MiB"], rows, note)
 
