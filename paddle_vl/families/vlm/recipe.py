@@ -58,10 +58,6 @@ from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.placement import Placement
 
 Model = VLForConditionalGeneration
-_LIMITS = (
-    *("min_pixels", "max_pixels"),
-    *("video_fps", "video_min_frames", "video_max_frames", "video_min_pixels", "video_max_pixels"),
-)
 
 
 class VLRecipe(Family):
@@ -84,7 +80,15 @@ class VLRecipe(Family):
         data = config.data
         folder = _processor_folder(config)
         # Settings that replace the processor's own.
-        limits = {name: getattr(data, name) for name in _LIMITS}
+        limits = {
+            "min_pixels": data.min_pixels,
+            "max_pixels": data.max_pixels,
+            "video_fps": data.video_fps,
+            "video_min_frames": data.video_min_frames,
+            "video_max_frames": data.video_max_frames,
+            "video_min_pixels": data.video_min_pixels,
+            "video_max_pixels": data.video_max_pixels,
+        }
         try:
             self.processor = VLProcessor.from_pretrained(
                 folder,
