@@ -411,7 +411,7 @@ class _DeltaRule(PyLayer):
     def backward(ctx, grad):
         *inputs, kept = ctx.saved_tensor()
         grads = [paddle.empty_like(x) for x in inputs]
-        sizes = _delta_sizes(*inputs[:3], ctx.sequences)
+        sizes = _delta_sizes(inputs[0], inputs[1], inputs[2], ctx.sequences)
         room = _delta_room(*sizes[-2:])
         _library.delta_backward(
             *map(_data, (*inputs, kept, ctx.sequences, contiguous(grad), *grads)),
@@ -427,7 +427,8 @@ def _delta_forward(
     after: Tensor | None,
     kept: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    sizes, out = _delta_sizes(*inputs[:3], sequences), paddle.empty_like(inputs[2])
+    q, k, v, *_ = inputs
+    sizes, out = _delta_sizes(q, k, v, sequences), paddle.empty_like(v)
     room = _delta_room(*sizes[-2:])
     _library.delta_forward(
         *map(_data, (*inputs, state, sequences, out, after, kept)), *map(_i64, sizes),
