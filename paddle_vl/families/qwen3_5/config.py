@@ -3,8 +3,8 @@
 The hub's files (transformers 4.57) and those of transformers 5.x are read; written is what 5.x
 writes, with what it drops and other software reads: MTP layers and both tie flags.
 
-Source: configuration_qwen3_5.py and configuration_qwen3_5_moe.py of HF transformers. Over 350 lines,
-to have what a file may say and what is refused side by side.
+Source: configuration_qwen3_5.py and configuration_qwen3_5_moe.py of HF transformers.
+Over 350 lines, to have what a file may say and what is refused side by side.
 """
 
 from dataclasses import asdict, field
