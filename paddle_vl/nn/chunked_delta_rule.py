@@ -89,7 +89,7 @@ def _passed(
     queries, keys = terms.q * terms.left, terms.k * terms.right
     kept = terms.left[:, :, -1:]
     shape = [chunks.active[0], terms.q.shape[1], terms.q.shape[-1], terms.v.shape[-1]]
-    held: Tensor = paddle.zeros(shape) if state is None else state
+    held: Tensor = paddle.zeros(shape, "float32") if state is None else state
     outs, ended, before, begin = [], list[Tensor](), [], 0
     for step, count in enumerate(chunks.active):
         own = slice(begin, begin + count)

@@ -85,11 +85,11 @@ def templating(folder: Path) -> Parser:
         encode = staticmethod(lambda *_: None)
 
         @staticmethod
-        def text(row: dict, *_: bool) -> str:
-            return jinja2.Template(row["text"]).render()
+        def text(row: Any, *_: bool) -> str:
+            return jinja2.Template(str(row.messages[0]["content"])).render()
 
     encoder: Any = Encoder()
-    row = {"text": "{{ 6 * 7 }}"}
+    row = {"messages": [{"role": "user", "content": "{{ 6 * 7 }}"}]}
     return _of_numbers(folder, lambda number: check_row(row, [encoder]) if number > 180 else None)
 
 

@@ -229,7 +229,10 @@ def test_sizes_of_the_tower_that_its_ranks_divide():
 def test_a_run_takes_the_schedule_with_its_settings():
     config = load_run_config(
         "configs/pi07/tiny_cpu.yaml",
-        ["parallel.schedule=colocated", "parallel.encoder={mp_degree: 2, offload_rows: true}"],
+        [
+            *("parallel.schedule=colocated", "parallel.pp_degree=2"),
+            "parallel.encoder={mp_degree: 2, offload_rows: true}",
+        ],
     )
     assert config.parallel.encoder.mp_degree == 2
     with pytest.raises(

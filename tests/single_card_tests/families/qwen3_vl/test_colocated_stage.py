@@ -175,9 +175,8 @@ def test_settings_of_the_encoder_need_the_schedule(tmp_path):
         load_run_config(file, ["parallel.encoder.mp_degree=2"])
     with pytest.raises(ValueError, match=r"parallel.vision is replicate but parallel.schedule is"):
         load_run_config(file, ["parallel.schedule=colocated", "parallel.vision=replicate"])
-    config = load_run_config(
-        file, ["parallel.schedule=colocated", "parallel.encoder={mp_degree: 2}"]
-    )
+    settings = ["parallel.schedule=colocated", "parallel.pp_degree=2"]
+    config = load_run_config(file, [*settings, "parallel.encoder={mp_degree: 2}"])
     assert config.parallel.encoder.mp_degree == 2
 
 
