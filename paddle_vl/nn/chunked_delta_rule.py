@@ -273,11 +273,11 @@ class _CausalConvSiLU(PyLayer):
         gate = F.sigmoid(y)
         d_y = grad.astype("float32") * gate * (1.0 + y * (1.0 - gate))
         weight_JE = weight.astype("float32").t()
-        zeros = paddle.zeros([batch, taps - 1, width])
+        zeros = paddle.zeros([batch, taps - 1, width], "float32")
         earlier = paddle.concat([zeros, u.astype("float32")], axis=1)
         later = paddle.concat([d_y, zeros], axis=1)
         # Sums over token rows as products, which are fast on every device.
-        ones = paddle.ones([1, batch * length])
+        ones = paddle.ones([1, batch * length], "float32")
         d_u, d_weights = d_y * weight_JE[taps - 1], []
         for back in range(taps):
             tap, own = taps - 1 - back, d_y
