@@ -8,7 +8,7 @@ import base64
 import hashlib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -115,18 +115,3 @@ class AIStudio(PlainHub):
 
     def _api(self, name: HubName) -> str:
         return f"{self.root}/api/v1/repos/{quote(name.name)}"
-
-
-_HUB = AIStudio()
-
-
-def cache_folder() -> Path:
-    """The cache of AI Studio's client."""
-    return _HUB.cache_folder()
-
-
-def fetched(
-    name: HubName, allowed: Sequence[str], never: Sequence[str], *, is_offline: bool
-) -> Path:
-    """See `PlainHub.fetched`."""
-    return _HUB.fetched(name, allowed, never, is_offline=is_offline)

@@ -4,8 +4,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from paddle_vl.files import aistudio, huggingface, modelscope
+from paddle_vl.files import huggingface
+from paddle_vl.files.aistudio import AIStudio
 from paddle_vl.files.hub_names import Kind, hub_name
+from paddle_vl.files.modelscope import ModelScope
 from paddle_vl.files.text_file import locked
 
 # Variables that forbid requests.
@@ -14,7 +16,7 @@ _OFFLINE = {
     "modelscope": ("PADDLE_VL_OFFLINE",),
     "aistudio": ("PADDLE_VL_OFFLINE",),
 }
-_CLIENTS = {"huggingface": huggingface, "modelscope": modelscope, "aistudio": aistudio}
+_CLIENTS = {"huggingface": huggingface, "modelscope": ModelScope(), "aistudio": AIStudio()}
 # Patterns of the files that are fetched, and of those that never are: pickles and code.
 FILES: dict[Kind, tuple[Sequence[str], Sequence[str]]] = {
     "model": (

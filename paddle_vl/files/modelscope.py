@@ -1,7 +1,7 @@
 """Models of ModelScope; the cache is that of its own client. See `paddle_vl.files.plain_hub`."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
@@ -59,18 +59,3 @@ class ModelScope(PlainHub):
 
     def _api(self, name: HubName) -> str:
         return f"{self.root}/api/v1/models/{quote(name.name)}/repo"
-
-
-_HUB = ModelScope()
-
-
-def cache_folder() -> Path:
-    """The cache of ModelScope's client."""
-    return _HUB.cache_folder()
-
-
-def fetched(
-    name: HubName, allowed: Sequence[str], never: Sequence[str], *, is_offline: bool
-) -> Path:
-    """See `PlainHub.fetched`."""
-    return _HUB.fetched(name, allowed, never, is_offline=is_offline)

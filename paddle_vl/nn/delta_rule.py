@@ -155,7 +155,8 @@ def gated_delta_rule(
     k_BLNC = of_value_heads(unit_rows(k_BLKC), groups)
     v, beta_BLN = v_BLNV.astype("float32"), beta_BLN.astype("float32")
     if length == 1 and packed is None:
-        return _single_token(q_BLNC, k_BLNC, v_BLNV, decay_BLN, beta_BLN, state_BNCV)
+        out, after = _single_token(q_BLNC, k_BLNC, v_BLNV, decay_BLN, beta_BLN, state_BNCV)
+        return out, after if keeps_state else None
     chunks = sequence_chunks(batch, length, packed)
     q, k, v, g_XNP, beta_XNP = (chunks.cut(x) for x in (q_BLNC, k_BLNC, v, decay_BLN, beta_BLN))
     # Where decay is strong, differences of sums in float32 would be off by 1e-4.

@@ -14,9 +14,9 @@ The gated norms of the random models amplify rounding a hundredfold over the dec
 tower too, of which the reference has as much as this package: its patch embedding is 2e-6 from
 float64, and noise of 5e-7 in the embeddings moves layers by up to 3e-4. So every decoder layer gets
 the case's own input wherever the case has it, and all that it computes, with the logits behind the
-last, is compared entry by entry; elsewhere by the root of their mean squared error. What the whole
-model computes from pixels and ids is compared too: loss, gradients and tokens as above, logits by
-that root.
+last, is compared entry by entry; elsewhere by the root of their mean squared error, and single
+entries at the 3e-4 that this noise makes of them. What the whole model computes from pixels and ids
+is compared too: loss, gradients and tokens as above, logits in these two ways.
 """
 
 from collections.abc import Iterator
@@ -35,26 +35,30 @@ from parity.comparison import CaseReport
 from parity.golden import Qwen35Case, Qwen35Folders
 from parity.qwen_vl import (
     POSITION_INPUTS,
+    compare_positions,
+    compare_routers,
     config_of,
     host_batch,
+    of_towers,
     real_tokens,
     train_steps,
     values_of,
 )
-from parity.qwen_vl_recording import router_quantities, tower_quantities
 from parity.recording import Recording, array, gradients
 
 FOLDERS = Qwen35Folders
 ACTIVATION, FIRST_LAYER, LOSS, GRADIENT = 6e-5, 5e-6, 1e-5, 5e-5
+# Single entries behind the whole decoder, see above.
+AMPLIFIED = 3e-4
 # Of step 0, 1, ... of a dense model and of one with experts: relative, of loss and gradient norm.
 DRIFT = {
     False: (
-        (1e-5, 1e-4, 2e-4, 3e-4, 2e-3, 2e-3, 2e-3, 6e-3, 6e-3, 6e-3),
-        (5e-5, 1e-3, 2e-3, 2e-3, 6e-3, 6e-3, 2e-2, 2e-2, 2e-2, 3e-2),
+        (1e-5, 2e-5, 5e-5, 1e-4, 7e-4, 1e-3, 1e-3, 4e-3, 4e-3, 4e-3),
+        (5e-5, 3e-4, 5e-4, 5e-4, 3e-3, 3e-3, 5e-3, 5e-3, 5e-3, 3e-2),
     ),
     True: (
-        (1e-5, 1e-4, 2e-4, 4e-3, 6e-3, 1e-2, 6e-2, 1e-1, 2e-1, 2e-1),
-        (5e-5, 3e-3, 3e-3, 2e-2, 6e-2, 2e-1, 6e-1, 6e-1, 1.0, 2.0),
+        (1e-5, 5e-5, 1e-4, 3e-3, 3e-3, 6e-3, 4e-2, 4e-2, 1e-1, 1e-1),
+        (5e-5, 3e-3, 3e-3, 2e-2, 2e-2, 1e-1, 5e-1, 6e-1, 6e-1, 6e-1),
     ),
 }
 
@@ -106,20 +110,9 @@ def _run_forward(model, case: Qwen35Case, report: CaseReport) -> None:
         if name in tensors:
             report.absolute(group, name, np.asarray(found)[rows], tolerance, tensors[name][rows])
 
-    if "in.position_ids" in tensors:
-        wanted = tensors["in.position_ids"][-3:][:, real_BL]
-        report.exact("positions", "in.position_ids", host["position_ids"][:, real_BL], wanted)
-    if "rope_deltas" in tensors:
-        given = dict(zip(POSITION_INPUTS, values_of(inputs, POSITION_INPUTS), strict=True))
-        deltas = model.position_ids(**given, cu_seqlens=offsets)[1]
-        report.exact("positions", "rope_deltas", deltas, tensors["rope_deltas"].reshape(-1))
-    for kind, pixels, grid in (
-        ("vis_image", "pixel_values", "image_grid_thw"),
-        ("vis_video", "pixel_values_videos", "video_grid_thw"),
-    ):
-        if pixels in inputs:
-            for name, value in tower_quantities(model, inputs[pixels], inputs[grid]).items():
-                compare("tower", f"{kind}.{name}", value)
+    compare_positions(model, host, inputs, offsets, report)
+    for name, value in of_towers(model, inputs):
+        compare("tower", name, value)
 
     output = model(**inputs, **extra)
     with _DecoderRecording(model) as recorded, _own_inputs(model, tensors), paddle.no_grad():
@@ -140,17 +133,8 @@ def _run_forward(model, case: Qwen35Case, report: CaseReport) -> None:
                 report.absolute("layers", name, found, tolerance, wanted)
             else:
                 report.compared.add(name)
-                report.absolute("layers", f"{name}, rms", rms(found - wanted), ACTIVATION, 0.0)
-    for name, value in router_quantities(recorded.calls, tensors):
-        # Padding is not routed.
-        wanted = tensors[name].reshape(real_BL.size, -1)[real_BL.reshape(-1)]
-        if "indices" in name:
-            report.exact("router", name, value, np.sort(wanted, axis=-1))
-            continue
-        if "weights" in name:
-            experts = tensors[name.replace("weights", "indices")][real_BL.reshape(-1)]
-            wanted = np.take_along_axis(wanted, experts.argsort(axis=-1), axis=-1)
-        report.absolute("router", name, value, ACTIVATION, wanted)
+                _compare_amplified("layers", name, found - wanted, report)
+    compare_routers(recorded.calls, real_BL, ACTIVATION, report)
     carried = model(**host, **extra)
     last = "logits_last64" in tensors
     name, real_BL = ("logits_last64", real_BL[:, -64:]) if last else ("logits", real_BL)
@@ -158,8 +142,8 @@ def _run_forward(model, case: Qwen35Case, report: CaseReport) -> None:
     report.absolute("layers", name, _logits(forced, last)[real_BL], ACTIVATION, wanted)
     made = (("", output), (", indices carried", carried))
     for note, each in made:
-        error = rms(_logits(each, last)[real_BL] - wanted)
-        report.absolute("logits", f"{name}, rms{note}", error, ACTIVATION, 0.0)
+        errors = _logits(each, last)[real_BL] - wanted
+        _compare_amplified("logits", f"{name}{note}", errors, report)
     for note, each in made:
         report.absolute("loss", f"loss{note}", each.loss.item(), LOSS, tensors["loss"].item())
     if "aux_loss" in tensors:
@@ -175,9 +159,11 @@ def _logits(output, only_last: bool) -> np.ndarray:
     return logits[:, -64:] if only_last else logits
 
 
-def rms(errors: np.ndarray) -> float:
-    """The root of the mean square."""
-    return float(np.sqrt(np.square(errors, dtype=np.float64).mean()))
+def _compare_amplified(group: str, name: str, errors: np.ndarray, report: CaseReport) -> None:
+    """Compare what a whole model computes, by the root of the mean square and entry by entry."""
+    root = np.sqrt(np.square(errors, dtype=np.float64).mean())
+    report.absolute(f"{group} rms", f"{name}, rms", root, ACTIVATION, 0.0)
+    report.absolute(group, f"{name}, largest", np.abs(errors).max(), AMPLIFIED, 0.0)
 
 
 @contextmanager
@@ -299,9 +285,9 @@ def _run_generation(model, case: Qwen35Case, report: CaseReport) -> None:
         on_logits=keep,
     )
     report.exact("tokens", "generated", found)
-    error = rms(np.stack(logits, axis=1) - tensors["step_logits"])
     report.compared.add("step_logits")
-    report.absolute("logits", "step_logits, rms", error, ACTIVATION, 0.0)
+    errors = np.stack(logits, axis=1) - tensors["step_logits"]
+    _compare_amplified("logits", "step_logits", errors, report)
     _compare_states(made[0], "end", report)
     position_ids, deltas_B = model.position_ids(*values_of(inputs, POSITION_INPUTS))
     real_BL = inputs["attention_mask"].astype(bool)

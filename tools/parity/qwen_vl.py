@@ -9,7 +9,8 @@ The experts of a token are compared as a set, sorted by number.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -98,20 +99,9 @@ def _run_forward(
             rows = ... if rows is None else rows
             report.absolute(group, name, np.asarray(found)[rows], ACTIVATION, tensors[name][rows])
 
-    if "in.position_ids" in tensors:
-        wanted = tensors["in.position_ids"][-3:][:, real_BL]
-        report.exact("positions", "in.position_ids", host["position_ids"][:, real_BL], wanted)
-    if "rope_deltas" in tensors:
-        given = dict(zip(POSITION_INPUTS, values_of(inputs, POSITION_INPUTS), strict=True))
-        deltas = model.position_ids(**given, cu_seqlens=offsets)[1]
-        report.exact("positions", "rope_deltas", deltas, tensors["rope_deltas"].reshape(-1))
-    for kind, pixels, grid in (
-        ("vis_image", "pixel_values", "image_grid_thw"),
-        ("vis_video", "pixel_values_videos", "video_grid_thw"),
-    ):
-        if pixels in inputs:
-            for name, value in tower_quantities(model, inputs[pixels], inputs[grid]).items():
-                compare("levels" if "deepstack" in name else "tower", f"{kind}.{name}", value)
+    compare_positions(model, host, inputs, offsets, report)
+    for name, value in of_towers(model, inputs):
+        compare("levels" if "deepstack" in name else "tower", name, value)
 
     with DecoderRecording(model) as recorded:
         output = model(**inputs, **extra)
@@ -119,16 +109,7 @@ def _run_forward(
     if "visual_pos_masks" in tensors:
         masks = quantities.get("visual_pos_masks", np.zeros_like(real_BL))
         report.exact("positions", "visual_pos_masks", masks)
-    for name, value in router_quantities(recorded.calls, tensors):
-        # Padding is not routed.
-        wanted = tensors[name][real_BL.reshape(-1)]
-        if "indices" in name:
-            report.exact("router", name, value, np.sort(wanted, axis=-1))
-            continue
-        if "weights" in name:
-            experts = tensors[name.replace("weights", "indices")][real_BL.reshape(-1)]
-            wanted = np.take_along_axis(wanted, experts.argsort(axis=-1), axis=-1)
-        report.absolute("router", name, value, ACTIVATION, wanted)
+    compare_routers(recorded.calls, real_BL, ACTIVATION, report)
     for name, value in quantities.items():
         is_level = name.startswith("lm.deepstack_visual_embeds")
         group = "levels" if is_level else "embeds" if "embeds" in name else "layers"
@@ -162,6 +143,44 @@ def _compare_gradients(model, case: QwenCase, report: CaseReport) -> None:
     if without != sorted(case.meta["params_without_grad"]):
         report.fail("grads", "params_without_grad", f"without a gradient here: {without}")
     report.relative("grads", "global norm", norm, GRADIENT, case.meta["grad_global_norm"])
+
+
+def compare_positions(model, host: dict, inputs: dict, offsets: Any, report: CaseReport) -> None:
+    """Compare the positions of real tokens, and their differences behind images."""
+    tensors, real_BL = report.golden, real_tokens(inputs)
+    if "in.position_ids" in tensors:
+        wanted = tensors["in.position_ids"][-3:][:, real_BL]
+        report.exact("positions", "in.position_ids", host["position_ids"][:, real_BL], wanted)
+    if "rope_deltas" in tensors:
+        given = dict(zip(POSITION_INPUTS, values_of(inputs, POSITION_INPUTS), strict=True))
+        deltas = model.position_ids(**given, cu_seqlens=offsets)[1]
+        report.exact("positions", "rope_deltas", deltas, tensors["rope_deltas"].reshape(-1))
+
+
+def of_towers(model, inputs: dict) -> Iterator[tuple[str, np.ndarray]]:
+    """Names and values of what the tower computes of images, and of videos."""
+    for kind, pixels, grid in (
+        ("vis_image", "pixel_values", "image_grid_thw"),
+        ("vis_video", "pixel_values_videos", "video_grid_thw"),
+    ):
+        if pixels in inputs:
+            for name, value in tower_quantities(model, inputs[pixels], inputs[grid]).items():
+                yield f"{kind}.{name}", value
+
+
+def compare_routers(calls: dict, real_BL: np.ndarray, tolerance: float, report: CaseReport) -> None:
+    """Compare experts, their weights and the logits of every router at real tokens."""
+    real_T, tensors = real_BL.reshape(-1), report.golden
+    for name, value in router_quantities(calls, tensors):
+        # Padding is not routed.
+        wanted = tensors[name].reshape(real_T.size, -1)[real_T]
+        if "indices" in name:
+            report.exact("router", name, value, np.sort(wanted, axis=-1))
+            continue
+        if "weights" in name:
+            experts = tensors[name.replace("weights", "indices")][real_T]
+            wanted = np.take_along_axis(wanted, experts.argsort(axis=-1), axis=-1)
+        report.absolute("router", name, value, tolerance, wanted)
 
 
 POSITION_INPUTS = ("input_ids", "attention_mask", "image_grid_thw", "video_grid_thw")

@@ -8,12 +8,14 @@ Over 350 lines, to have what a file may say and what is refused side by side.
 """
 
 from dataclasses import asdict, field
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from paddle_vl.families.vlm.config import (
     TOKEN_IDS,
+    DenseText,
+    ExpertsText,
     Heads,
     Layers,
     RopeBase,
@@ -25,6 +27,8 @@ from paddle_vl.families.vlm.config import (
     Width,
     check_interleaves,
     tie_settings,
+    tower_section,
+    typed_section,
 )
 from paddle_vl.files.checked_values import (
     INERT_KEYS,
@@ -33,12 +37,10 @@ from paddle_vl.files.checked_values import (
     check_mapping,
     checked,
     known_values,
-    read_section,
 )
 from paddle_vl.files.text_file import shown
 from paddle_vl.nn.delta_rule import chunked_size
 
-T = TypeVar("T")
 LINEAR, FULL = "linear_attention", "full_attention"
 _TYPE, _MOE_TYPE = "qwen3_5", "qwen3_5_moe"
 _HeadWidth = Annotated[int, Field(ge=2, le=8192)]
@@ -60,7 +62,7 @@ _ONLY = {
 
 
 @checked
-class Qwen3_5TextConfig:
+class Qwen3_5TextConfig(DenseText):
     """The decoder. Defaults are those of HF's configuration class."""
 
     vocab_size: Vocabulary = 248320
@@ -154,25 +156,9 @@ class Qwen3_5TextConfig:
         """Multiplications per token of the MLP, or of the experts that a token goes to."""
         return 3 * self.hidden_size * self.intermediate_size
 
-    def has_experts(self, layer: int) -> bool:
-        """Whether that decoder layer has experts instead of an MLP."""
-        return False
-
-    def has_balance_loss(self, requested: bool | None) -> bool:
-        """Whether a call computes the load-balancing loss; None leaves it to the configuration.
-
-        Raises:
-            ValueError: it is requested of a model without experts.
-        """
-        if requested:
-            raise ValueError(
-                "output_router_logits is true but this model has no experts: leave it out"
-            )
-        return False
-
 
 @checked
-class Qwen3_5MoeTextConfig(Qwen3_5TextConfig):
+class Qwen3_5MoeTextConfig(ExpertsText, Qwen3_5TextConfig):
     """A decoder with experts in every layer. Defaults are those of HF's configuration class."""
 
     hidden_size: Width = 2048
@@ -193,11 +179,7 @@ class Qwen3_5MoeTextConfig(Qwen3_5TextConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.num_experts_per_tok > self.num_experts:
-            raise ValueError(
-                f"num_experts_per_tok is {self.num_experts_per_tok}; it must be at most "
-                f"num_experts {self.num_experts}"
-            )
+        self.check_experts()
 
     def mlp_size(self) -> int:
         inner = self.num_experts_per_tok * self.moe_intermediate_size
@@ -206,9 +188,6 @@ class Qwen3_5MoeTextConfig(Qwen3_5TextConfig):
 
     def has_experts(self, layer: int) -> bool:
         return True
-
-    def has_balance_loss(self, requested: bool | None) -> bool:
-        return self.output_router_logits if requested is None else requested
 
 
 def _tower() -> VisionConfig:
@@ -268,21 +247,27 @@ class Qwen3_5Config(VLConfig):
         text = check_mapping(values.pop("text_config", None), "text_config")
         vision = check_mapping(values.pop("vision_config", None), "vision_config")
         ties = tie_settings(values, text)
-        rope = check_mapping(vision.pop("rope_parameters", None), "vision_config: rope_parameters")
-        if rope.pop("rope_type", "axial") != "axial":
-            raise ValueError("vision_config: rope_parameters.rope_type must be 'axial'")
-        vision = {"deepstack_visual_indexes": []} | vision | rope
+        vision = {"deepstack_visual_indexes": []} | tower_section(vision)
         text_class = Qwen3_5TextConfig
         if model_type == _MOE_TYPE:
             text_class = Qwen3_5MoeTextConfig
             # HF ignores it: every layer has experts.
             text.pop("intermediate_size", None)
         known, _ = known_values(cls, values, INERT_KEYS, "a configuration of Qwen3.5")
+
+        def types(section: str) -> tuple[str, ...]:
+            # Files of quantized models have the outer type, dense or not.
+            return (f"{model_type}_{section}", model_type, _TYPE)
+
         return cls(
             **known
             | {
-                "text_config": _section(text_class, _text(text), "text_config", model_type),
-                "vision_config": _section(VisionConfig, vision, "vision_config", model_type),
+                "text_config": typed_section(
+                    text_class, _text(text), "text_config", types("text"), _INERT
+                ),
+                "vision_config": typed_section(
+                    VisionConfig, vision, "vision_config", types("vision"), _INERT
+                ),
                 **ties,
             }
         )
@@ -322,15 +307,6 @@ class Qwen3_5Config(VLConfig):
             "text_config": text,
             "vision_config": vision,
         }
-
-
-def _section(cls: type[T], values: dict[str, Any], where: str, model_type: str) -> T:
-    """A section of config.json; keys without effect are left out."""
-    types = (f"{model_type}_{where.removesuffix('_config')}", model_type, _TYPE)
-    if (found := values.get("model_type", model_type)) not in types:
-        raise ValueError(f"{where}: model_type is {found!r}; expected one of {types}")
-    known, _ = known_values(cls, values, _INERT, f"{where} of Qwen3.5")
-    return read_section(cls, known, where)
 
 
 def _text(text: dict[str, Any]) -> dict[str, Any]:

@@ -7,12 +7,14 @@ Source: configuration_qwen3_vl.py and configuration_qwen3_vl_moe.py of HF transf
 """
 
 from dataclasses import asdict, field
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from paddle_vl.families.vlm.config import (
     TOKEN_IDS,
+    DenseText,
+    ExpertsText,
     Heads,
     Layers,
     RopeBase,
@@ -23,6 +25,8 @@ from paddle_vl.families.vlm.config import (
     Width,
     check_interleaves,
     tie_settings,
+    tower_section,
+    typed_section,
 )
 from paddle_vl.files.checked_values import (
     INERT_KEYS,
@@ -31,11 +35,9 @@ from paddle_vl.files.checked_values import (
     check_mapping,
     checked,
     known_values,
-    read_section,
 )
 from paddle_vl.files.text_file import shown
 
-T = TypeVar("T")
 # HF's name.
 Qwen3VLVisionConfig = VisionConfig
 _MOE_TYPE = "qwen3_vl_moe"
@@ -44,7 +46,7 @@ _MOE_INERT_KEYS = frozenset({"norm_topk_prob", "sliding_window"})
 
 
 @checked
-class Qwen3VLTextConfig:
+class Qwen3VLTextConfig(DenseText):
     """The decoder. Defaults are those of HF's configuration class."""
 
     vocab_size: Vocabulary = 151936
@@ -94,21 +96,9 @@ class Qwen3VLTextConfig:
         """Whether that decoder layer has experts instead of an MLP."""
         return self.experts_of(layer) is not None
 
-    def has_balance_loss(self, requested: bool | None) -> bool:
-        """Whether a call computes the load-balancing loss; None leaves it to the configuration.
-
-        Raises:
-            ValueError: it is requested of a model without experts.
-        """
-        if requested:
-            raise ValueError(
-                "output_router_logits is true but this model has no experts: leave it out"
-            )
-        return False
-
 
 @checked
-class Qwen3VLMoeTextConfig(Qwen3VLTextConfig):
+class Qwen3VLMoeTextConfig(ExpertsText, Qwen3VLTextConfig):
     """A decoder with mixtures of experts. Defaults are those of HF's configuration class."""
 
     hidden_size: Width = 2048
@@ -131,19 +121,12 @@ class Qwen3VLMoeTextConfig(Qwen3VLTextConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.num_experts_per_tok > self.num_experts:
-            raise ValueError(
-                f"num_experts_per_tok is {self.num_experts_per_tok}; it must be at most "
-                f"num_experts {self.num_experts}"
-            )
+        self.check_experts()
         if outside := [i for i in self.mlp_only_layers if i >= self.num_hidden_layers]:
             raise ValueError(
                 f"mlp_only_layers {outside} lie outside the decoder's "
                 f"{self.num_hidden_layers} layers"
             )
-
-    def has_balance_loss(self, requested: bool | None) -> bool:
-        return self.output_router_logits if requested is None else requested
 
     def experts_of(self, layer: int) -> "Qwen3VLMoeTextConfig | None":
         is_sparse = (layer + 1) % self.decoder_sparse_step == 0
@@ -184,15 +167,17 @@ class Qwen3VLConfig(VLConfig):
         text, text_class = _with_rope(text), Qwen3VLTextConfig
         if model_type == _MOE_TYPE:
             text, text_class = _with_experts(text), Qwen3VLMoeTextConfig
-        rope = check_mapping(vision.pop("rope_parameters", None), "vision_config: rope_parameters")
-        if rope.pop("rope_type", "axial") != "axial":
-            raise ValueError("vision_config: rope_parameters.rope_type must be 'axial'")
+        vision = tower_section(vision)
         known, _ = known_values(cls, values, INERT_KEYS, "a configuration of Qwen3-VL")
         return cls(
             **known
             | {
-                "text_config": _section(text_class, text, "text_config", model_type),
-                "vision_config": _section(VisionConfig, vision | rope, "vision_config", model_type),
+                "text_config": typed_section(
+                    text_class, text, "text_config", (f"{model_type}_text", model_type)
+                ),
+                "vision_config": typed_section(
+                    VisionConfig, vision, "vision_config", (f"{model_type}_vision", model_type)
+                ),
                 **ties,
             }
         )
@@ -225,15 +210,6 @@ class Qwen3VLConfig(VLConfig):
             "text_config": text,
             "vision_config": vision,
         }
-
-
-def _section(cls: type[T], values: dict[str, Any], where: str, model_type: str) -> T:
-    """A section of config.json; keys without effect are left out."""
-    types = (f"{model_type}_{where.removesuffix('_config')}", model_type)
-    if (found := values.get("model_type", model_type)) not in types:
-        raise ValueError(f"{where}: model_type is {found!r}; expected one of {types}")
-    known, _ = known_values(cls, values, INERT_KEYS, f"{where} of Qwen3-VL")
-    return read_section(cls, known, where)
 
 
 def _with_rope(text: dict[str, Any]) -> dict[str, Any]:

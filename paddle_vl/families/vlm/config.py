@@ -4,16 +4,27 @@ their decoders.
 Source: Qwen3VLVisionConfig and Qwen3VLConfig of HF transformers.
 """
 
+from collections.abc import Sequence
 from dataclasses import field, replace
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field
 
-from paddle_vl.files.checked_values import Listed, Number, SavedConfig, checked
+from paddle_vl.files.checked_values import (
+    INERT_KEYS,
+    Listed,
+    Number,
+    SavedConfig,
+    check_mapping,
+    checked,
+    known_values,
+    read_section,
+)
 from paddle_vl.files.text_file import shown
 from paddle_vl.nn.operations import ACTIVATIONS
 
 C = TypeVar("C", bound="VLConfig")
+T = TypeVar("T")
 # Far beyond every published model; larger values are typing errors and would exhaust memory.
 Layers = Annotated[int, Field(ge=1, le=1024)]
 Width = Annotated[int, Field(ge=1, le=1 << 20)]
@@ -82,6 +93,45 @@ class VisionConfig:
     def patch_dim(self) -> int:
         """Values of one flattened patch: channels x frames x height x width."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+
+class DenseText:
+    """What the configuration of a decoder without experts answers."""
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether that decoder layer has experts instead of an MLP."""
+        return False
+
+    def has_balance_loss(self, requested: bool | None) -> bool:
+        """Whether a call computes the load-balancing loss; None leaves it to the configuration.
+
+        Raises:
+            ValueError: it is requested of a model without experts.
+        """
+        if requested:
+            raise ValueError(
+                "output_router_logits is true but this model has no experts: leave it out"
+            )
+        return False
+
+
+class ExpertsText:
+    """What the configuration of a decoder with experts answers; before the dense one's class."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    output_router_logits: bool
+
+    def check_experts(self) -> None:
+        """Raise a ValueError if a token goes to more experts than there are."""
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok is {self.num_experts_per_tok}; it must be at most "
+                f"num_experts {self.num_experts}"
+            )
+
+    def has_balance_loss(self, requested: bool | None) -> bool:
+        return self.output_router_logits if requested is None else requested
 
 
 @checked
@@ -172,6 +222,42 @@ def check_interleaves(mrope_section: list[int]) -> None:
             f"mrope_section {mrope_section} must be three numbers, for time, height and width, "
             "that can be interleaved: the last two at most a third of their sum, rounded up"
         )
+
+
+def tower_section(vision: dict[str, Any]) -> dict[str, Any]:
+    """The tower's section of a config.json with `rope_theta`, from either dialect.
+
+    Raises:
+        ValueError: another type of rotary positions.
+    """
+    rope = check_mapping(vision.pop("rope_parameters", None), "vision_config: rope_parameters")
+    if (kind := rope.pop("rope_type", "axial")) != "axial":
+        raise ValueError(
+            f"vision_config: rope_parameters.rope_type is {shown(kind)}; only 'axial' is supported"
+        )
+    return vision | rope
+
+
+def typed_section(
+    cls: type[T],
+    values: dict[str, Any],
+    where: str,
+    types: Sequence[str],
+    inert: frozenset[str] = INERT_KEYS,
+) -> T:
+    """A section of a config.json; keys without effect are left out.
+
+    Args:
+        types: values of `model_type` that the section may have.
+        inert: keys without effect.
+
+    Raises:
+        ValueError: another model type, unknown keys, or values out of range.
+    """
+    if (found := values.get("model_type", types[0])) not in types:
+        raise ValueError(f"{where}: model_type is {shown(found)}; expected one of {tuple(types)}")
+    known, _ = known_values(cls, values, inert, f"{where} of {types[0]}")
+    return read_section(cls, known, where)
 
 
 def tie_settings(values: dict[str, Any], text: dict[str, Any]) -> dict[str, bool]:

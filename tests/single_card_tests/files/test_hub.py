@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from paddle_vl.files import aistudio, huggingface, modelscope
+from paddle_vl.files import huggingface
+from paddle_vl.files.aistudio import AIStudio
 from paddle_vl.files.hub import local_folder, path_or_download
 from paddle_vl.files.hub_names import HubName, hub_name, origins
+from paddle_vl.files.modelscope import ModelScope
 from tests.support.hub_server import COMMIT, HubServer, local_hub
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden/hub/requests.json").read_text())
@@ -303,5 +305,5 @@ def test_the_default_cache_is_that_of_the_hubs_own_clients(monkeypatch):
     assert huggingface.cache_folder() == Path.home() / ".cache/huggingface/hub"
     monkeypatch.setenv("HF_HOME", "/h")
     assert huggingface.cache_folder() == Path("/h/hub")
-    assert modelscope.cache_folder() == Path.home() / ".cache/modelscope"
-    assert aistudio.cache_folder() == Path.home() / ".cache/aistudio/hub"
+    assert ModelScope().cache_folder() == Path.home() / ".cache/modelscope"
+    assert AIStudio().cache_folder() == Path.home() / ".cache/aistudio/hub"
