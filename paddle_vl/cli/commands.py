@@ -165,7 +165,7 @@ def merge(options: argparse.Namespace) -> int:
     from paddle_vl.checkpoint.adapter_files import is_adapter
     from paddle_vl.config.families import family_of_folder
 
-    folder, out = _model_folder(options.model), Path(options.output)
+    folder, out = model_folder_of(options.model), Path(options.output)
     if not is_adapter(folder):
         raise ValueError(f"{folder} is a full model, not an adapter: there is nothing to merge")
     base = family_of_folder(folder).recipe_class().merge_adapter(folder, out, options.base)
@@ -188,7 +188,8 @@ MERGE = Command(
 )
 
 
-def _model_folder(name: str) -> Path:
+def model_folder_of(name: str) -> Path:
+    """The folder of a model that a command names."""
     from paddle_vl.files.hub import path_or_download
     from paddle_vl.train.checkpoint import model_folder
 
@@ -199,7 +200,7 @@ def _family_of(name: str) -> tuple[Path, Any]:
     """The folder of a model, and its family."""
     from paddle_vl.config.families import family_of_folder
 
-    folder = _model_folder(name)
+    folder = model_folder_of(name)
     return folder, family_of_folder(folder)
 
 

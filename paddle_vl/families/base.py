@@ -320,6 +320,15 @@ class Family(ABC):
         raise ValueError(f"the model in {folder} is of a family that does not answer questions")
 
     @classmethod
+    def policy(cls, folder: Path) -> Any:
+        """The robot policy in a folder, a `paddle_vl.families.policy.acting.ActingPolicy`.
+
+        Raises:
+            ValueError: the family does not act.
+        """
+        raise ValueError(f"the model in {folder} does not act: give the folder of a robot policy")
+
+    @classmethod
     def merge_adapter(cls, folder: Path, out: Path, base: str | None) -> Path:
         """Write base and adapter as one model folder (`paddle-vl merge`); returns the base folder.
 

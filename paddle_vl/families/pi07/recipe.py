@@ -209,6 +209,12 @@ class PI07Recipe(Family):
         )
 
     @classmethod
+    def policy(cls, folder: Path) -> Any:
+        if cls.policy_class is not PI07LowLevelPolicy:
+            return super().policy(folder)
+        return cls.policy_class.from_pretrained(folder)
+
+    @classmethod
     def with_synthetic_data(cls, config: PI07Run, data: SyntheticData) -> PI07Run:
         """Sets `data.synthetic_samples`, and the cameras as `with_cameras`."""
         for name in ("image_side", "answer_tokens"):
