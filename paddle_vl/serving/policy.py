@@ -279,6 +279,10 @@ class PolicyActor:
         return history.extended(batch | {name: batch[name][:, -1] for name in names}, names)
 
     def _request(self, batch: dict[str, Any], number: int) -> Request:
+        if (PREFIX in batch) != (DELAY in batch):
+            raise ValueError(
+                f"the observation has one of {PREFIX} and {DELAY}: both belong together"
+            )
         delay = int(batch.pop(DELAY, [0])[0])
         inputs = self.policy.chunk_inputs(batch, delay, batch.pop(PREFIX, None))
         shape = (1, self.config.chunk_size, self.config.max_action_dim)
@@ -301,7 +305,7 @@ def _images(name: str, value: Any, size: tuple[int, int]) -> np.ndarray:
     images = value[None] if isinstance(value, np.ndarray) and value.ndim == 3 else value
     if (
         not isinstance(images, np.ndarray)
-        or images.dtype not in (np.uint8, np.float16, np.float32, np.float64)
+        or not (images.dtype == np.uint8 or images.dtype.kind == "f")
         or images.ndim != 4
         or 3 not in (images.shape[1], images.shape[3])
         or not images.size
