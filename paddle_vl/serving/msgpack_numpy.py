@@ -89,7 +89,7 @@ class Dialect:
                 max_map_len=_MOST_ENTRIES,
                 max_ext_len=0,
             )
-        except (ValueError, TypeError, msgpack.UnpackException) as error:
+        except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
             reason = str(error) or type(error).__name__
             raise ValueError(f"the message of {len(message)} bytes is refused: {reason}") from error
 

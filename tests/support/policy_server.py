@@ -31,7 +31,8 @@ class Running:
 
     def stop(self) -> None:
         """Ask it to end, from any thread."""
-        self._loop.call_soon_threadsafe(self.server.stop)
+        if not self.ended.done():
+            self._loop.call_soon_threadsafe(self.server.stop)
 
     def http(self, method: str, path: str, **headers: str) -> tuple[HTTPResponse, str]:
         connection = HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)

@@ -3,18 +3,26 @@
 Guarantees: a client's observation, in any of its forms, gives the actions of the policy itself;
 requests in one batch get the answers that each gets alone, whatever their company (exported
 programs: `test_exported_pi07`); past frames and known actions are those of the policy; what is
-wrong with an observation is refused by name before it joins a batch.
+wrong with an observation is refused by name before it joins a batch. `paddle-vl serve-policy` does
+this until a signal.
 """
 
+import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
 
 from paddle_vl.families.policy.acting import ObservationHistory
 from paddle_vl.families.policy.demonstrations.sample import Stream, sample_rng
 from paddle_vl.families.policy.images import letterbox
 from paddle_vl.serving import openpi, vla_eval
+from paddle_vl.serving.msgpack_numpy import OPENPI
 from paddle_vl.serving.policy import ObservationKeys, PolicyActor, open_policy
 from tests.single_card_tests.families.pi07.test_policy import character_tokenizer, golden_policy
 
@@ -240,3 +248,34 @@ def test_what_cannot_be_served_is_refused(policy, saved, tmp_path):
     (tmp_path / "config.json").write_text('{"type": "pi07_high_level"}')
     with pytest.raises(ValueError, match="does not act"):
         open_policy(tmp_path, "paddle")
+
+
+def test_the_command_serves_until_a_signal(policy, saved, tmp_path):
+    (tmp_path / "token").write_text("secret")
+    program = "from paddle_vl.cli.main import run; run()"
+    options = "--port 0 --max-batch-size 2 --value dataset_index=1 --seed 3 --token-file token"
+    command = [sys.executable, "-c", program, "serve-policy", str(saved), *options.split()]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        lines = iter(process.stderr.readline, "")
+        address = next(re.search(r"ws://\S+:\d+", line) for line in lines if "ws://" in line)
+        assert address is not None
+        headers = {"Authorization": "Bearer secret"}
+        with connect(address.group(), compression=None, additional_headers=headers) as peer:
+            metadata = OPENPI.unpack(peer.recv(60))
+            assert metadata == openpi.metadata_of(actor_of(policy))
+            peer.send(OPENPI.pack(observation()))
+            found = OPENPI.unpack(peer.recv(60))
+            itself = actor_of(policy, seed=3)
+            (wanted,) = answer(itself, itself.request(observation(), 0))
+            np.testing.assert_allclose(found["actions"], wanted, rtol=0, atol=1e-6)
+            assert found["policy_timing"]["batch_size"] == 1
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(ConnectionClosed):
+                peer.recv(60)
+            assert peer.close_code == 1001
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.communicate()
