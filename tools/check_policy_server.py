@@ -9,17 +9,15 @@ each protocol; the exit code is 1 if anything differs.
 """
 
 import argparse
-import os
-import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from benchmarks.served import served
 
 ROOT = Path(__file__).resolve().parents[1]
 # The first imports the second, which it does not declare.
@@ -41,29 +39,6 @@ def client_python(protocol: str, folder: Path) -> str:
     return str(python)
 
 
-@contextmanager
-def served(model: str, *options: str) -> Iterator[tuple[str, int]]:
-    """The address of a server in a process of its own that is ready, and its process number."""
-    command = [sys.executable, "-m", "paddle_vl", "serve-policy", model, "--port", "0", *options]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-    assert process.stderr is not None
-    address, said = "", []
-    try:
-        for line in process.stderr:
-            said.append(line)
-            found = re.search(r"ws://\S+:\d+", line)
-            address = found.group() if found else address
-            if line.startswith("ready"):
-                break
-        else:
-            raise RuntimeError("".join(said[-20:]))
-        yield address, process.pid
-    finally:
-        process.terminate()
-        process.communicate()
-
-
 def observations(actor: Any) -> dict[str, np.ndarray]:
     """Some observations, by the policy's names."""
     rng = np.random.default_rng(0)
@@ -76,7 +51,8 @@ def observations(actor: Any) -> dict[str, np.ndarray]:
 def check(protocol: str, model: str, environments: Path, actor: Any) -> str:
     """What a client found; says "differs" if that is not right."""
     given = observations(actor)
-    with tempfile.TemporaryDirectory() as work, served(model, "--protocol", protocol) as (at, _):
+    options = ("--protocol", protocol, "--value", "dataset_index=0")
+    with tempfile.TemporaryDirectory() as work, served(model, *options) as (at, _):
         files = [str(Path(work) / name) for name in ("observations.npz", "actions.npz")]
         np.savez(files[0], **given)  # pyright: ignore[reportArgumentType]
         python, script = client_python(protocol, environments), ROOT / "tools" / "policy_clients.py"

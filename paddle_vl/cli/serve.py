@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
 
 import yaml
 
@@ -77,7 +76,7 @@ def serve_policy(options: argparse.Namespace) -> int:
     return 0
 
 
-def _pair(text: str, option: str, form: str) -> Sequence[str]:
+def _pair(text: str, option: str, form: str) -> tuple[str, str]:
     name, equals, given = text.partition("=")
     if not (name and equals and given):
         raise ValueError(f"{option} {text}: {form} is needed")

@@ -42,7 +42,7 @@ class Dialect:
         self._keeps_scalars, self._dtypes = keys is bytes, dtypes
 
     def pack(self, value: Any) -> bytes:
-        return msgpack.packb(value, default=self._plain)
+        return msgpack.Packer(default=self._plain).pack(value)
 
     def _plain(self, value: Any) -> Any:
         if isinstance(value, np.ndarray):

@@ -11,7 +11,7 @@ from typing import Any
 
 from paddle_vl.serving.batching import Request
 from paddle_vl.serving.msgpack_numpy import OPENPI
-from paddle_vl.serving.policy import Actor, PolicyActor
+from paddle_vl.serving.policy import PolicyActor
 from paddle_vl.serving.transport import Peer, PeerLeftError, error_text
 
 _FAILED = 1011
@@ -37,7 +37,7 @@ class OpenpiProtocol:
         metadata: the server's first message.
     """
 
-    def __init__(self, actor: Actor, metadata: Mapping[str, Any]):
+    def __init__(self, actor: PolicyActor, metadata: Mapping[str, Any]):
         self._actor, self._hello = actor, OPENPI.pack(metadata)
 
     async def talk(self, peer: Peer) -> None:

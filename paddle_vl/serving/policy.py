@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -69,38 +69,6 @@ class ObservationKeys:
     features: Mapping[str, str] = field(default_factory=dict)
     ignored: Sequence[str] = ()
     values: Mapping[str, Any] = field(default_factory=dict)
-
-
-class Actor(Protocol):
-    """What a protocol needs of a policy."""
-
-    def new_history(self) -> ObservationHistory | None:
-        """For the past frames of an episode; None for a policy that sees the present only."""
-        ...
-
-    def observe(self, observation: Mapping[str, Any], history: ObservationHistory) -> None:
-        """Keep an observation for which no chunk is needed.
-
-        Raises:
-            ValueError: names the entry and the remedy.
-        """
-        ...
-
-    def request(
-        self,
-        observation: Mapping[str, Any],
-        number: int,
-        history: ObservationHistory | None = None,
-    ) -> Request:
-        """The request for a chunk; the answer is a map with `actions` `[C, A]` float32.
-
-        Args:
-            number: of the request on its connection. The noise depends on it and the server's seed.
-
-        Raises:
-            ValueError: names the entry and the remedy.
-        """
-        ...
 
 
 class _Item(NamedTuple):
@@ -169,10 +137,12 @@ class PolicyActor:
         return {"real_time_chunking": {"keys": [PREFIX, DELAY], "max_delay": most}} if most else {}
 
     def new_history(self) -> ObservationHistory | None:
+        """For the past frames of an episode; None for a policy that sees the present only."""
         frames = self.config.n_obs_steps
         return None if frames == 1 else ObservationHistory(frames, self.config.history_interval)
 
     def observe(self, observation: Mapping[str, Any], history: ObservationHistory) -> None:
+        """Keep an observation for which no chunk is needed; it raises as `request`."""
         self._with_history(self._batch(self._named(observation)), history)
 
     def request(
@@ -181,6 +151,15 @@ class PolicyActor:
         number: int,
         history: ObservationHistory | None = None,
     ) -> Request:
+        """The request for a chunk; the answer is a map with `actions` `[C, A]` float32.
+
+        Args:
+            number: of the request on its connection; the noise depends on it and the seed.
+            history: keeps the observation, and gives the frames before it.
+
+        Raises:
+            ValueError: names the entry and the remedy.
+        """
         batch = self._batch(self._named(observation))
         if history is not None:
             batch = self._with_history(batch, history)

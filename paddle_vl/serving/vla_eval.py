@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from paddle_vl.serving.msgpack_numpy import VLA_EVAL
-from paddle_vl.serving.policy import Actor, PolicyActor
+from paddle_vl.serving.policy import PolicyActor
 from paddle_vl.serving.transport import Peer, PeerLeftError, error_text
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class VlaEvalProtocol:
             chunks.
     """
 
-    def __init__(self, actor: Actor, hello: Mapping[str, Any], chunk_size: int | None = None):
+    def __init__(self, actor: PolicyActor, hello: Mapping[str, Any], chunk_size: int | None = None):
         self._actor, self._hello, self._chunk_size = actor, _VERSIONS | dict(hello), chunk_size
 
     async def talk(self, peer: Peer) -> None:

@@ -23,8 +23,8 @@ import numpy as np
 
 import export
 import harness
-from check_policy_server import served
 from harness import Result, Table
+from served import served
 
 SIDES = {
     export.DYNAMIC: ("saved", "paddle"),

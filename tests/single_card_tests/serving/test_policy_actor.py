@@ -18,6 +18,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
+import check_policy_server
 from paddle_vl.families.policy.acting import ObservationHistory
 from paddle_vl.families.policy.demonstrations.sample import Stream, sample_rng
 from paddle_vl.families.policy.images import letterbox
@@ -279,3 +280,11 @@ def test_the_command_serves_until_a_signal(policy, saved, tmp_path):
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.mark.heavy
+def test_the_published_clients_get_the_policys_actions(saved, monkeypatch, capsys):
+    """Installs both from PyPI."""
+    monkeypatch.setattr(sys, "argv", ["check_policy_server.py", str(saved)])
+    assert check_policy_server.main() == 0
+    assert capsys.readouterr().out.count("the policy's, by") == 2
