@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from paddle_vl.serving.metrics import Metrics
 
-BATCH_LIMITS = (1, 2, 4, 8, 16, 32, 64)
+# Name of the histogram.
+BATCH_SIZE = "paddle_vl_batch_size"
 
 
 class BusyError(RuntimeError):
@@ -98,7 +99,7 @@ class BatchQueue:
         loop = asyncio.get_running_loop()
         while self._waiting:
             batch = self._next_batch()
-            self._metrics.observe("batch_size", len(batch))
+            self._metrics.observe(BATCH_SIZE, len(batch))
             items = [each.request.item for each in batch]
             run = batch[0].request.run
             answers = await loop.run_in_executor(self.worker, answers_of, run, items)

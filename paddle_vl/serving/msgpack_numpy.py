@@ -45,19 +45,15 @@ class Dialect:
         return msgpack.Packer(default=self._plain).pack(value)
 
     def _plain(self, value: Any) -> Any:
+        if not isinstance(value, np.ndarray | np.generic):
+            raise TypeError(f"{type(value).__name__} cannot be sent")
+        dtype = {self._dtype: value.dtype.str}
         if isinstance(value, np.ndarray):
-            return {
-                self._array: True,
-                self._data: value.tobytes(),
-                self._dtype: value.dtype.str,
-                self._shape: list(value.shape),
-            }
-        if isinstance(value, np.generic) and self._keeps_scalars:
-            kept = {self._scalar: True, self._data: value.item(), self._dtype: value.dtype.str}
-            return kept
-        if isinstance(value, np.generic):
-            return value.item()
-        raise TypeError(f"{type(value).__name__} cannot be sent")
+            entries = {self._array: True, self._data: value.tobytes()}
+            return entries | dtype | {self._shape: list(value.shape)}
+        if self._keeps_scalars:
+            return {self._scalar: True, self._data: value.item()} | dtype
+        return value.item()
 
     def unpack(self, message: bytes | str) -> Any:
         """The value of a message; arrays are read-only.

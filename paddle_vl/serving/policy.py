@@ -218,6 +218,7 @@ class PolicyActor:
     def _batch(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         """A raw batch of one; cameras, state and `obs_history_is_pad` have an F axis."""
         batch: dict[str, Any] = {}
+        names = ["state", *self.cameras]
         goals = [goal for goal in self._goals.values() if goal in entries]
         if goals and goals != [self._goals[name] for name in self._goals if name in entries]:
             raise ValueError(f"the observation has {', '.join(goals)}: give each camera its goal")
@@ -242,12 +243,13 @@ class PolicyActor:
                     batch[f"{name}_is_pad"] = np.array([False])
         if goals:
             batch["subgoal_is_pad"] = np.array([False])
-        framed = {name: batch[name].shape[1] for name in (*self.cameras, "state") if name in batch}
-        if _HISTORY_IS_PAD in batch:
-            framed[_HISTORY_IS_PAD] = batch[_HISTORY_IS_PAD].shape[1]
-        if len({*framed.values()}) > 1 or max(framed.values()) > self.config.n_obs_steps:
+        if (num_frames := batch["state"].shape[1]) > 1:
+            # Without it the past would be padding.
+            batch.setdefault(_HISTORY_IS_PAD, np.zeros((1, num_frames), bool))
+        frames = {name: batch[name].shape[1] for name in (*names, _HISTORY_IS_PAD) if name in batch}
+        if len({*frames.values()}) > 1 or num_frames > self.config.n_obs_steps:
             raise ValueError(
-                f"the numbers of frames are {framed}: all must have the same, at most n_obs_steps "
+                f"the numbers of frames are {frames}: all must be the same, at most n_obs_steps "
                 f"{self.config.n_obs_steps}"
             )
         return batch

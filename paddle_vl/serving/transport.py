@@ -22,13 +22,14 @@ from websockets.http11 import Request as HttpRequest
 from websockets.http11 import Response
 
 from paddle_vl.serving.access import is_allowed
-from paddle_vl.serving.batching import BATCH_LIMITS, BatchQueue, BatchSettings, BusyError, Request
+from paddle_vl.serving.batching import BATCH_SIZE, BatchQueue, BatchSettings, BusyError, Request
 from paddle_vl.serving.metrics import CONTENT_TYPE, Metrics
 
 logger = logging.getLogger(__name__)
 _GOING_AWAY = 1001
 # Messages that a client may send ahead of the one that is answered.
 _MOST_AHEAD = 4
+_REQUESTS, _REQUEST_SECONDS = "paddle_vl_requests_total", "paddle_vl_request_seconds"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 # Settings of `/config`, as vla-eval names them, with their types and ranges.
 _CONFIG = {"max_batch_size": (int, 1, 64), "max_wait_time": (float, 0, 1)}
@@ -40,6 +41,16 @@ class DeadlineError(RuntimeError):
 
 class PeerLeftError(Exception):
     """The client has closed its connection."""
+
+
+# Of requests without an answer.
+_OUTCOMES: dict[type[Exception], str] = {
+    PeerLeftError: "dropped",
+    DeadlineError: "late",
+    BusyError: "busy",
+    ValueError: "refused",
+    Exception: "failed",
+}
 
 
 @dataclass(frozen=True)
@@ -106,29 +117,23 @@ class Peer:
         work = asyncio.ensure_future(self._server.answer(prepare))
         left = asyncio.ensure_future(self._connection.wait_closed())
         limit = self._server.settings.deadline_s
-        begin, outcome = time.monotonic(), "failed"
+        begin, outcome = time.monotonic(), "answered"
         try:
             await asyncio.wait({work, left}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
-                answer = work.result()
-                outcome = "answered"
-                return answer
+                return work.result()
             if left.done():
-                outcome = "dropped"
                 raise PeerLeftError
-            outcome = "late"
             raise DeadlineError(f"no answer within {limit:g} s (the server's --deadline)")
-        except BusyError:
-            outcome = "busy"
-            raise
-        except ValueError:
-            outcome = "refused"
+        except Exception as error:
+            kinds = (kind for kind in _OUTCOMES if isinstance(error, kind))
+            outcome = _OUTCOMES[next(kinds)]
             raise
         finally:
-            for task in (work, left):
-                task.cancel()
-            self._server.metrics.count("requests_total", f'outcome="{outcome}"')
-            self._server.metrics.observe("request_seconds", time.monotonic() - begin)
+            work.cancel()
+            left.cancel()
+            self._server.metrics.count(_REQUESTS, f'outcome="{outcome}"')
+            self._server.metrics.observe(_REQUEST_SECONDS, time.monotonic() - begin)
 
 
 class WireProtocol(Protocol):
@@ -150,11 +155,12 @@ class Server:
     def __init__(self, settings: ServerSettings, batching: BatchSettings):
         self.settings, self.is_stopping = settings, False
         self.metrics = Metrics(
-            {"requests_total": "Requests by their outcome."},
             {
-                "request_seconds": ("From a request to its answer, waiting included.", _SECONDS),
-                "batch_size": ("Requests that ran together.", BATCH_LIMITS),
+                _REQUESTS: "Requests by their outcome.",
+                _REQUEST_SECONDS: "From a request to its answer, waiting included.",
+                BATCH_SIZE: "Requests that ran together.",
             },
+            {_REQUEST_SECONDS: _SECONDS, BATCH_SIZE: (1, 2, 4, 8, 16, 32, 64)},
         )
         self.queue = BatchQueue(batching, self.metrics)
         self._peers: set[Peer] = set()
@@ -267,9 +273,9 @@ class Server:
             return connection.respond(401, "missing or wrong key\n")
         if request.path == "/metrics":
             gauges = {
-                "connections": len(self._peers),
-                "waiting_requests": len(self.queue),
-                "ready": int(self._is_ready()),
+                "paddle_vl_connections": len(self._peers),
+                "paddle_vl_waiting_requests": len(self.queue),
+                "paddle_vl_ready": self._is_ready(),
             }
             return _as_type(connection.respond(200, self.metrics.text(gauges)), CONTENT_TYPE)
         if path == "/config":

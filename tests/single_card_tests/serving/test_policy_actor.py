@@ -19,7 +19,6 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 import check_policy_server
-from paddle_vl.families.policy.acting import ObservationHistory
 from paddle_vl.families.policy.demonstrations.sample import Stream, sample_rng
 from paddle_vl.families.policy.images import letterbox
 from paddle_vl.serving import openpi, vla_eval
@@ -169,30 +168,30 @@ def test_known_actions_begin_the_chunk(policy):
 
 def test_past_frames_are_those_of_select_action():
     policy = golden_policy()
-    policy.tokenizer, policy.action_tokenizer = character_tokenizer(), None
-    policy.eval()
-    actor, config = actor_of(policy, vla_eval), policy.config
+    policy.tokenizer = character_tokenizer()
+    actor = actor_of(policy, vla_eval)
     history = actor.new_history()
-    assert isinstance(history, ObservationHistory)
-    # Without a history the past is padding, as in a first step.
-    seen = [observation(step) for step in range(3)]
-    keys = {"observation/image": "camera0", "observation/wrist_image": "camera1"}
-    keys |= {"observation/state": "state", "prompt": "prompt"}
-    seen = [{keys[key]: value for key, value in each.items()} for each in seen]
-    for number, each in enumerate(seen):
-        if number == 1:
-            actor.observe(each, history)
-        else:
-            (found,) = answer(actor, actor.request(each, number, history))
-        raw = {"camera0": pixels(each["camera0"]), "camera1": pixels(each["camera1"])}
-        raw |= {"state": each["state"][None].astype(np.float32), "prompt": [each["prompt"]]}
+    assert history is not None
+    steps = [
+        {"camera0": picture(step), "camera1": picture(step + 50), "state": STATE + step / 10}
+        for step in range(policy.config.n_obs_steps)
+    ]
+    words = {"prompt": "reach"}
+    for number, step in enumerate(steps):
+        raw = {"camera0": pixels(step["camera0"]), "camera1": pixels(step["camera1"])}
+        raw |= {"state": step["state"][None].astype(np.float32), "prompt": ["reach"]}
         policy.action_queue.clear()
         policy.select_action(raw | {"dataset_index": [1]}, noise_of(policy, number))
-        if number != 1:
-            chunk = [found[: config.n_action_steps][0], *policy.action_queue]
-            assert len(chunk) > 1
-            wanted = np.concatenate([row for row in policy.action_queue])
-            np.testing.assert_allclose(found[1 : 1 + len(wanted)], wanted, rtol=0, atol=1e-6)
+        wanted = np.concatenate(policy.action_queue)
+        if number == 1:
+            actor.observe(step | words, history)
+            continue
+        (found,) = answer(actor, actor.request(step | words, number, history))
+        np.testing.assert_allclose(found[1:], wanted, rtol=0, atol=1e-6)
+    # A client may send all frames itself.
+    frames = {name: np.stack([step[name] for step in steps]) for name in steps[0]}
+    (found,) = answer(actor, actor.request(frames | words, number))
+    np.testing.assert_allclose(found[1:], wanted, rtol=0, atol=1e-6)
 
 
 FRAMES = np.stack([picture(1)] * 2)
@@ -214,7 +213,7 @@ FRAMES = np.stack([picture(1)] * 2)
         ({"observation__image": [[1]]}, "'camera0' is list; an image is an array"),
         ({"observation__image": picture(1) / 1.0}, "'camera0' has values from 0 to 255; .*divide"),
         ({"observation__image": picture(1) * np.nan}, "'camera0' has values from nan"),
-        ({"observation__image": FRAMES}, r"numbers of frames are \{'camera0': 2, .*n_obs_steps 1"),
+        ({"observation__image": FRAMES}, r"frames are \{'state': 1, 'camera0': 2.*n_obs_steps 1"),
         ({"quality": 9}, "'quality' is 9; it must be from 1 to 5"),
         ({"speed": "fast"}, "'speed' is 'fast'; a whole number is needed"),
         ({"dataset_index": 2}, r"dataset_index is \[2\]"),
