@@ -24,7 +24,6 @@ from paddle_vl.families.policy.demonstrations.sample import (
 from paddle_vl.families.policy.images import cameras_of, letterbox
 from paddle_vl.serving.batching import Request
 
-EXPORT_FILE = "export.json"
 # The others are the planner's.
 _TEXTS = ("prompt", "dataset_repo_id", *(n for n in OPTIONAL_TEXTS if "memory" not in n))
 # The actions that run while a chunk is computed, and how many they are.
@@ -42,15 +41,10 @@ def open_policy(folder: Path, runtime: str) -> ActingPolicy:
         ValueError, RuntimeError: no policy, or a damaged one.
     """
     policy: Any
-    if (folder / EXPORT_FILE).is_file():
+    if runtime != "paddle" or (folder / "export.json").is_file():
         policy = load(folder, runtime)  # pyright: ignore[reportArgumentType]
-    elif runtime == "paddle":
-        policy = family_of_folder(folder).recipe_class().policy(folder)
     else:
-        raise ValueError(
-            f"{folder} is no export folder, so --runtime {runtime} has nothing to run: make one "
-            "with `paddle-vl export --onnx`"
-        )
+        policy = family_of_folder(folder).recipe_class().policy(folder)
     if not isinstance(policy, ActingPolicy):
         raise ValueError(f"{folder} has the programs of {type(policy).__name__}, which do not act")
     return policy
@@ -141,9 +135,17 @@ class PolicyActor:
         frames = self.config.n_obs_steps
         return None if frames == 1 else ObservationHistory(frames, self.config.history_interval)
 
-    def observe(self, observation: Mapping[str, Any], history: ObservationHistory) -> None:
-        """Keep an observation for which no chunk is needed; it raises as `request`."""
-        self._with_history(self._batch(self._named(observation)), history)
+    def observe(
+        self, observation: Mapping[str, Any], history: ObservationHistory | None = None
+    ) -> dict[str, Any]:
+        """The batch of one that an observation is, kept in the history and with the frames before
+        it; it raises as `request`."""
+        batch = self._batch(self._named(observation))
+        if history is None:
+            return batch
+        names = ["state", *(name for name in self.cameras if name in batch)]
+        # The history adds the axis of frames itself.
+        return history.extended(batch | {name: batch[name][:, -1] for name in names}, names)
 
     def request(
         self,
@@ -160,10 +162,7 @@ class PolicyActor:
         Raises:
             ValueError: names the entry and the remedy.
         """
-        batch = self._batch(self._named(observation))
-        if history is not None:
-            batch = self._with_history(batch, history)
-        return self._request(batch, number)
+        return self._request(self.observe(observation, history), number)
 
     def run(self, items: Sequence[_Item]) -> list[Any]:
         """Chunks of one layout; an error in the place of a chunk that is not finite."""
@@ -253,11 +252,6 @@ class PolicyActor:
                 f"{self.config.n_obs_steps}"
             )
         return batch
-
-    def _with_history(self, batch: dict[str, Any], history: ObservationHistory) -> dict[str, Any]:
-        names = ["state", *(name for name in self.cameras if name in batch)]
-        # The history adds the axis of frames itself.
-        return history.extended(batch | {name: batch[name][:, -1] for name in names}, names)
 
     def _request(self, batch: dict[str, Any], number: int) -> Request:
         if (PREFIX in batch) != (DELAY in batch):

@@ -114,7 +114,11 @@ class Peer:
             BusyError: too many requests wait.
             Exception: what `prepare` or the model raised.
         """
-        work = asyncio.ensure_future(self._server.answer(prepare))
+
+        async def run() -> Any:
+            return await self._server.queue.answer(await asyncio.to_thread(prepare))
+
+        work = asyncio.ensure_future(run())
         left = asyncio.ensure_future(self._connection.wait_closed())
         limit = self._server.settings.deadline_s
         begin, outcome = time.monotonic(), "answered"
@@ -235,10 +239,6 @@ class Server:
         self.stop()
         # Once more ends at once.
         asyncio.get_running_loop().remove_signal_handler(number)
-
-    async def answer(self, prepare: Callable[[], Request]) -> Any:
-        """See `Peer.answer`."""
-        return await self.queue.answer(await asyncio.to_thread(prepare))
 
     async def _talk(self, connection: ServerConnection) -> None:
         peer = Peer(connection, self)

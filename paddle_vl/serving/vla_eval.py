@@ -113,12 +113,15 @@ def _read(data: bytes | str) -> dict[str, Any]:
         ValueError: malformed.
     """
     message = VLA_EVAL.unpack(data)
-    if not isinstance(message, dict):
-        raise ValueError(f"a message is a map, not {type(message).__name__}")
-    if missing := [name for name in _FIELDS if name not in message]:
-        raise ValueError(f"a message has {list(_FIELDS)}; {missing} are missing")
-    if message["type"] not in _TYPES or not isinstance(message["payload"], dict):
-        raise ValueError(f"a message has the type {message['type']!r:.40} and a map as its payload")
-    if type(message["seq"]) is not int:
-        raise ValueError(f"the seq of a message is {message['seq']!r:.40}; a number is needed")
+    if not (
+        isinstance(message, dict)
+        and message.keys() >= {*_FIELDS}
+        and message["type"] in _TYPES
+        and isinstance(message["payload"], dict)
+        and type(message["seq"]) is int
+    ):
+        raise ValueError(
+            f"a message is a map of {', '.join(_FIELDS)}, of one of the types {', '.join(_TYPES)}, "
+            f"with a map as its payload and a number as its seq, not {str(message)[:200]}"
+        )
     return message

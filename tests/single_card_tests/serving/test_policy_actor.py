@@ -243,7 +243,7 @@ def test_chunks_that_are_not_finite_are_not_sent(policy, monkeypatch):
 def test_what_cannot_be_served_is_refused(policy, saved, tmp_path):
     with pytest.raises(ValueError, match=r"reads no camera9; it reads state, camera0"):
         actor_of(policy, features={"camera9": "front"})
-    with pytest.raises(ValueError, match="no export folder, so --runtime onnxruntime"):
+    with pytest.raises(ValueError, match="has no export.json: give a folder of paddle-vl export"):
         open_policy(saved, "onnxruntime")
     (tmp_path / "config.json").write_text('{"type": "pi07_high_level"}')
     with pytest.raises(ValueError, match="does not act"):

@@ -248,7 +248,9 @@ def test_episodes_of_vla_eval_begin_with_an_empty_buffer(gate):
             said("observation", seq, n=n)
             message = VLA_EVAL.unpack(peer.recv(WAIT_S))
             assert (message["type"], message["seq"]) == ("action", seq)
-            found.append(message["payload"]["actions"].item())
+            actions = message["payload"]["actions"]
+            assert actions.dtype == "float32"
+            found.append(actions.item())
         assert found == [10, 11, 30, 40]
 
 
