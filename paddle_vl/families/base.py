@@ -3,6 +3,8 @@
 A family is a folder: model, NumPy-only `inputs/`, checkpoint map, pipeline stage, FLOP counter and
 a recipe that implements `Family`. One line of `paddle_vl.config.families` registers it. A family
 does not import the trainer or `paddle_vl.parallel`: what it needs of them is passed in.
+
+Over 350 lines: one interface, with what its methods take and give.
 """
 
 from abc import ABC, abstractmethod
@@ -320,7 +322,7 @@ class Family(ABC):
         raise ValueError(f"the model in {folder} is of a family that does not answer questions")
 
     @classmethod
-    def policy(cls, folder: Path) -> Any:
+    def acting_policy(cls, folder: Path) -> Any:
         """The robot policy in a folder, a `paddle_vl.families.policy.acting.ActingPolicy`.
 
         Raises:

@@ -44,7 +44,7 @@ def open_policy(folder: Path, runtime: str) -> ActingPolicy:
     if runtime != "paddle" or (folder / "export.json").is_file():
         policy = load(folder, runtime)  # pyright: ignore[reportArgumentType]
     else:
-        policy = family_of_folder(folder).recipe_class().policy(folder)
+        policy = family_of_folder(folder).recipe_class().acting_policy(folder)
     if not isinstance(policy, ActingPolicy):
         raise ValueError(f"{folder} has the programs of {type(policy).__name__}, which do not act")
     return policy

@@ -209,9 +209,9 @@ class PI07Recipe(Family):
         )
 
     @classmethod
-    def policy(cls, folder: Path) -> Any:
-        if cls.policy_class is not PI07LowLevelPolicy:
-            return super().policy(folder)
+    def acting_policy(cls, folder: Path) -> PI07LowLevelPolicy:
+        if not issubclass(cls.policy_class, PI07LowLevelPolicy):
+            raise ValueError(f"{folder} is a pi07 planner, which does not act: give its policy")
         return cls.policy_class.from_pretrained(folder)
 
     @classmethod
