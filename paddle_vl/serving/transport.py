@@ -69,7 +69,7 @@ class ServerSettings:
     token: str | None = None
     max_clients: int = 64
     max_message_bytes: int = 16 << 20
-    deadline_s: float = 30.0
+    deadline_s: float = 25.0
     keep_alive: bool = True
 
 

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +57,13 @@ class Client:
         lost: requests without an answer.
     """
 
-    def __init__(self, address: str, seed: int):
+    def __init__(self, address: str, seed: int, stack: ExitStack):
         from websockets.sync.client import connect
 
         from paddle_vl.serving.msgpack_numpy import OPENPI
 
         self._dialect, rng = OPENPI, np.random.default_rng(seed)
-        self._connection = connect(address, compression=None, max_size=None)
+        self._connection = stack.enter_context(connect(address, compression=None, max_size=None))
         self._connection.recv(60)
         images = rng.integers(0, 256, (2, 224, 224, 3), dtype=np.uint8)
         observation = {"observation/image": images[0], "observation/wrist_image": images[1]}
@@ -92,11 +93,14 @@ def measure(options: argparse.Namespace, work: Path, side: str) -> dict[str, Any
     from paddle_vl.processes import resident_bytes
 
     folder, runtime = SIDES[side]
-    with served(str(work / folder), "--runtime", runtime) as (address, process):
-        alone = Client(address, 0)
+    with (
+        served(str(work / folder), "--runtime", runtime) as (address, process),
+        ExitStack() as stack,
+    ):
+        alone = Client(address, 0, stack)
         for _ in range(WARM_UP + options.repeats):
             alone.ask()
-        clients = [Client(address, seed) for seed in range(options.clients)]
+        clients = [Client(address, seed, stack) for seed in range(options.clients)]
         begin, memory = time.perf_counter(), []
         half = threading.Timer(options.seconds / 2, lambda: memory.append(resident_bytes(process)))
         half.start()
