@@ -134,8 +134,8 @@ SERVE_POLICY = Command(
             value("--max-wait", "SECONDS", "after a batch, wait so long for the next one to fill "
                   "(default 0)", type=float, default=0.0),
             number("--max-waiting", "most requests that wait; others are refused (default 64)", 64),
-            value("--deadline", "SECONDS", "refuse what has no answer by then (default 25; vla-eval "
-                  "waits for 30)", type=float, default=25.0),
+            value("--deadline", "SECONDS", "refuse what has no answer by then (default 25; clients "
+                  "of vla-eval wait 30)", type=float, default=25.0),
         ),
     ],
     folders=("model",),
