@@ -3,12 +3,14 @@
     python tools/check_policy_server.py MODEL [--environments DIR]
 
 Each client gets an environment of its own, which is made if DIR has none (from PyPI), since
-openpi-client needs NumPy 1. It asks `paddle-vl serve-policy` for a few chunks; these must be the
-policy's own, and a wrong observation must be refused as the client expects it. Prints a line for
-each protocol; the exit code is 1 if anything differs.
+openpi-client needs NumPy 1; there this file runs again, as the client. It asks
+`paddle-vl serve-policy` for a few chunks; these must be the policy's own, and a wrong observation
+must be refused as the client expects it. Prints a line for each protocol; the exit code is 1 if
+anything differs.
 """
 
 import argparse
+import asyncio
 import subprocess
 import sys
 import tempfile
@@ -19,7 +21,6 @@ import numpy as np
 
 from benchmarks.served import served
 
-ROOT = Path(__file__).resolve().parents[1]
 # The first imports the second, which it does not declare.
 PACKAGES = {
     "openpi": ("openpi-client==0.1.2", "typing_extensions"),
@@ -27,6 +28,49 @@ PACKAGES = {
 }
 NUM_OBSERVATIONS = 4
 TOLERANCE = 1e-5
+
+
+def with_openpi(address: str, seen: dict[str, np.ndarray]) -> tuple[list[np.ndarray], str]:
+    from openpi_client.websocket_client_policy import (  # pyright: ignore[reportMissingImports]
+        WebsocketClientPolicy,
+    )
+
+    policy = WebsocketClientPolicy(host=address)
+    cameras = list(policy.get_server_metadata()["cameras"])
+    keys = dict(zip(cameras, ("observation/image", "observation/wrist_image"), strict=False))
+    found = []
+    for state, *images in zip(seen["state"], *(seen[name] for name in cameras), strict=True):
+        observation = {keys.get(n, n): image for n, image in zip(cameras, images, strict=True)}
+        observation |= {"observation/state": state, "prompt": str(seen["prompt"])}
+        found.append(policy.infer(observation)["actions"])
+    try:
+        policy.infer({"prompt": ""})
+    except RuntimeError as error:
+        return found, str(error)
+    return found, "no error"
+
+
+def with_vla_eval(address: str, seen: dict[str, np.ndarray]) -> tuple[list[np.ndarray], str]:
+    from vla_eval.connection import Connection  # pyright: ignore[reportMissingImports]
+
+    cameras = [name for name in seen if name not in ("state", "prompt")]
+
+    async def run() -> tuple[list[np.ndarray], str]:
+        found: list[np.ndarray] = []
+        async with Connection(address) as connection:
+            await connection.start_episode({"task": {"name": "check"}})
+            for i, state in enumerate(seen["state"]):
+                images = {name: seen[name][i] for name in cameras}
+                observation: dict[str, Any] = {"images": images, "state": state}
+                observation["task_description"] = str(seen["prompt"])
+                found.append((await connection.act(observation))["actions"])
+            try:
+                await connection.act({"images": {}})
+            except RuntimeError as error:
+                return found, str(error)
+        return found, "no error"
+
+    return asyncio.run(run())
 
 
 def client_python(protocol: str, folder: Path) -> str:
@@ -55,8 +99,8 @@ def check(protocol: str, model: str, environments: Path, actor: Any) -> str:
     with tempfile.TemporaryDirectory() as work, served(model, *options) as (at, _):
         files = [str(Path(work) / name) for name in ("observations.npz", "actions.npz")]
         np.savez(files[0], **given)  # pyright: ignore[reportArgumentType]
-        python, script = client_python(protocol, environments), ROOT / "tools" / "policy_clients.py"
-        subprocess.run([python, str(script), protocol, at, *files], check=True)
+        command = [client_python(protocol, environments), __file__, at, "--client", protocol]
+        subprocess.run([*command, *files], check=True)
         found = dict(np.load(files[1]))
     history = actor.new_history() if protocol == "vla-eval" else None
     worst = 0.0
@@ -76,7 +120,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("model", help="a policy's folder, or an export folder")
     parser.add_argument("--environments", type=Path, metavar="DIR", help="of the clients")
+    # The process of a client; the model is then the address of its server.
+    parser.add_argument("--client", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.client:
+        protocol, given, out = options.client
+        client = with_openpi if protocol == "openpi" else with_vla_eval
+        actions, refusal = client(options.model, dict(np.load(given)))
+        np.savez(out, actions=np.stack(actions), refusal=refusal)
+        return 0
 
     from paddle_vl.compat import configure_cpu_runtime
     from paddle_vl.serving import openpi

@@ -32,14 +32,8 @@ def serve_policy(options: argparse.Namespace) -> int:
     is_openpi = options.protocol == "openpi"
     if is_openpi and options.chunk_size is not None:
         raise ValueError("--chunk-size is for --protocol vla-eval; openpi's clients cut chunks")
-    keys = ObservationKeys(
-        dict(_pair(text, "--feature", "NAME=KEY") for text in options.feature),
-        options.ignore,
-        {
-            name: yaml.safe_load(text)
-            for name, text in (_pair(text, "--value", "NAME=VALUE") for text in options.value)
-        },
-    )
+    values = {name: yaml.safe_load(text) for name, text in options.value}
+    keys = ObservationKeys(dict(options.feature), options.ignore, values)
     configure_runtime()
     folder, begin = model_folder_of(options.model), time.monotonic()
     server = Server(
@@ -52,7 +46,7 @@ def serve_policy(options: argparse.Namespace) -> int:
             options.deadline,
             keep_alive=is_openpi,
         ),
-        BatchSettings(options.max_batch_size, options.max_wait, options.max_waiting),
+        BatchSettings(options.max_batch_size, options.max_wait),
     )
 
     def load() -> WireProtocol:
@@ -76,10 +70,10 @@ def serve_policy(options: argparse.Namespace) -> int:
     return 0
 
 
-def _pair(text: str, option: str, form: str) -> tuple[str, str]:
+def _pair(text: str) -> tuple[str, str]:
     name, equals, given = text.partition("=")
     if not (name and equals and given):
-        raise ValueError(f"{option} {text}: {form} is needed")
+        raise argparse.ArgumentTypeError(f"{text} has no NAME= before it")
     return name, given
 
 
@@ -111,11 +105,11 @@ SERVE_POLICY = Command(
         *grouped(
             "observations",
             value("--feature", "NAME=KEY", "the clients' key of an entry of the policy; repeat it "
-                  "for several", action="append", default=[]),
+                  "for several", type=_pair, action="append", default=[]),
             value("--ignore", "KEY", "a key of the clients that is left out; repeat it for several",
                   action="append", default=[]),
             value("--value", "NAME=VALUE", "an entry that observations get if they have none, such "
-                  "as quality=5; repeat it for several", action="append", default=[]),
+                  "as quality=5; repeat it for several", type=_pair, action="append", default=[]),
         ),
         *grouped(
             "network",
@@ -133,7 +127,6 @@ SERVE_POLICY = Command(
             number("--max-batch-size", "most requests of a batch (default 8)", 8),
             value("--max-wait", "SECONDS", "after a batch, wait so long for the next one to fill "
                   "(default 0)", type=float, default=0.0),
-            number("--max-waiting", "most requests that wait; others are refused (default 64)", 64),
             value("--deadline", "SECONDS", "refuse what has no answer by then (default 25; clients "
                   "of vla-eval wait 30)", type=float, default=25.0),
         ),

@@ -17,10 +17,6 @@ from paddle_vl.serving.metrics import Metrics
 BATCH_SIZE = "paddle_vl_batch_size"
 
 
-class BusyError(RuntimeError):
-    """Too many requests wait already."""
-
-
 class Request(NamedTuple):
     """A checked request.
 
@@ -43,12 +39,10 @@ class BatchSettings:
     Attributes:
         max_batch_size: most requests of a batch.
         max_wait_time: seconds that a batch waits for more after the one before; 0 for not at all.
-        max_waiting: most requests that wait.
     """
 
     max_batch_size: int = 8
     max_wait_time: float = 0.0
-    max_waiting: int = 64
 
 
 class _Waiting(NamedTuple):
@@ -57,7 +51,8 @@ class _Waiting(NamedTuple):
 
 
 class BatchQueue:
-    """Answers requests in the order of their arrival, those of one layout together.
+    """Answers requests in the order of their arrival, those of one layout together. A connection
+    has one at a time, so the limit of connections bounds the queue.
 
     Attributes:
         worker: the model's thread, which also loads it.
@@ -77,14 +72,8 @@ class BatchQueue:
         """The answer to a request. Cancelled, it leaves the queue and does not run.
 
         Raises:
-            BusyError: the queue is full.
             Exception: what the model raised for this request.
         """
-        if len(self._waiting) >= self.settings.max_waiting:
-            raise BusyError(
-                f"{len(self._waiting)} requests wait already, as many as this server takes: ask "
-                "again later"
-            )
         answer = asyncio.get_running_loop().create_future()
         self._waiting.append(_Waiting(request, answer))
         if self._task is None or self._task.done():

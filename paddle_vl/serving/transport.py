@@ -22,7 +22,7 @@ from websockets.http11 import Request as HttpRequest
 from websockets.http11 import Response
 
 from paddle_vl.serving.access import is_allowed
-from paddle_vl.serving.batching import BATCH_SIZE, BatchQueue, BatchSettings, BusyError, Request
+from paddle_vl.serving.batching import BATCH_SIZE, BatchQueue, BatchSettings, Request
 from paddle_vl.serving.metrics import CONTENT_TYPE, Metrics
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,6 @@ class PeerLeftError(Exception):
 _OUTCOMES: dict[type[Exception], str] = {
     PeerLeftError: "dropped",
     DeadlineError: "late",
-    BusyError: "busy",
     ValueError: "refused",
     Exception: "failed",
 }
@@ -58,7 +57,7 @@ class ServerSettings:
     """Attributes:
     port: 0 for any free one.
     token: what clients must send; None for nothing.
-    max_clients: most connections at once.
+    max_clients: most connections at once, each of which has one request at a time.
     max_message_bytes: longest message of a client.
     deadline_s: seconds until a request without an answer is refused.
     keep_alive: whether the server pings its clients, every 20 s.
@@ -111,7 +110,6 @@ class Peer:
         Raises:
             PeerLeftError: the client has left; a request that still waited does not run.
             DeadlineError: the time is over.
-            BusyError: too many requests wait.
             Exception: what `prepare` or the model raised.
         """
 
@@ -313,7 +311,7 @@ def configured(settings: BatchSettings, query: str) -> tuple[int, dict[str, Any]
 def error_text(error: Exception) -> str:
     """What a client is told: the reason of a refusal. Of a defect only its kind, since the text of
     one may show folders of this machine; the log has all."""
-    if isinstance(error, ValueError | BusyError | DeadlineError):
+    if isinstance(error, ValueError | DeadlineError):
         kind = "ValueError" if isinstance(error, ValueError) else type(error).__name__
         return f"{kind}: {error}"
     logger.error("the model failed", exc_info=error)
