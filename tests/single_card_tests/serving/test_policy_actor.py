@@ -265,12 +265,13 @@ def test_the_command_serves_until_a_signal(policy, saved, tmp_path):
         with connect(address.group(), compression=None, additional_headers=headers) as peer:
             metadata = OPENPI.unpack(peer.recv(60))
             assert metadata == openpi.metadata_of(actor_of(policy))
-            peer.send(OPENPI.pack(observation()))
-            found = OPENPI.unpack(peer.recv(60))
             itself = actor_of(policy, seed=3)
-            (wanted,) = answer(itself, itself.request(observation(), 0))
-            np.testing.assert_allclose(found["actions"], wanted, rtol=0, atol=1e-6)
-            assert found["policy_timing"]["batch_size"] == 1
+            for number in range(2):
+                peer.send(OPENPI.pack(observation()))
+                found = OPENPI.unpack(peer.recv(60))
+                (wanted,) = answer(itself, itself.request(observation(), number))
+                np.testing.assert_allclose(found["actions"], wanted, rtol=0, atol=1e-6)
+                assert found["policy_timing"]["batch_size"] == 1
             process.send_signal(signal.SIGTERM)
             with pytest.raises(ConnectionClosed):
                 peer.recv(60)

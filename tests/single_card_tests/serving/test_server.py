@@ -26,19 +26,29 @@ class Gate:
     """An actor whose model waits until it is opened.
 
     Attributes:
-        batches: the numbers of every batch that ran.
+        batches: the items of every batch that ran.
+        numbers: of the requests on their connections.
+        history: what it was told of an episode's observations.
     """
 
     def __init__(self) -> None:
         self.batches: list[list[int]] = []
+        self.numbers: list[int] = []
+        self.history: list[int] | None = None
         self.is_open, self.has_begun = threading.Event(), threading.Event()
 
-    def new_history(self) -> None:
-        return None
+    def new_history(self) -> list[int] | None:
+        return self.history
 
-    def request(self, observation: dict, number: int, history: None = None) -> Request:
+    def observe(self, observation: dict, history: list[int] | None) -> None:
+        if history is not None:
+            history.append(observation["n"])
+
+    def request(self, observation: dict, number: int, history: list[int] | None = None) -> Request:
         if "bad" in observation:
             raise ValueError("the observation is bad")
+        self.numbers.append(number)
+        self.observe(observation, history)
         return Request(self.run, observation["n"], observation.get("layout"))
 
     def run(self, items: list[int]) -> list:
@@ -151,19 +161,6 @@ def test_a_late_answer_and_a_lost_client_do_not_run(gate, clients):
         assert gate.batches == [[0], [4]]
 
 
-def test_pings_are_answered_while_the_model_computes(gate, clients):
-    with (
-        serving(lambda: OpenpiProtocol(gate, {})) as server,
-        connect(server.address, compression=None) as peer,
-    ):
-        peer.recv(WAIT_S)
-        peer.send(OPENPI.pack({"n": 0}))
-        assert gate.has_begun.wait(WAIT_S)
-        assert peer.ping().wait(WAIT_S)
-        gate.is_open.set()
-        assert OPENPI.unpack(peer.recv(WAIT_S))["actions"] == [0]
-
-
 def test_the_end_answers_what_was_asked_and_closes_who_is_idle(gate, clients):
     with serving(lambda: OpenpiProtocol(gate, {})) as server:
         with (
@@ -174,6 +171,8 @@ def test_the_end_answers_what_was_asked_and_closes_who_is_idle(gate, clients):
                 peer.recv(WAIT_S)
             busy.send(OPENPI.pack({"n": 0}))
             assert gate.has_begun.wait(WAIT_S)
+            # Pings are answered while the model computes.
+            assert busy.ping().wait(WAIT_S)
             server.stop()
             with pytest.raises(ConnectionClosed):
                 idle.recv(WAIT_S)
@@ -227,8 +226,9 @@ def test_limits_of_connections_and_messages(gate):
             assert peer.close_code == 1009
 
 
-def test_episodes_of_vla_eval_begin_with_an_empty_buffer(gate):
+def test_episodes_of_vla_eval_begin_without_actions_and_past(gate):
     gate.is_open.set()
+    gate.history = []
     gate.run = lambda items: [{"actions": [[n], [n + 1], [n + 2]]} for n in items]
     with (
         serving(lambda: VlaEvalProtocol(gate, {}, chunk_size=2)) as server,
@@ -242,6 +242,7 @@ def test_episodes_of_vla_eval_begin_with_an_empty_buffer(gate):
         found = []
         for seq, n in enumerate([10, 20, 30, 40]):
             if n == 40:
+                assert gate.history == [10, 20, 30]
                 said("episode_start", 99, task={})
             said("observation", seq, n=n)
             message = VLA_EVAL.unpack(peer.recv(WAIT_S))
@@ -250,6 +251,8 @@ def test_episodes_of_vla_eval_begin_with_an_empty_buffer(gate):
             assert actions.dtype == "float32"
             found.append(actions.item())
         assert found == [10, 11, 30, 40]
+        assert gate.numbers == [0, 1, 2]
+        assert gate.history == [40]
 
 
 def test_who_may_listen_and_with_which_token(tmp_path, monkeypatch):
