@@ -23,7 +23,7 @@ from tests.support.policy_server import WAIT_S, Running, serving
 
 
 class Gate:
-    """An actor whose model waits until it is opened.
+    """An actor whose model waits until it is opened, once for each batch.
 
     Attributes:
         batches: the items of every batch that ran.
@@ -35,7 +35,10 @@ class Gate:
         self.batches: list[list[int]] = []
         self.numbers: list[int] = []
         self.history: list[int] | None = None
-        self.is_open, self.has_begun = threading.Event(), threading.Event()
+        self._opened, self.has_begun = threading.Semaphore(0), threading.Event()
+
+    def open(self, batches: int = 99) -> None:
+        self._opened.release(batches)
 
     def new_history(self) -> list[int] | None:
         return self.history
@@ -54,7 +57,7 @@ class Gate:
     def run(self, items: list[int]) -> list:
         self.batches.append(items)
         self.has_begun.set()
-        assert self.is_open.wait(WAIT_S)
+        assert self._opened.acquire(timeout=WAIT_S)
         return [OSError("/a/folder") if n < 0 else {"actions": [n]} for n in items]
 
 
@@ -98,7 +101,7 @@ def test_what_waits_runs_together_and_a_failure_is_alone(gate, clients):
             asked.append(clients.submit(ask, server, n=n, layout=layout))
             until(lambda: waiting(server) == len(asked) - 1)
         assert ask(server, bad=1) == "ValueError: the observation is bad\n"
-        gate.is_open.set()
+        gate.open()
         answers = [each.result(WAIT_S) for each in asked]
         assert gate.batches == [[0], [1, -3, 4], [2], [5]]
         assert answers[3].startswith("RuntimeError: the model failed (OSError)")
@@ -135,7 +138,7 @@ def test_a_batch_waits_for_more_after_the_one_before(gate, clients):
         assert server.http("GET", "/config?max_wait_time=1")[1].startswith('{"applied": {"max_w')
         for query in ("max_wait_time=2", "max_batch_size=0", "max_batch_size=x"):
             assert server.http("GET", f"/config?{query}")[0].status == 422
-        gate.is_open.set()
+        gate.open()
         first = clients.submit(ask, server, n=0)
         assert first.result(WAIT_S) == [0]
         second = clients.submit(ask, server, n=1)
@@ -145,7 +148,7 @@ def test_a_batch_waits_for_more_after_the_one_before(gate, clients):
         assert sorted(map(sorted, gate.batches)) == [[0], [1, 2]]
 
 
-def test_a_late_answer_and_a_lost_client_do_not_run(gate, clients):
+def test_nothing_runs_for_a_late_answer_or_a_lost_client(gate, clients):
     with serving(lambda: OpenpiProtocol(gate, {}), deadline_s=1.0) as server:
         running = clients.submit(ask, server, n=0)
         assert gate.has_begun.wait(WAIT_S)
@@ -156,9 +159,30 @@ def test_a_late_answer_and_a_lost_client_do_not_run(gate, clients):
         until(lambda: waiting(server) == 0)
         assert ask(server, n=3).startswith("DeadlineError: no answer within 1 s")
         assert running.result(WAIT_S).startswith("DeadlineError")
-        gate.is_open.set()
+        gate.open()
         assert ask(server, n=4) == [4]
         assert gate.batches == [[0], [4]]
+        counted = server.http("GET", "/metrics")[1]
+        assert 'outcome="dropped"} 1\n' in counted
+        assert 'outcome="late"} 2\n' in counted
+
+
+def test_a_client_that_leaves_a_batch_does_not_disturb_it(gate, clients):
+    with serving(lambda: OpenpiProtocol(gate, {})) as server:
+        first = clients.submit(ask, server, n=0)
+        assert gate.has_begun.wait(WAIT_S)
+        with connect(server.address, compression=None) as leaving:
+            leaving.recv(WAIT_S)
+            leaving.send(OPENPI.pack({"n": 1}))
+            until(lambda: waiting(server) == 1)
+            other = clients.submit(ask, server, n=2)
+            until(lambda: waiting(server) == 2)
+            gate.open(1)
+            assert first.result(WAIT_S) == [0]
+            until(lambda: gate.batches == [[0], [1, 2]])
+        until(lambda: 'outcome="dropped"} 1' in server.http("GET", "/metrics")[1])
+        gate.open()
+        assert other.result(WAIT_S) == [2]
 
 
 def test_the_end_answers_what_was_asked_and_closes_who_is_idle(gate, clients):
@@ -177,7 +201,7 @@ def test_the_end_answers_what_was_asked_and_closes_who_is_idle(gate, clients):
             with pytest.raises(ConnectionClosed):
                 idle.recv(WAIT_S)
             assert idle.close_code == 1001
-            gate.is_open.set()
+            gate.open()
             assert OPENPI.unpack(busy.recv(WAIT_S))["actions"] == [0]
             with pytest.raises(ConnectionClosed):
                 busy.recv(WAIT_S)
@@ -186,7 +210,7 @@ def test_the_end_answers_what_was_asked_and_closes_who_is_idle(gate, clients):
 
 
 def test_clients_may_come_while_the_model_loads(gate, clients):
-    gate.is_open.set()
+    gate.open()
     loads = threading.Event()
 
     def load():
@@ -227,7 +251,7 @@ def test_limits_of_connections_and_messages(gate):
 
 
 def test_episodes_of_vla_eval_begin_without_actions_and_past(gate):
-    gate.is_open.set()
+    gate.open()
     gate.history = []
     gate.run = lambda items: [{"actions": [[n], [n + 1], [n + 2]]} for n in items]
     with (

@@ -155,7 +155,9 @@ def test_tokens_are_checked_as_recorded():
             length = refused.value.response.headers["Content-Length"]
             assert f"Content-Length: {length}\r\n" in wanted["response_head"]
         bearer = {"Authorization": "Bearer secret-1"}
+        # No compression, even for a client that offers it.
         with connect(server.address, additional_headers=bearer) as peer:
+            assert "Sec-WebSocket-Extensions" not in peer.response.headers
             assert OPENPI.unpack(peer.recv(WAIT_S)) == {}
         assert server.http("GET", "/healthz")[0].status == 200
         assert server.http("GET", "/config")[0].status == 401
