@@ -6,7 +6,17 @@ import os
 from pathlib import Path
 from typing import Any
 
-from paddle_vl.cli.table import BASE, Command, grouped, model, number, output, switch, value
+from paddle_vl.cli.table import (
+    BASE,
+    TEMPLATE,
+    Command,
+    grouped,
+    model,
+    number,
+    output,
+    switch,
+    value,
+)
 from paddle_vl.parallel.launcher import without_thread_warning
 
 logger = logging.getLogger(__name__)
@@ -30,6 +40,7 @@ def evaluate(options: argparse.Namespace) -> int:
             max_new_tokens=options.max_new_tokens,
             limit=options.limit,
             base=options.base,
+            chat_template_kwargs=options.chat_template_kwargs,
             show=options.show,
             predictions=None if options.predictions is None else Path(options.predictions),
         ),
@@ -47,13 +58,14 @@ EVALUATE = Command(
     "loss and exact answers of a model on a data file; of a policy its losses",
     "Print the mean loss over the answers' tokens, and how many greedy answers equal the expected "
     "ones, for every value of the records' field `task`. Every assistant turn is one answer, given "
-    "the data's turns before it. For a robot policy, print its losses on demonstrations; the "
-    "options about answers are refused.",
+    "the data's turns before it; reasoning in front of it is not compared. For a robot policy, "
+    "print its losses on demonstrations; the options about answers are refused.",
     "example:\n  paddle-vl evaluate --model runs/digits --data data/test.jsonl "
     "--predictions answers.jsonl",
     [
         model(),
         BASE,
+        TEMPLATE,
         value(
             "--data", "FILE", "files of conversations, as data.train takes them",
             nargs="+", required=True,
@@ -80,7 +92,7 @@ def generate(options: argparse.Namespace) -> int:
     GenerationConfig().updated(**settings)  # Raises before a model is loaded.
     configure_runtime()
     folder, family = _family_of(options.model)
-    chat = family.recipe_class().chat(folder, options.base)
+    chat = family.recipe_class().chat(folder, options.base, options.chat_template_kwargs)
     prompt = options.prompt
     if not any(f"<{kind}>" in prompt for kind in MEDIA_KINDS):
         prompt = "".join(f"<{kind}>" for kind, _ in options.media) + prompt
@@ -126,6 +138,7 @@ GENERATE = Command(
     [
         model(),
         BASE,
+        TEMPLATE,
         *(
             value(
                 f"--{kind}", "FILE",

@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from paddle_vl.config.bounded_yaml import read_document
+
 _LARGEST = 2**31 - 1
 
 
@@ -97,6 +99,26 @@ OVERRIDES = value(
     "section.name=value",
     "setting that overrides the file's; the value in YAML",
     nargs="*",
+)
+
+
+def _variables(text: str) -> dict[str, Any]:
+    try:
+        found, _ = read_document(text, "the option")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if not isinstance(found, dict):
+        example = "'{enable_thinking: false}'"
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no mapping like {example}")
+    return found
+
+
+TEMPLATE = value(
+    "--chat-template-kwargs",
+    "MAPPING",
+    "variables of the chat template, in YAML: '{enable_thinking: false}'",
+    type=_variables,
+    default={},
 )
 BASE = value("--base", "DIR", "base model of adapters (default: the folder or name in their files)")
 # Of commands that read data files.

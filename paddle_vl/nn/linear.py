@@ -10,6 +10,7 @@ each linear. If one of them is treated differently (frozen, its own learning rat
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import paddle
@@ -25,14 +26,20 @@ from paddle_vl.nn.operations import operation
 Reduced = Callable[[Predict, Sequence[Tensor], Sequence[Tensor]], Tensor]
 
 
+# dtype of parameters that stay float32 in a half-precision model, if their file has it so.
+precise_dtype: ContextVar[Any] = ContextVar("precise_dtype", default="float32")
+
+
 @contextmanager
-def default_dtype(dtype: Any) -> Iterator[None]:
-    """Layers built inside the block have parameters of this dtype, a name or Paddle's."""
-    before = paddle.get_default_dtype()
+def default_dtype(dtype: Any, precise: Any = "float32") -> Iterator[None]:
+    """Layers built inside the block have parameters of this dtype, a name or Paddle's; those that
+    take `precise_dtype` have `precise`."""
+    before, token = paddle.get_default_dtype(), precise_dtype.set(precise)
     paddle.set_default_dtype(dtype)
     try:
         yield
     finally:
+        precise_dtype.reset(token)
         paddle.set_default_dtype(before)
 
 
