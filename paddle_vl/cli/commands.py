@@ -30,7 +30,7 @@ def evaluate(options: argparse.Namespace) -> int:
     from paddle_vl.train.evaluate import mean_losses
     from paddle_vl.train.step import ModelRunner
 
-    folder, family = _family_of(options.model)
+    folder, family = family_of_model(options.model, options.base)
     evaluation = family.recipe_class().evaluation(
         folder,
         EvaluationOptions(
@@ -91,7 +91,7 @@ def generate(options: argparse.Namespace) -> int:
     settings = _generation_settings(options)
     GenerationConfig().updated(**settings)  # Raises before a model is loaded.
     configure_runtime()
-    folder, family = _family_of(options.model)
+    folder, family = family_of_model(options.model, options.base)
     chat = family.recipe_class().chat(folder, options.base, options.chat_template_kwargs)
     prompt = options.prompt
     if not any(f"<{kind}>" in prompt for kind in MEDIA_KINDS):
@@ -176,12 +176,12 @@ def merge(options: argparse.Namespace) -> int:
     """Write the merged model with its processor files."""
     configure_runtime()
     from paddle_vl.checkpoint.adapter_files import is_adapter
-    from paddle_vl.config.families import family_of_folder
 
-    folder, out = _model_folder(options.model), Path(options.output)
+    folder, family = family_of_model(options.model, options.base)
+    out = Path(options.output)
     if not is_adapter(folder):
         raise ValueError(f"{folder} is a full model, not an adapter: there is nothing to merge")
-    base = family_of_folder(folder).recipe_class().merge_adapter(folder, out, options.base)
+    base = family.recipe_class().merge_adapter(folder, out, options.base)
     print(f"{folder} and {base} are one model in {out}")
     return 0
 
@@ -201,19 +201,15 @@ MERGE = Command(
 )
 
 
-def _model_folder(name: str) -> Path:
+def family_of_model(name: str, base: str | None) -> tuple[Path, Any]:
+    """The folder of a model or of adapters, and its family."""
+    from paddle_vl.checkpoint.adapter_files import folder_with
+    from paddle_vl.config.families import family_of_folder
     from paddle_vl.files.hub import path_or_download
     from paddle_vl.train.checkpoint import model_folder
 
-    return model_folder(path_or_download(name))
-
-
-def _family_of(name: str) -> tuple[Path, Any]:
-    """The folder of a model, and its family."""
-    from paddle_vl.config.families import family_of_folder
-
-    folder = _model_folder(name)
-    return folder, family_of_folder(folder)
+    folder = model_folder(path_or_download(name))
+    return folder, family_of_folder(folder_with("config.json", folder, base))
 
 
 def configure_runtime() -> None:

@@ -149,7 +149,7 @@ def family_of(model_values: dict[str, Any]) -> FamilyEntry:
 
 
 def family_of_folder(folder: Path) -> FamilyEntry:
-    """The family of a model folder; the first family for adapters, which have no config.json."""
+    """The family of a model folder; of adapters, which have no config.json, give the base's."""
     return family_of(model_values(folder))
 
 

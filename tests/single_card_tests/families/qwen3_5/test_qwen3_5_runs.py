@@ -1,0 +1,119 @@
+"""Runs of a small Qwen3.5 from files: what a run of any vision-language family does.
+
+Guarantees: parts of either mixer are frozen, to the bit; evaluation in the run and by the command
+agree, of adapters on both mixers and of the merged model too; packed pretraining data resume to the
+bit; so does a run in bfloat16, whose rates of decay and gated norms are float32 without a master
+weight; the profile counts its operations; what a step keeps for its backward pass is that of the
+page's formula.
+"""
+
+import fnmatch
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
+from paddle_vl.cli.main import main
+from paddle_vl.testing import emulated_bfloat16
+from tests.single_card_tests.train.corpus_run import write_corpus_run
+from tests.single_card_tests.train.tiny_run import MODEL_3_5, write_tiny_run
+from tests.single_card_tests.train.whole_runs import assert_same_run, build, evaluated, metrics_of
+from tests.support.finished_runs import arrays_of
+
+FROZEN = ["model.visual.blocks.*", "*.layers.0.linear_attn.*", "*.in_proj_a.*", "*.k_proj.*"]
+LORA = (
+    "model.lora={r: 2, target_modules: [in_proj_qkv, in_proj_z, out_proj, q_proj, o_proj]}",
+    "train.max_steps=2",
+)
+RESUMED = ("train.save_steps=2", "train.resume_from_checkpoint=auto")
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory) -> Path:
+    return write_tiny_run(tmp_path_factory.mktemp("run"), model=MODEL_3_5)
+
+
+@pytest.fixture(scope="module")
+def frozen_run(run_file, tmp_path_factory) -> Path:
+    """A run with frozen parts; its folder has the weights from before, too."""
+    folder = tmp_path_factory.mktemp("frozen") / "out"
+    trainer = build(
+        run_file, folder, f"model.freeze={json.dumps(FROZEN)}",
+        *evaluated(run_file.with_name("test.jsonl")),
+    )  # fmt: skip
+    trainer.runner.model.save_pretrained(folder.with_name("before"))
+    trainer.run()
+    return folder
+
+
+def test_parts_of_either_mixer_are_frozen(frozen_run):
+    before = load_file(frozen_run.with_name("before") / "model.safetensors")
+    after = load_file(frozen_run / "final" / "model.safetensors")
+    for key, array in before.items():
+        is_frozen = any(fnmatch.fnmatchcase(key, pattern) for pattern in FROZEN)
+        assert np.array_equal(after[key], array) == is_frozen, key
+
+
+def exact_loss(folder: Path, run_file: Path, capsys) -> str:
+    """The line of the loss that `paddle-vl evaluate` prints."""
+    data = str(run_file.with_name("test.jsonl"))
+    assert main(["evaluate", str(folder), "--data", data, "--max-new-tokens", "2"]) == 0
+    return capsys.readouterr().out.splitlines()[0]
+
+
+def test_evaluation_of_the_run_of_adapters_and_of_the_merged_model(
+    frozen_run, run_file, tmp_path, capsys
+):
+    lines = [metrics_of(frozen_run)[-1]]
+    folders, data = [frozen_run], evaluated(run_file.with_name("test.jsonl"))
+    base = (f"model.pretrained={frozen_run / 'final'}", "model.config=null", "data.processor=null")
+    build(run_file, tmp_path / "adapters", *base, *LORA, *data).run()
+    assert main(["merge", str(tmp_path / "adapters"), str(tmp_path / "merged")]) == 0
+    folders += [tmp_path / "adapters", tmp_path / "merged"]
+    lines += [metrics_of(tmp_path / "adapters")[-1]] * 2
+    assert lines[0]["eval_loss"] != lines[1]["eval_loss"]
+    capsys.readouterr()
+    for folder, line in zip(folders, lines, strict=True):
+        wanted = f"loss per answer token: {line['eval_loss']:.4f}"
+        assert exact_loss(folder, run_file, capsys).startswith(wanted)
+
+
+def resumes(run_file: Path, tmp_path: Path, *more: str) -> Path:
+    """A whole run, which one that continues its checkpoint equals."""
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    build(run_file, whole, *RESUMED, *more).run()
+    shutil.copytree(whole / "checkpoint-2", resumed / "checkpoint-2")
+    shutil.copy(whole / "metrics.jsonl", resumed)
+    build(run_file, resumed, *RESUMED, *more).run()
+    assert_same_run(whole, resumed, begun_anew="sequence_length")
+    return whole
+
+
+def test_packed_pretraining_data_resume_to_the_bit(tmp_path, monkeypatch):
+    monkeypatch.setattr("paddle_vl.data.corpus.loader.PHASES", 2)
+    run_file = write_corpus_run(tmp_path / "corpus", MODEL_3_5)
+    whole = resumes(run_file, tmp_path)
+    (*_, last) = metrics_of(whole)
+    assert last["packing_efficiency"] > 0.9
+    assert {"loss/texts", "loss/captions", "loss/pages", "loss/chats"} & last.keys()
+
+
+def test_a_bfloat16_run_has_float32_rates_of_decay_and_resumes_to_the_bit(
+    run_file, tmp_path, monkeypatch
+):
+    # That a CPU has no kernels for it.
+    monkeypatch.setattr("paddle_vl.train.build.launch_problems", lambda *given: [])
+    with emulated_bfloat16():
+        whole = resumes(run_file, tmp_path, "model.compute_dtype=bfloat16", "train.max_steps=4")
+    checkpoint = whole / "checkpoint-4"
+    stored = read_checkpoint_headers(checkpoint)
+    endings = (".linear_attn.A_log", ".linear_attn.norm.weight")
+    arrays = arrays_of(checkpoint)
+    for key, tensor in stored.items():
+        is_wide = key.endswith(endings)
+        assert (tensor.dtype == "F32", f"{key}/master_weight" in arrays) == (is_wide, not is_wide)
+        assert arrays[f"{key}/moment1"].any(), key
