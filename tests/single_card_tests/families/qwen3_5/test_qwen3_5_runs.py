@@ -14,15 +14,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from paddle.base import core
 from safetensors.numpy import load_file
 
+from paddle_vl import Qwen3_5ForConditionalGeneration
 from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
 from paddle_vl.cli.main import main
-from paddle_vl.testing import emulated_bfloat16
+from paddle_vl.families.qwen3_5.config import FULL, LINEAR
+from paddle_vl.nn.delta_rule import CHUNK
+from paddle_vl.testing import emulated_bfloat16, tiny_qwen3_5_config
 from tests.single_card_tests.train.corpus_run import write_corpus_run
 from tests.single_card_tests.train.tiny_run import MODEL_3_5, write_tiny_run
 from tests.single_card_tests.train.whole_runs import assert_same_run, build, evaluated, metrics_of
 from tests.support.finished_runs import arrays_of
+from tests.support.implementations import implementation
 
 FROZEN = ["model.visual.blocks.*", "*.layers.0.linear_attn.*", "*.in_proj_a.*", "*.k_proj.*"]
 LORA = (
@@ -117,3 +122,55 @@ def test_a_bfloat16_run_has_float32_rates_of_decay_and_resumes_to_the_bit(
         is_wide = key.endswith(endings)
         assert (tensor.dtype == "F32", f"{key}/master_weight" in arrays) == (is_wide, not is_wide)
         assert arrays[f"{key}/moment1"].any(), key
+
+
+def test_a_profile_trains_made_up_conversations(run_file, tmp_path):
+    arguments = ["--out", str(tmp_path), "--warmup", "0", "--steps", "1", "--synthetic"]
+    shapes = ["--cameras", "2", "--image-side", "16", "--answer-tokens", "9"]
+    assert main(["profile", str(run_file), *arguments, *shapes]) == 0
+    result = json.loads((tmp_path / "profile.json").read_text())
+    assert (result["cameras"], result["data_source"]) == (2, "synthetic")
+    assert sum(result["phase_shares_percent"].values()) == pytest.approx(100)
+    assert result["peak_alloc_gb_worst"] > 0
+
+
+def kept_values(text) -> dict[str, int]:
+    """The page's formula: values per token that a layer of each kind keeps for its backward."""
+    width, inner = text.hidden_size, text.intermediate_size
+    queries = text.num_attention_heads * text.head_dim
+    keys = text.num_key_value_heads * text.head_dim
+    states = text.value_width * text.linear_key_head_dim // CHUNK
+    mixers = {
+        LINEAR: 2 * (2 * text.key_width + text.value_width) + 3 * text.value_width + states,
+        FULL: 5 * queries + 3 * keys,
+    }
+    return {kind: 4 * width + mixer + 3 * inner for kind, mixer in mixers.items()}
+
+
+@pytest.mark.parametrize("kind", [LINEAR, FULL])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"hidden_size": 64, "intermediate_size": 96, "linear_num_value_heads": 4},
+        {"hidden_size": 128, "intermediate_size": 64, "linear_num_value_heads": 8},
+    ],
+)
+def test_a_layer_keeps_what_the_page_says(kind, sizes):
+    length, used = 256, []
+    sizes = sizes | {"linear_key_head_dim": 32, "linear_value_head_dim": 24}
+    ids = np.arange(2 * length).reshape(2, length) % 50
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": np.ones_like(ids)}
+    with implementation("compiled"):
+        for number in (1, 2):
+            layers = {"num_hidden_layers": number, "layer_types": [kind] * number}
+            config = tiny_qwen3_5_config(**sizes, **layers)
+            model = Qwen3_5ForConditionalGeneration.from_config(config)
+            # What is made once.
+            model(**batch, has_left_padding=False)
+            before = core.host_memory_stat_current_value("Allocated", 0)
+            loss = model(**batch, has_left_padding=False).loss
+            used.append(core.host_memory_stat_current_value("Allocated", 0) - before)
+            del loss
+    found = (used[1] - used[0]) / (4 * ids.size)
+    # Numbers per head, such as decays and the statistics of norms and attention, are not in it.
+    assert found == pytest.approx(kept_values(config.text_config)[kind], rel=0.04)
