@@ -95,13 +95,11 @@ class EvaluationOptions:
 
     Attributes:
         files: JSONL files.
-        max_length: longest sample, in tokens.
-        max_new_tokens: longest answer, in tokens.
+        max_length, max_new_tokens: longest sample and longest answer, in tokens.
         limit: use the first samples only.
         base: base model of an adapter folder, in place of the one that its files name.
         chat_template_kwargs: variables of the chat template.
-        show: number of answers to print.
-        predictions: file for all answers.
+        show, predictions: number of answers to print, and file for all of them.
     """
 
     files: Sequence[str]
@@ -312,9 +310,7 @@ class Family(ABC):
         """
 
     @classmethod
-    def chat(
-        cls, folder: Path, base: str | None, chat_template_kwargs: Mapping[str, Any] = {}
-    ) -> Any:
+    def chat(cls, folder: Path, base: str | None, template: Mapping[str, Any]) -> Any:
         """The model of `paddle-vl generate`. Its `ask(messages, images, videos, **settings)` is the
         answer to the last message, `stream` with the same arguments the answer in pieces.
 

@@ -200,9 +200,7 @@ class PI07Recipe(Family):
         return Evaluation(policy.model, PolicyLoss(cls.losses), adapter, loader, losses_report)
 
     @classmethod
-    def chat(
-        cls, folder: Path, base: str | None, chat_template_kwargs: Mapping[str, Any] = {}
-    ) -> Any:
+    def chat(cls, folder: Path, base: str | None, template: Mapping[str, Any]) -> Any:
         raise ValueError(
             f"{folder} is a pi07 policy, which acts and answers no questions: its losses on "
             "demonstrations are told by `paddle-vl evaluate`, its actions by select_action of "

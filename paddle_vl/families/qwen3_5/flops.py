@@ -5,8 +5,9 @@ not. Of the convolution and the forward substitution only the latter counts, as 
 that it is in blocks.
 """
 
+from typing import Any
+
 from paddle_vl.families.flops import Operations
-from paddle_vl.families.qwen3_5.config import Qwen3_5TextConfig
 from paddle_vl.families.vlm.flops import VLFlops, attention
 from paddle_vl.nn.delta_rule import chunked_size
 
@@ -16,12 +17,7 @@ class Qwen3_5Flops(VLFlops):
 
     @classmethod
     def mixer(
-        cls,
-        operations: Operations,
-        text: Qwen3_5TextConfig,
-        number: int,
-        layer: str,
-        normed: bool,
+        cls, operations: Operations, text: Any, number: int, layer: str, normed: bool
     ) -> bool:
         if text.is_full(number):
             return attention(operations, text, f"{layer}.self_attn", normed, query_parts=2)

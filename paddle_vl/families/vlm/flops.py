@@ -13,7 +13,8 @@ import numpy as np
 
 from paddle_vl.batch.positions import real_lengths
 from paddle_vl.families.flops import FlopCounter, Operations, causal_pairs
-from paddle_vl.families.vlm.config import EMBEDDING_KEY, VLConfig
+
+_EMBEDDING = "model.language_model.embed_tokens.weight"
 
 
 class VLFlops(FlopCounter):
@@ -26,7 +27,7 @@ class VLFlops(FlopCounter):
 
     def __init__(
         self,
-        config: VLConfig,
+        config: Any,
         trained: Collection[str] | None = None,
         ranks: Mapping[str, int] = {},
     ):
@@ -59,7 +60,7 @@ class VLFlops(FlopCounter):
         return self._with_images if _grids(batch).size else self._without
 
     @classmethod
-    def layer_size(cls, config: VLConfig, number: int) -> int:
+    def layer_size(cls, config: Any, number: int) -> int:
         """See `VLConfig.layer_size`."""
         operations = Operations()
         cls.decoder_layer(operations, config.text_config, number, False)
@@ -94,7 +95,7 @@ class VLFlops(FlopCounter):
     def _walk(self, has_visual: bool) -> Operations:
         operations = Operations(self._trained, self._ranks)
         merged, levels = _tower(operations, self.config)
-        rows = operations.trains(EMBEDDING_KEY) or (has_visual and merged)
+        rows = operations.trains(_EMBEDDING) or (has_visual and merged)
         for layer in range(self.config.text_config.num_hidden_layers):
             rows = self.decoder_layer(operations, self.config.text_config, layer, rows)
             if has_visual and layer < len(levels):
@@ -102,9 +103,7 @@ class VLFlops(FlopCounter):
         rows = operations.norm("model.language_model.norm", rows)
         text = self.config.text_config
         if self.config.tie_word_embeddings:
-            operations.matrix(
-                "predictions", EMBEDDING_KEY, text.hidden_size * text.vocab_size, rows
-            )
+            operations.matrix("predictions", _EMBEDDING, text.hidden_size * text.vocab_size, rows)
         else:
             operations.linear("predictions", "lm_head", text.hidden_size, text.vocab_size, rows)
         return operations
@@ -142,7 +141,7 @@ def _grids(batch: Mapping[str, Any]) -> np.ndarray:
     return np.concatenate([np.zeros([0, 3], dtype=np.int64), *grids])
 
 
-def _tower(operations: Operations, config: VLConfig) -> tuple[bool, list[bool]]:
+def _tower(operations: Operations, config: Any) -> tuple[bool, list[bool]]:
     """Count the tower; returns whether gradients reach its output and each deepstack level."""
     vision, root = config.vision_config, "model.visual"
     width, inner = vision.hidden_size, vision.intermediate_size
@@ -166,7 +165,7 @@ def _tower(operations: Operations, config: VLConfig) -> tuple[bool, list[bool]]:
     return _merger(operations, config, f"{root}.merger", rows), levels
 
 
-def _merger(operations: Operations, config: VLConfig, module: str, rows: bool) -> bool:
+def _merger(operations: Operations, config: Any, module: str, rows: bool) -> bool:
     vision = config.vision_config
     block = vision.hidden_size * vision.spatial_merge_size**2
     rows = operations.norm(f"{module}.norm", rows)

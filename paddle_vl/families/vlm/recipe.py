@@ -247,12 +247,8 @@ class VLRecipe(Family):
         return build_evaluation(cls.model_class, folder, options)
 
     @classmethod
-    def chat(
-        cls, folder: Path, base: str | None, chat_template_kwargs: Mapping[str, Any] = {}
-    ) -> Chat:
-        return Chat.from_pretrained(
-            cls.model_class, folder, base=base, template_variables=chat_template_kwargs
-        )
+    def chat(cls, folder: Path, base: str | None, template: Mapping[str, Any]) -> Chat:
+        return Chat.from_pretrained(cls.model_class, folder, base=base, template_variables=template)
 
     @classmethod
     def merge_adapter(cls, folder: Path, out: Path, base: str | None) -> Path:
