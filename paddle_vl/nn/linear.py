@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
-from paddle.nn.initializer import Constant, Initializer, Normal
+from paddle.nn.initializer import Constant, Initializer, Normal, Uniform
 
 from paddle_vl.nn.lora import LowRank, LowRankSettings
 from paddle_vl.nn.objective import Predict
@@ -96,17 +96,27 @@ class AdaptableLinear(nn.Layer):
 
 
 class Linear(AdaptableLinear):
-    """`y = x @ weight + bias`, weights drawn from a normal of std `init_std`, bias zero."""
+    """`y = x @ weight + bias`.
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, init_std: float = 0.02):
+    Args:
+        init_std: of the normal that weights are drawn from; the bias is zero then.
+        bound: both are drawn uniformly in +-bound instead.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        init_std: float = 0.02,
+        bound: float | None = None,
+    ):
         super().__init__()
-        self.weight = self.create_parameter(
-            [in_features, out_features], default_initializer=Normal(std=init_std)
-        )
+        laws = (Normal(std=init_std), Constant(0.0))
+        weight, offset = laws if bound is None else (Uniform(-bound, bound),) * 2
+        self.weight = self.create_parameter([in_features, out_features], default_initializer=weight)
         self.bias = (
-            self.create_parameter([out_features], default_initializer=Constant(0.0))
-            if bias
-            else None
+            self.create_parameter([out_features], default_initializer=offset) if bias else None
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -114,12 +124,23 @@ class Linear(AdaptableLinear):
 
 
 class Embedding(nn.Layer):
-    """Rows of a table `[num, dim]` by int64 ids: `[...]` to `[..., dim]`."""
+    """Rows of a table `[num, dim]` by int64 ids: `[...]` to `[..., dim]`.
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, init_std: float = 0.02):
+    Args:
+        zero_row: the row that is zero at first, of padding.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        init_std: float = 0.02,
+        zero_row: int | None = None,
+    ):
         super().__init__()
+        law = Normal(std=init_std) if zero_row is None else NormalRows(init_std, zero_row)
         self.weight = self.create_parameter(
-            [num_embeddings, embedding_dim], default_initializer=Normal(std=init_std)
+            [num_embeddings, embedding_dim], default_initializer=law
         )
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -241,6 +262,21 @@ class SeparateLinears(nn.Layer):
         """The output of each linear."""
         x = self.enter(x, num_rows)
         return [layer(x) for layer in self.children()]
+
+
+class NormalRows(Initializer):
+    """Draws a table from a normal, of which one row is zero."""
+
+    def __init__(self, std: float, zero_row: int):
+        super().__init__()
+        self.normal, self.zero_row = Normal(std=std), zero_row
+
+    def forward(self, var: Tensor, block=None) -> Tensor | None:
+        drawn = paddle.empty(var.shape, dtype=var.dtype)
+        self.normal(drawn, block)
+        drawn[self.zero_row] = 0.0
+        drawn._share_underline_tensor_to(var)
+        return None
 
 
 class NormalColumns(Initializer):

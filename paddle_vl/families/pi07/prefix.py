@@ -250,11 +250,6 @@ class _MaskGradient(PyLayer):
         return grad * keep_BL.astype(grad.dtype).unsqueeze(-1), None
 
 
-def fresh_std(in_features: int) -> float:
-    """Standard deviation of torch's default linear initialization, uniform in +-1/sqrt(I)."""
-    return (3 * in_features) ** -0.5
-
-
 class GroupLinear(nn.Layer):
     """`x @ weight[group] + bias[group]`, weights `[G, I, O]`; group 0 by default.
 
@@ -298,7 +293,7 @@ class GroupedProjection(nn.Layer):
         if num_groups is not None:
             self.linear = GroupLinear(in_features, out_features, num_groups)
         else:
-            self.linear = Linear(in_features, out_features, True, init_std=fresh_std(in_features))
+            self.linear = Linear(in_features, out_features, True, bound=in_features**-0.5)
 
     def forward(self, x_BLI: Tensor, group_B: Tensor | None = None) -> Tensor:
         return self.linear(x_BLI, group_B) if self.is_grouped else self.linear(x_BLI)
@@ -489,7 +484,7 @@ class PrefixEmbedding(nn.Layer):
                 "tokenizer"
             )
         self.discrete_action_embedding = PaddedEmbedding(
-            Embedding(vlm.discrete_action_vocab_size, width)
+            Embedding(vlm.discrete_action_vocab_size, width, init_std=1.0, zero_row=PAD_ID)
         )
         num_groups = config.num_groups if config.per_group_projection else None
         self.state_proj = GroupedProjection(config.max_state_dim, width, num_groups)

@@ -32,7 +32,13 @@ from paddle_vl.families.pi07.prefix import Presence
 from paddle_vl.families.policy.model_inputs import state_texts
 from paddle_vl.families.policy.tokenizers import PromptTokenizer
 from paddle_vl.nn import objective
-from tests.support.pi07_golden import case, config_values, golden_planner, group_statistics
+from tests.support.pi07_golden import (
+    case,
+    config_values,
+    golden_planner,
+    group_statistics,
+    with_window,
+)
 
 BOS, NO_END = 2, 10_000
 MEMORY, RESPONSE = 6, 5
@@ -51,8 +57,11 @@ def make_batch() -> dict:
     return batch
 
 
-def test_decoding_equals_the_whole_model():
+@pytest.mark.parametrize("window", [0, 5])
+def test_decoding_equals_the_whole_model(window):
     model, batch = golden_planner(), make_batch()
+    if window:
+        model = golden_planner(vlm_config=with_window(model.config, window).vlm_config)
     memory, response = model.generate(batch, BOS, NO_END)
     assert memory.shape == (2, MEMORY)
     assert response.shape == (2, RESPONSE)
