@@ -35,6 +35,7 @@ from parity.pi07_policy import CharacterTokenizer, FirstValueActionTokenizer
 from parity.recording import array
 
 _FEATURES = ("hf_image_features", "video_T1", "features_after_resampling")
+_TEXT = ("hf_text_hidden", "hf_text_hidden_noscale_nowindow", "pi07_text_hidden")
 # Standard errors by which a drawn tensor's moments may differ from the golden ones, and the
 # largest value over the deviation that only a uniform law stays below in many values.
 _ERRORS, _UNIFORM, _MANY = 6, 2.0, 300
@@ -133,13 +134,15 @@ def _run_start(case: Case, compare: CaseReport) -> None:
     if "image" in numbers:
         _compare_images(policy, numbers, compare)
     if "ids" in numbers:
-        own = _policy(root, hub, use_gemma3_attention=True)
-        for ending, model in (("", own.model), ("_noscale_nowindow", policy.model)):
+        own = _policy(root, hub, use_gemma3_attention=True).model
+        for names, model in (
+            (_TEXT[:1], own),
+            (_TEXT[1:], policy.model),
+            (_TEXT[1:], planner.model),
+        ):
             hidden = _text_hidden(model, numbers["ids"])
-            compare.near("text", f"hf_text_hidden{ending}", hidden, RTOL, ATOL)
-        for model in (policy.model, planner.model):
-            hidden = _text_hidden(model, numbers["ids"])
-            compare.near("text", "pi07_text_hidden", hidden, RTOL, ATOL)
+            for name in sorted({*names} & numbers.keys()):
+                compare.near("text", name, hidden, RTOL, ATOL)
     compare.compared |= {"image", "ids", "position_embedding_hub"}
     compare.all_compared()
 
