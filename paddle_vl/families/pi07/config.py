@@ -220,6 +220,10 @@ class SiglipVisionConfig(ConfigSection):
                     f"{getattr(self, divisor)}"
                 )
 
+    def to_dict(self) -> dict[str, Any]:
+        """HF would add a head otherwise."""
+        return {"vision_use_head": False} | super().to_dict()
+
     @property
     def grid_side(self) -> int:
         """Patches along one side of the image."""

@@ -46,6 +46,8 @@ DRAWN_KEYS = (
     *("*.expert_layer.*", "*.gemma_expert.*", "*.discrete_action_embedding.*", "*.da_head.*"),
     *("state_proj.*", "action_in_proj.*", "action_out_proj.*", "time_mlp_*"),
 )
+# OpenTau might build in a dtype that the backbone's section names.
+_NO_DTYPES = {"dtype": None, "torch_dtype": None}
 # The expert has as many of them as the backbone.
 _SHARED = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 
@@ -88,25 +90,17 @@ def with_backbone(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         values: as in config.json.
     """
     own, values = backbone_config(folder), dict(values)
+    text, vision = own.text_config.to_dict(), own.vision_config.to_dict()
+    size = (values.get("resize_imgs_with_padding") or [SiglipVisionConfig().image_size])[0]
     vlm = check_mapping(values.get("vlm_config"), "vlm_config")
     given = check_mapping(vlm.get("gemma3_config"), "gemma3_config")
-    size = (values.get("resize_imgs_with_padding") or [SiglipVisionConfig().image_size])[0]
-    text, vision = (check_mapping(given.get(f"{name}_config"), name) for name in ("text", "vision"))
-    vlm["gemma3_config"] = {
-        **own.to_dict(),
-        **given,
-        "text_config": own.text_config.to_dict() | text | own.text_config.other,
-        "vision_config": {
-            **own.vision_config.to_dict(),
-            "image_size": size,
-            **vision,
-            **own.vision_config.other,
-        },
-    }
+    for name, section in (("text_config", text), ("vision_config", vision | {"image_size": size})):
+        inert = getattr(own, name).other
+        given[name] = section | check_mapping(given.get(name), name) | inert | _NO_DTYPES
+    vlm |= {"gemma3_config": own.to_dict() | given | _NO_DTYPES, "load_pretrained_gemma3": False}
     if values.get("type") != PLANNER_TYPE:
         expert = check_mapping(vlm.get("gemma_expert_config"), "gemma_expert_config")
-        shared = {name: getattr(own.text_config, name) for name in _SHARED}
-        vlm["gemma_expert_config"] = shared | expert
+        vlm["gemma_expert_config"] = {name: text[name] for name in _SHARED} | expert
     return values | {"vlm_config": vlm}
 
 
