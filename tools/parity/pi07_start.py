@@ -10,6 +10,7 @@ A folder with `facts.json` has three kinds of cases:
 """
 
 import json
+import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -34,7 +35,7 @@ from parity.pi07_golden import ATOL, RTOL
 from parity.pi07_policy import CharacterTokenizer, FirstValueActionTokenizer
 from parity.recording import array
 
-_FEATURES = ("hf_image_features", "video_T1", "features_after_resampling")
+_FEATURES = ("hf_image_features", "features_after_resampling")
 _TEXT = ("hf_text_hidden", "hf_text_hidden_noscale_nowindow", "pi07_text_hidden")
 # Standard errors by which a drawn tensor's moments may differ from the golden ones, and the
 # largest value over the deviation that only a uniform law stays below in many values.
@@ -151,12 +152,15 @@ def _compare_images(
     policy: PI07LowLevelPolicy, numbers: dict[str, np.ndarray], compare: CaseReport
 ) -> None:
     encoder, image = policy.model.prefix.video_encoder, paddle.to_tensor(numbers["image"])
-    frame = image.unsqueeze(1)
-    repeated, is_pad = paddle.concat([frame] * 3, axis=1), paddle.zeros([len(image), 3], "bool")
-    found = dict.fromkeys(_FEATURES, array(encoder(frame)))
-    found["subgoal"] = array(encoder(None, None, image * 2.0 - 1.0))
-    found["video_T3_repeat"] = array(encoder(repeated, is_pad))
-    for name in found.keys() & numbers.keys():
+    found = {"subgoal": array(encoder(None, None, image * 2.0 - 1.0))}
+    for name in numbers:
+        # Equal frames, none of them padding.
+        times = re.fullmatch(r"video_T(\d+)(_repeat)?", name)
+        if times is not None or name in _FEATURES:
+            frames = 1 if times is None else int(times[1])
+            is_pad = paddle.zeros([len(image), frames], "bool")
+            found[name] = array(encoder(paddle.stack([image] * frames, axis=1), is_pad))
+    for name in sorted(found.keys() & numbers):
         compare.near("images", name, found[name], RTOL, ATOL)
 
 
@@ -169,9 +173,10 @@ def _text_hidden(model: Any, ids_BL: np.ndarray) -> np.ndarray:
 
 
 def _run_back(case: Case, compare: CaseReport) -> None:
-    theirs = case.file.parent
+    theirs, is_planner = case.file.parent, case.meta["type"] == PI07PlannerConfig.type_name
     stand_in: dict[str, Any] = {"tokenizer": CharacterTokenizer({})}
-    policy = PI07LowLevelPolicy.from_pretrained(theirs, dtype="auto", **stand_in)
+    kind = PI07HighLevelPlanner if is_planner else PI07LowLevelPolicy
+    policy: Any = kind.from_pretrained(theirs, dtype="auto", **stand_in)
     policy.save_tokenizers = lambda folder: None
     with tempfile.TemporaryDirectory() as ours:
         policy.save_pretrained(ours)

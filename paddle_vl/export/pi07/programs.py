@@ -67,7 +67,9 @@ def to_export(folder: Path, base: str | None) -> ModelToExport:
             f"{folder} has use_gemma3_attention, and exported layers share one mask: act with "
             "the policy itself"
         )
-    return planner_to_export(policy) if is_planner else policy_to_export(policy)
+    if isinstance(policy, PI07HighLevelPlanner):
+        return planner_to_export(policy)
+    return policy_to_export(policy)
 
 
 def policy_to_export(policy: PI07LowLevelPolicy) -> ModelToExport:

@@ -18,7 +18,7 @@ import numpy as np
 import paddle
 import pytest
 import yaml
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 import make_demonstrations
@@ -91,6 +91,17 @@ def test_golden_cases():
     assert [report.name for report in reports] == ["pi07_start/laws", "pi07_start/hub_same"]
     for report in reports:
         assert report.passed, [report.line(), *report.failure_lines()]
+
+
+def test_a_wrong_value_fails(tmp_path):
+    folder = shutil.copytree(CASE, tmp_path / "case")
+    numbers = load_file(folder / "numbers_same.safetensors")
+    numbers["hf_text_hidden"][0, 3, 1] += 1e-2
+    save_file(numbers, folder / "numbers_same.safetensors")
+    golden = StartFolders([folder])
+    case = next(case for case in golden.cases if case.name.endswith("hub_same"))
+    (report,) = run_cases(golden, [case], 1.0, "float32")
+    assert [failure.name for failure in report.failures] == ["hf_text_hidden"]
 
 
 def newer(key: str) -> str:
