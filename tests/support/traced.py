@@ -108,9 +108,8 @@ def trace(
         patch.setattr(HostTable, "is_kept", False)
         # Values of a program have neither attributes nor initial values.
         patch.setattr(linear, "mark_fused", lambda parameter, columns: None)
-        patch.setattr(
-            linear.NormalColumns, "forward", lambda self, x, block=None: self.normal(x, block)
-        )
+        for law in (linear.NormalColumns, linear.NormalRows):
+            patch.setattr(law, "forward", lambda self, x, block=None: self.normal(x, block))
         patch.setattr(ParameterTable, "add", lambda self, parameters, spec=None: None)
         kernels: list[Operator] = []
         for module, name, gives in KERNELS:
