@@ -6,6 +6,8 @@ A fused weight holds several linears of one input (query, key and value; gate an
 `[in, out + out + ...]`, computed in one product. Checkpoints, settings and optimizer state name
 each linear. If one of them is treated differently (frozen, its own learning rate, an adapter),
 `separate` gives each linear its own weight; layers of both kinds are called alike.
+
+Over 350 lines, as linears and their fused forms are drawn, adapted and separated alike.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -96,12 +98,8 @@ class AdaptableLinear(nn.Layer):
 
 
 class Linear(AdaptableLinear):
-    """`y = x @ weight + bias`.
-
-    Args:
-        init_std: of the normal that weights are drawn from; the bias is zero then.
-        bound: both are drawn uniformly in +-bound instead.
-    """
+    """`y = x @ weight + bias`, weights drawn from a normal of std `init_std` and bias zero, or both
+    uniformly in +-`bound`."""
 
     def __init__(
         self,
@@ -112,35 +110,30 @@ class Linear(AdaptableLinear):
         bound: float | None = None,
     ):
         super().__init__()
-        laws = (Normal(std=init_std), Constant(0.0))
-        weight, offset = laws if bound is None else (Uniform(-bound, bound),) * 2
-        self.weight = self.create_parameter([in_features, out_features], default_initializer=weight)
-        self.bias = (
-            self.create_parameter([out_features], default_initializer=offset) if bias else None
-        )
+        law, of_bias = Normal(std=init_std), Constant(0.0)
+        if bound is not None:
+            law = of_bias = Uniform(-bound, bound)
+        shape = [in_features, out_features]
+        self.weight = self.create_parameter(shape, default_initializer=law)
+        self.bias = self.create_parameter(shape[1:], default_initializer=of_bias) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         return self.adapted(linear(x, self.weight, self.bias), x)
 
 
 class Embedding(nn.Layer):
-    """Rows of a table `[num, dim]` by int64 ids: `[...]` to `[..., dim]`.
-
-    Args:
-        zero_row: the row that is zero at first, of padding.
-    """
+    """Rows of a table `[num, dim]` by int64 ids: `[...]` to `[..., dim]`."""
 
     def __init__(
         self,
         num_embeddings: int,
         embedding_dim: int,
         init_std: float = 0.02,
-        zero_row: int | None = None,
+        law: Initializer | None = None,
     ):
         super().__init__()
-        law = Normal(std=init_std) if zero_row is None else NormalRows(init_std, zero_row)
         self.weight = self.create_parameter(
-            [num_embeddings, embedding_dim], default_initializer=law
+            [num_embeddings, embedding_dim], default_initializer=law or Normal(std=init_std)
         )
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -262,21 +255,6 @@ class SeparateLinears(nn.Layer):
         """The output of each linear."""
         x = self.enter(x, num_rows)
         return [layer(x) for layer in self.children()]
-
-
-class NormalRows(Initializer):
-    """Draws a table from a normal, of which one row is zero."""
-
-    def __init__(self, std: float, zero_row: int):
-        super().__init__()
-        self.normal, self.zero_row = Normal(std=std), zero_row
-
-    def forward(self, var: Tensor, block=None) -> Tensor | None:
-        drawn = paddle.empty(var.shape, dtype=var.dtype)
-        self.normal(drawn, block)
-        drawn[self.zero_row] = 0.0
-        drawn._share_underline_tensor_to(var)
-        return None
 
 
 class NormalColumns(Initializer):

@@ -40,13 +40,11 @@ from paddle_vl.checkpoint.safetensors_io import (
     write_file,
 )
 from paddle_vl.checkpoint.writing import parameters_to_write, write_one_file, write_tensors
-from paddle_vl.families.pi07.config import Gemma3WithExpertConfig, PI07Config, PI07PlannerConfig
-from paddle_vl.families.pi07.gemma import (
-    DRAWN_KEYS,
-    check_backbone,
-    engine_key,
-    is_gemma3,
-    resample_positions,
+from paddle_vl.families.pi07.config import (
+    Gemma3Config,
+    Gemma3WithExpertConfig,
+    PI07Config,
+    PI07PlannerConfig,
 )
 from paddle_vl.families.policy.features import CONFIG_FILES, read_config
 from paddle_vl.families.policy.normalize import (
@@ -273,8 +271,10 @@ class PolicyCheckpoint:
             RuntimeError: files are missing or damaged.
         """
         stored = checkpoint_tensors(folder)
-        self.folder, self.is_backbone = folder, is_gemma3(folder)
+        self.folder, self.is_backbone = folder, Gemma3Config.is_folder(folder)
         if self.is_backbone:
+            from paddle_vl.families.pi07.gemma import engine_key
+
             stored = {engine_key(key): tensor for key, tensor in stored.items()}
         self.statistics: dict[str, ReadableTensor] = {
             key: t
@@ -353,9 +353,9 @@ class PolicyCheckpoint:
         """
         by_key = statistics_by_key(normalizers)
         if self.is_backbone:
-            check_backbone(model.config, self.folder)
-            resample_positions(self.model, model.config, self.folder)
-            fresh = [*fresh, *DRAWN_KEYS]
+            from paddle_vl.families.pi07.gemma import fit_backbone
+
+            fresh = [*fresh, *fit_backbone(self.model, model.config, self.folder)]
         self._regroup(model.config, by_key)
         whole = model.whole().stored_parameters()
         drawn = {p.key for p in whole if p.key not in self.model and _matches(p.key, fresh)}

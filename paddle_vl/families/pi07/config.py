@@ -44,7 +44,7 @@ from paddle_vl.files.checked_values import (
     checked,
     known_values,
 )
-from paddle_vl.files.text_file import shown
+from paddle_vl.files.text_file import read_json_object, shown
 
 logger = logging.getLogger(__name__)
 Activation = Literal["gelu_pytorch_tanh"]
@@ -247,6 +247,13 @@ class Gemma3Config(ConfigSection):
         """attention_dropout boi_token_index eoi_token_index head_dtype ignore_index image_token_id
         image_token_index initializer_range tie_word_embeddings"""
     )
+
+    @classmethod
+    def is_folder(cls, folder: Path) -> bool:
+        """Whether a folder is one of Gemma 3, by its config.json."""
+        file = folder / "config.json"
+        values = read_json_object(file, "a model's configuration") if file.is_file() else {}
+        return values.get("model_type") == cls.type_name
 
     def __post_init__(self):
         side, patches = isqrt(self.mm_tokens_per_image), self.vision_config.grid_side

@@ -6,7 +6,7 @@ Source: `load_pretrained_gemma3` and `bilinear_resample_pos_embed` of OpenTau.
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import isqrt
 from pathlib import Path
@@ -16,7 +16,6 @@ import numpy as np
 
 from paddle_vl.checkpoint.reading import ReadableTensor
 from paddle_vl.checkpoint.safetensors_io import encoded, widened
-from paddle_vl.config.families import model_values
 from paddle_vl.families.pi07.config import (
     PLANNER_TYPE,
     Gemma3Config,
@@ -42,7 +41,7 @@ _STARTS = {
     r"multi_modal_projector\.": f"{_BACKBONE}.multi_modal_projector.",
 }
 # Keys of a policy that Gemma 3 lacks.
-DRAWN_KEYS = (
+_DRAWN_KEYS = (
     *("*.expert_layer.*", "*.gemma_expert.*", "*.discrete_action_embedding.*", "*.da_head.*"),
     *("state_proj.*", "action_in_proj.*", "action_out_proj.*", "time_mlp_*"),
 )
@@ -50,11 +49,6 @@ DRAWN_KEYS = (
 _NO_DTYPES = {"dtype": None, "torch_dtype": None}
 # The expert has as many of them as the backbone.
 _SHARED = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
-
-
-def is_gemma3(folder: Path) -> bool:
-    """Whether a folder is one of Gemma 3, by its config.json."""
-    return model_values(folder).get("model_type") == Gemma3Config.type_name
 
 
 def engine_key(key: str) -> str:
@@ -104,15 +98,13 @@ def with_backbone(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return values | {"vlm_config": vlm}
 
 
-def check_backbone(config: PI07Config | PI07PlannerConfig, folder: Path) -> None:
-    """Refuse a configuration of other weights than those of Gemma's folder.
-
-    The size of images may differ.
+def _check_sizes(found: Gemma3Config, folder: Path) -> None:
+    """Refuse a backbone that differs from that of the folder, but for the size of images.
 
     Raises:
         ValueError: names every field that differs, and both values.
     """
-    own, found = backbone_config(folder), config.vlm_config.gemma3_config
+    own = backbone_config(folder)
     pairs = {
         "": (own, found),
         "text_config.": (own.text_config, found.text_config),
@@ -169,19 +161,22 @@ class ResampledPositions:
         return widened(encoded(grid.reshape(self.shape), self.dtype), self.dtype)
 
 
-def resample_positions(
+def fit_backbone(
     tensors: dict[str, ReadableTensor], config: PI07Config | PI07PlannerConfig, folder: Path
-) -> None:
-    """Replace the tower's table of positions if it is for images of another size.
+) -> Sequence[str]:
+    """Make a folder's tensors fit a policy, which must have the folder's sizes.
 
     Args:
-        tensors: of the folder, by pi07's keys.
+        tensors: by pi07's keys; the table of the tower's positions is replaced if it is for images
+            of another size.
+
+    Returns:
+        Patterns of the policy's keys that Gemma 3 lacks.
     """
+    _check_sizes(config.vlm_config.gemma3_config, folder)
     vision, table = config.vlm_config.gemma3_config.vision_config, tensors.get(_POSITIONS)
-    if table is None or table.shape[0] == vision.num_patches:
-        return
-    side = isqrt(table.shape[0])
-    if side**2 == table.shape[0]:
+    side = 0 if table is None else isqrt(table.shape[0])
+    if table is not None and side**2 == table.shape[0] != vision.num_patches:
         tensors[_POSITIONS] = ResampledPositions(table, vision.grid_side)
         logger.info(
             "%s is for images of %d pixels and the policy's have %d: the tower's %d positions are "
@@ -192,3 +187,4 @@ def resample_positions(
             table.shape[0],
             vision.num_patches,
         )
+    return _DRAWN_KEYS

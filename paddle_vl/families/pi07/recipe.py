@@ -26,9 +26,9 @@ from paddle_vl.families.base import (
 )
 from paddle_vl.families.flops import FlopCounter
 from paddle_vl.families.pi07.checkpoint_map import is_reached
-from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
+from paddle_vl.families.pi07.config import Gemma3Config, PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.flops import PI07Flops, layer_costs
-from paddle_vl.families.pi07.gemma import is_gemma3, with_backbone
+from paddle_vl.families.pi07.gemma import with_backbone
 from paddle_vl.families.pi07.objective import (
     PLANNER_LOSSES,
     POLICY_LOSSES,
@@ -91,7 +91,7 @@ class PI07Recipe(Family):
         # weights.
         self.folder = checkpoint or (None if pretrained is None else Path(pretrained))
         self.config = config
-        self.is_new = self.folder is None or is_gemma3(self.folder)
+        self.is_new = self.folder is None or Gemma3Config.is_folder(self.folder)
         # Changed by model.policy.
         self.model_config = with_settings(
             self._base_config(config, self.folder),
@@ -253,7 +253,7 @@ class PI07Recipe(Family):
     @classmethod
     def _base_config(cls, config: PI07Run, folder: Path | None) -> PolicyConfig:
         """Of a checkpoint, or model.config with the backbone of Gemma 3's folder."""
-        if folder is not None and not is_gemma3(folder):
+        if folder is not None and not Gemma3Config.is_folder(folder):
             return cls.config_class.from_pretrained(folder)
         values = model_values(config.model.config)
         values = values if folder is None else with_backbone(values, folder)
