@@ -47,7 +47,7 @@ def size_values(name: str) -> dict[str, Any]:
         _SAME.get(plain, plain)
     ]
     is_dense = len(mlp) == 1
-    inner = {"intermediate_size": mlp[0]}
+    inner: dict[str, Any] = {"intermediate_size": mlp[0]}
     if not is_dense:
         # The expert of all tokens is as wide as the others.
         inner = dict(zip(_EXPERTS, (*mlp, mlp[-1]), strict=True))
