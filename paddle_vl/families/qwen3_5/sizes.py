@@ -4,7 +4,7 @@ from typing import Any
 
 from paddle_vl.families.vlm.config import size_name
 
-# Width, blocks, MLP width and heads of a tower.
+_TOWER = ("hidden_size", "depth", "intermediate_size", "num_heads")
 _SMALL, _MIDDLE, _LARGE = (768, 12, 3072, 12), (1024, 24, 4096, 16), (1152, 27, 4304, 16)
 # Tower, hidden size, layers, query heads, key heads, value heads of a delta rule, tied head, and
 # the width of the MLP; or the number of experts, those of a token, and their width.
@@ -47,11 +47,11 @@ def size_values(name: str) -> dict[str, Any]:
         _SAME.get(plain, plain)
     ]
     is_dense = len(mlp) == 1
-    inner = {"intermediate_size": mlp[0]}
+    inner: dict[str, Any] = {"intermediate_size": mlp[0]}
     if not is_dense:
         # The expert of all tokens is as wide as the others.
         inner = dict(zip(_EXPERTS, (*mlp, mlp[-1]), strict=True))
-    vision = ("hidden_size", "depth", "intermediate_size", "num_heads")
+    vision = dict(zip(_TOWER, tower, strict=True))
     return {
         "model_type": "qwen3_5" if is_dense else "qwen3_5_moe",
         "tie_word_embeddings": is_tied,
@@ -64,5 +64,5 @@ def size_values(name: str) -> dict[str, Any]:
             "num_key_value_heads": key_heads,
             "linear_num_value_heads": value_heads,
         },
-        "vision_config": {**dict(zip(vision, tower, strict=True)), "out_hidden_size": width},
+        "vision_config": vision | {"out_hidden_size": width},
     }
