@@ -201,14 +201,20 @@ MERGE = Command(
 )
 
 
+def model_folder_of(name: str) -> Path:
+    """The folder of a model or of adapters that a command names."""
+    from paddle_vl.files.hub import path_or_download
+    from paddle_vl.train.checkpoint import model_folder
+
+    return model_folder(path_or_download(name))
+
+
 def family_of_model(name: str, base: str | None) -> tuple[Path, Any]:
     """The folder of a model or of adapters, and its family."""
     from paddle_vl.checkpoint.adapter_files import folder_with
     from paddle_vl.config.families import family_of_folder
-    from paddle_vl.files.hub import path_or_download
-    from paddle_vl.train.checkpoint import model_folder
 
-    folder = model_folder(path_or_download(name))
+    folder = model_folder_of(name)
     return folder, family_of_folder(folder_with("config.json", folder, base))
 
 
