@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from paddle_vl.cli.rollout import OPTIONS, evaluate_in_simulator
 from paddle_vl.cli.table import BASE, Command, grouped, model, number, output, switch, value
 from paddle_vl.parallel.launcher import without_thread_warning
 
@@ -14,13 +15,17 @@ MEDIA_KINDS = {"image": "a picture", "video": "a video file"}
 
 
 def evaluate(options: argparse.Namespace) -> int:
-    """Print losses and, for models that answer, exact answers."""
+    """Print losses and, for models that answer, exact answers; or a policy's successes."""
+    if (options.data is None) == (options.env is None):
+        raise ValueError("give --data, to evaluate on samples, or --env, to let a policy act")
     configure_runtime()
     from paddle_vl.families.base import EvaluationOptions
     from paddle_vl.train.evaluate import mean_losses
     from paddle_vl.train.step import ModelRunner
 
     folder, family = _family_of(options.model)
+    if options.env is not None:
+        return evaluate_in_simulator(options, folder, family.recipe_class())
     evaluation = family.recipe_class().evaluation(
         folder,
         EvaluationOptions(
@@ -44,19 +49,20 @@ def evaluate(options: argparse.Namespace) -> int:
 
 EVALUATE = Command(
     evaluate,
-    "loss and exact answers of a model on a data file; of a policy its losses",
+    "loss and exact answers of a model on a data file; of a policy its losses or successes",
     "Print the mean loss over the answers' tokens, and how many greedy answers equal the expected "
     "ones, for every value of the records' field `task`. Every assistant turn is one answer, given "
     "the data's turns before it. For a robot policy, print its losses on demonstrations; the "
-    "options about answers are refused.",
-    "example:\n  paddle-vl evaluate --model runs/digits --data data/test.jsonl "
-    "--predictions answers.jsonl",
+    "options about answers are refused. With --env the policy acts in a simulator, and its "
+    "successes are counted.",
+    "examples:\n  paddle-vl evaluate --model runs/digits --data data/test.jsonl "
+    "--predictions answers.jsonl\n"
+    "  paddle-vl evaluate --model runs/reach --env metaworld --task reach-v3 --output episodes",
     [
         model(),
         BASE,
         value(
-            "--data", "FILE", "files of conversations, as data.train takes them",
-            nargs="+", required=True,
+            "--data", "FILE", "files of conversations, as data.train takes them", nargs="+",
         ),
         number("--max-new-tokens", "longest answer, in tokens (default 64)", 64),
         number("--batch-size", "samples at once (default 8)", 8),
@@ -67,6 +73,7 @@ EVALUATE = Command(
             "--predictions", "OUT.jsonl",
             "write one line per answer: sample, task, prompt, expected, answer, is_exact",
         ),
+        *OPTIONS,
     ],
     folders=("model",),
 )  # fmt: skip

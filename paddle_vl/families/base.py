@@ -320,6 +320,16 @@ class Family(ABC):
         raise ValueError(f"the model in {folder} is of a family that does not answer questions")
 
     @classmethod
+    def acting_policy(cls, folder: Path) -> Any:
+        """The policy of `paddle-vl evaluate --env`, an `ActingPolicy` of
+        `paddle_vl.families.policy.acting`.
+
+        Raises:
+            ValueError: the family does not act.
+        """
+        raise ValueError(f"the model in {folder} is no policy: only policies act in a simulator")
+
+    @classmethod
     def merge_adapter(cls, folder: Path, out: Path, base: str | None) -> Path:
         """Write base and adapter as one model folder (`paddle-vl merge`); returns the base folder.
 

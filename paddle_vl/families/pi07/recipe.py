@@ -209,6 +209,12 @@ class PI07Recipe(Family):
         )
 
     @classmethod
+    def acting_policy(cls, folder: Path) -> PI07LowLevelPolicy:
+        if not issubclass(cls.policy_class, PI07LowLevelPolicy):
+            raise ValueError(f"{folder} is a pi07 planner, which does not act: give its policy")
+        return cls.policy_class.from_pretrained(folder)
+
+    @classmethod
     def with_synthetic_data(cls, config: PI07Run, data: SyntheticData) -> PI07Run:
         """Sets `data.synthetic_samples`, and the cameras as `with_cameras`."""
         for name in ("image_side", "answer_tokens"):
