@@ -24,7 +24,7 @@ PACKAGE = ROOT / "paddle_vl"
 PAGE = ROOT / "docs" / "architecture.md"
 # The boxes from top to bottom, and the folders of the package in each.
 BOXES = {
-    "commands and add-ons": "cli doctor export integrations profile report testing",
+    "commands and add-ons": "cli doctor export integrations profile report simulation testing",
     "training": "train",
     "model families": "families generation",
     "parallelism": "parallel",

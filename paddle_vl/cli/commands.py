@@ -16,8 +16,6 @@ MEDIA_KINDS = {"image": "a picture", "video": "a video file"}
 
 def evaluate(options: argparse.Namespace) -> int:
     """Print losses and, for models that answer, exact answers; or a policy's successes."""
-    if (options.data is None) == (options.env is None):
-        raise ValueError("give --data, to evaluate on samples, or --env, to let a policy act")
     configure_runtime()
     from paddle_vl.families.base import EvaluationOptions
     from paddle_vl.train.evaluate import mean_losses
@@ -76,6 +74,7 @@ EVALUATE = Command(
         *OPTIONS,
     ],
     folders=("model",),
+    one_of=("--data", "--env"),
 )  # fmt: skip
 
 

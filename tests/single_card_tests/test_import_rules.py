@@ -46,7 +46,9 @@ ALLOWED = {
         *("train", "families", "data", "parallel", "nn", "batch", "config", "compat", "files"),
         "processes",
     },
-    "report": {"train", "data", "config", "files"},
+    "report": {"train", "data", "config", "files", "simulation"},
+    # Environments, and policies that act in them; the simulator is imported when asked.
+    "simulation": {"families", "files"},
     # For tests of a user's parallel code, and the doctor's; nothing else imports it.
     "testing": {"families", "parallel", "checkpoint", "nn", "batch", "config"},
     # Checks an installation with the parts that a run has, on tiny models of `testing`.
@@ -55,7 +57,17 @@ ALLOWED = {
         *("nn", "batch", "config", "compat", "files", "processes"),
     },
     "cli": {
-        *("profile", "report", "train", "families", "generation", "checkpoint", "data", "export"),
+        *(
+            "simulation",
+            "profile",
+            "report",
+            "train",
+            "families",
+            "generation",
+            "checkpoint",
+            "data",
+            "export",
+        ),
         "doctor",
         *("parallel", "nn", "batch", "config", "compat", "files"),
     },
