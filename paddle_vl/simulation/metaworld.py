@@ -78,7 +78,14 @@ class MetaWorld:
         model.camera(CAMERA).pos = CAMERA_PLACE
         # Read when the renderer is made.
         model.vis.quality.offsamples = 0
-        self._renderer = self._mujoco.Renderer(model, image_size, image_size)
+        try:
+            self._renderer = self._mujoco.Renderer(model, image_size, image_size)
+        except self._mujoco.FatalError as error:
+            backend = os.environ.get("MUJOCO_GL")
+            raise RuntimeError(
+                f"nothing can be rendered with MUJOCO_GL {backend} ({error}): set it before "
+                f"anything imports mujoco; needed are {_NEEDED}"
+            ) from error
         self.max_steps = self._env.max_path_length
         self._seen = np.zeros(0)
 
