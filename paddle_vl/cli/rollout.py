@@ -48,13 +48,12 @@ def evaluate_in_simulator(options: argparse.Namespace, folder: Path, recipe: Any
     episodes = list(roll_out(policy, environments, seeds, options.blank, num_shown))
     found = summary(episodes)
     low, high = found["interval_95"]
-    blanked = (
-        f" with {' and '.join(f'blank {name}' for name in options.blank)}" if options.blank else ""
-    )
+    control = f" with blank {' and '.join(options.blank)}" if options.blank else ""
+    within = [f"{rate:.0%} in {steps}" for steps, rate in found["success_rate_within"].items()]
     print(
-        f"{options.task}{blanked}: {found['num_successes']} of {found['num_episodes']} episodes "
-        f"succeed, {found['success_rate']:.1%} (95 % interval {low:.1%} to {high:.1%}); median "
-        f"{found['steps_to_success']['median']} of at most {environments[0].max_steps} steps"
+        f"{options.task}{control}: {found['num_successes']} of {found['num_episodes']} episodes "
+        f"succeed, {found['success_rate']:.1%} (95 % interval {low:.1%} to {high:.1%}), in "
+        f"{environments[0].max_steps} steps of the simulator; {', '.join(within)} steps"
     )
     if options.output:
         about = {
