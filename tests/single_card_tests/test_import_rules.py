@@ -136,6 +136,7 @@ SHARED = {
     "qwen3_vl": {"vlm"},
     "pi07": {"policy"},
     "serving": {"policy"},
+    "simulation": {"policy"},
 }
 BESIDE = {"base", "flops", "hf_interface"}
 
