@@ -48,7 +48,9 @@ ALLOWED = {
     },
     # A server of a robot policy gets no other part of a family.
     "serving": {"export", "families", "data", "config", "threads"},
-    "report": {"train", "data", "config", "files"},
+    "report": {"train", "data", "config", "files", "simulation"},
+    # Environments, and policies that act in them; the simulator is imported when asked.
+    "simulation": {"families", "files"},
     # For tests of a user's parallel code, and the doctor's; nothing else imports it.
     "testing": {"families", "parallel", "checkpoint", "nn", "batch", "config"},
     # Checks an installation with the parts that a run has, on tiny models of `testing`.
@@ -58,7 +60,7 @@ ALLOWED = {
     },
     "cli": {
         *("profile", "report", "train", "families", "generation", "checkpoint", "data", "export"),
-        *("doctor", "serving", "threads"),
+        *("doctor", "serving", "simulation", "threads"),
         *("parallel", "nn", "batch", "config", "compat", "files"),
     },
     # Lazy imports of public names (and for type checkers); the command.
@@ -134,6 +136,7 @@ SHARED = {
     "qwen3_vl": {"vlm"},
     "pi07": {"policy"},
     "serving": {"policy"},
+    "simulation": {"policy"},
 }
 BESIDE = {"base", "flops", "hf_interface"}
 
