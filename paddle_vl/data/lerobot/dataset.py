@@ -74,25 +74,16 @@ class LeRobotDataset:
                 f"{min(numbers)} to {max(numbers)}"
             )
         chosen = wanted - left_out
-        self._choose([each for each in self.metadata.episodes if each.number in chosen])
+        self.episodes = [each for each in self.metadata.episodes if each.number in chosen]
+        if not self.episodes:
+            raise ValueError(f"{self.root}: no episode is left; choose others")
+        self._starts = np.cumsum([0, *(episode.length for episode in self.episodes)])
         self.fps = self.metadata.fps if fps is None else fps
         self.tolerance_s, self._skips_check = tolerance_s, skip_timestamp_check
         self.depth_unit: DepthUnit = depth_unit
         self._numbers = tuple(name for name, f in self.features.items() if f.is_number)
         self._tables, self._videos = ParquetRows(self.root), VideoShelf(self.root)
         self._checked: set[int] = set()
-
-    def without(self, numbers: Iterable[int]) -> "LeRobotDataset":
-        """This dataset, in which some episodes are left out."""
-        left_out = {*numbers}
-        self._choose([each for each in self.episodes if each.number not in left_out])
-        return self
-
-    def _choose(self, episodes: Sequence[Episode]) -> None:
-        if not episodes:
-            raise ValueError(f"{self.root}: no episode is left; choose others")
-        self.episodes = episodes
-        self._starts = np.cumsum([0, *(episode.length for episode in episodes)])
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -103,6 +94,11 @@ class LeRobotDataset:
             raise IndexError(f"{self.root} has frames 0 to {len(self) - 1}, not {number}")
         place = int(np.searchsorted(self._starts, number, side="right")) - 1
         return self.episodes[place], number - int(self._starts[place])
+
+    def owners(self) -> np.ndarray:
+        """Number of each frame's episode, int64."""
+        lengths = np.diff(self._starts)
+        return np.repeat([episode.number for episode in self.episodes], lengths)
 
     def first(self, place: int) -> int:
         """Number of the first frame of the episode at that place in `episodes`."""

@@ -10,10 +10,7 @@ from typing import Any
 
 import numpy as np
 
-PERSISTENT, EVENTS = "language_persistent", "language_events"
-# What lerobot calls "emitted at" a time, in seconds.
-EMITTED_S = 0.1
-
+PERSISTENT = "language_persistent"
 # The schema of tool calls in datasets that state none.
 SAY: Mapping[str, Any] = {
     "type": "function",
@@ -55,10 +52,3 @@ def active_row(rows: Sequence[Row], style: str, time: float) -> Row | None:
     """The latest persistent row of a style at or before a time in seconds, if there is one."""
     before = [row for row in rows if row["style"] == style and row["timestamp"] <= time]
     return max(before, key=lambda row: row["timestamp"], default=None)
-
-
-def emitted_rows(rows: Sequence[Row], style: str, time: float) -> list[Row]:
-    """The persistent rows of a style that begin within 0.1 s of a time."""
-    return [
-        row for row in rows if row["style"] == style and abs(row["timestamp"] - time) <= EMITTED_S
-    ]

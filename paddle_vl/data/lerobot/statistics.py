@@ -55,7 +55,7 @@ def stored_statistics(metadata: Metadata, depth_unit: DepthUnit = "mm") -> Stati
             for name in of_episodes[0]
         }
     else:
-        found = _read(metadata.root / STATS)
+        found = read_statistics(metadata.root / STATS)
     for name, feature in metadata.features.items():
         if feature.is_depth and name in found:
             stored = feature.info.get("depth_unit", "mm")
@@ -68,7 +68,7 @@ def stored_statistics(metadata: Metadata, depth_unit: DepthUnit = "mm") -> Stati
 
 def statistics(metadata: Metadata) -> Statistics:
     """Recomputed statistics where there are any, otherwise stored ones."""
-    return stored_statistics(metadata) | _read(metadata.root / RECOMPUTED)
+    return stored_statistics(metadata) | read_statistics(metadata.root / RECOMPUTED)
 
 
 def has_recomputed(metadata: Metadata) -> bool:
@@ -106,7 +106,12 @@ def pooled(each: Sequence[FeatureStatistics], weights: Sequence[Any]) -> Feature
     return found | {stat: mean(stacked[stat]) for stat in QUANTILES if stat in stacked}
 
 
-def _read(file: Path) -> Statistics:
+def read_statistics(file: Path) -> Statistics:
+    """Statistics in lerobot's form; none if there is no such file.
+
+    Raises:
+        RuntimeError: it is damaged.
+    """
     if not file.is_file():
         return {}
     values = read_json_object(file, "a dataset's statistics", "compute them again")

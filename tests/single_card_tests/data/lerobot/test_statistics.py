@@ -89,7 +89,9 @@ def test_computed_statistics_take_precedence_and_are_not_replaced(tmp_path, caps
     np.testing.assert_allclose(found["action"]["mean"], stored["action"]["mean"], rtol=1e-5)
     np.testing.assert_equal(found[CAMERA], stored[CAMERA])
     assert main(command) == 1
-    assert "recomputed_stats.json is there already: choose another --output" in capsys.readouterr().err
+    assert (
+        "recomputed_stats.json is there already: choose another --output" in capsys.readouterr().err
+    )
     assert main([*command, "--overwrite"]) == 0
     assert main([*command, "--output", str(tmp_path / "stats.json")]) == 0
     assert (tmp_path / "stats.json").read_text() == (root / module.RECOMPUTED).read_text()
