@@ -254,19 +254,8 @@ class LeRobotDataset:
         except BadSampleError as error:
             raise BadSampleError(error.kind, f"{name!r}: {error.reason}") from error
 
-    def absent_files(self) -> dict[int, list[str]]:
-        """Files of the chosen episodes that do not exist, by the episode's number."""
-        files = {file for each in self.episodes for file in _files(each)}
-        absent = {file for file in files if not (self.root / file).is_file()}
-        found = {each.number: sorted(absent & _files(each)) for each in self.episodes}
-        return {number: files for number, files in found.items() if files}
-
     def file_sizes(self) -> dict[str, int]:
         """Bytes of every file of the chosen episodes; 0 for those that do not exist."""
-        files = sorted({file for each in self.episodes for file in _files(each)})
+        files = sorted({file for episode in self.episodes for file in episode.files})
         paths = {file: self.root / file for file in files}
         return {f: path.stat().st_size if path.is_file() else 0 for f, path in paths.items()}
-
-
-def _files(episode: Episode) -> set[str]:
-    return {episode.file, *(file for file, _ in episode.videos.values())}

@@ -73,6 +73,11 @@ class Episode(NamedTuple):
     videos: Mapping[str, tuple[str, float]]
     extra: Mapping[str, Any]
 
+    @property
+    def files(self) -> set[str]:
+        """All files that have its frames."""
+        return {self.file, *(file for file, _ in self.videos.values())}
+
 
 @dataclass(frozen=True)
 class Metadata:

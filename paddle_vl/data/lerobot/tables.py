@@ -2,8 +2,8 @@
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,13 +40,6 @@ class _File(NamedTuple):
                 size += chunk.total_uncompressed_size
         blocks = -(-size // _BLOCK_BYTES)
         return max(1, metadata.num_rows // max(1, blocks))
-
-
-class _Cursor(NamedTuple):
-    """Blocks of a row group that are still to come, and the number of the next."""
-
-    batches: Iterator[Any]
-    number: int
 
 
 class ParquetRows:
@@ -97,7 +90,6 @@ class ParquetRows:
     def _clear(self) -> None:
         self._files: OrderedDict[str, _File] = OrderedDict()
         self._blocks: OrderedDict[Any, Any] = OrderedDict()
-        self._cursors: OrderedDict[Any, _Cursor] = OrderedDict()
         self._bytes = 0
 
     def _file(self, arrow: Any, file: str) -> _File:
@@ -107,34 +99,24 @@ class ParquetRows:
             opened = arrow.parquet.ParquetFile(self.root / file, buffer_size=_BUFFER_BYTES)
             groups = map(opened.metadata.row_group, range(opened.metadata.num_row_groups))
             self._files[file] = _File(opened, [0, *accumulate(g.num_rows for g in groups)])
-            _shorten(self._files, _MOST_OPEN)
+            if len(self._files) > _MOST_OPEN:
+                self._files.popitem(last=False)
         self._files.move_to_end(file)
         return self._files[file]
 
     def _block(self, file: _File, key: tuple[str, int, Columns, int], at_once: int) -> Any:
-        *place, number = key
-        cursor = self._cursors.pop(tuple(place), None)
-        while key not in self._blocks:
-            if cursor is None or cursor.number > number:
-                batches = file.opened.iter_batches(at_once, [key[1]], list(key[2]))
-                cursor = _Cursor(batches, 0)
-            block = next(cursor.batches)
-            self._blocks[(*place, cursor.number)] = block
-            self._bytes += block.nbytes
-            cursor = _Cursor(cursor.batches, cursor.number + 1)
-            while self._bytes > _MOST_BYTES and len(self._blocks) > 1:
-                self._bytes -= self._blocks.popitem(last=False)[1].nbytes
-        rows = file.starts[key[1] + 1] - file.starts[key[1]]
-        if cursor is not None and cursor.number * at_once < rows:
-            self._cursors[tuple(place)] = cursor
-            _shorten(self._cursors, _MOST_OPEN)
+        """A block of a row group; those before it are read on the way, and kept too."""
+        _, group, columns, number = key
+        if key not in self._blocks:
+            batches = file.opened.iter_batches(at_once, [group], list(columns))
+            for place, block in enumerate(islice(batches, number + 1)):
+                self._bytes -= getattr(self._blocks.pop((*key[:3], place), None), "nbytes", 0)
+                self._blocks[(*key[:3], place)] = block
+                self._bytes += block.nbytes
+                while self._bytes > _MOST_BYTES and len(self._blocks) > 1:
+                    self._bytes -= self._blocks.popitem(last=False)[1].nbytes
         self._blocks.move_to_end(key)
         return self._blocks[key]
-
-
-def _shorten(used: OrderedDict, most: int) -> None:
-    while len(used) > most:
-        used.popitem(last=False)
 
 
 def _bad(reason: str) -> BadSampleError:

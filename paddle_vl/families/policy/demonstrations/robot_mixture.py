@@ -82,8 +82,9 @@ class RobotDemonstrations:
             )
         self._groups = [self.group_names.index(name) for name in named]
         self.files = [each.data.root for each in datasets]
-        self.contents = [self._content(each) for each in datasets]
-        self._numbers = [self._usable(each) for each in datasets]
+        sizes = [each.data.file_sizes() for each in datasets]
+        self.contents = list(map(_content, datasets, sizes))
+        self._numbers = list(map(self._usable, datasets, sizes))
         self._count()
 
     def __len__(self) -> int:
@@ -238,27 +239,30 @@ class RobotDemonstrations:
             frame = rng.integers(len(self._numbers[place]))
         return self.datasets[place], int(self._numbers[place][frame]), self._groups[place]
 
-    def _usable(self, dataset: RobotDataset) -> np.ndarray:
+    def _usable(self, dataset: RobotDataset, sizes: Mapping[str, int]) -> np.ndarray:
         """Numbers of the frames whose files exist."""
-        owners, absent = dataset.data.owners(), dataset.data.absent_files()
-        for number, files in absent.items() if self.on_bad_sample == "fail" else ():
-            raise BadSampleError(
-                "missing_file",
-                f"there is no file {', '.join(files)}: fetch the dataset again, leave the episode "
-                "out (excluded_episodes), or set data.on_bad_sample to skip",
-                f"{dataset.data.root}: episode {number}",
-            )
-        is_absent = np.isin(owners, [*absent])
+        absent = []
+        for episode in dataset.data.episodes:
+            if files := [file for file in sorted(episode.files) if not sizes[file]]:
+                absent.append(episode.number)
+                if self.on_bad_sample == "fail":
+                    raise BadSampleError(
+                        "missing_file",
+                        f"there is no file {', '.join(files)}: fetch the dataset again, leave the "
+                        "episode out (excluded_episodes), or set data.on_bad_sample to skip",
+                        f"{dataset.data.root}: episode {episode.number}",
+                    )
+        is_absent = np.isin(dataset.data.owners(), absent)
         self.skipped["missing_file"] += int(is_absent.sum())
         self.skipped = +self.skipped
         return np.flatnonzero(~is_absent)
 
-    @staticmethod
-    def _content(dataset: RobotDataset) -> FileContent:
-        root, episodes = dataset.data.root, dataset.data.episodes
-        described = xxh3_64((root / INFO).read_bytes() + repr(episodes).encode())
-        sizes = xxh3_64(repr(sorted(dataset.data.file_sizes().items())).encode())
-        return FileContent(str(root), described.hexdigest(), sizes.hexdigest())
+
+def _content(dataset: RobotDataset, sizes: Mapping[str, int]) -> FileContent:
+    root, episodes = dataset.data.root, dataset.data.episodes
+    described = xxh3_64((root / INFO).read_bytes() + repr(episodes).encode())
+    files = xxh3_64(repr(sorted(sizes.items())).encode())
+    return FileContent(str(root), described.hexdigest(), files.hexdigest())
 
 
 def _of_group(
