@@ -29,7 +29,7 @@ def of_codes(codes: np.ndarray, info: Mapping[str, Any], unit: DepthUnit) -> np.
         info: of the feature.
     """
     least, most, shift, use_log = (info.get(f"video.{name}", _RANGE[name]) for name in _RANGE)
-    low, high = np.float64([least, most]) + (shift if use_log else 0)
+    low, high = np.array([least, most]) + (shift if use_log else 0)
     if use_log:
         low, high = np.log(low), np.log(high)
     step, first = np.float32((high - low) / _MOST_CODE), np.float32(low)

@@ -332,14 +332,7 @@ class PI07Run(RunConfig):
                 "data.synthetic_samples to train on generated ones"
             )
         if data.dataset_mixture is not None:
-            if data.train:
-                yield "data.train and data.dataset_mixture are set: a run has one of them"
-            yield from data.dataset_mixture.problems("data.dataset_mixture")
-            if data.eval and data.dataset_mixture.has_held_out:
-                yield (
-                    "data.eval is set, and data.dataset_mixture keeps a part of its datasets for "
-                    "evaluation: remove data.eval, or set val_split_ratio: 0.0"
-                )
+            yield from data.dataset_mixture.problems(data.train, data.eval)
         files, grouped = {*data.train, *data.eval}, set(data.groups)
         if data.dataset_mixture is not None:
             files |= {dataset.label for dataset in data.dataset_mixture.datasets}

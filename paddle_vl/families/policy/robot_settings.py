@@ -18,15 +18,15 @@ _Ratio = Annotated[float, Field(ge=0, lt=1)]
 _Indices = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None
 
 
-def _refused(reason: str) -> Any:
+def _refused(reason: str) -> BeforeValidator:
     def refuse(value: Any) -> None:
         if value is not None:
             raise ValueError(reason)
 
-    return Annotated[Any, BeforeValidator(refuse)]
+    return BeforeValidator(refuse)
 
 
-def _set(name: str) -> Any:
+def _set(name: str) -> BeforeValidator:
     return _refused(f"set {name} instead, which holds for the whole run")
 
 
@@ -73,10 +73,14 @@ class RobotDatasetConfig(Section):
     stats: FilePath | None = None
     """file of statistics in the form of meta/stats.json; default: those of the dataset"""
 
-    vqa: _refused("pi07 learns from demonstrations only; leave it out") = None
-    image_transforms: _refused("images of one dataset are not changed apart from others") = None
-    video_backend: _refused("videos are read by PyAV; remove it") = None
-    use_imagenet_stats: _refused("pi07 does not normalise images by statistics; remove it") = None
+    vqa: Annotated[Any, _refused("pi07 learns from demonstrations only; leave it out")] = None
+    image_transforms: Annotated[
+        Any, _refused("images of one dataset are not changed apart from others")
+    ] = None
+    video_backend: Annotated[Any, _refused("videos are read by PyAV; remove it")] = None
+    use_imagenet_stats: Annotated[
+        Any, _refused("pi07 does not normalise images by statistics; remove it")
+    ] = None
 
     def problems(self, where: str) -> Iterator[str]:
         """Messages about settings that contradict each other."""
@@ -135,17 +139,17 @@ class DatasetMixtureConfig(Section):
     delta_stats_max_rows: Annotated[int, Field(ge=1)] | None = None
     """most samples of which statistics of delta actions are computed; default: all"""
 
-    n_obs_history: _set("model.policy.n_obs_steps") = None
-    history_state_drop_prob: _set("data.drops.history_state_drop_prob") = None
-    subgoal_drop_prob: _set("data.drops.subgoal_drop_prob") = None
-    response_drop_prob: _set("data.drops.response_drop_prob") = None
-    metadata_drop_all_prob: _set("data.drops.metadata_drop_all_prob") = None
-    metadata_drop_each_prob: _set("data.drops.metadata_drop_each_prob") = None
-    resolution: _set("resize_imgs_with_padding of model.config") = None
-    num_cams: _set("model.policy.input_features, which lists the cameras,") = None
-    max_state_dim: _set("max_state_dim of model.config") = None
-    max_action_dim: _set("max_action_dim of model.config") = None
-    action_chunk: _set("model.policy.chunk_size") = None
+    n_obs_history: Annotated[Any, _set("model.policy.n_obs_steps")] = None
+    history_state_drop_prob: Annotated[Any, _set("data.drops.history_state_drop_prob")] = None
+    subgoal_drop_prob: Annotated[Any, _set("data.drops.subgoal_drop_prob")] = None
+    response_drop_prob: Annotated[Any, _set("data.drops.response_drop_prob")] = None
+    metadata_drop_all_prob: Annotated[Any, _set("data.drops.metadata_drop_all_prob")] = None
+    metadata_drop_each_prob: Annotated[Any, _set("data.drops.metadata_drop_each_prob")] = None
+    resolution: Annotated[Any, _set("resize_imgs_with_padding of model.config")] = None
+    num_cams: Annotated[Any, _set("model.policy.input_features, which lists the cameras,")] = None
+    max_state_dim: Annotated[Any, _set("max_state_dim of model.config")] = None
+    max_action_dim: Annotated[Any, _set("max_action_dim of model.config")] = None
+    action_chunk: Annotated[Any, _set("model.policy.chunk_size")] = None
 
     @property
     def has_held_out(self) -> bool:
@@ -155,14 +159,24 @@ class DatasetMixtureConfig(Section):
             for each in self.datasets
         )
 
-    def problems(self, where: str) -> Iterator[str]:
-        """Messages about settings that contradict each other."""
+    def problems(self, train: Sequence[str], evaluation: Sequence[str]) -> Iterator[str]:
+        """Messages about settings that contradict each other, or the files of data.train and
+        data.eval."""
+        if train:
+            yield "data.train and data.dataset_mixture are set: a run has one of them"
+        if evaluation and self.has_held_out:
+            yield (
+                "data.eval is set, and data.dataset_mixture keeps a part of its datasets for "
+                "evaluation: remove data.eval, or set val_split_ratio: 0.0"
+            )
         for number, dataset in enumerate(self.datasets):
-            yield from dataset.problems(f"{where}.datasets[{number}]")
-        if self.weights is not None and len(self.weights) != len(self.datasets):
-            yield f"{where} has {len(self.weights)} weights for {len(self.datasets)} datasets"
-        if self.weights is not None and not sum(self.weights):
-            yield f"{where}.weights are all 0: give one dataset a weight above 0"
+            yield from dataset.problems(f"data.dataset_mixture.datasets[{number}]")
+        weights = self.weights or [1.0] * len(self.datasets)
+        if len(weights) != len(self.datasets) or not sum(weights):
+            yield (
+                f"data.dataset_mixture.weights are {weights}: give each of the "
+                f"{len(self.datasets)} datasets one, and not 0 to all"
+            )
 
 
 def folders_among(files: Sequence[str]) -> bool:
@@ -184,6 +198,6 @@ def mixture_of(
     folders: Sequence[str], mapping: Mapping[str, str] | None = None
 ) -> DatasetMixtureConfig:
     """Datasets with equal settings, all of whose frames are used."""
-    same = {"data_features_name_mapping": dict(mapping or {})}
-    datasets = [RobotDatasetConfig(root=folder, **same) for folder in folders]
+    columns = dict(mapping or {})
+    datasets = [RobotDatasetConfig(root=f, data_features_name_mapping=columns) for f in folders]
     return DatasetMixtureConfig(datasets=datasets, val_split_ratio=0.0)

@@ -124,8 +124,14 @@ WRONG = {
         "datasets.0.*video_backend is .pyav.; videos are read by PyAV; remove it",
     ),
     "questions": (with_mixture(datasets=[{"vqa": "clevr"}]), "learns from demonstrations only"),
-    "weights": (with_mixture(weights=[1.0]), "has 1 weights for 2 datasets"),
-    "no weight": (with_mixture(weights=[0.0, 0.0]), "weights are all 0"),
+    "weights": (
+        with_mixture(weights=[1.0]),
+        r"weights are \[1\.0\]: give each of the 2 datasets one",
+    ),
+    "no weight": (
+        with_mixture(weights=[0.0, 0.0]),
+        "give each of the 2 datasets one, and not 0 to all",
+    ),
     "deltas": (
         with_mixture(datasets=[{"root": "a", "use_delta_joint_actions": True}]),
         "use_delta_joint_actions True and delta_action_state_map {}: set both",
