@@ -15,7 +15,7 @@ def compute_stats(options: argparse.Namespace) -> int:
         write_statistics,
     )
 
-    dataset = LeRobotDataset(options.dataset)
+    dataset = LeRobotDataset(options.dataset, excluded_episodes=options.excluded_episodes)
     file = options.output or dataset.root / RECOMPUTED
     # Refused before the frames are read.
     if file.exists() and not options.overwrite:
@@ -40,6 +40,8 @@ COMPUTE_STATS = Command(
         value("dataset", "DIR", "folder of the dataset, with meta/info.json", type=Path),
         value("--output", "FILE", "another file to write", type=Path),
         switch("--overwrite", "replace the file if it is there"),
+        value("--excluded-episodes", "N", "numbers of episodes to leave out", type=natural,
+              nargs="+", default=[]),
         switch("--no-images", "leave the cameras out, whose images take most of the time"),
         value("--num-workers", "N", "processes that decode images (default 0: this one)",
               type=natural, default=0),

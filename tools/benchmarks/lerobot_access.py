@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from harness import Result, Table, add_count, parser, run, spread
-from paddle_vl.data.lerobot.videos import VideoShelf
+from paddle_vl.data.lerobot.videos import read_frames
 from paddle_vl.data.video_reader import VideoFile
 
 FPS, SIZE = 20, (240, 320)
@@ -85,7 +85,7 @@ def compare(options: argparse.Namespace, work: Path) -> Result:
         file = work / f"group{group}.mp4"
         write_video(file, options.seconds, group)
         frames = np.random.default_rng(1).integers(0, options.seconds * FPS, options.frames)
-        here = milliseconds(partial(read_here, VideoShelf(work), file.name), frames)
+        here = milliseconds(partial(read_here, file), frames)
         if options.against is None:
             there = milliseconds(
                 partial(read_from_start, VideoFile(file)), frames[:MOST_FROM_START]
@@ -100,8 +100,8 @@ def compare(options: argparse.Namespace, work: Path) -> Result:
     return Result([Table("lerobot access", columns, rows, note)], found)
 
 
-def read_here(shelf: VideoShelf, file: str, number: int) -> object:
-    return shelf.frames(file, [number / FPS], 1e-4)
+def read_here(file: Path, number: int) -> object:
+    return read_frames(file, [number / FPS], 1e-4)
 
 
 def read_from_start(video: VideoFile, number: int) -> object:

@@ -22,8 +22,8 @@ from paddle_vl.data.jsonl import BadSampleError, sample_at
 from paddle_vl.data.lerobot.depth import VIDEO_FORM, DepthUnit, of_codes, of_image
 from paddle_vl.data.lerobot.language import language_rows
 from paddle_vl.data.lerobot.metadata import Episode, read_metadata
-from paddle_vl.data.lerobot.tables import ParquetRows, as_array
-from paddle_vl.data.lerobot.videos import VideoShelf
+from paddle_vl.data.lerobot.tables import as_array, read_rows
+from paddle_vl.data.lerobot.videos import read_frames
 from paddle_vl.data.media_file import load_rgb
 
 # As lerobot and OpenTau have it.
@@ -82,7 +82,6 @@ class LeRobotDataset:
         self.tolerance_s, self._skips_check = tolerance_s, skip_timestamp_check
         self.depth_unit: DepthUnit = depth_unit
         self._numbers = tuple(name for name, f in self.features.items() if f.is_number)
-        self._tables, self._videos = ParquetRows(self.root), VideoShelf(self.root)
         self._checked: set[int] = set()
 
     def __len__(self) -> int:
@@ -199,7 +198,7 @@ class LeRobotDataset:
         return table
 
     def _read(self, episode: Episode, columns: tuple[str, ...], row: int, count: int) -> Any:
-        return self._tables.read(episode.file, columns, episode.first_row + row, count)
+        return read_rows(self.root / episode.file, columns, episode.first_row + row, count)
 
     def _check(self, episode: Episode, table: Any) -> None:
         """Refuse rows of another episode, and timestamps that contradict the rate."""
@@ -237,7 +236,7 @@ class LeRobotDataset:
         times = [start + float(stamp) for stamp in stamps]
         info, is_depth = self.features[name].info, self.features[name].is_depth
         form = VIDEO_FORM if is_depth else "rgb24"
-        frames = self._videos.frames(file, times, self.tolerance_s, form)
+        frames = read_frames(self.root / file, times, self.tolerance_s, form)
         if not is_depth:
             return frames
         return [of_codes(frame, info, self.depth_unit)[None] for frame in frames]

@@ -269,7 +269,8 @@ def _matrices(dataset: LeRobotDataset, names: Sequence[str]) -> Iterator[np.ndar
             owner = np.repeat(names, [each.shape[1] for each in columns])[column]
             raise BadSampleError(
                 "not_finite",
-                f"{owner!r} holds {values[row, column]}: correct it, or leave the episode out",
+                f"{owner!r} holds {values[row, column]}: correct it, or leave the episode out "
+                "(--excluded-episodes)",
                 dataset.place(dataset.first(place) + int(row)),
             )
         pending.append(values)

@@ -12,7 +12,7 @@ import numpy as np
 from paddle_vl.data.corpus.table_shard import reading_table
 from paddle_vl.data.jsonl import BadSampleError
 
-# Bytes of blocks that a dataset keeps in a process, and of one block; a row group that lerobot
+# Bytes of blocks that a process keeps, and of one block; a row group that lerobot
 # writes, an episode, is one block if it has fewer.
 _MOST_BYTES = 256 << 20
 _BLOCK_BYTES = 32 << 20
@@ -21,6 +21,25 @@ _MOST_OPEN = 16
 _BUFFER_BYTES = 1 << 20
 
 Columns = tuple[str, ...]
+
+
+class FileVersion(NamedTuple):
+    """A file as it is now; one that is written anew differs."""
+
+    path: Path
+    changed_ns: int
+    size: int
+
+
+def version_of(path: Path) -> FileVersion:
+    """
+    Raises:
+        BadSampleError: there is no such file.
+    """
+    if not path.is_file():
+        raise BadSampleError("missing_file", f"there is no file {path}")
+    found = path.stat()
+    return FileVersion(path, found.st_mtime_ns, found.st_size)
 
 
 class _File(NamedTuple):
@@ -42,81 +61,86 @@ class _File(NamedTuple):
         return max(1, metadata.num_rows // max(1, blocks))
 
 
-class ParquetRows:
-    """The Parquet files of a dataset. A pickled one has no file open and no block.
+class _Block(NamedTuple):
+    """The rows `number * at_once` to `(number + 1) * at_once` of a row group."""
 
-    Attributes:
-        root: folder that names of files start from.
+    version: FileVersion
+    group: int
+    columns: Columns
+    at_once: int
+    number: int
+
+
+class _Blocks:
+    """The blocks used last, at most `_MOST_BYTES` of them."""
+
+    def __init__(self) -> None:
+        self.kept: OrderedDict[_Block, Any] = OrderedDict()
+        self.size = 0
+
+    def add(self, key: _Block, batch: Any) -> None:
+        if key not in self.kept:
+            self.kept[key] = batch
+            self.size += batch.nbytes
+        self.kept.move_to_end(key)
+        while self.size > _MOST_BYTES and len(self.kept) > 1:
+            self.size -= self.kept.popitem(last=False)[1].nbytes
+
+
+# Of all datasets of this process, those used last at the end.
+_files: OrderedDict[FileVersion, _File] = OrderedDict()
+_blocks = _Blocks()
+
+
+def read_rows(path: Path, columns: Columns, first: int, count: int) -> Any:
+    """Some rows of some columns of a Parquet file, as pyarrow's table.
+
+    Columns that are read together share their blocks.
+
+    Raises:
+        BadSampleError: there is no such file, or it is damaged or has fewer rows; names the file.
     """
+    pieces = []
+    with reading_table(path, f"{path} cannot be read", _bad) as arrow:
+        version = version_of(path)
+        file = _opened(arrow, version)
+        if first + count > file.starts[-1]:
+            raise BadSampleError(
+                "missing_rows",
+                f"{path} has {file.starts[-1]} rows, and rows {first} to {first + count} are "
+                "needed: fetch the dataset again",
+            )
+        row = first
+        while row < first + count:
+            group = bisect_right(file.starts, row) - 1
+            at_once = file.rows_at_once(group, columns)
+            number, offset = divmod(row - file.starts[group], at_once)
+            block = _block(file, _Block(version, group, columns, at_once, number))
+            pieces.append(block.slice(offset, first + count - row))
+            row += len(pieces[-1])
+        return arrow.Table.from_batches(pieces)
 
-    def __init__(self, root: Path):
-        self.root = root
-        self._clear()
 
-    def __getstate__(self) -> Path:
-        return self.root
+def _opened(arrow: Any, version: FileVersion) -> _File:
+    if version not in _files:
+        opened = arrow.parquet.ParquetFile(version.path, buffer_size=_BUFFER_BYTES)
+        groups = map(opened.metadata.row_group, range(opened.metadata.num_row_groups))
+        _files[version] = _File(opened, [0, *accumulate(group.num_rows for group in groups)])
+        if len(_files) > _MOST_OPEN:
+            _files.popitem(last=False)
+    _files.move_to_end(version)
+    return _files[version]
 
-    def __setstate__(self, root: Path) -> None:
-        self.root = root
-        self._clear()
 
-    def read(self, file: str, columns: Columns, first: int, count: int) -> Any:
-        """Some rows of some columns, as pyarrow's table.
-
-        Columns that are read together share their blocks.
-
-        Raises:
-            BadSampleError: there is no such file, or it is damaged or has fewer rows.
-        """
-        pieces = []
-        with reading_table(self.root / file, f"{file} cannot be read", _bad) as arrow:
-            found = self._file(arrow, file)
-            if first + count > found.starts[-1]:
-                raise BadSampleError(
-                    "missing_rows",
-                    f"{file} has {found.starts[-1]} rows, and rows {first} to {first + count} are "
-                    "needed: fetch the dataset again",
-                )
-            row = first
-            while row < first + count:
-                group = bisect_right(found.starts, row) - 1
-                at_once = found.rows_at_once(group, columns)
-                number, offset = divmod(row - found.starts[group], at_once)
-                block = self._block(found, (file, group, columns, number), at_once)
-                pieces.append(block.slice(offset, first + count - row))
-                row += len(pieces[-1])
-            return arrow.Table.from_batches(pieces)
-
-    def _clear(self) -> None:
-        self._files: OrderedDict[str, _File] = OrderedDict()
-        self._blocks: OrderedDict[Any, Any] = OrderedDict()
-        self._bytes = 0
-
-    def _file(self, arrow: Any, file: str) -> _File:
-        if file not in self._files:
-            if not (self.root / file).is_file():
-                raise BadSampleError("missing_file", f"there is no file {self.root / file}")
-            opened = arrow.parquet.ParquetFile(self.root / file, buffer_size=_BUFFER_BYTES)
-            groups = map(opened.metadata.row_group, range(opened.metadata.num_row_groups))
-            self._files[file] = _File(opened, [0, *accumulate(g.num_rows for g in groups)])
-            if len(self._files) > _MOST_OPEN:
-                self._files.popitem(last=False)
-        self._files.move_to_end(file)
-        return self._files[file]
-
-    def _block(self, file: _File, key: tuple[str, int, Columns, int], at_once: int) -> Any:
-        """A block of a row group; those before it are read on the way, and kept too."""
-        _, group, columns, number = key
-        if key not in self._blocks:
-            batches = file.opened.iter_batches(at_once, [group], list(columns))
-            for place, block in enumerate(islice(batches, number + 1)):
-                self._bytes -= getattr(self._blocks.pop((*key[:3], place), None), "nbytes", 0)
-                self._blocks[(*key[:3], place)] = block
-                self._bytes += block.nbytes
-                while self._bytes > _MOST_BYTES and len(self._blocks) > 1:
-                    self._bytes -= self._blocks.popitem(last=False)[1].nbytes
-        self._blocks.move_to_end(key)
-        return self._blocks[key]
+def _block(file: _File, wanted: _Block) -> Any:
+    """A block of a row group; those before it are read on the way, and kept too."""
+    if wanted not in _blocks.kept:
+        columns = list(wanted.columns)
+        batches = file.opened.iter_batches(wanted.at_once, [wanted.group], columns)
+        for number, batch in enumerate(islice(batches, wanted.number + 1)):
+            _blocks.add(wanted._replace(number=number), batch)
+    _blocks.kept.move_to_end(wanted)
+    return _blocks.kept[wanted]
 
 
 def _bad(reason: str) -> BadSampleError:

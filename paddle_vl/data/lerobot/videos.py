@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.data.lerobot.tables import FileVersion, version_of
 from paddle_vl.data.video_reader import decoding, opened_container
 
 # Decoders hold reference frames, some ten megabytes each.
-_MOST_OPEN = 8
+_MOST_OPEN = 16
 # So many frames are decoded rather than sought over.
 _NEAR_FRAMES = 8
 # Where a key frame's place in the file misled the search, it goes on from here, in seconds before.
@@ -108,29 +109,24 @@ class SeekableVideo:
         return frame.pts * self._unit - self._first
 
 
-class VideoShelf:
-    """The video files of a dataset; those used last stay open. A pickled one has none open."""
+# Of all datasets of this process, those used last at the end.
+_open: OrderedDict[FileVersion, SeekableVideo] = OrderedDict()
 
-    def __init__(self, root: Path):
-        self.root = root
-        self._open: OrderedDict[str, SeekableVideo] = OrderedDict()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"root": self.root, "_open": OrderedDict()}
-
-    def frames(
-        self, file: str, times: Sequence[float], tolerance_s: float, form: str = "rgb24"
-    ) -> list[np.ndarray]:
-        """See `SeekableVideo.frames`; errors name the file."""
-        try:
-            if file not in self._open:
-                self._open[file] = SeekableVideo(self.root / file)
-                if len(self._open) > _MOST_OPEN:
-                    self._open.popitem(last=False)[1].close()
-            self._open.move_to_end(file)
-            return self._open[file].frames(times, tolerance_s, form)
-        except BadSampleError as error:
-            # The decoder's state is unknown.
-            if file in self._open:
-                self._open.pop(file).close()
-            raise BadSampleError(error.kind, f"{file}: {error.reason}") from error
+def read_frames(
+    path: Path, times: Sequence[float], tolerance_s: float, form: str = "rgb24"
+) -> list[np.ndarray]:
+    """See `SeekableVideo.frames`; errors name the file."""
+    version = version_of(path)
+    try:
+        if version not in _open:
+            _open[version] = SeekableVideo(path)
+            if len(_open) > _MOST_OPEN:
+                _open.popitem(last=False)[1].close()
+        _open.move_to_end(version)
+        return _open[version].frames(times, tolerance_s, form)
+    except BadSampleError as error:
+        # The decoder's state is unknown.
+        if version in _open:
+            _open.pop(version).close()
+        raise BadSampleError(error.kind, f"{path}: {error.reason}") from error

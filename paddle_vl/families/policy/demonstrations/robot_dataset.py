@@ -63,7 +63,6 @@ class RobotDataset:
             ValueError: it lacks a feature, or one has another size; names dataset and feature.
         """
         self.config, self.mixture, self.shapes = config, mixture, shapes
-
         tolerance_s, skips_check = config.tolerance_s, config.skip_timestamp_check
         root = local_folder(config.label, revision=config.revision, kind="dataset")
         self.data = LeRobotDataset(
@@ -208,7 +207,12 @@ class RobotDataset:
                     f"data_features_name_mapping of {root} has {name!r}, which is no standard "
                     f"name; {nearest(name, [*_DEFAULTS, *self.shapes.cameras])}"
                 )
-            if column not in features and (name, column) != ("prompt", "task"):
+            is_of_episode = name == "success" and column in self.data.episodes[0].extra
+            if (
+                column not in features
+                and (name, column) != ("prompt", "task")
+                and not is_of_episode
+            ):
                 raise ValueError(
                     f"data_features_name_mapping of {root} maps {name!r} to {column!r}, which it "
                     f"has not; {nearest(column, features)}"
@@ -324,9 +328,10 @@ class RobotDataset:
     def _mistake(self, episode: Episode, row: int) -> bool | None:
         if (column := self.columns.get("mistake")) is not None:
             return bool(self._value(episode, column, row))
-        if (column := self.columns.get("success")) is not None:
+        column = self.columns.get("success", "success")
+        if column in self.data.features:
             return not self._value(episode, column, row)
-        success = episode.extra.get("success")
+        success = episode.extra.get(column, episode.extra.get("success"))
         return None if success is None else not success
 
     def _goal(self, episode: Episode, row: int, rng: np.random.Generator) -> int:
