@@ -266,7 +266,7 @@ def _matrices(dataset: LeRobotDataset, names: Sequence[str]) -> Iterator[np.ndar
         values = np.concatenate(columns, axis=1).astype(np.float64)
         if len(wrong := np.argwhere(~np.isfinite(values))):
             row, column = wrong[0]
-            owner = np.repeat(names, [each.shape[1] for each in columns])[column]
+            owner = str(np.repeat(names, [each.shape[1] for each in columns])[column])
             raise BadSampleError(
                 "not_finite",
                 f"{owner!r} holds {values[row, column]}: correct it, or leave the episode out "

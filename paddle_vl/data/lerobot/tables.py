@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,8 +13,8 @@ import numpy as np
 from paddle_vl.data.corpus.table_shard import reading_table
 from paddle_vl.data.jsonl import BadSampleError
 
-# Bytes of blocks that a process keeps, and of one block; a row group that lerobot
-# writes, an episode, is one block if it has fewer.
+# Bytes of blocks that a process keeps, and of one block; a row group that lerobot writes, an
+# episode, is one block if it has fewer.
 _MOST_BYTES = 256 << 20
 _BLOCK_BYTES = 32 << 20
 _MOST_OPEN = 16
@@ -42,23 +43,34 @@ def version_of(path: Path) -> FileVersion:
     return FileVersion(path, found.st_mtime_ns, found.st_size)
 
 
-class _File(NamedTuple):
-    """An open file, and the first row of every row group and of the end."""
+class _File:
+    """An open file.
 
-    opened: Any
-    starts: list[int]
+    Attributes:
+        names: of its columns.
+        starts: first row of every row group, and of the end.
+    """
 
-    def rows_at_once(self, group: int, columns: Columns) -> int:
+    def __init__(self, opened: Any):
+        self.opened, groups = opened, range(opened.metadata.num_row_groups)
+        self.names = {*opened.schema_arrow.names}
+        counts = (opened.metadata.row_group(group).num_rows for group in groups)
+        self.starts = [0, *accumulate(counts)]
+        # A method would be kept for all files.
+        self.rows_at_once = lru_cache(maxsize=None)(self._rows_at_once)
+
+    def _rows_at_once(self, group: int, columns: Columns) -> int:
         """Rows of a block of these columns."""
         metadata = self.opened.metadata.row_group(group)
-        size = 0
-        for number in range(metadata.num_columns):
-            chunk = metadata.column(number)
-            if any(chunk.path_in_schema == c or chunk.path_in_schema[: len(c) + 1] == f"{c}."
-                   for c in columns):  # fmt: skip
-                size += chunk.total_uncompressed_size
-        blocks = -(-size // _BLOCK_BYTES)
-        return max(1, metadata.num_rows // max(1, blocks))
+        chunks = map(metadata.column, range(metadata.num_columns))
+        # Parts of a column have its name and their own.
+        inside = tuple(f"{name}." for name in columns)
+        size = sum(
+            chunk.total_uncompressed_size
+            for chunk in chunks
+            if chunk.path_in_schema in columns or chunk.path_in_schema.startswith(inside)
+        )
+        return max(1, metadata.num_rows // max(1, -(-size // _BLOCK_BYTES)))
 
 
 class _Block(NamedTuple):
@@ -110,6 +122,12 @@ def read_rows(path: Path, columns: Columns, first: int, count: int) -> Any:
                 f"{path} has {file.starts[-1]} rows, and rows {first} to {first + count} are "
                 "needed: fetch the dataset again",
             )
+        if absent := [name for name in columns if name not in file.names]:
+            raise BadSampleError(
+                "missing_column",
+                f"{path} has no column {', '.join(absent)}, which info.json lists: fetch or "
+                "convert the dataset again",
+            )
         row = first
         while row < first + count:
             group = bisect_right(file.starts, row) - 1
@@ -124,8 +142,7 @@ def read_rows(path: Path, columns: Columns, first: int, count: int) -> Any:
 def _opened(arrow: Any, version: FileVersion) -> _File:
     if version not in _files:
         opened = arrow.parquet.ParquetFile(version.path, buffer_size=_BUFFER_BYTES)
-        groups = map(opened.metadata.row_group, range(opened.metadata.num_row_groups))
-        _files[version] = _File(opened, [0, *accumulate(group.num_rows for group in groups)])
+        _files[version] = _File(opened)
         if len(_files) > _MOST_OPEN:
             _files.popitem(last=False)
     _files.move_to_end(version)

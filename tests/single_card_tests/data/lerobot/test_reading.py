@@ -131,9 +131,15 @@ BAD = {
     "cut video": (lambda root: cut(root / V3_VIDEO), f"{V3_VIDEO}: the file cannot be decoded"),
     "no Parquet": (lambda root: (root / V3_DATA).unlink(), f"there is no file .*{V3_DATA}"),
     "no video": (lambda root: (root / V3_VIDEO).unlink(), f"there is no file .*{V3_VIDEO}"),
+    "no column": (
+        lambda root: pq.write_table(
+            pq.read_table(root / V3_DATA).drop_columns("action"), root / V3_DATA
+        ),
+        f"{V3_DATA} has no column action, which info.json lists",
+    ),
     "other rows": (
         lambda root: shutil.copy(root / "data/chunk-000/file-000.parquet", root / V3_DATA),
-        "missing_rows|has 14 rows|where frame 0 of episode 3 must be",
+        "has episode_index 0 in row 1, where frame 0 of episode 3 must be",
     ),
 }
 
