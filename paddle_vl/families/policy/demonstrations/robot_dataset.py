@@ -11,7 +11,7 @@ LeRobot 0.6. Differs: past frames from before the episode are zeros, as everywhe
 Over 350 lines: what a moment has, and where each part of it is found.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ _DEFAULTS = {
 }  # fmt: skip
 _IDENTITY = ("robot_type", "control_mode")
 _GOAL_S = 4.0
+# Of positions between frames.
+_ROUNDING = 1e-6
 _PERCENTILES = (5, 15, 25, 35, 45, 55, 65, 75, 85, 95)
 # Of episodes whose task has no ten lengths to compare with.
 _MIDDLE_SPEED = 50
@@ -64,16 +66,16 @@ class RobotDataset:
         """
         self.config, self.mixture, self.shapes = config, mixture, shapes
         tolerance_s, skips_check = config.tolerance_s, config.skip_timestamp_check
+        if skips_check is None:
+            skips_check = mixture.skip_timestamp_check
         root = local_folder(config.label, revision=config.revision, kind="dataset")
         self.data = LeRobotDataset(
             root,
             episodes=config.episodes,
             excluded_episodes=config.excluded_episodes,
             fps=config.fps,
-            tolerance_s=mixture.tolerance_s if tolerance_s is None else tolerance_s,
-            skip_timestamp_check=mixture.skip_timestamp_check
-            if skips_check is None
-            else skips_check,
+            tolerance_s=tolerance_s or mixture.tolerance_s,
+            skip_timestamp_check=skips_check,
         )
         stated = {"control_mode": "unknown", **self.data.metadata.info}
         self.robot_type, self.control_mode = (
@@ -88,9 +90,10 @@ class RobotDataset:
         self.step = self.data.fps / (mixture.action_freq or self.data.fps)
         self.columns = self._columns()
         self.is_delta = config.use_delta_joint_actions
-        self._check_dims("state", config.state_index, shapes.state_dim)
+        deltas = config.delta_action_state_map
+        self._check_dims("state", config.state_index, deltas.values(), shapes.state_dim)
         if shapes.chunk_size is not None:
-            self._check_dims("actions", config.action_index, shapes.action_dim)
+            self._check_dims("actions", config.action_index, deltas, shapes.action_dim)
 
     @property
     def group(self) -> str:
@@ -127,7 +130,7 @@ class RobotDataset:
         actions = None
         if self.shapes.chunk_size is not None:
             ahead = row + np.arange(self.shapes.chunk_size) * self.step
-            ahead = np.minimum(ahead[ahead < episode.length], episode.length - 1)
+            ahead = np.minimum(ahead[ahead < episode.length - _ROUNDING], episode.length - 1)
             actions = self._vectors(episode, "actions", ahead, is_linear)
             for dim, other in self.config.delta_action_state_map.items():
                 actions[:, dim] -= states[-1, other]
@@ -207,12 +210,8 @@ class RobotDataset:
                     f"data_features_name_mapping of {root} has {name!r}, which is no standard "
                     f"name; {nearest(name, [*_DEFAULTS, *self.shapes.cameras])}"
                 )
-            is_of_episode = name == "success" and column in self.data.episodes[0].extra
-            if (
-                column not in features
-                and (name, column) != ("prompt", "task")
-                and not is_of_episode
-            ):
+            others = {"prompt": ["task"], "success": self.data.episodes[0].extra}.get(name, ())
+            if column not in features and column not in others:
                 raise ValueError(
                     f"data_features_name_mapping of {root} maps {name!r} to {column!r}, which it "
                     f"has not; {nearest(column, features)}"
@@ -236,12 +235,14 @@ class RobotDataset:
             )
         return found
 
-    def _check_dims(self, name: str, index: list[int] | None, wanted: int | None) -> None:
-        column = self.columns[name]
+    def _check_dims(
+        self, name: str, index: list[int] | None, deltas: Iterable[int], wanted: int | None
+    ) -> None:
+        column, used = self.columns[name], [*(index or ()), *deltas]
         shape = self.data.features[column].shape
-        if len(shape) != 1 or (index and max(index) >= shape[0]):
+        if len(shape) != 1 or not all(0 <= dim < shape[0] for dim in used):
             raise ValueError(
-                f"{column!r} of {self.data.root} has shape {list(shape)}, and dims {index} are "
+                f"{column!r} of {self.data.root} has shape {list(shape)}, and dims {used} are "
                 "wanted: a vector with these dims is needed"
             )
         if (found := len(index or range(shape[0]))) != wanted:
@@ -255,7 +256,7 @@ class RobotDataset:
         """Positions of the real frames of an observation, the current one last."""
         back = np.arange(self.shapes.n_obs_steps)[::-1] * self.shapes.history_interval
         positions = row - back * self.step
-        return positions[positions >= 0]
+        return np.maximum(positions[positions > -_ROUNDING], 0)
 
     def _vectors(
         self, episode: Episode, name: str, positions: np.ndarray, is_linear: bool
@@ -290,10 +291,9 @@ class RobotDataset:
         return self.data.values(episode, column, [row])[0]
 
     def _prompt(self, episode: Episode, row: int) -> str:
-        column = self.columns.get("prompt", "task")
-        return (
-            self.data.task(episode, row) if column == "task" else self._value(episode, column, row)
-        )
+        if (column := self.columns.get("prompt", "task")) != "task":
+            return self._value(episode, column, row)
+        return self.data.task(episode, row)
 
     def _word(self, name: str, episode: Episode, row: int) -> Any:
         """An optional field but the goal; None if it is absent."""
