@@ -54,7 +54,7 @@ from paddle_vl.families.policy.demonstrations.dataset import (
     DemonstrationsDataset,
     present_fields,
 )
-from paddle_vl.families.policy.demonstrations.robot_mixture import RobotDemonstrations, open_robots
+from paddle_vl.families.policy.demonstrations.robot_mixture import RobotDemonstrations
 from paddle_vl.families.policy.demonstrations.sample import (
     NO_DROPS,
     OPTIONAL_FIELDS,
@@ -117,7 +117,7 @@ class PI07Recipe(Family):
         if mixture is None:
             self.source = self._source(config.data.train)
         else:
-            self.source, held_out = self._robots(mixture).parts(mixture)
+            self.source, held_out = self._robots(mixture).parts()
         if isinstance(self.source, DemonstrationsDataset):
             self.source.check_history()
         self.fields = self.source.fields
@@ -216,8 +216,7 @@ class PI07Recipe(Family):
         config = cls.config_class.from_pretrained(folder)
         shapes, files = sample_shapes(config), options.files
         if folders_among(files):
-            datasets = open_robots(mixture_of(files), shapes)
-            source = RobotDemonstrations(datasets, None, config.dataset_names)
+            source = RobotDemonstrations(mixture_of(files), shapes, None, config.dataset_names)
         else:
             fields = present_fields(files, shapes)
             source = DemonstrationsDataset(files, shapes, fields, config.dataset_names)
@@ -343,7 +342,8 @@ class PI07Recipe(Family):
         if names is None and not self.is_new:
             names = [UNNAMED_GROUP]
         source = RobotDemonstrations(
-            open_robots(mixture, sample_shapes(self.model_config)),
+            mixture,
+            sample_shapes(self.model_config),
             data.fields if self.fields is None else [n for n, has in self.fields.items() if has],
             names,
             data.on_bad_sample,

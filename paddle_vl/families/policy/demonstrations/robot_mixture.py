@@ -35,7 +35,7 @@ class RobotDemonstrations:
     """A source of demonstrations from LeRobot datasets.
 
     Attributes:
-        datasets: the datasets.
+        mixture, datasets: the settings, and the datasets in their order.
         shapes, fields, group_names, files, contents: see `DemonstrationSource`.
         on_bad_sample: as of `DemonstrationsDataset`; episodes without a file are found on opening.
         weights: shares of the datasets, of which samples are drawn; None to have every frame once.
@@ -44,7 +44,8 @@ class RobotDemonstrations:
 
     def __init__(
         self,
-        datasets: Sequence[RobotDataset],
+        mixture: DatasetMixtureConfig,
+        shapes: DemonstrationShapes,
         fields: Sequence[str] | None,
         group_names: Sequence[str] | None = None,
         on_bad_sample: OnBadSample = "fail",
@@ -52,7 +53,8 @@ class RobotDemonstrations:
         seed: int = 0,
         groups: Mapping[str, str] | None = None,
     ):
-        """
+        """Open the datasets.
+
         Args:
             fields: the optional fields of every sample; None for all that any dataset has.
             group_names: a policy's `dataset_names`; None for the groups of the datasets.
@@ -61,9 +63,12 @@ class RobotDemonstrations:
 
         Raises:
             BadSampleError: with "fail", a file of an episode does not exist.
-            ValueError: the group of a dataset is none of the names, or members of a group differ.
+            RuntimeError, ValueError: a dataset cannot be read, or does not fit the policy.
+            ValueError: the group of a dataset is none of the names.
         """
-        self.datasets, self.shapes = list(datasets), datasets[0].shapes
+        self.mixture, self.shapes = mixture, shapes
+        datasets = [RobotDataset(config, mixture, shapes) for config in mixture.datasets]
+        self.datasets = datasets
         self.seed, self.epoch, self.substitutes = seed, 0, False
         self.weights: np.ndarray | None = None
         self.on_bad_sample, self.skipped = on_bad_sample, Counter[str]()
@@ -100,24 +105,19 @@ class RobotDemonstrations:
         view.epoch = epoch
         return view
 
-    def drawn(self, weights: Sequence[float] | None) -> "RobotDemonstrations":
-        """This source, whose samples are drawn with replacement.
-
-        Args:
-            weights: shares of the datasets; None for their frames.
-        """
+    def _drawn(self) -> "RobotDemonstrations":
+        """This source, whose samples are drawn with replacement."""
         view, frames = copy.copy(self), np.array([len(numbers) for numbers in self._numbers])
+        weights = self.mixture.weights
         shares = np.where(frames > 0, frames if weights is None else weights, 0)
         ends = np.cumsum(shares)
         view.weights = ends / ends[-1]
         return view
 
-    def parts(
-        self, mixture: DatasetMixtureConfig
-    ) -> "tuple[RobotDemonstrations, RobotDemonstrations | None]":
+    def parts(self) -> "tuple[RobotDemonstrations, RobotDemonstrations | None]":
         """What to train on, drawn by weight; and every frame that is kept to evaluate with, the
         same on every rank."""
-        parts = copy.copy(self), copy.copy(self)
+        parts, mixture = (copy.copy(self), copy.copy(self)), self.mixture
         for part in parts:
             part._numbers = []
         for place, (dataset, numbers) in enumerate(zip(self.datasets, self._numbers, strict=True)):
@@ -133,7 +133,7 @@ class RobotDemonstrations:
             parts[1]._numbers.append(numbers[is_kept])
         for part in parts:
             part._count()
-        training, held_out = parts[0].drawn(mixture.weights), parts[1]
+        training, held_out = parts[0]._drawn(), parts[1]
         training.substitutes = True
         held_out.substitutes = mixture.val_enable_prompt_substitution
         return training, held_out if len(held_out) else None
@@ -200,7 +200,7 @@ class RobotDemonstrations:
     def _sampled(self, place: int) -> "RobotDemonstrations":
         """Samples of one dataset, at most `delta_stats_max_rows`, evenly chosen."""
         part, numbers = copy.copy(self), self._numbers[place]
-        count = min(self.datasets[place].mixture.delta_stats_max_rows or len(numbers), len(numbers))
+        count = min(self.mixture.delta_stats_max_rows or len(numbers), len(numbers))
         part.datasets, part._groups = [self.datasets[place]], [0]
         part.group_names, part.weights = ("",), None
         part._numbers = [numbers[np.linspace(0, len(numbers) - 1, count).astype(np.int64)]]
@@ -216,7 +216,7 @@ class RobotDemonstrations:
         # Datasets may lie elsewhere.
         moved = {"root", "repo_id", "revision"}
         settings = [each.config.model_dump(exclude=moved) for each in self.datasets]
-        mixture = self.datasets[0].mixture.model_dump(exclude={"datasets"})
+        mixture = self.mixture.model_dump(exclude={"datasets"})
         text = repr((hashes, shares, numbers, settings, mixture, self.seed))
         return xxh3_64(text.encode()).intdigest()
 
@@ -273,12 +273,3 @@ def _of_group(
         return first
     frames = [count for _, count in members]
     return {name: pooled([found[name] for found, _ in members], frames) for name in first}
-
-
-def open_robots(mixture: DatasetMixtureConfig, shapes: DemonstrationShapes) -> list[RobotDataset]:
-    """The datasets of a mixture.
-
-    Raises:
-        RuntimeError, ValueError: one cannot be read, or does not fit the policy.
-    """
-    return [RobotDataset(config, mixture, shapes) for config in mixture.datasets]

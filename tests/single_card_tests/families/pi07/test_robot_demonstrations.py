@@ -19,8 +19,9 @@ import pytest
 
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.lerobot.statistics import recomputed_statistics, write_statistics
+from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.policy.demonstrations.dataset import DemonstrationsDataset
-from paddle_vl.families.policy.demonstrations.robot_mixture import RobotDemonstrations, open_robots
+from paddle_vl.families.policy.demonstrations.robot_mixture import RobotDemonstrations
 from paddle_vl.families.policy.demonstrations.sample import (
     NO_DROPS,
     DemonstrationShapes,
@@ -37,8 +38,8 @@ LANGUAGE = Path(__file__).parents[3] / "data" / "lerobot" / "v30_l06_language"
 
 def source(root, shapes=SHAPES, fields=(), mixture=None, on_bad_sample="fail", **config):
     settings = {"datasets": [RobotDatasetConfig(root=str(root), **config)], **(mixture or {})}
-    robots = open_robots(DatasetMixtureConfig(**settings), shapes)
-    return RobotDemonstrations(robots, fields, None, on_bad_sample, seed=3)
+    config = DatasetMixtureConfig(**settings)
+    return RobotDemonstrations(config, shapes, fields, None, on_bad_sample, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +145,10 @@ def test_steps_are_resampled_to_the_rate_of_the_mixture(root, strategy, states, 
     np.testing.assert_array_equal(sample["actions"][:, 0] - 0.5, actions)
     levels = [np.interp(index, range(26), [level(i) for i in range(26)]) for index in states]
     assert abs(sample["camera0"].max(axis=(1, 2, 3)) * 255 - levels).max() <= 4
+    # Declared as 10 Hz, and truly 16: a step is a frame.
+    true = source(root, shapes, ["fps"], {**mixture, "emit_fps": True}, fps=16.0)[7]
+    np.testing.assert_array_equal(true["state"][:, 0], [3, 5, 7])
+    assert true["fps"] == 16
     late = source(root, shapes, mixture=mixture)[13]
     assert late["action_is_pad"].tolist() == [False, False, True, True]
 
@@ -209,6 +214,10 @@ def test_episodes_that_cannot_be_read_are_refused_or_skipped(tmp_path):
     robots = source(root, on_bad_sample="skip")
     assert (len(robots), robots.skipped) == (23, {"missing_file": 3})
     assert robots[18]["state"][-1, 0] == 21
+    loader = PrefetchLoader(robots, list, 4, shuffle=False, drop_last=False, num_epochs=1)
+    # Four chunks have the action that is no number.
+    assert sum(map(len, loader)) == 19
+    assert loader.skipped == {"missing_file": 3, "not_finite": 4}
     assert source(root, excluded_episodes=[1]).skipped == {}
 
 
@@ -224,10 +233,8 @@ def two(tmp_path_factory) -> list[Path]:
 def mixture(two, names=None, **settings):
     datasets = [RobotDatasetConfig(root=str(folder)) for folder in two]
     config = DatasetMixtureConfig(datasets=datasets, **settings)
-    robots = RobotDemonstrations(
-        open_robots(config, SHAPES), [], names, seed=settings.get("seed", 3)
-    )
-    return robots.parts(config)
+    robots = RobotDemonstrations(config, SHAPES, [], names, seed=settings.get("seed", 3))
+    return robots.parts()
 
 
 def test_samples_are_drawn_by_weight_seed_and_number(two):
@@ -283,7 +290,7 @@ def test_statistics_are_pooled_by_group(two, tmp_path, caplog):
         mixture(two, ["x", "y"])
     other = RobotDatasetConfig(root=str(two[1]), control_mode="ee")
     config = DatasetMixtureConfig(datasets=[RobotDatasetConfig(root=str(two[0])), other])
-    robots = RobotDemonstrations(open_robots(config, SHAPES), [])
+    robots = RobotDemonstrations(config, SHAPES, [])
     assert robots.group_names == ("arm::joint", "arm::ee")
     assert robots[30]["dataset_index"] == 1
     found = robots.statistics(False)
@@ -301,7 +308,7 @@ def test_prompts_are_replaced_in_training(two):
         datasets=[RobotDatasetConfig(root=str(two[0]), prompt_substitutions=texts)],
         val_split_ratio=0.4,
     )
-    training, held_out = RobotDemonstrations(open_robots(config, SHAPES), [], seed=1).parts(config)
+    training, held_out = RobotDemonstrations(config, SHAPES, [], seed=1).parts()
     found = {training.in_epoch(e)[n]["prompt"] for e in range(4) for n in range(8)}
     assert found == {"shove it", "push it", "pull"}
     assert {held_out[n]["prompt"] for n in range(len(held_out))} <= {"push", "pull"}
