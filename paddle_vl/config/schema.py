@@ -87,6 +87,11 @@ class DataConfig(Section):
     pin_memory: bool = True
     """on a GPU, copy the next step's batches from pinned memory while the step runs"""
 
+    @property
+    def has_eval(self) -> bool:
+        """Whether there is data for the evaluation loss."""
+        return bool(self.eval)
+
     def names_a_file(self, entry: str) -> bool:
         """Whether an entry of `train` or `eval` can only be a file."""
         return True

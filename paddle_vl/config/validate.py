@@ -61,7 +61,7 @@ def _problems_of_what_is_trained(config: RunConfig) -> Problems:
             "data.processor is not set and there is no model.pretrained to take it from: set "
             "data.processor to a folder with tokenizer.json and preprocessor_config.json"
         )
-    if train.eval_steps is not None and not data.eval:
+    if train.eval_steps is not None and not data.has_eval:
         yield (
             f"train.eval_steps is {train.eval_steps} but data.eval lists no file: name the "
             "evaluation files or remove train.eval_steps"

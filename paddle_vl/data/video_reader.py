@@ -144,7 +144,7 @@ class VideoFile:
             RuntimeError: PyAV is not installed.
         """
         self._path = path
-        with _opened(path) as (container, stream):
+        with opened_container(path) as (container, stream):
             rate = stream.average_rate
             self.fps = None if rate is None else float(rate)
             self.num_frames = stream.frames
@@ -191,7 +191,7 @@ class VideoFile:
 
     def _decode(self) -> "Iterator[av.VideoFrame]":
         """All frames. The file is opened anew, because seeking to the start is not exact."""
-        with _opened(self._path) as (container, stream):
+        with opened_container(self._path) as (container, stream):
             # Frame threading can lose the errors of the last frames.
             stream.thread_type = "SLICE"
             for frame in container.decode(stream):
@@ -203,10 +203,38 @@ class VideoFile:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> "Iterator[tuple[av.container.InputContainer, av.VideoStream]]":
+def opened_container(path: Path) -> "Iterator[tuple[av.container.InputContainer, av.VideoStream]]":
     """The file and its first video stream; FFmpeg's errors become a BadSampleError."""
     if not os.path.isfile(path):
         raise BadSampleError("missing_video", f"there is no file {shown(str(path))}")
+    with (
+        decoding(path) as av,
+        # "file:" prevents FFmpeg from parsing a protocol in the name; titles may be broken text.
+        av.open(f"file:{path}", options=_OPTIONS, metadata_errors="replace") as container,
+    ):
+        if not container.streams.video:
+            # A file whose index is cut off shows streams of unknown kind as "data".
+            kinds = ", ".join(sorted({s.type for s in container.streams} - {"data"}))
+            raise BadSampleError(
+                "unreadable_video",
+                f"the file has no video stream, only: {kinds}; use a file with a picture"
+                if kinds
+                else f"the file cannot be decoded as a video (no picture in it); {_REMEDY}",
+            )
+        stream = container.streams.video[0]
+        _check_stream(stream)
+        # Frames may be larger than the header states.
+        stream.codec_context.options = {"max_pixels": str(_MOST_PIXELS)}
+        yield container, stream
+
+
+@contextlib.contextmanager
+def decoding(path: Path) -> Iterator[Any]:
+    """PyAV, whose errors become a BadSampleError.
+
+    Raises:
+        RuntimeError: PyAV is not installed.
+    """
     # Imported here: PyAV is needed for video files only.
     try:
         import av
@@ -217,22 +245,7 @@ def _opened(path: Path) -> "Iterator[tuple[av.container.InputContainer, av.Video
             "install it with: pip install 'av>=17' (the extra `video` of this package)"
         ) from error
     try:
-        # "file:" prevents FFmpeg from parsing a protocol in the name; titles may be broken text.
-        with av.open(f"file:{path}", options=_OPTIONS, metadata_errors="replace") as container:
-            if not container.streams.video:
-                # A file whose index is cut off shows streams of unknown kind as "data".
-                kinds = ", ".join(sorted({s.type for s in container.streams} - {"data"}))
-                raise BadSampleError(
-                    "unreadable_video",
-                    f"the file has no video stream, only: {kinds}; use a file with a picture"
-                    if kinds
-                    else f"the file cannot be decoded as a video (no picture in it); {_REMEDY}",
-                )
-            stream = container.streams.video[0]
-            _check_stream(stream)
-            # Frames may be larger than the header states.
-            stream.codec_context.options = {"max_pixels": str(_MOST_PIXELS)}
-            yield container, stream
+        yield av
     except FFmpegError as error:
         # FFmpeg raises this for a format outside the whitelist.
         is_other = isinstance(error, ArgumentError)

@@ -94,7 +94,7 @@ class ParquetShard(TableShard):
             RuntimeError: it is no Parquet file, a row group is too large, or pyarrow is missing.
         """
         state = file_state(path)
-        with _reading(path, f"data file {path} is no Parquet file", RuntimeError) as arrow:
+        with reading_table(path, f"data file {path} is no Parquet file", RuntimeError) as arrow:
             metadata = arrow.parquet.read_metadata(path)
             with path.open("rb") as file:
                 file.seek(-_TAIL, os.SEEK_END)
@@ -140,7 +140,7 @@ class ArrowShard(TableShard):
         state, counts, begins = file_state(path), [], []
         refusal = f"data file {path} is no whole Arrow stream"
         with (
-            _reading(path, refusal, RuntimeError) as arrow,
+            reading_table(path, refusal, RuntimeError) as arrow,
             arrow.memory_map(str(path)) as file,
         ):
             # It checks that there is a schema, which `read_schema` does not.
@@ -175,7 +175,7 @@ def _row_group(shard: ParquetShard, number: int) -> Any:
             raise BadSampleError("line_too_long", reason)
 
     local = Path(shard.local)
-    with _reading(shard.path, f"row group {number + 1} cannot be read", _bad) as arrow:
+    with reading_table(shard.path, f"row group {number + 1} cannot be read", _bad) as arrow:
         metadata = arrow.parquet.read_metadata(local)
         size, packed = stated_size(local, metadata, number)
         check_size(size)
@@ -204,7 +204,7 @@ def _too_large(group: int, size: int, max_line_bytes: int) -> str | None:
 def _record_batch(shard: ArrowShard, number: int) -> Any:
     local = shard.local
     with (
-        _reading(shard.path, f"record batch {number + 1} cannot be read", _bad) as arrow,
+        reading_table(shard.path, f"record batch {number + 1} cannot be read", _bad) as arrow,
         arrow.memory_map(local) as file,
     ):
         schema = arrow.ipc.open_stream(file).schema
@@ -227,7 +227,9 @@ def _next(arrow: Any, file: Any) -> Any:
 
 
 @contextmanager
-def _reading(path: str | Path, refusal: str, error_of: Callable[[str], Exception]) -> Iterator[Any]:
+def reading_table(
+    path: str | Path, refusal: str, error_of: Callable[[str], Exception]
+) -> Iterator[Any]:
     """pyarrow, whose errors become those of the refusal.
 
     Raises:

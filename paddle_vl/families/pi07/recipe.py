@@ -49,7 +49,12 @@ from paddle_vl.families.pi07.policy import (
     check_features,
 )
 from paddle_vl.families.pi07.settings import PARTS, PI07Run, with_settings
-from paddle_vl.families.policy.demonstrations.dataset import DemonstrationsDataset, present_fields
+from paddle_vl.families.policy.demonstrations.dataset import (
+    UNNAMED_GROUP,
+    DemonstrationsDataset,
+    present_fields,
+)
+from paddle_vl.families.policy.demonstrations.robot_mixture import RobotDemonstrations
 from paddle_vl.families.policy.demonstrations.sample import (
     NO_DROPS,
     OPTIONAL_FIELDS,
@@ -64,6 +69,11 @@ from paddle_vl.families.policy.model_inputs import PolicyCollator
 from paddle_vl.families.policy.normalize import (
     demonstration_statistics,
     read_statistics,
+)
+from paddle_vl.families.policy.robot_settings import (
+    DatasetMixtureConfig,
+    folders_among,
+    mixture_of,
 )
 from paddle_vl.files.hub import local_folder
 from paddle_vl.nn.linear import default_dtype
@@ -81,6 +91,8 @@ class PI07Recipe(Family):
     config_class: type[PI07Config] | type[PI07PlannerConfig] = PI07Config
     policy_class: type[BasePolicy] = PI07LowLevelPolicy
     loss: PolicyLoss
+    # Of training samples, once these are open.
+    fields: Mapping[str, bool] | None = None
     losses: Mapping[str, str] = POLICY_LOSSES
     parts: Mapping[str, Sequence[str]] = PARTS
     make_stage = PI07Stage
@@ -101,7 +113,11 @@ class PI07Recipe(Family):
             new_statistics=config.data.statistics is not None,
         )
         self.loss = PolicyLoss(self.losses, config.train.loss_weighting)
-        self.source = self._source(config.data.train)
+        mixture, held_out = config.data.dataset_mixture, None
+        if mixture is None:
+            self.source = self._source(config.data.train)
+        else:
+            self.source, held_out = self._robots(mixture).parts()
         if isinstance(self.source, DemonstrationsDataset):
             self.source.check_history()
         self.fields = self.source.fields
@@ -109,8 +125,14 @@ class PI07Recipe(Family):
         self.train_data = DrawnDemonstrations(self.source, config.data.drops, flow, seed)
         self.eval_data = None
         if config.data.eval:
-            source = self._source(config.data.eval)
-            self.eval_data = DrawnDemonstrations(source, NO_DROPS, flow, EVALUATION_SEED)
+            held_out = self._source(config.data.eval)
+        if held_out is not None:
+            drops = (
+                config.data.drops
+                if mixture and mixture.val_enable_optional_key_dropout
+                else NO_DROPS
+            )
+            self.eval_data = DrawnDemonstrations(held_out, drops, flow, EVALUATION_SEED)
         self.shape, self.costs = model_shape(self.model_config), layer_costs(self.model_config)
         self.encoder_shape = encoder_shape(self.model_config)
         if config.parallel.schedule == "colocated":
@@ -192,9 +214,12 @@ class PI07Recipe(Family):
         """Losses over all samples; nothing is dropped, noise and times are the same every time."""
         options.refuse_answer_options(f"{folder} is a pi07 policy")
         config = cls.config_class.from_pretrained(folder)
-        shapes = sample_shapes(config)
-        fields = present_fields(options.files, shapes)
-        source = DemonstrationsDataset(options.files, shapes, fields, config.dataset_names)
+        shapes, files = sample_shapes(config), options.files
+        if folders_among(files):
+            source = RobotDemonstrations(mixture_of(files), shapes, None, config.dataset_names)
+        else:
+            fields = present_fields(files, shapes)
+            source = DemonstrationsDataset(files, shapes, fields, config.dataset_names)
         samples = DrawnDemonstrations(source, NO_DROPS, flow_draws(config), EVALUATION_SEED)
         policy = cls.policy_class.from_pretrained(folder, config=config)
         check_trainable(policy)
@@ -231,6 +256,7 @@ class PI07Recipe(Family):
                 )
         values = config.model_dump()
         values["data"] |= {"train": [], "synthetic_samples": data.num_samples}
+        values["data"]["dataset_mixture"] = None
         changed = type(config).model_validate(values)
         if data.cameras is None:
             return changed
@@ -292,6 +318,8 @@ class PI07Recipe(Family):
             seed = self.config.train.seed
             assert data.synthetic_samples is not None, "PI07Run demands it without files"
             return SyntheticDemonstrations(data.synthetic_samples, shapes, chosen, seed, **groups)
+        if folders_among(files):
+            return self._robots(mixture_of(files, data.data_features_name_mapping))
         chosen = data.fields
         if chosen is None:
             chosen = present_fields(data.train or files, shapes, data.max_line_bytes)
@@ -308,6 +336,24 @@ class PI07Recipe(Family):
             max_line_bytes=data.max_line_bytes,
         )
 
+    def _robots(self, mixture: DatasetMixtureConfig) -> RobotDemonstrations:
+        """LeRobot datasets; they name the groups of a new policy, if there are several."""
+        data, names = self.config.data, self.model_config.dataset_names
+        if names is None and not self.is_new:
+            names = [UNNAMED_GROUP]
+        source = RobotDemonstrations(
+            mixture,
+            sample_shapes(self.model_config),
+            data.fields if self.fields is None else [n for n, has in self.fields.items() if has],
+            names,
+            data.on_bad_sample,
+            seed=self.config.train.seed,
+            groups=data.groups,
+        )
+        if names is None and len(source.group_names) > 1:
+            self.model_config = replace(self.model_config, dataset_names=[*source.group_names])
+        return source
+
     def _statistics(self) -> list[Mapping[str, Mapping[str, Any]]] | None:
         """Statistics of every group of data; None for the checkpoint's."""
         file, names = self.config.data.statistics, self.model_config.dataset_names
@@ -315,6 +361,9 @@ class PI07Recipe(Family):
             return list(read_statistics(file, names).values())
         if not self.is_new:
             return None
+        if isinstance(self.source, RobotDemonstrations):
+            has_quantiles = "QUANTILE" in self.model_config.normalization_mapping.values()
+            return list(self.source.statistics(has_quantiles).values())
         return list(demonstration_statistics(self.source).values())
 
 

@@ -7,6 +7,7 @@ what the run saves as `config.json`. `docs/policies.md` has the settings and wha
 """
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
 from pydantic import ConfigDict, Field, create_model
@@ -25,6 +26,7 @@ from paddle_vl.families.pi07.config import (
     PolicyConfig,
 )
 from paddle_vl.families.policy.features import DropProbabilities
+from paddle_vl.families.policy.robot_settings import DatasetMixtureConfig
 from paddle_vl.files.checked_values import descriptions
 from paddle_vl.files.names import nearest
 from paddle_vl.files.text_file import shown
@@ -248,6 +250,12 @@ class PI07DataConfig(DataConfig):
 
     synthetic_samples: Annotated[int | None, Field(ge=1, le=10_000_000)] = None
     """number of generated demonstrations to train on instead of data.train"""
+    dataset_mixture: DatasetMixtureConfig | None = None
+    """LeRobot datasets to train on instead of data.train, with OpenTau's names; see
+    docs/robot_data.md"""
+    data_features_name_mapping: dict[str, str] = Field(default={})
+    """columns of LeRobot datasets in data.train and data.eval by standard names (camera0, state,
+    actions, prompt, ...), as in data.dataset_mixture"""
     groups: dict[str, str] = Field(default={})
     """statistics group (robot::control mode) of each file of data.train and data.eval; each group
     is normalised with its own statistics"""
@@ -256,9 +264,18 @@ class PI07DataConfig(DataConfig):
     default: the fields found in any line of data.train"""
     statistics: FilePath | None = None
     """JSON file with the statistics that normalise states and actions; default: the checkpoint's,
-    or for a new policy those of data.train"""
+    or for a new policy those of the training data"""
     drops: DropProbabilities = DropProbabilities()
     """probabilities of dropping optional fields from a training sample"""
+
+    def names_a_file(self, entry: str) -> bool:
+        # A folder is a LeRobot dataset.
+        return not Path(entry).is_dir()
+
+    @property
+    def has_eval(self) -> bool:
+        mixture = self.dataset_mixture
+        return bool(self.eval) or (mixture is not None and mixture.has_held_out)
 
 
 class PI07ParallelConfig(ParallelConfig):
@@ -287,6 +304,7 @@ class PI07Run(RunConfig):
     fixed_settings: ClassVar[tuple[str, ...]] = (
         *RunConfig.fixed_settings,
         *("data.synthetic_samples", "data.groups", "data.fields", "data.drops"),
+        *("data.dataset_mixture", "data.data_features_name_mapping"),
         "train.loss_weighting",
         # Not dropout and the like, which a resumed run may change as it may change train.recompute.
         *(f"model.policy.{name}" for name in _FIXED_POLICY_SETTINGS),
@@ -315,14 +333,19 @@ class PI07Run(RunConfig):
                 "turn activation recomputation on; remove one of them"
             )
         data = self.data
-        if bool(data.train) == (data.synthetic_samples is not None):
-            found = "both are" if data.train else "neither is"
+        has_files = bool(data.train) or data.dataset_mixture is not None
+        if has_files == (data.synthetic_samples is not None):
+            found = "both are" if has_files else "neither is"
             yield (
                 f"{found} set of data.train and data.synthetic_samples: name the files of "
-                "demonstrations in data.train, or set data.synthetic_samples to train on generated "
-                "ones"
+                "demonstrations in data.train (or data.dataset_mixture), or set "
+                "data.synthetic_samples to train on generated ones"
             )
+        if data.dataset_mixture is not None:
+            yield from data.dataset_mixture.problems(data.train, data.eval)
         files, grouped = {*data.train, *data.eval}, set(data.groups)
+        if data.dataset_mixture is not None:
+            files |= {dataset.label for dataset in data.dataset_mixture.datasets}
         if grouped and (wrong := sorted(files ^ grouped)):
             yield (
                 f"data.groups and the files of data.train and data.eval differ in "

@@ -189,7 +189,7 @@ def test_file_that_states_no_frame_rate_or_zero(tmp_path, monkeypatch):
     path = write_video(tmp_path / "a.avi", 4, codec="mpeg4")
     stream = SimpleNamespace(average_rate=None, frames=4)
     opened = SimpleNamespace(format=SimpleNamespace(name="avi")), stream
-    monkeypatch.setattr(video_reader, "_opened", lambda path: nullcontext(opened))
+    monkeypatch.setattr(video_reader, "opened_container", lambda path: nullcontext(opened))
     with pytest.warns(UserWarning, match="24 frames per second"):
         assert frame_rate(open_video(path)) == 24
     stream.average_rate = Fraction(0)

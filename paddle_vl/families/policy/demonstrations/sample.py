@@ -110,7 +110,8 @@ class DemonstrationShapes:
 
 
 class DemonstrationSource(SampleSource, Protocol):
-    """A source of demonstrations: files or a formula.
+    """A source of demonstrations: files or a formula. It may have `in_epoch(epoch)`, the
+    same source with the draws of that epoch.
 
     Attributes:
         shapes: of the samples.
@@ -239,6 +240,9 @@ class Stream(IntEnum):
     DROPS = 0
     FLOW = 1
     CONTENT = 2
+    MIXTURE = 3
+    MOMENT = 4
+    SPLIT = 5
 
 
 def sample_rng(seed: int, stream: Stream, *place: int) -> np.random.Generator:
@@ -368,7 +372,9 @@ class DrawnDemonstrations:
 
     def in_epoch(self, epoch: int) -> "DrawnDemonstrations":
         """The same samples, with that epoch's draws."""
-        return replace(self, epoch=epoch)
+        of_epoch = getattr(self.source, "in_epoch", None)
+        source = self.source if of_epoch is None else of_epoch(epoch)
+        return replace(self, epoch=epoch, source=source)
 
     def __len__(self) -> int:
         return len(self.source)

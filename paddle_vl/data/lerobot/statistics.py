@@ -1,0 +1,310 @@
+"""Statistics of a LeRobot dataset: those in its `meta`, and new ones computed from its frames.
+
+What lerobot wrote may be wrong: version 0.4.4 has standard deviations of images near 0, and the
+quantiles of a whole dataset are means or bounds of those of its episodes. Statistics that
+`paddle-vl compute-stats` wrote beside them take precedence, feature by feature.
+
+Quantiles are exact in bounded memory. Numbers are read several times: every pass finds the next
+bits of all order statistics at once, from histograms of the values whose first bits fit. Pixels
+have so few values that one histogram is enough; depth counts in whole millimetres up to 65 m.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.data.lerobot.dataset import LeRobotDataset
+from paddle_vl.data.lerobot.depth import DepthUnit, in_unit
+from paddle_vl.data.lerobot.metadata import Metadata, lines
+from paddle_vl.data.worker_pool import results_in_order
+from paddle_vl.files.text_file import read_json_object, write_text
+
+STATS = "meta/stats.json"
+RECOMPUTED = "meta/recomputed_stats.json"
+QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
+# Bits that each pass over the numbers finds.
+_WIDTHS = (12, 12, 12, 12, 12, 4)
+# Numbers and images in memory at once.
+_ROWS_AT_ONCE = 1 << 16
+_FRAMES_AT_ONCE = 16
+_DEPTH_LEVELS = 1 << 16
+_PIXEL_LEVELS = 1 << 8
+
+# Statistic -> values in the feature's shape, (channels, 1, 1) of images; `count` is [1].
+FeatureStatistics = dict[str, np.ndarray]
+Statistics = dict[str, FeatureStatistics]
+
+
+def stored_statistics(metadata: Metadata, depth_unit: DepthUnit = "mm") -> Statistics:
+    """Statistics that lerobot wrote, as it gives them; of version 2.1 those of all episodes pooled.
+
+    Raises:
+        RuntimeError: a file is damaged, or missing in version 2.1.
+    """
+    if metadata.version == "v2.1":
+        each = [line["stats"] for line in lines(metadata.root / "meta" / "episodes_stats.jsonl")]
+        of_episodes = [_arrays(stats) for stats in each]
+        found = {
+            name: pooled(
+                [stats[name] for stats in of_episodes], [s[name]["count"] for s in of_episodes]
+            )
+            for name in of_episodes[0]
+        }
+    else:
+        found = read_statistics(metadata.root / STATS)
+    for name, feature in metadata.features.items():
+        if feature.is_depth and name in found:
+            stored = feature.info.get("depth_unit", "mm")
+            found[name] = {
+                stat: values if stat == "count" else in_unit(values, stored, depth_unit)
+                for stat, values in found[name].items()
+            }
+    return found
+
+
+def statistics(metadata: Metadata) -> Statistics:
+    """Recomputed statistics where there are any, otherwise stored ones."""
+    return stored_statistics(metadata) | read_statistics(metadata.root / RECOMPUTED)
+
+
+def has_recomputed(metadata: Metadata) -> bool:
+    """Whether `compute-stats` wrote statistics for the dataset."""
+    return (metadata.root / RECOMPUTED).is_file()
+
+
+def pooled(each: Sequence[FeatureStatistics], weights: Sequence[Any]) -> FeatureStatistics:
+    """Statistics of all values of several sets. Of quantiles, which all sets must have, the
+    weighted mean.
+
+    Args:
+        weights: number of values of each set.
+    """
+    shape = np.shape(each[0]["mean"])
+    shares = np.stack([np.broadcast_to(weight, shape) for weight in weights])
+    total = shares.sum(axis=0)
+
+    def mean(values: np.ndarray) -> np.ndarray:
+        return (values * shares).sum(axis=0) / total
+
+    stacked = {
+        stat: np.stack([stats[stat] for stats in each])
+        for stat in each[0]
+        if all(stat in stats for stats in each)
+    }
+    average = mean(stacked["mean"])
+    found = {
+        "min": stacked["min"].min(axis=0),
+        "max": stacked["max"].max(axis=0),
+        "mean": average,
+        "std": np.sqrt(mean(stacked["std"] ** 2 + (stacked["mean"] - average) ** 2)),
+        "count": np.sum(np.stack([np.reshape(weight, [-1])[:1] for weight in weights]), axis=0),
+    }
+    return found | {stat: mean(stacked[stat]) for stat in QUANTILES if stat in stacked}
+
+
+def read_statistics(file: Path) -> Statistics:
+    """Statistics in lerobot's form; none if there is no such file.
+
+    Raises:
+        RuntimeError: it is damaged.
+    """
+    if not file.is_file():
+        return {}
+    values = read_json_object(file, "a dataset's statistics", "compute them again")
+    return _arrays(values)
+
+
+def _arrays(values: Mapping[str, Mapping[str, Any]]) -> Statistics:
+    return {
+        name: {
+            stat: np.asarray(numbers, np.int64 if stat == "count" else np.float64)
+            for stat, numbers in stats.items()
+        }
+        for name, stats in values.items()
+    }
+
+
+def write_statistics(found: Statistics, file: Path) -> None:
+    """Write statistics in lerobot's form."""
+    values = {
+        name: {stat: array.tolist() for stat, array in stats.items()}
+        for name, stats in found.items()
+    }
+    write_text(file, json.dumps(values, indent=1) + "\n")
+
+
+def recomputed_statistics(
+    dataset: LeRobotDataset, with_images: bool = True, num_workers: int = 0
+) -> Statistics:
+    """Statistics of all numbers and images of a dataset, in its stored units.
+
+    Args:
+        num_workers: processes that decode images; 0 decodes them in this one.
+
+    Raises:
+        BadSampleError: a frame cannot be read, or a number is not finite; says which.
+    """
+    found = _of_numbers(dataset)
+    cameras = [name for name, feature in dataset.features.items() if feature.is_camera]
+    for name in cameras if with_images else ():
+        jobs = ((name, place) for place in range(len(dataset.episodes)))
+        counts = sum(results_in_order(_level_counts, dataset, jobs, num_workers))
+        feature = dataset.features[name]
+        if feature.is_depth:
+            unit = feature.info.get("depth_unit", "mm")
+            levels = in_unit(np.arange(_DEPTH_LEVELS, dtype=np.float64), "mm", unit)
+        else:
+            levels = np.arange(_PIXEL_LEVELS) / 255
+        of_channels = [_of_levels(channel, levels) for channel in np.asarray(counts)]
+        found[name] = {
+            stat: np.reshape([stats[stat] for stats in of_channels], [-1, 1, 1])
+            for stat in of_channels[0]
+        }
+        found[name]["count"] = np.array([len(dataset)])
+    return found
+
+
+def _level_counts(dataset: LeRobotDataset, name: str, place: int) -> np.ndarray:
+    """How often an episode's images have each level, `[channels, levels]`."""
+    episode, feature = dataset.episodes[place], dataset.features[name]
+    counts: Any = 0
+    for start in range(0, episode.length, _FRAMES_AT_ONCE):
+        rows = np.arange(start, min(start + _FRAMES_AT_ONCE, episode.length))
+        with dataset.at_place(int(dataset.first(place) + start)):
+            images = np.stack(dataset.values(episode, name, rows))
+        if feature.is_depth:
+            millimetres = in_unit(images, dataset.depth_unit, "mm")
+            channels, levels = [np.rint(millimetres)], _DEPTH_LEVELS
+        else:
+            channels, levels = np.moveaxis(images, -1, 0), _PIXEL_LEVELS
+        pixels = [np.clip(each, 0, levels - 1).astype(np.int64).ravel() for each in channels]
+        counts = counts + np.stack([np.bincount(each, minlength=levels) for each in pixels])
+    return counts
+
+
+def _of_levels(counts: np.ndarray, levels: np.ndarray) -> dict[str, float]:
+    """Statistics of the levels that occur so often."""
+    total, there = int(counts.sum()), np.flatnonzero(counts)
+    mean = float((levels * counts).sum() / total)
+    found = {
+        "min": levels[there[0]],
+        "max": levels[there[-1]],
+        "mean": mean,
+        "std": np.sqrt(((levels - mean) ** 2 * counts).sum() / total),
+    }
+    ends = counts.cumsum()
+    for stat, share in QUANTILES.items():
+        low, high = (
+            levels[np.searchsorted(ends, rank, side="right")] for rank in _ranks(share, total)
+        )
+        found[stat] = _between(low, high, share, total)
+    return found
+
+
+def _of_numbers(dataset: LeRobotDataset) -> Statistics:
+    names = [name for name, feature in dataset.features.items() if feature.is_number]
+    sizes = [int(np.prod(dataset.features[name].shape)) for name in names]
+    total, width = len(dataset), sum(sizes)
+    # Ranks of the values that quantiles lie between, and the bits found of each value.
+    wanted = [rank for share in QUANTILES.values() for rank in _ranks(share, total)]
+    ranks = np.tile(np.array(wanted), [width, 1])
+    prefixes = np.zeros([width, len(wanted)], dtype=np.uint64)
+    least, most = np.full(width, np.inf), np.full(width, -np.inf)
+    mean, squares, shift = np.zeros(width), np.zeros(width), 64
+    for number, bits in enumerate(_WIDTHS):
+        shift -= bits
+        counts = np.zeros([*prefixes.shape, 1 << bits], dtype=np.int64)
+        for values in _matrices(dataset, names):
+            if number == 0:
+                least, most = np.minimum(least, values.min(0)), np.maximum(most, values.max(0))
+                mean += values.sum(axis=0) / total
+            elif number == 1:
+                squares += ((values - mean) ** 2).sum(axis=0)
+            keys = _ordered(values)
+            digits = (keys >> np.uint64(shift)) & np.uint64((1 << bits) - 1)
+            firsts = keys >> np.uint64(shift) >> np.uint64(bits)
+            for column in range(width):
+                # Neighbouring ranks mostly have their first bits in common.
+                for rank, prefix in enumerate(prefixes[column]):
+                    if rank and prefix == prefixes[column, rank - 1]:
+                        counts[column, rank] = counts[column, rank - 1]
+                        continue
+                    own = digits[firsts[:, column] == prefix, column].astype(np.int64)
+                    counts[column, rank] += np.bincount(own, minlength=1 << bits)
+        ends = counts.cumsum(axis=2)
+        digit = (ends <= ranks[..., None]).sum(axis=2)
+        before = np.take_along_axis(ends - counts, digit[..., None], axis=2)[..., 0]
+        ranks -= before
+        prefixes = (prefixes << np.uint64(bits)) | digit.astype(np.uint64)
+    ordered = _numbers(prefixes)
+    stats = {"min": least, "max": most, "mean": mean, "std": np.sqrt(squares / total)}
+    for place, (stat, share) in enumerate(QUANTILES.items()):
+        low, high = ordered[:, 2 * place], ordered[:, 2 * place + 1]
+        stats[stat] = _between(low, high, share, total)
+    parts = {stat: np.split(values, np.cumsum(sizes)[:-1]) for stat, values in stats.items()}
+    return {
+        name: {stat: parts[stat][i].reshape(dataset.features[name].shape) for stat in stats}
+        | {"count": np.array([total])}
+        for i, name in enumerate(names)
+    }
+
+
+def _matrices(dataset: LeRobotDataset, names: Sequence[str]) -> Iterator[np.ndarray]:
+    """The numbers of all frames, those of several episodes at once: `[frames, values]` float64."""
+    pending, count = [], 0
+    for place, episode in enumerate(dataset.episodes):
+        with dataset.at_place(dataset.first(place)):
+            rows = np.arange(episode.length)
+            columns = [
+                np.reshape(dataset.values(episode, name, rows), [episode.length, -1])
+                for name in names
+            ]
+        values = np.concatenate(columns, axis=1).astype(np.float64)
+        if len(wrong := np.argwhere(~np.isfinite(values))):
+            row, column = wrong[0]
+            owner = str(np.repeat(names, [each.shape[1] for each in columns])[column])
+            raise BadSampleError(
+                "not_finite",
+                f"{owner!r} holds {values[row, column]}: correct it, or leave the episode out "
+                "(--excluded-episodes)",
+                dataset.place(dataset.first(place) + int(row)),
+            )
+        pending.append(values)
+        count += len(values)
+        if count >= _ROWS_AT_ONCE or episode is dataset.episodes[-1]:
+            yield np.concatenate(pending)
+            pending, count = [], 0
+
+
+def _ranks(share: float, count: int) -> tuple[int, int]:
+    """The neighbouring ranks that a quantile of so many values lies between."""
+    low = int(share * (count - 1))
+    return low, min(low + 1, count - 1)
+
+
+def _between(low: Any, high: Any, share: float, count: int) -> Any:
+    """A quantile from its neighbours, rounded as NumPy does."""
+    position = share * (count - 1)
+    fraction = position - int(position)
+    if fraction >= 0.5:
+        return high - (high - low) * (1 - fraction)
+    return low + (high - low) * fraction
+
+
+_SIGN = np.uint64(1 << 63)
+
+
+def _ordered(values: np.ndarray) -> np.ndarray:
+    """Whole numbers in the order of the float64 values."""
+    # -0.0 becomes 0.0.
+    bits = (values + 0.0).view(np.uint64)
+    return np.where(bits & _SIGN, ~bits, bits | _SIGN)
+
+
+def _numbers(keys: np.ndarray) -> np.ndarray:
+    """The inverse of `_ordered`."""
+    return np.where(keys & _SIGN, keys & ~_SIGN, ~keys).view(np.float64)

@@ -1,0 +1,207 @@
+"""Reading LeRobot datasets.
+
+Guarantees: datasets that lerobot wrote give its values, bit for bit; frames of all versions and of
+several files are found in any order, from long groups of pictures, with few files open and few
+blocks in memory, in a worker too; episodes are chosen; what is wrong is refused with folder,
+episode, frame, value and remedy.
+"""
+
+import json
+import pickle
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import check_lerobot
+from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.data.lerobot import tables, videos
+from paddle_vl.data.lerobot.dataset import LeRobotDataset
+from paddle_vl.data.lerobot.language import PERSISTENT, active_row
+from tests.support.robot_files import CAMERA, level, write_lerobot
+
+DATA = Path(__file__).parents[3] / "data" / "lerobot"
+NAMES = ("v21_video", "v30_l06_depth", "v30_l06_language")
+LENGTHS = (9, 5, 1, 12, 6)
+
+
+@pytest.fixture(scope="module", params=["v2.0", "v3.0"])
+def folder(request, tmp_path_factory) -> Path:
+    return write_lerobot(tmp_path_factory.mktemp(request.param), LENGTHS, request.param)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_values_are_those_of_lerobot(name):
+    expected = json.loads((DATA / f"{name}.expected.json").read_text(encoding="utf-8"))
+    assert list(check_lerobot.differences(DATA / name, expected)) == []
+
+
+def test_the_tool_tells_what_differs(tmp_path, monkeypatch, capsys):
+    shutil.copytree(DATA / NAMES[0], tmp_path / NAMES[0])
+    file = tmp_path / f"{NAMES[0]}.expected.json"
+    expected = json.loads((DATA / file.name).read_text(encoding="utf-8"))
+    expected["frames"][1]["action"][2] += 0.1
+    file.write_text(json.dumps(expected), encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["check_lerobot", str(tmp_path / NAMES[0])])
+    assert check_lerobot.main() == 1
+    assert "1 differences, the first: frame 8: action is" in capsys.readouterr().out
+
+
+def assert_is_frame(item, index, episode) -> None:
+    assert (item["index"], item["episode_index"]) == (index, episode)
+    np.testing.assert_array_equal(item["observation.state"], [index, episode])
+    np.testing.assert_array_equal(item["action"], [index + 0.5, -index])
+    assert item["task"] == ("push", "pull")[episode % 2]
+    assert abs(item[CAMERA].astype(int) - level(index)).max() <= 3
+
+
+def test_frames_are_found_in_any_order_with_bounded_memory(folder, monkeypatch):
+    for module, name, value in (
+        (tables, "_BLOCK_BYTES", 100), (tables, "_MOST_BYTES", 1000), (tables, "_MOST_OPEN", 2),
+        (videos, "_MOST_OPEN", 1), (videos, "_NEAR_FRAMES", 2),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(tables, "_blocks", tables._Blocks())
+    for used in (tables._files, videos._open):
+        used.clear()
+    dataset = LeRobotDataset(folder)
+    owners = np.repeat(np.arange(len(LENGTHS)), LENGTHS)
+    order = np.random.default_rng(0).permutation(len(dataset))
+    for index in [*order, *range(len(dataset))]:
+        assert_is_frame(dataset[int(index)], index, owners[index])
+    held = tables._blocks
+    assert held.size == sum(block.nbytes for block in held.kept.values()) <= 1000
+    assert len(held.kept) >= 2
+    assert (len(videos._open), len(tables._files)) == (1, 2)
+    assert_is_frame(pickle.loads(pickle.dumps(dataset))[20], 20, 3)
+
+
+def test_a_file_that_is_written_anew_is_read_anew(tmp_path):
+    dataset = LeRobotDataset(write_lerobot(tmp_path, (4, 3)))
+    assert_is_frame(dataset[5], 5, 1)
+    write_lerobot(
+        tmp_path, (4, 3), columns={"action": pa.array([[float(i), 0.0] for i in range(7)])}
+    )
+    assert dataset[5]["action"][0] == 5
+
+
+def test_windows_are_clipped_to_the_episode_and_marked(folder):
+    dataset = LeRobotDataset(folder)
+    deltas = {"action": [0.0, 0.1, 0.2], "observation.state": [-0.2, 0.0], CAMERA: [-0.1, 0.1]}
+    window = dataset.window(13, deltas)
+    np.testing.assert_array_equal(window["action"][:, 0], [13.5, 13.5, 13.5])
+    assert window["action_is_pad"].tolist() == [False, True, True]
+    np.testing.assert_array_equal(window["observation.state"][:, 0], [11, 13])
+    assert abs(window[CAMERA].mean(axis=(1, 2, 3)) - [level(12), level(13)]).max() <= 3
+    assert window[f"{CAMERA}_is_pad"].tolist() == [False, True]
+    with pytest.raises(ValueError, match=r"0\.25 s is no multiple of 1/10 s"):
+        dataset.window(0, {"action": [0.1, 0.25]})
+
+
+def test_episodes_are_chosen(folder):
+    dataset = LeRobotDataset(folder, episodes=[3, 0, 4], excluded_episodes=[0])
+    assert [dataset[i]["index"] for i in (0, 11, 12)] == [15, 26, 27]
+    assert dataset.place(12) == f"{folder}: episode 4, frame 0"
+    for wrong, message in (({"episodes": [7]}, "no episodes \\[7\\]: it has 5, from 0 to 4"),
+                           ({"excluded_episodes": range(5)}, "no episode is left")):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            LeRobotDataset(folder, **wrong)
+
+
+def test_language_rows_hold_from_their_time_on():
+    dataset = LeRobotDataset(DATA / "v30_l06_language")
+    rows = dataset[0][PERSISTENT]
+    assert active_row(rows, "subtask", 0.2)["content"] == "move to the mark"
+    assert active_row(rows, "subtask", 0.25)["content"].startswith("stop on the mark")
+    assert active_row(rows, "motion", 0.0) is None
+    assert dataset.metadata.tools[0]["function"]["name"] == "say"
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+V3_DATA, V3_VIDEO = "data/chunk-000/file-001.parquet", f"videos/{CAMERA}/chunk-000/file-001.mp4"
+BAD = {
+    "cut Parquet": (lambda root: cut(root / V3_DATA), f"{V3_DATA} cannot be read.*fetch"),
+    "cut video": (lambda root: cut(root / V3_VIDEO), f"{V3_VIDEO}: the file cannot be decoded"),
+    "no Parquet": (lambda root: (root / V3_DATA).unlink(), f"there is no file .*{V3_DATA}"),
+    "no video": (lambda root: (root / V3_VIDEO).unlink(), f"there is no file .*{V3_VIDEO}"),
+    "no column": (
+        lambda root: pq.write_table(
+            pq.read_table(root / V3_DATA).drop_columns("action"), root / V3_DATA
+        ),
+        f"{V3_DATA} has no column action, which info.json lists",
+    ),
+    "other rows": (
+        lambda root: shutil.copy(root / "data/chunk-000/file-000.parquet", root / V3_DATA),
+        "has episode_index 0 in row 1, where frame 0 of episode 3 must be",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", BAD)
+def test_broken_files_are_named(fault, tmp_path):
+    root = write_lerobot(tmp_path, LENGTHS)
+    spoil, message = BAD[fault]
+    spoil(root)
+    dataset = LeRobotDataset(root)
+    assert_is_frame(dataset[3], 3, 0)
+    with pytest.raises(BadSampleError, match=f"^{root}: episode 3, frame 5: .*({message})"):
+        dataset[20]
+    absent = [file for file, size in dataset.file_sizes().items() if not size]
+    assert absent == {"no Parquet": [V3_DATA], "no video": [V3_VIDEO]}.get(fault, [])
+
+
+def test_timestamps_must_follow_the_declared_or_the_stated_rate(tmp_path):
+    # Written at 20 Hz, and declared as 10.
+    stamps = [frame / 20 for length in (6, 4) for frame in range(length)]
+    root = write_lerobot(tmp_path / "a", (6, 4), timestamps=stamps)
+    with pytest.raises(BadSampleError, match=r"episode 1, frame 2: .*0\.05 s after the one before"):
+        LeRobotDataset(root)[8]
+    assert LeRobotDataset(root, fps=20).window(0, {"action": [0.05]})["action"][0, 0] == 1.5
+    unchecked = LeRobotDataset(root, skip_timestamp_check=True)
+    assert unchecked.window(9, {"action": [0.0]})["action"][0, 0] == 9.5
+    # The timestamps follow a declared rate that is wrong.
+    root = write_lerobot(tmp_path / "b", (6,))
+    frames = LeRobotDataset(root, fps=20).window(1, {CAMERA: [0.05]})[CAMERA]
+    assert abs(frames.mean() - level(2)) <= 3
+    stamps[3] += 2e-4
+    root = write_lerobot(tmp_path / "c", (6, 4), timestamps=np.multiply(stamps, 2))
+    with pytest.raises(BadSampleError, match="frame 3 of episode 0"):
+        LeRobotDataset(root)[0]
+    assert LeRobotDataset(root, tolerance_s=1e-3).window(0, {"index": [0.1]})["index"] == 1
+
+
+def test_a_video_without_the_wanted_frames_is_named(tmp_path):
+    root = write_lerobot(tmp_path, (6, 4))
+    file = root / "meta" / "episodes" / "chunk-000" / "file-000.parquet"
+    rows = pq.read_table(file).to_pylist()
+    rows[1][f"videos/{CAMERA}/from_timestamp"] += 0.75
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    dataset = LeRobotDataset(root)
+    with pytest.raises(
+        BadSampleError, match=r"no frame at 1\.35 s \(within 0\.0001 s; the nearest"
+    ):
+        dataset[6]
+    assert_is_frame(dataset[5], 5, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"codebase_version": "v1.6"}, "codebase_version 'v1.6'; v2.0, v2.1, v3.0 are read"),
+        ({"fps": 0}, "fps is 0, and must be above 0"),
+        ({"features": {"a": {}}}, "contradict version v3.0 .*dtype"),
+    ],
+)
+def test_a_broken_description_is_named(change, message, tmp_path):
+    root = write_lerobot(tmp_path, (3,))
+    file = root / "meta" / "info.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change), encoding="utf-8")
+    with pytest.raises(RuntimeError, match=message):
+        LeRobotDataset(root)
