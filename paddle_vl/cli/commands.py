@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from paddle_vl.cli.rollout import OPTIONS, evaluate_in_simulator
 from paddle_vl.cli.table import (
     BASE,
     TEMPLATE,
@@ -24,13 +25,15 @@ MEDIA_KINDS = {"image": "a picture", "video": "a video file"}
 
 
 def evaluate(options: argparse.Namespace) -> int:
-    """Print losses and, for models that answer, exact answers."""
+    """Print losses and, for models that answer, exact answers; or a policy's successes."""
     configure_runtime()
     from paddle_vl.families.base import EvaluationOptions
     from paddle_vl.train.evaluate import mean_losses
     from paddle_vl.train.step import ModelRunner
 
     folder, family = family_of_model(options.model, options.base)
+    if options.env is not None:
+        return evaluate_in_simulator(options, folder, family.recipe_class())
     evaluation = family.recipe_class().evaluation(
         folder,
         EvaluationOptions(
@@ -55,20 +58,21 @@ def evaluate(options: argparse.Namespace) -> int:
 
 EVALUATE = Command(
     evaluate,
-    "loss and exact answers of a model on a data file; of a policy its losses",
+    "loss and exact answers of a model on a data file; of a policy its losses or successes",
     "Print the mean loss over the answers' tokens, and how many greedy answers equal the expected "
     "ones, for every value of the records' field `task`. Every assistant turn is one answer, given "
     "the data's turns before it; reasoning in front of it is not compared. For a robot policy, "
-    "print its losses on demonstrations; the options about answers are refused.",
-    "example:\n  paddle-vl evaluate --model runs/digits --data data/test.jsonl "
-    "--predictions answers.jsonl",
+    "print its losses on demonstrations; the options about answers are refused. With --env the "
+    "policy acts in a simulator, and its successes are counted.",
+    "examples:\n  paddle-vl evaluate --model runs/digits --data data/test.jsonl "
+    "--predictions answers.jsonl\n"
+    "  paddle-vl evaluate --model runs/reach --env metaworld --task reach-v3 --output episodes",
     [
         model(),
         BASE,
         TEMPLATE,
         value(
-            "--data", "FILE", "files of conversations, as data.train takes them",
-            nargs="+", required=True,
+            "--data", "FILE", "files of conversations, as data.train takes them", nargs="+",
         ),
         number("--max-new-tokens", "longest answer, in tokens (default 64)", 64),
         number("--batch-size", "samples at once (default 8)", 8),
@@ -79,8 +83,10 @@ EVALUATE = Command(
             "--predictions", "OUT.jsonl",
             "write one line per answer: sample, task, prompt, expected, answer, is_exact",
         ),
+        *OPTIONS,
     ],
     folders=("model",),
+    one_of=("--data", "--env"),
 )  # fmt: skip
 
 
@@ -201,14 +207,20 @@ MERGE = Command(
 )
 
 
+def model_folder_of(name: str) -> Path:
+    """The folder of a model or of adapters that a command names."""
+    from paddle_vl.files.hub import path_or_download
+    from paddle_vl.train.checkpoint import model_folder
+
+    return model_folder(path_or_download(name))
+
+
 def family_of_model(name: str, base: str | None) -> tuple[Path, Any]:
     """The folder of a model or of adapters, and its family."""
     from paddle_vl.checkpoint.adapter_files import folder_with
     from paddle_vl.config.families import family_of_folder
-    from paddle_vl.files.hub import path_or_download
-    from paddle_vl.train.checkpoint import model_folder
 
-    folder = model_folder(path_or_download(name))
+    folder = model_folder_of(name)
     return folder, family_of_folder(folder_with("config.json", folder, base))
 
 

@@ -66,6 +66,7 @@ class Command(NamedTuple):
         run: returns the exit code.
         groups: what the help says of a group of options, by its title.
         folders: options that are required, and may be given in this order without their names.
+        one_of: options of which exactly one is required.
     """
 
     run: Callable[[argparse.Namespace], int]
@@ -75,6 +76,7 @@ class Command(NamedTuple):
     options: Sequence[Option]
     groups: Mapping[str, str] = {}
     folders: Sequence[str] = ()
+    one_of: Sequence[str] = ()
 
     def add_to(self, subparsers: argparse._SubParsersAction) -> None:
         parser = subparsers.add_parser(
@@ -86,10 +88,13 @@ class Command(NamedTuple):
         )
         parser.set_defaults(run=self.run, folders=self.folders)
         places: dict[str | None, Any] = {None: parser}
+        if self.one_of:
+            chosen = parser.add_mutually_exclusive_group(required=True)
         for names, text, settings, group in self.options:
             if group not in places:
                 places[group] = parser.add_argument_group(group, self.groups.get(str(group)))
-            places[group].add_argument(*names.split(), help=text, **settings)
+            place = chosen if names in self.one_of else places[group]
+            place.add_argument(*names.split(), help=text, **settings)
 
 
 # The arguments of a run.

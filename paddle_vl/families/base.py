@@ -3,6 +3,8 @@
 A family is a folder: model, NumPy-only `inputs/`, checkpoint map, pipeline stage, FLOP counter and
 a recipe that implements `Family`. One line of `paddle_vl.config.families` registers it. A family
 does not import the trainer or `paddle_vl.parallel`: what it needs of them is passed in.
+
+Over 350 lines: one interface, with what its methods take and give.
 """
 
 from abc import ABC, abstractmethod
@@ -318,6 +320,15 @@ class Family(ABC):
             ValueError: the family does not answer questions.
         """
         raise ValueError(f"the model in {folder} is of a family that does not answer questions")
+
+    @classmethod
+    def acting_policy(cls, folder: Path) -> Any:
+        """The robot policy in a folder, a `paddle_vl.families.policy.acting.ActingPolicy`.
+
+        Raises:
+            ValueError: the family does not act.
+        """
+        raise ValueError(f"the model in {folder} does not act: give the folder of a robot policy")
 
     @classmethod
     def merge_adapter(cls, folder: Path, out: Path, base: str | None) -> Path:
