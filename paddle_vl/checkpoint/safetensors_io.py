@@ -77,10 +77,7 @@ class StoredTensor(NamedTuple):
                 f"{self.file} ends inside {self.name}: {array.size} of {count} values could be "
                 f"read; the file is incomplete, {_REMEDY}"
             )
-        if self.dtype == "BF16":
-            array = array.astype(np.uint32)
-            array <<= 16
-            array = array.view(np.float32)
+        array = decoded(array, self.dtype)
         if must_be_finite and self.dtype in FLOATING:
             # In one pass, in less than half of the time of reading.
             starts = range(0, array.size, _CHECKED_AT_ONCE)
@@ -227,6 +224,15 @@ def encoded(array: np.ndarray, dtype: str) -> np.ndarray:
     bits = np.asarray(array, dtype=np.float32, order="C").view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) >> 16
     return np.where(np.isnan(array), 0x7FC0, rounded).astype(np.uint16)
+
+
+def decoded(array: np.ndarray, dtype: str) -> np.ndarray:
+    """The inverse of `encoded`: the bits of bfloat16 as float32, other arrays as they are."""
+    if dtype != "BF16":
+        return array
+    wide = array.astype(np.uint32)
+    wide <<= 16
+    return wide.view(np.float32)
 
 
 # Writes tensors into a file, at once or later; it calls every `produce` before it returns.

@@ -36,7 +36,7 @@ def evaluate(options: argparse.Namespace) -> int:
     )
     runner = ModelRunner(evaluation.model, evaluation.loss, evaluation.adapter)
     with evaluation.loader as batches:
-        losses = mean_losses(runner, batches)
+        losses = mean_losses(runner, batches, measure=evaluation.measure)
     for text in evaluation.report(losses):
         print(text)
     return 0
@@ -47,8 +47,8 @@ EVALUATE = Command(
     "loss and exact answers of a model on a data file; of a policy its losses",
     "Print the mean loss over the answers' tokens, and how many greedy answers equal the expected "
     "ones, for every value of the records' field `task`. Every assistant turn is one answer, given "
-    "the data's turns before it. For a robot policy, print its losses on demonstrations; the "
-    "options about answers are refused.",
+    "the data's turns before it. For a robot policy, print its losses on demonstrations and the "
+    "errors of its actions, in their own units; the options about answers are refused.",
     "example:\n  paddle-vl evaluate --model runs/digits --data data/test.jsonl "
     "--predictions answers.jsonl",
     [

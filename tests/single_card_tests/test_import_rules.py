@@ -132,7 +132,7 @@ SHARED = {
     "qwen3_vl": {"vlm"},
     "pi07": {"policy"},
 }
-BESIDE = {"base", "flops", "hf_interface"}
+BESIDE = {"adapter", "base", "flops", "hf_interface"}
 
 
 def test_families_import_shared_folders_and_never_each_other():

@@ -53,16 +53,13 @@ _SAMPLES, _LENGTH, _FRAMES = 2, 6, 2
 
 
 def to_export(folder: Path, base: str | None) -> ModelToExport:
-    """The programs of a policy's or a planner's folder.
-
-    Raises:
-        ValueError: a base is given, which only adapters have.
-    """
-    if base is not None:
-        raise ValueError(f"{folder} is a pi07 policy, which has no adapters: leave --base out")
-    if PLANNER_TYPE in family_of_folder(folder).model_types:
-        return planner_to_export(PI07HighLevelPlanner.from_pretrained(folder))
-    return policy_to_export(PI07LowLevelPolicy.from_pretrained(folder))
+    """The programs of a policy's or a planner's folder, or of adapters and their base."""
+    is_planner = PLANNER_TYPE in family_of_folder(folder).model_types
+    kind = PI07HighLevelPlanner if is_planner else PI07LowLevelPolicy
+    policy = kind.from_pretrained(folder, base=base)
+    if policy.model.adapter is not None:
+        policy.model.merge_lora()
+    return planner_to_export(policy) if is_planner else policy_to_export(policy)
 
 
 def policy_to_export(policy: PI07LowLevelPolicy) -> ModelToExport:

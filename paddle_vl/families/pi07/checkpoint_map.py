@@ -27,7 +27,7 @@ from paddle_vl.checkpoint.reading import (
     checkpoint_tensors,
     stored_values,
 )
-from paddle_vl.checkpoint.rules import LinearWeights, PatchKernel, Rule, Same
+from paddle_vl.checkpoint.rules import LinearWeights, PatchKernel, Rule, Same, low_rank_rules
 from paddle_vl.checkpoint.safetensors_io import FileWriter, StoredTensor, TensorToWrite, write_file
 from paddle_vl.checkpoint.writing import parameters_to_write, write_one_file, write_tensors
 from paddle_vl.families.pi07.config import Gemma3WithExpertConfig, PI07Config, PI07PlannerConfig
@@ -78,7 +78,7 @@ def checkpoint_rules(config: Gemma3WithExpertConfig, is_grouped: bool = False) -
     backbone, expert = f"{engine}.gemma3.model", f"{engine}.gemma_expert.model"
     tower, ours = f"{backbone}.vision_tower.vision_model", "prefix.video_encoder.tower"
     projection = GroupWeights() if is_grouped else LinearWeights()
-    return (
+    rules = (
         Rule(
             f"{ours}.patch_embedding.weight",
             f"{tower}.embeddings.patch_embedding.weight",
@@ -110,6 +110,7 @@ def checkpoint_rules(config: Gemma3WithExpertConfig, is_grouped: bool = False) -
         # The planner's head on a pipeline stage without the tied token embedding.
         Rule("lm_head.*", f"{backbone}.language_model.embed_tokens.*", Same()),
     )
+    return (*low_rank_rules(rules), *rules)
 
 
 def engine_keys(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -233,6 +234,11 @@ class GroupRows:
         return np.ascontiguousarray(array[list(self.rows)])
 
 
+def is_statistic(key: str) -> bool:
+    """Whether the key is of a normalizer's statistics."""
+    return key.startswith(tuple(f"{name}." for name in NORMALIZERS))
+
+
 class PolicyCheckpoint:
     """The tensors of a policy's folder, not yet read.
 
@@ -249,9 +255,7 @@ class PolicyCheckpoint:
         stored = checkpoint_tensors(folder)
         self.folder = folder
         self.statistics: dict[str, ReadableTensor] = {
-            key: t
-            for key, t in stored.items()
-            if key.startswith(tuple(f"{name}." for name in NORMALIZERS))
+            key: t for key, t in stored.items() if is_statistic(key)
         }
         weights = {key: t for key, t in stored.items() if key not in self.statistics}
         self.model: dict[str, ReadableTensor] = dict(engine_keys(weights))
@@ -330,7 +334,7 @@ class PolicyCheckpoint:
             lambda: [
                 *model.fresh_values(drawn),
                 *stored_values(
-                    (p for p in model.stored_parameters() if p.key not in drawn), self.model
+                    (p for p in model.base_parameters() if p.key not in drawn), self.model
                 ),
             ]
         )
@@ -372,17 +376,27 @@ def write_policy(
     one_file: bool = True,
 ) -> None:
     """Write weights and statistics, see `BasePolicy.save_pretrained`."""
-    tensors = parameters_to_write(model.stored_parameters(), "model.", store)
+    if model.adapter is None:
+        tensors = parameters_to_write(model.stored_parameters(), "model.", store)
+    else:
+        from paddle_vl.families.adapter import merged_tensors
+
+        tensors = merged_tensors(model, store)
     if model.placement.stage_layers.embedding:
-        tensors += [
-            TensorToWrite(key, value.shape, "F32", lambda value=value: value)
-            for key, value in statistics_by_key(normalizers).items()
-        ]
+        tensors += statistics_to_write(normalizers)
     ranks = model.placement.checkpoint_ranks
     if one_file:
         write_one_file(folder, "model", tensors, ranks, write)
     else:
         write_tensors(folder, "model", tensors, sys.maxsize, ranks, write)
+
+
+def statistics_to_write(normalizers: Mapping[str, Normalizer]) -> list[TensorToWrite]:
+    """The statistics of normalizers under their keys in a checkpoint."""
+    return [
+        TensorToWrite(key, value.shape, "F32", lambda value=value: value)
+        for key, value in statistics_by_key(normalizers).items()
+    ]
 
 
 def _matches(key: str, patterns: Sequence[str]) -> bool:
