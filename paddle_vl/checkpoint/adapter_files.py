@@ -79,6 +79,11 @@ class Adapter:
     saved: tuple[str, ...] = ()
     base: str | None = None
 
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Modules with a low-rank adapter."""
+        return tuple(self.sizes)
+
     def owns(self, key: str) -> bool:
         """Whether the HF key belongs to the adapters, not to the base."""
         return key.endswith((A_KEY, B_KEY)) or any(key.startswith(f"{m}.") for m in self.saved)
@@ -134,7 +139,7 @@ class StoredAdapter:
                 )
                 for module in targets
             }
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(
                 f"{folder / CONFIG_FILE}: a pattern is no expression: {error}"
             ) from error

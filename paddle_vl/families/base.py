@@ -78,6 +78,9 @@ class BuiltModel:
 class Measure(Protocol):
     """What an evaluation measures besides the losses, on the same batches.
 
+    `begin` precedes the first batch. All ranks call `add` together, with idle batches too.
+    `entries` makes names and values from the sums of all ranks.
+
     Attributes:
         sums: float64, over the batches so far.
         shown: JSON values of some samples, for the report.
@@ -86,17 +89,11 @@ class Measure(Protocol):
     sums: np.ndarray
     shown: list[dict[str, Any]]
 
-    def begin(self) -> None:
-        """Before the first batch of an evaluation."""
-        ...
+    def begin(self) -> None: ...
 
-    def add(self, batch: Any) -> None:
-        """Add a batch of the collator. All ranks call it together, with idle batches too."""
-        ...
+    def add(self, batch: Any) -> None: ...
 
-    def entries(self, sums: np.ndarray) -> dict[str, float]:
-        """Names and values from the sums of all ranks."""
-        ...
+    def entries(self, sums: np.ndarray) -> dict[str, float]: ...
 
 
 class MeanLosses(NamedTuple):

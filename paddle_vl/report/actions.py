@@ -3,29 +3,17 @@
 from collections.abc import Sequence
 from html import escape
 
-from pydantic import BaseModel, ValidationError
-
 from paddle_vl.files.text_file import read_json_object
 from paddle_vl.report.runs import Run
 from paddle_vl.report.summary import shown_number
 from paddle_vl.train.reporting.run_files import ACTIONS_FILE
 
 _WIDTH, _HEIGHT = 160, 80
-
-
-class _Chunk(BaseModel):
-    dataset: str
-    predicted: list[list[float]]
-    true: list[list[float]]
-
-
-class _Actions(BaseModel):
-    step: int
-    chunks: list[_Chunk]
+_NOTE = "Predicted (coloured) and true (grey) values over the steps of a chunk, in the data's units"
 
 
 def actions_section(runs: Sequence[Run]) -> str:
-    """A folded section of each run that has such chunks: a row per sample, a drawing per dim.
+    """For each run that has such chunks a table with a row per sample and a drawing per dim.
 
     Raises:
         RuntimeError: a run's file is damaged.
@@ -34,49 +22,29 @@ def actions_section(runs: Sequence[Run]) -> str:
 
 
 def _of_run(run: Run) -> str:
-    file = run.folder / ACTIONS_FILE
+    file, rows = run.folder / ACTIONS_FILE, ""
+    values = read_json_object(file, "what a run writes")
     try:
-        actions = _Actions.model_validate(read_json_object(file, "what a run writes"))
-    except ValidationError as error:
-        raise RuntimeError(f"{file} is not what a run writes; move it away ({error})") from error
-    rows = "".join(
-        f"<tr><th scope='row'>{escape(chunk.dataset)}</th>"
-        + "".join(
-            f"<td>{_drawing(*curves)}</td>"
-            for curves in zip(
-                zip(*chunk.predicted, strict=True), zip(*chunk.true, strict=True), strict=True
-            )
-        )
-        + "</tr>\n"
-        for chunk in actions.chunks
-    )
-    widest = max((len(chunk.true[0]) for chunk in actions.chunks), default=0)
-    head = "".join(f"<th scope='col'>dim {dim}</th>" for dim in range(widest))
-    title = f"Actions of the first samples of data.eval at step {actions.step:,}: {run.name}"
-    note = (
-        "Predicted (coloured) and true (grey) values over the steps of a chunk, in the data's units"
-    )
+        title = f"Actions at step {values['step']:,}, first samples of data.eval: {run.name}"
+        for chunk in values["chunks"]:
+            rows += f"<tr><th scope='row'>{escape(chunk['dataset'])}</th>"
+            dims = (zip(*chunk[name], strict=True) for name in ("predicted", "true"))
+            rows += "".join(f"<td>{_drawing(*curves)}</td>" for curves in zip(*dims, strict=True))
+            rows += "</tr>\n"
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RuntimeError(f"{file} is not what a run writes ({error!r}); move it away") from error
     return (
-        f"<details><summary>{escape(title)}</summary><p class='note'>{note}</p><div class='scroll'>"
-        f"<table><thead><tr><td></td>{head}</tr></thead>\n<tbody>{rows}</tbody></table></div>"
-        "</details>\n"
+        f"<details><summary>{escape(title)}</summary><p class='note'>{_NOTE}</p>"
+        f"<div class='scroll'><table><tbody>{rows}</tbody></table></div></details>\n"
     )
 
 
 def _drawing(predicted: Sequence[float], true: Sequence[float]) -> str:
-    values = [*predicted, *true]
-    low, high = min(values), max(values)
-    scale = _HEIGHT / ((high - low) or 1.0)
-    step = _WIDTH / max(len(true) - 1, 1)
-
-    def line(curve: Sequence[float], colour: str) -> str:
-        points = (f"{i * step:.1f},{(high - y) * scale:.1f}" for i, y in enumerate(curve))
-        look = f'fill="none" stroke="{colour}" stroke-width="2"'
-        return f'<polyline points="{" ".join(points)}" {look}/>'
-
-    label = f"{shown_number(low)} to {shown_number(high)}"
-    return (
-        f'<svg viewBox="-2 -2 {_WIDTH + 4} {_HEIGHT + 4}" width="{_WIDTH}" height="{_HEIGHT}" '
-        f'role="img" aria-label="{label}">{line(true, "#888")}{line(predicted, "var(--c0)")}</svg>'
-        f"<br>{label}"
-    )
+    low, high = min(*predicted, *true), max(*predicted, *true)
+    across, up = _WIDTH / max(len(true) - 1, 1), _HEIGHT / ((high - low) or 1.0)
+    lines = ""
+    for curve, colour in ((true, "#888"), (predicted, "var(--c0)")):
+        points = " ".join(f"{i * across:.1f},{(high - y) * up:.1f}" for i, y in enumerate(curve))
+        lines += f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'
+    box = f'viewBox="-2 -2 {_WIDTH + 4} {_HEIGHT + 4}" width="{_WIDTH}" height="{_HEIGHT}"'
+    return f"<svg {box}>{lines}</svg><br>{shown_number(low)} to {shown_number(high)}"

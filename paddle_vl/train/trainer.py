@@ -267,7 +267,8 @@ class Trainer:
         )
         if self.config.train.ema is not None:
             decay = average_decay(self.config.train.ema, self.step + 1)
-            self.optimizer.update_average(decay, outcome.is_good)
+            with phase(Phase.OPTIMIZER):
+                self.optimizer.update_average(decay, outcome.is_good)
         self.feed.prepare_next()
         with phase(Phase.METRICS):
             self.step += 1

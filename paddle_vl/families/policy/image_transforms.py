@@ -1,26 +1,25 @@
 """Random changes of the images of a training sample (`data.image_transforms`).
 
-The frames of a camera are changed alike, each camera in its own way; goal images stay. Images are
-`[N, 3, H, W]` float32 in [0, 1], and so are the changed ones.
+The frames of a camera are changed alike, each camera in its own way; goal images stay. As in
+torchvision on pictures, all is done by Pillow with 8 bits a value.
 
-Source: ranges and choice of `ImageTransforms` in LeRobot and of `preprocess_observation` in openpi;
-formulas of torchvision's v2 transforms. Unlike there, images are moved before their colours are
-changed, always by bilinear interpolation.
+Source: ranges and choice of `ImageTransforms` in LeRobot and of `preprocess_observation` in openpi.
+Unlike there, images are always moved before their colours change, by bilinear interpolation.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageEnhance
 
 from paddle_vl.families.policy.features import ImageTransforms
 
-# Weights of red, green and blue in grey.
-_GREY = np.array([0.2989, 0.587, 0.114], dtype=np.float32)[:, None, None]
-Change = Callable[[np.ndarray, ImageTransforms, np.random.Generator], np.ndarray]
+Change = Callable[[Image.Image], Image.Image]
+_BILINEAR = Image.Resampling.BILINEAR
 
 
 def transformed(
@@ -34,117 +33,77 @@ def transformed(
     is_real_F = ~sample["obs_history_is_pad"]
     is_real_F[-1] = True
     for camera in cameras:
-        if sample.get(f"{camera}_is_pad"):
-            continue
-        frames = sample[camera].copy()
-        frames[is_real_F] = changed(frames[is_real_F], camera, settings, rng)
-        sample[camera] = frames
+        if not sample.get(f"{camera}_is_pad"):
+            frames = sample[camera].copy()
+            frames[is_real_F] = changed(frames[is_real_F], camera, settings, rng)
+            sample[camera] = frames
     return sample
 
 
 def changed(
     images: np.ndarray, camera: str, settings: ImageTransforms, rng: np.random.Generator
 ) -> np.ndarray:
-    """Images of a camera, changed alike."""
-    stays = any(fnmatchcase(camera, pattern) for pattern in settings.still_cameras)
-    given = {
-        "crop": settings.crop is not None and not stays,
-        "affine": bool(settings.rotation or settings.shift) and not stays,
-        **{name: getattr(settings, name) is not None for name in _COLOURS},
-    }
-    names = [name for name, is_given in given.items() if is_given]
+    """Images `[N, 3, H, W]` float32 in [0, 1] of a camera, changed alike."""
+    changes = drawn_changes(camera, settings, rng, (images.shape[-1], images.shape[-2]))
+    pictures = np.rint(images.transpose(0, 2, 3, 1) * 255).clip(0, 255).astype(np.uint8)
+    found = []
+    for pixels in pictures:
+        picture = Image.fromarray(pixels)
+        for change in changes:
+            picture = change(picture)
+        found.append(np.asarray(picture))
+    return np.stack(found).transpose(0, 3, 1, 2) / np.float32(255)
+
+
+def drawn_changes(
+    camera: str, settings: ImageTransforms, rng: np.random.Generator, size: tuple[int, int]
+) -> list[Change]:
+    """The changes of a camera's images of that width and height, in order."""
+    moves = not any(fnmatchcase(camera, pattern) for pattern in settings.still_cameras)
+    found: list[Change] = []
+    if settings.crop is not None and moves:
+        kept = [int(side * settings.crop) for side in size]
+        spare = zip(size, kept, strict=True)
+        left, top = (int(rng.integers(0, side - part, endpoint=True)) for side, part in spare)
+        box = (left, top, left + kept[0], top + kept[1])
+        found.append(partial(Image.Image.resize, size=size, resample=_BILINEAR, box=box))
+    if (settings.rotation or settings.shift) and moves:
+        angle = rng.uniform(-settings.rotation, settings.rotation)
+        shift = [round(rng.uniform(-settings.shift, settings.shift) * side) for side in size]
+        found.append(partial(_moved, angle=math.radians(angle), shift=shift))
+    for name, change in _COLOURS.items():
+        if (limits := getattr(settings, name)) is not None:
+            found.append(partial(change, factor=rng.uniform(*limits)))
     if settings.max_transforms is not None:
-        chosen = sorted(rng.permutation(len(names))[: settings.max_transforms])
-        names = [names[number] for number in chosen]
-    for name in names:
-        if name in _COLOURS:
-            images = _COLOURS[name](images, np.float32(rng.uniform(*getattr(settings, name))))
-        else:
-            images = _MOVES[name](images, settings, rng)
-        images = np.clip(images, 0.0, 1.0)
-    return images
+        chosen = sorted(rng.permutation(len(found))[: settings.max_transforms])
+        found = [found[number] for number in chosen]
+    return found
 
 
-def _crop(images: np.ndarray, settings: ImageTransforms, rng: np.random.Generator) -> np.ndarray:
-    """A random part, scaled to the size of the image."""
-    height, width = images.shape[-2:]
-    assert settings.crop is not None, "chosen if it is given"
-    rows, columns = int(height * settings.crop), int(width * settings.crop)
-    top, left = (int(rng.integers(0, n, endpoint=True)) for n in (height - rows, width - columns))
-    box = (left, top, left + columns, top + rows)
-    return _by_plane(images, lambda p: p.resize((width, height), Image.Resampling.BILINEAR, box))
-
-
-def _affine(images: np.ndarray, settings: ImageTransforms, rng: np.random.Generator) -> np.ndarray:
-    """Rotated around the centre and shifted by whole pixels; black beyond the edges."""
-    height, width = images.shape[-2:]
-    angle = math.radians(rng.uniform(-settings.rotation, settings.rotation))
-    down, right = (round(rng.uniform(-settings.shift, settings.shift) * n) for n in (height, width))
-    cos, sin = math.cos(angle), math.sin(angle)
-    x, y = width / 2 + right, height / 2 + down
-    # From a place in the result to its place in the image.
+def _moved(picture: Image.Image, angle: float, shift: Sequence[int]) -> Image.Image:
+    """Rotated around the centre and shifted to the right and down; black beyond the edges."""
+    cos, sin, (width, height) = math.cos(angle), math.sin(angle), picture.size
+    x, y = width / 2 + shift[0], height / 2 + shift[1]
+    # From a place in the result to its place in the picture.
     rows = (cos, sin, width / 2 - cos * x - sin * y, -sin, cos, height / 2 + sin * x - cos * y)
-    kind, filter_ = Image.Transform.AFFINE, Image.Resampling.BILINEAR
-    return _by_plane(images, lambda p: p.transform((width, height), kind, rows, filter_))
+    return picture.transform(picture.size, Image.Transform.AFFINE, rows, _BILINEAR)
 
 
-def _by_plane(images: np.ndarray, change: Callable[[Image.Image], Image.Image]) -> np.ndarray:
-    planes = images.reshape([-1, *images.shape[-2:]])
-    found = [np.asarray(change(Image.fromarray(plane))) for plane in planes]
-    return np.stack(found).reshape(images.shape)
-
-
-def _brightness(images: np.ndarray, factor: np.float32) -> np.ndarray:
-    return images * factor
-
-
-def _contrast(images: np.ndarray, factor: np.float32) -> np.ndarray:
-    return _blended(images, _grey(images).mean(axis=(-2, -1), keepdims=True), factor)
-
-
-def _saturation(images: np.ndarray, factor: np.float32) -> np.ndarray:
-    return _blended(images, _grey(images), factor)
-
-
-def _hue(images: np.ndarray, turn: np.float32) -> np.ndarray:
+def _turned(picture: Image.Image, factor: float) -> Image.Image:
     """The hue turned by a share of the circle."""
-    red, green, blue = np.moveaxis(images, -3, 0)
-    high, span = images.max(axis=-3), np.ptp(images, axis=-3)
-    divisor = np.where(span > 0, span, np.float32(1))
-    sixths = np.where(
-        high == red,
-        (green - blue) / divisor,
-        np.where(high == green, (blue - red) / divisor + 2, (red - green) / divisor + 4),
-    )
-    places = [(number + sixths + 6 * turn) % 6 for number in (5, 3, 1)]
-    return np.stack([high - span * np.clip(np.minimum(k, 4 - k), 0, 1) for k in places], axis=-3)
+    hue, *others = picture.convert("HSV").split()
+    hue = hue.point([(value + round(factor * 255)) % 256 for value in range(256)])
+    return Image.merge("HSV", [hue, *others]).convert("RGB")
 
 
-def _sharpness(images: np.ndarray, factor: np.float32) -> np.ndarray:
-    """0 smooths by the mean of 3 x 3 pixels, the middle one five times; edges stay."""
-    height, width = images.shape[-2:]
-    smooth, inner = images.copy(), np.s_[..., 1:-1, 1:-1]
-    total = 4 * images[inner]
-    for down in range(3):
-        for right in range(3):
-            total = total + images[..., down : height - 2 + down, right : width - 2 + right]
-    smooth[inner] = total / 13
-    return _blended(images, smooth, factor)
+def _enhanced(picture: Image.Image, factor: float, kind: Any) -> Image.Image:
+    return kind(picture).enhance(factor)
 
 
-def _blended(images: np.ndarray, others: np.ndarray, factor: np.float32) -> np.ndarray:
-    return others + (images - others) * factor
-
-
-def _grey(images: np.ndarray) -> np.ndarray:
-    return (images * _GREY).sum(axis=-3, keepdims=True)
-
-
-_MOVES: dict[str, Change] = {"crop": _crop, "affine": _affine}
-_COLOURS: dict[str, Callable[[np.ndarray, np.float32], np.ndarray]] = {
-    "brightness": _brightness,
-    "contrast": _contrast,
-    "saturation": _saturation,
-    "hue": _hue,
-    "sharpness": _sharpness,
+_COLOURS: dict[str, Callable[..., Image.Image]] = {
+    "brightness": partial(_enhanced, kind=ImageEnhance.Brightness),
+    "contrast": partial(_enhanced, kind=ImageEnhance.Contrast),
+    "saturation": partial(_enhanced, kind=ImageEnhance.Color),
+    "hue": _turned,
+    "sharpness": partial(_enhanced, kind=ImageEnhance.Sharpness),
 }
