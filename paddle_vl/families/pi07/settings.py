@@ -4,6 +4,8 @@
 `model.policy`; the `config.json` of the checkpoint that a resumed run continues; otherwise that of
 `model.pretrained`, or `model.config`. The result is what the run saves as `config.json`.
 `docs/policies.md` has the settings and what they change.
+
+Just over 350 lines: they are checked against each other, which one file shows.
 """
 
 from collections.abc import Iterator, Mapping

@@ -71,8 +71,15 @@ def drawn_changes(
         angle = rng.uniform(-settings.rotation, settings.rotation)
         shift = [round(rng.uniform(-settings.shift, settings.shift) * side) for side in size]
         found.append(partial(_moved, angle=math.radians(angle), shift=shift))
-    for name, change in _COLOURS.items():
-        if (limits := getattr(settings, name)) is not None:
+    colours: list[tuple[Any, Sequence[float] | None]] = [
+        (partial(_enhanced, kind=ImageEnhance.Brightness), settings.brightness),
+        (partial(_enhanced, kind=ImageEnhance.Contrast), settings.contrast),
+        (partial(_enhanced, kind=ImageEnhance.Color), settings.saturation),
+        (_turned, settings.hue),
+        (partial(_enhanced, kind=ImageEnhance.Sharpness), settings.sharpness),
+    ]
+    for change, limits in colours:
+        if limits is not None:
             found.append(partial(change, factor=rng.uniform(*limits)))
     if settings.max_transforms is not None:
         chosen = sorted(rng.permutation(len(found))[: settings.max_transforms])
@@ -98,12 +105,3 @@ def _turned(picture: Image.Image, factor: float) -> Image.Image:
 
 def _enhanced(picture: Image.Image, factor: float, kind: Any) -> Image.Image:
     return kind(picture).enhance(factor)
-
-
-_COLOURS: dict[str, Callable[..., Image.Image]] = {
-    "brightness": partial(_enhanced, kind=ImageEnhance.Brightness),
-    "contrast": partial(_enhanced, kind=ImageEnhance.Contrast),
-    "saturation": partial(_enhanced, kind=ImageEnhance.Color),
-    "hue": _turned,
-    "sharpness": partial(_enhanced, kind=ImageEnhance.Sharpness),
-}
