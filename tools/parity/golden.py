@@ -57,7 +57,17 @@ class QwenCase(Case):
 
     @cached_property
     def gradients(self) -> dict[str, np.ndarray]:
-        return load_file(self.file.with_name("grads.safetensors"))
+        """Full gradients; of some parameters or none in a case that has their statistics."""
+        return self._optional("grads.safetensors")
+
+    @cached_property
+    def gradient_stats(self) -> dict[str, np.ndarray]:
+        """L2 norm, sum, largest entry and `sum_i g_i cos(i)` of every gradient that there is."""
+        return self._optional("grad_stats.safetensors")
+
+    def _optional(self, name: str) -> dict[str, np.ndarray]:
+        file = self.file.with_name(name)
+        return load_file(file) if file.is_file() else {}
 
     def inputs(self) -> dict[str, np.ndarray]:
         """The `in.*` tensors that HF users would pass, without positions and type ids."""
@@ -66,21 +76,6 @@ class QwenCase(Case):
             for name, value in self.tensors.items()
             if name.startswith("in.") and name not in _NOT_GIVEN
         }
-
-
-class Qwen35Case(QwenCase):
-    """A case of Qwen3.5."""
-
-    @cached_property
-    def gradients(self) -> dict[str, np.ndarray]:
-        """Full gradients of some parameters; empty for a case without them."""
-        file = self.file.with_name("grads.safetensors")
-        return load_file(file) if file.is_file() else {}
-
-    @cached_property
-    def gradient_stats(self) -> dict[str, np.ndarray]:
-        """L2 norm, sum, largest entry and `sum_i g_i cos(i)` of every gradient that there is."""
-        return load_file(self.file.with_name("grad_stats.safetensors"))
 
 
 class PI07Case(Case):
@@ -186,12 +181,12 @@ class Qwen35Folders(QwenFolders):
 
     def _case(self, file: Path) -> QwenCase | None:
         if file.parent.name == "train_traj":
-            return Qwen35Case(f"train_traj[{file.stem}]", "trajectory", file, self)
+            return QwenCase(f"train_traj[{file.stem}]", "trajectory", file, self)
         if file.name != "meta.json":
             return None
         is_generated = "generated" in json.loads(file.read_text(encoding="utf-8"))
         kind = "generation" if is_generated else "forward"
-        return Qwen35Case(file.parent.name, kind, file, self)
+        return QwenCase(file.parent.name, kind, file, self)
 
 
 class PI07Folders(Folders[PI07Case]):

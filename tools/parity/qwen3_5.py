@@ -32,9 +32,10 @@ from paddle_vl.batch.positions import restart_offsets
 from paddle_vl.nn.attention import PackedSamples
 from paddle_vl.nn.delta_rule import gated_delta_rule
 from parity.comparison import CaseReport
-from parity.golden import Qwen35Case, Qwen35Folders
+from parity.golden import Qwen35Folders, QwenCase
 from parity.qwen_vl import (
     POSITION_INPUTS,
+    compare_gradients,
     compare_positions,
     compare_routers,
     config_of,
@@ -44,7 +45,7 @@ from parity.qwen_vl import (
     train_steps,
     values_of,
 )
-from parity.recording import Recording, array, gradients
+from parity.recording import Recording, array
 
 FOLDERS = Qwen35Folders
 ACTIVATION, FIRST_LAYER, LOSS, GRADIENT = 6e-5, 5e-6, 1e-5, 5e-5
@@ -63,7 +64,7 @@ DRIFT = {
 }
 
 
-def run_cases(golden: Qwen35Folders, cases: list[Qwen35Case], scale: float, dtype: str):
+def run_cases(golden: Qwen35Folders, cases: list[QwenCase], scale: float, dtype: str):
     """One report per case."""
     for case in cases:
         report = CaseReport(case.name, scale)
@@ -80,7 +81,7 @@ def run_cases(golden: Qwen35Folders, cases: list[Qwen35Case], scale: float, dtyp
         yield report
 
 
-def _unsupported(golden: Qwen35Folders, case: Qwen35Case, dtype: str) -> str:
+def _unsupported(golden: Qwen35Folders, case: QwenCase, dtype: str) -> str:
     """Why the case cannot run; empty if it can."""
     name = case.meta["model"]
     if name not in golden.models:
@@ -94,7 +95,7 @@ def _unsupported(golden: Qwen35Folders, case: Qwen35Case, dtype: str) -> str:
     return ""
 
 
-def _run_forward(model, case: Qwen35Case, report: CaseReport) -> None:
+def _run_forward(model, case: QwenCase, report: CaseReport) -> None:
     tensors, inputs = case.tensors, case.inputs()
     real_BL = real_tokens(inputs)
     extra = case.meta.get("extra_forward_kwargs") or {}
@@ -151,7 +152,7 @@ def _run_forward(model, case: Qwen35Case, report: CaseReport) -> None:
         report.absolute("loss", "aux_loss", found, LOSS, tensors["aux_loss"].item())
     report.all_compared()
     output.loss.backward()
-    _compare_gradients(model, case, report)
+    compare_gradients(model, case, report, GRADIENT)
 
 
 def _logits(output, only_last: bool) -> np.ndarray:
@@ -230,31 +231,7 @@ class _DecoderRecording(Recording):
         return quantities
 
 
-def _compare_gradients(model, case: Qwen35Case, report: CaseReport) -> None:
-    """Compare every gradient, or its statistics, and the set of parameters without one."""
-    found, norm = gradients(model)
-    for key, value in found.items():
-        if key in case.gradients:
-            report.relative("grads", key, value, GRADIENT, case.gradients[key])
-        if key not in case.gradient_stats:
-            report.fail("stats", key, "has a gradient, none in the case")
-            continue
-        wanted, flat = case.gradient_stats[key], value.astype(np.float64).ravel()
-        length = float(np.linalg.norm(flat))
-        report.relative("stats", f"{key} norm", length, GRADIENT, wanted[0])
-        report.relative("stats", f"{key} largest", np.abs(flat).max(), 2 * GRADIENT, wanted[2])
-        sums = (flat.sum(), (flat * np.cos(np.arange(flat.size))).sum())
-        allowed = GRADIENT * wanted[0] * flat.size**0.5
-        report.absolute("sums", f"{key} sums", sums, allowed, wanted[[1, 3]])
-    for key in sorted(set(case.gradient_stats) - set(found)):
-        report.fail("stats", key, "has no gradient, one in the case")
-    without = sorted({item.key for item in model.stored_parameters()} - set(found))
-    if without != sorted(case.meta["params_without_grad"]):
-        report.fail("stats", "params_without_grad", f"without a gradient here: {without}")
-    report.relative("stats", "global norm", norm, GRADIENT, case.meta["grad_global_norm"])
-
-
-def _run_generation(model, case: Qwen35Case, report: CaseReport) -> None:
+def _run_generation(model, case: QwenCase, report: CaseReport) -> None:
     """Greedy tokens, the logits of every step, positions, and the states of every DeltaNet layer.
 
     The reference decoded with its end token suppressed, so all rows run to the end.
@@ -316,7 +293,7 @@ def _compare_states(caches: list, when: str, report: CaseReport) -> None:
         report.absolute("states", f"{when}.recurrent_state.{i}", state, tolerance)
 
 
-def _run_trajectory(golden: Qwen35Folders, model, case: Qwen35Case, report: CaseReport) -> None:
+def _run_trajectory(golden: Qwen35Folders, model, case: QwenCase, report: CaseReport) -> None:
     """Loss and gradient norm of each step of training."""
     batch = golden.case(case.meta["batch_from"]).inputs()
     wanted = case.meta["steps"]

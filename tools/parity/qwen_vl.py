@@ -126,23 +126,33 @@ def _run_forward(
         report.absolute("loss", "aux_loss", found, LOSS, tensors["aux_loss"].item())
     report.all_compared()
     output.loss.backward()
-    _compare_gradients(model, case, report)
+    compare_gradients(model, case, report, GRADIENT)
 
 
-def _compare_gradients(model, case: QwenCase, report: CaseReport) -> None:
-    """Compare every gradient, and the set of parameters without a gradient."""
+def compare_gradients(model, case: QwenCase, report: CaseReport, tolerance: float) -> None:
+    """Compare every gradient, in full or by its statistics, and the set of parameters without."""
     found, norm = gradients(model)
+    known = set(case.gradients) | set(case.gradient_stats)
     for key, value in found.items():
-        if key in case.gradients:
-            report.relative("grads", key, value, GRADIENT, case.gradients[key])
-        else:
+        if key not in known:
             report.fail("grads", key, "has a gradient, none in the case")
-    for key in sorted(set(case.gradients) - set(found)):
+        if key in case.gradients:
+            report.relative("grads", key, value, tolerance, case.gradients[key])
+        if key in case.gradient_stats:
+            wanted, flat = case.gradient_stats[key], value.astype(np.float64).ravel()
+            length = float(np.linalg.norm(flat))
+            report.relative("stats", f"{key} norm", length, tolerance, wanted[0])
+            largest = np.abs(flat).max()
+            report.relative("stats", f"{key} largest", largest, 2 * tolerance, wanted[2])
+            sums = (flat.sum(), (flat * np.cos(np.arange(flat.size))).sum())
+            allowed = tolerance * wanted[0] * flat.size**0.5
+            report.absolute("sums", f"{key} sums", sums, allowed, wanted[[1, 3]])
+    for key in sorted(known - set(found)):
         report.fail("grads", key, "has no gradient, one in the case")
     without = sorted({item.key for item in model.stored_parameters()} - set(found))
     if without != sorted(case.meta["params_without_grad"]):
         report.fail("grads", "params_without_grad", f"without a gradient here: {without}")
-    report.relative("grads", "global norm", norm, GRADIENT, case.meta["grad_global_norm"])
+    report.relative("grads", "global norm", norm, tolerance, case.meta["grad_global_norm"])
 
 
 def compare_positions(model, host: dict, inputs: dict, offsets: Any, report: CaseReport) -> None:
