@@ -69,7 +69,10 @@ def load_adapter(model: Model, source: str | Path | StoredAdapter) -> None:
         attach(model, adapter)
     else:
         own, given = (
-            ({m: (s.r, each.config.scaling(*s)) for m, s in each.sizes.items()}, each.saved)
+            (
+                {m: (s.r, each.config.scaling(s.r, s.alpha)) for m, s in each.sizes.items()},
+                each.saved,
+            )
             for each in (model.adapter, adapter)
         )
         if own != given:

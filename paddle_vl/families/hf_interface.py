@@ -181,6 +181,8 @@ class AdaptableModel:
         adapter_prefix: what stands before the keys of `stored_parameters` in names of adapters.
         output_module: the head, which `all-linear` leaves out.
         peft_task: PEFT's task_type.
+        tied_embedding: module of the embedding whose weight the head `lm_head` has too; None
+            without such.
     """
 
     adapter: "Adapter | None" = None
@@ -188,6 +190,7 @@ class AdaptableModel:
     adapter_prefix: ClassVar[str] = ""
     output_module: ClassVar[str] = "lm_head"
     peft_task: ClassVar[str | None] = None
+    tied_embedding: str | None = None
     stored_parameters: Callable[[], "list[StoredParameter]"]
     whole: Callable[[], Any]
 
@@ -195,11 +198,6 @@ class AdaptableModel:
     def adapter_parts(self) -> Mapping[str, Sequence[str]]:
         """Named parts of the model, as patterns over its parameters, for settings of adapters."""
         raise NotImplementedError
-
-    @property
-    def tied_embedding(self) -> str | None:
-        """Module of the embedding whose weight the head `lm_head` has too; None without such."""
-        return None
 
     def tensors_as_here(self, tensors: "dict[str, StoredTensor]") -> "dict[str, StoredTensor]":
         """An adapter's tensors in the shapes of this package."""

@@ -347,9 +347,11 @@ class Optimizer(OptimizerState):
 
     def _averaged(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The updated tensors, or the buckets that these are in, with their average."""
-        for tensor in () if self._averages is None else self.tensors:
+        if (averages := self._averages) is None:
+            return
+        for tensor in self.tensors:
             bucket = getattr(tensor, "bucket", None)
-            yield tensor, self._averages[id(tensor)] if bucket is None else bucket.average
+            yield tensor, averages[id(tensor)] if bucket is None else bucket.average
 
     def clear_gradients(self) -> None:
         """Drop the gradients; Paddle's default would fill them with zeros."""

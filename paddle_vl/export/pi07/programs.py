@@ -59,7 +59,9 @@ def to_export(folder: Path, base: str | None) -> ModelToExport:
     policy = kind.from_pretrained(folder, base=base)
     if policy.model.adapter is not None:
         policy.model.merge_lora()
-    return planner_to_export(policy) if is_planner else policy_to_export(policy)
+    if isinstance(policy, PI07HighLevelPlanner):
+        return planner_to_export(policy)
+    return policy_to_export(policy)
 
 
 def policy_to_export(policy: PI07LowLevelPolicy) -> ModelToExport:

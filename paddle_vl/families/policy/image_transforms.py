@@ -80,7 +80,7 @@ def drawn_changes(
     ]
     for change, limits in colours:
         if limits is not None:
-            found.append(partial(change, factor=rng.uniform(*limits)))
+            found.append(partial(change, factor=rng.uniform(limits[0], limits[1])))
     if settings.max_transforms is not None:
         chosen = sorted(rng.permutation(len(found))[: settings.max_transforms])
         found = [found[number] for number in chosen]

@@ -53,6 +53,8 @@ class PretrainedVLModel(SizedModel, AdaptableModel, Materializable, nn.Layer):
         # Layers that the model sets; None on pipeline stages without them.
         self.visual: Any = None
         self.lm_head: Any = None
+        if config.tie_word_embeddings:
+            self.tied_embedding = EMBEDDING_KEY.removesuffix(".weight")
         self.generation_config: GenerationConfig | None = None
         self.kept: list[TensorToWrite] = []
 
@@ -226,11 +228,6 @@ class PretrainedVLModel(SizedModel, AdaptableModel, Materializable, nn.Layer):
         from paddle_vl.families.vlm.settings import PARTS
 
         return PARTS
-
-    @property
-    def tied_embedding(self) -> str | None:
-        is_tied = self.config.tie_word_embeddings
-        return EMBEDDING_KEY.removesuffix(".weight") if is_tied else None
 
     def tensors_as_here(self, tensors: "dict[str, StoredTensor]") -> "dict[str, StoredTensor]":
         return self.checkpoint_map.tensors_as_here(tensors, self.config)
