@@ -168,6 +168,8 @@ def merge(options: argparse.Namespace) -> int:
     folder, out = _model_folder(options.model), Path(options.output)
     if not is_adapter(folder):
         raise ValueError(f"{folder} is a full model, not an adapter: there is nothing to merge")
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"{out} is not empty: merge into a new folder")
     base = family_of_folder(folder).recipe_class().merge_adapter(folder, out, options.base)
     print(f"{folder} and {base} are one model in {out}")
     return 0

@@ -67,24 +67,11 @@ def load_adapter(model: Model, source: str | Path | StoredAdapter) -> None:
     adapter, path = _adapter_of(model, stored), stored.folder
     if model.adapter is None:
         attach(model, adapter)
-    else:
-        own, given = (
-            (
-                {m: (s.r, each.config.scaling(s.r, s.alpha)) for m, s in each.sizes.items()},
-                each.saved,
-            )
-            for each in (model.adapter, adapter)
+    elif differing := _differing(model.adapter, adapter):
+        raise ValueError(
+            f"the model's adapters and those in {path} differ in {', '.join(differing)}: "
+            "merge_lora() first, to load others"
         )
-        if own != given:
-            told = [
-                f"ranks and scalings {sorted(set(sizes.values()))} on {len(sizes)} linears and "
-                f"{len(saved)} fully trained modules"
-                for sizes, saved in (own, given)
-            ]
-            raise ValueError(
-                f"the model's adapters have {told[0]}, those in {path} have {told[1]}: "
-                "merge_lora() first, to load others"
-            )
     tensors = model.tensors_as_here(stored.tensors)
     # PEFT also saves the base weight of some adapted modules.
     wanted = [
@@ -97,6 +84,16 @@ def load_adapter(model: Model, source: str | Path | StoredAdapter) -> None:
         return stored_values(present, tensors)
 
     model.materialize_too(read)
+
+
+def _differing(own: Adapter, given: Adapter) -> list[str]:
+    """Modules that two adapters adapt differently, or only one of them trains."""
+    both = [
+        {m: (s.r, each.config.scaling(s.r, s.alpha)) for m, s in each.sizes.items()}
+        for each in (own, given)
+    ]
+    adapted = {m for m in both[0] | both[1] if both[0].get(m) != both[1].get(m)}
+    return sorted(adapted | (set(own.saved) ^ set(given.saved)))
 
 
 def save_adapter(

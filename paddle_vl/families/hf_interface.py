@@ -271,8 +271,6 @@ class AdaptableModel:
 
     def base_parameters(self) -> "list[StoredParameter]":
         """This rank's parameters without the factors of adapters."""
-        if self.adapter is None:
-            return self.stored_parameters()
         from paddle_vl.checkpoint.adapter_files import is_low_rank
 
         return [item for item in self.stored_parameters() if not is_low_rank(item.key)]

@@ -260,8 +260,6 @@ class PI07Recipe(Family):
 
     @classmethod
     def merge_adapter(cls, folder: Path, out: Path, base: str | None) -> Path:
-        if out.exists() and any(out.iterdir()):
-            raise ValueError(f"{out} is not empty: merge into a new folder")
         policy = cls.policy_class.from_pretrained(folder, base=base, dtype="auto")
         policy.save_pretrained(out)
         return Path(str(policy.model.name_or_path))

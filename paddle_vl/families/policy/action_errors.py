@@ -3,7 +3,7 @@
 Shapes: B batch, C steps of a chunk, A action dims of the data, G data sets.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,13 +77,12 @@ class ActionErrors:
         Args:
             sums: of all ranks.
         """
-        return dict(self._entries(sums))
-
-    def _entries(self, sums: np.ndarray) -> Iterator[tuple[str, float]]:
+        found = {}
         for number, dataset in enumerate(self.datasets):
             prefix = f"{dataset}/" if len(self.datasets) > 1 else ""
             for name, dims in self.parts.items():
-                absolute, squared, count = sums[:, number, list(dims)].sum(axis=1)
+                absolute, squared, count = sums[:, number, list(dims)].sum(axis=1).tolist()
                 if count:
-                    yield f"action_mae/{prefix}{name}", float(absolute / count)
-                    yield f"action_rmse/{prefix}{name}", float((squared / count) ** 0.5)
+                    found[f"action_mae/{prefix}{name}"] = absolute / count
+                    found[f"action_rmse/{prefix}{name}"] = (squared / count) ** 0.5
+        return found

@@ -26,11 +26,9 @@ def merge_adapter(
         The folder of the base.
 
     Raises:
-        ValueError: the adapter does not fit the base, or `out` is not empty.
+        ValueError: the adapter does not fit the base.
         RuntimeError: a folder or file is missing or damaged.
     """
-    if out.exists() and any(out.iterdir()):
-        raise ValueError(f"{out} is not empty: merge into a new folder")
     base = base_folder(folder, base)
     config, names = model_class.config_class.from_pretrained(base), model_class.checkpoint_map
     adapter = StoredAdapter.read(folder)

@@ -292,7 +292,7 @@ def test_what_does_not_belong_to_the_model_is_refused(tmp_path):
     with pytest.raises(ValueError, match="save_adapter"):
         model.save_pretrained(tmp_path)
     model.save_adapter(tmp_path / "q")
-    with pytest.raises(ValueError, match=r"scalings \[\(8, 1.0\)\] on 3 linears"):
+    with pytest.raises(ValueError, match=r"differ in .*0\.self_attn\.q_proj, .*v_proj"):
         adapted("v_proj").load_adapter(tmp_path / "q")
     with pytest.raises(ValueError, match=r"misshapen: .*q_proj\.lora_A\.weight \(file \[8, 16\]"):
         tiny_model(hidden_size=32).load_adapter(tmp_path / "q")
