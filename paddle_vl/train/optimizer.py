@@ -339,6 +339,8 @@ class Optimizer(OptimizerState):
         weights are sharded."""
         if self._averages is None:
             return
+        if self._fleet is not None:
+            self._fleet.finish_gathers()
         for tensor, average in self._averaged():
             live = tensor.clone()
             paddle.assign(average, tensor)

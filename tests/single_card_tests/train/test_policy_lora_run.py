@@ -19,7 +19,7 @@ from paddle_vl.cli.main import main
 from paddle_vl.config.load import load_run_config
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
 from paddle_vl.train.build import build_trainer
-from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
+from tests.single_card_tests.train.tiny_policy_run import PLANNER, write_tiny_policy_run
 from tests.support.finished_runs import metrics_of
 
 PREFIX = "base_model.model."
@@ -132,6 +132,18 @@ def test_lerobots_form_starts_from_the_base_and_changes_nothing_in_full(run_file
     policy = PI07LowLevelPolicy.from_pretrained(tmp_path / "checkpoint-4")
     mean = policy.normalizers["unnormalize_outputs"].tensors["buffer_actions.mean"]
     np.testing.assert_array_equal(mean, base["unnormalize_outputs.buffer_actions.mean"])
+
+
+def test_a_planner_is_adapted_too(run_file, tmp_path):
+    planner = f"model.config={json.dumps(PLANNER)}"
+    train(run_file, tmp_path / "base", planner, "train.max_steps=1", "train.learning_rate=0.0")
+    base = tmp_path / "base" / "final"
+    lora = "{r: 2, target_modules: [q_proj, all-linear], exclude_modules: [vision]}"
+    settings = adapted(run_file, lora, f"model.pretrained={base}", "train.max_steps=2")
+    train(run_file, tmp_path / "out", *settings)
+    found, before = weights(tmp_path / "out" / "final"), weights(base)
+    changed = {name for name, array in found.items() if (array != before[name]).any()}
+    assert changed == {name for name in found if "backbone_layer" in name and "_proj" in name}
 
 
 @pytest.mark.parametrize(
