@@ -77,7 +77,7 @@ class StoredTensor(NamedTuple):
                 f"{self.file} ends inside {self.name}: {array.size} of {count} values could be "
                 f"read; the file is incomplete, {_REMEDY}"
             )
-        array = decoded(array, self.dtype)
+        array = widened(array, self.dtype)
         if must_be_finite and self.dtype in FLOATING:
             # In one pass, in less than half of the time of reading.
             starts = range(0, array.size, _CHECKED_AT_ONCE)
@@ -97,7 +97,10 @@ class StoredTensor(NamedTuple):
         if not self.num_bytes:
             return TensorToWrite(name, self.shape, self.dtype, lambda: np.empty(self.shape, dtype))
         held = np.memmap(self.file, dtype, "r", self.offset, self.shape)
-        return TensorToWrite(name, self.shape, self.dtype, lambda: held)
+        # Read where it is written: a save in the background needs no copy of it.
+        return TensorToWrite(
+            name, self.shape, self.dtype, lambda: np.empty(0, dtype), lambda empty: held
+        )
 
     def has_values_of(self, other: "StoredTensor") -> bool:
         """Whether both tensors hold the same numbers, compared chunk by chunk."""
@@ -217,6 +220,15 @@ class TensorToWrite(NamedTuple):
         return data.view(_NUMPY_DTYPES[self.dtype]).reshape(self.shape)
 
 
+def widened(stored: np.ndarray, dtype: str) -> np.ndarray:
+    """The values of a file's array: the bits of bfloat16 as float32."""
+    if dtype != "BF16":
+        return stored
+    bits = stored.astype(np.uint32)
+    bits <<= 16
+    return bits.view(np.float32)
+
+
 def encoded(array: np.ndarray, dtype: str) -> np.ndarray:
     """An array in a file's dtype; bfloat16 as its bits, rounded to even."""
     if dtype != "BF16":
@@ -224,15 +236,6 @@ def encoded(array: np.ndarray, dtype: str) -> np.ndarray:
     bits = np.asarray(array, dtype=np.float32, order="C").view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) >> 16
     return np.where(np.isnan(array), 0x7FC0, rounded).astype(np.uint16)
-
-
-def decoded(array: np.ndarray, dtype: str) -> np.ndarray:
-    """The inverse of `encoded`: the bits of bfloat16 as float32, other arrays as they are."""
-    if dtype != "BF16":
-        return array
-    wide = array.astype(np.uint32)
-    wide <<= 16
-    return wide.view(np.float32)
 
 
 # Writes tensors into a file, at once or later; it calls every `produce` before it returns.

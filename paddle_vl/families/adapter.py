@@ -24,8 +24,8 @@ from paddle_vl.checkpoint.rules import PatchKernel, StoredParameter, by_paramete
 from paddle_vl.checkpoint.safetensors_io import (
     FileWriter,
     TensorToWrite,
-    decoded,
     encoded,
+    widened,
 )
 from paddle_vl.checkpoint.writing import STORED_DTYPES, parameter_array, parameters_to_write
 from paddle_vl.config.patterns import matching_names
@@ -129,9 +129,9 @@ def merged_tensors(model: Model, store: ParameterStore | None = None) -> list[Te
     adapter, items = model.adapter, {item.key: item for item in placed(model)}
 
     def merged(tensor: TensorToWrite, module: str) -> np.ndarray:
-        weight = decoded(tensor.arrange(tensor.produce()), tensor.dtype)
+        weight = widened(tensor.arrange(tensor.produce()), tensor.dtype)
         a, b = (
-            decoded(parameter_array(items[module + end], store), tensor.dtype)
+            widened(parameter_array(items[module + end], store), tensor.dtype)
             for end in (A_KEY, B_KEY)
         )
         scaling = np.float32(adapter.config.scaling(*adapter.sizes[module]))

@@ -59,6 +59,11 @@ def to_export(folder: Path, base: str | None) -> ModelToExport:
     policy = kind.from_pretrained(folder, base=base)
     if policy.model.adapter is not None:
         policy.model.merge_lora()
+    if policy.config.vlm_config.use_gemma3_attention:
+        raise ValueError(
+            f"{folder} has use_gemma3_attention, and exported layers share one mask: act with "
+            "the policy itself"
+        )
     if isinstance(policy, PI07HighLevelPlanner):
         return planner_to_export(policy)
     return policy_to_export(policy)
