@@ -96,7 +96,7 @@ class PI07Recipe(Family):
         self.is_new = self.folder is None or Gemma3Config.is_folder(self.folder)
         if self.is_new and config.trains_adapters:
             raise ValueError(
-                f"model.lora adapts a policy, and {self.folder} has no weights of its expert, which "
+                f"model.lora adapts a policy, and {self.folder} has no weights of an expert, which "
                 "adapters do not hold: name a policy in model.pretrained, or remove model.lora"
             )
         # Changed by model.policy.
