@@ -19,12 +19,13 @@ from paddle_vl.cli.main import main
 from paddle_vl.config.load import load_run_config
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
 from paddle_vl.train.build import build_trainer
-from tests.single_card_tests.train.tiny_policy_run import PLANNER, write_tiny_policy_run
+from tests.single_card_tests.train.tiny_policy_run import MODEL, PLANNER, write_tiny_policy_run
 from tests.support.finished_runs import metrics_of
 
 PREFIX = "base_model.model."
 LAYERS = "model.gemma3_with_expert.interleaved_layers"
 ADAPTER = "adapter_model.safetensors"
+GEMMA = Path(__file__).parents[2] / "golden" / "pi07_start" / "hub_same"
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +155,7 @@ def test_a_planner_is_adapted_too(run_file, tmp_path):
         (["model.lora={target_modules: [expert], rank_pattern: {expertt: 2}}"], "'expertt' fits"),
         (["model.pretrained=null", "model.config={type: pi07_low_level}"], "pretrained is not set"),
         (["train.ema={decay: 0.9}"], r"set train\.ema=null"),
+        ([f"model.pretrained={GEMMA}", f"model.config={json.dumps(MODEL)}"], "of an expert"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(run_file, tmp_path, settings, message):
