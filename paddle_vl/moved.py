@@ -20,10 +20,11 @@ _MODULES = {
     **{
         f"{_QWEN}.{name}": f"{_VLM}.{name}"
         for name in (
-            *("adapter", "chat", "colocated", "evaluation", "generate", "moe"),
+            *("chat", "colocated", "evaluation", "generate", "moe"),
             *("objective", "pipeline", "pretrained", "processor_fit", "settings"),
         )
     },
+    f"{_QWEN}.adapter": f"paddle_vl.families.adapter and {_VLM}.adapter",
     **{f"{home}.answers": f"{_VLM}.chat" for home in (_QWEN, _VLM)},
     f"{_QWEN}.decoder": f"{_QWEN}.model",
     f"{_QWEN}.flops": f"{_VLM}.flops",

@@ -8,11 +8,12 @@ Source: PEFT 0.21, `peft/utils/save_and_load.py` and `peft/tuners/lora/config.py
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
@@ -37,15 +38,15 @@ A_KEY, B_KEY = ".lora_A.weight", ".lora_B.weight"
 _BASE_LAYER = ".base_layer."
 # PEFT's settings that change what an adapter computes unless they are null, false, empty or this.
 _NOT_SUPPORTED = {
-    "bias": "none", "use_dora": None, "rank_pattern": None, "alpha_pattern": None,
-    "fan_in_fan_out": None, "lora_bias": None, "target_parameters": None,
+    "bias": "none", "use_dora": None, "fan_in_fan_out": None, "lora_bias": None,
+    "target_parameters": None,
     "trainable_token_indices": None, "layer_replication": None, "use_qalora": None,
     "use_bdlora": None, "alora_invocation_tokens": None, "arrow_config": None, "kasa_config": None,
     "velora_config": None, "monteclora_config": None,
 }  # fmt: skip
 
 # Settings of an adapter that are read.
-_COMPUTED = ("r", "lora_alpha", "lora_dropout", "use_rslora")
+_COMPUTED = ("r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern")
 
 
 # Types of further entries.
@@ -56,20 +57,32 @@ _TYPES: tuple[tuple[str, Any, str], ...] = (
 )
 
 
+class Size(NamedTuple):
+    """Rank and alpha of an adapter."""
+
+    r: int
+    alpha: float
+
+
 @dataclass(frozen=True)
 class Adapter:
     """The adapters of a model.
 
     Attributes:
-        targets: HF modules of the linears with a low-rank adapter.
+        sizes: by HF module of the linears with a low-rank adapter.
         saved: HF modules that are trained fully (PEFT's `modules_to_save`).
         base: folder of the base model; None if unknown.
     """
 
     config: LoRAConfig
-    targets: tuple[str, ...]
+    sizes: Mapping[str, Size]
     saved: tuple[str, ...] = ()
     base: str | None = None
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Modules with a low-rank adapter."""
+        return tuple(self.sizes)
 
     def owns(self, key: str) -> bool:
         """Whether the HF key belongs to the adapters, not to the base."""
@@ -81,12 +94,14 @@ class StoredAdapter:
     """An adapter folder, its tensors unread.
 
     Attributes:
+        sizes: by module with a low-rank adapter, from the file's tensors, not from PEFT's patterns.
         tensors: by HF key; some may replace parameters of the base.
         modules_to_save: PEFT's names, which may be suffixes of module names.
     """
 
     folder: Path
     config: LoRAConfig
+    sizes: Mapping[str, Size]
     modules_to_save: tuple[str, ...]
     base: str | None
     tensors: dict[str, StoredTensor]
@@ -116,13 +131,20 @@ class StoredAdapter:
             config = LoRAConfig(**settings, target_modules=targets)
         except ValidationError as error:
             raise ValueError(f"{folder / CONFIG_FILE}: {explained(error)}") from error
-        saved = tuple(values.get("modules_to_save") or ())
-        return cls(folder, config, saved, values.get("base_model_name_or_path"), tensors)
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        """Modules with low-rank adapters, from the file's tensors, not from PEFT's patterns."""
-        return tuple(self.config.target_modules)
+        try:
+            sizes = {
+                module: Size(
+                    _of_module(module, config.rank_pattern, config.r),
+                    _of_module(module, config.alpha_pattern, config.lora_alpha),
+                )
+                for module in targets
+            }
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(
+                f"{folder / CONFIG_FILE}: a pattern is no expression: {error}"
+            ) from error
+        saved, base = tuple(values.get("modules_to_save") or ()), "base_model_name_or_path"
+        return cls(folder, config, sizes, saved, values.get(base), tensors)
 
     def merged(self, base: Mapping[str, StoredTensor]) -> list[TensorToWrite]:
         """The base's tensors with the adapter added, computed as they are written.
@@ -131,11 +153,11 @@ class StoredAdapter:
             ValueError: tensors of the adapter that do not fit the base.
         """
         shapes = {key: base[key].shape for key in self.tensors if key in base}
-        for module in self.targets:
+        for module, size in self.sizes.items():
             weight = base.get(f"{module}.weight")
             if weight is not None and len(weight.shape) == 2:
-                shapes[module + A_KEY] = (self.config.r, weight.shape[1])
-                shapes[module + B_KEY] = (weight.shape[0], self.config.r)
+                shapes[module + A_KEY] = (size.r, weight.shape[1])
+                shapes[module + B_KEY] = (weight.shape[0], size.r)
         strange = sorted(self.tensors.keys() - shapes.keys())
         misfits = [
             f"{key} {list(self.tensors[key].shape) if key in self.tensors else 'absent'}, not "
@@ -163,7 +185,7 @@ class StoredAdapter:
     def delta(self, module: str) -> np.ndarray:
         """`scaling * B A`, which is added to a module's weight: `[out, in]` float32."""
         a, b = (self.tensors[module + end].read().astype(np.float32) for end in (A_KEY, B_KEY))
-        return (b @ a) * np.float32(self.config.scaling)
+        return (b @ a) * np.float32(self.config.scaling(*self.sizes[module]))
 
 
 def is_low_rank(key: str) -> bool:
@@ -172,8 +194,10 @@ def is_low_rank(key: str) -> bool:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder has adapters but no full model."""
-    return (folder / CONFIG_FILE).is_file() and not (folder / "config.json").is_file()
+    """Whether a folder has adapters but no full model, of which a policy's has a configuration."""
+    weights = ("model.safetensors", "model.safetensors.index.json")
+    is_full = any((folder / name).is_file() for name in weights)
+    return (folder / CONFIG_FILE).is_file() and not (is_full and (folder / "config.json").is_file())
 
 
 def base_folder(folder: Path, base: str | Path | None = None) -> Path:
@@ -211,6 +235,7 @@ def write_adapter(
     folder: Path,
     adapter: Adapter,
     tensors: Iterable[TensorToWrite],
+    task: str | None = "CAUSAL_LM",
     write: FileWriter = write_file,
 ) -> None:
     """Write both files.
@@ -219,30 +244,39 @@ def write_adapter(
 
     Args:
         tensors: by HF key.
+        task: PEFT's task_type.
     """
     config = adapter.config
     alpha = config.lora_alpha
     values = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": task,
         "base_model_name_or_path": adapter.base,
         "r": config.r,
         "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
         "lora_dropout": config.lora_dropout,
         "use_rslora": config.use_rslora,
-        "target_modules": list(adapter.targets),
+        "target_modules": list(adapter.sizes),
         "modules_to_save": list(adapter.saved) or None,
         "bias": "none",
         "fan_in_fan_out": False,
         "use_dora": False,
-        "rank_pattern": {},
-        "alpha_pattern": {},
+        "rank_pattern": {m: size.r for m, size in adapter.sizes.items() if size.r != config.r},
+        "alpha_pattern": {
+            m: size.alpha for m, size in adapter.sizes.items() if size.alpha != alpha
+        },
         "init_lora_weights": True,
         "inference_mode": True,
     }
     text = json.dumps(values, indent=2) + "\n"
     write_text(folder / CONFIG_FILE, text)
     write(folder / TENSOR_FILE, [t._replace(name=PREFIX + t.name) for t in tensors])
+
+
+def _of_module(module: str, patterns: Mapping[str, Any], default: Any) -> Any:
+    """PEFT's choice: the first pattern, a regular expression, that fits the end of the name."""
+    fitting = (v for p, v in patterns.items() if re.match(rf"(.*\.)?({p})$", module))
+    return next(fitting, default)
 
 
 def _config_values(folder: Path) -> dict:

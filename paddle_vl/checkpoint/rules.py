@@ -79,6 +79,17 @@ class Rule:
     layout: Same
 
 
+def low_rank_rules(rules: Iterable[Rule]) -> list[Rule]:
+    """Rules for the factors of adapters on the linears of rules that end in `*`."""
+    return [
+        Rule(f"{ours}*.lora.{factor}", f"{theirs}*.lora_{factor}.weight", LinearWeights())
+        for rule in rules
+        if isinstance(rule.layout, LinearWeights) and rule.parameter.endswith("*")
+        for ours, theirs in [[n[:-1].removesuffix(".") for n in (rule.parameter, rule.key)]]
+        for factor in "AB"
+    ]
+
+
 @dataclass(frozen=True)
 class StoredParameter:
     """A parameter, or one of the linears fused in it, with its place in the checkpoint.

@@ -50,7 +50,7 @@ def evaluate(options: argparse.Namespace) -> int:
     )
     runner = ModelRunner(evaluation.model, evaluation.loss, evaluation.adapter)
     with evaluation.loader as batches:
-        losses = mean_losses(runner, batches)
+        losses = mean_losses(runner, batches, measure=evaluation.measure)
     for text in evaluation.report(losses):
         print(text)
     return 0
@@ -62,8 +62,9 @@ EVALUATE = Command(
     "Print the mean loss over the answers' tokens, and how many greedy answers equal the expected "
     "ones, for every value of the records' field `task`. Every assistant turn is one answer, given "
     "the data's turns before it; reasoning in front of it is not compared. For a robot policy, "
-    "print its losses on demonstrations; the options about answers are refused. With --env the "
-    "policy acts in a simulator, and its successes are counted.",
+    "print its losses on demonstrations and the errors of its actions, in their own units; the "
+    "options about answers are refused. With --env the policy acts in a simulator, and its "
+    "successes are counted.",
     "examples:\n  paddle-vl evaluate --model runs/digits --data data/test.jsonl "
     "--predictions answers.jsonl\n"
     "  paddle-vl evaluate --model runs/reach --env metaworld --task reach-v3 --output episodes",
@@ -187,6 +188,8 @@ def merge(options: argparse.Namespace) -> int:
     out = Path(options.output)
     if not is_adapter(folder):
         raise ValueError(f"{folder} is a full model, not an adapter: there is nothing to merge")
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"{out} is not empty: merge into a new folder")
     base = family.recipe_class().merge_adapter(folder, out, options.base)
     print(f"{folder} and {base} are one model in {out}")
     return 0

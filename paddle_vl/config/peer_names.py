@@ -1,6 +1,7 @@
 """The right setting for a name that is none: names of other trainers, then the nearest spelling.
 
-The table has names of HF's Trainer, PEFT, ms-swift, LLaMA-Factory, PaddleFormers and LeRobot.
+The table has names of HF's Trainer, PEFT, ms-swift, LLaMA-Factory, PaddleFormers, openpi and
+LeRobot.
 """
 
 import difflib
@@ -42,6 +43,7 @@ PEERS = {
     "dataset_num_proc",
     "data.prefetch_batches": "dataloader_prefetch_factor prefetch_factor",
     "data.pin_memory": "dataloader_pin_memory",
+    "data.image_transforms": "image_augmentation augmentation image_aug",
     "parallel.dp_degree": "data_parallel_size data_parallel_degree dp_size dp",
     "parallel.mp_degree": "tensor_parallel_degree tensor_parallel_size tp_degree tp_size tp mp "
     "tensor_model_parallel_size",
@@ -76,6 +78,7 @@ PEERS = {
     "train.adam_epsilon": "adam_eps eps epsilon optimizer_eps",
     "train.max_grad_norm": "grad_clip_norm clip_grad_norm gradient_clipping grad_clip clip_grad "
     "optimizer_grad_clip_norm gradient_clip_val",
+    "train.ema": "ema_decay use_ema ema_model",
     "train.seed": "data_seed random_seed",
     "train.recompute=full": "gradient_checkpointing activation_checkpointing use_recompute "
     "recompute_granularity recompute_method enable_gradient_checkpointing",

@@ -17,7 +17,8 @@ _SCHEDULE = "train.lr_scheduler_type"
 
 
 class LoRAConfig(Section):
-    """Low-rank adapters on linears, under PEFT's names. Module names are those of HF's model."""
+    """Low-rank adapters on linears, under PEFT's names. Module names are those of the checkpoint's
+    parameters: HF's, or OpenTau's."""
 
     r: Annotated[int, Field(ge=1, le=4096)] = 8
     """rank of the adapters"""
@@ -27,7 +28,8 @@ class LoRAConfig(Section):
     """dropout probability on the adapters' input in training"""
     target_modules: Annotated[str | list[str], Field(min_length=1)]
     """linears that get an adapter: patterns (*, ?) over module names, which may match the end of a
-    name ("q_proj"); or "all-linear", every linear but the head"""
+    name ("q_proj"), or parts of the model (vision, expert); or "all-linear", every linear but the
+    head"""
     exclude_modules: list[str] = Field(default=[])
     """linears that get no adapter: patterns as in target_modules"""
     use_rslora: bool = False
@@ -35,11 +37,18 @@ class LoRAConfig(Section):
     modules_to_save: list[str] = Field(default=[])
     """modules that are trained in full and saved with the adapters: patterns as in target_modules,
     or parts of the model (vision, mergers, language)"""
+    rank_pattern: dict[str, Annotated[int, Field(ge=1, le=4096)]] = Field(default={})
+    """other ranks for some linears: patterns or parts as in target_modules, the last that matches
+    (expert: 32)"""
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(default={})
+    """other lora_alpha for some linears, as in rank_pattern"""
+    init_lora_weights: Literal["peft", "openpi"] = "peft"
+    """initial values: peft, B zero and A uniform, which starts from the base model; openpi, both
+    normal with a standard deviation of 0.01, which starts near it"""
 
-    @property
-    def scaling(self) -> float:
-        """The factor on an adapter's output."""
-        return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
+    def scaling(self, r: int, alpha: float) -> float:
+        """The factor on the output of an adapter of this rank and alpha."""
+        return alpha / (r**0.5 if self.use_rslora else r)
 
 
 class ModelConfig(Section):
@@ -106,6 +115,23 @@ class ProfileConfig(Section):
     """number of recorded steps"""
 
 
+_EMA = "train.ema.schedule"
+
+
+class EMAConfig(Section):
+    """An exponential moving average of the trained weights, in float32."""
+
+    schedule: Literal["constant", "warmup"] = "constant"
+    """constant: the same decay in every step, as openpi; warmup: LeRobot's, which begins with 0 and
+    is 1 - (1 + t / inv_gamma) ** -power after t further steps, at most 0.9999"""
+    decay: Annotated[float, Field(gt=0, lt=1), OnlyWith(_EMA, ["constant"])] = 0.99
+    """the average keeps this share of itself in a step"""
+    inv_gamma: Annotated[float, Field(gt=0), OnlyWith(_EMA, ["warmup"])] = 1.0
+    """steps in which the decay of warmup begins to rise"""
+    power: Annotated[float, Field(gt=0), OnlyWith(_EMA, ["warmup"])] = 0.75
+    """how fast it rises"""
+
+
 class TrainConfig(Section):
     """The training loop, optimizer and checkpoints. A step is one optimizer update."""
 
@@ -164,6 +190,9 @@ class TrainConfig(Section):
     """decay rate of the second moment"""
     adam_epsilon: Annotated[float, Field(gt=0)] = 1e-8
     """added to the square root of the second moment"""
+    ema: EMAConfig | None = None
+    """average the trained weights over the steps, e.g. {decay: 0.99}; evaluations use the average
+    and final/ holds it, while training goes on from the live weights, which checkpoints hold"""
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """clip gradients to this global norm; 0 turns clipping off"""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
@@ -251,7 +280,7 @@ class RunConfig(Section):
     fixed_settings: ClassVar[tuple[str, ...]] = (
         *("model.pretrained", "model.config", "model.compute_dtype", "model.freeze"),
         *("data.train", "data.processor", "data.on_bad_sample"),
-        *("train.seed", "train.gradient_accumulation_steps"),
+        *("train.seed", "train.gradient_accumulation_steps", "train.ema"),
     )
 
     model: ModelConfig
@@ -275,9 +304,14 @@ class RunConfig(Section):
         return {}
 
     @property
+    def lora(self) -> LoRAConfig | None:
+        """Settings of adapters, of a family that has them in `model.lora`."""
+        return getattr(self.model, "lora", None)
+
+    @property
     def trains_adapters(self) -> bool:
         """Whether only adapters are trained; the weights then come from model.pretrained."""
-        return False
+        return self.lora is not None
 
     @property
     def reserved_rows(self) -> ReservedRows | None:

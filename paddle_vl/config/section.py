@@ -1,12 +1,25 @@
 """The base class of all sections of a run's settings, and the descriptions that `--help` prints."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 from pydantic.fields import FieldInfo
+
+
+def named(settings: Mapping[str, dict[str, Any]]) -> BeforeValidator:
+    """Lets a section be given as the name of settings, instead of these."""
+
+    def settings_of(given: Any) -> Any:
+        if not isinstance(given, str):
+            return given
+        if given not in settings:
+            raise ValueError(f"there are {' and '.join(settings)}; or give settings in their place")
+        return settings[given]
+
+    return BeforeValidator(settings_of)
 
 
 def _named(path: str) -> str:

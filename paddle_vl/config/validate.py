@@ -61,6 +61,17 @@ def _problems_of_what_is_trained(config: RunConfig) -> Problems:
             "data.processor is not set and there is no model.pretrained to take it from: set "
             "data.processor to a folder with tokenizer.json and preprocessor_config.json"
         )
+    if config.trains_adapters and model.pretrained is None:
+        yield (
+            "model.lora trains adapters on a checkpoint, which is not saved with them, but "
+            "model.pretrained is not set: set it, or remove model.lora to train all of "
+            "model.config"
+        )
+    if config.trains_adapters and train.ema is not None:
+        yield (
+            "train.ema averages weights that are trained in full, and model.lora trains adapters, "
+            "whose factors' average is no average of their product: set train.ema=null"
+        )
     if train.eval_steps is not None and not data.has_eval:
         yield (
             f"train.eval_steps is {train.eval_steps} but data.eval lists no file: name the "
@@ -73,6 +84,7 @@ def _problems_of_what_is_trained(config: RunConfig) -> Problems:
         )
     for setting, patterns in (
         ("model.freeze", model.freeze),
+        ("model.lora.modules_to_save", getattr(config.lora, "modules_to_save", ())),
         ("train.part_learning_rates", train.part_learning_rates),
         ("train.weight_decay_exclude", train.weight_decay_exclude),
     ):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 from paddle import Tensor
 
 from paddle_vl.checkpoint.safetensors_io import FileWriter
@@ -64,6 +65,7 @@ class BuiltModel:
             Weight files go to the writer; in training the values come from the store.
         save_extra_files: writes tokenizer and the like; one rank calls it.
         save_streamed: writes `final/` in place of `save`, without a copy of the weights in memory.
+        measure: what evaluations measure besides the losses; None for nothing.
     """
 
     model: Any
@@ -72,6 +74,28 @@ class BuiltModel:
     save: SaveModel
     save_extra_files: Callable[[Path], None] = lambda folder: None
     save_streamed: SaveModel | None = None
+    measure: "Measure | None" = None
+
+
+class Measure(Protocol):
+    """What an evaluation measures besides the losses, on the same batches.
+
+    `begin` precedes the first batch. All ranks call `add` together, with idle batches too.
+    `entries` makes names and values from the sums of all ranks.
+
+    Attributes:
+        sums: float64, over the batches so far.
+        shown: JSON values of some samples, for the report.
+    """
+
+    sums: np.ndarray
+    shown: list[dict[str, Any]]
+
+    def begin(self) -> None: ...
+
+    def add(self, batch: Any) -> None: ...
+
+    def entries(self, sums: np.ndarray) -> dict[str, float]: ...
 
 
 class MeanLosses(NamedTuple):
@@ -82,6 +106,7 @@ class MeanLosses(NamedTuple):
         terms: mean of each term, by name.
         counts: divisor of each term, by name; target tokens for a language model.
         by_source: a `MeanLosses` for each source of the evaluation data; empty without named ones.
+        measured, shown: of a `Measure`.
     """
 
     loss: float
@@ -89,6 +114,8 @@ class MeanLosses(NamedTuple):
     counts: dict[str, int]
     # pdoc cannot resolve a NamedTuple's own name.
     by_source: Mapping[str, Any] = {}
+    measured: Mapping[str, float] = {}
+    shown: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True)
@@ -132,6 +159,7 @@ class Evaluation:
     Attributes:
         loader: every sample once.
         report: the text that `paddle-vl evaluate` prints, in pieces.
+        measure: what is measured besides the losses; None for nothing.
     """
 
     model: Any
@@ -139,14 +167,16 @@ class Evaluation:
     adapter: BatchAdapter
     loader: PrefetchLoader
     report: Callable[[MeanLosses], Iterable[str]]
+    measure: Measure | None = None
 
 
 def losses_report(losses: MeanLosses) -> list[str]:
-    """The loss and the mean of each term."""
+    """The loss, the mean of each term, and what was measured besides."""
     terms = losses.terms.items()
     return [
         f"loss: {losses.loss:.4f}",
         *(f"  {name}: {mean:.4f}  (mean of {losses.counts[name]} values)" for name, mean in terms),
+        *(f"  {name}: {value:.4g}" for name, value in losses.measured.items()),
     ]
 
 

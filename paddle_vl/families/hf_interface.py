@@ -1,4 +1,5 @@
-"""What users of HF transformers expect of a model: outputs by index, its size, arguments by name.
+"""What users of HF's libraries expect of a model: outputs by index, its size, arguments by name,
+and adapters.
 
 An argument of HF that is not one here is accepted at values that ask for nothing, and otherwise
 refused with what to do instead. Nothing here imports Paddle at the top, for loader workers.
@@ -6,14 +7,22 @@ refused with what to do instead. Nothing here imports Paddle at the top, for loa
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, ParamSpec, TypeVar, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar, cast
 
 import numpy as np
 
 from paddle_vl.files.names import Foreign, without_foreign
 from paddle_vl.files.text_file import shown
+
+if TYPE_CHECKING:
+    from paddle_vl.checkpoint.adapter_files import Adapter, StoredAdapter
+    from paddle_vl.checkpoint.rules import StoredParameter
+    from paddle_vl.checkpoint.safetensors_io import FileWriter, StoredTensor, TensorToWrite
+    from paddle_vl.config.schema import LoRAConfig
+    from paddle_vl.nn.master_weights import ParameterStore
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -159,3 +168,117 @@ class SizedModel:
         parameters = self.parameters()
         chosen = [p for p in parameters if not (only_trainable and p.stop_gradient)]
         return sum(int(np.prod(parameter.shape)) for parameter in chosen)
+
+
+class AdaptableModel:
+    """Mixin of a `paddle_vl.checkpoint.reading.Materializable` that may have low-rank adapters.
+
+    Methods import the code of adapters themselves, to keep a model's imports few.
+
+    Attributes:
+        adapter: the low-rank adapters; None without.
+        name_or_path: folder that the weights come from; None for fresh weights.
+        adapter_prefix: what stands before the keys of `stored_parameters` in names of adapters.
+        output_module: the head, which `all-linear` leaves out.
+        peft_task: PEFT's task_type.
+        tied_embedding: module of the embedding whose weight the head `lm_head` has too; None
+            without such.
+    """
+
+    adapter: "Adapter | None" = None
+    name_or_path: str | None = None
+    adapter_prefix: ClassVar[str] = ""
+    output_module: ClassVar[str] = "lm_head"
+    peft_task: ClassVar[str | None] = None
+    tied_embedding: str | None = None
+    stored_parameters: Callable[[], "list[StoredParameter]"]
+    whole: Callable[[], Any]
+
+    @property
+    def adapter_parts(self) -> Mapping[str, Sequence[str]]:
+        """Named parts of the model, as patterns over its parameters, for settings of adapters."""
+        raise NotImplementedError
+
+    def tensors_as_here(self, tensors: "dict[str, StoredTensor]") -> "dict[str, StoredTensor]":
+        """An adapter's tensors in the shapes of this package."""
+        return tensors
+
+    def add_lora(self, config: "LoRAConfig") -> None:
+        """Add fresh low-rank adapters to linears and freeze all other parameters.
+
+        With PEFT's initial values the output is unchanged until they are trained. The values come
+        from Paddle's global random state and do not depend on how the model is sharded.
+
+        Raises:
+            ValueError: a pattern matches nothing, or the model has adapters already.
+        """
+        from paddle_vl.families.adapter import add_lora
+
+        add_lora(self, config)
+
+    def load_adapter(self, source: "str | Path | StoredAdapter") -> None:
+        """Load adapters in PEFT's format; adds them if the model has none.
+
+        Args:
+            source: their folder, or what was read of it.
+
+        Raises:
+            ValueError: the adapters do not fit the model, or differ from those that it has.
+            RuntimeError: files are missing or damaged.
+        """
+        from paddle_vl.families.adapter import load_adapter
+
+        load_adapter(self, source)
+
+    def save_adapter(
+        self,
+        path: str | Path,
+        write: "FileWriter | None" = None,
+        store: "ParameterStore | None" = None,
+        others: "Iterable[TensorToWrite]" = (),
+    ) -> None:
+        """Write the adapters, without the base, in PEFT's format. All checkpoint ranks call it.
+
+        Args:
+            write, store: as of `save_pretrained`.
+            others: tensors of the first rank for the same file.
+
+        Raises:
+            ValueError: the model has no adapters.
+        """
+        from paddle_vl.checkpoint.safetensors_io import write_file
+        from paddle_vl.families.adapter import save_adapter
+
+        save_adapter(self, Path(path), write or write_file, store, others)
+
+    def merge_lora(self) -> None:
+        """Merge the adapters into the weights, in float32, and remove them.
+
+        Raises:
+            ValueError: the model has no adapters.
+        """
+        from paddle_vl.families.adapter import merge_lora
+
+        merge_lora(self)
+
+    def adapter_names(self) -> set[str] | None:
+        """Keys of all parameters that the adapters train; None without adapters."""
+        if self.adapter is None:
+            return None
+        from paddle_vl.families.adapter import placed
+
+        return {item.key for item in placed(self.whole()) if self.adapter.owns(item.key)}
+
+    def base_parameters(self) -> "list[StoredParameter]":
+        """This rank's parameters without the factors of adapters."""
+        from paddle_vl.checkpoint.adapter_files import is_low_rank
+
+        return [item for item in self.stored_parameters() if not is_low_rank(item.key)]
+
+    def with_adapter_of(self, other: Any) -> Any:
+        """This model, with parameters without storage for the adapters of another."""
+        if other.adapter is not None:
+            from paddle_vl.families.adapter import attach
+
+            attach(self, other.adapter)
+        return self

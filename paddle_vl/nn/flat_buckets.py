@@ -24,6 +24,8 @@ from paddle_vl.nn.operations import gradient_of
 # Paddle's names of a parameter's optimizer state: the moments, and the powers of beta so far.
 STATES = ("moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc")
 POWERS = STATES[2:]
+# The moving average of a tensor's values.
+AVERAGE = "ema"
 # Elements of a bucket, unless one tensor has more. Masking an update copies both moments of a
 # segment: 1 GiB at most.
 BUCKET_ELEMENTS = 1 << 27
@@ -68,8 +70,10 @@ class FlatBucket:
         halves: half-precision parameters whose masters these are, to be views of one storage too.
         settings: of all tensors: `optimize_attr` of the optimizer's parameters.
         initial_powers: values of `POWERS` before the first update.
+        averages: whether there is a moving average of the values, which begins as the values.
 
     Attributes:
+        average: `[N]`; None without.
         values: `[N]`; its `main_grad` is the flat gradient while there is one.
         segments: in order, without gaps.
     """
@@ -81,6 +85,7 @@ class FlatBucket:
         halves: Sequence[Tensor],
         settings: dict[str, Any],
         initial_powers: dict[str, float],
+        averages: bool = False,
     ):
         self.tensors, self.halves = list(tensors), list(halves)
         self.sizes = [tensor.size for tensor in tensors]
@@ -94,6 +99,9 @@ class FlatBucket:
         self.values.main_grad = None
         self.half = self._moved(self.halves, self.halves[0].dtype) if self.halves else None
         self._moments = {state: paddle.zeros_like(self.values) for state in STATES[:2]}
+        self.average = self.values.detach().clone() if averages else None
+        if self.average is not None:
+            self._moments[AVERAGE] = self.average
         self._views = {
             state: [self._view(flat, number) for number in range(len(tensors))]
             for state, flat in self._moments.items()

@@ -69,10 +69,16 @@ class LowRank(nn.Layer):
         return paddle.matmul(*factors) * self.settings.scaling
 
 
-def initial_a(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-    """Initial values of `A`, `[I, r]` float32, uniform in [-1 / sqrt(I), 1 / sqrt(I)].
+def initial_factor(
+    rng: np.random.Generator, shape: tuple[int, int], is_a: bool, law: str
+) -> np.ndarray:
+    """Initial values of `A` `[I, r]` or `B` `[r, O]`, float32.
 
-    That is PEFT's kaiming_uniform_(a=sqrt(5)), whose bound is sqrt(6 / ((1 + a^2) * I)).
+    Args:
+        law: "peft": B zero, A uniform in [-1 / sqrt(I), 1 / sqrt(I)], kaiming_uniform_(a=sqrt(5))
+            with its bound sqrt(6 / ((1 + a^2) * I)); "openpi": both N(0, 0.01).
     """
-    bound = shape[0] ** -0.5
+    if law == "openpi":
+        return rng.normal(scale=0.01, size=shape).astype(np.float32)
+    bound = shape[0] ** -0.5 if is_a else 0.0
     return rng.uniform(-bound, bound, shape).astype(np.float32)

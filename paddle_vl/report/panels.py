@@ -21,6 +21,8 @@ _LONGEST_NAME = 100
 # Titles that the words of a key do not give.
 _TITLES = {
     "CE": "Cross entropy (CE)",
+    "action_mae": "Mean absolute error of actions",
+    "action_rmse": "Root mean squared error of actions",
     "MSE": "Mean squared error (MSE)",
     "mfu": "Model FLOP utilization (MFU)",
     "hfu": "Hardware FLOP utilization (HFU)",
@@ -48,6 +50,7 @@ _SECONDS = re.compile(r"(?<!_per)_seconds$")
 # Unit by the words in a key; the first match is taken.
 _UNITS = (
     (r"^[A-Z]+$", "mean, before its weight"), (r"^learning_rate", "learning rate"),
+    (r"^action_", "units of the data"),
     (r"perplexity", "exp of the loss"), (r"grad_norm", "global norm before clipping"),
     (r"^epochs?$", "passes over the data"), (r"mfu", "share of the device's peak FLOP/s"),
     (r"imbalance", "most over mean"), (r"efficiency|share|fraction|ratio", "share"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paddle_vl.files.text_file import write_text
+from paddle_vl.report.actions import actions_section
 from paddle_vl.report.panels import Curve, Panel, panels_of
 from paddle_vl.report.pictures import draw_panels
 from paddle_vl.report.runs import Run, read_runs, skipped_updates
@@ -76,7 +77,7 @@ style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:">
 <noscript><p class="note">This page draws its curves by a script, which is off.</p></noscript>
 <div id="panels"></div>
 <section id="tables">
-{"".join(_table(table, runs) for table in tables)}</section>
+{"".join(_table(table, runs) for table in tables)}{actions_section(runs)}</section>
 </main>
 <script type="application/json" id="data">{data}</script>
 <script>

@@ -194,7 +194,7 @@ def _build(
             with loader_of_source as batches:
                 after_s = config.logging.data_wait_warning_s
                 watched_batches = watched(batches, after_s, "the evaluation")
-                losses = mean_losses(runner, watched_batches, ranks, received)
+                losses = mean_losses(runner, watched_batches, ranks, received, built.measure)
             if losses is None:
                 return None
             by_source[name] = losses
@@ -243,13 +243,14 @@ def run_family(config: RunConfig, checkpoint: Path | None = None) -> Family:
 
 def _needed_memory(config: RunConfig, topology: Topology, model: Any) -> NeededMemory:
     parameters, table = model.parameters(), model.placement.parameter_table
+    averages = config.train.ema is not None
+    needed = partial(NeededMemory.of, parallel=config.parallel, averages=averages)
     if topology.encoder is None:
-        return NeededMemory.of(parameters, config.parallel)
+        return needed(parameters)
     of_encoder = [p for p in parameters if table[p].is_encoder]
     of_language = [p for p in parameters if not table[p].is_encoder]
     lanes = topology.encoder.grid.encoder_dp
-    needed = NeededMemory.of(of_encoder, config.parallel, lanes)
-    return NeededMemory.of(of_language, config.parallel) + needed
+    return needed(of_language) + needed(of_encoder, encoder_lanes=lanes)
 
 
 def _length(config: RunConfig, loader: PrefetchLoader) -> RunLength:

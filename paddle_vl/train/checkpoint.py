@@ -4,6 +4,7 @@
       config.yaml                 resolved configuration
       run.json                    see paddle_vl.train.reporting.run_record
       metrics.jsonl loss.png      see paddle_vl.train.reporting.metrics
+      actions.json                of a policy: predicted and true chunks of the last evaluation
       checkpoint-STEP/            model and processor files of HF, so that it loads as a model,
         optimizer.safetensors     arrays named `HF name/state`; split into several files with an
                                   index, as weights are, if large or written by several ranks
@@ -13,7 +14,8 @@
       final/                      the trained model without training state, and its manifest.json
 
 With model.lora both have PEFT's `adapter_config.json` and `adapter_model.safetensors` instead of
-the model's files; the base model is named, not copied.
+the model's files; the base model is named, not copied. Of a policy final/ has the merged weights.
+With train.ema final/ has the average of the weights.
 
 A folder is written under a name that starts with `.partial-`, flushed to disk and renamed, see
 `paddle_vl.train.saving.checkpoint_writer`; `paddle_vl.train.resume` checks its files.

@@ -75,6 +75,14 @@ class ColocatedOptimizer:
         for each in self.optimizers:
             each.update(learning_rate, norm, is_good)
 
+    def update_average(self, decay: float, is_good: Tensor) -> None:
+        for each in self.optimizers:
+            each.update_average(decay, is_good)
+
+    def swap_average(self) -> None:
+        for each in self.optimizers:
+            each.swap_average()
+
     def clear_gradients(self) -> None:
         for each in self.optimizers:
             each.clear_gradients()

@@ -3,8 +3,10 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, repeat
 
+import paddle
+
 from paddle_vl.batch.schema import Batch
-from paddle_vl.families.base import MeanLosses
+from paddle_vl.families.base import MeanLosses, Measure
 from paddle_vl.nn.objective import Loss, weighted_loss, zero_terms
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train.step import Runner
@@ -15,6 +17,7 @@ def mean_losses(
     batches: Iterable[Batch],
     ranks: SingleRank = ONE_RANK,
     received: Callable[[], int | None] = lambda: None,
+    measure: Measure | None = None,
 ) -> MeanLosses | None:
     """Mean of each loss term over all batches; None if any rank received a stop signal.
 
@@ -23,6 +26,7 @@ def mean_losses(
     Args:
         batches: of this rank.
         received: returns the stop signal that this rank has received, or None.
+        measure: measures the batches too.
 
     Raises:
         ValueError: the count of a loss term is 0.
@@ -31,12 +35,16 @@ def mean_losses(
     sums, counts = zero_terms(loss).astype("float64"), [0] * len(loss.terms)
     was_training = model.training
     model.eval()
+    if measure is not None:
+        measure.begin()
     try:
         for group in _groups(batches, runner, ranks, received):
             if group is None:
                 return None
             sums += runner.loss_sums(group).astype("float64")
             for batch in group:
+                if measure is not None:
+                    measure.add(batch)
                 counts = [a + b for a, b in zip(counts, adapter.counts(batch), strict=True)]
     finally:
         if was_training:
@@ -47,11 +55,15 @@ def mean_losses(
         raise ValueError("the evaluation data has no target token: there is no loss to report")
     means = [value / count for value, count in zip(values, counts, strict=True)]
     names = list(loss.terms)
-    return MeanLosses(
+    losses = MeanLosses(
         weighted_loss(means, loss),
         dict(zip(names, means, strict=True)),
         dict(zip(names, counts, strict=True)),
     )
+    if measure is None:
+        return losses
+    totals = ranks.sum_losses(paddle.to_tensor(measure.sums)).numpy()
+    return losses._replace(measured=measure.entries(totals), shown=measure.shown)
 
 
 def combined(by_source: Mapping[str, MeanLosses], loss: Loss) -> MeanLosses:

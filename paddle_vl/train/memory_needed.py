@@ -40,12 +40,14 @@ class NeededMemory:
         parameters: Iterable[Tensor],
         parallel: ParallelConfig,
         encoder_lanes: int | None = None,
+        averages: bool = False,
     ) -> "NeededMemory":
         """For a rank's parameters before ZeRO sharding, with storage or without.
 
         Args:
             encoder_lanes: for the parameters of a colocated encoder, which every rank has: lanes
                 over which `encoder.sharding_stage` 1 shards the optimizer state.
+            averages: with train.ema.
         """
         ranks, stage = parallel.sharding_degree, parallel.sharding_stage
         if encoder_lanes is not None:
@@ -58,7 +60,7 @@ class NeededMemory:
             if not parameter.stop_gradient:
                 # Gradients of fleet's sharding are float32.
                 gradients += size * (4 if ranks > 1 and stage == 1 else width)
-                optimizer += size * (_MOMENTS + (_MASTER if width < 4 else 0))
+                optimizer += size * (_MOMENTS + (_MASTER if width < 4 else 0) + 4 * averages)
         return cls(
             count,
             weights / (ranks if stage == 3 and parallel.reshard_after_forward else 1),

@@ -6,7 +6,7 @@ CPU, where launches cost little and the gradients' copies into buckets cost some
 Fleet's sharding stage 1 has buffers of its own. Over 350 lines, for Paddle's AdamW as it is used.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -188,6 +188,7 @@ class Optimizer(OptimizerState):
         self._place: dict[int, tuple[FlatBucket, int]] = {}
         # On a CPU, reading a flag costs nothing.
         self.masks_updates = not paddle.get_device().startswith("cpu")
+        self._averages = {} if updates and train.ema is not None else None
         if not updates:
             return
         if self.masks_updates and self._fleet is None:
@@ -198,6 +199,8 @@ class Optimizer(OptimizerState):
         self._adamw._create_accumulators(block, self.tensors)
         if self.masks_updates:
             self._keep_powers_on_device()
+        if self._averages is not None:
+            self._averages |= {id(tensor): tensor.detach().clone() for tensor in self.tensors}
 
     @paddle.no_grad()
     def use_buckets(self) -> None:
@@ -230,7 +233,8 @@ class Optimizer(OptimizerState):
             factor, has_decay, is_half, spec = key
             tensors = [entries[number][0] for number in numbers]
             halves = [parameters[number] for number in numbers] if is_half else []
-            bucket = FlatBucket(tensors, halves, {"learning_rate": factor}, powers)
+            averages = self._averages is not None
+            bucket = FlatBucket(tensors, halves, {"learning_rate": factor}, powers, averages)
             self._place |= {id(tensor): (bucket, n) for n, tensor in enumerate(tensors)}
             self._buckets.append(bucket)
             self.tensors_with_specs.append((bucket.values, spec))
@@ -317,6 +321,39 @@ class Optimizer(OptimizerState):
         else:
             self._adamw.step()
         self.store.all_gather_parameters()
+
+    @paddle.no_grad()
+    def update_average(self, decay: float, is_good: Tensor) -> None:
+        """After a step: average = decay * average + (1 - decay) * weights, in float32.
+
+        Args:
+            is_good: of the step; with False the average stays as it is. Not read by the host.
+        """
+        rate = is_good.astype("float32") * (1.0 - decay)
+        for tensor, average in self._averaged():
+            average.add_((tensor - average) * rate)
+
+    @paddle.no_grad()
+    def swap_average(self) -> None:
+        """Exchange the weights with their average; doing it twice changes no bit. Collective where
+        weights are sharded."""
+        if self._averages is None:
+            return
+        if self._fleet is not None:
+            self._fleet.finish_gathers()
+        for tensor, average in self._averaged():
+            live = tensor.clone()
+            paddle.assign(average, tensor)
+            paddle.assign(live, average)
+        self.store.all_gather_parameters()
+
+    def _averaged(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The updated tensors, or the buckets that these are in, with their average."""
+        if (averages := self._averages) is None:
+            return
+        for tensor in self.tensors:
+            bucket = getattr(tensor, "bucket", None)
+            yield tensor, averages[id(tensor)] if bucket is None else bucket.average
 
     def clear_gradients(self) -> None:
         """Drop the gradients; Paddle's default would fill them with zeros."""

@@ -14,7 +14,7 @@ from paddle import Tensor
 
 from paddle_vl.checkpoint.rules import shared_slices
 from paddle_vl.checkpoint.safetensors_io import TensorToWrite
-from paddle_vl.nn.flat_buckets import POWERS, STATES, FlatBucket
+from paddle_vl.nn.flat_buckets import AVERAGE, POWERS, STATES, FlatBucket
 from paddle_vl.nn.linear import fused_columns, whole_slices
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.parameter_table import ParameterTable, Saved
@@ -41,6 +41,8 @@ class OptimizerState:
     _buckets: list[FlatBucket]
     # Bucket of an updated tensor and number in it, by identity.
     _place: dict[int, tuple[FlatBucket, int]]
+    # Moving average of each updated tensor that is in no bucket, by identity; None without them.
+    _averages: dict[int, Tensor] | None
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The live state tensors by `HF name/state`; a fused parameter's under each of its names.
@@ -99,11 +101,13 @@ class OptimizerState:
         """
         for parameter, names in self._named:
             updated = self.store.shard_of(parameter)
-            for state in STATES:
+            for state in STATES if self._averages is None else (*STATES, AVERAGE):
                 tensor = None
                 if updated is not None and id(updated) in self._place:
                     bucket, number = self._place[id(updated)]
                     tensor = bucket.state(number, state)
+                elif updated is not None and state == AVERAGE and self._averages is not None:
+                    tensor = self._averages[id(updated)]
                 elif updated is not None:
                     tensor = self._adamw._get_accumulator_master(state, updated)
                 yield names, state, parameter, tensor

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import paddle
 
-from paddle_vl.config.schema import TrainConfig
+from paddle_vl.config.schema import EMAConfig, TrainConfig
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 
 
@@ -56,6 +56,17 @@ def restored_tokens(tokens: int | None, length: RunLength, checkpoint: Path) -> 
             "many tokens it has trained on: set train.max_steps in its place"
         )
     return tokens or 0
+
+
+# Of the average with `schedule: warmup`, as in LeRobot.
+_LARGEST_DECAY = 0.9999
+
+
+def average_decay(ema: EMAConfig, step: int) -> float:
+    """Share that the average of the weights keeps of itself after a step, counted from 1."""
+    if ema.schedule == "constant":
+        return ema.decay
+    return min(1 - (1 + (step - 1) / ema.inv_gamma) ** -ema.power, _LARGEST_DECAY)
 
 
 def learning_rate(done: int, total: int, train: TrainConfig) -> float:

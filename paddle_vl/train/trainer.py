@@ -3,10 +3,11 @@
 Over 350 lines, since it is the whole loop.
 """
 
+import json
 import logging
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from paddle_vl.config.schema import RunConfig
 from paddle_vl.data.corpus.loader import merged_states
 from paddle_vl.data.prefetch import PrefetchingLoader
 from paddle_vl.families.base import MeanLosses
+from paddle_vl.files.text_file import write_text
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train import checkpoint as checkpoints
 from paddle_vl.train.colocated_optimizer import ColocatedOptimizer
@@ -35,11 +37,18 @@ from paddle_vl.train.reporting.metrics import (
     evaluation_entries,
 )
 from paddle_vl.train.reporting.reporter import Reporter, memory_in_use
+from paddle_vl.train.reporting.run_files import ACTIONS_FILE
 from paddle_vl.train.reporting.run_record import RunRecord
 from paddle_vl.train.run_lock import RunLock
 from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
 from paddle_vl.train.saving.commit import Fill
-from paddle_vl.train.schedule import RunLength, learning_rate, restored_tokens, seed_step
+from paddle_vl.train.schedule import (
+    RunLength,
+    average_decay,
+    learning_rate,
+    restored_tokens,
+    seed_step,
+)
 from paddle_vl.train.step import Runner, StepOutcome, agree_on_step, leave_step, train_step
 from paddle_vl.train.stop_signals import StopSignals
 
@@ -207,7 +216,8 @@ class Trainer:
             if self.stop_signal is not None:
                 self._stop_early()
                 return
-            final = self.writer.save_final(self.step, self.save_model, self.save_streamed)
+            with self._averaged():
+                final = self.writer.save_final(self.step, self.save_model, self.save_streamed)
         logger.info("trained %d steps; the model is in %s", self.step, final)
 
     def _close(self) -> None:
@@ -255,6 +265,10 @@ class Trainer:
         outcome = train_step(
             self.runner, self.optimizer, micro_batches, self._rate, self.ranks, totals
         )
+        if self.config.train.ema is not None:
+            decay = average_decay(self.config.train.ema, self.step + 1)
+            with phase(Phase.OPTIMIZER):
+                self.optimizer.update_average(decay, outcome.is_good)
         self.feed.prepare_next()
         with phase(Phase.METRICS):
             self.step += 1
@@ -324,13 +338,25 @@ class Trainer:
     def _evaluate(self) -> None:
         """Report the evaluation losses; after a stop signal the resumed run evaluates instead."""
         assert self.evaluate is not None
-        losses = self.evaluate(lambda: self.stop.received)
+        with self._averaged():
+            losses = self.evaluate(lambda: self.stop.received)
         self._owes_evaluation = losses is None
         if losses is None:
             self.stop_signal = self.ranks.agree([], self.stop.received)[1]
             return
         logger.info("step %d: eval loss %.4f", self.step, losses.loss)
         self.reporter.write(self.step, evaluation_entries(losses))
+        if losses.shown and self.ranks.is_main:
+            text = json.dumps({"step": self.step, "chunks": losses.shown}, allow_nan=False)
+            write_text(self.output_dir / ACTIONS_FILE, text)
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """With train.ema, the model has the averaged weights inside the block."""
+        self.optimizer.swap_average()
+        # After an error other ranks may not be here, to gather the live weights.
+        yield
+        self.optimizer.swap_average()
 
     def _save_checkpoint(self, must: bool, is_stopping: bool = False) -> Path:
         """Start to write a checkpoint of this step, unless it exists.

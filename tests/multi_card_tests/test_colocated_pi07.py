@@ -120,6 +120,7 @@ def common(run_file: Path, num_data_parts: int = 1) -> list[str]:
     # Of the five samples of evaluation one lane has none left while the other goes on.
     return [
         f"data.eval=[{run_file.with_name('few.jsonl')}]",
+        *("data.action_errors=false", "train.ema={decay: 0.9}"),
         *("train.save_steps=2", "train.eval_steps=2", "train.per_device_eval_batch_size=1"),
         *(*DAMPED, "parallel.branch_sync=all_reduce", "train.gradient_accumulation_steps=2"),
         f"train.per_device_train_batch_size={GLOBAL_BATCH // num_data_parts}",

@@ -138,7 +138,7 @@ SHARED = {
     "serving": {"policy"},
     "simulation": {"policy"},
 }
-BESIDE = {"base", "flops", "hf_interface"}
+BESIDE = {"adapter", "base", "flops", "hf_interface"}
 
 
 def test_families_import_shared_folders_and_never_each_other():

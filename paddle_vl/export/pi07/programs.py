@@ -53,15 +53,12 @@ _SAMPLES, _LENGTH, _FRAMES = 2, 6, 2
 
 
 def to_export(folder: Path, base: str | None) -> ModelToExport:
-    """The programs of a policy's or a planner's folder.
-
-    Raises:
-        ValueError: a base is given, which only adapters have.
-    """
-    if base is not None:
-        raise ValueError(f"{folder} is a pi07 policy, which has no adapters: leave --base out")
+    """The programs of a policy's or a planner's folder, or of adapters and their base."""
     is_planner = PLANNER_TYPE in family_of_folder(folder).model_types
-    policy = (PI07HighLevelPlanner if is_planner else PI07LowLevelPolicy).from_pretrained(folder)
+    kind = PI07HighLevelPlanner if is_planner else PI07LowLevelPolicy
+    policy = kind.from_pretrained(folder, base=base)
+    if policy.model.adapter is not None:
+        policy.model.merge_lora()
     if policy.config.vlm_config.use_gemma3_attention:
         raise ValueError(
             f"{folder} has use_gemma3_attention, and exported layers share one mask: act with "

@@ -31,7 +31,7 @@ from paddle_vl.checkpoint.reading import (
     checkpoint_tensors,
     stored_values,
 )
-from paddle_vl.checkpoint.rules import LinearWeights, PatchKernel, Rule, Same
+from paddle_vl.checkpoint.rules import LinearWeights, PatchKernel, Rule, Same, low_rank_rules
 from paddle_vl.checkpoint.safetensors_io import (
     FLOATING,
     FileWriter,
@@ -99,7 +99,7 @@ def checkpoint_rules(config: Gemma3WithExpertConfig, is_grouped: bool = False) -
     backbone, expert = f"{engine}.gemma3.model", f"{engine}.gemma_expert.model"
     tower, ours = f"{backbone}.vision_tower.vision_model", "prefix.video_encoder.tower"
     projection = GroupWeights() if is_grouped else LinearWeights()
-    return (
+    rules = (
         Rule(
             f"{ours}.patch_embedding.weight",
             f"{tower}.embeddings.patch_embedding.weight",
@@ -131,6 +131,7 @@ def checkpoint_rules(config: Gemma3WithExpertConfig, is_grouped: bool = False) -
         # The planner's head on a pipeline stage without the tied token embedding.
         Rule("lm_head.*", f"{backbone}.language_model.embed_tokens.*", Same()),
     )
+    return (*low_rank_rules(rules), *rules)
 
 
 def engine_keys(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -262,6 +263,11 @@ class GroupRows:
         return np.ascontiguousarray(array[list(self.rows)])
 
 
+def is_statistic(key: str) -> bool:
+    """Whether the key is of a normalizer's statistics."""
+    return key.startswith(tuple(f"{name}." for name in NORMALIZERS))
+
+
 class PolicyCheckpoint:
     """The tensors of a policy's folder, or of one of Gemma 3, not yet read.
 
@@ -283,9 +289,7 @@ class PolicyCheckpoint:
 
             stored = {engine_key(key): tensor for key, tensor in stored.items()}
         self.statistics: dict[str, ReadableTensor] = {
-            key: t
-            for key, t in stored.items()
-            if key.startswith(tuple(f"{name}." for name in NORMALIZERS))
+            key: t for key, t in stored.items() if is_statistic(key)
         }
         weights = {key: t for key, t in stored.items() if key not in self.statistics}
         self.model: dict[str, ReadableTensor] = dict(engine_keys(weights))
@@ -381,7 +385,7 @@ class PolicyCheckpoint:
             lambda: [
                 *model.fresh_values(drawn),
                 *stored_values(
-                    (p for p in model.stored_parameters() if p.key not in drawn), self.model
+                    (p for p in model.base_parameters() if p.key not in drawn), self.model
                 ),
             ]
         )
@@ -430,20 +434,34 @@ def write_policy(
         kept: see `PolicyCheckpoint.kept`.
         dtypes: by keys; of others, those of parameters, and float32 of statistics.
     """
-    tensors = parameters_to_write(model.stored_parameters(), "model.", store)
+    if model.adapter is None:
+        tensors = parameters_to_write(model.stored_parameters(), "model.", store)
+    else:
+        from paddle_vl.families.adapter import merged_tensors
+
+        tensors = merged_tensors(model, store)
     tensors = [_as_stored(tensor, dtypes) for tensor in tensors]
     if model.placement.stage_layers.embedding:
         unread = _unread_shapes(model.config)
         dtype = STORED_DTYPES[model.prefix.embed_tokens.weight.dtype]
         tensors += [kept.get(k) or _drawn_tensor(f"model.{k}", unread[k], dtype) for k in unread]
-        for key, value in statistics_by_key(normalizers).items():
-            dtype = dtypes.get(key, "F32")
-            tensors.append(TensorToWrite(key, value.shape, dtype, partial(encoded, value, dtype)))
+        tensors += statistics_to_write(normalizers, dtypes)
     ranks = model.placement.checkpoint_ranks
     if one_file:
         write_one_file(folder, "model", tensors, ranks, write)
     else:
         write_tensors(folder, "model", tensors, sys.maxsize, ranks, write)
+
+
+def statistics_to_write(
+    normalizers: Mapping[str, Normalizer], dtypes: Mapping[str, str] = {}
+) -> list[TensorToWrite]:
+    """The statistics of normalizers under their keys in a checkpoint; `dtypes` as above."""
+    tensors = []
+    for key, value in statistics_by_key(normalizers).items():
+        dtype = dtypes.get(key, "F32")
+        tensors.append(TensorToWrite(key, value.shape, dtype, partial(encoded, value, dtype)))
+    return tensors
 
 
 def _as_stored(tensor: TensorToWrite, dtypes: Mapping[str, str]) -> TensorToWrite:

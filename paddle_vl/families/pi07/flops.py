@@ -54,6 +54,7 @@ class PI07Flops(FlopCounter):
         trained: checkpoint names of the trained parameters; None for all.
         losses: the computed ones, `MSE` and `CE` of the policy, `CE_memory` and `CE_response` of
             the planner; None for all.
+        ranks: LoRA ranks by adapted module.
     """
 
     def __init__(
@@ -62,8 +63,9 @@ class PI07Flops(FlopCounter):
         label_ids: Mapping[str, Sequence[int]],
         trained: Collection[str] | None = None,
         losses: Collection[str] | None = None,
+        ranks: Mapping[str, int] = {},
     ):
-        self.config, self._operations = config, Operations(trained)
+        self.config, self._operations = config, Operations(trained, ranks)
         blocks = PREFIX_BLOCKS if isinstance(config, PI07Config) else PLANNER_BLOCKS
         camera_tokens = config.vlm_config.gemma3_config.mm_tokens_per_image
         self._tokens = PrefixTokens(blocks, label_ids, camera_tokens)

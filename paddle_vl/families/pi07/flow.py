@@ -16,7 +16,7 @@ action tokens and knowledge insulation as in pi0.5-KI (Driess et al., 2025).
 
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import paddle
@@ -25,6 +25,7 @@ from paddle import Tensor, nn
 
 from paddle_vl.checkpoint.reading import Materializable, MaterializeStep, drawn_values
 from paddle_vl.checkpoint.rules import StoredParameter, place_parameters
+from paddle_vl.families.hf_interface import AdaptableModel
 from paddle_vl.families.pi07.checkpoint_map import checkpoint_rules, is_trained
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.decoder import (
@@ -52,13 +53,16 @@ from paddle_vl.nn.linear import Linear, separate
 from paddle_vl.nn.operations import host_table
 from paddle_vl.nn.placement import Placement, SingleDevicePlacement
 
+if TYPE_CHECKING:
+    from paddle_vl.config.schema import LoRAConfig
+
 Model = TypeVar("Model", bound="PolicyModel")
 
 # Shortest and longest period of the time embedding.
 _SHORTEST, _LONGEST = 4e-3, 4.0
 
 
-class PolicyModel(Materializable, nn.Layer):
+class PolicyModel(AdaptableModel, Materializable, nn.Layer):
     """A model, or this rank's shards and layers of it.
 
     Attributes:
@@ -71,6 +75,9 @@ class PolicyModel(Materializable, nn.Layer):
     """
 
     blocks: ClassVar[tuple[Block, ...]]
+    # Adapters have the names of a policy's parameters, not of its model's.
+    adapter_prefix = "model."
+    output_module = "model.gemma3_with_expert.da_head"
     # Entries of a batch that are drawn if it has none.
     drawn: ClassVar[tuple[str, ...]] = ()
     prefix: Any
@@ -192,7 +199,26 @@ class PolicyModel(Materializable, nn.Layer):
         if not self.placement.splits_parameters:
             return self
         with paddle.LazyGuard():
-            return type(self)(self.config, self.label_ids)
+            return type(self)(self.config, self.label_ids).with_adapter_of(self)
+
+    @property
+    def adapter_parts(self) -> Mapping[str, Sequence[str]]:
+        from paddle_vl.families.pi07.settings import PARTS
+
+        return PARTS
+
+    def add_lora(self, config: "LoRAConfig") -> None:
+        super().add_lora(config)
+        vlm = self.config.vlm_config
+        named = self.whole().named_parameters()
+        frozen = [n for n, p in named if not p.stop_gradient and not is_trained(n, vlm)]
+        if frozen:
+            raise ValueError(
+                f"model.lora trains {len(frozen)} parameters that the policy's configuration "
+                f"freezes, such as {frozen[0]}: set model.policy.freeze_vision_encoder, "
+                "train_expert_only and the like to false, or leave them out of target_modules and "
+                "modules_to_save"
+            )
 
     def fresh_values(self, keys: Collection[str] | None = None) -> list[MaterializeStep]:
         """Steps that draw initial values from Paddle's global random state.
@@ -205,7 +231,7 @@ class PolicyModel(Materializable, nn.Layer):
         """
 
         def chosen(model: PolicyModel) -> list[StoredParameter]:
-            return [p for p in model.stored_parameters() if keys is None or p.key in keys]
+            return [p for p in model.base_parameters() if keys is None or p.key in keys]
 
         splits = self.placement.splits_parameters
         return drawn_values(chosen(self), chosen(self.whole()) if splits else None)

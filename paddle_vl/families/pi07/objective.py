@@ -154,6 +154,19 @@ class PolicyBatchAdapter(BatchAdapter[Batch]):
         return model(fields, presence=fields.pop("presence"), per_sample=True)
 
 
+# Entries of a batch that are not of the observation.
+_TARGETS = {
+    *("actions", "actions_is_pad", "real_action_dim", "noise", "time", "delay", "presence"),
+    *("discrete_actions", "discrete_action_masks", *_DIVISORS),
+}
+
+
+def predicted_actions(model: Any, batch: Batch) -> np.ndarray:
+    """Chunks that the low-level model samples for a batch, normalized, from the batch's noise."""
+    observed = {name: value for name, value in batch.items() if name not in _TARGETS}
+    return model.sample_actions(observed, batch["noise"]).numpy()
+
+
 def with_target_rows(batch: Batch) -> Batch:
     """The planner's batch with the token slots of its texts that have a target; the policy's as it
     is."""

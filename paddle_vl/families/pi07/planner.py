@@ -56,6 +56,7 @@ class PI07HighLevelPlannerModel(PolicyModel):
 
     config: PI07PlannerConfig
     blocks = PLANNER_BLOCKS
+    tied_embedding = "model.gemma3_with_expert.gemma3.model.language_model.embed_tokens"
     # None on pipeline stages without it.
     lm_head: Any
 

@@ -31,14 +31,24 @@ from paddle import Tensor, nn
 from paddle_vl.checkpoint.reading import chosen_dtype
 from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, write_file
 from paddle_vl.families.hf_interface import SizedModel, loads_like_hf
-from paddle_vl.families.pi07.checkpoint_map import PolicyCheckpoint, write_policy
+from paddle_vl.families.pi07.checkpoint_map import (
+    PolicyCheckpoint,
+    is_statistic,
+    statistics_to_write,
+    write_policy,
+)
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching, PolicyModel
 from paddle_vl.families.pi07.prefix import labels_of
 from paddle_vl.families.policy.acting import ActingPolicy
 from paddle_vl.families.policy.images import cameras_of
 from paddle_vl.families.policy.model_inputs import PolicyInputs
-from paddle_vl.families.policy.normalize import Normalizer, Statistics, policy_normalizers
+from paddle_vl.families.policy.normalize import (
+    Normalizer,
+    Statistics,
+    policy_normalizers,
+    set_by_key,
+)
 from paddle_vl.families.policy.tokenizers import ActionTokenizer, PromptTokenizer
 from paddle_vl.files.tokenizer_json import TOKENIZER_FILE
 from paddle_vl.nn.linear import default_dtype
@@ -118,6 +128,7 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
         *,
         config: Any = None,
         statistics: Sequence[Statistics] | None = None,
+        base: str | Path | None = None,
         dtype: str = "float32",
         fresh: Sequence[str] = (),
         ignore: Sequence[str] = (),
@@ -125,7 +136,8 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
         materialize: bool = True,
         **tokenizers: Any,
     ) -> Policy:
-        """Load a policy's folder, one tensor at a time.
+        """Load a policy's folder, or adapters in PEFT's format with their base; one tensor at a
+        time.
 
         Of a folder of Gemma 3 the backbone is loaded, and the rest is drawn from Paddle's global
         random state. The positions of its vision tower are resampled to the policy's images.
@@ -135,6 +147,7 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
                 `paddle_vl.families.pi07.gemma.with_backbone`. Rows of groups are found by name, see
                 `paddle_vl.families.pi07.checkpoint_map`.
             statistics: for a checkpoint without statistics, or with `skip_normalization_weights`.
+            base: folder of the base policy, instead of the one that the adapters name.
             dtype: of the weights; "auto" for the widest of the folder's, in which each of them is
                 saved again.
             fresh: patterns of the model's keys that the checkpoint may lack; these are drawn.
@@ -146,11 +159,25 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
 
         Raises:
             ValueError: keys are missing, unexpected or misshapen; or both the checkpoint and the
-                caller give statistics.
+                caller give statistics; or `base` is given for a full policy.
             RuntimeError: files are missing or damaged.
         """
-        folder = Path(path)
-        stored = PolicyCheckpoint(folder)
+        from paddle_vl.checkpoint.adapter_files import StoredAdapter, base_folder, is_adapter
+
+        folder, adapter, own = Path(path), None, {}
+        if is_adapter(folder):
+            adapter = StoredAdapter.read(folder)
+            own = {
+                key: adapter.tensors.pop(key) for key in filter(is_statistic, [*adapter.tensors])
+            }
+            weights = base_folder(folder, base)
+        elif base is not None:
+            raise ValueError(f"{folder} is a full policy, not an adapter of {base}: leave it out")
+        else:
+            weights = folder
+        stored = PolicyCheckpoint(weights)
+        if own:
+            stored.statistics = dict(own)
         if config is None and stored.is_backbone:
             raise ValueError(
                 f"{folder} is Gemma 3, the backbone of a policy, and says nothing of the policy: "
@@ -183,8 +210,15 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
             raise ValueError(f"{folder}: {error}") from error
         if takes and config.dataset_names is None:
             policy.normalizers = policy.make_normalizers(stored.num_groups(policy.normalizers))
-        normalizers = policy.normalizers if takes else {}
+        # Statistics of adapters have the rows of the policy's groups.
+        normalizers = policy.normalizers if takes and not own else {}
         stored.fill(policy.model, normalizers, fresh, [*ignore, *cls.unused_keys])
+        if takes and own:
+            found = {key: tensor.read(must_be_finite=False) for key, tensor in own.items()}
+            set_by_key(policy.normalizers, found)
+        policy.model.name_or_path = str(weights.resolve())
+        if adapter is not None:
+            policy.model.load_adapter(adapter)
         policy._kept = stored.kept()
         same = (stored.statistics if takes else {}) | (stored.model if dtype == "auto" else {})
         policy._stored_dtypes = {key: tensor.dtype for key, tensor in same.items()}
@@ -232,7 +266,8 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
         store: "ParameterStore | None" = None,
         one_file: bool = True,
     ) -> None:
-        """Write `config.json`, `model.safetensors` and the tokenizers into a folder.
+        """Write `config.json`, `model.safetensors` and the tokenizers into a folder; adapters are
+        merged into the weights as these are written.
 
         All checkpoint ranks call this together.
 
@@ -247,10 +282,28 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
         keeps = self.normalizers if self.config.save_normalization_stats else {}
         kept, dtypes = self._kept, self._stored_dtypes
         write_policy(folder, self.model, keeps, write, store, one_file, kept, dtypes)
+        self._save_rest(folder)
+
+    def save_adapter(
+        self,
+        path: str | Path,
+        write: FileWriter = write_file,
+        store: "ParameterStore | None" = None,
+    ) -> None:
+        """Write the model's adapters with the policy's statistics in PEFT's format, `config.json`
+        and the tokenizers. All checkpoint ranks call it.
+
+        Args:
+            write, store: as of `save_pretrained`.
+        """
+        keeps = self.normalizers if self.config.save_normalization_stats else {}
+        self.model.save_adapter(path, write, store, statistics_to_write(keeps))
+        self._save_rest(Path(path))
+
+    def _save_rest(self, folder: Path) -> None:
         if self.model.placement.checkpoint_ranks.is_first:
-            replace(self.config, config_version=self.config.normalization_version).save_pretrained(
-                folder
-            )
+            version = self.config.normalization_version
+            replace(self.config, config_version=version).save_pretrained(folder)
             self.save_tokenizers(folder)
 
     def save_tokenizers(self, folder: Path) -> None:

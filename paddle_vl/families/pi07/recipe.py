@@ -35,6 +35,7 @@ from paddle_vl.families.pi07.objective import (
     PolicyBatchAdapter,
     PolicyLoss,
     first_batch,
+    predicted_actions,
 )
 from paddle_vl.families.pi07.pipeline import (
     ColocatedBatchAdapter,
@@ -49,6 +50,7 @@ from paddle_vl.families.pi07.policy import (
     check_features,
 )
 from paddle_vl.families.pi07.settings import PARTS, PI07Run, with_settings
+from paddle_vl.families.policy.action_errors import ActionErrors
 from paddle_vl.families.policy.demonstrations.dataset import (
     UNNAMED_GROUP,
     DemonstrationsDataset,
@@ -98,12 +100,17 @@ class PI07Recipe(Family):
     make_stage = PI07Stage
 
     def __init__(self, config: PI07Run, checkpoint: Path | None):
-        pretrained = config.model.pretrained
+        self.checkpoint, pretrained = checkpoint, config.model.pretrained
         # Folder of the policy to start or continue from, or of its backbone; None for fresh
         # weights.
         self.folder = checkpoint or (None if pretrained is None else Path(pretrained))
         self.config = config
         self.is_new = self.folder is None or Gemma3Config.is_folder(self.folder)
+        if self.is_new and config.trains_adapters:
+            raise ValueError(
+                f"model.lora adapts a policy, and {self.folder} has no weights of an expert, which "
+                "adapters do not hold: name a policy in model.pretrained, or remove model.lora"
+            )
         # Changed by model.policy.
         self.model_config = with_settings(
             self._base_config(config, self.folder),
@@ -122,7 +129,10 @@ class PI07Recipe(Family):
             self.source.check_history()
         self.fields = self.source.fields
         flow, seed = flow_draws(self.model_config), config.train.seed
-        self.train_data = DrawnDemonstrations(self.source, config.data.drops, flow, seed)
+        data = config.data
+        self.train_data = DrawnDemonstrations(
+            self.source, data.drops, flow, seed, transforms=data.image_transforms
+        )
         self.eval_data = None
         if config.data.eval:
             held_out = self._source(config.data.eval)
@@ -163,9 +173,13 @@ class PI07Recipe(Family):
             if statistics is not None and not self.is_new:
                 # The given statistics replace the checkpoint's.
                 config = replace(config, skip_normalization_weights=True)
+            is_adapter = self.folder == self.checkpoint and self.config.trains_adapters
+            base = self.config.model.pretrained if is_adapter else None
             policy = self.policy_class.from_pretrained(
-                self.folder, config=config, dtype=dtype, **settings
+                self.folder, config=config, dtype=dtype, base=base, **settings
             )
+            if self.config.model.lora is not None and not is_adapter:
+                policy.model.add_lora(self.config.model.lora)
         check_trainable(policy)
         policy.model.train()
         policy.model.untrained_losses = frozenset(self.loss.terms) - {*self.loss.trained_terms}
@@ -176,10 +190,47 @@ class PI07Recipe(Family):
         is_colocated = self.config.parallel.schedule == "colocated"
         adapter_class = ColocatedBatchAdapter if is_colocated else PolicyBatchAdapter
         adapter = adapter_class(make_example, agrees, policy.model.tokens)
+        # Of adapters, final/ has the merged policy.
         save = policy.save_pretrained
+        of_step = partial(save, one_file=False)
+        if policy.model.adapter is not None:
+            of_step = policy.save_adapter
+        data, measure = self.config.data, None
+        # Stages sample no actions.
+        if data.action_errors or (
+            data.action_errors is None and placement.stage_layers.is_full and not is_colocated
+        ):
+            measure = self.action_errors(policy, data.action_groups)
         return BuiltModel(
-            policy.model, adapter, collator, partial(save, one_file=False), save_streamed=save
+            policy.model,
+            adapter,
+            collator,
+            of_step,
+            save_streamed=save,
+            measure=measure,
         )
+
+    @classmethod
+    def action_errors(
+        cls, policy: Any, parts: Mapping[str, Sequence[int]] = {}
+    ) -> ActionErrors | None:
+        """Measures a policy's actions; None for a planner.
+
+        Raises:
+            ValueError: `parts`, data.action_groups, name dims that there are not.
+        """
+        if not isinstance(policy, PI07LowLevelPolicy):
+            return None
+        num_dims = policy.config.output_features["actions"].shape[0]
+        beyond = {name: dims for name, dims in parts.items() if not {*dims} <= {*range(num_dims)}}
+        if beyond:
+            raise ValueError(
+                f"data.action_groups has {beyond}, and the actions have dims 0 to {num_dims - 1}"
+            )
+        normalizer = policy.normalizers["unnormalize_outputs"]
+        names = policy.config.dataset_names or [str(i) for i in range(normalizer.num_groups)]
+        predict = partial(predicted_actions, policy.model)
+        return ActionErrors(predict, normalizer, num_dims, names, parts)
 
     def named_parameters(self, model: nn.Layer) -> list[tuple[str, Tensor]]:
         return [(f"model.{item.key}", item.parameter) for item in model.stored_parameters()]
@@ -207,12 +258,15 @@ class PI07Recipe(Family):
         return PI07Encoder(model)
 
     def flop_counter(self, model: nn.Layer, trained: Collection[str]) -> FlopCounter:
-        return PI07Flops(model.config, model.label_ids, trained, self.loss.trained_terms)
+        sizes = {} if model.adapter is None else model.adapter.sizes
+        ranks, losses = {m: size.r for m, size in sizes.items()}, self.loss.trained_terms
+        return PI07Flops(model.config, model.label_ids, trained, losses, ranks)
 
     @classmethod
     def evaluation(cls, folder: Path, options: EvaluationOptions) -> Evaluation:
-        """Losses over all samples; nothing is dropped, noise and times are the same every time."""
-        options.refuse_answer_options(f"{folder} is a pi07 policy")
+        """Losses, and errors of actions, over all samples; nothing is dropped, noise and times are
+        the same every time."""
+        replace(options, base=None).refuse_answer_options(f"{folder} is a pi07 policy")
         config = cls.config_class.from_pretrained(folder)
         shapes, files = sample_shapes(config), options.files
         if folders_among(files):
@@ -221,14 +275,15 @@ class PI07Recipe(Family):
             fields = present_fields(files, shapes)
             source = DemonstrationsDataset(files, shapes, fields, config.dataset_names)
         samples = DrawnDemonstrations(source, NO_DROPS, flow_draws(config), EVALUATION_SEED)
-        policy = cls.policy_class.from_pretrained(folder, config=config)
+        policy = cls.policy_class.from_pretrained(folder, config=config, base=options.base)
         check_trainable(policy)
         collator = PolicyCollator(policy.inputs)
         loader = PrefetchLoader(
             samples, collator, options.batch_size, shuffle=False, drop_last=False, num_epochs=1
         )
         adapter = PolicyBatchAdapter(partial(first_batch, samples, collator))
-        return Evaluation(policy.model, PolicyLoss(cls.losses), adapter, loader, losses_report)
+        loss, measure = PolicyLoss(cls.losses), cls.action_errors(policy)
+        return Evaluation(policy.model, loss, adapter, loader, losses_report, measure)
 
     @classmethod
     def chat(cls, folder: Path, base: str | None, template: Mapping[str, Any]) -> Any:
@@ -238,6 +293,12 @@ class PI07Recipe(Family):
             "paddle_vl.PI07LowLevelPolicy.from_pretrained(...), the planner's texts by "
             "paddle_vl.PI07HighLevelPlanner"
         )
+
+    @classmethod
+    def merge_adapter(cls, folder: Path, out: Path, base: str | None) -> Path:
+        policy = cls.policy_class.from_pretrained(folder, base=base, dtype="auto")
+        policy.save_pretrained(out)
+        return Path(str(policy.model.name_or_path))
 
     @classmethod
     def acting_policy(cls, folder: Path) -> PI07LowLevelPolicy:
@@ -302,7 +363,9 @@ class PI07Recipe(Family):
         else:
             vlm = self.model_config.vlm_config
             reason = f"train.loss_weighting {self.config.train.loss_weighting} leaves out its loss"
-            if vlm.train_state_action_representation_only:
+            if self.config.model.lora is not None:
+                reason = "model.lora names nothing of it"
+            elif vlm.train_state_action_representation_only:
                 reason = "train_state_action_representation_only is true"
         raise ValueError(
             "model.policy.freeze_vision_encoder is false, but no parameter of the vision tower "

@@ -4,6 +4,8 @@
 `model.policy`; the `config.json` of the checkpoint that a resumed run continues; otherwise that of
 `model.pretrained`, or `model.config`, where `model.pretrained` may be the backbone. The result is
 what the run saves as `config.json`. `docs/policies.md` has the settings and what they change.
+
+Over 350 lines: they are checked against each other, which one file shows.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,8 +16,8 @@ from pydantic import ConfigDict, Field, create_model
 
 from paddle_vl.config.families import model_values
 from paddle_vl.config.parallel_settings import ParallelConfig
-from paddle_vl.config.schema import DataConfig, ModelConfig, RunConfig, TrainConfig
-from paddle_vl.config.section import FilePath, Section, flatten
+from paddle_vl.config.schema import DataConfig, LoRAConfig, ModelConfig, RunConfig, TrainConfig
+from paddle_vl.config.section import FilePath, Section, flatten, named
 from paddle_vl.families.pi07.config import (
     ONLY_VALUES,
     UNUSED_SETTINGS,
@@ -25,7 +27,11 @@ from paddle_vl.families.pi07.config import (
     PI07PlannerConfig,
     PolicyConfig,
 )
-from paddle_vl.families.policy.features import DropProbabilities
+from paddle_vl.families.policy.features import (
+    IMAGE_TRANSFORMS,
+    DropProbabilities,
+    ImageTransforms,
+)
 from paddle_vl.families.policy.robot_settings import DatasetMixtureConfig
 from paddle_vl.files.checked_values import descriptions
 from paddle_vl.files.names import nearest
@@ -237,8 +243,38 @@ def _refuse_without_effect(config: PI07Config, given: Mapping[str, Any]) -> None
         )
 
 
+# Of pi07's modules, what openpi and LeRobot adapt. Openpi trains all that is not of the language
+# model in full; here this is also what embeds and predicts discrete actions.
+_LORA: dict[str, dict[str, Any]] = {
+    "openpi": {
+        "r": 16,
+        "lora_alpha": 16,
+        "target_modules": ["*_layer.self_attn.*_proj", "*_layer.mlp.*_proj"],
+        "rank_pattern": {"expert": 32},
+        "alpha_pattern": {"expert": 32},
+        "init_lora_weights": "openpi",
+        "modules_to_save": [
+            *("vision", "projector", "state", "discrete_actions", "action_in_proj"),
+            *("action_out_proj", "time_mlp_in", "time_mlp_out"),
+        ],
+    },
+    "lerobot": {
+        "r": 16,
+        "lora_alpha": 8,
+        "target_modules": [
+            *("*.expert_layer.self_attn.q_proj", "*.expert_layer.self_attn.v_proj"),
+            *("state_proj", "action_in_proj", "action_out_proj", "time_mlp_in", "time_mlp_out"),
+        ],
+    },
+}
+
+
 class PI07ModelConfig(ModelConfig):
     """The policy or planner to train."""
+
+    lora: Annotated[LoRAConfig | None, named(_LORA)] = None
+    """train low-rank adapters on a frozen model.pretrained: settings, or openpi or lerobot for what
+    those train"""
 
     policy: PolicySettings = PolicySettings()
     """changes of the configuration that the checkpoint or model.config has, under OpenTau's names;
@@ -267,6 +303,14 @@ class PI07DataConfig(DataConfig):
     or for a new policy those of the training data"""
     drops: DropProbabilities = DropProbabilities()
     """probabilities of dropping optional fields from a training sample"""
+    action_errors: bool | None = None
+    """in evaluations also sample actions, from the same noise every time, and report their errors
+    per dim in the units of the data; default: unless the model is divided into pipeline stages"""
+    action_groups: dict[str, Annotated[list[int], Field(min_length=1)]] = Field(default={})
+    """named action dims whose errors are reported together too, {arm: [0, 1, 2], gripper: [3]}"""
+    image_transforms: Annotated[ImageTransforms | None, named(IMAGE_TRANSFORMS)] = None
+    """random changes of the images of training samples: settings, or openpi or lerobot for what
+    those do"""
 
     def names_a_file(self, entry: str) -> bool:
         # A folder is a LeRobot dataset.
@@ -303,8 +347,8 @@ class PI07Run(RunConfig):
     parts: ClassVar[dict[str, tuple[str, ...]]] = PARTS
     fixed_settings: ClassVar[tuple[str, ...]] = (
         *RunConfig.fixed_settings,
-        *("data.synthetic_samples", "data.groups", "data.fields", "data.drops"),
-        *("data.dataset_mixture", "data.data_features_name_mapping"),
+        *("model.lora", "data.synthetic_samples", "data.groups", "data.fields", "data.drops"),
+        *("data.dataset_mixture", "data.data_features_name_mapping", "data.image_transforms"),
         "train.loss_weighting",
         # Not dropout and the like, which a resumed run may change as it may change train.recompute.
         *(f"model.policy.{name}" for name in _FIXED_POLICY_SETTINGS),
@@ -343,6 +387,15 @@ class PI07Run(RunConfig):
             )
         if data.dataset_mixture is not None:
             yield from data.dataset_mixture.problems(data.train, data.eval)
+        pipeline = self.parallel.pp_degree > 1 or self.parallel.schedule == "colocated"
+        if data.action_errors and pipeline:
+            yield (
+                "data.action_errors is true, but a stage of a pipeline (parallel.pp_degree, "
+                "schedule=colocated) samples no actions: remove it, and call paddle-vl evaluate on "
+                "what the run saves"
+            )
+        if wrong := [n for n in data.action_groups if n.isdigit() or "/" in n]:
+            yield f"data.action_groups has the names {wrong}: give others, no numbers, without /"
         files, grouped = {*data.train, *data.eval}, set(data.groups)
         if data.dataset_mixture is not None:
             files |= {dataset.label for dataset in data.dataset_mixture.datasets}

@@ -4,7 +4,7 @@ share. Read without Paddle and NumPy."""
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from paddle_vl.config.section import Section
 from paddle_vl.files.checked_values import Listed, checked
@@ -75,3 +75,61 @@ class DropProbabilities(Section):
     """probability of dropping all metadata but fps"""
     metadata_drop_each_prob: _Probability = 0.05
     """probability of dropping each metadata field, if not all are dropped"""
+
+
+def _ascending(given: list[float]) -> list[float]:
+    if given[0] > given[1]:
+        raise ValueError("the first of the two must be the lower one")
+    return given
+
+
+_Range = Annotated[list[float], Field(min_length=2, max_length=2), AfterValidator(_ascending)]
+
+
+class ImageTransforms(Section):
+    """Random changes of the images of a training sample; a camera's frames are changed alike."""
+
+    crop: Annotated[float | None, Field(gt=0, le=1)] = None
+    """share of each side that a crop at a random place keeps, which is scaled to the whole size"""
+    rotation: Annotated[float, Field(ge=0, le=180)] = 0.0
+    """largest rotation to either side, in degrees"""
+    shift: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """largest shift to any side, as a share of that side's length"""
+    still_cameras: list[str] = Field(default=[])
+    """patterns (*, ?) of cameras that are not cropped, rotated or shifted, as those on a wrist"""
+    brightness: _Range | None = None
+    """range of factors of the brightness; 1 changes nothing"""
+    contrast: _Range | None = None
+    """range of factors of the contrast"""
+    saturation: _Range | None = None
+    """range of factors of the saturation"""
+    hue: _Range | None = None
+    """range of turns of the hue, as shares of the circle; 0 changes nothing"""
+    sharpness: _Range | None = None
+    """range of factors of the sharpness; 0 smooths"""
+    max_transforms: Annotated[int | None, Field(ge=1)] = None
+    """number of the given changes (rotation and shift are one) that an image gets, chosen at
+    random; default: all"""
+
+
+# What openpi and LeRobot do.
+IMAGE_TRANSFORMS: dict[str, dict[str, Any]] = {
+    "openpi": {
+        "crop": 0.95,
+        "rotation": 5.0,
+        "still_cameras": ["*wrist*"],
+        "brightness": [0.7, 1.3],
+        "contrast": [0.6, 1.4],
+        "saturation": [0.5, 1.5],
+    },
+    "lerobot": {
+        "rotation": 5.0,
+        "shift": 0.05,
+        "brightness": [0.8, 1.2],
+        "contrast": [0.8, 1.2],
+        "saturation": [0.5, 1.5],
+        "hue": [-0.05, 0.05],
+        "sharpness": [0.5, 1.5],
+        "max_transforms": 3,
+    },
+}

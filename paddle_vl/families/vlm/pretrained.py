@@ -4,7 +4,7 @@ Methods import the modules for files and adapters themselves, to keep the model'
 """
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -14,15 +14,13 @@ from paddle import Tensor, nn
 
 from paddle_vl.checkpoint.reading import Materializable, MaterializeStep
 from paddle_vl.checkpoint.rules import StoredParameter, place_parameters
-from paddle_vl.families.hf_interface import SizedModel, loads_like_hf
+from paddle_vl.families.hf_interface import AdaptableModel, SizedModel, loads_like_hf
 from paddle_vl.families.vlm.config import EMBEDDING_KEY, HEAD_KEY, VLConfig
 from paddle_vl.nn.linear import default_dtype, separate
 from paddle_vl.nn.placement import Placement, SingleDevicePlacement
 
 if TYPE_CHECKING:
-    from paddle_vl.checkpoint.adapter_files import Adapter
-    from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite
-    from paddle_vl.config.schema import LoRAConfig
+    from paddle_vl.checkpoint.safetensors_io import FileWriter, StoredTensor, TensorToWrite
     from paddle_vl.generation.config import GenerationConfig
     from paddle_vl.nn.master_weights import ParameterStore
 
@@ -30,7 +28,7 @@ logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound="PretrainedVLModel")
 
 
-class PretrainedVLModel(SizedModel, Materializable, nn.Layer):
+class PretrainedVLModel(SizedModel, AdaptableModel, Materializable, nn.Layer):
     """Base of a model: its configuration, placement, adapters and files.
 
     Attributes:
@@ -42,13 +40,12 @@ class PretrainedVLModel(SizedModel, Materializable, nn.Layer):
             written again as they are in the file. Parameters whose keys end with one of its
             `PRECISE` stay float32 in a half-precision model if their file has float32.
         generation_config: settings of generation; None for the defaults.
-        name_or_path: folder that the weights come from; None for fresh weights.
-        adapter: the low-rank adapters; None without.
         kept: such tensors, in the files that they come from.
     """
 
     config_class: ClassVar[type[VLConfig]]
     checkpoint_map: ClassVar[Any]
+    peft_task = "CAUSAL_LM"
 
     def __init__(self, config: Any, placement: Placement | None = None):
         super().__init__()
@@ -57,9 +54,9 @@ class PretrainedVLModel(SizedModel, Materializable, nn.Layer):
         # Layers that the model sets; None on pipeline stages without them.
         self.visual: Any = None
         self.lm_head: Any = None
+        if config.tie_word_embeddings:
+            self.tied_embedding = EMBEDDING_KEY.removesuffix(".weight")
         self.generation_config: GenerationConfig | None = None
-        self.name_or_path: str | None = None
-        self.adapter: Adapter | None = None
         self.kept: list[TensorToWrite] = []
 
     @classmethod
@@ -83,8 +80,8 @@ class PretrainedVLModel(SizedModel, Materializable, nn.Layer):
 
         def drawn() -> list[MaterializeStep]:
             splits = model.placement.splits_parameters
-            whole = _of_base(model.whole()) if splits else None
-            return drawn_values(_of_base(model), whole)
+            whole = model.whole().base_parameters() if splits else None
+            return drawn_values(model.base_parameters(), whole)
 
         model.materialize_later(drawn)
         if materialize:
@@ -175,7 +172,7 @@ class PretrainedVLModel(SizedModel, Materializable, nn.Layer):
         ignored = {HEAD_KEY} if is_tied else set()
         check_keys(path, stored, model.whole().stored_parameters(), ignored, owner)
 
-        model.materialize_later(lambda: stored_values(_of_base(model), stored))
+        model.materialize_later(lambda: stored_values(model.base_parameters(), stored))
         if materialize:
             model.materialize_all()
         model.generation_config = generation_config
@@ -221,64 +218,25 @@ class PretrainedVLModel(SizedModel, Materializable, nn.Layer):
         own = self.stored_parameters()
         save_parameters(path, own, max_shard_bytes, ranks, write, store, self.kept)
 
-    def add_lora(self, config: "LoRAConfig") -> None:
-        """Add fresh low-rank adapters to linears and freeze all other parameters.
-
-        The output is unchanged until they are trained. Their values come from Paddle's global
-        random state and do not depend on how the model is sharded.
-
-        Raises:
-            ValueError: a pattern matches nothing, or the model has adapters already.
-        """
-        from paddle_vl.families.vlm.adapter import add_lora
-
-        add_lora(self, config)
-
-    def load_adapter(self, path: str | Path) -> None:
-        """Load adapters in PEFT's format; adds them if the model has none.
-
-        Raises:
-            ValueError: the adapters do not fit the model, or differ from those that it has.
-            RuntimeError: files are missing or damaged.
-        """
-        from paddle_vl.families.vlm.adapter import load_adapter
-
-        load_adapter(self, path)
-
     def save_adapter(
         self,
         path: str | Path,
         write: "FileWriter | None" = None,
         store: "ParameterStore | None" = None,
+        others: "Iterable[TensorToWrite]" = (),
     ) -> None:
-        """Write the adapters, without the base, in PEFT's format. All checkpoint ranks call it.
+        super().save_adapter(path, write, store, others)
+        if self.placement.checkpoint_ranks.is_first and self.generation_config is not None:
+            self.generation_config.save_pretrained(path)
 
-        Args:
-            write, store: as of `save_pretrained`.
+    @property
+    def adapter_parts(self) -> Mapping[str, Sequence[str]]:
+        from paddle_vl.families.vlm.settings import PARTS
 
-        Raises:
-            ValueError: the model has no adapters.
-        """
-        from paddle_vl.checkpoint.safetensors_io import write_file
-        from paddle_vl.families.vlm.adapter import save_adapter
+        return PARTS
 
-        save_adapter(self, path, write or write_file, store)
-
-    def merge_lora(self) -> None:
-        """Merge the adapters into the weights, in float32, and remove them.
-
-        Raises:
-            ValueError: the model has no adapters.
-        """
-        from paddle_vl.families.vlm.adapter import merge_lora
-
-        merge_lora(self)
-
-    def adapter_names(self) -> set[str] | None:
-        """HF keys of all parameters that the adapters train; None without adapters."""
-        if self.adapter is None:
-            return None
-        return {name for name in self.whole_shapes() if self.adapter.owns(name)}
+    def tensors_as_here(self, tensors: "dict[str, StoredTensor]") -> "dict[str, StoredTensor]":
+        return self.checkpoint_map.tensors_as_here(tensors, self.config)
 
     def stored_parameters(self) -> list[StoredParameter]:
         """This rank's parameters with checkpoint keys and layouts, fused ones once per linear."""
@@ -308,16 +266,4 @@ class PretrainedVLModel(SizedModel, Materializable, nn.Layer):
         if not self.placement.splits_parameters:
             return self
         with paddle.LazyGuard():
-            whole = type(self)(self.config)
-            if self.adapter is not None:
-                from paddle_vl.families.vlm.adapter import attach
-
-                attach(whole, self.adapter)
-        return whole
-
-
-def _of_base(model: PretrainedVLModel) -> list[StoredParameter]:
-    """Parameters of the base model, without the factors of adapters."""
-    from paddle_vl.checkpoint.adapter_files import is_low_rank
-
-    return [item for item in model.stored_parameters() if not is_low_rank(item.key)]
+            return type(self)(self.config).with_adapter_of(self)

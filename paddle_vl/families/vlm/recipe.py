@@ -185,7 +185,7 @@ class VLRecipe(Family):
 
     def flop_counter(self, model: Model, trained: Collection[str]) -> FlopCounter:
         adapter = model.adapter
-        ranks = {} if adapter is None else dict.fromkeys(adapter.targets, adapter.config.r)
+        ranks = {} if adapter is None else {m: size.r for m, size in adapter.sizes.items()}
         return type(self).counter_class(model.config, trained, ranks)
 
     def train_loader(self, collator: Collator, ranks: RankInfo) -> "PrefetchLoader | CorpusLoader":

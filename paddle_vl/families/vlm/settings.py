@@ -9,7 +9,6 @@ from pydantic import Field
 
 from paddle_vl.config.data_sources import DataEntries, SourceConfig, has_sources
 from paddle_vl.config.parallel_settings import ParallelConfig, ReservedRows
-from paddle_vl.config.patterns import misspelt_groups
 from paddle_vl.config.row_sources import RowFormat, RowSourceConfig, Strategy
 from paddle_vl.config.schema import DataConfig, LoRAConfig, ModelConfig, RunConfig
 from paddle_vl.config.section import FilePath, OnlyWith
@@ -157,10 +156,6 @@ class VLRun(RunConfig):
     parallel: VLParallelConfig = VLParallelConfig()
 
     @property
-    def trains_adapters(self) -> bool:
-        return self.model.lora is not None
-
-    @property
     def reserved_rows(self) -> ReservedRows | None:
         """parallel.pp_token_rows and pp_visual_rows; if one is not set, it follows from the bounds
         on the data."""
@@ -188,15 +183,6 @@ class VLRun(RunConfig):
             low, high = getattr(self.data, lowest), getattr(self.data, highest)
             if low is not None and high is not None and low > high:
                 yield f"data.{lowest} {low} exceeds data.{highest} {high}"
-        if self.model.lora is not None:
-            saved = self.model.lora.modules_to_save
-            yield from misspelt_groups(saved, "model.lora.modules_to_save", self.parts)
-        if self.model.lora is not None and self.model.pretrained is None:
-            yield (
-                "model.lora trains adapters on a checkpoint, which is not saved with them, but "
-                "model.pretrained is not set: set it, or remove model.lora to train all of "
-                "model.config"
-            )
 
     def _source_problems(self) -> Iterator[str]:
         data = self.data

@@ -168,9 +168,8 @@ class FleetSharding:
         """Update the slices, and all-gather the parameters."""
         if self.optimizer is None:
             return
-        if self._overlaps_gathers:
-            # For layers that did not run.
-            self._gathers.finish()
+        # For layers that did not run.
+        self.finish_gathers()
         self.optimizer.step()
         if self._overlaps_gathers:
             self._gathers.start()
@@ -181,13 +180,17 @@ class FleetSharding:
         for buffer in self._buffers if self.optimizer else ():
             buffer.grad_storage.zero_()
 
+    def finish_gathers(self) -> None:
+        """Wait for all-gathers of the last step, which read the slices."""
+        if self._overlaps_gathers and self.optimizer is not None:
+            self._gathers.finish()
+
     @paddle.no_grad()
     def all_gather_parameters(self) -> None:
         """All-gather parameters after writing to slices or copies; `step` includes it."""
         if self.optimizer is None:
             return
-        if self._overlaps_gathers:
-            self._gathers.finish()
+        self.finish_gathers()
         for name, master in self._masters.items():
             part = self.optimizer._slice_params[name]
             paddle.assign(master.astype(part.dtype), part)
@@ -204,8 +207,7 @@ class FleetSharding:
             value: `[n]`; ignored if this rank's slice is empty.
         """
         if value is None:
-            if self._overlaps_gathers and self.optimizer is not None:
-                self._gathers.finish()
+            self.finish_gathers()
             return parameter.detach()
         flat = paddle.empty([parameter.size], dtype=value.dtype)
         for rank, source in enumerate(self.group.ranks):

@@ -28,7 +28,8 @@ Keys of a line, since the previous line or start unless it says "whole run":
     `tokens_per_expert_min`, `_mean`, `_max`: see `paddle_vl.families.vlm.objective`.
     `eval_loss`, for a policy also its terms: in steps that evaluate. An evaluation between two
         reports has its own line. If data.eval has sources also `eval_perplexity` (exp of the loss)
-        and `eval_loss/SOURCE`, `eval_perplexity/SOURCE` of each.
+        and `eval_loss/SOURCE`, `eval_perplexity/SOURCE` of each. Of a policy `eval_action_mae/DIM`
+        and `eval_action_rmse/DIM`, see `paddle_vl.families.policy.action_errors`.
 
 Shapes: S sources of a mix. Over 350 lines, for all metrics of a step.
 """
@@ -342,6 +343,7 @@ class SourceTotals:
 def evaluation_entries(losses: MeanLosses) -> dict[str, float]:
     """Entries of a metrics line for an evaluation."""
     line = {"eval_loss": losses.loss}
+    line |= {f"eval_{name}": value for name, value in losses.measured.items()}
     if len(losses.terms) > 1:
         line |= {f"eval_{name}": mean for name, mean in losses.terms.items()}
     if losses.by_source:

@@ -18,6 +18,8 @@ from paddle_vl.files.text_file import naming, read_json_object, shown, write_tex
 
 METRICS_FILE = "metrics.jsonl"
 RUN_FILE = "run.json"
+# Predicted and true actions of the last evaluation of a policy.
+ACTIONS_FILE = "actions.json"
 EVAL_PREFIX = "eval_"
 _REMEDY = "mend it, or move it away"
 Line = dict[str, Any]

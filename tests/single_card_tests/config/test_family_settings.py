@@ -100,13 +100,13 @@ def test_a_model_that_does_not_fit_the_settings_is_refused_with_its_file(write, 
 
 
 def test_settings_of_another_family_are_refused_together_with_place_and_remedy(write):
-    file = write({"config": POLICY, "lora": {"r": 4}})
-    line = file.read_text().splitlines().index("  lora:") + 1
+    file = write({"config": POLICY}, data=RUN["data"] | {"columns": {"ask": "query"}})
+    line = file.read_text().splitlines().index("  columns:") + 1
     message = refusal(file, "parallel.ep_degree=2", "data.max_length=64", "train.sed=1")
     assert message.startswith("4 problems in the configuration:")
     # Other tests may have registered a family with the same settings.
     remedy = r"applies only to Qwen3-VL[\w, ]*, and the model is a pi07: remove it"
-    assert re.search(rf"{re.escape(str(file))}:{line}: model\.lora {remedy}", message)
+    assert re.search(rf"{re.escape(str(file))}:{line}: data\.columns {remedy}", message)
     assert re.search(rf"command line: parallel\.ep_degree {remedy}", message)
     assert re.search(rf"command line: data\.max_length {remedy}", message)
     assert "train.sed is not a setting; did you mean train.seed?" in message
@@ -114,7 +114,7 @@ def test_settings_of_another_family_are_refused_together_with_place_and_remedy(w
     assert "data.drops applies only to pi07, and the model is a Qwen3-VL: remove it" in message
 
 
-@pytest.mark.parametrize("setting", ["data.packing=0", "data.max_length=2049", "model.lora={}"])
+@pytest.mark.parametrize("setting", ["data.packing=0", "data.max_length=2049"])
 def test_only_the_default_of_another_family_s_setting_is_accepted(write, setting):
     assert "applies only to Qwen3-VL" in refusal(write({"config": POLICY}), setting)
 

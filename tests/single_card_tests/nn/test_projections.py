@@ -28,7 +28,7 @@ from paddle_vl.nn.linear import (
     VocabHead,
     fused_columns,
 )
-from paddle_vl.nn.lora import LowRankSettings, initial_a
+from paddle_vl.nn.lora import LowRankSettings, initial_factor
 from paddle_vl.testing.qwen3_vl import token_rows
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.freeze import freeze_parameters, treated_apart
@@ -195,7 +195,7 @@ def test_a_fresh_adapter_adds_zero_and_only_b_learns_at_first(x):
     layer = Linear(5, 7, bias=False)
     base = layer(paddle.to_tensor(x)).numpy()
     layer.add_low_rank(LowRankSettings(2, 1.5))
-    layer.lora.A.set_value(initial_a(np.random.default_rng(0), (5, 2)))
+    layer.lora.A.set_value(initial_factor(np.random.default_rng(0), (5, 2), True, "peft"))
     y = layer(paddle.to_tensor(x))
     np.testing.assert_array_equal(y.numpy(), base)
     y.sum().backward()
@@ -220,7 +220,11 @@ def test_dropout_zeroes_and_scales_the_input_in_training_only(x):
     assert len(set(distance.argmin(axis=1))) > 20
 
 
-def test_initial_values_are_uniform_within_the_root_of_the_width():
-    values = initial_a(np.random.default_rng(0), (64, 500))
-    assert np.abs(values).max() <= 0.125
-    assert values.std() == pytest.approx(0.125 / 3**0.5, rel=0.02)
+@pytest.mark.parametrize(
+    ("is_a", "law", "std"), [(True, "peft", 0.125 / 3**0.5), (True, "openpi", 0.01),
+                             (False, "peft", 0.0), (False, "openpi", 0.01)],
+)  # fmt: skip
+def test_initial_values_of_both_laws(is_a, law, std):
+    values = initial_factor(np.random.default_rng(0), (64, 500), is_a, law)
+    assert values.std() == pytest.approx(std, rel=0.02)
+    assert law != "peft" or np.abs(values).max() <= 0.125

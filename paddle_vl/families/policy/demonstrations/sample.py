@@ -1,5 +1,5 @@
 """One demonstration, a moment of an episode: its entries and shapes; batches of them; and what is
-drawn for training: fields that are dropped, noise and times.
+drawn for training: fields that are dropped, changes of images, noise and times.
 
 A sample is a mapping with the names of OpenTau's standard data format. Shapes: F frames of an
 observation (`n_obs_steps`, the current one last), S state dims, C steps of a chunk, A action dims,
@@ -43,7 +43,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from paddle_vl.data.worker_pool import SampleSource
-from paddle_vl.families.policy.features import DropProbabilities
+from paddle_vl.families.policy.features import DropProbabilities, ImageTransforms
 
 Demonstration = dict[str, Any]
 
@@ -243,6 +243,7 @@ class Stream(IntEnum):
     MIXTURE = 3
     MOMENT = 4
     SPLIT = 5
+    IMAGES = 6
 
 
 def sample_rng(seed: int, stream: Stream, *place: int) -> np.random.Generator:
@@ -353,15 +354,17 @@ def _of_source(name: str) -> Any:
 
 @dataclass(frozen=True)
 class DrawnDemonstrations:
-    """Samples of a source with the drops and flow draws of one epoch.
+    """Samples of a source with the drops, image changes and flow draws of one epoch.
 
-    The loader gets the view of an epoch from `in_epoch`. For evaluation leave out `probabilities`:
-    nothing is dropped, and since every evaluation is epoch 0, its draws are always the same.
+    The loader gets the view of an epoch from `in_epoch`. For evaluation leave out `probabilities`
+    and `transforms`: nothing is dropped or changed, and since every evaluation is epoch 0, its
+    draws are always the same.
 
     Attributes:
         probabilities: of the drops.
         flow: draws for the flow loss; None for none, as for the planner.
         seed: of all draws.
+        transforms: changes of the cameras' images; None for none.
     """
 
     source: DemonstrationSource
@@ -369,6 +372,7 @@ class DrawnDemonstrations:
     flow: FlowDraws | None = None
     seed: int = 0
     epoch: int = 0
+    transforms: ImageTransforms | None = None
 
     def in_epoch(self, epoch: int) -> "DrawnDemonstrations":
         """The same samples, with that epoch's draws."""
@@ -391,6 +395,11 @@ class DrawnDemonstrations:
             number, with_history=not drops.history, with_subgoals=not drops.subgoal
         )
         sample = drop_fields(sample, drops, self.shapes)
+        if self.transforms is not None:
+            from paddle_vl.families.policy.image_transforms import transformed
+
+            rng = sample_rng(self.seed, Stream.IMAGES, *place)
+            sample = transformed(sample, self.shapes.cameras, self.transforms, rng)
         if self.flow is not None:
             sample |= self.flow.draw(sample_rng(self.seed, Stream.FLOW, *place))
         return sample

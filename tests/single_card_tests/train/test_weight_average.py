@@ -1,0 +1,128 @@
+"""The moving average of the weights (`train.ema`).
+
+Guarantees: it follows its formula in float32, for float32 and half-precision parameters, in buckets
+and without; a skipped update does not move it; nothing is read by the host; exchanging it with the
+weights twice changes no bit; the decays are openpi's and LeRobot's; evaluations use it and final/
+holds it, checkpoints hold it beside the live weights, and a resumed run is bit-identical.
+"""
+
+import shutil
+
+import numpy as np
+import paddle
+import pytest
+from paddle.base.framework import EagerParamBase
+from safetensors.numpy import load_file
+
+from paddle_vl.cli.main import main
+from paddle_vl.config.load import load_run_config
+from paddle_vl.config.schema import EMAConfig, TrainConfig
+from paddle_vl.nn.master_weights import MasterWeights
+from paddle_vl.testing import record_host_reads
+from paddle_vl.train.build import build_trainer
+from paddle_vl.train.optimizer import Optimizer
+from paddle_vl.train.schedule import average_decay
+from tests.single_card_tests.train.tiny_run import write_tiny_run
+from tests.support.finished_runs import arrays_of, metrics_of
+
+DECAYS = [0.5, 0.9, 0.75]
+
+
+def numbers(optimizer) -> dict[str, np.ndarray]:
+    return {state.name: state.produce().copy() for state in optimizer.state_to_write()}
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["per tensor", "buckets"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_follows_its_formula_and_is_exchanged_with_the_weights(dtype, flat):
+    rng = np.random.default_rng(0)
+    parameters = [
+        EagerParamBase.from_tensor(
+            paddle.to_tensor(rng.normal(size=shape), dtype=dtype), trainable=True
+        )
+        for shape in [(3, 50), (7,)]
+    ]
+    named = [("a", parameters[0]), ("b", parameters[1])]
+    train = TrainConfig(output_dir="o", max_grad_norm=0.0, ema=EMAConfig())
+    optimizer = Optimizer(named, train, set(), MasterWeights(parameters))
+    optimizer.masks_updates = True
+    if flat:
+        optimizer.use_buckets()
+    masters = {name: optimizer.store.shard_of(p) for name, p in named}
+    expected = {name: master.numpy().astype(np.float64) for name, master in masters.items()}
+    for step, decay in enumerate([*DECAYS, 0.5]):
+        is_good = paddle.to_tensor(step < len(DECAYS))
+        for parameter in parameters:
+            factors = paddle.to_tensor(rng.normal(size=parameter.shape), dtype="float32")
+            (parameter.astype("float32") * factors).sum().backward()
+        optimizer.store.end_micro_batch()
+        optimizer.store.end_backward()
+        norm = optimizer.squared_norm().sqrt()
+        with record_host_reads() as reads:
+            optimizer.update(0.1, norm, is_good)
+            optimizer.update_average(decay, is_good)
+        assert reads == []
+        optimizer.clear_gradients()
+        if step < len(DECAYS):
+            for name, master in masters.items():
+                expected[name] = decay * expected[name] + (1 - decay) * master.numpy()
+    before = numbers(optimizer)
+    live = [parameter.astype("float32").numpy() for parameter in parameters]
+    for name, array in expected.items():
+        assert before[f"{name}/ema"].dtype == np.float32
+        np.testing.assert_allclose(before[f"{name}/ema"], array, rtol=0, atol=1e-6)
+    optimizer.swap_average()
+    for name, parameter in named:
+        rounded = paddle.to_tensor(before[f"{name}/ema"]).astype(dtype).astype("float32")
+        np.testing.assert_array_equal(parameter.astype("float32").numpy(), rounded.numpy())
+    optimizer.swap_average()
+    after = numbers(optimizer)
+    for name, array in before.items():
+        np.testing.assert_array_equal(after[name], array, err_msg=name)
+    for parameter, array in zip(parameters, live, strict=True):
+        np.testing.assert_array_equal(parameter.astype("float32").numpy(), array)
+
+
+def test_decays_of_openpi_and_lerobot():
+    assert [average_decay(EMAConfig(), step) for step in (1, 2, 9)] == [0.99] * 3
+    warmup = EMAConfig(schedule="warmup")
+    found = [average_decay(warmup, step) for step in (1, 2, 17, 10**7)]
+    assert found == pytest.approx([0.0, 1 - 2**-0.75, 1 - 17**-0.75, 0.9999])
+
+
+def train(run_file, output_dir, *more: str) -> None:
+    settings = [f"train.output_dir={output_dir}", "train.ema={decay: 0.6}", "train.save_steps=2"]
+    settings += [f"data.eval=[{run_file.with_name('test.jsonl')}]", "train.eval_steps=2", *more]
+    assert build_trainer(load_run_config(run_file, settings)).run() is None
+
+
+def test_a_run_evaluates_and_leaves_the_average_and_goes_on_from_the_weights(tmp_path, capsys):
+    run_file = write_tiny_run(tmp_path)
+    train(run_file, tmp_path / "out")
+    plain = ["train.ema=null", f"train.output_dir={tmp_path / 'plain'}"]
+    train(run_file, tmp_path / "plain", *plain)
+    found, other = (arrays_of(tmp_path / name / "checkpoint-4") for name in ("out", "plain"))
+    assert found.keys() - other.keys() == {f"{n}/ema" for n in other if "/" not in n}
+    for name, array in other.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+    for name, array in load_file(tmp_path / "out" / "final" / "model.safetensors").items():
+        average = found[f"{name}/ema"]
+        # State has the layout of this package.
+        assert any(np.array_equal(array, a.reshape(array.shape)) for a in (average, average.T)), (
+            name
+        )
+    lines = [line for line in metrics_of(tmp_path / "out") if "eval_loss" in line]
+    (tmp_path / "again").mkdir()
+    shutil.copytree(tmp_path / "out" / "checkpoint-2", tmp_path / "again" / "checkpoint-2")
+    resume = "train.resume_from_checkpoint=auto"
+    with pytest.raises(ValueError, match=r"train\.ema\.decay: 0\.6 -> 0\.7"):
+        train(run_file, tmp_path / "again", resume, "train.ema.decay=0.7")
+    train(run_file, tmp_path / "again", resume)
+    for name, array in arrays_of(tmp_path / "again" / "checkpoint-4").items():
+        np.testing.assert_array_equal(array, found[name], err_msg=name)
+    again = [line for line in metrics_of(tmp_path / "again") if "eval_loss" in line]
+    assert again[-1]["eval_loss"] == lines[-1]["eval_loss"]
+    # Last, since a command turns compiled kernels on.
+    assert main(["evaluate", str(tmp_path / "out"), "--data", str(tmp_path / "test.jsonl"),
+                 "--max-new-tokens", "1"]) == 0  # fmt: skip
+    assert f"{lines[-1]['eval_loss']:.4f}" in capsys.readouterr().out
