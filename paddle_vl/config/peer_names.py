@@ -91,7 +91,7 @@ PEERS = {
     "train.resume_from_checkpoint=auto": "resume resume_from auto_resume",
     "logging.logging_steps": "log_freq log_steps log_interval log_every",
     "logging.progress_bar": "disable_tqdm tqdm",
-    "logging.report_to": "wandb tensorboard visualdl logger log_with",
+    "logging.report_to": "wandb tensorboard visualdl swanlab use_swanlab logger log_with",
 }  # fmt: skip
 _SETTINGS = {name: setting for setting, names in PEERS.items() for name in names.split()}
 # Names of other sections are taken only if they are closer than that of a typing error.

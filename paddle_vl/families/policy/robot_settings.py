@@ -75,7 +75,7 @@ class RobotDatasetConfig(Section):
 
     vqa: Annotated[Any, _refused("pi07 learns from demonstrations only; leave it out")] = None
     image_transforms: Annotated[
-        Any, _refused("images of one dataset are not changed apart from others")
+        Any, _refused("images of all datasets are changed alike: set data.image_transforms")
     ] = None
     video_backend: Annotated[Any, _refused("videos are read by PyAV; remove it")] = None
     use_imagenet_stats: Annotated[

@@ -1,4 +1,4 @@
-"""Writes the metrics of a run: metrics.jsonl, VisualDL and TensorBoard, progress bar, loss curve.
+"""Writes the metrics of a run: metrics.jsonl, the writers of report_to, progress bar, loss curve.
 
 A report is gathered over all ranks after its step, in one collective, and read while the next step
 runs, so that the host does not wait for the device in between. The values of a rank form one small
@@ -8,8 +8,8 @@ tensor; the tensors of all ranks are gathered and copied to the host. Shapes: P 
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib import import_module
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,9 @@ from paddle_vl.train.reporting.run_files import (
     METRICS_FILE,
     Line,
     MetricsFile,
-    numbers_of,
-    tag_of,
+    read_starts,
 )
+from paddle_vl.train.reporting.writers.base import Start, Writer, open_writers
 
 logger = logging.getLogger(__name__)
 CURVE_FILE = "loss.png"
@@ -114,7 +114,7 @@ class Reporter:
     """
 
     bar: "ProgressBar"
-    _writers: "ScalarWriters"
+    _writers: list[Writer]
 
     def __init__(self, config: LoggingConfig, output_dir: Path, ranks: SingleRank):
         self._config, self._output_dir, self._ranks = config, output_dir, ranks
@@ -131,9 +131,15 @@ class Reporter:
             tokens: done, and of the whole run.
         """
         if self._ranks.is_main:
+            written = [line["step"] for line in self._file.read()]
             self._file.drop_after(step)
-            report_to, lines = self._config.report_to, self._file.read()
-            self._writers = ScalarWriters(report_to, self._output_dir, lines)
+            start = Start(
+                self._output_dir,
+                (read_starts(self._output_dir) or [{}])[-1],
+                self._file.read(),
+                max(written, default=0) if step else 0,
+            )
+            self._writers = open_writers(self._config.report_to, start)
         shown = (self._ranks.is_main, self._config.progress_bar)
         self.bar = ProgressBar(num_steps, step, *shown, tokens=tokens)
         self._is_open = True
@@ -181,20 +187,24 @@ class Reporter:
         if not self._ranks.is_main:
             return
         self._file.append(line)
-        self._writers.write(line)
+        for writer in self._writers:
+            writer.write(line)
         self.bar.show(line)
 
     def close(self) -> None:
         """Write what is pending, and draw the loss curve; nothing unless opened."""
         if not self._is_open:
             return
-        try:
-            self.write()
-        finally:
-            self.bar.close()
+        with ExitStack() as stack:
             if self._ranks.is_main:
-                self._writers.close()
-                draw_loss_curve(self._file.read(), self._output_dir / CURVE_FILE)
+                stack.callback(self._draw_curve)
+                for writer in self._writers:
+                    stack.callback(writer.close)
+            stack.callback(self.bar.close)
+            self.write()
+
+    def _draw_curve(self) -> None:
+        draw_loss_curve(self._file.read(), self._output_dir / CURVE_FILE)
 
 
 _DRAW_SECONDS = 0.2
@@ -282,53 +292,3 @@ class ProgressBar:
 
     def close(self) -> None:
         self._bar.close()
-
-
-# Module and class of a writer, pattern of its files, keyword arguments of its class.
-_WRITERS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
-    "visualdl": ("visualdl", "LogWriter", "vdlrecords.*", {}),
-    # `flush` of tensorboardX does not wait for its queue.
-    "tensorboard": ("tensorboardX", "SummaryWriter", "events.out.tfevents.*", {"flush_secs": 1}),
-}
-
-
-class ScalarWriters:
-    """Writes every number of a metrics line to VisualDL and TensorBoard.
-
-    Args:
-        names: names in logging.report_to; each writes into its own folder in `output_dir`.
-        lines: lines of the run so far. The writers' old files are replaced by them, as neither
-            format can remove the steps that a resumed run repeats.
-
-    Raises:
-        ValueError: the package of a writer is not installed.
-    """
-
-    def __init__(self, names: Sequence[str], output_dir: Path, lines: Iterable[Line] = ()):
-        self._writers = []
-        for name in names:
-            module, writer, files, settings = _WRITERS[name]
-            try:
-                writer_class = getattr(import_module(module), writer)
-            except ImportError as error:
-                raise ValueError(
-                    f"logging.report_to asks for {name}, which cannot be imported ({error}): "
-                    f"pip install 'paddle-vl[{name}]', or take it out of logging.report_to"
-                ) from error
-            for file in (output_dir / name).glob(files):
-                file.unlink()
-            self._writers.append(writer_class(logdir=str(output_dir / name), **settings))
-        self.write(*lines)
-
-    def write(self, *lines: Line) -> None:
-        """Write lines; a reader sees them within a second."""
-        for line in lines:
-            for key, value in numbers_of(line):
-                for writer in self._writers if value is not None else ():
-                    writer.add_scalar(tag_of(key), value, line["step"])
-        for writer in self._writers:
-            writer.flush()
-
-    def close(self) -> None:
-        for writer in self._writers:
-            writer.close()

@@ -95,7 +95,7 @@ class MetricGroup(NamedTuple):
     """Metrics that are shown together.
 
     Attributes:
-        tag: prefix of their names in VisualDL and TensorBoard.
+        tag: prefix of their names in the writers of report_to.
         title: title of their section in a report.
         words: matches a key of this group; the first group that matches is taken.
     """
@@ -135,7 +135,7 @@ def group_of(key: str) -> MetricGroup:
 
 
 def tag_of(key: str) -> str:
-    """A key's name in VisualDL and TensorBoard: `train/loss`, `eval/loss`, `data/epoch`."""
+    """A key's name in the writers of report_to: `train/loss`, `eval/loss`, `data/epoch`."""
     if key.startswith(EVAL_PREFIX):
         return f"eval/{key.removeprefix(EVAL_PREFIX)}"
     return f"{group_of(key).tag}/{key}"

@@ -41,6 +41,7 @@ from paddle_vl.train.reporting.run_files import RUN_FILE, read_starts
 PACKAGES = (
     "paddle-vl", "paddlepaddle", "paddlepaddle-gpu", "numpy", "safetensors", "tokenizers", "pillow",
     "pydantic", "av", "scipy", "matplotlib", "visualdl", "tensorboardX",
+    "swanlab", "wandb",
 )  # fmt: skip
 _GIT_SECONDS = 20
 

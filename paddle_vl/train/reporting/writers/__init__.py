@@ -1,0 +1,1 @@
+"""Where a run's numbers go beside metrics.jsonl; a module is a writer, by its name in report_to."""
