@@ -202,6 +202,10 @@ class Family(ABC):
     train_data: Any
     eval_data: Any
     loss: Loss
+    # Whether the loss needs passes before a step, see `paddle_vl.train.reference`.
+    compares: bool = False
+    # Checksum of the reference that a run compares with, which a resumed run must have too.
+    reference_checksum: str | None = None
 
     @abstractmethod
     def __init__(self, config: RunConfig, checkpoint: Path | None):
@@ -242,6 +246,11 @@ class Family(ABC):
         raise ValueError(
             f"{self.config.family} does not support parallel.schedule=colocated: set it to plain"
         )
+
+    def reference_values(self, model: Any) -> Iterable[tuple[Tensor, Tensor]] | None:
+        """The reference's value of each trained parameter on this rank, one at a time; None for a
+        loss that computes no reference."""
+        return None
 
     def trainable_names(self, model: Any) -> Iterable[str] | None:
         """Checkpoint keys that may be trained; None for all."""

@@ -312,14 +312,14 @@ def summed_in_chunks(
     Returns:
         A float32 scalar.
     """
-    call = _ChunkedSum(predict, rows, parameters, targets, vocab_size, cross_entropy)
+    call = ChunkedSum(predict, rows, parameters, targets, vocab_size, cross_entropy)
     given = [*rows, *parameters]
     if paddle.is_grad_enabled() and any(not value.stop_gradient for value in given):
         return cast(Tensor, _SumWithGradients.apply(call, *given))
     return sum(map(call.loss, call.chunks()), paddle.zeros([]))
 
 
-class _ChunkedSum:
+class ChunkedSum:
     """The arguments of `summed_in_chunks`, and gradients of the sum until its own is known; hides
     from `PyLayer` what it should not search."""
 

@@ -37,6 +37,7 @@ from paddle_vl.nn.objective import (
 )
 from paddle_vl.nn.operations import RowDropout
 from paddle_vl.nn.parameter_table import REPLICATED, ParameterTable, Tie
+from paddle_vl.nn.token_log_probs import TokenStatistics, Vocabulary, log_probs_in_chunks
 
 # Patches (pixels first) and grid of items (images, videos) to merged rows `[M, D]` and G levels of
 # `[M, D]`.
@@ -243,6 +244,25 @@ class RegionOps:
             )
 
         return head(x_TD, reduced)
+
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The ranks over which the head's logits are sharded."""
+        return Vocabulary()
+
+    def head_log_probs(
+        self, head: AdaptableLinear, x_TD: Tensor, targets: TargetRows
+    ) -> TokenStatistics:
+        """Log-probabilities of the targets, and statistics of their rows; arguments as of
+        `head_loss`. Logits exist for a chunk of rows at a time."""
+
+        def reduced(predict: Predict, rows: Sequence[Tensor], parameters: Sequence[Tensor]):
+            return log_probs_in_chunks(
+                predict, rows, parameters, targets, self.summed_cross_entropy, self.vocabulary
+            )
+
+        return TokenStatistics(*head(x_TD, reduced))
 
 
 class LayerFactory:

@@ -36,15 +36,27 @@ from paddle_vl.families.vlm.colocated import (
 )
 from paddle_vl.families.vlm.evaluation import build_evaluation
 from paddle_vl.families.vlm.inputs.collate import PackedCollator, SourcesCollator, VLCollator
+from paddle_vl.families.vlm.inputs.conversation import RowReader
 from paddle_vl.families.vlm.inputs.corpus import Corpus
 from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.families.vlm.inputs.open_data import open_conversations
+from paddle_vl.families.vlm.inputs.preference import PreferenceCollator, PreferenceReader
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.inputs.synthetic import write_conversations
 from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer
 from paddle_vl.families.vlm.model import VLForConditionalGeneration
 from paddle_vl.families.vlm.objective import VLBatchAdapter, VLLoss
 from paddle_vl.families.vlm.pipeline import VLStage, layer_costs
+from paddle_vl.families.vlm.preference.objective import (
+    PreferenceAdapter,
+    PreferenceLoss,
+    PreferenceStage,
+)
+from paddle_vl.families.vlm.preference.reference import (
+    PrecomputedReference,
+    values_in,
+    weights_checksum,
+)
 from paddle_vl.families.vlm.processor_fit import (
     check_processor_fits,
     model_collator,
@@ -111,9 +123,18 @@ class VLRecipe(Family):
         self.train_data = self._corpus(data.train) or self._dataset(data.train)
         self._eval_corpus = self._corpus(data.eval)
         self.eval_data = self._eval_corpus.samples() if self._eval_corpus else None
+        # Answers that are compared are evaluated by group, an entry of data.eval.
+        self._eval_groups: dict[str, ConversationData] = {}
+        if config.compares_answers:
+            groups = [self._dataset([entry]) for entry in data.eval]
+            names = [Path(group.files[0]).stem for group in groups]
+            self._eval_groups = dict(zip(names, groups, strict=True))
+            if len(groups) < 2:
+                self._eval_groups = {"": group for group in groups}
+            elif len(self._eval_groups) < len(groups):
+                raise ValueError(f"files of data.eval have one name ({names}): rename one of them")
         if data.eval and self._eval_corpus is None:
             self.eval_data = self._dataset(data.eval)
-        self.loss = VLLoss()
         source, described = self._weights, config.model.config
         if source is not None:
             self.model_config = self.model_class.config_class.from_pretrained(source)
@@ -131,6 +152,14 @@ class VLRecipe(Family):
             # The first stage has no tower.
             layers, _, after = self.costs
             self.costs = layers, 0.0, after
+        self.loss, self.compares = VLLoss(), config.compares_answers
+        if self.compares:
+            text = self.model_config.text_config
+            aux = text.router_aux_loss_coef if text.has_balance_loss(None) else None
+            self.loss = PreferenceLoss(config.preference, aux)
+            stage = self.make_stage
+            self.make_stage = lambda model, layers: PreferenceStage(stage(model, layers))
+            self.reference_checksum = self._with_reference()
 
     @property
     def sample_kind(self) -> str:
@@ -162,9 +191,12 @@ class VLRecipe(Family):
                 model.load_adapter(self.checkpoint)
         own = model.generation_config or GenerationConfig()
         model.generation_config = own.with_ends_of(self.processor.generation_config)
+        adapter = self.adapter_class(self.model_config.vision_config)
+        if isinstance(self.loss, PreferenceLoss):
+            adapter = PreferenceAdapter(adapter, self.loss)
         return BuiltModel(
             model,
-            self.adapter_class(self.model_config.vision_config),
+            adapter,
             collator,
             partial(_save, model),
             self.processor.save_pretrained,
@@ -196,8 +228,7 @@ class VLRecipe(Family):
         samples: Any = self.train_data
         packing, data = None, self.config.data
         if data.packing:
-            longest = data.packing_length or data.max_length
-            budget = RowBudget(longest, data.max_vision_tokens_per_row)
+            budget = RowBudget(self.config.packed_length, data.max_vision_tokens_per_row)
             # Rank 0 measures and caches the lengths; the others read its file afterwards, or raise
             # the same error.
             if not ranks.is_main:
@@ -208,9 +239,12 @@ class VLRecipe(Family):
                 if ranks.is_main:
                     ranks.wait()
             packing = Packing(lengths, budget)
-        of_rows = cast(VLCollator, collator)
-        of_rows = of_rows if packing is None else PackedCollator(of_rows)
-        names = tuple(samples.source_names)
+        of_rows: Any = collator
+        if self.compares:
+            of_rows = self._answers(collator, is_packed=packing is not None)
+        elif packing is not None:
+            of_rows = PackedCollator(of_rows)
+        names = () if self.compares else tuple(samples.source_names)
         return self.loader(
             self.train_data,
             SourcesCollator(of_rows, names) if names else of_rows,
@@ -223,6 +257,10 @@ class VLRecipe(Family):
         )
 
     def eval_loaders(self, collator: Collator, ranks: RankInfo) -> Mapping[str, PrefetchLoader]:
+        if self.compares:
+            of_answers = self._answers(collator)
+            of_groups = self._eval_groups.items()
+            return {name: self.once(each, of_answers, ranks) for name, each in of_groups}
         if self._eval_corpus is None:
             return super().eval_loaders(collator, ranks)
         corpus = self._eval_corpus
@@ -277,6 +315,50 @@ class VLRecipe(Family):
         from_base = self.checkpoint is None or self.config.model.lora is not None
         return self.config.model.pretrained if from_base else self.checkpoint
 
+    def reference_values(self, model: Model) -> Iterator[tuple[Tensor, Tensor]] | None:
+        if not (isinstance(self.loss, PreferenceLoss) and self.loss.has_reference):
+            return None
+        return values_in(self._reference_folder, model)
+
+    @property
+    def _reference_folder(self) -> Path:
+        folder = self.config.preference.ref_model or self.config.model.pretrained
+        assert folder is not None, "refused when the settings were read"
+        return Path(folder)
+
+    def _with_reference(self) -> str | None:
+        """The checksum of the reference's weights; with precomputed values these are read."""
+        if not self.config.preference.has_reference:
+            return None
+        if not self.config.preference.precompute_ref_log_probs:
+            return weights_checksum(self._reference_folder)
+        read = [self.precomputed(data).read() for data in self.compared_data if len(data)]
+        if len({*read}) > 1:
+            raise ValueError(
+                "data.train and data.eval have log-probabilities of different references: run "
+                "paddle-vl precompute-reference for all of them"
+            )
+        return read[0]
+
+    @property
+    def compared_data(self) -> list[ConversationData]:
+        """Training data, and evaluation data by group."""
+        return [cast(ConversationData, self.train_data), *self._eval_groups.values()]
+
+    def precomputed(self, data: ConversationData) -> PrecomputedReference:
+        """The file of the reference's log-probabilities beside some data."""
+        return PrecomputedReference(data, self.config.preference.ld_alpha)
+
+    def _answers(self, collator: Collator, is_packed: bool = False) -> PreferenceCollator:
+        preference = self.config.preference
+        return PreferenceCollator(
+            cast(VLCollator, collator),
+            is_packed,
+            not preference.is_unpaired,
+            preference.loss_type[0] == "kto",
+            preference.ld_alpha,
+        )
+
     def _corpus(self, entries: Sequence[Any]) -> "Corpus | None":
         """The sources of a mix; None for plain files of conversations."""
         if not has_sources(entries):
@@ -284,7 +366,9 @@ class VLRecipe(Family):
         return Corpus.opened(entries, self.config.data, self.processor, self.config.train.seed)
 
     def _dataset(self, entries: Sequence[Any]) -> ConversationData:
-        return open_conversations(entries, self.config.data, self.processor, self.config.train.seed)
+        config = self.config
+        reader = PreferenceReader if config.compares_answers else RowReader
+        return open_conversations(entries, config.data, self.processor, config.train.seed, reader)
 
 
 def model_shape(config: Any) -> ModelShape:
