@@ -13,7 +13,12 @@ from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 
-FAMILIES = {"pi07": "parity.pi07", "qwen3_5": "parity.qwen3_5", "qwen_vl": "parity.qwen_vl"}
+FAMILIES = {
+    "pi07": "parity.pi07",
+    "preference": "parity.preference",
+    "qwen3_5": "parity.qwen3_5",
+    "qwen_vl": "parity.qwen_vl",
+}
 
 
 def main() -> int:

@@ -159,6 +159,10 @@ def _simpo(p: Pairs) -> Tensor:
     return _smoothed(beta * p.mean_margin - gamma, p)
 
 
+def _odds_ratio(p: Pairs) -> Tensor:
+    return -p.settings.beta * F.log_sigmoid(p.log_odds)
+
+
 # The loss of each pair by its name; the mean over the pairs of the global batch is minimized.
 PAIR_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     "sigmoid": lambda p: _smoothed(p.margin, p),
@@ -181,7 +185,8 @@ PAIR_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     "sft_per_pair": lambda p: -p.c / p.n_c,
     "cpo": lambda p: _smoothed(p.margin, p),
     "simpo": _simpo,
-    "orpo": lambda p: -p.settings.beta * F.log_sigmoid(p.log_odds),
+    "or": _odds_ratio,
+    "orpo": _odds_ratio,
 }
 
 

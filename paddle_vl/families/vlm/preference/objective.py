@@ -103,10 +103,11 @@ class PreferenceLoss(VLLoss):
             terms |= {"kl": (0.0, "num_compared")} if settings.loss_type[0] == "kto" else {}
         else:
             names = ["rewards/margins", "rewards/accuracies"]
-            has_odds = settings.loss_type[0] == "orpo"
+            has_odds = settings.loss_type[0] in ("or", "orpo")
             names += ["log_odds_chosen", "log_odds_ratio"] if has_odds else []
             terms |= dict.fromkeys(names, (0.0, "num_compared"))
-        terms |= dict.fromkeys(("mean_token_accuracy", "entropy"), (0.0, "num_target_tokens"))
+        terms["mean_token_accuracy"] = 0.0, "num_chosen_tokens"
+        terms["entropy"] = 0.0, "num_target_tokens"
         self.terms = {name: weight for name, (weight, _) in terms.items()}
         self.divisors = [divisor for _, divisor in terms.values()]
         of_run = "answers" if settings.is_unpaired else "pairs"
@@ -149,7 +150,7 @@ class PreferenceLoss(VLLoss):
             found[f"logps/{side}"] = (output.log_probs * own_S).sum()
             found[f"logits/{side}"] = (tokens.mean_logit * own_S).sum()
             found[f"rewards/{side}"] = (found["rewards"] * own_S).sum()
-        found["mean_token_accuracy"] = tokens.is_top.sum()
+        found["mean_token_accuracy"] = (tokens.is_top * is_chosen_S).sum()
         found["entropy"] = tokens.entropy.sum()
         return {name: found[name] for name in self.terms}
 
@@ -164,7 +165,7 @@ class PreferenceLoss(VLLoss):
             losses_P = losses_P * self._likelihood(output)
         with paddle.no_grad():
             scale_S = settings.beta * (output.log_probs - output.reference)
-            if settings.loss_type[0] in ("simpo", "orpo"):
+            if settings.loss_type[0] in ("simpo", "or", "orpo"):
                 scale_S = scale_S / lengths_S
             elif "normalized" in settings.loss_type:
                 mean_P = 0.5 * (lengths_S[::2] + lengths_S[1::2])
@@ -175,7 +176,7 @@ class PreferenceLoss(VLLoss):
                 "rewards/margins": (margins_P * is_real_P).sum(),
                 "rewards/accuracies": ((margins_P > 0).astype("float32") * is_real_P).sum(),
             }
-            if settings.loss_type[0] == "orpo":
+            if settings.loss_type[0] in ("or", "orpo"):
                 found["log_odds_chosen"] = (pairs.log_odds * is_real_P).sum()
                 found["log_odds_ratio"] = (F.log_sigmoid(pairs.log_odds) * is_real_P).sum()
         return found | {"preference_loss": (losses_P * is_real_P).sum()}

@@ -10,12 +10,11 @@ from paddle_vl.config.section import FilePath, Section
 PairLoss = Literal[
     "sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "exo_pair", "nca_pair", "bco_pair",
     "sppo_hard", "apo_zero", "apo_down", "discopop", "aot", "aot_unpaired", "dpop", "kto_pair",
-    "normalized", "sft_per_pair", "sft", "cpo", "simpo", "orpo", "kto", "apo_zero_unpaired",
+    "normalized", "sft_per_pair", "sft", "cpo", "simpo", "or", "orpo", "kto",
+    "apo_zero_unpaired",
 ]  # fmt: skip
 UNPAIRED = ("kto", "apo_zero_unpaired")
-WITHOUT_REFERENCE = ("cpo", "simpo", "orpo")
-# Losses of one micro-batch's answers together: an epoch's last, smaller one has other values.
-OF_THE_BATCH = ("aot", "aot_unpaired", "kto_pair")
+WITHOUT_REFERENCE = ("cpo", "simpo", "or", "orpo")
 # What ms-swift, LLaMA-Factory and PaddleFormers call a setting of the same meaning.
 _OTHER_NAMES = {
     "pref_loss": "loss_type", "pref_beta": "beta", "dpo_label_smoothing": "label_smoothing",
@@ -28,7 +27,8 @@ class PreferenceConfig(Section):
     """Preference training (train.objective: preference), see docs/preference.md."""
 
     loss_type: list[PairLoss] = Field(default=["sigmoid"], min_length=1)
-    """losses of pairs (sigmoid is DPO), without a reference cpo, simpo or orpo, or on single rated
+    """losses of pairs (sigmoid is DPO), without a reference cpo, simpo or
+    orpo, or on single rated
     answers kto or apo_zero_unpaired; several are added, e.g. [sigmoid, bco_pair, sft] (MPO)"""
     loss_weights: list[float] | None = None
     """a weight for each of loss_type; default: 1"""
