@@ -36,9 +36,13 @@ class ComparingLoss(Protocol):
         batches: Sequence[Batch],
         reference: Sequence[Tensor],
         own: Sequence[Tensor],
-        summed: Callable[[Tensor], Tensor],
+        summed: Callable[[Tensor], Tensor] | None,
     ) -> list[Batch]:
-        """The batches with the values of the reference, and of `other_batches`."""
+        """The batches with the values of the reference, and of `other_batches`.
+
+        Args:
+            summed: sums over all ranks; None in an evaluation.
+        """
         ...
 
 
@@ -103,16 +107,18 @@ class ComparingRunner:
         store: ParameterStore | None = None,
         num_sources: int = 0,
     ) -> Tensor:
-        compared = self._compared(batches)
+        compared = self._compared(batches, self._ranks.sum_losses)
         return self._runner.accumulate_gradients(compared, totals, store, num_sources)
 
     def loss_sums(self, batches: Sequence[Batch]) -> Tensor:
-        return self._runner.loss_sums(self._compared(batches))
+        return self._runner.loss_sums(self._compared(batches, None))
 
     def values(self, batches: Sequence[Batch], of: Callable[[Any], Tensor]) -> list[Tensor]:
         return self._runner.values(batches, of)
 
-    def _compared(self, batches: Sequence[Batch]) -> list[Batch]:
+    def _compared(
+        self, batches: Sequence[Batch], summed: Callable[[Tensor], Tensor] | None
+    ) -> list[Batch]:
         loss: ComparingLoss = self.loss
         others = loss.other_batches(batches)
         own = self.values(others, loss.values) if others else []
@@ -121,4 +127,4 @@ class ComparingRunner:
             with self._reference.in_place():
                 found = self.values([*batches, *others], loss.values)
         with paddle.no_grad():
-            return loss.compared(batches, found, own, self._ranks.sum_losses)
+            return loss.compared(batches, found, own, summed)

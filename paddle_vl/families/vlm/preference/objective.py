@@ -214,7 +214,7 @@ class PreferenceLoss(VLLoss):
         batches: Sequence[Batch],
         reference: Sequence[Tensor],
         own: Sequence[Tensor],
-        summed: Callable[[Tensor], Tensor],
+        summed: Callable[[Tensor], Tensor] | None,
     ) -> list[Batch]:
         """The batches with what the passes before a step have found.
 
@@ -222,23 +222,24 @@ class PreferenceLoss(VLLoss):
             reference: `values` of the batches and then of `other_batches` under the reference;
                 empty without one, and on pipeline stages without a head.
             own: of `other_batches` under the policy.
-            summed: over all ranks that have other batches; called if there are other batches.
+            summed: sums over all ranks, which all call it; None in an evaluation, where each batch
+                has a baseline of its own, whatever other batches there are.
         """
         found: list[dict[str, Any]] = [dict(batch) for batch in batches]
         for batch, values_S in zip(found, reference, strict=False):
             batch[REFERENCE] = values_S
         if self.settings.loss_type[0] != "kto":
             return found
-        total = paddle.zeros([2])
-        others = reference[len(batches) :] or [paddle.zeros_like(each) for each in own]
-        for batch, policy_S, reference_S in zip(batches, own, others, strict=bool(own)):
-            real_S = paddle.to_tensor(batch["is_real"])
-            total += paddle.stack([((policy_S - reference_S) * real_S).sum(), real_S.sum()])
-        total = summed(total)
-        # The mean before the clamp, over all rows of the global batch.
-        baseline = F.relu(total[0] / total[1].clip(min=1.0))
-        for batch in found:
-            batch[BASELINE] = baseline
+        totals = [paddle.zeros([2]) for _ in found]
+        for number, policy_S in enumerate(own):
+            ratios_S = policy_S - reference[len(batches) + number]
+            real_S = device_tensor(found[number]["is_real"])
+            totals[number] = paddle.stack([(ratios_S * real_S).sum(), real_S.sum()])
+        if summed is not None:
+            totals = [summed(sum(totals[1:], totals[0]))] * len(found)
+        for batch, (total, count) in zip(found, totals, strict=True):
+            # The mean before the clamp.
+            batch[BASELINE] = F.relu(total / count.clip(min=1.0))
         return found
 
 
