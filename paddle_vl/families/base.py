@@ -252,6 +252,11 @@ class Family(ABC):
         loss that computes no reference."""
         return None
 
+    def precompute_reference(self) -> list[Path]:
+        """Write the reference's log-probabilities beside the data (`paddle-vl
+        precompute-reference`); returns the files."""
+        raise ValueError("the model's family does not compare answers: there is no reference")
+
     def trainable_names(self, model: Any) -> Iterable[str] | None:
         """Checkpoint keys that may be trained; None for all."""
         return None

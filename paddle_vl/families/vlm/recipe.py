@@ -40,7 +40,11 @@ from paddle_vl.families.vlm.inputs.conversation import RowReader
 from paddle_vl.families.vlm.inputs.corpus import Corpus
 from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.families.vlm.inputs.open_data import open_conversations
-from paddle_vl.families.vlm.inputs.preference import PreferenceCollator, PreferenceReader
+from paddle_vl.families.vlm.inputs.preference import (
+    PreferenceCollator,
+    PreferenceReader,
+    sides_of,
+)
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.inputs.synthetic import write_conversations
 from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer
@@ -54,6 +58,7 @@ from paddle_vl.families.vlm.preference.objective import (
 )
 from paddle_vl.families.vlm.preference.reference import (
     PrecomputedReference,
+    log_probs_of,
     values_in,
     weights_checksum,
 )
@@ -67,7 +72,7 @@ from paddle_vl.families.vlm.shown_samples import shown_sample
 from paddle_vl.generation.config import GenerationConfig
 from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.master_weights import ParameterStore
-from paddle_vl.nn.placement import Placement
+from paddle_vl.nn.placement import Placement, SingleDevicePlacement
 
 Model = VLForConditionalGeneration
 
@@ -277,7 +282,9 @@ class VLRecipe(Family):
         if first >= number:
             raise ValueError(f"{name} has {number} samples: there is no sample {first} (from 0)")
         for place in range(first, min(first + count, number)):
-            yield shown_sample(data[place], self.processor, data.place(place))
+            for side, sample in sides_of(data[place]).items():
+                where = f"{data.place(place)} {side}".rstrip()
+                yield shown_sample(sample, self.processor, where)
 
     @classmethod
     def evaluation(cls, folder: Path, options: EvaluationOptions) -> Evaluation:
@@ -332,22 +339,27 @@ class VLRecipe(Family):
             return None
         if not self.config.preference.precompute_ref_log_probs:
             return weights_checksum(self._reference_folder)
-        read = [self.precomputed(data).read() for data in self.compared_data if len(data)]
-        if len({*read}) > 1:
-            raise ValueError(
-                "data.train and data.eval have log-probabilities of different references: run "
-                "paddle-vl precompute-reference for all of them"
-            )
-        return read[0]
+        checksum = weights_checksum(self._reference_folder)
+        for each in self._precomputed(checksum):
+            each.read()
+        return checksum
 
-    @property
-    def compared_data(self) -> list[ConversationData]:
-        """Training data, and evaluation data by group."""
-        return [cast(ConversationData, self.train_data), *self._eval_groups.values()]
+    def _precomputed(self, checksum: str) -> list[PrecomputedReference]:
+        """The files of the reference beside training data and each group of evaluation data."""
+        every = [cast(ConversationData, self.train_data), *self._eval_groups.values()]
+        return [PrecomputedReference(d, checksum, self.config.preference.ld_alpha) for d in every]
 
-    def precomputed(self, data: ConversationData) -> PrecomputedReference:
-        """The file of the reference's log-probabilities beside some data."""
-        return PrecomputedReference(data, self.config.preference.ld_alpha)
+    def precompute_reference(self) -> list[Path]:
+        checksum = weights_checksum(self._reference_folder)
+        built = self.build_model(SingleDevicePlacement())
+        built.model.materialize_all()
+        built.model.eval()
+        collator = self._answers(built.collator)
+        size = self.config.train.per_device_eval_batch_size
+        files = self._precomputed(checksum)
+        for each in files:
+            each.write(log_probs_of(each.data, built, self.loss, collator, size))
+        return [each.path for each in files]
 
     def _answers(self, collator: Collator, is_packed: bool = False) -> PreferenceCollator:
         preference = self.config.preference

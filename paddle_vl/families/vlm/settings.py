@@ -274,19 +274,14 @@ class VLRun(RunConfig):
                 "that the run starts from, but model.pretrained is not set: set it, or "
                 "preference.reference_free"
             )
-        if preference.ref_model and preference.precompute_ref_log_probs:
-            yield (
-                "preference.ref_model is set and preference.precompute_ref_log_probs too, which "
-                "reads what the command has written: set preference.ref_model for the command "
-                "alone"
-            )
-        elif preference.ref_model and (model.freeze or model.lora is not None):
+        is_computed = not preference.precompute_ref_log_probs
+        if preference.ref_model and is_computed and (model.freeze or model.lora is not None):
             yield (
                 "preference.ref_model is set, but parts of the model are frozen (model.freeze, "
                 "model.lora) and would have to be equal in both: use "
                 "preference.precompute_ref_log_probs for another reference"
             )
-        if self.parallel.sharding_gather_overlap and not preference.precompute_ref_log_probs:
+        if self.parallel.sharding_gather_overlap and is_computed:
             yield (
                 "parallel.sharding_gather_overlap gathers parameters while the reference needs its "
                 "own: remove it, or use preference.precompute_ref_log_probs"

@@ -283,19 +283,25 @@ def _answers_of(sample: Sample, first: int) -> Iterator[tuple[_Answer, Sample]]:
         visual = {key: sample[key] for key in VISUAL_KEYS if key in sample}
         yield _Answer(_text(sample), bool(sample["is_chosen"]), first), visual
         return
-    shared: dict[str, np.ndarray] = {}
-    for place, side in enumerate(SIDES):
-        own = {
-            key.removeprefix(f"{side}."): value
-            for key, value in sample.items()
-            if key.startswith(f"{side}.")
-        }
-        visual = {key: own[key] for key in VISUAL_KEYS if key in own}
-        owner = first + place
-        if place and sample["shares_media"]:
-            own, owner = {**own, **shared}, first
-        shared = visual
-        yield _Answer(_text(own), place == 0, owner), visual
+    shares = bool(sample["shares_media"])
+    for place, own in enumerate(sides_of(sample).values()):
+        is_again = place == 1 and shares
+        visual = {} if is_again else {key: own[key] for key in VISUAL_KEYS if key in own}
+        yield _Answer(_text(own), place == 0, first + (place and not is_again)), visual
+
+
+def sides_of(sample: Sample) -> dict[str, Sample]:
+    """The sample of each answer of a pair, by side; a single one under "" if it is no pair."""
+    if "shares_media" not in sample:
+        return {"": sample}
+    found: dict[str, Sample] = {}
+    for side in SIDES:
+        start = f"{side}."
+        own = {k.removeprefix(start): v for k, v in sample.items() if k.startswith(start)}
+        if found and sample["shares_media"]:
+            own |= {key: value for key, value in found[SIDES[0]].items() if key in VISUAL_KEYS}
+        found[side] = own
+    return found
 
 
 def _text(sample: Sample) -> dict[str, np.ndarray]:

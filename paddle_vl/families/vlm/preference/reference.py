@@ -7,6 +7,7 @@ it when the data, the settings that make samples of them, or the reference's wei
 import hashlib
 import io
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,12 @@ from paddle_vl.checkpoint.adapter_files import is_low_rank
 from paddle_vl.checkpoint.manifest import file_sum, listed_weights
 from paddle_vl.checkpoint.reading import check_keys, checkpoint_tensors, stored_value
 from paddle_vl.checkpoint.rules import by_parameter
+from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.families.base import BuiltModel
 from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.files.text_file import replacing
 
+logger = logging.getLogger(__name__)
 COMMAND = "paddle-vl precompute-reference"
 
 
@@ -60,41 +64,71 @@ def weights_checksum(folder: Path) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+@paddle.no_grad()
+def log_probs_of(
+    data: ConversationData, built: BuiltModel, loss: Any, collator: Any, batch_size: int
+) -> np.ndarray:
+    """Log-probabilities of the answers of each sample, `[N, 2]`, or `[N, 1]` of rated ones; NaN of
+    samples that are skipped since they are bad.
+
+    Args:
+        built: a model on one device.
+        loss: a `PreferenceLoss`.
+        collator: a `PreferenceCollator`.
+    """
+    num_answers = 2 if collator.is_paired else 1
+    values = np.full((len(data), num_answers), np.nan, dtype=np.float32)
+    for start in range(0, len(data), batch_size):
+        good: dict[int, Any] = {}
+        for number in range(start, min(start + batch_size, len(data))):
+            try:
+                good[number] = data[number]
+            except BadSampleError:
+                if data.on_bad_sample == "fail":
+                    raise
+        if good:
+            batch = built.adapter.to_device(built.adapter.prepared(collator([*good.values()])))
+            found = loss.values(built.adapter.forward(built.model, batch))
+            values[[*good]] = found.numpy().reshape(-1, num_answers)
+        logger.info("%d of %d samples", min(start + batch_size, len(data)), len(data))
+    return values
+
+
 class PrecomputedReference:
     """The reference's log-probabilities of all answers of some data, in a file beside it.
 
     Args:
+        checksum: `weights_checksum` of the reference.
         ld_alpha: the setting, which the sums over tokens depend on.
     """
 
-    def __init__(self, data: ConversationData, ld_alpha: float | None):
+    def __init__(self, data: ConversationData, checksum: str, ld_alpha: float | None):
         self.data = data
         first = data.files[0]
         self.path = first.with_name(f"{first.name}.reference.npz")
         contents = [list(each) for each in getattr(data, "contents", ())]
-        self._of_data = {
-            "answers": [len(data), contents, data.length_settings()],
-            "ld_alpha": ld_alpha,
+        # What must be the same when the file is read, by its name in errors.
+        self._described = {
+            "the data, or the settings that make samples of it": json.dumps(
+                [len(data), contents, data.length_settings()]
+            ),
+            "the reference's weights": checksum,
+            "preference.ld_alpha": json.dumps(ld_alpha),
         }
 
-    def write(self, values: np.ndarray, checksum: str) -> None:
-        """Write the log-probabilities `[N, 2]`, or `[N, 1]` of rated answers.
-
-        Args:
-            checksum: `weights_checksum` of the reference.
-        """
+    def write(self, values: np.ndarray) -> None:
+        """Write the values of `log_probs_of`."""
         content = io.BytesIO()
-        described = json.dumps({**self._of_data, "weights": checksum})
-        np.savez(content, values=values.astype(np.float32), described=described)
+        np.savez(content, values=values, described=json.dumps(self._described))
         with replacing(self.path) as partial:
             partial.write_bytes(content.getvalue())
 
-    def read(self) -> str:
-        """Give the values to the data; returns the checksum of the reference's weights.
+    def read(self) -> None:
+        """Give the values to the data.
 
         Raises:
             RuntimeError: the file is missing or damaged.
-            ValueError: it is of other data or settings.
+            ValueError: it is of other data, settings or weights.
         """
         if not self.path.is_file():
             raise RuntimeError(
@@ -104,19 +138,12 @@ class PrecomputedReference:
         try:
             with np.load(self.path) as stored:
                 values, described = stored["values"], json.loads(str(stored["described"]))
+        # Whatever a damaged archive makes NumPy raise.
         except Exception as error:
-            raise RuntimeError(
-                f"{self.path} is damaged ({error}): run {COMMAND} again"
-            ) from error
-        for name, what in (("answers", "the data or how samples are made of them"),
-                           ("ld_alpha", "preference.ld_alpha")):  # fmt: skip
-            own = json.loads(json.dumps(self._of_data[name]))
-            if described.get(name) != own:
+            raise RuntimeError(f"{self.path} is damaged ({error}): run {COMMAND} again") from error
+        for what, own in self._described.items():
+            if described.get(what) != own:
                 raise ValueError(
-                    f"{self.path} is of other data: {what} changed since it was written; run "
-                    f"{COMMAND} again"
+                    f"{what} changed since {self.path} was written: run {COMMAND} again"
                 )
-        if len(values) != len(self.data):
-            raise ValueError(f"{self.path} has {len(values)} rows for {len(self.data)} samples")
         self.data.reference = values
-        return described["weights"]
