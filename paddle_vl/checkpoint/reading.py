@@ -185,9 +185,7 @@ def stored_values(
     ]
 
 
-def stored_value(
-    items: Sequence[StoredParameter], stored: Mapping[str, ReadableTensor]
-) -> Tensor:
+def stored_value(items: Sequence[StoredParameter], stored: Mapping[str, ReadableTensor]) -> Tensor:
     """The stored value of a parameter, in its shape and dtype.
 
     Args:

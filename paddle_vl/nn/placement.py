@@ -245,7 +245,6 @@ class RegionOps:
 
         return head(x_TD, reduced)
 
-
     @property
     def vocabulary(self) -> Vocabulary:
         """The ranks over which the head's logits are sharded."""

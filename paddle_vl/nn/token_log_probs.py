@@ -114,9 +114,7 @@ class _LogProbs(PyLayer):
         return tuple(chunked.gradients(paddle.ones([])))
 
 
-def statistics_of(
-    logits_RV: Tensor, targets_R: Tensor, vocabulary: Vocabulary
-) -> TokenStatistics:
+def statistics_of(logits_RV: Tensor, targets_R: Tensor, vocabulary: Vocabulary) -> TokenStatistics:
     """The statistics of some rows, from this rank's logits `[R, V]` float32; no gradient."""
     own_vocab = logits_RV.shape[1]
     largest_R = vocabulary.largest(logits_RV.max(axis=1))

@@ -67,7 +67,6 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 _LEFT_OUT = ("offset_alpha0.5", "orpo_trl")
 
 
-
 @dataclass(frozen=True)
 class _Array:
     """A tensor of a checkpoint that is in memory."""
@@ -112,7 +111,10 @@ class PreferenceFolders(Folders[PreferenceCase]):
     def _case(self, file: Path) -> PreferenceCase | None:
         kinds = {"case.json": "answers", "traj.json": "trajectory"}
         kind = kinds.get(file.name)
-        return None if kind is None else PreferenceCase(file.parent.name, kind, file, self)
+        # Other golden data have trajectories too.
+        if kind is None or (kind == "trajectory" and "lora" not in json.loads(file.read_text())):
+            return None
+        return PreferenceCase(file.parent.name, kind, file, self)
 
 
 FOLDERS = PreferenceFolders
@@ -273,9 +275,7 @@ def _answers(golden: PreferenceFolders, case: PreferenceCase, report: CaseReport
     _log_probs(report, case, model, reference)
 
 
-def _log_probs(
-    report: CaseReport, case: PreferenceCase, model: Any, reference: Reference
-) -> None:
+def _log_probs(report: CaseReport, case: PreferenceCase, model: Any, reference: Reference) -> None:
     """Sums of the policy and of the reference, padded and packed."""
     name = "kto" if "rows" in case.meta else "sigmoid"
     runner = runner_of(model, settings_of(name), reference)
@@ -319,9 +319,7 @@ def _gradients(
     norm: float,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
-    report.relative(
-        "norm", name, norm, GRADIENT, case.meta["losses"][name]["grad_global_norm"]
-    )
+    report.relative("norm", name, norm, GRADIENT, case.meta["losses"][name]["grad_global_norm"])
     norms, samples = case.samples[f"{name}.norms"], case.samples[f"{name}.samples"]
     own_norms, begin = [], 0
     for number, key in enumerate(case.meta["trainable"]):
@@ -367,7 +365,9 @@ def _trajectories(
             weight_decay=given["weight_decay"],
             weight_decay_exclude=[],
         )
-        runner = runner_of(model, settings_of("sigmoid"), reference_of(golden, inputs, model, False))
+        runner = runner_of(
+            model, settings_of("sigmoid"), reference_of(golden, inputs, model, False)
+        )
         parameters = [(n, p) for n, p in model.hf_named_parameters() if not p.stop_gradient]
         optimizer = Optimizer(parameters, config, decayed_names(dict(parameters), []))
         batch = runner.adapter.prepared(batch_of(model, inputs, settings_of("sigmoid")))

@@ -205,7 +205,9 @@ def _llama(row: dict[str, Any]) -> tuple[list[_Branch], tuple[str, ...]]:
     for key in ("chosen", "rejected"):
         answer = _messages(row[key], "assistant", key)
         answer = [
-            {"from": "gpt", "value": each["content"]} if each.keys() == {"role", "content"} else each
+            {"from": "gpt", "value": each["content"]}
+            if each.keys() == {"role", "content"}
+            else each
             for each in answer
         ]
         messages = read_sharegpt({"conversations": [*prompt, *answer]})["messages"]
