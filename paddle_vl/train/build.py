@@ -218,7 +218,7 @@ def _build(
         None if peak_flops is None else family.flop_counter(model, trained),
         lock,
         built.save_streamed and partial(save_with, built.save_streamed),
-        family.reference_checksum,
+        _reference_checksum(family, ranks),
     )
     loader.while_waiting = trainer.check_data_wait
     if isinstance(own_runner, ColocatedRunner):
@@ -235,6 +235,19 @@ def _build(
         f", continuing {checkpoint}" if checkpoint else "",
     )
     return trainer
+
+
+def _reference_checksum(family: Family, ranks: SingleRank) -> str | None:
+    """See `Family`, from rank 0. All ranks raise its error."""
+    found = problem = None
+    try:
+        found = family.reference_checksum() if ranks.is_main else None
+    except (ValueError, RuntimeError, OSError) as error:
+        problem = str(error)
+    found, problem = ranks.gathered([found, problem])[0]
+    if problem is not None:
+        raise ValueError(problem)
+    return found
 
 
 def run_family(config: RunConfig, checkpoint: Path | None = None) -> Family:

@@ -139,9 +139,9 @@ class Trainer:
     def _restore(self, state: checkpoints.TrainerState, folder: Path) -> None:
         if state.reference != self.reference_checksum:
             raise ValueError(
-                f"the reference's weights have the checksum {self.reference_checksum}, and those of "
-                f"the checkpoint had {state.reference}: give the run its reference again (the files "
-                "in model.pretrained, preference.ref_model, or those of precompute-reference)"
+                f"the reference's weights have the checksum {self.reference_checksum}, and the "
+                f"checkpoint's had {state.reference}: give the run its reference again (the files "
+                "in model.pretrained or preference.ref_model)"
             )
         self.step = self._last_saved = state.step
         self.tokens = restored_tokens(state.tokens, self.length, folder)

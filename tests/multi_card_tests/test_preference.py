@@ -3,9 +3,9 @@
 Guarantees, on pairs with shared images, images of their own and none, with the reference computed
 in the run: losses, rewards, accuracies, log-probabilities, evaluation by group, and every parameter
 after four steps are those of one device under tensor and sequence parallelism, in a pipeline, with
-sharded parameters and on data ranks; a resumed run is bit-identical. So are rated answers (KTO), whose
-baseline is a mean over all ranks, experts with their balance loss, packed pairs, adapters and the
-colocated schedule.
+sharded parameters and on data ranks; a resumed run is bit-identical. So it is with rated answers
+(KTO), whose baseline is a mean over all ranks, experts with their balance loss, packed pairs,
+adapters and the colocated schedule.
 """
 
 from collections.abc import Sequence

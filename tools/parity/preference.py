@@ -1,9 +1,10 @@
 """Golden cases of preference training: log-probabilities, losses, metrics and gradients, and
 training trajectories, with the package's own batches, runner, objective and reference.
 
-Tolerances are those of the golden README, for float32: log-probabilities of an answer 5e-5 absolute,
+Tolerances are those of the golden data, for float32: log-probabilities of an answer 5e-5 absolute,
 losses 2e-5 relative plus what the errors of log-probabilities make of it (ipo, sppo_hard and dpop
-amplify them), gradients 5e-5 relative to the largest entry of each tensor, trajectories 1e-4.
+amplify them), gradients 5e-5 relative to the largest entry of each tensor, trajectories 1e-4. Over
+350 lines: what a case holds, and how the package runs it.
 """
 
 import json
@@ -175,7 +176,7 @@ def batch_of(
 ) -> dict[str, Any]:
     """The case's inputs as the package's own batch."""
     tensors, is_paired = case.tensors, "pairs" in case.meta
-    rows, labels = tensors["in.input_ids"], case.meta.get("labels")
+    rows, labels = tensors["in.input_ids"], case.meta.get("labels", [])
     merge = model.config.vision_config.spatial_merge_size
     grids = tensors.get("in.image_grid_thw", np.zeros([0, 3], np.int64))
     pixels = tensors.get("in.pixel_values")
@@ -365,9 +366,8 @@ def _trajectories(
             weight_decay=given["weight_decay"],
             weight_decay_exclude=[],
         )
-        runner = runner_of(
-            model, settings_of("sigmoid"), reference_of(golden, inputs, model, False)
-        )
+        reference = reference_of(golden, inputs, model, has_delta=False)
+        runner = runner_of(model, settings_of("sigmoid"), reference)
         parameters = [(n, p) for n, p in model.hf_named_parameters() if not p.stop_gradient]
         optimizer = Optimizer(parameters, config, decayed_names(dict(parameters), []))
         batch = runner.adapter.prepared(batch_of(model, inputs, settings_of("sigmoid")))

@@ -14,6 +14,7 @@ are, so that all of their rules hold. Plain texts are one user's message and one
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from paddle_vl.data.formats.canonical import CanonicalRow, check_targets
@@ -44,7 +45,7 @@ class _Branch(NamedTuple):
 
     prompt: Messages
     completion: Messages
-    own: dict[str, Any] = {}
+    own: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -203,13 +204,9 @@ def _llama(row: dict[str, Any]) -> tuple[list[_Branch], tuple[str, ...]]:
     prompt = list_of(next(row[key] for key in LIST_KEYS if key in row), "conversations")
     branches = []
     for key in ("chosen", "rejected"):
-        answer = _messages(row[key], "assistant", key)
-        answer = [
-            {"from": "gpt", "value": each["content"]}
-            if each.keys() == {"role", "content"}
-            else each
-            for each in answer
-        ]
+        text = isinstance(row[key], str)
+        answer = {"from": "gpt", "value": row[key]} if text else row[key]
+        answer = answer if isinstance(answer, list) else [answer]
         messages = read_sharegpt({"conversations": [*prompt, *answer]})["messages"]
         branches.append(_Branch(messages[: len(prompt)], messages[len(prompt) :]))
     return branches, (*LIST_KEYS, "chosen", "rejected")

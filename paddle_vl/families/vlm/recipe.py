@@ -1,4 +1,7 @@
-"""A run of a vision-language family: see `paddle_vl.families.base.Family`."""
+"""A run of a vision-language family: see `paddle_vl.families.base.Family`.
+
+Over 350 lines: the answers to all that trainer and commands ask.
+"""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -40,28 +43,15 @@ from paddle_vl.families.vlm.inputs.conversation import RowReader
 from paddle_vl.families.vlm.inputs.corpus import Corpus
 from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.families.vlm.inputs.open_data import open_conversations
-from paddle_vl.families.vlm.inputs.preference import (
-    PreferenceCollator,
-    PreferenceReader,
-    sides_of,
-)
+from paddle_vl.families.vlm.inputs.preference import PreferenceReader, sides_of
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.inputs.synthetic import write_conversations
 from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer
 from paddle_vl.families.vlm.model import VLForConditionalGeneration
 from paddle_vl.families.vlm.objective import VLBatchAdapter, VLLoss
 from paddle_vl.families.vlm.pipeline import VLStage, layer_costs
-from paddle_vl.families.vlm.preference.objective import (
-    PreferenceAdapter,
-    PreferenceLoss,
-    PreferenceStage,
-)
-from paddle_vl.families.vlm.preference.reference import (
-    PrecomputedReference,
-    log_probs_of,
-    values_in,
-    weights_checksum,
-)
+from paddle_vl.families.vlm.preference.answers import ComparedAnswers
+from paddle_vl.families.vlm.preference.objective import PreferenceAdapter
 from paddle_vl.families.vlm.processor_fit import (
     check_processor_fits,
     model_collator,
@@ -90,7 +80,7 @@ class VLRecipe(Family):
     counter_class: ClassVar[Callable[[Any, Collection[str], dict[str, int]], FlopCounter]]
     config: VLRun
     parts: Mapping[str, Sequence[str]] = PARTS
-    make_stage: Callable[[Any, range], VLStage] = VLStage
+    make_stage: Callable[[Any, range], Any] = VLStage
 
     def __init__(self, config: VLRun, checkpoint: Path | None):
         self.config, self.checkpoint = config, checkpoint
@@ -128,16 +118,6 @@ class VLRecipe(Family):
         self.train_data = self._corpus(data.train) or self._dataset(data.train)
         self._eval_corpus = self._corpus(data.eval)
         self.eval_data = self._eval_corpus.samples() if self._eval_corpus else None
-        # Answers that are compared are evaluated by group, an entry of data.eval.
-        self._eval_groups: dict[str, ConversationData] = {}
-        if config.compares_answers:
-            groups = [self._dataset([entry]) for entry in data.eval]
-            names = [Path(group.files[0]).stem for group in groups]
-            self._eval_groups = dict(zip(names, groups, strict=True))
-            if len(groups) < 2:
-                self._eval_groups = {"": group for group in groups}
-            elif len(self._eval_groups) < len(groups):
-                raise ValueError(f"files of data.eval have one name ({names}): rename one of them")
         if data.eval and self._eval_corpus is None:
             self.eval_data = self._dataset(data.eval)
         source, described = self._weights, config.model.config
@@ -157,14 +137,12 @@ class VLRecipe(Family):
             # The first stage has no tower.
             layers, _, after = self.costs
             self.costs = layers, 0.0, after
-        self.loss, self.compares = VLLoss(), config.compares_answers
-        if self.compares:
-            text = self.model_config.text_config
-            aux = text.router_aux_loss_coef if text.has_balance_loss(None) else None
-            self.loss = PreferenceLoss(config.preference, aux)
-            stage = self.make_stage
-            self.make_stage = lambda model, layers: PreferenceStage(stage(model, layers))
-            self.reference_checksum = self._with_reference()
+        self.loss, self.answers = VLLoss(), None
+        if config.compares_answers:
+            train_data = cast(ConversationData, self.train_data)
+            self.answers = ComparedAnswers(config, self.model_config, train_data, self._dataset)
+            self.loss, self.compares = self.answers.loss, True
+            self.make_stage = self.answers.stages_of(self.make_stage)
 
     @property
     def sample_kind(self) -> str:
@@ -197,8 +175,8 @@ class VLRecipe(Family):
         own = model.generation_config or GenerationConfig()
         model.generation_config = own.with_ends_of(self.processor.generation_config)
         adapter = self.adapter_class(self.model_config.vision_config)
-        if isinstance(self.loss, PreferenceLoss):
-            adapter = PreferenceAdapter(adapter, self.loss)
+        if self.answers is not None:
+            adapter = PreferenceAdapter(adapter, self.answers.loss)
         return BuiltModel(
             model,
             adapter,
@@ -245,8 +223,8 @@ class VLRecipe(Family):
                     ranks.wait()
             packing = Packing(lengths, budget)
         of_rows: Any = collator
-        if self.compares:
-            of_rows = self._answers(collator, is_packed=packing is not None)
+        if self.answers is not None:
+            of_rows = self.answers.collator(collator, is_packed=packing is not None)
         elif packing is not None:
             of_rows = PackedCollator(of_rows)
         names = () if self.compares else tuple(samples.source_names)
@@ -262,10 +240,9 @@ class VLRecipe(Family):
         )
 
     def eval_loaders(self, collator: Collator, ranks: RankInfo) -> Mapping[str, PrefetchLoader]:
-        if self.compares:
-            of_answers = self._answers(collator)
-            of_groups = self._eval_groups.items()
-            return {name: self.once(each, of_answers, ranks) for name, each in of_groups}
+        if self.answers is not None:
+            own, groups = self.answers.collator(collator), self.answers.groups.items()
+            return {name: self.once(group, own, ranks) for name, group in groups}
         if self._eval_corpus is None:
             return super().eval_loaders(collator, ranks)
         corpus = self._eval_corpus
@@ -323,53 +300,15 @@ class VLRecipe(Family):
         return self.config.model.pretrained if from_base else self.checkpoint
 
     def reference_values(self, model: Model) -> Iterator[tuple[Tensor, Tensor]] | None:
-        if not (isinstance(self.loss, PreferenceLoss) and self.loss.has_reference):
-            return None
-        return values_in(self._reference_folder, model)
+        return None if self.answers is None else self.answers.reference_values(model)
 
-    @property
-    def _reference_folder(self) -> Path:
-        folder = self.config.preference.ref_model or self.config.model.pretrained
-        assert folder is not None, "refused when the settings were read"
-        return Path(folder)
-
-    def _with_reference(self) -> str | None:
-        """The checksum of the reference's weights; with precomputed values these are read."""
-        if not self.config.preference.has_reference:
-            return None
-        if not self.config.preference.precompute_ref_log_probs:
-            return weights_checksum(self._reference_folder)
-        checksum = weights_checksum(self._reference_folder)
-        for each in self._precomputed(checksum):
-            each.read()
-        return checksum
-
-    def _precomputed(self, checksum: str) -> list[PrecomputedReference]:
-        """The files of the reference beside training data and each group of evaluation data."""
-        every = [cast(ConversationData, self.train_data), *self._eval_groups.values()]
-        return [PrecomputedReference(d, checksum, self.config.preference.ld_alpha) for d in every]
+    def reference_checksum(self) -> str | None:
+        return None if self.answers is None else self.answers.checksum()
 
     def precompute_reference(self) -> list[Path]:
-        checksum = weights_checksum(self._reference_folder)
-        built = self.build_model(SingleDevicePlacement())
-        built.model.materialize_all()
-        built.model.eval()
-        collator = self._answers(built.collator)
-        size = self.config.train.per_device_eval_batch_size
-        files = self._precomputed(checksum)
-        for each in files:
-            each.write(log_probs_of(each.data, built, self.loss, collator, size))
-        return [each.path for each in files]
-
-    def _answers(self, collator: Collator, is_packed: bool = False) -> PreferenceCollator:
-        preference = self.config.preference
-        return PreferenceCollator(
-            cast(VLCollator, collator),
-            is_packed,
-            not preference.is_unpaired,
-            preference.loss_type[0] == "kto",
-            preference.ld_alpha,
-        )
+        if self.answers is None:
+            return super().precompute_reference()
+        return self.answers.precompute(self.build_model(SingleDevicePlacement()))
 
     def _corpus(self, entries: Sequence[Any]) -> "Corpus | None":
         """The sources of a mix; None for plain files of conversations."""

@@ -1,4 +1,7 @@
-"""Settings of a run of a vision-language family, beyond those of every run. Read without Paddle."""
+"""Settings of a run of a vision-language family, beyond those of every run. Read without Paddle.
+
+Over 350 lines: fields with their descriptions, and the rules between them.
+"""
 
 from collections.abc import Iterator
 from datetime import date
@@ -357,8 +360,8 @@ class VLRun(RunConfig):
         if is_shorter and not has_sources(data.train):
             yield (
                 f"data.packing_length {data.packing_length} is below data.max_length "
-                f"{data.max_length}{', twice for a pair' * self.has_pairs}: a sample of that length would fit no row; raise "
-                "data.packing_length or lower data.max_length"
+                f"{data.max_length}{' of both answers' * self.has_pairs}: a sample of that length "
+                "would fit no row; raise data.packing_length or lower data.max_length"
             )
         if data.padding_side == "left":
             yield (

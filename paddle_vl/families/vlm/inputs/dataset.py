@@ -52,6 +52,7 @@ class ConversationData(ABC):
             sample then has the number of its `source`, a scalar.
     """
 
+    files: list[Path]
     max_length: int | None
     on_bad_sample: OnBadSample
     skipped: Counter[str]

@@ -1,8 +1,8 @@
 """Loss and batch adapter of preference training.
 
-A micro-batch has the answers of its pairs as samples, so both of a pair are in one forward pass. The
-model gives log-probabilities of their tokens; this module sums them by answer and compares the sums
-with the reference's, which a pass without gradient has computed before (`train.reference`).
+A micro-batch has the answers of its pairs as samples, so both of a pair are in one forward pass.
+The model gives log-probabilities of their tokens; this module sums them by answer and compares the
+sums with the reference's, which a pass without gradient has computed before (`train.reference`).
 
 Every term has its own divisor, counted over the global batch: pairs or rated answers, tokens of
 chosen answers, micro-batches.
@@ -225,7 +225,7 @@ class PreferenceLoss(VLLoss):
             summed: sums over all ranks, which all call it; None in an evaluation, where each batch
                 has a baseline of its own, whatever other batches there are.
         """
-        found: list[dict[str, Any]] = [dict(batch) for batch in batches]
+        found: Any = [dict(batch) for batch in batches]
         for batch, values_S in zip(found, reference, strict=False):
             batch[REFERENCE] = values_S
         if self.settings.loss_type[0] != "kto":

@@ -1,7 +1,7 @@
 """The values of a reference: of its weights, or its log-probabilities computed in advance.
 
-A file of log-probabilities lies beside the data that it is of, with checksums of both: a run refuses
-it when the data, the settings that make samples of them, or the reference's weights are others.
+A file of log-probabilities lies beside the data that it is of, with checksums of both: a run
+refuses it when the data, the settings that make samples of them, or the weights are others.
 """
 
 import hashlib
@@ -98,12 +98,11 @@ class PrecomputedReference:
     """The reference's log-probabilities of all answers of some data, in a file beside it.
 
     Args:
-        checksum: `weights_checksum` of the reference.
         ld_alpha: the setting, which the sums over tokens depend on.
     """
 
-    def __init__(self, data: ConversationData, checksum: str, ld_alpha: float | None):
-        self.data = data
+    def __init__(self, data: ConversationData, ld_alpha: float | None):
+        self.data, self._weights = data, ""
         first = data.files[0]
         self.path = first.with_name(f"{first.name}.reference.npz")
         contents = [list(each) for each in getattr(data, "contents", ())]
@@ -112,14 +111,14 @@ class PrecomputedReference:
             "the data, or the settings that make samples of it": json.dumps(
                 [len(data), contents, data.length_settings()]
             ),
-            "the reference's weights": checksum,
             "preference.ld_alpha": json.dumps(ld_alpha),
         }
 
-    def write(self, values: np.ndarray) -> None:
-        """Write the values of `log_probs_of`."""
+    def write(self, values: np.ndarray, checksum: str) -> None:
+        """Write the values of `log_probs_of`, with the `weights_checksum` of the reference."""
         content = io.BytesIO()
-        np.savez(content, values=values, described=json.dumps(self._described))
+        described = json.dumps(self._described)
+        np.savez(content, values=values, described=described, weights=checksum)
         with replacing(self.path) as partial:
             partial.write_bytes(content.getvalue())
 
@@ -128,7 +127,7 @@ class PrecomputedReference:
 
         Raises:
             RuntimeError: the file is missing or damaged.
-            ValueError: it is of other data, settings or weights.
+            ValueError: it is of other data or settings.
         """
         if not self.path.is_file():
             raise RuntimeError(
@@ -138,6 +137,7 @@ class PrecomputedReference:
         try:
             with np.load(self.path) as stored:
                 values, described = stored["values"], json.loads(str(stored["described"]))
+                self._weights = str(stored["weights"])
         # Whatever a damaged archive makes NumPy raise.
         except Exception as error:
             raise RuntimeError(f"{self.path} is damaged ({error}): run {COMMAND} again") from error
@@ -147,3 +147,14 @@ class PrecomputedReference:
                     f"{what} changed since {self.path} was written: run {COMMAND} again"
                 )
         self.data.reference = values
+
+    def check_weights(self, checksum: str) -> None:
+        """
+        Raises:
+            ValueError: the values that were read are of other weights.
+        """
+        if self._weights != checksum:
+            raise ValueError(
+                f"the reference's weights changed since {self.path} was written: run {COMMAND} "
+                "again"
+            )

@@ -54,13 +54,11 @@ def test_terms_are_means_over_the_whole_step():
     of_batches = stored["micro_batches"]
     sums = {"preference_loss": "sigmoid_sum", "sft_loss": "nll_sum"}
     counts = {"preference_loss": "pairs", "sft_loss": "chosen_tokens"}
-    means = [
-        sum(each[sums[name]] for each in of_batches)
-        / sum(each[counts[name]] for each in of_batches)
-        if name in sums
-        else 0.0
-        for name in loss.terms
-    ]
+
+    def total(key: str) -> float:
+        return sum(each[key] for each in of_batches)
+
+    means = [total(sums[n]) / total(counts[n]) if n in sums else 0.0 for n in loss.terms]
     assert weighted_loss(means, loss) == pytest.approx(stored["per_pair_and_per_token"], rel=1e-6)
     divisors = dict(zip(loss.terms, loss.divisors, strict=True))
     assert divisors["preference_loss"] == "num_compared"
@@ -164,7 +162,7 @@ def test_precomputed_values_give_the_same_run_and_are_refused_for_others(run_fil
         run_family(load_run_config(str(run_file), [*stored, "preference.ld_alpha=0.5"]))
     other = write_preference_run(tmp_path / "other", 12).with_name("base")
     with pytest.raises(ValueError, match="the reference's weights changed since"):
-        run_family(load_run_config(str(run_file), [*stored, f"preference.ref_model={other}"]))
+        train(run_file, tmp_path / "other", [*stored, f"preference.ref_model={other}"])
     written.write_bytes(written.read_bytes()[:100])
     with pytest.raises(RuntimeError, match="is damaged"):
         run_family(load_run_config(str(run_file), stored))
