@@ -280,6 +280,40 @@ class TargetRows(NamedTuple):
         )
 
 
+class TokenStatistics(NamedTuple):
+    """What a head says of rows with a target, `[R]` float32 each, 0 where the target is
+    `IGNORE_INDEX`. Only the log-probabilities have a gradient.
+
+    Attributes:
+        log_probs: of the targets.
+        entropy: of the distribution over the vocabulary, in nats.
+        mean_logit: over the vocabulary.
+        is_top: 1 where the target has the largest logit.
+        log_collision: log of the sum of all squared probabilities.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor
+    mean_logit: Tensor
+    is_top: Tensor
+    log_collision: Tensor
+
+
+class Vocabulary(NamedTuple):
+    """The ranks that share the vocabulary; by default there is one.
+
+    Attributes:
+        share: number of this rank's share; all shares are equal.
+        num_shares: their number.
+        largest, total: all-reduces over the ranks, without a gradient.
+    """
+
+    share: int = 0
+    num_shares: int = 1
+    largest: Callable[[Tensor], Tensor] = lambda x: x
+    total: Callable[[Tensor], Tensor] = lambda x: x
+
+
 # The logits `[R, V]` of rows and parameters.
 Predict = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 

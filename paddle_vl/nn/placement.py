@@ -32,12 +32,13 @@ from paddle_vl.nn.objective import (
     Predict,
     TargetRows,
     TargetSources,
+    TokenStatistics,
+    Vocabulary,
     summed_cross_entropy,
     summed_in_chunks,
 )
 from paddle_vl.nn.operations import RowDropout
 from paddle_vl.nn.parameter_table import REPLICATED, ParameterTable, Tie
-from paddle_vl.nn.token_log_probs import TokenStatistics, Vocabulary, log_probs_in_chunks
 
 # Patches (pixels first) and grid of items (images, videos) to merged rows `[M, D]` and G levels of
 # `[M, D]`.
@@ -255,6 +256,7 @@ class RegionOps:
     ) -> TokenStatistics:
         """Log-probabilities of the targets, and statistics of their rows; arguments as of
         `head_loss`. Logits exist for a chunk of rows at a time."""
+        from paddle_vl.nn.token_log_probs import log_probs_in_chunks
 
         def reduced(predict: Predict, rows: Sequence[Tensor], parameters: Sequence[Tensor]):
             return log_probs_in_chunks(

@@ -8,47 +8,19 @@ Shapes: R rows with a target, V vocabulary of this rank.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
-from paddle_vl.nn.objective import IGNORE_INDEX, ChunkedSum, Predict, TargetRows
-
-
-class TokenStatistics(NamedTuple):
-    """What a head says of rows with a target, `[R]` float32 each, 0 where the target is
-    `IGNORE_INDEX`. Only the log-probabilities have a gradient.
-
-    Attributes:
-        log_probs: of the targets.
-        entropy: of the distribution over the vocabulary, in nats.
-        mean_logit: over the vocabulary.
-        is_top: 1 where the target has the largest logit.
-        log_collision: log of the sum of all squared probabilities.
-    """
-
-    log_probs: Tensor
-    entropy: Tensor
-    mean_logit: Tensor
-    is_top: Tensor
-    log_collision: Tensor
-
-
-class Vocabulary(NamedTuple):
-    """The ranks that share the vocabulary; by default there is one.
-
-    Attributes:
-        share: number of this rank's share; all shares are equal.
-        num_shares: their number.
-        largest, total: all-reduces over the ranks, without a gradient.
-    """
-
-    share: int = 0
-    num_shares: int = 1
-    largest: Callable[[Tensor], Tensor] = lambda x: x
-    total: Callable[[Tensor], Tensor] = lambda x: x
+from paddle_vl.nn.objective import (
+    IGNORE_INDEX,
+    ChunkedSum,
+    Predict,
+    TargetRows,
+    TokenStatistics,
+    Vocabulary,
+)
 
 
 def log_probs_in_chunks(

@@ -25,10 +25,9 @@ from paddle.distributed.fleet.utils.sequence_parallel_utils import (
 )
 
 from paddle_vl.batch.visual_index import RowPart
-from paddle_vl.nn.objective import IGNORE_INDEX, TargetSources
+from paddle_vl.nn.objective import IGNORE_INDEX, TargetSources, Vocabulary
 from paddle_vl.nn.operations import rows_in_order, slice_axis
 from paddle_vl.nn.placement import Encoder, ItemEncoder, RegionOps
-from paddle_vl.nn.token_log_probs import Vocabulary
 from paddle_vl.parallel.collectives import (
     all_gathered_in_order,
     all_reduced,

@@ -37,12 +37,12 @@ from paddle_vl.nn.objective import (
     SourceSums,
     TargetRows,
     TargetSources,
+    TokenStatistics,
     next_token_targets,
     num_targets,
 )
 from paddle_vl.nn.operations import device_tensor, host_array
 from paddle_vl.nn.placement import Placement
-from paddle_vl.nn.token_log_probs import TokenStatistics
 
 Array = np.ndarray | Tensor
 

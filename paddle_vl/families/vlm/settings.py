@@ -163,7 +163,8 @@ class VLRun(RunConfig):
         *("model.lora", "data.max_length", "data.min_pixels", "data.max_pixels"),
         *("data.temperature", "data.shuffle", "data.shuffle_shards"),
         *("data.packing", "data.packing_length", "data.max_vision_tokens_per_row"),
-        *("train.objective", "preference"),
+        "train.objective",
+        *(f"preference.{name}" for name in PreferenceConfig.model_fields),
     )
 
     model: VLModelConfig

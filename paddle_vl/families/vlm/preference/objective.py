@@ -32,8 +32,8 @@ from paddle_vl.families.vlm.objective import VLBatchAdapter, VLLoss, with_target
 from paddle_vl.families.vlm.pipeline import VLStage
 from paddle_vl.families.vlm.preference.losses import Pairs, kto_losses, pair_losses
 from paddle_vl.families.vlm.preference.settings import PreferenceConfig
+from paddle_vl.nn.objective import TokenStatistics
 from paddle_vl.nn.operations import device_tensor
-from paddle_vl.nn.token_log_probs import TokenStatistics
 
 # KTO's z0, a scalar, which the passes before a step add, as they do `REFERENCE`, `[S]`.
 BASELINE = "kto_baseline"

@@ -64,8 +64,8 @@ class PreferenceConfig(Section):
     ref_model: FilePath | None = None
     """the reference; default: model.pretrained, with model.lora without its adapters"""
     precompute_ref_log_probs: bool = False
-    """take the reference's log-probabilities from the files that paddle-vl precompute-reference
-    has written beside data.train and data.eval"""
+    """read the reference's values from the files beside data.train and data.eval that the command
+    for it has written, see docs/preference.md"""
     reference_free: bool = False
     """a reference that gives every answer the same probability"""
 
