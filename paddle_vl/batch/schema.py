@@ -87,3 +87,7 @@ class VLBatch(TextFields, total=False):
     target_sources: Annotated[Array, Axes("N", "int64")]
     # Visual rows that no token takes. From `VLBatchAdapter.synchronized`; read on the host.
     num_unused_visual_rows: int
+    # Visual tokens beyond one for each visual row, where samples share images. Read on the host.
+    num_reused_visual_rows: int
+    # Whether the model gives the log-probabilities of `target_rows` in place of a loss.
+    returns_log_probs: bool

@@ -177,21 +177,31 @@ def stored_values(
     """
 
     def read(items: Sequence[StoredParameter]) -> None:
-        first = items[0]
-        if first.block is None:
-            set_value(first.parameter, first.from_stored(stored[first.key].read()))
-            return
-        joined = paddle.empty(first.parameter.shape, first.parameter.dtype)
-        slices = first.table.column_slices(first.parameter)
-        for item, columns in zip(items, slices, strict=True):
-            value = paddle.to_tensor(item.from_stored(stored[item.key].read()))
-            joined[:, columns] = value.astype(joined.dtype)
-        joined._share_buffer_to(first.parameter)
+        stored_value(items, stored)._share_buffer_to(items[0].parameter)
 
     return [
         MaterializeStep(items[0].parameter, partial(read, items))
         for items in by_parameter(parameters)
     ]
+
+
+def stored_value(items: Sequence[StoredParameter], stored: Mapping[str, ReadableTensor]) -> Tensor:
+    """The stored value of a parameter, in its shape and dtype.
+
+    Args:
+        items: of the parameter, several of a fused one.
+    """
+    first = items[0]
+    dtype = first.parameter.dtype
+    if first.block is None:
+        value = paddle.to_tensor(first.from_stored(stored[first.key].read()))
+        return value if value.dtype == dtype else value.astype(dtype)
+    joined = paddle.empty(first.parameter.shape, dtype)
+    slices = first.table.column_slices(first.parameter)
+    for item, columns in zip(items, slices, strict=True):
+        value = paddle.to_tensor(item.from_stored(stored[item.key].read()))
+        joined[:, columns] = value.astype(dtype)
+    return joined
 
 
 def set_value(parameter: Tensor, array: np.ndarray) -> None:

@@ -26,6 +26,7 @@ from paddle_vl.cli.doctor import DOCTOR
 from paddle_vl.cli.export import EXPORT
 from paddle_vl.cli.hubs import DOWNLOAD, UPLOAD
 from paddle_vl.cli.opentau_words import translated, words_of_variables
+from paddle_vl.cli.preference import PRECOMPUTE
 from paddle_vl.cli.profile import PROFILE
 from paddle_vl.cli.robot_data import COMPUTE_STATS
 from paddle_vl.cli.serve import SERVE_POLICY
@@ -42,7 +43,7 @@ MALLOC_VARIABLE, _CACHED_BLOCKS = "GLIBC_TUNABLES", "glibc.malloc.tcache_count"
 _NOISY = r"(paddle|paddle2onnx|pkg_resources|setuptools|gast|astor|visualdl)(\.|$)"
 COMMANDS = (
     TRAIN, EVALUATE, GENERATE, MERGE, EXPORT, SERVE_POLICY, PROFILE, REPORT, TOKENIZE, SHOW_DATA,
-    CONVERT_DATA, COMPUTE_STATS, DOWNLOAD, UPLOAD, DOCTOR,
+    CONVERT_DATA, COMPUTE_STATS, PRECOMPUTE, DOWNLOAD, UPLOAD, DOCTOR,
 )  # fmt: skip
 
 

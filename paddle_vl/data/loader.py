@@ -198,7 +198,7 @@ def load_batch(
         loaded = _good_samples(dataset, np.asarray(rows), replace_bad, skipped)
     else:
         loaded = [_good_samples(dataset, numbers, replace_bad, skipped) for numbers in rows]
-        lengths = [sum(len(sample["input_ids"]) for sample in samples) for samples in loaded]
+        lengths = [sum(map(num_tokens, samples)) for samples in loaded]
         if max(lengths) > row_tokens:
             longest = int(np.argmax(lengths))
             raise RuntimeError(
@@ -208,6 +208,11 @@ def load_batch(
             )
     note_sample(None)
     return LoadedBatch(collator(loaded) if loaded else None, skipped)
+
+
+def num_tokens(sample: Sample) -> int:
+    """Tokens of a sample; of a pair of answers those of both."""
+    return sum(len(value) for key, value in sample.items() if key.endswith("input_ids"))
 
 
 def _good_samples(

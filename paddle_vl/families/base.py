@@ -234,6 +234,8 @@ class Family(ABC):
     train_data: Any
     eval_data: Any
     loss: Loss
+    # Whether the loss needs passes before a step, see `paddle_vl.train.reference`.
+    compares: bool = False
 
     @abstractmethod
     def __init__(self, config: RunConfig, checkpoint: Path | None):
@@ -274,6 +276,25 @@ class Family(ABC):
         raise ValueError(
             f"{self.config.family} does not support parallel.schedule=colocated: set it to plain"
         )
+
+    def reference_values(self, model: Any) -> Iterable[tuple[Tensor, Tensor]] | None:
+        """The reference's value of each trained parameter on this rank, one at a time; None for a
+        loss that computes no reference."""
+        return None
+
+    def reference_checksum(self) -> str | None:
+        """Checksum of the reference's weights, which a resumed run must have too. Called on one
+        rank, as it may read them.
+
+        Raises:
+            ValueError: precomputed values are of other weights.
+        """
+        return None
+
+    def precompute_reference(self) -> list[Path]:
+        """Write the reference's log-probabilities beside the data (`paddle-vl
+        precompute-reference`); returns the files."""
+        raise ValueError("the model's family does not compare answers: there is no reference")
 
     def trainable_names(self, model: Any) -> Iterable[str] | None:
         """Checkpoint keys that may be trained; None for all."""

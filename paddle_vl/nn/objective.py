@@ -280,6 +280,40 @@ class TargetRows(NamedTuple):
         )
 
 
+class TokenStatistics(NamedTuple):
+    """What a head says of rows with a target, `[R]` float32 each, 0 where the target is
+    `IGNORE_INDEX`. Only the log-probabilities have a gradient.
+
+    Attributes:
+        log_probs: of the targets.
+        entropy: of the distribution over the vocabulary, in nats.
+        mean_logit: over the vocabulary.
+        is_top: 1 where the target has the largest logit.
+        log_collision: log of the sum of all squared probabilities.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor
+    mean_logit: Tensor
+    is_top: Tensor
+    log_collision: Tensor
+
+
+class Vocabulary(NamedTuple):
+    """The ranks that share the vocabulary; by default there is one.
+
+    Attributes:
+        share: number of this rank's share; all shares are equal.
+        num_shares: their number.
+        largest, total: all-reduces over the ranks, without a gradient.
+    """
+
+    share: int = 0
+    num_shares: int = 1
+    largest: Callable[[Tensor], Tensor] = lambda x: x
+    total: Callable[[Tensor], Tensor] = lambda x: x
+
+
 # The logits `[R, V]` of rows and parameters.
 Predict = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 
@@ -312,14 +346,14 @@ def summed_in_chunks(
     Returns:
         A float32 scalar.
     """
-    call = _ChunkedSum(predict, rows, parameters, targets, vocab_size, cross_entropy)
+    call = ChunkedSum(predict, rows, parameters, targets, vocab_size, cross_entropy)
     given = [*rows, *parameters]
     if paddle.is_grad_enabled() and any(not value.stop_gradient for value in given):
         return cast(Tensor, _SumWithGradients.apply(call, *given))
     return sum(map(call.loss, call.chunks()), paddle.zeros([]))
 
 
-class _ChunkedSum:
+class ChunkedSum:
     """The arguments of `summed_in_chunks`, and gradients of the sum until its own is known; hides
     from `PyLayer` what it should not search."""
 

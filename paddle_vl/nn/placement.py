@@ -32,6 +32,8 @@ from paddle_vl.nn.objective import (
     Predict,
     TargetRows,
     TargetSources,
+    TokenStatistics,
+    Vocabulary,
     summed_cross_entropy,
     summed_in_chunks,
 )
@@ -243,6 +245,25 @@ class RegionOps:
             )
 
         return head(x_TD, reduced)
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The ranks over which the head's logits are sharded."""
+        return Vocabulary()
+
+    def head_log_probs(
+        self, head: AdaptableLinear, x_TD: Tensor, targets: TargetRows
+    ) -> TokenStatistics:
+        """Log-probabilities of the targets, and statistics of their rows; arguments as of
+        `head_loss`. Logits exist for a chunk of rows at a time."""
+        from paddle_vl.nn.token_log_probs import log_probs_in_chunks
+
+        def reduced(predict: Predict, rows: Sequence[Tensor], parameters: Sequence[Tensor]):
+            return log_probs_in_chunks(
+                predict, rows, parameters, targets, self.summed_cross_entropy, self.vocabulary
+            )
+
+        return TokenStatistics(*head(x_TD, reduced))
 
 
 class LayerFactory:

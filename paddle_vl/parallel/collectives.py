@@ -36,10 +36,10 @@ def divide_gradient(x: Tensor, ranks: int) -> Tensor:
     return _DivideGradient.apply(x, ranks)
 
 
-def all_reduced(x: Tensor, group) -> Tensor:
-    """The sum of every rank's `x`, without a gradient."""
+def all_reduced(x: Tensor, group, operation: int = dist.ReduceOp.SUM) -> Tensor:
+    """The sum of every rank's `x`, or another reduction; without a gradient."""
     total = x.clone()
-    dist.all_reduce(total, group=group)
+    dist.all_reduce(total, op=operation, group=group)
     return total
 
 

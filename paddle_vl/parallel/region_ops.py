@@ -13,6 +13,7 @@ from typing import cast
 
 import numpy as np
 import paddle
+import paddle.distributed as dist
 from paddle import Tensor, nn
 from paddle.autograd import PyLayer
 from paddle.distributed.fleet.layers.mpu import mp_ops as fleet_ops
@@ -24,7 +25,7 @@ from paddle.distributed.fleet.utils.sequence_parallel_utils import (
 )
 
 from paddle_vl.batch.visual_index import RowPart
-from paddle_vl.nn.objective import IGNORE_INDEX, TargetSources
+from paddle_vl.nn.objective import IGNORE_INDEX, TargetSources, Vocabulary
 from paddle_vl.nn.operations import rows_in_order, slice_axis
 from paddle_vl.nn.placement import Encoder, ItemEncoder, RegionOps
 from paddle_vl.parallel.collectives import (
@@ -145,6 +146,18 @@ class FleetRegionOps(RegionOps):
         if weights_T is not None:
             loss_T1 = loss_T1 * weights_T.unsqueeze(1)
         return loss_T1.sum()
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        group = self.mp_group
+        if group.nranks == 1:
+            return Vocabulary()
+        return Vocabulary(
+            group.rank,
+            group.nranks,
+            lambda x: all_reduced(x, group, dist.ReduceOp.MAX),
+            lambda x: all_reduced(x, group),
+        )
 
     def _spread(
         self,

@@ -42,6 +42,7 @@ from paddle_vl.train.lanes import lane_loaders
 from paddle_vl.train.layout import Layout, parallel_degrees
 from paddle_vl.train.memory_needed import NeededMemory, check_memory
 from paddle_vl.train.optimizer import Optimizer
+from paddle_vl.train.reference import ComparingRunner, Reference
 from paddle_vl.train.reporting.device_peaks import device_peak
 from paddle_vl.train.resume import changed_settings, check_pretrained, checkpoint_to_resume
 from paddle_vl.train.run_lock import RunLock
@@ -167,9 +168,13 @@ def _build(
         optimizer = ColocatedOptimizer([make_optimizer(*part) for part in parts], store)
     else:
         optimizer = make_optimizer(parameters, store)
-    runner = layout.runner(
+    runner = own_runner = layout.runner(
         model, family.make_stage, ranks, family.loss, built.adapter, family.item_encoder
     )
+    if family.compares:
+        values = family.reference_values(model)
+        reference = None if values is None else Reference(values, store)
+        runner = ComparingRunner(runner, reference, ranks)
     make_loader = partial(family.train_loader, built.collator)
     loader = lane_loaders(lambda lane: {"": make_loader(lane)}, ranks, topology)[""]
     if several:
@@ -213,10 +218,11 @@ def _build(
         None if peak_flops is None else family.flop_counter(model, trained),
         lock,
         built.save_streamed and partial(save_with, built.save_streamed),
+        _reference_checksum(family, ranks),
     )
     loader.while_waiting = trainer.check_data_wait
-    if isinstance(runner, ColocatedRunner):
-        runner.upcoming = trainer.feed.upcoming
+    if isinstance(own_runner, ColocatedRunner):
+        own_runner.upcoming = trainer.feed.upcoming
     if checkpoint is not None:
         trainer.restore(checkpoint)
     logger.info(
@@ -229,6 +235,19 @@ def _build(
         f", continuing {checkpoint}" if checkpoint else "",
     )
     return trainer
+
+
+def _reference_checksum(family: Family, ranks: SingleRank) -> str | None:
+    """See `Family`, from rank 0. All ranks raise its error."""
+    found = problem = None
+    try:
+        found = family.reference_checksum() if ranks.is_main else None
+    except (ValueError, RuntimeError, OSError) as error:
+        problem = str(error)
+    found, problem = ranks.gathered([found, problem])[0]
+    if problem is not None:
+        raise ValueError(problem)
+    return found
 
 
 def run_family(config: RunConfig, checkpoint: Path | None = None) -> Family:

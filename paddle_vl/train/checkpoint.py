@@ -156,6 +156,7 @@ class TrainerState:
     tokens: Count | None = None
     sources: dict[str, Any] | None = None
     has_manifest: bool = False
+    reference: str | None = None
 
     @classmethod
     def read(cls, folder: Path) -> "TrainerState":

@@ -51,9 +51,11 @@ def mean_losses(
             model.train()
     values = ranks.sum_losses(sums).numpy().tolist()
     counts = ranks.totals(counts)
-    if not all(counts):
+    trained = zip(counts, loss.terms.values(), strict=True)
+    if not all(count for count, weight in trained if weight):
         raise ValueError("the evaluation data has no target token: there is no loss to report")
-    means = [value / count for value, count in zip(values, counts, strict=True)]
+    # A term that is only reported may lack data: rewards of one kind of answers.
+    means = [value / max(count, 1) for value, count in zip(values, counts, strict=True)]
     names = list(loss.terms)
     losses = MeanLosses(
         weighted_loss(means, loss),
@@ -78,7 +80,7 @@ def combined(by_source: Mapping[str, MeanLosses], loss: Loss) -> MeanLosses:
     counts = {name: sum(each.counts[name] for each in by_source.values()) for name in names}
     means = {
         name: sum(each.terms[name] * each.counts[name] for each in by_source.values())
-        / counts[name]
+        / max(counts[name], 1)
         for name in names
     }
     return MeanLosses(weighted_loss(list(means.values()), loss), means, counts, by_source)

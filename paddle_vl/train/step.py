@@ -169,6 +169,11 @@ class Runner(Protocol):
         """`[n]`, each term before division, summed over the batches."""
         ...
 
+    def values(self, batches: Sequence[Batch], of: Callable[[Any], Tensor]) -> list[Tensor]:
+        """A value of the model's output for each batch, without gradients; nothing on pipeline
+        stages without the head. All ranks call it."""
+        ...
+
 
 class ModelRunner:
     """Runs all layers of a model on every rank, without a pipeline. See `Runner`."""
@@ -203,10 +208,13 @@ class ModelRunner:
             terms = terms + parts
         return terms
 
-    @paddle.no_grad()
     def loss_sums(self, batches: Sequence[Batch]) -> Tensor:
-        first, *others = (self.loss.sums(self._output(batch)) for batch in batches)
+        first, *others = self.values(batches, self.loss.sums)
         return sum(others, first)
+
+    @paddle.no_grad()
+    def values(self, batches: Sequence[Batch], of: Callable[[Any], Tensor]) -> list[Tensor]:
+        return [of(self._output(batch)) for batch in batches]
 
     def _output(self, batch: Batch) -> Any:
         with phase(Phase.HOST_TO_DEVICE):

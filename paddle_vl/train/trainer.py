@@ -74,6 +74,7 @@ class Trainer:
         count_flops: FLOPs of a batch.
         lock: lock of the output folder, released when the run ends.
         save_streamed: see `BuiltModel`.
+        reference_checksum: see `Family`.
     """
 
     def __init__(
@@ -90,11 +91,12 @@ class Trainer:
         count_flops: Callable[[Batch], int] | None = None,
         lock: RunLock | None = None,
         save_streamed: Fill | None = None,
+        reference_checksum: str | None = None,
     ):
         self.config, self.runner, self.optimizer = config, runner, optimizer
         self.data, self.length, self.num_steps = data, length, length.steps
         self.save_model, self.evaluate = save_model, evaluate
-        self.save_streamed = save_streamed
+        self.save_streamed, self.reference_checksum = save_streamed, reference_checksum
         self.ranks, self._lock = ranks, lock
         self.output_dir = Path(config.train.output_dir)
         self.record = RunRecord(self.output_dir)
@@ -144,6 +146,12 @@ class Trainer:
         self.optimizer.load_state(checkpoints.StoredArrays(folder))
 
     def _restore(self, state: checkpoints.TrainerState, folder: Path) -> None:
+        if state.reference != self.reference_checksum:
+            raise ValueError(
+                f"the reference's weights have the checksum {self.reference_checksum}, and the "
+                f"checkpoint's had {state.reference}: give the run its reference again (the files "
+                "in model.pretrained or preference.ref_model)"
+            )
         self.step = self._last_saved = state.step
         self.tokens = restored_tokens(state.tokens, self.length, folder)
         self.sources.load_state_dict(state.sources)
@@ -408,6 +416,8 @@ class Trainer:
             "data": self._data_state,
             "owes_evaluation": self._owes_evaluation,
         }
+        if self.reference_checksum is not None:
+            state["reference"] = self.reference_checksum
         checkpoints.save_state(folder, state)
 
     def _stop_early(self) -> None:

@@ -76,8 +76,8 @@ _SETTINGS_FOR_ALL = {
 _RENDERED_BY_THE_RUN = ("messages", "tools", "documents", "add_generation_prompt")
 
 _NO_PREFERENCES = (
-    "is for preference training, ranking or classification (not supported): keep the answer to "
-    "learn as the assistant's message, and remove the key"
+    "is for preference training (train.objective: preference), ranking or classification: for "
+    "fine-tuning keep the answer to learn as the assistant's message, and remove the key"
 )
 _NO_SAMPLE_WEIGHT = "of a record is not read: give 'loss' (true or false) to its assistant messages"
 _NO_OTHER_TURNS = "is not read: write its turns into 'messages', and remove the key"
@@ -233,8 +233,8 @@ def check_preference(row: Mapping[str, Any]) -> None:
         raise BadSampleError(
             "preference",
             f"'label' is {brief(label)!r}; of a record it must be a list of 0 and 1, one for each "
-            "assistant message (one value is for preference training or classification, which is "
-            "not supported): rename the key if it means something else",
+            "assistant message (one value is for preference training, train.objective: preference, "
+            "or classification): rename the key if it means something else",
         )
 
 

@@ -37,6 +37,7 @@ from paddle_vl.nn.objective import (
     SourceSums,
     TargetRows,
     TargetSources,
+    TokenStatistics,
     next_token_targets,
     num_targets,
 )
@@ -61,6 +62,7 @@ class VLOutput(IndexedOutput):
         aux_weight: weight of `aux_loss`, the configuration's `router_aux_loss_coef`.
         source_sums: `[S]` float32, sums of the cross entropy of each source of a training mix,
             without factors and gradients; None without `target_sources`.
+        tokens: log-probabilities of the targets, with `returns_log_probs` in place of a loss.
     """
 
     loss: Tensor | None = None
@@ -70,6 +72,7 @@ class VLOutput(IndexedOutput):
     aux_loss: Tensor | None = None
     aux_weight: float = 0.0
     source_sums: Tensor | None = None
+    tokens: TokenStatistics | None = None
 
     def share_of_step(self, num_target_tokens: int, num_batches: int) -> Tensor:
         """This micro-batch's share of the loss of a step.
@@ -132,6 +135,7 @@ class VLForConditionalGeneration(PretrainedVLModel):
         label_sources: Array | None = None,
         target_sources: Array | None = None,
         num_sources: int = 0,
+        returns_log_probs: bool = False,
         caches: list[KeyValueCache] | None = None,
         output_router_logits: bool | None = None,
         logits_to_keep: int = 0,
@@ -157,6 +161,8 @@ class VLForConditionalGeneration(PretrainedVLModel):
             label_sources: `[B, L]`, from which `target_sources` were taken; not read.
             target_sources: `[N]` int64 numbers, below `num_sources`, of the sources of these
                 labels, for `source_sums`; None for no such sums.
+            returns_log_probs: give the log-probabilities of `target_rows` in place of a loss, for
+                an objective over them; weights and sources are not read.
             caches: one per decoder layer when generating.
             output_router_logits: compute `aux_loss` over the real tokens and add it to the loss;
                 None for the configuration's setting. Not with caches.
@@ -212,7 +218,7 @@ class VLForConditionalGeneration(PretrainedVLModel):
             shape = hidden_BLD.shape[:2]
             hidden_TD = hidden_BLD.reshape([-1, hidden_TD.shape[-1]])
         if target_rows is not None:
-            of_targets = (target_weights, target_sources, num_sources)
+            of_targets = (target_weights, target_sources, num_sources, returns_log_probs)
             return self.losses(hidden_TD, target_rows, num_target_tokens, balance, *of_targets)
         return self.predict(hidden_TD, shape, labels, num_target_tokens, balance, loss_weights)
 
@@ -228,6 +234,7 @@ class VLForConditionalGeneration(PretrainedVLModel):
         visual_gather_indices: Array | None = None,
         visual_source_indices: Array | None = None,
         num_unused_visual_rows: int = 0,
+        num_reused_visual_rows: int = 0,
         has_left_padding: bool | None = None,
         cu_seqlens: Array | None = None,
         packed_key_ends: Array | None = None,
@@ -248,6 +255,8 @@ class VLForConditionalGeneration(PretrainedVLModel):
             num_unused_visual_rows: visual embeddings that no token receives, of the dummy image
                 with which a batch without images runs the tower, so that all ranks issue the same
                 collectives.
+            num_reused_visual_rows: visual tokens beyond one for each visual embedding, of samples
+                that share an image; the indices then name an embedding several times.
             has_left_padding: False if no real token follows padding; causality then hides the
                 padding and no mask is applied.
             cu_seqlens: `[S + 1]` int32 offsets of packed samples on the host, see
@@ -296,7 +305,7 @@ class VLForConditionalGeneration(PretrainedVLModel):
             "visual_update_indices": device_tensor(visual_update_indices),
             "visual_gather_indices": device_tensor(visual_gather_indices),
             "visual_source_indices": device_tensor(visual_source_indices),
-            "num_unused_visual_rows": num_unused_visual_rows,
+            "num_unused_visual_rows": num_unused_visual_rows - num_reused_visual_rows,
         }
 
     def predict(
@@ -330,10 +339,17 @@ class VLForConditionalGeneration(PretrainedVLModel):
         target_weights: Array | None = None,
         target_sources: Array | None = None,
         num_sources: int = 0,
+        returns_log_probs: bool = False,
     ) -> VLOutput:
         """Losses of the token rows `[T, D]` after the final norm, without logits; see `forward`."""
         rows_2R = device_tensor(target_rows)
         targets_R = rows_2R[1]
+        if returns_log_probs:
+            entered_TD = self.placement.ops.enter_columns(hidden_TD)
+            targets = TargetRows(rows_2R[0], targets_R)
+            output = self._output(None, None, targets_R, num_target_tokens, balance)
+            output.tokens = self.placement.ops.head_log_probs(self.lm_head, entered_TD, targets)
+            return output
         sources = None
         if target_sources is not None:
             sources = TargetSources(device_tensor(target_sources), SourceSums(num_sources))

@@ -25,7 +25,9 @@ from paddle_vl.nn.objective import IGNORE_INDEX, BatchAdapter, Loss, target_rows
 _GRIDS = ("image_grid_thw", "video_grid_thw")
 # Labels, their factors and sources reach the device as `target_rows`, `target_weights` and
 # `target_sources`.
-_HOST_ARRAYS = frozenset({*_GRIDS, "cu_seqlens", "labels", "loss_weights", "label_sources"})
+_HOST_ARRAYS = frozenset(
+    {*_GRIDS, "cu_seqlens", "labels", "loss_weights", "label_sources", "label_branches"}
+)
 
 
 class VLLoss(Loss):
@@ -128,8 +130,8 @@ class VLBatchAdapter(BatchAdapter[VLBatch]):
 
 
 def with_target_rows(batch: VLBatch) -> VLBatch:
-    """The batch with `target_rows`, and `target_weights` and `target_sources` if its labels have
-    factors and sources.
+    """The batch with `target_rows`, and `target_weights`, `target_sources` and `target_branches` if
+    its labels have factors, sources and answers of pairs that they belong to.
 
     Unchanged if it has them, or no labels on the host.
     """
@@ -144,9 +146,11 @@ def with_target_rows(batch: VLBatch) -> VLBatch:
     if "loss_weights" in batch:
         weights_T = np.roll(batch["loss_weights"], -1, axis=1).reshape(-1)
         added["target_weights"] = weights_T[added["target_rows"][0]]
-    if "label_sources" in batch:
-        sources_T = np.roll(batch["label_sources"], -1, axis=1).reshape(-1)
-        added["target_sources"] = sources_T[added["target_rows"][0]].astype(np.int64)
+    fields: Any = batch
+    for name in ("sources", "branches"):
+        if f"label_{name}" in batch:
+            numbers_T = np.roll(fields[f"label_{name}"], -1, axis=1).reshape(-1)
+            added[f"target_{name}"] = numbers_T[added["target_rows"][0]].astype(np.int64)
     return cast(VLBatch, {**batch, **added})
 
 

@@ -28,7 +28,7 @@ _VISUAL_FIELDS = (*_PIXELS, "image_grid_thw", "video_grid_thw")
 _NOT_FOR_DECODER = (
     *_PIXELS,
     *("labels", "num_target_tokens", "loss_weights", "target_rows", "target_weights"),
-    *("label_sources", "target_sources", "num_sources"),
+    *("label_sources", "target_sources", "num_sources", "returns_log_probs"),
 )
 
 
@@ -148,6 +148,7 @@ class VLStage:
                 targets.get("target_weights"),
                 targets.get("target_sources"),
                 targets.get("num_sources", 0),
+                targets.get("returns_log_probs", False),
             )
         left = [levels[g] for g in self.travelling(self.layers.stop) if g in levels]
         if balance is not None:

@@ -1,4 +1,7 @@
-"""A run of a vision-language family: see `paddle_vl.families.base.Family`."""
+"""A run of a vision-language family: see `paddle_vl.families.base.Family`.
+
+Over 350 lines: the answers to all that trainer and commands ask.
+"""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -37,15 +40,19 @@ from paddle_vl.families.vlm.colocated import (
 from paddle_vl.families.vlm.evaluation import build_evaluation
 from paddle_vl.families.vlm.flops import VLFlops
 from paddle_vl.families.vlm.inputs.collate import PackedCollator, SourcesCollator, VLCollator
+from paddle_vl.families.vlm.inputs.conversation import RowReader
 from paddle_vl.families.vlm.inputs.corpus import Corpus
 from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.families.vlm.inputs.open_data import open_conversations
+from paddle_vl.families.vlm.inputs.preference import PreferenceReader, sides_of
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.inputs.synthetic import write_conversations
 from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer
 from paddle_vl.families.vlm.model import VLForConditionalGeneration
 from paddle_vl.families.vlm.objective import VLBatchAdapter, VLLoss
 from paddle_vl.families.vlm.pipeline import VLStage, layer_costs
+from paddle_vl.families.vlm.preference.answers import ComparedAnswers
+from paddle_vl.families.vlm.preference.objective import PreferenceAdapter
 from paddle_vl.families.vlm.processor_fit import (
     check_processor_fits,
     model_collator,
@@ -56,7 +63,7 @@ from paddle_vl.families.vlm.shown_samples import shown_sample
 from paddle_vl.generation.config import GenerationConfig
 from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.master_weights import ParameterStore
-from paddle_vl.nn.placement import Placement
+from paddle_vl.nn.placement import Placement, SingleDevicePlacement
 
 Model = VLForConditionalGeneration
 
@@ -74,7 +81,7 @@ class VLRecipe(Family):
     counter_class: ClassVar[Callable[[Any, Collection[str], dict[str, int]], FlopCounter]] = VLFlops
     config: VLRun
     parts: Mapping[str, Sequence[str]] = PARTS
-    make_stage: Callable[[Any, range], VLStage] = VLStage
+    make_stage: Callable[[Any, range], Any] = VLStage
 
     def __init__(self, config: VLRun, checkpoint: Path | None):
         self.config, self.checkpoint = config, checkpoint
@@ -114,7 +121,6 @@ class VLRecipe(Family):
         self.eval_data = self._eval_corpus.samples() if self._eval_corpus else None
         if data.eval and self._eval_corpus is None:
             self.eval_data = self._dataset(data.eval)
-        self.loss = VLLoss()
         source, described = self._weights, config.model.config
         if source is not None:
             self.model_config = self.model_class.config_class.from_pretrained(source)
@@ -132,6 +138,12 @@ class VLRecipe(Family):
             # The first stage has no tower.
             layers, _, after = self.costs
             self.costs = layers, 0.0, after
+        self.loss, self.answers = VLLoss(), None
+        if config.compares_answers:
+            train_data = cast(ConversationData, self.train_data)
+            self.answers = ComparedAnswers(config, self.model_config, train_data, self._dataset)
+            self.loss, self.compares = self.answers.loss, True
+            self.make_stage = self.answers.stages_of(self.make_stage)
 
     @property
     def sample_kind(self) -> str:
@@ -163,9 +175,12 @@ class VLRecipe(Family):
                 model.load_adapter(self.checkpoint)
         own = model.generation_config or GenerationConfig()
         model.generation_config = own.with_ends_of(self.processor.generation_config)
+        adapter = self.adapter_class(self.model_config.vision_config)
+        if self.answers is not None:
+            adapter = PreferenceAdapter(adapter, self.answers.loss)
         return BuiltModel(
             model,
-            self.adapter_class(self.model_config.vision_config),
+            adapter,
             collator,
             partial(_save, model),
             self.processor.save_pretrained,
@@ -197,8 +212,7 @@ class VLRecipe(Family):
         samples: Any = self.train_data
         packing, data = None, self.config.data
         if data.packing:
-            longest = data.packing_length or data.max_length
-            budget = RowBudget(longest, data.max_vision_tokens_per_row)
+            budget = RowBudget(self.config.packed_length, data.max_vision_tokens_per_row)
             # Rank 0 measures and caches the lengths; the others read its file afterwards, or raise
             # the same error.
             if not ranks.is_main:
@@ -209,9 +223,12 @@ class VLRecipe(Family):
                 if ranks.is_main:
                     ranks.wait()
             packing = Packing(lengths, budget)
-        of_rows = cast(VLCollator, collator)
-        of_rows = of_rows if packing is None else PackedCollator(of_rows)
-        names = tuple(samples.source_names)
+        of_rows: Any = collator
+        if self.answers is not None:
+            of_rows = self.answers.collator(collator, is_packed=packing is not None)
+        elif packing is not None:
+            of_rows = PackedCollator(of_rows)
+        names = () if self.compares else tuple(samples.source_names)
         return self.loader(
             self.train_data,
             SourcesCollator(of_rows, names) if names else of_rows,
@@ -224,6 +241,9 @@ class VLRecipe(Family):
         )
 
     def eval_loaders(self, collator: Collator, ranks: RankInfo) -> Mapping[str, PrefetchLoader]:
+        if self.answers is not None:
+            own, groups = self.answers.collator(collator), self.answers.groups.items()
+            return {name: self.once(group, own, ranks) for name, group in groups}
         if self._eval_corpus is None:
             return super().eval_loaders(collator, ranks)
         corpus = self._eval_corpus
@@ -240,7 +260,9 @@ class VLRecipe(Family):
         if first >= number:
             raise ValueError(f"{name} has {number} samples: there is no sample {first} (from 0)")
         for place in range(first, min(first + count, number)):
-            yield shown_sample(data[place], self.processor, data.place(place))
+            for side, sample in sides_of(data[place]).items():
+                where = f"{data.place(place)} {side}".rstrip()
+                yield shown_sample(sample, self.processor, where)
 
     @classmethod
     def evaluation(cls, folder: Path, options: EvaluationOptions) -> Evaluation:
@@ -278,6 +300,17 @@ class VLRecipe(Family):
         from_base = self.checkpoint is None or self.config.model.lora is not None
         return self.config.model.pretrained if from_base else self.checkpoint
 
+    def reference_values(self, model: Model) -> Iterator[tuple[Tensor, Tensor]] | None:
+        return None if self.answers is None else self.answers.reference_values(model)
+
+    def reference_checksum(self) -> str | None:
+        return None if self.answers is None else self.answers.checksum()
+
+    def precompute_reference(self) -> list[Path]:
+        if self.answers is None:
+            return super().precompute_reference()
+        return self.answers.precompute(self.build_model(SingleDevicePlacement()))
+
     def _corpus(self, entries: Sequence[Any]) -> "Corpus | None":
         """The sources of a mix; None for plain files of conversations."""
         if not has_sources(entries):
@@ -285,7 +318,9 @@ class VLRecipe(Family):
         return Corpus.opened(entries, self.config.data, self.processor, self.config.train.seed)
 
     def _dataset(self, entries: Sequence[Any]) -> ConversationData:
-        return open_conversations(entries, self.config.data, self.processor, self.config.train.seed)
+        config = self.config
+        reader = PreferenceReader if config.compares_answers else RowReader
+        return open_conversations(entries, config.data, self.processor, config.train.seed, reader)
 
 
 def model_shape(config: Any) -> ModelShape:

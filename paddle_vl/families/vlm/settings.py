@@ -1,4 +1,7 @@
-"""Settings of a run of a vision-language family, beyond those of every run. Read without Paddle."""
+"""Settings of a run of a vision-language family, beyond those of every run. Read without Paddle.
+
+Over 350 lines: fields with their descriptions, and the rules between them.
+"""
 
 from collections.abc import Iterator
 from datetime import date
@@ -10,8 +13,9 @@ from pydantic import Field
 from paddle_vl.config.data_sources import DataEntries, SourceConfig, has_sources
 from paddle_vl.config.parallel_settings import ParallelConfig, ReservedRows
 from paddle_vl.config.row_sources import RowFormat, RowSourceConfig, Strategy
-from paddle_vl.config.schema import DataConfig, LoRAConfig, ModelConfig, RunConfig
+from paddle_vl.config.schema import DataConfig, LoRAConfig, ModelConfig, RunConfig, TrainConfig
 from paddle_vl.config.section import FilePath, OnlyWith
+from paddle_vl.families.vlm.preference.settings import PreferenceConfig
 
 # Named groups of parameters for model.freeze and train.part_learning_rates, as patterns over HF
 # parameter names.
@@ -122,6 +126,15 @@ class VLDataConfig(DataConfig):
         return not is_name and not any(mark in entry for mark in ("#", "%", ",", "::", "://"))
 
 
+class VLTrainConfig(TrainConfig):
+    """What is learned, and the settings of every run."""
+
+    objective: Literal["sft", "preference"] = "sft"
+    """sft: the answers of conversations, or a pretraining mix; preference: which of two answers is
+    better (DPO and others), or that single answers are good or bad (KTO), see the section
+    preference"""
+
+
 class VLParallelConfig(ParallelConfig):
     """Experts, and the message sizes of the pipeline."""
 
@@ -149,11 +162,20 @@ class VLRun(RunConfig):
         *("model.lora", "data.max_length", "data.min_pixels", "data.max_pixels"),
         *("data.temperature", "data.shuffle", "data.shuffle_shards"),
         *("data.packing", "data.packing_length", "data.max_vision_tokens_per_row"),
+        "train.objective",
+        *(f"preference.{name}" for name in PreferenceConfig.model_fields),
     )
 
     model: VLModelConfig
     data: VLDataConfig
     parallel: VLParallelConfig = VLParallelConfig()
+    train: VLTrainConfig
+    preference: PreferenceConfig = PreferenceConfig()
+
+    @property
+    def compares_answers(self) -> bool:
+        """Whether samples are pairs of answers, or rated ones."""
+        return self.train.objective == "preference"
 
     @property
     def reserved_rows(self) -> ReservedRows | None:
@@ -164,14 +186,27 @@ class VLRun(RunConfig):
             return None
         data, samples = self.data, self.train.per_device_train_batch_size
         if tokens is None:
-            longest, multiple = data.packing_length or data.max_length, data.pad_to_multiple_of
-            tokens = samples * -(-longest // multiple) * multiple
+            longest = self.packed_length if data.packing else data.max_length
+            multiple, rows = data.pad_to_multiple_of, samples
+            rows *= 2 if self.has_pairs and not data.packing else 1
+            tokens = rows * -(-longest // multiple) * multiple
         if visual is None:
             per_row = data.max_vision_tokens_per_row
             visual = tokens if per_row is None else min(tokens, samples * per_row)
         return ReservedRows(tokens, visual)
 
+    @property
+    def has_pairs(self) -> bool:
+        """Whether a sample has two answers."""
+        return self.compares_answers and not self.preference.is_unpaired
+
+    @property
+    def packed_length(self) -> int:
+        """Tokens of a packed row; a pair takes twice data.max_length."""
+        return self.data.packing_length or self.data.max_length * (2 if self.has_pairs else 1)
+
     def problems(self) -> Iterator[str]:
+        yield from self._preference_problems()
         if not self.data.train:
             yield "data.train lists no file: name JSONL files of conversations"
         yield from self._source_problems()
@@ -183,6 +218,64 @@ class VLRun(RunConfig):
             low, high = getattr(self.data, lowest), getattr(self.data, highest)
             if low is not None and high is not None and low > high:
                 yield f"data.{lowest} {low} exceeds data.{highest} {high}"
+
+    def _preference_problems(self) -> Iterator[str]:
+        preference, data, model = self.preference, self.data, self.model
+        if not self.compares_answers:
+            if preference != PreferenceConfig():
+                yield (
+                    "preference has settings but train.objective is sft, which does not read them: "
+                    "set train.objective=preference, or remove them"
+                )
+            return
+        yield from preference.problems()
+        for name in ("train_on_prompt", "mask_history", "format"):
+            if value := getattr(data, name):
+                yield (
+                    f"data.{name} is {value}, but rows of preferences have forms of their own, and "
+                    f"their answers alone are learned: remove data.{name}"
+                )
+        if has_sources([*data.train, *data.eval]) or data.earlier_reasoning == "split":
+            yield (
+                "train.objective is preference, for which data.train and data.eval name files of "
+                "pairs or rated answers: no pretraining mix, and no data.earlier_reasoning=split"
+            )
+        if preference.has_reference:
+            yield from self._reference_problems()
+        elif preference.loss_type[0] == "kto" and preference.reference_free:
+            yield "preference.reference_free leaves kto nothing to compare with: remove it"
+        if model.lora is not None and model.lora.lora_dropout:
+            yield (
+                f"model.lora.lora_dropout is {model.lora.lora_dropout}, which would make "
+                "log-probabilities differ from the reference's by chance: remove it"
+            )
+        is_alone = self.train.per_device_train_batch_size == 1 and not data.packing
+        if preference.loss_type[0] == "kto" and is_alone:
+            yield (
+                "train.per_device_train_batch_size is 1, but kto compares each answer with another "
+                "one's prompt of its micro-batch: set it to 2 or more"
+            )
+
+    def _reference_problems(self) -> Iterator[str]:
+        preference, model = self.preference, self.model
+        if model.pretrained is None:
+            yield (
+                f"preference.loss_type {preference.loss_type} compares with a reference, the model "
+                "that the run starts from, but model.pretrained is not set: set it, or "
+                "preference.reference_free"
+            )
+        is_computed = not preference.precompute_ref_log_probs
+        if preference.ref_model and is_computed and (model.freeze or model.lora is not None):
+            yield (
+                "preference.ref_model is set, but parts of the model are frozen (model.freeze, "
+                "model.lora) and would have to be equal in both: use "
+                "preference.precompute_ref_log_probs for another reference"
+            )
+        if self.parallel.sharding_gather_overlap and is_computed:
+            yield (
+                "parallel.sharding_gather_overlap gathers parameters while the reference needs its "
+                "own: remove it, or use preference.precompute_ref_log_probs"
+            )
 
     def _source_problems(self) -> Iterator[str]:
         data = self.data
@@ -239,6 +332,7 @@ class VLRun(RunConfig):
     def _packing_problems(self) -> Iterator[str]:
         data = self.data
         longest = max(data.max_length, data.packing_length or 0)
+        of_sample = data.max_length * (2 if self.has_pairs else 1)
         if data.pad_to_multiple_of > longest:
             yield (
                 f"data.pad_to_multiple_of {data.pad_to_multiple_of} exceeds the longest row of "
@@ -248,13 +342,13 @@ class VLRun(RunConfig):
             )
         if not data.packing:
             return
-        is_shorter = data.packing_length is not None and data.packing_length < data.max_length
+        is_shorter = data.packing_length is not None and data.packing_length < of_sample
         # Documents of a mix of sources continue in another row.
         if is_shorter and not has_sources(data.train):
             yield (
                 f"data.packing_length {data.packing_length} is below data.max_length "
-                f"{data.max_length}: a sample of that length would fit no row; raise "
-                "data.packing_length or lower data.max_length"
+                f"{data.max_length}{' of both answers' * self.has_pairs}: a sample of that length "
+                "would fit no row; raise data.packing_length or lower data.max_length"
             )
         if data.padding_side == "left":
             yield (

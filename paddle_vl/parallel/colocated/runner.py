@@ -82,11 +82,11 @@ class ColocatedRunner(PipelineRunner):
         return terms
 
     @paddle.no_grad()
-    def loss_sums(self, batches: Sequence[Batch]) -> Tensor:
+    def values(self, batches: Sequence[Batch], of: Callable[[Any], Tensor]) -> list[Tensor]:
         self._encode(batches, trains=False)
-        sums = super().loss_sums(batches)
+        found = super().values(batches, of)
         self._leaves = None
-        return sums
+        return found
 
     def _encode(self, batches: Sequence[Batch], trains: bool) -> Encoded:
         encoded = self._encoded_ahead(batches)

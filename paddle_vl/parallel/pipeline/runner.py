@@ -172,20 +172,25 @@ class PipelineRunner:
             self._store = None
             return self._summed(terms, num_sources)
 
-    @paddle.no_grad()
     def loss_sums(self, batches: Sequence[Batch]) -> Tensor:
         """`[n]`, each term summed over all batches on the last chunk's stage; zeros on the other
         stages."""
+        return self._summed(self.values(batches, self.loss.sums))
+
+    @paddle.no_grad()
+    def values(self, batches: Sequence[Batch], of: Callable[[Any], Tensor]) -> list[Tensor]:
+        """A value of the output for each batch on the last chunk's stage, without gradients;
+        nothing on the other stages."""
 
         def sums(output: Any) -> tuple[Tensor, Tensor]:
-            terms = self.loss.sums(output)
-            return terms.sum(), terms
+            found = of(output)
+            return found.sum(), found
 
         # Some schedules need certain numbers of batches; repeated ones are not counted.
         num_batches = evaluated_batches(self.degrees, len(batches))
         repeated = [batches[-1]] * (num_batches - len(batches))
         terms = self._run(self._evaluate, [*batches, *repeated], sums, None)
-        return self._summed(terms[: len(batches)])
+        return terms[: len(batches)]
 
     def _run(
         self,

@@ -186,13 +186,17 @@ class StepMeter:
         """
         loss = self._loss
         line: dict[str, Any] = {"loss": None}
-        means = dict.fromkeys(loss.terms)
+        means: dict[str, float | None] = dict.fromkeys(loss.terms)
         num_terms = len(means)
         sums, counts = values["sums"][0], values["counts"][0]
-        if counts[:num_terms].all():
-            numbers = (sums[:num_terms] / counts[:num_terms]).tolist()
-            means = dict(zip(loss.terms, numbers, strict=True))
+        if all(counts[i] for i, weight in enumerate(loss.terms.values()) if weight):
+            numbers = (sums[:num_terms] / np.maximum(counts[:num_terms], 1)).tolist()
             line["loss"] = weighted_loss(numbers, loss)
+            # A term that is only reported may lack data.
+            means = {
+                name: number if count else None
+                for name, number, count in zip(loss.terms, numbers, counts, strict=False)
+            }
         if len(means) > 1:
             line |= means
         of_sources = zip(self._sources, sums[num_terms:], counts[num_terms:], strict=True)
@@ -344,12 +348,18 @@ def evaluation_entries(losses: MeanLosses) -> dict[str, float]:
     """Entries of a metrics line for an evaluation."""
     line = {"eval_loss": losses.loss}
     line |= {f"eval_{name}": value for name, value in losses.measured.items()}
-    if len(losses.terms) > 1:
-        line |= {f"eval_{name}": mean for name, mean in losses.terms.items()}
-    if losses.by_source:
+    has_terms = len(losses.terms) > 1
+    if has_terms:
+        line |= {f"eval_{name}": losses.terms[name] for name in losses.terms if losses.counts[name]}
+    if losses.by_source and not has_terms:
         line["eval_perplexity"] = math.exp(losses.loss)
     for name, each in losses.by_source.items():
-        line |= {f"eval_loss/{name}": each.loss, f"eval_perplexity/{name}": math.exp(each.loss)}
+        line[f"eval_loss/{name}"] = each.loss
+        if has_terms:
+            of_group = {term: mean for term, mean in each.terms.items() if each.counts[term]}
+            line |= {f"eval_{term}/{name}": mean for term, mean in of_group.items()}
+        else:
+            line[f"eval_perplexity/{name}"] = math.exp(each.loss)
     return line
 
 

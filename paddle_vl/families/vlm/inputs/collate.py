@@ -26,6 +26,20 @@ WHOLE_BATCH = RowPart()
 VISUAL_KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
 
+class EncodedMedia(NamedTuple):
+    """Images and videos of a conversation.
+
+    Attributes:
+        visual: pixels and grids.
+        num_image_tokens: of each image.
+        video_prompts: of each video.
+    """
+
+    visual: dict[str, np.ndarray]
+    num_image_tokens: Sequence[int]
+    video_prompts: list[VideoPrompt]
+
+
 class SampleEncoder:
     """The training samples of conversations.
 
@@ -40,8 +54,13 @@ class SampleEncoder:
     image_token_id: int
     video_token_id: int
 
-    def encode_sample(self, conversation: Conversation) -> dict[str, np.ndarray]:
+    def encode_sample(
+        self, conversation: Conversation, media: "EncodedMedia | None" = None
+    ) -> dict[str, np.ndarray]:
         """One training sample.
+
+        Args:
+            media: the conversation's images and videos, where another conversation has the same.
 
         Returns:
             input_ids and labels `[L]` int64 (labels not shifted, -100 outside targets); with
@@ -52,7 +71,7 @@ class SampleEncoder:
             BadSampleError: an image or video cannot be used, or text contains a special token.
             RuntimeError: there is a video file and PyAV is not installed.
         """
-        return self._encode(conversation, with_labels=True)
+        return self._encode(conversation, with_labels=True, media=media)
 
     def outline_sample(self, conversation: Conversation) -> dict[str, np.ndarray]:
         """A training sample from the headers of its images and videos, to measure its length.
@@ -60,18 +79,10 @@ class SampleEncoder:
         Pixels are zeros `[P, 1]`. Height and width may be exchanged in a grid. Errors are those of
         `encode_sample` that headers show.
         """
-        return self._encode(conversation, with_labels=True, with_pixels=False)
+        return self.encode_sample(conversation, self.media(conversation, with_pixels=False))
 
-    def _encode(
-        self,
-        conversation: Conversation,
-        add_generation_prompt: bool = False,
-        continue_final_message: bool = False,
-        *,
-        with_labels: bool = False,
-        with_pixels: bool = True,
-    ) -> dict[str, np.ndarray]:
-        """A sample, see `encode_sample` and `outline_sample`."""
+    def media(self, conversation: Conversation, with_pixels: bool = True) -> "EncodedMedia":
+        """The images and videos of a conversation; without pixels as in `outline_sample`."""
         visual: dict[str, np.ndarray] = {}
         num_image_tokens: Sequence[int] = ()
         video_prompts: list[VideoPrompt] = []
@@ -83,6 +94,19 @@ class SampleEncoder:
             counts = self.video_processor.tokens_per_patch(arrays["video_grid_thw"]).tolist()
             video_prompts = [VideoPrompt(*each) for each in zip(timestamps, counts, strict=True)]
             visual.update(arrays)
+        return EncodedMedia(visual, num_image_tokens, video_prompts)
+
+    def _encode(
+        self,
+        conversation: Conversation,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        *,
+        with_labels: bool = False,
+        media: "EncodedMedia | None" = None,
+    ) -> dict[str, np.ndarray]:
+        """A sample, see `encode_sample`."""
+        visual, num_image_tokens, video_prompts = media or self.media(conversation)
         learns_all = conversation.row.train_on_prompt
         chat = self.template.encode(
             conversation,
@@ -228,7 +252,7 @@ class PackedCollator:
             As `VLCollator`, with `cu_seqlens`.
         """
         segments = [[len(sample["input_ids"]) for sample in row] for row in rows]
-        return self.collator([_joined(row) for row in rows], segments)
+        return self.collator([joined_samples(row) for row in rows], segments)
 
 
 class TokenSpan(NamedTuple):
@@ -290,7 +314,8 @@ class SourcesCollator:
         return with_label_sources(self.collator(rows), spans, len(self.target_sources))
 
 
-def _joined(samples: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+def joined_samples(samples: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """The samples of a row as one; the first token of each is not a target."""
     if not samples:
         empty = np.zeros(0, dtype=np.int64)
         return {"input_ids": empty, "labels": empty}

@@ -45,6 +45,11 @@ class Conversation:
         return self.row.messages
 
     @property
+    def branches(self) -> "list[Conversation]":
+        """The conversations of the row: itself, or those that are compared."""
+        return [self]
+
+    @property
     def is_plain(self) -> bool:
         """Whether there is nothing but texts, images and videos of users and the assistant."""
         own = {"tool_calls", "reasoning_content"}
@@ -143,13 +148,20 @@ class RowReader:
         Raises:
             BadSampleError: the row does not fit its format, or a path is unusable.
         """
+        folder, settings = self.opening(directory)
+        return self.opened(to_canonical(row, settings, format=self.format), folder)
+
+    def opening(self, directory: Path | None) -> tuple[MediaFolder, RowSettings]:
+        """The folder of a row's files, and the settings to read it with."""
         folder = MediaFolder(directory, self.allow_outside, self.remote)
 
         def size(source: Any) -> tuple[int, int]:
             return upright_size(_opened("image", source, folder))
 
-        settings = replace(self.settings, image_size=size)
-        canonical = to_canonical(row, settings, format=self.format)
+        return folder, replace(self.settings, image_size=size)
+
+    def opened(self, canonical: CanonicalRow, folder: MediaFolder) -> Conversation:
+        """The conversation of a row in the canonical form."""
         messages = [_with_sources(message, folder) for message in canonical.messages]
         return Conversation(replace(canonical, messages=messages))
 

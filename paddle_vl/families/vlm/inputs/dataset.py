@@ -10,7 +10,7 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,11 @@ from paddle_vl.data.jsonl import (
 from paddle_vl.data.media_file import source_size
 from paddle_vl.data.worker_pool import warn_once
 from paddle_vl.families.vlm.inputs.conversation import Conversation, RowReader
+from paddle_vl.families.vlm.inputs.preference import (
+    REFERENCE,
+    ComparedConversation,
+    encoded_answers,
+)
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.inputs.tokenizer import IGNORED_LABEL
 
@@ -47,6 +52,7 @@ class ConversationData(ABC):
             sample then has the number of its `source`, a scalar.
     """
 
+    files: list[Path]
     max_length: int | None
     on_bad_sample: OnBadSample
     skipped: Counter[str]
@@ -57,6 +63,8 @@ class ConversationData(ABC):
         self.max_length, self._processor = max_length, processor
         self.limit: int | None = None
         self._samples: np.ndarray | None = None
+        # Of each sample of answers, `[N, 2]` or `[N, 1]`; None without a precomputed reference.
+        self.reference: np.ndarray | None = None
 
     @abstractmethod
     def row_count(self) -> int:
@@ -89,7 +97,7 @@ class ConversationData(ABC):
             BadSampleError: the sample cannot be used, as `file:line: reason`.
             RuntimeError: it has a video file and PyAV is not installed.
         """
-        return self._encoded(number, VLProcessor.encode_sample)
+        return self._encoded(number)
 
     def lengths(self, number: int) -> tuple[int, int]:
         """Tokens and vision tokens of a sample; headers of images and videos are read, no pixels.
@@ -97,7 +105,9 @@ class ConversationData(ABC):
         Raises:
             BadSampleError: the sample cannot be used, as far as headers show it.
         """
-        ids = self._encoded(number, VLProcessor.outline_sample)["input_ids"]
+        sample = self._encoded(number, with_pixels=False)
+        # Of a pair both.
+        ids = np.concatenate([each for key, each in sample.items() if key.endswith("input_ids")])
         visual = (self._processor.image_token_id, self._processor.video_token_id)
         return ids.size, int(np.isin(ids, visual).sum())
 
@@ -116,6 +126,9 @@ class ConversationData(ABC):
         """Location of a sample: `file:line` or the like."""
         return self.row_place(number if self._samples is None else self._samples[number, 0])
 
+    def _reference_of(self, number: int) -> dict[str, np.ndarray]:
+        return {} if self.reference is None else {REFERENCE: self.reference[number]}
+
     def split_rows(self) -> None:
         """Make a sample of each learned answer; reads every row."""
         samples = []
@@ -124,16 +137,18 @@ class ConversationData(ABC):
             samples += [(row, answer) for answer in range(count)]
         self._samples = np.array(samples, dtype=np.int64)
 
-    def _encoded(
-        self,
-        number: int,
-        encode: Callable[[VLProcessor, Conversation], dict[str, np.ndarray]],
-    ) -> dict[str, np.ndarray]:
+    def _encoded(self, number: int, with_pixels: bool = True) -> dict[str, np.ndarray]:
         row = number if self._samples is None else self._samples[number, 0]
         processor, longest = self.limits(row)
         conversation = self.conversation(number)
         with sample_at(partial(self.place, number)):
-            sample = encode(processor, conversation)
+            if isinstance(conversation, ComparedConversation):
+                sample = encoded_answers(processor, conversation, longest, with_pixels)
+                return sample | self._reference_of(number)
+            if with_pixels:
+                sample = processor.encode_sample(conversation)
+            else:
+                sample = processor.outline_sample(conversation)
             return sample if longest is None else truncate_sample(sample, longest, processor)
 
 
@@ -211,10 +226,13 @@ def checked(conversation: Conversation, processor: VLProcessor) -> list[int]:
     Raises:
         BadSampleError: no target, nothing that renders it, or a file that does not exist.
     """
-    conversation.check_targets()
-    processor.template.check(conversation)
-    media = {"image": conversation.images, "video": conversation.videos}
-    return [source_size(source, kind) for kind, sources in media.items() for source in sources]
+    sizes = []
+    for each in conversation.branches:
+        each.check_targets()
+        processor.template.check(each)
+        media = {"image": each.images, "video": each.videos}
+        sizes += [source_size(source, kind) for kind, of in media.items() for source in of]
+    return sizes
 
 
 def tell_unread(name: str, keys: dict[str, None]) -> None:

@@ -28,15 +28,19 @@ def open_conversations(
     data: VLDataConfig,
     processor: VLProcessor,
     seed: int,
+    reader_class: type[RowReader] = RowReader,
 ) -> ConversationData:
     """Open what the entries name: files of lines, or a mixture of sources.
+
+    Args:
+        reader_class: of the rows; `PreferenceReader` for answers that are compared.
 
     Raises:
         RuntimeError: a file is missing or damaged, or a data set cannot be downloaded.
         BadSampleError: where bad samples are not skipped, the first.
         ValueError: an entry names nothing, or there are no rows.
     """
-    reader = row_reader(data, processor)
+    make_reader = partial(row_reader, data, processor, reader_class=reader_class)
     files = [entry for entry in entries if isinstance(entry, str) and is_lines(Path(entry))]
     if len(files) == len(entries) and data.mix_strategy == "concat":
         opened: ConversationData = MessagesDataset(
@@ -45,7 +49,7 @@ def open_conversations(
             data.max_length,
             data.on_bad_sample,
             max_line_bytes=data.max_line_bytes,
-            reader=reader,
+            reader=make_reader(),
         )
     else:
         info = None if data.dataset_info is None else DatasetInfo.read(data.dataset_info)
@@ -55,7 +59,7 @@ def open_conversations(
             processor,
             data.max_length,
             data.on_bad_sample,
-            readers=[row_reader(data, processor, source) for source in sources],
+            readers=[make_reader(source) for source in sources],
             strategy=data.mix_strategy,
             seed=seed,
             opener=ShardOpener(Cache(data.cache), max_line_bytes=data.max_line_bytes),
@@ -67,7 +71,10 @@ def open_conversations(
 
 
 def row_reader(
-    data: VLDataConfig, processor: VLProcessor, source: RowSourceConfig | None = None
+    data: VLDataConfig,
+    processor: VLProcessor,
+    source: RowSourceConfig | None = None,
+    reader_class: type[RowReader] = RowReader,
 ) -> RowReader:
     """The reader of the rows of a source, or of files without settings of their own."""
     own = source or RowSourceConfig(path=".")
@@ -90,7 +97,7 @@ def row_reader(
             tuple(data.remote_hosts),
         )  # fmt: skip
         remote = partial(RemoteFile, settings=remote)
-    return RowReader(settings, own.format or data.format, data.allow_outside, remote)
+    return reader_class(settings, own.format or data.format, data.allow_outside, remote)
 
 
 def is_lines(path: Path) -> bool:

@@ -1,0 +1,1 @@
+"""Preference training of vision-language models: an objective over log-probabilities of answers."""

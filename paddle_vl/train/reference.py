@@ -1,0 +1,130 @@
+"""A reference that a loss compares the trained model with, without a second model.
+
+The reference has other values of the trained parameters, which each rank keeps of its own shards.
+For a pass they change places with the trained values: the same layers, collectives and schedule
+compute both, under any topology, and frozen parameters are in memory once. With adapters the
+reference has zeros in theirs.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import paddle
+from paddle import Tensor
+
+from paddle_vl.batch.schema import Batch
+from paddle_vl.nn.master_weights import ParameterStore
+from paddle_vl.parallel.ranks import SingleRank
+from paddle_vl.train.step import Runner
+
+
+class ComparingLoss(Protocol):
+    """A loss of values that passes without gradient give before a step."""
+
+    def values(self, output: Any) -> Tensor:
+        """What such a pass keeps of a micro-batch."""
+        ...
+
+    def other_batches(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Further batches of these passes, also under the trained model."""
+        ...
+
+    def compared(
+        self,
+        batches: Sequence[Batch],
+        reference: Sequence[Tensor],
+        own: Sequence[Tensor],
+        summed: Callable[[Tensor], Tensor] | None,
+    ) -> list[Batch]:
+        """The batches with the values of the reference, and of `other_batches`.
+
+        Args:
+            summed: sums over all ranks; None in an evaluation.
+        """
+        ...
+
+
+class Reference:
+    """The reference's values of the trained parameters, sharded like the optimizer's.
+
+    Args:
+        values: each trained parameter with its value on this rank, unsharded.
+        store: of the parameters, once the optimizer has its shards.
+    """
+
+    @paddle.no_grad()
+    def __init__(self, values: Iterable[tuple[Tensor, Tensor]], store: ParameterStore):
+        self._store = store
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        for parameter, value in values:
+            shard = store.shard_of(parameter)
+            if shard is not None:
+                full = value.astype("float32").numpy()
+                own: Any = store.own_shard(parameter, np.asarray(full))
+                self._pairs.append((shard, paddle.to_tensor(own).reshape(shard.shape)))
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The model is the reference inside the block. All ranks enter it together."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @paddle.no_grad()
+    def _exchange(self) -> None:
+        for shard, value in self._pairs:
+            other = shard.clone()
+            paddle.assign(value, shard)
+            paddle.assign(other, value)
+        self._store.all_gather_parameters()
+
+
+class ComparingRunner:
+    """Runs the passes that a loss of compared answers needs before a step. A `Runner`.
+
+    Args:
+        runner: of the model.
+        reference: None for a loss that has none, or whose batches come with its values.
+    """
+
+    def __init__(self, runner: Runner, reference: Reference | None, ranks: SingleRank):
+        self._runner, self._reference, self._ranks = runner, reference, ranks
+        self.model, self.adapter = runner.model, runner.adapter
+        self.loss: Any = runner.loss
+
+    @property
+    def batches_at_once(self) -> int:
+        return self._runner.batches_at_once
+
+    def accumulate_gradients(
+        self,
+        batches: Sequence[Batch],
+        totals: Sequence[int],
+        store: ParameterStore | None = None,
+        num_sources: int = 0,
+    ) -> Tensor:
+        compared = self._compared(batches, self._ranks.sum_losses)
+        return self._runner.accumulate_gradients(compared, totals, store, num_sources)
+
+    def loss_sums(self, batches: Sequence[Batch]) -> Tensor:
+        return self._runner.loss_sums(self._compared(batches, None))
+
+    def values(self, batches: Sequence[Batch], of: Callable[[Any], Tensor]) -> list[Tensor]:
+        return self._runner.values(batches, of)
+
+    def _compared(
+        self, batches: Sequence[Batch], summed: Callable[[Tensor], Tensor] | None
+    ) -> list[Batch]:
+        loss: ComparingLoss = self.loss
+        others = loss.other_batches(batches)
+        own = self.values(others, loss.values) if others else []
+        found: list[Tensor] = []
+        if self._reference is not None:
+            with self._reference.in_place():
+                found = self.values([*batches, *others], loss.values)
+        with paddle.no_grad():
+            return loss.compared(batches, found, own, summed)

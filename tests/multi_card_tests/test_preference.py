@@ -1,0 +1,149 @@
+"""Preference training on several ranks, against one device.
+
+Guarantees, on pairs with shared images, images of their own and none, with the reference computed
+in the run: losses, rewards, accuracies, log-probabilities, evaluation by group, and every parameter
+after four steps are those of one device under tensor and sequence parallelism, in a pipeline, with
+sharded parameters and on data ranks; a resumed run is bit-identical. So it is with rated answers
+(KTO), whose baseline is a mean over all ranks, experts with their balance loss, packed pairs,
+adapters and the colocated schedule.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
+from tests.single_card_tests.train.tiny_run import MODEL
+from tests.support.finished_runs import arrays_of, assert_close, lasting_metrics
+from tests.support.launch import launch
+from tests.support.preference_runs import base_settings, write_preference_run
+from tests.support.tolerance import TOPOLOGY
+from tests.support.topology_runs import (
+    DAMPED,
+    PP,
+    SHARDING,
+    SP,
+    STAGE_3,
+    EqualsOneDevice,
+    batch_settings,
+    num_data_parts,
+    train,
+)
+
+MP2 = ["parallel.mp_degree=2", *SP]
+# Rewards are differences of sums of some tens of nats, which float32 rounds to 4e-6.
+OF_REWARDS = 4e-6
+KTO = ("preference.loss_type=[kto]", "train.learning_rate=0.05")
+MPO = "preference.loss_type=[sigmoid, bco_pair, sft]"
+LORA = "model.lora={r: 2, target_modules: [all-linear], modules_to_save: [mergers]}"
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+           "output_router_logits": True}  # fmt: skip
+
+
+def common(run_file: Path) -> list[str]:
+    tests = [run_file.with_name(name) for name in ("test.jsonl", "train.jsonl")]
+    return [
+        *base_settings(run_file),
+        f"data.eval=[{tests[0]}, {tests[1]}]",
+        *("train.save_steps=2", "train.eval_steps=2", *DAMPED),
+        *("train.gradient_accumulation_steps=2", "train.per_device_eval_batch_size=2"),
+    ]
+
+
+def assert_equal_metrics(found: Path, wanted: Path) -> None:
+    for ours, theirs in zip(lasting_metrics(found), lasting_metrics(wanted), strict=True):
+        left_out = ("sequence_length", "packing_efficiency")
+        for key, value in theirs.items():
+            if not key.startswith(left_out):
+                close = pytest.approx(value, rel=TOPOLOGY, abs=OF_REWARDS)
+                assert ours[key] == close, (theirs["step"], key)
+    arrays = [_arrays_of(run / "checkpoint-4") for run in (found, wanted)]
+    assert_close(*arrays)
+
+
+def _arrays_of(checkpoint: Path) -> dict[str, np.ndarray]:
+    file = checkpoint / "adapter_model.safetensors"
+    if not file.is_file():
+        return arrays_of(checkpoint)
+    stored = read_checkpoint_headers(checkpoint, "optimizer")
+    return {name: tensor.read() for name, tensor in stored.items()} | load_file(file)
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory) -> Path:
+    return write_preference_run(tmp_path_factory.mktemp("run"), 16)
+
+
+class TestPairs(EqualsOneDevice):
+    topologies: ClassVar = {
+        "mp2 with sequence parallelism": (2, [*MP2, "train.recompute=full"]),
+        "pp2": (2, PP),
+        "sharding2 stage 3": (2, [*SHARDING, STAGE_3]),
+    }
+    heavy: ClassVar = {
+        "dp2": (2, ["parallel.dp_degree=2"]),
+        "sharding2 stage 1": (2, SHARDING),
+        "sharding2 stage 2": (2, [*SHARDING, "parallel.sharding_stage=2"]),
+        "mp2 pp2": (4, [*MP2, *PP]),
+        "pp2 dualpipev": (2, [*PP, "parallel.pp_schedule=dualpipev"]),
+    }
+
+    @classmethod
+    def settings(cls, run_file: Path, num_data_parts: int) -> list[str]:
+        return [*common(run_file), MPO, *batch_settings(num_data_parts)]
+
+    def test_every_step_and_every_parameter_equal_one_device(self, several, one_device):
+        assert_equal_metrics(several, one_device)
+
+
+def assert_equals_one_device(
+    run_file: Path, folder: Path, ranks: int, topology: Sequence[str], settings: Sequence[str]
+) -> None:
+    train(run_file, folder / "one", [*common(run_file), *settings, *batch_settings(1)])
+    parts = batch_settings(num_data_parts(topology))
+    several = [*common(run_file), *settings, *parts, *topology]
+    launch(train, ranks, arguments=(str(run_file), str(folder / "several"), several), timeout=300)
+    assert_equal_metrics(folder / "several", folder / "one")
+
+
+@pytest.mark.parametrize("topology", [PP, pytest.param(SHARDING, marks=pytest.mark.heavy)])
+def test_the_baseline_of_rated_answers_is_that_of_all_ranks(run_file, tmp_path, topology):
+    rated = run_file.with_name("rated.jsonl")
+    settings = [*KTO, f"data.train=[{rated}]", f"data.eval=[{rated}]"]
+    # The same micro-batches, since answers are exchanged within them.
+    settings += ["train.per_device_train_batch_size=2", "train.gradient_accumulation_steps=4"]
+    several = [*topology, f"train.gradient_accumulation_steps={4 // num_data_parts(topology)}"]
+    train(run_file, tmp_path / "one", [*common(run_file), *settings])
+    arguments = (str(run_file), str(tmp_path / "two"), [*common(run_file), *settings, *several])
+    launch(train, 2, arguments=arguments, timeout=300)
+    assert_equal_metrics(tmp_path / "two", tmp_path / "one")
+    assert any(line["kl"] for line in lasting_metrics(tmp_path / "one") if "kl" in line)
+
+
+@pytest.mark.parametrize("topology", [PP, pytest.param(MP2, marks=pytest.mark.heavy)])
+def test_experts_and_their_balance_loss_equal_one_device(tmp_path, topology):
+    """The balance loss is a mean over micro-batches, which are the same here."""
+    text = MODEL["text_config"] | EXPERTS
+    model = MODEL | {"model_type": "qwen3_vl_moe", "text_config": text}
+    run_file = write_preference_run(tmp_path, 16, model)
+    assert_equals_one_device(run_file, tmp_path, 2, topology, [])
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("ranks", "topology", "settings"),
+    [
+        (2, MP2, ["data.packing=true", "data.max_length=96"]),
+        (2, PP, [LORA]),
+        (2, [*SHARDING, STAGE_3], [LORA]),
+        (2, [*PP, "parallel.schedule=colocated"], []),
+        (4, [*PP, "parallel.dp_degree=2", "parallel.schedule=colocated"], [MPO]),
+    ],
+    ids=["packed pairs", "adapters", "sharded adapters", "colocated", "colocated dp2"],
+)
+def test_other_runs_equal_one_device(run_file, tmp_path, ranks, topology, settings):
+    assert_equals_one_device(run_file, tmp_path, ranks, topology, settings)

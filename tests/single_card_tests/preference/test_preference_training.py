@@ -1,0 +1,233 @@
+"""Preference training on one device.
+
+Guarantees:
+
+- log-probabilities, losses, metrics and gradients equal TRL's, padded and packed, and so do ten
+  steps with the reference in place of the trained values (`tools/check_parity.py preference`);
+- terms are means over all pairs and all chosen tokens of a step;
+- images that answers share are encoded once, and each answer has gradients as with its own copy;
+- no tensor with a row per token and the vocabulary's width is made;
+- the first step's loss is ln 2, with adapters too, for both families; a resumed run is
+  bit-identical, and refused with another reference;
+- precomputed log-probabilities give the same run, and are refused when data, settings or weights
+  changed;
+- prompts are never cut, and settings that contradict each other are refused.
+"""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from paddle_vl.config.load import load_run_config
+from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.families.qwen3_5.config import Qwen3_5Config
+from paddle_vl.families.qwen3_5.model import Qwen3_5ForConditionalGeneration
+from paddle_vl.families.vlm.preference.objective import PreferenceLoss
+from paddle_vl.nn import objective
+from paddle_vl.nn.objective import weighted_loss
+from paddle_vl.train.build import build_trainer, run_family
+from parity import preference as parity
+from tests.multi_card_tests.test_qwen3_5_training import MODEL as QWEN35
+from tests.support.finished_runs import arrays_of, lasting_metrics
+from tests.support.preference_runs import base_settings, write_preference_run
+from tests.support.tiny import GOLDEN
+from tests.support.topology_runs import continue_run, train
+
+FOLDERS = parity.FOLDERS([GOLDEN / "preference"])
+LORA = "model.lora={r: 2, target_modules: [all-linear], modules_to_save: [mergers]}"
+SAVES = ("train.save_steps=2", "train.gradient_accumulation_steps=2")
+
+
+@pytest.mark.parametrize("case", FOLDERS.cases, ids=lambda case: case.name)
+def test_everything_equals_trl(case):
+    for report in parity.run_cases(FOLDERS, [case], 1.0, "float32"):
+        assert report.passed, report.failure_lines()
+
+
+def test_terms_are_means_over_the_whole_step():
+    stored = json.loads((GOLDEN / "preference" / "accumulation.json").read_text())
+    loss = PreferenceLoss(parity.settings_of("sigmoid").model_copy(update={"rpo_alpha": 1.0}))
+    of_batches = stored["micro_batches"]
+    sums = {"preference_loss": "sigmoid_sum", "sft_loss": "nll_sum"}
+    counts = {"preference_loss": "pairs", "sft_loss": "chosen_tokens"}
+
+    def total(key: str) -> float:
+        return sum(each[key] for each in of_batches)
+
+    means = [total(sums[n]) / total(counts[n]) if n in sums else 0.0 for n in loss.terms]
+    assert weighted_loss(means, loss) == pytest.approx(stored["per_pair_and_per_token"], rel=1e-6)
+    divisors = dict(zip(loss.terms, loss.divisors, strict=True))
+    assert divisors["preference_loss"] == "num_compared"
+    assert divisors["sft_loss"] == "num_chosen_tokens"
+
+
+def test_shared_images_are_encoded_once():
+    case = FOLDERS.case("shared_image")
+    model = parity.loaded(FOLDERS, case)
+    batch = parity.batch_of(model, case, parity.settings_of("sigmoid"))
+    stored = case.tensors["in.pixel_values"]
+    np.testing.assert_array_equal(batch["pixel_values"], stored)
+    tokens = int((batch["input_ids"] == model.config.image_token_id).sum())
+    assert tokens == len(batch["visual_gather_indices"]) == 2 * len(stored) // 4
+
+
+def test_no_logits_of_all_rows_are_made(monkeypatch):
+    case = FOLDERS.case("shared_image")
+    model = parity.loaded(FOLDERS, case)
+    settings = parity.settings_of("sigmoid")
+    runner = parity.runner_of(model, settings, None)
+    batch = runner.adapter.prepared(parity.batch_of(model, case, settings))
+    wanted = runner.values([batch], lambda output: output.log_probs)[0].numpy()
+    most: list[int] = []
+    logits = model.lm_head._logits
+    monkeypatch.setattr(
+        model.lm_head,
+        "_logits",
+        lambda rows, parameters: most.append(rows[0].shape[0]) or logits(rows, parameters),
+    )
+    monkeypatch.setattr(objective, "CHUNK_LOGITS", 4 * model.config.text_config.vocab_size)
+    runner.accumulate_gradients([batch], [2] * len(runner.loss.terms))
+    found = runner.values([batch], lambda output: output.log_probs)[0].numpy()
+    assert max(most) <= 4
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory) -> Path:
+    return write_preference_run(tmp_path_factory.mktemp("run"), 12)
+
+
+def test_the_first_loss_is_ln_2_with_adapters_and_resuming_is_exact(run_file, tmp_path):
+    settings = [*base_settings(run_file), LORA, *SAVES]
+    train(run_file, tmp_path / "whole", settings)
+    continue_run(run_file, tmp_path / "whole", tmp_path / "resumed", settings)
+    first = lasting_metrics(tmp_path / "whole")[0]
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert first["rewards/margins"] == first["rewards/accuracies"] == 0
+    files = [tmp_path / run / "checkpoint-4" for run in ("whole", "resumed")]
+    names = ["adapter_model.safetensors", "optimizer.safetensors"]
+    assert all((files[0] / n).read_bytes() == (files[1] / n).read_bytes() for n in names)
+
+
+def test_qwen3_5_learns_preferences(tmp_path):
+    classes = (Qwen3_5ForConditionalGeneration, Qwen3_5Config)
+    run_file = write_preference_run(tmp_path, 8, QWEN35, *classes)
+    packed = ["data.packing=true", "data.max_length=96"]
+    train(run_file, tmp_path / "out", [*base_settings(run_file), *packed])
+    lines = lasting_metrics(tmp_path / "out")
+    assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert lines[-1]["rewards/margins"] != 0
+
+
+def test_a_resume_with_another_reference_is_refused(run_file, tmp_path):
+    other = write_preference_run(tmp_path / "other", 12)
+    settings = [*base_settings(run_file), *SAVES]
+    train(run_file, tmp_path / "out", settings)
+    file = run_file.with_name("base") / "model.safetensors"
+    kept = file.read_bytes()
+    manifest = file.with_name("manifest.json")
+    kept_manifest = manifest.read_bytes() if manifest.is_file() else None
+    try:
+        for each in (file, manifest):
+            if (source := other.with_name("base") / each.name).is_file():
+                each.write_bytes(source.read_bytes())
+        with pytest.raises(ValueError, match="the reference's weights have the checksum"):
+            continue_run(run_file, tmp_path / "out", tmp_path / "again", settings)
+    finally:
+        file.write_bytes(kept)
+        if kept_manifest is not None:
+            manifest.write_bytes(kept_manifest)
+
+
+def test_precomputed_values_give_the_same_run_and_are_refused_for_others(run_file, tmp_path):
+    settings = [*base_settings(run_file), *SAVES, "data.max_length=64"]
+    computed = load_run_config(str(run_file), settings)
+    (written,) = run_family(computed).precompute_reference()
+    assert written.name == "train.jsonl.reference.npz"
+    stored = [*settings, "preference.precompute_ref_log_probs=true"]
+    for name, own in (("computed", settings), ("stored", stored)):
+        train(run_file, tmp_path / name, own)
+    for one, other in zip(*(lasting_metrics(tmp_path / n) for n in ("computed", "stored")),
+                          strict=True):  # fmt: skip
+        assert one["loss"] == pytest.approx(other["loss"], abs=2e-6)
+    found, wanted = (arrays_of(tmp_path / n / "checkpoint-4") for n in ("stored", "computed"))
+    assert all(np.allclose(found[key], wanted[key], atol=1e-5) for key in wanted)
+    with pytest.raises(ValueError, match="settings that make samples of it changed since"):
+        run_family(load_run_config(str(run_file), [*stored, "data.max_length=60"]))
+    with pytest.raises(ValueError, match=r"preference\.ld_alpha changed since"):
+        run_family(load_run_config(str(run_file), [*stored, "preference.ld_alpha=0.5"]))
+    other = write_preference_run(tmp_path / "other", 12).with_name("base")
+    with pytest.raises(ValueError, match="the reference's weights changed since"):
+        train(run_file, tmp_path / "other", [*stored, f"preference.ref_model={other}"])
+    written.write_bytes(written.read_bytes()[:100])
+    with pytest.raises(RuntimeError, match="is damaged"):
+        run_family(load_run_config(str(run_file), stored))
+    written.unlink()
+    with pytest.raises(RuntimeError, match="run paddle-vl precompute-reference"):
+        run_family(load_run_config(str(run_file), stored))
+
+
+def test_another_reference_is_used_from_the_first_step(run_file, tmp_path):
+    other = write_preference_run(tmp_path, 12).with_name("base")
+    config = load_run_config(
+        str(run_file),
+        [*base_settings(run_file), f"preference.ref_model={other}",
+         f"train.output_dir={tmp_path / 'out'}"],
+    )  # fmt: skip
+    trainer = build_trainer(config)
+    before = {n: p.numpy() for n, p in trainer.runner.model.hf_named_parameters()}
+    outcome = trainer.train_one_step()
+    assert outcome is not None
+    # The learning rate of the first step is 0: the trained values are back in place.
+    for name, parameter in trainer.runner.model.hf_named_parameters():
+        np.testing.assert_array_equal(parameter.numpy(), before[name])
+    means = outcome.means(trainer.runner.loss)
+    assert abs(means["rewards/margins"]) > 1e-4
+    trainer.feed.close()
+
+
+def test_answers_are_cut_and_prompts_are_not(run_file):
+    def sample(max_length: int):
+        settings = [*base_settings(run_file), f"data.max_length={max_length}"]
+        return run_family(load_run_config(str(run_file), settings)).train_data[1]
+
+    whole = sample(128)
+    prompt = int(np.argmax(whole["chosen.labels"] != -100))
+    cut = sample(prompt + 1)
+    assert [len(cut[f"{side}.input_ids"]) for side in ("chosen", "rejected")] == [prompt + 1] * 2
+    with pytest.raises(BadSampleError, match="leaves no room for the answer"):
+        sample(prompt)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["train.objective=sft", "preference.beta=0.2"], "train.objective is sft"),
+        (["preference.loss_type=[orpo, hinge]"], "mixes orpo with losses of another kind"),
+        (["preference.loss_type=[kto, sft]"], "of single answers"),
+        (["preference.loss_weights=[1, 2]"], "2 weights for 1 losses"),
+        (["preference.loss_type=[exo_pair]"], "label_smoothing is 0"),
+        (["data.mask_history=true"], "data.mask_history is True"),
+        ([LORA, "model.lora.lora_dropout=0.1"], "log-probabilities differ"),
+        ([LORA, "preference.ref_model=elsewhere"], "would have to be equal in both"),
+        (["preference.loss_type=[simpo]", "preference.ref_model=a"], "has no reference"),
+        (["preference.loss_type=[kto]", "train.per_device_train_batch_size=1"], "to 2 or more"),
+        (["preference.pref_beta=0.2", "preference.beta=0.1"], "are the same setting"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(run_file, settings, message):
+    with pytest.raises(ValueError, match=message):
+        load_run_config(str(run_file), [*base_settings(run_file), *settings])
+
+
+def test_names_of_other_packages_mean_the_same(tmp_path, run_file):
+    values = yaml.safe_load(run_file.read_text())
+    values["preference"] = {"pref_beta": 0.3, "pref_ftx": 0.5, "loss_type": "ipo"}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    config = load_run_config(str(tmp_path / "run.yaml"), base_settings(run_file))
+    preference = config.preference
+    assert (preference.beta, preference.rpo_alpha, preference.loss_type) == (0.3, 0.5, ["ipo"])
