@@ -132,11 +132,11 @@ def main() -> int:
 
     from paddle_vl.compat import configure_cpu_runtime
     from paddle_vl.serving import openpi
-    from paddle_vl.serving.policy import ObservationKeys, PolicyActor, open_policy
+    from paddle_vl.serving.policy import PolicyActor, open_policy
 
     configure_cpu_runtime()
     policy = open_policy(Path(options.model), "paddle")
-    actor = PolicyActor(policy, ObservationKeys(values={"dataset_index": 0}), openpi.usual_keys)
+    actor = PolicyActor(policy, openpi.usual_keys, values={"dataset_index": 0})
     with tempfile.TemporaryDirectory() as folder:
         environments = options.environments or Path(folder)
         lines = [check(each, options.model, environments, actor) for each in PACKAGES]

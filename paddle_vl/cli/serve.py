@@ -24,7 +24,7 @@ def serve_policy(options: argparse.Namespace) -> int:
     from paddle_vl.serving import openpi, vla_eval
     from paddle_vl.serving.access import check_exposure, read_token
     from paddle_vl.serving.batching import BatchSettings
-    from paddle_vl.serving.policy import ObservationKeys, PolicyActor, open_policy
+    from paddle_vl.serving.policy import PolicyActor, open_policy
     from paddle_vl.serving.transport import Server, ServerSettings, WireProtocol
 
     token = read_token(options.token_file)
@@ -33,7 +33,7 @@ def serve_policy(options: argparse.Namespace) -> int:
     if is_openpi and options.chunk_size is not None:
         raise ValueError("--chunk-size is for --protocol vla-eval; openpi's clients cut chunks")
     values = {name: yaml.safe_load(text) for name, text in options.value}
-    keys = ObservationKeys(dict(options.feature), options.ignore, values)
+    entries = {"features": dict(options.feature), "ignored": options.ignore, "values": values}
     configure_runtime()
     folder, begin = model_folder_of(options.model), time.monotonic()
     server = Server(
@@ -52,7 +52,7 @@ def serve_policy(options: argparse.Namespace) -> int:
     def load() -> WireProtocol:
         policy = open_policy(folder, options.runtime)
         protocol = openpi if is_openpi else vla_eval
-        actor = PolicyActor(policy, keys, protocol.usual_keys, options.seed)
+        actor = PolicyActor(policy, protocol.usual_keys, **entries, seed=options.seed)
         actor.warm_up(sorted({1, options.max_batch_size}))
         if is_openpi:
             return openpi.OpenpiProtocol(actor, openpi.metadata_of(actor))

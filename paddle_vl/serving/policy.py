@@ -5,7 +5,6 @@ Shapes: F frames of an observation, H x W pixels, S state dims, C steps of a chu
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,21 +49,6 @@ def open_policy(folder: Path, runtime: str) -> ActingPolicy:
     return policy
 
 
-@dataclass(frozen=True)
-class ObservationKeys:
-    """How clients name the entries of an observation.
-
-    Attributes:
-        features: the client's key by the policy's name.
-        ignored: keys that are left out.
-        values: entries of every observation that does not have them, by the policy's names.
-    """
-
-    features: Mapping[str, str] = field(default_factory=dict)
-    ignored: Sequence[str] = ()
-    values: Mapping[str, Any] = field(default_factory=dict)
-
-
 class _Item(NamedTuple):
     """Inputs of one sample, and noise `[1, C, max_action_dim]` float32."""
 
@@ -83,34 +67,41 @@ class PolicyActor:
 
     Args:
         usual_keys: gives the policy's names by the keys of this kind of clients, for its cameras.
+        features: the clients' keys of some entries in place of the usual ones, by the policy's
+            names.
+        ignored: keys that are left out.
+        values: entries of every observation that does not have them, by the policy's names.
         seed: of the noise.
 
     Raises:
-        ValueError: `keys` has a name that the policy does not read.
+        ValueError: `features` or `values` has a name that the policy does not read.
     """
 
     def __init__(
         self,
         policy: ActingPolicy,
-        keys: ObservationKeys,
         usual_keys: Callable[[Sequence[str]], Mapping[str, str]],
+        features: Mapping[str, str] | None = None,
+        ignored: Sequence[str] = (),
+        values: Mapping[str, Any] | None = None,
         seed: int = 0,
     ):
-        self.policy, self.config, self._keys, self._seed = policy, policy.config, keys, seed
-        features = self.config.input_features
-        self.cameras, self.state_dim = cameras_of(features), features["state"].shape[0]
+        self.policy, self.config, self._seed = policy, policy.config, seed
+        self._ignored, self._values, own_keys = ignored, dict(values or {}), features or {}
+        inputs = self.config.input_features
+        self.cameras, self.state_dim = cameras_of(inputs), inputs["state"].shape[0]
         self.action_dim = self.config.output_features["actions"].shape[0]
         goals = {name: name.replace("camera", "subgoal") for name in self.cameras}
         self._goals = {name: goal for name, goal in goals.items() if goal != name}
         names = ["state", *self.cameras, *self._goals.values(), *_TEXTS, *NUMBER_TYPES]
         names += [_INDEX, _HISTORY_IS_PAD, PREFIX, DELAY]
-        if unknown := sorted({*keys.features, *keys.values} - {*names}):
+        if unknown := sorted({*own_keys, *self._values} - {*names}):
             raise ValueError(
                 f"the policy reads no {', '.join(unknown)}; it reads {', '.join(names)}"
             )
         self._name_of = dict(usual_keys(self.cameras))
         self._name_of |= {name: name for name in names}
-        for name, key in keys.features.items():
+        for name, key in own_keys.items():
             others = {k: own for k, own in self._name_of.items() if own != name}
             self._name_of = others | {key: name}
 
@@ -182,7 +173,7 @@ class PolicyActor:
         black = np.zeros((*self.config.resize_imgs_with_padding, 3), np.uint8)
         blank: dict[str, Any] = dict.fromkeys(self.cameras, black)
         blank |= {"state": np.zeros(self.state_dim), "prompt": "", _INDEX: 0}
-        item = self._request(self._batch(blank | dict(self._keys.values)), 0).item
+        item = self._request(self._batch(blank | self._values), 0).item
         for size in batch_sizes:
             self.run([item] * size)
 
@@ -190,7 +181,7 @@ class PolicyActor:
         """The entries by the policy's names; none is unknown, twice there, or missing."""
         found: dict[str, Any] = {}
         for key, value in _flat(observation):
-            if value is None or key in self._keys.ignored:
+            if value is None or key in self._ignored:
                 continue
             if (name := self._name_of.get(key)) is None:
                 raise ValueError(
@@ -201,7 +192,7 @@ class PolicyActor:
             if name in found:
                 raise ValueError(f"the observation has {name!r} twice, once as {key!r}")
             found[name] = value
-        found = {**self._keys.values, **found}
+        found = self._values | found
         missing = [name for name in ("state", "prompt") if name not in found]
         lacking = [name for name in self.cameras if name not in found]
         if len(lacking) > min(self.config.empty_cameras, len(self.cameras) - 1):

@@ -23,7 +23,7 @@ from paddle_vl.families.policy.demonstrations.sample import Stream, sample_rng
 from paddle_vl.families.policy.images import letterbox
 from paddle_vl.serving import openpi, vla_eval
 from paddle_vl.serving.msgpack_numpy import OPENPI
-from paddle_vl.serving.policy import ObservationKeys, PolicyActor, open_policy
+from paddle_vl.serving.policy import PolicyActor, open_policy
 from tests.single_card_tests.families.pi07.test_policy import character_tokenizer, golden_policy
 
 STATE = np.array([0.1, -0.2, 0.3, 0.4, -0.5])
@@ -46,7 +46,7 @@ def policy(saved):
 
 def actor_of(policy, protocol=openpi, seed=0, **keys) -> PolicyActor:
     keys.setdefault("values", {"dataset_index": 1})
-    return PolicyActor(policy, ObservationKeys(**keys), protocol.usual_keys, seed)
+    return PolicyActor(policy, protocol.usual_keys, **keys, seed=seed)
 
 
 def picture(seed: int) -> np.ndarray:
