@@ -67,8 +67,10 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0, help="of each task's episodes")
     parser.add_argument("--image-size", type=int, default=64, help="side in pixels")
     parser.add_argument(
-        "--action-noise", type=float, default=0.0,
-        help="standard deviation of what is added to an executed movement, not to the recorded one",
+        "--action-noise", type=float, default=1.0,
+        help="standard deviation of what is added to an executed movement, not to the recorded "
+        "one; without it a hand's place tells where its straight way leads, and a policy learns to "
+        "follow that instead of the image",
     )  # fmt: skip
     parser.add_argument("--hide-goal", action="store_true", help="leave the goal's marks out")
     parser.add_argument("--black-images", action="store_true", help="for a control without images")

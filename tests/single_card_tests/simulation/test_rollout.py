@@ -19,7 +19,7 @@ from paddle_vl.families.pi07.config import PI07Config
 from paddle_vl.families.policy.features import PolicyFeature
 from paddle_vl.simulation import metaworld
 from paddle_vl.simulation.environment import FIRST_UNSEEN_SEED
-from paddle_vl.simulation.rollout import roll_out, summary, wilson_interval
+from paddle_vl.simulation.rollout import Episode, roll_out, summary, wilson_interval
 from tests.single_card_tests.simulation.standin import PointRobot
 from tests.single_card_tests.train.tiny_policy_run import MODEL, write_tiny_policy_run
 
@@ -94,13 +94,12 @@ def test_the_interval_is_wilsons(found, low, high):
     assert wilson_interval(found, 50) == pytest.approx((low, high), abs=1e-4)
 
 
-def test_the_summary_counts_and_orders():
-    found = summary(rolled(2, range(4)) + rolled(2, range(2), blank=["images"]))
-    assert found["num_episodes"] == 6
-    assert found["num_successes"] == 4
-    assert math.isclose(found["success_rate"], 4 / 6)
-    assert 0 <= found["success_rate_within"][60] < found["success_rate"]
-    assert 0 < found["median_steps_to_success"] < 200
+def test_the_summary_counts_successes_within_steps():
+    steps = {1: (True, 40), 2: (True, 100), 3: (True, 180), 4: (False, 500)}
+    found = summary([Episode(seed, *of_seed) for seed, of_seed in steps.items()])
+    assert (found["num_episodes"], found["num_successes"], found["success_rate"]) == (4, 3, 0.75)
+    assert found["success_rate_within"] == {60: 0.25, 100: 0.5, 200: 0.75}
+    assert found["median_steps_to_success"] == 100
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +173,6 @@ def test_a_model_that_does_not_act_is_refused(run_file, capsys):
     from paddle_vl.families.pi07.recipe import PI07PlannerRecipe
     from paddle_vl.families.qwen3_vl.recipe import Qwen3VLRecipe
 
-    for recipe, reason in ((PI07PlannerRecipe, "planner"), (Qwen3VLRecipe, "is no policy")):
+    for recipe, reason in ((PI07PlannerRecipe, "planner"), (Qwen3VLRecipe, "does not act")):
         with pytest.raises(ValueError, match=reason):
             recipe.acting_policy(run_file.parent)
