@@ -33,13 +33,19 @@ from paddle_vl.checkpoint.reading import (
 )
 from paddle_vl.checkpoint.rules import LinearWeights, PatchKernel, Rule, Same
 from paddle_vl.checkpoint.safetensors_io import (
+    FLOATING,
     FileWriter,
     StoredTensor,
     TensorToWrite,
     encoded,
     write_file,
 )
-from paddle_vl.checkpoint.writing import parameters_to_write, write_one_file, write_tensors
+from paddle_vl.checkpoint.writing import (
+    STORED_DTYPES,
+    parameters_to_write,
+    write_one_file,
+    write_tensors,
+)
 from paddle_vl.families.pi07.config import (
     Gemma3Config,
     Gemma3WithExpertConfig,
@@ -301,6 +307,13 @@ class PolicyCheckpoint:
         head = self.model.get(_DISCRETE_HEAD_KEY)
         return None if head is None else head.shape[0]
 
+    @property
+    def widest(self) -> dict[str, ReadableTensor]:
+        """The model's tensors of the widest floating point dtype."""
+        found = {tensor.dtype for tensor in self.model.values()}
+        widest = next((dtype for dtype in FLOATING if dtype in found), None)
+        return {key: tensor for key, tensor in self.model.items() if tensor.dtype == widest}
+
     def kept(self) -> dict[str, TensorToWrite]:
         """The tensors that nothing reads, for another file."""
         names = (_EXPERT_HEAD_KEY, *_DISCRETE_KEYS)
@@ -415,14 +428,13 @@ def write_policy(
 
     Args:
         kept: see `PolicyCheckpoint.kept`.
-        dtypes: of statistics by their keys; float32 for others.
+        dtypes: by keys; of others, those of parameters, and float32 of statistics.
     """
     tensors = parameters_to_write(model.stored_parameters(), "model.", store)
-    # torch writes the first name of a tied tensor.
-    tied = {f"model.{_EMBEDDING_KEY}": f"model.{_HEAD_KEY}"}
-    tensors = [tensor._replace(name=tied.get(tensor.name, tensor.name)) for tensor in tensors]
+    tensors = [_as_stored(tensor, dtypes) for tensor in tensors]
     if model.placement.stage_layers.embedding:
-        unread, dtype = _unread_shapes(model.config), tensors[0].dtype
+        unread = _unread_shapes(model.config)
+        dtype = STORED_DTYPES[model.prefix.embed_tokens.weight.dtype]
         tensors += [kept.get(k) or _drawn_tensor(f"model.{k}", unread[k], dtype) for k in unread]
         for key, value in statistics_by_key(normalizers).items():
             dtype = dtypes.get(key, "F32")
@@ -432,6 +444,18 @@ def write_policy(
         write_one_file(folder, "model", tensors, ranks, write)
     else:
         write_tensors(folder, "model", tensors, sys.maxsize, ranks, write)
+
+
+def _as_stored(tensor: TensorToWrite, dtypes: Mapping[str, str]) -> TensorToWrite:
+    """A parameter under OpenTau's name, in its dtype of `dtypes`."""
+    key = tensor.name.removeprefix("model.")
+    if key == _EMBEDDING_KEY:
+        # torch writes the first name of a tied tensor.
+        tensor = tensor._replace(name=f"model.{_HEAD_KEY}")
+    dtype = dtypes.get(key, tensor.dtype)
+    if dtype == tensor.dtype:
+        return tensor
+    return tensor._replace(dtype=dtype, arrange=lambda array: encoded(tensor.arrange(array), dtype))
 
 
 def _unread_shapes(config: PI07Config | PI07PlannerConfig) -> dict[str, tuple[int, ...]]:

@@ -170,10 +170,14 @@ class StreamView:
         self.sliding: StreamView | None = None
         self._rows = slice(None)
 
+    def with_mask(self, mask: AttentionMask, num_tokens: int | None = None) -> "StreamView":
+        """The view of the same tokens, or of some of them, with another mask."""
+        shape = (self.shape[0], num_tokens or self.shape[1])
+        return StreamView(shape, self.rotary, mask, self.scale, self.implementation)
+
     def output_only(self, rows: slice) -> None:
         """Set `output` to some rows of each sample."""
-        shape, mask = (self.shape[0], rows.stop - rows.start), self.mask.of_queries(rows)
-        self.output = StreamView(shape, self.rotary, mask, self.scale, self.implementation)
+        self.output = self.with_mask(self.mask.of_queries(rows), rows.stop - rows.start)
         self.output._rows = rows
         if self.sliding is not None:
             self.sliding.output_only(rows)
@@ -510,17 +514,16 @@ class InterleavedDecoder(nn.Layer):
             rope: rotary_tables(position_ids_BL, text.head_dim, *rope)
             for rope in {self.config.rope(i) for i in range(text.num_hidden_layers)}
         }
-        mask = mask if isinstance(mask, AttentionMask) else AttentionMask(mask)
-        scale, implementation = text.query_pre_attn_scalar**-0.5, self.attention_implementation
-
-        def seen(of_mask: AttentionMask) -> StreamView:
-            shape = tuple(position_ids_BL.shape)
-            return StreamView(shape, rotary, of_mask, scale, implementation)
-
-        view = seen(mask)
+        view = StreamView(
+            tuple(position_ids_BL.shape),
+            rotary,
+            mask if isinstance(mask, AttentionMask) else AttentionMask(mask),
+            text.query_pre_attn_scalar**-0.5,
+            self.attention_implementation,
+        )
         if window is not None:
             keys_BS = position_ids_BL if key_positions_BS is None else key_positions_BS
-            view.sliding = seen(mask.within(window, position_ids_BL, keys_BS))
+            view.sliding = view.with_mask(view.mask.within(window, position_ids_BL, keys_BS))
         return view
 
     def forward(

@@ -70,9 +70,9 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
     new_normalizers: ClassVar[Callable[[Any, int], dict[str, Normalizer]]]
     # Patterns of checkpoint keys that the model never reads.
     unused_keys: ClassVar[Sequence[str]] = ()
-    # Such tensors, and the dtypes of statistics, of the folder that was loaded.
+    # Such tensors, and dtypes by key, of the folder that was loaded; both are saved again.
     _kept: Mapping[str, TensorToWrite] = {}
-    _statistics_dtypes: Mapping[str, str] = {}
+    _stored_dtypes: Mapping[str, str] = {}
 
     def __init__(
         self,
@@ -135,7 +135,8 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
                 `paddle_vl.families.pi07.gemma.with_backbone`. Rows of groups are found by name, see
                 `paddle_vl.families.pi07.checkpoint_map`.
             statistics: for a checkpoint without statistics, or with `skip_normalization_weights`.
-            dtype: of the weights.
+            dtype: of the weights; "auto" for the widest of the folder's, in which each of them is
+                saved again.
             fresh: patterns of the model's keys that the checkpoint may lack; these are drawn.
             ignore: patterns of the checkpoint's keys that the model may lack.
             placement: None for the full model on a single device.
@@ -176,7 +177,7 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
         given = {name: one for name, one in tokenizers.items() if one is not None}
         parts = cls.stored_tokenizers(folder) | given
         try:
-            with default_dtype(chosen_dtype(dtype, stored.model)), paddle.LazyGuard():
+            with default_dtype(chosen_dtype(dtype, stored.widest)), paddle.LazyGuard():
                 policy = cls(config, **parts, statistics=statistics, placement=placement)
         except ValueError as error:
             raise ValueError(f"{folder}: {error}") from error
@@ -185,8 +186,8 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
         normalizers = policy.normalizers if takes else {}
         stored.fill(policy.model, normalizers, fresh, [*ignore, *cls.unused_keys])
         policy._kept = stored.kept()
-        if takes:
-            policy._statistics_dtypes = {key: t.dtype for key, t in stored.statistics.items()}
+        same = (stored.statistics if takes else {}) | (stored.model if dtype == "auto" else {})
+        policy._stored_dtypes = {key: tensor.dtype for key, tensor in same.items()}
         if materialize:
             policy.model.materialize_all()
         # The policy now has other statistics, which its checkpoints must keep.
@@ -244,7 +245,7 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         keeps = self.normalizers if self.config.save_normalization_stats else {}
-        kept, dtypes = self._kept, self._statistics_dtypes
+        kept, dtypes = self._kept, self._stored_dtypes
         write_policy(folder, self.model, keeps, write, store, one_file, kept, dtypes)
         if self.model.placement.checkpoint_ranks.is_first:
             replace(self.config, config_version=self.config.normalization_version).save_pretrained(

@@ -32,6 +32,7 @@ from paddle_vl.checkpoint.safetensors_io import (
 )
 from paddle_vl.checkpoint.writing import parameter_array
 from paddle_vl.cli.main import main
+from paddle_vl.config.families import model_values
 from paddle_vl.config.load import load_run_config
 from paddle_vl.export.pi07.programs import to_export
 from paddle_vl.families.pi07.config import PI07PlannerConfig
@@ -178,7 +179,7 @@ def test_the_example_for_eight_gpus_has_the_published_sizes(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
     run = load_run_config(EXAMPLE)
     assert run.model.pretrained == "google/gemma-3-4b-pt"
-    config = PI07Config.from_dict(with_backbone(run.model.config, tmp_path))
+    config = PI07Config.from_dict(with_backbone(model_values(run.model.config), tmp_path))
     assert config.vlm_config.gemma3_config.vision_config.image_size == 448
     engine = replace(config.vlm_config, discrete_action_vocab_size=2048)
     with paddle.LazyGuard():
@@ -263,13 +264,17 @@ def test_a_saved_planner_has_the_tensors_that_only_opentau_reads(tmp_path):
 
 
 def test_a_folder_that_is_read_and_written_again_is_the_same(saved, tmp_path):
-    """With statistics and the expert's head as OpenTau may have them."""
+    """With statistics and the expert's head as OpenTau may have them, and in two dtypes, which its
+    own cast gives."""
     file, tensors = saved / "model.safetensors", []
     for key, tensor in read_header(file).items():
         found = tensor.copied(key)
         if "normalize" in key or key.endswith("gemma_expert.lm_head.weight"):
             bits = encoded(np.full(tensor.shape, 1.25), "BF16")
             found = TensorToWrite(key, tensor.shape, "BF16", partial(np.copy, bits))
+        elif key.startswith(("model.state_proj", "model.action", "model.time")):
+            values = tensor.read() * np.float32(1.001)
+            found = TensorToWrite(key, tensor.shape, "F32", partial(np.copy, values))
         tensors.append(found)
     write_file(tmp_path / "theirs.safetensors", tensors)
     shutil.copy(tmp_path / "theirs.safetensors", file)
