@@ -5,7 +5,7 @@
 `model.pretrained`, or `model.config`, where `model.pretrained` may be the backbone. The result is
 what the run saves as `config.json`. `docs/policies.md` has the settings and what they change.
 
-Over 350 lines: they are checked against each other, which one file shows.
+Over 350 lines: all settings of a run, and the rules between them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -318,8 +318,7 @@ class PI07DataConfig(DataConfig):
 
     @property
     def has_eval(self) -> bool:
-        mixture = self.dataset_mixture
-        return bool(self.eval) or (mixture is not None and mixture.has_held_out)
+        return bool(self.eval or (self.dataset_mixture and self.dataset_mixture.has_held_out))
 
 
 class PI07ParallelConfig(ParallelConfig):
@@ -385,8 +384,6 @@ class PI07Run(RunConfig):
                 "demonstrations in data.train (or data.dataset_mixture), or set "
                 "data.synthetic_samples to train on generated ones"
             )
-        if data.dataset_mixture is not None:
-            yield from data.dataset_mixture.problems(data.train, data.eval)
         pipeline = self.parallel.pp_degree > 1 or self.parallel.schedule == "colocated"
         if data.action_errors and pipeline:
             yield (
@@ -398,6 +395,7 @@ class PI07Run(RunConfig):
             yield f"data.action_groups has the names {wrong}: give others, no numbers, without /"
         files, grouped = {*data.train, *data.eval}, set(data.groups)
         if data.dataset_mixture is not None:
+            yield from data.dataset_mixture.problems(data.train, data.eval)
             files |= {dataset.label for dataset in data.dataset_mixture.datasets}
         if grouped and (wrong := sorted(files ^ grouped)):
             yield (
