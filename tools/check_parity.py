@@ -15,6 +15,7 @@ from pathlib import Path
 
 FAMILIES = {
     "pi07": "parity.pi07",
+    "pi07_start": "parity.pi07_start",
     "preference": "parity.preference",
     "qwen3_5": "parity.qwen3_5",
     "qwen_vl": "parity.qwen_vl",

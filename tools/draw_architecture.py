@@ -24,7 +24,9 @@ PACKAGE = ROOT / "paddle_vl"
 PAGE = ROOT / "docs" / "architecture.md"
 # The boxes from top to bottom, and the folders of the package in each.
 BOXES = {
-    "commands and add-ons": "cli doctor export integrations profile report testing",
+    "commands and add-ons": (
+        "cli doctor export integrations profile report serving simulation testing"
+    ),
     "training": "train",
     "model families": "families generation",
     "parallelism": "parallel",

@@ -7,6 +7,7 @@ data, for a policy that is trained from scratch.
 import argparse
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +71,27 @@ def main() -> None:
 def write_processor(
     source: SyntheticDemonstrations, folder: Path, vocab_size: int, action_vocab_size: int
 ) -> None:
-    """Train and write the tokenizers of prompts and of actions (normalized to [-1, 1])."""
+    """Train and write the tokenizers of a source, see `fit_tokenizers`."""
     samples = [source.demonstration(number) for number in range(len(source))]
     texts = {sample[name] for sample in samples for name in ("prompt", "response")}
+    chunks = np.stack([sample["actions"] for sample in samples])
+    fit_tokenizers(texts, chunks, folder, vocab_size, action_vocab_size)
+
+
+def fit_tokenizers(
+    texts: Iterable[str],
+    chunks_NCA: np.ndarray,
+    folder: Path,
+    vocab_size: int,
+    action_vocab_size: int,
+) -> None:
+    """Train and write the tokenizers of prompts and of actions (normalized to [-1, 1])."""
     (folder / "action_tokenizer").mkdir(parents=True, exist_ok=True)
     PromptTokenizer.fit(sorted(texts) + _FIXED_TEXTS, vocab_size).save_pretrained(folder)
-    chunks = np.stack([sample["actions"] for sample in samples])
-    low, high = chunks.min(axis=(0, 1)), chunks.max(axis=(0, 1))
-    normalized = (chunks - low) / (high - low) * 2 - 1
+    low, high = chunks_NCA.min(axis=(0, 1)), chunks_NCA.max(axis=(0, 1))
+    # A value that never changes is 0 after normalization.
+    is_constant = high == low
+    normalized = (chunks_NCA - low) / np.where(is_constant, 1, high - low) * 2 - ~is_constant
     ActionTokenizer.fit(normalized, vocab_size=action_vocab_size).save_pretrained(
         folder / "action_tokenizer"
     )

@@ -1,6 +1,7 @@
-"""Write the reference case of `paddle-vl doctor`: a small Qwen3-VL of HF transformers on torch.
+"""Write a reference case of `paddle-vl doctor`: a small model of HF transformers on torch.
 
     PYTHON tools/make_doctor_case.py paddle_vl/doctor/cases/qwen3_vl.safetensors
+    PYTHON tools/make_doctor_case.py paddle_vl/doctor/cases/qwen3_5.safetensors
 
 PYTHON is an interpreter with torch and transformers; nothing of paddle_vl is imported. The file has
 the weights under HF's names, the batch (`in.`), logits, loss, every gradient (`grad.`), and six
@@ -21,6 +22,17 @@ TEXT = {
     "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]},
     "rms_norm_eps": 1e-6, "max_position_embeddings": 512,
 }  # fmt: skip
+# Of Qwen3.5. Norms amplify the rounding of a first token's output, which may be near zero: with a
+# large epsilon less so.
+TEXT_3_5 = TEXT | {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 6, "rms_norm_eps": 1e-1,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1], "mrope_interleaved": True,
+    },
+}  # fmt: skip
 VISION = {
     "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4,
     "temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3, "out_hidden_size": 16,
@@ -39,20 +51,23 @@ def main() -> None:
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
     from safetensors.numpy import save_file
-    from transformers import (  # pyright: ignore[reportMissingImports]
-        Qwen3VLConfig,
-        Qwen3VLForConditionalGeneration,
-    )
 
+    is_hybrid = "qwen3_5" in options.file
+    text, vision, kind = (dict(TEXT), dict(VISION), "Qwen3VL")
+    if is_hybrid:
+        text, vision, kind = dict(TEXT_3_5), VISION | {"deepstack_visual_indexes": []}, "Qwen3_5"
+        del text["rope_theta"], text["rope_scaling"]
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     values = {
-        "model_type": "qwen3_vl", "text_config": TEXT, "vision_config": VISION,
+        "model_type": "qwen3_5" if is_hybrid else "qwen3_vl",
+        "text_config": text, "vision_config": vision,
         "tie_word_embeddings": False, "image_token_id": IMAGE, "video_token_id": VIDEO,
         "vision_start_token_id": START, "vision_end_token_id": END,
     }  # fmt: skip
-    config = Qwen3VLConfig(**json.loads(json.dumps(values)))
-    model = Qwen3VLForConditionalGeneration._from_config(config, attn_implementation="eager")
+    config = getattr(transformers, f"{kind}Config")(**json.loads(json.dumps(values)))
+    model_class = getattr(transformers, f"{kind}ForConditionalGeneration")
+    model = model_class._from_config(config, attn_implementation="eager")
     model = model.float()
     rng = np.random.default_rng(0)
     with torch.no_grad():
@@ -62,13 +77,17 @@ def main() -> None:
                 0.1 if len(shape) == 1 else 1.4 / shape[-1] ** 0.5
             )
             if "norm" in name and name.endswith("weight"):
-                value = 1 + 2 * value
+                is_centred = is_hybrid and "visual" not in name and "linear_attn" not in name
+                value = (0 if is_centred else 1) + 2 * value
+            if name.endswith(("A_log", "dt_bias")):
+                # Slow decay, of whose float32 sums HF takes differences.
+                value -= 2
             parameter.copy_(torch.tensor(value.astype(np.float32)))
     first = [5, 6, START, *[IMAGE] * 4, END, 7, 8, 9, 10, 11, 12]
     second = [3, START, *[IMAGE] * 2, END, 13, 14]
-    length = len(first)
-    ids = np.array([first, second + [0] * (length - len(second))])
-    mask = np.array([[1] * length, [1] * len(second) + [0] * (length - len(second))])
+    rows, length = (first, second), max(len(first), len(second))
+    ids = np.array([row + [0] * (length - len(row)) for row in rows])
+    mask = np.array([[1] * len(row) + [0] * (length - len(row)) for row in rows])
     labels = np.where((mask == 1) & (ids < IMAGE), ids, -100)
     labels[:, 0] = -100
     patch = 3 * VISION["temporal_patch_size"] * VISION["patch_size"] ** 2
@@ -84,10 +103,10 @@ def main() -> None:
     output.loss.backward()
     model.eval()
     prompt = {
-        "input_ids": given["input_ids"][:1, :-2],
-        "attention_mask": given["attention_mask"][:1, :-2],
+        "input_ids": given["input_ids"][:1, : len(first) - 2],
+        "attention_mask": given["attention_mask"][:1, : len(first) - 2],
         "pixel_values": given["pixel_values"][:16], "image_grid_thw": given["image_grid_thw"][:1],
-        "mm_token_type_ids": kinds[:1, :-2],
+        "mm_token_type_ids": kinds[:1, : len(first) - 2],
     }  # fmt: skip
     tokens = model.generate(
         **prompt, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False

@@ -6,7 +6,18 @@ import os
 from pathlib import Path
 from typing import Any
 
-from paddle_vl.cli.table import BASE, Command, grouped, model, number, output, switch, value
+from paddle_vl.cli.rollout import OPTIONS, evaluate_in_simulator
+from paddle_vl.cli.table import (
+    BASE,
+    TEMPLATE,
+    Command,
+    grouped,
+    model,
+    number,
+    output,
+    switch,
+    value,
+)
 from paddle_vl.parallel.launcher import without_thread_warning
 
 logger = logging.getLogger(__name__)
@@ -14,13 +25,15 @@ MEDIA_KINDS = {"image": "a picture", "video": "a video file"}
 
 
 def evaluate(options: argparse.Namespace) -> int:
-    """Print losses and, for models that answer, exact answers."""
+    """Print losses and, for models that answer, exact answers; or a policy's successes."""
     configure_runtime()
     from paddle_vl.families.base import EvaluationOptions
     from paddle_vl.train.evaluate import mean_losses
     from paddle_vl.train.step import ModelRunner
 
-    folder, family = _family_of(options.model)
+    folder, family = family_of_model(options.model, options.base)
+    if options.env is not None:
+        return evaluate_in_simulator(options, folder, family.recipe_class())
     evaluation = family.recipe_class().evaluation(
         folder,
         EvaluationOptions(
@@ -30,6 +43,7 @@ def evaluate(options: argparse.Namespace) -> int:
             max_new_tokens=options.max_new_tokens,
             limit=options.limit,
             base=options.base,
+            chat_template_kwargs=options.chat_template_kwargs,
             show=options.show,
             predictions=None if options.predictions is None else Path(options.predictions),
         ),
@@ -44,19 +58,21 @@ def evaluate(options: argparse.Namespace) -> int:
 
 EVALUATE = Command(
     evaluate,
-    "loss and exact answers of a model on a data file; of a policy its losses",
+    "loss and exact answers of a model on a data file; of a policy its losses or successes",
     "Print the mean loss over the answers' tokens, and how many greedy answers equal the expected "
     "ones, for every value of the records' field `task`. Every assistant turn is one answer, given "
-    "the data's turns before it. For a robot policy, print its losses on demonstrations; the "
-    "options about answers are refused.",
-    "example:\n  paddle-vl evaluate --model runs/digits --data data/test.jsonl "
-    "--predictions answers.jsonl",
+    "the data's turns before it; reasoning in front of it is not compared. For a robot policy, "
+    "print its losses on demonstrations; the options about answers are refused. With --env the "
+    "policy acts in a simulator, and its successes are counted.",
+    "examples:\n  paddle-vl evaluate --model runs/digits --data data/test.jsonl "
+    "--predictions answers.jsonl\n"
+    "  paddle-vl evaluate --model runs/reach --env metaworld --task reach-v3 --output episodes",
     [
         model(),
         BASE,
+        TEMPLATE,
         value(
-            "--data", "FILE", "files of conversations, as data.train takes them",
-            nargs="+", required=True,
+            "--data", "FILE", "files of conversations, as data.train takes them", nargs="+",
         ),
         number("--max-new-tokens", "longest answer, in tokens (default 64)", 64),
         number("--batch-size", "samples at once (default 8)", 8),
@@ -67,8 +83,10 @@ EVALUATE = Command(
             "--predictions", "OUT.jsonl",
             "write one line per answer: sample, task, prompt, expected, answer, is_exact",
         ),
+        *OPTIONS,
     ],
     folders=("model",),
+    one_of=("--data", "--env"),
 )  # fmt: skip
 
 
@@ -79,8 +97,8 @@ def generate(options: argparse.Namespace) -> int:
     settings = _generation_settings(options)
     GenerationConfig().updated(**settings)  # Raises before a model is loaded.
     configure_runtime()
-    folder, family = _family_of(options.model)
-    chat = family.recipe_class().chat(folder, options.base)
+    folder, family = family_of_model(options.model, options.base)
+    chat = family.recipe_class().chat(folder, options.base, options.chat_template_kwargs)
     prompt = options.prompt
     if not any(f"<{kind}>" in prompt for kind in MEDIA_KINDS):
         prompt = "".join(f"<{kind}>" for kind, _ in options.media) + prompt
@@ -126,6 +144,7 @@ GENERATE = Command(
     [
         model(),
         BASE,
+        TEMPLATE,
         *(
             value(
                 f"--{kind}", "FILE",
@@ -163,12 +182,12 @@ def merge(options: argparse.Namespace) -> int:
     """Write the merged model with its processor files."""
     configure_runtime()
     from paddle_vl.checkpoint.adapter_files import is_adapter
-    from paddle_vl.config.families import family_of_folder
 
-    folder, out = _model_folder(options.model), Path(options.output)
+    folder, family = family_of_model(options.model, options.base)
+    out = Path(options.output)
     if not is_adapter(folder):
         raise ValueError(f"{folder} is a full model, not an adapter: there is nothing to merge")
-    base = family_of_folder(folder).recipe_class().merge_adapter(folder, out, options.base)
+    base = family.recipe_class().merge_adapter(folder, out, options.base)
     print(f"{folder} and {base} are one model in {out}")
     return 0
 
@@ -188,19 +207,21 @@ MERGE = Command(
 )
 
 
-def _model_folder(name: str) -> Path:
+def model_folder_of(name: str) -> Path:
+    """The folder of a model or of adapters that a command names."""
     from paddle_vl.files.hub import path_or_download
     from paddle_vl.train.checkpoint import model_folder
 
     return model_folder(path_or_download(name))
 
 
-def _family_of(name: str) -> tuple[Path, Any]:
-    """The folder of a model, and its family."""
+def family_of_model(name: str, base: str | None) -> tuple[Path, Any]:
+    """The folder of a model or of adapters, and its family."""
+    from paddle_vl.checkpoint.adapter_files import folder_with
     from paddle_vl.config.families import family_of_folder
 
-    folder = _model_folder(name)
-    return folder, family_of_folder(folder)
+    folder = model_folder_of(name)
+    return folder, family_of_folder(folder_with("config.json", folder, base))
 
 
 def configure_runtime() -> None:

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paddle_vl.cli.commands import configure_runtime
+from paddle_vl.cli.commands import configure_runtime, family_of_model
 from paddle_vl.cli.table import BASE, Command, Option, model, output, switch
 
 if TYPE_CHECKING:
@@ -14,20 +14,18 @@ if TYPE_CHECKING:
 def export(options: argparse.Namespace) -> int:
     """Write the programs and print what they are."""
     configure_runtime()
-    from paddle_vl.config.families import family_of_folder
     from paddle_vl.export.folder import program_file
     from paddle_vl.export.writing import check_dtype, check_output, export_model
-    from paddle_vl.files.hub import path_or_download
-    from paddle_vl.train.checkpoint import model_folder
 
-    folder, out = model_folder(path_or_download(options.model)), Path(options.output)
+    folder, family = family_of_model(options.model, options.base)
+    out = Path(options.output)
     check_output(out)
     check_dtype(options.dtype, options.onnx)
     if options.onnx:
         from paddle_vl.export.onnx_writing import check_packages
 
         check_packages()
-    traced = family_of_folder(folder).to_export(folder, options.base)
+    traced = family.to_export(folder, options.base)
     manifest = export_model(traced, folder, out, options.onnx, options.dtype)
     programs = dict(manifest.programs)
     programs |= {program_file("onnx", name): program for name, program in manifest.onnx.items()}

@@ -28,6 +28,7 @@ from paddle_vl.cli.hubs import DOWNLOAD, UPLOAD
 from paddle_vl.cli.opentau_words import translated, words_of_variables
 from paddle_vl.cli.preference import PRECOMPUTE
 from paddle_vl.cli.profile import PROFILE
+from paddle_vl.cli.serve import SERVE_POLICY
 from paddle_vl.cli.tokenize import TOKENIZE
 from paddle_vl.cli.train import REPORT, TRAIN
 from paddle_vl.parallel.launcher import RANK_LOG_VARIABLE
@@ -40,8 +41,8 @@ MALLOC_VARIABLE, _CACHED_BLOCKS = "GLIBC_TUNABLES", "glibc.malloc.tcache_count"
 # Modules of Paddle and of what it imports, whose warnings concern Paddle's own code.
 _NOISY = r"(paddle|paddle2onnx|pkg_resources|setuptools|gast|astor|visualdl)(\.|$)"
 COMMANDS = (
-    TRAIN, EVALUATE, GENERATE, MERGE, EXPORT, PROFILE, REPORT, TOKENIZE, SHOW_DATA, CONVERT_DATA,
-    PRECOMPUTE, DOWNLOAD, UPLOAD, DOCTOR,
+    TRAIN, EVALUATE, GENERATE, MERGE, EXPORT, SERVE_POLICY, PROFILE, REPORT, TOKENIZE, SHOW_DATA,
+    CONVERT_DATA, PRECOMPUTE, DOWNLOAD, UPLOAD, DOCTOR,
 )  # fmt: skip
 
 

@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from paddle_vl.config.bounded_yaml import read_document
+
 _LARGEST = 2**31 - 1
 
 
@@ -64,6 +66,7 @@ class Command(NamedTuple):
         run: returns the exit code.
         groups: what the help says of a group of options, by its title.
         folders: options that are required, and may be given in this order without their names.
+        one_of: options of which exactly one is required.
     """
 
     run: Callable[[argparse.Namespace], int]
@@ -73,6 +76,7 @@ class Command(NamedTuple):
     options: Sequence[Option]
     groups: Mapping[str, str] = {}
     folders: Sequence[str] = ()
+    one_of: Sequence[str] = ()
 
     def add_to(self, subparsers: argparse._SubParsersAction) -> None:
         parser = subparsers.add_parser(
@@ -84,10 +88,13 @@ class Command(NamedTuple):
         )
         parser.set_defaults(run=self.run, folders=self.folders)
         places: dict[str | None, Any] = {None: parser}
+        if self.one_of:
+            chosen = parser.add_mutually_exclusive_group(required=True)
         for names, text, settings, group in self.options:
             if group not in places:
                 places[group] = parser.add_argument_group(group, self.groups.get(str(group)))
-            places[group].add_argument(*names.split(), help=text, **settings)
+            place = chosen if names in self.one_of else places[group]
+            place.add_argument(*names.split(), help=text, **settings)
 
 
 # The arguments of a run.
@@ -97,6 +104,26 @@ OVERRIDES = value(
     "section.name=value",
     "setting that overrides the file's; the value in YAML",
     nargs="*",
+)
+
+
+def _variables(text: str) -> dict[str, Any]:
+    try:
+        found, _ = read_document(text, "the option")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if not isinstance(found, dict):
+        example = "'{enable_thinking: false}'"
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no mapping like {example}")
+    return found
+
+
+TEMPLATE = value(
+    "--chat-template-kwargs",
+    "MAPPING",
+    "variables of the chat template, in YAML: '{enable_thinking: false}'",
+    type=_variables,
+    default={},
 )
 BASE = value("--base", "DIR", "base model of adapters (default: the folder or name in their files)")
 # Of commands that read data files.

@@ -139,6 +139,12 @@ def family_of(model_values: dict[str, Any]) -> FamilyEntry:
     for entry in _FAMILIES:
         if any(model_type in entry.model_types for model_type in named):
             return entry
+    for entry in _FAMILIES if named else ():
+        if named[0] in entry.settings_class().backbones:
+            raise ValueError(
+                f"{named[0]} is the backbone of a {entry.name}, not a whole one: to start a run "
+                "from it, describe the policy in model.config beside model.pretrained"
+            )
     if named:
         known = ", ".join(each for entry in _FAMILIES for each in entry.model_types)
         raise ValueError(
@@ -149,7 +155,7 @@ def family_of(model_values: dict[str, Any]) -> FamilyEntry:
 
 
 def family_of_folder(folder: Path) -> FamilyEntry:
-    """The family of a model folder; the first family for adapters, which have no config.json."""
+    """The family of a model folder; of adapters, which have no config.json, give the base's."""
     return family_of(model_values(folder))
 
 
@@ -165,7 +171,8 @@ def family_of_run(config: Any, checkpoint: Path | None = None) -> FamilyEntry:
             config.json cannot be read, so that only the settings say which family it is of.
     """
     model = config.model
-    source = model.config if model.pretrained is None else model.pretrained
+    # Beside model.config, model.pretrained is a backbone.
+    source = model.pretrained if model.config is None else model.config
     entry = family_of((checkpoint and model_values(checkpoint)) or model_values(source))
     if not isinstance(config, entry.settings_class()):
         if isinstance(source, str):

@@ -38,12 +38,12 @@ def settings_class_of(values: Mapping[str, Any]) -> type[RunConfig]:
         return found.get(name) if isinstance(found, Mapping) else None
 
     pretrained, config = setting("model", "pretrained"), setting("model", "config")
-    source = config if pretrained is None else pretrained
+    source = pretrained if config is None else config
     for each in (source, setting("train", "resume_from_checkpoint")):
         if isinstance(each, str | dict) and (content := model_values(each)):
             return family_of(content).settings_class()
     # A published size.
-    if pretrained is None and isinstance(config, str) and not config.endswith(".json"):
+    if isinstance(config, str) and not config.endswith(".json"):
         return family_of({}).settings_class()
     return min(settings_classes(), key=lambda run: len(own_settings(values, run)[1]))
 

@@ -66,6 +66,10 @@ def load_run_config(
         if isinstance(inside, dict) and isinstance(inside.get(name), str):
             inside[name] = find(setting, inside[name])
     run = settings_class_of(values)
+    model = values.get("model")
+    if isinstance(model, dict) and model.get("pretrained") is None:
+        name = run.backbone_name(model.get("config"))
+        model |= {} if name is None else {"pretrained": find("model.pretrained", name)}
     values, foreign = own_settings(values, run)
     problems += [
         f"{_place(key, places, str(path))}: {_dotted(key)} applies only to {families}, and the "

@@ -47,7 +47,7 @@ class ModelConfig(Section):
 
     pretrained: FilePath | None = None
     """folder of the HF checkpoint to start from, or its name on a hub (org/name); set this or
-    model.config"""
+    model.config, or both for a policy with new weights on the backbone in this folder"""
     config: FilePath | dict[str, Any] | None = None
     """configuration of a model with random weights: path of a config.json, its content, or a
     published size (qwen3-vl-2b); token ids that it leaves out are taken from the tokenizer"""
@@ -232,6 +232,7 @@ class RunConfig(Section):
         needs_processor: whether data.processor or model.pretrained must name a folder.
         has_colocated: whether parallel.schedule may be colocated.
         counts_tokens: whether batches count their tokens, which train.max_tokens needs.
+        backbones: model types of folders that model.pretrained may name beside model.config.
         fixed_settings: settings or sections that a resumed run must not change, because weights,
             optimizer state, data position or random state of the checkpoint depend on them.
     """
@@ -241,6 +242,7 @@ class RunConfig(Section):
     needs_processor: ClassVar[bool] = True
     has_colocated: ClassVar[bool] = False
     counts_tokens: ClassVar[bool] = False
+    backbones: ClassVar[tuple[str, ...]] = ()
     fixed_settings: ClassVar[tuple[str, ...]] = (
         *("model.pretrained", "model.config", "model.compute_dtype", "model.freeze"),
         *("data.train", "data.processor", "data.on_bad_sample"),
@@ -256,6 +258,11 @@ class RunConfig(Section):
     def problems(self) -> Iterator[str]:
         """Messages about the family's settings that contradict each other."""
         return iter(())
+
+    @classmethod
+    def backbone_name(cls, config: Any) -> str | None:
+        """The hub's name of the backbone that `model.config` starts from by itself, if it does."""
+        return None
 
     @property
     def input_files(self) -> dict[str, str]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paddle_vl.config.data_sources import SourceConfig, matches
+from paddle_vl.config.families import model_values
 from paddle_vl.config.patterns import misspelt_groups
 from paddle_vl.config.schema import RunConfig, TrainConfig
 from paddle_vl.config.section import settings_without_effect
@@ -42,12 +43,19 @@ def launch_problems(config: RunConfig, device: str) -> list[str]:
 
 def _problems_of_what_is_trained(config: RunConfig) -> Problems:
     model, data, train = config.model, config.data, config.train
-    if (model.pretrained is None) == (model.config is None):
-        found = "neither is" if model.pretrained is None else "both are"
+    if model.pretrained is None and model.config is None:
         yield (
-            f"{found} set of model.pretrained and model.config: set model.pretrained to start from "
-            "a checkpoint, or model.config to start from random weights"
+            "neither is set of model.pretrained and model.config: set model.pretrained to start "
+            "from a checkpoint, or model.config to start from random weights"
         )
+    elif model.pretrained is not None and model.config is not None:
+        values = model_values(model.pretrained)
+        # A folder that is not there yet is reported when the run starts.
+        if not config.backbones or (values and values.get("model_type") not in config.backbones):
+            yield (
+                "both are set of model.pretrained and model.config: remove model.config, as the "
+                "checkpoint has its own; only the backbone of a policy (gemma3) needs one beside it"
+            )
     if config.needs_processor and data.processor is None and model.pretrained is None:
         yield (
             "data.processor is not set and there is no model.pretrained to take it from: set "

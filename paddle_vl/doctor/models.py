@@ -1,6 +1,6 @@
 """Tiny models: stored values, ranks against one device, generation, and a resumed run.
 
-`cases/qwen3_vl.safetensors` is a small Qwen3-VL of HF transformers on torch: weights, batch, loss,
+`cases/` has a small Qwen3-VL and a small Qwen3.5 of HF transformers on torch: weights, batch, loss,
 logits, every gradient and greedy tokens, made by `tools/make_doctor_case.py`. Over 350 lines: every
 check that needs a whole model.
 """
@@ -20,6 +20,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
+from paddle_vl.config.families import family_of_folder
 from paddle_vl.config.load import load_run_config
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.doctor.check import Machine, Result, check, ok, wrong
@@ -35,6 +36,7 @@ from paddle_vl.testing import (
     gather_gradients,
     tiny_pi07,
     tiny_pi07_batch,
+    tiny_qwen3_5,
     tiny_qwen3_vl,
     tiny_qwen3_vl_batch,
 )
@@ -45,7 +47,9 @@ from paddle_vl.testing.tiny_run import write_tiny_run
 from paddle_vl.train.build import build_trainer
 from paddle_vl.train.optimizer import Optimizer
 
-QWEN3_VL = Path(__file__).parent / "cases" / "qwen3_vl.safetensors"
+QWEN3_VL, QWEN3_5 = (
+    Path(__file__).parent / "cases" / f"{name}.safetensors" for name in ("qwen3_vl", "qwen3_5")
+)
 _OTHER_NUMBERS = (
     "the model computes other numbers here: run kernels, attention and simulated to see which "
     "operation does, and do not train"
@@ -66,7 +70,7 @@ Arrays = dict[str, np.ndarray]
 def golden_qwen3_vl(machine: Machine, dtype: Dtype = "float32", file: Path = QWEN3_VL) -> Result:
     """Loss, logits, gradients, tokens of HF's Qwen3-VL."""
     stored, config, made_with = read_case(file)
-    folder = machine.folder / f"golden-{dtype}"
+    folder = machine.folder / f"golden-{file.stem}-{dtype}"
     folder.mkdir()
     parts: dict[str, Arrays] = {"in": {}, "grad": {}, "": {}}
     for name, array in stored.items():
@@ -76,7 +80,7 @@ def golden_qwen3_vl(machine: Machine, dtype: Dtype = "float32", file: Path = QWE
     weights = {name: array for name, array in parts[""].items() if name not in of_result}
     save_file(weights, folder / "model.safetensors")
     (folder / "config.json").write_text(config, encoding="utf-8")
-    model = type(tiny_qwen3_vl()).from_pretrained(folder, dtype)
+    model = family_of_folder(folder).recipe_class().model_class.from_pretrained(folder, dtype)
     output = model(**batch)
     output.loss.backward()
     real = batch["attention_mask"].astype(bool)
@@ -89,10 +93,10 @@ def golden_qwen3_vl(machine: Machine, dtype: Dtype = "float32", file: Path = QWE
     if dtype == "bfloat16" or machine.device != "cpu" or result.status == "wrong":
         return result
     # The first sample without its last two tokens.
-    patches = int(batch["image_grid_thw"][0].prod())
+    patches, length = int(batch["image_grid_thw"][0].prod()), int(real[0].sum()) - 2
     tokens = model.generate(
-        input_ids=batch["input_ids"][:1, :-2],
-        attention_mask=batch["attention_mask"][:1, :-2],
+        input_ids=batch["input_ids"][:1, :length],
+        attention_mask=batch["attention_mask"][:1, :length],
         pixel_values=batch["pixel_values"][:patches],
         image_grid_thw=batch["image_grid_thw"][:1],
         max_new_tokens=stored["tokens"].shape[1],
@@ -108,6 +112,18 @@ def golden_qwen3_vl(machine: Machine, dtype: Dtype = "float32", file: Path = QWE
 def golden_qwen3_vl_bfloat16(machine: Machine) -> Result:
     """The same in bfloat16."""
     return golden_qwen3_vl(machine, "bfloat16")
+
+
+@check("golden.qwen3_5")
+def golden_qwen3_5(machine: Machine, dtype: Dtype = "float32") -> Result:
+    """The same of HF's Qwen3.5."""
+    return golden_qwen3_vl(machine, dtype, QWEN3_5)
+
+
+@check("golden.qwen3_5_bfloat16", need="bfloat16")
+def golden_qwen3_5_bfloat16(machine: Machine) -> Result:
+    """That in bfloat16."""
+    return golden_qwen3_5(machine, "bfloat16")
 
 
 def read_case(file: Path) -> tuple[Arrays, str, str]:
@@ -171,6 +187,13 @@ def simulated_qwen3_vl(machine: Machine, build: Any = tiny_qwen3_vl) -> Result:
     return _simulated(machine, models, lambda model: model(**batch))
 
 
+@check("simulated.qwen3_5", limit_s=120.0)
+def simulated_qwen3_5(machine: Machine) -> Result:
+    """A tiny Qwen3.5 over simulated ranks equals one device."""
+    batch = tiny_qwen3_vl_batch()
+    return _simulated(machine, {"dense": tiny_qwen3_5}, lambda model: model(**batch))
+
+
 @check("simulated.pi07", limit_s=120.0, is_quick=False)
 def simulated_pi07(machine: Machine) -> Result:
     """A tiny pi07 policy over simulated ranks equals one device."""
@@ -206,19 +229,25 @@ def _simulated(machine: Machine, models: Mapping[str, Any], step: Any) -> Result
 
 @check("generation.float32")
 def generation(machine: Machine, dtype: Dtype = "float32") -> Result:
-    """Cached tokens equal uncached ones, batches of 1 and 2."""
-    model = tiny_qwen3_vl()
-    model.to(dtype=dtype)
-    model.eval()
+    """Cached tokens equal uncached ones, batches of 1 and 2, with keys and with states."""
     table = []
-    for size in (1, 2):
-        batch = _prompts(size)
+    for build, size in product((tiny_qwen3_vl, tiny_qwen3_5), (1, 2)):
+        model, batch = build(), _prompts(size)
+        model.to(dtype=dtype)
+        model.eval()
         cached = model.generate(**batch, max_new_tokens=_TOKENS, do_sample=False)
         disagreement, compared = _first_disagreement(model, batch, cached, _GAP[dtype])
-        table.append({"batch": size, "tokens": cached.tolist(), "compared": compared})
+        table.append(
+            {
+                "model": build.__name__,
+                "batch": size,
+                "tokens": cached.tolist(),
+                "compared": compared,
+            }
+        )
         if disagreement is not None:
             return wrong(
-                f"batch of {size} in {dtype}: {disagreement}",
+                f"{type(model).__name__}, batch of {size} in {dtype}: {disagreement}",
                 "the cache or attention of a single query is wrong here: run "
                 "kernels.causal_attention and attention.backends",
                 table=table,

@@ -4,12 +4,12 @@ A family is a folder: model, NumPy-only `inputs/`, checkpoint map, pipeline stag
 a recipe that implements `Family`. One line of `paddle_vl.config.families` registers it. A family
 does not import the trainer or `paddle_vl.parallel`: what it needs of them is passed in.
 
-Over 350 lines: the interface is one class.
+Over 350 lines: one interface, with what its methods take and give.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -97,12 +97,11 @@ class EvaluationOptions:
 
     Attributes:
         files: JSONL files.
-        max_length: longest sample, in tokens.
-        max_new_tokens: longest answer, in tokens.
+        max_length, max_new_tokens: longest sample and longest answer, in tokens.
         limit: use the first samples only.
         base: base model of an adapter folder, in place of the one that its files name.
-        show: number of answers to print.
-        predictions: file for all answers.
+        chat_template_kwargs: variables of the chat template.
+        show, predictions: number of answers to print, and file for all of them.
     """
 
     files: Sequence[str]
@@ -111,6 +110,7 @@ class EvaluationOptions:
     max_new_tokens: int = 64
     limit: int | None = None
     base: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     show: int | None = None
     predictions: Path | None = None
 
@@ -120,8 +120,8 @@ class EvaluationOptions:
         Raises:
             ValueError: one of them is set; the message begins with `owner`.
         """
-        names = ("base", "limit", "show", "predictions")
-        if given := [f"--{name}" for name in names if getattr(self, name)]:
+        names = ("base", "chat_template_kwargs", "limit", "show", "predictions")
+        if given := [f"--{name.replace('_', '-')}" for name in names if getattr(self, name)]:
             raise ValueError(f"{owner}, of which losses are printed: leave {', '.join(given)} out")
 
 
@@ -333,7 +333,7 @@ class Family(ABC):
         """
 
     @classmethod
-    def chat(cls, folder: Path, base: str | None) -> Any:
+    def chat(cls, folder: Path, base: str | None, template: Mapping[str, Any]) -> Any:
         """The model of `paddle-vl generate`. Its `ask(messages, images, videos, **settings)` is the
         answer to the last message, `stream` with the same arguments the answer in pieces.
 
@@ -341,6 +341,15 @@ class Family(ABC):
             ValueError: the family does not answer questions.
         """
         raise ValueError(f"the model in {folder} is of a family that does not answer questions")
+
+    @classmethod
+    def acting_policy(cls, folder: Path) -> Any:
+        """The robot policy in a folder, a `paddle_vl.families.policy.acting.ActingPolicy`.
+
+        Raises:
+            ValueError: the family does not act.
+        """
+        raise ValueError(f"the model in {folder} does not act: give the folder of a robot policy")
 
     @classmethod
     def merge_adapter(cls, folder: Path, out: Path, base: str | None) -> Path:

@@ -58,6 +58,21 @@ class AttentionMask:
         """`bias_in`, or `[B, 1, 1, S]` if all queries see the same keys."""
         return self.bias_in(dtype)
 
+    def of_queries(self, queries: slice) -> "AttentionMask":
+        """The mask of some of the queries over all keys."""
+        return AttentionMask(lambda: self.visible_BLS[:, queries])
+
+    def within(
+        self, window: int, query_positions_BL: Tensor, key_positions_BS: Tensor
+    ) -> "AttentionMask":
+        """The mask without keys that are `window` or more positions before a query."""
+
+        def visible() -> Tensor:
+            behind_BLS = query_positions_BL.unsqueeze(2) - key_positions_BS.unsqueeze(1)
+            return paddle.logical_and(self.visible_BLS, behind_BLS < window)
+
+        return AttentionMask(visible)
+
     def _narrow(self, kind: str, make: Callable[[], Tensor], dtype: Any) -> Tensor:
         key = f"{kind} {dtype}"
         if key not in self._narrow_biases:
@@ -109,7 +124,6 @@ class BlockMask(AttentionMask):
         return self._intervals_B1L2
 
     def of_queries(self, queries: slice) -> AttentionMask:
-        """The mask of some of the queries over all keys."""
         mask = AttentionMask(lambda: self._dense(queries))
         mask.has_key_BL11 = self.has_key_BL11[:, queries]
         return mask

@@ -6,16 +6,19 @@ A fused weight holds several linears of one input (query, key and value; gate an
 `[in, out + out + ...]`, computed in one product. Checkpoints, settings and optimizer state name
 each linear. If one of them is treated differently (frozen, its own learning rate, an adapter),
 `separate` gives each linear its own weight; layers of both kinds are called alike.
+
+Over 350 lines, as linears and their fused forms are drawn, adapted and separated alike.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
-from paddle.nn.initializer import Constant, Initializer, Normal
+from paddle.nn.initializer import Constant, Initializer, Normal, Uniform
 
 from paddle_vl.nn.lora import LowRank, LowRankSettings
 from paddle_vl.nn.objective import Predict
@@ -25,14 +28,20 @@ from paddle_vl.nn.operations import operation
 Reduced = Callable[[Predict, Sequence[Tensor], Sequence[Tensor]], Tensor]
 
 
+# dtype of parameters that stay float32 in a half-precision model, if their file has it so.
+precise_dtype: ContextVar[Any] = ContextVar("precise_dtype", default="float32")
+
+
 @contextmanager
-def default_dtype(dtype: Any) -> Iterator[None]:
-    """Layers built inside the block have parameters of this dtype, a name or Paddle's."""
-    before = paddle.get_default_dtype()
+def default_dtype(dtype: Any, precise: Any = "float32") -> Iterator[None]:
+    """Layers built inside the block have parameters of this dtype, a name or Paddle's; those that
+    take `precise_dtype` have `precise`."""
+    before, token = paddle.get_default_dtype(), precise_dtype.set(precise)
     paddle.set_default_dtype(dtype)
     try:
         yield
     finally:
+        precise_dtype.reset(token)
         paddle.set_default_dtype(before)
 
 
@@ -96,18 +105,24 @@ class AdaptableLinear(nn.Layer):
 
 
 class Linear(AdaptableLinear):
-    """`y = x @ weight + bias`, weights drawn from a normal of std `init_std`, bias zero."""
+    """`y = x @ weight + bias`, weights drawn from a normal of std `init_std` and bias zero, or both
+    uniformly in +-`bound`."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, init_std: float = 0.02):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        init_std: float = 0.02,
+        bound: float | None = None,
+    ):
         super().__init__()
-        self.weight = self.create_parameter(
-            [in_features, out_features], default_initializer=Normal(std=init_std)
-        )
-        self.bias = (
-            self.create_parameter([out_features], default_initializer=Constant(0.0))
-            if bias
-            else None
-        )
+        law, of_bias = Normal(std=init_std), Constant(0.0)
+        if bound is not None:
+            law = of_bias = Uniform(-bound, bound)
+        shape = [in_features, out_features]
+        self.weight = self.create_parameter(shape, default_initializer=law)
+        self.bias = self.create_parameter(shape[1:], default_initializer=of_bias) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         return self.adapted(linear(x, self.weight, self.bias), x)
@@ -116,10 +131,16 @@ class Linear(AdaptableLinear):
 class Embedding(nn.Layer):
     """Rows of a table `[num, dim]` by int64 ids: `[...]` to `[..., dim]`."""
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, init_std: float = 0.02):
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        init_std: float = 0.02,
+        law: Initializer | None = None,
+    ):
         super().__init__()
         self.weight = self.create_parameter(
-            [num_embeddings, embedding_dim], default_initializer=Normal(std=init_std)
+            [num_embeddings, embedding_dim], default_initializer=law or Normal(std=init_std)
         )
 
     def forward(self, ids: Tensor) -> Tensor:

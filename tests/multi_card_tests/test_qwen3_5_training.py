@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paddle_vl.families.qwen3_5.config import FULL, LINEAR
-from tests.single_card_tests.train.tiny_run import MODEL as TINY_MODEL
+from tests.single_card_tests.train.tiny_run import MODEL_3_5
 from tests.support.finished_runs import arrays_of, lasting_metrics
 from tests.support.tolerance import TOPOLOGY
 from tests.support.topology_runs import (
@@ -28,21 +27,6 @@ from tests.support.topology_runs import (
     write_mixed_run,
 )
 
-# Sizes that two ranks divide, and an epsilon as `paddle_vl.testing.tiny_qwen3_5_config` has it.
-MODEL = {
-    "model_type": "qwen3_5",
-    "text_config": {
-        "vocab_size": 280, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4,
-        "layer_types": [LINEAR, LINEAR, FULL, LINEAR],
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
-        "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-        "linear_key_head_dim": 4, "linear_value_head_dim": 6, "rms_norm_eps": 1e-2,
-        "rope_parameters": {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
-        "initializer_range": 0.1,
-    },
-    "vision_config": TINY_MODEL["vision_config"] | {"deepstack_visual_indexes": []},
-    "tie_word_embeddings": True,
-}  # fmt: skip
 EXPERTS = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
     "shared_expert_intermediate_size": 16, "output_router_logits": True,
@@ -112,7 +96,7 @@ class TestDense(_Runs):
     @pytest.fixture(scope="class")
     @classmethod
     def run_file(cls, tmp_path_factory) -> Path:
-        return write_mixed_run(tmp_path_factory.mktemp("run"), 24, MODEL)
+        return write_mixed_run(tmp_path_factory.mktemp("run"), 24, MODEL_3_5)
 
 
 class TestExperts(_Runs):
@@ -128,7 +112,7 @@ class TestExperts(_Runs):
     @pytest.fixture(scope="class")
     @classmethod
     def run_file(cls, tmp_path_factory) -> Path:
-        text = MODEL["text_config"] | EXPERTS
+        text = MODEL_3_5["text_config"] | EXPERTS
         del text["intermediate_size"]
-        model = MODEL | {"model_type": "qwen3_5_moe", "text_config": text}
+        model = MODEL_3_5 | {"model_type": "qwen3_5_moe", "text_config": text}
         return write_mixed_run(tmp_path_factory.mktemp("run"), 24, model)

@@ -1,11 +1,12 @@
-"""Memory per rank at every sharding stage, of a small pi07 and a small Qwen3-VL, on 2 ranks.
+"""Memory per rank at every sharding stage, of a small pi07, Qwen3-VL and Qwen3.5, on 2 ranks.
 
 Guarantees, with every option of the stages:
 
 - bytes of parameters, master weights, gradients and Adam's moments match the formula within 5 %:
   after building, at the end of a backward pass and after a step, in float32 and (except for
   gradients) bfloat16, also with frozen parameters;
-- a bfloat16 model has bfloat16 parameters at every stage. Its master weights, moments and the
+- a bfloat16 model has bfloat16 parameters at every stage, but for the few that Qwen3.5 keeps in
+  float32, which no stage copies a second time. Its master weights, moments and the
   gradients passed to the optimizer are float32, once per trained value over all ranks, and so in
   checkpoints;
 - three steps from bfloat16 gradients give the same master weights, moments and parameters at every
@@ -48,7 +49,7 @@ from tests.support.sharding_memory import (
     counted_bytes,
 )
 from tests.support.sharding_models import HalfModel
-from tests.support.small_families import loss_of, pi07, qwen_fresh, units_of
+from tests.support.small_families import loss_of, pi07, qwen3_5_fresh, qwen_fresh, units_of
 
 RANKS = 2
 STAGES = (0, 1, 2, 3)
@@ -58,6 +59,7 @@ MODES = {str(stage): (stage, ShardingOptions()) for stage in STAGES}
 MODES |= {"2 once": (2, ONCE), "3 kept": (3, KEPT)}
 MODELS: dict[str, Callable[[str], nn.Layer]] = {
     "qwen": qwen_fresh,
+    "qwen3.5": qwen3_5_fresh,
     "pi07": partial(pi07, is_fresh=False),
     "pi07 frozen tower": partial(pi07, is_fresh=False, frozen=True),
 }
@@ -164,6 +166,9 @@ def regime(
     save_parameters(target, model.stored_parameters(), ranks=ranks, store=run.trained)
     paddle.distributed.barrier()
     masters = [copy for copy in copies_of(run.trained) if not copy.stop_gradient]
+    # Updated in place, by stages that copy half-precision parameters only.
+    wide = [p for p in model.parameters() if p.dtype == paddle.float32 and stage < 2]
+    wide = [own for own in map(run.trained.shard_of, wide) if own is not None]
     return {
         "parameters": {str(p.dtype) for p in model.parameters()},
         "masters": {str(copy.dtype) for copy in masters},
@@ -172,10 +177,10 @@ def regime(
         "saved parameters": {t.dtype for t in read_checkpoint_headers(target).values()},
         "trained": sum(p.size for p in model.parameters() if not p.stop_gradient),
         "most padding": 128 * RANKS * sum(not p.stop_gradient for p in model.parameters()),
-        "num masters": sum(copy.size for copy in masters),
+        "num updated": sum(tensor.size for tensor in [*masters, *wide]),
         "num moments": sum(moment.size for moment in run.moments()),
         "of the optimizer": all(
-            any(tensor is copy for copy in masters) for tensor in run.optimizer.tensors
+            any(tensor is copy for copy in [*masters, *wide]) for tensor in run.optimizer.tensors
         ),
     }
 
@@ -278,15 +283,15 @@ def test_bytes_are_those_of_the_formula(outcomes, name, dtype, mode):
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_stage_has_one_float32_copy_and_float32_moments(outcomes, name, stage):
-    ranks = outcome_of(outcomes, f"regime {name} {stage}")
+    ranks, wide = outcome_of(outcomes, f"regime {name} {stage}"), name == "qwen3.5"
     for of_rank in ranks:
-        assert of_rank["parameters"] == {"paddle.bfloat16"}
+        assert of_rank["parameters"] == {"paddle.bfloat16", *(["paddle.float32"] * wide)}
         assert of_rank["masters"] == of_rank["moments"] == {"paddle.float32"}
-        assert of_rank["saved parameters"] == {"BF16"}
+        assert of_rank["saved parameters"] == {"BF16", *(["F32"] * wide)}
         assert of_rank["saved states"] == {"float32"}
         assert of_rank["of the optimizer"]
-        assert of_rank["num moments"] == 2 * of_rank["num masters"]
-    copies = sum(of_rank["num masters"] for of_rank in ranks)
+        assert of_rank["num moments"] == 2 * of_rank["num updated"]
+    copies = sum(of_rank["num updated"] for of_rank in ranks)
     trained = ranks[0]["trained"] * (1 if stage else RANKS)
     # Sizes that no group size divides are padded; fleet pads to 256 bytes on each rank.
     padding = ranks[0]["most padding"] if stage == 1 else 0.01 * trained

@@ -46,7 +46,11 @@ ALLOWED = {
         *("train", "families", "data", "parallel", "nn", "batch", "config", "compat", "files"),
         "processes",
     },
-    "report": {"train", "data", "config", "files"},
+    # A server of a robot policy gets no other part of a family.
+    "serving": {"export", "families", "data", "config", "threads"},
+    "report": {"train", "data", "config", "files", "simulation"},
+    # Environments, and policies that act in them; the simulator is imported when asked.
+    "simulation": {"families", "files"},
     # For tests of a user's parallel code, and the doctor's; nothing else imports it.
     "testing": {"families", "parallel", "checkpoint", "nn", "batch", "config"},
     # Checks an installation with the parts that a run has, on tiny models of `testing`.
@@ -56,7 +60,7 @@ ALLOWED = {
     },
     "cli": {
         *("profile", "report", "train", "families", "generation", "checkpoint", "data", "export"),
-        "doctor",
+        *("doctor", "serving", "simulation", "threads"),
         *("parallel", "nn", "batch", "config", "compat", "files"),
     },
     # Lazy imports of public names (and for type checkers); the command.
@@ -131,6 +135,8 @@ SHARED = {
     "qwen3_5": {"vlm"},
     "qwen3_vl": {"vlm"},
     "pi07": {"policy"},
+    "serving": {"policy"},
+    "simulation": {"policy"},
 }
 BESIDE = {"base", "flops", "hf_interface"}
 
@@ -141,7 +147,7 @@ def test_families_import_shared_folders_and_never_each_other():
         # know the model that they trace.
         if module == "__init__.py" or part(module) in ("testing", "export"):
             continue
-        own = module.split("/")[1] if part(module) == "families" else ""
+        own = module.split("/")[1] if part(module) == "families" else part(module)
         imported = {
             name.split(".")[2]
             for name in imported_names(module)

@@ -61,6 +61,17 @@ def policy_config(**changes: Any) -> PI07Config:
     return PI07Config.from_dict(config_values(case("18_policy_level")[0], **changes))
 
 
+def with_window(config: Any, window: int) -> Any:
+    """A configuration with Gemma 3's own decoder."""
+    vlm = config.vlm_config
+    text = vlm.gemma3_config.text_config
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    other = text.other | {"sliding_window": window, "rope_scaling": scaling}
+    gemma = replace(vlm.gemma3_config, text_config=replace(text, other=other))
+    vlm = replace(vlm, gemma3_config=gemma, use_gemma3_attention=True)
+    return replace(config, vlm_config=vlm)
+
+
 def filled(model: Any) -> Any:
     """A model with those of the golden weights that it has."""
     stored = engine_keys(read_header(CASES / "weights_A.safetensors"))

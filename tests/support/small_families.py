@@ -1,4 +1,4 @@
-"""Small models of both families, built without values, and their batches.
+"""Small models of all families, built without values, and their batches.
 
 They are large enough that parameters outweigh buffers and the zeros that pad shards.
 """
@@ -12,14 +12,20 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
-from paddle_vl import PI07Config, Qwen3VLForConditionalGeneration
+from paddle_vl import (
+    PI07Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3VLForConditionalGeneration,
+)
 from paddle_vl.checkpoint.reading import stored_values
 from paddle_vl.checkpoint.safetensors_io import read_header
 from paddle_vl.config.schema import LoRAConfig
 from paddle_vl.families.pi07.checkpoint_map import engine_keys
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching
+from paddle_vl.families.qwen3_5.config import FULL, LINEAR
 from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.placement import Placement
+from paddle_vl.testing import tiny_qwen3_5_config
 from paddle_vl.testing.qwen3_vl import IMAGE, patches, token_rows
 from tests.support.pi07_golden import CASES, case, config_values
 from tests.support.tiny import tiny_config
@@ -36,6 +42,16 @@ def qwen_fresh(
     with default_dtype(dtype):
         return Qwen3VLForConditionalGeneration.from_config(
             tiny_config(**QWEN), placement, materialize=False
+        )
+
+
+def qwen3_5_fresh(dtype: str = "float32") -> Qwen3_5ForConditionalGeneration:
+    """In bfloat16 its rates of decay and gated norms are float32."""
+    paddle.seed(3)
+    sizes = QWEN | {"num_hidden_layers": 4, "layer_types": [LINEAR, LINEAR, FULL, LINEAR]}
+    with default_dtype(dtype):
+        return Qwen3_5ForConditionalGeneration.from_config(
+            tiny_qwen3_5_config(**sizes), materialize=False
         )
 
 

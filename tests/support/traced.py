@@ -18,6 +18,7 @@ import paddle.nn.functional as F
 import pytest
 from paddle.autograd import PyLayer
 
+from paddle_vl.families.pi07 import prefix
 from paddle_vl.nn import linear
 from paddle_vl.nn.experts import grouped_linear
 from paddle_vl.nn.operations import OPERATIONS, HostTable, Kernel
@@ -108,9 +109,8 @@ def trace(
         patch.setattr(HostTable, "is_kept", False)
         # Values of a program have neither attributes nor initial values.
         patch.setattr(linear, "mark_fused", lambda parameter, columns: None)
-        patch.setattr(
-            linear.NormalColumns, "forward", lambda self, x, block=None: self.normal(x, block)
-        )
+        for law in (linear.NormalColumns, prefix.UnitRows):
+            patch.setattr(law, "forward", lambda self, x, block=None: self.normal(x, block))
         patch.setattr(ParameterTable, "add", lambda self, parameters, spec=None: None)
         kernels: list[Operator] = []
         for module, name, gives in KERNELS:

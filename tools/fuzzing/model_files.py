@@ -26,9 +26,9 @@ def hf_config(folder: Path) -> Parser:
     """config.json of a Qwen3-VL, dense and with experts, in both dialects; read and written
     back."""
     from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig
-    from paddle_vl.families.qwen3_vl.sizes import size_values
 
-    sizes = [size_values(name) for name in ("qwen3-vl-2b", "qwen3-vl-8b", "qwen3-vl-30b-a3b")]
+    names = ("qwen3-vl-2b", "qwen3-vl-8b", "qwen3-vl-30b-a3b")
+    sizes = [Qwen3VLConfig.named(name).to_dict() for name in names]
     seeds = sizes + [_as_transformers_5(values) for values in sizes]
     parse = lambda: written_back(Qwen3VLConfig, folder)  # noqa: E731
     return of_json(folder / "config.json", seeds, parse, most=2)

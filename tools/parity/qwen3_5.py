@@ -194,9 +194,9 @@ class _DecoderRecording(Recording):
         decoder = model.language_model
         named = {"embedding": decoder.embedding, "norm_out": decoder.norm}
         for i, layer in enumerate(decoder.layers):
-            mixer = layer.self_attn if layer.is_full else layer.linear_attn
+            mixer = getattr(layer, layer.mixer_name)
             named |= {f"layer_out.{i}": layer, f"mixer_out.{i}": mixer}
-            if not layer.is_full:
+            if layer.mixer_name == "linear_attn":
                 named |= {
                     f"conv_out.{i}": mixer.conv1d,
                     f"g.{i}": mixer.decay,

@@ -60,9 +60,16 @@ def to_export(folder: Path, base: str | None) -> ModelToExport:
     """
     if base is not None:
         raise ValueError(f"{folder} is a pi07 policy, which has no adapters: leave --base out")
-    if PLANNER_TYPE in family_of_folder(folder).model_types:
-        return planner_to_export(PI07HighLevelPlanner.from_pretrained(folder))
-    return policy_to_export(PI07LowLevelPolicy.from_pretrained(folder))
+    is_planner = PLANNER_TYPE in family_of_folder(folder).model_types
+    policy = (PI07HighLevelPlanner if is_planner else PI07LowLevelPolicy).from_pretrained(folder)
+    if policy.config.vlm_config.use_gemma3_attention:
+        raise ValueError(
+            f"{folder} has use_gemma3_attention, and exported layers share one mask: act with "
+            "the policy itself"
+        )
+    if isinstance(policy, PI07HighLevelPlanner):
+        return planner_to_export(policy)
+    return policy_to_export(policy)
 
 
 def policy_to_export(policy: PI07LowLevelPolicy) -> ModelToExport:

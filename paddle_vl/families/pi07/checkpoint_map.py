@@ -8,14 +8,18 @@ A checkpoint may have been trained on other groups of data than the policy's. Th
 single group is used for all groups; an unknown group starts from the first group's projection.
 Statistics are measured data, so they are matched by name only.
 
+A file has exactly the tensors that OpenTau writes, those among them that nothing reads.
+
 Over 350 lines: the names of the parameters, and all that is chosen and found by them.
 """
 
 import fnmatch
 import logging
+import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,9 +32,26 @@ from paddle_vl.checkpoint.reading import (
     stored_values,
 )
 from paddle_vl.checkpoint.rules import LinearWeights, PatchKernel, Rule, Same
-from paddle_vl.checkpoint.safetensors_io import FileWriter, StoredTensor, TensorToWrite, write_file
-from paddle_vl.checkpoint.writing import parameters_to_write, write_one_file, write_tensors
-from paddle_vl.families.pi07.config import Gemma3WithExpertConfig, PI07Config, PI07PlannerConfig
+from paddle_vl.checkpoint.safetensors_io import (
+    FLOATING,
+    FileWriter,
+    StoredTensor,
+    TensorToWrite,
+    encoded,
+    write_file,
+)
+from paddle_vl.checkpoint.writing import (
+    STORED_DTYPES,
+    parameters_to_write,
+    write_one_file,
+    write_tensors,
+)
+from paddle_vl.families.pi07.config import (
+    Gemma3Config,
+    Gemma3WithExpertConfig,
+    PI07Config,
+    PI07PlannerConfig,
+)
 from paddle_vl.families.policy.features import CONFIG_FILES, read_config
 from paddle_vl.families.policy.normalize import (
     NORMALIZERS,
@@ -44,9 +65,9 @@ if TYPE_CHECKING:
 
 # Not read, as in OpenTau: the expert predicts no tokens, and the backbone's head is tied to its
 # token embedding.
-UNUSED_KEYS = frozenset(
-    {"gemma3_with_expert.gemma_expert.lm_head.weight", "gemma3_with_expert.gemma3.lm_head.weight"}
-)
+_EXPERT_HEAD_KEY = "gemma3_with_expert.gemma_expert.lm_head.weight"
+_HEAD_KEY = "gemma3_with_expert.gemma3.lm_head.weight"
+UNUSED_KEYS = frozenset({_EXPERT_HEAD_KEY, _HEAD_KEY})
 _RENAMES = (
     ("action_time_mlp_", "time_mlp_"),
     ("paligemma_with_expert.", "gemma3_with_expert."),
@@ -132,8 +153,16 @@ def engine_keys(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
 
 logger = logging.getLogger(__name__)
 _EMBEDDING_KEY = "gemma3_with_expert.gemma3.model.language_model.embed_tokens.weight"
-_HEAD_KEY = "gemma3_with_expert.gemma3.lm_head.weight"
 _DISCRETE_HEAD_KEY = "gemma3_with_expert.da_head.bias"
+# The planner has no discrete actions.
+_DISCRETE_KEYS = (
+    "gemma3_with_expert.discrete_action_embedding.weight",
+    "gemma3_with_expert.da_head.weight",
+    _DISCRETE_HEAD_KEY,
+)
+# Entries of the action tokenizer physical-intelligence/fast.
+_FAST_ENTRIES = 2048
+_VALUES_DRAWN = 1 << 20
 _PROJECTIONS = ("state_proj.", "action_in_proj.", "action_out_proj.")
 
 
@@ -234,9 +263,10 @@ class GroupRows:
 
 
 class PolicyCheckpoint:
-    """The tensors of a policy's folder, not yet read.
+    """The tensors of a policy's folder, or of one of Gemma 3, not yet read.
 
     Attributes:
+        is_backbone: whether it is Gemma 3, which has the backbone only.
         model: by the model's keys, old names replaced.
         statistics: by their keys.
     """
@@ -247,7 +277,11 @@ class PolicyCheckpoint:
             RuntimeError: files are missing or damaged.
         """
         stored = checkpoint_tensors(folder)
-        self.folder = folder
+        self.folder, self.is_backbone = folder, Gemma3Config.is_folder(folder)
+        if self.is_backbone:
+            from paddle_vl.families.pi07.gemma import engine_key
+
+            stored = {engine_key(key): tensor for key, tensor in stored.items()}
         self.statistics: dict[str, ReadableTensor] = {
             key: t
             for key, t in stored.items()
@@ -272,6 +306,19 @@ class PolicyCheckpoint:
         """Size of the discrete-action vocabulary that the model was trained with."""
         head = self.model.get(_DISCRETE_HEAD_KEY)
         return None if head is None else head.shape[0]
+
+    @property
+    def widest(self) -> dict[str, ReadableTensor]:
+        """The model's tensors of the widest floating point dtype."""
+        found = {tensor.dtype for tensor in self.model.values()}
+        widest = next((dtype for dtype in FLOATING if dtype in found), None)
+        return {key: tensor for key, tensor in self.model.items() if tensor.dtype == widest}
+
+    def kept(self) -> dict[str, TensorToWrite]:
+        """The tensors that nothing reads, for another file."""
+        names = (_EXPERT_HEAD_KEY, *_DISCRETE_KEYS)
+        found = {key: self.model[key] for key in names if key in self.model}
+        return {k: t.copied(f"model.{k}") for k, t in found.items() if isinstance(t, StoredTensor)}
 
     def _regroup(
         self, config: PI07Config | PI07PlannerConfig, wanted: Mapping[str, np.ndarray]
@@ -318,6 +365,10 @@ class PolicyCheckpoint:
                 checkpoint does not name the groups of its rows, or lacks statistics of one.
         """
         by_key = statistics_by_key(normalizers)
+        if self.is_backbone:
+            from paddle_vl.families.pi07.gemma import fit_backbone
+
+            fresh = [*fresh, *fit_backbone(self.model, model.config, self.folder)]
         self._regroup(model.config, by_key)
         whole = model.whole().stored_parameters()
         drawn = {p.key for p in whole if p.key not in self.model and _matches(p.key, fresh)}
@@ -370,19 +421,65 @@ def write_policy(
     write: FileWriter = write_file,
     store: "ParameterStore | None" = None,
     one_file: bool = True,
+    kept: Mapping[str, TensorToWrite] = {},
+    dtypes: Mapping[str, str] = {},
 ) -> None:
-    """Write weights and statistics, see `BasePolicy.save_pretrained`."""
+    """Write weights and statistics, see `BasePolicy.save_pretrained`.
+
+    Args:
+        kept: see `PolicyCheckpoint.kept`.
+        dtypes: by keys; of others, those of parameters, and float32 of statistics.
+    """
     tensors = parameters_to_write(model.stored_parameters(), "model.", store)
+    tensors = [_as_stored(tensor, dtypes) for tensor in tensors]
     if model.placement.stage_layers.embedding:
-        tensors += [
-            TensorToWrite(key, value.shape, "F32", lambda value=value: value)
-            for key, value in statistics_by_key(normalizers).items()
-        ]
+        unread = _unread_shapes(model.config)
+        dtype = STORED_DTYPES[model.prefix.embed_tokens.weight.dtype]
+        tensors += [kept.get(k) or _drawn_tensor(f"model.{k}", unread[k], dtype) for k in unread]
+        for key, value in statistics_by_key(normalizers).items():
+            dtype = dtypes.get(key, "F32")
+            tensors.append(TensorToWrite(key, value.shape, dtype, partial(encoded, value, dtype)))
     ranks = model.placement.checkpoint_ranks
     if one_file:
         write_one_file(folder, "model", tensors, ranks, write)
     else:
         write_tensors(folder, "model", tensors, sys.maxsize, ranks, write)
+
+
+def _as_stored(tensor: TensorToWrite, dtypes: Mapping[str, str]) -> TensorToWrite:
+    """A parameter under OpenTau's name, in its dtype of `dtypes`."""
+    key = tensor.name.removeprefix("model.")
+    if key == _EMBEDDING_KEY:
+        # torch writes the first name of a tied tensor.
+        tensor = tensor._replace(name=f"model.{_HEAD_KEY}")
+    dtype = dtypes.get(key, tensor.dtype)
+    if dtype == tensor.dtype:
+        return tensor
+    return tensor._replace(dtype=dtype, arrange=lambda array: encoded(tensor.arrange(array), dtype))
+
+
+def _unread_shapes(config: PI07Config | PI07PlannerConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of OpenTau's parameters that no model reads."""
+    vlm = config.vlm_config
+    expert, width = vlm.gemma_expert_config, vlm.gemma3_config.text_config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {}
+    if not vlm.disable_action_expert:
+        shapes[_EXPERT_HEAD_KEY] = (expert.vocab_size, expert.hidden_size)
+    if isinstance(config, PI07PlannerConfig):
+        entries = vlm.discrete_action_vocab_size or _FAST_ENTRIES
+        shapes |= dict.fromkeys(_DISCRETE_KEYS, (entries, width))
+        shapes[_DISCRETE_HEAD_KEY] = (entries,)
+    return shapes
+
+
+def _drawn_tensor(name: str, shape: tuple[int, ...], dtype: str) -> TensorToWrite:
+    """Drawn when it is written, the same every time; a large one repeats its first values."""
+
+    def draw(empty: np.ndarray) -> np.ndarray:
+        drawn = np.random.default_rng(0).normal(0, 0.02, min(math.prod(shape), _VALUES_DRAWN))
+        return np.resize(encoded(drawn, dtype), shape)
+
+    return TensorToWrite(name, shape, dtype, lambda: np.empty(0), draw)
 
 
 def _matches(key: str, patterns: Sequence[str]) -> bool:

@@ -44,7 +44,7 @@ from paddle_vl.files.checked_values import (
     checked,
     known_values,
 )
-from paddle_vl.files.text_file import shown
+from paddle_vl.files.text_file import read_json_object, shown
 
 logger = logging.getLogger(__name__)
 Activation = Literal["gelu_pytorch_tanh"]
@@ -123,7 +123,8 @@ class Gemma3TextConfig(ConfigSection):
     """rotary base of the sliding layers"""
     rms_norm_eps: _Epsilon = 1e-6
     vocab_size: _Vocabulary = 262_208
-    sliding_window_pattern: Annotated[int, Field(ge=1, le=1024)] = 6
+    sliding_window_pattern: Annotated[int, Field(ge=1, le=1024)] = field(default=6, compare=False)
+    """not written, as layer_types says it"""
     layer_types: Listed[tuple[LayerType, ...]] | None = None
     """selects a layer's rotary base, not its mask; default: every sliding_window_pattern-th layer
     is full"""
@@ -162,11 +163,33 @@ class Gemma3TextConfig(ConfigSection):
                 values.setdefault(name, found)
         return values
 
+    def to_dict(self) -> dict[str, Any]:
+        return {n: v for n, v in super().to_dict().items() if n != "sliding_window_pattern"}
+
+    def is_sliding(self, layer: int) -> bool:
+        """Whether it is a layer with the local rotary base; with the window, if there is one."""
+        assert self.layer_types is not None, "__post_init__ gives it a value"
+        return self.layer_types[layer] == "sliding_attention"
+
     def rope_base(self, layer: int) -> float:
         """Rotary base of a layer, for both streams."""
-        assert self.layer_types is not None, "__post_init__ gives it a value"
-        is_local = self.layer_types[layer] == "sliding_attention"
-        return self.rope_local_base_freq if is_local else self.rope_theta
+        return self.rope_local_base_freq if self.is_sliding(layer) else self.rope_theta
+
+    @property
+    def rope_factor(self) -> float:
+        """Number by which Gemma 3 divides the positions of its full layers.
+
+        Raises:
+            ValueError: the scaling is of another kind.
+        """
+        scaling = self.other.get("rope_scaling")
+        if scaling is None:
+            # As transformers 5 has it.
+            scaling = (self.other.get("rope_parameters") or {}).get("full_attention") or {}
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        if kind not in ("default", "linear"):
+            raise ValueError(f"rope_scaling is {kind!r}; use_gemma3_attention knows 'linear' only")
+        return float(scaling["factor"]) if kind == "linear" else 1.0
 
 
 @checked
@@ -197,6 +220,10 @@ class SiglipVisionConfig(ConfigSection):
                     f"{getattr(self, divisor)}"
                 )
 
+    def to_dict(self) -> dict[str, Any]:
+        """HF would add a head otherwise."""
+        return {"vision_use_head": False} | super().to_dict()
+
     @property
     def grid_side(self) -> int:
         """Patches along one side of the image."""
@@ -220,6 +247,13 @@ class Gemma3Config(ConfigSection):
         """attention_dropout boi_token_index eoi_token_index head_dtype ignore_index image_token_id
         image_token_index initializer_range tie_word_embeddings"""
     )
+
+    @classmethod
+    def is_folder(cls, folder: Path) -> bool:
+        """Whether a folder is one of Gemma 3, by its config.json."""
+        file = folder / "config.json"
+        values = read_json_object(file, "a model's configuration") if file.is_file() else {}
+        return values.get("model_type") == cls.type_name
 
     def __post_init__(self):
         side, patches = isqrt(self.mm_tokens_per_image), self.vision_config.grid_side
@@ -283,6 +317,9 @@ class Gemma3WithExpertConfig(ConfigSection):
     """no expert, as in the planner"""
     discrete_action_vocab_size: _Vocabulary | None = None
     """of the action tokenizer; None until one is loaded"""
+    use_gemma3_attention: bool = False
+    """Gemma 3's own decoder: rope_scaling in full layers, and prefix tokens see sliding_window
+    positions in the others; OpenTau has neither. Written only if it is on"""
 
     type_name: ClassVar[str] = "Gemma3WithExpertModel"
     inert_keys: ClassVar[frozenset[str]] = _inert(
@@ -297,6 +334,31 @@ class Gemma3WithExpertConfig(ConfigSection):
                     f"gemma_expert_config.{name} {getattr(expert, name)} differs from "
                     f"text_config.{name} {getattr(text, name)}: both streams share every attention"
                 )
+        if self.use_gemma3_attention and type(text.other.get("sliding_window")) is not int:
+            raise ValueError(
+                f"use_gemma3_attention needs text_config.sliding_window, which is "
+                f"{text.other.get('sliding_window')}: set it and rope_scaling, or start from a "
+                "folder of Gemma 3, which has both"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        values = super().to_dict()
+        if not self.use_gemma3_attention:
+            # OpenTau does not know it.
+            del values["use_gemma3_attention"]
+        return values
+
+    def rope(self, layer: int) -> tuple[float, float]:
+        """Rotary base of a layer, and the number that divides its positions."""
+        text = self.gemma3_config.text_config
+        scales = self.use_gemma3_attention and not text.is_sliding(layer)
+        return text.rope_base(layer), text.rope_factor if scales else 1.0
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Positions that a prefix token sees in sliding layers; None for all."""
+        text = self.gemma3_config.text_config
+        return text.other["sliding_window"] if self.use_gemma3_attention else None
 
     @classmethod
     def of_file(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -409,7 +471,7 @@ class PolicyConfig(ConfigSection, SavedConfig):
 
     file_name: ClassVar[str] = CONFIG_FILES[0]
     type_key: ClassVar[str] = "type"
-    inert_keys: ClassVar[frozenset[str]] = UNUSED_SETTINGS
+    inert_keys: ClassVar[frozenset[str]] = UNUSED_SETTINGS | ONLY_VALUES.keys()
     engine_defaults: ClassVar[dict[str, Any]] = {}
     shared_settings: ClassVar[tuple[str, ...]] = (
         "attention_implementation",
@@ -479,14 +541,17 @@ class PolicyConfig(ConfigSection, SavedConfig):
     @classmethod
     def of_file(cls, values: dict[str, Any]) -> dict[str, Any]:
         for name, only in ONLY_VALUES.items():
-            if (found := values.pop(name, only)) != only:
+            if (found := values.get(name, only)) != only:
                 raise ValueError(f"{name} is {found!r}, which is not supported; it must be {only}")
         given = {n: v for n in cls.shared_settings if (v := values.pop(n, None)) is not None}
-        vlm = values.get("vlm_config") or {}
+        vlm, kept = values.get("vlm_config") or {}, dict(values.get("other") or {})
         if isinstance(vlm, Gemma3WithExpertConfig):
             values["vlm_config"] = replace(vlm, **given)
+            values["other"] = {name: value for name, value in kept.items() if name not in given}
         elif isinstance(vlm, Mapping):
-            values["vlm_config"] = cls._engine_values(vlm, given)
+            values["vlm_config"] = engine = cls._engine_values(vlm, given)
+            # Defaults of OpenTau's that do not count are written back as they were.
+            values["other"] = kept | {n: v for n, v in given.items() if engine.get(n, v) != v}
         return values
 
     @classmethod
@@ -508,7 +573,7 @@ class PolicyConfig(ConfigSection, SavedConfig):
         return merged
 
     def to_dict(self) -> dict[str, Any]:
-        return super().to_dict() | {name: getattr(self, name) for name in self.shared_settings}
+        return {name: getattr(self, name) for name in self.shared_settings} | super().to_dict()
 
     @property
     def num_groups(self) -> int:
@@ -538,7 +603,8 @@ class PI07Config(PolicyConfig):
     discrete_action_max_length: _Tokens = 32
     """tokens to which discrete actions are padded or cut"""
     discrete_action_tokenizer_path: str = "physical-intelligence/fast"
-    """folder of the FAST tokenizer, or a name on the hub, which is not fetched"""
+    """folder of the FAST tokenizer, or its name on a hub; a new policy in training takes it where
+    data.processor has no action_tokenizer"""
     proj_width: Annotated[int, Field(ge=1, le=1 << 20)] = 1280
     """width of the action rows; equal to the expert's hidden_size"""
     num_steps: _Steps = 5
@@ -626,7 +692,9 @@ class PI07PlannerConfig(PolicyConfig):
 
     type_name: ClassVar[str] = PLANNER_TYPE
     # It has no discrete actions.
-    inert_keys: ClassVar[frozenset[str]] = UNUSED_SETTINGS | {"discrete_action_tokenizer_path"}
+    inert_keys: ClassVar[frozenset[str]] = PolicyConfig.inert_keys | {
+        "discrete_action_tokenizer_path"
+    }
     engine_defaults: ClassVar[dict[str, Any]] = {"disable_action_expert": True}
     # It has no projections of states and actions, and no past frames.
     per_group_projection: ClassVar[bool] = False

@@ -5,7 +5,9 @@ interact in attention only: the suffix reads keys and values of the prefix, neve
 three ways to run it give the same numbers: both streams at once; the prefix first and the suffix on
 its cached keys; or, for decoding, the prefix in pieces.
 
-`sliding_window` has no effect, as in OpenTau: every layer sees the full prefix.
+Every layer sees the full prefix, and positions are not scaled, as in OpenTau. With
+`use_gemma3_attention` prefix tokens follow Gemma 3: a window in sliding layers, scaled positions in
+the full ones. The suffix sees the full prefix in any case.
 
 Shapes: B batch, L prefix tokens of width D, C suffix tokens of width E, S keys; inside a layer D is
 the width of its stream, E that of the condition, F inner width of the MLP, N query heads, K
@@ -38,6 +40,8 @@ from paddle_vl.nn.placement import Placement
 
 # Keys and values `[B, S, K, H]`; keys are normalized and rotated.
 KeyValue = tuple[Tensor, Tensor]
+# Rotary base of a layer, and the number that divides its positions.
+Rope = tuple[float, float]
 
 
 def block_mask(pad_masks_BL: Tensor, att_masks_BL: Tensor) -> Tensor:
@@ -112,23 +116,25 @@ class AdaptiveRMSNorm(nn.Layer):
 
 
 @host_table
-def _rotary_powers(head_dim: int, base: float) -> np.ndarray:
+def _rotary_powers(head_dim: int, base: float, factor: float) -> np.ndarray:
     slots = np.arange(head_dim // 2, dtype="float32")
-    return np.float32(base) ** (np.float32(2.0 / head_dim) * slots)
+    return np.float32(base) ** (np.float32(2.0 / head_dim) * slots) * np.float32(factor)
 
 
-def rotary_tables(position_ids_BL: Tensor, head_dim: int, base: float) -> RotaryTables:
+def rotary_tables(
+    position_ids_BL: Tensor, head_dim: int, base: float, factor: float = 1.0
+) -> RotaryTables:
     """Tables `[B, L, H]` of the layers with one base: `angle_j = position / base^(2j / H)`.
 
-    `rope_scaling` and the expert's `rope_theta` are ignored. Source: `apply_rope` of OpenTau's pi07
-    engine.
+    The expert's `rope_theta` is ignored. Source: `apply_rope` of OpenTau's pi07 engine.
 
     Args:
         position_ids_BL: int64.
+        factor: divides the positions.
     """
     # Division by float32 powers, as in OpenTau: a product with inverses rounds differently.
-    angle_BLF = position_ids_BL.astype("float32").unsqueeze(-1) / _rotary_powers(head_dim, base)
-    return RotaryTables.of_angles(angle_BLF)
+    powers_F = _rotary_powers(head_dim, base, factor)
+    return RotaryTables.of_angles(position_ids_BL.astype("float32").unsqueeze(-1) / powers_F)
 
 
 class StreamView:
@@ -138,7 +144,7 @@ class StreamView:
 
     Args:
         shape: B and L.
-        rotary: tables of the rotary embedding by base.
+        rotary: tables of the rotary embedding by base and factor.
         mask: over keys of the cache or prefix, then the stream's own keys.
         scale: factor of the scores; the backbone's for both streams.
         implementation: `eager` or `sdpa` attention.
@@ -146,12 +152,13 @@ class StreamView:
     Attributes:
         num_rows: B * L.
         output: view of the rows that are read after the last layer; None if all are.
+        sliding: view of the layers with a window; None if all layers have this one.
     """
 
     def __init__(
         self,
         shape: tuple[int, int],
-        rotary: dict[float, RotaryTables],
+        rotary: dict[Rope, RotaryTables],
         mask: AttentionMask,
         scale: float,
         implementation: str,
@@ -160,14 +167,20 @@ class StreamView:
         self.scale, self.implementation = scale, implementation
         self.num_rows = shape[0] * shape[1]
         self.output: StreamView | None = None
+        self.sliding: StreamView | None = None
         self._rows = slice(None)
 
-    def of_rows(self, rows: slice, mask: AttentionMask) -> "StreamView":
-        """The view of some rows of each sample, with their mask."""
-        shape = (self.shape[0], rows.stop - rows.start)
-        view = StreamView(shape, self.rotary, mask, self.scale, self.implementation)
-        view._rows = rows
-        return view
+    def with_mask(self, mask: AttentionMask, num_tokens: int | None = None) -> "StreamView":
+        """The view of the same tokens, or of some of them, with another mask."""
+        shape = (self.shape[0], num_tokens or self.shape[1])
+        return StreamView(shape, self.rotary, mask, self.scale, self.implementation)
+
+    def output_only(self, rows: slice) -> None:
+        """Set `output` to some rows of each sample."""
+        self.output = self.with_mask(self.mask.of_queries(rows), rows.stop - rows.start)
+        self.output._rows = rows
+        if self.sliding is not None:
+            self.sliding.output_only(rows)
 
     def own_rows(self, x_BLC: Tensor) -> Tensor:
         """The view's rows among all rows of each sample."""
@@ -212,7 +225,7 @@ class BackboneLayer(nn.Layer):
     """`x + norm(attention(norm(x)))`, then `x + norm(mlp(norm(x)))`.
 
     Args:
-        rope_base: base of this layer's rotary angles.
+        is_sliding: the layer has the window of a view that has one.
         serves_tokens_alone: True for the last layer of a model with an expert. Its attention output
             reaches the token loss only, but its keys and values also the action loss. Queries may
             then get no gradient when keys and values do, so they are not fused with these; and all
@@ -222,13 +235,15 @@ class BackboneLayer(nn.Layer):
     def __init__(
         self,
         config: Gemma3TextConfig,
-        rope_base: float,
+        rope: Rope,
+        is_sliding: bool,
         dropout: float,
         placement: Placement,
         serves_tokens_alone: bool = False,
     ):
         super().__init__()
-        self.rope_base, self.serves_tokens_alone = rope_base, serves_tokens_alone
+        self.rope, self.is_sliding = rope, is_sliding
+        self.serves_tokens_alone = serves_tokens_alone
         width, head_dim, epsilon = config.hidden_size, config.head_dim, config.rms_norm_eps
         self.input_layernorm = placement.layers.row_wise(GemmaRMSNorm(width, epsilon))
         self.self_attn = Attention(config, width, placement, is_fused=not serves_tokens_alone)
@@ -245,9 +260,10 @@ class BackboneLayer(nn.Layer):
     ) -> tuple[Tensor, KeyValue]:
         """The rows `[T, D]`, in the last layer those of `view.output`; and the keys and values of
         `past` followed by this call's."""
+        view = (view.sliding or view) if self.is_sliding else view
         output = (view.output or view) if self.serves_tokens_alone else view
         attended_TD, key_value = self.self_attn(
-            self.input_layernorm(x_TD), view, self.rope_base, past, output
+            self.input_layernorm(x_TD), view, self.rope, past, output
         )
         if output is not view:
             x_TD = output.own_rows(x_TD.reshape([*view.shape, -1])).flatten(0, 1)
@@ -262,12 +278,12 @@ class ExpertLayer(nn.Layer):
     def __init__(
         self,
         config: GemmaExpertConfig,
-        rope_base: float,
+        rope: Rope,
         dropout: float,
         placement: Placement,
     ):
         super().__init__()
-        self.rope_base = rope_base
+        self.rope = rope
         width, cond, epsilon = config.hidden_size, config.adarms_cond_dim, config.rms_norm_eps
         self.input_layernorm = placement.layers.row_wise(AdaptiveRMSNorm(width, cond, epsilon))
         self.self_attn = Attention(config, width, placement)
@@ -287,7 +303,7 @@ class ExpertLayer(nn.Layer):
             prefix: the keys and values that the suffix sees.
         """
         rows_TD, gate_TD = self.input_layernorm(x_TD, cond_TE)
-        attended_TD, _ = self.self_attn(rows_TD, view, self.rope_base, prefix)
+        attended_TD, _ = self.self_attn(rows_TD, view, self.rope, prefix)
         x_TD = x_TD + self.dropout(attended_TD) * gate_TD
         rows_TD, gate_TD = self.post_attention_layernorm(x_TD, cond_TE)
         return x_TD + self.dropout(self.mlp(rows_TD)) * gate_TD
@@ -326,7 +342,7 @@ class Attention(nn.Layer):
         self,
         x_TD: Tensor,
         view: StreamView,
-        rope_base: float,
+        rope: Rope,
         past: KeyValue | None,
         output: StreamView | None = None,
     ) -> tuple[Tensor, KeyValue]:
@@ -341,7 +357,7 @@ class Attention(nn.Layer):
         v_BLKH = self._of_heads(rows_TC[2], view)
         if self.q_norm is not None and self.k_norm is not None:
             q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
-        q_BLNH, k_BLKH = apply_rotary(q_BLNH, k_BLKH, view.rotary[rope_base])
+        q_BLNH, k_BLKH = apply_rotary(q_BLNH, k_BLKH, view.rotary[rope])
         out_BLNH, key_value = (output or view).attend(q_BLNH, k_BLKH, v_BLKH, past)
         out_TD = out_BLNH.reshape([-1, rows_TC[0].shape[-1]])
         return self.o_proj(self.placement.ops.pad_rows(out_TD)), key_value
@@ -370,14 +386,19 @@ class InterleavedDecoderLayer(nn.Layer):
     def __init__(self, config: Gemma3WithExpertConfig, number: int, placement: Placement):
         super().__init__()
         text = config.gemma3_config.text_config
-        base, dropout = text.rope_base(number), config.dropout
+        rope, dropout = config.rope(number), config.dropout
         has_expert = not config.disable_action_expert
         is_last = number == text.num_hidden_layers - 1
         self.backbone_layer = BackboneLayer(
-            text, base, dropout, placement, serves_tokens_alone=has_expert and is_last
+            text,
+            rope,
+            text.is_sliding(number),
+            dropout,
+            placement,
+            serves_tokens_alone=has_expert and is_last,
         )
         self.expert_layer: Any = (
-            ExpertLayer(config.gemma_expert_config, base, dropout, placement)
+            ExpertLayer(config.gemma_expert_config, rope, dropout, placement)
             if has_expert
             else None
         )
@@ -475,25 +496,35 @@ class InterleavedDecoder(nn.Layer):
             sizes = (expert.hidden_size, expert.adarms_cond_dim, expert.rms_norm_eps)
             self.expert_norm = placement.layers.row_wise(AdaptiveRMSNorm(*sizes))
 
-    def view(self, position_ids_BL: Tensor, mask: AttentionMask | Tensor) -> StreamView:
+    def view(
+        self,
+        position_ids_BL: Tensor,
+        mask: AttentionMask | Tensor,
+        key_positions_BS: Tensor | None = None,
+    ) -> StreamView:
         """Positions and mask of a stream, shared by all layers.
 
         Args:
             position_ids_BL: int64.
             mask: over cached keys and then the stream's own; or `[B, L, S]` bool, True if seen.
+            key_positions_BS: int64 positions of all keys, of a prefix behind cached keys.
         """
-        text = self.config.gemma3_config.text_config
+        text, window = self.config.gemma3_config.text_config, self.config.sliding_window
         rotary = {
-            base: rotary_tables(position_ids_BL, text.head_dim, base)
-            for base in {text.rope_base(i) for i in range(text.num_hidden_layers)}
+            rope: rotary_tables(position_ids_BL, text.head_dim, *rope)
+            for rope in {self.config.rope(i) for i in range(text.num_hidden_layers)}
         }
-        return StreamView(
+        view = StreamView(
             tuple(position_ids_BL.shape),
             rotary,
             mask if isinstance(mask, AttentionMask) else AttentionMask(mask),
             text.query_pre_attn_scalar**-0.5,
             self.attention_implementation,
         )
+        if window is not None:
+            keys_BS = position_ids_BL if key_positions_BS is None else key_positions_BS
+            view.sliding = view.with_mask(view.mask.within(window, position_ids_BL, keys_BS))
+        return view
 
     def forward(
         self,

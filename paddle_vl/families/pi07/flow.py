@@ -45,7 +45,6 @@ from paddle_vl.families.pi07.prefix import (
     PrefixEmbedding,
     PrefixTokens,
     Presence,
-    fresh_std,
     presence_of,
 )
 from paddle_vl.nn.attention_masks import BlockMask, KeyMask
@@ -271,8 +270,8 @@ class SuffixEmbedding(nn.Layer):
         super().__init__()
         width = config.proj_width
         self.action_in_proj = GroupedProjection(config.max_action_dim, width, num_groups)
-        self.time_mlp_in = Linear(width, width, True, init_std=fresh_std(width))
-        self.time_mlp_out = Linear(width, width, True, init_std=fresh_std(width))
+        self.time_mlp_in = Linear(width, width, True, bound=width**-0.5)
+        self.time_mlp_out = Linear(width, width, True, bound=width**-0.5)
 
     def forward(
         self, noisy_BCA: Tensor, time: Tensor, group_B: Tensor | None = None
@@ -399,7 +398,7 @@ class PI07LowLevelFlowMatching(PolicyModel):
         if stage.head:
             assert vlm.discrete_action_vocab_size is not None, "the first stage refuses None"
             width = vlm.gemma3_config.text_config.hidden_size
-            self.da_head = Linear(width, vlm.discrete_action_vocab_size, True)
+            self.da_head = Linear(width, vlm.discrete_action_vocab_size, True, bound=width**-0.5)
             self.action_out_proj = GroupedProjection(
                 config.proj_width, config.max_action_dim, num_groups
             )
@@ -444,9 +443,7 @@ class PI07LowLevelFlowMatching(PolicyModel):
         """
         view = self.prefix_view(prefix)
         if self.placement.ops.row_part.size == 1:
-            rows = self._predicting_rows(prefix.pad_masks.shape[1])
-            mask = BlockMask(prefix.pad_masks, prefix.att_masks).of_queries(rows)
-            view.output = view.of_rows(rows, mask)
+            view.output_only(self._predicting_rows(prefix.pad_masks.shape[1]))
         return view
 
     def _predicting_rows(self, num_tokens: int) -> slice:

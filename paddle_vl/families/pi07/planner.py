@@ -23,7 +23,6 @@ from paddle_vl.families.pi07.decoder import (
     KeyValue,
     prefix_positions,
     suffix_mask,
-    suffix_positions,
 )
 from paddle_vl.families.pi07.flow import PolicyModel, as_tensors
 from paddle_vl.families.pi07.policy import BasePolicy
@@ -187,11 +186,12 @@ class _Reader:
         ids, pad_Bn = paddle.to_tensor(ids_Bn), paddle.to_tensor(is_real_Bn)
         decoder = self.model.decoder
         marks = paddle.ones(pad_Bn.shape, dtype="bool")
-        positions = suffix_positions(self.pad_BL, 1) + prefix_positions(pad_Bn)
-        view = decoder.view(positions, suffix_mask(self.pad_BL, pad_Bn, marks))
+        mask = suffix_mask(self.pad_BL, pad_Bn, marks)
+        self.pad_BL = paddle.concat([self.pad_BL, pad_Bn], axis=1)
+        positions_BS = prefix_positions(self.pad_BL)
+        view = decoder.view(positions_BS[:, -pad_Bn.shape[1] :], mask, positions_BS)
         rows = self.embed_tokens(ids)
         output = decoder(rows, prefix_view=view, cache=self.cache, keep=True)
-        self.pad_BL = paddle.concat([self.pad_BL, pad_Bn], axis=1)
         self.cache, self.last_B1D = output.cache, output.prefix[:, -1:]
 
     def next_tokens(self) -> np.ndarray:

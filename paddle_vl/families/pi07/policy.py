@@ -29,7 +29,7 @@ import paddle
 from paddle import Tensor, nn
 
 from paddle_vl.checkpoint.reading import chosen_dtype
-from paddle_vl.checkpoint.safetensors_io import FileWriter, write_file
+from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, write_file
 from paddle_vl.families.hf_interface import SizedModel, loads_like_hf
 from paddle_vl.families.pi07.checkpoint_map import PolicyCheckpoint, write_policy
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
@@ -70,6 +70,9 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
     new_normalizers: ClassVar[Callable[[Any, int], dict[str, Normalizer]]]
     # Patterns of checkpoint keys that the model never reads.
     unused_keys: ClassVar[Sequence[str]] = ()
+    # Such tensors, and dtypes by key, of the folder that was loaded; both are saved again.
+    _kept: Mapping[str, TensorToWrite] = {}
+    _stored_dtypes: Mapping[str, str] = {}
 
     def __init__(
         self,
@@ -124,11 +127,16 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
     ) -> Policy:
         """Load a policy's folder, one tensor at a time.
 
+        Of a folder of Gemma 3 the backbone is loaded, and the rest is drawn from Paddle's global
+        random state. The positions of its vision tower are resampled to the policy's images.
+
         Args:
-            config: instead of the folder's. Rows of groups are found by name, see
+            config: instead of the folder's; required for Gemma 3, see
+                `paddle_vl.families.pi07.gemma.with_backbone`. Rows of groups are found by name, see
                 `paddle_vl.families.pi07.checkpoint_map`.
             statistics: for a checkpoint without statistics, or with `skip_normalization_weights`.
-            dtype: of the weights.
+            dtype: of the weights; "auto" for the widest of the folder's, in which each of them is
+                saved again.
             fresh: patterns of the model's keys that the checkpoint may lack; these are drawn.
             ignore: patterns of the checkpoint's keys that the model may lack.
             placement: None for the full model on a single device.
@@ -142,9 +150,15 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
             RuntimeError: files are missing or damaged.
         """
         folder = Path(path)
-        config = cls.config_class.from_pretrained(folder) if config is None else config
         stored = PolicyCheckpoint(folder)
+        if config is None and stored.is_backbone:
+            raise ValueError(
+                f"{folder} is Gemma 3, the backbone of a policy, and says nothing of the policy: "
+                f"pass its config, a {cls.config_class.__name__}"
+            )
+        config = cls.config_class.from_pretrained(folder) if config is None else config
         skips, takes = config.skip_normalization_weights, statistics is None
+        takes = takes and not stored.is_backbone
         if skips and takes:
             raise ValueError(
                 "skip_normalization_weights leaves the checkpoint's statistics out, so others must "
@@ -157,13 +171,13 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
             )
         if isinstance(config, PI07Config) and not config.vlm_config.discrete_action_vocab_size:
             config = _with_vocabulary(config, stored.discrete_vocabulary)
-        if config.config_version is None:
+        if config.config_version is None and not stored.is_backbone:
             # Checkpoints from before the convention changed have no version.
             config = replace(config, config_version=0)
         given = {name: one for name, one in tokenizers.items() if one is not None}
         parts = cls.stored_tokenizers(folder) | given
         try:
-            with default_dtype(chosen_dtype(dtype, stored.model)), paddle.LazyGuard():
+            with default_dtype(chosen_dtype(dtype, stored.widest)), paddle.LazyGuard():
                 policy = cls(config, **parts, statistics=statistics, placement=placement)
         except ValueError as error:
             raise ValueError(f"{folder}: {error}") from error
@@ -171,6 +185,9 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
             policy.normalizers = policy.make_normalizers(stored.num_groups(policy.normalizers))
         normalizers = policy.normalizers if takes else {}
         stored.fill(policy.model, normalizers, fresh, [*ignore, *cls.unused_keys])
+        policy._kept = stored.kept()
+        same = (stored.statistics if takes else {}) | (stored.model if dtype == "auto" else {})
+        policy._stored_dtypes = {key: tensor.dtype for key, tensor in same.items()}
         if materialize:
             policy.model.materialize_all()
         # The policy now has other statistics, which its checkpoints must keep.
@@ -228,7 +245,8 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         keeps = self.normalizers if self.config.save_normalization_stats else {}
-        write_policy(folder, self.model, keeps, write, store, one_file)
+        kept, dtypes = self._kept, self._stored_dtypes
+        write_policy(folder, self.model, keeps, write, store, one_file, kept, dtypes)
         if self.model.placement.checkpoint_ranks.is_first:
             replace(self.config, config_version=self.config.normalization_version).save_pretrained(
                 folder

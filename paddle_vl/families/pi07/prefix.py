@@ -27,7 +27,7 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 from paddle.autograd import PyLayer
-from paddle.nn.initializer import Uniform
+from paddle.nn.initializer import Initializer, Normal, Uniform
 
 from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.vision import VideoEncoder
@@ -250,9 +250,19 @@ class _MaskGradient(PyLayer):
         return grad * keep_BL.astype(grad.dtype).unsqueeze(-1), None
 
 
-def fresh_std(in_features: int) -> float:
-    """Standard deviation of torch's default linear initialization, uniform in +-1/sqrt(I)."""
-    return (3 * in_features) ** -0.5
+class UnitRows(Initializer):
+    """Draws a table as torch does by default: N(0, 1), and zero for padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.normal = Normal(std=1.0)
+
+    def forward(self, var: Tensor, block=None) -> Tensor | None:
+        drawn = paddle.empty(var.shape, dtype=var.dtype)
+        self.normal(drawn, block)
+        drawn[PAD_ID] = 0.0
+        drawn._share_underline_tensor_to(var)
+        return None
 
 
 class GroupLinear(nn.Layer):
@@ -298,7 +308,7 @@ class GroupedProjection(nn.Layer):
         if num_groups is not None:
             self.linear = GroupLinear(in_features, out_features, num_groups)
         else:
-            self.linear = Linear(in_features, out_features, True, init_std=fresh_std(in_features))
+            self.linear = Linear(in_features, out_features, True, bound=in_features**-0.5)
 
     def forward(self, x_BLI: Tensor, group_B: Tensor | None = None) -> Tensor:
         return self.linear(x_BLI, group_B) if self.is_grouped else self.linear(x_BLI)
@@ -489,7 +499,7 @@ class PrefixEmbedding(nn.Layer):
                 "tokenizer"
             )
         self.discrete_action_embedding = PaddedEmbedding(
-            Embedding(vlm.discrete_action_vocab_size, width)
+            Embedding(vlm.discrete_action_vocab_size, width, law=UnitRows())
         )
         num_groups = config.num_groups if config.per_group_projection else None
         self.state_proj = GroupedProjection(config.max_state_dim, width, num_groups)

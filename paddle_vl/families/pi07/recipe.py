@@ -26,8 +26,9 @@ from paddle_vl.families.base import (
 )
 from paddle_vl.families.flops import FlopCounter
 from paddle_vl.families.pi07.checkpoint_map import is_reached
-from paddle_vl.families.pi07.config import PI07Config, PI07PlannerConfig
+from paddle_vl.families.pi07.config import Gemma3Config, PI07Config, PI07PlannerConfig
 from paddle_vl.families.pi07.flops import PI07Flops, layer_costs
+from paddle_vl.families.pi07.gemma import with_backbone
 from paddle_vl.families.pi07.objective import (
     PLANNER_LOSSES,
     POLICY_LOSSES,
@@ -64,6 +65,7 @@ from paddle_vl.families.policy.normalize import (
     demonstration_statistics,
     read_statistics,
 )
+from paddle_vl.files.hub import local_folder
 from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.placement import Placement
 
@@ -85,15 +87,17 @@ class PI07Recipe(Family):
 
     def __init__(self, config: PI07Run, checkpoint: Path | None):
         pretrained = config.model.pretrained
-        # Folder of the policy to start or continue from; None for fresh weights.
+        # Folder of the policy to start or continue from, or of its backbone; None for fresh
+        # weights.
         self.folder = checkpoint or (None if pretrained is None else Path(pretrained))
         self.config = config
+        self.is_new = self.folder is None or Gemma3Config.is_folder(self.folder)
         # Changed by model.policy.
         self.model_config = with_settings(
             self._base_config(config, self.folder),
             config.model.policy,
-            "model.config" if self.folder is None else str(self.folder),
-            has_weights=self.folder is not None,
+            "model.config" if self.is_new else str(self.folder),
+            has_weights=not self.is_new,
             new_statistics=config.data.statistics is not None,
         )
         self.loss = PolicyLoss(self.losses, config.train.loss_weighting)
@@ -128,11 +132,13 @@ class PI07Recipe(Family):
             settings["tokenizer"], actions = folder, folder / ACTION_TOKENIZER_FOLDER
             if self.policy_class is PI07LowLevelPolicy and actions.is_dir():
                 settings["action_tokenizer"] = actions
+        if isinstance(config, PI07Config) and self.is_new and "action_tokenizer" not in settings:
+            settings["action_tokenizer"] = _action_tokenizer(config.discrete_action_tokenizer_path)
         if self.folder is None:
             with default_dtype(dtype):
                 policy = self.policy_class.from_config(config, **settings)
         else:
-            if statistics is not None:
+            if statistics is not None and not self.is_new:
                 # The given statistics replace the checkpoint's.
                 config = replace(config, skip_normalization_weights=True)
             policy = self.policy_class.from_pretrained(
@@ -200,13 +206,19 @@ class PI07Recipe(Family):
         return Evaluation(policy.model, PolicyLoss(cls.losses), adapter, loader, losses_report)
 
     @classmethod
-    def chat(cls, folder: Path, base: str | None) -> Any:
+    def chat(cls, folder: Path, base: str | None, template: Mapping[str, Any]) -> Any:
         raise ValueError(
             f"{folder} is a pi07 policy, which acts and answers no questions: its losses on "
             "demonstrations are told by `paddle-vl evaluate`, its actions by select_action of "
             "paddle_vl.PI07LowLevelPolicy.from_pretrained(...), the planner's texts by "
             "paddle_vl.PI07HighLevelPlanner"
         )
+
+    @classmethod
+    def acting_policy(cls, folder: Path) -> PI07LowLevelPolicy:
+        if not issubclass(cls.policy_class, PI07LowLevelPolicy):
+            raise ValueError(f"{folder} is a pi07 planner, which does not act: give its policy")
+        return cls.policy_class.from_pretrained(folder)
 
     @classmethod
     def with_synthetic_data(cls, config: PI07Run, data: SyntheticData) -> PI07Run:
@@ -246,10 +258,12 @@ class PI07Recipe(Family):
 
     @classmethod
     def _base_config(cls, config: PI07Run, folder: Path | None) -> PolicyConfig:
-        """Of a checkpoint, or model.config."""
-        if folder is None:
-            return cls.config_class.from_dict(model_values(config.model.config))
-        return cls.config_class.from_pretrained(folder)
+        """Of a checkpoint, or model.config with the backbone of Gemma 3's folder."""
+        if folder is not None and not Gemma3Config.is_folder(folder):
+            return cls.config_class.from_pretrained(folder)
+        values = model_values(config.model.config)
+        values = values if folder is None else with_backbone(values, folder)
+        return cls.config_class.from_dict(values)
 
     def _check_tower_is_trained(self, names: Sequence[str], reached: Sequence[str]) -> None:
         """Refuse settings that freeze the whole tower although model.policy unfreezes it."""
@@ -299,7 +313,7 @@ class PI07Recipe(Family):
         file, names = self.config.data.statistics, self.model_config.dataset_names
         if file is not None:
             return list(read_statistics(file, names).values())
-        if self.folder is not None:
+        if not self.is_new:
             return None
         return list(demonstration_statistics(self.source).values())
 
@@ -352,6 +366,17 @@ def check_trainable(policy: Any) -> None:
             "the policy has no tokenizer of discrete actions, which training needs: put its "
             f"files into {ACTION_TOKENIZER_FOLDER}/ of data.processor"
         )
+
+
+def _action_tokenizer(path: str) -> Path:
+    """The folder of a new policy's action tokenizer."""
+    try:
+        return local_folder(path)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"discrete_action_tokenizer_path: {error}; or put a FAST tokenizer into "
+            f"{ACTION_TOKENIZER_FOLDER}/ of data.processor"
+        ) from error
 
 
 def model_shape(config: PolicyConfig) -> ModelShape:

@@ -2,8 +2,8 @@
 
 `model.policy` changes the policy's configuration. Precedence, highest first: the run's
 `model.policy`; the `config.json` of the checkpoint that a resumed run continues; otherwise that of
-`model.pretrained`, or `model.config`. The result is what the run saves as `config.json`.
-`docs/policies.md` has the settings and what they change.
+`model.pretrained`, or `model.config`, where `model.pretrained` may be the backbone. The result is
+what the run saves as `config.json`. `docs/policies.md` has the settings and what they change.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,12 +11,14 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
 from pydantic import ConfigDict, Field, create_model
 
+from paddle_vl.config.families import model_values
 from paddle_vl.config.parallel_settings import ParallelConfig
 from paddle_vl.config.schema import DataConfig, ModelConfig, RunConfig, TrainConfig
 from paddle_vl.config.section import FilePath, Section, flatten
 from paddle_vl.families.pi07.config import (
     ONLY_VALUES,
     UNUSED_SETTINGS,
+    Gemma3Config,
     Gemma3WithExpertConfig,
     PI07Config,
     PI07PlannerConfig,
@@ -280,6 +282,7 @@ class PI07Run(RunConfig):
 
     family: ClassVar[str] = "pi07"
     has_colocated: ClassVar[bool] = True
+    backbones: ClassVar[tuple[str, ...]] = (Gemma3Config.type_name,)
     parts: ClassVar[dict[str, tuple[str, ...]]] = PARTS
     fixed_settings: ClassVar[tuple[str, ...]] = (
         *RunConfig.fixed_settings,
@@ -293,6 +296,13 @@ class PI07Run(RunConfig):
     data: PI07DataConfig
     parallel: PI07ParallelConfig = PI07ParallelConfig()
     train: PI07TrainConfig
+
+    @classmethod
+    def backbone_name(cls, config: Any) -> str | None:
+        """That of OpenTau's `load_pretrained_gemma3`."""
+        vlm = model_values(config).get("vlm_config") if isinstance(config, str | dict) else None
+        asks = isinstance(vlm, dict) and vlm.get("load_pretrained_gemma3") is True
+        return "google/gemma-3-4b-pt" if asks else None
 
     def problems(self) -> Iterator[str]:
         yield from self.model.policy.problems()

@@ -9,7 +9,7 @@ Source: the observation buffers and the action queue of OpenTau's `select_action
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -80,6 +80,48 @@ class ObservationHistory:
         return result
 
 
+class ChunkInputs(NamedTuple):
+    """What a chunk is computed of.
+
+    Attributes:
+        inputs: of the model, see `PolicyInputs.observed`: arrays `[B, ...]` and lists of them.
+        delay: number of known first steps.
+        action_prefix: these, normalized, `[B, C, max_action_dim]` float32; None without.
+    """
+
+    inputs: dict[str, Any]
+    delay: int
+    action_prefix: np.ndarray | None
+
+    @property
+    def layout(self) -> Hashable:
+        """Equal for inputs that may run as one batch: the same fields, shapes and delay.
+
+        A block that one sample has is laid out for its whole batch, so a mask that is True nowhere
+        is another layout.
+        """
+        found: list[Hashable] = [self.delay, self.action_prefix is None]
+        for name, value in self.inputs.items():
+            for array in value if isinstance(value, list) else [value]:
+                is_mask = name.endswith("_masks")
+                found.append((name, array.shape[1:], bool(array.any()) if is_mask else None))
+        return tuple(found)
+
+    @classmethod
+    def joined(cls, parts: Sequence["ChunkInputs"]) -> "ChunkInputs":
+        """Inputs of one layout as one batch, in their order."""
+        first, inputs = parts[0], {}
+        for name, value in first.inputs.items():
+            columns = [part.inputs[name] for part in parts]
+            inputs[name] = (
+                [np.concatenate(arrays) for arrays in zip(*columns, strict=True)]
+                if isinstance(value, list)
+                else np.concatenate(columns)
+            )
+        prefixes = [part.action_prefix for part in parts if part.action_prefix is not None]
+        return cls(inputs, first.delay, np.concatenate(prefixes) if prefixes else None)
+
+
 class ActingPolicy(ABC):
     """What a policy does around its model when it acts.
 
@@ -133,21 +175,34 @@ class ActingPolicy(ABC):
         Raises:
             ValueError: an entry is missing or does not fit.
         """
+        return self.raw_chunk(self.chunk_inputs(batch, delay, action_prefix), noise)
+
+    def chunk_inputs(
+        self, batch: Mapping[str, Any], delay: int = 0, action_prefix: Any = None
+    ) -> "ChunkInputs":
+        """What the model needs for a chunk, without running it; see `sample_actions`."""
         if not 0 <= delay <= self.config.max_delay:
             raise ValueError(f"delay is {delay}; max_delay allows 0 to {self.config.max_delay}")
         if delay and action_prefix is None:
             raise ValueError(f"delay is {delay}: action_prefix must give these first steps")
         maker = self.inputs
         inputs, _ = maker.observed(as_arrays(batch))
-        index_B = inputs["group_index"]
         if action_prefix is not None:
             raw = as_arrays({"actions": action_prefix})
-            given = maker.normalizers["normalize_targets"].normalize(raw, index_B)["actions"]
+            if (known := np.shape(raw["actions"])[1]) < delay:
+                raise ValueError(f"delay is {delay}, and action_prefix has only {known} steps")
+            targets = maker.normalizers["normalize_targets"]
+            given = targets.normalize(raw, inputs["group_index"])["actions"]
             action_prefix = padded_action_prefix(given, self.config)
-        chunk = self.sample_chunk(inputs, noise, int(delay), action_prefix)
+        return ChunkInputs(inputs, int(delay), action_prefix)
+
+    def raw_chunk(self, given: "ChunkInputs", noise: Any = None) -> np.ndarray:
+        """The model's chunk of raw actions, `[B, C, action dims]` float32."""
+        chunk = self.sample_chunk(given.inputs, noise, given.delay, given.action_prefix)
         dims = self.config.output_features["actions"].shape[0]
+        outputs = self.inputs.normalizers["unnormalize_outputs"]
         actions = {"actions": chunk[:, :, :dims]}
-        return maker.normalizers["unnormalize_outputs"].unnormalize(actions, index_B)["actions"]
+        return outputs.unnormalize(actions, given.inputs["group_index"])["actions"]
 
     def select_action(self, batch: Mapping[str, Any], noise: Any = None) -> np.ndarray:
         """The next raw action, `[B, action dims]`, for the current raw observation.

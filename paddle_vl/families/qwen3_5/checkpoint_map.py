@@ -18,6 +18,8 @@ from paddle_vl.families.vlm.checkpoint_map import model_rules
 
 # Keys begin so that the model keeps and writes without reading them.
 KEPT = "mtp."
+# Endings of keys of which the bfloat16 files of Qwen3.5 have float32; those of 3.6 have bfloat16.
+PRECISE = (".linear_attn.A_log", ".linear_attn.norm.weight")
 
 
 class ExpertWeights(Same):

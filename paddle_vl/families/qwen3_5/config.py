@@ -39,7 +39,6 @@ from paddle_vl.files.checked_values import (
     known_values,
 )
 from paddle_vl.files.text_file import shown
-from paddle_vl.nn.delta_rule import chunked_size
 
 LINEAR, FULL = "linear_attention", "full_attention"
 _TYPE, _MOE_TYPE = "qwen3_5", "qwen3_5_moe"
@@ -139,23 +138,6 @@ class Qwen3_5TextConfig(DenseText):
         """Whether that layer has attention, and no delta rule."""
         return self.layer_types[layer] == FULL
 
-    def mixer_size(self, layer: int) -> int:
-        """Multiplications per token of attention's linears, or of a DeltaNet and its delta rule."""
-        if self.is_full(layer):
-            heads = 3 * self.num_attention_heads + 2 * self.num_key_value_heads
-            return self.hidden_size * heads * self.head_dim
-        columns = 2 * self.key_width + 3 * self.value_width + 2 * self.linear_num_value_heads
-        return self.hidden_size * columns + self.delta_rule_size()
-
-    def delta_rule_size(self) -> int:
-        """Multiplications per token of the delta rule."""
-        widths = self.linear_key_head_dim, self.linear_value_head_dim
-        return self.linear_num_value_heads * chunked_size(*widths)
-
-    def mlp_size(self) -> int:
-        """Multiplications per token of the MLP, or of the experts that a token goes to."""
-        return 3 * self.hidden_size * self.intermediate_size
-
 
 @checked
 class Qwen3_5MoeTextConfig(ExpertsText, Qwen3_5TextConfig):
@@ -180,11 +162,6 @@ class Qwen3_5MoeTextConfig(ExpertsText, Qwen3_5TextConfig):
     def __post_init__(self):
         super().__post_init__()
         self.check_experts()
-
-    def mlp_size(self) -> int:
-        inner = self.num_experts_per_tok * self.moe_intermediate_size
-        inner += self.shared_expert_intermediate_size
-        return self.hidden_size * (3 * inner + self.num_experts + 1)
 
     def has_experts(self, layer: int) -> bool:
         return True
@@ -214,8 +191,9 @@ class Qwen3_5Config(VLConfig):
             )
 
     def layer_size(self, layer: int) -> int:
-        """Attention scores are left out: they depend on the length."""
-        return self.text_config.mixer_size(layer) + self.text_config.mlp_size()
+        from paddle_vl.families.qwen3_5.flops import Qwen3_5Flops
+
+        return Qwen3_5Flops.layer_size(self, layer)
 
     @classmethod
     def named(cls, name: str) -> "Qwen3_5Config":

@@ -24,7 +24,7 @@ from paddle_vl.families.qwen3_5.config import (
     Qwen3_5TextConfig,
 )
 from paddle_vl.families.vlm.cache import KeyValueCache
-from paddle_vl.families.vlm.layers import SwiGLUMLP, VLLanguageModel
+from paddle_vl.families.vlm.layers import SwiGLUMLP, VLDecoderLayer, VLLanguageModel
 from paddle_vl.families.vlm.model import VLForConditionalGeneration
 from paddle_vl.families.vlm.moe import SparseMoE
 from paddle_vl.nn.attention import (
@@ -36,51 +36,9 @@ from paddle_vl.nn.attention import (
 )
 from paddle_vl.nn.delta_rule import causal_conv_silu, gated_delta_rule, gated_rms_norm
 from paddle_vl.nn.experts import RoutedRows
-from paddle_vl.nn.linear import Columns, Linear, split_columns
+from paddle_vl.nn.linear import Columns, Linear, precise_dtype, split_columns
 from paddle_vl.nn.operations import GemmaRMSNorm
 from paddle_vl.nn.placement import Placement
-
-
-class DecoderLayer(nn.Layer):
-    """`x + mixer(norm(x))`, then `x + mlp(norm(x))`.
-
-    The mixer is `self_attn` or `linear_attn`; the MLP of a mixture-of-experts model has experts.
-    """
-
-    def __init__(self, config: Qwen3_5TextConfig, placement: Placement, number: int):
-        super().__init__()
-        width, epsilon = config.hidden_size, config.rms_norm_eps
-        self.is_full, self.has_experts = config.is_full(number), config.has_experts(number)
-        if self.is_full:
-            self.self_attn = GatedAttention(config, placement)
-        else:
-            self.linear_attn = GatedDeltaNet(config, placement)
-        self.mlp = (
-            SharedExpertMoE(config, placement)
-            if isinstance(config, Qwen3_5MoeTextConfig)
-            else SwiGLUMLP(width, config.intermediate_size, config.initializer_range, placement)
-        )
-        self.input_layernorm = placement.layers.row_wise(GemmaRMSNorm(width, epsilon))
-        self.post_attention_layernorm = placement.layers.row_wise(GemmaRMSNorm(width, epsilon))
-
-    def forward(
-        self,
-        x_TD: Tensor,
-        tables: RotaryTables,
-        key_bias: Any = None,
-        cache: "KeyValueCache | DeltaCache | None" = None,
-        packed: PackedSamples | None = None,
-        rows: RoutedRows | None = None,
-        with_sums: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """The token rows; with experts and `with_sums` also the layer's `routing_sums`."""
-        mixer = self.self_attn if self.is_full else self.linear_attn
-        mixed_TD = mixer(self.input_layernorm(x_TD), tables, key_bias, cache, packed)
-        x_TD, rows_TD = self.post_attention_layernorm(mixed_TD, x_TD)
-        if not self.has_experts:
-            return x_TD + self.mlp(rows_TD)
-        mlp_TD, sums_2E = self.mlp(rows_TD, rows, with_sums)
-        return x_TD + mlp_TD if sums_2E is None else (x_TD + mlp_TD, sums_2E)
 
 
 class GatedAttention(nn.Layer):
@@ -275,7 +233,9 @@ class Decay(nn.Layer):
 
     def __init__(self, heads: int):
         super().__init__()
-        self.A_log = self.create_parameter([heads], default_initializer=LogUniform(0.01, 16.0))
+        self.A_log = self.create_parameter(
+            [heads], dtype=precise_dtype.get(), default_initializer=LogUniform(0.01, 16.0)
+        )
         self.dt_bias = self.create_parameter([heads], default_initializer=Constant(1.0))
 
     def forward(self, a_BLN: Tensor) -> Tensor:
@@ -314,7 +274,9 @@ class GatedRMSNorm(nn.Layer):
     def __init__(self, size: int, epsilon: float):
         super().__init__()
         self.epsilon = epsilon
-        self.weight = self.create_parameter([size], default_initializer=Constant(1.0))
+        self.weight = self.create_parameter(
+            [size], dtype=precise_dtype.get(), default_initializer=Constant(1.0)
+        )
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         return gated_rms_norm(x, gate, self.weight, self.epsilon)
@@ -358,7 +320,17 @@ class LanguageModel(VLLanguageModel):
     norm_class = GemmaRMSNorm
 
     def make_layer(self, config: Qwen3_5TextConfig, placement: Placement, number: int) -> nn.Layer:
-        return DecoderLayer(config, placement, number)
+        name, make = "linear_attn", GatedDeltaNet
+        if config.is_full(number):
+            name, make = "self_attn", GatedAttention
+        mixer, mlp = make(config, placement), None
+        if isinstance(config, Qwen3_5MoeTextConfig):
+            mlp = SharedExpertMoE(config, placement)
+        else:
+            mlp = SwiGLUMLP(
+                config.hidden_size, config.intermediate_size, config.initializer_range, placement
+            )
+        return VLDecoderLayer(config, placement, name, mixer, mlp, GemmaRMSNorm)
 
 
 class Qwen3_5ForConditionalGeneration(VLForConditionalGeneration):

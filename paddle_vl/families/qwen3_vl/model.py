@@ -14,50 +14,13 @@ from paddle import Tensor, nn
 from paddle_vl.families.qwen3_vl import checkpoint_map
 from paddle_vl.families.qwen3_vl.config import Qwen3VLConfig, Qwen3VLTextConfig
 from paddle_vl.families.vlm.cache import KeyValueCache
-from paddle_vl.families.vlm.layers import SwiGLUMLP, VLLanguageModel
+from paddle_vl.families.vlm.layers import SwiGLUMLP, VLDecoderLayer, VLLanguageModel
 from paddle_vl.families.vlm.model import VLForConditionalGeneration
 from paddle_vl.families.vlm.moe import SparseMoE
 from paddle_vl.nn.attention import PackedSamples, RotaryTables, apply_rotary, causal_attention
-from paddle_vl.nn.experts import RoutedRows
 from paddle_vl.nn.linear import Columns
 from paddle_vl.nn.operations import RMSNorm
 from paddle_vl.nn.placement import Placement
-
-
-class DecoderLayer(nn.Layer):
-    """`x + attention(norm(x))`, then `x + mlp(norm(x))`; the MLP may be a mixture of experts."""
-
-    def __init__(self, config: Qwen3VLTextConfig, placement: Placement, number: int):
-        super().__init__()
-        experts = config.experts_of(number)
-        self.has_experts = experts is not None
-        self.self_attn = SelfAttention(config, placement)
-        width, std, epsilon = config.hidden_size, config.initializer_range, config.rms_norm_eps
-        self.mlp = (
-            SwiGLUMLP(width, config.intermediate_size, std, placement)
-            if experts is None
-            else SparseMoE(experts, placement)
-        )
-        self.input_layernorm = placement.layers.row_wise(RMSNorm(width, epsilon))
-        self.post_attention_layernorm = placement.layers.row_wise(RMSNorm(width, epsilon))
-
-    def forward(
-        self,
-        x_TD: Tensor,
-        tables: RotaryTables,
-        key_bias: Any = None,
-        cache: KeyValueCache | None = None,
-        packed: PackedSamples | None = None,
-        rows: RoutedRows | None = None,
-        with_sums: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """The token rows; with experts and `with_sums` also the layer's `routing_sums`."""
-        attended_TD = self.self_attn(self.input_layernorm(x_TD), tables, key_bias, cache, packed)
-        x_TD, rows_TD = self.post_attention_layernorm(attended_TD, x_TD)
-        if not self.has_experts:
-            return x_TD + self.mlp(rows_TD)
-        mlp_TD, sums_2E = self.mlp(rows_TD, rows, with_sums)
-        return x_TD + mlp_TD if sums_2E is None else (x_TD + mlp_TD, sums_2E)
 
 
 class SelfAttention(nn.Layer):
@@ -105,7 +68,15 @@ class LanguageModel(VLLanguageModel):
     """The decoder of Qwen3-VL."""
 
     def make_layer(self, config: Qwen3VLTextConfig, placement: Placement, number: int) -> nn.Layer:
-        return DecoderLayer(config, placement, number)
+        experts, mixer = config.experts_of(number), SelfAttention(config, placement)
+        mlp = (
+            SwiGLUMLP(
+                config.hidden_size, config.intermediate_size, config.initializer_range, placement
+            )
+            if experts is None
+            else SparseMoE(experts, placement)
+        )
+        return VLDecoderLayer(config, placement, "self_attn", mixer, mlp, RMSNorm)
 
 
 class Qwen3VLForConditionalGeneration(VLForConditionalGeneration):

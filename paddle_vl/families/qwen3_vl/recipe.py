@@ -1,6 +1,5 @@
 """Qwen3-VL as a family: see `paddle_vl.families.base.Family`."""
 
-from paddle_vl.families.qwen3_vl.flops import Qwen3VLFlops
 from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
 from paddle_vl.families.vlm.recipe import VLRecipe
 
@@ -9,4 +8,3 @@ class Qwen3VLRecipe(VLRecipe):
     """A run that trains a Qwen3-VL."""
 
     model_class = Qwen3VLForConditionalGeneration
-    counter_class = Qwen3VLFlops

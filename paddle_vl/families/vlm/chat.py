@@ -77,19 +77,22 @@ class Chat(Answers):
         path: str | Path,
         dtype: str = "float32",
         base: str | Path | None = None,
+        template_variables: Mapping[str, Any] | None = None,
     ) -> "Chat":
         """Load a model folder with its processor files, or an adapter folder and its base.
 
         Args:
             model_class: of the family, see `paddle_vl.families.vlm.model`.
             base: model folder that the adapters belong to; None for the one that their files name.
+            template_variables: see `VLProcessor.from_pretrained`.
 
         Raises:
             ValueError, RuntimeError: the folder is neither.
         """
+        processor = folder_with("tokenizer.json", Path(path), base)
         return cls(
             model_class.from_pretrained(path, dtype=dtype, base=base),
-            VLProcessor.from_pretrained(folder_with("tokenizer.json", Path(path), base)),
+            VLProcessor.from_pretrained(processor, template_variables=template_variables),
         )
 
     stream = Answers.answer

@@ -4,7 +4,7 @@ their decoders.
 Source: Qwen3VLVisionConfig and Qwen3VLConfig of HF transformers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import field, replace
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -186,14 +186,9 @@ class VLConfig(SavedConfig):
 
         Attention scores are left out, because they cost the same in every layer.
         """
-        text = self.text_config
-        heads = text.num_attention_heads + text.num_key_value_heads
-        attention = 2 * text.hidden_size * heads * text.head_dim
-        experts = text.experts_of(layer)
-        if experts is None:
-            return attention + 3 * text.hidden_size * text.intermediate_size
-        inner = experts.num_experts_per_tok * experts.moe_intermediate_size
-        return attention + text.hidden_size * (3 * inner + experts.num_experts)
+        from paddle_vl.families.vlm.flops import VLFlops
+
+        return VLFlops.layer_size(self, layer)
 
     @classmethod
     def named(cls: type[C], name: str) -> C:
@@ -207,6 +202,24 @@ class VLConfig(SavedConfig):
     def with_tie(self: C, tie: bool) -> C:
         """A copy with this tie flag."""
         return replace(self, tie_word_embeddings=tie, tie_flags_agree=True)
+
+
+def size_name(name: str, sizes: Collection[str], family: str, example: str) -> str:
+    """A published size by its name, or by that of a model on the hub: `Qwen/Qwen3.5-4B` and
+    `Qwen3.5-4B-Base` are `qwen3.5-4b`. The case of letters is ignored.
+
+    Raises:
+        ValueError: there is no such size.
+    """
+    plain = name.lower().removeprefix("qwen/")
+    for ending in ("-base", "-instruct", "-thinking"):
+        plain = plain.removesuffix(ending)
+    if plain not in sizes:
+        raise ValueError(
+            f"{name!r} is not a size of {family}; use one of {', '.join(sizes)}, or a name of the "
+            f"hub like {example}"
+        )
+    return plain
 
 
 def check_interleaves(mrope_section: list[int]) -> None:

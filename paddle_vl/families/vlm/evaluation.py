@@ -29,7 +29,7 @@ class Answer:
         sample: `file:line` of the conversation.
         task: its field `task`, `NO_TASK` without one.
         prompt: text of the turn that is answered.
-        is_exact: whether answer and expected text are equal, outer spaces aside.
+        is_exact: whether answer and expected text are equal, outer spaces and reasoning aside.
     """
 
     sample: str
@@ -58,7 +58,10 @@ def build_evaluation(
         ValueError, RuntimeError: the folder is not a model with its processor, or the data cannot
             be used.
     """
-    processor = VLProcessor.from_pretrained(folder_with("tokenizer.json", folder, options.base))
+    processor = VLProcessor.from_pretrained(
+        folder_with("tokenizer.json", folder, options.base),
+        template_variables=options.chat_template_kwargs,
+    )
     data = VLDataConfig(max_length=options.max_length)
     dataset = open_conversations(options.files, data, processor, seed=0)
     dataset.limit = options.limit
@@ -135,10 +138,15 @@ def greedy_answers(
                     prompt=conversation.text(-1) if conversation.messages else "",
                     expected=expected,
                     answer=answer,
-                    is_exact=answer == expected,
+                    is_exact=_conclusion(answer) == _conclusion(expected),
                 )
             )
     return answers
+
+
+def _conclusion(answer: str) -> str:
+    """What follows the reasoning of an answer."""
+    return answer.rpartition("</think>")[2].strip()
 
 
 def _questions(dataset: ConversationData) -> Iterator[tuple[str, Conversation, str]]:

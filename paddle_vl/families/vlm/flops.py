@@ -1,12 +1,11 @@
 """Floating point operations of vision-language models for the real tokens of a batch.
 
 Tower: patch embedding and blocks per patch, attention within a frame, the final and the deepstack
-mergers per visual embedding. Decoder: a family's layers per real token; attention with
-L (L + 1) / 2 visible pairs per sample of length L; and the head per token. See
-`paddle_vl.families.flops` for what is counted.
+mergers per visual embedding. Decoder: attention, or what a family has in its place, and MLPs, or
+router and K experts, per real token; attention with L (L + 1) / 2 visible pairs per sample of
+length L; and the head per token. See `paddle_vl.families.flops` for what is counted.
 """
 
-from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -14,7 +13,8 @@ import numpy as np
 
 from paddle_vl.batch.positions import real_lengths
 from paddle_vl.families.flops import FlopCounter, Operations, causal_pairs
-from paddle_vl.families.vlm.config import EMBEDDING_KEY, VLConfig
+
+_EMBEDDING = "model.language_model.embed_tokens.weight"
 
 
 class VLFlops(FlopCounter):
@@ -27,7 +27,7 @@ class VLFlops(FlopCounter):
 
     def __init__(
         self,
-        config: VLConfig,
+        config: Any,
         trained: Collection[str] | None = None,
         ranks: Mapping[str, int] = {},
     ):
@@ -59,27 +59,79 @@ class VLFlops(FlopCounter):
         """See `FlopCounter`; without images no gradient flows into the tower."""
         return self._with_images if _grids(batch).size else self._without
 
-    @abstractmethod
-    def decoder_layer(self, operations: Operations, number: int, rows: bool) -> bool:
+    @classmethod
+    def layer_size(cls, config: Any, number: int) -> int:
+        """See `VLConfig.layer_size`."""
+        operations = Operations()
+        cls.decoder_layer(operations, config.text_config, number, False)
+        return operations.forward["tokens"] // 2
+
+    @classmethod
+    def decoder_layer(cls, operations: Operations, text: Any, number: int, rows: bool) -> bool:
         """Count a decoder layer: whether gradients flow into its rows, and out of them."""
+        layer, width = f"model.language_model.layers.{number}", text.hidden_size
+        normed = operations.norm(f"{layer}.input_layernorm", rows)
+        rows |= cls.mixer(operations, text, number, layer, normed)
+        normed = operations.norm(f"{layer}.post_attention_layernorm", rows)
+        module = f"{layer}.mlp"
+        if not text.has_experts(number):
+            return rows | _mlp(operations, module, width, text.intermediate_size, normed)
+        size = text.num_experts_per_tok * width * text.moe_intermediate_size
+        rows |= operations.linear("tokens", f"{module}.gate", width, text.num_experts, normed)
+        hidden = operations.matrix("tokens", f"{module}.experts.gate_up_proj", 2 * size, normed)
+        rows |= operations.matrix("tokens", f"{module}.experts.down_proj", size, hidden)
+        if inner := getattr(text, "shared_expert_intermediate_size", 0):
+            rows |= _mlp(operations, f"{module}.shared_expert", width, inner, normed)
+            rows |= operations.linear("tokens", f"{module}.shared_expert_gate", width, 1, normed)
+        return rows
+
+    @classmethod
+    def mixer(
+        cls, operations: Operations, text: Any, number: int, layer: str, normed: bool
+    ) -> bool:
+        """Count attention, or what a family has in its place in that layer."""
+        return attention(operations, text, f"{layer}.self_attn", normed)
 
     def _walk(self, has_visual: bool) -> Operations:
         operations = Operations(self._trained, self._ranks)
         merged, levels = _tower(operations, self.config)
-        rows = operations.trains(EMBEDDING_KEY) or (has_visual and merged)
+        rows = operations.trains(_EMBEDDING) or (has_visual and merged)
         for layer in range(self.config.text_config.num_hidden_layers):
-            rows = self.decoder_layer(operations, layer, rows)
+            rows = self.decoder_layer(operations, self.config.text_config, layer, rows)
             if has_visual and layer < len(levels):
                 rows |= levels[layer]
         rows = operations.norm("model.language_model.norm", rows)
         text = self.config.text_config
         if self.config.tie_word_embeddings:
-            operations.matrix(
-                "predictions", EMBEDDING_KEY, text.hidden_size * text.vocab_size, rows
-            )
+            operations.matrix("predictions", _EMBEDDING, text.hidden_size * text.vocab_size, rows)
         else:
             operations.linear("predictions", "lm_head", text.hidden_size, text.vocab_size, rows)
         return operations
+
+
+def attention(
+    operations: Operations, text: Any, module: str, normed: bool, query_parts: int = 1
+) -> bool:
+    """Count grouped-query attention.
+
+    Args:
+        query_parts: width of the queries' projection, in that of the queries: 2 with gates.
+    """
+    width, queries = text.hidden_size, text.num_attention_heads * text.head_dim
+    keys = text.num_key_value_heads * text.head_dim
+    q = operations.linear("tokens", f"{module}.q_proj", width, query_parts * queries, normed)
+    k = operations.linear("tokens", f"{module}.k_proj", width, keys, normed)
+    v = operations.linear("tokens", f"{module}.v_proj", width, keys, normed)
+    q = operations.norm(f"{module}.q_norm", q)
+    k = operations.norm(f"{module}.k_norm", k)
+    seen = operations.attention("token_pairs", queries, q, k, v)
+    return operations.linear("tokens", f"{module}.o_proj", queries, width, seen)
+
+
+def _mlp(operations: Operations, module: str, width: int, inner: int, normed: bool) -> bool:
+    gate = operations.linear("tokens", f"{module}.gate_proj", width, inner, normed)
+    up = operations.linear("tokens", f"{module}.up_proj", width, inner, normed)
+    return operations.linear("tokens", f"{module}.down_proj", inner, width, gate or up)
 
 
 def _grids(batch: Mapping[str, Any]) -> np.ndarray:
@@ -89,7 +141,7 @@ def _grids(batch: Mapping[str, Any]) -> np.ndarray:
     return np.concatenate([np.zeros([0, 3], dtype=np.int64), *grids])
 
 
-def _tower(operations: Operations, config: VLConfig) -> tuple[bool, list[bool]]:
+def _tower(operations: Operations, config: Any) -> tuple[bool, list[bool]]:
     """Count the tower; returns whether gradients reach its output and each deepstack level."""
     vision, root = config.vision_config, "model.visual"
     width, inner = vision.hidden_size, vision.intermediate_size
@@ -113,7 +165,7 @@ def _tower(operations: Operations, config: VLConfig) -> tuple[bool, list[bool]]:
     return _merger(operations, config, f"{root}.merger", rows), levels
 
 
-def _merger(operations: Operations, config: VLConfig, module: str, rows: bool) -> bool:
+def _merger(operations: Operations, config: Any, module: str, rows: bool) -> bool:
     vision = config.vision_config
     block = vision.hidden_size * vision.spatial_merge_size**2
     rows = operations.norm(f"{module}.norm", rows)

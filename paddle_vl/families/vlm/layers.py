@@ -27,14 +27,16 @@ from paddle_vl.batch.positions import PatchRows
 from paddle_vl.batch.visual_index import EmbeddingSizes, check_level, visual_inputs
 from paddle_vl.families.vlm.cache import KeyValueCache
 from paddle_vl.families.vlm.config import VLConfig
-from paddle_vl.families.vlm.moe import LoadBalance
+from paddle_vl.families.vlm.moe import LoadBalance, SparseMoE
 from paddle_vl.nn.attention import (
+    PackedSamples,
     RotaryTables,
     apply_rotary,
     mrope_tables,
     vision_tables,
 )
 from paddle_vl.nn.attention_masks import MASKED_SCORE
+from paddle_vl.nn.experts import RoutedRows
 from paddle_vl.nn.linear import Columns, Linear, split_columns
 from paddle_vl.nn.operations import (
     GemmaRMSNorm,
@@ -308,12 +310,57 @@ class SwiGLUMLP(nn.Layer):
         return self.down_proj(swiglu(*self.gate_up_proj(x_TD)))
 
 
+class VLDecoderLayer(nn.Layer):
+    """`x + mixer(norm(x))`, then `x + mlp(norm(x))`; the MLP may be a mixture of experts.
+
+    Args:
+        mixer_name: of attention or what is in its place, in the checkpoint.
+        mixer: called with the arguments of `forward` up to `packed`.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        placement: Placement,
+        mixer_name: str,
+        mixer: nn.Layer,
+        mlp: nn.Layer,
+        norm_class: type[RMSNorm | GemmaRMSNorm],
+    ):
+        super().__init__()
+        self.mixer_name = mixer_name
+        setattr(self, mixer_name, mixer)
+        self.mlp, self.has_experts = mlp, isinstance(mlp, SparseMoE)
+        width, epsilon = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = placement.layers.row_wise(norm_class(width, epsilon))
+        self.post_attention_layernorm = placement.layers.row_wise(norm_class(width, epsilon))
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        tables: RotaryTables,
+        key_bias: Any = None,
+        cache: Any = None,
+        packed: PackedSamples | None = None,
+        rows: RoutedRows | None = None,
+        with_sums: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The token rows; with experts and `with_sums` also the layer's `routing_sums`."""
+        mixer = getattr(self, self.mixer_name)
+        mixed_TD = mixer(self.input_layernorm(x_TD), tables, key_bias, cache, packed)
+        x_TD, rows_TD = self.post_attention_layernorm(mixed_TD, x_TD)
+        if not self.has_experts:
+            return x_TD + self.mlp(rows_TD)
+        mlp_TD, sums_2E = self.mlp(rows_TD, rows, with_sums)
+        return x_TD + mlp_TD if sums_2E is None else (x_TD + mlp_TD, sums_2E)
+
+
 class VLLanguageModel(nn.Layer, ABC):
     """Embedding, decoder layers with deepstack levels, and the final norm.
 
-    A family makes the layers: called with the token rows, `RotaryTables`, the key bias or what the
-    caches share, a cache, `PackedSamples` and `RoutedRows`, they return the token rows; those with
-    `has_experts`, called with True besides, also their `routing_sums`.
+    A family makes the layers, see `VLDecoderLayer`: called with the token rows, `RotaryTables`, the
+    key bias or what the caches share, a cache, `PackedSamples` and `RoutedRows`, they return the
+    token rows; those with `has_experts`, called with True besides, also their `routing_sums`.
 
     Under sequence parallelism the hidden states are this rank's shard of the token rows; attention
     and MLP gather them. A pipeline stage has `nn.Identity` in place of layers of other stages.

@@ -39,7 +39,8 @@ class PretrainedVLModel(SizedModel, Materializable, nn.Layer):
             parameter names to HF keys and layouts, special cases first, and
             `tensors_as_here(stored, config)`, a checkpoint's tensors in the shapes of this package.
             Tensors whose keys begin with its `KEPT`, if it has one, are no parameters: they are
-            written again as they are in the file.
+            written again as they are in the file. Parameters whose keys end with one of its
+            `PRECISE` stay float32 in a half-precision model if their file has float32.
         generation_config: settings of generation; None for the defaults.
         name_or_path: folder that the weights come from; None for fresh weights.
         adapter: the low-rank adapters; None without.
@@ -106,7 +107,7 @@ class PretrainedVLModel(SizedModel, Materializable, nn.Layer):
 
         Args:
             path: folder of the model or of the adapters.
-            dtype: of the parameters; "auto" for that of the files.
+            dtype: of the parameters; "auto" for that of the files. `PRECISE` ones stay float32.
             base: base model to use instead of the one that the adapters name.
             materialize: read the weights now; False checks keys and shapes only, and leaves reading
                 to `materialize()`.
@@ -164,7 +165,12 @@ class PretrainedVLModel(SizedModel, Materializable, nn.Layer):
             )
         if not is_tied and head is None:
             owner += ", whose tie_word_embeddings is false"
-        with default_dtype(chosen_dtype(dtype, stored)), paddle.LazyGuard():
+        endings = getattr(cls.checkpoint_map, "PRECISE", ())
+        precise = {key: tensor for key, tensor in stored.items() if key.endswith(endings)}
+        others = {key: tensor for key, tensor in stored.items() if key not in precise}
+        dtype = chosen_dtype(dtype, others)
+        is_wide = any(tensor.dtype == "F32" for tensor in precise.values())
+        with default_dtype(dtype, "float32" if is_wide else dtype), paddle.LazyGuard():
             model = cls(config, placement)
         ignored = {HEAD_KEY} if is_tied else set()
         check_keys(path, stored, model.whole().stored_parameters(), ignored, owner)

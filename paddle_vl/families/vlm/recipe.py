@@ -38,6 +38,7 @@ from paddle_vl.families.vlm.colocated import (
     VisualEncoder,
 )
 from paddle_vl.families.vlm.evaluation import build_evaluation
+from paddle_vl.families.vlm.flops import VLFlops
 from paddle_vl.families.vlm.inputs.collate import PackedCollator, SourcesCollator, VLCollator
 from paddle_vl.families.vlm.inputs.conversation import RowReader
 from paddle_vl.families.vlm.inputs.corpus import Corpus
@@ -77,7 +78,7 @@ class VLRecipe(Family):
     """
 
     model_class: ClassVar[type[VLForConditionalGeneration]]
-    counter_class: ClassVar[Callable[[Any, Collection[str], dict[str, int]], FlopCounter]]
+    counter_class: ClassVar[Callable[[Any, Collection[str], dict[str, int]], FlopCounter]] = VLFlops
     config: VLRun
     parts: Mapping[str, Sequence[str]] = PARTS
     make_stage: Callable[[Any, range], Any] = VLStage
@@ -268,8 +269,8 @@ class VLRecipe(Family):
         return build_evaluation(cls.model_class, folder, options)
 
     @classmethod
-    def chat(cls, folder: Path, base: str | None) -> Chat:
-        return Chat.from_pretrained(cls.model_class, folder, base=base)
+    def chat(cls, folder: Path, base: str | None, template: Mapping[str, Any]) -> Chat:
+        return Chat.from_pretrained(cls.model_class, folder, base=base, template_variables=template)
 
     @classmethod
     def merge_adapter(cls, folder: Path, out: Path, base: str | None) -> Path:

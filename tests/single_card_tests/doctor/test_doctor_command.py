@@ -21,7 +21,7 @@ from paddle_vl.doctor.check import Machine, all_checks
 ROOT = Path(__file__).parents[3]
 NEEDS_GPU = {
     "precision.bfloat16", "copies.race", "copies.overlap", "golden.qwen3_vl_bfloat16",
-    "generation.bfloat16",
+    "golden.qwen3_5_bfloat16", "generation.bfloat16",
 }  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from tests.single_card_tests.families.pi07.test_policy import (
     observation,
     raw_batch,
 )
+from tests.single_card_tests.serving.test_policy_actor import actor_of, check_batches
 from tests.support.exports import (
     HAS_ONNX,
     RUNTIMES,
@@ -99,6 +100,10 @@ def test_the_golden_rollout(exported, monkeypatch):
         found = exported.select_action(observation(step), tensors["rollout.noise"])
         np.testing.assert_allclose(found, tensors[f"rollout.step{step}.out.action"], **TOLERANCE)
     exported.begin(exported.config)
+
+
+def test_behind_a_server_a_batch_gives_what_each_request_gets_alone(exported, policy):
+    check_batches(actor_of(exported), actor_of(policy))
 
 
 @pytest.mark.heavy

@@ -6,14 +6,14 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from tests.single_card_tests.train.tiny_run import write_records, write_tiny_run
+from tests.single_card_tests.train.tiny_run import MODEL, write_records, write_tiny_run
 
 WORDS = ("red", "green", "blue", "which", "colour", "please", "yes")
 
 
-def write_corpus_run(folder: Path) -> Path:
+def write_corpus_run(folder: Path, model: dict = MODEL) -> Path:
     """Write the data files and run.yaml; return its path. A micro-batch is two rows."""
-    run_file = write_tiny_run(folder)
+    run_file = write_tiny_run(folder, model=model)
     rng = np.random.default_rng(1)
 
     def text(words: int) -> str:

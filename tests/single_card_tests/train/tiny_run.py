@@ -22,6 +22,22 @@ MODEL = {
     "tie_word_embeddings": True,
 }  # fmt: skip
 
+# Sizes that two ranks divide, and an epsilon as `paddle_vl.testing.tiny_qwen3_5_config` has it.
+MODEL_3_5 = {
+    "model_type": "qwen3_5",
+    "text_config": {
+        "vocab_size": 280, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4,
+        "layer_types": [f"{kind}_attention" for kind in ("linear", "linear", "full", "linear")],
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 4, "linear_value_head_dim": 6, "rms_norm_eps": 1e-2,
+        "rope_parameters": {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+        "initializer_range": 0.1,
+    },
+    "vision_config": MODEL["vision_config"] | {"deepstack_visual_indexes": []},
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
 
 def write_tiny_run(folder: Path, num_samples: int = 12, model: dict = MODEL) -> Path:
     """Write images, train.jsonl, test.jsonl, processor/ and run.yaml; return the path of

@@ -4,11 +4,10 @@ import json
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import load_file
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.train.build import build_trainer
-from tests.support.finished_runs import lasting
+from tests.support.finished_runs import arrays_of, lasting
 from tests.support.finished_runs import metrics_of as run_metrics
 
 
@@ -24,11 +23,10 @@ def metrics_of(folder: Path) -> list[dict]:
 def assert_same_run(one: Path, other: Path, begun_anew: str | None = None) -> None:
     """Equal parameters, state and metrics lines, except for keys that a resumed run restarts."""
     checkpoint = "checkpoint-4"
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        expected, found = load_file(one / checkpoint / name), load_file(other / checkpoint / name)
-        assert expected.keys() == found.keys()
-        for key, array in expected.items():
-            np.testing.assert_array_equal(found[key], array, err_msg=key)
+    expected, found = arrays_of(one / checkpoint), arrays_of(other / checkpoint)
+    assert expected.keys() == found.keys()
+    for key, array in expected.items():
+        np.testing.assert_array_equal(found[key], array, err_msg=key)
     state, other_state = (
         json.loads((folder / checkpoint / "trainer_state.json").read_text())
         for folder in (one, other)

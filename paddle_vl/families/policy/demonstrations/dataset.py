@@ -267,7 +267,7 @@ def parse_moment(line: bytes, folder: MediaFolder, shapes: DemonstrationShapes) 
     record = parse_object(line, "'state', images, 'actions' and 'prompt'", finite=False)
     record = {name: value for name, value in record.items() if value is not None}
     _check_names(record, shapes)
-    states = _rows(record, "state", shapes.state_dim)
+    states = number_rows(record, "state", shapes.state_dim)
     observed = shapes.observed(len(states))
     frames = {
         name: _paths(record, name, folder, len(states))[observed]
@@ -277,12 +277,13 @@ def parse_moment(line: bytes, folder: MediaFolder, shapes: DemonstrationShapes) 
     actions_NA = None
     if shapes.chunk_size is not None:
         assert shapes.action_dim is not None, "both are given, or neither"
-        actions_NA = _rows(record, "actions", shapes.action_dim)[: shapes.chunk_size]
+        actions_NA = number_rows(record, "actions", shapes.action_dim)[: shapes.chunk_size]
     goals = {
         goal: _paths(record, goal, folder, 1)[0] for goal in shapes.goals.values() if goal in record
     }
-    words = {name: _text(record, name) for name in ("prompt", *OPTIONAL_TEXTS) if name in record}
-    words |= {name: _number(record, name) for name in NUMBER_TYPES if name in record}
+    texts = ("prompt", *OPTIONAL_TEXTS)
+    words: dict[str, Any] = {name: text_entry(record, name) for name in texts if name in record}
+    words |= {name: number_entry(record, name) for name in NUMBER_TYPES if name in record}
     return Moment(states[observed], actions_NA, frames, goals, words, len(states))
 
 
@@ -317,7 +318,7 @@ def _check_names(record: Mapping[str, Any], shapes: DemonstrationShapes) -> None
         )
 
 
-def _rows(record: Mapping[str, Any], name: str, width: int) -> np.ndarray:
+def number_rows(record: Mapping[str, Any], name: str, width: int) -> np.ndarray:
     """An entry as `[1 or more, width]` float32."""
     try:
         given = np.asarray(record[name])
@@ -352,15 +353,15 @@ def _paths(record: Mapping[str, Any], name: str, folder: MediaFolder, count: int
     return [folder.path(path, repr(name)) for path in given]
 
 
-def _text(record: Mapping[str, Any], name: str) -> str:
+def text_entry(record: Mapping[str, Any], name: str) -> str:
     text = record[name]
     if not isinstance(text, str):
         raise BadSampleError("bad_type", f"{name!r} is {str(text)[:80]}; a text is needed")
     return text
 
 
-def _number(record: Mapping[str, Any], name: str) -> Any:
-    value, kind = record[name], NUMBER_TYPES[name]
+def number_entry(record: Mapping[str, Any], name: str) -> Any:
+    value, kind = record[name], NUMBER_TYPES.get(name)
     is_truth = kind is np.bool_
     if type(value) is not (bool if is_truth else int):
         needed = "true or false" if is_truth else "a whole number"

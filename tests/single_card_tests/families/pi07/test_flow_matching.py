@@ -28,7 +28,7 @@ from paddle_vl.families.pi07.prefix import (
     presence_of,
     real_frames,
 )
-from tests.support.pi07_golden import case, golden_batch, golden_model
+from tests.support.pi07_golden import case, golden_batch, golden_model, with_window
 
 
 def losses_and_gradients(model, batch) -> tuple[list[float], dict[str, np.ndarray]]:
@@ -265,7 +265,7 @@ def test_each_group_has_projections_of_its_own():
     assert layout.to_parameter(stored)[1, 2, 0] == stored[1, 0, 2]
 
 
-def test_fresh_projections_are_as_wide_as_the_original_s():
+def test_fresh_projections_are_as_wide_as_the_originals():
     paddle.seed(0)
     for num_groups in (None, 2):
         weight = GroupedProjection(300, 200, num_groups).linear.weight.numpy()
@@ -299,9 +299,11 @@ def test_labels_and_lengths_are_checked():
         golden_model()(batch)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_the_last_layer_runs_for_the_rows_that_the_token_loss_reads(implementation):
+@pytest.mark.parametrize(("implementation", "window"), [("eager", 0), ("sdpa", 0), ("eager", 5)])
+def test_the_last_layer_runs_for_the_rows_that_the_token_loss_reads(implementation, window):
     model, batch, rows = golden_model(), golden_batch(), []
+    if window:
+        model = golden_model(vlm_config=with_window(model.config, window).vlm_config)
     model.decoder.attention_implementation = implementation
     last = model.decoder.layers[-1].backbone_layer.mlp
     hook = last.register_forward_post_hook(lambda *call: rows.append(call[2].shape[0]))

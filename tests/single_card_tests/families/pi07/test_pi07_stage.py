@@ -20,6 +20,7 @@ from paddle_vl.families.pi07.checkpoint_map import PolicyCheckpoint, write_polic
 from paddle_vl.families.pi07.flops import layer_costs
 from paddle_vl.families.pi07.flow import PI07LowLevelFlowMatching, PolicyModel, as_tensors
 from paddle_vl.families.pi07.pipeline import PI07Stage
+from paddle_vl.families.pi07.planner import PI07HighLevelPlanner
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
 from paddle_vl.families.pi07.prefix import Presence, presence_of
 from paddle_vl.nn.parameter_table import Tie
@@ -182,7 +183,7 @@ def test_both_copies_of_the_planners_table_make_its_gradient(tmp_path):
     def read(placement: Placement) -> PolicyModel:
         with paddle.LazyGuard():
             model = type(whole)(whole.config, whole.label_ids, placement)
-        PolicyCheckpoint(tmp_path).fill(model, {}, (), ())
+        PolicyCheckpoint(tmp_path).fill(model, {}, (), PI07HighLevelPlanner.unused_keys)
         model.materialize_all()
         return model
 

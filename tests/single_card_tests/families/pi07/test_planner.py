@@ -32,7 +32,13 @@ from paddle_vl.families.pi07.prefix import Presence
 from paddle_vl.families.policy.model_inputs import state_texts
 from paddle_vl.families.policy.tokenizers import PromptTokenizer
 from paddle_vl.nn import objective
-from tests.support.pi07_golden import case, config_values, golden_planner, group_statistics
+from tests.support.pi07_golden import (
+    case,
+    config_values,
+    golden_planner,
+    group_statistics,
+    with_window,
+)
 
 BOS, NO_END = 2, 10_000
 MEMORY, RESPONSE = 6, 5
@@ -51,8 +57,11 @@ def make_batch() -> dict:
     return batch
 
 
-def test_decoding_equals_the_whole_model():
+@pytest.mark.parametrize("window", [0, 5])
+def test_decoding_equals_the_whole_model(window):
     model, batch = golden_planner(), make_batch()
+    if window:
+        model = golden_planner(vlm_config=with_window(model.config, window).vlm_config)
     memory, response = model.generate(batch, BOS, NO_END)
     assert memory.shape == (2, MEMORY)
     assert response.shape == (2, RESPONSE)
@@ -336,12 +345,13 @@ def test_files_of_the_original_are_read(tmp_path):
     tensors = load_file(file)
     assert "normalize_inputs.buffer_state.min" in tensors
     engine = "model.gemma3_with_expert"
-    # Every OpenTau policy has them.
+    # The table has two names, of which the other one is read if it is there.
+    table = tensors[f"{engine}.gemma3.lm_head.weight"]
     tensors |= {
         f"{engine}.da_head.bias": np.zeros(3),
         f"{engine}.gemma3.lm_head.weight": np.ones(2),
+        f"{engine}.gemma3.model.language_model.embed_tokens.weight": table,
     }
-    tensors[f"{engine}.discrete_action_embedding.weight"] = np.zeros((3, 2))
     save_file(tensors, file)
     again = PI07HighLevelPlanner.from_pretrained(tmp_path)
     made.eval()

@@ -105,6 +105,13 @@ def test_later_generations_and_names_of_the_hub_are_sizes_too():
         ({"num_key_value_heads": 3}, "num_attention_heads 8 is not a multiple"),
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25 but in the rotary"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_type is 'linear'"),
+        ({"rope_parameters": None, "rope_type": "llama3"}, "rope_type is 'llama3'"),
+        ({"rope_parameters": [1]}, "text_config: rope_parameters is .1."),
+        ({"partial_rotary_factor": 2}, "partial_rotary_factor is 2 but in"),
+        ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype is 'bfloat16'; only 'float32'"),
+        ({"layer_types": [["linear_attention"]]}, r"layer_types\[0\] is"),
+        ({"layer_types": "full_attention"}, "layer_types is 'full_attention'"),
         ({"rope_parameters": {"factor": 4.0}}, "rotary parameters have factor"),
         ({"rope_parameters": {"mrope_interleaved": False}}, "mrope_interleaved False"),
         ({"rope_parameters": {"mrope_section": [1, 1, 1]}}, "mrope_section .* sums to 3"),
@@ -121,6 +128,10 @@ def test_other_models_and_deepstack_are_refused():
         Qwen3_5Config.from_dict(values() | {"model_type": "qwen3_vl"})
     with pytest.raises(ValueError, match="'qwen3_5_text', a decoder alone"):
         Qwen3_5Config.from_dict({"model_type": "qwen3_5_text"})
+    made = values()
+    made["vision_config"]["rope_parameters"] = {"rope_type": "default"}
+    with pytest.raises(ValueError, match="rope_parameters.rope_type is 'default'; only 'axial'"):
+        Qwen3_5Config.from_dict(made)
     made = values()
     made["vision_config"]["deepstack_visual_indexes"] = [0]
     with pytest.raises(ValueError, match="deepstack_visual_indexes is .0."):

@@ -3,7 +3,8 @@
 Guarantees: files hold HF's keys and values; stacked experts and a tensor per expert give the same
 model; a transposed stack is refused; tensors of multi-token prediction are written again as they
 were, also after their file is gone and from several pipeline stages' point of view; nothing of a
-decoder alone is taken for a model.
+decoder alone is taken for a model; in bfloat16 the rates of decay and the gated norms keep the
+dtype of the file.
 """
 
 import json
@@ -15,6 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from paddle_vl import Qwen3_5ForConditionalGeneration, Qwen3_5MoeForConditionalGeneration
+from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
 from tests.support.tiny import GOLDEN
 
@@ -49,6 +51,30 @@ def test_what_is_saved_is_what_was_loaded_with_the_prediction_layers(tmp_path, m
         np.testing.assert_array_equal(found[key], array, err_msg=key)
     again = Qwen3_5ForConditionalGeneration.from_pretrained(tmp_path / "saved")
     assert [tensor.name for tensor in again.kept] == [tensor.name for tensor in model.kept]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "auto"])
+@pytest.mark.parametrize("of_file", ["F32", "BF16"])
+def test_rates_of_decay_and_gated_norms_have_the_dtype_of_the_file(of_file, dtype, tmp_path):
+    """Float32 in the bfloat16 files of Qwen3.5, bfloat16 in those of 3.6."""
+    if of_file == "F32":
+        model = Qwen3_5ForConditionalGeneration.from_pretrained(MODELS / "moe", "bfloat16")
+    else:
+        model = Qwen3_5ForConditionalGeneration.from_pretrained(MODELS / "moe")
+        model.to(dtype="bfloat16")
+    model.save_pretrained(tmp_path / "file")
+    stored = read_checkpoint_headers(tmp_path / "file")
+    endings = (".linear_attn.A_log", ".linear_attn.norm.weight")
+    own = {key: tensor for key, tensor in stored.items() if not key.startswith("mtp.")}
+    for key, tensor in own.items():
+        assert tensor.dtype == (of_file if key.endswith(endings) else "BF16"), key
+    assert sum(key.endswith(endings) for key in own) == 2 * 3
+    again = Qwen3_5ForConditionalGeneration.from_pretrained(tmp_path / "file", dtype)
+    again.save_pretrained(tmp_path / "again")
+    wanted, found = (
+        (tmp_path / folder / "model.safetensors").read_bytes() for folder in ("file", "again")
+    )
+    assert found == wanted
 
 
 def test_the_first_pipeline_stage_keeps_the_prediction_layers():

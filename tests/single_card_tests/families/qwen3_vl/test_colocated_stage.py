@@ -1,4 +1,4 @@
-"""Qwen3-VL's side of the colocated schedule on one device: encoder, stages, settings.
+"""The colocated schedule of Qwen3-VL and Qwen3.5 on one device: encoder, stages, settings.
 
 Guarantees: the encoder's rows, in any division of the items, and stages that take them with the
 batch give the full model's loss and every gradient, for images, videos and both; no level travels
@@ -7,7 +7,9 @@ while a micro-batch runs; items of batches on the device are encoded without a c
 without the schedule refuses it.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import paddle
@@ -15,13 +17,12 @@ import pytest
 
 from paddle_vl.batch.visual_index import host_visual_indices
 from paddle_vl.config.load import load_run_config
-from paddle_vl.families.qwen3_vl.model import Qwen3VLForConditionalGeneration
 from paddle_vl.families.vlm.colocated import ColocatedBatchAdapter, ColocatedStage, VisualEncoder
 from paddle_vl.families.vlm.objective import VLBatchAdapter
 from paddle_vl.families.vlm.recipe import encoder_shape
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
 from paddle_vl.parallel.colocated.runner import Leaves
-from paddle_vl.testing import record_device_copies
+from paddle_vl.testing import record_device_copies, tiny_qwen3_5
 from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO, patches, token_rows
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.support.captioner.run import write_captioner_run
@@ -62,11 +63,12 @@ def batch_of(kinds: tuple[str, ...]) -> dict:
     return batch
 
 
-def colocated_model() -> Qwen3VLForConditionalGeneration:
+def colocated_model(build: Callable[[], Any] = tiny_model) -> Any:
     """The tiny model with a tower on every stage; all layers, to run the stages in a row."""
-    stage_layers = StageLayers(encoder_everywhere=True)
-    model = Qwen3VLForConditionalGeneration(tiny_config(), SingleDevicePlacement(stage_layers))
-    for mine, theirs in zip(model.parameters(), tiny_model().parameters(), strict=True):
+    own = build()
+    placement = SingleDevicePlacement(StageLayers(encoder_everywhere=True))
+    model = type(own)(own.config, placement)
+    for mine, theirs in zip(model.parameters(), own.parameters(), strict=True):
         mine.set_value(theirs)
     return model
 
@@ -88,11 +90,12 @@ def test_items_of_batches_on_the_device_are_encoded_without_a_copy(kinds):
 
 @pytest.mark.parametrize("kinds", [("image",), ("video",), ("image", "video"), ()], ids=str)
 @pytest.mark.parametrize("ends", CUTS, ids=str)
-def test_rows_and_stages_are_the_full_model(ends, kinds):
-    batch, model = batch_of(kinds), tiny_model()
+@pytest.mark.parametrize("build", [tiny_model, tiny_qwen3_5])
+def test_rows_and_stages_are_the_full_model(ends, kinds, build):
+    batch, model = batch_of(kinds), build()
     wanted = model(**batch).share_of_step(3, 2)
     wanted.backward()
-    other = colocated_model()
+    other = colocated_model(build)
     encoder, ranges = VisualEncoder(other), zip([0, *ends], ends, strict=False)
     stages = [ColocatedStage(other, range(*ends)) for ends in ranges]
     rows, costs = encoder.items(batch)

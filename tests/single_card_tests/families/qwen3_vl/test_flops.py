@@ -13,7 +13,7 @@ import pytest
 
 from paddle_vl import Qwen3VLConfig
 from paddle_vl.config.schema import LoRAConfig
-from paddle_vl.families.qwen3_vl.flops import Qwen3VLFlops
+from paddle_vl.families.vlm.flops import VLFlops
 from paddle_vl.families.vlm.inputs.collate import PackedCollator, VLCollator
 from paddle_vl.families.vlm.objective import with_unused_image
 from paddle_vl.families.vlm.settings import PARTS
@@ -80,14 +80,14 @@ def freeze(model, trained) -> None:
     freeze_parameters(list(model.hf_named_parameters()), trained)
 
 
-def frozen(model, patterns: list[str]) -> Qwen3VLFlops:
+def frozen(model, patterns: list[str]) -> VLFlops:
     """Freeze the patterns' parameters as a run does; return the counter of that run."""
     shapes = model.whole_shapes()
     trained = trained_names(shapes, patterns, model.adapter_names(), PARTS)
     freeze(model, trained)
     adapter = model.adapter
     ranks = {} if adapter is None else dict.fromkeys(adapter.targets, adapter.config.r)
-    return Qwen3VLFlops(model.config, trained, ranks)
+    return VLFlops(model.config, trained, ranks)
 
 
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
@@ -98,7 +98,7 @@ def frozen(model, patterns: list[str]) -> Qwen3VLFlops:
 )
 def test_operations_are_those_of_the_products_that_the_model_runs(text, batch, monkeypatch):
     model = tiny_model(**text)
-    counter = Qwen3VLFlops(model.config)
+    counter = VLFlops(model.config)
     assert (counter.forward(batch), counter(batch)) == counts_of(model, batch, monkeypatch)
 
 
@@ -124,7 +124,7 @@ def test_a_gradient_begins_at_any_parameter(pattern, monkeypatch):
     for name in fnmatch.filter(model.whole_shapes(), pattern):
         freeze(model, [name])
         expected = counts_of(model, batch, monkeypatch)[1]
-        assert Qwen3VLFlops(model.config, [name])(batch) == expected, name
+        assert VLFlops(model.config, [name])(batch) == expected, name
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["*.q_proj"], ["model.visual.*.linear_fc2"]])
@@ -147,7 +147,7 @@ def test_a_tied_head_is_trained_as_the_embedding_is(monkeypatch):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_is_no_work(side):
-    counter = Qwen3VLFlops(tiny_config())
+    counter = VLFlops(tiny_config())
     alone = [counter(COLLATOR([item])) for item in (BOTH, TEXT, LONG_TEXT)]
     padded = VLCollator(0, IMAGE, VIDEO, padding_side=side, pad_to_multiple_of=64)
     assert counter(padded([BOTH, TEXT, LONG_TEXT])) == sum(alone)
@@ -158,7 +158,7 @@ def test_padding_is_no_work(side):
 
 def test_rows_that_no_token_takes_are_no_work():
     config = tiny_config()
-    counter, batch = Qwen3VLFlops(config), BATCHES["text over several blocks of queries"]
+    counter, batch = VLFlops(config), BATCHES["text over several blocks of queries"]
     assert counter(with_unused_image(batch, config.vision_config)) == counter(batch)
 
 
@@ -172,7 +172,7 @@ def test_a_long_text_takes_six_operations_per_weight_and_the_published_attention
     batch = {"attention_mask": np.ones([samples, length], dtype=np.int64)}
     # PaLM, appendix B: 12 L H Q T per token for all pairs, of which half are visible.
     attention = 12 * text.num_hidden_layers * text.num_attention_heads * text.head_dim * length
-    per_token = Qwen3VLFlops(config)(batch) / (samples * length)
+    per_token = VLFlops(config)(batch) / (samples * length)
     weights = (per_token - attention * (length + 1) / length / 2) / 6
     # Qwen3's model cards state the number of parameters without table and head.
     head = text.vocab_size * text.hidden_size
@@ -188,6 +188,6 @@ def test_experts_count_by_what_sees_a_token(size, billions):
     batch = {"attention_mask": np.ones([1, 1], dtype=np.int64)}
     attention = 4 * text.num_hidden_layers * text.num_attention_heads * text.head_dim
     table = text.vocab_size * text.hidden_size
-    active = (Qwen3VLFlops(config).forward(batch) - attention) / 2 + table
+    active = (VLFlops(config).forward(batch) - attention) / 2 + table
     # Activated parameters of Qwen3's model cards.
     assert active / 1e9 == pytest.approx(billions, abs=0.06)

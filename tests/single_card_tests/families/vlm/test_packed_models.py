@@ -1,9 +1,12 @@
-"""Packed samples in rows of a Qwen3-VL.
+"""Packed samples in rows of a Qwen3-VL and a Qwen3.5.
 
 Guarantees: loss sum and every gradient equal those of the samples alone, with images and videos,
-deepstack, pipeline stages, experts and recomputation; HF's `[4, B, L]` positions mean the same as
-offsets, unless there is a mask; offsets that do not fit the batch, and caches, are refused.
+deepstack, states, pipeline stages, experts and recomputation; HF's `[4, B, L]` positions mean the
+same as offsets, unless there is a mask; offsets that do not fit the batch, and caches, are refused.
 """
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
@@ -13,6 +16,7 @@ from paddle_vl.families.vlm.cache import KeyValueCache
 from paddle_vl.families.vlm.inputs.collate import PackedCollator, VLCollator
 from paddle_vl.families.vlm.pipeline import VLStage
 from paddle_vl.parallel.recompute import recompute_layers
+from paddle_vl.testing import EXPERTS_3_5, assert_equals_single_device, tiny_qwen3_5
 from paddle_vl.testing.qwen3_vl import EXPERTS, IMAGE, VIDEO, patches, token_rows
 from tests.support.tiny import tiny_model
 
@@ -38,33 +42,52 @@ ROWS = [
     [sample([("image", 1), 11, 12], [[1, 2, 2]]), sample([13, 14, 15, 16, 17, 18])],
     [],
 ]
+# Longer than a chunk of the delta rule.
+LONG = [sample([*range(1, 60), *range(1, 20)]), sample([13, 14, 15, 16, 17, 18])]
 
 
-def assert_gradients(model, other):
-    """Within 1e-6 as one vector, and every tensor within 5e-6 of its largest entry: sums over
-    samples and over rows are rounded in different orders."""
+class Case(NamedTuple):
+    """A model, the rows that it gets, and the error allowed of a gradient's largest entry."""
+
+    build: Callable[..., Any]
+    text: dict[str, Any]
+    rows: list
+    tolerance: float
+
+
+CASES = {
+    "qwen3_vl": Case(tiny_model, {}, ROWS, 5e-6),
+    "qwen3_vl experts": Case(tiny_model, EXPERTS, ROWS, 5e-6),
+    "qwen3_5": Case(tiny_qwen3_5, {}, [ROWS[0], LONG, []], 1e-5),
+    "qwen3_5 experts": Case(tiny_qwen3_5, EXPERTS_3_5, [ROWS[0], LONG, []], 1e-5),
+}
+
+
+def assert_gradients(model, other, tolerance: float):
+    """Within 1e-6 as one vector, and every tensor within the tolerance of its largest entry: sums
+    over samples and over rows are rounded in different orders."""
     square = total = 0.0
     for (name, a), (_, b) in zip(
         model.hf_named_parameters(), other.hf_named_parameters(), strict=True
     ):
         difference = np.abs(a.grad.numpy() - b.grad.numpy())
         scale = np.abs(b.grad.numpy()).max()
-        assert difference.max() <= 5e-6 * max(scale, 1e-6), name
+        assert difference.max() <= tolerance * max(scale, 1e-6), name
         square += np.square(difference, dtype=np.float64).sum()
         total += np.square(b.grad.numpy(), dtype=np.float64).sum()
     assert square <= 1e-12 * total
 
 
-@pytest.fixture(scope="module", params=[{}, EXPERTS], ids=["dense", "experts"])
-def text(request) -> dict:
+@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
+def case(request) -> Case:
     return request.param
 
 
 @pytest.fixture(scope="module")
-def alone(text):
+def alone(case):
     """The model after a backward pass of each sample in its own batch, and the loss sum."""
-    model, total = tiny_model(**text), 0.0
-    for one in [each for row in ROWS for each in row]:
+    model, total = case.build(**case.text), 0.0
+    for one in [each for row in case.rows for each in row]:
         loss = model(**COLLATOR([one])).loss_sum
         loss.backward()
         total += float(loss)
@@ -77,14 +100,14 @@ def batch() -> dict:
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_loss_and_gradients_equal_the_samples_alone(alone, text, batch, recomputed):
-    model = tiny_model(**text)
+def test_loss_and_gradients_equal_the_samples_alone(alone, case, recomputed):
+    model = case.build(**case.text)
     if recomputed:
         recompute_layers([*model.vision_blocks, *model.decoder_layers])
-    loss = model(**batch).loss_sum
+    loss = model(**PackedCollator(COLLATOR)(case.rows)).loss_sum
     loss.backward()
     assert float(loss) == pytest.approx(alone[1], rel=1e-6)
-    assert_gradients(model, alone[0])
+    assert_gradients(model, alone[0], case.tolerance)
 
 
 def test_the_tail_of_a_row_is_routed_to_no_expert(batch):
@@ -96,15 +119,17 @@ def test_the_tail_of_a_row_is_routed_to_no_expert(batch):
 
 
 @pytest.mark.parametrize("cut", [1, 2])
-def test_parts_of_a_pipeline_equal_the_samples_alone(alone, text, batch, cut):
-    model = tiny_model(**text)
+def test_parts_of_a_pipeline_equal_the_samples_alone(alone, case, cut):
+    model, batch = case.build(**case.text), PackedCollator(COLLATOR)(case.rows)
     rows = VLStage(model, range(cut))(batch)
     later = VLStage(model, range(cut, 3))
     assert later.input_shape(batch) == tuple(rows.shape)
+    # Of a Qwen3.5 hidden states alone travel.
+    assert (len(rows) > batch["input_ids"].size) == (case.build is tiny_model and cut < 2)
     loss = later(batch, rows).loss_sum
     loss.backward()
     assert float(loss) == pytest.approx(alone[1], rel=1e-6)
-    assert_gradients(model, alone[0])
+    assert_gradients(model, alone[0], case.tolerance)
 
 
 def test_four_rows_of_positions_say_the_same_as_offsets(batch):
@@ -155,3 +180,15 @@ def test_rows_without_samples_learn_nothing():
     output.loss.backward()
     assert float(output.loss) == 0.0
     assert not any(p.grad is not None and p.grad.numpy().any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("text", [{}, EXPERTS_3_5], ids=["dense", "experts"])
+def test_simulated_ranks_pass_states_within_samples(text):
+    # Indices of the collator are for all token rows; the model computes those of a rank.
+    batch = PackedCollator(COLLATOR)(CASES["qwen3_5"].rows)
+    given = {name: value for name, value in batch.items() if "_indices" not in name}
+    assert_equals_single_device(
+        lambda placement: tiny_qwen3_5(placement, seed=1, **text),
+        lambda model: model(**given),
+        2,
+    )

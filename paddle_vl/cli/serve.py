@@ -1,0 +1,142 @@
+"""`paddle-vl serve-policy`: a robot policy for clients over the network."""
+
+import argparse
+import asyncio
+import logging
+import time
+
+import yaml
+
+from paddle_vl.cli.commands import configure_runtime, model_folder_of
+from paddle_vl.cli.table import Command, Option, grouped, model, natural, number, switch, value
+from paddle_vl.threads import end_process
+
+logger = logging.getLogger(__name__)
+
+
+def serve_policy(options: argparse.Namespace) -> int:
+    """Serve until a signal; the process ends there."""
+    try:
+        import msgpack  # noqa: F401
+        import websockets  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"{error}: pip install 'paddle-vl[serve]'") from error
+    from paddle_vl.serving import openpi, vla_eval
+    from paddle_vl.serving.access import check_exposure, read_token
+    from paddle_vl.serving.batching import BatchSettings
+    from paddle_vl.serving.policy import ObservationKeys, PolicyActor, open_policy
+    from paddle_vl.serving.transport import Server, ServerSettings, WireProtocol
+
+    token = read_token(options.token_file)
+    check_exposure(options.host, token, options.allow_anyone)
+    is_openpi = options.protocol == "openpi"
+    if is_openpi and options.chunk_size is not None:
+        raise ValueError("--chunk-size is for --protocol vla-eval; openpi's clients cut chunks")
+    keys = ObservationKeys(
+        dict(_pair(text, "--feature", "NAME=KEY") for text in options.feature),
+        options.ignore,
+        {
+            name: yaml.safe_load(text)
+            for name, text in (_pair(text, "--value", "NAME=VALUE") for text in options.value)
+        },
+    )
+    configure_runtime()
+    folder, begin = model_folder_of(options.model), time.monotonic()
+    server = Server(
+        ServerSettings(
+            options.host,
+            options.port,
+            token,
+            options.max_clients,
+            options.max_message_mb << 20,
+            options.deadline,
+            keep_alive=is_openpi,
+        ),
+        BatchSettings(options.max_batch_size, options.max_wait, options.max_waiting),
+    )
+
+    def load() -> WireProtocol:
+        policy = open_policy(folder, options.runtime)
+        protocol = openpi if is_openpi else vla_eval
+        actor = PolicyActor(policy, keys, protocol.usual_keys, options.seed)
+        actor.warm_up(sorted({1, options.max_batch_size}))
+        if is_openpi:
+            return openpi.OpenpiProtocol(actor, openpi.metadata_of(actor))
+        return vla_eval.VlaEvalProtocol(actor, vla_eval.hello_of(actor), options.chunk_size)
+
+    def started(port: int) -> None:
+        logger.info("%s: ws://%s:%d, loading %s", options.protocol, options.host, port, folder)
+
+    def ready() -> None:
+        logger.info("ready after %.1f s", time.monotonic() - begin)
+
+    asyncio.run(server.run(load, started, ready))
+    # A model that still loads or computes must not hold the process.
+    end_process(0)
+    return 0
+
+
+def _pair(text: str, option: str, form: str) -> tuple[str, str]:
+    name, equals, given = text.partition("=")
+    if not (name and equals and given):
+        raise ValueError(f"{option} {text}: {form} is needed")
+    return name, given
+
+
+SERVE_POLICY = Command(
+    serve_policy,
+    "answer the observations of robots and simulators with a policy's actions",
+    "Serve a saved policy, or its exported programs, to clients of openpi (openpi-client) or of "
+    "vla-eval, over websockets. Requests of several clients run as one batch. The port also "
+    "answers GET /healthz, /health, /metrics and /config. SIGTERM and SIGINT end it, after what "
+    "was asked is answered.",
+    "examples:\n  paddle-vl serve-policy --model runs/arm\n"
+    "  paddle-vl serve-policy --model exports/arm --protocol vla-eval --chunk-size 10 "
+    "--feature camera0=images/corner2",
+    [
+        model("a policy's folder, a run's output_dir, or a folder of `paddle-vl export`"),
+        Option(
+            "--protocol",
+            "of the clients (default openpi)",
+            {"default": "openpi", "choices": ("openpi", "vla-eval")},
+        ),
+        Option(
+            "--runtime",
+            "that runs an export folder: onnxruntime takes its programs in ONNX (default paddle)",
+            {"default": "paddle", "choices": ("paddle", "onnxruntime")},
+        ),
+        number("--chunk-size", "vla-eval: use the first N actions of a chunk, one an observation "
+               "(default: send whole chunks)"),
+        value("--seed", "N", "seed of the noise (default 0)", type=natural, default=0),
+        *grouped(
+            "observations",
+            value("--feature", "NAME=KEY", "the clients' key of an entry of the policy; repeat it "
+                  "for several", action="append", default=[]),
+            value("--ignore", "KEY", "a key of the clients that is left out; repeat it for several",
+                  action="append", default=[]),
+            value("--value", "NAME=VALUE", "an entry that observations get if they have none, such "
+                  "as quality=5; repeat it for several", action="append", default=[]),
+        ),
+        *grouped(
+            "network",
+            value("--host", "HOST", "address to listen at (default 127.0.0.1, this machine only)",
+                  default="127.0.0.1"),
+            value("--port", "N", "port; 0 for any (default 8000)", type=natural, default=8000),
+            value("--token-file", "FILE", "file of the token that clients must send, as `Api-Key` "
+                  "or `Bearer` (default: the variable PADDLE_VL_SERVER_TOKEN, or no token)"),
+            switch("--allow-anyone", "listen for other machines without a token"),
+            number("--max-clients", "most connections (default 64)", 64),
+            number("--max-message-mb", "longest observation, in MiB (default 16)", 16),
+        ),
+        *grouped(
+            "batches",
+            number("--max-batch-size", "most requests of a batch (default 8)", 8),
+            value("--max-wait", "SECONDS", "after a batch, wait so long for the next one to fill "
+                  "(default 0)", type=float, default=0.0),
+            number("--max-waiting", "most requests that wait; others are refused (default 64)", 64),
+            value("--deadline", "SECONDS", "refuse what has no answer by then (default 25; clients "
+                  "of vla-eval wait 30)", type=float, default=25.0),
+        ),
+    ],
+    folders=("model",),
+)  # fmt: skip

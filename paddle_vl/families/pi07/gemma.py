@@ -1,0 +1,190 @@
+"""Folders of Gemma 3, whose weights a policy's backbone may start from: their configuration, and
+their tensors under pi07's keys.
+
+Source: `load_pretrained_gemma3` and `bilinear_resample_pos_embed` of OpenTau.
+"""
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from math import isqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paddle_vl.checkpoint.reading import ReadableTensor
+from paddle_vl.checkpoint.safetensors_io import encoded, widened
+from paddle_vl.families.pi07.config import (
+    PLANNER_TYPE,
+    Gemma3Config,
+    PI07Config,
+    PI07PlannerConfig,
+    SiglipVisionConfig,
+)
+from paddle_vl.files.checked_values import check_mapping
+from paddle_vl.files.text_file import read_json_object, shown
+
+logger = logging.getLogger(__name__)
+_ENGINE = "gemma3_with_expert"
+_BACKBONE = f"{_ENGINE}.gemma3.model"
+_POSITIONS = f"{_BACKBONE}.vision_tower.vision_model.embeddings.position_embedding.weight"
+# Starts of keys without `model.`: those of the hub are `language_model.model.` and
+# `vision_tower.vision_model.`, newer writers leave out the second part.
+_LAYER = rf"{_ENGINE}.interleaved_layers.\2.backbone_layer."
+_STARTS = {
+    r"(language_model\.)?lm_head\.": f"{_ENGINE}.gemma3.lm_head.",
+    r"language_model\.(model\.)?layers\.(\d+)\.": _LAYER,
+    r"language_model\.(model\.)?": f"{_BACKBONE}.language_model.",
+    r"vision_tower\.(vision_model\.)?": f"{_BACKBONE}.vision_tower.vision_model.",
+    r"multi_modal_projector\.": f"{_BACKBONE}.multi_modal_projector.",
+}
+# Keys of a policy that Gemma 3 lacks.
+_DRAWN_KEYS = (
+    *("*.expert_layer.*", "*.gemma_expert.*", "*.discrete_action_embedding.*", "*.da_head.*"),
+    *("state_proj.*", "action_in_proj.*", "action_out_proj.*", "time_mlp_*"),
+)
+# OpenTau might build in a dtype that the backbone's section names.
+_NO_DTYPES = {"dtype": None, "torch_dtype": None}
+# The expert has as many of them as the backbone.
+_SHARED = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+def engine_key(key: str) -> str:
+    """pi07's key, without `model.`, of a tensor of Gemma 3; another key as it is."""
+    inner = key.removeprefix("model.")
+    for start, ours in _STARTS.items():
+        renamed, count = re.subn(f"^{start}", ours, inner)
+        if count:
+            return renamed
+    return key
+
+
+def backbone_config(folder: Path) -> Gemma3Config:
+    """The configuration of a folder of Gemma 3.
+
+    Raises:
+        RuntimeError, ValueError: its config.json cannot be read, or is not of Gemma 3.
+    """
+    file = folder / "config.json"
+    try:
+        return Gemma3Config(**read_json_object(file, "a model's configuration"))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def with_backbone(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """A policy's configuration with what it leaves out of the backbone taken from Gemma's folder.
+
+    What has no effect on weights, as `rope_scaling`, is the folder's. The size of images is the
+    policy's: `vision_config.image_size` or `resize_imgs_with_padding`, by default pi07's.
+
+    Args:
+        values: as in config.json.
+    """
+    own, values = backbone_config(folder), dict(values)
+    text, vision = own.text_config.to_dict(), own.vision_config.to_dict()
+    size = (values.get("resize_imgs_with_padding") or [SiglipVisionConfig().image_size])[0]
+    vlm = check_mapping(values.get("vlm_config"), "vlm_config")
+    given = check_mapping(vlm.get("gemma3_config"), "gemma3_config")
+    for name, section in (("text_config", text), ("vision_config", vision | {"image_size": size})):
+        inert = getattr(own, name).other
+        given[name] = section | check_mapping(given.get(name), name) | inert | _NO_DTYPES
+    vlm |= {"gemma3_config": own.to_dict() | given | _NO_DTYPES, "load_pretrained_gemma3": False}
+    if values.get("type") != PLANNER_TYPE:
+        expert = check_mapping(vlm.get("gemma_expert_config"), "gemma_expert_config")
+        vlm["gemma_expert_config"] = {name: text[name] for name in _SHARED} | expert
+    return values | {"vlm_config": vlm}
+
+
+def _check_sizes(found: Gemma3Config, folder: Path) -> None:
+    """Refuse a backbone that differs from that of the folder, but for the size of images.
+
+    Raises:
+        ValueError: names every field that differs, and both values.
+    """
+    own = backbone_config(folder)
+    pairs = {
+        "": (own, found),
+        "text_config.": (own.text_config, found.text_config),
+        "vision_config.": (own.vision_config, found.vision_config),
+    }
+    differing = []
+    for section, (theirs, ours) in pairs.items():
+        for each in fields(theirs):
+            is_free = not each.compare or f"{each.name}." in pairs or each.name == "image_size"
+            values = getattr(ours, each.name), getattr(theirs, each.name)
+            if not is_free and values[0] != values[1]:
+                differing.append(f"{section}{each.name} is {shown(values[0])}, not {values[1]}")
+    if differing:
+        raise ValueError(
+            f"the policy's gemma3_config is not that of {folder}, whose weights it starts from: "
+            f"{'; '.join(differing)}: leave these settings out, so that they are taken from there"
+        )
+
+
+@dataclass(frozen=True)
+class ResampledPositions:
+    """A table of positions `[N, U]` of square images, read for images of another size.
+
+    Bilinear between the centres of patches, in float32, then in the dtype of the file.
+
+    Attributes:
+        stored: of the file.
+        side: patches along a side of the new images.
+    """
+
+    stored: ReadableTensor
+    side: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.side**2, self.stored.shape[1])
+
+    @property
+    def dtype(self) -> str:
+        return self.stored.dtype
+
+    def read(self, *, must_be_finite: bool = True) -> np.ndarray:
+        """As `StoredTensor.read`."""
+        table_NU = self.stored.read(must_be_finite=must_be_finite).astype(np.float32)
+        old = isqrt(len(table_NU))
+        place = np.maximum(
+            (np.arange(self.side, dtype=np.float32) + 0.5) * (old / self.side) - 0.5, 0
+        )
+        low = place.astype(np.int64)
+        high, share = np.minimum(low + 1, old - 1), (place - low).astype(np.float32)
+        grid = table_NU.reshape(old, old, -1)
+        for axis, weight in ((1, share[:, None]), (0, share[:, None, None])):
+            grid = grid.take(low, axis) * (1 - weight) + grid.take(high, axis) * weight
+        return widened(encoded(grid.reshape(self.shape), self.dtype), self.dtype)
+
+
+def fit_backbone(
+    tensors: dict[str, ReadableTensor], config: PI07Config | PI07PlannerConfig, folder: Path
+) -> Sequence[str]:
+    """Make a folder's tensors fit a policy, which must have the folder's sizes.
+
+    Args:
+        tensors: by pi07's keys; the table of the tower's positions is replaced if it is for images
+            of another size.
+
+    Returns:
+        Patterns of the policy's keys that Gemma 3 lacks.
+    """
+    _check_sizes(config.vlm_config.gemma3_config, folder)
+    vision, table = config.vlm_config.gemma3_config.vision_config, tensors.get(_POSITIONS)
+    side = 0 if table is None else isqrt(table.shape[0])
+    if table is not None and side**2 == table.shape[0] != vision.num_patches:
+        tensors[_POSITIONS] = ResampledPositions(table, vision.grid_side)
+        logger.info(
+            "%s is for images of %d pixels and the policy's have %d: the tower's %d positions are "
+            "resampled to %d (OpenTau refuses this)",
+            folder,
+            side * vision.patch_size,
+            vision.image_size,
+            table.shape[0],
+            vision.num_patches,
+        )
+    return _DRAWN_KEYS

@@ -1,0 +1,1 @@
+"""Models as network servers: a websocket transport, a batching queue, and one file a protocol."""

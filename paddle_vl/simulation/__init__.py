@@ -1,0 +1,1 @@
+"""Closed loops: environments of simulated robots, and policies that act in them."""

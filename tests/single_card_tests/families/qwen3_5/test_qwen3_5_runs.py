@@ -1,0 +1,176 @@
+"""Runs of a small Qwen3.5 from files: what a run of any vision-language family does.
+
+Guarantees: parts of either mixer are frozen, to the bit; evaluation in the run and by the command
+agree, of adapters on both mixers and of the merged model too; packed pretraining data resume to the
+bit; so does a run in bfloat16, whose rates of decay and gated norms are float32 without a master
+weight; the profile counts its operations; what a step keeps for its backward pass is that of the
+page's formula.
+"""
+
+import fnmatch
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from paddle.base import core
+from safetensors.numpy import load_file
+
+from paddle_vl import Qwen3_5ForConditionalGeneration
+from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
+from paddle_vl.cli.main import main
+from paddle_vl.families.qwen3_5.config import FULL, LINEAR
+from paddle_vl.nn.delta_rule import CHUNK
+from paddle_vl.testing import emulated_bfloat16, tiny_qwen3_5_config
+from tests.single_card_tests.train.corpus_run import write_corpus_run
+from tests.single_card_tests.train.tiny_run import MODEL_3_5, write_tiny_run
+from tests.single_card_tests.train.whole_runs import assert_same_run, build, evaluated, metrics_of
+from tests.support.finished_runs import arrays_of
+from tests.support.implementations import implementation
+
+FROZEN = ["model.visual.blocks.*", "*.layers.0.linear_attn.*", "*.in_proj_a.*", "*.k_proj.*"]
+LORA = (
+    "model.lora={r: 2, target_modules: [in_proj_qkv, in_proj_z, out_proj, q_proj, o_proj]}",
+    "train.max_steps=2",
+)
+RESUMED = ("train.save_steps=2", "train.resume_from_checkpoint=auto")
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory) -> Path:
+    return write_tiny_run(tmp_path_factory.mktemp("run"), model=MODEL_3_5)
+
+
+@pytest.fixture(scope="module")
+def frozen_run(run_file, tmp_path_factory) -> Path:
+    """A run with frozen parts; its folder has the weights from before, too."""
+    folder = tmp_path_factory.mktemp("frozen") / "out"
+    trainer = build(
+        run_file, folder, f"model.freeze={json.dumps(FROZEN)}",
+        *evaluated(run_file.with_name("test.jsonl")),
+    )  # fmt: skip
+    trainer.runner.model.save_pretrained(folder.with_name("before"))
+    trainer.run()
+    return folder
+
+
+def test_parts_of_either_mixer_are_frozen(frozen_run):
+    before = load_file(frozen_run.with_name("before") / "model.safetensors")
+    after = load_file(frozen_run / "final" / "model.safetensors")
+    for key, array in before.items():
+        is_frozen = any(fnmatch.fnmatchcase(key, pattern) for pattern in FROZEN)
+        assert np.array_equal(after[key], array) == is_frozen, key
+
+
+def exact_loss(folder: Path, run_file: Path, capsys) -> str:
+    """The line of the loss that `paddle-vl evaluate` prints."""
+    data = str(run_file.with_name("test.jsonl"))
+    assert main(["evaluate", str(folder), "--data", data, "--max-new-tokens", "2"]) == 0
+    return capsys.readouterr().out.splitlines()[0]
+
+
+def test_evaluation_of_the_run_of_adapters_and_of_the_merged_model(
+    frozen_run, run_file, tmp_path, capsys
+):
+    lines = [metrics_of(frozen_run)[-1]]
+    folders, data = [frozen_run], evaluated(run_file.with_name("test.jsonl"))
+    base = (f"model.pretrained={frozen_run / 'final'}", "model.config=null", "data.processor=null")
+    build(run_file, tmp_path / "adapters", *base, *LORA, *data).run()
+    assert main(["merge", str(tmp_path / "adapters"), str(tmp_path / "merged")]) == 0
+    folders += [tmp_path / "adapters", tmp_path / "merged"]
+    lines += [metrics_of(tmp_path / "adapters")[-1]] * 2
+    assert lines[0]["eval_loss"] != lines[1]["eval_loss"]
+    capsys.readouterr()
+    for folder, line in zip(folders, lines, strict=True):
+        wanted = f"loss per answer token: {line['eval_loss']:.4f}"
+        assert exact_loss(folder, run_file, capsys).startswith(wanted)
+
+
+def resumes(run_file: Path, tmp_path: Path, *more: str) -> Path:
+    """A whole run, which one that continues its checkpoint equals."""
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    build(run_file, whole, *RESUMED, *more).run()
+    shutil.copytree(whole / "checkpoint-2", resumed / "checkpoint-2")
+    shutil.copy(whole / "metrics.jsonl", resumed)
+    build(run_file, resumed, *RESUMED, *more).run()
+    assert_same_run(whole, resumed, begun_anew="sequence_length")
+    return whole
+
+
+def test_packed_pretraining_data_resume_to_the_bit(tmp_path, monkeypatch):
+    monkeypatch.setattr("paddle_vl.data.corpus.loader.PHASES", 2)
+    run_file = write_corpus_run(tmp_path / "corpus", MODEL_3_5)
+    whole = resumes(run_file, tmp_path)
+    (*_, last) = metrics_of(whole)
+    assert last["packing_efficiency"] > 0.9
+    assert {"loss/texts", "loss/captions", "loss/pages", "loss/chats"} & last.keys()
+
+
+def test_a_bfloat16_run_has_float32_rates_of_decay_and_resumes_to_the_bit(
+    run_file, tmp_path, monkeypatch
+):
+    # That a CPU has no kernels for it.
+    monkeypatch.setattr("paddle_vl.train.build.launch_problems", lambda *given: [])
+    with emulated_bfloat16():
+        whole = resumes(run_file, tmp_path, "model.compute_dtype=bfloat16", "train.max_steps=4")
+    checkpoint = whole / "checkpoint-4"
+    stored = read_checkpoint_headers(checkpoint)
+    endings = (".linear_attn.A_log", ".linear_attn.norm.weight")
+    arrays = arrays_of(checkpoint)
+    for key, tensor in stored.items():
+        is_wide = key.endswith(endings)
+        assert (tensor.dtype == "F32", f"{key}/master_weight" in arrays) == (is_wide, not is_wide)
+        assert arrays[f"{key}/moment1"].any(), key
+
+
+def test_a_profile_trains_made_up_conversations(run_file, tmp_path):
+    arguments = ["--out", str(tmp_path), "--warmup", "0", "--steps", "1", "--synthetic"]
+    shapes = ["--cameras", "2", "--image-side", "16", "--answer-tokens", "9"]
+    assert main(["profile", str(run_file), *arguments, *shapes]) == 0
+    result = json.loads((tmp_path / "profile.json").read_text())
+    assert (result["cameras"], result["data_source"]) == (2, "synthetic")
+    assert sum(result["phase_shares_percent"].values()) == pytest.approx(100)
+    assert result["peak_alloc_gb_worst"] > 0
+
+
+def kept_values(text) -> dict[str, int]:
+    """The page's formula: values per token that a layer of each kind keeps for its backward."""
+    width, inner = text.hidden_size, text.intermediate_size
+    queries = text.num_attention_heads * text.head_dim
+    keys = text.num_key_value_heads * text.head_dim
+    states = text.value_width * text.linear_key_head_dim // CHUNK
+    mixers = {
+        LINEAR: 2 * (2 * text.key_width + text.value_width) + 3 * text.value_width + states,
+        FULL: 5 * queries + 3 * keys,
+    }
+    return {kind: 4 * width + mixer + 3 * inner for kind, mixer in mixers.items()}
+
+
+@pytest.mark.parametrize("kind", [LINEAR, FULL])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"hidden_size": 64, "intermediate_size": 96, "linear_num_value_heads": 4},
+        {"hidden_size": 128, "intermediate_size": 64, "linear_num_value_heads": 8},
+    ],
+)
+def test_a_layer_keeps_what_the_page_says(kind, sizes):
+    length, used = 256, []
+    sizes = sizes | {"linear_key_head_dim": 32, "linear_value_head_dim": 24}
+    ids = np.arange(2 * length).reshape(2, length) % 50
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": np.ones_like(ids)}
+    with implementation("compiled"):
+        for number in (1, 2):
+            layers = {"num_hidden_layers": number, "layer_types": [kind] * number}
+            config = tiny_qwen3_5_config(**sizes, **layers)
+            model = Qwen3_5ForConditionalGeneration.from_config(config)
+            # What is made once.
+            model(**batch, has_left_padding=False)
+            before = core.host_memory_stat_current_value("Allocated", 0)
+            loss = model(**batch, has_left_padding=False).loss
+            used.append(core.host_memory_stat_current_value("Allocated", 0) - before)
+            del loss
+    found = (used[1] - used[0]) / (4 * ids.size)
+    # Numbers per head, such as decays and the statistics of norms and attention, are not in it.
+    assert found == pytest.approx(kept_values(config.text_config)[kind], rel=0.04)

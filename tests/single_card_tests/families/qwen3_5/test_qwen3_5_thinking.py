@@ -1,0 +1,158 @@
+"""Rows with reasoning, through the processor's files and a run.
+
+Guarantees: ids are those of HF's text; what is learned is the answer behind the `<think>` that its
+prompt ends with, reasoning included, from `reasoning_content` and from the text; with thinking off
+the empty block is in the prompt, of the commands too; earlier answers lose their reasoning, and
+rows that have some are refused, cut or split as set; a run learns all of it; answers are compared
+without their reasoning.
+
+`qwen3_5_style.jinja` is of our own, and its texts are those that HF gives with the published one.
+"""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from paddle_vl import Qwen3VLProcessor
+from paddle_vl.cli.main import main
+from paddle_vl.config.load import load_run_config
+from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.families.vlm.model import VLForConditionalGeneration
+from paddle_vl.train.build import run_family
+from tests.single_card_tests.train.tiny_run import MODEL_3_5, write_records, write_tiny_run
+from tests.single_card_tests.train.whole_runs import build, metrics_of
+from tests.support.tiny import GOLDEN
+
+TEMPLATES = GOLDEN / "templates"
+TOKENIZER = Tokenizer.from_file(str(TEMPLATES / "tokenizer" / "tokenizer.json"))
+TALKS = json.loads((TEMPLATES / "conversations.json").read_text(encoding="utf-8"))
+RECORDED = {
+    case["id"]: case
+    for case in map(json.loads, (TEMPLATES / "qwen3_5_style.jsonl").read_text().splitlines())
+}
+OFF = "data.chat_template_kwargs={enable_thinking: false}"
+QUESTION = {"role": "user", "content": "2+2?"}
+IN_KEY = [QUESTION, {"role": "assistant", "content": "4", "reasoning_content": "Two pairs."}]
+IN_TEXT = [QUESTION, {"role": "assistant", "content": "<think>\nTwo pairs.\n</think>\n\n4"}]
+PLAIN = [QUESTION, {"role": "assistant", "content": "4"}]
+END = "<|im_end|>"
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory) -> Path:
+    path = write_tiny_run(tmp_path_factory.mktemp("run"), model=MODEL_3_5)
+    processor = path.with_name("processor")
+    for file in (TEMPLATES / "tokenizer").iterdir():
+        shutil.copyfile(file, processor / file.name)
+    template = TEMPLATES / "jinja" / "qwen3_5_style.jinja"
+    shutil.copyfile(template, processor / "chat_template.jinja")
+    return path
+
+
+def settings(folder: Path, rows: list, *more: str) -> list[str]:
+    write_records(folder / "rows.jsonl", [{"messages": row} for row in rows])
+    vocabulary = f"model.config.text_config.vocab_size={TOKENIZER.get_vocab_size()}"
+    return [f"data.train=[{folder / 'rows.jsonl'}]", vocabulary, *more]
+
+
+def samples(run_file: Path, folder: Path, rows: list, *more: str) -> list[tuple[str, str]]:
+    """Text and learned text of the training samples of some rows."""
+    data = run_family(load_run_config(run_file, settings(folder, rows, *more))).train_data
+    found = []
+    for number in range(len(data)):
+        ids, labels = data[number]["input_ids"], data[number]["labels"]
+        text = TOKENIZER.decode(ids.tolist(), skip_special_tokens=False)
+        assert TOKENIZER.encode(text, add_special_tokens=False).ids == ids.tolist()
+        assert (labels[labels != -100] == ids[labels != -100]).all()
+        learned = labels[labels != -100].tolist()
+        found.append((text, TOKENIZER.decode(learned, skip_special_tokens=False)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("row", "more", "learned"),
+    [
+        (IN_KEY, [], f"Two pairs.\n</think>\n\n4{END}"),
+        (IN_TEXT, [], f"Two pairs.\n</think>\n\n4{END}"),
+        # The empty block that the template adds is not learned.
+        (PLAIN, [], f"4{END}"),
+        (PLAIN, [OFF], f"4{END}"),
+    ],
+    ids=["key", "text", "none", "off"],
+)
+def test_an_answer_is_learned_behind_its_prompt(run_file, tmp_path, row, more, learned):
+    ((text, found),) = samples(run_file, tmp_path, [row], *more)
+    case = RECORDED["reasoning_alias" if row is not PLAIN else "reasoning_off"]
+    assert (text, found) == (case["text"], learned)
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+def test_prompts_end_where_an_answer_is_learned(run_file, thinks):
+    processor = Qwen3VLProcessor.from_pretrained(
+        run_file.with_name("processor"),
+        template_variables={} if thinks else {"enable_thinking": False},
+    )
+    prompt = processor.apply_chat_template([QUESTION], add_generation_prompt=True)
+    ending = RECORDED["plain" if thinks else "reasoning_off"]["generation_prompt"]
+    assert prompt.endswith(f"<|im_end|>\n{ending}")
+    assert ending == "<|im_start|>assistant\n<think>\n" + "\n</think>\n\n" * (not thinks)
+
+
+@pytest.mark.parametrize("name", ["reasoning_history", "reasoning_in_text_history"])
+def test_earlier_answers_lose_their_reasoning(run_file, tmp_path, name):
+    talk = TALKS[name]["messages"]
+    last = f"{talk[3].get('reasoning_content', 'Triples.')}\n</think>\n\n6{END}"
+    with pytest.raises(BadSampleError, match="earlier_reasoning"):
+        samples(run_file, tmp_path, [talk])
+    only_last = [*talk[:1], talk[1] | {"loss": False}, *talk[2:]]
+    found = samples(run_file, tmp_path, [only_last], "data.earlier_reasoning=drop")
+    assert found == [(RECORDED[name]["text"], last)]
+    found = samples(run_file, tmp_path, [talk], "data.earlier_reasoning=split")
+    first = f"{talk[1].get('reasoning_content', 'Pairs.')}\n</think>\n\n4{END}"
+    assert [learned for _, learned in found] == [first, last]
+
+
+def test_a_run_learns_reasoning_and_answers(run_file, tmp_path):
+    rows = [IN_KEY, PLAIN, IN_TEXT, TALKS["reasoning_history"]["messages"]]
+    more = settings(tmp_path, rows, "data.earlier_reasoning=split")
+    learned = [text for _, text in samples(run_file, tmp_path, rows, *more[2:])]
+    count = sum(len(TOKENIZER.encode(text, add_special_tokens=False).ids) for text in learned)
+    assert len(learned) == 5
+    more += ["train.per_device_train_batch_size=5", "train.gradient_accumulation_steps=1"]
+    more += ["train.max_steps=2", "train.warmup_steps=0"]
+    build(run_file, tmp_path / "out", *more).run()
+    first, second = metrics_of(tmp_path / "out")
+    assert (first["target_tokens"], second["target_tokens"]) == (count, 2 * count)
+    assert 0 < second["loss"] < first["loss"] < 2 * math.log(TOKENIZER.get_vocab_size())
+
+
+def test_the_commands_ask_without_thinking_and_compare_what_follows_it(
+    run_file, tmp_path, capsys, monkeypatch
+):
+    out, asked = tmp_path / "out", []
+    build(run_file, out, *settings(tmp_path, [IN_KEY, IN_TEXT, PLAIN], "train.max_steps=1")).run()
+
+    def answer(model, input_ids, **given):
+        asked.append(TOKENIZER.decode(input_ids[-1].tolist(), skip_special_tokens=False))
+        ids = TOKENIZER.encode("Hm.\n</think>\n\n4", add_special_tokens=False).ids
+        return np.array([ids] * len(input_ids))
+
+    monkeypatch.setattr(VLForConditionalGeneration, "generate", answer)
+    command = ["evaluate", str(out), "--data", str(tmp_path / "rows.jsonl")]
+    assert main(command) == 0
+    assert "100.00%  (3 of 3)" in capsys.readouterr().out
+    # Rows with reasoning are not what such a prompt asks for.
+    command[3] = str(tmp_path / "plain.jsonl")
+    write_records(Path(command[3]), [{"messages": PLAIN}])
+    assert main([*command, "--chat-template-kwargs", "{enable_thinking: false}"]) == 0
+    assert "100.00%  (1 of 1)" in capsys.readouterr().out
+    endings = [RECORDED[name]["generation_prompt"] for name in ("plain", "reasoning_off")]
+    assert [text.endswith(end) for text, end in zip(asked, endings, strict=True)] == [True, True]
+    with pytest.raises(SystemExit):
+        main([*command, "--chat-template-kwargs", "enable_thinking"])
+    assert "'enable_thinking' is no mapping like" in capsys.readouterr().err
