@@ -157,16 +157,15 @@ def measured(pairs: Path, out: Path) -> dict[str, float]:
     assert losses is not None, "nobody stops it"
     list(evaluation.report(losses))
     rows = [json.loads(text) for text in answers_file.read_text().splitlines()]
-    is_long = [[row[key].startswith("The") for row in rows] for key in ("answer", "expected")]
-    digits = [
-        ["".join(filter(str.isdigit, row[key])) for row in rows] for key in ("answer", "expected")
-    ]
+    keys = ("answer", "expected")
+    is_long, wanted_long = ([row[key].startswith("The") for row in rows] for key in keys)
+    found, wanted = (["".join(filter(str.isdigit, row[key])) for row in rows] for key in keys)
     return {
         "accuracy": 100 * line["eval_rewards/accuracies/test"],
         "margin": line["eval_rewards/margins/test"],
         "other_images": 100 * line["eval_rewards/accuracies/other_images"],
-        "style": 100 * float(np.mean(np.equal(*is_long))),
-        "digit": 100 * float(np.mean(np.equal(*digits))),
+        "style": 100 * float(np.mean(np.equal(is_long, wanted_long))),
+        "digit": 100 * float(np.mean(np.equal(found, wanted))),
         "logps_chosen": line["eval_logps/chosen/test"],
         "logps_rejected": line["eval_logps/rejected/test"],
     }

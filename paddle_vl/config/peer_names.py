@@ -56,6 +56,12 @@ PEERS = {
     "parallel.num_virtual_stages": "virtual_pp_degree vpp "
     "virtual_pipeline_model_parallel_size",
     "parallel.timeout_s": "ddp_timeout",
+    "train.objective=preference": "rlhf_type",
+    "preference.loss_type": "pref_loss",
+    "preference.beta": "pref_beta",
+    "preference.rpo_alpha": "pref_ftx sft_loss_ratio",
+    "preference.ref_model": "reference_model ref_model_name_or_path",
+    "preference.precompute_ref_log_probs": "precompute_ref_logps",
     "train.output_dir": "output output_path save_dir logging_dir",
     "train.max_steps": "steps num_steps total_steps max_iterations train_iters num_training_steps",
     "train.num_train_epochs": "epochs epoch num_epochs max_epochs n_epochs",

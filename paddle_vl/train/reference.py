@@ -8,7 +8,7 @@ reference has zeros in theirs.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import paddle
@@ -18,32 +18,6 @@ from paddle_vl.batch.schema import Batch
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.parallel.ranks import SingleRank
 from paddle_vl.train.step import Runner
-
-
-class ComparingLoss(Protocol):
-    """A loss of values that passes without gradient give before a step."""
-
-    def values(self, output: Any) -> Tensor:
-        """What such a pass keeps of a micro-batch."""
-        ...
-
-    def other_batches(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Further batches of these passes, also under the trained model."""
-        ...
-
-    def compared(
-        self,
-        batches: Sequence[Batch],
-        reference: Sequence[Tensor],
-        own: Sequence[Tensor],
-        summed: Callable[[Tensor], Tensor] | None,
-    ) -> list[Batch]:
-        """The batches with the values of the reference, and of `other_batches`.
-
-        Args:
-            summed: sums over all ranks; None in an evaluation.
-        """
-        ...
 
 
 class Reference:
@@ -87,7 +61,8 @@ class ComparingRunner:
     """Runs the passes that a loss of compared answers needs before a step. A `Runner`.
 
     Args:
-        runner: of the model.
+        runner: of the model; its loss has `values`, `other_batches` and `compared`, see
+            `paddle_vl.families.vlm.preference.objective.PreferenceLoss`.
         reference: None for a loss that has none, or whose batches come with its values.
     """
 
@@ -119,7 +94,7 @@ class ComparingRunner:
     def _compared(
         self, batches: Sequence[Batch], summed: Callable[[Tensor], Tensor] | None
     ) -> list[Batch]:
-        loss: ComparingLoss = self.loss
+        loss = self.loss
         others = loss.other_batches(batches)
         own = self.values(others, loss.values) if others else []
         found: list[Tensor] = []

@@ -55,13 +55,11 @@ class PreferenceRow:
     Attributes:
         rejected: None of a rated answer.
         is_chosen: whether the answer is wanted.
-        extras: keys of the row that are not read.
     """
 
     chosen: CanonicalRow
     rejected: CanonicalRow | None
     is_chosen: bool
-    extras: dict[str, Any]
 
 
 def to_preference(row: Mapping[str, Any], settings: RowSettings) -> PreferenceRow:
@@ -93,8 +91,7 @@ def to_preference(row: Mapping[str, Any], settings: RowSettings) -> PreferenceRo
             "leave the row out",
         )
     is_chosen = len(rows) == 2 or _rating(given)
-    rejected = rows[1] if len(rows) == 2 else None
-    return PreferenceRow(rows[0], rejected, is_chosen, rows[0].extras)
+    return PreferenceRow(rows[0], rows[1] if len(rows) == 2 else None, is_chosen)
 
 
 _Read = Callable[[dict[str, Any]], tuple[list[_Branch], tuple[str, ...]]]

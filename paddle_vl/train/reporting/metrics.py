@@ -3,7 +3,8 @@
 Keys of a line, since the previous line or start unless it says "whole run":
     `step`; `epoch`: passes over the training data, whole run.
     `loss`: mean cross entropy over target tokens, null if every update was skipped; for a policy
-        the weighted sum of `MSE` and `CE`, which are reported too. It includes a load-balancing
+        the weighted sum of `MSE` and `CE`, which are reported too, as are the terms of preference
+        training (docs/preference.md; null where no answer counts). It includes a load-balancing
         loss (`output_router_logits` of the model configuration); `eval_loss` does not.
     `loss/SOURCE` of each source of a training mix or mixture: mean cross entropy over its target
         tokens, without loss weights and load-balancing loss; left out if it had none.

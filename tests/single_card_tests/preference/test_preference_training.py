@@ -17,6 +17,7 @@ Guarantees:
 import json
 import math
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -27,11 +28,12 @@ from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.qwen3_5.config import Qwen3_5Config
 from paddle_vl.families.qwen3_5.model import Qwen3_5ForConditionalGeneration
 from paddle_vl.families.vlm.preference.objective import PreferenceLoss
+from paddle_vl.families.vlm.settings import VLRun
 from paddle_vl.nn import objective
 from paddle_vl.nn.objective import weighted_loss
 from paddle_vl.train.build import build_trainer, run_family
 from parity import preference as parity
-from tests.multi_card_tests.test_qwen3_5_training import MODEL as QWEN35
+from tests.single_card_tests.train.tiny_run import MODEL_3_5
 from tests.support.finished_runs import arrays_of, lasting_metrics
 from tests.support.preference_runs import base_settings, write_preference_run
 from tests.support.tiny import GOLDEN
@@ -115,7 +117,7 @@ def test_the_first_loss_is_ln_2_with_adapters_and_resuming_is_exact(run_file, tm
 
 def test_qwen3_5_learns_preferences(tmp_path):
     classes = (Qwen3_5ForConditionalGeneration, Qwen3_5Config)
-    run_file = write_preference_run(tmp_path, 8, QWEN35, *classes)
+    run_file = write_preference_run(tmp_path, 8, MODEL_3_5, *classes)
     packed = ["data.packing=true", "data.max_length=96"]
     train(run_file, tmp_path / "out", [*base_settings(run_file), *packed])
     lines = lasting_metrics(tmp_path / "out")
@@ -229,5 +231,5 @@ def test_names_of_other_packages_mean_the_same(tmp_path, run_file):
     values["preference"] = {"pref_beta": 0.3, "pref_ftx": 0.5, "loss_type": "ipo"}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
     config = load_run_config(str(tmp_path / "run.yaml"), base_settings(run_file))
-    preference = config.preference
+    preference = cast(VLRun, config).preference
     assert (preference.beta, preference.rpo_alpha, preference.loss_type) == (0.3, 0.5, ["ipo"])

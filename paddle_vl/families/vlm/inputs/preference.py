@@ -8,7 +8,7 @@ Shapes: S answers, in pairs chosen before rejected; B, L as in `paddle_vl.batch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,9 +85,9 @@ class PreferenceReader(RowReader):
         """See `RowReader`."""
         folder, settings = self.opening(directory)
         found = to_preference(row, settings)
-        chosen = replace(found.chosen, extras=found.extras)
+        chosen = self.opened(found.chosen, folder).row
         rejected = None if found.rejected is None else self.opened(found.rejected, folder)
-        return ComparedConversation(self.opened(chosen, folder).row, rejected, found.is_chosen)
+        return ComparedConversation(chosen, rejected, found.is_chosen)
 
 
 def encoded_answers(

@@ -223,7 +223,7 @@ class PreferenceLoss(VLLoss):
                 empty without one, and on pipeline stages without a head.
             own: of `other_batches` under the policy.
             summed: sums over all ranks, which all call it; None in an evaluation, where each batch
-                has a baseline of its own, whatever other batches there are.
+                has a baseline of its own.
         """
         found: Any = [dict(batch) for batch in batches]
         for batch, values_S in zip(found, reference, strict=False):
