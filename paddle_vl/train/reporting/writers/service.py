@@ -24,18 +24,21 @@ _TOLD = (
 
 
 class ServiceRun:
-    """A run of a service. Steps that a resumed run repeats stay as they were written first.
+    """A run of a service, whose package has its name.
+
+    Steps that a resumed run repeats stay as they were written first.
 
     Args:
-        name: of the service, in logging.report_to.
         init: starts its run, with `project`, `name`, `id`, `resume` and `config`.
 
     Raises:
         ValueError: the service does not start.
     """
 
-    def __init__(self, name: str, start: Start, init: Callable[..., Any]):
-        self._last_step = 0
+    package: str
+
+    def __init__(self, start: Start, init: Callable[..., Any]):
+        name, self._last_step = self.package, 0
         file = start.output_dir / name / ID_FILE
         if start.last_step > 0 and file.is_file():
             self._last_step = start.last_step
