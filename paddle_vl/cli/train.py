@@ -142,12 +142,14 @@ def report(options: argparse.Namespace) -> int:
     from paddle_vl.report.watch import ReportServer
 
     if options.watch is not None:
-        with ReportServer(options.runs, options.watch) as server:
+        with ReportServer(options.runs, options.watch, options.seeds) as server:
             print(f"the report is at {server.address}; Ctrl-C ends it", flush=True)
             server.serve_forever()
     home = Path(options.runs[0]) if len(options.runs) == 1 else Path()
     output_dir = Path(options.output) if options.output else home / "report"
-    page, *pictures = write_report(options.runs, output_dir, with_pictures=not options.no_png)
+    page, *pictures = write_report(
+        options.runs, output_dir, with_pictures=not options.no_png, joins_seeds=options.seeds
+    )
     print(f"report written to {page}" + (f", {len(pictures)} pictures beside it" * bool(pictures)))
     return 0
 
@@ -167,6 +169,11 @@ REPORT = Command(
             "current one)",
         ),
         switch("--no-png", "write the page without PNGs"),
+        switch(
+            "--seeds",
+            "show runs that differ only in train.seed as one: the mean, with a band from the least "
+            "to the most",
+        ),
         value(
             "--watch",
             "PORT",

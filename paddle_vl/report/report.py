@@ -13,6 +13,7 @@ from paddle_vl.report.panels import Curve, Panel, panels_of
 from paddle_vl.report.pictures import draw_panels
 from paddle_vl.report.predictions import predictions_section
 from paddle_vl.report.runs import Run, read_runs, skipped_updates
+from paddle_vl.report.seeds import by_seed
 from paddle_vl.report.summary import Table, tables_of
 
 PAGE_FILE = "report.html"
@@ -24,12 +25,17 @@ _AXES = {"epoch": "epoch", "tokens": "tokens", "target_tokens": "target tokens"}
 
 
 def write_report(
-    folders: Sequence[str | Path], output_dir: Path, *, with_pictures: bool = True
+    folders: Sequence[str | Path],
+    output_dir: Path,
+    *,
+    with_pictures: bool = True,
+    joins_seeds: bool = False,
 ) -> list[Path]:
     """Write report.html, and a PNG of each of its panels, into `output_dir`.
 
     Args:
         folders: train.output_dir of the runs.
+        joins_seeds: see `by_seed`.
 
     Returns:
         The written files, the page first.
@@ -38,7 +44,7 @@ def write_report(
         ValueError, RuntimeError: see `paddle_vl.report.runs.read_runs`.
         RuntimeError: pictures need matplotlib; the page is written before.
     """
-    runs = read_runs(folders)
+    runs = by_seed(read_runs(folders)) if joins_seeds else read_runs(folders)
     panels = panels_of(runs)
     output_dir.mkdir(parents=True, exist_ok=True)
     file = output_dir / PAGE_FILE

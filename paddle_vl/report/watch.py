@@ -17,6 +17,7 @@ from paddle_vl.report.panels import panels_of
 from paddle_vl.report.predictions import PREDICTIONS_FILE
 from paddle_vl.report.report import lower_half, page, page_data
 from paddle_vl.report.runs import CONFIG_FILE, read_runs
+from paddle_vl.report.seeds import by_seed
 from paddle_vl.train.reporting.run_files import METRICS_FILE, RUN_FILE
 
 HOST = "127.0.0.1"
@@ -26,7 +27,8 @@ _FILES = (METRICS_FILE, RUN_FILE, CONFIG_FILE, PREDICTIONS_FILE)
 class Watched:
     """The report of runs as it is now; read again when a file of a run has changed."""
 
-    def __init__(self, folders: Sequence[str | Path]):
+    def __init__(self, folders: Sequence[str | Path], joins_seeds: bool):
+        self._joins_seeds = joins_seeds
         self._folders = [Path(folder) for folder in folders]
         self._lock, self._seen = Lock(), ""
         self._page, self._data = "", ""
@@ -51,6 +53,7 @@ class Watched:
             # Before the files are read: what changes meanwhile is read at the next request.
             if (version := self.version) != self._seen:
                 runs = read_runs(self._folders)
+                runs = by_seed(runs) if self._joins_seeds else runs
                 panels = panels_of(runs)
                 self._page = page(runs, panels, version)
                 fresh = {"data": page_data(runs, panels), "tables": lower_half(runs)}
@@ -111,8 +114,8 @@ class ReportServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, folders: Sequence[str | Path], port: int):
-        self.watched = Watched(folders)
+    def __init__(self, folders: Sequence[str | Path], port: int, joins_seeds: bool = False):
+        self.watched = Watched(folders, joins_seeds)
         super().__init__((HOST, port), _Handler)
 
     @property
