@@ -12,6 +12,7 @@ an environment of its own.
 
 import csv
 import json
+import signal
 import struct
 import subprocess
 import sys
@@ -195,6 +196,8 @@ def test_service_keeps_the_id_of_a_run_that_goes_on(tmp_path, monkeypatch, name)
     monkeypatch.setenv(f"{name.upper()}_MODE", "offline")
     output_dir = tmp_path / "doors"
     (first,) = open_writers([name], Start(output_dir, ENTRY))
+    # Ctrl-C is the run's.
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     print("a secret row")
     for line in [*LINES, {"step": 4, "loss": 9.0}]:
         first.write(line)

@@ -3,7 +3,6 @@
 The module NAME of this folder is the writer `NAME` of logging.report_to, and has a class `Writer`.
 """
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -11,8 +10,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from paddle_vl.train.reporting.run_files import Line, numbers_of, tag_of
-
-logger = logging.getLogger(__name__)
 
 
 class Start(NamedTuple):

@@ -6,6 +6,7 @@ SWANLAB_MODE=offline write into the run's folder, for `wandb sync` and `swanlab 
 
 import os
 import secrets
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ class ServiceRun:
             write_text(file, secrets.token_hex(8))
         told = {key: start.entry[key] for key in _TOLD if start.entry.get(key) is not None}
         variable = name.upper()
+        # SwanLab takes Ctrl-C for itself, at which a run saves a checkpoint.
+        on_interrupt = signal.getsignal(signal.SIGINT)
         try:
             self.run = init(
                 project=os.environ.get(f"{variable}_PROJECT", PROJECT),
@@ -60,6 +63,7 @@ class ServiceRun:
                 f"logging.report_to asks for {name}, which does not start a run ({error}): log in "
                 f"with `{name} login`, or set {variable}_MODE=offline and sync the run later"
             ) from error
+        signal.signal(signal.SIGINT, on_interrupt)
         for line in start.lines:
             self.write(line)
 
