@@ -7,6 +7,7 @@ SWANLAB_MODE=offline write into the run's folder, for `wandb sync` and `swanlab 
 import os
 import secrets
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,4 +74,9 @@ class ServiceRun:
             self.run.log(numbers, step=line["step"])
 
     def close(self) -> None:
-        self.run.finish()
+        # A run that fails closes its writers while it handles the error.
+        self._finish(sys.exc_info()[1])
+
+    def _finish(self, error: BaseException | None) -> None:
+        """Tell the service that the run is over, or has failed."""
+        raise NotImplementedError

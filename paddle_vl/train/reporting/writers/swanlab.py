@@ -17,3 +17,9 @@ class Writer(ServiceRun):
         settings = swanlab.Settings(terminal={"proxy_type": "none"})
         init = partial(swanlab.init, log_dir=folder, settings=settings)
         super().__init__(start, init)
+
+    def _finish(self, error: BaseException | None) -> None:
+        if error is None:
+            self.run.finish()
+        else:
+            self.run.finish(state="crashed", error=repr(error))

@@ -17,7 +17,7 @@ class Writer(ServiceRun):
         folder = str(start.output_dir)
         super().__init__(start, partial(self._wandb.init, dir=folder, settings=settings))
 
-    def close(self) -> None:
-        super().close()
+    def _finish(self, error: BaseException | None) -> None:
+        self.run.finish(exit_code=int(error is not None))
         # A rank ends without Python's own end; the service writes the end of its file in its own.
         self._wandb.teardown()
