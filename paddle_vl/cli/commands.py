@@ -82,7 +82,8 @@ EVALUATE = Command(
         number("--show", "print N answers, evenly chosen from the data"),
         value(
             "--predictions", "OUT.jsonl",
-            "write one line per answer: sample, task, prompt, expected, answer, is_exact",
+            "write one line per answer: sample, task, prompt, expected, answer, is_exact, images; "
+            "paddle-vl report shows RUN/predictions.jsonl",
         ),
         *OPTIONS,
     ],

@@ -32,7 +32,7 @@ from paddle_vl.cli.robot_data import COMPUTE_STATS
 from paddle_vl.cli.serve import SERVE_POLICY
 from paddle_vl.cli.tokenize import TOKENIZE
 from paddle_vl.cli.train import REPORT, TRAIN
-from paddle_vl.parallel.launcher import RANK_LOG_VARIABLE
+from paddle_vl.parallel.launcher import LAUNCHER_VARIABLE, RANK_LOG_VARIABLE
 
 logger = logging.getLogger("paddle_vl")
 DEBUG_VARIABLE = "PADDLE_VL_DEBUG"
@@ -64,6 +64,11 @@ def run(arguments: Sequence[str] | None = None) -> NoReturn:
         traceback.print_exc()
         code = 1
     if is_distributed:
+        if code == 1 and LAUNCHER_VARIABLE not in os.environ:
+            # The last lines of the rank that failed first are the last that fleetrun shows.
+            rank = os.environ["PADDLE_TRAINER_ID"]
+            folder = os.environ.get("PADDLE_LOG_DIR", "the launcher's --log_dir")
+            print(f"rank {rank} failed; its log is {folder}/workerlog.{rank}", file=sys.stderr)
         # All work is done and written. Skip the teardown of Paddle's communication threads: other
         # ranks end at other times, an abort there would look like a failed run, and NCCL may wait
         # for a rank that has failed.

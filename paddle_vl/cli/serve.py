@@ -8,7 +8,17 @@ import time
 import yaml
 
 from paddle_vl.cli.commands import configure_runtime, model_folder_of
-from paddle_vl.cli.table import Command, Option, grouped, model, natural, number, switch, value
+from paddle_vl.cli.table import (
+    Command,
+    Option,
+    grouped,
+    model,
+    natural,
+    number,
+    port,
+    switch,
+    value,
+)
 from paddle_vl.threads import end_process
 
 logger = logging.getLogger(__name__)
@@ -115,7 +125,7 @@ SERVE_POLICY = Command(
             "network",
             value("--host", "HOST", "address to listen at (default 127.0.0.1, this machine only)",
                   default="127.0.0.1"),
-            value("--port", "N", "port; 0 for any (default 8000)", type=natural, default=8000),
+            value("--port", "N", "port; 0 for any (default 8000)", type=port, default=8000),
             value("--token-file", "FILE", "file of the token that clients must send, as `Api-Key` "
                   "or `Bearer` (default: the variable PADDLE_VL_SERVER_TOKEN, or no token)"),
             switch("--allow-anyone", "listen for other machines without a token"),

@@ -17,6 +17,13 @@ def natural(text: str) -> int:
     return _whole(text, 0)
 
 
+def port(text: str) -> int:
+    """0 for any free one."""
+    if (found := natural(text)) > 65535:
+        raise argparse.ArgumentTypeError(f"{text} is no port from 0 to 65535")
+    return found
+
+
 def _whole(text: str, least: int) -> int:
     found = int(text)
     if found < least:

@@ -7,7 +7,7 @@ from typing import Any
 
 from paddle_vl.cli.commands import configure_training_runtime, with_data_parallel
 from paddle_vl.cli.hubs import read_run
-from paddle_vl.cli.table import CONFIG, OVERRIDES, Command, natural, number, switch, value
+from paddle_vl.cli.table import CONFIG, OVERRIDES, Command, natural, number, port, switch, value
 from paddle_vl.parallel.launcher import launch
 
 _EPILOG = """\
@@ -32,15 +32,18 @@ With model.lora, checkpoint-STEP/ and final/ hold adapters in PEFT's format inst
 Ctrl-C, SIGTERM or a closed terminal finishes the step, saves a checkpoint and exits with
 130, 143 or 129; a second one exits at once with 1. See train.stop_grace_s."""
 
+_PORT = 8321
 _REPORT_EPILOG = """\
 examples:
   paddle-vl report runs/doors
   paddle-vl report runs/doors runs/doors_lora --output comparison
+  paddle-vl report --watch 8321 runs/doors
 
 report.html needs no other file and no network. It has the loss, its terms and evaluations, learning
 rates, gradient norm, throughput, memory and all other metrics of metrics.jsonl over steps, epochs
 or tokens; the results, the settings that differ, git revisions and package versions. A PNG of each
-panel is written beside it. The report of a running run shows the metrics so far."""
+panel is written beside it. Answers that `paddle-vl evaluate --predictions RUN/predictions.jsonl`
+wrote are shown with their pictures. The report of a running run shows the metrics so far."""
 
 
 def train(options: argparse.Namespace) -> int:
@@ -136,10 +139,17 @@ TRAIN = Command(
 def report(options: argparse.Namespace) -> int:
     """Write a report and print its path."""
     from paddle_vl.report.report import write_report
+    from paddle_vl.report.watch import ReportServer
 
+    if options.watch is not None:
+        with ReportServer(options.runs, options.watch, options.seeds) as server:
+            print(f"the report is at {server.address}; Ctrl-C ends it", flush=True)
+            server.serve_forever()
     home = Path(options.runs[0]) if len(options.runs) == 1 else Path()
     output_dir = Path(options.output) if options.output else home / "report"
-    page, *pictures = write_report(options.runs, output_dir, with_pictures=not options.no_png)
+    page, *pictures = write_report(
+        options.runs, output_dir, with_pictures=not options.no_png, joins_seeds=options.seeds
+    )
     print(f"report written to {page}" + (f", {len(pictures)} pictures beside it" * bool(pictures)))
     return 0
 
@@ -159,5 +169,19 @@ REPORT = Command(
             "current one)",
         ),
         switch("--no-png", "write the page without PNGs"),
+        switch(
+            "--seeds",
+            "show runs that differ only in train.seed as one: the mean, with a band from the least "
+            "to the most",
+        ),
+        value(
+            "--watch",
+            "PORT",
+            "write nothing: serve the page to browsers of this machine at http://127.0.0.1:PORT "
+            f"(default {_PORT}; 0 for any free one) and refresh it while the runs go on",
+            nargs="?",
+            type=port,
+            const=_PORT,
+        ),
     ],
 )

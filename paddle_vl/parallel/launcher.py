@@ -6,7 +6,8 @@ when it is killed, and copies the output of rank 0 every two seconds. Here:
 
 - rank 0 writes to the terminal, the others to LOG_DIR/workerlog.RANK;
 - a stop request reaches every rank once, and the caller sets how long ranks may take;
-- a failed rank ends the others within seconds, and its last lines are shown;
+- a failed rank ends the others within seconds; its last lines and the path of its log are the last
+  ones that are shown;
 - ranks end when this process does, see `paddle_vl.train.stop_signals`.
 
 Everything listens on loopback. Devices are assigned as Paddle's launcher does.
@@ -111,7 +112,7 @@ class _Run:
         self._ranks, self._log_dir, self._requests = ranks, log_dir, requests
         self._grace_s, self._is_quiet = stop_grace_s, is_quiet
         self._deadline: float | None = None
-        self._is_failure_logged = False
+        self._has_failed = False
         self.was_asked_to_stop = False
 
     def wait(self, attempt: Attempt) -> int:
@@ -128,6 +129,9 @@ class _Run:
             for _ in self._ranks.watched():
                 if not self._may_go_on():
                     break
+        # Rank 0 has written its last line.
+        if self._ranks.failure is not None and not self._is_quiet:
+            self._log_failure(self._ranks.failure)
         return self._exit_code()
 
     def _may_go_on(self) -> bool:
@@ -151,20 +155,18 @@ class _Run:
         if self._deadline is None and any(self._ranks.codes()):
             # Ranks that were asked to stop end together, unless one had not begun to train.
             self._deadline = time.monotonic() + _STRAGGLER_GRACE_S
-        if self._ranks.failure is not None and not self._is_failure_logged:
-            self._is_failure_logged = True
+        if self._ranks.failure is not None and not self._has_failed:
+            self._has_failed = True
             self._deadline = time.monotonic() + _FAILURE_GRACE_S
-            if not self._is_quiet:
-                self._log_failure(self._ranks.failure)
         return True
 
     def _log_failure(self, failure: Failure) -> None:
-        logger.error("%s", failure)
         if failure.rank > 0:
             lines = self._ranks.end_of_output(failure.rank, _SHOWN_LINES)
             shown = "\n".join(f"  {line}" for line in lines)
-            file = self._log_dir / f"workerlog.{failure.rank}"
-            logger.error("the end of %s:\n%s", file, shown or "  (empty)")
+            logger.error("the end of what rank %d wrote:\n%s", failure.rank, shown or "  (nothing)")
+        file = self._log_dir / f"workerlog.{failure.rank}"
+        logger.error("%s; its log is %s", failure, file)
 
     def _kill_unsaved(self) -> None:
         left = [rank for rank, code in enumerate(self._ranks.codes()) if code is None]

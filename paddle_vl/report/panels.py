@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from paddle_vl.report.runs import SKIPPED_UPDATES, Run, Series
 from paddle_vl.train.reporting.run_files import EVAL_PREFIX, GROUPS, LOSS, group_of
 
-_STATISTIC = re.compile(r"(.+?)[_/](min|mean|max|median|std|p\d+)")
+STATISTIC = re.compile(r"(.+?)[_/](min|mean|max|median|std|p\d+)")
 _SCHEDULE = "learning_rate"
 # Units in a key, which the axis shows; `_per_second` is part of the metric.
 _UNIT_SUFFIX = re.compile(r"(?<!_per)_(gb|gib|mb|mib|bytes|ms)$")
@@ -181,7 +181,7 @@ def _parsed(key: str) -> _Parsed:
     is_eval = key.startswith(EVAL_PREFIX) and key != EVAL_PREFIX
     base = key.removeprefix(EVAL_PREFIX) if is_eval else key
     statistic = None
-    if match := _STATISTIC.fullmatch(base):
+    if match := STATISTIC.fullmatch(base):
         base, statistic = match.groups()
     base, _, component = base.partition("/")
     return _Parsed(base or key, component or None, statistic, is_eval)

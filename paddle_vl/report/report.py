@@ -12,7 +12,9 @@ from paddle_vl.files.text_file import write_text
 from paddle_vl.report.actions import actions_section
 from paddle_vl.report.panels import Curve, Panel, panels_of
 from paddle_vl.report.pictures import draw_panels
+from paddle_vl.report.predictions import predictions_section
 from paddle_vl.report.runs import Run, read_runs, skipped_updates
+from paddle_vl.report.seeds import by_seed
 from paddle_vl.report.summary import Table, tables_of
 
 PAGE_FILE = "report.html"
@@ -24,12 +26,17 @@ _AXES = {"epoch": "epoch", "tokens": "tokens", "target_tokens": "target tokens"}
 
 
 def write_report(
-    folders: Sequence[str | Path], output_dir: Path, *, with_pictures: bool = True
+    folders: Sequence[str | Path],
+    output_dir: Path,
+    *,
+    with_pictures: bool = True,
+    joins_seeds: bool = False,
 ) -> list[Path]:
     """Write report.html, and a PNG of each of its panels, into `output_dir`.
 
     Args:
         folders: train.output_dir of the runs.
+        joins_seeds: see `by_seed`.
 
     Returns:
         The written files, the page first.
@@ -38,36 +45,43 @@ def write_report(
         ValueError, RuntimeError: see `paddle_vl.report.runs.read_runs`.
         RuntimeError: pictures need matplotlib; the page is written before.
     """
-    runs = read_runs(folders)
+    runs = by_seed(read_runs(folders)) if joins_seeds else read_runs(folders)
     panels = panels_of(runs)
     output_dir.mkdir(parents=True, exist_ok=True)
     file = output_dir / PAGE_FILE
-    text = page(runs, panels, tables_of(runs))
+    text = page(runs, panels)
     # Names may contain lone surrogates, which UTF-8 cannot encode.
     write_text(file, text.encode("utf-8", "backslashreplace").decode("utf-8"))
     return [file, *(draw_panels(runs, panels, output_dir) if with_pictures else [])]
 
 
-def page(runs: Sequence[Run], panels: Sequence[Panel], tables: Sequence[Table]) -> str:
-    """The HTML page; its element `data` is `page_data` as JSON."""
+def page(runs: Sequence[Run], panels: Sequence[Panel], version: str | None = None) -> str:
+    """The HTML page; its element `data` is `page_data` as JSON.
+
+    Args:
+        version: of what is served, for a page that refreshes itself.
+    """
     title = escape("Report: " + ", ".join(run.name for run in runs))
     data = json.dumps(page_data(runs, panels), allow_nan=False, separators=(",", ":"))
     # So that no value can close the script element.
     data = data.replace("<", "\\u003c")
-    style, script = _asset("report.css"), "\n".join(map(_asset, _SCRIPTS))
+    scripts = _SCRIPTS if version is None else (*_SCRIPTS, "watch.js")
+    style, script = _asset("report.css"), "\n".join(map(_asset, scripts))
+    connect = "" if version is None else " connect-src 'self';"
+    body = "<body>" if version is None else f'<body data-version="{version}">'
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; \
-style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:">
+style-src 'unsafe-inline'; script-src 'unsafe-inline';{connect} img-src data:">
 <link rel="icon" href="data:,">
 <title>{title}</title>
 <style>
 {style}</style>
 </head>
-<body>
+{body}
 <header>
 <h1>{title}</h1>
 <p class="note">Made {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC.</p>
@@ -77,7 +91,7 @@ style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:">
 <noscript><p class="note">This page draws its curves by a script, which is off.</p></noscript>
 <div id="panels"></div>
 <section id="tables">
-{"".join(_table(table, runs) for table in tables)}{actions_section(runs)}</section>
+{lower_half(runs)}</section>
 </main>
 <script type="application/json" id="data">{data}</script>
 <script>
@@ -85,6 +99,13 @@ style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:">
 </body>
 </html>
 """
+
+
+def lower_half(runs: Sequence[Run]) -> str:
+    """Tables, predictions and chunks of actions, as HTML."""
+    tables = [_table(table, runs) for table in tables_of(runs)]
+    shown = [predictions_section(run.name, run.predictions) for run in runs]
+    return "".join([*tables[:1], *shown, *tables[1:], actions_section(runs)])
 
 
 def page_data(runs: Sequence[Run], panels: Sequence[Panel]) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """Reads the folders of runs: metrics as series of numbers, settings, starts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from paddle_vl.config.load import flatten, read_yaml
+from paddle_vl.report.predictions import read_predictions
 from paddle_vl.train.reporting.run_files import (
     METRICS_FILE,
     Line,
@@ -86,6 +87,7 @@ class Run:
         settings: config.yaml, flat; None without the file.
         starts: entries of run.json that belong to these metrics, oldest first.
         is_torn: whether the last line of metrics.jsonl is incomplete and left out.
+        predictions: lines of predictions.jsonl.
     """
 
     name: str
@@ -94,6 +96,7 @@ class Run:
     settings: dict[str, Any] | None
     starts: list[dict[str, Any]]
     is_torn: bool
+    predictions: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def last_step(self) -> int:
@@ -162,6 +165,7 @@ def _read_run(folder: Path, name: str) -> Run:
         flatten(read_yaml(config)[0]) if config.is_file() else None,
         _own_starts(read_starts(folder)),
         is_torn,
+        read_predictions(folder),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from paddle_vl.report.runs import SKIPPED_UPDATES, Run
 
 # Settings that do not affect the training.
-_NOT_COMPARED = ("train.output_dir", "train.resume_from_checkpoint")
+NOT_COMPARED = ("train.output_dir", "train.resume_from_checkpoint")
 _ABSENT = "-"
 _SHORT_REVISION = 10
 
@@ -74,7 +74,13 @@ def _steps(run: Run) -> str:
 
 def _last(key: str) -> Callable[[Run], str | None]:
     def tell(run: Run) -> str | None:
-        return shown_number(run.series[key].points[-1][1]) if key in run.series else None
+        if key not in run.series:
+            return None
+        last = shown_number(run.series[key].points[-1][1])
+        # Of several seeds, see `paddle_vl.report.seeds`.
+        ends = [run.series.get(f"{key}_{end}") for end in ("min", "max")]
+        texts = [shown_number(end.points[-1][1]) for end in ends if end is not None]
+        return f"{last} ({' to '.join(texts)})" if texts else last
 
     return tell
 
@@ -137,7 +143,7 @@ def _differing_settings(runs: Sequence[Run]) -> Table:
     rows = []
     for name in names:
         values = [_shown_setting(settings, name) for settings in told]
-        if name not in _NOT_COMPARED and len(set(values)) > 1:
+        if name not in NOT_COMPARED and len(set(values)) > 1:
             rows.append((name, [_setting(run, name) for run in runs]))
     note = "" if rows or len(told) < 2 else "All settings are the same, but for where they write."
     missing = [run.name for run in runs if run.settings is None]

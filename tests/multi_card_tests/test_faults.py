@@ -5,6 +5,7 @@ Guarantees:
 - the launcher ends the other ranks with a nonzero exit code;
 - the last checkpoint is complete, and the run continues from it bit-exactly, wherever it was
   interrupted;
+- the last lines that one reads are the first error, and then the path of its log;
 - ranks that disagree on a setting stop at the start and name it;
 - without a launcher that would kill them, ranks end by themselves after another rank failed, and
   log the reason, even from a blocking wait.
@@ -22,6 +23,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from paddle_vl.parallel import launcher
 from tests.support import forked
 from tests.support.forked import ROOT
 from tests.support.launch import rank_environment, reserve_port
@@ -34,17 +36,18 @@ SECONDS_TO_END = 300
 MP2 = ("parallel.mp_degree=2", "train.save_steps=2", "train.resume_from_checkpoint=auto")
 
 
-def launched(run_file: Path, output_dir: Path, fault: str) -> int:
-    """Run on two mp ranks through the launcher: its exit code."""
+def launched(run_file: Path, output_dir: Path, fault: str) -> tuple[int, str]:
+    """Run on two mp ranks through the launcher: its exit code and output."""
     command = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", "2"]
     command += ["--log_dir", str(output_dir) + "-log", str(SCRIPT), str(run_file)]
     command += [f"train.output_dir={output_dir}", *MP2]
     environment = {name: value for name, value in os.environ.items() if name[:7] != "PADDLE_"}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FAULT": fault}
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     done = subprocess.run(
-        command, capture_output=True, env=environment, cwd=output_dir.parent, timeout=SECONDS_TO_END
+        command, **both, env=environment, cwd=output_dir.parent, timeout=SECONDS_TO_END
     )
-    return done.returncode
+    return done.returncode, done.stdout
 
 
 def started_alone(run_file: Path, output_dir: Path, faults: Sequence[str], *overrides: str):
@@ -79,7 +82,7 @@ def test_a_killed_rank_ends_the_run_and_the_last_checkpoint_continues(
 ):
     output_dir = tmp_path / "out"
     if is_launched:
-        assert launched(run_file, output_dir, "1:step") != 0
+        assert launched(run_file, output_dir, "1:step")[0] != 0
     else:
         codes, outputs = started_alone(run_file, output_dir, ("save", "none"), *MP2)
         assert 0 not in codes, outputs
@@ -92,6 +95,34 @@ def test_a_killed_rank_ends_the_run_and_the_last_checkpoint_continues(
         for key, array in load_file(output_dir / "checkpoint-4" / name).items():
             np.testing.assert_array_equal(array, wanted[key], err_msg=key)
     assert not list(output_dir.glob(".partial*"))
+
+
+FAILS_FIRST = """
+import os, time
+if os.environ["PADDLE_TRAINER_ID"] == "1":
+    raise KeyError("no such sample")
+time.sleep(1)
+raise RuntimeError("rank 1 has ended")
+"""
+
+
+def test_the_last_lines_are_the_first_error_and_its_log(tmp_path, monkeypatch, caplog):
+    (tmp_path / "main.py").write_text(FAILS_FIRST)
+    monkeypatch.setattr(launcher, "_MAIN", tmp_path / "main.py")
+    assert launcher.launch([], 2, tmp_path / "log") == 1
+    said = caplog.text.splitlines()[-2:]
+    assert said[0].strip() == "KeyError: 'no such sample'"
+    assert said[1].endswith(f"rank 1 ended with exit code 1; its log is {tmp_path}/log/workerlog.1")
+
+
+@pytest.mark.heavy
+def test_the_last_lines_of_fleetrun_are_the_first_error_and_its_log(run_file, tmp_path):
+    code, output = launched(run_file, tmp_path / "out", "1:raise")
+    assert code != 0, output
+    *_, error, log, end = output.splitlines()
+    assert error == "KeyError: 'no such sample'", output
+    assert log == f"rank 1 failed; its log is {tmp_path}/out-log/workerlog.1"
+    assert "Exit code 1" in end
 
 
 def test_ranks_that_disagree_stop_at_the_start_and_name_the_setting(run_file, tmp_path):

@@ -3,7 +3,8 @@
 Guarantees: every row that the page shows becomes what stands beside it, or is refused with the
 words that stand beside it; every format, every entry of a source and every strategy has its line;
 every setting that the pages name exists, what they write in YAML is valid, and the name of another
-trainer's setting leads to the same setting as its line.
+trainer's setting leads to the same setting as its line; the settings beside another trainer's
+options are loaded with their values.
 """
 
 import json
@@ -16,6 +17,7 @@ import yaml
 from PIL import Image
 
 from paddle_vl.config.family_settings import settings_help
+from paddle_vl.config.load import load_run_config
 from paddle_vl.config.peer_names import PEERS, setting_for
 from paddle_vl.config.row_sources import RowSourceConfig, Strategy
 from paddle_vl.data.formats.canonical import CanonicalRow, Message
@@ -26,6 +28,7 @@ from paddle_vl.families.vlm.inputs.conversation import RowReader
 from paddle_vl.families.vlm.inputs.tokenizer import IM_END
 from paddle_vl.families.vlm.settings import VLDataConfig
 from paddle_vl.families.vlm.templates.encoding import TemplateEncoder
+from tests.single_card_tests.config.test_load import MINIMAL
 from tests.single_card_tests.families.qwen3_vl.chat_builders import tiny_tokenizer
 from tests.single_card_tests.test_docs import ROOT, blocks, is_setting
 
@@ -157,6 +160,61 @@ def test_entries_that_make_a_pretraining_mix_or_not():
     assert not isinstance(VLDataConfig.model_validate({"train": some}).train[0], RowSourceConfig)
 
 
+def options_of_trainers() -> list[tuple[str, str, str]]:
+    """Trainer, and both cells of every line that has options beside settings."""
+    found = []
+    for section in COMING_FROM.read_text(encoding="utf-8").split("\n## ")[1:]:
+        table = section.partition("| option | setting |\n")[2].partition("\n\n")[0]
+        for line in table.splitlines()[1:]:
+            _, theirs, ours, _ = line.split("|")
+            found.append((section.partition("\n")[0], theirs.strip(), ours.strip()))
+    return found
+
+
+OPTIONS = options_of_trainers()
+
+
+@pytest.mark.parametrize(("trainer", "theirs", "ours"), OPTIONS, ids=[row[1] for row in OPTIONS])
+def test_options_of_other_trainers_are_the_settings_beside_them(tmp_path, trainer, theirs, ours):
+    overrides = re.findall("`([^`]+)`", ours)
+    file = ROOT / "configs/pi07/metaworld_cpu.yaml"
+    if trainer != "LeRobot":
+        file = tmp_path / "run.yaml"
+        file.write_text(MINIMAL)
+    config = load_run_config(file, overrides)
+    for override in overrides:
+        name, _, value = override.partition("=")
+        section, leaf = name.split(".")
+        wanted = yaml.safe_load(value)
+        found = getattr(getattr(config, section), leaf)
+        # YAML takes 1e-4 for a text.
+        assert found == (float(wanted) if re.fullmatch(r"\d+e-\d+", value) else wanted), override
+    settings = [name for _, _, descriptions in settings_help() for name in descriptions]
+    named = [override.partition("=")[0] for override in overrides]
+    for option in re.findall(r"`(?:--)?([\w.]+)", theirs):
+        leads_to = {
+            str(setting_for(part, settings)).partition("=")[0] for part in option.split(".")
+        }
+        assert leads_to & {*named}, f"{option}: {leads_to}"
+
+
+def test_every_trainer_has_options():
+    trainers = {"HF Trainer": 30, "Megatron-Bridge": 15, "LeRobot": 15}
+    for trainer, least in trainers.items():
+        assert sum(row[0] == trainer for row in OPTIONS) >= least
+
+
+def test_values_that_the_page_writes_beside_other_names_are_valid(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(MINIMAL)
+    tried = 0
+    for here in re.findall(r"^\| .* \| (.*) \|$", COMING_FROM.read_text(encoding="utf-8"), re.M):
+        for name, value in re.findall(r"`((?:model|train|parallel|data)\.\w+): ([^`]+)`", here):
+            load_run_config(file, [f"{name}={value}"])
+            tried += 1
+    assert tried > 10
+
+
 def test_names_of_other_trainers_lead_to_the_settings_of_their_lines():
     settings = [name for _, _, descriptions in settings_help() for name in descriptions]
     known = {name for names in PEERS.values() for name in names.split()}
@@ -164,7 +222,8 @@ def test_names_of_other_trainers_lead_to_the_settings_of_their_lines():
     for rows in tables(COMING_FROM).values():
         for theirs, here, *_ in rows:
             ours = SETTING.findall(here)
-            for name in re.findall(r"`(?:--)?(\w+)", theirs):
+            for dotted in re.findall(r"`(?:--)?([\w.]+)", theirs):
+                name = dotted.rpartition(".")[2]
                 if ours and name in known:
                     compared += 1
                     assert str(setting_for(name, settings)).partition("=")[0] in ours, name

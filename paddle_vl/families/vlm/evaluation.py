@@ -1,8 +1,9 @@
 """Evaluation of a model folder on data files: loss, and greedy answers compared with the data's."""
 
 import json
+import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -30,6 +31,7 @@ class Answer:
         task: its field `task`, `NO_TASK` without one.
         prompt: text of the turn that is answered.
         is_exact: whether answer and expected text are equal, outer spaces and reasoning aside.
+        images: files of the images before the answer.
     """
 
     sample: str
@@ -38,6 +40,7 @@ class Answer:
     expected: str
     answer: str
     is_exact: bool
+    images: list[str] = field(default_factory=list)
 
     @property
     def line(self) -> str:
@@ -139,6 +142,11 @@ def greedy_answers(
                     expected=expected,
                     answer=answer,
                     is_exact=_conclusion(answer) == _conclusion(expected),
+                    images=[
+                        os.path.abspath(source)
+                        for source in conversation.images
+                        if isinstance(source, str | os.PathLike)
+                    ],
                 )
             )
     return answers

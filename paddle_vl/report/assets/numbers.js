@@ -2,8 +2,12 @@
 
 // Draws the element `data` (see paddle_vl/report/page.py) as panels, and listens to the reader.
 
-const data = JSON.parse(document.getElementById("data").textContent);
-for (const curve of data.panels.flatMap((panel) => panel.curves)) curve.steps = data.steps[curve.steps];
+function expanded(all) {
+  for (const curve of all.panels.flatMap((panel) => panel.curves)) curve.steps = all.steps[curve.steps];
+  return all;
+}
+
+const data = expanded(JSON.parse(document.getElementById("data").textContent));
 const several = data.runs.length > 1;
 const MARGIN = { left: 62, right: 20, top: 10, bottom: 38 };
 const DASHES = ["", "7 4", "2 3", "9 3 2 3", "4 2"];

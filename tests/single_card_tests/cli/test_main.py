@@ -140,6 +140,7 @@ def test_evaluate_prints_loss_and_exact_answers_by_task_and_of_the_first_samples
     assert answers[0] == {
         "sample": f"{data}:1", "task": "colour", "prompt": "Which colour?", "expected": "red",
         "answer": answers[0]["answer"], "is_exact": answers[0]["answer"] == "red",
+        "images": [str(run_file.parent / "images" / "0.png")],
     }  # fmt: skip
     assert [a["prompt"] for a in answers if a["task"] == "chat"][-1] == "Sure?"
     exact = sum(answer["is_exact"] for answer in answers)

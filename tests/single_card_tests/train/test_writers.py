@@ -3,7 +3,8 @@
 Guarantees: the real packages get every number of a line, under a grouped name; VisualDL and
 TensorBoard show it during the run; a resumed run has every step once, in W&B and SwanLab under its
 id, which a run from step 0 does not have; they get settings and git state, and nothing that a rank
-prints; metrics.csv has a row per line; foreign files stay; a missing package is named with its pip
+prints, and are told when it fails; metrics.csv has a row per line; foreign files stay; a missing
+package is named with its pip
 extra, and nothing is removed then.
 
 W&B and SwanLab run offline, where their packages are installed; the heavy test installs them into
@@ -12,6 +13,7 @@ an environment of its own.
 
 import csv
 import json
+import signal
 import struct
 import subprocess
 import sys
@@ -139,6 +141,19 @@ def read_swanlab(folder: Path) -> tuple[set[str], list, dict[str, Any]]:
     return ids, sorted(found), {key: each["value"] for key, each in config.items()}
 
 
+def ends(name: str, folder: Path) -> list[bool]:
+    """Whether each start has told its service that it went well."""
+    if name == "wandb":
+        from wandb.proto.wandb_internal_pb2 import Record
+
+        found = map(Record.FromString, records(folder, "*-run-*/*.wandb"))
+        return [one.exit.exit_code == 0 for one in found if one.HasField("exit")]
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+
+    found = map(Record.FromString, records(folder, "run-*/*.swanlab"))
+    return [not one.finish.error for one in found if one.HasField("finish")]
+
+
 SERVICES = {"wandb": read_wandb, "swanlab": read_swanlab}
 
 
@@ -195,6 +210,8 @@ def test_service_keeps_the_id_of_a_run_that_goes_on(tmp_path, monkeypatch, name)
     monkeypatch.setenv(f"{name.upper()}_MODE", "offline")
     output_dir = tmp_path / "doors"
     (first,) = open_writers([name], Start(output_dir, ENTRY))
+    # Ctrl-C is the run's.
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     print("a secret row")
     for line in [*LINES, {"step": 4, "loss": 9.0}]:
         first.write(line)
@@ -211,9 +228,13 @@ def test_service_keeps_the_id_of_a_run_that_goes_on(tmp_path, monkeypatch, name)
     assert config["start"] == {"git": ENTRY["git"]}
     for file in output_dir.rglob("*"):
         assert file.is_dir() or b"secret row" not in file.read_bytes(), file
-    # From step 0 it is another run, which has the folder now.
+    # From step 0 it is another run, which has the folder now; it fails.
     (fresh,) = open_writers([name], Start(output_dir, ENTRY))
-    fresh.close()
+    try:
+        raise ValueError("no such sample")
+    except ValueError:
+        fresh.close()
+    assert sorted(ends(name, output_dir / name)) == [False, True, True]
     assert (output_dir / name / "run_id").read_text() not in ids
 
 
@@ -262,7 +283,6 @@ def test_absent_writer_names_its_extra_and_removes_nothing(tmp_path, monkeypatch
     file.parent.mkdir()
     file.write_text("")
     monkeypatch.setitem(sys.modules, MODULES[name], None)
-    monkeypatch.delitem(sys.modules, f"paddle_vl.train.reporting.writers.{name}", raising=False)
     with pytest.raises(ValueError, match=rf"pip install 'paddle-vl\[{name}\]'"):
         open_writers([name], Start(tmp_path))
     assert file.exists()

@@ -1,10 +1,8 @@
 """What a writer of a run's numbers is, and how the writers of a run are opened.
 
 The module NAME of this folder is the writer `NAME` of logging.report_to, and has a class `Writer`.
-It imports its package when it is loaded.
 """
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -12,8 +10,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from paddle_vl.train.reporting.run_files import Line, numbers_of, tag_of
-
-logger = logging.getLogger(__name__)
 
 
 class Start(NamedTuple):
@@ -34,7 +30,13 @@ class Start(NamedTuple):
 
 
 class Writer(Protocol):
-    """Writes every number of a run's metrics lines; used by rank 0 only."""
+    """Writes every number of a run's metrics lines; used by rank 0 only.
+
+    Attributes:
+        package: name of the module that it needs, which is imported when a writer is made.
+    """
+
+    package: str
 
     def __init__(self, start: Start):
         """Write `start.lines` too, each step once though a run repeats steps.
@@ -56,16 +58,17 @@ def open_writers(names: Sequence[str], start: Start) -> list[Writer]:
     Raises:
         ValueError: the package of a writer is not installed, or see `Writer`.
     """
-    modules = []
-    for name in names:
+    classes = [import_module(f"{__package__}.{name}").Writer for name in names]
+    # Nothing is written or removed unless all are there.
+    for name, writer in zip(names, classes, strict=True):
         try:
-            modules.append(import_module(f"{__package__}.{name}"))
+            import_module(writer.package)
         except ImportError as error:
             raise ValueError(
                 f"logging.report_to asks for {name}, which cannot be imported ({error}): "
                 f"pip install 'paddle-vl[{name}]', or take it out of logging.report_to"
             ) from error
-    return [module.Writer(start) for module in modules]
+    return [writer(start) for writer in classes]
 
 
 def tagged(line: Line) -> Iterator[tuple[str, float]]:

@@ -12,6 +12,8 @@ CSV_FILE = "metrics.csv"
 class Writer:
     """Columns have the names of metrics.jsonl; a new one is added behind the others."""
 
+    package = "csv"
+
     def __init__(self, start: Start):
         self._path = start.output_dir / CSV_FILE
         self._columns = ["step"]

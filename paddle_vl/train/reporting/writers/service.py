@@ -6,6 +6,8 @@ SWANLAB_MODE=offline write into the run's folder, for `wandb sync` and `swanlab 
 
 import os
 import secrets
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,18 +26,21 @@ _TOLD = (
 
 
 class ServiceRun:
-    """A run of a service. Steps that a resumed run repeats stay as they were written first.
+    """A run of a service, whose package has its name.
+
+    Steps that a resumed run repeats stay as they were written first.
 
     Args:
-        name: of the service, in logging.report_to.
         init: starts its run, with `project`, `name`, `id`, `resume` and `config`.
 
     Raises:
         ValueError: the service does not start.
     """
 
-    def __init__(self, name: str, start: Start, init: Callable[..., Any]):
-        self._last_step = 0
+    package: str
+
+    def __init__(self, start: Start, init: Callable[..., Any]):
+        name, self._last_step = self.package, 0
         file = start.output_dir / name / ID_FILE
         if start.last_step > 0 and file.is_file():
             self._last_step = start.last_step
@@ -44,6 +49,8 @@ class ServiceRun:
             write_text(file, secrets.token_hex(8))
         told = {key: start.entry[key] for key in _TOLD if start.entry.get(key) is not None}
         variable = name.upper()
+        # SwanLab takes Ctrl-C for itself, at which a run saves a checkpoint.
+        on_interrupt = signal.getsignal(signal.SIGINT)
         try:
             self.run = init(
                 project=os.environ.get(f"{variable}_PROJECT", PROJECT),
@@ -57,6 +64,7 @@ class ServiceRun:
                 f"logging.report_to asks for {name}, which does not start a run ({error}): log in "
                 f"with `{name} login`, or set {variable}_MODE=offline and sync the run later"
             ) from error
+        signal.signal(signal.SIGINT, on_interrupt)
         for line in start.lines:
             self.write(line)
 
@@ -66,4 +74,9 @@ class ServiceRun:
             self.run.log(numbers, step=line["step"])
 
     def close(self) -> None:
-        self.run.finish()
+        # A run that fails closes its writers while it handles the error.
+        self._finish(sys.exc_info()[1])
+
+    def _finish(self, error: BaseException | None) -> None:
+        """Tell the service that the run is over, or has failed."""
+        raise NotImplementedError

@@ -1,14 +1,15 @@
 """Curves for TensorBoard, in tensorboard/."""
 
-from tensorboardX import SummaryWriter
+from importlib import import_module
 
 from paddle_vl.train.reporting.writers.base import Start
 from paddle_vl.train.reporting.writers.event_files import EventFiles
 
 
 class Writer(EventFiles):
-    name, pattern = "tensorboard", "events.out.tfevents.*"
+    package, name = "tensorboardX", "tensorboard"
+    pattern = "events.out.tfevents.*"
 
     def __init__(self, start: Start):
         # `flush` of tensorboardX does not wait for its queue.
-        super().__init__(SummaryWriter, start, flush_secs=1)
+        super().__init__(import_module(self.package).SummaryWriter, start, flush_secs=1)

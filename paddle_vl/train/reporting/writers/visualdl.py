@@ -1,13 +1,14 @@
 """Curves for VisualDL, in visualdl/."""
 
-from visualdl import LogWriter
+from importlib import import_module
 
 from paddle_vl.train.reporting.writers.base import Start
 from paddle_vl.train.reporting.writers.event_files import EventFiles
 
 
 class Writer(EventFiles):
-    name, pattern = "visualdl", "vdlrecords.*"
+    package = name = "visualdl"
+    pattern = "vdlrecords.*"
 
     def __init__(self, start: Start):
-        super().__init__(LogWriter, start)
+        super().__init__(import_module(self.package).LogWriter, start)

@@ -1,0 +1,77 @@
+"""Answers of a run's model beside the expected ones, with their pictures.
+
+`paddle-vl evaluate --predictions RUN/predictions.jsonl` writes them.
+"""
+
+import base64
+import io
+import json
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from paddle_vl.data.media_file import load_rgb
+
+PREDICTIONS_FILE = "predictions.jsonl"
+_SHOWN = 24
+_LONGEST_SIDE = 256
+_KEYS = ("sample", "prompt", "expected", "answer", "is_exact")
+
+
+def read_predictions(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's predictions.jsonl; empty without the file.
+
+    Raises:
+        RuntimeError: a line is not what `evaluate` writes.
+    """
+    file = folder / PREDICTIONS_FILE
+    if not file.is_file():
+        return []
+    lines = []
+    for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            line = None
+        if not isinstance(line, dict) or not line.keys() >= {*_KEYS}:
+            raise RuntimeError(
+                f"{file}:{number} is not a prediction of paddle-vl evaluate: write the file again, "
+                "or move it away"
+            )
+        lines.append(line)
+    return lines
+
+
+def predictions_section(name: str, predictions: list[dict[str, Any]]) -> str:
+    """A foldable part of the page; up to 24 answers, evenly chosen over the file."""
+    if not predictions:
+        return ""
+    right = sum(line["is_exact"] is True for line in predictions)
+    shown = predictions[:: -(-len(predictions) // _SHOWN)]
+    title = f"Predictions of {name}: {right} of {len(predictions)} exact, {len(shown)} shown"
+    articles = "".join(map(_article, shown))
+    return f"<details open><summary>{escape(title)}</summary>{articles}</details>\n"
+
+
+def _article(line: dict[str, Any]) -> str:
+    pictures = "".join(_picture(source) for source in line.get("images", ()))
+    rows = "".join(
+        f"<p><b>{key}</b> {escape(str(line[key]))}</p>" for key in ("prompt", "expected", "answer")
+    )
+    kind = "right" if line["is_exact"] is True else "wrong"
+    return (
+        f'<article class="{kind}"><p class="note">{escape(str(line["sample"]))}</p>'
+        f"{pictures}{rows}</article>"
+    )
+
+
+def _picture(source: str) -> str:
+    """A small picture within the page, or why there is none."""
+    try:
+        image = load_rgb(source)
+    except ValueError as error:
+        return f'<p class="note">{escape(str(error))}</p>'
+    image.thumbnail((_LONGEST_SIDE, _LONGEST_SIDE))
+    data = io.BytesIO()
+    image.save(data, format="JPEG", quality=85)
+    return f'<img alt="" src="data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}">'

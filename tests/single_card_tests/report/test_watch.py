@@ -1,0 +1,149 @@
+"""`paddle-vl report --watch`.
+
+Guarantees: it listens on loopback, answers two addresses and reads no other file; hosts of other
+names and other methods are refused; a run without metrics is waited for; a page that is open gets
+new metrics without being loaded again, in a browser too; predictions are shown with their pictures.
+"""
+
+import http.client
+import json
+import re
+import subprocess
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from paddle_vl.cli.main import main
+from paddle_vl.report import watch
+from paddle_vl.report.report import write_report
+from tests.single_card_tests.report.run_folders import LINES, write_run
+from tests.single_card_tests.report.test_page import BROWSER
+
+MORE = {"step": 40, "loss": 1.5}
+
+
+@contextmanager
+def serving(*folders: Path):
+    with watch.ReportServer(folders, 0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def answer(server, path: str, method: str = "GET", host: str | None = None) -> tuple[int, str]:
+    connection = http.client.HTTPConnection(*server.server_address, timeout=20)
+    connection.request(method, path, headers={} if host is None else {"Host": host})
+    got = connection.getresponse()
+    return got.status, got.read().decode()
+
+
+def append(folder: Path, line: dict) -> None:
+    with (folder / "metrics.jsonl").open("a") as stream:
+        stream.write(json.dumps(line) + "\n")
+
+
+def test_page_and_its_data_follow_the_run(tmp_path):
+    run = tmp_path / "a"
+    with serving(run) as server:
+        assert server.server_address[0] == "127.0.0.1"
+        status, text = answer(server, "/")
+        assert (status, "is not the folder of a run" in text) == (503, True)
+        write_run(run)
+        status, text = answer(server, "/")
+        assert status == 200
+        version = re.search('data-version="(.*?)"', text)[1]
+        assert "connect-src 'self'" in text
+        assert answer(server, f"/data?since={version}") == (204, "")
+        append(run, MORE)
+        status, text = answer(server, f"/data?since={version}")
+        fresh = json.loads(text)
+        assert fresh["version"] != version
+        assert fresh["data"]["steps"][0] == [10, 20, 30, 40]
+        assert "1.5" in fresh["tables"]
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "host", "status"),
+    [
+        ("/metrics.jsonl", "GET", None, 404),
+        ("/../../../etc/passwd", "GET", None, 404),
+        ("/%2e%2e/%2e%2e/etc/passwd", "GET", None, 404),
+        ("/data/../a/run.json", "GET", None, 404),
+        ("/", "GET", "evil.example:8321", 403),
+        ("/", "POST", None, 501),
+        ("/", "PUT", None, 501),
+    ],
+)
+def test_nothing_else_is_answered(tmp_path, path, method, host, status):
+    with serving(write_run(tmp_path / "a")) as server:
+        found, text = answer(server, path, method, host)
+    assert found == status
+    assert "root:" not in text
+    assert "loss" not in text
+
+
+def test_port_that_is_none_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["report", "a", "--watch", "70000"])
+    assert "70000 is no port from 0 to 65535" in capsys.readouterr().err
+
+
+def dumped(address: str, profile: Path, *flags: str) -> str:
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", *flags]
+    command += [f"--user-data-dir={profile}", "--dump-dom", address]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100).stdout
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium (Debian: chromium-headless-shell)")
+def test_browser_draws_what_is_new_without_loading_again(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "a")
+    read, asked = watch.Watched.read, []
+
+    def read_and_go_on(watched):
+        asked.append(watched)
+        # The page is the first; its second question finds a new line.
+        if len(asked) == 3:
+            append(run, MORE)
+        return read(watched)
+
+    monkeypatch.setattr(watch.Watched, "read", read_and_go_on)
+    with serving(run) as server:
+        before = server.watched.version
+        text = dumped(server.address, tmp_path / "profile", "--virtual-time-budget=6000")
+        after = server.watched.version
+    assert before != after
+    assert f'data-version="{before}"' in text
+    assert "40 of 30" in re.search('<section id="tables">.*', text, re.DOTALL)[0]
+    (curve,) = re.findall(r'<path class="curve"[^>]* d="([^"]*)"', text.split("data-panel")[1])[:1]
+    # 10, then a gap at 20, then 30 and 40.
+    assert (curve.count("M"), curve.count("L")) == (2, 1)
+
+
+def test_predictions_are_shown_with_their_pictures(tmp_path):
+    run = write_run(tmp_path / "a", LINES)
+    Image.new("RGB", (600, 300), "red").save(tmp_path / "red.png")
+    common = {"task": "colour", "prompt": "<b>Which?", "expected": "red"}
+    lines = [
+        common | {"sample": "t.jsonl:1", "answer": "red", "is_exact": True},
+        common | {"sample": "t.jsonl:2", "answer": "blue", "is_exact": False},
+    ]
+    lines[0]["images"] = [str(tmp_path / "red.png")]
+    lines[1]["images"] = [str(tmp_path / "gone.png")]
+    file = run / "predictions.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (page,) = write_report([run], tmp_path / "report", with_pictures=False)
+    text = page.read_text()
+    assert "Predictions of a: 1 of 2 exact, 2 shown" in text
+    assert text.count("data:image/jpeg;base64,") == 1
+    assert re.search("<p class=.note.>[^<]*gone.png", text)
+    assert "&lt;b&gt;Which?" in text
+    file.write_text('{"sample": 1}\n')
+    with pytest.raises(RuntimeError, match=r"predictions.jsonl:1 is not a prediction"):
+        write_report([run], tmp_path / "report", with_pictures=False)
