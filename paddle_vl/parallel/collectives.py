@@ -14,6 +14,7 @@ first two act on dim 0:
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import paddle
@@ -36,7 +37,7 @@ def divide_gradient(x: Tensor, ranks: int) -> Tensor:
     return _DivideGradient.apply(x, ranks)
 
 
-def all_reduced(x: Tensor, group, operation: int = dist.ReduceOp.SUM) -> Tensor:
+def all_reduced(x: Tensor, group, operation: Any = dist.ReduceOp.SUM) -> Tensor:
     """The sum of every rank's `x`, or another reduction; without a gradient."""
     total = x.clone()
     dist.all_reduce(total, op=operation, group=group)
