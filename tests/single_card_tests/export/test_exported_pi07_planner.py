@@ -145,4 +145,4 @@ def test_base_models_of_adapters_are_refused(folder, tmp_path, capsys):
     checkpoint = folder.parent / "checkpoint"
     arguments = ["--checkpoint", str(checkpoint), "--output", str(tmp_path / "out")]
     assert main(["export", *arguments, "--base", str(checkpoint)]) != 0
-    assert "has no adapters: leave --base out" in capsys.readouterr().err
+    assert "is a full policy, not an adapter" in capsys.readouterr().err

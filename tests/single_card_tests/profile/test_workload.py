@@ -11,7 +11,7 @@ import json
 import pytest
 
 from paddle_vl.config.load import load_run_config
-from paddle_vl.config.schema import RunConfig
+from paddle_vl.config.schema import RunConfig, TrainConfig
 from paddle_vl.families.pi07.settings import PI07Run
 from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
@@ -43,7 +43,7 @@ def policy_config(run: RunConfig, **model: object) -> RunConfig:
             "model": {"config": POLICY, **model},
             "data": {"train": run.data.train, "drops": {"subgoal_drop_prob": 0.125}},
             "parallel": {"dp_degree": run.parallel.dp_degree},
-            "train": run.train.model_dump(),
+            "train": run.train.model_dump(include={*TrainConfig.model_fields}),
         }
     )
 
