@@ -89,7 +89,6 @@ class TestPairs(EqualsOneDevice):
         "sharding2 stage 1": (2, SHARDING),
         "sharding2 stage 2": (2, [*SHARDING, "parallel.sharding_stage=2"]),
         "mp2 pp2": (4, [*MP2, *PP]),
-        "pp2 dualpipev": (2, [*PP, "parallel.pp_schedule=dualpipev"]),
     }
 
     @classmethod
@@ -154,3 +153,13 @@ def test_experts_and_their_balance_loss_equal_one_device(tmp_path, topology):
 )
 def test_other_runs_equal_one_device(run_file, tmp_path, ranks, topology, settings):
     assert_equals_one_device(run_file, tmp_path, ranks, topology, settings)
+
+
+@pytest.mark.heavy
+def test_stages_with_two_chunks_equal_one_device(tmp_path):
+    """dualpipev needs four layers and four micro-batches."""
+    text = MODEL["text_config"] | {"num_hidden_layers": 4}
+    run_file = write_preference_run(tmp_path, 16, MODEL | {"text_config": text})
+    settings = ["train.gradient_accumulation_steps=4", "train.per_device_train_batch_size=1"]
+    topology = [*PP, "parallel.pp_schedule=dualpipev"]
+    assert_equals_one_device(run_file, tmp_path, 2, topology, settings)
