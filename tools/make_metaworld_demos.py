@@ -18,6 +18,7 @@ import numpy as np
 from PIL import Image
 
 from make_demonstrations import fit_tokenizers
+from paddle_vl.data.lerobot.statistics import QUANTILES, image_statistics
 from paddle_vl.simulation.environment import FIRST_UNSEEN_SEED
 from paddle_vl.simulation.metaworld import (
     ACTION_NAMES,
@@ -29,7 +30,6 @@ from paddle_vl.simulation.metaworld import (
     MetaWorld,
 )
 
-_QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
 _DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 _EPISODES = "meta/episodes/chunk-000/file-000.parquet"
 # Columns besides images, with their types in info.json and their number of values.
@@ -43,6 +43,8 @@ _COLUMNS = {
     "index": ("int64", 1),
     "task_index": ("int64", 1),
 }
+# Of a pixel; lerobot's statistics of images are in 0..1.
+_LEVELS = np.arange(256) / 255
 _NAMES = {"observation.state": list(STATE_NAMES), "action": list(ACTION_NAMES)}
 
 
@@ -280,30 +282,16 @@ class DatasetWriter:
             name: _of_values(np.concatenate(values[episodes]).reshape(count, -1))
             for name, values in self._columns.items()
         }
-        found["observation.image"] = _of_pixels(sum(self._histograms[episodes]), count)
-        return found
+        of_images = image_statistics(np.sum(self._histograms[episodes], 0), _LEVELS, count)
+        return found | {"observation.image": {stat: v.tolist() for stat, v in of_images.items()}}
 
 
 def _of_values(values_NS: np.ndarray) -> dict[str, list]:
     values = values_NS.astype(np.float64)
     low, high = values_NS.min(axis=0), values_NS.max(axis=0)
     found = {"min": low, "max": high, "mean": values.mean(axis=0), "std": values.std(axis=0)}
-    found |= {name: np.quantile(values, share, axis=0) for name, share in _QUANTILES.items()}
+    found |= {name: np.quantile(values, share, axis=0) for name, share in QUANTILES.items()}
     return {name: value.tolist() for name, value in found.items()} | {"count": [len(values)]}
-
-
-def _of_pixels(histogram_3V: Any, count: int) -> dict[str, list]:
-    """Statistics of each channel, in 0..1 and of shape (3, 1, 1), as lerobot has them."""
-    values, total = np.arange(256) / 255, histogram_3V[0].sum()
-    mean = histogram_3V @ values / total
-    below = histogram_3V.cumsum(axis=1)
-    found = {"mean": mean, "std": np.sqrt(histogram_3V @ values**2 / total - mean**2)}
-    ranks = {"min": 0, "max": total - 1}
-    ranks |= {name: int(share * (total - 1)) for name, share in _QUANTILES.items()}
-    found |= {name: values[(below > rank).argmax(axis=1)] for name, rank in ranks.items()}
-    return {name: value.reshape(3, 1, 1).tolist() for name, value in found.items()} | {
-        "count": [count]
-    }
 
 
 def _png(image_HWC: np.ndarray) -> bytes:

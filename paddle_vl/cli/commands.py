@@ -15,6 +15,7 @@ from paddle_vl.cli.table import (
     model,
     number,
     output,
+    refuse_given,
     switch,
     value,
 )
@@ -26,14 +27,18 @@ MEDIA_KINDS = {"image": "a picture", "video": "a video file"}
 
 def evaluate(options: argparse.Namespace) -> int:
     """Print losses and, for models that answer, exact answers; or a policy's successes."""
+    if options.env is None:
+        refuse_given(options, OPTIONS, "without --env no policy acts")
+    else:
+        refuse_given(options, _DATA_OPTIONS, "--env takes no data")
     configure_runtime()
     from paddle_vl.families.base import EvaluationOptions
     from paddle_vl.train.evaluate import mean_losses
     from paddle_vl.train.step import ModelRunner
 
-    folder, family = family_of_model(options.model, options.base)
     if options.env is not None:
-        return evaluate_in_simulator(options, folder, family.recipe_class())
+        return evaluate_in_simulator(options, model_folder_of(options.model))
+    folder, family = family_of_model(options.model, options.base)
     evaluation = family.recipe_class().evaluation(
         folder,
         EvaluationOptions(
@@ -56,6 +61,21 @@ def evaluate(options: argparse.Namespace) -> int:
     return 0
 
 
+_DATA_OPTIONS = [
+    BASE,
+    TEMPLATE,
+    value("--data", "FILE", "files of conversations, as data.train takes them", nargs="+"),
+    number("--max-new-tokens", "longest answer, in tokens (default 64)", 64),
+    number("--batch-size", "samples at once (default 8)", 8),
+    number("--max-length", "longest sample, in tokens (default 2048)", 2048),
+    number("--limit", "use the first N samples (default: all)"),
+    number("--show", "print N answers, evenly chosen from the data"),
+    value(
+        "--predictions", "OUT.jsonl",
+        "write one line per answer: sample, task, prompt, expected, answer, is_exact, images; "
+        "paddle-vl report shows RUN/predictions.jsonl",
+    ),
+]  # fmt: skip
 EVALUATE = Command(
     evaluate,
     "loss and exact answers of a model on a data file; of a policy its losses or successes",
@@ -68,25 +88,7 @@ EVALUATE = Command(
     "examples:\n  paddle-vl evaluate --model runs/digits --data data/test.jsonl "
     "--predictions answers.jsonl\n"
     "  paddle-vl evaluate --model runs/reach --env metaworld --task reach-v3 --output episodes",
-    [
-        model(),
-        BASE,
-        TEMPLATE,
-        value(
-            "--data", "FILE", "files of conversations, as data.train takes them", nargs="+",
-        ),
-        number("--max-new-tokens", "longest answer, in tokens (default 64)", 64),
-        number("--batch-size", "samples at once (default 8)", 8),
-        number("--max-length", "longest sample, in tokens (default 2048)", 2048),
-        number("--limit", "use the first N samples (default: all)"),
-        number("--show", "print N answers, evenly chosen from the data"),
-        value(
-            "--predictions", "OUT.jsonl",
-            "write one line per answer: sample, task, prompt, expected, answer, is_exact, images; "
-            "paddle-vl report shows RUN/predictions.jsonl",
-        ),
-        *OPTIONS,
-    ],
+    [model(), *_DATA_OPTIONS, *OPTIONS],
     folders=("model",),
     one_of=("--data", "--env"),
 )  # fmt: skip

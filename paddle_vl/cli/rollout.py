@@ -2,7 +2,6 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from paddle_vl.cli.table import grouped, natural, number, switch, value
 
@@ -24,7 +23,7 @@ OPTIONS = grouped(
 )  # fmt: skip
 
 
-def evaluate_in_simulator(options: argparse.Namespace, folder: Path, recipe: Any) -> int:
+def evaluate_in_simulator(options: argparse.Namespace, folder: Path) -> int:
     """Print the success rate, and write the report.
 
     Raises:
@@ -32,13 +31,14 @@ def evaluate_in_simulator(options: argparse.Namespace, folder: Path, recipe: Any
         RuntimeError: the simulator is not installed.
     """
     from paddle_vl.report.rollout_page import write_rollout
+    from paddle_vl.serving.policy import open_policy
     from paddle_vl.simulation.environment import FIRST_UNSEEN_SEED
     from paddle_vl.simulation.metaworld import MetaWorld
     from paddle_vl.simulation.rollout import roll_out, summary
 
     if options.task is None:
         raise ValueError(f"--env {options.env} needs --task, such as reach-v3")
-    policy = recipe.acting_policy(folder)
+    policy = open_policy(folder)
     side = policy.config.resize_imgs_with_padding[0]
     count = min(options.environments, options.episodes)
     environments = [MetaWorld(options.task, side, options.hide_goal) for _ in range(count)]

@@ -5,8 +5,6 @@ import asyncio
 import logging
 import time
 
-import yaml
-
 from paddle_vl.cli.commands import configure_runtime, model_folder_of
 from paddle_vl.cli.table import (
     Command,
@@ -16,9 +14,11 @@ from paddle_vl.cli.table import (
     natural,
     number,
     port,
+    seconds,
     switch,
     value,
 )
+from paddle_vl.config.bounded_yaml import read_document
 from paddle_vl.threads import end_process
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def serve_policy(options: argparse.Namespace) -> int:
     is_openpi = options.protocol == "openpi"
     if is_openpi and options.chunk_size is not None:
         raise ValueError("--chunk-size is for --protocol vla-eval; openpi's clients cut chunks")
-    values = {name: yaml.safe_load(text) for name, text in options.value}
+    values = {name: read_document(text, f"--value {name}")[0] for name, text in options.value}
     entries = {"features": dict(options.feature), "ignored": options.ignore, "values": values}
     configure_runtime()
     folder, begin = model_folder_of(options.model), time.monotonic()
@@ -63,6 +63,11 @@ def serve_policy(options: argparse.Namespace) -> int:
         policy = open_policy(folder, options.runtime)
         protocol = openpi if is_openpi else vla_eval
         actor = PolicyActor(policy, protocol.usual_keys, **entries, seed=options.seed)
+        if (options.chunk_size or 0) > actor.config.chunk_size:
+            raise ValueError(
+                f"--chunk-size is {options.chunk_size}, and this policy's chunks have "
+                f"{actor.config.chunk_size} actions: give at most these"
+            )
         actor.warm_up(sorted({1, options.max_batch_size}))
         if is_openpi:
             return openpi.OpenpiProtocol(actor, openpi.metadata_of(actor))
@@ -83,7 +88,7 @@ def serve_policy(options: argparse.Namespace) -> int:
 def _pair(text: str) -> tuple[str, str]:
     name, equals, given = text.partition("=")
     if not (name and equals and given):
-        raise argparse.ArgumentTypeError(f"{text} has no NAME= before it")
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=...")
     return name, given
 
 
@@ -136,9 +141,9 @@ SERVE_POLICY = Command(
             "batches",
             number("--max-batch-size", "most requests of a batch (default 8)", 8),
             value("--max-wait", "SECONDS", "after a batch, wait so long for the next one to fill "
-                  "(default 0)", type=float, default=0.0),
+                  "(default 0)", type=seconds, default=0.0),
             value("--deadline", "SECONDS", "refuse what has no answer by then (default 25; clients "
-                  "of vla-eval wait 30)", type=float, default=25.0),
+                  "of vla-eval wait 30)", type=seconds, default=25.0),
         ),
     ],
     folders=("model",),

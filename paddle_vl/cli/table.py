@@ -1,6 +1,7 @@
 """A command: a row with what it runs and its options, from which argparse's parser is made."""
 
 import argparse
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,13 @@ def port(text: str) -> int:
     """0 for any free one."""
     if (found := natural(text)) > 65535:
         raise argparse.ArgumentTypeError(f"{text} is no port from 0 to 65535")
+    return found
+
+
+def seconds(text: str) -> float:
+    """At least 0."""
+    if not 0 <= (found := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds, 0 or more")
     return found
 
 
@@ -64,6 +72,21 @@ def switch(name: str, text: str) -> Option:
 
 def grouped(title: str, *options: Option) -> list[Option]:
     return [option._replace(group=title) for option in options]
+
+
+def refuse_given(options: argparse.Namespace, rows: Sequence[Option], reason: str) -> None:
+    """Refuse options that nothing would read.
+
+    Raises:
+        ValueError: some of them differ from their defaults; the message begins with the reason.
+    """
+    given = []
+    for names, _, settings, _ in rows:
+        default = settings.get("default", False if "action" in settings else None)
+        if getattr(options, names.removeprefix("--").replace("-", "_")) != default:
+            given.append(names)
+    if given:
+        raise ValueError(f"{reason}: leave {', '.join(given)} out")
 
 
 class Command(NamedTuple):

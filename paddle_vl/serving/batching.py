@@ -124,10 +124,14 @@ def answers_of(
     run: Callable[[Sequence[Any]], Sequence[Any]], items: Sequence[Any]
 ) -> Sequence[Any]:
     """The answers of a batch. If it fails as a whole, each request runs again alone, so that only
-    the one that fails gets the error."""
+    the one that fails gets the error. What a model raises is no refusal, so it is no ValueError."""
     try:
         return run(items)
     except Exception as error:
-        if len(items) == 1:
+        if len(items) > 1:
+            return [answers_of(run, [item])[0] for item in items]
+        if not isinstance(error, ValueError):
             return [error]
-        return [answers_of(run, [item])[0] for item in items]
+        failure = RuntimeError(str(error))
+        failure.__cause__ = error
+        return [failure]

@@ -17,11 +17,11 @@ import numpy as np
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.media_file import image_size, load_rgb
 
-# Containers of a message, entries of a list, bytes of a text.
-_MOST_CONTAINERS, _MOST_ENTRIES, _MOST_TEXT = 1024, 4096, 1 << 16
+# Of a message. A picture's file may be much smaller than its pixels.
+_MOST = {"maps and lists": 1024, "pixels in pictures": 1 << 24}
+# Entries of a list, bytes of a text.
+_MOST_ENTRIES, _MOST_TEXT = 4096, 1 << 16
 _MOST_DIMS = 8
-# A picture's file may be much smaller than its pixels.
-_MOST_PIXELS = 1 << 24
 _NUMBER = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248])")
 _NUMBER_OR_TEXT = re.compile(rf"{_NUMBER.pattern}|[<>|=]?[US][1-9]\d{{0,3}}")
 
@@ -63,23 +63,26 @@ class Dialect:
         """
         if isinstance(message, str):
             raise ValueError("the message is text; a binary message in msgpack is needed")
-        left = _MOST_CONTAINERS
+        left = dict(_MOST)
 
-        def counted(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-            def hook(value: Any) -> Any:
-                nonlocal left
-                left -= 1
-                if left < 0:
-                    raise ValueError(f"more than {_MOST_CONTAINERS} maps and lists")
-                return read(value)
+        def take(kind: str, count: int = 1) -> None:
+            left[kind] -= count
+            if left[kind] < 0:
+                raise ValueError(f"more than {_MOST[kind]} {kind}")
 
-            return hook
+        def read_map(found: dict[Any, Any]) -> Any:
+            take("maps and lists")
+            return self._value(found, take)
+
+        def read_list(found: list[Any]) -> list[Any]:
+            take("maps and lists")
+            return found
 
         try:
             return msgpack.unpackb(
                 message,
-                object_hook=counted(self._value),
-                list_hook=counted(lambda value: value),
+                object_hook=read_map,
+                list_hook=read_list,
                 max_str_len=_MOST_TEXT,
                 max_array_len=_MOST_ENTRIES,
                 max_map_len=_MOST_ENTRIES,
@@ -89,7 +92,7 @@ class Dialect:
             reason = str(error) or type(error).__name__
             raise ValueError(f"the message of {len(message)} bytes is refused: {reason}") from error
 
-    def _value(self, found: dict[Any, Any]) -> Any:
+    def _value(self, found: dict[Any, Any], take: Callable[[str, int], None]) -> Any:
         if self._array in found:
             return self._read_array(found)
         if self._keeps_scalars and self._scalar in found:
@@ -98,7 +101,7 @@ class Dialect:
                 raise ValueError(f"a scalar of {dtype} has {type(value).__name__} as its data")
             return dtype.type(value)
         if not self._keeps_scalars and "__image__" in found:
-            return self._read_image(found)
+            return self._read_image(found, take)
         return found
 
     def _read_array(self, found: dict[Any, Any]) -> np.ndarray:
@@ -125,7 +128,7 @@ class Dialect:
             raise ValueError(f"the shape {str(shape)[:80]} is no list of up to {_MOST_DIMS} sizes")
         return shape
 
-    def _read_image(self, found: dict[Any, Any]) -> np.ndarray:
+    def _read_image(self, found: dict[Any, Any], take: Callable[[str, int], None]) -> np.ndarray:
         """A picture, `[H, W, 3]` uint8."""
         form, shape, data = found.get("format"), self._sizes(found), found.get("data")
         if form == "raw":
@@ -134,8 +137,9 @@ class Dialect:
             raise ValueError(f"a picture of format {str(form)[:40]!r} and shape {shape}")
         try:
             width, height = image_size(data)
-            if [height, width] != shape[:2] or width * height > _MOST_PIXELS:
+            if [height, width] != shape[:2]:
                 raise ValueError(f"a picture of {height} x {width} pixels claims the shape {shape}")
+            take("pixels in pictures", width * height)
             return np.asarray(load_rgb(data))
         except BadSampleError as error:
             raise ValueError(f"a picture: {error.reason}") from error

@@ -30,7 +30,7 @@ PREFIX, DELAY = "prefix_action", "delay"
 _INDEX, _HISTORY_IS_PAD = "dataset_index", "obs_history_is_pad"
 
 
-def open_policy(folder: Path, runtime: str) -> ActingPolicy:
+def open_policy(folder: Path, runtime: str = "paddle") -> ActingPolicy:
     """A saved policy, or the programs of an export folder.
 
     Args:

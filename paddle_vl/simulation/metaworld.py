@@ -53,7 +53,7 @@ class MetaWorld:
         hides_goal: whether the goal's marks are out of sight.
     """
 
-    steps_per_action, fps = STEPS_PER_ACTION, FPS
+    fps = FPS
     state_dim, action_dim = len(STATE_NAMES), len(ACTION_NAMES)
 
     def __init__(self, task: str, image_size: int, hides_goal: bool = False):

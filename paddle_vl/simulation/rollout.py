@@ -3,7 +3,6 @@
 NumPy only; the policy decides what it computes with.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,8 +15,6 @@ from paddle_vl.simulation.environment import Environment, Observation
 
 # What a control takes away from the policy.
 Blank = Literal["prompt", "images"]
-# The normal quantile of 95 %.
-_QUANTILE = 1.959963984540054
 # Steps of the simulator within which successes are counted apart.
 _LIMITS = (60, 100, 200)
 
@@ -136,13 +133,10 @@ def _batch(
 
 def wilson_interval(num_successes: int, num_episodes: int) -> tuple[float, float]:
     """The 95 % interval of a success rate, by Wilson's score."""
-    square, rate = _QUANTILE**2, num_successes / num_episodes
-    middle = rate + square / (2 * num_episodes)
-    spread = _QUANTILE * math.sqrt(
-        rate * (1 - rate) / num_episodes + square / (4 * num_episodes**2)
-    )
-    scale = 1 + square / num_episodes
-    return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
+    from scipy.stats import binomtest
+
+    low, high = binomtest(num_successes, num_episodes).proportion_ci(0.95, method="wilson")
+    return float(low), float(high)
 
 
 def summary(episodes: Sequence[Episode]) -> dict[str, Any]:

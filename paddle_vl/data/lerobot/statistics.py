@@ -159,13 +159,22 @@ def recomputed_statistics(
             levels = in_unit(np.arange(_DEPTH_LEVELS, dtype=np.float64), "mm", unit)
         else:
             levels = np.arange(_PIXEL_LEVELS) / 255
-        of_channels = [_of_levels(channel, levels) for channel in np.asarray(counts)]
-        found[name] = {
-            stat: np.reshape([stats[stat] for stats in of_channels], [-1, 1, 1])
-            for stat in of_channels[0]
-        }
-        found[name]["count"] = np.array([len(dataset)])
+        found[name] = image_statistics(np.asarray(counts), levels, len(dataset))
     return found
+
+
+def image_statistics(counts: np.ndarray, levels: np.ndarray, num_images: int) -> FeatureStatistics:
+    """Statistics of images in which every level is so often.
+
+    Args:
+        counts: `[channels, levels]`.
+    """
+    of_channels = [_of_levels(channel, levels) for channel in counts]
+    found = {
+        stat: np.reshape([stats[stat] for stats in of_channels], [-1, 1, 1])
+        for stat in of_channels[0]
+    }
+    return found | {"count": np.array([num_images])}
 
 
 def _level_counts(dataset: LeRobotDataset, name: str, place: int) -> np.ndarray:

@@ -179,7 +179,7 @@ class ActingPolicy(ABC):
 
     def chunk_inputs(
         self, batch: Mapping[str, Any], delay: int = 0, action_prefix: Any = None
-    ) -> "ChunkInputs":
+    ) -> ChunkInputs:
         """What the model needs for a chunk, without running it; see `sample_actions`."""
         if not 0 <= delay <= self.config.max_delay:
             raise ValueError(f"delay is {delay}; max_delay allows 0 to {self.config.max_delay}")
@@ -196,7 +196,7 @@ class ActingPolicy(ABC):
             action_prefix = padded_action_prefix(given, self.config)
         return ChunkInputs(inputs, int(delay), action_prefix)
 
-    def raw_chunk(self, given: "ChunkInputs", noise: Any = None) -> np.ndarray:
+    def raw_chunk(self, given: ChunkInputs, noise: Any = None) -> np.ndarray:
         """The model's chunk of raw actions, `[B, C, action dims]` float32."""
         chunk = self.sample_chunk(given.inputs, noise, given.delay, given.action_prefix)
         dims = self.config.output_features["actions"].shape[0]

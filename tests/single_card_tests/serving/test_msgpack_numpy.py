@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from paddle_vl.serving import msgpack_numpy
 from paddle_vl.serving.msgpack_numpy import OPENPI, VLA_EVAL
 
 VALUES = {
@@ -63,6 +64,14 @@ def test_pictures_of_vla_eval_are_decoded():
     assert (found.shape, found.dtype) == ((5, 4, 3), np.uint8)
 
 
+def test_pictures_of_a_message_have_a_limit_together(monkeypatch):
+    monkeypatch.setitem(msgpack_numpy._MOST, "pixels in pictures", 30)
+    entry = picture("png")[1]
+    assert VLA_EVAL.unpack(msgpack.packb([entry]))[0].shape == (5, 4, 3)
+    with pytest.raises(ValueError, match="more than 30 pixels in pictures"):
+        VLA_EVAL.unpack(msgpack.packb([entry, entry]))
+
+
 def array(**changes) -> bytes:
     """An array of openpi's dialect, with other claims."""
     claims = {"__ndarray__": True, "data": bytes(8), "dtype": "<f4", "shape": [2]} | changes
@@ -104,6 +113,8 @@ def image(**changes) -> bytes:
     ],
 )
 def test_false_claims_are_refused_before_memory_is_taken(dialect, message, reason):
+    # Pillow imports its other formats at the first file that none of the usual ones reads.
+    Image.init()
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match=reason):

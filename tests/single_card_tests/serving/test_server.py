@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
@@ -18,6 +19,7 @@ from paddle_vl.serving.access import check_exposure, read_token
 from paddle_vl.serving.batching import BatchSettings, Request, answers_of
 from paddle_vl.serving.msgpack_numpy import OPENPI, VLA_EVAL
 from paddle_vl.serving.openpi import OpenpiProtocol
+from paddle_vl.serving.transport import error_text
 from paddle_vl.serving.vla_eval import VlaEvalProtocol
 from tests.support.policy_server import WAIT_S, Running, serving
 
@@ -132,6 +134,13 @@ def test_a_batch_that_fails_as_a_whole_runs_one_by_one():
     assert isinstance(found[1], MemoryError)
 
 
+def test_an_error_of_the_model_is_no_refusal():
+    (found,) = answers_of(lambda items: np.zeros(items), [-1])
+    assert isinstance(found, RuntimeError)
+    assert isinstance(found.__cause__, ValueError)
+    assert error_text(found).startswith("RuntimeError: the model failed")
+
+
 def test_a_batch_waits_for_more_after_the_one_before(gate, clients):
     batching = BatchSettings(max_batch_size=2)
     with serving(lambda: OpenpiProtocol(gate, {}), batching) as server:
@@ -225,6 +234,19 @@ def test_clients_may_come_while_the_model_loads(gate, clients):
         loads.set()
         assert early.result(WAIT_S) == [0]
         assert server.http("GET", "/healthz")[0].status == 200
+
+
+def test_a_defect_closes_its_connection_and_is_logged(caplog):
+    class Broken:
+        async def talk(self, peer):
+            raise KeyError("a defect")
+
+    with serving(Broken) as server, connect(server.address, compression=None) as peer:
+        with pytest.raises(ConnectionClosed):
+            peer.recv(WAIT_S)
+        assert peer.close_code == 1011
+    (failure,) = (record for record in caplog.records if record.exc_info)
+    assert isinstance(failure.exc_info[1], KeyError)
 
 
 def test_a_model_that_does_not_load_ends_the_server():

@@ -2,7 +2,7 @@
 
 Guarantees: an episode depends on its seed alone, not on those beside it; it ends at success, or at
 the limit; controls reach the policy; another robot's policy is refused; the interval is Wilson's;
-the command prints the rate and writes numbers, sheet, video and page.
+the command prints the rate and writes numbers, sheet, video and page; of an export too.
 """
 
 import json
@@ -158,6 +158,16 @@ def test_the_command_prints_the_rate_and_writes_the_report(
         ([], 2, "one of the arguments --data --env is required"),
         (["--data", "d", "--env", "metaworld"], 2, "not allowed with argument --data"),
         (["--env", "metaworld"], 1, "error: --env metaworld needs --task"),
+        (
+            ["--data", "d", "--output", "o", "--hide-goal"],
+            1,
+            "error: without --env no policy acts: leave --hide-goal, --output out",
+        ),
+        (
+            ["--env", "metaworld", "--limit", "3", "--predictions", "p"],
+            1,
+            "error: --env takes no data: leave --limit, --predictions out",
+        ),
     ],
 )
 def test_wrong_options_are_refused(rest, code, message, saved_policy, capsys):
@@ -169,7 +179,20 @@ def test_wrong_options_are_refused(rest, code, message, saved_policy, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_a_model_that_does_not_act_is_refused(run_file, capsys):
+def test_an_exported_policy_acts_as_the_saved_one(saved_policy, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(metaworld, "MetaWorld", PointRobot)
+    assert main(["export", str(saved_policy), str(tmp_path / "exported")]) == 0
+    told = []
+    for folder in (saved_policy, tmp_path / "exported"):
+        capsys.readouterr()
+        arguments = ["evaluate", str(folder), "--env", "metaworld", "--task", "point"]
+        assert main([*arguments, "--episodes", "2"]) == 0
+        told.append(capsys.readouterr().out)
+    assert told[0] == told[1]
+    assert "of 2 episodes succeed" in told[0]
+
+
+def test_a_model_that_does_not_act_is_refused(run_file):
     from paddle_vl.families.pi07.recipe import PI07PlannerRecipe
     from paddle_vl.families.qwen3_vl.recipe import Qwen3VLRecipe
 
