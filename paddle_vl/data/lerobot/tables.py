@@ -144,7 +144,7 @@ def _opened(arrow: Any, version: FileVersion) -> _File:
         opened = arrow.parquet.ParquetFile(version.path, buffer_size=_BUFFER_BYTES)
         _files[version] = _File(opened)
         if len(_files) > _MOST_OPEN:
-            _files.popitem(last=False)
+            _files.popitem(last=False)[1].opened.close()
     _files.move_to_end(version)
     return _files[version]
 

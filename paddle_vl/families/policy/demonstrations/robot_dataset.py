@@ -6,7 +6,8 @@ or a blend of both.
 
 Source: OpenTau's datasets, with their optional columns (`response`, `memory`, `mistake`), entries
 of episodes (`quality`, `segments`, `success`) and speed percentiles; and the language columns of
-LeRobot 0.6. Differs: past frames from before the episode are zeros, as everywhere here.
+LeRobot 0.6. Differs: past frames from before the episode are zeros, as everywhere here; `mistake`
+does not follow from the mean in an episode's statistics of `success`.
 
 Over 350 lines: what a moment has, and where each part of it is found.
 """
@@ -68,7 +69,10 @@ class RobotDataset:
         tolerance_s, skips_check = config.tolerance_s, config.skip_timestamp_check
         if skips_check is None:
             skips_check = mixture.skip_timestamp_check
-        root = local_folder(config.label, revision=config.revision, kind="dataset")
+        root = config.root
+        if root is None:
+            assert config.repo_id is not None, "RobotDatasetConfig demands one of them"
+            root = local_folder(config.repo_id, revision=config.revision, kind="dataset")
         self.data = LeRobotDataset(
             root,
             episodes=config.episodes,
@@ -102,7 +106,7 @@ class RobotDataset:
 
     def fields(self) -> set[str]:
         """The optional fields that its moments have."""
-        features, extra = self.data.features, self.data.episodes[0].extra
+        features, extra = self.data.features, self._entries()
         found = {"speed", "subgoal", *(name for name in _IDENTITY if getattr(self, name))}
         has_language = PERSISTENT in features
         if "response" in self.columns or has_language:
@@ -198,6 +202,10 @@ class RobotDataset:
             }
         return result
 
+    def _entries(self) -> set[str]:
+        """Names of the further entries that any episode has."""
+        return set().union(*(episode.extra for episode in self.data.episodes))
+
     def _columns(self) -> dict[str, str]:
         features, root = self.data.features, self.data.root
         given = self.config.data_features_name_mapping
@@ -210,7 +218,7 @@ class RobotDataset:
                     f"data_features_name_mapping of {root} has {name!r}, which is no standard "
                     f"name; {nearest(name, [*_DEFAULTS, *self.shapes.cameras])}"
                 )
-            others = {"prompt": ["task"], "success": self.data.episodes[0].extra}.get(name, ())
+            others = {"prompt": ["task"], "success": self._entries()}.get(name, ())
             if column not in features and column not in others:
                 raise ValueError(
                     f"data_features_name_mapping of {root} maps {name!r} to {column!r}, which it "
@@ -297,7 +305,7 @@ class RobotDataset:
 
     def _word(self, name: str, episode: Episode, row: int) -> Any:
         """An optional field but the goal; None if it is absent."""
-        if name in ("robot_type", "control_mode"):
+        if name in _IDENTITY:
             return getattr(self, name)
         if name == "fps":
             return int(self.mixture.action_freq or self.data.fps)

@@ -102,6 +102,10 @@ def test_optional_columns_and_entries_become_fields(tmp_path):
     assert all(min(abs(goal - level(i)) for i in (3, 4)) <= 3 for goal in goals)
     assert len(goals) >= 2
     assert same(robots.in_epoch(5)[3], robots.in_epoch(5)[3])
+    file = root / "meta" / "episodes.jsonl"
+    file.write_text(file.read_text().replace('"quality": 4, ', ""))
+    robots = source(root, fields=None)
+    assert [bool(robots[n]["quality_is_pad"]) for n in (3, 15)] == [True, False]
 
 
 def test_language_columns_become_response_and_memory():
@@ -179,6 +183,7 @@ BAD = {
         {"use_delta_joint_actions": True, "delta_action_state_map": {0: 2}},
         r"'observation.state' .* dims \[2\] are wanted",
     ),
+    "no such folder": ({"root": "org/name"}, r"org/name/meta/info\.json cannot be read"),
     "no camera": ({"data_features_name_mapping": {"camera1": CAMERA}},
                   "no column for camera0 .*empty_cameras, which is 0"),
 }  # fmt: skip
@@ -187,8 +192,8 @@ BAD = {
 @pytest.mark.parametrize("fault", BAD)
 def test_what_does_not_fit_is_named(root, fault):
     config, message = BAD[fault]
-    with pytest.raises(ValueError, match=message):
-        source(root, **config)
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        source(**{"root": root, **config})
 
 
 def test_robot_and_mode_can_be_demanded_and_stated(root):
@@ -219,6 +224,10 @@ def test_episodes_that_cannot_be_read_are_refused_or_skipped(tmp_path):
     assert sum(map(len, loader)) == 19
     assert loader.skipped == {"missing_file": 3, "not_finite": 4}
     assert source(root, excluded_episodes=[1]).skipped == {}
+    for file in root.glob("data/*/*"):
+        file.unlink()
+    with pytest.raises(ValueError, match=r"no frame is left to draw: of .* \[0\] frames"):
+        source(root, on_bad_sample="skip").parts()
 
 
 @pytest.fixture(scope="module")
