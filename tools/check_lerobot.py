@@ -81,8 +81,9 @@ def _is_same(found: Any, wanted: Any) -> bool:
         # Older expectations of windows have the means of images in 0..1, channels first.
         means = [float(image.astype(np.float32).mean()) / 255 for image in found]
         return np.allclose(means, wanted["mean_per_step"], rtol=0, atol=1e-6)
+    has_rows = isinstance(wanted, list) and wanted and isinstance(wanted[0], dict)
     # Frames of a window; rows of language are compared as they are.
-    if isinstance(wanted, list) and any({"hwc", "chw"} & {*each} for each in wanted[:1]):
+    if has_rows and {"hwc", "chw"} & wanted[0].keys():
         return all(map(_is_same, found, wanted))
     if isinstance(found, np.ndarray | np.generic):
         return found.tolist() == wanted
