@@ -125,7 +125,7 @@ class PI07Recipe(Family):
             self.source = self._source(config.data.train)
         else:
             self.source, held_out = self._robots(mixture).parts()
-        if isinstance(self.source, DemonstrationsDataset):
+        if not isinstance(self.source, SyntheticDemonstrations):
             self.source.check_history()
         self.fields = self.source.fields
         flow, seed = flow_draws(self.model_config), config.train.seed

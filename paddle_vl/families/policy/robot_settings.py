@@ -160,10 +160,12 @@ class DatasetMixtureConfig(Section):
     @property
     def has_held_out(self) -> bool:
         """Whether a part of any dataset is kept for evaluation."""
-        return any(
-            self.val_split_ratio if each.val_split_ratio is None else each.val_split_ratio
-            for each in self.datasets
-        )
+        return any(self.setting(each, "val_split_ratio") for each in self.datasets)
+
+    def setting(self, dataset: RobotDatasetConfig, name: str) -> Any:
+        """A setting of a dataset, or the mixture's if the dataset has none."""
+        own = getattr(dataset, name)
+        return getattr(self, name) if own is None else own
 
     def problems(self, train: Sequence[str], evaluation: Sequence[str]) -> Iterator[str]:
         """Messages about settings that contradict each other, or the files of data.train and

@@ -66,9 +66,6 @@ class RobotDataset:
             ValueError: it lacks a feature, or one has another size; names dataset and feature.
         """
         self.config, self.mixture, self.shapes = config, mixture, shapes
-        tolerance_s, skips_check = config.tolerance_s, config.skip_timestamp_check
-        if skips_check is None:
-            skips_check = mixture.skip_timestamp_check
         root = config.root
         if root is None:
             assert config.repo_id is not None, "RobotDatasetConfig demands one of them"
@@ -78,8 +75,8 @@ class RobotDataset:
             episodes=config.episodes,
             excluded_episodes=config.excluded_episodes,
             fps=config.fps,
-            tolerance_s=tolerance_s or mixture.tolerance_s,
-            skip_timestamp_check=skips_check,
+            tolerance_s=mixture.setting(config, "tolerance_s"),
+            skip_timestamp_check=mixture.setting(config, "skip_timestamp_check"),
         )
         stated = {"control_mode": "unknown", **self.data.metadata.info}
         self.robot_type, self.control_mode = (
@@ -103,6 +100,12 @@ class RobotDataset:
     def group(self) -> str:
         """Name of the group of data: robot type and control mode, or the dataset's."""
         return group_name(self.robot_type, self.control_mode) or self.config.label
+
+    @property
+    def longest_history(self) -> int:
+        """Steps of the policy in the longest episode."""
+        frames = max(episode.length for episode in self.data.episodes)
+        return int((frames - 1) / self.step + _ROUNDING) + 1
 
     def fields(self) -> set[str]:
         """The optional fields that its moments have."""

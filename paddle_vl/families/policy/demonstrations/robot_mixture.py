@@ -15,6 +15,7 @@ from xxhash import xxh3_64
 from paddle_vl.data.jsonl import BadSampleError, FileContent, OnBadSample
 from paddle_vl.data.lerobot.metadata import INFO
 from paddle_vl.data.lerobot.statistics import FeatureStatistics, has_recomputed, pooled
+from paddle_vl.families.policy.demonstrations.dataset import check_history
 from paddle_vl.families.policy.demonstrations.robot_dataset import RobotDataset
 from paddle_vl.families.policy.demonstrations.sample import (
     OPTIONAL_FIELDS,
@@ -100,6 +101,11 @@ class RobotDemonstrations:
         """A complete sample, see `demonstration`."""
         return self.demonstration(number)
 
+    def check_history(self) -> None:
+        """See `check_history`; steps are those of the mixture's rate."""
+        longest = [(each.config.label, each.longest_history) for each in self.datasets]
+        check_history(self.shapes, longest, "episodes")
+
     def in_epoch(self, epoch: int) -> "RobotDemonstrations":
         """The same source, with that epoch's draws."""
         view = copy.copy(self)
@@ -117,8 +123,7 @@ class RobotDemonstrations:
         for part in parts:
             part._numbers = []
         for place, (dataset, numbers) in enumerate(zip(self.datasets, self._numbers, strict=True)):
-            ratio = dataset.config.val_split_ratio
-            ratio = mixture.val_split_ratio if ratio is None else ratio
+            ratio = mixture.setting(dataset.config, "val_split_ratio")
             rng = sample_rng(self.seed, Stream.SPLIT, place)
             owners = dataset.data.owners()[numbers]
             units = numbers if mixture.val_split_by == "frame" else np.unique(owners)

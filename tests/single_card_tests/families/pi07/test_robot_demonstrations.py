@@ -11,6 +11,7 @@ evaluation share no episode with training, and are the same everywhere.
 """
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -155,6 +156,17 @@ def test_steps_are_resampled_to_the_rate_of_the_mixture(root, strategy, states, 
     assert true["fps"] == 16
     late = source(root, shapes, mixture=mixture)[13]
     assert late["action_is_pad"].tolist() == [False, False, True, True]
+
+
+def test_an_observation_longer_than_every_episode_is_refused(root):
+    """14 frames at 10 Hz are 7 steps at 5."""
+    shapes = DemonstrationShapes(("camera0",), (8, 8), 2, 4, 4, 2, history_interval=2)
+    slow = {"action_freq": 5.0}
+    source(root, shapes, mixture=slow).check_history()
+    shapes = replace(shapes, n_obs_steps=5)
+    source(root, shapes).check_history()
+    with pytest.raises(ValueError, match=r"needs episodes with 9 .* at most 7 in .* at most 4$"):
+        source(root, shapes, mixture=slow).check_history()
 
 
 def test_dims_are_chosen_and_differences_taken(root):
