@@ -384,7 +384,8 @@ class PrefetchLoader(PrefetchingLoader):
         is_partial = any(not media for _, _, media in (*before, *contents))
         if contents and "contents" not in position.stream:
             # Older states have no hashes of file contents; positions of lines are compared.
-            here["fingerprint"] = getattr(self._dataset, "positions_fingerprint")  # noqa: B009
+            positions = getattr(self._dataset, "positions_fingerprint", here["fingerprint"])
+            here["fingerprint"] = positions
         elif problems or is_partial:
             # The edited files explain why the fingerprints differ, as do files of which one start
             # has looked at all images and the other has not.

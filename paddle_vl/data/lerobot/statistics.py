@@ -11,6 +11,7 @@ have so few values that one histogram is enough; depth counts in whole millimetr
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from paddle_vl.data.worker_pool import results_in_order
 from paddle_vl.files.text_file import read_json_object, write_text
 
 STATS = "meta/stats.json"
+STATS_OF_EPISODES = "meta/episodes_stats.jsonl"
 RECOMPUTED = "meta/recomputed_stats.json"
 QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
 # Bits that each pass over the numbers finds.
@@ -41,19 +43,21 @@ Statistics = dict[str, FeatureStatistics]
 
 def stored_statistics(metadata: Metadata, depth_unit: DepthUnit = "mm") -> Statistics:
     """Statistics that lerobot wrote, as it gives them; of version 2.1 those of all episodes pooled.
+    None without a file of them.
 
     Raises:
-        RuntimeError: a file is damaged, or missing in version 2.1.
+        RuntimeError: a file is damaged.
     """
-    if metadata.version == "v2.1":
-        each = [line["stats"] for line in lines(metadata.root / "meta" / "episodes_stats.jsonl")]
-        of_episodes = [_arrays(stats) for stats in each]
-        found = {
-            name: pooled(
-                [stats[name] for stats in of_episodes], [s[name]["count"] for s in of_episodes]
-            )
-            for name in of_episodes[0]
-        }
+    file = metadata.root / STATS_OF_EPISODES
+    if metadata.version == "v2.1" and file.is_file():
+        with _in_form(file):
+            of_episodes = [_arrays(line["stats"]) for line in lines(file)]
+            found = {
+                name: pooled(
+                    [stats[name] for stats in of_episodes], [s[name]["count"] for s in of_episodes]
+                )
+                for name in of_episodes[0]
+            }
     else:
         found = read_statistics(metadata.root / STATS)
     for name, feature in metadata.features.items():
@@ -115,7 +119,19 @@ def read_statistics(file: Path) -> Statistics:
     if not file.is_file():
         return {}
     values = read_json_object(file, "a dataset's statistics", "compute them again")
-    return _arrays(values)
+    with _in_form(file):
+        return _arrays(values)
+
+
+@contextmanager
+def _in_form(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise RuntimeError(
+            f"{file} has no statistics in lerobot's form ({type(error).__name__}: {error}): fetch "
+            "the dataset again, or remove the file and compute them with paddle-vl compute-stats"
+        ) from error
 
 
 def _arrays(values: Mapping[str, Mapping[str, Any]]) -> Statistics:

@@ -141,10 +141,13 @@ def read_rows(path: Path, columns: Columns, first: int, count: int) -> Any:
 
 def _opened(arrow: Any, version: FileVersion) -> _File:
     if version not in _files:
-        opened = arrow.parquet.ParquetFile(version.path, buffer_size=_BUFFER_BYTES)
+        # Buffered ahead, a column chunk would be kept whole as long as the file is open.
+        opened = arrow.parquet.ParquetFile(
+            version.path, buffer_size=_BUFFER_BYTES, pre_buffer=False
+        )
         _files[version] = _File(opened)
         if len(_files) > _MOST_OPEN:
-            _files.popitem(last=False)
+            _files.popitem(last=False)[1].opened.close()
     _files.move_to_end(version)
     return _files[version]
 

@@ -125,7 +125,7 @@ class PI07Recipe(Family):
             self.source = self._source(config.data.train)
         else:
             self.source, held_out = self._robots(mixture).parts()
-        if isinstance(self.source, DemonstrationsDataset):
+        if not isinstance(self.source, SyntheticDemonstrations):
             self.source.check_history()
         self.fields = self.source.fields
         flow, seed = flow_draws(self.model_config), config.train.seed
@@ -134,15 +134,18 @@ class PI07Recipe(Family):
             self.source, data.drops, flow, seed, transforms=data.image_transforms
         )
         self.eval_data = None
-        if config.data.eval:
-            held_out = self._source(config.data.eval)
+        if data.eval:
+            held_out = self._source(data.eval)
         if held_out is not None:
-            drops = (
-                config.data.drops
-                if mixture and mixture.val_enable_optional_key_dropout
-                else NO_DROPS
-            )
+            has_drops = mixture is not None and mixture.val_enable_optional_key_dropout
+            drops = data.drops if has_drops else NO_DROPS
             self.eval_data = DrawnDemonstrations(held_out, drops, flow, EVALUATION_SEED)
+        elif config.train.eval_steps is not None:
+            raise ValueError(
+                f"train.eval_steps is {config.train.eval_steps}, but data.dataset_mixture keeps "
+                "nothing for evaluation, since each of its datasets has one episode: set "
+                "val_split_by: frame, or val_split_ratio: 0.0 and data.eval"
+            )
         self.shape, self.costs = model_shape(self.model_config), layer_costs(self.model_config)
         self.encoder_shape = encoder_shape(self.model_config)
         if config.parallel.schedule == "colocated":

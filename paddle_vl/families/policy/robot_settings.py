@@ -86,6 +86,11 @@ class RobotDatasetConfig(Section):
         """Messages about settings that contradict each other."""
         if self.repo_id is None and self.root is None:
             yield f"{where} has neither repo_id nor root: name the dataset or its folder"
+        if self.root is not None and self.revision is not None:
+            yield (
+                f"{where} has revision {self.revision!r}, which the folder in root has not: remove "
+                "it, or name the dataset in repo_id alone"
+            )
         if self.use_delta_joint_actions != bool(self.delta_action_state_map):
             yield (
                 f"{where} has use_delta_joint_actions {self.use_delta_joint_actions} and "
@@ -115,7 +120,8 @@ class DatasetMixtureConfig(Section):
     vector_resample_strategy: ResampleStrategy = "nearest"
     """states and actions between two frames: the nearest, or both blended"""
     val_split_ratio: _Ratio = 0.05
-    """share of each dataset that is kept for evaluation, at least an episode; 0 for none"""
+    """share of each dataset that is kept for evaluation, at least one of several episodes; 0 for
+    none"""
     val_split_by: Literal["episode", "frame"] = "episode"
     """what the shares are drawn of; frame as in OpenTau, where frames of an episode are in both,
     so that the evaluation loss is lower than on new episodes"""
@@ -154,10 +160,12 @@ class DatasetMixtureConfig(Section):
     @property
     def has_held_out(self) -> bool:
         """Whether a part of any dataset is kept for evaluation."""
-        return any(
-            self.val_split_ratio if each.val_split_ratio is None else each.val_split_ratio
-            for each in self.datasets
-        )
+        return any(self.setting(each, "val_split_ratio") for each in self.datasets)
+
+    def setting(self, dataset: RobotDatasetConfig, name: str) -> Any:
+        """A setting of a dataset, or the mixture's if the dataset has none."""
+        own = getattr(dataset, name)
+        return getattr(self, name) if own is None else own
 
     def problems(self, train: Sequence[str], evaluation: Sequence[str]) -> Iterator[str]:
         """Messages about settings that contradict each other, or the files of data.train and

@@ -118,6 +118,10 @@ def test_ranks_draw_the_samples_of_one_device(run_file, tmp_path):
 
 WRONG = {
     "datasets: neither": (with_mixture(datasets=[{}]), "has neither repo_id nor root"),
+    "a revision of a folder": (
+        with_mixture(datasets=[{"root": "a", "repo_id": "b/a", "revision": "main"}]),
+        r"datasets\[0\] has revision 'main', which the folder in root has not",
+    ),
     "unknown": (
         with_mixture(action_frequency=3.0),
         "did you mean data.dataset_mixture.action_freq",
@@ -158,6 +162,13 @@ def test_settings_that_cannot_be_meant_are_refused(run_file, fault):
     overrides, message = WRONG[fault]
     with pytest.raises(ValueError, match=message):
         load_run_config(run_file, overrides)
+
+
+def test_a_dataset_without_an_episode_to_spare_has_no_evaluation(run_file, tmp_path):
+    one = with_mixture(datasets=[{"root": V21, "episodes": [0]}], weights=None)
+    assert PI07Recipe(load_run_config(run_file, one), None).eval_data is None
+    with pytest.raises(ValueError, match="eval_steps is 1, .* each of its datasets has one"):
+        trained(run_file, tmp_path, *one, "train.eval_steps=1")
 
 
 def test_files_and_folders_do_not_mix(run_file, tmp_path):

@@ -20,7 +20,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -190,32 +190,9 @@ class DemonstrationsDataset(LineIndex):
             return finished_sample(given, self.shapes, self.fields)
 
     def check_history(self) -> None:
-        """Refuse an observation that no line can fill; warn of files without a line that can.
-
-        Raises:
-            ValueError: names the longest line and the steps that are needed.
-        """
-        shapes = self.shapes
-        short = {
-            str(file): length
-            for file, length in zip(self.files, self.history_lengths, strict=True)
-            if length < shapes.history_length
-        }
-        if not short:
-            return
-        needed = (
-            f"n_obs_steps {shapes.n_obs_steps} with history_interval {shapes.history_interval} "
-            f"needs lines with {shapes.history_length} consecutive steps"
-        )
-        found = ", ".join(f"at most {length} in {file}" for file, length in short.items())
-        if len(short) < len(self.files):
-            logger.warning("%s; there are %s, whose past is always padded", needed, found)
-            return
-        fits = (max(short.values()) - 1) // shapes.history_interval + 1
-        raise ValueError(
-            f"{needed}, and there are {found}: write more steps into the lines, or set "
-            f"model.policy.n_obs_steps to at most {fits}"
-        )
+        """See `check_history`."""
+        lengths = zip(map(str, self.files), self.history_lengths, strict=True)
+        check_history(self.shapes, [*lengths], "lines")
 
     def motion(self, number: int) -> tuple[np.ndarray, np.ndarray | None, int]:
         """State, actions and group of a sample, see `DemonstrationSource`; reads no images.
@@ -252,6 +229,38 @@ class DemonstrationsDataset(LineIndex):
             return letterbox(pixels_HW3.transpose(2, 0, 1), self.shapes.image_size)
         except ValueError as error:
             raise BadSampleError("unreadable_image", f"{name!r}, {path}: {error}") from error
+
+
+def check_history(
+    shapes: DemonstrationShapes,
+    longest: Sequence[tuple[str, int]],
+    form: Literal["lines", "episodes"],
+) -> None:
+    """Refuse an observation that no line or episode can fill; warn of files without one that can.
+
+    Args:
+        longest: per file its name and the steps of its longest one.
+
+    Raises:
+        ValueError: names the longest ones and the steps that are needed.
+    """
+    short = [(file, length) for file, length in longest if length < shapes.history_length]
+    if not short:
+        return
+    needed = (
+        f"n_obs_steps {shapes.n_obs_steps} with history_interval {shapes.history_interval} "
+        f"needs {form} with {shapes.history_length} consecutive steps"
+    )
+    found = ", ".join(f"at most {length} in {file}" for file, length in short)
+    if len(short) < len(longest):
+        logger.warning("%s; there are %s, whose past is always padded", needed, found)
+        return
+    fits = (max(length for _, length in short) - 1) // shapes.history_interval + 1
+    longer = "write more steps into the lines" if form == "lines" else "add longer episodes"
+    raise ValueError(
+        f"{needed}, and there are {found}: {longer}, or set model.policy.n_obs_steps to at most "
+        f"{fits}"
+    )
 
 
 def parse_moment(line: bytes, folder: MediaFolder, shapes: DemonstrationShapes) -> Moment:

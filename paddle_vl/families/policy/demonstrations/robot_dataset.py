@@ -6,7 +6,8 @@ or a blend of both.
 
 Source: OpenTau's datasets, with their optional columns (`response`, `memory`, `mistake`), entries
 of episodes (`quality`, `segments`, `success`) and speed percentiles; and the language columns of
-LeRobot 0.6. Differs: past frames from before the episode are zeros, as everywhere here.
+LeRobot 0.6. Differs: past frames from before the episode are zeros, as everywhere here; `mistake`
+does not follow from the mean in an episode's statistics of `success`.
 
 Over 350 lines: what a moment has, and where each part of it is found.
 """
@@ -65,17 +66,17 @@ class RobotDataset:
             ValueError: it lacks a feature, or one has another size; names dataset and feature.
         """
         self.config, self.mixture, self.shapes = config, mixture, shapes
-        tolerance_s, skips_check = config.tolerance_s, config.skip_timestamp_check
-        if skips_check is None:
-            skips_check = mixture.skip_timestamp_check
-        root = local_folder(config.label, revision=config.revision, kind="dataset")
+        root = config.root
+        if root is None:
+            assert config.repo_id is not None, "RobotDatasetConfig demands one of them"
+            root = local_folder(config.repo_id, revision=config.revision, kind="dataset")
         self.data = LeRobotDataset(
             root,
             episodes=config.episodes,
             excluded_episodes=config.excluded_episodes,
             fps=config.fps,
-            tolerance_s=tolerance_s or mixture.tolerance_s,
-            skip_timestamp_check=skips_check,
+            tolerance_s=mixture.setting(config, "tolerance_s"),
+            skip_timestamp_check=mixture.setting(config, "skip_timestamp_check"),
         )
         stated = {"control_mode": "unknown", **self.data.metadata.info}
         self.robot_type, self.control_mode = (
@@ -100,9 +101,15 @@ class RobotDataset:
         """Name of the group of data: robot type and control mode, or the dataset's."""
         return group_name(self.robot_type, self.control_mode) or self.config.label
 
+    @property
+    def longest_history(self) -> int:
+        """Steps of the policy in the longest episode."""
+        frames = max(episode.length for episode in self.data.episodes)
+        return int((frames - 1) / self.step + _ROUNDING) + 1
+
     def fields(self) -> set[str]:
         """The optional fields that its moments have."""
-        features, extra = self.data.features, self.data.episodes[0].extra
+        features, extra = self.data.features, self._entries()
         found = {"speed", "subgoal", *(name for name in _IDENTITY if getattr(self, name))}
         has_language = PERSISTENT in features
         if "response" in self.columns or has_language:
@@ -198,6 +205,10 @@ class RobotDataset:
             }
         return result
 
+    def _entries(self) -> set[str]:
+        """Names of the further entries that any episode has."""
+        return set().union(*(episode.extra for episode in self.data.episodes))
+
     def _columns(self) -> dict[str, str]:
         features, root = self.data.features, self.data.root
         given = self.config.data_features_name_mapping
@@ -210,7 +221,7 @@ class RobotDataset:
                     f"data_features_name_mapping of {root} has {name!r}, which is no standard "
                     f"name; {nearest(name, [*_DEFAULTS, *self.shapes.cameras])}"
                 )
-            others = {"prompt": ["task"], "success": self.data.episodes[0].extra}.get(name, ())
+            others = {"prompt": ["task"], "success": self._entries()}.get(name, ())
             if column not in features and column not in others:
                 raise ValueError(
                     f"data_features_name_mapping of {root} maps {name!r} to {column!r}, which it "
@@ -297,7 +308,7 @@ class RobotDataset:
 
     def _word(self, name: str, episode: Episode, row: int) -> Any:
         """An optional field but the goal; None if it is absent."""
-        if name in ("robot_type", "control_mode"):
+        if name in _IDENTITY:
             return getattr(self, name)
         if name == "fps":
             return int(self.mixture.action_freq or self.data.fps)

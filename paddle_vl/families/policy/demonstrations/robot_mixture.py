@@ -15,6 +15,7 @@ from xxhash import xxh3_64
 from paddle_vl.data.jsonl import BadSampleError, FileContent, OnBadSample
 from paddle_vl.data.lerobot.metadata import INFO
 from paddle_vl.data.lerobot.statistics import FeatureStatistics, has_recomputed, pooled
+from paddle_vl.families.policy.demonstrations.dataset import check_history
 from paddle_vl.families.policy.demonstrations.robot_dataset import RobotDataset
 from paddle_vl.families.policy.demonstrations.sample import (
     OPTIONAL_FIELDS,
@@ -38,7 +39,8 @@ class RobotDemonstrations:
         mixture, datasets: the settings, and the datasets in their order.
         shapes, fields, group_names, files, contents: see `DemonstrationSource`.
         on_bad_sample: as of `DemonstrationsDataset`; episodes without a file are found on opening.
-        weights: shares of the datasets, of which samples are drawn; None to have every frame once.
+        weights: sums of the shares of the datasets up to each, of which samples are drawn; None to
+            have every frame once.
         substitutes: whether prompts are replaced by the datasets' substitutions.
     """
 
@@ -99,30 +101,29 @@ class RobotDemonstrations:
         """A complete sample, see `demonstration`."""
         return self.demonstration(number)
 
+    def check_history(self) -> None:
+        """See `check_history`; steps are those of the mixture's rate."""
+        longest = [(each.config.label, each.longest_history) for each in self.datasets]
+        check_history(self.shapes, longest, "episodes")
+
     def in_epoch(self, epoch: int) -> "RobotDemonstrations":
         """The same source, with that epoch's draws."""
         view = copy.copy(self)
         view.epoch = epoch
         return view
 
-    def _drawn(self) -> "RobotDemonstrations":
-        """This source, whose samples are drawn with replacement."""
-        view, frames = copy.copy(self), np.array([len(numbers) for numbers in self._numbers])
-        weights = self.mixture.weights
-        shares = np.where(frames > 0, frames if weights is None else weights, 0)
-        ends = np.cumsum(shares)
-        view.weights = ends / ends[-1]
-        return view
-
     def parts(self) -> "tuple[RobotDemonstrations, RobotDemonstrations | None]":
         """What to train on, drawn by weight; and every frame that is kept to evaluate with, the
-        same on every rank."""
+        same on every rank.
+
+        Raises:
+            ValueError: no dataset with a weight has a frame that can be read.
+        """
         parts, mixture = (copy.copy(self), copy.copy(self)), self.mixture
         for part in parts:
             part._numbers = []
         for place, (dataset, numbers) in enumerate(zip(self.datasets, self._numbers, strict=True)):
-            ratio = dataset.config.val_split_ratio
-            ratio = mixture.val_split_ratio if ratio is None else ratio
+            ratio = mixture.setting(dataset.config, "val_split_ratio")
             rng = sample_rng(self.seed, Stream.SPLIT, place)
             owners = dataset.data.owners()[numbers]
             units = numbers if mixture.val_split_by == "frame" else np.unique(owners)
@@ -133,7 +134,17 @@ class RobotDemonstrations:
             parts[1]._numbers.append(numbers[is_kept])
         for part in parts:
             part._count()
-        training, held_out = parts[0]._drawn(), parts[1]
+        training, held_out = parts
+        frames = np.diff(training._starts)
+        weights = frames if mixture.weights is None else mixture.weights
+        ends = np.cumsum(np.where(frames > 0, weights, 0))
+        if not ends[-1]:
+            raise ValueError(
+                f"no frame is left to draw: of {', '.join(map(str, self.files))} "
+                f"{frames.tolist()} frames can be read, and the weights are {mixture.weights}: "
+                "fetch the datasets again, or change the weights"
+            )
+        training.weights = ends / ends[-1]
         training.substitutes = True
         held_out.substitutes = mixture.val_enable_prompt_substitution
         return training, held_out if len(held_out) else None
@@ -215,15 +226,13 @@ class RobotDemonstrations:
         hashes = [content[1:] for content in self.contents]
         # Datasets may lie elsewhere.
         moved = {"root", "repo_id", "revision"}
-        settings = [each.config.model_dump(exclude=moved) for each in self.datasets]
-        mixture = self.mixture.model_dump(exclude={"datasets"})
+        # Without defaults, so that a new setting changes no fingerprint.
+        settings = [
+            each.config.model_dump(exclude=moved, exclude_defaults=True) for each in self.datasets
+        ]
+        mixture = self.mixture.model_dump(exclude={"datasets"}, exclude_defaults=True)
         text = repr((hashes, shares, numbers, settings, mixture, self.seed))
         return xxh3_64(text.encode()).intdigest()
-
-    @property
-    def positions_fingerprint(self) -> int:
-        """The fingerprint; there are no lines."""
-        return self.fingerprint
 
     def _count(self) -> None:
         self._starts = np.cumsum([0, *(len(numbers) for numbers in self._numbers)])

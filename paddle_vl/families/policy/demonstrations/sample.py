@@ -118,8 +118,7 @@ class DemonstrationSource(SampleSource, Protocol):
         fields: whether samples have each of `OPTIONAL_FIELDS`.
         group_names: of the groups, in the order of `dataset_index`.
         files: of the samples; none for a formula.
-        contents, positions_fingerprint: see `paddle_vl.data.worker_pool.SampleSource`; no contents
-            of a formula.
+        contents: see `paddle_vl.data.worker_pool.SampleSource`; none of a formula.
     """
 
     shapes: DemonstrationShapes

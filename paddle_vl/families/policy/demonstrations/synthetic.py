@@ -132,11 +132,6 @@ class SyntheticDemonstrations:
             settings.append(self.shapes.history_interval)
         return zlib.crc32(repr(tuple(settings)).encode())
 
-    @property
-    def positions_fingerprint(self) -> int:
-        """The fingerprint; there are no lines."""
-        return self.fingerprint
-
     def _frames(self, number: int) -> np.ndarray:
         """Steps of the frames of an observation; fewer than F at the beginning of the episode."""
         steps = np.arange(number % EPISODE_LENGTH + 1)

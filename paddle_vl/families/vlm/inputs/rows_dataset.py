@@ -32,7 +32,6 @@ class RowsDataset(ConversationData):
     Attributes:
         skipped: empty; bad rows are found when they are loaded.
         contents: hashes of every source.
-        positions_fingerprint: as `fingerprint`.
     """
 
     def __init__(
@@ -86,7 +85,6 @@ class RowsDataset(ConversationData):
         self._name_numbers = [names.index(label) if label in names else 0 for label in labels]
         drawn = self._draws.sources.tobytes() + self._draws.rows.tobytes()
         self.fingerprint = xxh3_64_intdigest(drawn + str(self.contents).encode())
-        self.positions_fingerprint = self.fingerprint
 
     def __getitem__(self, number: int) -> dict[str, np.ndarray]:
         sample = super().__getitem__(number)

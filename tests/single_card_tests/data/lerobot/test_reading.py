@@ -80,6 +80,22 @@ def test_frames_are_found_in_any_order_with_bounded_memory(folder, monkeypatch):
     assert_is_frame(pickle.loads(pickle.dumps(dataset))[20], 20, 3)
 
 
+def test_a_row_group_is_read_in_blocks_and_not_kept(tmp_path, monkeypatch):
+    """Converted datasets have a row group per file."""
+    monkeypatch.setattr(tables, "_BLOCK_BYTES", 1 << 18)
+    monkeypatch.setattr(tables, "_MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(tables, "_blocks", tables._Blocks())
+    values = np.random.default_rng(0).bytes(16 << 20)
+    rows = [values[start : start + 4096] for start in range(0, len(values), 4096)]
+    file = tmp_path / "one.parquet"
+    pq.write_table(pa.table({"a": rows}), file, data_page_size=1 << 16, write_batch_size=16)
+    assert pq.read_metadata(file).num_row_groups == 1
+    before = pa.total_allocated_bytes()
+    for row in (len(rows) - 1, 0, 1000):
+        assert tables.read_rows(file, ("a",), row, 1)["a"][0].as_py() == rows[row]
+    assert pa.total_allocated_bytes() - before < 3 << 20
+
+
 def test_a_file_that_is_written_anew_is_read_anew(tmp_path):
     dataset = LeRobotDataset(write_lerobot(tmp_path, (4, 3)))
     assert_is_frame(dataset[5], 5, 1)

@@ -97,6 +97,21 @@ def test_computed_statistics_take_precedence_and_are_not_replaced(tmp_path, caps
     assert (tmp_path / "stats.json").read_text() == (root / module.RECOMPUTED).read_text()
 
 
+def test_damaged_statistics_are_named_and_missing_ones_are_none(tmp_path):
+    shutil.copytree(DATA / "v21_video" / "meta", tmp_path / "meta")
+    metadata, file = read_metadata(tmp_path), tmp_path / module.STATS_OF_EPISODES
+    file.write_text(file.read_text().replace('"count"', '"counts"', 1))
+    with pytest.raises(RuntimeError, match="episodes_stats.jsonl has no statistics .*'count'"):
+        statistics(metadata)
+    file.unlink()
+    assert statistics(metadata) == {}
+    (tmp_path / module.RECOMPUTED).write_text('{"action": 3}')
+    with pytest.raises(
+        RuntimeError, match="recomputed_stats.json has no statistics .*compute-stats"
+    ):
+        statistics(metadata)
+
+
 def test_numbers_that_are_not_finite_are_named(tmp_path):
     rewards = np.array([0, 1, 2, np.nan], np.float32)
     root = write_lerobot(tmp_path, (2, 2), columns={"next.reward": rewards})

@@ -11,6 +11,7 @@ evaluation share no episode with training, and are the same everywhere.
 """
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +103,10 @@ def test_optional_columns_and_entries_become_fields(tmp_path):
     assert all(min(abs(goal - level(i)) for i in (3, 4)) <= 3 for goal in goals)
     assert len(goals) >= 2
     assert same(robots.in_epoch(5)[3], robots.in_epoch(5)[3])
+    file = root / "meta" / "episodes.jsonl"
+    file.write_text(file.read_text().replace('"quality": 4, ', ""))
+    robots = source(root, fields=None)
+    assert [bool(robots[n]["quality_is_pad"]) for n in (3, 15)] == [True, False]
 
 
 def test_language_columns_become_response_and_memory():
@@ -153,6 +158,17 @@ def test_steps_are_resampled_to_the_rate_of_the_mixture(root, strategy, states, 
     assert late["action_is_pad"].tolist() == [False, False, True, True]
 
 
+def test_an_observation_longer_than_every_episode_is_refused(root):
+    """14 frames at 10 Hz are 7 steps at 5."""
+    shapes = DemonstrationShapes(("camera0",), (8, 8), 2, 4, 4, 2, history_interval=2)
+    slow = {"action_freq": 5.0}
+    source(root, shapes, mixture=slow).check_history()
+    shapes = replace(shapes, n_obs_steps=5)
+    source(root, shapes).check_history()
+    with pytest.raises(ValueError, match=r"needs episodes with 9 .* at most 7 in .* at most 4$"):
+        source(root, shapes, mixture=slow).check_history()
+
+
 def test_dims_are_chosen_and_differences_taken(root):
     config = {"state_index": [1], "action_index": [1, 0], "use_delta_joint_actions": True}
     config["delta_action_state_map"] = {0: 0}
@@ -179,6 +195,7 @@ BAD = {
         {"use_delta_joint_actions": True, "delta_action_state_map": {0: 2}},
         r"'observation.state' .* dims \[2\] are wanted",
     ),
+    "no such folder": ({"root": "org/name"}, r"org/name/meta/info\.json cannot be read"),
     "no camera": ({"data_features_name_mapping": {"camera1": CAMERA}},
                   "no column for camera0 .*empty_cameras, which is 0"),
 }  # fmt: skip
@@ -187,8 +204,8 @@ BAD = {
 @pytest.mark.parametrize("fault", BAD)
 def test_what_does_not_fit_is_named(root, fault):
     config, message = BAD[fault]
-    with pytest.raises(ValueError, match=message):
-        source(root, **config)
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        source(**{"root": root, **config})
 
 
 def test_robot_and_mode_can_be_demanded_and_stated(root):
@@ -219,6 +236,10 @@ def test_episodes_that_cannot_be_read_are_refused_or_skipped(tmp_path):
     assert sum(map(len, loader)) == 19
     assert loader.skipped == {"missing_file": 3, "not_finite": 4}
     assert source(root, excluded_episodes=[1]).skipped == {}
+    for file in root.glob("data/*/*"):
+        file.unlink()
+    with pytest.raises(ValueError, match=r"no frame is left to draw: of .* \[0\] frames"):
+        source(root, on_bad_sample="skip").parts()
 
 
 @pytest.fixture(scope="module")
