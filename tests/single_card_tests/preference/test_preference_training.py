@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import yaml
 
+from paddle_vl.cli.main import main
 from paddle_vl.config.load import load_run_config
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.qwen3_5.config import Qwen3_5Config
@@ -147,9 +148,10 @@ def test_a_resume_with_another_reference_is_refused(run_file, tmp_path):
 
 def test_precomputed_values_give_the_same_run_and_are_refused_for_others(run_file, tmp_path):
     settings = [*base_settings(run_file), *SAVES, "data.max_length=64"]
-    computed = load_run_config(str(run_file), settings)
-    (written,) = run_family(computed).precompute_reference()
-    assert written.name == "train.jsonl.reference.npz"
+    arguments = ["precompute-reference", str(run_file), *settings]
+    assert main([*arguments, f"data.eval=[{run_file.with_name('train.jsonl')}#3]"]) == 1
+    assert main(arguments) == 0
+    written = run_file.with_name("train.jsonl.reference.npz")
     stored = [*settings, "preference.precompute_ref_log_probs=true"]
     for name, own in (("computed", settings), ("stored", stored)):
         train(run_file, tmp_path / name, own)
@@ -218,6 +220,10 @@ def test_answers_are_cut_and_prompts_are_not(run_file):
         ([LORA, "preference.ref_model=elsewhere"], "would have to be equal in both"),
         (["preference.loss_type=[simpo]", "preference.ref_model=a"], "has no reference"),
         (["preference.loss_type=[kto]", "train.per_device_train_batch_size=1"], "to 2 or more"),
+        (["preference.loss_type=[kto]", "train.per_device_eval_batch_size=1"], "to 2 or more"),
+        (["preference.loss_type=[kto]", "preference.ld_alpha=0.5"], "does not read"),
+        (["preference.loss_type=[ipo]", "preference.label_smoothing=0.1"], "does not read"),
+        (["preference.f_alpha_divergence_coef=0.3"], "so it has no effect"),
         (["preference.pref_beta=0.2", "preference.beta=0.1"], "are the same setting"),
     ],
 )
