@@ -19,7 +19,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
 
-from paddle_vl.batch.schema import Batch, VLBatch
+from paddle_vl.batch.schema import OTHER_LANES, Batch, VLBatch
 from paddle_vl.families.vlm.inputs.collate import VISUAL_KEYS
 from paddle_vl.families.vlm.inputs.preference import (
     MISMATCHED,
@@ -262,7 +262,8 @@ class PreferenceAdapter(VLBatchAdapter):
     def synchronized(self, batch: Any, needed: Sequence[int], model: nn.Layer) -> Any:
         found: Any = self.inner.synchronized(batch, needed, model)
         if MISMATCHED in batch:
-            shared = {name: batch[name] for name in VISUAL_KEYS if name in batch}
+            names = (*VISUAL_KEYS, OTHER_LANES)
+            shared = {name: batch[name] for name in names if name in batch}
             own: Any = self.inner.synchronized(shared | batch[MISMATCHED], needed, model)
             found = {**found, MISMATCHED: own}
         return found
