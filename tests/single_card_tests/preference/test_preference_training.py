@@ -29,6 +29,7 @@ from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.qwen3_5.config import Qwen3_5Config
 from paddle_vl.families.qwen3_5.model import Qwen3_5ForConditionalGeneration
 from paddle_vl.families.vlm.preference.objective import PreferenceLoss
+from paddle_vl.families.vlm.preference.settings import PreferenceConfig
 from paddle_vl.families.vlm.settings import VLRun
 from paddle_vl.nn import objective
 from paddle_vl.nn.objective import weighted_loss
@@ -66,6 +67,13 @@ def test_terms_are_means_over_the_whole_step():
     divisors = dict(zip(loss.terms, loss.divisors, strict=True))
     assert divisors["preference_loss"] == "num_compared"
     assert divisors["sft_loss"] == "num_chosen_tokens"
+
+
+def test_the_order_of_losses_changes_no_term():
+    names = [["orpo", "sft_per_pair"], ["sft_per_pair", "orpo"]]
+    first, other = (PreferenceLoss(PreferenceConfig(loss_type=each)) for each in names)
+    assert first.terms == other.terms
+    assert "log_odds_ratio" in first.terms
 
 
 def test_shared_images_are_encoded_once():
