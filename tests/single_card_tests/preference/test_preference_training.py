@@ -168,6 +168,10 @@ def test_precomputed_values_give_the_same_run_and_are_refused_for_others(run_fil
         assert one["loss"] == pytest.approx(other["loss"], abs=2e-6)
     found, wanted = (arrays_of(tmp_path / n / "checkpoint-4") for n in ("stored", "computed"))
     assert all(np.allclose(found[key], wanted[key], atol=1e-5) for key in wanted)
+    data = run_family(load_run_config(str(run_file), stored)).train_data
+    data.reference[0] = np.nan
+    with pytest.raises(BadSampleError, match="was bad when the reference's"):
+        data[0]
     with pytest.raises(ValueError, match="settings that make samples of it changed since"):
         run_family(load_run_config(str(run_file), [*stored, "data.max_length=60"]))
     with pytest.raises(ValueError, match=r"preference\.ld_alpha changed since"):
