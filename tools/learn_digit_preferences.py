@@ -3,12 +3,17 @@
     python tools/learn_digit_preferences.py runs/preferences --start runs/digits/run/final [--lora]
 
 For an even digit "The handwritten digit 4." is preferred to "4", for an odd one the reverse. The
-quickstart's model, which the run starts from, never gives the long form to these questions, and
-only the image says which form is preferred. 640 pairs of training images, three epochs; measured
-on the 300 test images. Prints, for each seed, accuracy and margin of the rewards, the same with
-images of other digits (about 50 % if the images decide), and of greedy answers how many follow
-the style and how many have the right digit. Without --start the quickstart's model is trained
-first.
+quickstart's model, which the run starts from, never gives the long form to these questions. 640
+pairs of training images, three epochs; measured on the 300 test images. Prints, for each seed,
+accuracy and margin of the rewards, the accuracy with the test images exchanged, and of greedy
+answers how many follow the style and how many have the right digit. Without --start the
+quickstart's model is trained first.
+
+Images are exchanged at random: 48 % of the pairs, of even digits and of odd ones, get an image of
+the same parity, so that accuracy is about 50 % if images decide. Both answers name the digit,
+however, from which a run can learn the preferred form without the image; accuracy with other images
+then is higher. The style of greedy answers comes from the image alone, as the first token decides
+it.
 
 Exits 1 where a bar is missed: reward accuracy 95 %, margin 1.8, style 80 % (with adapters 90 %),
 45 to 60 % with other images.
@@ -45,7 +50,7 @@ def answers(digit: int) -> tuple[str, str]:
 
 
 def write_pairs(data: Path, folder: Path) -> None:
-    """Pairs for training and test, the latter also with images of other digits; and the test's
+    """Pairs for training and test, the latter also with the test images exchanged; and the test's
     questions with the preferred answers."""
     _, digits = read_digits()
     test = [json.loads(line) for line in (data / "test.jsonl").read_text().splitlines()]

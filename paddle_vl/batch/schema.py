@@ -20,6 +20,9 @@ Batch = Mapping[str, Any]
 SOURCE_COUNTS = ("source_tokens", "source_documents")
 # Likewise of a batch with `label_sources`: target tokens of each source.
 SOURCE_TARGETS = "source_targets"
+# Other data lanes' batches in a batch of this rank, in the order of the lanes, under the colocated
+# schedule.
+OTHER_LANES = "other_lanes"
 
 
 class Axes(NamedTuple):

@@ -9,22 +9,11 @@ from paddle_vl.cli.table import CONFIG, OVERRIDES, Command
 def precompute_reference(options: argparse.Namespace) -> int:
     """Write the files."""
     configure_training_runtime()
-    from paddle_vl.config.load import load_run_config
-    from paddle_vl.train.build import run_family
+    from paddle_vl.cli.hubs import read_run
+    from paddle_vl.config.families import family_of_run
 
-    config = load_run_config(options.config, options.overrides)
-    values = config.model_dump()
-    preference, model = values.get("preference"), values["model"]
-    if preference is None or values["train"].get("objective") != "preference":
-        raise ValueError(f"{options.config} does not set train.objective=preference")
-    if not getattr(config, "preference").has_reference:  # noqa: B009
-        raise ValueError(f"preference.loss_type {preference['loss_type']} has no reference")
-    # The model of this run is the reference itself.
-    values["data"]["processor"] = values["data"]["processor"] or model["pretrained"]
-    model |= {"pretrained": preference["ref_model"] or model["pretrained"]}
-    model |= {"lora": None, "freeze": []}
-    preference |= {"ref_model": None, "precompute_ref_log_probs": False}
-    for path in run_family(type(config).model_validate(values)).precompute_reference():
+    config = read_run(options)
+    for path in family_of_run(config).recipe_class().precompute_reference(config):
         print(f"the reference's log-probabilities are in {path}")
     return 0
 

@@ -291,10 +291,15 @@ class Family(ABC):
         """
         return None
 
-    def precompute_reference(self) -> list[Path]:
-        """Write the reference's log-probabilities beside the data (`paddle-vl
-        precompute-reference`); returns the files."""
-        raise ValueError("the model's family does not compare answers: there is no reference")
+    @classmethod
+    def precompute_reference(cls, config: RunConfig) -> list[Path]:
+        """Write the log-probabilities of a run's reference beside its data (`paddle-vl
+        precompute-reference`); returns the files.
+
+        Raises:
+            ValueError: the run compares no answers with a reference.
+        """
+        raise ValueError(f"a {config.family} does not compare answers: there is no reference")
 
     def trainable_names(self, model: Any) -> Iterable[str] | None:
         """Checkpoint keys that may be trained; None for all."""

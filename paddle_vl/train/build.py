@@ -153,8 +153,10 @@ def _build(
         )
     )
     parameters = freeze_parameters(family.named_parameters(model), trained, full_shapes)
+    reference_values = family.reference_values(model)
     if updates:  # Without them it counts moments that nobody has.
-        check_memory(_needed_memory(config, topology, model))
+        copies = (config.train.ema is not None) + (reference_values is not None)
+        check_memory(_needed_memory(config, topology, model, copies))
     store = layout.parameter_store(model)
     table = placement.parameter_table
 
@@ -172,8 +174,7 @@ def _build(
         model, family.make_stage, ranks, family.loss, built.adapter, family.item_encoder
     )
     if family.compares:
-        values = family.reference_values(model)
-        reference = None if values is None else Reference(values, store)
+        reference = None if reference_values is None else Reference(reference_values, store)
         runner = ComparingRunner(runner, reference, ranks)
     make_loader = partial(family.train_loader, built.collator)
     loader = lane_loaders(lambda lane: {"": make_loader(lane)}, ranks, topology)[""]
@@ -260,10 +261,9 @@ def run_family(config: RunConfig, checkpoint: Path | None = None) -> Family:
     return family_of_run(config, checkpoint).recipe_class()(config, checkpoint)
 
 
-def _needed_memory(config: RunConfig, topology: Topology, model: Any) -> NeededMemory:
+def _needed_memory(config: RunConfig, topology: Topology, model: Any, copies: int) -> NeededMemory:
     parameters, table = model.parameters(), model.placement.parameter_table
-    averages = config.train.ema is not None
-    needed = partial(NeededMemory.of, parallel=config.parallel, averages=averages)
+    needed = partial(NeededMemory.of, parallel=config.parallel, copies=copies)
     if topology.encoder is None:
         return needed(parameters)
     of_encoder = [p for p in parameters if table[p].is_encoder]

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from typing import Any
 
-from paddle_vl.batch.schema import Batch
+from paddle_vl.batch.schema import OTHER_LANES, Batch
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.base import RankInfo
-from paddle_vl.parallel.colocated.encoder import OTHER_LANES
 from paddle_vl.parallel.ranks import SingleRank
 from paddle_vl.parallel.topology import Topology
 

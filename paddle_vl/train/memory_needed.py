@@ -40,14 +40,15 @@ class NeededMemory:
         parameters: Iterable[Tensor],
         parallel: ParallelConfig,
         encoder_lanes: int | None = None,
-        averages: bool = False,
+        copies: int = 0,
     ) -> "NeededMemory":
         """For a rank's parameters before ZeRO sharding, with storage or without.
 
         Args:
             encoder_lanes: for the parameters of a colocated encoder, which every rank has: lanes
                 over which `encoder.sharding_stage` 1 shards the optimizer state.
-            averages: with train.ema.
+            copies: of the trained values in float32, sharded like the optimizer state: the average
+                of train.ema, the values of a reference.
         """
         ranks, stage = parallel.sharding_degree, parallel.sharding_stage
         if encoder_lanes is not None:
@@ -60,7 +61,7 @@ class NeededMemory:
             if not parameter.stop_gradient:
                 # Gradients of fleet's sharding are float32.
                 gradients += size * (4 if ranks > 1 and stage == 1 else width)
-                optimizer += size * (_MOMENTS + (_MASTER if width < 4 else 0) + 4 * averages)
+                optimizer += size * (_MOMENTS + (_MASTER if width < 4 else 0) + 4 * copies)
         return cls(
             count,
             weights / (ranks if stage == 3 and parallel.reshard_after_forward else 1),

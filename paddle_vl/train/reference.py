@@ -19,6 +19,9 @@ from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.parallel.ranks import SingleRank
 from paddle_vl.train.step import Runner
 
+# Of an evaluation; in training an exchange is for all micro-batches of a step.
+_BATCHES_OF_EXCHANGE = 4
+
 
 class Reference:
     """The reference's values of the trained parameters, sharded like the optimizer's.
@@ -43,10 +46,9 @@ class Reference:
     def in_place(self) -> Iterator[None]:
         """The model is the reference inside the block. All ranks enter it together."""
         self._exchange()
-        try:
-            yield
-        finally:
-            self._exchange()
+        # After an error other ranks may not be here, to gather the trained values.
+        yield
+        self._exchange()
 
     @paddle.no_grad()
     def _exchange(self) -> None:
@@ -73,7 +75,9 @@ class ComparingRunner:
 
     @property
     def batches_at_once(self) -> int:
-        return self._runner.batches_at_once
+        # An exchange copies all trained values twice, so it is for several batches.
+        several = 1 if self._reference is None else _BATCHES_OF_EXCHANGE
+        return max(several, self._runner.batches_at_once)
 
     def accumulate_gradients(
         self,

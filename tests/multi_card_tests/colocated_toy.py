@@ -17,10 +17,11 @@ import paddle.distributed as dist
 import paddle.nn.functional as F
 from paddle import nn
 
+from paddle_vl.batch.schema import OTHER_LANES
 from paddle_vl.nn.linear import Linear
 from paddle_vl.nn.parameter_table import ParamSpec
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
-from paddle_vl.parallel.colocated.encoder import OTHER_LANES, Items
+from paddle_vl.parallel.colocated.encoder import Items
 from paddle_vl.parallel.colocated.encoder_layers import add_encoder
 from paddle_vl.parallel.colocated.runner import ColocatedRunner
 from paddle_vl.parallel.degrees import ParallelDegrees

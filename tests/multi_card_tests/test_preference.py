@@ -41,6 +41,11 @@ OF_REWARDS = 4e-6
 KTO = ("preference.loss_type=[kto]", "train.learning_rate=0.05")
 MPO = "preference.loss_type=[sigmoid, bco_pair, sft]"
 LORA = "model.lora={r: 2, target_modules: [all-linear], modules_to_save: [mergers]}"
+# Every rank encodes images of both data lanes.
+DIVIDED_TOWER = [
+    *PP, "parallel.dp_degree=2", "parallel.schedule=colocated", "parallel.encoder.mp_degree=4",
+]  # fmt: skip
+HEADS = MODEL | {"vision_config": MODEL["vision_config"] | {"hidden_size": 16, "num_heads": 4}}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
            "output_router_logits": True}  # fmt: skip
 
@@ -109,8 +114,17 @@ def assert_equals_one_device(
     assert_equal_metrics(folder / "several", folder / "one")
 
 
-@pytest.mark.parametrize("topology", [PP, pytest.param(SHARDING, marks=pytest.mark.heavy)])
-def test_the_baseline_of_rated_answers_is_that_of_all_ranks(run_file, tmp_path, topology):
+@pytest.mark.parametrize(
+    ("ranks", "topology", "model"),
+    [
+        (2, PP, MODEL),
+        pytest.param(2, SHARDING, MODEL, marks=pytest.mark.heavy),
+        pytest.param(4, DIVIDED_TOWER, HEADS, marks=pytest.mark.heavy),
+    ],
+    ids=["pp2", "sharding2", "divided tower"],
+)
+def test_the_baseline_of_rated_answers_is_that_of_all_ranks(tmp_path, ranks, topology, model):
+    run_file = write_preference_run(tmp_path, 16, model)
     rated, left_out = run_file.with_name("rated.jsonl"), []
     if (parts := num_data_parts(topology)) > 1:
         # Answers are exchanged within micro-batches, which data ranks divide in another way: with
@@ -125,7 +139,7 @@ def test_the_baseline_of_rated_answers_is_that_of_all_ranks(run_file, tmp_path, 
     several = [*topology, f"train.gradient_accumulation_steps={4 // parts}"]
     train(run_file, tmp_path / "one", [*common(run_file), *settings])
     arguments = (str(run_file), str(tmp_path / "two"), [*common(run_file), *settings, *several])
-    launch(train, 2, arguments=arguments, timeout=300)
+    launch(train, ranks, arguments=arguments, timeout=300)
     assert_equal_metrics(tmp_path / "two", tmp_path / "one", *left_out)
     assert any(line["kl"] for line in lasting_metrics(tmp_path / "one") if "kl" in line)
 

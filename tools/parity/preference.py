@@ -210,7 +210,7 @@ def batch_of(
         ),
         is_packed,
         is_paired,
-        settings.loss_type[0] == "kto",
+        settings.has_baseline,
         settings.ld_alpha,
     )  # fmt: skip
     if not is_paired:

@@ -37,6 +37,7 @@ _RATINGS = ("label", "kto_tag")
 _SWIFT = ("rejected_response", "rejected_messages", *(f"rejected_{key}" for key in _MEDIA))
 # An empty text in one of these is an empty answer; elsewhere it asks for nothing.
 _ANSWERS = ("chosen", "rejected", "chosen_response", "rejected_response", "completion")
+_ERNIEKIT = ("src", "tgt", "response", "sort")
 Messages = list[Any]
 
 
@@ -219,11 +220,7 @@ def _paddle(row: dict[str, Any]) -> tuple[list[_Branch], tuple[str, ...]]:
 
 
 def _erniekit(row: dict[str, Any]) -> tuple[list[_Branch], tuple[str, ...]]:
-    asked, answered = (
-        [value] if isinstance(value, str) else list(value)
-        for value in (row.get("src", []), row.get("tgt", []))
-    )
-    answers, sort = list(row["response"]), list(row["sort"])
+    asked, answered, answers, sort = (_values(row, key) for key in _ERNIEKIT)
     if len(asked) != len(answered) + 1 or len(answers) != 2 or len(sort) != 2:
         raise BadSampleError(
             "bad_order",
@@ -251,7 +248,18 @@ def _erniekit(row: dict[str, Any]) -> tuple[list[_Branch], tuple[str, ...]]:
         _Branch(prompt, [{"role": "assistant", "content": texts[number]}] if texts[number] else [])
         for number in (best, 1 - best)
     ]
-    return branches, ("src", "tgt", "response", "sort", "is_system")
+    return branches, (*_ERNIEKIT, "is_system")
+
+
+def _values(row: Mapping[str, Any], key: str) -> list[Any]:
+    """The texts or numbers of a key; a single text as a list of it."""
+    value = row.get(key, [])
+    values = [value] if isinstance(value, str) else value
+    kind = int | float if key == "sort" else str | list
+    if not isinstance(values, list) or not all(isinstance(each, kind) for each in values):
+        reason = f"{key!r} is {brief(value)}; a list of {'numbers' if key == 'sort' else 'texts'}"
+        raise BadSampleError("unsupported", f"{reason} is needed")
+    return values
 
 
 def _rated(row: dict[str, Any]) -> tuple[list[_Branch], tuple[str, ...]]:

@@ -306,10 +306,11 @@ class VLRecipe(Family):
     def reference_checksum(self) -> str | None:
         return None if self.answers is None else self.answers.checksum()
 
-    def precompute_reference(self) -> list[Path]:
-        if self.answers is None:
-            return super().precompute_reference()
-        return self.answers.precompute(self.build_model(SingleDevicePlacement()))
+    @classmethod
+    def precompute_reference(cls, config: VLRun) -> list[Path]:
+        recipe = cls(config.of_reference(), None)
+        assert recipe.answers is not None, "a run without a reference is refused"
+        return recipe.answers.precompute(recipe.build_model(SingleDevicePlacement()))
 
     def _corpus(self, entries: Sequence[Any]) -> "Corpus | None":
         """The sources of a mix; None for plain files of conversations."""

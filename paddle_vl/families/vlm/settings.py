@@ -177,6 +177,32 @@ class VLRun(RunConfig):
         """Whether samples are pairs of answers, or rated ones."""
         return self.train.objective == "preference"
 
+    def of_reference(self) -> "VLRun":
+        """A run whose whole model is the reference that this run compares with.
+
+        Raises:
+            ValueError: it compares with none.
+        """
+        preference, model = self.preference, self.model
+        if not (self.compares_answers and preference.has_reference):
+            raise ValueError(
+                f"train.objective is {self.train.objective} and preference.loss_type "
+                f"{preference.loss_type} (reference_free {preference.reference_free}): only "
+                "train.objective=preference compares with a reference, except for cpo, simpo, or, "
+                "orpo and reference_free"
+            )
+        pretrained = preference.ref_model or model.pretrained
+        processor = self.data.processor or model.pretrained
+        own = {"ref_model": None, "precompute_ref_log_probs": False}
+        changed = {"pretrained": pretrained, "lora": None, "freeze": []}
+        return self.model_copy(
+            update={
+                "model": model.model_copy(update=changed),
+                "data": self.data.model_copy(update={"processor": processor}),
+                "preference": preference.model_copy(update=own),
+            }
+        )
+
     @property
     def reserved_rows(self) -> ReservedRows | None:
         """parallel.pp_token_rows and pp_visual_rows; if one is not set, it follows from the bounds
@@ -242,19 +268,23 @@ class VLRun(RunConfig):
             )
         if preference.has_reference:
             yield from self._reference_problems()
-        elif preference.loss_type[0] == "kto" and preference.reference_free:
+        elif preference.has_baseline:
             yield "preference.reference_free leaves kto nothing to compare with: remove it"
         if model.lora is not None and model.lora.lora_dropout:
             yield (
                 f"model.lora.lora_dropout is {model.lora.lora_dropout}, which would make "
                 "log-probabilities differ from the reference's by chance: remove it"
             )
-        is_alone = self.train.per_device_train_batch_size == 1 and not data.packing
-        if preference.loss_type[0] == "kto" and is_alone:
-            yield (
-                "train.per_device_train_batch_size is 1, but kto compares each answer with another "
-                "one's prompt of its micro-batch: set it to 2 or more"
-            )
+        sizes = {
+            "per_device_train_batch_size": not data.packing,
+            "per_device_eval_batch_size": True,
+        }
+        for name, is_read in sizes.items() if preference.has_baseline else ():
+            if getattr(self.train, name) == 1 and is_read:
+                yield (
+                    f"train.{name} is 1, but kto compares each answer with another one's prompt of "
+                    "its micro-batch: set it to 2 or more"
+                )
 
     def _reference_problems(self) -> Iterator[str]:
         preference, model = self.preference, self.model

@@ -10,9 +10,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from paddle import Tensor
 
-# Other data lanes' batches in a batch of this rank, in the order of the lanes (fan-out).
-OTHER_LANES = "other_lanes"
-
 
 class Items(NamedTuple):
     """The items of a batch in the order of their rows, `[I]` each.

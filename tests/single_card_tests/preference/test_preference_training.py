@@ -23,11 +23,13 @@ import numpy as np
 import pytest
 import yaml
 
+from paddle_vl.cli.main import main
 from paddle_vl.config.load import load_run_config
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.qwen3_5.config import Qwen3_5Config
 from paddle_vl.families.qwen3_5.model import Qwen3_5ForConditionalGeneration
 from paddle_vl.families.vlm.preference.objective import PreferenceLoss
+from paddle_vl.families.vlm.preference.settings import PreferenceConfig
 from paddle_vl.families.vlm.settings import VLRun
 from paddle_vl.nn import objective
 from paddle_vl.nn.objective import weighted_loss
@@ -65,6 +67,13 @@ def test_terms_are_means_over_the_whole_step():
     divisors = dict(zip(loss.terms, loss.divisors, strict=True))
     assert divisors["preference_loss"] == "num_compared"
     assert divisors["sft_loss"] == "num_chosen_tokens"
+
+
+def test_the_order_of_losses_changes_no_term():
+    names = [["orpo", "sft_per_pair"], ["sft_per_pair", "orpo"]]
+    first, other = (PreferenceLoss(PreferenceConfig(loss_type=each)) for each in names)
+    assert first.terms == other.terms
+    assert "log_odds_ratio" in first.terms
 
 
 def test_shared_images_are_encoded_once():
@@ -147,9 +156,10 @@ def test_a_resume_with_another_reference_is_refused(run_file, tmp_path):
 
 def test_precomputed_values_give_the_same_run_and_are_refused_for_others(run_file, tmp_path):
     settings = [*base_settings(run_file), *SAVES, "data.max_length=64"]
-    computed = load_run_config(str(run_file), settings)
-    (written,) = run_family(computed).precompute_reference()
-    assert written.name == "train.jsonl.reference.npz"
+    arguments = ["precompute-reference", str(run_file), *settings]
+    assert main([*arguments, f"data.eval=[{run_file.with_name('train.jsonl')}#3]"]) == 1
+    assert main(arguments) == 0
+    written = run_file.with_name("train.jsonl.reference.npz")
     stored = [*settings, "preference.precompute_ref_log_probs=true"]
     for name, own in (("computed", settings), ("stored", stored)):
         train(run_file, tmp_path / name, own)
@@ -158,6 +168,10 @@ def test_precomputed_values_give_the_same_run_and_are_refused_for_others(run_fil
         assert one["loss"] == pytest.approx(other["loss"], abs=2e-6)
     found, wanted = (arrays_of(tmp_path / n / "checkpoint-4") for n in ("stored", "computed"))
     assert all(np.allclose(found[key], wanted[key], atol=1e-5) for key in wanted)
+    data = run_family(load_run_config(str(run_file), stored)).train_data
+    data.reference[0] = np.nan
+    with pytest.raises(BadSampleError, match="was bad when the reference's"):
+        data[0]
     with pytest.raises(ValueError, match="settings that make samples of it changed since"):
         run_family(load_run_config(str(run_file), [*stored, "data.max_length=60"]))
     with pytest.raises(ValueError, match=r"preference\.ld_alpha changed since"):
@@ -218,6 +232,10 @@ def test_answers_are_cut_and_prompts_are_not(run_file):
         ([LORA, "preference.ref_model=elsewhere"], "would have to be equal in both"),
         (["preference.loss_type=[simpo]", "preference.ref_model=a"], "has no reference"),
         (["preference.loss_type=[kto]", "train.per_device_train_batch_size=1"], "to 2 or more"),
+        (["preference.loss_type=[kto]", "train.per_device_eval_batch_size=1"], "to 2 or more"),
+        (["preference.loss_type=[kto]", "preference.ld_alpha=0.5"], "does not read"),
+        (["preference.loss_type=[ipo]", "preference.label_smoothing=0.1"], "does not read"),
+        (["preference.f_alpha_divergence_coef=0.3"], "so it has no effect"),
         (["preference.pref_beta=0.2", "preference.beta=0.1"], "are the same setting"),
     ],
 )

@@ -127,7 +127,16 @@ class ConversationData(ABC):
         return self.row_place(number if self._samples is None else self._samples[number, 0])
 
     def _reference_of(self, number: int) -> dict[str, np.ndarray]:
-        return {} if self.reference is None else {REFERENCE: self.reference[number]}
+        if self.reference is None:
+            return {}
+        values = self.reference[number]
+        if np.isnan(values).any():
+            raise BadSampleError(
+                "no_reference",
+                "the sample was bad when the reference's log-probabilities were computed: run "
+                "paddle-vl precompute-reference again",
+            )
+        return {REFERENCE: values}
 
     def split_rows(self) -> None:
         """Make a sample of each learned answer; reads every row."""

@@ -316,7 +316,7 @@ def _answer_fields(
     """The values of each answer; of a batch without any those of one pair that does not count."""
     is_target_BL = batch["labels"][:, 1:] != IGNORED_LABEL
     numbers = batch["label_branches"][:, 1:][is_target_BL]
-    lengths_S = np.bincount(numbers, minlength=len(answers))[: max(len(answers), 1)]
+    lengths_S = np.bincount(numbers, minlength=len(answers))
     is_chosen_S = np.array([answer.is_chosen for answer in answers], dtype=np.float32)
     if not answers:
         lengths_S, is_chosen_S = np.zeros(2, dtype=np.int64), np.array([1, 0], dtype=np.float32)

@@ -65,7 +65,7 @@ class ComparedAnswers:
             cast(VLCollator, collator),
             is_packed,
             not self.settings.is_unpaired,
-            self.settings.loss_type[0] == "kto",
+            self.settings.has_baseline,
             self.settings.ld_alpha,
         )
 
@@ -94,12 +94,24 @@ class ComparedAnswers:
         return checksum
 
     def precompute(self, built: BuiltModel) -> list[Path]:
-        """Write the log-probabilities under a model that is the reference; returns the files."""
+        """Write the log-probabilities under a model that is the reference; returns the files.
+
+        Raises:
+            ValueError: a file would be of two sets of data.
+        """
+        files = {file.path: file for file in self.files}
+        for file in self.files:
+            if files[file.path].described != file.described:
+                raise ValueError(
+                    "data.train and data.eval, or two entries of data.eval, begin with the same "
+                    f"file but differ, and both would be written to {file.path}: copy or rename a "
+                    "file"
+                )
         checksum = weights_checksum(self.reference)
         built.model.materialize_all()
         built.model.eval()
         collator = self.collator(built.collator)
         size = self.config.train.per_device_eval_batch_size
-        for file in self.files:
+        for file in files.values():
             file.write(log_probs_of(file.data, built, self.loss, collator, size), checksum)
-        return [file.path for file in self.files]
+        return list(files)

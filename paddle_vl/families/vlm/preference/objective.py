@@ -19,7 +19,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
 
-from paddle_vl.batch.schema import Batch, VLBatch
+from paddle_vl.batch.schema import OTHER_LANES, Batch, VLBatch
 from paddle_vl.families.vlm.inputs.collate import VISUAL_KEYS
 from paddle_vl.families.vlm.inputs.preference import (
     MISMATCHED,
@@ -100,11 +100,10 @@ class PreferenceLoss(VLLoss):
             terms |= {f"{name}/{side}": (0.0, count) for name in ("rewards", "logps")}
             terms[f"logits/{side}"] = 0.0, f"{count}_tokens"
         if settings.is_unpaired:
-            terms |= {"kl": (0.0, "num_compared")} if settings.loss_type[0] == "kto" else {}
+            terms |= {"kl": (0.0, "num_compared")} if settings.has_baseline else {}
         else:
             names = ["rewards/margins", "rewards/accuracies"]
-            has_odds = settings.loss_type[0] in ("or", "orpo")
-            names += ["log_odds_chosen", "log_odds_ratio"] if has_odds else []
+            names += ["log_odds_chosen", "log_odds_ratio"] if settings.has_odds else []
             terms |= dict.fromkeys(names, (0.0, "num_compared"))
         terms["mean_token_accuracy"] = 0.0, "num_chosen_tokens"
         terms["entropy"] = 0.0, "num_target_tokens"
@@ -165,7 +164,7 @@ class PreferenceLoss(VLLoss):
             losses_P = losses_P * self._likelihood(output)
         with paddle.no_grad():
             scale_S = settings.beta * (output.log_probs - output.reference)
-            if settings.loss_type[0] in ("simpo", "or", "orpo"):
+            if settings.has_odds or "simpo" in settings.loss_type:
                 scale_S = scale_S / lengths_S
             elif "normalized" in settings.loss_type:
                 mean_P = 0.5 * (lengths_S[::2] + lengths_S[1::2])
@@ -176,7 +175,7 @@ class PreferenceLoss(VLLoss):
                 "rewards/margins": (margins_P * is_real_P).sum(),
                 "rewards/accuracies": ((margins_P > 0).astype("float32") * is_real_P).sum(),
             }
-            if settings.loss_type[0] in ("or", "orpo"):
+            if settings.has_odds:
                 found["log_odds_chosen"] = (pairs.log_odds * is_real_P).sum()
                 found["log_odds_ratio"] = (F.log_sigmoid(pairs.log_odds) * is_real_P).sum()
         return found | {"preference_loss": (losses_P * is_real_P).sum()}
@@ -228,7 +227,7 @@ class PreferenceLoss(VLLoss):
         found: Any = [dict(batch) for batch in batches]
         for batch, values_S in zip(found, reference, strict=False):
             batch[REFERENCE] = values_S
-        if self.settings.loss_type[0] != "kto":
+        if not self.settings.has_baseline:
             return found
         totals = [paddle.zeros([2]) for _ in found]
         for number, policy_S in enumerate(own):
@@ -263,14 +262,14 @@ class PreferenceAdapter(VLBatchAdapter):
     def synchronized(self, batch: Any, needed: Sequence[int], model: nn.Layer) -> Any:
         found: Any = self.inner.synchronized(batch, needed, model)
         if MISMATCHED in batch:
-            shared = {name: batch[name] for name in VISUAL_KEYS if name in batch}
+            names = (*VISUAL_KEYS, OTHER_LANES)
+            shared = {name: batch[name] for name in names if name in batch}
             own: Any = self.inner.synchronized(shared | batch[MISMATCHED], needed, model)
             found = {**found, MISMATCHED: own}
         return found
 
     def idle_batch(self, model: nn.Layer) -> Any:
-        idle = self.inner.idle_batch(model)
-        return empty_answers(idle, has_mismatched=self.loss.settings.loss_type[0] == "kto")
+        return empty_answers(self.inner.idle_batch(model), self.loss.settings.has_baseline)
 
     def forward(self, model: Any, batch: Mapping[str, Any]) -> AnswerOutput:
         return AnswerOutput.of(model(**without_answers(batch)), batch)

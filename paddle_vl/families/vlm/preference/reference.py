@@ -42,10 +42,9 @@ def values_in(folder: Path, model: Any) -> Iterator[tuple[Tensor, Tensor]]:
         for items in by_parameter(model.stored_parameters())
         if not items[0].parameter.stop_gradient
     ]
-    wanted = [item for items in trained for item in items if not is_low_rank(item.key)]
-    extra = set(stored) - {item.key for item in wanted}
-    shapes = [item for item in model.whole().stored_parameters() if item.key in {
-        one.key for one in wanted}]  # fmt: skip
+    wanted = {item.key for items in trained for item in items if not is_low_rank(item.key)}
+    shapes = [item for item in model.whole().stored_parameters() if item.key in wanted]
+    extra = set(stored) - wanted
     check_keys(folder, stored, shapes, extra, "the model that it is the reference of")
     for items in trained:
         parameter = items[0].parameter
@@ -99,6 +98,9 @@ class PrecomputedReference:
 
     Args:
         ld_alpha: the setting, which the sums over tokens depend on.
+
+    Attributes:
+        described: what must be the same when the file is read, by its name in errors.
     """
 
     def __init__(self, data: ConversationData, ld_alpha: float | None):
@@ -106,8 +108,7 @@ class PrecomputedReference:
         first = data.files[0]
         self.path = first.with_name(f"{first.name}.reference.npz")
         contents = [list(each) for each in getattr(data, "contents", ())]
-        # What must be the same when the file is read, by its name in errors.
-        self._described = {
+        self.described = {
             "the data, or the settings that make samples of it": json.dumps(
                 [len(data), contents, data.length_settings()]
             ),
@@ -117,7 +118,7 @@ class PrecomputedReference:
     def write(self, values: np.ndarray, checksum: str) -> None:
         """Write the values of `log_probs_of`, with the `weights_checksum` of the reference."""
         content = io.BytesIO()
-        described = json.dumps(self._described)
+        described = json.dumps(self.described)
         np.savez(content, values=values, described=described, weights=checksum)
         with replacing(self.path) as partial:
             partial.write_bytes(content.getvalue())
@@ -141,7 +142,7 @@ class PrecomputedReference:
         # Whatever a damaged archive makes NumPy raise.
         except Exception as error:
             raise RuntimeError(f"{self.path} is damaged ({error}): run {COMMAND} again") from error
-        for what, own in self._described.items():
+        for what, own in self.described.items():
             if described.get(what) != own:
                 raise ValueError(
                     f"{what} changed since {self.path} was written: run {COMMAND} again"

@@ -1,11 +1,11 @@
 """Settings of preference training, under TRL's names. Read without Paddle."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from paddle_vl.config.section import FilePath, Section
+from paddle_vl.config.section import FilePath, OnlyWith, Section
 
 PairLoss = Literal[
     "sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "exo_pair", "nca_pair", "bco_pair",
@@ -15,6 +15,25 @@ PairLoss = Literal[
 ]  # fmt: skip
 UNPAIRED = ("kto", "apo_zero_unpaired")
 WITHOUT_REFERENCE = ("cpo", "simpo", "or", "orpo")
+_PAIRED = tuple(name for name in get_args(PairLoss) if name not in UNPAIRED)
+_OF_MARGIN = ("sigmoid", "robust", "hinge", "exo_pair", "apo_down", "discopop", "cpo")
+# The losses that read a setting, of settings that not all losses read.
+_READ_BY = {
+    "loss_weights": _PAIRED,
+    "label_smoothing": (
+        "sigmoid", "robust", "exo_pair", "sigmoid_norm", "aot", "aot_unpaired", "normalized",
+        "cpo", "simpo",
+    ),
+    "cpo_alpha": ("cpo",),
+    "simpo_gamma": ("simpo",),
+    "desirable_weight": UNPAIRED,
+    "undesirable_weight": UNPAIRED,
+    "ld_alpha": _PAIRED,
+    "use_weighting": _PAIRED,
+    "f_divergence_type": _OF_MARGIN,
+    "discopop_tau": ("discopop",),
+    "dpop_lambda": ("dpop",),
+}  # fmt: skip
 # What ms-swift, LLaMA-Factory and PaddleFormers call a setting of the same meaning.
 _OTHER_NAMES = {
     "pref_loss": "loss_type", "pref_beta": "beta", "dpo_label_smoothing": "label_smoothing",
@@ -44,9 +63,9 @@ class PreferenceConfig(Section):
     simpo_gamma: float = 0.5
     """margin that simpo wants, in the unit of rewards"""
     desirable_weight: Annotated[float, Field(gt=0)] = 1.0
-    """weight of desirable answers with loss_type kto"""
+    """weight of desirable answers with loss_type kto or apo_zero_unpaired"""
     undesirable_weight: Annotated[float, Field(gt=0)] = 1.0
-    """weight of undesirable answers with loss_type kto"""
+    """weight of undesirable answers with loss_type kto or apo_zero_unpaired"""
     ld_alpha: Annotated[float | None, Field(ge=0, le=1)] = None
     """weight of an answer's tokens beyond the length of the pair's shorter answer (LD-DPO)"""
     use_weighting: bool = False
@@ -55,7 +74,9 @@ class PreferenceConfig(Section):
         "reverse_kl"
     )
     """divergence from the reference"""
-    f_alpha_divergence_coef: float = 0.5
+    f_alpha_divergence_coef: Annotated[
+        float, OnlyWith("preference.f_divergence_type", ["alpha_divergence"])
+    ] = 0.5
     """alpha of alpha_divergence, not 1"""
     discopop_tau: Annotated[float, Field(gt=0)] = 0.05
     """temperature of discopop"""
@@ -89,6 +110,16 @@ class PreferenceConfig(Section):
     def is_unpaired(self) -> bool:
         """Whether samples are single rated answers."""
         return self.loss_type[0] in UNPAIRED
+
+    @property
+    def has_baseline(self) -> bool:
+        """Whether answers are compared with mismatched ones too, which is KTO's baseline."""
+        return self.loss_type[0] == "kto"
+
+    @property
+    def has_odds(self) -> bool:
+        """Whether the loss is of odds of answers (ORPO)."""
+        return "or" in self.loss_type or "orpo" in self.loss_type
 
     @property
     def has_reference(self) -> bool:
@@ -130,6 +161,13 @@ class PreferenceConfig(Section):
                 f"preference.loss_type {names} (rpo_alpha {self.rpo_alpha}): {alone[0]} is of "
                 "single answers, to which no loss of pairs can be added; name it alone"
             )
+        for setting, losses in _READ_BY.items():
+            value, default = getattr(self, setting), type(self).model_fields[setting].default
+            if value != default and not {*losses} & {*names}:
+                yield (
+                    f"preference.{setting} is {value}, which preference.loss_type {names} does not "
+                    f"read: remove it, or use one of {', '.join(losses)}"
+                )
         if "exo_pair" in names and not self.label_smoothing:
             yield (
                 "preference.label_smoothing is 0, with which exo_pair is infinite: set it, e.g. "
@@ -142,7 +180,7 @@ class PreferenceConfig(Section):
                 f"preference.loss_type {names} (reference_free {self.reference_free}) has no "
                 "reference: remove preference.ref_model and precompute_ref_log_probs"
             )
-        if self.precompute_ref_log_probs and "kto" in names:
+        if self.precompute_ref_log_probs and self.has_baseline:
             yield (
                 "preference.precompute_ref_log_probs is set, but kto compares answers with other "
                 "rows' prompts, which differ from epoch to epoch: remove it"

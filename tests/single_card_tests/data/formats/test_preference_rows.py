@@ -115,6 +115,7 @@ def test_columns_rename_the_keys_of_a_form():
     [
         (PAIRS["TRL"] | {"rejected": [GOOD]}, "equal_answers", "are equal"),
         (PAIRS["ERNIEKit"] | {"sort": [1, 1]}, "equal_answers", "no answer is better"),
+        (PAIRS["ERNIEKit"] | {"sort": [1, "no"]}, "unsupported", "a list of numbers"),
         (PAIRS["TRL, texts"] | {"rejected": ""}, "empty_answer", "is empty"),
         (PAIRS["ms-swift"] | {"messages": [USER]}, "empty_answer", "is empty"),
         (PAIRS["ms-swift"] | {"rejected_response": "<image>A dog."}, "tag_count", "<image> tag"),
