@@ -67,6 +67,10 @@ def test_page_and_its_data_follow_the_run(tmp_path):
         assert fresh["version"] != version
         assert fresh["data"]["steps"][0] == [10, 20, 30, 40]
         assert "1.5" in fresh["tables"]
+        chunk = {"dataset": "arm", "predicted": [[0.0]], "true": [[1.0]]}
+        (run / "actions.json").write_text(json.dumps({"step": 40, "chunks": [chunk]}))
+        status, text = answer(server, f"/data?since={fresh['version']}")
+        assert (status, "Actions at step 40" in text) == (200, True)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +97,11 @@ def test_port_that_is_none_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["report", "a", "--watch", "70000"])
     assert "70000 is no port from 0 to 65535" in capsys.readouterr().err
+
+
+def test_options_of_a_page_that_is_written_are_refused(capsys):
+    assert main(["report", "a", "--no-png", "--watch", "0"]) == 1
+    assert "--watch writes nothing: leave --output and --no-png out" in capsys.readouterr().err
 
 
 def dumped(address: str, profile: Path, *flags: str) -> str:
