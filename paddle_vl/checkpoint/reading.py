@@ -77,16 +77,11 @@ class Materializable(nn.Layer):
     def materialize(self) -> Iterator[Tensor]:
         """Every parameter once, in the same order on all ranks. A parameter gets its value when the
         iterator reaches it, after the caller is done with the one before."""
-        sources, self._sources = self._sources or [], None
-        steps = [step for source in sources for step in source()]
-        # A later step for the same parameter replaces the earlier one.
-        last = {id(step.parameter): step for step in steps}
+        steps, self._sources = self._steps(), None
         done = set()
         for step in steps:
-            if step.parameter is None:
-                step.run()
-            elif last[id(step.parameter)] is step:
-                step.run()
+            step.run()
+            if step.parameter is not None:
                 done.add(id(step.parameter))
                 yield step.parameter
         yield from (p for p in self.parameters() if id(p) not in done)
@@ -95,6 +90,26 @@ class Materializable(nn.Layer):
         """Give all parameters storage and values."""
         for _ in self.materialize():
             pass
+
+    def _steps(self) -> list[MaterializeStep]:
+        steps = [step for source in self._sources or [] for step in source()]
+        # A later step for the same parameter replaces the earlier one.
+        last = {id(step.parameter): step for step in steps}
+        return [s for s in steps if s.parameter is None or last[id(s.parameter)] is s]
+
+
+class UnreadParameters:
+    """The parameters of a loaded model that is not materialized: each is read when it is written,
+    and released. What `paddle_vl.checkpoint.writing` calls of a `ParameterStore`."""
+
+    def __init__(self, model: Materializable):
+        self._steps = {id(step.parameter): step for step in model._steps()}
+
+    def gathered_value(self, parameter: Tensor) -> Tensor:
+        self._steps[id(parameter)].run()
+        value = parameter.clone()
+        parameter._clear_data()
+        return value
 
 
 class Keyed(Protocol):

@@ -142,6 +142,8 @@ def report(options: argparse.Namespace) -> int:
     from paddle_vl.report.watch import ReportServer
 
     if options.watch is not None:
+        if options.output or options.no_png:
+            raise ValueError("--watch writes nothing: leave --output and --no-png out")
         with ReportServer(options.runs, options.watch, options.seeds) as server:
             print(f"the report is at {server.address}; Ctrl-C ends it", flush=True)
             server.serve_forever()

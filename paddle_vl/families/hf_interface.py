@@ -7,6 +7,7 @@ refused with what to do instead. Nothing here imports Paddle at the top, for loa
 
 import functools
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -170,7 +171,7 @@ class SizedModel:
         return sum(int(np.prod(parameter.shape)) for parameter in chosen)
 
 
-class AdaptableModel:
+class AdaptableModel(ABC):
     """Mixin of a `paddle_vl.checkpoint.reading.Materializable` that may have low-rank adapters.
 
     Methods import the code of adapters themselves, to keep a model's imports few.
@@ -195,9 +196,9 @@ class AdaptableModel:
     whole: Callable[[], Any]
 
     @property
+    @abstractmethod
     def adapter_parts(self) -> Mapping[str, Sequence[str]]:
         """Named parts of the model, as patterns over its parameters, for settings of adapters."""
-        raise NotImplementedError
 
     def tensors_as_here(self, tensors: "dict[str, StoredTensor]") -> "dict[str, StoredTensor]":
         """An adapter's tensors in the shapes of this package."""

@@ -65,6 +65,17 @@ class ParameterStore(Protocol):
         ...
 
 
+@paddle.no_grad()
+def exchange_values(pairs: Iterable[tuple[Tensor, Tensor]], store: ParameterStore) -> None:
+    """Exchange tensors of `shard_of` with others, and update the parameters. Doing it twice changes
+    no bit. Collective where parameters are sharded."""
+    for shard, other in pairs:
+        before = shard.clone()
+        paddle.assign(other, shard)
+        paddle.assign(before, other)
+    store.all_gather_parameters()
+
+
 def master_copy(parameter: Tensor, value: Tensor) -> Tensor:
     """A trainable float32 leaf with some or all of a parameter's values.
 

@@ -1,7 +1,7 @@
 """The report: one self-contained HTML page, and a PNG of each panel."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from datetime import datetime, timezone
 from html import escape
@@ -49,22 +49,26 @@ def write_report(
     panels = panels_of(runs)
     output_dir.mkdir(parents=True, exist_ok=True)
     file = output_dir / PAGE_FILE
-    text = page(runs, panels)
+    text = page(runs, page_data(runs, panels), lower_half(runs))
     # Names may contain lone surrogates, which UTF-8 cannot encode.
     write_text(file, text.encode("utf-8", "backslashreplace").decode("utf-8"))
     return [file, *(draw_panels(runs, panels, output_dir) if with_pictures else [])]
 
 
-def page(runs: Sequence[Run], panels: Sequence[Panel], version: str | None = None) -> str:
-    """The HTML page; its element `data` is `page_data` as JSON.
+def page(
+    runs: Sequence[Run], data: Mapping[str, Any], tables: str, version: str | None = None
+) -> str:
+    """The HTML page.
 
     Args:
+        data: see `page_data`; JSON in the page's element `data`.
+        tables: see `lower_half`.
         version: of what is served, for a page that refreshes itself.
     """
     title = escape("Report: " + ", ".join(run.name for run in runs))
-    data = json.dumps(page_data(runs, panels), allow_nan=False, separators=(",", ":"))
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     # So that no value can close the script element.
-    data = data.replace("<", "\\u003c")
+    text = text.replace("<", "\\u003c")
     scripts = _SCRIPTS if version is None else (*_SCRIPTS, "watch.js")
     style, script = _asset("report.css"), "\n".join(map(_asset, scripts))
     connect = "" if version is None else " connect-src 'self';"
@@ -91,9 +95,9 @@ style-src 'unsafe-inline'; script-src 'unsafe-inline';{connect} img-src data:">
 <noscript><p class="note">This page draws its curves by a script, which is off.</p></noscript>
 <div id="panels"></div>
 <section id="tables">
-{lower_half(runs)}</section>
+{tables}</section>
 </main>
-<script type="application/json" id="data">{data}</script>
+<script type="application/json" id="data">{text}</script>
 <script>
 {script}</script>
 </body>

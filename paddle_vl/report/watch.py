@@ -18,10 +18,10 @@ from paddle_vl.report.predictions import PREDICTIONS_FILE
 from paddle_vl.report.report import lower_half, page, page_data
 from paddle_vl.report.runs import CONFIG_FILE, read_runs
 from paddle_vl.report.seeds import by_seed
-from paddle_vl.train.reporting.run_files import METRICS_FILE, RUN_FILE
+from paddle_vl.train.reporting.run_files import ACTIONS_FILE, METRICS_FILE, RUN_FILE
 
 HOST = "127.0.0.1"
-_FILES = (METRICS_FILE, RUN_FILE, CONFIG_FILE, PREDICTIONS_FILE)
+_FILES = (METRICS_FILE, RUN_FILE, CONFIG_FILE, PREDICTIONS_FILE, ACTIONS_FILE)
 
 
 class Watched:
@@ -54,10 +54,10 @@ class Watched:
             if (version := self.version) != self._seen:
                 runs = read_runs(self._folders)
                 runs = by_seed(runs) if self._joins_seeds else runs
-                panels = panels_of(runs)
-                self._page = page(runs, panels, version)
-                fresh = {"data": page_data(runs, panels), "tables": lower_half(runs)}
-                self._data = json.dumps({"version": version, **fresh}, allow_nan=False)
+                data, tables = page_data(runs, panels_of(runs)), lower_half(runs)
+                self._page = page(runs, data, tables, version)
+                fresh = {"version": version, "data": data, "tables": tables}
+                self._data = json.dumps(fresh, allow_nan=False)
                 self._seen = version
             return self._seen, self._page, self._data
 

@@ -17,7 +17,7 @@ from paddle.base.framework import default_main_program
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.nn.flat_buckets import POWERS, STATES, FlatBucket, grouped
 from paddle_vl.nn.linear import names_by_parameter
-from paddle_vl.nn.master_weights import MasterWeights, ParameterStore
+from paddle_vl.nn.master_weights import MasterWeights, ParameterStore, exchange_values
 from paddle_vl.nn.operations import gradient_of
 from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec, Saved
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
@@ -333,19 +333,13 @@ class Optimizer(OptimizerState):
         for tensor, average in self._averaged():
             average.add_((tensor - average) * rate)
 
-    @paddle.no_grad()
     def swap_average(self) -> None:
-        """Exchange the weights with their average; doing it twice changes no bit. Collective where
-        weights are sharded."""
+        """Exchange the weights with their average, see `exchange_values`."""
         if self._averages is None:
             return
         if self._fleet is not None:
             self._fleet.finish_gathers()
-        for tensor, average in self._averaged():
-            live = tensor.clone()
-            paddle.assign(average, tensor)
-            paddle.assign(live, average)
-        self.store.all_gather_parameters()
+        exchange_values(self._averaged(), self.store)
 
     def _averaged(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The updated tensors, or the buckets that these are in, with their average."""

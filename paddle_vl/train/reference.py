@@ -15,7 +15,7 @@ import paddle
 from paddle import Tensor
 
 from paddle_vl.batch.schema import Batch
-from paddle_vl.nn.master_weights import ParameterStore
+from paddle_vl.nn.master_weights import ParameterStore, exchange_values
 from paddle_vl.parallel.ranks import SingleRank
 from paddle_vl.train.step import Runner
 
@@ -45,18 +45,10 @@ class Reference:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """The model is the reference inside the block. All ranks enter it together."""
-        self._exchange()
+        exchange_values(self._pairs, self._store)
         # After an error other ranks may not be here, to gather the trained values.
         yield
-        self._exchange()
-
-    @paddle.no_grad()
-    def _exchange(self) -> None:
-        for shard, value in self._pairs:
-            other = shard.clone()
-            paddle.assign(value, shard)
-            paddle.assign(other, value)
-        self._store.all_gather_parameters()
+        exchange_values(self._pairs, self._store)
 
 
 class ComparingRunner:

@@ -13,6 +13,7 @@ from typing import Any
 
 from paddle import Tensor, nn
 
+from paddle_vl.checkpoint.reading import UnreadParameters
 from paddle_vl.config.families import EncoderShape, ModelShape, model_values
 from paddle_vl.config.patterns import matching_names
 from paddle_vl.data.loader import PrefetchLoader
@@ -299,8 +300,11 @@ class PI07Recipe(Family):
 
     @classmethod
     def merge_adapter(cls, folder: Path, out: Path, base: str | None) -> Path:
-        policy = cls.policy_class.from_pretrained(folder, base=base, dtype="auto")
-        policy.save_pretrained(out)
+        policy = cls.policy_class.from_pretrained(
+            folder, base=base, dtype="auto", materialize=False
+        )
+        unread: Any = UnreadParameters(policy.model)
+        policy.save_pretrained(out, store=unread)
         return Path(str(policy.model.name_or_path))
 
     @classmethod

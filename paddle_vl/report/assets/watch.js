@@ -1,6 +1,7 @@
 // Asks for newer data once a second; what the reader has chosen stays.
 
 let version = document.body.dataset.version;
+const tables = document.getElementById("tables");
 const shapeOf = (all) => JSON.stringify([all.axes, all.panels.map((one) => [one.name, one.folded, one.curves.map((curve) => [curve.run, curve.key])])]);
 
 async function refresh() {
@@ -12,7 +13,10 @@ async function refresh() {
   version = fresh.version;
   Object.assign(data, expanded(fresh.data));
   views.forEach((view, i) => (view.panel = data.panels[i]));
-  document.getElementById("tables").innerHTML = fresh.tables;
+  const folds = () => [...tables.querySelectorAll("details")];
+  const open = folds().map((one) => one.open);
+  tables.innerHTML = fresh.tables;
+  folds().forEach((one, i) => (one.open = open[i] ?? one.open));
   redraw();
 }
 

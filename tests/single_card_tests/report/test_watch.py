@@ -2,7 +2,8 @@
 
 Guarantees: it listens on loopback, answers two addresses and reads no other file; hosts of other
 names and other methods are refused; a run without metrics is waited for; a page that is open gets
-new metrics without being loaded again, in a browser too; predictions are shown with their pictures.
+new metrics without being loaded again, in a browser too, where folds stay; predictions are shown
+with their pictures.
 """
 
 import http.client
@@ -23,6 +24,7 @@ from tests.single_card_tests.report.run_folders import LINES, write_run
 from tests.single_card_tests.report.test_page import BROWSER
 
 MORE = {"step": 40, "loss": 1.5}
+CHUNK = {"dataset": "arm", "predicted": [[0.0]], "true": [[1.0]]}
 
 
 @contextmanager
@@ -67,6 +69,9 @@ def test_page_and_its_data_follow_the_run(tmp_path):
         assert fresh["version"] != version
         assert fresh["data"]["steps"][0] == [10, 20, 30, 40]
         assert "1.5" in fresh["tables"]
+        (run / "actions.json").write_text(json.dumps({"step": 40, "chunks": [CHUNK]}))
+        status, text = answer(server, f"/data?since={fresh['version']}")
+        assert (status, "Actions at step 40" in text) == (200, True)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +100,11 @@ def test_port_that_is_none_is_refused(capsys):
     assert "70000 is no port from 0 to 65535" in capsys.readouterr().err
 
 
+def test_options_of_a_page_that_is_written_are_refused(capsys):
+    assert main(["report", "a", "--no-png", "--watch", "0"]) == 1
+    assert "--watch writes nothing: leave --output and --no-png out" in capsys.readouterr().err
+
+
 def dumped(address: str, profile: Path, *flags: str) -> str:
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", *flags]
     command += [f"--user-data-dir={profile}", "--dump-dom", address]
@@ -104,6 +114,7 @@ def dumped(address: str, profile: Path, *flags: str) -> str:
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium (Debian: chromium-headless-shell)")
 def test_browser_draws_what_is_new_without_loading_again(tmp_path, monkeypatch):
     run = write_run(tmp_path / "a")
+    (run / "actions.json").write_text(json.dumps({"step": 10, "chunks": [CHUNK]}))
     read, asked = watch.Watched.read, []
 
     def read_and_go_on(watched):
@@ -111,7 +122,9 @@ def test_browser_draws_what_is_new_without_loading_again(tmp_path, monkeypatch):
         # The page is the first; its second question finds a new line.
         if len(asked) == 3:
             append(run, MORE)
-        return read(watched)
+        version, text, data = read(watched)
+        # As if the reader had unfolded all.
+        return version, text.replace("<details>", "<details open>"), data
 
     monkeypatch.setattr(watch.Watched, "read", read_and_go_on)
     with serving(run) as server:
@@ -120,7 +133,9 @@ def test_browser_draws_what_is_new_without_loading_again(tmp_path, monkeypatch):
         after = server.watched.version
     assert before != after
     assert f'data-version="{before}"' in text
-    assert "40 of 30" in re.search('<section id="tables">.*', text, re.DOTALL)[0]
+    tables = re.search('<section id="tables">.*?</section>', text, re.DOTALL)[0]
+    assert "40 of 30" in tables
+    assert tables.count("<details") == tables.count('<details open=""') > 0
     (curve,) = re.findall(r'<path class="curve"[^>]* d="([^"]*)"', text.split("data-panel")[1])[:1]
     # 10, then a gap at 20, then 30 and 40.
     assert (curve.count("M"), curve.count("L")) == (2, 1)

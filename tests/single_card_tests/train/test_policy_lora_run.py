@@ -2,8 +2,9 @@
 
 Guarantees: the forms of openpi and LeRobot adapt and train what these do, with their ranks and
 scalings; nothing else changes; checkpoints hold PEFT's files under OpenTau's names, with statistics
-and configuration, and final/ the merged policy, which `merge` makes of a checkpoint too; all have
-the same evaluation loss; a resumed run is bit-identical; what contradicts itself is refused.
+and configuration, and final/ the merged policy, which `merge` makes of a checkpoint too, a
+parameter at a time; all have the same evaluation loss; a resumed run is bit-identical; what
+contradicts itself is refused.
 """
 
 import json
@@ -15,8 +16,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from paddle_vl.checkpoint.reading import UnreadParameters
 from paddle_vl.cli.main import main
 from paddle_vl.config.load import load_run_config
+from paddle_vl.families.pi07 import recipe
 from paddle_vl.families.pi07.policy import PI07LowLevelPolicy
 from paddle_vl.train.build import build_trainer
 from tests.single_card_tests.train.tiny_policy_run import MODEL, PLANNER, write_tiny_policy_run
@@ -86,10 +89,25 @@ def test_openpis_form_trains_adapters_of_both_streams_and_the_rest_in_full(train
     assert state == {n for n in stored if "normalize" not in n}
 
 
-def test_all_that_a_run_leaves_is_the_same_policy(trained, run_file, tmp_path, capsys):
+def test_all_that_a_run_leaves_is_the_same_policy(trained, run_file, tmp_path, capsys, monkeypatch):
     """Checkpoint with its base, final/, and what merge makes of the checkpoint."""
+
+    class Watched(UnreadParameters):
+        def __init__(self, model):
+            super().__init__(model)
+            self.model, read[:] = model, []
+
+        def gathered_value(self, parameter):
+            value = super().gathered_value(parameter)
+            assert not any(one._is_initialized() for one in self.model.parameters())
+            read.append(id(parameter))
+            return value
+
+    read: list[int] = []
+    monkeypatch.setattr(recipe, "UnreadParameters", Watched)
     merged, moved = tmp_path / "merged", tmp_path / "base"
     assert main(["merge", str(trained / "checkpoint-4"), str(merged)]) == 0
+    assert len({*read}) > 100
     assert str(run_file.with_name("base")) in capsys.readouterr().out
     shutil.copytree(run_file.with_name("base"), moved)
     data = ["--data", str(run_file.with_name("arm-joint.jsonl"))]

@@ -4,8 +4,7 @@ Guarantees: the real packages get every number of a line, under a grouped name; 
 TensorBoard show it during the run; a resumed run has every step once, in W&B and SwanLab under its
 id, which a run from step 0 does not have; they get settings and git state, and nothing that a rank
 prints, and are told when it fails; metrics.csv has a row per line; foreign files stay; a missing
-package is named with its pip
-extra, and nothing is removed then.
+package is named with its pip extra, and nothing is removed then.
 
 W&B and SwanLab run offline, where their packages are installed; the heavy test installs them into
 an environment of its own.
@@ -18,9 +17,11 @@ import struct
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 import venv
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from paddle_vl.parallel.ranks import ONE_RANK
 from paddle_vl.train.reporting.reporter import Reporter
 from paddle_vl.train.reporting.run_files import METRICS_FILE, MetricsFile, numbers_of, tag_of
 from paddle_vl.train.reporting.writers.base import Start, open_writers
+from paddle_vl.train.reporting.writers.service import ServiceRun
 
 LINES = [
     {"step": 1, "loss": 0.5, "grad_norm": None, "tokens_per_second": 100.0, "epoch": 1},
@@ -260,6 +262,25 @@ def test_service_that_does_not_start_says_how_it_would(tmp_path, monkeypatch):
     monkeypatch.setattr(wandb, "init", lambda **given: 1 / 0)
     with pytest.raises(ValueError, match="division by zero.*wandb login.*WANDB_MODE=offline"):
         open_writers(["wandb"], Start(tmp_path))
+
+
+class StandIn(ServiceRun):
+    package = "standin"
+
+    def _finish(self, error):
+        self.run.finish()
+
+
+def test_ctrl_c_stays_the_runs_in_any_thread(tmp_path):
+    def init(**given):
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    before = signal.getsignal(signal.SIGINT)
+    StandIn(Start(tmp_path), init)
+    assert signal.getsignal(signal.SIGINT) is before
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(StandIn, Start(tmp_path), init).result()
 
 
 def test_csv_has_a_row_per_line_and_columns_that_come_later(tmp_path):

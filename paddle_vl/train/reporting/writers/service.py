@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ _TOLD = (
 )
 
 
-class ServiceRun:
+class ServiceRun(ABC):
     """A run of a service, whose package has its name.
 
     Steps that a resumed run repeats stay as they were written first.
@@ -49,7 +50,7 @@ class ServiceRun:
             write_text(file, secrets.token_hex(8))
         told = {key: start.entry[key] for key in _TOLD if start.entry.get(key) is not None}
         variable = name.upper()
-        # SwanLab takes Ctrl-C for itself, at which a run saves a checkpoint.
+        # SwanLab takes Ctrl-C for itself in the main thread; a run saves a checkpoint at it.
         on_interrupt = signal.getsignal(signal.SIGINT)
         try:
             self.run = init(
@@ -64,7 +65,8 @@ class ServiceRun:
                 f"logging.report_to asks for {name}, which does not start a run ({error}): log in "
                 f"with `{name} login`, or set {variable}_MODE=offline and sync the run later"
             ) from error
-        signal.signal(signal.SIGINT, on_interrupt)
+        if signal.getsignal(signal.SIGINT) is not on_interrupt:
+            signal.signal(signal.SIGINT, on_interrupt)
         for line in start.lines:
             self.write(line)
 
@@ -77,6 +79,6 @@ class ServiceRun:
         # A run that fails closes its writers while it handles the error.
         self._finish(sys.exc_info()[1])
 
+    @abstractmethod
     def _finish(self, error: BaseException | None) -> None:
         """Tell the service that the run is over, or has failed."""
-        raise NotImplementedError
