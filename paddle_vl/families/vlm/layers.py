@@ -1,10 +1,11 @@
 """Layers of a vision-language model in reading order: vision tower, embedding with visual tokens,
-and the frame of a decoder, which adds deepstack levels after its first layers.
+attention and layers of a decoder, and its frame, which adds deepstack levels after the first ones.
 
-Shapes: P patches of all items, in merge-block order; U tower width; N heads; H head width; B batch,
-L padded length, T = B * L token rows, batch-major (this rank's shard under sequence parallelism); D
-decoder width; M = P / merge^2 visual embeddings of the batch, M_local those of this rank's token
-rows; G deepstack levels. The tower's attention is full within one frame of one image or video.
+Shapes: P patches of all items, in merge-block order; U tower width; N heads; K key heads; H head
+width; B batch, L padded length, T = B * L token rows, batch-major (this rank's shard under sequence
+parallelism); D decoder width; M = P / merge^2 visual embeddings of the batch, M_local those of this
+rank's token rows; G deepstack levels. The tower's attention is full within one frame of one image
+or video.
 
 Tensor parallelism of a colocated encoder divides the linears that a layer names in `column_blocks`
 (output features, in so many equal blocks) and `row_linears` (input features).
