@@ -352,14 +352,14 @@ class VLSelfAttention(nn.Layer):
         packed: PackedSamples | None = None,
     ) -> Tensor:
         length, width = tables.cos_TH.shape[1], self.head_dim
-        widths = (2 * width if self.is_gated else width, width, width)
         q_BLNH, k_BLKH, v_BLKH = [
-            rows.reshape([-1, length, rows.shape[-1] // head, head])
-            for rows, head in zip(self.qkv_proj(x_TD), widths, strict=True)
+            rows.reshape([-1, length, rows.shape[-1] // width, width])
+            for rows in self.qkv_proj(x_TD)
         ]
         gate_BLNH = None
         if self.is_gated:
-            q_BLNH, gate_BLNH = paddle.split(q_BLNH, 2, axis=-1)
+            gated = q_BLNH.reshape([-1, length, q_BLNH.shape[2] // 2, 2 * width])
+            q_BLNH, gate_BLNH = paddle.split(gated, 2, axis=-1)
         q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
         q_BLNH, k_BLKH = rotate_first(q_BLNH, k_BLKH, tables.astype(x_TD.dtype))
         if cache is not None:
