@@ -26,7 +26,7 @@ _MODULES = {
     },
     f"{_QWEN}.adapter": f"paddle_vl.families.adapter and {_VLM}.adapter",
     **{f"{home}.answers": f"{_VLM}.chat" for home in (_QWEN, _VLM)},
-    f"{_QWEN}.decoder": f"{_QWEN}.model",
+    f"{_QWEN}.decoder": f"{_QWEN}.model and {_VLM}.layers",
     f"{_QWEN}.flops": f"{_VLM}.flops",
     f"{_QWEN}.text_config": f"{_QWEN}.config",
     **{f"{_QWEN}.{name}": f"{_VLM}.layers" for name in ("embedding", "vision_tower")},
@@ -76,6 +76,7 @@ _NAMES = {
     "Qwen3VLParallelConfig": "VLParallelConfig",
     "Qwen3VLRun": "VLRun",
     "Qwen3VLStage": "VLStage",
+    "SelfAttention": "VLSelfAttention",
 }
 
 

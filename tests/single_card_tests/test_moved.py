@@ -12,6 +12,7 @@ import pytest
 from paddle_vl.families.pi07.prefix import GroupedProjection
 from paddle_vl.families.policy import normalize
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.layers import VLSelfAttention
 from paddle_vl.families.vlm.pipeline import VLStage
 
 
@@ -20,6 +21,7 @@ from paddle_vl.families.vlm.pipeline import VLStage
     [
         ("paddle_vl.families.qwen3_vl.inputs.processor", "Qwen3VLProcessor", VLProcessor),
         ("paddle_vl.families.qwen3_vl.pipeline", "Qwen3VLStage", VLStage),
+        ("paddle_vl.families.qwen3_vl.decoder", "SelfAttention", VLSelfAttention),
         ("paddle_vl.families.pi07.inputs.normalize", "Normalizer", normalize.Normalizer),
         ("paddle_vl.families.pi07.layers", "GroupedProjection", GroupedProjection),
     ],

@@ -24,82 +24,24 @@ from paddle_vl.families.qwen3_5.config import (
     Qwen3_5TextConfig,
 )
 from paddle_vl.families.vlm.cache import KeyValueCache
-from paddle_vl.families.vlm.layers import SwiGLUMLP, VLDecoderLayer, VLLanguageModel
+from paddle_vl.families.vlm.layers import (
+    SwiGLUMLP,
+    VLDecoderLayer,
+    VLLanguageModel,
+    VLSelfAttention,
+)
 from paddle_vl.families.vlm.model import VLForConditionalGeneration
 from paddle_vl.families.vlm.moe import SparseMoE
 from paddle_vl.nn.attention import (
     CachedKeys,
     PackedSamples,
     RotaryTables,
-    apply_rotary,
-    causal_attention,
 )
 from paddle_vl.nn.delta_rule import causal_conv_silu, gated_delta_rule, gated_rms_norm
 from paddle_vl.nn.experts import RoutedRows
 from paddle_vl.nn.linear import Columns, Linear, precise_dtype, split_columns
 from paddle_vl.nn.operations import GemmaRMSNorm
 from paddle_vl.nn.placement import Placement
-
-
-class GatedAttention(nn.Layer):
-    """Causal grouped-query attention, each head's output times the sigmoid of its gate.
-
-    Queries and keys are normalized, then their first R channels rotated. A query head's projection
-    has the query, then the gate.
-    """
-
-    def __init__(self, config: Qwen3_5TextConfig, placement: Placement):
-        super().__init__()
-        self.head_dim = config.head_dim
-        width, std = config.hidden_size, config.initializer_range
-        heads, key_heads = config.num_attention_heads, config.num_key_value_heads
-        query_width, key_width = heads * config.head_dim, key_heads * config.head_dim
-        columns = [
-            Columns("q_proj", 2 * query_width, heads),
-            Columns("k_proj", key_width, key_heads),
-            Columns("v_proj", key_width, key_heads),
-        ]
-        self.qkv_proj = placement.layers.projections(width, columns, std)
-        self.o_proj = placement.layers.row_linear(query_width, width, std)
-        epsilon = config.rms_norm_eps
-        self.q_norm = placement.layers.head_wise(GemmaRMSNorm(config.head_dim, epsilon))
-        self.k_norm = placement.layers.head_wise(GemmaRMSNorm(config.head_dim, epsilon))
-
-    def forward(
-        self,
-        x_TD: Tensor,
-        tables: RotaryTables,
-        key_bias: Any = None,
-        cache: KeyValueCache | None = None,
-        packed: PackedSamples | None = None,
-    ) -> Tensor:
-        length = tables.cos_TH.shape[1]
-        gated_TQ, k_TE, v_TE = self.qkv_proj(x_TD)
-        q_BLNH, gate_BLNH = paddle.split(self._heads(gated_TQ, length, 2), 2, axis=-1)
-        k_BLKH, v_BLKH = self._heads(k_TE, length), self._heads(v_TE, length)
-        q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
-        q_BLNH, k_BLKH = rotate_first(q_BLNH, k_BLKH, tables.astype(x_TD.dtype))
-        if cache is not None:
-            out_BLNH = cache.attend(q_BLNH, k_BLKH, v_BLKH, key_bias)
-        else:
-            out_BLNH = causal_attention(q_BLNH, k_BLKH, v_BLKH, key_bias, packed)
-        out_BLNH = out_BLNH * F.sigmoid(gate_BLNH)
-        return self.o_proj(out_BLNH.reshape([-1, out_BLNH.shape[2] * self.head_dim]))
-
-    def _heads(self, x_TE: Tensor, length: int, parts: int = 1) -> Tensor:
-        width = parts * self.head_dim
-        return x_TE.reshape([-1, length, x_TE.shape[-1] // width, width])
-
-
-def rotate_first(q: Tensor, k: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
-    """`apply_rotary` on as many first channels as the tables have; the others are unchanged."""
-    rotated = tables.cos_TH.shape[-1]
-    if rotated == q.shape[-1]:
-        return apply_rotary(q, k, tables)
-    parts = [paddle.split(x, [rotated, x.shape[-1] - rotated], axis=-1) for x in (q, k)]
-    turned = apply_rotary(parts[0][0], parts[1][0], tables)
-    q, k = (paddle.concat([x, rest], axis=-1) for x, (_, rest) in zip(turned, parts, strict=True))
-    return q, k
 
 
 class DeltaCache:
@@ -320,17 +262,12 @@ class LanguageModel(VLLanguageModel):
     norm_class = GemmaRMSNorm
 
     def make_layer(self, config: Qwen3_5TextConfig, placement: Placement, number: int) -> nn.Layer:
-        name, make = "linear_attn", GatedDeltaNet
         if config.is_full(number):
-            name, make = "self_attn", GatedAttention
-        mixer, mlp = make(config, placement), None
-        if isinstance(config, Qwen3_5MoeTextConfig):
-            mlp = SharedExpertMoE(config, placement)
+            name = "self_attn"
+            mixer = VLSelfAttention(config, placement, GemmaRMSNorm, is_gated=True)
         else:
-            mlp = SwiGLUMLP(
-                config.hidden_size, config.intermediate_size, config.initializer_range, placement
-            )
-        return VLDecoderLayer(config, placement, name, mixer, mlp, GemmaRMSNorm)
+            name, mixer = "linear_attn", GatedDeltaNet(config, placement)
+        return VLDecoderLayer(config, placement, number, mixer, name, GemmaRMSNorm, SharedExpertMoE)
 
 
 class Qwen3_5ForConditionalGeneration(VLForConditionalGeneration):

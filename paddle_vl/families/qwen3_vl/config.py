@@ -88,14 +88,6 @@ class Qwen3VLTextConfig(DenseText):
                 "not supported (no Qwen3-VL checkpoint uses it): set it to 0"
             )
 
-    def experts_of(self, layer: int) -> "Qwen3VLMoeTextConfig | None":
-        """The configuration of that decoder layer's experts; None for a layer with an MLP."""
-        return None
-
-    def has_experts(self, layer: int) -> bool:
-        """Whether that decoder layer has experts instead of an MLP."""
-        return self.experts_of(layer) is not None
-
 
 @checked
 class Qwen3VLMoeTextConfig(ExpertsText, Qwen3VLTextConfig):
@@ -128,9 +120,9 @@ class Qwen3VLMoeTextConfig(ExpertsText, Qwen3VLTextConfig):
                 f"{self.num_hidden_layers} layers"
             )
 
-    def experts_of(self, layer: int) -> "Qwen3VLMoeTextConfig | None":
+    def has_experts(self, layer: int) -> bool:
         is_sparse = (layer + 1) % self.decoder_sparse_step == 0
-        return self if is_sparse and layer not in self.mlp_only_layers else None
+        return is_sparse and layer not in self.mlp_only_layers
 
 
 @checked

@@ -1,10 +1,11 @@
 """Layers of a vision-language model in reading order: vision tower, embedding with visual tokens,
-and the frame of a decoder, which adds deepstack levels after its first layers.
+attention and layers of a decoder, and its frame, which adds deepstack levels after the first ones.
 
-Shapes: P patches of all items, in merge-block order; U tower width; N heads; H head width; B batch,
-L padded length, T = B * L token rows, batch-major (this rank's shard under sequence parallelism); D
-decoder width; M = P / merge^2 visual embeddings of the batch, M_local those of this rank's token
-rows; G deepstack levels. The tower's attention is full within one frame of one image or video.
+Shapes: P patches of all items, in merge-block order; U tower width; N heads; K key heads; H head
+width; B batch, L padded length, T = B * L token rows, batch-major (this rank's shard under sequence
+parallelism); D decoder width; M = P / merge^2 visual embeddings of the batch, M_local those of this
+rank's token rows; G deepstack levels. The tower's attention is full within one frame of one image
+or video.
 
 Tensor parallelism of a colocated encoder divides the linears that a layer names in `column_blocks`
 (output features, in so many equal blocks) and `row_linears` (input features).
@@ -32,6 +33,7 @@ from paddle_vl.nn.attention import (
     PackedSamples,
     RotaryTables,
     apply_rotary,
+    causal_attention,
     mrope_tables,
     vision_tables,
 )
@@ -310,28 +312,106 @@ class SwiGLUMLP(nn.Layer):
         return self.down_proj(swiglu(*self.gate_up_proj(x_TD)))
 
 
-class VLDecoderLayer(nn.Layer):
-    """`x + mixer(norm(x))`, then `x + mlp(norm(x))`; the MLP may be a mixture of experts.
+class VLSelfAttention(nn.Layer):
+    """Causal grouped-query attention; queries and keys are normalized, then rotated: as many of
+    their first channels as the rotary tables have.
 
     Args:
-        mixer_name: of attention or what is in its place, in the checkpoint.
-        mixer: called with the arguments of `forward` up to `packed`.
+        is_gated: a query head's projection has the query, then a gate, by whose sigmoid the head's
+            output is multiplied.
     """
 
     def __init__(
         self,
         config: Any,
         placement: Placement,
-        mixer_name: str,
-        mixer: nn.Layer,
-        mlp: nn.Layer,
-        norm_class: type[RMSNorm | GemmaRMSNorm],
+        norm_class: type[RMSNorm | GemmaRMSNorm] = RMSNorm,
+        is_gated: bool = False,
     ):
         super().__init__()
-        self.mixer_name = mixer_name
+        self.head_dim, self.is_gated = config.head_dim, is_gated
+        width, std, epsilon = config.hidden_size, config.initializer_range, config.rms_norm_eps
+        heads, key_heads = config.num_attention_heads, config.num_key_value_heads
+        query_width, key_width = heads * config.head_dim, key_heads * config.head_dim
+        columns = [
+            Columns("q_proj", 2 * query_width if is_gated else query_width, heads),
+            Columns("k_proj", key_width, key_heads),
+            Columns("v_proj", key_width, key_heads),
+        ]
+        self.qkv_proj = placement.layers.projections(width, columns, std)
+        self.o_proj = placement.layers.row_linear(query_width, width, std)
+        self.q_norm = placement.layers.head_wise(norm_class(config.head_dim, epsilon))
+        self.k_norm = placement.layers.head_wise(norm_class(config.head_dim, epsilon))
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        tables: RotaryTables,
+        key_bias: Any = None,
+        cache: KeyValueCache | None = None,
+        packed: PackedSamples | None = None,
+    ) -> Tensor:
+        length, width = tables.cos_TH.shape[1], self.head_dim
+        q_BLNH, k_BLKH, v_BLKH = [
+            rows.reshape([-1, length, rows.shape[-1] // width, width])
+            for rows in self.qkv_proj(x_TD)
+        ]
+        gate_BLNH = None
+        if self.is_gated:
+            gated = q_BLNH.reshape([-1, length, q_BLNH.shape[2] // 2, 2 * width])
+            q_BLNH, gate_BLNH = paddle.split(gated, 2, axis=-1)
+        q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
+        q_BLNH, k_BLKH = rotate_first(q_BLNH, k_BLKH, tables.astype(x_TD.dtype))
+        if cache is not None:
+            out_BLNH = cache.attend(q_BLNH, k_BLKH, v_BLKH, key_bias)
+        else:
+            out_BLNH = causal_attention(q_BLNH, k_BLKH, v_BLKH, key_bias, packed)
+        if gate_BLNH is not None:
+            out_BLNH = out_BLNH * F.sigmoid(gate_BLNH)
+        return self.o_proj(out_BLNH.reshape([-1, out_BLNH.shape[2] * width]))
+
+
+def rotate_first(q: Tensor, k: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
+    """`apply_rotary` on as many first channels as the tables have; the others are unchanged."""
+    rotated = tables.cos_TH.shape[-1]
+    if rotated == q.shape[-1]:
+        return apply_rotary(q, k, tables)
+    parts = [paddle.split(x, [rotated, x.shape[-1] - rotated], axis=-1) for x in (q, k)]
+    turned = apply_rotary(parts[0][0], parts[1][0], tables)
+    q, k = (paddle.concat([x, rest], axis=-1) for x, (_, rest) in zip(turned, parts, strict=True))
+    return q, k
+
+
+class VLDecoderLayer(nn.Layer):
+    """`x + mixer(norm(x))`, then `x + mlp(norm(x))`; the MLP may be a mixture of experts.
+
+    Args:
+        number: of the layer.
+        mixer: attention, or what is in its place, called with the arguments of `forward` up to
+            `packed`.
+        mixer_name: its name in the checkpoint.
+        experts_class: of the mixture, in layers that have one.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        placement: Placement,
+        number: int,
+        mixer: nn.Layer,
+        mixer_name: str = "self_attn",
+        norm_class: type[RMSNorm | GemmaRMSNorm] = RMSNorm,
+        experts_class: type[SparseMoE] = SparseMoE,
+    ):
+        super().__init__()
+        self.mixer_name, self.has_experts = mixer_name, config.has_experts(number)
         setattr(self, mixer_name, mixer)
-        self.mlp, self.has_experts = mlp, isinstance(mlp, SparseMoE)
         width, epsilon = config.hidden_size, config.rms_norm_eps
+        self.mlp = (
+            experts_class(config, placement)
+            if self.has_experts
+            else SwiGLUMLP(width, config.intermediate_size, config.initializer_range, placement)
+        )
         self.input_layernorm = placement.layers.row_wise(norm_class(width, epsilon))
         self.post_attention_layernorm = placement.layers.row_wise(norm_class(width, epsilon))
 

@@ -3,7 +3,7 @@
 Guarantees, plain, with Paddle's kernels and compiled: the chunked form equals the recurrence in
 float64, over several chunks, for packed samples of any lengths, with a state before, and for a
 single token; every gradient equals the recurrence's, and frozen inputs have none; nearly parallel
-keys lose no precision; no entry becomes NaN where decay is strong; launches are those of
+keys and strong decay lose no precision, and no entry becomes NaN; launches are those of
 docs/gpu_kernels.md.
 """
 
@@ -147,8 +147,12 @@ def test_nearly_parallel_keys_lose_no_precision():
     np.testing.assert_allclose(out.numpy(), wanted, atol=2e-5)
 
 
-def test_strong_decay_gives_finite_values_and_gradients():
-    arrays = inputs(130, decay=200.0)
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_strong_decay_gives_finite_values_and_gradients(everywhere):
+    arrays = inputs(130, decay=200.0 if everywhere else 0.2)
+    if not everywhere:
+        # Behind it, differences of float32 sums would be off by 1e-4.
+        arrays[3][:, 5] = -1500.0
     given = tensors(arrays)
     out, _ = gated_delta_rule(*given)
     out.sum().backward()

@@ -16,6 +16,7 @@ from paddle_vl.checkpoint.rules import LinearWeights, PatchKernel, Rule, Same
 from paddle_vl.families.vlm.config import (
     EMBEDDING_KEY,
     HEAD_KEY,
+    DenseText,
     VisionConfig,
     VLConfig,
     tie_settings,
@@ -30,7 +31,7 @@ from paddle_vl.nn.placement import Placement
 
 
 @checked
-class DecoderConfig:
+class DecoderConfig(DenseText):
     """Sizes of the decoder."""
 
     vocab_size: int
@@ -44,15 +45,6 @@ class DecoderConfig:
     mrope_section: Listed[list[int]] = field(default_factory=lambda: [2, 1, 1])
     initializer_range: float = 0.1
     rms_norm_eps: float = 1e-6
-
-    def experts_of(self, layer: int) -> None:
-        """No layer has experts."""
-
-    def has_experts(self, layer: int) -> bool:
-        return False
-
-    def has_balance_loss(self, requested: bool | None) -> bool:
-        return False
 
 
 @checked

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from abc import ABC, abstractmethod
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -34,7 +35,7 @@ _REQUIRED = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "i
 
 
 @checked
-class VisionProcessor:
+class VisionProcessor(ABC):
     """Settings of an image or a video processor.
 
     Attributes:
@@ -192,13 +193,13 @@ class VisionProcessor:
         # A step that is on is not mentioned.
         return values | {key: value for key, value in own.items() if value is not True}
 
+    @abstractmethod
     def encode_one(self, source: Any, with_pixels: bool) -> tuple[Any, ...]:
         """Pixels of a source, its grid (t, h, w), and what else there is.
 
         Args:
             with_pixels: False gives zeros `[P, 1]`; of a file only the header is read.
         """
-        raise NotImplementedError
 
     def without_pixels(self, frames: int, height: int, width: int) -> tuple[np.ndarray, Any]:
         """Zeros `[P, 1]` float32 and the grid of frames of that size, in pixels."""

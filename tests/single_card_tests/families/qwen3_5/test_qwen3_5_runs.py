@@ -155,12 +155,13 @@ def kept_values(text) -> dict[str, int]:
         {"hidden_size": 128, "intermediate_size": 64, "linear_num_value_heads": 8},
     ],
 )
-def test_a_layer_keeps_what_the_page_says(kind, sizes):
+@pytest.mark.parametrize(("kernels", "most"), [("compiled", 1.04), ("cpu", 1.3)])
+def test_a_layer_keeps_what_the_page_says(kind, sizes, kernels, most):
     length, used = 256, []
     sizes = sizes | {"linear_key_head_dim": 32, "linear_value_head_dim": 24}
     ids = np.arange(2 * length).reshape(2, length) % 50
     batch = {"input_ids": ids, "labels": ids, "attention_mask": np.ones_like(ids)}
-    with implementation("compiled"):
+    with implementation(kernels):
         for number in (1, 2):
             layers = {"num_hidden_layers": number, "layer_types": [kind] * number}
             config = tiny_qwen3_5_config(**sizes, **layers)
@@ -173,4 +174,4 @@ def test_a_layer_keeps_what_the_page_says(kind, sizes):
             del loss
     found = (used[1] - used[0]) / (4 * ids.size)
     # Numbers per head, such as decays and the statistics of norms and attention, are not in it.
-    assert found == pytest.approx(kept_values(config.text_config)[kind], rel=0.04)
+    assert 0.96 <= found / kept_values(config.text_config)[kind] <= most
