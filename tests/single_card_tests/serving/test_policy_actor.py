@@ -19,6 +19,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 import check_policy_server
+from paddle_vl.cli.main import main
 from paddle_vl.families.policy.demonstrations.sample import Stream, sample_rng
 from paddle_vl.families.policy.images import letterbox
 from paddle_vl.serving import openpi, vla_eval
@@ -248,6 +249,32 @@ def test_what_cannot_be_served_is_refused(policy, saved, tmp_path):
     (tmp_path / "config.json").write_text('{"type": "pi07_high_level"}')
     with pytest.raises(ValueError, match="does not act"):
         open_policy(tmp_path, "paddle")
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "message"),
+    [
+        (["--max-wait", "-1"], 2, "-1 is no number of seconds, 0 or more"),
+        (["--deadline", "nan"], 2, "nan is no number of seconds, 0 or more"),
+        (["--feature", "camera0"], 2, "'camera0' is not of the form NAME=..."),
+        (["--value", "prompt=["], 1, 'in "--value prompt", line 1'),
+        (["--chunk-size", "2"], 1, "--chunk-size is for --protocol vla-eval"),
+        (
+            ["--protocol", "vla-eval", "--chunk-size", "99"],
+            1,
+            "--chunk-size is 99, and this policy's chunks have",
+        ),
+    ],
+)
+def test_wrong_options_are_refused(given, code, message, saved, capsys, monkeypatch):
+    # What is not refused would be served for ever.
+    monkeypatch.setattr(PolicyActor, "warm_up", lambda *_: pytest.fail("not refused"))
+    try:
+        found = main(["serve-policy", str(saved), "--port", "0", *given])
+    except SystemExit as stop:
+        found = stop.code
+    assert found == code
+    assert message in capsys.readouterr().err
 
 
 def test_the_command_serves_until_a_signal(policy, saved, tmp_path):
