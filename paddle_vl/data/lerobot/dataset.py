@@ -22,7 +22,7 @@ from paddle_vl.data.jsonl import BadSampleError, sample_at
 from paddle_vl.data.lerobot.depth import VIDEO_FORM, DepthUnit, of_codes, of_image
 from paddle_vl.data.lerobot.language import language_rows
 from paddle_vl.data.lerobot.metadata import Episode, read_metadata
-from paddle_vl.data.lerobot.tables import as_array, read_rows
+from paddle_vl.data.lerobot.tables import as_array, read_rows, version_of
 from paddle_vl.data.lerobot.videos import read_frames
 from paddle_vl.data.media_file import load_rgb
 
@@ -83,6 +83,8 @@ class LeRobotDataset:
         self.depth_unit: DepthUnit = depth_unit
         self._numbers = tuple(name for name, f in self.features.items() if f.is_number)
         self._checked: set[int] = set()
+        # A sample reads several features of one episode: the one that was read last is kept.
+        self._last: tuple[Any, Any, dict[str, np.ndarray]] = None, None, {}
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -180,7 +182,7 @@ class LeRobotDataset:
         if feature.dtype == "video":
             return self._frames(episode, name, rows)
         if feature.is_number:
-            return as_array(self._columns(episode)[name], feature.shape)[np.asarray(rows)]
+            return self._column(episode, name)[np.asarray(rows)]
         # Images are large, and few of them are needed.
         read = [self._read(episode, (name,), int(row), 1)[name][0].as_py() for row in rows]
         if feature.dtype == "language":
@@ -189,13 +191,19 @@ class LeRobotDataset:
             return [self._image(name, value) for value in read]
         return read
 
-    def _columns(self, episode: Episode) -> Any:
-        """The numbers of an episode, checked once."""
-        table = self._read(episode, self._numbers, 0, episode.length)
-        if episode.number not in self._checked:
-            self._check(episode, table)
-            self._checked.add(episode.number)
-        return table
+    def _column(self, episode: Episode, name: str) -> np.ndarray:
+        """A feature of numbers of an episode, which is checked once. Not to be written to."""
+        key = episode.number, version_of(self.root / episode.file)
+        last, table, arrays = self._last
+        if last != key:
+            table, arrays = self._read(episode, self._numbers, 0, episode.length), {}
+            if episode.number not in self._checked:
+                self._check(episode, table)
+                self._checked.add(episode.number)
+            self._last = key, table, arrays
+        if name not in arrays:
+            arrays[name] = as_array(table[name], self.features[name].shape)
+        return arrays[name]
 
     def _read(self, episode: Episode, columns: tuple[str, ...], row: int, count: int) -> Any:
         return read_rows(self.root / episode.file, columns, episode.first_row + row, count)
@@ -232,7 +240,7 @@ class LeRobotDataset:
         self, episode: Episode, name: str, rows: Sequence[int] | np.ndarray
     ) -> list[np.ndarray]:
         file, start = episode.videos[name]
-        stamps = as_array(self._columns(episode)["timestamp"], (1,))[np.asarray(rows)]
+        stamps = self._column(episode, "timestamp")[np.asarray(rows)]
         times = [start + float(stamp) for stamp in stamps]
         info, is_depth = self.features[name].info, self.features[name].is_depth
         form = VIDEO_FORM if is_depth else "rgb24"

@@ -243,7 +243,8 @@ class SoftmaxAttention(PyLayer):
             ]
             outputs.append(_joined(of_blocks, axis=1))
         out_ZRH = _joined(outputs, axis=0)
-        ctx.save_for_backward(q_ZRH, k_ZSH, v_ZSH, out_ZRH)
+        # Detached: kept itself, an output without a backward pass would never be freed.
+        ctx.save_for_backward(q_ZRH, k_ZSH, v_ZSH, out_ZRH.detach())
         return out_ZRH
 
     @staticmethod

@@ -521,7 +521,8 @@ class _Attention(PyLayer):
         _library.attention_forward(
             *map(_data, (q, k, v, out, statistics)), *ctx.sizes, _data(room), _i64(ctx.room)
         )
-        ctx.save_for_backward(q, k, v, out, statistics)
+        # Detached: kept itself, an output without a backward pass would never be freed.
+        ctx.save_for_backward(q, k, v, out.detach(), statistics)
         return out
 
     @staticmethod

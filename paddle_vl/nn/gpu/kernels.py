@@ -98,7 +98,8 @@ class _AddRMSNorm(PyLayer):
         normed_TD, sum_TD, inverse_T = incubate.fused_rms_norm(
             x_TD, weight_D, None, epsilon, 1, None, residual_TD
         )
-        ctx.save_for_backward(sum_TD, weight_D, inverse_T)
+        # Detached: kept itself, an output without a backward pass would never be freed.
+        ctx.save_for_backward(sum_TD.detach(), weight_D, inverse_T)
         ctx.epsilon = epsilon
         ctx.needs = [not x.stop_gradient for x in (x_TD, residual_TD, weight_D)]
         return sum_TD, normed_TD

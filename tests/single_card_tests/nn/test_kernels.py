@@ -1,15 +1,20 @@
-"""The choice between an operation's plain implementation and its kernels.
+"""The choice between an operation's plain implementation and its kernels, and what kernels keep.
 
 Guarantees: the first kernel of the table runs that is for the first tensor's device, may be used
 now and fits the arguments; without one the plain implementation; a choice holds for the process, a
-forced one until its block ends, also nested or after an error; one line tells what is chosen. Tests
-of the operations and the golden cases cover the results of kernels.
+forced one until its block ends, also nested or after an error; one line tells what is chosen; an
+output without a backward pass is freed with all that its kernel has kept. Tests of the operations
+and the golden cases cover the results of kernels.
 """
 
+import gc
+
+import numpy as np
 import paddle
 import pytest
 
 from paddle_vl.nn import operations
+from paddle_vl.nn.examples import QUICK, Make, examples_of, name_of, tensors
 from paddle_vl.nn.kernels import description
 from paddle_vl.nn.operations import (
     OPERATIONS,
@@ -19,6 +24,7 @@ from paddle_vl.nn.operations import (
     operation,
     use_kernels,
 )
+from tests.support.implementations import implementation
 
 
 @pytest.fixture
@@ -92,3 +98,25 @@ def test_one_line_tells_what_is_chosen(monkeypatch):
     assert {key for key, line in counts.items() if " C" in line} == {("fused", True)}
     assert {key for key, line in counts.items() if "oneDNN" in line} >= {("uncompiled", False)}
     assert counts["plain", True] == f"kernels (plain, cpu): {len(OPERATIONS)} plain"
+
+
+def kept_after(operation, make: Make) -> int:
+    """Contexts of backward passes that are alive after a forward pass whose output is dropped."""
+    inputs = tensors(make(np.random.default_rng(0), QUICK), "float32")
+    with paddle.enable_grad():
+        operation(*inputs)
+    gc.collect()
+    return sum(type(found).__name__.endswith("_backward") for found in gc.get_objects())
+
+
+@pytest.mark.parametrize("kernels", ["cpu", "compiled", "a100"])
+def test_an_output_without_a_backward_pass_is_freed(kernels):
+    # A loss of weight 0 is computed and has none: what it kept would stay at every step.
+    kept = []
+    with implementation(kernels):
+        for operation in OPERATIONS:
+            for name, make in examples_of(operation).items():
+                before = kept_after(operation, make)
+                if kept_after(operation, make) > before:
+                    kept.append((name_of(operation), name))
+    assert not kept
