@@ -34,6 +34,9 @@ class LoRAConfig(Section):
     """linears that get no adapter: patterns as in target_modules"""
     use_rslora: bool = False
     """scale by lora_alpha / sqrt(r) instead of lora_alpha / r"""
+    use_dora: bool = False
+    """DoRA: adapters change the directions of a weight's rows, and their lengths are trained too;
+    each forward pass computes the norms of the adapted weights"""
     modules_to_save: list[str] = Field(default=[])
     """modules that are trained in full and saved with the adapters: patterns as in target_modules,
     or parts of the model (vision, mergers, language)"""
