@@ -77,6 +77,12 @@ def _problems_of_what_is_trained(config: RunConfig) -> Problems:
             f"train.eval_steps is {train.eval_steps} but data.eval lists no file: name the "
             "evaluation files or remove train.eval_steps"
         )
+    for entry in train.unfreeze:
+        if train.max_steps is not None and entry.at >= train.max_steps:
+            yield (
+                f"train.unfreeze trains {', '.join(entry.patterns)} after {entry.at} steps, and "
+                f"the run has {train.max_steps}: lower at, or freeze them (model.freeze)"
+            )
     if train.part_learning_rates and train.learning_rate == 0:
         yield (
             "train.part_learning_rates are peaks of the schedule of train.learning_rate, which is "
@@ -86,6 +92,8 @@ def _problems_of_what_is_trained(config: RunConfig) -> Problems:
         ("model.freeze", model.freeze),
         ("model.lora.modules_to_save", getattr(config.lora, "modules_to_save", ())),
         ("train.part_learning_rates", train.part_learning_rates),
+        ("train.layer_decay", train.layer_decay),
+        ("train.unfreeze", [pattern for entry in train.unfreeze for pattern in entry.patterns]),
         ("train.weight_decay_exclude", train.weight_decay_exclude),
     ):
         yield from misspelt_groups(patterns, setting, config.parts)

@@ -318,7 +318,7 @@ def _set_magnitude(item: StoredParameter, layer: Any) -> None:
     norms = layer.lora.norms(layer.weight.t() if layer.input_axis else layer.weight)
     if bool((norms == 0).any()):
         raise ValueError(
-            f"{item.key}: some rows of this weight are zero, and DoRA divides by their norms: leave "
+            f"{item.key}: some rows of the weight are zero, and DoRA divides by their norms: leave "
             "the linear out (model.lora.exclude_modules), or set model.lora.use_dora=false"
         )
     set_value(item.parameter, norms.numpy())

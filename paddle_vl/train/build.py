@@ -33,6 +33,7 @@ from paddle_vl.train.freeze import (
     NamedParameters,
     decayed_names,
     freeze_parameters,
+    frozen_steps,
     rate_factors,
     trained_names,
     treated_apart,
@@ -144,12 +145,13 @@ def _build(
     trainable = family.trainable_names(model)
     trained = trained_names(full_shapes, config.model.freeze, trainable, family.parts)
     decayed = decayed_names(full_shapes, config.train.weight_decay_exclude, family.parts)
-    factors = rate_factors(config.train, trained, family.parts)
+    factors = rate_factors(config.train, trained, family.parts, full_shapes)
+    frozen = frozen_steps(config.train, trained, family.parts)
     # Fused linears (q, k, v; gate, up) that are trained differently get separate weights.
     model.separate(
         treated_apart(
             family.named_parameters(model),
-            lambda name: (name in trained, name in decayed, factors.get(name)),
+            lambda name: (name in trained, name in decayed, factors.get(name), frozen.get(name)),
         )
     )
     parameters = freeze_parameters(family.named_parameters(model), trained, full_shapes)
@@ -161,7 +163,9 @@ def _build(
     table = placement.parameter_table
 
     def make_optimizer(parameters: NamedParameters, store: ParameterStore) -> Optimizer:
-        return Optimizer(parameters, config.train, decayed, store, table, trained, factors, updates)
+        return Optimizer(
+            parameters, config.train, decayed, store, table, trained, factors, updates, frozen
+        )
 
     if isinstance(store, PartsStore):
         of_encoder = [entry for entry in parameters if table[entry[1]].is_encoder]
