@@ -287,7 +287,7 @@ class Optimizer(OptimizerState):
         In the sum over all ranks each element of a parameter counts once, sharded or replicated.
         """
         self.collect_gradients()
-        if self.parameters and not self._gradients():
+        if not self._gradients() and not all(tensor.stop_gradient for tensor in self.tensors):
             raise RuntimeError(
                 "no trained parameter has a gradient: the loss does not depend on any of them; "
                 "check model.freeze against what the batches contain"
