@@ -141,13 +141,17 @@ def test_learning_rates_of_layers_fall_towards_the_input():
     assert not factors.keys() - trained
 
 
+@pytest.mark.parametrize("has_zeros", [False, True])
 @pytest.mark.parametrize("has_buckets", [False, True])
-def test_what_is_frozen_for_some_steps_begins_with_fresh_state(batch, has_buckets):
-    """The oracle trains without it, and goes on with an optimizer of all."""
+def test_what_is_frozen_for_some_steps_begins_with_fresh_state(batch, has_buckets, has_zeros):
+    """The oracle trains without it, and goes on with an optimizer of all. Sharded parameters have
+    gradients of zeros while they are frozen."""
 
     def run(model, optimizer, steps) -> None:
         for step in steps:
             optimizer.begin_step(step)
+            for parameter in filter(lambda p: p.stop_gradient and has_zeros, model.parameters()):
+                parameter.grad = paddle.zeros_like(parameter)
             train_step(vl_runner(model), optimizer, micro_batches(batch), 0.01)
 
     settings = {"weight_decay": 0.5, "max_grad_norm": 0.0}

@@ -49,9 +49,11 @@ def values_in(folder: Path, model: Any) -> Iterator[tuple[Tensor, Tensor]]:
     for items in trained:
         parameter, key = items[0].parameter, items[0].key
         if key.endswith(MAGNITUDE_KEY):
+            # As `LowRank.norms`, to the bit.
             weight = stored[key.removesuffix(MAGNITUDE_KEY) + ".weight"].read()
-            norms = np.linalg.norm(weight.astype(np.float32), axis=1)
-            yield parameter, paddle.to_tensor(items[0].from_stored(norms)).astype(parameter.dtype)
+            squares = paddle.to_tensor(weight.astype(np.float32).T).square()
+            norms = items[0].from_stored(squares.sum(axis=0).sqrt().numpy())
+            yield parameter, paddle.to_tensor(norms).astype(parameter.dtype)
         elif is_low_rank(key):
             yield parameter, paddle.zeros(parameter.shape, dtype=parameter.dtype)
         else:
