@@ -77,12 +77,6 @@ def _problems_of_what_is_trained(config: RunConfig) -> Problems:
             f"train.eval_steps is {train.eval_steps} but data.eval lists no file: name the "
             "evaluation files or remove train.eval_steps"
         )
-    for entry in train.unfreeze:
-        if train.max_steps is not None and entry.at >= train.max_steps:
-            yield (
-                f"train.unfreeze trains {', '.join(entry.patterns)} after {entry.at} steps, and "
-                f"the run has {train.max_steps}: lower at, or freeze them (model.freeze)"
-            )
     if train.part_learning_rates and train.learning_rate == 0:
         yield (
             "train.part_learning_rates are peaks of the schedule of train.learning_rate, which is "
@@ -138,7 +132,7 @@ def _problems_of_length(config: RunConfig) -> Problems:
             "are both set: set one of them"
         )
     if train.max_steps is not None:
-        yield from warmup_problems(train, train.max_steps, f"train.max_steps {train.max_steps}")
+        yield from step_problems(train, train.max_steps, f"train.max_steps {train.max_steps}")
     if train.lr_scheduler_type != "warmup_stable_decay":
         return
     if train.decay_ratio is None:
@@ -153,8 +147,15 @@ def _problems_of_length(config: RunConfig) -> Problems:
         )
 
 
-def warmup_problems(train: TrainConfig, num_steps: int, length: str) -> Problems:
-    """A warmup that runs into the decay in a run of `num_steps`; messages say `length`."""
+def step_problems(train: TrainConfig, num_steps: int, length: str) -> Problems:
+    """A warmup that runs into the decay in a run of `num_steps`, and what is frozen for all of it;
+    messages say `length`."""
+    for entry in train.unfreeze:
+        if entry.at >= num_steps:
+            yield (
+                f"train.unfreeze trains {', '.join(entry.patterns)} after {entry.at} steps, which "
+                f"exceeds {length}: lower at, or freeze them in the whole run (model.freeze)"
+            )
     decay = math.ceil(num_steps * (train.decay_ratio or 0))
     if train.warmup_steps < num_steps < train.warmup_steps + decay:
         yield (

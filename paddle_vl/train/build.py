@@ -14,7 +14,7 @@ from paddle_vl.checkpoint.safetensors_io import FileWriter
 from paddle_vl.config.families import family_of_run
 from paddle_vl.config.load import flatten, raise_problems
 from paddle_vl.config.schema import RunConfig
-from paddle_vl.config.validate import launch_problems, warmup_problems
+from paddle_vl.config.validate import launch_problems, step_problems
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.base import Family, MeanLosses, SaveModel
 from paddle_vl.nn.kernels import description
@@ -286,5 +286,5 @@ def _length(config: RunConfig, loader: PrefetchLoader) -> RunLength:
     batches = loader.batches_in(train.num_train_epochs)
     num_steps = max(1, math.ceil(batches / train.gradient_accumulation_steps))
     made = f"the {num_steps} steps that train.num_train_epochs {train.num_train_epochs} makes of"
-    raise_problems(list(warmup_problems(train, num_steps, f"{made} this data")))
+    raise_problems(list(step_problems(train, num_steps, f"{made} this data")))
     return RunLength(num_steps)
