@@ -153,8 +153,8 @@ def step_problems(train: TrainConfig, num_steps: int, length: str) -> Problems:
     for entry in train.unfreeze:
         if entry.at >= num_steps:
             yield (
-                f"train.unfreeze trains {', '.join(entry.patterns)} after {entry.at} steps, which "
-                f"exceeds {length}: lower at, or freeze them in the whole run (model.freeze)"
+                f"train.unfreeze trains {', '.join(entry.patterns)} after {entry.at} steps, but "
+                f"the run ends with {length}: lower at, or freeze them in the whole run (model.freeze)"
             )
     decay = math.ceil(num_steps * (train.decay_ratio or 0))
     if train.warmup_steps < num_steps < train.warmup_steps + decay:
