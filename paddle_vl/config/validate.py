@@ -154,7 +154,7 @@ def step_problems(train: TrainConfig, num_steps: int, length: str) -> Problems:
         if entry.at >= num_steps:
             yield (
                 f"train.unfreeze trains {', '.join(entry.patterns)} after {entry.at} steps, but "
-                f"the run ends with {length}: lower at, or freeze them in the whole run (model.freeze)"
+                f"the run ends with {length}: lower at, or freeze them for good (model.freeze)"
             )
     decay = math.ceil(num_steps * (train.decay_ratio or 0))
     if train.warmup_steps < num_steps < train.warmup_steps + decay:
