@@ -1,8 +1,9 @@
 """Adapters in PEFT's files: `adapter_config.json` and `adapter_model.safetensors`.
 
-Keys are `base_model.model.` and HF's module with `.lora_A.weight` `[r, in]` or `.lora_B.weight`
-`[out, r]`; fully trained modules keep their parameters' keys. PEFT also saves the weight of an
-adapted head or embedding, as `.base_layer.weight`.
+Keys are `base_model.model.` and HF's module with `.lora_A.weight` `[r, in]`, `.lora_B.weight`
+`[out, r]` or, of DoRA, `.lora_magnitude_vector` `[out]`; fully trained modules keep their
+parameters' keys. PEFT also saves the weight of an adapted head or embedding, as
+`.base_layer.weight`.
 
 Source: PEFT 0.21, `peft/utils/save_and_load.py` and `peft/tuners/lora/config.py`.
 """
@@ -34,19 +35,21 @@ from paddle_vl.files.text_file import read_json_object, shown, write_text
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-A_KEY, B_KEY = ".lora_A.weight", ".lora_B.weight"
+A_KEY, B_KEY, MAGNITUDE_KEY = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 _BASE_LAYER = ".base_layer."
 # PEFT's settings that change what an adapter computes unless they are null, false, empty or this.
 _NOT_SUPPORTED = {
-    "bias": "none", "use_dora": None, "fan_in_fan_out": None, "lora_bias": None,
-    "target_parameters": None,
+    "bias": "none", "fan_in_fan_out": None, "lora_bias": None, "target_parameters": None,
     "trainable_token_indices": None, "layer_replication": None, "use_qalora": None,
     "use_bdlora": None, "alora_invocation_tokens": None, "arrow_config": None, "kasa_config": None,
     "velora_config": None, "monteclora_config": None,
 }  # fmt: skip
 
 # Settings of an adapter that are read.
-_COMPUTED = ("r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern")
+_COMPUTED = (
+    *("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"),
+    *("rank_pattern", "alpha_pattern"),
+)
 
 
 # Types of further entries.
@@ -86,7 +89,7 @@ class Adapter:
 
     def owns(self, key: str) -> bool:
         """Whether the HF key belongs to the adapters, not to the base."""
-        return key.endswith((A_KEY, B_KEY)) or any(key.startswith(f"{m}.") for m in self.saved)
+        return is_low_rank(key) or any(key.startswith(f"{m}.") for m in self.saved)
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,8 @@ class StoredAdapter:
             if weight is not None and len(weight.shape) == 2:
                 shapes[module + A_KEY] = (size.r, weight.shape[1])
                 shapes[module + B_KEY] = (weight.shape[0], size.r)
+                if self.config.use_dora:
+                    shapes[module + MAGNITUDE_KEY] = (weight.shape[0],)
         strange = sorted(self.tensors.keys() - shapes.keys())
         misfits = [
             f"{key} {list(self.tensors[key].shape) if key in self.tensors else 'absent'}, not "
@@ -179,18 +184,35 @@ class StoredAdapter:
     def _merged(self, key: str, tensor: StoredTensor) -> np.ndarray:
         array, module = self.tensors.get(key, tensor).read(), key.removesuffix(".weight")
         if module + A_KEY in self.tensors:
-            array = array.astype(np.float32) + self.delta(module)
+            own = {
+                end: self.tensors[module + end].read().astype(np.float32)
+                for end in keys_of(self.config)
+            }
+            array = with_adapter(array, own, self.config.scaling(*self.sizes[module]))
         return encoded(array, tensor.dtype)
 
-    def delta(self, module: str) -> np.ndarray:
-        """`scaling * B A`, which is added to a module's weight: `[out, in]` float32."""
-        a, b = (self.tensors[module + end].read().astype(np.float32) for end in (A_KEY, B_KEY))
-        return (b @ a) * np.float32(self.config.scaling(*self.sizes[module]))
+
+def keys_of(config: LoRAConfig) -> tuple[str, ...]:
+    """The ends of the keys of a linear's adapter."""
+    return (A_KEY, B_KEY, MAGNITUDE_KEY) if config.use_dora else (A_KEY, B_KEY)
+
+
+def with_adapter(weight: np.ndarray, own: Mapping[str, np.ndarray], scaling: float) -> np.ndarray:
+    """A linear's weight with its adapter in it, `[out, in]` float32.
+
+    Args:
+        weight: `[out, in]`.
+        own: the adapter's arrays, float32, by the ends of their keys.
+    """
+    whole = weight.astype(np.float32) + (own[B_KEY] @ own[A_KEY]) * np.float32(scaling)
+    if MAGNITUDE_KEY not in own:
+        return whole
+    return whole * (own[MAGNITUDE_KEY] / np.linalg.norm(whole, axis=1))[:, None]
 
 
 def is_low_rank(key: str) -> bool:
-    """Whether the key is a factor of a low-rank adapter."""
-    return key.endswith((A_KEY, B_KEY))
+    """Whether the key is of a low-rank adapter."""
+    return key.endswith((A_KEY, B_KEY, MAGNITUDE_KEY))
 
 
 def is_adapter(folder: Path) -> bool:
@@ -260,7 +282,7 @@ def write_adapter(
         "modules_to_save": list(adapter.saved) or None,
         "bias": "none",
         "fan_in_fan_out": False,
-        "use_dora": False,
+        "use_dora": config.use_dora,
         "rank_pattern": {m: size.r for m, size in adapter.sizes.items() if size.r != config.r},
         "alpha_pattern": {
             m: size.alpha for m, size in adapter.sizes.items() if size.alpha != alpha

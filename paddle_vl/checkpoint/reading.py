@@ -5,6 +5,7 @@ Each parameter is sharded before the next one gets storage, so that a rank never
 than its shards and one full tensor.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
@@ -44,10 +45,12 @@ class MaterializeStep(NamedTuple):
         parameter: None if another rank has it; its random numbers are drawn on this rank too, so
             that later draws are equal on all ranks.
         run: called once, in order.
+        beside: another parameter whose value it reads: it runs right after that one's step.
     """
 
     parameter: Tensor | None
     run: Callable[[], object]
+    beside: Tensor | None = None
 
 
 class Materializable(nn.Layer):
@@ -78,12 +81,18 @@ class Materializable(nn.Layer):
         """Every parameter once, in the same order on all ranks. A parameter gets its value when the
         iterator reaches it, after the caller is done with the one before."""
         steps, self._sources = self._steps(), None
-        done = set()
+        readers, done = defaultdict[int, list[MaterializeStep]](list), set()
         for step in steps:
-            step.run()
-            if step.parameter is not None:
-                done.add(id(step.parameter))
-                yield step.parameter
+            if step.beside is not None:
+                readers[id(step.beside)].append(step)
+        for first in steps:
+            group = [] if first.beside is not None else [first, *readers[id(first.parameter)]]
+            for step in group:
+                step.run()
+            for parameter in (step.parameter for step in group):
+                if parameter is not None:
+                    done.add(id(parameter))
+                    yield parameter
         yield from (p for p in self.parameters() if id(p) not in done)
 
     def materialize_all(self) -> None:

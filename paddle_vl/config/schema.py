@@ -34,6 +34,9 @@ class LoRAConfig(Section):
     """linears that get no adapter: patterns as in target_modules"""
     use_rslora: bool = False
     """scale by lora_alpha / sqrt(r) instead of lora_alpha / r"""
+    use_dora: bool = False
+    """DoRA: adapters change the directions of a weight's rows, and their lengths are trained too;
+    each forward pass computes the norms of the adapted weights"""
     modules_to_save: list[str] = Field(default=[])
     """modules that are trained in full and saved with the adapters: patterns as in target_modules,
     or parts of the model (vision, mergers, language)"""
@@ -132,6 +135,16 @@ class EMAConfig(Section):
     """how fast it rises"""
 
 
+class UnfreezeConfig(Section):
+    """Parameters that are frozen at the beginning of a run."""
+
+    at: Annotated[int, Field(ge=1)]
+    """number of steps that they are frozen for; from the next one on they are trained, at the
+    schedule's rate then and with fresh optimizer state"""
+    patterns: Annotated[list[str], Field(min_length=1)]
+    """parts of the model or patterns, as in model.freeze"""
+
+
 class TrainConfig(Section):
     """The training loop, optimizer and checkpoints. A step is one optimizer update."""
 
@@ -155,6 +168,13 @@ class TrainConfig(Section):
     part_learning_rates: dict[str, Annotated[float, Field(gt=0)]] = Field(default={})
     """other peak learning rates for some parameters, by part of the model (listed per family below)
     or pattern over HF parameter names; of several that match, the last"""
+    layer_decay: dict[str, Annotated[float, Field(gt=0, le=1)]] = Field(default={})
+    """learning rates that fall from layer to layer towards the input, by part or pattern with
+    layers, e.g. {vision: 0.9}: of N layers number i, from 0, is multiplied by decay ** (N - i),
+    embeddings by decay ** (N + 1), all else by 1; of several entries that match, the last"""
+    unfreeze: list[UnfreezeConfig] = Field(default=[])
+    """parameters to freeze for some steps, e.g. [{at: 500, patterns: [language]}]; of several
+    entries that match, the last"""
     lr_scheduler_type: Literal[
         "cosine", "constant", "warmup_stable_decay", "cosine_decay_with_warmup"
     ] = "cosine"

@@ -86,6 +86,8 @@ def _problems_of_what_is_trained(config: RunConfig) -> Problems:
         ("model.freeze", model.freeze),
         ("model.lora.modules_to_save", getattr(config.lora, "modules_to_save", ())),
         ("train.part_learning_rates", train.part_learning_rates),
+        ("train.layer_decay", train.layer_decay),
+        ("train.unfreeze", [pattern for entry in train.unfreeze for pattern in entry.patterns]),
         ("train.weight_decay_exclude", train.weight_decay_exclude),
     ):
         yield from misspelt_groups(patterns, setting, config.parts)
@@ -130,7 +132,7 @@ def _problems_of_length(config: RunConfig) -> Problems:
             "are both set: set one of them"
         )
     if train.max_steps is not None:
-        yield from warmup_problems(train, train.max_steps, f"train.max_steps {train.max_steps}")
+        yield from step_problems(train, train.max_steps, f"train.max_steps {train.max_steps}")
     if train.lr_scheduler_type != "warmup_stable_decay":
         return
     if train.decay_ratio is None:
@@ -145,8 +147,15 @@ def _problems_of_length(config: RunConfig) -> Problems:
         )
 
 
-def warmup_problems(train: TrainConfig, num_steps: int, length: str) -> Problems:
-    """A warmup that runs into the decay in a run of `num_steps`; messages say `length`."""
+def step_problems(train: TrainConfig, num_steps: int, length: str) -> Problems:
+    """A warmup that runs into the decay in a run of `num_steps`, and what is frozen for all of it;
+    messages say `length`."""
+    for entry in train.unfreeze:
+        if entry.at >= num_steps:
+            yield (
+                f"train.unfreeze trains {', '.join(entry.patterns)} after {entry.at} steps, but "
+                f"the run ends with {length}: lower at, or freeze them for good (model.freeze)"
+            )
     decay = math.ceil(num_steps * (train.decay_ratio or 0))
     if train.warmup_steps < num_steps < train.warmup_steps + decay:
         yield (

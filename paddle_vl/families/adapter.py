@@ -12,11 +12,13 @@ import paddle
 
 from paddle_vl.checkpoint.adapter_files import (
     A_KEY,
-    B_KEY,
+    MAGNITUDE_KEY,
     Adapter,
     Size,
     StoredAdapter,
     is_low_rank,
+    keys_of,
+    with_adapter,
     write_adapter,
 )
 from paddle_vl.checkpoint.reading import MaterializeStep, check_keys, set_value, stored_values
@@ -52,13 +54,17 @@ def add_lora(model: Model, config: LoRAConfig) -> None:
         drawn: Any = paddle.randint(0, 2**31 - 1, [1]).item()
         return drawn
 
-    model.materialize_too(
-        lambda: [
-            MaterializeStep(item.parameter, partial(_draw_factor, item, config, seed))
-            for item in _adapter_parameters(model)
-            if is_low_rank(item.key)
-        ]
-    )
+    def steps() -> Iterator[MaterializeStep]:
+        linears = _linears(model)
+        for item in filter(lambda item: is_low_rank(item.key), _adapter_parameters(model)):
+            if item.key.endswith(MAGNITUDE_KEY):
+                layer = linears[item.key.removesuffix(MAGNITUDE_KEY)]
+                run = partial(_set_magnitude, item, layer)
+                yield MaterializeStep(item.parameter, run, beside=layer.weight)
+            else:
+                yield MaterializeStep(item.parameter, partial(_draw_factor, item, config, seed))
+
+    model.materialize_too(steps)
 
 
 def load_adapter(model: Model, source: str | Path | StoredAdapter) -> None:
@@ -89,7 +95,10 @@ def load_adapter(model: Model, source: str | Path | StoredAdapter) -> None:
 def _differing(own: Adapter, given: Adapter) -> list[str]:
     """Modules that two adapters adapt differently, or only one of them trains."""
     both = [
-        {m: (s.r, each.config.scaling(s.r, s.alpha)) for m, s in each.sizes.items()}
+        {
+            m: (s.r, each.config.scaling(s.r, s.alpha), each.config.use_dora)
+            for m, s in each.sizes.items()
+        }
         for each in (own, given)
     ]
     adapted = {m for m in both[0] | both[1] if both[0].get(m) != both[1].get(m)}
@@ -130,12 +139,12 @@ def merged_tensors(model: Model, store: ParameterStore | None = None) -> list[Te
 
     def merged(tensor: TensorToWrite, module: str) -> np.ndarray:
         weight = widened(tensor.arrange(tensor.produce()), tensor.dtype)
-        a, b = (
-            widened(parameter_array(items[module + end], store), tensor.dtype)
-            for end in (A_KEY, B_KEY)
-        )
-        scaling = np.float32(adapter.config.scaling(*adapter.sizes[module]))
-        return encoded(weight + (b @ a) * scaling, tensor.dtype)
+        own = {
+            end: widened(parameter_array(items[module + end], store), tensor.dtype)
+            for end in keys_of(adapter.config)
+        }
+        scaling = adapter.config.scaling(*adapter.sizes[module])
+        return encoded(with_adapter(weight, own, scaling), tensor.dtype)
 
     base = [item for key, item in items.items() if not is_low_rank(key)]
     return [
@@ -170,7 +179,9 @@ def attach(model: Model, adapter: Adapter) -> None:
     with paddle.LazyGuard():
         for module, size in adapter.sizes.items():
             if module in linears:
-                settings = LowRankSettings(size.r, config.scaling(*size), config.lora_dropout)
+                settings = LowRankSettings(
+                    size.r, config.scaling(*size), config.lora_dropout, config.use_dora
+                )
                 model.placement.layers.add_low_rank(linears[module], settings)
     model.adapter = adapter
     for item in placed(model):
@@ -299,6 +310,18 @@ def _draw_factor(item: StoredParameter, config: LoRAConfig, seed: Callable[[], i
     is_a = item.key.endswith(A_KEY)
     full = initial_factor(rng, (rows, columns), is_a, config.init_lora_weights)
     set_value(item.parameter, item.table.own_shard(item.parameter, full))
+
+
+@paddle.no_grad()
+def _set_magnitude(item: StoredParameter, layer: Any) -> None:
+    """Begin with the norms of the linear's own weight."""
+    norms = layer.lora.norms(layer.weight.t() if layer.input_axis else layer.weight)
+    if bool((norms == 0).any()):
+        raise ValueError(
+            f"{item.key}: some rows of the weight are zero, and DoRA divides by their norms: leave "
+            "the linear out (model.lora.exclude_modules), or set model.lora.use_dora=false"
+        )
+    set_value(item.parameter, norms.numpy())
 
 
 def _fitting(

@@ -66,7 +66,7 @@ class Operations:
         if rank := self._ranks.get(module):
             inner = self.matrix(unit, f"{module}.lora_A.weight", inputs * rank, carries)
             out |= self.matrix(unit, f"{module}.lora_B.weight", rank * outputs, inner)
-        return out or self.trains(f"{module}.bias")
+        return out or self.trains(f"{module}.bias", f"{module}.lora_magnitude_vector")
 
     def attention(self, unit: str, width: int, query: bool, key: bool, value: bool) -> bool:
         """Attention scores and weighted values per pair of tokens that attend to each other.

@@ -88,19 +88,36 @@ class AdaptableLinear(nn.Layer):
         in_features, out_features = sizes[self.input_axis], sizes[1 - self.input_axis]
         self.lora = LowRank(in_features, out_features, settings, self.weight.dtype)
 
-    def adapted(self, y: Tensor, x: Tensor, columns: slice | None = None) -> Tensor:
-        """The linear's output `y`, or some columns of it, plus the adapter's output for `x`."""
-        return y if self.lora is None else y + self.lora(x, columns)
+    def adapted(
+        self, y: Tensor, x: Tensor, columns: slice | None = None, bias: Tensor | None = None
+    ) -> Tensor:
+        """The linear's output `y`, or some columns of it, plus the adapter's output for `x`.
+
+        Args:
+            bias: what `y` has of a bias.
+        """
+        lora = self.lora
+        if lora is None:
+            return y
+        if lora.magnitude is None:
+            return y + lora(x, columns)
+        scales, weight, B = lora.scales(self.weight), self.weight, lora.B
+        if columns is not None:
+            scales, weight, B = scales[columns], weight[:, columns], B[:, columns]
+        kept = lora.dropped(x)
+        base = y if bias is None else y - bias
+        if lora.drops:
+            base = linear(kept, weight)
+        return y + (scales - 1.0) * base + scales * lora.projected(kept, lora.A, B)
 
     @paddle.no_grad()
     def merge_low_rank(self) -> None:
-        """Add the adapter's product to the weight, in float32, and remove the adapter."""
+        """Put the adapter into the weight, in float32, and remove it."""
         if self.lora is None:
             return
-        delta = self.lora.product()
-        delta = delta.t() if self.input_axis else delta
-        merged = (self.weight.astype("float32") + delta).astype(self.weight.dtype)
-        paddle.assign(merged, self.weight)
+        merged = self.lora.merged(self.weight.t() if self.input_axis else self.weight)
+        merged = merged.t() if self.input_axis else merged
+        paddle.assign(merged.astype(self.weight.dtype), self.weight)
         self.lora = None
 
 
@@ -125,7 +142,7 @@ class Linear(AdaptableLinear):
         self.bias = self.create_parameter(shape[1:], default_initializer=of_bias) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.adapted(linear(x, self.weight, self.bias), x)
+        return self.adapted(linear(x, self.weight, self.bias), x, bias=self.bias)
 
 
 class Embedding(nn.Layer):
@@ -183,6 +200,8 @@ class VocabHead(AdaptableLinear):
             # Drawn once for all rows, however they are divided.
             rows.append(self.lora.dropped(x))
             parameters += [self.lora.A, self.lora.B]
+            if self.lora.magnitude is not None:
+                parameters.append(self.lora.scales(self.weight.t()))
         if reduced is None:
             return self._logits(rows, parameters)
         return reduced(self._logits, rows, parameters)
@@ -191,7 +210,11 @@ class VocabHead(AdaptableLinear):
         y = paddle.matmul(rows[0], parameters[0], transpose_y=True)
         if self.lora is None:
             return y
-        return y + self.lora.projected(rows[1], *parameters[1:])
+        change = self.lora.projected(rows[1], *parameters[1:3])
+        for scales in parameters[3:]:
+            base = paddle.matmul(rows[1], parameters[0], transpose_y=True) if self.lora.drops else y
+            change = (scales - 1.0) * base + scales * change
+        return y + change
 
 
 class Columns(NamedTuple):

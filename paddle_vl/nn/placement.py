@@ -408,6 +408,10 @@ class LayerFactory:
             self._recorded(layer) if self.tower_layers is None else self.tower_layers.tower(layer)
         )
 
+    def over_ranks(self, x: Tensor) -> Tensor:
+        """The sum over the ranks that features are divided over, without a gradient."""
+        return x
+
     def row_dropout(self, p: float) -> RowDropout:
         """Dropout of token rows inside the sequence-parallel region."""
         return RowDropout(p)
@@ -423,20 +427,27 @@ class LayerFactory:
         spec = replace(table[layer.weight], tie=Tie.NONE)
         partial = replace(spec, split_axis=None, blocks=(), has_partial_gradient=True)
         splits_input = spec.split_axis == layer.input_axis
+        factory = self.tower_layers if spec.is_encoder else self
+        magnitude = [] if lora.magnitude is None else [lora.magnitude]
+        split = []
         if spec.split_axis is None:
-            table.add([lora.A, lora.B], spec)
+            table.add([lora.A, lora.B, *magnitude], spec)
         elif splits_input:
             # Each rank's rows of A give a partial x A, so the gradient of B is partial too.
-            table.add([lora.A], replace(spec, split_axis=0, blocks=()))
-            table.add([lora.B], partial)
+            split = [lora.A]
+            table.add(split, replace(spec, split_axis=0, blocks=()))
+            table.add([lora.B, *magnitude], partial)
+            lora.over_ranks = factory.over_ranks
         else:
+            split = [lora.B, *magnitude]
             table.add([lora.B], replace(spec, split_axis=1))
+            table.add(magnitude, replace(spec, split_axis=0))
             table.add([lora.A], partial)
-        if spec.split_axis is not None:
+        for parameter in split:
             # Fleet reads this attribute; its own layers set it.
-            (lora.A if splits_input else lora.B).is_distributed = True
+            parameter.is_distributed = True
         if splits_input or spec.has_own_inputs:
-            lora.random = (self.tower_layers if spec.is_encoder else self).own_random
+            lora.random = factory.own_random
 
     def _make_experts(self, count: int, width: int, inner: int, init_std: float) -> Experts:
         return self._recorded(Experts(count, width, inner, init_std))

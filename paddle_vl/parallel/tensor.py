@@ -33,7 +33,7 @@ from paddle_vl.nn.placement import (
     StageLayers,
 )
 from paddle_vl.parallel.agree import gather_arrays, gather_values
-from paddle_vl.parallel.collectives import gathered_arrays
+from paddle_vl.parallel.collectives import all_reduced, gathered_arrays
 from paddle_vl.parallel.expert_parallel import shard_experts
 from paddle_vl.parallel.random_state import split_random
 from paddle_vl.parallel.region_ops import FleetRegionOps
@@ -286,6 +286,9 @@ class FleetLayers(LayerFactory):
         if self.sequence_parallel:
             dropout.random = self.own_random
         return dropout
+
+    def over_ranks(self, x: Tensor) -> Tensor:
+        return all_reduced(x, self.mp_group)
 
     def _make_experts(self, count: int, width: int, inner: int, init_std: float) -> Experts:
         size = self.mp_group.nranks

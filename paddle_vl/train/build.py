@@ -14,7 +14,7 @@ from paddle_vl.checkpoint.safetensors_io import FileWriter
 from paddle_vl.config.families import family_of_run
 from paddle_vl.config.load import flatten, raise_problems
 from paddle_vl.config.schema import RunConfig
-from paddle_vl.config.validate import launch_problems, warmup_problems
+from paddle_vl.config.validate import launch_problems, step_problems
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.base import Family, MeanLosses, SaveModel
 from paddle_vl.nn.kernels import description
@@ -33,6 +33,7 @@ from paddle_vl.train.freeze import (
     NamedParameters,
     decayed_names,
     freeze_parameters,
+    frozen_steps,
     rate_factors,
     trained_names,
     treated_apart,
@@ -144,12 +145,13 @@ def _build(
     trainable = family.trainable_names(model)
     trained = trained_names(full_shapes, config.model.freeze, trainable, family.parts)
     decayed = decayed_names(full_shapes, config.train.weight_decay_exclude, family.parts)
-    factors = rate_factors(config.train, trained, family.parts)
+    factors = rate_factors(config.train, trained, family.parts, full_shapes)
+    frozen = frozen_steps(config.train, trained, family.parts)
     # Fused linears (q, k, v; gate, up) that are trained differently get separate weights.
     model.separate(
         treated_apart(
             family.named_parameters(model),
-            lambda name: (name in trained, name in decayed, factors.get(name)),
+            lambda name: (name in trained, name in decayed, factors.get(name), frozen.get(name)),
         )
     )
     parameters = freeze_parameters(family.named_parameters(model), trained, full_shapes)
@@ -161,7 +163,9 @@ def _build(
     table = placement.parameter_table
 
     def make_optimizer(parameters: NamedParameters, store: ParameterStore) -> Optimizer:
-        return Optimizer(parameters, config.train, decayed, store, table, trained, factors, updates)
+        return Optimizer(
+            parameters, config.train, decayed, store, table, trained, factors, updates, frozen
+        )
 
     if isinstance(store, PartsStore):
         of_encoder = [entry for entry in parameters if table[entry[1]].is_encoder]
@@ -282,5 +286,5 @@ def _length(config: RunConfig, loader: PrefetchLoader) -> RunLength:
     batches = loader.batches_in(train.num_train_epochs)
     num_steps = max(1, math.ceil(batches / train.gradient_accumulation_steps))
     made = f"the {num_steps} steps that train.num_train_epochs {train.num_train_epochs} makes of"
-    raise_problems(list(warmup_problems(train, num_steps, f"{made} this data")))
+    raise_problems(list(step_problems(train, num_steps, f"{made} this data")))
     return RunLength(num_steps)

@@ -50,6 +50,10 @@ class ColocatedOptimizer:
         for each in self.optimizers:
             each.use_buckets()
 
+    def begin_step(self, step: int) -> None:
+        for each in self.optimizers:
+            each.begin_step(step)
+
     def collect_gradients(self) -> None:
         for each in self.optimizers:
             each.collect_gradients()

@@ -5,6 +5,7 @@ A pattern may also be a named group of parameters, such as `vision`.
 
 import logging
 import math
+import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
 from paddle import Tensor
@@ -15,6 +16,8 @@ from paddle_vl.nn.linear import names_by_parameter
 
 logger = logging.getLogger(__name__)
 NamedParameters = list[tuple[str, Tensor]]
+# The number of a layer in a parameter's name.
+_LAYER = re.compile(r"\.(?:blocks|(?:\w+_)?layers)\.(\d+)\.")
 # Named groups of parameters of a caller without a family.
 NO_PARTS: Mapping[str, Sequence[str]] = {}
 
@@ -95,22 +98,66 @@ def freeze_parameters(
 
 
 def rate_factors(
-    train: TrainConfig, trained: Iterable[str], parts: Mapping[str, Sequence[str]] = NO_PARTS
+    train: TrainConfig,
+    trained: Collection[str],
+    parts: Mapping[str, Sequence[str]] = NO_PARTS,
+    names: Iterable[str] | None = None,
 ) -> dict[str, float]:
-    """Factors on the schedule's learning rate by HF name, for parameters with a peak of their own.
+    """Factors on the schedule's learning rate by HF name, for parameters with a rate of their own.
+
+    Layer decay is that of BEiT, https://arxiv.org/abs/2106.08254, whose head has the full rate.
 
     Args:
         trained: names of all parameters that the run trains.
+        names: of all parameters of the full model; None if all are trained.
 
     Raises:
-        ValueError: an entry of train.part_learning_rates matches no trained parameter.
+        ValueError: an entry of train.part_learning_rates or train.layer_decay matches no trained
+            parameter, or one of layer_decay no layers.
     """
-    trained, factors = list(trained), {}
-    setting = "train.part_learning_rates, among what is trained"
+    factors, decayed = dict[str, float](), dict[str, float]()
+    among = "among what is trained"
     for pattern, peak in train.part_learning_rates.items():
-        names = matching_names([pattern], trained, setting, groups=parts)
-        factors |= dict.fromkeys(names, peak / train.learning_rate)
-    return factors
+        setting = f"train.part_learning_rates, {among}"
+        found = matching_names([pattern], trained, setting, groups=parts)
+        factors |= dict.fromkeys(found, peak / train.learning_rate)
+    names = list(trained if names is None else names)
+    for pattern, decay in train.layer_decay.items():
+        whole = matching_names([pattern], names, "train.layer_decay", groups=parts)
+        layers = {name: int(found[1]) for name in whole if (found := _LAYER.search(name))}
+        if not layers:
+            raise ValueError(
+                f"train.layer_decay: {pattern!r} matches no parameter of a layer, such as "
+                f"blocks.0.* or layers.0.*, but {sorted(whole)[0]}: name a part with layers"
+            )
+        num_layers = 1 + max(layers.values())
+        for name in matching_names([pattern], trained, f"train.layer_decay, {among}", groups=parts):
+            outside = num_layers + 1 if "embed" in name else 0
+            decayed[name] = decay ** (num_layers - layers[name] if name in layers else outside)
+    return {
+        name: factors.get(name, 1.0) * decayed.get(name, 1.0) for name in factors.keys() | decayed
+    }
+
+
+def frozen_steps(
+    train: TrainConfig, trained: Collection[str], parts: Mapping[str, Sequence[str]] = NO_PARTS
+) -> dict[str, int]:
+    """Number of steps that parameters of train.unfreeze are frozen for, by HF name.
+
+    Raises:
+        ValueError: an entry matches no trained parameter, or nothing is trained at first.
+    """
+    steps: dict[str, int] = {}
+    for entry in train.unfreeze:
+        setting = "train.unfreeze, among what is trained"
+        found = matching_names(entry.patterns, trained, setting, groups=parts)
+        steps |= dict.fromkeys(found, entry.at)
+    if steps and len(steps) == len(trained):
+        raise ValueError(
+            f"train.unfreeze freezes every trained parameter in the first {min(steps.values())} "
+            "steps: leave something out that is trained from the beginning"
+        )
+    return steps
 
 
 def reported_rates(train: TrainConfig, rate: float) -> dict[str, float]:

@@ -6,6 +6,7 @@ CPU, where launches cost little and the gradients' copies into buckets cost some
 Fleet's sharding stage 1 has buffers of its own. Over 350 lines, for Paddle's AdamW as it is used.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,8 @@ from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.parallel.sharding import FleetSharding
 from paddle_vl.train.freeze import NamedParameters
 from paddle_vl.train.optimizer_state import OptimizerState
+
+logger = logging.getLogger(__name__)
 
 
 class AdamW(paddle.optimizer.AdamW):
@@ -126,10 +129,11 @@ class Optimizer(OptimizerState):
         trained_names: HF names that the run trains; None if this rank has all of them.
         rate_factors: factors on the learning rate by HF name; 1 by default.
         updates: False makes neither moments nor norms nor updates, to profile without them.
+        frozen_steps: see `begin_step`, by HF name; 0 by default.
 
     Raises:
-        ValueError: linears of a fused parameter differ in being trained, in learning rate or in
-            weight decay.
+        ValueError: linears of a fused parameter differ in being trained, in learning rate, in
+            weight decay or in frozen steps.
     """
 
     def __init__(
@@ -142,6 +146,7 @@ class Optimizer(OptimizerState):
         trained_names: Iterable[str] | None = None,
         rate_factors: Mapping[str, float] | None = None,
         updates: bool = True,
+        frozen_steps: Mapping[str, int] | None = None,
     ):
         self.parameters, self._updates = parameters, updates
         self.trained_names = set(trained_names or (name for name, _ in parameters))
@@ -154,6 +159,13 @@ class Optimizer(OptimizerState):
         # Each parameter once, and its HF names.
         self._named = names_by_parameter(parameters)
         factors, updated = rate_factors or {}, [self.store.shard_of(p) for p, _ in self._named]
+        # Parameters that are frozen at first, with the number of steps.
+        self._late: list[tuple[Tensor, int]] = []
+        of_names = frozen_steps or {}
+        for parameter, names in self._named:
+            num_steps = _of_all(names, lambda name: of_names.get(name, 0), "frozen steps")
+            if num_steps:
+                self._late.append((parameter, num_steps))
         for (_, names), tensor in zip(self._named, updated, strict=True):
             # Set on the parameter: AdamW's lr_ratio works on GPUs only.
             factor = _of_all(names, lambda name: factors.get(name, 1.0), "learning rate")
@@ -213,13 +225,15 @@ class Optimizer(OptimizerState):
             raise ValueError("sharding stage 1 has fleet's flat buffers: it takes no buckets")
         has_masters, entries = isinstance(self.store, MasterWeights), []
         parameters = [parameter for parameter, _ in self._named]
+        late = {id(parameter): num_steps for parameter, num_steps in self._late}
         for parameter in parameters:
             tensor, spec = self.store.shard_of(parameter), self._table[parameter]
             assert tensor is not None, "only fleet's distribute leaves a rank without a share"
             axis = None if spec.split_axis is None else 0
-            # What the tensors of a bucket share: factor of the learning rate, decay, whether they
-            # are masters of half-precision parameters, and how they are reduced.
+            # What the tensors of a bucket share: frozen steps, factor of the learning rate, decay,
+            # whether they are masters of half-precision parameters, and how they are reduced.
             key = (
+                late.get(id(parameter), 0),
                 tensor.optimize_attr["learning_rate"],
                 tensor.name in self._with_decay,
                 has_masters and parameter.dtype != paddle.float32,
@@ -230,7 +244,7 @@ class Optimizer(OptimizerState):
         powers: dict[str, float] = dict(zip(POWERS, betas, strict=True))
         self.tensors_with_specs = []
         for key, numbers in grouped(entries):
-            factor, has_decay, is_half, spec = key
+            _, factor, has_decay, is_half, spec = key
             tensors = [entries[number][0] for number in numbers]
             halves = [parameters[number] for number in numbers] if is_half else []
             averages = self._averages is not None
@@ -245,6 +259,22 @@ class Optimizer(OptimizerState):
         self.tensors = [tensor for tensor, _ in self.tensors_with_specs]
         self.store.use_buckets(self._buckets)
 
+    def begin_step(self, step: int) -> None:
+        """Freeze what is frozen in this step, counted from 0, and train what no longer is.
+
+        A frozen parameter is not updated, nor does its state change. Stages 2 and 3 of sharding
+        still reduce zeros as its gradient.
+        """
+        for parameter, num_steps in self._late:
+            shard = self.store.shard_of(parameter)
+            bucket, _ = self._place.get(id(shard), (None, 0))
+            for tensor in (parameter, shard, None if bucket is None else bucket.values):
+                if tensor is not None:
+                    tensor.stop_gradient = step < num_steps
+        if num_begun := sum(num_steps == step for _, num_steps in self._late):
+            logger.info("after %d steps: training %d more tensors", step, num_begun)
+        self._late = [entry for entry in self._late if step < entry[1]]
+
     def collect_gradients(self) -> None:
         """Move gradients into the buckets, after the last backward pass of a step."""
         for bucket in self._buckets:
@@ -257,7 +287,7 @@ class Optimizer(OptimizerState):
         In the sum over all ranks each element of a parameter counts once, sharded or replicated.
         """
         self.collect_gradients()
-        if self.parameters and not self._gradients():
+        if not self._gradients() and not all(tensor.stop_gradient for tensor in self.tensors):
             raise RuntimeError(
                 "no trained parameter has a gradient: the loss does not depend on any of them; "
                 "check model.freeze against what the batches contain"
@@ -317,7 +347,8 @@ class Optimizer(OptimizerState):
         if self._buckets:
             self.collect_gradients()
             for bucket in self._buckets:
-                bucket.update(self._adamw)
+                if not bucket.values.stop_gradient:
+                    bucket.update(self._adamw)
         else:
             self._adamw.step()
         self.store.all_gather_parameters()

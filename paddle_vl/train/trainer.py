@@ -270,6 +270,7 @@ class Trainer:
             return None
         self._rate = learning_rate(*self.length.place(self.step, self.tokens), self.config.train)
         seed_step(self.config.train.seed, self.step, self.ranks)
+        self.optimizer.begin_step(self.step)
         outcome = train_step(
             self.runner, self.optimizer, micro_batches, self._rate, self.ranks, totals
         )

@@ -105,6 +105,7 @@ EXPERTS = MODEL | {
 VARIANTS = {
     # The next step's images are encoded ahead.
     "frozen tower": (["model.freeze=[vision, mergers]"], [PP2]),
+    "tower frozen at first": (["train.unfreeze=[{at: 2, patterns: [vision, mergers]}]"], [PP2]),
     "frozen decoder": (["model.freeze=[language]"], [PP2, STATE]),
     "frozen blocks, rate of the mergers": (
         ["model.freeze=['model.visual.blocks.*']", "train.part_learning_rates={mergers: 1e-3}"],
@@ -113,7 +114,7 @@ VARIANTS = {
     "packing": (["data.packing=true", "data.max_length=128", *TWO_ROWS], [PP2, STATE]),
     "adapters in the decoder and the divided tower": (
         [
-            "model={pretrained: BASE, lora: {r: 2, target_modules: "
+            "model={pretrained: BASE, lora: {r: 2, use_dora: true, target_modules: "
             "[q_proj, 'model.visual.blocks.*', 'model.visual.merger.*']}}"
         ],
         [PP2, encoder_mp(2)],

@@ -4,7 +4,8 @@ Guarantees, under tensor and sequence parallelism (two ranks share a key head), 
 with sharded parameters:
 
 - loss, gradient norm, every factor of every adapter, every fully trained module and every optimizer
-  state after four steps equal one device's;
+  state after four steps equal one device's, also of DoRA with a language model that is frozen at
+  first and rates by layer;
 - the adapters are saved as one PEFT file under every topology, and one rank continues from it;
 - dropout masks agree on the ranks of a tensor-parallel group if their inputs are replicated, and
   differ if the inputs are sharded.
@@ -136,3 +137,15 @@ class TestLoRA(EqualsOneDevice):
         ]
         assert configs[0] == configs[1]
         assert not list((several / "final").glob("model*"))
+
+
+class TestDoRA(TestLoRA):
+    """In a pipeline the last stage has nothing to train in the first two steps."""
+
+    @classmethod
+    def settings(cls, run_file: Path, num_data_parts: int) -> list[str]:
+        return [
+            *super().settings(run_file, num_data_parts),
+            *("model.lora.use_dora=true", "train.layer_decay={vision: 0.9, language: 0.8}"),
+            "train.unfreeze=[{at: 2, patterns: [language]}]",
+        ]

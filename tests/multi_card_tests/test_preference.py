@@ -159,7 +159,7 @@ def test_experts_and_their_balance_loss_equal_one_device(tmp_path, topology):
     [
         (2, MP2, ["data.packing=true", "data.max_length=96"]),
         (2, PP, [LORA]),
-        (2, [*SHARDING, STAGE_3], [LORA]),
+        (2, [*SHARDING, STAGE_3], [LORA, "model.lora.use_dora=true"]),
         (2, [*PP, "parallel.schedule=colocated"], []),
         (4, [*PP, "parallel.dp_degree=2", "parallel.schedule=colocated"], [MPO]),
     ],

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from paddle_vl.checkpoint.rules import LinearWeights, PatchKernel, Rule, Same
+from paddle_vl.checkpoint.rules import LinearWeights, PatchKernel, Rule, Same, low_rank_rules
 from paddle_vl.families.vlm.config import EMBEDDING_KEY, HEAD_KEY, VLConfig
 
 
@@ -19,25 +19,19 @@ def model_rules(config: VLConfig, decoder: Iterable[Rule] = ()) -> tuple[Rule, .
         vision.patch_size,
         vision.patch_size,
     )
+    towers = Rule("visual.*", "model.visual.*", LinearWeights())
+    layers = Rule("language_model.*", "model.language_model.*", LinearWeights())
     return (
-        *(
-            Rule(f"{ours}*.lora.{factor}", f"{theirs}*.lora_{factor}.weight", LinearWeights())
-            for ours, theirs in (
-                ("visual", "model.visual"),
-                ("language_model", "model.language_model"),
-                ("lm_head", "lm_head"),
-            )
-            for factor in "AB"
-        ),
+        *low_rank_rules([towers, layers], [("lm_head", "lm_head")]),
         Rule(
             "visual.patch_embed.weight", "model.visual.patch_embed.proj.weight", PatchKernel(kernel)
         ),
         Rule("visual.patch_embed.bias", "model.visual.patch_embed.proj.bias", Same()),
         Rule("visual.pos_embed.weight", "model.visual.pos_embed.weight", Same()),
-        Rule("visual.*", "model.visual.*", LinearWeights()),
+        towers,
         Rule("language_model.embedding.embed_tokens.weight", EMBEDDING_KEY, Same()),
         *decoder,
-        Rule("language_model.*", "model.language_model.*", LinearWeights()),
+        layers,
         # A tied head has its own weight only on a pipeline stage without the embedding.
         Rule(HEAD_KEY, EMBEDDING_KEY if config.tie_word_embeddings else HEAD_KEY, Same()),
     )

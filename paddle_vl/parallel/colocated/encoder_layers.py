@@ -22,7 +22,7 @@ from paddle.nn.initializer import Normal
 from paddle_vl.nn.linear import AdaptableLinear, linear
 from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec, Saved
 from paddle_vl.nn.placement import Placement
-from paddle_vl.parallel.collectives import gathered_arrays
+from paddle_vl.parallel.collectives import all_reduced, gathered_arrays
 from paddle_vl.parallel.colocated.grid import EncoderGroups
 from paddle_vl.parallel.random_state import encoder_split_random
 
@@ -64,6 +64,10 @@ class ColocatedLayers:
                     self.table.add([row.bias], self._replicated)
         return layer
 
+    def over_ranks(self, x: Tensor) -> Tensor:
+        """The sum over the encoder's mp group, without a gradient."""
+        return all_reduced(x, self.mp_group)
+
     def _divided(
         self, kind: Callable[..., nn.Layer], parent: nn.Layer, name: str, **settings: Any
     ) -> Any:
@@ -92,7 +96,7 @@ class EncoderColumn(AdaptableLinear, ColumnParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         x = cast(Tensor, fleet_ops._c_identity(x, group=self.model_parallel_group))
-        return self.adapted(linear(x, self.weight, self.bias), x)
+        return self.adapted(linear(x, self.weight, self.bias), x, bias=self.bias)
 
 
 class EncoderRow(AdaptableLinear, RowParallelLinear):

@@ -89,7 +89,8 @@ class ColocatedRunner(PipelineRunner):
         return found
 
     def _encode(self, batches: Sequence[Batch], trains: bool) -> Encoded:
-        encoded = self._encoded_ahead(batches)
+        # What was encoded ahead has no graph, if the encoder is trained from this step on.
+        encoded = None if trains else self._encoded_ahead(batches)
         if encoded is None:
             encoded = self.bridge.encode(self._lanes(batches), trains)
         used = frozenset().union(*(self._sections[number] for number in self.own_chunks))

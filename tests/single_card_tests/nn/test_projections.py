@@ -160,11 +160,11 @@ LAYERS = {
 }
 
 
-def adapted(kind: str, dropout: float = 0.0):
+def adapted(kind: str, dropout: float = 0.0, is_dora: bool = False):
     """A layer with a random adapter of rank 2, and its factors as arrays."""
     paddle.seed(0)
     layer = LAYERS[kind]()
-    layer.add_low_rank(LowRankSettings(2, 1.5, dropout))
+    layer.add_low_rank(LowRankSettings(2, 1.5, dropout, is_dora))
     rng = np.random.default_rng(0)
     factors = [rng.normal(size=shape).astype(np.float32) for shape in ((5, 2), (2, 7))]
     layer.lora.A.set_value(factors[0])
@@ -188,6 +188,29 @@ def test_output_is_the_linears_and_the_scaled_product_and_stays_when_merged(kind
     layer.merge_low_rank()
     assert layer.lora is None
     np.testing.assert_allclose(layer(paddle.to_tensor(x)).numpy(), found, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_dora_scales_the_columns_and_stays_when_merged(kind, drops, x, monkeypatch):
+    """With dropout the base's own output is not scaled, but its change with the dropped input."""
+    layer, a, b = adapted(kind, dropout=0.5, is_dora=True)
+    magnitude = np.linspace(0.5, 2.0, 7, dtype=np.float32)
+    layer.lora.magnitude.set_value(magnitude)
+    layer.training = layer.lora.training = drops
+    kept = x * np.array([2, 0, 2, 2, 0], np.float32) if drops else x
+    monkeypatch.setattr(layer.lora, "dropped", lambda _: paddle.to_tensor(kept))
+    weight = layer.weight.numpy().T if kind == "head" else layer.weight.numpy()
+    scales = magnitude / np.linalg.norm(weight + 1.5 * a @ b, axis=0)
+    expected = x @ weight + (scales - 1) * (kept @ weight) + scales * 1.5 * (kept @ a @ b)
+    if getattr(layer, "bias", None) is not None:
+        layer.bias.set_value(magnitude)
+        expected += magnitude
+    found = layer(paddle.to_tensor(x)).numpy()
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    if not drops:
+        layer.merge_low_rank()
+        np.testing.assert_allclose(layer(paddle.to_tensor(x)).numpy(), found, rtol=1e-5, atol=1e-5)
 
 
 def test_a_fresh_adapter_adds_zero_and_only_b_learns_at_first(x):

@@ -112,8 +112,9 @@ def run_file(tmp_path_factory) -> Path:
     return write_preference_run(tmp_path_factory.mktemp("run"), 12)
 
 
-def test_the_first_loss_is_ln_2_with_adapters_and_resuming_is_exact(run_file, tmp_path):
-    settings = [*base_settings(run_file), LORA, *SAVES]
+@pytest.mark.parametrize("use_dora", ["false", "true"])
+def test_the_first_loss_is_ln_2_with_adapters_and_resuming_is_exact(run_file, tmp_path, use_dora):
+    settings = [*base_settings(run_file), LORA, f"model.lora.use_dora={use_dora}", *SAVES]
     train(run_file, tmp_path / "whole", settings)
     continue_run(run_file, tmp_path / "whole", tmp_path / "resumed", settings)
     first = lasting_metrics(tmp_path / "whole")[0]

@@ -23,7 +23,7 @@ from paddle_vl.train.build import build_trainer
 from tests.single_card_tests.train.tiny_run import MODEL, write_tiny_run
 
 LORA = "model.lora={r: 2, target_modules: [q_proj, down_proj, qkv], modules_to_save: [mergers]}"
-FACTORS = ("lora_A.weight", "lora_B.weight")
+FACTORS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +51,19 @@ def train(run_file: Path, output_dir: Path, *more: str) -> None:
     assert build_trainer(config).run() is None
 
 
-@pytest.fixture(scope="module")
-def trained(run_file, tmp_path_factory) -> Path:
-    output_dir = tmp_path_factory.mktemp("trained") / "out"
+@pytest.fixture(scope="module", params=["lora", "dora, mergers frozen at first"])
+def settings(request, run_file) -> list[str]:
     more = ["train.save_steps=2", "model.lora.lora_dropout=0.3", "train.recompute=full"]
-    more += [f"data.eval=[{run_file.with_name('test.jsonl')}]"]
-    train(run_file, output_dir, *more)
+    if request.param != "lora":
+        more += ["model.lora.use_dora=true", "train.unfreeze=[{at: 3, patterns: [mergers]}]"]
+        more += ["train.layer_decay={language: 0.8}"]
+    return [*more, f"data.eval=[{run_file.with_name('test.jsonl')}]"]
+
+
+@pytest.fixture(scope="module")
+def trained(run_file, settings, tmp_path_factory) -> Path:
+    output_dir = tmp_path_factory.mktemp("trained") / "out"
+    train(run_file, output_dir, *settings)
     return output_dir
 
 
@@ -76,11 +83,9 @@ def test_files_hold_the_adapters_and_the_state_of_what_trains(trained, run_file)
         assert np.abs(array).max() > 0, name
 
 
-def test_a_resumed_run_is_bit_identical(trained, run_file, tmp_path):
+def test_a_resumed_run_is_bit_identical(trained, settings, run_file, tmp_path):
     shutil.copytree(trained / "checkpoint-2", tmp_path / "checkpoint-2")
-    more = ["train.save_steps=2", "model.lora.lora_dropout=0.3", "train.recompute=full"]
-    more += [f"data.eval=[{run_file.with_name('test.jsonl')}]"]
-    train(run_file, tmp_path, *more, "train.resume_from_checkpoint=auto")
+    train(run_file, tmp_path, *settings, "train.resume_from_checkpoint=auto")
     for name in ("adapter_model.safetensors", "optimizer.safetensors"):
         expected, found = (load_file(f / "checkpoint-4" / name) for f in (trained, tmp_path))
         assert found.keys() == expected.keys()
@@ -169,6 +174,11 @@ def test_rates_of_parts_are_in_the_metrics(run_file, tmp_path):
         (["train.part_learning_rates={visoin: 0.1}"], r"called 'visoin'; did you mean vision\?"),
         (["train.part_learning_rates={'model.language_model.norm.*': 0.1}"], "among what is train"),
         (["train.part_learning_rates={vision: 0.1}", "train.learning_rate=0"], "which is 0"),
+        (["train.unfreeze=[{at: 4, patterns: [mergers]}]"], "after 4 steps, but the run"),
+        (["train.unfreeze=[{at: 1, patterns: [vision, mergers, language]}]"], "every trained"),
+        (["train.unfreeze=[{at: 1, patterns: [visoin]}]"], r"called 'visoin'; did you mean vis"),
+        (["train.layer_decay={mergers: 0.9}"], "'mergers' matches no parameter of a layer"),
+        (["train.layer_decay={vision: 1.5}"], "it must be at most 1"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(run_file, tmp_path, settings, message):

@@ -3,7 +3,8 @@
 Guarantees: frozen parameters have neither gradients nor state; a pattern without a match is
 refused; clipping is torch's formula over trained parameters only; weight decay leaves out the
 parameters of its patterns; the state is saved and loaded bit for bit under HF names; components can
-be frozen by name and have their own learning rates.
+be frozen by name and have their own learning rates, which may fall from layer to layer; what is
+frozen for some steps begins later, bit for bit, with fresh state.
 """
 
 import numpy as np
@@ -13,7 +14,13 @@ import pytest
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.families.vlm.settings import PARTS
 from paddle_vl.nn.master_weights import MasterWeights
-from paddle_vl.train.freeze import decayed_names, freeze_parameters, rate_factors, trained_names
+from paddle_vl.train.freeze import (
+    decayed_names,
+    freeze_parameters,
+    frozen_steps,
+    rate_factors,
+    trained_names,
+)
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.step import train_step
 from tests.single_card_tests.train.batches import image_batch, micro_batches, vl_runner
@@ -29,6 +36,7 @@ def build(model, freeze=(), **settings):
         train,
         decayed_names(names, train.weight_decay_exclude),
         rate_factors=rate_factors(train, trained, PARTS),
+        frozen_steps=frozen_steps(train, trained, PARTS),
     )
 
 
@@ -104,6 +112,71 @@ def test_learning_rates_of_parts_are_peaks_of_the_one_schedule(batch):
         assert np.median(moved[moved > 1e-6]) == pytest.approx(rate, rel=2e-2), name
         seen.add(rate)
     assert len(seen) == 4
+
+
+def test_learning_rates_of_layers_fall_towards_the_input():
+    """The scheme of BEiT, with the number of layers of the whole model, whatever is trained."""
+    names = [name for name, _ in tiny_model().hf_named_parameters()]
+    decays = {"vision": 0.5, "language": 0.1}
+    train = TrainConfig(
+        output_dir="o",
+        learning_rate=1.0,
+        layer_decay=decays,
+        part_learning_rates={"vision": 4.0, "mergers": 3.0},
+    )
+    trained = {name for name in names if "layers.2." not in name}
+    factors = rate_factors(train, trained, PARTS, names)
+    layers, blocks = "model.language_model.layers", "model.visual.blocks"
+    expected = {
+        f"{blocks}.1.norm1.bias": 4 * 0.5,
+        f"{blocks}.0.attn.qkv.weight": 4 * 0.5**2,
+        "model.visual.patch_embed.proj.weight": 4 * 0.5**3,
+        "model.visual.merger.norm.bias": 3.0,
+        "model.language_model.norm.weight": 1.0,
+        f"{layers}.1.mlp.down_proj.weight": 0.1**2,
+        f"{layers}.0.mlp.down_proj.weight": 0.1**3,
+        "model.language_model.embed_tokens.weight": 0.1**4,
+    }
+    assert {name: factors[name] for name in expected} == pytest.approx(expected)
+    assert not factors.keys() - trained
+
+
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize("has_buckets", [False, True])
+def test_what_is_frozen_for_some_steps_begins_with_fresh_state(batch, has_buckets, has_zeros):
+    """The oracle trains without it, and goes on with an optimizer of all. Sharded parameters have
+    gradients of zeros while they are frozen."""
+
+    def run(model, optimizer, steps) -> None:
+        for step in steps:
+            optimizer.begin_step(step)
+            for parameter in filter(lambda p: p.stop_gradient and has_zeros, model.parameters()):
+                parameter.grad = paddle.zeros_like(parameter)
+            train_step(vl_runner(model), optimizer, micro_batches(batch), 0.01)
+
+    settings = {"weight_decay": 0.5, "max_grad_norm": 0.0}
+    wanted = tiny_model()
+    first = build(wanted, ["vision"], **settings)
+    run(wanted, first, range(2))
+    for _, parameter in wanted.hf_named_parameters():
+        parameter.stop_gradient = False
+    second = build(wanted, **settings)
+    second.load_state(arrays(second) | arrays(first))
+    run(wanted, second, range(2, 4))
+
+    found = tiny_model()
+    unfreeze = [{"at": 2, "patterns": ["vision"]}]
+    optimizer = build(found, unfreeze=unfreeze, **settings)
+    if has_buckets:
+        optimizer.use_buckets()
+    run(found, optimizer, range(4))
+    for got, expected in (
+        (found.hf_state_dict(), wanted.hf_state_dict()),
+        (arrays(optimizer), arrays(second)),
+    ):
+        assert got.keys() == expected.keys()
+        for name, array in expected.items():
+            np.testing.assert_array_equal(got[name], array, err_msg=name)
 
 
 def test_learning_rate_of_a_part_that_is_not_trained_is_refused():

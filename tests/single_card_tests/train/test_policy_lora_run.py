@@ -157,7 +157,7 @@ def test_a_planner_is_adapted_too(run_file, tmp_path):
     planner = f"model.config={json.dumps(PLANNER)}"
     train(run_file, tmp_path / "base", planner, "train.max_steps=1", "train.learning_rate=0.0")
     base = tmp_path / "base" / "final"
-    lora = "{r: 2, target_modules: [q_proj, all-linear], exclude_modules: [vision]}"
+    lora = "{r: 2, use_dora: true, target_modules: [all-linear], exclude_modules: [vision]}"
     settings = adapted(run_file, lora, f"model.pretrained={base}", "train.max_steps=2")
     train(run_file, tmp_path / "out", *settings)
     found, before = weights(tmp_path / "out" / "final"), weights(base)

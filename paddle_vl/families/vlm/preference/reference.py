@@ -16,7 +16,7 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
-from paddle_vl.checkpoint.adapter_files import is_low_rank
+from paddle_vl.checkpoint.adapter_files import MAGNITUDE_KEY, is_low_rank
 from paddle_vl.checkpoint.manifest import file_sum, listed_weights
 from paddle_vl.checkpoint.reading import check_keys, checkpoint_tensors, stored_value
 from paddle_vl.checkpoint.rules import by_parameter
@@ -30,8 +30,8 @@ COMMAND = "paddle-vl precompute-reference"
 
 
 def values_in(folder: Path, model: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """The value of each trained parameter of a model in a folder of full weights; zeros of an
-    adapter, which the weights there have not.
+    """The value of each trained parameter of a model in a folder of full weights; of an adapter,
+    which the weights there have not, zeros, and as DoRA's magnitudes the norms of these weights.
 
     Raises:
         ValueError: the weights do not fit the model.
@@ -47,8 +47,14 @@ def values_in(folder: Path, model: Any) -> Iterator[tuple[Tensor, Tensor]]:
     extra = set(stored) - wanted
     check_keys(folder, stored, shapes, extra, "the model that it is the reference of")
     for items in trained:
-        parameter = items[0].parameter
-        if is_low_rank(items[0].key):
+        parameter, key = items[0].parameter, items[0].key
+        if key.endswith(MAGNITUDE_KEY):
+            # As `LowRank.norms`, to the bit.
+            weight = stored[key.removesuffix(MAGNITUDE_KEY) + ".weight"].read()
+            squares = paddle.to_tensor(weight.astype(np.float32).T).square()
+            norms = items[0].from_stored(squares.sum(axis=0).sqrt().numpy())
+            yield parameter, paddle.to_tensor(norms).astype(parameter.dtype)
+        elif is_low_rank(key):
             yield parameter, paddle.zeros(parameter.shape, dtype=parameter.dtype)
         else:
             yield parameter, stored_value(items, stored)

@@ -31,6 +31,8 @@ from tests.support.tiny import GOLDEN, tiny_model
 
 BASE = GOLDEN / "qwen_vl" / "models" / "dense_untied"
 PEFT = GOLDEN / "lora" / "adapter"
+DORA = GOLDEN / "lora" / "dora"
+EXPECTED = {PEFT: GOLDEN / "lora" / "expected.safetensors", DORA: DORA / "expected.safetensors"}
 LAYERS = "model.language_model.layers"
 
 
@@ -64,22 +66,26 @@ def logits(model) -> np.ndarray:
     return model(input_ids=ids, pixel_values=pixels, image_grid_thw=grid).logits.numpy()
 
 
-@pytest.fixture(scope="module")
-def golden():
-    """The model with PEFT's adapter, a batch, and PEFT's results on it."""
-    model = Qwen3VLForConditionalGeneration.from_pretrained(PEFT, base=BASE)
+@pytest.fixture(scope="module", params=[PEFT, DORA], ids=["rslora", "dora and patterns"])
+def golden(request):
+    """A folder of PEFT, the model with its adapter, a batch, and PEFT's results on it."""
+    folder = request.param
+    model = Qwen3VLForConditionalGeneration.from_pretrained(folder, base=BASE)
     model.eval()
     stored = load_file(GOLDEN / "qwen_vl" / "multi_image_right_pad" / "tensors.safetensors")
     skipped = {"in.position_ids", "in.mm_token_type_ids"}
     batch = {k[3:]: v for k, v in stored.items() if k.startswith("in.") and k not in skipped}
-    return model, batch, load_file(GOLDEN / "lora" / "expected.safetensors")
+    return folder, model, batch, load_file(EXPECTED[folder])
 
 
 def test_logits_loss_and_gradients_equal_pefts(golden):
-    model, batch, expected = golden
+    _, model, batch, expected = golden
     output = model(**batch)
     real = batch["attention_mask"].astype(bool)
-    np.testing.assert_allclose(output.logits.numpy()[real], expected["logits"][real], atol=3e-5)
+    found = output.logits.numpy()
+    # Of DoRA the logits of every 16th token are recorded.
+    found = found[..., :: found.shape[-1] // expected["logits"].shape[-1]]
+    np.testing.assert_allclose(found[real], expected["logits"][real], atol=3e-5)
     assert output.loss.item() == pytest.approx(expected["loss"].item(), abs=5e-6)
     output.loss.backward()
     gradients = {name[5:]: value for name, value in expected.items() if name.startswith("grad.")}
@@ -94,35 +100,48 @@ def test_logits_loss_and_gradients_equal_pefts(golden):
 
 
 def test_saved_files_are_pefts(golden, tmp_path):
-    model, *_ = golden
+    folder, model, *_ = golden
     model.save_adapter(tmp_path)
-    expected = load_file(PEFT / "adapter_model.safetensors")
+    expected = load_file(folder / "adapter_model.safetensors")
     # PEFT adds the head's own weight.
-    del expected["base_model.model.lm_head.base_layer.weight"]
+    expected.pop("base_model.model.lm_head.base_layer.weight", None)
     found = load_file(tmp_path / "adapter_model.safetensors")
     assert found.keys() == expected.keys()
     for key, array in expected.items():
         np.testing.assert_array_equal(found[key], array, err_msg=key)
-    theirs = json.loads((PEFT / "adapter_config.json").read_text())
+    theirs = json.loads((folder / "adapter_config.json").read_text())
     ours = json.loads((tmp_path / "adapter_config.json").read_text())
-    for name in ("peft_type", "task_type", "r", "lora_alpha", "use_rslora", "bias"):
+    for name in ("peft_type", "task_type", "r", "lora_alpha", "use_rslora", "use_dora", "bias"):
         assert ours[name] == theirs[name], name
     assert ours["base_model_name_or_path"] == str(BASE.resolve())
     modules = {key.removeprefix("base_model.model.").rpartition(".lora_")[0] for key in expected}
     assert set(ours["target_modules"]) == modules - {""}
-    assert ours["modules_to_save"] == ["model.visual.merger"]
+    assert ours["modules_to_save"] == (["model.visual.merger"] if folder == PEFT else None)
+    # In PEFT patterns may match many modules; of several the first counts.
+    sizes = StoredAdapter.read(tmp_path).sizes
+    assert sizes == StoredAdapter.read(folder).sizes
+    if folder == DORA:
+        assert {tuple(size) for size in sizes.values()} == {
+            (2, 5),
+            (3, 5),
+            (4, 5),
+            (2, 7),
+            (3, 7),
+            (3, 9),
+        }
 
 
-def test_fresh_adapters_change_nothing_and_all_else_is_frozen():
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_fresh_adapters_change_nothing_and_all_else_is_frozen(use_dora):
     model = tiny_model()
     before = logits(model)
-    model.add_lora(config("all-linear", modules_to_save=["mergers"]))
+    model.add_lora(config("all-linear", modules_to_save=["mergers"], use_dora=use_dora))
     # Not bit for bit: adapted projections are separate products, which may round otherwise.
     np.testing.assert_allclose(logits(model), before, rtol=0, atol=1e-6)
     for name, parameter in model.hf_named_parameters():
         if ".lora_B." in name:
             assert not parameter.numpy().any(), name
-        is_adapter = ".lora_A." in name or ".lora_B." in name or "merger" in name
+        is_adapter = ".lora_" in name or "merger" in name
         assert parameter.stop_gradient != is_adapter, name
 
 
@@ -207,8 +226,10 @@ def test_a_tied_head_is_neither_adapted_nor_trained_whole():
             model.add_lora(config("qkv", modules_to_save=modules))
 
 
-def test_merging_keeps_the_outputs():
-    model = adapted("all-linear", r=3, lora_alpha=2, modules_to_save=["mergers"])
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_merging_keeps_the_outputs(use_dora):
+    settings = {"r": 3, "lora_alpha": 2, "modules_to_save": ["mergers"], "use_dora": use_dora}
+    model = adapted("all-linear", **settings)
     base = logits(model)
     randomise(model)
     expected = logits(model)
@@ -220,9 +241,10 @@ def test_merging_keeps_the_outputs():
 
 
 def test_merging_files_equals_merging_in_memory(golden, tmp_path):
-    merge_adapter(Qwen3VLForConditionalGeneration, PEFT, tmp_path / "merged", BASE)
+    folder = golden[0]
+    merge_adapter(Qwen3VLForConditionalGeneration, folder, tmp_path / "merged", BASE)
     merged = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "merged")
-    model = Qwen3VLForConditionalGeneration.from_pretrained(PEFT, base=BASE)
+    model = Qwen3VLForConditionalGeneration.from_pretrained(folder, base=BASE)
     model.merge_lora()
     expected = model.hf_state_dict()
     for name, array in merged.hf_state_dict().items():
@@ -241,7 +263,8 @@ def test_merging_keeps_the_bases_dtype_and_what_has_no_adapter(tmp_path):
     assert {tensor.dtype for tensor in tensors.values()} == {"BF16"}
     np.testing.assert_array_equal(encoded(tensors[key].read(), "BF16"), rounded[key])
     key = f"{LAYERS}.0.self_attn.q_proj"
-    whole = read_checkpoint_headers(base)[f"{key}.weight"].read() + adapter.delta(key)
+    a, b = (adapter.tensors[f"{key}.lora_{factor}.weight"].read() for factor in "AB")
+    whole = read_checkpoint_headers(base)[f"{key}.weight"].read() + b @ a * 5 / np.sqrt(3)
     found = tensors[f"{key}.weight"].read()
     np.testing.assert_allclose(found, whole, rtol=2**-8, atol=1e-30)
 
@@ -331,7 +354,8 @@ def test_the_base_is_found_or_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"use_dora": True}, "use_dora True is not supported"),
+        ({"use_dora": True}, r"missing: .*q_proj\.lora_magnitude_vector"),
+        ({"use_qalora": True}, "use_qalora True is not supported"),
         ({"bias": "all"}, "bias 'all' is not supported"),
         ({"alpha_pattern": {"q_proj": -3}}, "alpha_pattern: q_proj is -3"),
         ({"rank_pattern": {"(": 3}}, "a pattern is no expression"),
