@@ -126,8 +126,7 @@ class PI07Recipe(Family):
             self.source = self._source(config.data.train)
         else:
             self.source, held_out = self._robots(mixture).parts()
-        if not isinstance(self.source, SyntheticDemonstrations):
-            self.source.check_history()
+        self.source.check_history()
         self.fields = self.source.fields
         flow, seed = flow_draws(self.model_config), config.train.seed
         data = config.data

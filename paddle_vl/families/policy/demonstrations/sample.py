@@ -139,6 +139,13 @@ class DemonstrationSource(SampleSource, Protocol):
         """
         ...
 
+    def check_history(self) -> None:
+        """
+        Raises:
+            ValueError: no sample can fill an observation.
+        """
+        ...
+
     def motion(self, number: int) -> tuple[np.ndarray, np.ndarray | None, int]:
         """Real frames of the state `[at most F, S]`, real steps of the actions `[at most C, A]` or
         None, and the `dataset_index`. Reads no images.

@@ -132,6 +132,9 @@ class SyntheticDemonstrations:
             settings.append(self.shapes.history_interval)
         return zlib.crc32(repr(tuple(settings)).encode())
 
+    def check_history(self) -> None:
+        """Every observation begins with as many frames as there are."""
+
     def _frames(self, number: int) -> np.ndarray:
         """Steps of the frames of an observation; fewer than F at the beginning of the episode."""
         steps = np.arange(number % EPISODE_LENGTH + 1)
