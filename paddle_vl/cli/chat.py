@@ -46,7 +46,7 @@ class _Session:
         self._answers, self._settings = answers, settings
         self._shows_reasoning, self._is_terminal = shows_reasoning, sys.stdin.isatty()
         self._messages: list[Any] = []
-        self._next_files: list[Any] = []
+        self.next_files: list[Any] = []
 
     def run(self) -> None:
         """Take lines until the input ends; in a terminal errors and Ctrl-C do not end it."""
@@ -64,7 +64,7 @@ class _Session:
                 elif re.fullmatch(r"/\w*", name):
                     raise ValueError(f"there is no command {name}: /help shows them")
                 elif line:
-                    content, self._next_files = [*self._next_files, *_content(line)], []
+                    content, self.next_files = [*self.next_files, *_content(line)], []
                     self.ask(content)
             except (EOFError, SystemExit):
                 return
@@ -106,14 +106,10 @@ class _Session:
         removed, self._messages = self._messages[users[-1]], self._messages[: users[-1]]
         return removed["content"]
 
-    def attach(self, written: str) -> None:
-        """Show a file with the next message."""
-        self._next_files.append(_file_part(_path(written)))
-
     def begin(self, text: str) -> None:
         """Forget everything; the text is the system's."""
         told = [{"role": "system", "content": [_text_part(text)]}]
-        self._messages, self._next_files = told if text else [], []
+        self._messages, self.next_files = told if text else [], []
 
     def save(self, path: str) -> None:
         """Write the conversation as a row."""
@@ -148,7 +144,10 @@ def _show_help(*_: Any) -> None:
 
 # What each does, and the function of the session and the text behind the name.
 _COMMANDS: dict[str, tuple[str, Any]] = {
-    "/image": ("FILE: show it with the next message, which may name files too", _Session.attach),
+    "/image": (
+        "FILE: show it with the next message, which may name files too",
+        lambda chat, path: chat.next_files.append(_file_part(_path(path))),
+    ),
     "/system": ("TEXT: begin anew, with this text of the system", _Session.begin),
     "/retry": ("answer the last message again", lambda chat, _: chat.ask(chat.take_back())),
     "/undo": ("take the last message and its answer back", lambda chat, _: chat.take_back()),

@@ -154,8 +154,8 @@ class _CachedDecoder:
     def prefill(self) -> Tensor:
         """Logits `[B, V]` float32 after the prompts, whose columns run in chunks.
 
-        Visual rows and deepstack levels are in the chunk of their tokens. Layers see the rows of one
-        chunk and the keys of those before it; the tower runs once.
+        Visual rows and deepstack levels go with their tokens. Layers see the rows of one chunk and
+        the keys of those before it; the tower runs once.
         """
         model, (batch, length) = self._model, self._prompt_BL.shape
         chunk = self._chunk or length
