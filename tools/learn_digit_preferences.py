@@ -5,18 +5,22 @@
 For an even digit "The handwritten digit 4." is preferred to "4", for an odd one the reverse. The
 quickstart's model, which the run starts from, never gives the long form to these questions. 640
 pairs of training images, three epochs; measured on the 300 test images. Prints, for each seed,
-accuracy and margin of the rewards, the accuracy with the test images exchanged, and of greedy
-answers how many follow the style and how many have the right digit. Without --start the
-quickstart's model is trained first.
+accuracy and margin of the rewards, how much of the margin images make, and of greedy answers how
+many follow the style and how many have the right digit. Without --start the quickstart's model is
+trained first.
 
-Images are exchanged at random: 48 % of the pairs, of even digits and of odd ones, get an image of
-the same parity, so that accuracy is about 50 % if images decide. Both answers name the digit,
-however, from which a run can learn the preferred form without the image; accuracy with other images
-then is higher. The style of greedy answers comes from the image alone, as the first token decides
-it.
+Both answers name the digit, and "4" is rejected in every pair that has it: a model that sees no
+image can learn all pairs, so that accuracy and margin prove nothing about images. Two figures do.
+`by_image`: the test pairs are measured again, each with the image of a digit of the other parity.
+The answers' share of the margin stays, the image's share changes its sign, so that half of the
+difference of both margins is the image's. Without images it is 0 %; above 50 % images outweigh the
+answers, and the mean margin with the wrong images is negative. `style`: a question has no digit, so
+that the first token of a greedy answer, which decides its style, comes from the image alone.
+(Answers that name the digit shown, labelled by the digit of another row, are half right whatever a
+model does: no control.)
 
-Exits 1 where a bar is missed: reward accuracy 95 %, margin 1.8, style 80 % (with adapters 90 %),
-45 to 60 % with other images.
+Exits 1 where a bar is missed: reward accuracy 95 %, margin 1.8, by_image 50 %, style 80 % (with
+adapters 90 %).
 """
 
 import argparse
@@ -39,8 +43,8 @@ QUESTIONS = (
 )
 ROOT = Path(__file__).parents[1]
 NUM_PAIRS, STEPS, PAIRS_OF_STEP = 640, 120, 16
-# Of rewards and of greedy answers, in percent; the margin in nats times beta.
-BARS = {"accuracy": (95.0, 100.0), "margin": (1.8, 99.0), "other_images": (45.0, 60.0)}
+# The least of rewards, in percent; the margin in nats times beta.
+BARS = {"accuracy": 95.0, "margin": 1.8, "by_image": 50.0}
 
 
 def answers(digit: int) -> tuple[str, str]:
@@ -50,7 +54,7 @@ def answers(digit: int) -> tuple[str, str]:
 
 
 def write_pairs(data: Path, folder: Path) -> None:
-    """Pairs for training and test, the latter also with the test images exchanged; and the test's
+    """Pairs for training and test, the latter also with images of the other parity; and the test's
     questions with the preferred answers."""
     _, digits = read_digits()
     test = [json.loads(line) for line in (data / "test.jsonl").read_text().splitlines()]
@@ -60,11 +64,14 @@ def write_pairs(data: Path, folder: Path) -> None:
     rng = np.random.default_rng(1)
     left = [n for n in rng.permutation(len(digits)).tolist() if n not in numbers.values()]
     shown = [numbers[name] for name in tested]
-    others = rng.permutation(shown).tolist()
+    even, odd = ([n for n in shown if digits[n] % 2 == parity] for parity in (0, 1))
+    assert len(even) == len(odd), "equally many test images of each digit"
+    other = dict(zip(even, rng.permutation(odd).tolist(), strict=True))
+    other |= {n: image for image, n in other.items()}
     pairs = {
         "train": [(n, n) for n in left[:NUM_PAIRS]],
         "test": [(n, n) for n in shown],
-        "other_images": list(zip(shown, others, strict=True)),
+        "other_parity": [(n, other[n]) for n in shown],
     }
     folder.mkdir(parents=True, exist_ok=True)
     questions = [QUESTIONS[int(i)] for i in rng.integers(len(QUESTIONS), size=NUM_PAIRS)]
@@ -116,7 +123,7 @@ def learn(pairs: Path, start: Path, out: Path, seed: int, options: argparse.Name
         "model": {"pretrained": str(start), "lora": lora},
         "data": {
             "train": [str(pairs / "train.jsonl")],
-            "eval": [str(pairs / "test.jsonl"), str(pairs / "other_images.jsonl")],
+            "eval": [str(pairs / "test.jsonl"), str(pairs / "other_parity.jsonl")],
             "max_length": 128,
         },
         "preference": preference,
@@ -165,10 +172,11 @@ def measured(pairs: Path, out: Path) -> dict[str, float]:
     keys = ("answer", "expected")
     is_long, wanted_long = ([row[key].startswith("The") for row in rows] for key in keys)
     found, wanted = (["".join(filter(str.isdigit, row[key])) for row in rows] for key in keys)
+    margin, of_other = (line[f"eval_rewards/margins/{name}"] for name in ("test", "other_parity"))
     return {
         "accuracy": 100 * line["eval_rewards/accuracies/test"],
-        "margin": line["eval_rewards/margins/test"],
-        "other_images": 100 * line["eval_rewards/accuracies/other_images"],
+        "margin": margin,
+        "by_image": 100 * (margin - of_other) / 2 / margin,
         "style": 100 * float(np.mean(np.equal(is_long, wanted_long))),
         "digit": 100 * float(np.mean(np.equal(found, wanted))),
         "logps_chosen": line["eval_logps/chosen/test"],
@@ -177,9 +185,9 @@ def measured(pairs: Path, out: Path) -> dict[str, float]:
 
 
 def missed(figures: dict[str, float], is_lora: bool) -> list[str]:
-    """Names of the figures that are not within their bars."""
-    bars = {**BARS, "style": (90.0 if is_lora else 80.0, 100.0)}
-    return [name for name, (low, high) in bars.items() if not low <= figures[name] <= high]
+    """Names of the figures that are below their bars."""
+    bars = {**BARS, "style": 90.0 if is_lora else 80.0}
+    return [name for name, low in bars.items() if not figures[name] >= low]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

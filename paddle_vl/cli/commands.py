@@ -96,10 +96,7 @@ EVALUATE = Command(
 
 def generate(options: argparse.Namespace) -> int:
     """Print one answer."""
-    from paddle_vl.generation.config import GenerationConfig
-
-    settings = _generation_settings(options)
-    GenerationConfig().updated(**settings)  # Raises before a model is loaded.
+    settings = generation_settings(options)
     configure_runtime()
     folder, family = family_of_model(options.model, options.base)
     chat = family.recipe_class().chat(folder, options.base, options.chat_template_kwargs)
@@ -108,17 +105,17 @@ def generate(options: argparse.Namespace) -> int:
         prompt = "".join(f"<{kind}>" for kind, _ in options.media) + prompt
     message = {"role": "user", "content": prompt}
     images, videos = ([file for own, file in options.media if own == kind] for kind in MEDIA_KINDS)
-    if options.no_stream:
-        print(chat.ask([message], images, videos, **settings))
-        return 0
-    for piece in chat.stream([message], images, videos, **settings):
+    pieces = chat.stream([message], images, videos, **settings)
+    for piece in ["".join(pieces)] if options.no_stream else pieces:
         print(piece, end="", flush=True)
     print()
     return 0
 
 
-def _generation_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """The given options, under the names of `GenerationConfig`."""
+def generation_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """The given options, under the names of `GenerationConfig`, which has checked them."""
+    from paddle_vl.generation.config import GenerationConfig
+
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
     settings = {name: getattr(options, name) for name in names}
     settings = {name: value for name, value in settings.items() if value is not None}
@@ -134,9 +131,22 @@ def _generation_settings(options: argparse.Namespace) -> dict[str, Any]:
         )
     if drawing or is_greedy:
         settings["do_sample"] = not is_greedy
+    GenerationConfig().updated(**settings)
     return settings
 
 
+DECODING = grouped(
+    "decoding",
+    value("--max-new-tokens", "N", "longest answer, in tokens (without a file 128)", type=int),
+    value("--temperature", "T",
+          "divides the logits; below 1 favours likely tokens, 0 takes them", type=float),
+    value("--top-k", "K", "sample from the K most likely tokens; 0 for all", type=int),
+    value("--top-p", "P", "sample from the likeliest tokens of total probability P", type=float),
+    value("--repetition-penalty", "R", "above 1 makes repeated tokens less likely", type=float),
+    value("--seed", "N", "seed of sampling", type=int),
+    switch("--greedy", "always take the most likely token"),
+)  # fmt: skip
+DECODING_TEXT = {"decoding": "--temperature, --top-k or --top-p turns on sampling."}
 GENERATE = Command(
     generate,
     "ask a model about images and videos",
@@ -162,22 +172,9 @@ GENERATE = Command(
         ),
         value("--prompt", "TEXT", "the question", required=True),
         switch("--no-stream", "print the answer when it is complete"),
-        *grouped(
-            "decoding",
-            value("--max-new-tokens", "N", "longest answer, in tokens (without a file 128)",
-                  type=int),
-            value("--temperature", "T",
-                  "divides the logits; below 1 favours likely tokens, 0 takes them", type=float),
-            value("--top-k", "K", "sample from the K most likely tokens; 0 for all", type=int),
-            value("--top-p", "P", "sample from the likeliest tokens of total probability P",
-                  type=float),
-            value("--repetition-penalty", "R", "above 1 makes repeated tokens less likely",
-                  type=float),
-            value("--seed", "N", "seed of sampling", type=int),
-            switch("--greedy", "always take the most likely token"),
-        ),
+        *DECODING,
     ],
-    {"decoding": "--temperature, --top-k or --top-p turns on sampling."},
+    DECODING_TEXT,
     folders=("model",),
 )  # fmt: skip
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import paddle_vl
+from paddle_vl.cli.chat import CHAT
 from paddle_vl.cli.commands import EVALUATE, GENERATE, MERGE
 from paddle_vl.cli.data import CONVERT_DATA, SHOW_DATA
 from paddle_vl.cli.doctor import DOCTOR
@@ -42,8 +43,8 @@ MALLOC_VARIABLE, _CACHED_BLOCKS = "GLIBC_TUNABLES", "glibc.malloc.tcache_count"
 # Modules of Paddle and of what it imports, whose warnings concern Paddle's own code.
 _NOISY = r"(paddle|paddle2onnx|pkg_resources|setuptools|gast|astor|visualdl)(\.|$)"
 COMMANDS = (
-    TRAIN, EVALUATE, GENERATE, MERGE, EXPORT, SERVE_POLICY, PROFILE, REPORT, TOKENIZE, SHOW_DATA,
-    CONVERT_DATA, COMPUTE_STATS, PRECOMPUTE, DOWNLOAD, UPLOAD, DOCTOR,
+    TRAIN, EVALUATE, GENERATE, CHAT, MERGE, EXPORT, SERVE_POLICY, PROFILE, REPORT, TOKENIZE,
+    SHOW_DATA, CONVERT_DATA, COMPUTE_STATS, PRECOMPUTE, DOWNLOAD, UPLOAD, DOCTOR,
 )  # fmt: skip
 
 

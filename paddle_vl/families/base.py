@@ -369,8 +369,8 @@ class Family(ABC):
 
     @classmethod
     def chat(cls, folder: Path, base: str | None, template: Mapping[str, Any]) -> Any:
-        """The model of `paddle-vl generate`. Its `ask(messages, images, videos, **settings)` is the
-        answer to the last message, `stream` with the same arguments the answer in pieces.
+        """The model of `paddle-vl generate`. Its `stream(messages, images, videos, **settings)` is
+        the answer to the last message in pieces. That of `chat` is `vlm.chat.Answers`.
 
         Raises:
             ValueError: the family does not answer questions.

@@ -23,9 +23,9 @@ from paddle_vl.export.folder import ExportFolder
 from paddle_vl.export.program import by_layer, with_room
 from paddle_vl.families.hf_interface import id_rows
 from paddle_vl.families.vlm.chat import Answers
-from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.inputs.processor import VLProcessor, generation_settings
 from paddle_vl.files.checked_values import checked
-from paddle_vl.generation.config import FILE_NAME, GenerationConfig, settings_of_call
+from paddle_vl.generation.config import GenerationConfig, settings_of_call
 from paddle_vl.generation.loop import Streamer, checked_prompts, chosen_tokens, collected
 
 _Size = Annotated[int, Field(ge=1)]
@@ -66,11 +66,8 @@ class ExportedQwen3VL(Answers):
         )
         # Programs in ONNX return longer copies of the keys and values.
         self._writes_in_place = folder.runtime == "paddle"
-        self.processor = VLProcessor.from_pretrained(folder.path)
-        self.generation_config: GenerationConfig | None = self.processor.generation_config
-        if (folder.path / FILE_NAME).is_file():
-            stored = GenerationConfig.from_pretrained(folder.path)
-            self.generation_config = stored.with_ends_of(self.generation_config)
+        self.processor = VLProcessor.from_pretrained(folder.path, earlier_reasoning="drop")
+        self.generation_config = generation_settings(folder.path)
 
     @property
     def tokens(self) -> "ExportedQwen3VL":

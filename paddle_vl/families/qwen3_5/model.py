@@ -277,7 +277,7 @@ class Qwen3_5ForConditionalGeneration(VLForConditionalGeneration):
     checkpoint_map = checkpoint_map
     decoder_class = LanguageModel
 
-    def new_caches(self, prompt: int, most: int) -> list[Any]:
+    def new_caches(self, prompt: int, most: int | None) -> list[Any]:
         text = self.config.text_config
         return [
             KeyValueCache(prompt, most) if text.is_full(i) else DeltaCache()

@@ -18,10 +18,12 @@ class Answers:
     Attributes:
         processor: encodes the conversation and decodes the answer.
         tokens: chooses the tokens: a model or what has its `generation_config` and `stream`.
+        more: further arguments of its `stream`.
     """
 
     processor: VLProcessor
     tokens: Any
+    more: Mapping[str, Any] = {}
 
     def ask(
         self,
@@ -58,7 +60,7 @@ class Answers:
         config = (self.tokens.generation_config or GenerationConfig()).updated(**settings)
         config = config.with_ends_of(self.processor.generation_config)
         batch = self.processor(messages=messages, images=images, videos=videos)
-        steps = self.tokens.stream(**batch, generation_config=config)
+        steps = self.tokens.stream(**batch, generation_config=config, **self.more)
         ids = (int(token_id) for (token_id,) in steps)
         return text_pieces(ids, self.processor.decode, messages[-1]["role"] == "assistant")
 
@@ -92,7 +94,9 @@ class Chat(Answers):
         processor = folder_with("tokenizer.json", Path(path), base)
         return cls(
             model_class.from_pretrained(path, dtype=dtype, base=base),
-            VLProcessor.from_pretrained(processor, template_variables=template_variables),
+            VLProcessor.from_pretrained(
+                processor, template_variables=template_variables, earlier_reasoning="drop"
+            ),
         )
 
     stream = Answers.answer

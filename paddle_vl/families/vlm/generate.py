@@ -29,6 +29,7 @@ def stream(
     *,
     generation_config: GenerationConfig | None = None,
     on_logits: Callable[[np.ndarray], None] | None = None,
+    kept: list[Any] | None = None,
     **overrides: Any,
 ) -> Iterator[np.ndarray]:
     """Generate tokens until every prompt has ended; arguments are checked at the call.
@@ -43,6 +44,8 @@ def stream(
         pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw: as of the model.
         generation_config: None for the model's own `generation_config`, or the defaults.
         on_logits: called with the float32 logits `[B, V]` of every step, before any rule.
+        kept: empty at first; gets the caches when all tokens are taken, for a later call whose
+            prompts begin with those of this one and their answers. Without padding.
         overrides: settings that replace those of the configuration, see `GenerationConfig`; HF's
             names are explained.
 
@@ -67,11 +70,13 @@ def stream(
     }
 
     def steps() -> Iterator[np.ndarray]:
-        decoder = _CachedDecoder(model, prompt_BL, mask_BL, visual, config)
+        decoder = _CachedDecoder(model, prompt_BL, mask_BL, visual, config, kept)
         was_training = model.training
         model.eval()
         try:
             yield from chosen_tokens(decoder, prompt_BL, mask_BL, vocab_size, config, on_logits)
+            if kept is not None:
+                kept.append(decoder)
         finally:
             if was_training:
                 model.train()
@@ -113,6 +118,7 @@ class _CachedDecoder:
         mask_BL: np.ndarray,
         visual: dict[str, np.ndarray | None],
         config: GenerationConfig,
+        kept: "list[_CachedDecoder] | None",
     ):
         self._model, self._prompt_BL, self._mask_BS = model, prompt_BL, mask_BL
         self._visual, self._chunk = visual, config.prefill_chunk_size
@@ -123,31 +129,57 @@ class _CachedDecoder:
         self._has_padding = bool((mask_BL == 0).any())
         length = prompt_BL.shape[1]
         # The last token's keys are never needed.
-        most = length + config.max_new_tokens - 1
+        most = length + config.max_new_tokens - 1 if kept is None else None
         self._caches = model.new_caches(length, most)
         self._num_steps, self._tables = 0, None
+        self._cached: dict[str, Any] = {"ids_LB": prompt_BL.T, **visual}
+        if kept:
+            self._continue(kept.pop())
+
+    def _continue(self, earlier: "_CachedDecoder") -> None:
+        """Take the caches of earlier prompts and answers if these prompts begin with them."""
+        new: dict[str, Any] = {}
+        for name, array in self._cached.items():
+            old = earlier._cached[name]
+            count = 0 if old is None else len(old)
+            if count and (array is None or not np.array_equal(old, array[:count])):
+                return
+            new[name] = None if array is None or len(array) == count else array[count:]
+        if (ids_LB := new.pop("ids_LB")) is not None:
+            self._caches, self._visual = earlier._caches, new
+            self._prompt_BL, self._mask_BS = ids_LB.T, self._mask_BS[:, -len(ids_LB) :]
+            self._position_ids = self._position_ids[:, :, -len(ids_LB) :]
 
     @paddle.no_grad()
     def prefill(self) -> Tensor:
-        """Logits `[B, V]` float32 after the prompts."""
-        if self._chunk is not None and self._chunk < self._prompt_BL.shape[1]:
-            return self._prefill_in_chunks(self._chunk)
-        output = self._model(
+        """Logits `[B, V]` float32 after the prompts, whose columns run in chunks.
+
+        Visual rows and deepstack levels go with their tokens. Layers see the rows of one chunk and
+        the keys of those before it; the tower runs once.
+        """
+        model, (batch, length) = self._model, self._prompt_BL.shape
+        chunk = self._chunk or length
+        arguments = model.decoder_arguments(
             input_ids=self._prompt_BL,
             attention_mask=self._mask_BS,
             position_ids=self._position_ids,
             has_left_padding=self._has_padding,
-            caches=self._caches,
-            logits_to_keep=1,
-            output_router_logits=False,
-            **self._visual,
         )
-        return output.logits[:, -1].astype("float32")
+        arguments |= model.encode_visual(**self._visual)
+        whole = model.language_model.embedding(arguments)
+        hidden_TD = whole["hidden_states"]
+        for begin in range(0, length, chunk):
+            end = min(begin + chunk, length)
+            inputs = whole if chunk >= length else self._columns(whole, begin, end)
+            hidden_TD = model.language_model.run(inputs, self._caches)
+        hidden_BLD = hidden_TD.reshape([batch, -1, hidden_TD.shape[-1]])
+        return model.lm_head(hidden_BLD[:, -1]).astype("float32")
 
     @paddle.no_grad()
     def advance(self, token_B: np.ndarray) -> Tensor:
         """Append a token to every prompt; logits `[B, V]` float32 after it."""
         token_B1 = np.ascontiguousarray(token_B[:, None])
+        self._cached["ids_LB"] = np.concatenate([self._cached["ids_LB"], token_B1.T])
         # Position and rotary table of the token, from tables of several steps.
         place = self._num_steps % self.TABLE_STEPS
         if place == 0:
@@ -163,47 +195,26 @@ class _CachedDecoder:
             inputs["attention_mask"] = paddle.to_tensor(self._mask_BS)
         return step_logits(self._model, paddle.to_tensor(token_B1), inputs, self._caches)
 
-    def _prefill_in_chunks(self, chunk: int) -> Tensor:
-        """The prompts by columns; visual rows and deepstack levels fall into the chunk they are in.
-
-        The tower runs once. Layers see the rows of one chunk and the keys of those before it.
-        """
-        model, (batch, length) = self._model, self._prompt_BL.shape
-        arguments = model.decoder_arguments(
-            input_ids=self._prompt_BL,
-            attention_mask=self._mask_BS,
-            position_ids=self._position_ids,
-            has_left_padding=self._has_padding,
-        )
-        arguments |= model.encode_visual(**self._visual)
-        whole = model.language_model.embedding(arguments)
+    def _columns(self, whole: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
+        """The decoder's inputs for some columns of the prompts."""
+        batch, length = self._prompt_BL.shape
+        inputs = columns_of(whole, begin, end)
         hidden_BLD = whole["hidden_states"].reshape([batch, length, -1])
-        levels = whole.get("deepstack_visual_emb", [])
-        ids = (model.config.image_token_id, model.config.video_token_id)
+        inputs["hidden_states"] = hidden_BLD[:, begin:end].reshape([batch * (end - begin), -1])
+        if self._has_padding:
+            inputs["attention_mask"] = paddle.to_tensor(self._mask_BS[:, :end].copy())
+        if whole.get("routed_rows") is not None:
+            inputs["routed_rows"] = routed_rows((batch, end - begin), self._mask_BS[:, begin:end])
+        ids = (self._model.config.image_token_id, self._model.config.video_token_id)
         # Reading order, as the rows of the levels.
         row_M, column_M = np.nonzero(np.isin(self._prompt_BL, ids))
-        hidden_TD = hidden_BLD
-        for begin in range(0, length, chunk):
-            end = min(begin + chunk, length)
-            inputs = columns_of(whole, begin, end)
-            inputs["hidden_states"] = hidden_BLD[:, begin:end].reshape([batch * (end - begin), -1])
-            if self._has_padding:
-                inputs["attention_mask"] = paddle.to_tensor(self._mask_BS[:, :end].copy())
-            if whole.get("routed_rows") is not None:
-                inputs["routed_rows"] = routed_rows(
-                    (batch, end - begin), self._mask_BS[:, begin:end]
-                )
-            inside = np.flatnonzero((column_M >= begin) & (column_M < end))
-            if levels and len(inside):
-                update = row_M[inside] * (end - begin) + column_M[inside] - begin
-                inputs["visual_update_indices"] = paddle.to_tensor(update)
-                taken = paddle.to_tensor(inside)
-                inputs["deepstack_visual_emb"] = [
-                    paddle.index_select(level, taken) for level in levels
-                ]
-            hidden_TD = model.language_model.run(inputs, self._caches)
-        hidden_BLD = hidden_TD.reshape([batch, -1, hidden_TD.shape[-1]])
-        return model.lm_head(hidden_BLD[:, -1]).astype("float32")
+        inside = np.flatnonzero((column_M >= begin) & (column_M < end))
+        if (levels := whole.get("deepstack_visual_emb")) and len(inside):
+            update = row_M[inside] * (end - begin) + column_M[inside] - begin
+            inputs["visual_update_indices"] = paddle.to_tensor(update)
+            taken = paddle.to_tensor(inside)
+            inputs["deepstack_visual_emb"] = [paddle.index_select(each, taken) for each in levels]
+        return inputs
 
 
 def columns_of(inputs: dict[str, Any], begin: int, end: int) -> dict[str, Any]:

@@ -507,8 +507,8 @@ class VLForConditionalGeneration(PretrainedVLModel):
 
         return stream(self, *args, **batch)
 
-    def new_caches(self, prompt: int, most: int) -> list[KeyValueCache]:
-        """A cache per decoder layer, for prompts of a length and at most so many keys in all."""
+    def new_caches(self, prompt: int, most: int | None) -> list[KeyValueCache]:
+        """A cache per decoder layer, for prompts of a length and maybe a most of keys in all."""
         return [KeyValueCache(prompt, most) for _ in self.decoder_layers]
 
     @property

@@ -270,7 +270,9 @@ class VLRecipe(Family):
 
     @classmethod
     def chat(cls, folder: Path, base: str | None, template: Mapping[str, Any]) -> Chat:
-        return Chat.from_pretrained(cls.model_class, folder, base=base, template_variables=template)
+        chat = Chat.from_pretrained(cls.model_class, folder, base=base, template_variables=template)
+        chat.more = {"kept": []}
+        return chat
 
     @classmethod
     def merge_adapter(cls, folder: Path, out: Path, base: str | None) -> Path:

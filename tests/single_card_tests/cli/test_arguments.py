@@ -46,8 +46,8 @@ def test_option_of_another_trainer_is_explained(arguments, told, capsys):
 
 @pytest.mark.parametrize(
     ("command", "rest"),
-    [("evaluate", ["--data", "d"]), ("generate", ["--prompt", "x"]), ("export", ["--output", "o"]),
-     ("merge", ["--output", "o"])],
+    [("evaluate", ["--data", "d"]), ("generate", ["--prompt", "x"]), ("chat", []),
+     ("export", ["--output", "o"]), ("merge", ["--output", "o"])],
 )  # fmt: skip
 def test_a_model_folder_has_one_name_in_all_commands(command, rest, capsys):
     for given in (["--model", "m"], ["--checkpoint", "m"], ["m"]):

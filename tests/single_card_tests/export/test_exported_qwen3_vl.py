@@ -7,6 +7,7 @@ Over 350 lines, as all tests share one export.
 """
 
 import importlib.util
+import io
 import json
 import shutil
 import sys
@@ -19,6 +20,7 @@ import pytest
 
 import paddle_vl
 from paddle_vl.checkpoint.manifest import file_sum
+from paddle_vl.cli.main import main
 from paddle_vl.compat import configure_cpu_runtime
 from paddle_vl.export import load, program
 from paddle_vl.export.folder import CHECK_FILE, MANIFEST_FILE, ExportFolder
@@ -330,6 +332,17 @@ def test_the_processor_answers_messages(exported):
     assert "".join(pieces) == exported.ask([user("What is this?")], max_new_tokens=4)
     with pytest.raises(ValueError, match="2 image place.* 1 entries"):
         exported.ask([user("<image><image>Same?")], [random_image(8, 8)])
+
+
+def test_an_export_chats(exported, folder, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("What is this?\n"))
+    chat = ["chat", str(folder), "--max-new-tokens", "4"]
+    assert main(chat) == 0
+    wanted = exported.ask([user("What is this?")], max_new_tokens=4)
+    assert capsys.readouterr().out == f"{wanted}\n"
+    assert main([*chat, "--base", "b"]) == 1
+    message = "error: an export has its own weights and chat template: leave --base out"
+    assert capsys.readouterr().err.startswith(message)
 
 
 def test_a_model_with_experts_is_exported_too(tmp_path):

@@ -200,7 +200,7 @@ class VLProcessor(ChatInputs):
             ),
             tokenizer.backend,
             earlier_reasoning,
-            _end_ids(directory),
+            tuple((generation_settings(directory) or GenerationConfig()).eos_token_ids),
             is_built_in and not template_variables,
         )
         return cls(tokenizer, image_processor, video_processor, carried, own)
@@ -262,13 +262,6 @@ _SPECIAL_TOKENS_MAP = {
     "eos_token": IM_END,
     "pad_token": END_OF_TEXT,
 }
-
-
-def _end_ids(directory: Path) -> tuple[int, ...]:
-    """Ids that end an answer, of a checkpoint's generation settings."""
-    found = generation_settings(directory)
-    ends = () if found is None or found.eos_token_id is None else found.eos_token_id
-    return (ends,) if isinstance(ends, int) else tuple(ends)
 
 
 def end_settings(ids: Mapping[str, int]) -> GenerationConfig:

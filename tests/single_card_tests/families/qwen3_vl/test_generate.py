@@ -2,11 +2,13 @@
 
 Guarantees: cached steps equal a full forward pass over the extended sequence; a left-padded row
 gives the answer that it gives alone; rows end at their stop tokens and are padded; the tower runs
-once, and a step reads only the chosen ids; the seed fixes each row's draws independently; settings
+once, and a step reads only the chosen ids; kept caches change no scores, serve prompts that begin
+with what they have and others not at all; the seed fixes each row's draws independently; settings
 come from the call, the given configuration or the model; errors are raised before the model runs.
 """
 
 import json
+from functools import partial
 
 import numpy as np
 import paddle
@@ -14,7 +16,8 @@ import pytest
 
 from paddle_vl import GenerationConfig, Qwen3VLForConditionalGeneration
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
-from paddle_vl.testing.qwen3_vl import IMAGE, patches, token_rows
+from paddle_vl.testing.qwen3_5 import tiny_qwen3_5
+from paddle_vl.testing.qwen3_vl import EXPERTS, IMAGE, patches, token_rows
 from tests.single_card_tests.families.qwen3_vl.chat_builders import tiny_processor
 from tests.support.gpu_stubs.attention import FLASH
 from tests.support.gpu_stubs.pretended import implementation
@@ -129,6 +132,39 @@ def test_the_tower_and_each_deepstack_level_run_once():
         max_new_tokens=4,
     )  # fmt: skip
     assert calls == ["tower", "level", "level"]
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+@pytest.mark.parametrize("build", [tiny_model, partial(tiny_model, **EXPERTS), tiny_qwen3_5])
+def test_kept_caches_give_the_scores_of_whole_prompts(build, chunk):
+    model, (pixels, grid), kept, rows = build(), patches([*GRIDS, GRIDS[0]]), [], []
+    for layer in (model.decoder_layers[0], model.visual):
+        layer.register_forward_pre_hook(lambda _, x: rows.append(x[0].shape[0]))
+
+    def check(parts, patches_of, grids, num_rows):
+        ids, found = np.concatenate(parts, axis=1), []
+        given = {"pixel_values": pixels[patches_of], "image_grid_thw": grid[grids]}
+        given |= {"max_new_tokens": 3, "prefill_chunk_size": chunk}
+        rows.clear()
+        tokens = model.generate(ids, on_logits=found.append, kept=kept, **given)
+        # Two of the answer's tokens run; the last is in no cache.
+        assert sum(rows) == num_rows + 2
+        model.generate(ids, on_logits=found.append, **given)
+        np.testing.assert_allclose(found[:3], found[3:], rtol=1e-4, atol=1e-6)
+        return np.concatenate([ids, tokens], axis=1)
+
+    ask, more, word = token_rows([1, ("image", 4), 2]), token_rows([5, ("image", 2), 3]), [[7]]
+    length, (one, two, other) = ask.shape[1], (slice(16), slice(24), slice(24, 40))
+    said = check([ask], one, slice(1), length + 16)
+    said = check([said, more], two, slice(2), 1 + more.shape[1] + 8)
+    check([said, word], two, slice(2), 2)
+    # Nothing is new; an image is another; the beginning differs.
+    said = check([ask], one, slice(1), length + 16)
+    said = check([said, word], other, slice(2, 3), length + 4 + 16)
+    check([word, said], other, slice(2, 3), length + 8 + 16)
+    # An answer that is broken off leaves nothing.
+    next(model.stream(ask, None, pixels[one], grid[:1], kept=kept))
+    assert kept == []
 
 
 def test_a_step_reads_the_chosen_ids_only(monkeypatch):
@@ -283,7 +319,7 @@ def test_logits_of_the_last_columns_are_those_of_all():
 )
 def test_bad_settings_are_refused_before_anything_runs(settings, message):
     model = tiny_model()
-    model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
+    model.decoder_layers[0].register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
     with pytest.raises(ValueError, match=message):
         model.stream(input_ids=token_rows([1]), **settings)
 
