@@ -152,4 +152,5 @@ class VLQuestions:
 
 def _asked(rows_B: np.ndarray) -> dict[str, Any]:
     """Ask for the most likely tokens after some token rows."""
-    return {"target_rows": np.stack([rows_B, np.zeros_like(rows_B)]), "returns_choices": True}
+    targets = {"target_rows": np.stack([rows_B, np.zeros_like(rows_B)]), "num_target_tokens": 0}
+    return {**targets, "returns_choices": True}
