@@ -98,6 +98,43 @@ class Measure(Protocol):
     def entries(self, sums: np.ndarray) -> dict[str, float]: ...
 
 
+class Questions(Protocol):
+    """Prompts whose answers an evaluation generates and scores, see `paddle_vl.train.answers`.
+
+    Attributes:
+        names: of the scores.
+        ends: tokens that end an answer.
+        max_new_tokens: longest answer.
+        filler: token of rows that nobody asks.
+    """
+
+    names: Sequence[str]
+    ends: Sequence[int]
+    max_new_tokens: int
+    filler: int
+
+    def __len__(self) -> int: ...
+
+    def loader(self, ranks: "RankInfo", batch_size: int) -> PrefetchLoader:
+        """This rank's batches of prompts, which have the `numbers` of their prompts."""
+        ...
+
+    def idle_batch(self) -> Any:
+        """A batch without numbers, for a rank that has no prompt left."""
+
+    def begun(self, batch: Any) -> Any:
+        """The batch as the model takes it, with caches; its output has `choices` `[B]`."""
+
+    def continued(self, batch: Any, token_B: np.ndarray) -> Any:
+        """What follows a batch of `begun` or `continued` after one more token per row."""
+
+    def scored(
+        self, answers: Mapping[int, Sequence[int]]
+    ) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """The scores by name, and a line of predictions.jsonl for each answer; ids by prompt."""
+        ...
+
+
 class MeanLosses(NamedTuple):
     """Losses over a dataset.
 
@@ -106,7 +143,9 @@ class MeanLosses(NamedTuple):
         terms: mean of each term, by name.
         counts: divisor of each term, by name; target tokens for a language model.
         by_source: a `MeanLosses` for each source of the evaluation data; empty without named ones.
-        measured, shown: of a `Measure`.
+        measured, shown: of a `Measure`; `measured` also has the scores of generated answers.
+        scores: names of these.
+        answers: lines of predictions.jsonl, on rank 0.
     """
 
     loss: float
@@ -116,6 +155,8 @@ class MeanLosses(NamedTuple):
     by_source: Mapping[str, Any] = {}
     measured: Mapping[str, float] = {}
     shown: Sequence[Mapping[str, Any]] = ()
+    scores: Sequence[str] = ()
+    answers: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True)
@@ -327,10 +368,20 @@ class Family(ABC):
         assert self.eval_data is not None, "asked for only where there is evaluation data"
         return {"": self.once(self.eval_data, collator, ranks)}
 
-    def once(self, samples: SampleSource, collator: Collator, ranks: RankInfo) -> PrefetchLoader:
+    def questions(self, model: Any, collator: Collator) -> Questions | None:
+        """Questions of the evaluation data that the run answers; None without train.eval."""
+        return None
+
+    def once(
+        self,
+        samples: SampleSource,
+        collator: Collator,
+        ranks: RankInfo,
+        batch_size: int | None = None,
+    ) -> PrefetchLoader:
         """This rank's batches of samples for evaluation, every sample once."""
         settings = {"shuffle": False, "drop_last": False, "num_epochs": 1}
-        size = self.config.train.per_device_eval_batch_size
+        size = batch_size or self.config.train.per_device_eval_batch_size
         return self.loader(samples, collator, size, ranks, **settings)
 
     def loader(

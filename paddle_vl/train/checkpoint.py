@@ -11,6 +11,9 @@
         trainer_state.json        step, counters, data position; see `TrainerState`
         config.yaml               configuration it was trained with
         manifest.json             sizes and checksums of all other files
+      best/                       the model of the best evaluation so far, which becomes final/,
+                                  with train.best.load_at_end; see `paddle_vl.train.best`
+      predictions.jsonl           answers of the last evaluation that generated some
       final/                      the trained model without training state, and its manifest.json
 
 With model.lora both have PEFT's `adapter_config.json` and `adapter_model.safetensors` instead of
@@ -157,6 +160,7 @@ class TrainerState:
     sources: dict[str, Any] | None = None
     has_manifest: bool = False
     reference: str | None = None
+    best: dict[str, Any] | None = None
 
     @classmethod
     def read(cls, folder: Path) -> "TrainerState":

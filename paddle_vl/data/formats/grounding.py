@@ -162,6 +162,14 @@ def read_boxes(text: str, size: tuple[int, int]) -> list[Box]:
     ]
 
 
+def boxes_in(answer: str) -> list[Box]:
+    """Boxes and points of an answer, in thousandths; none if it is no such answer."""
+    try:
+        return read_boxes(answer, (_UNITS, _UNITS))
+    except ValueError:
+        return []
+
+
 def _texts(messages: Sequence[Message]) -> Iterator[tuple[Any, str]]:
     """Objects with a text, and its key in each, in reading order."""
     for message in messages:

@@ -49,6 +49,23 @@ class Answer:
         return f"  {self.sample}  {self.prompt!r} -> {self.answer!r}  ({verdict})"
 
 
+@dataclass(frozen=True)
+class Question:
+    """A target turn of a conversation.
+
+    Attributes:
+        sample: `file:line` of the conversation.
+        asked: the conversation up to that turn.
+        expected: text of the turn.
+        processor: of the sample.
+    """
+
+    sample: str
+    asked: Conversation
+    expected: str
+    processor: VLProcessor
+
+
 def build_evaluation(
     model_class: type[VLForConditionalGeneration], folder: Path, options: EvaluationOptions
 ) -> Evaluation:
@@ -116,7 +133,7 @@ def greedy_answers(
     Args:
         batch_size: turns per batch.
     """
-    questions = _questions(dataset)
+    questions = (each for number in range(len(dataset)) for each in questions_in(dataset, number))
     # Overrides the model's own generation_config.json.
     greedy = {
         "do_sample": False,
@@ -129,27 +146,30 @@ def greedy_answers(
     answers = []
     while group := list(islice(questions, batch_size)):
         inputs = processor.encode_prompts(
-            [each for _, each, _ in group], add_generation_prompt=True
+            [each.asked for each in group], add_generation_prompt=True
         )
         new_ids = model.generate(**inputs, **greedy)
-        for (sample, conversation, expected), ids in zip(group, new_ids, strict=True):
-            answer = processor.decode(ids).strip()
-            answers.append(
-                Answer(
-                    sample=sample,
-                    task=str(conversation.extra.get("task", NO_TASK)),
-                    prompt=conversation.text(-1) if conversation.messages else "",
-                    expected=expected,
-                    answer=answer,
-                    is_exact=_conclusion(answer) == _conclusion(expected),
-                    images=[
-                        os.path.abspath(source)
-                        for source in conversation.images
-                        if isinstance(source, str | os.PathLike)
-                    ],
-                )
-            )
+        pairs = zip(group, new_ids, strict=True)
+        answers += [answer_to(question, processor.decode(ids)) for question, ids in pairs]
     return answers
+
+
+def answer_to(question: Question, text: str) -> Answer:
+    """A generated text beside the expected answer."""
+    asked, answer = question.asked, text.strip()
+    return Answer(
+        sample=question.sample,
+        task=str(asked.extra.get("task", NO_TASK)),
+        prompt=asked.text(-1) if asked.messages else "",
+        expected=question.expected,
+        answer=answer,
+        is_exact=_conclusion(answer) == _conclusion(question.expected),
+        images=[
+            os.path.abspath(source)
+            for source in asked.images
+            if isinstance(source, str | os.PathLike)
+        ],
+    )
 
 
 def _conclusion(answer: str) -> str:
@@ -157,17 +177,22 @@ def _conclusion(answer: str) -> str:
     return answer.rpartition("</think>")[2].strip()
 
 
-def _questions(dataset: ConversationData) -> Iterator[tuple[str, Conversation, str]]:
-    """`file:line`, the conversation up to a target turn, and the text of that turn."""
-    for number in range(len(dataset)):
-        conversation = dataset.conversation(number)
-        for i in conversation.targets:
-            answer = conversation.text(i).strip()
-            yield (
-                dataset.place(number),
-                conversation.with_messages(conversation.messages[:i]),
-                answer,
-            )
+def questions_in(dataset: ConversationData, number: int) -> list[Question]:
+    """The questions of a sample, one for each of its target turns.
+
+    Raises:
+        BadSampleError: the sample cannot be used.
+    """
+    whole, (processor, _) = dataset.conversation(number), dataset.limits(number)
+    return [
+        Question(
+            dataset.place(number),
+            whole.with_messages(whole.messages[:turn]),
+            whole.text(turn).strip(),
+            processor,
+        )
+        for turn in whole.targets
+    ]
 
 
 def evaluation_report(loss: float, num_targets: int, answers: Sequence[Answer]) -> str:
