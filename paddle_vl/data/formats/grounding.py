@@ -26,7 +26,9 @@ _UNITS = 1000
 
 _NUMBER = r"\s*(-?\d+(?:\.\d+)?)\s*"
 _LIST = rf"\[{_NUMBER},{_NUMBER}(?:,{_NUMBER},{_NUMBER})?\]"
-_MARKED = rf"<\|box_start\|>\({_NUMBER},{_NUMBER}\)(?:,\({_NUMBER},{_NUMBER}\))?<\|box_end\|>"
+_PAIR = rf"\({_NUMBER},{_NUMBER}\)"
+# Decoding an answer takes the markers away.
+_MARKED = rf"<\|box_start\|>{_PAIR}(?:,{_PAIR})?<\|box_end\|>|{_PAIR},\s*{_PAIR}"
 _NAME = r"(?:<\|object_ref_start\|>(.*?)<\|object_ref_end\|>\s*)?"
 _WRITTEN = re.compile(f"{_NAME}(?:{_LIST}|{_MARKED})", re.DOTALL)
 _FENCE = re.compile(r"```(?:json)?\s*(.*?)\s*(?:```|$)", re.DOTALL)
