@@ -132,6 +132,9 @@ class EMAConfig(Section):
     """how fast it rises"""
 
 
+_ANY = range(1, 1 << 53)
+
+
 class BestConfig(Section):
     """The best evaluation of a run, and when to stop waiting for a better one."""
 
@@ -141,10 +144,10 @@ class BestConfig(Section):
     mode: Literal["min", "max"]
     """whether lower or higher is better"""
     load_at_end: bool = False
-    """make final/ of the best evaluation's model, which is in best/ until then"""
-    patience: Annotated[int | None, Field(ge=1)] = None
+    """final/ holds the best evaluation's model, from the first one on, not the last step's"""
+    patience: Annotated[int | None, Field(ge=1), OnlyWith("train.eval_steps", _ANY)] = None
     """end the run after so many evaluations without a better one; null: never"""
-    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    min_delta: Annotated[float, Field(ge=0), OnlyWith("train.best.patience", _ANY)] = 0.0
     """improvement that patience asks for"""
 
     @property

@@ -77,22 +77,11 @@ def _problems_of_what_is_trained(config: RunConfig) -> Problems:
             f"train.eval_steps is {train.eval_steps} but data.eval lists no file: name the "
             "evaluation files or remove train.eval_steps"
         )
-    if (best := train.best) is not None:
-        if not data.has_eval:
-            yield (
-                f"train.best asks for the best {best.metric} but data.eval lists no file: name the "
-                "evaluation files or remove train.best"
-            )
-        if best.patience is not None and train.eval_steps is None:
-            yield (
-                f"train.best.patience is {best.patience} but there is one evaluation, at the end: "
-                "set train.eval_steps, or remove train.best.patience"
-            )
-        if best.min_delta and best.patience is None:
-            yield (
-                f"train.best.min_delta is {best.min_delta} but train.best.patience is not set, so "
-                "it has no effect: set train.best.patience, or remove it"
-            )
+    if train.best is not None and not data.has_eval:
+        yield (
+            f"train.best asks for the best {train.best.metric} but data.eval lists no file: name "
+            "the evaluation files or remove train.best"
+        )
     if train.part_learning_rates and train.learning_rate == 0:
         yield (
             "train.part_learning_rates are peaks of the schedule of train.learning_rate, which is "

@@ -105,18 +105,16 @@ class Questions(Protocol):
         names: of the scores.
         ends: tokens that end an answer.
         max_new_tokens: longest answer.
-        filler: token of rows that nobody asks.
     """
 
     names: Sequence[str]
     ends: Sequence[int]
     max_new_tokens: int
-    filler: int
 
     def __len__(self) -> int: ...
 
     def loader(self, ranks: "RankInfo", batch_size: int) -> PrefetchLoader:
-        """This rank's batches of prompts, which have the `numbers` of their prompts."""
+        """This rank's batches of prompts, with the `numbers` of the prompts of the first rows."""
         ...
 
     def idle_batch(self) -> Any:
@@ -125,8 +123,8 @@ class Questions(Protocol):
     def begun(self, batch: Any) -> Any:
         """The batch as the model takes it, with caches; its output has `choices` `[B]`."""
 
-    def continued(self, batch: Any, token_B: np.ndarray) -> Any:
-        """What follows a batch of `begun` or `continued` after one more token per row."""
+    def continued(self, batch: Any, tokens: np.ndarray) -> Any:
+        """What follows such a batch after one more token of each prompt."""
 
     def scored(
         self, answers: Mapping[int, Sequence[int]]
@@ -144,7 +142,6 @@ class MeanLosses(NamedTuple):
         counts: divisor of each term, by name; target tokens for a language model.
         by_source: a `MeanLosses` for each source of the evaluation data; empty without named ones.
         measured, shown: of a `Measure`; `measured` also has the scores of generated answers.
-        scores: names of these.
         answers: lines of predictions.jsonl, on rank 0.
     """
 
@@ -155,7 +152,6 @@ class MeanLosses(NamedTuple):
     by_source: Mapping[str, Any] = {}
     measured: Mapping[str, float] = {}
     shown: Sequence[Mapping[str, Any]] = ()
-    scores: Sequence[str] = ()
     answers: Sequence[Mapping[str, Any]] = ()
 
 

@@ -25,7 +25,7 @@ from paddle_vl.parallel.colocated.runner import ColocatedRunner, PartsStore
 from paddle_vl.parallel.ranks import ONE_RANK, FleetRanks, SingleRank
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.topology import Topology, initialize
-from paddle_vl.train.answers import Answers, answered, rows_of_batch
+from paddle_vl.train.answers import Answering
 from paddle_vl.train.checkpoint import finish_saves
 from paddle_vl.train.colocated_optimizer import ColocatedOptimizer
 from paddle_vl.train.evaluate import combined, mean_losses
@@ -191,15 +191,10 @@ def _build(
         idle = partial(built.adapter.idle_batch, model)
         eval_loaders = lane_loaders(make_eval, ranks, topology, idle)
 
-    questions = family.questions(model, built.collator) if has_evaluation else None
-    question_rows, question_loader = 0, None
-    if questions is not None:
-        asked, most = questions, config.train.per_device_eval_batch_size
-        multiple = placement.ops.row_part.size
-        question_rows = rows_of_batch(asked, most, runner, ranks, multiple)
-        question_loader = lane_loaders(
-            lambda lane: {"": asked.loader(lane, question_rows)}, ranks, topology, asked.idle_batch
-        )[""]
+    answering = None
+    if has_evaluation and (questions := family.questions(model, built.collator)) is not None:
+        rows = placement.ops.row_part.size
+        answering = Answering(questions, runner, ranks, topology, config, rows)
 
     def save_with(save: SaveModel, folder: Path, write: FileWriter) -> None:
         save(folder, write, store)
@@ -207,21 +202,17 @@ def _build(
             built.save_extra_files(folder)
 
     def evaluate(received: Callable[[], int | None], asks: bool) -> MeanLosses | None:
-        by_source, after_s = {}, config.logging.data_wait_warning_s
+        by_source = {}
         for name, loader_of_source in eval_loaders.items():
             with loader_of_source as batches:
+                after_s = config.logging.data_wait_warning_s
                 watched_batches = watched(batches, after_s, "the evaluation")
                 losses = mean_losses(runner, watched_batches, ranks, received, built.measure)
             if losses is None:
                 return None
             by_source[name] = losses
         losses = combined(by_source, family.loss)
-        if questions is None or question_loader is None or not asks:
-            return losses
-        with question_loader as batches:
-            prompts = watched(batches, after_s, "the questions of the evaluation")
-            answers = answered(runner, questions, prompts, question_rows, ranks, received)
-        return None if answers is None else _with_answers(losses, answers)
+        return losses if answering is None or not asks else answering(losses, received)
 
     trainer = Trainer(
         config,
@@ -239,7 +230,7 @@ def _build(
         _reference_checksum(family, ranks),
     )
     if trainer.best is not None:
-        scores = questions.names if questions else ()
+        scores = answering.questions.names if answering else ()
         trainer.best.check_metric(evaluation_keys(family.loss, eval_loaders, built.measure, scores))
     loader.while_waiting = trainer.check_data_wait
     if isinstance(own_runner, ColocatedRunner):
@@ -256,11 +247,6 @@ def _build(
         f", continuing {checkpoint}" if checkpoint else "",
     )
     return trainer
-
-
-def _with_answers(losses: MeanLosses, answers: Answers) -> MeanLosses:
-    measured = {**losses.measured, **answers.entries}
-    return losses._replace(measured=measured, scores=[*answers.entries], answers=answers.lines)
 
 
 def _reference_checksum(family: Family, ranks: SingleRank) -> str | None:

@@ -5,15 +5,18 @@ Over 350 lines, since it is the whole loop.
 
 import json
 import logging
+import operator
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from paddle_vl.batch.schema import Batch
+from paddle_vl.checkpoint.manifest import Manifest
 from paddle_vl.checkpoint.safetensors_io import FileWriter
 from paddle_vl.checkpoint.writing import DEFAULT_SHARD_BYTES, write_tensors
 from paddle_vl.config.load import save_run_config
@@ -24,7 +27,7 @@ from paddle_vl.families.base import MeanLosses
 from paddle_vl.files.text_file import write_text
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train import checkpoint as checkpoints
-from paddle_vl.train.best import BEST, BestEvaluation
+from paddle_vl.train.best import BestEvaluation
 from paddle_vl.train.colocated_optimizer import ColocatedOptimizer
 from paddle_vl.train.feeding.device_copies import device_copies
 from paddle_vl.train.feeding.feed import BatchFeed, DataPlace
@@ -165,9 +168,14 @@ class Trainer:
         self.feed.continue_at(self.step, state.data)
         self._data_place = DataPlace.of(self.data)
         self._owes_evaluation = state.owes_evaluation and self.evaluate is not None
-        if self.best is not None:
-            self.best.load_state_dict(state.best)
-            self.best.check_model(self.output_dir, FINAL)
+        if self.best is not None and state.best is not None:
+            self.best.restore(state.best)
+            # That of a later step is one that this run comes to again.
+            if self._owes_best_model(self.best, lambda found, best: found < best):
+                raise ValueError(
+                    f"the best evaluation so far was that of step {self.best.state.step}, whose "
+                    f"model is not in {self.output_dir / FINAL}: set train.best.load_at_end=false"
+                )
 
     @property
     def is_over(self) -> bool:
@@ -361,8 +369,7 @@ class Trainer:
         if losses is None:
             self.stop_signal = self.ranks.agree([], self.stop.received)[1]
             return
-        told = "".join(f", {name} {losses.measured[name]:.4g}" for name in losses.scores)
-        logger.info("step %d: eval loss %.4f%s", self.step, losses.loss, told)
+        logger.info("step %d: eval loss %.4f", self.step, losses.loss)
         entries = evaluation_entries(losses)
         self.reporter.write(self.step, entries)
         self.reporter.show(self.step, losses.answers)
@@ -381,25 +388,40 @@ class Trainer:
         return self.is_over or self.step // between % settings.every == 0
 
     def _save_best(self, best: BestEvaluation) -> None:
-        """Save the checkpoint of the best evaluation so far, and its model to become final/."""
-        self._save_checkpoint(must=True)
+        """Save what is kept of the best evaluation so far: its checkpoint, after `final/`."""
         if best.config.load_at_end:
-            self._save_final(BEST)
+            with self._averaged():
+                self.writer.save_final(self.step, self.save_model, self.save_streamed)
+        self._save_checkpoint(must=True)
 
-    def _save_final(self, name: str = FINAL) -> Path:
-        if name == FINAL and self.best is not None and self.best.config.load_at_end:
-            if self.best.step is not None:
-                return self.writer.rename_final(BEST)
-            logger.warning("no evaluation gave a finite %s", self.best.config.key)
+    def _owes_best_model(
+        self, best: BestEvaluation, differs: Callable[[int, int], bool] = operator.ne
+    ) -> bool:
+        """Whether `final/` is to hold the best evaluation's model and holds that of another step.
+
+        Args:
+            differs: compares its step with the best.
+        """
+        if not best.config.load_at_end or best.state.step is None:
+            return False
+        manifest = Manifest.read(self.output_dir / FINAL)
+        return manifest is None or differs(manifest.step, best.state.step)
+
+    def _save_final(self) -> Path:
+        best = self.best
+        if best is not None and best.config.load_at_end and best.state.step is not None:
+            if not self._owes_best_model(best):
+                return self.output_dir / FINAL
+            logger.warning("final/ gets the last model, as that of %s is gone", best.folder)
         with self._averaged():
-            return self.writer.save_final(self.step, self.save_model, self.save_streamed, name)
+            return self.writer.save_final(self.step, self.save_model, self.save_streamed)
 
     def _end_early(self) -> None:
         """Say why the run ends, and report its last steps."""
         assert self.best is not None, "the length of the run is not reached"
         logger.info(
             "step %d: %s was best at step %s, train.best.patience %s evaluations ago: the run ends",
-            *(self.step, self.best.config.key, self.best.step, self.best.config.patience),
+            *(self.step, self.best.config.key, self.best.state.step, self.best.config.patience),
         )
         if self.step % self.config.logging.logging_steps:
             self._collect_report()
@@ -464,7 +486,7 @@ class Trainer:
             "owes_evaluation": self._owes_evaluation,
         }
         if self.best is not None:
-            state["best"] = self.best.state_dict()
+            state["best"] = asdict(self.best.state)
         if self.reference_checksum is not None:
             state["reference"] = self.reference_checksum
         checkpoints.save_state(folder, state)

@@ -94,7 +94,7 @@ class VLQuestions:
     ):
         self.model, self.processor, self.settings = model, processor, settings
         self.names, self.ends = tuple(settings.metrics), processor.eos_token_ids
-        self.max_new_tokens, self.filler = settings.max_new_tokens, processor.pad_token_id
+        self.max_new_tokens = settings.max_new_tokens
         self._make_loader = make_loader
         self._collator = PromptCollator(
             replace(collator, padding_side="left", pad_to_multiple_of=1)
@@ -126,8 +126,11 @@ class VLQuestions:
         caches = self.model.new_caches(length, length + self.max_new_tokens - 1)
         return {**kept, **_asked(np.arange(1, rows + 1) * length - 1), "caches": caches}
 
-    def continued(self, batch: Mapping[str, Any], token_B: np.ndarray) -> dict[str, Any]:
-        ids_B1, mask_BS = token_B[:, None], batch["attention_mask"]
+    def continued(self, batch: Mapping[str, Any], tokens: np.ndarray) -> dict[str, Any]:
+        mask_BS = batch["attention_mask"]
+        # Rows that nobody asks are last.
+        ids_B1 = np.full([len(mask_BS), 1], self.processor.pad_token_id, np.int64)
+        ids_B1[: len(tokens), 0] = tokens
         follows: dict[str, Any] = {
             "input_ids": ids_B1,
             "attention_mask": np.concatenate([mask_BS, np.ones_like(ids_B1)], axis=1),
@@ -135,10 +138,10 @@ class VLQuestions:
             "position_ids": batch["position_ids"][:, :, -1:] + 1,
             "has_left_padding": batch["has_left_padding"],
             "caches": batch["caches"],
-            **_asked(np.arange(len(token_B))),
+            **_asked(np.arange(len(mask_BS))),
         }
         if "real_row_indices" in batch:
-            follows["real_row_indices"] = np.arange(len(token_B))
+            follows["real_row_indices"] = np.arange(len(mask_BS))
         return follows
 
     def scored(

@@ -17,7 +17,6 @@ from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train.checkpoint import (
     checkpoint_folders,
     checkpoint_name,
-    flush_to_disk,
     partial_of,
     set_aside,
 )
@@ -80,30 +79,16 @@ class CheckpointWriter:
         self._begin(target, step, fill, prunes, self._is_async, keeps)
         return target
 
-    def save_final(
-        self, step: int, fill: Fill, streamed: Fill | None = None, name: str = FINAL
-    ) -> Path:
+    def save_final(self, step: int, fill: Fill, streamed: Fill | None = None) -> Path:
         """Write the trained model and wait for it.
 
         Args:
             streamed: in place of `fill`, without a snapshot.
-            name: of the folder.
         """
-        target = self.output_dir / name
+        target = self.output_dir / FINAL
         copies = self._is_async and streamed is None
         self._begin(target, step, streamed or fill, prunes=False, copies=copies)
         self.wait()
-        return target
-
-    def rename_final(self, name: str) -> Path:
-        """Make a folder of `save_final` the trained model, unless it is already."""
-        self.wait()
-        folder, target = self.output_dir / name, self.output_dir / FINAL
-        if self.ranks.is_main and folder.exists():
-            if target.exists():
-                shutil.rmtree(set_aside(target))
-            folder.rename(target)
-            flush_to_disk(self.output_dir)
         return target
 
     def poll(self) -> None:
