@@ -160,12 +160,15 @@ class EvaluationOptions:
     """Arguments of `paddle-vl evaluate`.
 
     Attributes:
-        files: JSONL files.
+        files: JSONL files; none with a suite.
         max_length, max_new_tokens: longest sample and longest answer, in tokens.
         limit: use the first samples only.
         base: base model of an adapter folder, in place of the one that its files name.
         chat_template_kwargs: variables of the chat template.
         show, predictions: number of answers to print, and file for all of them.
+        metrics: names; empty for exact answers.
+        suite: description of a benchmark.
+        json: file for the scores.
     """
 
     files: Sequence[str]
@@ -177,6 +180,9 @@ class EvaluationOptions:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     show: int | None = None
     predictions: Path | None = None
+    metrics: Sequence[str] = ()
+    suite: str | None = None
+    json: Path | None = None
 
     def refuse_answer_options(self, owner: str) -> None:
         """Refuse options about answers, for a family that generates none.
@@ -184,7 +190,8 @@ class EvaluationOptions:
         Raises:
             ValueError: one of them is set; the message begins with `owner`.
         """
-        names = ("base", "chat_template_kwargs", "limit", "show", "predictions")
+        own = ("limit", "show", "predictions", "metrics", "suite", "json")
+        names = ("base", "chat_template_kwargs", *own)
         if given := [f"--{name.replace('_', '-')}" for name in names if getattr(self, name)]:
             raise ValueError(f"{owner}, of which losses are printed: leave {', '.join(given)} out")
 
@@ -194,7 +201,7 @@ class Evaluation:
     """A model folder with data to evaluate it on.
 
     Attributes:
-        loader: every sample once.
+        loader: every sample once; None for no losses.
         report: the text that `paddle-vl evaluate` prints, in pieces.
         measure: what is measured besides the losses; None for nothing.
     """
@@ -202,8 +209,8 @@ class Evaluation:
     model: Any
     loss: Loss
     adapter: BatchAdapter
-    loader: PrefetchLoader
-    report: Callable[[MeanLosses], Iterable[str]]
+    loader: PrefetchLoader | None
+    report: Callable[[Any], Iterable[str]]
     measure: Measure | None = None
 
 

@@ -1,37 +1,47 @@
-"""Evaluation of a model folder on data files: loss, and greedy answers compared with the data's."""
+"""Evaluation of a model folder on data files or a benchmark: losses, and the scores of answers."""
 
 import json
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from textwrap import indent
+from typing import Any
+
+import yaml
 
 from paddle_vl.checkpoint.adapter_files import folder_with
 from paddle_vl.data.loader import PrefetchLoader
+from paddle_vl.data.media_file import brief
 from paddle_vl.families.base import Evaluation, EvaluationOptions, MeanLosses
 from paddle_vl.families.vlm.inputs.conversation import Conversation
 from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.families.vlm.inputs.open_data import open_conversations
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.metrics import Scored, conclusion, metric_named, score
 from paddle_vl.families.vlm.model import VLForConditionalGeneration
 from paddle_vl.families.vlm.objective import VLBatchAdapter, VLLoss
 from paddle_vl.families.vlm.processor_fit import check_processor_fits, model_collator
 from paddle_vl.families.vlm.settings import VLDataConfig
+from paddle_vl.families.vlm.suite import open_suite, read_suite
 
 NO_TASK = "(no task)"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A greedy answer beside the expected one.
+    """A generated answer beside the expected one.
 
     Attributes:
         sample: `file:line` of the conversation.
         task: its field `task`, `NO_TASK` without one.
         prompt: text of the turn that is answered.
-        is_exact: whether answer and expected text are equal, outer spaces and reasoning aside.
+        is_exact: whether answer and expected text are equal, outer spaces and reasoning aside; of
+            several right answers, one of them.
         images: files of the images before the answer.
+        question: what is asked, without the conversation.
+        scores: numbers of the answer by name, after scoring.
     """
 
     sample: str
@@ -41,12 +51,22 @@ class Answer:
     answer: str
     is_exact: bool
     images: list[str] = field(default_factory=list)
+    question: "Question | None" = None
+    scores: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def line(self) -> str:
         """Both answers in a line of text."""
         verdict = "right" if self.is_exact else f"expected {self.expected!r}"
         return f"  {self.sample}  {self.prompt!r} -> {self.answer!r}  ({verdict})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values, as a line of a file of predictions."""
+        values = asdict(replace(self, question=None))
+        del values["question"]
+        references = self.question.references if self.question else ()
+        more = {"references": [*references][1:] and [*references], "scores": values.pop("scores")}
+        return values | {name: value for name, value in more.items() if value}
 
 
 @dataclass(frozen=True)
@@ -55,15 +75,21 @@ class Question:
 
     Attributes:
         sample: `file:line` of the conversation.
-        asked: the conversation up to that turn.
-        expected: text of the turn.
+        asked: the conversation up to that turn; None once it is answered.
+        references: right answers, the text of the turn first.
         processor: of the sample.
+        groups: the row's `task`, of a benchmark one for each column of its `groups`.
+        columns: the row's other values.
+        metrics: names of those that the row's source asks for.
     """
 
     sample: str
-    asked: Conversation
-    expected: str
+    asked: Conversation | None
+    references: Sequence[str]
     processor: VLProcessor
+    groups: Sequence[str] = (NO_TASK,)
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Sequence[str] = ()
 
 
 def build_evaluation(
@@ -78,77 +104,96 @@ def build_evaluation(
         ValueError, RuntimeError: the folder is not a model with its processor, or the data cannot
             be used.
     """
+    suite = None if options.suite is None else read_suite(options.suite)
+    given = {} if suite is None else suite.model_dump(exclude_defaults=True)
+    names = given.get("metrics") or options.metrics
+    scorer = Scorer(names or ["exact_match"], conclusion if suite is None else suite.scored_part)
     processor = VLProcessor.from_pretrained(
         folder_with("tokenizer.json", folder, options.base),
         template_variables=options.chat_template_kwargs,
+        min_pixels=given.get("min_pixels"),
+        max_pixels=given.get("max_pixels"),
     )
-    data = VLDataConfig(max_length=options.max_length)
-    dataset = open_conversations(options.files, data, processor, seed=0)
+    if suite is None:
+        data = VLDataConfig(max_length=options.max_length)
+        dataset = open_conversations(options.files, data, processor, seed=0)
+    else:
+        dataset = open_suite(suite, processor)
     dataset.limit = options.limit
+    scorer.check(questions_in(dataset, 0))
     model = model_class.from_pretrained(folder, base=options.base)
     check_processor_fits(model.config, processor)
+    lists_real_rows = bool(getattr(model.config.text_config, "num_experts", 0))
+    collator = model_collator(processor, lists_real_rows=lists_real_rows)
     loader = PrefetchLoader(
-        dataset,
-        model_collator(
-            processor,
-            lists_real_rows=bool(getattr(model.config.text_config, "num_experts", 0)),
-        ),
-        options.batch_size,
-        shuffle=False,
-        drop_last=False,
-        num_epochs=1,
+        dataset, collator, options.batch_size, shuffle=False, drop_last=False, num_epochs=1
     )
+    # Overrides the model's own generation_config.json.
+    generation = {
+        "do_sample": False,
+        "repetition_penalty": 1.0,
+        "min_new_tokens": 0,
+        "max_new_tokens": options.max_new_tokens,
+        **given.pop("generation", {}),
+    }
 
-    def report(losses: MeanLosses) -> Iterator[str]:
-        answers = greedy_answers(
-            model,
-            processor,
-            dataset,
-            batch_size=options.batch_size,
-            max_new_tokens=options.max_new_tokens,
-        )
-        yield evaluation_report(losses.loss, losses.counts["loss"], answers)
+    def report(losses: MeanLosses | None) -> Iterator[str]:
+        answers = generated_answers(model, processor, dataset, options.batch_size, generation)
+        answers = scorer(answers)[1] if names else answers
+        if losses is not None:
+            yield f"loss per answer token: {losses.loss:.4f} ({losses.counts['loss']} tokens)"
+        settings = {
+            "model": str(folder),
+            **({"data": [*options.files]} if suite is None else {"suite": str(options.suite)}),
+            **given,
+            "metrics": names or ["exact_match"],
+            "min_pixels": processor.image_processor.min_pixels,
+            "max_pixels": processor.image_processor.max_pixels,
+            "generation": generation,
+            "limit": options.limit,
+            "batch_size": options.batch_size,
+        }
+        scores = scores_by_group(scorer, answers)
+        yield scores_report(scores, settings) if names else exact_report(answers)
         if options.show:
             # Evenly distributed over the data.
             some = answers[:: max(1, len(answers) // options.show)][: options.show]
             yield "\n".join(["some answers:", *(answer.line for answer in some)])
         if options.predictions:
-            lines = (json.dumps(asdict(answer), ensure_ascii=False) + "\n" for answer in answers)
+            lines = (json.dumps(each.to_dict(), ensure_ascii=False) + "\n" for each in answers)
             options.predictions.write_text("".join(lines), encoding="utf-8")
             yield f"answers written to {options.predictions}"
+        if options.json:
+            content = {"scores": scores, "settings": settings}
+            text = json.dumps(content, ensure_ascii=False, indent=2)
+            options.json.write_text(text + "\n", encoding="utf-8")
+            yield f"scores written to {options.json}"
 
-    return Evaluation(model, VLLoss(), VLBatchAdapter(), loader, report)
+    # Benchmarks have no losses.
+    used = loader if suite is None else None
+    return Evaluation(model, VLLoss(), VLBatchAdapter(), used, report)
 
 
-def greedy_answers(
+def generated_answers(
     model: VLForConditionalGeneration,
     processor: VLProcessor,
     dataset: ConversationData,
-    *,
     batch_size: int,
-    max_new_tokens: int,
+    generation: Mapping[str, Any],
 ) -> list[Answer]:
-    """A greedy answer to every assistant turn that is a target, given the data's turns before it.
+    """An answer to every assistant turn that is a target, given the data's turns before it.
 
     Args:
         batch_size: turns per batch.
+        generation: settings of `GenerationConfig`.
     """
     questions = (each for number in range(len(dataset)) for each in questions_in(dataset, number))
-    # Overrides the model's own generation_config.json.
-    greedy = {
-        "do_sample": False,
-        "repetition_penalty": 1.0,
-        "min_new_tokens": 0,
-        "max_new_tokens": max_new_tokens,
-        "eos_token_id": processor.eos_token_ids,
-        "pad_token_id": processor.pad_token_id,
-    }
+    ends = {"eos_token_id": processor.eos_token_ids, "pad_token_id": processor.pad_token_id}
     answers = []
     while group := list(islice(questions, batch_size)):
-        inputs = processor.encode_prompts(
-            [each.asked for each in group], add_generation_prompt=True
-        )
-        new_ids = model.generate(**inputs, **greedy)
+        asked = [each.asked for each in group if each.asked is not None]
+        inputs = processor.encode_prompts(asked, add_generation_prompt=True)
+        new_ids = model.generate(**inputs, **ends, **generation)
         pairs = zip(group, new_ids, strict=True)
         answers += [answer_to(question, processor.decode(ids)) for question, ids in pairs]
     return answers
@@ -156,25 +201,75 @@ def greedy_answers(
 
 def answer_to(question: Question, text: str) -> Answer:
     """A generated text beside the expected answer."""
-    asked, answer = question.asked, text.strip()
+    asked, answer, references = question.asked, text.strip(), question.references
+    assert asked is not None, "a question is answered once"
     return Answer(
         sample=question.sample,
-        task=str(asked.extra.get("task", NO_TASK)),
+        task=", ".join(question.groups),
         prompt=asked.text(-1) if asked.messages else "",
-        expected=question.expected,
+        expected=references[0],
         answer=answer,
-        is_exact=_conclusion(answer) == _conclusion(question.expected),
+        is_exact=conclusion(answer) in map(conclusion, references),
         images=[
             os.path.abspath(source)
             for source in asked.images
             if isinstance(source, str | os.PathLike)
         ],
+        # Images in memory are not kept.
+        question=replace(question, asked=None),
     )
 
 
-def _conclusion(answer: str) -> str:
-    """What follows the reasoning of an answer."""
-    return answer.rpartition("</think>")[2].strip()
+class Scorer:
+    """Scores answers, each with the metrics of its row's source.
+
+    Attributes:
+        extract: gives an answer's part that is scored.
+    """
+
+    def __init__(self, names: Sequence[str], extract: Callable[[str], str] = conclusion):
+        """
+        Args:
+            names: metrics of rows whose source names none.
+
+        Raises:
+            ValueError: see `metric_named`.
+        """
+        self.extract = extract
+        self._names, self._metrics = names, {name: metric_named(name) for name in names}
+
+    def check(self, questions: Iterable[Question]) -> list[str]:
+        """The names of the scores, from scoring references as if they were answers; of each choice
+        of metrics the first question's.
+
+        Raises:
+            ValueError: there is no such metric, or it cannot use a question.
+        """
+        scores: dict[str, float] = {}
+        for question in {tuple(each.metrics): each for each in questions}.values():
+            for name in question.metrics or self._names:
+                metric = self._metrics.setdefault(name, metric_named(name))
+                sample = Scored(question.references[0], question.references, question.columns)
+                scores |= score(metric, [sample])[0]
+        return list(scores)
+
+    def __call__(self, answers: Sequence[Answer]) -> tuple[dict[str, float], list[Answer]]:
+        """Scores of all answers by name, and the answers with their own.
+
+        Raises:
+            ValueError: see `score`.
+        """
+        overall, own = dict[str, float](), [dict[str, float]() for _ in answers]
+        for name, metric in self._metrics.items():
+            asked = [(n, a, q) for n, a in enumerate(answers) if (q := a.question)]
+            asked = [(n, a, q) for n, a, q in asked if name in (q.metrics or self._names)]
+            samples = [Scored(self.extract(a.answer), q.references, q.columns) for _, a, q in asked]
+            if samples:
+                numbers, of_samples = score(metric, samples)
+                overall |= numbers
+                for (place, _, _), more in zip(asked, of_samples, strict=True):
+                    own[place] |= more
+        return overall, [replace(a, scores=n) for a, n in zip(answers, own, strict=True)]
 
 
 def questions_in(dataset: ConversationData, number: int) -> list[Question]:
@@ -183,28 +278,65 @@ def questions_in(dataset: ConversationData, number: int) -> list[Question]:
     Raises:
         BadSampleError: the sample cannot be used.
     """
-    whole, (processor, _) = dataset.conversation(number), dataset.limits(number)
+    row, whole = dataset.row_of(number), dataset.conversation(number)
+    references = whole.extra.get("references") or []
+    is_texts = isinstance(references, list) and all(isinstance(each, str) for each in references)
+    if references and (not is_texts or len(whole.targets) > 1):
+        raise ValueError(
+            f"{dataset.place(number)} has the references {brief(references)!r} for "
+            f"{len(whole.targets)} answers: they must be a list of texts, in a row of one answer"
+        )
+    task = whole.extra.get("task", NO_TASK)
     return [
         Question(
             dataset.place(number),
             whole.with_messages(whole.messages[:turn]),
-            whole.text(turn).strip(),
-            processor,
+            references or [whole.text(turn).strip()],
+            dataset.limits(row)[0],
+            task if isinstance(task, list) else [str(task)],
+            whole.columns,
+            dataset.metrics(row),
         )
         for turn in whole.targets
     ]
 
 
-def evaluation_report(loss: float, num_targets: int, answers: Sequence[Answer]) -> str:
-    """The numbers as a small table, exact answers by task."""
+def exact_report(answers: Sequence[Answer]) -> str:
+    """A small table of exact answers by task."""
     by_task: dict[str, list[bool]] = {}
     for answer in answers:
         by_task.setdefault(answer.task, []).append(answer.is_exact)
     rows = sorted(by_task.items()) if len(by_task) > 1 else []
     rows.append(("all answers", [answer.is_exact for answer in answers]))
     width = max(len(name) for name, _ in rows)
-    lines = [f"loss per answer token: {loss:.4f} ({num_targets} tokens)", "exact answers:"]
+    lines = ["exact answers:"]
     for name, exact in rows:
         share = sum(exact) / len(exact)
         lines.append(f"  {name:{width}}  {share:7.2%}  ({sum(exact)} of {len(exact)})")
     return "\n".join(lines)
+
+
+def scores_by_group(scorer: Scorer, answers: Sequence[Answer]) -> dict[str, dict[str, float]]:
+    """The scores of each group's answers, and last of all, with the number of answers."""
+    groups: dict[str, list[Answer]] = {}
+    for answer in answers:
+        for name in answer.question.groups if answer.question else ():
+            groups.setdefault(name, []).append(answer)
+    named = {**dict(sorted(groups.items())), "all answers": answers}
+    named.pop(NO_TASK, None)
+    return {name: {"answers": len(of), **scorer(of)[0]} for name, of in named.items()}
+
+
+def scores_report(scores: Mapping[str, Mapping[str, float]], settings: Mapping[str, Any]) -> str:
+    """The scores as a table, and the settings as YAML."""
+    columns = list(dict.fromkeys(name for numbers in scores.values() for name in numbers))
+    rows = [["", *columns]]
+    for group, numbers in scores.items():
+        rows.append([group, *(f"{numbers[n]:.7g}" if n in numbers else "" for n in columns)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = [
+        f"  {name.ljust(widths[0])}  " + "  ".join(map(str.rjust, cells, widths[1:]))
+        for name, *cells in rows
+    ]
+    told = yaml.safe_dump({**settings}, sort_keys=False, allow_unicode=True)
+    return "\n".join(["scores:", *table, "settings:", indent(told, "  ").rstrip()])

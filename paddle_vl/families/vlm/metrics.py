@@ -3,6 +3,8 @@
 A metric gives named numbers for a sample: from its answer, one or several references, and the row.
 Of a set of samples the score is the mean of each number; of BLEU and chrF, and of a function over
 lists, it is what the whole set gives. Reasoning in front of an answer is not scored.
+
+Over 350 lines: one metric after the other, and the table of them.
 """
 
 import inspect
@@ -11,12 +13,12 @@ import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from importlib.util import module_from_spec, spec_from_file_location
 from itertools import zip_longest
 from pathlib import Path
+from runpy import run_path
 from typing import Any, NamedTuple
 
-from paddle_vl.data.formats.grounding import read_boxes
+from paddle_vl.data.formats.grounding import boxes_in
 from paddle_vl.data.formats.keys import from_text
 from paddle_vl.data.media_file import brief
 
@@ -35,16 +37,16 @@ class Scored(NamedTuple):
 
 
 class Metric(NamedTuple):
-    """A metric.
+    """A metric: one of two functions that give numbers by name.
 
     Attributes:
-        of_sample: numbers of a sample by name.
-        of_all: numbers of a set of samples by name; None for the mean of each sample's.
+        of_sample: of a sample; a set of samples has the mean of each number.
+        of_all: of a set of samples.
     """
 
     name: str
-    of_sample: Callable[[Scored], Mapping[str, float]]
-    of_all: Callable[[Sequence[Scored]], Mapping[str, float]] | None = None
+    of_sample: Callable[[Scored], Any] | None = None
+    of_all: Callable[[Sequence[Scored]], Any] | None = None
 
 
 def conclusion(text: str) -> str:
@@ -52,27 +54,30 @@ def conclusion(text: str) -> str:
     return text.rpartition("</think>")[2].strip()
 
 
-def metrics_named(names: Sequence[str]) -> list[Metric]:
-    """The metrics of these names: of the table, or `file.py:function`.
+def metric_named(name: str) -> Metric:
+    """A metric of the table, or `file.py:function`.
 
     Raises:
         ValueError: there is none of that name, its package is not installed, or the file has no
             such function, or one of other arguments.
     """
-    return [_user_metric(name) if ".py:" in name else _of_table(name) for name in names]
-
-
-def check_metrics(metrics: Sequence[Metric], sample: Scored) -> None:
-    """Score a reference as if it were the answer, to find what is wrong before answers are made.
-
-    Raises:
-        ValueError: a metric cannot use the sample, or returns something else than numbers.
-    """
-    score(metrics, [sample._replace(answer=sample.references[0])])
+    if ".py:" in name:
+        return _user_metric(name)
+    if name not in METRICS:
+        raise ValueError(
+            f"there is no metric {name!r}: use one of {', '.join(METRICS)}, or a function of your "
+            "own, file.py:function"
+        )
+    try:
+        return METRICS[name](name)
+    except ImportError as error:
+        raise ValueError(
+            f"metric {name} needs {error.name}: pip install 'paddle-vl[metrics]'"
+        ) from error
 
 
 def score(
-    metrics: Sequence[Metric], samples: Sequence[Scored]
+    metric: Metric, samples: Sequence[Scored]
 ) -> tuple[dict[str, float], list[dict[str, float]]]:
     """Numbers of a set of samples, and of each of them.
 
@@ -80,27 +85,21 @@ def score(
         samples: of all ranks, in one order; at least one.
 
     Raises:
-        ValueError: a reference is nothing that a metric can use, or a function returns something
+        ValueError: a reference is nothing that the metric can use, or a function returns something
             else than numbers.
     """
     samples = [
         Scored(conclusion(each.answer), [*map(conclusion, each.references)], each.row)
         for each in samples
     ]
-    overall, own = {}, [dict[str, float]() for _ in samples]
-    for metric in metrics:
-        found = [_numbers(metric, metric.of_sample(each)) for each in samples]
-        for numbers, more in zip(own, found, strict=True):
-            numbers |= more
-        if metric.of_all is not None:
-            overall |= _numbers(metric, metric.of_all(samples))
-        else:
-            names = dict.fromkeys(name for numbers in found for name in numbers)
-            for name in names:
-                if not all(name in numbers for numbers in found):
-                    raise ValueError(f"metric {metric.name} gives {name!r} for some samples only")
-                overall[name] = math.fsum(numbers[name] for numbers in found) / len(found)
-    return overall, own
+    if metric.of_sample is None:
+        assert metric.of_all is not None, "has one of them"
+        return _numbers(metric, metric.of_all(samples)), [{} for _ in samples]
+    own = [_numbers(metric, metric.of_sample(each)) for each in samples]
+    for numbers in own:
+        if numbers.keys() != own[0].keys():
+            raise ValueError(f"metric {metric.name} gives {[*numbers]}, and before {[*own[0]]}")
+    return {n: math.fsum(each[n] for each in own) / len(own) for n in own[0]}, own
 
 
 def _numbers(metric: Metric, value: Any) -> dict[str, float]:
@@ -120,12 +119,9 @@ def _numbers(metric: Metric, value: Any) -> dict[str, float]:
 
 def _user_metric(name: str) -> Metric:
     file, _, function = name.rpartition(":")
-    spec = spec_from_file_location(f"_metrics_of_{Path(file).stem}", file)
-    if not Path(file).is_file() or spec is None or spec.loader is None:
+    if not Path(file).is_file():
         raise ValueError(f"metric {name}: there is no file {file}: check the path")
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found = getattr(module, function, None)
+    found = run_path(file).get(function)
     if not callable(found):
         raise ValueError(f"metric {name}: {file} has no function {function!r}: check the name")
     arguments = [*inspect.signature(found).parameters]
@@ -133,25 +129,11 @@ def _user_metric(name: str) -> Metric:
         return Metric(name, lambda sample: found(*sample))
     if arguments == ["answers", "references", "rows"]:
         # Called with lists, in the order of the samples.
-        return Metric(name, lambda sample: {}, lambda all_: found(*map(list, zip(*all_))))  # noqa: B905
+        return Metric(name, of_all=lambda samples: found(*map(list, zip(*samples, strict=True))))
     raise ValueError(
         f"metric {name} takes {', '.join(arguments) or 'nothing'}: write it as {function}(answer, "
         f"references, row) for one sample, or {function}(answers, references, rows) for all"
     )
-
-
-def _of_table(name: str) -> Metric:
-    if name not in METRICS:
-        raise ValueError(
-            f"there is no metric {name!r}: use one of {', '.join(METRICS)}, or a function of your "
-            "own, file.py:function"
-        )
-    try:
-        return METRICS[name](name)
-    except ImportError as error:
-        raise ValueError(
-            f"metric {name} needs {error.name}: pip install 'paddle-vl[metrics]'"
-        ) from error
 
 
 def _best(compare: Callable[[str, str], float], name: str) -> Metric:
@@ -217,24 +199,19 @@ def _rouge(name: str) -> Metric:
     return _best(lambda answer, each: scorer.score(each, answer)["rougeL"].fmeasure, name)
 
 
-def _corpus(name: str, kind: str, **settings: Any) -> Metric:
+def _corpus(name: str, function: str, **settings: Any) -> Metric:
     """A metric of sacrebleu, of 0 to 100."""
     import sacrebleu
 
-    scorer = getattr(sacrebleu, kind)
-    # A sentence may have no n-grams of some length; the others count.
-    of_sentence = scorer(effective_order=True, **settings) if kind == "BLEU" else scorer()
-    whole = scorer(**settings)
+    compute = getattr(sacrebleu, function)
 
     def of_all(samples: Sequence[Scored]) -> dict[str, float]:
-        references = zip_longest(*(each.references for each in samples))
+        # None where a sample has fewer references than others.
+        references = map(list, zip_longest(*(each.references for each in samples)))
         answers = [each.answer for each in samples]
-        return {name: whole.corpus_score(answers, [*map(list, references)]).score}
+        return {name: compute(answers, [*references], **settings).score}
 
-    def of_sample(sample: Scored) -> dict[str, float]:
-        return {name: of_sentence.sentence_score(sample.answer, [*sample.references]).score}
-
-    return Metric(name, of_sample, of_all)
+    return Metric(name, of_all=of_all)
 
 
 _ONE = r"(A(?!\s+[a-z])|[B-Z])(?![\w'])"
@@ -249,7 +226,7 @@ _CHOICES = (
 _LONE = rf"(?<![\w'])(?!I){_ONE}"
 
 
-def _options(row: Mapping[str, Any]) -> dict[str, str]:
+def options_of(row: Mapping[str, Any]) -> dict[str, str]:
     """The options of a row by letter: a list, also as text, or columns A, B and so on."""
     listed = from_text(row.get("options") or row.get("choices"), literal=True)
     if isinstance(listed, Mapping):
@@ -290,7 +267,7 @@ def _plain(text: str) -> str:
 
 
 def _multiple_choice(name: str, sample: Scored) -> dict[str, float]:
-    options = _options(sample.row)
+    options = options_of(sample.row)
     wanted = {choice_of(each, options) for each in sample.references}
     if None in wanted:
         raise ValueError(
@@ -307,7 +284,7 @@ _SIGNS = ("could be ", "so ", "is ", "thus ", "therefore ", "final ", "answer ",
 def _mmmu(name: str, sample: Scored) -> dict[str, float]:
     """MMMU's: multiple choice where the row has options; else a reference within what the answer
     concludes, or a number in it that is equal to two decimals."""
-    if _options(sample.row):
+    if options_of(sample.row):
         return _multiple_choice(name, sample)
     lines = sample.answer.lower().strip(" .").split("\n")
     ends = []
@@ -339,11 +316,7 @@ _POINT_DISTANCE = 50.0
 def _shapes(text: str) -> list[tuple[float, ...]]:
     """Boxes of two corners, and points, in thousandths of the image."""
     # A point alone, without its markers.
-    text = re.sub(r"\A\(([^()]*)\)\Z", r"[\1]", text)
-    try:
-        return [box.corners for box in read_boxes(text, (1000, 1000))]
-    except ValueError:
-        return []
+    return [box.corners for box in boxes_in(re.sub(r"\A\(([^()]*)\)\Z", r"[\1]", text))]
 
 
 def _wanted_shapes(name: str, reference: str, sizes: Sequence[int]) -> list[tuple[float, ...]]:
@@ -411,9 +384,9 @@ METRICS: dict[str, Callable[[str], Metric]] = {
     "exact_match": partial(_best, _exact),
     "anls": partial(_best, _anls),
     "rouge_l": cache(_rouge),
-    "bleu": lambda name: _corpus(name, "BLEU"),
-    "bleu_zh": lambda name: _corpus(name, "BLEU", tokenize="zh"),
-    "chrf": lambda name: _corpus(name, "CHRF"),
+    "bleu": partial(_corpus, function="corpus_bleu"),
+    "bleu_zh": partial(_corpus, function="corpus_bleu", tokenize="zh"),
+    "chrf": partial(_corpus, function="corpus_chrf"),
     "multiple_choice": _of_row(_multiple_choice),
     "mmmu": _of_row(_mmmu),
     "relaxed_accuracy": partial(_best, _relaxed),

@@ -5,7 +5,7 @@ Shapes: B prompts, L padded length, S keys so far.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -150,7 +150,7 @@ class VLQuestions:
         texts = {number: self.processor.decode(ids) for number, ids in sorted(answers.items())}
         found = [answer_to(self.questions[number], text) for number, text in texts.items()]
         exact = sum(answer.is_exact for answer in found) / len(found)
-        return {"exact_match": exact}, [asdict(answer) for answer in found]
+        return {"exact_match": exact}, [answer.to_dict() for answer in found]
 
 
 def _asked(rows_B: np.ndarray) -> dict[str, Any]:
