@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from textwrap import indent
@@ -40,7 +40,7 @@ class Answer:
         is_exact: whether answer and expected text are equal, outer spaces and reasoning aside; of
             several right answers, one of them.
         images: files of the images before the answer.
-        question: what is asked, without the conversation.
+        references, columns, groups, metrics: of the question.
         scores: numbers of the answer by name, after scoring.
     """
 
@@ -51,7 +51,10 @@ class Answer:
     answer: str
     is_exact: bool
     images: list[str] = field(default_factory=list)
-    question: "Question | None" = None
+    references: Sequence[str] = ()
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    groups: Sequence[str] = ()
+    metrics: Sequence[str] = ()
     scores: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -62,11 +65,9 @@ class Answer:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values, as a line of a file of predictions."""
-        values = asdict(replace(self, question=None))
-        del values["question"]
-        references = self.question.references if self.question else ()
-        more = {"references": [*references][1:] and [*references], "scores": values.pop("scores")}
-        return values | {name: value for name, value in more.items() if value}
+        names = ["sample", "task", "prompt", "expected", "answer", "is_exact", "images"]
+        names += ["references"] * (len(self.references) > 1) + ["scores"] * bool(self.scores)
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -75,21 +76,21 @@ class Question:
 
     Attributes:
         sample: `file:line` of the conversation.
-        asked: the conversation up to that turn; None once it is answered.
+        asked: the conversation up to that turn.
         references: right answers, the text of the turn first.
         processor: of the sample.
-        groups: the row's `task`, of a benchmark one for each column of its `groups`.
         columns: the row's other values.
+        groups: the row's `task`, of a benchmark one for each column of its `groups`.
         metrics: names of those that the row's source asks for.
     """
 
     sample: str
-    asked: Conversation | None
+    asked: Conversation
     references: Sequence[str]
     processor: VLProcessor
-    groups: Sequence[str] = (NO_TASK,)
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    metrics: Sequence[str] = ()
+    columns: Mapping[str, Any]
+    groups: Sequence[str]
+    metrics: Sequence[str]
 
 
 def build_evaluation(
@@ -191,7 +192,7 @@ def generated_answers(
     ends = {"eos_token_id": processor.eos_token_ids, "pad_token_id": processor.pad_token_id}
     answers = []
     while group := list(islice(questions, batch_size)):
-        asked = [each.asked for each in group if each.asked is not None]
+        asked = [each.asked for each in group]
         inputs = processor.encode_prompts(asked, add_generation_prompt=True)
         new_ids = model.generate(**inputs, **ends, **generation)
         pairs = zip(group, new_ids, strict=True)
@@ -202,7 +203,6 @@ def generated_answers(
 def answer_to(question: Question, text: str) -> Answer:
     """A generated text beside the expected answer."""
     asked, answer, references = question.asked, text.strip(), question.references
-    assert asked is not None, "a question is answered once"
     return Answer(
         sample=question.sample,
         task=", ".join(question.groups),
@@ -215,8 +215,10 @@ def answer_to(question: Question, text: str) -> Answer:
             for source in asked.images
             if isinstance(source, str | os.PathLike)
         ],
-        # Images in memory are not kept.
-        question=replace(question, asked=None),
+        references=references,
+        columns=question.columns,
+        groups=question.groups,
+        metrics=question.metrics,
     )
 
 
@@ -239,15 +241,15 @@ class Scorer:
         self._names, self._metrics = names, {name: metric_named(name) for name in names}
 
     def check(self, questions: Iterable[Question]) -> list[str]:
-        """The names of the scores, from scoring references as if they were answers; of each choice
-        of metrics the first question's.
+        """The names of the scores, from scoring a reference as if it were the answer, of one
+        question for each choice of metrics.
 
         Raises:
             ValueError: there is no such metric, or it cannot use a question.
         """
         scores: dict[str, float] = {}
         for question in {tuple(each.metrics): each for each in questions}.values():
-            for name in question.metrics or self._names:
+            for name in self._names_of(question):
                 metric = self._metrics.setdefault(name, metric_named(name))
                 sample = Scored(question.references[0], question.references, question.columns)
                 scores |= score(metric, [sample])[0]
@@ -261,15 +263,18 @@ class Scorer:
         """
         overall, own = dict[str, float](), [dict[str, float]() for _ in answers]
         for name, metric in self._metrics.items():
-            asked = [(n, a, q) for n, a in enumerate(answers) if (q := a.question)]
-            asked = [(n, a, q) for n, a, q in asked if name in (q.metrics or self._names)]
-            samples = [Scored(self.extract(a.answer), q.references, q.columns) for _, a, q in asked]
+            places = [n for n, each in enumerate(answers) if name in self._names_of(each)]
+            asked = [answers[place] for place in places]
+            samples = [Scored(self.extract(a.answer), a.references, a.columns) for a in asked]
             if samples:
                 numbers, of_samples = score(metric, samples)
                 overall |= numbers
-                for (place, _, _), more in zip(asked, of_samples, strict=True):
+                for place, more in zip(places, of_samples, strict=True):
                     own[place] |= more
         return overall, [replace(a, scores=n) for a, n in zip(answers, own, strict=True)]
+
+    def _names_of(self, asked: Question | Answer) -> Sequence[str]:
+        return asked.metrics or self._names
 
 
 def questions_in(dataset: ConversationData, number: int) -> list[Question]:
@@ -291,10 +296,10 @@ def questions_in(dataset: ConversationData, number: int) -> list[Question]:
         Question(
             dataset.place(number),
             whole.with_messages(whole.messages[:turn]),
-            references or [whole.text(turn).strip()],
+            list(dict.fromkeys([whole.text(turn).strip(), *references])),
             dataset.limits(row)[0],
-            task if isinstance(task, list) else [str(task)],
             whole.columns,
+            task if isinstance(task, list) else [str(task)],
             dataset.metrics(row),
         )
         for turn in whole.targets
@@ -320,7 +325,7 @@ def scores_by_group(scorer: Scorer, answers: Sequence[Answer]) -> dict[str, dict
     """The scores of each group's answers, and last of all, with the number of answers."""
     groups: dict[str, list[Answer]] = {}
     for answer in answers:
-        for name in answer.question.groups if answer.question else ():
+        for name in dict.fromkeys(answer.groups):
             groups.setdefault(name, []).append(answer)
     named = {**dict(sorted(groups.items())), "all answers": answers}
     named.pop(NO_TASK, None)

@@ -129,10 +129,9 @@ class VLDataConfig(DataConfig):
 class EvalConfig(Section):
     """Answers that the model generates to data.eval in an evaluation, and their scores."""
 
-    metrics: Annotated[list[Literal["exact_match"]], Field(min_length=1)] = Field(
-        default=["exact_match"]
-    )
-    """what answers are scored with"""
+    metrics: Annotated[list[str], Field(min_length=1)] = Field(default=["exact_match"])
+    """what answers are scored with, see docs/evaluation.md; an entry of data.eval may have its own
+    metrics"""
     num_samples: Annotated[int | None, Field(ge=1)] = 64
     """samples that are asked, evenly over data.eval; null: all"""
     max_new_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = 64
@@ -345,6 +344,13 @@ class VLRun(RunConfig):
                     "its format or its settings, and others are sources of a pretraining mix: give "
                     "all of them a format of conversations, or none"
                 )
+        for setting, is_scored in (("train", False), ("eval", self.train.eval is not None)):
+            for number, each in enumerate(getattr(data, setting)):
+                if isinstance(each, RowSourceConfig) and each.metrics and not is_scored:
+                    yield (
+                        f"data.{setting}[{number}].metrics is set but no answers to these rows are "
+                        "scored, those to data.eval are with train.eval: set it, or remove metrics"
+                    )
         if not has_sources(data.train):
             plain = VLDataConfig.model_fields
             for name in ("temperature", "shuffle"):

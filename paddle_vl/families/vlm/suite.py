@@ -237,7 +237,8 @@ def _listed(value: Any) -> list[str]:
     """One or several texts; a list of texts may be written as text."""
     if isinstance(value, str) and value.startswith(("['", '["')):
         value = from_text(value, literal=True)
-    found = [str(each) for each in value] if isinstance(value, list | tuple) else [str(value)]
+    several = value if isinstance(value, list | tuple) else [value]
+    found = [str(each).strip() for each in several]
     if not found:
         raise BadSampleError("missing_key", "a list of the row is empty, which one answer needs")
     return found
