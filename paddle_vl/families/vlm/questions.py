@@ -43,7 +43,9 @@ class Prompts:
     def __getitem__(self, number: int) -> dict[str, np.ndarray]:
         question = self.questions[number]
         with sample_at(partial(self.place, number)):
-            prompt = question.processor.encode_prompts([question.asked], add_generation_prompt=True)
+            prompt = question.processor.encode_prompts(
+                [question.prompt], add_generation_prompt=True
+            )
         ids_L = prompt.pop("input_ids")[0]
         del prompt["attention_mask"]
         ignored_L = np.full_like(ids_L, IGNORED_LABEL)
