@@ -25,12 +25,19 @@ from paddle_vl.families.vlm.metrics import conclusion, options_of
 from paddle_vl.families.vlm.settings import VLDataConfig
 from paddle_vl.generation.config import GenerationConfig
 
+
+def _lettered(options: Any) -> str:
+    """Lines `A. ...` of a list of options."""
+    found = options_of({"options": options})
+    if not found:
+        raise TemplateError(f"lettered needs a list of options, which {options!r:.80} is not")
+    return "\n".join(f"{letter}. {text}" for letter, text in found.items())
+
+
 _JINJA = ImmutableSandboxedEnvironment(
     undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
-_JINJA.filters["lettered"] = lambda options: "\n".join(
-    f"{letter}. {text}" for letter, text in options_of({"options": options}).items()
-)
+_JINJA.filters["lettered"] = _lettered
 
 
 class Suite(Section):
@@ -208,7 +215,7 @@ def _parts(suite: Suite, columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]
     """The prompt's parts; see `Suite.images`."""
     try:
         text = _JINJA.from_string(suite.prompt).render(columns)
-    except TemplateError as error:
+    except (TemplateError, TypeError, ValueError) as error:
         raise _wrong(f"the prompt cannot be made: {error}", columns) from error
     images = suite.images
     tags = {tag: name for name, tag in images.items()} if isinstance(images, dict) else {}
