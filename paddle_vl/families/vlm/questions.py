@@ -14,7 +14,7 @@ import numpy as np
 from paddle_vl.data.jsonl import BadSampleError, OnBadSample, sample_at
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.base import RankInfo
-from paddle_vl.families.vlm.evaluation import Question, answer_to, questions_in
+from paddle_vl.families.vlm.evaluation import Question, Scorer, answer_to, questions_in
 from paddle_vl.families.vlm.inputs.collate import VLCollator
 from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
@@ -93,8 +93,7 @@ class VLQuestions:
         make_loader: Any,
     ):
         self.model, self.processor, self.settings = model, processor, settings
-        self.names, self.ends = tuple(settings.metrics), processor.eos_token_ids
-        self.max_new_tokens = settings.max_new_tokens
+        self.ends, self.max_new_tokens = processor.eos_token_ids, settings.max_new_tokens
         self._make_loader = make_loader
         self._collator = PromptCollator(
             replace(collator, padding_side="left", pad_to_multiple_of=1)
@@ -109,6 +108,11 @@ class VLQuestions:
                 if data.on_bad_sample == "fail":
                     raise
         self._prompts = Prompts(self.questions, data.on_bad_sample)
+        self._scorer = Scorer(settings.metrics)
+        self._scorer.check(self.questions)
+        # What every reference gets, so that no metric fails in the middle of the run.
+        ideal = [answer_to(each, each.references[0]) for each in self.questions]
+        self.names = tuple(self._scorer(ideal)[0])
 
     def __len__(self) -> int:
         return len(self.questions)
@@ -149,8 +153,8 @@ class VLQuestions:
     ) -> tuple[dict[str, float], list[dict[str, Any]]]:
         texts = {number: self.processor.decode(ids) for number, ids in sorted(answers.items())}
         found = [answer_to(self.questions[number], text) for number, text in texts.items()]
-        exact = sum(answer.is_exact for answer in found) / len(found)
-        return {"exact_match": exact}, [answer.to_dict() for answer in found]
+        scores, found = self._scorer(found)
+        return scores, [answer.to_dict() for answer in found]
 
 
 def _asked(rows_B: np.ndarray) -> dict[str, Any]:

@@ -129,10 +129,9 @@ class VLDataConfig(DataConfig):
 class EvalConfig(Section):
     """Answers that the model generates to data.eval in an evaluation, and their scores."""
 
-    metrics: Annotated[list[Literal["exact_match"]], Field(min_length=1)] = Field(
-        default=["exact_match"]
-    )
-    """what answers are scored with"""
+    metrics: Annotated[list[str], Field(min_length=1)] = Field(default=["exact_match"])
+    """what answers are scored with where a source names no metrics: names of docs/evaluation.md, or
+    functions of your own, file.py:function"""
     num_samples: Annotated[int | None, Field(ge=1)] = 64
     """samples that are asked, evenly over data.eval; null: all"""
     max_new_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = 64
