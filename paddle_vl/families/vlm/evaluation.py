@@ -3,11 +3,10 @@
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from textwrap import indent
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -19,7 +18,7 @@ from paddle_vl.families.vlm.inputs.conversation import Conversation
 from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.families.vlm.inputs.open_data import open_conversations
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
-from paddle_vl.families.vlm.metrics import Scored, conclusion, metric_named, score
+from paddle_vl.families.vlm.metrics import Scored, conclusion, metric_named
 from paddle_vl.families.vlm.model import VLForConditionalGeneration
 from paddle_vl.families.vlm.objective import VLBatchAdapter, VLLoss
 from paddle_vl.families.vlm.processor_fit import check_processor_fits, model_collator
@@ -27,6 +26,22 @@ from paddle_vl.families.vlm.settings import VLDataConfig
 from paddle_vl.families.vlm.suite import open_suite, read_suite
 
 NO_TASK = "(no task)"
+
+
+class Asked(NamedTuple):
+    """What scoring needs of a question.
+
+    Attributes:
+        references: right answers, the text of the turn first.
+        columns: the row's other values.
+        groups: the row's `task`, of a benchmark one for each column of its `groups`.
+        metrics: names of those that the row's source asks for.
+    """
+
+    references: Sequence[str] = ()
+    columns: Mapping[str, Any] = {}
+    groups: Sequence[str] = ()
+    metrics: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -40,8 +55,7 @@ class Answer:
         is_exact: whether answer and expected text are equal, outer spaces and reasoning aside; of
             several right answers, one of them.
         images: files of the images before the answer.
-        question: what is asked, without the conversation.
-        scores: numbers of the answer by name, after scoring.
+        scores: numbers by name, after scoring.
     """
 
     sample: str
@@ -51,7 +65,7 @@ class Answer:
     answer: str
     is_exact: bool
     images: list[str] = field(default_factory=list)
-    question: "Question | None" = None
+    asked: Asked = field(default_factory=Asked)
     scores: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -62,11 +76,11 @@ class Answer:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values, as a line of a file of predictions."""
-        values = asdict(replace(self, question=None))
-        del values["question"]
-        references = self.question.references if self.question else ()
-        more = {"references": [*references][1:] and [*references], "scores": values.pop("scores")}
-        return values | {name: value for name, value in more.items() if value}
+        values = {name: value for name, value in vars(self).items() if name != "asked"}
+        if not values["scores"]:
+            del values["scores"]
+        several = {"references": [*self.asked.references]} if self.asked.references[1:] else {}
+        return values | several
 
 
 @dataclass(frozen=True)
@@ -75,34 +89,29 @@ class Question:
 
     Attributes:
         sample: `file:line` of the conversation.
-        asked: the conversation up to that turn; None once it is answered.
-        references: right answers, the text of the turn first.
+        prompt: the conversation up to that turn.
         processor: of the sample.
-        groups: the row's `task`, of a benchmark one for each column of its `groups`.
-        columns: the row's other values.
-        metrics: names of those that the row's source asks for.
+        asked: what scoring needs.
     """
 
     sample: str
-    asked: Conversation | None
-    references: Sequence[str]
+    prompt: Conversation
     processor: VLProcessor
-    groups: Sequence[str] = (NO_TASK,)
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    metrics: Sequence[str] = ()
+    asked: Asked
 
 
 def build_evaluation(
     model_class: type[VLForConditionalGeneration], folder: Path, options: EvaluationOptions
 ) -> Evaluation:
-    """A model with its own processor, and data files in which a bad sample is an error.
+    """A model with its own processor, and data files or a benchmark in which a bad sample is an
+    error. A benchmark has no losses.
 
     Args:
         folder: model or adapter folder.
 
     Raises:
-        ValueError, RuntimeError: the folder is not a model with its processor, or the data cannot
-            be used.
+        ValueError, RuntimeError: the folder is not a model with its processor, or the data or the
+            metrics cannot be used.
     """
     suite = None if options.suite is None else read_suite(options.suite)
     given = {} if suite is None else suite.model_dump(exclude_defaults=True)
@@ -123,38 +132,46 @@ def build_evaluation(
     scorer.check(questions_in(dataset, 0))
     model = model_class.from_pretrained(folder, base=options.base)
     check_processor_fits(model.config, processor)
-    lists_real_rows = bool(getattr(model.config.text_config, "num_experts", 0))
-    collator = model_collator(processor, lists_real_rows=lists_real_rows)
-    loader = PrefetchLoader(
-        dataset, collator, options.batch_size, shuffle=False, drop_last=False, num_epochs=1
-    )
+    loader = None
+    if suite is None:
+        lists_real_rows = bool(getattr(model.config.text_config, "num_experts", 0))
+        collator = model_collator(processor, lists_real_rows=lists_real_rows)
+        loader = PrefetchLoader(
+            dataset, collator, options.batch_size, shuffle=False, drop_last=False, num_epochs=1
+        )
     # Overrides the model's own generation_config.json.
     generation = {
         "do_sample": False,
         "repetition_penalty": 1.0,
         "min_new_tokens": 0,
         "max_new_tokens": options.max_new_tokens,
-        **given.pop("generation", {}),
+        **given.get("generation", {}),
+    }
+    settings = {
+        "model": str(folder),
+        **({"data": [*options.files]} if suite is None else {"suite": str(options.suite)}),
+        **given,
+        "metrics": [*names],
+        "min_pixels": processor.image_processor.min_pixels,
+        "max_pixels": processor.image_processor.max_pixels,
+        "generation": generation,
+        "chat_template_kwargs": {**options.chat_template_kwargs},
+        "limit": options.limit,
+        "batch_size": options.batch_size,
     }
 
     def report(losses: MeanLosses | None) -> Iterator[str]:
         answers = generated_answers(model, processor, dataset, options.batch_size, generation)
-        answers = scorer(answers)[1] if names else answers
         if losses is not None:
             yield f"loss per answer token: {losses.loss:.4f} ({losses.counts['loss']} tokens)"
-        settings = {
-            "model": str(folder),
-            **({"data": [*options.files]} if suite is None else {"suite": str(options.suite)}),
-            **given,
-            "metrics": names or ["exact_match"],
-            "min_pixels": processor.image_processor.min_pixels,
-            "max_pixels": processor.image_processor.max_pixels,
-            "generation": generation,
-            "limit": options.limit,
-            "batch_size": options.batch_size,
-        }
-        scores = scores_by_group(scorer, answers)
-        yield scores_report(scores, settings) if names else exact_report(answers)
+        content = {"scores": scores_by_group(scorer, answers), "settings": settings}
+        if names:
+            _, answers = scorer(answers)
+            # One line for each group.
+            form = {"sort_keys": False, "allow_unicode": True, "default_flow_style": None}
+            yield yaml.safe_dump(content, width=1 << 20, **form).rstrip()
+        else:
+            yield exact_report(answers)
         if options.show:
             # Evenly distributed over the data.
             some = answers[:: max(1, len(answers) // options.show)][: options.show]
@@ -164,14 +181,11 @@ def build_evaluation(
             options.predictions.write_text("".join(lines), encoding="utf-8")
             yield f"answers written to {options.predictions}"
         if options.json:
-            content = {"scores": scores, "settings": settings}
             text = json.dumps(content, ensure_ascii=False, indent=2)
             options.json.write_text(text + "\n", encoding="utf-8")
             yield f"scores written to {options.json}"
 
-    # Benchmarks have no losses.
-    used = loader if suite is None else None
-    return Evaluation(model, VLLoss(), VLBatchAdapter(), used, report)
+    return Evaluation(model, VLLoss(), VLBatchAdapter(), loader, report)
 
 
 def generated_answers(
@@ -191,8 +205,8 @@ def generated_answers(
     ends = {"eos_token_id": processor.eos_token_ids, "pad_token_id": processor.pad_token_id}
     answers = []
     while group := list(islice(questions, batch_size)):
-        asked = [each.asked for each in group if each.asked is not None]
-        inputs = processor.encode_prompts(asked, add_generation_prompt=True)
+        prompts = [each.prompt for each in group]
+        inputs = processor.encode_prompts(prompts, add_generation_prompt=True)
         new_ids = model.generate(**inputs, **ends, **generation)
         pairs = zip(group, new_ids, strict=True)
         answers += [answer_to(question, processor.decode(ids)) for question, ids in pairs]
@@ -201,75 +215,82 @@ def generated_answers(
 
 def answer_to(question: Question, text: str) -> Answer:
     """A generated text beside the expected answer."""
-    asked, answer, references = question.asked, text.strip(), question.references
-    assert asked is not None, "a question is answered once"
+    prompt, answer, references = question.prompt, text.strip(), question.asked.references
     return Answer(
         sample=question.sample,
-        task=", ".join(question.groups),
-        prompt=asked.text(-1) if asked.messages else "",
+        task=", ".join(question.asked.groups),
+        prompt=prompt.text(-1) if prompt.messages else "",
         expected=references[0],
         answer=answer,
         is_exact=conclusion(answer) in map(conclusion, references),
         images=[
             os.path.abspath(source)
-            for source in asked.images
+            for source in prompt.images
             if isinstance(source, str | os.PathLike)
         ],
-        # Images in memory are not kept.
-        question=replace(question, asked=None),
+        asked=question.asked,
     )
 
 
 class Scorer:
     """Scores answers, each with the metrics of its row's source.
 
-    Attributes:
+    Args:
+        names: metrics of rows whose source names none.
         extract: gives an answer's part that is scored.
+
+    Raises:
+        ValueError: see `metric_named`.
     """
 
     def __init__(self, names: Sequence[str], extract: Callable[[str], str] = conclusion):
-        """
-        Args:
-            names: metrics of rows whose source names none.
-
-        Raises:
-            ValueError: see `metric_named`.
-        """
-        self.extract = extract
-        self._names, self._metrics = names, {name: metric_named(name) for name in names}
+        self._names, self._extract = names, extract
+        self._metrics = {name: metric_named(name) for name in names}
 
     def check(self, questions: Iterable[Question]) -> list[str]:
-        """The names of the scores, from scoring references as if they were answers; of each choice
-        of metrics the first question's.
+        """The names of the scores, from scoring a reference as if it were the answer, of one
+        question for each choice of metrics.
 
         Raises:
             ValueError: there is no such metric, or it cannot use a question.
         """
         scores: dict[str, float] = {}
-        for question in {tuple(each.metrics): each for each in questions}.values():
-            for name in question.metrics or self._names:
+        for asked in {tuple(each.asked.metrics): each.asked for each in questions}.values():
+            for name in asked.metrics or self._names:
                 metric = self._metrics.setdefault(name, metric_named(name))
-                sample = Scored(question.references[0], question.references, question.columns)
-                scores |= score(metric, [sample])[0]
+                sample = Scored(asked.references[0], asked.references, asked.columns)
+                scores |= metric([sample])[0]
         return list(scores)
 
     def __call__(self, answers: Sequence[Answer]) -> tuple[dict[str, float], list[Answer]]:
         """Scores of all answers by name, and the answers with their own.
 
         Raises:
-            ValueError: see `score`.
+            ValueError: see `metric_named`.
         """
         overall, own = dict[str, float](), [dict[str, float]() for _ in answers]
+        samples = [
+            Scored(self._extract(each.answer), each.asked.references, each.asked.columns)
+            for each in answers
+        ]
         for name, metric in self._metrics.items():
-            asked = [(n, a, q) for n, a in enumerate(answers) if (q := a.question)]
-            asked = [(n, a, q) for n, a, q in asked if name in (q.metrics or self._names)]
-            samples = [Scored(self.extract(a.answer), q.references, q.columns) for _, a, q in asked]
-            if samples:
-                numbers, of_samples = score(metric, samples)
+            names = [each.asked.metrics or self._names for each in answers]
+            if places := [place for place, each in enumerate(names) if name in each]:
+                numbers, of_samples = metric([samples[place] for place in places])
                 overall |= numbers
-                for (place, _, _), more in zip(asked, of_samples, strict=True):
+                for place, more in zip(places, of_samples, strict=True):
                     own[place] |= more
         return overall, [replace(a, scores=n) for a, n in zip(answers, own, strict=True)]
+
+
+def scores_by_group(scorer: Scorer, answers: Sequence[Answer]) -> dict[str, dict[str, float]]:
+    """The scores of all answers and of each group's, with the number of answers."""
+    groups = {"all answers": [*answers]}
+    for answer in answers:
+        for name in dict.fromkeys(answer.asked.groups):
+            groups.setdefault(name, []).append(answer)
+    groups.pop(NO_TASK, None)
+    return {name: {"answers": len(of), **scorer(of)[0]} for name, of in groups.items()}
 
 
 def questions_in(dataset: ConversationData, number: int) -> list[Question]:
@@ -277,25 +298,27 @@ def questions_in(dataset: ConversationData, number: int) -> list[Question]:
 
     Raises:
         BadSampleError: the sample cannot be used.
+        ValueError: its `references` are no texts, or of several questions.
     """
     row, whole = dataset.row_of(number), dataset.conversation(number)
-    references = whole.extra.get("references") or []
-    is_texts = isinstance(references, list) and all(isinstance(each, str) for each in references)
-    if references and (not is_texts or len(whole.targets) > 1):
+    more, task = whole.extra.get("references") or [], whole.extra.get("task", NO_TASK)
+    is_texts = isinstance(more, list) and all(isinstance(each, str) for each in more)
+    if more and (not is_texts or len(whole.targets) > 1):
         raise ValueError(
-            f"{dataset.place(number)} has the references {brief(references)!r} for "
-            f"{len(whole.targets)} answers: they must be a list of texts, in a row of one answer"
+            f"{dataset.place(number)} has the references {brief(more)!r} for {len(whole.targets)} "
+            "answers: they must be a list of texts, in a row of one answer"
         )
-    task = whole.extra.get("task", NO_TASK)
     return [
         Question(
             dataset.place(number),
             whole.with_messages(whole.messages[:turn]),
-            references or [whole.text(turn).strip()],
             dataset.limits(row)[0],
-            task if isinstance(task, list) else [str(task)],
-            whole.columns,
-            dataset.metrics(row),
+            Asked(
+                list(dict.fromkeys([whole.text(turn).strip(), *more])),
+                whole.columns,
+                task if isinstance(task, list) else [str(task)],
+                dataset.metrics(row),
+            ),
         )
         for turn in whole.targets
     ]
@@ -314,29 +337,3 @@ def exact_report(answers: Sequence[Answer]) -> str:
         share = sum(exact) / len(exact)
         lines.append(f"  {name:{width}}  {share:7.2%}  ({sum(exact)} of {len(exact)})")
     return "\n".join(lines)
-
-
-def scores_by_group(scorer: Scorer, answers: Sequence[Answer]) -> dict[str, dict[str, float]]:
-    """The scores of each group's answers, and last of all, with the number of answers."""
-    groups: dict[str, list[Answer]] = {}
-    for answer in answers:
-        for name in answer.question.groups if answer.question else ():
-            groups.setdefault(name, []).append(answer)
-    named = {**dict(sorted(groups.items())), "all answers": answers}
-    named.pop(NO_TASK, None)
-    return {name: {"answers": len(of), **scorer(of)[0]} for name, of in named.items()}
-
-
-def scores_report(scores: Mapping[str, Mapping[str, float]], settings: Mapping[str, Any]) -> str:
-    """The scores as a table, and the settings as YAML."""
-    columns = list(dict.fromkeys(name for numbers in scores.values() for name in numbers))
-    rows = [["", *columns]]
-    for group, numbers in scores.items():
-        rows.append([group, *(f"{numbers[n]:.7g}" if n in numbers else "" for n in columns)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = [
-        f"  {name.ljust(widths[0])}  " + "  ".join(map(str.rjust, cells, widths[1:]))
-        for name, *cells in rows
-    ]
-    told = yaml.safe_dump({**settings}, sort_keys=False, allow_unicode=True)
-    return "\n".join(["scores:", *table, "settings:", indent(told, "  ").rstrip()])

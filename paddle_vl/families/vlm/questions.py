@@ -43,7 +43,9 @@ class Prompts:
     def __getitem__(self, number: int) -> dict[str, np.ndarray]:
         question = self.questions[number]
         with sample_at(partial(self.place, number)):
-            prompt = question.processor.encode_prompts([question.asked], add_generation_prompt=True)
+            prompt = question.processor.encode_prompts(
+                [question.prompt], add_generation_prompt=True
+            )
         ids_L = prompt.pop("input_ids")[0]
         del prompt["attention_mask"]
         ignored_L = np.full_like(ids_L, IGNORED_LABEL)
@@ -107,12 +109,12 @@ class VLQuestions:
             except BadSampleError:
                 if data.on_bad_sample == "fail":
                     raise
-        self._prompts = Prompts(self.questions, data.on_bad_sample)
         self._scorer = Scorer(settings.metrics)
         self._scorer.check(self.questions)
         # What every reference gets, so that no metric fails in the middle of the run.
-        ideal = [answer_to(each, each.references[0]) for each in self.questions]
+        ideal = [answer_to(each, each.asked.references[0]) for each in self.questions]
         self.names = tuple(self._scorer(ideal)[0])
+        self._prompts = Prompts(self.questions, data.on_bad_sample)
 
     def __len__(self) -> int:
         return len(self.questions)
@@ -153,8 +155,8 @@ class VLQuestions:
     ) -> tuple[dict[str, float], list[dict[str, Any]]]:
         texts = {number: self.processor.decode(ids) for number, ids in sorted(answers.items())}
         found = [answer_to(self.questions[number], text) for number, text in texts.items()]
-        scores, found = self._scorer(found)
-        return scores, [answer.to_dict() for answer in found]
+        scores, answered = self._scorer(found)
+        return scores, [answer.to_dict() for answer in answered]
 
 
 def _asked(rows_B: np.ndarray) -> dict[str, Any]:

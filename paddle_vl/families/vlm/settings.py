@@ -130,8 +130,8 @@ class EvalConfig(Section):
     """Answers that the model generates to data.eval in an evaluation, and their scores."""
 
     metrics: Annotated[list[str], Field(min_length=1)] = Field(default=["exact_match"])
-    """what answers are scored with where a source names no metrics: names of docs/evaluation.md, or
-    functions of your own, file.py:function"""
+    """what answers are scored with, see docs/evaluation.md; an entry of data.eval may have its own
+    metrics"""
     num_samples: Annotated[int | None, Field(ge=1)] = 64
     """samples that are asked, evenly over data.eval; null: all"""
     max_new_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = 64
@@ -146,7 +146,6 @@ class VLTrainConfig(TrainConfig):
     eval: EvalConfig | None = None
     """generate answers in evaluations and score them, e.g. {metrics: [exact_match]}; {} for the
     defaults"""
-
     objective: Literal["sft", "preference"] = "sft"
     """sft: the answers of conversations, or a pretraining mix; preference: which of two answers is
     better (DPO and others), or that single answers are good or bad (KTO), see the section
@@ -344,6 +343,13 @@ class VLRun(RunConfig):
                     "its format or its settings, and others are sources of a pretraining mix: give "
                     "all of them a format of conversations, or none"
                 )
+        for setting, is_scored in (("train", False), ("eval", self.train.eval is not None)):
+            for number, each in enumerate(getattr(data, setting)):
+                if isinstance(each, RowSourceConfig) and each.metrics and not is_scored:
+                    yield (
+                        f"data.{setting}[{number}].metrics is set but no answers to these rows are "
+                        "scored, those to data.eval are with train.eval: set it, or remove metrics"
+                    )
         if not has_sources(data.train):
             plain = VLDataConfig.model_fields
             for name in ("temperature", "shuffle"):

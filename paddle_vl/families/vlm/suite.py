@@ -44,8 +44,6 @@ class Suite(Section):
     """subsets of a data set; default: its default one"""
     split: str | None = None
     """split of a data set; default: train"""
-    folder: str | None = None
-    """folder within the data set"""
     num_samples: Annotated[int, Field(gt=0, le=10**9)] | None = None
     """rows to draw by chance, the same every time; default: all"""
     columns: dict[str, str] = Field(default={})
@@ -108,7 +106,7 @@ class Suite(Section):
     @property
     def source(self) -> RowSourceConfig:
         """Where the rows are."""
-        own = {name: getattr(self, name) for name in ("subsets", "split", "folder", "num_samples")}
+        own = {name: getattr(self, name) for name in ("subsets", "split", "num_samples")}
         return RowSourceConfig(path=self.path, name=self.name, metrics=self.metrics, **own)
 
     def scored_part(self, answer: str) -> str:
@@ -181,21 +179,23 @@ class SuiteReader(RowReader):
         return replace(first, others=tuple(others))
 
     def _asked(self, suite: Suite, columns: dict[str, Any], directory: Path | None) -> AskedRow:
-        found = _column(columns, suite.references)
+        right = _column(columns, suite.references)
         if suite.boxes is None:
-            references = _listed(found)
+            references = _listed(right)
             told, objects = references[0], {}
-        else:
-            x, y, *end = _four(found)
+        elif isinstance(right, list) and len(right) == 4:
+            x, y, *end = right
             end = [x + end[0], y + end[1]] if suite.boxes == "size" else end
             references, told, objects = [], "<bbox>", {"objects": {"bbox": [[x, y, *end]]}}
+        else:
+            raise _wrong(f"{right!r:.80} is no box of four numbers", columns)
         messages = [
             {"role": "user", "content": [*_parts(suite, columns)]},
             {"role": "assistant", "content": [{"type": "text", "text": told}]},
         ]
         conversation = super().__call__({"messages": messages, **objects}, directory)
         groups = [
-            f"{name}: {each}"
+            f"{name}={each}"
             for name in suite.groups
             for each in _listed(columns.get(name) or "(none)")
         ]
@@ -237,13 +237,8 @@ def _listed(value: Any) -> list[str]:
     """One or several texts; a list of texts may be written as text."""
     if isinstance(value, str) and value.startswith(("['", '["')):
         value = from_text(value, literal=True)
-    found = [str(each) for each in value] if isinstance(value, list | tuple) else [str(value)]
+    several = value if isinstance(value, list | tuple) else [value]
+    found = [str(each).strip() for each in several]
     if not found:
         raise BadSampleError("missing_key", "a list of the row is empty, which one answer needs")
     return found
-
-
-def _four(box: Any) -> list[float]:
-    if not isinstance(box, list | tuple) or len(box) != 4:
-        raise BadSampleError("bad_box", f"{box!r:.80} is no box of four numbers: see boxes")
-    return list(box)

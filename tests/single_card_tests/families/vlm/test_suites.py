@@ -81,7 +81,7 @@ def opened(name: str, rows: list[dict], folder: Path, processor: VLProcessor, **
 
 
 def shown(question) -> str:
-    parts = question.asked.messages[-1]["content"]
+    parts = question.prompt.messages[-1]["content"]
     return "".join(part.get("text", "[image]") for part in parts)
 
 
@@ -92,21 +92,21 @@ def shown(question) -> str:
             "mmmu", MMMU,
             [f"Which is [image]?\nA. $6\nB. [image]\n\n{LETTER}.", f"Which is [image]?\n\n{SHORT}"],
             [["B"], ["24", "two dozen"]],
-            [["question_type: multiple-choice", "topic_difficulty: Easy"],
-             ["question_type: open", "topic_difficulty: Hard"]],
+            [["question_type=multiple-choice", "topic_difficulty=Easy"],
+             ["question_type=open", "topic_difficulty=Hard"]],
             ["(B)", "It is 24.0"], {"mmmu": 1},
         ),
         (
             "mmstar", [MMSTAR], [f"[image]{MMSTAR['question']}\n{LETTER}"], [["A"]],
-            [["category: math"]], ["B: a hat"], {"multiple_choice": 0},
+            [["category=math"]], ["B: a hat"], {"multiple_choice": 0},
         ),
         (
             "docvqa", [DOCVQA], [f"[image]What is the total?\n{SHORT}"], [["$ 975.00", "975.00"]],
-            [["question_types: table", "question_types: form"]], ["975.0"], {"anls": 5 / 6},
+            [["question_types=table", "question_types=form"]], ["975.0"], {"anls": 5 / 6},
         ),
         (
             "chartqa", [CHARTQA], [f"[image]How many?\n{SHORT}"], [["14"]],
-            [["type: human_test"]], ["14.5"], {"relaxed_accuracy": 1},
+            [["type=human_test"]], ["14.5"], {"relaxed_accuracy": 1},
         ),
         (
             "refcoco", [REFCOCO],
@@ -125,9 +125,9 @@ def test_published_benchmarks(
 ):
     suite, questions = opened(name, rows, tmp_path, processor)
     assert [shown(each) for each in questions] == asked
-    assert [[*each.references] for each in questions] == references
-    assert [[*each.groups] for each in questions] == groups
-    assert processor.encode_prompts([each.asked for each in questions])
+    assert [[*each.asked.references] for each in questions] == references
+    assert [[*each.asked.groups] for each in questions] == groups
+    assert processor.encode_prompts([each.prompt for each in questions])
     scorer = Scorer(suite.metrics, suite.scored_part)
     assert scorer.check(questions) == list(wanted)
     found, scored = scorer([answer_to(*each) for each in zip(questions, answers, strict=True)])
