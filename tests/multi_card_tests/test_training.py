@@ -137,7 +137,7 @@ class TestQwen3VL(EqualsOneDevice):
     def test_generated_answers_and_the_best_evaluation_are_those_of_one_device(
         self, several, one_device
     ):
-        assert_same_answers(several, one_device)
+        assert len({*assert_same_answers(several, one_device)}) > 1
         best, same = (
             json.loads((run / "checkpoint-4" / STATE_FILE).read_text())["best"]
             for run in (several, one_device)

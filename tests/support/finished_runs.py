@@ -67,11 +67,11 @@ def assert_close(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) ->
         assert error <= TOPOLOGY * max(np.abs(array).max(), 1e-6), key
 
 
-def assert_same_answers(found: Path, wanted: Path) -> None:
-    """Assert that the answers of the last evaluations are equal, and differ among themselves."""
+def assert_same_answers(found: Path, wanted: Path) -> list[str]:
+    """Assert that the answers of the last evaluations are equal; returns their texts."""
     ours, theirs = ((run / "predictions.jsonl").read_text().splitlines() for run in (found, wanted))
     assert ours == theirs
-    assert len({json.loads(line)["answer"] for line in theirs}) > 1
+    return [json.loads(line)["answer"] for line in theirs]
 
 
 def assert_equal_runs(
