@@ -150,7 +150,7 @@ def test_entries_that_make_a_pretraining_mix_or_not():
     named = re.findall(r"`(\w+)`", said[1])
     assert len(named) > 5
     values = {"only_columns": True, "tags": {"role_tag": "a"}, "subsets": ["a"], "ratio": 0.5}
-    values |= {"split": "train", "folder": "a"}
+    values |= {"split": "train", "folder": "a", "metrics": ["anls"]}
     for name in named:
         entry = {"path": "a", "format": "messages", name: values.get(name, 2)}
         assert isinstance(VLDataConfig.model_validate({"train": entry}).train[0], RowSourceConfig)

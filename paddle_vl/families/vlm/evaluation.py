@@ -258,8 +258,7 @@ class Scorer:
         for asked in {tuple(each.asked.metrics): each.asked for each in questions}.values():
             for name in asked.metrics or self._names:
                 metric = self._metrics.setdefault(name, metric_named(name))
-                sample = Scored(asked.references[0], asked.references, asked.columns)
-                scores |= metric([sample])[0]
+                scores |= metric([self._sample(asked.references[0], asked)])[0]
         return list(scores)
 
     def __call__(self, answers: Sequence[Answer]) -> tuple[dict[str, float], list[Answer]]:
@@ -269,10 +268,7 @@ class Scorer:
             ValueError: see `metric_named`.
         """
         overall, own = dict[str, float](), [dict[str, float]() for _ in answers]
-        samples = [
-            Scored(self._extract(each.answer), each.asked.references, each.asked.columns)
-            for each in answers
-        ]
+        samples = [self._sample(self._extract(each.answer), each.asked) for each in answers]
         for name, metric in self._metrics.items():
             names = [each.asked.metrics or self._names for each in answers]
             if places := [place for place, each in enumerate(names) if name in each]:
@@ -281,6 +277,10 @@ class Scorer:
                 for place, more in zip(places, of_samples, strict=True):
                     own[place] |= more
         return overall, [replace(a, scores=n) for a, n in zip(answers, own, strict=True)]
+
+    @staticmethod
+    def _sample(answer: str, asked: Asked) -> Scored:
+        return Scored(conclusion(answer), [*map(conclusion, asked.references)], asked.columns)
 
 
 def scores_by_group(scorer: Scorer, answers: Sequence[Answer]) -> dict[str, dict[str, float]]:

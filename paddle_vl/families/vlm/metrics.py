@@ -2,7 +2,7 @@
 
 A metric gives named numbers for a sample: from its answer, one or several references, and the row.
 Of a set of samples the score is the mean of each number; of BLEU and chrF, and of a function over
-lists, it is what the whole set gives. Reasoning in front of an answer is not scored.
+lists, it is what the whole set gives.
 """
 
 import inspect
@@ -24,7 +24,7 @@ Numbers = dict[str, float]
 
 
 class Scored(NamedTuple):
-    """An answer with what it is compared with.
+    """An answer with what it is compared with, all without reasoning and outer spaces.
 
     Attributes:
         references: right answers, at least one.
@@ -94,7 +94,7 @@ def _each(name: str, of_sample: Callable[[Scored], Any]) -> Metric:
     """The metric whose score is the mean over samples."""
 
     def metric(samples: Sequence[Scored]) -> tuple[Numbers, list[Numbers]]:
-        own = [_numbers(name, of_sample(each)) for each in map(_concluded, samples)]
+        own = [_numbers(name, of_sample(each)) for each in samples]
         for numbers in own:
             if numbers.keys() != own[0].keys():
                 raise ValueError(f"metric {name} gives {[*numbers]}, and before {[*own[0]]}")
@@ -105,15 +105,7 @@ def _each(name: str, of_sample: Callable[[Scored], Any]) -> Metric:
 
 def _whole(name: str, of_all: Callable[[Sequence[Scored]], Any]) -> Metric:
     """The metric of whole sets, in the order of the samples."""
-
-    def metric(samples: Sequence[Scored]) -> tuple[Numbers, list[Numbers]]:
-        return _numbers(name, of_all([*map(_concluded, samples)])), [{} for _ in samples]
-
-    return metric
-
-
-def _concluded(sample: Scored) -> Scored:
-    return Scored(conclusion(sample.answer), [*map(conclusion, sample.references)], sample.row)
+    return lambda samples: (_numbers(name, of_all(samples)), [{} for _ in samples])
 
 
 def _numbers(name: str, value: Any) -> Numbers:
