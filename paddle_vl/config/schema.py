@@ -132,9 +132,6 @@ class EMAConfig(Section):
     """how fast it rises"""
 
 
-_ANY = range(1, 1 << 53)
-
-
 class BestConfig(Section):
     """The best evaluation of a run, and when to stop waiting for a better one."""
 
@@ -145,9 +142,9 @@ class BestConfig(Section):
     """whether lower or higher is better"""
     load_at_end: bool = False
     """final/ holds the best evaluation's model, from the first one on, not the last step's"""
-    patience: Annotated[int | None, Field(ge=1), OnlyWith("train.eval_steps", _ANY)] = None
+    patience: Annotated[int | None, Field(ge=1)] = None
     """end the run after so many evaluations without a better one; null: never"""
-    min_delta: Annotated[float, Field(ge=0), OnlyWith("train.best.patience", _ANY)] = 0.0
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
     """improvement that patience asks for"""
 
     @property

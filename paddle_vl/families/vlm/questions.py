@@ -95,8 +95,7 @@ class VLQuestions:
         make_loader: Any,
     ):
         self.model, self.processor, self.settings = model, processor, settings
-        self.ends = processor.eos_token_ids
-        self.max_new_tokens = settings.max_new_tokens
+        self.ends, self.max_new_tokens = processor.eos_token_ids, settings.max_new_tokens
         self._make_loader = make_loader
         self._collator = PromptCollator(
             replace(collator, padding_side="left", pad_to_multiple_of=1)
@@ -111,7 +110,10 @@ class VLQuestions:
                 if data.on_bad_sample == "fail":
                     raise
         self._scorer = Scorer(settings.metrics)
-        self.names = tuple(self._scorer.check(self.questions))
+        self._scorer.check(self.questions)
+        # What every reference gets, so that no metric fails in the middle of the run.
+        ideal = [answer_to(each, each.asked.references[0]) for each in self.questions]
+        self.names = tuple(self._scorer(ideal)[0])
         self._prompts = Prompts(self.questions, data.on_bad_sample)
 
     def __len__(self) -> int:

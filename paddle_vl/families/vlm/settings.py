@@ -146,7 +146,6 @@ class VLTrainConfig(TrainConfig):
     eval: EvalConfig | None = None
     """generate answers in evaluations and score them, e.g. {metrics: [exact_match]}; {} for the
     defaults"""
-
     objective: Literal["sft", "preference"] = "sft"
     """sft: the answers of conversations, or a pretraining mix; preference: which of two answers is
     better (DPO and others), or that single answers are good or bad (KTO), see the section

@@ -74,7 +74,7 @@ def test_only_turns_to_be_learned_are_labels(tmp_path, first, second, entries, l
     sample = dataset[0]
     assert sample["input_ids"].tolist() == plain["input_ids"].tolist()
     assert sample["labels"].tolist() == expected_labels(sample, learned)
-    assert [each.expected for each in questions_in(dataset, 0)] == learned
+    assert [each.asked.references[0] for each in questions_in(dataset, 0)] == learned
     assert dataset.conversation(0).extra == {}
 
 
