@@ -195,6 +195,7 @@ def test_rows_that_do_not_fit(change, message, tmp_path, processor):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
+        ("prompt: x\nformat: llava", 'suite.yaml:5: format is "llava"; .*no such setting'),
         ("promt: x", "suite.yaml:4: promt is not a setting; did you mean prompt?"),
         ('prompt: "{{ x"', "suite.yaml:4: prompt is .*it is no template of Jinja"),
         ("prompt: x\nextract: (", "extract is .*no regular expression"),
