@@ -184,9 +184,9 @@ def test_options_of_other_trainers_are_the_settings_beside_them(tmp_path, traine
     config = load_run_config(file, overrides)
     for override in overrides:
         name, _, value = override.partition("=")
-        section, leaf = name.split(".")
-        wanted = yaml.safe_load(value)
-        found = getattr(getattr(config, section), leaf)
+        wanted, found = yaml.safe_load(value), config
+        for part in name.split("."):
+            found = getattr(found, part)
         # YAML takes 1e-4 for a text.
         assert found == (float(wanted) if re.fullmatch(r"\d+e-\d+", value) else wanted), override
     settings = [name for _, _, descriptions in settings_help() for name in descriptions]

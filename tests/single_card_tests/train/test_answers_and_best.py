@@ -3,8 +3,8 @@
 Guarantees: answers are those that the saved model gives, with averaged weights too, and make no
 copy of the weights; scores, cost and every n-th evaluation are told in metrics.jsonl. The best
 evaluation's checkpoint stays beyond save_total_limit, final/ has its model, a run ends once
-patience is used up, and a run that continues decides the same, bit for bit. Settings that no
-evaluation can follow are refused before the start.
+patience is used up, and a run that continues decides the same, bit for bit. Services get pictures
+with the boxes of answers. Settings that no evaluation can follow are refused before the start.
 """
 
 import json
@@ -12,10 +12,12 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import paddle
 import pytest
+from PIL import Image
 from safetensors.numpy import load_file
 
 from paddle_vl import Qwen3VLForConditionalGeneration, Qwen3VLProcessor
@@ -24,6 +26,8 @@ from paddle_vl.families.vlm.evaluation import generated_answers
 from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
 from paddle_vl.parallel.ranks import ONE_RANK
 from paddle_vl.train.best import BestEvaluation
+from paddle_vl.train.reporting.writers.base import Start
+from paddle_vl.train.reporting.writers.service import ServiceRun
 from tests.single_card_tests.train.tiny_run import MODEL, write_tiny_run
 from tests.single_card_tests.train.whole_runs import build, evaluated, metrics_of
 
@@ -119,6 +123,33 @@ def test_what_is_best_and_when_patience_ends(settings, values, best, ends):
     assert followed.is_over == (ends is not None)
     last = max((step for step, is_best in enumerate(best) if is_best))
     assert (followed.state.step, followed.state.value) == (last, values[last])
+
+
+class _Service(ServiceRun):
+    package = "standin"
+
+    def _finish(self, error):
+        """Nothing to tell."""
+
+
+def test_a_service_gets_pictures_with_the_boxes_of_answers_once(tmp_path):
+    picture = tmp_path / "white.png"
+    Image.new("RGB", (200, 100), "white").save(picture)
+    answer = {"prompt": "Where?", "expected": "[100, 200, 400, 600]", "answer": "[500, 500]"}
+    lines = [answer | {"images": [str(picture)]}, answer | {"images": []}]
+    logged = []
+    writer = _Service(Start(tmp_path), lambda **_: None, lambda image, caption: (image, caption))
+    writer.run = SimpleNamespace(log=lambda values, step: logged.append((values, step)))
+    writer._last_step = 4
+    for step in (4, 5):
+        writer.show(step, lines)
+    ((values, step),) = logged
+    assert ([*values], step) == (["eval/answers"], 5)
+    ((image, caption),) = values["eval/answers"]
+    assert caption == "prompt: Where?\nexpected: [100, 200, 400, 600]\nanswer: [500, 500]"
+    assert image.getpixel((20, 30)) == (47, 158, 64)
+    assert image.getpixel((100, 46)) == (212, 20, 90)
+    assert image.getpixel((150, 80)) == (255, 255, 255)
 
 
 # The loss falls, so that the first evaluation has the most.

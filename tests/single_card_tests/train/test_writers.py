@@ -23,11 +23,9 @@ import venv
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from paddle_vl.config.schema import LoggingConfig
 from paddle_vl.parallel.ranks import ONE_RANK
@@ -283,26 +281,6 @@ def test_ctrl_c_stays_the_runs_in_any_thread(tmp_path):
     assert signal.getsignal(signal.SIGINT) is before
     with ThreadPoolExecutor(1) as threads:
         threads.submit(StandIn, Start(tmp_path), init, dict).result()
-
-
-def test_a_service_gets_pictures_with_the_boxes_of_answers_once(tmp_path):
-    picture = tmp_path / "white.png"
-    Image.new("RGB", (200, 100), "white").save(picture)
-    answer = {"prompt": "Where?", "expected": "[100, 200, 400, 600]", "answer": "[500, 500]"}
-    lines = [answer | {"images": [str(picture)]}, answer | {"images": []}]
-    logged = []
-    writer = StandIn(Start(tmp_path), lambda **given: None, lambda image, caption: (image, caption))
-    writer.run = SimpleNamespace(log=lambda values, step: logged.append((values, step)))
-    writer._last_step = 4
-    for step in (4, 5):
-        writer.show(step, lines)
-    ((values, step),) = logged
-    assert ([*values], step) == (["eval/answers"], 5)
-    ((image, caption),) = values["eval/answers"]
-    assert caption == "prompt: Where?\nexpected: [100, 200, 400, 600]\nanswer: [500, 500]"
-    assert image.getpixel((20, 30)) == (47, 158, 64)
-    assert image.getpixel((100, 46)) == (212, 20, 90)
-    assert image.getpixel((150, 80)) == (255, 255, 255)
 
 
 def test_csv_has_a_row_per_line_and_columns_that_come_later(tmp_path):
