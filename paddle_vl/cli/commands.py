@@ -31,6 +31,8 @@ def evaluate(options: argparse.Namespace) -> int:
         refuse_given(options, OPTIONS, "without --env no policy acts")
     else:
         refuse_given(options, _DATA_OPTIONS, "--env takes no data")
+    if options.suite is not None:
+        refuse_given(options, _OPTIONS_OF_FILES, f"the description {options.suite} says it")
     configure_runtime()
     from paddle_vl.families.base import EvaluationOptions
     from paddle_vl.train.evaluate import mean_losses
@@ -42,7 +44,7 @@ def evaluate(options: argparse.Namespace) -> int:
     evaluation = family.recipe_class().evaluation(
         folder,
         EvaluationOptions(
-            options.data,
+            options.data or [],
             options.batch_size,
             max_length=options.max_length,
             max_new_tokens=options.max_new_tokens,
@@ -51,23 +53,41 @@ def evaluate(options: argparse.Namespace) -> int:
             chat_template_kwargs=options.chat_template_kwargs,
             show=options.show,
             predictions=None if options.predictions is None else Path(options.predictions),
+            metrics=options.metrics,
+            suite=options.suite,
+            json=None if options.json is None else Path(options.json),
         ),
     )
     runner = ModelRunner(evaluation.model, evaluation.loss, evaluation.adapter)
-    with evaluation.loader as batches:
-        losses = mean_losses(runner, batches, measure=evaluation.measure)
+    losses = None
+    if evaluation.loader is not None:
+        with evaluation.loader as batches:
+            losses = mean_losses(runner, batches, measure=evaluation.measure)
     for text in evaluation.report(losses):
         print(text)
     return 0
 
 
+# A benchmark sets them, or has no use for them.
+_OPTIONS_OF_FILES = [
+    value(
+        "--metrics",
+        "NAME",
+        "score answers with these (anls, multiple_choice, box and others, "
+        "or file.py:function) in place of exact answers; see docs/evaluation.md",
+        nargs="+",
+        default=[],
+    ),
+    number("--max-new-tokens", "longest answer, in tokens (default 64)", 64),
+    number("--max-length", "longest sample, in tokens (default 2048)", 2048),
+]
 _DATA_OPTIONS = [
     BASE,
     TEMPLATE,
     value("--data", "FILE", "files of conversations, as data.train takes them", nargs="+"),
-    number("--max-new-tokens", "longest answer, in tokens (default 64)", 64),
+    value("--suite", "FILE", "a benchmark, described in YAML like those of configs/suites"),
+    *_OPTIONS_OF_FILES,
     number("--batch-size", "samples at once (default 8)", 8),
-    number("--max-length", "longest sample, in tokens (default 2048)", 2048),
     number("--limit", "use the first N samples (default: all)"),
     number("--show", "print N answers, evenly chosen from the data"),
     value(
@@ -75,6 +95,7 @@ _DATA_OPTIONS = [
         "write one line per answer: sample, task, prompt, expected, answer, is_exact, images; "
         "paddle-vl report shows RUN/predictions.jsonl",
     ),
+    value("--json", "OUT.json", "write the scores, and all settings beside them"),
 ]  # fmt: skip
 EVALUATE = Command(
     evaluate,
@@ -90,7 +111,7 @@ EVALUATE = Command(
     "  paddle-vl evaluate --model runs/reach --env metaworld --task reach-v3 --output episodes",
     [model(), *_DATA_OPTIONS, *OPTIONS],
     folders=("model",),
-    one_of=("--data", "--env"),
+    one_of=("--data", "--suite", "--env"),
 )  # fmt: skip
 
 

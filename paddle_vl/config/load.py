@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Sequence
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
@@ -21,11 +21,12 @@ from paddle_vl.config.family_settings import Descriptions, Key, own_settings, se
 from paddle_vl.config.peer_names import setting_for
 from paddle_vl.config.row_sources import RowSourceConfig
 from paddle_vl.config.schema import RunConfig
-from paddle_vl.config.section import flatten, setting_descriptions
+from paddle_vl.config.section import Section, flatten, setting_descriptions
 from paddle_vl.config.validate import rule_problems
 from paddle_vl.files.checked_values import needed
 from paddle_vl.files.text_file import write_text
 
+AnySection = TypeVar("AnySection", bound=Section)
 COMMAND_LINE = "command line"
 # Settings that name a model: a folder, or a name on a hub.
 MODEL_SETTINGS = ("model.pretrained", "data.processor", "preference.ref_model")
@@ -83,6 +84,23 @@ def load_run_config(
         raise
     raise_problems([*problems, *rule_problems(config)])
     return config
+
+
+def load_section(path: str | Path, section: type[AnySection]) -> AnySection:
+    """Read a YAML file with the settings of one section.
+
+    Raises:
+        RuntimeError: the file cannot be read.
+        ValueError: as of `load_run_config`.
+    """
+    values, places, problems = read_yaml(path)
+    try:
+        found = section.model_validate(values)
+    except ValidationError as error:
+        raise_problems([*problems, *_schema_problems(error, section, places, str(path))])
+        raise
+    raise_problems(problems)
+    return found
 
 
 def raise_problems(problems: Sequence[str]) -> None:
@@ -187,7 +205,7 @@ def _apply_override(values: dict, places: dict[Key, str], override: str) -> list
 
 
 def _schema_problems(
-    error: ValidationError, run: type[RunConfig], places: dict[Key, str], path: str
+    error: ValidationError, run: type[Section], places: dict[Key, str], path: str
 ) -> list[str]:
     """One message per wrong setting; a setting of several allowed types has several errors."""
     described = setting_descriptions(run)
@@ -229,7 +247,7 @@ def _place(key: Key, places: dict[Key, str], path: str) -> str:
 
 
 def _message(
-    key: Key, items: list[ErrorDetails], run: type[RunConfig], described: Descriptions
+    key: Key, items: list[ErrorDetails], run: type[Section], described: Descriptions
 ) -> str:
     name, first = _dotted(key), items[0]
     if first["type"] in ("extra_forbidden", "missing"):
@@ -246,7 +264,7 @@ def _message(
     return f"{name} is {_shown(first['input'])}; {wanted}"
 
 
-def _nearest(key: Key, value: Any, run: type[RunConfig], described: Descriptions) -> str:
+def _nearest(key: Key, value: Any, run: type[Section], described: Descriptions) -> str:
     name = ".".join(str(part)[:_LONGEST_NAME] for part in key)
     if (setting := setting_for(name, described)) is not None:
         return f"did you mean {setting}?"

@@ -52,6 +52,8 @@ class RowSourceConfig(Section):
     """tokens that a row of this source may have; default: that of the run"""
     max_pixels: Annotated[int, Field(gt=0)] | None = None
     """pixels that an image of this source is scaled to at most; default: that of the run"""
+    metrics: list[str] = Field(default=[])
+    """what answers to these rows are scored with, in an evaluation; default: that of all data"""
 
     @model_validator(mode="after")
     def _one_count(self) -> "RowSourceConfig":

@@ -145,6 +145,27 @@ class UnfreezeConfig(Section):
     """parts of the model or patterns, as in model.freeze"""
 
 
+class BestConfig(Section):
+    """The best evaluation of a run, and when to stop waiting for a better one."""
+
+    metric: Annotated[str, Field(min_length=1)]
+    """a number of the evaluations as in metrics.jsonl, with or without eval_: loss, loss/SOURCE,
+    exact_match, action_mae/0; the checkpoint of the best one is kept beyond save_total_limit"""
+    mode: Literal["min", "max"]
+    """whether lower or higher is better"""
+    load_at_end: bool = False
+    """final/ holds the best evaluation's model, from the first one on, not the last step's"""
+    patience: Annotated[int | None, Field(ge=1)] = None
+    """end the run after so many evaluations without a better one; null: never"""
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    """improvement that patience asks for"""
+
+    @property
+    def key(self) -> str:
+        """The metric's key in metrics.jsonl."""
+        return self.metric if self.metric.startswith("eval_") else f"eval_{self.metric}"
+
+
 class TrainConfig(Section):
     """The training loop, optimizer and checkpoints. A step is one optimizer update."""
 
@@ -235,6 +256,9 @@ class TrainConfig(Section):
     kernels=uncompiled, and the environment variable PADDLE_VL_CPU_KERNELS=0 turns them off too"""
     eval_steps: Annotated[int | None, Field(ge=1)] = None
     """steps between evaluations; null: at the end only"""
+    best: BestConfig | None = None
+    """keep the checkpoint of the best evaluation, e.g. {metric: loss, mode: min}, and maybe stop
+    early"""
     save_steps: Annotated[int | None, Field(ge=1)] = 500
     """steps between checkpoints; null: at the end only"""
     save_total_limit: Annotated[int | None, Field(ge=1)] = None

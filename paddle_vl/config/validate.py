@@ -77,6 +77,17 @@ def _problems_of_what_is_trained(config: RunConfig) -> Problems:
             f"train.eval_steps is {train.eval_steps} but data.eval lists no file: name the "
             "evaluation files or remove train.eval_steps"
         )
+    if (best := train.best) is not None:
+        for name, needed, is_lacking in (
+            ("metric", "data.eval", not data.has_eval),
+            ("patience", "train.eval_steps", best.patience and train.eval_steps is None),
+            ("min_delta", "train.best.patience", best.min_delta and best.patience is None),
+        ):
+            if is_lacking:
+                yield (
+                    f"train.best.{name} is {getattr(best, name)} but {needed} is not set, without "
+                    f"which it has no effect: set {needed}, or remove train.best.{name}"
+                )
     if train.part_learning_rates and train.learning_rate == 0:
         yield (
             "train.part_learning_rates are peaks of the schedule of train.learning_rate, which is "

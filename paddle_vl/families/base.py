@@ -98,6 +98,41 @@ class Measure(Protocol):
     def entries(self, sums: np.ndarray) -> dict[str, float]: ...
 
 
+class Questions(Protocol):
+    """Prompts whose answers an evaluation generates and scores, see `paddle_vl.train.answers`.
+
+    Attributes:
+        names: of the scores.
+        ends: tokens that end an answer.
+        max_new_tokens: longest answer.
+    """
+
+    names: Sequence[str]
+    ends: Sequence[int]
+    max_new_tokens: int
+
+    def __len__(self) -> int: ...
+
+    def loader(self, ranks: "RankInfo", batch_size: int) -> PrefetchLoader:
+        """This rank's batches of prompts, with the `numbers` of the prompts of the first rows."""
+        ...
+
+    def idle_batch(self) -> Any:
+        """A batch without numbers, for a rank that has no prompt left."""
+
+    def begun(self, batch: Any) -> Any:
+        """The batch as the model takes it, with caches; its output has `choices` `[B]`."""
+
+    def continued(self, batch: Any, tokens: np.ndarray) -> Any:
+        """What follows such a batch after one more token of each prompt."""
+
+    def scored(
+        self, answers: Mapping[int, Sequence[int]]
+    ) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """The scores by name, and a line of predictions.jsonl for each answer; ids by prompt."""
+        ...
+
+
 class MeanLosses(NamedTuple):
     """Losses over a dataset.
 
@@ -106,7 +141,8 @@ class MeanLosses(NamedTuple):
         terms: mean of each term, by name.
         counts: divisor of each term, by name; target tokens for a language model.
         by_source: a `MeanLosses` for each source of the evaluation data; empty without named ones.
-        measured, shown: of a `Measure`.
+        measured, shown: of a `Measure`; `measured` also has the scores of generated answers.
+        answers: lines of predictions.jsonl, on rank 0.
     """
 
     loss: float
@@ -116,6 +152,7 @@ class MeanLosses(NamedTuple):
     by_source: Mapping[str, Any] = {}
     measured: Mapping[str, float] = {}
     shown: Sequence[Mapping[str, Any]] = ()
+    answers: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True)
@@ -123,12 +160,15 @@ class EvaluationOptions:
     """Arguments of `paddle-vl evaluate`.
 
     Attributes:
-        files: JSONL files.
+        files: JSONL files; none with a suite.
         max_length, max_new_tokens: longest sample and longest answer, in tokens.
         limit: use the first samples only.
         base: base model of an adapter folder, in place of the one that its files name.
         chat_template_kwargs: variables of the chat template.
         show, predictions: number of answers to print, and file for all of them.
+        metrics: names; empty for exact answers.
+        suite: description of a benchmark.
+        json: file for the scores.
     """
 
     files: Sequence[str]
@@ -140,6 +180,9 @@ class EvaluationOptions:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     show: int | None = None
     predictions: Path | None = None
+    metrics: Sequence[str] = ()
+    suite: str | None = None
+    json: Path | None = None
 
     def refuse_answer_options(self, owner: str) -> None:
         """Refuse options about answers, for a family that generates none.
@@ -147,7 +190,8 @@ class EvaluationOptions:
         Raises:
             ValueError: one of them is set; the message begins with `owner`.
         """
-        names = ("base", "chat_template_kwargs", "limit", "show", "predictions")
+        own = ("limit", "show", "predictions", "metrics", "suite", "json")
+        names = ("base", "chat_template_kwargs", *own)
         if given := [f"--{name.replace('_', '-')}" for name in names if getattr(self, name)]:
             raise ValueError(f"{owner}, of which losses are printed: leave {', '.join(given)} out")
 
@@ -157,7 +201,7 @@ class Evaluation:
     """A model folder with data to evaluate it on.
 
     Attributes:
-        loader: every sample once.
+        loader: every sample once; None for no losses.
         report: the text that `paddle-vl evaluate` prints, in pieces.
         measure: what is measured besides the losses; None for nothing.
     """
@@ -165,8 +209,8 @@ class Evaluation:
     model: Any
     loss: Loss
     adapter: BatchAdapter
-    loader: PrefetchLoader
-    report: Callable[[MeanLosses], Iterable[str]]
+    loader: PrefetchLoader | None
+    report: Callable[[Any], Iterable[str]]
     measure: Measure | None = None
 
 
@@ -327,10 +371,20 @@ class Family(ABC):
         assert self.eval_data is not None, "asked for only where there is evaluation data"
         return {"": self.once(self.eval_data, collator, ranks)}
 
-    def once(self, samples: SampleSource, collator: Collator, ranks: RankInfo) -> PrefetchLoader:
+    def questions(self, model: Any, collator: Collator) -> Questions | None:
+        """Questions of the evaluation data that the run answers; None without train.eval."""
+        return None
+
+    def once(
+        self,
+        samples: SampleSource,
+        collator: Collator,
+        ranks: RankInfo,
+        batch_size: int | None = None,
+    ) -> PrefetchLoader:
         """This rank's batches of samples for evaluation, every sample once."""
         settings = {"shuffle": False, "drop_last": False, "num_epochs": 1}
-        size = self.config.train.per_device_eval_batch_size
+        size = batch_size or self.config.train.per_device_eval_batch_size
         return self.loader(samples, collator, size, ranks, **settings)
 
     def loader(

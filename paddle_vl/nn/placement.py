@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
-from paddle import Tensor, nn
+from paddle import Tensor, full_like, index_select, nn, where
 
 from paddle_vl.batch.visual_index import RowPart
 from paddle_vl.nn.experts import Experts
@@ -264,6 +264,24 @@ class RegionOps:
             )
 
         return TokenStatistics(*head(x_TD, reduced))
+
+    def head_choices(self, head: AdaptableLinear, x_TD: Tensor, rows_R: Tensor) -> Tensor:
+        """The token of the largest logit after some rows, `[R]` int64 and the same on every mp
+        rank; of equal logits the first. No gradient; arguments as of `head_loss`."""
+        vocabulary = self.vocabulary
+
+        def reduced(predict: Predict, rows: Sequence[Tensor], parameters: Sequence[Tensor]):
+            logits_RV = predict([index_select(x, rows_R) for x in rows], parameters)
+            own_R = logits_RV.astype("float32").max(axis=1)
+            # Float32 has all numbers of a vocabulary.
+            ids_R = (logits_RV.argmax(axis=1) + vocabulary.share * logits_RV.shape[1]).astype(
+                "float32"
+            )
+            is_here_R = own_R == vocabulary.largest(own_R)
+            ids_R = where(is_here_R, ids_R, full_like(ids_R, float("inf")))
+            return -vocabulary.largest(-ids_R)
+
+        return head(x_TD, reduced).astype("int64")
 
 
 class LayerFactory:

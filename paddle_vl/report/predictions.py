@@ -1,6 +1,6 @@
 """Answers of a run's model beside the expected ones, with their pictures.
 
-`paddle-vl evaluate --predictions RUN/predictions.jsonl` writes them.
+A run with train.eval writes them, and `paddle-vl evaluate --predictions RUN/predictions.jsonl`.
 """
 
 import base64
@@ -10,11 +10,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from paddle_vl.data.media_file import load_rgb
+from paddle_vl.train.reporting.answer_pictures import drawn, evenly
+from paddle_vl.train.reporting.run_files import PREDICTIONS_FILE
 
-PREDICTIONS_FILE = "predictions.jsonl"
 _SHOWN = 24
-_LONGEST_SIDE = 256
 _KEYS = ("sample", "prompt", "expected", "answer", "is_exact")
 
 
@@ -47,14 +46,14 @@ def predictions_section(name: str, predictions: list[dict[str, Any]]) -> str:
     if not predictions:
         return ""
     right = sum(line["is_exact"] is True for line in predictions)
-    shown = predictions[:: -(-len(predictions) // _SHOWN)]
+    shown = evenly(predictions, _SHOWN)
     title = f"Predictions of {name}: {right} of {len(predictions)} exact, {len(shown)} shown"
     articles = "".join(map(_article, shown))
     return f"<details open><summary>{escape(title)}</summary>{articles}</details>\n"
 
 
 def _article(line: dict[str, Any]) -> str:
-    pictures = "".join(_picture(source) for source in line.get("images", ()))
+    pictures = "".join(_picture(source, line) for source in line.get("images", ()))
     rows = "".join(
         f"<p><b>{key}</b> {escape(str(line[key]))}</p>" for key in ("prompt", "expected", "answer")
     )
@@ -65,13 +64,12 @@ def _article(line: dict[str, Any]) -> str:
     )
 
 
-def _picture(source: str) -> str:
+def _picture(source: str, line: dict[str, Any]) -> str:
     """A small picture within the page, or why there is none."""
     try:
-        image = load_rgb(source)
+        image = drawn(source, line)
     except ValueError as error:
         return f'<p class="note">{escape(str(error))}</p>'
-    image.thumbnail((_LONGEST_SIDE, _LONGEST_SIDE))
     data = io.BytesIO()
     image.save(data, format="JPEG", quality=85)
     return f'<img alt="" src="data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}">'

@@ -25,6 +25,7 @@ from paddle_vl.parallel.colocated.runner import ColocatedRunner, PartsStore
 from paddle_vl.parallel.ranks import ONE_RANK, FleetRanks, SingleRank
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.topology import Topology, initialize
+from paddle_vl.train.answers import Answering
 from paddle_vl.train.checkpoint import finish_saves
 from paddle_vl.train.colocated_optimizer import ColocatedOptimizer
 from paddle_vl.train.evaluate import combined, mean_losses
@@ -45,6 +46,7 @@ from paddle_vl.train.memory_needed import NeededMemory, check_memory
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.reference import ComparingRunner, Reference
 from paddle_vl.train.reporting.device_peaks import device_peak
+from paddle_vl.train.reporting.metrics import evaluation_keys
 from paddle_vl.train.resume import changed_settings, check_pretrained, checkpoint_to_resume
 from paddle_vl.train.run_lock import RunLock
 from paddle_vl.train.schedule import RunLength, seed_everything
@@ -193,12 +195,17 @@ def _build(
         idle = partial(built.adapter.idle_batch, model)
         eval_loaders = lane_loaders(make_eval, ranks, topology, idle)
 
+    answering = None
+    if has_evaluation and (questions := family.questions(model, built.collator)) is not None:
+        rows = placement.ops.row_part.size
+        answering = Answering(questions, runner, ranks, topology, config, rows)
+
     def save_with(save: SaveModel, folder: Path, write: FileWriter) -> None:
         save(folder, write, store)
         if ranks.is_main:
             built.save_extra_files(folder)
 
-    def evaluate(received: Callable[[], int | None]) -> MeanLosses | None:
+    def evaluate(received: Callable[[], int | None], asks: bool) -> MeanLosses | None:
         by_source = {}
         for name, loader_of_source in eval_loaders.items():
             with loader_of_source as batches:
@@ -208,7 +215,8 @@ def _build(
             if losses is None:
                 return None
             by_source[name] = losses
-        return combined(by_source, family.loss)
+        losses = combined(by_source, family.loss)
+        return losses if answering is None or not asks else answering(losses, received)
 
     trainer = Trainer(
         config,
@@ -225,6 +233,9 @@ def _build(
         built.save_streamed and partial(save_with, built.save_streamed),
         _reference_checksum(family, ranks),
     )
+    if trainer.best is not None:
+        scores = answering.questions.names if answering else ()
+        trainer.best.check_metric(evaluation_keys(family.loss, eval_loaders, built.measure, scores))
     loader.while_waiting = trainer.check_data_wait
     if isinstance(own_runner, ColocatedRunner):
         own_runner.upcoming = trainer.feed.upcoming

@@ -11,11 +11,13 @@
         trainer_state.json        step, counters, data position; see `TrainerState`
         config.yaml               configuration it was trained with
         manifest.json             sizes and checksums of all other files
+      predictions.jsonl           answers of the last evaluation that generated some
       final/                      the trained model without training state, and its manifest.json
 
 With model.lora both have PEFT's `adapter_config.json` and `adapter_model.safetensors` instead of
 the model's files; the base model is named, not copied. Of a policy final/ has the merged weights.
-With train.ema final/ has the average of the weights.
+With train.ema final/ has the average of the weights. With train.best.load_at_end it is there since
+the first evaluation, and has the model of the best so far.
 
 A folder is written under a name that starts with `.partial-`, flushed to disk and renamed, see
 `paddle_vl.train.saving.checkpoint_writer`; `paddle_vl.train.resume` checks its files.
@@ -157,6 +159,7 @@ class TrainerState:
     sources: dict[str, Any] | None = None
     has_manifest: bool = False
     reference: str | None = None
+    best: dict[str, Any] | None = None
 
     @classmethod
     def read(cls, folder: Path) -> "TrainerState":

@@ -38,7 +38,7 @@ def mean_losses(
     if measure is not None:
         measure.begin()
     try:
-        for group in _groups(batches, runner, ranks, received):
+        for group in groups(batches, runner, ranks, received):
             if group is None:
                 return None
             sums += runner.loss_sums(group).astype("float64")
@@ -86,24 +86,25 @@ def combined(by_source: Mapping[str, MeanLosses], loss: Loss) -> MeanLosses:
     return MeanLosses(weighted_loss(list(means.values()), loss), means, counts, by_source)
 
 
-def _groups(
+def groups(
     batches: Iterable[Batch],
     runner: Runner,
     ranks: SingleRank,
     received: Callable[[], int | None],
+    make_idle: Callable[[], Batch] | None = None,
 ) -> Iterator[list[Batch] | None]:
     """Groups of as many batches as the runner takes; None if any rank received a stop signal.
 
     There are equally many batches on all ranks, each with the same optional branches, as layers may
     be collective. Ranks exchange one message before each batch. A rank without a batch left runs
-    idle ones, which count nothing.
+    idle ones, which count nothing: of `make_idle`, by default the adapter's.
     """
     adapter, model = runner.adapter, runner.model
     idle, group = None, []
     for batch in chain(batches, repeat(None)):
         is_left = batch is not None
         if not is_left and idle is None:
-            idle = adapter.idle_batch(model)
+            idle = adapter.idle_batch(model) if make_idle is None else make_idle()
         own = batch if is_left else idle
         counts = [is_left, *map(int, adapter.optional_branches(own))]
         (num_left, *needed), signal = ranks.agree(counts, received())

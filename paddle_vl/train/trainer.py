@@ -5,15 +5,18 @@ Over 350 lines, since it is the whole loop.
 
 import json
 import logging
+import operator
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from paddle_vl.batch.schema import Batch
+from paddle_vl.checkpoint.manifest import Manifest
 from paddle_vl.checkpoint.safetensors_io import FileWriter
 from paddle_vl.checkpoint.writing import DEFAULT_SHARD_BYTES, write_tensors
 from paddle_vl.config.load import save_run_config
@@ -24,6 +27,7 @@ from paddle_vl.families.base import MeanLosses
 from paddle_vl.files.text_file import write_text
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train import checkpoint as checkpoints
+from paddle_vl.train.best import BestEvaluation
 from paddle_vl.train.colocated_optimizer import ColocatedOptimizer
 from paddle_vl.train.feeding.device_copies import device_copies
 from paddle_vl.train.feeding.feed import BatchFeed, DataPlace
@@ -40,7 +44,7 @@ from paddle_vl.train.reporting.reporter import Reporter, memory_in_use
 from paddle_vl.train.reporting.run_files import ACTIONS_FILE
 from paddle_vl.train.reporting.run_record import RunRecord
 from paddle_vl.train.run_lock import RunLock
-from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
+from paddle_vl.train.saving.checkpoint_writer import FINAL, CheckpointWriter
 from paddle_vl.train.saving.commit import Fill
 from paddle_vl.train.schedule import (
     RunLength,
@@ -68,7 +72,8 @@ class Trainer:
         length: of the whole run.
         save_model: writes model and processor files into a folder, see `saving.commit`.
         evaluate: computes the evaluation losses, given a function that returns the stop signal
-            received so far; returns None if any rank received one. None without evaluation data.
+            received so far, and whether to generate answers; returns None if any rank received a
+            signal. None without evaluation data.
         ranks: ranks of the run.
         peak_flops: peak FLOP/s of this rank's device, if known.
         count_flops: FLOPs of a batch.
@@ -85,7 +90,7 @@ class Trainer:
         data: PrefetchingLoader,
         length: RunLength,
         save_model: Fill,
-        evaluate: Callable[[Callable[[], int | None]], MeanLosses | None] | None = None,
+        evaluate: Callable[[Callable[[], int | None], bool], MeanLosses | None] | None = None,
         ranks: SingleRank = ONE_RANK,
         peak_flops: float | None = None,
         count_flops: Callable[[Batch], int] | None = None,
@@ -119,6 +124,7 @@ class Trainer:
         self.sources = SourceTotals(data)
         self.stop = StopSignals()
         self.stop_signal: int | None = None
+        self.best = None if config.train.best is None else BestEvaluation(config.train.best)
         # Position after the last trained step, not after the last prefetched batch.
         self._data_place = DataPlace.of(data)
         self._data_state = self._data_place.state
@@ -162,11 +168,20 @@ class Trainer:
         self.feed.continue_at(self.step, state.data)
         self._data_place = DataPlace.of(self.data)
         self._owes_evaluation = state.owes_evaluation and self.evaluate is not None
+        if self.best is not None and state.best is not None:
+            self.best.restore(state.best)
+            # That of a later step is one that this run comes to again.
+            if self._owes_best_model(self.best, lambda found, best: found < best):
+                raise ValueError(
+                    f"the best evaluation so far was that of step {self.best.state.step}, whose "
+                    f"model is not in {self.output_dir / FINAL}: set train.best.load_at_end=false"
+                )
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has trained its whole length."""
-        return self.length.is_reached(self.step, self.tokens)
+        """Whether the run has trained its whole length, or train.best.patience is used up."""
+        is_stopped = self.best is not None and self.best.is_over
+        return is_stopped or self.length.is_reached(self.step, self.tokens)
 
     def run(self, stop: StopSignals | None = None) -> int | None:
         """Train until the last step or a stop signal.
@@ -224,8 +239,7 @@ class Trainer:
             if self.stop_signal is not None:
                 self._stop_early()
                 return
-            with self._averaged():
-                final = self.writer.save_final(self.step, self.save_model, self.save_streamed)
+            final = self._save_final()
         logger.info("trained %d steps; the model is in %s", self.step, final)
 
     def _close(self) -> None:
@@ -308,6 +322,9 @@ class Trainer:
             self._collect_report()
         if self.evaluate and (is_last or self._is_due(train.eval_steps)):
             self._evaluate()
+            if self.is_over and not is_last:
+                is_last = True
+                self._end_early()
         if is_last or self._is_due(train.save_steps) or self._owes_checkpoint:
             self._save_checkpoint(must=is_last)
 
@@ -348,16 +365,67 @@ class Trainer:
         """Report the evaluation losses; after a stop signal the resumed run evaluates instead."""
         assert self.evaluate is not None
         with self._averaged():
-            losses = self.evaluate(lambda: self.stop.received)
+            losses = self.evaluate(lambda: self.stop.received, self._asks_questions())
         self._owes_evaluation = losses is None
         if losses is None:
             self.stop_signal = self.ranks.agree([], self.stop.received)[1]
             return
         logger.info("step %d: eval loss %.4f", self.step, losses.loss)
-        self.reporter.write(self.step, evaluation_entries(losses))
+        entries = evaluation_entries(losses)
+        self.reporter.write(self.step, entries)
+        self.reporter.show(self.step, losses.answers)
         if losses.shown and self.ranks.is_main:
             text = json.dumps({"step": self.step, "chunks": losses.shown}, allow_nan=False)
             write_text(self.output_dir / ACTIONS_FILE, text)
+        if self.best is not None and self.best.add(self.step, entries, self.ranks):
+            self._save_best(self.best)
+
+    def _asks_questions(self) -> bool:
+        """Whether this evaluation generates answers, where the run has questions."""
+        settings = getattr(self.config.train, "eval", None)
+        between = self.config.train.eval_steps
+        if settings is None or between is None:
+            return settings is not None
+        return self.is_over or self.step // between % settings.every == 0
+
+    def _save_best(self, best: BestEvaluation) -> None:
+        """Save what is kept of the best evaluation so far: its checkpoint, after `final/`."""
+        if best.config.load_at_end:
+            with self._averaged():
+                self.writer.save_final(self.step, self.save_model, self.save_streamed)
+        self._save_checkpoint(must=True)
+
+    def _owes_best_model(
+        self, best: BestEvaluation, differs: Callable[[int, int], bool] = operator.ne
+    ) -> bool:
+        """Whether `final/` is to hold the best evaluation's model and holds that of another step.
+
+        Args:
+            differs: compares its step with the best.
+        """
+        if not best.config.load_at_end or best.state.step is None:
+            return False
+        manifest = Manifest.read(self.output_dir / FINAL)
+        return manifest is None or differs(manifest.step, best.state.step)
+
+    def _save_final(self) -> Path:
+        best = self.best
+        if best is not None and best.config.load_at_end and best.state.step is not None:
+            if not self._owes_best_model(best):
+                return self.output_dir / FINAL
+            logger.warning("final/ gets the last model, as that of %s is gone", best.folder)
+        with self._averaged():
+            return self.writer.save_final(self.step, self.save_model, self.save_streamed)
+
+    def _end_early(self) -> None:
+        """Say why the run ends, and report its last steps."""
+        assert self.best is not None, "the length of the run is not reached"
+        logger.info(
+            "step %d: %s was best at step %s, train.best.patience %s evaluations ago: the run ends",
+            *(self.step, self.best.config.key, self.best.state.step, self.best.config.patience),
+        )
+        if self.step % self.config.logging.logging_steps:
+            self._collect_report()
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
@@ -396,7 +464,8 @@ class Trainer:
         self._data_state = merged_states(self.ranks.gathered(state)) if in_lanes else state
         # Older ones stay while updates are skipped; and reading back takes time.
         prunes = not (skipped or is_stopping)
-        self.writer.save(self.step, self._fill_checkpoint, prunes)
+        best = None if self.best is None else self.best.folder
+        self.writer.save(self.step, self._fill_checkpoint, prunes, best)
         self._last_saved = self.step
         return folder
 
@@ -417,6 +486,8 @@ class Trainer:
             "data": self._data_state,
             "owes_evaluation": self._owes_evaluation,
         }
+        if self.best is not None:
+            state["best"] = asdict(self.best.state)
         if self.reference_checksum is not None:
             state["reference"] = self.reference_checksum
         checkpoints.save_state(folder, state)

@@ -28,7 +28,12 @@ from paddle_vl.testing import qwen3_vl
 from paddle_vl.train.build import build_trainer
 from tests.single_card_tests.train.tiny_run import MODEL as TINY_MODEL
 from tests.single_card_tests.train.tiny_run import write_records
-from tests.support.finished_runs import arrays_of, assert_close, assert_equal_runs
+from tests.support.finished_runs import (
+    arrays_of,
+    assert_close,
+    assert_equal_runs,
+    assert_same_answers,
+)
 from tests.support.launch import launch
 from tests.support.topology_runs import (
     DAMPED,
@@ -157,7 +162,10 @@ class TestLayouts(EqualsOneDevice):
 
     @classmethod
     def settings(cls, run_file: Path, num_data_parts: int) -> list[str]:
-        return common(run_file, num_data_parts)
+        return [*common(run_file, num_data_parts), "train.eval={max_new_tokens: 5}"]
+
+    def test_generated_answers_are_those_of_one_device(self, several, one_device):
+        assert_same_answers(several, one_device)
 
     @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.heavy)])
     def test_a_plain_run_continues_colocated(self, run_file, one_device, tmp_path, size):

@@ -2,8 +2,8 @@
 device.
 
 Guarantees: tensor parallelism with sequence parallelism, a pipeline cut by the layers' costs,
-sharding stage 3 and expert parallelism give every metric, every parameter and every moment of one
-device, from samples of different lengths with two images, one and none; a resumed run is
+sharding stage 3 and expert parallelism give every metric, generated answer, parameter and moment of
+one device, from samples of different lengths with two images, one and none; a resumed run is
 bit-identical, and one rank continues what several saved.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.single_card_tests.train.tiny_run import MODEL_3_5
-from tests.support.finished_runs import arrays_of, lasting_metrics
+from tests.support.finished_runs import arrays_of, assert_same_answers, lasting_metrics
 from tests.support.tolerance import TOPOLOGY
 from tests.support.topology_runs import (
     DAMPED,
@@ -39,6 +39,7 @@ def common(run_file: Path) -> list[str]:
         f"data.eval=[{run_file.with_name('test.jsonl')}]",
         *("train.save_steps=2", "train.eval_steps=2", *DAMPED),
         *("train.gradient_accumulation_steps=2", "train.per_device_eval_batch_size=1"),
+        "train.eval={max_new_tokens: 5}",
     ]
 
 
@@ -68,6 +69,7 @@ class _Runs(EqualsOneDevice):
         for ours, theirs in zip(*metrics, strict=True):
             assert ours == {key: pytest.approx(value, rel=1e-6) for key, value in theirs.items()}
         assert_near(arrays_of(several / "checkpoint-4"), arrays_of(one_device / "checkpoint-4"))
+        assert_same_answers(several, one_device)
 
     def test_one_process_continues_what_several_saved(
         self, several, one_device, run_file, tmp_path, request

@@ -3,20 +3,23 @@
 Guarantees, over every kind of parallelism and mixes of them, on micro-batches of different lengths,
 with two images, with one and with none:
 
-- loss, gradient norm, evaluation loss and every parameter after four optimizer steps are equal;
+- loss, gradient norm, evaluation loss, generated answers, their scores, the best evaluation and
+  every parameter after four optimizer steps are equal;
 - a resumed run is bit-identical under the same topology;
 - one rank continues what several saved, and so do several ranks in another topology;
 - every rank writes a part of the checkpoint, and none writes all of it.
 """
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 from paddle_vl.checkpoint import writing
+from paddle_vl.train.checkpoint import STATE_FILE
 from tests.single_card_tests.train.tiny_run import MODEL as TINY_MODEL
-from tests.support.finished_runs import arrays_of, assert_close
+from tests.support.finished_runs import arrays_of, assert_close, assert_same_answers
 from tests.support.launch import launch
 from tests.support.topology_runs import (
     DAMPED,
@@ -115,6 +118,7 @@ def common(run_file: Path) -> list[str]:
         f"data.eval=[{run_file.with_name('test.jsonl')}]",
         *("train.save_steps=2", "train.eval_steps=2", *DAMPED),
         *("train.gradient_accumulation_steps=4", "train.per_device_eval_batch_size=1"),
+        *("train.eval={max_new_tokens: 5}", "train.best={metric: exact_match, mode: min}"),
     ]
 
 
@@ -129,6 +133,16 @@ class TestQwen3VL(EqualsOneDevice):
     @classmethod
     def settings(cls, run_file: Path, num_data_parts: int) -> list[str]:
         return [*common(run_file), *batch_settings(num_data_parts)]
+
+    def test_generated_answers_and_the_best_evaluation_are_those_of_one_device(
+        self, several, one_device
+    ):
+        assert len({*assert_same_answers(several, one_device)}) > 1
+        best, same = (
+            json.loads((run / "checkpoint-4" / STATE_FILE).read_text())["best"]
+            for run in (several, one_device)
+        )
+        assert best == same
 
 
 @pytest.fixture(scope="module")

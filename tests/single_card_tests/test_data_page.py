@@ -150,7 +150,7 @@ def test_entries_that_make_a_pretraining_mix_or_not():
     named = re.findall(r"`(\w+)`", said[1])
     assert len(named) > 5
     values = {"only_columns": True, "tags": {"role_tag": "a"}, "subsets": ["a"], "ratio": 0.5}
-    values |= {"split": "train", "folder": "a"}
+    values |= {"split": "train", "folder": "a", "metrics": ["anls"]}
     for name in named:
         entry = {"path": "a", "format": "messages", name: values.get(name, 2)}
         assert isinstance(VLDataConfig.model_validate({"train": entry}).train[0], RowSourceConfig)
@@ -184,9 +184,9 @@ def test_options_of_other_trainers_are_the_settings_beside_them(tmp_path, traine
     config = load_run_config(file, overrides)
     for override in overrides:
         name, _, value = override.partition("=")
-        section, leaf = name.split(".")
-        wanted = yaml.safe_load(value)
-        found = getattr(getattr(config, section), leaf)
+        wanted, found = yaml.safe_load(value), config
+        for part in name.split("."):
+            found = getattr(found, part)
         # YAML takes 1e-4 for a text.
         assert found == (float(wanted) if re.fullmatch(r"\d+e-\d+", value) else wanted), override
     settings = [name for _, _, descriptions in settings_help() for name in descriptions]

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 # Files of a user, in examples of commands.
-USERS = {"serve.py"}
+USERS = {"my_metrics.py", "serve.py"}
 
 
 def blocks(page: Path, language: str) -> list[str]:

@@ -67,6 +67,13 @@ def assert_close(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) ->
         assert error <= TOPOLOGY * max(np.abs(array).max(), 1e-6), key
 
 
+def assert_same_answers(found: Path, wanted: Path) -> list[str]:
+    """Assert that the answers of the last evaluations are equal; returns their texts."""
+    ours, theirs = ((run / "predictions.jsonl").read_text().splitlines() for run in (found, wanted))
+    assert ours == theirs
+    return [json.loads(line)["answer"] for line in theirs]
+
+
 def assert_equal_runs(
     found: Path, wanted: Path, checkpoint: str = "checkpoint-4", lacking: str = "-"
 ) -> None:

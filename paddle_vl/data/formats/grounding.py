@@ -26,7 +26,9 @@ _UNITS = 1000
 
 _NUMBER = r"\s*(-?\d+(?:\.\d+)?)\s*"
 _LIST = rf"\[{_NUMBER},{_NUMBER}(?:,{_NUMBER},{_NUMBER})?\]"
-_MARKED = rf"<\|box_start\|>\({_NUMBER},{_NUMBER}\)(?:,\({_NUMBER},{_NUMBER}\))?<\|box_end\|>"
+_PAIR = rf"\({_NUMBER},{_NUMBER}\)"
+# Decoding an answer takes the markers away.
+_MARKED = rf"<\|box_start\|>{_PAIR}(?:,{_PAIR})?<\|box_end\|>|{_PAIR},\s*{_PAIR}"
 _NAME = r"(?:<\|object_ref_start\|>(.*?)<\|object_ref_end\|>\s*)?"
 _WRITTEN = re.compile(f"{_NAME}(?:{_LIST}|{_MARKED})", re.DOTALL)
 _FENCE = re.compile(r"```(?:json)?\s*(.*?)\s*(?:```|$)", re.DOTALL)
@@ -158,6 +160,14 @@ def read_boxes(text: str, size: tuple[int, int]) -> list[Box]:
         _in_pixels([float(number) for number in match.groups()[1:] if number], match[1], size)
         for match in _WRITTEN.finditer(text)
     ]
+
+
+def boxes_in(answer: str) -> list[Box]:
+    """Boxes and points of an answer, in thousandths; none if it is no such answer."""
+    try:
+        return read_boxes(answer, (_UNITS, _UNITS))
+    except ValueError:
+        return []
 
 
 def _texts(messages: Sequence[Message]) -> Iterator[tuple[Any, str]]:

@@ -38,7 +38,7 @@ ROW_KEYS = (
 # Extras of which nothing is said.
 _DESCRIPTIONS = (
     "id", "uid", "uuid", "index", "task", "source", "dataset", "category", "channel", "language",
-    "metadata", "meta", "url", "score",
+    "metadata", "meta", "url", "score", "references",
 )  # fmt: skip
 _MOST_NAMED = 10
 _MESSAGE_KEYS = ("role", "content", *TARGET_KEYS)

@@ -1,37 +1,61 @@
-"""Evaluation of a model folder on data files: loss, and greedy answers compared with the data's."""
+"""Evaluation of a model folder on data files or a benchmark: losses, and the scores of answers."""
 
 import json
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
 
 from paddle_vl.checkpoint.adapter_files import folder_with
 from paddle_vl.data.loader import PrefetchLoader
+from paddle_vl.data.media_file import brief
 from paddle_vl.families.base import Evaluation, EvaluationOptions, MeanLosses
 from paddle_vl.families.vlm.inputs.conversation import Conversation
 from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.families.vlm.inputs.open_data import open_conversations
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.metrics import Scored, conclusion, metric_named
 from paddle_vl.families.vlm.model import VLForConditionalGeneration
 from paddle_vl.families.vlm.objective import VLBatchAdapter, VLLoss
 from paddle_vl.families.vlm.processor_fit import check_processor_fits, model_collator
 from paddle_vl.families.vlm.settings import VLDataConfig
+from paddle_vl.families.vlm.suite import open_suite, read_suite
 
 NO_TASK = "(no task)"
 
 
+class Asked(NamedTuple):
+    """What scoring needs of a question.
+
+    Attributes:
+        references: right answers, the text of the turn first.
+        columns: the row's other values.
+        groups: the row's `task`, of a benchmark one for each column of its `groups`.
+        metrics: names of those that the row's source asks for.
+    """
+
+    references: Sequence[str] = ()
+    columns: Mapping[str, Any] = {}
+    groups: Sequence[str] = ()
+    metrics: Sequence[str] = ()
+
+
 @dataclass(frozen=True)
 class Answer:
-    """A greedy answer beside the expected one.
+    """A generated answer beside the expected one.
 
     Attributes:
         sample: `file:line` of the conversation.
         task: its field `task`, `NO_TASK` without one.
         prompt: text of the turn that is answered.
-        is_exact: whether answer and expected text are equal, outer spaces and reasoning aside.
+        is_exact: whether answer and expected text are equal, outer spaces and reasoning aside; of
+            several right answers, one of them.
         images: files of the images before the answer.
+        scores: numbers by name, after scoring.
     """
 
     sample: str
@@ -41,6 +65,8 @@ class Answer:
     answer: str
     is_exact: bool
     images: list[str] = field(default_factory=list)
+    asked: Asked = field(default_factory=Asked)
+    scores: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def line(self) -> str:
@@ -48,137 +74,265 @@ class Answer:
         verdict = "right" if self.is_exact else f"expected {self.expected!r}"
         return f"  {self.sample}  {self.prompt!r} -> {self.answer!r}  ({verdict})"
 
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values, as a line of a file of predictions."""
+        values = {name: value for name, value in vars(self).items() if name != "asked"}
+        if not values["scores"]:
+            del values["scores"]
+        several = {"references": [*self.asked.references]} if self.asked.references[1:] else {}
+        return values | several
+
+
+@dataclass(frozen=True)
+class Question:
+    """A target turn of a conversation.
+
+    Attributes:
+        sample: `file:line` of the conversation.
+        prompt: the conversation up to that turn.
+        processor: of the sample.
+        asked: what scoring needs.
+    """
+
+    sample: str
+    prompt: Conversation
+    processor: VLProcessor
+    asked: Asked
+
 
 def build_evaluation(
     model_class: type[VLForConditionalGeneration], folder: Path, options: EvaluationOptions
 ) -> Evaluation:
-    """A model with its own processor, and data files in which a bad sample is an error.
+    """A model with its own processor, and data files or a benchmark in which a bad sample is an
+    error. A benchmark has no losses.
 
     Args:
         folder: model or adapter folder.
 
     Raises:
-        ValueError, RuntimeError: the folder is not a model with its processor, or the data cannot
-            be used.
+        ValueError, RuntimeError: the folder is not a model with its processor, or the data or the
+            metrics cannot be used.
     """
+    suite = None if options.suite is None else read_suite(options.suite)
+    given = {} if suite is None else suite.model_dump(exclude_defaults=True)
+    names = given.get("metrics") or options.metrics or ["exact_match"]
+    scorer = Scorer(names, conclusion if suite is None else suite.scored_part)
     processor = VLProcessor.from_pretrained(
         folder_with("tokenizer.json", folder, options.base),
         template_variables=options.chat_template_kwargs,
+        min_pixels=given.get("min_pixels"),
+        max_pixels=given.get("max_pixels"),
     )
-    data = VLDataConfig(max_length=options.max_length)
-    dataset = open_conversations(options.files, data, processor, seed=0)
+    if suite is None:
+        data = VLDataConfig(max_length=options.max_length)
+        dataset = open_conversations(options.files, data, processor, seed=0)
+    else:
+        dataset = open_suite(suite, processor)
     dataset.limit = options.limit
+    scorer.check(questions_in(dataset, 0))
     model = model_class.from_pretrained(folder, base=options.base)
     check_processor_fits(model.config, processor)
-    loader = PrefetchLoader(
-        dataset,
-        model_collator(
-            processor,
-            lists_real_rows=bool(getattr(model.config.text_config, "num_experts", 0)),
-        ),
-        options.batch_size,
-        shuffle=False,
-        drop_last=False,
-        num_epochs=1,
-    )
-
-    def report(losses: MeanLosses) -> Iterator[str]:
-        answers = greedy_answers(
-            model,
-            processor,
-            dataset,
-            batch_size=options.batch_size,
-            max_new_tokens=options.max_new_tokens,
+    loader = None
+    if suite is None:
+        lists_real_rows = bool(getattr(model.config.text_config, "num_experts", 0))
+        collator = model_collator(processor, lists_real_rows=lists_real_rows)
+        loader = PrefetchLoader(
+            dataset, collator, options.batch_size, shuffle=False, drop_last=False, num_epochs=1
         )
-        yield evaluation_report(losses.loss, losses.counts["loss"], answers)
+    # Overrides the model's own generation_config.json.
+    generation = {
+        "do_sample": False,
+        "repetition_penalty": 1.0,
+        "min_new_tokens": 0,
+        "max_new_tokens": options.max_new_tokens,
+        **given.get("generation", {}),
+    }
+    settings = {
+        "model": str(folder),
+        **({"data": [*options.files]} if suite is None else {"suite": str(options.suite)}),
+        **given,
+        "metrics": [*names],
+        "min_pixels": processor.image_processor.min_pixels,
+        "max_pixels": processor.image_processor.max_pixels,
+        "generation": generation,
+        "chat_template_kwargs": {**options.chat_template_kwargs},
+        "limit": options.limit,
+        "batch_size": options.batch_size,
+    }
+
+    def report(losses: MeanLosses | None) -> Iterator[str]:
+        answers = generated_answers(model, processor, dataset, options.batch_size, generation)
+        if losses is not None:
+            yield f"loss per answer token: {losses.loss:.4f} ({losses.counts['loss']} tokens)"
+        content = {"scores": scores_by_group(scorer, answers), "settings": settings}
+        if options.metrics or suite is not None:
+            _, answers = scorer(answers)
+            # One line for each group.
+            form = {"sort_keys": False, "allow_unicode": True, "default_flow_style": None}
+            yield yaml.safe_dump(content, width=1 << 20, **form).rstrip()
+        else:
+            yield exact_report(answers)
         if options.show:
             # Evenly distributed over the data.
             some = answers[:: max(1, len(answers) // options.show)][: options.show]
             yield "\n".join(["some answers:", *(answer.line for answer in some)])
         if options.predictions:
-            lines = (json.dumps(asdict(answer), ensure_ascii=False) + "\n" for answer in answers)
+            lines = (json.dumps(each.to_dict(), ensure_ascii=False) + "\n" for each in answers)
             options.predictions.write_text("".join(lines), encoding="utf-8")
             yield f"answers written to {options.predictions}"
+        if options.json:
+            text = json.dumps(content, ensure_ascii=False, indent=2)
+            options.json.write_text(text + "\n", encoding="utf-8")
+            yield f"scores written to {options.json}"
 
     return Evaluation(model, VLLoss(), VLBatchAdapter(), loader, report)
 
 
-def greedy_answers(
+def generated_answers(
     model: VLForConditionalGeneration,
     processor: VLProcessor,
     dataset: ConversationData,
-    *,
     batch_size: int,
-    max_new_tokens: int,
+    generation: Mapping[str, Any],
 ) -> list[Answer]:
-    """A greedy answer to every assistant turn that is a target, given the data's turns before it.
+    """An answer to every assistant turn that is a target, given the data's turns before it.
 
     Args:
         batch_size: turns per batch.
+        generation: settings of `GenerationConfig`.
     """
-    questions = _questions(dataset)
-    # Overrides the model's own generation_config.json.
-    greedy = {
-        "do_sample": False,
-        "repetition_penalty": 1.0,
-        "min_new_tokens": 0,
-        "max_new_tokens": max_new_tokens,
-        "eos_token_id": processor.eos_token_ids,
-        "pad_token_id": processor.pad_token_id,
-    }
+    questions = (each for number in range(len(dataset)) for each in questions_in(dataset, number))
+    ends = {"eos_token_id": processor.eos_token_ids, "pad_token_id": processor.pad_token_id}
     answers = []
     while group := list(islice(questions, batch_size)):
-        inputs = processor.encode_prompts(
-            [each for _, each, _ in group], add_generation_prompt=True
-        )
-        new_ids = model.generate(**inputs, **greedy)
-        for (sample, conversation, expected), ids in zip(group, new_ids, strict=True):
-            answer = processor.decode(ids).strip()
-            answers.append(
-                Answer(
-                    sample=sample,
-                    task=str(conversation.extra.get("task", NO_TASK)),
-                    prompt=conversation.text(-1) if conversation.messages else "",
-                    expected=expected,
-                    answer=answer,
-                    is_exact=_conclusion(answer) == _conclusion(expected),
-                    images=[
-                        os.path.abspath(source)
-                        for source in conversation.images
-                        if isinstance(source, str | os.PathLike)
-                    ],
-                )
-            )
+        prompts = [each.prompt for each in group]
+        inputs = processor.encode_prompts(prompts, add_generation_prompt=True)
+        new_ids = model.generate(**inputs, **ends, **generation)
+        pairs = zip(group, new_ids, strict=True)
+        answers += [answer_to(question, processor.decode(ids)) for question, ids in pairs]
     return answers
 
 
-def _conclusion(answer: str) -> str:
-    """What follows the reasoning of an answer."""
-    return answer.rpartition("</think>")[2].strip()
+def answer_to(question: Question, text: str) -> Answer:
+    """A generated text beside the expected answer."""
+    prompt, answer, references = question.prompt, text.strip(), question.asked.references
+    return Answer(
+        sample=question.sample,
+        task=", ".join(question.asked.groups),
+        prompt=prompt.text(-1) if prompt.messages else "",
+        expected=references[0],
+        answer=answer,
+        is_exact=conclusion(answer) in map(conclusion, references),
+        images=[
+            os.path.abspath(source)
+            for source in prompt.images
+            if isinstance(source, str | os.PathLike)
+        ],
+        asked=question.asked,
+    )
 
 
-def _questions(dataset: ConversationData) -> Iterator[tuple[str, Conversation, str]]:
-    """`file:line`, the conversation up to a target turn, and the text of that turn."""
-    for number in range(len(dataset)):
-        conversation = dataset.conversation(number)
-        for i in conversation.targets:
-            answer = conversation.text(i).strip()
-            yield (
-                dataset.place(number),
-                conversation.with_messages(conversation.messages[:i]),
-                answer,
-            )
+class Scorer:
+    """Scores answers, each with the metrics of its row's source.
+
+    Args:
+        names: metrics of rows whose source names none.
+        extract: gives an answer's part that is scored.
+
+    Raises:
+        ValueError: see `metric_named`.
+    """
+
+    def __init__(self, names: Sequence[str], extract: Callable[[str], str] = conclusion):
+        self._names, self._extract = names, extract
+        self._metrics = {name: metric_named(name) for name in names}
+
+    def check(self, questions: Iterable[Question]) -> list[str]:
+        """The names of the scores, from scoring a reference as if it were the answer, of one
+        question for each choice of metrics.
+
+        Raises:
+            ValueError: there is no such metric, or it cannot use a question.
+        """
+        scores: dict[str, float] = {}
+        for asked in {tuple(each.asked.metrics): each.asked for each in questions}.values():
+            for name in asked.metrics or self._names:
+                metric = self._metrics.setdefault(name, metric_named(name))
+                scores |= metric([self._sample(asked.references[0], asked)])[0]
+        return list(scores)
+
+    def __call__(self, answers: Sequence[Answer]) -> tuple[dict[str, float], list[Answer]]:
+        """Scores of all answers by name, and the answers with their own.
+
+        Raises:
+            ValueError: see `metric_named`.
+        """
+        overall, own = dict[str, float](), [dict[str, float]() for _ in answers]
+        samples = [self._sample(self._extract(each.answer), each.asked) for each in answers]
+        for name, metric in self._metrics.items():
+            names = [each.asked.metrics or self._names for each in answers]
+            if places := [place for place, each in enumerate(names) if name in each]:
+                numbers, of_samples = metric([samples[place] for place in places])
+                overall |= numbers
+                for place, more in zip(places, of_samples, strict=True):
+                    own[place] |= more
+        return overall, [replace(a, scores=n) for a, n in zip(answers, own, strict=True)]
+
+    @staticmethod
+    def _sample(answer: str, asked: Asked) -> Scored:
+        return Scored(conclusion(answer), [*map(conclusion, asked.references)], asked.columns)
 
 
-def evaluation_report(loss: float, num_targets: int, answers: Sequence[Answer]) -> str:
-    """The numbers as a small table, exact answers by task."""
+def scores_by_group(scorer: Scorer, answers: Sequence[Answer]) -> dict[str, dict[str, float]]:
+    """The scores of all answers and of each group's, with the number of answers."""
+    groups = {"all answers": [*answers]}
+    for answer in answers:
+        for name in dict.fromkeys(answer.asked.groups):
+            groups.setdefault(name, []).append(answer)
+    groups.pop(NO_TASK, None)
+    return {name: {"answers": len(of), **scorer(of)[0]} for name, of in groups.items()}
+
+
+def questions_in(dataset: ConversationData, number: int) -> list[Question]:
+    """The questions of a sample, one for each of its target turns.
+
+    Raises:
+        BadSampleError: the sample cannot be used.
+        ValueError: its `references` are no texts, or of several questions.
+    """
+    row, whole = dataset.row_of(number), dataset.conversation(number)
+    more, task = whole.extra.get("references") or [], whole.extra.get("task", NO_TASK)
+    is_texts = isinstance(more, list) and all(isinstance(each, str) for each in more)
+    if more and (not is_texts or len(whole.targets) > 1):
+        raise ValueError(
+            f"{dataset.place(number)} has the references {brief(more)!r} for {len(whole.targets)} "
+            "answers: they must be a list of texts, in a row of one answer"
+        )
+    return [
+        Question(
+            dataset.place(number),
+            whole.with_messages(whole.messages[:turn]),
+            dataset.limits(row)[0],
+            Asked(
+                list(dict.fromkeys([whole.text(turn).strip(), *more])),
+                whole.columns,
+                task if isinstance(task, list) else [str(task)],
+                dataset.metrics(row),
+            ),
+        )
+        for turn in whole.targets
+    ]
+
+
+def exact_report(answers: Sequence[Answer]) -> str:
+    """A small table of exact answers by task."""
     by_task: dict[str, list[bool]] = {}
     for answer in answers:
         by_task.setdefault(answer.task, []).append(answer.is_exact)
     rows = sorted(by_task.items()) if len(by_task) > 1 else []
     rows.append(("all answers", [answer.is_exact for answer in answers]))
     width = max(len(name) for name, _ in rows)
-    lines = [f"loss per answer token: {loss:.4f} ({num_targets} tokens)", "exact answers:"]
+    lines = ["exact answers:"]
     for name, exact in rows:
         share = sum(exact) / len(exact)
         lines.append(f"  {name:{width}}  {share:7.2%}  ({sum(exact)} of {len(exact)})")

@@ -63,6 +63,7 @@ class VLOutput(IndexedOutput):
         source_sums: `[S]` float32, sums of the cross entropy of each source of a training mix,
             without factors and gradients; None without `target_sources`.
         tokens: log-probabilities of the targets, with `returns_log_probs` in place of a loss.
+        choices: `[N]` int64, the most likely tokens, with `returns_choices` in place of a loss.
     """
 
     loss: Tensor | None = None
@@ -73,6 +74,7 @@ class VLOutput(IndexedOutput):
     aux_weight: float = 0.0
     source_sums: Tensor | None = None
     tokens: TokenStatistics | None = None
+    choices: Tensor | None = None
 
     def share_of_step(self, num_target_tokens: int, num_batches: int) -> Tensor:
         """This micro-batch's share of the loss of a step.
@@ -136,6 +138,7 @@ class VLForConditionalGeneration(PretrainedVLModel):
         target_sources: Array | None = None,
         num_sources: int = 0,
         returns_log_probs: bool = False,
+        returns_choices: bool = False,
         caches: list[KeyValueCache] | None = None,
         output_router_logits: bool | None = None,
         logits_to_keep: int = 0,
@@ -163,6 +166,8 @@ class VLForConditionalGeneration(PretrainedVLModel):
                 labels, for `source_sums`; None for no such sums.
             returns_log_probs: give the log-probabilities of `target_rows` in place of a loss, for
                 an objective over them; weights and sources are not read.
+            returns_choices: give the most likely token after each of the rows in `target_rows` in
+                place of a loss, to generate with `caches`; the labels are not read.
             caches: one per decoder layer when generating.
             output_router_logits: compute `aux_loss` over the real tokens and add it to the loss;
                 None for the configuration's setting. Not with caches.
@@ -218,8 +223,10 @@ class VLForConditionalGeneration(PretrainedVLModel):
             shape = hidden_BLD.shape[:2]
             hidden_TD = hidden_BLD.reshape([-1, hidden_TD.shape[-1]])
         if target_rows is not None:
-            of_targets = (target_weights, target_sources, num_sources, returns_log_probs)
-            return self.losses(hidden_TD, target_rows, num_target_tokens, balance, *of_targets)
+            of_targets = (target_weights, target_sources, num_sources)
+            returns = (returns_log_probs, returns_choices)
+            of_targets = (num_target_tokens, balance, *of_targets, *returns)
+            return self.losses(hidden_TD, target_rows, *of_targets)
         return self.predict(hidden_TD, shape, labels, num_target_tokens, balance, loss_weights)
 
     def decoder_arguments(
@@ -340,21 +347,24 @@ class VLForConditionalGeneration(PretrainedVLModel):
         target_sources: Array | None = None,
         num_sources: int = 0,
         returns_log_probs: bool = False,
+        returns_choices: bool = False,
     ) -> VLOutput:
         """Losses of the token rows `[T, D]` after the final norm, without logits; see `forward`."""
-        rows_2R = device_tensor(target_rows)
+        rows_2R, ops = device_tensor(target_rows), self.placement.ops
+        if returns_choices:
+            entered_TD = ops.enter_columns(hidden_TD)
+            return VLOutput(choices=ops.head_choices(self.lm_head, entered_TD, rows_2R[0]))
         targets_R = rows_2R[1]
         if returns_log_probs:
-            entered_TD = self.placement.ops.enter_columns(hidden_TD)
+            entered_TD = ops.enter_columns(hidden_TD)
             targets = TargetRows(rows_2R[0], targets_R)
             output = self._output(None, None, targets_R, num_target_tokens, balance)
-            output.tokens = self.placement.ops.head_log_probs(self.lm_head, entered_TD, targets)
+            output.tokens = ops.head_log_probs(self.lm_head, entered_TD, targets)
             return output
         sources = None
         if target_sources is not None:
             sources = TargetSources(device_tensor(target_sources), SourceSums(num_sources))
         targets = TargetRows(rows_2R[0], targets_R, device_tensor(target_weights), sources)
-        ops = self.placement.ops
         loss_sum = ops.head_loss(self.lm_head, ops.enter_columns(hidden_TD), targets)
         output = self._output(None, loss_sum, targets_R, num_target_tokens, balance)
         output.source_sums = None if sources is None else sources.sums.total
@@ -508,8 +518,9 @@ class VLForConditionalGeneration(PretrainedVLModel):
         return stream(self, *args, **batch)
 
     def new_caches(self, prompt: int, most: int | None) -> list[KeyValueCache]:
-        """A cache per decoder layer, for prompts of a length and maybe a most of keys in all."""
-        return [KeyValueCache(prompt, most) for _ in self.decoder_layers]
+        """A cache per decoder layer of the full model, for prompts of a length and maybe a
+        most of keys in all."""
+        return [KeyValueCache(prompt, most) for _ in self.language_model.layers]
 
     @property
     def vision_blocks(self) -> list[nn.Layer]:

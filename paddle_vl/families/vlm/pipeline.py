@@ -28,7 +28,8 @@ _VISUAL_FIELDS = (*_PIXELS, "image_grid_thw", "video_grid_thw")
 _NOT_FOR_DECODER = (
     *_PIXELS,
     *("labels", "num_target_tokens", "loss_weights", "target_rows", "target_weights"),
-    *("label_sources", "target_sources", "num_sources", "returns_log_probs"),
+    *("label_sources", "target_sources", "num_sources", "returns_log_probs", "returns_choices"),
+    "caches",
 )
 
 
@@ -136,7 +137,8 @@ class VLStage:
             assert rows_RD is not None, "a later stage needs the message of the previous one"
             x_TD, levels = self._unpack(rows_RD, _num_visual_rows(batch), balance)
         levels |= self.own_levels(batch, dict_args)
-        x_TD = model.language_model.run_layers(self.layers, x_TD, levels, inputs, balance=balance)
+        caches = batch.get("caches")
+        x_TD = model.language_model.run_layers(self.layers, x_TD, levels, inputs, caches, balance)
         if self.is_last:
             hidden_TD = model.language_model.norm(x_TD)
             targets: Any = with_target_rows(cast(Any, batch))
@@ -149,6 +151,7 @@ class VLStage:
                 targets.get("target_sources"),
                 targets.get("num_sources", 0),
                 targets.get("returns_log_probs", False),
+                targets.get("returns_choices", False),
             )
         left = [levels[g] for g in self.travelling(self.layers.stop) if g in levels]
         if balance is not None:

@@ -58,6 +58,7 @@ from paddle_vl.families.vlm.processor_fit import (
     model_collator,
     model_config,
 )
+from paddle_vl.families.vlm.questions import VLQuestions
 from paddle_vl.families.vlm.settings import PARTS, VLRun
 from paddle_vl.families.vlm.shown_samples import shown_sample
 from paddle_vl.generation.config import GenerationConfig
@@ -248,6 +249,12 @@ class VLRecipe(Family):
             return super().eval_loaders(collator, ranks)
         corpus = self._eval_corpus
         return {each: self.once(corpus.samples([each]), collator, ranks) for each in corpus.names}
+
+    def questions(self, model: Model, collator: Collator) -> VLQuestions | None:
+        if (settings := self.config.train.eval) is None:
+            return None
+        data, collate = cast(ConversationData, self.eval_data), cast(VLCollator, collator)
+        return VLQuestions(model, data, self.processor, settings, collate, self.once)
 
     def shown_samples(self, of_eval: bool, first: int, count: int) -> Iterator[ShownSample]:
         data: Any = self.eval_data if of_eval else self.train_data

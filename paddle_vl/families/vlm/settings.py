@@ -14,7 +14,7 @@ from paddle_vl.config.data_sources import DataEntries, SourceConfig, has_sources
 from paddle_vl.config.parallel_settings import ParallelConfig, ReservedRows
 from paddle_vl.config.row_sources import RowFormat, RowSourceConfig, Strategy
 from paddle_vl.config.schema import DataConfig, LoRAConfig, ModelConfig, RunConfig, TrainConfig
-from paddle_vl.config.section import FilePath, OnlyWith
+from paddle_vl.config.section import FilePath, OnlyWith, Section
 from paddle_vl.families.vlm.preference.settings import PreferenceConfig
 
 # Named groups of parameters for model.freeze and train.part_learning_rates, as patterns over HF
@@ -126,9 +126,26 @@ class VLDataConfig(DataConfig):
         return not is_name and not any(mark in entry for mark in ("#", "%", ",", "::", "://"))
 
 
+class EvalConfig(Section):
+    """Answers that the model generates to data.eval in an evaluation, and their scores."""
+
+    metrics: Annotated[list[str], Field(min_length=1)] = Field(default=["exact_match"])
+    """what answers are scored with, see docs/evaluation.md; an entry of data.eval may have its own
+    metrics"""
+    num_samples: Annotated[int | None, Field(ge=1)] = 64
+    """samples that are asked, evenly over data.eval; null: all"""
+    max_new_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = 64
+    """longest answer, in tokens"""
+    every: Annotated[int, Field(ge=1)] = 1
+    """generate in every n-th evaluation, and in the last; the others measure losses alone"""
+
+
 class VLTrainConfig(TrainConfig):
     """What is learned, and the settings of every run."""
 
+    eval: EvalConfig | None = None
+    """generate answers in evaluations and score them, e.g. {metrics: [exact_match]}; {} for the
+    defaults"""
     objective: Literal["sft", "preference"] = "sft"
     """sft: the answers of conversations, or a pretraining mix; preference: which of two answers is
     better (DPO and others), or that single answers are good or bad (KTO), see the section
@@ -233,6 +250,14 @@ class VLRun(RunConfig):
 
     def problems(self) -> Iterator[str]:
         yield from self._preference_problems()
+        if self.train.eval is not None:
+            if not self.data.eval:
+                yield "train.eval is set but data.eval lists no file: name the questions' files"
+            if self.compares_answers or has_sources(self.data.eval):
+                yield (
+                    "train.eval asks the questions of conversations, and data.eval has pairs of "
+                    "answers or documents: remove train.eval"
+                )
         if not self.data.train:
             yield "data.train lists no file: name JSONL files of conversations"
         yield from self._source_problems()
@@ -318,6 +343,13 @@ class VLRun(RunConfig):
                     "its format or its settings, and others are sources of a pretraining mix: give "
                     "all of them a format of conversations, or none"
                 )
+        for setting, is_scored in (("train", False), ("eval", self.train.eval is not None)):
+            for number, each in enumerate(getattr(data, setting)):
+                if isinstance(each, RowSourceConfig) and each.metrics and not is_scored:
+                    yield (
+                        f"data.{setting}[{number}].metrics is set but no answers to these rows are "
+                        "scored, those to data.eval are with train.eval: set it, or remove metrics"
+                    )
         if not has_sources(data.train):
             plain = VLDataConfig.model_fields
             for name in ("temperature", "shuffle"):

@@ -8,15 +8,13 @@ from itertools import groupby
 
 import numpy as np
 
-from paddle_vl.data.formats.grounding import Box, read_boxes
+from paddle_vl.data.formats.grounding import boxes_in
 from paddle_vl.data.shown_sample import Run, ShownSample
 from paddle_vl.families.vlm.inputs.image_processor import VisionProcessor
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.inputs.tokenizer import IGNORED_LABEL, IM_END
 
 _MOST_FRAMES = 8
-# Boxes are drawn in thousandths.
-_UNIT = (1000, 1000)
 
 
 def shown_sample(
@@ -42,16 +40,9 @@ def shown_sample(
         Run(_text(ids[places], processor), bool(is_learned))
         for is_learned, places in _runs(learned)
     ]
-    boxes = [box for run in runs if run.is_learned for box in boxes_of(run.text)]
+    answers = [run.text.partition(IM_END)[0] for run in runs if run.is_learned]
+    boxes = [box for answer in answers for box in boxes_in(answer)]
     return ShownSample(place, runs, len(ids), int(learned.sum()), pictures, boxes)
-
-
-def boxes_of(answer: str) -> list[Box]:
-    """Boxes and points of an answer, in thousandths; none if it is no such answer."""
-    try:
-        return read_boxes(answer.partition(IM_END)[0], _UNIT)
-    except ValueError:
-        return []
 
 
 def unpatchify(

@@ -30,7 +30,9 @@ Keys of a line, since the previous line or start unless it says "whole run":
     `eval_loss`, for a policy also its terms: in steps that evaluate. An evaluation between two
         reports has its own line. If data.eval has sources also `eval_perplexity` (exp of the loss)
         and `eval_loss/SOURCE`, `eval_perplexity/SOURCE` of each. Of a policy `eval_action_mae/DIM`
-        and `eval_action_rmse/DIM`, see `paddle_vl.families.policy.action_errors`.
+        and `eval_action_rmse/DIM`, see `paddle_vl.families.policy.action_errors`. With train.eval
+        `eval_METRIC` of the generated answers, `eval_answer_tokens`, the time they took
+        (`eval_answer_seconds`) and the memory of the worst rank (`eval_answer_memory_gb`).
 
 Shapes: S sources of a mix. Over 350 lines, for all metrics of a step.
 """
@@ -38,7 +40,7 @@ Shapes: S sources of a mix. Over 350 lines, for all metrics of a step.
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,7 +49,7 @@ import paddle
 from paddle import Tensor
 from pydantic import Field
 
-from paddle_vl.families.base import MeanLosses
+from paddle_vl.families.base import MeanLosses, Measure
 from paddle_vl.files.checked_values import Count, Listed, Number, checked, read_section
 from paddle_vl.files.text_file import shown
 from paddle_vl.nn.objective import Loss, weighted_loss
@@ -362,6 +364,23 @@ def evaluation_entries(losses: MeanLosses) -> dict[str, float]:
         else:
             line[f"eval_perplexity/{name}"] = math.exp(each.loss)
     return line
+
+
+def evaluation_keys(
+    loss: Loss, sources: Iterable[str], measure: Measure | None, scores: Sequence[str]
+) -> set[str]:
+    """Keys that `evaluation_entries` may have in a run.
+
+    Args:
+        sources: of the evaluation data, or "".
+        scores: of generated answers.
+    """
+    ones = dict.fromkeys(loss.terms, 1)
+    each = MeanLosses(1.0, dict(ones), ones)
+    found = {} if measure is None else measure.entries(np.ones_like(measure.sums))
+    measured = {**found, **dict.fromkeys(scores, 1.0)}
+    by_source = {name: each for name in sources if name}
+    return {*evaluation_entries(each._replace(by_source=by_source, measured=measured))}
 
 
 def check_skipped(values: Values, line: dict[str, Any], limit: int, output_dir: Path) -> None:

@@ -5,10 +5,11 @@ runs, so that the host does not wait for the device in between. The values of a 
 tensor; the tensors of all ranks are gathered and copied to the host. Shapes: P ranks, K values.
 """
 
+import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,14 @@ from paddle import Tensor
 from tqdm import tqdm
 
 from paddle_vl.config.schema import LoggingConfig
+from paddle_vl.files.text_file import write_text
 from paddle_vl.parallel.ranks import SingleRank
 from paddle_vl.processes import resident_bytes
+from paddle_vl.train.reporting.answer_pictures import evenly
 from paddle_vl.train.reporting.plots import draw_loss_curve
 from paddle_vl.train.reporting.run_files import (
     METRICS_FILE,
+    PREDICTIONS_FILE,
     Line,
     MetricsFile,
     read_starts,
@@ -32,6 +36,8 @@ from paddle_vl.train.reporting.writers.base import Start, Writer, open_writers
 
 logger = logging.getLogger(__name__)
 CURVE_FILE = "loss.png"
+# Answers of an evaluation that other programs get.
+_NUM_SENT = 8
 # Values of all ranks by name.
 Values = dict[str, Any]
 # Values of this rank by name: numbers, and tensors `[n]` of equally many entries on all ranks.
@@ -182,6 +188,16 @@ class Reporter:
             self._write_line({"step": step, **line, **(entries or {})})
         if pending is not None:
             pending[1](values, line)
+
+    def show(self, step: int, answers: Sequence[Mapping[str, Any]]) -> None:
+        """Write the answers of an evaluation to predictions.jsonl, and send some with pictures."""
+        if not (self._ranks.is_main and answers):
+            return
+        lines = "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in answers)
+        write_text(self._output_dir / PREDICTIONS_FILE, lines)
+        some = evenly(answers, _NUM_SENT)
+        for writer in self._writers:
+            writer.show(step, some)
 
     def _write_line(self, line: Line) -> None:
         if not self._ranks.is_main:

@@ -20,6 +20,8 @@ METRICS_FILE = "metrics.jsonl"
 RUN_FILE = "run.json"
 # Predicted and true actions of the last evaluation of a policy.
 ACTIONS_FILE = "actions.json"
+# Answers of a run's model beside the expected ones.
+PREDICTIONS_FILE = "predictions.jsonl"
 EVAL_PREFIX = "eval_"
 _REMEDY = "mend it, or move it away"
 Line = dict[str, Any]

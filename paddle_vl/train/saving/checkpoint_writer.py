@@ -60,12 +60,13 @@ class CheckpointWriter:
         self._ranks: list[int] = []
         self._write: FolderWrite | None = None
 
-    def save(self, step: int, fill: Fill, prunes: bool = True) -> Path:
+    def save(self, step: int, fill: Fill, prunes: bool = True, keeps: str | None = None) -> Path:
         """Start to write the checkpoint of a step; training continues when this returns.
 
         Args:
             fill: see `paddle_vl.train.saving.commit`.
             prunes: with save_total_limit, read it back and delete older ones.
+            keeps: name of one that is not deleted, and not counted.
 
         Returns:
             The folder that the checkpoint will have.
@@ -75,7 +76,7 @@ class CheckpointWriter:
         """
         target = self.output_dir / checkpoint_name(step)
         prunes = prunes and self._limit is not None
-        self._begin(target, step, fill, prunes, copies=self._is_async)
+        self._begin(target, step, fill, prunes, self._is_async, keeps)
         return target
 
     def save_final(self, step: int, fill: Fill, streamed: Fill | None = None) -> Path:
@@ -145,7 +146,15 @@ class CheckpointWriter:
         finally:
             self.close(at_once=kind is not None and not issubclass(kind, Exception))
 
-    def _begin(self, target: Path, step: int, fill: Fill, prunes: bool, copies: bool) -> None:
+    def _begin(
+        self,
+        target: Path,
+        step: int,
+        fill: Fill,
+        prunes: bool,
+        copies: bool,
+        keeps: str | None = None,
+    ) -> None:
         self.wait()
         ranks, folder = self.ranks, partial_of(target)
         if not self._ranks:
@@ -166,13 +175,13 @@ class CheckpointWriter:
                 raise failure(target, error) from error
         write = FolderWrite(snapshot, target, ranks.rank, prunes and self._verifies)
         if ranks.is_main:
-            write.finish = partial(self._finish, write, step, prunes)
+            write.finish = partial(self._finish, write, step, prunes, keeps)
         self._write = write
         write.start()
         if not self._is_async:
             self.wait()
 
-    def _finish(self, write: FolderWrite, step: int, prunes: bool) -> None:
+    def _finish(self, write: FolderWrite, step: int, prunes: bool, keeps: str | None) -> None:
         """Work of rank 0 after its own write."""
         folder, target = partial_of(write.target), write.target
         files = collect_parts(folder, self._ranks, lambda: write.deadline)
@@ -180,16 +189,18 @@ class CheckpointWriter:
         if prunes:
             # It was read back.
             self._good.add(target.name)
-            self._prune(target)
+            self._prune(target, keeps)
 
-    def _prune(self, newest: Path) -> None:
+    def _prune(self, newest: Path, keeps: str | None) -> None:
         """Delete checkpoints older than the newest good ones that are kept.
 
-        Checkpoints of later steps, which resume passed over, stay.
+        Checkpoints of later steps, which resume passed over, stay, and so does `keeps`.
         """
         assert self._limit is not None, "nothing is pruned without a limit"
         steps = {path: step for step, path in checkpoint_folders(self.output_dir)}
         older = [path for path, step in steps.items() if step <= steps[newest]]
+        if keeps != newest.name:
+            older = [path for path in older if path.name != keeps]
         num_kept = 0
         for path in reversed(older):
             if num_kept >= self._limit:

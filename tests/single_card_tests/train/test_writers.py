@@ -277,10 +277,10 @@ def test_ctrl_c_stays_the_runs_in_any_thread(tmp_path):
             signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     before = signal.getsignal(signal.SIGINT)
-    StandIn(Start(tmp_path), init)
+    StandIn(Start(tmp_path), init, dict)
     assert signal.getsignal(signal.SIGINT) is before
     with ThreadPoolExecutor(1) as threads:
-        threads.submit(StandIn, Start(tmp_path), init).result()
+        threads.submit(StandIn, Start(tmp_path), init, dict).result()
 
 
 def test_csv_has_a_row_per_line_and_columns_that_come_later(tmp_path):

@@ -63,6 +63,11 @@ class Conversation:
         return self.row.extras
 
     @property
+    def columns(self) -> Mapping[str, Any]:
+        """Values of the row that a metric may need."""
+        return self.row.extras
+
+    @property
     def all_text(self) -> str:
         """All texts and names that the row brings, one below the other."""
         row = self.row

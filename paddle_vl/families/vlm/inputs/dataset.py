@@ -10,10 +10,11 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -63,6 +64,7 @@ class ConversationData(ABC):
         self.max_length, self._processor = max_length, processor
         self.limit: int | None = None
         self._samples: np.ndarray | None = None
+        self._split: Callable[[Any], Sequence[Conversation]] = processor.template.split
         # Of each sample of answers, `[N, 2]` or `[N, 1]`; None without a precomputed reference.
         self.reference: np.ndarray | None = None
 
@@ -85,6 +87,14 @@ class ConversationData(ABC):
     def limits(self, number: int) -> tuple[VLProcessor, int | None]:
         """The processor and the longest sample for a row."""
         return self._processor, self.max_length
+
+    def metrics(self, number: int) -> Sequence[str]:
+        """Metrics of the answers to a row; empty for those of all data."""
+        return ()
+
+    def row_of(self, number: int) -> int:
+        """The row of a sample."""
+        return number if self._samples is None else int(self._samples[number, 0])
 
     def __len__(self) -> int:
         count = self.row_count() if self._samples is None else len(self._samples)
@@ -120,11 +130,11 @@ class ConversationData(ABC):
         if self._samples is None:
             return self.row(number)
         row, answer = self._samples[number]
-        return self._processor.template.split(self.row(row))[answer]
+        return self._split(self.row(row))[answer]
 
     def place(self, number: int) -> str:
         """Location of a sample: `file:line` or the like."""
-        return self.row_place(number if self._samples is None else self._samples[number, 0])
+        return self.row_place(self.row_of(number))
 
     def _reference_of(self, number: int) -> dict[str, np.ndarray]:
         if self.reference is None:
@@ -138,17 +148,16 @@ class ConversationData(ABC):
             )
         return {REFERENCE: values}
 
-    def split_rows(self) -> None:
-        """Make a sample of each learned answer; reads every row."""
+    def split_rows(self, split: Callable[[Any], Sequence[Conversation]] | None = None) -> None:
+        """Make several samples of each row, default: one of each learned answer; reads all rows."""
+        self._split = split or self._split
         samples = []
         for row in range(self.row_count()):
-            count = len(self._processor.template.split(self.row(row)))
-            samples += [(row, answer) for answer in range(count)]
+            samples += [(row, each) for each in range(len(self._split(self.row(row))))]
         self._samples = np.array(samples, dtype=np.int64)
 
     def _encoded(self, number: int, with_pixels: bool = True) -> dict[str, np.ndarray]:
-        row = number if self._samples is None else self._samples[number, 0]
-        processor, longest = self.limits(row)
+        processor, longest = self.limits(self.row_of(number))
         conversation = self.conversation(number)
         with sample_at(partial(self.place, number)):
             if isinstance(conversation, ComparedConversation):

@@ -1,6 +1,6 @@
 """The data set of conversations that data.train or data.eval name."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def open_conversations(
     data: VLDataConfig,
     processor: VLProcessor,
     seed: int,
-    reader_class: type[RowReader] = RowReader,
+    reader_class: Callable[..., RowReader] = RowReader,
 ) -> ConversationData:
     """Open what the entries name: files of lines, or a mixture of sources.
 
@@ -74,7 +74,7 @@ def row_reader(
     data: VLDataConfig,
     processor: VLProcessor,
     source: RowSourceConfig | None = None,
-    reader_class: type[RowReader] = RowReader,
+    reader_class: Callable[..., RowReader] = RowReader,
 ) -> RowReader:
     """The reader of the rows of a source, or of files without settings of their own."""
     own = source or RowSourceConfig(path=".")

@@ -90,8 +90,8 @@ class RowsDataset(ConversationData):
         sample = super().__getitem__(number)
         if not self.source_names:
             return sample
-        row = number if self._samples is None else int(self._samples[number, 0])
-        return {**sample, "source": np.asarray(self._name_numbers[self._drawn(row)[0]])}
+        source, _ = self._drawn(self.row_of(number))
+        return {**sample, "source": np.asarray(self._name_numbers[source])}
 
     def row_count(self) -> int:
         return len(self._draws)
@@ -108,6 +108,9 @@ class RowsDataset(ConversationData):
         given = [each for each in (source.max_length, self.max_length) if each is not None]
         processor = self._processors.get(source.max_pixels or 0, self._processor)
         return processor, min(given, default=None)
+
+    def metrics(self, number: int) -> Sequence[str]:
+        return self._sources[self._drawn(number)[0]].metrics
 
     def _drawn(self, number: int) -> tuple[int, int]:
         return int(self._draws.sources[number]), int(self._draws.rows[number])

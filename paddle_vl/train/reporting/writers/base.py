@@ -48,6 +48,9 @@ class Writer(Protocol):
     def write(self, line: Line) -> None:
         """Write a line; a reader sees it within a second."""
 
+    def show(self, step: int, answers: Sequence[Mapping[str, Any]]) -> None:
+        """Show lines of predictions.jsonl with their pictures, where the program has these."""
+
     def close(self) -> None:
         """Finish; nothing is lost after it."""
 

@@ -1,6 +1,7 @@
 """metrics.csv: one row per metrics line, one column per number, empty where a line has none."""
 
 import csv
+from typing import Any
 
 from paddle_vl.files.text_file import naming
 from paddle_vl.train.reporting.run_files import Line, numbers_of
@@ -30,6 +31,9 @@ class Writer:
             self._write([*before, row], "w")
         else:
             self._write([row], "a")
+
+    def show(self, step: int, answers: Any) -> None:
+        """predictions.jsonl has them."""
 
     def close(self) -> None:
         """Nothing is open."""

@@ -35,5 +35,8 @@ class EventFiles:
         self._add(line)
         self._writer.flush()
 
+    def show(self, step: int, answers: Any) -> None:
+        """predictions.jsonl has them."""
+
     def close(self) -> None:
         self._writer.close()

@@ -9,11 +9,12 @@ import secrets
 import signal
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paddle_vl.files.text_file import write_text
+from paddle_vl.train.reporting.answer_pictures import caption, drawn
 from paddle_vl.train.reporting.run_files import Line
 from paddle_vl.train.reporting.writers.base import Start, tagged
 
@@ -33,6 +34,7 @@ class ServiceRun(ABC):
 
     Args:
         init: starts its run, with `project`, `name`, `id`, `resume` and `config`.
+        image: makes its image of a picture, with a `caption`.
 
     Raises:
         ValueError: the service does not start.
@@ -40,8 +42,8 @@ class ServiceRun(ABC):
 
     package: str
 
-    def __init__(self, start: Start, init: Callable[..., Any]):
-        name, self._last_step = self.package, 0
+    def __init__(self, start: Start, init: Callable[..., Any], image: Callable[..., Any]):
+        name, self._last_step, self._image = self.package, 0, image
         file = start.output_dir / name / ID_FILE
         if start.last_step > 0 and file.is_file():
             self._last_step = start.last_step
@@ -74,6 +76,15 @@ class ServiceRun(ABC):
         numbers = dict(tagged(line))
         if line["step"] > self._last_step and numbers:
             self.run.log(numbers, step=line["step"])
+
+    def show(self, step: int, answers: Sequence[Mapping[str, Any]]) -> None:
+        images = [
+            self._image(drawn(source, line), caption=caption(line))
+            for line in answers
+            for source in line.get("images", ())[:1]
+        ]
+        if step > self._last_step and images:
+            self.run.log({"eval/answers": images}, step=step)
 
     def close(self) -> None:
         # A run that fails closes its writers while it handles the error.

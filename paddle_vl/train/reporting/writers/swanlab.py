@@ -16,7 +16,7 @@ class Writer(ServiceRun):
         # What a rank prints may quote data, and stays here.
         settings = swanlab.Settings(terminal={"proxy_type": "none"})
         init = partial(swanlab.init, log_dir=folder, settings=settings)
-        super().__init__(start, init)
+        super().__init__(start, init, swanlab.Image)
 
     def _finish(self, error: BaseException | None) -> None:
         if error is None:

@@ -15,7 +15,8 @@ class Writer(ServiceRun):
         # What a rank prints may quote data, and stays here.
         settings = self._wandb.Settings(console="off", quiet=True)
         folder = str(start.output_dir)
-        super().__init__(start, partial(self._wandb.init, dir=folder, settings=settings))
+        init = partial(self._wandb.init, dir=folder, settings=settings)
+        super().__init__(start, init, self._wandb.Image)
 
     def _finish(self, error: BaseException | None) -> None:
         self.run.finish(exit_code=int(error is not None))

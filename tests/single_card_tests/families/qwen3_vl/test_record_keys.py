@@ -9,7 +9,7 @@ kept as extra.
 import pytest
 
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.families.vlm.evaluation import _questions
+from paddle_vl.families.vlm.evaluation import questions_in
 from paddle_vl.families.vlm.inputs.conversation import parse_record
 from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
 from paddle_vl.families.vlm.inputs.tokenizer import IGNORED_LABEL
@@ -74,7 +74,7 @@ def test_only_turns_to_be_learned_are_labels(tmp_path, first, second, entries, l
     sample = dataset[0]
     assert sample["input_ids"].tolist() == plain["input_ids"].tolist()
     assert sample["labels"].tolist() == expected_labels(sample, learned)
-    assert [text for _, _, text in _questions(dataset)] == learned
+    assert [each.asked.references[0] for each in questions_in(dataset, 0)] == learned
     assert dataset.conversation(0).extra == {}
 
 

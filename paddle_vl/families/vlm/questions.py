@@ -1,0 +1,165 @@
+"""Questions that a run answers in its evaluations: conversations of data.eval up to a target turn.
+
+Shapes: B prompts, L padded length, S keys so far.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from paddle_vl.data.jsonl import BadSampleError, OnBadSample, sample_at
+from paddle_vl.data.loader import PrefetchLoader
+from paddle_vl.families.base import RankInfo
+from paddle_vl.families.vlm.evaluation import Question, Scorer, answer_to, questions_in
+from paddle_vl.families.vlm.inputs.collate import VLCollator
+from paddle_vl.families.vlm.inputs.dataset import ConversationData
+from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.inputs.tokenizer import IGNORED_LABEL
+from paddle_vl.families.vlm.settings import EvalConfig
+
+# Of a batch of prompts, not for the model.
+_NOT_FOR_MODEL = ("numbers", "labels")
+
+
+@dataclass
+class Prompts:
+    """A `paddle_vl.data.worker_pool.SampleSource` of prompts."""
+
+    questions: Sequence[Question]
+    on_bad_sample: OnBadSample
+    skipped: Counter[str] = field(default_factory=Counter)
+    fingerprint: int = 0
+
+    def __len__(self) -> int:
+        return len(self.questions)
+
+    def place(self, number: int) -> str:
+        return self.questions[number].sample
+
+    def __getitem__(self, number: int) -> dict[str, np.ndarray]:
+        question = self.questions[number]
+        with sample_at(partial(self.place, number)):
+            prompt = question.processor.encode_prompts(
+                [question.prompt], add_generation_prompt=True
+            )
+        ids_L = prompt.pop("input_ids")[0]
+        del prompt["attention_mask"]
+        ignored_L = np.full_like(ids_L, IGNORED_LABEL)
+        return {"input_ids": ids_L, "labels": ignored_L, "number": np.array(number), **prompt}
+
+
+@dataclass(frozen=True)
+class PromptCollator:
+    """Batches of prompts, padded on the left, whose rows the model-parallel ranks divide.
+
+    Attributes:
+        collator: of samples.
+    """
+
+    collator: VLCollator
+
+    def __call__(self, samples: Sequence[dict[str, np.ndarray]]) -> dict[str, Any]:
+        missing = -len(samples) % self.collator.part.size
+        rows = [*samples, *[self.filler] * missing]
+        numbers = [int(each["number"]) for each in samples if "number" in each]
+        return {**self.collator(rows), "numbers": numbers}
+
+    @property
+    def filler(self) -> dict[str, np.ndarray]:
+        """A prompt that nobody asks."""
+        ids_L = np.array([self.collator.pad_token_id])
+        return {"input_ids": ids_L, "labels": np.full_like(ids_L, IGNORED_LABEL)}
+
+
+class VLQuestions:
+    """A `paddle_vl.families.base.Questions`.
+
+    Args:
+        model: that answers.
+        data: of data.eval.
+        collator: of training samples.
+        make_loader: `Family.once`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        data: ConversationData,
+        processor: VLProcessor,
+        settings: EvalConfig,
+        collator: VLCollator,
+        make_loader: Any,
+    ):
+        self.model, self.processor, self.settings = model, processor, settings
+        self.ends, self.max_new_tokens = processor.eos_token_ids, settings.max_new_tokens
+        self._make_loader = make_loader
+        self._collator = PromptCollator(
+            replace(collator, padding_side="left", pad_to_multiple_of=1)
+        )
+        self.questions: list[Question] = []
+        count = len(data) if settings.num_samples is None else min(settings.num_samples, len(data))
+        for place in range(count):
+            # Evenly over the data.
+            try:
+                self.questions += questions_in(data, place * len(data) // count)
+            except BadSampleError:
+                if data.on_bad_sample == "fail":
+                    raise
+        self._scorer = Scorer(settings.metrics)
+        self._scorer.check(self.questions)
+        # What every reference gets, so that no metric fails in the middle of the run.
+        ideal = [answer_to(each, each.asked.references[0]) for each in self.questions]
+        self.names = tuple(self._scorer(ideal)[0])
+        self._prompts = Prompts(self.questions, data.on_bad_sample)
+
+    def __len__(self) -> int:
+        return len(self.questions)
+
+    def loader(self, ranks: RankInfo, batch_size: int) -> PrefetchLoader:
+        return self._make_loader(self._prompts, self._collator, ranks, batch_size)
+
+    def idle_batch(self) -> dict[str, Any]:
+        return self._collator([self._collator.filler])
+
+    def begun(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        ids_BL = batch["input_ids"]
+        rows, length = ids_BL.shape
+        kept = {name: value for name, value in batch.items() if name not in _NOT_FOR_MODEL}
+        caches = self.model.new_caches(length, length + self.max_new_tokens - 1)
+        return {**kept, **_asked(np.arange(1, rows + 1) * length - 1), "caches": caches}
+
+    def continued(self, batch: Mapping[str, Any], tokens: np.ndarray) -> dict[str, Any]:
+        mask_BS = batch["attention_mask"]
+        # Rows that nobody asks are last.
+        ids_B1 = np.full([len(mask_BS), 1], self.processor.pad_token_id, np.int64)
+        ids_B1[: len(tokens), 0] = tokens
+        follows: dict[str, Any] = {
+            "input_ids": ids_B1,
+            "attention_mask": np.concatenate([mask_BS, np.ones_like(ids_B1)], axis=1),
+            # The last token of a prompt is text, whose position is the highest.
+            "position_ids": batch["position_ids"][:, :, -1:] + 1,
+            "has_left_padding": batch["has_left_padding"],
+            "caches": batch["caches"],
+            **_asked(np.arange(len(mask_BS))),
+        }
+        if "real_row_indices" in batch:
+            follows["real_row_indices"] = np.arange(len(mask_BS))
+        return follows
+
+    def scored(
+        self, answers: Mapping[int, Sequence[int]]
+    ) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        texts = {number: self.processor.decode(ids) for number, ids in sorted(answers.items())}
+        found = [answer_to(self.questions[number], text) for number, text in texts.items()]
+        scores, answered = self._scorer(found)
+        return scores, [answer.to_dict() for answer in answered]
+
+
+def _asked(rows_B: np.ndarray) -> dict[str, Any]:
+    """Ask for the most likely tokens after some token rows."""
+    targets = {"target_rows": np.stack([rows_B, np.zeros_like(rows_B)]), "num_target_tokens": 0}
+    return {**targets, "returns_choices": True}
