@@ -147,7 +147,7 @@ def test_a_service_gets_pictures_with_the_boxes_of_answers_once(tmp_path):
     assert ([*values], step) == (["eval/answers"], 5)
     ((image, caption),) = values["eval/answers"]
     assert caption == "prompt: Where?\nexpected: [100, 200, 400, 600]\nanswer: [500, 500]"
-    assert image.getpixel((20, 30)) == (47, 158, 64)
+    assert image.getpixel((20, 30)) == (47, 158, 68)
     assert image.getpixel((100, 46)) == (212, 20, 90)
     assert image.getpixel((150, 80)) == (255, 255, 255)
 
