@@ -115,8 +115,8 @@ def build_evaluation(
     """
     suite = None if options.suite is None else read_suite(options.suite)
     given = {} if suite is None else suite.model_dump(exclude_defaults=True)
-    names = given.get("metrics") or options.metrics
-    scorer = Scorer(names or ["exact_match"], conclusion if suite is None else suite.scored_part)
+    names = given.get("metrics") or options.metrics or ["exact_match"]
+    scorer = Scorer(names, conclusion if suite is None else suite.scored_part)
     processor = VLProcessor.from_pretrained(
         folder_with("tokenizer.json", folder, options.base),
         template_variables=options.chat_template_kwargs,
@@ -165,7 +165,7 @@ def build_evaluation(
         if losses is not None:
             yield f"loss per answer token: {losses.loss:.4f} ({losses.counts['loss']} tokens)"
         content = {"scores": scores_by_group(scorer, answers), "settings": settings}
-        if names:
+        if options.metrics or suite is not None:
             _, answers = scorer(answers)
             # One line for each group.
             form = {"sort_keys": False, "allow_unicode": True, "default_flow_style": None}

@@ -14,8 +14,7 @@ from pydantic import Field, field_validator
 
 from paddle_vl.config.load import load_section
 from paddle_vl.config.row_sources import RowSourceConfig
-from paddle_vl.config.section import FilePath, Section
-from paddle_vl.data.formats.keys import RowSettings, from_text, renamed
+from paddle_vl.data.formats.keys import from_text, renamed
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.vlm.inputs.conversation import Conversation, RowReader
 from paddle_vl.families.vlm.inputs.dataset import ConversationData
@@ -25,30 +24,24 @@ from paddle_vl.families.vlm.metrics import conclusion, options_of
 from paddle_vl.families.vlm.settings import VLDataConfig
 from paddle_vl.generation.config import GenerationConfig
 
+
+def _lettered(options: Any) -> str:
+    """Lines `A. ...` of a list of options."""
+    found = options_of({"options": options})
+    if not found:
+        raise TemplateError(f"lettered needs a list of options, which {options!r:.80} is not")
+    return "\n".join(f"{letter}. {text}" for letter, text in found.items())
+
+
 _JINJA = ImmutableSandboxedEnvironment(
     undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
-_JINJA.filters["lettered"] = lambda options: "\n".join(
-    f"{letter}. {text}" for letter, text in options_of({"options": options}).items()
-)
+_JINJA.filters["lettered"] = _lettered
 
 
-class Suite(Section):
-    """A benchmark."""
+class Suite(RowSourceConfig):
+    """A benchmark: a source of rows, how a row is asked, and how answers are scored."""
 
-    name: Annotated[str, Field(min_length=1)]
-    """in messages and in what is printed"""
-    path: FilePath
-    """a file, a folder of a data set, or a data set on a hub: hf://org/name, ms://org/name"""
-    subsets: list[str] = Field(default=[])
-    """subsets of a data set; default: its default one"""
-    split: str | None = None
-    """split of a data set; default: train"""
-    num_samples: Annotated[int, Field(gt=0, le=10**9)] | None = None
-    """rows to draw by chance, the same every time; default: all"""
-    columns: dict[str, str] = Field(default={})
-    """names of columns and the names by which the description and metrics have them; metrics read
-    options"""
     images: list[str] | dict[str, str] = Field(default=[])
     """columns of images, which come before the prompt in this order; or columns and the texts of
     the prompt in whose places they come"""
@@ -65,14 +58,12 @@ class Suite(Section):
     extract: str | None = None
     """regular expression; what its last match has in parentheses is the answer that is scored;
     without a match the whole answer is"""
-    metrics: Annotated[list[str], Field(min_length=1)]
+    metrics: Annotated[list[str], Field(min_length=1)] = Field(default=["exact_match"])
     """what answers are scored with, see docs/evaluation.md"""
     groups: list[str] = Field(default=[])
     """columns for whose values scores are told, too"""
     min_pixels: Annotated[int, Field(ge=1)] | None = None
     """smallest image, in pixels; default: the processor's"""
-    max_pixels: Annotated[int, Field(ge=1)] | None = None
-    """largest image, in pixels; default: the processor's"""
     generation: dict[str, Any] = Field(default={})
     """of generation_config.json, such as max_new_tokens and temperature; default: greedy, 64
     tokens"""
@@ -103,11 +94,10 @@ class Suite(Section):
             raise ValueError("they are read with do_sample: true alone: add it, or remove them")
         return settings
 
-    @property
-    def source(self) -> RowSourceConfig:
-        """Where the rows are."""
-        own = {name: getattr(self, name) for name in ("subsets", "split", "num_samples")}
-        return RowSourceConfig(path=self.path, name=self.name, metrics=self.metrics, **own)
+    @field_validator("format", "tags", "weight", "max_length")
+    @classmethod
+    def _refused(cls, value: Any) -> Any:
+        raise ValueError("a benchmark has no such setting, which is of conversations: remove it")
 
     def scored_part(self, answer: str) -> str:
         """See `extract`."""
@@ -131,7 +121,7 @@ def open_suite(suite: Suite, processor: VLProcessor) -> ConversationData:
     reader = partial(SuiteReader, suite=suite)
     # A box of an annotation may end beyond its image.
     data = VLDataConfig(clip_boxes=True)
-    dataset = open_conversations([suite.source], data, processor, 0, reader)
+    dataset = open_conversations([suite], data, processor, 0, reader)
     if suite.each is not None:
         dataset.split_rows(attrgetter("branches"))
     return dataset
@@ -171,7 +161,7 @@ class SuiteReader(RowReader):
             BadSampleError: a column is missing, or the prompt cannot be made.
         """
         assert self.suite is not None
-        columns = renamed(row, RowSettings(columns=self.suite.columns))
+        columns = renamed(row, self.settings)
         rows = [columns]
         if (name := self.suite.each) is not None:
             rows = [{**columns, name: each} for each in _listed(_column(columns, name))]
@@ -193,7 +183,9 @@ class SuiteReader(RowReader):
             {"role": "user", "content": [*_parts(suite, columns)]},
             {"role": "assistant", "content": [{"type": "text", "text": told}]},
         ]
-        conversation = super().__call__({"messages": messages, **objects}, directory)
+        settings = replace(self.settings, columns={}, only_columns=False)
+        reader = RowReader(settings, "messages", self.allow_outside, self.remote)
+        conversation = reader({"messages": messages, **objects}, directory)
         groups = [
             f"{name}={each}"
             for name in suite.groups
@@ -208,7 +200,7 @@ def _parts(suite: Suite, columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]
     """The prompt's parts; see `Suite.images`."""
     try:
         text = _JINJA.from_string(suite.prompt).render(columns)
-    except TemplateError as error:
+    except (TemplateError, TypeError, ValueError) as error:
         raise _wrong(f"the prompt cannot be made: {error}", columns) from error
     images = suite.images
     tags = {tag: name for name, tag in images.items()} if isinstance(images, dict) else {}

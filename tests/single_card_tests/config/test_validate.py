@@ -93,6 +93,10 @@ def test_valid_configuration_passes(existing):
         ),
         ({"data__train": []}, "data.train lists no file"),
         ({"train__eval_steps": 5}, "train.eval_steps is 5 but data.eval lists no file"),
+        (
+            {"data__train": [{"path": "a.jsonl", "metrics": ["anls"]}]},
+            "metrics is set but no answers to these rows are scored",
+        ),
         ({"data__min_pixels": 9, "data__max_pixels": 4}, "data.min_pixels 9 exceeds"),
         (
             {"data__video_min_frames": 9, "data__video_max_frames": 4},

@@ -16,7 +16,9 @@ from PIL import Image
 
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.families.vlm.evaluation import Scorer, answer_to, questions_in
+from paddle_vl.families.vlm.inputs.open_data import open_conversations
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.settings import VLDataConfig
 from paddle_vl.families.vlm.suite import open_suite, read_suite
 
 SUITES = Path(__file__).parents[4] / "configs" / "suites"
@@ -147,9 +149,34 @@ def test_the_part_of_an_answer_that_is_scored(tmp_path, processor):
         assert scorer([answer_to(questions[0], text)])[0]["anls"] == wanted
 
 
+def test_each_source_has_its_metrics_and_rows_several_answers(tmp_path, processor):
+    rows = {"a": [("5", ["five", "V"])], "b": [("[0, 0, 9, 9]", []), ("[5, 5, 9, 9]", [])]}
+    for name, answers in rows.items():
+        lines = (json.dumps({"query": "?", "response": a, "references": r}) for a, r in answers)
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    entries = [tmp_path / "a.jsonl", {"path": f"{tmp_path}/b.jsonl", "metrics": ["box", "anls"]}]
+    data = VLDataConfig(eval=[each if isinstance(each, dict) else str(each) for each in entries])
+    dataset = open_conversations(data.eval, data, processor, 0)
+    questions = [each for number in range(3) for each in questions_in(dataset, number)]
+    assert questions[0].asked.references == ["5", "five", "V"]
+    scorer, answers = Scorer(["anls"]), ["five", "[0, 0, 9, 9]", "[5, 5, 9, 9]"]
+    assert scorer.check(questions)[:2] == ["anls", "box_iou"]
+    found, scored = scorer([answer_to(*each) for each in zip(questions, answers, strict=True)])
+    # Boxes are of their source's rows, ANLS of all.
+    assert (found["anls"], found["box_iou"]) == (1, 1)
+    assert [len(each.scores) for each in scored] == [1, 5, 5]
+    assert [each.is_exact for each in scored] == [True] * 3
+    (tmp_path / "c.jsonl").write_text('{"query": "?", "response": "5", "references": "five"}')
+    dataset = open_conversations([f"{tmp_path}/c.jsonl"], data, processor, 0)
+    with pytest.raises(ValueError, match="c.jsonl:1 has the references 'five' for 1 answers: they"):
+        questions_in(dataset, 0)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"prompt": "{{ question | lettered }}"}, "lettered needs a list of options, which 'What"),
+        ({"prompt": "{{ question + 1 }}"}, "the prompt cannot be made: can only concatenate str"),
         (
             {"prompt": "{{ ask }}"},
             "the prompt cannot be made: 'ask' is undefined; it has index, que",
@@ -168,6 +195,7 @@ def test_rows_that_do_not_fit(change, message, tmp_path, processor):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
+        ("prompt: x\nformat: llava", 'suite.yaml:5: format is "llava"; .*no such setting'),
         ("promt: x", "suite.yaml:4: promt is not a setting; did you mean prompt?"),
         ('prompt: "{{ x"', "suite.yaml:4: prompt is .*it is no template of Jinja"),
         ("prompt: x\nextract: (", "extract is .*no regular expression"),
