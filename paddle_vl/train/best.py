@@ -91,6 +91,11 @@ class BestEvaluation:
         return self.config.patience is not None and self.state.misses >= self.config.patience
 
     @property
+    def model_step(self) -> int | None:
+        """Step of the model that `final/` is to have, with train.best.load_at_end."""
+        return self.state.step if self.config.load_at_end else None
+
+    @property
     def folder(self) -> str | None:
         """Name of the best evaluation's checkpoint."""
         return None if self.state.step is None else checkpoint_name(self.state.step)

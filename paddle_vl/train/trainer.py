@@ -5,7 +5,6 @@ Over 350 lines, since it is the whole loop.
 
 import json
 import logging
-import operator
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -171,10 +170,10 @@ class Trainer:
         if self.best is not None and state.best is not None:
             self.best.restore(state.best)
             # That of a later step is one that this run comes to again.
-            if self._owes_best_model(self.best, lambda found, best: found < best):
+            if (best := self.best.model_step) is not None and self._final_step() < best:
                 raise ValueError(
-                    f"the best evaluation so far was that of step {self.best.state.step}, whose "
-                    f"model is not in {self.output_dir / FINAL}: set train.best.load_at_end=false"
+                    f"the best evaluation so far was that of step {best}, whose model is not in "
+                    f"{self.output_dir / FINAL}: set train.best.load_at_end=false"
                 )
 
     @property
@@ -395,25 +394,16 @@ class Trainer:
                 self.writer.save_final(self.step, self.save_model, self.save_streamed)
         self._save_checkpoint(must=True)
 
-    def _owes_best_model(
-        self, best: BestEvaluation, differs: Callable[[int, int], bool] = operator.ne
-    ) -> bool:
-        """Whether `final/` is to hold the best evaluation's model and holds that of another step.
-
-        Args:
-            differs: compares its step with the best.
-        """
-        if not best.config.load_at_end or best.state.step is None:
-            return False
-        manifest = Manifest.read(self.output_dir / FINAL)
-        return manifest is None or differs(manifest.step, best.state.step)
+    def _final_step(self) -> int:
+        """Step of the model in `final/`, as rank 0 sees it; -1 without one."""
+        manifest = Manifest.read(self.output_dir / FINAL) if self.ranks.is_main else None
+        return self.ranks.gathered(-1 if manifest is None else manifest.step)[0]
 
     def _save_final(self) -> Path:
-        best = self.best
-        if best is not None and best.config.load_at_end and best.state.step is not None:
-            if not self._owes_best_model(best):
+        if self.best is not None and self.best.model_step is not None:
+            if self._final_step() == self.best.model_step:
                 return self.output_dir / FINAL
-            logger.warning("final/ gets the last model, as that of %s is gone", best.folder)
+            logger.warning("final/ gets the last model, as that of %s is gone", self.best.folder)
         with self._averaged():
             return self.writer.save_final(self.step, self.save_model, self.save_streamed)
 

@@ -109,6 +109,8 @@ class VLQuestions:
             except BadSampleError:
                 if data.on_bad_sample == "fail":
                     raise
+        if not self.questions:
+            raise ValueError("train.eval is set but no sample of data.eval that is asked is usable")
         self._scorer = Scorer(settings.metrics)
         self._scorer.check(self.questions)
         # What every reference gets, so that no metric fails in the middle of the run.

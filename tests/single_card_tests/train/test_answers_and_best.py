@@ -28,6 +28,7 @@ from paddle_vl.parallel.ranks import ONE_RANK
 from paddle_vl.train.best import BestEvaluation
 from paddle_vl.train.reporting.writers.base import Start
 from paddle_vl.train.reporting.writers.service import ServiceRun
+from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
 from tests.single_card_tests.train.tiny_run import MODEL, write_tiny_run
 from tests.single_card_tests.train.whole_runs import build, evaluated, metrics_of
 
@@ -147,7 +148,7 @@ def test_a_service_gets_pictures_with_the_boxes_of_answers_once(tmp_path):
     assert ([*values], step) == (["eval/answers"], 5)
     ((image, caption),) = values["eval/answers"]
     assert caption == "prompt: Where?\nexpected: [100, 200, 400, 600]\nanswer: [500, 500]"
-    assert image.getpixel((20, 30)) == (47, 158, 64)
+    assert image.getpixel((20, 30)) == (47, 158, 68)
     assert image.getpixel((100, 46)) == (212, 20, 90)
     assert image.getpixel((150, 80)) == (255, 255, 255)
 
@@ -215,6 +216,17 @@ def test_a_signal_during_the_questions_is_followed_by_the_same_evaluation(run_fi
     assert [each for each in evaluations[0] if each] == [each for each in evaluations[1] if each]
     assert predictions(whole) == predictions(stopped)
     assert best_of(whole / "checkpoint-4") == best_of(stopped / "checkpoint-4")
+
+
+def test_a_policy_is_best_where_its_actions_err_least(tmp_path):
+    run_file = write_tiny_policy_run(tmp_path)
+    overrides = [*evaluated(tmp_path / "arm-joint.jsonl"), "train.max_steps=2"]
+    build(
+        run_file, tmp_path / "out", *overrides, "train.best={metric: action_mae/0, mode: min}"
+    ).run()
+    (line,) = [line for line in metrics_of(tmp_path / "out") if "eval_action_mae/0" in line]
+    found = best_of(tmp_path / "out" / "checkpoint-2")
+    assert (found["step"], found["value"]) == (2, line["eval_action_mae/0"])
 
 
 REFUSED = {
