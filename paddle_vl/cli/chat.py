@@ -116,6 +116,8 @@ class _Session:
         from paddle_vl.files.text_file import write_text
 
         file = _path(path)
+        if not self._messages:
+            raise ValueError("there is no answer yet: ask something first")
         if file.suffix != ".jsonl" or file.exists():
             raise ValueError(f"{file} exists or is no .jsonl file: name a new one")
         write_text(file, json.dumps({"messages": self._messages}, ensure_ascii=False) + "\n")
@@ -137,11 +139,6 @@ class _Session:
         logger.info("row 1 of %d: %d messages", len(lines), len(row.messages))
 
 
-def _show_help(*_: Any) -> None:
-    for name, (text, _run) in _COMMANDS.items():
-        logger.info("%-8s %s", name, text)
-
-
 # What each does, and the function of the session and the text behind the name.
 _COMMANDS: dict[str, tuple[str, Any]] = {
     "/image": (
@@ -154,7 +151,10 @@ _COMMANDS: dict[str, tuple[str, Any]] = {
     "/clear": ("begin anew, without one", lambda chat, _: chat.begin("")),
     "/save": ("FILE.jsonl: write a row that paddle-vl train reads", _Session.save),
     "/load": ("FILE.jsonl: go on with the conversation of the first row", _Session.load),
-    "/help": ("show this", _show_help),
+    "/help": (
+        "show this",
+        lambda *_: logger.info("\n".join(f"{n:8} {text}" for n, (text, _) in _COMMANDS.items())),
+    ),
     "/exit": ("end, as Ctrl-D does; Ctrl-C ends an answer", lambda *_: sys.exit()),
 }
 

@@ -44,8 +44,7 @@ def stream(
         pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw: as of the model.
         generation_config: None for the model's own `generation_config`, or the defaults.
         on_logits: called with the float32 logits `[B, V]` of every step, before any rule.
-        kept: empty at first; gets the caches when all tokens are taken, for a later call whose
-            prompts begin with those of this one and their answers. Without padding.
+        kept: [] at first; the caches of a call, for a next one that begins with what they have.
         overrides: settings that replace those of the configuration, see `GenerationConfig`; HF's
             names are explained.
 
@@ -142,7 +141,7 @@ class _CachedDecoder:
         for name, array in self._cached.items():
             old = earlier._cached[name]
             count = 0 if old is None else len(old)
-            if count and (array is None or not np.array_equal(old, array[:count])):
+            if old is not None and (array is None or not np.array_equal(old, array[:count])):
                 return
             new[name] = None if array is None or len(array) == count else array[count:]
         if (ids_LB := new.pop("ids_LB")) is not None:

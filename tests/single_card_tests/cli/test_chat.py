@@ -90,10 +90,10 @@ def test_files_are_found_as_terminals_write_them(line, parts, tmp_path, monkeypa
 
 
 def test_an_error_ends_a_chat_without_a_terminal(trained, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("/save talk.json\nWhich colour?"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/sing\nWhich colour?"))
     assert main(["chat", str(trained)]) == 1
     captured = capsys.readouterr()
-    assert "talk.json exists or is no .jsonl file: name a new one" in captured.err
+    assert "error: there is no command /sing: /help shows them" in captured.err
     assert captured.out == ""
 
 
@@ -120,7 +120,7 @@ def test_a_terminal_goes_on_after_errors_and_ctrl_c(trained, tmp_path):
     try:
         until(b"> ")
         assert b"error: there is no file" in until(b"\n> ", b"./none.png\r")
-        assert b"error: there is no command" in until(b"\n> ", b"/sing\r")
+        assert b"error: there is no answer yet" in until(b"\n> ", b"/save a.jsonl\r")
         assert b"/retry" in until(b"\n> ", b"/help\r")
         until(b"\n> ", b"half a line\x03")
         # The beginning of an answer stays. Up twice is the last message.
