@@ -102,7 +102,7 @@ def train_start(data: Path, folder: Path) -> Path:
         config = load_run_config(
             str(ROOT / "configs" / "quickstart" / "digits.yaml"),
             [
-                f"data.train=[{data / 'train.jsonl'}]",
+                f"data.train=[{data / 'train.jsonl'}, {data / 'copies.jsonl'}]",
                 f"data.processor={data / 'processor'}",
                 *("data.eval=[]", "train.eval_steps=null", "train.resume_from_checkpoint=none"),
                 f"train.output_dir={folder}",

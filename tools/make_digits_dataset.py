@@ -6,8 +6,10 @@ Source: the digits that scikit-learn ships (1797 images of 8 x 8 pixels, 17 grey
 UCI optical recognition set), written as PNG files: dark ink on white paper, enlarged to 64 x 64 by
 bicubic interpolation. Training conversations contain no test image.
 
-The directory gets `images/`, `train.jsonl`, `test.jsonl`, `processor/` and `dataset.json`. The
-`task` of every record is single, compare, add or two_turn.
+The directory gets `images/`, `train.jsonl`, `copies.jsonl`, `test.jsonl`, `processor/` and
+`dataset.json`. `copies.jsonl` is for training too: dialogues about copies of the training images,
+turned and shifted a little (`0007-1.png` is the first one of `0007.png`). Tasks of records: single,
+compare, add, two_turn; in `copies.jsonl` two_turn and pair, which asks everything about two images.
 """
 
 import argparse
@@ -23,11 +25,14 @@ from PIL import Image
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 
 # Increase when the written files change.
-RECIPE_VERSION = 1
+RECIPE_VERSION = 2
 SEED = 20240
 TEST_IMAGES_PER_DIGIT = 30
 NUM_TEST_PAIRS = 100
 IMAGE_SIDE = 64
+# Copies of every training image, turned and shifted (in pixels) by at most so much.
+NUM_COPIES, MAX_DEGREES, MAX_SHIFT = 4, 8, 4
+PAIRS_PER_COPY = 2
 VOCAB_SIZE = 512
 MANIFEST = "dataset.json"
 
@@ -46,6 +51,8 @@ _ADD = (
     ("<image><image>What is the sum of the two digits?", "{sum}"),
     ("<image> plus <image> equals?", "{sum}"),
 )
+_NAME_TWO = (("<image><image>Which two digits are these?", "{a} and {b}."),)
+_ABOUT_TWO = (_COMPARE, _ADD, _NAME_TWO)
 _FOLLOW_UP = (
     ("Is it even or odd?", "{parity}"),
     ("Which digit comes next?", "{next}"),
@@ -68,13 +75,21 @@ def make_digits_dataset(directory: str | os.PathLike) -> bool:
     names = [f"images/{number:04d}.png" for number in range(len(digits))]
     rng = np.random.default_rng(SEED)
     is_test = _choose_test_images(digits, rng)
+    trained = np.flatnonzero(~is_test)
     records = {
-        "train": list(_train_records(np.flatnonzero(~is_test), digits, names, rng)),
+        "train": list(_train_records(trained, digits, names, rng)),
         "test": list(_test_records(np.flatnonzero(is_test), digits, names, rng)),
+        "copies": [],
     }
     (directory / "images").mkdir(parents=True, exist_ok=True)
-    for name, image in zip(names, pixels, strict=True):
-        _write_image(directory / name, image)
+    images = [_image(image) for image in pixels]
+    for name, image in zip(names, images, strict=True):
+        image.save(directory / name)
+    for copy in range(1, NUM_COPIES + 1):
+        copies = [name.replace(".", f"-{copy}.") for name in names]
+        for number in trained:
+            _moved(images[number], rng).save(directory / copies[number])
+        records["copies"] += _dialogues(trained, digits, copies, rng)
     for split, rows in records.items():
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (directory / f"{split}.jsonl").write_text(text, encoding="utf-8")
@@ -96,10 +111,16 @@ def read_digits() -> tuple[np.ndarray, list[int]]:
     return data.images, data.target.tolist()
 
 
-def _write_image(path: Path, pixels: np.ndarray) -> None:
+def _image(pixels: np.ndarray) -> Image.Image:
     gray = np.rint(255 - pixels * (255 / 16)).astype(np.uint8)
     size = (IMAGE_SIDE, IMAGE_SIDE)
-    Image.fromarray(gray).resize(size, Image.Resampling.BICUBIC).save(path)
+    return Image.fromarray(gray).resize(size, Image.Resampling.BICUBIC)
+
+
+def _moved(image: Image.Image, rng: np.random.Generator) -> Image.Image:
+    right, down = rng.uniform(-MAX_SHIFT, MAX_SHIFT, size=2)
+    degrees = rng.uniform(-MAX_DEGREES, MAX_DEGREES)
+    return image.rotate(degrees, Image.Resampling.BICUBIC, translate=(right, down), fillcolor=255)
 
 
 def _choose_test_images(digits: Sequence[int], rng: np.random.Generator) -> np.ndarray:
@@ -125,6 +146,26 @@ def _train_records(
         for task, phrasings in (("compare", _COMPARE), ("add", _ADD)):
             pair = [number, partners[task][index]]
             yield _record(task, pair, [_pick(phrasings, rng)], digits, names)
+
+
+def _dialogues(
+    numbers: np.ndarray, digits: Sequence[int], names: Sequence[str], rng: np.random.Generator
+) -> Iterator[dict[str, Any]]:
+    """For every image: one dialogue about it alone, two about it and another one.
+
+    The latter ask everything about two images, in any order: each shown image is learned from
+    several answers.
+    """
+    partners_of = [rng.permutation(numbers) for _ in range(PAIRS_PER_COPY)]
+    for number, *partners in zip(numbers, *partners_of, strict=True):
+        turns = [_pick(_SINGLE, rng), _pick(_FOLLOW_UP, rng)]
+        yield _record("two_turn", [number], turns, digits, names)
+        for partner in partners:
+            first, *others = rng.permutation(3).tolist()
+            turns = [_pick(_ABOUT_TWO[first], rng)]
+            for question, answer in (_ABOUT_TWO[other][0] for other in others):
+                turns.append((question.replace("<image>", ""), answer))
+            yield _record("pair", [number, partner], turns, digits, names)
 
 
 def _test_records(
@@ -153,6 +194,7 @@ def _record(
     a, b = shown[0], shown[-1]
     facts = {
         "a": a,
+        "b": b,
         "sum": a + b,
         "larger": "The first." if a > b else "The second." if b > a else "They are equal.",
         "parity": "odd" if a % 2 else "even",

@@ -245,11 +245,15 @@ def overrides(settings: Mapping[str, Any]) -> list[str]:
 
 def data_settings(family: str, folder: Path) -> dict[str, Any]:
     """Settings of a run that only takes steps on data that `make_data` has written."""
-    return STEPS_ONLY | {
+    settings = STEPS_ONLY | {
         "data.train": f"[{folder / DATA[family][1]}]",
         "data.eval": "[]",
         "data.processor": folder / "processor",
     }
+    if family != "pi07":
+        # A batch has as many samples as it says.
+        settings |= {"data.packing": "false", "data.packing_length": "null"}
+    return settings
 
 
 def launch(

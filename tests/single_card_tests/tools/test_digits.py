@@ -19,6 +19,7 @@ from paddle_vl.families.vlm.inputs.dataset import MessagesDataset
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from tests.support import forked
 
+SPLITS = ("train", "copies", "test")
 datasets = pytest.importorskip("sklearn.datasets")
 
 
@@ -38,10 +39,14 @@ def images_of(rows: list[dict]) -> set[str]:
 
 
 def test_splits_are_apart_and_hold_all_tasks(made):
-    rows = {split: rows_of(made, split) for split in ("train", "test")}
-    train, test = (images_of(rows[split]) for split in ("train", "test"))
+    rows = {split: rows_of(made, split) for split in SPLITS}
+    train, copies, test = (images_of(rows[split]) for split in SPLITS)
     assert not train & test
-    assert len(train) + len(test) == len(list((made / "images").glob("*.png"))) == 1797
+    # A copy has the number of its image.
+    assert {name[:-6] for name in copies} == {name[:-4] for name in train}
+    assert len(train) + len(test) == 1797
+    assert len(copies) == 4 * len(train)
+    assert len(list((made / "images").glob("*.png"))) == len(train | copies | test)
     # Every unseen image has one single question.
     asked = Counter(row["images"][0] for row in rows["test"] if row["task"] == "single")
     assert (set(asked), set(asked.values()), len(asked)) == (test, {1}, 300)
@@ -51,20 +56,35 @@ def test_splits_are_apart_and_hold_all_tasks(made):
     assert Counter(row["task"] for row in rows["train"]) == {
         "single": 2 * 1497, "two_turn": 1497, "compare": 1497, "add": 1497
     }  # fmt: skip
+    assert Counter(row["task"] for row in rows["copies"]) == {
+        "two_turn": 4 * 1497, "pair": 8 * 1497
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize("split", ["train", "test"])
+def asked_about_two(question: str) -> str:
+    if "larger" in question:
+        return "compare"
+    return "name" if "Which two" in question else "add"
+
+
+@pytest.mark.parametrize("split", SPLITS)
 def test_answers_are_right(made, split):
     target = datasets.load_digits().target
     for row in rows_of(made, split):
-        shown = [int(target[int(Path(image).stem)]) for image in row["images"]]
+        shown = [int(target[int(Path(image).stem[:4])]) for image in row["images"]]
         answers = [turn["content"] for turn in row["messages"] if turn["role"] == "assistant"]
         first, last = shown[0], shown[-1]
-        if row["task"] == "add":
-            assert answers == [str(first + last)]
-        elif row["task"] == "compare":
-            larger = {1: "The first.", -1: "The second.", 0: "They are equal."}
-            assert answers == [larger[int(np.sign(first - last))]]
+        larger = {1: "The first.", -1: "The second.", 0: "They are equal."}
+        about_two = {
+            "add": str(first + last),
+            "compare": larger[int(np.sign(first - last))],
+            "name": f"{first} and {last}.",
+        }
+        if row["task"] == "pair":
+            questions = [turn["content"] for turn in row["messages"] if turn["role"] == "user"]
+            assert answers == [about_two[asked_about_two(question)] for question in questions]
+        elif row["task"] in about_two:
+            assert answers == [about_two[row["task"]]]
         else:
             assert answers[0] in (str(first), f"The handwritten digit {first}.")
         if row["task"] == "two_turn":
@@ -81,9 +101,26 @@ def test_images_are_the_shipped_ones_dark_on_white(made):
     assert shown[pixels.repeat(8, 0).repeat(8, 1) == 0].mean() > 200
 
 
+def test_copies_are_moved_a_little_and_stay_on_white_paper(made):
+    number = Path(rows_of(made, "train")[0]["images"][0]).stem
+    image, *copies = (
+        255.0 - np.asarray(Image.open(made / "images" / f"{number}{copy}.png"))
+        for copy in ("", "-1", "-2", "-3", "-4")
+    )
+    for index, copy in enumerate(copies):
+        assert all(np.abs(copy - other).mean() > 1 for other in (image, *copies[:index]))
+        assert 0.8 < copy.sum() / image.sum() < 1.05
+        # The centres of ink: a shift of at most four pixels to each side, and a turn.
+        assert np.abs(centre(copy) - centre(image)).max() < 6
+
+
+def centre(ink: np.ndarray) -> np.ndarray:
+    return np.array([np.average(np.arange(64), weights=ink.sum(axis)) for axis in (0, 1)])
+
+
 def test_directory_is_ready_for_a_run_with_four_visual_tokens_an_image(made):
     processor = VLProcessor.from_pretrained(made / "processor")
-    for split in ("train", "test"):
+    for split in SPLITS:
         dataset = MessagesDataset([made / f"{split}.jsonl"], processor)
         sample = dataset[len(dataset) - 1]
         assert sample["image_grid_thw"].tolist() == [[1, 4, 4], [1, 4, 4]]
@@ -93,7 +130,7 @@ def test_directory_is_ready_for_a_run_with_four_visual_tokens_an_image(made):
 
 def test_writing_is_reproducible(made, tmp_path):
     make_digits_dataset(tmp_path)
-    for split in ("train", "test"):
+    for split in SPLITS:
         name = f"{split}.jsonl"
         assert (tmp_path / name).read_bytes() == (made / name).read_bytes()
     tokenizer = Path("processor") / "tokenizer.json"
