@@ -215,12 +215,17 @@ def test_fixed_settings_exist():
 def test_every_setting_is_read_somewhere():
     """A setting that no code outside the configuration reads as an attribute has no effect."""
     package = Path(paddle_vl.__file__).parent
-    # `fleet_problems` reads the sections by name; the encoder's cp_degree has one value.
+    # `fleet_problems` reads the sections by name; the encoder's cp_degree has one value. Data sets
+    # of a mixture inherit settings, which `setting` reads by name.
     read = {*fleet_strategy._SECTIONS, "cp_degree"}
     for path in package.rglob("*.py"):
         if path.name != "schema.py":
             tree = ast.parse(path.read_text(encoding="utf-8"))
-            read |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+            nodes = list(ast.walk(tree))
+            read |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+            calls = [n for n in nodes if isinstance(n, ast.Call) and len(n.args) == 2]
+            inherited = [c for c in calls if getattr(c.func, "attr", None) == "setting"]
+            read |= {ast.literal_eval(call.args[1]) for call in inherited}
     assert {name.rpartition(".")[2] for name in all_descriptions()} <= read
 
 
