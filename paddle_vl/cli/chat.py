@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import os
 import re
 import shlex
 import sys
@@ -116,7 +117,7 @@ class _Session:
         from paddle_vl.files.text_file import write_text
 
         file = _path(path)
-        if not self._messages:
+        if all(message["role"] != "assistant" for message in self._messages):
             raise ValueError("there is no answer yet: ask something first")
         if file.suffix != ".jsonl" or file.exists():
             raise ValueError(f"{file} exists or is no .jsonl file: name a new one")
@@ -127,16 +128,17 @@ class _Session:
         from paddle_vl.data.formats.reader import to_canonical
         from paddle_vl.data.jsonl import MAX_LINE_BYTES, bounded_lines, parse_object
 
-        file = _path(path)
-        lines = [line for _, _, line in bounded_lines(file, MAX_LINE_BYTES)]
-        row = to_canonical(parse_object(lines[0] if lines else b"", "'messages'"))
+        file, first, num_rows = _path(path), b"", 0
+        for _, _, line in bounded_lines(file, MAX_LINE_BYTES):
+            first, num_rows = first or line, num_rows + 1
+        row = to_canonical(parse_object(first, "'messages'"))
         for part in (part for message in row.messages for part in message["content"]):
             if (kind := part["type"]) != "text" and isinstance(part[kind], str):
                 part[kind] = str(file.parent / part[kind])
             elif kind != "text" or row.tools:
                 raise ValueError(f"{file} has tools, or images that are no files: a chat has none")
         self._messages = row.messages
-        logger.info("row 1 of %d: %d messages", len(lines), len(row.messages))
+        logger.info("row 1 of %d: %d messages", num_rows, len(row.messages))
 
 
 # What each does, and the function of the session and the text behind the name.
@@ -167,10 +169,12 @@ def _content(text: str) -> list[Any]:
     """The parts of a message, with files where their paths are."""
     parts, at = [], 0
     for word in _WORD.finditer(text):
-        path = _path(word.group())
+        written = word.group()
+        if not written.rstrip("'\"").lower().endswith(_IMAGES + _VIDEOS):
+            continue
+        path = _path(written)
         # A name alone may be a part of a question.
-        is_meant = "/" in word.group() or path.is_file()
-        if path.suffix.lower() in (*_IMAGES, *_VIDEOS) and is_meant:
+        if "/" in written or path.is_file():
             parts += [_text_part(text[at : word.start()]), _file_part(path)]
             at = word.end()
     parts = [part for part in (*parts, _text_part(text[at:])) if part.get("text", "file").strip()]
@@ -193,7 +197,8 @@ def _path(written: str) -> Path:
     is_quoted = path.startswith(("'", '"'))
     path = "".join(shlex.split(path)) if is_quoted else re.sub(r"\\(.)", r"\1", path)
     path = unquote(urlsplit(path).path) if path.startswith("file://") else path
-    return Path(path).expanduser().absolute()
+    # Unlike `Path.expanduser` it leaves the names of unknown users.
+    return Path(os.path.expanduser(path)).absolute()
 
 
 CHAT = Command(

@@ -211,7 +211,8 @@ class VocabHead(AdaptableLinear):
         if self.lora is None:
             return y
         change = self.lora.projected(rows[1], *parameters[1:3])
-        for scales in parameters[3:]:
+        if self.lora.magnitude is not None:
+            scales = parameters[3]
             base = paddle.matmul(rows[1], parameters[0], transpose_y=True) if self.lora.drops else y
             change = (scales - 1.0) * base + scales * change
         return y + change

@@ -136,7 +136,10 @@ class _CachedDecoder:
             self._continue(kept.pop())
 
     def _continue(self, earlier: "_CachedDecoder") -> None:
-        """Take the caches of earlier prompts and answers if these prompts begin with them."""
+        """Take the caches of earlier prompts and answers if these prompts begin with them, without
+        padding."""
+        if self._has_padding or earlier._has_padding:
+            return
         new: dict[str, Any] = {}
         for name, array in self._cached.items():
             old = earlier._cached[name]

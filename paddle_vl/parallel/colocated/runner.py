@@ -89,8 +89,10 @@ class ColocatedRunner(PipelineRunner):
         return found
 
     def _encode(self, batches: Sequence[Batch], trains: bool) -> Encoded:
-        # What was encoded ahead has no graph, if the encoder is trained from this step on.
-        encoded = None if trains else self._encoded_ahead(batches)
+        if trains:
+            # It has no graph: the encoder is trained from this step on.
+            self._ahead = None
+        encoded = self._encoded_ahead(batches)
         if encoded is None:
             encoded = self.bridge.encode(self._lanes(batches), trains)
         used = frozenset().union(*(self._sections[number] for number in self.own_chunks))

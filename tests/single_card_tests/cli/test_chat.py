@@ -76,6 +76,7 @@ def test_answers_are_those_to_the_whole_conversation(trained, monkeypatch, tmp_p
         ("What's \"b c.png\", d.MP4 or it's?", ["What's ", "b c.png", ", ", "d.MP4", " or it's?"]),
         ("file://{folder}/b%20c.png d.MP4 ?", ["b c.png", "d.MP4", "?"]),
         (r"'{folder}/it'\''s.jpg'", ["it's.jpg"]),
+        (f"Are ~5 of {'A' * 999} in ~x.png?", [f"Are ~5 of {'A' * 999} in ~x.png?"]),
         ("Open x.png or d.MP4.bak or e.txt?", ["Open x.png or d.MP4.bak or e.txt?"]),
     ],
 )

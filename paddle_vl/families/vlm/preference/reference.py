@@ -49,9 +49,10 @@ def values_in(folder: Path, model: Any) -> Iterator[tuple[Tensor, Tensor]]:
     for items in trained:
         parameter, key = items[0].parameter, items[0].key
         if key.endswith(MAGNITUDE_KEY):
-            # As `LowRank.norms`, to the bit.
-            weight = stored[key.removesuffix(MAGNITUDE_KEY) + ".weight"].read()
-            squares = paddle.to_tensor(weight.astype(np.float32).T).square()
+            # As `LowRank.norms` of the weight in the model's dtype, to the bit.
+            array = stored[key.removesuffix(MAGNITUDE_KEY) + ".weight"].read()
+            weight = paddle.to_tensor(array.astype(np.float32).T).astype(parameter.dtype)
+            squares = weight.astype("float32").square()
             norms = items[0].from_stored(squares.sum(axis=0).sqrt().numpy())
             yield parameter, paddle.to_tensor(norms).astype(parameter.dtype)
         elif is_low_rank(key):

@@ -167,6 +167,17 @@ def test_kept_caches_give_the_scores_of_whole_prompts(build, chunk):
     assert kept == []
 
 
+def test_kept_caches_are_not_for_padded_prompts():
+    model, kept, found = tiny_model(), [], []
+    prompt, mask = np.array([[0, 0, 5, 6], [3, 4, 5, 6]]), np.array([[0, 0, 1, 1], [1, 1, 1, 1]])
+    tokens = model.generate(prompt, mask, max_new_tokens=3, kept=kept)
+    prompt = np.concatenate([prompt, tokens, [[7], [8]]], axis=1)
+    mask = np.concatenate([mask, np.ones((2, 4), dtype=mask.dtype)], axis=1)
+    for caches in (kept, None):
+        model.generate(prompt, mask, max_new_tokens=3, on_logits=found.append, kept=caches)
+    np.testing.assert_allclose(found[:3], found[3:], rtol=1e-4, atol=1e-6)
+
+
 def test_a_step_reads_the_chosen_ids_only(monkeypatch):
     model, reads, plain = tiny_model(), [], paddle.Tensor.numpy
 
