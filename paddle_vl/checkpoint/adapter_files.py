@@ -47,9 +47,8 @@ _NOT_SUPPORTED = {
 
 # Settings of an adapter that are read.
 _COMPUTED = (
-    *("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"),
-    *("rank_pattern", "alpha_pattern"),
-)
+    "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern",
+)  # fmt: skip
 
 
 # Types of further entries.

@@ -79,21 +79,14 @@ class Rule:
     layout: Same
 
 
-def low_rank_rules(rules: Iterable[Rule], others: Iterable[tuple[str, str]] = ()) -> list[Rule]:
-    """Rules for the parameters of adapters on the linears of rules that end in `*`.
-
-    Args:
-        others: further linears, by the beginnings of their names here and in the checkpoint.
-    """
-    names = [
-        (rule.parameter[:-1].removesuffix("."), rule.key[:-1].removesuffix("."))
-        for rule in rules
-        if isinstance(rule.layout, LinearWeights) and rule.parameter.endswith("*")
-    ]
+def low_rank_rules(rules: Iterable[Rule]) -> list[Rule]:
+    """Rules for the parameters of adapters on the linears of rules that end in `*`."""
     suffixes = {"A": "lora_A.weight", "B": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
     return [
         Rule(f"{ours}*.lora.{name}", f"{theirs}*.{suffix}", LinearWeights())
-        for ours, theirs in [*names, *others]
+        for rule in rules
+        if isinstance(rule.layout, LinearWeights) and rule.parameter.endswith("*")
+        for ours, theirs in [[n[:-1].removesuffix(".") for n in (rule.parameter, rule.key)]]
         for name, suffix in suffixes.items()
     ]
 

@@ -21,8 +21,9 @@ def model_rules(config: VLConfig, decoder: Iterable[Rule] = ()) -> tuple[Rule, .
     )
     towers = Rule("visual.*", "model.visual.*", LinearWeights())
     layers = Rule("language_model.*", "model.language_model.*", LinearWeights())
+    head = Rule("lm_head.*", "lm_head.*", LinearWeights())
     return (
-        *low_rank_rules([towers, layers], [("lm_head", "lm_head")]),
+        *low_rank_rules([towers, layers, head]),
         Rule(
             "visual.patch_embed.weight", "model.visual.patch_embed.proj.weight", PatchKernel(kernel)
         ),
