@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from paddle_vl.families.vlm.settings import VLDataConfig
 from paddle_vl.families.vlm.suite import open_suite, read_suite
 
 NO_TASK = "(no task)"
+ALL_ANSWERS, COUNT = "all answers", "answers"
 
 
 class Asked(NamedTuple):
@@ -164,9 +165,10 @@ def build_evaluation(
         answers = generated_answers(model, processor, dataset, options.batch_size, generation)
         if losses is not None:
             yield f"loss per answer token: {losses.loss:.4f} ({losses.counts['loss']} tokens)"
-        content = {"scores": scores_by_group(scorer, answers), "settings": settings}
+        scores, scored = scorer(answers)
+        content = {"scores": scores, "settings": settings}
         if options.metrics or suite is not None:
-            _, answers = scorer(answers)
+            answers = scored
             # One line for each group.
             form = {"sort_keys": False, "allow_unicode": True, "default_flow_style": None}
             yield yaml.safe_dump(content, width=1 << 20, **form).rstrip()
@@ -248,49 +250,61 @@ class Scorer:
         self._metrics = {name: metric_named(name) for name in names}
 
     def check(self, questions: Iterable[Question]) -> list[str]:
-        """The names of the scores, from scoring a reference as if it were the answer, of one
-        question for each choice of metrics.
+        """The names of the scores, from scoring references as if they were the answers.
 
         Raises:
             ValueError: there is no such metric, or it cannot use a question.
         """
-        scores: dict[str, float] = {}
-        for asked in {tuple(each.asked.metrics): each.asked for each in questions}.values():
-            for name in asked.metrics or self._names:
-                metric = self._metrics.setdefault(name, metric_named(name))
-                scores |= metric([self._sample(asked.references[0], asked)])[0]
-        return list(scores)
+        return [*self.overall([answer_to(each, each.asked.references[0]) for each in questions])[0]]
 
-    def __call__(self, answers: Sequence[Answer]) -> tuple[dict[str, float], list[Answer]]:
-        """Scores of all answers by name, and the answers with their own.
+    def overall(self, answers: Sequence[Answer]) -> tuple[dict[str, float], list[Answer]]:
+        """Scores of all answers by name, and the answers with their own; see `__call__`."""
+        scores, answers = self(answers)
+        return {n: v for n, v in scores[ALL_ANSWERS].items() if n != COUNT}, answers
+
+    def __call__(
+        self, answers: Sequence[Answer]
+    ) -> tuple[dict[str, dict[str, float]], list[Answer]]:
+        """Scores by name, of `ALL_ANSWERS` and of each group's with their `COUNT`; and the answers
+        with their own. A metric is called once for each answer, or for each set.
 
         Raises:
             ValueError: see `metric_named`.
         """
-        overall, own = dict[str, float](), [dict[str, float]() for _ in answers]
-        samples = [self._sample(self._extract(each.answer), each.asked) for each in answers]
-        for name, metric in self._metrics.items():
-            names = [each.asked.metrics or self._names for each in answers]
-            if places := [place for place, each in enumerate(names) if name in each]:
-                numbers, of_samples = metric([samples[place] for place in places])
-                overall |= numbers
-                for place, more in zip(places, of_samples, strict=True):
-                    own[place] |= more
-        return overall, [replace(a, scores=n) for a, n in zip(answers, own, strict=True)]
-
-    @staticmethod
-    def _sample(answer: str, asked: Asked) -> Scored:
-        return Scored(conclusion(answer), [*map(conclusion, asked.references)], asked.columns)
-
-
-def scores_by_group(scorer: Scorer, answers: Sequence[Answer]) -> dict[str, dict[str, float]]:
-    """The scores of all answers and of each group's, with the number of answers."""
-    groups = {"all answers": [*answers]}
-    for answer in answers:
-        for name in dict.fromkeys(answer.asked.groups):
-            groups.setdefault(name, []).append(answer)
-    groups.pop(NO_TASK, None)
-    return {name: {"answers": len(of), **scorer(of)[0]} for name, of in groups.items()}
+        groups = {ALL_ANSWERS: [*range(len(answers))]}
+        for place, answer in enumerate(answers):
+            for name in dict.fromkeys(answer.asked.groups):
+                groups.setdefault(name, []).append(place)
+        groups.pop(NO_TASK, None)
+        scores: dict[str, dict[str, float]] = {
+            name: {COUNT: len(places)} for name, places in groups.items()
+        }
+        own = [dict[str, float]() for _ in answers]
+        samples = [
+            Scored(
+                self._extract(each.answer),
+                [*map(conclusion, each.asked.references)],
+                each.asked.columns,
+            )
+            for each in answers
+        ]
+        names = [each.asked.metrics or self._names for each in answers]
+        for name in dict.fromkeys(chain.from_iterable(names)):
+            if name not in self._metrics:
+                self._metrics[name] = metric_named(name)
+            metric = self._metrics[name]
+            found = {
+                place: metric.own(sample)
+                for place, sample in enumerate(samples)
+                if name in names[place]
+            }
+            for place, numbers in found.items():
+                own[place] |= numbers
+            for group, places in groups.items():
+                if inside := [place for place in places if place in found]:
+                    set_of = [samples[place] for place in inside]
+                    scores[group] |= metric.score(set_of, [found[place] for place in inside])
+        return scores, [replace(a, scores=n) for a, n in zip(answers, own, strict=True)]
 
 
 def questions_in(dataset: ConversationData, number: int) -> list[Question]:
@@ -330,7 +344,7 @@ def exact_report(answers: Sequence[Answer]) -> str:
     for answer in answers:
         by_task.setdefault(answer.task, []).append(answer.is_exact)
     rows = sorted(by_task.items()) if len(by_task) > 1 else []
-    rows.append(("all answers", [answer.is_exact for answer in answers]))
+    rows.append((ALL_ANSWERS, [answer.is_exact for answer in answers]))
     width = max(len(name) for name, _ in rows)
     lines = ["exact answers:"]
     for name, exact in rows:

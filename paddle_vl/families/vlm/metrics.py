@@ -11,7 +11,7 @@ import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import zip_longest
+from itertools import product, zip_longest
 from pathlib import Path
 from runpy import run_path
 from typing import Any, NamedTuple
@@ -36,8 +36,16 @@ class Scored(NamedTuple):
     row: Mapping[str, Any] = {}
 
 
-# Gives the numbers of a set of samples by name, and those of each sample.
-Metric = Callable[[Sequence[Scored]], tuple[Numbers, list[Numbers]]]
+class Metric(NamedTuple):
+    """A way to score samples.
+
+    Attributes:
+        own: numbers of a sample by name; empty where a sample alone has none.
+        score: numbers of a set, from its samples in order and the numbers of each.
+    """
+
+    own: Callable[[Scored], Numbers]
+    score: Callable[[Sequence[Scored], Sequence[Numbers]], Numbers]
 
 
 def conclusion(text: str) -> str:
@@ -93,19 +101,21 @@ def _user_metric(name: str) -> Metric:
 def _each(name: str, of_sample: Callable[[Scored], Any]) -> Metric:
     """The metric whose score is the mean over samples."""
 
-    def metric(samples: Sequence[Scored]) -> tuple[Numbers, list[Numbers]]:
-        own = [_numbers(name, of_sample(each)) for each in samples]
+    def mean(_: Sequence[Scored], own: Sequence[Numbers]) -> Numbers:
         for numbers in own:
             if numbers.keys() != own[0].keys():
-                raise ValueError(f"metric {name} gives {[*numbers]}, and before {[*own[0]]}")
-        return {n: math.fsum(each[n] for each in own) / len(own) for n in own[0]}, own
+                raise ValueError(
+                    f"metric {name} gives {[*numbers]}, and before {[*own[0]]}: it must give the "
+                    "same names for each answer"
+                )
+        return {n: math.fsum(each[n] for each in own) / len(own) for n in own[0]}
 
-    return metric
+    return Metric(lambda sample: _numbers(name, of_sample(sample)), mean)
 
 
 def _whole(name: str, of_all: Callable[[Sequence[Scored]], Any]) -> Metric:
     """The metric of whole sets, in the order of the samples."""
-    return lambda samples: (_numbers(name, of_all(samples)), [{} for _ in samples])
+    return Metric(lambda _: {}, lambda samples, _: _numbers(name, of_all(samples)))
 
 
 def _numbers(name: str, value: Any) -> Numbers:
@@ -128,7 +138,7 @@ def _anls(answer: str, reference: str) -> float:
     to the width of spaces."""
     answer, reference = (" ".join(text.lower().split()) for text in (answer, reference))
     longest = max(len(answer), len(reference))
-    if 2 * abs(len(answer) - len(reference)) >= longest:
+    if answer == reference or 2 * abs(len(answer) - len(reference)) >= longest:
         return float(answer == reference)
     distances = list(range(len(reference) + 1))
     for row, letter in enumerate(answer, start=1):
@@ -212,7 +222,7 @@ def choice_of(answer: str, options: Mapping[str, str]) -> str | None:
     Args:
         options: texts by letter; empty if they are not known.
     """
-    by_text = {_plain(text): letter for letter, text in options.items()}
+    by_text = {plain: letter for letter, text in options.items() if (plain := _plain(text))}
     allowed, plain = options or string.ascii_uppercase, _plain(answer)
     if plain in by_text and plain.upper() not in options:
         return by_text[plain]
@@ -290,19 +300,27 @@ def _iou(first: Sequence[float], second: Sequence[float]) -> float:
     return inner / union if union > 0 else 0.0
 
 
+def _paired_ious(
+    found: Sequence[Sequence[float]], wanted: Sequence[Sequence[float]]
+) -> list[float]:
+    """IoU of each pair, 0 for a box without a partner."""
+    ious, partners = [0.0] * max(len(found), len(wanted)), dict[int, int]()
+    pairs = product(range(len(found)), range(len(wanted)))
+    for own, other in sorted(pairs, key=lambda pair: -_iou(found[pair[0]], wanted[pair[1]])):
+        if own not in partners and other not in partners.values():
+            partners[own] = other
+            ious[len(partners) - 1] = _iou(found[own], wanted[other])
+    return ious
+
+
 def _box(sample: Scored) -> Numbers:
-    """Mean IoU of boxes, each of the answer with the nearest that is left, and the share of the
-    answer's with an IoU of a threshold or more; of the nearest reference."""
-    found, best = [each for each in _shapes(sample.answer) if len(each) == 4], [-1.0]
-    for reference in sample.references:
-        left, ious = _wanted_shapes(reference, {4: "box"}), []
-        count = max(len(found), len(left))
-        for box in found[: len(left)]:
-            nearest = max(left, key=partial(_iou, box))
-            ious.append(_iou(box, nearest))
-            left.remove(nearest)
-        ious += [0.0] * (count - len(ious))
-        best = max(best, ious, key=lambda each: sum(each) / len(each))
+    """Mean IoU of boxes, paired with the nearest pair first, and the share of the answer's with an
+    IoU of a threshold or more; of the nearest reference."""
+    found = [each for each in _shapes(sample.answer) if len(each) == 4]
+    of_references = (
+        _paired_ious(found, _wanted_shapes(each, {4: "box"})) for each in sample.references
+    )
+    best = max(of_references, key=lambda ious: sum(ious) / len(ious))
     shares = {
         f"box_precision_{least}": sum(iou >= least for iou in best) / max(len(found), 1)
         for least in (0.5, 0.7, 0.9)
