@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from paddle_vl.families.vlm.objective import VLBatchAdapter, VLLoss
 from paddle_vl.families.vlm.processor_fit import check_processor_fits, model_collator
 from paddle_vl.families.vlm.settings import VLDataConfig
 from paddle_vl.families.vlm.suite import open_suite, read_suite
+from paddle_vl.generation.config import GenerationConfig
 
 NO_TASK = "(no task)"
 ALL_ANSWERS, COUNT = "all answers", "answers"
@@ -141,13 +142,16 @@ def build_evaluation(
             dataset, collator, options.batch_size, shuffle=False, drop_last=False, num_epochs=1
         )
     # Overrides the model's own generation_config.json.
-    generation = {
+    overrides = {
         "do_sample": False,
         "repetition_penalty": 1.0,
         "min_new_tokens": 0,
         "max_new_tokens": options.max_new_tokens,
+        "eos_token_id": processor.eos_token_ids,
+        "pad_token_id": processor.pad_token_id,
         **given.get("generation", {}),
     }
+    generation = asdict((model.generation_config or GenerationConfig()).updated(**overrides))
     settings = {
         "model": str(folder),
         **({"data": [*options.files]} if suite is None else {"suite": str(options.suite)}),
@@ -204,12 +208,11 @@ def generated_answers(
         generation: settings of `GenerationConfig`.
     """
     questions = (each for number in range(len(dataset)) for each in questions_in(dataset, number))
-    ends = {"eos_token_id": processor.eos_token_ids, "pad_token_id": processor.pad_token_id}
     answers = []
     while group := list(islice(questions, batch_size)):
         prompts = [each.prompt for each in group]
         inputs = processor.encode_prompts(prompts, add_generation_prompt=True)
-        new_ids = model.generate(**inputs, **ends, **generation)
+        new_ids = model.generate(**inputs, **generation)
         pairs = zip(group, new_ids, strict=True)
         answers += [answer_to(question, processor.decode(ids)) for question, ids in pairs]
     return answers
@@ -330,7 +333,7 @@ def questions_in(dataset: ConversationData, number: int) -> list[Question]:
             Asked(
                 list(dict.fromkeys([whole.text(turn).strip(), *more])),
                 whole.columns,
-                task if isinstance(task, list) else [str(task)],
+                [*map(str, task if isinstance(task, list) else [task])],
                 dataset.metrics(row),
             ),
         )

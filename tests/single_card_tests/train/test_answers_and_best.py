@@ -65,7 +65,8 @@ def test_answers_are_those_of_the_saved_model(run_file, data, tmp_path, ema):
     model = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "out" / "final")
     processor = Qwen3VLProcessor.from_pretrained(tmp_path / "out" / "final")
     dataset = MessagesDataset([data], processor)
-    generation = {"do_sample": False, "max_new_tokens": 5}
+    ends = {"eos_token_id": processor.eos_token_ids, "pad_token_id": processor.pad_token_id}
+    generation = {"do_sample": False, "max_new_tokens": 5, **ends}
     wanted = [each.answer for each in generated_answers(model, processor, dataset, 3, generation)]
     lines = predictions(tmp_path / "out")
     assert [line["answer"] for line in lines] == wanted
