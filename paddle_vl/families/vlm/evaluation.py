@@ -284,23 +284,15 @@ class Scorer:
         }
         own = [dict[str, float]() for _ in answers]
         samples = [
-            Scored(
-                self._extract(each.answer),
-                [*map(conclusion, each.asked.references)],
-                each.asked.columns,
-            )
-            for each in answers
+            Scored(self._extract(text), [*map(conclusion, asked.references)], asked.columns)
+            for text, asked in ((each.answer, each.asked) for each in answers)
         ]
         names = [each.asked.metrics or self._names for each in answers]
         for name in dict.fromkeys(chain.from_iterable(names)):
             if name not in self._metrics:
                 self._metrics[name] = metric_named(name)
             metric = self._metrics[name]
-            found = {
-                place: metric.own(sample)
-                for place, sample in enumerate(samples)
-                if name in names[place]
-            }
+            found = {n: metric.own(samples[n]) for n, asked in enumerate(names) if name in asked}
             for place, numbers in found.items():
                 own[place] |= numbers
             for group, places in groups.items():

@@ -2,7 +2,7 @@
 
 A metric gives named numbers for a sample: from its answer, one or several references, and the row.
 Of a set of samples the score is the mean of each number; of BLEU and chrF, and of a function over
-lists, it is what the whole set gives.
+lists, it is what the whole set gives. Over 350 lines: all metrics, with the tables that name them.
 """
 
 import inspect
@@ -21,6 +21,8 @@ from paddle_vl.data.formats.keys import from_text
 from paddle_vl.data.media_file import brief
 
 Numbers = dict[str, float]
+# Two corners of a box, or a point, in thousandths of the image.
+Shape = tuple[float, ...]
 
 
 class Scored(NamedTuple):
@@ -262,28 +264,29 @@ def _mmmu(sample: Scored) -> bool:
     or a number that is equal to two decimals."""
     if options_of(sample.row):
         return _multiple_choice(sample)
-    numbers = [float(each.replace(",", "")) for each in re.findall(_NUMBER, sample.answer)]
-    for reference in sample.references:
-        if re.fullmatch(_NUMBER, reference):
-            wanted = float(reference.replace(",", ""))
-            if any(round(each, 2) == round(wanted, 2) for each in numbers):
-                return True
-        elif re.search(rf"(?i)(?<!\w){re.escape(reference)}(?!\w)", sample.answer):
-            return True
-    return False
+    return any(_has(sample.answer, each) for each in sample.references)
+
+
+def _has(answer: str, reference: str) -> bool:
+    if re.fullmatch(_NUMBER, reference):
+        wanted, *found = (
+            round(float(each.replace(",", "")), 2)
+            for each in (reference, *re.findall(_NUMBER, answer))
+        )
+        return wanted in found
+    return re.search(rf"(?i)(?<!\w){re.escape(reference)}(?!\w)", answer) is not None
 
 
 # Thousandths of the image that a point may be away from the reference's.
 _POINT_DISTANCE = 50.0
 
 
-def _shapes(text: str) -> list[tuple[float, ...]]:
-    """Boxes of two corners, and points, in thousandths of the image."""
-    # A point alone, without its markers.
+def _shapes(text: str) -> list[Shape]:
+    # A point alone may have lost its markers.
     return [box.corners for box in boxes_in(re.sub(r"\A\(([^()]*)\)\Z", r"[\1]", text))]
 
 
-def _wanted_shapes(reference: str, kinds: Mapping[int, str]) -> list[tuple[float, ...]]:
+def _wanted_shapes(reference: str, kinds: Mapping[int, str]) -> list[Shape]:
     found = _shapes(reference)
     if not found or any(len(each) not in kinds for each in found):
         raise ValueError(
@@ -293,24 +296,22 @@ def _wanted_shapes(reference: str, kinds: Mapping[int, str]) -> list[tuple[float
     return found
 
 
-def _iou(first: Sequence[float], second: Sequence[float]) -> float:
+def _iou(first: Shape, second: Shape) -> float:
     (ax, ay, bx, by), (cx, cy, dx, dy) = first, second
     inner = max(0.0, min(bx, dx) - max(ax, cx)) * max(0.0, min(by, dy) - max(ay, cy))
     union = max(0.0, bx - ax) * max(0.0, by - ay) + max(0.0, dx - cx) * max(0.0, dy - cy) - inner
     return inner / union if union > 0 else 0.0
 
 
-def _paired_ious(
-    found: Sequence[Sequence[float]], wanted: Sequence[Sequence[float]]
-) -> list[float]:
-    """IoU of each pair, 0 for a box without a partner."""
-    ious, partners = [0.0] * max(len(found), len(wanted)), dict[int, int]()
-    pairs = product(range(len(found)), range(len(wanted)))
-    for own, other in sorted(pairs, key=lambda pair: -_iou(found[pair[0]], wanted[pair[1]])):
+def _paired_ious(found: Sequence[Shape], wanted: Sequence[Shape]) -> list[float]:
+    """IoU of each pair, the nearest first; 0 for a box without a partner."""
+    ious, partners = list[float](), dict[int, int]()
+    pairs = product(enumerate(found), enumerate(wanted))
+    for iou, own, other in sorted(((_iou(a, b), i, j) for (i, a), (j, b) in pairs), reverse=True):
         if own not in partners and other not in partners.values():
             partners[own] = other
-            ious[len(partners) - 1] = _iou(found[own], wanted[other])
-    return ious
+            ious.append(iou)
+    return ious + [0.0] * abs(len(found) - len(wanted))
 
 
 def _box(sample: Scored) -> Numbers:
