@@ -278,7 +278,9 @@ class RegionOps:
                 "float32"
             )
             is_here_R = own_R == vocabulary.largest(own_R)
-            ids_R = where(is_here_R, ids_R, full_like(ids_R, float("inf")))
+            # Where no logit is a number the last token is taken.
+            last = vocabulary.num_shares * logits_RV.shape[1] - 1
+            ids_R = where(is_here_R, ids_R, full_like(ids_R, last))
             return -vocabulary.largest(-ids_R)
 
         return head(x_TD, reduced).astype("int64")

@@ -74,10 +74,11 @@ class BestEvaluation:
         own, before = entries.get(self.config.key), self.state.value
         if own is None:
             return False
-        value, gain = float(ranks.gathered(str(own))[0]), -math.inf
-        if math.isfinite(value):
-            better = value - (before or 0) if self.config.mode == "max" else (before or 0) - value
-            gain = math.inf if before is None else better
+        value = float(ranks.gathered(str(own))[0])
+        if before is None or not math.isfinite(value):
+            gain = math.inf if math.isfinite(value) else -math.inf
+        else:
+            gain = value - before if self.config.mode == "max" else before - value
         misses = 0 if gain > self.config.min_delta else self.state.misses + 1
         self.state = replace(self.state, misses=misses)
         if gain > 0:

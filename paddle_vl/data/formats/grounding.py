@@ -165,9 +165,11 @@ def read_boxes(text: str, size: tuple[int, int]) -> list[Box]:
 def boxes_in(answer: str) -> list[Box]:
     """Boxes and points of an answer, in thousandths; none if it is no such answer."""
     try:
-        return read_boxes(answer, (_UNITS, _UNITS))
-    except ValueError:
+        found = read_boxes(answer, (_UNITS, _UNITS))
+    except (ValueError, OverflowError):
         return []
+    # A model may write digits without end.
+    return [box for box in found if all(map(math.isfinite, box.corners))]
 
 
 def _texts(messages: Sequence[Message]) -> Iterator[tuple[Any, str]]:

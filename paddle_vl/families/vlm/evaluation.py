@@ -3,8 +3,8 @@
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +24,10 @@ from paddle_vl.families.vlm.objective import VLBatchAdapter, VLLoss
 from paddle_vl.families.vlm.processor_fit import check_processor_fits, model_collator
 from paddle_vl.families.vlm.settings import VLDataConfig
 from paddle_vl.families.vlm.suite import open_suite, read_suite
+from paddle_vl.generation.config import GenerationConfig
 
 NO_TASK = "(no task)"
+ALL_ANSWERS, COUNT = "all answers", "answers"
 
 
 class Asked(NamedTuple):
@@ -140,13 +142,16 @@ def build_evaluation(
             dataset, collator, options.batch_size, shuffle=False, drop_last=False, num_epochs=1
         )
     # Overrides the model's own generation_config.json.
-    generation = {
+    overrides = {
         "do_sample": False,
         "repetition_penalty": 1.0,
         "min_new_tokens": 0,
         "max_new_tokens": options.max_new_tokens,
+        "eos_token_id": processor.eos_token_ids,
+        "pad_token_id": processor.pad_token_id,
         **given.get("generation", {}),
     }
+    generation = asdict((model.generation_config or GenerationConfig()).updated(**overrides))
     settings = {
         "model": str(folder),
         **({"data": [*options.files]} if suite is None else {"suite": str(options.suite)}),
@@ -164,9 +169,10 @@ def build_evaluation(
         answers = generated_answers(model, processor, dataset, options.batch_size, generation)
         if losses is not None:
             yield f"loss per answer token: {losses.loss:.4f} ({losses.counts['loss']} tokens)"
-        content = {"scores": scores_by_group(scorer, answers), "settings": settings}
+        scores, scored = scorer(answers)
+        content = {"scores": scores, "settings": settings}
         if options.metrics or suite is not None:
-            _, answers = scorer(answers)
+            answers = scored
             # One line for each group.
             form = {"sort_keys": False, "allow_unicode": True, "default_flow_style": None}
             yield yaml.safe_dump(content, width=1 << 20, **form).rstrip()
@@ -202,12 +208,11 @@ def generated_answers(
         generation: settings of `GenerationConfig`.
     """
     questions = (each for number in range(len(dataset)) for each in questions_in(dataset, number))
-    ends = {"eos_token_id": processor.eos_token_ids, "pad_token_id": processor.pad_token_id}
     answers = []
     while group := list(islice(questions, batch_size)):
         prompts = [each.prompt for each in group]
         inputs = processor.encode_prompts(prompts, add_generation_prompt=True)
-        new_ids = model.generate(**inputs, **ends, **generation)
+        new_ids = model.generate(**inputs, **generation)
         pairs = zip(group, new_ids, strict=True)
         answers += [answer_to(question, processor.decode(ids)) for question, ids in pairs]
     return answers
@@ -248,49 +253,53 @@ class Scorer:
         self._metrics = {name: metric_named(name) for name in names}
 
     def check(self, questions: Iterable[Question]) -> list[str]:
-        """The names of the scores, from scoring a reference as if it were the answer, of one
-        question for each choice of metrics.
+        """The names of the scores, from scoring references as if they were the answers.
 
         Raises:
             ValueError: there is no such metric, or it cannot use a question.
         """
-        scores: dict[str, float] = {}
-        for asked in {tuple(each.asked.metrics): each.asked for each in questions}.values():
-            for name in asked.metrics or self._names:
-                metric = self._metrics.setdefault(name, metric_named(name))
-                scores |= metric([self._sample(asked.references[0], asked)])[0]
-        return list(scores)
+        return [*self.overall([answer_to(each, each.asked.references[0]) for each in questions])[0]]
 
-    def __call__(self, answers: Sequence[Answer]) -> tuple[dict[str, float], list[Answer]]:
-        """Scores of all answers by name, and the answers with their own.
+    def overall(self, answers: Sequence[Answer]) -> tuple[dict[str, float], list[Answer]]:
+        """Scores of all answers by name, and the answers with their own; see `__call__`."""
+        scores, answers = self(answers)
+        return {n: v for n, v in scores[ALL_ANSWERS].items() if n != COUNT}, answers
+
+    def __call__(
+        self, answers: Sequence[Answer]
+    ) -> tuple[dict[str, dict[str, float]], list[Answer]]:
+        """Scores by name, of `ALL_ANSWERS` and of each group's with their `COUNT`; and the answers
+        with their own. A metric is called once for each answer, or for each set.
 
         Raises:
             ValueError: see `metric_named`.
         """
-        overall, own = dict[str, float](), [dict[str, float]() for _ in answers]
-        samples = [self._sample(self._extract(each.answer), each.asked) for each in answers]
-        for name, metric in self._metrics.items():
-            names = [each.asked.metrics or self._names for each in answers]
-            if places := [place for place, each in enumerate(names) if name in each]:
-                numbers, of_samples = metric([samples[place] for place in places])
-                overall |= numbers
-                for place, more in zip(places, of_samples, strict=True):
-                    own[place] |= more
-        return overall, [replace(a, scores=n) for a, n in zip(answers, own, strict=True)]
-
-    @staticmethod
-    def _sample(answer: str, asked: Asked) -> Scored:
-        return Scored(conclusion(answer), [*map(conclusion, asked.references)], asked.columns)
-
-
-def scores_by_group(scorer: Scorer, answers: Sequence[Answer]) -> dict[str, dict[str, float]]:
-    """The scores of all answers and of each group's, with the number of answers."""
-    groups = {"all answers": [*answers]}
-    for answer in answers:
-        for name in dict.fromkeys(answer.asked.groups):
-            groups.setdefault(name, []).append(answer)
-    groups.pop(NO_TASK, None)
-    return {name: {"answers": len(of), **scorer(of)[0]} for name, of in groups.items()}
+        groups = {ALL_ANSWERS: [*range(len(answers))]}
+        for place, answer in enumerate(answers):
+            for name in dict.fromkeys(answer.asked.groups):
+                groups.setdefault(name, []).append(place)
+        groups.pop(NO_TASK, None)
+        scores: dict[str, dict[str, float]] = {
+            name: {COUNT: len(places)} for name, places in groups.items()
+        }
+        own = [dict[str, float]() for _ in answers]
+        samples = [
+            Scored(self._extract(text), [*map(conclusion, asked.references)], asked.columns)
+            for text, asked in ((each.answer, each.asked) for each in answers)
+        ]
+        names = [each.asked.metrics or self._names for each in answers]
+        for name in dict.fromkeys(chain.from_iterable(names)):
+            if name not in self._metrics:
+                self._metrics[name] = metric_named(name)
+            metric = self._metrics[name]
+            found = {n: metric.own(samples[n]) for n, asked in enumerate(names) if name in asked}
+            for place, numbers in found.items():
+                own[place] |= numbers
+            for group, places in groups.items():
+                if inside := [place for place in places if place in found]:
+                    set_of = [samples[place] for place in inside]
+                    scores[group] |= metric.score(set_of, [found[place] for place in inside])
+        return scores, [replace(a, scores=n) for a, n in zip(answers, own, strict=True)]
 
 
 def questions_in(dataset: ConversationData, number: int) -> list[Question]:
@@ -316,7 +325,7 @@ def questions_in(dataset: ConversationData, number: int) -> list[Question]:
             Asked(
                 list(dict.fromkeys([whole.text(turn).strip(), *more])),
                 whole.columns,
-                task if isinstance(task, list) else [str(task)],
+                [*map(str, task if isinstance(task, list) else [task])],
                 dataset.metrics(row),
             ),
         )
@@ -330,7 +339,7 @@ def exact_report(answers: Sequence[Answer]) -> str:
     for answer in answers:
         by_task.setdefault(answer.task, []).append(answer.is_exact)
     rows = sorted(by_task.items()) if len(by_task) > 1 else []
-    rows.append(("all answers", [answer.is_exact for answer in answers]))
+    rows.append((ALL_ANSWERS, [answer.is_exact for answer in answers]))
     width = max(len(name) for name, _ in rows)
     lines = ["exact answers:"]
     for name, exact in rows:

@@ -2,7 +2,7 @@
 
 A metric gives named numbers for a sample: from its answer, one or several references, and the row.
 Of a set of samples the score is the mean of each number; of BLEU and chrF, and of a function over
-lists, it is what the whole set gives.
+lists, it is what the whole set gives. Over 350 lines: all metrics, with the tables that name them.
 """
 
 import inspect
@@ -11,7 +11,7 @@ import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import zip_longest
+from itertools import product, zip_longest
 from pathlib import Path
 from runpy import run_path
 from typing import Any, NamedTuple
@@ -21,6 +21,8 @@ from paddle_vl.data.formats.keys import from_text
 from paddle_vl.data.media_file import brief
 
 Numbers = dict[str, float]
+# Two corners of a box, or a point, in thousandths of the image.
+Shape = tuple[float, ...]
 
 
 class Scored(NamedTuple):
@@ -36,8 +38,16 @@ class Scored(NamedTuple):
     row: Mapping[str, Any] = {}
 
 
-# Gives the numbers of a set of samples by name, and those of each sample.
-Metric = Callable[[Sequence[Scored]], tuple[Numbers, list[Numbers]]]
+class Metric(NamedTuple):
+    """A way to score samples.
+
+    Attributes:
+        own: numbers of a sample by name; empty where a sample alone has none.
+        score: numbers of a set, from its samples in order and the numbers of each.
+    """
+
+    own: Callable[[Scored], Numbers]
+    score: Callable[[Sequence[Scored], Sequence[Numbers]], Numbers]
 
 
 def conclusion(text: str) -> str:
@@ -93,19 +103,21 @@ def _user_metric(name: str) -> Metric:
 def _each(name: str, of_sample: Callable[[Scored], Any]) -> Metric:
     """The metric whose score is the mean over samples."""
 
-    def metric(samples: Sequence[Scored]) -> tuple[Numbers, list[Numbers]]:
-        own = [_numbers(name, of_sample(each)) for each in samples]
+    def mean(_: Sequence[Scored], own: Sequence[Numbers]) -> Numbers:
         for numbers in own:
             if numbers.keys() != own[0].keys():
-                raise ValueError(f"metric {name} gives {[*numbers]}, and before {[*own[0]]}")
-        return {n: math.fsum(each[n] for each in own) / len(own) for n in own[0]}, own
+                raise ValueError(
+                    f"metric {name} gives {[*numbers]}, and before {[*own[0]]}: it must give the "
+                    "same names for each answer"
+                )
+        return {n: math.fsum(each[n] for each in own) / len(own) for n in own[0]}
 
-    return metric
+    return Metric(lambda sample: _numbers(name, of_sample(sample)), mean)
 
 
 def _whole(name: str, of_all: Callable[[Sequence[Scored]], Any]) -> Metric:
     """The metric of whole sets, in the order of the samples."""
-    return lambda samples: (_numbers(name, of_all(samples)), [{} for _ in samples])
+    return Metric(lambda _: {}, lambda samples, _: _numbers(name, of_all(samples)))
 
 
 def _numbers(name: str, value: Any) -> Numbers:
@@ -128,7 +140,7 @@ def _anls(answer: str, reference: str) -> float:
     to the width of spaces."""
     answer, reference = (" ".join(text.lower().split()) for text in (answer, reference))
     longest = max(len(answer), len(reference))
-    if 2 * abs(len(answer) - len(reference)) >= longest:
+    if answer == reference or 2 * abs(len(answer) - len(reference)) >= longest:
         return float(answer == reference)
     distances = list(range(len(reference) + 1))
     for row, letter in enumerate(answer, start=1):
@@ -212,7 +224,7 @@ def choice_of(answer: str, options: Mapping[str, str]) -> str | None:
     Args:
         options: texts by letter; empty if they are not known.
     """
-    by_text = {_plain(text): letter for letter, text in options.items()}
+    by_text = {plain: letter for letter, text in options.items() if (plain := _plain(text))}
     allowed, plain = options or string.ascii_uppercase, _plain(answer)
     if plain in by_text and plain.upper() not in options:
         return by_text[plain]
@@ -252,28 +264,29 @@ def _mmmu(sample: Scored) -> bool:
     or a number that is equal to two decimals."""
     if options_of(sample.row):
         return _multiple_choice(sample)
-    numbers = [float(each.replace(",", "")) for each in re.findall(_NUMBER, sample.answer)]
-    for reference in sample.references:
-        if re.fullmatch(_NUMBER, reference):
-            wanted = float(reference.replace(",", ""))
-            if any(round(each, 2) == round(wanted, 2) for each in numbers):
-                return True
-        elif re.search(rf"(?i)(?<!\w){re.escape(reference)}(?!\w)", sample.answer):
-            return True
-    return False
+    return any(_has(sample.answer, each) for each in sample.references)
+
+
+def _has(answer: str, reference: str) -> bool:
+    if re.fullmatch(_NUMBER, reference):
+        wanted, *found = (
+            round(float(each.replace(",", "")), 2)
+            for each in (reference, *re.findall(_NUMBER, answer))
+        )
+        return wanted in found
+    return re.search(rf"(?i)(?<!\w){re.escape(reference)}(?!\w)", answer) is not None
 
 
 # Thousandths of the image that a point may be away from the reference's.
 _POINT_DISTANCE = 50.0
 
 
-def _shapes(text: str) -> list[tuple[float, ...]]:
-    """Boxes of two corners, and points, in thousandths of the image."""
-    # A point alone, without its markers.
+def _shapes(text: str) -> list[Shape]:
+    # A point alone may have lost its markers.
     return [box.corners for box in boxes_in(re.sub(r"\A\(([^()]*)\)\Z", r"[\1]", text))]
 
 
-def _wanted_shapes(reference: str, kinds: Mapping[int, str]) -> list[tuple[float, ...]]:
+def _wanted_shapes(reference: str, kinds: Mapping[int, str]) -> list[Shape]:
     found = _shapes(reference)
     if not found or any(len(each) not in kinds for each in found):
         raise ValueError(
@@ -283,26 +296,32 @@ def _wanted_shapes(reference: str, kinds: Mapping[int, str]) -> list[tuple[float
     return found
 
 
-def _iou(first: Sequence[float], second: Sequence[float]) -> float:
+def _iou(first: Shape, second: Shape) -> float:
     (ax, ay, bx, by), (cx, cy, dx, dy) = first, second
     inner = max(0.0, min(bx, dx) - max(ax, cx)) * max(0.0, min(by, dy) - max(ay, cy))
     union = max(0.0, bx - ax) * max(0.0, by - ay) + max(0.0, dx - cx) * max(0.0, dy - cy) - inner
     return inner / union if union > 0 else 0.0
 
 
+def _paired_ious(found: Sequence[Shape], wanted: Sequence[Shape]) -> list[float]:
+    """IoU of each pair, the nearest first; 0 for a box without a partner."""
+    ious, partners = list[float](), dict[int, int]()
+    pairs = product(enumerate(found), enumerate(wanted))
+    for iou, own, other in sorted(((_iou(a, b), i, j) for (i, a), (j, b) in pairs), reverse=True):
+        if own not in partners and other not in partners.values():
+            partners[own] = other
+            ious.append(iou)
+    return ious + [0.0] * abs(len(found) - len(wanted))
+
+
 def _box(sample: Scored) -> Numbers:
-    """Mean IoU of boxes, each of the answer with the nearest that is left, and the share of the
-    answer's with an IoU of a threshold or more; of the nearest reference."""
-    found, best = [each for each in _shapes(sample.answer) if len(each) == 4], [-1.0]
-    for reference in sample.references:
-        left, ious = _wanted_shapes(reference, {4: "box"}), []
-        count = max(len(found), len(left))
-        for box in found[: len(left)]:
-            nearest = max(left, key=partial(_iou, box))
-            ious.append(_iou(box, nearest))
-            left.remove(nearest)
-        ious += [0.0] * (count - len(ious))
-        best = max(best, ious, key=lambda each: sum(each) / len(each))
+    """Mean IoU of boxes, paired with the nearest pair first, and the share of the answer's with an
+    IoU of a threshold or more; of the nearest reference."""
+    found = [each for each in _shapes(sample.answer) if len(each) == 4]
+    of_references = (
+        _paired_ious(found, _wanted_shapes(each, {4: "box"})) for each in sample.references
+    )
+    best = max(of_references, key=lambda ious: sum(ious) / len(ious))
     shares = {
         f"box_precision_{least}": sum(iou >= least for iou in best) / max(len(found), 1)
         for least in (0.5, 0.7, 0.9)

@@ -112,10 +112,8 @@ class VLQuestions:
         if not self.questions:
             raise ValueError("train.eval is set but no sample of data.eval that is asked is usable")
         self._scorer = Scorer(settings.metrics)
-        self._scorer.check(self.questions)
-        # What every reference gets, so that no metric fails in the middle of the run.
-        ideal = [answer_to(each, each.asked.references[0]) for each in self.questions]
-        self.names = tuple(self._scorer(ideal)[0])
+        # Of every reference, so that no metric fails in the middle of the run.
+        self.names = self._scorer.check(self.questions)
         self._prompts = Prompts(self.questions, data.on_bad_sample)
 
     def __len__(self) -> int:
@@ -157,7 +155,7 @@ class VLQuestions:
     ) -> tuple[dict[str, float], list[dict[str, Any]]]:
         texts = {number: self.processor.decode(ids) for number, ids in sorted(answers.items())}
         found = [answer_to(self.questions[number], text) for number, text in texts.items()]
-        scores, answered = self._scorer(found)
+        scores, answered = self._scorer.overall(found)
         return scores, [answer.to_dict() for answer in answered]
 
 

@@ -137,7 +137,8 @@ class EvalConfig(Section):
     max_new_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = 64
     """longest answer, in tokens"""
     every: Annotated[int, Field(ge=1)] = 1
-    """generate in every n-th evaluation, and in the last; the others measure losses alone"""
+    """generate in every n-th evaluation, and in that of the last step; the others measure losses
+    alone"""
 
 
 class VLTrainConfig(TrainConfig):

@@ -103,7 +103,7 @@ class Suite(RowSourceConfig):
         """See `extract`."""
         answer = conclusion(answer)
         found = list(re.finditer(self.extract, answer)) if self.extract else []
-        return (found[-1][found[-1].lastindex or 0] or "") if found else answer
+        return (found[-1][found[-1].lastindex or 0] or "").strip() if found else answer
 
 
 def read_suite(file: str | Path) -> Suite:
@@ -148,11 +148,11 @@ class AskedRow(Conversation):
         return [self, *self.others]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SuiteReader(RowReader):
     """Makes conversations of a benchmark's rows. It can be pickled."""
 
-    suite: Suite | None = None
+    suite: Suite
 
     def __call__(self, row: Mapping[str, Any], directory: Path | None = None) -> AskedRow:
         """See `RowReader`.
@@ -160,16 +160,15 @@ class SuiteReader(RowReader):
         Raises:
             BadSampleError: a column is missing, or the prompt cannot be made.
         """
-        assert self.suite is not None
         columns = renamed(row, self.settings)
         rows = [columns]
         if (name := self.suite.each) is not None:
             rows = [{**columns, name: each} for each in _listed(_column(columns, name))]
-        first, *others = (self._asked(self.suite, each, directory) for each in rows)
+        first, *others = (self._asked(each, directory) for each in rows)
         return replace(first, others=tuple(others))
 
-    def _asked(self, suite: Suite, columns: dict[str, Any], directory: Path | None) -> AskedRow:
-        right = _column(columns, suite.references)
+    def _asked(self, columns: dict[str, Any], directory: Path | None) -> AskedRow:
+        suite, right = self.suite, _column(columns, self.suite.references)
         if suite.boxes is None:
             references = _listed(right)
             told, objects = references[0], {}

@@ -9,8 +9,8 @@ from paddle_vl.data.formats.grounding import boxes_in
 from paddle_vl.data.media_file import load_rgb
 
 _LONGEST_SIDE = 256
-# Boxes are in thousandths of the image's sides.
-_UNIT = 1000
+# Boxes are in thousandths of the image's sides; points are drawn as circles, in pixels.
+_UNIT, _RADIUS = 1000, 4
 _COLOURS = {"expected": "#2f9e44", "answer": "#d4145a"}
 T = TypeVar("T")
 
@@ -37,11 +37,14 @@ def drawn(source: str, line: Mapping[str, Any]) -> Image.Image:
     pen = ImageDraw.Draw(image)
     for key, colour in _COLOURS.items() if len(line["images"]) == 1 else ():
         for box in boxes_in(str(line[key])):
-            sides = image.size * (len(box.corners) // 2)
-            places = [c / _UNIT * side for c, side in zip(box.corners, sides, strict=True)]
-            if len(places) == 2:
-                pen.circle(places, 4, outline=colour, width=2)
+            # Clipped: drawing far outside takes long.
+            x, y = (
+                sorted(min(max(each, 0), _UNIT) / _UNIT * side for each in box.corners[axis::2])
+                for axis, side in enumerate(image.size)
+            )
+            if len(x) == 1:
+                around = (x[0] - _RADIUS, y[0] - _RADIUS, x[0] + _RADIUS, y[0] + _RADIUS)
+                pen.ellipse(around, outline=colour, width=2)
             else:
-                (left, right), (top, bottom) = sorted(places[::2]), sorted(places[1::2])
-                pen.rectangle((left, top, right, bottom), outline=colour, width=2)
+                pen.rectangle((x[0], y[0], x[1], y[1]), outline=colour, width=2)
     return image

@@ -36,7 +36,7 @@ def test_evaluate_scores_with_metrics_and_runs_benchmarks(run_file, tmp_path, ca
         f"name: Colours\npath: {tmp_path / 'rows.jsonl'}\nimages: [image]\n"
         "prompt: '{{ ask }}'\n"
         "references: right\nmetrics: [anls]\nmax_pixels: 4096\n"
-        "generation: {max_new_tokens: 3, do_sample: true, temperature: 2.0, seed: 1}\n"
+        "generation: {max_new_tokens: 3, do_sample: true, temperature: 2.0, eos_token_id: 0}\n"
     )
     arguments = ["evaluate", str(trained), "--suite", str(suite), *options]
     assert main([*arguments, "--predictions", str(answers)]) == 0
@@ -45,7 +45,10 @@ def test_evaluate_scores_with_metrics_and_runs_benchmarks(run_file, tmp_path, ca
     assert list(written["scores"]) == ["all answers"]
     settings = written["settings"]
     assert (settings["suite"], settings["max_pixels"]) == (str(suite), 4096)
-    assert settings["generation"]["temperature"] == 2.0
+    # Also those that come from the model's folder, or from nowhere.
+    generation = settings["generation"]
+    assert (generation["temperature"], generation["top_k"]) == (2.0, 50)
+    assert generation["eos_token_id"] == 0
     lines = [json.loads(line) for line in answers.read_text().splitlines()]
     assert [line["prompt"] for line in lines] == ["Which colour?"] * 3
     mean = sum(line["scores"]["anls"] for line in lines) / 3

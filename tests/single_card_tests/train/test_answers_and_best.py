@@ -31,6 +31,7 @@ from paddle_vl.train.reporting.writers.service import ServiceRun
 from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
 from tests.single_card_tests.train.tiny_run import MODEL, write_tiny_run
 from tests.single_card_tests.train.whole_runs import build, evaluated, metrics_of
+from tests.support.tiny import tiny_model
 
 core = paddle.base.core
 RESUME = "train.resume_from_checkpoint=auto"
@@ -64,7 +65,8 @@ def test_answers_are_those_of_the_saved_model(run_file, data, tmp_path, ema):
     model = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "out" / "final")
     processor = Qwen3VLProcessor.from_pretrained(tmp_path / "out" / "final")
     dataset = MessagesDataset([data], processor)
-    generation = {"do_sample": False, "max_new_tokens": 5}
+    ends = {"eos_token_id": processor.eos_token_ids, "pad_token_id": processor.pad_token_id}
+    generation = {"do_sample": False, "max_new_tokens": 5, **ends}
     wanted = [each.answer for each in generated_answers(model, processor, dataset, 3, generation)]
     lines = predictions(tmp_path / "out")
     assert [line["answer"] for line in lines] == wanted
@@ -92,6 +94,15 @@ def test_answers_make_no_copy_of_the_weights(tmp_path):
     # A copy, of a layer at a time too, would come to the activations of an evaluation.
     assert peaks[1] - peaks[0] < sum(each.size * 4 for each in weights) / 16
     assert [(id(each), each.data_ptr()) for each in weights] == before
+
+
+def test_a_model_without_a_number_left_still_chooses_a_token():
+    model = tiny_model()
+    broken_TD = paddle.full([2, model.config.text_config.hidden_size], float("nan"))
+    (token,) = model.placement.ops.head_choices(
+        model.lm_head, broken_TD, paddle.to_tensor([1])
+    ).tolist()
+    assert token == model.config.text_config.vocab_size - 1
 
 
 @pytest.mark.parametrize(
@@ -136,7 +147,9 @@ class _Service(ServiceRun):
 def test_a_service_gets_pictures_with_the_boxes_of_answers_once(tmp_path):
     picture = tmp_path / "white.png"
     Image.new("RGB", (200, 100), "white").save(picture)
-    answer = {"prompt": "Where?", "expected": "[100, 200, 400, 600]", "answer": "[500, 500]"}
+    # Drawing at the second place as it is would take minutes.
+    text = "[500, 500] [700, 700, 99999999999999, 800]"
+    answer = {"prompt": "Where?", "expected": "[100, 200, 400, 600]", "answer": text}
     lines = [answer | {"images": [str(picture)]}, answer | {"images": []}]
     logged = []
     writer = _Service(Start(tmp_path), lambda **_: None, lambda image, caption: (image, caption))
@@ -147,10 +160,11 @@ def test_a_service_gets_pictures_with_the_boxes_of_answers_once(tmp_path):
     ((values, step),) = logged
     assert ([*values], step) == (["eval/answers"], 5)
     ((image, caption),) = values["eval/answers"]
-    assert caption == "prompt: Where?\nexpected: [100, 200, 400, 600]\nanswer: [500, 500]"
+    assert caption == f"prompt: Where?\nexpected: [100, 200, 400, 600]\nanswer: {text}"
     assert image.getpixel((20, 30)) == (47, 158, 68)
     assert image.getpixel((100, 46)) == (212, 20, 90)
-    assert image.getpixel((150, 80)) == (255, 255, 255)
+    assert image.getpixel((150, 70)) == (212, 20, 90)
+    assert image.getpixel((150, 90)) == (255, 255, 255)
 
 
 # The loss falls, so that the first evaluation has the most.
@@ -241,7 +255,7 @@ REFUSED = {
     "DATA train.best={metric: loss, mode: min, min_delta: 0.1}": "train.best.patience is not set",
     "DATA train.best={metric: anls, mode: max}": "no evaluation of this run gives eval_anls",
     "DATA train.eval={metrics: [anlz]}": "there is no metric 'anlz'",
-    "DATA train.eval={metrics: [box]}": "the reference 'green' is no box",
+    "DATA train.eval={metrics: [box]}": "the reference 'red' is no box",
 }
 
 

@@ -15,8 +15,14 @@ from paddle_vl.families.vlm.metrics import Scored, metric_named
 OPTIONS = {"options": "['a red hat', 'a red hat box', '5', 'none']"}
 
 
+def scored(name: str, samples: list[Scored]) -> tuple[dict, list[dict]]:
+    metric = metric_named(name)
+    own = [metric.own(each) for each in samples]
+    return metric.score(samples, own), own
+
+
 def number(metric: str, answer: str, *references: str, **row) -> float:
-    overall, own = metric_named(metric)([Scored(answer, references, row)])
+    overall, own = scored(metric, [Scored(answer, references, row)])
     assert own in ([overall], [{}])
     return next(iter(overall.values()))
 
@@ -64,6 +70,8 @@ def test_choice_in_free_text(answer, wanted):
     columns = {"A": "a red hat", "B": "a red hat box", "C": 5, "D": "none"}
     assert number("multiple_choice", answer, wanted or "A", **columns) == bool(wanted)
     assert number("multiple_choice", "The answer is B", "B") == 1
+    assert number("multiple_choice", "", "B", options=[".", "b"]) == 0
+    assert number("multiple_choice", "something else", "A", options=[".", "b"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -89,7 +97,7 @@ def test_open_questions_of_mmmu(answer, reference, wanted):
     ],
 )
 def test_boxes_in_every_spelling(answer):
-    overall, _ = metric_named("box")([Scored(answer, ["[100, 100, 300, 200]"])])
+    overall, _ = scored("box", [Scored(answer, ["[100, 100, 300, 200]"])])
     assert overall == {
         "box_iou": 0.5, "box_precision_0.5": 1, "box_precision_0.7": 0, "box_precision_0.9": 0
     }  # fmt: skip
@@ -99,9 +107,14 @@ def test_boxes_are_matched_one_to_one():
     wanted = "[0, 0, 100, 100] [200, 200, 300, 300]"
     twice = '[{"bbox_2d": [0, 0, 100, 100]}, {"bbox_2d": [0, 0, 100, 90]}]'
     samples = [Scored(twice, [wanted, "[0, 0, 9, 9]"]), Scored("?", [wanted])]
-    overall, own = metric_named("box")(samples)
+    overall, own = scored("box", samples)
     assert own[0]["box_iou"] == own[0]["box_precision_0.9"] == 0.5
     assert overall["box_iou"] == 0.25
+    # A wrong box in front takes no partner from a right one; endless digits are no box.
+    for wrong in ("[500, 500, 600, 600]", "[0, 0, 10, 10]"):
+        assert number("box", f"{wrong} [0, 0, 100, 100]", wanted) >= 0.5
+    for endless in ("[0, 0, 9, {}]", '{{"bbox_2d": [0, 0, 9, {}]}}'):
+        assert number("box", endless.format("9" * 400), wanted) == 0
 
 
 def test_corpus_metrics_are_those_of_the_whole_set():
@@ -110,7 +123,7 @@ def test_corpus_metrics_are_those_of_the_whole_set():
         Scored("the cat is on the mat", ["the cat sat on the mat", "a cat is on the mat"]),
         Scored("two dogs run in the snow", ["two dogs are running in the snow"]),
     ]
-    overall = {name: metric_named(name)(samples)[0][name] for name in ("bleu", "chrf")}
+    overall = {name: scored(name, samples)[0][name] for name in ("bleu", "chrf")}
     answers = [each.answer for each in samples]
     references = [
         ["the cat sat on the mat", samples[1].references[0]],
@@ -118,7 +131,7 @@ def test_corpus_metrics_are_those_of_the_whole_set():
     ]
     assert overall["bleu"] == sacrebleu.corpus_bleu(answers, references).score
     assert overall["chrf"] == sacrebleu.corpus_chrf(answers, references).score
-    mean = sum(metric_named("bleu")([each])[0]["bleu"] for each in samples) / 2
+    mean = sum(scored("bleu", [each])[0]["bleu"] for each in samples) / 2
     assert overall["bleu"] != pytest.approx(mean)
     assert number("bleu_zh", "门是红色的。", "门是红色的。") == pytest.approx(100)
 
@@ -155,10 +168,10 @@ def test_functions_of_a_file(tmp_path):
     file.write_text(USER)
     rows = {"most": 4}
     samples = [Scored("ab", ["a"], rows), Scored("b", ["a"], rows)]
-    overall, own = metric_named(f"{file}:length")(samples)
+    overall, own = scored(f"{file}:length", samples)
     assert overall == {"letters": 1.5, "share": 0.375}
     assert own[1] == {"letters": 1, "share": 0.25}
-    assert metric_named(f"{file}:order")(samples) == ({"order": 1}, [{}, {}])
+    assert scored(f"{file}:order", samples) == ({"order": 1}, [{}, {}])
     sample = Scored("", ["no"], rows)
     for name, message in {
         f"{file}:text": "returned 'good': it must return a finite number",
@@ -170,7 +183,7 @@ def test_functions_of_a_file(tmp_path):
         "multiple_choice": "the reference 'no' of multiple choice is no letter or op",
     }.items():
         with pytest.raises(ValueError, match=message):
-            metric_named(name)([sample])
+            scored(name, [sample])
 
 
 def test_a_package_that_is_not_installed(monkeypatch):

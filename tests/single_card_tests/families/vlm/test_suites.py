@@ -132,7 +132,7 @@ def test_published_benchmarks(
     assert processor.encode_prompts([each.prompt for each in questions])
     scorer = Scorer(suite.metrics, suite.scored_part)
     assert scorer.check(questions) == list(wanted)
-    found, scored = scorer([answer_to(*each) for each in zip(questions, answers, strict=True)])
+    found, scored = scorer.overall([*map(answer_to, questions, answers)])
     assert found == pytest.approx(wanted)
     assert scored[0].to_dict()["scores"].keys() == wanted.keys()
 
@@ -146,7 +146,7 @@ def test_the_part_of_an_answer_that_is_scored(tmp_path, processor):
         "<think>the total is 975.00</think>The total is 3": 0,
         "975.00": 1,
     }.items():
-        assert scorer([answer_to(questions[0], text)])[0]["anls"] == wanted
+        assert scorer.overall([answer_to(questions[0], text)])[0]["anls"] == wanted
 
 
 def test_each_source_has_its_metrics_and_rows_several_answers(tmp_path, processor):
@@ -161,7 +161,7 @@ def test_each_source_has_its_metrics_and_rows_several_answers(tmp_path, processo
     assert questions[0].asked.references == ["5", "five", "V"]
     scorer, answers = Scorer(["anls"]), ["five", "[0, 0, 9, 9]", "[5, 5, 9, 9]"]
     assert scorer.check(questions)[:2] == ["anls", "box_iou"]
-    found, scored = scorer([answer_to(*each) for each in zip(questions, answers, strict=True)])
+    found, scored = scorer.overall([*map(answer_to, questions, answers)])
     # Boxes are of their source's rows, ANLS of all.
     assert (found["anls"], found["box_iou"]) == (1, 1)
     assert [len(each.scores) for each in scored] == [1, 5, 5]
@@ -170,6 +170,27 @@ def test_each_source_has_its_metrics_and_rows_several_answers(tmp_path, processo
     dataset = open_conversations([f"{tmp_path}/c.jsonl"], data, processor, 0)
     with pytest.raises(ValueError, match="c.jsonl:1 has the references 'five' for 1 answers: they"):
         questions_in(dataset, 0)
+
+
+def test_groups_are_scored_without_a_second_call_of_a_function(tmp_path, processor):
+    (tmp_path / "my.py").write_text(
+        "def length(answer, references, row):\n    row['calls'].append(answer)\n"
+        "    return len(answer)\n"
+        "def count(answers, references, rows):\n    return len(answers)\n"
+    )
+    rows = [{"query": "?", "response": "a", "task": task, "calls": []} for task in "xyx"]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    dataset = open_conversations([f"{tmp_path}/a.jsonl"], VLDataConfig(), processor, 0)
+    questions = [each for number in range(3) for each in questions_in(dataset, number)]
+    scores, _ = Scorer([f"{tmp_path}/my.py:{name}" for name in ("length", "count")])(
+        [*map(answer_to, questions, ["a", "bb", "ccc"])]
+    )
+    assert scores == {
+        "all answers": {"answers": 3, "length": 2, "count": 3},
+        "x": {"answers": 2, "length": 2, "count": 2},
+        "y": {"answers": 1, "length": 2, "count": 1},
+    }
+    assert [each.asked.columns["calls"] for each in questions] == [["a"], ["bb"], ["ccc"]]
 
 
 @pytest.mark.parametrize(
