@@ -6,10 +6,9 @@ The model is that of `configs/bench/qwen3_vl_step.yaml`, in float32. A step has 
 one shared image), or its two answers as rows for fine-tuning, all equally long. Every run is a
 process of its own, which reads and decodes the same batch again for every step.
 
-Columns: processor time, and its ratio to fine-tuning in the same round; forward passes (each has
-both answers; one has a backward pass too); patches that the tower encodes; weights kept, the
-reference's included; peak memory of the process. With `--against PYTHON`, an interpreter with
-torch, torchvision and trl, the losses of all steps must be those of `preference_trl.py`.
+Columns: processor time, and its ratio to fine-tuning in the same round; forward passes, each with
+both answers; patches that the tower encodes; weights, the reference's too; peak memory. PYTHON has
+torch, torchvision and trl; the losses of all steps must be those of `preference_trl.py`.
 """
 
 import argparse
@@ -92,9 +91,8 @@ def measure(side: str, work: str, steps: int) -> dict[str, Any]:
     model, counts, losses, begin = trainer.runner.model, Counter(), [], 0.0
     model.register_forward_pre_hook(lambda layer, inputs: counts.update(passes=1))
     # At its first layer: with a layout from the collator the tower runs by `encode`.
-    model.visual.patch_embed.register_forward_pre_hook(
-        lambda layer, inputs: counts.update(patches=inputs[0].shape[0])
-    )
+    tower = model.visual.patch_embed
+    tower.register_forward_pre_hook(lambda _, inputs: counts.update(patches=inputs[0].shape[0]))
     for number in range(WARM_UP + steps):
         if number == WARM_UP:
             begin = time.process_time()
