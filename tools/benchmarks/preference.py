@@ -87,7 +87,7 @@ def measure(side: str, work: str, steps: int) -> dict[str, Any]:
     from paddle_vl.train.build import build_trainer
 
     _ = configure_cpu_runtime(1) and compiled.enable()
-    trainer = build_trainer(run_config(side, work), writes=False)
+    trainer: Any = build_trainer(run_config(side, work), writes=False)
     model, counts, losses, begin = trainer.runner.model, Counter(), [], 0.0
     model.register_forward_pre_hook(lambda layer, inputs: counts.update(passes=1))
     # At its first layer: with a layout from the collator the tower runs by `encode`.
@@ -124,8 +124,8 @@ def compare(options: argparse.Namespace, work: Path) -> Result:
     sides = [*SIDES, *([TRL] if options.against else [])]
     rounds = harness.in_rounds(sides, options.rounds, run)
     versions = rounds[0].get(TRL, {}).get("versions", {})
-    losses = [[one[side]["losses"] for one in rounds] for side in (PREFERENCE, sides[-1])]
-    apart = np.abs(np.subtract(*losses)).max() if options.against else 0.0
+    ours, theirs = ([one[side]["losses"] for one in rounds] for side in (PREFERENCE, sides[-1]))
+    apart = np.abs(np.subtract(ours, theirs)).max() if options.against else 0.0
     rows = []
     for side in sides:
         names = ("passes", "patches", "kept_mb", "peak_rss_mib")

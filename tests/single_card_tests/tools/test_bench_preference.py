@@ -37,7 +37,8 @@ def test_a_pair_has_the_rows_of_fine_tuning_and_their_image_once(side, work):
     assert pair["input_ids"].shape == (2, 511)
     assert pair["attention_mask"].all()
     for name in ("input_ids", "labels"):
-        np.testing.assert_array_equal(*(np.sort(each[name], axis=0) for each in (pair, tuning)))
+        own, wanted = (np.sort(each[name], axis=0) for each in (pair, tuning))
+        np.testing.assert_array_equal(own, wanted)
     assert 2 * len(pair["pixel_values"]) == len(tuning["pixel_values"]) == 2048
     assert ("reference_log_probs" in pair) == ("advance" in side)
 
