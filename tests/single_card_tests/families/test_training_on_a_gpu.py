@@ -77,11 +77,11 @@ def test_a_recomputed_step_equals_the_step(name):
 
 def test_a_step_that_leaves_flash_attention_is_noticed(monkeypatch):
     """Keys in another dtype than the queries, as a dropped cast would leave them."""
-    from paddle_vl.families.qwen3_vl import model
+    from paddle_vl.families.vlm import layers
 
-    own = model.causal_attention
+    own = layers.causal_attention
     monkeypatch.setattr(
-        model,
+        layers,
         "causal_attention",
         lambda q, k, v, *rest: own(q.astype("float64"), k.astype("float64"), v.astype("float64"),
                                    *rest).astype(q.dtype),

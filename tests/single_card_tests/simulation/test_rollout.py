@@ -155,7 +155,7 @@ def test_the_command_prints_the_rate_and_writes_the_report(
 @pytest.mark.parametrize(
     ("rest", "code", "message"),
     [
-        ([], 2, "one of the arguments --data --env is required"),
+        ([], 2, "one of the arguments --data --suite --env is required"),
         (["--data", "d", "--env", "metaworld"], 2, "not allowed with argument --data"),
         (["--env", "metaworld"], 1, "error: --env metaworld needs --task"),
         (

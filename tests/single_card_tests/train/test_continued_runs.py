@@ -80,11 +80,11 @@ def test_an_evaluation_that_a_signal_ends_is_done_when_the_run_continues(run_fil
     trainer = build(run_file, tmp_path / "cut", *settings)
     evaluate = trainer.evaluate
 
-    def with_signal(received):
+    def with_signal(received, asks):
         os.kill(os.getpid(), signal.SIGTERM)
         while received() is None:
             time.sleep(0.01)
-        return evaluate(received)
+        return evaluate(received, asks)
 
     trainer.evaluate = with_signal
     assert trainer.run() == signal.SIGTERM
