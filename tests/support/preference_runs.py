@@ -1,8 +1,11 @@
 """A tiny run that learns preferences, beside its base model."""
 
 import json
+import zlib
 from pathlib import Path
 from typing import Any
+
+import paddle
 
 from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
@@ -24,6 +27,8 @@ def write_preference_run(
     rated, as `rated.jsonl`; the base model in `base`."""
     run_file = write_tiny_run(folder, num_samples, model)
     processor = VLProcessor.from_pretrained(run_file.with_name("processor"))
+    # Whatever ran before: the same weights would be another run's reference too.
+    paddle.seed(zlib.crc32(str(folder).encode()))
     base = model_class.from_config(model_config(config_class, model, processor))
     base.save_pretrained(run_file.with_name("base"))
     lines = run_file.with_name("train.jsonl").read_text().splitlines()
