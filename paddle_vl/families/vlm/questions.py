@@ -3,6 +3,7 @@
 Shapes: B prompts, L padded length, S keys so far.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,8 @@ from paddle_vl.families.vlm.inputs.dataset import ConversationData
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.inputs.tokenizer import IGNORED_LABEL
 from paddle_vl.families.vlm.settings import EvalConfig
+
+logger = logging.getLogger(__name__)
 
 # Of a batch of prompts, not for the model.
 _NOT_FOR_MODEL = ("numbers", "labels")
@@ -106,9 +109,10 @@ class VLQuestions:
             # Evenly over the data.
             try:
                 self.questions += questions_in(data, place * len(data) // count)
-            except BadSampleError:
+            except BadSampleError as error:
                 if data.on_bad_sample == "fail":
                     raise
+                logger.warning("train.eval does not ask a bad sample: %s", error)
         if not self.questions:
             raise ValueError("train.eval is set but no sample of data.eval that is asked is usable")
         self._scorer = Scorer(settings.metrics)
