@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from paddle_vl.checkpoint import writing
+from paddle_vl.checkpoint.manifest import Manifest
 from paddle_vl.train.checkpoint import STATE_FILE
 from tests.single_card_tests.train.tiny_run import MODEL as TINY_MODEL
 from tests.support.finished_runs import arrays_of, assert_close, assert_same_answers
@@ -118,7 +119,8 @@ def common(run_file: Path) -> list[str]:
         f"data.eval=[{run_file.with_name('test.jsonl')}]",
         *("train.save_steps=2", "train.eval_steps=2", *DAMPED),
         *("train.gradient_accumulation_steps=4", "train.per_device_eval_batch_size=1"),
-        *("train.eval={max_new_tokens: 5}", "train.best={metric: exact_match, mode: min}"),
+        "train.eval={max_new_tokens: 5}",
+        "train.best={metric: exact_match, mode: min, load_at_end: true}",
     ]
 
 
@@ -143,6 +145,9 @@ class TestQwen3VL(EqualsOneDevice):
             for run in (several, one_device)
         )
         assert best == same
+        finals = [run / "final" for run in (several, one_device)]
+        assert [Manifest.read(final).step for final in finals] == [best["step"]] * 2
+        assert_close(*(arrays_of(final, ("model",)) for final in finals))
 
 
 @pytest.fixture(scope="module")
