@@ -16,6 +16,7 @@ from tests.support.launch import launch
 from tests.support.topology_runs import (
     SHARDING,
     SP,
+    STAGE_3,
     EqualsOneDevice,
     batch_settings,
     train,
@@ -23,7 +24,7 @@ from tests.support.topology_runs import (
 )
 
 EXPERTS = {
-    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
     "mlp_only_layers": [1], "num_hidden_layers": 3,
 }  # fmt: skip
 MOE = MODEL | {
@@ -31,13 +32,30 @@ MOE = MODEL | {
     "text_config": MODEL["text_config"] | EXPERTS,
 }
 EP = ["parallel.dp_degree=2", "parallel.ep_degree=2"]
-TOPOLOGIES = {"dp2 ep2": (2, EP)}
+EP2, MP2 = "parallel.ep_degree=2", ("parallel.mp_degree=2", *SP)
+STAGE_2 = "parallel.sharding_stage=2"
+FULL = "train.recompute=full"
+SHARDING_4 = "parallel.sharding_degree=4"
+TOPOLOGIES = {
+    # Experts over mp ranks, sharded over two ranks.
+    "mp2 sharding2 ep2 stage 1": (4, [*MP2, *SHARDING, EP2]),
+    "sharding2 ep2 stage 3": (2, [*SHARDING, EP2, STAGE_3, FULL]),
+    "dp2 ep2": (2, EP),
+}
 HEAVY = {
-    "dp2 ep2 mp2 with sequence parallelism": (4, [*EP, "parallel.mp_degree=2", *SP]),
-    "dp2 ep2 sharding2 stage 2": (4, [*EP, *SHARDING, "parallel.sharding_stage=2"]),
+    "dp2 ep2 mp2": (4, [*EP, *MP2]),
+    "dp2 sharding2 ep4 stage 2": (4, [*EP[:1], "parallel.ep_degree=4", *SHARDING, STAGE_2]),
+    "dp2 ep2 sharding2 stage 2": (4, [*EP, *SHARDING, STAGE_2]),
     "dp2 ep2 sharding2 stage 1": (4, [*EP, *SHARDING]),
-    "dp2 ep2 pp2": (4, [*EP, "parallel.pp_degree=2", "train.recompute=full"]),
-    "dp4 ep2": (4, ["parallel.dp_degree=4", "parallel.ep_degree=2"]),
+    "mp2 ep2": (2, [*MP2, EP2]),
+    "mp2 sharding2 ep4 stage 1": (4, [*MP2, *SHARDING, "parallel.ep_degree=4"]),
+    "mp2 sharding2 ep4 stage 3": (4, [*MP2, *SHARDING, "parallel.ep_degree=4", STAGE_3, FULL]),
+    "mp2 sharding2 ep2 stage 2": (4, [*MP2, *SHARDING, EP2, STAGE_2]),
+    "sharding4 ep2 stage 1": (4, [SHARDING_4, EP2]),
+    "sharding4 ep2 stage 3": (4, [SHARDING_4, EP2, STAGE_3, FULL]),
+    "sharding2 ep2 pp2": (4, [*SHARDING, EP2, "parallel.pp_degree=2", FULL]),
+    "dp2 ep2 pp2": (4, [*EP, "parallel.pp_degree=2", FULL]),
+    "dp4 ep2": (4, ["parallel.dp_degree=4", EP2]),
 }
 
 
@@ -55,7 +73,7 @@ class TestExpertParallel(EqualsOneDevice):
 
     def test_a_checkpoint_has_all_experts(self, several):
         arrays = arrays_of(several / "checkpoint-4")
-        assert arrays["model.language_model.layers.0.mlp.experts.down_proj"].shape == (6, 8, 16)
+        assert arrays["model.language_model.layers.0.mlp.experts.down_proj"].shape == (8, 8, 16)
 
 
 def test_the_load_balancing_loss_travels_through_a_pipeline(tmp_path):
