@@ -157,7 +157,7 @@ def _rotated(x_TNH: Tensor, tables: RotaryTables) -> Tensor:
 def grouped_linear(x_NI: Tensor, weight_EIO: Tensor, sizes: GroupSizes) -> Tensor:
     """`experts.grouped_linear`."""
     if sizes.on_host is None and x_NI.shape[0] > _TILE * weight_EIO.shape[0]:
-        sizes.on_host = sizes.counts_E.tolist()
+        sizes.on_host = sizes.counts_E.numpy().tolist()
     if sizes.on_host is not None:
         return GroupedProduct.apply(x_NI, weight_EIO, _PerExpert(sizes.on_host))
     if sizes.layout is None:
