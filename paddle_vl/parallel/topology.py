@@ -75,9 +75,8 @@ class Topology:
     @classmethod
     def single(cls, degrees: ParallelDegrees | None = None) -> "Topology":
         """The mesh of one rank, without fleet."""
-        groups: dict[str, Any] = {
-            f"{axis}_group": _group_of_one(0) for axis in (*AXES, *_OF_EXPERTS)
-        }
+        axes = (*AXES, *_OF_EXPERTS)
+        groups: dict[str, Any] = {f"{axis}_group": _group_of_one(0) for axis in axes}
         return cls(degrees or ParallelDegrees(), rank=0, **groups)
 
     @property
@@ -171,7 +170,7 @@ def initialize(
     # With dualpipev the first stage has both the first and the last chunk.
     if degrees.pp_degree > 1 and degrees.pp_schedule != "dualpipev":
         ends = axes["pp"][:, [0, -1]].tolist()
-    groups |= {"ep_group": _group_of_one(rank)}
+    groups["ep_group"] = _group_of_one(rank)
     groups |= {f"expert_{axis}_group": groups[f"{axis}_group"] for axis in ("sharding", "dp")}
     if degrees.ep_degree > 1:
         for axis in _OF_EXPERTS:

@@ -35,30 +35,23 @@ MOE = MODEL | {
     "text_config": MODEL["text_config"] | EXPERTS,
 }
 EP = ["parallel.dp_degree=2", "parallel.ep_degree=2"]
-EP2, MP2 = "parallel.ep_degree=2", ("parallel.mp_degree=2", *SP)
-STAGE_2 = "parallel.sharding_stage=2"
-FULL = "train.recompute=full"
-SHARDING_4 = "parallel.sharding_degree=4"
+EP2, EP4 = "parallel.ep_degree=2", "parallel.ep_degree=4"
+MP2, SHARDING_4 = ("parallel.mp_degree=2", *SP), "parallel.sharding_degree=4"
+STAGE_2, FULL = "parallel.sharding_stage=2", "train.recompute=full"
+# `test_expert_sharding` has the steps of every way in which experts fold.
 TOPOLOGIES = {
     # Experts over mp ranks, sharded over two ranks.
     "mp2 sharding2 ep2 stage 1": (4, [*MP2, *SHARDING, EP2]),
-    "sharding2 ep2 stage 3": (2, [*SHARDING, EP2, STAGE_3, FULL]),
     "dp2 ep2": (2, EP),
 }
 HEAVY = {
-    "dp2 ep2 mp2": (4, [*EP, *MP2]),
-    "dp2 sharding2 ep4 stage 2": (4, [*EP[:1], "parallel.ep_degree=4", *SHARDING, STAGE_2]),
-    "dp2 ep2 sharding2 stage 2": (4, [*EP, *SHARDING, STAGE_2]),
-    "dp2 ep2 sharding2 stage 1": (4, [*EP, *SHARDING]),
-    "mp2 ep2": (2, [*MP2, EP2]),
-    "mp2 sharding2 ep4 stage 1": (4, [*MP2, *SHARDING, "parallel.ep_degree=4"]),
-    "mp2 sharding2 ep4 stage 3": (4, [*MP2, *SHARDING, "parallel.ep_degree=4", STAGE_3, FULL]),
-    "mp2 sharding2 ep2 stage 2": (4, [*MP2, *SHARDING, EP2, STAGE_2]),
-    "sharding4 ep2 stage 1": (4, [SHARDING_4, EP2]),
+    "sharding2 ep2 stage 3": (2, [*SHARDING, EP2, STAGE_3, FULL]),
+    "dp2 sharding2 ep4 stage 2": (4, [*EP[:1], EP4, *SHARDING, STAGE_2]),
+    "mp2 sharding2 ep4 stage 3": (4, [*MP2, *SHARDING, EP4, STAGE_3, FULL]),
     "sharding4 ep2 stage 3": (4, [SHARDING_4, EP2, STAGE_3, FULL]),
     "sharding2 ep2 pp2": (4, [*SHARDING, EP2, "parallel.pp_degree=2", FULL]),
     "dp2 ep2 pp2": (4, [*EP, "parallel.pp_degree=2", FULL]),
-    "dp4 ep2": (4, ["parallel.dp_degree=4", EP2]),
+    "dp2 ep2 mp2": (4, [*EP, *MP2]),
 }
 
 
@@ -94,7 +87,7 @@ def test_the_load_balancing_loss_travels_through_a_pipeline(tmp_path):
 
 
 FOLDED = [*MP2, *SHARDING, EP2]
-SHARDED = [SHARDING_4, "parallel.ep_degree=4", STAGE_3]
+SHARDED = [SHARDING_4, EP4, STAGE_3]
 
 
 def train_and_move(run_file: str, output_dir: str, settings: list[list[str]]) -> None:

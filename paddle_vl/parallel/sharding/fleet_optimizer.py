@@ -109,6 +109,9 @@ class FleetSharding:
         self.optimizer._collect_comm_buffers()
         self.optimizer._assign_slice_grad()
         self._buffers = list(self.optimizer._comm_buffer_list)
+        for buffer in self._buffers:
+            if self._group_of(buffer.params[0]).nranks == 1:
+                buffer._comm_grads = lambda: None
         self._views = {
             name: view
             for buffer in self._buffers
@@ -280,8 +283,8 @@ class FleetSharding:
 
     def _group_of(self, parameter: Tensor) -> Any:
         """The ranks that shard its state."""
-        is_expert = self._table[parameter].is_expert
-        return self.topology.expert_sharding_group if is_expert else self.group
+        own = self._table[parameter].is_expert
+        return self.topology.expert_sharding_group if own else self.group
 
     def _span(self, parameter: Tensor, rank: int) -> tuple[int, int]:
         """Begin and end of a rank's slice in the flat parameter, padding included."""
@@ -360,7 +363,7 @@ class OrderedGathers:
     def _wait(self, buffers: Iterable[Any], *arguments_of_a_hook: Any) -> None:
         for buffer in buffers:
             if buffer.status == FusedCommBuffer.Status.SYNCING:
-                # A buffer that one rank has all of is not gathered.
+                # None for a buffer that one rank has all of.
                 if buffer.sync_param_task is not None:
                     buffer.sync_param_task.wait()
                 buffer.status = FusedCommBuffer.Status.READY

@@ -139,8 +139,8 @@ def test_valid_degrees_pass(degrees):
         (
             {"dp_degree": 3, "ep_degree": 2}, {"num_experts": 8},
             "parallel.ep_degree 2 with sharding_degree 1 x mp_degree 1 = 1 and dp_degree 3: "
-            "experts are divided over neighbouring ranks of sharding x mp, and of dp beyond; choose an "
-            "ep_degree that divides 1, or is 1 times a divisor of dp_degree",
+            "experts are divided over neighbouring ranks of sharding x mp, and of dp beyond; "
+            "choose an ep_degree that divides 1, or is 1 times a divisor of dp_degree",
         ),
         (
             {"mp_degree": 2, "ep_degree": 2}, {"num_experts": 8},
