@@ -15,7 +15,6 @@ from pydantic import Field
 from paddle_vl.config.families import EncoderShape, ModelShape
 from paddle_vl.config.parallel_settings import MeshSettings
 from paddle_vl.config.section import settings_without_effect
-from paddle_vl.parallel.mesh import experts_fold
 
 AXES = ("dp", "mp", "pp", "sharding")
 Problems = Iterator[str]
@@ -167,6 +166,16 @@ def _tensor_parallel(plan: Plan) -> Problems:
             "sequence_parallel shards the token rows (samples x padded length) of every batch over "
             f"{mp} ranks, also of a batch of one sample; set data.pad_to_multiple_of={mp}"
         )
+
+
+def experts_fold(ep: int, dp: int, inner: int) -> bool:
+    """Whether ep ranks that follow each other are a part of, or several, sharding x mp blocks.
+
+    Args:
+        dp: their number in the run.
+        inner: sharding x mp, the ranks of such a block.
+    """
+    return inner % ep == 0 or (ep % inner == 0 and dp % (ep // inner) == 0)
 
 
 def _experts(plan: Plan) -> Problems:

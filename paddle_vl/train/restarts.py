@@ -6,8 +6,8 @@ from pathlib import Path
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.config.schema import RunConfig
+from paddle_vl.parallel.degrees import experts_fold
 from paddle_vl.parallel.launcher import Attempt
-from paddle_vl.parallel.mesh import experts_fold
 from paddle_vl.processes import Failure
 from paddle_vl.train.reporting.run_files import read_starts
 

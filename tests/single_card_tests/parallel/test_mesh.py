@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from paddle.distributed.fleet.base.topology import CommunicateTopology
 
-from paddle_vl.parallel.degrees import ParallelDegrees
+from paddle_vl.parallel.degrees import ParallelDegrees, experts_fold
 from paddle_vl.parallel.mesh import (
     dp_ranks_of_model,
     expert_shards,
-    experts_fold,
     groups_of_axes,
     mesh,
 )
