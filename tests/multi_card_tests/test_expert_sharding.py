@@ -98,7 +98,7 @@ class Run:
         batches = micro_batches(*map(batch, own))
         runner = vl_runner(self.model, self.ranks)
         outcome = train_step(runner, self.optimizer, batches, 0.02, self.ranks)
-        return [*outcome.terms.tolist(), float(outcome.grad_norm)]
+        return [*map(float, outcome.terms.numpy()), float(outcome.grad_norm)]
 
     def values(self) -> dict[str, np.ndarray]:
         """Full parameters and states."""
