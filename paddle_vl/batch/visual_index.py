@@ -111,6 +111,12 @@ class RowPart(NamedTuple):
         start, stop = self.bounds(_length(rows.shape[0], rows))
         return rows[start:stop]
 
+    def of_numbers(self, numbers_N: np.ndarray, num_rows: int) -> np.ndarray:
+        """Those of ascending row numbers that are in this shard, counted from its first row."""
+        start, stop = self.bounds(num_rows)
+        begin, end = np.searchsorted(numbers_N, [start, stop])
+        return numbers_N[begin:end] - start
+
     def of_columns(self, array_BL: Array) -> Array:
         """This shard of every row of a 2-D array. A traced program checks the width as it runs."""
         if self.size == 1:
@@ -121,6 +127,9 @@ class RowPart(NamedTuple):
         length = _length(array_BL.shape[1], array_BL[:1])
         start, stop = self.bounds(length, of="tokens of a sample (padded length)")
         return array_BL[:, start:stop]
+
+
+WHOLE_BATCH = RowPart()
 
 
 def is_known(size: Any) -> bool:

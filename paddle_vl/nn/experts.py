@@ -81,24 +81,23 @@ class RoutedRows:
     Args:
         num_rows: T.
         index_R: int64, the rows that are not padding, ascending; None for all rows.
+        num_real: default: of these rows.
 
     Attributes:
-        num_real: number of rows that are not padding.
-        is_empty: whether there are none.
+        num_real: number of rows of the batch that are not padding, of other ranks too.
+        is_empty: whether none of these rows is real.
         index_R: rows to route; None for all. Paddle's kernels fail on zero rows, so of a batch of
             padding the first row is routed; it changes no output, no gradient and no count.
     """
 
-    def __init__(self, num_rows: int, index_R: Tensor | None = None):
-        self.num_rows = num_rows
-        self.num_real, self.is_empty = num_rows, False
-        if index_R is not None:
-            self.num_real = index_R.shape[0]
-            self.is_empty = self.num_real == 0
-            if self.num_real == num_rows:
-                index_R = None
-            elif self.is_empty:
-                index_R = paddle.zeros([1], dtype="int64")
+    def __init__(self, num_rows: int, index_R: Tensor | None = None, num_real: int | None = None):
+        self.num_rows, num_own = num_rows, num_rows if index_R is None else index_R.shape[0]
+        self.num_real = num_own if num_real is None else num_real
+        self.is_empty = num_own == 0
+        if num_own == num_rows:
+            index_R = None
+        elif self.is_empty:
+            index_R = paddle.zeros([1], dtype="int64")
         self.index_R = index_R
         self._plans: dict[nn.Layer, Plan] = {}
 

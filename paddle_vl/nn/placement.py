@@ -139,6 +139,15 @@ class RegionOps:
         """This rank's shard of the token rows inside the decoder."""
         return RowPart()
 
+    @property
+    def expert_part(self) -> RowPart:
+        """The token rows that experts take: all, behind `enter_columns`, or this rank's shard."""
+        return RowPart()
+
+    def sum_routing(self, sums: Tensor) -> Tensor:
+        """Sums over the rows of `expert_part` to sums over all rows, in forward only."""
+        return sums
+
     def pad_rows(self, x_TD: Tensor) -> Tensor:
         """Append zero rows until the mp degree divides the number of rows."""
         return x_TD
@@ -397,11 +406,11 @@ class LayerFactory:
         return self._tied(head) if is_tied else head
 
     def router(self, width: int, num_experts: int, init_std: float = 0.02) -> nn.Layer:
-        """The router, a linear between `RegionOps.enter_columns` and `experts`."""
+        """The router, a linear before `experts`."""
         return self._recorded(Linear(width, num_experts, False, init_std))
 
     def experts(self, num_experts: int, width: int, inner: int, init_std: float = 0.02) -> Experts:
-        """Experts on rows of `RegionOps.enter_columns`; output as of a `row_linear`."""
+        """Experts on the rows of `RegionOps.expert_part`; output as of a `row_linear`."""
 
         def make(count: int) -> Experts:
             return self._make_experts(count, width, inner, init_std)

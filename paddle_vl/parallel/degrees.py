@@ -28,12 +28,12 @@ class ParallelDegrees(MeshSettings):
     """
 
     ep_degree: Annotated[int, Field(ge=1)] = 1
-    """expert-parallel degree: dp ranks that share the experts of a model"""
+    """expert-parallel degree: ranks that share the experts of a model"""
     num_micro_batches: Annotated[int, Field(ge=1)] = 1
     """micro-batches of a step, train.gradient_accumulation_steps"""
 
     def degree(self, axis: str) -> int:
-        """Ranks along one of `AXES`."""
+        """Ranks along one of `AXES`, or that share the experts (`ep`)."""
         return getattr(self, f"{axis}_degree")
 
     @property
@@ -153,7 +153,8 @@ def _tensor_parallel(plan: Plan) -> Problems:
         padded = f"pad the vocabulary to {-(-model.vocab_size // mp) * mp}, or "
         yield from _indivisible("vocab_size", model.vocab_size, mp, padded)
         yield from _indivisible("intermediate_size", model.intermediate_size, mp)
-        yield from _indivisible("moe_intermediate_size", model.moe_intermediate_size, mp)
+        if plan.degrees.ep_degree == 1:
+            yield from _indivisible("moe_intermediate_size", model.moe_intermediate_size, mp)
         shared = model.shared_expert_intermediate_size
         yield from _indivisible("shared_expert_intermediate_size", shared, mp)
         # A key head stays on one rank with its value heads.
@@ -167,12 +168,32 @@ def _tensor_parallel(plan: Plan) -> Problems:
         )
 
 
+def experts_fold(ep: int, dp: int, inner: int) -> bool:
+    """Whether ep ranks that follow each other are a part of, or several, sharding x mp blocks.
+
+    Args:
+        dp: their number in the run.
+        inner: sharding x mp, the ranks of such a block.
+    """
+    return inner % ep == 0 or (ep % inner == 0 and dp % (ep // inner) == 0)
+
+
 def _experts(plan: Plan) -> Problems:
-    ep, dp = plan.degrees.ep_degree, plan.degrees.dp_degree
-    if dp % ep:
+    degrees = plan.degrees
+    ep, dp, sharding, mp = (degrees.degree(axis) for axis in ("ep", "dp", "sharding", "mp"))
+    if not experts_fold(ep, dp, sharding * mp):
         yield (
-            f"parallel.ep_degree {ep} does not divide parallel.dp_degree {dp}: experts are sharded "
-            f"over ranks of the dp axis; choose a dp_degree that is a multiple of {ep}"
+            f"parallel.ep_degree {ep} with sharding_degree {sharding} x mp_degree {mp} = "
+            f"{sharding * mp} and dp_degree {dp}: experts are divided over neighbouring ranks of "
+            "sharding x mp, and of dp beyond; choose an ep_degree that divides "
+            f"{sharding * mp}, or is {sharding * mp} times a divisor of dp_degree"
+        )
+    if ep > 1 and mp > 1 and not degrees.sequence_parallel:
+        yield (
+            f"parallel.ep_degree {ep} with parallel.mp_degree {mp}: an expert is on one rank, and "
+            "model-parallel ranks send it different token rows: set "
+            "parallel.sequence_parallel=true (and data.pad_to_multiple_of), or ep_degree=1, which "
+            "divides every expert over the mp ranks"
         )
     experts = 0 if plan.model is None else plan.model.num_experts
     if ep > 1 and plan.model is not None and not experts:

@@ -18,6 +18,7 @@ from paddle_vl.nn.parameter_table import ParamSpec, Tie
 from paddle_vl.parallel.agree import gather_values
 from paddle_vl.parallel.collectives import all_reduce_gradients, all_reduce_partial_gradients
 from paddle_vl.parallel.colocated.grid import EncoderGroups
+from paddle_vl.parallel.mesh import dp_ranks_of_model
 from paddle_vl.parallel.random_state import seed_encoder_random, seed_split_random
 from paddle_vl.parallel.topology import Topology
 
@@ -109,7 +110,7 @@ class FleetRanks(SingleRank):
         self.is_main = topology.rank == 0
         self.data_rank, self.data_size = topology.data_rank, topology.data_size
         # The first replica; with expert parallelism the first dp ranks that have all experts.
-        self.holds_model = topology.dp_rank < topology.degrees.ep_degree
+        self.holds_model = topology.dp_rank < dp_ranks_of_model(topology.degrees)
         self._encoder = topology.encoder
         if self._encoder is not None and self._encoder.saves_together:
             self.holds_model = True
@@ -156,11 +157,12 @@ class FleetRanks(SingleRank):
         if spec.is_encoder:
             assert self._encoder is not None, "no encoder parameters under the plain schedule"
             return self._encoder.counts_here(spec.split_axis is not None)
-        is_first_of_its_kind = spec.split_axis is not None or self.topology.mp_rank == 0
         if spec.tie is Tie.COPY:
             return False
-        copies = self.topology.degrees.ep_degree if spec.is_expert else 1
-        return self.topology.dp_rank < copies and is_first_of_its_kind
+        if spec.is_expert:
+            return self.topology.expert_dp_group.rank == 0
+        is_first_of_its_kind = spec.split_axis is not None or self.topology.mp_rank == 0
+        return self.topology.dp_rank == 0 and is_first_of_its_kind
 
     def seed_split_random(self, entropy: Sequence[int]) -> None:
         seed_split_random(entropy, self.topology.mp_rank)
@@ -171,7 +173,7 @@ class FleetRanks(SingleRank):
     def sum_gradients(self, tensors: Sequence[tuple[Tensor, ParamSpec]]) -> None:
         """All-reduce gradients, once per step, in this order: partial ones over mp, those of tied
         weights over the first and last pipeline stage, those of all parameters over dp (of experts
-        over the dp ranks with the same experts). Sharding has reduced over its own group before.
+        over the ranks with the same shard of them). Sharding has reduced over its own group before.
         Gradients of a colocated encoder are summed over the encoder's own groups.
         """
         topology = self.topology
@@ -188,9 +190,9 @@ class FleetRanks(SingleRank):
         if topology.dp_group.nranks > 1 and not topology.is_sharded_by_fleet:
             shared = [tensor for tensor, spec in tensors if not spec.is_expert]
             all_reduce_gradients(shared, topology.dp_group)
-        experts = topology.expert_dp_group
-        if experts is not None and experts.nranks > 1:
-            all_reduce_gradients([tensor for tensor, spec in tensors if spec.is_expert], experts)
+        experts = [tensor for tensor, spec in tensors if spec.is_expert]
+        if experts and topology.expert_dp_group.nranks > 1:
+            all_reduce_gradients(experts, topology.expert_dp_group)
 
     def _sum_encoder_gradients(
         self, tensors: Sequence[tuple[Tensor, ParamSpec]], encoder: EncoderGroups

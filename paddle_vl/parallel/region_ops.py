@@ -43,6 +43,8 @@ class FleetRegionOps(RegionOps):
         mp_group: with sequence parallelism that of fleet, which its operations use.
         sequence_parallel: keep `T / mp` token rows per rank between the sharded layers.
         spreads_vision: encode each item on one rank; otherwise all items on every rank.
+        experts_are_whole: whether experts take this rank's token rows, of sequence parallelism;
+            otherwise every rank has a part of each expert, for all rows.
     """
 
     def __init__(
@@ -51,8 +53,11 @@ class FleetRegionOps(RegionOps):
         sequence_parallel: bool,
         spreads_vision: bool,
         layers_are_collective: bool = False,
+        experts_are_whole: bool = False,
     ):
         super().__init__(layers_are_collective)
+        assert sequence_parallel or not experts_are_whole, "a rule of ParallelDegrees"
+        self.experts_are_whole = experts_are_whole
         self.mp_group, self.sequence_parallel = mp_group, sequence_parallel
         self.spreads_vision = spreads_vision
         self.cross_entropy = ParallelCrossEntropy(mp_group, ignore_index=IGNORE_INDEX)
@@ -62,6 +67,15 @@ class FleetRegionOps(RegionOps):
         if not self.sequence_parallel:
             return RowPart()
         return RowPart(self.mp_group.rank, self.mp_group.nranks)
+
+    @property
+    def expert_part(self) -> RowPart:
+        return self.row_part if self.experts_are_whole else RowPart()
+
+    def sum_routing(self, sums: Tensor) -> Tensor:
+        if not self.experts_are_whole:
+            return sums
+        return cast(Tensor, fleet_ops._mp_allreduce(sums, group=self.mp_group))
 
     def pad_rows(self, x_TD: Tensor) -> Tensor:
         if not self.sequence_parallel:

@@ -35,6 +35,7 @@ from paddle_vl.nn.placement import (
 from paddle_vl.parallel.agree import gather_arrays, gather_values
 from paddle_vl.parallel.collectives import all_reduced, gathered_arrays
 from paddle_vl.parallel.expert_parallel import shard_experts
+from paddle_vl.parallel.mesh import dp_ranks_of_model
 from paddle_vl.parallel.random_state import split_random
 from paddle_vl.parallel.region_ops import FleetRegionOps
 from paddle_vl.parallel.split_layers import (
@@ -63,7 +64,8 @@ class FleetPlacement(Placement):
         vision: `spread` encodes each item on one rank; `replicate` all items on every rank.
         stage_layers: layers of this rank's pipeline stage.
         checkpoint_ranks: the ranks that save the model together; default: the mp group.
-        ep_group: group over which experts are sharded; None or one rank for none.
+        ep_group: group over which experts are sharded; None or one rank for none. With several mp
+            ranks it needs sequence parallelism.
         layers_are_collective: see `RegionOps`; always true with sharded experts.
 
     Raises:
@@ -92,7 +94,11 @@ class FleetPlacement(Placement):
         table = ParameterTable(mp_group if shards_matrices else None, ep_group, gathered_arrays)
         if shards_matrices:
             ops = FleetRegionOps(
-                mp_group, sequence_parallel, vision == "spread", layers_are_collective
+                mp_group,
+                sequence_parallel,
+                vision == "spread",
+                layers_are_collective,
+                experts_are_whole=shard is not None,
             )
             layers = FleetLayers(table, ops, stage_layers, shard)
         else:
@@ -112,13 +118,13 @@ class FleetCheckpointRanks(CheckpointRanks):
         degrees = topology.degrees
         rank = topology.mp_rank * degrees.sharding_degree + topology.sharding_rank
         size = degrees.mp_degree * degrees.sharding_degree
-        # The first dp ranks, which share the experts, have a full model between them.
+        # The first dp ranks have a full model between them.
         if topology.encoder is not None and topology.encoder.saves_together:
             rank += topology.dp_rank * size
             size *= degrees.dp_degree
         else:
-            rank += topology.ep_group.rank * size
-            size *= degrees.ep_degree
+            rank += topology.dp_rank * size
+            size *= dp_ranks_of_model(degrees)
         return cls(rank, size, topology.pp_rank, topology.pp_group)
 
     def gather_stages(self, value: Any) -> list[Any]:
@@ -258,7 +264,7 @@ class FleetLayers(LayerFactory):
         return self._tied(head) if is_tied else head
 
     def router(self, width: int, num_experts: int, init_std: float = 0.02) -> nn.Layer:
-        # Each rank routes all rows; its shard of the experts gives a partial gradient.
+        # Its own rows, or its shard of the experts, give each rank a partial gradient.
         router = super().router(width, num_experts, init_std)
         self.parameter_table.add(router.parameters(), _PARTIAL)
         return router
@@ -292,6 +298,8 @@ class FleetLayers(LayerFactory):
 
     def _make_experts(self, count: int, width: int, inner: int, init_std: float) -> Experts:
         size = self.mp_group.nranks
+        if self.ops.expert_part.size > 1:
+            return super()._make_experts(count, width, inner, init_std)
         if inner % size:
             raise ValueError(
                 f"text_config.moe_intermediate_size {inner} does not divide by the model-parallel "

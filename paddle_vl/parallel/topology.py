@@ -3,7 +3,7 @@
 Axes: dp ranks have replicas of the parameters and take different samples; sharding ranks take
 different samples too and shard the optimizer state; mp ranks shard every matrix; pp ranks are the
 stages of the pipeline. mp is the innermost axis, then sharding, pp and dp, so that mp ranks are on
-one machine.
+one machine. Experts have axes of their own: `paddle_vl.parallel.mesh` says which ranks each has.
 """
 
 import logging
@@ -27,12 +27,14 @@ from paddle_vl.parallel.degrees import AXES, ParallelDegrees, Plan, plan_problem
 from paddle_vl.parallel.fleet_strategy import fleet_problems, fleet_strategy
 from paddle_vl.parallel.gloo_fleet import install, time_limit
 from paddle_vl.parallel.gloo_fleet.patch import check_version
+from paddle_vl.parallel.mesh import groups_of_axes
 from paddle_vl.parallel.store.rendezvous import DEFAULT_TIMEOUT_S, meet, set_timeout
 
 logger = logging.getLogger(__name__)
 
 # Fleet's names of the axes.
 _NAMES = {"dp": "data", "mp": "model", "pp": "pipe", "sharding": "sharding"}
+_OF_EXPERTS = ("ep", "expert_sharding", "expert_dp")
 
 
 def _group_of_one(rank: int) -> Group:
@@ -49,8 +51,8 @@ class Topology:
         dp_group, mp_group, pp_group, sharding_group: the ranks along each axis through this rank;
             `rank` and `nranks` of a group are this rank's coordinate and the degree. A group with
             `nranks` 1 has no connection: leave out collectives over it.
-        ep_group: the ranks that shard the experts, neighbours on the dp axis.
-        expert_dp_group: ranks with the same experts; None where that is dp_group.
+        ep_group, expert_sharding_group, expert_dp_group: see `paddle_vl.parallel.mesh`; without
+            expert parallelism a group of one, sharding_group and dp_group.
         ends_group: the first and the last pipeline stage; None on other stages.
         host_group: all ranks over gloo, for collectives in host memory that do not wait for the
             device; None on CPUs, where the default group is used.
@@ -64,7 +66,8 @@ class Topology:
     pp_group: Group = field(repr=False)
     sharding_group: Group = field(repr=False)
     ep_group: Group = field(repr=False)
-    expert_dp_group: Group | None = field(repr=False, default=None)
+    expert_sharding_group: Group = field(repr=False)
+    expert_dp_group: Group = field(repr=False)
     ends_group: Group | None = field(repr=False, default=None)
     host_group: Group | None = field(repr=False, default=None)
     encoder: EncoderGroups | None = field(repr=False, default=None)
@@ -72,7 +75,8 @@ class Topology:
     @classmethod
     def single(cls, degrees: ParallelDegrees | None = None) -> "Topology":
         """The mesh of one rank, without fleet."""
-        groups: dict[str, Any] = {f"{axis}_group": _group_of_one(0) for axis in (*AXES, "ep")}
+        axes = (*AXES, *_OF_EXPERTS)
+        groups: dict[str, Any] = {f"{axis}_group": _group_of_one(0) for axis in axes}
         return cls(degrees or ParallelDegrees(), rank=0, **groups)
 
     @property
@@ -155,29 +159,27 @@ def initialize(
         fleet.init(is_collective=True, strategy=strategy, log_level="WARNING")
     communicators = fleet.get_hybrid_communicate_group()
     rank = dist.get_rank()
-    groups = {}
+    groups: dict[str, Any] = {}
     for axis, name in _NAMES.items():
         group = getattr(communicators, f"get_{name}_parallel_group")()
         # In fleet's own groups of one rank, this rank's number is -1.
         groups[f"{axis}_group"] = group if group.nranks > 1 else _group_of_one(rank)
     check_run_if_asked()
-    lines = communicators.topology().get_comm_list
+    axes = groups_of_axes(degrees)
     ends = []
     # With dualpipev the first stage has both the first and the last chunk.
     if degrees.pp_degree > 1 and degrees.pp_schedule != "dualpipev":
-        ends = [[line[0], line[-1]] for line in lines("pipe")]
-    ep_groups, expert_dp_groups = [], []
-    if (size := degrees.ep_degree) > 1:
-        for line in lines("data"):
-            ep_groups += [line[i : i + size] for i in range(0, len(line), size)]
-            expert_dp_groups += [line[i::size] for i in range(size)]
+        ends = axes["pp"][:, [0, -1]].tolist()
+    groups["ep_group"] = _group_of_one(rank)
+    groups |= {f"expert_{axis}_group": groups[f"{axis}_group"] for axis in ("sharding", "dp")}
+    if degrees.ep_degree > 1:
+        for axis in _OF_EXPERTS:
+            groups[f"{axis}_group"] = _own_group(axes[axis].tolist(), rank)
     on_cpu = paddle.get_device().startswith("cpu")
     return Topology(
         degrees,
         rank,
         **groups,
-        ep_group=_own_group(ep_groups, rank) or _group_of_one(rank),
-        expert_dp_group=_own_group(expert_dp_groups, rank),
         ends_group=_own_group(ends, rank),
         host_group=None if on_cpu else _host_group(timeout_s),
         encoder=_encoder_groups(degrees, communicators.topology(), rank),

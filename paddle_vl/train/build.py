@@ -160,7 +160,7 @@ def _build(
     reference_values = family.reference_values(model)
     if updates:  # Without them it counts moments that nobody has.
         copies = (config.train.ema is not None) + (reference_values is not None)
-        check_memory(_needed_memory(config, topology, model, copies))
+        check_memory(needed_memory(config, topology, model, copies))
     store = layout.parameter_store(model)
     table = placement.parameter_table
 
@@ -276,11 +276,17 @@ def run_family(config: RunConfig, checkpoint: Path | None = None) -> Family:
     return family_of_run(config, checkpoint).recipe_class()(config, checkpoint)
 
 
-def _needed_memory(config: RunConfig, topology: Topology, model: Any, copies: int) -> NeededMemory:
+def needed_memory(
+    config: RunConfig, topology: Topology, model: Any, copies: int = 0
+) -> NeededMemory:
+    """What a rank needs for its parameters of a model, see `NeededMemory.of`."""
     parameters, table = model.parameters(), model.placement.parameter_table
     needed = partial(NeededMemory.of, parallel=config.parallel, copies=copies)
     if topology.encoder is None:
-        return needed(parameters)
+        # Without expert parallelism experts are sharded like the rest.
+        experts = [p for p in parameters if table[p].is_expert]
+        dense = [p for p in parameters if not table[p].is_expert]
+        return needed(dense) + needed(experts, shards=topology.expert_sharding_group.nranks)
     of_encoder = [p for p in parameters if table[p].is_encoder]
     of_language = [p for p in parameters if not table[p].is_encoder]
     lanes = topology.encoder.grid.encoder_dp

@@ -133,7 +133,12 @@ class Layout:
             parallel.reshard_after_forward, parallel.reduce_dtype, parallel.reduce_once_per_step
         )
         chains = [model.vision_blocks, model.decoder_layers]
-        return Sharding(parameters, group, stage, chains, model.tables, options)
+        table, of_experts = model.placement.parameter_table, self.topology.expert_sharding_group
+
+        def group_of(parameter: Tensor) -> Any:
+            return of_experts if table[parameter].is_expert else group
+
+        return Sharding(parameters, group, stage, chains, model.tables, options, group_of)
 
     def runner(
         self,

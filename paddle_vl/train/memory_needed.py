@@ -41,6 +41,7 @@ class NeededMemory:
         parallel: ParallelConfig,
         encoder_lanes: int | None = None,
         copies: int = 0,
+        shards: int | None = None,
     ) -> "NeededMemory":
         """For a rank's parameters before ZeRO sharding, with storage or without.
 
@@ -49,18 +50,22 @@ class NeededMemory:
                 over which `encoder.sharding_stage` 1 shards the optimizer state.
             copies: of the trained values in float32, sharded like the optimizer state: the average
                 of train.ema, the values of a reference.
+            shards: for experts: ranks that shard the same ones; default: the sharding degree.
         """
         ranks, stage = parallel.sharding_degree, parallel.sharding_stage
+        # Gradients of fleet's sharding are float32, and so are sums that one rank has all of.
+        is_wide = ranks > 1 and (stage == 1 or shards == 1)
+        ranks = ranks if shards is None else shards
         if encoder_lanes is not None:
             ranks, stage = encoder_lanes if parallel.encoder.sharding_stage else 1, 1
+            is_wide = ranks > 1
         count = weights = gradients = optimizer = 0
         for parameter in parameters:
             size, width = prod(parameter.shape), parameter.element_size()
             count += size
             weights += size * width
             if not parameter.stop_gradient:
-                # Gradients of fleet's sharding are float32.
-                gradients += size * (4 if ranks > 1 and stage == 1 else width)
+                gradients += size * (4 if is_wide else width)
                 optimizer += size * (_MOMENTS + (_MASTER if width < 4 else 0) + 4 * copies)
         return cls(
             count,

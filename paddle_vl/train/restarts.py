@@ -6,6 +6,7 @@ from pathlib import Path
 
 from paddle_vl.config.load import load_run_config
 from paddle_vl.config.schema import RunConfig
+from paddle_vl.parallel.degrees import experts_fold
 from paddle_vl.parallel.launcher import Attempt
 from paddle_vl.processes import Failure
 from paddle_vl.train.reporting.run_files import read_starts
@@ -108,7 +109,8 @@ def degrees_with_fewer_ranks(
             continue
         for sharding in range(min(data_size, parallel.sharding_degree), 0, -1):
             dp = data_size // sharding
-            if data_size % sharding == 0 and dp % ep == 0:
+            inner = sharding * parallel.mp_degree
+            if data_size % sharding == 0 and experts_fold(ep, dp, inner):
                 return size, {
                     "parallel.dp_degree": dp,
                     "parallel.sharding_degree": sharding,

@@ -7,23 +7,27 @@ run is bit-identical; checkpoints hold all experts, and one rank continues from 
 
 from pathlib import Path
 
+import paddle.distributed as dist
 import pytest
 
 from tests.multi_card_tests.test_training import MODEL, common
 from tests.single_card_tests.train.tiny_run import write_tiny_run
-from tests.support.finished_runs import arrays_of, assert_equal_runs
+from tests.support.finished_runs import arrays_of, assert_close, assert_equal_runs
 from tests.support.launch import launch
 from tests.support.topology_runs import (
     SHARDING,
     SP,
+    STAGE_3,
     EqualsOneDevice,
     batch_settings,
+    continue_run,
+    num_data_parts,
     train,
     write_mixed_run,
 )
 
 EXPERTS = {
-    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
     "mlp_only_layers": [1], "num_hidden_layers": 3,
 }  # fmt: skip
 MOE = MODEL | {
@@ -31,13 +35,23 @@ MOE = MODEL | {
     "text_config": MODEL["text_config"] | EXPERTS,
 }
 EP = ["parallel.dp_degree=2", "parallel.ep_degree=2"]
-TOPOLOGIES = {"dp2 ep2": (2, EP)}
+EP2, EP4 = "parallel.ep_degree=2", "parallel.ep_degree=4"
+MP2, SHARDING_4 = ("parallel.mp_degree=2", *SP), "parallel.sharding_degree=4"
+STAGE_2, FULL = "parallel.sharding_stage=2", "train.recompute=full"
+# `test_expert_sharding` has the steps of every way in which experts fold.
+TOPOLOGIES = {
+    # Experts over mp ranks, sharded over two ranks.
+    "mp2 sharding2 ep2 stage 1": (4, [*MP2, *SHARDING, EP2]),
+    "dp2 ep2": (2, EP),
+}
 HEAVY = {
-    "dp2 ep2 mp2 with sequence parallelism": (4, [*EP, "parallel.mp_degree=2", *SP]),
-    "dp2 ep2 sharding2 stage 2": (4, [*EP, *SHARDING, "parallel.sharding_stage=2"]),
-    "dp2 ep2 sharding2 stage 1": (4, [*EP, *SHARDING]),
-    "dp2 ep2 pp2": (4, [*EP, "parallel.pp_degree=2", "train.recompute=full"]),
-    "dp4 ep2": (4, ["parallel.dp_degree=4", "parallel.ep_degree=2"]),
+    "sharding2 ep2 stage 3": (2, [*SHARDING, EP2, STAGE_3, FULL]),
+    "dp2 sharding2 ep4 stage 2": (4, [*EP[:1], EP4, *SHARDING, STAGE_2]),
+    "mp2 sharding2 ep4 stage 3": (4, [*MP2, *SHARDING, EP4, STAGE_3, FULL]),
+    "sharding4 ep2 stage 3": (4, [SHARDING_4, EP2, STAGE_3, FULL]),
+    "sharding2 ep2 pp2": (4, [*SHARDING, EP2, "parallel.pp_degree=2", FULL]),
+    "dp2 ep2 pp2": (4, [*EP, "parallel.pp_degree=2", FULL]),
+    "dp2 ep2 mp2": (4, [*EP, *MP2]),
 }
 
 
@@ -55,7 +69,7 @@ class TestExpertParallel(EqualsOneDevice):
 
     def test_a_checkpoint_has_all_experts(self, several):
         arrays = arrays_of(several / "checkpoint-4")
-        assert arrays["model.language_model.layers.0.mlp.experts.down_proj"].shape == (6, 8, 16)
+        assert arrays["model.language_model.layers.0.mlp.experts.down_proj"].shape == (8, 8, 16)
 
 
 def test_the_load_balancing_loss_travels_through_a_pipeline(tmp_path):
@@ -70,3 +84,25 @@ def test_the_load_balancing_loss_travels_through_a_pipeline(tmp_path):
     overrides = [*common(run_file), *batch_settings(1), "parallel.pp_degree=2"]
     launch(train, 2, arguments=(str(run_file), str(two), overrides))
     assert_equal_runs(two, one)
+
+
+FOLDED = [*MP2, *SHARDING, EP2]
+SHARDED = [SHARDING_4, EP4, STAGE_3]
+
+
+def train_and_move(run_file: str, output_dir: str, settings: list[list[str]]) -> None:
+    """A run, whose checkpoint of step 2 continues under another topology."""
+    train(run_file, f"{output_dir}/one", settings[0])
+    dist.barrier()
+    continue_run(run_file, f"{output_dir}/one", f"{output_dir}/two", settings[1])
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("topologies", [(FOLDED, SHARDED), (SHARDED, FOLDED)], ids=["to", "fro"])
+def test_a_checkpoint_continues_where_experts_lie_elsewhere(topologies, tmp_path):
+    """Steps 3 and 4 as of the run that goes on where it began."""
+    run_file = write_mixed_run(tmp_path / "run", 24, MOE)
+    settings = [[*common(run_file), *batch_settings(num_data_parts(of)), *of] for of in topologies]
+    launch(train_and_move, 4, arguments=(str(run_file), str(tmp_path), settings), timeout=500)
+    found, wanted = (arrays_of(tmp_path / name / "checkpoint-4") for name in ("two", "one"))
+    assert_close(found, wanted)

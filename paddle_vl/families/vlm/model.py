@@ -214,7 +214,7 @@ class VLForConditionalGeneration(PretrainedVLModel):
                     "the load-balancing loss leaves padding out, for which it needs the values of "
                     "attention_mask: pass an array, or none, or output_router_logits=False"
                 )
-            balance = LoadBalance(dict_args["routed_rows"].num_real)
+            balance = LoadBalance(dict_args["routed_rows"].num_real, self.placement.ops.sum_routing)
         inputs = self.language_model.embedding(dict_args)
         hidden_TD = self.language_model.run(inputs, caches, balance)
         shape = list(input_ids.shape)
@@ -246,6 +246,7 @@ class VLForConditionalGeneration(PretrainedVLModel):
         cu_seqlens: Array | None = None,
         packed_key_ends: Array | None = None,
         real_row_indices: Array | None = None,
+        num_real_rows: int | None = None,
         **foreign: Any,
     ) -> dict[str, Any]:
         """The input of `GPTEmbedding` without the outputs of the vision tower.
@@ -271,8 +272,8 @@ class VLForConditionalGeneration(PretrainedVLModel):
                 each sample must be -100. Not with caches.
             packed_key_ends: `[B, L]` int32, `batch.positions.key_ends` of the offsets; None to
                 compute it where a kernel needs it.
-            real_row_indices: `[R]` int64 token rows that are not padding, for a model with experts;
-                None to take them from the mask, see `routed_rows`.
+            real_row_indices, num_real_rows: token rows that are not padding, for a model with
+                experts; None to take them from the mask, see `routed_rows`.
             foreign: arguments of HF at values that ask for nothing.
 
         Raises:
@@ -302,7 +303,8 @@ class VLForConditionalGeneration(PretrainedVLModel):
         )
         rows = None
         if getattr(self.config.text_config, "num_experts", 0):
-            rows = routed_rows(tuple(input_ids.shape), attention_mask, real_row_indices)
+            shape, part = tuple(input_ids.shape), self.placement.ops.expert_part
+            rows = routed_rows(shape, attention_mask, real_row_indices, num_real_rows, part)
         return {
             "input_ids": device_tensor(input_ids),
             "position_ids": device_tensor(position_ids),

@@ -10,6 +10,7 @@ token, S keys with a cache.
 Source: Qwen3VLMoeTextSparseMoeBlock and load_balancing_loss_func of HF transformers.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
 
+from paddle_vl.batch.visual_index import WHOLE_BATCH, RowPart
 from paddle_vl.nn.experts import RoutedRows
 from paddle_vl.nn.operations import column_sum, host_array
 from paddle_vl.nn.placement import Placement
@@ -84,17 +86,25 @@ class SparseMoE(nn.Layer):
         Args:
             x_TD: this rank's token rows.
             rows: those of the batch to route; None if none is padding.
-            with_sums: also return `routing_sums`.
+            with_sums: also return `routing_sums` of the rows that this rank routes.
         """
-        x_TD = self.placement.ops.enter_columns(x_TD)
+        ops = self.placement.ops
+        takes_own_rows = ops.expert_part.size > 1
+        if not takes_own_rows:
+            x_TD = ops.enter_columns(x_TD)
         rows = rows or RoutedRows(x_TD.shape[0])
         x_RD = rows.taken(x_TD)
         kept = rows.kept_plan(self.experts)
         routing = self.gate(x_RD) if kept is None else self.gate(x_RD, kept.indices)
         sums_2E = None
         if with_sums:
-            probabilities_RE = self.placement.ops.enter_replicated(routing.probabilities)
+            probabilities_RE = routing.probabilities
+            if not takes_own_rows:
+                probabilities_RE = ops.enter_replicated(probabilities_RE)
             sums_2E = routing_sums(probabilities_RE, routing.indices)
+            if rows.is_empty:
+                # Of a row of padding that stands in for a real one.
+                sums_2E = sums_2E * 0.0
         return self.experts(x_RD, routing.indices, routing.weights, rows), sums_2E
 
 
@@ -102,6 +112,8 @@ def routed_rows(
     shape_BL: tuple[int, int],
     attention_mask: np.ndarray | Tensor | None,
     real_row_indices: np.ndarray | Tensor | None = None,
+    num_real_rows: int | None = None,
+    part: RowPart = WHOLE_BATCH,
 ) -> RoutedRows:
     """The rows of a batch that are not padding.
 
@@ -109,14 +121,20 @@ def routed_rows(
         attention_mask: `[B, L]`, 1 at real tokens, or with a cache `[B, S]`, whose last L columns
             count; None if nothing is padding. A tensor without `real_row_indices` costs a host
             read; of anything without values all rows are routed.
-        real_row_indices: `[R]` int64, from the collator.
+        real_row_indices: `[R]` int64, from the collator: of the part, counted from its first row.
+        num_real_rows: of the whole batch, with `real_row_indices` of a part.
+        part: the rows that this rank routes.
     """
     batch, length = shape_BL
     if real_row_indices is None and isinstance(attention_mask, np.ndarray | Tensor):
-        real_row_indices = np.flatnonzero(host_array(attention_mask)[:, -length:])
+        every = np.flatnonzero(host_array(attention_mask)[:, -length:])
+        num_real_rows, real_row_indices = len(every), part.of_numbers(every, batch * length)
     if isinstance(real_row_indices, np.ndarray):
         real_row_indices = paddle.to_tensor(real_row_indices)
-    return RoutedRows(batch * length, real_row_indices)
+    start, stop = part.bounds(batch * length)
+    if real_row_indices is None:
+        num_real_rows = batch * length
+    return RoutedRows(stop - start, real_row_indices, num_real_rows)
 
 
 def routing_sums(probabilities_RE: Tensor, indices_RK: Tensor) -> Tensor:
@@ -145,12 +163,13 @@ class LoadBalance:
 
     Attributes:
         num_tokens: tokens of the batch without padding.
+        over_ranks: `RegionOps.sum_routing`.
         sums_2E: `routing_sums` of all layers so far; None before the first.
         num_layers: number of these layers.
     """
 
-    def __init__(self, num_tokens: int):
-        self.num_tokens = num_tokens
+    def __init__(self, num_tokens: int, over_ranks: Callable[[Tensor], Tensor] = lambda sums: sums):
+        self.num_tokens, self.over_ranks = num_tokens, over_ranks
         self.sums_2E: Tensor | None = None
         self.num_layers = 0
 
@@ -169,5 +188,5 @@ class LoadBalance:
             return paddle.zeros([])
         if self.num_tokens == 0:
             return self.sums_2E.sum() * 0.0
-        means_2E = self.sums_2E / (self.num_tokens * self.num_layers)
+        means_2E = self.over_ranks(self.sums_2E) / (self.num_tokens * self.num_layers)
         return means_2E.shape[1] * (means_2E[0] * means_2E[1]).sum()

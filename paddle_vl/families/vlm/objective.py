@@ -195,13 +195,15 @@ def empty_batch(length: int) -> VLBatch:
 
 
 def expert_counts(model: nn.Layer) -> Tensor | None:
-    """Token rows of each expert in this rank's last micro-batch, `[layers, experts]` int64.
+    """Token rows of each expert in the last micro-batch, `[layers, experts]` int64.
 
-    None without experts. Padding does not count. Layers of other pipeline stages are 0.
+    None without experts. Padding does not count. Layers of other pipeline stages are 0. Collective
+    over mp ranks that route different rows.
     """
     text = model.config.text_config
     layers = [i for i in range(text.num_hidden_layers) if text.has_experts(i)]
     if not layers:
         return None
     own, zeros = model.tokens_per_expert(), paddle.zeros([text.num_experts], dtype="int64")
-    return paddle.stack([own.get(i, zeros) for i in layers])
+    counts_LX = paddle.stack([own.get(i, zeros) for i in layers])
+    return model.placement.ops.sum_routing(counts_LX)

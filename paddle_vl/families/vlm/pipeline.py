@@ -127,7 +127,8 @@ class VLStage:
         )
         balance = None
         if self.sends_sums:
-            balance = LoadBalance(dict_args["routed_rows"].num_real)
+            rows = dict_args["routed_rows"]
+            balance = LoadBalance(rows.num_real, model.placement.ops.sum_routing)
         if self.is_first:
             inputs = model.language_model.embedding(dict_args | self.visual_rows(batch))
             x_TD = inputs["hidden_states"]

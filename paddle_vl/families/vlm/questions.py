@@ -151,7 +151,9 @@ class VLQuestions:
             **_asked(np.arange(len(mask_BS))),
         }
         if "real_row_indices" in batch:
-            follows["real_row_indices"] = np.arange(len(mask_BS))
+            part = self.model.placement.ops.expert_part
+            follows["real_row_indices"] = part.of_numbers(np.arange(len(mask_BS)), len(mask_BS))
+            follows["num_real_rows"] = len(mask_BS)
         return follows
 
     def scored(

@@ -158,6 +158,7 @@ class VLRecipe(Family):
             pad_to_multiple_of=self.config.data.pad_to_multiple_of,
             part=placement.ops.row_part,
             lists_real_rows=bool(self.shape.num_experts),
+            expert_part=placement.ops.expert_part,
         )
         settings, source = self.config.model, self._weights
         if source is None:

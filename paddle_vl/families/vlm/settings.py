@@ -157,7 +157,8 @@ class VLParallelConfig(ParallelConfig):
     """Experts, and the message sizes of the pipeline."""
 
     ep_degree: Annotated[int, Field(ge=1, le=1 << 20)] = 1
-    """expert-parallel degree: dp ranks that share the experts of a mixture-of-experts model"""
+    """expert-parallel degree: ranks that share the experts of a mixture-of-experts model, over
+    sharding x mp, and over dp beyond"""
     pp_token_rows: Annotated[int | None, Field(ge=1), _Pipelined, _Static] = None
     """with static pp_shapes: token rows of a micro-batch, padding included, that messages have room
     for in all steps (a larger micro-batch is refused); default: each step's largest, or with

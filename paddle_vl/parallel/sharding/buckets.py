@@ -1,7 +1,11 @@
 """Shards of parameters, and the buckets that are all-gathered and reduce-scattered together.
 
-Shapes: S ranks of the sharding group; n elements of a parameter per rank; N of a bucket per rank,
-the sum of n.
+Experts are sharded over a group of their own, so a layer's bucket may have two groups, which are
+communicated one after the other in the order of its parameters. A group of one rank has whole
+parameters, and communicates nothing.
+
+Shapes: S ranks of a sharding group; n elements of a parameter per rank; N of a bucket and group per
+rank, the sum of n.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -40,7 +44,7 @@ class Pending:
 
 
 class Reductions:
-    """Reduce-scatters of the gradients of all buckets, one in flight.
+    """Reduce-scatters of the gradients of all buckets, one of each group in flight.
 
     It overlaps with the backward pass of the next unit. More would only keep more packed gradients,
     as a group runs one collective at a time.
@@ -49,32 +53,41 @@ class Reductions:
         dtype: dtype of the messages.
     """
 
-    def __init__(self, group, dtype: Literal["float32", "bfloat16"]):
-        self.group = group
+    def __init__(self, dtype: Literal["float32", "bfloat16"]):
         self.dtype: Literal["float32", "bfloat16"] = dtype
-        self._in_flight: tuple[Hashable, Pending] | None = None
-        self._sums: dict[Hashable, Tensor] = {}
+        self._in_flight: dict[Any, tuple[Hashable, Pending]] = {}
+        self._sums: dict[tuple[Hashable, Any], Tensor] = {}
 
     @paddle.no_grad()
-    def make_room(self) -> None:
-        """Wait until another one may start and reuse the memory of an earlier input."""
-        if self._in_flight is None:
-            return
-        (owner, pending), self._in_flight = self._in_flight, None
-        own_N, total_N = pending.result().astype("float32"), self._sums.get(owner)
-        self._sums[owner] = own_N if total_N is None else total_N.add_(own_N)
+    def make_room(self, group: Any = None) -> None:
+        """Wait until another one may start and reuse the memory of an earlier input.
 
-    def start(self, owner: Hashable, packed_SN: Tensor) -> None:
+        Args:
+            group: of the one to start; None for any.
+        """
+        for own in list(self._in_flight) if group is None else [group]:
+            if own in self._in_flight:
+                owner, pending = self._in_flight.pop(own)
+                self._add(owner, own, pending.result().astype("float32"))
+
+    def start(self, owner: Hashable, group: Any, packed_SN: Tensor) -> None:
         """Start a reduce-scatter, after `make_room`; its output is added to the owner's sum."""
-        own_N = paddle.empty([packed_SN.shape[0] // self.group.nranks], dtype=packed_SN.dtype)
-        task = dist.stream.reduce_scatter(own_N, packed_SN, group=self.group, sync_op=False)
-        self._in_flight = owner, Pending("reduce_scatter", task, own_N, packed_SN)
+        if group.nranks == 1:
+            self._add(owner, group, packed_SN)
+            return
+        own_N = paddle.empty([packed_SN.shape[0] // group.nranks], dtype=packed_SN.dtype)
+        task = dist.stream.reduce_scatter(own_N, packed_SN, group=group, sync_op=False)
+        self._in_flight[group] = owner, Pending("reduce_scatter", task, own_N, packed_SN)
 
-    def pop_sum(self, owner: Hashable) -> Tensor | None:
+    def pop_sum(self, owner: Hashable, group: Any) -> Tensor | None:
         """Remove and return the sum of an owner's outputs, `[N]` float32; None without any."""
-        if self._in_flight is not None and self._in_flight[0] is owner:
-            self.make_room()
-        return self._sums.pop(owner, None)
+        if group in self._in_flight and self._in_flight[group][0] is owner:
+            self.make_room(group)
+        return self._sums.pop((owner, group), None)
+
+    def _add(self, owner: Hashable, group: Any, own_N: Tensor) -> None:
+        total_N = self._sums.get((owner, group))
+        self._sums[owner, group] = own_N if total_N is None else total_N.add_(own_N)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,13 +95,15 @@ class BucketEntry:
     """A parameter and this rank's shard of it.
 
     Attributes:
-        parameter: the model's, with or without storage.
+        parameter: the model's, with or without storage; always with, if one rank has all of it.
         shard: `[n]`; float32 for a trained parameter, which the optimizer updates; in the
             parameter's dtype for a frozen one.
+        group: the ranks that shard it.
     """
 
     parameter: Tensor
     shard: Tensor
+    group: Any
 
     @classmethod
     @paddle.no_grad()
@@ -96,8 +111,8 @@ class BucketEntry:
         dtype = parameter.dtype if parameter.stop_gradient else paddle.float32
         own = local_shard(parameter.detach(), group, dtype)
         if not parameter.stop_gradient:
-            return cls(parameter, master_copy(parameter, own))
-        return cls(parameter, EagerParamBase.from_tensor(own, trainable=False))
+            return cls(parameter, master_copy(parameter, own), group)
+        return cls(parameter, EagerParamBase.from_tensor(own, trainable=False), group)
 
     @property
     def is_trained(self) -> bool:
@@ -148,16 +163,23 @@ def padded_rows(full: Tensor, num_ranks: int) -> Tensor:
 class Bucket:
     """Parameters that are reduce-scattered and all-gathered together.
 
-    One reduce-scatter per bucket, one all-gather per dtype, whichever parameters have a gradient on
-    this rank, so that all ranks issue the same collectives.
+    Per group one reduce-scatter, and one all-gather per dtype, whichever parameters have a gradient
+    on this rank, so that all ranks issue the same collectives.
 
     Args:
-        reductions: of the group, shared by all its buckets.
+        reductions: shared by all buckets.
+
+    Attributes:
+        trained: entries of trained parameters.
+        by_group: these by group.
     """
 
-    def __init__(self, entries: Sequence[BucketEntry], group, reductions: Reductions):
-        self.entries, self.group, self.reductions = list(entries), group, reductions
+    def __init__(self, entries: Sequence[BucketEntry], reductions: Reductions):
+        self.entries, self.reductions = list(entries), reductions
         self.trained = [entry for entry in entries if entry.is_trained]
+        self.by_group: dict[Any, list[BucketEntry]] = {}
+        for entry in self.trained:
+            self.by_group.setdefault(entry.group, []).append(entry)
         halves = [e.parameter for e in self.trained if e.parameter.dtype != paddle.float32]
         self._wide = WideGradients(halves)
         self._in_flight: list[tuple[list[BucketEntry], Pending]] | None = None
@@ -169,60 +191,72 @@ class Bucket:
     @paddle.no_grad()
     def start_reduction(self) -> None:
         """Start the reduce-scatter of the gradients, zeros for missing ones, and free them."""
-        if not self.trained:
-            return
-        self.reductions.make_room()
-        num_ranks, rows = self.group.nranks, []
-        for entry in self.trained:
+        for group, entries in self.by_group.items():
+            self.reductions.make_room(group)
+            self.reductions.start(self, group, self._packed(entries, group.nranks))
+
+    def _packed(self, entries: Sequence[BucketEntry], num_ranks: int) -> Tensor:
+        """`[S * N]`: the gradients of parameters, which are freed."""
+        # What is not sent is not rounded.
+        dtype = self.reductions.dtype if num_ranks > 1 else "float32"
+        rows = []
+        for entry in entries:
             grad, total = entry.parameter.grad, self._wide.give(entry.parameter)
             if grad is not None:
                 total = grad if total is None else total.add_(grad.astype("float32"))
             if total is None:
                 shape = [num_ranks, entry.shard.size]
-                rows.append(paddle.zeros(shape, dtype=self.reductions.dtype))
+                rows.append(paddle.zeros(shape, dtype=dtype))
                 continue
-            rows.append(padded_rows(total.astype(self.reductions.dtype), num_ranks))
+            rows.append(padded_rows(total.astype(dtype), num_ranks))
             entry.parameter.clear_gradient(False)
         # A table is alone in its bucket and needs no copy.
         packed_SN = rows[0] if len(rows) == 1 else paddle.concat(rows, axis=1)
-        # Free everything but the packed tensor.
-        grad = total = None
-        rows.clear()
-        self.reductions.start(self, packed_SN.reshape([-1]).contiguous())
+        return packed_SN.reshape([-1]).contiguous()
 
     @paddle.no_grad()
     def assign_gradients(self) -> None:
         """Give each shard its reduced gradient, float32; zeros if nothing was reduced."""
-        if not self.trained:
-            return
-        lengths = [entry.shard.size for entry in self.trained]
-        sum_N = self.reductions.pop_sum(self)
-        if sum_N is None:
-            sum_N = paddle.zeros([sum(lengths)], dtype="float32")
-        for entry, grad in zip(self.trained, paddle.split(sum_N, lengths), strict=True):
-            # Paddle copies, so no gradient keeps the bucket's storage alive.
-            entry.shard.grad = grad
+        for group, entries in self.by_group.items():
+            lengths = [entry.shard.size for entry in entries]
+            sum_N = self.reductions.pop_sum(self, group)
+            if sum_N is None:
+                sum_N = paddle.zeros([sum(lengths)], dtype="float32")
+            for entry, grad in zip(entries, paddle.split(sum_N, lengths), strict=True):
+                # Paddle copies, so no gradient keeps the bucket's storage alive.
+                entry.shard.grad = grad
 
     @paddle.no_grad()
     def all_gather_parameters(self) -> None:
         """All-gather the shards into the parameters' existing storage."""
+        self.assign_whole()
         for entry, full in self._gathered_entries():
             parameter = entry.parameter
             paddle.assign(full[: parameter.size].reshape(parameter.shape), parameter)
 
     @paddle.no_grad()
+    def assign_whole(self) -> None:
+        """Copy the values of parameters that one rank has all of."""
+        for entry in self.entries:
+            if entry.group.nranks == 1:
+                parameter = entry.parameter
+                own = entry.shard.astype(parameter.dtype).reshape(parameter.shape)
+                paddle.assign(own, parameter)
+
+    @paddle.no_grad()
     def start_all_gather(self) -> None:
-        """Start the all-gather of the values; one per dtype."""
+        """Start the all-gather of the values; one per group and dtype."""
         if self._in_flight is not None:
             return
-        self._in_flight = []
-        for dtype in dict.fromkeys(entry.parameter.dtype for entry in self.entries):
-            entries = [entry for entry in self.entries if entry.parameter.dtype == dtype]
+        self._in_flight, kinds = [], {}
+        for entry in self._sharded:
+            kinds.setdefault((entry.group, entry.parameter.dtype), []).append(entry)
+        for (group, dtype), entries in kinds.items():
             # Rounded before it is communicated.
             own = [entry.shard.detach().astype(dtype) for entry in entries]
             own_N = own[0] if len(own) == 1 else paddle.concat(own)
-            all_SN = paddle.empty([own_N.shape[0] * self.group.nranks], dtype=dtype)
-            task = dist.stream.all_gather(all_SN, own_N, group=self.group, sync_op=False)
+            all_SN = paddle.empty([own_N.shape[0] * group.nranks], dtype=dtype)
+            task = dist.stream.all_gather(all_SN, own_N, group=group, sync_op=False)
             self._in_flight.append((entries, Pending("all_gather", task, all_SN, own_N)))
 
     def discard_all_gather(self) -> None:
@@ -245,8 +279,12 @@ class Bucket:
 
     def reshard(self) -> None:
         """Free the parameters' storage; only shape and dtype stay, and Paddle raises on use."""
-        for entry in self.entries:
+        for entry in self._sharded:
             entry.parameter._clear_data()
+
+    @property
+    def _sharded(self) -> list[BucketEntry]:
+        return [entry for entry in self.entries if entry.group.nranks > 1]
 
     def _gathered_entries(self) -> Iterator[tuple[BucketEntry, Tensor]]:
         """Each entry with its full values, flat and padded with zeros."""
@@ -258,7 +296,7 @@ class Bucket:
             if len(entries) == 1:
                 yield entries[0], all_SN
                 continue
-            all_SN = all_SN.reshape([self.group.nranks, -1])
+            all_SN = all_SN.reshape([entries[0].group.nranks, -1])
             start = 0
             for entry in entries:
                 stop = start + entry.shard.size
@@ -267,15 +305,15 @@ class Bucket:
                 start = stop
 
 
-def buckets_of(entries: Sequence[BucketEntry], group, reductions: Reductions) -> Iterator[Bucket]:
+def buckets_of(entries: Sequence[BucketEntry], reductions: Reductions) -> Iterator[Bucket]:
     """Buckets in order, each of at most `BUCKET_ELEMENTS` elements or one larger parameter."""
     taken: list[BucketEntry] = []
     filled = 0
     for entry in entries:
         if taken and filled + entry.parameter.size > BUCKET_ELEMENTS:
-            yield Bucket(taken, group, reductions)
+            yield Bucket(taken, reductions)
             taken, filled = [], 0
         taken.append(entry)
         filled += entry.parameter.size
     if taken:
-        yield Bucket(taken, group, reductions)
+        yield Bucket(taken, reductions)

@@ -4,7 +4,8 @@ Fleet places the trained parameters in buffers, each with a buffer of float32 gr
 each buffer equally over the ranks. The overlap of a rank's range with a parameter is the rank's
 slice of the parameter: flat, from empty to the full parameter with its padding. AdamW updates
 slices. Per step and buffer, gradients are reduce-scattered over the sharding group (and all-reduced
-over dp), and updated parameters are all-gathered.
+over dp), and updated parameters are all-gathered. Experts have buffers of their own, over the ranks
+with the same experts.
 
 Differences from fleet:
 - Gradients are sums: fleet's average over ranks is multiplied by their number, in float32.
@@ -100,7 +101,7 @@ class FleetSharding:
                 # Sliced alike on the first and the last pipeline stage.
                 parameter.color = "tied"
             elif self._table[parameter].is_expert:
-                parameter.color = "expert"
+                parameter.color = {"color": "expert", "group": self._group_of(parameter)}
         MixPrecisionLayer(nn.ParameterList(parameters), dtype="bfloat16")
         self._hybrid = fleet.distributed_optimizer(adamw)
         self.optimizer = self._hybrid._inner_opt
@@ -108,6 +109,9 @@ class FleetSharding:
         self.optimizer._collect_comm_buffers()
         self.optimizer._assign_slice_grad()
         self._buffers = list(self.optimizer._comm_buffer_list)
+        for buffer in self._buffers:
+            if self._group_of(buffer.params[0]).nranks == 1:
+                buffer._comm_grads = lambda: None
         self._views = {
             name: view
             for buffer in self._buffers
@@ -157,12 +161,13 @@ class FleetSharding:
         shared = [p for p in self._trained.values() if not self._table[p].is_expert]
         self._hybrid._hybrid_sync_grad(shared)
         for buffer in self._buffers:
+            group = self._group_of(buffer.params[0])
             is_expert = self._table[buffer.params[0]].is_expert
             dp_degree = 1 if is_expert else self.topology.degrees.dp_degree
-            length = buffer.grad_storage.size // self.group.nranks
-            begin = self.group.rank * length
+            length = buffer.grad_storage.size // group.nranks
+            begin = group.rank * length
             own = buffer.grad_storage._slice(begin, begin + length)
-            own.scale_(float(self.group.nranks * dp_degree))
+            own.scale_(float(group.nranks * dp_degree))
 
     def step(self) -> None:
         """Update the slices, and all-gather the parameters."""
@@ -201,7 +206,7 @@ class FleetSharding:
     def gathered_value(self, parameter: Tensor, value: Tensor | None = None) -> Tensor:
         """The full value of a parameter, or of a `value` sliced like it, such as a moment.
 
-        Collective over the sharding group: a broadcast per slice, in the order of the ranks.
+        Collective over the parameter's group: a broadcast per slice, in the order of the ranks.
 
         Args:
             value: `[n]`; ignored if this rank's slice is empty.
@@ -209,16 +214,19 @@ class FleetSharding:
         if value is None:
             self.finish_gathers()
             return parameter.detach()
+        group = self._group_of(parameter)
+        if group.nranks == 1:
+            return value.detach().reshape([-1])[: parameter.size].reshape(parameter.shape)
         flat = paddle.empty([parameter.size], dtype=value.dtype)
-        for rank, source in enumerate(self.group.ranks):
+        for rank, source in enumerate(group.ranks):
             begin, end = self._span(parameter, rank)
             end = min(end, parameter.size)
             if end <= begin:
                 continue
             part = flat._slice(begin, end)
-            if rank == self.group.rank:
+            if rank == group.rank:
                 paddle.assign(value.detach().reshape([-1])[: end - begin], part)
-            dist.broadcast(part, src=source, group=self.group)
+            dist.broadcast(part, src=source, group=group)
         return flat.reshape(parameter.shape)
 
     def own_shard(self, parameter: Tensor, full: np.ndarray) -> np.ndarray:
@@ -227,16 +235,18 @@ class FleetSharding:
         Raises:
             ValueError: the shapes differ.
         """
-        return own_slice(full, parameter, *self._span(parameter, self.group.rank))
+        rank = self._group_of(parameter).rank
+        return own_slice(full, parameter, *self._span(parameter, rank))
 
     def numbers_of_all(self, own: Mapping[Key, Tensor | None]) -> Callable[[Key], Tensor]:
-        """Non-negative scalars, each of which some ranks of the group have, with equal values.
+        """Non-negative scalars, each of which some ranks of its group have, with equal values.
 
         Args:
             own: float32 `[1]` by key; None if this rank does not have it.
 
         Returns:
-            A function from key to scalar. Its first call is collective: one all-reduce (max).
+            A function from key to scalar. Its first call is collective: one all-reduce (max) per
+            group.
         """
         found: dict[Key, Tensor] = {}
 
@@ -246,14 +256,17 @@ class FleetSharding:
                 # Collected on the group's device: Paddle keeps some of them on the host.
                 values = [0.0 if number is None else number.item() for number in own.values()]
                 numbers = paddle.to_tensor(values, dtype="float32")
-                dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.group)
+                # A number of experts is the same on all ranks of both groups.
+                for group in dict.fromkeys((self.group, self.topology.expert_sharding_group)):
+                    if group.nranks > 1:
+                        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
                 found.update(zip(own, numbers.split(len(values)), strict=True))
             return found[key]
 
         return find
 
     def _make_updated(self, parameter: Tensor) -> Tensor | None:
-        begin, end = self._span(parameter, self.group.rank)
+        begin, end = self._span(parameter, self._group_of(parameter).rank)
         if end <= begin:
             return None
         part = self.optimizer._slice_params[parameter.name]
@@ -268,10 +281,15 @@ class FleetSharding:
         self._masters[part.name] = master
         return master
 
+    def _group_of(self, parameter: Tensor) -> Any:
+        """The ranks that shard its state."""
+        own = self._table[parameter].is_expert
+        return self.topology.expert_sharding_group if own else self.group
+
     def _span(self, parameter: Tensor, rank: int) -> tuple[int, int]:
         """Begin and end of a rank's slice in the flat parameter, padding included."""
         view = self._views[parameter.name]
-        length = view._param_buffer.size // self.group.nranks
+        length = view._param_buffer.size // self._group_of(parameter).nranks
         begin = max(view._index, rank * length)
         end = min(view._index + view._padded_size, (rank + 1) * length)
         return begin - view._index, end - view._index
@@ -345,5 +363,7 @@ class OrderedGathers:
     def _wait(self, buffers: Iterable[Any], *arguments_of_a_hook: Any) -> None:
         for buffer in buffers:
             if buffer.status == FusedCommBuffer.Status.SYNCING:
-                buffer.sync_param_task.wait()
+                # None for a buffer that one rank has all of.
+                if buffer.sync_param_task is not None:
+                    buffer.sync_param_task.wait()
                 buffer.status = FusedCommBuffer.Status.READY

@@ -2,9 +2,9 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import paddle
@@ -61,6 +61,7 @@ class Sharding:
             rank never needs more memory than its shards and one full tensor. At stage 3 parameters
             of units and tables have no storage afterwards.
         group: process group of at least two ranks.
+        group_of: the group of a parameter, which may have one rank; default: `group` for all.
         stage: 2 or 3, see the package.
         chains: sequences of layers that always run together in this order. A layer is a unit: it
             takes its tensors as positional arguments and returns tensors, and its parameters are
@@ -79,10 +80,12 @@ class Sharding:
         chains: Sequence[Sequence[nn.Layer]] = (),
         tables: Sequence[nn.Layer] = (),
         options: ShardingOptions | None = None,
+        group_of: Callable[[Tensor], Any] | None = None,
     ):
-        self.group, self.stage, self.options = group, stage, options or ShardingOptions()
+        self.stage, self.options = stage, options or ShardingOptions()
+        self._group_of = group_of or (lambda parameter: group)
         self._entries: dict[int, BucketEntry] = {}
-        self._reductions = Reductions(group, self.options.reduce_dtype)
+        self._reductions = Reductions(self.options.reduce_dtype)
         self._unsharded = UnshardedBuckets() if stage == 3 else None
         # Remaining micro-batches of this step, if known.
         self._num_left: int | None = None
@@ -94,7 +97,7 @@ class Sharding:
         in_units |= {id(table.weight) for table in tables}
         trained = self._shard(parameters, in_units)
         root = [self._entries[id(p)] for p in trained if id(p) not in in_units]
-        self._root = list(buckets_of(root, group, self._reductions))
+        self._root = list(buckets_of(root, self._reductions))
         self._forwards: list[UnitForward] = []
         self._units = [bucket for chain in chains for bucket in self._add_chain(chain)]
         self._tables = self._add_tables(tables)
@@ -163,6 +166,9 @@ class Sharding:
             self._unsharded.reshard_all()
         for bucket in self._root if self.stage == 3 else self._buckets:
             bucket.all_gather_parameters()
+        if self.stage == 3:
+            for bucket in self._units:
+                bucket.assign_whole()
 
     def gathered_value(self, parameter: Tensor, value: Tensor | None = None) -> Tensor:
         """The full value of a parameter on every rank, in its shape. Collective: an all-gather.
@@ -176,8 +182,9 @@ class Sharding:
             return parameter.detach()
         if value is None:
             value = self.shard_of(parameter).detach().astype(parameter.dtype)
+        group = self._group_of(parameter)
         with paddle.no_grad():
-            flat = all_gathered(value, self.group)
+            flat = all_gathered(value, group) if group.nranks > 1 else value.detach()
             return flat[: parameter.size].reshape(parameter.shape)
 
     def own_shard(self, parameter: Tensor, full: np.ndarray) -> np.ndarray:
@@ -186,8 +193,9 @@ class Sharding:
         Raises:
             ValueError: the shapes differ.
         """
-        length = -(-full.size // self.group.nranks)
-        begin = self.group.rank * length
+        group = self._group_of(parameter)
+        length = -(-full.size // group.nranks)
+        begin = group.rank * length
         return own_slice(full, parameter, begin, begin + length)
 
     @property
@@ -216,19 +224,20 @@ class Sharding:
         """Take this rank's shard of each parameter as it comes; returns the trained ones."""
         trained: list[Tensor] = []
         for parameter in parameters:
-            loses_storage = self.stage == 3 and id(parameter) in in_units
+            group = self._group_of(parameter)
+            loses_storage = self.stage == 3 and id(parameter) in in_units and group.nranks > 1
             if not parameter.stop_gradient:
                 trained.append(parameter)
             elif not loses_storage:
                 continue
-            self._entries[id(parameter)] = BucketEntry.of(parameter, self.group)
+            self._entries[id(parameter)] = BucketEntry.of(parameter, group)
             if loses_storage:
                 parameter._clear_data()
         return trained
 
     def _bucket(self, parameters: Iterable[Tensor]) -> Bucket | None:
         entries = [self._entries[id(p)] for p in parameters if id(p) in self._entries]
-        return Bucket(entries, self.group, self._reductions) if entries else None
+        return Bucket(entries, self._reductions) if entries else None
 
     def _add_chain(self, layers: Sequence[nn.Layer]) -> list[Bucket]:
         keeps, forwards = not self.options.reshard_after_forward, []

@@ -38,6 +38,8 @@ def problems(shape: dict | None = None, pad_to_multiple_of: int = 8, **degrees) 
         {"pp_degree": 2, "num_micro_batches": 2, "pp_shapes": "dynamic"},
         {"num_micro_batches": 4},
         {"dp_degree": 4, "ep_degree": 2, "sharding_degree": 2},
+        {"dp_degree": 4, "ep_degree": 8, "sharding_degree": 4},
+        {"mp_degree": 4, "sharding_degree": 2, "ep_degree": 2, "sequence_parallel": True},
     ],
 )
 def test_valid_degrees_pass(degrees):
@@ -136,8 +138,16 @@ def test_valid_degrees_pass(degrees):
         ),
         (
             {"dp_degree": 3, "ep_degree": 2}, {"num_experts": 8},
-            "parallel.ep_degree 2 does not divide parallel.dp_degree 3: experts are sharded over "
-            "ranks of the dp axis; choose a dp_degree that is a multiple of 2",
+            "parallel.ep_degree 2 with sharding_degree 1 x mp_degree 1 = 1 and dp_degree 3: "
+            "experts are divided over neighbouring ranks of sharding x mp, and of dp beyond; "
+            "choose an ep_degree that divides 1, or is 1 times a divisor of dp_degree",
+        ),
+        (
+            {"mp_degree": 2, "ep_degree": 2}, {"num_experts": 8},
+            "parallel.ep_degree 2 with parallel.mp_degree 2: an expert is on one rank, and "
+            "model-parallel ranks send it different token rows: set "
+            "parallel.sequence_parallel=true (and data.pad_to_multiple_of), or ep_degree=1, which "
+            "divides every expert over the mp ranks",
         ),
         (
             {"dp_degree": 4, "ep_degree": 4}, {"num_experts": 6},

@@ -5,13 +5,24 @@ machine's memory is refused at once with both numbers, before memory is allocate
 """
 
 import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import paddle
 import pytest
 
+from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from paddle_vl.cli.main import main
 from paddle_vl.config.parallel_settings import EncoderConfig, ParallelConfig
-from paddle_vl.train.memory_needed import NeededMemory, available_memory, check_memory
+from paddle_vl.families.vlm.settings import VLParallelConfig
+from paddle_vl.nn.linear import default_dtype
+from paddle_vl.parallel.degrees import ParallelDegrees
+from paddle_vl.parallel.tensor import FleetPlacement
+from paddle_vl.parallel.topology import Topology
+from paddle_vl.train import memory_needed
+from paddle_vl.train.build import needed_memory
+from paddle_vl.train.memory_needed import GB, NeededMemory, available_memory, check_memory
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 
 
@@ -78,3 +89,23 @@ def test_layers_beyond_sense_are_refused_before_they_are_built(tmp_path, capsys)
     assert main(["train", str(file), "model.config.text_config.num_hidden_layers=1000000"]) == 1
     message = capsys.readouterr().err
     assert "model.config: text_config: num_hidden_layers is 1000000; it must be" in message
+
+
+@pytest.mark.parametrize(
+    ("size", "num_ranks"), [("qwen3-vl-30b-a3b", 8), ("qwen3-vl-235b-a22b", 64)]
+)
+def test_mixtures_of_experts_fit_gpus_of_80_gb(size, num_ranks, monkeypatch):
+    """Rows of docs/gpu.md, by shapes alone: experts folded over all ranks, the rest at stage 3."""
+    degrees = {"sharding_degree": num_ranks, "sharding_stage": 3, "ep_degree": num_ranks}
+    topology = Topology.single(ParallelDegrees(**degrees))
+    one, ep = (SimpleNamespace(rank=0, nranks=ranks) for ranks in (1, num_ranks))
+    with default_dtype("bfloat16"):
+        model = Qwen3VLForConditionalGeneration.from_config(
+            Qwen3VLConfig.named(size), FleetPlacement(one, ep_group=ep), materialize=False
+        )
+    config: Any = SimpleNamespace(parallel=VLParallelConfig(**degrees))
+    needed = needed_memory(config, topology, model)
+    monkeypatch.setattr(memory_needed, "available_memory", lambda: (80 * GB, "a GPU"))
+    check_memory(needed)
+    row = f"| {size} | {num_ranks} | {needed.total / GB:.1f} |"
+    assert row in Path("docs/gpu.md").read_text(encoding="utf-8"), row

@@ -12,7 +12,7 @@ import numpy as np
 
 from paddle_vl.batch.positions import mrope_position_ids, segment_offsets
 from paddle_vl.batch.schema import SOURCE_TARGETS, VLBatch
-from paddle_vl.batch.visual_index import RowPart, host_visual_indices
+from paddle_vl.batch.visual_index import WHOLE_BATCH, RowPart, host_visual_indices
 from paddle_vl.families.vlm.inputs.conversation import Conversation
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
 from paddle_vl.families.vlm.inputs.tokenizer import IGNORED_LABEL, VideoPrompt
@@ -20,8 +20,6 @@ from paddle_vl.families.vlm.inputs.video_processor import VideoProcessor
 from paddle_vl.families.vlm.templates.encoding import TemplateEncoder
 
 PaddingSide = Literal["left", "right"]
-
-WHOLE_BATCH = RowPart()
 
 VISUAL_KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
@@ -150,6 +148,7 @@ class VLCollator:
         pad_to_multiple_of: divides the padded length.
         part: this model-parallel rank's shard of the token rows, for the visual indices.
         lists_real_rows: whether batches have `real_row_indices`, for a model with experts.
+        expert_part: the token rows that its experts take on this rank.
     """
 
     pad_token_id: int
@@ -160,6 +159,7 @@ class VLCollator:
     pad_to_multiple_of: int = 1
     part: RowPart = WHOLE_BATCH
     lists_real_rows: bool = False
+    expert_part: RowPart = WHOLE_BATCH
 
     def __call__(
         self,
@@ -176,7 +176,7 @@ class VLCollator:
         Returns:
             All required fields of a `VLBatch`; pixels and grids if samples have any; the visual
             indices, `visual_source_indices` only with images and videos; `cu_seqlens` only with
-            `segments`; `real_row_indices` only if asked for.
+            `segments`; `real_row_indices` and `num_real_rows` only if asked for.
 
         Raises:
             ValueError: no sample, placeholders that do not match the grids, or B * L token rows
@@ -206,7 +206,9 @@ class VLCollator:
             )
         )
         if self.lists_real_rows:
-            batch["real_row_indices"] = np.flatnonzero(batch["attention_mask"])
+            every = np.flatnonzero(batch["attention_mask"])
+            rows = self.expert_part.of_numbers(every, batch["attention_mask"].size)
+            batch |= {"real_row_indices": rows, "num_real_rows": len(every)}
         if segments is not None:
             batch["cu_seqlens"] = segment_offsets(segments, length)
         batch["position_ids"], _ = mrope_position_ids(
