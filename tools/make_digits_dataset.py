@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,7 +33,7 @@ NUM_TEST_PAIRS = 100
 IMAGE_SIDE = 64
 # Copies of every training image, turned and shifted (in pixels) by at most so much.
 NUM_COPIES, MAX_DEGREES, MAX_SHIFT = 4, 8, 4
-PAIRS_PER_COPY = 2
+PAIRS_PER_COPY = 1
 VOCAB_SIZE = 512
 MANIFEST = "dataset.json"
 
@@ -53,6 +54,9 @@ _ADD = (
 )
 _NAME_TWO = (("<image><image>Which two digits are these?", "{a} and {b}."),)
 _ABOUT_TWO = (_COMPARE, _ADD, _NAME_TWO)
+_READ_ROW = ("Read the digits from left to right.", "{row}")
+_ADD_NEXT = ("Add each digit and the next one.", "{next_sums}")
+_PLACES = ("first", "second", "third", "fourth", "fifth")
 _FOLLOW_UP = (
     ("Is it even or odd?", "{parity}"),
     ("Which digit comes next?", "{next}"),
@@ -93,7 +97,7 @@ def make_digits_dataset(directory: str | os.PathLike) -> bool:
     for split, rows in records.items():
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (directory / f"{split}.jsonl").write_text(text, encoding="utf-8")
-    make_processor(_texts_of(records["train"])).save_pretrained(directory / "processor")
+    make_processor(_texts_of(records["train"] + records["copies"])).save_pretrained(directory / "processor")
     # Last: if it exists, the dataset is complete.
     manifest.write_text(json.dumps(wanted), encoding="utf-8")
     return True
@@ -166,6 +170,17 @@ def _dialogues(
             for question, answer in (_ABOUT_TWO[other][0] for other in others):
                 turns.append((question.replace("<image>", ""), answer))
             yield _record("pair", [number, partner], turns, digits, names)
+    for row in zip(*(rng.permutation(numbers) for _ in _PLACES), strict=True):
+        turns = [_READ_ROW, _ADD_NEXT]
+        for question in ("What is the sum of the {} and the {}?", "Which is larger, the {} or the {}?"):
+            first, second = rng.choice(len(_PLACES), size=2, replace=False).tolist()
+            a, b = (digits[row[place]] for place in (first, second))
+            larger = "They are equal." if a == b else f"The {_PLACES[first if a > b else second]}."
+            answer = str(a + b) if "sum" in question else larger
+            turns.append((question.format(_PLACES[first], _PLACES[second]), answer))
+        turns = [turns[turn] for turn in rng.permutation(len(turns))]
+        turns[0] = ("<image>" * len(row) + turns[0][0], turns[0][1])
+        yield _record("row", row, turns, digits, names)
 
 
 def _test_records(
@@ -198,6 +213,8 @@ def _record(
         "sum": a + b,
         "larger": "The first." if a > b else "The second." if b > a else "They are equal.",
         "parity": "odd" if a % 2 else "even",
+        "row": "".join(str(digit) for digit in shown),
+        "next_sums": " ".join(str(a + b) for a, b in pairwise(shown)),
         "next": (a + 1) % 10 if a < 9 else "After 9 comes 10.",
     }
     messages = []
