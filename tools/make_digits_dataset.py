@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,14 +25,14 @@ from PIL import Image
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 
 # Increase when the written files change.
-RECIPE_VERSION = 2
+RECIPE_VERSION = 3
 SEED = 20240
 TEST_IMAGES_PER_DIGIT = 30
 NUM_TEST_PAIRS = 100
 IMAGE_SIDE = 64
 # Copies of every training image, turned and shifted (in pixels) by at most so much.
 NUM_COPIES, MAX_DEGREES, MAX_SHIFT = 4, 8, 4
-PAIRS_PER_COPY = 1
+PAIRS_PER_COPY = 2
 VOCAB_SIZE = 512
 MANIFEST = "dataset.json"
 
@@ -52,11 +51,8 @@ _ADD = (
     ("<image><image>What is the sum of the two digits?", "{sum}"),
     ("<image> plus <image> equals?", "{sum}"),
 )
-_NAME_TWO = (("<image><image>Which two digits are these?", "{a} and {b}."),)
-_ABOUT_TWO = (_COMPARE, _ADD, _NAME_TWO)
-_READ_ROW = ("Read the digits from left to right.", "{row}")
-_ADD_NEXT = ("Add each digit and the next one.", "{next_sums}")
-_PLACES = ("first", "second", "third", "fourth", "fifth")
+_NAME_TWO = ("Which two digits are these?", "{a} and {b}.")
+_ABOUT_TWO = (_COMPARE, _ADD)
 _FOLLOW_UP = (
     ("Is it even or odd?", "{parity}"),
     ("Which digit comes next?", "{next}"),
@@ -97,7 +93,7 @@ def make_digits_dataset(directory: str | os.PathLike) -> bool:
     for split, rows in records.items():
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (directory / f"{split}.jsonl").write_text(text, encoding="utf-8")
-    make_processor(_texts_of(records["train"] + records["copies"])).save_pretrained(directory / "processor")
+    make_processor(_texts_of(records["train"])).save_pretrained(directory / "processor")
     # Last: if it exists, the dataset is complete.
     manifest.write_text(json.dumps(wanted), encoding="utf-8")
     return True
@@ -157,30 +153,18 @@ def _dialogues(
 ) -> Iterator[dict[str, Any]]:
     """For every image: one dialogue about it alone, two about it and another one.
 
-    The latter ask everything about two images, in any order: each shown image is learned from
-    several answers.
+    The latter ask everything about two images, in either order: each shown image is learned from
+    several answers. The digits are named last, so that no sum is read off their names.
     """
     partners_of = [rng.permutation(numbers) for _ in range(PAIRS_PER_COPY)]
     for number, *partners in zip(numbers, *partners_of, strict=True):
         turns = [_pick(_SINGLE, rng), _pick(_FOLLOW_UP, rng)]
         yield _record("two_turn", [number], turns, digits, names)
         for partner in partners:
-            first, *others = rng.permutation(3).tolist()
-            turns = [_pick(_ABOUT_TWO[first], rng)]
-            for question, answer in (_ABOUT_TWO[other][0] for other in others):
-                turns.append((question.replace("<image>", ""), answer))
-            yield _record("pair", [number, partner], turns, digits, names)
-    for row in zip(*(rng.permutation(numbers) for _ in _PLACES), strict=True):
-        turns = [_READ_ROW, _ADD_NEXT]
-        for question in ("What is the sum of the {} and the {}?", "Which is larger, the {} or the {}?"):
-            first, second = rng.choice(len(_PLACES), size=2, replace=False).tolist()
-            a, b = (digits[row[place]] for place in (first, second))
-            larger = "They are equal." if a == b else f"The {_PLACES[first if a > b else second]}."
-            answer = str(a + b) if "sum" in question else larger
-            turns.append((question.format(_PLACES[first], _PLACES[second]), answer))
-        turns = [turns[turn] for turn in rng.permutation(len(turns))]
-        turns[0] = ("<image>" * len(row) + turns[0][0], turns[0][1])
-        yield _record("row", row, turns, digits, names)
+            first, second = rng.permutation(2).tolist()
+            question, answer = _ABOUT_TWO[second][0]
+            turns = [_pick(_ABOUT_TWO[first], rng), (question.replace("<image>", ""), answer)]
+            yield _record("pair", [number, partner], [*turns, _NAME_TWO], digits, names)
 
 
 def _test_records(
@@ -213,8 +197,6 @@ def _record(
         "sum": a + b,
         "larger": "The first." if a > b else "The second." if b > a else "They are equal.",
         "parity": "odd" if a % 2 else "even",
-        "row": "".join(str(digit) for digit in shown),
-        "next_sums": " ".join(str(a + b) for a, b in pairwise(shown)),
         "next": (a + 1) % 10 if a < 9 else "After 9 comes 10.",
     }
     messages = []

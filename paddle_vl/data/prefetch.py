@@ -43,12 +43,14 @@ class PrefetchingLoader(ABC):
             ends the wait; the following `next` waits for the same batch again.
         what: the data is made of, for messages.
         share: with the other ranks of the data lane on this machine; None to read alone.
+        own_rows: makes of the lane's batch this rank's, where they differ; None where they do not.
         target_sources: names of the sources whose target tokens its batches count.
     """
 
     while_waiting: Callable[[], None] = staticmethod(lambda: None)
     what = "samples"
     share: LaneShare | None = None
+    own_rows: Callable[[Any], Any] | None = None
     epoch: Any
     batches_consumed: Any
 
@@ -196,10 +198,14 @@ class PrefetchingLoader(ABC):
         """
         make = self._take if self._num_workers else self._load_here
         if self.share is None:
-            return make()
-        batch, _ = self._job(0)
-        self._awaited = batch, None, 0
-        return self.share.made(batch.name, make, self.while_waiting)
+            loaded = make()
+        else:
+            batch, _ = self._job(0)
+            self._awaited = batch, None, 0
+            loaded = self.share.made(batch.name, make, self.while_waiting)
+        if self.own_rows is None or loaded.batch is None:
+            return loaded
+        return loaded._replace(batch=self.own_rows(loaded.batch))
 
     def _load_here(self) -> Any:
         batch, arguments = self._job(0)

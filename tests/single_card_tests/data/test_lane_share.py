@@ -22,7 +22,10 @@ TRAINING = {"shuffle": True, "drop_last": True, "seed": 3}
 
 
 def arrays(samples: list) -> dict:
-    return {"pixels": np.concatenate([sample["number"] for sample in samples]), "empty": np.zeros(0)}
+    return {
+        "pixels": np.concatenate([sample["number"] for sample in samples]),
+        "empty": np.zeros(0),
+    }
 
 
 class UnreadDataset(NumberDataset):
