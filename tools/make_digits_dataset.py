@@ -9,7 +9,8 @@ bicubic interpolation. Training conversations contain no test image.
 The directory gets `images/`, `train.jsonl`, `copies.jsonl`, `test.jsonl`, `processor/` and
 `dataset.json`. `copies.jsonl` is for training too: dialogues about copies of the training images,
 turned and shifted a little (`0007-1.png` is the first one of `0007.png`). Tasks of records: single,
-compare, add, two_turn; in `copies.jsonl` two_turn and pair, which asks everything about two images.
+compare, add, two_turn; in `copies.jsonl` two_turn, add, and pair, which asks everything about two
+images.
 """
 
 import argparse
@@ -151,15 +152,19 @@ def _train_records(
 def _dialogues(
     numbers: np.ndarray, digits: Sequence[int], names: Sequence[str], rng: np.random.Generator
 ) -> Iterator[dict[str, Any]]:
-    """For every image: one dialogue about it alone, two about it and another one.
+    """For every image: a sum of it and another one, and two dialogues that ask everything about it
+    and another one; for half of the images also a dialogue about one alone.
 
-    The latter ask everything about two images, in either order: each shown image is learned from
-    several answers. The digits are named last, so that no sum is read off their names.
+    Sums take longest to learn. In the dialogues each shown image is learned from several answers;
+    the digits are named last, so that no sum is read off their names.
     """
-    partners_of = [rng.permutation(numbers) for _ in range(PAIRS_PER_COPY)]
-    for number, *partners in zip(numbers, *partners_of, strict=True):
-        turns = [_pick(_SINGLE, rng), _pick(_FOLLOW_UP, rng)]
-        yield _record("two_turn", [number], turns, digits, names)
+    partners_of = [rng.permutation(numbers) for _ in range(1 + PAIRS_PER_COPY)]
+    is_alone = rng.permutation(len(numbers)) % 2
+    for alone, number, added, *partners in zip(is_alone, numbers, *partners_of, strict=True):
+        if alone:
+            turns = [_pick(_SINGLE, rng), _pick(_FOLLOW_UP, rng)]
+            yield _record("two_turn", [number], turns, digits, names)
+        yield _record("add", [number, added], [_pick(_ADD, rng)], digits, names)
         for partner in partners:
             first, second = rng.permutation(2).tolist()
             question, answer = _ABOUT_TWO[second][0]
