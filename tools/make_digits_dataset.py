@@ -9,8 +9,7 @@ bicubic interpolation. Training conversations contain no test image.
 The directory gets `images/`, `train.jsonl`, `copies.jsonl`, `test.jsonl`, `processor/` and
 `dataset.json`. `copies.jsonl` is for training too: dialogues about copies of the training images,
 turned and shifted a little (`0007-1.png` is the first one of `0007.png`). Tasks of records: single,
-compare, add, two_turn; in `copies.jsonl` two_turn, add, and pair, which asks everything about two
-images.
+compare, add, two_turn; in `copies.jsonl` two_turn and pair, which asks everything about two images.
 """
 
 import argparse
@@ -26,7 +25,7 @@ from PIL import Image
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 
 # Increase when the written files change.
-RECIPE_VERSION = 3
+RECIPE_VERSION = 2
 SEED = 20240
 TEST_IMAGES_PER_DIGIT = 30
 NUM_TEST_PAIRS = 100
@@ -52,8 +51,8 @@ _ADD = (
     ("<image><image>What is the sum of the two digits?", "{sum}"),
     ("<image> plus <image> equals?", "{sum}"),
 )
-_NAME_TWO = ("Which two digits are these?", "{a} and {b}.")
-_ABOUT_TWO = (_COMPARE, _ADD)
+_NAME_TWO = (("<image><image>Which two digits are these?", "{a} and {b}."),)
+_ABOUT_TWO = (_COMPARE, _ADD, _NAME_TWO)
 _FOLLOW_UP = (
     ("Is it even or odd?", "{parity}"),
     ("Which digit comes next?", "{next}"),
@@ -152,24 +151,21 @@ def _train_records(
 def _dialogues(
     numbers: np.ndarray, digits: Sequence[int], names: Sequence[str], rng: np.random.Generator
 ) -> Iterator[dict[str, Any]]:
-    """For every image: a sum of it and another one, and two dialogues that ask everything about it
-    and another one; for half of the images also a dialogue about one alone.
+    """For every image: one dialogue about it alone, two about it and another one.
 
-    Sums take longest to learn. In the dialogues each shown image is learned from several answers;
-    the digits are named last, so that no sum is read off their names.
+    The latter ask everything about two images, in any order: each shown image is learned from
+    several answers.
     """
-    partners_of = [rng.permutation(numbers) for _ in range(1 + PAIRS_PER_COPY)]
-    is_alone = rng.permutation(len(numbers)) % 2
-    for alone, number, added, *partners in zip(is_alone, numbers, *partners_of, strict=True):
-        if alone:
-            turns = [_pick(_SINGLE, rng), _pick(_FOLLOW_UP, rng)]
-            yield _record("two_turn", [number], turns, digits, names)
-        yield _record("add", [number, added], [_pick(_ADD, rng)], digits, names)
+    partners_of = [rng.permutation(numbers) for _ in range(PAIRS_PER_COPY)]
+    for number, *partners in zip(numbers, *partners_of, strict=True):
+        turns = [_pick(_SINGLE, rng), _pick(_FOLLOW_UP, rng)]
+        yield _record("two_turn", [number], turns, digits, names)
         for partner in partners:
-            first, second = rng.permutation(2).tolist()
-            question, answer = _ABOUT_TWO[second][0]
-            turns = [_pick(_ABOUT_TWO[first], rng), (question.replace("<image>", ""), answer)]
-            yield _record("pair", [number, partner], [*turns, _NAME_TWO], digits, names)
+            first, *others = rng.permutation(3).tolist()
+            turns = [_pick(_ABOUT_TWO[first], rng)]
+            for question, answer in (_ABOUT_TWO[other][0] for other in others):
+                turns.append((question.replace("<image>", ""), answer))
+            yield _record("pair", [number, partner], turns, digits, names)
 
 
 def _test_records(

@@ -11,9 +11,9 @@ What arrives is unpickled; the sockets lie in a folder that only this user can o
 import mmap
 import os
 import pickle
-import socket
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any
 
@@ -29,36 +29,19 @@ def machine() -> str:
     return f"{boot} {os.readlink('/proc/self/ns/mnt')} {os.geteuid()}"
 
 
-def listening(path: str, num_others: int) -> socket.socket:
-    """The reader's socket that the others connect to."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(path)
-    listener.listen(num_others)
-    return listener
-
-
-def connected(path: str) -> socket.socket:
-    """A socket to the reader that listens there."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.connect(path)
-    return connection
-
-
 class LaneShare:
     """A rank's part in the reading of its lane. All ranks of it ask for the same batches in the
     same order.
 
-    Args:
-        reader: rank that reads.
-        sockets: the reader's to each of the others; theirs to the reader.
-
     Attributes:
+        reader: rank that reads.
+        connections: the reader's to each of the others; theirs to the reader.
         reads: whether this rank is the reader.
         num_bytes: written into shared memory or mapped so far.
     """
 
-    def __init__(self, reader: int, sockets: Sequence[socket.socket], reads: bool):
-        self.reader, self.reads, self._sockets = reader, reads, sockets
+    def __init__(self, reader: int, connections: Sequence[Connection], reads: bool):
+        self.reader, self.connections, self.reads = reader, connections, reads
         self.num_bytes = 0
 
     def made(self, name: str, make: Callable[[], Any], while_waiting: Callable[[], None]) -> Any:
@@ -98,29 +81,32 @@ class LaneShare:
             pickle.dump((head, places), file)
             self.num_bytes += file.tell()
             file.flush()
-            for connection in self._sockets:
+            for connection in self.connections:
                 try:
-                    socket.send_fds(connection, [str(end).encode()], [file.fileno()])
+                    connection.send_bytes(str(end).encode())
+                    send_handle(connection, file.fileno(), None)
                 except OSError:
                     # That rank has ended; the next collective says so.
                     continue
 
     def _received(self, name: str, while_waiting: Callable[[], None]) -> Any:
-        (connection,) = self._sockets
-        while not wait([connection], CALL_S):
-            while_waiting()
-        message, descriptors, *_ = socket.recv_fds(connection, _ALIGNMENT, 1)
-        if not message:
+        (connection,) = self.connections
+        try:
+            while not connection.poll(CALL_S):
+                while_waiting()
+            start = int(connection.recv_bytes())
+            descriptor = recv_handle(connection)
+        except (EOFError, ConnectionError) as error:
             raise RuntimeError(
                 f"rank {self.reader}, which reads the data of this rank's lane, has ended before "
                 f"{name}; its own message says why"
-            )
-        with open(descriptors[0], "rb") as file:
+            ) from error
+        with open(descriptor, "rb") as file:
             # Pages that this rank writes to become its own.
             pages = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
         self.num_bytes += pages.nbytes
-        head, places = pickle.loads(pages[int(message) :])
-        sent, made, error = pickle.loads(head, buffers=[pages[start:end] for start, end in places])
+        head, places = pickle.loads(pages[start:])
+        sent, made, error = pickle.loads(head, buffers=[pages[i:j] for i, j in places])
         assert sent == name, f"rank {self.reader} sent {sent}, and this rank is at {name}"
         if error is not None:
             raise error

@@ -7,13 +7,14 @@ other data lanes too takes their batches beside its own.
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from copy import copy
+from multiprocessing.connection import Client, Listener
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from paddle_vl.batch.schema import OTHER_LANES, Batch
-from paddle_vl.data import lane_share
-from paddle_vl.data.lane_share import LaneShare
+from paddle_vl.data.lane_share import LaneShare, machine
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.base import RankInfo
 from paddle_vl.parallel.ranks import SingleRank
@@ -58,41 +59,32 @@ def lane_loaders(
 def _lane_shares(ranks: SingleRank, lanes: Sequence[int]) -> dict[int, LaneShare]:
     """This rank's part in the reading of the lanes that several ranks of its machine take. Called
     by all ranks."""
-    here = lane_share.machine()
-    seats = ranks.gathered([here, ranks.data_rank, list(lanes)])
-    takers: dict[tuple[str, int], list[int]] = {}
-    for rank, (machine, _, taken) in enumerate(seats):
-        for lane in taken:
-            takers.setdefault((machine, lane), []).append(rank)
-    if all(len(members) == 1 for members in takers.values()):
-        return {}
-    # The first rank of the lane itself, so that lanes are read by different ranks.
-    readers = {
-        lane: min(takers[here, lane], key=lambda rank: (seats[rank][1] != lane, rank))
-        for lane in lanes
-        if len(takers[here, lane]) > 1
-    }
-    with TemporaryDirectory(prefix="paddle-vl-") as folder:
+    seats = ranks.gathered([machine(), ranks.data_rank, list(lanes)])
+    shares, takers = {}, {}
+    for lane in lanes:
+        here = [
+            i for i, (where, _, taken) in enumerate(seats) if where == machine() and lane in taken
+        ]
+        # The first is the reader: a rank of the lane itself, so that ranks share the reading.
+        here.sort(key=lambda rank, lane=lane: seats[rank][1] != lane)
+        if len(here) > 1:
+            takers[lane] = here
+    with TemporaryDirectory(prefix="paddle-vl-") as folder, ExitStack() as stack:
         listeners = {
-            lane: lane_share.listening(f"{folder}/{lane}", len(takers[here, lane]) - 1)
-            for lane, reader in readers.items()
-            if reader == ranks.rank
+            lane: stack.enter_context(Listener(f"{folder}/{lane}", backlog=len(here)))
+            for lane, here in takers.items()
+            if here[0] == ranks.rank
         }
         folders = ranks.gathered(folder)
-        to_reader = {
-            lane: [lane_share.connected(f"{folders[reader]}/{lane}")]
-            for lane, reader in readers.items()
-            if reader != ranks.rank
-        }
+        for lane, (reader, *_) in takers.items():
+            if reader != ranks.rank:
+                to_reader: Any = Client(f"{folders[reader]}/{lane}")
+                shares[lane] = LaneShare(reader, [to_reader], reads=False)
         ranks.wait()
-    to_others = {
-        lane: [listener.accept()[0] for _ in takers[here, lane][1:]]
-        for lane, listener in listeners.items()
-    }
-    return {
-        lane: LaneShare(readers[lane], sockets, lane in listeners)
-        for lane, sockets in (to_reader | to_others).items()
-    }
+        for lane, listener in listeners.items():
+            to_others: Any = [listener.accept() for _ in takers[lane][1:]]
+            shares[lane] = LaneShare(ranks.rank, to_others, reads=True)
+    return shares
 
 
 class LanesLoader:

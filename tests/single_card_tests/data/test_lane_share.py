@@ -6,8 +6,8 @@ continue alike; an error of the reader ends both, and so does the end of the rea
 waits says for whom and can leave the wait.
 """
 
-import socket
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ class UnreadDataset(NumberDataset):
 
 
 def two_ranks(of_reader: NumberDataset, num_workers: int = 0) -> list[PrefetchLoader]:
-    connections = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connections = Pipe()
     other = UnreadDataset(of_reader.size, (), of_reader.on_bad_sample)
     loaders = []
     for dataset, connection in zip((of_reader, other), connections, strict=True):
@@ -83,7 +83,7 @@ def test_an_error_of_the_reader_ends_both_with_its_message():
 
 def test_a_reader_that_has_ended_is_named():
     reader, other = two_ranks(NumberDataset(4))
-    reader.share._sockets[0].close()
+    reader.share.connections[0].close()
     with pytest.raises(RuntimeError, match="rank 4, which reads .* has ended before batch 0"):
         next(other)
     # The reader goes on; its next collective ends it.
