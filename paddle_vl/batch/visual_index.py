@@ -362,6 +362,26 @@ def host_visual_indices(
     return {name: array for name, array in arrays.items() if array is not None}
 
 
+def own_indices(batch: Mapping[str, Any], part: RowPart) -> dict[str, Any]:
+    """The batch of a collator, whose visual indices are of all token rows, with those of a shard;
+    so are those of a batch within it.
+
+    Raises:
+        ValueError: `part.size` does not divide the token rows.
+    """
+    update_M, gather_M = batch["visual_update_indices"], batch["visual_gather_indices"]
+    start, stop = part.bounds(batch["input_ids"].size)
+    own = slice(*np.searchsorted(update_M, [start, stop]))
+    found: dict[str, Any] = {
+        "visual_update_indices": update_M[own] - start,
+        "visual_gather_indices": gather_M[own],
+    }
+    for name, value in batch.items():
+        if isinstance(value, dict) and "visual_update_indices" in value:
+            found[name] = own_indices(value, part)
+    return {**batch, **found}
+
+
 KINDS = ("image", "video")
 # HF's and PaddleFleet's name of the levels of all visual tokens in reading order.
 LEVELS_IN_ORDER = ("deepstack_visual_embeds", "deepstack_visual_emb")

@@ -94,7 +94,8 @@ class DataConfig(Section):
     memory. In tables and archives the text of a row; its images may have 64 times as much, and a
     row group of Parquet 1024 times as much in memory"""
     num_workers: Annotated[int, Field(ge=0, le=1024)] = 0
-    """worker processes that prepare samples, per rank; 0 prepares them in the training process"""
+    """worker processes that prepare samples, per data lane and machine; 0 prepares them in the
+    training process of one of its ranks"""
     prefetch_batches: Annotated[int, Field(ge=1, le=1024)] = 2
     """batches prepared ahead of the training step"""
     pin_memory: bool = True

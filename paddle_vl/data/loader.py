@@ -338,7 +338,7 @@ class PrefetchLoader(PrefetchingLoader):
             ValueError: every sample of an epoch was bad.
         """
         while self._num_epochs is None or self.epoch < self._num_epochs:
-            loaded: LoadedBatch = self._take() if self._num_workers else self._load_here()
+            loaded: LoadedBatch = self._loaded()
             self._skipped.update(loaded.skipped)
             self._has_batch = self._has_batch or loaded.batch is not None
             self.batches_consumed += 1
@@ -355,11 +355,6 @@ class PrefetchLoader(PrefetchingLoader):
                 return loaded.batch
         self._move_to(0, 0)
         raise StopIteration
-
-    def _load_here(self) -> LoadedBatch:
-        batch, arguments = self._job(0)
-        self._awaited = batch, None, 0
-        return load_batch(*self._shared, *arguments)
 
     @property
     def skipped(self) -> dict[str, int]:

@@ -9,10 +9,9 @@ from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.data.lane_share import CALL_S, LaneShare
 from paddle_vl.data.worker_pool import WorkerPool, WorkerProgress, current_sample
 
-# Interval between calls of `while_waiting`.
-_CALL_S = 0.2
 Own = TypeVar("Own", bound="PrefetchingLoader")
 
 
@@ -43,11 +42,15 @@ class PrefetchingLoader(ABC):
         while_waiting: called repeatedly while workers prepare the next batch. An exception from it
             ends the wait; the following `next` waits for the same batch again.
         what: the data is made of, for messages.
+        share: with the other ranks of the data lane on this machine; None to read alone.
+        own_rows: makes of the lane's batch this rank's, where they differ; None where they do not.
         target_sources: names of the sources whose target tokens its batches count.
     """
 
     while_waiting: Callable[[], None] = staticmethod(lambda: None)
     what = "samples"
+    share: LaneShare | None = None
+    own_rows: Callable[[Any], Any] | None = None
     epoch: Any
     batches_consumed: Any
 
@@ -124,6 +127,8 @@ class PrefetchingLoader(ABC):
         if self._awaited is None:
             return "no batch was requested"
         batch, pool, job = self._awaited
+        if self.share is not None and not self.share.reads:
+            return f"{self._named(batch)}; rank {self.share.reader} prepares it for this lane"
         return self._described(batch, None if pool is None else pool.progress(), job)
 
     def _described(
@@ -135,7 +140,7 @@ class PrefetchingLoader(ABC):
             workers: progress of the workers; None where this process prepares the batch.
             job: its number among their jobs.
         """
-        text = batch.name + (f" of data-parallel rank {self.rank}" if self.size > 1 else "")
+        text = self._named(batch)
         if workers is None:
             own = self._at(current_sample())
             return f"{text}; this process prepares it itself (data.num_workers is 0) and {own}"
@@ -147,6 +152,9 @@ class PrefetchingLoader(ABC):
         if any(each.job == job for each in workers):
             return f"{text}; {named[0]}"
         return f"{text}; no worker is at it: {'; '.join(named) or 'none has started'}"
+
+    def _named(self, batch: PendingBatch) -> str:
+        return batch.name + (f" of data-parallel rank {self.rank}" if self.size > 1 else "")
 
     def _at(self, sample: int | None) -> str:
         return f"is between {self.what}" if sample is None else f"is at {self._place(sample)}"
@@ -176,10 +184,33 @@ class PrefetchingLoader(ABC):
 
     def _request_ahead(self) -> None:
         """Give the workers work while the batch that they made is used."""
-        if self._num_workers:
+        if self._num_workers and (self.share is None or self.share.reads):
             # The next wait tells of a worker that died.
             with suppress(BrokenProcessPool):
                 self._request()
+
+    def _loaded(self) -> Any:
+        """The next batch: made by a worker, by this process, or by the rank that reads for it.
+
+        Raises:
+            BadSampleError: a bad sample that is not skipped.
+            RuntimeError: a worker process died, or the rank that reads.
+        """
+        make = self._take if self._num_workers else self._load_here
+        if self.share is None:
+            loaded = make()
+        else:
+            batch, _ = self._job(0)
+            self._awaited = batch, None, 0
+            loaded = self.share.made(batch.name, make, self.while_waiting)
+        if self.own_rows is None or loaded.batch is None:
+            return loaded
+        return loaded._replace(batch=self.own_rows(loaded.batch))
+
+    def _load_here(self) -> Any:
+        batch, arguments = self._job(0)
+        self._awaited = batch, None, 0
+        return self._load(*self._shared, *arguments)
 
     def _take(self) -> Any:
         """What a worker makes of the next batch.
@@ -192,7 +223,7 @@ class PrefetchingLoader(ABC):
             self._request()
             batch, number, future = self._pending[0]
             self._awaited = batch, self._pools[batch.pool], number
-            while not wait([future], _CALL_S).done:
+            while not wait([future], CALL_S).done:
                 self.while_waiting()
             loaded = future.result()
             self._pending.popleft()

@@ -1,15 +1,20 @@
-"""Training data of a rank whose encoder lane serves several data lanes (fan-out).
+"""Loaders of a rank's data lane, and of other lanes that its encoder lane serves (fan-out).
 
-Such a rank encodes images of other data lanes too, so it loads their batches beside its own. The
-order of samples is a function of the seed and the lane, so every rank finds the same batches.
+The order of samples is a function of the seed and the lane. On each machine one rank reads for all
+that take batches of the same lane (`paddle_vl.data.lane_share`). A rank that encodes images of
+other data lanes too takes their batches beside its own.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from copy import copy
+from multiprocessing.connection import Client, Listener
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from paddle_vl.batch.schema import OTHER_LANES, Batch
+from paddle_vl.data.lane_share import LaneShare, machine
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.base import RankInfo
 from paddle_vl.parallel.ranks import SingleRank
@@ -22,27 +27,64 @@ def lane_loaders(
     topology: Topology,
     idle: Callable[[], Batch] | None = None,
 ) -> dict[str, Any]:
-    """The loaders of this rank's data lane, or of all lanes that its encoder lane serves, by name.
+    """The loaders of this rank's data lane, or of all lanes that its encoder lane serves, by name;
+    each lane is read once per machine. Called by all ranks.
 
     Args:
         make: the loaders of one data lane. May be collective.
         idle: makes the batch of an ended lane of an evaluation, which goes on until all lanes have
             ended; None for training data, which has no end.
     """
-    groups = topology.encoder
-    if groups is None or len(groups.role.served_lanes) == 1:
-        return dict(make(ranks))
+    groups, lanes = topology.encoder, (ranks.data_rank,)
+    if groups is not None and len(groups.role.served_lanes) > 1:
+        lanes = groups.role.served_lanes
     by_lane = {}
-    for lane in groups.role.served_lanes:
-        # This rank as a member of another data lane.
+    for lane in lanes:
+        # This rank as a member of that data lane.
         member = copy(ranks)
         member.data_rank = lane
-        by_lane[lane] = make(member)
+        by_lane[lane] = dict(make(member))
+    for lane, share in _lane_shares(ranks, lanes).items():
+        for loader in by_lane[lane].values():
+            loader.share = share
     own = by_lane.pop(ranks.data_rank)
+    if not by_lane:
+        return own
     return {
         name: LanesLoader(loader, [other[name] for other in by_lane.values()], idle)
         for name, loader in own.items()
     }
+
+
+def _lane_shares(ranks: SingleRank, lanes: Sequence[int]) -> dict[int, LaneShare]:
+    """This rank's part in the reading of the lanes that several ranks of its machine take. Called
+    by all ranks."""
+    seats = ranks.gathered([machine(), ranks.data_rank, list(lanes)])
+    shares, takers = {}, {}
+    for lane in lanes:
+        here = [
+            i for i, (where, _, taken) in enumerate(seats) if where == machine() and lane in taken
+        ]
+        # The first is the reader: a rank of the lane itself, so that ranks share the reading.
+        here.sort(key=lambda rank, lane=lane: seats[rank][1] != lane)
+        if len(here) > 1:
+            takers[lane] = here
+    with TemporaryDirectory(prefix="paddle-vl-") as folder, ExitStack() as stack:
+        listeners = {
+            lane: stack.enter_context(Listener(f"{folder}/{lane}", backlog=len(here)))
+            for lane, here in takers.items()
+            if here[0] == ranks.rank
+        }
+        folders = ranks.gathered(folder)
+        for lane, (reader, *_) in takers.items():
+            if reader != ranks.rank:
+                to_reader: Any = Client(f"{folders[reader]}/{lane}")
+                shares[lane] = LaneShare(reader, [to_reader], reads=False)
+        ranks.wait()
+        for lane, listener in listeners.items():
+            to_others: Any = [listener.accept() for _ in takers[lane][1:]]
+            shares[lane] = LaneShare(ranks.rank, to_others, reads=True)
+    return shares
 
 
 class LanesLoader:

@@ -92,12 +92,7 @@ class CorpusLoader(PrefetchingLoader):
             BadSampleError: a bad document where they are not skipped, as `file:line: reason`.
             RuntimeError: a worker process died.
         """
-        if self._num_workers:
-            made: MadeRows = self._take()
-        else:
-            batch, arguments = self._job(0)
-            self._awaited = batch, None, 0
-            made = make_rows(*self._shared, *arguments)
+        made: MadeRows = self._loaded()
         self._states.update(made.states)
         self._step += 1
         self._request_ahead()

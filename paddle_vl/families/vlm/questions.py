@@ -66,7 +66,7 @@ class PromptCollator:
     collator: VLCollator
 
     def __call__(self, samples: Sequence[dict[str, np.ndarray]]) -> dict[str, Any]:
-        missing = -len(samples) % self.collator.part.size
+        missing = -len(samples) % self.collator.num_parts
         rows = [*samples, *[self.filler] * missing]
         numbers = [int(each["number"]) for each in samples if "number" in each]
         return {**self.collator(rows), "numbers": numbers}

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, cast
 
 from paddle import Tensor
 
+from paddle_vl.batch.visual_index import RowPart, own_indices
 from paddle_vl.checkpoint.adapter_files import folder_with
 from paddle_vl.checkpoint.safetensors_io import FileWriter
 from paddle_vl.config.data_sources import has_sources
@@ -134,6 +135,8 @@ class VLRecipe(Family):
         self.shape, self.costs = model_shape(self.model_config), layer_costs(self.model_config)
         self.encoder_shape = encoder_shape(self.model_config)
         self.adapter_class: type[VLBatchAdapter] = VLBatchAdapter
+        # Set with the model.
+        self._part = RowPart()
         if config.parallel.schedule == "colocated":
             self.make_stage, self.adapter_class = ColocatedStage, ColocatedBatchAdapter
             # The first stage has no tower.
@@ -152,11 +155,12 @@ class VLRecipe(Family):
 
     def build_model(self, placement: Placement) -> BuiltModel:
         """See `Family`; with model.lora the adapters are attached."""
+        self._part = placement.ops.row_part
         collator = model_collator(
             self.processor,
             padding_side=self.config.data.padding_side,
             pad_to_multiple_of=self.config.data.pad_to_multiple_of,
-            part=placement.ops.row_part,
+            num_parts=placement.ops.row_part.size,
             lists_real_rows=bool(self.shape.num_experts),
             expert_part=placement.ops.expert_part,
         )
@@ -210,7 +214,9 @@ class VLRecipe(Family):
         if not isinstance(self.train_data, ConversationData):
             size = train.per_device_train_batch_size
             rows = cast(VLCollator, collator)
-            return self.train_data.train_loader(rows, size, ranks.data_rank, ranks.data_size)
+            loader = self.train_data.train_loader(rows, size, ranks.data_rank, ranks.data_size)
+            loader.own_rows = self._own_rows()
+            return loader
         samples: Any = self.train_data
         packing, data = None, self.config.data
         if data.packing:
@@ -241,6 +247,14 @@ class VLRecipe(Family):
             packing=packing,
             seed=train.seed,
         )
+
+    def loader(self, *data: Any, **settings: Any) -> PrefetchLoader:
+        loader = super().loader(*data, **settings)
+        loader.own_rows = self._own_rows()
+        return loader
+
+    def _own_rows(self) -> Callable[[Any], Any] | None:
+        return None if self._part.size == 1 else partial(own_indices, part=self._part)
 
     def eval_loaders(self, collator: Collator, ranks: RankInfo) -> Mapping[str, PrefetchLoader]:
         if self.answers is not None:

@@ -20,6 +20,7 @@ from paddle_vl.batch.visual_index import (
     checked_values,
     compute_visual_indices,
     host_visual_indices,
+    own_indices,
 )
 from paddle_vl.nn.operations import true_positions
 from paddle_vl.testing import forbid_host_reads
@@ -213,6 +214,13 @@ def test_the_ranks_together_take_every_embedding_once(size, layout):
         host_visual_indices(ids_BL, part=part, layout=layout, **counts_of(ids_BL), **IDS)
         for part in parts
     ]
+    if layout == "token_rows":
+        batch = {"input_ids": ids_BL} | host_visual_indices(ids_BL, **counts_of(ids_BL), **IDS)
+        batch["other"] = {**batch}
+        for part, wanted in zip(parts, found, strict=True):
+            own = own_indices(batch, part)
+            for name in ("visual_update_indices", "visual_gather_indices"):
+                assert own[name].tolist() == own["other"][name].tolist() == wanted[name].tolist()
     taken = np.concatenate([arrays["visual_gather_indices"] for arrays in found])
     assert sorted(taken.tolist()) == list(range(17))
 

@@ -146,7 +146,8 @@ class VLCollator:
     Attributes:
         spatial_merge_size: patches per side of a visual token.
         pad_to_multiple_of: divides the padded length.
-        part: this model-parallel rank's shard of the token rows, for the visual indices.
+        num_parts: model-parallel ranks that divide the token rows. The visual indices are those of
+            the whole batch; `paddle_vl.batch.visual_index.own_indices` takes a rank's.
         lists_real_rows: whether batches have `real_row_indices`, for a model with experts.
         expert_part: the token rows that its experts take on this rank.
     """
@@ -157,7 +158,7 @@ class VLCollator:
     spatial_merge_size: int = 2
     padding_side: PaddingSide = "right"
     pad_to_multiple_of: int = 1
-    part: RowPart = WHOLE_BATCH
+    num_parts: int = 1
     lists_real_rows: bool = False
     expert_part: RowPart = WHOLE_BATCH
 
@@ -180,7 +181,7 @@ class VLCollator:
 
         Raises:
             ValueError: no sample, placeholders that do not match the grids, or B * L token rows
-                that `part` does not divide.
+                that `num_parts` does not divide.
         """
         if not samples:
             raise ValueError("cannot collate a batch without samples")
@@ -194,6 +195,7 @@ class VLCollator:
             "attention_mask": pad_rows([np.ones_like(row) for row in ids], length, 0, side),
             "labels": pad_rows([s["labels"] for s in samples], length, IGNORED_LABEL, side),
         }
+        RowPart(size=self.num_parts).bounds(batch["input_ids"].size)
         batch |= joined_visual(samples)
         batch.update(
             host_visual_indices(
@@ -202,7 +204,6 @@ class VLCollator:
                 video_token_id=self.video_token_id,
                 num_image_rows=self._num_rows(batch.get("image_grid_thw")),
                 num_video_rows=self._num_rows(batch.get("video_grid_thw")),
-                part=self.part,
             )
         )
         if self.lists_real_rows:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paddle_vl.batch.visual_index import RowPart
+from paddle_vl.batch.visual_index import RowPart, own_indices
 from paddle_vl.families.vlm.inputs.collate import PackedCollator, VLCollator
 
 PAD, IMAGE, VIDEO, START = 90, 91, 92, 93
@@ -145,14 +145,15 @@ def test_indices_are_those_of_this_rank():
     samples = [make_sample([(1, 2), 1, (1, 2)])]
     whole = collator(pad_to_multiple_of=12)(samples)["visual_update_indices"].tolist()
     assert whole == [2, 3, 7, 8]
-    batch = collator(pad_to_multiple_of=12, part=RowPart(rank=1, size=2))(samples)
+    whole_batch = collator(pad_to_multiple_of=12, num_parts=2)(samples)
+    batch = own_indices(whole_batch, RowPart(rank=1, size=2))
     assert batch["visual_update_indices"].tolist() == [1, 2]
     assert batch["visual_gather_indices"].tolist() == [2, 3]
 
 
 def test_length_that_ranks_cannot_share_names_numbers_and_setting():
     with pytest.raises(ValueError, match=r"5 token rows.*degree 4.*data\.pad_to_multiple_of"):
-        collator(part=RowPart(rank=0, size=4))([make_sample([4])])
+        collator(num_parts=4)([make_sample([4])])
 
 
 def test_placeholders_without_pixels_are_refused():

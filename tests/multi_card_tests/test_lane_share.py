@@ -1,0 +1,105 @@
+"""Ranks of a data lane decode each sample once.
+
+Guarantees, for training, evaluation and its questions, over tensor-parallel ranks and stages, and
+where an encoder serves several lanes: one rank of each lane decodes its samples, all ranks together
+as many images as one device, and the other ranks map the bytes that the readers wrote; a bad sample
+ends all ranks with its message. (That runs equal one device and resume bit for bit is in
+`test_training` and `test_colocated`.)
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paddle_vl.config.load import load_run_config
+from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.data.lane_share import LaneShare
+from paddle_vl.families.vlm.inputs import image_processor
+from paddle_vl.train.build import build_trainer
+from tests.single_card_tests.train.tiny_run import write_tiny_run
+from tests.support.launch import launch
+from tests.support.topology_runs import GLOBAL_BATCH, PP, SP, batch_settings
+
+TOPOLOGIES = {
+    "mp2 pp2": ["parallel.mp_degree=2", *PP, *SP],
+    "dp2 pp2, an encoder of all ranks": [
+        *("parallel.dp_degree=2", *PP, "parallel.schedule=colocated"),
+        *("parallel.encoder.mp_degree=4", "model.config.vision_config.num_heads=4"),
+        "model.config.vision_config.hidden_size=16",
+    ],
+}
+
+
+def decode(run_file: str, output_dir: str, overrides: list[str]) -> tuple[int, int, Counter]:
+    """Data rank and decoded images of this rank, and its shared bytes as a reader or not."""
+    counts, bytes_of = Counter(), Counter()
+    load_rgb, share_made = image_processor.load_rgb, LaneShare.made
+
+    def counted(source):
+        counts["images"] += 1
+        return load_rgb(source)
+
+    def made(share, *arguments):
+        before = share.num_bytes
+        try:
+            return share_made(share, *arguments)
+        finally:
+            bytes_of[share.reader, share.reads] += share.num_bytes - before
+
+    image_processor.load_rgb, LaneShare.made = counted, made
+    config = load_run_config(run_file, [f"train.output_dir={output_dir}", *overrides])
+    trainer = build_trainer(config)
+    trainer.run()
+    return trainer.ranks.data_rank, counts["images"], bytes_of
+
+
+def settings(run_file: Path, num_lanes: int) -> list[str]:
+    return [
+        *batch_settings(num_lanes),
+        *(f"data.eval=[{run_file.with_name('test.jsonl')}]", "train.eval={max_new_tokens: 2}"),
+        *("train.eval_steps=2", "train.per_device_eval_batch_size=1", "train.save_steps=null"),
+        "train.max_steps=2",
+    ]
+
+
+def launched(
+    worker: Callable, num_ranks: int, run_file: Path, output_dir: Path, overrides: list[str]
+) -> list[Any]:
+    arguments = (str(run_file), str(output_dir), overrides)
+    return launch(worker, num_ranks, arguments=arguments, timeout=300)
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_one_rank_of_each_lane_decodes_what_one_device_does(name, tmp_path):
+    run_file, topology = write_tiny_run(tmp_path / "run", 24), TOPOLOGIES[name]
+    num_lanes = 2 if "dp2" in name else 1
+    overrides = [*settings(run_file, num_lanes), *topology]
+    ranks = launched(decode, 4, run_file, tmp_path / "out", overrides)
+    by_lane = [[images for lane, images, _ in ranks if lane == each] for each in range(num_lanes)]
+    assert [sum(images > 0 for images in lane) for lane in by_lane] == [1] * num_lanes
+    ((_, wanted, _),) = launched(decode, 1, run_file, tmp_path / "one", settings(run_file, 1))
+    assert sum(map(max, by_lane)) == wanted >= 2 * 2 * GLOBAL_BATCH
+    total = sum((bytes_of for *_, bytes_of in ranks), Counter())
+    assert sum(reads for _, reads in total) == num_lanes
+    takers = 4 // num_lanes if "encoder" not in name else 4
+    for (reader, reads), num_bytes in total.items():
+        assert not reads or total[reader, False] == (takers - 1) * num_bytes > 0
+
+
+def fails(run_file: str, output_dir: str, overrides: list[str]) -> str:
+    with pytest.raises(BadSampleError) as caught:
+        decode(run_file, output_dir, overrides)
+    return str(caught.value)
+
+
+def test_a_bad_sample_ends_all_ranks_with_its_message(tmp_path):
+    run_file = write_tiny_run(tmp_path / "run", 24)
+    for image in run_file.parent.glob("**/*.png"):
+        image.write_bytes(image.read_bytes()[:60])
+    overrides = [*batch_settings(1), *TOPOLOGIES["mp2 pp2"]]
+    messages = launched(fails, 4, run_file, tmp_path / "out", overrides)
+    assert len(set(messages)) == 1
+    assert "train.jsonl:" in messages[0]

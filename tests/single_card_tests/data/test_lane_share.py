@@ -1,0 +1,103 @@
+"""One rank reads for its lane: the loaders of two ranks in one process.
+
+Guarantees: the other rank gets the reader's batches, bad samples skipped alike, without a look at
+the data; arrays lie in shared memory, and what one rank writes the other does not see; positions
+continue alike; an error of the reader ends both, and so does the end of the reader; a rank that
+waits says for whom and can leave the wait.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
+
+import numpy as np
+import pytest
+
+from paddle_vl.data import lane_share
+from paddle_vl.data.jsonl import BadSampleError
+from paddle_vl.data.lane_share import LaneShare
+from paddle_vl.data.loader import PrefetchLoader
+from tests.single_card_tests.data.probe_datasets import NumberDataset
+
+TRAINING = {"shuffle": True, "drop_last": True, "seed": 3}
+
+
+def arrays(samples: list) -> dict:
+    return {
+        "pixels": np.concatenate([sample["number"] for sample in samples]),
+        "empty": np.zeros(0),
+    }
+
+
+class UnreadDataset(NumberDataset):
+    def __getitem__(self, number: int) -> dict:
+        raise AssertionError("the other rank reads")
+
+
+def two_ranks(of_reader: NumberDataset, num_workers: int = 0) -> list[PrefetchLoader]:
+    connections = Pipe()
+    other = UnreadDataset(of_reader.size, (), of_reader.on_bad_sample)
+    loaders = []
+    for dataset, connection in zip((of_reader, other), connections, strict=True):
+        loader = PrefetchLoader(dataset, arrays, 2, num_workers=num_workers, **TRAINING)
+        loader.share = LaneShare(4, [connection], reads=not loaders)
+        loaders.append(loader)
+    return loaders
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_batches_and_skipped_samples_are_those_of_the_reader(num_workers):
+    reader, other = two_ranks(NumberDataset(7, {2, 5}, "skip"), num_workers)
+    with reader, PrefetchLoader(NumberDataset(7, {2, 5}, "skip"), arrays, 2, **TRAINING) as alone:
+        for _ in range(5):
+            batch, wanted = next(reader), next(alone)
+            found = next(other)
+            assert found["pixels"].tolist() == wanted["pixels"].tolist()
+            found["pixels"][:] = -1
+            assert batch["pixels"].tolist() == wanted["pixels"].tolist()
+            assert other.state_dict() == reader.state_dict() == alone.state_dict()
+    assert other.skipped == alone.skipped
+    assert not other._pools
+    assert reader.share.num_bytes == other.share.num_bytes > 0
+
+
+def test_both_continue_at_a_position():
+    batches = [next(PrefetchLoader(NumberDataset(9), arrays, 2, **TRAINING)) for _ in range(1)]
+    loaders = two_ranks(NumberDataset(9))
+    for loader in loaders:
+        assert next(loader)["pixels"].tolist() == batches[0]["pixels"].tolist()
+    state = loaders[0].state_dict()
+    again = [next(loader)["pixels"].tolist() for loader in loaders]
+    for loader in loaders:
+        loader.load_state_dict(state, 1)
+    assert [next(loader)["pixels"].tolist() for loader in loaders] == again
+
+
+def test_an_error_of_the_reader_ends_both_with_its_message():
+    messages = []
+    for loader in two_ranks(NumberDataset(2, {0})):
+        with pytest.raises(BadSampleError, match=r"data.jsonl:1: this one is bad") as caught:
+            next(loader)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
+def test_a_reader_that_has_ended_is_named():
+    reader, other = two_ranks(NumberDataset(4))
+    reader.share.connections[0].close()
+    with pytest.raises(RuntimeError, match="rank 4, which reads .* has ended before batch 0"):
+        next(other)
+    # The reader goes on; its next collective ends it.
+    assert len(next(reader)["pixels"]) == 2
+
+
+def test_who_waits_says_for_whom_and_may_leave(monkeypatch):
+    monkeypatch.setattr(lane_share, "CALL_S", 0.01)
+    reader, other = two_ranks(NumberDataset(4))
+    other.while_waiting = told = lambda: pytest.fail(other.waiting_for())
+    with pytest.raises(pytest.fail.Exception, match="batch 0 of epoch 0; rank 4 prepares it for"):
+        next(other)
+    other.while_waiting = lambda: None
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(next, other)
+        assert next(reader)["pixels"].tolist() == found.result()["pixels"].tolist()
+    assert told is not other.while_waiting
