@@ -239,9 +239,16 @@ class TrainConfig(Section):
     """clip gradients to this global norm; 0 turns clipping off"""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """seed of initial weights, sample order and all randomness"""
-    recompute: Literal["none", "full"] = "none"
-    """activation recomputation: full discards every layer's activations and runs the layer again in
-    the backward pass"""
+    recompute: Literal["none", "act", "attention", "mlp", "full"] = "none"
+    """activation recomputation, what each layer's backward pass computes again: act (activations
+    and norms: no matrix product), attention or mlp (these too, and that part), full (the layer)"""
+    recompute_num_layers: Annotated[
+        int | None,
+        Field(ge=1),
+        OnlyWith("train.recompute", ["full", "act", "attention", "mlp"]),
+    ] = None
+    """recompute only so many of a rank's decoder layers, and as many blocks of its vision tower,
+    the first ones; null: all"""
     kernels: Literal["fused", "uncompiled", "plain"] = "fused"
     """fused: this package's kernels and Paddle's fused ones; uncompiled: on a CPU without those in
     C; plain: Paddle's basic operators one by one, which round after each as the original models do:

@@ -141,8 +141,8 @@ def _build(
     placement = layout.placement()
     built = family.build_model(placement)
     model = built.model
-    if family.recomputes:
-        recompute_layers([*model.vision_blocks, *model.decoder_layers])
+    for chain in (model.vision_blocks, model.decoder_layers):
+        recompute_layers(chain[: config.train.recompute_num_layers], family.recompute)
     full_shapes = family.full_shapes(model)
     trainable = family.trainable_names(model)
     trained = trained_names(full_shapes, config.model.freeze, trainable, family.parts)

@@ -78,7 +78,7 @@ class SparseMoE(nn.Layer):
 
     def forward(
         self, x_TD: Tensor, rows: RoutedRows | None = None, with_sums: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """The weighted sums of the experts' outputs `[T, D]`, zeros at padding.
 
         Args:
@@ -91,11 +91,11 @@ class SparseMoE(nn.Layer):
         x_RD = rows.taken(x_TD)
         kept = rows.kept_plan(self.experts)
         routing = self.gate(x_RD) if kept is None else self.gate(x_RD, kept.indices)
-        sums_2E = None
-        if with_sums:
-            probabilities_RE = self.placement.ops.enter_replicated(routing.probabilities)
-            sums_2E = routing_sums(probabilities_RE, routing.indices)
-        return self.experts(x_RD, routing.indices, routing.weights, rows), sums_2E
+        out_TD = self.experts(x_RD, routing.indices, routing.weights, rows)
+        if not with_sums:
+            return out_TD
+        probabilities_RE = self.placement.ops.enter_replicated(routing.probabilities)
+        return out_TD, routing_sums(probabilities_RE, routing.indices)
 
 
 def routed_rows(
