@@ -21,6 +21,7 @@ from paddle_vl.cli.table import (
     switch,
     value,
 )
+from paddle_vl.config.parallel_settings import launch_variables
 from paddle_vl.parallel.launcher import launch
 
 _REPEATS = 3
@@ -65,7 +66,8 @@ def profile(options: argparse.Namespace) -> int:
     if options.nproc > 1:
         with_data_parallel(options, config)
         command = ["profile", options.config, *options.overrides, *settings.arguments()]
-        return launch(command, options.nproc, out / "log")
+        variables = launch_variables(config.parallel)
+        return launch(command, options.nproc, out / "log", variables=variables)
 
     from paddle_vl.train.stop_signals import StopSignals
 

@@ -22,6 +22,7 @@ from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.operations import choose_kernels
 from paddle_vl.parallel.agree import check_data_agree, check_fields_agree, check_settings_agree
 from paddle_vl.parallel.colocated.runner import ColocatedRunner, PartsStore
+from paddle_vl.parallel.fleet_strategy import missing_variables
 from paddle_vl.parallel.ranks import ONE_RANK, FleetRanks, SingleRank
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.topology import Topology, initialize
@@ -130,6 +131,8 @@ def _build(
     family = run_family(config, checkpoint)
     if several:
         check_fields_agree(family.fields, topology.describe())
+        if (missing := missing_variables(topology.degrees)) is not None:
+            logger.warning("%s", missing)
     layout = Layout(
         config,
         topology,
@@ -161,7 +164,7 @@ def _build(
     if updates:  # Without them it counts moments that nobody has.
         copies = (config.train.ema is not None) + (reference_values is not None)
         check_memory(_needed_memory(config, topology, model, copies))
-    store = layout.parameter_store(model)
+    store = layout.parameter_store(model, has_reference=reference_values is not None)
     table = placement.parameter_table
 
     def make_optimizer(parameters: NamedParameters, store: ParameterStore) -> Optimizer:

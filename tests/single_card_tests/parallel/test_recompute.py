@@ -2,12 +2,13 @@
 
 Guarantees: for every family, with experts, adapters and frozen parts, `act`, `attention` and `mlp`
 give the loss and the gradients of no recomputation to the bit; after the backward pass nothing is
-left; a decoder layer keeps the bytes of `tests.support.kept_activations`; a layer without the part
-is refused.
+left; a decoder layer keeps the bytes of `tests.support.kept_activations`, whose numbers are in
+docs/recompute.md; a layer without the part is refused.
 """
 
 import gc
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import paddle
@@ -15,13 +16,14 @@ import pytest
 from paddle.base.core import host_memory_stat_current_value
 
 from paddle_vl.config.schema import LoRAConfig
+from paddle_vl.families.vlm.flops import VLFlops
 from paddle_vl.nn.linear import Linear
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.testing.qwen3_vl import token_rows
 from tests.support.implementations import require_compiled
-from tests.support.kept_activations import kept_bytes_per_token
+from tests.support.kept_activations import CHOICES, DenseLayer, documented_table
 from tests.support.small_families import loss_of, pi07, qwen3_5_fresh
-from tests.support.tiny import tiny_model
+from tests.support.tiny import tiny_config, tiny_model
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
@@ -98,7 +100,7 @@ def test_parts_give_the_same_bits_and_leave_nothing(family):
     assert kept["act"] > kept["mlp"]
 
 
-@pytest.mark.parametrize("what", ["none", "act", "attention", "mlp", "full"])
+@pytest.mark.parametrize("what", CHOICES)
 def test_a_decoder_layer_keeps_the_bytes_of_the_formula(what):
     require_compiled()
     sizes = {"hidden_size": 64, "intermediate_size": 192, "vocab_size": 128}
@@ -115,8 +117,21 @@ def test_a_decoder_layer_keeps_the_bytes_of_the_formula(what):
         loss = model(input_ids=ids, labels=ids).loss
         kept.append(used() - before)
         del loss
-    wanted = tokens * kept_bytes_per_token(what, 64, 192, 8 * 8, 4 * 8, 8, 4, 2)
+    wanted = tokens * DenseLayer(64, 192, 8 * 8, 4 * 8, 8).kept_bytes(what, 4, on_gpu=False)
     assert kept[1] - kept[0] == wanted
+
+
+def test_what_runs_again_are_the_counted_operations():
+    config = tiny_config()
+    text = config.text_config
+    heads = [n * text.head_dim for n in (text.num_attention_heads, text.num_key_value_heads)]
+    layer = DenseLayer(text.hidden_size, text.intermediate_size, *heads, text.head_dim)
+    assert layer.flops_again("full") == 2 * VLFlops.layer_size(config, 0)
+
+
+def test_the_documented_table_is_that_of_the_formula():
+    text = (Path(__file__).parents[3] / "docs" / "recompute.md").read_text(encoding="utf-8")
+    assert documented_table() in text, documented_table()
 
 
 def test_a_layer_without_the_part_is_refused():

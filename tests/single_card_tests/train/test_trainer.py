@@ -69,8 +69,8 @@ def test_recompute_setting_runs_layers_again(run_file, tmp_path, settings, times
     )  # fmt: skip
     counted = []
     for layer in (
-        trainer.runner.model.decoder_layers[1].mlp,
-        trainer.runner.model.vision_blocks[0].mlp,
+        trainer.runner.model.decoder_layers[1].mlp.down_proj,
+        trainer.runner.model.vision_blocks[0].mlp.linear_fc1,
     ):
         layer.register_forward_pre_hook(lambda *_: counted.append(1))
     trainer.run()
