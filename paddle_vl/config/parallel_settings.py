@@ -98,11 +98,8 @@ class MeshSettings(Section):
 
 
 def launch_variables(mesh: MeshSettings) -> dict[str, str]:
-    """Variables that ranks need from their start.
-
-    With one queue a collective starts before the product that was launched after it. Stage 3
-    gathers parameters beside the computation, which one queue would hold up.
-    """
+    """Variables that ranks need from their start: with one queue a collective starts before the
+    product that was launched after it. It would hold up the gathers of stage 3."""
     return {CONNECTIONS: "1"} if mesh.mp_degree > 1 and mesh.sharding_stage < 3 else {}
 
 

@@ -7,6 +7,7 @@ that are wrong here (see docs/fleet.md) are not passed.
 
 import difflib
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import paddle
@@ -30,19 +31,15 @@ _OPTIONS = {
         "comm_overlap", "use_reduce_avg", "comm_buffer_size_MB", "enable_fuse_optimizer_states",
     ),
 }  # fmt: skip
-# Overlap options of mp_configs that require another option.
-_NEED = {
-    "mp_skip_c_identity": "mp_async_allreduce",
-    "mp_fused_linear_param_grad_add": "mp_async_allreduce",
-    "recompute_allgather": "sp_async_reduce_scatter",
-}
 
 
 class Overlap(NamedTuple):
-    """Whether a collective is hidden behind computation, and what decided that."""
+    """Whether a collective is hidden behind computation, what decided that, and why the run may not
+    turn it on, if it does."""
 
     is_on: bool
     reason: str
+    problem: str | None = None
 
 
 def overlaps(
@@ -70,41 +67,50 @@ def overlaps(
         given |= {f"{section}.{name}": value for name, value in values.items()}
     found: dict[str, Overlap] = {}
 
-    def decide(name: str, *needs: tuple[bool, str]) -> None:
-        lacking = [why for holds, why in needs if not holds]
+    def decide(name: str, needs: Sequence[tuple[bool, str]], soft: Sequence[tuple[bool, str]]):
+        """Without `needs` the run may not turn it on, without the soft ones it may."""
+        lacking, broken = (
+            [why for holds, why in some if not holds] for some in ((*needs, *soft), needs)
+        )
         if isinstance(chosen := given.get(name), bool):
-            found[name] = Overlap(chosen, "set by the run")
+            problem = broken[0] if chosen and broken else None
+            found[name] = Overlap(chosen, "set by the run", problem)
         else:
             found[name] = Overlap(not lacking, lacking[0] if lacking else "the default on GPUs")
 
-    splits_rows = degrees.sequence_parallel
+    def part_of(base: str) -> list[tuple[bool, str]]:
+        is_on = found[f"mp_configs.{base}"].is_on
+        return [(is_on, f"it has no effect without {base}, which is off")]
+
+    splits_rows, fused = degrees.sequence_parallel, "mp_configs.mp_fused_linear_param_grad_add"
     gpu, mp = (on_gpu, "not on a CPU"), (degrees.mp_degree > 1, "mp_degree is 1")
     queue = connections == "1", f"{CONNECTIONS} is {connections}, not 1"
     whole = not splits_rows, "sp_async_reduce_scatter is that of sequence_parallel"
-    split = splits_rows, "mp_async_allreduce is that without sequence_parallel"
-    decide("mp_configs.mp_async_allreduce", mp, whole, gpu, queue)
-    base = found["mp_configs.mp_async_allreduce"].is_on and not splits_rows
-    decide("mp_configs.mp_skip_c_identity", (base, "mp_async_allreduce is off"))
-    decide("mp_configs.sp_async_reduce_scatter", mp, split, gpu, queue)
-    base = found["mp_configs.sp_async_reduce_scatter"].is_on
-    decide("mp_configs.recompute_allgather", (base, "sp_async_reduce_scatter is off"))
-    unseen = "it writes gradients that no hook sees, and reductions during backward count them"
-    decide("mp_configs.mp_fused_linear_param_grad_add", (False, unseen))
+    split = splits_rows, "it has no effect without parallel.sequence_parallel"
+    copies = given.get("mp_configs.mp_skip_c_identity") is False
+    kernel = on_gpu or not copies, "a CPU lacks its kernel for mp_skip_c_identity: false"
+    decide("mp_configs.mp_async_allreduce", [kernel], [mp, whole, gpu, queue])
+    decide("mp_configs.mp_skip_c_identity", part_of("mp_async_allreduce"), [whole])
+    decide("mp_configs.sp_async_reduce_scatter", [split], [mp, gpu, queue])
+    decide("mp_configs.recompute_allgather", part_of("sp_async_reduce_scatter"), [])
+    decide(fused, part_of("mp_async_allreduce"), [(False, "reductions behind backward exclude it")])
     interleaves = degrees.pp_schedule == "1f1b" and degrees.num_virtual_stages > 1
+    pipeline = degrees.pp_degree > 1, "pp_degree is 1"
     between = interleaves, "it is for 1f1b with num_virtual_stages"
-    decide("pp_configs.overlap_p2p_comm", (degrees.pp_degree > 1, "pp_degree is 1"), between, gpu)
+    decide("pp_configs.overlap_p2p_comm", [], [pipeline, between, gpu])
     sharded = degrees.sharding_degree > 1, "sharding_degree is 1"
     first = degrees.sharding_stage == 1, "stages 2 and 3 have their own overlap, always on"
-    plain = degrees.schedule == "plain", "not with the colocated schedule"
-    whole_backward = degrees.pp_schedule != "dualpipev", "dualpipev computes gradients in two parts"
-    decide("sharding_configs.comm_overlap", sharded, first, plain, whole_backward, gpu)
-    decide("sharding_gather_overlap", sharded, first, plain, gpu)
+    plain = degrees.schedule == "plain", "the colocated schedule sums an encoder's gradients later"
+    at_once = degrees.pp_schedule != "dualpipev", "dualpipev computes gradients in two parts"
+    seen = not found[fused].is_on, "mp_fused_linear_param_grad_add passes its gradients to no hook"
+    decide("sharding_configs.comm_overlap", [plain, at_once, seen], [sharded, first, gpu])
+    decide("sharding_gather_overlap", [], [sharded, first, plain, gpu])
     return found
 
 
 def missing_variables(degrees: ParallelDegrees) -> str | None:
     """What to tell of a run on GPUs whose starter has not set `launch_variables`, as fleetrun."""
-    missing = [name for name in launch_variables(degrees) if name not in os.environ]
+    missing = launch_variables(degrees).keys() - os.environ.keys()
     if paddle.get_device().startswith("cpu") or not missing:
         return None
     return (
@@ -115,7 +121,14 @@ def missing_variables(degrees: ParallelDegrees) -> str | None:
 
 def fleet_problems(options: FleetConfig, degrees: ParallelDegrees) -> Problems:
     """Problems of `parallel.fleet`: options that are not passed, mistyped, or without effect."""
-    yield from _overlap_problems(options, degrees)
+    for name, each in overlaps(degrees, options).items():
+        axis = _SECTIONS.get(name.partition(".")[0])
+        # Sections of an axis of one rank are refused as a whole.
+        if each.problem is not None and axis is not None and degrees.degree(axis) > 1:
+            yield (
+                f"parallel.fleet.{name} is true, but {each.problem}: change one of them, or leave "
+                "it out for the default"
+            )
     for section, values in options.model_dump().items():
         size = values.get("comm_buffer_size_MB")
         if isinstance(size, int) and size < 1:
@@ -130,42 +143,6 @@ def fleet_problems(options: FleetConfig, degrees: ParallelDegrees) -> Problems:
         for name, value in values.items():
             if (problem := _option_problem(section, name, value)) is not None:
                 yield f"parallel.fleet.{section}.{name} {problem}"
-
-
-def _overlap_problems(options: FleetConfig, degrees: ParallelDegrees) -> Problems:
-    chosen, values = overlaps(degrees, options), options.mp_configs
-    reduces = options.sharding_configs.get("comm_overlap") is True
-    for setting, value, why in (
-        ("pp_schedule", "dualpipev", "computes gradients in two parts"),
-        ("schedule", "colocated", "sums its encoder's gradients after the pipeline's"),
-    ):
-        if reduces and getattr(degrees, setting) == value:
-            yield (
-                f"parallel.fleet.sharding_configs.comm_overlap with parallel.{setting} {value}, "
-                f"which {why}: remove one of them"
-            )
-    if degrees.mp_degree == 1:
-        return
-    for name, base in _NEED.items():
-        if values.get(name) is True and not chosen[f"mp_configs.{base}"].is_on:
-            yield f"parallel.fleet.mp_configs.{name} has no effect without {base}: true; set both"
-    if values.get("mp_fused_linear_param_grad_add") is True and reduces:
-        yield (
-            "parallel.fleet.mp_configs.mp_fused_linear_param_grad_add writes gradients that no "
-            "hook sees, and sharding_configs.comm_overlap counts them by hooks: remove one of them"
-        )
-    if values.get("sp_async_reduce_scatter") is True and not degrees.sequence_parallel:
-        yield (
-            "parallel.fleet.mp_configs.sp_async_reduce_scatter has no effect without "
-            "parallel.sequence_parallel; without it there is mp_async_allreduce"
-        )
-    lacks_kernel = values.get("mp_async_allreduce") is True and not degrees.sequence_parallel
-    on_cpu = paddle.get_device().startswith("cpu")
-    if on_cpu and lacks_kernel and values.get("mp_skip_c_identity") is False:
-        yield (
-            "parallel.fleet.mp_configs.mp_async_allreduce copies its input by a kernel that "
-            "Paddle's CPU build lacks: remove mp_skip_c_identity: false, or run on GPUs"
-        )
 
 
 def _option_problem(section: str, name: str, value: Any) -> str | None:

@@ -7,8 +7,7 @@ are kept for its gradient anyway. The same operation on the same values gives th
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -72,13 +71,6 @@ def _recomputed(layer: nn.Layer, forward: Callable[..., Any], hidden: Tensor, *i
     return recompute(forward, hidden, *inputs)
 
 
-def _without_cheap_outputs(layer: nn.Layer, forward: Callable[..., Any], *inputs: Any) -> Any:
-    if not (layer.training and paddle.is_grad_enabled()):
-        return forward(*inputs)
-    with _cheap_outputs_made_again():
-        return forward(*inputs)
-
-
 class _Output:
     """The output of an operation, which can be made again."""
 
@@ -117,13 +109,14 @@ def _without_graph(x: Tensor) -> Tensor:
     return x if x.is_leaf else x.detach()
 
 
-@contextmanager
-def _cheap_outputs_made_again() -> Iterator[None]:
+def _without_cheap_outputs(layer: nn.Layer, forward: Callable[..., Any], *inputs: Any) -> Any:
+    if not (layer.training and paddle.is_grad_enabled()):
+        return forward(*inputs)
     outputs: dict[int, _Output] = {}
 
-    def note(operation: Any, inputs: tuple[Any, ...], value: Any) -> None:
+    def note(operation: Any, arguments: tuple[Any, ...], value: Any) -> None:
         if operation in _CHEAP and value.size:
-            outputs[value.data_ptr()] = _Output(operation, inputs, value)
+            outputs[value.data_ptr()] = _Output(operation, arguments, value)
 
     def pack(x: Any) -> Any:
         # A parameter of a hand-written operation, which may need its attributes; or None.
@@ -148,4 +141,4 @@ def _cheap_outputs_made_again() -> Iterator[None]:
         return x
 
     with ops.watched(note), saved_tensors_hooks(pack, unpack):
-        yield
+        return forward(*inputs)

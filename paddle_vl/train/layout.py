@@ -101,10 +101,8 @@ class Layout:
 
         Each parameter is sharded or copied before the next one is materialized, see
         `Materializable.materialize`. Frozen parameters are `stop_gradient` already. Sharding works
-        on the same layers as recomputation. A colocated encoder has a store of its own.
-
-        Args:
-            has_reference: parameters are exchanged for those of a reference within a step.
+        on the same layers as recomputation. A colocated encoder has a store of its own. With a
+        reference, whose parameters take the model's place within a step, no gather runs beside it.
         """
         self._has_reference = has_reference
         if self.topology.encoder is None:

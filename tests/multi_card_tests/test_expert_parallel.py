@@ -31,7 +31,7 @@ MOE = MODEL | {
     "text_config": MODEL["text_config"] | EXPERTS,
 }
 EP = ["parallel.dp_degree=2", "parallel.ep_degree=2"]
-TOPOLOGIES = {"dp2 ep2": (2, EP)}
+TOPOLOGIES = {"dp2 ep2": (2, [*EP, "train.recompute=mlp"])}
 HEAVY = {
     "dp2 ep2 mp2 with sequence parallelism": (4, [*EP, "parallel.mp_degree=2", *SP]),
     "dp2 ep2 sharding2 stage 2": (4, [*EP, *SHARDING, "parallel.sharding_stage=2"]),

@@ -53,7 +53,7 @@ TOPOLOGIES = {
         ["parallel.mp_degree=2", SP, "parallel.vision=replicate", "train.recompute=full"],
     ),
     "sharding2 stage 2": (2, [SHARDING, "parallel.sharding_stage=2"]),
-    "sharding2 stage 3": (2, [SHARDING, "parallel.sharding_stage=3", "train.recompute=full"]),
+    "sharding2 stage 3": (2, [SHARDING, "parallel.sharding_stage=3", "train.recompute=act"]),
     "sharding2 mp2": (4, [SHARDING, "parallel.sharding_stage=3", "parallel.mp_degree=2", SP]),
     "pp2": (2, [PP, "parallel.pp_split=cost", "train.recompute=full"]),
 }
@@ -69,7 +69,7 @@ HEAVY = {
     ),
     "dp2 sharding2 stage 2": (4, ["parallel.dp_degree=2", SHARDING, "parallel.sharding_stage=2"]),
     "dp2 mp2": (4, ["parallel.dp_degree=2", "parallel.mp_degree=2", SP]),
-    "pp2 mp2": (4, [PP, "parallel.mp_degree=2", SP, "train.recompute=full"]),
+    "pp2 mp2": (4, [PP, "parallel.mp_degree=2", SP, "train.recompute=attention"]),
     "dp2 pp2": (4, ["parallel.dp_degree=2", PP]),
     "pp2 sharding2 stage 1": (4, [PP, SHARDING]),
 }

@@ -104,9 +104,7 @@ def start_entry(config: RunConfig, first_step: int) -> dict[str, Any]:
         "device_name": name,
         "num_processes": degrees.num_processes,
         "fleet": fleet_options,
-        "overlaps": {
-            name: f"{'on' if each.is_on else 'off'}: {each.reason}" for name, each in hidden.items()
-        },
+        "overlaps": {name: [each.is_on, each.reason] for name, each in hidden.items()},
         CONNECTIONS: os.environ.get(CONNECTIONS),
         "allocator": allocator_flags(),
         "hub": origins(

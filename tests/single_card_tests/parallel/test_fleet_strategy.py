@@ -5,10 +5,12 @@ docs/fleet.md has the table of them; variables of the environment are told where
 """
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+from paddle_vl import processes
 from paddle_vl.config.parallel_settings import CONNECTIONS, FleetConfig, launch_variables
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.fleet_strategy import (
@@ -18,6 +20,7 @@ from paddle_vl.parallel.fleet_strategy import (
     missing_variables,
     overlaps,
 )
+from paddle_vl.parallel.launcher import launch
 
 ALL = ParallelDegrees(
     mp_degree=2, pp_degree=2, sharding_degree=2, num_micro_batches=4, sequence_parallel=True
@@ -74,7 +77,7 @@ def test_what_is_unknown_mistyped_or_wrong_here_is_refused(section, option, valu
         ({"sp_async_reduce_scatter": True}, r"no effect without parallel\.sequence_parallel"),
         (
             {"mp_async_allreduce": True, "mp_skip_c_identity": False},
-            "remove mp_skip_c_identity: false",
+            "a CPU lacks its kernel for mp_skip_c_identity: false",
         ),
     ],
 )
@@ -132,12 +135,12 @@ def test_nothing_is_on_by_default_on_a_cpu(name):
     [
         ("mp", "not set", "mp_async_allreduce", "CUDA_DEVICE_MAX_CONNECTIONS is not set, not 1"),
         ("mp", "8", "mp_async_allreduce", "CUDA_DEVICE_MAX_CONNECTIONS is 8, not 1"),
-        ("mp", "8", "mp_skip_c_identity", "mp_async_allreduce is off"),
-        ("mp", "1", "sp_async_reduce_scatter", "mp_async_allreduce is that without"),
-        ("mp", "1", "mp_fused_linear_param_grad_add", "writes gradients that no hook sees"),
+        ("mp", "8", "mp_skip_c_identity", "no effect without mp_async_allreduce"),
+        ("mp", "1", "sp_async_reduce_scatter", "without parallel.sequence_parallel"),
+        ("mp", "1", "mp_fused_linear_param_grad_add", "reductions behind backward exclude"),
         ("pp", "1", "overlap_p2p_comm", "for 1f1b with num_virtual_stages"),
         ("sharding stage 1, dualpipev", "1", "comm_overlap", "in two parts"),
-        ("sharding stage 2", "1", "comm_overlap", "their own overlap"),
+        ("sharding stage 2", "1", "comm_overlap", "have their own overlap"),
     ],
 )
 def test_what_is_off_has_a_reason(topology, variable, option, reason):
@@ -167,7 +170,7 @@ def test_a_runs_choice_is_kept_with_what_follows_from_it():
         (
             {"sharding_degree": 2, "pp_schedule": "dualpipev", **PP},
             {"sharding_configs": {"comm_overlap": True}},
-            "comm_overlap with parallel.pp_schedule dualpipev",
+            "comm_overlap is true, but dualpipev computes gradients in two parts",
         ),
         (
             {"sharding_degree": 2, "mp_degree": 2},
@@ -175,13 +178,20 @@ def test_a_runs_choice_is_kept_with_what_follows_from_it():
                 "mp_configs": {"mp_async_allreduce": True, "mp_fused_linear_param_grad_add": True},
                 "sharding_configs": {"comm_overlap": True},
             },
-            "mp_fused_linear_param_grad_add writes gradients that no hook sees",
+            "comm_overlap is true, but mp_fused_linear_param_grad_add passes its gradients",
         ),
     ],
 )
 def test_overlaps_that_contradict_each_other_are_refused(settings, options, message):
     (problem,) = problems(ParallelDegrees(**settings), **options)
     assert message in problem
+
+
+def test_gradients_that_no_hook_sees_turn_the_default_off():
+    degrees = ParallelDegrees(sharding_degree=2, mp_degree=2)
+    fused = {"mp_async_allreduce": True, "mp_fused_linear_param_grad_add": True}
+    chosen = overlaps(degrees, FleetConfig(mp_configs=fused), on_gpu=True, connections="1")
+    assert not chosen["sharding_configs.comm_overlap"].is_on
 
 
 def test_a_missing_variable_is_told_on_gpus_only(monkeypatch):
@@ -195,3 +205,23 @@ def test_a_missing_variable_is_told_on_gpus_only(monkeypatch):
     # The user's own value stays.
     monkeypatch.setenv(CONNECTIONS, "8")
     assert missing_variables(TOPOLOGIES["mp"]) is None
+
+
+@pytest.mark.parametrize(("own", "wanted"), [(None, "1"), ("8", "8")])
+def test_ranks_start_with_the_variable_unless_the_user_has_set_it(
+    own, wanted, monkeypatch, tmp_path
+):
+    started = []
+
+    def start_nothing(command, environment, output):
+        started.append(environment[CONNECTIONS])
+        return start([sys.executable, "-c", ""], environment, output)
+
+    start = processes.start_process
+    monkeypatch.setattr(processes, "start_process", start_nothing)
+    monkeypatch.delenv(CONNECTIONS, raising=False)
+    if own is not None:
+        monkeypatch.setenv(CONNECTIONS, own)
+    variables = launch_variables(TOPOLOGIES["mp"])
+    assert launch([], 2, tmp_path, is_quiet=True, variables=variables) == 0
+    assert started == [wanted] * 2
