@@ -143,7 +143,7 @@ class TestPolicy(EqualsOneDevice):
     def launch(cls, num_ranks, run_file, output_dir, overrides):
         own = hoisted(num_data_parts(overrides))
         # Tensor parallelism, a pipeline and sharded parameters.
-        lora = adapters(run_file) if "train.recompute=full" in overrides else []
+        lora = adapters(run_file) if "train.recompute" in " ".join(overrides) else []
         arguments = (str(run_file), str(output_dir), overrides, own, lora)
         launch(worker, num_ranks, arguments=arguments, timeout=300)
 

@@ -46,7 +46,10 @@ TOPOLOGIES = {
     "dp2": (2, ["parallel.dp_degree=2"]),
     "mp2": (2, ["parallel.mp_degree=2", "parallel.vision=replicate"]),
     # Recomputation repeats the collectives of a layer in the backward pass.
-    "mp2 with sequence parallelism": (2, ["parallel.mp_degree=2", *SP, "train.recompute=attention"]),
+    "mp2 with sequence parallelism": (
+        2,
+        ["parallel.mp_degree=2", *SP, "train.recompute=attention"],
+    ),
     "pp2": (2, [*PP, "parallel.pp_split=cost", "train.recompute=full"]),
     "pp2 dynamic": (2, [*PP, "parallel.pp_shapes=dynamic"]),
     "pp2 dualpipev": (2, [*PP, "parallel.pp_schedule=dualpipev"]),
