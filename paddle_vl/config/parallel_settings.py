@@ -14,7 +14,6 @@ def _from(axis: str, least: int) -> OnlyWith:
     return OnlyWith(f"parallel.{axis}_degree", range(least, 1 << 20))
 
 
-# CUDA reads it when a process starts.
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _Sharded = _from("sharding", 2)
 _Options = dict[str, bool | int | float | str]
@@ -98,8 +97,8 @@ class MeshSettings(Section):
 
 
 def launch_variables(mesh: MeshSettings) -> dict[str, str]:
-    """Variables that ranks need from their start: with one queue a collective starts before the
-    product that was launched after it. It would hold up the gathers of stage 3."""
+    """Variables that ranks need from their start, when CUDA reads them: with one queue a collective
+    starts before the product launched after it. It would hold up the gathers of stage 3."""
     return {CONNECTIONS: "1"} if mesh.mp_degree > 1 and mesh.sharding_stage < 3 else {}
 
 

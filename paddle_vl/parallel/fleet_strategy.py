@@ -95,9 +95,8 @@ def overlaps(
     decide("mp_configs.recompute_allgather", part_of("sp_async_reduce_scatter"), [])
     decide(fused, part_of("mp_async_allreduce"), [(False, "reductions behind backward exclude it")])
     interleaves = degrees.pp_schedule == "1f1b" and degrees.num_virtual_stages > 1
-    pipeline = degrees.pp_degree > 1, "pp_degree is 1"
     between = interleaves, "it is for 1f1b with num_virtual_stages"
-    decide("pp_configs.overlap_p2p_comm", [], [pipeline, between, gpu])
+    decide("pp_configs.overlap_p2p_comm", [], [between, gpu])
     sharded = degrees.sharding_degree > 1, "sharding_degree is 1"
     first = degrees.sharding_stage == 1, "stages 2 and 3 have their own overlap, always on"
     plain = degrees.schedule == "plain", "the colocated schedule sums an encoder's gradients later"
@@ -122,13 +121,8 @@ def missing_variables(degrees: ParallelDegrees) -> str | None:
 def fleet_problems(options: FleetConfig, degrees: ParallelDegrees) -> Problems:
     """Problems of `parallel.fleet`: options that are not passed, mistyped, or without effect."""
     for name, each in overlaps(degrees, options).items():
-        axis = _SECTIONS.get(name.partition(".")[0])
-        # Sections of an axis of one rank are refused as a whole.
-        if each.problem is not None and axis is not None and degrees.degree(axis) > 1:
-            yield (
-                f"parallel.fleet.{name} is true, but {each.problem}: change one of them, or leave "
-                "it out for the default"
-            )
+        if each.problem is not None:
+            yield f"parallel.fleet.{name} is true, but {each.problem}: remove it, or change that"
     for section, values in options.model_dump().items():
         size = values.get("comm_buffer_size_MB")
         if isinstance(size, int) and size < 1:

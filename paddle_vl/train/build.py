@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -13,6 +14,7 @@ import paddle
 from paddle_vl.checkpoint.safetensors_io import FileWriter
 from paddle_vl.config.families import family_of_run
 from paddle_vl.config.load import flatten, raise_problems
+from paddle_vl.config.parallel_settings import CONNECTIONS
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.config.validate import launch_problems, step_problems
 from paddle_vl.data.loader import PrefetchLoader
@@ -82,7 +84,10 @@ def build_trainer(config: RunConfig, writes: bool = True, updates: bool = True) 
     several = topology.world_size > 1
     ranks = FleetRanks(topology) if several else ONE_RANK
     if several:
-        check_settings_agree(flatten(config.model_dump(mode="json")), topology.describe())
+        settings = flatten(config.model_dump(mode="json"))
+        if parallel.mp_degree > 1:  # It decides on overlaps, and so on collectives.
+            settings[CONNECTIONS] = os.environ.get(CONNECTIONS)
+        check_settings_agree(settings, topology.describe())
     lock = _lock_output(config, ranks) if writes else None
     with ExitStack() as on_failure:
         if lock is not None:

@@ -81,11 +81,10 @@ class RunRecord:
 def start_entry(config: RunConfig, first_step: int) -> dict[str, Any]:
     """The run.json entry of a start now, in this process."""
     device, degrees = paddle.get_device(), parallel_degrees(config)
-    fleet_options, hidden = None, {}
+    fleet_options, parallel = None, config.parallel
     if degrees.num_processes > 1:
-        parallel = config.parallel
         fleet_options = effective_options(fleet_strategy(degrees, parallel.fleet))
-        hidden = overlaps(degrees, parallel.fleet, parallel.sharding_gather_overlap)
+    hidden = overlaps(degrees, parallel.fleet, parallel.sharding_gather_overlap)
     name = paddle.device.cuda.get_device_name() if device.startswith("gpu") else processor_name()
     return {
         "started": _now(),
@@ -110,7 +109,7 @@ def start_entry(config: RunConfig, first_step: int) -> dict[str, Any]:
         "hub": origins(
             {"model.pretrained": config.model.pretrained, "data.processor": config.data.processor}
         ),
-        "parallel": config.parallel.model_dump(),
+        "parallel": parallel.model_dump(),
         "settings": config.model_dump(),
     }
 
