@@ -73,7 +73,7 @@ def run_cell(
     num_ranks: int,
     folder: Path,
     limits: Limits,
-    variables: Mapping[str, str],
+    variables: Mapping[str, str] = {},
 ) -> Outcome:
     """Run `paddle-vl ARGUMENTS` on ranks of its own within limits.
 
