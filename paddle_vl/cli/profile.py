@@ -21,10 +21,12 @@ from paddle_vl.cli.table import (
     switch,
     value,
 )
+from paddle_vl.config.parallel_settings import launch_variables
 from paddle_vl.parallel.launcher import launch
 
 _REPEATS = 3
 _ATTENTION = ("eager", "sdpa")
+_RECOMPUTE = ("none", "act", "attention", "mlp", "full")
 _SHARDING = ("none", "dp", "stage1", "stage2", "stage3")
 _EPILOG = f"""\
 examples:
@@ -64,7 +66,8 @@ def profile(options: argparse.Namespace) -> int:
     if options.nproc > 1:
         with_data_parallel(options, config)
         command = ["profile", options.config, *options.overrides, *settings.arguments()]
-        return launch(command, options.nproc, out / "log")
+        variables = launch_variables(config.parallel)
+        return launch(command, options.nproc, out / "log", variables=variables)
 
     from paddle_vl.train.stop_signals import StopSignals
 
@@ -142,7 +145,7 @@ def _run_matrix(options: argparse.Namespace, config: Any, profile: Any) -> int:
         options.nproc,
         all_choices(
             options.sharding or (_SHARDING[1:] if options.nproc > 1 else _SHARDING[:1]),
-            options.recompute or ("none", "full"),
+            options.recompute or _RECOMPUTE,
             options.cameras or (None,),
             options.attention or (_ATTENTION if has_policy_settings(config) else (None,)),
         ),
@@ -180,8 +183,8 @@ PROFILE = Command(
               "ends above it (default: the GPU's memory; none on a CPU, where a matrix needs one)",
               type=float),
         value("--recompute", "CHOICE",
-              "none or full (default: as configured; both with --matrix)", nargs="+",
-              choices=("none", "full")),
+              "none, act, attention, mlp or full (default: as configured; all with --matrix)",
+              nargs="+", choices=_RECOMPUTE),
         value("--attention", "CHOICE",
               "eager or sdpa, a policy's attention (default: as configured; both with --matrix)",
               nargs="+", choices=_ATTENTION),

@@ -8,6 +8,7 @@ from typing import Any
 from paddle_vl.cli.commands import configure_training_runtime, with_data_parallel
 from paddle_vl.cli.hubs import read_run
 from paddle_vl.cli.table import CONFIG, OVERRIDES, Command, natural, number, port, switch, value
+from paddle_vl.config.parallel_settings import launch_variables
 from paddle_vl.parallel.launcher import launch
 
 _EPILOG = """\
@@ -84,6 +85,7 @@ def _train_in_ranks(options: argparse.Namespace, config: Any) -> int:
         Path(config.train.output_dir) / "log",
         config.train.stop_grace_s,
         restarts.after,
+        variables=launch_variables(config.parallel),
     )
 
 

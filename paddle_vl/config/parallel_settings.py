@@ -14,6 +14,7 @@ def _from(axis: str, least: int) -> OnlyWith:
     return OnlyWith(f"parallel.{axis}_degree", range(least, 1 << 20))
 
 
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _Sharded = _from("sharding", 2)
 _Options = dict[str, bool | int | float | str]
 
@@ -95,11 +96,17 @@ class MeshSettings(Section):
     each in its own size, which fleet sends first (1f1b without num_virtual_stages)"""
 
 
+def launch_variables(mesh: MeshSettings) -> dict[str, str]:
+    """Variables that ranks need from their start, when CUDA reads them: with one queue a collective
+    starts before the product launched after it. It would hold up the gathers of stage 3."""
+    return {CONNECTIONS: "1"} if mesh.mp_degree > 1 and mesh.sharding_stage < 3 else {}
+
+
 class ParallelConfig(MeshSettings):
     """How the ranks of a run share its work."""
 
-    sharding_gather_overlap: Annotated[bool, _Sharded, OnlyWith(_STAGE, [1])] = False
-    """stage 1: all-gather updated parameters while the next forward pass runs"""
+    sharding_gather_overlap: Annotated[bool | None, _Sharded, OnlyWith(_STAGE, [1])] = None
+    """stage 1: all-gather updated parameters while the next forward pass runs; null: on GPUs"""
     reshard_after_forward: Annotated[bool, _Sharded, OnlyWith(_STAGE, [3])] = True
     """stage 3: free each unit's parameters after its forward pass and all-gather them again for its
     backward pass; false: all-gather once a step (FSDP's SHARD_GRAD_OP)"""

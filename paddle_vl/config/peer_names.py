@@ -88,6 +88,8 @@ PEERS = {
     "train.seed": "data_seed random_seed",
     "train.recompute=full": "gradient_checkpointing activation_checkpointing use_recompute "
     "recompute_granularity recompute_method enable_gradient_checkpointing",
+    "train.recompute=attention": "recompute_modules selective_recompute",
+    "train.recompute_num_layers": "activation_checkpoint_num_layers num_recompute_layers",
     "train.deterministic": "full_determinism cudnn_deterministic",
     "train.tf32": "allow_tf32",
     "train.eval_steps": "eval_freq eval_interval evaluation_steps eval_strategy "

@@ -13,6 +13,7 @@ from pydantic import Field
 from paddle_vl.config.parallel_settings import ParallelConfig, ReservedRows
 from paddle_vl.config.section import FilePath, OnlyWith, Section
 
+_Recomputed = OnlyWith("train.recompute", ["full", "act", "attention", "mlp"])
 _WSD, _COSINE_DECAY = "warmup_stable_decay", "cosine_decay_with_warmup"
 _SCHEDULE = "train.lr_scheduler_type"
 
@@ -240,9 +241,12 @@ class TrainConfig(Section):
     """clip gradients to this global norm; 0 turns clipping off"""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """seed of initial weights, sample order and all randomness"""
-    recompute: Literal["none", "full"] = "none"
-    """activation recomputation: full discards every layer's activations and runs the layer again in
-    the backward pass"""
+    recompute: Literal["none", "act", "attention", "mlp", "full"] = "none"
+    """activation recomputation, what each layer's backward pass computes again: act (activations
+    and norms: no matrix product), attention or mlp (these too, and that part), full (the layer)"""
+    recompute_num_layers: Annotated[int | None, Field(ge=1), _Recomputed] = None
+    """recompute only so many of a rank's decoder layers, and as many blocks of its vision tower,
+    the first ones; null: all"""
     kernels: Literal["fused", "uncompiled", "plain"] = "fused"
     """fused: this package's kernels and Paddle's fused ones; uncompiled: on a CPU without those in
     C; plain: Paddle's basic operators one by one, which round after each as the original models do:

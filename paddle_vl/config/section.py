@@ -107,7 +107,9 @@ def settings_without_effect(
         value, setting = getattr(section, name), prefix + name
         if isinstance(value, Section):
             yield from settings_without_effect(run, value, f"{setting}.")
-        if value == field.get_default(call_default_factory=True):
+        default = field.get_default(call_default_factory=True)
+        # What the run decides by itself, and need not have, may also be turned off.
+        if value == default or (default is None and value is False):
             continue
         for needed in (each for each in field.metadata if isinstance(each, OnlyWith)):
             found: Any = run

@@ -294,9 +294,9 @@ class Family(ABC):
         self.config = config
 
     @property
-    def recomputes(self) -> bool:
-        """Whether layers run again in the backward pass (activation recomputation)."""
-        return self.config.train.recompute == "full"
+    def recompute(self) -> str:
+        """What the backward pass computes again, as `train.recompute`."""
+        return self.config.train.recompute
 
     @abstractmethod
     def build_model(self, placement: Placement) -> BuiltModel:

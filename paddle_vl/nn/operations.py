@@ -44,6 +44,8 @@ Choice = Callable[["Operation[Any, Any]"], Callable[..., Any]]
 _chosen: Kernels = "fused"
 _forced: Device | Literal["plain"] | Choice | None = None
 _has_compiled = False
+# Called with an operation, its positional arguments and its result; None outside of `watched`.
+_watch: Callable[[Any, tuple[Any, ...], Any], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,10 @@ class Operation(Generic[P, R]):
         OPERATIONS.append(self)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self.chosen(*args, **kwargs)(*args, **kwargs)
+        result = self.chosen(*args, **kwargs)(*args, **kwargs)
+        if _watch is not None:
+            _watch(self, args, result)
+        return result
 
     def chosen(self, *args: P.args, **kwargs: P.kwargs) -> Callable[..., R]:
         """The implementation for these arguments, of which the first is a tensor."""
@@ -146,6 +151,17 @@ def use_kernels(choice: Device | Literal["plain"] | Choice) -> Iterator[None]:
         yield
     finally:
         _forced = before
+
+
+@contextmanager
+def watched(watch: Callable[[Any, tuple[Any, ...], Any], None]) -> Iterator[None]:
+    """Tell of each operation inside the block, its positional arguments and its result."""
+    global _watch
+    before, _watch = _watch, watch
+    try:
+        yield
+    finally:
+        _watch = before
 
 
 def _device_of(x: Any) -> str | None:

@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from pathlib import Path
 from typing import NamedTuple
@@ -67,6 +67,7 @@ def launch(
     next_attempt: NextAttempt = lambda failure: None,
     limits: Limits = NO_LIMITS,
     is_quiet: bool = False,
+    variables: Mapping[str, str] = {},
 ) -> int:
     """Run `paddle-vl ARGUMENTS` in several ranks on this machine, with restarts.
 
@@ -75,6 +76,7 @@ def launch(
         next_attempt: called after a failure.
         limits: of each attempt.
         is_quiet: nothing is shown here: rank 0 writes to a file too, and failures are not logged.
+        variables: of the ranks' environment, where this process's has none of that name.
 
     Returns:
         0 on success; 128 + N after stop signal N if all ranks saved; the exit code of a failed
@@ -90,7 +92,7 @@ def launch(
             # Ranks that were asked to stop end with 128 + N.
             ends = (0, *(128 + number for number in STOP_SIGNALS))
             with Processes(limits, successes=ends) as ranks:
-                run = _Run(ranks, log_dir, requests, stop_grace_s, is_quiet)
+                run = _Run(ranks, log_dir, requests, stop_grace_s, is_quiet, variables)
                 code = run.wait(attempt)
             attempt = None
             if ranks.failure is not None and not run.was_asked_to_stop:
@@ -108,7 +110,9 @@ class _Run:
         requests: StopRequests,
         stop_grace_s: float | None,
         is_quiet: bool,
+        variables: Mapping[str, str],
     ):
+        self._variables = variables
         self._ranks, self._log_dir, self._requests = ranks, log_dir, requests
         self._grace_s, self._is_quiet = stop_grace_s, is_quiet
         self._deadline: float | None = None
@@ -123,8 +127,9 @@ class _Run:
             ports = [stack.enter_context(_reserved_port()) for _ in range(attempt.num_ranks)]
             environments = list(_environments(ports, self._log_dir, not self._is_quiet))
             self._requests.set_handlers()  # Paddle was imported to list the devices.
-            for rank, variables in enumerate(environments):
+            for rank, own in enumerate(environments):
                 file = self._log_dir / f"workerlog.{rank}"
+                variables = {**self._variables, **own}
                 self._ranks.start(command, variables, file if rank or self._is_quiet else None)
             for _ in self._ranks.watched():
                 if not self._may_go_on():

@@ -10,7 +10,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -68,11 +68,18 @@ def short_message(error: BaseException) -> str:
     return f"{type(error).__name__}: {words}"[:_LONGEST]
 
 
-def run_cell(arguments: Sequence[str], num_ranks: int, folder: Path, limits: Limits) -> Outcome:
+def run_cell(
+    arguments: Sequence[str],
+    num_ranks: int,
+    folder: Path,
+    limits: Limits,
+    variables: Mapping[str, str] = {},
+) -> Outcome:
     """Run `paddle-vl ARGUMENTS` on ranks of its own within limits.
 
     Args:
         folder: for the ranks' output and errors, of which old ones are deleted.
+        variables: see `paddle_vl.parallel.launcher.launch`.
 
     Returns:
         oom only where it is certain: a rank says so, or is above the limit.
@@ -91,6 +98,7 @@ def run_cell(arguments: Sequence[str], num_ranks: int, folder: Path, limits: Lim
             next_attempt=failures.append,
             limits=limits,
             is_quiet=True,
+            variables=variables,
         )
     except TimeLimitError as error:
         return Outcome("timeout", str(error))

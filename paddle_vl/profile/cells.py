@@ -22,7 +22,7 @@ class Choice(NamedTuple):
     Attributes:
         sharding: how data-parallel ranks share the training state: `dp` (not at all), `stage1`,
             `stage2`, `stage3`; `none` for a single rank.
-        recompute: `none` or `full`.
+        recompute: a value of `train.recompute`.
         cameras: see `paddle_vl.profile.workload.Workload`.
         attention: `eager` or `sdpa`; None as configured.
     """

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -20,6 +20,7 @@ import paddle
 
 from paddle_vl.config.families import model_values
 from paddle_vl.config.load import flatten, load_run_config
+from paddle_vl.config.parallel_settings import launch_variables
 from paddle_vl.processes import Limits
 from paddle_vl.profile.cell_runs import Outcome, run_cell
 from paddle_vl.profile.cells import RESULT_FILE, Cell, Choice, Growth
@@ -27,8 +28,8 @@ from paddle_vl.profile.memory import GB
 from paddle_vl.profile.workload import ProfileSettings
 
 logger = logging.getLogger(__name__)
-# Runs `paddle-vl` with these arguments on so many ranks, in a folder, within limits.
-CellRunner = Callable[[Sequence[str], int, Path, Limits], Outcome]
+# Runs `paddle-vl` with arguments on so many ranks, in a folder, within limits, with variables.
+CellRunner = Callable[[Sequence[str], int, Path, Limits, Mapping[str, str]], Outcome]
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,7 @@ def _run_cell(
         )
         if not why:
             return known
+    variables = launch_variables(load_run_config(config_file, overrides).parallel)
     outcome, runs = Outcome("ok"), []
     while outcome.status == "ok" and len(runs) < settings.repeats:
         of_run = folder / f"run_{len(runs) + 1}" if runs else folder
@@ -143,7 +145,7 @@ def _run_cell(
         workload = replace(settings.profile.workload, cameras=choice.cameras)
         arguments = replace(settings.profile, out=of_run, workload=workload).arguments()
         command = ["profile", config_file, *overrides, *arguments]
-        outcome = run(command, settings.num_processes, of_run, settings.limits)
+        outcome = run(command, settings.num_processes, of_run, settings.limits, variables)
         if outcome.status == "ok" and not result.exists():
             outcome = Outcome("failed", "ended well without a profile")
         elif outcome.status == "ok":

@@ -159,7 +159,7 @@ def _facts(config: RunConfig, settings: ProfileSettings, trainer: Trainer) -> di
     if limit is None and (device_limit := device_memory_limit()) is not None:
         limit = device_limit / GB
     parallel, train, data = config.parallel, config.train, config.data
-    recomputes = train.recompute == "full" or getattr(model.config, "gradient_checkpointing", False)
+    recomputes = getattr(model.config, "gradient_checkpointing", False)
     degrees = {
         axis: getattr(parallel, f"{axis}_degree", 1)
         for axis in ("dp", "mp", "pp", "sharding", "ep")
@@ -171,7 +171,7 @@ def _facts(config: RunConfig, settings: ProfileSettings, trainer: Trainer) -> di
         "topology": " ".join(f"{axis}{n}" for axis, n in degrees.items() if n > 1) or "1 process",
         "sharding_stage": parallel.sharding_stage if parallel.sharding_degree > 1 else None,
         # A policy has both in its own configuration too.
-        "recompute": "full" if recomputes else "none",
+        "recompute": "full" if recomputes and train.recompute == "none" else train.recompute,
         "attention_implementation": getattr(model.config, "attention_implementation", None),
         **({} if settings.updates else {"updates": "none"}),
         "compute_dtype": config.model.compute_dtype,

@@ -110,7 +110,7 @@ def has_policy_settings(config: RunConfig) -> bool:
 
 
 def recompute_settings(config: RunConfig, choice: str) -> dict[str, Any]:
-    """The settings that turn activation recomputation on (`full`) or off (`none`)."""
+    """The settings of a choice of `train.recompute`."""
     settings: dict[str, Any] = {"train.recompute": choice}
     if has_policy_settings(config):
         # A policy's own configuration may turn it on too.

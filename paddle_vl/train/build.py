@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -13,6 +14,7 @@ import paddle
 from paddle_vl.checkpoint.safetensors_io import FileWriter
 from paddle_vl.config.families import family_of_run
 from paddle_vl.config.load import flatten, raise_problems
+from paddle_vl.config.parallel_settings import CONNECTIONS
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.config.validate import launch_problems, step_problems
 from paddle_vl.data.loader import PrefetchLoader
@@ -22,6 +24,7 @@ from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.operations import choose_kernels
 from paddle_vl.parallel.agree import check_data_agree, check_fields_agree, check_settings_agree
 from paddle_vl.parallel.colocated.runner import ColocatedRunner, PartsStore
+from paddle_vl.parallel.fleet_strategy import missing_variables
 from paddle_vl.parallel.ranks import ONE_RANK, FleetRanks, SingleRank
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.topology import Topology, initialize
@@ -81,7 +84,10 @@ def build_trainer(config: RunConfig, writes: bool = True, updates: bool = True) 
     several = topology.world_size > 1
     ranks = FleetRanks(topology) if several else ONE_RANK
     if several:
-        check_settings_agree(flatten(config.model_dump(mode="json")), topology.describe())
+        settings = flatten(config.model_dump(mode="json"))
+        if parallel.mp_degree > 1:  # It decides on overlaps, and so on collectives.
+            settings[CONNECTIONS] = os.environ.get(CONNECTIONS)
+        check_settings_agree(settings, topology.describe())
     lock = _lock_output(config, ranks) if writes else None
     with ExitStack() as on_failure:
         if lock is not None:
@@ -130,6 +136,8 @@ def _build(
     family = run_family(config, checkpoint)
     if several:
         check_fields_agree(family.fields, topology.describe())
+        if (missing := missing_variables(topology.degrees)) is not None:
+            logger.warning("%s", missing)
     layout = Layout(
         config,
         topology,
@@ -141,8 +149,8 @@ def _build(
     placement = layout.placement()
     built = family.build_model(placement)
     model = built.model
-    if family.recomputes:
-        recompute_layers([*model.vision_blocks, *model.decoder_layers])
+    for chain in (model.vision_blocks, model.decoder_layers):
+        recompute_layers(chain[: config.train.recompute_num_layers], family.recompute)
     full_shapes = family.full_shapes(model)
     trainable = family.trainable_names(model)
     trained = trained_names(full_shapes, config.model.freeze, trainable, family.parts)
@@ -161,7 +169,7 @@ def _build(
     if updates:  # Without them it counts moments that nobody has.
         copies = (config.train.ema is not None) + (reference_values is not None)
         check_memory(needed_memory(config, topology, model, copies))
-    store = layout.parameter_store(model)
+    store = layout.parameter_store(model, has_reference=reference_values is not None)
     table = placement.parameter_table
 
     def make_optimizer(parameters: NamedParameters, store: ParameterStore) -> Optimizer:

@@ -16,6 +16,7 @@ from paddle_vl.parallel.colocated.encoder import ItemEncoder
 from paddle_vl.parallel.colocated.encoder_layers import add_encoder
 from paddle_vl.parallel.colocated.runner import ColocatedRunner, PartsStore, encoder_store
 from paddle_vl.parallel.degrees import ParallelDegrees, Plan, plan_problems
+from paddle_vl.parallel.fleet_strategy import overlaps
 from paddle_vl.parallel.pipeline.runner import ModelChunk, PipelineRunner, split_backward
 from paddle_vl.parallel.pipeline.schedule import chunks_of_stage, num_chunks, split_layers
 from paddle_vl.parallel.ranks import SingleRank
@@ -95,13 +96,15 @@ class Layout:
             add_encoder(placement, topology.encoder)
         return placement
 
-    def parameter_store(self, model: nn.Layer) -> ParameterStore:
+    def parameter_store(self, model: nn.Layer, has_reference: bool = False) -> ParameterStore:
         """Materialize the parameters, and make the store that the optimizer updates.
 
         Each parameter is sharded or copied before the next one is materialized, see
         `Materializable.materialize`. Frozen parameters are `stop_gradient` already. Sharding works
-        on the same layers as recomputation. A colocated encoder has a store of its own.
+        on the same layers as recomputation. A colocated encoder has a store of its own. With a
+        reference, whose parameters take the model's place within a step, no gather runs beside it.
         """
+        self._has_reference = has_reference
         if self.topology.encoder is None:
             units = [*model.vision_blocks, *model.decoder_layers]
             return self._store(model, model.materialize(), units)
@@ -122,12 +125,15 @@ class Layout:
         if group.nranks == 1:
             return MasterWeights(parameters)
         if stage == 1:
+            gathers = False if self._has_reference else parallel.sharding_gather_overlap
+            hidden = overlaps(self.topology.degrees, parallel.fleet, gathers)
             return FleetSharding(
                 parameters,
                 self.topology,
                 model.placement.parameter_table,
                 units,
-                parallel.sharding_gather_overlap,
+                hidden["sharding_gather_overlap"].is_on,
+                hidden["sharding_configs.comm_overlap"].is_on,
             )
         options = ShardingOptions(
             parallel.reshard_after_forward, parallel.reduce_dtype, parallel.reduce_once_per_step

@@ -42,7 +42,7 @@ STAGE_2, FULL = "parallel.sharding_stage=2", "train.recompute=full"
 TOPOLOGIES = {
     # Experts over mp ranks, sharded over two ranks.
     "mp2 sharding2 ep2 stage 1": (4, [*MP2, *SHARDING, EP2]),
-    "dp2 ep2": (2, EP),
+    "dp2 ep2": (2, [*EP, "train.recompute=mlp"]),
 }
 HEAVY = {
     "sharding2 ep2 stage 3": (2, [*SHARDING, EP2, STAGE_3, FULL]),

@@ -2,14 +2,20 @@
 
 Guarantees: every matrix of a dense decoder layer, the token table and the loss use fleet's classes,
 also with unfused linears, except for heads that several ranks share; with fleet's overlap of
-products and collectives, losses and gradients equal one device's, also with frozen weights.
+products and collectives, losses and gradients equal one device's, also with frozen weights; the sum
+of a product's input gradient is issued before the product for its weight; a sequence parallel
+product gathers its rows again before the first, and keeps only its own.
 """
 
+import sys
 from functools import partial
+from pathlib import Path
 
 import numpy as np
+import paddle
 import paddle.distributed as dist
 import pytest
+from paddle.base.core import host_memory_stat_current_value
 from paddle.distributed.fleet.layers.mpu.mp_layers import InnerOverlapLinear
 from paddle.distributed.fleet.meta_parallel import (
     ColumnParallelLinear,
@@ -29,7 +35,9 @@ from paddle_vl.config.parallel_settings import FleetConfig
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.parallel.collectives import all_reduce_partial_gradients
 from paddle_vl.parallel.degrees import ParallelDegrees
+from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.recorder import record_collectives
+from paddle_vl.parallel.split_layers import FusedColumnsOfRows
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import initialize
 from paddle_vl.testing.qwen3_vl import token_rows
@@ -44,6 +52,8 @@ OVERLAPS = {
     "sp_async_reduce_scatter": True,
     "recompute_allgather": True,
 }
+RECOMPUTED = ("act", "attention", "mlp", "full")
+FLEET = str(Path(paddle.__file__).parent / "distributed" / "fleet")
 SEPARATED = ("layers.1.self_attn", "layers.2.mlp")
 
 
@@ -85,7 +95,12 @@ def classes(folder: str, group, sequence_parallel: bool, apart: bool) -> list[st
 
 
 def worst_difference(
-    folder: str, group, sequence_parallel: bool, frozen: tuple[str, ...], apart: bool = False
+    folder: str,
+    group,
+    sequence_parallel: bool,
+    frozen: tuple[str, ...],
+    apart: bool = False,
+    recompute: str = "none",
 ) -> tuple[float, str, int]:
     """Largest relative error of loss and gradients, its tensor, and the number of overlapped
     products."""
@@ -106,6 +121,8 @@ def worst_difference(
             for item in model.stored_parameters():
                 if any(name in item.key for name in frozen):
                     item.parameter.stop_gradient = True
+            recompute_layers(model.decoder_layers, recompute)
+            model.train()
             loss = model(**batch).loss
             loss.backward()
             found.append((model, loss.item()))
@@ -149,6 +166,42 @@ def gathers(folder: str, group) -> dict[str, tuple[int, int]]:
     return found
 
 
+def order(folder: str, group, sequence_parallel: bool) -> list[tuple[str, str]]:
+    """Of each overlapped product: what was issued last before the product for its input's
+    gradient, and before that for its weight's."""
+    ids = token_rows([1, 2, 3, 4, 5, 6], [5, 6, 7, 8, 9, 1])
+    loss = model_of(folder, group, sequence_parallel)(input_ids=ids, labels=ids).loss
+    before, product = [], paddle.matmul
+
+    def seen(*args, **settings):
+        if sys._getframe(1).f_code.co_filename.startswith(FLEET):
+            before.append(recording.calls[-1].kind if recording.calls else "")
+        return product(*args, **settings)
+
+    with record_collectives() as recording, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paddle, "matmul", seen)
+        loss.backward()
+    return list(zip(before[::2], before[1::2], strict=True))
+
+
+def kept(folder: str, group) -> list[int]:
+    """Bytes of a forward pass that keeps its rank's rows for backward, and of one that keeps the
+    gathered rows beside; bytes of the latter."""
+    found, gathered = [], 0
+    ids = token_rows([1, 2, 3, 4, 5, 6], [5, 6, 7, 8, 9, 1])
+    for gathers_again in (True, True, False):
+        model = model_of(folder, group, True)
+        products = [one for one in model.sublayers() if isinstance(one, FusedColumnsOfRows)]
+        for one in products:
+            one.recompute_allgather = gathers_again
+        gathered = len(products) * ids.size * products[0].weight.shape[0] * 4
+        before = host_memory_stat_current_value("Allocated", 0)
+        loss = model(input_ids=ids, labels=ids).loss
+        found.append(host_memory_stat_current_value("Allocated", 0) - before)
+        del loss
+    return [*found[1:], gathered]
+
+
 FROZEN = {
     "trained": (),
     "frozen projections": ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
@@ -167,10 +220,16 @@ def worker(folder: str) -> dict:
     for sp in (False, True):
         for name, frozen in FROZEN.items():
             checks[f"{name} {sp}"] = partial(worst_difference, folder, group, sp, frozen)
+        for what in RECOMPUTED:
+            checks[f"{what} {sp}"] = partial(
+                worst_difference, folder, group, sp, (), recompute=what
+            )
         checks[f"apart {sp}"] = partial(worst_difference, folder, group, sp, (), True)
         for apart in (False, True):
             checks[f"classes {sp} {apart}"] = partial(classes, folder, group, sp, apart)
+        checks[f"order {sp}"] = partial(order, folder, group, sp)
     checks["gathers"] = partial(gathers, folder, group)
+    checks["kept"] = partial(kept, folder, group)
     return run_checks(checks)
 
 
@@ -192,9 +251,26 @@ def test_a_fused_weight_is_put_together_once_for_all_its_names(outcomes):
 
 
 @pytest.mark.parametrize("sp", [False, True])
-@pytest.mark.parametrize("name", [*FROZEN, "apart"])
+@pytest.mark.parametrize("name", [*FROZEN, "apart", *RECOMPUTED])
 def test_losses_and_gradients_are_those_of_one_device(outcomes, name, sp):
     for error, where, num_overlapped in outcome_of(outcomes, f"{name} {sp}"):
         assert error <= TOPOLOGY, where
-        expected = {"trained": 6, "frozen projections": 0, "frozen table": 2, "apart": 4}[name]
-        assert num_overlapped == expected
+        expected = {"trained": 6, "frozen projections": 0, "frozen table": 2, "apart": 4}
+        # In the first pass of a layer, rows have no gradient, so its products are plain; the rows
+        # that go into a part have one.
+        expected |= {"act": 6, "attention": 9, "mlp": 9, "full": 6}
+        assert num_overlapped == expected[name]
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_the_sum_for_the_input_is_issued_before_the_product_for_the_weight(outcomes, sp):
+    for found in outcome_of(outcomes, f"order {sp}"):
+        assert len(found) == 6
+        for before_input, before_weight in found:
+            assert before_weight == ("reduce_scatter" if sp else "all_reduce")
+            assert not sp or before_input == "all_gather"
+
+
+def test_a_sequence_parallel_product_keeps_its_own_rows(outcomes):
+    for own, both, gathered in outcome_of(outcomes, "kept"):
+        assert both - own == gathered

@@ -67,7 +67,7 @@ class _Runs(EqualsOneDevice):
 
 class TestDense(_Runs):
     topologies = {  # noqa: RUF012
-        "mp2 with sequence parallelism": (2, [*MP, "train.recompute=full"]),
+        "mp2 with sequence parallelism": (2, [*MP, "train.recompute=attention"]),
         "pp2": (2, [*PP, "parallel.pp_split=cost"]),
         "sharding2 stage 3": (2, [*SHARDING, STAGE_3]),
     }
@@ -94,7 +94,7 @@ class TestExperts(_Runs):
     }
     heavy = {  # noqa: RUF012
         "mp2 with sequence parallelism": (2, MP),
-        "pp2": (2, [*PP, "train.recompute=full"]),
+        "pp2": (2, [*PP, "train.recompute=mlp"]),
         "dp2 ep2 mp2": (4, ["parallel.dp_degree=2", "parallel.ep_degree=2", *MP]),
     }
 

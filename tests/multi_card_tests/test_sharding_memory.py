@@ -69,6 +69,7 @@ HELD = [("float32", mode) for mode in MODES] + [("bfloat16", str(stage)) for sta
 MOMENTS = ("built", "end of backward", "after a step")
 MICRO_BATCHES = 2
 STEPS = 3
+RECOMPUTED = ("act", "attention", "mlp", "full")
 TERMS = ("MSE", "CE")
 TRAIN = TrainConfig(output_dir="unused", learning_rate=0.01, max_grad_norm=1.0)
 
@@ -216,7 +217,7 @@ def half_steps(stage: int, topology: Topology) -> tuple[dict[str, np.ndarray], s
 
 
 def stage_3(
-    name: str, topology: Topology, recomputes: bool, loss: Callable[[nn.Layer], Tensor] = loss_of
+    name: str, topology: Topology, what: str, loss: Callable[[nn.Layer], Tensor] = loss_of
 ) -> list[str]:
     """Gradients that differ from twice one device's by more than rounding; "loss" if it differs."""
     single = MODELS[name]("float32")
@@ -225,8 +226,7 @@ def stage_3(
     wanted_loss.backward()
     wanted = {n: p.grad for n, p in single.named_parameters() if p.grad is not None}
     model = MODELS[name]("float32")
-    if recomputes:
-        recompute_layers(units_of(model))
+    recompute_layers(units_of(model), what)
     run = Run(model, units_of(model), topology, 3)
     found_loss = loss(model)
     found_loss.backward()
@@ -256,10 +256,12 @@ def worker(folder: str) -> dict:
         checks[f"half {stage}"] = partial(half_steps, stage, topology)
         for name in MODELS:
             checks[f"regime {name} {stage}"] = partial(regime, name, stage, topology, folder, ranks)
-    checks |= {f"recomputed {name}": partial(stage_3, name, topology, True) for name in MODELS}
+    for name in MODELS:
+        for what in RECOMPUTED:
+            checks[f"recomputed {name} {what}"] = partial(stage_3, name, topology, what)
     for term in TERMS:
         loss = partial(loss_of, terms=[term])
-        checks[f"{term} alone"] = partial(stage_3, "pi07", topology, False, loss)
+        checks[f"{term} alone"] = partial(stage_3, "pi07", topology, "none", loss)
     return run_checks(checks)
 
 
@@ -308,9 +310,10 @@ def test_every_stage_does_the_same_arithmetic(outcomes, stage):
             np.testing.assert_array_equal(found[name], wanted[name], err_msg=name)
 
 
+@pytest.mark.parametrize("what", RECOMPUTED)
 @pytest.mark.parametrize("name", MODELS)
-def test_recomputed_units_of_stage_3_equal_one_process(outcomes, name):
-    assert outcome_of(outcomes, f"recomputed {name}") == [[], []]
+def test_recomputed_units_of_stage_3_equal_one_process(outcomes, name, what):
+    assert outcome_of(outcomes, f"recomputed {name} {what}") == [[], []]
 
 
 @pytest.mark.parametrize("term", TERMS)

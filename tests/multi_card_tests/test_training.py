@@ -47,11 +47,14 @@ TOPOLOGIES = {
     "dp2": (2, ["parallel.dp_degree=2"]),
     "mp2": (2, ["parallel.mp_degree=2", "parallel.vision=replicate"]),
     # Recomputation repeats the collectives of a layer in the backward pass.
-    "mp2 with sequence parallelism": (2, ["parallel.mp_degree=2", *SP, "train.recompute=full"]),
+    "mp2 with sequence parallelism": (
+        2,
+        ["parallel.mp_degree=2", *SP, "train.recompute=attention"],
+    ),
     "pp2": (2, [*PP, "parallel.pp_split=cost", "train.recompute=full"]),
     "pp2 dualpipev": (2, [*PP, "parallel.pp_schedule=dualpipev"]),
     "sharding2 stage 1": (2, [*SHARDING, "parallel.sharding_stage=1"]),
-    "sharding2 stage 3": (2, [*SHARDING, STAGE_3]),
+    "sharding2 stage 3": (2, [*SHARDING, STAGE_3, "train.recompute=act"]),
     "pp4 interleaved": (4, ["parallel.pp_degree=4", *VIRTUAL, *HALVES]),
     "mp2 pp2 with sequence parallelism": (4, ["parallel.mp_degree=2", *PP, *SP]),
     "sharding2 mp2": (
@@ -64,7 +67,7 @@ HEAVY = {
     "pp2 dynamic": (2, [*PP, "parallel.pp_shapes=dynamic"]),
     "sharding2 stage 1 with overlap": (2, [*SHARDING, *OVERLAP]),
     "dp2 mp2": (4, ["parallel.dp_degree=2", "parallel.mp_degree=2", *SP]),
-    "sharding2 stage 2": (2, [*SHARDING, "parallel.sharding_stage=2", "train.recompute=full"]),
+    "sharding2 stage 2": (2, [*SHARDING, "parallel.sharding_stage=2", "train.recompute=mlp"]),
     "sharding2 stage 3, kept": (
         2,
         [*SHARDING, STAGE_3, "parallel.reshard_after_forward=false", "train.recompute=full"],
@@ -99,7 +102,7 @@ HEAVY = {
         4,
         ["parallel.mp_degree=2", *PP, *SP, "parallel.pp_schedule=dualpipev"],
     ),
-    "sharding2 pp2": (4, [*SHARDING, *PP]),
+    "sharding2 pp2": (4, [*SHARDING, *PP, *OVERLAP]),
     "sharding2 pp2 dualpipev": (4, [*SHARDING, *PP, "parallel.pp_schedule=dualpipev"]),
     "sharding2 mp2 stage 1": (4, ["parallel.mp_degree=2", *SHARDING, *SP, *OVERLAP]),
     "dp2 sharding2 stage 1": (4, ["parallel.dp_degree=2", *SHARDING]),

@@ -262,14 +262,14 @@ class BackboneLayer(nn.Layer):
         `past` followed by this call's."""
         view = (view.sliding or view) if self.is_sliding else view
         output = (view.output or view) if self.serves_tokens_alone else view
-        attended_TD, key_value = self.self_attn(
-            self.input_layernorm(x_TD), view, self.rope, past, output
+        attended_TD, *key_value = self.self_attn(
+            self.input_layernorm(x_TD), view, self.rope, output, *(past or ())
         )
         if output is not view:
             x_TD = output.own_rows(x_TD.reshape([*view.shape, -1])).flatten(0, 1)
         x_TD = x_TD + self.post_attention_layernorm(self.dropout(attended_TD))
         mlp_TD = self.mlp(self.pre_feedforward_layernorm(x_TD))
-        return x_TD + self.post_feedforward_layernorm(self.dropout(mlp_TD)), key_value
+        return x_TD + self.post_feedforward_layernorm(self.dropout(mlp_TD)), tuple(key_value)
 
 
 class ExpertLayer(nn.Layer):
@@ -303,7 +303,7 @@ class ExpertLayer(nn.Layer):
             prefix: the keys and values that the suffix sees.
         """
         rows_TD, gate_TD = self.input_layernorm(x_TD, cond_TE)
-        attended_TD, _ = self.self_attn(rows_TD, view, self.rope, prefix)
+        attended_TD, *_ = self.self_attn(rows_TD, view, self.rope, view, *prefix)
         x_TD = x_TD + self.dropout(attended_TD) * gate_TD
         rows_TD, gate_TD = self.post_attention_layernorm(x_TD, cond_TE)
         return x_TD + self.dropout(self.mlp(rows_TD)) * gate_TD
@@ -343,13 +343,14 @@ class Attention(nn.Layer):
         x_TD: Tensor,
         view: StreamView,
         rope: Rope,
-        past: KeyValue | None,
-        output: StreamView | None = None,
-    ) -> tuple[Tensor, KeyValue]:
+        output: StreamView,
+        *past: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Rows of the output, and keys and values.
 
         Args:
-            output: the view of the rows whose output is needed; None for all.
+            output: the view of the rows whose output is needed.
+            past: keys and values before those of the rows, or nothing.
         """
         rows_TC = self.qkv_proj(x_TD, view.num_rows)
         q_BLNH = self._of_heads(rows_TC[0], view)
@@ -358,9 +359,10 @@ class Attention(nn.Layer):
         if self.q_norm is not None and self.k_norm is not None:
             q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
         q_BLNH, k_BLKH = apply_rotary(q_BLNH, k_BLKH, view.rotary[rope])
-        out_BLNH, key_value = (output or view).attend(q_BLNH, k_BLKH, v_BLKH, past)
+        earlier = (past[0], past[1]) if past else None
+        out_BLNH, key_value = output.attend(q_BLNH, k_BLKH, v_BLKH, earlier)
         out_TD = out_BLNH.reshape([-1, rows_TC[0].shape[-1]])
-        return self.o_proj(self.placement.ops.pad_rows(out_TD)), key_value
+        return self.o_proj(self.placement.ops.pad_rows(out_TD)), *key_value
 
     def _of_heads(self, rows_TC: Tensor, view: StreamView) -> Tensor:
         num_heads = rows_TC.shape[-1] // self.head_dim

@@ -154,8 +154,9 @@ class PI07Recipe(Family):
             self.costs = layers, 0.0, after
 
     @property
-    def recomputes(self) -> bool:
-        return super().recomputes or self.model_config.gradient_checkpointing
+    def recompute(self) -> str:
+        what = super().recompute
+        return "full" if what == "none" and self.model_config.gradient_checkpointing else what
 
     def build_model(self, placement: Placement) -> BuiltModel:
         statistics, config = self._statistics(), self.model_config

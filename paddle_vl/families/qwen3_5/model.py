@@ -249,11 +249,13 @@ class SharedExpertMoE(SparseMoE):
 
     def forward(
         self, x_TD: Tensor, rows: RoutedRows | None = None, with_sums: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """As of `SparseMoE`; at padding only the shared expert's output."""
-        routed_TD, sums_2E = super().forward(x_TD, rows, with_sums)
-        gate_T1 = F.sigmoid(self.shared_expert_gate(x_TD))
-        return routed_TD + gate_T1 * self.shared_expert(x_TD), sums_2E
+        routed = super().forward(x_TD, rows, with_sums)
+        shared_TD = F.sigmoid(self.shared_expert_gate(x_TD)) * self.shared_expert(x_TD)
+        if isinstance(routed, tuple):
+            return routed[0] + shared_TD, routed[1]
+        return routed + shared_TD
 
 
 class LanguageModel(VLLanguageModel):

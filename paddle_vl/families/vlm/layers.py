@@ -431,8 +431,8 @@ class VLDecoderLayer(nn.Layer):
         x_TD, rows_TD = self.post_attention_layernorm(mixed_TD, x_TD)
         if not self.has_experts:
             return x_TD + self.mlp(rows_TD)
-        mlp_TD, sums_2E = self.mlp(rows_TD, rows, with_sums)
-        return x_TD + mlp_TD if sums_2E is None else (x_TD + mlp_TD, sums_2E)
+        mlp = self.mlp(rows_TD, rows, with_sums)
+        return (x_TD + mlp[0], mlp[1]) if with_sums else x_TD + mlp
 
 
 class VLLanguageModel(nn.Layer, ABC):

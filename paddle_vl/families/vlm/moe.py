@@ -80,7 +80,7 @@ class SparseMoE(nn.Layer):
 
     def forward(
         self, x_TD: Tensor, rows: RoutedRows | None = None, with_sums: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """The weighted sums of the experts' outputs `[T, D]`, zeros at padding.
 
         Args:
@@ -96,16 +96,15 @@ class SparseMoE(nn.Layer):
         x_RD = rows.taken(x_TD)
         kept = rows.kept_plan(self.experts)
         routing = self.gate(x_RD) if kept is None else self.gate(x_RD, kept.indices)
-        sums_2E = None
-        if with_sums:
-            probabilities_RE = routing.probabilities
-            if not takes_own_rows:
-                probabilities_RE = ops.enter_replicated(probabilities_RE)
-            sums_2E = routing_sums(probabilities_RE, routing.indices)
-            if rows.is_empty:
-                # Of a row of padding that stands in for a real one.
-                sums_2E = sums_2E * 0.0
-        return self.experts(x_RD, routing.indices, routing.weights, rows), sums_2E
+        out_TD = self.experts(x_RD, routing.indices, routing.weights, rows)
+        if not with_sums:
+            return out_TD
+        probabilities_RE = routing.probabilities
+        if not takes_own_rows:
+            probabilities_RE = ops.enter_replicated(probabilities_RE)
+        sums_2E = routing_sums(probabilities_RE, routing.indices)
+        # Of an empty part: of a row of padding that stands in for a real one.
+        return out_TD, sums_2E * 0.0 if rows.is_empty else sums_2E
 
 
 def routed_rows(

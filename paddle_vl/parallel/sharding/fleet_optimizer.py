@@ -63,6 +63,8 @@ class FleetSharding:
         units: layers whose parameters nothing else uses; with `overlaps_gathers` the forward pass
             of each waits for its own parameters only.
         overlaps_gathers: all-gather updated parameters during the next step's forward pass.
+        overlaps_reductions: reduce-scatter gradients during the last backward pass, as fleet's
+            option `comm_overlap` does without a pipeline.
     """
 
     stage = 1
@@ -74,6 +76,7 @@ class FleetSharding:
         parameter_table: ParameterTable,
         units: Iterable[nn.Layer] = (),
         overlaps_gathers: bool = False,
+        overlaps_reductions: bool = False,
     ):
         self.topology, self.group = topology, topology.sharding_group
         self._table = parameter_table
@@ -81,7 +84,7 @@ class FleetSharding:
         self.optimizer: Any = None
         self._hybrid: Any = None
         self._units = list(units) if overlaps_gathers else []
-        self._overlaps_gathers = overlaps_gathers
+        self._overlaps_gathers, self._overlaps_reductions = overlaps_gathers, overlaps_reductions
         self._trained = {id(p): p for p in parameters if not p.stop_gradient}
         self._updated: dict[int, Tensor | None] = {}
         self._masters: dict[str, Tensor] = {}
@@ -120,6 +123,11 @@ class FleetSharding:
         for parameter in parameters:
             self._updated[id(parameter)] = self._make_updated(parameter)
         adamw.use_masters(self._masters)
+        if self._overlaps_reductions and not self.optimizer.comm_overlap:
+            # Fleet refuses it under a pipeline, which would make buffers of its own. The hooks of
+            # V2 count the micro-batches of these, whatever runs them.
+            self.optimizer.comm_overlap = True
+            self.optimizer.register_reduce_overlap_hook(use_comm=True)
         if self.optimizer.comm_overlap:
             self._reductions = OrderedReductions(self._buffers)
         if self._overlaps_gathers:

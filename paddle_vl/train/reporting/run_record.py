@@ -28,10 +28,11 @@ from typing import Any
 import paddle
 
 from paddle_vl.config.family_settings import settings_classes
+from paddle_vl.config.parallel_settings import CONNECTIONS
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.files.hub_names import origins
 from paddle_vl.files.text_file import write_text
-from paddle_vl.parallel.fleet_strategy import effective_options, fleet_strategy
+from paddle_vl.parallel.fleet_strategy import effective_options, fleet_strategy, overlaps
 from paddle_vl.parallel.launcher import COMMAND_VARIABLE
 from paddle_vl.train.allocator import allocator_flags
 from paddle_vl.train.layout import parallel_degrees
@@ -80,9 +81,10 @@ class RunRecord:
 def start_entry(config: RunConfig, first_step: int) -> dict[str, Any]:
     """The run.json entry of a start now, in this process."""
     device, degrees = paddle.get_device(), parallel_degrees(config)
-    fleet_options = None
+    fleet_options, parallel = None, config.parallel
     if degrees.num_processes > 1:
-        fleet_options = effective_options(fleet_strategy(degrees, config.parallel.fleet))
+        fleet_options = effective_options(fleet_strategy(degrees, parallel.fleet))
+    hidden = overlaps(degrees, parallel.fleet, parallel.sharding_gather_overlap)
     name = paddle.device.cuda.get_device_name() if device.startswith("gpu") else processor_name()
     return {
         "started": _now(),
@@ -101,11 +103,13 @@ def start_entry(config: RunConfig, first_step: int) -> dict[str, Any]:
         "device_name": name,
         "num_processes": degrees.num_processes,
         "fleet": fleet_options,
+        "overlaps": {name: [each.is_on, each.reason] for name, each in hidden.items()},
+        CONNECTIONS: os.environ.get(CONNECTIONS),
         "allocator": allocator_flags(),
         "hub": origins(
             {"model.pretrained": config.model.pretrained, "data.processor": config.data.processor}
         ),
-        "parallel": config.parallel.model_dump(),
+        "parallel": parallel.model_dump(),
         "settings": config.model_dump(),
     }
 

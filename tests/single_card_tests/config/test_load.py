@@ -100,7 +100,7 @@ def test_unknown_key_names_place_and_nearest_setting(write, override, part):
         ("data.train=[1]", "data.train[0] is 1; it must be a text"),
         ("model.config=3", "model.config is 3; it must be a text or it must be"),
         ("train.learning_rate=.nan", "train.learning_rate is NaN; it must be a finite number"),
-        ("train.recompute=some", "it must be 'none' or 'full'"),
+        ("train.recompute=some", "it must be 'none', 'act', 'attention', 'mlp' or 'full'"),
         ("train.max_steps=0", "train.max_steps is 0; it must be at least 1"),
         ("train.max_steps.x=1", "train.max_steps.x lies inside train.max_steps, which is 4"),
         ("max_steps", "'max_steps' is not an override; write section.name=value"),

@@ -1,6 +1,7 @@
 """Cells of a matrix that are not run: their results follow from their command lines."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,7 +43,12 @@ class Pretended:
         self.broken = broken or {}
 
     def __call__(
-        self, arguments: list[str], num_ranks: int, folder: Path, limits: Limits
+        self,
+        arguments: list[str],
+        num_ranks: int,
+        folder: Path,
+        limits: Limits,
+        variables: Mapping[str, str],
     ) -> Outcome:
         options, given = self.parsed(arguments)
         assert (num_ranks, options.nproc) == (2, 1)

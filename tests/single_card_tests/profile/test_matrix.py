@@ -179,7 +179,7 @@ def test_mp_processes_share_samples(run_file):
 def test_the_command_of_a_cell_says_all_that_concerns_it(run_file, settings):
     commands = []
 
-    def keep(arguments, num_ranks, folder, limits):
+    def keep(arguments, num_ranks, folder, limits, variables):
         commands.append(arguments)
         return Outcome("failed", "")
 

@@ -37,7 +37,7 @@ def varied(out: Path, speeds: dict[str, list[float | None]]):
     counts: dict[str, int] = {}
     ran = []
 
-    def run(arguments, num_ranks, folder, limits):
+    def run(arguments, num_ranks, folder, limits, variables):
         _, given = Pretended.parsed(arguments)
         sharding = "dp" if given["parallel.sharding_degree"] == "1" else "stage2"
         ran.append(folder.relative_to(out / "cells").as_posix())
@@ -97,7 +97,7 @@ def write_into(settings: MatrixSettings, cells: list[Cell]) -> str:
 def test_a_policys_attention_is_a_choice(settings, tmp_path):
     commands = []
 
-    def keep(arguments, num_ranks, folder, limits):
+    def keep(arguments, num_ranks, folder, limits, variables):
         commands.append((folder.name, Pretended.parsed(arguments)[1]))
         return Outcome("failed", "")
 

@@ -6,6 +6,7 @@ those of the folder, null without git or a repository; a damaged file is named.
 """
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,8 @@ def test_entry_says_from_what_and_with_what(tmp_path, config, monkeypatch):
     assert entry["git"] == {"revision": revision, "is_dirty": False}
     assert (entry["command"], entry["overrides"]) == (command, command[-1:])
     assert (entry["num_processes"], entry["parallel"]["sharding_degree"]) == (4, 2)
+    assert entry["overlaps"]["sharding_gather_overlap"] == [False, "not on a CPU"]
+    assert entry["CUDA_DEVICE_MAX_CONNECTIONS"] == os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     assert entry["versions"]["numpy"] == numpy.__version__
     assert (entry["device"], entry["folder"]) == (paddle.get_device(), str(tmp_path))
     assert entry["device_name"]

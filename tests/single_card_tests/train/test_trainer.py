@@ -58,19 +58,23 @@ def test_another_seed_gives_another_run(whole_run, run_file, tmp_path):
     assert metrics_of(tmp_path)[0]["loss"] != metrics_of(whole_run)[0]["loss"]
 
 
-def test_recompute_setting_runs_layers_again(run_file, tmp_path):
+@pytest.mark.parametrize(
+    ("settings", "times"),
+    [("full", (2, 2)), ("mlp", (2, 2)), ("mlp train.recompute_num_layers=1", (1, 2))],
+)
+def test_recompute_setting_runs_layers_again(run_file, tmp_path, settings, times):
     trainer = build(
-        run_file, tmp_path, "train.recompute=full", "train.max_steps=1",
+        run_file, tmp_path, *f"train.recompute={settings}".split(), "train.max_steps=1",
         "train.gradient_accumulation_steps=1",
     )  # fmt: skip
     counted = []
     for layer in (
-        trainer.runner.model.decoder_layers[1].mlp,
-        trainer.runner.model.vision_blocks[0].mlp,
+        trainer.runner.model.decoder_layers[1].mlp.down_proj,
+        trainer.runner.model.vision_blocks[0].mlp.linear_fc1,
     ):
         layer.register_forward_pre_hook(lambda *_: counted.append(1))
     trainer.run()
-    assert len(counted) == 2 * 2
+    assert len(counted) == sum(times)
 
 
 def test_batch_settings_reach_the_batches(run_file, tmp_path):
