@@ -272,6 +272,17 @@ class CachedKeys:
             )
         return self._biases[shape]
 
+    def mask_of_heads(self, heads: int, dtype: Any) -> Tensor | None:
+        """`[1, B * N, 1, S]` added to the scores of a single query of each prompt, by the heads of
+        all prompts; None if every key is seen."""
+        if self.key_bias_BS is None:
+            return None
+        shape = (1, self.key_bias_BS.shape[0] * heads, 1, self.length)
+        if shape not in self._biases:
+            mask_BNS = self.key_bias_BS.astype(dtype).unsqueeze(1).tile([1, heads, 1])
+            self._biases[shape] = mask_BNS.reshape(shape)
+        return self._biases[shape]
+
 
 @operation
 def cached_attention(

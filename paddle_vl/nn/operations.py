@@ -82,7 +82,7 @@ class Operation(Generic[P, R]):
         """The implementation for these arguments, of which the first is a tensor."""
         if callable(_forced):
             return _forced(self)
-        device = _forced or ("plain" if _chosen == "plain" else _device_of(args[0]))
+        device = "plain" if _chosen == "plain" and not _forced else device_of(args[0])
         for kernel in self.kernels_on(device):
             if kernel.fits is None or kernel.fits(*args, **kwargs):
                 return kernel.run
@@ -148,7 +148,10 @@ def use_kernels(choice: Device | Literal["plain"] | Choice) -> Iterator[None]:
         _forced = before
 
 
-def _device_of(x: Any) -> str | None:
+def device_of(x: Any) -> str | None:
+    """The device whose kernels take a tensor: where it lies, if `use_kernels` does not say."""
+    if _forced is not None and not callable(_forced):
+        return _forced
     place = x.place
     if place.is_cpu_place():
         return "cpu"

@@ -142,7 +142,7 @@ class ColocatedRunner(PipelineRunner):
             return
         # Ranks without items take part in the sums.
         for parameter in trained:
-            if parameter.grad is None:
+            if gradient_of(parameter) is None:
                 parameter.grad = paddle.zeros_like(parameter)
 
     def _lanes(self, batches: Sequence[Batch]) -> list[list[Any]]:

@@ -49,7 +49,6 @@ def test_a_steady_step_copies_nothing_but_its_batches(tmp_path, monkeypatch, wri
     overrides = [f"train.output_dir={tmp_path / 'out'}", "train.max_steps=4"]
     overrides += ["train.save_steps=null", *settings]
     trainer = build_trainer(load_run_config(write(tmp_path / "data"), overrides))
-    trainer.optimizer.masks_updates = True
     own, found = trainer.train_one_step, []
 
     def counted(*arguments):
