@@ -28,7 +28,7 @@ from paddle import Tensor
 
 from paddle_vl.batch.positions import key_ends
 from paddle_vl.nn.attention_masks import MASKED_SCORE, AttentionMask
-from paddle_vl.nn.operations import host_table, operation
+from paddle_vl.nn.operations import device_tensor, host_table, operation
 
 Made = TypeVar("Made")
 
@@ -61,7 +61,7 @@ class PackedSamples:
         """int32: for each key, the first later query of its row that does not see it."""
         ends_BL = self._key_ends_BL
         if ends_BL is None:
-            ends_BL = paddle.to_tensor(key_ends(self._cu_seqlens, self._length))
+            ends_BL = device_tensor(key_ends(self._cu_seqlens, self._length))
         return ends_BL.unsqueeze([1, 3])
 
     @cached_property

@@ -455,9 +455,37 @@ class RowDropout(nn.Layer):
             return dropout(x_TD, self.p)
 
 
+class PinnedCopies:
+    """Copies arrays to a GPU through pinned memory, on the compute stream: the host does not wait.
+    The pinned memory is kept until its copy is over."""
+
+    def __init__(self):
+        self._in_flight: list[tuple[Any, Tensor]] = []
+
+    def __call__(self, array: np.ndarray) -> Tensor:
+        self._in_flight = [entry for entry in self._in_flight if not entry[0].query()]
+        if not array.size:
+            return paddle.empty(array.shape, str(array.dtype))
+        # Without a dtype: with one, Paddle 3.3 ignores the place.
+        pinned = paddle.to_tensor(array, place=paddle.CUDAPinnedPlace())
+        tensor = paddle.empty(pinned.shape, pinned.dtype)
+        tensor.copy_(pinned, False)
+        self._in_flight.append((paddle.device.current_stream().record_event(), pinned))
+        return tensor
+
+
+_pinned_copy = PinnedCopies()
+
+
 def device_tensor(array: Any) -> Any:
     """An array as a tensor on the device; tensors and None are returned unchanged."""
-    return paddle.to_tensor(array) if isinstance(array, np.ndarray) else array
+    if not isinstance(array, np.ndarray):
+        return array
+    return _pinned_copy(array) if _copies_to_gpu() else paddle.to_tensor(array)
+
+
+def _copies_to_gpu() -> bool:
+    return paddle.get_device().startswith("gpu")
 
 
 def host_array(array: Any) -> Any:

@@ -18,7 +18,7 @@ import paddle.nn.functional as F
 from paddle import Tensor, nn
 
 from paddle_vl.nn.experts import RoutedRows
-from paddle_vl.nn.operations import column_sum, host_array
+from paddle_vl.nn.operations import column_sum, device_tensor, host_array
 from paddle_vl.nn.placement import Placement
 
 
@@ -114,9 +114,7 @@ def routed_rows(
     batch, length = shape_BL
     if real_row_indices is None and isinstance(attention_mask, np.ndarray | Tensor):
         real_row_indices = np.flatnonzero(host_array(attention_mask)[:, -length:])
-    if isinstance(real_row_indices, np.ndarray):
-        real_row_indices = paddle.to_tensor(real_row_indices)
-    return RoutedRows(batch * length, real_row_indices)
+    return RoutedRows(batch * length, device_tensor(real_row_indices))
 
 
 def routing_sums(probabilities_RE: Tensor, indices_RK: Tensor) -> Tensor:
