@@ -184,7 +184,7 @@ class HostTable:
         kept = self._tensors.get(key) if HostTable.is_kept else None
         if kept is not None:
             return kept
-        table = paddle.to_tensor(self.make(*args))
+        table = device_tensor(self.make(*args))
         if HostTable.is_kept and isinstance(table, Tensor):
             while len(self._tensors) >= self._MOST:
                 self._tensors.pop(next(iter(self._tensors)))

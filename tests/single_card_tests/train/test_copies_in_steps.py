@@ -33,7 +33,10 @@ from tests.support.gpu_stubs.pretended import pretended_gpu
 from tests.support.pinned import pinned_on_a_cpu
 
 FEW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-WITH_EXPERTS = MODEL | {"text_config": MODEL["text_config"] | FEW_EXPERTS}
+WITH_EXPERTS = MODEL | {
+    "model_type": "qwen3_vl_moe",
+    "text_config": MODEL["text_config"] | FEW_EXPERTS,
+}
 # Copies of batches, through pinned memory.
 FEED = "train/feeding/device_copies.py"
 
