@@ -464,11 +464,12 @@ class PinnedCopies:
 
     def __call__(self, array: np.ndarray) -> Tensor:
         self._in_flight = [entry for entry in self._in_flight if not entry[0].query()]
+        dtype: Any = str(array.dtype)
+        tensor: Any = paddle.empty(array.shape, dtype)
         if not array.size:
-            return paddle.empty(array.shape, str(array.dtype))
+            return tensor
         # Without a dtype: with one, Paddle 3.3 ignores the place.
         pinned = paddle.to_tensor(array, place=paddle.CUDAPinnedPlace())
-        tensor = paddle.empty(pinned.shape, pinned.dtype)
         tensor.copy_(pinned, False)
         self._in_flight.append((paddle.device.current_stream().record_event(), pinned))
         return tensor

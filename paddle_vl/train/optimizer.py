@@ -46,16 +46,22 @@ class AdamW(paddle.optimizer.AdamW):
         """See `paddle_vl.nn.flat_buckets.Updates`. On a GPU it is one kernel, which moves 28 bytes
         for each value, and 2 more with `half`."""
         self._create_global_learning_rate()
-        moment1, moment2, *powers = (self._get_accumulator_master(n, values) for n in STATES)
+        moment1, moment2, power1, power2 = (
+            self._get_accumulator_master(name, values) for name in STATES
+        )
         in_one = half is not None and _updates_and_rounds(half)
-        _C_ops.adamw_(
+        decays: Any = self._apply_decay_param_fun
+        # Any: Paddle types what may be None as tensors.
+        kernel: Any = _C_ops.adamw_
+        kernel(
             half if in_one else values,
             grad,
             self._create_param_lr((values, grad)),
             moment1,
             moment2,
             None,
-            *powers,
+            power1,
+            power2,
             values if in_one else None,
             None,
             self._beta1,
@@ -63,7 +69,7 @@ class AdamW(paddle.optimizer.AdamW):
             self._epsilon,
             1.0,
             self._weight_decay,
-            self._apply_decay_param_fun(values.name),
+            decays(values.name),
             False,
             1000,
             in_one,
@@ -141,7 +147,9 @@ class Optimizer(OptimizerState):
         self.max_grad_norm = train.max_grad_norm
         # Each parameter once, and its HF names.
         self._named = names_by_parameter(parameters)
-        factors, updated = rate_factors or {}, [self.store.shard_of(p) for p, _ in self._named]
+        factors = rate_factors or {}
+        # Any: only fleet's distribute leaves a rank without a share.
+        updated: list[Any] = [self.store.shard_of(p) for p, _ in self._named]
         # Parameters that are frozen at first, with the number of steps.
         self._late: list[tuple[Tensor, int]] = []
         of_names = frozen_steps or {}
@@ -152,7 +160,6 @@ class Optimizer(OptimizerState):
         for (_, names), tensor in zip(self._named, updated, strict=True):
             # Set on the parameter: AdamW's lr_ratio works on GPUs only.
             factor = _of_all(names, lambda name: factors.get(name, 1.0), "learning rate")
-            assert tensor is not None, "only fleet's distribute leaves a rank without a share"
             tensor.optimize_attr = {"learning_rate": factor}
         with_decay: set[str] = set()
         self._adamw = AdamW(

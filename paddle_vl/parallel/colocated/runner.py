@@ -189,11 +189,13 @@ class HostRows:
                 paddle.device.synchronize()
             buffer = paddle.empty([rows.size], rows.dtype, pin_memory=is_on_gpu)
             self._buffers[key] = buffer
-        own, shape, dtype = buffer._slice(0, rows.size), rows.shape, rows.dtype
+        # Any: Paddle's stub gives `copy_` no arguments.
+        own: Any = buffer._slice(0, rows.size)
         own.copy_(rows.reshape([-1]), False)
+        shape, dtype = rows.shape, rows.dtype
 
         def back() -> Tensor:
-            found = paddle.empty([own.size], dtype)
+            found: Any = paddle.empty([own.size], dtype)
             found.copy_(own, False)
             return found.reshape(shape)
 

@@ -1,8 +1,8 @@
 """Host-to-device copies in training, each of which would drain a GPU's queue.
 
 Guarantees, for each family: a steady step makes none but through pinned memory, with images of
-several sizes, packed samples, experts, the delta rule, past frames and optional fields, and with the
-tower's work divided over ranks; the counter notices every way to make one.
+several sizes, packed samples, experts, the delta rule, past frames and optional fields, and with
+the tower's work divided over ranks; the counter notices every way to make one.
 """
 
 from functools import partial

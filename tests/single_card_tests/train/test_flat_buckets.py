@@ -10,6 +10,7 @@ number of tensors. The oracle is the same `Optimizer` without buckets.
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import paddle
@@ -229,7 +230,8 @@ def test_launches_of_an_update_do_not_grow_with_the_number_of_tensors():
     assert numbers[True] <= 3 * num_buckets + 1
 
 
-ADAMW = _C_ops.adamw_
+# Any: a type checker does not count the arguments behind a star.
+ADAMW: Any = _C_ops.adamw_
 
 
 def adamw_of_a_gpu(half, grad, rate, moment1, moment2, most, power1, power2, master, *settings):
