@@ -28,7 +28,7 @@ from paddle import Tensor
 
 from paddle_vl.batch.positions import key_ends
 from paddle_vl.nn.attention_masks import MASKED_SCORE, AttentionMask
-from paddle_vl.nn.operations import host_table, operation
+from paddle_vl.nn.operations import device_tensor, host_table, operation
 
 Made = TypeVar("Made")
 
@@ -61,7 +61,7 @@ class PackedSamples:
         """int32: for each key, the first later query of its row that does not see it."""
         ends_BL = self._key_ends_BL
         if ends_BL is None:
-            ends_BL = paddle.to_tensor(key_ends(self._cu_seqlens, self._length))
+            ends_BL = device_tensor(key_ends(self._cu_seqlens, self._length))
         return ends_BL.unsqueeze([1, 3])
 
     @cached_property
@@ -270,6 +270,17 @@ class CachedKeys:
             self._biases[shape] = bias_BC.reshape([batch, 1, 1, capacity]).tile(
                 [1, key_heads, groups, 1]
             )
+        return self._biases[shape]
+
+    def mask_of_heads(self, heads: int, dtype: Any) -> Tensor | None:
+        """`[1, B * N, 1, S]` added to the scores of a single query of each prompt, by the heads of
+        all prompts; None if every key is seen."""
+        if self.key_bias_BS is None:
+            return None
+        shape = (1, self.key_bias_BS.shape[0] * heads, 1, self.length)
+        if shape not in self._biases:
+            mask_BNS = self.key_bias_BS.astype(dtype).unsqueeze(1).tile([1, heads, 1])
+            self._biases[shape] = mask_BNS.reshape(shape)
         return self._biases[shape]
 
 

@@ -33,7 +33,7 @@ import paddle.nn.functional as F
 from paddle import Tensor
 
 from paddle_vl.nn.attention import PackedSamples
-from paddle_vl.nn.operations import host_table, operation
+from paddle_vl.nn.operations import device_tensor, host_table, operation
 
 CHUNK = 64
 # Added to the sum of squares of queries and keys, whatever the model's other norms add.
@@ -88,7 +88,7 @@ class Chunks:
         """Places of the token rows, and token rows of the places, T where a place is padding."""
         rows = np.full([sum(self.active) * self.size], len(self.place_T))
         rows[self.place_T] = np.arange(len(self.place_T))
-        return paddle.to_tensor(self.place_T), paddle.to_tensor(rows)
+        return device_tensor(self.place_T), device_tensor(rows)
 
     def cut(self, x_BLN: Tensor) -> Tensor:
         """`[B, L, N, ...]` to `[X, N, P, ...]`, zeros at the places behind the last tokens."""
@@ -244,7 +244,7 @@ def states_in_order(chunks: Chunks, parts: list[Tensor]) -> Tensor:
     states = parts[0] if len(parts) == 1 else paddle.concat(parts)
     if (np.diff(chunks.order_S) == 1).all():
         return states
-    return paddle.index_select(states, paddle.to_tensor(np.argsort(chunks.order_S)))
+    return paddle.index_select(states, device_tensor(np.argsort(chunks.order_S)))
 
 
 @host_table
@@ -315,7 +315,7 @@ class Reach:
         """float32 `[B, L, 1]`, 1 at tokens whose sample has a token so many places before them."""
         if back not in self._masks:
             mask_T = (self.place_T >= back).astype(np.float32)
-            self._masks[back] = paddle.to_tensor(mask_T.reshape([batch, -1, 1]))
+            self._masks[back] = device_tensor(mask_T.reshape([batch, -1, 1]))
         return self._masks[back]
 
 

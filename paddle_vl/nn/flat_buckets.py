@@ -3,6 +3,9 @@
 The tensors become views of the bucket's storage; their moments are views of flat moments. All
 tensors of a bucket have the same learning rate, weight decay and place in the parallel layout.
 
+Gradients are added to one float32 buffer in the backward pass, as soon as a tensor has its own,
+which is then freed. The buffer exists from the first gradient of a step to `clear`.
+
 A tensor without a gradient is not updated and its moments do not decay, as without buckets. So a
 bucket is divided into segments of neighbouring tensors that have had a gradient in the same steps
 so far, and have the same powers of beta; each is updated at once. Which tensors have gradients is
@@ -11,26 +14,24 @@ known on the host.
 Shapes: N elements of a bucket, with the gaps between its tensors.
 """
 
+import itertools
+import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import paddle
 from paddle import Tensor
 from paddle.base.framework import EagerParamBase
 
-from paddle_vl.nn.operations import gradient_of
-
 # Paddle's names of a parameter's optimizer state: the moments, and the powers of beta so far.
 STATES = ("moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc")
 POWERS = STATES[2:]
 # The moving average of a tensor's values.
 AVERAGE = "ema"
-# Elements of a bucket, unless one tensor has more. Masking an update copies both moments of a
-# segment: 1 GiB at most.
+# Elements of a bucket, unless one tensor has more: 512 MiB of gradients.
 BUCKET_ELEMENTS = 1 << 27
-# Pieces that are joined at once: Paddle's kernel copies a longer list of them to the device.
-MAX_PIECES = 64
 # Tensors begin at multiples of this many elements, 256 bytes or more, as products like it.
 ALIGNMENT = 128
 
@@ -38,12 +39,13 @@ ALIGNMENT = 128
 class Updates(Protocol):
     """An optimizer whose state a bucket may hold."""
 
-    def update(self, values: Tensor, grad: Tensor) -> None:
+    def update(self, values: Tensor, grad: Tensor, half: Tensor | None = None) -> None:
         """Update a tensor that is none of the optimizer's parameters, as part of a flat bucket.
 
         Args:
             values: float32, with `name` and `optimize_attr` as of a parameter, and `states`, its
                 state tensors by name.
+            half: a half-precision tensor that gets the rounded values.
         """
 
 
@@ -54,12 +56,14 @@ class Segment:
     Attributes:
         first, last: its tensors are `first` to `last - 1` of the bucket.
         values: their part of the bucket's values; its `states`, by name, are parts of the moments,
-            and powers of beta of its own.
+            and powers of beta of its own, in host memory.
+        half: their part of the half-precision parameters; None without these.
     """
 
     first: int
     last: int
     values: Any
+    half: Tensor | None
 
 
 class FlatBucket:
@@ -96,7 +100,6 @@ class FlatBucket:
             self._moved(self.tensors, "float32"), trainable=True
         )
         self.values.bucket, self.values.optimize_attr = self, settings
-        self.values.main_grad = None
         self.half = self._moved(self.halves, self.halves[0].dtype) if self.halves else None
         self._moments = {state: paddle.zeros_like(self.values) for state in STATES[:2]}
         self.average = self.values.detach().clone() if averages else None
@@ -106,10 +109,15 @@ class FlatBucket:
             state: [self._view(flat, number) for number in range(len(tensors))]
             for state, flat in self._moments.items()
         }
-        # Fills the gaps of joined gradients.
-        self._gap = {"float32": paddle.zeros([ALIGNMENT])}
-        self._has_gradient = [False] * len(tensors)
-        self.segments = [self._segment(0, len(tensors), self._powers(initial_powers))]
+        self.segments = [self._segment(0, len(tensors), _powers(initial_powers))]
+        # The tensors that get gradients in a backward pass, if these are no shards.
+        self._leaves = self.halves or self.tensors
+        # Parts of the flat gradient, by the number of a tensor that has one.
+        self._gradients: dict[int, Tensor] = {}
+        self.clear()
+        for number, leaf in enumerate(self._leaves):
+            # A parameter does not keep its bucket alive, so that both are freed at once.
+            leaf._register_backward_hook(partial(_take_in, weakref.ref(self), number))
 
     def state(self, number: int, name: str) -> Tensor:
         """The live state of a tensor; powers of beta are shared by a segment."""
@@ -122,43 +130,49 @@ class FlatBucket:
         begins = [n for n in range(len(powers)) if n == 0 or powers[n] != powers[n - 1]]
         ends = [*begins[1:], len(powers)]
         self.segments = [
-            self._segment(first, last, self._powers(powers[first]))
+            self._segment(first, last, _powers(powers[first]))
             for first, last in zip(begins, ends, strict=True)
         ]
 
+    def take_all(self) -> None:
+        """Take in gradients that were set outside of a backward pass, as those of shards."""
+        for number in range(len(self._leaves)):
+            self.take(number)
+
     @paddle.no_grad()
-    def take(self, tensors: Sequence[Tensor]) -> None:
-        """Add the gradients of as many tensors as the bucket's, and drop these."""
-        grads = [gradient_of(tensor) for tensor in tensors]
-        if all(grad is None for grad in grads):
-            return
-        flat_N, total_N = self._joined(grads).astype("float32"), gradient_of(self.values)
-        self.values.main_grad = flat_N if total_N is None else total_N.add_(flat_N)
-        for number, tensor in enumerate(tensors):
-            if grads[number] is not None:
-                self._has_gradient[number] = True
-                tensor.clear_gradient(False)
+    def take(self, number: int) -> None:
+        """Add the gradient of a tensor to the flat one, and drop it."""
+        leaf, own = self._leaves[number], self._gradients.get(number)
+        made = leaf.main_grad
+        # A product of fleet's that adds to `main_grad` makes one, or has added to ours.
+        if made is not None and own is not None and made.data_ptr() == own.data_ptr():
+            made = None
+        for grad in (made, leaf.grad):
+            if grad is not None:
+                # On a GPU one kernel adds half precision to float32.
+                self._gradient(number).add_(grad)
+        leaf.clear_gradient(False)
 
     def fill(self) -> None:
         """Give the tensors without a gradient one of zeros."""
-        if gradient_of(self.values) is None:
-            self.values.main_grad = paddle.zeros_like(self.values)
-        self._has_gradient = [True] * len(self.tensors)
+        for number in range(len(self.tensors)):
+            self._gradient(number)
 
     def clear(self) -> None:
         """Drop the gradient."""
-        self.values.main_grad = None
-        self._has_gradient = [False] * len(self.tensors)
+        self._gradients.clear()
+        for tensor in (self.values, *self._leaves):
+            tensor.main_grad = None
 
     def update(self, adamw: Updates) -> None:
-        """Update the tensors with a gradient."""
-        grad_N = gradient_of(self.values)
+        """Update the tensors with a gradient, and round them into the half-precision ones."""
+        grad_N = self.values.main_grad
         if grad_N is None:
             return
         self.segments = [part for segment in self.segments for part in self._divided(segment)]
         for segment in self.segments:
-            if self._has_gradient[segment.first]:
-                adamw.update(segment.values, self._slice(grad_N, segment))
+            if segment.first in self._gradients:
+                adamw.update(segment.values, self._part(grad_N, segment), segment.half)
 
     @paddle.no_grad()
     def round(self) -> None:
@@ -168,13 +182,14 @@ class FlatBucket:
 
     def _divided(self, segment: Segment) -> Iterator[Segment]:
         """The segment, in parts whose tensors all have a gradient or all have none."""
-        has, first = self._has_gradient, segment.first
-        for number in range(segment.first + 1, segment.last + 1):
-            if number == segment.last or has[number] != has[first]:
-                whole = first == segment.first and number == segment.last
-                powers = {name: segment.values.states[name].clone() for name in POWERS}
-                yield segment if whole else self._segment(first, number, powers)
-                first = number
+        has, first, last = self._gradients, segment.first, segment.last
+        begins = [n for n in range(first, last) if n == first or (n in has) != (n - 1 in has)]
+        if len(begins) == 1:
+            yield segment
+            return
+        for begin, end in itertools.pairwise([*begins, last]):
+            powers = {name: segment.values.states[name].clone() for name in POWERS}
+            yield self._segment(begin, end, powers)
 
     def _segment(self, first: int, last: int, powers: dict[str, Tensor]) -> Segment:
         begin, end = self.begins[first], self.begins[last]
@@ -185,9 +200,19 @@ class FlatBucket:
         values.states = powers | {
             name: flat._slice(begin, end) for name, flat in self._moments.items()
         }
-        return Segment(first, last, values)
+        half = None if self.half is None else self.half._slice(begin, end)
+        return Segment(first, last, values, half)
 
-    def _slice(self, flat_N: Tensor, segment: Segment) -> Tensor:
+    def _gradient(self, number: int) -> Tensor:
+        """A tensor's part of the flat gradient, of zeros at first."""
+        if self.values.main_grad is None:
+            self.values.main_grad = paddle.zeros_like(self.values)
+        if number not in self._gradients:
+            self._gradients[number] = self._view(self.values.main_grad, number)
+        self._leaves[number].main_grad = self._gradients[number]
+        return self._gradients[number]
+
+    def _part(self, flat_N: Tensor, segment: Segment) -> Tensor:
         return flat_N._slice(self.begins[segment.first], self.begins[segment.last])
 
     def _view(self, flat_N: Tensor, number: int) -> Tensor:
@@ -205,18 +230,16 @@ class FlatBucket:
             part._share_buffer_to(tensor)
         return flat_N
 
-    def _joined(self, grads: Sequence[Tensor | None]) -> Tensor:
-        dtype = next(grad.dtype for grad in grads if grad is not None)
-        gap = self._gap.setdefault(str(dtype), paddle.zeros([ALIGNMENT], dtype=dtype))
-        pieces = []
-        for grad, size in zip(grads, self.sizes, strict=True):
-            pieces.append(paddle.zeros([size], dtype) if grad is None else grad.reshape([-1]))
-            if missing := _padded(size) - size:
-                pieces.append(gap._slice(0, missing))
-        return pieces[0] if len(pieces) == 1 else paddle.concat(pieces)
 
-    def _powers(self, values: dict[str, float]) -> dict[str, Tensor]:
-        return {name: paddle.full([1], values[name]) for name in POWERS}
+def _take_in(bucket: "weakref.ref[FlatBucket]", number: int) -> None:
+    """Hook of a tensor that has got its gradient."""
+    if (own := bucket()) is not None:
+        own.take(number)
+
+
+def _powers(values: dict[str, float]) -> dict[str, Tensor]:
+    """In host memory, where Paddle's kernels read and write them without a launch."""
+    return {name: paddle.full([1], values[name], device="cpu") for name in POWERS}
 
 
 def _padded(size: int) -> int:
@@ -232,14 +255,13 @@ def grouped(entries: Iterable[tuple[Tensor, Key]]) -> Iterator[tuple[Key, list[i
     Args:
         entries: a tensor, and what all tensors of its bucket have in common.
     """
-    open_ones: dict[Key, tuple[list[int], int, int]] = {}
+    open_ones: dict[Key, tuple[list[int], int]] = {}
     for number, (tensor, key) in enumerate(entries):
         size = _padded(tensor.size)
-        pieces = 1 + (size > tensor.size)
-        taken, filled, num_pieces = open_ones.get(key, ([], 0, 0))
-        if taken and (filled + size > BUCKET_ELEMENTS or num_pieces + pieces > MAX_PIECES):
+        taken, filled = open_ones.get(key, ([], 0))
+        if taken and filled + size > BUCKET_ELEMENTS:
             yield key, taken
-            taken, filled, num_pieces = [], 0, 0
-        open_ones[key] = [*taken, number], filled + size, num_pieces + pieces
-    for key, (taken, _, _) in open_ones.items():
+            taken, filled = [], 0
+        open_ones[key] = [*taken, number], filled + size
+    for key, (taken, _) in open_ones.items():
         yield key, taken

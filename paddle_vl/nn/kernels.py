@@ -41,7 +41,10 @@ TABLE: dict[Operation, list[Kernel]] = {
         Kernel("cpu", "oneDNN", blocks.masked_attention),
         Kernel("gpu", "Paddle", flash.masked_attention, flash.fits_flash),
     ],
-    attention.cached_attention: [Kernel("cpu", "Paddle", cpu.cached_attention, cpu.is_one_query)],
+    attention.cached_attention: [
+        Kernel("cpu", "Paddle", cpu.cached_attention, cpu.is_one_query),
+        Kernel("gpu", "Paddle", flash.cached_attention, flash.fits_cached),
+    ],
     attention.apply_rotary: [
         Kernel("cpu", "C", c.apply_rotary, c.fits_rotary),
         Kernel("cpu", "Paddle", cpu.apply_rotary),

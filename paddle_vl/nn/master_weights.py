@@ -152,7 +152,7 @@ class MasterWeights:
     def end_micro_batch(self) -> None:
         """Accumulate half-precision gradients."""
         for bucket in self._buckets:
-            bucket.take(bucket.halves)
+            bucket.take_all()
         if not self._buckets:
             self._gradients.take()
 

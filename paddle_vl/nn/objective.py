@@ -19,7 +19,7 @@ from paddle import Tensor
 from paddle.autograd import PyLayer
 
 from paddle_vl.batch.schema import Batch
-from paddle_vl.nn.operations import slice_axis
+from paddle_vl.nn.operations import device_tensor, slice_axis
 
 IGNORE_INDEX = -100
 BatchT = TypeVar("BatchT", bound=Batch)
@@ -155,9 +155,7 @@ class BatchAdapter(ABC, Generic[BatchT]):
     def to_device(self, batch: BatchT) -> BatchT:
         """The batch with tensors in place of the arrays that the model computes with."""
         moved = {
-            name: paddle.to_tensor(value)
-            if isinstance(value, np.ndarray) and self.is_for_device(name)
-            else value
+            name: device_tensor(value) if self.is_for_device(name) else value
             for name, value in batch.items()
         }
         return cast(BatchT, moved)

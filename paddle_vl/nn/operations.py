@@ -87,7 +87,7 @@ class Operation(Generic[P, R]):
         """The implementation for these arguments, of which the first is a tensor."""
         if callable(_forced):
             return _forced(self)
-        device = _forced or ("plain" if _chosen == "plain" else _device_of(args[0]))
+        device = "plain" if _chosen == "plain" and not _forced else device_of(args[0])
         for kernel in self.kernels_on(device):
             if kernel.fits is None or kernel.fits(*args, **kwargs):
                 return kernel.run
@@ -164,7 +164,10 @@ def watched(watch: Callable[[Any, tuple[Any, ...], Any], None]) -> Iterator[None
         _watch = before
 
 
-def _device_of(x: Any) -> str | None:
+def device_of(x: Any) -> str | None:
+    """The device whose kernels take a tensor: where it lies, if `use_kernels` does not say."""
+    if _forced is not None and not callable(_forced):
+        return _forced
     place = x.place
     if place.is_cpu_place():
         return "cpu"
@@ -197,7 +200,7 @@ class HostTable:
         kept = self._tensors.get(key) if HostTable.is_kept else None
         if kept is not None:
             return kept
-        table = paddle.to_tensor(self.make(*args))
+        table = device_tensor(self.make(*args))
         if HostTable.is_kept and isinstance(table, Tensor):
             while len(self._tensors) >= self._MOST:
                 self._tensors.pop(next(iter(self._tensors)))
@@ -468,9 +471,38 @@ class RowDropout(nn.Layer):
             return dropout(x_TD, self.p)
 
 
+class PinnedCopies:
+    """Copies arrays to a GPU through pinned memory, on the compute stream: the host does not wait.
+    The pinned memory is kept until its copy is over."""
+
+    def __init__(self):
+        self._in_flight: list[tuple[Any, Tensor]] = []
+
+    def __call__(self, array: np.ndarray) -> Tensor:
+        self._in_flight = [entry for entry in self._in_flight if not entry[0].query()]
+        dtype: Any = str(array.dtype)
+        tensor: Any = paddle.empty(array.shape, dtype)
+        if not array.size:
+            return tensor
+        # Without a dtype: with one, Paddle 3.3 ignores the place.
+        pinned = paddle.to_tensor(array, place=paddle.CUDAPinnedPlace())
+        tensor.copy_(pinned, False)
+        self._in_flight.append((paddle.device.current_stream().record_event(), pinned))
+        return tensor
+
+
+_pinned_copy = PinnedCopies()
+
+
 def device_tensor(array: Any) -> Any:
     """An array as a tensor on the device; tensors and None are returned unchanged."""
-    return paddle.to_tensor(array) if isinstance(array, np.ndarray) else array
+    if not isinstance(array, np.ndarray):
+        return array
+    return _pinned_copy(array) if _copies_to_gpu() else paddle.to_tensor(array)
+
+
+def _copies_to_gpu() -> bool:
+    return paddle.get_device().startswith("gpu")
 
 
 def host_array(array: Any) -> Any:

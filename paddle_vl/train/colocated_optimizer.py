@@ -37,15 +37,6 @@ class ColocatedOptimizer:
     def tensors(self) -> list[Tensor]:
         return [tensor for each in self.optimizers for tensor in each.tensors]
 
-    @property
-    def masks_updates(self) -> bool:
-        return self.optimizers[0].masks_updates
-
-    @masks_updates.setter
-    def masks_updates(self, masks: bool) -> None:
-        for each in self.optimizers:
-            each.masks_updates = masks
-
     def use_buckets(self) -> None:
         for each in self.optimizers:
             each.use_buckets()
@@ -75,9 +66,9 @@ class ColocatedOptimizer:
             (each.squared_norm(ranks) for each in present or self.optimizers), paddle.zeros([])
         )
 
-    def update(self, learning_rate: float, norm: Tensor, is_good: Tensor) -> None:
+    def update(self, learning_rate: float, norm: float) -> None:
         for each in self.optimizers:
-            each.update(learning_rate, norm, is_good)
+            each.update(learning_rate, norm)
 
     def update_average(self, decay: float, is_good: Tensor) -> None:
         for each in self.optimizers:

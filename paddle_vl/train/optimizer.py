@@ -1,5 +1,4 @@
-"""AdamW over named parameters: gradient norm, clipping, and updates that can be skipped on the
-device.
+"""AdamW over named parameters: gradient norm, clipping and update.
 
 On a GPU the updated tensors are parts of flat buckets, so that a step launches few kernels; on a
 CPU, where launches cost little and the gradients' copies into buckets cost something, they are not.
@@ -12,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import paddle
-from paddle import Tensor
+from paddle import Tensor, _C_ops
 from paddle.base.framework import default_main_program
 
 from paddle_vl.config.schema import TrainConfig
@@ -38,40 +37,47 @@ class AdamW(paddle.optimizer.AdamW):
     Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
     """
 
-    def __init__(self, **settings):
-        super().__init__(**settings)
-        self._masks = False
-        self._is_good, self._factor = paddle.ones([1], dtype="bool"), paddle.ones([])
-
     def use_masters(self, masters: Mapping[str, Tensor]) -> None:
         """Update these float32 copies (by parameter name) and round them into the parameters."""
         self._master_weights.update(masters)
 
-    def mask(self, learning_rate: float, factor: Tensor, is_good: Tensor) -> None:
-        """Make the next step scale gradients by `factor`, or change nothing, bit for bit.
-
-        The host does not read the flag.
-
-        Args:
-            factor: float32 scalar, on the device.
-            is_good: bool scalar, on the device; False leaves weights and state unchanged.
-        """
-        self._masks, self._is_good, self._factor = True, is_good.reshape([1]), factor
-        self.set_lr(learning_rate)
-        self._create_global_learning_rate()
-        rate: Any = self._global_learning_rate()
-        paddle.assign(rate * self._is_good.astype(rate.dtype).reshape(rate.shape), rate)
-
-    def unmask(self, learning_rate: float) -> None:
-        """Make the next step update unconditionally, with unscaled gradients."""
-        self._masks = False
-        self.set_lr(learning_rate)
-
     @paddle.no_grad()
-    def update(self, values: Tensor, grad: Tensor) -> None:
-        """See `paddle_vl.nn.flat_buckets.Updates`."""
+    def update(self, values: Tensor, grad: Tensor, half: Tensor | None = None) -> None:
+        """See `paddle_vl.nn.flat_buckets.Updates`. On a GPU it is one kernel, which moves 28 bytes
+        for each value, and 2 more with `half`."""
         self._create_global_learning_rate()
-        self._append_optimize_op(default_main_program().global_block(), (values, grad))
+        moment1, moment2, power1, power2 = (
+            self._get_accumulator_master(name, values) for name in STATES
+        )
+        in_one = half is not None and _updates_and_rounds(half)
+        decays: Any = self._apply_decay_param_fun
+        # Any: Paddle types what may be None as tensors.
+        kernel: Any = _C_ops.adamw_
+        kernel(
+            half if in_one else values,
+            grad,
+            self._create_param_lr((values, grad)),
+            moment1,
+            moment2,
+            None,
+            power1,
+            power2,
+            values if in_one else None,
+            None,
+            self._beta1,
+            self._beta2,
+            self._epsilon,
+            1.0,
+            self._weight_decay,
+            decays(values.name),
+            False,
+            1000,
+            in_one,
+            False,
+            False,
+        )
+        if half is not None and not in_one:
+            paddle.assign(values.astype(half.dtype), half)
 
     def _get_accumulator_master(self, name, param):
         states = getattr(param, "states", None)
@@ -83,31 +89,16 @@ class AdamW(paddle.optimizer.AdamW):
 
     def _append_optimize_op(self, block, param_and_grad):
         parameter, grad = param_and_grad
-        updated = self._master_weights.get(parameter.name, parameter)
-        if self._masks:
-            self._update_masked(block, updated, grad)
+        master = self._master_weights.get(parameter.name)
+        if master is None:
+            self.update(parameter, grad)
         else:
-            super()._append_optimize_op(block, (updated, grad))
-        if updated is not parameter:
-            paddle.assign(updated.astype(parameter.dtype), parameter)
+            self.update(master, grad, parameter)
 
-    def _update_masked(self, block, updated: Tensor, grad: Tensor) -> None:
-        """Update, then undo the update where `is_good` is False.
 
-        Paddle's AdamW kernel takes no flag on the device. A learning rate of zero leaves the
-        parameter unchanged if the gradient is finite; moments and powers of beta are restored from
-        copies, which exist for one tensor at a time. The gradient is overwritten.
-        """
-        states = [self._get_accumulator_master(state, updated) for state in STATES]
-        before = [state.clone() for state in states]
-        is_good = self._is_good.expand(grad.shape)
-        grad = grad.multiply_(self._factor)
-        # Some finite values, as any will do.
-        paddle.where_(is_good, grad, before[0].reshape(grad.shape))
-        super()._append_optimize_op(block, (updated, grad))
-        for state, old in zip(states, before, strict=True):
-            flag = is_good if state.shape == grad.shape else self._is_good
-            paddle.where_(flag, state, old)
+def _updates_and_rounds(half: Tensor) -> bool:
+    """Whether Paddle has AdamW with master weights for this tensor: on GPUs only."""
+    return half.place.is_gpu_place()
 
 
 class Optimizer(OptimizerState):
@@ -117,8 +108,6 @@ class Optimizer(OptimizerState):
         store: has the tensors that are updated in place of the parameters.
         tensors_with_specs: the updated tensors of this rank, or the buckets that these are in, with
             the specs of the parameters.
-        masks_updates: whether a skipped update is masked on the device without a host read; False
-            on a CPU.
 
     Args:
         parameters: HF names and parameters to train, a fused one once for each of its linears.
@@ -158,7 +147,9 @@ class Optimizer(OptimizerState):
         self.max_grad_norm = train.max_grad_norm
         # Each parameter once, and its HF names.
         self._named = names_by_parameter(parameters)
-        factors, updated = rate_factors or {}, [self.store.shard_of(p) for p, _ in self._named]
+        factors = rate_factors or {}
+        # Any: only fleet's distribute leaves a rank without a share.
+        updated: list[Any] = [self.store.shard_of(p) for p, _ in self._named]
         # Parameters that are frozen at first, with the number of steps.
         self._late: list[tuple[Tensor, int]] = []
         of_names = frozen_steps or {}
@@ -169,7 +160,6 @@ class Optimizer(OptimizerState):
         for (_, names), tensor in zip(self._named, updated, strict=True):
             # Set on the parameter: AdamW's lr_ratio works on GPUs only.
             factor = _of_all(names, lambda name: factors.get(name, 1.0), "learning rate")
-            assert tensor is not None, "only fleet's distribute leaves a rank without a share"
             tensor.optimize_attr = {"learning_rate": factor}
         with_decay: set[str] = set()
         self._adamw = AdamW(
@@ -198,19 +188,15 @@ class Optimizer(OptimizerState):
         self._with_decay, self._buckets = with_decay, list[FlatBucket]()
         # Bucket of an updated tensor and number in it, by identity.
         self._place: dict[int, tuple[FlatBucket, int]] = {}
-        # On a CPU, reading a flag costs nothing.
-        self.masks_updates = not paddle.get_device().startswith("cpu")
         self._averages = {} if updates and train.ema is not None else None
         if not updates:
             return
-        if self.masks_updates and self._fleet is None:
+        if self._fleet is None and not paddle.get_device().startswith("cpu"):
             self.use_buckets()
             return
         # Paddle makes state at the first step; a checkpoint is loaded before that.
         block = default_main_program().global_block()
         self._adamw._create_accumulators(block, self.tensors)
-        if self.masks_updates:
-            self._keep_powers_on_device()
         if self._averages is not None:
             self._averages |= {id(tensor): tensor.detach().clone() for tensor in self.tensors}
 
@@ -278,7 +264,7 @@ class Optimizer(OptimizerState):
     def collect_gradients(self) -> None:
         """Move gradients into the buckets, after the last backward pass of a step."""
         for bucket in self._buckets:
-            bucket.take(bucket.tensors)
+            bucket.take_all()
 
     @paddle.no_grad()
     def squared_norm(self, ranks: SingleRank = ONE_RANK) -> Tensor:
@@ -296,31 +282,17 @@ class Optimizer(OptimizerState):
         for tensor, spec in self.tensors_with_specs if self._updates else ():
             grad = gradient_of(tensor)
             if grad is not None and ranks.counts_here(spec):
-                total = total + grad.astype("float32").square().sum()
+                total = total + _C_ops.squared_l2_norm(grad.astype("float32")).reshape([])
         return total
 
-    @paddle.no_grad()
-    def update(self, learning_rate: float, norm: Tensor, is_good: Tensor) -> None:
-        """Clip to max_grad_norm and update every parameter with a gradient, or change nothing.
+    def update(self, learning_rate: float, norm: float) -> None:
+        """Clip gradients of a global `norm` to max_grad_norm, and update.
 
         Args:
             learning_rate: multiplied by a parameter's own factor.
-            norm: global gradient norm, on the device.
-            is_good: bool, on the device; False changes nothing, bit for bit.
         """
-        # Paddle's optimizer fails without parameters, as on a pipeline stage with nothing to train.
-        if not (self.tensors and self._updates):
-            return
-        if self.masks_updates:
-            factor = paddle.ones([])
-            if self.max_grad_norm:
-                # In float64, as `clip_gradients` on the host.
-                factor = self.max_grad_norm / (norm.astype("float64") + 1e-6)
-                factor = factor.clip(max=1.0).astype("float32")
-            self._adamw.mask(learning_rate, factor, is_good)
-            self._step()
-        elif bool(is_good):
-            self.clip_gradients(float(norm))
+        if self._updates:
+            self.clip_gradients(norm)
             self.step(learning_rate)
 
     @paddle.no_grad()
@@ -337,10 +309,10 @@ class Optimizer(OptimizerState):
 
     def step(self, learning_rate: float) -> None:
         """Update every parameter with a gradient, at the rate times the parameter's factor."""
-        self._adamw.unmask(learning_rate)
-        self._step()
-
-    def _step(self) -> None:
+        # Paddle's optimizer fails without parameters, as on a pipeline stage with nothing to train.
+        if not self.tensors:
+            return
+        self._adamw.set_lr(learning_rate)
         if self._fleet is not None:
             self._fleet.step()
             return
@@ -351,7 +323,9 @@ class Optimizer(OptimizerState):
                     bucket.update(self._adamw)
         else:
             self._adamw.step()
-        self.store.all_gather_parameters()
+        # Buckets of master weights have rounded theirs.
+        if self.store.stage or not self._buckets:
+            self.store.all_gather_parameters()
 
     @paddle.no_grad()
     def update_average(self, decay: float, is_good: Tensor) -> None:
@@ -388,13 +362,6 @@ class Optimizer(OptimizerState):
             self._adamw.clear_grad(set_to_zero=False)
         for bucket in self._buckets:
             bucket.clear()
-
-    def _keep_powers_on_device(self) -> None:
-        """Move the powers of beta from the host to the device, where updates are masked."""
-        for state in ("beta1_pow_acc", "beta2_pow_acc"):
-            powers = self._adamw._accumulators[state]
-            for name, value in powers.items():
-                powers[name] = value.to(paddle.get_device())
 
     def _gradients(self) -> list[Tensor]:
         grads = map(gradient_of, self.tensors)

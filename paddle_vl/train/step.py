@@ -1,12 +1,14 @@
 """One training step: gradients over the micro-batches, then one optimizer update or none.
 
-The micro-batches of all ranks count as one batch. The host reads nothing back: losses, gradient
-norm and the flag of a skipped update stay on the device until a report reads them.
+The micro-batches of all ranks count as one batch. Before the update the host reads one number, the
+gradient norm or that the step is bad: to mask the update on the device would cost more. Losses stay
+on the device until a report reads them.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from math import isnan
 from typing import Any, Protocol
 
 import paddle
@@ -286,6 +288,7 @@ def train_step(
     learning_rate: float,
     ranks: SingleRank = ONE_RANK,
     totals: StepTotals | None = None,
+    before_wait: Callable[[], object] = lambda: None,
 ) -> StepOutcome:
     """Train on the micro-batches of all ranks as one batch. All ranks call it together.
 
@@ -295,6 +298,7 @@ def train_step(
         micro_batches: this rank's.
         learning_rate: of this update.
         totals: from `agree_on_step`; None to call it here.
+        before_wait: called when forward and backward passes are launched, and the host would wait.
 
     Raises:
         ValueError: the step has nothing to learn from.
@@ -316,8 +320,12 @@ def train_step(
     with phase(Phase.CLIP):
         terms, norm, source_sums = _summed(terms, optimizer, ranks, len(totals.counts))
         is_good = paddle.isfinite(terms).all() & paddle.isfinite(norm)
+    before_wait()
     with phase(Phase.OPTIMIZER):
-        optimizer.update(learning_rate, norm, is_good)
+        # NaN is the flag of a bad step, alike on all ranks.
+        read_norm = float(paddle.where(is_good, norm, paddle.full_like(norm, float("nan"))))
+        if not isnan(read_norm):
+            optimizer.update(learning_rate, read_norm)
     with phase(Phase.CLEARING):
         optimizer.clear_gradients()
     return StepOutcome(terms, norm, is_good, totals, source_sums)

@@ -285,13 +285,13 @@ class Trainer:
         seed_step(self.config.train.seed, self.step, self.ranks)
         self.optimizer.begin_step(self.step)
         outcome = train_step(
-            self.runner, self.optimizer, micro_batches, self._rate, self.ranks, totals
-        )
+            self.runner, self.optimizer, micro_batches, self._rate, self.ranks, totals,
+            self.feed.prepare_next,
+        )  # fmt: skip
         if self.config.train.ema is not None:
             decay = average_decay(self.config.train.ema, self.step + 1)
             with phase(Phase.OPTIMIZER):
                 self.optimizer.update_average(decay, outcome.is_good)
-        self.feed.prepare_next()
         with phase(Phase.METRICS):
             self.step += 1
             self.tokens += totals.num_tokens

@@ -40,7 +40,6 @@ def states(run_file: str, folder: Path, overrides: list[str]) -> list[dict[str, 
         )  # fmt: skip
         optimizer = trainer.optimizer
         if flat:
-            optimizer.masks_updates = True
             num_tensors = len(optimizer.tensors)
             optimizer.use_buckets()
             assert len(optimizer.tensors) < num_tensors

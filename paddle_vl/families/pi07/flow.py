@@ -50,7 +50,7 @@ from paddle_vl.families.pi07.prefix import (
 )
 from paddle_vl.nn.attention_masks import BlockMask, KeyMask
 from paddle_vl.nn.linear import Linear, separate
-from paddle_vl.nn.operations import host_table
+from paddle_vl.nn.operations import device_tensor, host_table
 from paddle_vl.nn.placement import Placement, SingleDevicePlacement
 
 if TYPE_CHECKING:
@@ -243,10 +243,7 @@ def as_tensors(values: Any) -> Any:
         return {name: as_tensors(value) for name, value in values.items()}
     if isinstance(values, (list, tuple)):
         return [as_tensors(value) for value in values]
-    if isinstance(values, (np.ndarray, np.generic)):
-        # Paddle's stub knows no NumPy scalars.
-        return paddle.to_tensor(values)  # pyright: ignore[reportArgumentType]
-    return values
+    return device_tensor(np.asarray(values) if isinstance(values, np.generic) else values)
 
 
 class NoisyActions(NamedTuple):

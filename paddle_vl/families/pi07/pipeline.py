@@ -32,6 +32,7 @@ from paddle_vl.families.pi07.decoder import SharedConditions, Streams
 from paddle_vl.families.pi07.flow import PolicyModel, as_tensors
 from paddle_vl.families.pi07.objective import PolicyBatchAdapter
 from paddle_vl.families.pi07.prefix import CAMERA_MASKS, IMAGES, Presence, presence_of
+from paddle_vl.nn.operations import device_tensor
 
 # Entry of a batch whose images the tower has read already: its `ImageRows`.
 IMAGE_ROWS = "image_rows"
@@ -211,7 +212,7 @@ class PI07Encoder:
         if (order == np.arange(number)).all():
             return rows_MU
         rows_IMU = rows_MU.reshape([number, -1, rows_MU.shape[-1]])
-        ordered = paddle.index_select(rows_IMU, paddle.to_tensor(order))
+        ordered = paddle.index_select(rows_IMU, device_tensor(order))
         return ordered.reshape([-1, rows_MU.shape[-1]])
 
     def sections_of(self, chunk: Any) -> set[int]:
@@ -233,7 +234,7 @@ class PI07Encoder:
         def rows_of(sources: Sequence[str]) -> Tensor:
             items_Z = np.concatenate([items.item_of[source] for source in sources])
             numbers_Z = np.where(items_Z < 0, len(items.places), items_Z)
-            rows_ZMU = paddle.index_select(rows_IMU, paddle.to_tensor(numbers_Z))
+            rows_ZMU = paddle.index_select(rows_IMU, device_tensor(numbers_Z))
             return rows_ZMU.reshape([-1, rows_ZMU.shape[-1]])
 
         return {**rest, IMAGE_ROWS: rows_of}
@@ -245,7 +246,7 @@ def _items(batch: Mapping[str, Any]) -> ImageItems:
 
 
 def _stacked(arrays: Sequence[np.ndarray]) -> Tensor | None:
-    return paddle.to_tensor(np.stack(arrays)) if arrays else None
+    return device_tensor(np.stack(arrays)) if arrays else None
 
 
 class ColocatedBatchAdapter(PolicyBatchAdapter):

@@ -463,7 +463,7 @@ class VLForConditionalGeneration(PretrainedVLModel):
         if not places:
             side, merge = vision.table_side, vision.spatial_merge_size
             layout = vision_layout(grid_thw, table_side=side, merge=merge)
-            places = [paddle.to_tensor(each) for each in layout]
+            places = [device_tensor(each) for each in layout]
         return self.visual(pixels, PatchRows(*places), Segments(frame_runs(grid_thw)))
 
     def position_ids(

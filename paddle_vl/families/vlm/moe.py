@@ -20,7 +20,7 @@ from paddle import Tensor, nn
 
 from paddle_vl.batch.visual_index import WHOLE_BATCH, RowPart
 from paddle_vl.nn.experts import RoutedRows
-from paddle_vl.nn.operations import column_sum, host_array
+from paddle_vl.nn.operations import column_sum, device_tensor, host_array
 from paddle_vl.nn.placement import Placement
 
 
@@ -128,12 +128,10 @@ def routed_rows(
     if real_row_indices is None and isinstance(attention_mask, np.ndarray | Tensor):
         every = np.flatnonzero(host_array(attention_mask)[:, -length:])
         num_real_rows, real_row_indices = len(every), part.of_numbers(every, batch * length)
-    if isinstance(real_row_indices, np.ndarray):
-        real_row_indices = paddle.to_tensor(real_row_indices)
     start, stop = part.bounds(batch * length)
     if real_row_indices is None:
         num_real_rows = batch * length
-    return RoutedRows(stop - start, real_row_indices, num_real_rows)
+    return RoutedRows(stop - start, device_tensor(real_row_indices), num_real_rows)
 
 
 def routing_sums(probabilities_RE: Tensor, indices_RK: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 | attention | call |
 | --- | --- |
 | causal | flash attention |
+| a single query on cached keys | flash attention, all prompts in one batch entry |
 | causal, packed samples or masked keys | FlashMask: for each key, where it ends |
 | segments of any lengths (images) | one call for variable lengths |
 | blocks of a prefix | FlashMask: for each key, the rows that see it |
@@ -20,7 +21,8 @@ Limits of the kernels: bfloat16 or float16, head widths up to 256 in multiples o
 batch entries, which lie along a grid's y dimension. Source: Paddle 3.3.1's
 `nn/functional/flash_attention.py` and `sdpa.py`; flash-attention's `flash_attn.cu`.
 
-Shapes: B batch, L queries, S keys, N query heads, K key heads, H head width, P packed rows.
+Shapes: B batch, L queries, S keys, C capacity of a cache, N query heads, K key heads, Y and X those
+of all prompts together, H head width, P packed rows.
 """
 
 from typing import Any
@@ -35,7 +37,7 @@ from paddle.nn.functional.flash_attention import (
     flash_attn_varlen_func,
 )
 
-from paddle_vl.nn.attention import PackedSamples, Segments, with_averages
+from paddle_vl.nn.attention import CachedKeys, PackedSamples, Segments, with_averages
 from paddle_vl.nn.attention_masks import AttentionMask, HistoryMask
 
 _VERSION, _DETERMINISTIC = "FLAGS_flash_attn_version", "FLAGS_cudnn_deterministic"
@@ -125,6 +127,29 @@ def _ends_of_keys(key_bias_BS: Tensor) -> Tensor:
     masked = (key_bias_BS < 0).astype("int32")
     place_S = paddle.arange(keys, dtype="int32")
     return (keys - masked * (keys - place_S)).unsqueeze([1, 3])
+
+
+def fits_cached(q_BLNH: Tensor, *others: Any) -> bool:
+    """Whether `cached_attention` takes these."""
+    return q_BLNH.shape[1] == 1 and fits_flash(q_BLNH)
+
+
+def cached_attention(
+    q_B1NH: Tensor, key_BKCH: Tensor, value_BKCH: Tensor, cached: CachedKeys
+) -> Tensor:
+    """`nn.attention.cached_attention` of a single query. The heads of all prompts are those of one
+    batch entry, so that the keys of all positions so far are contiguous: nothing is copied."""
+    heads, width = q_B1NH.shape[2:]
+    key_1SXH, value_1SXH = (
+        buffer.transpose([2, 0, 1, 3])[: cached.length].reshape([1, cached.length, -1, width])
+        for buffer in (key_BKCH, value_BKCH)
+    )
+    q_11YH = q_B1NH.reshape([1, 1, -1, width])
+    mask = cached.mask_of_heads(heads, q_B1NH.dtype)
+    if mask is None:
+        return flash(q_11YH, key_1SXH, value_1SXH).reshape(q_B1NH.shape)
+    out_11YH = F.scaled_dot_product_attention(q_11YH, key_1SXH, value_1SXH, mask)
+    return out_11YH.reshape(q_B1NH.shape)
 
 
 def equal_segments_attention(

@@ -11,7 +11,7 @@ over theirs; both are sums of losses that are divided by the counts of the full 
 encoder has no phase 3, and encodes the items of the next step there.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,11 +53,12 @@ class ColocatedRunner(PipelineRunner):
         super().__init__(*args, **settings)
         groups = topology.encoder
         assert groups is not None, "the colocated schedule needs the encoder's groups"
-        self.encoder, self.groups, self.offloads_rows = encoder, groups, offloads_rows
+        self.encoder, self.groups = encoder, groups
         gradient_group = groups.lane_group if ranks_use_other_rows else topology.pp_group
         self.bridge = Bridge(encoder, groups, gradient_group)
         self._sections = [frozenset(encoder.sections_of(chunk)) for chunk in self.chunks]
         self._leaves: Leaves | None = None
+        self._host_rows = HostRows() if offloads_rows else None
         # The next step's batches, for a frozen encoder; set by the trainer.
         self.upcoming: Callable[[], Sequence[Batch]] | None = None
         self._ahead: tuple[Sequence[Batch], Encoded] | None = None
@@ -102,7 +103,7 @@ class ColocatedRunner(PipelineRunner):
             self.encoder.section_widths,
             used,
             trains,
-            self.offloads_rows,
+            self._host_rows,
         )
         if not trains:
             # The leaves are copies.
@@ -142,7 +143,7 @@ class ColocatedRunner(PipelineRunner):
             return
         # Ranks without items take part in the sums.
         for parameter in trained:
-            if parameter.grad is None:
+            if gradient_of(parameter) is None:
                 parameter.grad = paddle.zeros_like(parameter)
 
     def _lanes(self, batches: Sequence[Batch]) -> list[list[Any]]:
@@ -171,6 +172,36 @@ class ColocatedRunner(PipelineRunner):
             self._leaves.collect()
 
 
+class HostRows:
+    """Host memory for rows that leave the device, kept from step to step. That of a GPU is pinned:
+    the host waits for no copy, and copies follow each other on the compute stream."""
+
+    def __init__(self):
+        self._buffers: dict[Hashable, Tensor] = {}
+
+    @paddle.no_grad()
+    def put(self, key: Hashable, rows: Tensor) -> Callable[[], Tensor]:
+        """Copy rows into the memory of this key; returns what brings them back."""
+        is_on_gpu, buffer = rows.place.is_gpu_place(), self._buffers.get(key)
+        if buffer is None or buffer.size < rows.size:
+            if is_on_gpu and buffer is not None:
+                # A copy may still use the smaller one.
+                paddle.device.synchronize()
+            buffer = paddle.empty([rows.size], rows.dtype, pin_memory=is_on_gpu)
+            self._buffers[key] = buffer
+        # Any: Paddle's stub gives `copy_` no arguments.
+        own: Any = buffer._slice(0, rows.size)
+        own.copy_(rows.reshape([-1]), False)
+        shape, dtype = rows.shape, rows.dtype
+
+        def back() -> Tensor:
+            found: Any = paddle.empty([own.size], dtype)
+            found.copy_(own, False)
+            return found.reshape(shape)
+
+        return back
+
+
 class Leaves:
     """Rows of a step on this rank, detached from the encoder, and the gradients that the language
     model leaves on them.
@@ -185,7 +216,8 @@ class Leaves:
         widths: of the sections.
         used: sections that this stage uses.
         needs_gradient: whether the encoder is trained.
-        offloads: keep rows in host memory until a micro-batch begins, and gradients once it ends.
+        host_rows: where to keep rows until a micro-batch begins, and gradients once it ends; None
+            for the device.
     """
 
     @paddle.no_grad()
@@ -196,20 +228,21 @@ class Leaves:
         widths: Sequence[int],
         used: Collection[int],
         needs_gradient: bool,
-        offloads: bool = False,
+        host_rows: HostRows | None = None,
     ):
         self.rows_of_batch, self.widths = list(rows_of_batch), list(widths)
-        self._dtype, self._needs_gradient, self._offloads = full_RC.dtype, needs_gradient, offloads
-        # Rows and gradients by micro-batch and section; with offloading on the host.
-        self._rows: dict[tuple[int, int], Tensor] = {}
-        self._gradients: dict[tuple[int, int], Tensor] = {}
+        self._dtype, self._needs_gradient, self._host = full_RC.dtype, needs_gradient, host_rows
+        # Rows by micro-batch and section, and gradients that are on the host.
+        self._rows: dict[tuple[int, int], Callable[[], Tensor]] = {}
+        self._gradients: dict[tuple[int, int], Callable[[], Tensor]] = {}
         self._leaves: dict[tuple[int, int], Tensor] = {}
         ends, start = [sum(widths[: i + 1]) for i in range(len(widths))], 0
         for number, count in enumerate(rows_of_batch):
             for section in sorted(used) if count else ():
                 end = ends[section]
                 rows = full_RC[start : start + count, end - widths[section] : end].clone()
-                self._rows[number, section] = rows.cpu() if offloads else rows
+                key = (number, section)
+                self._rows[key] = rows.detach if host_rows is None else host_rows.put(key, rows)
             start += count
 
     def sections(self, number: int, wanted: Collection[int]) -> dict[int, Tensor]:
@@ -220,11 +253,11 @@ class Leaves:
 
     def collect(self) -> None:
         """After a backward pass: with offloading, move finished gradients to the host."""
-        if not self._offloads:
+        if self._host is None:
             return
         for key, leaf in list(self._leaves.items()):
             if leaf.grad is not None:
-                self._gradients[key] = leaf.grad.cpu()
+                self._gradients[key] = self._host.put((*key, "gradient"), leaf.grad)
                 del self._leaves[key]
 
     @paddle.no_grad()
@@ -246,8 +279,7 @@ class Leaves:
         key = number, section
         leaf = self._leaves.get(key)
         if leaf is None:
-            rows = self._rows[key]
-            leaf = rows.to(paddle.get_device()).detach() if self._offloads else rows
+            leaf = self._rows[key]()
             if self._needs_gradient:
                 leaf.stop_gradient = False
                 self._leaves[key] = leaf
@@ -256,7 +288,7 @@ class Leaves:
     def _gradient(self, number: int, section: int, count: int) -> Tensor:
         key = number, section
         if key in self._gradients:
-            return self._gradients[key].to(paddle.get_device())
+            return self._gradients[key]()
         leaf = self._leaves.get(key)
         if leaf is None or leaf.grad is None:
             return paddle.zeros([count, self.widths[section]], dtype=self._dtype)

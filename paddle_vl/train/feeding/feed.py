@@ -62,7 +62,7 @@ class FedStep(NamedTuple):
 class BatchFeed:
     """Fetches the micro-batches of each step; on a GPU one step ahead of the running one.
 
-    Call `next_step`, launch the step, call `prepare_next`; all from one thread.
+    Call `next_step`, launch forward and backward passes, call `prepare_next`; all from one thread.
 
     Args:
         num_micro_batches: per step.

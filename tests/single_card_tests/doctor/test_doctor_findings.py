@@ -235,11 +235,14 @@ def test_a_steady_step_is_counted_and_host_reads_and_copies_are_found(machine, m
     shutil.rmtree(machine.folder / "counts")
     result = steps.step_counts(machine)
     assert result.status == "wrong"
-    assert "1 host reads, 1 copies to the device beside its batches; the host" in result.found
+    assert (
+        "1 host reads beside its norm, 1 copies to the device beside its batches; the host"
+        in result.found
+    )
 
 
 def test_what_holds_a_steady_step_up_is_named():
-    assert steps.step_problem([], [], {steps.WAITS: 0.5, "launches": 900}) is None
+    assert steps.step_problem([], [], {steps.WAITS: 1.5, "launches": 900}) is None
     assert steps.step_problem([], [], {steps.WAITS: 3.0}) == "the host waits 3 times for the device"
     assert steps.step_problem(["a.py:1"], ["b.py:2"], {}) == "the host reads the device at a.py:1"
     assert steps.step_problem([], ["b.py:2"], {}) == "the host copies to the device at b.py:2"

@@ -1,9 +1,11 @@
 """Host-to-device copies in training, each of which would drain a GPU's queue.
 
-Guarantees, for each family: a steady step makes none besides the copies of its batches, with images
-of several sizes, packed samples, past frames and optional fields, and with the tower's work divided
-over ranks; the counter notices every way to make one.
+Guarantees, for each family: a steady step makes none but through pinned memory, with images of
+several sizes, packed samples, experts, the delta rule, past frames and optional fields, and with
+the tower's work divided over ranks; the counter notices every way to make one.
 """
+
+from functools import partial
 
 import numpy as np
 import paddle
@@ -26,9 +28,15 @@ from paddle_vl.train.build import build_trainer
 from paddle_vl.train.feeding.device_copies import DeviceCopies
 from tests.single_card_tests.train.fake_device import FakeDevice
 from tests.single_card_tests.train.tiny_policy_run import write_tiny_policy_run
-from tests.single_card_tests.train.tiny_run import write_tiny_run
+from tests.single_card_tests.train.tiny_run import MODEL, MODEL_3_5, write_tiny_run
 from tests.support.gpu_stubs.pretended import pretended_gpu
+from tests.support.pinned import pinned_on_a_cpu
 
+FEW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+WITH_EXPERTS = MODEL | {
+    "model_type": "qwen3_vl_moe",
+    "text_config": MODEL["text_config"] | FEW_EXPERTS,
+}
 # Copies of batches, through pinned memory.
 FEED = "train/feeding/device_copies.py"
 
@@ -38,9 +46,11 @@ FEED = "train/feeding/device_copies.py"
     [
         (write_tiny_run, []),
         (write_tiny_run, ["data.packing=true", "data.max_length=96"]),
+        (partial(write_tiny_run, model=WITH_EXPERTS), ["data.packing=true", "data.max_length=96"]),
+        (partial(write_tiny_run, model=MODEL_3_5), ["data.packing=true", "data.max_length=96"]),
         (write_tiny_policy_run, []),
     ],
-    ids=["language", "packed", "policy"],
+    ids=["language", "packed", "experts", "delta rule", "policy"],
 )
 def test_a_steady_step_copies_nothing_but_its_batches(tmp_path, monkeypatch, write, settings):
     monkeypatch.setattr(
@@ -49,7 +59,6 @@ def test_a_steady_step_copies_nothing_but_its_batches(tmp_path, monkeypatch, wri
     overrides = [f"train.output_dir={tmp_path / 'out'}", "train.max_steps=4"]
     overrides += ["train.save_steps=null", *settings]
     trainer = build_trainer(load_run_config(write(tmp_path / "data"), overrides))
-    trainer.optimizer.masks_updates = True
     own, found = trainer.train_one_step, []
 
     def counted(*arguments):
@@ -60,7 +69,7 @@ def test_a_steady_step_copies_nothing_but_its_batches(tmp_path, monkeypatch, wri
         return result
 
     trainer.train_one_step = counted
-    with record_device_copies() as copies, pretended_gpu():
+    with record_device_copies() as copies, pretended_gpu(), pinned_on_a_cpu():
         trainer.run()
     assert [place for place in found if not place.startswith(FEED)] == []
     assert copies

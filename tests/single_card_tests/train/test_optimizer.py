@@ -292,20 +292,3 @@ def test_state_of_other_parameters_is_refused_naming_all():
     misshapen = {**state, "lm_head.weight/moment2": np.zeros(3, np.float32)}
     with pytest.raises(ValueError, match=r"lm_head.weight/moment2 is \[3\], not \[64, 16\]"):
         optimizer.load_state(misshapen)
-
-
-def test_powers_of_beta_may_lie_where_the_device_counts_them(batch):
-    """After a move the optimizer uses the moved powers, and a state loads into them."""
-    plain, moved = tiny_model(), tiny_model()
-    optimizers = [build(model, weight_decay=0.1) for model in (plain, moved)]
-    optimizers[1]._keep_powers_on_device()
-    for _ in range(2):
-        for model, optimizer in zip((plain, moved), optimizers, strict=True):
-            train_step(vl_runner(model), optimizer, micro_batches(batch), 0.01)
-    expected, found = map(arrays, optimizers)
-    for name, value in expected.items():
-        np.testing.assert_array_equal(found[name], value, err_msg=name)
-    powers = [value for name, value in found.items() if name.endswith("beta1_pow_acc")]
-    assert all(value.item() == pytest.approx(0.9**3) for value in powers)
-    optimizers[1].load_state({name: np.full_like(value, 0.5) for name, value in found.items()})
-    assert all((value == 0.5).all() for value in arrays(optimizers[1]).values())

@@ -26,9 +26,11 @@ from paddle_vl.families.pi07.recipe import encoder_shape, model_shape
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
 from paddle_vl.parallel.colocated.runner import Leaves
 from paddle_vl.parallel.degrees import ParallelDegrees, Plan, plan_problems
+from paddle_vl.testing import record_device_copies
 from tests.single_card_tests.families.pi07 import test_planner as planner
 from tests.single_card_tests.families.pi07.test_pi07_stage import gradients_of, ranges
 from tests.support.pi07_golden import golden_batch, golden_model, golden_planner
+from tests.support.pinned import pinned_on_a_cpu
 
 PAST, NO_PAST = [False, False, False], [True, True, False]
 
@@ -58,7 +60,15 @@ BATCHES = {
 
 
 def colocated_losses(model, ends, batch) -> tuple[dict, paddle.Tensor, Leaves]:
-    """Losses of stages in a row, with the encoder's rows as two ranks would make them."""
+    """Losses of stages in a row, with the encoder's rows as two ranks would make them; nothing is
+    copied to the device but through pinned memory, and tables once."""
+    with record_device_copies() as copies, pinned_on_a_cpu():
+        losses = _colocated_losses(model, ends, batch)
+    assert [place for place in copies if not place.startswith("nn/operations.py")] == []
+    return losses
+
+
+def _colocated_losses(model, ends, batch) -> tuple[dict, paddle.Tensor, Leaves]:
     encoder = PI07Encoder(model)
     rows, costs = encoder.items(batch)
     assert (costs > 0).all()

@@ -6,7 +6,8 @@ padding, with and without experts; the tower runs once, and layers see one chunk
 The key-value cache of one layer.
 
 Guarantees: appended values lie in order in the buffers, also after these grow, and zeros behind
-them; a step writes in place; there is never more room than for the keys that there can be.
+them; a step writes in place; there is never more room than for the keys that there can be; a token
+on a GPU copies its own keys only.
 """
 
 import numpy as np
@@ -14,8 +15,11 @@ import paddle
 import pytest
 
 from paddle_vl.families.vlm.cache import KeyValueCache
+from paddle_vl.nn.attention_masks import MASKED_SCORE
 from paddle_vl.nn.operations import use_kernels
 from paddle_vl.testing.qwen3_vl import EXPERTS, patches, token_rows
+from tests.support.gpu_stubs.pretended import pretended_gpu
+from tests.support.operators import recorded_operators
 from tests.support.tiny import tiny_model
 
 
@@ -77,13 +81,15 @@ def random_pair(length: int, rng: np.random.Generator) -> tuple[paddle.Tensor, p
 
 
 @pytest.mark.parametrize("has_views", [False, True])
-def test_appended_pairs_lie_in_order_whatever_the_chunk(chunk, has_views):
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_appended_pairs_lie_in_order_whatever_the_chunk(chunk, device, has_views):
     paddle.set_flags({"FLAGS_use_stride_kernel": has_views})
     cache, rng = KeyValueCache(), np.random.default_rng(0)
     every = ([], [])
     for length in (3, 1, 1, 2, 9, 1):
         pair = random_pair(length, rng)
-        buffers = cache.append(*pair)
+        with use_kernels(device):
+            buffers = cache.append(*pair)
         for arrays, new_BLKH, buffer_BKCH in zip(every, pair, buffers, strict=True):
             arrays.append(new_BLKH.numpy())
             found_BCKH = buffer_BKCH.numpy().transpose(0, 2, 1, 3)
@@ -93,10 +99,12 @@ def test_appended_pairs_lie_in_order_whatever_the_chunk(chunk, has_views):
     assert cache.length == 17
 
 
-def test_a_step_within_the_capacity_keeps_the_buffers(chunk):
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_a_step_within_the_capacity_keeps_the_buffers(chunk, device):
     cache, rng = KeyValueCache(), np.random.default_rng(0)
-    cache.append(*random_pair(5, rng))
-    addresses = [[x.data_ptr() for x in cache.append(*random_pair(1, rng))] for _ in range(5)]
+    with use_kernels(device):
+        cache.append(*random_pair(5, rng))
+        addresses = [[x.data_ptr() for x in cache.append(*random_pair(1, rng))] for _ in range(5)]
     assert addresses[0] == addresses[1] == addresses[2] == addresses[3]
     assert addresses[4] != addresses[3]
 
@@ -107,3 +115,37 @@ def test_room_is_made_for_the_whole_prompt_and_for_no_key_that_never_comes(chunk
     sizes = [cache.append(*random_pair(n, rng))[0].shape[2] for n in (7, 7, 6, 1, 1)]
     assert sizes == [22] * 5
     assert KeyValueCache(prompt=20, most=99).append(*random_pair(7, rng))[0].shape[2] == 24
+
+
+@pytest.mark.parametrize("batch", [1, 3], ids=["one prompt", "padded prompts"])
+def test_a_token_on_a_gpu_reads_the_keys_where_they_lie(batch):
+    """By operators and shapes: one call of flash attention, whose tensors are contiguous, takes the
+    keys so far of all prompts; nothing else moves more than the new keys."""
+    rng = np.random.default_rng(0)
+    past = 40
+
+    def rows(length: int, heads: int = 2) -> paddle.Tensor:
+        drawn = rng.normal(size=(batch, length, heads, 8))
+        return paddle.to_tensor(drawn.astype(np.float32))
+
+    bias_BS = np.zeros([batch, past + 1], np.float32)
+    for number in range(1, batch):
+        bias_BS[number, : 3 * number] = MASKED_SCORE
+    bias = paddle.to_tensor(bias_BS) if batch > 1 else None
+    prompt, token = (rows(past), rows(past)), (rows(1, 4), rows(1), rows(1))
+    found = []
+    for device in ("cpu", "gpu"):
+        cache = KeyValueCache()
+        with pretended_gpu() if device == "gpu" else use_kernels(device) as calls:
+            cache.append(*prompt)
+            with recorded_operators() as operators:
+                found.append(cache.attend(*token, cache.mask(1, bias)).numpy())
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-6)
+    (call,) = calls
+    assert (call.name, call.copies) == ("flash_attn", 0)
+    assert call.shapes[1] == (1, past + 1, 2 * batch, 8)
+    # Keys and values of the token, and for all layers at once the mask of padding.
+    new = sum(each.new_elements for each in operators if each.name != "flash_attn")
+    assert new == (0 if bias is None else bias.size * 4)
+    written = [each for each in operators if each.name == "assign_out_"]
+    assert [each.arguments[0].size for each in written] == [batch * 2 * 8] * 2

@@ -3,8 +3,8 @@
 Guarantees: the encoder's rows, in any division of the items, and stages that take them with the
 batch give the full model's loss and every gradient, for images, videos and both; no level travels
 between stages; each section goes to the stage that uses it; offloaded rows are on the device only
-while a micro-batch runs; items of batches on the device are encoded without a copy; a family
-without the schedule refuses it.
+while a micro-batch runs; items of batches on the device are encoded without a copy, and those of
+host arrays with copies through pinned memory alone; a family without the schedule refuses it.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,12 @@ from paddle_vl.families.vlm.colocated import ColocatedBatchAdapter, ColocatedSta
 from paddle_vl.families.vlm.objective import VLBatchAdapter
 from paddle_vl.families.vlm.recipe import encoder_shape
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
-from paddle_vl.parallel.colocated.runner import Leaves
+from paddle_vl.parallel.colocated.runner import HostRows, Leaves
 from paddle_vl.testing import record_device_copies, tiny_qwen3_5
 from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO, patches, token_rows
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.support.captioner.run import write_captioner_run
+from tests.support.pinned import pinned_on_a_cpu
 from tests.support.tiny import tiny_config, tiny_model
 
 GRIDS = {"image": [[1, 2, 4], [1, 4, 2], [1, 2, 2]], "video": [[2, 2, 2], [1, 4, 4]]}
@@ -86,6 +87,10 @@ def test_items_of_batches_on_the_device_are_encoded_without_a_copy(kinds):
             found = encoder.encode([there, there], own)
         assert copies == []
         np.testing.assert_array_equal(found.numpy(), wanted.numpy())
+        with record_device_copies() as copies, pinned_on_a_cpu():
+            found = encoder.encode([batch, batch], own)
+        assert copies == []
+        np.testing.assert_array_equal(found.numpy(), wanted.numpy())
 
 
 @pytest.mark.parametrize("kinds", [("image",), ("video",), ("image", "video"), ()], ids=str)
@@ -139,18 +144,27 @@ def test_rows_and_stages_are_the_full_model(ends, kinds, build):
 
 
 def test_offloaded_rows_leave_the_device_between_micro_batches():
-    full = paddle.arange(24, dtype="float32").reshape([6, 4])
-    leaves = Leaves(full, [2, 0, 4], [2, 2], {1}, needs_gradient=True, offloads=True)
+    """In the same host memory in every step, unless there are more rows."""
+    host = HostRows()
+    first = host_addresses(host, [2, 0, 4])
+    assert host_addresses(host, [2, 0, 3]) == first
+    assert host_addresses(host, [2, 0, 5])[0] == first[0]
+
+
+def host_addresses(host: HostRows, counts: list[int]) -> list[int]:
+    full = paddle.arange(4 * sum(counts), dtype="float32").reshape([-1, 4])
+    leaves = Leaves(full, counts, [2, 2], {1}, needs_gradient=True, host_rows=host)
     assert not leaves._leaves
     assert leaves.sections(1, {1}) == {}
     rows = leaves.sections(2, {1})[1]
-    assert [leaf.shape for leaf in leaves._leaves.values()] == [[4, 2]]
+    assert [leaf.shape for leaf in leaves._leaves.values()] == [[counts[2], 2]]
     (rows * rows).sum().backward()
     leaves.collect()
     assert not leaves._leaves
-    wanted = np.zeros([6, 4], dtype=np.float32)
+    wanted = np.zeros([sum(counts), 4], dtype=np.float32)
     wanted[2:, 2:] = 2 * full.numpy()[2:, 2:]
     np.testing.assert_array_equal(leaves.gradient().numpy(), wanted)
+    return [buffer.data_ptr() for buffer in host._buffers.values()]
 
 
 def test_a_batch_says_whether_any_rank_has_items_and_gets_no_dummy_image():

@@ -70,8 +70,9 @@ def test_prompts_generate_through_flash_attention_alone(gpu):
     with implementation(gpu) as calls:
         assert model.generate(**inputs).tolist() == wanted.tolist()
     assert {call.name for call in calls} <= set(FLASH)
-    # A mask for every row of the batch, of one row for the single query.
-    assert calls[-1].shapes[3] == (2, 1, 1, ids.shape[1] + 1)
+    # A mask for the heads of both prompts, of one row for the single query.
+    heads = 2 * model.config.text_config.num_attention_heads
+    assert calls[-1].shapes[3] == (1, heads, 1, ids.shape[1] + 1)
 
 
 @pytest.mark.parametrize("settings", [{}, {"do_sample": True, "seed": 3}])
