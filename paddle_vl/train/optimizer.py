@@ -54,28 +54,11 @@ class AdamW(paddle.optimizer.AdamW):
         # Any: Paddle types what may be None as tensors.
         kernel: Any = _C_ops.adamw_
         kernel(
-            half if in_one else values,
-            grad,
-            self._create_param_lr((values, grad)),
-            moment1,
-            moment2,
-            None,
-            power1,
-            power2,
-            values if in_one else None,
-            None,
-            self._beta1,
-            self._beta2,
-            self._epsilon,
-            1.0,
-            self._weight_decay,
-            decays(values.name),
-            False,
-            1000,
-            in_one,
-            False,
-            False,
-        )
+            half if in_one else values, grad, self._create_param_lr((values, grad)),
+            moment1, moment2, None, power1, power2, values if in_one else None, None,
+            self._beta1, self._beta2, self._epsilon, 1.0, self._weight_decay,
+            decays(values.name), False, 1000, in_one, False, False,
+        )  # fmt: skip
         if half is not None and not in_one:
             paddle.assign(values.astype(half.dtype), half)
 

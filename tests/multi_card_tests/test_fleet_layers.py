@@ -235,7 +235,8 @@ def worker(folder: str) -> dict:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    return launch(worker, 2, arguments=(str(tmp_path_factory.mktemp("model")),))
+    arguments = (str(tmp_path_factory.mktemp("model")),)
+    return launch(worker, 2, arguments=arguments, timeout=300)
 
 
 @pytest.mark.parametrize("apart", [False, True])

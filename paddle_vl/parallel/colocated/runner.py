@@ -11,7 +11,7 @@ over theirs; both are sums of losses that are divided by the counts of the full 
 encoder has no phase 3, and encodes the items of the next step there.
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from paddle_vl.nn.operations import gradient_of
 from paddle_vl.parallel.colocated.bridge import Bridge, Encoded
 from paddle_vl.parallel.colocated.encoder import ItemEncoder
 from paddle_vl.parallel.colocated.grid import EncoderGroups
+from paddle_vl.parallel.colocated.host_rows import HostRows
 from paddle_vl.parallel.pipeline.runner import PipelineRunner
 from paddle_vl.parallel.sharding import Sharding, ShardingOptions
 from paddle_vl.parallel.topology import Topology
@@ -170,36 +171,6 @@ class ColocatedRunner(PipelineRunner):
         super()._end_micro_batch()
         if self._leaves is not None:
             self._leaves.collect()
-
-
-class HostRows:
-    """Host memory for rows that leave the device, kept from step to step. That of a GPU is pinned:
-    the host waits for no copy, and copies follow each other on the compute stream."""
-
-    def __init__(self):
-        self._buffers: dict[Hashable, Tensor] = {}
-
-    @paddle.no_grad()
-    def put(self, key: Hashable, rows: Tensor) -> Callable[[], Tensor]:
-        """Copy rows into the memory of this key; returns what brings them back."""
-        is_on_gpu, buffer = rows.place.is_gpu_place(), self._buffers.get(key)
-        if buffer is None or buffer.size < rows.size:
-            if is_on_gpu and buffer is not None:
-                # A copy may still use the smaller one.
-                paddle.device.synchronize()
-            buffer = paddle.empty([rows.size], rows.dtype, pin_memory=is_on_gpu)
-            self._buffers[key] = buffer
-        # Any: Paddle's stub gives `copy_` no arguments.
-        own: Any = buffer._slice(0, rows.size)
-        own.copy_(rows.reshape([-1]), False)
-        shape, dtype = rows.shape, rows.dtype
-
-        def back() -> Tensor:
-            found: Any = paddle.empty([own.size], dtype)
-            found.copy_(own, False)
-            return found.reshape(shape)
-
-        return back
 
 
 class Leaves:

@@ -21,7 +21,8 @@ from paddle_vl.families.vlm.colocated import ColocatedBatchAdapter, ColocatedSta
 from paddle_vl.families.vlm.objective import VLBatchAdapter
 from paddle_vl.families.vlm.recipe import encoder_shape
 from paddle_vl.nn.placement import SingleDevicePlacement, StageLayers
-from paddle_vl.parallel.colocated.runner import HostRows, Leaves
+from paddle_vl.parallel.colocated.host_rows import HostRows
+from paddle_vl.parallel.colocated.runner import Leaves
 from paddle_vl.testing import record_device_copies, tiny_qwen3_5
 from paddle_vl.testing.qwen3_vl import IMAGE, VIDEO, patches, token_rows
 from tests.single_card_tests.train.tiny_run import write_tiny_run
