@@ -7,18 +7,22 @@ written from it. Format: 8 bytes of header length (little endian), a JSON header
 """
 
 import json
+import os
 import struct
 from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from paddle_vl.checkpoint.manifest import FileSum, write_bytes
+from paddle_vl.checkpoint.manifest import FileSum, SummedStream, write_bytes
 from paddle_vl.files.inner_path import is_inner
-from paddle_vl.files.text_file import read_json_object, shown
+from paddle_vl.files.text_file import naming, read_json_object, shown
+
+if TYPE_CHECKING:
+    from paddle_vl.checkpoint.ranges import Source
 
 _NUMPY_DTYPES = {
     "F64": np.float64,
@@ -201,7 +205,11 @@ class TensorToWrite(NamedTuple):
         arrange: converts it to the layout of the file, without collectives or the device, so it may
             run later in another thread.
         is_joined: another pipeline stage writes it; this rank only takes part in the collectives of
-            `produce`. Such tensors come first.
+            its source.
+        source: of the value, if it is a parameter's or a state's; see `write_tensors`.
+        block: number of the linear in a fused parameter; None for a parameter that is not fused.
+        keeps_rows: `arrange` changes each row by itself, along the first dim.
+        offset: its place in a file that several ranks write.
     """
 
     name: str
@@ -210,6 +218,10 @@ class TensorToWrite(NamedTuple):
     produce: Callable[[], np.ndarray]
     arrange: Callable[[np.ndarray], np.ndarray] = np.asarray
     is_joined: bool = False
+    source: "Source | None" = None
+    block: int | None = None
+    keeps_rows: bool = False
+    offset: int | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -252,12 +264,9 @@ def bytes_of(tensor: TensorToWrite, produced: np.ndarray) -> np.ndarray:
     return array.reshape(-1).view(np.uint8)
 
 
-def write_file(
-    file: Path, tensors: Iterable[TensorToWrite], go_on: Callable[[], None] | None = None
-) -> FileSum:
-    """Write tensors as `write_bytes` does, one in memory at a time."""
-    tensors, offset = list(tensors), 0
-    header: dict = {"__metadata__": {"format": "pt"}}
+def header_of(tensors: Iterable[TensorToWrite]) -> bytes:
+    """The bytes of a file before those of its tensors, which follow in this order."""
+    offset, header = 0, dict[str, Any]({"__metadata__": {"format": "pt"}})
     for tensor in tensors:
         header[tensor.name] = {
             "dtype": tensor.dtype,
@@ -268,5 +277,21 @@ def write_file(
     text = json.dumps(header, separators=(",", ":")).encode()
     # Padded to a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def write_file(
+    file: Path, tensors: Iterable[TensorToWrite], go_on: Callable[[], None] | None = None
+) -> FileSum:
+    """Write tensors, one in memory at a time, and flush them to the disk: a file of these as
+    `write_bytes` does, or those with an `offset` into a file that other ranks write too."""
+    tensors = list(tensors)
+    if tensors and tensors[0].offset is not None:
+        with naming(file), open(os.open(file, os.O_CREAT | os.O_WRONLY, 0o666), "wb") as stream:
+            summed = SummedStream(stream)
+            for tensor in tensors:
+                summed.move(tensor.offset)
+                summed.write(bytes_of(tensor, tensor.produce()), go_on)
+            return summed.to_disk()
     parts = (bytes_of(tensor, tensor.produce()) for tensor in tensors)
-    return write_bytes(file, chain([struct.pack("<Q", len(text)), text], parts), go_on)
+    return write_bytes(file, chain([header_of(tensors)], parts), go_on)

@@ -134,22 +134,33 @@ def save_adapter(
 
 def merged_tensors(model: Model, store: ParameterStore | None = None) -> list[TensorToWrite]:
     """All weights, unsharded, with the adapters added as they are written; the model stays as it
-    is. See `paddle_vl.checkpoint.writing.parameters_to_write`."""
+    is. See `paddle_vl.checkpoint.writing.parameters_to_write`. Collective, as each rank keeps all
+    adapters for the weights that it writes."""
     adapter, items = model.adapter, {item.key: item for item in placed(model)}
 
-    def merged(tensor: TensorToWrite, module: str) -> np.ndarray:
-        weight = widened(tensor.arrange(tensor.produce()), tensor.dtype)
-        own = {
-            end: widened(parameter_array(items[module + end], store), tensor.dtype)
-            for end in keys_of(adapter.config)
-        }
+    def merged(
+        array: np.ndarray, tensor: TensorToWrite, module: str, own: dict[str, np.ndarray]
+    ) -> np.ndarray:
+        weight = widened(tensor.arrange(array), tensor.dtype)
         scaling = adapter.config.scaling(*adapter.sizes[module])
         return encoded(with_adapter(weight, own, scaling), tensor.dtype)
 
+    dtypes = {key: STORED_DTYPES[item.parameter.dtype] for key, item in items.items()}
+    adapters = {
+        module: {
+            end: widened(parameter_array(items[module + end], store), dtypes[module + end])
+            for end in keys_of(adapter.config)
+        }
+        for module in adapter.sizes
+        if module + A_KEY in items
+    }
     base = [item for key, item in items.items() if not is_low_rank(key)]
     return [
-        tensor._replace(produce=partial(merged, tensor, module), arrange=np.asarray)
-        if (module := tensor.name.removesuffix(".weight")) in adapter.sizes
+        tensor._replace(
+            arrange=partial(merged, tensor=tensor, module=module, own=adapters[module]),
+            keeps_rows=False,
+        )
+        if (module := tensor.name.removesuffix(".weight")) in adapters
         else tensor
         for tensor in parameters_to_write(base, store=store)
     ]

@@ -51,6 +51,8 @@ class Topology:
             `nranks` 1 has no connection: leave out collectives over it.
         ep_group: the ranks that shard the experts, neighbours on the dp axis.
         expert_dp_group: ranks with the same experts; None where that is dp_group.
+        saving_group: the ranks of a stage with all of its parameters between them, which exchange
+            values when they save; None if each has all.
         ends_group: the first and the last pipeline stage; None on other stages.
         host_group: all ranks over gloo, for collectives in host memory that do not wait for the
             device; None on CPUs, where the default group is used.
@@ -65,6 +67,7 @@ class Topology:
     sharding_group: Group = field(repr=False)
     ep_group: Group = field(repr=False)
     expert_dp_group: Group | None = field(repr=False, default=None)
+    saving_group: Group | None = field(repr=False, default=None)
     ends_group: Group | None = field(repr=False, default=None)
     host_group: Group | None = field(repr=False, default=None)
     encoder: EncoderGroups | None = field(repr=False, default=None)
@@ -178,10 +181,22 @@ def initialize(
         **groups,
         ep_group=_own_group(ep_groups, rank) or _group_of_one(rank),
         expert_dp_group=_own_group(expert_dp_groups, rank),
+        saving_group=_saving_group(degrees, communicators.topology(), rank),
         ends_group=_own_group(ends, rank),
         host_group=None if on_cpu else _host_group(timeout_s),
         encoder=_encoder_groups(degrees, communicators.topology(), rank),
     )
+
+
+def _saving_group(degrees: ParallelDegrees, mesh: Any, rank: int) -> Group | None:
+    """The group of `Topology.saving_group`; created on all ranks in the same order."""
+    if degrees.mp_degree * degrees.sharding_degree * degrees.ep_degree == 1:
+        return None
+    members: dict[tuple[int, int], list[int]] = {}
+    for each in range(degrees.num_processes):
+        at = mesh.get_coord(each)
+        members.setdefault((at.data // degrees.ep_degree, at.pipe), []).append(each)
+    return _own_group([*members.values()], rank)
 
 
 def _encoder_groups(degrees: ParallelDegrees, mesh: Any, rank: int) -> EncoderGroups | None:

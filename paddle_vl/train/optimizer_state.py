@@ -12,6 +12,7 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
+from paddle_vl.checkpoint.ranges import Source
 from paddle_vl.checkpoint.rules import shared_slices
 from paddle_vl.checkpoint.safetensors_io import TensorToWrite
 from paddle_vl.nn.flat_buckets import AVERAGE, POWERS, STATES, FlatBucket
@@ -63,6 +64,9 @@ class OptimizerState:
         power: Callable[[_PowerKey], Tensor | None] = powers.__getitem__
         if self._fleet is not None:
             power = self._fleet.numbers_of_all(powers)
+            if powers:
+                # Collective now, as each is written by one rank of several.
+                power(next(iter(powers)))
 
         def full_state(parameter: Tensor, state: Tensor) -> np.ndarray:
             """The unsharded value of a state; collective if sharded."""
@@ -77,10 +81,12 @@ class OptimizerState:
         tensors = []
         for names, state, parameter, tensor in states:
             is_joined = self._table[parameter].saved is Saved.JOINED
+            source = None
             if _has_layout(state):
                 shapes = self._shapes(parameter, names)
                 # None where other ranks have all of the parameter.
                 own = paddle.zeros([0]) if tensor is None else tensor
+                source = Source.of(self._table, parameter, self.store, own)
                 full = partial(full_state, parameter, own)
                 produce = [full]
                 if len(names) > 1:
@@ -89,8 +95,19 @@ class OptimizerState:
                 shapes = [(1,)] * len(names)
                 produce = [partial(number, (id(parameter), state))] * len(names)
             tensors += [
-                TensorToWrite(f"{name}/{state}", shape, "F32", make, is_joined=is_joined)
-                for name, shape, make in zip(names, shapes, produce, strict=True)
+                TensorToWrite(
+                    f"{name}/{state}",
+                    shape,
+                    "F32",
+                    make,
+                    is_joined=is_joined,
+                    source=source,
+                    block=None if len(names) == 1 else block,
+                    keeps_rows=True,
+                )
+                for block, (name, shape, make) in enumerate(
+                    zip(names, shapes, produce, strict=True)
+                )
             ]
         return tensors
 

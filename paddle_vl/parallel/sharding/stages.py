@@ -11,6 +11,7 @@ import paddle
 from paddle import Tensor, nn
 
 from paddle_vl.nn.flat_buckets import FlatBucket
+from paddle_vl.nn.master_weights import Spread
 from paddle_vl.parallel.collectives import all_gathered
 from paddle_vl.parallel.layer_wrappers import Level, wrap_layer
 from paddle_vl.parallel.sharding.buckets import (
@@ -179,6 +180,20 @@ class Sharding:
         with paddle.no_grad():
             flat = all_gathered(value, self.group)
             return flat[: parameter.size].reshape(parameter.shape)
+
+    def spread(self, parameter: Tensor, value: Tensor | None = None) -> Spread:
+        """A parameter that has storage between steps is on every rank, of others the shards."""
+        if value is None and parameter._is_initialized():
+            return Spread(None, parameter.detach)
+        size, ranks = parameter.size, self.group.nranks
+        ends = [min(-(-size // ranks) * rank, size) for rank in range(ranks + 1)]
+
+        def own() -> Tensor:
+            if value is not None:
+                return value
+            return self.shard_of(parameter).detach().astype(parameter.dtype)
+
+        return Spread([*itertools.pairwise(ends)], own)
 
     def own_shard(self, parameter: Tensor, full: np.ndarray) -> np.ndarray:
         """`[n]`, this rank's shard of an array in the parameter's shape, padded with zeros.

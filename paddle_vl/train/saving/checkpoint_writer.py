@@ -57,7 +57,6 @@ class CheckpointWriter:
         # Names of checkpoints whose files match their manifest.
         self._good: set[str] = set()
         self._memory: Copies = {}
-        self._ranks: list[int] = []
         self._write: FolderWrite | None = None
 
     def save(self, step: int, fill: Fill, prunes: bool = True, keeps: str | None = None) -> Path:
@@ -157,22 +156,17 @@ class CheckpointWriter:
     ) -> None:
         self.wait()
         ranks, folder = self.ranks, partial_of(target)
-        if not self._ranks:
-            holders = ranks.gathered(bool(ranks.holds_model))
-            self._ranks = [rank for rank, holds in enumerate(holders) if holds]
         if ranks.is_main:
             target.parent.mkdir(parents=True, exist_ok=True)
             if folder.exists():
                 shutil.rmtree(folder)
             folder.mkdir()
         ranks.wait()
-        snapshot = None
-        if ranks.holds_model:
-            snapshot = Snapshot(self._memory if copies else None)
-            try:
-                snapshot.take(fill, folder)
-            except OSError as error:
-                raise failure(target, error) from error
+        snapshot = Snapshot(self._memory if copies else None)
+        try:
+            snapshot.take(fill, folder)
+        except OSError as error:
+            raise failure(target, error) from error
         write = FolderWrite(snapshot, target, ranks.rank, prunes and self._verifies)
         if ranks.is_main:
             write.finish = partial(self._finish, write, step, prunes, keeps)
@@ -184,7 +178,7 @@ class CheckpointWriter:
     def _finish(self, write: FolderWrite, step: int, prunes: bool, keeps: str | None) -> None:
         """Work of rank 0 after its own write."""
         folder, target = partial_of(write.target), write.target
-        files = collect_parts(folder, self._ranks, lambda: write.deadline)
+        files = collect_parts(folder, range(self.ranks.world_size), lambda: write.deadline)
         commit(folder, target, files, step)
         if prunes:
             # It was read back.
