@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import xxhash
 
-from paddle_vl.files.text_file import replacing
+from paddle_vl.files.text_file import naming, replacing
 
 MANIFEST_FILE = "manifest.json"
 CHECKSUM = "xxh3_128"
@@ -83,18 +83,12 @@ class FileSum(NamedTuple):
 
 
 class SummedStream:
-    """A file that is being written, and the checksums of its bytes."""
+    """A file that is being written, and the checksums of its bytes, from byte `begin` on."""
 
-    def __init__(self, stream: BinaryIO):
+    def __init__(self, stream: BinaryIO, begin: int = 0):
         self._stream, self._hash = stream, xxhash.xxh3_128()
-        self._begin = self._size = self._unflushed = 0
+        self._begin, self._size, self._unflushed = begin, 0, 0
         self._pieces: list[Piece] = []
-
-    def move(self, offset: int) -> None:
-        """Go on at another place of the file."""
-        if offset != self._begin + self._size:
-            self._end_piece(offset)
-            self._stream.seek(offset)
 
     def write(self, data: Any, go_on: Callable[[], None] | None = None) -> None:
         """Write the bytes of a contiguous buffer.
@@ -112,21 +106,21 @@ class SummedStream:
             self._size += len(chunk)
             self._unflushed += len(chunk)
             if self._size >= PIECE_BYTES:
-                self._end_piece(self._begin + self._size)
+                self._end_piece()
             if self._unflushed >= _FLUSH_BYTES:
                 self._flush()
 
     def to_disk(self) -> FileSum:
         """Flush everything to the disk; end and checksums of what was written."""
         self._flush()
-        self._end_piece(0)
+        if self._size or not self._pieces:
+            self._end_piece()
         return FileSum.of(self._pieces)
 
-    def _end_piece(self, following: int) -> None:
-        if self._size or not self._pieces:
-            self._pieces.append(Piece(self._begin, self._size, self._hash.hexdigest()))
+    def _end_piece(self) -> None:
+        self._pieces.append(Piece(self._begin, self._size, self._hash.hexdigest()))
         self._hash.reset()
-        self._begin, self._size = following, 0
+        self._begin, self._size = self._begin + self._size, 0
 
     def _flush(self) -> None:
         self._stream.flush()
@@ -135,13 +129,19 @@ class SummedStream:
 
 
 def write_bytes(
-    file: Path, parts: Iterable[Any], go_on: Callable[[], None] | None = None
+    file: Path,
+    parts: Iterable[Any],
+    go_on: Callable[[], None] | None = None,
+    begin: int | None = None,
+    in_place: bool = True,
 ) -> FileSum:
     """Write one file atomically: it gets its name when it is complete on disk.
 
     Args:
         parts: contiguous buffers.
         go_on: called between pieces; it raises to abort the write.
+        begin: write from this byte of a file on into which others write too.
+        in_place: False writes a file of its own instead, NAME.BEGIN.range.
 
     Returns:
         Its size and checksum.
@@ -149,8 +149,14 @@ def write_bytes(
     Raises:
         OSError: the file cannot be written; the error names it.
     """
-    with replacing(file) as partial, partial.open("wb") as stream:
-        summed = SummedStream(stream)
+    if not in_place and begin is not None:
+        file = file.with_name(f"{file.name}.{begin:020}.range")
+    with (
+        replacing(file) if begin is None else naming(file) as partial,
+        open(os.open(partial or file, os.O_CREAT | os.O_WRONLY, 0o666), "wb") as stream,
+    ):
+        stream.seek(begin or 0 if in_place else 0)
+        summed = SummedStream(stream, begin or 0)
         for part in parts:
             summed.write(part, go_on)
             # Free it before the next one is made.
@@ -229,16 +235,11 @@ def files_from_json(values: Mapping[str, Any]) -> dict[str, FileSum]:
             raise ValueError(f"file {name!r} lies outside the folder")
         if "\0" in name or any("\ud800" <= character <= "\udfff" for character in name):
             raise ValueError(f"file {name!r} has a name that no file can have")
-        size, pieces = entry["size"], entry.get("pieces")
-        if pieces is None:
-            pieces = [(0, size, entry[CHECKSUM])]
-        for begin, length, checksum in pieces:
-            if type(begin) is not int or type(length) is not int or not isinstance(checksum, str):
-                raise ValueError(
-                    f"the entry of {name} has {length!r} bytes from {begin!r} on with the "
-                    f"{CHECKSUM} {checksum!r}"
-                )
-        files[name] = FileSum.of(Piece(*piece) for piece in pieces)
+        size = entry["size"]
+        pieces = [Piece(*piece) for piece in entry.get("pieces") or [(0, size, entry[CHECKSUM])]]
+        if any([type(value) for value in piece] != [int, int, str] for piece in pieces):
+            raise ValueError(f"the entry of {name} has pieces {pieces} of {size!r} bytes")
+        files[name] = FileSum.of(pieces)
         if files[name].size != size:
             raise ValueError(f"the pieces of {name} do not end at its size {size!r}")
     return files
@@ -249,7 +250,6 @@ def damaged_files(
     files: Mapping[str, FileSum],
     checksums: bool = True,
     drop_cache: bool = False,
-    *,
     sizes: bool = True,
 ) -> list[str]:
     """One line for each missing, truncated or changed file.

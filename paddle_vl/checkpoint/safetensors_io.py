@@ -7,7 +7,6 @@ written from it. Format: 8 bytes of header length (little endian), a JSON header
 """
 
 import json
-import os
 import struct
 from collections.abc import Callable, Iterable
 from itertools import chain
@@ -17,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from paddle_vl.checkpoint.manifest import FileSum, SummedStream, write_bytes
+from paddle_vl.checkpoint.manifest import FileSum, write_bytes
 from paddle_vl.files.inner_path import is_inner
-from paddle_vl.files.text_file import naming, read_json_object, shown
+from paddle_vl.files.text_file import read_json_object, shown
 
 if TYPE_CHECKING:
     from paddle_vl.checkpoint.ranges import Source
@@ -205,8 +204,9 @@ class TensorToWrite(NamedTuple):
         arrange: converts it to the layout of the file, without collectives or the device, so it may
             run later in another thread.
         is_joined: another pipeline stage writes it; this rank only takes part in the collectives of
-            its source.
-        source: of the value, if it is a parameter's or a state's; see `write_tensors`.
+            `produce`.
+        is_collective: `produce` is called on all ranks that have the tensor, not on one.
+        source: of the value, in place of `produce`.
         block: number of the linear in a fused parameter; None for a parameter that is not fused.
         keeps_rows: `arrange` changes each row by itself, along the first dim.
         offset: its place in a file that several ranks write.
@@ -218,6 +218,7 @@ class TensorToWrite(NamedTuple):
     produce: Callable[[], np.ndarray]
     arrange: Callable[[np.ndarray], np.ndarray] = np.asarray
     is_joined: bool = False
+    is_collective: bool = False
     source: "Source | None" = None
     block: int | None = None
     keeps_rows: bool = False
@@ -227,9 +228,11 @@ class TensorToWrite(NamedTuple):
     def num_bytes(self) -> int:
         return int(np.prod(self.shape)) * np.dtype(_NUMPY_DTYPES[self.dtype]).itemsize
 
-    def array_of(self, data: np.ndarray) -> np.ndarray:
-        """The array of a tensor's bytes, `[n]` uint8."""
-        return data.view(_NUMPY_DTYPES[self.dtype]).reshape(self.shape)
+    def of(self, source: "Source") -> "TensorToWrite":
+        """The tensor with this source, unless `produce` must gather it."""
+        if source.is_collective:
+            return self._replace(is_collective=True, block=None)
+        return self._replace(source=source)
 
 
 def widened(stored: np.ndarray, dtype: str) -> np.ndarray:
@@ -281,17 +284,15 @@ def header_of(tensors: Iterable[TensorToWrite]) -> bytes:
 
 
 def write_file(
-    file: Path, tensors: Iterable[TensorToWrite], go_on: Callable[[], None] | None = None
+    file: Path,
+    tensors: Iterable[TensorToWrite],
+    go_on: Callable[[], None] | None = None,
+    in_place: bool = True,
 ) -> FileSum:
-    """Write tensors, one in memory at a time, and flush them to the disk: a file of these as
-    `write_bytes` does, or those with an `offset` into a file that other ranks write too."""
+    """Write tensors as `write_bytes` does, one in memory at a time: a file of these, or those with
+    an `offset` into a file that other ranks write too, one behind the other."""
     tensors = list(tensors)
-    if tensors and tensors[0].offset is not None:
-        with naming(file), open(os.open(file, os.O_CREAT | os.O_WRONLY, 0o666), "wb") as stream:
-            summed = SummedStream(stream)
-            for tensor in tensors:
-                summed.move(tensor.offset)
-                summed.write(bytes_of(tensor, tensor.produce()), go_on)
-            return summed.to_disk()
+    begin = tensors[0].offset if tensors else None
+    head = [header_of(tensors)] if begin is None else []
     parts = (bytes_of(tensor, tensor.produce()) for tensor in tensors)
-    return write_bytes(file, chain([header_of(tensors)], parts), go_on)
+    return write_bytes(file, chain(head, parts), go_on, begin, in_place)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import paddle
 
-from paddle_vl.checkpoint.ranges import Exchange, Source, divided
+from paddle_vl.checkpoint.ranges import Exchange, Source
 from paddle_vl.checkpoint.rules import StoredParameter, by_parameter, shared_slices
 from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, header_of, write_file
 from paddle_vl.nn.linear import whole_slices
@@ -66,7 +66,7 @@ def parameters_to_write(
         if first.block is not None:
             produce = shared_slices(produce[0], whole_slices(first.parameter))
         dtype = STORED_DTYPES[first.parameter.dtype]
-        source = Source.of(first.table, first.parameter, store)
+        source = Source(first.table, first.parameter, store)
         tensors += [
             TensorToWrite(
                 prefix + i.key,
@@ -75,10 +75,9 @@ def parameters_to_write(
                 make,
                 i.layout.to_stored,
                 spec.saved is Saved.JOINED,
-                source,
-                i.block,
-                i.layout.keeps_rows,
-            )
+                block=i.block,
+                keeps_rows=i.layout.keeps_rows,
+            ).of(source)
             for i, make in zip(items, produce, strict=True)
         ]
     return tensors
@@ -136,8 +135,7 @@ def write_tensors(
                 stale.unlink()
         ranks.wait()
     places = {t.name: (file, t.offset) for file, (_, held) in files.items() for t in held}
-    gathered = {id(t.source): t.source for t in tensors if t.source and t.source.is_gathered}
-    exchange = Exchange(divided(own, ranks.size), [*gathered.values()], ranks)
+    exchange = Exchange(tensors, ranks)
     placed: dict[str, list[TensorToWrite]] = {}
     for tensor in exchange.own_tensors():
         file, begin = places[tensor.name]

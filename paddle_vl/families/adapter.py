@@ -1,5 +1,6 @@
 """Low-rank adapters (LoRA) of a model: adding, loading, saving and merging them."""
 
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,13 +14,15 @@ import paddle
 from paddle_vl.checkpoint.adapter_files import (
     A_KEY,
     MAGNITUDE_KEY,
+    PREFIX,
+    TENSOR_FILE,
     Adapter,
     Size,
     StoredAdapter,
     is_low_rank,
     keys_of,
     with_adapter,
-    write_adapter,
+    write_config,
 )
 from paddle_vl.checkpoint.reading import MaterializeStep, check_keys, set_value, stored_values
 from paddle_vl.checkpoint.rules import PatchKernel, StoredParameter, by_parameter
@@ -29,13 +32,17 @@ from paddle_vl.checkpoint.safetensors_io import (
     encoded,
     widened,
 )
-from paddle_vl.checkpoint.writing import STORED_DTYPES, parameter_array, parameters_to_write
+from paddle_vl.checkpoint.writing import (
+    STORED_DTYPES,
+    parameter_array,
+    parameters_to_write,
+    write_tensors,
+)
 from paddle_vl.config.patterns import matching_names
 from paddle_vl.config.schema import LoRAConfig
 from paddle_vl.nn.linear import AdaptableLinear, fused_columns
 from paddle_vl.nn.lora import LowRankSettings, initial_factor
 from paddle_vl.nn.master_weights import ParameterStore
-from paddle_vl.nn.parameter_table import Saved
 
 # An `AdaptableModel`, whose methods call the functions of this module.
 Model = Any
@@ -113,23 +120,18 @@ def save_adapter(
     others: Iterable[TensorToWrite],
 ) -> None:
     """See `AdaptableModel.save_adapter`."""
-    items = [item for item in _adapter_parameters(model) if item.table[item.parameter].joins_saving]
+    tensors = parameters_to_write(_adapter_parameters(model), store=store)
     ranks = model.placement.checkpoint_ranks
-    # PEFT reads a single file, so the first rank gathers all tensors.
-    own = {item.key: parameter_array(item, store) for item in items}
-    items = [item for item in items if item.table[item.parameter].saved is Saved.HERE]
-    own = {item.key: own[item.key] for item in items}
-    arrays = ranks.gather_stage_arrays(own)
-    dtypes = ranks.gather_stages({i.key: STORED_DTYPES[i.parameter.dtype] for i in items})
-    if not ranks.is_first:
-        return
-    path.mkdir(parents=True, exist_ok=True)
-    tensors = [
-        TensorToWrite(key, array.shape, dtypes_of_stage[key], lambda array=array: array)
-        for arrays_of_stage, dtypes_of_stage in zip(arrays, dtypes, strict=True)
-        for key, array in arrays_of_stage.items()
-    ]
-    write_adapter(path, model.adapter, [*tensors, *others], model.peft_task, write)
+    if ranks.is_first:
+        path.mkdir(parents=True, exist_ok=True)
+        write_config(path, model.adapter, model.peft_task)
+    if model.placement.stage_layers.head:
+        tensors += others
+    # PEFT reads a single file.
+    tensors = [tensor._replace(name=PREFIX + tensor.name) for tensor in tensors]
+    write_tensors(
+        path, TENSOR_FILE.removesuffix(".safetensors"), tensors, sys.maxsize, ranks, write
+    )
 
 
 def merged_tensors(model: Model, store: ParameterStore | None = None) -> list[TensorToWrite]:

@@ -13,7 +13,7 @@ from paddle import Tensor
 from paddle_vl.nn.linear import Columns, column_slices, fused_columns
 
 # All-gather of tensors of equal size over a group, in the group's order.
-AllGather = Callable[[Tensor, Any], list[Tensor]]
+AllGather = Callable[[Tensor, Any], list[np.ndarray]]
 
 
 class Tie(Enum):
@@ -186,30 +186,17 @@ class ParameterTable:
         if group is None or spec.split_axis is None:
             full = host_array(value, copy)
         else:
-            shards = self._all_gather(value.detach(), group)
-            full = joined_shards(spec, [shard.numpy() for shard in shards])
+            full = joined_shards(spec, self._all_gather(value.detach(), group))
         if self._ep_group is None or not spec.is_expert:
             return full
-        parts = self._all_gather(paddle.to_tensor(full), self._ep_group)
-        return np.concatenate([part.numpy() for part in parts])
+        return np.concatenate(self._all_gather(paddle.to_tensor(full), self._ep_group))
 
     def num_shards(self, parameter: Tensor) -> tuple[int, int]:
         """Numbers of mp ranks and of ep ranks that have different shards of the parameter."""
         spec = self[parameter]
         group = None if spec.split_axis is None else self._group_of(spec)
         ep_group = self._ep_group if spec.is_expert else None
-        return tuple(1 if each is None else each.nranks for each in (group, ep_group))
-
-    def gathered_shards(self, parameter: Tensor, value: Tensor) -> Tensor:
-        """A value's shards of all mp ranks, flat, one after another; collective if it is sharded.
-
-        Args:
-            value: of the parameter's shape on this rank, such as a moment.
-        """
-        value = value.detach().reshape([-1])
-        if self.num_shards(parameter)[0] == 1:
-            return value
-        return paddle.concat(self._all_gather(value, self._group_of(self[parameter])))
+        return getattr(group, "nranks", 1), getattr(ep_group, "nranks", 1)
 
     def _group_of(self, spec: ParamSpec) -> Any:
         """The mp group over which a parameter is sharded; None without one."""
@@ -225,7 +212,7 @@ def joined_shards(spec: ParamSpec, shards: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate([of_rank[b] for b in range(len(cuts) + 1) for of_rank in blocks], axis)
 
 
-def _refuse(value: Tensor, group: Any) -> list[Tensor]:
+def _refuse(value: Tensor, group: Any) -> list[np.ndarray]:
     raise RuntimeError("a sharded ParameterTable needs an all_gather to give full values")
 
 

@@ -8,7 +8,7 @@ implementations for several ranks.
 Over 350 lines: this is the complete parallelism interface for a new model.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
@@ -95,10 +95,6 @@ class Seat(NamedTuple):
     mp: int = 0
     sharding: int = 0
 
-    @property
-    def place(self) -> tuple[int, int, int]:
-        return self.ep, self.mp, self.sharding
-
 
 @dataclass(frozen=True)
 class CheckpointRanks:
@@ -134,10 +130,6 @@ class CheckpointRanks:
     def gather_stages(self, value: Any) -> list[Any]:
         """The JSON values of all pipeline stages, in order; collective."""
         return [value]
-
-    def gather_stage_arrays(self, arrays: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
-        """The arrays of all pipeline stages, in order; collective."""
-        return [dict(arrays)]
 
 
 # Makes this rank's experts of a layer, given a function that makes so many, and their number.

@@ -82,16 +82,11 @@ def rows_of_items(items: np.ndarray, rows_I: np.ndarray) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype=np.int64), *ranges])
 
 
-def gathered_tensors(value: Tensor, group) -> list[Tensor]:
-    """The values of all ranks, of equal shape, in the group's order; without a gradient."""
+def gathered_arrays(value: Tensor, group) -> list[np.ndarray]:
+    """The values of all ranks on the host, of equal shape, in the group's order."""
     shards: list[Tensor] = []
     dist.all_gather(shards, value, group=group)
-    return shards
-
-
-def gathered_arrays(value: Tensor, group) -> list[np.ndarray]:
-    """As `gathered_tensors`, on the host."""
-    return [shard.numpy() for shard in gathered_tensors(value, group)]
+    return [shard.numpy() for shard in shards]
 
 
 @paddle.no_grad()

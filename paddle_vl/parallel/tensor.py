@@ -7,12 +7,11 @@ operations: fewer key heads than ranks, experts, adapters, the divided vision to
 `[vocab, dim]` that may be tied to the embedding.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
 import paddle
 import paddle.distributed as dist
 from paddle import Tensor, nn
@@ -33,8 +32,8 @@ from paddle_vl.nn.placement import (
     ShardExperts,
     StageLayers,
 )
-from paddle_vl.parallel.agree import gather_arrays, gather_values
-from paddle_vl.parallel.collectives import all_reduced, gathered_tensors
+from paddle_vl.parallel.agree import gather_values
+from paddle_vl.parallel.collectives import all_reduced, gathered_arrays
 from paddle_vl.parallel.expert_parallel import shard_experts
 from paddle_vl.parallel.random_state import split_random
 from paddle_vl.parallel.region_ops import FleetRegionOps
@@ -91,7 +90,7 @@ class FleetPlacement(Placement):
         shard = None
         if ep_group is not None:
             layers_are_collective, shard = True, partial(shard_experts, ep_group)
-        table = ParameterTable(mp_group if shards_matrices else None, ep_group, gathered_tensors)
+        table = ParameterTable(mp_group if shards_matrices else None, ep_group, gathered_arrays)
         if shards_matrices:
             ops = FleetRegionOps(
                 mp_group, sequence_parallel, vision == "spread", layers_are_collective
@@ -141,11 +140,6 @@ class FleetCheckpointRanks(CheckpointRanks):
         if self.pp_group is None or self.pp_group.nranks == 1:
             return [value]
         return gather_values(value, self.pp_group)
-
-    def gather_stage_arrays(self, arrays: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
-        if self.pp_group is None or self.pp_group.nranks == 1:
-            return [dict(arrays)]
-        return gather_arrays(arrays, self.pp_group)
 
 
 class FleetLayers(LayerFactory):

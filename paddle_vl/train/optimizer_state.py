@@ -81,12 +81,10 @@ class OptimizerState:
         tensors = []
         for names, state, parameter, tensor in states:
             is_joined = self._table[parameter].saved is Saved.JOINED
-            source = None
             if _has_layout(state):
                 shapes = self._shapes(parameter, names)
                 # None where other ranks have all of the parameter.
                 own = paddle.zeros([0]) if tensor is None else tensor
-                source = Source.of(self._table, parameter, self.store, own)
                 full = partial(full_state, parameter, own)
                 produce = [full]
                 if len(names) > 1:
@@ -94,21 +92,18 @@ class OptimizerState:
             else:
                 shapes = [(1,)] * len(names)
                 produce = [partial(number, (id(parameter), state))] * len(names)
-            tensors += [
-                TensorToWrite(
-                    f"{name}/{state}",
-                    shape,
-                    "F32",
-                    make,
-                    is_joined=is_joined,
-                    source=source,
-                    block=None if len(names) == 1 else block,
-                    keeps_rows=True,
-                )
-                for block, (name, shape, make) in enumerate(
-                    zip(names, shapes, produce, strict=True)
-                )
+            made = [
+                TensorToWrite(f"{name}/{state}", shape, "F32", make, is_joined=is_joined)
+                for name, shape, make in zip(names, shapes, produce, strict=True)
             ]
+            if _has_layout(state):
+                source = Source(self._table, parameter, self.store, own)
+                blocks = [None] if len(names) == 1 else range(len(names))
+                made = [
+                    each._replace(block=block, keeps_rows=True).of(source)
+                    for block, each in zip(blocks, made, strict=True)
+                ]
+            tensors += made
         return tensors
 
     def _states(self) -> Iterator[tuple[list[str], str, Tensor, Tensor | None]]:

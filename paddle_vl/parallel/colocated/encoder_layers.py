@@ -22,7 +22,7 @@ from paddle.nn.initializer import Normal
 from paddle_vl.nn.linear import AdaptableLinear, linear
 from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec, Saved
 from paddle_vl.nn.placement import Placement
-from paddle_vl.parallel.collectives import all_reduced, gathered_tensors
+from paddle_vl.parallel.collectives import all_reduced, gathered_arrays
 from paddle_vl.parallel.colocated.grid import EncoderGroups
 from paddle_vl.parallel.random_state import encoder_split_random
 
@@ -87,7 +87,7 @@ def add_encoder(placement: Placement, groups: EncoderGroups) -> None:
     elsewhere = Saved.JOINED if groups.saves_together else Saved.ELSEWHERE
     saved = Saved.HERE if groups.role.place.stage == 0 else elsewhere
     if groups.mp_group.nranks > 1:
-        table.shard_encoder(groups.mp_group, gathered_tensors)
+        table.shard_encoder(groups.mp_group, gathered_arrays)
     placement.layers.tower_layers = ColocatedLayers(table, groups.mp_group, saved)
 
 

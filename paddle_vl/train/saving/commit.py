@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from paddle_vl.checkpoint.manifest import (
+    CHUNK_BYTES,
     FileSum,
     Manifest,
     Piece,
@@ -51,10 +52,11 @@ class Snapshot:
     Args:
         memory: for copies of the tensors; None to write tensors while they are collected, so that
             they are never all in memory.
+        in_place: ranks write into common files; otherwise rank 0 puts their ranges together.
     """
 
-    def __init__(self, memory: Copies | None):
-        self._memory = memory
+    def __init__(self, memory: Copies | None, in_place: bool = True):
+        self._memory, self.in_place = memory, in_place
         self._texts: dict[str, bytes] = {}
         self._copies: dict[str, list[TensorToWrite]] = {}
         self._written: dict[str, FileSum] = {}
@@ -101,7 +103,7 @@ class Snapshot:
         for name, text in self._texts.items():
             written[name] = write_bytes(partial / name, [text])
         for name, copies in self._copies.items():
-            written[name] = write_file(partial / name, copies, go_on)
+            written[name] = write_file(partial / name, copies, go_on, self.in_place)
         return written
 
     def _write_tensors(self, partial: Path, name: str, tensors: list[TensorToWrite]) -> None:
@@ -113,7 +115,7 @@ class Snapshot:
         try:
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             counted = [tensor._replace(produce=next_array) for tensor in tensors]
-            self._written[name] = write_file(partial / name, counted)
+            self._written[name] = write_file(partial / name, counted, None, self.in_place)
         except OSError as error:
             # Raised once no rank waits for this one in the collectives that produce arrays.
             self._error = self._error or error
@@ -175,6 +177,7 @@ def collect_parts(
                     pieces.setdefault(name, []).extend(written.parts())
                 missing.remove(rank)
         if not missing:
+            _join_ranges(partial)
             return {name: _covering(partial / name, found) for name, found in pieces.items()}
         if time.monotonic() > deadline():
             raise RuntimeError(
@@ -183,6 +186,29 @@ def collect_parts(
             )
         time.sleep(pause)
         pause = min(2 * pause, _POLL_S[1])
+
+
+def _join_ranges(partial: Path) -> None:
+    """Put files together whose ranges the ranks have written as files of their own."""
+    for part in sorted(partial.rglob("*.range")):
+        whole = part.with_suffix("").with_suffix("")
+        with part.open("rb") as read, whole.open("ab") as stream:
+            shutil.copyfileobj(read, stream, CHUNK_BYTES)
+        flush_to_disk(whole)
+        part.unlink()
+
+
+def check_written(partial: Path, files: Mapping[str, FileSum], sizes: bool = True) -> None:
+    """Read files back from the disk.
+
+    Args:
+        sizes: see `damaged_files`; unknown while other ranks write.
+
+    Raises:
+        RuntimeError: they differ from what was written.
+    """
+    if damage := damaged_files(partial, files, drop_cache=True, sizes=sizes):
+        raise RuntimeError(f"{partial} reads back differently: {'; '.join(damage)}")
 
 
 def _covering(file: Path, pieces: Sequence[Piece]) -> FileSum:
@@ -277,10 +303,7 @@ class FolderWrite:
         try:
             files = self._snapshot.write_to(partial, self._go_on)
             if self._reads_back:
-                # Their sizes are unknown while other ranks write.
-                damage = damaged_files(partial, files, drop_cache=True, sizes=False)
-                if damage:
-                    raise RuntimeError(f"{partial} reads back differently: {'; '.join(damage)}")
+                check_written(partial, files, sizes=False)
             leave_part(partial, self._rank, files)
         except (OSError, RuntimeError) as error:
             # So that rank 0 does not wait for this rank; `CheckpointWriter.wait` raises it too.
