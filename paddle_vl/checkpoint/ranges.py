@@ -54,7 +54,7 @@ class Source:
         self._mp, self._ep = table.num_shards(parameter)
         self._spans, self._own = None, parameter.detach
         if store is not None:
-            self._spans, self._own = store.spread(parameter, value)
+            self._spans, self._own, _ = store.spread(parameter, value)
         self.dtype = parameter.dtype if value is None else value.dtype
         self.rows = math.prod(table.full_shape(parameter)[:1])
         self.columns = whole_slices(parameter)

@@ -82,24 +82,22 @@ class StoredTensor(NamedTuple):
             )
         array = widened(array, self.dtype)
         if must_be_finite and self.dtype in FLOATING:
-            # In one pass, in less than half of the time of reading.
-            starts = range(0, array.size, _CHECKED_AT_ONCE)
-            if not all(np.isfinite(array[i : i + _CHECKED_AT_ONCE]).all() for i in starts):
-                bad = int(array.size - np.isfinite(array).sum())
-                raise RuntimeError(
-                    f"{self.file}: {self.name} holds {bad} values that are NaN or infinite, of "
-                    f"{array.size}: its weights are lost; take an earlier checkpoint, or {_REMEDY}"
-                )
+            check_finite(array, f"{self.file}: {self.name}")
         if self.is_swapped:
             return np.ascontiguousarray(array.reshape(self.swapped().shape).swapaxes(-1, -2))
         return array.reshape(self.shape)
 
-    def copied(self, name: str) -> "TensorToWrite":
-        """The tensor for another file, unread; it stays readable when this file is deleted."""
+    def mapped(self) -> np.ndarray:
+        """The tensor, of which only the parts that are used are read; bfloat16 as its bits. It
+        stays readable when the file is deleted."""
         dtype = _NUMPY_DTYPES[self.dtype]
         if not self.num_bytes:
-            return TensorToWrite(name, self.shape, self.dtype, lambda: np.empty(self.shape, dtype))
-        held = np.memmap(self.file, dtype, "r", self.offset, self.shape)
+            return np.empty(self.shape, dtype)
+        return np.memmap(self.file, dtype, "r", self.offset, self.shape)
+
+    def copied(self, name: str) -> "TensorToWrite":
+        """The tensor for another file, unread; it stays readable when this file is deleted."""
+        dtype, held = _NUMPY_DTYPES[self.dtype], self.mapped()
         # Read where it is written: a save in the background needs no copy of it.
         return TensorToWrite(
             name, self.shape, self.dtype, lambda: np.empty(0, dtype), lambda empty: held
@@ -118,6 +116,21 @@ class StoredTensor(NamedTuple):
 
         begins = range(0, self.num_bytes, _COMPARED_AT_ONCE)
         return all(np.array_equal(chunk(self, begin), chunk(other, begin)) for begin in begins)
+
+
+def check_finite(array: np.ndarray, what: str) -> None:
+    """
+    Raises:
+        RuntimeError: some of the flat array's values are not finite.
+    """
+    # In one pass, in less than half of the time of reading.
+    starts = range(0, array.size, _CHECKED_AT_ONCE)
+    if not all(np.isfinite(array[i : i + _CHECKED_AT_ONCE]).all() for i in starts):
+        bad = int(array.size - np.isfinite(array).sum())
+        raise RuntimeError(
+            f"{what} holds {bad} values that are NaN or infinite, of {array.size}: its weights are "
+            f"lost; take an earlier checkpoint, or {_REMEDY}"
+        )
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:

@@ -24,10 +24,12 @@ class Spread(NamedTuple):
     Attributes:
         spans: first value and end of each sharding rank's share, flat; None if each has all.
         own: this rank's share, flat or not, whose padding is behind the span; not collective.
+        rank: this rank's number among the spans.
     """
 
     spans: Sequence[tuple[int, int]] | None
     own: Callable[[], Tensor]
+    rank: int = 0
 
 
 class ParameterStore(Protocol):

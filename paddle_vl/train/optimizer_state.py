@@ -4,6 +4,7 @@ Paddle names optimizer state by counters that differ between runs and ranks, so 
 by parameter.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from paddle import Tensor
 
 from paddle_vl.checkpoint.ranges import Source
 from paddle_vl.checkpoint.rules import shared_slices
-from paddle_vl.checkpoint.safetensors_io import TensorToWrite
+from paddle_vl.checkpoint.safetensors_io import TensorToWrite, check_finite
 from paddle_vl.nn.flat_buckets import AVERAGE, POWERS, STATES, FlatBucket
 from paddle_vl.nn.linear import fused_columns, whole_slices
 from paddle_vl.nn.master_weights import ParameterStore
@@ -184,14 +185,38 @@ class OptimizerState:
             problems.append(f"{', '.join(found)} differ, of linears that are trained as one")
         if problems or tensor is None:
             return problems
-        array = slices[0]
-        if _has_layout(state):
-            full = array if len(slices) == 1 else np.concatenate(slices, axis=1)
-            array = self.store.own_shard(parameter, self._table.own_shard(parameter, full))
+        if not _has_layout(state):
+            array = np.array(slices[0])
+        else:
+            array = self._own_values(parameter, tensor, slices)
+            check_finite(array.reshape(-1), f"the saved optimizer state {', '.join(found)}")
         # Tensors of a bucket share their powers.
         if _has_layout(state) or not self._buckets:
             tensor.set_value(array)
         return []
+
+    def _own_values(
+        self, parameter: Tensor, tensor: Tensor, slices: list[np.ndarray]
+    ) -> np.ndarray:
+        """This rank's share of the full value, of which it uses no other rows; in the shape of the
+        state, padded with zeros.
+
+        Args:
+            slices: columns of each linear of a fused parameter, or the full value.
+        """
+        spans, _, rank = self.store.spread(parameter, tensor)
+        begin, end = (0, parameter.size) if spans is None else spans[rank]
+        width = math.prod(parameter.shape[1:])
+        rows = slice(begin // width, max(-(-end // width), begin // width))
+        if len(slices) > 1:
+            full = np.concatenate([columns[rows] for columns in slices], axis=1)
+            own = self._table.own_shard(parameter, full)
+        else:
+            own = np.atleast_1d(self._table.own_shard(parameter, slices[0]))[rows]
+        values = np.zeros([tensor.size], own.dtype)
+        first = rows.start * width
+        values[: max(end - begin, 0)] = own.reshape(-1)[begin - first : end - first]
+        return values.reshape(tensor.shape)
 
 
 def _has_layout(state: str) -> bool:

@@ -116,8 +116,11 @@ class Checks:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(commit, "leave_part", incomplete)
+            writer = CheckpointWriter(self.folder / "hole", settings(), self.ranks)
+            writer.save(2, self.fill)
             with pytest.raises(RuntimeError, match="are of no rank or of two"):
-                self.save("hole")
+                writer.wait()
+            writer.close()
         assert not steps_in(self.folder / "hole")
 
     def damage(self) -> None:

@@ -227,7 +227,8 @@ class FleetSharding:
             return Spread(None, partial(self.gathered_value, parameter))
         spans = [self._span(parameter, rank) for rank in range(self.group.nranks)]
         size = parameter.size
-        return Spread([(begin, min(end, size)) for begin, end in spans], lambda: value)
+        spans = [(begin, min(end, size)) for begin, end in spans]
+        return Spread(spans, lambda: value, self.group.rank)
 
     def own_shard(self, parameter: Tensor, full: np.ndarray) -> np.ndarray:
         """`[n]`, this rank's slice of an array in the parameter's shape, padded with zeros.

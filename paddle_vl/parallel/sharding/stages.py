@@ -193,7 +193,7 @@ class Sharding:
                 return value
             return self.shard_of(parameter).detach().astype(parameter.dtype)
 
-        return Spread([*itertools.pairwise(ends)], own)
+        return Spread([*itertools.pairwise(ends)], own, self.group.rank)
 
     def own_shard(self, parameter: Tensor, full: np.ndarray) -> np.ndarray:
         """`[n]`, this rank's shard of an array in the parameter's shape, padded with zeros.
