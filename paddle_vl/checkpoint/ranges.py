@@ -213,7 +213,8 @@ class Exchange:
             return tensor.arrange(value)
         # The first of the linears of a fused parameter has the values of all of them.
         if tensor is part.tensors[0]:
-            flat = np.concatenate([value[place] for place in self._places[number]])
+            shares = [value[place] for place in self._places[number]]
+            flat = shares[0] if len(shares) == 1 else np.concatenate(shares)
             self._full[number] = part.source.joined(flat, part.first, part.last)
         full = self._full[number]
         if tensor is part.tensors[-1]:

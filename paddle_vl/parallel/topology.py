@@ -181,14 +181,16 @@ def initialize(
         **groups,
         ep_group=_own_group(ep_groups, rank) or _group_of_one(rank),
         expert_dp_group=_own_group(expert_dp_groups, rank),
-        saving_group=_saving_group(degrees, communicators.topology(), rank),
+        saving_group=_saving_group(degrees, communicators.topology(), groups, rank),
         ends_group=_own_group(ends, rank),
         host_group=None if on_cpu else _host_group(timeout_s),
         encoder=_encoder_groups(degrees, communicators.topology(), rank),
     )
 
 
-def _saving_group(degrees: ParallelDegrees, mesh: Any, rank: int) -> Group | None:
+def _saving_group(
+    degrees: ParallelDegrees, mesh: Any, groups: dict[str, Group], rank: int
+) -> Group | None:
     """The group of `Topology.saving_group`; created on all ranks in the same order."""
     if degrees.mp_degree * degrees.sharding_degree * degrees.ep_degree == 1:
         return None
@@ -196,6 +198,9 @@ def _saving_group(degrees: ParallelDegrees, mesh: Any, rank: int) -> Group | Non
     for each in range(degrees.num_processes):
         at = mesh.get_coord(each)
         members.setdefault((at.data // degrees.ep_degree, at.pipe), []).append(each)
+    for group in groups.values():
+        if group.ranks in members.values():
+            return group
     return _own_group([*members.values()], rank)
 
 
