@@ -153,7 +153,7 @@ def write_bytes(
         file = file.with_name(f"{file.name}.{begin:020}.range")
     with (
         replacing(file) if begin is None else naming(file) as partial,
-        open(os.open(partial or file, os.O_CREAT | os.O_WRONLY, 0o666), "wb") as stream,
+        open(partial or file, "wb", opener=_open_whole if begin is not None else None) as stream,
     ):
         stream.seek(begin or 0 if in_place else 0)
         summed = SummedStream(stream, begin or 0)
@@ -162,6 +162,11 @@ def write_bytes(
             # Free it before the next one is made.
             del part
         return summed.to_disk()
+
+
+def _open_whole(file: str, flags: int) -> int:
+    """Open a file for writing and keep what others have written into it."""
+    return os.open(file, flags & ~os.O_TRUNC, 0o666)
 
 
 @dataclass(frozen=True)
@@ -236,7 +241,8 @@ def files_from_json(values: Mapping[str, Any]) -> dict[str, FileSum]:
         if "\0" in name or any("\ud800" <= character <= "\udfff" for character in name):
             raise ValueError(f"file {name!r} has a name that no file can have")
         size = entry["size"]
-        pieces = [Piece(*piece) for piece in entry.get("pieces") or [(0, size, entry[CHECKSUM])]]
+        found: list[Any] = entry.get("pieces") or [[0, size, entry[CHECKSUM]]]
+        pieces = [Piece(*piece) for piece in found]
         if any([type(value) for value in piece] != [int, int, str] for piece in pieces):
             raise ValueError(f"the entry of {name} has pieces {pieces} of {size!r} bytes")
         files[name] = FileSum.of(pieces)

@@ -134,14 +134,14 @@ def write_tensors(
             for stale in folder.glob(f"{_PARTIAL}*"):
                 stale.unlink()
         ranks.wait()
-    places = {t.name: (file, t.offset) for file, (_, held) in files.items() for t in held}
+    places = {t.name: (file, t.offset or 0) for file, (_, held) in files.items() for t in held}
     exchange = Exchange(tensors, ranks)
     placed: dict[str, list[TensorToWrite]] = {}
     for tensor in exchange.own_tensors():
         file, begin = places[tensor.name]
         of_file = placed.setdefault(file, [])
         if is_shared:
-            tensor = tensor._replace(offset=begin + tensor.offset)
+            tensor = tensor._replace(offset=begin + (tensor.offset or 0))
             header = files[file][0]
             if tensor.offset == len(header):
                 of_file.append(_bytes_to_write(header))
