@@ -48,6 +48,8 @@ from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
 
 WIDTH = 2048
+# With --ranks: many small tensors.
+WIDTH_ON_RANKS = 512
 ROWS = 64
 SHARD_BYTES = 5_000_000_000
 
@@ -55,9 +57,15 @@ SHARD_BYTES = 5_000_000_000
 class Training:
     """A stack of linears and its optimizer."""
 
-    def __init__(self, size_mb: int, config: TrainConfig, topology: Topology | None = None):
-        count = max(1, round(size_mb * 1e6 / (4 * WIDTH**2)))
-        self.layers = nn.LayerList([nn.Linear(WIDTH, WIDTH, bias_attr=False) for _ in range(count)])
+    def __init__(
+        self,
+        size_mb: int,
+        config: TrainConfig,
+        width: int = WIDTH,
+        topology: Topology | None = None,
+    ):
+        self.width, count = width, max(1, round(size_mb * 1e6 / (4 * width**2)))
+        self.layers = nn.LayerList([nn.Linear(width, width, bias_attr=False) for _ in range(count)])
         named = [(f"layers.{i}.weight", layer.weight) for i, layer in enumerate(self.layers)]
         table = ParameterTable()
         table.add(weight for _, weight in named)
@@ -73,7 +81,7 @@ class Training:
 
     def step(self) -> None:
         """One update."""
-        rows = paddle.randn([ROWS, WIDTH])
+        rows = paddle.randn([ROWS, self.width])
         for layer in self.layers:
             rows = paddle.tanh(layer(rows))
         rows.square().mean().backward()
@@ -113,9 +121,10 @@ def saved(training: Training, config: TrainConfig, folder: Path, saves: int, bet
 
 def on_rank(folder: str, size_mb: int, num_ranks: int) -> dict[str, float]:
     """What a checkpoint costs one of some ranks."""
-    topology = initialize(ParallelDegrees(sharding_degree=num_ranks, sharding_stage=2))
+    degrees = {"sharding_degree": num_ranks, "sharding_stage": 2} if num_ranks > 1 else {}
+    topology = initialize(ParallelDegrees(**degrees))
     config = TrainConfig(output_dir=folder, max_steps=1, save_total_limit=None)
-    training = Training(size_mb, config, topology)
+    training = Training(size_mb, config, WIDTH_ON_RANKS, topology)
     training.step()
     ranks = FleetRanks(topology) if num_ranks > 1 else ONE_RANK
     with CheckpointWriter(Path(folder), config, ranks) as writer:
@@ -147,7 +156,7 @@ def over_ranks(options: argparse.Namespace, work: Path) -> Result:
             found = launch(on_rank, work / "ranks", count, **given)
         most = {name: max(rank[name] for rank in found) for name in found[0]}
         result[str(count)] = most
-        is_good &= most["on_host"] <= most["bytes"] / count + 4 * WIDTH**2
+        is_good &= most["on_host"] <= most["bytes"] / count + 4 * WIDTH_ON_RANKS**2
         sizes = [f"{most[name] / 1e6:.1f}" for name in ("bytes", "on_host", "verified")]
         rows.append([str(count), *sizes, f"{most['stall_s']:.3f}", f"{most['load_s']:.3f}"])
     columns = ["ranks", "MB of files", "MB to the host", "MB verified", "stall s", "load s"]
