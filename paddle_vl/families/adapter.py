@@ -26,12 +26,7 @@ from paddle_vl.checkpoint.adapter_files import (
 )
 from paddle_vl.checkpoint.reading import MaterializeStep, check_keys, set_value, stored_values
 from paddle_vl.checkpoint.rules import PatchKernel, StoredParameter, by_parameter
-from paddle_vl.checkpoint.safetensors_io import (
-    FileWriter,
-    TensorToWrite,
-    encoded,
-    widened,
-)
+from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, encoded, widened
 from paddle_vl.checkpoint.writing import (
     STORED_DTYPES,
     parameter_array,
