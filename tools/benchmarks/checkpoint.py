@@ -121,8 +121,8 @@ def saved(training: Training, config: TrainConfig, folder: Path, saves: int, bet
 
 def on_rank(folder: str, size_mb: int, num_ranks: int) -> dict[str, float]:
     """What a checkpoint costs one of some ranks."""
-    degrees = {"sharding_degree": num_ranks, "sharding_stage": 2} if num_ranks > 1 else {}
-    topology = initialize(ParallelDegrees(**degrees))
+    stage = 2 if num_ranks > 1 else 1
+    topology = initialize(ParallelDegrees(sharding_degree=num_ranks, sharding_stage=stage))
     config = TrainConfig(output_dir=folder, max_steps=1, save_total_limit=None)
     training = Training(size_mb, config, WIDTH_ON_RANKS, topology)
     training.step()
