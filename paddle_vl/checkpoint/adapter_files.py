@@ -10,7 +10,7 @@ Source: PEFT 0.21, `peft/utils/save_and_load.py` and `peft/tuners/lora/config.py
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,12 +20,10 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from paddle_vl.checkpoint.safetensors_io import (
-    FileWriter,
     StoredTensor,
     TensorToWrite,
     encoded,
     read_header,
-    write_file,
 )
 from paddle_vl.config.schema import LoRAConfig
 from paddle_vl.files.checked_values import explained
@@ -252,19 +250,10 @@ def folder_with(file: str, folder: Path, base: str | Path | None = None) -> Path
     return folder if has_it else base_folder(folder, base)
 
 
-def write_adapter(
-    folder: Path,
-    adapter: Adapter,
-    tensors: Iterable[TensorToWrite],
-    task: str | None = "CAUSAL_LM",
-    write: FileWriter = write_file,
-) -> None:
-    """Write both files.
-
-    Modules are listed by full name, so that PEFT matches exactly these.
+def write_config(folder: Path, adapter: Adapter, task: str | None = "CAUSAL_LM") -> None:
+    """Write `adapter_config.json`. Modules are listed by full name, so that PEFT matches these.
 
     Args:
-        tensors: by HF key.
         task: PEFT's task_type.
     """
     config = adapter.config
@@ -291,7 +280,6 @@ def write_adapter(
     }
     text = json.dumps(values, indent=2) + "\n"
     write_text(folder / CONFIG_FILE, text)
-    write(folder / TENSOR_FILE, [t._replace(name=PREFIX + t.name) for t in tensors])
 
 
 def _of_module(module: str, patterns: Mapping[str, Any], default: Any) -> Any:

@@ -1,14 +1,20 @@
 """`manifest.json` of a checkpoint: its files with sizes and checksums.
 
-    {"format": 1, "step": 500, "nonfinite_updates": 0,
-     "files": {"model.safetensors": {"size": 1234, "xxh3_128": "9f.."}, ..}}
+    {"format": 2, "step": 500, "nonfinite_updates": 0,
+     "files": {"config.json": {"size": 1234, "xxh3_128": "9f.."},
+               "model.safetensors": {"size": 5678, "pieces": [[0, 4000, "1a.."], ..]}, ..}}
 
-Checksums are computed from the bytes in memory before they are written, so they reveal errors of
-writing too. Other files in the folder, such as a model card, are not checked.
+A large file, or one that several ranks have written, has a checksum per piece: first byte, length
+and checksum, in order. Format 1 has no pieces, and is still read. Checksums are computed from the
+bytes in memory before they are written, so they reveal errors of writing too. Other files in the
+folder, such as a model card, are not checked.
+
+Just over 350 lines: a file's pieces as they are written, listed and verified.
 """
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,11 +24,14 @@ from typing import Any, BinaryIO, NamedTuple
 
 import xxhash
 
-from paddle_vl.files.text_file import replacing
+from paddle_vl.files.text_file import naming, replacing
 
 MANIFEST_FILE = "manifest.json"
 CHECKSUM = "xxh3_128"
-FORMAT = 1
+FORMAT = 2
+_FORMATS = (1, FORMAT)
+# A longer piece ends after the write call that exceeds it.
+PIECE_BYTES = 1 << 26
 # Bytes per write call; between calls other threads run, and a write can be aborted.
 CHUNK_BYTES = 1 << 23
 # Bytes between flushes to disk, so that the page cache does not fill up, writes of other programs
@@ -40,19 +49,48 @@ WEIGHT_FILES = (
 )
 
 
-class FileSum(NamedTuple):
-    """Size in bytes and checksum of a file."""
+class Piece(NamedTuple):
+    """Consecutive bytes of a file, and their checksum."""
 
-    size: int
+    begin: int
+    length: int
     checksum: str
 
 
-class SummedStream:
-    """A file that is being written, and the checksum of its bytes."""
+class FileSum(NamedTuple):
+    """Size in bytes and checksum of a file.
 
-    def __init__(self, stream: BinaryIO):
+    Attributes:
+        checksum: of the file, or of the text of the pieces' checksums.
+        pieces: in order; empty for a file with one checksum.
+    """
+
+    size: int
+    checksum: str
+    pieces: tuple[Piece, ...] = ()
+
+    @classmethod
+    def of(cls, pieces: Iterable[Piece]) -> "FileSum":
+        """The file that ends with the last of these pieces."""
+        ordered = sorted(pieces)
+        size = ordered[-1].begin + ordered[-1].length
+        if len(ordered) == 1 and not ordered[0].begin:
+            return cls(size, ordered[0].checksum)
+        sums = "".join(piece.checksum for piece in ordered)
+        return cls(size, xxhash.xxh3_128_hexdigest(sums.encode()), tuple(ordered))
+
+    def parts(self) -> tuple[Piece, ...]:
+        """Its pieces; one that is the file if it has none."""
+        return self.pieces or (Piece(0, self.size, self.checksum),)
+
+
+class SummedStream:
+    """A file that is being written, and the checksums of its bytes, from byte `begin` on."""
+
+    def __init__(self, stream: BinaryIO, begin: int = 0):
         self._stream, self._hash = stream, xxhash.xxh3_128()
-        self._size = self._size_on_disk = 0
+        self._begin, self._size, self._unflushed = begin, 0, 0
+        self._pieces: list[Piece] = []
 
     def write(self, data: Any, go_on: Callable[[], None] | None = None) -> None:
         """Write the bytes of a contiguous buffer.
@@ -68,28 +106,44 @@ class SummedStream:
             self._hash.update(chunk)
             self._stream.write(chunk)
             self._size += len(chunk)
-            if self._size - self._size_on_disk >= _FLUSH_BYTES:
+            self._unflushed += len(chunk)
+            if self._size >= PIECE_BYTES:
+                self._end_piece()
+            if self._unflushed >= _FLUSH_BYTES:
                 self._flush()
 
     def to_disk(self) -> FileSum:
-        """Flush everything to the disk; size and checksum of the file."""
+        """Flush everything to the disk; end and checksums of what was written."""
         self._flush()
-        return FileSum(self._size, self._hash.hexdigest())
+        if self._size or not self._pieces:
+            self._end_piece()
+        return FileSum.of(self._pieces)
+
+    def _end_piece(self) -> None:
+        self._pieces.append(Piece(self._begin, self._size, self._hash.hexdigest()))
+        self._hash.reset()
+        self._begin, self._size = self._begin + self._size, 0
 
     def _flush(self) -> None:
         self._stream.flush()
         os.fsync(self._stream.fileno())
-        self._size_on_disk = self._size
+        self._unflushed = 0
 
 
 def write_bytes(
-    file: Path, parts: Iterable[Any], go_on: Callable[[], None] | None = None
+    file: Path,
+    parts: Iterable[Any],
+    go_on: Callable[[], None] | None = None,
+    begin: int | None = None,
+    in_place: bool = True,
 ) -> FileSum:
     """Write one file atomically: it gets its name when it is complete on disk.
 
     Args:
         parts: contiguous buffers.
         go_on: called between pieces; it raises to abort the write.
+        begin: write from this byte of a file on into which others write too.
+        in_place: False writes a file of its own instead, NAME.BEGIN.range.
 
     Returns:
         Its size and checksum.
@@ -97,13 +151,24 @@ def write_bytes(
     Raises:
         OSError: the file cannot be written; the error names it.
     """
-    with replacing(file) as partial, partial.open("wb") as stream:
-        summed = SummedStream(stream)
+    if not in_place and begin is not None:
+        file = file.with_name(f"{file.name}.{begin:020}.range")
+    with (
+        replacing(file) if begin is None else naming(file) as partial,
+        open(partial or file, "wb", opener=_open_whole if begin is not None else None) as stream,
+    ):
+        stream.seek(begin or 0 if in_place else 0)
+        summed = SummedStream(stream, begin or 0)
         for part in parts:
             summed.write(part, go_on)
             # Free it before the next one is made.
             del part
         return summed.to_disk()
+
+
+def _open_whole(file: str, flags: int) -> int:
+    """Open a file for writing and keep what others have written into it."""
+    return os.open(file, flags & ~os.O_TRUNC, 0o666)
 
 
 @dataclass(frozen=True)
@@ -127,7 +192,10 @@ class Manifest:
             "nonfinite_updates": 0,
             "files": dict(sorted(files_as_json(self.files).items())),
         }
-        write_bytes(folder / MANIFEST_FILE, [json.dumps(values, indent=1).encode()])
+        text = json.dumps(values, indent=1)
+        # One line per piece.
+        text = re.sub(r"\[\s+(\d+),\s+(\d+),\s+(\S+)\s+\]", r"[\1, \2, \3]", text)
+        write_bytes(folder / MANIFEST_FILE, [text.encode()])
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest | None":
@@ -139,8 +207,8 @@ class Manifest:
         path = folder / MANIFEST_FILE
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-            if values["format"] != FORMAT:
-                raise ValueError(f"format {values['format']} is not {FORMAT}")
+            if values["format"] not in _FORMATS:
+                raise ValueError(f"format {values['format']} is not one of {_FORMATS}")
             manifest = cls(values["step"], files_from_json(values["files"]))
         except FileNotFoundError:
             return None
@@ -154,7 +222,11 @@ class Manifest:
 
 def files_as_json(files: Mapping[str, FileSum]) -> dict[str, dict[str, Any]]:
     """Sizes and checksums as a JSON object."""
-    return {name: {"size": file.size, CHECKSUM: file.checksum} for name, file in files.items()}
+    return {
+        name: {"size": file.size}
+        | ({"pieces": file.pieces} if file.pieces else {CHECKSUM: file.checksum})
+        for name, file in files.items()
+    }
 
 
 def files_from_json(values: Mapping[str, Any]) -> dict[str, FileSum]:
@@ -170,26 +242,36 @@ def files_from_json(values: Mapping[str, Any]) -> dict[str, FileSum]:
             raise ValueError(f"file {name!r} lies outside the folder")
         if "\0" in name or any("\ud800" <= character <= "\udfff" for character in name):
             raise ValueError(f"file {name!r} has a name that no file can have")
-        size, checksum = entry["size"], entry[CHECKSUM]
-        if type(size) is not int or not isinstance(checksum, str):
-            raise ValueError(f"the entry of {name} has size {size!r} and {CHECKSUM} {checksum!r}")
-        files[name] = FileSum(size, checksum)
+        size = entry["size"]
+        found: list[Any] = entry.get("pieces") or [[0, size, entry[CHECKSUM]]]
+        pieces = [Piece(*piece) for piece in found]
+        if any([type(value) for value in piece] != [int, int, str] for piece in pieces):
+            raise ValueError(f"the entry of {name} has pieces {pieces} of {size!r} bytes")
+        files[name] = FileSum.of(pieces)
+        if files[name].size != size:
+            raise ValueError(f"the pieces of {name} do not end at its size {size!r}")
     return files
 
 
 def damaged_files(
-    folder: Path, files: Mapping[str, FileSum], checksums: bool = True, drop_cache: bool = False
+    folder: Path,
+    files: Mapping[str, FileSum],
+    checksums: bool = True,
+    drop_cache: bool = False,
+    sizes: bool = True,
 ) -> list[str]:
     """One line for each missing, truncated or changed file.
 
     Sizes are compared first, so that missing and truncated files are found without reading.
 
     Args:
-        checksums: read the files; otherwise only their sizes are compared.
+        checksums: read the files, or those of their pieces that are given; otherwise only their
+            sizes are compared.
         drop_cache: read from the disk instead of the page cache, where the system allows it.
+        sizes: compare sizes; not for a file that other ranks still write.
     """
     found = []
-    for name, wanted in files.items():
+    for name, wanted in files.items() if sizes else ():
         try:
             size = (folder / name).stat().st_size
         except FileNotFoundError:
@@ -203,19 +285,21 @@ def damaged_files(
     if found or not checksums or not files:
         return found
     # Largest first, so that the readers end at about the same time.
-    ordered = sorted(files, key=lambda name: -files[name].size)
+    pieces = [(name, piece) for name, file in files.items() for piece in file.parts()]
+    pieces.sort(key=lambda entry: -entry[1].length)
 
-    def wrong_sum(name: str) -> str | None:
+    def wrong_sum(entry: tuple[str, Piece]) -> str | None:
+        name, piece = entry
         try:
-            found = file_sum(folder / name, drop_cache)
+            if _checksum(folder / name, piece.begin, piece.length, drop_cache) == piece.checksum:
+                return None
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
-        if found.checksum == files[name].checksum:
-            return None
         return f"{name} does not have the checksum that was written, its contents have changed"
 
-    with ThreadPoolExecutor(min(_MAX_READERS, len(files), os.cpu_count() or 1)) as readers:
-        return [problem for problem in readers.map(wrong_sum, ordered) if problem is not None]
+    with ThreadPoolExecutor(min(_MAX_READERS, len(pieces), os.cpu_count() or 1)) as readers:
+        problems = readers.map(wrong_sum, pieces)
+        return list(dict.fromkeys(problem for problem in problems if problem is not None))
 
 
 def check_weights(folder: Path) -> None:
@@ -254,29 +338,37 @@ def damage_of_weights(folder: Path, problems: Iterable[str]) -> str:
 
 
 def shared_out(files: Mapping[str, FileSum], rank: int, size: int) -> dict[str, FileSum]:
-    """This rank's share of the files to check, about equal in bytes on all `size` ranks."""
+    """This rank's share of the files to check, about equal in bytes on all `size` ranks. A file
+    with pieces is divided at these."""
     loads = [0] * size
-    own = {}
-    for name in sorted(files, key=lambda name: (-files[name].size, name)):
+    own: dict[str, list[Piece]] = {}
+    pieces = [(name, piece) for name, file in files.items() for piece in file.parts()]
+    for name, piece in sorted(pieces, key=lambda entry: (-entry[1].length, entry)):
         least = loads.index(min(loads))
-        loads[least] += files[name].size
+        loads[least] += piece.length
         if least == rank:
-            own[name] = files[name]
-    return own
+            own.setdefault(name, []).append(piece)
+    return {
+        name: files[name]._replace(pieces=tuple(found)) if files[name].pieces else files[name]
+        for name, found in own.items()
+    }
 
 
-def file_sum(file: Path, drop_cache: bool = False) -> FileSum:
-    """Size and checksum of a file as it is.
+def file_sum(file: Path) -> FileSum:
+    """Size and checksum of a file as it is."""
+    size = file.stat().st_size
+    return FileSum(size, _checksum(file, 0, size))
 
-    Args:
-        drop_cache: see `damaged_files`.
-    """
+
+def _checksum(file: Path, begin: int, length: int, drop_cache: bool = False) -> str:
+    """The checksum of consecutive bytes of a file, or of what it has of them."""
     with file.open("rb", buffering=0) as stream:
         if drop_cache and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        size = os.fstat(stream.fileno()).st_size
-        hash_, buffer = xxhash.xxh3_128(), bytearray(min(_READ_BYTES, max(size, 1)))
-        view = memoryview(buffer)
-        while count := stream.readinto(buffer):
+            os.posix_fadvise(stream.fileno(), begin, length, os.POSIX_FADV_DONTNEED)
+        stream.seek(begin)
+        hash_, left = xxhash.xxh3_128(), length
+        view = memoryview(bytearray(min(_READ_BYTES, max(length, 1))))
+        while left and (count := stream.readinto(view[: min(left, len(view))])):
             hash_.update(view[:count])
-    return FileSum(size, hash_.hexdigest())
+            left -= count
+    return hash_.hexdigest()

@@ -18,6 +18,7 @@ from paddle import Tensor, nn
 
 from paddle_vl.checkpoint.rules import StoredParameter, by_parameter, shared_slices
 from paddle_vl.nn.linear import whole_slices
+from paddle_vl.nn.master_weights import Spread
 
 if TYPE_CHECKING:
     from paddle_vl.checkpoint.safetensors_io import StoredTensor
@@ -119,6 +120,9 @@ class UnreadParameters:
         value = parameter.clone()
         parameter._clear_data()
         return value
+
+    def spread(self, parameter: Tensor) -> Spread:
+        return Spread(None, partial(self.gathered_value, parameter))
 
 
 class Keyed(Protocol):

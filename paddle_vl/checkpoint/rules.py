@@ -28,7 +28,12 @@ class Same:
     """The checkpoint's layout is the parameter's: embeddings, and heads `[vocab, dim]`.
 
     Base of the other layouts, which are reversible changes between checkpoint and parameter.
+
+    Attributes:
+        keeps_rows: rows, along the first dim, are the same in the checkpoint, in the same order.
     """
+
+    keeps_rows = True
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape in the checkpoint of a parameter of `shape`."""
@@ -43,6 +48,8 @@ class Same:
 
 class LinearWeights(Same):
     """Matrices are `[out, in]` in the checkpoint and `[in, out]` here; vectors are the same."""
+
+    keeps_rows = False
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape[::-1]
@@ -59,6 +66,7 @@ class PatchKernel(Same):
     """A convolution kernel `[out, *kernel]` that is a matrix `[prod(kernel), out]` here."""
 
     kernel: tuple[int, ...]
+    keeps_rows = False
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (shape[1], *self.kernel)

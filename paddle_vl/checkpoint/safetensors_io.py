@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -19,6 +19,9 @@ from safetensors import SafetensorError, safe_open
 from paddle_vl.checkpoint.manifest import FileSum, write_bytes
 from paddle_vl.files.inner_path import is_inner
 from paddle_vl.files.text_file import read_json_object, shown
+
+if TYPE_CHECKING:
+    from paddle_vl.checkpoint.ranges import Source
 
 _NUMPY_DTYPES = {
     "F64": np.float64,
@@ -79,24 +82,22 @@ class StoredTensor(NamedTuple):
             )
         array = widened(array, self.dtype)
         if must_be_finite and self.dtype in FLOATING:
-            # In one pass, in less than half of the time of reading.
-            starts = range(0, array.size, _CHECKED_AT_ONCE)
-            if not all(np.isfinite(array[i : i + _CHECKED_AT_ONCE]).all() for i in starts):
-                bad = int(array.size - np.isfinite(array).sum())
-                raise RuntimeError(
-                    f"{self.file}: {self.name} holds {bad} values that are NaN or infinite, of "
-                    f"{array.size}: its weights are lost; take an earlier checkpoint, or {_REMEDY}"
-                )
+            check_finite(array, f"{self.file}: {self.name}")
         if self.is_swapped:
             return np.ascontiguousarray(array.reshape(self.swapped().shape).swapaxes(-1, -2))
         return array.reshape(self.shape)
 
-    def copied(self, name: str) -> "TensorToWrite":
-        """The tensor for another file, unread; it stays readable when this file is deleted."""
+    def mapped(self) -> np.ndarray:
+        """The tensor, of which only the parts that are used are read; bfloat16 as its bits. It
+        stays readable when the file is deleted."""
         dtype = _NUMPY_DTYPES[self.dtype]
         if not self.num_bytes:
-            return TensorToWrite(name, self.shape, self.dtype, lambda: np.empty(self.shape, dtype))
-        held = np.memmap(self.file, dtype, "r", self.offset, self.shape)
+            return np.empty(self.shape, dtype)
+        return np.memmap(self.file, dtype, "r", self.offset, self.shape)
+
+    def copied(self, name: str) -> "TensorToWrite":
+        """The tensor for another file, unread; it stays readable when this file is deleted."""
+        dtype, held = _NUMPY_DTYPES[self.dtype], self.mapped()
         # Read where it is written: a save in the background needs no copy of it.
         return TensorToWrite(
             name, self.shape, self.dtype, lambda: np.empty(0, dtype), lambda empty: held
@@ -115,6 +116,21 @@ class StoredTensor(NamedTuple):
 
         begins = range(0, self.num_bytes, _COMPARED_AT_ONCE)
         return all(np.array_equal(chunk(self, begin), chunk(other, begin)) for begin in begins)
+
+
+def check_finite(array: np.ndarray, what: str) -> None:
+    """
+    Raises:
+        RuntimeError: some of the flat array's values are not finite.
+    """
+    # In one pass, in less than half of the time of reading.
+    starts = range(0, array.size, _CHECKED_AT_ONCE)
+    if not all(np.isfinite(array[i : i + _CHECKED_AT_ONCE]).all() for i in starts):
+        bad = int(array.size - np.isfinite(array).sum())
+        raise RuntimeError(
+            f"{what} holds {bad} values that are NaN or infinite, of {array.size}: its weights are "
+            f"lost; take an earlier checkpoint, or {_REMEDY}"
+        )
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -201,7 +217,12 @@ class TensorToWrite(NamedTuple):
         arrange: converts it to the layout of the file, without collectives or the device, so it may
             run later in another thread.
         is_joined: another pipeline stage writes it; this rank only takes part in the collectives of
-            `produce`. Such tensors come first.
+            `produce`.
+        is_collective: `produce` is called on all ranks that have the tensor, not on one.
+        source: of the value, in place of `produce`.
+        block: number of the linear in a fused parameter; None for a parameter that is not fused.
+        keeps_rows: `arrange` changes each row by itself, along the first dim.
+        offset: its place in a file that several ranks write.
     """
 
     name: str
@@ -210,14 +231,21 @@ class TensorToWrite(NamedTuple):
     produce: Callable[[], np.ndarray]
     arrange: Callable[[np.ndarray], np.ndarray] = np.asarray
     is_joined: bool = False
+    is_collective: bool = False
+    source: "Source | None" = None
+    block: int | None = None
+    keeps_rows: bool = False
+    offset: int | None = None
 
     @property
     def num_bytes(self) -> int:
         return int(np.prod(self.shape)) * np.dtype(_NUMPY_DTYPES[self.dtype]).itemsize
 
-    def array_of(self, data: np.ndarray) -> np.ndarray:
-        """The array of a tensor's bytes, `[n]` uint8."""
-        return data.view(_NUMPY_DTYPES[self.dtype]).reshape(self.shape)
+    def of(self, source: "Source") -> "TensorToWrite":
+        """The tensor with this source, unless `produce` must gather it."""
+        if source.is_collective:
+            return self._replace(is_collective=True, block=None)
+        return self._replace(source=source)
 
 
 def widened(stored: np.ndarray, dtype: str) -> np.ndarray:
@@ -252,12 +280,9 @@ def bytes_of(tensor: TensorToWrite, produced: np.ndarray) -> np.ndarray:
     return array.reshape(-1).view(np.uint8)
 
 
-def write_file(
-    file: Path, tensors: Iterable[TensorToWrite], go_on: Callable[[], None] | None = None
-) -> FileSum:
-    """Write tensors as `write_bytes` does, one in memory at a time."""
-    tensors, offset = list(tensors), 0
-    header: dict = {"__metadata__": {"format": "pt"}}
+def header_of(tensors: Iterable[TensorToWrite]) -> bytes:
+    """The bytes of a file before those of its tensors, which follow in this order."""
+    offset, header = 0, dict[str, Any]({"__metadata__": {"format": "pt"}})
     for tensor in tensors:
         header[tensor.name] = {
             "dtype": tensor.dtype,
@@ -268,5 +293,19 @@ def write_file(
     text = json.dumps(header, separators=(",", ":")).encode()
     # Padded to a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def write_file(
+    file: Path,
+    tensors: Iterable[TensorToWrite],
+    go_on: Callable[[], None] | None = None,
+    in_place: bool = True,
+) -> FileSum:
+    """Write tensors as `write_bytes` does, one in memory at a time: a file of these, or those with
+    an `offset` into a file that other ranks write too, one behind the other."""
+    tensors = list(tensors)
+    begin = tensors[0].offset if tensors else None
+    head = [header_of(tensors)] if begin is None else []
     parts = (bytes_of(tensor, tensor.produce()) for tensor in tensors)
-    return write_bytes(file, chain([struct.pack("<Q", len(text)), text], parts), go_on)
+    return write_bytes(file, chain(head, parts), go_on, begin, in_place)

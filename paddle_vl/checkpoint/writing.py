@@ -1,22 +1,23 @@
 """Writing of parameters or other tensors into several files, divided over ranks.
 
 The files are HF's: `model.safetensors`, or `model-00001-of-00004.safetensors` and so on with
-`model.safetensors.index.json`, with full tensors. Sharded tensors are all-gathered one at a time,
-and the rank that writes the file keeps it. So no rank ever has the full model, all ranks write, and
-the files do not depend on the number of ranks. `write_one_file` is for readers that know no index.
+`model.safetensors.index.json`, with full tensors. They are the same for any number of ranks: each
+of N ranks copies to host memory, and writes, 1/N of their bytes, see `paddle_vl.checkpoint.ranges`.
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import paddle
 
+from paddle_vl.checkpoint.ranges import Exchange, Source
 from paddle_vl.checkpoint.rules import StoredParameter, by_parameter, shared_slices
-from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, bytes_of, write_file
+from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, header_of, write_file
 from paddle_vl.nn.linear import whole_slices
 from paddle_vl.nn.parameter_table import Saved
 from paddle_vl.nn.placement import CheckpointRanks
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from paddle_vl.nn.master_weights import ParameterStore
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
-# A smaller file is not worth a rank of its own.
-MIN_SHARD_BYTES = 1 << 26
+# Begins the name of a file until all ranks have written it.
+_PARTIAL = ".partial-"
 STORED_DTYPES = {
     paddle.float32: "F32",
     paddle.float64: "F64",
@@ -65,6 +66,7 @@ def parameters_to_write(
         if first.block is not None:
             produce = shared_slices(produce[0], whole_slices(first.parameter))
         dtype = STORED_DTYPES[first.parameter.dtype]
+        source = Source(first.table, first.parameter, store)
         tensors += [
             TensorToWrite(
                 prefix + i.key,
@@ -73,7 +75,9 @@ def parameters_to_write(
                 make,
                 i.layout.to_stored,
                 spec.saved is Saved.JOINED,
-            )
+                block=i.block,
+                keeps_rows=i.layout.keeps_rows,
+            ).of(source)
             for i, make in zip(items, produce, strict=True)
         ]
     return tensors
@@ -111,76 +115,79 @@ def write_tensors(
 
     Args:
         stem: `model`, or another name in its place.
-        tensors: tensors of this rank's layers, the same on every rank with these layers.
+        tensors: tensors of this rank's layers, the same on every rank with these layers. One
+            without a source is produced by one of these ranks only.
         max_shard_bytes: size of the largest file, unless a single tensor is larger.
         ranks: None for this rank alone.
-        write: writes a file of tensors; it produces their arrays before it returns.
+        write: writes a file of tensors, or those with an offset into one; it produces their arrays
+            in order before it returns.
     """
     ranks, tensors = ranks or CheckpointRanks(), list(tensors)
-    skipped = [tensor.produce for tensor in tensors if tensor.is_joined]
-    tensors = [tensor for tensor in tensors if not tensor.is_joined]
-    total = sum(tensor.num_bytes for tensor in tensors)
-    share = max(-(-total // ranks.size), MIN_SHARD_BYTES)
-    # Consecutive tensors of each file, which ends at the share, or before it exceeds the limit.
-    shards: list[list[TensorToWrite]] = []
+    own = [tensor for tensor in tensors if not tensor.is_joined]
+    stages = ranks.gather_stages([[t.name, list(t.shape), t.dtype] for t in own])
+    files = _files_of(stem, [head for heads in stages for head in heads], max_shard_bytes)
+    # Several ranks write into each file.
+    is_shared = ranks.size * len(stages) > 1
+    is_direct = is_shared and write is write_file
+    if is_direct:
+        if ranks.is_first:
+            for stale in folder.glob(f"{_PARTIAL}*"):
+                stale.unlink()
+        ranks.wait()
+    places = {t.name: (file, t.offset or 0) for file, (_, held) in files.items() for t in held}
+    exchange = Exchange(tensors, ranks)
+    placed: dict[str, list[TensorToWrite]] = {}
+    for tensor in exchange.own_tensors():
+        file, begin = places[tensor.name]
+        of_file = placed.setdefault(file, [])
+        if is_shared:
+            tensor = tensor._replace(offset=begin + (tensor.offset or 0))
+            header = files[file][0]
+            if tensor.offset == len(header):
+                of_file.append(_bytes_to_write(header))
+        else:
+            tensor = tensor._replace(offset=None)
+        of_file.append(tensor)
+    for file, of_file in placed.items():
+        write(folder / (_PARTIAL + file if is_direct else file), of_file)
+    exchange.finish()
+    if is_direct:
+        ranks.wait()
+    if ranks.is_first:
+        for file in files if is_direct else ():
+            (folder / (_PARTIAL + file)).replace(folder / file)
+        _write_index(folder, stem, {f: {t.name: t.num_bytes for t in files[f][1]} for f in files})
+
+
+def _files_of(
+    stem: str, heads: Iterable[Sequence], max_shard_bytes: int
+) -> dict[str, tuple[bytes, list[TensorToWrite]]]:
+    """Header, and tensors with their places, of each file, for names, shapes and dtypes."""
+    shards: list[list[TensorToWrite]] = [[]]
     filled = 0
-    for tensor in tensors:
-        if not shards or filled >= share or filled + tensor.num_bytes > max_shard_bytes:
+    for name, shape, dtype in heads:
+        tensor = TensorToWrite(name, tuple(shape), dtype, lambda: np.empty(0))
+        if shards[-1] and filled + tensor.num_bytes > max_shard_bytes:
             shards.append([])
             filled = 0
         shards[-1].append(tensor)
         filled += tensor.num_bytes
-    sizes = ranks.gather_stages([{t.name: t.num_bytes for t in shard} for shard in shards])
-    every_shard = [shard for shards_of_stage in sizes for shard in shards_of_stage]
-    single = f"{stem}.safetensors"
-    names = [single]
-    if len(every_shard) > 1:
-        count = f"{len(every_shard):05d}"
-        names = [f"{stem}-{i + 1:05d}-of-{count}.safetensors" for i in range(len(every_shard))]
-    first = sum(len(shards_of_stage) for shards_of_stage in sizes[: ranks.stage])
-    for number, shard in enumerate(shards):
-        if number % ranks.size != ranks.rank:
-            skipped += [tensor.produce for tensor in shard]
-            continue
-        # Before its first tensor this rank joins the collectives of tensors that others write.
-        produce = partial(_produced_after, skipped, shard[0].produce)
-        write(folder / names[first + number], [shard[0]._replace(produce=produce), *shard[1:]])
-        skipped = []
-    for produce in skipped:
-        produce()
-    if ranks.is_first:
-        _write_index(folder, stem, dict(zip(names, every_shard, strict=True)))
+    names = [f"{stem}.safetensors"]
+    if len(shards) > 1:
+        count = f"{len(shards):05d}"
+        names = [f"{stem}-{i + 1:05d}-of-{count}.safetensors" for i in range(len(shards))]
+    files = {}
+    for file, shard in zip(names, shards, strict=True):
+        header = header_of(shard)
+        begins = accumulate((tensor.num_bytes for tensor in shard), initial=len(header))
+        files[file] = header, [t._replace(offset=b) for t, b in zip(shard, begins, strict=False)]
+    return files
 
 
-def write_one_file(
-    folder: Path,
-    stem: str,
-    tensors: Iterable[TensorToWrite],
-    ranks: CheckpointRanks | None = None,
-    write: FileWriter = write_file,
-) -> None:
-    """Write tensors into one file, whatever its size; collective over the checkpoint ranks.
-
-    The first rank writes it. Other stages send their tensors, one at a time.
-
-    Args:
-        stem, tensors, ranks, write: as of `write_tensors`.
-    """
-    ranks, tensors = ranks or CheckpointRanks(), list(tensors)
-    own = [tensor for tensor in tensors if not tensor.is_joined]
-    heads = ranks.gather_stages([[t.name, list(t.shape), t.dtype] for t in own])
-    if not ranks.is_first:
-        for tensor in [*(t for t in tensors if t.is_joined), *own]:
-            array = tensor.produce()
-            if ranks.rank == 0 and not tensor.is_joined:
-                ranks.send_to_first(bytes_of(tensor, array))
-        return
-    assert len(own) == len(tensors), "the first stage writes what it shares with others"
-    for stage, heads_of_stage in enumerate(heads[1:], start=1):
-        own += [_of_stage(ranks, stage, *head) for head in heads_of_stage]
-    single = f"{stem}.safetensors"
-    write(folder / single, own)
-    _write_index(folder, stem, {single: {}})
+def _bytes_to_write(data: bytes) -> TensorToWrite:
+    """The first bytes of a file."""
+    array = np.frombuffer(data, np.uint8)
+    return TensorToWrite("", array.shape, "U8", lambda: array, offset=0)
 
 
 def _full_value(
@@ -188,27 +195,6 @@ def _full_value(
 ) -> np.ndarray:
     value = None if store is None else store.gathered_value(item.parameter)
     return item.table.full_value(item.parameter, value, copy)
-
-
-def _produced_after(
-    skipped: Sequence[Callable[[], np.ndarray]], produce: Callable[[], np.ndarray]
-) -> np.ndarray:
-    for other in skipped:
-        other()
-    return produce()
-
-
-def _of_stage(
-    ranks: CheckpointRanks, stage: int, name: str, shape: Sequence[int], dtype: str
-) -> TensorToWrite:
-    """A tensor of another stage, received when it is written."""
-    tensor = TensorToWrite(
-        name,
-        tuple(shape),
-        dtype,
-        lambda: tensor.array_of(ranks.receive_at_first(stage, tensor.num_bytes)),
-    )
-    return tensor
 
 
 def _write_index(folder: Path, stem: str, sizes: dict[str, dict[str, int]]) -> None:

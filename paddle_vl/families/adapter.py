@@ -1,5 +1,6 @@
 """Low-rank adapters (LoRA) of a model: adding, loading, saving and merging them."""
 
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,29 +14,30 @@ import paddle
 from paddle_vl.checkpoint.adapter_files import (
     A_KEY,
     MAGNITUDE_KEY,
+    PREFIX,
+    TENSOR_FILE,
     Adapter,
     Size,
     StoredAdapter,
     is_low_rank,
     keys_of,
     with_adapter,
-    write_adapter,
+    write_config,
 )
 from paddle_vl.checkpoint.reading import MaterializeStep, check_keys, set_value, stored_values
 from paddle_vl.checkpoint.rules import PatchKernel, StoredParameter, by_parameter
-from paddle_vl.checkpoint.safetensors_io import (
-    FileWriter,
-    TensorToWrite,
-    encoded,
-    widened,
+from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, encoded, widened
+from paddle_vl.checkpoint.writing import (
+    STORED_DTYPES,
+    parameter_array,
+    parameters_to_write,
+    write_tensors,
 )
-from paddle_vl.checkpoint.writing import STORED_DTYPES, parameter_array, parameters_to_write
 from paddle_vl.config.patterns import matching_names
 from paddle_vl.config.schema import LoRAConfig
 from paddle_vl.nn.linear import AdaptableLinear, fused_columns
 from paddle_vl.nn.lora import LowRankSettings, initial_factor
 from paddle_vl.nn.master_weights import ParameterStore
-from paddle_vl.nn.parameter_table import Saved
 
 # An `AdaptableModel`, whose methods call the functions of this module.
 Model = Any
@@ -113,43 +115,49 @@ def save_adapter(
     others: Iterable[TensorToWrite],
 ) -> None:
     """See `AdaptableModel.save_adapter`."""
-    items = [item for item in _adapter_parameters(model) if item.table[item.parameter].joins_saving]
+    tensors = parameters_to_write(_adapter_parameters(model), store=store)
     ranks = model.placement.checkpoint_ranks
-    # PEFT reads a single file, so the first rank gathers all tensors.
-    own = {item.key: parameter_array(item, store) for item in items}
-    items = [item for item in items if item.table[item.parameter].saved is Saved.HERE]
-    own = {item.key: own[item.key] for item in items}
-    arrays = ranks.gather_stage_arrays(own)
-    dtypes = ranks.gather_stages({i.key: STORED_DTYPES[i.parameter.dtype] for i in items})
-    if not ranks.is_first:
-        return
-    path.mkdir(parents=True, exist_ok=True)
-    tensors = [
-        TensorToWrite(key, array.shape, dtypes_of_stage[key], lambda array=array: array)
-        for arrays_of_stage, dtypes_of_stage in zip(arrays, dtypes, strict=True)
-        for key, array in arrays_of_stage.items()
-    ]
-    write_adapter(path, model.adapter, [*tensors, *others], model.peft_task, write)
+    if ranks.is_first:
+        path.mkdir(parents=True, exist_ok=True)
+        write_config(path, model.adapter, model.peft_task)
+    if model.placement.stage_layers.head:
+        tensors += others
+    # PEFT reads a single file.
+    tensors = [tensor._replace(name=PREFIX + tensor.name) for tensor in tensors]
+    write_tensors(
+        path, TENSOR_FILE.removesuffix(".safetensors"), tensors, sys.maxsize, ranks, write
+    )
 
 
 def merged_tensors(model: Model, store: ParameterStore | None = None) -> list[TensorToWrite]:
     """All weights, unsharded, with the adapters added as they are written; the model stays as it
-    is. See `paddle_vl.checkpoint.writing.parameters_to_write`."""
+    is. See `paddle_vl.checkpoint.writing.parameters_to_write`. Collective, as each rank keeps all
+    adapters for the weights that it writes."""
     adapter, items = model.adapter, {item.key: item for item in placed(model)}
 
-    def merged(tensor: TensorToWrite, module: str) -> np.ndarray:
-        weight = widened(tensor.arrange(tensor.produce()), tensor.dtype)
-        own = {
-            end: widened(parameter_array(items[module + end], store), tensor.dtype)
-            for end in keys_of(adapter.config)
-        }
+    def merged(
+        array: np.ndarray, tensor: TensorToWrite, module: str, own: dict[str, np.ndarray]
+    ) -> np.ndarray:
+        weight = widened(tensor.arrange(array), tensor.dtype)
         scaling = adapter.config.scaling(*adapter.sizes[module])
         return encoded(with_adapter(weight, own, scaling), tensor.dtype)
 
+    dtypes = {key: STORED_DTYPES[item.parameter.dtype] for key, item in items.items()}
+    adapters = {
+        module: {
+            end: widened(parameter_array(items[module + end], store), dtypes[module + end])
+            for end in keys_of(adapter.config)
+        }
+        for module in adapter.sizes
+        if module + A_KEY in items
+    }
     base = [item for key, item in items.items() if not is_low_rank(key)]
     return [
-        tensor._replace(produce=partial(merged, tensor, module), arrange=np.asarray)
-        if (module := tensor.name.removesuffix(".weight")) in adapter.sizes
+        tensor._replace(
+            arrange=partial(merged, tensor=tensor, module=module, own=adapters[module]),
+            keeps_rows=False,
+        )
+        if (module := tensor.name.removesuffix(".weight")) in adapters
         else tensor
         for tensor in parameters_to_write(base, store=store)
     ]

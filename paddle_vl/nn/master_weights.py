@@ -5,8 +5,9 @@ micro-batches are accumulated in float32; master weights and optimizer state are
 are the rounded master weights. `paddle_vl.parallel.sharding` does the same with shards.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import paddle
@@ -15,6 +16,20 @@ from paddle.base.framework import EagerParamBase
 
 if TYPE_CHECKING:
     from paddle_vl.nn.flat_buckets import FlatBucket
+
+
+class Spread(NamedTuple):
+    """Where the values of a parameter's shape are.
+
+    Attributes:
+        spans: first value and end of each sharding rank's share, flat; None if each has all.
+        own: this rank's share, flat or not, whose padding is behind the span; not collective.
+        rank: this rank's number among the spans.
+    """
+
+    spans: Sequence[tuple[int, int]] | None
+    own: Callable[[], Tensor]
+    rank: int = 0
 
 
 class ParameterStore(Protocol):
@@ -42,6 +57,10 @@ class ParameterStore(Protocol):
     def gathered_value(self, parameter: Tensor, value: Tensor | None = None) -> Tensor:
         """The unsharded parameter, or an unsharded `value` that is sharded like `shard_of`, such as
         a moment; collective where it is sharded."""
+        ...
+
+    def spread(self, parameter: Tensor, value: Tensor | None = None) -> Spread:
+        """Where the parameter's values are, or those of a `value` as of `gathered_value`."""
         ...
 
     def use_buckets(self, buckets: "Sequence[FlatBucket]") -> None:
@@ -175,6 +194,9 @@ class MasterWeights:
     def gathered_value(self, parameter: Tensor, value: Tensor | None = None) -> Tensor:
         """The parameter itself, or `value` as it is."""
         return parameter if value is None else value
+
+    def spread(self, parameter: Tensor, value: Tensor | None = None) -> Spread:
+        return Spread(None, partial(self.gathered_value, parameter, value))
 
     def own_shard(self, parameter: Tensor, full: np.ndarray) -> np.ndarray:
         """The array itself."""

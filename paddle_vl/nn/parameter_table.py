@@ -191,6 +191,13 @@ class ParameterTable:
             return full
         return np.concatenate(self._all_gather(paddle.to_tensor(full), self._ep_group))
 
+    def num_shards(self, parameter: Tensor) -> tuple[int, int]:
+        """Numbers of mp ranks and of ep ranks that have different shards of the parameter."""
+        spec = self[parameter]
+        group = None if spec.split_axis is None else self._group_of(spec)
+        ep_group = self._ep_group if spec.is_expert else None
+        return getattr(group, "nranks", 1), getattr(ep_group, "nranks", 1)
+
     def _group_of(self, spec: ParamSpec) -> Any:
         """The mp group over which a parameter is sharded; None without one."""
         return self._encoder_group if spec.is_encoder else self._mp_group

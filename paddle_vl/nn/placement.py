@@ -8,10 +8,10 @@ implementations for several ranks.
 Over 350 lines: this is the complete parallelism interface for a new model.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from paddle import Tensor, full_like, index_select, nn, where
@@ -82,6 +82,21 @@ class StageLayers:
         return self.layers is None or number in self.layers
 
 
+class Seat(NamedTuple):
+    """What one of the ranks with the same layers has of their parameters.
+
+    Attributes:
+        group: number of the ranks that have all of these between them and exchange values.
+        ep, mp, sharding, expert_sharding: coordinates, which say what shards it has.
+    """
+
+    group: int
+    ep: int = 0
+    mp: int = 0
+    sharding: int = 0
+    expert_sharding: int = 0
+
+
 @dataclass(frozen=True)
 class CheckpointRanks:
     """The ranks that write one model together, and this rank's place among them.
@@ -89,32 +104,33 @@ class CheckpointRanks:
     Attributes:
         rank, size: index of this rank among the ranks with the same layers, and their number.
         stage: its pipeline stage.
+        seats: of the ranks with the same layers, in order; none if each has all parameters of them.
     """
 
     rank: int = 0
     size: int = 1
     stage: int = 0
+    seats: Sequence[Seat] = field(default=(), repr=False)
 
     @property
     def is_first(self) -> bool:
         """Whether this rank writes the files that only one rank writes."""
         return self.rank == 0 and self.stage == 0
 
+    def exchanged(self, message: Tensor, leaving: list[int], arriving: list[int]) -> Tensor:
+        """All-to-all of a flat tensor over this rank's group of seats.
+
+        Args:
+            leaving, arriving: numbers of values to and from each rank of the group.
+        """
+        raise AssertionError("each rank has all of the parameters")
+
+    def wait(self) -> None:
+        """Barrier of all ranks that write the model."""
+
     def gather_stages(self, value: Any) -> list[Any]:
         """The JSON values of all pipeline stages, in order; collective."""
         return [value]
-
-    def gather_stage_arrays(self, arrays: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
-        """The arrays of all pipeline stages, in order; collective."""
-        return [dict(arrays)]
-
-    def send_to_first(self, data: np.ndarray) -> None:
-        """Send `[n]` uint8 to the first rank, which calls `receive_at_first`."""
-        raise AssertionError("there is one stage")
-
-    def receive_at_first(self, stage: int, size: int) -> np.ndarray:
-        """The bytes that the first rank of another stage sends."""
-        raise AssertionError("there is one stage")
 
 
 # Makes this rank's experts of a layer, given a function that makes so many, and their number.

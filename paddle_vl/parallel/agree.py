@@ -1,14 +1,12 @@
-"""All-gathers of JSON values and arrays, and checks that settings agree on all ranks.
+"""All-gathers of JSON values, and checks that settings agree on all ranks.
 
-Values are sent as JSON and arrays as bytes; nothing received is unpickled, which could execute code
-of the sender.
+Values are sent as JSON; nothing received is unpickled, which could execute code of the sender.
 
 All functions here are collective: every rank of the group calls them in the same order. Each
 consists of all-gathers, and every rank gets the same result.
 """
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,23 +22,6 @@ def gather_values(value: Any, group=None) -> list[Any]:
     """All-gather one value of JSON types per rank, which may differ; in the order of the group,
     by default of all ranks."""
     return [json.loads(text) for text in gather_bytes(json.dumps(value).encode(), group)]
-
-
-def gather_arrays(arrays: Mapping[str, np.ndarray], group=None) -> list[dict[str, np.ndarray]]:
-    """All-gather named arrays of any number, shape and dtype per rank; in the group's order."""
-    heads = gather_values(
-        [[name, array.dtype.str, list(array.shape)] for name, array in arrays.items()], group
-    )
-    own = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays.values())
-    everyone = []
-    for head, data in zip(heads, gather_bytes(own, group), strict=True):
-        found, start = {}, 0
-        for name, dtype, shape in head:
-            count = math.prod(shape)
-            found[name] = np.frombuffer(data, dtype, count, start).reshape(shape)
-            start += found[name].nbytes
-        everyone.append(found)
-    return everyone
 
 
 def gather_bytes(data: bytes, group=None) -> list[bytes]:

@@ -11,10 +11,12 @@ Ranks with the same experts take different token rows, and sum their gradients:
 | `expert_sharding` | have the same experts, and shard their optimizer state (and what else \
 `sharding_stage` shards); a single rank without sharding, and if ep spans sharding x mp |
 | `expert_dp` | have the same experts and the same shard of them |
+| `model` | have all parameters of their stage between them |
 """
 
 import numpy as np
 
+from paddle_vl.nn.placement import Seat
 from paddle_vl.parallel.degrees import ParallelDegrees
 
 # From the outermost axis to the innermost.
@@ -27,9 +29,19 @@ def expert_shards(degrees: ParallelDegrees) -> int:
     return max(inner // degrees.ep_degree, 1) if degrees.sharding_degree > 1 else 1
 
 
-def dp_ranks_of_model(degrees: ParallelDegrees) -> int:
-    """Number of dp ranks that have all experts between them."""
-    return max(degrees.ep_degree // (degrees.sharding_degree * degrees.mp_degree), 1)
+def ranks_of_model(degrees: ParallelDegrees) -> int:
+    """Number of ranks of a stage that have all of its parameters between them."""
+    return max(degrees.sharding_degree * degrees.mp_degree, degrees.ep_degree)
+
+
+def stage_seats(degrees: ParallelDegrees) -> list[Seat]:
+    """What each rank of a stage has of its parameters, in the order of the ranks."""
+    mp, sharding, ep = degrees.mp_degree, degrees.sharding_degree, degrees.ep_degree
+    of_model, shards = ranks_of_model(degrees), expert_shards(degrees)
+    return [
+        Seat(rank // of_model, rank % ep, rank % mp, rank // mp % sharding, rank // ep % shards)
+        for rank in range(degrees.dp_degree * sharding * mp)
+    ]
 
 
 def groups_of_axes(degrees: ParallelDegrees) -> dict[str, np.ndarray]:
@@ -44,6 +56,7 @@ def groups_of_axes(degrees: ParallelDegrees) -> dict[str, np.ndarray]:
         [degrees.pp_degree, -1, expert_shards(degrees), degrees.ep_degree]
     )
     groups["ep"] = folded
+    groups["model"] = ranks.swapaxes(0, 1).reshape([-1, ranks_of_model(degrees)])
     groups["expert_sharding"] = np.moveaxis(folded, 2, -1)
     groups["expert_dp"] = np.moveaxis(folded, 1, -1)
     return {axis: lines.reshape([-1, lines.shape[-1]]) for axis, lines in groups.items()}

@@ -18,7 +18,6 @@ from paddle_vl.nn.parameter_table import ParamSpec, Tie
 from paddle_vl.parallel.agree import gather_values
 from paddle_vl.parallel.collectives import all_reduce_gradients, all_reduce_partial_gradients
 from paddle_vl.parallel.colocated.grid import EncoderGroups
-from paddle_vl.parallel.mesh import dp_ranks_of_model
 from paddle_vl.parallel.random_state import seed_encoder_random, seed_split_random
 from paddle_vl.parallel.topology import Topology
 
@@ -29,8 +28,6 @@ class SingleRank:
     Attributes:
         rank, world_size: global rank, and number of ranks.
         is_main: whether this rank writes files and logs; True on rank 0.
-        holds_model: whether this rank takes part in saving the model; True on one data-parallel
-            replica.
         random_place: seed entropy besides seed and step; equal on ranks that must draw the same
             numbers.
         counts_data: whether this rank contributes to sums over samples; True on one of the ranks
@@ -43,7 +40,6 @@ class SingleRank:
     is_main = True
     rank = 0
     world_size = 1
-    holds_model = True
     counts_data = True
     counts_losses = True
     data_rank = 0
@@ -109,11 +105,7 @@ class FleetRanks(SingleRank):
         self.rank, self.world_size = topology.rank, topology.world_size
         self.is_main = topology.rank == 0
         self.data_rank, self.data_size = topology.data_rank, topology.data_size
-        # The first replica; with expert parallelism the first dp ranks that have all experts.
-        self.holds_model = topology.dp_rank < dp_ranks_of_model(topology.degrees)
         self._encoder = topology.encoder
-        if self._encoder is not None and self._encoder.saves_together:
-            self.holds_model = True
         self.random_place = (topology.data_rank, topology.pp_rank)
         # All mp ranks and all stages of a data shard have the same samples.
         self.counts_data = topology.mp_rank == 0 and topology.pp_rank == 0

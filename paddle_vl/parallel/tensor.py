@@ -7,12 +7,11 @@ operations: fewer key heads than ranks, experts, adapters, the divided vision to
 `[vocab, dim]` that may be tied to the embedding.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
 import paddle
 import paddle.distributed as dist
 from paddle import Tensor, nn
@@ -29,13 +28,14 @@ from paddle_vl.nn.placement import (
     LayerFactory,
     Placement,
     RegionOps,
+    Seat,
     ShardExperts,
     StageLayers,
 )
-from paddle_vl.parallel.agree import gather_arrays, gather_values
+from paddle_vl.parallel.agree import gather_values
 from paddle_vl.parallel.collectives import all_reduced, gathered_arrays
 from paddle_vl.parallel.expert_parallel import shard_experts
-from paddle_vl.parallel.mesh import dp_ranks_of_model
+from paddle_vl.parallel.mesh import stage_seats
 from paddle_vl.parallel.random_state import split_random
 from paddle_vl.parallel.region_ops import FleetRegionOps
 from paddle_vl.parallel.split_layers import (
@@ -50,9 +50,6 @@ from paddle_vl.parallel.split_layers import (
 from paddle_vl.parallel.topology import Topology
 
 _PARTIAL = ParamSpec(has_partial_gradient=True)
-
-# Bytes per message, which pass through a buffer on the device.
-_MESSAGE_BYTES = 1 << 26
 
 
 class FleetPlacement(Placement):
@@ -85,7 +82,11 @@ class FleetPlacement(Placement):
         if vision not in ("spread", "replicate"):
             raise ValueError(f"parallel.vision is {vision!r}; use 'spread' or 'replicate'")
         stage_layers = stage_layers or StageLayers()
-        checkpoint_ranks = checkpoint_ranks or CheckpointRanks(mp_group.rank, mp_group.nranks)
+        if checkpoint_ranks is None:
+            seats = [Seat(0, mp=rank) for rank in range(mp_group.nranks)]
+            checkpoint_ranks = FleetCheckpointRanks(
+                mp_group.rank, mp_group.nranks, seats=seats, group=mp_group
+            )
         shards_matrices = mp_group.nranks > 1
         ep_group = ep_group if ep_group is not None and ep_group.nranks > 1 else None
         shard = None
@@ -109,47 +110,34 @@ class FleetPlacement(Placement):
 
 @dataclass(frozen=True)
 class FleetCheckpointRanks(CheckpointRanks):
-    """The mp, sharding and expert-parallel ranks of a stage share the writing of its layers."""
+    """All ranks of a stage share the writing of its layers.
 
+    Attributes:
+        group: the ranks that exchange values; None if each rank has all of them.
+    """
+
+    group: Any = field(default=None, repr=False)
     pp_group: Any = field(default=None, repr=False)
 
     @classmethod
     def of(cls, topology: Topology) -> "FleetCheckpointRanks":
-        degrees = topology.degrees
-        rank = topology.mp_rank * degrees.sharding_degree + topology.sharding_rank
-        size = degrees.mp_degree * degrees.sharding_degree
-        # The first dp ranks have a full model between them.
-        if topology.encoder is not None and topology.encoder.saves_together:
-            rank += topology.dp_rank * size
-            size *= degrees.dp_degree
-        else:
-            rank += topology.dp_rank * size
-            size *= dp_ranks_of_model(degrees)
-        return cls(rank, size, topology.pp_rank, topology.pp_group)
+        seats = stage_seats(topology.degrees)
+        rank = topology.data_rank * topology.mp_group.nranks + topology.mp_rank
+        groups = topology.saving_group, topology.pp_group
+        return cls(rank, len(seats), topology.pp_rank, seats, *groups)
+
+    def exchanged(self, message: Tensor, leaving: list[int], arriving: list[int]) -> Tensor:
+        received = paddle.empty([sum(arriving)], dtype=message.dtype)
+        dist.alltoall_single(received, message, leaving, arriving, group=self.group)
+        return received
+
+    def wait(self) -> None:
+        dist.barrier()
 
     def gather_stages(self, value: Any) -> list[Any]:
-        if self.pp_group.nranks == 1:
+        if self.pp_group is None or self.pp_group.nranks == 1:
             return [value]
         return gather_values(value, self.pp_group)
-
-    def gather_stage_arrays(self, arrays: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
-        if self.pp_group.nranks == 1:
-            return [dict(arrays)]
-        return gather_arrays(arrays, self.pp_group)
-
-    def send_to_first(self, data: np.ndarray) -> None:
-        first = self.pp_group.ranks[0]
-        for begin in range(0, data.size, _MESSAGE_BYTES):
-            part = paddle.to_tensor(data[begin : begin + _MESSAGE_BYTES])
-            dist.send(part, dst=first, group=self.pp_group)
-
-    def receive_at_first(self, stage: int, size: int) -> np.ndarray:
-        data, sender = np.empty([size], np.uint8), self.pp_group.ranks[stage]
-        for begin in range(0, size, _MESSAGE_BYTES):
-            part = paddle.empty([min(_MESSAGE_BYTES, size - begin)], "uint8")
-            dist.recv(part, src=sender, group=self.pp_group)
-            data[begin : begin + _MESSAGE_BYTES] = part.numpy()
-        return data
 
 
 class FleetLayers(LayerFactory):

@@ -7,7 +7,7 @@ one machine. Experts have axes of their own: `paddle_vl.parallel.mesh` says whic
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,6 +53,8 @@ class Topology:
             `nranks` 1 has no connection: leave out collectives over it.
         ep_group, expert_sharding_group, expert_dp_group: see `paddle_vl.parallel.mesh`; without
             expert parallelism a group of one, sharding_group and dp_group.
+        saving_group: the ranks of a stage with all of its parameters between them, which exchange
+            values when they save; None if each has all.
         ends_group: the first and the last pipeline stage; None on other stages.
         host_group: all ranks over gloo, for collectives in host memory that do not wait for the
             device; None on CPUs, where the default group is used.
@@ -68,6 +70,7 @@ class Topology:
     ep_group: Group = field(repr=False)
     expert_sharding_group: Group = field(repr=False)
     expert_dp_group: Group = field(repr=False)
+    saving_group: Group | None = field(repr=False, default=None)
     ends_group: Group | None = field(repr=False, default=None)
     host_group: Group | None = field(repr=False, default=None)
     encoder: EncoderGroups | None = field(repr=False, default=None)
@@ -180,10 +183,23 @@ def initialize(
         degrees,
         rank,
         **groups,
+        saving_group=_saving_group(degrees, axes["model"].tolist(), groups, rank),
         ends_group=_own_group(ends, rank),
         host_group=None if on_cpu else _host_group(timeout_s),
         encoder=_encoder_groups(degrees, communicators.topology(), rank),
     )
+
+
+def _saving_group(
+    degrees: ParallelDegrees, members: list[list[int]], groups: Mapping[str, Group], rank: int
+) -> Group | None:
+    """The group of `Topology.saving_group`, which may be that of an axis."""
+    if degrees.mp_degree * degrees.sharding_degree * degrees.ep_degree == 1:
+        return None
+    for group in groups.values():
+        if group.ranks in members:
+            return group
+    return _own_group(members, rank)
 
 
 def _encoder_groups(degrees: ParallelDegrees, mesh: Any, rank: int) -> EncoderGroups | None:

@@ -7,7 +7,7 @@
       actions.json                of a policy: predicted and true chunks of the last evaluation
       checkpoint-STEP/            model and processor files of HF, so that it loads as a model,
         optimizer.safetensors     arrays named `HF name/state`; split into several files with an
-                                  index, as weights are, if large or written by several ranks
+                                  index, as weights are, if large
         trainer_state.json        step, counters, data position; see `TrainerState`
         config.yaml               configuration it was trained with
         manifest.json             sizes and checksums of all other files
@@ -127,7 +127,7 @@ def model_folder(path: Path) -> Path:
 
 
 class StoredArrays(Mapping[str, np.ndarray]):
-    """Arrays of the optimizer's files, read on access.
+    """Arrays of the optimizer's files, of which only the parts that are used are read.
 
     Raises:
         RuntimeError: a file is missing or damaged.
@@ -137,7 +137,7 @@ class StoredArrays(Mapping[str, np.ndarray]):
         self._stored = read_checkpoint_headers(folder, OPTIMIZER_STEM)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return self._stored[name].read()
+        return self._stored[name].mapped()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)

@@ -4,6 +4,7 @@ Paddle names optimizer state by counters that differ between runs and ranks, so 
 by parameter.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -12,8 +13,9 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
+from paddle_vl.checkpoint.ranges import Source
 from paddle_vl.checkpoint.rules import shared_slices
-from paddle_vl.checkpoint.safetensors_io import TensorToWrite
+from paddle_vl.checkpoint.safetensors_io import TensorToWrite, check_finite
 from paddle_vl.nn.flat_buckets import AVERAGE, POWERS, STATES, FlatBucket
 from paddle_vl.nn.linear import fused_columns, whole_slices
 from paddle_vl.nn.master_weights import ParameterStore
@@ -63,6 +65,9 @@ class OptimizerState:
         power: Callable[[_PowerKey], Tensor | None] = powers.__getitem__
         if self._fleet is not None:
             power = self._fleet.numbers_of_all(powers)
+            if powers:
+                # Collective now, as each is written by one rank of several.
+                power(next(iter(powers)))
 
         def full_state(parameter: Tensor, state: Tensor) -> np.ndarray:
             """The unsharded value of a state; collective if sharded."""
@@ -88,10 +93,18 @@ class OptimizerState:
             else:
                 shapes = [(1,)] * len(names)
                 produce = [partial(number, (id(parameter), state))] * len(names)
-            tensors += [
+            made = [
                 TensorToWrite(f"{name}/{state}", shape, "F32", make, is_joined=is_joined)
                 for name, shape, make in zip(names, shapes, produce, strict=True)
             ]
+            if _has_layout(state):
+                source = Source(self._table, parameter, self.store, own)
+                blocks = [None] if len(names) == 1 else range(len(names))
+                made = [
+                    each._replace(block=block, keeps_rows=True).of(source)
+                    for block, each in zip(blocks, made, strict=True)
+                ]
+            tensors += made
         return tensors
 
     def _states(self) -> Iterator[tuple[list[str], str, Tensor, Tensor | None]]:
@@ -172,14 +185,38 @@ class OptimizerState:
             problems.append(f"{', '.join(found)} differ, of linears that are trained as one")
         if problems or tensor is None:
             return problems
-        array = slices[0]
-        if _has_layout(state):
-            full = array if len(slices) == 1 else np.concatenate(slices, axis=1)
-            array = self.store.own_shard(parameter, self._table.own_shard(parameter, full))
+        if not _has_layout(state):
+            array = np.array(slices[0])
+        else:
+            array = self._own_values(parameter, tensor, slices)
+            check_finite(array.reshape(-1), f"the saved optimizer state {', '.join(found)}")
         # Tensors of a bucket share their powers.
         if _has_layout(state) or not self._buckets:
             tensor.set_value(array)
         return []
+
+    def _own_values(
+        self, parameter: Tensor, tensor: Tensor, slices: list[np.ndarray]
+    ) -> np.ndarray:
+        """This rank's share of the full value, of which it uses no other rows; in the shape of the
+        state, padded with zeros.
+
+        Args:
+            slices: columns of each linear of a fused parameter, or the full value.
+        """
+        spans, _, rank = self.store.spread(parameter, tensor)
+        begin, end = (0, parameter.size) if spans is None else spans[rank]
+        width = math.prod(parameter.shape[1:])
+        rows = slice(begin // width, max(-(-end // width), begin // width))
+        if len(slices) > 1:
+            full = np.concatenate([columns[rows] for columns in slices], axis=1)
+            own = self._table.own_shard(parameter, full)
+        else:
+            own = np.atleast_1d(self._table.own_shard(parameter, slices[0]))[rows]
+        values = np.zeros([tensor.size], own.dtype)
+        first = rows.start * width
+        values[: max(end - begin, 0)] = own.reshape(-1)[begin - first : end - first]
+        return values.reshape(tensor.shape)
 
 
 def _has_layout(state: str) -> bool:

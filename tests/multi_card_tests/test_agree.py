@@ -1,9 +1,8 @@
-"""Values and arrays gathered from all ranks, and the checks built on them, on 3 ranks.
+"""Values gathered from all ranks, and the checks built on them, on 3 ranks.
 
 Guarantees:
 
 - values of any length return unchanged and in rank order, over all ranks and in a subgroup;
-- arrays keep dtype, shape and bits, also if they are empty or there are none;
 - every rank names the optional fields that only some ranks' data have, with those ranks;
 - equal fields pass in any order;
 - every rank refuses data that differs on one of them, and names it.
@@ -13,14 +12,12 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-import numpy as np
 import paddle.distributed as dist
 import pytest
 
 from paddle_vl.parallel.agree import (
     check_data_agree,
     check_fields_agree,
-    gather_arrays,
     gather_bytes,
     gather_values,
 )
@@ -33,17 +30,6 @@ VALUES = [
     "x" * 70_000,
     None,
 ]
-
-
-def arrays_of(rank: int) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(rank)
-    arrays = {
-        "bits": rng.integers(0, 1 << 16, (rank + 1, 3)).astype(np.uint16),
-        "transposed": rng.standard_normal((2, rank + 2)).astype(np.float32).T,
-        "empty": np.zeros((0, 4), np.int64),
-        "scalar": np.array(float("nan")),
-    }
-    return {} if rank == 1 else arrays
 
 
 # By rank.
@@ -92,7 +78,6 @@ def worker() -> dict:
             "not finite": lambda: gather_values([math.inf, rank]),
             "bytes": lambda: gather_bytes(bytes([rank]) * rank),
             "nothing": lambda: gather_bytes(b""),
-            "arrays": lambda: gather_arrays(arrays_of(rank)),
             **{
                 f"fields {name}": partial(error, check_fields_agree, values)
                 for name, values in FIELDS.items()
@@ -121,16 +106,6 @@ def test_values_come_back_as_they_were(outcomes):
 def test_bytes_of_different_lengths_come_back(outcomes):
     assert outcome_of(outcomes, "bytes") == [[b"", b"\1", b"\2\2"]] * 3
     assert outcome_of(outcomes, "nothing") == [[b"", b"", b""]] * 3
-
-
-def test_arrays_come_back_bit_for_bit(outcomes):
-    for everyone in outcome_of(outcomes, "arrays"):
-        for rank, found in enumerate(everyone):
-            wanted = arrays_of(rank)
-            assert list(found) == list(wanted)
-            for name, array in wanted.items():
-                assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape)
-                assert found[name].tobytes() == array.tobytes()
 
 
 def test_other_data_on_one_rank_is_refused_by_every_rank(outcomes):

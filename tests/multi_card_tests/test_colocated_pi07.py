@@ -25,7 +25,6 @@ import numpy as np
 import paddle.distributed as dist
 import pytest
 
-from paddle_vl.checkpoint import writing
 from paddle_vl.families.pi07.flow import PolicyModel
 from tests.single_card_tests.train.tiny_policy_run import MODEL, PLANNER, write_tiny_policy_run
 from tests.support.finished_runs import (
@@ -109,8 +108,6 @@ def train_stirred(run_file: str, output_dir: str, overrides: list[str]) -> None:
 
 
 def train_and_resume_stirred(run_file: str, output_dir: str, overrides: list[str]) -> None:
-    # A file for every rank, as of a large policy.
-    writing.MIN_SHARD_BYTES = 1
     train_stirred(run_file, output_dir, overrides)
     dist.barrier()
     continue_run(run_file, output_dir, f"{output_dir}-resumed", overrides)

@@ -23,7 +23,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from paddle_vl.checkpoint import writing
 from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers, read_header
 from tests.single_card_tests.train.tiny_policy_run import MODEL, PLANNER, write_tiny_policy_run
 from tests.support.finished_runs import (
@@ -80,8 +79,6 @@ def worker(
 ) -> None:
     """A full run; one that continues its checkpoint of step 2; one in which each rank lays out the
     inputs of its own samples; one of adapters."""
-    # A file for every rank, as of a large policy.
-    writing.MIN_SHARD_BYTES = 1
     train_and_resume(run_file, output_dir, overrides)
     train(run_file, f"{output_dir}-hoisted", [*overrides, *hoisted])
     if lora:

@@ -1,9 +1,10 @@
 """Checkpoints of several ranks, written in the background while training continues.
 
 Guarantees: ranks that share the writing produce one complete checkpoint, equal to the one that a
-single rank writes; they issue their own collectives meanwhile; a rank that cannot write fails the
-save on all ranks, with snapshots and without, and earlier checkpoints stay; damage that one rank
-reads is reported on every rank.
+single rank writes, also where the file system has no writes of several ranks into one file; they
+issue their own collectives meanwhile; a rank that cannot write fails the save on all ranks, with
+snapshots and without, and earlier checkpoints stay; damage that one rank reads is reported on every
+rank, and so is a range that no rank has written.
 """
 
 import errno
@@ -11,43 +12,45 @@ from pathlib import Path
 
 import numpy as np
 import paddle
-import paddle.distributed as dist
 import pytest
 
 from paddle_vl.checkpoint import writing
-from paddle_vl.checkpoint.manifest import Manifest, SummedStream
+from paddle_vl.checkpoint.manifest import Manifest, SummedStream, damaged_files
+from paddle_vl.checkpoint.ranges import Source
 from paddle_vl.checkpoint.safetensors_io import TensorToWrite, read_checkpoint_headers
+from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.ranks import FleetRanks
 from paddle_vl.parallel.tensor import FleetCheckpointRanks
 from paddle_vl.parallel.topology import initialize
 from paddle_vl.train.resume import examine
+from paddle_vl.train.saving import commit
 from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
 from tests.single_card_tests.train.saved import filled, settings, steps_in
 from tests.support.launch import launch, outcome_of, run_checks
 
 RANKS = 2
 ROWS, COUNT = 1024, 6
-NAMES = ("together", "without_a_thread", "damage", "full_disk", "full_disk_without_a_thread")
+NAMES = (
+    "together", "without_a_thread", "without_writes_in_place", "damage", "hole", "full_disk",
+    "full_disk_without_a_thread",
+)  # fmt: skip
 
 
 def whole(number: int) -> np.ndarray:
     return np.arange(ROWS, dtype=np.float32) + number
 
 
-def parts_of(group) -> list[TensorToWrite]:
-    """Tensors of which every rank has half, and which all ranks gather together."""
-
-    def produce(number: int) -> np.ndarray:
-        parts: list[paddle.Tensor] = []
-        own = np.split(whole(number), RANKS)[group.rank]
-        dist.all_gather(parts, paddle.to_tensor(own), group=group)
-        return np.concatenate([part.numpy() for part in parts])
-
-    return [
-        TensorToWrite(f"t{number}", (ROWS,), "F32", lambda number=number: produce(number))
-        for number in range(COUNT)
-    ]
+def halves(group) -> list[tuple[paddle.Tensor, TensorToWrite]]:
+    """Tensors of which every rank has half."""
+    table, tensors = ParameterTable(group), []
+    for number in range(COUNT):
+        own = paddle.to_tensor(np.split(whole(number), RANKS)[group.rank])
+        table.add([own], ParamSpec(split_axis=0))
+        source = Source(table, own, None)
+        tensor = TensorToWrite(f"t{number}", (ROWS,), "F32", own.numpy, source=source)
+        tensors.append((own, tensor))
+    return tensors
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -66,8 +69,9 @@ class Checks:
         if self.ranks.is_main:
             filled(2)(folder, lambda *arguments: None)
         for stem in ("model", "optimizer"):
-            tensors = parts_of(self.group)
-            writing.write_tensors(folder, stem, tensors, 1 << 30, self.checkpoint_ranks, write)
+            held = halves(self.group)
+            tensors, limit = [tensor for _, tensor in held], 4 * ROWS * 2
+            writing.write_tensors(folder, stem, tensors, limit, self.checkpoint_ranks, write)
 
     def save(self, name: str, **changes) -> Path:
         with CheckpointWriter(self.folder / name, settings(**changes), self.ranks) as writer:
@@ -95,9 +99,33 @@ class Checks:
         one, other = self.save("beside"), self.save("plain", async_save=False)
         assert contents(one) == contents(other)
 
+    def without_writes_in_place(self) -> None:
+        wanted = contents(self.save("in_place"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(CheckpointWriter, "_writes_in_place", lambda *_: False)
+            found = self.save("apart", save_total_limit=1)
+        manifest = Manifest.read(found)
+        assert contents(found) == wanted
+        assert not damaged_files(found, manifest.files)
+
+    def hole(self) -> None:
+        plain = commit.leave_part
+
+        def incomplete(partial, rank, files, *rest):
+            plain(partial, rank, files if rank == 0 else {}, *rest)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(commit, "leave_part", incomplete)
+            writer = CheckpointWriter(self.folder / "hole", settings(), self.ranks)
+            writer.save(2, self.fill)
+            with pytest.raises(RuntimeError, match="are of no rank or of two"):
+                writer.wait()
+            writer.close()
+        assert not steps_in(self.folder / "hole")
+
     def damage(self) -> None:
         folder = self.save("damage")
-        file = folder / "model-00002-of-00002.safetensors"
+        file = folder / "model-00002-of-00003.safetensors"
         if self.ranks.is_main:
             file.write_bytes(file.read_bytes()[:-4] + b"\0\0\0\0")
         self.ranks.wait()
@@ -141,7 +169,6 @@ class Checks:
 
 
 def worker(folder: str) -> dict:
-    writing.MIN_SHARD_BYTES = 4 * ROWS
     checks = Checks(folder)
     return run_checks({name: getattr(checks, name) for name in NAMES})
 

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from paddle_vl.checkpoint import writing
 from paddle_vl.checkpoint.manifest import Manifest
 from paddle_vl.train.checkpoint import STATE_FILE
 from tests.single_card_tests.train.tiny_run import MODEL as TINY_MODEL
@@ -160,30 +159,21 @@ def one_device(run_file, tmp_path_factory) -> Path:
     return output_dir
 
 
-def worker_of_many_files(run_file: str, output_dir: str, overrides: list[str]) -> None:
-    """A full run whose checkpoint files may be as small as a few kilobytes."""
-    writing.MIN_SHARD_BYTES = 1 << 12
-    train(run_file, output_dir, overrides)
-
-
 def test_another_topology_continues_what_all_processes_wrote(run_file, one_device, tmp_path):
     first, then = tmp_path / "first", tmp_path / "then"
     parts = ["parallel.mp_degree=2", *PP, *SP]
     launch(
-        worker_of_many_files,
+        train,
         4,
         arguments=(str(run_file), str(first), [*common(run_file), *batch_settings(1), *parts]),
     )
-    files = list((first / "checkpoint-2").glob("model-*-of-*.safetensors"))
-    whole = sum(file.stat().st_size for file in files)
-    assert len(files) >= 4
-    assert max(file.stat().st_size for file in files) < whole / 2
+    file = Manifest.read(first / "checkpoint-2").files["model.safetensors"]
+    assert len(file.pieces) == 4
+    assert max(piece.length for piece in file.pieces) < file.size / 2
     shutil.copytree(first / "checkpoint-2", then / "checkpoint-2")
     other = ["parallel.dp_degree=2", *SHARDING, STAGE_3, *batch_settings(4)]
     other += [RESUME]
-    launch(
-        worker_of_many_files, 4, arguments=(str(run_file), str(then), [*common(run_file), *other])
-    )
+    launch(train, 4, arguments=(str(run_file), str(then), [*common(run_file), *other]))
     assert_close(arrays_of(then / "checkpoint-4"), arrays_of(one_device / "checkpoint-4"))
 
 
@@ -197,5 +187,5 @@ def test_processes_with_nothing_to_train_keep_in_step(run_file, tmp_path, frozen
     train(str(run_file), str(one), [*common(run_file), *batch_settings(1), frozen])
     parts = 2 if topology[0] in SHARDING else 1
     overrides = [*common(run_file), *batch_settings(parts), *topology, frozen]
-    launch(worker_of_many_files, 2, arguments=(str(run_file), str(two), overrides))
+    launch(train, 2, arguments=(str(run_file), str(two), overrides))
     assert_close(arrays_of(two / "checkpoint-4"), arrays_of(one / "checkpoint-4"))

@@ -16,7 +16,7 @@ from paddle import nn
 from fuzzing.mutations import as_json, damaged_bytes, in_file, json_bytes
 from fuzzing.parser import Parser
 from paddle_vl.checkpoint.adapter_files import StoredAdapter
-from paddle_vl.checkpoint.manifest import FileSum, Manifest, check_weights
+from paddle_vl.checkpoint.manifest import FileSum, Manifest, Piece, check_weights
 from paddle_vl.checkpoint.safetensors_io import (
     TensorToWrite,
     read_checkpoint_headers,
@@ -170,6 +170,11 @@ def manifest(folder: Path) -> Parser:
         path.name: FileSum(path.stat().st_size, xxhash.xxh3_128(path.read_bytes()).hexdigest())
         for path in folder.iterdir()
     }
+    content = (folder / "model.safetensors").read_bytes()
+    sums["model.safetensors"] = FileSum.of(
+        Piece(begin, len(part), xxhash.xxh3_128_hexdigest(part))
+        for begin, part in ((0, content[:20]), (20, content[20:]))
+    )
     Manifest(5, sums).write(folder)
     seed = json.loads((folder / "manifest.json").read_text())
 

@@ -43,7 +43,6 @@ from paddle_vl.checkpoint.safetensors_io import (
 from paddle_vl.checkpoint.writing import (
     STORED_DTYPES,
     parameters_to_write,
-    write_one_file,
     write_tensors,
 )
 from paddle_vl.families.pi07.config import (
@@ -424,7 +423,6 @@ def write_policy(
     normalizers: Mapping[str, Normalizer],
     write: FileWriter = write_file,
     store: "ParameterStore | None" = None,
-    one_file: bool = True,
     kept: Mapping[str, TensorToWrite] = {},
     dtypes: Mapping[str, str] = {},
 ) -> None:
@@ -447,10 +445,8 @@ def write_policy(
         tensors += [kept.get(k) or _drawn_tensor(f"model.{k}", unread[k], dtype) for k in unread]
         tensors += statistics_to_write(normalizers, dtypes)
     ranks = model.placement.checkpoint_ranks
-    if one_file:
-        write_one_file(folder, "model", tensors, ranks, write)
-    else:
-        write_tensors(folder, "model", tensors, sys.maxsize, ranks, write)
+    # OpenTau reads no index.
+    write_tensors(folder, "model", tensors, sys.maxsize, ranks, write)
 
 
 def statistics_to_write(

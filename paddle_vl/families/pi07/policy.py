@@ -264,7 +264,6 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
         path: str | Path,
         write: FileWriter = write_file,
         store: "ParameterStore | None" = None,
-        one_file: bool = True,
     ) -> None:
         """Write `config.json`, `model.safetensors` and the tokenizers into a folder; adapters are
         merged into the weights as these are written.
@@ -274,14 +273,12 @@ class BasePolicy(SizedModel, nn.Layer, ABC):
         Args:
             write: writes the weight files.
             store: of the model in training, see `paddle_vl.checkpoint.writing`.
-            one_file: the first rank writes all weights, one tensor in memory at a time: OpenTau
-                reads no index. False: ranks divide a large model into several files.
         """
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         keeps = self.normalizers if self.config.save_normalization_stats else {}
         kept, dtypes = self._kept, self._stored_dtypes
-        write_policy(folder, self.model, keeps, write, store, one_file, kept, dtypes)
+        write_policy(folder, self.model, keeps, write, store, kept, dtypes)
         self._save_rest(folder)
 
     def save_adapter(

@@ -195,8 +195,7 @@ class PI07Recipe(Family):
         adapter_class = ColocatedBatchAdapter if is_colocated else PolicyBatchAdapter
         adapter = adapter_class(make_example, agrees, policy.model.tokens)
         # Of adapters, final/ has the merged policy.
-        save = policy.save_pretrained
-        of_step = partial(save, one_file=False)
+        save = of_step = policy.save_pretrained
         if policy.model.adapter is not None:
             of_step = policy.save_adapter
         data, measure = self.config.data, None

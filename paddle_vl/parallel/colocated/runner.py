@@ -20,7 +20,7 @@ from paddle import Tensor
 
 from paddle_vl.batch.schema import OTHER_LANES, Batch
 from paddle_vl.nn.flat_buckets import FlatBucket
-from paddle_vl.nn.master_weights import MasterWeights, ParameterStore
+from paddle_vl.nn.master_weights import MasterWeights, ParameterStore, Spread
 from paddle_vl.nn.operations import gradient_of
 from paddle_vl.parallel.colocated.bridge import Bridge, Encoded
 from paddle_vl.parallel.colocated.encoder import ItemEncoder
@@ -293,6 +293,9 @@ class PartsStore:
 
     def gathered_value(self, parameter: Tensor, value: Tensor | None = None) -> Tensor:
         return self._store_of(parameter).gathered_value(parameter, value)
+
+    def spread(self, parameter: Tensor, value: Tensor | None = None) -> Spread:
+        return self._store_of(parameter).spread(parameter, value)
 
     def use_buckets(self, buckets: Sequence[FlatBucket]) -> None:
         """Never called: each part's optimizer gives its buckets to the part's store."""

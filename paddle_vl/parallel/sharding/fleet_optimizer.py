@@ -38,7 +38,7 @@ from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer
 from paddle.distributed.fleet.utils.tensor_fusion_helper import FusedCommBuffer
 
 from paddle_vl.nn.flat_buckets import FlatBucket
-from paddle_vl.nn.master_weights import master_copy
+from paddle_vl.nn.master_weights import Spread, master_copy
 from paddle_vl.nn.parameter_table import ParameterTable, Tie
 from paddle_vl.parallel.sharding.buckets import own_slice
 from paddle_vl.parallel.topology import Topology
@@ -236,6 +236,15 @@ class FleetSharding:
                 paddle.assign(value.detach().reshape([-1])[: end - begin], part)
             dist.broadcast(part, src=source, group=group)
         return flat.reshape(parameter.shape)
+
+    def spread(self, parameter: Tensor, value: Tensor | None = None) -> Spread:
+        """The full parameter is on every rank, of a `value` the slices."""
+        if value is None:
+            return Spread(None, partial(self.gathered_value, parameter))
+        group, size = self._group_of(parameter), parameter.size
+        spans = [self._span(parameter, rank) for rank in range(group.nranks)]
+        spans = [(begin, min(end, size)) for begin, end in spans]
+        return Spread(spans, lambda: value, group.rank)
 
     def own_shard(self, parameter: Tensor, full: np.ndarray) -> np.ndarray:
         """`[n]`, this rank's slice of an array in the parameter's shape, padded with zeros.

@@ -11,6 +11,7 @@ import paddle
 from paddle import Tensor, nn
 
 from paddle_vl.nn.flat_buckets import FlatBucket
+from paddle_vl.nn.master_weights import Spread
 from paddle_vl.parallel.collectives import all_gathered
 from paddle_vl.parallel.layer_wrappers import Level, wrap_layer
 from paddle_vl.parallel.sharding.buckets import (
@@ -186,6 +187,21 @@ class Sharding:
         with paddle.no_grad():
             flat = all_gathered(value, group) if group.nranks > 1 else value.detach()
             return flat[: parameter.size].reshape(parameter.shape)
+
+    def spread(self, parameter: Tensor, value: Tensor | None = None) -> Spread:
+        """A parameter that has storage between steps is on every rank, of others the shards."""
+        if value is None and parameter._is_initialized():
+            return Spread(None, parameter.detach)
+        group, size = self._group_of(parameter), parameter.size
+        length = -(-size // group.nranks)
+        ends = [min(length * rank, size) for rank in range(group.nranks + 1)]
+
+        def own() -> Tensor:
+            if value is not None:
+                return value
+            return self.shard_of(parameter).detach().astype(parameter.dtype)
+
+        return Spread([*itertools.pairwise(ends)], own, group.rank)
 
     def own_shard(self, parameter: Tensor, full: np.ndarray) -> np.ndarray:
         """`[n]`, this rank's shard of an array in the parameter's shape, padded with zeros.

@@ -12,6 +12,7 @@ from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
 
+from paddle_vl.checkpoint.manifest import write_bytes
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.train.checkpoint import (
@@ -26,6 +27,7 @@ from paddle_vl.train.saving.commit import (
     Fill,
     FolderWrite,
     Snapshot,
+    check_written,
     collect_parts,
     commit,
     failure,
@@ -57,7 +59,8 @@ class CheckpointWriter:
         # Names of checkpoints whose files match their manifest.
         self._good: set[str] = set()
         self._memory: Copies = {}
-        self._ranks: list[int] = []
+        # Unknown before the first save.
+        self._in_place: bool | None = None
         self._write: FolderWrite | None = None
 
     def save(self, step: int, fill: Fill, prunes: bool = True, keeps: str | None = None) -> Path:
@@ -157,34 +160,59 @@ class CheckpointWriter:
     ) -> None:
         self.wait()
         ranks, folder = self.ranks, partial_of(target)
-        if not self._ranks:
-            holders = ranks.gathered(bool(ranks.holds_model))
-            self._ranks = [rank for rank, holds in enumerate(holders) if holds]
         if ranks.is_main:
             target.parent.mkdir(parents=True, exist_ok=True)
             if folder.exists():
                 shutil.rmtree(folder)
             folder.mkdir()
         ranks.wait()
-        snapshot = None
-        if ranks.holds_model:
-            snapshot = Snapshot(self._memory if copies else None)
-            try:
-                snapshot.take(fill, folder)
-            except OSError as error:
-                raise failure(target, error) from error
-        write = FolderWrite(snapshot, target, ranks.rank, prunes and self._verifies)
+        if self._in_place is None:
+            self._in_place = self._writes_in_place(folder)
+        snapshot = Snapshot(self._memory if copies else None, self._in_place)
+        try:
+            snapshot.take(fill, folder)
+        except OSError as error:
+            raise failure(target, error) from error
+        reads_back = prunes and self._verifies
+        write = FolderWrite(snapshot, target, ranks.rank, reads_back and self._in_place)
         if ranks.is_main:
-            write.finish = partial(self._finish, write, step, prunes, keeps)
+            late = reads_back and not self._in_place
+            write.finish = partial(self._finish, write, step, prunes, keeps, late)
         self._write = write
         write.start()
         if not self._is_async:
             self.wait()
 
-    def _finish(self, write: FolderWrite, step: int, prunes: bool, keeps: str | None) -> None:
+    def _writes_in_place(self, folder: Path) -> bool:
+        """Whether all ranks can write into one file of the folder. Called by all ranks."""
+        ranks, file = self.ranks, folder / ".probe"
+        if ranks.world_size == 1:
+            return True
+        parts, works = [f"{rank:8}".encode() for rank in range(ranks.world_size)], True
+        try:
+            write_bytes(file, [parts[ranks.rank]], begin=8 * ranks.rank)
+        except OSError:
+            works = False
+        works = all(ranks.gathered(works))
+        if ranks.is_main:
+            works = works and file.read_bytes() == b"".join(parts)
+            file.unlink(missing_ok=True)
+            if not works:
+                logger.warning(
+                    "%s has no writes of several ranks into one file: rank 0 puts their parts "
+                    "together, which takes longer",
+                    self.output_dir,
+                )
+        return ranks.gathered(works)[0]
+
+    def _finish(
+        self, write: FolderWrite, step: int, prunes: bool, keeps: str | None, reads_back: bool
+    ) -> None:
         """Work of rank 0 after its own write."""
         folder, target = partial_of(write.target), write.target
-        files = collect_parts(folder, self._ranks, lambda: write.deadline)
+        files = collect_parts(folder, range(self.ranks.world_size), lambda: write.deadline)
+        if reads_back:
+            check_written(folder, files)
         commit(folder, target, files, step)
         if prunes:
             # It was read back.

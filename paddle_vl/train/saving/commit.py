@@ -5,10 +5,10 @@ temporary folder, and passes files of tensors, whose arrays come from the device
 ranks, to a `FileWriter`. Tensors are either copied to host memory and written during training, or
 written at once, one tensor in memory at a time.
 
-Every rank writes its files in a thread (`FolderWrite`). Once they are on disk it leaves
-`.part-RANK.json` in the partial folder: their sizes and checksums, or why it failed. Rank 0 waits
-for these files, merges them into `manifest.json` and renames the folder (`commit`). That needs a
-file system that all ranks share.
+Every rank writes its files, and its ranges of common files, in a thread (`FolderWrite`). Once they
+are on disk it leaves `.part-RANK.json` in the partial folder: their sizes and checksums, or why it
+failed. Rank 0 waits for these files, checks that the ranges cover each file, merges them into
+`manifest.json` and renames the folder (`commit`). That needs a file system that all ranks share.
 """
 
 import json
@@ -17,7 +17,7 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
@@ -25,8 +25,10 @@ from pathlib import Path
 import numpy as np
 
 from paddle_vl.checkpoint.manifest import (
+    CHUNK_BYTES,
     FileSum,
     Manifest,
+    Piece,
     damaged_files,
     files_as_json,
     files_from_json,
@@ -41,7 +43,7 @@ _POLL_S = (0.02, 1.0)
 Fill = Callable[[Path, FileWriter], None]
 # Copies of tensors by file and name, kept from one save to the next: the first write to newly
 # allocated pages costs several times the copy itself.
-Copies = dict[tuple[str, str], np.ndarray]
+Copies = dict[tuple[str, str, int | None], np.ndarray]
 
 
 class Snapshot:
@@ -50,10 +52,11 @@ class Snapshot:
     Args:
         memory: for copies of the tensors; None to write tensors while they are collected, so that
             they are never all in memory.
+        in_place: ranks write into common files; otherwise rank 0 puts their ranges together.
     """
 
-    def __init__(self, memory: Copies | None):
-        self._memory = memory
+    def __init__(self, memory: Copies | None, in_place: bool = True):
+        self._memory, self.in_place = memory, in_place
         self._texts: dict[str, bytes] = {}
         self._copies: dict[str, list[TensorToWrite]] = {}
         self._written: dict[str, FileSum] = {}
@@ -100,7 +103,7 @@ class Snapshot:
         for name, text in self._texts.items():
             written[name] = write_bytes(partial / name, [text])
         for name, copies in self._copies.items():
-            written[name] = write_file(partial / name, copies, go_on)
+            written[name] = write_file(partial / name, copies, go_on, self.in_place)
         return written
 
     def _write_tensors(self, partial: Path, name: str, tensors: list[TensorToWrite]) -> None:
@@ -112,7 +115,7 @@ class Snapshot:
         try:
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             counted = [tensor._replace(produce=next_array) for tensor in tensors]
-            self._written[name] = write_file(partial / name, counted)
+            self._written[name] = write_file(partial / name, counted, None, self.in_place)
         except OSError as error:
             # Raised once no rank waits for this one in the collectives that produce arrays.
             self._error = self._error or error
@@ -123,10 +126,11 @@ class Snapshot:
 def _copied(file: str, tensor: TensorToWrite, memory: Copies) -> TensorToWrite:
     """The tensor with a copy of its array, in the memory of the copy before."""
     array = tensor.produce()
-    copy = memory.get((file, tensor.name))
+    key = file, tensor.name, tensor.offset
+    copy = memory.get(key)
     if copy is None or copy.shape != array.shape or copy.dtype != array.dtype:
         try:
-            copy = memory[file, tensor.name] = np.empty(array.shape, array.dtype)
+            copy = memory[key] = np.empty(array.shape, array.dtype)
         except MemoryError as error:
             raise RuntimeError(
                 f"there is no host memory of {array.nbytes / 1e9:.1f} GB for a copy of "
@@ -157,9 +161,10 @@ def collect_parts(
         deadline: until when, by `time.monotonic`; asked while waiting.
 
     Raises:
-        RuntimeError: a rank failed, or its part is not here in time.
+        RuntimeError: a rank failed, its part is not here in time, or the ranks' ranges do not
+            cover a file.
     """
-    files: dict[str, FileSum] = {}
+    pieces: dict[str, list[Piece]] = {}
     missing, pause = list(ranks), _POLL_S[0]
     while True:
         for rank in list(missing):
@@ -168,10 +173,12 @@ def collect_parts(
                 values = json.loads(part.read_text(encoding="utf-8"))
                 if values["error"] is not None:
                     raise RuntimeError(f"rank {rank} could not write its files: {values['error']}")
-                files |= files_from_json(values["files"])
+                for name, written in files_from_json(values["files"]).items():
+                    pieces.setdefault(name, []).extend(written.parts())
                 missing.remove(rank)
         if not missing:
-            return files
+            _join_ranges(partial)
+            return {name: _covering(partial / name, found) for name, found in pieces.items()}
         if time.monotonic() > deadline():
             raise RuntimeError(
                 f"{partial} has no {_part_file(partial, missing[0]).name}, so rank {missing[0]} "
@@ -179,6 +186,42 @@ def collect_parts(
             )
         time.sleep(pause)
         pause = min(2 * pause, _POLL_S[1])
+
+
+def _join_ranges(partial: Path) -> None:
+    """Put files together whose ranges the ranks have written as files of their own."""
+    for part in sorted(partial.rglob("*.range")):
+        whole = part.with_suffix("").with_suffix("")
+        with part.open("rb") as read, whole.open("ab") as stream:
+            shutil.copyfileobj(read, stream, CHUNK_BYTES)
+        flush_to_disk(whole)
+        part.unlink()
+
+
+def check_written(partial: Path, files: Mapping[str, FileSum], sizes: bool = True) -> None:
+    """Read files back from the disk.
+
+    Args:
+        sizes: see `damaged_files`; unknown while other ranks write.
+
+    Raises:
+        RuntimeError: they differ from what was written.
+    """
+    if damage := damaged_files(partial, files, drop_cache=True, sizes=sizes):
+        raise RuntimeError(f"{partial} reads back differently: {'; '.join(damage)}")
+
+
+def _covering(file: Path, pieces: Sequence[Piece]) -> FileSum:
+    """A file that consists of these pieces."""
+    end = 0
+    for piece in (*sorted(pieces), Piece(file.stat().st_size, 0, "")):
+        if piece.begin != end:
+            raise RuntimeError(
+                f"{file} is not what the ranks have written: bytes {min(end, piece.begin)} to "
+                f"{max(end, piece.begin)} are of no rank or of two"
+            )
+        end += piece.length
+    return FileSum.of(pieces)
 
 
 def commit(partial: Path, target: Path, files: Mapping[str, FileSum], step: int) -> None:
@@ -208,7 +251,7 @@ class FolderWrite:
     The interpreter waits for the thread before it ends, so a rename is never cut short.
 
     Args:
-        snapshot: of this rank; None for a rank that writes nothing.
+        snapshot: of this rank.
         reads_back: read the files again and compare them.
 
     Attributes:
@@ -219,7 +262,7 @@ class FolderWrite:
         end: done after `finish`.
     """
 
-    def __init__(self, snapshot: Snapshot | None, target: Path, rank: int, reads_back: bool):
+    def __init__(self, snapshot: Snapshot, target: Path, rank: int, reads_back: bool):
         self.target, self._reads_back = target, reads_back
         self.deadline = math.inf
         self.finish: Callable[[], None] = lambda: None
@@ -257,12 +300,10 @@ class FolderWrite:
 
     def _write_files(self) -> None:
         partial = partial_of(self.target)
-        if self._snapshot is None:
-            return
         try:
             files = self._snapshot.write_to(partial, self._go_on)
-            if self._reads_back and (damage := damaged_files(partial, files, drop_cache=True)):
-                raise RuntimeError(f"{partial} reads back differently: {'; '.join(damage)}")
+            if self._reads_back:
+                check_written(partial, files, sizes=False)
             leave_part(partial, self._rank, files)
         except (OSError, RuntimeError) as error:
             # So that rank 0 does not wait for this rank; `CheckpointWriter.wait` raises it too.

@@ -1,20 +1,22 @@
 """Model files written by several ranks.
 
-Guarantees: every rank writes its own files only; together they hold every tensor once, and the
-index names them all; all ranks produce tensors in one order, as their collectives need; a small
-model is one file, whichever rank writes it; files of an earlier save are deleted; a final model
-that is streamed is one file, and in memory one tensor at a time.
+Guarantees: the ranks of all stages write one set of files, those of one rank, with every tensor
+once, and the index names them all; files of an earlier save are deleted; a final model that is
+streamed is one file, and in memory one tensor at a time. What each rank writes: `test_ranges`.
 """
 
 import weakref
 from dataclasses import dataclass
 
 import numpy as np
-import pytest
 from safetensors.numpy import load_file
 
 from paddle_vl.checkpoint import writing
-from paddle_vl.checkpoint.safetensors_io import TensorToWrite, read_checkpoint_headers
+from paddle_vl.checkpoint.safetensors_io import (
+    TensorToWrite,
+    read_checkpoint_headers,
+    write_file,
+)
 from paddle_vl.nn.placement import CheckpointRanks
 from paddle_vl.train.saving.checkpoint_writer import CheckpointWriter
 from tests.single_card_tests.train.saved import filled, settings
@@ -47,48 +49,49 @@ def tensors(prefix: str, count: int, produced: list[str]) -> list[TensorToWrite]
     ]
 
 
-@pytest.fixture(autouse=True)
-def small_files_are_worth_a_rank(monkeypatch):
-    monkeypatch.setattr(writing, "MIN_SHARD_BYTES", KIB)
+def test_two_stages_of_two_ranks_write_the_files_of_one_rank(tmp_path, monkeypatch):
+    """Four tensors of one stage, three of the other; their ranks write in any order."""
+    monkeypatch.setattr(Staged, "wait", lambda ranks: None)
+    stages = [tensors("a", 4, []), tensors("b", 3, [])]
+    plans = tuple([[t.name, list(t.shape), t.dtype] for t in stage] for stage in stages)
+    one, several = tmp_path / "one", tmp_path / "several"
+    one.mkdir()
+    several.mkdir()
+    (several / "model.safetensors").write_bytes(b"old")
+    writing.write_tensors(one, "model", [*stages[0], *stages[1]], 3 * KIB)
+    written = []
+    for stage, number in ((1, 1), (1, 0), (0, 1), (0, 0)):
+        produced: list[str] = []
+        own = tensors("ab"[stage], len(stages[stage]), produced)
 
+        def write(file, parts):
+            write_file(file, parts)
 
-def test_ranks_write_their_own_files_of_one_checkpoint(tmp_path):
-    """Two stages of two ranks; four tensors of one stage, three of the other."""
-    stages = {0: tensors("a", 4, []), 1: tensors("b", 3, [])}
-    plans = tuple(
-        [{t.name: KIB for t in stages[stage][i : i + 2]} for i in range(0, len(stages[stage]), 2)]
-        for stage in (0, 1)
-    )
-    written = {}
-    for stage in (1, 0):
-        for number in (1, 0):
-            before = set(tmp_path.iterdir())
-            produced: list[str] = []
-            own = tensors("ab"[stage], len(stages[stage]), produced)
-            ranks = Staged(number, 2, stage, plans)
-            writing.write_tensors(tmp_path, "model", own, 1 << 30, ranks)
-            assert produced == [tensor.name for tensor in own]
-            written[stage, number] = {p.name for p in set(tmp_path.iterdir()) - before}
-    index = {"model.safetensors.index.json"}
-    names = [f"model-{i}-of-00004.safetensors" for i in ("00001", "00002", "00003", "00004")]
-    assert [written[0, 0] - index, written[0, 1], written[1, 0], written[1, 1]] == [
-        {name} for name in names
-    ]
-    stored = read_checkpoint_headers(tmp_path)
-    assert sorted(stored) == ["a0", "a1", "a2", "a3", "b0", "b1", "b2"]
-    for name, tensor in stored.items():
+        writing.write_tensors(
+            several, "model", own, 3 * KIB, Staged(number, 2, stage, (), plans), write
+        )
+        written.append(produced)
+    assert written == [["b1", "b2"], ["b0"], ["a2", "a3"], ["a0", "a1"]]
+    assert {p.name: p.read_bytes() for p in one.iterdir()} == {
+        p.name: p.read_bytes() for p in several.iterdir()
+    }
+    names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    assert sorted(p.name for p in several.iterdir()) == [*names, "model.safetensors.index.json"]
+    for name, tensor in read_checkpoint_headers(several).items():
         np.testing.assert_array_equal(tensor.read(), np.full([256], int(name[1])))
 
 
-def test_few_bytes_are_one_file_whoever_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "MIN_SHARD_BYTES", 8 * KIB)
-    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"old")
-    (tmp_path / "model.safetensors.index.json").write_text("{}")
-    for number in (1, 0):
-        own = tensors("a", 4, [])
-        writing.write_tensors(tmp_path, "model", own, 1 << 30, CheckpointRanks(number, 2))
+def test_files_of_several_ranks_get_their_names_at_the_end(tmp_path):
+    """Without a checkpoint folder of their own, as `save_pretrained` writes."""
+    old = tmp_path / "model.safetensors"
+    writing.write_tensors(tmp_path, "model", tensors("a", 2, []), 1 << 30)
+    held = np.memmap(old)
+    before = held.tobytes()
+    writing.write_tensors(tmp_path, "model", tensors("b", 2, []), 1 << 30, CheckpointRanks(1, 2))
+    assert old.read_bytes() == before
+    writing.write_tensors(tmp_path, "model", tensors("b", 2, []), 1 << 30, CheckpointRanks(0, 2))
+    assert held.tobytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
-    assert len(read_checkpoint_headers(tmp_path)) == 4
 
 
 def test_no_file_exceeds_the_limit(tmp_path):
@@ -110,7 +113,7 @@ def test_a_streamed_final_model_is_one_file_and_in_memory_one_tensor_at_a_time(t
     def fill(folder, write):
         names = ("a", "b", "c")
         own = [TensorToWrite(name, (KIB,), "F32", produce) for name in names]
-        writing.write_one_file(folder, "model", own, write=write)
+        writing.write_tensors(folder, "model", own, 1 << 30, write=write)
 
     with CheckpointWriter(tmp_path, settings()) as writer:
         final = writer.save_final(1, filled(1), fill)

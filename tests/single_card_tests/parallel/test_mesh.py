@@ -10,10 +10,10 @@ from paddle.distributed.fleet.base.topology import CommunicateTopology
 
 from paddle_vl.parallel.degrees import ParallelDegrees, experts_fold
 from paddle_vl.parallel.mesh import (
-    dp_ranks_of_model,
     expert_shards,
     groups_of_axes,
     mesh,
+    stage_seats,
 )
 
 FLEET = {"dp": "data", "pp": "pipe", "sharding": "sharding", "mp": "model"}
@@ -75,9 +75,17 @@ def test_experts_have_every_replica_in_their_sums():
         if sharding > 1 and (sharding * mp) % ep == 0:
             assert axes["expert_sharding"].shape[1] == expert_shards(run) == sharding * mp // ep
         assert axes["expert_sharding"].shape[1] * axes["expert_dp"].shape[1] * ep * pp == len(part)
-        # The first dp ranks have all experts of every stage.
-        first = [r for r in part if r // (pp * sharding * mp) < dp_ranks_of_model(run)]
-        assert len({(part[r], stage[r]) for r in first}) == ep * pp
+        # Ranks that save together have each share of each parameter of their stage.
+        seats = dict(zip([r for r in part if stage[r] == 0], stage_seats(run), strict=True))
+        for line in axes["model"]:
+            assert len({stage[r] for r in line.tolist()}) == 1
+            assert len({(part[r], shards[r]) for r in line.tolist()}) == ep * expert_shards(run)
+            assert len({r % (sharding * mp * pp) for r in line.tolist()}) >= sharding * mp
+            if stage[line[0]] == 0:
+                assert len({seats[r].group for r in line.tolist()}) == 1
+        for rank, seat in seats.items():
+            assert (seat.ep, seat.expert_sharding) == (part[rank], shards[rank])
+            assert (seat.mp, seat.sharding) == (rank % mp, rank // mp % sharding)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import logging
 
 import pytest
 
+from paddle_vl.checkpoint import manifest
 from paddle_vl.checkpoint.manifest import FileSum, Manifest, check_weights, shared_out
 from paddle_vl.train.checkpoint import model_folder
 from paddle_vl.train.resume import checkpoint_to_resume, examine
@@ -166,6 +167,33 @@ def test_shares_are_of_about_as_many_bytes():
     files = {f"{number}": FileSum(size, "") for number, size in enumerate((9, 5, 4, 4, 3, 1))}
     shares = [shared_out(files, rank, 3) for rank in range(3)]
     assert [sum(file.size for file in share.values()) for share in shares] == [9, 9, 8]
+
+
+def test_a_file_of_pieces_is_verified_piece_by_piece_on_all_ranks(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest, "PIECE_BYTES", 16)
+    monkeypatch.setattr(manifest, "CHUNK_BYTES", 8)
+    folder = save_checkpoint(tmp_path, 2)
+    whole = Manifest.read(folder).files["model.safetensors"]
+    assert sum(piece.length for piece in whole.pieces) == whole.size
+    assert {piece.length for piece in whole.pieces[:-1]} == {16}
+    shares = [shared_out({"model.safetensors": whole}, rank, 3) for rank in range(3)]
+    pieces = [piece for share in shares for piece in share["model.safetensors"].pieces]
+    assert sorted(pieces) == list(whole.pieces)
+    flip(folder / "model.safetensors")
+    found = [manifest.damaged_files(folder, share) for share in shares]
+    assert sum(map(len, found)) == 1
+    (problem,) = examine(folder).problems
+    assert problem.startswith("model.safetensors does not have the checksum")
+
+
+@pytest.mark.parametrize(("number", "is_read"), [(1, True), (2, True), (3, False)])
+def test_manifests_of_before_are_read_and_later_ones_refused(tmp_path, number, is_read):
+    folder = save_checkpoint(tmp_path, 2)
+    values = json.loads((folder / "manifest.json").read_text())
+    assert values["format"] == 2
+    (folder / "manifest.json").write_text(json.dumps(values | {"format": number}))
+    problems = examine(folder).problems
+    assert not problems if is_read else "format 3" in problems[0]
 
 
 def test_damaged_weights_are_refused_by_name_and_edited_texts_are_not(tmp_path):

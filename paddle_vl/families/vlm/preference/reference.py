@@ -66,7 +66,12 @@ def weights_checksum(folder: Path) -> str:
     sums = listed_weights(folder)
     if not sums:
         sums = {file.name: file_sum(file) for file in sorted(folder.glob("*.safetensors"))}
-    text = json.dumps(sorted((name, str(each)) for name, each in sums.items()))
+    text = json.dumps(
+        sorted(
+            (name, f"FileSum(size={each.size}, checksum={each.checksum!r})")
+            for name, each in sums.items()
+        )
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
