@@ -86,10 +86,11 @@ class Source:
                 low, high = max(begin, start), min(end, stop)
                 if low < high:
                     shard = None if self._spans is None else rank
-                    # Experts of expert parallelism are sharded over ranks of their own.
-                    shards = (None, shard) if self._ep > 1 else (shard, None)
                     of_matrix = mp if self._mp > 1 else None
-                    place = (ep if self._ep > 1 else None, of_matrix, *shards)
+                    place: Place = (None, of_matrix, shard, None)
+                    if self._ep > 1:
+                        # Experts of expert parallelism are sharded over ranks of their own.
+                        place = (ep, of_matrix, None, shard)
                     yield place, low - start, high - start
 
     def joined(self, flat: np.ndarray, first: int, last: int) -> np.ndarray:
