@@ -114,10 +114,6 @@ class RoutedRows:
         zeros_TD = paddle.zeros([self.num_rows, y_RD.shape[1]], dtype=y_RD.dtype)
         return paddle.scatter(zeros_TD, self.index_R, y_RD)
 
-    def real_sums(self, sums: Tensor) -> Tensor:
-        """Sums over the routed rows, without the one that stands in where none is real."""
-        return sums * 0.0 if self.is_empty else sums
-
     def kept_plan(self, layer: nn.Layer) -> Plan | None:
         """The plan of the layer's first pass while it is recomputed, else None."""
         return self._plans.get(layer) if paddle.is_grad_enabled() else None

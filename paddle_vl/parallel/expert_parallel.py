@@ -1,8 +1,9 @@
 """Expert parallelism: the experts of a layer are divided over a group that exchanges token rows.
 
 An all-to-all sends each row to the ranks of its experts, and another one returns the results. The
-group consists of neighbouring dp ranks, which have different samples. An expert gets the rows of
-all of them, so its gradient needs an all-reduce only over the ranks with the same experts.
+ranks of the group (see `paddle_vl.parallel.mesh`) have different rows: of different samples, and
+under sequence parallelism each mp rank its share of a batch. An expert gets the rows of all of
+them, so its gradient needs a sum only over the ranks with the same experts.
 
 An all-to-all of uneven sizes needs them on the host. They depend on the layer's routing, and so on
 the output of the layer before: the host reads them once per layer and micro-batch, in the forward
@@ -28,7 +29,7 @@ def shard_experts(group, make: Callable[[int], Experts], num_experts: int) -> Ex
     """This rank's experts of a layer, with the exchange of rows; `make(n)` builds n experts.
 
     Args:
-        group: of ranks with different samples; their number divides `num_experts`.
+        group: of ranks with different rows; their number divides `num_experts`.
     """
     experts = make(num_experts // group.nranks)
     experts.num_experts = num_experts

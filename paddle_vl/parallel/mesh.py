@@ -57,7 +57,9 @@ def groups_of_axes(degrees: Degrees) -> dict[str, np.ndarray]:
     """The groups of every axis by its name, `[groups, ranks]`: each rank is in one of them."""
     shape = [getattr(degrees, f"{axis}_degree") for axis in _ORDER]
     ranks = np.arange(np.prod(shape)).reshape(shape)
-    groups = {axis: np.moveaxis(ranks, at, -1) for at, axis in enumerate(_ORDER)}
+    groups: dict[str, np.ndarray] = {
+        axis: np.moveaxis(ranks, at, -1) for at, axis in enumerate(_ORDER)
+    }
     # Replicas of a stage's experts, the ranks that shard them together, experts.
     folded = ranks.swapaxes(0, 1).reshape(
         [degrees.pp_degree, -1, expert_shards(degrees), degrees.ep_degree]

@@ -7,11 +7,12 @@ run is bit-identical; checkpoints hold all experts, and one rank continues from 
 
 from pathlib import Path
 
+import paddle.distributed as dist
 import pytest
 
 from tests.multi_card_tests.test_training import MODEL, common
 from tests.single_card_tests.train.tiny_run import write_tiny_run
-from tests.support.finished_runs import arrays_of, assert_equal_runs
+from tests.support.finished_runs import arrays_of, assert_close, assert_equal_runs
 from tests.support.launch import launch
 from tests.support.topology_runs import (
     SHARDING,
@@ -19,6 +20,8 @@ from tests.support.topology_runs import (
     STAGE_3,
     EqualsOneDevice,
     batch_settings,
+    continue_run,
+    num_data_parts,
     train,
     write_mixed_run,
 )
@@ -88,3 +91,25 @@ def test_the_load_balancing_loss_travels_through_a_pipeline(tmp_path):
     overrides = [*common(run_file), *batch_settings(1), "parallel.pp_degree=2"]
     launch(train, 2, arguments=(str(run_file), str(two), overrides))
     assert_equal_runs(two, one)
+
+
+FOLDED = [*MP2, *SHARDING, EP2]
+SHARDED = [SHARDING_4, "parallel.ep_degree=4", STAGE_3]
+
+
+def train_and_move(run_file: str, output_dir: str, settings: list[list[str]]) -> None:
+    """A run, whose checkpoint of step 2 continues under another topology."""
+    train(run_file, f"{output_dir}/one", settings[0])
+    dist.barrier()
+    continue_run(run_file, f"{output_dir}/one", f"{output_dir}/two", settings[1])
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("topologies", [(FOLDED, SHARDED), (SHARDED, FOLDED)], ids=["to", "fro"])
+def test_a_checkpoint_continues_where_experts_lie_elsewhere(topologies, tmp_path):
+    """Steps 3 and 4 as of the run that goes on where it began."""
+    run_file = write_mixed_run(tmp_path / "run", 24, MOE)
+    settings = [[*common(run_file), *batch_settings(num_data_parts(of)), *of] for of in topologies]
+    launch(train_and_move, 4, arguments=(str(run_file), str(tmp_path), settings), timeout=500)
+    found, wanted = (arrays_of(tmp_path / name / "checkpoint-4") for name in ("two", "one"))
+    assert_close(found, wanted)

@@ -101,7 +101,10 @@ class SparseMoE(nn.Layer):
             probabilities_RE = routing.probabilities
             if not takes_own_rows:
                 probabilities_RE = ops.enter_replicated(probabilities_RE)
-            sums_2E = rows.real_sums(routing_sums(probabilities_RE, routing.indices))
+            sums_2E = routing_sums(probabilities_RE, routing.indices)
+            if rows.is_empty:
+                # Of a row of padding that stands in for a real one.
+                sums_2E = sums_2E * 0.0
         return self.experts(x_RD, routing.indices, routing.weights, rows), sums_2E
 
 

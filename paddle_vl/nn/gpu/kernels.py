@@ -9,12 +9,15 @@ The fused rotary embedding computes in float32 and takes tables in the dtype of 
 tables are rounded to it, once for all layers of a forward pass (as HF transformers rounds those of
 its decoders). The plain form computes in the dtype of the tables.
 
-Experts' matrices stay where they are, as far as shapes are fixed. Without expert parallelism the
-host does not know how many rows an expert has, so shapes must not depend on it. Every expert has a
-first block of R rows, multiplied with all matrices in place; the rows beyond R fill further blocks,
-at most (N - 1) // R of them, each with a copy of its expert's matrix. R is at least the rows of a
-tile, so few rows need no copy at all. Expert parallelism reads the numbers of rows for its exchange
-anyway; then `batched_gemm` runs one product per expert, without padding and without copies.
+Many rows of experts: `batched_gemm` runs one product per expert, without padding and without copies
+of matrices. It takes the numbers of rows from the host, which reads them once per layer and
+micro-batch, in the forward pass; expert parallelism has read them for its exchange. Shapes that fit
+any numbers would mean twice the rows, and a copy of every matrix in every product.
+
+Few rows, at most those of a tile per expert, as in generation: a tile takes as long however full it
+is, so nothing is read. Every expert has a first block of R rows, those of a tile, multiplied with
+all matrices in place; the rows beyond R fill further blocks, at most (N - 1) // R of them, each
+with a copy of its expert's matrix.
 
 Shapes: N rows, E experts, I features in, O features out; B blocks beyond the first E, of R rows.
 """
@@ -153,6 +156,8 @@ def _rotated(x_TNH: Tensor, tables: RotaryTables) -> Tensor:
 
 def grouped_linear(x_NI: Tensor, weight_EIO: Tensor, sizes: GroupSizes) -> Tensor:
     """`experts.grouped_linear`."""
+    if sizes.on_host is None and x_NI.shape[0] > _TILE * weight_EIO.shape[0]:
+        sizes.on_host = sizes.counts_E.numpy().tolist()
     if sizes.on_host is not None:
         return GroupedProduct.apply(x_NI, weight_EIO, _PerExpert(sizes.on_host))
     if sizes.layout is None:
@@ -204,7 +209,7 @@ class _Layout(NamedTuple):
     def of(cls, counts_E: Tensor, total: int) -> "_Layout":
         """The layout of `total` rows, `counts_E` of each expert."""
         num_experts = counts_E.shape[0]
-        rows = max(-(-total // num_experts), _TILE)
+        rows = _TILE
         numbers_N = paddle.arange(total, dtype="int64")
         ends_E = counts_E.cumsum()
         expert_N = paddle.searchsorted(ends_E, numbers_N, right=True)

@@ -73,7 +73,7 @@ class Reductions:
     def start(self, owner: Hashable, group: Any, packed_SN: Tensor) -> None:
         """Start a reduce-scatter, after `make_room`; its output is added to the owner's sum."""
         if group.nranks == 1:
-            self._add(owner, group, packed_SN.astype("float32"))
+            self._add(owner, group, packed_SN)
             return
         own_N = paddle.empty([packed_SN.shape[0] // group.nranks], dtype=packed_SN.dtype)
         task = dist.stream.reduce_scatter(own_N, packed_SN, group=group, sync_op=False)
@@ -197,6 +197,8 @@ class Bucket:
 
     def _packed(self, entries: Sequence[BucketEntry], num_ranks: int) -> Tensor:
         """`[S * N]`: the gradients of parameters, which are freed."""
+        # What is not sent is not rounded.
+        dtype = self.reductions.dtype if num_ranks > 1 else "float32"
         rows = []
         for entry in entries:
             grad, total = entry.parameter.grad, self._wide.give(entry.parameter)
@@ -204,9 +206,9 @@ class Bucket:
                 total = grad if total is None else total.add_(grad.astype("float32"))
             if total is None:
                 shape = [num_ranks, entry.shard.size]
-                rows.append(paddle.zeros(shape, dtype=self.reductions.dtype))
+                rows.append(paddle.zeros(shape, dtype=dtype))
                 continue
-            rows.append(padded_rows(total.astype(self.reductions.dtype), num_ranks))
+            rows.append(padded_rows(total.astype(dtype), num_ranks))
             entry.parameter.clear_gradient(False)
         # A table is alone in its bucket and needs no copy.
         packed_SN = rows[0] if len(rows) == 1 else paddle.concat(rows, axis=1)

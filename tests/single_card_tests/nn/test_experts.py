@@ -94,7 +94,7 @@ def test_products_agree_whatever_the_counts(counts):
 
 
 @pytest.mark.parametrize("kernels", ["plain", "gpu"])
-def test_plain_experts_and_the_gpu_kernel_read_nothing_on_the_host(kernels):
+def test_plain_experts_and_the_gpu_kernel_of_few_rows_read_nothing_on_the_host(kernels):
     module, (x_TD, weights_TK) = layer(), inputs()
     indices_TK = paddle.to_tensor(CHOICES["mixed"])
     with forbid_host_reads(), use_kernels(kernels):

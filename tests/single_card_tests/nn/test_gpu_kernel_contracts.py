@@ -2,8 +2,8 @@
 
 Guarantees: stand-ins have the parameters of the installed Paddle's functions; they refuse what the
 kernels refuse; norms whose kernel does not take a case run in plain operators; rotary tables are
-rounded once per forward pass; experts' matrices are copied for further blocks only, and not at all
-where the host knows the numbers of rows.
+rounded once per forward pass; experts' matrices are copied for further blocks of few rows only;
+many rows are multiplied once each, after one read of their numbers.
 
 Kernels of a GPU that the models of both families call.
 
@@ -27,6 +27,7 @@ from paddle_vl.nn.experts import GroupSizes, grouped_linear
 from paddle_vl.nn.operations import layer_norm, rms_norm, use_kernels
 from paddle_vl.testing import (
     forbid_host_reads,
+    record_host_reads,
     tiny_pi07,
     tiny_pi07_batch,
     tiny_qwen3_vl,
@@ -140,9 +141,9 @@ def copies(monkeypatch):
     ("counts", "matrices"),
     [
         ([40, 30, 30], []),
-        # R = 200 rows: (600 - 1) // 200 blocks beyond the first of each expert.
-        ([600, 0, 0], [2, 2]),
-        ([100, 150, 350], [2, 2]),
+        # R = 128 rows: (384 - 1) // 128 blocks beyond the first of each expert.
+        ([384, 0, 0], [2, 2]),
+        ([100, 34, 250], [2, 2]),
     ],
     ids=str,
 )
@@ -160,6 +161,26 @@ def test_matrices_are_copied_for_further_blocks_only(counts, matrices, copies):
         np.testing.assert_allclose(y.numpy()[rows], wanted, atol=1e-5)
         wanted = np.broadcast_to(x.numpy()[rows].sum(0)[:, None], (4, 5))
         np.testing.assert_allclose(weight.grad.numpy()[e], wanted, atol=1e-4)
+
+
+def test_many_rows_are_multiplied_once_each_after_one_read(copies, monkeypatch):
+    """More than a tile per expert: no padding, and no read in the backward pass or a later one."""
+    counts, multiplied, product = [700, 0, 68], [], incubate.batched_gemm
+
+    def counting(lhs, rhs, sizes, **how):
+        multiplied.append(sum(sizes))
+        return product(lhs, rhs, sizes, **how)
+
+    monkeypatch.setattr(incubate, "batched_gemm", counting)
+    x, weight = draw(768, 4), draw(3, 4, 5)
+    sizes = GroupSizes(paddle.to_tensor(counts))
+    with record_host_reads() as reads:
+        y = grouped_linear(x, weight, sizes)
+        grouped_linear(x, weight, sizes)
+        y.sum().backward()
+    assert len(reads) == 1
+    assert multiplied == [768] * 4
+    assert copies == []
 
 
 @pytest.mark.parametrize("counts", [[2, 0, 5, 1], [0, 0, 8, 0]], ids=str)

@@ -51,6 +51,8 @@ def test_samples_split_over_dp_then_sharding():
             pp_group=_group(0, 1),
             sharding_group=_group(rank % 2, 2),
             ep_group=_group(0, 1),
+            expert_sharding_group=_group(rank % 2, 2),
+            expert_dp_group=_group(rank // 2, 3),
         )
         assert (topology.data_rank, topology.data_size) == (rank, 6)
         assert topology.describe() == f"rank {rank} (dp {rank // 2}, sharding {rank % 2})"
