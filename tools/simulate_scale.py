@@ -63,7 +63,7 @@ def simulate(config: Any) -> dict[str, Any]:
         "ranks": ranks,
         "token_rows": token_rows(config),
         "stages": of_stages,
-        "chain": longest_chain(stages, block),
+        "chain": longest_chain(stages),
         # Every rank receives the numbers of all, int64.
         "agree": {"values": stages[0].agreed, "received": 8 * stages[0].agreed * ranks},
     }

@@ -20,46 +20,33 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-import numpy as np
 from paddle import Tensor
 from paddle.distributed.fleet.utils import hybrid_parallel_util
 from paddle.distributed.fleet.utils.tensor_fusion_helper import FusedCommBuffer
 
-from paddle_vl.config.families import family_of_run
-from paddle_vl.config.load import flatten
-from paddle_vl.families.vlm.inputs.collate import VLCollator
-from paddle_vl.families.vlm.objective import VLBatchAdapter, VLLoss
-from paddle_vl.families.vlm.pipeline import layer_costs
-from paddle_vl.families.vlm.recipe import VLRecipe, model_shape
 from paddle_vl.families.vlm.settings import VLRun
-from paddle_vl.nn.linear import default_dtype
 from paddle_vl.parallel import collectives
-from paddle_vl.parallel.agree import check_settings_agree
 from paddle_vl.parallel.collectives import BUCKET_ELEMENTS
-from paddle_vl.parallel.ranks import ONE_RANK, FleetRanks
-from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.recorder import Collective
 from paddle_vl.parallel.sharding.buckets import Bucket
-from paddle_vl.parallel.topology import initialize
 from paddle_vl.train.build import needed_memory
-from paddle_vl.train.freeze import freeze_parameters, trained_names, treated_apart
-from paddle_vl.train.layout import Layout, parallel_degrees
+from paddle_vl.train.layout import parallel_degrees
 from paddle_vl.train.memory_needed import NeededMemory
-from paddle_vl.train.optimizer import Optimizer
-from paddle_vl.train.step import counted, train_step
 from scale.phantom import PhantomGroup, become_rank
+from scale.small_step import IMAGE_ROWS, WIDTH, SmallStep, family_and_model, small_config
 
-# Width and inner widths of the smallest decoder; rows of each image, of each mp rank.
-WIDTH, INNER, IMAGE_ROWS = 16, 8, 4
 # Factors on rows and width of the two steps.
 STEPS = ((1, 1), (2, 3))
 # Bytes to which fleet aligns a parameter's slices.
 FLEET_ALIGNMENT = 256
 _FUSED = "fused_allreduce_gradients_with_group"
+# Parameters of a call, and the elements that one of a size takes over that many ranks, of values
+# of so many bytes.
+Parameters = Callable[[Collective, PhantomGroup], list[Tensor]]
+Padded = Callable[[int, int, int], int]
 
 
 @dataclass(frozen=True)
@@ -70,7 +57,7 @@ class Call:
         kind: what it carries, such as `gradients`.
         operation, ranks: see `paddle_vl.parallel.recorder.Collective`.
         num_bytes: that this rank contributes, or receives by a recv.
-        pieces: calls that this one stands for: full parameters take more buckets.
+        pieces: calls that it stands for, as full parameters take more buckets.
     """
 
     kind: str
@@ -99,124 +86,11 @@ class Simulated(NamedTuple):
         agreed: numbers that all ranks exchange before a step.
     """
 
-    rank: int
     calls: list[Call]
     memory: NeededMemory
     group_sizes: list[int]
     start_calls: int
     agreed: int
-
-
-def family_and_model(config: VLRun) -> tuple[type[VLRecipe], Any]:
-    """The family's class, and the configuration of the run's model.
-
-    Raises:
-        ValueError: a run that is not simulated, or a model that cannot be read.
-    """
-    recipe: Any = family_of_run(config).recipe_class()
-    if not issubclass(recipe, VLRecipe) or config.parallel.schedule != "plain":
-        raise ValueError(
-            "runs of vision-language models under parallel.schedule=plain are simulated; count "
-            "others with tools/benchmarks/topologies.py"
-        )
-    kind, source = recipe.model_class.config_class, config.model.config
-    if config.model.pretrained is not None:
-        return recipe, kind.from_pretrained(config.model.pretrained)
-    if isinstance(source, dict):
-        return recipe, kind.from_dict(source)
-    assert source is not None, "refused when the settings were read"
-    is_file = Path(source).is_file()
-    return recipe, kind.from_pretrained(Path(source).parent) if is_file else kind.named(source)
-
-
-def small_config(full: Any, factor: int, mp: int) -> Any:
-    """The model with little width: layers, heads and experts of the full one."""
-    values = full.to_dict()
-    text, vision, width = values["text_config"], values["vision_config"], WIDTH * factor
-    text |= {"hidden_size": width, "vocab_size": 64 * mp}
-    inner = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
-    text |= {name: INNER * mp for name in inner if name in text}
-    vision |= {"out_hidden_size": width, "hidden_size": 4 * vision["num_heads"]}
-    vision |= {"intermediate_size": INNER, "patch_size": 4}
-    ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    return type(full).from_dict(values | {name: 60 + number for number, name in enumerate(ids)})
-
-
-def small_batch(config: Any, num_rows: int, placement: Any) -> Any:
-    """A micro-batch of one sample, half of whose rows are those of images."""
-    vision = config.vision_config
-    per_image = IMAGE_ROWS * vision.spatial_merge_size**2
-    images, side = num_rows // 2 // IMAGE_ROWS, round(per_image**0.5)
-    ids = np.full([num_rows], config.image_token_id, np.int64)
-    ids[num_rows // 2 :] = 1
-    sample = {
-        "input_ids": ids,
-        "labels": np.where(ids == 1, ids, -100),
-        "pixel_values": np.zeros([images * per_image, vision.patch_dim], np.float32),
-        "image_grid_thw": np.array([[1, side, side]] * images, np.int64),
-    }
-    collate = VLCollator(
-        0,
-        config.image_token_id,
-        config.video_token_id,
-        vision.spatial_merge_size,
-        part=placement.ops.row_part,
-        lists_real_rows=bool(model_shape(config).num_experts),
-        expert_part=placement.ops.expert_part,
-    )
-    return collate([sample])
-
-
-class SmallStep:
-    """A step of a run with a small model, built as `paddle_vl.train.build` does.
-
-    Args:
-        own: the small model's configuration.
-        full: the run's.
-    """
-
-    def __init__(self, config: VLRun, recipe: type[VLRecipe], own: Any, full: Any):
-        self.config, self.recipe, self.full = config, recipe, full
-        parallel, degrees = config.parallel, parallel_degrees(config)
-        topology = self.topology = initialize(degrees, parallel.fleet, parallel.timeout_s)
-        self.ranks = FleetRanks(topology) if topology.world_size > 1 else ONE_RANK
-        if topology.world_size > 1:
-            settings = flatten(config.model_dump(mode="json"))
-            check_settings_agree(settings, topology.describe())
-        multiple = config.data.pad_to_multiple_of
-        self.layout = Layout(config, topology, model_shape(full), layer_costs(full), multiple)
-        self.own = own
-        self.model, parameters, trained = self.built(own, "float32")
-        if config.train.recompute == "full":
-            recompute_layers([*self.model.vision_blocks, *self.model.decoder_layers])
-        self.store = self.layout.parameter_store(self.model)
-        table = self.model.placement.parameter_table
-        self.optimizer = Optimizer(parameters, config.train, set(), self.store, table, trained)
-        adapter = VLBatchAdapter(own.vision_config)
-        make_stage = recipe.make_stage
-        self.runner = self.layout.runner(self.model, make_stage, self.ranks, VLLoss(), adapter)
-
-    def built(self, config: Any, dtype: str) -> tuple[Any, list[tuple[str, Tensor]], set[str]]:
-        """A model without storage; its trained parameters, and the names of all ranks' ones."""
-        settings = self.config.model
-        with default_dtype(dtype):
-            make = self.recipe.model_class.from_config
-            model = make(config, self.layout.placement(), materialize=False)
-        if settings.lora is not None:
-            model.add_lora(settings.lora)
-        shapes, names = model.whole_shapes(), model.adapter_names()
-        trained = trained_names(shapes, settings.freeze, names, self.recipe.parts)
-        model.separate(treated_apart(list(model.hf_named_parameters()), trained.__contains__))
-        named = freeze_parameters(list(model.hf_named_parameters()), trained, shapes)
-        return model, named, trained
-
-    def take(self, num_rows: int) -> int:
-        """Train on micro-batches of that many rows; returns how many numbers ranks agree on."""
-        batch = small_batch(self.own, num_rows, self.model.placement)
-        number = self.config.train.gradient_accumulation_steps
-        batches = [counted(batch, self.runner.adapter)] * number
-        outcome = train_step(self.runner, self.optimizer, batches, 1e-3, self.ranks)
-        return outcome.totals.num_agreed + 1
 
 
 class Recorder:
@@ -235,12 +109,12 @@ class Recorder:
         self._reduced_bytes = 2 if config.parallel.reduce_dtype == "bfloat16" else 4
         self._step: SmallStep | None = None
         self._full: dict[int, int] = {}
-        self._owner: Callable[[Collective, PhantomGroup], tuple[list[Tensor], Any]] | None = None
+        self._owner: tuple[Parameters, Padded] | None = None
 
     def observe(self, call: Collective, group: PhantomGroup) -> None:
         size, pieces = call.num_bytes, 1
         if self._owner is not None:
-            size, pieces = self._of_parameters(call, group)
+            size, pieces = self._of_parameters(call, group, *self._owner)
         self.calls.append(Call(self._kind(call, group), call.kind, call.ranks, size, pieces))
         self.is_sized.append(self._owner is not None)
 
@@ -255,27 +129,29 @@ class Recorder:
         table, topology = step.model.placement.parameter_table, step.topology
         for parameter, whole in zip(step.model.parameters(), full.parameters(), strict=True):
             self._full[id(parameter)] = size = prod(whole.shape)
-            if not parameter.stop_gradient and (own := step.store.shard_of(parameter)) is not None:
+            own = None if parameter.stop_gradient else step.store.shard_of(parameter)
+            if own is not None and own is not parameter:
                 is_expert = table[parameter].is_expert
                 group = topology.expert_sharding_group if is_expert else topology.sharding_group
-                if own is not parameter:
-                    self._full[id(own)] = -(-size // group.nranks)
+                self._full[id(own)] = -(-size // group.nranks)
         with ExitStack() as stack:
-            for owner, name, parameters_of in (
-                (Bucket, "start_all_gather", _of_bucket),
-                (Bucket, "start_reduction", _of_bucket),
-                (FusedCommBuffer, "_comm_grads", _of_buffer),
-                (FusedCommBuffer, "sync_params", _of_buffer),
-                (hybrid_parallel_util, _FUSED, _of_list),
-                (collectives, _FUSED, _of_list),
+            for place, name, parameters_of, padded in (
+                (Bucket, "start_all_gather", _of_bucket, _for_shards),
+                (Bucket, "start_reduction", _of_bucket, _for_shards),
+                (FusedCommBuffer, "_comm_grads", _of_buffer, _for_slices),
+                (FusedCommBuffer, "sync_params", _of_buffer, _for_slices),
+                (hybrid_parallel_util, _FUSED, _of_list, _as_is),
+                (collectives, _FUSED, _of_list, _as_is),
             ):
-                made = self._owned(getattr(owner, name), parameters_of)
-                stack.enter_context(mock.patch.object(owner, name, made))
+                owned = self._owned(getattr(place, name), parameters_of, padded)
+                stack.enter_context(mock.patch.object(place, name, owned))
             yield
 
-    def _owned(self, function: Callable, owner: Callable) -> Callable:
+    def _owned(self, function: Callable, parameters_of: Callable, padded: Padded) -> Callable:
+        """The function, whose calls carry the parameters of its first argument."""
+
         def owned(first: Any, *args: Any, **kwargs: Any) -> Any:
-            self._owner = owner(first)
+            self._owner = parameters_of(first), padded
             try:
                 return function(first, *args, **kwargs)
             finally:
@@ -283,14 +159,15 @@ class Recorder:
 
         return owned
 
-    def _of_parameters(self, call: Collective, group: PhantomGroup) -> tuple[int, int]:
+    def _of_parameters(
+        self, call: Collective, group: PhantomGroup, parameters_of: Parameters, padded: Padded
+    ) -> tuple[int, int]:
         """Bytes of the run, and the number of its calls."""
-        assert self._owner is not None
-        parameters, padded = self._owner(call, group)
-        gathers, ranks = call.kind == "all_gather", group.size()
+        parameters, ranks = parameters_of(call, group), group.size()
+        parts = ranks if call.kind == "all_gather" else 1
 
         def elements(sizes: Iterable[int], value_bytes: int) -> list[int]:
-            return [padded(size, ranks, value_bytes) // (ranks if gathers else 1) for size in sizes]
+            return [padded(size, ranks, value_bytes) // parts for size in sizes]
 
         found = 4 * sum(elements((prod(p.shape) for p in parameters), 4))
         if found != call.num_bytes:
@@ -299,10 +176,9 @@ class Recorder:
                 f"parameters have {found}: this tool does not know how they are padded"
             )
         full = elements((self._full[id(p)] for p in parameters), self._value_bytes)
-        width = self._value_bytes if gathers else 4
-        if padded is _for_shards and not gathers:
-            width = self._reduced_bytes
-        return width * sum(full), _pieces(full, BUCKET_ELEMENTS // (ranks if gathers else 1))
+        width = self._reduced_bytes if padded is _for_shards else 4
+        width = self._value_bytes if parts > 1 else width
+        return width * sum(full), _buckets(full, BUCKET_ELEMENTS // parts)
 
     def _kind(self, call: Collective, group: PhantomGroup) -> str:
         if self._owner is not None:
@@ -321,6 +197,44 @@ class Recorder:
         return "tower" if is_visual else "tensor parallel"
 
 
+def _of_bucket(bucket: Bucket) -> Parameters:
+    def members(call: Collective, group: PhantomGroup) -> list[Tensor]:
+        entries = bucket.entries if call.kind == "all_gather" else bucket.trained
+        return [entry.parameter for entry in entries if entry.group.process_group is group]
+
+    return members
+
+
+def _of_buffer(buffer: Any) -> Parameters:
+    return lambda call, group: list(buffer.params)
+
+
+def _of_list(tensors: Sequence[Tensor]) -> Parameters:
+    return lambda call, group: list(tensors)
+
+
+def _for_shards(size: int, ranks: int, value_bytes: int) -> int:
+    return -(-size // ranks) * ranks
+
+
+def _for_slices(size: int, ranks: int, value_bytes: int) -> int:
+    return _for_shards(size, FLEET_ALIGNMENT // value_bytes * ranks, value_bytes)
+
+
+def _as_is(size: int, ranks: int, value_bytes: int) -> int:
+    return size
+
+
+def _buckets(sizes: Iterable[int], limit: int) -> int:
+    """Number of buckets of at most `limit` elements, or one larger parameter."""
+    number, filled = 1, 0
+    for size in sizes:
+        if filled and filled + size > limit:
+            number, filled = number + 1, 0
+        filled += size
+    return number
+
+
 def simulated(config: VLRun, rank: int) -> Simulated:
     """Be that rank of the run, in a process of its own.
 
@@ -330,7 +244,6 @@ def simulated(config: VLRun, rank: int) -> Simulated:
     recorder = Recorder(config)
     sizes = become_rank(rank, parallel_degrees(config).num_processes, recorder.observe)
     recipe, full = family_and_model(config)
-    value_bytes = 2 if config.model.compute_dtype == "bfloat16" else 4
     parallel = {"reduce_dtype": "float32", "pp_token_rows": None, "pp_visual_rows": None}
     small = config.model_copy(
         update={
@@ -340,33 +253,31 @@ def simulated(config: VLRun, rank: int) -> Simulated:
     )
     mp = config.parallel.mp_degree
     num_rows = 2 * IMAGE_ROWS * mp
-    found, start_calls, agreed, memory = [], 0, 0, NeededMemory(0, 0, 0, 0)
+    found = []
     for rows, width in STEPS:
-        num_groups = len(sizes)
+        sizes.clear()
         recorder.calls, recorder.is_sized = [], []
         step = SmallStep(small, recipe, small_config(full, width, mp), full)
-        start_calls, groups = len(recorder.calls), sizes[num_groups:]
+        start_calls = len(recorder.calls)
         whole, *_ = step.built(full, config.model.compute_dtype)
-        memory = needed_memory(config, step.topology, whole)
         with recorder.of(step, whole):
             agreed = step.take(rows * num_rows)
         found.append((recorder.calls, recorder.is_sized))
+        if not found[1:]:
+            memory = needed_memory(config, step.topology, whole)
+            start = (memory, list(sizes), start_calls, agreed)
     (calls, is_sized), (grown, _) = found
-    growth = {
-        1: Fraction(1),
-        STEPS[1][0]: Fraction(token_rows(config), num_rows),
-        STEPS[1][1]: (by_width := Fraction(full.text_config.hidden_size * value_bytes, WIDTH * 4)),
-        prod(STEPS[1]): by_width * Fraction(token_rows(config), num_rows),
-    }
+    value_bytes = 2 if config.model.compute_dtype == "bfloat16" else 4
+    by_rows = Fraction(token_rows(config), num_rows)
+    by_width = Fraction(full.text_config.hidden_size * value_bytes, WIDTH * 4)
+    growth = {1: 1, STEPS[1][0]: by_rows, STEPS[1][1]: by_width, prod(STEPS[1]): by_rows * by_width}
     of_run = []
-    for call, larger, knows in zip(calls, grown, is_sized, strict=True):
-        factor = growth.get(larger.num_bytes / (call.num_bytes or 1)) if call.num_bytes else 1
-        if knows:
-            factor = 1
-        if factor is None:
-            raise ValueError(f"{call} grows to {larger.num_bytes} bytes: this tool cannot scale it")
-        of_run.append(replace(call, num_bytes=round(factor * call.num_bytes)))
-    return Simulated(rank, of_run, memory, groups, start_calls, agreed)
+    for call, larger, is_known in zip(calls, grown, is_sized, strict=True):
+        ratio = larger.num_bytes / call.num_bytes if call.num_bytes and not is_known else 1
+        if ratio not in growth:
+            raise ValueError(f"{call} grows {ratio:g} times: this tool cannot scale it")
+        of_run.append(replace(call, num_bytes=round(growth[ratio] * call.num_bytes)))
+    return Simulated(of_run, *start)
 
 
 def token_rows(config: VLRun) -> int:
@@ -377,72 +288,29 @@ def token_rows(config: VLRun) -> int:
     return config.train.per_device_train_batch_size * -(-length // multiple) * multiple
 
 
-def longest_chain(by_stage: Sequence[Simulated], ranks_per_stage: int) -> int:
+def longest_chain(by_stage: Sequence[Simulated]) -> int:
     """Calls of a step that follow one another: a rank's own, and messages between stages.
 
     Args:
-        by_stage: a rank of each pipeline stage, stage by stage.
-        ranks_per_stage: of one pipeline.
+        by_stage: the first rank of each pipeline stage.
     """
-    sent: dict[tuple[int, int], list[int]] = {}
     left = [list(each.calls) for each in by_stage]
-    depth, received = [0] * len(left), dict[tuple[int, int], int]()
+    depth = [0] * len(left)
+    # Depths of the messages on their way, by sender and receiver.
+    under_way: dict[tuple[int, ...], list[int]] = {}
     while any(left):
-        moved = False
+        before = sum(map(len, left))
         for stage, calls in enumerate(left):
             while calls:
-                call, before = calls[0], depth[stage]
-                if call.operation in ("send", "recv"):
-                    way = (call.ranks[0] // ranks_per_stage, call.ranks[1] // ranks_per_stage)
+                call, way = calls[0], calls[0].ranks
                 if call.operation == "recv":
-                    number = received.get(way, 0)
-                    if number == len(sent.get(way, [])):
+                    if not under_way.get(way):
                         break
-                    before = max(before, sent[way][number] - 1)
-                    received[way] = number + 1
-                depth[stage] = before + call.pieces
+                    depth[stage] = max(depth[stage], under_way[way].pop(0) - 1)
+                depth[stage] += call.pieces
                 if call.operation == "send":
-                    sent.setdefault(way, []).append(depth[stage])
+                    under_way.setdefault(way, []).append(depth[stage])
                 calls.pop(0)
-                moved = True
-        assert moved, "every message that is received is sent"
+        if sum(map(len, left)) == before:
+            raise ValueError("a stage waits for a message that no stage sends")
     return max(depth)
-
-
-def _of_bucket(bucket: Bucket) -> Callable:
-    def members(call: Collective, group: PhantomGroup) -> tuple[list[Tensor], Any]:
-        entries = bucket.entries if call.kind == "all_gather" else bucket.trained
-        own = [entry.parameter for entry in entries if entry.group.process_group is group]
-        return own, _for_shards
-
-    return members
-
-
-def _for_shards(size: int, ranks: int, value_bytes: int) -> int:
-    return -(-size // ranks) * ranks
-
-
-def _of_buffer(buffer: Any) -> Callable:
-    def padded(size: int, ranks: int, value_bytes: int) -> int:
-        step = FLEET_ALIGNMENT // value_bytes * ranks
-        return -(-size // step) * step
-
-    return lambda call, group: (list(buffer.params), padded)
-
-
-def _of_list(tensors: Sequence[Tensor]) -> Callable:
-    return lambda call, group: (list(tensors), _as_is)
-
-
-def _as_is(size: int, ranks: int, value_bytes: int) -> int:
-    return size
-
-
-def _pieces(sizes: Iterable[int], limit: int) -> int:
-    """Buckets of at most `limit` elements, or one larger parameter."""
-    pieces, filled = 1, 0
-    for size in sizes:
-        if filled and filled + size > limit:
-            pieces, filled = pieces + 1, 0
-        filled += size
-    return pieces
