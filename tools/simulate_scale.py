@@ -36,10 +36,11 @@ def simulate(config: Any) -> dict[str, Any]:
     parallel = config.parallel
     block = parallel.sharding_degree * parallel.mp_degree
     ranks = block * parallel.pp_degree * parallel.dp_degree
-    # Each rank in a process of its own.
-    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-        places = [(config, stage * block) for stage in range(parallel.pp_degree)]
-        stages = pool.starmap(simulated, places, chunksize=1)
+    stages = []
+    for stage in range(parallel.pp_degree):
+        # A process for each, forked here: Paddle's mode is that of the thread.
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            stages.append(pool.apply(simulated, (config, stage * block)))
     of_stages = []
     for number, stage in enumerate(stages):
         sums: dict[tuple, Counter] = {}

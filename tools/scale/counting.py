@@ -28,6 +28,7 @@ from paddle.distributed.fleet.utils import hybrid_parallel_util
 from paddle.distributed.fleet.utils.tensor_fusion_helper import FusedCommBuffer
 
 from paddle_vl.families.vlm.settings import VLRun
+from paddle_vl.nn.parameter_table import Tie
 from paddle_vl.parallel import collectives
 from paddle_vl.parallel.collectives import BUCKET_ELEMENTS
 from paddle_vl.parallel.recorder import Collective
@@ -40,8 +41,8 @@ from scale.small_step import IMAGE_ROWS, WIDTH, SmallStep, family_and_model, sma
 
 # Factors on rows and width of the two steps.
 STEPS = ((1, 1), (2, 3))
-# Bytes to which fleet aligns a parameter's slices.
-FLEET_ALIGNMENT = 256
+# Bytes to which fleet aligns a parameter's slices, and those of its buffers.
+FLEET_ALIGNMENT, FLEET_BUFFER = 256, 256 << 20
 _FUSED = "fused_allreduce_gradients_with_group"
 # Parameters of a call, and the elements that one of a size takes over that many ranks, of values
 # of so many bytes.
@@ -109,6 +110,8 @@ class Recorder:
         self._reduced_bytes = 2 if config.parallel.reduce_dtype == "bfloat16" else 4
         self._step: SmallStep | None = None
         self._full: dict[int, int] = {}
+        # Parameters that have one bucket per layer.
+        self._in_units: set[int] = set()
         self._owner: tuple[Parameters, Padded] | None = None
 
     def observe(self, call: Collective, group: PhantomGroup) -> None:
@@ -134,6 +137,8 @@ class Recorder:
                 is_expert = table[parameter].is_expert
                 group = topology.expert_sharding_group if is_expert else topology.sharding_group
                 self._full[id(own)] = -(-size // group.nranks)
+        units = [*step.model.vision_blocks, *step.model.decoder_layers]
+        self._in_units = {id(p) for unit in units for p in unit.parameters()}
         with ExitStack() as stack:
             for place, name, parameters_of, padded in (
                 (Bucket, "start_all_gather", _of_bucket, _for_shards),
@@ -163,6 +168,7 @@ class Recorder:
         self, call: Collective, group: PhantomGroup, parameters_of: Parameters, padded: Padded
     ) -> tuple[int, int]:
         """Bytes of the run, and the number of its calls."""
+        assert self._step is not None
         parameters, ranks = parameters_of(call, group), group.size()
         parts = ranks if call.kind == "all_gather" else 1
 
@@ -176,9 +182,37 @@ class Recorder:
                 f"parameters have {found}: this tool does not know how they are padded"
             )
         full = elements((self._full[id(p)] for p in parameters), self._value_bytes)
+        if padded is _as_is and self._step.topology.is_sharded_by_fleet:
+            full = self._mean_slices(parameters, group)
         width = self._reduced_bytes if padded is _for_shards else 4
         width = self._value_bytes if parts > 1 else width
-        return width * sum(full), _buckets(full, BUCKET_ELEMENTS // parts)
+        limit = FLEET_BUFFER // self._value_bytes if padded is _for_slices else BUCKET_ELEMENTS
+        in_unit = padded is _for_shards and {id(p) for p in parameters} <= self._in_units
+        return width * sum(full), 1 if in_unit else _buckets(full, limit // parts)
+
+    def _mean_slices(self, own: Sequence[Tensor], group: PhantomGroup) -> list[int]:
+        """Elements of fleet's slices in an all-reduce, in the mean over the ranks that have them:
+        each rank has slices of other parameters."""
+        assert self._step is not None
+        step, topology = self._step, self._step.topology
+        table, slices = step.model.placement.parameter_table, {id(tensor) for tensor in own}
+        trained = [p for p in step.model.parameters() if not p.stop_gradient]
+        of_experts = {table[p].is_expert for p in trained if id(step.store.shard_of(p)) in slices}
+        sizes = []
+        for parameter in trained:
+            spec = table[parameter]
+            shards = topology.expert_sharding_group if spec.is_expert else topology.sharding_group
+            ranks = shards.nranks
+            if group is topology.mp_group.process_group:
+                takes_part = spec.has_partial_gradient
+            elif topology.ends_group and group is topology.ends_group.process_group:
+                takes_part = spec.tie is not Tie.NONE
+            else:
+                takes_part = spec.is_expert in of_experts
+            if takes_part:
+                size = _for_slices(self._full[id(parameter)], ranks, self._value_bytes)
+                sizes.append(size // ranks)
+        return sizes
 
     def _kind(self, call: Collective, group: PhantomGroup) -> str:
         if self._owner is not None:
