@@ -293,6 +293,8 @@ def simulated(config: VLRun, rank: int) -> Simulated:
         recorder.calls, recorder.is_sized = [], []
         step = SmallStep(small, recipe, small_config(full, width, mp), full)
         start_calls = len(recorder.calls)
+        # Later stages take the counts of targets from the first one, which is not there.
+        step.ranks.counts_data = True
         whole, *_ = step.built(full, config.model.compute_dtype)
         with recorder.of(step, whole):
             agreed = step.take(rows * num_rows)
