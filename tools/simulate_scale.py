@@ -31,7 +31,8 @@ def simulate(config: Any) -> dict[str, Any]:
     Raises:
         ValueError: settings that contradict each other or the model, or that are not simulated.
     """
-    from scale.counting import longest_chain, simulated, token_rows
+    from scale.counting import longest_chain, simulated
+    from scale.small_step import token_rows
 
     parallel = config.parallel
     block = parallel.sharding_degree * parallel.mp_degree

@@ -84,8 +84,7 @@ def run_of(folder: str, degrees: dict[str, Any]) -> Any:
 
 def real_step(folder: str, degrees: dict[str, Any]) -> tuple[int, list[Any]]:
     """This rank's stage, and its calls in a step."""
-    from scale.counting import token_rows
-    from scale.small_step import SmallStep, family_and_model
+    from scale.small_step import SmallStep, family_and_model, token_rows
 
     config = run_of(folder, degrees)
     recipe, full = family_and_model(config)

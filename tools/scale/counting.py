@@ -37,7 +37,14 @@ from paddle_vl.train.build import needed_memory
 from paddle_vl.train.layout import parallel_degrees
 from paddle_vl.train.memory_needed import NeededMemory
 from scale.phantom import PhantomGroup, become_rank
-from scale.small_step import IMAGE_ROWS, WIDTH, SmallStep, family_and_model, small_config
+from scale.small_step import (
+    IMAGE_ROWS,
+    WIDTH,
+    SmallStep,
+    family_and_model,
+    small_config,
+    token_rows,
+)
 
 # Factors on rows and width of the two steps.
 STEPS = ((1, 1), (2, 3))
@@ -299,9 +306,10 @@ def simulated(config: VLRun, rank: int) -> Simulated:
         with recorder.of(step, whole):
             agreed = step.take(rows * num_rows)
         found.append((recorder.calls, recorder.is_sized))
-        if not found[1:]:
-            memory = needed_memory(config, step.topology, whole)
-            start = (memory, list(sizes), start_calls, agreed)
+        memory = needed_memory(config, step.topology, whole)
+        if len(found) == 1:
+            # The default group is made once.
+            groups = list(sizes)
     (calls, is_sized), (grown, _) = found
     value_bytes = 2 if config.model.compute_dtype == "bfloat16" else 4
     by_rows = Fraction(token_rows(config), num_rows)
@@ -313,15 +321,7 @@ def simulated(config: VLRun, rank: int) -> Simulated:
         if ratio not in growth:
             raise ValueError(f"{call} grows {ratio:g} times: this tool cannot scale it")
         of_run.append(replace(call, num_bytes=round(growth[ratio] * call.num_bytes)))
-    return Simulated(of_run, *start)
-
-
-def token_rows(config: VLRun) -> int:
-    """Of a micro-batch of a data rank, padding included."""
-    data = config.data
-    length = config.packed_length if data.packing else data.max_length
-    multiple = data.pad_to_multiple_of
-    return config.train.per_device_train_batch_size * -(-length // multiple) * multiple
+    return Simulated(of_run, memory, groups, start_calls, agreed)
 
 
 def longest_chain(by_stage: Sequence[Simulated]) -> int:

@@ -47,6 +47,14 @@ def family_and_model(config: VLRun) -> tuple[type[VLRecipe], Any]:
     return recipe, kind.from_pretrained(folder) if path.exists() else kind.named(path.name)
 
 
+def token_rows(config: VLRun) -> int:
+    """Of a micro-batch of a data rank, padding included."""
+    data = config.data
+    length = config.packed_length if data.packing else data.max_length
+    multiple = data.pad_to_multiple_of
+    return config.train.per_device_train_batch_size * -(-length // multiple) * multiple
+
+
 def small_config(full: Any, factor: int, mp: int) -> Any:
     """The model with little width: layers, heads and experts of the full one."""
     values = full.to_dict()
