@@ -105,6 +105,7 @@ class Recorder:
     """Names and sizes the calls of a rank.
 
     Attributes:
+        value_bytes: of a parameter of the run.
         calls: with the bytes of the run where parameters determine them, else with those of the
             small step.
         is_sized: by call whether they did.
@@ -113,7 +114,7 @@ class Recorder:
     def __init__(self, config: VLRun):
         self.calls: list[Call] = []
         self.is_sized: list[bool] = []
-        self._value_bytes = 2 if config.model.compute_dtype == "bfloat16" else 4
+        self.value_bytes = 2 if config.model.compute_dtype == "bfloat16" else 4
         self._reduced_bytes = 2 if config.parallel.reduce_dtype == "bfloat16" else 4
         self._step: SmallStep | None = None
         self._full: dict[int, int] = {}
@@ -146,12 +147,13 @@ class Recorder:
                 self._full[id(own)] = -(-size // group.nranks)
         units = [*step.model.vision_blocks, *step.model.decoder_layers]
         self._in_units = {id(p) for unit in units for p in unit.parameters()}
+        of_buffer: Any = lambda buffer: _of_list(buffer.params)  # noqa: E731
         with ExitStack() as stack:
             for place, name, parameters_of, padded in (
                 (Bucket, "start_all_gather", _of_bucket, _for_shards),
                 (Bucket, "start_reduction", _of_bucket, _for_shards),
-                (FusedCommBuffer, "_comm_grads", _of_buffer, _for_slices),
-                (FusedCommBuffer, "sync_params", _of_buffer, _for_slices),
+                (FusedCommBuffer, "_comm_grads", of_buffer, _for_slices),
+                (FusedCommBuffer, "sync_params", of_buffer, _for_slices),
                 (hybrid_parallel_util, _FUSED, _of_list, _as_is),
                 (collectives, _FUSED, _of_list, _as_is),
             ):
@@ -188,12 +190,12 @@ class Recorder:
                 f"{call.describe()} has {call.num_bytes} bytes, and its {len(parameters)} "
                 f"parameters have {found}: this tool does not know how they are padded"
             )
-        full = elements((self._full[id(p)] for p in parameters), self._value_bytes)
+        full = elements((self._full[id(p)] for p in parameters), self.value_bytes)
         if padded is _as_is and self._step.topology.is_sharded_by_fleet:
             full = self._mean_slices(parameters, group)
         width = self._reduced_bytes if padded is _for_shards else 4
-        width = self._value_bytes if parts > 1 else width
-        limit = FLEET_BUFFER // self._value_bytes if padded is _for_slices else BUCKET_ELEMENTS
+        width = self.value_bytes if parts > 1 else width
+        limit = FLEET_BUFFER // self.value_bytes if padded is _for_slices else BUCKET_ELEMENTS
         in_unit = padded is _for_shards and {id(p) for p in parameters} <= self._in_units
         return width * sum(full), 1 if in_unit else _buckets(full, limit // parts)
 
@@ -217,7 +219,7 @@ class Recorder:
             else:
                 takes_part = spec.is_expert in of_experts
             if takes_part:
-                size = _for_slices(self._full[id(parameter)], ranks, self._value_bytes)
+                size = _for_slices(self._full[id(parameter)], ranks, self.value_bytes)
                 sizes.append(size // ranks)
         return sizes
 
@@ -244,10 +246,6 @@ def _of_bucket(bucket: Bucket) -> Parameters:
         return [entry.parameter for entry in entries if entry.group.process_group is group]
 
     return members
-
-
-def _of_buffer(buffer: Any) -> Parameters:
-    return lambda call, group: list(buffer.params)
 
 
 def _of_list(tensors: Sequence[Tensor]) -> Parameters:
@@ -294,7 +292,7 @@ def simulated(config: VLRun, rank: int) -> Simulated:
     )
     mp = config.parallel.mp_degree
     num_rows = 2 * IMAGE_ROWS * mp
-    found = []
+    found, groups = [], list[int]()
     for rows, width in STEPS:
         sizes.clear()
         recorder.calls, recorder.is_sized = [], []
@@ -307,13 +305,11 @@ def simulated(config: VLRun, rank: int) -> Simulated:
             agreed = step.take(rows * num_rows)
         found.append((recorder.calls, recorder.is_sized))
         memory = needed_memory(config, step.topology, whole)
-        if len(found) == 1:
-            # The default group is made once.
-            groups = list(sizes)
+        # The default group is made once.
+        groups = groups or list(sizes)
     (calls, is_sized), (grown, _) = found
-    value_bytes = 2 if config.model.compute_dtype == "bfloat16" else 4
     by_rows = Fraction(token_rows(config), num_rows)
-    by_width = Fraction(full.text_config.hidden_size * value_bytes, WIDTH * 4)
+    by_width = Fraction(full.text_config.hidden_size * recorder.value_bytes, WIDTH * 4)
     growth = {1: 1, STEPS[1][0]: by_rows, STEPS[1][1]: by_width, prod(STEPS[1]): by_rows * by_width}
     of_run = []
     for call, larger, is_known in zip(calls, grown, is_sized, strict=True):
