@@ -1,13 +1,12 @@
 """A test that preference training learns: an answer's style by what an image shows.
 
-    python tools/learn_digit_preferences.py runs/preferences --start runs/digits/run/final [--lora]
+    python tools/learn_digit_preferences.py runs/preferences --start runs/digits/run/final
 
 For an even digit "The handwritten digit 4." is preferred to "4", for an odd one the reverse. The
 quickstart's model, which the run starts from, never gives the long form to these questions. 640
-pairs of training images, three epochs; measured on the 300 test images. Prints, for each seed,
-accuracy and margin of the rewards, how much of the margin images make, and of greedy answers how
-many follow the style and how many have the right digit. Without --start the quickstart's model is
-trained first.
+such pairs of training images, and 640 that keep what the other questions are answered (the right
+answer is preferred to a wrong one of its form); two epochs with adapters and an SFT term of 0.5.
+Writes `table.md` and `plot.png`. Without --start the quickstart's model is trained first.
 
 Both answers name the digit, and "4" is rejected in every pair that has it: a model that sees no
 image can learn all pairs, so that accuracy and margin prove nothing about images. Two figures do.
@@ -19,14 +18,17 @@ that the first token of a greedy answer, which decides its style, comes from the
 (Answers that name the digit shown, labelled by the digit of another row, are half right whatever a
 model does: no control.)
 
-Exits 1 where a bar is missed: reward accuracy 95 %, margin 1.8, by_image 40 %, style 80 % (with
-adapters 90 %).
+`digit`: greedy answers with the right digit. `lost`: how many points of exact answers to the other
+questions of the quickstart's test are lost, in the group that loses most.
+
+Exits 1 where a bar is missed: accuracy, style and digit 95 %, margin 1.8, by_image 40 %, lost 5.
+--full and --sft 0 are for comparison: without the SFT term the digits are lost.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +44,12 @@ QUESTIONS = (
     "Read this handwritten digit: <image>",
 )
 ROOT = Path(__file__).parents[1]
-NUM_PAIRS, STEPS, PAIRS_OF_STEP = 640, 120, 16
-# The least of rewards, in percent; the margin in nats times beta.
-BARS = {"accuracy": 95.0, "margin": 1.8, "by_image": 40.0}
+NUM_PAIRS, NUM_KEPT, PAIRS_OF_STEP, EPOCHS = 640, 640, 16, 2
+STEPS = EPOCHS * (NUM_PAIRS + NUM_KEPT) // PAIRS_OF_STEP
+# The least in percent; the margin in nats times beta.
+BARS = {"accuracy": 95.0, "margin": 1.8, "by_image": 40.0, "style": 95.0, "digit": 95.0}
+# The most points of exact answers that a group of other questions may lose.
+MOST_LOST = 5.0
 
 
 def answers(digit: int) -> tuple[str, str]:
@@ -57,7 +62,7 @@ def write_pairs(data: Path, folder: Path) -> None:
     """Pairs for training and test, the latter also with images of the other parity; and the test's
     questions with the preferred answers."""
     _, digits = read_digits()
-    test = [json.loads(line) for line in (data / "test.jsonl").read_text().splitlines()]
+    test = _records(data / "test.jsonl")
     tested = sorted({name for row in test for name in row["images"]})
     assert len(tested) == 10 * TEST_IMAGES_PER_DIGIT
     numbers = {name: int(Path(name).stem) for name in tested}
@@ -88,9 +93,40 @@ def write_pairs(data: Path, folder: Path) -> None:
             }
             plain.append(json.dumps(row))
             lines.append(json.dumps({**row, "rejected_response": rejected}))
+        if name == "train":
+            lines += map(json.dumps, _kept(data, rng))
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
         if name == "test":
             (folder / "questions.jsonl").write_text("\n".join(plain) + "\n", encoding="utf-8")
+
+
+def _records(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def _kept(data: Path, rng: np.random.Generator) -> Iterator[dict[str, Any]]:
+    """Pairs on training records with other questions, equally many of each group: the right answer,
+    and another answer to this question that is wrong here."""
+    said: dict[str, set[str]] = {}
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in _records(data / "train.jsonl"):
+        if (question := _question(row)) not in QUESTIONS:
+            said.setdefault(question, set()).add(row["messages"][-1]["content"])
+            groups.setdefault(row["task"], []).append(row)
+    for rows in groups.values():
+        for index in rng.permutation(len(rows))[: NUM_KEPT // len(groups)].tolist():
+            row = rows[index]
+            others = sorted(said[_question(row)] - {row["messages"][-1]["content"]})
+            yield {
+                "messages": row["messages"],
+                "images": [str((data / name).resolve()) for name in row["images"]],
+                "rejected_response": others[rng.integers(len(others))],
+            }
+
+
+def _question(row: dict[str, Any]) -> str:
+    """The last one of a record."""
+    return row["messages"][-2]["content"]
 
 
 def train_start(data: Path, folder: Path) -> Path:
@@ -117,7 +153,7 @@ def learn(pairs: Path, start: Path, out: Path, seed: int, options: argparse.Name
     from paddle_vl.config.load import load_run_config
     from paddle_vl.train.build import build_trainer
 
-    lora = {"r": 8, "lora_alpha": 16, "target_modules": ["all-linear"]} if options.lora else None
+    lora = None if options.full else {"r": 8, "lora_alpha": 16, "target_modules": ["all-linear"]}
     preference = {"beta": 0.1, **({"rpo_alpha": options.sft} if options.sft else {})}
     settings = {
         "model": {"pretrained": str(start), "lora": lora},
@@ -133,7 +169,7 @@ def learn(pairs: Path, start: Path, out: Path, seed: int, options: argparse.Name
             "max_steps": STEPS,
             "per_device_train_batch_size": PAIRS_OF_STEP,
             "per_device_eval_batch_size": 50,
-            "learning_rate": 1e-3 if options.lora else 1e-4,
+            "learning_rate": 1e-4 if options.full else 1e-3,
             "lr_scheduler_type": "warmup_stable_decay",
             "decay_ratio": 1 - 5 / STEPS,
             "decay_type": "linear",
@@ -149,45 +185,90 @@ def learn(pairs: Path, start: Path, out: Path, seed: int, options: argparse.Name
     build_trainer(load_run_config(str(file), [])).run()
 
 
-def measured(pairs: Path, out: Path) -> dict[str, float]:
-    """Figures of a finished run."""
+def greedy_answers(folder: Path, questions: Path, file: Path) -> list[dict[str, Any]]:
+    """Generated answers of a model or adapter folder, by `paddle-vl evaluate`'s own code."""
     from paddle_vl.config.families import family_of_folder
     from paddle_vl.families.base import EvaluationOptions
     from paddle_vl.train.evaluate import mean_losses
     from paddle_vl.train.step import ModelRunner
 
-    line = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
-    answers_file = out / "answers.jsonl"
-    options = EvaluationOptions(
-        [str(pairs / "questions.jsonl")], 50, max_new_tokens=16, predictions=answers_file
-    )
-    folder = out / "final"
+    options = EvaluationOptions([str(questions)], 50, max_new_tokens=16, predictions=file)
     evaluation = family_of_folder(folder).recipe_class().evaluation(folder, options)
     runner = ModelRunner(evaluation.model, evaluation.loss, evaluation.adapter)
     with evaluation.loader as batches:
         losses = mean_losses(runner, batches)
     assert losses is not None, "nobody stops it"
     list(evaluation.report(losses))
-    rows = [json.loads(text) for text in answers_file.read_text().splitlines()]
+    return _records(file)
+
+
+def exact_by_group(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Percent of exact answers to the questions of the quickstart's test that are not in pairs
+    about style."""
+    asked = {question.replace("<image>", "") for question in QUESTIONS}
+    groups: dict[str, list[bool]] = {}
+    for row in rows:
+        if row["prompt"] not in asked:
+            # A description is asked alone and in dialogues.
+            group = "describe" if row["prompt"] == "Describe the picture." else row["task"]
+            groups.setdefault(group, []).append(row["is_exact"])
+    return {group: 100 * float(np.mean(exact)) for group, exact in sorted(groups.items())}
+
+
+def measured(pairs: Path, data: Path, out: Path, of_start: dict[str, float]) -> dict[str, float]:
+    """Figures of a finished run; `of_start`: `exact_by_group` of the model that it started from."""
+    line = _records(out / "metrics.jsonl")[-1]
+    rows = greedy_answers(out / "final", pairs / "questions.jsonl", out / "answers.jsonl")
     keys = ("answer", "expected")
     is_long, wanted_long = ([row[key].startswith("The") for row in rows] for key in keys)
     found, wanted = (["".join(filter(str.isdigit, row[key])) for row in rows] for key in keys)
     margin, of_other = (line[f"eval_rewards/margins/{name}"] for name in ("test", "other_parity"))
+    others = exact_by_group(
+        greedy_answers(out / "final", data / "test.jsonl", out / "other_answers.jsonl")
+    )
     return {
         "accuracy": 100 * line["eval_rewards/accuracies/test"],
         "margin": margin,
         "by_image": 100 * (margin - of_other) / 2 / margin,
         "style": 100 * float(np.mean(np.equal(is_long, wanted_long))),
         "digit": 100 * float(np.mean(np.equal(found, wanted))),
+        **others,
+        "lost": max(of_start[group] - others[group] for group in others),
         "logps_chosen": line["eval_logps/chosen/test"],
         "logps_rejected": line["eval_logps/rejected/test"],
     }
 
 
-def missed(figures: dict[str, float], is_lora: bool) -> list[str]:
-    """Names of the figures that are below their bars."""
-    bars = {**BARS, "style": 90.0 if is_lora else 80.0}
-    return [name for name, low in bars.items() if not figures[name] >= low]
+def missed(figures: dict[str, float]) -> list[str]:
+    """Names of the figures that miss their bars."""
+    below = [name for name, low in BARS.items() if not figures[name] >= low]
+    return below + ["lost"] * (not figures["lost"] <= MOST_LOST)
+
+
+def write_table(runs: dict[str, dict[str, float]], file: Path) -> None:
+    """A row of figures for each run, in Markdown."""
+    names = list(next(iter(runs.values())))
+    lines = ["| " + " | ".join(["", *names]) + " |", "| --- |" + " ---: |" * len(names)]
+    for run, figures in runs.items():
+        cells = [f"{figures[name]:.2f}" if name in figures else "" for name in names]
+        lines.append("| " + " | ".join([run, *cells]) + " |")
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def draw(folder: Path, runs: Sequence[str], file: Path) -> None:
+    """Training's margin and log-probabilities over steps, a line for each run."""
+    from paddle_vl.train.reporting.plots import COLOURS, label_axes, new_figure
+
+    figure = new_figure(12, 4)
+    panels = ("rewards/margins", "logps/chosen", "logps/rejected")
+    for axes, key in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        for run, colour in zip(runs, COLOURS, strict=False):
+            lines = [line for line in _records(folder / run / "metrics.jsonl") if key in line]
+            axes.plot([line["step"] for line in lines], [line[key] for line in lines],
+                      color=colour, label=run)  # fmt: skip
+        label_axes(axes, key, "step", "nats times beta" if "margins" in key else "nats")
+        axes.legend(frameon=False, fontsize=8)
+    figure.savefig(file, dpi=120)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -195,8 +276,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("output", type=Path, help="folder for data, runs and results")
     parser.add_argument("--start", type=Path, help="a model folder (default: train the quickstart)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--lora", action="store_true", help="adapters of rank 8 on all linears")
-    parser.add_argument("--sft", type=float, default=0.0, help="weight of the chosen answers' loss")
+    parser.add_argument("--full", action="store_true", help="train all weights, not adapters")
+    parser.add_argument("--sft", type=float, default=0.5, help="weight of the chosen answers' loss")
     options = parser.parse_args(arguments)
 
     from paddle_vl.compat import configure_cpu_runtime
@@ -208,17 +289,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     make_digits_dataset(data)
     write_pairs(data, pairs)
     start = options.start or train_start(data, options.output / "start")
-    kind = ("lora" if options.lora else "full") + (f"_sft{options.sft}" if options.sft else "")
+    kind = ("full" if options.full else "lora") + (f"_sft{options.sft}" if options.sft else "")
+    of_start = exact_by_group(
+        greedy_answers(start, data / "test.jsonl", options.output / "start_answers.jsonl")
+    )
+    runs: dict[str, dict[str, float]] = {}
     is_missed = False
     for seed in options.seeds:
         out = options.output / f"{kind}_seed{seed}"
         if not (out / "final").is_dir():
             learn(pairs, start, out, seed, options)
-        figures = measured(pairs, out)
-        below = missed(figures, options.lora)
+        figures = runs[out.name] = measured(pairs, data, out, of_start)
+        below = missed(figures)
         is_missed |= bool(below)
         shown = "  ".join(f"{name} {value:.2f}" for name, value in figures.items())
         print(f"{out.name}: {shown}{'  MISSED ' + ', '.join(below) if below else ''}", flush=True)
+    draw(options.output, list(runs), options.output / "plot.png")
+    write_table({**runs, "start": of_start}, options.output / "table.md")
     return int(is_missed)
 
 

@@ -72,9 +72,7 @@ LAYOUTS = {
     },
     4: {
         "pp2 dp2": [PP2, DP2],
-        "pp2 sharding2, encoder mp4": [PP2, SHARDING2, encoder_mp(4)],
         "pp2 mp2 with sequence parallelism, encoder mp2": [PP2, *SP, encoder_mp(2), STATE],
-        "pp4 interleaved": [PP4, VIRTUAL, *micro_batches(8)],
     },
 }
 HEAVY = {
@@ -85,6 +83,8 @@ HEAVY = {
     },
     4: {
         "pp2 dp2, encoder mp2": [PP2, DP2, encoder_mp(2), STATE],
+        "pp2 sharding2, encoder mp4": [PP2, SHARDING2, encoder_mp(4)],
+        "pp4 interleaved": [PP4, VIRTUAL, *micro_batches(8)],
         "pp2 dp2, encoder mp4": [PP2, DP2, encoder_mp(4), RECOMPUTE],
         "pp2 sharding2": [PP2, SHARDING2, STATE],
         "pp2 mp2": [PP2, "parallel.mp_degree=2"],
@@ -208,7 +208,7 @@ def test_a_value_that_is_not_finite_skips_the_update_of_both_parts(run_file, tmp
 
 
 # The toy of `test_colocated_schedule` has frozen parts and steps with few items too.
-ON_TOY = ("frozen blocks, rate of the mergers", "few images")
+ON_TOY = ("frozen blocks, rate of the mergers", "few images", "frozen decoder", "text only")
 
 
 @pytest.mark.parametrize(

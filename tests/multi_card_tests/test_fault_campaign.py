@@ -43,6 +43,7 @@ def rows(text: str) -> dict[str, list[str]]:
     return {line.split()[0]: line.split()[1:5] for line in lines[first + 1 :]}
 
 
+@pytest.mark.heavy
 def test_a_short_campaign_loses_nothing_and_leaves_nothing():
     number = str(len(SHORT))
     done = campaign(
@@ -80,6 +81,7 @@ class FromTheEnd(random.Random):
         return stop - 1
 
 
+@pytest.mark.heavy
 def test_a_sabotaged_run_is_told():
     lines: list[str] = []
     assert not run_campaign(plan([SABOTAGE], ["one"], 0, 1), 1, say=lines.append)

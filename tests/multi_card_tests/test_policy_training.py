@@ -47,17 +47,17 @@ SP = "parallel.sequence_parallel=true"
 SHARDING, PP = "parallel.sharding_degree=2", "parallel.pp_degree=2"
 TOPOLOGIES = {
     "dp2": (2, ["parallel.dp_degree=2"]),
-    "mp2": (2, ["parallel.mp_degree=2"]),
     "mp2 with sequence parallelism": (
         2,
         ["parallel.mp_degree=2", SP, "parallel.vision=replicate", "train.recompute=full"],
     ),
     "sharding2 stage 2": (2, [SHARDING, "parallel.sharding_stage=2"]),
     "sharding2 stage 3": (2, [SHARDING, "parallel.sharding_stage=3", "train.recompute=full"]),
-    "sharding2 mp2": (4, [SHARDING, "parallel.sharding_stage=3", "parallel.mp_degree=2", SP]),
     "pp2": (2, [PP, "parallel.pp_split=cost", "train.recompute=full"]),
 }
 HEAVY = {
+    "mp2": (2, ["parallel.mp_degree=2"]),
+    "sharding2 mp2": (4, [SHARDING, "parallel.sharding_stage=3", "parallel.mp_degree=2", SP]),
     "sharding2 stage 1": (2, [SHARDING, "parallel.sharding_stage=1"]),
     "sharding2 stage 2, reduced once": (
         2,

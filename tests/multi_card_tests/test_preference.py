@@ -19,10 +19,9 @@ from safetensors.numpy import load_file
 
 from paddle_vl.checkpoint.safetensors_io import read_checkpoint_headers
 from tests.single_card_tests.train.tiny_run import MODEL, write_records
-from tests.support.finished_runs import arrays_of, assert_close, lasting_metrics
+from tests.support.finished_runs import arrays_of, assert_near, lasting_metrics
 from tests.support.launch import launch
 from tests.support.preference_runs import base_settings, write_preference_run
-from tests.support.tolerance import TOPOLOGY
 from tests.support.topology_runs import (
     DAMPED,
     PP,
@@ -64,10 +63,10 @@ def assert_equal_metrics(found: Path, wanted: Path, *left_out: str) -> None:
     for ours, theirs in zip(lasting_metrics(found), lasting_metrics(wanted), strict=True):
         for key, value in theirs.items():
             if not key.startswith(("sequence_length", "packing_efficiency", *left_out)):
-                close = pytest.approx(value, rel=TOPOLOGY, abs=OF_REWARDS)
+                close = pytest.approx(value, rel=1e-6, abs=OF_REWARDS)
                 assert ours[key] == close, (theirs["step"], key)
     arrays = [_arrays_of(run / "checkpoint-4") for run in (found, wanted)]
-    assert_close(*arrays)
+    assert_near(*arrays)
 
 
 def _arrays_of(checkpoint: Path) -> dict[str, np.ndarray]:

@@ -55,6 +55,7 @@ def test_profile_has_both_processes(run_file, tmp_path, name):
     assert "rank 1" in text
 
 
+@pytest.mark.heavy
 def test_matrix_runs_real_cells(run_file, tmp_path):
     text = profile(
         run_file, tmp_path, "--matrix", "--synthetic", "--sharding", "stage2", "--recompute",

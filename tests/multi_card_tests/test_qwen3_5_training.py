@@ -9,12 +9,15 @@ bit-identical, and one rank continues what several saved.
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.single_card_tests.train.tiny_run import MODEL_3_5
-from tests.support.finished_runs import arrays_of, assert_same_answers, lasting_metrics
-from tests.support.tolerance import TOPOLOGY
+from tests.support.finished_runs import (
+    arrays_of,
+    assert_near,
+    assert_same_answers,
+    lasting_metrics,
+)
 from tests.support.topology_runs import (
     DAMPED,
     PP,
@@ -41,22 +44,6 @@ def common(run_file: Path) -> list[str]:
         *("train.gradient_accumulation_steps=2", "train.per_device_eval_batch_size=1"),
         "train.eval={max_new_tokens: 5}",
     ]
-
-
-def assert_near(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
-    """Parameters within 1e-6; moments within `TOPOLOGY` of the largest of their kind.
-
-    Gradients of routers and of the tower's biases are small sums of large terms, so that rounding
-    is large beside their own largest entries.
-    """
-    assert found.keys() == wanted.keys()
-    kinds = {key: key.partition("/")[2] for key in wanted}
-    largest = dict.fromkeys(kinds.values(), 0.0)
-    for key, array in wanted.items():
-        largest[kinds[key]] = max(largest[kinds[key]], float(np.abs(array).max()))
-    for key, array in wanted.items():
-        allowed = TOPOLOGY * largest[kinds[key]] if kinds[key] else 1e-6
-        assert np.abs(found[key] - array).max() <= allowed, key
 
 
 class _Runs(EqualsOneDevice):

@@ -38,9 +38,11 @@ def train(run_file: Path | str, output_dir: Path | str, overrides: Sequence[str]
 def continue_run(
     run_file: Path | str, start: Path | str, output_dir: Path | str, overrides: Sequence[str]
 ) -> None:
-    """Continue a checkpoint of step 2 in another folder."""
+    """Continue a checkpoint of step 2 in another folder, where the best model may be that in
+    `final/`."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        shutil.copytree(Path(start) / "checkpoint-2", Path(output_dir) / "checkpoint-2")
+        for name in ("checkpoint-2", "final"):
+            shutil.copytree(Path(start) / name, Path(output_dir) / name)
     if dist.is_initialized():
         dist.barrier()
     train(run_file, output_dir, [*overrides, RESUME])

@@ -345,6 +345,7 @@ def test_an_export_chats(exported, folder, monkeypatch, capsys):
     assert capsys.readouterr().err.startswith(message)
 
 
+@pytest.mark.heavy
 def test_a_model_with_experts_is_exported_too(tmp_path):
     """Fewer assignments than experts, and more: the number of rows of a block differs."""
     model = tiny_model(vocab_size=320, **EXPERTS)
