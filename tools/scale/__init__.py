@@ -1,0 +1,1 @@
+"""Simulation of one rank of many, for `tools/simulate_scale.py`."""

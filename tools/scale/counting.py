@@ -1,0 +1,348 @@
+"""What one rank of a large run sends in a step, counted by running the step with small widths.
+
+The run's own code builds topology, layout, parameters, optimizer and runner, and takes one step,
+with all layers, ranks, experts and micro-batches of the run, but few token rows of little width,
+on a rank whose peers are not there (`scale.phantom`). Its calls are those of the run. Their bytes
+are scaled:
+
+- a call that carries parameters or gradients is known to be theirs: the sum over the parameters,
+  padded as its sender pads them, has to give the recorded bytes, and with the shapes of the full
+  model, built without storage, it gives the bytes of the run;
+- every other call is recorded in two steps, the second with twice the rows and three times the
+  width, so the ratio of its bytes says whether they grow with rows, width, both or neither. A call
+  that grows in another way is refused.
+
+Half of the token rows are visual, in images of equal size, and the others are targets.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import prod
+from typing import Any, NamedTuple
+from unittest import mock
+
+from paddle import Tensor
+from paddle.distributed.fleet.utils import hybrid_parallel_util
+from paddle.distributed.fleet.utils.tensor_fusion_helper import FusedCommBuffer
+
+from paddle_vl.families.vlm.settings import VLRun
+from paddle_vl.nn.parameter_table import Tie
+from paddle_vl.parallel import collectives
+from paddle_vl.parallel.collectives import BUCKET_ELEMENTS
+from paddle_vl.parallel.recorder import Collective
+from paddle_vl.parallel.sharding.buckets import Bucket
+from paddle_vl.train.build import needed_memory
+from paddle_vl.train.layout import parallel_degrees
+from paddle_vl.train.memory_needed import NeededMemory
+from scale.phantom import PhantomGroup, become_rank
+from scale.small_step import (
+    IMAGE_ROWS,
+    WIDTH,
+    SmallStep,
+    family_and_model,
+    small_config,
+    token_rows,
+)
+
+# Factors on rows and width of the two steps.
+STEPS = ((1, 1), (2, 3))
+# Bytes to which fleet aligns a parameter's slices, and those of its buffers.
+FLEET_ALIGNMENT, FLEET_BUFFER = 256, 256 << 20
+_FUSED = "fused_allreduce_gradients_with_group"
+# Parameters of a call, and the elements that one of a size takes over that many ranks, of values
+# of so many bytes.
+Parameters = Callable[[Collective, PhantomGroup], list[Tensor]]
+Padded = Callable[[int, int, int], int]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective or message of a step.
+
+    Attributes:
+        kind: what it carries, such as `gradients`.
+        operation, ranks: see `paddle_vl.parallel.recorder.Collective`.
+        num_bytes: that this rank contributes, or receives by a recv.
+        pieces: calls that it stands for, as full parameters take more buckets.
+    """
+
+    kind: str
+    operation: str
+    ranks: tuple[int, ...]
+    num_bytes: int
+    pieces: int = 1
+
+    @property
+    def sent(self) -> float:
+        """Bytes that leave the rank: over a ring, or directly."""
+        others = len(self.ranks) - 1
+        part = others / (others + 1)
+        shares = {"all_gather": others, "recv": 0, "send": 1, "all_reduce": 2 * part}
+        return self.num_bytes * shares.get(self.operation, part)
+
+
+class Simulated(NamedTuple):
+    """One rank of a run.
+
+    Attributes:
+        calls: of a step, in order.
+        memory: what the rank holds, without activations.
+        group_sizes: ranks of every group that it is in.
+        start_calls: collectives before the first step.
+        agreed: numbers that all ranks exchange before a step.
+    """
+
+    calls: list[Call]
+    memory: NeededMemory
+    group_sizes: list[int]
+    start_calls: int
+    agreed: int
+
+
+class Recorder:
+    """Names and sizes the calls of a rank.
+
+    Attributes:
+        value_bytes: of a parameter of the run.
+        calls: with the bytes of the run where parameters determine them, else with those of the
+            small step.
+        is_sized: by call whether they did.
+    """
+
+    def __init__(self, config: VLRun):
+        self.calls: list[Call] = []
+        self.is_sized: list[bool] = []
+        self.value_bytes = 2 if config.model.compute_dtype == "bfloat16" else 4
+        self._reduced_bytes = 2 if config.parallel.reduce_dtype == "bfloat16" else 4
+        self._step: SmallStep | None = None
+        self._full: dict[int, int] = {}
+        # Parameters that have one bucket per layer.
+        self._in_units: set[int] = set()
+        self._owner: tuple[Parameters, Padded] | None = None
+
+    def observe(self, call: Collective, group: PhantomGroup) -> None:
+        size, pieces = call.num_bytes, 1
+        if self._owner is not None:
+            size, pieces = self._of_parameters(call, group, *self._owner)
+        self.calls.append(Call(self._kind(call, group), call.kind, call.ranks, size, pieces))
+        self.is_sized.append(self._owner is not None)
+
+    @contextmanager
+    def of(self, step: SmallStep, full: Any) -> Iterator[None]:
+        """Record a step anew, with its parameters known.
+
+        Args:
+            full: the run's model, without storage.
+        """
+        self.calls, self.is_sized, self._step = [], [], step
+        table, topology = step.model.placement.parameter_table, step.topology
+        for parameter, whole in zip(step.model.parameters(), full.parameters(), strict=True):
+            self._full[id(parameter)] = size = prod(whole.shape)
+            own = None if parameter.stop_gradient else step.store.shard_of(parameter)
+            if own is not None and own is not parameter:
+                is_expert = table[parameter].is_expert
+                group = topology.expert_sharding_group if is_expert else topology.sharding_group
+                self._full[id(own)] = -(-size // group.nranks)
+        units = [*step.model.vision_blocks, *step.model.decoder_layers]
+        self._in_units = {id(p) for unit in units for p in unit.parameters()}
+        of_buffer: Any = lambda buffer: _of_list(buffer.params)  # noqa: E731
+        with ExitStack() as stack:
+            for place, name, parameters_of, padded in (
+                (Bucket, "start_all_gather", _of_bucket, _for_shards),
+                (Bucket, "start_reduction", _of_bucket, _for_shards),
+                (FusedCommBuffer, "_comm_grads", of_buffer, _for_slices),
+                (FusedCommBuffer, "sync_params", of_buffer, _for_slices),
+                (hybrid_parallel_util, _FUSED, _of_list, _as_is),
+                (collectives, _FUSED, _of_list, _as_is),
+            ):
+                owned = self._owned(getattr(place, name), parameters_of, padded)
+                stack.enter_context(mock.patch.object(place, name, owned))
+            yield
+
+    def _owned(self, function: Callable, parameters_of: Callable, padded: Padded) -> Callable:
+        """The function, whose calls carry the parameters of its first argument."""
+
+        def owned(first: Any, *args: Any, **kwargs: Any) -> Any:
+            self._owner = parameters_of(first), padded
+            try:
+                return function(first, *args, **kwargs)
+            finally:
+                self._owner = None
+
+        return owned
+
+    def _of_parameters(
+        self, call: Collective, group: PhantomGroup, parameters_of: Parameters, padded: Padded
+    ) -> tuple[int, int]:
+        """Bytes of the run, and the number of its calls."""
+        assert self._step is not None
+        parameters, ranks = parameters_of(call, group), group.size()
+        parts = ranks if call.kind == "all_gather" else 1
+
+        def elements(sizes: Iterable[int], value_bytes: int) -> list[int]:
+            return [padded(size, ranks, value_bytes) // parts for size in sizes]
+
+        found = 4 * sum(elements((prod(p.shape) for p in parameters), 4))
+        if found != call.num_bytes:
+            raise ValueError(
+                f"{call.describe()} has {call.num_bytes} bytes, and its {len(parameters)} "
+                f"parameters have {found}: this tool does not know how they are padded"
+            )
+        full = elements((self._full[id(p)] for p in parameters), self.value_bytes)
+        if padded is _as_is and self._step.topology.is_sharded_by_fleet:
+            full = self._mean_slices(parameters, group)
+        width = self._reduced_bytes if padded is _for_shards else 4
+        width = self.value_bytes if parts > 1 else width
+        limit = FLEET_BUFFER // self.value_bytes if padded is _for_slices else BUCKET_ELEMENTS
+        in_unit = padded is _for_shards and {id(p) for p in parameters} <= self._in_units
+        return width * sum(full), 1 if in_unit else _buckets(full, limit // parts)
+
+    def _mean_slices(self, own: Sequence[Tensor], group: PhantomGroup) -> list[int]:
+        """Elements of fleet's slices in an all-reduce, in the mean over the ranks that have them:
+        each rank has slices of other parameters."""
+        assert self._step is not None
+        step, topology = self._step, self._step.topology
+        table, slices = step.model.placement.parameter_table, {id(tensor) for tensor in own}
+        trained = [p for p in step.model.parameters() if not p.stop_gradient]
+        of_experts = {table[p].is_expert for p in trained if id(step.store.shard_of(p)) in slices}
+        sizes = []
+        for parameter in trained:
+            spec = table[parameter]
+            shards = topology.expert_sharding_group if spec.is_expert else topology.sharding_group
+            ranks = shards.nranks
+            if group is topology.mp_group.process_group:
+                takes_part = spec.has_partial_gradient
+            elif topology.ends_group and group is topology.ends_group.process_group:
+                takes_part = spec.tie is not Tie.NONE
+            else:
+                takes_part = spec.is_expert in of_experts
+            if takes_part:
+                size = _for_slices(self._full[id(parameter)], ranks, self.value_bytes)
+                sizes.append(size // ranks)
+        return sizes
+
+    def _kind(self, call: Collective, group: PhantomGroup) -> str:
+        if self._owner is not None:
+            return "parameters" if call.kind == "all_gather" else "gradients"
+        if call.is_message:
+            return "pipeline"
+        if self._step is None:
+            return "start"
+        if group is self._step.topology.ep_group.process_group:
+            return "experts"
+        if group is not self._step.topology.mp_group.process_group:
+            return "all ranks"
+        config = self._step.own
+        levels = 1 + len(config.vision_config.deepstack_visual_indexes)
+        is_visual = call.shape[-1:] == (levels * config.text_config.hidden_size,)
+        return "tower" if is_visual else "tensor parallel"
+
+
+def _of_bucket(bucket: Bucket) -> Parameters:
+    def members(call: Collective, group: PhantomGroup) -> list[Tensor]:
+        entries = bucket.entries if call.kind == "all_gather" else bucket.trained
+        return [entry.parameter for entry in entries if entry.group.process_group is group]
+
+    return members
+
+
+def _of_list(tensors: Sequence[Tensor]) -> Parameters:
+    return lambda call, group: list(tensors)
+
+
+def _for_shards(size: int, ranks: int, value_bytes: int) -> int:
+    return -(-size // ranks) * ranks
+
+
+def _for_slices(size: int, ranks: int, value_bytes: int) -> int:
+    return _for_shards(size, FLEET_ALIGNMENT // value_bytes * ranks, value_bytes)
+
+
+def _as_is(size: int, ranks: int, value_bytes: int) -> int:
+    return size
+
+
+def _buckets(sizes: Iterable[int], limit: int) -> int:
+    """Number of buckets of at most `limit` elements, or one larger parameter."""
+    number, filled = 1, 0
+    for size in sizes:
+        if filled and filled + size > limit:
+            number, filled = number + 1, 0
+        filled += size
+    return number
+
+
+def simulated(config: VLRun, rank: int) -> Simulated:
+    """Be that rank of the run, in a process of its own.
+
+    Raises:
+        ValueError: a run that is not simulated, or a call that does not scale.
+    """
+    recorder = Recorder(config)
+    sizes = become_rank(rank, parallel_degrees(config).num_processes, recorder.observe)
+    recipe, full = family_and_model(config)
+    parallel = {"reduce_dtype": "float32", "pp_token_rows": None, "pp_visual_rows": None}
+    small = config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"compute_dtype": "float32"}),
+            "parallel": config.parallel.model_copy(update=parallel),
+        }
+    )
+    mp = config.parallel.mp_degree
+    num_rows = 2 * IMAGE_ROWS * mp
+    found, groups = [], list[int]()
+    for rows, width in STEPS:
+        sizes.clear()
+        recorder.calls, recorder.is_sized = [], []
+        step = SmallStep(small, recipe, small_config(full, width, mp), full)
+        start_calls = len(recorder.calls)
+        # Later stages take the counts of targets from the first one, which is not there.
+        step.ranks.counts_data = True
+        whole, *_ = step.built(full, config.model.compute_dtype)
+        with recorder.of(step, whole):
+            agreed = step.take(rows * num_rows)
+        found.append((recorder.calls, recorder.is_sized))
+        memory = needed_memory(config, step.topology, whole)
+        # The default group is made once.
+        groups = groups or list(sizes)
+    (calls, is_sized), (grown, _) = found
+    by_rows = Fraction(token_rows(config), num_rows)
+    by_width = Fraction(full.text_config.hidden_size * recorder.value_bytes, WIDTH * 4)
+    growth = {1: 1, STEPS[1][0]: by_rows, STEPS[1][1]: by_width, prod(STEPS[1]): by_rows * by_width}
+    of_run = []
+    for call, larger, is_known in zip(calls, grown, is_sized, strict=True):
+        ratio = larger.num_bytes / call.num_bytes if call.num_bytes and not is_known else 1
+        if ratio not in growth:
+            raise ValueError(f"{call} grows {ratio:g} times: this tool cannot scale it")
+        of_run.append(replace(call, num_bytes=round(growth[ratio] * call.num_bytes)))
+    return Simulated(of_run, memory, groups, start_calls, agreed)
+
+
+def longest_chain(by_stage: Sequence[Simulated]) -> int:
+    """Calls of a step that follow one another: a rank's own, and messages between stages.
+
+    Args:
+        by_stage: the first rank of each pipeline stage.
+    """
+    left = [list(each.calls) for each in by_stage]
+    depth = [0] * len(left)
+    # Depths of the messages on their way, by sender and receiver.
+    under_way: dict[tuple[int, ...], list[int]] = {}
+    while any(left):
+        before = sum(map(len, left))
+        for stage, calls in enumerate(left):
+            while calls:
+                call, way = calls[0], calls[0].ranks
+                if call.operation == "recv":
+                    if not under_way.get(way):
+                        break
+                    depth[stage] = max(depth[stage], under_way[way].pop(0) - 1)
+                depth[stage] += call.pieces
+                if call.operation == "send":
+                    under_way.setdefault(way, []).append(depth[stage])
+                calls.pop(0)
+        if sum(map(len, left)) == before:
+            raise ValueError("a stage waits for a message that no stage sends")
+    return max(depth)
