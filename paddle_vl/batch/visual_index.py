@@ -362,9 +362,15 @@ def host_visual_indices(
     return {name: array for name, array in arrays.items() if array is not None}
 
 
-def own_indices(batch: Mapping[str, Any], part: RowPart) -> dict[str, Any]:
-    """The batch of a collator, whose visual indices are of all token rows, with those of a shard;
-    so are those of a batch within it.
+def own_indices(
+    batch: Mapping[str, Any], part: RowPart, expert_part: RowPart = WHOLE_BATCH
+) -> dict[str, Any]:
+    """The batch of a collator, whose indices are of all token rows, with those of a shard; so are
+    those of a batch within it.
+
+    Args:
+        part: token rows of this rank, for the visual indices.
+        expert_part: token rows that its experts take.
 
     Raises:
         ValueError: `part.size` does not divide the token rows.
@@ -376,9 +382,12 @@ def own_indices(batch: Mapping[str, Any], part: RowPart) -> dict[str, Any]:
         "visual_update_indices": update_M[own] - start,
         "visual_gather_indices": gather_M[own],
     }
+    if "real_row_indices" in batch:
+        rows = expert_part.of_numbers(batch["real_row_indices"], batch["input_ids"].size)
+        found["real_row_indices"] = rows
     for name, value in batch.items():
         if isinstance(value, dict) and "visual_update_indices" in value:
-            found[name] = own_indices(value, part)
+            found[name] = own_indices(value, part, expert_part)
     return {**batch, **found}
 
 

@@ -21,7 +21,7 @@ from paddle_vl.files.inner_path import is_inner
 from paddle_vl.files.text_file import read_json_object, shown
 
 if TYPE_CHECKING:
-    from paddle_vl.checkpoint.ranges import Source
+    from paddle_vl.checkpoint.sources import Source
 
 _NUMPY_DTYPES = {
     "F64": np.float64,

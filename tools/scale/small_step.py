@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from paddle import Tensor
 
+from paddle_vl.batch.visual_index import own_indices
 from paddle_vl.config.families import family_of_run
 from paddle_vl.config.load import flatten
 from paddle_vl.families.vlm.inputs.collate import VLCollator
@@ -133,9 +134,8 @@ class SmallStep:
             image_token_id=self.own.image_token_id,
             video_token_id=self.own.video_token_id,
             spatial_merge_size=vision.spatial_merge_size,
-            part=ops.row_part,
+            num_parts=ops.row_part.size,
             lists_real_rows=bool(model_shape(self.own).num_experts),
-            expert_part=ops.expert_part,
         )
         sample = {
             "input_ids": ids,
@@ -143,4 +143,4 @@ class SmallStep:
             "pixel_values": np.zeros([images * side**2, vision.patch_dim], np.float32),
             "image_grid_thw": np.array([[1, side, side]] * images, np.int64),
         }
-        return collate([sample])
+        return own_indices(collate([sample]), ops.row_part, ops.expert_part)

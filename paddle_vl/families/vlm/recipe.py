@@ -136,7 +136,7 @@ class VLRecipe(Family):
         self.encoder_shape = encoder_shape(self.model_config)
         self.adapter_class: type[VLBatchAdapter] = VLBatchAdapter
         # Set with the model.
-        self._part = RowPart()
+        self._part = self._expert_part = RowPart()
         if config.parallel.schedule == "colocated":
             self.make_stage, self.adapter_class = ColocatedStage, ColocatedBatchAdapter
             # The first stage has no tower.
@@ -155,14 +155,13 @@ class VLRecipe(Family):
 
     def build_model(self, placement: Placement) -> BuiltModel:
         """See `Family`; with model.lora the adapters are attached."""
-        self._part = placement.ops.row_part
+        self._part, self._expert_part = placement.ops.row_part, placement.ops.expert_part
         collator = model_collator(
             self.processor,
             padding_side=self.config.data.padding_side,
             pad_to_multiple_of=self.config.data.pad_to_multiple_of,
             num_parts=placement.ops.row_part.size,
             lists_real_rows=bool(self.shape.num_experts),
-            expert_part=placement.ops.expert_part,
         )
         settings, source = self.config.model, self._weights
         if source is None:
@@ -254,7 +253,9 @@ class VLRecipe(Family):
         return loader
 
     def _own_rows(self) -> Callable[[Any], Any] | None:
-        return None if self._part.size == 1 else partial(own_indices, part=self._part)
+        if self._part.size == 1:
+            return None
+        return partial(own_indices, part=self._part, expert_part=self._expert_part)
 
     def eval_loaders(self, collator: Collator, ranks: RankInfo) -> Mapping[str, PrefetchLoader]:
         if self.answers is not None:

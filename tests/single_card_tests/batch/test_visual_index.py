@@ -216,11 +216,18 @@ def test_the_ranks_together_take_every_embedding_once(size, layout):
     ]
     if layout == "token_rows":
         batch = {"input_ids": ids_BL} | host_visual_indices(ids_BL, **counts_of(ids_BL), **IDS)
+        batch["real_row_indices"] = np.flatnonzero(ids_BL)
         batch["other"] = {**batch}
         for part, wanted in zip(parts, found, strict=True):
             own = own_indices(batch, part)
             for name in ("visual_update_indices", "visual_gather_indices"):
                 assert own[name].tolist() == own["other"][name].tolist() == wanted[name].tolist()
+            # Experts take all rows of the batch, or those of a part.
+            assert own["real_row_indices"].tolist() == batch["real_row_indices"].tolist()
+            start, stop = part.bounds(ids_BL.size)
+            of_part = own_indices(batch, part, part)["real_row_indices"] + start
+            every = batch["real_row_indices"]
+            assert of_part.tolist() == every[(every >= start) & (every < stop)].tolist()
     taken = np.concatenate([arrays["visual_gather_indices"] for arrays in found])
     assert sorted(taken.tolist()) == list(range(17))
 

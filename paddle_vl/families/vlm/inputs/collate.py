@@ -12,7 +12,7 @@ import numpy as np
 
 from paddle_vl.batch.positions import mrope_position_ids, segment_offsets
 from paddle_vl.batch.schema import SOURCE_TARGETS, VLBatch
-from paddle_vl.batch.visual_index import WHOLE_BATCH, RowPart, host_visual_indices
+from paddle_vl.batch.visual_index import RowPart, host_visual_indices
 from paddle_vl.families.vlm.inputs.conversation import Conversation
 from paddle_vl.families.vlm.inputs.image_processor import ImageProcessor
 from paddle_vl.families.vlm.inputs.tokenizer import IGNORED_LABEL, VideoPrompt
@@ -146,10 +146,9 @@ class VLCollator:
     Attributes:
         spatial_merge_size: patches per side of a visual token.
         pad_to_multiple_of: divides the padded length.
-        num_parts: model-parallel ranks that divide the token rows. The visual indices are those of
-            the whole batch; `paddle_vl.batch.visual_index.own_indices` takes a rank's.
+        num_parts: model-parallel ranks that divide the token rows. Indices are those of the whole
+            batch; `paddle_vl.batch.visual_index.own_indices` takes a rank's.
         lists_real_rows: whether batches have `real_row_indices`, for a model with experts.
-        expert_part: the token rows that its experts take on this rank.
     """
 
     pad_token_id: int
@@ -160,7 +159,6 @@ class VLCollator:
     pad_to_multiple_of: int = 1
     num_parts: int = 1
     lists_real_rows: bool = False
-    expert_part: RowPart = WHOLE_BATCH
 
     def __call__(
         self,
@@ -208,8 +206,7 @@ class VLCollator:
         )
         if self.lists_real_rows:
             every = np.flatnonzero(batch["attention_mask"])
-            rows = self.expert_part.of_numbers(every, batch["attention_mask"].size)
-            batch |= {"real_row_indices": rows, "num_real_rows": len(every)}
+            batch |= {"real_row_indices": every, "num_real_rows": len(every)}
         if segments is not None:
             batch["cu_seqlens"] = segment_offsets(segments, length)
         batch["position_ids"], _ = mrope_position_ids(
