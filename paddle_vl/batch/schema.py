@@ -80,8 +80,8 @@ class VLBatch(TextFields, total=False):
     # For the loss of each source.
     label_sources: Annotated[Array, Axes("B L", "int32")]
     num_sources: int
-    # Token rows that are not padding, of models with experts; where a rank routes only its own, these,
-    # counted from its first row. And the number of all in the batch. For the experts.
+    # Token rows that are not padding, of models with experts; where a rank routes its own only,
+    # these, from its first row. And the number of all in the batch. For the experts.
     real_row_indices: Annotated[Array, Axes("R", "int64")]
     num_real_rows: int
     # Token rows that predict a label, and these labels; of a batch without any, row 0 and -100. The
