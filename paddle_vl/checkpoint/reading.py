@@ -121,7 +121,7 @@ class UnreadParameters:
         parameter._clear_data()
         return value
 
-    def spread(self, parameter: Tensor) -> Spread:
+    def spread(self, parameter: Tensor, value: Tensor | None = None) -> Spread:
         return Spread(None, partial(self.gathered_value, parameter))
 
 

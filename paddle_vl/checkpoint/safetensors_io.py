@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -19,9 +19,6 @@ from safetensors import SafetensorError, safe_open
 from paddle_vl.checkpoint.manifest import FileSum, write_bytes
 from paddle_vl.files.inner_path import is_inner
 from paddle_vl.files.text_file import read_json_object, shown
-
-if TYPE_CHECKING:
-    from paddle_vl.checkpoint.sources import Source
 
 _NUMPY_DTYPES = {
     "F64": np.float64,
@@ -219,7 +216,7 @@ class TensorToWrite(NamedTuple):
         is_joined: another pipeline stage writes it; this rank only takes part in the collectives of
             `produce`.
         is_collective: `produce` is called on all ranks that have the tensor, not on one.
-        source: of the value, in place of `produce`.
+        source: a `paddle_vl.checkpoint.sources.Source` of the value, in place of `produce`.
         block: number of the linear in a fused parameter; None for a parameter that is not fused.
         keeps_rows: `arrange` changes each row by itself, along the first dim.
         offset: its place in a file that several ranks write.
@@ -232,7 +229,7 @@ class TensorToWrite(NamedTuple):
     arrange: Callable[[np.ndarray], np.ndarray] = np.asarray
     is_joined: bool = False
     is_collective: bool = False
-    source: "Source | None" = None
+    source: Any = None
     block: int | None = None
     keeps_rows: bool = False
     offset: int | None = None
@@ -241,7 +238,7 @@ class TensorToWrite(NamedTuple):
     def num_bytes(self) -> int:
         return int(np.prod(self.shape)) * np.dtype(_NUMPY_DTYPES[self.dtype]).itemsize
 
-    def of(self, source: "Source") -> "TensorToWrite":
+    def of(self, source: Any) -> "TensorToWrite":
         """The tensor with this source, unless `produce` must gather it."""
         if source.is_collective:
             return self._replace(is_collective=True, block=None)

@@ -91,13 +91,16 @@ class RoutedRows:
     """
 
     def __init__(self, num_rows: int, index_R: Tensor | None = None, num_real: int | None = None):
-        self.num_rows, num_own = num_rows, num_rows if index_R is None else index_R.shape[0]
+        self.num_rows, num_own, self.is_empty = num_rows, num_rows, False
+        # A traced program has all rows, whose number it does not know.
+        if index_R is not None:
+            num_own = index_R.shape[0]
+            self.is_empty = num_own == 0
+            if num_own == num_rows:
+                index_R = None
+            elif self.is_empty:
+                index_R = paddle.zeros([1], dtype="int64")
         self.num_real = num_own if num_real is None else num_real
-        self.is_empty = num_own == 0
-        if num_own == num_rows:
-            index_R = None
-        elif self.is_empty:
-            index_R = paddle.zeros([1], dtype="int64")
         self.index_R = index_R
         self._plans: dict[nn.Layer, Plan] = {}
 

@@ -67,7 +67,9 @@ def test_merge_takes_its_folders_in_order(capsys):
 
 def test_nproc_alone_is_data_parallel_and_says_so(tmp_path, monkeypatch, capsys):
     started, run_file = [], write_tiny_run(tmp_path)
-    monkeypatch.setattr(train_command, "launch", lambda arguments, *_: started.append(arguments))
+    monkeypatch.setattr(
+        train_command, "launch", lambda arguments, *_, **__: started.append(arguments)
+    )
     for overrides, degrees in {
         (): ["parallel.dp_degree=2"],
         ("train.seed=1",): ["parallel.dp_degree=2"],

@@ -215,7 +215,7 @@ def test_without_an_optimizer_there_is_no_state_and_no_update(tmp_path, monkeypa
     def refuse(*arguments, **named):
         raise AssertionError("optimizer state or an update")
 
-    for name in ("step", "_create_accumulators", "mask"):
+    for name in ("step", "_create_accumulators"):
         monkeypatch.setattr(AdamW, name, refuse)
     monkeypatch.setenv("PROFILE_NO_OPTIM", "1")
     arguments = [str(run_file), "--warmup", "1", "--steps", "2", "--out", str(out)]

@@ -117,6 +117,16 @@ def test_room_is_made_for_the_whole_prompt_and_for_no_key_that_never_comes(chunk
     assert KeyValueCache(prompt=20, most=99).append(*random_pair(7, rng))[0].shape[2] == 24
 
 
+@pytest.fixture
+def _views():
+    """Views are not copied, as on a GPU; runs on a CPU turn that off in the whole process."""
+    kept = paddle.get_flags("FLAGS_use_stride_kernel")
+    paddle.set_flags({"FLAGS_use_stride_kernel": True})
+    yield
+    paddle.set_flags(kept)
+
+
+@pytest.mark.usefixtures("_views")
 @pytest.mark.parametrize("batch", [1, 3], ids=["one prompt", "padded prompts"])
 def test_a_token_on_a_gpu_reads_the_keys_where_they_lie(batch):
     """By operators and shapes: one call of flash attention, whose tensors are contiguous, takes the
