@@ -248,8 +248,9 @@ def files_from_json(values: Mapping[str, Any]) -> dict[str, FileSum]:
         if any([type(value) for value in piece] != [int, int, str] for piece in pieces):
             raise ValueError(f"the entry of {name} has pieces {pieces} of {size!r} bytes")
         files[name] = FileSum.of(pieces)
-        if files[name].size != size:
-            raise ValueError(f"the pieces of {name} do not end at its size {size!r}")
+        ends = [0, *(piece.begin + piece.length for piece in sorted(pieces))]
+        if [piece.begin for piece in sorted(pieces)] != ends[:-1] or ends[-1] != size:
+            raise ValueError(f"the pieces of {name} do not follow each other to its size {size!r}")
     return files
 
 

@@ -18,7 +18,7 @@ from paddle import Tensor, nn
 
 from paddle_vl.checkpoint.rules import StoredParameter, by_parameter, shared_slices
 from paddle_vl.nn.linear import whole_slices
-from paddle_vl.nn.master_weights import Spread
+from paddle_vl.nn.parameter_table import Spread
 
 if TYPE_CHECKING:
     from paddle_vl.checkpoint.safetensors_io import StoredTensor

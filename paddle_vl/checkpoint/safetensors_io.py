@@ -216,7 +216,7 @@ class TensorToWrite(NamedTuple):
         is_joined: another pipeline stage writes it; this rank only takes part in the collectives of
             `produce`.
         is_collective: `produce` is called on all ranks that have the tensor, not on one.
-        source: a `paddle_vl.checkpoint.sources.Source` of the value, in place of `produce`.
+        source: a `paddle_vl.checkpoint.ranges.Source` of the value, in place of `produce`.
         block: number of the linear in a fused parameter; None for a parameter that is not fused.
         keeps_rows: `arrange` changes each row by itself, along the first dim.
         offset: its place in a file that several ranks write.

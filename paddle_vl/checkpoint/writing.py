@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import paddle
 
-from paddle_vl.checkpoint.ranges import Exchange
+from paddle_vl.checkpoint.ranges import Exchange, Source
 from paddle_vl.checkpoint.rules import StoredParameter, by_parameter, shared_slices
 from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, header_of, write_file
-from paddle_vl.checkpoint.sources import Source
 from paddle_vl.nn.linear import whole_slices
 from paddle_vl.nn.parameter_table import Saved
 from paddle_vl.nn.placement import CheckpointRanks

@@ -5,28 +5,37 @@ The reader writes a batch once into memory without a name and sends its descript
 over a local socket. They map that memory: it is there once, pixels that a later pipeline stage does
 not touch cost it nothing, and it is freed with the last mapping, also where a process was killed.
 
-What arrives is unpickled; the sockets lie in a folder that only this user can open.
+The memory has the arrays of the batch, and behind them JSON, which says where they are.
 """
 
+import json
 import mmap
 import os
-import pickle
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle, send_handle
+import select
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 # Arrays in the memory begin at multiples of so many bytes.
 _ALIGNMENT = 64
 # Interval between calls of `while_waiting`.
 CALL_S = 0.2
+# Bytes of a message: where the JSON begins.
+_MESSAGE_BYTES = 8
 
 
 def machine() -> str:
     """The same text on ranks that can open each other's sockets."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {os.readlink('/proc/self/ns/mnt')} {os.geteuid()}"
+
+
+def local_socket() -> socket.socket:
+    """A socket whose messages stay apart."""
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 class LaneShare:
@@ -40,74 +49,136 @@ class LaneShare:
         num_bytes: written into shared memory or mapped so far.
     """
 
-    def __init__(self, reader: int, connections: Sequence[Connection], reads: bool):
+    def __init__(self, reader: int, connections: Sequence[socket.socket], reads: bool):
         self.reader, self.connections, self.reads = reader, connections, reads
         self.num_bytes = 0
 
-    def made(self, name: str, make: Callable[[], Any], while_waiting: Callable[[], None]) -> Any:
+    def made(
+        self,
+        name: str,
+        make: Callable[[], Any],
+        while_waiting: Callable[[], None],
+        errors: Mapping[str, type[Exception]],
+    ) -> Any:
         """What `make` returns or raises on the reader, on all ranks of the lane.
 
         Args:
             name: of the batch.
+            make: returns JSON values, dicts with any keys among them, tuples and arrays.
             while_waiting: called repeatedly while the reader is at it. An exception from it ends
                 the wait.
+            errors: by name, those that all ranks raise with the same arguments; the others raise a
+                RuntimeError in place of a different one.
 
         Raises:
             RuntimeError: the reader's process has ended.
         """
         if not self.reads:
-            return self._received(name, while_waiting)
-        made = error = None
+            return self._received(name, while_waiting, errors)
+        made = failed = error = None
         try:
             made = make()
         except Exception as caught:
             error = caught
-        self._send((name, made, error))
+            kind = type(error).__name__
+            failed = [kind, list(error.args) if kind in errors else [], str(error)]
+        self._send({"name": name, "made": made, "failed": failed})
         if error is not None:
             raise error
         return made
 
-    def _send(self, content: Any) -> None:
-        arrays: list[pickle.PickleBuffer] = []
-        head = pickle.dumps(content, protocol=5, buffer_callback=arrays.append)
+    def _send(self, content: dict[str, Any]) -> None:
+        arrays: list[np.ndarray] = []
         places, end = [], 0
         with open(os.memfd_create("paddle-vl-batch"), "wb") as file:
+            plain = _plain(content, arrays)
             for array in arrays:
                 file.seek(end)
-                size = file.write(array.raw())
-                places.append((end, end + size))
-                end += -(-size // _ALIGNMENT) * _ALIGNMENT
+                file.write(array.data if array.size else b"")
+                places.append(end)
+                end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
             file.seek(end)
-            pickle.dump((head, places), file)
+            file.write(json.dumps([plain, places]).encode())
             self.num_bytes += file.tell()
             file.flush()
+            message = end.to_bytes(_MESSAGE_BYTES, "little")
             for connection in self.connections:
                 try:
-                    connection.send_bytes(str(end).encode())
-                    send_handle(connection, file.fileno(), None)
+                    socket.send_fds(connection, [message], [file.fileno()])
                 except OSError:
                     # That rank has ended; the next collective says so.
                     continue
 
-    def _received(self, name: str, while_waiting: Callable[[], None]) -> Any:
+    def _received(
+        self,
+        name: str,
+        while_waiting: Callable[[], None],
+        errors: Mapping[str, type[Exception]],
+    ) -> Any:
         (connection,) = self.connections
+        while not select.select([connection], [], [], CALL_S)[0]:
+            while_waiting()
         try:
-            while not connection.poll(CALL_S):
-                while_waiting()
-            start = int(connection.recv_bytes())
-            descriptor = recv_handle(connection)
-        except (EOFError, ConnectionError) as error:
+            message, descriptors, *_ = socket.recv_fds(connection, _MESSAGE_BYTES, 1)
+        except ConnectionError:
+            message, descriptors = b"", []
+        if not message:
             raise RuntimeError(
                 f"rank {self.reader}, which reads the data of this rank's lane, has ended before "
                 f"{name}; its own message says why"
-            ) from error
-        with open(descriptor, "rb") as file:
+            )
+        with open(descriptors[0], "rb") as file:
             # Pages that this rank writes to become its own.
-            pages = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
-        self.num_bytes += pages.nbytes
-        head, places = pickle.loads(pages[start:])
-        sent, made, error = pickle.loads(head, buffers=[pages[i:j] for i, j in places])
+            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self.num_bytes += len(pages)
+        plain, places = json.loads(pages[int.from_bytes(message, "little") :])
+        content = _restored(plain, pages, places)
+        sent, failed = content["name"], content["failed"]
         assert sent == name, f"rank {self.reader} sent {sent}, and this rank is at {name}"
-        if error is not None:
-            raise error
-        return made
+        if failed is not None:
+            kind, arguments, text = failed
+            if kind in errors:
+                raise errors[kind](*arguments)
+            raise RuntimeError(
+                f"rank {self.reader}, which reads the data of this rank's lane, failed at {name}: "
+                f"{kind}: {text}"
+            )
+        return content["made"]
+
+
+def _plain(value: Any, arrays: list[np.ndarray]) -> Any:
+    """JSON values that stand for a value; its arrays are added to the list.
+
+    Raises:
+        TypeError: there is something else in it.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, dict):
+        return {"dict": [[key, _plain(each, arrays)] for key, each in value.items()]}
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {kind: [_plain(each, arrays) for each in value]}
+    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+        arrays.append(np.ascontiguousarray(value))
+        kind = "array" if isinstance(value, np.ndarray) else "number"
+        return {kind: [len(arrays) - 1, value.dtype.str, list(value.shape)]}
+    raise TypeError(
+        f"a batch has {type(value).__name__} {value!r:.100}, which ranks of a data lane cannot "
+        "share: make it of numbers, texts, lists, dicts and arrays"
+    )
+
+
+def _restored(plain: Any, pages: mmap.mmap, places: Sequence[int]) -> Any:
+    """The value for which `_plain` stands; arrays lie in the memory."""
+    if not isinstance(plain, dict):
+        return plain
+    ((kind, found),) = plain.items()
+    if kind == "dict":
+        return {key: _restored(each, pages, places) for key, each in found}
+    if kind in ("list", "tuple"):
+        values = [_restored(each, pages, places) for each in found]
+        return values if kind == "list" else tuple(values)
+    number, dtype, shape = found
+    array = np.ndarray(shape, dtype, pages, places[number])
+    return array if kind == "array" else array[()]

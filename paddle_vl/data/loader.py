@@ -14,13 +14,8 @@ import numpy as np
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.packing import RowBudget, SampleLengths, check_ranks, fill_batches, pack
 from paddle_vl.data.prefetch import NoBatchError, PendingBatch, PrefetchingLoader
-from paddle_vl.data.worker_pool import (
-    MAX_BAD_IN_A_ROW,
-    Collator,
-    Sample,
-    SampleSource,
-    note_sample,
-)
+from paddle_vl.data.samples import Collator, Sample, SampleSource
+from paddle_vl.data.worker_pool import MAX_BAD_IN_A_ROW, note_sample
 from paddle_vl.files.checked_values import Count, checked, read_section
 from paddle_vl.files.text_file import shown
 
@@ -355,6 +350,13 @@ class PrefetchLoader(PrefetchingLoader):
                 return loaded.batch
         self._move_to(0, 0)
         raise StopIteration
+
+    def _values(self, loaded: LoadedBatch) -> Any:
+        return loaded.batch, dict(loaded.skipped)
+
+    def _of_values(self, values: Any) -> LoadedBatch:
+        batch, skipped = values
+        return LoadedBatch(batch, Counter(skipped))
 
     @property
     def skipped(self) -> dict[str, int]:

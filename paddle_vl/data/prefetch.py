@@ -15,6 +15,10 @@ from paddle_vl.data.worker_pool import WorkerPool, WorkerProgress, current_sampl
 Own = TypeVar("Own", bound="PrefetchingLoader")
 
 
+class DataWaitLeftError(Exception):
+    """A stop signal arrived while a step waited for its data."""
+
+
 class NoBatchError(Exception):
     """All batches were requested."""
 
@@ -29,6 +33,10 @@ class PendingBatch(NamedTuple):
 
     name: str
     pool: int = 0
+
+
+# All ranks of a lane raise these as the one that reads.
+_ERRORS = {each.__name__: each for each in (BadSampleError, DataWaitLeftError)}
 
 
 class PrefetchingLoader(ABC):
@@ -119,6 +127,14 @@ class PrefetchingLoader(ABC):
         """
 
     @abstractmethod
+    def _values(self, loaded: Any) -> Any:
+        """What was loaded, as values that ranks of a data lane share; see `LaneShare.made`."""
+
+    @abstractmethod
+    def _of_values(self, values: Any) -> Any:
+        """What was loaded, from its `_values`."""
+
+    @abstractmethod
     def _place(self, sample: int) -> str:
         """Location of a sample, for messages."""
 
@@ -202,7 +218,10 @@ class PrefetchingLoader(ABC):
         else:
             batch, _ = self._job(0)
             self._awaited = batch, None, 0
-            loaded = self.share.made(batch.name, make, self.while_waiting)
+            values = self.share.made(
+                batch.name, lambda: self._values(make()), self.while_waiting, _ERRORS
+            )
+            loaded = self._of_values(values)
         if self.own_rows is None or loaded.batch is None:
             return loaded
         return loaded._replace(batch=self.own_rows(loaded.batch))

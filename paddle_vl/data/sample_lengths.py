@@ -21,7 +21,8 @@ from xxhash import xxh3_64_digest
 
 from paddle_vl.data.jsonl import BadSampleError
 from paddle_vl.data.packing import RowBudget, SampleLengths
-from paddle_vl.data.worker_pool import SampleSource, results_in_order
+from paddle_vl.data.samples import SampleSource
+from paddle_vl.data.worker_pool import results_in_order
 from paddle_vl.files.text_file import replacing
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -22,9 +22,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, Protocol
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from paddle_vl.threads import Watch
 
@@ -36,35 +34,6 @@ _CLOSE_S = 2.0
 # Jobs in flight per worker of `results_in_order`, which bounds its memory.
 _AHEAD = 4
 _LEFT_TO_THE_MAIN_PROCESS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-Sample = dict[str, np.ndarray]
-# From a list of samples, for packed rows a list of lists, to a batch.
-Collator = Callable[[Sequence[Any]], Any]
-
-
-class SampleSource(Protocol):
-    """A dataset for the loader. It must be picklable and not defined in `__main__`.
-
-    It may also have:
-        in_epoch(epoch): the dataset with the random draws of that epoch.
-        files, place(number): its files, and the location `file:line` of a sample.
-        contents, positions_fingerprint: per file its path, the hash of its lines, and the hash of
-            the sizes of its images and videos; the fingerprint without them, as older checkpoints
-            store it.
-    """
-
-    @property
-    def on_bad_sample(self) -> str: ...
-
-    @property
-    def skipped(self) -> Counter[str]: ...
-
-    @property
-    def fingerprint(self) -> int: ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, number: int) -> Sample: ...
 
 
 class WorkerProgress(NamedTuple):

@@ -20,8 +20,8 @@ from paddle_vl.checkpoint.safetensors_io import FileWriter
 from paddle_vl.config.families import EncoderShape, ModelShape
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.data.loader import PrefetchLoader
+from paddle_vl.data.samples import Collator, SampleSource
 from paddle_vl.data.shown_sample import ShownSample
-from paddle_vl.data.worker_pool import Collator, SampleSource
 from paddle_vl.families.flops import FlopCounter
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.objective import BatchAdapter, Loss

@@ -5,31 +5,19 @@ micro-batches are accumulated in float32; master weights and optimizer state are
 are the rounded master weights. `paddle_vl.parallel.sharding` does the same with shards.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import paddle
 from paddle import Tensor
 from paddle.base.framework import EagerParamBase
 
+from paddle_vl.nn.parameter_table import Spread
+
 if TYPE_CHECKING:
     from paddle_vl.nn.flat_buckets import FlatBucket
-
-
-class Spread(NamedTuple):
-    """Where the values of a parameter's shape are.
-
-    Attributes:
-        spans: first value and end of each sharding rank's share, flat; None if each has all.
-        own: this rank's share, flat or not, whose padding is behind the span; not collective.
-        rank: this rank's number among the spans.
-    """
-
-    spans: Sequence[tuple[int, int]] | None
-    own: Callable[[], Tensor]
-    rank: int = 0
 
 
 class ParameterStore(Protocol):

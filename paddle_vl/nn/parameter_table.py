@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
@@ -201,6 +201,20 @@ class ParameterTable:
     def _group_of(self, spec: ParamSpec) -> Any:
         """The mp group over which a parameter is sharded; None without one."""
         return self._encoder_group if spec.is_encoder else self._mp_group
+
+
+class Spread(NamedTuple):
+    """Where the values of a parameter's shape are.
+
+    Attributes:
+        spans: first value and end of each sharding rank's share, flat; None if each has all.
+        own: this rank's share, flat or not, whose padding is behind the span; not collective.
+        rank: this rank's number among the spans.
+    """
+
+    spans: Sequence[tuple[int, int]] | None
+    own: Callable[[], Tensor]
+    rank: int = 0
 
 
 def joined_shards(spec: ParamSpec, shards: Sequence[np.ndarray]) -> np.ndarray:

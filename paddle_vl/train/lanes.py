@@ -9,12 +9,11 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
-from multiprocessing.connection import Client, Listener
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from paddle_vl.batch.schema import OTHER_LANES, Batch
-from paddle_vl.data.lane_share import LaneShare, machine
+from paddle_vl.data.lane_share import LaneShare, local_socket, machine
 from paddle_vl.data.loader import PrefetchLoader
 from paddle_vl.families.base import RankInfo
 from paddle_vl.parallel.ranks import SingleRank
@@ -71,18 +70,22 @@ def _lane_shares(ranks: SingleRank, lanes: Sequence[int]) -> dict[int, LaneShare
             takers[lane] = here
     with TemporaryDirectory(prefix="paddle-vl-") as folder, ExitStack() as stack:
         listeners = {
-            lane: stack.enter_context(Listener(f"{folder}/{lane}", backlog=len(here)))
+            lane: stack.enter_context(local_socket())
             for lane, here in takers.items()
             if here[0] == ranks.rank
         }
+        for lane, listener in listeners.items():
+            listener.bind(f"{folder}/{lane}")
+            listener.listen(len(takers[lane]))
         folders = ranks.gathered(folder)
         for lane, (reader, *_) in takers.items():
             if reader != ranks.rank:
-                to_reader: Any = Client(f"{folders[reader]}/{lane}")
+                to_reader = local_socket()
+                to_reader.connect(f"{folders[reader]}/{lane}")
                 shares[lane] = LaneShare(reader, [to_reader], reads=False)
         ranks.wait()
         for lane, listener in listeners.items():
-            to_others: Any = [listener.accept() for _ in takers[lane][1:]]
+            to_others = [listener.accept()[0] for _ in takers[lane][1:]]
             shares[lane] = LaneShare(ranks.rank, to_others, reads=True)
     return shares
 

@@ -13,9 +13,9 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
+from paddle_vl.checkpoint.ranges import Source
 from paddle_vl.checkpoint.rules import shared_slices
 from paddle_vl.checkpoint.safetensors_io import TensorToWrite, check_finite
-from paddle_vl.checkpoint.sources import Source
 from paddle_vl.nn.flat_buckets import AVERAGE, POWERS, STATES, FlatBucket
 from paddle_vl.nn.linear import fused_columns, whole_slices
 from paddle_vl.nn.master_weights import ParameterStore

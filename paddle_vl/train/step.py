@@ -1,10 +1,7 @@
 """One training step: gradients over the micro-batches, then one optimizer update or none.
 
 The micro-batches of all ranks count as one batch. Before the update the host reads one number, the
-gradient norm or that the step is bad: to mask the update on the device would cost more. Losses stay
-on the device until a report reads them.
-
-Slightly above 350 lines: a step's phases, its micro-batches and its outcome are read together.
+gradient norm or NaN for a bad step. Losses stay on the device until a report reads them.
 """
 
 from collections.abc import Callable, Sequence

@@ -21,7 +21,7 @@ from paddle_vl.checkpoint.writing import DEFAULT_SHARD_BYTES, write_tensors
 from paddle_vl.config.load import save_run_config
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.data.corpus.loader import merged_states
-from paddle_vl.data.prefetch import PrefetchingLoader
+from paddle_vl.data.prefetch import DataWaitLeftError, PrefetchingLoader
 from paddle_vl.families.base import MeanLosses
 from paddle_vl.files.text_file import write_text
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
@@ -56,10 +56,6 @@ from paddle_vl.train.step import Runner, StepOutcome, agree_on_step, leave_step,
 from paddle_vl.train.stop_signals import StopSignals
 
 logger = logging.getLogger(__name__)
-
-
-class DataWaitLeftError(Exception):
-    """A stop signal arrived while a step waited for its data."""
 
 
 class Trainer:

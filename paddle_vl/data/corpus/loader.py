@@ -98,6 +98,13 @@ class CorpusLoader(PrefetchingLoader):
         self._request_ahead()
         return made.batch
 
+    def _values(self, loaded: MadeRows) -> Any:
+        return loaded.batch, {lane: state.to_json() for lane, state in loaded.states.items()}
+
+    def _of_values(self, values: Any) -> MadeRows:
+        batch, states = values
+        return MadeRows(batch, {lane: LaneState.from_json(state) for lane, state in states.items()})
+
     def __len__(self) -> int:
         """Documents of one epoch of all sources."""
         return self._num_documents

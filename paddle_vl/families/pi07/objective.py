@@ -14,7 +14,7 @@ from paddle import Tensor, nn
 
 from paddle_vl.batch.schema import Batch
 from paddle_vl.data.jsonl import BadSampleError
-from paddle_vl.data.worker_pool import Collator
+from paddle_vl.data.samples import Collator
 from paddle_vl.families.pi07.flow import as_tensors
 from paddle_vl.families.pi07.prefix import PrefixTokens, Presence, presence_of
 from paddle_vl.families.policy.demonstrations.sample import DrawnDemonstrations

@@ -30,7 +30,7 @@ _NOT_FOR_MODEL = ("numbers", "labels")
 
 @dataclass
 class Prompts:
-    """A `paddle_vl.data.worker_pool.SampleSource` of prompts."""
+    """A `paddle_vl.data.samples.SampleSource` of prompts."""
 
     questions: Sequence[Question]
     on_bad_sample: OnBadSample

@@ -20,8 +20,8 @@ from paddle_vl.data.corpus.loader import CorpusLoader
 from paddle_vl.data.loader import Packing, PrefetchLoader
 from paddle_vl.data.packing import RowBudget
 from paddle_vl.data.sample_lengths import sample_lengths
+from paddle_vl.data.samples import Collator
 from paddle_vl.data.shown_sample import ShownSample
-from paddle_vl.data.worker_pool import Collator
 from paddle_vl.families.base import (
     BuiltModel,
     Evaluation,

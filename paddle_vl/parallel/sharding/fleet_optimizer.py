@@ -38,8 +38,8 @@ from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer
 from paddle.distributed.fleet.utils.tensor_fusion_helper import FusedCommBuffer
 
 from paddle_vl.nn.flat_buckets import FlatBucket
-from paddle_vl.nn.master_weights import Spread, master_copy
-from paddle_vl.nn.parameter_table import ParameterTable, Tie
+from paddle_vl.nn.master_weights import master_copy
+from paddle_vl.nn.parameter_table import ParameterTable, Spread, Tie
 from paddle_vl.parallel.sharding.buckets import own_slice
 from paddle_vl.parallel.topology import Topology
 

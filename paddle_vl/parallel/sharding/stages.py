@@ -11,7 +11,7 @@ import paddle
 from paddle import Tensor, nn
 
 from paddle_vl.nn.flat_buckets import FlatBucket
-from paddle_vl.nn.master_weights import Spread
+from paddle_vl.nn.parameter_table import Spread
 from paddle_vl.parallel.collectives import all_gathered
 from paddle_vl.parallel.layer_wrappers import Level, wrap_layer
 from paddle_vl.parallel.sharding.buckets import (

@@ -15,13 +15,12 @@ import paddle
 import pytest
 
 from paddle_vl.checkpoint import ranges
+from paddle_vl.checkpoint.ranges import Source
 from paddle_vl.checkpoint.rules import LinearWeights, Same
 from paddle_vl.checkpoint.safetensors_io import TensorToWrite, read_checkpoint_headers, write_file
-from paddle_vl.checkpoint.sources import Source
 from paddle_vl.checkpoint.writing import write_tensors
 from paddle_vl.nn.linear import Columns, mark_fused
-from paddle_vl.nn.master_weights import Spread
-from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec
+from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec, Spread
 from paddle_vl.nn.placement import CheckpointRanks, Seat
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.mesh import expert_shards, stage_seats

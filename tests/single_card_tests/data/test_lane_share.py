@@ -6,8 +6,8 @@ continue alike; an error of the reader ends both, and so does the end of the rea
 waits says for whom and can leave the wait.
 """
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import Pipe
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ class UnreadDataset(NumberDataset):
 
 
 def two_ranks(of_reader: NumberDataset, num_workers: int = 0) -> list[PrefetchLoader]:
-    connections = Pipe()
+    connections = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     other = UnreadDataset(of_reader.size, (), of_reader.on_bad_sample)
     loaders = []
     for dataset, connection in zip((of_reader, other), connections, strict=True):

@@ -2,7 +2,7 @@
 
 Guarantees: no module uses a serializer that runs code, or Paddle's object collectives, which
 pickle; connections between ranks carry bytes. Loader workers belong to one rank and use private
-pipes; ranks of a data lane share batches on their machine, through a socket of their user.
+pipes.
 """
 
 import ast
@@ -21,8 +21,6 @@ OBJECT_FUNCTIONS = {
 }  # fmt: skip
 # Multiprocessing between a rank and its own workers.
 OWN_WORKERS = {"data/worker_pool.py"}
-# Ranks of one machine, through a socket in a folder that this user alone may enter.
-OWN_LANE = {"data/lane_share.py"}
 
 
 def imported(code: ast.Module) -> set[str]:
@@ -39,8 +37,6 @@ def faults(module: str, source: str) -> Iterator[str]:
     """What a module does that could unpickle another rank's bytes."""
     code = ast.parse(source)
     names = imported(code)
-    if module in OWN_LANE:
-        names = {name for name in names if not name.startswith(("pickle", "multiprocessing."))}
     yield from (name for name in names if name.split(".")[0] in SERIALIZERS)
     yield from (name for name in OBJECT_FUNCTIONS if name in source)
     connects = {name for name in names if name.split(".")[0] == "multiprocessing"}

@@ -42,7 +42,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from paddle_vl.data.worker_pool import SampleSource
+from paddle_vl.data.samples import SampleSource
 from paddle_vl.families.policy.features import DropProbabilities, ImageTransforms
 
 Demonstration = dict[str, Any]
@@ -118,7 +118,7 @@ class DemonstrationSource(SampleSource, Protocol):
         fields: whether samples have each of `OPTIONAL_FIELDS`.
         group_names: of the groups, in the order of `dataset_index`.
         files: of the samples; none for a formula.
-        contents: see `paddle_vl.data.worker_pool.SampleSource`; none of a formula.
+        contents: see `paddle_vl.data.samples.SampleSource`; none of a formula.
     """
 
     shapes: DemonstrationShapes

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from paddle import Tensor
 
-from paddle_vl.data.worker_pool import Collator
+from paddle_vl.data.samples import Collator
 from paddle_vl.families.base import BuiltModel
 from paddle_vl.families.vlm.inputs.collate import VLCollator
 from paddle_vl.families.vlm.inputs.dataset import ConversationData
