@@ -32,6 +32,7 @@ from paddle_vl.checkpoint.manifest import (
     damaged_files,
     files_as_json,
     files_from_json,
+    uncovered,
     write_bytes,
 )
 from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, write_file
@@ -213,14 +214,8 @@ def check_written(partial: Path, files: Mapping[str, FileSum], sizes: bool = Tru
 
 def _covering(file: Path, pieces: Sequence[Piece]) -> FileSum:
     """A file that consists of these pieces."""
-    end = 0
-    for piece in (*sorted(pieces), Piece(file.stat().st_size, 0, "")):
-        if piece.begin != end:
-            raise RuntimeError(
-                f"{file} is not what the ranks have written: bytes {min(end, piece.begin)} to "
-                f"{max(end, piece.begin)} are of no rank or of two"
-            )
-        end += piece.length
+    if gap := uncovered(pieces, file.stat().st_size):
+        raise RuntimeError(f"{file} is not what the ranks have written: {gap} of no rank or of two")
     return FileSum.of(pieces)
 
 

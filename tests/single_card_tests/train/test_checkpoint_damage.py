@@ -184,6 +184,11 @@ def test_a_file_of_pieces_is_verified_piece_by_piece_on_all_ranks(tmp_path, monk
     assert sum(map(len, found)) == 1
     (problem,) = examine(folder).problems
     assert problem.startswith("model.safetensors does not have the checksum")
+    text = json.loads((folder / manifest.MANIFEST_FILE).read_text())
+    del text["files"]["model.safetensors"]["pieces"][1]
+    (folder / manifest.MANIFEST_FILE).write_text(json.dumps(text))
+    with pytest.raises(RuntimeError, match="of model.safetensors bytes 16 to 32 are of no piece"):
+        Manifest.read(folder)
 
 
 @pytest.mark.parametrize(("number", "is_read"), [(1, True), (2, True), (3, False)])
