@@ -37,11 +37,15 @@ MOE = MODEL | {
 EP = ["parallel.dp_degree=2", "parallel.ep_degree=2"]
 EP2, EP4 = "parallel.ep_degree=2", "parallel.ep_degree=4"
 MP2, SHARDING_4 = ("parallel.mp_degree=2", *SP), "parallel.sharding_degree=4"
+OVERLAPS = (
+    "parallel.fleet.sharding_configs={comm_overlap: true}",
+    "parallel.sharding_gather_overlap=true",
+)
 STAGE_2, FULL = "parallel.sharding_stage=2", "train.recompute=full"
 # `test_expert_sharding` has the steps of every way in which experts fold.
 TOPOLOGIES = {
-    # Experts over mp ranks, sharded over two ranks.
-    "mp2 sharding2 ep2 stage 1": (4, [*MP2, *SHARDING, EP2]),
+    # Experts over mp ranks, sharded over two ranks; reductions and gathers overlap, as on GPUs.
+    "mp2 sharding2 ep2 stage 1": (4, [*MP2, *SHARDING, EP2, *OVERLAPS]),
     "dp2 ep2": (2, [*EP, "train.recompute=mlp"]),
 }
 HEAVY = {
@@ -49,7 +53,7 @@ HEAVY = {
     "dp2 sharding2 ep4 stage 2": (4, [*EP[:1], EP4, *SHARDING, STAGE_2]),
     "mp2 sharding2 ep4 stage 3": (4, [*MP2, *SHARDING, EP4, STAGE_3, FULL]),
     "sharding4 ep2 stage 3": (4, [SHARDING_4, EP2, STAGE_3, FULL]),
-    "sharding2 ep2 pp2": (4, [*SHARDING, EP2, "parallel.pp_degree=2", FULL]),
+    "sharding2 ep2 pp2": (4, [*SHARDING, EP2, "parallel.pp_degree=2", FULL, *OVERLAPS]),
     "dp2 ep2 pp2": (4, [*EP, "parallel.pp_degree=2", FULL]),
     "dp2 ep2 mp2": (4, [*EP, *MP2]),
 }

@@ -195,7 +195,8 @@ class CheckpointWriter:
             works = False
         works = all(ranks.gathered(works))
         if ranks.is_main:
-            works = works and file.read_bytes() == b"".join(parts)
+            # A file system that does not show it to this rank either does not do.
+            works = works and file.is_file() and file.read_bytes() == b"".join(parts)
             file.unlink(missing_ok=True)
             if not works:
                 logger.warning(
