@@ -48,7 +48,8 @@ class GroupSizes:
     Args:
         counts_E: int64.
         on_host: the same numbers, where the host has them anyway.
-        may_read: whether a kernel that needs them on the host may read them.
+        may_read: whether a kernel that needs them on the host may read them. Otherwise there may be
+            rows of zeros behind those counted, which have no expert and get zeros.
 
     Attributes:
         layout: what a kernel derives from the counts, kept for the layer's other products.
@@ -302,7 +303,7 @@ def grouped_linear(x_NI: Tensor, weight_EIO: Tensor, sizes: GroupSizes) -> Tenso
     ends_E, blocks_E = counts_E.cumsum(), (counts_E + (rows - 1)) // rows
     block_ends_E = blocks_E.cumsum()
     numbers_N = paddle.arange(total, dtype="int64")
-    expert_N = paddle.searchsorted(ends_E, numbers_N, right=True)
+    expert_N = paddle.searchsorted(ends_E, numbers_N, right=True).clip(max=num_experts - 1)
     shift_E = (block_ends_E - blocks_E) * rows - (ends_E - counts_E)
     place_N = numbers_N + paddle.index_select(shift_E, expert_N)
     numbers_B = paddle.arange(num_blocks, dtype="int64")

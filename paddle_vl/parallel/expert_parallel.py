@@ -122,7 +122,7 @@ class RowExchange:
         return Dispatch(order_C, place_N, counts_E, has_holes=True), (leaving_S > room).any()
 
     def _plan_of_places(self, counts_SE: Tensor, room: int) -> ExchangePlan:
-        """Sorts the holes behind the arriving rows. The last expert gets them, as zeros."""
+        """Sorts the arriving rows by expert, and behind them the holes, which are zeros."""
         size, rank, num_local = self.group.nranks, self.group.rank, self.num_local
         ends_SH = counts_SE[:, rank * num_local : (rank + 1) * num_local].cumsum(axis=1)
         first_S1 = (paddle.arange(size, dtype="int64") * room).unsqueeze(1)
@@ -132,9 +132,10 @@ class RowExchange:
         block_R = paddle.searchsorted(ends_SX.reshape([-1]), numbers_R, right=True)
         kind_R = block_R.clip(max=size * (num_local + 1) - 1) % (num_local + 1)
         sorting = sort_by_expert(kind_R, num_local + 1)
+        # The last expert gets one of them, as with exact sizes, for the same bits.
         is_last_H = paddle.arange(num_local, dtype="int64") == num_local - 1
-        num_holes_H = is_last_H.astype("int64") * sorting.counts[-1]
-        sizes = GroupSizes(sorting.counts[:-1] + num_holes_H, may_read=False)
+        counts_H = sorting.counts[:num_local] + is_last_H.astype("int64")
+        sizes = GroupSizes(counts_H, may_read=False)
         return ExchangePlan([room] * size, [room] * size, sorting, sizes)
 
     def __call__(

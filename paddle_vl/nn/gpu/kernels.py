@@ -220,7 +220,7 @@ class _Layout(NamedTuple):
         num_experts = counts_E.shape[0]
         numbers_N = paddle.arange(total, dtype="int64")
         ends_E = counts_E.cumsum()
-        expert_N = paddle.searchsorted(ends_E, numbers_N, right=True)
+        expert_N = paddle.searchsorted(ends_E, numbers_N, right=True).clip(max=num_experts - 1)
         # The number of a row among those of its expert.
         own_N = numbers_N - paddle.index_select(ends_E - counts_E, expert_N)
         first_N = expert_N * rows + own_N

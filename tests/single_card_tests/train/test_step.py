@@ -8,6 +8,8 @@ overflow is repeated with exact sizes and the same random numbers, and updates o
 cases compare this step with HF's trajectory on torch.
 """
 
+from typing import Any
+
 import numpy as np
 import paddle
 import pytest
@@ -171,7 +173,7 @@ class Overflowing(ModelRunner):
     """Weighs each pass by a random number; with a capacity, its experts overflow at the second
     micro-batch."""
 
-    def accumulate_gradients(self, batches, totals, store=None, num_sources=0):
+    def accumulate_gradients(self, batches: Any, totals, store=None, num_sources=0):
         capacities = [batch.pop("expert_capacity", None) for batch in batches]
         if capacities[0] is not None:
             self.rooms = [capacity.num_rows for capacity in capacities]
