@@ -346,16 +346,14 @@ class Trainer:
         if self.tokens:
             entries["tokens"] = self.tokens
         entries |= self.sources.entries()
-        if (factor := getattr(self.config.parallel, "expert_capacity_factor", None)) is not None:
-            entries["repeated_steps"] = number = self._num_repeated
-            self._num_repeated = 0
-            if number and ranks.is_main:
+        if getattr(self.config.parallel, "expert_capacity_factor", None) is not None:
+            entries["repeated_steps"], self._num_repeated = self._num_repeated, 0
+            if entries["repeated_steps"] and ranks.is_main:
                 logger.warning(
-                    "%d steps since the last report were repeated with exact sizes, as more rows "
-                    "went to the experts of a rank than parallel.expert_capacity_factor %g has "
-                    "room for: raise it if that lasts",
-                    number,
-                    factor,
+                    "%d steps since the last report were repeated, as more rows went to a rank's "
+                    "experts than parallel.expert_capacity_factor has room for: if that lasts, "
+                    "raise it",
+                    entries["repeated_steps"],
                 )
 
         def line(values: dict[str, Any]) -> dict[str, Any]:

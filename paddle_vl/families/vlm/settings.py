@@ -161,10 +161,9 @@ class VLParallelConfig(ParallelConfig):
     """expert-parallel degree: ranks that share the experts of a mixture-of-experts model, over
     sharding x mp, and over dp beyond"""
     expert_capacity_factor: Annotated[float | None, Field(ge=1), _ExpertParallel] = None
-    """ranks of ep exchange rows of experts in buffers with room for this many times an equal share
-    of them, so that the host reads no sizes; a step that needs more is repeated with exact sizes,
-    so no row is dropped; at most ep_degree; null: exact sizes, which the host reads in every layer
-    with experts"""
+    """ranks of ep exchange rows in buffers with room for this many times an equal share, so that
+    the host reads no sizes; a step that needs more is repeated with exact sizes, so that no row is
+    dropped; at most ep_degree; null: exact sizes, which the host reads in every layer"""
     pp_token_rows: Annotated[int | None, Field(ge=1), _Pipelined, _Static] = None
     """with static pp_shapes: token rows of a micro-batch, padding included, that messages have room
     for in all steps (a larger micro-batch is refused); default: each step's largest, or with
