@@ -282,8 +282,8 @@ def agree_on_step(
     num_samples, num_tokens, num_places = taken(_NUM_REST)
     source_counts = [taken(len(of_each)) for of_each in of_sources]
     needed = tuple(taken(len(of)) for of in branches)
-    of_batches = (needed, signal, *source_counts, taken(len(capacities)))
-    return StepTotals(counts, num_samples, num_tokens, num_places, *of_batches)
+    found = StepTotals(counts, num_samples, num_tokens, num_places, needed, signal, *source_counts)
+    return replace(found, expert_capacities=taken(len(capacities)))
 
 
 def leave_step(num_agreed: int, ranks: SingleRank, signal: int | None) -> int | None:
