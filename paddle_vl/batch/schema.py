@@ -84,6 +84,9 @@ class VLBatch(TextFields, total=False):
     # these, from its first row. And the number of all in the batch. For the experts.
     real_row_indices: Annotated[Array, Axes("R", "int64")]
     num_real_rows: int
+    # Room between the ranks that share experts, a `paddle_vl.nn.experts.ExpertCapacity`; none for
+    # exact sizes. From `train_step`.
+    expert_capacity: Any
     # Token rows that predict a label, and these labels; of a batch without any, row 0 and -100. The
     # loss then needs no logits of other rows. From `VLBatchAdapter.prepared`, as are factors and
     # sources of these labels.

@@ -1,7 +1,7 @@
 """The right setting for a name that is none: names of other trainers, then the nearest spelling.
 
-The table has names of HF's Trainer, PEFT, ms-swift, LLaMA-Factory, PaddleFormers, openpi and
-LeRobot.
+The table has names of HF's Trainer, PEFT, ms-swift, LLaMA-Factory, Megatron, PaddleFormers, openpi
+and LeRobot.
 """
 
 import difflib
@@ -51,6 +51,8 @@ PEERS = {
     "pipeline_model_parallel_size",
     "parallel.ep_degree": "expert_parallel_degree expert_parallel_size expert_model_parallel_size "
     "ep_size ep",
+    "parallel.expert_capacity_factor": "moe_expert_capacity_factor expert_capacity_factor "
+    "moe_capacity_factor capacity_factor",
     "parallel.sharding_degree": "sharding_parallel_degree sharding_parallel_size sharding_size",
     "parallel.sharding_stage": "sharding deepspeed zero_stage zero fsdp fsdp_config stage",
     "parallel.num_virtual_stages": "virtual_pp_degree vpp "

@@ -8,6 +8,8 @@ Padding is not routed: its rows are left out before the router and get zeros fro
 The assignments are sorted by expert, so that the rows of one expert are contiguous. In eager mode
 the gradient of a permutation is the inverse permutation, a gather; a scatter would add values in an
 order that may change from run to run. Shapes depend on R only, and on a GPU the host reads nothing.
+
+Just over 350 lines: a layer of experts without its router.
 """
 
 from collections.abc import Callable
@@ -26,13 +28,16 @@ class Dispatch(NamedTuple):
 
     Attributes:
         order: `[N]`, the assignment at each place of the sorted rows; ascending within an expert.
+            With holes it is longer, and N at places of no assignment.
         place: `[N]`, the place of each assignment among the sorted rows: the inverse of `order`.
         counts: `[E]`, number of rows of each expert.
+        has_holes: whether there are such places; their rows are zeros, without a gradient.
     """
 
     order: Tensor
     place: Tensor
     counts: Tensor
+    has_holes: bool = False
 
 
 class GroupSizes:
@@ -43,14 +48,38 @@ class GroupSizes:
     Args:
         counts_E: int64.
         on_host: the same numbers, where the host has them anyway.
+        may_read: whether a kernel that needs them on the host may read them. Otherwise there may be
+            rows of zeros behind those counted, which have no expert and get zeros.
 
     Attributes:
         layout: what a kernel derives from the counts, kept for the layer's other products.
     """
 
-    def __init__(self, counts_E: Tensor, on_host: list[int] | None = None):
-        self.counts_E, self.on_host = counts_E, on_host
+    def __init__(self, counts_E: Tensor, on_host: list[int] | None = None, may_read: bool = True):
+        self.counts_E, self.on_host, self.may_read = counts_E, on_host, may_read
         self.layout: Any = None
+
+
+class ExpertCapacity:
+    """Room for a micro-batch's rows between each two ranks that share experts, in place of exact
+    sizes, so that the host reads none. An overflow makes the results useless: the step is repeated.
+
+    Not a tuple, which Paddle would search for tensors.
+
+    Args:
+        num_rows: rows that a rank has room to route if its ranks get equally many.
+
+    Attributes:
+        overflows: bool scalars on the device, of every layer that has run: whether this rank had
+            more rows for a rank than there is room for.
+    """
+
+    def __init__(self, num_rows: int):
+        self.num_rows, self.overflows = num_rows, list[Tensor]()
+
+    def room(self, copies: int, num_ranks: int) -> int:
+        """Rows from a rank to another, `copies` of each routed row; at least 1."""
+        return max(-(-self.num_rows * copies // num_ranks), 1)
 
 
 class Plan(NamedTuple):
@@ -82,6 +111,7 @@ class RoutedRows:
         num_rows: T.
         index_R: int64, the rows that are not padding, ascending; None for all rows.
         num_real: default: of these rows.
+        capacity: of expert parallelism; None for exact sizes.
 
     Attributes:
         num_real: number of rows of the batch that are not padding, of other ranks too.
@@ -90,8 +120,15 @@ class RoutedRows:
             padding the first row is routed; it changes no output, no gradient and no count.
     """
 
-    def __init__(self, num_rows: int, index_R: Tensor | None = None, num_real: int | None = None):
+    def __init__(
+        self,
+        num_rows: int,
+        index_R: Tensor | None = None,
+        num_real: int | None = None,
+        capacity: ExpertCapacity | None = None,
+    ):
         self.num_rows, num_own, self.is_empty = num_rows, num_rows, False
+        self.capacity = capacity
         # A traced program has all rows, whose number it does not know.
         if index_R is not None:
             num_own = index_R.shape[0]
@@ -154,15 +191,17 @@ def sort_by_expert(indices_RK: Tensor, num_experts: int) -> Dispatch:
 
 def permute_rows(x_RD: Tensor, dispatch: Dispatch) -> Tensor:
     """Each row once for each of its experts, sorted by expert: `[N, D]`."""
-    return permuted_copies(
-        x_RD, dispatch.order, dispatch.place, dispatch.order.shape[0] // x_RD.shape[0]
-    )
+    permuted = SeatRows.apply if dispatch.has_holes else permuted_copies
+    return permuted(x_RD, dispatch.order, dispatch.place, dispatch.place.shape[0] // x_RD.shape[0])
 
 
 def unpermute_rows(y_ND: Tensor, dispatch: Dispatch, weights_RK: Tensor) -> Tensor:
     """Weighted sum over each row's K results, in the order of `permute_rows`: `[R, D]`."""
-    order_N, place_N, _ = dispatch
-    y_ND = reorder_rows(y_ND, place_N, order_N)
+    order_N, place_N = dispatch.order, dispatch.place
+    if dispatch.has_holes:
+        y_ND = UnseatRows.apply(y_ND, place_N)
+    else:
+        y_ND = reorder_rows(y_ND, place_N, order_N)
     y_RKD = y_ND.reshape([-1, weights_RK.shape[1], y_ND.shape[-1]])
     return paddle.matmul(weights_RK.unsqueeze(1), y_RKD).squeeze(1)
 
@@ -194,6 +233,31 @@ class PermuteRows(PyLayer):
         if ctx.copies > 1:
             grad_ND = grad_ND.reshape([-1, ctx.copies, grad_ND.shape[-1]]).sum(axis=1)
         return grad_ND, None, None
+
+
+class SeatRows(PermuteRows):
+    """`PermuteRows` into an order with holes, which get zeros."""
+
+    @staticmethod
+    def forward(ctx, x_RD, order_C, place_N, copies):
+        x_RD = paddle.concat([x_RD, paddle.zeros_like(x_RD[:1])])
+        return PermuteRows.forward(ctx, x_RD, order_C, place_N, copies)
+
+
+class UnseatRows(PyLayer):
+    """The rows at some places, all different; the others get zeros as their gradient."""
+
+    @staticmethod
+    def forward(ctx, y_CD, place_N):
+        ctx.save_for_backward(place_N)
+        ctx.num_places = y_CD.shape[0]
+        return paddle.index_select(y_CD, place_N)
+
+    @staticmethod
+    def backward(ctx, grad_ND):
+        (place_N,) = ctx.saved_tensor()
+        zeros_CD = paddle.zeros([ctx.num_places, grad_ND.shape[1]], dtype=grad_ND.dtype)
+        return paddle.scatter_(zeros_CD, place_N, grad_ND), None
 
 
 class GroupedProduct(PyLayer):
@@ -239,7 +303,7 @@ def grouped_linear(x_NI: Tensor, weight_EIO: Tensor, sizes: GroupSizes) -> Tenso
     ends_E, blocks_E = counts_E.cumsum(), (counts_E + (rows - 1)) // rows
     block_ends_E = blocks_E.cumsum()
     numbers_N = paddle.arange(total, dtype="int64")
-    expert_N = paddle.searchsorted(ends_E, numbers_N, right=True)
+    expert_N = paddle.searchsorted(ends_E, numbers_N, right=True).clip(max=num_experts - 1)
     shift_E = (block_ends_E - blocks_E) * rows - (ends_E - counts_E)
     place_N = numbers_N + paddle.index_select(shift_E, expert_N)
     numbers_B = paddle.arange(num_blocks, dtype="int64")
@@ -292,7 +356,7 @@ class Experts(nn.Layer):
             rows: which rows they are; None if no row is padding.
         """
         rows = rows or RoutedRows(x_RD.shape[0])
-        plan = rows.plan(self, lambda: self._plan(indices_RK, not rows.is_empty))
+        plan = rows.plan(self, lambda: self._plan(indices_RK, rows))
         dispatch = plan.dispatch
         x_ND = permute_rows(x_RD, dispatch)
         if self.exchange is None:
@@ -301,12 +365,14 @@ class Experts(nn.Layer):
             y_ND = self.exchange(self.run_experts, x_ND, plan.exchange)
         return rows.placed(unpermute_rows(y_ND, dispatch, weights_RK))
 
-    def _plan(self, indices_RK: Tensor, counts: bool) -> Plan:
-        dispatch = sort_by_expert(indices_RK, self.num_experts)
+    def _plan(self, indices_RK: Tensor, rows: RoutedRows) -> Plan:
+        dispatch, exchange = sort_by_expert(indices_RK, self.num_experts), None
         own_E = dispatch.counts
-        self.tokens_per_expert = own_E if counts else paddle.zeros_like(own_E)
-        exchange = None if self.exchange is None else self.exchange.plan(dispatch.counts)
-        return Plan(indices_RK, dispatch, GroupSizes(dispatch.counts), exchange)
+        self.tokens_per_expert = paddle.zeros_like(own_E) if rows.is_empty else own_E
+        if self.exchange is not None:
+            copies = indices_RK.shape[1]
+            dispatch, exchange = self.exchange.plan(dispatch, copies, rows.capacity)
+        return Plan(indices_RK, dispatch, GroupSizes(own_E), exchange)
 
     def run_experts(self, x_ND: Tensor, sizes: GroupSizes) -> Tensor:
         """This rank's experts applied to rows sorted by expert: `[N, D]`."""

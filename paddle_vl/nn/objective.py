@@ -132,6 +132,11 @@ class BatchAdapter(ABC, Generic[BatchT]):
         """Tokens of each sample without padding; empty where tokens are not counted."""
         return []
 
+    def expert_capacity(self, batch: BatchT) -> int | None:
+        """Rows that experts on other ranks are to have room for, see
+        `paddle_vl.nn.experts.ExpertCapacity`; None for exact sizes."""
+        return None
+
     def optional_branches(self, batch: BatchT) -> list[bool]:
         """Whether the batch needs each optional branch of the model."""
         return []

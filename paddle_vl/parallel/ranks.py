@@ -47,13 +47,14 @@ class SingleRank:
     random_place: tuple[int, ...] = ()
 
     def agree(
-        self, counts: Sequence[int], signal: int | None = None
+        self, counts: Sequence[int], signal: int | None = None, largest: Sequence[int] = ()
     ) -> tuple[list[int], int | None]:
-        """Sum of each count over data shards, and a stop signal that any rank received.
+        """Sum of each count over data shards, then the largest of each of `largest` over all ranks;
+        and a stop signal that any rank received.
 
         One message between hosts; the device is not synchronized. Called by all ranks.
         """
-        return list(counts), signal
+        return [*counts, *largest], signal
 
     def totals(self, counts: Sequence[int]) -> list[int]:
         """Sum of each count over data shards. Called by all ranks."""
@@ -114,18 +115,19 @@ class FleetRanks(SingleRank):
         self._host_group = topology.host_group
 
     def agree(
-        self, counts: Sequence[int], signal: int | None = None
+        self, counts: Sequence[int], signal: int | None = None, largest: Sequence[int] = ()
     ) -> tuple[list[int], int | None]:
         """All-gather over all ranks, through host memory: sums of the counts over the data shards,
-        and the highest stop signal. Same result on every rank."""
-        own = [count if self.counts_data else 0 for count in counts]
-        message = paddle.to_tensor([*own, signal or 0], dtype="int64", place=paddle.CPUPlace())
+        the largest numbers, and the highest stop signal. Same result on every rank."""
+        own = [*(count if self.counts_data else 0 for count in counts), *largest, signal or 0]
+        message = paddle.to_tensor(own, dtype="int64", place=paddle.CPUPlace())
         # Allocated here: Paddle would use the GPU, but this group communicates host memory.
         everyone = [message.clone() for _ in range(self.topology.world_size)]
         dist.all_gather(everyone, message, group=self._host_group)
         numbers_PK = np.stack([numbers.numpy() for numbers in everyone])
-        *totals, _ = numbers_PK.sum(axis=0).tolist()
-        return totals, int(numbers_PK[:, -1].max()) or None
+        totals = numbers_PK[:, : len(counts)].sum(axis=0).tolist()
+        *largest, signal = numbers_PK[:, len(counts) :].max(axis=0).tolist()
+        return [*totals, *largest], signal or None
 
     def gathered(self, value: Any) -> list[Any]:
         return gather_values(value)

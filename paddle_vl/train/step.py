@@ -2,10 +2,16 @@
 
 The micro-batches of all ranks count as one batch. Before the update the host reads one number, the
 gradient norm or NaN for a bad step. Losses stay on the device until a report reads them.
+
+With room for a fixed number of rows at experts of other ranks (`ExpertCapacity`), a step that needs
+more makes no update: the number read says so, and the step is repeated with exact sizes.
+
+Over 350 lines, since it is the whole step.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from math import isnan
 from typing import Any, Protocol
@@ -14,6 +20,7 @@ import paddle
 from paddle import Tensor
 
 from paddle_vl.batch.schema import SOURCE_COUNTS, SOURCE_TARGETS, Batch
+from paddle_vl.nn.experts import ExpertCapacity
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.objective import BatchAdapter, Loss, zero_terms
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
@@ -23,6 +30,8 @@ from paddle_vl.train.phases import Phase, phase
 
 # Numbers besides loss counts, sources and branches: samples, tokens, packed places.
 _NUM_REST = 3
+# In place of a norm: the step is to be repeated with exact sizes.
+_OVERFLOW = -1.0
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,7 @@ class MicroBatch:
         optional_branches: whether it needs each optional branch of the model.
         num_samples, num_tokens, num_packed_places, lengths: see
             `paddle_vl.nn.objective.BatchAdapter`.
+        expert_capacity: see `BatchAdapter`, too.
         flops: operations of its forward and backward pass; 0 where they are not counted.
         source_tokens, source_documents: tokens, and documents that begin, of each source of a mix;
             empty without one.
@@ -52,6 +62,7 @@ class MicroBatch:
     source_tokens: tuple[int, ...] = ()
     source_documents: tuple[int, ...] = ()
     source_targets: tuple[int, ...] = ()
+    expert_capacity: int | None = None
 
 
 def counted(
@@ -72,6 +83,7 @@ def counted(
         tuple(adapter.lengths(batch)),
         0 if count_flops is None else count_flops(batch),
         **sources,
+        expert_capacity=adapter.expert_capacity(batch),
     )
 
 
@@ -87,6 +99,7 @@ class StepTotals:
         source_tokens, source_documents: tokens, and documents that begin, of each source of a mix;
             empty without one.
         source_targets: target tokens of each source; empty where no loss of sources is computed.
+        expert_capacities: the largest of all ranks, of each micro-batch; empty for exact sizes.
         needed: `needed[i][j]` data-parallel ranks need optional branch j in micro-batch i.
         signal: a stop signal that any rank received; the step must not begin then.
     """
@@ -100,12 +113,14 @@ class StepTotals:
     source_tokens: tuple[int, ...] = ()
     source_documents: tuple[int, ...] = ()
     source_targets: tuple[int, ...] = ()
+    expert_capacities: tuple[int, ...] = ()
 
     @property
     def num_agreed(self) -> int:
         """Number of values that ranks exchange before a step, the same for all steps of a run."""
         of_sources = (self.source_tokens, self.source_documents, self.source_targets)
-        return len(self.counts) + _NUM_REST + sum(map(len, (*of_sources, *self.needed)))
+        several = (self.counts, *of_sources, *self.needed, self.expert_capacities)
+        return _NUM_REST + sum(map(len, several))
 
 
 @dataclass(frozen=True)
@@ -120,6 +135,7 @@ class StepOutcome:
         totals: counts of the step.
         source_sums: `[S]` float32, cross entropy summed over the target tokens of each source,
             without loss weights; None where `totals` have no targets of sources.
+        is_repeated: whether these are results of a second pass, with exact sizes.
     """
 
     terms: Tensor
@@ -127,6 +143,7 @@ class StepOutcome:
     is_good: Tensor
     totals: StepTotals
     source_sums: Tensor | None = None
+    is_repeated: bool = False
 
     def means(self, loss: Loss) -> dict[str, float]:
         """The terms by name, read from the device."""
@@ -248,9 +265,11 @@ def agree_on_step(
     of_sources = (first.source_tokens, first.source_documents, first.source_targets)
     sums = [sum(column) for column in zip(*own, strict=True)]
     branches = [batch.optional_branches for batch in micro_batches]
+    capacities = [each.expert_capacity for each in micro_batches]
+    capacities = [number for number in capacities if number is not None]
     with phase(Phase.AGREEMENT):
         totals, signal = ranks.agree(
-            [*sums, *(int(is_needed) for of in branches for is_needed in of)], signal
+            [*sums, *(int(is_needed) for of in branches for is_needed in of)], signal, capacities
         )
     left = iter(totals)
 
@@ -263,7 +282,8 @@ def agree_on_step(
     num_samples, num_tokens, num_places = taken(_NUM_REST)
     source_counts = [taken(len(of_each)) for of_each in of_sources]
     needed = tuple(taken(len(of)) for of in branches)
-    return StepTotals(counts, num_samples, num_tokens, num_places, needed, signal, *source_counts)
+    found = StepTotals(counts, num_samples, num_tokens, num_places, needed, signal, *source_counts)
+    return replace(found, expert_capacities=taken(len(capacities)))
 
 
 def leave_step(num_agreed: int, ranks: SingleRank, signal: int | None) -> int | None:
@@ -288,6 +308,7 @@ def train_step(
     ranks: SingleRank = ONE_RANK,
     totals: StepTotals | None = None,
     before_wait: Callable[[], object] = lambda: None,
+    seed: Callable[[], object] = lambda: None,
 ) -> StepOutcome:
     """Train on the micro-batches of all ranks as one batch. All ranks call it together.
 
@@ -297,19 +318,54 @@ def train_step(
         micro_batches: this rank's.
         learning_rate: of this update.
         totals: from `agree_on_step`; None to call it here.
-        before_wait: called when forward and backward passes are launched, and the host would wait.
+        before_wait: called when forward and backward passes are launched, and the host would wait;
+            twice in a step that is repeated.
+        seed: seeds what the passes draw; called before each.
 
     Raises:
         ValueError: the step has nothing to learn from.
     """
-    loss, adapter, store = runner.loss, runner.adapter, optimizer.store
-    totals = totals or agree_on_step(micro_batches, loss, ranks)
-    batches = [
-        adapter.synchronized(micro_batch.batch, needed, runner.model)
+    totals = totals or agree_on_step(micro_batches, runner.loss, ranks)
+    batches: list[Any] = [
+        runner.adapter.synchronized(micro_batch.batch, needed, runner.model)
         for micro_batch, needed in zip(micro_batches, totals.needed, strict=True)
     ]
+    passes = partial(_passes, runner, optimizer, totals, ranks, before_wait)
+    seed()
+    outcome, norm = passes(batches, [ExpertCapacity(rows) for rows in totals.expert_capacities])
+    if norm == _OVERFLOW:
+        with phase(Phase.CLEARING):
+            optimizer.clear_gradients()
+        seed()
+        outcome, norm = passes(batches, [])
+        outcome = replace(outcome, is_repeated=True)
+    if not isnan(norm):
+        with phase(Phase.OPTIMIZER):
+            optimizer.update(learning_rate, norm)
+    with phase(Phase.CLEARING):
+        optimizer.clear_gradients()
+    return outcome
+
+
+def _passes(
+    runner: Runner,
+    optimizer: Optimizer | ColocatedOptimizer,
+    totals: StepTotals,
+    ranks: SingleRank,
+    before_wait: Callable[[], object],
+    batches: Sequence[Any],
+    capacities: Sequence[ExpertCapacity],
+) -> tuple[StepOutcome, float]:
+    """The gradients of a step; and their norm, NaN or `_OVERFLOW`, alike on all ranks.
+
+    Args:
+        capacities: of the micro-batches; none for exact sizes.
+    """
+    store, num_sources = optimizer.store, len(totals.source_targets)
+    if capacities:
+        pairs = zip(batches, capacities, strict=True)
+        batches = [{**batch, "expert_capacity": capacity} for batch, capacity in pairs]
     store.begin_step(len(batches))
-    num_sources = len(totals.source_targets)
     terms = runner.accumulate_gradients(batches, totals.counts, store, num_sources)
     with phase(Phase.GRADIENT_SUM):
         store.end_backward()
@@ -317,34 +373,45 @@ def train_step(
         if ranks.world_size > 1:
             ranks.sum_gradients(optimizer.tensors_with_specs)
     with phase(Phase.CLIP):
-        terms, norm, source_sums = _summed(terms, optimizer, ranks, len(totals.counts))
+        terms, norm, source_sums, overflow = _summed(
+            terms, optimizer, ranks, len(totals.counts), capacities
+        )
         is_good = paddle.isfinite(terms).all() & paddle.isfinite(norm)
     before_wait()
     with phase(Phase.OPTIMIZER):
-        # NaN is the flag of a bad step, alike on all ranks.
-        read_norm = float(paddle.where(is_good, norm, paddle.full_like(norm, float("nan"))))
-        if not isnan(read_norm):
-            optimizer.update(learning_rate, read_norm)
-    with phase(Phase.CLEARING):
-        optimizer.clear_gradients()
-    return StepOutcome(terms, norm, is_good, totals, source_sums)
+        number = paddle.where(is_good, norm, paddle.full_like(norm, float("nan")))
+        if overflow is not None:
+            number = paddle.where(overflow > 0, paddle.full_like(norm, _OVERFLOW), number)
+        read = float(number)
+    return StepOutcome(terms, norm, is_good, totals, source_sums), read
 
 
 @paddle.no_grad()
 def _summed(
-    terms: Tensor, optimizer: Optimizer | ColocatedOptimizer, ranks: SingleRank, num_terms: int
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The step's terms, gradient norm and sums of sources, in one all-reduce.
+    terms: Tensor,
+    optimizer: Optimizer | ColocatedOptimizer,
+    ranks: SingleRank,
+    num_terms: int,
+    capacities: Sequence[ExpertCapacity],
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The step's terms, gradient norm, sums of sources and number of overflows, in one all-reduce.
 
     Args:
         terms: this rank's share of terms and sums, see `Runner.accumulate_gradients`.
+        capacities: of the micro-batches; none for exact sizes.
     """
     own = terms if ranks.counts_losses else paddle.zeros_like(terms)
     squares = optimizer.squared_norm(ranks).reshape([1])
     has_sources = own.shape[0] > num_terms
     parts = [own[:num_terms], squares, own[num_terms:]] if has_sources else [own, squares]
+    if capacities:
+        overflows = [each for capacity in capacities for each in capacity.overflows]
+        # A pipeline stage may have no layer with experts.
+        flags = paddle.stack([paddle.zeros([], dtype="bool"), *overflows])
+        parts.append(flags.astype("float32").sum().reshape([1]))
     totals = paddle.concat(parts)
     if ranks.world_size > 1:
         totals = ranks.sum_over_all(totals)
-    source_sums = totals[num_terms + 1 :] if has_sources else None
-    return totals[:num_terms], totals[num_terms].sqrt(), source_sums
+    source_sums = totals[num_terms + 1 : own.shape[0] + 1] if has_sources else None
+    overflow = totals[-1] if capacities else None
+    return totals[:num_terms], totals[num_terms].sqrt(), source_sums, overflow

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,8 @@ class Trainer:
         self._data_place = DataPlace.of(data)
         self._data_state = self._data_place.state
         self._rate = 0.0
+        # Steps since the last report that were repeated with exact sizes.
+        self._num_repeated = 0
         # Numbers in `agree_on_step`, known after the first step.
         self._num_agreed = 0
         # A stop signal interrupted the evaluation of the last step.
@@ -278,11 +281,11 @@ class Trainer:
             self.stop_signal = totals.signal
             return None
         self._rate = learning_rate(*self.length.place(self.step, self.tokens), self.config.train)
-        seed_step(self.config.train.seed, self.step, self.ranks)
         self.optimizer.begin_step(self.step)
         outcome = train_step(
             self.runner, self.optimizer, micro_batches, self._rate, self.ranks, totals,
             self.feed.prepare_next,
+            partial(seed_step, self.config.train.seed, self.step, self.ranks),
         )  # fmt: skip
         if self.config.train.ema is not None:
             decay = average_decay(self.config.train.ema, self.step + 1)
@@ -290,6 +293,7 @@ class Trainer:
                 self.optimizer.update_average(decay, outcome.is_good)
         with phase(Phase.METRICS):
             self.step += 1
+            self._num_repeated += outcome.is_repeated
             self.tokens += totals.num_tokens
             self.sources.add(totals.source_tokens, totals.source_documents)
             self._data_place = fed.place
@@ -342,6 +346,15 @@ class Trainer:
         if self.tokens:
             entries["tokens"] = self.tokens
         entries |= self.sources.entries()
+        if getattr(self.config.parallel, "expert_capacity_factor", None) is not None:
+            entries["repeated_steps"], self._num_repeated = self._num_repeated, 0
+            if entries["repeated_steps"] and ranks.is_main:
+                logger.warning(
+                    "%d steps since the last report were repeated, as more rows went to a rank's "
+                    "experts than parallel.expert_capacity_factor has room for: if that lasts, "
+                    "raise it",
+                    entries["repeated_steps"],
+                )
 
         def line(values: dict[str, Any]) -> dict[str, Any]:
             return self.meter.line(values) | {

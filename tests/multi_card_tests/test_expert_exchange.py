@@ -5,12 +5,14 @@ padding, and with a rank that has nothing but padding:
 
 - the host reads sizes once per layer with experts, in the forward pass; neither the backward pass
   nor a recomputed forward reads or sends sizes;
+- with a capacity the host reads nothing, and a rank sends as many rows as there is room for;
 - every gradient equals one device's, with and without recomputation;
 - padded rows are not sent: a rank sends K copies of its real rows, once per expert;
 - of these only rows of other ranks' experts leave it;
 - under sequence parallelism nothing is gathered before experts, nor scattered after them.
 """
 
+import math
 import tempfile
 from collections import Counter
 from functools import partial
@@ -21,7 +23,9 @@ import pytest
 
 from paddle_vl import Qwen3VLForConditionalGeneration
 from paddle_vl.families.vlm.objective import empty_batch
+from paddle_vl.nn.experts import ExpertCapacity
 from paddle_vl.nn.operations import use_kernels
+from paddle_vl.parallel.agree import gather_values
 from paddle_vl.parallel.collectives import all_reduce_gradients, all_reduce_partial_gradients
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.recompute import recompute_layers
@@ -46,10 +50,12 @@ SHARDING2_MP2 = MP2 | {"sharding_degree": 2, "ep_degree": 4}
 MP4 = MP2 | {"mp_degree": 4, "ep_degree": 4}
 RUNS = {"dp2": DP2, "mp2": MP2}
 FOUR = {"sharding2 mp2": SHARDING2_MP2, "mp4": MP4}
-CASES = [(name, fill, recomputed) for name in RUNS for fill in FILLS for recomputed in (0, 1)]
+CASES = [(name, fill, recomputed, None) for name in RUNS for fill in FILLS for recomputed in (0, 1)]
 # A batch of padding belongs to a data rank that mp ranks alone do not have.
 CASES = [case for case in CASES if case[:2] != ("mp2", "a rank of padding")]
-HEAVY = [(name, "padding", 1) for name in FOUR]
+# Room for all rows of a rank at one other.
+CASES += [("dp2", "padding", 1, 2.0), ("dp2", "a rank of padding", 0, 2.0), ("mp2", "none", 1, 2.0)]
+HEAVY = [(name, "padding", 1, factor) for name in FOUR for factor in (None, 4.0)]
 
 
 def batches(fill: str) -> list[dict]:
@@ -87,7 +93,9 @@ def one_device(fill: str, num_batches: int) -> dict[str, np.ndarray]:
     }
 
 
-def step(topology: Topology, folder: str, fill: str, recomputed: bool) -> dict:
+def step(
+    topology: Topology, folder: str, fill: str, recomputed: bool, factor: float | None
+) -> dict:
     """Reads and collectives by pass, sent rows, and the largest gradient error with its tensor."""
     placement = FleetPlacement(
         topology.mp_group, topology.mp_group.nranks > 1, ep_group=topology.ep_group
@@ -100,6 +108,10 @@ def step(topology: Topology, folder: str, fill: str, recomputed: bool) -> dict:
         rows, size = batch["real_row_indices"], batch["attention_mask"].size
         batch["real_row_indices"] = placement.ops.expert_part.of_numbers(rows, size)
         batch["num_real_rows"] = len(rows)
+    capacity = None
+    if factor is not None:
+        most = max(gather_values(len(batch.get("real_row_indices", ()))))
+        batch["expert_capacity"] = capacity = ExpertCapacity(math.ceil(factor * most))
     reading, sending = record_host_reads(), record_collectives()
     with gpu_stubs(), reading as reads, sending as recording, use_kernels("gpu"):
         recording.phase = "forward"
@@ -128,6 +140,8 @@ def step(topology: Topology, folder: str, fill: str, recomputed: bool) -> dict:
         "leaving": leaving(model, topology),
         "counts": {i: count.tolist() for i, count in model.tokens_per_expert().items()},
         "worst": worst,
+        "room": capacity and capacity.room(COPIES, topology.ep_group.nranks),
+        "overflows": capacity and [each.item() for each in capacity.overflows],
     }
 
 
@@ -168,7 +182,9 @@ def assert_exchanged(found: dict, degrees: dict, fill: str, recomputed: bool, da
     error, where = found["worst"]
     assert error <= TOPOLOGY, where
     # The host reads sizes once per layer, in the forward pass only.
-    assert found["reads"] == [["parallel/expert_parallel.py"] * LAYERS, []]
+    has_room = found["room"] is not None
+    num_reads = 0 if has_room else LAYERS
+    assert found["reads"] == [["parallel/expert_parallel.py"] * num_reads, []]
     calls = found["calls"]
     # Rows go and return in each pass; a recomputed forward sends them again, but no sizes.
     assert calls["forward", "alltoall_single"] == 2 * LAYERS
@@ -185,6 +201,10 @@ def assert_exchanged(found: dict, degrees: dict, fill: str, recomputed: bool, da
     # Every pass of a layer sends K copies of this rank's real rows, and brings as many back.
     real = sum(sum(count) for count in found["counts"].values())
     outward = found["bytes"][: 2 * LAYERS : 2]
+    if has_room:
+        assert found["overflows"] == [False] * LAYERS
+        assert outward == [degrees["ep_degree"] * found["room"] * WIDTH * 4] * LAYERS
+        return
     # A row of padding stands in where a rank has no other.
     assert sum(outward) == (real or COPIES * LAYERS) * WIDTH * 4
     mask = batches(fill)[data_rank]["attention_mask"]
@@ -196,7 +216,7 @@ def assert_exchanged(found: dict, degrees: dict, fill: str, recomputed: bool, da
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_each_rank_sends_its_real_rows_and_gets_one_devices_gradients(outcomes, case):
-    name, fill, recomputed = case
+    name, fill, recomputed, _ = case
     for rank, found in enumerate(outcome_of(outcomes, str(case))):
         assert_exchanged(found, RUNS[name], fill, recomputed, rank if name == "dp2" else 0)
 
@@ -204,7 +224,7 @@ def test_each_rank_sends_its_real_rows_and_gets_one_devices_gradients(outcomes, 
 @pytest.mark.heavy
 @pytest.mark.parametrize("case", HEAVY, ids=str)
 def test_four_ranks_do_so_too(outcomes_of_four, case):
-    name, fill, recomputed = case
+    name, fill, recomputed, _ = case
     for rank, found in enumerate(outcome_of(outcomes_of_four, str(case))):
         data_rank = rank // 2 if name == "sharding2 mp2" else 0
         assert_exchanged(found, FOUR[name], fill, recomputed, data_rank)
@@ -213,7 +233,7 @@ def test_four_ranks_do_so_too(outcomes_of_four, case):
 @pytest.mark.parametrize("fill", ["padding", "none"])
 def test_mp_ranks_send_the_rows_of_a_batch_once_between_them(outcomes, fill):
     """T / mp rows each: K T copies in all, where each of them would send all T otherwise."""
-    found = outcome_of(outcomes, str(("mp2", fill, 0)))
+    found = outcome_of(outcomes, str(("mp2", fill, 0, None)))
     real = [sum(sum(count) for count in of["counts"].values()) for of in found]
     assert sum(real) == COPIES * LAYERS * int(batches(fill)[0]["attention_mask"].sum())
     for of, rows in zip(found, real, strict=True):

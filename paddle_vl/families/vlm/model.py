@@ -33,6 +33,7 @@ from paddle_vl.families.vlm.moe import LoadBalance, routed_rows
 from paddle_vl.families.vlm.pretrained import PretrainedVLModel
 from paddle_vl.files.names import refuse_foreign
 from paddle_vl.nn.attention import PackedSamples, Segments
+from paddle_vl.nn.experts import ExpertCapacity
 from paddle_vl.nn.objective import (
     SourceSums,
     TargetRows,
@@ -247,6 +248,7 @@ class VLForConditionalGeneration(PretrainedVLModel):
         packed_key_ends: Array | None = None,
         real_row_indices: Array | None = None,
         num_real_rows: int | None = None,
+        expert_capacity: ExpertCapacity | None = None,
         **foreign: Any,
     ) -> dict[str, Any]:
         """The input of `GPTEmbedding` without the outputs of the vision tower.
@@ -274,6 +276,7 @@ class VLForConditionalGeneration(PretrainedVLModel):
                 compute it where a kernel needs it.
             real_row_indices, num_real_rows: token rows that are not padding, for a model with
                 experts; None to take them from the mask, see `routed_rows`.
+            expert_capacity: for a step with expert parallelism; None for exact sizes.
             foreign: arguments of HF at values that ask for nothing.
 
         Raises:
@@ -304,7 +307,9 @@ class VLForConditionalGeneration(PretrainedVLModel):
         rows = None
         if getattr(self.config.text_config, "num_experts", 0):
             shape, part = tuple(input_ids.shape), self.placement.ops.expert_part
-            rows = routed_rows(shape, attention_mask, real_row_indices, num_real_rows, part)
+            rows = routed_rows(
+                shape, attention_mask, real_row_indices, num_real_rows, part, expert_capacity
+            )
         return {
             "input_ids": device_tensor(input_ids),
             "position_ids": device_tensor(position_ids),

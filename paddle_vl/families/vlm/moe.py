@@ -19,7 +19,7 @@ import paddle.nn.functional as F
 from paddle import Tensor, nn
 
 from paddle_vl.batch.visual_index import WHOLE_BATCH, RowPart
-from paddle_vl.nn.experts import RoutedRows
+from paddle_vl.nn.experts import ExpertCapacity, RoutedRows
 from paddle_vl.nn.operations import column_sum, device_tensor, host_array
 from paddle_vl.nn.placement import Placement
 
@@ -113,6 +113,7 @@ def routed_rows(
     real_row_indices: np.ndarray | Tensor | None = None,
     num_real_rows: int | None = None,
     part: RowPart = WHOLE_BATCH,
+    capacity: ExpertCapacity | None = None,
 ) -> RoutedRows:
     """The rows of a batch that are not padding.
 
@@ -123,6 +124,7 @@ def routed_rows(
         real_row_indices: `[R]` int64, from the collator: of the part, counted from its first row.
         num_real_rows: of the whole batch, with `real_row_indices` of a part.
         part: the rows that this rank routes.
+        capacity: see `RoutedRows`.
     """
     batch, length = shape_BL
     if real_row_indices is None and isinstance(attention_mask, np.ndarray | Tensor):
@@ -131,7 +133,7 @@ def routed_rows(
     start, stop = part.bounds(batch * length)
     if real_row_indices is None:
         num_real_rows = batch * length
-    return RoutedRows(stop - start, device_tensor(real_row_indices), num_real_rows)
+    return RoutedRows(stop - start, device_tensor(real_row_indices), num_real_rows, capacity)
 
 
 def routing_sums(probabilities_RE: Tensor, indices_RK: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ runs the vision tower on a dummy image that no token receives, and a rank withou
 a batch of padding. Neither affects loss or gradients.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -77,10 +78,11 @@ class VLBatchAdapter(BatchAdapter[VLBatch]):
     Args:
         vision: a tower's configuration, to lay out the patches here and copy their layout with the
             batch; None where the model does it.
+        capacity_factor: `parallel.expert_capacity_factor`.
     """
 
-    def __init__(self, vision: Any = None):
-        self.vision = vision
+    def __init__(self, vision: Any = None, capacity_factor: float | None = None):
+        self.vision, self.capacity_factor = vision, capacity_factor
 
     def counts(self, batch: VLBatch) -> list[int]:
         return [batch["num_target_tokens"]]
@@ -96,6 +98,10 @@ class VLBatchAdapter(BatchAdapter[VLBatch]):
 
     def lengths(self, batch: VLBatch) -> list[int]:
         return real_lengths(batch["attention_mask"], batch.get("cu_seqlens")).tolist()
+
+    def expert_capacity(self, batch: VLBatch) -> int | None:
+        factor = self.capacity_factor
+        return None if factor is None else math.ceil(factor * len(batch["real_row_indices"]))
 
     def optional_branches(self, batch: VLBatch) -> list[bool]:
         return [has_visual(batch)]

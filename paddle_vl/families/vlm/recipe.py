@@ -180,7 +180,8 @@ class VLRecipe(Family):
                 model.load_adapter(self.checkpoint)
         own = model.generation_config or GenerationConfig()
         model.generation_config = own.with_ends_of(self.processor.generation_config)
-        adapter = self.adapter_class(self.model_config.vision_config)
+        factor = self.config.parallel.expert_capacity_factor
+        adapter = self.adapter_class(self.model_config.vision_config, factor)
         if self.answers is not None:
             adapter = PreferenceAdapter(adapter, self.answers.loss)
         return BuiltModel(

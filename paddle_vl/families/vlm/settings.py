@@ -25,6 +25,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "language": ("model.language_model.*", "lm_head.*"),
 }
 _Packed = OnlyWith("data.packing", [True])
+_ExpertParallel = OnlyWith("parallel.ep_degree", range(2, 1 << 20))
 _Pipelined = OnlyWith("parallel.pp_degree", range(2, 1 << 20))
 _Static = OnlyWith("parallel.pp_shapes", ["static"])
 
@@ -159,6 +160,10 @@ class VLParallelConfig(ParallelConfig):
     ep_degree: Annotated[int, Field(ge=1, le=1 << 20)] = 1
     """expert-parallel degree: ranks that share the experts of a mixture-of-experts model, over
     sharding x mp, and over dp beyond"""
+    expert_capacity_factor: Annotated[float | None, Field(ge=1), _ExpertParallel] = None
+    """ranks of ep exchange rows in buffers with room for this many times an equal share, so that
+    the host reads no sizes; a step that needs more is repeated with exact sizes, so that no row is
+    dropped; at most ep_degree; null: exact sizes, which the host reads in every layer"""
     pp_token_rows: Annotated[int | None, Field(ge=1), _Pipelined, _Static] = None
     """with static pp_shapes: token rows of a micro-batch, padding included, that messages have room
     for in all steps (a larger micro-batch is refused); default: each step's largest, or with
@@ -260,6 +265,12 @@ class VLRun(RunConfig):
                     "train.eval asks the questions of conversations, and data.eval has pairs of "
                     "answers or documents: remove train.eval"
                 )
+        factor, ep = self.parallel.expert_capacity_factor, self.parallel.ep_degree
+        if factor is not None and 1 < ep < factor:
+            yield (
+                f"parallel.expert_capacity_factor is {factor:g} but parallel.ep_degree is {ep}: "
+                f"buffers of {ep} equal shares have room for all rows; set it to {ep} or less"
+            )
         if not self.data.train:
             yield "data.train lists no file: name JSONL files of conversations"
         yield from self._source_problems()

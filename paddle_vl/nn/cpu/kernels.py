@@ -396,7 +396,9 @@ class _PerExpert(NamedTuple):
     def product(self, x_NI: Tensor, weight_EIO: Tensor, transposed: bool = False) -> Tensor:
         """See `GroupedProduct`."""
         columns = weight_EIO.shape[1 if transposed else 2]
-        y_NO = paddle.empty([x_NI.shape[0], columns], dtype=x_NI.dtype)
+        total = x_NI.shape[0]
+        make = paddle.empty if sum(self.counts) == total else paddle.zeros
+        y_NO = make([total, columns], dtype=x_NI.dtype)
         for e, begin, end in self._ranges():
             paddle.matmul(
                 x_NI._slice(begin, end),

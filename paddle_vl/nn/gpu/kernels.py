@@ -22,6 +22,7 @@ with a copy of its expert's matrix.
 Shapes: N rows, E experts, I features in, O features out; B blocks beyond the first E, of R rows.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import paddle
@@ -37,6 +38,10 @@ from paddle_vl.nn.experts import GroupedProduct, GroupSizes
 _LARGEST_EPSILON = 1e-3
 # A product of fewer rows takes as long: the rows of a tile of cuBLAS.
 _TILE = 128
+# Rows of a block where the host must not read the counts, over the square root of the rows per
+# expert. Up to a block of each expert is empty, and each further one copies a matrix: on an H100
+# both take equally long then, by its data sheet.
+_BALANCE = 22
 
 
 def has_rows(x: Tensor, *others: Any) -> bool:
@@ -156,12 +161,16 @@ def _rotated(x_TNH: Tensor, tables: RotaryTables) -> Tensor:
 
 def grouped_linear(x_NI: Tensor, weight_EIO: Tensor, sizes: GroupSizes) -> Tensor:
     """`experts.grouped_linear`."""
-    if sizes.on_host is None and x_NI.shape[0] > _TILE * weight_EIO.shape[0]:
-        sizes.on_host = sizes.counts_E.numpy().tolist()
+    total, rows = x_NI.shape[0], _TILE
+    per_expert = total / weight_EIO.shape[0]
+    if sizes.on_host is None and per_expert > _TILE:
+        if sizes.may_read:
+            sizes.on_host = sizes.counts_E.numpy().tolist()
+        rows = _TILE * math.ceil(_BALANCE * per_expert**0.5 / _TILE)
     if sizes.on_host is not None:
         return GroupedProduct.apply(x_NI, weight_EIO, _PerExpert(sizes.on_host))
     if sizes.layout is None:
-        sizes.layout = _Layout.of(sizes.counts_E, x_NI.shape[0])
+        sizes.layout = _Layout.of(sizes.counts_E, total, rows)
     return GroupedProduct.apply(x_NI, weight_EIO, sizes.layout)
 
 
@@ -206,13 +215,12 @@ class _Layout(NamedTuple):
     num_rows: int
 
     @classmethod
-    def of(cls, counts_E: Tensor, total: int) -> "_Layout":
-        """The layout of `total` rows, `counts_E` of each expert."""
+    def of(cls, counts_E: Tensor, total: int, rows: int) -> "_Layout":
+        """The layout of `total` rows, `counts_E` of each expert, in blocks of `rows`."""
         num_experts = counts_E.shape[0]
-        rows = _TILE
         numbers_N = paddle.arange(total, dtype="int64")
         ends_E = counts_E.cumsum()
-        expert_N = paddle.searchsorted(ends_E, numbers_N, right=True)
+        expert_N = paddle.searchsorted(ends_E, numbers_N, right=True).clip(max=num_experts - 1)
         # The number of a row among those of its expert.
         own_N = numbers_N - paddle.index_select(ends_E - counts_E, expert_N)
         first_N = expert_N * rows + own_N

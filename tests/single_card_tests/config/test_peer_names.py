@@ -24,6 +24,7 @@ def run_file(tmp_path):
         ("learning_rate", "train.learning_rate"),
         ("train.gradient-checkpointing", "train.recompute=full"),
         ("model.lora.lora_rank", "model.lora.r"),
+        ("moe_expert_capacity_factor", "parallel.expert_capacity_factor"),
         ("data.max_lenght", "data.max_length"),
     ],
 )

@@ -136,6 +136,14 @@ def test_valid_configuration_passes(existing):
             'parallel.fleet.sharding_configs is {"comm_overlap": true} but parallel.sharding_stage',
         ),
         (
+            {"parallel__expert_capacity_factor": 1.5},
+            "parallel.expert_capacity_factor is 1.5 but parallel.ep_degree is 1",
+        ),
+        (
+            {"parallel__ep_degree": 2, "parallel__expert_capacity_factor": 2.5},
+            "parallel.expert_capacity_factor is 2.5 but parallel.ep_degree is 2: buffers of 2",
+        ),
+        (
             {"parallel__reshard_after_forward": False},
             "parallel.reshard_after_forward is false but parallel.sharding_degree is 1",
         ),

@@ -77,17 +77,22 @@ def test_output_and_gradients_equal_a_loop_over_experts(indices, kernels):
 
 
 @pytest.mark.parametrize("counts", [[2, 0, 5, 0, 1], [0, 0, 0, 0, 8], [1, 0, 0, 0, 0]], ids=str)
-def test_products_agree_whatever_the_counts(counts):
+@pytest.mark.parametrize("behind", [0, 2])
+def test_products_agree_whatever_the_counts(counts, behind):
+    """And whether rows of zeros without an expert are behind those counted."""
     paddle.seed(1)
     weight, found = paddle.randn([5, 3, 4]), []
     for kernels in KERNELS:
         x_NI = paddle.linspace(0, 1, 3 * sum(counts)).reshape([-1, 3])
+        x_NI = paddle.concat([x_NI, paddle.zeros([behind, 3])]) if behind else x_NI
         matrix = weight.clone()
         x_NI.stop_gradient = matrix.stop_gradient = False
         with use_kernels(kernels):
-            y_NO = grouped_linear(x_NI, matrix, GroupSizes(paddle.to_tensor(counts)))
+            sizes = GroupSizes(paddle.to_tensor(counts), may_read=not behind)
+            y_NO = grouped_linear(x_NI, matrix, sizes)
             (y_NO * y_NO).sum().backward()
         found.append([y_NO.numpy(), x_NI.grad.numpy(), matrix.grad.numpy()])
+        assert not y_NO.numpy()[sum(counts) :].any()
     for first, *others in zip(*found, strict=True):
         for other in others:
             np.testing.assert_allclose(first, other, atol=1e-6)

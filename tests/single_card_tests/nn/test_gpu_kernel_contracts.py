@@ -144,12 +144,14 @@ def copies(monkeypatch):
         # R = 128 rows: (384 - 1) // 128 blocks beyond the first of each expert.
         ([384, 0, 0], [2, 2]),
         ([100, 34, 250], [2, 2]),
+        # More than a tile per expert, unread: R = 384, and (768 - 1) // 384 further blocks.
+        ([700, 0, 68], [1, 1]),
     ],
     ids=str,
 )
 def test_matrices_are_copied_for_further_blocks_only(counts, matrices, copies):
     x, weight = draw(sum(counts), 4), draw(3, 4, 5)
-    sizes = GroupSizes(paddle.to_tensor(counts))
+    sizes = GroupSizes(paddle.to_tensor(counts), may_read=False)
     with forbid_host_reads():
         y = grouped_linear(x, weight, sizes)
         y.sum().backward()

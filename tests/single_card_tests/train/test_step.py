@@ -3,21 +3,30 @@
 Guarantees: accumulation over unequal micro-batches equals one large batch, in the loss and every
 gradient; a non-finite step changes nothing, whether its flag is read or masks the update on the
 device; a step without targets is refused; recomputation changes no gradient; ranks exchange the
-counts of sources with the others, as many numbers as a rank that leaves sends. The golden cases
-compare this step with HF's trajectory on torch.
+counts of sources with the others, as many numbers as a rank that leaves sends; a step whose experts
+overflow is repeated with exact sizes and the same random numbers, and updates once. The golden
+cases compare this step with HF's trajectory on torch.
 """
+
+from typing import Any
 
 import numpy as np
 import paddle
 import pytest
 
 from paddle_vl.config.schema import TrainConfig
-from paddle_vl.families.vlm.objective import VLLoss
+from paddle_vl.families.vlm.objective import VLBatchAdapter, VLLoss
 from paddle_vl.parallel.ranks import SingleRank
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.train.freeze import decayed_names, freeze_parameters, trained_names
 from paddle_vl.train.optimizer import Optimizer
-from paddle_vl.train.step import agree_on_step, leave_step, train_step
+from paddle_vl.train.step import (
+    ModelRunner,
+    agree_on_step,
+    counted,
+    leave_step,
+    train_step,
+)
 from tests.single_card_tests.train.batches import (
     count_calls,
     image_batch,
@@ -138,9 +147,9 @@ class OfTwo(SingleRank):
     def __init__(self):
         self.sent: list[list[int]] = []
 
-    def agree(self, counts, signal=None):
-        self.sent.append(list(counts))
-        return [2 * count for count in counts], signal
+    def agree(self, counts, signal=None, largest=()):
+        self.sent.append([*counts, *largest])
+        return [*(2 * count for count in counts), *largest], signal
 
 
 @pytest.mark.parametrize("has_sources", [True, False])
@@ -158,3 +167,37 @@ def test_ranks_exchange_the_counts_of_sources(has_sources):
     leave_step(totals.num_agreed, ranks, 15)
     assert len(ranks.sent[0]) == len(ranks.sent[1])
     assert not any("source_tokens" in each.batch for each in micro_batches(first, second))
+
+
+class Overflowing(ModelRunner):
+    """Weighs each pass by a random number; with a capacity, its experts overflow at the second
+    micro-batch."""
+
+    def accumulate_gradients(self, batches: Any, totals, store=None, num_sources=0):
+        capacities = [batch.pop("expert_capacity", None) for batch in batches]
+        if capacities[0] is not None:
+            self.rooms = [capacity.num_rows for capacity in capacities]
+            capacities[1].overflows.append(paddle.to_tensor([3, 9]).max() > 8)
+            # Rows that are left out.
+            batches = batches[:1]
+        terms = super().accumulate_gradients(batches, totals, store, num_sources)
+        weight = paddle.rand([])
+        for parameter in self.model.parameters():
+            parameter.grad = parameter.grad * weight
+        return terms * weight
+
+
+def test_a_step_that_overflows_is_repeated_and_equals_one_with_exact_sizes():
+    found = []
+    for factor in (None, 1.5):
+        model, adapter = tiny_model(), VLBatchAdapter(capacity_factor=factor)
+        optimizer, runner = build(model), Overflowing(model, VLLoss(), adapter)
+        batches = [counted(batch, adapter) for batch in split_batch(TEXTS[:2], PROMPTS[:2])]
+        result = train_step(runner, optimizer, batches, 0.01, seed=lambda: paddle.seed(3))
+        assert result.is_repeated == (factor is not None)
+        values = [*model.parameters(), *optimizer.state_tensors().values(), result.terms]
+        found.append([value.numpy() for value in [*values, result.grad_norm]])
+    # Of 13 and 9 tokens.
+    assert runner.rooms == [20, 14]
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)

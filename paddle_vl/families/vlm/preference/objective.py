@@ -250,7 +250,7 @@ class PreferenceAdapter(VLBatchAdapter):
     """
 
     def __init__(self, inner: VLBatchAdapter, loss: PreferenceLoss):
-        super().__init__(inner.vision)
+        super().__init__(inner.vision, inner.capacity_factor)
         self.inner, self.loss = inner, loss
 
     def counts(self, batch: Any) -> list[int]:
