@@ -76,7 +76,7 @@ def parameters_to_write(
                 i.layout.to_stored,
                 spec.saved is Saved.JOINED,
                 block=i.block,
-                keeps_rows=i.layout.keeps_rows,
+                keeps_rows=i.layout.row_axis == 0,
             ).of(source)
             for i, make in zip(items, produce, strict=True)
         ]

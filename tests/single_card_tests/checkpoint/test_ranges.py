@@ -154,7 +154,7 @@ def tensors_of(seat: Seat, grid: Grid, spreads: bool, as_states: bool) -> list[T
                     layout.to_stored,
                     source=source,
                     block=None if linear is None else block,
-                    keeps_rows=layout.keeps_rows,
+                    keeps_rows=layout.row_axis == 0,
                 )
             )
     return [*found, TensorToWrite("plain", (7,), "F32", lambda: np.arange(7, dtype=np.float32))]
