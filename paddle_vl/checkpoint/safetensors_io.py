@@ -9,6 +9,7 @@ written from it. Format: 8 bytes of header length (little endian), a JSON header
 import json
 import struct
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -223,11 +224,10 @@ class TensorToWrite(NamedTuple):
     Attributes:
         shape, dtype: in the file.
         produce: makes the array, which may be memory that changes later, such as a parameter's.
+            Nothing with a source.
         arrange: converts it to the layout of the file, without collectives or the device, so it may
             run later in another thread.
-        is_joined: another pipeline stage writes it; this rank only takes part in the collectives of
-            `produce`.
-        is_collective: `produce` is called on all ranks that have the tensor, not on one.
+        is_joined: another pipeline stage writes it; this rank only sends it values.
         source: a `paddle_vl.checkpoint.ranges.Source` of the value, in place of `produce`.
         block: number of the linear in a fused parameter; None for a parameter that is not fused.
         keeps_rows: `arrange` changes each row by itself, along the first dim.
@@ -237,10 +237,9 @@ class TensorToWrite(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: str
-    produce: Callable[[], np.ndarray]
+    produce: Callable[[], np.ndarray] = partial(np.empty, 0)
     arrange: Callable[[np.ndarray], np.ndarray] = np.asarray
     is_joined: bool = False
-    is_collective: bool = False
     source: Any = None
     block: int | None = None
     keeps_rows: bool = False
@@ -249,12 +248,6 @@ class TensorToWrite(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return int(np.prod(self.shape)) * np.dtype(NUMPY_DTYPES[self.dtype]).itemsize
-
-    def of(self, source: Any) -> "TensorToWrite":
-        """The tensor with this source, unless `produce` must gather it."""
-        if source.is_collective:
-            return self._replace(is_collective=True, block=None)
-        return self._replace(source=source)
 
 
 def widened(stored: np.ndarray, dtype: str) -> np.ndarray:

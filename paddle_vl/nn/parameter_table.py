@@ -31,8 +31,8 @@ class Saved(Enum):
     """Whether this rank's pipeline stage writes a parameter and its optimizer state to files."""
 
     HERE = "it does"
-    JOINED = "another stage does; this rank takes part in the all-gathers"
-    ELSEWHERE = "another stage does, without all-gathers"
+    JOINED = "another stage does; this rank sends it the values that it lacks"
+    ELSEWHERE = "another stage does, which has all values"
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class ParamSpec:
 
     @property
     def joins_saving(self) -> bool:
-        """Whether this rank takes part in saving it, as the writer or in its all-gathers."""
+        """Whether this rank takes part in saving it, as a writer or as a sender."""
         return self.tie is not Tie.COPY and self.saved is not Saved.ELSEWHERE
 
 
@@ -180,20 +180,16 @@ class ParameterTable:
         ranks = 1 if self._mp_group is None else self._mp_group.nranks
         return column_slices([one.width // ranks for one in fused_columns(parameter)])
 
-    def full_value(
-        self, parameter: Tensor, value: Tensor | None = None, copy: bool = True
-    ) -> np.ndarray:
+    def full_value(self, parameter: Tensor, value: Tensor | None = None) -> np.ndarray:
         """The full value of a parameter; collective where the parameter is sharded.
 
         Args:
             value: another tensor of the parameter's shape on this rank, such as a moment.
-            copy: False allows the array to share the tensor's memory; the tensor must not change
-                while the array is in use.
         """
         spec, value = self[parameter], parameter if value is None else value
         group = self._group_of(spec)
         if group is None or spec.split_axis is None:
-            full = host_array(value, copy)
+            full = host_array(value)
         else:
             full = joined_shards(spec, self._all_gather(value.detach(), group))
         if self._ep_group is None or not spec.is_expert:
