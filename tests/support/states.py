@@ -22,7 +22,7 @@ def states_of(optimizer: Optimizer) -> dict[str, np.ndarray]:
             continue
         own = paddle.zeros([0]) if tensor is None else tensor
         full = table.full_value(parameter, store.gathered_value(parameter, own))
-        columns = whole_slices(parameter) if len(names) > 1 else [Ellipsis]
+        columns = whole_slices(parameter) if len(names) > 1 else [slice(None)]
         for name, of_name in zip(names, columns, strict=True):
             found[f"{name}/{state}"] = full[..., of_name].copy()
     return found
