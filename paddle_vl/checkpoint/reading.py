@@ -268,6 +268,9 @@ def _shared_rows(stored: DivisibleTensor, table: ParameterTable, readers: Sequen
     from paddle_vl.checkpoint.safetensors_io import NUMPY_DTYPES, encoded, is_finite, widened
 
     count, number = stored.shape[0], 0
+    # With fewer rows than ranks the gathered rows would be padding.
+    while readers and math.prod(group.nranks for group in readers) > count:
+        readers = readers[1:]
     if not readers or math.prod(stored.shape) < SHARED_VALUES:
         return stored.read()
     for group in readers:

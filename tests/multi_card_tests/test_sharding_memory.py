@@ -50,7 +50,7 @@ from tests.support.sharding_memory import (
 )
 from tests.support.sharding_models import HalfModel
 from tests.support.small_families import loss_of, pi07, qwen3_5_fresh, qwen_fresh, units_of
-from tests.support.states import states_of
+from tests.support.states import gathered, states_of
 
 RANKS = 2
 STAGES = (0, 1, 2, 3)
@@ -237,7 +237,7 @@ def stage_3(
     for name, parameter in model.named_parameters():
         if parameter.stop_gradient:
             continue
-        grad = run.trained.gathered_value(parameter, run.trained.shard_of(parameter).grad).numpy()
+        grad = gathered(run.trained, parameter, run.trained.shard_of(parameter).grad).numpy()
         expected = RANKS * wanted[name].numpy() if name in wanted else np.zeros_like(grad)
         if np.abs(grad - expected).max() > 1e-5 * max(np.abs(expected).max(), 1e-6):
             wrong.append(name)
