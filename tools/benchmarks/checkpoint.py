@@ -27,6 +27,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import paddle
 from paddle import nn
@@ -184,15 +185,12 @@ def bytes_read(folder: Path, topology: Topology) -> int:
         counted.append(tensor.num_bytes)
         return plain(tensor, **options)
 
-    StoredTensor.read = read
-    try:
+    with patch.object(StoredTensor, "read", read):
         model = Linears(folder, topology)
         if topology.sharding_group.nranks > 1:
             Sharding(model.materialize(), topology.sharding_group, 3, [[model]])
         else:
             model.materialize_all()
-    finally:
-        StoredTensor.read = plain
     return sum(counted)
 
 
