@@ -6,13 +6,13 @@ its file. So each rank copies 1/N of the values to host memory and writes 1/N of
 are one run of bytes in each file.
 
 Values of other mp, ep or sharding ranks come by all-to-alls, in which each rank sends and receives
-about 1/N of all values. Round k brings the k-th part of every rank, at most `PART_BYTES` each where
-rows can be divided. All ranks compute the same plan from the specs of the parameters and the seats
-of the ranks.
+about 1/N of all values; of a colocated encoder ranks of other stages send theirs too. Round k
+brings the k-th part of every rank, at most `PART_BYTES` each where rows can be divided. All ranks
+compute the same plan from the specs of the parameters and the seats of the ranks.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, groupby, zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -65,8 +65,8 @@ class Source:
         return self._mp == self._ep == 1 and self._spans is None
 
     @property
-    def is_collective(self) -> bool:
-        """Whether ranks of several stages have shares, so that it needs a gather of its own."""
+    def crosses_stages(self) -> bool:
+        """Whether ranks of several stages have shares."""
         return self._spec.is_encoder and not self.is_local
 
     @property
@@ -128,12 +128,20 @@ class Part(NamedTuple):
     def source(self) -> Source | None:
         return self.tensors[0].source
 
+    @property
+    def crosses_stages(self) -> bool:
+        return self.source is not None and self.source.crosses_stages
+
+
+def units(tensors: Iterable[TensorToWrite]) -> list[list[TensorToWrite]]:
+    """The tensors of each source, and each of the others, in order."""
+    return [list(found) for _, found in groupby(tensors, lambda each: id(each.source or each))]
+
 
 def divided(tensors: Sequence[TensorToWrite], size: int) -> list[Part]:
     """Parts of these tensors for so many ranks, in order, of about equal bytes per rank."""
     total, done, parts = max(sum(tensor.num_bytes for tensor in tensors), 1), 0, []
-    for _, found in groupby(tensors, lambda tensor: id(tensor.source or tensor)):
-        unit = list(found)
+    for unit in units(tensors):
         source, num_bytes = unit[0].source, sum(tensor.num_bytes for tensor in unit)
         rows = 1 if source is None else source.rows
         # Rows of the linears of a fused parameter lie apart in the file.
@@ -156,17 +164,23 @@ def divided(tensors: Sequence[TensorToWrite], size: int) -> list[Part]:
 
 
 class Exchange:
-    """The values of the parts that this rank writes; all ranks of the stage take part.
+    """The values of the parts that this rank writes; all ranks take part.
 
     Args:
-        tensors: of the stage, the same on all of its ranks; see `write_tensors`.
+        parts: of all writers, the same on all ranks.
+        ranks: of a stage; or of all stages, for parts that cross them.
+        from_stages: has the values of own parts that cross stages.
     """
 
-    def __init__(self, tensors: Sequence[TensorToWrite], ranks: CheckpointRanks):
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        ranks: CheckpointRanks,
+        from_stages: "Exchange | None" = None,
+    ):
         self._ranks, seats = ranks, ranks.seats or [Seat(rank) for rank in range(ranks.size)]
         self._seats = {n: s for n, s in enumerate(seats) if s.group == seats[ranks.rank].group}
         self._members, self._holders = list(self._seats), dict[Place, list[int]]()
-        parts = divided([tensor for tensor in tensors if not tensor.is_joined], ranks.size)
         self._own = [part for part in parts if part.writer == ranks.rank]
         of_ranks = [[part for part in parts if part.writer == rank] for rank in self._members]
         self._rounds = [list(filter(None, each)) for each in zip_longest(*of_ranks)]
@@ -174,12 +188,13 @@ class Exchange:
         # Of own parts: received values, places of the shares in them, and rows of the full value.
         self._values, self._full = dict[int, np.ndarray](), dict[int, np.ndarray]()
         self._places: dict[int, list[slice]] = {}
-        numbers = {part.tensors[0].name: number for number, part in enumerate(self._own)}
-        for tensor in tensors:
-            if tensor.is_collective:
-                value = tensor.produce()
-                if not tensor.is_joined and tensor.name in numbers:
-                    self._values[numbers[tensor.name]] = value
+        self._moves_across = from_stages is None
+        crossing = [number for number, part in enumerate(self._own) if part.crosses_stages]
+        if from_stages is not None:
+            from_stages.finish()
+            for number, place in enumerate(crossing):
+                self._values[place] = from_stages._values.pop(number)
+                self._places[place] = from_stages._places.pop(number)
 
     def own_tensors(self) -> Iterator[TensorToWrite]:
         """What this rank writes, in order: tensors, or rows of them, with their offset from the
@@ -229,7 +244,11 @@ class Exchange:
         parts, number = self._rounds[self._num_run], self._num_run
         self._num_run += 1
         moving = [(part, part.source) for part in parts if part.source is not None]
-        moving = [(part, source) for part, source in moving if not source.is_local]
+        moving = [
+            (part, source)
+            for part, source in moving
+            if not source.is_local and (self._moves_across or not source.crosses_stages)
+        ]
         for dtype in dict.fromkeys(source.dtype for _, source in moving):
             self._exchange(number, [each for each in moving if each[1].dtype == dtype], dtype)
         if number in self._values or number >= len(self._own):

@@ -5,12 +5,13 @@ Each parameter is sharded before the next one gets storage, so that a rank never
 than its shards and one full tensor.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import paddle
@@ -18,12 +19,14 @@ from paddle import Tensor, nn
 
 from paddle_vl.checkpoint.rules import StoredParameter, by_parameter, shared_slices
 from paddle_vl.nn.linear import whole_slices
-from paddle_vl.nn.parameter_table import Spread
+from paddle_vl.nn.parameter_table import ParameterTable, Spread, taken
 
 if TYPE_CHECKING:
     from paddle_vl.checkpoint.safetensors_io import StoredTensor
 
 
+# Every rank reads smaller tensors itself: a message takes longer.
+SHARED_VALUES = 1 << 18
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -37,6 +40,13 @@ class ReadableTensor(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     def read(self, *, must_be_finite: bool = True) -> np.ndarray: ...
+
+
+@runtime_checkable
+class DivisibleTensor(ReadableTensor, Protocol):
+    """One of which some rows may be read."""
+
+    def narrowed(self, first: int, last: int) -> "DivisibleTensor": ...
 
 
 class MaterializeStep(NamedTuple):
@@ -222,14 +232,61 @@ def stored_value(items: Sequence[StoredParameter], stored: Mapping[str, Readable
     first = items[0]
     dtype = first.parameter.dtype
     if first.block is None:
-        value = paddle.to_tensor(first.from_stored(stored[first.key].read()))
+        value = paddle.to_tensor(own_value(first, stored[first.key]))
         return value if value.dtype == dtype else value.astype(dtype)
     joined = paddle.empty(first.parameter.shape, dtype)
     slices = first.table.column_slices(first.parameter)
     for item, columns in zip(items, slices, strict=True):
-        value = paddle.to_tensor(item.from_stored(stored[item.key].read()))
+        value = paddle.to_tensor(own_value(item, stored[item.key]))
         joined[:, columns] = value.astype(dtype)
     return joined
+
+
+def own_value(item: StoredParameter, stored: ReadableTensor) -> np.ndarray:
+    """This rank's shard of a stored tensor, in the parameter's layout.
+
+    It reads the rows of the file that the shard is made of; all of them for columns of the file.
+    Ranks that need the same rows read equal parts of them and all-gather these; see
+    `ParameterTable.readers`.
+    """
+    if not isinstance(stored, DivisibleTensor) or not stored.shape:
+        return item.from_stored(stored.read())
+    slices = dict(item.own_slices())
+    axis = item.layout.row_axis % len(item.parameter.shape)
+    rows = slices.pop(axis, None)
+    readers = item.table.readers(item.table[item.parameter], rows is not None)
+    parts = [
+        _shared_rows(stored.narrowed(each.start, each.stop), item.table, readers)
+        for each in rows or [slice(0, stored.shape[0])]
+    ]
+    read = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return taken(item.layout.to_parameter(read), slices)
+
+
+def _shared_rows(stored: DivisibleTensor, table: ParameterTable, readers: Sequence[Any]):
+    """A tensor that the ranks of these groups need, and so the ranks of theirs."""
+    from paddle_vl.checkpoint.safetensors_io import NUMPY_DTYPES, encoded, is_finite, widened
+
+    count, number = stored.shape[0], 0
+    # With fewer rows than ranks the gathered rows would be padding.
+    while readers and math.prod(group.nranks for group in readers) > count:
+        readers = readers[1:]
+    if not readers or math.prod(stored.shape) < SHARED_VALUES:
+        return stored.read()
+    for group in readers:
+        number = number * group.nranks + group.rank
+    length = -(-count // math.prod(group.nranks for group in readers))
+    first, last = (min(each * length, count) for each in (number, number + 1))
+    # In the dtype of the file, which may have fewer bytes.
+    bits = np.zeros([length, *stored.shape[1:]], NUMPY_DTYPES[stored.dtype])
+    if first < last:
+        own = stored.narrowed(first, last).read(must_be_finite=False)
+        bits[: last - first] = encoded(own, stored.dtype)
+    for group in reversed(readers):
+        bits = table.gather_rows(bits, group)
+    values = widened(bits[:count], stored.dtype)
+    # Each rank raises the error, which names the file.
+    return values if is_finite(values.reshape(-1)) else stored.read()
 
 
 def set_value(parameter: Tensor, array: np.ndarray) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from paddle import Tensor
 
 from paddle_vl.nn.linear import fused_columns, whole_slices
-from paddle_vl.nn.parameter_table import ParameterTable
+from paddle_vl.nn.parameter_table import ParameterTable, Slices, taken
 
 # Layers of linears of one input with separate weights.
 _SEPARATE = re.compile(r"\.(?:qkv_proj|gate_up_proj|in_proj)(?=\.(?:\w+_proj|in_proj_\w+)\.)")
@@ -30,10 +30,10 @@ class Same:
     Base of the other layouts, which are reversible changes between checkpoint and parameter.
 
     Attributes:
-        keeps_rows: rows, along the first dim, are the same in the checkpoint, in the same order.
+        row_axis: the dim of the parameter that is the first one in the checkpoint.
     """
 
-    keeps_rows = True
+    row_axis = 0
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape in the checkpoint of a parameter of `shape`."""
@@ -49,7 +49,7 @@ class Same:
 class LinearWeights(Same):
     """Matrices are `[out, in]` in the checkpoint and `[in, out]` here; vectors are the same."""
 
-    keeps_rows = False
+    row_axis = -1
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape[::-1]
@@ -66,7 +66,7 @@ class PatchKernel(Same):
     """A convolution kernel `[out, *kernel]` that is a matrix `[prod(kernel), out]` here."""
 
     kernel: tuple[int, ...]
-    keeps_rows = False
+    row_axis = -1
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (shape[1], *self.kernel)
@@ -117,17 +117,26 @@ class StoredParameter:
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """Shape in the checkpoint, of the full value."""
+        return self.layout.stored_shape(self._full_shape)
+
+    @property
+    def _full_shape(self) -> tuple[int, ...]:
         shape = self.table.full_shape(self.parameter)
+        if self.block is None:
+            return shape
+        return (shape[0], fused_columns(self.parameter)[self.block].width)
+
+    def own_slices(self) -> Slices:
+        """What this rank has of the full value that is stored under this key."""
+        widths = ()
         if self.block is not None:
-            shape = (shape[0], fused_columns(self.parameter)[self.block].width)
-        return self.layout.stored_shape(shape)
+            columns = fused_columns(self.parameter)[self.block]
+            widths = columns.blocks or (columns.width,)
+        return self.table.own_slices(self.parameter, self._full_shape, widths)
 
     def from_stored(self, stored: np.ndarray) -> np.ndarray:
         """This rank's shard of the checkpoint's array, in the parameter's layout."""
-        value = self.layout.to_parameter(stored)
-        if self.block is None:
-            return self.table.own_shard(self.parameter, value)
-        return self.table.own_columns(value, fused_columns(self.parameter)[self.block])
+        return taken(self.layout.to_parameter(stored), self.own_slices())
 
     def of_full(self, full: np.ndarray) -> np.ndarray:
         """The columns of the parameter's full value that are stored under this key."""

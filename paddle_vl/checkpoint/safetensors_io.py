@@ -9,6 +9,7 @@ written from it. Format: 8 bytes of header length (little endian), a JSON header
 import json
 import struct
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from paddle_vl.checkpoint.manifest import FileSum, write_bytes
 from paddle_vl.files.inner_path import is_inner
 from paddle_vl.files.text_file import read_json_object, shown
 
-_NUMPY_DTYPES = {
+NUMPY_DTYPES = {
     "F64": np.float64,
     "F32": np.float32,
     "F16": np.float16,
@@ -62,6 +63,13 @@ class StoredTensor(NamedTuple):
         *leading, rows, columns = self.shape
         return self._replace(shape=(*leading, columns, rows), is_swapped=not self.is_swapped)
 
+    def narrowed(self, first: int, last: int) -> "StoredTensor":
+        """Rows `first` to `last` of the tensor, along the first dim, which lie together."""
+        assert not self.is_swapped or len(self.shape) > 2, f"rows of {self.name} lie apart"
+        width = self.num_bytes // self.shape[0]
+        shape, num_bytes = (last - first, *self.shape[1:]), (last - first) * width
+        return self._replace(shape=shape, offset=self.offset + first * width, num_bytes=num_bytes)
+
     def read(self, *, must_be_finite: bool = True) -> np.ndarray:
         """The tensor as a new array; bfloat16 widened to float32.
 
@@ -69,7 +77,7 @@ class StoredTensor(NamedTuple):
             RuntimeError: the file ends before the tensor does, or the tensor holds NaN or infinite
                 values.
         """
-        dtype = np.dtype(_NUMPY_DTYPES[self.dtype])
+        dtype = np.dtype(NUMPY_DTYPES[self.dtype])
         count = self.num_bytes // dtype.itemsize
         array = np.fromfile(self.file, dtype=dtype, count=count, offset=self.offset)
         if array.size != count:
@@ -87,14 +95,14 @@ class StoredTensor(NamedTuple):
     def mapped(self) -> np.ndarray:
         """The tensor, of which only the parts that are used are read; bfloat16 as its bits. It
         stays readable when the file is deleted."""
-        dtype = _NUMPY_DTYPES[self.dtype]
+        dtype = NUMPY_DTYPES[self.dtype]
         if not self.num_bytes:
             return np.empty(self.shape, dtype)
         return np.memmap(self.file, dtype, "r", self.offset, self.shape)
 
     def copied(self, name: str) -> "TensorToWrite":
         """The tensor for another file, unread; it stays readable when this file is deleted."""
-        dtype, held = _NUMPY_DTYPES[self.dtype], self.mapped()
+        dtype, held = NUMPY_DTYPES[self.dtype], self.mapped()
         # Read where it is written: a save in the background needs no copy of it.
         return TensorToWrite(
             name, self.shape, self.dtype, lambda: np.empty(0, dtype), lambda empty: held
@@ -120,14 +128,19 @@ def check_finite(array: np.ndarray, what: str) -> None:
     Raises:
         RuntimeError: some of the flat array's values are not finite.
     """
-    # In one pass, in less than half of the time of reading.
-    starts = range(0, array.size, _CHECKED_AT_ONCE)
-    if not all(np.isfinite(array[i : i + _CHECKED_AT_ONCE]).all() for i in starts):
+    if not is_finite(array):
         bad = int(array.size - np.isfinite(array).sum())
         raise RuntimeError(
             f"{what} holds {bad} values that are NaN or infinite, of {array.size}: its weights are "
             f"lost; take an earlier checkpoint, or {_REMEDY}"
         )
+
+
+def is_finite(array: np.ndarray) -> bool:
+    """Whether all values of a flat array are finite."""
+    # In one pass, in less than half of the time of reading.
+    starts = range(0, array.size, _CHECKED_AT_ONCE)
+    return all(np.isfinite(array[i : i + _CHECKED_AT_ONCE]).all() for i in starts)
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -151,9 +164,9 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     header.pop("__metadata__", None)
     tensors = {}
     for name, entry in header.items():
-        if entry["dtype"] not in _NUMPY_DTYPES:
+        if entry["dtype"] not in NUMPY_DTYPES:
             raise RuntimeError(
-                f"{file}: {name} has dtype {entry['dtype']}, not one of {sorted(_NUMPY_DTYPES)}; "
+                f"{file}: {name} has dtype {entry['dtype']}, not one of {sorted(NUMPY_DTYPES)}; "
                 f"{_REMEDY}"
             )
         first, last = entry["data_offsets"]
@@ -211,11 +224,10 @@ class TensorToWrite(NamedTuple):
     Attributes:
         shape, dtype: in the file.
         produce: makes the array, which may be memory that changes later, such as a parameter's.
+            Nothing with a source.
         arrange: converts it to the layout of the file, without collectives or the device, so it may
             run later in another thread.
-        is_joined: another pipeline stage writes it; this rank only takes part in the collectives of
-            `produce`.
-        is_collective: `produce` is called on all ranks that have the tensor, not on one.
+        is_joined: another pipeline stage writes it; this rank only sends it values.
         source: a `paddle_vl.checkpoint.ranges.Source` of the value, in place of `produce`.
         block: number of the linear in a fused parameter; None for a parameter that is not fused.
         keeps_rows: `arrange` changes each row by itself, along the first dim.
@@ -225,10 +237,9 @@ class TensorToWrite(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: str
-    produce: Callable[[], np.ndarray]
+    produce: Callable[[], np.ndarray] = partial(np.empty, 0)
     arrange: Callable[[np.ndarray], np.ndarray] = np.asarray
     is_joined: bool = False
-    is_collective: bool = False
     source: Any = None
     block: int | None = None
     keeps_rows: bool = False
@@ -236,13 +247,7 @@ class TensorToWrite(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return int(np.prod(self.shape)) * np.dtype(_NUMPY_DTYPES[self.dtype]).itemsize
-
-    def of(self, source: Any) -> "TensorToWrite":
-        """The tensor with this source, unless `produce` must gather it."""
-        if source.is_collective:
-            return self._replace(is_collective=True, block=None)
-        return self._replace(source=source)
+        return int(np.prod(self.shape)) * np.dtype(NUMPY_DTYPES[self.dtype]).itemsize
 
 
 def widened(stored: np.ndarray, dtype: str) -> np.ndarray:
@@ -257,7 +262,7 @@ def widened(stored: np.ndarray, dtype: str) -> np.ndarray:
 def encoded(array: np.ndarray, dtype: str) -> np.ndarray:
     """An array in a file's dtype; bfloat16 as its bits, rounded to even."""
     if dtype != "BF16":
-        return array.astype(_NUMPY_DTYPES[dtype], copy=False)
+        return array.astype(NUMPY_DTYPES[dtype], copy=False)
     bits = np.asarray(array, dtype=np.float32, order="C").view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) >> 16
     return np.where(np.isnan(array), 0x7FC0, rounded).astype(np.uint16)
@@ -269,7 +274,7 @@ FileWriter = Callable[[Path, Iterable[TensorToWrite]], object]
 
 def bytes_of(tensor: TensorToWrite, produced: np.ndarray) -> np.ndarray:
     """A tensor's bytes in a file, `[n]` uint8; they may share the memory of `produced`."""
-    dtype = _NUMPY_DTYPES[tensor.dtype]
+    dtype = NUMPY_DTYPES[tensor.dtype]
     # Not ascontiguousarray, which adds a dim to a 0-d tensor.
     array = np.asarray(tensor.arrange(produced), dtype=dtype, order="C")
     if array.shape != tuple(tensor.shape):

@@ -7,7 +7,6 @@ of N ranks copies to host memory, and writes, 1/N of their bytes, see `paddle_vl
 
 import json
 from collections.abc import Iterable, Sequence
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,10 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import paddle
 
-from paddle_vl.checkpoint.ranges import Exchange, Source
-from paddle_vl.checkpoint.rules import StoredParameter, by_parameter, shared_slices
+from paddle_vl.checkpoint.ranges import Exchange, Part, Source, divided, units
+from paddle_vl.checkpoint.rules import StoredParameter, by_parameter
 from paddle_vl.checkpoint.safetensors_io import FileWriter, TensorToWrite, header_of, write_file
-from paddle_vl.nn.linear import whole_slices
 from paddle_vl.nn.parameter_table import Saved
 from paddle_vl.nn.placement import CheckpointRanks
 
@@ -43,15 +41,14 @@ def parameter_array(item: StoredParameter, store: "ParameterStore | None" = None
     Args:
         store: as for `parameters_to_write`.
     """
-    return item.layout.to_stored(item.of_full(_full_value(item, store)))
+    value = None if store is None else store.gathered_value(item.parameter)
+    return item.layout.to_stored(item.of_full(item.table.full_value(item.parameter, value)))
 
 
 def parameters_to_write(
     parameters: Iterable[StoredParameter], prefix: str = "", store: "ParameterStore | None" = None
 ) -> list[TensorToWrite]:
     """Full values in the checkpoint's layout, under `prefix` and key; tied copies left out.
-
-    A sharded fused parameter is all-gathered once for all of its linears.
 
     Args:
         store: of the model in training; None if every parameter has storage of its own.
@@ -62,9 +59,6 @@ def parameters_to_write(
         spec = first.table[first.parameter]
         if not spec.joins_saving:
             continue
-        produce = [partial(_full_value, first, store, copy=False)]
-        if first.block is not None:
-            produce = shared_slices(produce[0], whole_slices(first.parameter))
         dtype = STORED_DTYPES[first.parameter.dtype]
         source = Source(first.table, first.parameter, store)
         tensors += [
@@ -72,13 +66,13 @@ def parameters_to_write(
                 prefix + i.key,
                 i.stored_shape,
                 dtype,
-                make,
-                i.layout.to_stored,
-                spec.saved is Saved.JOINED,
+                arrange=i.layout.to_stored,
+                is_joined=spec.saved is Saved.JOINED,
+                source=source,
                 block=i.block,
-                keeps_rows=i.layout.keeps_rows,
-            ).of(source)
-            for i, make in zip(items, produce, strict=True)
+                keeps_rows=i.layout.row_axis == 0,
+            )
+            for i in items
         ]
     return tensors
 
@@ -124,8 +118,14 @@ def write_tensors(
     """
     ranks, tensors = ranks or CheckpointRanks(), list(tensors)
     own = [tensor for tensor in tensors if not tensor.is_joined]
-    stages = ranks.gather_stages([[t.name, list(t.shape), t.dtype] for t in own])
-    files = _files_of(stem, [head for heads in stages for head in heads], max_shard_bytes)
+    parts, of_source = divided(own, ranks.size), {unit[0].name: unit for unit in units(tensors)}
+    crossing = [
+        [part.tensors[0].name, part.first, part.last, part.writer]
+        for part in parts
+        if part.crosses_stages
+    ]
+    stages = ranks.gather_stages([[[t.name, list(t.shape), t.dtype] for t in own], crossing])
+    files = _files_of(stem, [head for heads, _ in stages for head in heads], max_shard_bytes)
     # Several ranks write into each file.
     is_shared = ranks.size * len(stages) > 1
     is_direct = is_shared and write is write_file
@@ -135,7 +135,15 @@ def write_tensors(
                 stale.unlink()
         ranks.wait()
     places = {t.name: (file, t.offset or 0) for file, (_, held) in files.items() for t in held}
-    exchange = Exchange(tensors, ranks)
+    from_stages = None
+    if ranks.of_stages is not None:
+        found = [
+            Part(of_source[name], first, last, ranks.of_stages.writers[writer])
+            for _, of_stage in stages
+            for name, first, last, writer in of_stage
+        ]
+        from_stages = Exchange(found, ranks.of_stages)
+    exchange = Exchange(parts, ranks, from_stages)
     placed: dict[str, list[TensorToWrite]] = {}
     for tensor in exchange.own_tensors():
         file, begin = places[tensor.name]
@@ -166,7 +174,7 @@ def _files_of(
     shards: list[list[TensorToWrite]] = [[]]
     filled = 0
     for name, shape, dtype in heads:
-        tensor = TensorToWrite(name, tuple(shape), dtype, lambda: np.empty(0))
+        tensor = TensorToWrite(name, tuple(shape), dtype)
         if shards[-1] and filled + tensor.num_bytes > max_shard_bytes:
             shards.append([])
             filled = 0
@@ -188,13 +196,6 @@ def _bytes_to_write(data: bytes) -> TensorToWrite:
     """The first bytes of a file."""
     array = np.frombuffer(data, np.uint8)
     return TensorToWrite("", array.shape, "U8", lambda: array, offset=0)
-
-
-def _full_value(
-    item: StoredParameter, store: "ParameterStore | None", copy: bool = True
-) -> np.ndarray:
-    value = None if store is None else store.gathered_value(item.parameter)
-    return item.table.full_value(item.parameter, value, copy)
 
 
 def _write_index(folder: Path, stem: str, sizes: dict[str, dict[str, int]]) -> None:

@@ -6,7 +6,6 @@ are the rounded master weights. `paddle_vl.parallel.sharding` does the same with
 """
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -42,13 +41,13 @@ class ParameterStore(Protocol):
         """This rank's shard of an array of the parameter's shape, sharded like `shard_of`."""
         ...
 
-    def gathered_value(self, parameter: Tensor, value: Tensor | None = None) -> Tensor:
-        """The unsharded parameter, or an unsharded `value` that is sharded like `shard_of`, such as
-        a moment; collective where it is sharded."""
+    def gathered_value(self, parameter: Tensor) -> Tensor:
+        """The unsharded parameter; collective where it is sharded."""
         ...
 
     def spread(self, parameter: Tensor, value: Tensor | None = None) -> Spread:
-        """Where the parameter's values are, or those of a `value` as of `gathered_value`."""
+        """Where the parameter's values are, or those of a `value` that is sharded like `shard_of`,
+        such as a moment."""
         ...
 
     def use_buckets(self, buckets: "Sequence[FlatBucket]") -> None:
@@ -179,12 +178,13 @@ class MasterWeights:
         for parameter in () if self._buckets else self._gradients.parameters:
             paddle.assign(self.shard_of(parameter).astype(parameter.dtype), parameter)
 
-    def gathered_value(self, parameter: Tensor, value: Tensor | None = None) -> Tensor:
-        """The parameter itself, or `value` as it is."""
-        return parameter if value is None else value
+    def gathered_value(self, parameter: Tensor) -> Tensor:
+        """The parameter itself."""
+        return parameter
 
     def spread(self, parameter: Tensor, value: Tensor | None = None) -> Spread:
-        return Spread(None, partial(self.gathered_value, parameter, value))
+        """The parameter itself, or `value` as it is."""
+        return Spread(None, lambda: parameter if value is None else value)
 
     def own_shard(self, parameter: Tensor, full: np.ndarray) -> np.ndarray:
         """The array itself."""

@@ -1,19 +1,22 @@
 """Table of this rank's parameters and how each is sharded or replicated: one `ParamSpec` each."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
 from paddle import Tensor
 
-from paddle_vl.nn.linear import Columns, column_slices, fused_columns
+from paddle_vl.nn.linear import column_slices, fused_columns
 
 # All-gather of tensors of equal size over a group, in the group's order.
 AllGather = Callable[[Tensor, Any], list[np.ndarray]]
+# Slices along some dims of a full value, in order, that a shard is made of.
+Slices = Mapping[int, Sequence[slice]]
 
 
 class Tie(Enum):
@@ -28,8 +31,8 @@ class Saved(Enum):
     """Whether this rank's pipeline stage writes a parameter and its optimizer state to files."""
 
     HERE = "it does"
-    JOINED = "another stage does; this rank takes part in the all-gathers"
-    ELSEWHERE = "another stage does, without all-gathers"
+    JOINED = "another stage does; this rank sends it the values that it lacks"
+    ELSEWHERE = "another stage does, which has all values"
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class ParamSpec:
 
     @property
     def joins_saving(self) -> bool:
-        """Whether this rank takes part in saving it, as the writer or in its all-gathers."""
+        """Whether this rank takes part in saving it, as a writer or as a sender."""
         return self.tie is not Tie.COPY and self.saved is not Saved.ELSEWHERE
 
 
@@ -90,6 +93,10 @@ class ParameterTable:
         self._all_gather = all_gather or _refuse
         # Group over which parameters of a colocated encoder are sharded; None for no sharding.
         self._encoder_group: Any = None
+        # Groups of ranks that need the same rows of a parameter's file, whether mp ranks need
+        # different ones or not; and the all-gather of equally many rows over a group.
+        self.readers: Callable[[ParamSpec, bool], Sequence[Any]] = lambda spec, is_split: ()
+        self.gather_rows: Callable[[np.ndarray, Any], np.ndarray] = _refuse
         # Weak: a weight replaced by `nn.linear.separate` must be freed.
         self._entries: dict[int, tuple[weakref.ref[Tensor], ParamSpec]] = {}
 
@@ -145,46 +152,44 @@ class ParameterTable:
         return tuple(shape)
 
     def own_shard(self, parameter: Tensor, full: np.ndarray) -> np.ndarray:
-        """This rank's shard of an array of the parameter's full shape."""
-        spec = self[parameter]
-        if self._ep_group is not None and spec.is_expert:
-            full = np.split(full, self._ep_group.nranks)[self._ep_group.rank]
-        group = self._group_of(spec)
-        if group is None or spec.split_axis is None:
-            return full
-        ranks, rank, axis = group.nranks, group.rank, spec.split_axis
-        blocks = np.split(full, _cuts(spec), axis=axis)
-        return np.concatenate([np.split(b, ranks, axis=axis)[rank] for b in blocks], axis=axis)
+        """This rank's shard of an array of the parameter's full shape; it may share its memory."""
+        return taken(full, self.own_slices(parameter, full.shape))
 
-    def own_columns(self, full: np.ndarray, columns: Columns) -> np.ndarray:
-        """This rank's shard of the full value of one of the linears of a fused parameter."""
-        if self._mp_group is None:
-            return full
-        ranks, rank = self._mp_group.nranks, self._mp_group.rank
-        blocks = (
-            np.split(full, np.cumsum(columns.blocks)[:-1], axis=1) if columns.blocks else [full]
-        )
-        return np.concatenate([np.split(block, ranks, axis=1)[rank] for block in blocks], axis=1)
+    def own_slices(
+        self, parameter: Tensor, shape: Sequence[int], widths: Sequence[int] = ()
+    ) -> Slices:
+        """What this rank has of a full value of this shape.
+
+        Args:
+            widths: in place of the `blocks` of the parameter's spec, for one of the linears that
+                are fused in it.
+        """
+        spec, slices = self[parameter], dict[int, list[slice]]()
+        group, axis = self._group_of(spec), spec.split_axis
+        if group is not None and axis is not None:
+            widths = widths or spec.blocks or (shape[axis],)
+            begins = accumulate(widths, initial=0)
+            slices[axis] = [_share(*each, group) for each in zip(begins, widths, strict=False)]
+        if self._ep_group is not None and spec.is_expert:
+            assert axis != 0, "an expert is on one rank of each ep group"
+            slices[0] = [_share(0, shape[0], self._ep_group)]
+        return slices
 
     def column_slices(self, parameter: Tensor) -> list[slice]:
         """Columns of each linear of a fused parameter in this rank's shard."""
         ranks = 1 if self._mp_group is None else self._mp_group.nranks
         return column_slices([one.width // ranks for one in fused_columns(parameter)])
 
-    def full_value(
-        self, parameter: Tensor, value: Tensor | None = None, copy: bool = True
-    ) -> np.ndarray:
+    def full_value(self, parameter: Tensor, value: Tensor | None = None) -> np.ndarray:
         """The full value of a parameter; collective where the parameter is sharded.
 
         Args:
             value: another tensor of the parameter's shape on this rank, such as a moment.
-            copy: False allows the array to share the tensor's memory; the tensor must not change
-                while the array is in use.
         """
         spec, value = self[parameter], parameter if value is None else value
         group = self._group_of(spec)
         if group is None or spec.split_axis is None:
-            full = host_array(value, copy)
+            full = host_array(value)
         else:
             full = joined_shards(spec, self._all_gather(value.detach(), group))
         if self._ep_group is None or not spec.is_expert:
@@ -226,7 +231,21 @@ def joined_shards(spec: ParamSpec, shards: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate([of_rank[b] for b in range(len(cuts) + 1) for of_rank in blocks], axis)
 
 
-def _refuse(value: Tensor, group: Any) -> list[np.ndarray]:
+def taken(full: np.ndarray, slices: Slices) -> np.ndarray:
+    """Slices of a full value side by side; it may share its memory."""
+    for axis, of_axis in slices.items():
+        parts = [full[(slice(None),) * axis + (each,)] for each in of_axis]
+        full = parts[0] if len(parts) == 1 else np.concatenate(parts, axis)
+    return full
+
+
+def _share(begin: int, width: int, group: Any) -> slice:
+    """This rank's part of `width` values from `begin` on."""
+    width //= group.nranks
+    return slice(begin + group.rank * width, begin + (group.rank + 1) * width)
+
+
+def _refuse(value: Any, group: Any) -> Any:
     raise RuntimeError("a sharded ParameterTable needs an all_gather to give full values")
 
 

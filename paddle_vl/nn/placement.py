@@ -105,12 +105,16 @@ class CheckpointRanks:
         rank, size: index of this rank among the ranks with the same layers, and their number.
         stage: its pipeline stage.
         seats: of the ranks with the same layers, in order; none if each has all parameters of them.
+        of_stages: all ranks, in order, if those of several stages have shards of an encoder.
+        writers: of all ranks, the numbers of those of the first stage.
     """
 
     rank: int = 0
     size: int = 1
     stage: int = 0
     seats: Sequence[Seat] = field(default=(), repr=False)
+    of_stages: "CheckpointRanks | None" = field(default=None, repr=False)
+    writers: Sequence[int] = field(default=(), repr=False)
 
     @property
     def is_first(self) -> bool:

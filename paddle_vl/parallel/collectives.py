@@ -89,6 +89,12 @@ def gathered_arrays(value: Tensor, group) -> list[np.ndarray]:
     return [shard.numpy() for shard in shards]
 
 
+def gathered_rows(own: np.ndarray, group) -> np.ndarray:
+    """The rows of all ranks, equally many each, in the group's order."""
+    sent = paddle.to_tensor(own.reshape(-1).view(np.uint8))
+    return all_gathered(sent, group).numpy().view(own.dtype).reshape([-1, *own.shape[1:]])
+
+
 @paddle.no_grad()
 def all_reduce_partial_gradients(tensors: Iterable[tuple[Tensor, ParamSpec]], group) -> None:
     """All-reduce partial gradients (see `ParamSpec`) over the mp group."""

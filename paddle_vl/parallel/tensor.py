@@ -113,7 +113,7 @@ class FleetCheckpointRanks(CheckpointRanks):
     """All ranks of a stage share the writing of its layers.
 
     Attributes:
-        group: the ranks that exchange values; None if each rank has all of them.
+        group: the ranks that exchange values; None if each rank has all of them, or for all ranks.
     """
 
     group: Any = field(default=None, repr=False)
@@ -121,10 +121,16 @@ class FleetCheckpointRanks(CheckpointRanks):
 
     @classmethod
     def of(cls, topology: Topology) -> "FleetCheckpointRanks":
-        seats = stage_seats(topology.degrees)
+        seats, encoder, of_stages = stage_seats(topology.degrees), topology.encoder, None
+        if encoder is not None and encoder.saves_together:
+            of_encoder, writers = encoder.seats(), encoder.grid.first_stage()
+            group = None if encoder.shards_state else encoder.mp_group
+            of_stages = cls(
+                topology.rank, len(of_encoder), seats=of_encoder, writers=writers, group=group
+            )
         rank = topology.data_rank * topology.mp_group.nranks + topology.mp_rank
-        groups = topology.saving_group, topology.pp_group
-        return cls(rank, len(seats), topology.pp_rank, seats, *groups)
+        groups = {"group": topology.saving_group, "pp_group": topology.pp_group}
+        return cls(rank, len(seats), topology.pp_rank, seats, of_stages, **groups)
 
     def exchanged(self, message: Tensor, leaving: list[int], arriving: list[int]) -> Tensor:
         received = paddle.empty([sum(arriving)], dtype=message.dtype)

@@ -21,6 +21,7 @@ from paddle.distributed.fleet.utils import log_util
 
 from paddle_vl.config.load import raise_problems
 from paddle_vl.config.parallel_settings import FleetConfig
+from paddle_vl.nn.parameter_table import ParamSpec
 from paddle_vl.parallel.collective_check import check_run_if_asked
 from paddle_vl.parallel.colocated.grid import ColocatedGrid, EncoderGroups, Place
 from paddle_vl.parallel.degrees import AXES, ParallelDegrees, Plan, plan_problems
@@ -115,6 +116,22 @@ class Topology:
     def is_sharded_by_fleet(self) -> bool:
         """Whether fleet shards the optimizer state (stage 1)."""
         return self.degrees.sharding_degree > 1 and self.degrees.sharding_stage == 1
+
+    def readers(self, spec: ParamSpec, is_split: bool) -> list[Group]:
+        """The groups whose ranks need the same rows of a parameter's file.
+
+        Args:
+            is_split: whether its mp ranks need different rows.
+        """
+        mp_group, groups = self.mp_group, [self.dp_group, self.sharding_group]
+        if spec.is_encoder and self.encoder is not None:
+            mp_group, groups = self.encoder.mp_group, [self.encoder.dp_group]
+        elif spec.is_expert and self.ep_group.nranks > 1:
+            # They fold over the mp ranks too.
+            mp_group, groups = None, [self.expert_dp_group, self.expert_sharding_group]
+        if mp_group is not None and not is_split:
+            groups.append(mp_group)
+        return [group for group in groups if group.nranks > 1]
 
     def describe(self) -> str:
         """Coordinates on the axes of degree 2 or more, e.g. `rank 3 (dp 1, mp 1)`."""

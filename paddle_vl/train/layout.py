@@ -12,6 +12,7 @@ from paddle_vl.config.schema import RunConfig
 from paddle_vl.nn.master_weights import MasterWeights, ParameterStore
 from paddle_vl.nn.objective import BatchAdapter, Loss
 from paddle_vl.nn.placement import Placement, SingleDevicePlacement, StageLayers
+from paddle_vl.parallel.collectives import gathered_rows
 from paddle_vl.parallel.colocated.encoder import ItemEncoder
 from paddle_vl.parallel.colocated.encoder_layers import add_encoder
 from paddle_vl.parallel.colocated.runner import ColocatedRunner, PartsStore, encoder_store
@@ -94,6 +95,8 @@ class Layout:
             )
         if topology.encoder is not None:
             add_encoder(placement, topology.encoder)
+        table = placement.parameter_table
+        table.readers, table.gather_rows = topology.readers, gathered_rows
         return placement
 
     def parameter_store(self, model: nn.Layer, has_reference: bool = False) -> ParameterStore:

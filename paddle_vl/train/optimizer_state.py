@@ -14,10 +14,9 @@ import paddle
 from paddle import Tensor
 
 from paddle_vl.checkpoint.ranges import Source
-from paddle_vl.checkpoint.rules import shared_slices
 from paddle_vl.checkpoint.safetensors_io import TensorToWrite, check_finite
 from paddle_vl.nn.flat_buckets import AVERAGE, POWERS, STATES, FlatBucket
-from paddle_vl.nn.linear import fused_columns, whole_slices
+from paddle_vl.nn.linear import fused_columns
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.parameter_table import ParameterTable, Saved
 from paddle_vl.parallel.sharding import FleetSharding
@@ -59,7 +58,7 @@ class OptimizerState:
         }
 
     def state_to_write(self) -> list[TensorToWrite]:
-        """All state, unsharded; producing the arrays is collective where they are sharded."""
+        """All state, of unsharded values."""
         states = [state for state in self._states() if self._table[state[2]].joins_saving]
         powers = {(id(p), state): t for _, state, p, t in states if not _has_layout(state)}
         power: Callable[[_PowerKey], Tensor | None] = powers.__getitem__
@@ -69,11 +68,6 @@ class OptimizerState:
                 # Collective now, as each is written by one rank of several.
                 power(next(iter(powers)))
 
-        def full_state(parameter: Tensor, state: Tensor) -> np.ndarray:
-            """The unsharded value of a state; collective if sharded."""
-            value = self.store.gathered_value(parameter, state)
-            return self._table.full_value(parameter, value, copy=False)
-
         def number(key: _PowerKey) -> np.ndarray:
             found = power(key)
             assert found is not None, "the all-reduce gives every rank all of them"
@@ -82,29 +76,30 @@ class OptimizerState:
         tensors = []
         for names, state, parameter, tensor in states:
             is_joined = self._table[parameter].saved is Saved.JOINED
-            if _has_layout(state):
-                shapes = self._shapes(parameter, names)
-                # None where other ranks have all of the parameter.
-                own = paddle.zeros([0]) if tensor is None else tensor
-                full = partial(full_state, parameter, own)
-                produce = [full]
-                if len(names) > 1:
-                    produce = shared_slices(full, whole_slices(parameter))
-            else:
-                shapes = [(1,)] * len(names)
-                produce = [partial(number, (id(parameter), state))] * len(names)
-            made = [
-                TensorToWrite(f"{name}/{state}", shape, "F32", make, is_joined=is_joined)
-                for name, shape, make in zip(names, shapes, produce, strict=True)
-            ]
-            if _has_layout(state):
-                source = Source(self._table, parameter, self.store, own)
-                blocks = [None] if len(names) == 1 else range(len(names))
-                made = [
-                    each._replace(block=block, keeps_rows=True).of(source)
-                    for block, each in zip(blocks, made, strict=True)
+            if not _has_layout(state):
+                make = partial(number, (id(parameter), state))
+                tensors += [
+                    TensorToWrite(f"{name}/{state}", (1,), "F32", make, is_joined=is_joined)
+                    for name in names
                 ]
-            tensors += made
+                continue
+            # None where other ranks have all of the parameter.
+            own = paddle.zeros([0]) if tensor is None else tensor
+            source = Source(self._table, parameter, self.store, own)
+            tensors += [
+                TensorToWrite(
+                    f"{name}/{state}",
+                    shape,
+                    "F32",
+                    is_joined=is_joined,
+                    source=source,
+                    block=None if len(names) == 1 else block,
+                    keeps_rows=True,
+                )
+                for block, (name, shape) in enumerate(
+                    zip(names, self._shapes(parameter, names), strict=True)
+                )
+            ]
         return tensors
 
     def _states(self) -> Iterator[tuple[list[str], str, Tensor, Tensor | None]]:

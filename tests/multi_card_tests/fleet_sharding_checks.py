@@ -24,6 +24,7 @@ from tests.support import sharding_models
 from tests.support.launch import run_checks
 from tests.support.sharding_memory import gradient_sums_of
 from tests.support.sharding_models import HalfModel, toy
+from tests.support.states import gathered, states_of
 
 STEPS, MICRO_BATCHES, RATE = 3, 2, 0.02
 TRAIN = TrainConfig(output_dir="unused", learning_rate=RATE, weight_decay=0.1, max_grad_norm=0.5)
@@ -126,7 +127,7 @@ class Run:
         for name, parameter in self.optimizer.parameters:
             updated = self.trained.shard_of(parameter)
             grad = paddle.zeros([0]) if updated is None else gradient_of(updated)
-            whole = self.trained.gathered_value(parameter, grad)
+            whole = gathered(self.trained, parameter, grad)
             found[f"gradient of {name}"] = whole.numpy().copy()
         return found
 
@@ -136,8 +137,7 @@ class Run:
             name: self.trained.gathered_value(parameter).astype("float32").numpy().copy()
             for name, parameter in self.model.named_parameters()
         }
-        states = {item.name: item.produce().copy() for item in self.optimizer.state_to_write()}
-        return parameters | states
+        return parameters | states_of(self.optimizer)
 
 
 def trained_run(run: Run, of_steps: list[list[tuple]]) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from paddle_vl.parallel.sharding import Sharding
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import Topology
 from tests.support.pi07_golden import drawn_batch, drawn_planner_batch, golden_model, golden_planner
+from tests.support.states import gathered
 
 CAMERAS, FRAMES = 2, 3
 # Optional inputs of each micro-batch and rank: name -> samples that have it.
@@ -205,7 +206,7 @@ def sharded_run(setup: Setup, group, recording: Recording | None = None) -> Shar
     sharding.end_backward()
     recording.phase = "gathering"
     gradients = {
-        name: sharding.gathered_value(p, sharding.shard_of(p).grad).numpy()
+        name: gathered(sharding, p, sharding.shard_of(p).grad).numpy()
         for name, p in model.named_parameters()
         if not p.stop_gradient
     }

@@ -38,6 +38,7 @@ from tests.support.sharding_models import (
     toy,
     trained,
 )
+from tests.support.states import gathered
 
 STEPS, MICRO_BATCHES = 3, 2
 
@@ -135,8 +136,8 @@ class Run:
 
     def gradients(self) -> dict[str, np.ndarray]:
         return {
-            gradient_of(name): self.sharding.gathered_value(
-                parameter, self.sharding.shard_of(parameter).grad
+            gradient_of(name): gathered(
+                self.sharding, parameter, self.sharding.shard_of(parameter).grad
             ).numpy()
             for name, parameter in names(self.model).items()
             if not parameter.stop_gradient
@@ -375,8 +376,8 @@ def round_trip(group, mode: Mode) -> list[str]:
         whole = run.sharding.gathered_value(parameter).numpy()
         own = run.sharding.own_shard(parameter, whole)
         length = -(-parameter.size // group.nranks)
-        back = run.sharding.gathered_value(parameter, paddle.to_tensor(own)).numpy()
-        doubled = run.sharding.gathered_value(parameter, paddle.to_tensor(2 * own)).numpy()
+        back = gathered(run.sharding, parameter, paddle.to_tensor(own)).numpy()
+        doubled = gathered(run.sharding, parameter, paddle.to_tensor(2 * own)).numpy()
         if own.shape != (length,) or not (
             np.array_equal(back, whole) and np.array_equal(doubled, 2 * whole)
         ):
@@ -463,7 +464,7 @@ def half_gradients(group, mode: Mode) -> tuple[str, set[float]]:
     run.sharding.end_backward()
     weight = run.model.units[0].weight
     grad = run.sharding.shard_of(weight).grad
-    whole = run.sharding.gathered_value(weight, grad)
+    whole = gathered(run.sharding, weight, grad)
     return str(grad.dtype), set(whole.numpy().reshape(-1).tolist())
 
 

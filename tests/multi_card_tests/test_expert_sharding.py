@@ -28,6 +28,7 @@ from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.step import train_step
 from tests.single_card_tests.train.batches import micro_batches, vl_runner
 from tests.support.launch import launch, outcome_of, run_checks
+from tests.support.states import states_of
 from tests.support.tiny import tiny_model
 from tests.support.tolerance import TOPOLOGY
 
@@ -110,8 +111,7 @@ class Run:
             )
             for item in self.model.stored_parameters()
         }
-        states = {item.name: item.produce() for item in self.optimizer.state_to_write()}
-        return {key: np.array(value) for key, value in (found | states).items()}
+        return {key: np.array(value) for key, value in found.items()} | states_of(self.optimizer)
 
     def state_of_experts(self) -> int:
         """Elements of this rank's first moments of experts."""

@@ -14,6 +14,7 @@ import pytest
 from paddle_vl.config.load import load_run_config
 from paddle_vl.train.build import build_trainer
 from tests.support.launch import launch
+from tests.support.states import states_of
 
 TOPOLOGIES = {
     "dp2 sharding2 stage 3": (
@@ -44,7 +45,7 @@ def states(run_file: str, folder: Path, overrides: list[str]) -> list[dict[str, 
             optimizer.use_buckets()
             assert len(optimizer.tensors) < num_tensors
         trainer.run()
-        arrays = {state.name: state.produce().copy() for state in optimizer.state_to_write()}
+        arrays = states_of(optimizer)
         for name, parameter in trainer.runner.model.hf_named_parameters():
             full = optimizer.store.gathered_value(parameter)
             arrays[name] = full.numpy().copy()

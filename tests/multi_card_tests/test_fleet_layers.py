@@ -30,9 +30,7 @@ from paddle.distributed.fleet.utils.sequence_parallel_utils import (
 )
 
 from paddle_vl import Qwen3VLForConditionalGeneration
-from paddle_vl.checkpoint.writing import parameters_to_write
 from paddle_vl.config.parallel_settings import FleetConfig
-from paddle_vl.config.schema import TrainConfig
 from paddle_vl.parallel.collectives import all_reduce_partial_gradients
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.recompute import recompute_layers
@@ -41,7 +39,6 @@ from paddle_vl.parallel.split_layers import FusedColumnsOfRows
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import initialize
 from paddle_vl.testing.qwen3_vl import token_rows
-from paddle_vl.train.optimizer import Optimizer
 from tests.support.launch import launch, outcome_of, run_checks
 from tests.support.tiny import tiny_model
 from tests.support.tolerance import TOPOLOGY
@@ -145,27 +142,6 @@ def worst_difference(
     return *worst, len(overlapped)
 
 
-def gathers(folder: str, group) -> dict[str, tuple[int, int]]:
-    """Number of collectives to gather weights and moments, and number of sharded parameters."""
-    model = model_of(folder, group, True)
-    named = list(model.hf_named_parameters())
-    table = model.placement.parameter_table
-    config = TrainConfig(output_dir="none")
-    optimizer = Optimizer(named, config, set(), parameter_table=table)
-    num_split = sum(table[p].split_axis is not None for p in model.parameters())
-    states = [state for state in optimizer.state_to_write() if state.name.endswith("/moment1")]
-    found = {}
-    for name, tensors in (
-        ("weights", parameters_to_write(model.stored_parameters())),
-        ("moments", states),
-    ):
-        with record_collectives() as recording:
-            shapes = [tensor.arrange(tensor.produce()).shape for tensor in tensors]
-        assert shapes == [tensor.shape for tensor in tensors]
-        found[name] = (len(recording.calls), num_split)
-    return found
-
-
 def order(folder: str, group, sequence_parallel: bool) -> list[tuple[str, str]]:
     """Of each overlapped product: what was issued last before the product for its input's
     gradient, and before that for its weight's."""
@@ -228,7 +204,6 @@ def worker(folder: str) -> dict:
         for apart in (False, True):
             checks[f"classes {sp} {apart}"] = partial(classes, folder, group, sp, apart)
         checks[f"order {sp}"] = partial(order, folder, group, sp)
-    checks["gathers"] = partial(gathers, folder, group)
     checks["kept"] = partial(kept, folder, group)
     return run_checks(checks)
 
@@ -243,12 +218,6 @@ def outcomes(tmp_path_factory):
 @pytest.mark.parametrize("sp", [False, True])
 def test_every_matrix_is_in_a_layer_of_fleets(outcomes, sp, apart):
     assert outcome_of(outcomes, f"classes {sp} {apart}") == [[], []]
-
-
-def test_a_fused_weight_is_put_together_once_for_all_its_names(outcomes):
-    for found in outcome_of(outcomes, "gathers"):
-        for name, (num_gathers, num_split) in found.items():
-            assert num_gathers == num_split > 0, name
 
 
 @pytest.mark.parametrize("sp", [False, True])

@@ -29,6 +29,7 @@ from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import initialize
 from paddle_vl.testing.qwen3_vl import EXPERTS, IMAGE, patches, token_rows
 from tests.support.launch import launch, outcome_of, run_checks
+from tests.support.states import gathered
 from tests.support.tiny import tiny_config, tiny_model
 from tests.support.tolerance import TOPOLOGY
 
@@ -147,7 +148,7 @@ def sharded_difference(group, stage: int, recomputed: bool) -> tuple[float, str]
     sharding.end_backward()
     worst = (0.0, "")
     for key, parameter in model.hf_named_parameters():
-        found = sharding.gathered_value(parameter, sharding.shard_of(parameter).grad).numpy()
+        found = gathered(sharding, parameter, sharding.shard_of(parameter).grad).numpy()
         expected = wanted[key].grad.numpy()
         error = float(np.abs(found - expected).max() / np.abs(expected).max())
         worst = max(worst, (error, key))

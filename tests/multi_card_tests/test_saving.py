@@ -3,7 +3,8 @@
 Guarantees: ranks that share the writing produce one complete checkpoint, equal to the one that a
 single rank writes, also where the file system has no writes of several ranks into one file; they
 issue their own collectives meanwhile; a rank that cannot write fails the save on all ranks, with
-snapshots and without, and earlier checkpoints stay; damage that one rank reads is reported on every
+snapshots and without, and earlier checkpoints stay; each of N ranks reads 1/N of a large weight and
+has its shard bit for bit, whatever the shard; damage that one rank reads is reported on every
 rank, and so is a range that no rank has written.
 """
 
@@ -17,8 +18,18 @@ import pytest
 from paddle_vl.checkpoint import writing
 from paddle_vl.checkpoint.manifest import Manifest, SummedStream, damaged_files
 from paddle_vl.checkpoint.ranges import Source
-from paddle_vl.checkpoint.safetensors_io import TensorToWrite, read_checkpoint_headers
+from paddle_vl.checkpoint.reading import stored_value
+from paddle_vl.checkpoint.rules import LinearWeights, StoredParameter
+from paddle_vl.checkpoint.safetensors_io import (
+    StoredTensor,
+    TensorToWrite,
+    encoded,
+    read_checkpoint_headers,
+    read_header,
+    write_file,
+)
 from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec
+from paddle_vl.parallel.collectives import gathered_rows
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.ranks import FleetRanks
 from paddle_vl.parallel.tensor import FleetCheckpointRanks
@@ -31,9 +42,11 @@ from tests.support.launch import launch, outcome_of, run_checks
 
 RANKS = 2
 ROWS, COUNT = 1024, 6
+# As in a file, `[out, in]`.
+WEIGHT = np.random.default_rng(0).normal(size=(1024, 512)).astype(np.float32)
 NAMES = (
-    "together", "without_a_thread", "without_writes_in_place", "damage", "hole", "full_disk",
-    "full_disk_without_a_thread",
+    "together", "reading", "without_a_thread", "without_writes_in_place", "damage", "hole",
+    "full_disk", "full_disk_without_a_thread",
 )  # fmt: skip
 
 
@@ -61,7 +74,7 @@ class Checks:
     """Checks of two ranks that save one model into a shared folder."""
 
     def __init__(self, folder: str):
-        topology = initialize(ParallelDegrees(mp_degree=RANKS))
+        self.topology = topology = initialize(ParallelDegrees(mp_degree=RANKS))
         self.folder, self.ranks = Path(folder), FleetRanks(topology)
         self.checkpoint_ranks, self.group = FleetCheckpointRanks.of(topology), topology.mp_group
 
@@ -107,6 +120,28 @@ class Checks:
         manifest = Manifest.read(found)
         assert contents(found) == wanted
         assert not damaged_files(found, manifest.files)
+
+    def reading(self) -> None:
+        file, bits = self.folder / f"{self.group.rank}.safetensors", encoded(WEIGHT, "BF16")
+        write_file(file, [TensorToWrite("w", bits.shape, "BF16", lambda: bits)])
+        stored = read_header(file)
+        full, plain = paddle.to_tensor(WEIGHT.T).astype("bfloat16"), StoredTensor.read
+        for axis in (None, 0, 1):
+            table = ParameterTable(self.group)
+            table.readers, table.gather_rows = self.topology.readers, gathered_rows
+            own = full if axis is None else full.split(RANKS, axis)[self.group.rank]
+            table.add([own], ParamSpec(axis))
+            read = []
+
+            def counted(tensor, read=read, **options):
+                read.append(tensor.num_bytes)
+                return plain(tensor, **options)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(StoredTensor, "read", counted)
+                found = stored_value([StoredParameter("w", own, LinearWeights(), table)], stored)
+            assert bool((found == own).all())
+            assert sum(read) == stored["w"].num_bytes // RANKS, axis
 
     def hole(self) -> None:
         plain = commit.leave_part

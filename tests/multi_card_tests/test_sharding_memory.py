@@ -50,6 +50,7 @@ from tests.support.sharding_memory import (
 )
 from tests.support.sharding_models import HalfModel
 from tests.support.small_families import loss_of, pi07, qwen3_5_fresh, qwen_fresh, units_of
+from tests.support.states import gathered, states_of
 
 RANKS = 2
 STAGES = (0, 1, 2, 3)
@@ -163,7 +164,7 @@ def regime(
     if ranks.is_first:
         target.mkdir()
     paddle.distributed.barrier()
-    whole_states = {str(state.produce().dtype) for state in run.optimizer.state_to_write()}
+    whole_states = {str(state.dtype) for state in states_of(run.optimizer).values()}
     save_parameters(target, model.stored_parameters(), ranks=ranks, store=run.trained)
     paddle.distributed.barrier()
     masters = [copy for copy in copies_of(run.trained) if not copy.stop_gradient]
@@ -212,7 +213,7 @@ def half_steps(stage: int, topology: Topology) -> tuple[dict[str, np.ndarray], s
         for name, parameter in named
     }
     # Moments, and master weights of bfloat16 parameters.
-    found |= {state.name: state.produce() for state in run.optimizer.state_to_write()}
+    found |= states_of(run.optimizer)
     return found, dtypes
 
 
@@ -236,7 +237,7 @@ def stage_3(
     for name, parameter in model.named_parameters():
         if parameter.stop_gradient:
             continue
-        grad = run.trained.gathered_value(parameter, run.trained.shard_of(parameter).grad).numpy()
+        grad = gathered(run.trained, parameter, run.trained.shard_of(parameter).grad).numpy()
         expected = RANKS * wanted[name].numpy() if name in wanted else np.zeros_like(grad)
         if np.abs(grad - expected).max() > 1e-5 * max(np.abs(expected).max(), 1e-6):
             wrong.append(name)

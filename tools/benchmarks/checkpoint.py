@@ -14,8 +14,10 @@ save begins; unless `--steps-between` is given, steps go on until the write has 
 with 1 if training was blocked for more than --limit of a write.
 
 With `--ranks` instead the same per number of ranks with sharding stage 2: bytes that a rank copies
-to host memory, the wait of a step, bytes that it reads to verify, and seconds to load the state.
-Bytes hold on any machine; exits with 1 if a rank copies more than 1/N and one tensor.
+to host memory, the wait of a step, bytes that it reads to verify, and seconds to load the state;
+then the bytes that it reads of the weights with sharding stage 3, and as many ranks along mp, of
+whose linears one half is divided by columns and the other by rows. Bytes hold on any machine; exits
+with 1 if a rank copies more than 1/N and one tensor, or reads more than 1/N of the weights.
 """
 
 import argparse
@@ -25,19 +27,22 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import paddle
 from paddle import nn
 
 from harness import Result, Table, add_count, launch, parser, run
 from paddle_vl.checkpoint.manifest import Manifest, damaged_files, shared_out
+from paddle_vl.checkpoint.reading import Materializable, checkpoint_tensors, stored_values
 from paddle_vl.checkpoint.rules import LinearWeights, StoredParameter
-from paddle_vl.checkpoint.safetensors_io import FileWriter
+from paddle_vl.checkpoint.safetensors_io import FileWriter, StoredTensor
 from paddle_vl.checkpoint.writing import parameters_to_write, write_tensors
 from paddle_vl.compat import configure_cpu_runtime
 from paddle_vl.config.schema import TrainConfig
 from paddle_vl.nn.master_weights import MasterWeights, ParameterStore
-from paddle_vl.nn.parameter_table import ParameterTable
+from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec
+from paddle_vl.parallel.collectives import gathered_rows
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.ranks import ONE_RANK, FleetRanks
 from paddle_vl.parallel.sharding import Sharding
@@ -143,8 +148,50 @@ def on_rank(folder: str, size_mb: int, num_ranks: int) -> dict[str, float]:
     training.optimizer.load_state(checkpoints.StoredArrays(target))
     load_s = time.perf_counter() - begin
     size = sum(file.size for file in manifest.files.values())
-    found = {"bytes": size, "on_host": on_host, "verified": verified}
-    return found | {"stall_s": stall_s, "load_s": load_s}
+    of_weights = sum(tensor.num_bytes for tensor in checkpoint_tensors(target).values())
+    found = {"bytes": size, "on_host": on_host, "verified": verified, "weights": of_weights}
+    found |= {"stall_s": stall_s, "load_s": load_s, "sharding": bytes_read(target, topology)}
+    if num_ranks > 1:
+        topology = initialize(ParallelDegrees(mp_degree=num_ranks))
+    return found | {"mp": bytes_read(target, topology)}
+
+
+class Linears(Materializable):
+    """Linears whose values come from a checkpoint, divided over mp ranks."""
+
+    def __init__(self, folder: Path, topology: Topology):
+        super().__init__()
+        stored, size = checkpoint_tensors(folder), topology.mp_group.nranks
+        table = ParameterTable(topology.mp_group if size > 1 else None)
+        table.readers, table.gather_rows = topology.readers, gathered_rows
+        items = []
+        for number, (name, tensor) in enumerate(stored.items()):
+            shape, axis = list(tensor.shape[::-1]), 1 - number % 2
+            if size > 1:
+                shape[axis] //= size
+            with paddle.LazyGuard():
+                weight = self.create_parameter(shape)
+            self.add_parameter(str(number), weight)
+            table.add([weight], ParamSpec(axis if size > 1 else None))
+            items.append(StoredParameter(name, weight, LinearWeights(), table))
+        self.materialize_later(lambda: stored_values(items, stored))
+
+
+def bytes_read(folder: Path, topology: Topology) -> int:
+    """Bytes that this rank reads of the weights."""
+    counted, plain = [], StoredTensor.read
+
+    def read(tensor: StoredTensor, **options: Any):
+        counted.append(tensor.num_bytes)
+        return plain(tensor, **options)
+
+    with patch.object(StoredTensor, "read", read):
+        model = Linears(folder, topology)
+        if topology.sharding_group.nranks > 1:
+            Sharding(model.materialize(), topology.sharding_group, 3, [[model]])
+        else:
+            model.materialize_all()
+    return sum(counted)
 
 
 def over_ranks(options: argparse.Namespace, work: Path) -> Result:
@@ -157,9 +204,16 @@ def over_ranks(options: argparse.Namespace, work: Path) -> Result:
         most = {name: max(rank[name] for rank in found) for name in found[0]}
         result[str(count)] = most
         is_good &= most["on_host"] <= most["bytes"] / count + 4 * WIDTH_ON_RANKS**2
-        sizes = [f"{most[name] / 1e6:.1f}" for name in ("bytes", "on_host", "verified")]
+        is_good &= max(most["sharding"], most["mp"]) <= most["weights"] / count
+        sizes = [
+            f"{most[name] / 1e6:.1f}"
+            for name in ("bytes", "on_host", "verified", "weights", "sharding", "mp")
+        ]
         rows.append([str(count), *sizes, f"{most['stall_s']:.3f}", f"{most['load_s']:.3f}"])
-    columns = ["ranks", "MB of files", "MB to the host", "MB verified", "stall s", "load s"]
+    columns = [
+        "ranks", "MB of files", "MB to the host", "MB verified", "MB of weights",
+        "MB read, sharding 3", "MB read, mp", "stall s", "load s",
+    ]  # fmt: skip
     return Result([Table("checkpoint", columns, rows, "")], result, is_good=is_good)
 
 

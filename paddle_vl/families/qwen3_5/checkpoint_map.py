@@ -72,6 +72,10 @@ class StackedExperts:
         first = self.parts[0]
         return (len(self.parts), sum(part.shape[0] for part in first), *first[0].shape[1:])
 
+    def narrowed(self, first: int, last: int) -> "StackedExperts":
+        """Experts `first` to `last`."""
+        return StackedExperts(self.parts[first:last])
+
     def read(self, *, must_be_finite: bool = True) -> np.ndarray:
         return np.stack(
             [

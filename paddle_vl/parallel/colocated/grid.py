@@ -19,6 +19,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from paddle_vl.nn.placement import Seat
+
 Kind = Literal["fan-in", "equal", "fan-out"]
 
 
@@ -113,6 +115,10 @@ class ColocatedGrid:
         """Ranks with the same shard of the encoder."""
         return np.sort(self._encoder_lanes.T).tolist()
 
+    def first_stage(self) -> list[int]:
+        """Ranks of the first pipeline stage by position; they write the encoder's files."""
+        return [rank for rank in self.ordered_ranks.tolist() if self.places[rank].stage == 0]
+
     def bridge_groups(self) -> list[list[int]]:
         """Ranks of each all-gather of rows (fan-in) or of their gradients (fan-out)."""
         if self.kind == "equal":
@@ -162,6 +168,16 @@ class EncoderGroups:
     def saves_together(self) -> bool:
         """Whether all ranks must take part in saving the encoder or its optimizer state."""
         return self.mp_group.nranks > 1 or self.shards_state
+
+    def seats(self) -> list[Seat]:
+        """What each rank has of the encoder and of its optimizer state, by global rank."""
+        seats = {
+            rank: Seat(0 if self.shards_state else lane, mp=place, sharding=shard)
+            for place, ranks in enumerate(self.grid.encoder_dp_groups())
+            for shard, rank in enumerate(ranks)
+            for lane in [self.grid.role(rank).encoder_lane]
+        }
+        return [seats[rank] for rank in range(self.grid.world_size)]
 
     def counts_here(self, is_split: bool) -> bool:
         """Whether this rank contributes a parameter to a sum over all ranks; true on one of its

@@ -292,8 +292,8 @@ class PartsStore:
     def own_shard(self, parameter: Tensor, full: np.ndarray) -> np.ndarray:
         return self._store_of(parameter).own_shard(parameter, full)
 
-    def gathered_value(self, parameter: Tensor, value: Tensor | None = None) -> Tensor:
-        return self._store_of(parameter).gathered_value(parameter, value)
+    def gathered_value(self, parameter: Tensor) -> Tensor:
+        return self._store_of(parameter).gathered_value(parameter)
 
     def spread(self, parameter: Tensor, value: Tensor | None = None) -> Spread:
         return self._store_of(parameter).spread(parameter, value)

@@ -210,32 +210,10 @@ class FleetSharding:
         for buffer in self._buffers:
             buffer.sync_params()
 
-    @paddle.no_grad()
-    def gathered_value(self, parameter: Tensor, value: Tensor | None = None) -> Tensor:
-        """The full value of a parameter, or of a `value` sliced like it, such as a moment.
-
-        Collective over the parameter's group: a broadcast per slice, in the order of the ranks.
-
-        Args:
-            value: `[n]`; ignored if this rank's slice is empty.
-        """
-        if value is None:
-            self.finish_gathers()
-            return parameter.detach()
-        group = self._group_of(parameter)
-        if group.nranks == 1:
-            return value.detach().reshape([-1])[: parameter.size].reshape(parameter.shape)
-        flat = paddle.empty([parameter.size], dtype=value.dtype)
-        for rank, source in enumerate(group.ranks):
-            begin, end = self._span(parameter, rank)
-            end = min(end, parameter.size)
-            if end <= begin:
-                continue
-            part = flat._slice(begin, end)
-            if rank == group.rank:
-                paddle.assign(value.detach().reshape([-1])[: end - begin], part)
-            dist.broadcast(part, src=source, group=group)
-        return flat.reshape(parameter.shape)
+    def gathered_value(self, parameter: Tensor) -> Tensor:
+        """The parameter, which every rank has all of."""
+        self.finish_gathers()
+        return parameter.detach()
 
     def spread(self, parameter: Tensor, value: Tensor | None = None) -> Spread:
         """The full parameter is on every rank, of a `value` the slices."""

@@ -171,21 +171,16 @@ class Sharding:
             for bucket in self._units:
                 bucket.assign_whole()
 
-    def gathered_value(self, parameter: Tensor, value: Tensor | None = None) -> Tensor:
+    def gathered_value(self, parameter: Tensor) -> Tensor:
         """The full value of a parameter on every rank, in its shape. Collective: an all-gather.
 
         A parameter that has storage between steps is returned as it is.
-
-        Args:
-            value: `[n]`, another tensor sharded like the parameter, such as a moment.
         """
-        if value is None and parameter._is_initialized():
+        if parameter._is_initialized():
             return parameter.detach()
-        if value is None:
-            value = self.shard_of(parameter).detach().astype(parameter.dtype)
-        group = self._group_of(parameter)
         with paddle.no_grad():
-            flat = all_gathered(value, group) if group.nranks > 1 else value.detach()
+            own = self.shard_of(parameter).detach().astype(parameter.dtype)
+            flat = all_gathered(own, self._group_of(parameter))
             return flat[: parameter.size].reshape(parameter.shape)
 
     def spread(self, parameter: Tensor, value: Tensor | None = None) -> Spread:

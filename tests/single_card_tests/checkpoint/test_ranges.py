@@ -7,6 +7,7 @@ that has a value receives nothing.
 
 import itertools
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,7 +18,12 @@ import pytest
 from paddle_vl.checkpoint import ranges
 from paddle_vl.checkpoint.ranges import Source
 from paddle_vl.checkpoint.rules import LinearWeights, Same
-from paddle_vl.checkpoint.safetensors_io import TensorToWrite, read_checkpoint_headers, write_file
+from paddle_vl.checkpoint.safetensors_io import (
+    FileWriter,
+    TensorToWrite,
+    read_checkpoint_headers,
+    write_file,
+)
 from paddle_vl.checkpoint.writing import write_tensors
 from paddle_vl.nn.linear import Columns, mark_fused
 from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec, Spread
@@ -43,12 +49,6 @@ class Grid(NamedTuple):
         return stage_seats(self.degrees)
 
 
-@dataclass
-class Group:
-    rank: int
-    nranks: int
-
-
 class Board:
     """What the threads of some ranks share."""
 
@@ -62,6 +62,13 @@ class Board:
         values = list(self.values)
         self.barrier.wait()
         return values
+
+
+@dataclass
+class Group:
+    rank: int
+    nranks: int
+    board: Board | None = None
 
 
 @dataclass(frozen=True)
@@ -121,10 +128,18 @@ class Store:
         return Spread(spans, lambda: paddle.to_tensor(own))
 
 
-def tensors_of(seat: Seat, grid: Grid, spreads: bool, as_states: bool) -> list[TensorToWrite]:
-    """What a rank passes to `write_tensors`: weights, or states in Paddle's layout."""
-    group = {name: Group(getattr(seat, name), getattr(grid, name)) for name in ("mp", "ep")}
-    table = ParameterTable(group["mp"], group["ep"], lambda value, of: [])
+class Held(NamedTuple):
+    """What a rank has of one of `VALUES`: a parameter that is its shard."""
+
+    name: str
+    full: np.ndarray
+    parameter: paddle.Tensor
+    layout: Same
+    linears: tuple
+    shards: tuple[int, int]
+
+
+def held_by(seat: Seat, grid: Grid, table: ParameterTable) -> list[Held]:
     found = []
     for number, (name, shape, spec, layout, linears) in enumerate(VALUES):
         shards = (seat.sharding, grid.sharding)
@@ -133,14 +148,30 @@ def tensors_of(seat: Seat, grid: Grid, spreads: bool, as_states: bool) -> list[T
             spec = ParamSpec(is_expert=True)
             shards = (seat.expert_sharding, expert_shards(grid.degrees))
         full = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + 1000 * number
-        any_shape = paddle.create_parameter(shape, "float32")
-        table.add([any_shape], spec)
-        own = table.own_shard(any_shape, full)
-        parameter = paddle.create_parameter(own.shape, "float32")
-        parameter.set_value(own)
-        table.add([parameter], spec)
+        parameter = shard_of(full, spec, table)
         if linears:
             mark_fused(parameter, linears)
+        found.append(Held(name, full, parameter, layout, linears, shards))
+    return found
+
+
+def shard_of(full: np.ndarray, spec: ParamSpec, table: ParameterTable) -> paddle.Tensor:
+    """A parameter that is this rank's shard of a value."""
+    any_shape = paddle.create_parameter(full.shape, "float32")
+    table.add([any_shape], spec)
+    own = table.own_shard(any_shape, full)
+    parameter = paddle.create_parameter(own.shape, "float32")
+    parameter.set_value(own)
+    table.add([parameter], spec)
+    return parameter
+
+
+def tensors_of(seat: Seat, grid: Grid, spreads: bool, as_states: bool) -> list[TensorToWrite]:
+    """What a rank passes to `write_tensors`: weights, or states in Paddle's layout."""
+    group = {name: Group(getattr(seat, name), getattr(grid, name)) for name in ("mp", "ep")}
+    table = ParameterTable(group["mp"], group["ep"], lambda value, of: [])
+    found = []
+    for name, full, parameter, layout, linears, shards in held_by(seat, grid, table):
         layout = Same() if as_states else layout
         source = Source(table, parameter, Store(*shards, spreads))
         for block, linear in enumerate(linears or (None,)):
@@ -150,11 +181,10 @@ def tensors_of(seat: Seat, grid: Grid, spreads: bool, as_states: bool) -> list[T
                     name if linear is None else f"{name}.{linear.name}",
                     layout.stored_shape(width),
                     "F32",
-                    lambda: np.empty(0),
-                    layout.to_stored,
+                    arrange=layout.to_stored,
                     source=source,
                     block=None if linear is None else block,
-                    keeps_rows=layout.keeps_rows,
+                    keeps_rows=layout.row_axis == 0,
                 )
             )
     return [*found, TensorToWrite("plain", (7,), "F32", lambda: np.arange(7, dtype=np.float32))]
@@ -164,38 +194,54 @@ def contents(folder) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def saved(folder, grid: Grid, spreads: bool, as_states: bool, write=None, limit: int = 30_000):
+def on_threads(count: int, board: Board, run: Callable[[int], None]) -> list[Exception]:
+    """Run a function in a thread per rank; their errors. After one no rank waits for another."""
+    errors = []
+
+    def guarded(rank: int) -> None:
+        try:
+            run(rank)
+        except Exception as error:
+            errors.append(error)
+            board.barrier.abort()
+
+    threads = [threading.Thread(target=guarded, args=[rank]) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def counting_writer(on_host: list[int], rank: int) -> FileWriter:
+    """Writes files, and counts the bytes that a rank has on the host."""
+
+    def write(file, tensors):
+        def counted(tensor):
+            array = tensor.produce()
+            on_host[rank] += array.nbytes if tensor.name else 0
+            return array
+
+        return write_file(file, [t._replace(produce=lambda t=t: counted(t)) for t in tensors])
+
+    return write
+
+
+def saved(folder, grid: Grid, spreads: bool, as_states: bool, limit: int = 30_000):
     """Save on all ranks of a grid; bytes on the host and values sent, of each rank."""
     folder.mkdir()
     seats = grid.seats
     of_groups = [Board(sum(s.group == g for s in seats)) for g in range(seats[-1].group + 1)]
     boards = (Board(len(seats)), *of_groups)
-    errors, on_host = [], [0] * len(seats)
+    on_host = [0] * len(seats)
     sent = [[] for _ in seats]
 
     def run(rank: int) -> None:
-        def counting(file, tensors):
-            def counted(tensor):
-                array = tensor.produce()
-                on_host[rank] += array.nbytes if tensor.name else 0
-                return array
+        ranks = Threads(rank, len(seats), 0, seats, boards=boards, sent=sent[rank])
+        own = tensors_of(seats[rank], grid, spreads, as_states)
+        write_tensors(folder, "model", own, limit, ranks, counting_writer(on_host, rank))
 
-            tensors = [t._replace(produce=lambda t=t: counted(t)) for t in tensors]
-            return write_file(file, tensors)
-
-        try:
-            ranks = Threads(rank, len(seats), 0, seats, boards, sent[rank])
-            own = tensors_of(seats[rank], grid, spreads, as_states)
-            write_tensors(folder, "model", own, limit, ranks, counting)
-        except Exception as error:
-            errors.append(error)
-            boards[0].barrier.abort()
-
-    threads = [threading.Thread(target=run, args=[rank]) for rank in range(len(seats))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    errors = on_threads(len(seats), boards[0], run)
     assert not errors, errors
     return on_host, [sum(of_rank) for of_rank in sent]
 
@@ -233,3 +279,7 @@ def test_the_files_are_those_of_one_rank_and_each_rank_has_its_share(
     else:
         # A share of what it has, which may be more than a share of what it gets.
         assert max(sent) * 4 <= 2 * share
+
+
+def group_of(rank: int, ranks: list[int], boards: dict[tuple, Board]) -> Group:
+    return Group(ranks.index(rank), len(ranks), boards.setdefault(tuple(ranks), Board(len(ranks))))

@@ -53,7 +53,7 @@ def test_two_stages_of_two_ranks_write_the_files_of_one_rank(tmp_path, monkeypat
     """Four tensors of one stage, three of the other; their ranks write in any order."""
     monkeypatch.setattr(Staged, "wait", lambda ranks: None)
     stages = [tensors("a", 4, []), tensors("b", 3, [])]
-    plans = tuple([[t.name, list(t.shape), t.dtype] for t in stage] for stage in stages)
+    plans = tuple([[[t.name, list(t.shape), t.dtype] for t in stage], []] for stage in stages)
     one, several = tmp_path / "one", tmp_path / "several"
     one.mkdir()
     several.mkdir()
@@ -68,7 +68,7 @@ def test_two_stages_of_two_ranks_write_the_files_of_one_rank(tmp_path, monkeypat
             write_file(file, parts)
 
         writing.write_tensors(
-            several, "model", own, 3 * KIB, Staged(number, 2, stage, (), plans), write
+            several, "model", own, 3 * KIB, Staged(number, 2, stage, plans=plans), write
         )
         written.append(produced)
     assert written == [["b1", "b2"], ["b0"], ["a2", "a3"], ["a0", "a1"]]

@@ -29,6 +29,7 @@ from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.step import train_step
 from tests.single_card_tests.train.batches import image_batch, micro_batches, vl_runner
 from tests.support.operators import recorded_operators
+from tests.support.states import states_of
 from tests.support.tiny import tiny_model
 
 IMAGES = image_batch([[1, 2, 3, 4, 5], [6, 7, 8]], [2, 1])
@@ -61,8 +62,7 @@ def build(model, flat: bool, store=None, **settings) -> Optimizer:
 
 
 def state_of(model, optimizer) -> dict[str, np.ndarray]:
-    states = {state.name: state.produce().copy() for state in optimizer.state_to_write()}
-    return model.hf_state_dict() | states
+    return model.hf_state_dict() | states_of(optimizer)
 
 
 def assert_same_bits(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
@@ -181,7 +181,7 @@ def test_half_precision_parameters_are_rounded_from_flat_masters():
             optimizer.store.end_backward()
             optimizer.update(0.01, float(optimizer.squared_norm().sqrt()))
             optimizer.clear_gradients()
-        arrays = {state.name: state.produce().copy() for state in optimizer.state_to_write()}
+        arrays = states_of(optimizer)
         for number, parameter in enumerate(parameters):
             assert parameter.dtype == paddle.bfloat16
             arrays[str(number)] = parameter.astype("float32").numpy()
@@ -271,7 +271,7 @@ def updated(monkeypatch, max_grad_norm: float, on_gpu: bool = True):
         with recorded_operators() as calls:
             optimizer.update(0.01, 30.0)
     total = sum(parameter.size for parameter in parameters)
-    found = {state.name: state.produce().copy() for state in optimizer.state_to_write()}
+    found = states_of(optimizer)
     found |= {name: parameter.astype("float32").numpy() for name, parameter in named}
     # What is no part of the values: the rate.
     moved = {call.name: num_bytes(call) / total for call in calls if num_bytes(call) > total}

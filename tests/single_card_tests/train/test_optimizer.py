@@ -24,6 +24,7 @@ from paddle_vl.train.freeze import (
 from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.step import train_step
 from tests.single_card_tests.train.batches import image_batch, micro_batches, vl_runner
+from tests.support.states import states_of
 from tests.support.tiny import tiny_model
 
 
@@ -38,11 +39,6 @@ def build(model, freeze=(), **settings):
         rate_factors=rate_factors(train, trained, PARTS),
         frozen_steps=frozen_steps(train, trained, PARTS),
     )
-
-
-def arrays(optimizer) -> dict[str, np.ndarray]:
-    """Copies of the optimizer's state."""
-    return {state.name: state.produce().copy() for state in optimizer.state_to_write()}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +57,7 @@ def test_frozen_parameters_get_no_gradient_state_or_update(batch):
     names = {name for name, _ in model.hf_named_parameters()}
     frozen = {name for name in names if name.startswith("model.visual.") or "layers.0.mlp" in name}
     assert changed == names - frozen
-    assert {name.partition("/")[0] for name in arrays(optimizer)} == names - frozen
+    assert {name.partition("/")[0] for name in states_of(optimizer)} == names - frozen
 
 
 def test_pattern_that_fits_nothing_names_the_nearest():
@@ -161,7 +157,7 @@ def test_what_is_frozen_for_some_steps_begins_with_fresh_state(batch, has_bucket
     for _, parameter in wanted.hf_named_parameters():
         parameter.stop_gradient = False
     second = build(wanted, **settings)
-    second.load_state(arrays(second) | arrays(first))
+    second.load_state(states_of(second) | states_of(first))
     run(wanted, second, range(2, 4))
 
     found = tiny_model()
@@ -172,7 +168,7 @@ def test_what_is_frozen_for_some_steps_begins_with_fresh_state(batch, has_bucket
     run(found, optimizer, range(4))
     for got, expected in (
         (found.hf_state_dict(), wanted.hf_state_dict()),
-        (arrays(optimizer), arrays(second)),
+        (states_of(optimizer), states_of(second)),
     ):
         assert got.keys() == expected.keys()
         for name, array in expected.items():
@@ -224,13 +220,13 @@ def test_state_round_trips_bit_for_bit(batch):
     other = tiny_model(seed=5)
     other.set_state_dict({name: value.clone() for name, value in model.state_dict().items()})
     moved = build(other, weight_decay=0.1)
-    moved.load_state(arrays(optimizer))
+    moved.load_state(states_of(optimizer))
     train_step(vl_runner(model), optimizer, micro_batches(batch), 0.01)
     train_step(vl_runner(other), moved, micro_batches(batch), 0.01)
     for name, value in model.hf_state_dict().items():
         np.testing.assert_array_equal(other.hf_state_dict()[name], value, err_msg=name)
-    for name, value in arrays(optimizer).items():
-        np.testing.assert_array_equal(arrays(moved)[name], value, err_msg=name)
+    for name, value in states_of(optimizer).items():
+        np.testing.assert_array_equal(states_of(moved)[name], value, err_msg=name)
 
 
 def half_parameter(values: np.ndarray) -> paddle.Tensor:
@@ -274,7 +270,7 @@ def test_half_precision_training_is_adamw_in_float32_on_rounded_gradients():
         second = 0.95 * second + 0.05 * total.astype(np.float64) ** 2
         update = (first / (1 - 0.9**step)) / (np.sqrt(second / (1 - 0.95**step)) + 1e-8)
         master = master * (1 - rate * 0.1) - rate * update
-        found = arrays(optimizer)["a.weight/master_weight"]
+        found = states_of(optimizer)["a.weight/master_weight"]
         np.testing.assert_allclose(found, master, rtol=2e-6, atol=1e-7)
         np.testing.assert_array_equal(parameter.astype("float32").numpy(), rounded(found))
     # Steps this small would vanish in bfloat16 weights.
@@ -284,7 +280,7 @@ def test_half_precision_training_is_adamw_in_float32_on_rounded_gradients():
 
 def test_state_of_other_parameters_is_refused_naming_all():
     optimizer = build(tiny_model())
-    state = arrays(optimizer)
+    state = states_of(optimizer)
     moved = {**state, "x/moment1": state["lm_head.weight/moment1"]}
     del moved["lm_head.weight/moment1"]
     with pytest.raises(ValueError, match="missing lm_head.weight/moment1; unexpected x/moment1"):

@@ -24,12 +24,9 @@ from paddle_vl.train.optimizer import Optimizer
 from paddle_vl.train.schedule import average_decay
 from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.support.finished_runs import arrays_of, metrics_of
+from tests.support.states import states_of
 
 DECAYS = [0.5, 0.9, 0.75]
-
-
-def numbers(optimizer) -> dict[str, np.ndarray]:
-    return {state.name: state.produce().copy() for state in optimizer.state_to_write()}
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["per tensor", "buckets"])
@@ -66,7 +63,7 @@ def test_it_follows_its_formula_and_is_exchanged_with_the_weights(dtype, flat):
         if step < len(DECAYS):
             for name, master in masters.items():
                 expected[name] = decay * expected[name] + (1 - decay) * master.numpy()
-    before = numbers(optimizer)
+    before = states_of(optimizer)
     live = [parameter.astype("float32").numpy() for parameter in parameters]
     for name, array in expected.items():
         assert before[f"{name}/ema"].dtype == np.float32
@@ -76,7 +73,7 @@ def test_it_follows_its_formula_and_is_exchanged_with_the_weights(dtype, flat):
         rounded = paddle.to_tensor(before[f"{name}/ema"]).astype(dtype).astype("float32")
         np.testing.assert_array_equal(parameter.astype("float32").numpy(), rounded.numpy())
     optimizer.swap_average()
-    after = numbers(optimizer)
+    after = states_of(optimizer)
     for name, array in before.items():
         np.testing.assert_array_equal(after[name], array, err_msg=name)
     for parameter, array in zip(parameters, live, strict=True):
