@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import sys
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
@@ -31,8 +32,8 @@ def simulate(config: Any) -> dict[str, Any]:
     Raises:
         ValueError: settings that contradict each other or the model, or that are not simulated.
     """
-    from scale.counting import longest_chain, simulated
-    from scale.small_step import token_rows
+    from scale.chain import PASS, longest_chain
+    from scale.counting import simulated
 
     parallel = config.parallel
     block = parallel.sharding_degree * parallel.mp_degree
@@ -40,12 +41,12 @@ def simulate(config: Any) -> dict[str, Any]:
     stages = []
     for stage in range(parallel.pp_degree):
         # A process for each, forked here: Paddle's mode is that of the thread.
-        with multiprocessing.get_context("fork").Pool(1) as pool:
-            stages.append(pool.apply(simulated, (config, stage * block)))
+        with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+            stages.append(pool.submit(simulated, config, stage * block).result())
     of_stages = []
     for number, stage in enumerate(stages):
         sums: dict[tuple, Counter] = {}
-        for call in stage.calls:
+        for call in (each for each in stage.calls if each.operation != PASS):
             found = sums.setdefault((call.kind, call.operation, len(call.ranks)), Counter())
             found.update(calls=call.pieces, contributed=call.num_bytes, sent=round(call.sent))
         of_stages.append(
@@ -61,11 +62,16 @@ def simulate(config: Any) -> dict[str, Any]:
                 "start_collectives": stage.start_calls,
             }
         )
+    has_passes = parallel.pp_degree > 1 and parallel.pp_schedule != "dualpipev"
+    passes = [sum(call.time for call in stage.calls) for stage in stages if has_passes]
+    time = longest_chain(stages, lambda call: call.time)
     return {
         "ranks": ranks,
-        "token_rows": token_rows(config),
+        "token_rows": stages[0].rows,
         "stages": of_stages,
-        "chain": longest_chain(stages),
+        "chain": round(longest_chain(stages, lambda call: call.pieces)),
+        # The part of a step's passes that a stage waits; None where the backward pass is divided.
+        "idle": 1 - max(passes) / time if passes else None,
         # Every rank receives the numbers of all, int64.
         "agree": {"values": stages[0].agreed, "received": 8 * stages[0].agreed * ranks},
     }
@@ -88,7 +94,8 @@ def shown(found: dict[str, Any]) -> str:
             *lines,
             f"sent: {stage['sent'] / GB:.3f} GB by a rank of stage {stage['stage']}, with "
             f"{found['token_rows']:,} token rows a micro-batch",
-            f"longest chain: {found['chain']:,} calls",
+            f"longest chain: {found['chain']:,} calls"
+            + (f"; stages idle {found['idle']:.1%} of their passes" if found["idle"] else ""),
             f"memory: {sum(parts.values()):.1f} GB without activations ("
             + ", ".join(f"{name} {size:.1f}" for name, size in parts.items())
             + ")",
