@@ -19,6 +19,7 @@ class Call:
         operation, ranks: see `paddle_vl.parallel.recorder.Collective`; or `PASS` and this rank.
         num_bytes: that this rank contributes, or receives by a recv.
         pieces: calls that it stands for, as full parameters take more buckets.
+        is_sized: whether parameters determine the bytes of the run, and not how they grow.
         time: of a pass, in forward passes of the stage.
     """
 
@@ -27,6 +28,7 @@ class Call:
     ranks: tuple[int, ...]
     num_bytes: int
     pieces: int = 1
+    is_sized: bool = False
     time: float = 0
 
     @property

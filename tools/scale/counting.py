@@ -54,14 +54,11 @@ class Recorder:
 
     Attributes:
         value_bytes: of a parameter of the run.
-        calls: with the bytes of the run where parameters determine them, else with those of the
-            small step.
-        is_sized: by call whether they did.
+        calls: with the bytes of the run where they are known, else with those of the small step.
     """
 
     def __init__(self, config: Any, rank: int):
         self.calls: list[Call] = []
-        self.is_sized: list[bool] = []
         self.value_bytes = 2 if config.model.compute_dtype == "bfloat16" else 4
         self._reduced_bytes = 2 if config.parallel.reduce_dtype == "bfloat16" else 4
         self._rank = rank
@@ -72,14 +69,11 @@ class Recorder:
         self._owner: tuple[Parameters, Padded] | None = None
 
     def observe(self, call: Collective, group: PhantomGroup) -> None:
-        size, pieces = call.num_bytes, 1
+        size, pieces, is_sized = call.num_bytes, 1, self._owner is not None
         if self._owner is not None:
             size, pieces = self._of_parameters(call, group, *self._owner)
-        self._add(Call(self._kind(call, group), call.kind, call.ranks, size, pieces))
-
-    def _add(self, call: Call) -> None:
-        self.calls.append(call)
-        self.is_sized.append(self._owner is not None)
+        kind = self._kind(call, group)
+        self.calls.append(Call(kind, call.kind, call.ranks, size, pieces, is_sized))
 
     @contextmanager
     def of(self, step: SmallStep, full: Any) -> Iterator[None]:
@@ -88,7 +82,7 @@ class Recorder:
         Args:
             full: the run's model, without storage.
         """
-        self.calls, self.is_sized, self._step = [], [], step
+        self.calls, self._step = [], step
         table, topology = step.model.placement.parameter_table, step.topology
         for parameter, whole in zip(step.model.parameters(), full.parameters(), strict=True):
             self._full[id(parameter)] = size = prod(whole.shape)
@@ -121,7 +115,7 @@ class Recorder:
     def _timed(self, function: Callable, time: float) -> Callable:
         def timed(runner: Any, *args: Any) -> Any:
             part = time / len(runner.own_chunks)
-            self._add(Call(PASS, PASS, (self._rank,), 0, pieces=0, time=part))
+            self.calls.append(Call(PASS, PASS, (self._rank,), 0, pieces=0, time=part))
             return function(runner, *args)
 
         return timed
@@ -262,7 +256,7 @@ def simulated(config: Any, rank: int) -> Simulated:
     found, groups = [], list[int]()
     for units, width in STEPS:
         sizes.clear()
-        recorder.calls, recorder.is_sized = [], []
+        recorder.calls = []
         step = SmallStep(small, sized_family(small, width))
         start_calls = len(recorder.calls)
         # Later stages take the counts of targets from the first one, which is not there.
@@ -270,18 +264,18 @@ def simulated(config: Any, rank: int) -> Simulated:
         whole = whole or placed_model(config, family, step.engine.layout.placement()).built.model
         with recorder.of(step, whole):
             agreed = step.take(units)
-        found.append((step.family, recorder.calls, recorder.is_sized))
+        found.append((step.family, recorder.calls))
         memory = needed_memory(config, step.topology, whole)
         # The default group is made once.
         groups = groups or list(sizes)
-    (small_family, calls, is_sized), (_, grown, _) = found
+    (small_family, calls), (_, grown) = found
     by_width = small_family.widening * Fraction(recorder.value_bytes, 4)
     by_units = family.units
     growth = {1: 1, STEPS[1][0]: by_units, STEPS[1][1]: by_width}
     growth[prod(STEPS[1])] = by_units * by_width
     of_run = []
-    for call, larger, is_known in zip(calls, grown, is_sized, strict=True):
-        ratio = larger.num_bytes / call.num_bytes if call.num_bytes and not is_known else 1
+    for call, larger in zip(calls, grown, strict=True):
+        ratio = larger.num_bytes / call.num_bytes if call.num_bytes and not call.is_sized else 1
         if ratio not in growth:
             raise ValueError(f"{call} grows {ratio:g} times: this tool cannot scale it")
         of_run.append(replace(call, num_bytes=round(growth[ratio] * call.num_bytes)))

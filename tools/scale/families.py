@@ -63,8 +63,8 @@ class SizedVL(VLRecipe):
         self.config, self.checkpoint, data = config, None, config.data
         parallel = config.parallel
         self.pad_to_multiple_of = multiple = data.pad_to_multiple_of
-        full = self._model_config()
-        self._describe(full)
+        full = self.model_config = self._full()
+        self._describe()
         if factor:
             self.model_config = self._small(full, factor)
         # Each lane of the encoder has equally many images.
@@ -78,7 +78,7 @@ class SizedVL(VLRecipe):
         levels = len(own.vision_config.deepstack_visual_indexes)
         self.tower_width = (1 + levels) * own.text_config.hidden_size
 
-    def _model_config(self) -> Any:
+    def _full(self) -> Any:
         kind, model = self.model_class.config_class, self.config.model
         if isinstance(source := model.pretrained or model.config, dict):
             return kind.from_dict(source)

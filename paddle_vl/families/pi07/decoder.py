@@ -197,36 +197,24 @@ class StreamView:
 
     def attend(
         self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, past: Past | None
-    ) -> tuple[Tensor, Past]:
-        """Attention output `[B, L, N, H]` of the view's rows; and all keys and values, `past`
-        first, or the cache that has got them."""
-        if past is not None and len(past) == 1:
-            return self._attend_to_cache(q_BLNH, k_BLKH, v_BLKH, past[0]), past
-        if past is not None:
-            k_BSKH = paddle.concat([past[0], k_BLKH], axis=1)
-            v_BSKH = paddle.concat([past[1], v_BLKH], axis=1)
+    ) -> tuple[Tensor, Any]:
+        """Attention output `[B, L, N, H]` of the view's rows; all keys and values, `past` first."""
+        new = k_BLKH, v_BLKH
+        if past is None:
+            seen = new
+        elif len(past) == 2:
+            seen = tuple(paddle.concat(each, axis=1) for each in zip(past, new, strict=True))
+        elif self.shape[1] > 1:
+            buffers, length = past[0].append(*new), past[0].length
+            seen = tuple(x_BKCH[:, :, :length].transpose([0, 2, 1, 3]) for x_BKCH in buffers)
         else:
-            k_BSKH, v_BSKH = k_BLKH, v_BLKH
-        out_BLNH = masked_attention(
-            self.own_rows(q_BLNH), k_BSKH, v_BSKH, self.mask, self.scale, self.implementation
-        )
-        return out_BLNH, (k_BSKH, v_BSKH)
-
-    def _attend_to_cache(
-        self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, cache: KeyValueCache
-    ) -> Tensor:
-        if self.shape[1] == 1:
             # The cache's attention scales by H^-0.5.
             factor = self.scale * q_BLNH.shape[-1] ** 0.5
             q_BLNH = q_BLNH if factor == 1.0 else q_BLNH * factor
-            return cache.attend(q_BLNH, k_BLKH, v_BLKH, self._cached_keys)
-        key_BSKH, value_BSKH = (
-            buffer[:, :, : cache.length].transpose([0, 2, 1, 3])
-            for buffer in cache.append(k_BLKH, v_BLKH)
-        )
-        return masked_attention(
-            q_BLNH, key_BSKH, value_BSKH, self.mask, self.scale, self.implementation
-        )
+            return past[0].attend(q_BLNH, *new, self._cached_keys), past
+        q_BLNH = self.own_rows(q_BLNH)
+        out_BLNH = masked_attention(q_BLNH, *seen, self.mask, self.scale, self.implementation)
+        return out_BLNH, seen
 
     @cached_property
     def _cached_keys(self) -> CachedKeys:

@@ -134,18 +134,17 @@ class VLRecipe(Family):
         check_processor_fits(self.model_config, self.processor)
         # Set with the model.
         self._part = self._expert_part = RowPart()
-        self._describe(self.model_config)
+        self._describe()
         if config.compares_answers:
             train_data = cast(ConversationData, self.train_data)
             self.answers = ComparedAnswers(config, self.model_config, train_data, self._dataset)
             self.loss, self.compares = self.answers.loss, True
             self.make_stage = self.answers.stages_of(self.make_stage)
 
-    def _describe(self, model_config: Any) -> None:
-        """Set what depends on the model's sizes and the schedule alone."""
-        self.model_config = model_config
-        self.shape, self.costs = model_shape(model_config), layer_costs(model_config)
-        self.encoder_shape = encoder_shape(model_config)
+    def _describe(self) -> None:
+        """Set what depends on the model's configuration and the schedule alone."""
+        self.shape, self.costs = model_shape(self.model_config), layer_costs(self.model_config)
+        self.encoder_shape = encoder_shape(self.model_config)
         self.adapter_class: type[VLBatchAdapter] = VLBatchAdapter
         if self.config.parallel.schedule == "colocated":
             self.make_stage, self.adapter_class = ColocatedStage, ColocatedBatchAdapter
