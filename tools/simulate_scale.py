@@ -2,12 +2,13 @@
 
     python tools/simulate_scale.py run.yaml --ranks 512 parallel.mp_degree=8 ...
 
-Runs the step of a rank of each pipeline stage in one process, with the run's own code, topology,
+Runs the step of a rank of each pipeline stage in one process, with the run's own engine, topology,
 layers and schedule, but little width (`tools/scale/counting.py`), and prints for the stage that
 sends most what leaves a rank in a step; beside it the longest chain of calls that follow one
-another, the memory that the weights' state takes, and what the start costs. Calls that overlap
-with computation are in the chain too. Needs the settings and the sizes of the model (a folder, a
-config.json or a published name), neither data nor weights.
+another, how long stages wait for each other, the memory that the weights' state takes, and what
+the start costs. Calls that overlap with computation are in the chain too. Needs the settings and
+the sizes of the model (a folder, a config.json or a published name), neither data nor weights;
+of pi07 the tokenizers.
 """
 
 import argparse

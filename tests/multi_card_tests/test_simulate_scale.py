@@ -34,7 +34,7 @@ MODEL: dict[str, Any] = {
         "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]},
     },
     "vision_config": {
-        "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4,
+        "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 4, "patch_size": 4,
         "out_hidden_size": 48, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1],
     },
     "image_token_id": 160, "video_token_id": 161,
@@ -66,6 +66,10 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         },
         "dp around stage 2": {"dp_degree": 2, "sharding_degree": 2, "sharding_stage": 2},
         "pp of 4": {"pp_degree": 4, "pp_split": "count"},
+        "colocated, divided encoder": {
+            **COLOCATED, "dp_degree": 2, "encoder": {"mp_degree": 2, "sharding_stage": 1},
+        },
+        "colocated, fan-out": {**COLOCATED, "dp_degree": 2, "encoder": {"mp_degree": 4}},
     },
     8: {"sp, pp, experts": {**MP, "pp_degree": 2, "sharding_degree": 2, "ep_degree": 4}},
 }  # fmt: skip
