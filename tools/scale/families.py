@@ -19,6 +19,7 @@ from paddle_vl.families.base import BuiltModel
 from paddle_vl.families.pi07.prefix import presence_of
 from paddle_vl.families.pi07.recipe import PI07Recipe
 from paddle_vl.families.policy.demonstrations.sample import NO_DROPS
+from paddle_vl.families.policy.tokenizers import PromptTokenizer
 from paddle_vl.families.vlm.inputs.collate import VLCollator
 from paddle_vl.families.vlm.recipe import VLRecipe, model_shape
 from paddle_vl.nn.linear import default_dtype
@@ -136,6 +137,11 @@ class SizedPI07(PI07Recipe):
 
     def __init__(self, config: Any, factor: int):
         self._factor, source = factor, config.data.processor or config.model.pretrained
+        if source is None:
+            raise ValueError(
+                "pi07's labels take as many rows as its tokenizers say: set data.processor to their "
+                "folder, or to the one that tools/make_demonstrations.py makes"
+            )
         data = {"train": [], "eval": [], "synthetic_samples": 1, "dataset_mixture": None}
         data |= {"drops": NO_DROPS, "groups": {}, "statistics": None, "processor": source}
         update = {"data": config.data.model_copy(update=data)}
@@ -169,6 +175,8 @@ class SizedPI07(PI07Recipe):
         for each in (text, expert):
             each |= {"num_attention_heads": mp, "num_key_value_heads": mp, "head_dim": 2}
             each |= {"intermediate_size": INNER * mp}
+        highest_id = PromptTokenizer.from_pretrained(self.config.data.processor).highest_id
+        text["vocab_size"] = (highest_id // mp + 1) * mp
         side = vision["image_size"] // vision["patch_size"] * PATCH
         vision |= {"num_attention_heads": heads, "intermediate_size": INNER * heads}
         vision |= {"patch_size": PATCH, "image_size": side}
