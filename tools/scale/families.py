@@ -139,8 +139,8 @@ class SizedPI07(PI07Recipe):
         self._factor, source = factor, config.data.processor or config.model.pretrained
         if source is None:
             raise ValueError(
-                "pi07's labels take as many rows as its tokenizers say: set data.processor to their "
-                "folder, or to the one that tools/make_demonstrations.py makes"
+                "pi07's labels take as many rows as its tokenizers say: set data.processor to "
+                "their folder, or to the one that tools/make_demonstrations.py makes"
             )
         data = {"train": [], "eval": [], "synthetic_samples": 1, "dataset_mixture": None}
         data |= {"drops": NO_DROPS, "groups": {}, "statistics": None, "processor": source}
