@@ -15,12 +15,11 @@ import argparse
 import json
 import logging
 import math
-import multiprocessing
 import os
 import sys
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from multiprocessing import get_context
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -39,11 +38,12 @@ def simulate(config: Any) -> dict[str, Any]:
     parallel = config.parallel
     block = parallel.sharding_degree * parallel.mp_degree
     ranks = block * parallel.pp_degree * parallel.dp_degree
-    stages = []
-    for stage in range(parallel.pp_degree):
-        # A process for each, forked here: Paddle's mode is that of the thread.
-        with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
-            stages.append(pool.submit(simulated, config, stage * block).result())
+    # A process for each stage, forked here: Paddle's mode is that of the thread.
+    with get_context("fork").Pool(parallel.pp_degree, maxtasksperchild=1) as pool:
+        of_stage = [(config, stage * block) for stage in range(parallel.pp_degree)]
+        stages = pool.starmap(simulated, of_stage, chunksize=1)
+        pool.close()
+        pool.join()
     of_stages = []
     for number, stage in enumerate(stages):
         sums: dict[tuple, Counter] = {}

@@ -91,10 +91,12 @@ class SizedVL(VLRecipe):
         values, mp = full.to_dict(), self.config.parallel.mp_degree
         text, vision, width = values["text_config"], values["vision_config"], WIDTH * factor
         text |= {"hidden_size": width, "vocab_size": 64 * mp}
+        text |= {"num_attention_heads": mp, "num_key_value_heads": mp}
+        heads = mp * self.config.parallel.encoder.mp_degree
         inner = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
         text |= {name: INNER * mp for name in inner if name in text}
-        vision |= {"out_hidden_size": width, "hidden_size": 4 * vision["num_heads"]}
-        vision |= {"intermediate_size": INNER * mp, "patch_size": PATCH}
+        vision |= {"out_hidden_size": width, "num_heads": heads, "hidden_size": 4 * heads}
+        vision |= {"intermediate_size": INNER * heads, "patch_size": PATCH}
         ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
         return type(full).from_dict(values | {name: 60 + i for i, name in enumerate(ids)})
 
