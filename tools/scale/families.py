@@ -177,7 +177,7 @@ class SizedPI07(PI07Recipe):
         for each in (text, expert):
             each |= {"num_attention_heads": mp, "num_key_value_heads": mp, "head_dim": 2}
             each |= {"intermediate_size": INNER * mp}
-        highest_id = PromptTokenizer.from_pretrained(self.config.data.processor).highest_id
+        highest_id = PromptTokenizer.from_pretrained(str(self.config.data.processor)).highest_id
         text["vocab_size"] = (highest_id // mp + 1) * mp
         side = vision["image_size"] // vision["patch_size"] * PATCH
         vision |= {"num_attention_heads": heads, "intermediate_size": INNER * heads}

@@ -199,22 +199,22 @@ class StreamView:
         self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, past: Past | None
     ) -> tuple[Tensor, Any]:
         """Attention output `[B, L, N, H]` of the view's rows; all keys and values, `past` first."""
-        new = k_BLKH, v_BLKH
+        new: KeyValue = k_BLKH, v_BLKH
         if past is None:
-            seen = new
+            key, value = new
         elif len(past) == 2:
-            seen = tuple(paddle.concat(each, axis=1) for each in zip(past, new, strict=True))
+            key, value = (paddle.concat(each, axis=1) for each in zip(past, new, strict=True))
         elif self.shape[1] > 1:
             buffers, length = past[0].append(*new), past[0].length
-            seen = tuple(x_BKCH[:, :, :length].transpose([0, 2, 1, 3]) for x_BKCH in buffers)
+            key, value = (x_BKCH[:, :, :length].transpose([0, 2, 1, 3]) for x_BKCH in buffers)
         else:
             # The cache's attention scales by H^-0.5.
             factor = self.scale * q_BLNH.shape[-1] ** 0.5
             q_BLNH = q_BLNH if factor == 1.0 else q_BLNH * factor
             return past[0].attend(q_BLNH, *new, self._cached_keys), past
         q_BLNH = self.own_rows(q_BLNH)
-        out_BLNH = masked_attention(q_BLNH, *seen, self.mask, self.scale, self.implementation)
-        return out_BLNH, seen
+        out_BLNH = masked_attention(q_BLNH, key, value, self.mask, self.scale, self.implementation)
+        return out_BLNH, (key, value)
 
     @cached_property
     def _cached_keys(self) -> CachedKeys:
