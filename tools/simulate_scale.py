@@ -2,23 +2,24 @@
 
     python tools/simulate_scale.py run.yaml --ranks 512 parallel.mp_degree=8 ...
 
-Runs the step of a rank of each pipeline stage in one process, with the run's own code, topology,
+Runs the step of a rank of each pipeline stage in one process, with the run's own engine, topology,
 layers and schedule, but little width (`tools/scale/counting.py`), and prints for the stage that
 sends most what leaves a rank in a step; beside it the longest chain of calls that follow one
-another, the memory that the weights' state takes, and what the start costs. Calls that overlap
-with computation are in the chain too. Needs the settings and the sizes of the model (a folder, a
-config.json or a published name), neither data nor weights.
+another, how long stages wait for each other, the memory that the weights' state takes, and what
+the start costs. Calls that overlap with computation are in the chain too. Needs the settings and
+the sizes of the model (a folder, a config.json or a published name), neither data nor weights;
+of pi07 the tokenizers.
 """
 
 import argparse
 import json
 import logging
 import math
-import multiprocessing
 import os
 import sys
 from collections import Counter
 from dataclasses import asdict
+from multiprocessing import get_context
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -31,21 +32,22 @@ def simulate(config: Any) -> dict[str, Any]:
     Raises:
         ValueError: settings that contradict each other or the model, or that are not simulated.
     """
-    from scale.counting import longest_chain, simulated
-    from scale.small_step import token_rows
+    from scale.chain import PASS, longest_chain
+    from scale.counting import simulated
 
     parallel = config.parallel
     block = parallel.sharding_degree * parallel.mp_degree
     ranks = block * parallel.pp_degree * parallel.dp_degree
-    stages = []
-    for stage in range(parallel.pp_degree):
-        # A process for each, forked here: Paddle's mode is that of the thread.
-        with multiprocessing.get_context("fork").Pool(1) as pool:
-            stages.append(pool.apply(simulated, (config, stage * block)))
+    # A process for each stage, forked here: Paddle's mode is that of the thread.
+    with get_context("fork").Pool(parallel.pp_degree, maxtasksperchild=1) as pool:
+        of_stage = [(config, stage * block) for stage in range(parallel.pp_degree)]
+        stages = pool.starmap(simulated, of_stage, chunksize=1)
+        pool.close()
+        pool.join()
     of_stages = []
     for number, stage in enumerate(stages):
         sums: dict[tuple, Counter] = {}
-        for call in stage.calls:
+        for call in (each for each in stage.calls if each.operation != PASS):
             found = sums.setdefault((call.kind, call.operation, len(call.ranks)), Counter())
             found.update(calls=call.pieces, contributed=call.num_bytes, sent=round(call.sent))
         of_stages.append(
@@ -61,11 +63,16 @@ def simulate(config: Any) -> dict[str, Any]:
                 "start_collectives": stage.start_calls,
             }
         )
+    has_passes = parallel.pp_degree > 1 and parallel.pp_schedule != "dualpipev"
+    passes = [sum(call.time for call in stage.calls) for stage in stages if has_passes]
+    time = longest_chain(stages, lambda call: call.time)
     return {
         "ranks": ranks,
-        "token_rows": token_rows(config),
+        "token_rows": stages[0].rows,
         "stages": of_stages,
-        "chain": longest_chain(stages),
+        "chain": round(longest_chain(stages, lambda call: call.pieces)),
+        # The part of a step's passes that a stage waits; None where the backward pass is divided.
+        "idle": 1 - max(passes) / time if passes else None,
         # Every rank receives the numbers of all, int64.
         "agree": {"values": stages[0].agreed, "received": 8 * stages[0].agreed * ranks},
     }
@@ -88,7 +95,8 @@ def shown(found: dict[str, Any]) -> str:
             *lines,
             f"sent: {stage['sent'] / GB:.3f} GB by a rank of stage {stage['stage']}, with "
             f"{found['token_rows']:,} token rows a micro-batch",
-            f"longest chain: {found['chain']:,} calls",
+            f"longest chain: {found['chain']:,} calls"
+            + (f"; stages idle {found['idle']:.1%} of their passes" if found["idle"] else ""),
             f"memory: {sum(parts.values()):.1f} GB without activations ("
             + ", ".join(f"{name} {size:.1f}" for name, size in parts.items())
             + ")",
@@ -106,7 +114,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.name=value", help="settings")
     parser.add_argument("--ranks", type=int, help="what the degrees must multiply to")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     from paddle_vl.config.load import load_run_config
 
     logging.disable(logging.INFO)

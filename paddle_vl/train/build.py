@@ -1,13 +1,16 @@
-"""Builds a run from its configuration: model, data, optimizer and trainer."""
+"""Builds a run from its configuration: model, data, optimizer and trainer.
+
+Over 350 lines: what trains a model, and what a run has around it, in the order in which they start.
+"""
 
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import paddle
 
@@ -18,10 +21,11 @@ from paddle_vl.config.parallel_settings import CONNECTIONS
 from paddle_vl.config.schema import RunConfig
 from paddle_vl.config.validate import launch_problems, step_problems
 from paddle_vl.data.loader import PrefetchLoader
-from paddle_vl.families.base import Family, MeanLosses, SaveModel
+from paddle_vl.families.base import BuiltModel, Family, MeanLosses, SaveModel
 from paddle_vl.nn.kernels import description
 from paddle_vl.nn.master_weights import ParameterStore
 from paddle_vl.nn.operations import choose_kernels
+from paddle_vl.nn.placement import Placement
 from paddle_vl.parallel.agree import check_data_agree, check_fields_agree, check_settings_agree
 from paddle_vl.parallel.colocated.runner import ColocatedRunner, PartsStore
 from paddle_vl.parallel.fleet_strategy import missing_variables
@@ -53,6 +57,7 @@ from paddle_vl.train.reporting.metrics import evaluation_keys
 from paddle_vl.train.resume import changed_settings, check_pretrained, checkpoint_to_resume
 from paddle_vl.train.run_lock import RunLock
 from paddle_vl.train.schedule import RunLength, seed_everything
+from paddle_vl.train.step import Runner
 from paddle_vl.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -79,15 +84,7 @@ def build_trainer(config: RunConfig, writes: bool = True, updates: bool = True) 
     # Before a collective or a kernel has run.
     if told := configure_gpu(config.train.deterministic, config.train.tf32):
         logger.info("%s", told)
-    parallel = config.parallel
-    topology = initialize(parallel_degrees(config), parallel.fleet, parallel.timeout_s)
-    several = topology.world_size > 1
-    ranks = FleetRanks(topology) if several else ONE_RANK
-    if several:
-        settings = flatten(config.model_dump(mode="json"))
-        if parallel.mp_degree > 1:  # It decides on overlaps, and so on collectives.
-            settings[CONNECTIONS] = os.environ.get(CONNECTIONS)
-        check_settings_agree(settings, topology.describe())
+    topology, ranks = start_ranks(config)
     lock = _lock_output(config, ranks) if writes else None
     with ExitStack() as on_failure:
         if lock is not None:
@@ -95,6 +92,23 @@ def build_trainer(config: RunConfig, writes: bool = True, updates: bool = True) 
         trainer = _build(config, topology, ranks, lock, updates)
         on_failure.pop_all()
     return trainer
+
+
+def start_ranks(config: RunConfig) -> tuple[Topology, SingleRank]:
+    """Start this rank among those of the run, which all have its settings.
+
+    Raises:
+        ValueError: see `paddle_vl.parallel.topology.initialize`; or settings differ.
+    """
+    parallel = config.parallel
+    topology = initialize(parallel_degrees(config), parallel.fleet, parallel.timeout_s)
+    if topology.world_size == 1:
+        return topology, ONE_RANK
+    settings = flatten(config.model_dump(mode="json"))
+    if parallel.mp_degree > 1:  # It decides on overlaps, and so on collectives.
+        settings[CONNECTIONS] = os.environ.get(CONNECTIONS)
+    check_settings_agree(settings, topology.describe())
+    return topology, FleetRanks(topology)
 
 
 def _lock_output(config: RunConfig, ranks: SingleRank) -> RunLock | None:
@@ -134,62 +148,9 @@ def _build(
     choose_kernels("uncompiled" if is_uncompiled else config.train.kernels)
     logger.info("%s", description(paddle.get_device().split(":")[0]))
     family = run_family(config, checkpoint)
-    if several:
-        check_fields_agree(family.fields, topology.describe())
-        if (missing := missing_variables(topology.degrees)) is not None:
-            logger.warning("%s", missing)
-    layout = Layout(
-        config,
-        topology,
-        family.shape,
-        family.costs,
-        family.pad_to_multiple_of,
-        family.encoder_shape,
-    )
-    placement = layout.placement()
-    built = family.build_model(placement)
+    engine = build_engine(config, topology, ranks, family, updates)
+    built, runner, store = engine.placed.built, engine.runner, engine.optimizer.store
     model = built.model
-    for chain in (model.vision_blocks, model.decoder_layers):
-        recompute_layers(chain[: config.train.recompute_num_layers], family.recompute)
-    full_shapes = family.full_shapes(model)
-    trainable = family.trainable_names(model)
-    trained = trained_names(full_shapes, config.model.freeze, trainable, family.parts)
-    decayed = decayed_names(full_shapes, config.train.weight_decay_exclude, family.parts)
-    factors = rate_factors(config.train, trained, family.parts, full_shapes)
-    frozen = frozen_steps(config.train, trained, family.parts)
-    # Fused linears (q, k, v; gate, up) that are trained differently get separate weights.
-    model.separate(
-        treated_apart(
-            family.named_parameters(model),
-            lambda name: (name in trained, name in decayed, factors.get(name), frozen.get(name)),
-        )
-    )
-    parameters = freeze_parameters(family.named_parameters(model), trained, full_shapes)
-    reference_values = family.reference_values(model)
-    if updates:  # Without them it counts moments that nobody has.
-        copies = (config.train.ema is not None) + (reference_values is not None)
-        check_memory(needed_memory(config, topology, model, copies))
-    store = layout.parameter_store(model, has_reference=reference_values is not None)
-    table = placement.parameter_table
-
-    def make_optimizer(parameters: NamedParameters, store: ParameterStore) -> Optimizer:
-        return Optimizer(
-            parameters, config.train, decayed, store, table, trained, factors, updates, frozen
-        )
-
-    if isinstance(store, PartsStore):
-        of_encoder = [entry for entry in parameters if table[entry[1]].is_encoder]
-        of_language = [entry for entry in parameters if not table[entry[1]].is_encoder]
-        parts = ((of_encoder, store.encoder), (of_language, store.language))
-        optimizer = ColocatedOptimizer([make_optimizer(*part) for part in parts], store)
-    else:
-        optimizer = make_optimizer(parameters, store)
-    runner = own_runner = layout.runner(
-        model, family.make_stage, ranks, family.loss, built.adapter, family.item_encoder
-    )
-    if family.compares:
-        reference = None if reference_values is None else Reference(reference_values, store)
-        runner = ComparingRunner(runner, reference, ranks)
     make_loader = partial(family.train_loader, built.collator)
     loader = lane_loaders(lambda lane: {"": make_loader(lane)}, ranks, topology)[""]
     if several:
@@ -205,7 +166,7 @@ def _build(
 
     answering = None
     if has_evaluation and (questions := family.questions(model, built.collator)) is not None:
-        rows = placement.ops.row_part.size
+        rows = model.placement.ops.row_part.size
         answering = Answering(questions, runner, ranks, topology, config, rows)
 
     def save_with(save: SaveModel, folder: Path, write: FileWriter) -> None:
@@ -229,14 +190,14 @@ def _build(
     trainer = Trainer(
         config,
         runner,
-        optimizer,
+        engine.optimizer,
         loader,
         length,
         partial(save_with, built.save),
         evaluate if has_evaluation else None,
         ranks,
         peak_flops,
-        None if peak_flops is None else family.flop_counter(model, trained),
+        None if peak_flops is None else family.flop_counter(model, engine.placed.trained),
         lock,
         built.save_streamed and partial(save_with, built.save_streamed),
         _reference_checksum(family, ranks),
@@ -245,8 +206,8 @@ def _build(
         scores = answering.questions.names if answering else ()
         trainer.best.check_metric(evaluation_keys(family.loss, eval_loaders, built.measure, scores))
     loader.while_waiting = trainer.check_data_wait
-    if isinstance(own_runner, ColocatedRunner):
-        own_runner.upcoming = trainer.feed.upcoming
+    if isinstance(engine.own_runner, ColocatedRunner):
+        engine.own_runner.upcoming = trainer.feed.upcoming
     if checkpoint is not None:
         trainer.restore(checkpoint)
     logger.info(
@@ -259,6 +220,99 @@ def _build(
         f", continuing {checkpoint}" if checkpoint else "",
     )
     return trainer
+
+
+class PlacedModel(NamedTuple):
+    """This rank's part of a model without values, and what the run trains of it: this rank's
+    `parameters`, and by keys of the full model what `paddle_vl.train.freeze` says of them."""
+
+    built: BuiltModel
+    parameters: NamedParameters
+    trained: set[str]
+    decayed: set[str]
+    factors: Mapping[str, float]
+    frozen: Mapping[str, int]
+
+
+def placed_model(config: RunConfig, family: Family, placement: Placement) -> PlacedModel:
+    """The model as the run has it; it raises ValueError for names that no parameter has."""
+    built = family.build_model(placement)
+    model = built.model
+    for chain in (model.vision_blocks, model.decoder_layers):
+        recompute_layers(chain[: config.train.recompute_num_layers], family.recompute)
+    full_shapes = family.full_shapes(model)
+    trainable = family.trainable_names(model)
+    trained = trained_names(full_shapes, config.model.freeze, trainable, family.parts)
+    decayed = decayed_names(full_shapes, config.train.weight_decay_exclude, family.parts)
+    factors = rate_factors(config.train, trained, family.parts, full_shapes)
+    frozen = frozen_steps(config.train, trained, family.parts)
+    # Fused linears (q, k, v; gate, up) that are trained differently get separate weights.
+    model.separate(
+        treated_apart(
+            family.named_parameters(model),
+            lambda name: (name in trained, name in decayed, factors.get(name), frozen.get(name)),
+        )
+    )
+    parameters = freeze_parameters(family.named_parameters(model), trained, full_shapes)
+    return PlacedModel(built, parameters, trained, decayed, factors, frozen)
+
+
+class Engine(NamedTuple):
+    """What trains a model on this rank's batches; `own_runner` compares no answers."""
+
+    layout: Layout
+    placed: PlacedModel
+    optimizer: Optimizer | ColocatedOptimizer
+    runner: Runner
+    own_runner: Runner
+
+
+def build_engine(
+    config: RunConfig, topology: Topology, ranks: SingleRank, family: Family, updates: bool = True
+) -> Engine:
+    """The model with its values, its optimizer and its runner. Called by all ranks.
+
+    Args:
+        updates: see `build_trainer`.
+
+    Raises:
+        ValueError: the model contradicts the degrees or the settings, or does not fit into memory.
+    """
+    if topology.world_size > 1:
+        check_fields_agree(family.fields, topology.describe())
+        if (missing := missing_variables(topology.degrees)) is not None:
+            logger.warning("%s", missing)
+    sizes = family.shape, family.costs, family.pad_to_multiple_of, family.encoder_shape
+    layout = Layout(config, topology, *sizes)
+    placed = placed_model(config, family, layout.placement())
+    built, parameters, trained, decayed, factors, frozen = placed
+    model = built.model
+    reference_values = family.reference_values(model)
+    if updates:  # Without them it counts moments that nobody has.
+        copies = (config.train.ema is not None) + (reference_values is not None)
+        check_memory(needed_memory(config, topology, model, copies))
+    store = layout.parameter_store(model, has_reference=reference_values is not None)
+    table = model.placement.parameter_table
+
+    def make_optimizer(parameters: NamedParameters, store: ParameterStore) -> Optimizer:
+        return Optimizer(
+            parameters, config.train, decayed, store, table, trained, factors, updates, frozen
+        )
+
+    if isinstance(store, PartsStore):
+        of_encoder = [entry for entry in parameters if table[entry[1]].is_encoder]
+        of_language = [entry for entry in parameters if not table[entry[1]].is_encoder]
+        parts = ((of_encoder, store.encoder), (of_language, store.language))
+        optimizer = ColocatedOptimizer([make_optimizer(*part) for part in parts], store)
+    else:
+        optimizer = make_optimizer(parameters, store)
+    runner = own_runner = layout.runner(
+        model, family.make_stage, ranks, family.loss, built.adapter, family.item_encoder
+    )
+    if family.compares:
+        reference = None if reference_values is None else Reference(reference_values, store)
+        runner = ComparingRunner(runner, reference, ranks)
+    return Engine(layout, placed, optimizer, runner, own_runner)
 
 
 def _reference_checksum(family: Family, ranks: SingleRank) -> str | None:

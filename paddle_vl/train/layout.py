@@ -61,6 +61,9 @@ class Layout:
         plan = Plan(degrees, topology.world_size, shape, pad_to_multiple_of, encoder_shape)
         raise_problems(plan_problems(plan))
         layers, before, after = costs
+        if topology.encoder is not None:
+            # The first stage has no tower.
+            before = 0.0
         if config.parallel.pp_split == "count":
             layers, before, after = [1] * len(layers), 0, 0
         self.num_layers = len(layers)

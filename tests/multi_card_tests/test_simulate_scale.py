@@ -1,9 +1,10 @@
 """The counts of `tools/simulate_scale.py` against those of real ranks.
 
 Guarantees, of a step of a small model of other width, rows and inner sizes than the simulated steps
-have: calls and bytes by operation and group, and the groups that a rank makes, equal the mean of
-the real ranks of its pipeline stage, for dp, sharding stages 1 to 3, tensor and sequence
-parallelism, pipelines and experts.
+have: calls and bytes by operation and group, collectives and groups of the start equal the mean of
+the real ranks of its pipeline stage, and the longest chain is that of all real ranks, for dp,
+sharding stages 1 to 3, tensor and sequence parallelism, pipelines, experts, the colocated schedule,
+and pi07's policy and planner. Stages idle as long as a pipeline fills and drains.
 """
 
 import functools
@@ -12,14 +13,17 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import yaml
+from paddle.distributed import collective
 
 from paddle_vl.config.load import load_run_config
-from paddle_vl.parallel.recorder import record_collectives
+from paddle_vl.parallel.recorder import Collective, record_collectives
 from simulate_scale import simulate
+from tests.single_card_tests.train.tiny_policy_run import MODEL as MODEL_OF_POLICY
+from tests.single_card_tests.train.tiny_policy_run import PLANNER, write_tiny_policy_run
 from tests.support.launch import launch, outcome_of, run_checks
 
 MODEL: dict[str, Any] = {
@@ -30,7 +34,7 @@ MODEL: dict[str, Any] = {
         "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]},
     },
     "vision_config": {
-        "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4,
+        "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 4, "patch_size": 4,
         "out_hidden_size": 48, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1],
     },
     "image_token_id": 160, "video_token_id": 161,
@@ -38,6 +42,8 @@ MODEL: dict[str, Any] = {
 }  # fmt: skip
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MP = {"mp_degree": 2, "sequence_parallel": True}
+COLOCATED = {"pp_degree": 2, "schedule": "colocated"}
+# By number of ranks and name: degrees of a vision-language model, of pi07's policy or its planner.
 CASES: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "dp": {"dp_degree": 2},
@@ -45,7 +51,13 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "stage 2": {"sharding_degree": 2, "sharding_stage": 2},
         "stage 3": {"sharding_degree": 2, "sharding_stage": 3},
         "sp": MP,
-        "pp": {"pp_degree": 2},
+        "pp": {"pp_degree": 2, "pp_split": "count"},
+        "colocated": COLOCATED,
+        "pi07 mp": {"mp_degree": 2},
+        "pi07 pp": {"pp_degree": 2},
+        "pi07 colocated": COLOCATED,
+        "planner stage 3": {"sharding_degree": 2, "sharding_stage": 3},
+        "planner pp": {"pp_degree": 2},
     },
     4: {
         "sp, experts at stage 1": {**MP, "sharding_degree": 2, "ep_degree": 2},
@@ -53,58 +65,85 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
             **MP, "sharding_degree": 2, "ep_degree": 4, "sharding_stage": 3,
         },
         "dp around stage 2": {"dp_degree": 2, "sharding_degree": 2, "sharding_stage": 2},
+        "pp of 4": {"pp_degree": 4, "pp_split": "count"},
+        "colocated, divided encoder": {
+            **COLOCATED, "dp_degree": 2, "encoder": {"mp_degree": 2, "sharding_stage": 1},
+        },
+        "colocated, fan-out": {**COLOCATED, "dp_degree": 2, "encoder": {"mp_degree": 4}},
     },
     8: {"sp, pp, experts": {**MP, "pp_degree": 2, "sharding_degree": 2, "ep_degree": 4}},
 }  # fmt: skip
 HEAVY = (8,)
 
 
-def run_of(folder: str, degrees: dict[str, Any]) -> Any:
-    model = MODEL
+def run_of(folder: str, name: str, degrees: dict[str, Any]) -> Any:
+    policies = {"pi07": MODEL_OF_POLICY, "planner": PLANNER}
+    model: dict[str, Any] = policies.get(name.split()[0], MODEL)
     if "ep_degree" in degrees:
-        model = MODEL | {
-            "model_type": "qwen3_vl_moe",
-            "text_config": MODEL["text_config"] | EXPERTS,
-        }
-    settings = {
+        text = MODEL["text_config"] | EXPERTS
+        model = MODEL | {"model_type": "qwen3_vl_moe", "text_config": text}
+    # As many as a pipeline of four stages needs.
+    number = 4 if degrees.get("pp_degree") == 4 else 2
+    settings: dict[str, Any] = {
         "model": {"config": model},
-        "data": {
-            "train": ["none"], "processor": "none", "max_length": 64, "pad_to_multiple_of": 2,
-        },
         "parallel": degrees,
         "train": {
-            "output_dir": "none", "max_steps": 1, "gradient_accumulation_steps": 2,
+            "output_dir": "none", "max_steps": 1, "gradient_accumulation_steps": number,
             "recompute": "full", "per_device_train_batch_size": 1,
         },
     }  # fmt: skip
+    if model is MODEL or "ep_degree" in degrees:
+        settings["data"] = {
+            "train": ["none"], "processor": "none", "max_length": 64, "pad_to_multiple_of": 2,
+        }  # fmt: skip
+    else:
+        settings["data"] = {"synthetic_samples": 1, "processor": f"{folder}/processor"}
+        settings["train"]["per_device_train_batch_size"] = 3
     path = Path(folder) / f"run{os.environ['PADDLE_TRAINER_ID']}.yaml"
     path.write_text(yaml.safe_dump(settings), encoding="utf-8")
     return load_run_config(path)
 
 
-def real_step(folder: str, degrees: dict[str, Any]) -> tuple[int, list[Any]]:
-    """This rank's stage, and its calls in a step."""
-    from scale.small_step import SmallStep, family_and_model, token_rows
+class Real(NamedTuple):
+    """What a rank did."""
 
-    config = run_of(folder, degrees)
-    recipe, full = family_and_model(config)
-    step = SmallStep(config, recipe, full, full)
+    stage: int
+    start: int
+    groups: list[int]
+    calls: list[Collective]
+
+
+def real_step(folder: str, name: str, degrees: dict[str, Any]) -> Real:
+    from scale.families import sized_family
+    from scale.small_step import SmallStep
+
+    config = run_of(folder, name, degrees)
+    family, known = sized_family(config), {*collective._group_map} - {0}
+    with record_collectives() as start:
+        step = SmallStep(config, family)
+    made = [group for key, group in collective._group_map.items() if key not in known]
+    # Those of one rank have no connection.
+    made = [group for group in made if step.topology.rank in group.ranks and group.nranks > 1]
     with record_collectives() as recording:
-        step.take(token_rows(config))
-    return step.topology.pp_rank, recording.calls
+        step.take(int(family.units))
+    return Real(
+        step.topology.pp_rank,
+        len(start.calls),
+        sorted(group.nranks for group in made),
+        recording.calls,
+    )
 
 
 def real(folder: str, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return run_checks({name: partial(real_step, folder, case) for name, case in cases.items()})
+    return run_checks({name: partial(real_step, folder, name, cases[name]) for name in cases})
 
 
 def predicted(folder: str, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    checks = {name: partial(_predicted, folder, case) for name, case in cases.items()}
-    return run_checks(checks)
+    return run_checks({name: partial(_predicted, folder, name, cases[name]) for name in cases})
 
 
-def _predicted(folder: str, degrees: dict[str, Any]) -> dict[str, Any]:
-    return simulate(run_of(folder, degrees))
+def _predicted(folder: str, name: str, degrees: dict[str, Any]) -> dict[str, Any]:
+    return simulate(run_of(folder, name, degrees))
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +152,10 @@ def outcomes(tmp_path_factory) -> Any:
 
     @functools.cache
     def of(num_ranks: int) -> tuple[list[dict], list[dict]]:
-        arguments = (str(tmp_path_factory.mktemp("runs")), CASES[num_ranks])
+        folder = tmp_path_factory.mktemp("runs")
+        arguments = (str(folder), CASES[num_ranks])
+        if num_ranks == 2:
+            write_tiny_policy_run(folder)
         there = launch(real, num_ranks, arguments=arguments, timeout=900)
         return there, launch(predicted, 1, arguments=arguments, timeout=900)
 
@@ -148,4 +190,39 @@ def test_counts_equal_those_of_real_ranks(outcomes, num_ranks, name):
             key = each["operation"], each["group"]
             calls, size = found.get(key, (0, 0))
             found[key] = calls + each["calls"], size + each["contributed"]
-        assert found == mean([calls for number, calls in there if number == stage["stage"]])
+        of_stage = [each for each in there if each.stage == stage["stage"]]
+        assert found == mean([each.calls for each in of_stage])
+        assert stage["start_collectives"] == of_stage[0].start
+        assert sorted(stage["groups"]) == of_stage[0].groups
+    assert prediction["chain"] == longest_path([each.calls for each in there])
+
+
+def longest_path(of_ranks: Sequence[Sequence[Collective]]) -> int:
+    """Calls of all ranks on the longest path: a call follows the last ones of its ranks, and a
+    receipt what its sender had done before it sent."""
+    # Place of each call on each of its ranks, in the order of the calls of these ranks.
+    places: dict[tuple, dict[int, list[int]]] = {}
+    for rank, calls in enumerate(of_ranks):
+        for place, call in enumerate(calls):
+            places.setdefault((call.is_message, call.ranks), {}).setdefault(rank, []).append(place)
+
+    @functools.cache
+    def depth(rank: int, place: int) -> int:
+        if place < 0:
+            return 0
+        call = of_ranks[rank][place]
+        same = places[call.is_message, call.ranks]
+        before = [depth(rank, place - 1)]
+        if call.kind != "send":
+            number = same[rank].index(place)
+            before += [depth(other, own[number] - 1) for other, own in same.items()]
+        return 1 + max(before)
+
+    return max(depth(rank, len(calls) - 1) for rank, calls in enumerate(of_ranks))
+
+
+def test_stages_idle_while_a_pipeline_fills_and_drains(outcomes):
+    """With p even stages and m micro-batches p - 1 of m + p - 1 passes; collectives take none."""
+    for ranks, name, idle in ((2, "pp", 1 / 3), (4, "pp of 4", 3 / 7), (2, "dp", None)):
+        [prediction] = outcome_of(outcomes(ranks)[1], name)
+        assert prediction["idle"] == (idle and pytest.approx(idle))

@@ -1,52 +1,44 @@
 """What one rank of a large run sends in a step, counted by running the step with small widths.
 
-The run's own code builds topology, layout, parameters, optimizer and runner, and takes one step,
-with all layers, ranks, experts and micro-batches of the run, but few token rows of little width,
-on a rank whose peers are not there (`scale.phantom`). Its calls are those of the run. Their bytes
-are scaled:
+The run's own engine builds topology, layout, parameters, optimizer and runner, and takes one step,
+with all layers, ranks, experts and micro-batches of the run, but few units (`scale.families`) of
+little width, on a rank whose peers are not there (`scale.phantom`). Its calls are those of the run.
+Their bytes are scaled:
 
 - a call that carries parameters or gradients is known to be theirs: the sum over the parameters,
   padded as its sender pads them, has to give the recorded bytes, and with the shapes of the full
   model, built without storage, it gives the bytes of the run;
-- every other call is recorded in two steps, the second with twice the rows and three times the
-  width, so the ratio of its bytes says whether they grow with rows, width, both or neither. A call
+- every other call is recorded in two steps, the second with twice the units and three times the
+  width, so the ratio of its bytes says whether they grow with units, width, both or neither. A call
   that grows in another way is refused.
-
-Half of the token rows are visual, in images of equal size, and the others are targets.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 from paddle import Tensor
 from paddle.distributed.fleet.utils import hybrid_parallel_util
 from paddle.distributed.fleet.utils.tensor_fusion_helper import FusedCommBuffer
 
-from paddle_vl.families.vlm.settings import VLRun
 from paddle_vl.nn.parameter_table import Tie
 from paddle_vl.parallel import collectives
 from paddle_vl.parallel.collectives import BUCKET_ELEMENTS
+from paddle_vl.parallel.pipeline.runner import PipelineRunner
 from paddle_vl.parallel.recorder import Collective
 from paddle_vl.parallel.sharding.buckets import Bucket
-from paddle_vl.train.build import needed_memory
+from paddle_vl.train.build import needed_memory, placed_model
 from paddle_vl.train.layout import parallel_degrees
-from paddle_vl.train.memory_needed import NeededMemory
+from scale.chain import BACKWARD, FORWARD, PASS, Call, Simulated
+from scale.families import sized_family
 from scale.phantom import PhantomGroup, become_rank
-from scale.small_step import (
-    IMAGE_ROWS,
-    WIDTH,
-    SmallStep,
-    family_and_model,
-    small_config,
-    token_rows,
-)
+from scale.small_step import SmallStep
 
-# Factors on rows and width of the two steps.
+# Factors on units and width of the two steps.
 STEPS = ((1, 1), (2, 3))
 # Bytes to which fleet aligns a parameter's slices, and those of its buffers.
 FLEET_ALIGNMENT, FLEET_BUFFER = 256, 256 << 20
@@ -57,65 +49,19 @@ Parameters = Callable[[Collective, PhantomGroup], list[Tensor]]
 Padded = Callable[[int, int, int], int]
 
 
-@dataclass(frozen=True)
-class Call:
-    """A collective or message of a step.
-
-    Attributes:
-        kind: what it carries, such as `gradients`.
-        operation, ranks: see `paddle_vl.parallel.recorder.Collective`.
-        num_bytes: that this rank contributes, or receives by a recv.
-        pieces: calls that it stands for, as full parameters take more buckets.
-    """
-
-    kind: str
-    operation: str
-    ranks: tuple[int, ...]
-    num_bytes: int
-    pieces: int = 1
-
-    @property
-    def sent(self) -> float:
-        """Bytes that leave the rank: over a ring, or directly."""
-        others = len(self.ranks) - 1
-        part = others / (others + 1)
-        shares = {"all_gather": others, "recv": 0, "send": 1, "all_reduce": 2 * part}
-        return self.num_bytes * shares.get(self.operation, part)
-
-
-class Simulated(NamedTuple):
-    """One rank of a run.
-
-    Attributes:
-        calls: of a step, in order.
-        memory: what the rank holds, without activations.
-        group_sizes: ranks of every group that it is in.
-        start_calls: collectives before the first step.
-        agreed: numbers that all ranks exchange before a step.
-    """
-
-    calls: list[Call]
-    memory: NeededMemory
-    group_sizes: list[int]
-    start_calls: int
-    agreed: int
-
-
 class Recorder:
     """Names and sizes the calls of a rank.
 
     Attributes:
         value_bytes: of a parameter of the run.
-        calls: with the bytes of the run where parameters determine them, else with those of the
-            small step.
-        is_sized: by call whether they did.
+        calls: with the bytes of the run where they are known, else with those of the small step.
     """
 
-    def __init__(self, config: VLRun):
+    def __init__(self, config: Any, rank: int):
         self.calls: list[Call] = []
-        self.is_sized: list[bool] = []
         self.value_bytes = 2 if config.model.compute_dtype == "bfloat16" else 4
         self._reduced_bytes = 2 if config.parallel.reduce_dtype == "bfloat16" else 4
+        self._rank = rank
         self._step: SmallStep | None = None
         self._full: dict[int, int] = {}
         # Parameters that have one bucket per layer.
@@ -123,11 +69,11 @@ class Recorder:
         self._owner: tuple[Parameters, Padded] | None = None
 
     def observe(self, call: Collective, group: PhantomGroup) -> None:
-        size, pieces = call.num_bytes, 1
+        size, pieces, is_sized = call.num_bytes, 1, self._owner is not None
         if self._owner is not None:
             size, pieces = self._of_parameters(call, group, *self._owner)
-        self.calls.append(Call(self._kind(call, group), call.kind, call.ranks, size, pieces))
-        self.is_sized.append(self._owner is not None)
+        kind = self._kind(call, group)
+        self.calls.append(Call(kind, call.kind, call.ranks, size, pieces, is_sized))
 
     @contextmanager
     def of(self, step: SmallStep, full: Any) -> Iterator[None]:
@@ -136,7 +82,7 @@ class Recorder:
         Args:
             full: the run's model, without storage.
         """
-        self.calls, self.is_sized, self._step = [], [], step
+        self.calls, self._step = [], step
         table, topology = step.model.placement.parameter_table, step.topology
         for parameter, whole in zip(step.model.parameters(), full.parameters(), strict=True):
             self._full[id(parameter)] = size = prod(whole.shape)
@@ -145,7 +91,9 @@ class Recorder:
                 is_expert = table[parameter].is_expert
                 group = topology.expert_sharding_group if is_expert else topology.sharding_group
                 self._full[id(own)] = -(-size // group.nranks)
-        units = [*step.model.vision_blocks, *step.model.decoder_layers]
+        units = step.model.decoder_layers
+        if topology.encoder is None:
+            units = [*step.model.vision_blocks, *units]
         self._in_units = {id(p) for unit in units for p in unit.parameters()}
         of_buffer: Any = lambda buffer: _of_list(buffer.params)  # noqa: E731
         with ExitStack() as stack:
@@ -159,7 +107,20 @@ class Recorder:
             ):
                 owned = self._owned(getattr(place, name), parameters_of, padded)
                 stack.enter_context(mock.patch.object(place, name, owned))
+            # Values of a small model may overflow, and its step then be skipped.
+            stack.enter_context(mock.patch("paddle_vl.train.step.isnan", return_value=False))
+            for name, time in (("_run_chunk", FORWARD), ("_end_micro_batch", BACKWARD)):
+                timed = self._timed(getattr(PipelineRunner, name), time)
+                stack.enter_context(mock.patch.object(PipelineRunner, name, timed))
             yield
+
+    def _timed(self, function: Callable, time: float) -> Callable:
+        def timed(runner: Any, *args: Any) -> Any:
+            part = time / len(runner.own_chunks)
+            self.calls.append(Call(PASS, PASS, (self._rank,), 0, pieces=0, time=part))
+            return function(runner, *args)
+
+        return timed
 
     def _owned(self, function: Callable, parameters_of: Callable, padded: Padded) -> Callable:
         """The function, whose calls carry the parameters of its first argument."""
@@ -192,7 +153,7 @@ class Recorder:
             )
         full = elements((self._full[id(p)] for p in parameters), self.value_bytes)
         if padded is _as_is and self._step.topology.is_sharded_by_fleet:
-            full = self._mean_slices(parameters, group)
+            full = self._mean_slices(parameters, group) or full
         width = self._reduced_bytes if padded is _for_shards else 4
         width = self.value_bytes if parts > 1 else width
         limit = FLEET_BUFFER // self.value_bytes if padded is _for_slices else BUCKET_ELEMENTS
@@ -201,14 +162,15 @@ class Recorder:
 
     def _mean_slices(self, own: Sequence[Tensor], group: PhantomGroup) -> list[int]:
         """Elements of fleet's slices in an all-reduce, in the mean over the ranks that have them:
-        each rank has slices of other parameters."""
+        each rank has slices of other parameters. None of an encoder that fleet does not shard."""
         assert self._step is not None
         step, topology = self._step, self._step.topology
         table, slices = step.model.placement.parameter_table, {id(tensor) for tensor in own}
         trained = [p for p in step.model.parameters() if not p.stop_gradient]
+        trained = [p for p in trained if not table[p].is_encoder]
         of_experts = {table[p].is_expert for p in trained if id(step.store.shard_of(p)) in slices}
         sizes = []
-        for parameter in trained:
+        for parameter in trained if not slices or of_experts else ():
             spec = table[parameter]
             shards = topology.expert_sharding_group if spec.is_expert else topology.sharding_group
             ranks = shards.nranks
@@ -230,14 +192,17 @@ class Recorder:
             return "pipeline"
         if self._step is None:
             return "start"
-        if group is self._step.topology.ep_group.process_group:
-            return "experts"
-        if group is not self._step.topology.mp_group.process_group:
-            return "all ranks"
-        config = self._step.own
-        levels = 1 + len(config.vision_config.deepstack_visual_indexes)
-        is_visual = call.shape[-1:] == (levels * config.text_config.hidden_size,)
-        return "tower" if is_visual else "tensor parallel"
+        topology = self._step.topology
+        own, encoder = topology.mp_group, topology.encoder
+        kinds = [(topology.ep_group, "experts"), (own, "tensor parallel")]
+        if encoder is not None:
+            kinds += [(encoder.mp_group, "tower"), (encoder.bridge_group, "bridge")]
+            kinds += [(encoder.lane_group, "bridge"), (topology.pp_group, "bridge")]
+        of_group = [kind for each, kind in kinds if each and each.process_group is group]
+        is_tower = call.shape[-1:] == (self._step.family.tower_width,) and not encoder
+        if of_group[:1] == ["tensor parallel"] and is_tower:
+            return "tower"
+        return of_group[0] if of_group else "all ranks"
 
 
 def _of_bucket(bucket: Bucket) -> Parameters:
@@ -274,15 +239,14 @@ def _buckets(sizes: Iterable[int], limit: int) -> int:
     return number
 
 
-def simulated(config: VLRun, rank: int) -> Simulated:
+def simulated(config: Any, rank: int) -> Simulated:
     """Be that rank of the run, in a process of its own.
 
     Raises:
         ValueError: a run that is not simulated, or a call that does not scale.
     """
-    recorder = Recorder(config)
+    recorder = Recorder(config, rank)
     sizes = become_rank(rank, parallel_degrees(config).num_processes, recorder.observe)
-    recipe, full = family_and_model(config)
     parallel = {"reduce_dtype": "float32", "pp_token_rows": None, "pp_visual_rows": None}
     small = config.model_copy(
         update={
@@ -290,59 +254,32 @@ def simulated(config: VLRun, rank: int) -> Simulated:
             "parallel": config.parallel.model_copy(update=parallel),
         }
     )
-    mp = config.parallel.mp_degree
-    num_rows = 2 * IMAGE_ROWS * mp
+    family, whole = sized_family(config), None
     found, groups = [], list[int]()
-    for rows, width in STEPS:
+    for units, width in STEPS:
         sizes.clear()
-        recorder.calls, recorder.is_sized = [], []
-        step = SmallStep(small, recipe, small_config(full, width, mp), full)
+        recorder.calls = []
+        step = SmallStep(small, sized_family(small, width))
         start_calls = len(recorder.calls)
         # Later stages take the counts of targets from the first one, which is not there.
         step.ranks.counts_data = True
-        whole, *_ = step.built(full, config.model.compute_dtype)
+        whole = whole or placed_model(config, family, step.engine.layout.placement()).built.model
         with recorder.of(step, whole):
-            agreed = step.take(rows * num_rows)
-        found.append((recorder.calls, recorder.is_sized))
+            agreed = step.take(units)
+        found.append((step.family, recorder.calls))
         memory = needed_memory(config, step.topology, whole)
         # The default group is made once.
         groups = groups or list(sizes)
-    (calls, is_sized), (grown, _) = found
-    by_rows = Fraction(token_rows(config), num_rows)
-    by_width = Fraction(full.text_config.hidden_size * recorder.value_bytes, WIDTH * 4)
-    growth = {1: 1, STEPS[1][0]: by_rows, STEPS[1][1]: by_width, prod(STEPS[1]): by_rows * by_width}
+    (small_family, calls), (_, grown) = found
+    by_width = small_family.widening * Fraction(recorder.value_bytes, 4)
+    by_units = family.units
+    growth = {1: 1, STEPS[1][0]: by_units, STEPS[1][1]: by_width}
+    growth[prod(STEPS[1])] = by_units * by_width
     of_run = []
-    for call, larger, is_known in zip(calls, grown, is_sized, strict=True):
-        ratio = larger.num_bytes / call.num_bytes if call.num_bytes and not is_known else 1
+    for call, larger in zip(calls, grown, strict=True):
+        ratio = larger.num_bytes / call.num_bytes if call.num_bytes and not call.is_sized else 1
         if ratio not in growth:
             raise ValueError(f"{call} grows {ratio:g} times: this tool cannot scale it")
         of_run.append(replace(call, num_bytes=round(growth[ratio] * call.num_bytes)))
-    return Simulated(of_run, memory, groups, start_calls, agreed)
-
-
-def longest_chain(by_stage: Sequence[Simulated]) -> int:
-    """Calls of a step that follow one another: a rank's own, and messages between stages.
-
-    Args:
-        by_stage: the first rank of each pipeline stage.
-    """
-    left = [list(each.calls) for each in by_stage]
-    depth = [0] * len(left)
-    # Depths of the messages on their way, by sender and receiver.
-    under_way: dict[tuple[int, ...], list[int]] = {}
-    while any(left):
-        before = sum(map(len, left))
-        for stage, calls in enumerate(left):
-            while calls:
-                call, way = calls[0], calls[0].ranks
-                if call.operation == "recv":
-                    if not under_way.get(way):
-                        break
-                    depth[stage] = max(depth[stage], under_way[way].pop(0) - 1)
-                depth[stage] += call.pieces
-                if call.operation == "send":
-                    under_way.setdefault(way, []).append(depth[stage])
-                calls.pop(0)
-        if sum(map(len, left)) == before:
-            raise ValueError("a stage waits for a message that no stage sends")
-    return max(depth)
+    rows = int(by_units * small_family.unit_rows)
+    return Simulated(rank, of_run, memory, groups, start_calls, agreed, rows)

@@ -21,6 +21,7 @@ Gemma3DecoderLayer of HF transformers; the adaptive expert is openpi's.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +33,13 @@ from paddle_vl.families.pi07.config import (
     Gemma3WithExpertConfig,
     GemmaExpertConfig,
 )
-from paddle_vl.nn.attention import RotaryTables, apply_rotary, masked_attention
+from paddle_vl.nn.attention import (
+    CachedKeys,
+    KeyValueCache,
+    RotaryTables,
+    apply_rotary,
+    masked_attention,
+)
 from paddle_vl.nn.attention_masks import AttentionMask, BlockMask
 from paddle_vl.nn.linear import Columns, Linear
 from paddle_vl.nn.operations import GemmaRMSNorm, geglu, host_table, rms_quotient
@@ -40,6 +47,8 @@ from paddle_vl.nn.placement import Placement
 
 # Keys and values `[B, S, K, H]`; keys are normalized and rotated.
 KeyValue = tuple[Tensor, Tensor]
+# What a call reads before its own keys: keys and values, or a cache, which also gets its own.
+Past = KeyValue | tuple[KeyValueCache]
 # Rotary base of a layer, and the number that divides its positions.
 Rope = tuple[float, float]
 
@@ -187,18 +196,31 @@ class StreamView:
         return x_BLC if self._rows == slice(None) else x_BLC[:, self._rows]
 
     def attend(
-        self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, past: KeyValue | None
-    ) -> tuple[Tensor, KeyValue]:
+        self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, past: Past | None
+    ) -> tuple[Tensor, Any]:
         """Attention output `[B, L, N, H]` of the view's rows; all keys and values, `past` first."""
-        if past is not None:
-            k_BSKH = paddle.concat([past[0], k_BLKH], axis=1)
-            v_BSKH = paddle.concat([past[1], v_BLKH], axis=1)
+        new: KeyValue = k_BLKH, v_BLKH
+        if past is None:
+            key, value = new
+        elif len(past) == 2:
+            key, value = (paddle.concat(each, axis=1) for each in zip(past, new, strict=True))
+        elif self.shape[1] > 1:
+            buffers, length = past[0].append(*new), past[0].length
+            key, value = (x_BKCH[:, :, :length].transpose([0, 2, 1, 3]) for x_BKCH in buffers)
         else:
-            k_BSKH, v_BSKH = k_BLKH, v_BLKH
-        out_BLNH = masked_attention(
-            self.own_rows(q_BLNH), k_BSKH, v_BSKH, self.mask, self.scale, self.implementation
-        )
-        return out_BLNH, (k_BSKH, v_BSKH)
+            # The cache's attention scales by H^-0.5.
+            factor = self.scale * q_BLNH.shape[-1] ** 0.5
+            q_BLNH = q_BLNH if factor == 1.0 else q_BLNH * factor
+            return past[0].attend(q_BLNH, *new, self._cached_keys), past
+        q_BLNH = self.own_rows(q_BLNH)
+        out_BLNH = masked_attention(q_BLNH, key, value, self.mask, self.scale, self.implementation)
+        return out_BLNH, (key, value)
+
+    @cached_property
+    def _cached_keys(self) -> CachedKeys:
+        """The mask of a single query."""
+        bias_BS = self.mask.bias_B1LS[:, 0, 0]
+        return CachedKeys(bias_BS.shape[1], bias_BS)
 
 
 class SuffixView:
@@ -256,8 +278,8 @@ class BackboneLayer(nn.Layer):
         self.dropout = placement.layers.row_dropout(dropout)
 
     def forward(
-        self, x_TD: Tensor, view: StreamView, past: KeyValue | None = None
-    ) -> tuple[Tensor, KeyValue]:
+        self, x_TD: Tensor, view: StreamView, past: Past | None = None
+    ) -> tuple[Tensor, Past]:
         """The rows `[T, D]`, in the last layer those of `view.output`; and the keys and values of
         `past` followed by this call's."""
         view = (view.sliding or view) if self.is_sliding else view
@@ -344,13 +366,13 @@ class Attention(nn.Layer):
         view: StreamView,
         rope: Rope,
         output: StreamView,
-        *past: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows of the output, and keys and values.
+        *past: Any,
+    ) -> tuple[Any, ...]:
+        """Rows of the output, and keys and values or their cache.
 
         Args:
             output: the view of the rows whose output is needed.
-            past: keys and values before those of the rows, or nothing.
+            past: keys and values before those of the rows, or their cache, or nothing.
         """
         rows_TC = self.qkv_proj(x_TD, view.num_rows)
         q_BLNH = self._of_heads(rows_TC[0], view)
@@ -359,8 +381,7 @@ class Attention(nn.Layer):
         if self.q_norm is not None and self.k_norm is not None:
             q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
         q_BLNH, k_BLKH = apply_rotary(q_BLNH, k_BLKH, view.rotary[rope])
-        earlier = (past[0], past[1]) if past else None
-        out_BLNH, key_value = output.attend(q_BLNH, k_BLKH, v_BLKH, earlier)
+        out_BLNH, key_value = output.attend(q_BLNH, k_BLKH, v_BLKH, past or None)
         out_TD = out_BLNH.reshape([-1, rows_TC[0].shape[-1]])
         return self.o_proj(self.placement.ops.pad_rows(out_TD)), *key_value
 
@@ -418,7 +439,7 @@ class InterleavedDecoderLayer(nn.Layer):
         """Run the given streams.
 
         Args:
-            past: keys and values of an earlier prefix; a suffix alone needs them.
+            past: see `Past`, of an earlier prefix; a suffix alone needs keys and values.
             keep: also return the keys and values of the prefix.
 
         Returns:
@@ -535,7 +556,7 @@ class InterleavedDecoder(nn.Layer):
         cond_BCE: Tensor | SharedConditions | None = None,
         prefix_view: StreamView | None = None,
         suffix_view: SuffixView | None = None,
-        cache: Sequence[KeyValue] | None = None,
+        cache: Sequence[Past] | None = None,
         keep: bool = False,
     ) -> DecoderOutput:
         """Run the given streams through all layers.
@@ -543,7 +564,7 @@ class InterleavedDecoder(nn.Layer):
         Args:
             cond_BCE: condition of the suffix's norms, `[1, C, E]` if all samples share it; or
                 shared ones of all B * C rows.
-            cache: keys and values by layer, from an earlier call with `keep`.
+            cache: keys and values by layer, from an earlier call with `keep`; or caches of them.
             keep: return all keys and values, the cached ones first.
 
         Raises:
@@ -581,7 +602,7 @@ class InterleavedDecoder(nn.Layer):
         streams: Streams,
         prefix_view: StreamView | None = None,
         suffix_view: SuffixView | None = None,
-        cache: Sequence[KeyValue] | None = None,
+        cache: Sequence[Past] | None = None,
         keep: bool = False,
     ) -> tuple[Streams, list[KeyValue] | None]:
         """Run some layers in order; also returns their keys and values with `keep`."""

@@ -20,7 +20,6 @@ from paddle_vl.families.pi07.config import PI07PlannerConfig
 from paddle_vl.families.pi07.decoder import (
     DecoderOutput,
     InterleavedDecoder,
-    KeyValue,
     prefix_positions,
     suffix_mask,
 )
@@ -43,6 +42,7 @@ from paddle_vl.families.policy.acting import (
 )
 from paddle_vl.families.policy.model_inputs import EOS, PlannerInputs
 from paddle_vl.families.policy.normalize import planner_normalizers
+from paddle_vl.nn.attention import KeyValueCache
 from paddle_vl.nn.objective import IGNORE_INDEX, TargetRows
 from paddle_vl.nn.placement import Placement
 
@@ -169,18 +169,26 @@ class PI07HighLevelPlannerModel(PolicyModel):
             eos_id,
             PAD_ID,
         )
-        return write_plan(_Reader(self, prefix), prefix.embs.shape[0], rules)
+        reader = _Reader(self, prefix, rules.num_tokens)
+        return write_plan(reader, prefix.embs.shape[0], rules)
 
 
 class _Reader:
-    """Keys and values of all tokens read so far, see `TokenReader`."""
+    """Keys and values of all tokens read so far, see `TokenReader`.
 
-    def __init__(self, model: PI07HighLevelPlannerModel, prefix: Prefix):
+    Args:
+        num_tokens: that will be read after the prefix.
+    """
+
+    def __init__(self, model: PI07HighLevelPlannerModel, prefix: Prefix, num_tokens: int):
         self.model, self.pad_BL = model, prefix.pad_masks
         self.embed_tokens = model.prefix.embed_tokens
         output = model.decoder(prefix.embs, prefix_view=model.prefix_view(prefix), keep=True)
-        self.cache: list[KeyValue] = output.cache
-        self.last_B1D = output.prefix[:, -1:]
+        self.last_B1D, kept = output.prefix[:, -1:], output.cache
+        length = self.pad_BL.shape[1]
+        self.caches = [(KeyValueCache(length, length + num_tokens),) for _ in kept]
+        for (cache,) in self.caches:
+            cache.append(*kept.pop(0))
 
     def read(self, ids_Bn: np.ndarray, is_real_Bn: np.ndarray) -> None:
         """Append tokens; each sees all real tokens before it."""
@@ -192,8 +200,7 @@ class _Reader:
         positions_BS = prefix_positions(self.pad_BL)
         view = decoder.view(positions_BS[:, -pad_Bn.shape[1] :], mask, positions_BS)
         rows = self.embed_tokens(ids)
-        output = decoder(rows, prefix_view=view, cache=self.cache, keep=True)
-        self.cache, self.last_B1D = output.cache, output.prefix[:, -1:]
+        self.last_B1D = decoder(rows, prefix_view=view, cache=self.caches).prefix[:, -1:]
 
     def next_tokens(self) -> np.ndarray:
         """The likeliest token after them, `[B, 1]`."""

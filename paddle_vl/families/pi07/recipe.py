@@ -101,26 +101,7 @@ class PI07Recipe(Family):
     make_stage = PI07Stage
 
     def __init__(self, config: PI07Run, checkpoint: Path | None):
-        self.checkpoint, pretrained = checkpoint, config.model.pretrained
-        # Folder of the policy to start or continue from, or of its backbone; None for fresh
-        # weights.
-        self.folder = checkpoint or (None if pretrained is None else Path(pretrained))
-        self.config = config
-        self.is_new = self.folder is None or Gemma3Config.is_folder(self.folder)
-        if self.is_new and config.trains_adapters:
-            raise ValueError(
-                f"model.lora adapts a policy, and {self.folder} has no weights of an expert, which "
-                "adapters do not hold: name a policy in model.pretrained, or remove model.lora"
-            )
-        # Changed by model.policy.
-        self.model_config = with_settings(
-            self._base_config(config, self.folder),
-            config.model.policy,
-            "model.config" if self.is_new else str(self.folder),
-            has_weights=not self.is_new,
-            new_statistics=config.data.statistics is not None,
-        )
-        self.loss = PolicyLoss(self.losses, config.train.loss_weighting)
+        self._open(config, checkpoint)
         mixture, held_out = config.data.dataset_mixture, None
         if mixture is None:
             self.source = self._source(config.data.train)
@@ -146,12 +127,31 @@ class PI07Recipe(Family):
                 "nothing for evaluation, since each of its datasets has one episode: set "
                 "val_split_by: frame, or val_split_ratio: 0.0 and data.eval"
             )
+
+    def _open(self, config: PI07Run, checkpoint: Path | None) -> None:
+        """Set what does not depend on the data: the configuration, the loss, and their sizes."""
+        self.checkpoint, pretrained = checkpoint, config.model.pretrained
+        # Folder of the policy to start or continue from, or of its backbone; None for fresh
+        # weights.
+        self.folder = checkpoint or (None if pretrained is None else Path(pretrained))
+        self.config = config
+        self.is_new = self.folder is None or Gemma3Config.is_folder(self.folder)
+        if self.is_new and config.trains_adapters:
+            raise ValueError(
+                f"model.lora adapts a policy, and {self.folder} has no weights of an expert, which "
+                "adapters do not hold: name a policy in model.pretrained, or remove model.lora"
+            )
+        # Changed by model.policy.
+        self.model_config = with_settings(
+            self._base_config(config, self.folder),
+            config.model.policy,
+            "model.config" if self.is_new else str(self.folder),
+            has_weights=not self.is_new,
+            new_statistics=config.data.statistics is not None,
+        )
+        self.loss = PolicyLoss(self.losses, config.train.loss_weighting)
         self.shape, self.costs = model_shape(self.model_config), layer_costs(self.model_config)
         self.encoder_shape = encoder_shape(self.model_config)
-        if config.parallel.schedule == "colocated":
-            # The first stage has no tower.
-            layers, _, after = self.costs
-            self.costs = layers, 0.0, after
 
     @property
     def recompute(self) -> str:

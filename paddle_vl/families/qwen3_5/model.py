@@ -23,7 +23,6 @@ from paddle_vl.families.qwen3_5.config import (
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
 )
-from paddle_vl.families.vlm.cache import KeyValueCache
 from paddle_vl.families.vlm.layers import (
     SwiGLUMLP,
     VLDecoderLayer,
@@ -34,6 +33,7 @@ from paddle_vl.families.vlm.model import VLForConditionalGeneration
 from paddle_vl.families.vlm.moe import SparseMoE
 from paddle_vl.nn.attention import (
     CachedKeys,
+    KeyValueCache,
     PackedSamples,
     RotaryTables,
 )

@@ -26,10 +26,10 @@ from paddle.nn.initializer import Normal
 
 from paddle_vl.batch.positions import PatchRows
 from paddle_vl.batch.visual_index import EmbeddingSizes, check_level, visual_inputs
-from paddle_vl.families.vlm.cache import KeyValueCache
 from paddle_vl.families.vlm.config import VLConfig
 from paddle_vl.families.vlm.moe import LoadBalance, SparseMoE
 from paddle_vl.nn.attention import (
+    KeyValueCache,
     PackedSamples,
     RotaryTables,
     apply_rotary,

@@ -27,12 +27,11 @@ from paddle_vl.batch.positions import (
     vision_layout,
 )
 from paddle_vl.families.hf_interface import FORWARD, IndexedOutput, id_rows
-from paddle_vl.families.vlm.cache import KeyValueCache
 from paddle_vl.families.vlm.layers import VisionFeatures, VisionTower
 from paddle_vl.families.vlm.moe import LoadBalance, routed_rows
 from paddle_vl.families.vlm.pretrained import PretrainedVLModel
 from paddle_vl.files.names import refuse_foreign
-from paddle_vl.nn.attention import PackedSamples, Segments
+from paddle_vl.nn.attention import KeyValueCache, PackedSamples, Segments
 from paddle_vl.nn.experts import ExpertCapacity
 from paddle_vl.nn.objective import (
     SourceSums,

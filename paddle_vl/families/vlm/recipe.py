@@ -132,22 +132,23 @@ class VLRecipe(Family):
                 self.model_class.config_class, described, self.processor
             )
         check_processor_fits(self.model_config, self.processor)
-        self.shape, self.costs = model_shape(self.model_config), layer_costs(self.model_config)
-        self.encoder_shape = encoder_shape(self.model_config)
-        self.adapter_class: type[VLBatchAdapter] = VLBatchAdapter
         # Set with the model.
         self._part = self._expert_part = RowPart()
-        if config.parallel.schedule == "colocated":
-            self.make_stage, self.adapter_class = ColocatedStage, ColocatedBatchAdapter
-            # The first stage has no tower.
-            layers, _, after = self.costs
-            self.costs = layers, 0.0, after
-        self.loss, self.answers = VLLoss(), None
+        self._describe()
         if config.compares_answers:
             train_data = cast(ConversationData, self.train_data)
             self.answers = ComparedAnswers(config, self.model_config, train_data, self._dataset)
             self.loss, self.compares = self.answers.loss, True
             self.make_stage = self.answers.stages_of(self.make_stage)
+
+    def _describe(self) -> None:
+        """Set what depends on the model's configuration and the schedule alone."""
+        self.shape, self.costs = model_shape(self.model_config), layer_costs(self.model_config)
+        self.encoder_shape = encoder_shape(self.model_config)
+        self.adapter_class: type[VLBatchAdapter] = VLBatchAdapter
+        if self.config.parallel.schedule == "colocated":
+            self.make_stage, self.adapter_class = ColocatedStage, ColocatedBatchAdapter
+        self.loss, self.answers = VLLoss(), None
 
     @property
     def sample_kind(self) -> str:

@@ -1,6 +1,7 @@
 """The high-level planner's model.
 
 Guarantees: cached greedy decoding equals uncached predictions token by token, also after padding;
+a token writes its own keys and copies no others;
 after the end token there is padding, which later tokens do not see; losses are means over all
 tokens but the first of each segment; metadata is always embedded, and laid out if any sample or
 another rank has it; labels of the wrong length are refused; there is no expert.
@@ -27,11 +28,13 @@ from paddle_vl.families.pi07.config import PI07PlannerConfig
 from paddle_vl.families.pi07.decoder import block_mask, prefix_positions
 from paddle_vl.families.pi07.flow import as_tensors
 from paddle_vl.families.pi07.objective import with_target_rows
-from paddle_vl.families.pi07.planner import PI07HighLevelPlannerModel
-from paddle_vl.families.pi07.prefix import Presence
+from paddle_vl.families.pi07.planner import PI07HighLevelPlannerModel, _Reader
+from paddle_vl.families.pi07.prefix import Presence, presence_of
 from paddle_vl.families.policy.model_inputs import state_texts
 from paddle_vl.families.policy.tokenizers import PromptTokenizer
 from paddle_vl.nn import objective
+from tests.support.gpu_stubs.pretended import pretended_gpu
+from tests.support.operators import recorded_operators
 from tests.support.pi07_golden import (
     case,
     config_values,
@@ -82,6 +85,32 @@ def whole_rows(model, prefix):
     visible = block_mask(prefix.pad_masks, prefix.att_masks)
     view = model.decoder.view(prefix_positions(prefix.pad_masks), visible)
     return model.decoder(prefix.embs, prefix_view=view).prefix
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_a_token_writes_its_own_keys_only(window):
+    """By operators, where views are not copied, as on a GPU: the second token makes as many values
+    as the first but for a place in each mask, and none as large as a layer's keys."""
+    paddle.set_flags({"FLAGS_use_stride_kernel": True})
+    model, batch = golden_planner(), make_batch()
+    if window:
+        model = golden_planner(vlm_config=with_window(model.config, window).vlm_config)
+    del batch["memory_tokens"], batch["response_tokens"]
+    text = model.config.vlm_config.gemma3_config.text_config
+    ids, is_real, made = np.full((2, 1), BOS), np.array([[True], [False]]), []
+    new_keys = 2 * text.num_key_value_heads * text.head_dim
+    with pretended_gpu():
+        prefix = model.prefix(as_tensors(batch), presence_of(batch), training=False)
+        reader = _Reader(model, prefix, 2)
+        for _ in range(2):
+            with recorded_operators() as operators:
+                reader.read(ids, is_real)
+            written = [x.arguments[0].size for x in operators if x.name == "assign_out_"]
+            assert written == [new_keys] * 2 * text.num_hidden_layers
+            made.append([x.new_elements for x in operators])
+            assert max(made[-1]) < new_keys * prefix.pad_masks.shape[1]
+    growth = [after - before for before, after in zip(*made, strict=True)]
+    assert set(growth) == {0, 2, 2 * text.num_attention_heads}
 
 
 def test_padding_follows_the_end_and_is_not_seen():
