@@ -16,11 +16,12 @@ from paddle_vl.parallel.colocated.encoder import ItemEncoder
 from paddle_vl.parallel.colocated.encoder_layers import add_encoder
 from paddle_vl.parallel.colocated.runner import ColocatedRunner, PartsStore, encoder_store
 from paddle_vl.parallel.degrees import ParallelDegrees, Plan, plan_problems
-from paddle_vl.parallel.fleet_strategy import overlaps
+from paddle_vl.parallel.fleet_strategy import dp_overlap_problems, overlaps
 from paddle_vl.parallel.pipeline.runner import ModelChunk, PipelineRunner, split_backward
 from paddle_vl.parallel.pipeline.schedule import chunks_of_stage, num_chunks, split_layers
 from paddle_vl.parallel.ranks import SingleRank
 from paddle_vl.parallel.sharding import FleetSharding, Sharding, ShardingOptions
+from paddle_vl.parallel.summed_weights import SummedWeights
 from paddle_vl.parallel.tensor import FleetCheckpointRanks, FleetPlacement
 from paddle_vl.parallel.topology import Topology
 from paddle_vl.train.phases import Phase, phase
@@ -58,7 +59,10 @@ class Layout:
         self.config, self.topology = config, topology
         degrees = topology.degrees
         plan = Plan(degrees, topology.world_size, shape, pad_to_multiple_of, encoder_shape)
-        raise_problems(plan_problems(plan))
+        parallel = config.parallel
+        gathers, sums = parallel.sharding_gather_overlap, parallel.dp_comm_overlap
+        self.overlaps = overlaps(degrees, parallel.fleet, gathers, sums)
+        raise_problems([*plan_problems(plan), *dp_overlap_problems(self.overlaps)])
         layers, before, after = costs
         if config.parallel.pp_split == "count":
             layers, before, after = [1] * len(layers), 0, 0
@@ -121,30 +125,35 @@ class Layout:
         self, model: nn.Layer, parameters: Iterable[Tensor], units: Sequence[nn.Layer]
     ) -> ParameterStore:
         group, stage = self.topology.sharding_group, self.topology.degrees.sharding_stage
-        parallel = self.config.parallel
+        parallel, hidden = self.config.parallel, self.overlaps
         if group.nranks == 1:
+            if hidden["dp_comm_overlap"].is_on:
+                return SummedWeights(parameters, model, self.topology)
             return MasterWeights(parameters)
         if stage == 1:
-            gathers = False if self._has_reference else parallel.sharding_gather_overlap
-            hidden = overlaps(self.topology.degrees, parallel.fleet, gathers)
             return FleetSharding(
                 parameters,
                 self.topology,
                 model.placement.parameter_table,
                 units,
-                hidden["sharding_gather_overlap"].is_on,
+                hidden["sharding_gather_overlap"].is_on and not self._has_reference,
                 hidden["sharding_configs.comm_overlap"].is_on,
+                hidden["dp_comm_overlap"].is_on,
             )
         options = ShardingOptions(
             parallel.reshard_after_forward, parallel.reduce_dtype, parallel.reduce_once_per_step
         )
         chains = [model.vision_blocks, model.decoder_layers]
         table, of_experts = model.placement.parameter_table, self.topology.expert_sharding_group
+        dp_groups = {of_experts: self.topology.expert_dp_group, group: self.topology.dp_group}
+        dp_groups = {shards: copies for shards, copies in dp_groups.items() if copies.nranks > 1}
 
         def group_of(parameter: Tensor) -> Any:
             return of_experts if table[parameter].is_expert else group
 
-        return Sharding(parameters, group, stage, chains, model.tables, options, group_of)
+        return Sharding(
+            parameters, group, stage, chains, model.tables, options, group_of, dp_groups
+        )
 
     def runner(
         self,
