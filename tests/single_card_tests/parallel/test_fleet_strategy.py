@@ -14,6 +14,7 @@ from paddle_vl import processes
 from paddle_vl.config.parallel_settings import CONNECTIONS, FleetConfig, launch_variables
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.fleet_strategy import (
+    dp_overlap_problems,
     effective_options,
     fleet_problems,
     fleet_strategy,
@@ -89,6 +90,8 @@ def test_an_overlap_that_cannot_run_or_does_nothing_is_refused(options, message)
 PP = {"pp_degree": 4, "num_micro_batches": 8}
 # One topology for each row of the table in docs/fleet.md.
 TOPOLOGIES = {
+    "dp": ParallelDegrees(dp_degree=2),
+    "dp, pp, virtual stages": ParallelDegrees(dp_degree=2, **PP, num_virtual_stages=2),
     "mp": ParallelDegrees(mp_degree=2),
     "mp, sequence parallel": ParallelDegrees(mp_degree=2, sequence_parallel=True),
     "mp, sharding stage 3": ParallelDegrees(mp_degree=2, sharding_degree=2, sharding_stage=3),
@@ -97,11 +100,15 @@ TOPOLOGIES = {
     "pp, virtual stages, fthenb": ParallelDegrees(**PP, num_virtual_stages=2, pp_schedule="fthenb"),
     "sharding stage 1": ParallelDegrees(sharding_degree=2),
     "sharding stage 1, pp": ParallelDegrees(sharding_degree=2, **PP),
+    "sharding stage 1, dp": ParallelDegrees(sharding_degree=2, dp_degree=2),
     "sharding stage 1, dualpipev": ParallelDegrees(
         sharding_degree=2, **PP, pp_schedule="dualpipev"
     ),
-    "sharding stage 1, colocated": ParallelDegrees(sharding_degree=2, **PP, schedule="colocated"),
+    "sharding stage 1, dp, colocated": ParallelDegrees(
+        sharding_degree=2, dp_degree=2, **PP, schedule="colocated"
+    ),
     "sharding stage 2": ParallelDegrees(sharding_degree=2, sharding_stage=2),
+    "sharding stage 2, dp": ParallelDegrees(sharding_degree=2, sharding_stage=2, dp_degree=2),
     "sharding stage 1, mp, sequence parallel, pp, virtual stages": ParallelDegrees(
         sharding_degree=2, mp_degree=2, sequence_parallel=True, **PP, num_virtual_stages=2
     ),
@@ -139,8 +146,11 @@ def test_nothing_is_on_by_default_on_a_cpu(name):
         ("mp", "1", "sp_async_reduce_scatter", "without parallel.sequence_parallel"),
         ("mp", "1", "mp_fused_linear_param_grad_add", "reductions behind backward exclude"),
         ("pp", "1", "overlap_p2p_comm", "for 1f1b with num_virtual_stages"),
-        ("sharding stage 1, dualpipev", "1", "comm_overlap", "in two parts"),
-        ("sharding stage 2", "1", "comm_overlap", "have their own overlap"),
+        ("sharding stage 1, dualpipev", "1", "sharding_configs.comm_overlap", "in two parts"),
+        ("sharding stage 2", "1", "sharding_configs.comm_overlap", "have their own overlap"),
+        ("sharding stage 2, dp", "1", "dp_comm_overlap", "have their own overlap"),
+        ("sharding stage 1", "1", "dp_comm_overlap", "dp_degree is 1"),
+        ("sharding stage 1, dp, colocated", "1", "dp_comm_overlap", "sums an encoder's gradients"),
     ],
 )
 def test_what_is_off_has_a_reason(topology, variable, option, reason):
@@ -187,11 +197,20 @@ def test_overlaps_that_contradict_each_other_are_refused(settings, options, mess
     assert message in problem
 
 
+def test_a_sum_over_dp_that_cannot_overlap_is_refused():
+    options = FleetConfig(sharding_configs={"comm_overlap": False})
+    found = overlaps(TOPOLOGIES["sharding stage 1, dp"], options, sums=True)
+    (problem,) = dp_overlap_problems(found)
+    assert problem.startswith("parallel.dp_comm_overlap is true, but it has no effect without comm")
+    assert not [*dp_overlap_problems(overlaps(TOPOLOGIES["dp"], sums=True))]
+
+
 def test_gradients_that_no_hook_sees_turn_the_default_off():
-    degrees = ParallelDegrees(sharding_degree=2, mp_degree=2)
+    degrees = ParallelDegrees(sharding_degree=2, mp_degree=2, dp_degree=2)
     fused = {"mp_async_allreduce": True, "mp_fused_linear_param_grad_add": True}
     chosen = overlaps(degrees, FleetConfig(mp_configs=fused), on_gpu=True, connections="1")
     assert not chosen["sharding_configs.comm_overlap"].is_on
+    assert not chosen["dp_comm_overlap"].is_on
 
 
 def test_a_missing_variable_is_told_on_gpus_only(monkeypatch):
