@@ -106,7 +106,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.name=value", help="settings")
     parser.add_argument("--ranks", type=int, help="what the degrees must multiply to")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     from paddle_vl.config.load import load_run_config
 
     logging.disable(logging.INFO)
