@@ -249,17 +249,20 @@ def _padded(size: int) -> int:
 Key = TypeVar("Key", bound=Hashable)
 
 
-def grouped(entries: Iterable[tuple[Tensor, Key]]) -> Iterator[tuple[Key, list[int]]]:
+def grouped(
+    entries: Iterable[tuple[Tensor, Key]], most: int | None = None
+) -> Iterator[tuple[Key, list[int]]]:
     """Numbers of the entries of each bucket, in order.
 
     Args:
         entries: a tensor, and what all tensors of its bucket have in common.
+        most: elements of a bucket, default: `BUCKET_ELEMENTS`.
     """
     open_ones: dict[Key, tuple[list[int], int]] = {}
     for number, (tensor, key) in enumerate(entries):
         size = _padded(tensor.size)
         taken, filled = open_ones.get(key, ([], 0))
-        if taken and filled + size > BUCKET_ELEMENTS:
+        if taken and filled + size > (most or BUCKET_ELEMENTS):
             yield key, taken
             taken, filled = [], 0
         open_ones[key] = [*taken, number], filled + size

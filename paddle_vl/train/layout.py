@@ -127,9 +127,10 @@ class Layout:
         group, stage = self.topology.sharding_group, self.topology.degrees.sharding_stage
         parallel, hidden = self.config.parallel, self.overlaps
         if group.nranks == 1:
-            if hidden["dp_comm_overlap"].is_on:
-                return SummedWeights(parameters, model, self.topology)
-            return MasterWeights(parameters)
+            if self.topology.dp_group.nranks == 1:
+                return MasterWeights(parameters)
+            overlaps_dp = hidden["dp_comm_overlap"].is_on
+            return SummedWeights(parameters, model, self.topology, overlaps_dp)
         if stage == 1:
             return FleetSharding(
                 parameters,

@@ -176,8 +176,8 @@ class Optimizer(OptimizerState):
         self._averages = {} if updates and train.ema is not None else None
         if not updates:
             return
-        has_buckets = self._fleet is None and not paddle.get_device().startswith("cpu")
-        if has_buckets or isinstance(self.store, SummedWeights):
+        overlaps = isinstance(self.store, SummedWeights) and self.store.overlaps
+        if overlaps or (self._fleet is None and not paddle.get_device().startswith("cpu")):
             self.use_buckets()
             return
         # Paddle makes state at the first step; a checkpoint is loaded before that.
@@ -215,7 +215,8 @@ class Optimizer(OptimizerState):
         betas: Any = (self._adamw._beta1, self._adamw._beta2)
         powers: dict[str, float] = dict(zip(POWERS, betas, strict=True))
         self.tensors_with_specs = []
-        for key, numbers in grouped(entries):
+        most = self.store.bucket_elements if isinstance(self.store, SummedWeights) else None
+        for key, numbers in grouped(entries, most):
             _, factor, has_decay, is_half, spec = key
             tensors = [entries[number][0] for number in numbers]
             halves = [parameters[number] for number in numbers] if is_half else []

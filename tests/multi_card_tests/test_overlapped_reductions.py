@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from paddle_vl.config.load import load_run_config
-from paddle_vl.parallel import summed_weights
 from paddle_vl.parallel.recorder import Collective, record_collectives
+from paddle_vl.parallel.summed_weights import SummedWeights
 from paddle_vl.testing import first_difference
 from paddle_vl.train.build import build_trainer
 from tests.single_card_tests.train.tiny_run import MODEL
@@ -40,8 +40,8 @@ def steps(run_file: str, folder: str) -> dict[str, Any]:
     """By case, for a run without and one with overlap: norms and this rank's parameters and state
     after some steps, and calls of the last step over two ranks. And whether this stage is the last.
     """
-    # Several pieces of the small model.
-    summed_weights.BUCKET_ELEMENTS = 2000
+    # Several buckets of the small model.
+    SummedWeights.bucket_elements = 2000
     found: dict[str, Any] = {}
     for name, (settings, overlap, _, _) in CASES.items():
         for more in ((), overlap):
@@ -106,7 +106,7 @@ def test_the_first_reduction_starts_before_the_backward_pass_ends(ranks, name):
         plain, overlapped = (calls for *_, calls in found[name])
         assert places(plain, early)[0] > places(plain, late)[-1]
         assert places(overlapped, early)[0] < places(overlapped, late)[-1]
-        # Of several pieces of the gradients.
+        # Of several buckets of gradients.
         assert name == "sharding2 pp2" or len(places(overlapped, early)) > 1
 
 
