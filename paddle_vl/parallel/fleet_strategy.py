@@ -7,7 +7,7 @@ that are wrong here (see docs/fleet.md) are not passed.
 
 import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import paddle
@@ -81,8 +81,8 @@ def overlaps(
             found[name] = Overlap(not lacking, lacking[0] if lacking else "the default on GPUs")
 
     def part_of(base: str) -> list[tuple[bool, str]]:
-        is_on = found[base].is_on
-        return [(is_on, f"it has no effect without {base.partition('.')[2]}, which is off")]
+        is_on = found[f"mp_configs.{base}"].is_on
+        return [(is_on, f"it has no effect without {base}, which is off")]
 
     splits_rows, fused = degrees.sequence_parallel, "mp_configs.mp_fused_linear_param_grad_add"
     gpu, mp = (on_gpu, "not on a CPU"), (degrees.mp_degree > 1, "mp_degree is 1")
@@ -92,11 +92,10 @@ def overlaps(
     copies = given.get("mp_configs.mp_skip_c_identity") is False
     kernel = on_gpu or not copies, "a CPU lacks its kernel for mp_skip_c_identity: false"
     decide("mp_configs.mp_async_allreduce", [kernel], [mp, whole, gpu, queue])
-    decide("mp_configs.mp_skip_c_identity", part_of("mp_configs.mp_async_allreduce"), [whole])
+    decide("mp_configs.mp_skip_c_identity", part_of("mp_async_allreduce"), [whole])
     decide("mp_configs.sp_async_reduce_scatter", [split], [mp, gpu, queue])
-    decide("mp_configs.recompute_allgather", part_of("mp_configs.sp_async_reduce_scatter"), [])
-    behind = False, "reductions behind backward exclude it"
-    decide(fused, part_of("mp_configs.mp_async_allreduce"), [behind])
+    decide("mp_configs.recompute_allgather", part_of("sp_async_reduce_scatter"), [])
+    decide(fused, part_of("mp_async_allreduce"), [(False, "reductions behind backward exclude it")])
     interleaves = degrees.pp_schedule == "1f1b" and degrees.num_virtual_stages > 1
     between = interleaves, "it is for 1f1b with num_virtual_stages"
     decide("pp_configs.overlap_p2p_comm", [], [between, gpu])
@@ -106,9 +105,9 @@ def overlaps(
     at_once = degrees.pp_schedule != "dualpipev", "dualpipev computes gradients in two parts"
     seen = not found[fused].is_on, "mp_fused_linear_param_grad_add passes its gradients to no hook"
     decide("sharding_configs.comm_overlap", [plain, at_once, seen], [sharded, first, gpu])
-    replicated = degrees.dp_degree > 1, "dp_degree is 1"
-    after = part_of("sharding_configs.comm_overlap") if sharded[0] and first[0] else []
-    decide("dp_comm_overlap", [plain, at_once, seen, *after], [replicated, first, gpu])
+    several, alone = degrees.dp_degree > 1, degrees.sharding_degree == 1
+    dp = (several, "dp_degree is 1"), (alone, "sharding sums over dp beside its own reductions")
+    decide("dp_comm_overlap", [], [*dp, plain, at_once, seen, gpu])
     decide("sharding_gather_overlap", [], [sharded, first, plain, gpu])
     return found
 
@@ -143,12 +142,6 @@ def fleet_problems(options: FleetConfig, degrees: ParallelDegrees) -> Problems:
         for name, value in values.items():
             if (problem := _option_problem(section, name, value)) is not None:
                 yield f"parallel.fleet.{section}.{name} {problem}"
-
-
-def dp_overlap_problems(found: Mapping[str, Overlap]) -> Problems:
-    """The problem of `parallel.dp_comm_overlap`, if `overlaps` finds one."""
-    if (problem := found["dp_comm_overlap"].problem) is not None:
-        yield f"parallel.dp_comm_overlap is true, but {problem}: remove it, or change that"
 
 
 def _option_problem(section: str, name: str, value: Any) -> str | None:

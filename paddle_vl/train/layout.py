@@ -16,7 +16,7 @@ from paddle_vl.parallel.colocated.encoder import ItemEncoder
 from paddle_vl.parallel.colocated.encoder_layers import add_encoder
 from paddle_vl.parallel.colocated.runner import ColocatedRunner, PartsStore, encoder_store
 from paddle_vl.parallel.degrees import ParallelDegrees, Plan, plan_problems
-from paddle_vl.parallel.fleet_strategy import dp_overlap_problems, overlaps
+from paddle_vl.parallel.fleet_strategy import overlaps
 from paddle_vl.parallel.pipeline.runner import ModelChunk, PipelineRunner, split_backward
 from paddle_vl.parallel.pipeline.schedule import chunks_of_stage, num_chunks, split_layers
 from paddle_vl.parallel.ranks import SingleRank
@@ -59,10 +59,7 @@ class Layout:
         self.config, self.topology = config, topology
         degrees = topology.degrees
         plan = Plan(degrees, topology.world_size, shape, pad_to_multiple_of, encoder_shape)
-        parallel = config.parallel
-        gathers, sums = parallel.sharding_gather_overlap, parallel.dp_comm_overlap
-        self.overlaps = overlaps(degrees, parallel.fleet, gathers, sums)
-        raise_problems([*plan_problems(plan), *dp_overlap_problems(self.overlaps)])
+        raise_problems(plan_problems(plan))
         layers, before, after = costs
         if config.parallel.pp_split == "count":
             layers, before, after = [1] * len(layers), 0, 0
@@ -125,21 +122,23 @@ class Layout:
         self, model: nn.Layer, parameters: Iterable[Tensor], units: Sequence[nn.Layer]
     ) -> ParameterStore:
         group, stage = self.topology.sharding_group, self.topology.degrees.sharding_stage
-        parallel, hidden = self.config.parallel, self.overlaps
+        parallel = self.config.parallel
+        gathers = False if self._has_reference else parallel.sharding_gather_overlap
+        sums = parallel.dp_comm_overlap
+        hidden = overlaps(self.topology.degrees, parallel.fleet, gathers, sums)
         if group.nranks == 1:
             if self.topology.dp_group.nranks == 1:
                 return MasterWeights(parameters)
-            overlaps_dp = hidden["dp_comm_overlap"].is_on
-            return SummedWeights(parameters, model, self.topology, overlaps_dp)
+            is_hidden = hidden["dp_comm_overlap"].is_on
+            return SummedWeights(parameters, model, self.topology, is_hidden)
         if stage == 1:
             return FleetSharding(
                 parameters,
                 self.topology,
                 model.placement.parameter_table,
                 units,
-                hidden["sharding_gather_overlap"].is_on and not self._has_reference,
+                hidden["sharding_gather_overlap"].is_on,
                 hidden["sharding_configs.comm_overlap"].is_on,
-                hidden["dp_comm_overlap"].is_on,
             )
         options = ShardingOptions(
             parallel.reshard_after_forward, parallel.reduce_dtype, parallel.reduce_once_per_step

@@ -28,7 +28,6 @@ from tests.support.sharding_models import HalfModel, toy
 STEPS, MICRO_BATCHES, RATE = 3, 2, 0.02
 TRAIN = TrainConfig(output_dir="unused", learning_rate=RATE, weight_decay=0.1, max_grad_norm=0.5)
 # Fleet's options by name, and whether gathers overlap. At size 0 each parameter has its own buffer.
-# With all of them all-reduces over dp overlap too.
 OPTIONS = {
     "plain": ({}, False),
     "a buffer each": ({"comm_buffer_size_MB": 0}, False),
@@ -81,9 +80,8 @@ class Run:
         else:
             set_options(fleets)
             self.trained = FleetSharding(
-                model.parameters(), topology, self.table, model.units, overlaps_gathers,
-                overlaps_dp=options == "all",
-            )  # fmt: skip
+                model.parameters(), topology, self.table, model.units, overlaps_gathers
+            )
         named = [(n, p) for n, p in model.named_parameters() if not p.stop_gradient]
         decayed = {name for name, _ in named if not name.endswith("norm")}
         factors = {name: 0.5 for name, _ in named if "up" in name}

@@ -66,7 +66,6 @@ class FleetSharding:
         overlaps_gathers: all-gather updated parameters during the next step's forward pass.
         overlaps_reductions: reduce-scatter gradients during the last backward pass, as fleet's
             option `comm_overlap` does without a pipeline.
-        overlaps_dp: all-reduce them over dp then too.
     """
 
     stage = 1
@@ -79,7 +78,6 @@ class FleetSharding:
         units: Iterable[nn.Layer] = (),
         overlaps_gathers: bool = False,
         overlaps_reductions: bool = False,
-        overlaps_dp: bool = False,
     ):
         self.topology, self.group = topology, topology.sharding_group
         self._table = parameter_table
@@ -87,7 +85,6 @@ class FleetSharding:
         self.optimizer: Any = None
         self._units = list(units) if overlaps_gathers else []
         self._overlaps_gathers, self._overlaps_reductions = overlaps_gathers, overlaps_reductions
-        self._overlaps_dp = overlaps_dp
         self._trained = {id(p): p for p in parameters if not p.stop_gradient}
         self._updated: dict[int, Tensor | None] = {}
         self._masters: dict[str, Tensor] = {}
@@ -132,7 +129,7 @@ class FleetSharding:
             self.optimizer.comm_overlap = True
             self.optimizer.register_reduce_overlap_hook(use_comm=True)
         dp_groups = [self._dp_group_of(buffer.params[0]) for buffer in self._buffers]
-        self._reductions = OrderedReductions(self._buffers, dp_groups, self._overlaps_dp)
+        self._reductions = OrderedReductions(self._buffers, dp_groups)
         if self._overlaps_gathers:
             hybrid._set_all_gather_overlap_forward(True, None)
             self._gathers = OrderedGathers(self.optimizer, self._units)
@@ -321,15 +318,11 @@ class OrderedReductions:
         buffers: in the order of the forward pass; fleet calls `comm_grads` of each when it has all
             gradients of a step.
         dp_groups: of each buffer.
-        overlaps_dp: whether the all-reduces run in the backward pass too.
     """
 
-    def __init__(
-        self, buffers: Sequence[FusedCommBuffer], dp_groups: Sequence[Any], overlaps_dp: bool
-    ):
+    def __init__(self, buffers: Sequence[FusedCommBuffer], dp_groups: Sequence[Any]):
         last_first = list(zip(buffers, dp_groups, strict=True))[::-1]
         self._order = InOrder([partial(self._start, *entry) for entry in last_first])
-        self._overlaps_dp = overlaps_dp
         self._not_summed: list[tuple[FusedCommBuffer, Any]] = []
         for number, (buffer, _) in enumerate(last_first):
             buffer.comm_grads = partial(self._order.complete, number)
@@ -344,7 +337,7 @@ class OrderedReductions:
     def _start(self, buffer: FusedCommBuffer, dp_group: Any) -> None:
         buffer._comm_grads()
         self._not_summed.append((buffer, dp_group))
-        if self._overlaps_dp and len(self._not_summed) > 1:
+        if len(self._not_summed) > 1:
             sum_over_dp(*self._not_summed.pop(0))
 
 

@@ -14,7 +14,6 @@ from paddle_vl import processes
 from paddle_vl.config.parallel_settings import CONNECTIONS, FleetConfig, launch_variables
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.fleet_strategy import (
-    dp_overlap_problems,
     effective_options,
     fleet_problems,
     fleet_strategy,
@@ -100,15 +99,13 @@ TOPOLOGIES = {
     "pp, virtual stages, fthenb": ParallelDegrees(**PP, num_virtual_stages=2, pp_schedule="fthenb"),
     "sharding stage 1": ParallelDegrees(sharding_degree=2),
     "sharding stage 1, pp": ParallelDegrees(sharding_degree=2, **PP),
-    "sharding stage 1, dp": ParallelDegrees(sharding_degree=2, dp_degree=2),
+    "dp, sharding stage 1": ParallelDegrees(dp_degree=2, sharding_degree=2),
+    "dp, pp, colocated": ParallelDegrees(dp_degree=2, **PP, schedule="colocated"),
     "sharding stage 1, dualpipev": ParallelDegrees(
         sharding_degree=2, **PP, pp_schedule="dualpipev"
     ),
-    "sharding stage 1, dp, colocated": ParallelDegrees(
-        sharding_degree=2, dp_degree=2, **PP, schedule="colocated"
-    ),
+    "sharding stage 1, colocated": ParallelDegrees(sharding_degree=2, **PP, schedule="colocated"),
     "sharding stage 2": ParallelDegrees(sharding_degree=2, sharding_stage=2),
-    "sharding stage 2, dp": ParallelDegrees(sharding_degree=2, sharding_stage=2, dp_degree=2),
     "sharding stage 1, mp, sequence parallel, pp, virtual stages": ParallelDegrees(
         sharding_degree=2, mp_degree=2, sequence_parallel=True, **PP, num_virtual_stages=2
     ),
@@ -148,9 +145,8 @@ def test_nothing_is_on_by_default_on_a_cpu(name):
         ("pp", "1", "overlap_p2p_comm", "for 1f1b with num_virtual_stages"),
         ("sharding stage 1, dualpipev", "1", "sharding_configs.comm_overlap", "in two parts"),
         ("sharding stage 2", "1", "sharding_configs.comm_overlap", "have their own overlap"),
-        ("sharding stage 2, dp", "1", "dp_comm_overlap", "have their own overlap"),
-        ("sharding stage 1", "1", "dp_comm_overlap", "dp_degree is 1"),
-        ("sharding stage 1, dp, colocated", "1", "dp_comm_overlap", "sums an encoder's gradients"),
+        ("dp, sharding stage 1", "1", "dp_comm_overlap", "sharding sums over dp beside its own"),
+        ("dp, pp, colocated", "1", "dp_comm_overlap", "sums an encoder's gradients"),
     ],
 )
 def test_what_is_off_has_a_reason(topology, variable, option, reason):
@@ -197,20 +193,11 @@ def test_overlaps_that_contradict_each_other_are_refused(settings, options, mess
     assert message in problem
 
 
-def test_a_sum_over_dp_that_cannot_overlap_is_refused():
-    options = FleetConfig(sharding_configs={"comm_overlap": False})
-    found = overlaps(TOPOLOGIES["sharding stage 1, dp"], options, sums=True)
-    (problem,) = dp_overlap_problems(found)
-    assert problem.startswith("parallel.dp_comm_overlap is true, but it has no effect without comm")
-    assert not [*dp_overlap_problems(overlaps(TOPOLOGIES["dp"], sums=True))]
-
-
 def test_gradients_that_no_hook_sees_turn_the_default_off():
-    degrees = ParallelDegrees(sharding_degree=2, mp_degree=2, dp_degree=2)
+    degrees = ParallelDegrees(sharding_degree=2, mp_degree=2)
     fused = {"mp_async_allreduce": True, "mp_fused_linear_param_grad_add": True}
     chosen = overlaps(degrees, FleetConfig(mp_configs=fused), on_gpu=True, connections="1")
     assert not chosen["sharding_configs.comm_overlap"].is_on
-    assert not chosen["dp_comm_overlap"].is_on
 
 
 def test_a_missing_variable_is_told_on_gpus_only(monkeypatch):
