@@ -117,7 +117,8 @@ class SplitColumns(SeparateLinears):
 
     def __init__(self, group: Any, sequence_parallel: bool, *args: Any):
         super().__init__(*args)
-        options = fleet.fleet._user_defined_strategy.hybrid_configs["mp_configs"]
+        strategy: Any = fleet.fleet._user_defined_strategy
+        options = strategy.hybrid_configs["mp_configs"]
         of_rows, of_all = options.sp_async_reduce_scatter, options.mp_async_allreduce
         self._overlaps = of_rows if sequence_parallel else of_all
         self._settings = group, sequence_parallel, sequence_parallel and options.recompute_allgather
@@ -150,14 +151,15 @@ class _EnteredProducts(PyLayer):
     @staticmethod
     def backward(ctx, *grads):
         (group, splits_rows, gathers_again), (rows, *factors) = ctx.settings, ctx.saved_tensor()
-        size, own = group.nranks, rows
+        size, own, gathering = group.nranks, rows, None
         if gathers_again:
             rows = paddle.empty([size * own.shape[0], own.shape[1]], own.dtype)
             gathering = dist.stream.all_gather(rows, own, group=group, sync_op=False)
         terms = [paddle.matmul(g, f, transpose_y=True) for g, f in zip(grads, factors, strict=True)]
         own_sum = total = sum(terms[1:], terms[0])
-        if gathers_again:
+        if gathering is not None:
             gathering.wait()
+        task: Any
         if splits_rows:
             own_sum = paddle.empty([total.shape[0] // size, total.shape[1]], total.dtype)
             task = dist.stream.reduce_scatter(own_sum, total, group=group, sync_op=False)

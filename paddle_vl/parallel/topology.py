@@ -111,11 +111,6 @@ class Topology:
     def data_size(self) -> int:
         return self.degrees.dp_degree * self.degrees.sharding_degree
 
-    @property
-    def is_sharded_by_fleet(self) -> bool:
-        """Whether fleet shards the optimizer state (stage 1)."""
-        return self.degrees.sharding_degree > 1 and self.degrees.sharding_stage == 1
-
     def describe(self) -> str:
         """Coordinates on the axes of degree 2 or more, e.g. `rank 3 (dp 1, mp 1)`."""
         coordinates = [

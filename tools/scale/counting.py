@@ -31,7 +31,7 @@ from paddle_vl.nn.parameter_table import Tie
 from paddle_vl.parallel import collectives
 from paddle_vl.parallel.collectives import BUCKET_ELEMENTS
 from paddle_vl.parallel.recorder import Collective
-from paddle_vl.parallel.sharding import fleet_optimizer
+from paddle_vl.parallel.sharding import FleetSharding, fleet_optimizer
 from paddle_vl.parallel.sharding.buckets import Bucket, Reductions
 from paddle_vl.train.build import needed_memory
 from paddle_vl.train.layout import parallel_degrees
@@ -199,7 +199,7 @@ class Recorder:
                 f"parameters have {found}: this tool does not know how they are padded"
             )
         full = elements((self._full[id(p)] for p in parameters), self.value_bytes)
-        if padded is _as_is and self._step.topology.is_sharded_by_fleet:
+        if padded is _as_is and isinstance(self._step.store, FleetSharding):
             full = self._mean_slices(group)
         width = self._reduced_bytes if padded is _for_shards and not shards else 4
         width = self.value_bytes if gathers else width

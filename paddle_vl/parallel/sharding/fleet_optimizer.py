@@ -24,7 +24,7 @@ Just over 350 lines: the optimizer, and the order of its collectives.
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import paddle
@@ -353,9 +353,10 @@ def sum_over_dp(buffer: FusedCommBuffer, group: Any) -> None:
 
 def own_part(buffer: FusedCommBuffer) -> Tensor:
     """The gradients that this rank has after the reduce-scatter, a view."""
-    group = buffer._comm_group
-    length = buffer.grad_storage.size // group.nranks
-    return buffer.grad_storage._slice(group.rank * length, (group.rank + 1) * length)
+    # Any: fleet's stub allows more than tensors.
+    group, full = buffer._comm_group, cast(Any, buffer.grad_storage)
+    length = full.size // group.nranks
+    return full._slice(group.rank * length, (group.rank + 1) * length)
 
 
 class OrderedGathers:
