@@ -105,6 +105,14 @@ def launch_variables(mesh: MeshSettings) -> dict[str, str]:
 class ParallelConfig(MeshSettings):
     """How the ranks of a run share its work."""
 
+    dp_comm_overlap: Annotated[
+        bool | None,
+        _from("dp", 2),
+        OnlyWith("parallel.sharding_degree", [1]),
+        OnlyWith(_SCHEDULE, ["plain"]),
+        OnlyWith(_PP_SCHEDULE, ["1f1b", "fthenb", "balanced_memory"]),
+    ] = None
+    """all-reduce gradients over dp during the last backward pass; null: on GPUs"""
     sharding_gather_overlap: Annotated[bool | None, _Sharded, OnlyWith(_STAGE, [1])] = None
     """stage 1: all-gather updated parameters while the next forward pass runs; null: on GPUs"""
     reshard_after_forward: Annotated[bool, _Sharded, OnlyWith(_STAGE, [3])] = True

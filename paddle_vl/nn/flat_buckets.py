@@ -78,6 +78,7 @@ class FlatBucket:
 
     Attributes:
         average: `[N]`; None without.
+        leaves: the tensors that get gradients in a backward pass, if `tensors` are no shards.
         values: `[N]`; its `main_grad` is the flat gradient while there is one.
         segments: in order, without gaps.
     """
@@ -110,12 +111,11 @@ class FlatBucket:
             for state, flat in self._moments.items()
         }
         self.segments = [self._segment(0, len(tensors), _powers(initial_powers))]
-        # The tensors that get gradients in a backward pass, if these are no shards.
-        self._leaves = self.halves or self.tensors
+        self.leaves = self.halves or self.tensors
         # Parts of the flat gradient, by the number of a tensor that has one.
         self._gradients: dict[int, Tensor] = {}
         self.clear()
-        for number, leaf in enumerate(self._leaves):
+        for number, leaf in enumerate(self.leaves):
             # A parameter does not keep its bucket alive, so that both are freed at once.
             leaf._register_backward_hook(partial(_take_in, weakref.ref(self), number))
 
@@ -136,13 +136,13 @@ class FlatBucket:
 
     def take_all(self) -> None:
         """Take in gradients that were set outside of a backward pass, as those of shards."""
-        for number in range(len(self._leaves)):
+        for number in range(len(self.leaves)):
             self.take(number)
 
     @paddle.no_grad()
     def take(self, number: int) -> None:
         """Add the gradient of a tensor to the flat one, and drop it."""
-        leaf, own = self._leaves[number], self._gradients.get(number)
+        leaf, own = self.leaves[number], self._gradients.get(number)
         made = leaf.main_grad
         # A product of fleet's that adds to `main_grad` makes one, or has added to ours.
         if made is not None and own is not None and made.data_ptr() == own.data_ptr():
@@ -161,7 +161,7 @@ class FlatBucket:
     def clear(self) -> None:
         """Drop the gradient."""
         self._gradients.clear()
-        for tensor in (self.values, *self._leaves):
+        for tensor in (self.values, *self.leaves):
             tensor.main_grad = None
 
     def update(self, adamw: Updates) -> None:
@@ -209,7 +209,7 @@ class FlatBucket:
             self.values.main_grad = paddle.zeros_like(self.values)
         if number not in self._gradients:
             self._gradients[number] = self._view(self.values.main_grad, number)
-        self._leaves[number].main_grad = self._gradients[number]
+        self.leaves[number].main_grad = self._gradients[number]
         return self._gradients[number]
 
     def _part(self, flat_N: Tensor, segment: Segment) -> Tensor:
@@ -249,17 +249,20 @@ def _padded(size: int) -> int:
 Key = TypeVar("Key", bound=Hashable)
 
 
-def grouped(entries: Iterable[tuple[Tensor, Key]]) -> Iterator[tuple[Key, list[int]]]:
+def grouped(
+    entries: Iterable[tuple[Tensor, Key]], most: int | None = None
+) -> Iterator[tuple[Key, list[int]]]:
     """Numbers of the entries of each bucket, in order.
 
     Args:
         entries: a tensor, and what all tensors of its bucket have in common.
+        most: elements of a bucket, default: `BUCKET_ELEMENTS`.
     """
     open_ones: dict[Key, tuple[list[int], int]] = {}
     for number, (tensor, key) in enumerate(entries):
         size = _padded(tensor.size)
         taken, filled = open_ones.get(key, ([], 0))
-        if taken and filled + size > BUCKET_ELEMENTS:
+        if taken and filled + size > (most or BUCKET_ELEMENTS):
             yield key, taken
             taken, filled = [], 0
         open_ones[key] = [*taken, number], filled + size

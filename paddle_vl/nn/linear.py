@@ -89,26 +89,33 @@ class AdaptableLinear(nn.Layer):
         self.lora = LowRank(in_features, out_features, settings, self.weight.dtype)
 
     def adapted(
-        self, y: Tensor, x: Tensor, columns: slice | None = None, bias: Tensor | None = None
+        self,
+        y: Tensor,
+        x: Tensor,
+        columns: slice | None = None,
+        bias: Tensor | None = None,
+        inner: Tensor | None = None,
     ) -> Tensor:
         """The linear's output `y`, or some columns of it, plus the adapter's output for `x`.
 
         Args:
             bias: what `y` has of a bias.
+            inner: `x A`, where there is no dropout; None computes it.
         """
         lora = self.lora
         if lora is None:
             return y
-        if lora.magnitude is None:
-            return y + lora(x, columns)
-        scales, weight, B = lora.scales(self.weight), self.weight, lora.B
-        if columns is not None:
-            scales, weight, B = scales[columns], weight[:, columns], B[:, columns]
         kept = lora.dropped(x)
+        inner = paddle.matmul(kept, lora.A) if inner is None else inner
+        if lora.magnitude is None:
+            return y + lora.expanded(inner, columns)
+        scales, weight = lora.scales(self.weight), self.weight
+        if columns is not None:
+            scales, weight = scales[columns], weight[:, columns]
         base = y if bias is None else y - bias
         if lora.drops:
             base = linear(kept, weight)
-        return y + (scales - 1.0) * base + scales * lora.projected(kept, lora.A, B)
+        return y + (scales - 1.0) * base + scales * lora.expanded(inner, columns)
 
     @paddle.no_grad()
     def merge_low_rank(self) -> None:
@@ -210,7 +217,8 @@ class VocabHead(AdaptableLinear):
         y = paddle.matmul(rows[0], parameters[0], transpose_y=True)
         if self.lora is None:
             return y
-        change = self.lora.projected(rows[1], *parameters[1:3])
+        A, B = parameters[1:3]
+        change = paddle.matmul(paddle.matmul(rows[1], A) * self.lora.settings.scaling, B)
         if self.lora.magnitude is not None:
             scales = parameters[3]
             base = paddle.matmul(rows[1], parameters[0], transpose_y=True) if self.lora.drops else y

@@ -61,8 +61,7 @@ class LowRank(nn.Layer):
 
     def forward(self, x: Tensor, columns: slice | None = None) -> Tensor:
         """`[..., I]` to `[..., O]`, or to a slice of the output columns."""
-        B = self.B if columns is None else self.B[:, columns]
-        return self.projected(self.dropped(x), self.A, B)
+        return self.expanded(paddle.matmul(self.dropped(x), self.A), columns)
 
     @property
     def drops(self) -> bool:
@@ -76,9 +75,10 @@ class LowRank(nn.Layer):
         with self.random():
             return dropout(x, self.settings.dropout)
 
-    def projected(self, x: Tensor, A: Tensor, B: Tensor) -> Tensor:
-        """The output for an input after dropout, with these factors."""
-        return paddle.matmul(paddle.matmul(x, A) * self.settings.scaling, B)
+    def expanded(self, inner: Tensor, columns: slice | None = None) -> Tensor:
+        """The output, or a slice of its columns, for `[..., r]` rows times `A`."""
+        B = self.B if columns is None else self.B[:, columns]
+        return paddle.matmul(inner * self.settings.scaling, B)
 
     def product(self) -> Tensor:
         """`scaling * A B`, `[I, O]` float32, which merging adds to the linear's weight."""

@@ -333,6 +333,8 @@ class LayerFactory:
     tower_layers: Any = None
     # Makes the context in which a sharded tensor draws random numbers.
     own_random: Callable[[], AbstractContextManager[None]] = nullcontext
+    # Makes `separate_projections` from the arguments of `SeparateLinears`.
+    separated: Callable[..., SeparateLinears] = SeparateLinears
 
     def __init__(
         self,
@@ -365,7 +367,7 @@ class LayerFactory:
         self, in_features: int, columns: Sequence[Columns], init_std: float = 0.02
     ) -> SeparateLinears:
         """`projections` with one weight per linear."""
-        return SeparateLinears(
+        return self.separated(
             columns,
             self.ops.enter_columns,
             lambda one: self.column_linear(

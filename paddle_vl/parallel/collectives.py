@@ -1,4 +1,4 @@
-"""Collectives on tensors without autograd, and the all-reduce of gradients.
+"""Collectives on tensors without autograd, and the reduction of gradients.
 
 Fleet's own operations between tensor-parallel layers have gradients; T token rows, all but the
 first two act on dim 0:
@@ -13,7 +13,7 @@ first two act on dim 0:
 | `ReduceScatterOp` | reduce-scatter | all-gather |
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -113,6 +113,35 @@ def all_reduce_gradients(tensors: Sequence[Tensor], group) -> None:
     for tensor in trained:
         fill_gradient(tensor)
     fused_allreduce_gradients_with_group(trained, group, 4 * BUCKET_ELEMENTS, scale=1.0)
+
+
+class InOrder:
+    """Starts the collective of each part once it and all parts before it are complete.
+
+    Ranks whose micro-batches have different optional branches complete parts in different orders,
+    and a part in which a gradient is missing never.
+
+    Args:
+        starts: of each part, in the order of all ranks.
+    """
+
+    def __init__(self, starts: Sequence[Callable[[], None]]):
+        self._starts = starts
+        self._complete: set[int] = set()
+        self._num_started = 0
+
+    def complete(self, number: int) -> None:
+        """A part has all of its gradients."""
+        self._complete.add(number)
+        while self._num_started in self._complete:
+            self._num_started += 1
+            self._starts[self._num_started - 1]()
+
+    def finish(self) -> None:
+        """After the last backward pass: start the others, and begin anew."""
+        for start in self._starts[self._num_started :]:
+            start()
+        self._complete, self._num_started = set(), 0
 
 
 class _DivideGradient(PyLayer):

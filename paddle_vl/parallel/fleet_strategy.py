@@ -46,6 +46,7 @@ def overlaps(
     degrees: ParallelDegrees,
     options: FleetConfig | None = None,
     gathers: bool | None = None,
+    sums: bool | None = None,
     on_gpu: bool | None = None,
     connections: str | None = None,
 ) -> dict[str, Overlap]:
@@ -54,6 +55,7 @@ def overlaps(
     Args:
         options: of `parallel.fleet`.
         gathers: `parallel.sharding_gather_overlap`.
+        sums: `parallel.dp_comm_overlap`.
         on_gpu: None for this process's device.
         connections: `CUDA_DEVICE_MAX_CONNECTIONS`; None for this process's.
 
@@ -62,7 +64,7 @@ def overlaps(
     """
     on_gpu = not paddle.get_device().startswith("cpu") if on_gpu is None else on_gpu
     connections = os.environ.get(CONNECTIONS, "not set") if connections is None else connections
-    given: dict[str, Any] = {"sharding_gather_overlap": gathers}
+    given: dict[str, Any] = {"sharding_gather_overlap": gathers, "dp_comm_overlap": sums}
     for section, values in (options or FleetConfig()).model_dump().items():
         given |= {f"{section}.{name}": value for name, value in values.items()}
     found: dict[str, Overlap] = {}
@@ -103,6 +105,9 @@ def overlaps(
     at_once = degrees.pp_schedule != "dualpipev", "dualpipev computes gradients in two parts"
     seen = not found[fused].is_on, "mp_fused_linear_param_grad_add passes its gradients to no hook"
     decide("sharding_configs.comm_overlap", [plain, at_once, seen], [sharded, first, gpu])
+    several, alone = degrees.dp_degree > 1, degrees.sharding_degree == 1
+    dp = (several, "dp_degree is 1"), (alone, "sharding sums over dp beside its own reductions")
+    decide("dp_comm_overlap", [], [*dp, plain, at_once, seen, gpu])
     decide("sharding_gather_overlap", [], [sharded, first, plain, gpu])
     return found
 

@@ -167,10 +167,12 @@ class FleetRanks(SingleRank):
     def sum_gradients(self, tensors: Sequence[tuple[Tensor, ParamSpec]]) -> None:
         """All-reduce gradients, once per step, in this order: partial ones over mp, those of tied
         weights over the first and last pipeline stage, those of all parameters over dp (of experts
-        over the ranks with the same shard of them). Sharding has reduced over its own group before.
-        Gradients of a colocated encoder are summed over the encoder's own groups.
+        over the ranks with the same shard of them). Sharding has reduced over its own group and
+        over dp before, and `SummedWeights` what it sums by itself. Gradients of a colocated encoder
+        are summed over the encoder's own groups.
         """
         topology = self.topology
+        tensors = [t for t in tensors if not getattr(t[0], "is_summed", False)]
         if self._encoder is not None:
             self._sum_encoder_gradients([t for t in tensors if t[1].is_encoder], self._encoder)
             tensors = [t for t in tensors if not t[1].is_encoder]
@@ -180,8 +182,9 @@ class FleetRanks(SingleRank):
         if topology.ends_group is not None:
             tied = [tensor for tensor, spec in tensors if spec.tie is not Tie.NONE]
             all_reduce_gradients(tied, topology.ends_group)
-        # Stage 1 reduces over dp itself, see `paddle_vl.parallel.sharding.fleet_optimizer`.
-        if topology.dp_group.nranks > 1 and not topology.is_sharded_by_fleet:
+        if topology.sharding_group.nranks > 1:
+            return
+        if topology.dp_group.nranks > 1:
             shared = [tensor for tensor, spec in tensors if not spec.is_expert]
             all_reduce_gradients(shared, topology.dp_group)
         experts = [tensor for tensor, spec in tensors if spec.is_expert]

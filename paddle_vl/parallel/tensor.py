@@ -45,6 +45,7 @@ from paddle_vl.parallel.split_layers import (
     Row,
     RowToRows,
     SharedHeadLinear,
+    SplitColumns,
     SplitExperts,
 )
 from paddle_vl.parallel.topology import Topology
@@ -161,6 +162,7 @@ class FleetLayers(LayerFactory):
     ):
         super().__init__(parameter_table, ops, stage_layers, shard_experts)
         self.mp_group, self.sequence_parallel = ops.mp_group, ops.sequence_parallel
+        self.separated = partial(SplitColumns, self.mp_group, self.sequence_parallel)
 
     def projections(
         self,

@@ -112,11 +112,6 @@ class Topology:
     def data_size(self) -> int:
         return self.degrees.dp_degree * self.degrees.sharding_degree
 
-    @property
-    def is_sharded_by_fleet(self) -> bool:
-        """Whether fleet shards the optimizer state (stage 1)."""
-        return self.degrees.sharding_degree > 1 and self.degrees.sharding_stage == 1
-
     def readers(self, spec: ParamSpec, is_split: bool) -> list[Group]:
         """The groups whose ranks need the same rows of a parameter's file.
 

@@ -22,6 +22,7 @@ from paddle_vl.parallel.pipeline.runner import ModelChunk, PipelineRunner, split
 from paddle_vl.parallel.pipeline.schedule import chunks_of_stage, num_chunks, split_layers
 from paddle_vl.parallel.ranks import SingleRank
 from paddle_vl.parallel.sharding import FleetSharding, Sharding, ShardingOptions
+from paddle_vl.parallel.summed_weights import SummedWeights
 from paddle_vl.parallel.tensor import FleetCheckpointRanks, FleetPlacement
 from paddle_vl.parallel.topology import Topology
 from paddle_vl.train.phases import Phase, phase
@@ -128,11 +129,15 @@ class Layout:
     ) -> ParameterStore:
         group, stage = self.topology.sharding_group, self.topology.degrees.sharding_stage
         parallel = self.config.parallel
+        gathers = False if self._has_reference else parallel.sharding_gather_overlap
+        sums = parallel.dp_comm_overlap
+        hidden = overlaps(self.topology.degrees, parallel.fleet, gathers, sums)
         if group.nranks == 1:
-            return MasterWeights(parameters)
+            if self.topology.dp_group.nranks == 1:
+                return MasterWeights(parameters)
+            is_hidden = hidden["dp_comm_overlap"].is_on
+            return SummedWeights(parameters, model, self.topology, is_hidden)
         if stage == 1:
-            gathers = False if self._has_reference else parallel.sharding_gather_overlap
-            hidden = overlaps(self.topology.degrees, parallel.fleet, gathers)
             return FleetSharding(
                 parameters,
                 self.topology,
@@ -146,11 +151,15 @@ class Layout:
         )
         chains = [model.vision_blocks, model.decoder_layers]
         table, of_experts = model.placement.parameter_table, self.topology.expert_sharding_group
+        dp_groups = {of_experts: self.topology.expert_dp_group, group: self.topology.dp_group}
+        dp_groups = {shards: copies for shards, copies in dp_groups.items() if copies.nranks > 1}
 
         def group_of(parameter: Tensor) -> Any:
             return of_experts if table[parameter].is_expert else group
 
-        return Sharding(parameters, group, stage, chains, model.tables, options, group_of)
+        return Sharding(
+            parameters, group, stage, chains, model.tables, options, group_of, dp_groups
+        )
 
     def runner(
         self,

@@ -1,7 +1,8 @@
 """AdamW over named parameters: gradient norm, clipping and update.
 
 On a GPU the updated tensors are parts of flat buckets, so that a step launches few kernels; on a
-CPU, where launches cost little and the gradients' copies into buckets cost something, they are not.
+CPU, where launches cost little and the gradients' copies into buckets cost something, they are only
+if the buckets are summed over dp in the backward pass.
 Fleet's sharding stage 1 has buffers of its own. Over 350 lines, for Paddle's AdamW as it is used.
 """
 
@@ -22,6 +23,7 @@ from paddle_vl.nn.operations import gradient_of
 from paddle_vl.nn.parameter_table import ParameterTable, ParamSpec, Saved
 from paddle_vl.parallel.ranks import ONE_RANK, SingleRank
 from paddle_vl.parallel.sharding import FleetSharding
+from paddle_vl.parallel.summed_weights import SummedWeights
 from paddle_vl.train.freeze import NamedParameters
 from paddle_vl.train.optimizer_state import OptimizerState
 
@@ -174,7 +176,8 @@ class Optimizer(OptimizerState):
         self._averages = {} if updates and train.ema is not None else None
         if not updates:
             return
-        if self._fleet is None and not paddle.get_device().startswith("cpu"):
+        overlaps = isinstance(self.store, SummedWeights) and self.store.overlaps
+        if overlaps or (self._fleet is None and not paddle.get_device().startswith("cpu")):
             self.use_buckets()
             return
         # Paddle makes state at the first step; a checkpoint is loaded before that.
@@ -212,7 +215,8 @@ class Optimizer(OptimizerState):
         betas: Any = (self._adamw._beta1, self._adamw._beta2)
         powers: dict[str, float] = dict(zip(POWERS, betas, strict=True))
         self.tensors_with_specs = []
-        for key, numbers in grouped(entries):
+        most = self.store.bucket_elements if isinstance(self.store, SummedWeights) else None
+        for key, numbers in grouped(entries, most):
             _, factor, has_decay, is_half, spec = key
             tensors = [entries[number][0] for number in numbers]
             halves = [parameters[number] for number in numbers] if is_half else []

@@ -2,9 +2,10 @@
 
 Guarantees: every matrix of a dense decoder layer, the token table and the loss use fleet's classes,
 also with unfused linears, except for heads that several ranks share; with fleet's overlap of
-products and collectives, losses and gradients equal one device's, also with frozen weights; the sum
-of a product's input gradient is issued before the product for its weight; a sequence parallel
-product gathers its rows again before the first, and keeps only its own.
+products and collectives, losses and gradients equal one device's, also with frozen weights and with
+adapters of both kinds; the sum of a product's input gradient is issued before the product for its
+weight, and for an adapter's factor; a sequence parallel product gathers its rows again before the
+first, and keeps only its own.
 """
 
 import sys
@@ -31,11 +32,13 @@ from paddle.distributed.fleet.utils.sequence_parallel_utils import (
 
 from paddle_vl import Qwen3VLForConditionalGeneration
 from paddle_vl.config.parallel_settings import FleetConfig
+from paddle_vl.config.schema import LoRAConfig
+from paddle_vl.parallel import split_layers
 from paddle_vl.parallel.collectives import all_reduce_partial_gradients
 from paddle_vl.parallel.degrees import ParallelDegrees
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.parallel.recorder import record_collectives
-from paddle_vl.parallel.split_layers import FusedColumnsOfRows
+from paddle_vl.parallel.split_layers import FusedColumnsOfRows, _EnteredProducts
 from paddle_vl.parallel.tensor import FleetPlacement
 from paddle_vl.parallel.topology import initialize
 from paddle_vl.testing.qwen3_vl import token_rows
@@ -98,6 +101,7 @@ def worst_difference(
     frozen: tuple[str, ...],
     apart: bool = False,
     recompute: str = "none",
+    adapters: LoRAConfig | None = None,
 ) -> tuple[float, str, int]:
     """Largest relative error of loss and gradients, its tensor, and the number of overlapped
     products."""
@@ -105,7 +109,7 @@ def worst_difference(
     batch = {"input_ids": ids, "labels": ids}
     overlapped = []
     patch = pytest.MonkeyPatch()
-    for product in (InnerOverlapLinear, SPInnerOverlapLinear):
+    for product in (InnerOverlapLinear, SPInnerOverlapLinear, _EnteredProducts):
         plain = product.apply
         patch.setattr(
             product, "apply", lambda *args, plain=plain: (overlapped.append(1), plain(*args))[1]
@@ -115,6 +119,9 @@ def worst_difference(
         for model in (tiny_model(), model_of(folder, group, sequence_parallel)):
             if apart:
                 separate_some(model)
+            if adapters is not None:
+                paddle.seed(1)
+                model.add_lora(adapters)
             for item in model.stored_parameters():
                 if any(name in item.key for name in frozen):
                     item.parameter.stop_gradient = True
@@ -142,22 +149,28 @@ def worst_difference(
     return *worst, len(overlapped)
 
 
-def order(folder: str, group, sequence_parallel: bool) -> list[tuple[str, str]]:
-    """Of each overlapped product: what was issued last before the product for its input's
-    gradient, and before that for its weight's."""
+def order(
+    folder: str, group, sequence_parallel: bool, adapters: LoRAConfig | None = None
+) -> tuple[list[str], list[str]]:
+    """Of all overlapped products: what was issued last before each product for their input's
+    gradient, and before each for a weight's."""
     ids = token_rows([1, 2, 3, 4, 5, 6], [5, 6, 7, 8, 9, 1])
-    loss = model_of(folder, group, sequence_parallel)(input_ids=ids, labels=ids).loss
-    before, product = [], paddle.matmul
+    model = model_of(folder, group, sequence_parallel)
+    if adapters is not None:
+        model.add_lora(adapters)
+    loss = model(input_ids=ids, labels=ids).loss
+    before_input, before_weight, product = [], [], paddle.matmul
 
     def seen(*args, **settings):
-        if sys._getframe(1).f_code.co_filename.startswith(FLEET):
+        if sys._getframe(1).f_code.co_filename.startswith((FLEET, split_layers.__file__)):
+            before = before_input if settings.get("transpose_y") else before_weight
             before.append(recording.calls[-1].kind if recording.calls else "")
         return product(*args, **settings)
 
     with record_collectives() as recording, pytest.MonkeyPatch.context() as patch:
         patch.setattr(paddle, "matmul", seen)
         loss.backward()
-    return list(zip(before[::2], before[1::2], strict=True))
+    return before_input, before_weight
 
 
 def kept(folder: str, group) -> list[int]:
@@ -186,6 +199,11 @@ FROZEN = {
 }
 
 
+# Each adapter's factors are drawn, and so have gradients; all linears are apart.
+LORA = LoRAConfig(r=2, target_modules="all-linear", init_lora_weights="openpi")
+ADAPTERS = {"lora": LORA, "dora": LORA.model_copy(update={"use_dora": True})}
+
+
 def worker(folder: str) -> dict:
     options = FleetConfig(mp_configs=OVERLAPS)
     group = initialize(ParallelDegrees(mp_degree=2, sequence_parallel=True), options).mp_group
@@ -203,7 +221,12 @@ def worker(folder: str) -> dict:
         checks[f"apart {sp}"] = partial(worst_difference, folder, group, sp, (), True)
         for apart in (False, True):
             checks[f"classes {sp} {apart}"] = partial(classes, folder, group, sp, apart)
+        for name, adapters in ADAPTERS.items():
+            checks[f"{name} {sp}"] = partial(
+                worst_difference, folder, group, sp, (), adapters=adapters
+            )
         checks[f"order {sp}"] = partial(order, folder, group, sp)
+        checks[f"order of adapters {sp}"] = partial(order, folder, group, sp, LORA)
     checks["kept"] = partial(kept, folder, group)
     return run_checks(checks)
 
@@ -221,11 +244,13 @@ def test_every_matrix_is_in_a_layer_of_fleets(outcomes, sp, apart):
 
 
 @pytest.mark.parametrize("sp", [False, True])
-@pytest.mark.parametrize("name", [*FROZEN, "apart", *RECOMPUTED])
+@pytest.mark.parametrize("name", [*FROZEN, "apart", *RECOMPUTED, *ADAPTERS])
 def test_losses_and_gradients_are_those_of_one_device(outcomes, name, sp):
     for error, where, num_overlapped in outcome_of(outcomes, f"{name} {sp}"):
         assert error <= TOPOLOGY, where
-        expected = {"trained": 6, "frozen projections": 0, "frozen table": 2, "apart": 4}
+        expected = {"trained": 6, "frozen projections": 0, "frozen table": 2, "apart": 6}
+        # The rows of a frozen table have no gradient.
+        expected |= {"lora": 5, "dora": 5}
         # In the first pass of a layer, rows have no gradient, so its products are plain; the rows
         # that go into a part have one.
         expected |= {"act": 6, "attention": 9, "mlp": 9, "full": 6}
@@ -233,12 +258,18 @@ def test_losses_and_gradients_are_those_of_one_device(outcomes, name, sp):
 
 
 @pytest.mark.parametrize("sp", [False, True])
-def test_the_sum_for_the_input_is_issued_before_the_product_for_the_weight(outcomes, sp):
-    for found in outcome_of(outcomes, f"order {sp}"):
-        assert len(found) == 6
-        for before_input, before_weight in found:
-            assert before_weight == ("reduce_scatter" if sp else "all_reduce")
-            assert not sp or before_input == "all_gather"
+# With adapters query, key and value of two layers, gate and up of three: each has two products for
+# the gradient of its input, of which one is frozen.
+@pytest.mark.parametrize(("name", "num_inputs", "num_weights"), [
+    ("order", 6, 6), ("order of adapters", 24, 12),
+])  # fmt: skip
+def test_the_sum_for_the_input_is_issued_before_the_product_for_the_weight(
+    outcomes, sp, name, num_inputs, num_weights
+):
+    for before_input, before_weight in outcome_of(outcomes, f"{name} {sp}"):
+        assert (len(before_input), len(before_weight)) == (num_inputs, num_weights)
+        assert set(before_weight) == {"reduce_scatter" if sp else "all_reduce"}
+        assert not sp or set(before_input) == {"all_gather"}
 
 
 def test_a_sequence_parallel_product_keeps_its_own_rows(outcomes):

@@ -4,7 +4,8 @@ The model has frozen parameters, sizes that no group size divides, a parameter t
 uses, and a learning rate and decay per parameter. Each rank has its own data. Guarantees:
 
 - losses, norms, gradients, and every parameter and moment after three clipped steps of two
-  micro-batches equal one device's, also with overlapped reductions and gathers and fused states;
+  micro-batches equal one device's, also with overlapped reductions (over dp too) and gathers and
+  fused states;
 - a saved run continues bit-exactly; a step with an infinite norm changes nothing;
 - bfloat16 gradients are accumulated, and master weights updated, in float32;
 - every rank issues the same collectives, in the stated number; fleet's class does the training;
@@ -91,7 +92,9 @@ def test_every_rank_sends_the_stated_collectives(outcomes):
             assert 0 < early < num_buffers, options
         else:
             assert early == 0, options
-        sums = Counter(all_reduce=1) if len(ranks) == 4 else Counter()
+        # Of the part of each buffer over dp, the last one's and those after it at the end.
+        sums = Counter(all_reduce=num_buffers) if len(ranks) == 4 else Counter()
+        assert found["backward"]["all_reduce"] == (early - 1 if early and sums else 0)
         assert found["backward"] + found["end"] == reduced + sums, options
         assert found["update"] == Counter(all_gather=num_buffers), options
         gathered = sum(call.num_bytes for call in ranks[0] if call.kind == "all_gather")

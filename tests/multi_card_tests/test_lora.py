@@ -45,7 +45,7 @@ from tests.support.topology_runs import (
 TOPOLOGIES = {
     "mp2 with sequence parallelism": (2, [
         "parallel.mp_degree=2", "parallel.sequence_parallel=true", "data.pad_to_multiple_of=2",
-        "train.recompute=mlp",
+        "train.recompute=mlp", "parallel.fleet.mp_configs={sp_async_reduce_scatter: true}",
     ]),
     "pp2": (2, PP),
     "sharding2 stage 1": (2, SHARDING),

@@ -64,6 +64,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "sp, experts at stage 3": {
             **MP, "sharding_degree": 2, "ep_degree": 4, "sharding_stage": 3,
         },
+        "dp around stage 1": {"dp_degree": 2, "sharding_degree": 2},
         "dp around stage 2": {"dp_degree": 2, "sharding_degree": 2, "sharding_stage": 2},
         "pp of 4": {"pp_degree": 4, "pp_split": "count"},
         "colocated, divided encoder": {

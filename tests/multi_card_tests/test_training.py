@@ -43,7 +43,7 @@ VIRTUAL = ("parallel.num_virtual_stages=2",)
 # The same samples in twice as many micro-batches.
 HALVES = ("train.gradient_accumulation_steps=8", "train.per_device_train_batch_size=2")
 TOPOLOGIES = {
-    "dp2": (2, ["parallel.dp_degree=2"]),
+    "dp2": (2, ["parallel.dp_degree=2", "parallel.dp_comm_overlap=true"]),
     "mp2": (2, ["parallel.mp_degree=2", "parallel.vision=replicate"]),
     # Recomputation repeats the collectives of a layer in the backward pass.
     "mp2 with sequence parallelism": (
@@ -104,7 +104,7 @@ HEAVY = {
     "sharding2 pp2": (4, [*SHARDING, *PP, *OVERLAP]),
     "sharding2 pp2 dualpipev": (4, [*SHARDING, *PP, "parallel.pp_schedule=dualpipev"]),
     "sharding2 mp2 stage 1": (4, ["parallel.mp_degree=2", *SHARDING, *SP, *OVERLAP]),
-    "dp2 sharding2 stage 1": (4, ["parallel.dp_degree=2", *SHARDING]),
+    "dp2 sharding2 stage 1": (4, ["parallel.dp_degree=2", *SHARDING, *OVERLAP]),
     "dp2 sharding2 stage 2": (4, ["parallel.dp_degree=2", *SHARDING, "parallel.sharding_stage=2"]),
     "dp2 mp2 pp2": (8, ["parallel.dp_degree=2", "parallel.mp_degree=2", *PP, *SP]),
 }

@@ -22,7 +22,6 @@ from typing import Any
 from unittest import mock
 
 from paddle import Tensor
-from paddle.distributed.fleet.utils import hybrid_parallel_util
 from paddle.distributed.fleet.utils.tensor_fusion_helper import FusedCommBuffer
 
 from paddle_vl.nn.parameter_table import Tie
@@ -30,7 +29,8 @@ from paddle_vl.parallel import collectives
 from paddle_vl.parallel.collectives import BUCKET_ELEMENTS
 from paddle_vl.parallel.pipeline.runner import PipelineRunner
 from paddle_vl.parallel.recorder import Collective
-from paddle_vl.parallel.sharding.buckets import Bucket
+from paddle_vl.parallel.sharding import fleet_optimizer
+from paddle_vl.parallel.sharding.buckets import Bucket, Reductions
 from paddle_vl.train.build import needed_memory, placed_model
 from paddle_vl.train.layout import parallel_degrees
 from scale.chain import BACKWARD, FORWARD, PASS, Call, Simulated
@@ -66,7 +66,8 @@ class Recorder:
         self._full: dict[int, int] = {}
         # Parameters that have one bucket per layer.
         self._in_units: set[int] = set()
-        self._owner: tuple[Parameters, Padded] | None = None
+        # What a call carries, and over how many ranks it is sharded if all-reduced over others.
+        self._owner: tuple[Parameters, Padded, int | None] | None = None
 
     def observe(self, call: Collective, group: PhantomGroup) -> None:
         size, pieces, is_sized = call.num_bytes, 1, self._owner is not None
@@ -95,14 +96,14 @@ class Recorder:
         if topology.encoder is None:
             units = [*step.model.vision_blocks, *units]
         self._in_units = {id(p) for unit in units for p in unit.parameters()}
-        of_buffer: Any = lambda buffer: _of_list(buffer.params)  # noqa: E731
         with ExitStack() as stack:
             for place, name, parameters_of, padded in (
                 (Bucket, "start_all_gather", _of_bucket, _for_shards),
                 (Bucket, "start_reduction", _of_bucket, _for_shards),
-                (FusedCommBuffer, "_comm_grads", of_buffer, _for_slices),
-                (FusedCommBuffer, "sync_params", of_buffer, _for_slices),
-                (hybrid_parallel_util, _FUSED, _of_list, _as_is),
+                (Reductions, "_sum_over_dp", _of_sum, _for_shards),
+                (FusedCommBuffer, "_comm_grads", _of_buffer, _for_slices),
+                (FusedCommBuffer, "sync_params", _of_buffer, _for_slices),
+                (fleet_optimizer, "sum_over_dp", _of_part, _for_slices),
                 (collectives, _FUSED, _of_list, _as_is),
             ):
                 owned = self._owned(getattr(place, name), parameters_of, padded)
@@ -123,24 +124,31 @@ class Recorder:
         return timed
 
     def _owned(self, function: Callable, parameters_of: Callable, padded: Padded) -> Callable:
-        """The function, whose calls carry the parameters of its first argument."""
+        """The function, whose calls carry the parameters that its arguments tell."""
 
-        def owned(first: Any, *args: Any, **kwargs: Any) -> Any:
-            self._owner = parameters_of(first), padded
+        def owned(*args: Any, **kwargs: Any) -> Any:
+            outer, (parameters, shards) = self._owner, parameters_of(*args)
+            self._owner = parameters, padded, shards
             try:
-                return function(first, *args, **kwargs)
+                return function(*args, **kwargs)
             finally:
-                self._owner = None
+                self._owner = outer
 
         return owned
 
     def _of_parameters(
-        self, call: Collective, group: PhantomGroup, parameters_of: Parameters, padded: Padded
+        self,
+        call: Collective,
+        group: PhantomGroup,
+        parameters_of: Parameters,
+        padded: Padded,
+        shards: int | None,
     ) -> tuple[int, int]:
         """Bytes of the run, and the number of its calls."""
         assert self._step is not None
-        parameters, ranks = parameters_of(call, group), group.size()
-        parts = ranks if call.kind == "all_gather" else 1
+        parameters, ranks = parameters_of(call, group), shards or group.size()
+        gathers = call.kind == "all_gather"
+        parts = ranks if gathers or shards else 1
 
         def elements(sizes: Iterable[int], value_bytes: int) -> list[int]:
             return [padded(size, ranks, value_bytes) // parts for size in sizes]
@@ -152,34 +160,34 @@ class Recorder:
                 f"parameters have {found}: this tool does not know how they are padded"
             )
         full = elements((self._full[id(p)] for p in parameters), self.value_bytes)
-        if padded is _as_is and self._step.topology.is_sharded_by_fleet:
+        degrees = self._step.topology.degrees
+        if padded is _as_is and degrees.sharding_degree > 1 and degrees.sharding_stage == 1:
             full = self._mean_slices(parameters, group) or full
-        width = self._reduced_bytes if padded is _for_shards else 4
-        width = self.value_bytes if parts > 1 else width
+        width = self._reduced_bytes if padded is _for_shards and not shards else 4
+        width = self.value_bytes if gathers else width
         limit = FLEET_BUFFER // self.value_bytes if padded is _for_slices else BUCKET_ELEMENTS
         in_unit = padded is _for_shards and {id(p) for p in parameters} <= self._in_units
         return width * sum(full), 1 if in_unit else _buckets(full, limit // parts)
 
     def _mean_slices(self, own: Sequence[Tensor], group: PhantomGroup) -> list[int]:
-        """Elements of fleet's slices in an all-reduce, in the mean over the ranks that have them:
-        each rank has slices of other parameters. None of an encoder that fleet does not shard."""
+        """Elements of fleet's slices in an all-reduce over mp or two stages, in the mean over the
+        ranks that have them: each rank has slices of other parameters. None of an encoder that
+        fleet does not shard."""
         assert self._step is not None
         step, topology = self._step, self._step.topology
         table, slices = step.model.placement.parameter_table, {id(tensor) for tensor in own}
         trained = [p for p in step.model.parameters() if not p.stop_gradient]
         trained = [p for p in trained if not table[p].is_encoder]
-        of_experts = {table[p].is_expert for p in trained if id(step.store.shard_of(p)) in slices}
+        are_slices = not own or any(id(step.store.shard_of(p)) in slices for p in trained)
         sizes = []
-        for parameter in trained if not slices or of_experts else ():
+        for parameter in trained if are_slices else ():
             spec = table[parameter]
             shards = topology.expert_sharding_group if spec.is_expert else topology.sharding_group
             ranks = shards.nranks
             if group is topology.mp_group.process_group:
                 takes_part = spec.has_partial_gradient
-            elif topology.ends_group and group is topology.ends_group.process_group:
-                takes_part = spec.tie is not Tie.NONE
             else:
-                takes_part = spec.is_expert in of_experts
+                takes_part = spec.tie is not Tie.NONE
             if takes_part:
                 size = _for_slices(self._full[id(parameter)], ranks, self.value_bytes)
                 sizes.append(size // ranks)
@@ -205,16 +213,30 @@ class Recorder:
         return of_group[0] if of_group else "all ranks"
 
 
-def _of_bucket(bucket: Bucket) -> Parameters:
+def _of_bucket(bucket: Bucket, *args: Any) -> tuple[Parameters, None]:
     def members(call: Collective, group: PhantomGroup) -> list[Tensor]:
         entries = bucket.entries if call.kind == "all_gather" else bucket.trained
         return [entry.parameter for entry in entries if entry.group.process_group is group]
 
-    return members
+    return members, None
 
 
-def _of_list(tensors: Sequence[Tensor]) -> Parameters:
-    return lambda call, group: list(tensors)
+def _of_sum(reductions: Reductions, key: Any) -> tuple[Parameters, int]:
+    bucket, group = key
+    shards, _ = _of_list([entry.parameter for entry in bucket.by_group[group]])
+    return shards, group.nranks
+
+
+def _of_part(buffer: FusedCommBuffer, group: Any) -> tuple[Parameters, int]:
+    return _of_list(buffer.params)[0], buffer._comm_group.nranks
+
+
+def _of_buffer(buffer: FusedCommBuffer, *args: Any, **kwargs: Any) -> tuple[Parameters, None]:
+    return _of_list(buffer.params)
+
+
+def _of_list(tensors: Sequence[Tensor], *args: Any) -> tuple[Parameters, None]:
+    return lambda call, group: list(tensors), None
 
 
 def _for_shards(size: int, ranks: int, value_bytes: int) -> int:
@@ -247,7 +269,8 @@ def simulated(config: Any, rank: int) -> Simulated:
     """
     recorder = Recorder(config, rank)
     sizes = become_rank(rank, parallel_degrees(config).num_processes, recorder.observe)
-    parallel = {"reduce_dtype": "float32", "pp_token_rows": None, "pp_visual_rows": None}
+    parallel: dict[str, Any] = {"reduce_dtype": "float32", "dp_comm_overlap": None}
+    parallel |= {"pp_token_rows": None, "pp_visual_rows": None}
     small = config.model_copy(
         update={
             "model": config.model.model_copy(update={"compute_dtype": "float32"}),

@@ -14,7 +14,6 @@ from paddle import Tensor, nn
 from paddle.distributed.fleet.layers.mpu import mp_ops as fleet_ops
 from paddle.distributed.fleet.meta_parallel import (
     ColumnParallelLinear,
-    RowParallelLinear,
     get_rng_state_tracker,
 )
 from paddle.nn.initializer import Normal
@@ -25,6 +24,7 @@ from paddle_vl.nn.placement import Placement
 from paddle_vl.parallel.collectives import all_reduced, gathered_arrays
 from paddle_vl.parallel.colocated.grid import EncoderGroups
 from paddle_vl.parallel.random_state import encoder_split_random
+from paddle_vl.parallel.split_layers import Row
 
 Layer = TypeVar("Layer", bound=nn.Layer)
 # Fleet's layers draw initial values from this state, which it adds only for an mp_degree above 1.
@@ -59,7 +59,7 @@ class ColocatedLayers:
                     self.table.add([column.weight], replace(split, split_axis=1))
                     self.table.add([column.bias], replace(split, split_axis=0))
                 for name in getattr(parent, "row_linears", ()):
-                    row = self._divided(EncoderRow, parent, name, input_is_parallel=True)
+                    row = self._divided(Row, parent, name, input_is_parallel=True)
                     self.table.add([row.weight], replace(self._replicated, split_axis=0))
                     self.table.add([row.bias], self._replicated)
         return layer
@@ -97,12 +97,3 @@ class EncoderColumn(AdaptableLinear, ColumnParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         x = cast(Tensor, fleet_ops._c_identity(x, group=self.model_parallel_group))
         return self.adapted(linear(x, self.weight, self.bias), x, bias=self.bias)
-
-
-class EncoderRow(AdaptableLinear, RowParallelLinear):
-    """A row-parallel linear with bias; takes this rank's features, returns all rows."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        terms = self.adapted(linear(x, self.weight), x)
-        total = cast(Tensor, fleet_ops._mp_allreduce(terms, group=self.model_parallel_group))
-        return total + cast(Tensor, self.bias)

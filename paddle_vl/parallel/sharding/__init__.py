@@ -15,7 +15,7 @@ root is all else. At stage 3 only the unit in use and the prefetched one are uns
 `reshard_after_forward=False` is FSDP's `SHARD_GRAD_OP`: parameters are gathered once per step and
 freed after its last backward pass. Stage 2 never frees them.
 
-Collectives (stages 2 and 3), all over the sharding group and overlapped with computation:
+Collectives (stages 2 and 3), overlapped with computation, all but the last over the sharding group:
 
 | when | communicated |
 | --- | --- |
@@ -23,6 +23,7 @@ Collectives (stages 2 and 3), all over the sharding group and overlapped with co
 | backward of a unit | the same all-gather (3); reduce-scatter of its gradients after it |
 | end of a micro-batch | reduce-scatter of the gradients of the root and of tables |
 | after the optimizer's step | all-gather of the parameters of all (2) or of the root (3) |
+| last reduce-scatter of a bucket in a step | all-reduce of its shards over dp |
 """
 
 from paddle_vl.parallel.sharding.fleet_optimizer import FleetSharding

@@ -8,7 +8,7 @@ Shapes: S ranks of a sharding group; n elements of a parameter per rank; N of a 
 rank, the sum of n.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -44,19 +44,29 @@ class Pending:
 
 
 class Reductions:
-    """Reduce-scatters of the gradients of all buckets, one of each group in flight.
+    """Reduce-scatters of the gradients of all buckets, one of each group in flight, and all-reduces
+    of their sums over dp.
 
-    It overlaps with the backward pass of the next unit. More would only keep more packed gradients,
-    as a group runs one collective at a time.
+    One overlaps with the backward pass of the next unit. More would only keep more packed
+    gradients, as a group runs one collective at a time. The sum of a step's last one is all-reduced
+    beside the following ones.
+
+    Args:
+        dp_groups: by sharding group, the ranks that have the same shards; none by default.
 
     Attributes:
-        dtype: dtype of the messages.
+        dtype: dtype of the messages; sums are float32.
     """
 
-    def __init__(self, dtype: Literal["float32", "bfloat16"]):
+    def __init__(
+        self, dtype: Literal["float32", "bfloat16"], dp_groups: Mapping[Any, Any] | None = None
+    ):
         self.dtype: Literal["float32", "bfloat16"] = dtype
-        self._in_flight: dict[Any, tuple[Hashable, Pending]] = {}
+        self._dp_groups = dp_groups or {}
+        self._in_flight: dict[Any, tuple[Hashable, Pending, bool]] = {}
         self._sums: dict[tuple[Hashable, Any], Tensor] = {}
+        # All-reduces in flight, of sums.
+        self._tasks: dict[tuple[Hashable, Any], Any] = {}
 
     @paddle.no_grad()
     def make_room(self, group: Any = None) -> None:
@@ -67,27 +77,46 @@ class Reductions:
         """
         for own in list(self._in_flight) if group is None else [group]:
             if own in self._in_flight:
-                owner, pending = self._in_flight.pop(own)
-                self._add(owner, own, pending.result().astype("float32"))
+                owner, pending, is_last = self._in_flight.pop(own)
+                self._add(owner, own, pending.result().astype("float32"), is_last)
 
-    def start(self, owner: Hashable, group: Any, packed_SN: Tensor) -> None:
-        """Start a reduce-scatter, after `make_room`; its output is added to the owner's sum."""
+    def start(self, owner: Hashable, group: Any, packed_SN: Tensor, is_last: bool = False) -> None:
+        """Start a reduce-scatter, after `make_room`; its output is added to the owner's sum.
+
+        Args:
+            is_last: whether it is the owner's last one of the step.
+        """
         if group.nranks == 1:
-            self._add(owner, group, packed_SN)
+            self._add(owner, group, packed_SN, is_last)
             return
         own_N = paddle.empty([packed_SN.shape[0] // group.nranks], dtype=packed_SN.dtype)
         task = dist.stream.reduce_scatter(own_N, packed_SN, group=group, sync_op=False)
-        self._in_flight[group] = owner, Pending("reduce_scatter", task, own_N, packed_SN)
+        pending = Pending("reduce_scatter", task, own_N, packed_SN)
+        self._in_flight[group] = owner, pending, is_last
 
     def pop_sum(self, owner: Hashable, group: Any) -> Tensor | None:
         """Remove and return the sum of an owner's outputs, `[N]` float32; None without any."""
         if group in self._in_flight and self._in_flight[group][0] is owner:
             self.make_room(group)
-        return self._sums.pop((owner, group), None)
+        key = owner, group
+        if key not in self._tasks:
+            self._sum_over_dp(key)
+        task = self._tasks.pop(key, None)
+        if task is not None:
+            task.wait()
+        return self._sums.pop(key, None)
 
-    def _add(self, owner: Hashable, group: Any, own_N: Tensor) -> None:
+    def _add(self, owner: Hashable, group: Any, own_N: Tensor, is_last: bool) -> None:
         total_N = self._sums.get((owner, group))
         self._sums[owner, group] = own_N if total_N is None else total_N.add_(own_N)
+        if is_last:
+            self._sum_over_dp((owner, group))
+
+    def _sum_over_dp(self, key: tuple[Hashable, Any]) -> None:
+        """Start the all-reduce of a sum, in place; of none all ranks have none."""
+        group, total_N = self._dp_groups.get(key[1]), self._sums.get(key)
+        if group is not None and total_N is not None:
+            self._tasks[key] = dist.all_reduce(total_N, group=group, sync_op=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,11 +218,15 @@ class Bucket:
         self._wide.take()
 
     @paddle.no_grad()
-    def start_reduction(self) -> None:
-        """Start the reduce-scatter of the gradients, zeros for missing ones, and free them."""
+    def start_reduction(self, is_last: bool = False) -> None:
+        """Start the reduce-scatter of the gradients, zeros for missing ones, and free them.
+
+        Args:
+            is_last: whether it is this bucket's last one of the step.
+        """
         for group, entries in self.by_group.items():
             self.reductions.make_room(group)
-            self.reductions.start(self, group, self._packed(entries, group.nranks))
+            self.reductions.start(self, group, self._packed(entries, group.nranks), is_last)
 
     def _packed(self, entries: Sequence[BucketEntry], num_ranks: int) -> Tensor:
         """`[S * N]`: the gradients of parameters, which are freed."""

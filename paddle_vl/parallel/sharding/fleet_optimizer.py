@@ -3,17 +3,17 @@
 Fleet places the trained parameters in buffers, each with a buffer of float32 gradients, and divides
 each buffer equally over the ranks. The overlap of a rank's range with a parameter is the rank's
 slice of the parameter: flat, from empty to the full parameter with its padding. AdamW updates
-slices. Per step and buffer, gradients are reduce-scattered over the sharding group (and all-reduced
-over dp), and updated parameters are all-gathered. Experts have buffers of their own, over the ranks
-with the same experts.
+slices. Per step and buffer, gradients are reduce-scattered over the sharding group, this rank's
+part is all-reduced over dp, and updated parameters are all-gathered. Experts have buffers of their
+own, over the ranks with the same experts.
 
 Differences from fleet:
 - Gradients are sums: fleet's average over ranks is multiplied by their number, in float32.
 - Half-precision parameters have float32 copies of their slices, which the optimizer updates.
 - `main_grad` is used for float32 parameters too. Without it, clearing gradients detaches them from
   fleet's buffers, and nothing is reduced any more.
-- Slices get their gradients before the first step. Fleet does so in `step`, after the all-reduce
-  over dp, which therefore leaves out the first step.
+- Slices get their gradients before the first step, and the all-reduce over dp takes them in place.
+  Fleet does so in `step`, after that all-reduce, which therefore leaves out the first step.
 - Collectives of buffers have a fixed order. Fleet reduce-scatters a buffer once it has all of its
   gradients, and all-gathers the next buffer when a layer needs it. Ranks whose micro-batches have
   different optional branches would do so in different orders, and a buffer with a missing gradient
@@ -24,7 +24,7 @@ Just over 350 lines: the optimizer, and the order of its collectives.
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import paddle
@@ -40,6 +40,7 @@ from paddle.distributed.fleet.utils.tensor_fusion_helper import FusedCommBuffer
 from paddle_vl.nn.flat_buckets import FlatBucket
 from paddle_vl.nn.master_weights import master_copy
 from paddle_vl.nn.parameter_table import ParameterTable, Spread, Tie
+from paddle_vl.parallel.collectives import InOrder
 from paddle_vl.parallel.sharding.buckets import own_slice
 from paddle_vl.parallel.topology import Topology
 
@@ -82,7 +83,6 @@ class FleetSharding:
         self._table = parameter_table
         # Any: fleet's stubs lack the attributes used here.
         self.optimizer: Any = None
-        self._hybrid: Any = None
         self._units = list(units) if overlaps_gathers else []
         self._overlaps_gathers, self._overlaps_reductions = overlaps_gathers, overlaps_reductions
         self._trained = {id(p): p for p in parameters if not p.stop_gradient}
@@ -106,8 +106,8 @@ class FleetSharding:
             elif self._table[parameter].is_expert:
                 parameter.color = {"color": "expert", "group": self._group_of(parameter)}
         MixPrecisionLayer(nn.ParameterList(parameters), dtype="bfloat16")
-        self._hybrid = fleet.distributed_optimizer(adamw)
-        self.optimizer = self._hybrid._inner_opt
+        hybrid: Any = fleet.distributed_optimizer(adamw)
+        self.optimizer = hybrid._inner_opt
         assert isinstance(self.optimizer, DygraphShardingOptimizerV2), "by `fleet_strategy`"
         self.optimizer._collect_comm_buffers()
         self.optimizer._assign_slice_grad()
@@ -128,10 +128,10 @@ class FleetSharding:
             # V2 count the micro-batches of these, whatever runs them.
             self.optimizer.comm_overlap = True
             self.optimizer.register_reduce_overlap_hook(use_comm=True)
-        if self.optimizer.comm_overlap:
-            self._reductions = OrderedReductions(self._buffers)
+        dp_groups = [self._dp_group_of(buffer.params[0]) for buffer in self._buffers]
+        self._reductions = OrderedReductions(self._buffers, dp_groups)
         if self._overlaps_gathers:
-            self._hybrid._set_all_gather_overlap_forward(True, None)
+            hybrid._set_all_gather_overlap_forward(True, None)
             self._gathers = OrderedGathers(self.optimizer, self._units)
 
     def shard_of(self, parameter: Tensor) -> Tensor | None:
@@ -158,24 +158,14 @@ class FleetSharding:
 
     @paddle.no_grad()
     def end_backward(self) -> None:
-        """After the last micro-batch: reduce-scatter over the sharding group, all-reduce over dp.
-
-        Gradients of experts, which differ per dp rank, are left out of the all-reduce here.
-        """
+        """After the last micro-batch: reduce-scatter over the sharding group and all-reduce over dp
+        what the backward pass has left."""
         if self.optimizer is None:
             return
-        if self.optimizer.comm_overlap:
-            self._reductions.finish()
-        shared = [p for p in self._trained.values() if not self._table[p].is_expert]
-        self._hybrid._hybrid_sync_grad(shared)
+        self._reductions.finish()
         for buffer in self._buffers:
-            group = self._group_of(buffer.params[0])
-            is_expert = self._table[buffer.params[0]].is_expert
-            dp_degree = 1 if is_expert else self.topology.degrees.dp_degree
-            length = buffer.grad_storage.size // group.nranks
-            begin = group.rank * length
-            own = buffer.grad_storage._slice(begin, begin + length)
-            own.scale_(float(group.nranks * dp_degree))
+            buffer.scale_grads()
+            own_part(buffer).scale_(float(buffer._comm_group.nranks))
 
     def step(self) -> None:
         """Update the slices, and all-gather the parameters."""
@@ -281,6 +271,11 @@ class FleetSharding:
         own = self._table[parameter].is_expert
         return self.topology.expert_sharding_group if own else self.group
 
+    def _dp_group_of(self, parameter: Tensor) -> Any:
+        """The ranks that have the same shard of it."""
+        own = self._table[parameter].is_expert
+        return self.topology.expert_dp_group if own else self.topology.dp_group
+
     def _span(self, parameter: Tensor, rank: int) -> tuple[int, int]:
         """Begin and end of a rank's slice in the flat parameter, padding included."""
         view = self._views[parameter.name]
@@ -291,36 +286,55 @@ class FleetSharding:
 
 
 class OrderedReductions:
-    """Reduce-scatters of fleet's buffers during the backward pass, from the last buffer on.
+    """Reductions of fleet's buffers, from the last buffer on: in the backward pass where fleet's
+    hooks are registered, else at its end.
+
+    A buffer's all-reduce over dp follows its reduce-scatter, and begins with the next buffer's, so
+    that the backward pass waits for neither.
 
     Args:
         buffers: in the order of the forward pass; fleet calls `comm_grads` of each when it has all
             gradients of a step.
+        dp_groups: of each buffer.
     """
 
-    def __init__(self, buffers: Sequence[FusedCommBuffer]):
-        self._order = list(reversed(buffers))
-        self._complete: set[int] = set()
-        self._num_started = 0
-        for buffer in buffers:
-            buffer.comm_grads = partial(self._start, buffer)
+    def __init__(self, buffers: Sequence[FusedCommBuffer], dp_groups: Sequence[Any]):
+        last_first = list(zip(buffers, dp_groups, strict=True))[::-1]
+        self._order = InOrder([partial(self._start, *entry) for entry in last_first])
+        self._not_summed: list[tuple[FusedCommBuffer, Any]] = []
+        for number, (buffer, _) in enumerate(last_first):
+            buffer.comm_grads = partial(self._order.complete, number)
 
     def finish(self) -> None:
-        """After the last backward pass: reduce the buffers in which a gradient is missing."""
-        for buffer in self._order:
-            for parameter in buffer.params:
-                while parameter.name in buffer._params_step_dict:
-                    buffer.add_grad(parameter)
-        self._complete, self._num_started = set(), 0
+        """After the last backward pass: start the reductions of the other buffers, in which a
+        gradient is missing."""
+        self._order.finish()
+        while self._not_summed:
+            sum_over_dp(*self._not_summed.pop(0))
 
-    def _start(self, buffer: FusedCommBuffer) -> None:
-        self._complete.add(id(buffer))
-        while self._num_started < len(self._order):
-            following = self._order[self._num_started]
-            if id(following) not in self._complete:
-                return
-            following._comm_grads()
-            self._num_started += 1
+    def _start(self, buffer: FusedCommBuffer, dp_group: Any) -> None:
+        buffer._comm_grads()
+        self._not_summed.append((buffer, dp_group))
+        if len(self._not_summed) > 1:
+            sum_over_dp(*self._not_summed.pop(0))
+
+
+def sum_over_dp(buffer: FusedCommBuffer, group: Any) -> None:
+    """Start the all-reduce of this rank's part of a buffer, once it is reduce-scattered."""
+    if group.nranks == 1 or not buffer.need_reduce_scale_sync():
+        return
+    # None where one rank has all of the buffer.
+    if buffer._task is not None:
+        buffer._task.wait()
+    buffer._task = dist.all_reduce(own_part(buffer), group=group, sync_op=False)
+
+
+def own_part(buffer: FusedCommBuffer) -> Tensor:
+    """The gradients that this rank has after the reduce-scatter, a view."""
+    # Any: fleet's stub allows more than tensors.
+    group, full = buffer._comm_group, cast(Any, buffer.grad_storage)
+    length = full.size // group.nranks
+    return full._slice(group.rank * length, (group.rank + 1) * length)
 
 
 class OrderedGathers:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -71,6 +71,8 @@ class Sharding:
             a graph saved a view (a slice, a transpose) keeps its storage until the backward pass.
         tables: token embeddings and heads, which stage 3 shards too. Two of them may share a
             `weight`, which nothing else uses.
+        dp_groups: by sharding group, the ranks that have the same shards, over which gradients are
+            all-reduced once per step: after a unit's last backward pass if `begin_step` is called.
     """
 
     def __init__(
@@ -82,11 +84,12 @@ class Sharding:
         tables: Sequence[nn.Layer] = (),
         options: ShardingOptions | None = None,
         group_of: Callable[[Tensor], Any] | None = None,
+        dp_groups: Mapping[Any, Any] | None = None,
     ):
         self.stage, self.options = stage, options or ShardingOptions()
         self._group_of = group_of or (lambda parameter: group)
         self._entries: dict[int, BucketEntry] = {}
-        self._reductions = Reductions(self.options.reduce_dtype)
+        self._reductions = Reductions(self.options.reduce_dtype, dp_groups)
         self._unsharded = UnshardedBuckets() if stage == 3 else None
         # Remaining micro-batches of this step, if known.
         self._num_left: int | None = None
@@ -118,8 +121,8 @@ class Sharding:
         return entry.shard
 
     def begin_step(self, num_micro_batches: int) -> None:
-        """Set the number of micro-batches of the step. Otherwise `reduce_once_per_step` reduces
-        only after the last backward pass, without overlap."""
+        """Set the number of micro-batches of the step. Otherwise all-reduces over dp, and with
+        `reduce_once_per_step` all reductions, follow the last backward pass, without overlap."""
         self._num_left = num_micro_batches
 
     def end_micro_batch(self) -> None:
@@ -213,14 +216,18 @@ class Sharding:
     def _buckets(self) -> list[Bucket]:
         return [*self._root, *self._tables, *self._units]
 
-    def _after_backward(self, bucket: Bucket) -> None:
-        """Reduce the gradients of a bucket, or accumulate them for the last micro-batch."""
+    def _after_backward(self, bucket: Bucket, ends: bool = True) -> None:
+        """Reduce the gradients of a bucket, or accumulate them for the last micro-batch.
+
+        Args:
+            ends: whether no backward pass of the bucket follows in this micro-batch.
+        """
         if self.options.reduce_once_per_step and self._num_left != 1:
             bucket.accumulate_gradients()
             # The same buckets on every rank, as all ran the same backward passes.
             self._unreduced[bucket] = None
         else:
-            bucket.start_reduction()
+            bucket.start_reduction(is_last=ends and self._num_left == 1)
             self._unreduced.pop(bucket, None)
 
     def _check_units(self) -> None:
@@ -274,12 +281,12 @@ class Sharding:
             if key not in buckets:
                 buckets[key] = self._bucket([layer.weight])
             # Of a shared weight another layer adds to the same gradient.
-            after = self._after_head if users[key] == 1 else lambda bucket: None
+            after = self._after_head if users[key] == 1 else lambda bucket, ends: None
             table = TableForward(buckets[key], self._unsharded, keeps, after)
             wrap_layer(layer, Level.SHARDING, table)
             self._forwards.append(table)
         return list(buckets.values())
 
-    def _after_head(self, bucket: Bucket) -> None:
-        self._after_backward(bucket)
+    def _after_head(self, bucket: Bucket, ends: bool) -> None:
+        self._after_backward(bucket, ends)
         self._reduced_tables.add(bucket)

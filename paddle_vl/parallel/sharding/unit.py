@@ -87,7 +87,8 @@ class UnitForward:
         unsharded: unshards the bucket in forward and backward; None at stage 2.
         keeps: whether a forward pass with gradients keeps the bucket unsharded until the end of the
             step.
-        after_backward: called after each backward pass.
+        after_backward: called after each backward pass, with whether it was that of the last open
+            graph.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class UnitForward:
         bucket: Bucket,
         unsharded: UnshardedBuckets | None,
         keeps: bool,
-        after_backward: Callable[[Bucket], None],
+        after_backward: Callable[[Bucket, bool], None],
     ):
         self.bucket, self.unsharded, self.keeps = bucket, unsharded, keeps
         self.after_backward = after_backward
@@ -129,7 +130,7 @@ class UnitForward:
 
     def end_backward(self) -> None:
         self.num_open -= 1
-        self.after_backward(self.bucket)
+        self.after_backward(self.bucket, self.num_open == 0)
 
     def _use(self, next_bucket: Bucket | None) -> AbstractContextManager:
         if self.unsharded is None:

@@ -84,7 +84,8 @@ def start_entry(config: RunConfig, first_step: int) -> dict[str, Any]:
     fleet_options, parallel = None, config.parallel
     if degrees.num_processes > 1:
         fleet_options = effective_options(fleet_strategy(degrees, parallel.fleet))
-    hidden = overlaps(degrees, parallel.fleet, parallel.sharding_gather_overlap)
+    gathers, sums = parallel.sharding_gather_overlap, parallel.dp_comm_overlap
+    hidden = overlaps(degrees, parallel.fleet, gathers, sums)
     name = paddle.device.cuda.get_device_name() if device.startswith("gpu") else processor_name()
     return {
         "started": _now(),

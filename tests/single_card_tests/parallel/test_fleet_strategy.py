@@ -89,6 +89,8 @@ def test_an_overlap_that_cannot_run_or_does_nothing_is_refused(options, message)
 PP = {"pp_degree": 4, "num_micro_batches": 8}
 # One topology for each row of the table in docs/fleet.md.
 TOPOLOGIES = {
+    "dp": ParallelDegrees(dp_degree=2),
+    "dp, pp, virtual stages": ParallelDegrees(dp_degree=2, **PP, num_virtual_stages=2),
     "mp": ParallelDegrees(mp_degree=2),
     "mp, sequence parallel": ParallelDegrees(mp_degree=2, sequence_parallel=True),
     "mp, sharding stage 3": ParallelDegrees(mp_degree=2, sharding_degree=2, sharding_stage=3),
@@ -97,6 +99,8 @@ TOPOLOGIES = {
     "pp, virtual stages, fthenb": ParallelDegrees(**PP, num_virtual_stages=2, pp_schedule="fthenb"),
     "sharding stage 1": ParallelDegrees(sharding_degree=2),
     "sharding stage 1, pp": ParallelDegrees(sharding_degree=2, **PP),
+    "dp, sharding stage 1": ParallelDegrees(dp_degree=2, sharding_degree=2),
+    "dp, pp, colocated": ParallelDegrees(dp_degree=2, **PP, schedule="colocated"),
     "sharding stage 1, dualpipev": ParallelDegrees(
         sharding_degree=2, **PP, pp_schedule="dualpipev"
     ),
@@ -139,8 +143,10 @@ def test_nothing_is_on_by_default_on_a_cpu(name):
         ("mp", "1", "sp_async_reduce_scatter", "without parallel.sequence_parallel"),
         ("mp", "1", "mp_fused_linear_param_grad_add", "reductions behind backward exclude"),
         ("pp", "1", "overlap_p2p_comm", "for 1f1b with num_virtual_stages"),
-        ("sharding stage 1, dualpipev", "1", "comm_overlap", "in two parts"),
-        ("sharding stage 2", "1", "comm_overlap", "have their own overlap"),
+        ("sharding stage 1, dualpipev", "1", "sharding_configs.comm_overlap", "in two parts"),
+        ("sharding stage 2", "1", "sharding_configs.comm_overlap", "have their own overlap"),
+        ("dp, sharding stage 1", "1", "dp_comm_overlap", "sharding sums over dp beside its own"),
+        ("dp, pp, colocated", "1", "dp_comm_overlap", "sums an encoder's gradients"),
     ],
 )
 def test_what_is_off_has_a_reason(topology, variable, option, reason):
