@@ -7,9 +7,12 @@ UCI optical recognition set), written as PNG files: dark ink on white paper, enl
 bicubic interpolation. Training conversations contain no test image.
 
 The directory gets `images/`, `train.jsonl`, `copies.jsonl`, `test.jsonl`, `processor/` and
-`dataset.json`. `copies.jsonl` is for training too: dialogues about copies of the training images,
+`dataset.json`. `copies.jsonl` is for training too: questions about copies of the training images,
 turned and shifted a little (`0007-1.png` is the first one of `0007.png`). Tasks of records: single,
-compare, add, two_turn; in `copies.jsonl` two_turn and pair, which asks everything about two images.
+compare, add, two_turn; in `copies.jsonl` single, two_turn and pair, a question about two images.
+
+Comparisons and sums name both digits before the result ("3 + 8 = 11"), so that a model reads it
+from its own answer.
 """
 
 import argparse
@@ -25,7 +28,7 @@ from PIL import Image
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 
 # Increase when the written files change.
-RECIPE_VERSION = 2
+RECIPE_VERSION = 3
 SEED = 20240
 TEST_IMAGES_PER_DIGIT = 30
 NUM_TEST_PAIRS = 100
@@ -33,6 +36,8 @@ IMAGE_SIDE = 64
 # Copies of every training image, turned and shifted (in pixels) by at most so much.
 NUM_COPIES, MAX_DEGREES, MAX_SHIFT = 4, 8, 4
 PAIRS_PER_COPY = 2
+# Share of the comparisons of copies that show a digit twice; chance gives a tenth, too few to learn.
+EQUAL_SHARE = 0.25
 VOCAB_SIZE = 512
 MANIFEST = "dataset.json"
 
@@ -44,12 +49,12 @@ _SINGLE = (
     ("<image>Describe the picture.", "The handwritten digit {a}."),
 )
 _COMPARE = (
-    ("<image><image>Which digit is larger, the first or the second?", "{larger}"),
-    ("First: <image> Second: <image> Which one is larger?", "{larger}"),
+    ("<image><image>Which digit is larger, the first or the second?", "{a} and {b}: {larger}."),
+    ("First: <image> Second: <image> Which one is larger?", "{a} and {b}: {larger}."),
 )
 _ADD = (
-    ("<image><image>What is the sum of the two digits?", "{sum}"),
-    ("<image> plus <image> equals?", "{sum}"),
+    ("<image><image>What is the sum of the two digits?", "{a} + {b} = {sum}"),
+    ("<image> plus <image> equals?", "{a} + {b} = {sum}"),
 )
 _NAME_TWO = (("<image><image>Which two digits are these?", "{a} and {b}."),)
 _ABOUT_TWO = (_COMPARE, _ADD, _NAME_TWO)
@@ -89,7 +94,7 @@ def make_digits_dataset(directory: str | os.PathLike) -> bool:
         copies = [name.replace(".", f"-{copy}.") for name in names]
         for number in trained:
             _moved(images[number], rng).save(directory / copies[number])
-        records["copies"] += _dialogues(trained, digits, copies, rng)
+        records["copies"] += _about_copies(trained, digits, copies, rng)
     for split, rows in records.items():
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (directory / f"{split}.jsonl").write_text(text, encoding="utf-8")
@@ -148,24 +153,23 @@ def _train_records(
             yield _record(task, pair, [_pick(phrasings, rng)], digits, names)
 
 
-def _dialogues(
+def _about_copies(
     numbers: np.ndarray, digits: Sequence[int], names: Sequence[str], rng: np.random.Generator
 ) -> Iterator[dict[str, Any]]:
-    """For every image: one dialogue about it alone, two about it and another one.
-
-    The latter ask everything about two images, in any order: each shown image is learned from
-    several answers.
-    """
+    """For every image: one question about it, every second one with another turn, and two about it
+    and another image. Short, so that a row of packed samples shows many images."""
+    alike = {digit: [n for n in numbers if digits[n] == digit] for digit in set(digits)}
     partners_of = [rng.permutation(numbers) for _ in range(PAIRS_PER_COPY)]
     for number, *partners in zip(numbers, *partners_of, strict=True):
-        turns = [_pick(_SINGLE, rng), _pick(_FOLLOW_UP, rng)]
-        yield _record("two_turn", [number], turns, digits, names)
+        turns = [_pick(_SINGLE, rng)]
+        if rng.random() < 0.5:
+            turns.append(_pick(_FOLLOW_UP, rng))
+        yield _record(("single", "two_turn")[len(turns) - 1], [number], turns, digits, names)
         for partner in partners:
-            first, *others = rng.permutation(3).tolist()
-            turns = [_pick(_ABOUT_TWO[first], rng)]
-            for question, answer in (_ABOUT_TWO[other][0] for other in others):
-                turns.append((question.replace("<image>", ""), answer))
-            yield _record("pair", [number, partner], turns, digits, names)
+            phrasings = _ABOUT_TWO[int(rng.integers(3))]
+            if phrasings is _COMPARE and rng.random() < EQUAL_SHARE:
+                partner = rng.choice(alike[digits[number]])
+            yield _record("pair", [number, partner], [_pick(phrasings, rng)], digits, names)
 
 
 def _test_records(
@@ -196,7 +200,7 @@ def _record(
         "a": a,
         "b": b,
         "sum": a + b,
-        "larger": "The first." if a > b else "The second." if b > a else "They are equal.",
+        "larger": "the first" if a > b else "the second" if b > a else "they are equal",
         "parity": "odd" if a % 2 else "even",
         "next": (a + 1) % 10 if a < 9 else "After 9 comes 10.",
     }
