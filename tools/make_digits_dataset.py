@@ -36,7 +36,7 @@ IMAGE_SIDE = 64
 # Copies of every training image, turned and shifted (in pixels) by at most so much.
 NUM_COPIES, MAX_DEGREES, MAX_SHIFT = 4, 8, 4
 PAIRS_PER_COPY = 2
-# Share of the comparisons of copies that show a digit twice; chance gives a tenth, too few to learn.
+# Share of the comparisons of copies that show a digit twice; chance gives a tenth.
 EQUAL_SHARE = 0.25
 VOCAB_SIZE = 512
 MANIFEST = "dataset.json"

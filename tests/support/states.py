@@ -8,6 +8,7 @@ from paddle import Tensor
 
 from paddle_vl.nn.linear import whole_slices
 from paddle_vl.parallel.collectives import all_gathered
+from paddle_vl.train.colocated_optimizer import ColocatedOptimizer
 from paddle_vl.train.optimizer import Optimizer
 
 
@@ -28,9 +29,11 @@ def gathered(store: Any, parameter: Tensor, value: Tensor) -> Tensor:
     return paddle.concat(parts).reshape(parameter.shape)
 
 
-def states_of(optimizer: Optimizer) -> dict[str, np.ndarray]:
+def states_of(optimizer: Optimizer | ColocatedOptimizer) -> dict[str, np.ndarray]:
     """Copies of all state, unsharded, by the names of `state_to_write`; collective where it is
     sharded."""
+    if isinstance(optimizer, ColocatedOptimizer):
+        return {k: v for each in optimizer.optimizers for k, v in states_of(each).items()}
     table, store = optimizer._table, optimizer.store
     # Numbers, which are in no source.
     found = {

@@ -8,8 +8,8 @@ Their bytes are scaled:
 - a call that carries parameters or gradients is known to be theirs: the sum over the parameters,
   padded as its sender pads them, has to give the recorded bytes, and with the shapes of the full
   model, built without storage, it gives the bytes of the run;
-- every other call is recorded in two steps, the second with twice the units and three times the
-  width, so the ratio of its bytes says whether they grow with units, width, both or neither. A call
+- every other call is recorded in two steps, the second with twice the units, three times the
+  width and five times the tower's own, so the ratio of its bytes says whether they grow with units, width, both or neither. A call
   that grows in another way is refused.
 """
 
@@ -294,10 +294,11 @@ def simulated(config: Any, rank: int) -> Simulated:
         # The default group is made once.
         groups = groups or list(sizes)
     (small_family, calls), (_, grown) = found
-    by_width = small_family.widening * Fraction(recorder.value_bytes, 4)
-    by_units = family.units
-    growth = {1: 1, STEPS[1][0]: by_units, STEPS[1][1]: by_width}
-    growth[prod(STEPS[1])] = by_units * by_width
+    more, by_units = STEPS[1][0], family.units
+    growth = {1: Fraction(1), more: by_units}
+    for wider, widening in small_family.widenings.items():
+        by_width = widening * Fraction(recorder.value_bytes, 4)
+        growth |= {wider: by_width, more * wider: by_units * by_width}
     of_run = []
     for call, larger in zip(calls, grown, strict=True):
         ratio = larger.num_bytes / call.num_bytes if call.num_bytes and not call.is_sized else 1

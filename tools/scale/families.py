@@ -51,7 +51,8 @@ class SizedVL(VLRecipe):
     Attributes:
         unit_rows: token rows of a unit.
         units: of a micro-batch of the run.
-        widening: of the run's model against the small one.
+        widenings: of the run's rows against the small model's, by how much wider these are with
+            `factor` 3: those of the decoder, and those within the tower.
         tower_width: of the rows that leave the tower.
     """
 
@@ -75,7 +76,9 @@ class SizedVL(VLRecipe):
         length = config.packed_length if data.packing else data.max_length
         rows = config.train.per_device_train_batch_size * -(-length // multiple) * multiple
         self.units, own = Fraction(rows, self.unit_rows), self.model_config
-        self.widening = Fraction(full.text_config.hidden_size, own.text_config.hidden_size)
+        parts = (full.text_config, own.text_config), (full.vision_config, own.vision_config)
+        decoder, tower = (Fraction(run.hidden_size, small.hidden_size) for run, small in parts)
+        self.widenings = {3: decoder, 5: tower}
         levels = len(own.vision_config.deepstack_visual_indexes)
         self.tower_width = (1 + levels) * own.text_config.hidden_size
 
@@ -95,7 +98,8 @@ class SizedVL(VLRecipe):
         heads = mp * self.config.parallel.encoder.mp_degree
         inner = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
         text |= {name: INNER * mp for name in inner if name in text}
-        vision |= {"out_hidden_size": width, "num_heads": heads, "hidden_size": 4 * heads}
+        of_tower = 4 * heads * (2 * factor - 1)
+        vision |= {"out_hidden_size": width, "num_heads": heads, "hidden_size": of_tower}
         vision |= {"intermediate_size": INNER * heads, "patch_size": PATCH}
         ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
         return type(full).from_dict(values | {name: 60 + i for i, name in enumerate(ids)})
@@ -157,7 +161,7 @@ class SizedPI07(PI07Recipe):
         wide = self._text_config.hidden_size
         if self._factor:
             self.model_config = self._small()
-        self.widening = Fraction(wide, self._text_config.hidden_size)
+        self.widenings = {3: Fraction(wide, self._text_config.hidden_size)}
         self.tower_width = self.model_config.vlm_config.gemma3_config.vision_config.hidden_size
 
     @property
