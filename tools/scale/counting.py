@@ -8,9 +8,9 @@ Their bytes are scaled:
 - a call that carries parameters or gradients is known to be theirs: the sum over the parameters,
   padded as its sender pads them, has to give the recorded bytes, and with the shapes of the full
   model, built without storage, it gives the bytes of the run;
-- every other call is recorded in two steps, the second with twice the units, three times the
-  width and five times the tower's own, so the ratio of its bytes says whether they grow with units, width, both or neither. A call
-  that grows in another way is refused.
+- every other call is recorded in two steps, the second with twice the units, three times the width
+  and five times the tower's own, so the ratio of its bytes says whether they grow with units, one
+  of the widths, both or neither. A call that grows in another way is refused.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
