@@ -50,11 +50,11 @@ TOPOLOGIES = {
         2,
         ["parallel.mp_degree=2", SP, "parallel.vision=replicate", "train.recompute=full"],
     ),
-    "sharding2 stage 2": (2, [SHARDING, "parallel.sharding_stage=2"]),
     "sharding2 stage 3": (2, [SHARDING, "parallel.sharding_stage=3", "train.recompute=act"]),
     "pp2": (2, [PP, "parallel.pp_split=cost", "train.recompute=full"]),
 }
 HEAVY = {
+    "sharding2 stage 2": (2, [SHARDING, "parallel.sharding_stage=2"]),
     "mp2": (2, ["parallel.mp_degree=2"]),
     "sharding2 mp2": (4, [SHARDING, "parallel.sharding_stage=3", "parallel.mp_degree=2", SP]),
     "sharding2 stage 1": (2, [SHARDING, "parallel.sharding_stage=1"]),

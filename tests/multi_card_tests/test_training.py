@@ -44,25 +44,25 @@ VIRTUAL = ("parallel.num_virtual_stages=2",)
 HALVES = ("train.gradient_accumulation_steps=8", "train.per_device_train_batch_size=2")
 TOPOLOGIES = {
     "dp2": (2, ["parallel.dp_degree=2", "parallel.dp_comm_overlap=true"]),
-    "mp2": (2, ["parallel.mp_degree=2", "parallel.vision=replicate"]),
     # Recomputation repeats the collectives of a layer in the backward pass.
     "mp2 with sequence parallelism": (
         2,
         ["parallel.mp_degree=2", *SP, "train.recompute=attention"],
     ),
     "pp2": (2, [*PP, "parallel.pp_split=cost", "train.recompute=full"]),
-    "pp2 dualpipev": (2, [*PP, "parallel.pp_schedule=dualpipev"]),
     "sharding2 stage 1": (2, [*SHARDING, "parallel.sharding_stage=1"]),
     "sharding2 stage 3": (2, [*SHARDING, STAGE_3, "train.recompute=act"]),
-    "pp4 interleaved": (4, ["parallel.pp_degree=4", *VIRTUAL, *HALVES]),
     "mp2 pp2 with sequence parallelism": (4, ["parallel.mp_degree=2", *PP, *SP]),
+}
+# Cases for machines with more than two cores.
+HEAVY = {
+    "mp2": (2, ["parallel.mp_degree=2", "parallel.vision=replicate"]),
+    "pp2 dualpipev": (2, [*PP, "parallel.pp_schedule=dualpipev"]),
+    "pp4 interleaved": (4, ["parallel.pp_degree=4", *VIRTUAL, *HALVES]),
     "sharding2 mp2": (
         4,
         ["parallel.mp_degree=2", *SHARDING, STAGE_3, *SP],
     ),
-}
-# Cases for machines with more than two cores.
-HEAVY = {
     "pp2 dynamic": (2, [*PP, "parallel.pp_shapes=dynamic"]),
     "sharding2 stage 1 with overlap": (2, [*SHARDING, *OVERLAP]),
     "dp2 mp2": (4, ["parallel.dp_degree=2", "parallel.mp_degree=2", *SP]),

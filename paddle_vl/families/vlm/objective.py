@@ -100,8 +100,9 @@ class VLBatchAdapter(BatchAdapter[VLBatch]):
         return real_lengths(batch["attention_mask"], batch.get("cu_seqlens")).tolist()
 
     def expert_capacity(self, batch: VLBatch) -> int | None:
-        factor = self.capacity_factor
-        return None if factor is None else math.ceil(factor * len(batch["real_row_indices"]))
+        factor, rows = self.capacity_factor, batch.get("real_row_indices")
+        # Batches of models with experts list them.
+        return None if factor is None or rows is None else math.ceil(factor * len(rows))
 
     def optional_branches(self, batch: VLBatch) -> list[bool]:
         return [has_visual(batch)]
