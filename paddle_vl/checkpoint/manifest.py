@@ -85,11 +85,11 @@ class FileSum(NamedTuple):
 
 
 def uncovered(pieces: Iterable[Piece], size: int) -> str | None:
-    """The first bytes of a file that are in no piece, or in two; None if there are none."""
+    """The first bytes of a file in no piece or in two, e.g. `bytes 16 to 32`; None without any."""
     end = 0
     for piece in (*sorted(pieces), Piece(size, 0, "")):
         if piece.begin != end:
-            return f"bytes {min(end, piece.begin)} to {max(end, piece.begin)} are"
+            return f"bytes {min(end, piece.begin)} to {max(end, piece.begin)}"
         end += piece.length
     return None
 
@@ -222,7 +222,7 @@ class Manifest:
             manifest = cls(values["step"], files_from_json(values["files"]))
             for name, file in manifest.files.items():
                 if gap := uncovered(file.parts(), file.size):
-                    raise ValueError(f"of {name} {gap} of no piece or of two")
+                    raise ValueError(f"of {name} {gap} are of no piece or of two")
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -155,7 +155,7 @@ def _plain(value: Any, arrays: list[np.ndarray]) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, dict):
-        return {"dict": [[key, _plain(each, arrays)] for key, each in value.items()]}
+        return {"dict": [[_plain(part, arrays) for part in entry] for entry in value.items()]}
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
         return {kind: [_plain(each, arrays) for each in value]}
@@ -175,7 +175,7 @@ def _restored(plain: Any, pages: mmap.mmap, places: Sequence[int]) -> Any:
         return plain
     ((kind, found),) = plain.items()
     if kind == "dict":
-        return {key: _restored(each, pages, places) for key, each in found}
+        return dict([_restored(part, pages, places) for part in entry] for entry in found)
     if kind in ("list", "tuple"):
         values = [_restored(each, pages, places) for each in found]
         return values if kind == "list" else tuple(values)

@@ -195,7 +195,7 @@ class CheckpointWriter:
             works = False
         works = all(ranks.gathered(works))
         if ranks.is_main:
-            # A file system that does not show it to this rank either does not do.
+            # This rank does not see the file where the nodes share no file system.
             works = works and file.is_file() and file.read_bytes() == b"".join(parts)
             file.unlink(missing_ok=True)
             if not works:

@@ -215,7 +215,9 @@ def check_written(partial: Path, files: Mapping[str, FileSum], sizes: bool = Tru
 def _covering(file: Path, pieces: Sequence[Piece]) -> FileSum:
     """A file that consists of these pieces."""
     if gap := uncovered(pieces, file.stat().st_size):
-        raise RuntimeError(f"{file} is not what the ranks have written: {gap} of no rank or of two")
+        raise RuntimeError(
+            f"{file} is not what the ranks have written: {gap} are of no rank or of two"
+        )
     return FileSum.of(pieces)
 
 

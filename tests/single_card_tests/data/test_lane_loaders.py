@@ -1,13 +1,15 @@
 """One rank reads for its lane: the loaders of two ranks in one process.
 
 Guarantees: the other rank gets the reader's batches, bad samples skipped alike, without a look at
-the data; arrays lie in shared memory, and what one rank writes the other does not see; positions
-continue alike; an error of the reader ends both, and so does the end of the reader; a rank that
-waits says for whom and can leave the wait.
+the data; arrays lie in shared memory, and what one rank writes the other does not see; values of
+all kinds arrive as they are, and what cannot be shared is named; positions continue alike; an error
+of the reader ends both, and so does the end of the reader; a rank that waits says for whom and can
+leave the wait.
 """
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,6 +72,33 @@ def test_both_continue_at_a_position():
     for loader in loaders:
         loader.load_state_dict(state, 1)
     assert [next(loader)["pixels"].tolist() for loader in loaders] == again
+
+
+def made_by_both(value: Any) -> Any:
+    """What the other rank gets of a value that the reader makes."""
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    reader, other = (LaneShare(4, [end], reads=end is pair[0]) for end in pair)
+    reader.made("batch 0", lambda: value, lambda: None, {})
+    return other.made("batch 0", lambda: None, lambda: None, {})
+
+
+def test_values_of_all_kinds_arrive_as_they_are():
+    value: Any = {
+        (1, "a"): [None, True, -0.5, "é"],
+        3: ((), {}, []),
+        "empty": np.zeros([2, 0], "int8"),
+    }
+    value |= {"number": np.float32(0.1), "half": np.array([1.5, float("nan")], "float16")}
+    found = made_by_both(value)
+    assert repr(found) == repr(value)
+    assert [found[key].dtype for key in ("empty", "number", "half")] == ["int8", "f4", "f2"]
+
+
+def test_a_value_that_cannot_be_shared_is_named():
+    with pytest.raises(
+        TypeError, match=r"a batch has set \{1\}, which ranks .* make it of numbers"
+    ):
+        made_by_both({"numbers": {1}})
 
 
 def test_an_error_of_the_reader_ends_both_with_its_message():
