@@ -93,7 +93,7 @@ def whole_run(run_file: str, output_dir: Path, override: str) -> dict[str, Any]:
         "lines": lines,
         "sums": sums,
         "counts": counts,
-        "is_colocated": override == COLOCATED,
+        "override": override,
     }
 
 
@@ -133,14 +133,15 @@ def test_a_steady_step_sends_one_message_and_one_sum_besides_its_parallelism(ran
     for rank in ranks:
         for turn in (turn for turn in rank["turns"] if turn.step in STEADY):
             calls = Counter((call.phase, call.kind) for call in turn.collectives)
-            # The gradients' all-reduce; in a pipeline, that of the tied embedding's gradient; and
-            # one more of a colocated encoder's.
-            sums = 2 if rank["is_colocated"] else 1
-            assert calls.pop((Phase.GRADIENT_SUM.value, "all_reduce")) == sums
+            # Over dp, the flat buckets with and without weight decay, each in place. In a
+            # pipeline, the tied embedding's gradient, and the colocated encoder's gradients.
+            sums = {"parallel.dp_degree=2": 2, "parallel.pp_degree=2": 1, COLOCATED: 2}
+            found = calls.pop((Phase.GRADIENT_SUM.value, "all_reduce"))
+            assert found == sums[rank["override"]]
             assert calls.pop((Phase.AGREEMENT.value, "all_gather")) == 1
             assert calls.pop((Phase.CLIP.value, "all_reduce")) == 1
             messages = Phase.FORWARD_BACKWARD.value
-            if rank["is_colocated"]:
+            if rank["override"] == COLOCATED:
                 # The bridge: rows to the data lane, gradients to the ranks that encoded them.
                 assert calls.pop((messages, "all_gather")) == 1
                 assert calls.pop((messages, "reduce_scatter")) == 1
