@@ -12,6 +12,7 @@ import os
 import pty
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import termios
@@ -104,10 +105,16 @@ def test_a_terminal_goes_on_after_errors_and_ctrl_c(trained, tmp_path):
     shutil.copytree(trained / "final", model)
     (model / "generation_config.json").write_text(json.dumps(endless))
     terminal, side = pty.openpty()
+
+    def prepare() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        # A shell starts commands in the background with SIGINT ignored, and children inherit it.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
     process = subprocess.Popen(
         [sys.executable, "-m", "paddle_vl", "chat", str(model), "--temperature", "9"],
         stdin=side, stdout=side, stderr=side, start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0), cwd=tmp_path,
+        preexec_fn=prepare, cwd=tmp_path,
     )  # fmt: skip
     os.close(side)
 
