@@ -1,0 +1,162 @@
+"""Whether an engine serves a model folder as it was trained: its tensors, settings and files
+against the rules of `paddle_vl.families.vlm.engines`.
+
+Reads JSON files and the headers of safetensors, no weights.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import paddle
+
+from paddle_vl.checkpoint.adapter_files import StoredAdapter
+from paddle_vl.checkpoint.reading import ReadableTensor, checkpoint_tensors
+from paddle_vl.checkpoint.safetensors_io import FLOATING
+from paddle_vl.config.families import family_of
+from paddle_vl.families.vlm.config import HEAD_KEY
+from paddle_vl.families.vlm.engines import ARCHITECTURES, Engine, Finding
+from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.processor_fit import check_processor_fits
+from paddle_vl.families.vlm.templates.template_files import read_folder_templates
+from paddle_vl.files.text_file import read_json_object, shown
+from paddle_vl.generation.config import FILE_NAME
+
+Found = Iterator[tuple[Finding, str]]
+Shapes = dict[str, tuple[int, ...]]
+# By `is_swapped`, which stacks of single tensors do not have.
+_LAYOUTS = {False: "published", True: "swapped", None: "one by one"}
+# Names in a line.
+_SHOWN = 3
+
+
+def check_folder(folder: Path, base: Path, engine: Engine) -> Found:
+    """What is wrong with a model folder, or with adapters and their base, and what to know.
+
+    Args:
+        base: the folder itself, unless it has adapters.
+    """
+    values = read_json_object(base / "config.json", "a model's configuration")
+    model_type = str(values.get("model_type"))
+    if model_type not in engine.models:
+        yield Finding.REFUSED, f"it serves {', '.join(engine.models)}, not {model_type}"
+        return
+    yield from _settings(values, engine, model_type)
+    try:
+        yield from (files := list(_files(base, engine)))
+        model_class = family_of(values).recipe_class().model_class
+        config = model_class.config_class.from_dict(values)
+        as_here = model_class.checkpoint_map.tensors_as_here
+        stored = as_here(checkpoint_tensors(base), config)
+        is_tied = any(_tie_flags(values))
+        with paddle.LazyGuard():
+            wanted = model_class(config.with_tie(is_tied)).whole_shapes()
+        if is_tied and HEAD_KEY in stored:
+            yield Finding.IGNORED, f"{HEAD_KEY}: the embedding is the head"
+            wanted[HEAD_KEY] = stored[HEAD_KEY].shape
+        yield from _tensors(wanted, stored, engine, model_type)
+        if Finding.MISSING not in dict(files):
+            check_processor_fits(config, VLProcessor.from_pretrained(base))
+        if folder != base:
+            adapter = StoredAdapter.read(folder)
+            adapter.tensors.update(as_here(adapter.tensors, config))
+            adapter.merged(stored)
+            yield from _adapters(adapter, engine, model_type)
+    except (RuntimeError, ValueError) as error:
+        yield Finding.REFUSED, str(error)
+
+
+def _adapters(adapter: StoredAdapter, engine: Engine, model_type: str) -> Found:
+    settings, sizes = adapter.config, set(adapter.sizes.values())
+    has = {
+        "DoRA": settings.use_dora,
+        "rsLoRA": settings.use_rslora,
+        "ranks or alphas by module": sizes != {(settings.r, settings.lora_alpha)},
+        "modules_to_save": adapter.modules_to_save,
+        "adapters of the tower": any(m.startswith("model.visual.") for m in adapter.sizes),
+    }
+    taken = [each for each in has if any(fnmatchcase(each, p) for p in engine.features)]
+    refused = [each for each, is_used in has.items() if is_used and each not in taken]
+    if model_type not in engine.adapted:
+        refused = [f"adapters of {model_type}"]
+    if refused:
+        told = f"it does not take {' and '.join(refused)}: merge them with paddle-vl merge"
+        yield Finding.REFUSED, told
+    if (rank := max(size.r for size in sizes)) > engine.max_rank > 0:
+        yield Finding.NOTE, f"rank {rank} needs --max-lora-rank {rank}"
+    if has["adapters of the tower"] and engine.max_rank:
+        yield Finding.NOTE, "adapters of the tower need --enable-tower-connector-lora"
+
+
+def _settings(values: Mapping[str, Any], engine: Engine, model_type: str) -> Found:
+    expected, found = [ARCHITECTURES[model_type]], values.get("architectures")
+    if found != expected:
+        yield Finding.REFUSED, f"config.json: architectures is {shown(found)}, not {expected}"
+    for *having, keys in (entry.split() for entry in engine.settings):
+        is_read = all(fnmatchcase(model_type, pattern) for pattern in having)
+        if is_read and all(_value(values, key) is None for key in keys.split("|")):
+            told = f"config.json: no {keys.replace('|', ' or ')}"
+            yield Finding.LOST, f"{told}: the engine takes a default of its own, or ends"
+    top, text = _tie_flags(values)
+    if bool(top) != bool(text):
+        told = f"tie_word_embeddings is {shown(top)}, in text_config {shown(text)}"
+        yield Finding.LOST, f"config.json: {told}: engines differ in which they read, set both"
+    if engine.needs_dtype:
+        keys = {"torch_dtype", "dtype"} & {*values, *values.get("text_config", ())}
+        is_new = keys == {"dtype"} and "transformers_version" in values
+        if keys != {"torch_dtype"} and not is_new:
+            told = f"config.json: {' and '.join(sorted(keys)) or 'no torch_dtype'}"
+            yield Finding.REFUSED, f"{told}: torch_dtype alone is the sign of HF's layout"
+
+
+def _files(folder: Path, engine: Engine) -> Found:
+    for names in engine.files:
+        if not any((folder / name).is_file() for name in names.split("|")):
+            yield Finding.MISSING, names.replace("|", " or ")
+    if read_folder_templates(folder) is None:
+        yield Finding.MISSING, "a chat template: chat_template.jinja"
+    if not (folder / FILE_NAME).is_file():
+        yield Finding.NOTE, f"no {FILE_NAME}: only the tokenizer's eos_token ends answers"
+    others = {file.name for file in folder.glob("*.safetensors")} - {"model.safetensors"}
+    has_index = (folder / "model.safetensors.index.json").is_file()
+    if engine.reads_all_files and others and not has_index:
+        told = "the engine reads all files as weights; serve final/, or move it away"
+        yield Finding.REFUSED, f"{', '.join(sorted(others))}: {told}"
+
+
+def _tie_flags(values: Mapping[str, Any]) -> list[Any]:
+    return [_value(values, f"{section}tie_word_embeddings") for section in ("", "text_config.")]
+
+
+def _value(values: Any, key: str) -> Any:
+    """An entry by its dotted key; None where there is none."""
+    for name in key.split("."):
+        values = values.get(name) if isinstance(values, Mapping) else None
+    return values
+
+
+def _tensors(
+    wanted: Shapes, stored: Mapping[str, ReadableTensor], engine: Engine, model_type: str
+) -> Found:
+    named = defaultdict[tuple[Finding, str], list[str]](list)
+    for name in sorted(wanted.keys() | stored.keys()):
+        if name not in stored:
+            named[engine.missing, "tensors that the folder lacks"].append(name)
+        elif name not in wanted:
+            fitting = (k for p, k in engine.unknown if fnmatchcase(f"{model_type}:{name}", p))
+            named[next(fitting), "tensors that the model does not have"].append(name)
+        elif stored[name].shape != wanted[name]:
+            told = f"{name} {list(stored[name].shape)}, not {list(wanted[name])}"
+            named[Finding.REFUSED, "tensors of another shape"].append(told)
+        elif stored[name].dtype not in FLOATING:
+            told = f"{name} {stored[name].dtype}"
+            named[Finding.REFUSED, "tensors of no floating point numbers"].append(told)
+        elif ".mlp.experts." in name:
+            layout = _LAYOUTS[getattr(stored[name], "is_swapped", None)]
+            if f"{model_type} {layout}" not in engine.experts:
+                named[Finding.REFUSED, f"experts stored {layout}"].append(name)
+    for (kind, what), names in named.items():
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        yield kind, f"{what}: {', '.join(names[:_SHOWN])}{more}"
