@@ -3,30 +3,23 @@
 import argparse
 
 from paddle_vl.cli.commands import configure_runtime
-from paddle_vl.cli.table import BASE, Command, Option, model
-
-_ENGINES = ("vllm", "sglang", "fastdeploy", "transformers")
+from paddle_vl.cli.table import BASE, Command, model, value
 
 
 def check_folder(options: argparse.Namespace) -> int:
     """Print what was found; 1 if the engine would not serve the folder as it was trained."""
     configure_runtime()
     from paddle_vl.checkpoint.adapter_files import base_folder, is_adapter
-    from paddle_vl.families.vlm import folder_check
-    from paddle_vl.families.vlm.engines import ENGINES, Finding
+    from paddle_vl.config.families import family_of_folder
     from paddle_vl.files.hub import path_or_download
     from paddle_vl.train.checkpoint import model_folder
 
-    engine = ENGINES[options.engine]
     folder = model_folder(path_or_download(options.model), verified=False)
     base = base_folder(folder, options.base) if is_adapter(folder) else folder
-    print(f"{folder} for {options.engine}" + (f", with {base}" if base != folder else ""))
-    is_served = True
-    for kind, text in folder_check.check_folder(folder, base, engine):
-        print(f"{kind.value}: {text}")
-        is_served &= kind in (Finding.IGNORED, Finding.NOTE)
-    print(f"{'fits' if is_served else 'does not fit'} the rules of {engine.sources}")
-    return 0 if is_served else 1
+    recipe = family_of_folder(base).recipe_class()
+    fits, lines = recipe.check_folder(folder, base, options.engine)
+    print(f"{folder} for {options.engine}", *lines, sep="\n")
+    return 0 if fits else 1
 
 
 CHECK_FOLDER = Command(
@@ -38,8 +31,9 @@ CHECK_FOLDER = Command(
     "example:\n  paddle-vl check-folder runs/doors --for vllm",
     [
         model(),
-        Option("--for", "the engine", {"dest": "engine", "choices": _ENGINES, "required": True}),
+        value("--for", "ENGINE", "vllm, sglang, fastdeploy or transformers", dest="engine",
+              required=True, choices=("vllm", "sglang", "fastdeploy", "transformers")),
         BASE,
     ],
     folders=("model",),
-)
+)  # fmt: skip

@@ -108,10 +108,7 @@ def missing_files(checkpoint: Path) -> list[str]:
 
 def model_folder(path: Path, verified: bool = True) -> Path:
     """The folder with model or adapter files for a path: the path itself, else the `final/` of a
-    run, else its newest checkpoint.
-
-    Args:
-        verified: compare its weights with its manifest.
+    run, else its newest checkpoint. If `verified`, its weights are compared with its manifest.
 
     Raises:
         RuntimeError: there is none, or its weights differ from its manifest.

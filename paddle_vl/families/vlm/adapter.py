@@ -6,7 +6,7 @@ from typing import Any
 from paddle_vl.checkpoint.adapter_files import StoredAdapter, base_folder
 from paddle_vl.checkpoint.reading import checkpoint_tensors, chosen_dtype
 from paddle_vl.checkpoint.writing import DEFAULT_SHARD_BYTES, write_tensors
-from paddle_vl.families.vlm.config import HEAD_KEY
+from paddle_vl.families.vlm.config import EMBEDDING_KEY, HEAD_KEY
 from paddle_vl.families.vlm.inputs.processor import generation_settings
 
 
@@ -39,7 +39,8 @@ def merge_adapter(
     write_tensors(out, "model", tensors, DEFAULT_SHARD_BYTES)
     if not config.tie_flags_agree:
         config = config.with_tie(HEAD_KEY not in stored)
-    config.save_pretrained(out, torch_dtype=chosen_dtype("auto", stored))
+    dtype = chosen_dtype("auto", {EMBEDDING_KEY: stored[EMBEDDING_KEY]})
+    config.save_pretrained(out, torch_dtype=dtype)
     settings = generation_settings(folder, base)
     if settings is not None:
         settings.save_pretrained(out)

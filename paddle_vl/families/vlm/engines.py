@@ -9,8 +9,8 @@ from enum import Enum
 
 
 class Finding(Enum):
-    """What a fault of a folder leads to: an error of the engine (`REFUSED`; `MISSING` where
-    something is not there), other answers without an error (`LOST`), or the same answers."""
+    """What a fault leads to: an error of the engine (`REFUSED`; `MISSING` where something is not
+    there), other answers without an error (`LOST`), or the same answers (`IGNORED`)."""
 
     REFUSED = "refused"
     MISSING = "missing"
@@ -19,7 +19,6 @@ class Finding(Enum):
     NOTE = "note"
 
 
-# By `model_type`.
 ARCHITECTURES = {
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
@@ -27,17 +26,12 @@ ARCHITECTURES = {
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
 }
 _QWEN3_VL = ("qwen3_vl", "qwen3_vl_moe")
-_SECTIONS = {
-    "": "image_token_id video_token_id vision_start_token_id",
-    "text_config.": "vocab_size hidden_size num_hidden_layers num_attention_heads head_dim "
-    "num_key_value_heads rms_norm_eps max_position_embeddings",
-    "vision_config.": "depth hidden_size intermediate_size num_heads patch_size out_hidden_size "
-    "temporal_patch_size spatial_merge_size num_position_embeddings deepstack_visual_indexes",
-}
+# Keys of config.json that no shape shows.
 _SIZES = (
-    *(f"{section}{key}" for section, keys in _SECTIONS.items() for key in keys.split()),
+    *("text_config.num_attention_heads", "text_config.num_key_value_heads"),
+    *("text_config.rms_norm_eps", "text_config.max_position_embeddings"),
+    *("vision_config.num_heads", "vision_config.deepstack_visual_indexes"),
     "*_moe text_config.num_experts_per_tok",
-    "*_moe text_config.moe_intermediate_size",
 )
 _ROPE = (
     "text_config.rope_scaling.mrope_section|text_config.rope_parameters.mrope_section",
@@ -56,15 +50,13 @@ class Engine:
         unknown: what a tensor is that the model lacks: of the first pattern for `model_type:name`.
         experts: `model_type` and how it reads the experts' matrices: stacked as published,
             `[E, in, out]` for Qwen3-VL and `[E, out, in]` for Qwen3.5, swapped, or one by one.
-        settings: keys of config.json, a bar between alternatives, after the `model_type`s that have
-            them.
+        settings, files: keys of config.json, some after a pattern of `model_type`s, and files; a
+            bar stands between alternatives.
         needs_dtype: config.json has `torch_dtype` alone, or `dtype` and `transformers_version`.
-        files: with alternatives like settings; all need a chat template besides.
         reads_all_files: without an index it reads every `*.safetensors` of the folder.
         adapted: `model_type`s of which it takes adapters.
-        features: patterns of what adapters may have besides one rank and one alpha for linears of
-            the decoder.
-        max_rank: largest rank of adapters without an option; 0 for any.
+        features, max_rank: patterns of what adapters may have beyond one rank and alpha for linears
+            of the decoder, and the rank without an option, 0 for any.
     """
 
     sources: str
@@ -75,8 +67,7 @@ class Engine:
         "qwen3_vl_moe published", "qwen3_5_moe published", "qwen3_5_moe one by one",
     )  # fmt: skip
     settings: tuple[str, ...] = (
-        *(*_SIZES, *_ROPE),
-        "*_moe text_config.num_experts",
+        *(*_SIZES, *_ROPE, "*_moe text_config.num_experts"),
         "qwen3_vl_moe text_config.norm_topk_prob",
     )
     needs_dtype: bool = False
@@ -133,7 +124,6 @@ ENGINES = {
             *("*_moe text_config.num_experts", "*_moe text_config.decoder_sparse_step"),
         ),
         needs_dtype=True,
-        # Its limits of videos are constants.
         files=("tokenizer.json", "tokenizer_config.json", "preprocessor_config.json"),
         adapted=(),
     ),

@@ -15,9 +15,8 @@ import paddle
 from paddle_vl.checkpoint.adapter_files import StoredAdapter
 from paddle_vl.checkpoint.reading import ReadableTensor, checkpoint_tensors
 from paddle_vl.checkpoint.safetensors_io import FLOATING
-from paddle_vl.config.families import family_of
 from paddle_vl.families.vlm.config import HEAD_KEY
-from paddle_vl.families.vlm.engines import ARCHITECTURES, Engine, Finding
+from paddle_vl.families.vlm.engines import ARCHITECTURES, ENGINES, Engine, Finding
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.processor_fit import check_processor_fits
 from paddle_vl.families.vlm.templates.template_files import read_folder_templates
@@ -25,32 +24,32 @@ from paddle_vl.files.text_file import read_json_object, shown
 from paddle_vl.generation.config import FILE_NAME
 
 Found = Iterator[tuple[Finding, str]]
-Shapes = dict[str, tuple[int, ...]]
 # By `is_swapped`, which stacks of single tensors do not have.
 _LAYOUTS = {False: "published", True: "swapped", None: "one by one"}
-# Names in a line.
-_SHOWN = 3
+_TIES = ("tie_word_embeddings", "text_config.tie_word_embeddings")
+_NAMES_IN_A_LINE = 3
 
 
-def check_folder(folder: Path, base: Path, engine: Engine) -> Found:
-    """What is wrong with a model folder, or with adapters and their base, and what to know.
+def check_folder(model_class: Any, folder: Path, base: Path, engine: str) -> tuple[bool, list[str]]:
+    """See `Family.check_folder`; `model_class` is a `PretrainedVLModel`."""
+    found = list(_found(model_class, folder, base, ENGINES[engine]))
+    fits = {kind for kind, _ in found} <= {Finding.IGNORED, Finding.NOTE}
+    told = f"{'fits' if fits else 'does not fit'} the rules of {ENGINES[engine].sources}"
+    return fits, [*(f"{kind.value}: {text}" for kind, text in found), told]
 
-    Args:
-        base: the folder itself, unless it has adapters.
-    """
+
+def _found(model_class: Any, folder: Path, base: Path, engine: Engine) -> Found:
     values = read_json_object(base / "config.json", "a model's configuration")
-    model_type = str(values.get("model_type"))
-    if model_type not in engine.models:
+    if (model_type := str(values.get("model_type"))) not in engine.models:
         yield Finding.REFUSED, f"it serves {', '.join(engine.models)}, not {model_type}"
         return
     yield from _settings(values, engine, model_type)
     try:
         yield from (files := list(_files(base, engine)))
-        model_class = family_of(values).recipe_class().model_class
         config = model_class.config_class.from_dict(values)
         as_here = model_class.checkpoint_map.tensors_as_here
         stored = as_here(checkpoint_tensors(base), config)
-        is_tied = any(_tie_flags(values))
+        is_tied = any(_value(values, key) for key in _TIES)
         with paddle.LazyGuard():
             wanted = model_class(config.with_tie(is_tied)).whole_shapes()
         if is_tied and HEAD_KEY in stored:
@@ -82,8 +81,7 @@ def _adapters(adapter: StoredAdapter, engine: Engine, model_type: str) -> Found:
     if model_type not in engine.adapted:
         refused = [f"adapters of {model_type}"]
     if refused:
-        told = f"it does not take {' and '.join(refused)}: merge them with paddle-vl merge"
-        yield Finding.REFUSED, told
+        yield Finding.REFUSED, f"no {' and '.join(refused)}: merge them with paddle-vl merge"
     if (rank := max(size.r for size in sizes)) > engine.max_rank > 0:
         yield Finding.NOTE, f"rank {rank} needs --max-lora-rank {rank}"
     if has["adapters of the tower"] and engine.max_rank:
@@ -99,15 +97,14 @@ def _settings(values: Mapping[str, Any], engine: Engine, model_type: str) -> Fou
         if is_read and all(_value(values, key) is None for key in keys.split("|")):
             told = f"config.json: no {keys.replace('|', ' or ')}"
             yield Finding.LOST, f"{told}: the engine takes a default of its own, or ends"
-    top, text = _tie_flags(values)
+    top, text = (_value(values, key) for key in _TIES)
     if bool(top) != bool(text):
         told = f"tie_word_embeddings is {shown(top)}, in text_config {shown(text)}"
         yield Finding.LOST, f"config.json: {told}: engines differ in which they read, set both"
     if engine.needs_dtype:
-        keys = {"torch_dtype", "dtype"} & {*values, *values.get("text_config", ())}
-        is_new = keys == {"dtype"} and "transformers_version" in values
-        if keys != {"torch_dtype"} and not is_new:
-            told = f"config.json: {' and '.join(sorted(keys)) or 'no torch_dtype'}"
+        keys = sorted({"torch_dtype", "dtype"} & {*values, *values.get("text_config", ())})
+        if keys != ["torch_dtype"] and (keys != ["dtype"] or "transformers_version" not in values):
+            told = f"config.json: {' and '.join(keys) or 'no torch_dtype'}"
             yield Finding.REFUSED, f"{told}: torch_dtype alone is the sign of HF's layout"
 
 
@@ -119,15 +116,10 @@ def _files(folder: Path, engine: Engine) -> Found:
         yield Finding.MISSING, "a chat template: chat_template.jinja"
     if not (folder / FILE_NAME).is_file():
         yield Finding.NOTE, f"no {FILE_NAME}: only the tokenizer's eos_token ends answers"
-    others = {file.name for file in folder.glob("*.safetensors")} - {"model.safetensors"}
-    has_index = (folder / "model.safetensors.index.json").is_file()
-    if engine.reads_all_files and others and not has_index:
+    others = {file.name for file in folder.glob("*.safetensors*")} - {"model.safetensors"}
+    if engine.reads_all_files and others and "model.safetensors.index.json" not in others:
         told = "the engine reads all files as weights; serve final/, or move it away"
         yield Finding.REFUSED, f"{', '.join(sorted(others))}: {told}"
-
-
-def _tie_flags(values: Mapping[str, Any]) -> list[Any]:
-    return [_value(values, f"{section}tie_word_embeddings") for section in ("", "text_config.")]
 
 
 def _value(values: Any, key: str) -> Any:
@@ -138,7 +130,7 @@ def _value(values: Any, key: str) -> Any:
 
 
 def _tensors(
-    wanted: Shapes, stored: Mapping[str, ReadableTensor], engine: Engine, model_type: str
+    wanted: Mapping[str, Any], stored: Mapping[str, ReadableTensor], engine: Engine, model_type: str
 ) -> Found:
     named = defaultdict[tuple[Finding, str], list[str]](list)
     for name in sorted(wanted.keys() | stored.keys()):
@@ -152,11 +144,12 @@ def _tensors(
             named[Finding.REFUSED, "tensors of another shape"].append(told)
         elif stored[name].dtype not in FLOATING:
             told = f"{name} {stored[name].dtype}"
-            named[Finding.REFUSED, "tensors of no floating point numbers"].append(told)
+            named[Finding.LOST, "tensors of no floating point numbers"].append(told)
         elif ".mlp.experts." in name:
             layout = _LAYOUTS[getattr(stored[name], "is_swapped", None)]
             if f"{model_type} {layout}" not in engine.experts:
                 named[Finding.REFUSED, f"experts stored {layout}"].append(name)
     for (kind, what), names in named.items():
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        yield kind, f"{what}: {', '.join(names[:_SHOWN])}{more}"
+        left = len(names) - _NAMES_IN_A_LINE
+        more = f" and {left} more" if left > 0 else ""
+        yield kind, f"{what}: {', '.join(names[:_NAMES_IN_A_LINE])}{more}"
