@@ -25,9 +25,9 @@ def check_folder(options: argparse.Namespace) -> int:
 CHECK_FOLDER = Command(
     check_folder,
     "whether vLLM, SGLang, FastDeploy or transformers serves a model folder",
-    "Compare a model folder, or adapters and their base, with what an engine reads; weights are "
-    "not read. Prints what is refused, missing, lost (the engine says nothing, and answers differ) "
-    "and ignored (they do not); the exit code is 1 for the first three. See docs/serving.md.",
+    "Compare a model folder, or adapters and their base, with what an engine reads. Prints what is "
+    "refused, missing, lost (the engine says nothing, and answers differ) and ignored (they do "
+    "not); the exit code is 1 for the first three. See docs/serving.md.",
     "example:\n  paddle-vl check-folder runs/doors --for vllm",
     [
         model(),

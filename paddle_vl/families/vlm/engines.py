@@ -19,13 +19,7 @@ class Finding(Enum):
     NOTE = "note"
 
 
-ARCHITECTURES = {
-    "qwen3_vl": "Qwen3VLForConditionalGeneration",
-    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
-    "qwen3_5": "Qwen3_5ForConditionalGeneration",
-    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
-}
-_QWEN3_VL = ("qwen3_vl", "qwen3_vl_moe")
+_QWEN3_VL, _QWEN3_5 = ("qwen3_vl", "qwen3_vl_moe"), ("qwen3_5", "qwen3_5_moe")
 # Keys of config.json that no shape shows.
 _SIZES = (
     *("text_config.num_attention_heads", "text_config.num_key_value_heads"),
@@ -52,7 +46,8 @@ class Engine:
             `[E, in, out]` for Qwen3-VL and `[E, out, in]` for Qwen3.5, swapped, or one by one.
         settings, files: keys of config.json, some after a pattern of `model_type`s, and files; a
             bar stands between alternatives.
-        needs_dtype: config.json has `torch_dtype` alone, or `dtype` and `transformers_version`.
+        reads_older_keys: of alternatives only the first; `torch_dtype`, or `dtype` with
+            `transformers_version`, and not both; `min_pixels` and `max_pixels` of images.
         reads_all_files: without an index it reads every `*.safetensors` of the folder.
         adapted: `model_type`s of which it takes adapters.
         features, max_rank: patterns of what adapters may have beyond one rank and alpha for linears
@@ -60,7 +55,7 @@ class Engine:
     """
 
     sources: str
-    models: tuple[str, ...] = tuple(ARCHITECTURES)
+    models: tuple[str, ...] = (*_QWEN3_VL, *_QWEN3_5)
     missing: Finding = Finding.LOST
     unknown: tuple[tuple[str, Finding], ...] = (("*", Finding.IGNORED),)
     experts: tuple[str, ...] = (
@@ -70,7 +65,7 @@ class Engine:
         *(*_SIZES, *_ROPE, "*_moe text_config.num_experts"),
         "qwen3_vl_moe text_config.norm_topk_prob",
     )
-    needs_dtype: bool = False
+    reads_older_keys: bool = False
     files: tuple[str, ...] = (
         "tokenizer.json",
         "tokenizer_config.json",
@@ -118,12 +113,9 @@ ENGINES = {
         "qwen3_vl.py at 153f0d5, qwen3_vl_moe.py at df14deb",
         # It has Qwen3.5 as a model of text alone.
         _QWEN3_VL,
-        # Of the hub's dialect alone: else it takes a base of 10000 without a message.
-        settings=(
-            *(*_SIZES, *(keys.partition("|")[0] for keys in _ROPE)),
-            *("*_moe text_config.num_experts", "*_moe text_config.decoder_sparse_step"),
-        ),
-        needs_dtype=True,
+        settings=(*_SIZES, *_ROPE, "*_moe text_config.num_experts"),
+        # Otherwise it takes a rotary base of 10000 without a message.
+        reads_older_keys=True,
         files=("tokenizer.json", "tokenizer_config.json", "preprocessor_config.json"),
         adapted=(),
     ),
@@ -132,7 +124,7 @@ ENGINES = {
         "qwen3_vl_moe, qwen3_5 and qwen3_5_moe; PEFT 0.21",
         experts=(*Engine.experts, "qwen3_vl_moe swapped"),
         settings=(*_SIZES, *_ROPE),
-        adapted=tuple(ARCHITECTURES),
+        adapted=(*_QWEN3_VL, *_QWEN3_5),
         features=("*",),
     ),
 }

@@ -16,7 +16,7 @@ from paddle_vl.checkpoint.adapter_files import StoredAdapter
 from paddle_vl.checkpoint.reading import ReadableTensor, checkpoint_tensors
 from paddle_vl.checkpoint.safetensors_io import FLOATING
 from paddle_vl.families.vlm.config import HEAD_KEY
-from paddle_vl.families.vlm.engines import ARCHITECTURES, ENGINES, Engine, Finding
+from paddle_vl.families.vlm.engines import ENGINES, Engine, Finding
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.processor_fit import check_processor_fits
 from paddle_vl.families.vlm.templates.template_files import read_folder_templates
@@ -27,6 +27,7 @@ Found = Iterator[tuple[Finding, str]]
 # By `is_swapped`, which stacks of single tensors do not have.
 _LAYOUTS = {False: "published", True: "swapped", None: "one by one"}
 _TIES = ("tie_word_embeddings", "text_config.tie_word_embeddings")
+_HUBS = {"shortest_edge": 65536, "longest_edge": 16777216}
 _NAMES_IN_A_LINE = 3
 
 
@@ -47,14 +48,16 @@ def _found(model_class: Any, folder: Path, base: Path, engine: Engine) -> Found:
     try:
         yield from (files := list(_files(base, engine)))
         config = model_class.config_class.from_dict(values)
+        expected, given = config.to_dict()["architectures"], values.get("architectures")
+        if given != expected:
+            yield Finding.REFUSED, f"config.json: architectures is {shown(given)}, not {expected}"
         as_here = model_class.checkpoint_map.tensors_as_here
         stored = as_here(checkpoint_tensors(base), config)
         is_tied = any(_value(values, key) for key in _TIES)
         with paddle.LazyGuard():
             wanted = model_class(config.with_tie(is_tied)).whole_shapes()
-        if is_tied and HEAD_KEY in stored:
+        if is_tied and stored.pop(HEAD_KEY, None):
             yield Finding.IGNORED, f"{HEAD_KEY}: the embedding is the head"
-            wanted[HEAD_KEY] = stored[HEAD_KEY].shape
         yield from _tensors(wanted, stored, engine, model_type)
         if Finding.MISSING not in dict(files):
             check_processor_fits(config, VLProcessor.from_pretrained(base))
@@ -89,19 +92,17 @@ def _adapters(adapter: StoredAdapter, engine: Engine, model_type: str) -> Found:
 
 
 def _settings(values: Mapping[str, Any], engine: Engine, model_type: str) -> Found:
-    expected, found = [ARCHITECTURES[model_type]], values.get("architectures")
-    if found != expected:
-        yield Finding.REFUSED, f"config.json: architectures is {shown(found)}, not {expected}"
     for *having, keys in (entry.split() for entry in engine.settings):
         is_read = all(fnmatchcase(model_type, pattern) for pattern in having)
-        if is_read and all(_value(values, key) is None for key in keys.split("|")):
-            told = f"config.json: no {keys.replace('|', ' or ')}"
+        names = keys.split("|")[: 1 if engine.reads_older_keys else None]
+        if is_read and all(_value(values, name) is None for name in names):
+            told = f"config.json: no {' or '.join(names)}"
             yield Finding.LOST, f"{told}: the engine takes a default of its own, or ends"
     top, text = (_value(values, key) for key in _TIES)
     if bool(top) != bool(text):
         told = f"tie_word_embeddings is {shown(top)}, in text_config {shown(text)}"
         yield Finding.LOST, f"config.json: {told}: engines differ in which they read, set both"
-    if engine.needs_dtype:
+    if engine.reads_older_keys:
         keys = sorted({"torch_dtype", "dtype"} & {*values, *values.get("text_config", ())})
         if keys != ["torch_dtype"] and (keys != ["dtype"] or "transformers_version" not in values):
             told = f"config.json: {' and '.join(keys) or 'no torch_dtype'}"
@@ -112,6 +113,10 @@ def _files(folder: Path, engine: Engine) -> Found:
     for names in engine.files:
         if not any((folder / name).is_file() for name in names.split("|")):
             yield Finding.MISSING, names.replace("|", " or ")
+    images = folder / "preprocessor_config.json"
+    limits = read_json_object(images, "settings") if images.is_file() else {"size": _HUBS}
+    if engine.reads_older_keys and "max_pixels" not in limits and limits.get("size") != _HUBS:
+        yield Finding.LOST, f"{images.name}: no min_pixels, max_pixels: it takes the hub's"
     if read_folder_templates(folder) is None:
         yield Finding.MISSING, "a chat template: chat_template.jinja"
     if not (folder / FILE_NAME).is_file():

@@ -147,8 +147,10 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, np.ndarray]], object]
     save_file(arrays, file)
 
 
-def edit_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    file = folder / "config.json"
+def edit_config(
+    folder: Path, change: Callable[[dict[str, Any]], object], name: str = "config.json"
+) -> None:
+    file = folder / name
     values = json.loads(file.read_text())
     change(values)
     file.write_text(json.dumps(values))
@@ -308,6 +310,11 @@ SPOILT: dict[str, tuple[str, Callable[[Path], object], dict[str, tuple[str, ...]
         "dense",
         lambda f: edit_config(f, lambda v: v.update(image_token_id=5)),
         dict.fromkeys(ALL, ("refused: model and processor do not fit: image_token_id is 5 in",)),
+    ),
+    "limits of images": (
+        "dense",
+        lambda f: edit_config(f, lambda v: v.pop("max_pixels"), "preprocessor_config.json"),
+        {"vllm": (), "fastdeploy": ("lost: preprocessor_config.json: no min_pixels, max_pixels",)},
     ),
     "a file of the optimizer": (
         "dense",
