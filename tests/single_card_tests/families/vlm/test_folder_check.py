@@ -10,7 +10,7 @@ Over 350 lines, to have everything that may be spoilt in one table.
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -182,7 +182,7 @@ NORM, MERGER = "model.language_model.norm.weight", "model.visual.merger.norm.wei
 UP = "model.language_model.layers.0.mlp.up_proj.weight"
 LACKS, OTHERS = "tensors that the folder lacks: ", "tensors that the model does not have: "
 # What is spoilt: the kind of folder, how, and by engine what is told.
-SPOILT: dict[str, tuple[str, Callable[[Path], object], dict[str, tuple[str, ...]]]] = {
+SPOILT: dict[str, tuple[str, Callable[[Path], object], Mapping[str, tuple[str, ...]]]] = {
     "a name": (
         "dense",
         lambda f: edit_tensors(f, lambda a: a.update({f"{MERGER}s": a.pop(MERGER)})),
