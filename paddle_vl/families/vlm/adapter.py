@@ -39,8 +39,8 @@ def merge_adapter(
     write_tensors(out, "model", tensors, DEFAULT_SHARD_BYTES)
     if not config.tie_flags_agree:
         config = config.with_tie(HEAD_KEY not in stored)
-    dtype = chosen_dtype("auto", {EMBEDDING_KEY: stored[EMBEDDING_KEY]})
-    config.save_pretrained(out, torch_dtype=dtype)
+    dtype = {"torch_dtype": chosen_dtype("auto", {EMBEDDING_KEY: stored[EMBEDDING_KEY]})}
+    config.save_pretrained(out, **(dtype if "architectures" in config.to_dict() else {}))
     settings = generation_settings(folder, base)
     if settings is not None:
         settings.save_pretrained(out)

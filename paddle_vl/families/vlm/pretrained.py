@@ -213,9 +213,10 @@ class PretrainedVLModel(SizedModel, AdaptableModel, Materializable, nn.Layer):
         path.mkdir(parents=True, exist_ok=True)
         own = self.stored_parameters()
         if ranks.is_first:
-            # By this key FastDeploy tells HF's layout from Paddle's.
-            dtype = str(own[0].parameter.dtype).removeprefix("paddle.")
-            self.config.save_pretrained(path, torch_dtype=dtype)
+            # By this key FastDeploy tells HF's layout from Paddle's. Other families may refuse it.
+            dtype = {"torch_dtype": str(own[0].parameter.dtype).removeprefix("paddle.")}
+            more = dtype if "architectures" in self.config.to_dict() else {}
+            self.config.save_pretrained(path, **more)
             if self.generation_config is not None:
                 self.generation_config.save_pretrained(path)
         save_parameters(path, own, max_shard_bytes, ranks, write, store, self.kept)
