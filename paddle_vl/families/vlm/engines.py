@@ -92,7 +92,6 @@ ENGINES = {
             ("*", Finding.REFUSED),
         ),
         reads_all_files=True,
-        # It ignores ranks and alphas by module in silence.
         features=("rsLoRA", "adapters of the tower"),
         max_rank=16,
     ),
@@ -111,8 +110,7 @@ ENGINES = {
         "PaddlePaddle/FastDeploy, fastdeploy: config.py and model_executor/utils.py at 0009064, "
         "model_executor/load_weight_utils.py at 0004557, model_executor/models/qwen3_vl: "
         "qwen3_vl.py at 153f0d5, qwen3_vl_moe.py at df14deb",
-        # It has Qwen3.5 as a model of text alone.
-        _QWEN3_VL,
+        _QWEN3_VL,  # It has Qwen3.5 as a model of text alone.
         settings=(*_SIZES, *_ROPE, "*_moe text_config.num_experts"),
         # Otherwise it takes a rotary base of 10000 without a message.
         reads_older_keys=True,
