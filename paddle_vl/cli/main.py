@@ -21,6 +21,7 @@ from typing import NoReturn
 
 import paddle_vl
 from paddle_vl.cli.chat import CHAT
+from paddle_vl.cli.check_folder import CHECK_FOLDER
 from paddle_vl.cli.commands import EVALUATE, GENERATE, MERGE
 from paddle_vl.cli.data import CONVERT_DATA, SHOW_DATA
 from paddle_vl.cli.doctor import DOCTOR
@@ -44,7 +45,7 @@ MALLOC_VARIABLE, _CACHED_BLOCKS = "GLIBC_TUNABLES", "glibc.malloc.tcache_count"
 _NOISY = r"(paddle|paddle2onnx|pkg_resources|setuptools|gast|astor|visualdl)(\.|$)"
 COMMANDS = (
     TRAIN, EVALUATE, GENERATE, CHAT, MERGE, EXPORT, SERVE_POLICY, PROFILE, REPORT, TOKENIZE,
-    SHOW_DATA, CONVERT_DATA, COMPUTE_STATS, PRECOMPUTE, DOWNLOAD, UPLOAD, DOCTOR,
+    SHOW_DATA, CONVERT_DATA, COMPUTE_STATS, PRECOMPUTE, DOWNLOAD, UPLOAD, CHECK_FOLDER, DOCTOR,
 )  # fmt: skip
 
 

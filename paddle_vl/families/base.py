@@ -450,6 +450,12 @@ class Family(ABC):
         raise ValueError(f"the model in {folder} is of a family without adapters")
 
     @classmethod
+    def check_folder(cls, folder: Path, base: Path, engine: str) -> tuple[bool, list[str]]:
+        """Whether an engine serves a folder, or adapters with the folder of their base, as it was
+        trained, and what `paddle-vl check-folder` tells of it."""
+        return False, [f"refused: {engine} has no models of this family"]
+
+    @classmethod
     def with_synthetic_data(cls, config: RunConfig, data: SyntheticData) -> RunConfig:
         """The run with synthetic training data, for `paddle-vl profile --synthetic`.
 

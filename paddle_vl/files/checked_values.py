@@ -158,9 +158,9 @@ class SavedConfig(ABC):
         file = path / cls.file_name if path.is_dir() else path
         return file, read_json_object(file, cls.what)
 
-    def save_pretrained(self, path: str | Path) -> None:
-        """Write the file into a folder."""
-        text = json.dumps(self.to_dict(), indent=2) + "\n"
+    def save_pretrained(self, path: str | Path, **more: Any) -> None:
+        """Write the file, with further entries, into a folder."""
+        text = json.dumps({**self.to_dict(), **more}, indent=2) + "\n"
         write_text(Path(path) / self.file_name, text)
 
 

@@ -106,9 +106,9 @@ def missing_files(checkpoint: Path) -> list[str]:
     ]
 
 
-def model_folder(path: Path) -> Path:
+def model_folder(path: Path, verified: bool = True) -> Path:
     """The folder with model or adapter files for a path: the path itself, else the `final/` of a
-    run, else its newest checkpoint.
+    run, else its newest checkpoint. If `verified`, its weights are compared with its manifest.
 
     Raises:
         RuntimeError: there is none, or its weights differ from its manifest.
@@ -117,7 +117,8 @@ def model_folder(path: Path) -> Path:
     candidates += [folder for _, folder in reversed(complete_checkpoints(path))]
     for candidate in candidates:
         if any((candidate / name).is_file() for name in MODEL_FILES):
-            check_weights(candidate)
+            if verified:
+                check_weights(candidate)
             return candidate
     raise RuntimeError(
         f"{path} is neither a model folder (it has no config.json) nor one of adapters (no "

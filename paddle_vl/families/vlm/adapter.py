@@ -1,12 +1,12 @@
 """Merging of an adapter into its base model, from files to files."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 from paddle_vl.checkpoint.adapter_files import StoredAdapter, base_folder
-from paddle_vl.checkpoint.reading import checkpoint_tensors
+from paddle_vl.checkpoint.reading import checkpoint_tensors, chosen_dtype
 from paddle_vl.checkpoint.writing import DEFAULT_SHARD_BYTES, write_tensors
+from paddle_vl.families.vlm.config import EMBEDDING_KEY, HEAD_KEY
 from paddle_vl.families.vlm.inputs.processor import generation_settings
 
 
@@ -33,10 +33,14 @@ def merge_adapter(
     config, names = model_class.config_class.from_pretrained(base), model_class.checkpoint_map
     adapter = StoredAdapter.read(folder)
     adapter.tensors.update(names.tensors_as_here(adapter.tensors, config))
-    tensors = adapter.merged(names.tensors_as_here(checkpoint_tensors(base), config))
+    stored = names.tensors_as_here(checkpoint_tensors(base), config)
+    tensors = adapter.merged(stored)
     out.mkdir(parents=True, exist_ok=True)
     write_tensors(out, "model", tensors, DEFAULT_SHARD_BYTES)
-    shutil.copyfile(base / "config.json", out / "config.json")
+    if not config.tie_flags_agree:
+        config = config.with_tie(HEAD_KEY not in stored)
+    dtype = {"torch_dtype": chosen_dtype("auto", {EMBEDDING_KEY: stored[EMBEDDING_KEY]})}
+    config.save_pretrained(out, **(dtype if "architectures" in config.to_dict() else {}))
     settings = generation_settings(folder, base)
     if settings is not None:
         settings.save_pretrained(out)

@@ -211,11 +211,14 @@ class PretrainedVLModel(SizedModel, AdaptableModel, Materializable, nn.Layer):
         max_shard_bytes, write = max_shard_bytes or DEFAULT_SHARD_BYTES, write or write_file
         ranks = self.placement.checkpoint_ranks
         path.mkdir(parents=True, exist_ok=True)
+        own = self.stored_parameters()
         if ranks.is_first:
-            self.config.save_pretrained(path)
+            # By this key FastDeploy tells HF's layout from Paddle's. Other families may refuse it.
+            dtype = {"torch_dtype": str(own[0].parameter.dtype).removeprefix("paddle.")}
+            more = dtype if "architectures" in self.config.to_dict() else {}
+            self.config.save_pretrained(path, **more)
             if self.generation_config is not None:
                 self.generation_config.save_pretrained(path)
-        own = self.stored_parameters()
         save_parameters(path, own, max_shard_bytes, ranks, write, store, self.kept)
 
     def save_adapter(

@@ -40,6 +40,7 @@ from paddle_vl.families.vlm.colocated import (
 )
 from paddle_vl.families.vlm.evaluation import build_evaluation
 from paddle_vl.families.vlm.flops import VLFlops
+from paddle_vl.families.vlm.folder_check import check_folder
 from paddle_vl.families.vlm.inputs.collate import PackedCollator, SourcesCollator, VLCollator
 from paddle_vl.families.vlm.inputs.conversation import RowReader
 from paddle_vl.families.vlm.inputs.corpus import Corpus
@@ -305,6 +306,10 @@ class VLRecipe(Family):
         used = merge_adapter(cls.model_class, folder, out, base)
         processor.save_pretrained(out)
         return used
+
+    @classmethod
+    def check_folder(cls, folder: Path, base: Path, engine: str) -> tuple[bool, list[str]]:
+        return check_folder(cls.model_class, folder, base, engine)
 
     @classmethod
     def with_synthetic_data(cls, config: VLRun, data: SyntheticData) -> VLRun:

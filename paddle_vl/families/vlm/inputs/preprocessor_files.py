@@ -210,4 +210,6 @@ class VisionProcessor(ABC):
         """Write the processor's file, and its folder if it is missing."""
         path = Path(directory) / self.config_file
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(self.to_dict(), indent=2) + "\n")
+        # FastDeploy reads the older names of an image's limits, and no others.
+        older = {key: getattr(self, key) for key in _LIMITS if self.kind == "image"}
+        write_text(path, json.dumps(self.to_dict() | older, indent=2) + "\n")

@@ -1,0 +1,128 @@
+"""What engines read of a model folder, as data for `paddle_vl.families.vlm.folder_check`.
+
+The rules are facts of the sources that each engine names, at that commit. transformers was run;
+the others were only read. All of them take HF's tensor names.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Finding(Enum):
+    """What a fault leads to: an error of the engine (`REFUSED`; `MISSING` where something is not
+    there), other answers without an error (`LOST`), or the same answers (`IGNORED`)."""
+
+    REFUSED = "refused"
+    MISSING = "missing"
+    LOST = "lost"
+    IGNORED = "ignored"
+    NOTE = "note"
+
+
+_QWEN3_VL, _QWEN3_5 = ("qwen3_vl", "qwen3_vl_moe"), ("qwen3_5", "qwen3_5_moe")
+# Keys of config.json that no shape shows.
+_SIZES = (
+    *("text_config.num_attention_heads", "text_config.num_key_value_heads"),
+    *("text_config.rms_norm_eps", "text_config.max_position_embeddings"),
+    *("vision_config.num_heads", "vision_config.deepstack_visual_indexes"),
+    "*_moe text_config.num_experts_per_tok",
+)
+_ROPE = (
+    "text_config.rope_scaling.mrope_section|text_config.rope_parameters.mrope_section",
+    "text_config.rope_theta|text_config.rope_parameters.rope_theta",
+)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine.
+
+    Attributes:
+        sources: files that the rules are from, and their commits.
+        models: `model_type`s that it serves with images.
+        missing: what a tensor is that the folder lacks.
+        unknown: what a tensor is that the model lacks: of the first pattern for `model_type:name`.
+        experts: `model_type` and how it reads the experts' matrices: stacked as published,
+            `[E, in, out]` for Qwen3-VL and `[E, out, in]` for Qwen3.5, swapped, or one by one.
+        settings, files: keys of config.json, some after a pattern of `model_type`s, and files; a
+            bar stands between alternatives.
+        reads_older_keys: of alternatives only the first; `torch_dtype`, or `dtype` with
+            `transformers_version`, and not both; `min_pixels` and `max_pixels` of images.
+        reads_all_files: without an index it reads every `*.safetensors` of the folder.
+        adapted: `model_type`s of which it takes adapters.
+        features, max_rank: patterns of what adapters may have beyond one rank and alpha for linears
+            of the decoder, and the rank without an option, 0 for any.
+    """
+
+    sources: str
+    models: tuple[str, ...] = (*_QWEN3_VL, *_QWEN3_5)
+    missing: Finding = Finding.LOST
+    unknown: tuple[tuple[str, Finding], ...] = (("*", Finding.IGNORED),)
+    experts: tuple[str, ...] = (
+        "qwen3_vl_moe published", "qwen3_5_moe published", "qwen3_5_moe one by one",
+    )  # fmt: skip
+    settings: tuple[str, ...] = (
+        *(*_SIZES, *_ROPE, "*_moe text_config.num_experts"),
+        "qwen3_vl_moe text_config.norm_topk_prob",
+    )
+    reads_older_keys: bool = False
+    files: tuple[str, ...] = (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "preprocessor_config.json|processor_config.json",
+        # Without it videos silently get the area of images.
+        "video_preprocessor_config.json|processor_config.json",
+    )
+    reads_all_files: bool = False
+    adapted: tuple[str, ...] = _QWEN3_VL
+    features: tuple[str, ...] = ()
+    max_rank: int = 0
+
+
+ENGINES = {
+    "vllm": Engine(
+        "vllm-project/vllm, vllm/model_executor/models: qwen3_vl.py at 4f5768c, qwen3_vl_moe.py "
+        "at e005f02, qwen3_5.py at 36c110b; vllm/lora: peft_helper.py at e745baf, lora_model.py "
+        "at 532cc25",
+        missing=Finding.MISSING,
+        unknown=(
+            ("*:model.language_model.*bias", Finding.IGNORED),
+            ("qwen3_5*:mtp.*", Finding.IGNORED),
+            ("qwen3_5*:model.language_model.*", Finding.IGNORED),
+            ("*", Finding.REFUSED),
+        ),
+        reads_all_files=True,
+        features=("rsLoRA", "adapters of the tower"),
+        max_rank=16,
+    ),
+    "sglang": Engine(
+        "sgl-project/sglang, python/sglang/srt/models: qwen3_vl.py at 2409eac and 005fa83, "
+        "qwen3_vl_moe.py at d9eb001, qwen3_5.py at cf4465f; python/sglang/srt/lora: lora.py at "
+        "db2a4cc",
+        unknown=(
+            ("qwen3_vl:*.bias", Finding.IGNORED),
+            ("qwen3_vl:*", Finding.REFUSED),
+            ("*", Finding.IGNORED),
+        ),
+        reads_all_files=True,
+    ),
+    "fastdeploy": Engine(
+        "PaddlePaddle/FastDeploy, fastdeploy: config.py and model_executor/utils.py at 0009064, "
+        "model_executor/load_weight_utils.py at 0004557, model_executor/models/qwen3_vl: "
+        "qwen3_vl.py at 153f0d5, qwen3_vl_moe.py at df14deb",
+        _QWEN3_VL,  # It has Qwen3.5 as a model of text alone.
+        settings=(*_SIZES, *_ROPE, "*_moe text_config.num_experts"),
+        # Otherwise it takes a rotary base of 10000 without a message.
+        reads_older_keys=True,
+        files=("tokenizer.json", "tokenizer_config.json", "preprocessor_config.json"),
+        adapted=(),
+    ),
+    "transformers": Engine(
+        "transformers 5.23.0: conversion_mapping.py, core_model_loading.py, models/qwen3_vl, "
+        "qwen3_vl_moe, qwen3_5 and qwen3_5_moe; PEFT 0.21",
+        experts=(*Engine.experts, "qwen3_vl_moe swapped"),
+        settings=(*_SIZES, *_ROPE),
+        adapted=(*_QWEN3_VL, *_QWEN3_5),
+        features=("*",),
+    ),
+}

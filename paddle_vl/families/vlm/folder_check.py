@@ -1,0 +1,160 @@
+"""Whether an engine serves a model folder as it was trained: its tensors, settings and files
+against the rules of `paddle_vl.families.vlm.engines`.
+
+Reads JSON files and the headers of safetensors, no weights.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import paddle
+
+from paddle_vl.checkpoint.adapter_files import StoredAdapter
+from paddle_vl.checkpoint.reading import ReadableTensor, checkpoint_tensors
+from paddle_vl.checkpoint.safetensors_io import FLOATING
+from paddle_vl.families.vlm.config import HEAD_KEY
+from paddle_vl.families.vlm.engines import ENGINES, Engine, Finding
+from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.families.vlm.processor_fit import check_processor_fits
+from paddle_vl.families.vlm.templates.template_files import read_folder_templates
+from paddle_vl.files.text_file import read_json_object, shown
+from paddle_vl.generation.config import FILE_NAME
+
+Found = Iterator[tuple[Finding, str]]
+# By `is_swapped`, which stacks of single tensors do not have.
+_LAYOUTS = {False: "published", True: "swapped", None: "one by one"}
+_TIES = ("tie_word_embeddings", "text_config.tie_word_embeddings")
+_HUBS = {"shortest_edge": 65536, "longest_edge": 16777216}
+_NAMES_IN_A_LINE = 3
+
+
+def check_folder(model_class: Any, folder: Path, base: Path, engine: str) -> tuple[bool, list[str]]:
+    """See `Family.check_folder`; `model_class` is a `PretrainedVLModel`."""
+    found = list(_found(model_class, folder, base, ENGINES[engine]))
+    fits = {kind for kind, _ in found} <= {Finding.IGNORED, Finding.NOTE}
+    told = f"{'fits' if fits else 'does not fit'} the rules of {ENGINES[engine].sources}"
+    return fits, [*(f"{kind.value}: {text}" for kind, text in found), told]
+
+
+def _found(model_class: Any, folder: Path, base: Path, engine: Engine) -> Found:
+    values = read_json_object(base / "config.json", "a model's configuration")
+    if (model_type := str(values.get("model_type"))) not in engine.models:
+        yield Finding.REFUSED, f"it serves {', '.join(engine.models)}, not {model_type}"
+        return
+    yield from _settings(values, engine, model_type)
+    try:
+        yield from (files := list(_files(base, engine)))
+        config = model_class.config_class.from_dict(values)
+        expected, given = config.to_dict()["architectures"], values.get("architectures")
+        if given != expected:
+            yield Finding.REFUSED, f"config.json: architectures is {shown(given)}, not {expected}"
+        as_here = model_class.checkpoint_map.tensors_as_here
+        stored = as_here(checkpoint_tensors(base), config)
+        is_tied = any(_value(values, key) for key in _TIES)
+        with paddle.LazyGuard():
+            wanted = model_class(config.with_tie(is_tied)).whole_shapes()
+        if is_tied and stored.pop(HEAD_KEY, None):
+            yield Finding.IGNORED, f"{HEAD_KEY}: the embedding is the head"
+        yield from _tensors(wanted, stored, engine, model_type)
+        if Finding.MISSING not in dict(files):
+            check_processor_fits(config, VLProcessor.from_pretrained(base))
+        if folder != base:
+            adapter = StoredAdapter.read(folder)
+            adapter.tensors.update(as_here(adapter.tensors, config))
+            adapter.merged(stored)
+            yield from _adapters(adapter, engine, model_type)
+    except (RuntimeError, ValueError) as error:
+        yield Finding.REFUSED, str(error)
+
+
+def _adapters(adapter: StoredAdapter, engine: Engine, model_type: str) -> Found:
+    settings, sizes = adapter.config, set(adapter.sizes.values())
+    has = {
+        "DoRA": settings.use_dora,
+        "rsLoRA": settings.use_rslora,
+        "ranks or alphas by module": sizes != {(settings.r, settings.lora_alpha)},
+        "modules_to_save": adapter.modules_to_save,
+        "adapters of the tower": any(m.startswith("model.visual.") for m in adapter.sizes),
+    }
+    taken = [each for each in has if any(fnmatchcase(each, p) for p in engine.features)]
+    refused = [each for each, is_used in has.items() if is_used and each not in taken]
+    if model_type not in engine.adapted:
+        refused = [f"adapters of {model_type}"]
+    if refused:
+        yield Finding.REFUSED, f"no {' and '.join(refused)}: merge them with paddle-vl merge"
+    if (rank := max(size.r for size in sizes)) > engine.max_rank > 0:
+        yield Finding.NOTE, f"rank {rank} needs --max-lora-rank {rank}"
+    if has["adapters of the tower"] and engine.max_rank:
+        yield Finding.NOTE, "adapters of the tower need --enable-tower-connector-lora"
+
+
+def _settings(values: Mapping[str, Any], engine: Engine, model_type: str) -> Found:
+    for *having, keys in (entry.split() for entry in engine.settings):
+        is_read = all(fnmatchcase(model_type, pattern) for pattern in having)
+        names = keys.split("|")[: 1 if engine.reads_older_keys else None]
+        if is_read and all(_value(values, name) is None for name in names):
+            told = f"config.json: no {' or '.join(names)}"
+            yield Finding.LOST, f"{told}: the engine takes a default of its own, or ends"
+    top, text = (_value(values, key) for key in _TIES)
+    if bool(top) != bool(text):
+        told = f"tie_word_embeddings is {shown(top)}, in text_config {shown(text)}"
+        yield Finding.LOST, f"config.json: {told}: engines differ in which they read, set both"
+    if engine.reads_older_keys:
+        keys = sorted({"torch_dtype", "dtype"} & {*values, *values.get("text_config", ())})
+        if keys != ["torch_dtype"] and (keys != ["dtype"] or "transformers_version" not in values):
+            told = f"config.json: {' and '.join(keys) or 'no torch_dtype'}"
+            yield Finding.REFUSED, f"{told}: torch_dtype alone is the sign of HF's layout"
+
+
+def _files(folder: Path, engine: Engine) -> Found:
+    for names in engine.files:
+        if not any((folder / name).is_file() for name in names.split("|")):
+            yield Finding.MISSING, names.replace("|", " or ")
+    images = folder / "preprocessor_config.json"
+    limits = read_json_object(images, "settings") if images.is_file() else {"size": _HUBS}
+    if engine.reads_older_keys and "max_pixels" not in limits and limits.get("size") != _HUBS:
+        yield Finding.LOST, f"{images.name}: no min_pixels, max_pixels: it takes the hub's"
+    if read_folder_templates(folder) is None:
+        yield Finding.MISSING, "a chat template: chat_template.jinja"
+    if not (folder / FILE_NAME).is_file():
+        yield Finding.NOTE, f"no {FILE_NAME}: only the tokenizer's eos_token ends answers"
+    others = {file.name for file in folder.glob("*.safetensors*")} - {"model.safetensors"}
+    if engine.reads_all_files and others and "model.safetensors.index.json" not in others:
+        told = "the engine reads all files as weights; serve final/, or move it away"
+        yield Finding.REFUSED, f"{', '.join(sorted(others))}: {told}"
+
+
+def _value(values: Any, key: str) -> Any:
+    """An entry by its dotted key; None where there is none."""
+    for name in key.split("."):
+        values = values.get(name) if isinstance(values, Mapping) else None
+    return values
+
+
+def _tensors(
+    wanted: Mapping[str, Any], stored: Mapping[str, ReadableTensor], engine: Engine, model_type: str
+) -> Found:
+    named = defaultdict[tuple[Finding, str], list[str]](list)
+    for name in sorted(wanted.keys() | stored.keys()):
+        if name not in stored:
+            named[engine.missing, "tensors that the folder lacks"].append(name)
+        elif name not in wanted:
+            fitting = (k for p, k in engine.unknown if fnmatchcase(f"{model_type}:{name}", p))
+            named[next(fitting), "tensors that the model does not have"].append(name)
+        elif stored[name].shape != wanted[name]:
+            told = f"{name} {list(stored[name].shape)}, not {list(wanted[name])}"
+            named[Finding.REFUSED, "tensors of another shape"].append(told)
+        elif stored[name].dtype not in FLOATING:
+            told = f"{name} {stored[name].dtype}"
+            named[Finding.LOST, "tensors of no floating point numbers"].append(told)
+        elif ".mlp.experts." in name:
+            layout = _LAYOUTS[getattr(stored[name], "is_swapped", None)]
+            if f"{model_type} {layout}" not in engine.experts:
+                named[Finding.REFUSED, f"experts stored {layout}"].append(name)
+    for (kind, what), names in named.items():
+        left = len(names) - _NAMES_IN_A_LINE
+        more = f" and {left} more" if left > 0 else ""
+        yield kind, f"{what}: {', '.join(names[:_NAMES_IN_A_LINE])}{more}"

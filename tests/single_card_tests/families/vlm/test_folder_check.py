@@ -1,0 +1,370 @@
+"""Model folders against the rules of the engines that serve them.
+
+Guarantees: every kind of folder that this package writes fits the rules of each engine that serves
+its family: full, tied, with experts, in several files, in bfloat16, averaged weights of a run,
+merged adapters; adapters where an engine takes them; a folder with one name, shape, dtype, key,
+flag or file spoilt is told, with what the engine makes of it; no weights are read.
+
+Over 350 lines, to have everything that may be spoilt in one table.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from paddle_vl import LoRAConfig, Qwen3_5ForConditionalGeneration, Qwen3VLForConditionalGeneration
+from paddle_vl.checkpoint.safetensors_io import StoredTensor
+from paddle_vl.cli.main import main
+from paddle_vl.config.families import family_of_folder
+from paddle_vl.families.vlm.config import TOKEN_IDS
+from paddle_vl.families.vlm.engines import ENGINES
+from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.nn.linear import default_dtype
+from paddle_vl.testing import EXPERTS_3_5, tiny_qwen3_5_config, tiny_qwen3_vl_config
+from paddle_vl.testing.qwen3_vl import EXPERTS
+from paddle_vl.testing.tiny_run import TINY_EXPERTS, VOCABULARY, write_tiny_run
+
+ALL = tuple(ENGINES)
+WITHOUT_FASTDEPLOY = ("vllm", "sglang", "transformers")
+# Text settings, dtype, largest file, and the engines that serve the folder.
+WRITTEN: dict[str, tuple[dict[str, Any], str, int | None, tuple[str, ...]]] = {
+    "dense": ({}, "float32", None, ALL),
+    "tied": ({"tie_word_embeddings": True}, "float32", None, ALL),
+    "moe": (EXPERTS, "float32", None, ALL),
+    "sharded bfloat16": ({}, "bfloat16", 20_000, ALL),
+    "3.5": ({}, "float32", None, WITHOUT_FASTDEPLOY),
+    "3.5 tied bfloat16": ({"tie_word_embeddings": True}, "bfloat16", None, WITHOUT_FASTDEPLOY),
+    "3.5 moe": (EXPERTS_3_5, "float32", None, WITHOUT_FASTDEPLOY),
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """A run beside folders of all kinds."""
+    root = tmp_path_factory.mktemp("folders")
+    write_tiny_run(root, text=TINY_EXPERTS)
+    processor = VLProcessor.from_pretrained(root / "processor")
+    ids = {name: getattr(processor, name) for name in TOKEN_IDS}
+    for kind, (text, dtype, max_shard_bytes, _) in WRITTEN.items():
+        is_new = kind.startswith("3.5")
+        make = tiny_qwen3_5_config if is_new else tiny_qwen3_vl_config
+        model_class = Qwen3_5ForConditionalGeneration if is_new else Qwen3VLForConditionalGeneration
+        with default_dtype(dtype):
+            model = model_class.from_config(replace(make(vocab_size=VOCABULARY, **text), **ids))
+        model.generation_config = processor.generation_config
+        model.save_pretrained(root / kind, max_shard_bytes)
+        processor.save_pretrained(root / kind)
+    return root
+
+
+def findings(folder: Path, engine: str) -> list[str]:
+    """What is told of a folder, without the verdict, which is compared with it."""
+    recipe = family_of_folder(folder).recipe_class()
+    fits, told = recipe.check_folder(folder, folder, engine)
+    assert told.pop().startswith("fits the rules of" if fits else "does not fit the rules of")
+    assert fits == all(text.startswith(("ignored: ", "note: ")) for text in told)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine"), [(kind, engine) for kind, row in WRITTEN.items() for engine in row[3]]
+)
+def test_written_folders_fit(kind, engine, root, monkeypatch):
+    monkeypatch.delattr(StoredTensor, "read")
+    assert findings(root / kind, engine) == []
+
+
+def test_fastdeploy_has_no_images_for_3_5(root):
+    told = "refused: it serves qwen3_vl, qwen3_vl_moe, not qwen3_5"
+    assert findings(root / "3.5", "fastdeploy") == [told]
+
+
+@pytest.mark.parametrize("engine", ALL)
+def test_averaged_weights_of_a_run_fit_without_reading_them(engine, root, monkeypatch, capsys):
+    if not (root / "out").exists():
+        assert main(["train", str(root / "run.yaml"), "train.ema={decay: 0.5}"]) == 0
+    monkeypatch.setattr("paddle_vl.train.checkpoint.check_weights", None)
+    assert main(["check-folder", str(root / "out"), "--for", engine]) == 0
+    told = capsys.readouterr().out
+    assert str(root / "out" / "final") in told
+    assert "fits the rules of " in told
+
+
+@pytest.mark.parametrize(
+    ("settings", "vllm", "sglang"),
+    [
+        ({"r": 4}, "", ""),
+        ({"r": 24, "use_rslora": True}, "note: rank 24 needs --max-lora-rank 24", "rsLoRA"),
+        ({"target_modules": ["q_proj", "qkv"]}, "need --enable-tower-connector-lora", "tower"),
+        ({"use_dora": True, "rank_pattern": {"q_proj": 2}}, "DoRA and ranks or alphas", "DoRA"),
+        ({"modules_to_save": ["mergers"]}, "modules_to_save", "modules_to_save"),
+    ],
+)  # fmt: skip
+def test_adapters_fit_or_are_to_be_merged(settings, vllm, sglang, root, tmp_path, capsys):
+    model = Qwen3VLForConditionalGeneration.from_pretrained(root / "dense")
+    model.add_lora(LoRAConfig(**{"target_modules": ["q_proj", "down_proj"], **settings}))
+    model.save_adapter(tmp_path / "adapter")
+    expected = {"vllm": vllm, "sglang": sglang, "fastdeploy": "merge them", "transformers": ""}
+    for engine, fragment in expected.items():
+        fits = not fragment or "need" in fragment
+        arguments = ["check-folder", str(tmp_path / "adapter"), "--for", engine]
+        assert main(arguments) == (0 if fits else 1)
+        told = capsys.readouterr().out
+        assert fragment in told
+        assert ("refused" in told) != fits
+    merged = str(tmp_path / "merged")
+    assert main(["merge", str(tmp_path / "adapter"), merged]) == 0
+    assert [findings(Path(merged), engine) for engine in ALL] == [[]] * 4
+
+
+def test_merging_into_a_base_of_transformers_gives_both_flags_and_the_hubs_dialect(root, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(root / "dense", base)
+    edit_config(base, lambda values: (as_transformers_5(values), values.pop("tie_word_embeddings")))
+    kinds = {text.partition(":")[0] for text in findings(base, "fastdeploy")}
+    assert kinds == {"lost", "refused"}
+    model = Qwen3VLForConditionalGeneration.from_pretrained(base)
+    model.add_lora(LoRAConfig(r=2, target_modules=["q_proj"]))
+    model.save_adapter(tmp_path / "adapter")
+    assert main(["merge", str(tmp_path / "adapter"), str(tmp_path / "merged")]) == 0
+    assert findings(tmp_path / "merged", "fastdeploy") == []
+    written, first = (
+        json.loads((folder / "config.json").read_text())
+        for folder in (tmp_path / "merged", root / "dense")
+    )
+    assert written == first
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, np.ndarray]], object]) -> None:
+    file = folder / "model.safetensors"
+    arrays = load_file(file)
+    change(arrays)
+    save_file(arrays, file)
+
+
+def edit_config(
+    folder: Path, change: Callable[[dict[str, Any]], object], name: str = "config.json"
+) -> None:
+    file = folder / name
+    values = json.loads(file.read_text())
+    change(values)
+    file.write_text(json.dumps(values))
+
+
+def as_transformers_5(values: dict[str, Any]) -> None:
+    text = values["text_config"]
+    text["rope_parameters"] = text.pop("rope_scaling") | {"rope_theta": text.pop("rope_theta")}
+    values["dtype"] = values.pop("torch_dtype")
+
+
+def swap_experts(arrays: dict[str, np.ndarray]) -> None:
+    for name in [name for name in arrays if ".experts." in name]:
+        arrays[name] = np.ascontiguousarray(arrays[name].swapaxes(1, 2))
+
+
+def divide_experts(arrays: dict[str, np.ndarray]) -> None:
+    for name in [name for name in arrays if ".experts." in name]:
+        experts, linear = name.rsplit(".", 1)
+        parts = ["gate_proj", "up_proj"] if linear == "gate_up_proj" else [linear]
+        for number, matrix in enumerate(arrays.pop(name)):
+            for part, half in zip(parts, np.split(matrix, len(parts)), strict=True):
+                arrays[f"{experts}.{number}.{part}.weight"] = half.copy()
+
+
+NORM, MERGER = "model.language_model.norm.weight", "model.visual.merger.norm.weight"
+UP = "model.language_model.layers.0.mlp.up_proj.weight"
+LACKS, OTHERS = "tensors that the folder lacks: ", "tensors that the model does not have: "
+# What is spoilt: the kind of folder, how, and by engine what is told.
+SPOILT: dict[str, tuple[str, Callable[[Path], object], Mapping[str, tuple[str, ...]]]] = {
+    "a name": (
+        "dense",
+        lambda f: edit_tensors(f, lambda a: a.update({f"{MERGER}s": a.pop(MERGER)})),
+        {
+            "vllm": (
+                f"missing: {LACKS}{MERGER}",
+                f"refused: {OTHERS}{MERGER}s",
+            ),
+            "sglang": (
+                f"lost: {LACKS}{MERGER}",
+                f"refused: {OTHERS}{MERGER}s",
+            ),
+            "fastdeploy": (
+                f"lost: {LACKS}{MERGER}",
+                f"ignored: {OTHERS}{MERGER}s",
+            ),
+            "transformers": (
+                f"lost: {LACKS}{MERGER}",
+                f"ignored: {OTHERS}{MERGER}s",
+            ),
+        },
+    ),
+    "a name of 3.5": (
+        "3.5",
+        lambda f: edit_tensors(f, lambda a: a.update({f"{NORM}s": a.pop(NORM)})),
+        {
+            "vllm": (
+                f"missing: {LACKS}{NORM}",
+                f"ignored: {OTHERS}{NORM}s",
+            )
+        },
+    ),
+    "a tensor too many": (
+        "moe",
+        lambda f: edit_tensors(f, lambda a: a.update({UP.replace("weight", "bias"): a[NORM]})),
+        dict.fromkeys(ALL, (f"ignored: {OTHERS}{UP.replace('weight', 'bias')}",)),
+    ),
+    "tensors for more tokens at once": (
+        "3.5",
+        lambda f: edit_tensors(f, lambda a: a.update({"mtp.norm.weight": a[NORM].copy()})),
+        dict.fromkeys(WITHOUT_FASTDEPLOY, (f"ignored: {OTHERS}mtp.norm.weight",)),
+    ),
+    "a shape": (
+        "dense",
+        lambda f: edit_tensors(f, lambda a: a.update({UP: a[UP].T.copy()})),
+        dict.fromkeys(ALL, (f"refused: tensors of another shape: {UP} [16, 24], not [24, 16]",)),
+    ),
+    "a dtype": (
+        "dense",
+        lambda f: edit_tensors(f, lambda a: a.update({UP: a[UP].astype(np.int8)})),
+        dict.fromkeys(ALL, (f"lost: tensors of no floating point numbers: {UP} I8",)),
+    ),
+    "swapped experts": (
+        "moe",
+        lambda f: edit_tensors(f, swap_experts),
+        {"transformers": ()}
+        | dict.fromkeys(("vllm", "sglang", "fastdeploy"), ("refused: experts stored swapped: ",)),
+    ),
+    "single experts of 3.5": (
+        "3.5 moe",
+        lambda f: edit_tensors(f, divide_experts),
+        dict.fromkeys(WITHOUT_FASTDEPLOY, ()),
+    ),
+    "a head beside a tied embedding": (
+        "tied",
+        lambda f: edit_tensors(
+            f,
+            lambda a: a.update({"lm_head.weight": a[NORM.replace("norm", "embed_tokens")].copy()}),
+        ),
+        dict.fromkeys(ALL, ("ignored: lm_head.weight: the embedding is the head",)),
+    ),
+    "a tie flag": (
+        "tied",
+        lambda f: edit_config(f, lambda v: v["text_config"].pop("tie_word_embeddings")),
+        dict.fromkeys(
+            ALL, ("lost: config.json: tie_word_embeddings is True, in text_config None",)
+        ),
+    ),
+    "a key": (
+        "moe",
+        lambda f: edit_config(f, lambda v: v["text_config"].pop("norm_topk_prob")),
+        {"fastdeploy": (), "transformers": ()}
+        | dict.fromkeys(
+            ("vllm", "sglang"), ("lost: config.json: no text_config.norm_topk_prob: the engine",)
+        ),
+    ),
+    "a size": (
+        "dense",
+        lambda f: edit_config(f, lambda v: v["text_config"].pop("rms_norm_eps")),
+        dict.fromkeys(ALL, ("lost: config.json: no text_config.rms_norm_eps: the engine takes",)),
+    ),
+    "the dialect": (
+        "dense",
+        lambda f: edit_config(f, as_transformers_5),
+        dict.fromkeys(WITHOUT_FASTDEPLOY, ())
+        | {
+            "fastdeploy": (
+                "lost: config.json: no text_config.rope_scaling.mrope_section: ",
+                "lost: config.json: no text_config.rope_theta: ",
+                "refused: config.json: dtype: torch_dtype alone is the sign of HF's layout",
+            )
+        },
+    ),
+    "two dtypes": (
+        "dense",
+        lambda f: edit_config(f, lambda v: v["text_config"].update(dtype="float32")),
+        {"vllm": (), "fastdeploy": ("refused: config.json: dtype and torch_dtype: torch_dtype",)},
+    ),
+    "the hub's dtype": (
+        "dense",
+        lambda f: edit_config(
+            f, lambda v: v.update(dtype=v.pop("torch_dtype"), transformers_version="4.57.0")
+        ),
+        {"fastdeploy": ()},
+    ),
+    "no dtype": (
+        "dense",
+        lambda f: edit_config(f, lambda v: v.pop("torch_dtype")),
+        {"vllm": (), "fastdeploy": ("refused: config.json: no torch_dtype: torch_dtype alone is",)},
+    ),
+    "the architecture": (
+        "dense",
+        lambda f: edit_config(f, lambda v: v.update(architectures=["Qwen3ForCausalLM"])),
+        dict.fromkeys(ALL, ("refused: config.json: architectures is ['Qwen3ForCausalLM'], not [",)),
+    ),
+    "a token id": (
+        "dense",
+        lambda f: edit_config(f, lambda v: v.update(image_token_id=5)),
+        dict.fromkeys(ALL, ("refused: model and processor do not fit: image_token_id is 5 in",)),
+    ),
+    "limits of images": (
+        "dense",
+        lambda f: edit_config(f, lambda v: v.pop("max_pixels"), "preprocessor_config.json"),
+        {"vllm": (), "fastdeploy": ("lost: preprocessor_config.json: no min_pixels, max_pixels",)},
+    ),
+    "a file of the optimizer": (
+        "dense",
+        lambda f: shutil.copyfile(f / "model.safetensors", f / "optimizer.safetensors"),
+        {"fastdeploy": (), "transformers": ()}
+        | dict.fromkeys(("vllm", "sglang"), ("refused: optimizer.safetensors: the engine reads",)),
+    ),
+    "a file of weights": (
+        "dense",
+        lambda f: (f / "model.safetensors").unlink(),
+        {"vllm": ("refused: ",)},
+    ),
+    "no end tokens": (
+        "dense",
+        lambda f: (f / "generation_config.json").unlink(),
+        {"vllm": ("note: no generation_config.json: only the tokenizer's eos_token ends answers",)},
+    ),
+    **{
+        name: (
+            "dense",
+            lambda f, name=name: (f / name).unlink(),
+            dict.fromkeys(ALL, ()) | dict.fromkeys(engines, (f"missing: {told}",)),
+        )
+        for name, told, engines in (
+            ("tokenizer.json", "tokenizer.json", ALL),
+            ("tokenizer_config.json", "tokenizer_config.json", ALL),
+            ("preprocessor_config.json", "preprocessor_config.json", ALL),
+            ("video_preprocessor_config.json", "video_preprocessor", WITHOUT_FASTDEPLOY),
+            ("chat_template.jinja", "a chat template: chat_template.jinja", ALL),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "engine"), [(what, engine) for what, row in SPOILT.items() for engine in row[2]]
+)
+def test_what_is_spoilt_is_told(what, engine, root, tmp_path):
+    kind, spoil, expected = SPOILT[what]
+    shutil.copytree(root / kind, tmp_path / "folder")
+    spoil(tmp_path / "folder")
+    told = findings(tmp_path / "folder", engine)
+    assert len(told) == len(expected[engine]), told
+    for text, start in zip(told, expected[engine], strict=True):
+        assert text.startswith(start)
+
+
+def test_a_policy_is_of_no_engine(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"type": "pi07_low_level"}))
+    assert main(["check-folder", str(tmp_path), "--for", "vllm"]) == 1
+    assert "refused: vllm has no models of this family" in capsys.readouterr().out
