@@ -1,0 +1,148 @@
+"""A server with OpenAI's interface in a thread of a test, and an engine with scripted answers."""
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from paddle_vl.families.vlm.inputs.processor import VLProcessor
+from paddle_vl.serving.engine import EngineFull, Event, Request
+from paddle_vl.serving.openai_app import AppSettings, OpenAIApp, OpenAIServer, listening_socket
+from paddle_vl.serving.openai_calls import ServedModel
+
+WAIT_S = 60
+
+
+class ScriptedHandle:
+    """A submitted request."""
+
+    def __init__(self, request: Request):
+        self.request, self.is_cancelled = request, threading.Event()
+        self._events: queue.Queue[Event | Exception] = queue.Queue()
+
+    def put(self, event: Event | Exception) -> None:
+        self._events.put(event)
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        while True:
+            try:
+                event = self._events.get_nowait()
+            except queue.Empty:
+                await asyncio.sleep(0.001)
+                continue
+            if isinstance(event, Exception):
+                raise event
+            yield event
+            if event.finish_reason is not None:
+                return
+
+    def cancel(self) -> None:
+        self.is_cancelled.set()
+
+
+class ScriptedEngine:
+    """Answers with given tokens, whatever is asked.
+
+    Attributes:
+        answers: ids of the answers in turn, the last one again and again; "wait" answers nothing
+            until it is cancelled, an exception is raised.
+        handles: of all requests.
+        most: requests that it takes before it is full.
+    """
+
+    def __init__(self, answers: Sequence[Any], end_id: int, most: int = 1000):
+        self.answers, self._end_id, self.most = list(answers), end_id, most
+        self.handles: list[ScriptedHandle] = []
+        self.has_closed = threading.Event()
+
+    def start(self) -> None:
+        pass
+
+    def submit(self, request: Request) -> ScriptedHandle:
+        if len(self.handles) >= self.most:
+            raise EngineFull("too many tokens wait", 3)
+        handle = ScriptedHandle(request)
+        self.handles.append(handle)
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        threading.Thread(target=self._run, args=(handle, answer), daemon=True).start()
+        return handle
+
+    def _run(self, handle: ScriptedHandle, answer: Any) -> None:
+        if isinstance(answer, Exception):
+            handle.put(answer)
+            return
+        sampling = handle.request.sampling
+        top = tuple((each, -2.0 - each) for each in range(sampling.logprobs or 0))
+        for place, token_id in enumerate([*answer, self._end_id] if answer != "wait" else []):
+            reason = "stop" if token_id in sampling.stop_token_ids else None
+            if reason is None and place + 1 == sampling.max_tokens:
+                reason = "length"
+            handle.put(
+                Event(token_id, -1.0 if sampling.logprobs is not None else None, top, reason)
+            )
+            if reason is not None:
+                return
+        while not (handle.is_cancelled.is_set() or self.has_closed.is_set()):
+            handle.is_cancelled.wait(0.01)
+        handle.put(Event(None, finish_reason="cancelled"))
+
+    def close(self, seconds: float = 0.0) -> None:
+        self.has_closed.wait(seconds)
+        self.has_closed.set()
+
+    def stats(self) -> dict[str, float]:
+        open_ones = [each for each in self.handles if not each.is_cancelled.is_set()]
+        return {"running": len(open_ones), "waiting": 0}
+
+
+
+@contextmanager
+def serving(served: ServedModel, **settings: Any) -> Iterator[str]:
+    """The address of a server in a thread; it ends with the block."""
+    with listening_socket("127.0.0.1", 0) as listening:
+        address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        server = OpenAIServer(OpenAIApp(served, AppSettings(**{"grace_s": 0.5, **settings})))
+        thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+            assert thread.is_alive()
+        try:
+            yield address
+        finally:
+            server.should_exit = True
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+
+
+def template_processor(folder: Path) -> VLProcessor:
+    """A processor whose chat template has tools and reasoning, the forms of Qwen's."""
+    words = "the digit is 1 2 3 what weather in Bern Zug name arguments tool_call think".split()
+    VLProcessor.from_texts([" ".join(words)], 400).save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(_TEMPLATE)
+    return VLProcessor.from_pretrained(folder, earlier_reasoning="drop")
+
+
+_TEMPLATE = """\
+{%- if tools %}{{- '<|im_start|>system\n' }}
+{%- for tool in tools %}{{- tool | tojson + '\n' }}{%- endfor %}{{- '<|im_end|>\n' }}{%- endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\n' }}
+{%- if message.content is string %}{{- message.content }}
+{%- else %}{%- for part in message.content or [] %}
+{%- if part.type == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+{%- elif part.type == 'video' %}{{- '<|vision_start|><|video_pad|><|vision_end|>' }}
+{%- else %}{{- part.text }}{%- endif %}
+{%- endfor %}{%- endif %}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>\n' + call.function | tojson + '\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}
+{%- if enable_thinking %}{{- '<think>\n' }}{%- endif %}{%- endif %}
+"""
