@@ -19,7 +19,7 @@ from paddle_vl.serving.answer_parts import CALL, CALL_END, THINK_END
 # Models that are held to JSON may write space without end.
 _SPACE = {"whitespace_pattern": r"[ \n\r\t]{1,20}"}
 # Tokens among which the end of the reasoning is looked for.
-_LAST = 8
+_LAST = 16
 ANY_OBJECT = {"type": "object"}
 
 

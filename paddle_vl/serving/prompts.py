@@ -27,7 +27,7 @@ from paddle_vl.serving.openai_protocol import ApiError
 
 _FORMAT = "messages"
 # Tokens among which an opened reasoning is looked for.
-_LAST = 4
+_LAST = 16
 
 
 @dataclass(frozen=True)
@@ -166,19 +166,19 @@ class Prompts:
         if not is_remote and self._rules.folder is None:
             raise _refused(f"{kind}s are not read from files", "--allowed-media-path")
         fetched = partial(RemoteFile, settings=replace(self._rules.remote, cache=work))
+        folder = MediaFolder(self._rules.folder, allow_outside=False, remote=fetched)
         try:
-            folder = MediaFolder(self._rules.folder, False, fetched)
             return media_source(source, kind, f"{kind} source", folder)
         except BadSampleError as error:
             if error.kind != "outside_path":
                 raise
             # Without the folders of this machine.
-            raise _refused(
-                f"this {kind} lies outside of the folder of the server's files"
-            ) from None
+            what = f"this {kind} is not in the server's folder"
+            raise _refused(what, "another --allowed-media-path") from None
 
 
-def _refused(reason: str) -> BadSampleError:
+def _refused(what: str, option: str) -> BadSampleError:
+    reason = f"{what}: send a data URI, or start the server with {option}"
     return BadSampleError("refused_source", reason)
 
 

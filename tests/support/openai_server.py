@@ -7,12 +7,16 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import numpy as np
 
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
-from paddle_vl.serving.engine import EngineFull, Event, Request
+from paddle_vl.serving.engine import Engine, EngineFull, Event, Request, Sampling
+from paddle_vl.serving.grammars import Grammars
 from paddle_vl.serving.openai_app import AppSettings, OpenAIApp, OpenAIServer, listening_socket
 from paddle_vl.serving.openai_calls import ServedModel
+from paddle_vl.serving.prompts import MediaRules, Prompts
 
 WAIT_S = 60
 
@@ -49,7 +53,8 @@ class ScriptedEngine:
 
     Attributes:
         answers: ids of the answers in turn, the last one again and again; "wait" answers nothing
-            until it is cancelled, an exception is raised.
+            until it is cancelled, "draw" any tokens that are allowed, an exception is raised.
+        thought: ids that "draw" gives while all are allowed.
         handles: of all requests.
         most: requests that it takes before it is full.
     """
@@ -57,6 +62,7 @@ class ScriptedEngine:
     def __init__(self, answers: Sequence[Any], end_id: int, most: int = 1000):
         self.answers, self._end_id, self.most = list(answers), end_id, most
         self.handles: list[ScriptedHandle] = []
+        self.thought: list[int] = []
         self.has_closed = threading.Event()
 
     def start(self) -> None:
@@ -75,20 +81,29 @@ class ScriptedEngine:
         if isinstance(answer, Exception):
             handle.put(answer)
             return
-        sampling = handle.request.sampling
+        sampling, ids = handle.request.sampling, []
         top = tuple((each, -2.0 - each) for each in range(sampling.logprobs or 0))
-        for place, token_id in enumerate([*answer, self._end_id] if answer != "wait" else []):
-            reason = "stop" if token_id in sampling.stop_token_ids else None
-            if reason is None and place + 1 == sampling.max_tokens:
+        logprob = None if sampling.logprobs is None else -1.0
+        script = iter([*answer, self._end_id] if isinstance(answer, list) else [])
+        while answer != "wait" and not handle.is_cancelled.is_set():
+            ids.append(self._drawn(sampling, ids) if answer == "draw" else next(script))
+            reason = "stop" if ids[-1] in sampling.stop_token_ids else None
+            if reason is None and len(ids) == sampling.max_tokens:
                 reason = "length"
-            handle.put(
-                Event(token_id, -1.0 if sampling.logprobs is not None else None, top, reason)
-            )
+            handle.put(Event(ids[-1], logprob, top, reason))
             if reason is not None:
                 return
         while not (handle.is_cancelled.is_set() or self.has_closed.is_set()):
             handle.is_cancelled.wait(0.01)
         handle.put(Event(None, finish_reason="cancelled"))
+
+    def _drawn(self, sampling: Sampling, ids: list[int]) -> int:
+        allowed = None if sampling.allowed is None else sampling.allowed(ids)
+        if allowed is None:
+            return self.thought.pop(0)
+        return int(
+            np.random.default_rng([sampling.seed or 0, len(ids)]).choice(np.flatnonzero(allowed))
+        )
 
     def close(self, seconds: float = 0.0) -> None:
         self.has_closed.wait(seconds)
@@ -98,6 +113,20 @@ class ScriptedEngine:
         open_ones = [each for each in self.handles if not each.is_cancelled.is_set()]
         return {"running": len(open_ones), "waiting": 0}
 
+
+def scripted(processor: VLProcessor, *answers: Any, rules: MediaRules | None = None) -> ServedModel:
+    """A model that gives answers, which may be texts; see `ScriptedEngine`."""
+    encode, ends, vocab = processor.tokenizer.encode, processor.eos_token_ids, 448
+    is_text = [isinstance(each, str) and each not in ("wait", "draw") for each in answers]
+    script = [encode(each) if own else each for each, own in zip(answers, is_text, strict=True)]
+    return ServedModel(
+        cast(Engine, ScriptedEngine(script, ends[0])),
+        Prompts(processor, vocab, 1000, rules or MediaRules()),
+        Grammars(processor.tokenizer, vocab, ends),
+        ["digits", "digits-2"],
+        ["doors"],
+        end_ids=ends,
+    )
 
 
 @contextmanager

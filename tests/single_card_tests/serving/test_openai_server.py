@@ -1,0 +1,453 @@
+"""The server with OpenAI's interface, asked by the real `openai` package, with scripted answers.
+
+Guarantees: streamed answers are the whole ones; reasoning, calls of tools, stops, log-probabilities
+and usage are told apart as the clients expect; answers keep schemas and forced calls; who may not
+ask, asks too much or asks for what is not there is told so in OpenAI's form; what nobody waits for
+any more is cancelled; at the end streams end with a reason.
+"""
+
+import base64
+import io
+import json
+import time
+from http.client import HTTPConnection
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from PIL import Image
+
+from paddle_vl.serving.openai_protocol import ApiError
+from paddle_vl.serving.prompts import MediaRules, Prompts
+from tests.support.openai_server import WAIT_S, scripted, serving, template_processor
+
+QUESTION = [{"role": "user", "content": "What <image> is it?"}]
+DIGIT = {
+    "type": "object",
+    "properties": {"digit": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["digit"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": schema}}
+    for name, schema in (("write", DIGIT), ("look", {"type": "object", "properties": {}}))
+]
+
+
+@pytest.fixture(scope="module")
+def processor(tmp_path_factory):
+    return template_processor(tmp_path_factory.mktemp("processor"))
+
+
+def client(address: str, **settings) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{address}/v1", **{"api_key": "x", "max_retries": 0, **settings})
+
+
+def chat(address: str, **settings):
+    asked = {"model": "digits", "messages": QUESTION, **settings}
+    return client(address).chat.completions.create(**asked)
+
+
+def joined(stream) -> list[dict]:
+    """What a stream's choices say together."""
+    found: dict[int, dict] = {}
+    for chunk in stream:
+        for choice in chunk.choices:
+            own = found.setdefault(choice.index, {"content": "", "reasoning": "", "calls": []})
+            own["content"] += choice.delta.content or ""
+            own["reasoning"] += getattr(choice.delta, "reasoning_content", None) or ""
+            for call in choice.delta.tool_calls or []:
+                assert call.index == len(own["calls"])
+                own["calls"].append((call.function.name, call.function.arguments))
+            own["reason"] = choice.finish_reason
+    return [found[i] for i in sorted(found)]
+
+
+def shown(choice) -> dict:
+    """The same of a whole answer."""
+    message = choice.message
+    calls = [(each.function.name, each.function.arguments) for each in message.tool_calls or []]
+    thought = getattr(message, "reasoning_content", "")
+    content = message.content or ""
+    return {
+        "content": content, "reasoning": thought, "calls": calls, "reason": choice.finish_reason,
+    }  # fmt: skip
+
+
+CALL = '<tool_call>\n{"name": "write", "arguments": {"digit": 3}}\n</tool_call>'
+XML = "<tool_call>\n<function=write>\n<parameter=digit>\n3\n</parameter>\n</function>\n</tool_call>"
+WRITE = ("write", '{"digit": 3}')
+
+
+@pytest.mark.parametrize(
+    ("answer", "asked", "wanted"),
+    [
+        ("It is é 3.", {}, {"content": "It is é 3."}),
+        ("It is é 3.", {"max_tokens": 2}, {"content": "It", "reason": "length"}),
+        ("one, two. STOP", {"stop": ["wo", "STOP"]}, {"content": "one, t"}),
+        ("one, two. STO", {"stop": "STOP"}, {"content": "one, two. STO"}),
+        ("<think>\na b\n</think>\n\nc", {}, {"content": "c", "reasoning": "a b"}),
+        ("<thin", {}, {"content": "<thin"}),
+        (
+            "a b\n</think>\n\nc",
+            {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}},
+            {"content": "c", "reasoning": "a b"},
+        ),
+        (CALL, {"tools": TOOLS}, {"calls": [WRITE], "reason": "tool_calls"}),
+        (XML, {"tools": TOOLS}, {"calls": [WRITE], "reason": "tool_calls"}),
+        (
+            f"Well.\n{CALL}\n{XML}",
+            {"tools": TOOLS},
+            {"content": "Well.", "calls": [WRITE] * 2, "reason": "tool_calls"},
+        ),
+        (
+            f"{CALL}\n{XML}",
+            {"tools": TOOLS, "parallel_tool_calls": False},
+            {"calls": [WRITE], "reason": "tool_calls"},
+        ),
+        (CALL, {}, {"content": CALL}),
+        (CALL, {"tools": TOOLS, "tool_choice": "none"}, {"content": CALL}),
+        (CALL[:-13], {"tools": TOOLS}, {"content": CALL[:-13]}),
+        ("<tool_call>3</tool_call>", {"tools": TOOLS}, {"content": "<tool_call>3</tool_call>"}),
+    ],
+)
+def test_a_stream_says_what_a_whole_answer_says(processor, answer, asked, wanted):
+    wanted = {"content": "", "reasoning": "", "calls": [], "reason": "stop", **wanted}
+    with serving(scripted(processor, answer)) as address:
+        whole = chat(address, **asked)
+        assert shown(whole.choices[0]) == wanted
+        assert joined(chat(address, stream=True, **asked)) == [wanted]
+
+
+def test_choices_have_seeds_usage_and_log_probabilities_of_their_own(processor):
+    served = scripted(processor, "a é b")
+    num = len(processor.tokenizer.encode("a é b"))
+    with serving(served) as address:
+        asked = {"n": 2, "seed": 7, "logprobs": True, "top_logprobs": 2}
+        whole = chat(address, **asked)
+        assert [each.request.sampling.seed for each in served.engine.handles] == [7, 8]
+        entries = whole.choices[1].logprobs.content
+        assert b"".join(bytes(each.bytes) for each in entries) == "a é b".encode()
+        assert [each.logprob for each in entries] == [-1.0] * num
+        assert [each.logprob for each in entries[0].top_logprobs] == [-2.0, -3.0]
+        # The end token counts and is not shown.
+        assert whole.usage.completion_tokens == 2 * (num + 1)
+        assert whole.usage.prompt_tokens == len(served.engine.handles[0].request.input_ids)
+        *chunks, last = chat(address, stream=True, stream_options={"include_usage": True}, **asked)
+        assert last.usage == whole.usage
+        assert not last.choices
+        found = [each for chunk in chunks for choice in chunk.choices if choice.index == 1
+                 for each in (choice.logprobs.content if choice.logprobs else ())]  # fmt: skip
+        assert found == entries
+
+
+def test_texts_are_continued_as_they_are(processor):
+    served = scripted(processor, "1 2 3")
+    with serving(served) as address:
+        create = client(address).completions.create
+        prompt = ["<|im_start|>user\n", "a"]
+        found = create(model="digits", prompt=prompt, n=2, logprobs=1, max_tokens=3)
+        assert [each.index for each in found.choices] == [0, 1, 2, 3]
+        assert {each.text for each in found.choices} == {"1 2"}
+        assert found.choices[3].logprobs.tokens == ["1", " ", "2"]
+        assert found.choices[3].logprobs.top_logprobs[0] == {"!": -2.0}
+        asked = [each.request.input_ids.tolist() for each in served.engine.handles]
+        assert asked == [processor.tokenizer.encode(text) for text in prompt for _ in range(2)]
+        chunks = create(model="digits", prompt=[5, 6], stream=True, max_tokens=3)
+        assert "".join(chunk.choices[0].text for chunk in chunks) == "1 2"
+        assert served.engine.handles[-1].request.input_ids.tolist() == [5, 6]
+
+
+THOUGHT = "1 2 3\n</think>"
+JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "digit", "schema": DIGIT}}
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"response_format": JSON_SCHEMA},
+        {"extra_body": {"structured_outputs": {"json": DIGIT}}},
+        {"extra_body": {"structured_outputs": {"regex": r'\{"digit": [0-9]\}'}}},
+        {"extra_body": {"structured_outputs": {"choice": ['{"digit": 4}', '{"digit": 5}']}}},
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "write"}}},
+        {"tools": TOOLS[:1], "tool_choice": "required", "parallel_tool_calls": False},
+    ],
+)
+def test_answers_keep_a_schema_and_calls_are_made_where_they_must(processor, asked, thinks):
+    served = scripted(processor, "draw")
+    served.engine.thought = processor.tokenizer.encode(THOUGHT)
+    body = {**asked.get("extra_body", {}), "chat_template_kwargs": {"enable_thinking": thinks}}
+    with serving(served) as address:
+        choice = chat(address, seed=1, **{**asked, "extra_body": body}).choices[0]
+    found = shown(choice)
+    assert found["reasoning"] == ("1 2 3" if thinks else "")
+    if "tools" in asked:
+        ((name, text),) = found["calls"]
+        assert (name, found["reason"]) == ("write", "tool_calls")
+    else:
+        text = found["content"]
+        assert found["reason"] == "stop"
+    assert json.loads(text)["digit"] in range(10)
+
+
+def test_earlier_calls_and_results_are_in_the_prompt(processor):
+    served = scripted(processor, CALL)
+    with serving(served) as address:
+        first = chat(address, tools=TOOLS).choices[0].message
+        result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "done 9"}
+        messages = [*QUESTION, first.model_dump(), result]
+        chat(address, messages=messages, tools=TOOLS, tool_choice="none")
+        chat(address, messages=messages, tools=TOOLS)
+    without, prompt = (
+        processor.decode(each.request.input_ids, skip_special_tokens=False)
+        for each in served.engine.handles[1:]
+    )
+    assert "What <image> is it?" in prompt
+    assert "done 9" in prompt
+    assert prompt.count('"name": "write"') == 2
+    assert without.count('"name": "write"') == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "text"),
+    [
+        ({"model": "other"}, 404, "The model 'other' does not exist; there is digits, digits-2"),
+        ({"temperature": 3}, 400, "temperature: Input should be less than or equal to 2"),
+        ({"extra_body": {"temprature": 1}}, 400, "Unrecognized request argument supplied: tempra"),
+        ({"extra_body": {"guided_json": {}}}, 400, "guided_json: give 'response_format'"),
+        ({"logit_bias": {"1": 3}}, 400, "logit_bias: it is not supported"),
+        ({"max_tokens": 2000}, 400, "maximum context length is 1000 tokens"),
+        ({"messages": []}, 400, "messages: List should have at least 1 item"),
+        ({"messages": [{"role": "you", "content": "a"}]}, 400, "message 1 has role 'you'"),
+        ({"messages": [{"role": "user", "content": "<|im_end|>"}]}, 400, "special token"),
+        ({"top_logprobs": 2}, 400, "top_logprobs needs 'logprobs'"),
+        ({"tools": [{"type": "function", "function": {}}]}, 400, "without a 'name'"),
+        ({"tool_choice": "required"}, 400, "tool_choice: none of 'tools'"),
+        ({"response_format": {"type": "json_schema"}}, 400, "json_schema is missing"),
+        (
+            {"extra_body": {"structured_outputs": {"json": {"type": "no"}}}},
+            400,
+            "structured_outputs.json cannot be kept",
+        ),
+        (
+            {"response_format": JSON_SCHEMA, "extra_body": {"structured_outputs": {"regex": "a"}}},
+            400,
+            "exclude each other",
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_is_refused_in_openais_form(processor, asked, status, text, stream):
+    with serving(scripted(processor, "a")) as address:
+        with pytest.raises(openai.APIStatusError) as caught:
+            chat(address, stream=stream, **asked)
+        assert caught.value.status_code == status
+        assert text in caught.value.body["message"]
+        assert set(caught.value.body) == {"message", "type", "param", "code"}
+        # The server lives.
+        assert chat(address).choices[0].message.content == "a"
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400), (b"{", 400), (b"[]", 400), (b"\xff\xfe", 400), (b"null", 400),
+        (b"[" * 100_000, 400), (b'{"messages": "a"}', 400), (b'{"messages": [3]}', 400),
+        (b'{"messages": [{"role": "user", "content": [3]}]}', 400),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400),
+        (b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', 400),
+        (b'{"messages": [{"role": "user", "content": {"a": 1}}]}', 400),
+        (b" " * 200_000, 413),
+    ],
+)  # fmt: skip
+def test_malformed_bodies_are_refused(processor, body, status):
+    with serving(scripted(processor, "a"), max_body_bytes=150_000) as address:
+        found = httpx.post(f"{address}/v1/chat/completions", content=body)
+        assert (found.status_code, found.json()["error"]["type"]) == (
+            status, "invalid_request_error",
+        )  # fmt: skip
+        assert httpx.get(f"{address}/v1/nothing").json()["error"]["type"] == "not_found_error"
+        assert httpx.get(f"{address}/v1/completions").status_code == 405
+
+
+def until(condition) -> None:
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_nobody_waits_for_is_cancelled(processor, stream):
+    served = scripted(processor, "wait")
+    body = json.dumps({"messages": QUESTION, "stream": stream})
+    with serving(served) as address:
+        connection = HTTPConnection(address.removeprefix("http://"), timeout=WAIT_S)
+        connection.request("POST", "/v1/chat/completions", body)
+        until(lambda: served.engine.handles)
+        assert not served.engine.handles[0].is_cancelled.is_set()
+        connection.close()
+        assert served.engine.handles[0].is_cancelled.wait(WAIT_S)
+        until(lambda: 'outcome="dropped"} 1' in httpx.get(f"{address}/metrics").text)
+        assert "paddle_vl_open_requests 0" in httpx.get(f"{address}/metrics").text
+
+
+def test_too_much_is_told_to_come_back(processor):
+    served = scripted(processor, "wait", "a")
+    served.engine.most = 2
+    with serving(served, max_requests=1) as address:
+        waiting = chat(address, stream=True)
+        for _ in range(2):
+            with pytest.raises(openai.RateLimitError) as caught:
+                chat(address)
+            assert caught.value.response.headers["retry-after"] == "1"
+        waiting.close()
+        until(lambda: "paddle_vl_open_requests 0" in httpx.get(f"{address}/metrics").text)
+        # Of two answers the engine has room for one: neither runs.
+        with pytest.raises(openai.RateLimitError, match="too many tokens wait") as caught:
+            chat(address, n=2)
+        assert caught.value.response.headers["retry-after"] == "3"
+        assert all(each.is_cancelled.is_set() for each in served.engine.handles)
+        assert 'outcome="rejected"} 3' in httpx.get(f"{address}/metrics").text
+
+
+def test_time_and_the_servers_end_close_streams_with_a_reason(processor):
+    served = scripted(processor, "wait", "wait", OSError("/a/folder"), "wait")
+    with serving(served, deadline_s=0.2) as address:
+        with pytest.raises(openai.APIStatusError) as caught:
+            chat(address)
+        assert caught.value.status_code == 504
+        with pytest.raises(openai.APIError, match="no complete answer within 0.2 s"):
+            [*chat(address, stream=True)]
+        with pytest.raises(openai.InternalServerError, match="the server's log says") as caught:
+            chat(address)
+        assert "/a/folder" not in str(caught.value)
+    served = scripted(processor, "wait")
+    with serving(served) as address:
+        asked = {"messages": QUESTION, "stream": True}
+        stream = httpx.stream("POST", f"{address}/v1/chat/completions", json=asked)
+        with stream as response:
+            lines = response.iter_lines()
+            assert "assistant" in next(lines)
+            served.engine.has_closed.set()
+            *_, error, _, done, _ = lines
+    assert "the server is stopping" in json.loads(error.removeprefix("data: "))["error"]["message"]
+    assert done == "data: [DONE]"
+
+
+def test_who_may_not_ask_is_refused(processor):
+    with serving(scripted(processor, "a"), token="right") as address:
+        assert client(address, api_key="right").models.list().data[2].parent == "digits"
+        with pytest.raises(openai.AuthenticationError):
+            client(address, api_key="wrong").models.list()
+        assert httpx.get(f"{address}/health").json() == {"status": "ok"}
+        assert httpx.get(f"{address}/metrics").status_code == 401
+    with serving(scripted(processor, "a")) as address:
+        own, other = {"origin": address}, {"origin": "http://evil.test"}
+        rebound = {"origin": "http://evil.test", "host": "evil.test"}
+        statuses = [httpx.get(f"{address}/v1/models", headers=each).status_code
+                    for each in (own, other, rebound)]  # fmt: skip
+        assert statuses == [200, 403, 403]
+
+
+def uri(data: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def png(side: int = 32, **settings) -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", (side, side), "red").save(stream, "PNG", **settings)
+    return stream.getvalue()
+
+
+def asked(source: str, kind: str = "image") -> list[dict]:
+    part = {"type": f"{kind}_url", f"{kind}_url": {"url": source}}
+    return [{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}]
+
+
+@pytest.mark.parametrize("kind", ["uri", "path", "file uri"])
+def test_images_are_those_of_the_processor(processor, tmp_path, kind):
+    (tmp_path / "a b.png").write_bytes(png())
+    source = {
+        "uri": uri(png()), "path": "a b.png", "file uri": f"file://{tmp_path}/a%20b.png",
+    }[kind]  # fmt: skip
+    served = scripted(processor, "a", rules=MediaRules(tmp_path))
+    with serving(served) as address:
+        chat(address, messages=asked(source))
+    wanted = processor(messages=[{"role": "user", "content": "<image>What?"}],
+                       images=[png()])  # fmt: skip
+    request = served.engine.handles[0].request
+    assert request.input_ids.tolist() == wanted["input_ids"][0].tolist()
+    assert sorted(request.visual) == ["image_grid_thw", "pixel_values"]
+    np.testing.assert_array_equal(request.visual["pixel_values"], wanted["pixel_values"])
+
+
+def test_a_video_is_read_from_its_uri(processor, tmp_path):
+    av = pytest.importorskip("av")
+    with av.open(str(tmp_path / "a.mp4"), "w") as container:
+        stream = container.add_stream("mpeg4", rate=4)
+        stream.width = stream.height = 64
+        for _ in range(8):
+            frame = av.VideoFrame.from_ndarray(np.zeros((64, 64, 3), np.uint8), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    prompts = Prompts(processor, 448, 1000, MediaRules())
+    found = prompts.of_chat(asked(uri((tmp_path / "a.mp4").read_bytes()), "video"), [], {})
+    wanted = processor(messages=[{"role": "user", "content": "<video>What?"}],
+                       videos=[str(tmp_path / "a.mp4")])  # fmt: skip
+    assert found.ids.tolist() == wanted["input_ids"][0].tolist()
+    assert sorted(found.visual) == ["pixel_values_videos", "video_grid_thw"]
+
+
+def bomb() -> bytes:
+    """A small file that states many pixels."""
+    data = bytearray(png())
+    data[16:24] = (60000).to_bytes(4, "big") * 2
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "has_folder", "text"),
+    [
+        (uri(b"no image"), "image", True, "cannot be decoded as an image"),
+        (uri(b"no video"), "video", True, "cannot be decoded as a video"),
+        ("data:image/png,abc", "image", True, "cannot be used"),
+        (uri(bomb()), "image", True, ""),
+        ("a.png", "image", False, "--allowed-media-path"),
+        ("file:///etc/passwd", "image", False, "--allowed-media-path"),
+        ("file:///etc/passwd", "image", True, "is not in the server's folder"),
+        ("../a.png", "image", True, "is not in the server's folder"),
+        ("link.png", "image", True, "is not in the server's folder"),
+        ("https://example.com/a.png", "image", True, "--allow-remote"),
+        ("", "image", True, ""),
+    ],
+)
+def test_files_and_addresses_are_opened_where_it_is_allowed(
+    processor, tmp_path, source, kind, has_folder, text
+):
+    (tmp_path / "link.png").symlink_to("/etc/passwd")
+    prompts = Prompts(processor, 448, 1000, MediaRules(tmp_path if has_folder else None))
+    with pytest.raises(ApiError) as caught:
+        prompts.of_chat(asked(source, kind), [], {})
+    assert caught.value.status == 400
+    assert text in caught.value.message
+    assert str(tmp_path) not in caught.value.message
+
+
+def test_private_addresses_are_not_fetched_and_long_prompts_not_decoded(processor, monkeypatch):
+    prompts = Prompts(processor, 448, 10, MediaRules(allow_remote=True))
+    with pytest.raises(ApiError, match="not public"):
+        prompts.of_chat(asked("http://127.0.0.1:1/a.png"), [], {})
+    large = asked(uri(png(256)))
+    monkeypatch.setattr("paddle_vl.data.media_file.Image.Image.load", None)
+    with pytest.raises(ApiError, match="maximum context length is 10 tokens"):
+        prompts.of_chat(large, [], {})
+
+
+def test_placeholders_and_unknown_ids_are_no_texts(processor):
+    prompts = Prompts(processor, 448, 1000, MediaRules())
+    for prompt in ("<|image_pad|>", [448], [-1], ""):
+        with pytest.raises(ApiError, match="prompt: "):
+            prompts.of_text(prompt)
