@@ -22,12 +22,16 @@ def rule_out(scores_BV: Tensor, ruled_out: Tensor) -> Tensor:
     return paddle.where(ruled_out, paddle.full([], -np.inf, scores_BV.dtype), scores_BV)
 
 
-def keep_top_p(scores_BV: Tensor, top_p: float) -> Tensor:
-    """Keep the fewest most likely tokens whose probabilities reach `top_p`, at least one."""
+def keep_top_p(scores_BV: Tensor, top_p: float | np.ndarray) -> Tensor:
+    """Keep the fewest most likely tokens whose probabilities reach `top_p`, at least one; `[B, 1]`
+    has one for each row."""
+    rest: Any = 1 - top_p
+    if isinstance(rest, np.ndarray):
+        rest = paddle.to_tensor(rest.astype(np.float32))
     order_BV = paddle.argsort(scores_BV, axis=-1, stable=True)
     ascending_BV = paddle.take_along_axis(scores_BV, order_BV, axis=-1)
     reached_BV = F.softmax(ascending_BV, axis=-1).cumsum(axis=-1)
-    unlikely_BV = (reached_BV <= 1 - top_p).astype("int32")
+    unlikely_BV = (reached_BV <= rest).astype("int32")
     unlikely_BV[:, -1] = 0
     unlikely_BV = paddle.put_along_axis(
         paddle.zeros_like(unlikely_BV), order_BV, unlikely_BV, axis=-1

@@ -4,7 +4,8 @@ position embedding of its queries and keys.
 All of it is `softmax(scale * q @ k^T + mask) @ v`, with grouped key heads: query head n reads key
 head n // G. Shapes: B batch, L query length, S key length, N query heads, K key heads, G = N / K
 query heads per key head, H head width, P packed rows; C capacity of a cache's buffers, which have
-heads first, so that one position is written in place; T token rows, or any leading dims.
+heads first, so that one position is written in place; R rows that share a memory of M places; T
+token rows, or any leading dims.
 
 The plain implementations are Paddle's `scaled_dot_product_attention`, or a composition in float32.
 Kernels: C or query blocks on the CPU (`paddle_vl.nn.cpu`); flash attention on a GPU, over a mask's
@@ -297,6 +298,64 @@ def cached_attention(
         buffer[:, :, : cached.length].transpose([0, 2, 1, 3]) for buffer in (key_BKCH, value_BKCH)
     )
     return causal_attention(q_BLNH, key_BSKH, value_BSKH, cached.key_bias_BS)
+
+
+class PagedKeys(CachedKeys):
+    """Where keys of rows of different lengths lie in a memory that they share; one object for all
+    layers of a forward pass.
+
+    Args:
+        places: of each row those of its keys, int64 `[S]` on the host, the new tokens' last.
+        num_new: L, the same for each row.
+
+    Attributes:
+        lengths: S of each row; `length` is the longest.
+    """
+
+    def __init__(self, places: Sequence[np.ndarray], num_new: int = 1):
+        self.lengths = [len(each) for each in places]
+        super().__init__(max(self.lengths))
+        self._places, self._num_new = places, num_new
+
+    @cached_property
+    def new(self) -> Tensor:
+        """Places of the new tokens, row by row: int64 `[R * L]`."""
+        return device_tensor(np.concatenate([each[-self._num_new :] for each in self._places]))
+
+    @cached_property
+    def places(self) -> Tensor:
+        """Places of all keys, row by row: int64."""
+        return device_tensor(np.concatenate(self._places))
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """int32 `[R + 1]`: where each row begins in `places`, and the end."""
+        return device_tensor(np.cumsum([0, *self.lengths], dtype=np.int32))
+
+    @cached_property
+    def queries(self) -> Tensor:
+        """The offsets of one query of each row."""
+        return device_tensor(np.arange(len(self.lengths) + 1, dtype=np.int32))
+
+    @cached_property
+    def padded(self) -> tuple[Tensor, Tensor | None]:
+        """Places `[R * S]` of rows filled up to the longest, and the bias `[R, S]` that hides what
+        fills them; None if nothing does."""
+        place_RS = np.stack([np.resize(each, self.length) for each in self._places])
+        hidden_RS = np.arange(self.length) >= np.array(self.lengths)[:, None]
+        bias_RS = device_tensor(hidden_RS.astype(np.float32) * np.float32(MASKED_SCORE))
+        return device_tensor(place_RS.reshape(-1)), bias_RS if hidden_RS.any() else None
+
+
+@operation
+def paged_attention(q_RNH: Tensor, key_MKH: Tensor, value_MKH: Tensor, paged: PagedKeys) -> Tensor:
+    """One query of each row over all keys of that row: `[R, N, H]` in the dtype of the queries."""
+    places, bias_RS = paged.padded
+    shape = [q_RNH.shape[0], paged.length, *key_MKH.shape[1:]]
+    key_RSKH, value_RSKH = (
+        paddle.index_select(memory, places).reshape(shape) for memory in (key_MKH, value_MKH)
+    )
+    return causal_attention(q_RNH.unsqueeze(1), key_RSKH, value_RSKH, bias_RS).squeeze(1)
 
 
 def biased_rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:

@@ -1,53 +1,35 @@
 """Continuous batching: requests join and leave a running batch of one model between its steps.
 
 One thread runs the model. A step runs at most `max_num_batched_tokens` of prompts, then one token
-of every running answer. Requests begin in the order of their arrival, when there are blocks of key
-and value memory for prompt and answer; none overtakes another, and none is taken back.
+of every running answer. Requests begin in the order of their arrival, when there is memory for the
+keys and values of prompt and answer; none overtakes another, and none loses what it has.
+
+A result does not depend on what the other rows of a step are. Only how many there are may change
+its last bits, as matrix products of other shapes add in another order; with `batch_invariant` all
+steps have one shape. (Experts are the exception: their products have as many rows as choose them.)
 """
 
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
 
-# Ids of the answer so far to the tokens that may follow, bool `[V]`; None for all.
-Allowed = Callable[[list[int]], np.ndarray | None]
+from paddle_vl.families.vlm.batched import BatchedModel
+from paddle_vl.generation.row_sampling import AnswerRow, Choice, Sampling, choose_tokens
+from paddle_vl.threads import Watch
 
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the tokens of an answer are chosen. Names as in OpenAI's and vLLM's interfaces.
-
-    Attributes:
-        max_tokens: the answer ends after so many.
-        temperature: divides the scores; 0 takes the most likely token.
-        top_k: sample among the k most likely; 0 among all.
-        top_p: sample among the most likely that together have this probability.
-        min_p: sample among those of at least this share of the highest probability.
-        repetition_penalty: of tokens in prompt or answer, as in HF; 1 has no effect.
-        presence_penalty, frequency_penalty: subtracted from the scores of tokens of the answer,
-            once and as often as they occur; 0 has no effect.
-        seed: of sampling; None for a different one each time.
-        stop_token_ids: each ends the answer, as its last token.
-        logprobs: give the log-probability of each token and this many of the most likely ones, of
-            the scores before any rule; None for neither.
-        allowed: called on the model's thread with the answer so far before each token.
-    """
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    logprobs: int | None = None
-    allowed: Allowed | None = None
+logger = logging.getLogger(__name__)
+# Of the rate of tokens: one step's share in the running mean.
+_SMOOTHING = 0.1
 
 
 @dataclass
@@ -86,7 +68,7 @@ class Event(NamedTuple):
     finish_reason: str | None = None
 
 
-class EngineFull(Exception):
+class EngineFull(Exception):  # noqa: N818 - no error of the engine or its user
     """Too much waits already.
 
     Attributes:
@@ -100,49 +82,108 @@ class EngineFull(Exception):
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Bounds; names as in vLLM.
+    """Bounds; names as in vLLM where it has them.
 
     Attributes:
-        max_num_seqs: answers that run at once.
+        max_num_seqs: prompts and answers that run at once.
         max_num_batched_tokens: tokens of prompts in a step; longer prompts take several.
-        kv_cache_tokens: tokens with keys and values in memory, in all.
+        kv_cache_memory_bytes: memory of keys and values, allocated at the start.
         block_size: tokens of a block of that memory.
         max_waiting_tokens: tokens of requests that wait, prompts and answers; more are refused.
-        image_cache_bytes: encoded images and videos that are kept, in bytes.
-        batch_invariant: every step runs `max_num_seqs` rows, so that no bit of a result depends on
-            what else runs (except by experts); one answer alone becomes slower.
+        image_cache_bytes: encoded images and videos that are kept.
+        batch_invariant: every step of answers runs `max_num_seqs` rows, so that no bit of a result
+            depends on what else runs; few answers become slower.
     """
 
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
-    kv_cache_tokens: int = 65536
+    kv_cache_memory_bytes: int = 1 << 32
     block_size: int = 16
-    max_waiting_tokens: int = 1 << 20
+    max_waiting_tokens: int = 1 << 18
     image_cache_bytes: int = 1 << 28
     batch_invariant: bool = False
+
+    def __post_init__(self):
+        sizes = ("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "block_size")
+        for name, least in (*((x, 1) for x in sizes), ("max_waiting_tokens", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least {least}")
 
 
 class Handle:
     """A submitted request: iterate over its events from one thread or one event loop."""
 
+    def __init__(self, wake: Callable[[], None]):
+        self._events: SimpleQueue[Event | Exception] = SimpleQueue()
+        self._wake, self._notify = wake, threading.Event().set
+        self.is_cancelled = False
+
     def __iter__(self) -> Iterator[Event]:
         """The events as they come; a RuntimeError if the model failed at this request."""
-        raise NotImplementedError
+        while True:
+            event = self._checked(self._events.get())
+            yield event
+            if event.finish_reason:
+                return
 
-    def __aiter__(self) -> AsyncIterator[Event]:
+    async def __aiter__(self) -> AsyncIterator[Event]:
         """The same, in an event loop, which is not blocked."""
-        raise NotImplementedError
+        loop, has_come = asyncio.get_running_loop(), asyncio.Event()
+        self._notify = lambda: loop.call_soon_threadsafe(has_come.set)
+        while True:
+            while not self._events.empty():
+                event = self._checked(self._events.get())
+                yield event
+                if event.finish_reason:
+                    return
+            await has_come.wait()
+            has_come.clear()
 
     def cancel(self) -> None:
         """End the answer before the next step, with a last event "cancelled"; from any thread."""
-        raise NotImplementedError
+        self.is_cancelled = True
+        self._wake()
+
+    def put(self, event: Event | Exception) -> None:
+        """Called by the engine."""
+        self._events.put(event)
+        try:
+            self._notify()
+        except RuntimeError:  # The event loop of a client that has left is closed.
+            logger.debug("an event has no reader")
+
+    def _checked(self, event: Event | Exception) -> Event:
+        if isinstance(event, Exception):
+            raise RuntimeError(f"the model failed at this request: {event}") from event
+        return event
+
+
+class _Sequence:
+    """A request in the engine.
+
+    Attributes:
+        most: places that prompt and answer may take; the last token's key is never needed.
+        blocks, places, row: its memory, while it runs.
+        done: tokens of the prompt that have run.
+    """
+
+    def __init__(self, request: Request, prompt: Any, handle: Handle):
+        self.prompt, self.handle, self.adapter = prompt, handle, request.adapter
+        self.answer = AnswerRow(request.sampling, prompt.ids_1L[0])
+        self.most = prompt.length + request.sampling.max_tokens - 1
+        self.blocks: list[int] = []
+        self.places, self.row, self.done = np.zeros(0, np.int64), -1, 0
+        self.has_ended = False
 
 
 class Engine:
     """
     Args:
-        model: a vision-language model, complete.
+        model: a complete vision-language model, which nothing else runs from now on.
         adapters: LoRA folders in PEFT's format by the names that requests have for them.
+
+    Raises:
+        ValueError: a model or an adapter that is not for an engine, or too little memory.
     """
 
     def __init__(
@@ -151,31 +192,223 @@ class Engine:
         settings: EngineSettings | None = None,
         adapters: Mapping[str, Path] | None = None,
     ):
-        raise NotImplementedError
+        self.settings = own = settings or EngineSettings()
+        self._model = BatchedModel(
+            model, own.max_num_seqs, own.block_size, own.kv_cache_memory_bytes,
+            own.image_cache_bytes, adapters or {},
+        )  # fmt: skip
+        self._changed = threading.Condition()
+        # Behind the lock: what other threads change.
+        self._waiting: deque[_Sequence] = deque()
+        self._end: float | None = None
+        # Of the model's thread.
+        self._running: list[_Sequence] = []
+        self._free_blocks = list(range(self._model.num_blocks))[::-1]
+        self._free_rows = list(range(own.max_num_seqs))[::-1]
+        self._tokens_per_second = 0.0
+        self._counts = dict.fromkeys(("prompt_tokens", "generated_tokens", "steps"), 0)
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Run the model in a thread of its own from now on."""
-        raise NotImplementedError
+        """Run the model in a thread of its own from now on; if that fails itself, which no request
+        can make it do, the process ends."""
+        self._thread = Watch(self._run, "engine")
+        self._thread.start()
 
     def submit(self, request: Request) -> Handle:
         """Queue a request; from any thread.
 
         Raises:
             EngineFull: too many tokens wait.
-            ValueError: a request that can never run: a bad setting, an unknown adapter, visual
-                tokens that do not fit the arrays, or more tokens than the memory or the model has
-                room for.
+            ValueError: a request that can never run: an unknown adapter, ids or visual arrays that
+                do not fit the model or each other, or more tokens than the memory has room for.
             RuntimeError: the engine is closed.
         """
-        raise NotImplementedError
+        prompt = self._model.prompt(request.input_ids, request.visual, request.adapter)
+        sequence = _Sequence(request, prompt, Handle(self._wake))
+        room = self._model.num_blocks * self.settings.block_size
+        if sequence.most > room:
+            raise ValueError(
+                f"the prompt has {prompt.length} tokens and max_tokens is "
+                f"{request.sampling.max_tokens}, but there is memory for {room} tokens: ask for "
+                "fewer, or raise kv_cache_memory_bytes"
+            )
+        with self._changed:
+            if self._end is not None:
+                raise RuntimeError("the engine is closed")
+            waiting = self._num_waiting()
+            if waiting and waiting + sequence.most > self.settings.max_waiting_tokens:
+                seconds = math.ceil(waiting / max(self._tokens_per_second, 1.0))
+                raise EngineFull(
+                    f"{waiting} tokens of earlier requests wait, and at most "
+                    f"{self.settings.max_waiting_tokens} may",
+                    min(max(seconds, 1), 60),
+                )
+            self._waiting.append(sequence)
+            self._changed.notify()
+        return sequence.handle
 
     def close(self, seconds: float = 0.0) -> None:
         """Take no more requests, let those that there are end within this time, and cancel the
         rest; returns when the thread has ended."""
-        raise NotImplementedError
+        with self._changed:
+            self._end = time.monotonic() + seconds
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
 
     def stats(self) -> dict[str, float]:
-        """Numbers for metrics: `running`, `waiting`, `waiting_tokens`, `kv_blocks_used`,
-        `kv_blocks_total`, `image_cache_bytes`, `image_cache_hits`, `image_cache_misses`,
-        `prompt_tokens`, `generated_tokens`, `steps`."""
-        raise NotImplementedError
+        """Numbers for metrics, from any thread: how many requests run and wait, and of how many
+        tokens; blocks of memory; encoded images; and counts since the start."""
+        model = self._model
+        with self._changed:
+            waiting, waiting_tokens = len(self._waiting), self._num_waiting()
+        return {
+            "running": len(self._running),
+            "waiting": waiting,
+            "waiting_tokens": waiting_tokens,
+            "kv_blocks_used": model.num_blocks - len(self._free_blocks),
+            "kv_blocks_total": model.num_blocks,
+            "image_cache_bytes": model.kept_bytes,
+            "image_cache_hits": model.image_hits,
+            "image_cache_misses": model.image_misses,
+            **self._counts,
+        }
+
+    def _num_waiting(self) -> int:
+        return sum(each.most for each in self._waiting)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
+
+    def _run(self) -> None:
+        self._model.use_thread()
+        while True:
+            with self._changed:
+                while not self._waiting and not self._running and self._end is None:
+                    self._changed.wait()
+                self._leave()
+                self._join()
+                if not self._waiting and not self._running and self._end is not None:
+                    return
+            begin, before = time.monotonic(), self._num_tokens
+            self._prefill()
+            self._advance()
+            self._counts["steps"] += 1
+            rate = (self._num_tokens - before) / max(time.monotonic() - begin, 1e-6)
+            share = _SMOOTHING if self._tokens_per_second else 1.0
+            self._tokens_per_second += share * (rate - self._tokens_per_second)
+
+    def _leave(self) -> None:
+        """End what is cancelled, and everything when the time of `close` is over."""
+        is_over = self._end is not None and time.monotonic() >= self._end
+        for each in [*self._running, *self._waiting]:
+            if is_over or each.handle.is_cancelled:
+                self._finish(each, Event(None, finish_reason="cancelled"))
+        self._waiting = deque(each for each in self._waiting if not each.has_ended)
+
+    def _join(self) -> None:
+        """Give the requests that have waited longest rows and blocks, as long as there are any."""
+        while self._waiting and self._free_rows:
+            count = -(-self._waiting[0].most // self.settings.block_size)
+            if count > len(self._free_blocks):
+                return
+            sequence = self._waiting.popleft()
+            sequence.blocks = [self._free_blocks.pop() for _ in range(count)]
+            sequence.places = self._model.places_of(sequence.blocks)
+            sequence.row = self._free_rows.pop()
+            self._running.append(sequence)
+
+    def _prefill(self) -> None:
+        """Run parts of the oldest prompts; their borders depend on the prompt alone."""
+        size = left = self.settings.max_num_batched_tokens
+        for each in [each for each in self._running if each.done < each.prompt.length]:
+            while each.done < each.prompt.length and not each.has_ended:
+                end = min(each.done + size, each.prompt.length)
+                left -= end - each.done
+                if left < 0:
+                    return
+                try:
+                    logits_1V = self._model.prefill(
+                        each.prompt, each.done, end, each.row, each.places
+                    )
+                    self._counts["prompt_tokens"] += end - each.done
+                    each.done = end
+                    if logits_1V is not None:
+                        self._choose(logits_1V, [each])
+                except Exception as error:
+                    self._finish(each, error)
+
+    def _advance(self) -> None:
+        """Append a token to every answer that has begun."""
+        rows = [each for each in self._running if each.answer.ids]
+        if not rows:
+            return
+        # How many tokens have keys, with the one whose keys come now.
+        counts = [each.prompt.length + len(each.answer.ids) for each in rows]
+        positions = [each.prompt.next_position + len(each.answer.ids) - 1 for each in rows]
+        try:
+            logits_RV = self._model.advance(
+                [each.answer.ids[-1] for each in rows],
+                positions,
+                [each.row for each in rows],
+                [each.places[:count] for each, count in zip(rows, counts, strict=True)],
+                [each.adapter for each in rows],
+                self.settings.batch_invariant,
+            )
+            self._choose(logits_RV, rows)
+        except Exception as error:
+            for each in rows:
+                self._finish(each, error)
+
+    def _choose(self, logits_RV: Any, rows: list[_Sequence]) -> None:
+        """Choose the rows' next tokens; an answer whose `allowed` fails ends by that."""
+        masks = []
+        for each in rows:
+            allowed, mask = each.answer.sampling.allowed, None
+            try:
+                mask = None if allowed is None else allowed(each.answer.ids)
+                if mask is not None and not np.any(mask):
+                    raise ValueError("the grammar allows no token")
+            except Exception as error:
+                mask = None
+                self._finish(each, error)
+            masks.append(mask)
+        choices = choose_tokens(logits_RV, [each.answer for each in rows], masks)
+        for each, choice in zip(rows, choices, strict=True):
+            if not each.has_ended:
+                self._append(each, choice)
+
+    def _append(self, sequence: _Sequence, choice: Choice) -> None:
+        answer = sequence.answer
+        answer.append(choice.token_id)
+        self._counts["generated_tokens"] += 1
+        reason = None
+        if choice.token_id in answer.sampling.stop_token_ids:
+            reason = "stop"
+        elif len(answer.ids) == answer.sampling.max_tokens:
+            reason = "length"
+        event = Event(*choice, reason)
+        if reason is None:
+            sequence.handle.put(event)
+        else:
+            self._finish(sequence, event)
+
+    def _finish(self, sequence: _Sequence, event: Event | Exception) -> None:
+        """Send the last event, and take the request's memory back."""
+        if sequence.has_ended:
+            return
+        if isinstance(event, Exception):
+            logger.error("a request failed", exc_info=event)
+        sequence.has_ended = True
+        if sequence.row >= 0:
+            self._running.remove(sequence)
+            self._free_rows.append(sequence.row)
+            self._free_blocks += sequence.blocks
+        sequence.prompt.columns = None
+        sequence.handle.put(event)
+
+    @property
+    def _num_tokens(self) -> int:
+        return self._counts["prompt_tokens"] + self._counts["generated_tokens"]

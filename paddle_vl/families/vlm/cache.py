@@ -1,13 +1,21 @@
 """Keys and values of a decoder layer during generation.
 
 Shapes: B batch, L new tokens, S cached and new keys, C capacity of buffers, N query heads, K key
-heads, H head width.
+heads, H head width; M places of a memory that many prompts share.
 """
+
+from typing import NamedTuple
 
 import paddle
 from paddle import Tensor
 
-from paddle_vl.nn.attention import CachedKeys, cached_attention, causal_attention
+from paddle_vl.nn.attention import (
+    CachedKeys,
+    PagedKeys,
+    cached_attention,
+    causal_attention,
+    paged_attention,
+)
 from paddle_vl.nn.operations import device_of
 
 
@@ -82,3 +90,58 @@ class KeyValueCache:
             paddle.assign(new, buffer._slice(begin, begin + new.shape[0]))
         else:
             buffer[:, :, begin : begin + new.shape[2]] = new
+
+
+class PooledRows(NamedTuple):
+    """The rows that run, of those that share the memory of pools.
+
+    Attributes:
+        paged: where their keys lie.
+        numbers: of the rows, int64 on the device, for what a layer keeps of each row.
+        begin: whether these are their first tokens.
+    """
+
+    paged: PagedKeys
+    numbers: Tensor
+    begin: bool
+
+
+class RowPool:
+    """What a decoder layer keeps of many rows that join and leave; see `LanguageModel.run`.
+
+    Attributes:
+        rows: those that run next.
+        bytes_per_place: of a key and its value; 0 for what does not grow with their number.
+    """
+
+    rows: PooledRows
+    bytes_per_place = 0
+
+    def mask(self, num_new: int, key_bias_BS: Tensor | None) -> PagedKeys:
+        """What the pools of all layers share."""
+        return self.rows.paged
+
+
+class KeyValuePool(RowPool):
+    """Keys and values of one decoder layer, each `[M, K, H]`; rows have places of it."""
+
+    def __init__(self, places: int, heads: int, width: int, dtype: paddle.dtype):
+        self._key, self._value = (paddle.zeros([places, heads, width], dtype) for _ in range(2))
+        self.bytes_per_place = 2 * heads * width * self._key.element_size()
+
+    def attend(
+        self, q_BLNH: Tensor, key_BLKH: Tensor, value_BLKH: Tensor, paged: PagedKeys
+    ) -> Tensor:
+        """As of `KeyValueCache`: one token of each row, or several of one."""
+        for memory, new_BLKH in ((self._key, key_BLKH), (self._value, value_BLKH)):
+            paddle.scatter_(memory, paged.new, new_BLKH.reshape([-1, *memory.shape[1:]]))
+        length = q_BLNH.shape[1]
+        if length == 1:
+            return paged_attention(q_BLNH.squeeze(1), self._key, self._value, paged).unsqueeze(1)
+        if paged.length == length:
+            return causal_attention(q_BLNH, key_BLKH, value_BLKH)
+        key_BSKH, value_BSKH = (
+            paddle.index_select(memory, paged.places).unsqueeze(0)
+            for memory in (self._key, self._value)
+        )
+        return causal_attention(q_BLNH, key_BSKH, value_BSKH)

@@ -27,7 +27,7 @@ from paddle_vl.batch.positions import (
     vision_layout,
 )
 from paddle_vl.families.hf_interface import FORWARD, IndexedOutput, id_rows
-from paddle_vl.families.vlm.cache import KeyValueCache
+from paddle_vl.families.vlm.cache import KeyValueCache, KeyValuePool, RowPool
 from paddle_vl.families.vlm.layers import VisionFeatures, VisionTower
 from paddle_vl.families.vlm.moe import LoadBalance, routed_rows
 from paddle_vl.families.vlm.pretrained import PretrainedVLModel
@@ -523,6 +523,12 @@ class VLForConditionalGeneration(PretrainedVLModel):
         """A cache per decoder layer of the full model, for prompts of a length and maybe a
         most of keys in all."""
         return [KeyValueCache(prompt, most) for _ in self.language_model.layers]
+
+    def new_pool(self, number: int, places: int, num_rows: int) -> RowPool:
+        """What the decoder layer of that number of the full model keeps of rows that share a memory
+        for so many keys."""
+        text, weight = self.config.text_config, self.language_model.embedding.embed_tokens.weight
+        return KeyValuePool(places, text.num_key_value_heads, text.head_dim, weight.dtype)
 
     @property
     def vision_blocks(self) -> list[nn.Layer]:
