@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import logging
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -36,15 +37,20 @@ def serve(options: argparse.Namespace) -> int:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ValueError(f"{error}: pip install 'paddle-vl[serve]'") from error
+    if (Path(options.model) / "export.json").is_file():
+        raise ValueError(f"{options.model} is an export: give the model's folder")
+    configure_runtime()
     from paddle_vl.serving.access import check_exposure, read_token
-    from paddle_vl.serving.openai_app import AppSettings, OpenAIApp, OpenAIServer, listening_socket
+    from paddle_vl.serving.openai_app import AppSettings, OpenAIApp, OpenAIServer
 
     token = options.api_key or read_token(options.token_file)
     check_exposure(options.host, token, options.allow_anyone)
     settings = AppSettings(
         token, options.max_body_mb << 20, options.max_requests, options.deadline, options.grace
     )
-    with listening_socket(options.host, options.port) as listening:
+    # From now on clients wait for the model.
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    with socket.create_server((options.host, options.port), family=family) as listening:
         served = _served_model(options)
         served.engine.start()
         server = OpenAIServer(OpenAIApp(served, settings))
@@ -58,9 +64,6 @@ def serve(options: argparse.Namespace) -> int:
 
 def _served_model(options: argparse.Namespace) -> Any:
     """The model of the options, with its engine, which is not started yet."""
-    if (Path(options.model) / "export.json").is_file():
-        raise ValueError(f"{options.model} is an export: give the model's folder")
-    configure_runtime()
     from paddle_vl.generation.config import GenerationConfig
     from paddle_vl.serving.engine import Engine, EngineSettings
     from paddle_vl.serving.grammars import Grammars
@@ -71,27 +74,22 @@ def _served_model(options: argparse.Namespace) -> Any:
     recipe = family.recipe_class()
     chat = recipe.chat(folder, options.base, options.chat_template_kwargs, options.dtype)
     model, processor = chat.model, chat.processor
-    bounds = {
-        "max_num_seqs": options.max_num_seqs,
-        "max_num_batched_tokens": options.max_num_batched_tokens,
-        "kv_cache_tokens": options.kv_cache_tokens,
-    }
-    bounds = EngineSettings(**{name: given for name, given in bounds.items() if given is not None})
+    bounds = EngineSettings(
+        options.max_num_seqs,
+        options.max_num_batched_tokens,
+        options.kv_cache_memory_mb << 20,
+        max_waiting_tokens=options.max_waiting_tokens,
+    )
     adapters = {name: model_folder_of(given) for name, given in options.lora_modules}
-    text = model.config.text_config
-    room = min(text.max_position_embeddings, bounds.kv_cache_tokens)
-    length = min(options.max_model_len or room, room)
-    media = options.allowed_media_path
-    rules = MediaRules(
-        None if media is None else Path(media).resolve(strict=True), options.allow_remote
-    )
-    ends = (
-        (model.generation_config or GenerationConfig())
-        .with_ends_of(processor.generation_config)
-        .eos_token_ids
-    )
+    engine, text = Engine(model, bounds, adapters), model.config.text_config
+    room = int(engine.stats()["kv_blocks_total"]) * bounds.block_size
+    length = min(options.max_model_len or room, room, text.max_position_embeddings)
+    files = options.allowed_media_path
+    rules = MediaRules(files and Path(files).resolve(strict=True), options.allow_remote)
+    own = model.generation_config or GenerationConfig()
+    ends = own.with_ends_of(processor.generation_config).eos_token_ids
     return ServedModel(
-        Engine(model, bounds, adapters),
+        engine,
         Prompts(processor, text.vocab_size, length, rules),
         Grammars(processor.tokenizer, text.vocab_size, ends),
         options.served_model_name or [options.model],
@@ -225,9 +223,12 @@ SERVE = Command(
                    "and the memory have room for)"),
             number("--default-max-tokens", "of an answer, where a chat does not say (default 2048)",
                    2048),
-            number("--max-num-seqs", "answers that run at once (default 32)"),
-            number("--max-num-batched-tokens", "tokens of prompts in a step (default 512)"),
-            number("--kv-cache-tokens", "tokens with keys and values in memory (default 65536)"),
+            number("--max-num-seqs", "answers that run at once (default 32)", 32),
+            number("--max-num-batched-tokens", "tokens of prompts in a step (default 512)", 512),
+            number("--kv-cache-memory-mb", "memory of keys and values, in MiB (default 4096)",
+                   4096),
+            number("--max-waiting-tokens", "tokens of requests that wait, prompts and answers; "
+                   "more get 429 (default 262144)", 1 << 18),
         ),
     ],
     folders=("model",),

@@ -32,6 +32,12 @@ class Parts:
     content: str = ""
     calls: list[tuple[str, str]] = field(default_factory=list)
 
+    def add(self, other: "Parts") -> None:
+        """Add what comes after these."""
+        self.reasoning += other.reasoning
+        self.content += other.content
+        self.calls += other.calls
+
 
 class AnswerReader:
     """Reads one answer, token by token.

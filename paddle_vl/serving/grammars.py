@@ -20,7 +20,6 @@ from paddle_vl.serving.answer_parts import CALL, CALL_END, THINK_END
 _SPACE = {"whitespace_pattern": r"[ \n\r\t]{1,20}"}
 # Tokens among which the end of the reasoning is looked for.
 _LAST = 16
-ANY_OBJECT = {"type": "object"}
 
 
 class Grammars:
@@ -78,7 +77,7 @@ class Grammars:
         for i, (name, schema) in enumerate(tools.items()):
             head = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
             rules += [f'tool_{i}: {head} arguments_{i} "}}"']
-            rules += [json_rule(schema or ANY_OBJECT, f"arguments_{i}")]
+            rules += [json_rule(schema or {"type": "object"}, f"arguments_{i}")]
         return "\n".join(rules)
 
     def _mark(self, text: str) -> str:

@@ -6,7 +6,6 @@ The event loop never computes: requests are read and checked in threads, the eng
 import asyncio
 import ipaddress
 import logging
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +29,6 @@ from paddle_vl.serving.metrics import CONTENT_TYPE, Metrics
 from paddle_vl.serving.openai_calls import (
     Call,
     Choice,
-    Piece,
     ServedModel,
     chat_call,
     completion_call,
@@ -252,23 +250,22 @@ class _Answer:
 
     async def _stream(self, scope: Any) -> AsyncIterator[bytes]:
         """Server-sent events; what fails within is one of them, before the end."""
-        options = self._call.request.stream_options
         try:
             for chunk in self._call.first_chunks():
                 yield _event(chunk)
             async with aclosing(self._pieces()) as pieces:
-                async for choice, piece in pieces:
-                    if (chunk := self._call.chunk(choice, piece)) is not None:
+                async for chunk in pieces:
+                    if chunk is not None:
                         yield _event(chunk)
-            if options is not None and options.include_usage:
+            if self._call.request.stream_options.include_usage:
                 yield _event(self._call.usage_chunk())
         except ApiError as error:
             scope["ended_as"] = error.status
             yield _event(error.content())
         yield b"data: [DONE]\n\n"
 
-    async def _pieces(self) -> AsyncIterator[tuple[Choice, Piece]]:
-        """What comes for any choice, until all have ended.
+    async def _pieces(self) -> AsyncIterator[dict[str, Any] | None]:
+        """The chunks of what comes for any choice, until all have ended.
 
         Raises:
             ApiError: the time is over, the server ends, or the model failed.
@@ -298,10 +295,10 @@ class _Answer:
                 if first is None:
                     first = time.monotonic()
                     self._app.metrics.observe(_FIRST, first - self._begin)
-                piece = self._call.take(choice, event)
-                if piece.finish_reason is not None:
+                chunk = self._call.take(choice, event)
+                if choice.finish_reason is not None:
                     self._handles[choice.index].cancel()
-                yield choice, piece
+                yield chunk
         except Exception as error:
             if isinstance(error, asyncio.TimeoutError):
                 seconds = self._app.settings.deadline_s
@@ -348,19 +345,6 @@ class OpenAIServer(uvicorn.Server):
         await super().shutdown(sockets)
         if not self.force_exit:
             await closing
-
-
-def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket at an address, which listens when the server starts.
-
-    Raises:
-        OSError: the address is not to be had.
-    """
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    found = socket.socket(family, kind)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    found.bind(address)
-    return found
 
 
 def _submit(

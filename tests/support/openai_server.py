@@ -2,6 +2,7 @@
 
 import asyncio
 import queue
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -14,7 +15,7 @@ import numpy as np
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.serving.engine import Engine, EngineFull, Event, Request, Sampling
 from paddle_vl.serving.grammars import Grammars
-from paddle_vl.serving.openai_app import AppSettings, OpenAIApp, OpenAIServer, listening_socket
+from paddle_vl.serving.openai_app import AppSettings, OpenAIApp, OpenAIServer
 from paddle_vl.serving.openai_calls import ServedModel
 from paddle_vl.serving.prompts import MediaRules, Prompts
 
@@ -26,9 +27,11 @@ class ScriptedHandle:
 
     def __init__(self, request: Request):
         self.request, self.is_cancelled = request, threading.Event()
+        self.has_ended = False
         self._events: queue.Queue[Event | Exception] = queue.Queue()
 
     def put(self, event: Event | Exception) -> None:
+        self.has_ended = isinstance(event, Exception) or event.finish_reason is not None
         self._events.put(event)
 
     async def __aiter__(self) -> AsyncIterator[Event]:
@@ -52,15 +55,16 @@ class ScriptedEngine:
     """Answers with given tokens, whatever is asked.
 
     Attributes:
-        answers: ids of the answers in turn, the last one again and again; "wait" answers nothing
+        answers: texts of the answers in turn, the last one again and again; "wait" answers nothing
             until it is cancelled, "draw" any tokens that are allowed, an exception is raised.
         thought: ids that "draw" gives while all are allowed.
         handles: of all requests.
         most: requests that it takes before it is full.
     """
 
-    def __init__(self, answers: Sequence[Any], end_id: int, most: int = 1000):
-        self.answers, self._end_id, self.most = list(answers), end_id, most
+    def __init__(self, processor: VLProcessor, answers: Sequence[Any]):
+        self._processor, self._end_id = processor, processor.eos_token_ids[0]
+        self.answers, self.most = list(answers), 1000
         self.handles: list[ScriptedHandle] = []
         self.thought: list[int] = []
         self.has_closed = threading.Event()
@@ -84,7 +88,7 @@ class ScriptedEngine:
         sampling, ids = handle.request.sampling, []
         top = tuple((each, -2.0 - each) for each in range(sampling.logprobs or 0))
         logprob = None if sampling.logprobs is None else -1.0
-        script = iter([*answer, self._end_id] if isinstance(answer, list) else [])
+        script = iter([*self._processor.tokenizer.encode(answer), self._end_id])
         while answer != "wait" and not handle.is_cancelled.is_set():
             ids.append(self._drawn(sampling, ids) if answer == "draw" else next(script))
             reason = "stop" if ids[-1] in sampling.stop_token_ids else None
@@ -106,7 +110,8 @@ class ScriptedEngine:
         )
 
     def close(self, seconds: float = 0.0) -> None:
-        self.has_closed.wait(seconds)
+        if any(not each.has_ended for each in self.handles):
+            self.has_closed.wait(seconds)
         self.has_closed.set()
 
     def stats(self) -> dict[str, float]:
@@ -115,12 +120,10 @@ class ScriptedEngine:
 
 
 def scripted(processor: VLProcessor, *answers: Any, rules: MediaRules | None = None) -> ServedModel:
-    """A model that gives answers, which may be texts; see `ScriptedEngine`."""
-    encode, ends, vocab = processor.tokenizer.encode, processor.eos_token_ids, 448
-    is_text = [isinstance(each, str) and each not in ("wait", "draw") for each in answers]
-    script = [encode(each) if own else each for each, own in zip(answers, is_text, strict=True)]
+    """A model that gives these answers, see `ScriptedEngine`."""
+    ends, vocab = processor.eos_token_ids, 448
     return ServedModel(
-        cast(Engine, ScriptedEngine(script, ends[0])),
+        cast(Engine, ScriptedEngine(processor, answers)),
         Prompts(processor, vocab, 1000, rules or MediaRules()),
         Grammars(processor.tokenizer, vocab, ends),
         ["digits", "digits-2"],
@@ -132,7 +135,7 @@ def scripted(processor: VLProcessor, *answers: Any, rules: MediaRules | None = N
 @contextmanager
 def serving(served: ServedModel, **settings: Any) -> Iterator[str]:
     """The address of a server in a thread; it ends with the block."""
-    with listening_socket("127.0.0.1", 0) as listening:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
         address = f"http://127.0.0.1:{listening.getsockname()[1]}"
         server = OpenAIServer(OpenAIApp(served, AppSettings(**{"grace_s": 0.5, **settings})))
         thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
