@@ -307,14 +307,19 @@ class PagedKeys(CachedKeys):
     Args:
         places: of each row those of its keys, int64 `[S]` on the host, the new tokens' last.
         num_new: L, the same for each row.
+        rows: number of each row, for what layers keep beside keys.
 
     Attributes:
         lengths: S of each row; `length` is the longest.
+        begins: whether no row has a key of before.
     """
 
-    def __init__(self, places: Sequence[np.ndarray], num_new: int = 1):
-        self.lengths = [len(each) for each in places]
+    def __init__(
+        self, places: Sequence[np.ndarray], num_new: int = 1, rows: Sequence[int] | None = None
+    ):
+        self.lengths, self._rows = [len(each) for each in places], rows
         super().__init__(max(self.lengths))
+        self.begins = self.length == num_new
         self._places, self._num_new = places, num_new
 
     @cached_property
@@ -333,29 +338,30 @@ class PagedKeys(CachedKeys):
         return device_tensor(np.cumsum([0, *self.lengths], dtype=np.int32))
 
     @cached_property
+    def rows(self) -> Tensor:
+        """Numbers of the rows: int64."""
+        return device_tensor(np.array(self._rows, dtype=np.int64))
+
+    @cached_property
     def queries(self) -> Tensor:
         """The offsets of one query of each row."""
         return device_tensor(np.arange(len(self.lengths) + 1, dtype=np.int32))
 
-    @cached_property
-    def padded(self) -> tuple[Tensor, Tensor | None]:
-        """Places `[R * S]` of rows filled up to the longest, and the bias `[R, S]` that hides what
-        fills them; None if nothing does."""
-        place_RS = np.stack([np.resize(each, self.length) for each in self._places])
-        hidden_RS = np.arange(self.length) >= np.array(self.lengths)[:, None]
-        bias_RS = device_tensor(hidden_RS.astype(np.float32) * np.float32(MASKED_SCORE))
-        return device_tensor(place_RS.reshape(-1)), bias_RS if hidden_RS.any() else None
-
 
 @operation
 def paged_attention(q_RNH: Tensor, key_MKH: Tensor, value_MKH: Tensor, paged: PagedKeys) -> Tensor:
-    """One query of each row over all keys of that row: `[R, N, H]` in the dtype of the queries."""
-    places, bias_RS = paged.padded
-    shape = [q_RNH.shape[0], paged.length, *key_MKH.shape[1:]]
-    key_RSKH, value_RSKH = (
-        paddle.index_select(memory, places).reshape(shape) for memory in (key_MKH, value_MKH)
+    """One query of each row over all keys of that row: `[R, N, H]` in the dtype of the queries.
+
+    Each row by itself, so that its result does not depend on the others.
+    """
+    keys, values = (
+        paddle.split(paddle.index_select(memory, paged.places), paged.lengths)
+        for memory in (key_MKH, value_MKH)
     )
-    return causal_attention(q_RNH.unsqueeze(1), key_RSKH, value_RSKH, bias_RS).squeeze(1)
+    queries = paddle.split(q_RNH.unsqueeze(1), len(paged.lengths))
+    rows = zip(queries, keys, values, strict=True)
+    out = [causal_attention(q, k.unsqueeze(0), v.unsqueeze(0)) for q, k, v in rows]
+    return paddle.concat(out).squeeze(1)
 
 
 def biased_rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paddle_vl.families.vlm.batched import BatchedModel
-from paddle_vl.generation.row_sampling import AnswerRow, Choice, Sampling, choose_tokens
+from paddle_vl.generation.sampling import AnswerRow, Choice, Sampling, choose_tokens
 from paddle_vl.threads import Watch
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,8 @@ class EngineSettings:
     Attributes:
         max_num_seqs: prompts and answers that run at once.
         max_num_batched_tokens: tokens of prompts in a step; longer prompts take several.
-        kv_cache_memory_bytes: memory of keys and values, allocated at the start.
+        kv_cache_tokens: tokens whose keys and values there is memory for, which is allocated at the
+            start.
         block_size: tokens of a block of that memory.
         max_waiting_tokens: tokens of requests that wait, prompts and answers; more are refused.
         image_cache_bytes: encoded images and videos that are kept.
@@ -97,15 +98,17 @@ class EngineSettings:
 
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
-    kv_cache_memory_bytes: int = 1 << 32
+    kv_cache_tokens: int = 16384
     block_size: int = 16
     max_waiting_tokens: int = 1 << 18
     image_cache_bytes: int = 1 << 28
     batch_invariant: bool = False
 
     def __post_init__(self):
-        sizes = ("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "block_size")
-        for name, least in (*((x, 1) for x in sizes), ("max_waiting_tokens", 0)):
+        for name, least in (
+            *(("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("block_size", 1)),
+            *(("kv_cache_tokens", self.block_size), ("max_waiting_tokens", 0)),
+        ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be at least {least}")
 
@@ -183,7 +186,7 @@ class Engine:
         adapters: LoRA folders in PEFT's format by the names that requests have for them.
 
     Raises:
-        ValueError: a model or an adapter that is not for an engine, or too little memory.
+        ValueError: a model or an adapter that is not for an engine.
     """
 
     def __init__(
@@ -194,7 +197,7 @@ class Engine:
     ):
         self.settings = own = settings or EngineSettings()
         self._model = BatchedModel(
-            model, own.max_num_seqs, own.block_size, own.kv_cache_memory_bytes,
+            model, own.max_num_seqs, own.block_size, own.kv_cache_tokens // own.block_size,
             own.image_cache_bytes, adapters or {},
         )  # fmt: skip
         self._changed = threading.Condition()
@@ -231,7 +234,7 @@ class Engine:
             raise ValueError(
                 f"the prompt has {prompt.length} tokens and max_tokens is "
                 f"{request.sampling.max_tokens}, but there is memory for {room} tokens: ask for "
-                "fewer, or raise kv_cache_memory_bytes"
+                "fewer, or raise kv_cache_tokens"
             )
         with self._changed:
             if self._end is not None:

@@ -88,14 +88,14 @@ class DeltaPool(RowPool):
         self._put("state", new)
 
     def _taken(self, name: str) -> Tensor | None:
-        if self.rows.begin:
+        if self.paged.begins:
             return None
-        return paddle.index_select(self._memories[name], self.rows.numbers)
+        return paddle.index_select(self._memories[name], self.paged.rows)
 
     def _put(self, name: str, new: Tensor) -> None:
         if name not in self._memories:
             self._memories[name] = paddle.zeros([self._num_rows, *new.shape[1:]], new.dtype)
-        paddle.scatter_(self._memories[name], self.rows.numbers, new)
+        paddle.scatter_(self._memories[name], self.paged.rows, new)
 
 
 class GatedDeltaNet(nn.Layer):

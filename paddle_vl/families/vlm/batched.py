@@ -18,12 +18,15 @@ import paddle
 from paddle import Tensor
 
 from paddle_vl.batch.positions import checked_grid
-from paddle_vl.families.vlm.cache import PooledRows
 from paddle_vl.families.vlm.generate import Prompts, step_logits
 from paddle_vl.families.vlm.layers import VisionFeatures, decoder_positions
 from paddle_vl.families.vlm.row_adapters import RowAdapters
 from paddle_vl.nn.attention import PagedKeys
 from paddle_vl.nn.operations import device_tensor
+
+
+# Rows that a kernel of a matrix product takes at once; 8 on CPUs, 16 on GPUs.
+_TILE = 16
 
 
 class _Item(NamedTuple):
@@ -87,16 +90,15 @@ class BatchedModel:
         model: complete; it is in evaluation mode from now on.
         num_rows: most prompts and answers at once.
         block_size: places of a block.
-        memory_bytes: bound of the memory of keys and values.
+        num_blocks: that rows may have.
         image_bytes: bound of the encoded images that are kept.
         adapters: see `RowAdapters`.
 
     Attributes:
-        num_blocks: that rows may have.
         image_hits, image_misses, kept_bytes: of the encoded images.
 
     Raises:
-        ValueError: a model split over ranks, or a memory too small for a block.
+        ValueError: a model split over ranks, or adapters that do not fit it.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class BatchedModel:
         model: Any,
         num_rows: int,
         block_size: int,
-        memory_bytes: int,
+        num_blocks: int,
         image_bytes: int,
         adapters: Mapping[str, Path],
     ):
@@ -116,16 +118,10 @@ class BatchedModel:
         self._device = paddle.get_device()
         model.eval()
         self.adapters = RowAdapters(model, adapters)
-        layers = range(len(model.language_model.layers))
-        place_bytes = sum(model.new_pool(i, 1, 1).bytes_per_place for i in layers)
         # The first block and one more row are for rows that only fill a batch.
-        self.num_blocks = memory_bytes // (place_bytes * block_size) - 1
-        if self.num_blocks < 1:
-            raise ValueError(
-                f"{memory_bytes} bytes are too few for keys and values: a block of {block_size} "
-                f"tokens takes {place_bytes * block_size}, and two are the least"
-            )
-        self._num_rows, places = num_rows, (self.num_blocks + 1) * block_size
+        self.num_blocks, self._num_rows = num_blocks, num_rows
+        places = (num_blocks + 1) * block_size
+        layers = range(len(model.language_model.layers))
         self._pools = [model.new_pool(i, places, num_rows + 1) for i in layers]
         self._kept: OrderedDict[Any, tuple[VisionFeatures, int]] = OrderedDict()
         self.image_hits = self.image_misses = self.kept_bytes = 0
@@ -165,7 +161,7 @@ class BatchedModel:
         if prompt.columns is None:
             visual = self._visual(prompt)
             prompt.columns = Prompts(self._model, prompt.ids_1L, prompt.position_ids, visual)
-        self._use(PagedKeys([places[:end]], end - begin), [row], begin == 0)
+        self._use(PagedKeys([places[:end]], end - begin, [row]))
         hidden_1LD = prompt.columns.run(begin, end, self._pools)
         if end < prompt.length:
             return None
@@ -186,13 +182,15 @@ class BatchedModel:
 
         Args:
             places: of each row those of all keys, the new token's last.
-            fills: run `num_rows` rows, however many there are; those behind mean nothing.
+            fills: run as many rows as for `num_rows`; those behind the given ones mean nothing.
         """
-        more = self._num_rows - len(rows) if fills else 0
+        # Whole tiles, as products add the rows of a part of one in another order.
+        more = -(-self._num_rows // _TILE) * _TILE - len(rows) if fills else 0
         nowhere = np.zeros(1, dtype=np.int64)
-        numbers = np.array([self.adapters.numbers.get(name, 0) for name in adapters] + [0] * more)
-        self.adapters.chosen = device_tensor(numbers) if numbers.any() else 0
-        self._use(PagedKeys([*places, *[nowhere] * more]), [*rows, *[self._num_rows] * more], False)
+        chosen = np.array([self.adapters.numbers.get(name, 0) for name in adapters] + [0] * more)
+        self.adapters.chosen = device_tensor(chosen) if chosen.any() else 0
+        numbers = [*rows, *[self._num_rows] * more]
+        self._use(PagedKeys([*places, *[nowhere] * more], rows=numbers))
         position_3R1 = np.tile(np.array([*positions, *[0] * more])[:, None], [3, 1, 1])
         inputs = decoder_positions(
             self._model.config, {"position_ids": device_tensor(position_3R1)}
@@ -200,10 +198,9 @@ class BatchedModel:
         ids_R1 = device_tensor(np.array([*tokens, *[0] * more], dtype=np.int64)[:, None])
         return step_logits(self._model, ids_R1, inputs, self._pools)
 
-    def _use(self, paged: PagedKeys, rows: Sequence[int], begin: bool) -> None:
-        numbers = device_tensor(np.array(rows, dtype=np.int64))
+    def _use(self, paged: PagedKeys) -> None:
         for pool in self._pools:
-            pool.rows = PooledRows(paged, numbers, begin)
+            pool.paged = paged
 
     def _visual(self, prompt: Prompt) -> dict[str, Any]:
         """Embeddings and levels of a prompt, as of `model.encode_visual`."""

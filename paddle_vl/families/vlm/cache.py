@@ -4,8 +4,6 @@ Shapes: B batch, L new tokens, S cached and new keys, C capacity of buffers, N q
 heads, H head width; M places of a memory that many prompts share.
 """
 
-from typing import NamedTuple
-
 import paddle
 from paddle import Tensor
 
@@ -92,34 +90,18 @@ class KeyValueCache:
             buffer[:, :, begin : begin + new.shape[2]] = new
 
 
-class PooledRows(NamedTuple):
-    """The rows that run, of those that share the memory of pools.
-
-    Attributes:
-        paged: where their keys lie.
-        numbers: of the rows, int64 on the device, for what a layer keeps of each row.
-        begin: whether these are their first tokens.
-    """
-
-    paged: PagedKeys
-    numbers: Tensor
-    begin: bool
-
-
 class RowPool:
     """What a decoder layer keeps of many rows that join and leave; see `LanguageModel.run`.
 
     Attributes:
-        rows: those that run next.
-        bytes_per_place: of a key and its value; 0 for what does not grow with their number.
+        paged: where the keys of the rows lie that run next.
     """
 
-    rows: PooledRows
-    bytes_per_place = 0
+    paged: PagedKeys
 
     def mask(self, num_new: int, key_bias_BS: Tensor | None) -> PagedKeys:
         """What the pools of all layers share."""
-        return self.rows.paged
+        return self.paged
 
 
 class KeyValuePool(RowPool):
@@ -127,7 +109,6 @@ class KeyValuePool(RowPool):
 
     def __init__(self, places: int, heads: int, width: int, dtype: paddle.dtype):
         self._key, self._value = (paddle.zeros([places, heads, width], dtype) for _ in range(2))
-        self.bytes_per_place = 2 * heads * width * self._key.element_size()
 
     def attend(
         self, q_BLNH: Tensor, key_BLKH: Tensor, value_BLKH: Tensor, paged: PagedKeys

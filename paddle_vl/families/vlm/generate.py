@@ -73,7 +73,7 @@ def stream(
         was_training = model.training
         model.eval()
         try:
-            yield from chosen_tokens(decoder, prompt_BL, mask_BL, vocab_size, config, on_logits)
+            yield from chosen_tokens(decoder, prompt_BL, mask_BL, config, on_logits)
             if kept is not None:
                 kept.append(decoder)
         finally:
