@@ -154,7 +154,7 @@ def serving(served: ServedModel, **settings: Any) -> Iterator[str]:
 def template_processor(folder: Path) -> VLProcessor:
     """A processor whose chat template has tools and reasoning, the forms of Qwen's."""
     words = "the digit is 1 2 3 what weather in Bern Zug name arguments tool_call think".split()
-    VLProcessor.from_texts([" ".join(words)], 400).save_pretrained(folder)
+    VLProcessor.from_texts([" ".join(words)], 400, patch_size=4).save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(_TEMPLATE)
     return VLProcessor.from_pretrained(folder, earlier_reasoning="drop")
 

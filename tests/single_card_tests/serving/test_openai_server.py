@@ -7,6 +7,7 @@ any more is cancelled; at the end streams end with a reason.
 """
 
 import base64
+import functools
 import io
 import json
 import time
@@ -48,8 +49,9 @@ def shared(processor):
         yield served, address
 
 
-def client(address: str, **settings) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{address}/v1", **{"api_key": "x", "max_retries": 0, **settings})
+@functools.cache
+def client(address: str, key: str = "x") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0)
 
 
 def chat(address: str, **settings):
@@ -224,7 +226,7 @@ def test_earlier_calls_and_results_are_in_the_prompt(processor):
         ({"model": "other"}, 404, "The model 'other' does not exist; there is digits, digits-2"),
         ({"temperature": 3}, 400, "temperature: Input should be less than or equal to 2"),
         ({"extra_body": {"temprature": 1}}, 400, "Unrecognized request argument supplied: tempra"),
-        ({"extra_body": {"guided_json": {"a": 1}}}, 400, "no guided_json ({'a': 1} was given): give 'resp"),
+        ({"extra_body": {"guided_json": {"a": 1}}}, 400, "no guided_json"),
         ({"logit_bias": {"1": 3}}, 400, "no logit_bias"),
         ({"max_tokens": 2000}, 400, "maximum context length is 1000 tokens"),
         ({"messages": []}, 400, "messages: List should have at least 1 item"),
@@ -272,14 +274,16 @@ BODIES = {
 
 
 def test_malformed_bodies_are_refused(processor):
-    with serving(scripted(processor, "a"), max_body_bytes=150_000) as address:
-        for status, bodies in BODIES.items():
-            for body in bodies:
-                found = httpx.post(f"{address}/v1/chat/completions", content=body)
-                assert found.status_code == status, body[:80]
-                assert found.json()["error"]["type"] == "invalid_request_error"
-        assert httpx.get(f"{address}/v1/nothing").json()["error"]["type"] == "not_found_error"
-        assert httpx.get(f"{address}/v1/completions").status_code == 405
+    with (
+        serving(scripted(processor, "a"), max_body_bytes=150_000) as address,
+        httpx.Client(base_url=address) as plain,
+    ):
+        for status, body in ((each, body) for each in BODIES for body in BODIES[each]):
+            found = plain.post("/v1/chat/completions", content=body)
+            assert found.status_code == status, body[:80]
+            assert found.json()["error"]["type"] == "invalid_request_error"
+        assert plain.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
+        assert plain.get("/v1/completions").status_code == 405
 
 
 def until(condition) -> None:
@@ -330,7 +334,7 @@ def test_time_and_the_servers_end_close_streams_with_a_reason(processor):
             chat(address)
         assert caught.value.status_code == 504
         with pytest.raises(openai.APIError, match="no complete answer within 0.2 s"):
-            [*chat(address, stream=True)]
+            list(chat(address, stream=True))
         with pytest.raises(openai.InternalServerError, match="the server's log says") as caught:
             chat(address)
         assert "/a/folder" not in str(caught.value)
@@ -349,9 +353,9 @@ def test_time_and_the_servers_end_close_streams_with_a_reason(processor):
 
 def test_who_may_not_ask_is_refused(processor):
     with serving(scripted(processor, "a"), token="right") as address:
-        assert client(address, api_key="right").models.list().data[2].parent == "digits"
+        assert client(address, "right").models.list().data[2].parent == "digits"
         with pytest.raises(openai.AuthenticationError):
-            client(address, api_key="wrong").models.list()
+            client(address, "wrong").models.list()
         assert httpx.get(f"{address}/health").json() == {"status": "ok"}
         assert httpx.get(f"{address}/metrics").status_code == 401
     with serving(scripted(processor, "a")) as address:
