@@ -77,7 +77,7 @@ def _served_model(options: argparse.Namespace) -> Any:
     bounds = EngineSettings(
         options.max_num_seqs,
         options.max_num_batched_tokens,
-        options.kv_cache_memory_mb << 20,
+        options.kv_cache_tokens,
         max_waiting_tokens=options.max_waiting_tokens,
     )
     adapters = {name: model_folder_of(given) for name, given in options.lora_modules}
@@ -225,8 +225,8 @@ SERVE = Command(
                    2048),
             number("--max-num-seqs", "answers that run at once (default 32)", 32),
             number("--max-num-batched-tokens", "tokens of prompts in a step (default 512)", 512),
-            number("--kv-cache-memory-mb", "memory of keys and values, in MiB (default 4096)",
-                   4096),
+            number("--kv-cache-tokens", "tokens with keys and values in memory (default 16384)",
+                   16384),
             number("--max-waiting-tokens", "tokens of requests that wait, prompts and answers; "
                    "more get 429 (default 262144)", 1 << 18),
         ),

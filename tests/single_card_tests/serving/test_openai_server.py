@@ -13,7 +13,7 @@ import json
 import time
 from http.client import HTTPConnection
 
-import httpx
+import httpx2
 import numpy as np
 import openai
 import pytest
@@ -276,7 +276,7 @@ BODIES = {
 def test_malformed_bodies_are_refused(processor):
     with (
         serving(scripted(processor, "a"), max_body_bytes=150_000) as address,
-        httpx.Client(base_url=address) as plain,
+        httpx2.Client(base_url=address) as plain,
     ):
         for status, body in ((each, body) for each in BODIES for body in BODIES[each]):
             found = plain.post("/v1/chat/completions", content=body)
@@ -304,8 +304,8 @@ def test_what_nobody_waits_for_is_cancelled(processor, stream):
         assert not served.engine.handles[0].is_cancelled.is_set()
         connection.close()
         assert served.engine.handles[0].is_cancelled.wait(WAIT_S)
-        until(lambda: 'outcome="dropped"} 1' in httpx.get(f"{address}/metrics").text)
-        assert "paddle_vl_open_requests 0" in httpx.get(f"{address}/metrics").text
+        until(lambda: 'outcome="dropped"} 1' in httpx2.get(f"{address}/metrics").text)
+        assert "paddle_vl_open_requests 0" in httpx2.get(f"{address}/metrics").text
 
 
 def test_too_much_is_told_to_come_back(processor):
@@ -318,13 +318,13 @@ def test_too_much_is_told_to_come_back(processor):
                 chat(address)
             assert caught.value.response.headers["retry-after"] == "1"
         waiting.close()
-        until(lambda: "paddle_vl_open_requests 0" in httpx.get(f"{address}/metrics").text)
+        until(lambda: "paddle_vl_open_requests 0" in httpx2.get(f"{address}/metrics").text)
         # Of two answers the engine has room for one: neither runs.
         with pytest.raises(openai.RateLimitError, match="too many tokens wait") as caught:
             chat(address, n=2)
         assert caught.value.response.headers["retry-after"] == "3"
         assert all(each.is_cancelled.is_set() for each in served.engine.handles)
-        assert 'outcome="rejected"} 3' in httpx.get(f"{address}/metrics").text
+        assert 'outcome="rejected"} 3' in httpx2.get(f"{address}/metrics").text
 
 
 def test_time_and_the_servers_end_close_streams_with_a_reason(processor):
@@ -341,7 +341,7 @@ def test_time_and_the_servers_end_close_streams_with_a_reason(processor):
     served = scripted(processor, "wait")
     with serving(served) as address:
         asked = {"messages": QUESTION, "stream": True}
-        stream = httpx.stream("POST", f"{address}/v1/chat/completions", json=asked)
+        stream = httpx2.stream("POST", f"{address}/v1/chat/completions", json=asked)
         with stream as response:
             lines = response.iter_lines()
             assert "assistant" in next(lines)
@@ -356,12 +356,12 @@ def test_who_may_not_ask_is_refused(processor):
         assert client(address, "right").models.list().data[2].parent == "digits"
         with pytest.raises(openai.AuthenticationError):
             client(address, "wrong").models.list()
-        assert httpx.get(f"{address}/health").json() == {"status": "ok"}
-        assert httpx.get(f"{address}/metrics").status_code == 401
+        assert httpx2.get(f"{address}/health").json() == {"status": "ok"}
+        assert httpx2.get(f"{address}/metrics").status_code == 401
     with serving(scripted(processor, "a")) as address:
         own, other = {"origin": address}, {"origin": "http://evil.test"}
         rebound = {"origin": "http://evil.test", "host": "evil.test"}
-        statuses = [httpx.get(f"{address}/v1/models", headers=each).status_code
+        statuses = [httpx2.get(f"{address}/v1/models", headers=each).status_code
                     for each in (own, other, rebound)]  # fmt: skip
         assert statuses == [200, 403, 403]
 

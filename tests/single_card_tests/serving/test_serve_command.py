@@ -40,7 +40,7 @@ def folder(tmp_path_factory):
 def process(folder):
     command = [
         sys.executable, "-m", "paddle_vl", "serve", str(folder), "--port", "0", "--grace", "0.5",
-        "--served-model-name", "tiny", "--kv-cache-memory-mb", "16",
+        "--served-model-name", "tiny", "--kv-cache-tokens", "8192",
     ]  # fmt: skip
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         yield process
