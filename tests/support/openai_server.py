@@ -1,6 +1,8 @@
 """A server with OpenAI's interface in a thread of a test, and an engine with scripted answers."""
 
 import asyncio
+import base64
+import io
 import queue
 import socket
 import threading
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from PIL import Image
 
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.serving.engine import Engine, EngineFull, Event, Request, Sampling
@@ -157,6 +160,47 @@ def template_processor(folder: Path) -> VLProcessor:
     VLProcessor.from_texts([" ".join(words)], 400, patch_size=4).save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(_TEMPLATE)
     return VLProcessor.from_pretrained(folder, earlier_reasoning="drop")
+
+
+def joined(stream) -> list[dict]:
+    """What a stream's choices say together."""
+    found: dict[int, dict] = {}
+    for chunk in stream:
+        for choice in chunk.choices:
+            own = found.setdefault(choice.index, {"content": "", "reasoning": "", "calls": []})
+            own["content"] += choice.delta.content or ""
+            own["reasoning"] += getattr(choice.delta, "reasoning_content", None) or ""
+            for call in choice.delta.tool_calls or []:
+                assert call.index == len(own["calls"])
+                own["calls"].append((call.function.name, call.function.arguments))
+            own["reason"] = choice.finish_reason
+    return [found[i] for i in sorted(found)]
+
+
+def shown(choice) -> dict:
+    """The same of a whole answer."""
+    message = choice.message
+    calls = [(each.function.name, each.function.arguments) for each in message.tool_calls or []]
+    thought = getattr(message, "reasoning_content", "")
+    content = message.content or ""
+    return {
+        "content": content, "reasoning": thought, "calls": calls, "reason": choice.finish_reason,
+    }  # fmt: skip
+
+
+def uri(data: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def png(side: int = 32, **settings) -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", (side, side), "red").save(stream, "PNG", **settings)
+    return stream.getvalue()
+
+
+def asked(source: str, kind: str = "image") -> list[dict]:
+    part = {"type": f"{kind}_url", f"{kind}_url": {"url": source}}
+    return [{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}]
 
 
 _TEMPLATE = """\

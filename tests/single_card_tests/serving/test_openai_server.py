@@ -6,22 +6,16 @@ ask, asks too much or asks for what is not there is told so in OpenAI's form; wh
 any more is cancelled; at the end streams end with a reason.
 """
 
-import base64
 import functools
-import io
 import json
 import time
 from http.client import HTTPConnection
 
 import httpx2
-import numpy as np
 import openai
 import pytest
-from PIL import Image
 
-from paddle_vl.serving.openai_protocol import ApiError
-from paddle_vl.serving.prompts import MediaRules, Prompts
-from tests.support.openai_server import WAIT_S, scripted, serving, template_processor
+from tests.support.openai_server import WAIT_S, joined, scripted, serving, shown, template_processor
 
 QUESTION = [{"role": "user", "content": "What <image> is it?"}]
 DIGIT = {
@@ -57,32 +51,6 @@ def client(address: str, key: str = "x") -> openai.OpenAI:
 def chat(address: str, **settings):
     asked = {"model": "digits", "messages": QUESTION, **settings}
     return client(address).chat.completions.create(**asked)
-
-
-def joined(stream) -> list[dict]:
-    """What a stream's choices say together."""
-    found: dict[int, dict] = {}
-    for chunk in stream:
-        for choice in chunk.choices:
-            own = found.setdefault(choice.index, {"content": "", "reasoning": "", "calls": []})
-            own["content"] += choice.delta.content or ""
-            own["reasoning"] += getattr(choice.delta, "reasoning_content", None) or ""
-            for call in choice.delta.tool_calls or []:
-                assert call.index == len(own["calls"])
-                own["calls"].append((call.function.name, call.function.arguments))
-            own["reason"] = choice.finish_reason
-    return [found[i] for i in sorted(found)]
-
-
-def shown(choice) -> dict:
-    """The same of a whole answer."""
-    message = choice.message
-    calls = [(each.function.name, each.function.arguments) for each in message.tool_calls or []]
-    thought = getattr(message, "reasoning_content", "")
-    content = message.content or ""
-    return {
-        "content": content, "reasoning": thought, "calls": calls, "reason": choice.finish_reason,
-    }  # fmt: skip
 
 
 CALL = '<tool_call>\n{"name": "write", "arguments": {"digit": 3}}\n</tool_call>'
@@ -364,104 +332,3 @@ def test_who_may_not_ask_is_refused(processor):
         statuses = [httpx2.get(f"{address}/v1/models", headers=each).status_code
                     for each in (own, other, rebound)]  # fmt: skip
         assert statuses == [200, 403, 403]
-
-
-def uri(data: bytes, kind: str = "image/png") -> str:
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
-
-
-def png(side: int = 32, **settings) -> bytes:
-    stream = io.BytesIO()
-    Image.new("RGB", (side, side), "red").save(stream, "PNG", **settings)
-    return stream.getvalue()
-
-
-def asked(source: str, kind: str = "image") -> list[dict]:
-    part = {"type": f"{kind}_url", f"{kind}_url": {"url": source}}
-    return [{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}]
-
-
-@pytest.mark.parametrize("kind", ["uri", "path", "file uri"])
-def test_images_are_those_of_the_processor(processor, tmp_path, kind):
-    (tmp_path / "a b.png").write_bytes(png())
-    source = {
-        "uri": uri(png()), "path": "a b.png", "file uri": f"file://{tmp_path}/a%20b.png",
-    }[kind]  # fmt: skip
-    served = scripted(processor, "a", rules=MediaRules(tmp_path))
-    with serving(served) as address:
-        chat(address, messages=asked(source))
-    wanted = processor(messages=[{"role": "user", "content": "<image>What?"}],
-                       images=[png()])  # fmt: skip
-    request = served.engine.handles[0].request
-    assert request.input_ids.tolist() == wanted["input_ids"][0].tolist()
-    assert sorted(request.visual) == ["image_grid_thw", "pixel_values"]
-    np.testing.assert_array_equal(request.visual["pixel_values"], wanted["pixel_values"])
-
-
-def test_a_video_is_read_from_its_uri(processor, tmp_path):
-    av = pytest.importorskip("av")
-    with av.open(str(tmp_path / "a.mp4"), "w") as container:
-        stream = container.add_stream("mpeg4", rate=4)
-        stream.width = stream.height = 64
-        for _ in range(8):
-            frame = av.VideoFrame.from_ndarray(np.zeros((64, 64, 3), np.uint8), format="rgb24")
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
-    prompts = Prompts(processor, 448, 1000, MediaRules())
-    found = prompts.of_chat(asked(uri((tmp_path / "a.mp4").read_bytes()), "video"), [], {})
-    wanted = processor(messages=[{"role": "user", "content": "<video>What?"}],
-                       videos=[str(tmp_path / "a.mp4")])  # fmt: skip
-    assert found.ids.tolist() == wanted["input_ids"][0].tolist()
-    assert sorted(found.visual) == ["pixel_values_videos", "video_grid_thw"]
-
-
-def bomb() -> bytes:
-    """A small file that states many pixels."""
-    data = bytearray(png())
-    data[16:24] = (60000).to_bytes(4, "big") * 2
-    return bytes(data)
-
-
-@pytest.mark.parametrize(
-    ("source", "kind", "has_folder", "text"),
-    [
-        (uri(b"no image"), "image", True, "cannot be decoded as an image"),
-        (uri(b"no video"), "video", True, "cannot be decoded as a video"),
-        ("data:image/png,abc", "image", True, "cannot be used"),
-        (uri(bomb()), "image", True, ""),
-        ("a.png", "image", False, "--allowed-media-path"),
-        ("file:///etc/passwd", "image", False, "--allowed-media-path"),
-        ("file:///etc/passwd", "image", True, "is not in the server's folder"),
-        ("../a.png", "image", True, "is not in the server's folder"),
-        ("link.png", "image", True, "is not in the server's folder"),
-        ("https://example.com/a.png", "image", True, "--allow-remote"),
-        ("", "image", True, ""),
-    ],
-)
-def test_files_and_addresses_are_opened_where_it_is_allowed(
-    processor, tmp_path, source, kind, has_folder, text
-):
-    (tmp_path / "link.png").symlink_to("/etc/passwd")
-    prompts = Prompts(processor, 448, 1000, MediaRules(tmp_path if has_folder else None))
-    with pytest.raises(ApiError) as caught:
-        prompts.of_chat(asked(source, kind), [], {})
-    assert caught.value.status == 400
-    assert text in caught.value.message
-    assert str(tmp_path) not in caught.value.message
-
-
-def test_private_addresses_are_not_fetched_and_long_prompts_not_decoded(processor, monkeypatch):
-    prompts = Prompts(processor, 448, 10, MediaRules(allow_remote=True))
-    with pytest.raises(ApiError, match="not public"):
-        prompts.of_chat(asked("http://127.0.0.1:1/a.png"), [], {})
-    large = asked(uri(png(256)))
-    monkeypatch.setattr("paddle_vl.data.media_file.Image.Image.load", None)
-    with pytest.raises(ApiError, match="maximum context length is 10 tokens"):
-        prompts.of_chat(large, [], {})
-
-
-def test_placeholders_and_unknown_ids_are_no_texts(processor):
-    prompts = Prompts(processor, 448, 1000, MediaRules())
-    for prompt in ("<|image_pad|>", [448], [-1], ""):
-        with pytest.raises(ApiError, match="prompt: "):
-            prompts.of_text(prompt)

@@ -17,8 +17,8 @@ import pytest
 
 from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from paddle_vl.testing import tiny_qwen3_vl_config
-from tests.single_card_tests.serving.test_openai_server import JSON_SCHEMA, asked, png, uri
-from tests.support.openai_server import WAIT_S, template_processor
+from tests.single_card_tests.serving.test_openai_server import JSON_SCHEMA
+from tests.support.openai_server import WAIT_S, asked, png, template_processor, uri
 
 ANSWER = 12
 
