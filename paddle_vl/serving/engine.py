@@ -92,8 +92,8 @@ class EngineSettings:
         block_size: tokens of a block of that memory.
         max_waiting_tokens: tokens of requests that wait, prompts and answers; more are refused.
         image_cache_bytes: encoded images and videos that are kept.
-        batch_invariant: every step of answers runs `max_num_seqs` rows, so that no bit of a result
-            depends on what else runs; few answers become slower.
+        batch_invariant: every step of answers runs `max_num_seqs` rows, rounded up to 16, so that
+            no bit of a result depends on what else runs; few answers become slower.
     """
 
     max_num_seqs: int = 32

@@ -24,8 +24,7 @@ from paddle_vl.families.vlm.row_adapters import RowAdapters
 from paddle_vl.nn.attention import PagedKeys
 from paddle_vl.nn.operations import device_tensor
 
-
-# Rows that a kernel of a matrix product takes at once; 8 on CPUs, 16 on GPUs.
+# Rows of whole tiles of a matrix product, on CPUs and GPUs.
 _TILE = 16
 
 
@@ -54,7 +53,7 @@ class Prompt:
         if not 0 <= ids_L.min() <= ids_L.max() < vocab:
             raise ValueError(f"input_ids has ids outside the model's vocabulary of {vocab}")
         self.ids_1L, self.length, self.adapter = ids_L[None].astype(np.int64), len(ids_L), adapter
-        self.items = list(_items(model, visual))
+        self.items = list(_items(visual))
         grids = [visual.get(name) for name in ("image_grid_thw", "video_grid_thw")]
         self.position_ids, deltas_1 = model.position_ids(self.ids_1L, None, *grids)
         self.next_position = self.length + int(deltas_1[0])
@@ -62,25 +61,16 @@ class Prompt:
         self.columns: Prompts | None = None
 
 
-def _items(model: Any, visual: Mapping[str, Any]) -> Iterator[_Item]:
-    vision = model.config.vision_config
-    width, side = vision.patch_dim, vision.spatial_merge_size
+def _items(visual: Mapping[str, Any]) -> Iterator[_Item]:
     for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
         pixels, grid = visual.get(name), visual.get(f"{kind}_grid_thw")
         if pixels is None and grid is None:
             continue
-        pixels = None if pixels is None else np.ascontiguousarray(pixels)
         grid = checked_grid(kind, None if pixels is None else len(pixels), grid)
-        assert pixels is not None, "the grid is checked"
-        if pixels.shape[1:] != (width,) or (grid < 1).any() or (grid[:, 1:] % side).any():
-            raise ValueError(
-                f"{name} has shape {pixels.shape} and {kind}_grid_thw {grid.tolist()}: give "
-                f"patches of {width} values, and sides that are multiples of {side}"
-            )
         ends = np.cumsum(grid.prod(axis=1))[:-1]
-        for own, own_grid in zip(np.split(pixels, ends), grid, strict=True):
+        for own, own_grid in zip(np.split(np.asarray(pixels), ends), grid, strict=True):
             checksum = hashlib.blake2b(own_grid.tobytes(), digest_size=16)
-            checksum.update(own.data)
+            checksum.update(np.ascontiguousarray(own).data)
             yield _Item(kind, own, own_grid[None], checksum.digest())
 
 
@@ -136,8 +126,8 @@ class BatchedModel:
         Raises:
             ValueError: ids, arrays or adapter that are not for this model.
         """
-        if adapter is not None and adapter not in self.adapters.numbers:
-            names = ", ".join(self.adapters.numbers) or "none"
+        if adapter not in self.adapters.numbers:
+            names = ", ".join(name for name in self.adapters.numbers if name) or "none"
             raise ValueError(f"there is no adapter {adapter}: there is {names}")
         return Prompt(self._model, input_ids, visual, adapter)
 
@@ -157,9 +147,10 @@ class BatchedModel:
             row: number of the row that gets what layers keep, below `num_rows`.
             places: of the row's keys.
         """
-        self.adapters.chosen = self.adapters.numbers.get(prompt.adapter, 0)
+        self.adapters.chosen = self.adapters.numbers[prompt.adapter]
         if prompt.columns is None:
             visual = self._visual(prompt)
+            prompt.items.clear()
             prompt.columns = Prompts(self._model, prompt.ids_1L, prompt.position_ids, visual)
         self._use(PagedKeys([places[:end]], end - begin, [row]))
         hidden_1LD = prompt.columns.run(begin, end, self._pools)
@@ -187,7 +178,7 @@ class BatchedModel:
         # Whole tiles, as products add the rows of a part of one in another order.
         more = -(-self._num_rows // _TILE) * _TILE - len(rows) if fills else 0
         nowhere = np.zeros(1, dtype=np.int64)
-        chosen = np.array([self.adapters.numbers.get(name, 0) for name in adapters] + [0] * more)
+        chosen = np.array([self.adapters.numbers[name] for name in [*adapters, *[None] * more]])
         self.adapters.chosen = device_tensor(chosen) if chosen.any() else 0
         numbers = [*rows, *[self._num_rows] * more]
         self._use(PagedKeys([*places, *[nowhere] * more], rows=numbers))

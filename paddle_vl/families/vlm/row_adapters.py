@@ -8,7 +8,7 @@ adapters, R the ranks of all linears of a weight together.
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import paddle
@@ -27,19 +27,6 @@ from paddle_vl.families.adapter import adapter_of
 from paddle_vl.nn.linear import biased_linear, column_slices, use_product
 
 
-class _Factors(NamedTuple):
-    """Of a weight, the first of each zero, or one, for the base.
-
-    Attributes:
-        A, B: `[n + 1, I, R]` and, with the scaling, `[n + 1, R, O]`.
-        scales: of DoRA, `[n + 1, O]`; None without.
-    """
-
-    A: Tensor
-    B: Tensor
-    scales: Tensor | None
-
-
 class RowAdapters:
     """Gives the linears of a model the adapters of several folders.
 
@@ -48,7 +35,7 @@ class RowAdapters:
         folders: in PEFT's format, by the names that rows have for them.
 
     Attributes:
-        numbers: of the adapters by name; 0 is the base.
+        numbers: of the adapters by name; 0 is the base, None.
         of_tower: names of those that change the vision tower.
         chosen: the adapter of all token rows, or int64 `[T]` that of each.
 
@@ -63,7 +50,7 @@ class RowAdapters:
                 "the model has an adapter, so it is no base: merge_lora() first, or load the base "
                 "and give the adapter's folder a name here"
             )
-        self.numbers = {name: number for number, name in enumerate(folders, 1)}
+        self.numbers = {name: number for number, name in enumerate([None, *folders])}
         self.of_tower: set[str] = set()
         self.chosen: int | Tensor = 0
         adapters = {name: _read(model, Path(folder)) for name, folder in folders.items()}
@@ -76,23 +63,21 @@ class RowAdapters:
                 use_product(weight, partial(self._product, factors))
                 self.of_tower |= adapting if id(weight) in tower else set()
 
-    def _product(self, factors: _Factors, x_TI: Tensor, weight: Tensor, bias: Any) -> Tensor:
+    def _product(self, factors: list[Tensor], x_TI: Tensor, weight: Tensor, bias: Any) -> Tensor:
         base = paddle.matmul(x_TI, weight) if bias is None else biased_linear(x_TI, weight, bias)
         chosen = self.chosen
         if isinstance(chosen, int):
             if chosen == 0:
                 return base
-            A, B, scales = (None if each is None else each[chosen] for each in factors)
+            A, B, *scales = (each[chosen] for each in factors)
             change = paddle.matmul(paddle.matmul(x_TI, A), B)
         else:
-            A, B, scales = (
-                None if each is None else paddle.index_select(each, chosen) for each in factors
-            )
+            A, B, *scales = (paddle.index_select(each, chosen) for each in factors)
             change = paddle.bmm(paddle.bmm(x_TI.unsqueeze(1), A), B).squeeze(1)
-        if scales is None:
+        if not scales:
             return base + change
         without = base if bias is None else base - bias
-        return base + (scales - 1.0) * without + scales * change
+        return base + (scales[0] - 1.0) * without + scales[0] * change
 
 
 def _read(model: Any, folder: Path) -> StoredAdapter:
@@ -110,8 +95,10 @@ def _read(model: Any, folder: Path) -> StoredAdapter:
 
 def _stacked(
     items: list[StoredParameter], modules: list[str], adapters: list[StoredAdapter]
-) -> _Factors:
-    """The factors of a weight, of whose linears each adapter adapts some."""
+) -> list[Tensor]:
+    """The factors of a weight, of whose linears each adapter adapts some, the first of each zero,
+    or one, for the base: A `[n + 1, I, R]`; B with the scaling, `[n + 1, R, O]`; and with DoRA the
+    scales of the outputs, `[n + 1, O]`."""
     stored_shapes = [item.stored_shape for item in items]
     outs = column_slices([shape[0] for shape in stored_shapes])
     ranks = [max([a.sizes[m].r for a in adapters if m in a.sizes], default=0) for m in modules]
@@ -144,9 +131,5 @@ def _stacked(
                 directions = {end: own[end] for end in (A_KEY, B_KEY)}
                 norms = np.linalg.norm(with_adapter(weight, directions, scaling), axis=1)
                 scales[number, out] = own[MAGNITUDE_KEY] / norms
-    dtype, has_scales = items[0].parameter.dtype, bool((scales != 1).any())
-    return _Factors(
-        paddle.to_tensor(A).astype(dtype),
-        paddle.to_tensor(B).astype(dtype),
-        paddle.to_tensor(scales).astype(dtype) if has_scales else None,
-    )
+    factors = (A, B, scales) if (scales != 1).any() else (A, B)
+    return [paddle.to_tensor(each).astype(items[0].parameter.dtype) for each in factors]

@@ -91,11 +91,13 @@ def fits_runs(q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor, segments: Segments) -
 
 def runs_attention(q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor, segments: Segments) -> Tensor:
     """`nn.attention.runs_attention` in one call."""
-    lengths = (segments.offsets, segments.offsets, segments.longest, segments.longest)
-    return _of_lengths(q_PNH, k_PNH, v_PNH, *lengths)
+    offsets, longest = segments.offsets, segments.longest
+    return _of_lengths(q_PNH, k_PNH, v_PNH, (offsets, offsets, longest, longest))
 
 
-def _of_lengths(q: Tensor, k: Tensor, v: Tensor, *lengths: Any) -> Tensor:
+def _of_lengths(
+    q: Tensor, k: Tensor, v: Tensor, lengths: tuple[Tensor, Tensor, int, int]
+) -> Tensor:
     flags = paddle.get_flags([_VERSION, _DETERMINISTIC])
     if flags[_VERSION] == 3 and not flags[_DETERMINISTIC]:
         return flash_attn_varlen_func(q, k, v, *lengths)[0]
@@ -105,7 +107,8 @@ def _of_lengths(q: Tensor, k: Tensor, v: Tensor, *lengths: Any) -> Tensor:
 def paged_attention(q_RNH: Tensor, key_MKH: Tensor, value_MKH: Tensor, paged: PagedKeys) -> Tensor:
     """`nn.attention.paged_attention`."""
     k_PKH, v_PKH = (paddle.index_select(x, paged.places) for x in (key_MKH, value_MKH))
-    return _of_lengths(q_RNH, k_PKH, v_PKH, paged.queries, paged.offsets, 1, paged.length)
+    lengths = (paged.queries, paged.offsets, 1, paged.length)
+    return _of_lengths(q_RNH, k_PKH, v_PKH, lengths)
 
 
 def fits_causal(

@@ -126,7 +126,7 @@ def test_scores_equal_to_the_kth_stay():
 
 
 def test_a_chosen_token_is_seen_and_counts_towards_the_least_length():
-    penalty = {"repetition_penalty": 2.0}
+    penalty: dict[str, Any] = {"repetition_penalty": 2.0}
     after = rows_of(prompts(), **penalty, min_tokens=1, stop_token_ids=(0,))
     assert ruled(rows=after)[0, 0] == OUT
     for row, token in zip(after, (0, 5), strict=True):
@@ -175,7 +175,11 @@ def scores_of(*rows: list[float]) -> paddle.Tensor:
 
 
 def test_penalties_are_those_of_the_answer_and_repetition_also_of_the_prompt():
-    settings = {"repetition_penalty": 2.0, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+    settings: dict[str, Any] = {
+        "repetition_penalty": 2.0,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+    }
     row = AnswerRow(Sampling(9, temperature=0.0, logprobs=4, **settings), np.array([0, 0, 3]))
     for token in (1, 2, 2):
         row.append(token)
