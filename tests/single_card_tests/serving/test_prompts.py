@@ -10,7 +10,7 @@ import pytest
 
 from paddle_vl.serving.openai_protocol import ApiError
 from paddle_vl.serving.prompts import MediaRules, Prompts
-from tests.support.openai_server import asked, png, template_processor, uri
+from tests.support.openai_server import asked, bomb, png, template_processor, uri
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +47,6 @@ def test_a_video_is_read_from_its_uri(processor, tmp_path):
                        videos=[str(tmp_path / "a.mp4")])  # fmt: skip
     assert found.ids.tolist() == wanted["input_ids"][0].tolist()
     assert sorted(found.visual) == ["pixel_values_videos", "video_grid_thw"]
-
-
-def bomb() -> bytes:
-    """A small file that states many pixels."""
-    data = bytearray(png())
-    data[16:24] = (60000).to_bytes(4, "big") * 2
-    return bytes(data)
 
 
 @pytest.mark.parametrize(
