@@ -228,7 +228,7 @@ SERVE = Command(
             number("--kv-cache-tokens", "tokens with keys and values in memory (default 16384)",
                    16384),
             number("--max-waiting-tokens", "tokens of requests that wait, prompts and answers; "
-                   "more get 429 (default 262144)", 1 << 18),
+                   "more get 429 (default 65536)", 1 << 16),
         ),
     ],
     folders=("model",),

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from paddle_vl.data.formats.tool_calls import read_calls
 from paddle_vl.generation.text_pieces import Decode, TextStream
 
 THINK, THINK_END = "<think>", "</think>"
@@ -150,14 +151,10 @@ def read_call(body: str, tools: Mapping[str, Any]) -> tuple[str, str] | None:
             known = (tools.get(name) or {}).get("properties") or {}
             arguments: Any = {key: _value(text, known.get(key)) for key, text in values}
         else:
-            call = json.loads(body)
-            name, arguments = call["name"], call.get("arguments", {})
-            if isinstance(arguments, str):
-                arguments = json.loads(arguments)
-        if not isinstance(name, str) or not isinstance(arguments, dict):
-            return None
+            call, *_ = read_calls(body, "the answer")[0]
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
         return name, json.dumps(arguments, ensure_ascii=False)
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+    except (ValueError, RecursionError, AttributeError):
         return None
 
 

@@ -6,7 +6,7 @@ what a request takes is bounded by the tokens that it may have.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,12 +37,10 @@ class MediaRules:
     Attributes:
         folder: of the files; None for none.
         allow_remote: whether http(s) addresses are fetched, of public hosts.
-        remote: limits of one file.
     """
 
     folder: Path | None = None
     allow_remote: bool = False
-    remote: RemoteSettings = field(default_factory=RemoteSettings)
 
 
 class Prompt(NamedTuple):
@@ -165,7 +163,7 @@ class Prompts:
             raise _refused(f"{kind}s are not fetched", "--allow-remote")
         if not is_remote and self._rules.folder is None:
             raise _refused(f"{kind}s are not read from files", "--allowed-media-path")
-        fetched = partial(RemoteFile, settings=replace(self._rules.remote, cache=work))
+        fetched = partial(RemoteFile, settings=RemoteSettings(cache=work))
         folder = MediaFolder(self._rules.folder, allow_outside=False, remote=fetched)
         try:
             return media_source(source, kind, f"{kind} source", folder)
