@@ -17,6 +17,8 @@ from paddle_vl.serving.openai_protocol import ApiError
 logger = logging.getLogger(__name__)
 # Seconds for what a slow client may take beside the answer.
 SLOW_S = 30.0
+# Seconds after which a stream says that it lives.
+_QUIET_S = 10.0
 # Names of histograms.
 REQUEST_SECONDS = "paddle_vl_request_seconds"
 FIRST_SECONDS = "paddle_vl_time_to_first_token_seconds"
@@ -79,8 +81,8 @@ class Answer(Response):
                 yield _event(chunk)
             async with aclosing(self._pieces()) as pieces:
                 async for chunk in pieces:
-                    if chunk is not None:
-                        yield _event(chunk)
+                    # A comment, so that neither the client nor a proxy takes it for dead.
+                    yield b": waiting\n\n" if chunk is None else _event(chunk)
             if self._call.request.stream_options.include_usage:
                 yield _event(self._call.usage_chunk())
         except ApiError as error:
@@ -89,7 +91,7 @@ class Answer(Response):
         yield b"data: [DONE]\n\n"
 
     async def _pieces(self) -> AsyncGenerator[dict[str, Any] | None, None]:
-        """The chunks of what comes for any choice, until all have ended.
+        """The chunks of what comes for any choice, until all have ended; None shows nothing.
 
         Raises:
             ApiError: the time is over, the server ends, or the model failed.
@@ -109,7 +111,13 @@ class Answer(Response):
         try:
             while any(choice.finish_reason is None for choice in self._call.choices):
                 left = self._begin + self._seconds - time.monotonic()
-                choice, event = await asyncio.wait_for(came.get(), left)
+                try:
+                    choice, event = await asyncio.wait_for(came.get(), min(left, _QUIET_S))
+                except asyncio.TimeoutError:
+                    if left <= _QUIET_S:
+                        raise
+                    yield None
+                    continue
                 if choice.finish_reason is not None:
                     continue  # It has ended by a text of `stop`.
                 if isinstance(event, Exception):
