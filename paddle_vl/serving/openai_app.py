@@ -47,6 +47,8 @@ _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300
 _NUM_READERS = 2
 # Bodies of the greatest size that are held at once.
 _MOST_BODIES = 8
+# Bodies of so many times the limit are read to their end, without being kept.
+_READ_ON = 4
 # Connections, most of them idle.
 _MOST_CONNECTIONS = 1024
 
@@ -174,36 +176,42 @@ class OpenAIApp:
         return await self._answer(request, completion_call)
 
     async def _answer(self, request: HttpRequest, read: Read) -> Answer:
-        if self.is_stopping:
-            raise ApiError(503, "the server is stopping", retry_after=10)
-        if self._num_open > self.settings.max_requests:
-            most = self.settings.max_requests
-            raise ApiError(429, f"{most} requests are open already", retry_after=1)
-        call, handles = await self._submitted(request, read)
-        deadline, begin = self.settings.deadline_s, request.scope["begin"]
-        return Answer(call, handles, begin, deadline, self.metrics.observe)
-
-    async def _submitted(self, request: HttpRequest, read: Read) -> tuple[Call, list[Handle]]:
-        """The call of a request, and its requests to the engine."""
-        most, body = self.settings.max_body_bytes, bytearray()
-
-        async def collect() -> None:
-            async for block in request.stream():
-                body.extend(block)
-                self._num_body_bytes += len(block)
-                if len(body) > most:
-                    raise ApiError(413, f"the body has more than {most} bytes, the limit")
-                if self._num_body_bytes > _MOST_BODIES * most:
-                    raise ApiError(429, "other requests are being read", retry_after=1)
-
+        body = bytearray()
         try:
-            await asyncio.wait_for(collect(), SLOW_S)
+            await asyncio.wait_for(self._collect(request, body), SLOW_S)
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._readers, _submit, self.served, read, body)
+            submitted = loop.run_in_executor(self._readers, _submit, self.served, read, body)
+            call, handles = await submitted
         except asyncio.TimeoutError:
             raise ApiError(408, f"the body took more than {SLOW_S:g} s") from None
         finally:
             self._num_body_bytes -= len(body)
+        deadline, begin = self.settings.deadline_s, request.scope["begin"]
+        return Answer(call, handles, begin, deadline, self.metrics.observe)
+
+    async def _collect(self, request: HttpRequest, body: bytearray) -> None:
+        """Read a body. What is refused is read on, since a client that still sends would see a
+        broken connection and not the reason."""
+        settings, size, refused = self.settings, 0, None
+        if self.is_stopping:
+            refused = ApiError(503, "the server is stopping", retry_after=10)
+        elif self._num_open > settings.max_requests:
+            reason = f"{settings.max_requests} requests are open already"
+            refused = ApiError(429, reason, retry_after=1)
+        most = settings.max_body_bytes
+        async for block in request.stream():
+            size += len(block)
+            if size > most:
+                refused = ApiError(413, f"the body has more than {most} bytes, the limit")
+            elif self._num_body_bytes > _MOST_BODIES * most:
+                refused = ApiError(429, "other requests are being read", retry_after=1)
+            if refused is None:
+                body.extend(block)
+                self._num_body_bytes += len(block)
+            elif size > _READ_ON * most:
+                break
+        if refused is not None:
+            raise refused
 
 
 class OpenAIServer(uvicorn.Server):

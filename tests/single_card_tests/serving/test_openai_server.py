@@ -295,7 +295,8 @@ def test_too_much_is_told_to_come_back(processor):
         assert 'outcome="rejected"} 3' in httpx2.get(f"{address}/metrics").text
 
 
-def test_time_and_the_servers_end_close_streams_with_a_reason(processor):
+def test_time_and_the_servers_end_close_streams_with_a_reason(processor, monkeypatch):
+    monkeypatch.setattr("paddle_vl.serving.openai_answer._QUIET_S", 0.05)
     served = scripted(processor, "wait", "wait", OSError("/a/folder"), "wait")
     with serving(served, deadline_s=0.2) as address:
         with pytest.raises(openai.APIStatusError) as caught:
@@ -313,6 +314,7 @@ def test_time_and_the_servers_end_close_streams_with_a_reason(processor):
         with stream as response:
             lines = response.iter_lines()
             assert "assistant" in next(lines)
+            assert [next(lines), next(lines)] == ["", ": waiting"]
             served.engine.has_closed.set()
             *_, error, _, done, _ = lines
     assert "the server is stopping" in json.loads(error.removeprefix("data: "))["error"]["message"]
