@@ -99,12 +99,9 @@ class OpenAIApp:
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
                 Route("/v1/completions", self._completion, methods=["POST"]),
             ],
-            exception_handlers={
-                ApiError: lambda _, error: refusal(error),
-                ClientDisconnect: lambda _, error: Response(status_code=499),
-                HTTPException: lambda _, error: refusal(ApiError(error.status_code, error.detail)),
-                Exception: lambda _, error: refusal(as_api_error(error)),
-            },
+            exception_handlers=dict.fromkeys(
+                (ApiError, ClientDisconnect, HTTPException, Exception), _explained
+            ),
         )
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -262,6 +259,15 @@ def _submit(served: ServedModel, read: Read, body: bytearray) -> tuple[Call, lis
             raise ApiError(400, str(error)) from error
         raise as_api_error(error) from error
     return call, handles
+
+
+def _explained(request: HttpRequest, error: Any) -> Response:
+    """The answer to what a request raised."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)
+    if isinstance(error, HTTPException):
+        return refusal(ApiError(error.status_code, error.detail))
+    return refusal(as_api_error(error))
 
 
 def _is_foreign_page(headers: Headers, has_token: bool) -> bool:
