@@ -32,7 +32,7 @@ _MODULES = {
     **{f"{_QWEN}.{name}": f"{_VLM}.layers" for name in ("embedding", "vision_tower")},
     **{f"{_QWEN}.{name}": f"{_EXPORT}.qwen3_vl.{name}" for name in ("exported", "programs")},
     **{f"{_PI07}.{name}": f"{_EXPORT}.pi07.{name}" for name in ("exported", "programs")},
-    f"{_VLM}.cache": f"{_NN}.attention",
+    f"{_VLM}.cache": f"{_NN}.key_value_cache",
     f"{_NN}.norm": f"{_NN}.operations",
     f"{_NN}.rotary": f"{_NN}.attention",
     f"{_PI07}.base_policy": f"{_PI07}.policy",

@@ -31,7 +31,7 @@ from paddle_vl.cli.opentau_words import translated, words_of_variables
 from paddle_vl.cli.preference import PRECOMPUTE
 from paddle_vl.cli.profile import PROFILE
 from paddle_vl.cli.robot_data import COMPUTE_STATS
-from paddle_vl.cli.serve import SERVE_POLICY
+from paddle_vl.cli.serve import SERVE, SERVE_POLICY
 from paddle_vl.cli.tokenize import TOKENIZE
 from paddle_vl.cli.train import REPORT, TRAIN
 from paddle_vl.parallel.launcher import LAUNCHER_VARIABLE, RANK_LOG_VARIABLE
@@ -44,7 +44,7 @@ MALLOC_VARIABLE, _CACHED_BLOCKS = "GLIBC_TUNABLES", "glibc.malloc.tcache_count"
 # Modules of Paddle and of what it imports, whose warnings concern Paddle's own code.
 _NOISY = r"(paddle|paddle2onnx|pkg_resources|setuptools|gast|astor|visualdl)(\.|$)"
 COMMANDS = (
-    TRAIN, EVALUATE, GENERATE, CHAT, MERGE, EXPORT, SERVE_POLICY, PROFILE, REPORT, TOKENIZE,
+    TRAIN, EVALUATE, GENERATE, CHAT, MERGE, EXPORT, SERVE, SERVE_POLICY, PROFILE, REPORT, TOKENIZE,
     SHOW_DATA, CONVERT_DATA, COMPUTE_STATS, PRECOMPUTE, DOWNLOAD, UPLOAD, CHECK_FOLDER, DOCTOR,
 )  # fmt: skip
 

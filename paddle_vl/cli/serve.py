@@ -1,12 +1,18 @@
-"""`paddle-vl serve-policy`: a robot policy for clients over the network."""
+"""`paddle-vl serve` and `serve-policy`: a model, or a policy, for clients over the network."""
 
 import argparse
 import asyncio
 import logging
+import socket
+import sys
 import time
+from pathlib import Path
+from typing import Any
 
-from paddle_vl.cli.commands import configure_runtime, model_folder_of
+from paddle_vl.cli.commands import configure_runtime, family_of_model, model_folder_of
 from paddle_vl.cli.table import (
+    BASE,
+    TEMPLATE,
     Command,
     Option,
     grouped,
@@ -22,6 +28,81 @@ from paddle_vl.config.bounded_yaml import read_document
 from paddle_vl.threads import end_process
 
 logger = logging.getLogger(__name__)
+_SWITCH_S = 0.0005
+
+
+def serve(options: argparse.Namespace) -> int:
+    """Serve until a signal; the process ends there."""
+    try:
+        import llguidance  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"{error}: pip install 'paddle-vl[serve]'") from error
+    if (Path(options.model) / "export.json").is_file():
+        raise ValueError(f"{options.model} is an export: give the model's folder")
+    configure_runtime()
+    from paddle_vl.serving.access import check_exposure, read_token
+    from paddle_vl.serving.openai_app import AppSettings, OpenAIApp, OpenAIServer
+
+    token = options.api_key or read_token(options.token_file)
+    check_exposure(options.host, token, options.allow_anyone)
+    settings = AppSettings(
+        token, options.max_body_mb << 20, options.max_requests, options.deadline, options.grace
+    )
+    # From now on clients wait for the model.
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    with socket.create_server((options.host, options.port), family=family) as listening:
+        served = _served_model(options)
+        served.engine.start()
+        server = OpenAIServer(OpenAIApp(served, settings))
+        # The model's thread gives Python's lock away in every operation, and waits this long for it
+        # while others compute; the usual 5 ms are many times an operation.
+        sys.setswitchinterval(_SWITCH_S)
+        host, port = listening.getsockname()[:2]
+        logger.info("%s: http://%s:%d/v1", ", ".join(served.names), host, port)
+        server.run([listening])
+    # A model that still computes must not hold the process.
+    end_process(0)
+    return 0
+
+
+def _served_model(options: argparse.Namespace) -> Any:
+    """The model of the options, with its engine, which is not started yet."""
+    from paddle_vl.generation.config import GenerationConfig
+    from paddle_vl.serving.engine import Engine, EngineSettings
+    from paddle_vl.serving.grammars import Grammars
+    from paddle_vl.serving.openai_calls import ServedModel
+    from paddle_vl.serving.prompts import MediaRules, Prompts
+
+    folder, family = family_of_model(options.model, options.base)
+    recipe = family.recipe_class()
+    chat = recipe.chat(folder, options.base, options.chat_template_kwargs, options.dtype)
+    model, processor = chat.model, chat.processor
+    bounds = EngineSettings(
+        options.max_num_seqs,
+        options.max_num_batched_tokens,
+        options.kv_cache_tokens,
+        max_waiting_tokens=options.max_waiting_tokens,
+    )
+    adapters = {name: model_folder_of(given) for name, given in options.lora_modules}
+    engine, text = Engine(model, bounds, adapters), model.config.text_config
+    room = int(engine.stats()["kv_blocks_total"]) * bounds.block_size
+    length = min(options.max_model_len or room, room, text.max_position_embeddings)
+    files = options.allowed_media_path
+    rules = MediaRules(files and Path(files).resolve(strict=True), options.allow_remote)
+    own = model.generation_config or GenerationConfig()
+    ends = own.with_ends_of(processor.generation_config).eos_token_ids
+    return ServedModel(
+        engine,
+        Prompts(processor, text.vocab_size, length, rules),
+        Grammars(processor.tokenizer, text.vocab_size, ends),
+        options.served_model_name or [options.model],
+        [*adapters],
+        model.generation_config,
+        ends,
+        options.default_max_tokens,
+    )
 
 
 def serve_policy(options: argparse.Namespace) -> int:
@@ -92,6 +173,71 @@ def _pair(text: str) -> tuple[str, str]:
     return name, given
 
 
+def _network(*limits: Option) -> list[Option]:
+    """Options of servers, and limits of their own."""
+    return grouped(
+        "network",
+        value("--host", "HOST", "address to listen at (default 127.0.0.1, this machine only)",
+              default="127.0.0.1"),
+        value("--port", "N", "port; 0 for any (default 8000)", type=port, default=8000),
+        value("--token-file", "FILE", "file of the token that clients must send as `Bearer`, or "
+              "`Api-Key` (default: the variable PADDLE_VL_SERVER_TOKEN, or no token)"),
+        switch("--allow-anyone", "listen for other machines without a token"),
+        *limits,
+    )  # fmt: skip
+
+
+SERVE = Command(
+    serve,
+    "answer clients of OpenAI's interface, many at once",
+    "Serve a model that answers at /v1/chat/completions, /v1/completions and /v1/models, with "
+    "images, videos, tools, reasoning and JSON schemas. Requests join and leave one running batch. "
+    "The port also answers GET /health and /metrics. SIGTERM and SIGINT end it, after what was "
+    "asked is answered.",
+    "examples:\n  paddle-vl serve --model runs/doors --port 8000\n"
+    "  paddle-vl serve Qwen/Qwen3-VL-2B-Instruct --lora-modules doors=runs/doors",
+    [
+        model(),
+        BASE,
+        TEMPLATE,
+        Option("--dtype", "of the weights; auto is that of the files (default float32)",
+               {"default": "float32", "choices": ("float32", "bfloat16", "auto")}),
+        value("--served-model-name", "NAME", "names that requests have for the model (default: "
+              "what --model says)", nargs="+"),
+        value("--lora-modules", "NAME=DIR", "adapters over the model, by the names that requests "
+              "have for them", type=_pair, nargs="+", default=[]),
+        *_network(
+            value("--api-key", "KEY", "the token itself; other users of this machine see it"),
+            number("--max-requests", "requests that are open at once; more get 429 (default 256)",
+                   256),
+            number("--max-body-mb", "longest request, in MiB (default 64)", 64),
+            value("--deadline", "SECONDS", "end a request without a complete answer then (default "
+                  "600)", type=seconds, default=600.0),
+            value("--grace", "SECONDS", "time that answers have to end when the server does "
+                  "(default 30)", type=seconds, default=30.0),
+        ),
+        *grouped(
+            "images and videos",
+            value("--allowed-media-path", "DIR", "clients may name files in this folder (default: "
+                  "none)"),
+            switch("--allow-remote", "fetch images and videos from public http(s) addresses"),
+        ),
+        *grouped(
+            "batches",
+            number("--max-model-len", "tokens of a prompt with its answer (default: what the model "
+                   "and the memory have room for)"),
+            number("--default-max-tokens", "of an answer, where a chat does not say (default 2048)",
+                   2048),
+            number("--max-num-seqs", "answers that run at once (default 32)", 32),
+            number("--max-num-batched-tokens", "tokens of prompts in a step (default 512)", 512),
+            number("--kv-cache-tokens", "tokens with keys and values in memory (default 16384)",
+                   16384),
+            number("--max-waiting-tokens", "tokens of requests that wait, prompts and answers; "
+                   "more get 429 (default 65536)", 1 << 16),
+        ),
+    ],
+    folders=("model",),
+)  # fmt: skip
 SERVE_POLICY = Command(
     serve_policy,
     "answer the observations of robots and simulators with a policy's actions",
@@ -126,14 +272,7 @@ SERVE_POLICY = Command(
             value("--value", "NAME=VALUE", "an entry that observations get if they have none, such "
                   "as quality=5; repeat it for several", type=_pair, action="append", default=[]),
         ),
-        *grouped(
-            "network",
-            value("--host", "HOST", "address to listen at (default 127.0.0.1, this machine only)",
-                  default="127.0.0.1"),
-            value("--port", "N", "port; 0 for any (default 8000)", type=port, default=8000),
-            value("--token-file", "FILE", "file of the token that clients must send, as `Api-Key` "
-                  "or `Bearer` (default: the variable PADDLE_VL_SERVER_TOKEN, or no token)"),
-            switch("--allow-anyone", "listen for other machines without a token"),
+        *_network(
             number("--max-clients", "most connections (default 64)", 64),
             number("--max-message-mb", "longest observation, in MiB (default 16)", 16),
         ),

@@ -72,7 +72,7 @@ def add_lora(model: Model, config: LoRAConfig) -> None:
 def load_adapter(model: Model, source: str | Path | StoredAdapter) -> None:
     """See `AdaptableModel.load_adapter`."""
     stored = source if isinstance(source, StoredAdapter) else StoredAdapter.read(Path(source))
-    adapter, path = _adapter_of(model, stored), stored.folder
+    adapter, path = adapter_of(model, stored), stored.folder
     if model.adapter is None:
         attach(model, adapter)
     elif differing := _differing(model.adapter, adapter):
@@ -292,7 +292,7 @@ def _saved_modules(whole: Model, patterns: Sequence[str], setting: str) -> tuple
     return tuple(saved)
 
 
-def _adapter_of(model: Model, stored: StoredAdapter) -> Adapter:
+def adapter_of(model: Model, stored: StoredAdapter) -> Adapter:
     """The adapter of a folder, its modules in model order."""
     whole = model.whole()
     linears = list(_linears(whole))

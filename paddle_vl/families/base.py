@@ -422,7 +422,9 @@ class Family(ABC):
         """
 
     @classmethod
-    def chat(cls, folder: Path, base: str | None, template: Mapping[str, Any]) -> Any:
+    def chat(
+        cls, folder: Path, base: str | None, template: Mapping[str, Any], dtype: str = "float32"
+    ) -> Any:
         """The model of `paddle-vl generate`. Its `stream(messages, images, videos, **settings)` is
         the answer to the last message in pieces. That of `chat` is `vlm.chat.Answers`.
 

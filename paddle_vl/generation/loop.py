@@ -10,7 +10,7 @@ import numpy as np
 import paddle
 
 from paddle_vl.generation.config import GenerationConfig
-from paddle_vl.generation.sampling import TokenChoice
+from paddle_vl.generation.sampling import AnswerRow, Sampling, choose_tokens
 
 
 class Streamer(Protocol):
@@ -66,7 +66,6 @@ def chosen_tokens(
     decoder: Any,
     prompt_BL: np.ndarray,
     mask_BL: np.ndarray,
-    vocab: int,
     config: GenerationConfig,
     on_logits: Callable[[np.ndarray], None] | None = None,
 ) -> Iterator[np.ndarray]:
@@ -77,10 +76,21 @@ def chosen_tokens(
     Args:
         decoder: a batch of prompts; its `prefill()` gives the logits `[B, V]` float32 after them,
             `advance(token_B)` those after one more token of each.
-        vocab: V.
         on_logits: called with the float32 logits `[B, V]` of every step, before any rule.
     """
-    choose = TokenChoice(config, prompt_BL, mask_BL.astype(bool), vocab)
+    sampling = Sampling(
+        config.max_new_tokens,
+        min_tokens=config.min_new_tokens,
+        temperature=config.temperature if config.do_sample else 0.0,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        repetition_penalty=config.repetition_penalty,
+        # One for all prompts, which draw numbers of their own.
+        seed=np.random.SeedSequence(config.seed).entropy,  # pyright: ignore[reportArgumentType]
+        stop_token_ids=tuple(config.eos_token_ids),
+    )
+    prompts = enumerate(zip(prompt_BL, mask_BL.astype(bool), strict=True))
+    rows = [AnswerRow(sampling, ids_L[mask_L], number) for number, (ids_L, mask_L) in prompts]
     ended_B = np.zeros(len(prompt_BL), dtype=bool)
     token_B = None
     for _ in range(config.max_new_tokens):
@@ -88,7 +98,9 @@ def chosen_tokens(
             logits_BV = decoder.prefill() if token_B is None else decoder.advance(token_B)
             if on_logits is not None:
                 on_logits(logits_BV.numpy())
-            token_B = choose(logits_BV).numpy()
+            token_B = np.array([choice.token_id for choice in choose_tokens(logits_BV, rows)])
+        for row, token in zip(rows, token_B.tolist(), strict=True):
+            row.append(token)
         if config.fill_token_id is not None:
             token_B = np.where(ended_B, config.fill_token_id, token_B)
         ended_B |= np.isin(token_B, config.eos_token_ids)

@@ -3,15 +3,13 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 _INCOMPLETE = "\ufffd"
+Decode = Callable[[Sequence[int]], str]
 
 
-def text_pieces(
-    ids: Iterable[int], decode: Callable[[Sequence[int]], str], continues: bool = False
-) -> Iterator[str]:
+def text_pieces(ids: Iterable[int], decode: Decode, continues: bool = False) -> Iterator[str]:
     """Pieces of text as soon as they are final; joined, they are the stripped text of all ids.
 
     A character of several tokens is emitted with its last one, and space with the text after it.
-    Each step decodes only the new ids with those of the last piece, on which their text may depend.
 
     Args:
         decode: text of ids, with U+FFFD for incomplete characters.
@@ -20,15 +18,39 @@ def text_pieces(
     return _stripped(_certain_text(ids, decode), has_begun=continues)
 
 
-def _certain_text(ids: Iterable[int], decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
-    last, new = [], []  # ids of the last piece, and those after it
+class TextStream:
+    """Text of ids that come one by one.
+
+    Each step decodes only the new ids with those of the last piece, on which their text may depend.
+    """
+
+    def __init__(self, decode: Decode):
+        self._decode = decode
+        self._last: list[int] = []  # Ids of the last piece.
+        self._new: list[int] = []  # And those after it.
+
+    def push(self, token_id: int) -> str:
+        """The text that is final with this id; empty within a character."""
+        self._new.append(token_id)
+        text = self._decode(self._last + self._new)
+        return "" if text.endswith(_INCOMPLETE) else self._taken(text)
+
+    def end(self) -> str:
+        """The text that is left, with U+FFFD for what is incomplete."""
+        return self._taken(self._decode(self._last + self._new))
+
+    def _taken(self, text: str) -> str:
+        """The new part of a text of the last and the new ids."""
+        begin = len(self._decode(self._last))
+        self._last, self._new = self._new, []
+        return text[begin:]
+
+
+def _certain_text(ids: Iterable[int], decode: Decode) -> Iterator[str]:
+    stream = TextStream(decode)
     for token_id in ids:
-        new.append(token_id)
-        text = decode(last + new)
-        if not text.endswith(_INCOMPLETE):
-            yield text[len(decode(last)) :]
-            last, new = new, []
-    yield decode(last + new)[len(decode(last)) :]
+        yield stream.push(token_id)
+    yield stream.end()
 
 
 def _stripped(pieces: Iterable[str], has_begun: bool) -> Iterator[str]:

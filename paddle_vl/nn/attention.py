@@ -4,7 +4,8 @@ position embedding of its queries and keys.
 All of it is `softmax(scale * q @ k^T + mask) @ v`, with grouped key heads: query head n reads key
 head n // G. Shapes: B batch, L query length, S key length, N query heads, K key heads, G = N / K
 query heads per key head, H head width, P packed rows; C capacity of a cache's buffers, which have
-heads first, so that one position is written in place; T token rows, or any leading dims.
+heads first, so that one position is written in place; R rows that share a memory of M places; T
+token rows, or any leading dims.
 
 The plain implementations are Paddle's `scaled_dot_product_attention`, or a composition in float32.
 Kernels: C or query blocks on the CPU (`paddle_vl.nn.cpu`); flash attention on a GPU, over a mask's
@@ -28,7 +29,7 @@ from paddle import Tensor
 
 from paddle_vl.batch.positions import key_ends
 from paddle_vl.nn.attention_masks import MASKED_SCORE, AttentionMask
-from paddle_vl.nn.operations import device_of, device_tensor, host_table, operation
+from paddle_vl.nn.operations import device_tensor, host_table, operation
 
 Made = TypeVar("Made")
 
@@ -299,83 +300,74 @@ def cached_attention(
     return causal_attention(q_BLNH, key_BSKH, value_BSKH, cached.key_bias_BS)
 
 
+class PagedKeys(CachedKeys):
+    """Where keys of rows of different lengths lie in a memory that they share; one object for all
+    layers of a forward pass.
+
+    Args:
+        places: of each row those of its keys, int64 `[S]` on the host, the new tokens' last.
+        num_new: L, the same for each row.
+        rows: number of each row, for what layers keep beside keys.
+
+    Attributes:
+        lengths: S of each row; `length` is the longest.
+        begins: whether no row has a key of before.
+    """
+
+    def __init__(
+        self, places: Sequence[np.ndarray], num_new: int = 1, rows: Sequence[int] | None = None
+    ):
+        self.lengths, self._rows = [len(each) for each in places], rows
+        super().__init__(max(self.lengths))
+        self.begins = self.length == num_new
+        self._places, self._num_new = places, num_new
+
+    @cached_property
+    def new(self) -> Tensor:
+        """Places of the new tokens, row by row: int64 `[R * L]`."""
+        return device_tensor(np.concatenate([each[-self._num_new :] for each in self._places]))
+
+    @cached_property
+    def places(self) -> Tensor:
+        """Places of all keys, row by row: int64."""
+        return device_tensor(np.concatenate(self._places))
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """int32 `[R + 1]`: where each row begins in `places`, and the end."""
+        return device_tensor(np.cumsum([0, *self.lengths], dtype=np.int32))
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """Numbers of the rows: int64."""
+        return device_tensor(np.array(self._rows, dtype=np.int64))
+
+    @cached_property
+    def queries(self) -> Tensor:
+        """The offsets of one query of each row."""
+        return device_tensor(np.arange(len(self.lengths) + 1, dtype=np.int32))
+
+
+@operation
+def paged_attention(q_RNH: Tensor, key_MKH: Tensor, value_MKH: Tensor, paged: PagedKeys) -> Tensor:
+    """One query of each row over all keys of that row: `[R, N, H]` in the dtype of the queries.
+
+    Each row by itself, so that its result does not depend on the others.
+    """
+    keys, values = (
+        paddle.split(paddle.index_select(memory, paged.places), paged.lengths)
+        for memory in (key_MKH, value_MKH)
+    )
+    queries = paddle.split(q_RNH.unsqueeze(1), len(paged.lengths))
+    rows = zip(queries, keys, values, strict=True)
+    out = [causal_attention(q, k.unsqueeze(0), v.unsqueeze(0)) for q, k, v in rows]
+    return paddle.concat(out).squeeze(1)
+
+
 def biased_rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     """`softmax(q @ k^T + bias) @ v` of the last two dims, the softmax in float32."""
     scores = paddle.matmul(q, k, transpose_y=True).astype("float32") + bias
     return paddle.matmul(F.softmax(scores).astype(v.dtype), v)
-
-
-class KeyValueCache:
-    """Keys and values of one decoder layer: buffers `[B, K, C, H]` that grow in chunks.
-
-    New keys are written in place, so that no step copies the past. In memory heads come before
-    positions, as attention on a CPU reads them; on a GPU `[C, B, K, H]`, so that the keys so far
-    are one piece. Free positions are zero.
-
-    Args:
-        prompt: number of keys that come first, maybe in parts: room for them is made at once.
-        most: number of keys that there can be; None if it is not known.
-
-    Attributes:
-        length: S, the number of keys so far.
-    """
-
-    CHUNK = 64
-
-    def __init__(self, prompt: int = 0, most: int | None = None):
-        self.length, self._prompt, self._most = 0, prompt, most
-        # As they lie in memory.
-        self._key: Tensor | None = None
-        self._value: Tensor | None = None
-        self._has_positions_first = False
-
-    def mask(self, num_new: int, key_bias_BS: Tensor | None) -> CachedKeys:
-        """What the caches of all layers share when `num_new` keys are appended to each."""
-        return CachedKeys(self.length + num_new, key_bias_BS)
-
-    def append(self, key_BLKH: Tensor, value_BLKH: Tensor) -> tuple[Tensor, Tensor]:
-        """The buffers of keys and values, with new ones behind the last."""
-        begin, self.length = self.length, self.length + key_BLKH.shape[1]
-        if begin == 0:
-            self._has_positions_first = device_of(key_BLKH) == "gpu"
-        self._key = self._appended(self._key, key_BLKH, begin)
-        self._value = self._appended(self._value, value_BLKH, begin)
-        if self._has_positions_first:
-            return self._key.transpose([1, 2, 0, 3]), self._value.transpose([1, 2, 0, 3])
-        return self._key, self._value
-
-    def attend(
-        self, q_BLNH: Tensor, key_BLKH: Tensor, value_BLKH: Tensor, cached: CachedKeys
-    ) -> Tensor:
-        """Attention `[B, L, N, H]` over all keys so far and new ones, which are appended."""
-        buffers = self.append(key_BLKH, value_BLKH)
-        if self.length == key_BLKH.shape[1]:
-            return causal_attention(q_BLNH, key_BLKH, value_BLKH, cached.key_bias_BS)
-        return cached_attention(q_BLNH, *buffers, cached)
-
-    def _appended(self, buffer: Tensor | None, new_BLKH: Tensor, begin: int) -> Tensor:
-        batch, _, heads, width = new_BLKH.shape
-        is_first = self._has_positions_first
-        if buffer is None or self.length > buffer.shape[0 if is_first else 2]:
-            # Room for the keys and an eighth more, so that growing copies each key a few times.
-            needed = max(self.length, self._prompt)
-            room = needed + max(self.CHUNK, needed // 8)
-            room = room if self._most is None else max(needed, min(room, self._most))
-            shape = [room, batch, heads, width] if is_first else [batch, heads, room, width]
-            grown = paddle.zeros(shape, dtype=new_BLKH.dtype)
-            if buffer is not None:
-                past = buffer._slice(0, begin) if is_first else buffer[:, :, :begin]
-                self._write(grown, 0, past)
-            buffer = grown
-        order = [1, 0, 2, 3] if is_first else [0, 2, 1, 3]
-        self._write(buffer, begin, new_BLKH.transpose(order))
-        return buffer
-
-    def _write(self, buffer: Tensor, begin: int, new: Tensor) -> None:
-        if self._has_positions_first:
-            paddle.assign(new, buffer._slice(begin, begin + new.shape[0]))
-        else:
-            buffer[:, :, begin : begin + new.shape[2]] = new
 
 
 class RotaryTables:

@@ -17,6 +17,7 @@ from paddle import Tensor
 from paddle_vl.nn.attention import (
     CachedKeys,
     PackedSamples,
+    PagedKeys,
     RotaryTables,
     Segments,
     inverse_frequencies,
@@ -188,6 +189,16 @@ def _cached(r: Rng, s: Sizes, queries: int) -> Inputs:
     return Inputs(args, work=4 * 2 * queries * used * s.heads * s.head_width)
 
 
+def _paged(r: Rng, s: Sizes, tables: tuple[int, ...] = ()) -> Inputs:
+    """Rows of one key, of all and of some, in a memory of which a quarter is free."""
+    order, lengths = r.permutation(2 * s.length), (1, s.length, s.length // 2 - 3)
+    ends = np.cumsum([0, *lengths])
+    places = np.split(order[: ends[-1]], ends[1:-1])
+    memories = (normal(r, 2 * s.length, s.key_heads, s.head_width) for _ in range(2))
+    args = (normal(r, 3, s.heads, s.head_width), *memories, lambda: PagedKeys(places))
+    return Inputs(args, tables, work=4 * int(ends[-1]) * s.heads * s.head_width)
+
+
 def _delta_rule(r: Rng, s: Sizes, *offsets: int, queries: int | None = None) -> Inputs:
     """A batch of two with a state before, or packed samples."""
     length, n, c = queries or s.length, s.heads, s.head_width
@@ -312,6 +323,9 @@ ATTENTION: dict[str, Make] = {
     "causal_attention.cached": lambda r, s: Inputs(_batch(r, s, 4), work=_work(s, 4 / s.length)),
     "cached_attention": lambda r, s: _cached(r, s, 1),
     "cached_attention.prompt": lambda r, s: _cached(r, s, s.length // 2),
+    "paged_attention": _paged,
+    # As in generation, without gradients.
+    "paged_attention.answer": lambda r, s: _paged(r, s, (0, 1, 2)),
     "equal_segments_attention": lambda r, s: _segments(r, s, (4, s.length // 4), as_runs=False),
     "runs_attention": lambda r, s: _segments(r, s, (2, s.length // 4), (1, s.length // 2)),
     # Lengths that no tile divides, and one row.

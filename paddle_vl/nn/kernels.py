@@ -45,6 +45,10 @@ TABLE: dict[Operation, list[Kernel]] = {
         Kernel("cpu", "Paddle", cpu.cached_attention, cpu.is_one_query),
         Kernel("gpu", "Paddle", flash.cached_attention, flash.fits_cached),
     ],
+    attention.paged_attention: [
+        Kernel("cpu", "C", c.paged_attention, c.fits_paged),
+        Kernel("gpu", "Paddle", flash.paged_attention, flash.fits_flash),
+    ],
     attention.apply_rotary: [
         Kernel("cpu", "C", c.apply_rotary, c.fits_rotary),
         Kernel("cpu", "Paddle", cpu.apply_rotary),

@@ -50,6 +50,6 @@ def check_exposure(host: str, token: str | None, is_open: bool) -> None:
         is_local = False
     if not is_local:
         raise ValueError(
-            f"--host {host} lets other machines move this robot: set a token (--token-file, or "
+            f"--host {host} lets other machines use what is served: set a token (--token-file, or "
             f"{TOKEN_VARIABLE}), or say --allow-anyone"
         )

@@ -46,8 +46,8 @@ ALLOWED = {
         *("train", "families", "data", "parallel", "nn", "batch", "config", "compat", "files"),
         "processes",
     },
-    # A server of a robot policy gets no other part of a family.
-    "serving": {"export", "families", "data", "config", "threads"},
+    # A server gets no parts of a family but those in `SHARED` below.
+    "serving": {"export", "families", "generation", "data", "config", "files", "threads"},
     "report": {"train", "data", "config", "files", "simulation"},
     # Environments, and policies that act in them; the simulator is imported when asked.
     "simulation": {"families", "files"},
@@ -135,7 +135,7 @@ SHARED = {
     "qwen3_5": {"vlm"},
     "qwen3_vl": {"vlm"},
     "pi07": {"policy"},
-    "serving": {"policy"},
+    "serving": {"policy", "vlm"},
     "simulation": {"policy"},
 }
 BESIDE = {"adapter", "base", "flops", "hf_interface"}

@@ -109,7 +109,7 @@ class ExportedQwen3VL(Answers):
         images = _items("image", pixel_values, image_grid_thw)
         videos = _items("video", pixel_values_videos, video_grid_thw)
         decoder = _Decoder(self, prompt_BL, mask_BL, images, videos, config.max_new_tokens)
-        return chosen_tokens(decoder, prompt_BL, mask_BL, vocab_size, config, on_logits)
+        return chosen_tokens(decoder, prompt_BL, mask_BL, config, on_logits)
 
     def visual_rows(
         self, prompt_BL: np.ndarray, images: _Items | None, videos: _Items | None

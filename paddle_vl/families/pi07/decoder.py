@@ -35,12 +35,12 @@ from paddle_vl.families.pi07.config import (
 )
 from paddle_vl.nn.attention import (
     CachedKeys,
-    KeyValueCache,
     RotaryTables,
     apply_rotary,
     masked_attention,
 )
 from paddle_vl.nn.attention_masks import AttentionMask, BlockMask
+from paddle_vl.nn.key_value_cache import KeyValueCache
 from paddle_vl.nn.linear import Columns, Linear
 from paddle_vl.nn.operations import GemmaRMSNorm, geglu, host_table, rms_quotient
 from paddle_vl.nn.placement import Placement

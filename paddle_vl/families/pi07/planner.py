@@ -42,7 +42,7 @@ from paddle_vl.families.policy.acting import (
 )
 from paddle_vl.families.policy.model_inputs import EOS, PlannerInputs
 from paddle_vl.families.policy.normalize import planner_normalizers
-from paddle_vl.nn.attention import KeyValueCache
+from paddle_vl.nn.key_value_cache import KeyValueCache
 from paddle_vl.nn.objective import IGNORE_INDEX, TargetRows
 from paddle_vl.nn.placement import Placement
 

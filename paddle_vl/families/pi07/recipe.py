@@ -289,7 +289,9 @@ class PI07Recipe(Family):
         return Evaluation(policy.model, loss, adapter, loader, losses_report, measure)
 
     @classmethod
-    def chat(cls, folder: Path, base: str | None, template: Mapping[str, Any]) -> Any:
+    def chat(
+        cls, folder: Path, base: str | None, template: Mapping[str, Any], dtype: str = "float32"
+    ) -> Any:
         raise ValueError(
             f"{folder} is a pi07 policy, which acts and answers no questions: its losses on "
             "demonstrations are told by `paddle-vl evaluate`, its actions by select_action of "

@@ -33,12 +33,12 @@ from paddle_vl.families.vlm.model import VLForConditionalGeneration
 from paddle_vl.families.vlm.moe import SparseMoE
 from paddle_vl.nn.attention import (
     CachedKeys,
-    KeyValueCache,
     PackedSamples,
     RotaryTables,
 )
 from paddle_vl.nn.delta_rule import causal_conv_silu, gated_delta_rule, gated_rms_norm
 from paddle_vl.nn.experts import RoutedRows
+from paddle_vl.nn.key_value_cache import KeyValueCache, RowPool
 from paddle_vl.nn.linear import Columns, Linear, precise_dtype, split_columns
 from paddle_vl.nn.operations import GemmaRMSNorm
 from paddle_vl.nn.placement import Placement
@@ -61,6 +61,41 @@ class DeltaCache:
     def mask(self, num_new: int, key_bias_BS: Tensor | None) -> CachedKeys:
         """As `KeyValueCache.mask`: the first layer's cache makes it for all layers."""
         return CachedKeys(self.length + num_new, key_bias_BS)
+
+
+class DeltaPool(RowPool):
+    """`DeltaCache` of many rows: what the rows that run have is taken when the layer asks for it,
+    and put back when it sets it."""
+
+    def __init__(self, num_rows: int):
+        self._num_rows, self.length = num_rows, 0
+        self._memories: dict[str, Tensor] = {}
+
+    @property
+    def inputs_BJE(self) -> Tensor | None:
+        return self._taken("inputs")
+
+    @inputs_BJE.setter
+    def inputs_BJE(self, new: Tensor) -> None:
+        self._put("inputs", new)
+
+    @property
+    def state_BNCV(self) -> Tensor | None:
+        return self._taken("state")
+
+    @state_BNCV.setter
+    def state_BNCV(self, new: Tensor) -> None:
+        self._put("state", new)
+
+    def _taken(self, name: str) -> Tensor | None:
+        if self.paged.begins:
+            return None
+        return paddle.index_select(self._memories[name], self.paged.rows)
+
+    def _put(self, name: str, new: Tensor) -> None:
+        if name not in self._memories:
+            self._memories[name] = paddle.zeros([self._num_rows, *new.shape[1:]], new.dtype)
+        paddle.scatter_(self._memories[name], self.paged.rows, new)
 
 
 class GatedDeltaNet(nn.Layer):
@@ -285,6 +320,10 @@ class Qwen3_5ForConditionalGeneration(VLForConditionalGeneration):
             KeyValueCache(prompt, most) if text.is_full(i) else DeltaCache()
             for i in range(text.num_hidden_layers)
         ]
+
+    def new_pool(self, number: int, places: int, num_rows: int) -> RowPool:
+        is_full = self.config.text_config.is_full(number)
+        return super().new_pool(number, places, num_rows) if is_full else DeltaPool(num_rows)
 
 
 class Qwen3_5MoeForConditionalGeneration(Qwen3_5ForConditionalGeneration):

@@ -73,7 +73,7 @@ def stream(
         was_training = model.training
         model.eval()
         try:
-            yield from chosen_tokens(decoder, prompt_BL, mask_BL, vocab_size, config, on_logits)
+            yield from chosen_tokens(decoder, prompt_BL, mask_BL, config, on_logits)
             if kept is not None:
                 kept.append(decoder)
         finally:
@@ -154,27 +154,14 @@ class _CachedDecoder:
 
     @paddle.no_grad()
     def prefill(self) -> Tensor:
-        """Logits `[B, V]` float32 after the prompts, whose columns run in chunks.
-
-        Visual rows and deepstack levels go with their tokens. Layers see the rows of one chunk and
-        the keys of those before it; the tower runs once.
-        """
-        model, (batch, length) = self._model, self._prompt_BL.shape
+        """Logits `[B, V]` float32 after the prompts, whose columns run in chunks."""
+        model, length = self._model, self._prompt_BL.shape[1]
+        visual = model.encode_visual(**self._visual)
+        mask_BL = self._mask_BS if self._has_padding else None
+        prompts = Prompts(model, self._prompt_BL, self._position_ids, visual, mask_BL)
         chunk = self._chunk or length
-        arguments = model.decoder_arguments(
-            input_ids=self._prompt_BL,
-            attention_mask=self._mask_BS,
-            position_ids=self._position_ids,
-            has_left_padding=self._has_padding,
-        )
-        arguments |= model.encode_visual(**self._visual)
-        whole = model.language_model.embedding(arguments)
-        hidden_TD = whole["hidden_states"]
         for begin in range(0, length, chunk):
-            end = min(begin + chunk, length)
-            inputs = whole if chunk >= length else self._columns(whole, begin, end)
-            hidden_TD = model.language_model.run(inputs, self._caches)
-        hidden_BLD = hidden_TD.reshape([batch, -1, hidden_TD.shape[-1]])
+            hidden_BLD = prompts.run(begin, min(begin + chunk, length), self._caches)
         return model.lm_head(hidden_BLD[:, -1]).astype("float32")
 
     @paddle.no_grad()
@@ -197,16 +184,51 @@ class _CachedDecoder:
             inputs["attention_mask"] = paddle.to_tensor(self._mask_BS)
         return step_logits(self._model, paddle.to_tensor(token_B1), inputs, self._caches)
 
-    def _columns(self, whole: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
+
+class Prompts:
+    """Embedded prompts, whose columns run through the decoder in parts, one after the other.
+
+    Visual rows and deepstack levels go with their tokens. Layers see the rows of one part and the
+    keys of those before it; the tower has run once.
+
+    Args:
+        prompt_BL: int64 ids.
+        position_ids: `[3, B, L]` int64.
+        visual: embeddings and levels, as of `model.encode_visual`.
+        mask_BL: 1 at real tokens; None without padding.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        prompt_BL: np.ndarray,
+        position_ids: np.ndarray,
+        visual: dict[str, Any],
+        mask_BL: np.ndarray | None = None,
+    ):
+        self._model, self._prompt_BL, self._mask_BL = model, prompt_BL, mask_BL
+        arguments = model.decoder_arguments(
+            input_ids=prompt_BL, attention_mask=mask_BL, position_ids=position_ids
+        )
+        self._whole = model.language_model.embedding(arguments | visual)
+
+    def run(self, begin: int, end: int, caches: list[Any]) -> Tensor:
+        """Hidden states `[B, end - begin, D]` of some columns, whose keys the caches get."""
+        batch, length = self._prompt_BL.shape
+        inputs = self._whole if end - begin == length else self._columns(begin, end)
+        return self._model.language_model.run(inputs, caches).reshape([batch, end - begin, -1])
+
+    def _columns(self, begin: int, end: int) -> dict[str, Any]:
         """The decoder's inputs for some columns of the prompts."""
         batch, length = self._prompt_BL.shape
-        inputs = columns_of(whole, begin, end)
+        whole, inputs = self._whole, columns_of(self._whole, begin, end)
         hidden_BLD = whole["hidden_states"].reshape([batch, length, -1])
         inputs["hidden_states"] = hidden_BLD[:, begin:end].reshape([batch * (end - begin), -1])
-        if self._has_padding:
-            inputs["attention_mask"] = paddle.to_tensor(self._mask_BS[:, :end].copy())
-        if whole.get("routed_rows") is not None:
-            inputs["routed_rows"] = routed_rows((batch, end - begin), self._mask_BS[:, begin:end])
+        if (mask_BL := self._mask_BL) is not None:
+            inputs["attention_mask"] = paddle.to_tensor(mask_BL[:, :end].copy())
+            if whole.get("routed_rows") is not None:
+                rows = routed_rows((batch, end - begin), mask_BL[:, begin:end])
+                inputs["routed_rows"] = rows
         ids = (self._model.config.image_token_id, self._model.config.video_token_id)
         # Reading order, as the rows of the levels.
         row_M, column_M = np.nonzero(np.isin(self._prompt_BL, ids))

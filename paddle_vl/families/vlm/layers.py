@@ -29,7 +29,6 @@ from paddle_vl.batch.visual_index import EmbeddingSizes, check_level, visual_inp
 from paddle_vl.families.vlm.config import VLConfig
 from paddle_vl.families.vlm.moe import LoadBalance, SparseMoE
 from paddle_vl.nn.attention import (
-    KeyValueCache,
     PackedSamples,
     RotaryTables,
     apply_rotary,
@@ -39,6 +38,7 @@ from paddle_vl.nn.attention import (
 )
 from paddle_vl.nn.attention_masks import MASKED_SCORE
 from paddle_vl.nn.experts import RoutedRows
+from paddle_vl.nn.key_value_cache import KeyValueCache
 from paddle_vl.nn.linear import Columns, Linear, split_columns
 from paddle_vl.nn.operations import (
     GemmaRMSNorm,

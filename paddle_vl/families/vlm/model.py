@@ -31,8 +31,9 @@ from paddle_vl.families.vlm.layers import VisionFeatures, VisionTower
 from paddle_vl.families.vlm.moe import LoadBalance, routed_rows
 from paddle_vl.families.vlm.pretrained import PretrainedVLModel
 from paddle_vl.files.names import refuse_foreign
-from paddle_vl.nn.attention import KeyValueCache, PackedSamples, Segments
+from paddle_vl.nn.attention import PackedSamples, Segments
 from paddle_vl.nn.experts import ExpertCapacity
+from paddle_vl.nn.key_value_cache import KeyValueCache, KeyValuePool, RowPool
 from paddle_vl.nn.objective import (
     SourceSums,
     TargetRows,
@@ -527,6 +528,12 @@ class VLForConditionalGeneration(PretrainedVLModel):
         """A cache per decoder layer of the full model, for prompts of a length and maybe a
         most of keys in all."""
         return [KeyValueCache(prompt, most) for _ in self.language_model.layers]
+
+    def new_pool(self, number: int, places: int, num_rows: int) -> RowPool:
+        """What the decoder layer of that number of the full model keeps of rows that share a memory
+        for so many keys."""
+        text, weight = self.config.text_config, self.language_model.embedding.embed_tokens.weight
+        return KeyValuePool(places, text.num_key_value_heads, text.head_dim, weight.dtype)
 
     @property
     def vision_blocks(self) -> list[nn.Layer]:

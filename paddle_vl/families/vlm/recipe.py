@@ -295,8 +295,10 @@ class VLRecipe(Family):
         return build_evaluation(cls.model_class, folder, options)
 
     @classmethod
-    def chat(cls, folder: Path, base: str | None, template: Mapping[str, Any]) -> Chat:
-        chat = Chat.from_pretrained(cls.model_class, folder, base=base, template_variables=template)
+    def chat(
+        cls, folder: Path, base: str | None, template: Mapping[str, Any], dtype: str = "float32"
+    ) -> Chat:
+        chat = Chat.from_pretrained(cls.model_class, folder, dtype, base, template)
         chat.more = {"kept": []}
         return chat
 

@@ -19,7 +19,7 @@ import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
-from paddle_vl.nn.attention import PackedSamples, RotaryTables, with_averages
+from paddle_vl.nn.attention import PackedSamples, PagedKeys, RotaryTables, with_averages
 from paddle_vl.nn.attention_masks import AttentionMask
 from paddle_vl.nn.cpu.attention import sees
 from paddle_vl.nn.cpu.kernels import (
@@ -614,3 +614,22 @@ def masked_attention(
     if seen.all_see or implementation == "sdpa":
         return out_BLNH
     return with_averages(out_BLNH, v_BSKH, mask)
+
+
+def fits_paged(q_RNH: Tensor, key_MKH: Tensor, value_MKH: Tensor, paged: PagedKeys) -> bool:
+    """Whether `paged_attention` takes these: without gradients."""
+    inputs = (q_RNH, key_MKH, value_MKH)
+    return all(x.stop_gradient for x in inputs) and is_dense(*inputs)
+
+
+def paged_attention(q_RNH: Tensor, key_MKH: Tensor, value_MKH: Tensor, paged: PagedKeys) -> Tensor:
+    """`nn.attention.paged_attention`, which reads the keys where they lie."""
+    (rows, heads, width), key_heads = q_RNH.shape, key_MKH.shape[1]
+    out, room_size = paddle.empty_like(q_RNH), heads // key_heads * paged.length
+    room = paddle.empty([_num_threads() * room_size], "float32")
+    _library.paged_attention(
+        *map(_data, (q_RNH, key_MKH, value_MKH, paged.places, paged.offsets, out)),
+        *map(_i64, (rows, heads, key_heads, width)),
+        *(_float(width**-0.5), _data(room), _i64(room_size)),
+    )
+    return out

@@ -27,7 +27,7 @@ void cblas_strsm(int layout, int side, int triangle, int trans_a, int diagonal, 
 enum { ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112, LOWER = 122, UNIT = 132, LEFT = 141 };
 
 /* Version of the interface, checked after loading. */
-int paddle_vl_kernels_version(void) { return 6; }
+int paddle_vl_kernels_version(void) { return 7; }
 
 /* exp(x) to about one unit in the last place; 0 below -87.3 and the largest power above 88.
  * Source: expf of the Cephes library (S. Moshier). */
@@ -894,6 +894,51 @@ void attention_forward(const float *q, const float *k, const float *v, float *ou
       for (i64 r = 0; r < count; r++) {
 #pragma omp simd
         for (i64 j = 0; j < width; j++) rows[r * query_stride + j] *= inverse[r];
+      }
+    }
+  }
+}
+
+/* One query of each row over the keys of that row, at any places of a memory [places][key heads][H];
+ * a row's places begin at its offset. `room` has T * groups * longest keys floats. */
+void paged_attention(const float *q, const float *k, const float *v, const i64 *places,
+                     const int32_t *offsets, float *out, i64 rows, i64 query_heads, i64 key_heads,
+                     i64 width, float scale, float *room, i64 room_size) {
+  i64 groups = query_heads / key_heads, num_tasks = rows * key_heads, next = 0;
+#pragma omp parallel
+  {
+    float *scores = room + (size_t)omp_get_thread_num() * room_size;
+    for (i64 task; (task = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < num_tasks;) {
+      i64 row = task / key_heads, head = task % key_heads, keys = offsets[row + 1] - offsets[row];
+      const i64 *place = places + offsets[row];
+      const float *query = q + (row * query_heads + head * groups) * width;
+      float *result = out + (row * query_heads + head * groups) * width;
+      for (i64 j = 0; j < keys; j++) {
+        const float *key = k + (place[j] * key_heads + head) * width;
+        for (i64 g = 0; g < groups; g++)
+          scores[g * keys + j] = scale * dot(query + g * width, key, width);
+      }
+      for (i64 g = 0; g < groups; g++) {
+        float *score = scores + g * keys, largest = -INFINITY, sum = 0.0f;
+#pragma omp simd reduction(max : largest)
+        for (i64 j = 0; j < keys; j++) largest = score[j] > largest ? score[j] : largest;
+#pragma omp simd reduction(+ : sum)
+        for (i64 j = 0; j < keys; j++) {
+          score[j] = fast_exp(score[j] - largest);
+          sum += score[j];
+        }
+        sum = 1.0f / sum;
+#pragma omp simd
+        for (i64 j = 0; j < keys; j++) score[j] *= sum;
+      }
+      memset(result, 0, sizeof(float) * groups * width);
+      for (i64 j = 0; j < keys; j++) {
+        const float *value = v + (place[j] * key_heads + head) * width;
+        for (i64 g = 0; g < groups; g++) {
+          float weight = scores[g * keys + j];
+#pragma omp simd
+          for (i64 i = 0; i < width; i++) result[g * width + i] += weight * value[i];
+        }
       }
     }
   }

@@ -6,6 +6,7 @@
 | a single query on cached keys | flash attention, all prompts in one batch entry |
 | causal, packed samples or masked keys | FlashMask: for each key, where it ends |
 | segments of any lengths (images) | one call for variable lengths |
+| a single query of each row on keys in a shared memory | the same, on a copy of these keys |
 | blocks of a prefix | FlashMask: for each key, the rows that see it |
 | a suffix after a prefix | flash attention with a bias of one row |
 | past frames of a video | FlashMask: all patches of a video in one row, each a document |
@@ -37,7 +38,13 @@ from paddle.nn.functional.flash_attention import (
     flash_attn_varlen_func,
 )
 
-from paddle_vl.nn.attention import CachedKeys, PackedSamples, Segments, with_averages
+from paddle_vl.nn.attention import (
+    CachedKeys,
+    PackedSamples,
+    PagedKeys,
+    Segments,
+    with_averages,
+)
 from paddle_vl.nn.attention_masks import AttentionMask, HistoryMask
 
 _VERSION, _DETERMINISTIC = "FLAGS_flash_attn_version", "FLAGS_cudnn_deterministic"
@@ -84,11 +91,24 @@ def fits_runs(q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor, segments: Segments) -
 
 def runs_attention(q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor, segments: Segments) -> Tensor:
     """`nn.attention.runs_attention` in one call."""
-    lengths = (segments.offsets, segments.offsets, segments.longest, segments.longest)
+    offsets, longest = segments.offsets, segments.longest
+    return _of_lengths(q_PNH, k_PNH, v_PNH, (offsets, offsets, longest, longest))
+
+
+def _of_lengths(
+    q: Tensor, k: Tensor, v: Tensor, lengths: tuple[Tensor, Tensor, int, int]
+) -> Tensor:
     flags = paddle.get_flags([_VERSION, _DETERMINISTIC])
     if flags[_VERSION] == 3 and not flags[_DETERMINISTIC]:
-        return flash_attn_varlen_func(q_PNH, k_PNH, v_PNH, *lengths)[0]
-    return flash_attn_unpadded(q_PNH, k_PNH, v_PNH, *lengths, q_PNH.shape[-1] ** -0.5)[0]
+        return flash_attn_varlen_func(q, k, v, *lengths)[0]
+    return flash_attn_unpadded(q, k, v, *lengths, q.shape[-1] ** -0.5)[0]
+
+
+def paged_attention(q_RNH: Tensor, key_MKH: Tensor, value_MKH: Tensor, paged: PagedKeys) -> Tensor:
+    """`nn.attention.paged_attention`."""
+    k_PKH, v_PKH = (paddle.index_select(x, paged.places) for x in (key_MKH, value_MKH))
+    lengths = (paged.queries, paged.offsets, 1, paged.length)
+    return _of_lengths(q_RNH, k_PKH, v_PKH, lengths)
 
 
 def fits_causal(

@@ -14,8 +14,8 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_vl.nn.attention import KeyValueCache
 from paddle_vl.nn.attention_masks import MASKED_SCORE
+from paddle_vl.nn.key_value_cache import KeyValueCache
 from paddle_vl.nn.operations import use_kernels
 from paddle_vl.testing.qwen3_vl import EXPERTS, patches, token_rows
 from tests.support.gpu_stubs.pretended import pretended_gpu

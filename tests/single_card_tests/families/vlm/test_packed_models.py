@@ -14,7 +14,7 @@ import pytest
 
 from paddle_vl.families.vlm.inputs.collate import PackedCollator, VLCollator
 from paddle_vl.families.vlm.pipeline import VLStage
-from paddle_vl.nn.attention import KeyValueCache
+from paddle_vl.nn.key_value_cache import KeyValueCache
 from paddle_vl.parallel.recompute import recompute_layers
 from paddle_vl.testing import EXPERTS_3_5, assert_equals_single_device, tiny_qwen3_5
 from paddle_vl.testing.qwen3_vl import EXPERTS, IMAGE, VIDEO, patches, token_rows

@@ -1,0 +1,94 @@
+"""Prompts of the server's clients.
+
+Guarantees: images and videos are those of the processor; files and addresses are opened where it is
+allowed, and refusals name no folder of this machine; what has no room is not decoded; placeholders
+are no text.
+"""
+
+import numpy as np
+import pytest
+
+from paddle_vl.serving.openai_protocol import ApiError
+from paddle_vl.serving.prompts import MediaRules, Prompts
+from tests.support.openai_server import asked, bomb, png, template_processor, uri
+
+
+@pytest.fixture(scope="module")
+def processor(tmp_path_factory):
+    return template_processor(tmp_path_factory.mktemp("processor"))
+
+
+@pytest.mark.parametrize("kind", ["uri", "path", "file uri"])
+def test_images_are_those_of_the_processor(processor, tmp_path, kind):
+    (tmp_path / "a b.png").write_bytes(png())
+    source = {
+        "uri": uri(png()), "path": "a b.png", "file uri": f"file://{tmp_path}/a%20b.png",
+    }[kind]  # fmt: skip
+    found = Prompts(processor, 448, 1000, MediaRules(tmp_path)).of_chat(asked(source), [], {})
+    wanted = processor(messages=[{"role": "user", "content": "<image>What?"}],
+                       images=[png()])  # fmt: skip
+    assert found.ids.tolist() == wanted["input_ids"][0].tolist()
+    assert sorted(found.visual) == ["image_grid_thw", "pixel_values"]
+    np.testing.assert_array_equal(found.visual["pixel_values"], wanted["pixel_values"])
+
+
+def test_a_video_is_read_from_its_uri(processor, tmp_path):
+    av = pytest.importorskip("av")
+    with av.open(str(tmp_path / "a.mp4"), "w") as container:
+        stream = container.add_stream("mpeg4", rate=4)
+        stream.width = stream.height = 64
+        for _ in range(8):
+            frame = av.VideoFrame.from_ndarray(np.zeros((64, 64, 3), np.uint8), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    prompts = Prompts(processor, 448, 1000, MediaRules())
+    found = prompts.of_chat(asked(uri((tmp_path / "a.mp4").read_bytes()), "video"), [], {})
+    wanted = processor(messages=[{"role": "user", "content": "<video>What?"}],
+                       videos=[str(tmp_path / "a.mp4")])  # fmt: skip
+    assert found.ids.tolist() == wanted["input_ids"][0].tolist()
+    assert sorted(found.visual) == ["pixel_values_videos", "video_grid_thw"]
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "has_folder", "text"),
+    [
+        (uri(b"no image"), "image", True, "cannot be decoded as an image"),
+        (uri(b"no video"), "video", True, "cannot be decoded as a video"),
+        ("data:image/png,abc", "image", True, "cannot be used"),
+        (uri(bomb()), "image", True, ""),
+        ("a.png", "image", False, "--allowed-media-path"),
+        ("file:///etc/passwd", "image", False, "--allowed-media-path"),
+        ("file:///etc/passwd", "image", True, "is not in the server's folder"),
+        ("../a.png", "image", True, "is not in the server's folder"),
+        ("link.png", "image", True, "is not in the server's folder"),
+        ("https://example.com/a.png", "image", True, "--allow-remote"),
+        ("", "image", True, ""),
+    ],
+)
+def test_files_and_addresses_are_opened_where_it_is_allowed(
+    processor, tmp_path, source, kind, has_folder, text
+):
+    (tmp_path / "link.png").symlink_to("/etc/passwd")
+    prompts = Prompts(processor, 448, 1000, MediaRules(tmp_path if has_folder else None))
+    with pytest.raises(ApiError) as caught:
+        prompts.of_chat(asked(source, kind), [], {})
+    assert caught.value.status == 400
+    assert text in caught.value.message
+    assert str(tmp_path) not in caught.value.message
+
+
+def test_private_addresses_are_not_fetched_and_long_prompts_not_decoded(processor, monkeypatch):
+    prompts = Prompts(processor, 448, 10, MediaRules(allow_remote=True))
+    with pytest.raises(ApiError, match="not public"):
+        prompts.of_chat(asked("http://127.0.0.1:1/a.png"), [], {})
+    large = asked(uri(png(256)))
+    monkeypatch.setattr("paddle_vl.data.media_file.Image.Image.load", None)
+    with pytest.raises(ApiError, match="maximum context length is 10 tokens"):
+        prompts.of_chat(large, [], {})
+
+
+def test_placeholders_and_unknown_ids_are_no_texts(processor):
+    prompts = Prompts(processor, 448, 1000, MediaRules())
+    for prompt in ("<|image_pad|>", [448], [-1], ""):
+        with pytest.raises(ApiError, match="prompt: "):
+            prompts.of_text(prompt)
