@@ -12,6 +12,7 @@ from typing import Any
 from paddle_vl.cli.commands import configure_runtime, family_of_model, model_folder_of
 from paddle_vl.cli.table import (
     BASE,
+    MODEL_TEXT,
     TEMPLATE,
     Command,
     Option,
@@ -20,6 +21,7 @@ from paddle_vl.cli.table import (
     natural,
     number,
     port,
+    refuse_given,
     seconds,
     switch,
     value,
@@ -39,9 +41,14 @@ def serve(options: argparse.Namespace) -> int:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ValueError(f"{error}: pip install 'paddle-vl[serve]'") from error
-    if (Path(options.model) / "export.json").is_file():
-        raise ValueError(f"{options.model} is an export: give the model's folder")
-    configure_runtime()
+    if _is_export(options):
+        refuse_given(
+            options, [*_OF_MODELS, _PROMPTS], "an export has its own weights and runs whole prompts"
+        )
+        # It looks for the cores' number, which Paddle changes when it is imported.
+        import paddle_vl.export  # noqa: F401
+    else:
+        configure_runtime()
     from paddle_vl.serving.access import check_exposure, read_token
     from paddle_vl.serving.openai_app import AppSettings, OpenAIApp, OpenAIServer
 
@@ -53,7 +60,7 @@ def serve(options: argparse.Namespace) -> int:
     # From now on clients wait for the model.
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     with socket.create_server((options.host, options.port), family=family) as listening:
-        served = _served_model(options)
+        served = served_model(options)
         served.engine.start()
         server = OpenAIServer(OpenAIApp(served, settings))
         # The model's thread gives Python's lock away in every operation, and waits this long for it
@@ -67,7 +74,7 @@ def serve(options: argparse.Namespace) -> int:
     return 0
 
 
-def _served_model(options: argparse.Namespace) -> Any:
+def served_model(options: argparse.Namespace) -> Any:
     """The model of the options, with its engine, which is not started yet."""
     from paddle_vl.generation.config import GenerationConfig
     from paddle_vl.serving.engine import Engine, EngineSettings
@@ -75,10 +82,20 @@ def _served_model(options: argparse.Namespace) -> Any:
     from paddle_vl.serving.openai_calls import ServedModel
     from paddle_vl.serving.prompts import MediaRules, Prompts
 
-    folder, family = family_of_model(options.model, options.base)
-    recipe = family.recipe_class()
-    chat = recipe.chat(folder, options.base, options.chat_template_kwargs, options.dtype)
-    model, processor = chat.model, chat.processor
+    longest = None
+    if _is_export(options):
+        from paddle_vl.export import load
+
+        model = load(options.model)
+        if not hasattr(model, "answer"):
+            raise ValueError(f"{options.model} holds no conversations: give a model that answers")
+        processor, vocab = model.processor, model.vocab_size
+    else:
+        folder, family = family_of_model(options.model, options.base)
+        recipe = family.recipe_class()
+        chat = recipe.chat(folder, options.base, options.chat_template_kwargs, options.dtype)
+        model, processor, text = chat.model, chat.processor, chat.model.config.text_config
+        vocab, longest = text.vocab_size, text.max_position_embeddings
     bounds = EngineSettings(
         options.max_num_seqs,
         options.max_num_batched_tokens,
@@ -86,23 +103,27 @@ def _served_model(options: argparse.Namespace) -> Any:
         max_waiting_tokens=options.max_waiting_tokens,
     )
     adapters = {name: model_folder_of(given) for name, given in options.lora_modules}
-    engine, text = Engine(model, bounds, adapters), model.config.text_config
+    engine = Engine(model, bounds, adapters)
     room = int(engine.stats()["kv_blocks_total"]) * bounds.block_size
-    length = min(options.max_model_len or room, room, text.max_position_embeddings)
+    length = min(options.max_model_len or room, room, longest or room)
     files = options.allowed_media_path
     rules = MediaRules(files and Path(files).resolve(strict=True), options.allow_remote)
     own = model.generation_config or GenerationConfig()
     ends = own.with_ends_of(processor.generation_config).eos_token_ids
     return ServedModel(
         engine,
-        Prompts(processor, text.vocab_size, length, rules),
-        Grammars(processor.tokenizer, text.vocab_size, ends),
+        Prompts(processor, vocab, length, rules),
+        Grammars(processor.tokenizer, vocab, ends),
         options.served_model_name or [options.model],
         [*adapters],
         model.generation_config,
         ends,
         options.default_max_tokens,
     )
+
+
+def _is_export(options: argparse.Namespace) -> bool:
+    return (Path(options.model) / "export.json").is_file()
 
 
 def serve_policy(options: argparse.Namespace) -> int:
@@ -187,6 +208,15 @@ def _network(*limits: Option) -> list[Option]:
     )  # fmt: skip
 
 
+_PROMPTS = number("--max-num-batched-tokens", "tokens of prompts in a step (default 512)", 512)
+_OF_MODELS = [
+    BASE,
+    TEMPLATE,
+    Option("--dtype", "of the weights; auto is that of the files (default float32)",
+           {"default": "float32", "choices": ("float32", "bfloat16", "auto")}),
+    value("--lora-modules", "NAME=DIR", "adapters over the model, by the names that requests have "
+          "for them", type=_pair, nargs="+", default=[]),
+]  # fmt: skip
 SERVE = Command(
     serve,
     "answer clients of OpenAI's interface, many at once",
@@ -197,15 +227,10 @@ SERVE = Command(
     "examples:\n  paddle-vl serve --model runs/doors --port 8000\n"
     "  paddle-vl serve Qwen/Qwen3-VL-2B-Instruct --lora-modules doors=runs/doors",
     [
-        model(),
-        BASE,
-        TEMPLATE,
-        Option("--dtype", "of the weights; auto is that of the files (default float32)",
-               {"default": "float32", "choices": ("float32", "bfloat16", "auto")}),
+        model(f"{MODEL_TEXT}; or a folder of `paddle-vl export`"),
         value("--served-model-name", "NAME", "names that requests have for the model (default: "
               "what --model says)", nargs="+"),
-        value("--lora-modules", "NAME=DIR", "adapters over the model, by the names that requests "
-              "have for them", type=_pair, nargs="+", default=[]),
+        *_OF_MODELS,
         *_network(
             value("--api-key", "KEY", "the token itself; other users of this machine see it"),
             number("--max-requests", "requests that are open at once; more get 429 (default 256)",
@@ -229,7 +254,7 @@ SERVE = Command(
             number("--default-max-tokens", "of an answer, where a chat does not say (default 2048)",
                    2048),
             number("--max-num-seqs", "answers that run at once (default 32)", 32),
-            number("--max-num-batched-tokens", "tokens of prompts in a step (default 512)", 512),
+            _PROMPTS,
             number("--kv-cache-tokens", "tokens with keys and values in memory (default 16384)",
                    16384),
             number("--max-waiting-tokens", "tokens of requests that wait, prompts and answers; "

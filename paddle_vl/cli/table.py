@@ -162,14 +162,14 @@ SKIP_BAD = switch(
     "--skip-bad", "leave rows out that cannot be used, and count them (default: stop)"
 )
 MAX_LINE = number("--max-line-bytes", "longest line of a text file (default 1048576)", 1 << 20)
-_MODEL_TEXT = (
+MODEL_TEXT = (
     "a model folder (config.json, weights, processor files), a folder of adapters in PEFT's "
     "format, a run's output_dir: its final model, or its newest checkpoint while there is none; or "
     "org/name on a hub"
 )
 
 
-def model(text: str = _MODEL_TEXT) -> Option:
+def model(text: str = MODEL_TEXT) -> Option:
     return _folder("--model --checkpoint", text)
 
 

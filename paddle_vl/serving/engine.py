@@ -24,8 +24,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from paddle_vl.export.qwen3_vl.exported import ExportedQwen3VL
 from paddle_vl.families.vlm.batched import BatchedModel
 from paddle_vl.generation.sampling import AnswerRow, Choice, Sampling, choose_tokens
+from paddle_vl.serving.exported_rows import ExportedRows
 from paddle_vl.threads import Watch
 
 logger = logging.getLogger(__name__)
@@ -183,7 +185,8 @@ class _Sequence:
 class Engine:
     """
     Args:
-        model: a complete vision-language model, which nothing else runs from now on.
+        model: a complete vision-language model, or an exported one, whose rows run one by one;
+            nothing else runs it from now on.
         adapters: LoRA folders in PEFT's format by the names that requests have for them.
 
     Raises:
@@ -197,10 +200,17 @@ class Engine:
         adapters: Mapping[str, Path] | None = None,
     ):
         self.settings = own = settings or EngineSettings()
-        self._model = BatchedModel(
-            model, own.max_num_seqs, own.block_size, own.kv_cache_tokens // own.block_size,
-            own.image_cache_bytes, adapters or {},
-        )  # fmt: skip
+        num_blocks = own.kv_cache_tokens // own.block_size
+        self._model: Any
+        if isinstance(model, ExportedQwen3VL):
+            if adapters:
+                raise ValueError("an export has no adapters: merge them (paddle-vl merge), export")
+            self._model = ExportedRows(model, num_blocks, own.block_size)
+        else:
+            self._model = BatchedModel(
+                model, own.max_num_seqs, own.block_size, num_blocks, own.image_cache_bytes,
+                adapters or {},
+            )  # fmt: skip
         self._changed = threading.Condition()
         # Behind the lock: what other threads change.
         self._waiting: deque[_Sequence] = deque()

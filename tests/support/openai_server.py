@@ -15,12 +15,14 @@ from typing import Any, cast
 import numpy as np
 from PIL import Image
 
+from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.serving.engine import Engine, EngineFull, Event, Request, Sampling
 from paddle_vl.serving.grammars import Grammars
 from paddle_vl.serving.openai_app import AppSettings, OpenAIApp, OpenAIServer
 from paddle_vl.serving.openai_calls import ServedModel
 from paddle_vl.serving.prompts import MediaRules, Prompts
+from paddle_vl.testing import tiny_qwen3_vl_config
 
 WAIT_S = 60
 
@@ -160,6 +162,17 @@ def template_processor(folder: Path) -> VLProcessor:
     VLProcessor.from_texts([" ".join(words)], 400, patch_size=4).save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(_TEMPLATE)
     return VLProcessor.from_pretrained(folder, earlier_reasoning="drop")
+
+
+def model_folder(folder: Path) -> Path:
+    """A model that fits `template_processor`, and gives other answers to other questions."""
+    processor = template_processor(folder)
+    values = tiny_qwen3_vl_config(vocab_size=448, initializer_range=1.0).to_dict()
+    ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    values |= {name: getattr(processor, name) for name in ids}
+    config = Qwen3VLConfig.from_dict(values)
+    Qwen3VLForConditionalGeneration.from_config(config).save_pretrained(folder)
+    return folder
 
 
 def joined(stream) -> list[dict]:

@@ -3,7 +3,7 @@
 Shapes: B batch, L prompt length, C capacity of the cache, M visual embeddings, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -108,8 +108,25 @@ class ExportedQwen3VL(Answers):
         prompt_BL, mask_BL = checked_prompts(id_rows(input_ids), attention_mask)
         images = _items("image", pixel_values, image_grid_thw)
         videos = _items("video", pixel_values_videos, video_grid_thw)
-        decoder = _Decoder(self, prompt_BL, mask_BL, images, videos, config.max_new_tokens)
+        decoder = ExportedDecoder(self, prompt_BL, mask_BL, images, videos, config.max_new_tokens)
         return chosen_tokens(decoder, prompt_BL, mask_BL, config, on_logits)
+
+    def decoder_of(self, ids_1L: np.ndarray, visual: Mapping[str, Any]) -> "ExportedDecoder":
+        """A decoder of one prompt, of `ids_1L` int64 and its pixels and grids as of the processor.
+
+        Raises:
+            ValueError: the grids do not fit the pixels or the prompt.
+        """
+        images, videos = (
+            _items(kind, visual.get(pixels), visual.get(f"{kind}_grid_thw"))
+            for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos"))
+        )
+        return ExportedDecoder(self, ids_1L, np.ones_like(ids_1L), images, videos, _CHUNK)
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self._sizes.vocab_size
 
     def visual_rows(
         self, prompt_BL: np.ndarray, images: _Items | None, videos: _Items | None
@@ -167,7 +184,7 @@ def _items(kind: str, pixels: np.ndarray | None, grid: np.ndarray | None) -> _It
     return _Items(np.asarray(pixels, dtype=np.float32), grid)
 
 
-class _Decoder:
+class ExportedDecoder:
     """A batch of prompts, with the keys and values so far in buffers `[B, K, C, H]`."""
 
     def __init__(
@@ -180,7 +197,7 @@ class _Decoder:
         max_new_tokens: int,
     ):
         self._model, self._prompt_BL, self._mask_BS = model, prompt_BL, mask_BL
-        self._items = images, videos
+        self._items: tuple[_Items | None, _Items | None] = images, videos
         sizes = model._sizes
         self._position_ids, rope_deltas_B = mrope_position_ids(
             prompt_BL,
@@ -196,7 +213,9 @@ class _Decoder:
         self._buffers: list[Tensor] = []
 
     def prefill(self) -> Tensor:
+        """Logits `[B, V]` float32 after the prompts."""
         visual_embeds, *levels = self._model.visual_rows(self._prompt_BL, *self._items)
+        self._items = None, None
         logits_BV, *keys_values = self._model._prefill(
             {
                 "input_ids": self._prompt_BL,
@@ -212,6 +231,7 @@ class _Decoder:
         return logits_BV
 
     def advance(self, token_B: np.ndarray) -> Tensor:
+        """Logits `[B, V]` float32 after one more token of each."""
         place, in_place = self._mask_BS.shape[1], self._model._writes_in_place
         if in_place and place == self._buffers[0].shape[2]:
             self._buffers = with_room(self._buffers, max(place, _CHUNK), axis=2)

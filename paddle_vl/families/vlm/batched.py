@@ -46,19 +46,28 @@ class Prompt:
     """
 
     def __init__(self, model: Any, input_ids: np.ndarray, visual: Mapping[str, Any], adapter: Any):
-        ids_L = np.asarray(input_ids)
-        vocab = model.config.text_config.vocab_size
-        if ids_L.ndim != 1 or not len(ids_L) or ids_L.dtype.kind not in "iu":
-            raise ValueError(f"input_ids has shape {ids_L.shape}: give one prompt, [L] of integers")
-        if not 0 <= ids_L.min() <= ids_L.max() < vocab:
-            raise ValueError(f"input_ids has ids outside the model's vocabulary of {vocab}")
-        self.ids_1L, self.length, self.adapter = ids_L[None].astype(np.int64), len(ids_L), adapter
+        self.ids_1L = checked_ids(input_ids, model.config.text_config.vocab_size)
+        self.length, self.adapter = self.ids_1L.size, adapter
         self.items = list(_items(visual))
         grids = [visual.get(name) for name in ("image_grid_thw", "video_grid_thw")]
         self.position_ids, deltas_1 = model.position_ids(self.ids_1L, None, *grids)
         self.next_position = self.length + int(deltas_1[0])
         # While the prompt runs.
         self.columns: Prompts | None = None
+
+
+def checked_ids(input_ids: np.ndarray, vocab: int) -> np.ndarray:
+    """The ids `[L]` of a prompt as `[1, L]` int64.
+
+    Raises:
+        ValueError: another shape, or ids outside the vocabulary.
+    """
+    ids_L = np.asarray(input_ids)
+    if ids_L.ndim != 1 or not len(ids_L) or ids_L.dtype.kind not in "iu":
+        raise ValueError(f"input_ids has shape {ids_L.shape}: give one prompt, [L] of integers")
+    if not 0 <= ids_L.min() <= ids_L.max() < vocab:
+        raise ValueError(f"input_ids has ids outside the model's vocabulary of {vocab}")
+    return ids_L[None].astype(np.int64)
 
 
 def _items(visual: Mapping[str, Any]) -> Iterator[_Item]:

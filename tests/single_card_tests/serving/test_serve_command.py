@@ -24,10 +24,17 @@ import openai
 import psutil
 import pytest
 
-from paddle_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-from paddle_vl.testing import tiny_qwen3_vl_config
+from paddle_vl import Qwen3VLForConditionalGeneration
 from tests.single_card_tests.serving.test_openai_server import JSON_SCHEMA
-from tests.support.openai_server import WAIT_S, asked, bomb, png, template_processor, uri
+from tests.support.openai_server import (
+    WAIT_S,
+    asked,
+    bomb,
+    model_folder,
+    png,
+    template_processor,
+    uri,
+)
 
 ANSWER = 12
 # With images of several sizes, and without.
@@ -38,15 +45,7 @@ QUESTIONS = [asked(uri(png(side))) for side in (16, 32, 64)] + [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    processor = template_processor(folder)
-    values = tiny_qwen3_vl_config(vocab_size=448, initializer_range=1.0).to_dict()
-    ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    values |= {name: getattr(processor, name) for name in ids}
-    Qwen3VLForConditionalGeneration.from_config(Qwen3VLConfig.from_dict(values)).save_pretrained(
-        folder
-    )
-    return folder
+    return model_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
