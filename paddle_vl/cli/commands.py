@@ -33,6 +33,12 @@ def evaluate(options: argparse.Namespace) -> int:
         refuse_given(options, _DATA_OPTIONS, "--env takes no data")
     if options.suite is not None:
         refuse_given(options, _OPTIONS_OF_FILES, f"the description {options.suite} says it")
+    if options.endpoint is None:
+        refuse_given(options, [_KEY], "without --endpoint no server is asked")
+    elif options.suite is None:
+        raise ValueError("--endpoint is asked a benchmark: give --suite")
+    else:
+        refuse_given(options, [BASE], "the model at --endpoint is served with what it needs")
     configure_runtime()
     from paddle_vl.families.base import EvaluationOptions
     from paddle_vl.train.evaluate import mean_losses
@@ -40,24 +46,30 @@ def evaluate(options: argparse.Namespace) -> int:
 
     if options.env is not None:
         return evaluate_in_simulator(options, model_folder_of(options.model))
-    folder, family = family_of_model(options.model, options.base)
-    evaluation = family.recipe_class().evaluation(
-        folder,
-        EvaluationOptions(
-            options.data or [],
-            options.batch_size,
-            max_length=options.max_length,
-            max_new_tokens=options.max_new_tokens,
-            limit=options.limit,
-            base=options.base,
-            chat_template_kwargs=options.chat_template_kwargs,
-            show=options.show,
-            predictions=None if options.predictions is None else Path(options.predictions),
-            metrics=options.metrics,
-            suite=options.suite,
-            json=None if options.json is None else Path(options.json),
-        ),
+    settings = EvaluationOptions(
+        options.data or [],
+        options.batch_size,
+        max_length=options.max_length,
+        max_new_tokens=options.max_new_tokens,
+        limit=options.limit,
+        base=options.base,
+        chat_template_kwargs=options.chat_template_kwargs,
+        show=options.show,
+        predictions=None if options.predictions is None else Path(options.predictions),
+        metrics=options.metrics,
+        suite=options.suite,
+        json=None if options.json is None else Path(options.json),
     )
+    if options.endpoint is not None:
+        from paddle_vl.families.vlm.endpoint import scores_at
+        from paddle_vl.serving.access import read_token
+
+        key = read_token(options.api_key_file, "OPENAI_API_KEY")
+        for text in scores_at(options.endpoint, options.model, key, settings):
+            print(text)
+        return 0
+    folder, family = family_of_model(options.model, options.base)
+    evaluation = family.recipe_class().evaluation(folder, settings)
     runner = ModelRunner(evaluation.model, evaluation.loss, evaluation.adapter)
     losses = None
     if evaluation.loader is not None:
@@ -81,13 +93,22 @@ _OPTIONS_OF_FILES = [
     number("--max-new-tokens", "longest answer, in tokens (default 64)", 64),
     number("--max-length", "longest sample, in tokens (default 2048)", 2048),
 ]
+_KEY = value(
+    "--api-key-file", "FILE", "file of the token of --endpoint (default: the variable "
+    "OPENAI_API_KEY, or no token)",
+)  # fmt: skip
 _DATA_OPTIONS = [
+    value(
+        "--endpoint", "URL", "ask the benchmark at a server with OpenAI's interface, such as "
+        "http://127.0.0.1:8000/v1 of paddle-vl serve, vLLM or SGLang; --model is the name there",
+    ),
+    _KEY,
     BASE,
     TEMPLATE,
     value("--data", "FILE", "files of conversations, as data.train takes them", nargs="+"),
     value("--suite", "FILE", "a benchmark, described in YAML like those of configs/suites"),
     *_OPTIONS_OF_FILES,
-    number("--batch-size", "samples at once (default 8)", 8),
+    number("--batch-size", "samples, or requests, at once (default 8)", 8),
     number("--limit", "use the first N samples (default: all)"),
     number("--show", "print N answers, evenly chosen from the data"),
     value(

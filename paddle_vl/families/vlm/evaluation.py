@@ -1,4 +1,7 @@
-"""Evaluation of a model folder on data files or a benchmark: losses, and the scores of answers."""
+"""Evaluation of a model folder on data files or a benchmark: losses, and the scores of answers.
+
+Over 350 lines: the way of a question to its answer, its scores and what is told of them.
+"""
 
 import json
 import os
@@ -24,6 +27,7 @@ from paddle_vl.families.vlm.objective import VLBatchAdapter, VLLoss
 from paddle_vl.families.vlm.processor_fit import check_processor_fits, model_collator
 from paddle_vl.families.vlm.settings import VLDataConfig
 from paddle_vl.families.vlm.suite import open_suite, read_suite
+from paddle_vl.files.text_file import write_text
 from paddle_vl.generation.config import GenerationConfig
 
 NO_TASK = "(no task)"
@@ -169,29 +173,39 @@ def build_evaluation(
         answers = generated_answers(model, processor, dataset, options.batch_size, generation)
         if losses is not None:
             yield f"loss per answer token: {losses.loss:.4f} ({losses.counts['loss']} tokens)"
-        scores, scored = scorer(answers)
-        content = {"scores": scores, "settings": settings}
-        if options.metrics or suite is not None:
-            answers = scored
-            # One line for each group.
-            form = {"sort_keys": False, "allow_unicode": True, "default_flow_style": None}
-            yield yaml.safe_dump(content, width=1 << 20, **form).rstrip()
-        else:
-            yield exact_report(answers)
-        if options.show:
-            # Evenly distributed over the data.
-            some = answers[:: max(1, len(answers) // options.show)][: options.show]
-            yield "\n".join(["some answers:", *(answer.line for answer in some)])
-        if options.predictions:
-            lines = (json.dumps(each.to_dict(), ensure_ascii=False) + "\n" for each in answers)
-            options.predictions.write_text("".join(lines), encoding="utf-8")
-            yield f"answers written to {options.predictions}"
-        if options.json:
-            text = json.dumps(content, ensure_ascii=False, indent=2)
-            options.json.write_text(text + "\n", encoding="utf-8")
-            yield f"scores written to {options.json}"
+        yield from told_scores(answers, scorer, settings, options)
 
     return Evaluation(model, VLLoss(), VLBatchAdapter(), loader, report)
+
+
+def told_scores(
+    answers: Sequence[Answer],
+    scorer: "Scorer",
+    settings: Mapping[str, Any],
+    options: EvaluationOptions,
+) -> Iterator[str]:
+    """Score answers, write what is to be written, and tell it."""
+    scores, scored = scorer(answers)
+    content = {"scores": scores, "settings": settings}
+    if options.metrics or options.suite is not None:
+        answers = scored
+        # One line for each group.
+        form = {"sort_keys": False, "allow_unicode": True, "default_flow_style": None}
+        yield yaml.safe_dump(content, width=1 << 20, **form).rstrip()
+    else:
+        yield exact_report(answers)
+    if options.show:
+        # Evenly distributed over the data.
+        some = answers[:: max(1, len(answers) // options.show)][: options.show]
+        yield "\n".join(["some answers:", *(answer.line for answer in some)])
+    if options.predictions:
+        lines = (json.dumps(each.to_dict(), ensure_ascii=False) + "\n" for each in answers)
+        write_text(options.predictions, "".join(lines))
+        yield f"answers written to {options.predictions}"
+    if options.json:
+        text = json.dumps(content, ensure_ascii=False, indent=2)
+        options.json.write_text(text + "\n", encoding="utf-8")
+        yield f"scores written to {options.json}"
 
 
 def generated_answers(
