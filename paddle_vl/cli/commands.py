@@ -61,8 +61,8 @@ def evaluate(options: argparse.Namespace) -> int:
         json=None if options.json is None else Path(options.json),
     )
     if options.endpoint is not None:
-        from paddle_vl.families.vlm.endpoint import scores_at
         from paddle_vl.serving.access import read_token
+        from paddle_vl.serving.endpoint import scores_at
 
         key = read_token(options.api_key_file, "OPENAI_API_KEY")
         for text in scores_at(options.endpoint, options.model, key, settings):

@@ -171,7 +171,8 @@ _REFUSED = {
     "best_of": Foreign("ask for 'n' answers", (1,)),
     "echo": Foreign("the prompt is not repeated"),
     "logit_bias": Foreign("it is not supported"),
-    "reasoning_effort": Foreign("say it to the template, in 'chat_template_kwargs'"),
+    # lmms-eval sends OpenAI's default to every model with "o1" or "o3" in its name.
+    "reasoning_effort": Foreign("say it to the template, in 'chat_template_kwargs'", ("medium",)),
     "suffix": Foreign("answers continue a prompt", ("",)),
 }
 

@@ -22,8 +22,8 @@ from tests.support.openai_server import WAIT_S, asked, model_folder, png, servin
 
 SIDES = (16, 64, 32)
 SETTINGS = EngineSettings(
-    max_num_seqs=2, max_num_batched_tokens=4, kv_cache_tokens=80, block_size=4,
-    max_waiting_tokens=70,
+    max_num_seqs=2, max_num_batched_tokens=4, kv_cache_tokens=200, block_size=4,
+    max_waiting_tokens=400,
 )  # fmt: skip
 
 
@@ -95,9 +95,10 @@ def test_rules_stops_and_bounds_hold(exported, engine, prompts):
         submitted(text, {}, 3, adapter="doors")
     with pytest.raises(ValueError, match="image placeholder tokens in input_ids but"):
         submitted(text, visual, 3)
-    endless = submitted(text, {}, 50)
-    with pytest.raises(EngineFull, match="tokens of earlier requests wait, and at most 70 may"):
-        submitted(text, {}, 50)
+    endless, other = submitted(text, {}, 140), submitted(text, {}, 140)
+    with pytest.raises(EngineFull, match="tokens of earlier requests wait, and at most 400 may"):
+        submitted(text, {}, 140)
+    other.cancel()
     engine.start()
     next(iter(endless))
     events = [*submitted(ids, visual, 3, logprobs=2, stop_token_ids=(free[1],))]
