@@ -1,9 +1,10 @@
 """`paddle-vl serve` as a process, with a model, asked by several clients of the `openai` package.
 
-Guarantees: greedy answers of clients at once, streamed and not, with images and without, are those
-of `generate`; a schema is kept by the model; SIGTERM ends a stream that does not end with a reason,
-and the process with 0. Heavy: with 64 clients, some of which leave or send what is no request, no
-answer is lost or another's, memory stays, and at the end nothing is open.
+Guarantees: greedy answers of clients at once, streamed and not, with images and without, of the
+model and of adapters over it that `model` names, are those of `generate` with each; a schema is
+kept by the model; SIGTERM ends a stream that does not end with a reason, and the process with 0.
+Heavy: with 64 clients, some of which leave or send what is no request, no answer is lost or
+another's, memory stays, and at the end nothing is open.
 """
 
 import asyncio
@@ -20,11 +21,13 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
+import numpy as np
 import openai
 import psutil
 import pytest
 
 from paddle_vl import Qwen3VLForConditionalGeneration
+from paddle_vl.config.schema import LoRAConfig
 from tests.single_card_tests.serving.test_openai_server import JSON_SCHEMA
 from tests.support.openai_server import (
     WAIT_S,
@@ -48,11 +51,35 @@ def folder(tmp_path_factory):
     return model_folder(tmp_path_factory.mktemp("model"))
 
 
+ADAPTERS = {"doors": ["q_proj", "down_proj"], "gates": ["visual.*.linear_fc1", "v_proj"]}
+
+
 @pytest.fixture(scope="module")
-def process(folder):
+def adapters(folder, tmp_path_factory):
+    """Folders of adapters that change answers, by their names."""
+    made = {}
+    for seed, (name, targets) in enumerate(ADAPTERS.items()):
+        model, rng = (
+            Qwen3VLForConditionalGeneration.from_pretrained(folder),
+            np.random.default_rng(seed),
+        )
+        model.add_lora(LoRAConfig(target_modules=targets, r=4, lora_alpha=8))
+        model.materialize_all()
+        for item in model.stored_parameters():
+            if ".lora_" in item.key:
+                drawn = rng.normal(scale=0.5, size=item.parameter.shape).astype(np.float32)
+                item.parameter.set_value(item.parameter.numpy() + drawn)
+        made[name] = tmp_path_factory.mktemp(name)
+        model.save_adapter(made[name])
+    return made
+
+
+@pytest.fixture(scope="module")
+def process(folder, adapters):
     command = [
         sys.executable, "-m", "paddle_vl", "serve", str(folder), "--port", "0", "--grace", "0.5",
         "--served-model-name", "tiny", "--max-body-mb", "1", "--kv-cache-tokens", "8192",
+        "--lora-modules", *(f"{name}={path}" for name, path in adapters.items()),
     ]  # fmt: skip
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         yield process
@@ -69,31 +96,44 @@ def client(process):
     pytest.fail("the server did not start")
 
 
-def test_clients_at_once_get_the_answers_of_generate(folder, client):
-    model = Qwen3VLForConditionalGeneration.from_pretrained(folder)
-    processor = template_processor(folder)
-    wanted = []
+def generated(folder, base=None) -> list[str]:
+    """Greedy answers of `generate` to the questions."""
+    model = Qwen3VLForConditionalGeneration.from_pretrained(folder, base=base)
+    processor = template_processor(base or folder)
+    answers = []
     for messages in QUESTIONS:
         parts = messages[0]["content"]
         is_text = isinstance(parts, str)
         text = parts if is_text else f"<image>{parts[1]['text']}"
         inputs = processor(messages=[{"role": "user", "content": text}],
-                           images=[] if is_text else [png(16 << len(wanted))])  # fmt: skip
+                           images=[] if is_text else [png(16 << len(answers))])  # fmt: skip
         ids = model.generate(**inputs, max_new_tokens=ANSWER, do_sample=False)[0]
         ends = [place for place, each in enumerate(ids) if each in processor.eos_token_ids]
-        wanted.append(processor.decode(ids[: ends[0]] if ends else ids))
+        answers.append(processor.decode(ids[: ends[0]] if ends else ids))
+    return answers
 
-    def ask(number: int) -> str:
-        settings = {"model": "tiny", "messages": QUESTIONS[number % 6], "max_tokens": ANSWER}
+
+def test_clients_at_once_get_the_answers_of_generate(folder, adapters, client):
+    wanted = {"tiny": generated(folder)}
+    wanted |= {name: generated(path, folder) for name, path in adapters.items()}
+    assert min(len(set(each)) for each in wanted.values()) > 3
+    assert len({str(each) for each in wanted.values()}) == 3
+
+    def ask(name: str, place: int, stream: bool) -> str:
+        settings = {"model": name, "messages": QUESTIONS[place], "max_tokens": ANSWER}
         create = client.chat.completions.create
-        if number < 6:
+        if not stream:
             return create(temperature=0, **settings).choices[0].message.content
-        stream = create(temperature=0, stream=True, **settings)
-        return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        chunks = create(temperature=0, stream=True, **settings)
+        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
+    # Neighbours have different models.
+    asked = [(name, i, stream) for i in range(6) for stream in (False, True) for name in wanted]
     with ThreadPoolExecutor(12) as clients:
-        assert [*clients.map(ask, range(12))] == wanted * 2
-    assert len(set(wanted)) > 3
+        found = [*clients.map(lambda each: ask(*each), asked)]
+    assert found == [wanted[name][i] for name, i, _ in asked]
+    listed = {each.id: each.parent for each in client.models.list()}
+    assert listed == {"tiny": None, "doors": "tiny", "gates": "tiny"}
 
 
 def test_a_model_keeps_a_schema(client):
@@ -115,8 +155,9 @@ async def client_of_many(client, number: int, end: float, wanted: dict, came: Co
     rng = random.Random(number)
     create = client.chat.completions.create
     while time.monotonic() < end:
-        place, kind = rng.randrange(len(wanted)), rng.choice("whole stream leave late bad".split())
-        settings = {"model": "tiny", "messages": QUESTIONS[place], "temperature": 0}
+        (name, place), answer = rng.choice([*wanted.items()])
+        kind = rng.choice("whole stream leave late bad".split())
+        settings = {"model": name, "messages": QUESTIONS[place], "temperature": 0}
         try:
             if kind == "bad":
                 await create(**{**settings, "messages": rng.choice([BOMB, LARGE])})
@@ -130,10 +171,10 @@ async def client_of_many(client, number: int, end: float, wanted: dict, came: Co
             elif kind == "stream":
                 stream = await create(max_tokens=ANSWER, stream=True, **settings)
                 pieces = [each.choices[0].delta.content or "" async for each in stream]
-                assert "".join(pieces) == wanted[place]
+                assert "".join(pieces) == answer
             else:
                 found = await create(max_tokens=ANSWER, **settings)
-                assert found.choices[0].message.content == wanted[place]
+                assert found.choices[0].message.content == answer
             came[kind] += 1
         except asyncio.TimeoutError:
             came["left"] += 1
@@ -146,10 +187,11 @@ async def client_of_many(client, number: int, end: float, wanted: dict, came: Co
 @pytest.mark.heavy
 def test_it_holds_with_64_clients(process, client):
     """PADDLE_VL_LOAD_SECONDS says for how long; 20 without it."""
-    settings = {"model": "tiny", "temperature": 0, "max_tokens": ANSWER}
+    settings = {"temperature": 0, "max_tokens": ANSWER}
     create = client.chat.completions.create
     wanted = {
-        place: create(messages=each, **settings).choices[0].message.content
+        (name, place): create(model=name, messages=each, **settings).choices[0].message.content
+        for name in ("tiny", *ADAPTERS)
         for place, each in enumerate(QUESTIONS)
     }
     memory, came = psutil.Process(process.pid).memory_info, Counter()
