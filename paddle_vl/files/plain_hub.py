@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _ATTEMPTS, _TIMEOUT_S, _BLOCK = 5, 30, 1 << 20
 _LATER = "try again later"
 # Not all of OSError, which a full disk raises too.
-BROKEN = (URLError, ConnectionError, TimeoutError, ssl.SSLError, HTTPException)
+_BROKEN = (URLError, ConnectionError, TimeoutError, ssl.SSLError, HTTPException)
 
 
 class ListedFile(NamedTuple):
@@ -176,7 +176,7 @@ class PlainHub(ABC):
         try:
             with self._opened(address) as answer:
                 content = answer.read()
-        except BROKEN as error:
+        except _BROKEN as error:
             raise self._explained(str(name), error) from error
         return parse_json_object(content, Path(address), self._listing, _LATER)
 
@@ -207,9 +207,12 @@ class PlainHub(ABC):
 
     def _opened(self, address: str, start: int = 0) -> HTTPResponse:
         """The answer to a GET, of a file from a byte on."""
-        token = os.environ.get(self.token_variable)
-        private = self.token_headers(token) if token else {}
-        return opened(address, {"Range": f"bytes={start}-"} if start else {}, private, _TIMEOUT_S)
+        request = Request(address, headers={"Range": f"bytes={start}-"} if start else {})
+        if token := os.environ.get(self.token_variable):
+            # Not for the other hosts that requests for large files are redirected to.
+            for header, value in self.token_headers(token).items():
+                request.add_unredirected_header(header, value)
+        return build_opener(_Redirects).open(request, timeout=_TIMEOUT_S)
 
     def _download(self, address: str, part: Path, file: ListedFile, what: str) -> None:
         """Write the file to `part`, going on with the bytes that are there already."""
@@ -229,7 +232,7 @@ class PlainHub(ABC):
                 ):
                     while stream.tell() <= file.size and (block := answer.read(_BLOCK)):
                         stream.write(block)
-            except BROKEN as error:
+            except _BROKEN as error:
                 if isinstance(error, HTTPError) and error.code < 500:
                     raise self._explained(what, error) from error
                 failure = error
@@ -247,27 +250,6 @@ class PlainHub(ABC):
         elif isinstance(error, HTTPError) and error.code == 404:
             remedy = "there is no such model or revision: check both (of a local folder: the path)"
         return RuntimeError(f"{what}: {remedy} ({error})")
-
-
-def opened(
-    address: str,
-    headers: Mapping[str, str],
-    private: Mapping[str, str],
-    timeout_s: float,
-    body: bytes | None = None,
-) -> HTTPResponse:
-    """The answer to a GET, or with a body to a POST.
-
-    Args:
-        private: headers that are not for the other hosts that a request may be redirected to.
-
-    Raises:
-        One of `BROKEN`, of which `HTTPError` is a refusal.
-    """
-    request = Request(address, body, {**headers})
-    for header, value in private.items():
-        request.add_unredirected_header(header, value)
-    return build_opener(_Redirects).open(request, timeout=timeout_s)
 
 
 class _Redirects(HTTPRedirectHandler):

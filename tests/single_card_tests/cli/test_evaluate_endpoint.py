@@ -78,7 +78,7 @@ def test_answers_and_scores_are_those_of_the_model(folder, tmp_path, capsys):
         code, _, lines = evaluated(tmp_path, "tiny", suite, *at, "--batch-size", "1")
         told = capsys.readouterr().err
         assert (code, [line["sample"][-1] for line in lines]) == (1, ["1", "2"])
-        assert "rows.jsonl:3: http" in told
+        assert "rows.jsonl:3: no answer of http" in told
         assert "maximum context length is 120" in told
 
 
