@@ -28,11 +28,12 @@ class Tab:
     """A page in a tab.
 
     Attributes:
-        problems: what its console has to say.
+        problems: what the console of the page that is open has to say.
     """
 
     def __init__(self, socket: Any):
         self._socket, self._ids, self.problems = socket, itertools.count(), []
+        self._has_loaded = False
         for domain in ("Runtime", "Log", "Page"):
             self.call(f"{domain}.enable")
 
@@ -40,12 +41,18 @@ class Tab:
         """The result of a method of the protocol."""
         sent = {"id": next(self._ids), "method": method, "params": params}
         self._socket.send(json.dumps(sent))
-        while "result" not in (got := json.loads(self._socket.recv(WAIT_S))):
-            assert "error" not in got, got
-            if got["method"] in ("Runtime.exceptionThrown", "Log.entryAdded"):
-                self.problems.append(json.dumps(got["params"]))
-        assert got["id"] == sent["id"]
+        while "id" not in (got := self._heard()):
+            pass
+        assert "result" in got, got
         return got["result"]
+
+    def _heard(self) -> dict[str, Any]:
+        """An answer, or an event, of which some are noted."""
+        got = json.loads(self._socket.recv(WAIT_S))
+        self._has_loaded |= got.get("method") == "Page.loadEventFired"
+        if got.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded"):
+            self.problems.append(json.dumps(got["params"]))
+        return got
 
     def run(self, script: str) -> Any:
         """The value of an expression in the page."""
@@ -55,19 +62,25 @@ class Tab:
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
-    def wait(self, script: str) -> Any:
-        """The value of an expression once it is true."""
+    def text(self, selector: str) -> str:
+        """The text of an element, seen or not."""
+        return self.run(f"document.querySelector({selector!r}).textContent")
+
+    def wait(self, script: str) -> None:
+        """Until an expression is true."""
         end = time.monotonic() + WAIT_S
-        while not (value := self.run(script)):
+        while not self.run(f"Boolean({script})"):
             assert time.monotonic() < end, (script, self.run("document.body.innerText"))
             time.sleep(0.02)
-        return value
 
-    def open(self, address: str, width: int, height: int, is_phone: bool = False) -> None:
+    def open(self, address: str, width: int, height: int, *, is_phone: bool = False) -> None:
+        """Go to an address, with a window of this size or as a phone with one."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": is_phone}
         self.call("Emulation.setDeviceMetricsOverride", **size)
+        self.problems, self._has_loaded = [], False
         self.call("Page.navigate", url=address)
-        self.wait(f"location.href === {address!r} && document.readyState === 'complete'")
+        while not self._has_loaded:
+            self._heard()
 
     def type(self, text: str) -> None:
         self.call("Input.insertText", text=text)
@@ -99,29 +112,23 @@ class Tab:
 
 
 @contextmanager
-def tabs(profile: Path, *flags: str) -> Iterator[Any]:
-    """A function that opens a tab; all are closed with the block."""
+def browser(profile: Path, *flags: str) -> Iterator[Tab]:
+    """The tab of a browser that ends with the block."""
     usual = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"]
-    command = [str(BROWSER), *usual, *flags, f"--user-data-dir={profile}", "about:blank"]
+    quiet = ["--no-first-run", "--disable-background-networking", "--disable-component-update"]
+    command = [str(BROWSER), *usual, *quiet, *flags, f"--user-data-dir={profile}", "about:blank"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         port, end = profile / "DevToolsActivePort", time.monotonic() + WAIT_S
         while not (port.exists() and "\n" in port.read_text()):
-            assert process.poll() is None and time.monotonic() < end
+            assert process.poll() is None
+            assert time.monotonic() < end
             time.sleep(0.05)
-        root = f"http://127.0.0.1:{port.read_text().split()[0]}/json/new?about:blank"
-
-        @contextmanager
-        def opened() -> Iterator[Tab]:
-            asked = urllib.request.Request(root, method="PUT")
-            with urllib.request.urlopen(asked, timeout=WAIT_S) as answer:
-                address = json.load(answer)["webSocketDebuggerUrl"]
-            with connect(address, max_size=None) as socket:
-                tab = Tab(socket)
-                yield tab
-                tab.call("Page.close")
-
-        yield opened
+        root = f"http://127.0.0.1:{port.read_text().split()[0]}/json"
+        with urllib.request.urlopen(root, timeout=WAIT_S) as answer:
+            found = next(each for each in json.load(answer) if each["type"] == "page")
+        with connect(found["webSocketDebuggerUrl"], max_size=None) as socket:
+            yield Tab(socket)
     finally:
         process.terminate()
         process.wait(WAIT_S)
