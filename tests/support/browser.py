@@ -20,7 +20,7 @@ BROWSER = next(
     filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None
 )
 WAIT_S = 60
-_CODES = {"Enter": 13, "Escape": 27, "Tab": 9, " ": 32}
+_CODES = {"Enter": 13, "Escape": 27, "Tab": 9, " ": 32, "ArrowDown": 40}
 _SHIFT = 8
 
 

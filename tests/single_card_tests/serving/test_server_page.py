@@ -178,8 +178,8 @@ def test_boxes_are_those_of_the_reader(page):
 
 def test_boxes_are_drawn_at_their_pixels(page, served, tmp_path):
     served.engine.answers[:] = [ANSWERS[0]]
-    page.drop([drawn(tmp_path / "a.png")])
-    page.wait("draft.length")
+    page.drop([drawn(tmp_path / "a.png"), drawn(tmp_path / "b.png")])
+    page.wait("draft.length === 2")
     asked(page, served, "Where?")
     page.wait(f"{ENDED} && document.querySelector('.seen img').complete")
     assert page.text("figure ol") == "door: x 20 to 100, y 20 to 80unnamed: x 1, y 1"
@@ -192,6 +192,10 @@ def test_boxes_are_drawn_at_their_pixels(page, served, tmp_path):
         assert seen.getpixel(at) == BOX, at
     for at in ((left - 4, y + 50), (right + 3, y + 50), (x + 50, bottom + 3)):
         assert seen.getpixel(at) == (255, 255, 255), at
+    page.run("document.querySelector('figure select').focus()")
+    page.press("ArrowDown")
+    page.wait("document.querySelector('.seen img').alt === 'b.png with marks'")
+    assert page.run("document.querySelectorAll('.seen .box').length") == 1
 
 
 @pytest.mark.parametrize("way", ["Escape", "stop", "new"])
