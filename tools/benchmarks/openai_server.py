@@ -29,7 +29,7 @@ import harness
 from harness import Result, Table
 from served import started
 
-OURS, HF, HF_BATCHED = "paddle-vl", "transformers", "transformers, continuous batching"
+OURS, HF = "paddle-vl", "transformers"
 QUESTION = "Which digit is this? Describe the picture, the paper and the ink. " * 4
 
 
@@ -60,8 +60,8 @@ def start(options: argparse.Namespace, side: str, model: str) -> AbstractContext
     if side == OURS:
         command = [sys.executable, "-m", "paddle_vl", "serve", model, "--port", "0"]
         return started(command, address, address, **threads)
-    batches = ["--continuous-batching"] if side == HF_BATCHED else []
-    command = [options.against, "-m", "transformers.cli.transformers", "serve", model, *batches]
+    # Its continuous batching is for models without images.
+    command = [options.against, "-m", "transformers.cli.transformers", "serve", model]
     command += ["--port", "0", "--device", "cpu", "--dtype", "float32"]
     return started(command, address, rf"running on {address}", PYTHONUNBUFFERED="1", **threads)
 
@@ -128,8 +128,7 @@ def compare(options: argparse.Namespace, work: Path) -> Result:
     """A row per side and number of clients."""
     harness.make_data("qwen3_vl", work / "data")
     harness.launch(write_model, work / "run", work=work)
-    others = [HF, HF_BATCHED] if options.against else []
-    sides = [OURS, *(side for side in others if side not in options.without)]
+    sides = [OURS, HF] if options.against else [OURS]
     model = str(work / "model")
     rounds = harness.in_rounds(sides, options.rounds, lambda side: measure(options, model, side))
     rows = []
@@ -155,9 +154,6 @@ def compare(options: argparse.Namespace, work: Path) -> Result:
 if __name__ == "__main__":
     made = harness.parser(__doc__)
     made.add_argument("--against", metavar="PYTHON", help="interpreter with transformers[serving]")
-    made.add_argument(
-        "--without", nargs="*", default=[], choices=[HF, HF_BATCHED], help="sides that are left out"
-    )
     made.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32], help="(1 8 32)")
     harness.add_count(made, "requests", 2, "requests of each client")
     harness.add_count(made, "tokens", 32, "tokens of an answer")
