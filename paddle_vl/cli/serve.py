@@ -222,8 +222,8 @@ SERVE = Command(
     "answer clients of OpenAI's interface, many at once",
     "Serve a model that answers at /v1/chat/completions, /v1/completions and /v1/models, with "
     "images, videos, tools, reasoning and JSON schemas. Requests join and leave one running batch. "
-    "The port also answers GET /health and /metrics. SIGTERM and SIGINT end it, after what was "
-    "asked is answered.",
+    "The port also answers GET / with a page to try the model, /health and /metrics. SIGTERM and "
+    "SIGINT end it, after what was asked is answered.",
     "examples:\n  paddle-vl serve --model runs/doors --port 8000\n"
     "  paddle-vl serve Qwen/Qwen3-VL-2B-Instruct --lora-modules doors=runs/doors",
     [

@@ -31,6 +31,8 @@ from paddle_vl.families.vlm.suite import Suite, open_suite, read_suite
 from paddle_vl.generation.config import GenerationConfig
 
 _TIMEOUT_S, _MOST_WAIT_S, _SHOWN = 3600.0, 600.0, 500
+_BROKEN = (OSError, HTTPException)
+_NO_ANSWER = (ValueError, LookupError, TypeError, AttributeError)  # Of another form.
 # Settings of generation by their names in requests.
 _NAMES = {"max_new_tokens": "max_tokens", "eos_token_id": "stop_token_ids"} | {
     name: name for name in ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
@@ -140,7 +142,7 @@ class _Endpoint:
                         seconds = min(max(float(error.headers["Retry-After"]), 0.1), _MOST_WAIT_S)
                     waited += seconds
                     self.is_over.wait(seconds)
-        except (OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (*_BROKEN, *_NO_ANSWER) as error:
             told = str(error) or repr(error)
             if isinstance(error, HTTPError):
                 told += f" {error.read(_SHOWN).decode(errors='replace')}"

@@ -37,6 +37,7 @@ from paddle_vl.serving.openai_answer import (
 )
 from paddle_vl.serving.openai_calls import Call, ServedModel, chat_call, completion_call
 from paddle_vl.serving.openai_protocol import ApiError
+from paddle_vl.serving.page import page_response
 
 Read = Callable[[ServedModel, bytes], Call]
 logger = logging.getLogger(__name__)
@@ -90,8 +91,10 @@ class OpenAIApp:
             },
             dict.fromkeys((REQUEST_SECONDS, FIRST_SECONDS, NEXT_SECONDS), _BUCKETS),
         )
+        self._page_response = page_response()
         self._starlette = Starlette(
             routes=[
+                Route("/", self._page),
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
                 Route("/v1/models", self._models),
@@ -135,15 +138,19 @@ class OpenAIApp:
 
     def _refused(self, scope: Any) -> Response | None:
         """The refusal of who may not ask."""
-        if scope["path"] == "/health":
+        if scope["path"] in ("/health", "/"):
             return None
         headers = Headers(scope=scope)
         if _is_foreign_page(headers, self.settings.token is not None):
-            return refusal(ApiError(403, "pages of other servers may not ask this one"))
+            reason = "pages of other servers may not ask this one; without a token its own is at "
+            return refusal(ApiError(403, f"{reason}localhost or the number of its address"))
         if not is_allowed(headers.get("authorization"), self.settings.token):
             reason = "Incorrect API key provided: send the server's as a bearer token"
             return refusal(ApiError(401, reason, code="invalid_api_key"))
         return None
+
+    async def _page(self, request: HttpRequest) -> Response:
+        return self._page_response
 
     async def _health(self, request: HttpRequest) -> Response:
         text = "stopping" if self.is_stopping else "ok"

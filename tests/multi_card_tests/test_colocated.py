@@ -72,7 +72,6 @@ LAYOUTS = {
     },
     4: {
         "pp2 dp2": [PP2, DP2],
-        "pp2 mp2 with sequence parallelism, encoder mp2": [PP2, *SP, encoder_mp(2), STATE],
     },
 }
 HEAVY = {
@@ -83,6 +82,7 @@ HEAVY = {
     },
     4: {
         "pp2 dp2, encoder mp2": [PP2, DP2, encoder_mp(2), STATE],
+        "pp2 mp2 with sequence parallelism, encoder mp2": [PP2, *SP, encoder_mp(2), STATE],
         "pp2 sharding2, encoder mp4": [PP2, SHARDING2, encoder_mp(4)],
         "pp4 interleaved": [PP4, VIRTUAL, *micro_batches(8)],
         "pp2 dp2, encoder mp4": [PP2, DP2, encoder_mp(4), RECOMPUTE],
@@ -207,13 +207,20 @@ def test_a_value_that_is_not_finite_skips_the_update_of_both_parts(run_file, tmp
         assert steps == {"good": [True, False, True], "changed": [True, False, True]}
 
 
-# The toy of `test_colocated_schedule` has frozen parts and steps with few items too.
-ON_TOY = ("frozen blocks, rate of the mergers", "few images", "frozen decoder", "text only")
+# The toy of `test_colocated_schedule` has frozen parts and steps with few items too, and
+# `test_lora` adapters.
+ELSEWHERE = (
+    "adapters in the decoder and the divided tower",
+    "frozen blocks, rate of the mergers",
+    "few images",
+    "frozen decoder",
+    "text only",
+)
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.heavy] * (name in ON_TOY)) for name in VARIANTS],
+    [pytest.param(name, marks=[pytest.mark.heavy] * (name in ELSEWHERE)) for name in VARIANTS],
 )
 def test_other_runs_equal_one_device(run_file, tmp_path, name):
     settings, layout = VARIANTS[name]

@@ -148,10 +148,10 @@ class TestRuns(EqualsOneDevice):
     topologies: ClassVar = {
         "pp2": (2, [COLOCATED, PP2, STATE, OFFLOAD, RECOMPUTE]),
         "divided tower": (2, [COLOCATED, PP2, encoder_mp(2)]),
-        "pp2 dp2": (4, [COLOCATED, PP2, DP2, encoder_mp(4)]),
-        "sequence parallelism": (4, [COLOCATED, PP2, *SP]),
     }
     heavy: ClassVar = {
+        "pp2 dp2": (4, [COLOCATED, PP2, DP2, encoder_mp(4)]),
+        "sequence parallelism": (4, [COLOCATED, PP2, *SP]),
         "fan-in": (4, [COLOCATED, PP2, DP2]),
         "sharding": (4, [COLOCATED, PP2, "parallel.sharding_degree=2", encoder_mp(2), STATE]),
         "cost": (2, [COLOCATED, PP2, "parallel.pp_split=cost"]),
@@ -187,7 +187,7 @@ class TestRuns(EqualsOneDevice):
 
     @pytest.mark.parametrize("name", ["pp2", pytest.param("pp2 dp2", marks=pytest.mark.heavy)])
     def test_a_plain_run_continues_colocated(self, run_file, one_device, tmp_path, name):
-        size, layout = self.topologies[name]
+        size, layout = {**self.topologies, **self.heavy}[name]
         settings = [*common(run_file, num_data_parts(layout)), *layout]
         shutil.copytree(one_device / "checkpoint-2", tmp_path / "checkpoint-2")
         launch(train, size, arguments=(run_file, tmp_path, [*settings, RESUME]))

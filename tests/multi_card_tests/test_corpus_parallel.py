@@ -47,11 +47,11 @@ def worker(run_file: str, one_device: str, output_dir: str, overrides: list[str]
 
 class TestMix(EqualsOneDevice):
     topologies: ClassVar = {
-        "sharding2 stage 3": (2, [*SHARDING, STAGE_3]),
         "pp2": (2, PP),
         "mp2": (2, ["parallel.mp_degree=2"]),
     }
     heavy: ClassVar = {
+        "sharding2 stage 3": (2, [*SHARDING, STAGE_3]),
         "colocated pp2": (2, [*PP, "parallel.schedule=colocated"]),
         "mp2 with sequence parallelism": (2, SP),
     }

@@ -13,6 +13,7 @@ with sharded parameters:
 
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import paddle
@@ -141,6 +142,9 @@ class TestLoRA(EqualsOneDevice):
 
 class TestDoRA(TestLoRA):
     """In a pipeline the last stage has nothing to train in the first two steps."""
+
+    topologies: ClassVar = {"pp2": TOPOLOGIES["pp2"]}
+    heavy: ClassVar = {n: how for n, how in TOPOLOGIES.items() if n != "pp2"}
 
     @classmethod
     def settings(cls, run_file: Path, num_data_parts: int) -> list[str]:

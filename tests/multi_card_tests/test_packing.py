@@ -29,13 +29,15 @@ PACKED = ["data.packing=true", "data.packing_length=192", "train.gradient_accumu
 PACKED += ["data.max_vision_tokens_per_row=20", "data.max_length=96"]
 TOPOLOGIES = {
     "mp2 with sequence parallelism": (2, ["parallel.mp_degree=2", *SP, "train.recompute=full"]),
+}
+HEAVY = {
     "pp2": (2, PP),
     "sharding2 stage 3": (2, [*SHARDING, STAGE_3]),
 }
 
 
 class TestPacking(EqualsOneDevice):
-    topologies = TOPOLOGIES
+    topologies, heavy = TOPOLOGIES, HEAVY
 
     @classmethod
     def settings(cls, run_file: Path, num_data_parts: int) -> list[str]:

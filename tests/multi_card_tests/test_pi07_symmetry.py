@@ -214,6 +214,7 @@ def test_goals_cost_frames_of_the_tower_where_they_are_and_no_collective(outcome
     assert all(kinds == sent[0] for kinds in sent)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", MODEL_PARALLEL)
 def test_ranks_that_share_matrices_as_well_send_the_same(model_parallel_outcomes, name):
     runs = outcome_of(model_parallel_outcomes, name)

@@ -86,9 +86,9 @@ class TestPairs(EqualsOneDevice):
     topologies: ClassVar = {
         "mp2 with sequence parallelism": (2, [*MP2, "train.recompute=full"]),
         "pp2": (2, PP),
-        "sharding2 stage 3": (2, [*SHARDING, STAGE_3]),
     }
     heavy: ClassVar = {
+        "sharding2 stage 3": (2, [*SHARDING, STAGE_3]),
         "dp2": (2, ["parallel.dp_degree=2"]),
         "sharding2 stage 1": (2, SHARDING),
         "sharding2 stage 2": (2, [*SHARDING, "parallel.sharding_stage=2"]),

@@ -36,7 +36,7 @@ def profile(run_file: Path, out: Path, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize("name", [pytest.param("dp", marks=pytest.mark.heavy), "pipeline"])
 def test_profile_has_both_processes(run_file, tmp_path, name):
     text = profile(run_file, tmp_path, *TOPOLOGIES[name])
     result = json.loads((tmp_path / "profile.json").read_text())

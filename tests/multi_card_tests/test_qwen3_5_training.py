@@ -69,9 +69,9 @@ class TestDense(_Runs):
     topologies = {  # noqa: RUF012
         "mp2 with sequence parallelism": (2, [*MP, "train.recompute=attention"]),
         "pp2": (2, [*PP, "parallel.pp_split=cost"]),
-        "sharding2 stage 3": (2, [*SHARDING, STAGE_3]),
     }
     heavy = {  # noqa: RUF012
+        "sharding2 stage 3": (2, [*SHARDING, STAGE_3]),
         "mp2": (2, ["parallel.mp_degree=2"]),
         "dp2": (2, ["parallel.dp_degree=2"]),
         "sharding2 stage 1": (2, [*SHARDING]),

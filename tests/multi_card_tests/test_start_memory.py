@@ -261,6 +261,7 @@ def test_the_weights_are_those_of_a_whole_model(outcomes, name, dtype):
     assert outcome_of(outcomes, f"{name} {dtype} values") == [[], []]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("dtype", "stage"), [(dtype, stage) for dtype, of in STAGES_OF_PARTS.items() for stage in of]
 )
@@ -270,6 +271,7 @@ def test_parts_of_matrices_need_no_more_either(outcomes_of_parts, name, dtype, s
         assert peak <= allowed
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SPLIT)
 def test_parts_of_matrices_are_those_of_a_whole_model(outcomes_of_parts, name, dtype):

@@ -26,7 +26,16 @@ SAVED = {
 }
 
 
-@pytest.mark.parametrize("case", SAVED)
+HEAVY = (
+    "Ctrl-C with data workers",
+    "SIGTERM in a burst to --nproc",
+    "SIGTERM to one rank of fleetrun",
+)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.heavy] * (case in HEAVY)) for case in SAVED]
+)
 def test_a_request_to_stop_saves_the_step_in_progress(run_file, tmp_path, case):
     start, number, target, times, overrides, code = SAVED[case]
     with SignalledRun(start, run_file, tmp_path / "out", [*ENDLESS, *overrides]) as run:
@@ -37,7 +46,7 @@ def test_a_request_to_stop_saves_the_step_in_progress(run_file, tmp_path, case):
     assert ended.checkpoints == [f"checkpoint-{ended.last_step}"], ended.output
 
 
-@pytest.mark.parametrize("start", ["nproc", "fleetrun"])
+@pytest.mark.parametrize("start", [pytest.param("nproc", marks=pytest.mark.heavy), "fleetrun"])
 def test_ranks_whose_launcher_is_killed_save_and_end(run_file, tmp_path, start):
     with SignalledRun(start, run_file, tmp_path / "out", [*ENDLESS, *WORKERS]) as run:
         run.wait_for_steps()

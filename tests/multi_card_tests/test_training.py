@@ -50,12 +50,12 @@ TOPOLOGIES = {
         ["parallel.mp_degree=2", *SP, "train.recompute=attention"],
     ),
     "pp2": (2, [*PP, "parallel.pp_split=cost", "train.recompute=full"]),
-    "sharding2 stage 1": (2, [*SHARDING, "parallel.sharding_stage=1"]),
     "sharding2 stage 3": (2, [*SHARDING, STAGE_3, "train.recompute=act"]),
-    "mp2 pp2 with sequence parallelism": (4, ["parallel.mp_degree=2", *PP, *SP]),
 }
 # Cases for machines with more than two cores.
 HEAVY = {
+    "mp2 pp2 with sequence parallelism": (4, ["parallel.mp_degree=2", *PP, *SP]),
+    "sharding2 stage 1": (2, [*SHARDING, "parallel.sharding_stage=1"]),
     "mp2": (2, ["parallel.mp_degree=2", "parallel.vision=replicate"]),
     "pp2 dualpipev": (2, [*PP, "parallel.pp_schedule=dualpipev"]),
     "pp4 interleaved": (4, ["parallel.pp_degree=4", *VIRTUAL, *HALVES]),

@@ -158,6 +158,7 @@ def test_the_manifest_says_that_programs_for_gpus_were_not_run(half_experts):
     assert manifest.gpu_was_run == has_gpu
 
 
+@pytest.mark.heavy
 def test_a_policy_with_half_weights_acts_like_the_policy_with_rounded_weights(tmp_path, capsys):
     """Through the command line, from a checkpoint."""
     checkpoint, out = tmp_path / "checkpoint", tmp_path / "out"

@@ -56,6 +56,8 @@ FAMILIES = {
     "pi07": partial(materialized, partial(pi07, "float32", False)),
 }
 
+HEAVY = ("qwen3_vl adapters", "qwen3_vl frozen tower", "qwen3_vl experts")
+
 
 def used() -> int:
     gc.collect()
@@ -82,7 +84,9 @@ def outcome(make, what: str) -> tuple[dict[str, np.ndarray], int, int]:
     return found, kept, used() - before
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.heavy] * (name in HEAVY)) for name in FAMILIES]
+)
 def test_parts_give_the_same_bits_and_leave_nothing(family):
     require_compiled()
     make = FAMILIES[family]

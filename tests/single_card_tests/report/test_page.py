@@ -8,7 +8,6 @@ work.
 
 import json
 import re
-import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
@@ -23,10 +22,8 @@ from tests.single_card_tests.report.run_folders import (
     without,
     write_run,
 )
+from tests.support.browser import BROWSER
 
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None
-)
 VOID = {"meta", "link", "input", "br"}
 
 

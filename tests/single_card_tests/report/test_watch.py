@@ -21,7 +21,7 @@ from paddle_vl.cli.main import main
 from paddle_vl.report import watch
 from paddle_vl.report.report import write_report
 from tests.single_card_tests.report.run_folders import LINES, write_run
-from tests.single_card_tests.report.test_page import BROWSER
+from tests.support.browser import BROWSER
 
 MORE = {"step": 40, "loss": 1.5}
 CHUNK = {"dataset": "arm", "predicted": [[0.0]], "true": [[1.0]]}

@@ -179,6 +179,7 @@ def test_wrong_options_are_refused(rest, code, message, saved_policy, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.heavy
 def test_an_exported_policy_acts_as_the_saved_one(saved_policy, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(metaworld, "MetaWorld", PointRobot)
     assert main(["export", str(saved_policy), str(tmp_path / "exported")]) == 0

@@ -6,12 +6,15 @@ the build.
 
 from pathlib import Path
 
+import pytest
+
 import paddle_vl
 from tests.support import forked
 
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.heavy
 def test_every_module_has_a_page(tmp_path):
     tool = ROOT / "tools" / "build_api_docs.py"
     done = forked.run([str(tool), "--output", str(tmp_path), "--text-only"])
