@@ -195,6 +195,7 @@ def test_it_holds_with_64_clients(process, client):
         for place, each in enumerate(QUESTIONS)
     }
     memory, came = psutil.Process(process.pid).memory_info, Counter()
+    begin = memory().rss
 
     async def ask(seconds: float) -> None:
         address, end = str(client.base_url), time.monotonic() + seconds
@@ -210,7 +211,7 @@ def test_it_holds_with_64_clients(process, client):
     asyncio.run(ask(seconds / 2))
     half = memory().rss
     asyncio.run(ask(seconds / 2))
-    print(dict(came), f"{half >> 20} MiB, {memory().rss >> 20} MiB")
+    print(dict(came), *(f"{each >> 20} MiB" for each in (begin, half, memory().rss)))
     assert came.keys() <= {"whole", "stream", "leave", "late", "left", 400, 413, 429}
     assert min(came[name] for name in ("whole", "stream", "leave", "left", 400, 413)) > 0
     assert memory().rss < half + (64 << 20)

@@ -7,6 +7,7 @@ refused; `paddle-vl serve` gives the answers of `generate` and of the export's o
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import openai
@@ -62,7 +63,8 @@ def prompts(exported):
 
 def test_requests_at_once_get_the_answers_of_the_model(folders, engine, prompts):
     model = Qwen3VLForConditionalGeneration.from_pretrained(folders[0])
-    greedy, drawn = {"temperature": 0.0}, {"temperature": 1.3, "seed": 7, "top_k": 20}
+    greedy: dict[str, Any] = {"temperature": 0.0}
+    drawn: dict[str, Any] = {"temperature": 1.3, "seed": 7, "top_k": 20}
     wanted, handles = [], []
     for number, (ids, visual) in enumerate(prompts * 2):
         sampling, length = (greedy, drawn)[number // len(prompts)], 9 - number
@@ -128,7 +130,9 @@ def test_serve_gives_the_answers_of_generate(folders, exported, capsys):
     settings = {"max_new_tokens": 9, "do_sample": False}
     wanted = [exported.ask([question], [png(side)], **settings) for side in SIDES]
     with serving(served) as address, ThreadPoolExecutor(len(SIDES)) as clients:
-        client = openai.OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0, timeout=WAIT_S)
+        client: Any = openai.OpenAI(
+            base_url=f"{address}/v1", api_key="x", max_retries=0, timeout=WAIT_S
+        )
 
         def ask(side: int) -> str:
             found = client.chat.completions.create(
