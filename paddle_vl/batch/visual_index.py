@@ -681,7 +681,8 @@ def _check_values(
         )
     has_order = indices is not None and indices.source is not None
     # Samples that share an image have indices of their own, see `num_reused_visual_rows`.
-    if indices is None or (has_order and not kinds) or num_unused < 0:
+    # Of a slice or a dummy image the indices leave some out.
+    if indices is None or (has_order and not kinds) or num_unused:
         return
     masks_BL = (kinds["image"], kinds["video"]) if has_order else (visual_BL, None)
     wanted = compute_visual_indices(*masks_BL, nonzero=np.flatnonzero, part=part)

@@ -17,6 +17,8 @@ import numpy as np
 from paddle import Tensor, full_like, index_select, nn, where
 
 from paddle_vl.batch.visual_index import RowPart
+from paddle_vl.nn.attention import PackedSamples, causal_attention
+from paddle_vl.nn.attention_masks import SliceMask
 from paddle_vl.nn.experts import Experts
 from paddle_vl.nn.linear import (
     AdaptableLinear,
@@ -141,6 +143,37 @@ class CheckpointRanks:
 ShardExperts = Callable[[Callable[[int], Experts], int], Experts]
 
 
+class Context:
+    """The ranks that have the rows of the same samples between them (context parallelism): one,
+    with all rows. See `paddle_vl.parallel.context_parallel`.
+
+    Attributes:
+        rank, size: this rank's number, and that of the ranks.
+    """
+
+    rank, size = 0, 1
+
+    def attend(
+        self,
+        q_BLNH: Tensor,
+        k_BLKH: Tensor,
+        v_BLKH: Tensor,
+        key_bias_BS: Tensor | None = None,
+        packed: PackedSamples | SliceMask | None = None,
+    ) -> Tensor:
+        """`causal_attention` of this rank's rows, as queries, on the keys of all ranks.
+
+        Args:
+            packed: a `SliceMask` if the batch is a slice; other batches every rank has whole.
+        """
+        assert not isinstance(packed, SliceMask), "one rank has all rows"
+        return causal_attention(q_BLNH, k_BLKH, v_BLKH, key_bias_BS, packed)
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum over the ranks, in forward only: each uses the same total."""
+        return x
+
+
 class RegionOps:
     """Operations around the layers of a `LayerFactory`; the identity on one device.
 
@@ -149,10 +182,12 @@ class RegionOps:
     Attributes:
         layers_are_collective: whether layers issue collectives (sharded parameters, experts), so
             that all ranks must run the same layers, whatever their data.
+        context: the ranks that have this rank's samples between them.
     """
 
     def __init__(self, layers_are_collective: bool = False):
         self.layers_are_collective = layers_are_collective
+        self.context = Context()
 
     @property
     def row_part(self) -> RowPart:
@@ -166,7 +201,7 @@ class RegionOps:
 
     def sum_routing(self, sums: Tensor) -> Tensor:
         """Sums over the rows of `expert_part` to sums over all rows, in forward only."""
-        return sums
+        return self.context.total(sums)
 
     def pad_rows(self, x_TD: Tensor) -> Tensor:
         """Append zero rows until the mp degree divides the number of rows."""

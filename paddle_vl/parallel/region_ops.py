@@ -73,9 +73,9 @@ class FleetRegionOps(RegionOps):
         return self.row_part if self.experts_are_whole else RowPart()
 
     def sum_routing(self, sums: Tensor) -> Tensor:
-        if not self.experts_are_whole:
-            return sums
-        return cast(Tensor, fleet_ops._mp_allreduce(sums, group=self.mp_group))
+        if self.experts_are_whole:
+            sums = cast(Tensor, fleet_ops._mp_allreduce(sums, group=self.mp_group))
+        return self.context.total(sums)
 
     def pad_rows(self, x_TD: Tensor) -> Tensor:
         if not self.sequence_parallel:

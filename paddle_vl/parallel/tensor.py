@@ -129,7 +129,7 @@ class FleetCheckpointRanks(CheckpointRanks):
             of_stages = cls(
                 topology.rank, len(of_encoder), seats=of_encoder, writers=writers, group=group
             )
-        rank = topology.data_rank * topology.mp_group.nranks + topology.mp_rank
+        rank = topology.replica_rank * topology.mp_group.nranks + topology.mp_rank
         groups = {"group": topology.saving_group, "pp_group": topology.pp_group}
         return cls(rank, len(seats), topology.pp_rank, seats, of_stages, **groups)
 

@@ -16,6 +16,7 @@ from paddle_vl.parallel.collectives import gathered_rows
 from paddle_vl.parallel.colocated.encoder import ItemEncoder
 from paddle_vl.parallel.colocated.encoder_layers import add_encoder
 from paddle_vl.parallel.colocated.runner import ColocatedRunner, PartsStore, encoder_store
+from paddle_vl.parallel.context_parallel import ContextGroup
 from paddle_vl.parallel.degrees import ParallelDegrees, Plan, plan_problems
 from paddle_vl.parallel.fleet_strategy import overlaps
 from paddle_vl.parallel.pipeline.runner import ModelChunk, PipelineRunner, split_backward
@@ -97,6 +98,8 @@ class Layout:
                 topology.ep_group,
                 shards_layers,
             )
+        if topology.cp_group is not None:
+            placement.ops.context = ContextGroup(topology.cp_group)
         if topology.encoder is not None:
             add_encoder(placement, topology.encoder)
         table = placement.parameter_table

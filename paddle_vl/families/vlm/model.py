@@ -32,6 +32,7 @@ from paddle_vl.families.vlm.moe import LoadBalance, routed_rows
 from paddle_vl.families.vlm.pretrained import PretrainedVLModel
 from paddle_vl.files.names import refuse_foreign
 from paddle_vl.nn.attention import KeyValueCache, PackedSamples, Segments
+from paddle_vl.nn.attention_masks import SliceMask
 from paddle_vl.nn.experts import ExpertCapacity
 from paddle_vl.nn.objective import (
     SourceSums,
@@ -242,9 +243,11 @@ class VLForConditionalGeneration(PretrainedVLModel):
         visual_source_indices: Array | None = None,
         num_unused_visual_rows: int = 0,
         num_reused_visual_rows: int = 0,
+        num_other_visual_rows: int = 0,
         has_left_padding: bool | None = None,
         cu_seqlens: Array | None = None,
         packed_key_ends: Array | None = None,
+        slice_key_rows: Array | None = None,
         real_row_indices: Array | None = None,
         num_real_rows: int | None = None,
         expert_capacity: ExpertCapacity | None = None,
@@ -266,6 +269,7 @@ class VLForConditionalGeneration(PretrainedVLModel):
                 collectives.
             num_reused_visual_rows: visual tokens beyond one for each visual embedding, of samples
                 that share an image; the indices then name an embedding several times.
+            num_other_visual_rows: visual embeddings whose tokens are in other slices.
             has_left_padding: False if no real token follows padding; causality then hides the
                 padding and no mask is applied.
             cu_seqlens: `[S + 1]` int32 offsets of packed samples on the host, see
@@ -273,6 +277,8 @@ class VLForConditionalGeneration(PretrainedVLModel):
                 each sample must be -100. Not with caches.
             packed_key_ends: `[B, L]` int32, `batch.positions.key_ends` of the offsets; None to
                 compute it where a kernel needs it.
+            slice_key_rows: `[1, 1, T, 2]` int32, of a slice of the token rows, see
+                `paddle_vl.families.vlm.slices`; None for all of them.
             real_row_indices, num_real_rows: token rows that are not padding, for a model with
                 experts; None to take them from the mask, see `routed_rows`.
             expert_capacity: for a step with expert parallelism; None for exact sizes.
@@ -300,6 +306,8 @@ class VLForConditionalGeneration(PretrainedVLModel):
             # With one segment per row, causal attention suffices.
             if len(offsets) > batch + 1:
                 packed = PackedSamples(offsets, length, device_tensor(packed_key_ends))
+        if slice_key_rows is not None:
+            packed = SliceMask(device_tensor(slice_key_rows), input_ids.shape[1])
         mask_is_needed = (
             attention_mask is not None and has_left_padding is not False and offsets is None
         )
@@ -318,7 +326,9 @@ class VLForConditionalGeneration(PretrainedVLModel):
             "visual_update_indices": device_tensor(visual_update_indices),
             "visual_gather_indices": device_tensor(visual_gather_indices),
             "visual_source_indices": device_tensor(visual_source_indices),
-            "num_unused_visual_rows": num_unused_visual_rows - num_reused_visual_rows,
+            "num_unused_visual_rows": (
+                num_unused_visual_rows + num_other_visual_rows - num_reused_visual_rows
+            ),
         }
 
     def predict(
@@ -372,8 +382,9 @@ class VLForConditionalGeneration(PretrainedVLModel):
             sources = TargetSources(device_tensor(target_sources), SourceSums(num_sources))
         targets = TargetRows(rows_2R[0], targets_R, device_tensor(target_weights), sources)
         loss_sum = ops.head_loss(self.lm_head, ops.enter_columns(hidden_TD), targets)
+        loss_sum = ops.context.total(loss_sum)
         output = self._output(None, loss_sum, targets_R, num_target_tokens, balance)
-        output.source_sums = None if sources is None else sources.sums.total
+        output.source_sums = None if sources is None else ops.context.total(sources.sums.total)
         return output
 
     def _output(

@@ -19,7 +19,7 @@ from paddle_vl.batch.positions import (
     real_lengths,
     vision_layout,
 )
-from paddle_vl.batch.schema import VLBatch
+from paddle_vl.batch.schema import WHOLE_ROWS, VLBatch
 from paddle_vl.families.vlm.model import VLOutput
 from paddle_vl.nn.objective import IGNORE_INDEX, BatchAdapter, Loss, target_rows
 
@@ -91,13 +91,15 @@ class VLBatchAdapter(BatchAdapter[VLBatch]):
         return len(self.lengths(batch))
 
     def num_tokens(self, batch: VLBatch) -> int:
-        return int(batch["attention_mask"].sum())
+        return int(whole_rows(batch)["attention_mask"].sum())
 
     def num_packed_places(self, batch: VLBatch) -> int:
-        return batch["input_ids"].size if "cu_seqlens" in batch else 0
+        whole = whole_rows(batch)
+        return whole["attention_mask"].size if "cu_seqlens" in whole else 0
 
     def lengths(self, batch: VLBatch) -> list[int]:
-        return real_lengths(batch["attention_mask"], batch.get("cu_seqlens")).tolist()
+        whole = whole_rows(batch)
+        return real_lengths(whole["attention_mask"], whole.get("cu_seqlens")).tolist()
 
     def expert_capacity(self, batch: VLBatch) -> int | None:
         factor, rows = self.capacity_factor, batch.get("real_row_indices")
@@ -125,7 +127,8 @@ class VLBatchAdapter(BatchAdapter[VLBatch]):
         return name not in _HOST_ARRAYS
 
     def to_device(self, batch: VLBatch) -> VLBatch:
-        return super().to_device(with_target_rows(batch))
+        batch = with_target_rows(batch)
+        return super().to_device({n: v for n, v in batch.items() if n != WHOLE_ROWS})
 
     def synchronized(self, batch: VLBatch, needed: Sequence[int], model: nn.Layer) -> VLBatch:
         if needed[0] and model.placement.ops.layers_are_collective and not has_visual(batch):
@@ -133,7 +136,18 @@ class VLBatchAdapter(BatchAdapter[VLBatch]):
         return batch
 
     def idle_batch(self, model: nn.Layer) -> VLBatch:
-        return empty_batch(model.placement.ops.row_part.size)
+        ops = model.placement.ops
+        empty = empty_batch(ops.row_part.size * ops.context.size)
+        if ops.context.size == 1:
+            return empty
+        from paddle_vl.families.vlm.slices import sliced
+
+        return sliced(empty, ops.context.rank, ops.context.size)
+
+
+def whole_rows(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The batch, or what counts need of the whole one that it is a slice of."""
+    return batch.get(WHOLE_ROWS, batch)
 
 
 def with_target_rows(batch: VLBatch) -> VLBatch:
