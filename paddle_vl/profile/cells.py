@@ -49,8 +49,9 @@ class Choice(NamedTuple):
         parallel = config.parallel
         if parallel.cp_degree > 1:
             raise ValueError(
-                f"parallel.cp_degree is {parallel.cp_degree}, and a matrix chooses sharding_degree, "
-                "along which those ranks lie: set cp_degree=1, or profile single runs"
+                f"parallel.cp_degree is {parallel.cp_degree}, and a matrix chooses "
+                "sharding_degree, along which those ranks lie: set cp_degree=1, or profile single "
+                "runs"
             )
         inner = parallel.mp_degree * parallel.pp_degree
         data_size, rest = divmod(num_processes, inner)

@@ -92,8 +92,8 @@ def degrees_with_fewer_ranks(
 ) -> tuple[int, dict[str, int]] | None:
     """Largest world size below `num_ranks` on which the run gives the same numbers.
 
-    Tensor, context and pipeline parallelism do not change, nor does the number of samples of a micro-batch
-    over all ranks. For equal world sizes the largest sharding degree is taken.
+    Tensor, context and pipeline parallelism do not change, nor does the number of samples of a
+    micro-batch over all ranks. For equal world sizes the largest sharding degree is taken.
 
     Returns:
         World size and changed settings; None if there is none.

@@ -22,6 +22,7 @@ from tests.single_card_tests.train.tiny_run import MODEL as TINY_MODEL
 from tests.support.finished_runs import arrays_of, assert_close, assert_same_answers
 from tests.support.launch import launch
 from tests.support.topology_runs import (
+    CP,
     DAMPED,
     PP,
     RESUME,
@@ -52,6 +53,7 @@ TOPOLOGIES = {
     "pp2": (2, [*PP, "parallel.pp_split=cost", "train.recompute=full"]),
     "sharding2 stage 1": (2, [*SHARDING, "parallel.sharding_stage=1"]),
     "sharding2 stage 3": (2, [*SHARDING, STAGE_3, "train.recompute=act"]),
+    "cp2": (2, CP),
     "mp2 pp2 with sequence parallelism": (4, ["parallel.mp_degree=2", *PP, *SP]),
 }
 # Cases for machines with more than two cores.
