@@ -185,9 +185,9 @@ class RegionOps:
         context: the ranks that have this rank's samples between them.
     """
 
-    def __init__(self, layers_are_collective: bool = False):
+    def __init__(self, layers_are_collective: bool = False, context: Context | None = None):
         self.layers_are_collective = layers_are_collective
-        self.context = Context()
+        self.context = context or Context()
 
     @property
     def row_part(self) -> RowPart:

@@ -25,10 +25,16 @@ from paddle_vl.parallel.sharding.buckets import Pending
 
 
 class ContextGroup(Context):
-    """One rank of a group that has the rows of the same samples between them."""
+    """One rank of a group that has the rows of the same samples between them.
 
-    def __init__(self, group: Any):
-        self.group, self.rank, self.size = group, group.rank, group.nranks
+    Args:
+        group: of these ranks.
+        cp_mp_group: those and their mp groups.
+    """
+
+    def __init__(self, group: Any, cp_mp_group: Any):
+        self.group, self.cp_mp_group = group, cp_mp_group
+        self.rank, self.size = group.rank, group.nranks
 
     def attend(
         self,

@@ -86,7 +86,10 @@ class Layout:
                 encoder_everywhere=topology.encoder is not None,
             )
         shards_layers = topology.sharding_group.nranks > 1 and topology.degrees.sharding_stage > 1
-        if topology.mp_group.nranks == topology.ep_group.nranks == 1:
+        context = None
+        if topology.cp_group is not None:
+            context = ContextGroup(topology.cp_group, topology.cp_mp_group)
+        if topology.mp_group.nranks == topology.ep_group.nranks == topology.degrees.cp_degree == 1:
             placement = SingleDevicePlacement(stage_layers, ranks, shards_layers)
         else:
             placement = FleetPlacement(
@@ -97,9 +100,8 @@ class Layout:
                 ranks,
                 topology.ep_group,
                 shards_layers,
+                context,
             )
-        if topology.cp_group is not None:
-            placement.ops.context = ContextGroup(topology.cp_group)
         if topology.encoder is not None:
             add_encoder(placement, topology.encoder)
         table = placement.parameter_table

@@ -108,6 +108,25 @@ HEAVY = {
     "sharding2 mp2 stage 1": (4, ["parallel.mp_degree=2", *SHARDING, *SP, *OVERLAP]),
     "dp2 sharding2 stage 1": (4, ["parallel.dp_degree=2", *SHARDING, *OVERLAP]),
     "dp2 sharding2 stage 2": (4, ["parallel.dp_degree=2", *SHARDING, "parallel.sharding_stage=2"]),
+    "cp2 mp2 with sequence parallelism": (
+        4,
+        [*CP[:-1], "parallel.mp_degree=2", SP[0], "data.pad_to_multiple_of=4"],
+    ),
+    "cp2 mp2, tower everywhere": (4, [*CP, "parallel.mp_degree=2", "parallel.vision=replicate"]),
+    "cp2 pp2": (4, [*CP, *PP, "train.recompute=attention"]),
+    "cp2 stage 3": (2, [*CP, STAGE_3, "train.recompute=full"]),
+    "cp4 stage 2": (
+        4,
+        [
+            *("parallel.sharding_degree=4", "parallel.cp_degree=4", "parallel.sharding_stage=2"),
+            *("data.pad_to_multiple_of=4", "parallel.vision=replicate"),
+        ],
+    ),
+    "dp2 cp2 with overlap": (4, ["parallel.dp_degree=2", *CP, *OVERLAP]),
+    "cp2 of sharding4 stage 3": (
+        4,
+        ["parallel.sharding_degree=4", *CP[1:], STAGE_3, "train.recompute=mlp"],
+    ),
     "dp2 mp2 pp2": (8, ["parallel.dp_degree=2", "parallel.mp_degree=2", *PP, *SP]),
 }
 # The tower's three feature levels cross two boundaries of interleaved stages.
