@@ -22,6 +22,7 @@ from paddle_vl.families.policy.demonstrations.sample import NO_DROPS
 from paddle_vl.families.policy.tokenizers import PromptTokenizer
 from paddle_vl.families.vlm.inputs.collate import VLCollator
 from paddle_vl.families.vlm.recipe import VLRecipe, model_shape
+from paddle_vl.families.vlm.slices import sliced
 from paddle_vl.nn.linear import default_dtype
 
 # Of small models: width of a vision-language decoder, inner width of an mp rank, rows of an image,
@@ -72,7 +73,7 @@ class SizedVL(VLRecipe):
         # Each lane of the encoder has equally many images.
         lanes = parallel.pp_degree * parallel.mp_degree // parallel.encoder.mp_degree
         lanes = max(lanes, 1) if parallel.schedule == "colocated" else 1
-        self.unit_rows = 2 * IMAGE_ROWS * parallel.mp_degree * lanes
+        self.unit_rows = 2 * IMAGE_ROWS * parallel.mp_degree * parallel.cp_degree * lanes
         length = config.packed_length if data.packing else data.max_length
         rows = config.train.per_device_train_batch_size * -(-length // multiple) * multiple
         self.units, own = Fraction(rows, self.unit_rows), self.model_config
@@ -134,7 +135,11 @@ class SizedVL(VLRecipe):
             "pixel_values": np.zeros([images * side**2, config.vision_config.patch_dim], "float32"),
             "image_grid_thw": np.array([[1, side, side]] * images, np.int64),
         }
-        return dict(own_indices(collate([sample]), ops.row_part, ops.expert_part))
+        # A slice has half of its rows from the front, and half from the back.
+        batch: Any = collate([sample])
+        if (context := ops.context).size > 1:
+            batch = sliced(batch, context.rank, context.size)
+        return dict(own_indices(batch, ops.row_part, ops.expert_part))
 
 
 class SizedPI07(PI07Recipe):
