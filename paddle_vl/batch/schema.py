@@ -79,7 +79,7 @@ class VLBatch(TextFields, total=False):
     packed_key_ends: Annotated[Array, Axes("B L", "int32")]
     # Of a slice of the token rows under context parallelism, whose batch is one row: of each key of
     # all slices the places in this one after the last and of the first row that see it. For
-    # attention; from `paddle_vl.families.vlm.slices`. And visual rows whose tokens other slices
+    # attention; from `paddle_vl.families.vlm.objective`. And visual rows whose tokens other slices
     # have; read on the host.
     slice_key_rows: Annotated[Array, Axes("1 1 T 2", "int32")]
     num_other_visual_rows: int

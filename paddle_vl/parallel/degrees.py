@@ -172,7 +172,7 @@ def _context_parallel(plan: Plan) -> Problems:
     degrees, cp, model = plan.degrees, plan.degrees.cp_degree, plan.model
     if cp == 1:
         return
-    if degrees.sharding_degree % cp:
+    if degrees.sharding_degree % cp and degrees.sharding_degree > 1:
         yield (
             f"parallel.cp_degree {cp} does not divide parallel.sharding_degree "
             f"{degrees.sharding_degree} ({_division(degrees.sharding_degree, cp)}): the ranks that "

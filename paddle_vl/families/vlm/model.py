@@ -278,7 +278,7 @@ class VLForConditionalGeneration(PretrainedVLModel):
             packed_key_ends: `[B, L]` int32, `batch.positions.key_ends` of the offsets; None to
                 compute it where a kernel needs it.
             slice_key_rows: `[1, 1, T, 2]` int32, of a slice of the token rows, see
-                `paddle_vl.families.vlm.slices`; None for all of them.
+                `paddle_vl.families.vlm.objective`; None for all of them.
             real_row_indices, num_real_rows: token rows that are not padding, for a model with
                 experts; None to take them from the mask, see `routed_rows`.
             expert_capacity: for a step with expert parallelism; None for exact sizes.

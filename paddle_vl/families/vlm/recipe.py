@@ -50,7 +50,7 @@ from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.inputs.synthetic import write_conversations
 from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer
 from paddle_vl.families.vlm.model import VLForConditionalGeneration
-from paddle_vl.families.vlm.objective import VLBatchAdapter, VLLoss
+from paddle_vl.families.vlm.objective import VLBatchAdapter, VLLoss, sliced
 from paddle_vl.families.vlm.pipeline import VLStage, layer_costs
 from paddle_vl.families.vlm.preference.answers import ComparedAnswers
 from paddle_vl.families.vlm.preference.objective import PreferenceAdapter
@@ -259,7 +259,6 @@ class VLRecipe(Family):
         of_part = partial(own_indices, part=part, expert_part=expert_part)
         if context.size == 1:
             return of_part if part.size > 1 else None
-        from paddle_vl.families.vlm.slices import sliced
 
         def of_slice(batch: Any) -> Any:
             # Prompts are answered by every rank of a context-parallel group.
