@@ -129,9 +129,13 @@ class SizedVL(VLRecipe):
             num_parts=ops.row_part.size,
             lists_real_rows=bool(model_shape(config).num_experts),
         )
+        labels = np.where(ids == 1, ids, -100)
+        if ops.context.size > 1:
+            # Every other one, so that slices have equally many.
+            labels[::2] = -100
         sample = {
             "input_ids": ids,
-            "labels": np.where(ids == 1, ids, -100),
+            "labels": labels,
             "pixel_values": np.zeros([images * side**2, config.vision_config.patch_dim], "float32"),
             "image_grid_thw": np.array([[1, side, side]] * images, np.int64),
         }
