@@ -48,31 +48,37 @@ class RowSlice(NamedTuple):
     """One rank's slice.
 
     Attributes:
+        rank: its number.
         rows: `[Q]` int64, ascending.
-        before: `[T + 1]` int64, rows of the slice before each row of the batch, and all of them.
+        slices, places: `[T]` slice of every row of the batch, and its place there.
         key_rows: `[1, 1, T, 2]` int32: of each key the place in the slice after the last row that
             sees it, and of the first one. Keys in the order of an all-gather: those of rank 0, ...
     """
 
+    rank: int
     rows: np.ndarray
-    before: np.ndarray
+    slices: np.ndarray
+    places: np.ndarray
     key_rows: np.ndarray
 
     @classmethod
     def of(cls, offsets_S: np.ndarray, rank: int, size: int) -> "RowSlice":
         """The slice of a rank, see `slice_of_rows`."""
         slice_T = slice_of_rows(offsets_S, size)
+        keys_T, place_T = np.argsort(slice_T, kind="stable"), np.empty_like(slice_T)
+        place_T[keys_T] = np.arange(slice_T.size) % (slice_T.size // size)
         is_own_T = slice_T == rank
+        # Rows of the slice before each row of the batch, and all of them.
         before = np.concatenate([[0], np.cumsum(is_own_T)])
         ends_T = np.repeat(offsets_S[1:], np.diff(offsets_S))
-        keys_T = np.argsort(slice_T, kind="stable")
         key_rows = np.stack([before[ends_T[keys_T]], before[keys_T]], axis=1).astype(np.int32)
-        return cls(np.flatnonzero(is_own_T), before, key_rows[None, None])
+        return cls(rank, np.flatnonzero(is_own_T), slice_T, place_T, key_rows[None, None])
 
     def chosen(self, numbers_N: np.ndarray) -> np.ndarray:
         """Which of some row numbers are in the slice: bool."""
-        return self.before[numbers_N + 1] > self.before[numbers_N]
+        return self.slices[numbers_N] == self.rank
 
-    def places(self, numbers_N: np.ndarray) -> np.ndarray:
-        """Places in the slice of row numbers in it."""
-        return self.before[numbers_N]
+    def shards(self, numbers_N: np.ndarray, parts: int) -> np.ndarray:
+        """Numbers of the shards with these rows, if every slice has `parts` equal ones."""
+        places_N = self.places[numbers_N]
+        return self.slices[numbers_N] * parts + places_N * parts // len(self.rows)

@@ -149,9 +149,11 @@ class Context:
 
     Attributes:
         rank, size: this rank's number, and that of the ranks.
+        shards_of_slice: shards of each rank's rows, of which each is one rank's, to which the
+            tower's rows are sent; 0 where all ranks get all of them.
     """
 
-    rank, size = 0, 1
+    rank, size, shards_of_slice = 0, 1, 0
 
     def attend(
         self,
@@ -250,8 +252,10 @@ class RegionOps:
         merge: int,
         width: int,
         num_levels: int,
+        rows_of_ranks: Sequence[np.ndarray] | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run the vision tower over all items; the result is the same on every mp rank.
+        """Run the vision tower over all items; the result is the same on every mp rank, unless
+        ranks get rows of their own.
 
         Args:
             patches: pixels `[P, patch_dim]` of all items, then other tensors with a row per patch.
@@ -259,6 +263,8 @@ class RegionOps:
             tower: what `encode` runs.
             merge: side of the square of patches that makes one row.
             width, num_levels: D and G of the result, `[M, D]` and G times `[M, D]`.
+            rows_of_ranks: numbers of the rows that each rank of `Context` and mp gets, each row at
+                most once; None for all.
         """
         return encode(patches, grid_thw)
 

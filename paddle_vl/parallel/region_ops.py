@@ -26,11 +26,12 @@ from paddle.distributed.fleet.utils.sequence_parallel_utils import (
 
 from paddle_vl.batch.visual_index import RowPart
 from paddle_vl.nn.objective import IGNORE_INDEX, TargetSources, Vocabulary
-from paddle_vl.nn.operations import rows_in_order, slice_axis
+from paddle_vl.nn.operations import device_tensor, rows_in_order, slice_axis
 from paddle_vl.nn.placement import Encoder, ItemEncoder, RegionOps
 from paddle_vl.parallel.collectives import (
     all_gathered_in_order,
     all_reduced,
+    all_to_all,
     divide_gradient,
     rows_of_items,
 )
@@ -74,6 +75,7 @@ class SpreadOps(RegionOps):
         merge: int,
         width: int,
         num_levels: int,
+        rows_of_ranks: Sequence[np.ndarray] | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         if self.spreads_vision:
             num_patches_I = grid_thw.prod(axis=1)
@@ -84,6 +86,7 @@ class SpreadOps(RegionOps):
                 tower,
                 (1 + num_levels) * width,
                 self.sum_group,
+                rows_of_ranks,
             )
         else:
             merged, levels = encode(patches, grid_thw)
@@ -115,8 +118,10 @@ class SpreadOps(RegionOps):
         tower: nn.Layer,
         width: int,
         sum_group: Any,
+        rows_of_ranks: Sequence[np.ndarray] | None = None,
     ) -> Tensor:
-        """`[M, C]`, rows of all items in order, each item encoded on one rank."""
+        """Rows `[M, C]` of all items in order, or this rank's of `rows_of_ranks`; each item is
+        encoded on one rank."""
         assigned = assign_items(costs_I, self.vision_group.nranks)
         own = assigned[self.vision_group.rank]
         if own.size:
@@ -129,6 +134,8 @@ class SpreadOps(RegionOps):
             # If the tower is trained, the rank must take part in the all-gather's backward.
             own_MC.stop_gradient = all(parameter.stop_gradient for parameter in parameters)
         numbers = [rows_of_items(items, rows_I) for items in assigned]
+        if rows_of_ranks is not None:
+            return _SendRows.apply(own_MC, numbers, rows_of_ranks, self.vision_group)
         return _GatherUneven.apply(own_MC, numbers, self.vision_group, sum_group)
 
 
@@ -156,6 +163,8 @@ class FleetRegionOps(SpreadOps):
         if context is not None:
             vision_group = context.cp_mp_group
             sum_group = vision_group if sequence_parallel else context.group
+            if spreads_vision and sequence_parallel:
+                context.shards_of_slice = mp_group.nranks
         super().__init__(
             vision_group if spreads_vision else None, sum_group, layers_are_collective, context
         )
@@ -268,6 +277,38 @@ def _encode_packed(
         one_row += [each[: merge**2] for each in patches[1:]]
         merged, levels = encode(one_row, np.array([[1, merge, merge]]))
     return paddle.concat([merged, *levels], axis=1)
+
+
+class _SendRows(PyLayer):
+    """Each row to the one rank that gets it; backward sends the gradients back.
+
+    Args of `apply`: own rows; the numbers of the rows that each rank has, and of those that it
+    gets, in its order; the group.
+    """
+
+    @staticmethod
+    def forward(ctx, own_MC, numbers, rows_of_ranks, group):
+        owner_M = np.empty(sum(map(len, numbers)), dtype=np.int64)
+        place_M = np.empty_like(owner_M)
+        for rank, own in enumerate(numbers):
+            owner_M[own], place_M[own] = rank, np.arange(len(own))
+        sent = [rows[owner_M[rows] == group.rank] for rows in rows_of_ranks]
+        owners = owner_M[rows_of_ranks[group.rank]]
+        # Rows arrive by their owners.
+        arrival = np.argsort(owners, kind="stable")
+        ctx.arrival, ctx.group = device_tensor(arrival), group
+        ctx.sent, ctx.shape = device_tensor(place_M[np.concatenate(sent)]), own_MC.shape
+        ctx.sizes = [*map(len, sent)], np.bincount(owners, minlength=group.nranks).tolist()
+        rows = all_to_all(paddle.index_select(own_MC, ctx.sent), *ctx.sizes, group)
+        return paddle.index_select(rows, device_tensor(np.argsort(arrival)))
+
+    @staticmethod
+    def backward(ctx, grad):
+        leaving, arriving = ctx.sizes
+        rows = paddle.index_select(grad, ctx.arrival)
+        rows = all_to_all(rows, arriving, leaving, ctx.group)
+        zeros_MC = paddle.zeros(ctx.shape, dtype=grad.dtype)
+        return paddle.scatter_(zeros_MC, ctx.sent, rows) if sum(leaving) else zeros_MC
 
 
 class _GatherUneven(PyLayer):

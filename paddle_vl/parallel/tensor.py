@@ -111,6 +111,7 @@ class FleetPlacement(Placement):
             ops = RegionOps(layers_are_collective)
             if context is not None:
                 group = context.group if vision == "spread" else None
+                context.shards_of_slice = int(group is not None)
                 ops = SpreadOps(group, context.group, layers_are_collective, context)
             layers = LayerFactory(table, ops, stage_layers, shard)
         super().__init__(layers, ops, stage_layers, checkpoint_ranks)

@@ -84,7 +84,7 @@ def batch_of(name: str, model: Any) -> dict[str, Any]:
     del batch["source_targets"]
     ops = model.placement.ops
     if ops.context.size > 1:
-        batch = sliced(batch, ops.context.rank, ops.context.size)
+        batch = sliced(batch, ops.context)
     batch = own_indices(batch, ops.row_part, ops.expert_part)
     adapter: Any = VLBatchAdapter(model.config.vision_config)
     return adapter.to_device(adapter.prepared(batch))
@@ -153,7 +153,7 @@ def kept(topology: Topology | None, tokens: int) -> int:
             "position_ids": np.tile(np.arange(tokens), [3, 1, 1]), "has_left_padding": False,
         }  # fmt: skip
         if topology is not None:
-            fields = sliced(fields, topology.cp_rank, topology.degrees.cp_degree)
+            fields = sliced(fields, model.placement.ops.context)
         batch: Any = VLBatchAdapter().to_device(fields)
         with paddle.no_grad():
             model(**batch)  # Makes the tables that stay.
@@ -201,9 +201,9 @@ def test_a_layer_sends_the_bytes_of_the_formula(of_two):
     for calls in outcome_of(of_two, "traffic"):
         # Keys and values of three layers.
         assert calls.count(gathered) == calls.count(scattered) == 3 * 2
-        # Rows of the tower, their gradient, the loss and its parts by source.
+        # Rows of the tower, their gradients, the loss and its parts by source.
         others = [call[0] for call in calls if call not in (gathered, scattered)]
-        assert sorted(others) == ["all_gather", "all_reduce", "all_reduce", "all_reduce"]
+        assert sorted(others) == ["all_reduce"] * 2 + ["alltoall_single"] * 2
 
 
 def test_a_layer_keeps_the_rows_of_its_slice_and_the_keys_of_all(of_two):

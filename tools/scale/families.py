@@ -142,7 +142,7 @@ class SizedVL(VLRecipe):
         # A slice has half of its rows from the front, and half from the back.
         batch: Any = collate([sample])
         if (context := ops.context).size > 1:
-            batch = sliced(batch, context.rank, context.size)
+            batch = sliced(batch, context)
         return dict(own_indices(batch, ops.row_part, ops.expert_part))
 
 

@@ -249,7 +249,8 @@ class GPTEmbedding(nn.Layer):
                   `deepstack_visual_embeds` (HF's name) or `deepstack_visual_emb` (PaddleFleet's);
                 - their places: `visual_update_indices`, `visual_gather_indices` and, with both
                   modalities, `visual_source_indices` (see `paddle_vl.batch.visual_index`), and
-                  `num_unused_visual_rows`, the number of embeddings that these indices leave out;
+                  `num_unused_visual_rows`, the number of embeddings that these indices leave out
+                  (None in a slice of the token rows, for any number);
                   or `visual_pos_masks` `[B, L]` bool; or the placeholders in `input_ids`.
 
         Returns:

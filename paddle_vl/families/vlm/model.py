@@ -131,6 +131,7 @@ class VLForConditionalGeneration(PretrainedVLModel):
         patch_coordinates: Array | None = None,
         patch_tap_rows: Array | None = None,
         patch_tap_weights: Array | None = None,
+        visual_rows_of_ranks: Sequence[np.ndarray] | None = None,
         num_target_tokens: int | None = None,
         loss_weights: Array | None = None,
         target_rows: Array | None = None,
@@ -156,6 +157,7 @@ class VLForConditionalGeneration(PretrainedVLModel):
             pixel_values: `[P, patch_dim]` patches of all images; `pixel_values_videos` of videos.
             patch_coordinates, patch_tap_rows, patch_tap_weights: places of all patches, see
                 `paddle_vl.batch.positions.PatchRows`; None to compute them on the host.
+            visual_rows_of_ranks: see `encode_visual`.
             num_target_tokens: number of labels that count, if the host knows it.
             loss_weights: `[B, L]` float32 factors of the labels' cross entropies; None for 1.
             target_rows: `[2, N]` int64, the token rows that predict a label, and these labels. The
@@ -207,6 +209,7 @@ class VLForConditionalGeneration(PretrainedVLModel):
             patch_coordinates=patch_coordinates,
             patch_tap_rows=patch_tap_rows,
             patch_tap_weights=patch_tap_weights,
+            visual_rows_of_ranks=visual_rows_of_ranks,
         )
         balance = None
         if caches is None and self.config.text_config.has_balance_loss(output_router_logits):
@@ -243,7 +246,6 @@ class VLForConditionalGeneration(PretrainedVLModel):
         visual_source_indices: Array | None = None,
         num_unused_visual_rows: int = 0,
         num_reused_visual_rows: int = 0,
-        num_other_visual_rows: int = 0,
         has_left_padding: bool | None = None,
         cu_seqlens: Array | None = None,
         packed_key_ends: Array | None = None,
@@ -269,7 +271,6 @@ class VLForConditionalGeneration(PretrainedVLModel):
                 collectives.
             num_reused_visual_rows: visual tokens beyond one for each visual embedding, of samples
                 that share an image; the indices then name an embedding several times.
-            num_other_visual_rows: visual embeddings whose tokens are in other slices.
             has_left_padding: False if no real token follows padding; causality then hides the
                 padding and no mask is applied.
             cu_seqlens: `[S + 1]` int32 offsets of packed samples on the host, see
@@ -327,7 +328,7 @@ class VLForConditionalGeneration(PretrainedVLModel):
             "visual_gather_indices": device_tensor(visual_gather_indices),
             "visual_source_indices": device_tensor(visual_source_indices),
             "num_unused_visual_rows": (
-                num_unused_visual_rows + num_other_visual_rows - num_reused_visual_rows
+                num_unused_visual_rows - num_reused_visual_rows if slice_key_rows is None else None
             ),
         }
 
@@ -418,6 +419,7 @@ class VLForConditionalGeneration(PretrainedVLModel):
         image_grid_thw: Array | None = None,
         pixel_values_videos: Array | None = None,
         video_grid_thw: Array | None = None,
+        visual_rows_of_ranks: Sequence[np.ndarray] | None = None,
         **places: Array | None,
     ) -> dict[str, Any]:
         """Run the vision tower once over images and videos together.
@@ -425,6 +427,8 @@ class VLForConditionalGeneration(PretrainedVLModel):
         Args:
             pixel_values, pixel_values_videos: `[P, patch_dim]`.
             image_grid_thw, video_grid_thw: `[n, 3]` int64.
+            visual_rows_of_ranks: the rows that each rank gets, images first, in its order; in
+                place of all rows for all ranks. They are returned as if all were of one kind.
             places: `PATCH_FIELDS` of the patches of both, images first; None to compute them.
 
         Returns:
@@ -457,7 +461,11 @@ class VLForConditionalGeneration(PretrainedVLModel):
             merge=vision.spatial_merge_size,
             width=vision.out_hidden_size,
             num_levels=len(vision.deepstack_visual_indexes),
+            rows_of_ranks=visual_rows_of_ranks,
         )
+        if visual_rows_of_ranks is not None:
+            kind = next(iter(grids))
+            return {f"{kind}_embeds": merged, f"deepstack_{kind}_embeds": levels}
         embeds, begin, block = {}, 0, vision.spatial_merge_size**2
         for kind, grid in grids.items():
             own = slice(begin, begin + int(grid.prod(axis=1).sum()) // block)

@@ -23,12 +23,21 @@ from paddle_vl.batch.row_slices import RowSlice
 from paddle_vl.batch.schema import WHOLE_ROWS, VLBatch
 from paddle_vl.families.vlm.model import VLOutput
 from paddle_vl.nn.objective import IGNORE_INDEX, BatchAdapter, Loss, target_rows
+from paddle_vl.nn.placement import Context
 
 _GRIDS = ("image_grid_thw", "video_grid_thw")
 # Labels, their factors and sources reach the device as `target_rows`, `target_weights` and
 # `target_sources`.
 _HOST_ARRAYS = frozenset(
-    {*_GRIDS, "cu_seqlens", "labels", "loss_weights", "label_sources", "label_branches"}
+    {
+        *_GRIDS,
+        "cu_seqlens",
+        "labels",
+        "loss_weights",
+        "label_sources",
+        "label_branches",
+        "visual_rows_of_ranks",
+    }
 )
 
 # Of a slice: what is counted in the whole batch, and what is not in it.
@@ -146,7 +155,7 @@ class VLBatchAdapter(BatchAdapter[VLBatch]):
         empty = empty_batch(ops.row_part.size * ops.context.size)
         if ops.context.size == 1:
             return empty
-        return sliced(empty, ops.context.rank, ops.context.size)
+        return sliced(empty, ops.context)
 
 
 def whole_rows(batch: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -192,6 +201,8 @@ def with_unused_image(batch: VLBatch, vision: Any) -> VLBatch:
     """
     merge = vision.spatial_merge_size
     no_rows = np.zeros([0], dtype=np.int64)
+    # All ranks get the one row.
+    batch = cast(Any, {n: v for n, v in batch.items() if n != "visual_rows_of_ranks"})
     return {
         **batch,
         "pixel_values": np.zeros([merge**2, vision.patch_dim], dtype=np.float32),
@@ -202,14 +213,13 @@ def with_unused_image(batch: VLBatch, vision: Any) -> VLBatch:
     }
 
 
-def sliced(batch: VLBatch, rank: int, size: int) -> VLBatch:
+def sliced(batch: VLBatch, context: Context) -> VLBatch:
     """A context-parallel rank's slice of a batch, see `paddle_vl.batch.row_slices`: one row.
 
     Images are in it whole, as every rank may hold some tokens of each. Labels are shifted before
     the cut: a slice has the targets of its rows, and no labels.
 
     Args:
-        rank, size: of the rank in its group.
         batch: of the collator, or `empty_batch`; padded on the right.
 
     Raises:
@@ -218,7 +228,7 @@ def sliced(batch: VLBatch, rank: int, size: int) -> VLBatch:
     whole: Any = with_target_rows(batch)
     rows, length = whole["input_ids"].shape
     offsets_S = whole.get("cu_seqlens", np.arange(rows + 1) * length)
-    own = RowSlice.of(offsets_S.astype(np.int64), rank, size)
+    own = RowSlice.of(offsets_S.astype(np.int64), context.rank, context.size)
     found = {name: value for name, value in whole.items() if name not in _CUT}
     found[WHOLE_ROWS] = {name: whole[name] for name in _COUNTED if name in whole}
     for name in ("input_ids", "attention_mask", "position_ids"):
@@ -227,10 +237,10 @@ def sliced(batch: VLBatch, rank: int, size: int) -> VLBatch:
     found["slice_key_rows"] = own.key_rows
     found |= _own_targets(whole, own)
     if "visual_update_indices" in whole:
-        found |= _own_visual(whole, own)
+        found |= _own_visual(whole, own, context)
     if "real_row_indices" in whole:
         real_R = whole["real_row_indices"]
-        found["real_row_indices"] = own.places(real_R[own.chosen(real_R)])
+        found["real_row_indices"] = own.places[real_R[own.chosen(real_R)]]
     return cast(VLBatch, found)
 
 
@@ -238,25 +248,34 @@ def _own_targets(whole: Any, own: RowSlice) -> dict[str, np.ndarray]:
     rows_N, targets_N = whole["target_rows"]
     chosen_N = own.chosen(rows_N)
     if chosen_N.any():
-        found = {"target_rows": np.stack([own.places(rows_N[chosen_N]), targets_N[chosen_N]])}
+        found = {"target_rows": np.stack([own.places[rows_N[chosen_N]], targets_N[chosen_N]])}
         return found | {name: whole[name][chosen_N] for name in _OF_TARGETS if name in whole}
     # The head runs on a row without a target, see `paddle_vl.nn.objective.target_rows`.
     found = {"target_rows": np.array([[0], [IGNORE_INDEX]])}
     return found | {name: np.zeros_like(whole[name][:1]) for name in _OF_TARGETS if name in whole}
 
 
-def _own_visual(whole: Any, own: RowSlice) -> dict[str, Any]:
-    """The visual rows of the slice. Of images and videos `source` is in the order of these rows."""
-    chosen_M = own.chosen(whole["visual_update_indices"])
-    found: dict[str, Any] = {
-        "visual_update_indices": own.places(whole["visual_update_indices"][chosen_M]),
-        "visual_gather_indices": whole["visual_gather_indices"][chosen_M],
-        "num_other_visual_rows": int(np.count_nonzero(~chosen_M)),
-    }
-    if (source_M := whole.get("visual_source_indices")) is not None:
-        taken = source_M[found["visual_gather_indices"]]
-        found |= {"visual_source_indices": taken, "visual_gather_indices": np.arange(len(taken))}
-    return found
+def _own_visual(whole: Any, own: RowSlice, context: Context) -> dict[str, Any]:
+    """The visual rows of the slice."""
+    update_M, numbers_M = whole["visual_update_indices"], whole["visual_gather_indices"]
+    chosen_M, source_M = own.chosen(update_M), whole.get("visual_source_indices")
+    if source_M is not None:
+        numbers_M = source_M[numbers_M]
+    own_M, taken_M = update_M[chosen_M], numbers_M[chosen_M]
+    found: dict[str, Any] = {"visual_update_indices": own.places[own_M]}
+    if context.shards_of_slice:
+        # A shard gets its rows in their order.
+        shard_M = own.shards(update_M, context.shards_of_slice)
+        ends = np.cumsum(np.bincount(shard_M, minlength=context.size * context.shards_of_slice))
+        rows = np.split(numbers_M[np.argsort(shard_M, kind="stable")], ends[:-1])
+        shard_of_own_M = shard_M[chosen_M]
+        places_M = np.arange(len(own_M)) - np.searchsorted(shard_of_own_M, shard_of_own_M)
+        return {**found, "visual_gather_indices": places_M, "visual_rows_of_ranks": rows}
+    if source_M is None:
+        return {**found, "visual_gather_indices": taken_M}
+    # `source` is in the order of these rows.
+    places_M = np.arange(len(taken_M))
+    return {**found, "visual_gather_indices": places_M, "visual_source_indices": taken_M}
 
 
 def empty_batch(length: int) -> VLBatch:

@@ -24,7 +24,7 @@ from paddle_vl.families.vlm.objective import with_target_rows
 
 # Assumed share of visual tokens in the cost of the vision tower.
 VISUAL_SHARE = 0.5
-_PIXELS = ("pixel_values", "pixel_values_videos", *PATCH_FIELDS)
+_PIXELS = ("pixel_values", "pixel_values_videos", "visual_rows_of_ranks", *PATCH_FIELDS)
 _VISUAL_FIELDS = (*_PIXELS, "image_grid_thw", "video_grid_thw")
 _NOT_FOR_DECODER = (
     *_PIXELS,

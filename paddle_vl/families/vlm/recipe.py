@@ -262,7 +262,7 @@ class VLRecipe(Family):
 
         def of_slice(batch: Any) -> Any:
             # Prompts are answered by every rank of a context-parallel group.
-            batch = batch if "numbers" in batch else sliced(batch, context.rank, context.size)
+            batch = batch if "numbers" in batch else sliced(batch, context)
             return of_part(batch) if part.size > 1 else batch
 
         return of_slice

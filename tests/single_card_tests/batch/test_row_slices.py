@@ -44,7 +44,10 @@ def test_bounds_are_those_of_the_rows_that_see_a_key(segments, size):
         numbers = np.arange(0, starts[-1], 3)
         chosen = own.chosen(numbers)
         np.testing.assert_array_equal(chosen, np.isin(numbers, own.rows))
-        np.testing.assert_array_equal(own.rows[own.places(numbers[chosen])], numbers[chosen])
+        np.testing.assert_array_equal(own.rows[own.places[numbers[chosen]]], numbers[chosen])
+        halves = np.concatenate([each.rows for each in slices]).reshape(2 * size, -1)
+        for number, rows in enumerate(halves if len(own.rows) % 2 == 0 else ()):
+            assert (own.shards(rows, 2) == number).all()
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
