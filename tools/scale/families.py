@@ -115,7 +115,7 @@ class SizedVL(VLRecipe):
         return BuiltModel(model, adapter, nothing, nothing)
 
     def batch(self, built: BuiltModel, units: int) -> dict[str, Any]:
-        """One sample: images, then targets."""
+        """One sample: images, then targets; for slices an image and targets in turn."""
         config, ops, rows = self.model_config, built.model.placement.ops, units * self.unit_rows
         side = 2 * config.vision_config.spatial_merge_size
         images = rows // 2 // IMAGE_ROWS
@@ -129,6 +129,8 @@ class SizedVL(VLRecipe):
             num_parts=ops.row_part.size,
             lists_real_rows=bool(model_shape(config).num_experts),
         )
+        if ops.context.size > 1:
+            ids = ids.reshape(2, -1, IMAGE_ROWS).swapaxes(0, 1).reshape(-1)
         labels = np.where(ids == 1, ids, -100)
         if ops.context.size > 1:
             # Every other one, so that slices have equally many.
@@ -139,7 +141,6 @@ class SizedVL(VLRecipe):
             "pixel_values": np.zeros([images * side**2, config.vision_config.patch_dim], "float32"),
             "image_grid_thw": np.array([[1, side, side]] * images, np.int64),
         }
-        # A slice has half of its rows from the front, and half from the back.
         batch: Any = collate([sample])
         if (context := ops.context).size > 1:
             batch = sliced(batch, context)

@@ -142,8 +142,8 @@ class VLBatchAdapter(BatchAdapter[VLBatch]):
         return name not in _HOST_ARRAYS
 
     def to_device(self, batch: VLBatch) -> VLBatch:
-        batch = with_target_rows(batch)
-        return super().to_device({n: v for n, v in batch.items() if n != WHOLE_ROWS})
+        fields = {n: v for n, v in with_target_rows(batch).items() if n != WHOLE_ROWS}
+        return super().to_device(cast(VLBatch, fields))
 
     def synchronized(self, batch: VLBatch, needed: Sequence[int], model: nn.Layer) -> VLBatch:
         if needed[0] and model.placement.ops.layers_are_collective and not has_visual(batch):
