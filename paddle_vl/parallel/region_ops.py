@@ -78,6 +78,10 @@ class SpreadOps(RegionOps):
         rows_of_ranks: Sequence[np.ndarray] | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         if self.spreads_vision:
+            if self.context.size > 1:
+                # A long video may be all there is to spread: by its frames, which do not attend to
+                # each other.
+                grid_thw = np.repeat(grid_thw * [0, 1, 1] + [1, 0, 0], grid_thw[:, 0], axis=0)
             num_patches_I = grid_thw.prod(axis=1)
             packed_MC = self._spread(
                 lambda items: _encode_packed(encode, patches, grid_thw, items, merge),
