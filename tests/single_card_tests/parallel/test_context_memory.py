@@ -1,5 +1,5 @@
-"""The tables of docs/context_parallel.md are those of the formulas in `tests.support`, whose sizes are
-those of the model."""
+"""The tables of docs/context_parallel.md are those of the formulas in `tests.support`, whose sizes
+are those of the model."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def test_sizes_are_those_of_the_model():
     config = Qwen3VLConfig.named("qwen3-vl-8b")
     text, vision = config.text_config, config.vision_config
     heads = text.num_attention_heads, text.num_key_value_heads
-    assert (formulas.QUERIES, formulas.KEYS) == tuple(n * text.head_dim for n in heads)
+    assert tuple(n * text.head_dim for n in heads) == (formulas.QUERIES, formulas.KEYS)
     found = (text.hidden_size, text.intermediate_size, text.num_hidden_layers, text.vocab_size)
     assert found == (formulas.WIDTH, formulas.INNER, formulas.LAYERS, formulas.VOCABULARY)
     found = (vision.hidden_size, vision.depth, vision.patch_dim)
