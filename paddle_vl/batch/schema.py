@@ -20,6 +20,9 @@ Batch = Mapping[str, Any]
 SOURCE_COUNTS = ("source_tokens", "source_documents")
 # Likewise of a batch with `label_sources`: target tokens of each source.
 SOURCE_TARGETS = "source_targets"
+# Of a slice of a batch (context parallelism): fields of the whole batch that its counts are taken
+# from, which stay on the host and are taken out before the model.
+WHOLE_ROWS = "whole_rows"
 # Other data lanes' batches in a batch of this rank, in the order of the lanes, under the colocated
 # schedule.
 OTHER_LANES = "other_lanes"
@@ -74,6 +77,12 @@ class VLBatch(TextFields, total=False):
     cu_seqlens: Annotated[Array, Axes("S", "int32")]
     # Where the sample of each token ends. For attention on a GPU; from `VLBatchAdapter.prepared`.
     packed_key_ends: Annotated[Array, Axes("B L", "int32")]
+    # Of a slice of the token rows under context parallelism, whose batch is one row: of each key of
+    # all slices the places in this one after the last and of the first row that see it. For
+    # attention; from `paddle_vl.families.vlm.objective`. And where ranks get only the visual rows
+    # of their tokens, the numbers of these for each rank, images first; for the vision tower.
+    slice_key_rows: Annotated[Array, Axes("1 1 T 2", "int32")]
+    visual_rows_of_ranks: list[Array]
     # Factors of the labels' cross entropies, where sources have a loss_weight. For the loss.
     loss_weights: Annotated[Array, Axes("B L", "float32")]
     # Numbers of the sources that labels are from, of a training mix, and how many sources it has.

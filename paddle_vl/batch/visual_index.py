@@ -475,8 +475,8 @@ def visual_inputs(
     ids_BL, mask_BL = dict_args.get("input_ids"), dict_args.get("visual_pos_masks")
     given = _given_indices(dict_args, total, len(embeds) == len(KINDS), sizes.part)
     tokens_BL = mask_BL if ids_BL is None else ids_BL
-    if tokens_BL is not None and has_values(tokens_BL):
-        num_unused = dict_args.get("num_unused_visual_rows", 0)
+    num_unused = dict_args.get("num_unused_visual_rows", 0)
+    if tokens_BL is not None and has_values(tokens_BL) and num_unused is not None:
         is_kind_BL = _placeholders(ids_BL, sizes.placeholder_ids)
         _check_values(is_kind_BL, mask_BL, given, num_rows, num_unused, sizes.part)
     if not num_rows:
@@ -628,7 +628,8 @@ def _given_indices(
                 f"the batch has visual indices without visual_{name}_indices: add them (the "
                 "collator does), or leave all indices out to have them computed"
             )
-    num_taken = total - dict_args.get("num_unused_visual_rows", 0) if is_known(total) else -1
+    num_unused = dict_args.get("num_unused_visual_rows", 0)
+    num_taken = total - num_unused if is_known(total) and num_unused is not None else -1
     num_update: Any = given.update.shape[0] if len(given.update.shape) == 1 else "M"
     if is_known(num_taken) and is_known(num_update) and num_update > num_taken:
         raise ValueError(

@@ -66,7 +66,11 @@ class MeshSettings(Section):
     pp_degree: Annotated[int, Field(ge=1, le=1 << 20)] = 1
     """pipeline-parallel degree: stages of decoder layers"""
     sharding_degree: Annotated[int, Field(ge=1, le=1 << 20)] = 1
-    """sharding degree: ranks with different samples and sharded optimizer state"""
+    """sharding degree: ranks with sharded optimizer state, and with different samples but for those
+    of a context-parallel group"""
+    cp_degree: Annotated[int, Field(ge=1, le=1 << 20), _Sharded] = 1
+    """context-parallel degree: ranks of the sharding axis that take the same samples, each a slice
+    of their token rows, in attention too; data.pad_to_multiple_of must be a multiple of it"""
     sharding_stage: Annotated[Literal[1, 2, 3], _Sharded] = 1
     """what is sharded, as in ZeRO: optimizer state (1), gradients too (2), parameters too (3)"""
     schedule: Annotated[Literal["plain", "colocated"], _from("pp", 2)] = "plain"
@@ -94,6 +98,11 @@ class MeshSettings(Section):
     ] = "static"
     """messages between stages: static pads all of a step to its largest micro-batch; dynamic sends
     each in its own size, which fleet sends first (1f1b without num_virtual_stages)"""
+
+    @property
+    def data_degree(self) -> int:
+        """Ranks with different samples."""
+        return self.dp_degree * self.sharding_degree // self.cp_degree
 
 
 def launch_variables(mesh: MeshSettings) -> dict[str, str]:

@@ -51,6 +51,8 @@ PEERS = {
     "pipeline_model_parallel_size",
     "parallel.ep_degree": "expert_parallel_degree expert_parallel_size expert_model_parallel_size "
     "ep_size ep",
+    "parallel.cp_degree": "context_parallel_degree context_parallel_size cp_size cp "
+    "sequence_parallel_size ulysses_degree",
     "parallel.expert_capacity_factor": "moe_expert_capacity_factor expert_capacity_factor "
     "moe_capacity_factor capacity_factor",
     "parallel.sharding_degree": "sharding_parallel_degree sharding_parallel_size sharding_size",

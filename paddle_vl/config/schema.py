@@ -318,6 +318,7 @@ class RunConfig(Section):
         parts: named groups of parameters for settings, as patterns over parameter names.
         needs_processor: whether data.processor or model.pretrained must name a folder.
         has_colocated: whether parallel.schedule may be colocated.
+        has_context_parallel: whether parallel.cp_degree may be above 1.
         counts_tokens: whether batches count their tokens, which train.max_tokens needs.
         backbones: model types of folders that model.pretrained may name beside model.config.
         fixed_settings: settings or sections that a resumed run must not change, because weights,
@@ -328,6 +329,7 @@ class RunConfig(Section):
     parts: ClassVar[dict[str, tuple[str, ...]]] = {}
     needs_processor: ClassVar[bool] = True
     has_colocated: ClassVar[bool] = False
+    has_context_parallel: ClassVar[bool] = False
     counts_tokens: ClassVar[bool] = False
     backbones: ClassVar[tuple[str, ...]] = ()
     fixed_settings: ClassVar[tuple[str, ...]] = (

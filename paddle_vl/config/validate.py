@@ -107,6 +107,12 @@ def _problems_of_what_is_trained(config: RunConfig) -> Problems:
             f"parallel.schedule is colocated, which {config.family} does not support yet: set "
             "parallel.schedule=plain"
         )
+    if config.parallel.cp_degree > 1 and not config.has_context_parallel:
+        yield (
+            f"parallel.cp_degree is {config.parallel.cp_degree}, but {config.family} cannot cut "
+            "its rows into slices: they are short, and attend to blocks, not to all rows before; "
+            "set parallel.cp_degree=1"
+        )
 
 
 def _problems_of_length(config: RunConfig) -> Problems:

@@ -25,9 +25,11 @@ class AttentionMask:
 
     Attributes:
         some_see_nothing: False if every query is known to see a key.
+        keys_are_queries: whether `row_intervals` are of as many rows as keys.
     """
 
     some_see_nothing = True
+    keys_are_queries = True
 
     def __init__(self, visible_BLS: Tensor | Callable[[], Tensor]):
         self._visible = visible_BLS
@@ -167,6 +169,31 @@ class KeyMask(AttentionMask):
 
     def row_bias_in(self, dtype: Any) -> Tensor:
         return self._narrow("row", lambda: self._bias_of(self._seen_BS.unsqueeze(1)), dtype)
+
+
+class SliceMask(AttentionMask):
+    """Each key is seen by one run of queries, and every query sees a key: rows of packed samples,
+    of which this rank has some as queries, and the keys of all in another order.
+
+    Args:
+        rows_B1S2: int32 `row_intervals`.
+        num_queries: L.
+    """
+
+    some_see_nothing = False
+    keys_are_queries = False
+
+    def __init__(self, rows_B1S2: Tensor, num_queries: int):
+        super().__init__(self._dense)
+        self._rows_B1S2, self._num_queries = rows_B1S2, num_queries
+
+    def row_intervals(self) -> Tensor:
+        return self._rows_B1S2
+
+    def _dense(self) -> Tensor:
+        ends_B1S, first_B1S = (self._rows_B1S2[..., n] for n in range(2))
+        place_L1 = paddle.arange(self._num_queries, dtype="int32").unsqueeze(1)
+        return paddle.logical_and(place_L1 < ends_B1S, place_L1 >= first_B1S)
 
 
 class HistoryMask(AttentionMask):

@@ -14,6 +14,7 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
+from paddle_vl.batch.row_slices import RowSlice
 from paddle_vl.nn.attention import (
     CachedKeys,
     PackedSamples,
@@ -28,6 +29,7 @@ from paddle_vl.nn.attention_masks import (
     BlockMask,
     HistoryMask,
     KeyMask,
+    SliceMask,
 )
 from paddle_vl.nn.delta_rule import chunked_size
 from paddle_vl.nn.experts import GroupSizes
@@ -266,6 +268,15 @@ def _keys(r: Rng, s: Sizes) -> Inputs:
     return _masked(r, s, mask, "sdpa", *_batch(r, s, queries))
 
 
+def _slice(r: Rng, s: Sizes) -> Inputs:
+    """The second of two slices of packed samples, one of a token among them."""
+    n = s.length
+    rows = RowSlice.of(np.array([0, n // 3, n, n + 1, 2 * n]), 1, 2).key_rows
+    q = normal(r, 1, n, s.heads, s.head_width)
+    k, v = (normal(r, 1, 2 * n, s.key_heads, s.head_width) for _ in range(2))
+    return _masked(r, s, lambda: SliceMask(paddle.to_tensor(rows), n), "sdpa", q, k, v)
+
+
 def _history(r: Rng, s: Sizes) -> Inputs:
     """Past frames of two videos; of the second the first two are missing, and see nothing."""
     frames, patches, real = 6, s.length // 4, np.ones([2, 6], bool)
@@ -335,6 +346,7 @@ ATTENTION: dict[str, Make] = {
     "masked_attention.blocks": lambda r, s: _blocks(r, s, "sdpa"),
     "masked_attention.blocks_eager": lambda r, s: _blocks(r, s, "eager"),
     "masked_attention.keys": _keys,
+    "masked_attention.slice": _slice,
     "masked_attention.history": _history,
 }
 DELTA_RULE: dict[str, Make] = {

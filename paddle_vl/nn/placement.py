@@ -17,6 +17,8 @@ import numpy as np
 from paddle import Tensor, full_like, index_select, nn, where
 
 from paddle_vl.batch.visual_index import RowPart
+from paddle_vl.nn.attention import PackedSamples, causal_attention
+from paddle_vl.nn.attention_masks import SliceMask
 from paddle_vl.nn.experts import Experts
 from paddle_vl.nn.linear import (
     AdaptableLinear,
@@ -141,6 +143,39 @@ class CheckpointRanks:
 ShardExperts = Callable[[Callable[[int], Experts], int], Experts]
 
 
+class Context:
+    """The ranks that have the rows of the same samples between them (context parallelism): one,
+    with all rows. See `paddle_vl.parallel.context_parallel`.
+
+    Attributes:
+        rank, size: this rank's number, and that of the ranks.
+        shards_of_slice: shards of each rank's rows, of which each is one rank's, to which the
+            tower's rows are sent; 0 where all ranks get all of them.
+    """
+
+    rank, size, shards_of_slice = 0, 1, 0
+
+    def attend(
+        self,
+        q_BLNH: Tensor,
+        k_BLKH: Tensor,
+        v_BLKH: Tensor,
+        key_bias_BS: Tensor | None = None,
+        packed: PackedSamples | SliceMask | None = None,
+    ) -> Tensor:
+        """`causal_attention` of this rank's rows, as queries, on the keys of all ranks.
+
+        Args:
+            packed: a `SliceMask` if the batch is a slice; other batches every rank has whole.
+        """
+        assert not isinstance(packed, SliceMask), "one rank has all rows"
+        return causal_attention(q_BLNH, k_BLKH, v_BLKH, key_bias_BS, packed)
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum over the ranks, in forward only: each uses the same total."""
+        return x
+
+
 class RegionOps:
     """Operations around the layers of a `LayerFactory`; the identity on one device.
 
@@ -149,10 +184,12 @@ class RegionOps:
     Attributes:
         layers_are_collective: whether layers issue collectives (sharded parameters, experts), so
             that all ranks must run the same layers, whatever their data.
+        context: the ranks that have this rank's samples between them.
     """
 
-    def __init__(self, layers_are_collective: bool = False):
+    def __init__(self, layers_are_collective: bool = False, context: Context | None = None):
         self.layers_are_collective = layers_are_collective
+        self.context = context or Context()
 
     @property
     def row_part(self) -> RowPart:
@@ -166,7 +203,7 @@ class RegionOps:
 
     def sum_routing(self, sums: Tensor) -> Tensor:
         """Sums over the rows of `expert_part` to sums over all rows, in forward only."""
-        return sums
+        return self.context.total(sums)
 
     def pad_rows(self, x_TD: Tensor) -> Tensor:
         """Append zero rows until the mp degree divides the number of rows."""
@@ -215,8 +252,10 @@ class RegionOps:
         merge: int,
         width: int,
         num_levels: int,
+        rows_of_ranks: Sequence[np.ndarray] | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run the vision tower over all items; the result is the same on every mp rank.
+        """Run the vision tower over all items; the result is the same on every mp rank, unless
+        ranks get rows of their own.
 
         Args:
             patches: pixels `[P, patch_dim]` of all items, then other tensors with a row per patch.
@@ -224,6 +263,8 @@ class RegionOps:
             tower: what `encode` runs.
             merge: side of the square of patches that makes one row.
             width, num_levels: D and G of the result, `[M, D]` and G times `[M, D]`.
+            rows_of_ranks: numbers of the rows that each rank of `Context` and mp gets, each row at
+                most once; None for all.
         """
         return encode(patches, grid_thw)
 

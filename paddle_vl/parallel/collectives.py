@@ -71,6 +71,13 @@ def all_gathered_in_order(own_MC: Tensor, numbers: Sequence[np.ndarray], group) 
     return rows_in_order(all_gathered(own_MC, group), np.concatenate(places)[order])
 
 
+def all_to_all(x_ND: Tensor, leaving: list[int], arriving: list[int], group) -> Tensor:
+    """Consecutive rows to each rank of the group, and so many from each; without a gradient."""
+    rows = paddle.empty([sum(arriving), x_ND.shape[1]], dtype=x_ND.dtype)
+    dist.alltoall_single(rows, x_ND.contiguous(), leaving, arriving, group=group)
+    return rows
+
+
 def rows_of_items(items: np.ndarray, rows_I: np.ndarray) -> np.ndarray:
     """`[M]` int64: numbers of the rows of some items, in the order of the items.
 

@@ -168,6 +168,43 @@ def _tensor_parallel(plan: Plan) -> Problems:
         )
 
 
+def _context_parallel(plan: Plan) -> Problems:
+    degrees, cp, model = plan.degrees, plan.degrees.cp_degree, plan.model
+    if cp == 1:
+        return
+    if degrees.sharding_degree % cp and degrees.sharding_degree > 1:
+        yield (
+            f"parallel.cp_degree {cp} does not divide parallel.sharding_degree "
+            f"{degrees.sharding_degree} ({_division(degrees.sharding_degree, cp)}): the ranks that "
+            "share the rows of a sample are neighbours along the sharding axis; set "
+            f"sharding_degree to a multiple of {cp}"
+        )
+    if degrees.schedule == "colocated":
+        yield (
+            f"parallel.schedule is colocated with parallel.cp_degree {cp}: its bridge sends a data "
+            "lane all rows of its items, and knows no slices of them; set cp_degree=1 (and "
+            "mp_degree with sequence_parallel for long samples), or schedule=plain"
+        )
+    if model is not None and model.linear_num_key_heads:
+        yield (
+            f"parallel.cp_degree is {cp} but the model has layers with a recurrent state (gated "
+            "delta rule), which passes through all tokens of a sample in order: ranks would have "
+            "to hand it on, slice by slice; set cp_degree=1, and mp_degree with sequence_parallel "
+            "for long samples"
+        )
+    parts = cp * (degrees.mp_degree if degrees.sequence_parallel else 1)
+    multiple = plan.pad_to_multiple_of
+    if multiple is not None and multiple % parts and not multiple % (parts // cp):
+        of_rows = f"parallel.cp_degree {cp}"
+        if parts > cp:
+            of_rows += f" x mp_degree {parts // cp} (sequence_parallel)"
+        yield (
+            f"data.pad_to_multiple_of {multiple} does not divide by {of_rows} = {parts}: every "
+            "batch is cut into that many slices of equally many token rows; set "
+            f"data.pad_to_multiple_of={parts}"
+        )
+
+
 def experts_fold(ep: int, dp: int, inner: int) -> bool:
     """Whether ep ranks that follow each other are a part of, or several, sharding x mp blocks.
 
@@ -212,7 +249,7 @@ def _colocated(plan: Plan) -> Problems:
         return
     encoder = degrees.encoder
     dp, mp = encoder.dp_degree, encoder.mp_degree
-    lanes, data = world // mp, degrees.dp_degree * degrees.sharding_degree
+    lanes, data = world // mp, degrees.data_degree
     if world % mp:
         yield (
             f"parallel.encoder.mp_degree {mp} does not divide the {world} ranks of the run: "
@@ -263,4 +300,7 @@ def _division(value: int, by: int) -> str:
     return f"{value} = {value // by} x {by} + {value % by}"
 
 
-_RULES = (_mesh, _micro_batches, _schedule, _tensor_parallel, _experts, _colocated)
+_RULES = (
+    *(_mesh, _micro_batches, _schedule, _tensor_parallel),
+    *(_context_parallel, _experts, _colocated),
+)

@@ -20,7 +20,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import paddle
-import paddle.distributed as dist
 from paddle import Tensor
 from paddle.autograd import PyLayer
 
@@ -32,7 +31,7 @@ from paddle_vl.nn.experts import (
     reorder_rows,
     sort_by_expert,
 )
-from paddle_vl.parallel.collectives import all_gathered
+from paddle_vl.parallel.collectives import all_gathered, all_to_all
 
 
 def shard_experts(group, make: Callable[[int], Experts], num_experts: int) -> Experts:
@@ -163,15 +162,9 @@ class _AllToAll(PyLayer):
     @staticmethod
     def forward(ctx, x_ND, leaving, arriving, group):
         ctx.sizes, ctx.group = (leaving, arriving), group
-        return _all_to_all(x_ND, leaving, arriving, group)
+        return all_to_all(x_ND, leaving, arriving, group)
 
     @staticmethod
     def backward(ctx, grad_RD):
         leaving, arriving = ctx.sizes
-        return _all_to_all(grad_RD, arriving, leaving, ctx.group)
-
-
-def _all_to_all(x_ND: Tensor, leaving: list[int], arriving: list[int], group) -> Tensor:
-    rows = paddle.empty([sum(arriving), x_ND.shape[1]], dtype=x_ND.dtype)
-    dist.alltoall_single(rows, x_ND.contiguous(), leaving, arriving, group=group)
-    return rows
+        return all_to_all(grad_RD, arriving, leaving, ctx.group)

@@ -12,6 +12,8 @@ Ranks with the same experts take different token rows, and sum their gradients:
 `sharding_stage` shards); a single rank without sharding, and if ep spans sharding x mp |
 | `expert_dp` | have the same experts and the same shard of them |
 | `model` | have all parameters of their stage between them |
+| `cp` | have the token rows of the same samples between them: neighbours along sharding |
+| `cp_mp` | the cp groups of the ranks of an mp group |
 """
 
 import numpy as np
@@ -56,6 +58,9 @@ def groups_of_axes(degrees: ParallelDegrees) -> dict[str, np.ndarray]:
         [degrees.pp_degree, -1, expert_shards(degrees), degrees.ep_degree]
     )
     groups["ep"] = folded
+    by_cp = [*shape[:2], -1, degrees.cp_degree, degrees.mp_degree]
+    groups["cp"] = np.moveaxis(ranks.reshape(by_cp), 3, -1)
+    groups["cp_mp"] = ranks.reshape([-1, degrees.cp_degree * degrees.mp_degree])
     groups["model"] = ranks.swapaxes(0, 1).reshape([-1, ranks_of_model(degrees)])
     groups["expert_sharding"] = np.moveaxis(folded, 2, -1)
     groups["expert_dp"] = np.moveaxis(folded, 1, -1)

@@ -107,11 +107,12 @@ class FleetRanks(SingleRank):
         self.is_main = topology.rank == 0
         self.data_rank, self.data_size = topology.data_rank, topology.data_size
         self._encoder = topology.encoder
-        self.random_place = (topology.data_rank, topology.pp_rank)
-        # All mp ranks and all stages of a data shard have the same samples.
-        self.counts_data = topology.mp_rank == 0 and topology.pp_rank == 0
-        # Only the last stage has losses, the same ones on all its mp ranks.
-        self.counts_losses = topology.mp_rank == 0
+        # Slices of a sample have rows of their own.
+        self.random_place = (topology.replica_rank, topology.pp_rank)
+        # Only the last stage has losses, the same ones on all its mp and cp ranks.
+        self.counts_losses = topology.mp_rank == 0 and topology.cp_rank == 0
+        # All mp and cp ranks and all stages of a data shard have the same samples.
+        self.counts_data = self.counts_losses and topology.pp_rank == 0
         self._host_group = topology.host_group
 
     def agree(

@@ -1,4 +1,4 @@
-"""Collectives around tensor-parallel layers, and vision work divided over the mp group.
+"""Collectives around tensor-parallel layers, and vision work divided over mp and cp ranks.
 
 With `parallel.vision=spread` every item (image, video) is encoded on one rank, balanced by cost,
 and one all-gather gives all rows to every rank. Its backward is one all-reduce if ranks use
@@ -9,7 +9,7 @@ G deepstack levels, C = (1 + G) * D.
 """
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import paddle
@@ -26,17 +26,124 @@ from paddle.distributed.fleet.utils.sequence_parallel_utils import (
 
 from paddle_vl.batch.visual_index import RowPart
 from paddle_vl.nn.objective import IGNORE_INDEX, TargetSources, Vocabulary
-from paddle_vl.nn.operations import rows_in_order, slice_axis
+from paddle_vl.nn.operations import device_tensor, rows_in_order, slice_axis
 from paddle_vl.nn.placement import Encoder, ItemEncoder, RegionOps
 from paddle_vl.parallel.collectives import (
     all_gathered_in_order,
     all_reduced,
+    all_to_all,
     divide_gradient,
     rows_of_items,
 )
+from paddle_vl.parallel.context_parallel import ContextGroup
 
 
-class FleetRegionOps(RegionOps):
+class SpreadOps(RegionOps):
+    """The operations of one rank of a group that has the same images and videos.
+
+    Args:
+        vision_group: over which items are spread; None encodes all of them on every rank.
+        sum_group: its ranks that use different rows of the items; None if all use all of them.
+    """
+
+    def __init__(
+        self,
+        vision_group: Any,
+        sum_group: Any,
+        layers_are_collective: bool = False,
+        context: ContextGroup | None = None,
+    ):
+        super().__init__(layers_are_collective, context)
+        self.vision_group, self.sum_group = vision_group, sum_group
+
+    @property
+    def spreads_vision(self) -> bool:
+        return self.vision_group is not None
+
+    @property
+    def replica_group(self) -> Any:
+        """Ranks that encode all items alike, and use different rows; None if there are none."""
+        return None
+
+    def encode_visual(
+        self,
+        encode: Encoder,
+        patches: Sequence[Tensor],
+        grid_thw: np.ndarray,
+        tower: nn.Layer,
+        *,
+        merge: int,
+        width: int,
+        num_levels: int,
+        rows_of_ranks: Sequence[np.ndarray] | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        if self.spreads_vision:
+            if self.context.size > 1:
+                # A long video may be all there is to spread: by its frames, which do not attend to
+                # each other.
+                grid_thw = np.repeat(grid_thw * [0, 1, 1] + [1, 0, 0], grid_thw[:, 0], axis=0)
+            num_patches_I = grid_thw.prod(axis=1)
+            packed_MC = self._spread(
+                lambda items: _encode_packed(encode, patches, grid_thw, items, merge),
+                num_patches_I,
+                num_patches_I // merge**2,
+                tower,
+                (1 + num_levels) * width,
+                self.sum_group,
+                rows_of_ranks,
+            )
+        else:
+            merged, levels = encode(patches, grid_thw)
+            if (group := self.replica_group) is None:
+                return merged, levels
+            # Packed, since ranks use different rows: one all-reduce for the gradient of all levels.
+            packed_MC = paddle.concat([merged, *levels], axis=1)
+            packed_MC = cast(Tensor, fleet_ops._c_identity(packed_MC, group=group))
+        merged, *levels = paddle.split(packed_MC, 1 + num_levels, axis=1)
+        return merged, levels
+
+    def encode_items(
+        self,
+        encode: ItemEncoder,
+        costs_I: np.ndarray,
+        rows_I: np.ndarray,
+        tower: nn.Layer,
+        width: int,
+    ) -> Tensor:
+        if not self.spreads_vision:
+            return encode(None)
+        return self._spread(encode, costs_I, rows_I, tower, width, None)
+
+    def _spread(
+        self,
+        encode: Callable[[np.ndarray], Tensor],
+        costs_I: np.ndarray,
+        rows_I: np.ndarray,
+        tower: nn.Layer,
+        width: int,
+        sum_group: Any,
+        rows_of_ranks: Sequence[np.ndarray] | None = None,
+    ) -> Tensor:
+        """Rows `[M, C]` of all items in order, or this rank's of `rows_of_ranks`; each item is
+        encoded on one rank."""
+        assigned = assign_items(costs_I, self.vision_group.nranks)
+        own = assigned[self.vision_group.rank]
+        if own.size:
+            own_MC = encode(own)
+        elif self.layers_are_collective:
+            own_MC = encode(own)[:0]
+        else:
+            parameters = tower.parameters()
+            own_MC = paddle.zeros([0, width], dtype=parameters[0].dtype)
+            # If the tower is trained, the rank must take part in the all-gather's backward.
+            own_MC.stop_gradient = all(parameter.stop_gradient for parameter in parameters)
+        numbers = [rows_of_items(items, rows_I) for items in assigned]
+        if rows_of_ranks is not None:
+            return _SendRows.apply(own_MC, numbers, rows_of_ranks, self.vision_group)
+        return _GatherUneven.apply(own_MC, numbers, self.vision_group, sum_group)
+
+
+class FleetRegionOps(SpreadOps):
     """The operations of one rank of a tensor-parallel group.
 
     Args:
@@ -54,13 +161,25 @@ class FleetRegionOps(RegionOps):
         spreads_vision: bool,
         layers_are_collective: bool = False,
         experts_are_whole: bool = False,
+        context: ContextGroup | None = None,
     ):
-        super().__init__(layers_are_collective)
+        vision_group, sum_group = mp_group, mp_group if sequence_parallel else None
+        if context is not None:
+            vision_group = context.cp_mp_group
+            sum_group = vision_group if sequence_parallel else context.group
+            if spreads_vision and sequence_parallel:
+                context.shards_of_slice = mp_group.nranks
+        super().__init__(
+            vision_group if spreads_vision else None, sum_group, layers_are_collective, context
+        )
         assert sequence_parallel or not experts_are_whole, "a rule of ParallelDegrees"
         self.experts_are_whole = experts_are_whole
         self.mp_group, self.sequence_parallel = mp_group, sequence_parallel
-        self.spreads_vision = spreads_vision
         self.cross_entropy = ParallelCrossEntropy(mp_group, ignore_index=IGNORE_INDEX)
+
+    @property
+    def replica_group(self) -> Any:
+        return self.mp_group if self.sequence_parallel else None
 
     @property
     def row_part(self) -> RowPart:
@@ -73,9 +192,9 @@ class FleetRegionOps(RegionOps):
         return self.row_part if self.experts_are_whole else RowPart()
 
     def sum_routing(self, sums: Tensor) -> Tensor:
-        if not self.experts_are_whole:
-            return sums
-        return cast(Tensor, fleet_ops._mp_allreduce(sums, group=self.mp_group))
+        if self.experts_are_whole:
+            sums = cast(Tensor, fleet_ops._mp_allreduce(sums, group=self.mp_group))
+        return self.context.total(sums)
 
     def pad_rows(self, x_TD: Tensor) -> Tensor:
         if not self.sequence_parallel:
@@ -104,49 +223,6 @@ class FleetRegionOps(RegionOps):
     def enter_replicated(self, x: Tensor) -> Tensor:
         return divide_gradient(x, self.mp_group.nranks)
 
-    def encode_visual(
-        self,
-        encode: Encoder,
-        patches: Sequence[Tensor],
-        grid_thw: np.ndarray,
-        tower: nn.Layer,
-        *,
-        merge: int,
-        width: int,
-        num_levels: int,
-    ) -> tuple[Tensor, list[Tensor]]:
-        if self.spreads_vision:
-            num_patches_I = grid_thw.prod(axis=1)
-            packed_MC = self._spread(
-                lambda items: _encode_packed(encode, patches, grid_thw, items, merge),
-                num_patches_I,
-                num_patches_I // merge**2,
-                tower,
-                (1 + num_levels) * width,
-                ranks_use_other_rows=self.sequence_parallel,
-            )
-        else:
-            merged, levels = encode(patches, grid_thw)
-            if not self.sequence_parallel:
-                return merged, levels
-            # Packed, since ranks use different rows: one all-reduce for the gradient of all levels.
-            packed_MC = paddle.concat([merged, *levels], axis=1)
-            packed_MC = cast(Tensor, fleet_ops._c_identity(packed_MC, group=self.mp_group))
-        merged, *levels = paddle.split(packed_MC, 1 + num_levels, axis=1)
-        return merged, levels
-
-    def encode_items(
-        self,
-        encode: ItemEncoder,
-        costs_I: np.ndarray,
-        rows_I: np.ndarray,
-        tower: nn.Layer,
-        width: int,
-    ) -> Tensor:
-        if not self.spreads_vision:
-            return encode(None)
-        return self._spread(encode, costs_I, rows_I, tower, width, ranks_use_other_rows=False)
-
     def summed_cross_entropy(
         self,
         logits_TV: Tensor,
@@ -172,30 +248,6 @@ class FleetRegionOps(RegionOps):
             lambda x: all_reduced(x, group, dist.ReduceOp.MAX),
             lambda x: all_reduced(x, group),
         )
-
-    def _spread(
-        self,
-        encode: Callable[[np.ndarray], Tensor],
-        costs_I: np.ndarray,
-        rows_I: np.ndarray,
-        tower: nn.Layer,
-        width: int,
-        ranks_use_other_rows: bool,
-    ) -> Tensor:
-        """`[M, C]`, rows of all items in order, each item encoded on one rank."""
-        assigned = assign_items(costs_I, self.mp_group.nranks)
-        own = assigned[self.mp_group.rank]
-        if own.size:
-            own_MC = encode(own)
-        elif self.layers_are_collective:
-            own_MC = encode(own)[:0]
-        else:
-            parameters = tower.parameters()
-            own_MC = paddle.zeros([0, width], dtype=parameters[0].dtype)
-            # If the tower is trained, the rank must take part in the all-gather's backward.
-            own_MC.stop_gradient = all(parameter.stop_gradient for parameter in parameters)
-        numbers = [rows_of_items(items, rows_I) for items in assigned]
-        return _GatherUneven.apply(own_MC, numbers, self.mp_group, ranks_use_other_rows)
 
 
 def assign_items(costs_I: np.ndarray, num_ranks: int) -> list[np.ndarray]:
@@ -231,17 +283,49 @@ def _encode_packed(
     return paddle.concat([merged, *levels], axis=1)
 
 
-class _GatherUneven(PyLayer):
-    """`all_gathered_in_order`; backward keeps the gradients of this rank's rows."""
+class _SendRows(PyLayer):
+    """Each row to the one rank that gets it; backward sends the gradients back.
+
+    Args of `apply`: own rows; the numbers of the rows that each rank has, and of those that it
+    gets, in its order; the group.
+    """
 
     @staticmethod
-    def forward(ctx, own_MC, numbers, group, ranks_use_other_rows):
-        ctx.own, ctx.group = numbers[group.rank], group
-        ctx.ranks_use_other_rows = ranks_use_other_rows
+    def forward(ctx, own_MC, numbers, rows_of_ranks, group):
+        owner_M = np.empty(sum(map(len, numbers)), dtype=np.int64)
+        place_M = np.empty_like(owner_M)
+        for rank, own in enumerate(numbers):
+            owner_M[own], place_M[own] = rank, np.arange(len(own))
+        sent = [rows[owner_M[rows] == group.rank] for rows in rows_of_ranks]
+        owners = owner_M[rows_of_ranks[group.rank]]
+        # Rows arrive by their owners.
+        arrival = np.argsort(owners, kind="stable")
+        ctx.arrival, ctx.group = device_tensor(arrival), group
+        ctx.sent, ctx.shape = device_tensor(place_M[np.concatenate(sent)]), own_MC.shape
+        ctx.sizes = [*map(len, sent)], np.bincount(owners, minlength=group.nranks).tolist()
+        rows = all_to_all(paddle.index_select(own_MC, ctx.sent), *ctx.sizes, group)
+        return paddle.index_select(rows, device_tensor(np.argsort(arrival)))
+
+    @staticmethod
+    def backward(ctx, grad):
+        leaving, arriving = ctx.sizes
+        rows = paddle.index_select(grad, ctx.arrival)
+        rows = all_to_all(rows, arriving, leaving, ctx.group)
+        zeros_MC = paddle.zeros(ctx.shape, dtype=grad.dtype)
+        return paddle.scatter_(zeros_MC, ctx.sent, rows) if sum(leaving) else zeros_MC
+
+
+class _GatherUneven(PyLayer):
+    """`all_gathered_in_order`; backward keeps the gradients of this rank's rows, summed over the
+    ranks of `sum_group` unless it is None."""
+
+    @staticmethod
+    def forward(ctx, own_MC, numbers, group, sum_group):
+        ctx.own, ctx.sum_group = numbers[group.rank], sum_group
         return all_gathered_in_order(own_MC, numbers, group)
 
     @staticmethod
     def backward(ctx, grad):
-        if ctx.ranks_use_other_rows:
-            grad = all_reduced(grad, ctx.group)
+        if ctx.sum_group is not None:
+            grad = all_reduced(grad, ctx.sum_group)
         return rows_in_order(grad, ctx.own)

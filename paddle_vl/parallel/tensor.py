@@ -34,10 +34,11 @@ from paddle_vl.nn.placement import (
 )
 from paddle_vl.parallel.agree import gather_values
 from paddle_vl.parallel.collectives import all_reduced, gathered_arrays
+from paddle_vl.parallel.context_parallel import ContextGroup
 from paddle_vl.parallel.expert_parallel import shard_experts
 from paddle_vl.parallel.mesh import stage_seats
 from paddle_vl.parallel.random_state import split_random
-from paddle_vl.parallel.region_ops import FleetRegionOps
+from paddle_vl.parallel.region_ops import FleetRegionOps, SpreadOps
 from paddle_vl.parallel.split_layers import (
     Column,
     FusedColumns,
@@ -54,7 +55,7 @@ _PARTIAL = ParamSpec(has_partial_gradient=True)
 
 
 class FleetPlacement(Placement):
-    """One rank of a tensor-parallel group, of an expert-parallel group, or of both.
+    """One rank of a tensor-, expert- or context-parallel group, or of several.
 
     Args:
         mp_group: a `paddle.distributed` group; with one rank only experts are sharded.
@@ -65,6 +66,7 @@ class FleetPlacement(Placement):
         ep_group: group over which experts are sharded; None or one rank for none. With several mp
             ranks it needs sequence parallelism.
         layers_are_collective: see `RegionOps`; always true with sharded experts.
+        context: the ranks of a context-parallel group; None without.
 
     Raises:
         ValueError: another value of `vision`.
@@ -79,6 +81,7 @@ class FleetPlacement(Placement):
         checkpoint_ranks: CheckpointRanks | None = None,
         ep_group: Any = None,
         layers_are_collective: bool = False,
+        context: ContextGroup | None = None,
     ):
         if vision not in ("spread", "replicate"):
             raise ValueError(f"parallel.vision is {vision!r}; use 'spread' or 'replicate'")
@@ -101,10 +104,15 @@ class FleetPlacement(Placement):
                 vision == "spread",
                 layers_are_collective,
                 experts_are_whole=shard is not None,
+                context=context,
             )
             layers = FleetLayers(table, ops, stage_layers, shard)
         else:
             ops = RegionOps(layers_are_collective)
+            if context is not None:
+                group = context.group if vision == "spread" else None
+                context.shards_of_slice = int(group is not None)
+                ops = SpreadOps(group, context.group, layers_are_collective, context)
             layers = LayerFactory(table, ops, stage_layers, shard)
         super().__init__(layers, ops, stage_layers, checkpoint_ranks)
 
@@ -129,7 +137,7 @@ class FleetCheckpointRanks(CheckpointRanks):
             of_stages = cls(
                 topology.rank, len(of_encoder), seats=of_encoder, writers=writers, group=group
             )
-        rank = topology.data_rank * topology.mp_group.nranks + topology.mp_rank
+        rank = topology.replica_rank * topology.mp_group.nranks + topology.mp_rank
         groups = {"group": topology.saving_group, "pp_group": topology.pp_group}
         return cls(rank, len(seats), topology.pp_rank, seats, of_stages, **groups)
 

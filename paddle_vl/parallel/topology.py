@@ -1,7 +1,8 @@
 """The mesh of a run: the coordinates of this rank, and its process group on every axis.
 
 Axes: dp ranks have replicas of the parameters and take different samples; sharding ranks take
-different samples too and shard the optimizer state; mp ranks shard every matrix; pp ranks are the
+different samples too and shard the optimizer state, but that cp ranks, neighbours among them, take
+slices of the same samples; mp ranks shard every matrix; pp ranks are the
 stages of the pipeline. mp is the innermost axis, then sharding, pp and dp, so that mp ranks are on
 one machine. Experts have axes of their own: `paddle_vl.parallel.mesh` says which ranks each has.
 """
@@ -54,6 +55,7 @@ class Topology:
             `nranks` 1 has no connection: leave out collectives over it.
         ep_group, expert_sharding_group, expert_dp_group: see `paddle_vl.parallel.mesh`; without
             expert parallelism a group of one, sharding_group and dp_group.
+        cp_group, cp_mp_group: see `paddle_vl.parallel.mesh`; None without context parallelism.
         saving_group: the ranks of a stage with all of its parameters between them, which exchange
             values when they save; None if each has all.
         ends_group: the first and the last pipeline stage; None on other stages.
@@ -71,6 +73,8 @@ class Topology:
     ep_group: Group = field(repr=False)
     expert_sharding_group: Group = field(repr=False)
     expert_dp_group: Group = field(repr=False)
+    cp_group: Group | None = field(repr=False, default=None)
+    cp_mp_group: Group | None = field(repr=False, default=None)
     saving_group: Group | None = field(repr=False, default=None)
     ends_group: Group | None = field(repr=False, default=None)
     host_group: Group | None = field(repr=False, default=None)
@@ -104,13 +108,22 @@ class Topology:
         return self.sharding_group.rank
 
     @property
-    def data_rank(self) -> int:
-        """This rank's data shard, of `data_size`: its index along the dp and sharding axes."""
+    def cp_rank(self) -> int:
+        return 0 if self.cp_group is None else self.cp_group.rank
+
+    @property
+    def replica_rank(self) -> int:
+        """Its index along the dp and sharding axes."""
         return self.dp_rank * self.degrees.sharding_degree + self.sharding_rank
 
     @property
+    def data_rank(self) -> int:
+        """This rank's data shard, of `data_size`: its index along dp and sharding without cp."""
+        return self.replica_rank // self.degrees.cp_degree
+
+    @property
     def data_size(self) -> int:
-        return self.degrees.dp_degree * self.degrees.sharding_degree
+        return self.degrees.data_degree
 
     def readers(self, spec: ParamSpec, is_split: bool) -> list[Group]:
         """The groups whose ranks need the same rows of a parameter's file.
@@ -132,8 +145,8 @@ class Topology:
         """Coordinates on the axes of degree 2 or more, e.g. `rank 3 (dp 1, mp 1)`."""
         coordinates = [
             f"{axis} {group.rank}"
-            for axis in AXES
-            if (group := getattr(self, f"{axis}_group")).nranks > 1
+            for axis in (*AXES, "cp")
+            if (group := getattr(self, f"{axis}_group")) is not None and group.nranks > 1
         ]
         return f"rank {self.rank}" + (f" ({', '.join(coordinates)})" if coordinates else "")
 
@@ -189,6 +202,9 @@ def initialize(
     groups |= {f"expert_{axis}_group": groups[f"{axis}_group"] for axis in ("sharding", "dp")}
     if degrees.ep_degree > 1:
         for axis in _OF_EXPERTS:
+            groups[f"{axis}_group"] = _own_group(axes[axis].tolist(), rank)
+    if degrees.cp_degree > 1:
+        for axis in ("cp", "cp_mp"):
             groups[f"{axis}_group"] = _own_group(axes[axis].tolist(), rank)
     on_cpu = paddle.get_device().startswith("cpu")
     return Topology(

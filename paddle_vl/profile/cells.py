@@ -44,9 +44,15 @@ class Choice(NamedTuple):
 
         Raises:
             ValueError: mp_degree x pp_degree does not divide the number of ranks, the choice
-                needs more or fewer ranks, or the family has no such choice.
+                needs more or fewer ranks, the family has no such choice, or cp_degree is set.
         """
         parallel = config.parallel
+        if parallel.cp_degree > 1:
+            raise ValueError(
+                f"parallel.cp_degree is {parallel.cp_degree}, and a matrix chooses "
+                "sharding_degree, along which those ranks lie: set cp_degree=1, or profile single "
+                "runs"
+            )
         inner = parallel.mp_degree * parallel.pp_degree
         data_size, rest = divmod(num_processes, inner)
         if rest or not data_size:

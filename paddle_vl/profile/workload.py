@@ -98,8 +98,7 @@ def with_workload(config: RunConfig, workload: Workload, folder: Path) -> RunCon
         cameras = workload.cameras
         return config if cameras is None else family.with_cameras(config, cameras)
     parallel, train = config.parallel, config.train
-    data_ranks = parallel.dp_degree * parallel.sharding_degree
-    num_samples = _BATCHES * data_ranks * train.per_device_train_batch_size
+    num_samples = _BATCHES * parallel.data_degree * train.per_device_train_batch_size
     data = SyntheticData(num_samples, folder, **shapes)
     return family.with_synthetic_data(config, data)
 

@@ -16,6 +16,7 @@ from paddle_vl.parallel.collectives import gathered_rows
 from paddle_vl.parallel.colocated.encoder import ItemEncoder
 from paddle_vl.parallel.colocated.encoder_layers import add_encoder
 from paddle_vl.parallel.colocated.runner import ColocatedRunner, PartsStore, encoder_store
+from paddle_vl.parallel.context_parallel import ContextGroup
 from paddle_vl.parallel.degrees import ParallelDegrees, Plan, plan_problems
 from paddle_vl.parallel.fleet_strategy import overlaps
 from paddle_vl.parallel.pipeline.runner import ModelChunk, PipelineRunner, split_backward
@@ -85,7 +86,10 @@ class Layout:
                 encoder_everywhere=topology.encoder is not None,
             )
         shards_layers = topology.sharding_group.nranks > 1 and topology.degrees.sharding_stage > 1
-        if topology.mp_group.nranks == topology.ep_group.nranks == 1:
+        context = None
+        if topology.cp_group is not None:
+            context = ContextGroup(topology.cp_group, topology.cp_mp_group)
+        if topology.mp_group.nranks == topology.ep_group.nranks == topology.degrees.cp_degree == 1:
             placement = SingleDevicePlacement(stage_layers, ranks, shards_layers)
         else:
             placement = FleetPlacement(
@@ -96,6 +100,7 @@ class Layout:
                 ranks,
                 topology.ep_group,
                 shards_layers,
+                context,
             )
         if topology.encoder is not None:
             add_encoder(placement, topology.encoder)

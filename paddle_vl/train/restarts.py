@@ -92,28 +92,29 @@ def degrees_with_fewer_ranks(
 ) -> tuple[int, dict[str, int]] | None:
     """Largest world size below `num_ranks` on which the run gives the same numbers.
 
-    Tensor and pipeline parallelism do not change, nor does the number of samples of a micro-batch
-    over all ranks. For equal world sizes the largest sharding degree is taken.
+    Tensor, context and pipeline parallelism do not change, nor does the number of samples of a
+    micro-batch over all ranks. For equal world sizes the largest sharding degree is taken.
 
     Returns:
         World size and changed settings; None if there is none.
     """
     parallel, train = config.parallel, config.train
-    replica_size = parallel.mp_degree * parallel.pp_degree
-    samples = train.per_device_train_batch_size * parallel.dp_degree * parallel.sharding_degree
+    cp = parallel.cp_degree
+    replica_size = parallel.mp_degree * parallel.pp_degree * cp
+    samples = train.per_device_train_batch_size * parallel.data_degree
     # Families without experts have no such setting.
     ep = getattr(parallel, "ep_degree", 1)
     for size in range(num_ranks - 1, fewest - 1, -1):
         data_size = size // replica_size
         if size % replica_size or data_size == 0 or samples % data_size:
             continue
-        for sharding in range(min(data_size, parallel.sharding_degree), 0, -1):
+        for sharding in range(min(data_size, parallel.sharding_degree // cp), 0, -1):
             dp = data_size // sharding
-            inner = sharding * parallel.mp_degree
+            inner = sharding * cp * parallel.mp_degree
             if data_size % sharding == 0 and experts_fold(ep, dp, inner):
                 return size, {
                     "parallel.dp_degree": dp,
-                    "parallel.sharding_degree": sharding,
+                    "parallel.sharding_degree": sharding * cp,
                     "train.per_device_train_batch_size": samples // data_size,
                 }
     return None

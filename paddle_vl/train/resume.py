@@ -214,13 +214,13 @@ def changed_settings(checkpoint: Path, config: RunConfig) -> list[str]:
     ]
     # Samples per micro-batch over all ranks, the unit of the data position.
     before, now = (
-        c.train.per_device_train_batch_size * c.parallel.dp_degree * c.parallel.sharding_degree
-        for c in (saved, config)
+        c.train.per_device_train_batch_size * c.parallel.data_degree for c in (saved, config)
     )
     if before != now:
         fixed.append(
             "number of samples per micro-batch over all ranks "
-            "(train.per_device_train_batch_size x parallel.dp_degree x sharding_degree): "
+            "(train.per_device_train_batch_size x parallel.dp_degree x sharding_degree / "
+            "cp_degree): "
             f"{before} -> {now}"
         )
     if fixed:

@@ -15,6 +15,7 @@ from tests.single_card_tests.train.tiny_run import write_tiny_run
 from tests.support.finished_runs import arrays_of, assert_close, assert_equal_runs
 from tests.support.launch import launch
 from tests.support.topology_runs import (
+    CP,
     SHARDING,
     SP,
     STAGE_3,
@@ -49,6 +50,8 @@ TOPOLOGIES = {
 HEAVY = {
     # Experts over mp ranks, sharded over two ranks; reductions and gathers overlap, as on GPUs.
     "mp2 sharding2 ep2 stage 1": (4, [*MP2, *SHARDING, EP2, *OVERLAPS]),
+    "cp2 ep2 stage 3": (2, [*CP, EP2, STAGE_3, FULL]),
+    "cp2 mp2 ep4": (4, [*MP2, *CP[:-1], EP4, "data.pad_to_multiple_of=4"]),
     "sharding2 ep2 stage 3": (2, [*SHARDING, EP2, STAGE_3, FULL]),
     "dp2 sharding2 ep4 stage 2": (4, [*EP[:1], EP4, *SHARDING, STAGE_2]),
     "mp2 sharding2 ep4 stage 3": (4, [*MP2, *SHARDING, EP4, STAGE_3, FULL]),

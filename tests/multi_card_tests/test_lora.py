@@ -35,6 +35,7 @@ from tests.support.finished_runs import assert_close, metrics_of
 from tests.support.launch import launch
 from tests.support.tolerance import TOPOLOGY
 from tests.support.topology_runs import (
+    CP,
     DAMPED,
     PP,
     SHARDING,
@@ -52,6 +53,7 @@ TOPOLOGIES = {
     "sharding2 stage 1": (2, SHARDING),
     "sharding2 stage 3": (2, [*SHARDING, STAGE_3]),
 }  # fmt: skip
+HEAVY = {"cp2 stage 3": (2, [*CP, STAGE_3])}
 
 
 def kept_by_dropout() -> dict[str, np.ndarray]:
@@ -83,7 +85,7 @@ def test_dropout_draws_the_same_where_the_input_is_the_same():
 
 
 class TestLoRA(EqualsOneDevice):
-    topologies = TOPOLOGIES
+    topologies, heavy = TOPOLOGIES, HEAVY
 
     @pytest.fixture(scope="class")
     @classmethod

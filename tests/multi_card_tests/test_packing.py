@@ -14,6 +14,7 @@ from tests.multi_card_tests.test_training import common, run_file
 from tests.support.finished_runs import arrays_of, assert_close, lasting_metrics
 from tests.support.tolerance import TOPOLOGY
 from tests.support.topology_runs import (
+    CP,
     PP,
     SHARDING,
     SP,
@@ -32,6 +33,7 @@ TOPOLOGIES = {
 }
 HEAVY = {
     "pp2": (2, PP),
+    "cp2 stage 3": (2, [*CP, STAGE_3]),
     "sharding2 stage 3": (2, [*SHARDING, STAGE_3]),
 }
 

@@ -50,6 +50,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "stage 1": {"sharding_degree": 2},
         "stage 2": {"sharding_degree": 2, "sharding_stage": 2},
         "stage 3": {"sharding_degree": 2, "sharding_stage": 3},
+        "cp": {"sharding_degree": 2, "cp_degree": 2},
         "sp": MP,
         "pp": {"pp_degree": 2, "pp_split": "count"},
         "colocated": COLOCATED,
@@ -64,6 +65,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "sp, experts at stage 3": {
             **MP, "sharding_degree": 2, "ep_degree": 4, "sharding_stage": 3,
         },
+        "sp, cp": {**MP, "sharding_degree": 2, "cp_degree": 2, "sharding_stage": 3},
         "dp around stage 1": {"dp_degree": 2, "sharding_degree": 2},
         "dp around stage 2": {"dp_degree": 2, "sharding_degree": 2, "sharding_stage": 2},
         "pp of 4": {"pp_degree": 4, "pp_split": "count"},
@@ -95,7 +97,7 @@ def run_of(folder: str, name: str, degrees: dict[str, Any]) -> Any:
     }  # fmt: skip
     if model is MODEL or "ep_degree" in degrees:
         settings["data"] = {
-            "train": ["none"], "processor": "none", "max_length": 64, "pad_to_multiple_of": 2,
+            "train": ["none"], "processor": "none", "max_length": 64, "pad_to_multiple_of": 4,
         }  # fmt: skip
     else:
         settings["data"] = {"synthetic_samples": 1, "processor": f"{folder}/processor"}

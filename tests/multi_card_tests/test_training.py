@@ -14,6 +14,7 @@ import json
 import shutil
 from pathlib import Path
 
+import paddle.distributed as dist
 import pytest
 
 from paddle_vl.checkpoint.manifest import Manifest
@@ -22,6 +23,7 @@ from tests.single_card_tests.train.tiny_run import MODEL as TINY_MODEL
 from tests.support.finished_runs import arrays_of, assert_close, assert_same_answers
 from tests.support.launch import launch
 from tests.support.topology_runs import (
+    CP,
     DAMPED,
     PP,
     RESUME,
@@ -30,6 +32,7 @@ from tests.support.topology_runs import (
     STAGE_3,
     EqualsOneDevice,
     batch_settings,
+    continue_run,
     train,
     write_mixed_run,
 )
@@ -51,6 +54,7 @@ TOPOLOGIES = {
     ),
     "pp2": (2, [*PP, "parallel.pp_split=cost", "train.recompute=full"]),
     "sharding2 stage 3": (2, [*SHARDING, STAGE_3, "train.recompute=act"]),
+    "cp2": (2, CP),
 }
 # Cases for machines with more than two cores.
 HEAVY = {
@@ -106,6 +110,25 @@ HEAVY = {
     "sharding2 mp2 stage 1": (4, ["parallel.mp_degree=2", *SHARDING, *SP, *OVERLAP]),
     "dp2 sharding2 stage 1": (4, ["parallel.dp_degree=2", *SHARDING, *OVERLAP]),
     "dp2 sharding2 stage 2": (4, ["parallel.dp_degree=2", *SHARDING, "parallel.sharding_stage=2"]),
+    "cp2 mp2 with sequence parallelism": (
+        4,
+        [*CP[:-1], "parallel.mp_degree=2", SP[0], "data.pad_to_multiple_of=4"],
+    ),
+    "cp2 mp2, tower everywhere": (4, [*CP, "parallel.mp_degree=2", "parallel.vision=replicate"]),
+    "cp2 pp2": (4, [*CP, *PP, "train.recompute=attention"]),
+    "cp2 stage 3": (2, [*CP, STAGE_3, "train.recompute=full"]),
+    "cp4 stage 2": (
+        4,
+        [
+            *("parallel.sharding_degree=4", "parallel.cp_degree=4", "parallel.sharding_stage=2"),
+            *("data.pad_to_multiple_of=4", "parallel.vision=replicate"),
+        ],
+    ),
+    "dp2 cp2 with overlap": (4, ["parallel.dp_degree=2", *CP, *OVERLAP]),
+    "cp2 of sharding4 stage 3": (
+        4,
+        ["parallel.sharding_degree=4", *CP[1:], STAGE_3, "train.recompute=mlp"],
+    ),
     "dp2 mp2 pp2": (8, ["parallel.dp_degree=2", "parallel.mp_degree=2", *PP, *SP]),
 }
 # The tower's three feature levels cross two boundaries of interleaved stages.
@@ -176,6 +199,22 @@ def test_another_topology_continues_what_all_processes_wrote(run_file, one_devic
     other += [RESUME]
     launch(train, 4, arguments=(str(run_file), str(then), [*common(run_file), *other]))
     assert_close(arrays_of(then / "checkpoint-4"), arrays_of(one_device / "checkpoint-4"))
+
+
+def train_and_move(run_file: str, output_dir: str, before: list[str], after: list[str]) -> None:
+    train(run_file, f"{output_dir}/first", before)
+    dist.barrier()
+    continue_run(run_file, f"{output_dir}/first", f"{output_dir}/then", after)
+
+
+@pytest.mark.heavy
+def test_a_run_continues_with_slices_of_another_size(run_file, one_device, tmp_path):
+    four = ["parallel.sharding_degree=4", "parallel.cp_degree=4", "data.pad_to_multiple_of=4"]
+    two = ["parallel.mp_degree=2", *CP]
+    settings = [[*common(run_file), *batch_settings(1), *each] for each in (four, two)]
+    launch(train_and_move, 4, arguments=(str(run_file), str(tmp_path), *settings), timeout=300)
+    found = arrays_of(tmp_path / "then" / "checkpoint-4")
+    assert_close(found, arrays_of(one_device / "checkpoint-4"))
 
 
 @pytest.mark.heavy

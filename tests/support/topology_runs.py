@@ -25,6 +25,7 @@ RESUME = "train.resume_from_checkpoint=auto"
 DAMPED = ("train.adam_epsilon=1e-2", "train.weight_decay=0.1")
 SHARDING, PP = ("parallel.sharding_degree=2",), ("parallel.pp_degree=2",)
 STAGE_3 = "parallel.sharding_stage=3"
+CP = (*SHARDING, "parallel.cp_degree=2", "data.pad_to_multiple_of=2")
 SP = ("parallel.sequence_parallel=true", "data.pad_to_multiple_of=2")
 # Samples of a micro-batch over all ranks.
 GLOBAL_BATCH = 4
@@ -61,8 +62,11 @@ def batch_settings(num_data_parts: int) -> list[str]:
 
 
 def num_data_parts(topology: Sequence[str]) -> int:
-    degrees = re.findall(r"parallel\.(?:dp|sharding)_degree=(\d+)", " ".join(topology))
-    return int(np.prod([int(degree) for degree in degrees], dtype=int))
+    def product(axes: str) -> int:
+        degrees = re.findall(rf"parallel\.(?:{axes})_degree=(\d+)", " ".join(topology))
+        return int(np.prod([int(degree) for degree in degrees], dtype=int))
+
+    return product("dp|sharding") // product("cp")
 
 
 def write_mixed_run(folder: Path, num_samples: int, model: dict[str, Any]) -> Path:

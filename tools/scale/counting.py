@@ -42,6 +42,8 @@ from scale.small_step import SmallStep
 STEPS = ((1, 1), (2, 3))
 # Bytes to which fleet aligns a parameter's slices, and those of its buffers.
 FLEET_ALIGNMENT, FLEET_BUFFER = 256, 256 << 20
+# Kind of the calls that gather keys and values.
+CONTEXT = "context parallel"
 _FUSED = "fused_allreduce_gradients_with_group"
 # Parameters of a call, and the elements that one of a size takes over that many ranks, of values
 # of so many bytes.
@@ -203,12 +205,13 @@ class Recorder:
         topology = self._step.topology
         own, encoder = topology.mp_group, topology.encoder
         kinds = [(topology.ep_group, "experts"), (own, "tensor parallel")]
+        kinds += [(topology.cp_group, CONTEXT), (topology.cp_mp_group, "tower")]
         if encoder is not None:
             kinds += [(encoder.mp_group, "tower"), (encoder.bridge_group, "bridge")]
             kinds += [(encoder.lane_group, "bridge"), (topology.pp_group, "bridge")]
         of_group = [kind for each, kind in kinds if each and each.process_group is group]
         is_tower = call.shape[-1:] == (self._step.family.tower_width,) and not encoder
-        if of_group[:1] == ["tensor parallel"] and is_tower:
+        if of_group[:1] in (["tensor parallel"], [CONTEXT]) and is_tower:
             return "tower"
         return of_group[0] if of_group else "all ranks"
 
@@ -299,11 +302,16 @@ def simulated(config: Any, rank: int) -> Simulated:
     for wider, widening in small_family.widenings.items():
         by_width = widening * Fraction(recorder.value_bytes, 4)
         growth |= {wider: by_width, more * wider: by_units * by_width}
+    # Keys and values have the run's heads, of which a rank of the small model has one.
+    shape, mp = family.shape, config.parallel.mp_degree
+    of_keys = by_units * Fraction(recorder.value_bytes, 4) * max(shape.num_key_value_heads // mp, 1)
     of_run = []
     for call, larger in zip(calls, grown, strict=True):
         ratio = larger.num_bytes / call.num_bytes if call.num_bytes and not call.is_sized else 1
         if ratio not in growth:
             raise ValueError(f"{call} grows {ratio:g} times: this tool cannot scale it")
-        of_run.append(replace(call, num_bytes=round(growth[ratio] * call.num_bytes)))
+        is_of_keys = call.kind == CONTEXT and ratio == more
+        factor = of_keys if is_of_keys else growth[ratio]
+        of_run.append(replace(call, num_bytes=round(factor * call.num_bytes)))
     rows = int(by_units * small_family.unit_rows)
     return Simulated(rank, of_run, memory, groups, start_calls, agreed, rows)

@@ -21,6 +21,7 @@ from paddle_vl.families.pi07.recipe import PI07Recipe
 from paddle_vl.families.policy.demonstrations.sample import NO_DROPS
 from paddle_vl.families.policy.tokenizers import PromptTokenizer
 from paddle_vl.families.vlm.inputs.collate import VLCollator
+from paddle_vl.families.vlm.objective import sliced
 from paddle_vl.families.vlm.recipe import VLRecipe, model_shape
 from paddle_vl.nn.linear import default_dtype
 
@@ -72,7 +73,7 @@ class SizedVL(VLRecipe):
         # Each lane of the encoder has equally many images.
         lanes = parallel.pp_degree * parallel.mp_degree // parallel.encoder.mp_degree
         lanes = max(lanes, 1) if parallel.schedule == "colocated" else 1
-        self.unit_rows = 2 * IMAGE_ROWS * parallel.mp_degree * lanes
+        self.unit_rows = 2 * IMAGE_ROWS * parallel.mp_degree * parallel.cp_degree * lanes
         length = config.packed_length if data.packing else data.max_length
         rows = config.train.per_device_train_batch_size * -(-length // multiple) * multiple
         self.units, own = Fraction(rows, self.unit_rows), self.model_config
@@ -114,7 +115,7 @@ class SizedVL(VLRecipe):
         return BuiltModel(model, adapter, nothing, nothing)
 
     def batch(self, built: BuiltModel, units: int) -> dict[str, Any]:
-        """One sample: images, then targets."""
+        """One sample: images, then targets; for slices an image and targets in turn."""
         config, ops, rows = self.model_config, built.model.placement.ops, units * self.unit_rows
         side = 2 * config.vision_config.spatial_merge_size
         images = rows // 2 // IMAGE_ROWS
@@ -128,13 +129,22 @@ class SizedVL(VLRecipe):
             num_parts=ops.row_part.size,
             lists_real_rows=bool(model_shape(config).num_experts),
         )
+        if ops.context.size > 1:
+            ids = ids.reshape(2, -1, IMAGE_ROWS).swapaxes(0, 1).reshape(-1)
+        labels = np.where(ids == 1, ids, -100)
+        if ops.context.size > 1:
+            # Every other one, so that slices have equally many.
+            labels[::2] = -100
         sample = {
             "input_ids": ids,
-            "labels": np.where(ids == 1, ids, -100),
+            "labels": labels,
             "pixel_values": np.zeros([images * side**2, config.vision_config.patch_dim], "float32"),
             "image_grid_thw": np.array([[1, side, side]] * images, np.int64),
         }
-        return dict(own_indices(collate([sample]), ops.row_part, ops.expert_part))
+        batch: Any = collate([sample])
+        if (context := ops.context).size > 1:
+            batch = sliced(batch, context)
+        return dict(own_indices(batch, ops.row_part, ops.expert_part))
 
 
 class SizedPI07(PI07Recipe):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from paddle_vl.batch.positions import real_lengths
+from paddle_vl.batch.schema import WHOLE_ROWS
 from paddle_vl.families.flops import FlopCounter, Operations, causal_pairs
 
 _EMBEDDING = "model.language_model.embed_tokens.weight"
@@ -42,6 +43,7 @@ class VLFlops(FlopCounter):
         Pairs are those that attend to each other. Visual embeddings that no token receives
         (`num_unused_visual_rows`) do not count.
         """
+        batch = batch.get(WHOLE_ROWS, batch)
         lengths = real_lengths(batch["attention_mask"], batch.get("cu_seqlens"))
         t, h, w = _grids(batch).T
         targets = batch.get("target_rows")

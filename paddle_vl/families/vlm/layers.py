@@ -32,11 +32,10 @@ from paddle_vl.nn.attention import (
     PackedSamples,
     RotaryTables,
     apply_rotary,
-    causal_attention,
     mrope_tables,
     vision_tables,
 )
-from paddle_vl.nn.attention_masks import MASKED_SCORE
+from paddle_vl.nn.attention_masks import MASKED_SCORE, SliceMask
 from paddle_vl.nn.experts import RoutedRows
 from paddle_vl.nn.key_value_cache import KeyValueCache
 from paddle_vl.nn.linear import Columns, Linear, split_columns
@@ -250,7 +249,8 @@ class GPTEmbedding(nn.Layer):
                   `deepstack_visual_embeds` (HF's name) or `deepstack_visual_emb` (PaddleFleet's);
                 - their places: `visual_update_indices`, `visual_gather_indices` and, with both
                   modalities, `visual_source_indices` (see `paddle_vl.batch.visual_index`), and
-                  `num_unused_visual_rows`, the number of embeddings that these indices leave out;
+                  `num_unused_visual_rows`, the number of embeddings that these indices leave out
+                  (None in a slice of the token rows, for any number);
                   or `visual_pos_masks` `[B, L]` bool; or the placeholders in `input_ids`.
 
         Returns:
@@ -330,6 +330,7 @@ class VLSelfAttention(nn.Layer):
     ):
         super().__init__()
         self.head_dim, self.is_gated = config.head_dim, is_gated
+        self.context = placement.ops.context
         width, std, epsilon = config.hidden_size, config.initializer_range, config.rms_norm_eps
         heads, key_heads = config.num_attention_heads, config.num_key_value_heads
         query_width, key_width = heads * config.head_dim, key_heads * config.head_dim
@@ -349,7 +350,7 @@ class VLSelfAttention(nn.Layer):
         tables: RotaryTables,
         key_bias: Any = None,
         cache: KeyValueCache | None = None,
-        packed: PackedSamples | None = None,
+        packed: PackedSamples | SliceMask | None = None,
     ) -> Tensor:
         length, width = tables.cos_TH.shape[1], self.head_dim
         q_BLNH, k_BLKH, v_BLKH = [
@@ -365,7 +366,7 @@ class VLSelfAttention(nn.Layer):
         if cache is not None:
             out_BLNH = cache.attend(q_BLNH, k_BLKH, v_BLKH, key_bias)
         else:
-            out_BLNH = causal_attention(q_BLNH, k_BLKH, v_BLKH, key_bias, packed)
+            out_BLNH = self.context.attend(q_BLNH, k_BLKH, v_BLKH, key_bias, packed)
         if gate_BLNH is not None:
             out_BLNH = out_BLNH * F.sigmoid(gate_BLNH)
         return self.o_proj(out_BLNH.reshape([-1, out_BLNH.shape[2] * width]))
@@ -421,7 +422,7 @@ class VLDecoderLayer(nn.Layer):
         tables: RotaryTables,
         key_bias: Any = None,
         cache: Any = None,
-        packed: PackedSamples | None = None,
+        packed: PackedSamples | SliceMask | None = None,
         rows: RoutedRows | None = None,
         with_sums: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:

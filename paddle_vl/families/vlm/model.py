@@ -32,6 +32,7 @@ from paddle_vl.families.vlm.moe import LoadBalance, routed_rows
 from paddle_vl.families.vlm.pretrained import PretrainedVLModel
 from paddle_vl.files.names import refuse_foreign
 from paddle_vl.nn.attention import PackedSamples, Segments
+from paddle_vl.nn.attention_masks import SliceMask
 from paddle_vl.nn.experts import ExpertCapacity
 from paddle_vl.nn.key_value_cache import KeyValueCache, KeyValuePool, RowPool
 from paddle_vl.nn.objective import (
@@ -131,6 +132,7 @@ class VLForConditionalGeneration(PretrainedVLModel):
         patch_coordinates: Array | None = None,
         patch_tap_rows: Array | None = None,
         patch_tap_weights: Array | None = None,
+        visual_rows_of_ranks: Sequence[np.ndarray] | None = None,
         num_target_tokens: int | None = None,
         loss_weights: Array | None = None,
         target_rows: Array | None = None,
@@ -156,6 +158,7 @@ class VLForConditionalGeneration(PretrainedVLModel):
             pixel_values: `[P, patch_dim]` patches of all images; `pixel_values_videos` of videos.
             patch_coordinates, patch_tap_rows, patch_tap_weights: places of all patches, see
                 `paddle_vl.batch.positions.PatchRows`; None to compute them on the host.
+            visual_rows_of_ranks: see `encode_visual`.
             num_target_tokens: number of labels that count, if the host knows it.
             loss_weights: `[B, L]` float32 factors of the labels' cross entropies; None for 1.
             target_rows: `[2, N]` int64, the token rows that predict a label, and these labels. The
@@ -207,6 +210,7 @@ class VLForConditionalGeneration(PretrainedVLModel):
             patch_coordinates=patch_coordinates,
             patch_tap_rows=patch_tap_rows,
             patch_tap_weights=patch_tap_weights,
+            visual_rows_of_ranks=visual_rows_of_ranks,
         )
         balance = None
         if caches is None and self.config.text_config.has_balance_loss(output_router_logits):
@@ -246,6 +250,7 @@ class VLForConditionalGeneration(PretrainedVLModel):
         has_left_padding: bool | None = None,
         cu_seqlens: Array | None = None,
         packed_key_ends: Array | None = None,
+        slice_key_rows: Array | None = None,
         real_row_indices: Array | None = None,
         num_real_rows: int | None = None,
         expert_capacity: ExpertCapacity | None = None,
@@ -274,6 +279,8 @@ class VLForConditionalGeneration(PretrainedVLModel):
                 each sample must be -100. Not with caches.
             packed_key_ends: `[B, L]` int32, `batch.positions.key_ends` of the offsets; None to
                 compute it where a kernel needs it.
+            slice_key_rows: `[1, 1, T, 2]` int32, of a slice of the token rows, see
+                `paddle_vl.families.vlm.objective`; None for all of them.
             real_row_indices, num_real_rows: token rows that are not padding, for a model with
                 experts; None to take them from the mask, see `routed_rows`.
             expert_capacity: for a step with expert parallelism; None for exact sizes.
@@ -301,6 +308,8 @@ class VLForConditionalGeneration(PretrainedVLModel):
             # With one segment per row, causal attention suffices.
             if len(offsets) > batch + 1:
                 packed = PackedSamples(offsets, length, device_tensor(packed_key_ends))
+        if slice_key_rows is not None:
+            packed = SliceMask(device_tensor(slice_key_rows), input_ids.shape[1])
         mask_is_needed = (
             attention_mask is not None and has_left_padding is not False and offsets is None
         )
@@ -319,7 +328,9 @@ class VLForConditionalGeneration(PretrainedVLModel):
             "visual_update_indices": device_tensor(visual_update_indices),
             "visual_gather_indices": device_tensor(visual_gather_indices),
             "visual_source_indices": device_tensor(visual_source_indices),
-            "num_unused_visual_rows": num_unused_visual_rows - num_reused_visual_rows,
+            "num_unused_visual_rows": (
+                num_unused_visual_rows - num_reused_visual_rows if slice_key_rows is None else None
+            ),
         }
 
     def predict(
@@ -373,8 +384,9 @@ class VLForConditionalGeneration(PretrainedVLModel):
             sources = TargetSources(device_tensor(target_sources), SourceSums(num_sources))
         targets = TargetRows(rows_2R[0], targets_R, device_tensor(target_weights), sources)
         loss_sum = ops.head_loss(self.lm_head, ops.enter_columns(hidden_TD), targets)
+        loss_sum = ops.context.total(loss_sum)
         output = self._output(None, loss_sum, targets_R, num_target_tokens, balance)
-        output.source_sums = None if sources is None else sources.sums.total
+        output.source_sums = None if sources is None else ops.context.total(sources.sums.total)
         return output
 
     def _output(
@@ -408,6 +420,7 @@ class VLForConditionalGeneration(PretrainedVLModel):
         image_grid_thw: Array | None = None,
         pixel_values_videos: Array | None = None,
         video_grid_thw: Array | None = None,
+        visual_rows_of_ranks: Sequence[np.ndarray] | None = None,
         **places: Array | None,
     ) -> dict[str, Any]:
         """Run the vision tower once over images and videos together.
@@ -415,6 +428,8 @@ class VLForConditionalGeneration(PretrainedVLModel):
         Args:
             pixel_values, pixel_values_videos: `[P, patch_dim]`.
             image_grid_thw, video_grid_thw: `[n, 3]` int64.
+            visual_rows_of_ranks: the rows that each rank gets, images first, in its order; in
+                place of all rows for all ranks. They are returned as if all were of one kind.
             places: `PATCH_FIELDS` of the patches of both, images first; None to compute them.
 
         Returns:
@@ -447,7 +462,11 @@ class VLForConditionalGeneration(PretrainedVLModel):
             merge=vision.spatial_merge_size,
             width=vision.out_hidden_size,
             num_levels=len(vision.deepstack_visual_indexes),
+            rows_of_ranks=visual_rows_of_ranks,
         )
+        if visual_rows_of_ranks is not None:
+            kind = next(iter(grids))
+            return {f"{kind}_embeds": merged, f"deepstack_{kind}_embeds": levels}
         embeds, begin, block = {}, 0, vision.spatial_merge_size**2
         for kind, grid in grids.items():
             own = slice(begin, begin + int(grid.prod(axis=1).sum()) // block)

@@ -19,16 +19,31 @@ from paddle_vl.batch.positions import (
     real_lengths,
     vision_layout,
 )
-from paddle_vl.batch.schema import VLBatch
+from paddle_vl.batch.row_slices import RowSlice
+from paddle_vl.batch.schema import WHOLE_ROWS, VLBatch
 from paddle_vl.families.vlm.model import VLOutput
 from paddle_vl.nn.objective import IGNORE_INDEX, BatchAdapter, Loss, target_rows
+from paddle_vl.nn.placement import Context
 
 _GRIDS = ("image_grid_thw", "video_grid_thw")
 # Labels, their factors and sources reach the device as `target_rows`, `target_weights` and
 # `target_sources`.
 _HOST_ARRAYS = frozenset(
-    {*_GRIDS, "cu_seqlens", "labels", "loss_weights", "label_sources", "label_branches"}
+    {
+        *_GRIDS,
+        "cu_seqlens",
+        "labels",
+        "loss_weights",
+        "label_sources",
+        "label_branches",
+        "visual_rows_of_ranks",
+    }
 )
+
+# Of a slice: what is counted in the whole batch, and what is not in it.
+_COUNTED = ("attention_mask", "cu_seqlens", "target_rows", *_GRIDS)
+_CUT = ("labels", "loss_weights", "label_sources", "cu_seqlens", "visual_source_indices")
+_OF_TARGETS = ("target_weights", "target_sources")
 
 
 class VLLoss(Loss):
@@ -91,13 +106,15 @@ class VLBatchAdapter(BatchAdapter[VLBatch]):
         return len(self.lengths(batch))
 
     def num_tokens(self, batch: VLBatch) -> int:
-        return int(batch["attention_mask"].sum())
+        return int(whole_rows(batch)["attention_mask"].sum())
 
     def num_packed_places(self, batch: VLBatch) -> int:
-        return batch["input_ids"].size if "cu_seqlens" in batch else 0
+        whole = whole_rows(batch)
+        return whole["attention_mask"].size if "cu_seqlens" in whole else 0
 
     def lengths(self, batch: VLBatch) -> list[int]:
-        return real_lengths(batch["attention_mask"], batch.get("cu_seqlens")).tolist()
+        whole = whole_rows(batch)
+        return real_lengths(whole["attention_mask"], whole.get("cu_seqlens")).tolist()
 
     def expert_capacity(self, batch: VLBatch) -> int | None:
         factor, rows = self.capacity_factor, batch.get("real_row_indices")
@@ -125,7 +142,8 @@ class VLBatchAdapter(BatchAdapter[VLBatch]):
         return name not in _HOST_ARRAYS
 
     def to_device(self, batch: VLBatch) -> VLBatch:
-        return super().to_device(with_target_rows(batch))
+        fields = {n: v for n, v in with_target_rows(batch).items() if n != WHOLE_ROWS}
+        return super().to_device(cast(VLBatch, fields))
 
     def synchronized(self, batch: VLBatch, needed: Sequence[int], model: nn.Layer) -> VLBatch:
         if needed[0] and model.placement.ops.layers_are_collective and not has_visual(batch):
@@ -133,7 +151,16 @@ class VLBatchAdapter(BatchAdapter[VLBatch]):
         return batch
 
     def idle_batch(self, model: nn.Layer) -> VLBatch:
-        return empty_batch(model.placement.ops.row_part.size)
+        ops = model.placement.ops
+        empty = empty_batch(ops.row_part.size * ops.context.size)
+        if ops.context.size == 1:
+            return empty
+        return sliced(empty, ops.context)
+
+
+def whole_rows(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The batch, or what counts need of the whole one that it is a slice of."""
+    return batch.get(WHOLE_ROWS, batch)
 
 
 def with_target_rows(batch: VLBatch) -> VLBatch:
@@ -174,6 +201,8 @@ def with_unused_image(batch: VLBatch, vision: Any) -> VLBatch:
     """
     merge = vision.spatial_merge_size
     no_rows = np.zeros([0], dtype=np.int64)
+    # All ranks get the one row.
+    batch = cast(Any, {n: v for n, v in batch.items() if n != "visual_rows_of_ranks"})
     return {
         **batch,
         "pixel_values": np.zeros([merge**2, vision.patch_dim], dtype=np.float32),
@@ -182,6 +211,71 @@ def with_unused_image(batch: VLBatch, vision: Any) -> VLBatch:
         "visual_gather_indices": no_rows,
         "num_unused_visual_rows": 1,
     }
+
+
+def sliced(batch: VLBatch, context: Context) -> VLBatch:
+    """A context-parallel rank's slice of a batch, see `paddle_vl.batch.row_slices`: one row.
+
+    Images are in it whole, as every rank may hold some tokens of each. Labels are shifted before
+    the cut: a slice has the targets of its rows, and no labels.
+
+    Args:
+        batch: of the collator, or `empty_batch`; padded on the right.
+
+    Raises:
+        ValueError: `size` does not divide the token rows.
+    """
+    whole: Any = with_target_rows(batch)
+    rows, length = whole["input_ids"].shape
+    offsets_S = whole.get("cu_seqlens", np.arange(rows + 1) * length)
+    own = RowSlice.of(offsets_S.astype(np.int64), context.rank, context.size)
+    found = {name: value for name, value in whole.items() if name not in _CUT}
+    found[WHOLE_ROWS] = {name: whole[name] for name in _COUNTED if name in whole}
+    for name in ("input_ids", "attention_mask", "position_ids"):
+        axes = [*whole[name].shape[:-2], -1]
+        found[name] = whole[name].reshape(axes)[..., own.rows][..., None, :]
+    found["slice_key_rows"] = own.key_rows
+    found |= _own_targets(whole, own)
+    if "visual_update_indices" in whole:
+        found |= _own_visual(whole, own, context)
+    if "real_row_indices" in whole:
+        real_R = whole["real_row_indices"]
+        found["real_row_indices"] = own.places[real_R[own.chosen(real_R)]]
+    return cast(VLBatch, found)
+
+
+def _own_targets(whole: Any, own: RowSlice) -> dict[str, np.ndarray]:
+    rows_N, targets_N = whole["target_rows"]
+    chosen_N = own.chosen(rows_N)
+    if chosen_N.any():
+        found = {"target_rows": np.stack([own.places[rows_N[chosen_N]], targets_N[chosen_N]])}
+        return found | {name: whole[name][chosen_N] for name in _OF_TARGETS if name in whole}
+    # The head runs on a row without a target, see `paddle_vl.nn.objective.target_rows`.
+    found = {"target_rows": np.array([[0], [IGNORE_INDEX]])}
+    return found | {name: np.zeros_like(whole[name][:1]) for name in _OF_TARGETS if name in whole}
+
+
+def _own_visual(whole: Any, own: RowSlice, context: Context) -> dict[str, Any]:
+    """The visual rows of the slice."""
+    update_M, numbers_M = whole["visual_update_indices"], whole["visual_gather_indices"]
+    chosen_M, source_M = own.chosen(update_M), whole.get("visual_source_indices")
+    if source_M is not None:
+        numbers_M = source_M[numbers_M]
+    own_M, taken_M = update_M[chosen_M], numbers_M[chosen_M]
+    found: dict[str, Any] = {"visual_update_indices": own.places[own_M]}
+    if context.shards_of_slice:
+        # A shard gets its rows in their order.
+        shard_M = own.shards(update_M, context.shards_of_slice)
+        ends = np.cumsum(np.bincount(shard_M, minlength=context.size * context.shards_of_slice))
+        rows = np.split(numbers_M[np.argsort(shard_M, kind="stable")], ends[:-1])
+        shard_of_own_M = shard_M[chosen_M]
+        places_M = np.arange(len(own_M)) - np.searchsorted(shard_of_own_M, shard_of_own_M)
+        return {**found, "visual_gather_indices": places_M, "visual_rows_of_ranks": rows}
+    if source_M is None:
+        return {**found, "visual_gather_indices": taken_M}
+    # `source` is in the order of these rows.
+    places_M = np.arange(len(taken_M))
+    return {**found, "visual_gather_indices": places_M, "visual_source_indices": taken_M}
 
 
 def empty_batch(length: int) -> VLBatch:

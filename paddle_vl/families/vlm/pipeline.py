@@ -16,6 +16,7 @@ import paddle
 from paddle import Tensor
 
 from paddle_vl.batch.positions import PATCH_FIELDS
+from paddle_vl.batch.schema import WHOLE_ROWS
 from paddle_vl.families.vlm.layers import decoder_positions
 from paddle_vl.families.vlm.model import VLForConditionalGeneration, VLOutput
 from paddle_vl.families.vlm.moe import LoadBalance
@@ -23,11 +24,12 @@ from paddle_vl.families.vlm.objective import with_target_rows
 
 # Assumed share of visual tokens in the cost of the vision tower.
 VISUAL_SHARE = 0.5
-_PIXELS = ("pixel_values", "pixel_values_videos", *PATCH_FIELDS)
+_PIXELS = ("pixel_values", "pixel_values_videos", "visual_rows_of_ranks", *PATCH_FIELDS)
 _VISUAL_FIELDS = (*_PIXELS, "image_grid_thw", "video_grid_thw")
 _NOT_FOR_DECODER = (
     *_PIXELS,
     *("labels", "num_target_tokens", "loss_weights", "target_rows", "target_weights"),
+    WHOLE_ROWS,
     *("label_sources", "target_sources", "num_sources", "returns_log_probs", "returns_choices"),
     "caches",
 )
@@ -83,12 +85,13 @@ class VLStage:
         """(R, D) of the message for the largest supported micro-batch.
 
         Args:
-            rows: its `tokens` and `visual` token rows, over all model-parallel ranks.
+            rows: its `tokens` and `visual` token rows, over all model- and context-parallel ranks.
 
         Raises:
             ValueError: the batch is larger, or has visual tokens without their indices.
         """
-        ranks = self.model.placement.ops.row_part.size
+        ops = self.model.placement.ops
+        ranks = ops.row_part.size * ops.context.size
         tokens = -(-rows.tokens // ranks)
         if (found := self._num_token_rows(batch)) > tokens:
             raise ValueError(

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, cast
 
 from paddle import Tensor
 
-from paddle_vl.batch.visual_index import RowPart, own_indices
+from paddle_vl.batch.visual_index import own_indices
 from paddle_vl.checkpoint.adapter_files import folder_with
 from paddle_vl.checkpoint.safetensors_io import FileWriter
 from paddle_vl.config.data_sources import has_sources
@@ -51,7 +51,7 @@ from paddle_vl.families.vlm.inputs.processor import VLProcessor
 from paddle_vl.families.vlm.inputs.synthetic import write_conversations
 from paddle_vl.families.vlm.inputs.tokenizer import TextTokenizer
 from paddle_vl.families.vlm.model import VLForConditionalGeneration
-from paddle_vl.families.vlm.objective import VLBatchAdapter, VLLoss
+from paddle_vl.families.vlm.objective import VLBatchAdapter, VLLoss, sliced
 from paddle_vl.families.vlm.pipeline import VLStage, layer_costs
 from paddle_vl.families.vlm.preference.answers import ComparedAnswers
 from paddle_vl.families.vlm.preference.objective import PreferenceAdapter
@@ -66,7 +66,7 @@ from paddle_vl.families.vlm.shown_samples import shown_sample
 from paddle_vl.generation.config import GenerationConfig
 from paddle_vl.nn.linear import default_dtype
 from paddle_vl.nn.master_weights import ParameterStore
-from paddle_vl.nn.placement import Placement, SingleDevicePlacement
+from paddle_vl.nn.placement import Placement, RegionOps, SingleDevicePlacement
 
 Model = VLForConditionalGeneration
 
@@ -134,7 +134,7 @@ class VLRecipe(Family):
             )
         check_processor_fits(self.model_config, self.processor)
         # Set with the model.
-        self._part = self._expert_part = RowPart()
+        self._ops = RegionOps()
         self._describe()
         if config.compares_answers:
             train_data = cast(ConversationData, self.train_data)
@@ -157,7 +157,7 @@ class VLRecipe(Family):
 
     def build_model(self, placement: Placement) -> BuiltModel:
         """See `Family`; with model.lora the adapters are attached."""
-        self._part, self._expert_part = placement.ops.row_part, placement.ops.expert_part
+        self._ops = placement.ops
         collator = model_collator(
             self.processor,
             padding_side=self.config.data.padding_side,
@@ -256,9 +256,17 @@ class VLRecipe(Family):
         return loader
 
     def _own_rows(self) -> Callable[[Any], Any] | None:
-        if self._part.size == 1:
-            return None
-        return partial(own_indices, part=self._part, expert_part=self._expert_part)
+        context, part, expert_part = self._ops.context, self._ops.row_part, self._ops.expert_part
+        of_part = partial(own_indices, part=part, expert_part=expert_part)
+        if context.size == 1:
+            return of_part if part.size > 1 else None
+
+        def of_slice(batch: Any) -> Any:
+            # Prompts are answered by every rank of a context-parallel group.
+            batch = batch if "numbers" in batch else sliced(batch, context)
+            return of_part(batch) if part.size > 1 else batch
+
+        return of_slice
 
     def eval_loaders(self, collator: Collator, ranks: RankInfo) -> Mapping[str, PrefetchLoader]:
         if self.answers is not None:

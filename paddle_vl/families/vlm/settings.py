@@ -180,6 +180,7 @@ class VLRun(RunConfig):
     family: ClassVar[str] = "Qwen3-VL"
     parts: ClassVar[dict[str, tuple[str, ...]]] = PARTS
     has_colocated: ClassVar[bool] = True
+    has_context_parallel: ClassVar[bool] = True
     counts_tokens: ClassVar[bool] = True
     fixed_settings: ClassVar[tuple[str, ...]] = (
         *RunConfig.fixed_settings,
@@ -271,6 +272,7 @@ class VLRun(RunConfig):
                 f"parallel.expert_capacity_factor is {factor:g} but parallel.ep_degree is {ep}: "
                 f"buffers of {ep} equal shares have room for all rows; set it to {ep} or less"
             )
+        yield from self._slice_problems()
         if not self.data.train:
             yield "data.train lists no file: name JSONL files of conversations"
         yield from self._source_problems()
@@ -282,6 +284,20 @@ class VLRun(RunConfig):
             low, high = getattr(self.data, lowest), getattr(self.data, highest)
             if low is not None and high is not None and low > high:
                 yield f"data.{lowest} {low} exceeds data.{highest} {high}"
+
+    def _slice_problems(self) -> Iterator[str]:
+        if (cp := self.parallel.cp_degree) == 1:
+            return
+        if self.compares_answers:
+            yield (
+                f"train.objective is preference with parallel.cp_degree {cp}: log-probabilities of "
+                "an answer would lie on several ranks; set cp_degree=1"
+            )
+        if self.data.padding_side == "left":
+            yield (
+                f"data.padding_side is left with parallel.cp_degree {cp}: slices are cut for "
+                "padding that no token sees, at the end; set data.padding_side=right"
+            )
 
     def _preference_problems(self) -> Iterator[str]:
         preference, data, model = self.preference, self.data, self.model

@@ -9,6 +9,7 @@
 | a single query of each row on keys in a shared memory | the same, on a copy of these keys |
 | blocks of a prefix | FlashMask: for each key, the rows that see it |
 | a suffix after a prefix | flash attention with a bias of one row |
+| a slice of packed samples on all keys | FlashMask: for each key, the rows that see it |
 | past frames of a video | FlashMask: all patches of a video in one row, each a document |
 | other masks | flash attention with a dense bias |
 
@@ -74,7 +75,7 @@ def flash(q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, causal: bool = False) 
 def flash_of_rows(
     q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, rows_B1SX: Tensor, causal: bool
 ) -> Tensor:
-    """Attention in which each key is seen by one run of rows; L = S.
+    """Attention in which each key is seen by one run of rows; causal, L = S.
 
     Args:
         rows_B1SX: int32. Causal, X = 1: the first later row that does not see the key. Else X = 2:
@@ -193,7 +194,8 @@ def masked_attention(
     # The kernels scale by H^-0.5.
     factor = scale * q_BLNH.shape[-1] ** 0.5
     q_BLNH = q_BLNH if abs(factor - 1.0) < 1e-9 else q_BLNH * factor
-    rows = mask.row_intervals() if q_BLNH.shape[1] == k_BSKH.shape[1] else None
+    fits_rows = q_BLNH.shape[1] == k_BSKH.shape[1] or not mask.keys_are_queries
+    rows = mask.row_intervals() if fits_rows else None
     if isinstance(mask, HistoryMask):
         out_BLNH = _attend_to_history(q_BLNH, k_BSKH, v_BSKH, mask)
     elif rows is not None:

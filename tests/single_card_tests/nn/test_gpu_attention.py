@@ -15,6 +15,7 @@ from paddle import _C_ops
 from paddle.nn.attention import SDPBackend, sdpa_kernel
 
 from paddle_vl.batch.positions import segment_offsets
+from paddle_vl.batch.row_slices import RowSlice
 from paddle_vl.families.pi07.prefix import PREFIX_BLOCKS, PrefixTokens, Presence
 from paddle_vl.nn.attention import (
     PackedSamples,
@@ -28,6 +29,7 @@ from paddle_vl.nn.attention_masks import (
     BlockMask,
     HistoryMask,
     KeyMask,
+    SliceMask,
 )
 from tests.support.gpu_stubs.attention import FLASH, visible_of_rows
 from tests.support.gpu_stubs.contract import ContractError
@@ -148,10 +150,12 @@ def test_masks_with_structure_equal_their_dense_form(kind, key_heads):
     pad, marks = (paddle.to_tensor(rng.random((3, 7)) < 0.6) for _ in range(2))
     seen = paddle.concat([pad, paddle.ones([3, 2], "bool")], axis=1)
     real = paddle.to_tensor(rng.random((3, 4)) < 0.6)
+    rows = paddle.to_tensor(RowSlice.of(np.array([0, 3, 8]), 1, 2).key_rows)
     for mask, batch, length, keys, kernel in (
         (BlockMask(pad, marks), 3, 7, 7, "flashmask_attention"),
         (KeyMask(seen, 2), 3, 2, 9, "flash_attn"),
         (HistoryMask(real, 2), 6, 4, 4, "flashmask_attention"),
+        (SliceMask(rows, 4), 1, 4, 8, "flashmask_attention"),
     ):
         q = drawn(batch, length, 2, 8, seed=1)
         k, v = (drawn(batch, keys, key_heads, 8, seed=s) for s in (2, 3))

@@ -40,6 +40,8 @@ def problems(shape: dict | None = None, pad_to_multiple_of: int = 8, **degrees) 
         {"dp_degree": 4, "ep_degree": 2, "sharding_degree": 2},
         {"dp_degree": 4, "ep_degree": 8, "sharding_degree": 4},
         {"mp_degree": 4, "sharding_degree": 2, "ep_degree": 2, "sequence_parallel": True},
+        {"mp_degree": 2, "sharding_degree": 4, "cp_degree": 4, "sequence_parallel": True},
+        {"mp_degree": 4, "sharding_degree": 8, "cp_degree": 8},
     ],
 )
 def test_valid_degrees_pass(degrees):
@@ -58,6 +60,43 @@ def test_valid_degrees_pass(degrees):
             {"sharding_stage": 2}, {},
             "parallel.sharding_stage is 2 but parallel.sharding_degree is 1, so it has no effect: "
             "set parallel.sharding_degree=2, or remove it",
+        ),
+        (
+            {"cp_degree": 2}, {},
+            "parallel.cp_degree is 2 but parallel.sharding_degree is 1, so it has no effect: set "
+            "parallel.sharding_degree=2, or remove it",
+        ),
+        (
+            {"cp_degree": 4, "sharding_degree": 6}, {},
+            "parallel.cp_degree 4 does not divide parallel.sharding_degree 6 (6 = 1 x 4 + 2): the "
+            "ranks that share the rows of a sample are neighbours along the sharding axis; set "
+            "sharding_degree to a multiple of 4",
+        ),
+        (
+            {"cp_degree": 2, "sharding_degree": 2, "pp_degree": 2, "schedule": "colocated",
+             "num_micro_batches": 2}, {},
+            "parallel.schedule is colocated with parallel.cp_degree 2: its bridge sends a data "
+            "lane all rows of its items, and knows no slices of them; set cp_degree=1 (and "
+            "mp_degree with sequence_parallel for long samples), or schedule=plain",
+        ),
+        (
+            {"cp_degree": 2, "sharding_degree": 2}, {"linear_num_key_heads": 2},
+            "parallel.cp_degree is 2 but the model has layers with a recurrent state (gated delta "
+            "rule), which passes through all tokens of a sample in order: ranks would have to hand "
+            "it on, slice by slice; set cp_degree=1, and mp_degree with sequence_parallel for long "
+            "samples",
+        ),
+        (
+            {"cp_degree": 16, "sharding_degree": 16}, {},
+            "data.pad_to_multiple_of 8 does not divide by parallel.cp_degree 16 = 16: every batch "
+            "is cut into that many slices of equally many token rows; set "
+            "data.pad_to_multiple_of=16",
+        ),
+        (
+            {"cp_degree": 8, "sharding_degree": 8, "mp_degree": 2, "sequence_parallel": True}, {},
+            "data.pad_to_multiple_of 8 does not divide by parallel.cp_degree 8 x mp_degree 2 "
+            "(sequence_parallel) = 16: every batch is cut into that many slices of equally many "
+            "token rows; set data.pad_to_multiple_of=16",
         ),
         (
             {"sharding_stage": 2, "sharding_degree": 2, "pp_degree": 4, "num_micro_batches": 4}, {},

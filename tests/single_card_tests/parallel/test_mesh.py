@@ -88,6 +88,14 @@ def test_experts_have_every_replica_in_their_sums():
             assert (seat.mp, seat.sharding) == (rank % mp, rank // mp % sharding)
 
 
+def test_context_parallel_ranks_are_neighbours_along_sharding():
+    """pp 2, sharding 4, mp 2."""
+    run = ParallelDegrees(pp_degree=2, sharding_degree=4, mp_degree=2, cp_degree=2)
+    found = mesh(run, 13)
+    assert (found["sharding"], found["mp"]) == ([9, 11, 13, 15], [12, 13])
+    assert (found["cp"], found["cp_mp"]) == ([13, 15], [12, 13, 14, 15])
+
+
 @pytest.mark.parametrize(
     ("sizes", "rank", "ranks"),
     [

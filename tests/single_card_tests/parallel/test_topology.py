@@ -8,6 +8,7 @@ refused before fleet starts.
 import paddle.distributed as dist
 import pytest
 
+from paddle_vl.parallel.ranks import FleetRanks
 from paddle_vl.parallel.topology import ParallelDegrees, Topology, initialize
 
 AXES = ("dp", "mp", "pp", "sharding")
@@ -56,6 +57,22 @@ def test_samples_split_over_dp_then_sharding():
         )
         assert (topology.data_rank, topology.data_size) == (rank, 6)
         assert topology.describe() == f"rank {rank} (dp {rank // 2}, sharding {rank % 2})"
+
+
+def test_slices_of_a_sample_have_one_data_rank():
+    """Ranks 0 to 3 of sharding 4 in two groups of context parallelism."""
+    degrees = ParallelDegrees(sharding_degree=4, cp_degree=2)
+    one = _group(0, 1)
+    for rank in range(4):
+        sharding, cp = _group(rank, 4), _group(rank % 2, 2)
+        groups = [one, one, one, sharding, one, sharding, one]
+        topology = Topology(degrees, rank, *groups, cp_group=cp)
+        assert (topology.data_rank, topology.data_size) == (rank // 2, 2)
+        assert topology.describe() == f"rank {rank} (sharding {rank}, cp {rank % 2})"
+        ranks = FleetRanks(topology)
+        assert ranks.counts_data == ranks.counts_losses == (rank % 2 == 0)
+        # Their rows are others.
+        assert ranks.random_place == (rank, 0)
 
 
 def _group(rank: int, size: int) -> dist.collective.Group:

@@ -201,7 +201,9 @@ def visible_of_rows(rows_BKSX: np.ndarray, length: int, causal: bool) -> np.ndar
     """`[B, K, L, S]` bool mask of FlashMask's row indices.
 
     Its documentation describes intervals within the triangles below and above the diagonal, its
-    conversion to a dense mask whole columns. A mask that means different things is refused.
+    conversion to a dense mask whole columns. A mask that means different things is refused. With
+    more keys than rows there is no diagonal; PaddleFleet's context parallelism, which gathers keys
+    and values as this package does, relies on whole columns.
     """
     bounds, keys = rows_BKSX.shape[-1], rows_BKSX.shape[2]
     require(bounds in ((1, 2) if causal else (2, 4)), f"{bounds} bounds, causal is {causal}")
@@ -221,7 +223,8 @@ def visible_of_rows(rows_BKSX: np.ndarray, length: int, causal: bool) -> np.ndar
         by_columns, by_triangles = (
             hidden | (row_L1 < key_S) for hidden in (by_columns, by_triangles)
         )
-    require((by_columns == by_triangles).all(), "row indices with two readings")
+    if length == keys:
+        require((by_columns == by_triangles).all(), "row indices with two readings")
     return ~by_columns
 
 
@@ -234,7 +237,8 @@ def _flashmask(machine: Machine, name: str, q, k, v, rows, scale: float, causal:
     require(shape[0] == q.shape[0], f"row indices {shape} for batch {q.shape[0]}")
     require(shape[1] in (1, k.shape[2], q.shape[2]), f"row indices {shape} for the heads")
     require(shape[2] == k.shape[1], f"row indices {shape} for {k.shape[1]} keys")
-    require(shape[2] == q.shape[1], f"row indices {shape} for {q.shape[1]} queries")
+    if causal:
+        require(shape[2] == q.shape[1], f"row indices {shape} for {q.shape[1]} queries")
     require(shape[3] in ((1, 2) if causal else (2, 4)), f"{shape[3]} bounds, causal is {causal}")
     machine.record(name, q, k, v, rows, causal=causal)
     if is_traced(q):

@@ -1,0 +1,212 @@
+"""Qwen3-VL on slices of its token rows, against one device.
+
+Guarantees, on two context-parallel ranks, and on two times two tensor-parallel ones with sequence
+parallelism: loss, its parts by source, and every gradient are those of one device, for rows with
+images and videos, packed rows, rows of text and experts with their balance, in the checked mode of
+the visual indices; each item is encoded once; a layer sends the bytes of the formula and keeps
+those of the slice and the keys of all.
+"""
+
+import gc
+import tempfile
+from functools import partial
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle.base.core import host_memory_stat_current_value
+
+from paddle_vl import Qwen3VLForConditionalGeneration
+from paddle_vl.batch.visual_index import checked_values, own_indices
+from paddle_vl.families.vlm.inputs.collate import (
+    PackedCollator,
+    SourcesCollator,
+    VLCollator,
+)
+from paddle_vl.families.vlm.objective import VLBatchAdapter, sliced
+from paddle_vl.parallel.collectives import all_reduce_gradients, all_reduce_partial_gradients
+from paddle_vl.parallel.context_parallel import ContextGroup
+from paddle_vl.parallel.degrees import ParallelDegrees
+from paddle_vl.parallel.recorder import record_collectives
+from paddle_vl.parallel.tensor import FleetPlacement
+from paddle_vl.parallel.topology import Topology, initialize
+from paddle_vl.testing.qwen3_vl import IMAGE, MIXED, VIDEO, Image, Video, tiny_qwen3_vl_batch
+from tests.support.launch import launch, outcome_of, run_checks
+from tests.support.tiny import tiny_model
+from tests.support.tolerance import TOPOLOGY
+
+EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+    "output_router_logits": True, "router_aux_loss_coef": 1.0,
+}  # fmt: skip
+SAMPLES: dict[str, list[tuple]] = {
+    "images and videos": [*MIXED[:3]],
+    "one image": [(1, 2, 3), (Image(4, 4), 7, 8, 9)],
+    "text": [(1, 2, 3, 4, 5), (6, 7, 8)],
+    "packed": [(1, Image(4, 4), 3, 4), (5, 6, 7), (8, Video(2, 2, 4), 9), (3, 4, 5, 6, 7, 8)],
+    # The second slice has no target.
+    "short": [(1, 2, 3)],
+}
+BATCHES = [*SAMPLES, "experts"]
+LAYER = {"hidden_size": 64, "intermediate_size": 192, "vocab_size": 128}
+LAYER |= {"num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+def model_of(name: str, topology: Topology | None = None) -> Any:
+    values = EXPERTS if name == "experts" else {}
+    model = tiny_model(**values)
+    if topology is None:
+        return model
+    context = ContextGroup(topology.cp_group, topology.cp_mp_group)
+    placement = FleetPlacement(
+        topology.mp_group, topology.degrees.sequence_parallel, context=context
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return Qwen3VLForConditionalGeneration.from_pretrained(folder, placement=placement)
+
+
+def batch_of(name: str, model: Any) -> dict[str, Any]:
+    """The batch of this rank, on the device."""
+    collate = VLCollator(0, IMAGE, VIDEO, pad_to_multiple_of=8, lists_real_rows=name == "experts")
+    samples = []
+    for number, items in enumerate(SAMPLES.get(name, SAMPLES["images and videos"])):
+        fields = tiny_qwen3_vl_batch(items, pad_to_multiple_of=1, seed=number)
+        arrays = {key: fields[key][0] for key in ("input_ids", "labels")}
+        visual = {key: value for key, value in fields.items() if "pixel" in key or "grid" in key}
+        samples.append({**arrays, **visual, "source": np.array(number % 2)})
+    of_rows, rows = SourcesCollator(collate, ("even", "odd")), samples
+    if name == "packed":
+        of_rows = SourcesCollator(PackedCollator(collate), ("even", "odd"))
+        rows = [samples[:3], samples[3:]]
+    batch: Any = of_rows(rows)
+    del batch["source_targets"]
+    ops = model.placement.ops
+    if ops.context.size > 1:
+        batch = sliced(batch, ops.context)
+    batch = own_indices(batch, ops.row_part, ops.expert_part)
+    adapter: Any = VLBatchAdapter(model.config.vision_config)
+    return adapter.to_device(adapter.prepared(batch))
+
+
+def reference(name: str) -> tuple[float, np.ndarray, dict[str, np.ndarray]]:
+    model = model_of(name)
+    output = model(**batch_of(name, model))
+    output.loss.backward()
+    grads = {
+        item.key: item.layout.to_stored(item.of_own(item.parameter.grad.numpy()))
+        for item in model.stored_parameters()
+        if item.parameter.grad is not None
+    }
+    return output.loss.item(), output.source_sums.numpy(), grads
+
+
+def differences(topology: Topology, name: str) -> list[tuple[float, str]]:
+    """Relative errors of loss, sums and gradients against one device, and their names."""
+    model = model_of(name, topology)
+    with checked_values():
+        output = model(**batch_of(name, model))
+    output.loss.backward()
+    table, parameters = model.placement.parameter_table, model.parameters()
+    if topology.mp_group.nranks > 1:
+        all_reduce_partial_gradients(table.with_specs(parameters), topology.mp_group)
+    all_reduce_gradients(parameters, topology.sharding_group)
+    loss, sums, wanted = reference(name)
+    found = [(abs(output.loss.item() - loss) / loss, "loss")]
+    found.append((float(np.abs(output.source_sums.numpy() - sums).max() / sums.max()), "sources"))
+    for item in model.stored_parameters():
+        grad = item.of_own(item.parameter.grad.numpy())
+        if item.key not in wanted:
+            # Text only: one device has no tower gradients, and ranks have zeros.
+            assert not grad.any(), item.key
+            continue
+        error = np.abs(grad - item.from_stored(wanted[item.key])).max()
+        found.append((float(error / np.abs(wanted[item.key]).max()), item.key))
+    return found
+
+
+def traffic(topology: Topology) -> list[tuple[str, int]]:
+    """Kind and bytes of this rank's calls over its context-parallel group, forward and back."""
+    model = model_of("packed", topology)
+    batch = batch_of("packed", model)
+    with record_collectives() as recording:
+        model(**batch).loss.backward()
+    ranks = tuple(topology.cp_group.ranks)
+    return [(call.kind, call.num_bytes) for call in recording.calls if call.ranks == ranks]
+
+
+def kept(topology: Topology | None, tokens: int) -> int:
+    """Bytes that a decoder layer keeps for its backward pass."""
+    found = []
+    for layers in (3, 4):
+        sizes = {"num_hidden_layers": layers, **LAYER}
+        model = tiny_model(**sizes)
+        if topology is not None:
+            context = ContextGroup(topology.cp_group, topology.cp_mp_group)
+            placement = FleetPlacement(topology.mp_group, context=context)
+            model = type(model).from_config(model.config, placement)
+        model.train()
+        ids = np.ones([1, tokens], np.int64)
+        fields: Any = {
+            "input_ids": ids, "labels": ids, "attention_mask": ids, "num_target_tokens": tokens - 1,
+            "position_ids": np.tile(np.arange(tokens), [3, 1, 1]), "has_left_padding": False,
+        }  # fmt: skip
+        if topology is not None:
+            fields = sliced(fields, model.placement.ops.context)
+        batch: Any = VLBatchAdapter().to_device(fields)
+        with paddle.no_grad():
+            model(**batch)  # Makes the tables that stay.
+        gc.collect()
+        before = host_memory_stat_current_value("Allocated", 0)
+        loss = model(**batch).loss
+        gc.collect()
+        found.append(host_memory_stat_current_value("Allocated", 0) - before)
+        del loss
+    return found[1] - found[0]
+
+
+def worker(degrees: dict[str, Any]) -> dict:
+    topology = initialize(ParallelDegrees(sharding_degree=2, cp_degree=2, **degrees))
+    checks: dict[str, Any] = {name: partial(differences, topology, name) for name in BATCHES}
+    if not degrees:
+        checks |= {
+            "traffic": partial(traffic, topology),
+            "kept": lambda: [kept(topology, 64), kept(None, 64)],
+        }
+    return run_checks(checks)
+
+
+@pytest.fixture(scope="module")
+def of_two() -> list[dict]:
+    return launch(worker, 2, arguments=({},))
+
+
+@pytest.fixture(scope="module")
+def of_four() -> list[dict]:
+    return launch(worker, 4, arguments=({"mp_degree": 2, "sequence_parallel": True},))
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("ranks", ["of_two", "of_four"])
+def test_loss_and_gradients_are_those_of_one_device(ranks, name, request):
+    for found in outcome_of(request.getfixturevalue(ranks), name):
+        assert max(found) <= (TOPOLOGY, ""), max(found)
+
+
+def test_a_layer_sends_the_bytes_of_the_formula(of_two):
+    """Two rows of 24 tokens on two ranks; a tensor has 2 key heads of width 8."""
+    tokens, values = 2 * 24, 2 * 8 * 4
+    gathered, scattered = ("all_gather", tokens // 2 * values), ("reduce_scatter", tokens * values)
+    for calls in outcome_of(of_two, "traffic"):
+        # Keys and values of three layers.
+        assert calls.count(gathered) == calls.count(scattered) == 3 * 2
+        # Rows of the tower, their gradients, the loss and its parts by source.
+        others = [call[0] for call in calls if call not in (gathered, scattered)]
+        assert sorted(others) == ["all_reduce"] * 2 + ["alltoall_single"] * 2
+
+
+def test_a_layer_keeps_the_rows_of_its_slice_and_the_keys_of_all(of_two):
+    """Of 64 tokens a slice has 32, and keys and values of the other 32, 4 heads of width 8."""
+    for own, whole in outcome_of(of_two, "kept"):
+        assert own == whole // 2 + 32 * (2 * 4 * 8 * 4)

@@ -1,0 +1,92 @@
+"""Memory of a rank under context parallelism by formula, for docs/context_parallel.md.
+
+Qwen3-VL-8B in bfloat16 with full recomputation, sequence parallelism where mp is above 1, sharding
+stage 3, one row a micro-batch, of which three quarters are visual tokens. Not in it: what the
+tower's layers need while they run, copies, and the allocator's gaps.
+"""
+
+from typing import NamedTuple
+
+WIDTH, INNER, LAYERS, QUERIES, KEYS, VOCABULARY = 4096, 12288, 36, 4096, 1024, 151936
+TOWER_WIDTH, TOWER_LAYERS, TOWER_PARAMETERS, PATCH, LEVELS = 1152, 27, 576_000_000, 1536, 3
+LAYER_PARAMETERS = 2 * WIDTH * (QUERIES + KEYS) + 3 * WIDTH * INNER
+TABLE_PARAMETERS = VOCABULARY * WIDTH
+# Logits that exist at once, see `paddle_vl.nn.objective`.
+CHUNK = 1 << 27
+
+
+class Job(NamedTuple):
+    """A row of the table: tokens of a row of the batch, and degrees."""
+
+    tokens: int
+    cp: int
+    mp: int
+    sharding: int
+
+    @property
+    def gpus(self) -> int:
+        return self.sharding * self.mp
+
+    def bytes_by_part(self) -> dict[str, float]:
+        tokens, cp, mp, sharding = self
+        shards = cp * mp
+        visual = 3 * tokens // 4
+        decoder = LAYERS * LAYER_PARAMETERS + 2 * TABLE_PARAMETERS
+        parameters = decoder / mp + TOWER_PARAMETERS
+        # Of a slice: the inputs of attention and MLP, gathered over mp; of this rank's heads and
+        # inner features queries and keys thrice, gate and up and their product; norms of its shard.
+        # Encoded here, received, and its sections apart; without cp all rows on every mp rank.
+        rows = 3 * visual / shards if cp > 1 or mp == 1 else 2 * visual
+        of_slice = 2 * WIDTH + (3 * (QUERIES + KEYS) + 3 * INNER + 2 * WIDTH) / mp
+        return {
+            "state": (2 + 4 + 12) * parameters / sharding,
+            # Two layers, and a table with its gradient.
+            "unsharded": (2 * 2 * LAYER_PARAMETERS + 4 * TABLE_PARAMETERS) / mp,
+            "pixels": 4 * 4 * visual * PATCH,
+            "tower inputs": 2 * 4 * visual / shards * TOWER_WIDTH * TOWER_LAYERS,
+            "visual rows": 2 * rows * (1 + LEVELS) * WIDTH,
+            "layer inputs": 2 * tokens / shards * WIDTH * LAYERS,
+            "a layer": 2 * tokens / cp * of_slice,
+            "keys of all": 2 * 2 * tokens * KEYS / mp,
+            "loss": 10 * CHUNK + 4 * TABLE_PARAMETERS / mp,
+        }
+
+
+JOBS = (
+    Job(32_768, 1, 1, 8),
+    Job(131_072, 4, 1, 8),
+    Job(262_144, 8, 1, 8),
+    Job(262_144, 4, 2, 4),
+    Job(262_144, 1, 8, 1),
+    Job(262_144, 8, 1, 64),
+    Job(1_048_576, 8, 8, 8),
+    Job(1_048_576, 16, 4, 16),
+    Job(1_048_576, 64, 1, 64),
+)
+
+
+def documented_table() -> str:
+    """GB of 10^9 bytes of a rank."""
+    names = list(JOBS[0].bytes_by_part())
+    lines = [
+        f"| tokens | GPUs | cp | mp | {' | '.join(names)} | together |",
+        f"|{' ---: |' * (len(names) + 5)}",
+    ]
+    for job in JOBS:
+        parts = job.bytes_by_part()
+        sizes = " | ".join(f"{each / 1e9:.1f}" for each in [*parts.values(), sum(parts.values())])
+        lines.append(f"| {job.tokens:,} | {job.gpus} | {job.cp} | {job.mp} | {sizes} |")
+    return "\n".join(lines)
+
+
+def documented_traffic() -> str:
+    """MB that a rank sends for a layer's keys and values in one direction."""
+    tokens = (32_768, 131_072, 262_144, 1_048_576)
+    lines = [
+        f"| cp x mp | {' | '.join(f'{each:,} tokens' for each in tokens)} |",
+        f"| --- |{' ---: |' * len(tokens)}",
+    ]
+    for cp, mp in ((2, 1), (4, 1), (8, 1), (8, 8), (64, 1)):
+        sent = [2 * 2 * each * KEYS / mp * (cp - 1) / cp / 1e6 for each in tokens]
+        lines.append(f"| {cp} x {mp} | {' | '.join(f'{each:,.0f}' for each in sent)} |")
+    return "\n".join(lines)
