@@ -7,15 +7,21 @@ UCI optical recognition set), written as PNG files: dark ink on white paper, enl
 bicubic interpolation. Training conversations contain no test image.
 
 The directory gets `images/`, `train.jsonl`, `copies.jsonl`, `test.jsonl`, `processor/` and
-`dataset.json`. `copies.jsonl` is for training too: dialogues about copies of the training images,
+`dataset.json`. `copies.jsonl` is for training too: questions about copies of the training images,
 turned and shifted a little (`0007-1.png` is the first one of `0007.png`). Tasks of records: single,
-compare, add, two_turn; in `copies.jsonl` two_turn and pair, which asks everything about two images.
+compare, add, two_turn; in `copies.jsonl` single, two_turn, pair, a question about two images, and
+fact, one about two numbers without an image.
+
+Comparisons and sums are worked out ("3 + 8 = 11", "3 - 8 = -5: the second."), and facts have the
+same answers, so that a model takes a result from the digits that it has named, not from the images
+once more.
 """
 
 import argparse
 import json
 import os
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +31,7 @@ from PIL import Image
 from paddle_vl.families.vlm.inputs.processor import VLProcessor
 
 # Increase when the written files change.
-RECIPE_VERSION = 2
+RECIPE_VERSION = 4
 SEED = 20240
 TEST_IMAGES_PER_DIGIT = 30
 NUM_TEST_PAIRS = 100
@@ -33,6 +39,8 @@ IMAGE_SIDE = 64
 # Copies of every training image, turned and shifted (in pixels) by at most so much.
 NUM_COPIES, MAX_DEGREES, MAX_SHIFT = 4, 8, 4
 PAIRS_PER_COPY = 2
+# Share of the comparisons of copies that show a digit twice; chance gives a tenth, too few.
+EQUAL_SHARE = 0.25
 VOCAB_SIZE = 512
 MANIFEST = "dataset.json"
 
@@ -43,16 +51,18 @@ _SINGLE = (
     ("Read this handwritten digit: <image>", "{a}"),
     ("<image>Describe the picture.", "The handwritten digit {a}."),
 )
+_LARGER, _SUM = "{a} - {b} = {difference}: {larger}.", "{a} + {b} = {sum}"
 _COMPARE = (
-    ("<image><image>Which digit is larger, the first or the second?", "{larger}"),
-    ("First: <image> Second: <image> Which one is larger?", "{larger}"),
+    ("<image><image>Which digit is larger, the first or the second?", _LARGER),
+    ("First: <image> Second: <image> Which one is larger?", _LARGER),
 )
 _ADD = (
-    ("<image><image>What is the sum of the two digits?", "{sum}"),
-    ("<image> plus <image> equals?", "{sum}"),
+    ("<image><image>What is the sum of the two digits?", _SUM),
+    ("<image> plus <image> equals?", _SUM),
 )
 _NAME_TWO = (("<image><image>Which two digits are these?", "{a} and {b}."),)
 _ABOUT_TWO = (_COMPARE, _ADD, _NAME_TWO)
+_FACTS = (("What is {a} + {b}?", _SUM), ("Which is larger, {a} or {b}?", _LARGER))
 _FOLLOW_UP = (
     ("Is it even or odd?", "{parity}"),
     ("Which digit comes next?", "{next}"),
@@ -89,7 +99,7 @@ def make_digits_dataset(directory: str | os.PathLike) -> bool:
         copies = [name.replace(".", f"-{copy}.") for name in names]
         for number in trained:
             _moved(images[number], rng).save(directory / copies[number])
-        records["copies"] += _dialogues(trained, digits, copies, rng)
+        records["copies"] += _about_copies(trained, digits, copies, rng)
     for split, rows in records.items():
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (directory / f"{split}.jsonl").write_text(text, encoding="utf-8")
@@ -148,24 +158,27 @@ def _train_records(
             yield _record(task, pair, [_pick(phrasings, rng)], digits, names)
 
 
-def _dialogues(
+def _about_copies(
     numbers: np.ndarray, digits: Sequence[int], names: Sequence[str], rng: np.random.Generator
 ) -> Iterator[dict[str, Any]]:
-    """For every image: one dialogue about it alone, two about it and another one.
-
-    The latter ask everything about two images, in any order: each shown image is learned from
-    several answers.
-    """
+    """For every image: one question about it, every second one with another turn, and two about it
+    and another image. Short, so that a row of packed samples shows many images. Then the facts of
+    every two digits."""
+    alike = {digit: [n for n in numbers if digits[n] == digit] for digit in set(digits)}
     partners_of = [rng.permutation(numbers) for _ in range(PAIRS_PER_COPY)]
     for number, *partners in zip(numbers, *partners_of, strict=True):
-        turns = [_pick(_SINGLE, rng), _pick(_FOLLOW_UP, rng)]
-        yield _record("two_turn", [number], turns, digits, names)
+        turns = [_pick(_SINGLE, rng)]
+        if rng.random() < 0.5:
+            turns.append(_pick(_FOLLOW_UP, rng))
+        yield _record(("single", "two_turn")[len(turns) - 1], [number], turns, digits, names)
         for partner in partners:
-            first, *others = rng.permutation(3).tolist()
-            turns = [_pick(_ABOUT_TWO[first], rng)]
-            for question, answer in (_ABOUT_TWO[other][0] for other in others):
-                turns.append((question.replace("<image>", ""), answer))
-            yield _record("pair", [number, partner], turns, digits, names)
+            phrasings = _ABOUT_TWO[int(rng.integers(3))]
+            if phrasings is _COMPARE and rng.random() < EQUAL_SHARE:
+                partner = rng.choice(alike[digits[number]])
+            yield _record("pair", [number, partner], [_pick(phrasings, rng)], digits, names)
+    for a, b in product(range(10), repeat=2):
+        for turn in _FACTS:
+            yield {"task": "fact", "messages": _messages([turn], a, b)}
 
 
 def _test_records(
@@ -190,21 +203,26 @@ def _record(
     digits: Sequence[int],
     names: Sequence[str],
 ) -> dict[str, Any]:
-    shown = [digits[number] for number in numbers]
-    a, b = shown[0], shown[-1]
+    messages = _messages(turns, digits[numbers[0]], digits[numbers[-1]])
+    return {"task": task, "messages": messages, "images": [names[number] for number in numbers]}
+
+
+def _messages(turns: Sequence[tuple[str, str]], a: int, b: int) -> list[dict[str, str]]:
+    """Questions and answers about one digit or two."""
     facts = {
         "a": a,
         "b": b,
         "sum": a + b,
-        "larger": "The first." if a > b else "The second." if b > a else "They are equal.",
+        "difference": a - b,
+        "larger": "the first" if a > b else "the second" if b > a else "they are equal",
         "parity": "odd" if a % 2 else "even",
         "next": (a + 1) % 10 if a < 9 else "After 9 comes 10.",
     }
     messages = []
     for question, answer in turns:
-        messages.append({"role": "user", "content": question})
+        messages.append({"role": "user", "content": question.format(**facts)})
         messages.append({"role": "assistant", "content": answer.format(**facts)})
-    return {"task": task, "messages": messages, "images": [names[number] for number in numbers]}
+    return messages
 
 
 def _pick(phrasings: Sequence[tuple[str, str]], rng: np.random.Generator) -> tuple[str, str]:

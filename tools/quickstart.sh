@@ -2,7 +2,7 @@
 # Trains a small Qwen3-VL on images of handwritten digits, evaluates it on unseen ones, and shows how
 # to ask it about your own image. A second run resumes the training, or only evaluates.
 #
-#   bash tools/quickstart.sh                       about twelve minutes of processor time
+#   bash tools/quickstart.sh                       about five minutes of training
 #   bash tools/quickstart.sh train.max_steps=300   further arguments override configs/quickstart/digits.yaml
 #
 # PYTHON names the interpreter for .venv (3.10 or newer; default: the first found).

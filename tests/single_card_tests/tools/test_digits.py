@@ -6,6 +6,7 @@ unless it was complete; the tool does the same.
 """
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def rows_of(directory: Path, split: str) -> list[dict]:
 
 
 def images_of(rows: list[dict]) -> set[str]:
-    return {image for row in rows for image in row["images"]}
+    return {image for row in rows for image in row.get("images", ())}
 
 
 def test_splits_are_apart_and_hold_all_tasks(made):
@@ -56,9 +57,13 @@ def test_splits_are_apart_and_hold_all_tasks(made):
     assert Counter(row["task"] for row in rows["train"]) == {
         "single": 2 * 1497, "two_turn": 1497, "compare": 1497, "add": 1497
     }  # fmt: skip
-    assert Counter(row["task"] for row in rows["copies"]) == {
-        "two_turn": 4 * 1497, "pair": 8 * 1497
-    }  # fmt: skip
+    tasks = Counter(row["task"] for row in rows["copies"])
+    assert (tasks["pair"], tasks["fact"]) == (8 * 1497, 4 * 200)
+    assert abs(tasks["single"] - tasks["two_turn"]) < 300
+    assert tasks["single"] + tasks["two_turn"] == 4 * 1497
+    answers = [row["messages"][-1]["content"] for row in rows["copies"] if "pair" in row["task"]]
+    compared = [answer.endswith("they are equal.") for answer in answers if ": " in answer]
+    assert 0.28 < np.mean(compared) < 0.37
 
 
 def asked_about_two(question: str) -> str:
@@ -71,18 +76,21 @@ def asked_about_two(question: str) -> str:
 def test_answers_are_right(made, split):
     target = datasets.load_digits().target
     for row in rows_of(made, split):
-        shown = [int(target[int(Path(image).stem[:4])]) for image in row["images"]]
+        question = row["messages"][0]["content"]
+        if row["task"] == "fact":
+            shown = [int(digit) for digit in re.findall(r"\d", question)]
+        else:
+            shown = [int(target[int(Path(image).stem[:4])]) for image in row["images"]]
         answers = [turn["content"] for turn in row["messages"] if turn["role"] == "assistant"]
         first, last = shown[0], shown[-1]
-        larger = {1: "The first.", -1: "The second.", 0: "They are equal."}
+        larger = {1: "the first.", -1: "the second.", 0: "they are equal."}
         about_two = {
-            "add": str(first + last),
-            "compare": larger[int(np.sign(first - last))],
+            "add": f"{first} + {last} = {first + last}",
+            "compare": f"{first} - {last} = {first - last}: {larger[int(np.sign(first - last))]}",
             "name": f"{first} and {last}.",
         }
-        if row["task"] == "pair":
-            questions = [turn["content"] for turn in row["messages"] if turn["role"] == "user"]
-            assert answers == [about_two[asked_about_two(question)] for question in questions]
+        if row["task"] in ("pair", "fact"):
+            assert answers == [about_two[asked_about_two(question)]]
         elif row["task"] in about_two:
             assert answers == [about_two[row["task"]]]
         else:
