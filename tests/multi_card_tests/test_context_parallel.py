@@ -40,7 +40,7 @@ EXPERTS = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
     "output_router_logits": True, "router_aux_loss_coef": 1.0,
 }  # fmt: skip
-SAMPLES: dict[str, list[tuple]] = {
+SAMPLES: dict[str, list[Any]] = {
     "images and videos": [*MIXED[:3]],
     "one image": [(1, 2, 3), (Image(4, 4), 7, 8, 9)],
     "text": [(1, 2, 3, 4, 5), (6, 7, 8)],
@@ -132,7 +132,8 @@ def traffic(topology: Topology) -> list[tuple[str, int]]:
     batch = batch_of("packed", model)
     with record_collectives() as recording:
         model(**batch).loss.backward()
-    ranks = tuple(topology.cp_group.ranks)
+    group: Any = topology.cp_group
+    ranks = tuple(group.ranks)
     return [(call.kind, call.num_bytes) for call in recording.calls if call.ranks == ranks]
 
 

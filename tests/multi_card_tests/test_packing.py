@@ -1,17 +1,19 @@
 """Training on packed rows on several ranks.
 
-Guarantees, under model parallelism with sequence parallelism, in a pipeline, and with every layer
+Guarantees, under model and context parallelism, in a pipeline, and with every layer
 sharded: loss, gradient norm and every parameter after four optimizer steps equal the run on one
-device with the same rows; a resumed run is bit-identical, and one rank continues what several
-saved. Samples have two images, one, or none.
+device with the same rows; a resumed run is bit-identical, one rank continues what several saved,
+and so do slices of another size. Samples have two images, one, or none.
 """
 
 from pathlib import Path
 
+import paddle.distributed as dist
 import pytest
 
 from tests.multi_card_tests.test_training import common, run_file
 from tests.support.finished_runs import arrays_of, assert_close, lasting_metrics
+from tests.support.launch import launch
 from tests.support.tolerance import TOPOLOGY
 from tests.support.topology_runs import (
     CP,
@@ -21,6 +23,8 @@ from tests.support.topology_runs import (
     STAGE_3,
     EqualsOneDevice,
     batch_settings,
+    continue_run,
+    train,
 )
 
 __all__ = ["run_file"]
@@ -35,6 +39,11 @@ HEAVY = {
     "pp2": (2, PP),
     "cp2 stage 3": (2, [*CP, STAGE_3]),
     "sharding2 stage 3": (2, [*SHARDING, STAGE_3]),
+}
+CP4 = ["parallel.sharding_degree=4", "parallel.cp_degree=4", "data.pad_to_multiple_of=4"]
+HEAVY = {
+    "cp4 stage 2": (4, [*CP4, "parallel.sharding_stage=2"]),
+    "cp2 mp2, tower everywhere": (4, [*CP, "parallel.mp_degree=2", "parallel.vision=replicate"]),
 }
 
 
@@ -55,3 +64,20 @@ class TestPacking(EqualsOneDevice):
             for key, value in wanted.items():
                 assert found[key] == pytest.approx(value, rel=TOPOLOGY), (wanted["step"], key)
         assert_close(arrays_of(several / "checkpoint-4"), arrays_of(one_device / "checkpoint-4"))
+
+
+def train_and_move(run_file: str, output_dir: str, before: list[str], after: list[str]) -> None:
+    train(run_file, f"{output_dir}/first", before)
+    dist.barrier()
+    continue_run(run_file, f"{output_dir}/first", f"{output_dir}/then", after)
+
+
+@pytest.mark.heavy
+def test_a_run_continues_with_slices_of_another_size(run_file, tmp_path):
+    settings = TestPacking.settings(run_file, 1)
+    train(run_file, tmp_path / "one", settings)
+    two = ["parallel.mp_degree=2", *CP]
+    arguments = (str(run_file), str(tmp_path), [*settings, *CP4], [*settings, *two])
+    launch(train_and_move, 4, arguments=arguments, timeout=300)
+    found = arrays_of(tmp_path / "then" / "checkpoint-4")
+    assert_close(found, arrays_of(tmp_path / "one" / "checkpoint-4"))

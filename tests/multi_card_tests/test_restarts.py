@@ -70,6 +70,9 @@ def test_a_run_that_reached_no_step_is_not_started_again(run_file, tmp_path):
         ({"mp_degree": 2, "dp_degree": 2}, 4, 1,
          (2, {"dp_degree": 1, "sharding_degree": 1, "batch": 4})),
         ({"mp_degree": 2}, 2, 1, None),
+        # Of two groups of context parallelism one is left.
+        ({"sharding_degree": 4, "cp_degree": 2}, 4, 1,
+         (2, {"dp_degree": 1, "sharding_degree": 2, "batch": 4})),
     ],
 )  # fmt: skip
 def test_fewer_ranks_keep_the_samples_of_a_micro_batch(

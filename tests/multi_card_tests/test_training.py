@@ -14,7 +14,6 @@ import json
 import shutil
 from pathlib import Path
 
-import paddle.distributed as dist
 import pytest
 
 from paddle_vl.checkpoint.manifest import Manifest
@@ -32,7 +31,6 @@ from tests.support.topology_runs import (
     STAGE_3,
     EqualsOneDevice,
     batch_settings,
-    continue_run,
     train,
     write_mixed_run,
 )
@@ -117,13 +115,6 @@ HEAVY = {
     "cp2 mp2, tower everywhere": (4, [*CP, "parallel.mp_degree=2", "parallel.vision=replicate"]),
     "cp2 pp2": (4, [*CP, *PP, "train.recompute=attention"]),
     "cp2 stage 3": (2, [*CP, STAGE_3, "train.recompute=full"]),
-    "cp4 stage 2": (
-        4,
-        [
-            *("parallel.sharding_degree=4", "parallel.cp_degree=4", "parallel.sharding_stage=2"),
-            *("data.pad_to_multiple_of=4", "parallel.vision=replicate"),
-        ],
-    ),
     "dp2 cp2 with overlap": (4, ["parallel.dp_degree=2", *CP, *OVERLAP]),
     "cp2 of sharding4 stage 3": (
         4,
@@ -199,22 +190,6 @@ def test_another_topology_continues_what_all_processes_wrote(run_file, one_devic
     other += [RESUME]
     launch(train, 4, arguments=(str(run_file), str(then), [*common(run_file), *other]))
     assert_close(arrays_of(then / "checkpoint-4"), arrays_of(one_device / "checkpoint-4"))
-
-
-def train_and_move(run_file: str, output_dir: str, before: list[str], after: list[str]) -> None:
-    train(run_file, f"{output_dir}/first", before)
-    dist.barrier()
-    continue_run(run_file, f"{output_dir}/first", f"{output_dir}/then", after)
-
-
-@pytest.mark.heavy
-def test_a_run_continues_with_slices_of_another_size(run_file, one_device, tmp_path):
-    four = ["parallel.sharding_degree=4", "parallel.cp_degree=4", "data.pad_to_multiple_of=4"]
-    two = ["parallel.mp_degree=2", *CP]
-    settings = [[*common(run_file), *batch_settings(1), *each] for each in (four, two)]
-    launch(train_and_move, 4, arguments=(str(run_file), str(tmp_path), *settings), timeout=300)
-    found = arrays_of(tmp_path / "then" / "checkpoint-4")
-    assert_close(found, arrays_of(one_device / "checkpoint-4"))
 
 
 @pytest.mark.heavy

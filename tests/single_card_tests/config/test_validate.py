@@ -12,6 +12,7 @@ from paddle_vl.families.vlm.settings import VLRun
 
 CPU = "cpu"
 SHARDED = {"parallel__sharding_degree": 2, "parallel__sharding_stage": 2}
+SLICED = {"parallel__sharding_degree": 2, "parallel__cp_degree": 2}
 ONCE = {"parallel__reduce_once_per_step": True, "train__gradient_accumulation_steps": 2}
 HALF = {"parallel__reduce_dtype": "bfloat16", "model__compute_dtype": "bfloat16"}
 
@@ -50,6 +51,17 @@ def test_a_family_without_token_counts_has_no_length_in_tokens():
     assert any(
         "train.max_tokens is 9 but" in text and "counts no tokens" in text for text in problems
     )
+
+
+def test_a_family_whose_rows_cannot_be_cut_refuses_slices():
+    values = {
+        "model": {"config": "none"},
+        "data": {"train": ["t.jsonl"], "processor": "none"},
+        "train": {"output_dir": "out", "max_steps": 9},
+        "parallel": {"sharding_degree": 2, "cp_degree": 2},
+    }
+    problems = rule_problems(PI07Run.model_validate(values))
+    assert any("parallel.cp_degree is 2, but pi07 cannot cut its rows" in text for text in problems)
 
 
 def test_valid_configuration_passes(existing):
@@ -122,6 +134,14 @@ def test_valid_configuration_passes(existing):
         (
             {"data__packing": True, "data__padding_side": "left"},
             "data.padding_side is left but packed rows are padded on the right",
+        ),
+        (
+            {**SLICED, "data__padding_side": "left"},
+            "data.padding_side is left with parallel.cp_degree 2: slices are cut for padding that",
+        ),
+        (
+            {**SLICED, "train__objective": "preference"},
+            "train.objective is preference with parallel.cp_degree 2: log-probabilities of an",
         ),
         (
             {"model__pretrained": None, "model__config": {}},

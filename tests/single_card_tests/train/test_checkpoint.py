@@ -139,7 +139,8 @@ def test_forbidden_changes_are_refused_with_old_and_new_value(tmp_path):
     for part in (
         "model.config.text_config.hidden_size: 8 -> 16",
         "train.seed: 42 -> 7",
-        "(train.per_device_train_batch_size x parallel.dp_degree x sharding_degree): 8 -> 4",
+        "(train.per_device_train_batch_size x parallel.dp_degree x sharding_degree / "
+        "cp_degree): 8 -> 4",
     ):
         assert part in message
     assert "learning_rate" not in message
